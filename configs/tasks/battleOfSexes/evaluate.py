@@ -1,0 +1,183 @@
+"""Grade strategy.py: play many games against the partner and print one JSON line.
+
+The strategy comes from the agent and is not trusted. It runs in a child process that gets its own text and the
+partner's moves so far through a pipe and answers with moves: partner, random numbers and score stay on this side.
+Run this in a copy of the task's files: it deletes its own source before any foreign code starts.
+"""
+import argparse
+import ctypes
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+GAMES = 8000            # standard error of the score of always-0: 0.24 / sqrt(8000) = 0.003
+ROUNDS = 10
+LOYALTY = 0.8           # probability that the partner copies the row player's first move
+PAYOFF = {(0, 0): 2, (1, 1): 1, (0, 1): 0, (1, 0): 0}     # (own move, partner's move) -> points of the row player
+TIME_LIMIT = 10         # seconds for the strategy in all games together
+MAX_BYTES = 100_000     # of strategy.py
+ERROR_CHARS = 300
+NOBODY = 65534
+PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38      # linux/prctl.h
+libc = ctypes.CDLL(None)
+
+# Runs in the child. The channel is moved away from fds 0 and 1, so that print() and input() cannot disturb it.
+# A request is the partner's last move in every game (nothing in the first round), a reply is the own moves: "0110...".
+CHILD = r"""
+import json, os, sys, traceback, types
+requests, replies = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
+null = os.open(os.devnull, os.O_RDWR)
+os.dup2(null, 0), os.dup2(null, 1)
+
+def one_move(strategy, history):
+    move = strategy(history)
+    if move not in (0, 1):
+        raise ValueError(f"row_strategy returned {str(move)[:40]!r}, not 0 or 1")
+    return str(int(move))
+
+def play(setup):
+    module = sys.modules["strategy"] = types.ModuleType("strategy")
+    exec(compile(setup["strategy"], "strategy.py", "exec"), module.__dict__)
+    histories, own = [[] for _ in range(setup["games"])], ""
+    for line in requests:
+        for history, move, partner in zip(histories, own, json.loads(line)):
+            history.append((int(move), int(partner)))
+        own = "".join([one_move(module.row_strategy, list(history)) for history in histories])
+        print(json.dumps({"moves": own}), file=replies, flush=True)
+
+def describe(error):
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "strategy.py"]
+    lines += [error.lineno] if isinstance(error, SyntaxError) else []
+    text = traceback.format_exception_only(error)[-1].strip()
+    return f"strategy.py line {lines[-1]}: {text}" if lines else f"strategy.py: {text}"
+
+try:
+    play(json.loads(requests.readline()))
+except BaseException as error:      # SystemExit too: whatever the strategy raises is an answer for its author
+    print(json.dumps({"error": describe(error)}), file=replies, flush=True)
+"""
+
+
+class Invalid(Exception):
+    """The strategy cannot be graded; the text goes to the agent."""
+
+
+def read_strategy(path):
+    """The text of the strategy. Raises Invalid."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        raise Invalid(f"strategy.py cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise Invalid(f"strategy.py is not a text file: {error}") from error
+    if len(data) > MAX_BYTES:
+        raise Invalid(f"strategy.py is larger than {MAX_BYTES} bytes")
+    return text
+
+
+def lower_privileges(change_user):
+    """In the child before exec: no way to gain rights, no capabilities, and another user where that is possible."""
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    for capability in range(64):                    # fails, harmlessly, when there are none to give up
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    if change_user and os.geteuid() == 0:
+        with suppress(OSError):                     # a user namespace may know only one user
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+
+
+def start_child():
+    """Start the child. Nothing foreign runs in it before it is sent the strategy."""
+    def start(change_user):
+        return subprocess.Popen(
+            [sys.executable, "-I", "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, cwd="/", env={"OMP_NUM_THREADS": "1"}, start_new_session=True,
+            preexec_fn=lambda: lower_privileges(change_user))
+    try:
+        return start(change_user=True)
+    except PermissionError:     # this Python lies where only root can read; the child stays root, without capabilities
+        return start(change_user=False)
+
+
+def ask(child, message):
+    """Send one message and return the reply as a dict. Raises Invalid."""
+    try:
+        child.stdin.write(json.dumps(message).encode() + b"\n")
+        child.stdin.flush()
+        reply = json.loads(child.stdout.readline(GAMES + 10_000))
+    except (BrokenPipeError, ValueError) as error:
+        raise Invalid("strategy.py ended the process that plays it") from error
+    if not isinstance(reply, dict):
+        raise Invalid("strategy.py disturbed the process that plays it")
+    if "error" in reply:
+        raise Invalid(str(reply["error"])[:ERROR_CHARS])
+    return reply
+
+
+def partner_moves(first_moves, rng):
+    """The partner's moves in one of the later rounds: the row player's first move with probability LOYALTY."""
+    return [first if rng.random() < LOYALTY else 1 - first for first in first_moves]
+
+
+def play(next_moves, rng):
+    """Mean points per round of the row player; next_moves(partner's last moves) returns the own moves of all games."""
+    points, first, partner = 0, None, []
+    for _ in range(ROUNDS):
+        own = next_moves(partner)
+        first = first or own
+        partner = partner_moves(first, rng) if partner else [1] * GAMES
+        points += sum(PAYOFF[pair] for pair in zip(own, partner))
+    return points / (GAMES * ROUNDS)
+
+
+def grade(text, child):
+    """Mean points per round of the strategy with this text. Raises Invalid."""
+    def next_moves(partner):
+        moves = ask(child, "".join(map(str, partner))).get("moves")
+        if not isinstance(moves, str) or len(moves) != GAMES or set(moves) - {"0", "1"}:
+            raise Invalid("strategy.py disturbed the process that plays it")
+        return [int(move) for move in moves]
+
+    def out_of_time(*_):
+        raise Invalid(f"strategy.py took longer than {TIME_LIMIT} seconds for {GAMES} games")
+
+    signal.signal(signal.SIGALRM, out_of_time)
+    signal.alarm(TIME_LIMIT)
+    child.stdin.write(json.dumps({"strategy": text, "games": GAMES}).encode() + b"\n")
+    score = play(next_moves, random.Random(os.urandom(32)))
+    signal.alarm(0)
+    return score
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--split", required=True, choices=["validation", "test"])     # both: new games, new luck
+    parser.parse_args()
+    if os.path.exists("task.yaml"):
+        parser.error("run this in a copy of the task's files, because it deletes itself")
+    child = None
+    try:
+        text = read_strategy("strategy.py")
+        child = start_child()
+        # Before the strategy starts: nobody may look into this process, not even one with the same user ...
+        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+        # ... and there is nothing left to change for a later run.
+        os.unlink(__file__)
+        print(json.dumps({"Score": round(grade(text, child), 6)}))
+    except Invalid as error:
+        print(json.dumps({"error": str(error)}))
+    finally:
+        if child:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

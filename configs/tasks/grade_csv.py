@@ -1,0 +1,114 @@
+"""Grade submission.csv against answers.csv (both in the current folder) and print one JSON line.
+
+answers.csv has the columns id, part (validation or test) and the target; submission.csv has id and the target, for the
+ids of both parts. The form of the whole file is checked whichever part is graded, and a message never depends on an
+answer. Several tasks share this file; it needs nothing but Python.
+"""
+import argparse
+import csv
+import io
+import json
+import math
+
+MAX_BYTES = 1_000_000
+
+
+class Invalid(Exception):
+    """The submission cannot be graded; the text goes to the agent."""
+
+
+def accuracy(truth, predicted):
+    """Share of equal values."""
+    return sum(a == b for a, b in zip(truth, predicted)) / len(truth)
+
+
+def r2(truth, predicted):
+    """1 - squared error / squared deviation from the mean of the truth."""
+    truth, predicted = [float(value) for value in truth], [float(value) for value in predicted]
+    mean = sum(truth) / len(truth)
+    return 1 - sum((a - b) ** 2 for a, b in zip(truth, predicted)) / sum((a - mean) ** 2 for a in truth)
+
+
+METRICS = {"accuracy": accuracy, "r2": r2}
+
+
+def read_answers(path):
+    """(name of the target, {id: (part, value)}), all as text."""
+    with open(path, newline="", encoding="utf-8") as file:
+        header, *rows = csv.reader(file)
+    return header[2], {key: (part, value) for key, part, value in rows}
+
+
+def read_rows(path):
+    """Rows of the submission as lists of text, the header first."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise Invalid(f"submission.csv is larger than {MAX_BYTES} bytes")
+        return [row for row in csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True) if row]
+    except OSError as error:
+        raise Invalid(f"submission.csv cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise Invalid(f"submission.csv is not a CSV text file: {error}") from error
+
+
+def label_checker(labels):
+    """A function that says what is wrong with a value, or None. `labels` are the values that occur in the answers."""
+    *most, last = sorted(labels, key=lambda label: (len(label), label))
+    return lambda value: None if value in labels else f"must be {', '.join(most)} or {last}"
+
+
+def number_checker(_):
+    def check(value):
+        try:
+            return None if math.isfinite(float(value)) else "must be a finite number"
+        except ValueError:
+            return "must be a number"
+    return check
+
+
+CHECKERS = {"accuracy": label_checker, "r2": number_checker}
+
+
+def read_submission(path, target, ids, wrong):
+    """{id: value} for exactly the given ids; wrong(value) says what is wrong with a value. Raises Invalid."""
+    rows = read_rows(path)
+    if not rows or rows[0] != ["id", target]:
+        raise Invalid(f"the first line of submission.csv must be: id,{target}")
+    answer = {}
+    for row in rows[1:]:
+        if len(row) != 2:
+            raise Invalid(f"every line needs 2 values, but one has {len(row)}: {','.join(row)[:60]!r}")
+        key, value = row
+        if key not in ids:
+            raise Invalid(f"id {key[:20]!r} is not in data/test.csv")
+        if key in answer:
+            raise Invalid(f"id {key} is there twice")
+        if wrong(value):
+            raise Invalid(f"{target} {wrong(value)}, but id {key} has {value[:20]!r}")
+        answer[key] = value
+    missing = [key for key in ids if key not in answer]
+    if missing:
+        raise Invalid(f"{len(missing)} of {len(ids)} ids of data/test.csv are missing, the first is {missing[0]}")
+    return answer
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--metric", required=True, choices=list(METRICS))
+    parser.add_argument("--split", required=True, choices=["validation", "test"])
+    args = parser.parse_args()
+    target, answers = read_answers("answers.csv")
+    try:
+        wrong = CHECKERS[args.metric]({value for _, value in answers.values()})
+        predicted = read_submission("submission.csv", target, answers.keys(), wrong)
+    except Invalid as error:
+        print(json.dumps({"error": str(error)}))
+        return
+    graded = [(value, predicted[key]) for key, (part, value) in answers.items() if part == args.split]
+    print(json.dumps({args.metric: round(METRICS[args.metric](*zip(*graded)), 6)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Stands in for a module that the agent wrote, in a grader that imports it: its functions run in a child process.
+
+A grading sandbox holds this file under the module's name, say strategy.py, and what the agent wrote as
+strategy_agent.py. `from strategy import row_strategy` then works as ever, and every call goes through a pipe: copies
+of the arguments there, one line of JSON back. The grader's objects, random numbers and output stay out of reach.
+
+With the first call, when the grader has imported and read what it needs, everything in this folder is deleted before
+any foreign code starts, so that there is nothing to read or to change. Only ever put this file into a throw-away copy.
+"""
+import atexit
+import ctypes
+import functools
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+NAME = os.path.basename(__file__)                       # "strategy.py"
+AGENT = NAME.removesuffix(".py") + "_agent.py"
+MAX_BYTES, MAX_REPLY = 1_000_000, 100_000
+ERROR_CHARS = 300
+NOBODY = 65534
+PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38      # linux/prctl.h
+libc = ctypes.CDLL(None)
+
+# Runs in the child. The channel is moved away from fds 0 and 1, so that print() and input() cannot disturb it. A
+# request is a pickle of (function, arguments) from the trusted side; a reply is a line: "=" and JSON, or "!" and text.
+CHILD = r"""
+import json, os, pickle, sys, traceback, types
+requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+null = os.open(os.devnull, os.O_RDWR)
+os.dup2(null, 0), os.dup2(null, 1)
+file = sys.argv[1]
+
+def describe(error):
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    lines += [error.lineno] if isinstance(error, SyntaxError) else []
+    text = " ".join(traceback.format_exception_only(type(error), error)[-1].split())
+    return f"{file} line {lines[-1]}: {text}" if lines else f"{file}: {text}"
+
+def plain(value):
+    if hasattr(value, "tolist"):        # numpy's numbers and arrays
+        return value.tolist()
+    raise TypeError(f"returned a {type(value).__name__}, which is neither a number nor a list of numbers")
+
+def serve(source):
+    module = sys.modules[file[:-3]] = types.ModuleType(file[:-3])
+    exec(compile(source, file, "exec"), module.__dict__)
+    encode = json.JSONEncoder(default=plain).encode
+    while True:
+        name, arguments = pickle.load(requests)
+        replies.write(b"=" + encode(getattr(module, name)(*arguments)).encode() + b"\n")
+        replies.flush()
+
+try:
+    serve(pickle.load(requests))
+except EOFError:
+    pass
+except BaseException as error:      # SystemExit too: whatever the agent's code raises is an answer for its author
+    replies.write(b"!" + describe(error)[:1000].encode("utf-8", "replace") + b"\n")
+    replies.flush()
+"""
+
+
+def fail(message):
+    """End the grader here, with the message for the agent as its last line."""
+    print(json.dumps({"error": message[:ERROR_CHARS]}), flush=True)
+    stop()
+    os._exit(0)
+
+
+def read_source():
+    """What the agent wrote. Ends the grader when that is not a text file."""
+    try:
+        with open(os.path.join(FOLDER, AGENT), "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        fail(f"{NAME} cannot be read: {error.strerror}")
+    except UnicodeDecodeError as error:
+        fail(f"{NAME} is not a text file: {error}")
+    if len(data) > MAX_BYTES:
+        fail(f"{NAME} is larger than {MAX_BYTES} bytes")
+    return text
+
+
+def lower_privileges(change_user):
+    """In the child before exec: no way to gain rights, no capabilities, and another user where that is possible."""
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    for capability in range(64):                    # fails, harmlessly, when there are none to give up
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    if change_user and os.geteuid() == 0:
+        with suppress(OSError):                     # a user namespace may know only one user
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+
+
+def start_child():
+    """Start the child. Nothing foreign runs in it before it is sent the source."""
+    def start(change_user):
+        return subprocess.Popen(
+            [sys.executable, "-I", "-c", CHILD, NAME], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, cwd="/", env={"OMP_NUM_THREADS": "1"}, start_new_session=True,
+            preexec_fn=lambda: lower_privileges(change_user))
+    try:
+        return start(change_user=True)
+    except PermissionError:     # this Python lies where only root can read; the child stays root, without capabilities
+        return start(change_user=False)
+
+
+def delete_everything():
+    """Empty the folder. An error here is the grader's end: it must not go on with files that the child could read."""
+    for entry in list(os.scandir(FOLDER)):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+
+
+child = None
+
+
+def stop():
+    if child:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def begin():
+    """Start the child and send it the source, with nothing left to read in this folder or in this process."""
+    global child
+    source = read_source()
+    child = start_child()
+    atexit.register(stop)
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)         # not even the same user may look into this process
+    delete_everything()
+    child.stdin.write(pickle.dumps(source))
+    sys.excepthook = lambda kind, error, _: fail(f"the grader refused what {NAME} returned: {kind.__name__}: {error}")
+
+
+def call(name, *arguments):
+    """Call the agent's function in the child. What it answers are plain JSON values; a tuple comes back as a list."""
+    if child is None:
+        begin()
+    try:
+        child.stdin.write(pickle.dumps((name, arguments), 5))
+        child.stdin.flush()
+        line = child.stdout.readline(MAX_REPLY)
+    except BrokenPipeError:
+        line = child.stdout.readline(MAX_REPLY)     # what it said before it ended
+    if line[:1] == b"!":
+        fail(line[1:].decode("utf-8", "replace").strip())
+    if not line:
+        fail(f"{NAME} ended the process that runs it")
+    try:
+        if line[:1] != b"=" or line[-1:] != b"\n":
+            raise ValueError
+        return json.loads(line[1:])
+    except (ValueError, RecursionError):
+        fail(f"{NAME} disturbed the process that runs it")
+
+
+def __getattr__(name):
+    """Any function of the agent's module, by name."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return functools.partial(call, name)

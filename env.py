@@ -1,0 +1,344 @@
+"""The world of an agent: its replies, its sandbox, the grading of its work, whole episodes, and forks.
+
+    with Env(load_task("titanic")) as env:
+        print(env.reset())                                      # the prompt
+        print(env.step("```bash\nls\n```").observation)
+        print(env.score())                                      # what the artefact is worth, whatever the agent says
+
+    python env.py --task titanic        play an episode yourself: the same commands, observations and score
+
+Covered (tests/test_env.py, test_sandbox.py, test_attacks.py and test_faults.py try to break each line, in every backend
+that is there):
+- answers and graders are absent from the agent's sandbox; grades come from a fresh one with the pristine files
+- an artefact is a regular file below a size limit, without a link on its path, written by this episode, and it never
+  replaces a file of the grader
+- two sandboxes share no files and no processes; a local one shows nothing of the project, the home, or the rest of /tmp
+- no network; no way to more rights: unprivileged user, no capabilities, no_new_privs
+- the runner in the sandbox cannot be killed, traced, or imitated by printed text
+- time limits, also for commands that ignore SIGTERM, become daemons or hold the output pipe; endless output; waiting
+  for input
+- memory, number of processes, size of files; local: size of the workspace, /tmp and /dev/shm, all gone at the end
+- a killed owner leaves no process and no container
+
+Not covered:
+- holes in the kernel or in Docker, hardware side channels, the load of the machine
+- local: memory is limited per process, not in sum. Where we run as an ordinary user, the commands have the runner's
+  user: they cannot kill or trace it, but can lower its limits; that ends the episode as a fault
+- local where namespaces are refused (Landlock instead): other processes are visible, UDP and sockets in the file system
+  are open, processes, memory and disk are not limited in sum. `pick_backend` takes that only for the stand-in model
+- docker: the disk is limited per file, not in sum
+- fork copies files, cwd and exported variables, not running processes
+- tasks that are allowed the network, or a Hugging Face cache: their test labels are one download away, and a local
+  sandbox then reaches the services of this machine
+- MLGym graders that load what the agent wrote (pickles, models): they run without a proxy, see tasks.py
+"""
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from parts import dojo, snapshot
+from parts.containers import missing_requirements, needs_packages, prepared_image
+from parts.episode import Episode, Segment, in_thread, play                # noqa: F401  part of this module's interface
+from parts.grading import Score, collect, grade
+from parts.replies import extract_action, lift_bodies, typed_edits, unfinished
+from parts.sandbox import COPY_BYTES, IMAGE, ArtefactError, Result, Sandbox, SandboxFault      # noqa: F401
+from parts.sandbox import local_isolation, pick_backend                    # noqa: F401
+from parts.spares import SPARES
+from tasks import Task, UserError, load_task
+
+LISTED_FILES = 60                                   # in the prompt
+MOUNT_BYTES = 16 << 20                              # larger public files are not copied into a local sandbox
+
+
+# ---------------------------------------------------------------------------------------------- texts
+
+
+def first_message(task: Task, workspace: str, files: list, count: int) -> str:
+    """The prompt: task, way to reply, and what really lies in the workspace."""
+    names = [f"{path} ({size} bytes)" for path, size in files]
+    more = [f"... and {count - len(files)} more"] if count > len(files) else []
+    return "\n".join([
+        task.prompt.rstrip(), "",
+        "Reply with one block of bash commands:", "```bash", "ls", "```",
+        f"They run in {workspace} without network, and you see what they print.",
+        f"A block with only the word validate scores your {' and '.join(task.artefacts)}; "
+        "one with only submit ends the task.", "",
+        "Files:", *names, *more])
+
+
+def run_text(result: Result, timeout: float, memory: int) -> str:
+    """What the agent sees after a command."""
+    notes = [result.output.rstrip("\n") or "(no output)"]
+    if result.timed_out:
+        notes.append(f"[stopped at the time limit of {timeout:.0f} s, with all background processes]")
+    elif result.exit_code == 137:
+        notes.append(f"[exit code 137: killed, perhaps over the memory limit of {memory >> 20} MB]")
+    elif result.exit_code:
+        notes.append(f"[exit code {result.exit_code}]")
+    return "\n".join(notes)
+
+
+def score_text(score: Score, task: Task) -> str:
+    """What the agent sees after `validate`."""
+    if not score.valid:
+        return f"No score: {score.message}"
+    way = "higher" if task.higher_is_better else "lower"
+    return f"{score.split} {score.metric}: {score.value:.4f} (baseline {task.baseline:.4f}, {way} is better)"
+
+
+FILE_COMMANDS_TEXT = """Beside bash there are these commands for files:
+open <file> [<line>], goto <line>, scroll_up, scroll_down: show part of a file; it is then the open file
+create <file>: an empty one, opened
+edit <first>:<last>, then the new lines, then a line end_of_edit: replaces lines of the open file
+insert <line>, then the new lines, then a line end_of_insert: adds lines behind that one
+search_dir <text> [<folder>], search_file <text> [<file>], find_file <pattern> [<folder>]"""
+
+
+# ---------------------------------------------------------------------------------------------- environment
+
+
+@dataclass(frozen=True)
+class Step:
+    observation: str
+    done: bool
+    score: Score | None             # after `validate`
+    status: str                     # "ok", "error" (exit code), "timeout", "rejected", "validate", "invalid", "submit"
+    seconds: float
+    action: str | None = None
+
+
+def check_needs(task: Task, backend: str, network: bool = False, hf_cache: str = "") -> None:
+    """Raises UserError when a task needs what its sandbox will not have. For before a model is loaded."""
+    if task.needs_network and not network and not (hf_cache and backend == "docker"):
+        raise UserError(f"Task {task.name} takes data from the network while it runs: allow it with --network"
+                        + (", or mount what it needs with --hf-cache." if backend == "docker" else "."))
+    if hf_cache and not Path(hf_cache).expanduser().is_dir():
+        raise UserError(f"There is no folder {hf_cache} to mount as the Hugging Face cache.")
+    if task.needs_gpu and backend != "docker":
+        raise UserError(f"Task {task.name} needs a GPU, and only Docker gives one to a sandbox: use --backend docker.")
+    if task.needs_gpu and not os.environ.get("DOCKER_HOST") and not Path("/dev/nvidiactl").exists():
+        raise UserError(f"Task {task.name} needs a GPU, and this machine has none that works (no /dev/nvidiactl).")
+
+
+class Env:
+    """One task in one sandbox. seed: Python's hash seed in there. limits: memory, disk, cpus, processes (see Sandbox).
+
+    network: what the task does may reach the network; hf_cache: a folder that it may read instead (Docker only).
+    The constructor and the first reset raise UserError when the task needs what there is not. Every method may raise
+    SandboxFault; nothing that the agent does raises anything else.
+    """
+
+    def __init__(self, task: Task, backend: str = "auto", seed: int = 0, image: str = IMAGE, network: bool = False,
+                 hf_cache: str = "", **limits):
+        self.task, self.seed, self.image, self.limits = task, seed, image, {"memory": 4 << 30, **limits}
+        self.backend = pick_backend(backend, image)[0] if backend == "auto" else backend
+        self.network, self.hf_cache = network, hf_cache
+        check_needs(task, self.backend, network, hf_cache)
+        self.sandbox: Sandbox | None = None
+        self.closed, self.history = False, []
+
+    def __enter__(self) -> Env:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def make_sandbox(self) -> Sandbox:
+        """One for the agent or for a grading: nothing of the task is in it but, perhaps, public files (see `given`)."""
+        network, variables = self.network and self.task.needs_network, {"PYTHONHASHSEED": str(self.seed % 2 ** 32)}
+        if self.backend == "docker":
+            options = {"network": network, "gpu": self.task.needs_gpu, "hf_cache": self.hf_cache, **self.limits}
+            image = prepared_image(self.task, self.image, self.network, lambda network: Sandbox(
+                "docker", image=self.image, **self.limits | {"network": network}))
+            given = self.task.public if image != self.image else {}
+            return SPARES.take(Sandbox, variables, image=image, given=given, **options)
+        hide = tuple({str(Path(path).resolve().parent) for path in self.task.hidden.values()})
+        given = {path: file for path, file in self.task.public.items() if file.stat().st_size > MOUNT_BYTES}
+        box = Sandbox(self.backend, env=variables, hide=hide, network=network, given=given, **self.limits)
+        if self.task.requirements and missing_requirements(box, self.task):
+            box.close()
+            raise UserError(needs_packages(self.task))
+        return box
+
+    def open(self) -> Sandbox:
+        self.sandbox = self.make_sandbox()
+        if self.closed:             # meanwhile, by another thread
+            self.sandbox.close()
+            raise SandboxFault("the environment is closed")
+        return self.sandbox
+
+    def reset(self) -> str:
+        """Starts over in a new sandbox with the task's public files. Returns the prompt."""
+        if self.sandbox:
+            self.sandbox.close()
+        box = self.open()
+        box.put({path: file for path, file in self.task.public.items() if path not in box.given})
+        return self.prompt()
+
+    def prompt(self) -> str:
+        """The first message for the workspace as it is now."""
+        reply = self.sandbox.call("listing", most=LISTED_FILES)[0]
+        files = [(os.fsencode(path).decode("utf-8", "replace"), size) for path, size in reply["files"]]
+        more = {"mlgym": FILE_COMMANDS_TEXT, "mledojo": dojo.ACTIONS_TEXT}.get(self.task.source, "")
+        task = replace(self.task, prompt=f"{self.task.prompt}\n\n{more}") if more else self.task
+        return first_message(task, self.sandbox.workspace, files, reply["count"])
+
+    def step(self, reply: str, timeout: float | None = None) -> Step:
+        """Runs the action of one reply. timeout: seconds, the task's own when None."""
+        begin, timeout = time.monotonic(), min(timeout or self.task.step_timeout, self.task.step_timeout)
+        request = dojo.json_action(reply) if self.task.source == "mledojo" else None
+        action, problem = (json.dumps(request), "") if request else extract_action(typed_edits(reply))
+        word, score = (action or "").strip(), None
+        if action is None:
+            observation, status = f"Nothing was run. {problem}", "rejected"
+        elif request:
+            observation, status, score = dojo.act(self, request, timeout)
+        elif word == "submit":
+            observation, status = "Submitted.", "submit"
+        elif word == "validate":
+            score = self.score()
+            observation, status = score_text(score, self.task), "validate" if score.valid else "invalid"
+        else:
+            command, bodies = lift_bodies(action)
+            result = self.sandbox.run(command, timeout, bodies=bodies)
+            observation = run_text(result, timeout, self.limits["memory"])
+            status = "timeout" if result.timed_out else "error" if result.exit_code else "ok"
+        return Step(observation, status == "submit", score, status, time.monotonic() - begin, action)
+
+    def score(self, split: str | None = None) -> Score:
+        """Grades the artefacts as they are now, on a split of the task (None: the first, "test": the last)."""
+        split = split or self.task.splits[0]
+        self.sandbox.call("sweep")              # nothing may swap the artefact from now on
+        try:
+            artefacts = collect(self.task, self.sandbox)
+        except ArtefactError as error:
+            return Score(None, self.task.metric, split, False, f"no submission, {error}")
+        return grade(self.task, artefacts, split, self.make_sandbox)
+
+    def snapshot(self) -> bytes:
+        """All that was written, as one tar (see snapshot.py). Ends background processes here."""
+        return snapshot.take(self.sandbox)
+
+    def restore(self, files: bytes, clear_artefacts: bool = True) -> None:
+        """A new sandbox with what a snapshot holds. What was written there as artefact does not count for this
+        environment, so it is removed (a given file comes back), unless clear_artefacts is False."""
+        if self.sandbox:
+            self.sandbox.close()
+        box = self.open()
+        snapshot.put_back(box, files)
+        if clear_artefacts:
+            files = box.call("listing", most=10 ** 9)[0]["files"]
+            box.remove([path for path, _ in files if self.task.is_artefact(path)] + list(self.task.artefacts))
+            box.put({path: file for path, file in self.task.public.items() if self.task.is_artefact(path)})
+
+    def fork(self, clear_artefacts: bool = True) -> Env:
+        """An independent copy: all files that were written, cwd, exported variables. See `restore`."""
+        twin = Env(self.task, self.backend, self.seed, self.image, self.network, self.hf_cache, **self.limits)
+        try:
+            twin.restore(self.snapshot(), clear_artefacts)
+        except BaseException:
+            twin.close()
+            raise
+        return twin
+
+    def close(self) -> None:
+        self.closed = True
+        if self.sandbox:
+            self.sandbox.close()
+
+
+# ---------------------------------------------------------------------------------------------- episodes
+
+
+async def run_episode(task: Task | Env, policy, *, backend: str = "auto", image: str = IMAGE, seed: int = 0,
+                      max_turns: int = 10, max_reply_tokens: int = 512, max_observation_tokens: int = 512,
+                      temperature: float | None = None, time_limit: float = 600.0, extra_user_text: str = "",
+                      score_test: bool = False) -> Episode:
+    """Plays one episode to its end and scores it exactly once, however it ends.
+
+    task: a Task (its sandbox is made and closed here), or an Env, which stays open and, when it is running, goes on
+    from where it is. extra_user_text is appended to the prompt. time_limit: seconds from there to the scoring. score_test:
+    grade on the last split, too. Raises what the policy raises, and CancelledError, after closing the sandbox.
+    """
+    env = task if isinstance(task, Env) else Env(task, backend, seed, image)
+    episode, begin = Episode(env.task.name, seed), time.monotonic()
+    try:
+        episode.status = await play(env, policy, episode, time_limit, max_turns, max_reply_tokens,
+                                    max_observation_tokens, temperature, extra_user_text)
+        await finish(env, episode, score_test)
+    except SandboxFault as fault:
+        episode.status, episode.score, episode.test_score, episode.fault = "fault", None, None, str(fault)
+    finally:
+        if env is not task:
+            await asyncio.shield(in_thread(env.close))
+    episode.seconds = time.monotonic() - begin
+    return episode
+
+
+async def finish(env: Env, episode: Episode, score_test: bool) -> None:
+    """The one place that scores an episode."""
+    episode.score = await in_thread(env.score)
+    if score_test:
+        episode.test_score = await in_thread(env.score, env.task.splits[-1])
+
+# ---------------------------------------------------------------------------------------------- by hand
+
+
+def read_block(ask) -> str:
+    """Lines from a person until heredocs, quotes and edits are closed. ask(prompt) returns a line. Raises EOFError."""
+    lines = [ask("$ ")]
+    while unfinished("\n".join(lines)):
+        lines.append(ask("> "))
+    return "\n".join(lines)
+
+
+def by_hand(task: str = "titanic", backend: str = "auto", image: str = IMAGE, mlgym_root: str | None = None,
+            mledojo_root: str | None = None, network: bool = False, hf_cache: str = "") -> None:
+    """Play an episode at the terminal, as an agent does. `submit` or Ctrl-D ends it.
+
+    Args:
+        task: Name of the task.
+        backend: docker, local or auto.
+        image: Docker image of the sandboxes.
+        mlgym_root: A checkout of MLGym; $MLGYM_ROOT by default.
+        mledojo_root: A folder of competitions prepared by MLE-Dojo; $MLEDOJO_ROOT by default.
+        network: Let tasks that need the network have it.
+        hf_cache: A Hugging Face cache of this machine to mount, read-only (Docker).
+    """
+    what = load_task(task, mlgym_root, mledojo_root)
+    name, why = pick_backend(backend, image, True)
+    with Env(what, name, 0, image, network, hf_cache) as env:
+        print(f"[sandbox: {why}]\n\n{env.reset()}\n")
+        done = False
+        while not done:
+            try:
+                text = read_block(input)
+            except EOFError:
+                print("submit")
+                text = "submit"
+            step = env.step(text if text.lstrip().startswith("{") else f"{'`' * 9}bash\n{text}\n{'`' * 9}")
+            print(f"{step.observation}\n[{step.status}, {step.seconds:.3f} s]")
+            done = step.done
+        for split in dict.fromkeys(what.splits):
+            print(score_text(env.score(split), what))
+
+
+if __name__ == "__main__":
+    import tyro
+    from env import by_hand             # this file as the others know it
+    try:
+        tyro.cli(by_hand)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except SandboxFault as fault:
+        print(f"The sandbox broke: {fault}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,461 @@
+"""The main process of every sandbox. sandbox.py sends isolate.py and this text to a python3 in there.
+
+It reads requests from stdin and answers on stdout, in frames: length of the JSON, length of the bytes (two big-endian
+32-bit numbers), JSON, bytes. Commands never hold these two files; they print into pipes that only this process reads,
+so no text of theirs can imitate an answer. End of stdin means that the owner is gone: everything in the sandbox ends.
+CONFIG, libc and the functions that isolate come from isolate.py. Standard library only, Python 3.8 or newer.
+"""
+import errno
+import fcntl
+import json
+import os
+import pwd
+import resource
+import select
+import signal
+import stat
+import struct
+import time
+from contextlib import suppress
+
+LIFE_ENDS, BEGIN = time.monotonic() + CONFIG["life"], time.time()
+
+IN, OUT = os.dup(0), os.dup(1)      # copies that no command inherits
+os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+os.dup2(2, 1)
+
+shell = {"cwd": WORKSPACE, "exports": b""}      # what one command leaves to the next
+exit_codes = {}                                 # of the children that somebody waits for; None while they run
+strays = []                                     # output pipes that background jobs still hold
+landlock_rules = None
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+
+def reap():
+    """Collects every child that has ended, also daemons that became ours."""
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            if pid in exit_codes:
+                exit_codes[pid] = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+def descendants():
+    children, found = {}, [os.getpid()]
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open("/proc/%s/stat" % pid) as file:        # it may just have ended
+            children.setdefault(int(file.read().rpartition(")")[2].split()[1]), []).append(int(pid))
+    for pid in found:
+        found += children.get(pid, [])
+    return found[1:]
+
+
+def sweep(blob=b""):
+    """Kills every process of the sandbox except this one, daemons included."""
+    for _ in range(500):
+        reap()
+        try:
+            if MODE == "landlock":
+                for pid in descendants() or [0x7FFFFFFF]:   # nobody is left: this pid does not exist
+                    os.kill(pid, signal.SIGKILL)
+            else:       # everything in this pid namespace; outside of one it would be everything of this user
+                os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            if MODE != "landlock" or not descendants():
+                return {}, b""
+        time.sleep(0.001)
+    return {"error": "processes survive SIGKILL"}, b""
+
+
+def leave():
+    if MODE == "landlock":
+        import shutil
+        sweep()
+        shutil.rmtree(os.path.dirname(HOME), ignore_errors=True)
+    os._exit(0)                 # the end of process 1 ends all others
+
+
+def memory_file(data=b""):
+    fd = os.memfd_create("flatlab")
+    os.pwrite(fd, data, 0)      # the file offset stays at 0
+    return fd
+
+
+# The first lines that a shell reads ($BASH_ENV): at its exit it saves cwd and exported variables to fd 99. Behind them
+# comes what the last shell saved. `exec`, `kill $$` or an own EXIT trap save nothing: then the older state stays.
+PRELUDE = b"""unset BASH_ENV
+trap '{ printf "%s\\0" "$PWD"; unset PWD OLDPWD SHLVL; export -p; } >&99 2>/dev/null' EXIT
+"""
+
+
+def execute(argv, env, user, fds):
+    """In the child: own session, user and place, then the command."""
+    os.setsid()
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for fd in fds]      # out of the way of the targets
+    for fd, target in zip(high, (0, 1, 2, 97, 98, 99, 96)):
+        os.dup2(fd, target)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    if user == "agent" and os.geteuid() == 0 and CONFIG["uid"]:
+        os.setgroups([])
+        os.setgid(CONFIG["gid"])
+        os.setuid(CONFIG["uid"])
+    for place in (shell["cwd"], WORKSPACE, "/"):
+        with suppress(OSError, ValueError):                 # deleted, or not a path at all
+            os.chdir(place)
+            break
+    if landlock_rules is not None:
+        libc("syscall", LANDLOCK_RESTRICT, landlock_rules, 0)
+    os.execvpe(argv[0], argv, dict(env, PWD=place))
+
+
+def start(command, stdin, user, stderr, bodies):
+    """Starts a shell command (str) or a program (list). Returns (pid, output pipe, file of the saved state or None)."""
+    output, end = os.pipe()
+    null = os.open(os.devnull, os.O_RDWR)
+    fds = [memory_file(stdin) if stdin else null, end, end if stderr else null]
+    env, argv, saved = ENVIRON, command, None
+    if isinstance(command, str):
+        text = command.encode("utf-8", "replace").replace(b"\0", b"")
+        saved = memory_file()
+        fds += [memory_file(text), memory_file(PRELUDE + shell["exports"]), saved]
+        if bodies:              # of edits: text that the shell must not see, for commands.py
+            fds.append(memory_file(json.dumps(bodies).encode()))
+        short = text if len(text) < 100_000 else b". /dev/fd/97"            # one argument holds 128 KiB at most
+        argv = [BASH, "-c", short] if BASH else ["sh", "-c", b". /dev/fd/98\n" + short]
+        env = dict(env, BASH_ENV="/dev/fd/98")
+    try:
+        pid = os.fork()
+    except BlockingIOError:     # the commands have used up all processes
+        sweep()
+        pid = os.fork()
+    if not pid:
+        try:
+            execute(argv, env, user, fds)
+        except (OSError, ValueError) as error:
+            os.write(2, ("%s: %s\n" % (argv[0], error)).encode("utf-8", "replace"))
+        finally:
+            os._exit(127)
+    exit_codes[pid] = None
+    for fd in {null, *fds} - {saved}:
+        os.close(fd)
+    os.set_blocking(output, False)
+    return pid, output, saved
+
+
+def run(blob, command, timeout, user="agent", keep=(32768, 32768), stderr=True, bodies=()):
+    """Returns when the command has ended and its output is read, at the latest soon after its time limit.
+
+    After the limit: SIGTERM to its group, a grace, then SIGKILL for everything in the sandbox. Background jobs of a
+    command that ends in time live on; what they print after 0.1 s is thrown away. keep: bytes of head and tail.
+    """
+    begin = time.monotonic()
+    pid, output, saved = start(command, blob, user, stderr, bodies)
+    head, tail, total, is_open, phase, limit = bytearray(), bytearray(), 0, True, "running", begin + timeout
+    poll = select.poll()
+    for fd, events in ((output, select.POLLIN), (WAKE, select.POLLIN), (IN, 0)):     # of IN only that it was closed
+        poll.register(fd, events)
+    timed_out = False
+    while True:
+        ready = [fd for fd, _ in poll.poll(max(0, int((limit - time.monotonic()) * 1000) + 1))]
+        if IN in ready:
+            leave()
+        if output in ready:
+            chunk = os.read(output, 65536)
+            if not chunk:
+                is_open = False
+                poll.unregister(output)
+            total += len(chunk)
+            room = keep[0] - len(head)
+            head += chunk[:room]
+            tail += chunk[room:]
+            if len(tail) > keep[1] + (1 << 18):
+                del tail[:len(tail) - keep[1]]
+        drain(ready)
+        now = time.monotonic()
+        if phase != "ended" and exit_codes[pid] is not None:
+            if timed_out:
+                sweep()
+            phase, limit = "ended", now + (1 if timed_out else 0.1)
+        if phase == "ended" and not is_open or now >= limit and phase in ("ended", "killed"):
+            break
+        if now >= limit and phase == "terminated":
+            sweep()
+            phase, limit = "killed", now + 5
+        elif now >= limit and phase == "running":
+            phase, limit, timed_out = "terminated", now + CONFIG["grace"], True
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGTERM)
+    if is_open:
+        strays.append(output)
+    else:
+        os.close(output)
+    code = exit_codes.pop(pid)
+    if saved is not None:       # a command may have written anything there, which harms only its own next shell
+        cwd, found, exports = os.pread(saved, 1 << 19, 0).partition(b"\0")
+        os.close(saved)
+        if found and len(exports) < 1 << 18:
+            shell.update(cwd=os.fsdecode(cwd) or WORKSPACE, exports=exports)
+    tail = tail[max(0, len(tail) - keep[1]):]
+    return {"code": 137 if code is None else code, "cwd": shell["cwd"], "timed_out": timed_out, "head": len(head),
+            "dropped": total - len(head) - len(tail), "seconds": time.monotonic() - begin}, bytes(head + tail)
+
+
+def drain(ready):
+    """Empties the pipe that signals wake us with, and those of background jobs."""
+    if WAKE in ready:
+        os.read(WAKE, 4096)
+        reap()
+    for fd in strays[:]:
+        with suppress(BlockingIOError):
+            if not os.read(fd, 65536):
+                strays.remove(fd)
+                os.close(fd)
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def descend(path, make=False, user="agent"):
+    """(fd of the directory, last name) of a path relative to the workspace. Follows no link on the way."""
+    names = [os.path.basename(WORKSPACE)] + path.split("/")
+    if any(name in ("", ".", "..") or "\0" in name for name in names):
+        raise ValueError("is not a path in the workspace")
+    at = os.dup(HOME_FD)
+    for name in names[:-1]:
+        if make:
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o755, dir_fd=at)
+                own(name, at, user)
+        above = at
+        try:
+            at = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+        finally:
+            os.close(above)
+    return at, names[-1]
+
+
+def own(name, at, user):
+    if os.geteuid() == 0:
+        uid, gid = (CONFIG["uid"], CONFIG["gid"]) if user == "agent" else (0, 0)
+        os.chown(name, uid, gid, dir_fd=at, follow_symlinks=False)
+
+
+def put(blob, files, user="agent", mode=0o644):
+    """Writes files, [[path, size], ...], whose contents follow each other in blob, never through a link. Theirs and the
+    workspace's owner becomes `user`."""
+    own(os.path.basename(WORKSPACE), HOME_FD, user)
+    view = memoryview(blob)
+    for path, size in files:
+        at, name = descend(path, make=True, user=user)
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=at)
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode, dir_fd=at)
+        own(name, at, user)
+        os.close(at)
+        with open(fd, "wb") as file:
+            file.write(view[:size])
+        view = view[size:]
+    return {}, b""
+
+
+def get(blob, path, limit):
+    """One regular file of at most `limit` bytes."""
+    at, name = descend(path)
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=at)
+    finally:
+        os.close(at)
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(fd)
+        raise ValueError("is not a regular file")
+    with open(fd, "rb") as file:
+        data = file.read(limit + 1) if info.st_size <= limit else b""       # it may still grow
+    if info.st_size > limit or len(data) > limit:
+        raise ValueError("is larger than %d bytes" % limit)
+    return {}, data
+
+
+def listing(blob, most):
+    """[path, size] of files in the workspace in order, at most `most` of them, and how many there are."""
+    rows = []
+    for folder, folders, names in os.walk(WORKSPACE):
+        for name in names:
+            path = os.path.join(folder, name)
+            with suppress(FileNotFoundError):               # a background job may have just removed it
+                rows.append((os.path.relpath(path, WORKSPACE), os.lstat(path).st_size))
+    return {"files": sorted(rows)[:most], "count": len(rows)}, b""
+
+
+def state(blob, cwd=None):
+    """Reads, or with `cwd` sets, what the shell keeps between commands."""
+    if cwd is not None:
+        shell.update(cwd=cwd, exports=blob)
+    return {"cwd": shell["cwd"]}, shell["exports"]
+
+
+def writable(blob, root):
+    """The highest files and folders below a root that commands may write to. Nothing above and beside them changes."""
+    found, device = [], os.lstat(root).st_dev
+
+    def look(folder):
+        for entry in os.scandir(folder):
+            info = entry.stat(follow_symlinks=False)
+            if info.st_dev != device or stat.S_ISLNK(info.st_mode):
+                continue
+            if info.st_uid == CONFIG["uid"] or info.st_mode & 0o002 or info.st_mode & 0o020 and info.st_gid == CONFIG["gid"]:
+                found.append(entry.path)
+            elif stat.S_ISDIR(info.st_mode):
+                look(entry.path)
+
+    look(root)
+    return {"roots": found}, b""
+
+
+def written(blob, roots):
+    """Absolute paths that are new or changed in or below some roots, and the entries of the folders among them.
+
+    A change sets the ctime, which no command can set back. What is mounted below a root is left out.
+    """
+    paths, folders = [], {}
+
+    def look(path, info, device):
+        is_folder = stat.S_ISDIR(info.st_mode)
+        entries = list(os.scandir(path)) if is_folder else []
+        if info.st_ctime >= BEGIN:
+            paths.append(path)
+            if is_folder:
+                folders[path] = [entry.name for entry in entries]
+        for entry in entries:
+            info = entry.stat(follow_symlinks=False)
+            if info.st_dev == device and entry.path != CONFIG["tools"]:
+                look(entry.path, info, device)
+
+    for root in roots:
+        info = os.lstat(root)
+        look(root, info, info.st_dev)
+    return {"paths": paths, "folders": folders}, b""
+
+
+def prune(blob, folders):
+    """Removes what lies in folders beyond given names: {folder: names}."""
+    import shutil
+    for folder, names in folders.items():
+        if os.path.isdir(folder) and not os.path.islink(folder):
+            for name in set(os.listdir(folder)) - set(names):
+                path = os.path.join(folder, name)
+                shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+    return {}, b""
+
+
+def configure(blob, env):
+    """Adds to the environment of the commands to come."""
+    ENVIRON.update(env)
+    return {}, b""
+
+
+# ---------------------------------------------------------------------------------------------- protocol
+
+
+def receive(count):
+    data = bytearray()
+    while len(data) < count:
+        chunk = os.read(IN, min(count - len(data), 1 << 20))
+        if not chunk:
+            leave()
+        data += chunk
+    return bytes(data)
+
+
+def send(reply, blob=b""):
+    head = json.dumps(reply).encode()
+    view = memoryview(struct.pack(">II", len(head), len(blob)) + head + blob)
+    while view:
+        view = view[os.write(OUT, view):]
+
+
+def find(program, path):
+    return next((folder + "/" + program for folder in path.split(":") if os.path.exists(folder + "/" + program)), None)
+
+
+def set_up():
+    global landlock_rules, HOME_FD, ENVIRON, BASH, WAKE
+    os.umask(0o022)
+    if MODE == "docker":
+        agents = [user for user in pwd.getpwall() if user.pw_name == "agent"]
+        CONFIG["uid"], CONFIG["gid"] = (agents[0].pw_uid, agents[0].pw_gid) if agents else (1000, 1000)
+    elif MODE == "namespaces":
+        enter_namespaces()
+        build_root()
+    path = CONFIG["tools"] + ":" + (CONFIG["path"] or os.environ.get("PATH", os.defpath))
+    ENVIRON = dict(os.environ, **CONFIG["env"], PATH=path, HOME=HOME)
+    BASH = find("bash", path)
+    for folder in (WORKSPACE, CONFIG["tools"]):
+        os.makedirs(folder, exist_ok=True)
+    HOME_FD = os.open(HOME, os.O_RDONLY | os.O_DIRECTORY)
+    own(".", HOME_FD, "agent")
+    own(os.path.basename(WORKSPACE), HOME_FD, "agent")
+    for folder, folders, _, at in os.fwalk(WORKSPACE):      # of mounted files
+        for name in folders:
+            own(name, at, "agent")
+    for source, target in CONFIG.get("copies", ()):         # links to read-only files, in folders that are writable
+        os.makedirs(target, exist_ok=True)
+        os.system("cp -rs %s/. %s && chown -hR %d:%d %s" % (source, target, CONFIG["uid"], CONFIG["gid"], target))
+    if not find("python", path):
+        CONFIG["programs"]["python"] = 'exec python3 "$@"'
+    for name, text in CONFIG["programs"].items():
+        with open(CONFIG["tools"] + "/" + name, "w") as file:
+            file.write(text if name.endswith(".py") else "#!/bin/sh\n" + text + "\n")
+        os.chmod(CONFIG["tools"] + "/" + name, 0o755)
+    if MODE == "landlock":
+        landlock_rules = make_landlock_rules()
+    seal()
+    for name, limit in CONFIG["limits"].items():            # commands inherit them
+        what = getattr(resource, "RLIMIT_" + name)
+        hard = resource.getrlimit(what)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(what, (limit, limit))
+    WAKE, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)     # the end of a child interrupts a poll
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, lambda *_: leave() if time.monotonic() >= LIFE_ENDS else None)    # others may send it
+    signal.setitimer(signal.ITIMER_REAL, CONFIG["life"] + 1, 60)
+
+
+def serve():
+    calls = {call.__name__: call for call in (run, put, get, listing, writable, written, prune, state, sweep, configure)}
+    while True:
+        poll = select.poll()
+        for fd in [IN, WAKE] + strays:
+            poll.register(fd, select.POLLIN)
+        ready = [fd for fd, _ in poll.poll()]
+        drain(ready)
+        if IN in ready:
+            sizes = struct.unpack(">II", receive(8))
+            request, blob = json.loads(receive(sizes[0])), receive(sizes[1])
+            try:
+                reply = calls[request.pop("call")](blob, **request)
+            except OSError as error:
+                words = {errno.ENOENT: "is not there", errno.ELOOP: "is a link",
+                         errno.ENOTDIR: "does not lie in a plain folder"}
+                reply = {"error": words.get(error.errno, error.strerror)}, b""
+            except ValueError as error:
+                reply = {"error": str(error)}, b""
+            send(*reply)
+
+
+try:
+    set_up()
+    send({"workspace": WORKSPACE})
+    serve()
+except OSError as problem:      # no isolation, or the owner has gone
+    try:
+        send({"error": problem.strerror or str(problem)})
+    finally:
+        leave()

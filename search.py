@@ -1,0 +1,498 @@
+"""Tree search with a language-model agent: many attempts at one research task, each built on what came before.
+
+    python search.py --task titanic --sampling-mode tail          laptop: the stand-in model, a few minutes
+    python search.py --task titanic battleOfSexes --sampling-mode none tail --seed 0 1 2      a grid: all cells share one engine
+    python search.py --task titanic --select mcts --nodes 30 --model logs/grpo-titanic-tiny-0/best
+    python search.py configs/evaluate.yaml --task titanic         no search: a policy's mean score over 64 episodes
+    python viz.py logs/search-titanic-tail-tiny-0                 the tree; the same search command again resumes it
+
+One node:
+1. select: a rule picks a finished node to build on; the root is the measured baseline and costs nothing
+2. propose: the model lists strategies with their probabilities (parts/ideas.py), and one of them is taken
+3. expand: an episode in a copy of the parent's files, without its artefact, told a bounded summary instead of its talk
+4. the validation part scores it; a failure is a node as well, and can be debugged; one line goes to journal.jsonl
+At the end the best node by validation is scored, once, on the test part.
+
+How it departs from what is usual:
+1. Rules see `gain` only (tasks.improvement: 0 baseline, 1 reference), so none of them knows about metrics and directions.
+2. A budget of K executes K nodes: failures count, in the budget and in every table. A sandbox fault is never a score.
+3. The journal is the checkpoint: ids, decisions, ideas and counts are rebuilt from it, files from nodes/<id>.tar.
+4. Seeds come from (seed, node id): bfs grows the same tree with any number of workers.
+"""
+
+import asyncio
+import contextlib
+import difflib
+import io
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import sys
+import tarfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import env
+from parts import ideas, tables
+import viz
+from policy import ModelError, Policy, resolve_model
+from parts.rules import select
+from tasks import UserError, degenerate, improvement, load_task
+from parts.tree import Choice, Node, Tree, code_in, results, stable
+
+Mode = Literal["none", "local", "uniform", "tail", "sequence"]
+Rule = Literal["bfs", "random", "greedy", "ucb", "open_ended", "softmax", "signals", "mcts", "evolution", "linear", "scientist"]
+
+
+@dataclass
+class Config:
+    # run: several values of task, sampling-mode or seed make a grid; finished cells are not run again
+    task: tuple[str, ...] = ("titanic",)  # folders in configs/tasks, or tasks of the two checkouts below
+    sampling_mode: tuple[Mode, ...] = ("tail",)  # how ideas are asked for; none: no ideas, temperature only; sequence: a plain list
+    seed: tuple[int, ...] = (0,)
+    model: str = "auto"  # Hugging Face name, folder, logs/<run>/best, or tiny (the stand-in); auto: tiny without a GPU, else Qwen3-4B
+    engine: Literal["vllm", "hf", "api"] = "vllm"  # hf: transformers only; api: an OpenAI-compatible endpoint
+    url: str = "http://localhost:8000/v1"  # of that endpoint; its key is read from $OPENAI_API_KEY
+    price: tuple[float, float] = (0.0, 0.0)  # dollars per million prompt and sampled tokens, for the sum in result.json
+    name: str = ""  # run directory logs/<name>; empty: search-<task>-<mode>-<model>-<seed>
+    workers: int = 4  # nodes that run at once
+    # budget of a tree: whichever is used up first; 0: no limit
+    nodes: int = 12  # executed nodes, failed ones count
+    tokens: int = 0  # sampled tokens, ideas included
+    minutes: float = 0.0  # wall time
+    patience: int = 0  # nodes in a row without a better one
+    target: float | None = None  # a validation score that is good enough
+    # ideas
+    vs_variant: Literal["standard", "cot", "multi"] = "standard"  # cot: a line of reasoning first; multi: two at a time
+    k: int = 5  # per call
+    tau: float = 0.1  # tail: ideas are asked to be less probable than this
+    use_probability: Literal["no", "order", "sample"] = "no"  # which of the k is taken: first, most probable, drawn
+    scope: Literal["parent", "global"] = "parent"  # global: prompts hold a summary of the whole tree
+    reflection: bool = False  # one more call per node: what has the tree taught so far?
+    # selection
+    select: Rule = "bfs"
+    branching: int = 3  # bfs, mcts: children per node
+    depth: int = 2  # bfs: levels below the root
+    breadth: int = 3  # random, ucb, open-ended, softmax, signals: so many children of the root first
+    drafts: int = 5  # greedy, evolution: so many children of the root first
+    debug_prob: float = 0.5  # all but bfs, mcts, linear, scientist: debug a failed leaf instead, with this probability
+    debug_depth: int = 3  # failures in a row until a branch is given up
+    ucb_c: float = 1.41  # ucb, open-ended, softmax: weight of the visit bonus
+    uct_c: float = 0.25  # mcts: the same
+    trend_weight: float = 0.5  # open-ended, softmax: weight of the trend along the path
+    commitment: int = 2  # open-ended: nodes that stay on a path that gets better
+    softmax_tau: float = 0.5  # softmax: temperature
+    visit_alpha: float = 0.5  # softmax: weight of the visit penalty
+    signals: tuple[Literal["variance", "regret", "coverage", "depth"], ...] = ("regret", "depth")  # signals: their sum
+    exploit_quantile: float = 0.75  # signals: nodes from here on are exploited
+    crossover_prob: float = 0.5  # evolution
+    population: int = 10  # evolution: the best so many are parents
+    # episodes
+    max_actions: int = 15  # replies per node
+    end_on: Literal["validate", "submit"] = "validate"  # validate: a node ends at its first valid score
+    max_reply_tokens: int = 0  # per reply; 0: 160 for the stand-in, else 2048
+    max_observation_tokens: int = 0  # longer outputs keep head and tail; 0: 256 for the stand-in, else 2048
+    context: int = 0  # tokens of prompt and reply together; 0: 2048 for the stand-in, else 16384
+    temperature: float = 1.0
+    node_minutes: float = 30.0  # time limit of one node
+    backend: Literal["auto", "docker", "local"] = "auto"  # auto: docker when daemon and image are there
+    image: str = env.IMAGE  # Docker image of the sandboxes
+    mlgym_root: str = ""  # an MLGym checkout; empty: $MLGYM_ROOT
+    mledojo_root: str = ""  # an MLE-Dojo folder; empty: $MLEDOJO_ROOT
+
+
+async def scientist(t: Tree, cfg: Config) -> Choice:
+    """The model reads the tree, looks into some nodes and names the next parent and strategy; it keeps five notes."""
+    nodes, choice = [t.nodes["0"], *t.finished], Choice("0", reason="the reply named no experiment that exists")
+    notes = [n.decision["memory"] for n in t.finished if n.decision.get("memory")][-5:]
+    talk = [{"role": "user", "content": ideas.LOOK.format(
+        about=ideas.about(t.task), tree=ideas.tree_lines(nodes), notes="".join(f"Note: {note}\n" for note in notes),
+        left=cfg.nodes - t.executed())}]
+    look = await chat(t, choice, talk, "look", t.started())
+    inspected = [i for i in map(int, ideas.NUMBER.findall(ideas.fields(look).get("inspect", ""))) if 0 < i < len(nodes)][:3]
+    talk += [{"role": "assistant", "content": look},
+             {"role": "user", "content": ideas.CHOOSE.format(details=ideas.details(nodes, inspected, summary_chars(cfg)))}]
+    reply = ideas.fields(await chat(t, choice, talk, "choose", t.started()))
+    number = ideas.NUMBER.search(reply.get("parent", ""))
+    if number and int(number[0]) < len(nodes):
+        choice.parent, choice.reason, choice.idea = nodes[int(number[0])].id, "chosen by the model", reply.get("strategy", "")
+    choice.mode = reply.get("mode", "").lower() if reply.get("mode", "").lower() in ("explore", "exploit") else ""
+    choice.notes = {"memory": reply.get("memory", ""), "inspected": [nodes[i].id for i in inspected]}
+    return choice
+
+
+async def decide(t: Tree) -> Node | None:
+    """The next node, or None: nothing to start before another one has ended."""
+    async with t.deciding:
+        if t.spent():
+            return None
+        rng = random.Random(stable(t.seed, "select", t.started()))
+        choice = await scientist(t, t.cfg) if t.cfg.select == "scientist" else select(t, t.cfg, rng)
+        return t.start(choice) if choice else None
+
+
+async def chat(t: Tree, account, messages: list[dict], *purpose) -> str:
+    """One reply. Its tokens go on the account of a node or choice. A prompt that leaves no room for a reply gets none."""
+    prompt = t.policy.render(messages)
+    room = min(t.cfg.max_reply_tokens, t.cfg.context - len(prompt))
+    if room < 32:
+        return ""
+    try:
+        sample = await t.policy.sample(prompt, room, temperature=t.cfg.temperature, seed=stable(t.seed, *purpose))
+    except OverflowError:       # an endpoint counts for itself
+        return ""
+    count(account, sample, prompt)
+    return sample.text
+
+
+def count(account, sample, prompt: list[int]) -> None:
+    """Puts tokens on the account of a node or choice, as counted by an endpoint or by us."""
+    account.prompt_tokens += getattr(sample, "prompt_tokens", len(prompt))
+    account.tokens += getattr(sample, "reply_tokens", len(sample.tokens))
+
+
+def summary_chars(cfg: Config) -> int:
+    """Characters for other nodes' code and errors in a prompt: about a quarter of the context."""
+    return min(6000, cfg.context * 3 // 4)
+
+
+def summary(t: Tree) -> str:
+    tried = set().union(*(ideas.families(n.idea) for n in t.finished if n.idea))
+    return ideas.summary_of_tree(t.finished, set(ideas.FAMILIES) - tried, lambda n: n.gain) if t.cfg.scope == "global" else ""
+
+
+async def list_ideas(t: Tree, node: Node) -> list:
+    """Up to k (strategy, probability) for a child of node.parent: one call, or several (multi), and one more if too few came."""
+    cfg, found = t.cfg, {}
+    k = max(cfg.k, cfg.branching) if cfg.select == "bfs" else cfg.k
+    siblings = [child for child in t.children(node.parent) if child is not node]
+    prompt = ideas.ask(t.task, node.mode, k, cfg.tau, cfg.vs_variant, t.ground(node.parent), siblings, summary(t))
+    talk = [{"role": "user", "content": prompt}]
+    for call in range(1 + (math.ceil(k / 2) if cfg.vs_variant == "multi" else 1)):
+        if len(found) < k:
+            reply = await chat(t, node, talk, t.call_of(node), "ideas", call)
+            for idea, stated in ideas.parse(reply):
+                found.setdefault(ideas.same(idea), (idea, stated))
+            missing = min(2, k - len(found)) if cfg.vs_variant == "multi" else k - len(found)
+            talk += [{"role": "assistant", "content": reply}, {"role": "user", "content": ideas.MORE.format(k=missing)}]
+    return ideas.in_order(list(found.values())[:k], cfg.use_probability, random.Random(stable(t.seed, t.call_of(node), "order")))
+
+
+async def propose(t: Tree, node: Node) -> None:
+    """Gives the node its idea. Fewer ideas than children: the rest go without one, as in mode none."""
+    if t.cfg.select == "scientist":
+        node.mode = "scientist"
+    elif node.op == "debug":
+        node.idea = t.ground(node.parent).idea
+    elif node.op != "crossover" and t.mode != "none" and t.cfg.select != "linear":
+        node.mode = "local" if node.decision["mode"] == "exploit" and t.mode in ("uniform", "tail") else t.mode
+        call = t.call_of(node)
+        if call not in t.asked:
+            t.asked[call] = asyncio.ensure_future(list_ideas(t, node))
+        node.ideas = t.asked[call] if isinstance(t.asked[call], list) else await t.asked[call]
+        number = int(node.id.rpartition(".")[2]) if t.cfg.select == "bfs" else 0
+        if number < len(node.ideas):
+            node.idea, node.probability = node.ideas[number]
+    if t.cfg.reflection and t.finished:
+        text = ideas.REFLECT.format(about=ideas.about(t.task), tree=ideas.tree_lines([t.nodes["0"], *t.finished]))
+        node.decision["reflection"] = (await chat(t, node, [{"role": "user", "content": text}], node.id, "reflect"))[:600]
+
+
+STATE = ".flatlab-state"        # in a snapshot: cwd and exported variables; never unpacked into a workspace
+
+
+class Attempt(env.Env):
+    """The environment of a node: its episode ends when `enough(step)` says so, too, and its files can be kept."""
+
+    def step(self, reply, timeout=None):
+        step = super().step(reply, timeout)
+        return replace(step, done=step.done or self.enough(step))
+
+    def data(self) -> dict[str, Path]:
+        """The task's larger files, which are not copied from node to node but given anew."""
+        return {path: source for path, source in self.task.public.items() if source.stat().st_size > 1 << 20}
+
+    def snapshot(self) -> bytes:
+        """A tar of the workspace without `data`. Raises SandboxFault when it is too large."""
+        self.sandbox.call("sweep")
+        tar = ["tar", "-C", self.sandbox.workspace, *(f"--exclude=./{path}" for path in self.data()), "-cf", "-", "."]
+        files, reply = self.sandbox.program(tar, 120, limit=env.COPY_BYTES)
+        if reply["code"] or reply["dropped"]:
+            raise env.SandboxFault(f"the workspace cannot be copied: more than {env.COPY_BYTES >> 20} MB, or tar failed")
+        state, exports = self.sandbox.call("state")
+        text = json.dumps([os.path.relpath(state["cwd"], self.sandbox.workspace), exports.decode("latin-1")]).encode()
+        out, member = io.BytesIO(files), tarfile.TarInfo(STATE)
+        member.size = len(text)
+        with tarfile.open(fileobj=out, mode="a") as tar:
+            tar.addfile(member, io.BytesIO(text))
+        return out.getvalue()
+
+    def restore(self, files: bytes, clear_artefacts: bool = True) -> None:
+        """A new sandbox with the files of a snapshot. What the parent wrote as artefact does not count here: it is removed."""
+        place, of_artefact = self.open().workspace, self.task.is_artefact if clear_artefacts else lambda path: False
+        with tarfile.open(fileobj=io.BytesIO(files)) as tar:
+            cwd, exports = json.load(tar.extractfile(STATE))
+            left_out = [STATE, *(name for name in tar.getnames() if of_artefact(name.removeprefix("./")))]
+        self.sandbox.put(self.data() | {path: source for path, source in self.task.public.items() if of_artefact(path)})
+        unpack = ["tar", "-C", place, "--no-wildcards", *(f"--exclude={name}" for name in left_out), "-xpf", "-"]
+        if self.sandbox.program(unpack, 120, stdin=files)[1]["code"]:
+            raise env.SandboxFault("the files of the parent cannot be unpacked")
+        self.sandbox.call("state", exports.encode("latin-1"), cwd=os.path.normpath(os.path.join(place, cwd)))
+
+
+class Counted:
+    """The policy, as one node uses it: its tokens are on the node's account while it still runs."""
+
+    def __init__(self, policy, node):
+        self.policy, self.node = policy, node
+
+    def __getattr__(self, name):
+        return getattr(self.policy, name)
+
+    async def sample(self, tokens, *args, **kwargs):
+        sample = await self.policy.sample(tokens, *args, **kwargs)
+        count(self.node, sample, tokens)
+        return sample
+
+
+async def play(t: Tree, node: Node, parents: list[Node]) -> tuple[env.Episode, bytes]:
+    """The node's episode in a sandbox of its own, and a tar of the files it left. A fault is an episode with status "fault"."""
+    cfg, files = t.cfg, b""
+    box = Attempt(t.task, cfg.backend, node.seed, cfg.image)
+    box.enough = lambda step: bool(cfg.end_on == "validate" and step.score and step.score.valid or 0 < cfg.tokens <= t.tokens())
+    about_tree = "\n".join(filter(None, [node.decision.get("reflection"), summary(t)]))
+    left = 60 * cfg.minutes - t.elapsed() if cfg.minutes else math.inf
+    try:
+        if parents:
+            await env.in_thread(box.restore, t.files_of(parents[0]))
+        episode = await env.run_episode(
+            box, Counted(t.policy, node), seed=node.seed, max_turns=cfg.max_actions, max_reply_tokens=cfg.max_reply_tokens,
+            max_observation_tokens=cfg.max_observation_tokens, temperature=cfg.temperature,
+            time_limit=max(1.0, min(60 * cfg.node_minutes, left)),
+            extra_user_text=ideas.situation(node, parents, summary_chars(cfg), about_tree))
+        if episode.status != "fault":
+            with contextlib.suppress(env.SandboxFault):     # too large: the score counts, but nothing can build on this node
+                files = await env.in_thread(box.snapshot)
+    except env.SandboxFault as fault:
+        episode = env.Episode(t.task.name, node.seed, status="fault", fault=str(fault))
+    finally:
+        await asyncio.shield(env.in_thread(box.close))
+    return episode, files
+
+
+async def expand(t: Tree, node: Node) -> None:
+    """One node from its idea to its line in the journal. A broken sandbox is tried once more, then it is a fault, not a score."""
+    start, t.began = time.monotonic(), t.began or time.monotonic()
+    await propose(t, node)
+    parents = [p for p in (t.ground(node.parent), t.nodes.get(node.second)) if p and p.id != "0"]
+    for node.attempts in (1, 2):
+        episode, files = await play(t, node, parents)
+        if episode.status != "fault":
+            break
+    last, score = episode.turns[-1] if episode.turns else {}, episode.score
+    node.status, node.actions, node.kept, node.time = episode.status, episode.turns, bool(files), time.time()
+    if node.status == "submit" and last["action"].strip() != "submit":
+        node.status = "validated" if last["status"] == "validate" else "stopped"
+    if score and score.valid:
+        node.score, node.gain, node.valid = score.value, improvement(score.value, t.task), True
+    else:
+        bad = [turn["observation"] for turn in episode.turns if turn["status"] in ("error", "timeout", "rejected")][-1:]
+        node.error = ideas.clip("\n".join([*bad, score.message if score else episode.fault]), 2000)
+    node.code, old = code_in(files, t.task), parents[0].code if parents else {}
+    node.diff = "".join("".join(difflib.unified_diff(old.get(name, "").splitlines(True), text.splitlines(True), name, name))
+                        for name, text in node.code.items()) if parents else ""
+    if files:
+        viz.write_whole(t.run.dir / "nodes" / f"{node.id}.tar", files)
+    segments = [asdict(segment) for segment in episode.segments] if t.cfg.engine != "api" else []       # what one can train on
+    t.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id, "group": node.parent, "segments": segments}])
+    node.seconds, node.elapsed = time.monotonic() - start, t.elapsed()
+    t.run.log(asdict(node) | {"depth": node.depth}, "journal.jsonl")        # from here on the node counts
+    t.finished.append(node)
+    t.run.result(**results(t), status="running")
+    if len(t.finished) > 2 and all(n.status == "fault" for n in t.finished[-3:]):
+        raise UserError(f"Three sandboxes in a row broke, so the search stops; the same command goes on. The last one: {node.error}")
+
+
+async def close(t: Tree) -> None:
+    """The end: the best node by validation is scored on the test part. A node that has been is not scored again."""
+    best, known = t.best(), t.run.results()
+    if known.get("tested_id") == best.id:
+        test = {key: known[key] for key in ("test_score", "test_error", "gap")}
+    elif best.id == "0" or len(t.task.splits) == 1 or not best.kept:
+        test = {"test_score": best.score if len(t.task.splits) == 1 else None, "gap": None,
+                "test_error": "" if best.kept or best.id == "0" else "the files of the best node were too large to keep"}
+    else:
+        score = await test_score(t, best)       # valid on one part and not on the other: worth the baseline
+        value = score.value if score.valid else t.task.baseline
+        test = {"test_score": value, "gap": value - best.score, "test_error": score.message}
+    t.run.result(**results(t) | {"stopped_by": t.spent() or "tree"} | test, tested_id=best.id, status="finished")
+    t.closed = True
+
+
+async def test_score(t: Tree, node: Node) -> env.Score:
+    for last in (False, True):
+        box = Attempt(t.task, t.cfg.backend, node.seed, t.cfg.image)
+        try:
+            await env.in_thread(box.restore, t.files_of(node), False)
+            return await env.in_thread(box.score, t.task.splits[-1])
+        except env.SandboxFault as fault:
+            if last:
+                raise UserError(f"The sandbox for the test score broke twice ({fault}); the same command tries again.") from None
+        finally:
+            await asyncio.shield(env.in_thread(box.close))
+
+
+async def worker(trees: list[Tree], changed: asyncio.Condition, say) -> None:
+    """Runs one node after the other, always in the tree that has the fewest in flight."""
+    ready = lambda: [t for t in trees if not (t.closed or t.waiting or t.spent())]
+    while not all(t.closed for t in trees):
+        async with changed:
+            await changed.wait_for(lambda: ready() or all(t.closed for t in trees))
+        if not ready():
+            break
+        t = min(ready(), key=lambda t: t.busy)
+        t.busy += 1
+        node = await decide(t)
+        if node:
+            await expand(t, node)
+            say(t, node)
+        t.busy, t.waiting = t.busy - 1, node is None
+        if not t.busy and (t.waiting or t.spent()):
+            await close(t)
+        async with changed:
+            changed.notify_all()
+
+
+async def search(trees: list[Tree], policy, workers: int) -> None:
+    changed, began, left = asyncio.Condition(), time.monotonic(), sum(t.cfg.nodes - t.executed() for t in trees)
+    done = itertools.count(1)
+
+    def say(t, node):
+        eta = (time.monotonic() - began) / (now := next(done)) * (left - now)
+        print(node_line(t, node, eta), flush=True)
+
+    for t in trees:
+        t.policy = policy
+        if t.spent():           # killed after its last node
+            await close(t)
+    try:
+        async with asyncio.TaskGroup() as group:       # one is cancelled or breaks: all are, and every sandbox is closed
+            for _ in range(workers):
+                group.create_task(worker(trees, changed, say))
+    except* (UserError, ModelError) as broken:
+        raise broken.exceptions[0] from None
+
+
+TITLES = "task           mode     seed   nodes node       op            score      best    sec    left  strategy"
+
+
+def node_line(t: Tree, node: Node, eta: float) -> str:
+    score = f"{node.score:.4f}" if node.valid else "fault" if node.status == "fault" else "failed"
+    return (f"{t.task.name[:14]:<14} {t.mode:<8} {t.seed:>4} {len(t.finished):>3}/{t.cfg.nodes:<3} {node.id:<10} {node.op:<9} {score:>9} "
+            f"{t.best().score:>9.4f} {node.seconds:>6.1f} {viz.duration(max(0.0, eta)):>7}  {node.idea[:60]}")
+
+
+# ---------------------------------------------------------------------------------------------------------------- start
+
+
+MAY_CHANGE = ("nodes", "tokens", "minutes", "patience", "target", "workers", "price", "url", "mlgym_root", "mledojo_root")
+
+
+def prepare(cfg: Config):
+    """Fills what is left open in the config and finds everything that can be wrong, before any model is loaded."""
+    tasks = [load_task(name, cfg.mlgym_root or None, cfg.mledojo_root or None) for name in dict.fromkeys(cfg.task)]
+    room = sum(cfg.branching ** level for level in range(1, cfg.depth + 1))
+    if cfg.select == "bfs" and room < cfg.nodes:
+        raise UserError(f"A bfs tree of --branching {cfg.branching} and --depth {cfg.depth} has {room} nodes, not --nodes {cfg.nodes}.")
+    for name, low, high in (("nodes", 1, 10 ** 6), ("workers", 1, 1000), ("k", 1, 50), ("tau", 1e-9, 1), ("max_actions", 1, 10 ** 6)):
+        if not low <= getattr(cfg, name) <= high:
+            raise UserError(f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {getattr(cfg, name)}.")
+    if not (cfg.task and cfg.sampling_mode and cfg.seed and cfg.signals):
+        raise UserError("--task, --sampling-mode, --seed and --signals need at least one value each.")
+    if cfg.model == "auto":
+        import torch
+        cfg.model = "Qwen/Qwen3-4B-Instruct-2507" if torch.cuda.is_available() else "tiny"
+    path = None if cfg.engine == "api" or cfg.model == "tiny" else resolve_model(cfg.model)
+    tiny = cfg.engine != "api" and (path is None or path.is_tiny)
+    cfg.backend, why = env.pick_backend(cfg.backend, cfg.image, tiny)
+    for name, for_tiny, otherwise in (("max_reply_tokens", 160, 2048), ("max_observation_tokens", 256, 2048), ("context", 2048, 16384)):
+        setattr(cfg, name, getattr(cfg, name) or (for_tiny if tiny else otherwise))
+    model = cfg.model.strip("/").removesuffix("/best").split("/")[-1]
+    kind = "search" if cfg.select == "bfs" else f"search-{cfg.select}"
+    cells, trees = list(itertools.product(tasks, dict.fromkeys(cfg.sampling_mode), dict.fromkeys(cfg.seed))), []
+    grid = Path("logs") / (cfg.name or f"{kind}-grid-{model}") if len(cells) > 1 else None
+    for task, mode, seed in cells:
+        name = grid / f"{task.name}-{mode}-{seed}" if grid else Path("logs") / (cfg.name or f"{kind}-{task.name}-{mode}-{model}-{seed}")
+        run = viz.open_run(name, asdict(cfg) | {"task": task.name, "sampling_mode": mode, "seed": seed, "name": name.name}, MAY_CHANGE)
+        (run.dir / "nodes").mkdir(exist_ok=True)
+        trees.append(Tree(task, mode, seed, cfg, run))
+        trees[-1].closed = run.results().get("status") == "finished" and bool(trees[-1].spent() or run.results()["stopped_by"] == "tree")
+    return trees, grid, path, tiny, why
+
+
+def make_policy(cfg: Config, path):
+    if cfg.engine == "api":
+        from parts.endpoint import Endpoint
+        return Endpoint(cfg.url, cfg.model, context=cfg.context, temperature=cfg.temperature)
+    path = path or resolve_model(cfg.model)
+    if cfg.engine == "hf":
+        from policy import Transformers
+        return Transformers(path, context=cfg.context, temperature=cfg.temperature)
+    return Policy(path, context=cfg.context, temperature=cfg.temperature, seed=cfg.seed[0], max_batch=max(8, cfg.workers))
+
+
+def main() -> None:
+    cfg = viz.parse_config(Config, sys.argv[1:])
+    trees, grid, path, tiny, why = prepare(cfg)
+    todo = [t for t in trees if not t.closed]
+    where = grid or trees[0].run.dir
+    stand_in = "  (a stand-in that only knows the built-in tasks: for trying things out, not for results)" if tiny else ""
+    before = f"; {len(trees) - len(todo)} of them finished before" if len(todo) < len(trees) else ""
+    for reason in {f"{t.task.name}: {degenerate(t.task)}" for t in trees if degenerate(t.task)}:
+        print(f"warning  {reason}")
+    print(f"tasks    {', '.join(cfg.task)}   modes {', '.join(cfg.sampling_mode)}   seeds {', '.join(map(str, cfg.seed))}\n"
+          f"model    {cfg.model}{stand_in}\n"
+          f"sandbox  {why}\n"
+          f"plan     {len(trees)} trees of {cfg.nodes} nodes, rule {cfg.select}, {cfg.workers} nodes at once{before}\n"
+          f"run      {where}   ({sum(len(t.finished) for t in trees)} nodes are there)", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))   # as Ctrl-C: close sandboxes, say how to go on
+    try:
+        if todo:
+            policy = make_policy(cfg, path)
+            print(TITLES, flush=True)
+            asyncio.run(search(todo, policy, cfg.workers))
+    except KeyboardInterrupt:
+        for t in trees:
+            if not t.closed:
+                t.run.result(status="interrupted")
+        print(f"\ninterrupted; the same command continues {where}: only nodes that were running are run again", file=sys.stderr)
+        sys.exit(130)
+    for t in todo:
+        t.run.plot(always=True)
+    cells = [t.run.results() for t in trees]
+    rows = tables.grid_table(cells)
+    print(f"\n{tables.text_of(rows)}")
+    if grid:
+        viz.write_whole(grid / "result.json", json.dumps(viz.plain({"cells": cells, "table": rows}, finite=True), indent=1) + "\n")
+        viz.write_whole(grid / "table.txt", tables.text_of(rows) + "\n")
+    if not grid:
+        best, cell = trees[0].best(), cells[0]
+        test = "none" if cell["test_score"] is None else f"{cell['test_score']:.4f}"
+        print(f"\nbest     {best.id}: validation {best.score:.4f}, test {test}, baseline {cell['baseline']:.4f}   {best.idea}")
+        if cell["node_stderr"] is not None:
+            print(f"nodes    {cell['node_mean']:.4f} ± {cell['node_stderr']:.4f} on average (validation, "
+                  f"n={cell['nodes'] - cell['faults']}, failed ones count with the baseline), {cell['valid_share']:.0%} valid")
+    print(f"tree: {trees[0].run.dir}/tree.png   everything: {where}   (python viz.py {where})")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (UserError, ModelError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

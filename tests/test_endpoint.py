@@ -1,0 +1,157 @@
+"""endpoint.py against a server that misbehaves on purpose, and against a real vLLM server process."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from parts import endpoint
+from policy import ModelError
+
+
+@pytest.fixture
+def server():
+    """A chat endpoint that first gives the answers in `script` (status, body, headers), then always a good one."""
+    script, seen = [], []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            seen.append(json.loads(self.rfile.read(int(self.headers["content-length"]))) | {"auth": self.headers.get("authorization")})
+            good = {"choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}], "usage": {"prompt_tokens": 11, "completion_tokens": 2}}
+            status, body, headers = script.pop(0) if script else (200, good, {})
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            self.send_response(status)
+            for name, value in (headers | {"content-length": str(len(data))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{http.server_port}/v1", script, seen
+    http.shutdown()
+    http.server_close()
+
+
+def ask(url, temperature=None, retries=3, **kwargs):
+    model = endpoint.Endpoint(url, "m", retries=retries, key="secret", temperature=0.7)
+    return asyncio.run(model.sample(model.render([{"role": "user", "content": "hi <|im_end|> ünïcode"}]), 50, temperature=temperature, **kwargs))
+
+
+def test_text_comes_back_and_is_counted():
+    model = endpoint.Endpoint("http://x/v1", "m")
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "a\nb 🙂"}]
+    tokens = model.render(messages)
+    assert model.messages(tokens) == messages
+    reply = model.encode("my reply")
+    longer = tokens + reply + model.observation_tokens("what was printed", ended=True)
+    assert model.messages(longer) == messages + [{"role": "assistant", "content": "my reply"}, {"role": "user", "content": "what was printed"}]
+    assert len(model.encode("x" * 300)) == 100 and model.decode(model.encode("any text")) == "any text"
+    assert model.encode("user") != [1]          # text is never a turn
+
+
+def test_a_good_answer(server):
+    url, _, seen = server
+    answer = ask(url, temperature=0.0, seed=7)
+    assert (answer.text, answer.stop_reason, answer.prompt_tokens, answer.reply_tokens) == ("hello", "stop", 11, 2)
+    assert seen[0]["temperature"] == 0.0 and seen[0]["seed"] == 7 and seen[0]["auth"] == "Bearer secret" and seen[0]["max_tokens"] == 50
+    assert seen[0]["messages"] == [{"role": "user", "content": "hi <|im_end|> ünïcode"}]
+    ask(url)
+    assert seen[1]["temperature"] == 0.7 and "seed" not in seen[1]
+
+
+def test_what_can_pass_is_tried_again(server, monkeypatch):
+    url, script, seen = server
+    pauses = []
+
+    async def pause(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(endpoint.asyncio, "sleep", pause)
+    in_ten = formatdate(time.time() + 10, usegmt=True)
+    script += [(429, {}, {"retry-after": "3"}), (503, b"busy", {"retry-after": in_ten}), (500, b"", {})]
+    assert ask(url).text == "hello" and len(seen) == 4
+    assert pauses[0] == 3 and 8 < pauses[1] <= 10 and 2 <= pauses[2] <= 4
+    script += [(502, b"", {})] * 4
+    with pytest.raises(ModelError, match="after 4 attempts: 502"):
+        ask(url)
+
+
+def test_what_cannot_pass_is_not(server):
+    url, script, seen = server
+    for status in (400, 401, 404, 422):
+        script.append((status, {"error": {"message": "no such thing"}}, {}))
+        with pytest.raises(ModelError, match=f"refuses.*{status}.*no such thing"):
+            ask(url)
+    assert len(seen) == 4
+    script.append((400, {"error": "This model's maximum context length is 8192 tokens"}, {}))
+    with pytest.raises(OverflowError):
+        ask(url)
+    for nonsense in (b"<html>", {"choices": []}, [1]):
+        script.append((200, nonsense, {}))
+        with pytest.raises(ModelError, match="does not answer"):
+            ask(url)
+
+
+def test_it_adapts_to_other_names_of_the_limit(server):
+    url, script, seen = server
+    script += [(400, {"error": "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."}, {}), (400, {"error": "unknown field seed"}, {})]
+    assert ask(url, seed=1).text == "hello"
+    assert seen[2]["max_completion_tokens"] == 50 and "seed" not in seen[2] and "max_tokens" not in seen[2]
+
+
+def test_nobody_is_there():
+    with pytest.raises(ModelError, match="does not answer after 1 attempts"):
+        ask("http://127.0.0.1:9/v1", retries=0)
+
+
+def test_retry_after_that_makes_no_sense():
+    assert endpoint.retry_after("soon") is None and endpoint.retry_after(None) is None and endpoint.retry_after("1e9") == 600
+
+
+def test_a_real_vllm_server(random_model, tmp_path):
+    """`vllm serve` in a process of its own, asked as `search.py --engine api` asks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = open(tmp_path / "server.log", "w+")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", random_model, "--served-model-name", "m", "--port", str(port),
+         "--host", "127.0.0.1", "--max-model-len", "2048", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"],
+        stdout=log, stderr=log, env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}, start_new_session=True)
+    try:
+        while process.poll() is None and socket.socket().connect_ex(("127.0.0.1", port)):
+            time.sleep(0.5)
+        model = endpoint.Endpoint(f"http://127.0.0.1:{port}/v1", "m", context=2048)
+        prompt = model.render([{"role": "user", "content": "hi"}])
+
+        async def talk():
+            settings = ((0.0, 1), (0.0, 2), (1.0, 1), (1.0, 2))
+            return await asyncio.gather(*(model.sample(prompt, 12, temperature=t, seed=s) for t, s in settings))
+
+        assert process.poll() is None, (log.seek(0), log.read()[-2000:])[1]
+        answers = asyncio.run(talk())
+        assert answers[0].text == answers[1].text != answers[3].text
+        assert all(a.reply_tokens <= 12 and a.prompt_tokens > 5 for a in answers)
+        async def wrong(name, count):
+            other = endpoint.Endpoint(f"http://127.0.0.1:{port}/v1", name, context=10 ** 6)
+            return await other.sample(other.render([{"role": "user", "content": "x" * count}]), 12)
+        with pytest.raises(ModelError, match="refuses"):
+            asyncio.run(wrong("another", 5))
+        with pytest.raises(OverflowError):
+            asyncio.run(wrong("m", 5000))
+    finally:
+        os.killpg(process.pid, 15)
+        process.wait(30)
+        log.close()

@@ -1,0 +1,387 @@
+"""What breaks under a sandbox: a fault is a status, never a score, and nothing is left behind.
+
+The marker `fault` names what is broken, here and on tests of test_sandbox.py and test_env.py; `python tests/bench.py table`
+lists all of them in tests/README.md.
+"""
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import bench
+import pytest
+from test_env import FakePolicy, block
+from test_sandbox import ISOLATED, PROJECT, containers_of, needs_docker
+
+import env
+from env import Env, Sandbox, SandboxFault, run_episode
+from parts import containers, sandbox, snapshot
+from parts.spares import SPARES, Spares
+from tasks import UserError, load_task
+
+fault = pytest.mark.fault
+TITANIC = bench.EPISODE[2].format(n=7)
+
+
+@pytest.fixture(params=ISOLATED)
+def backend(request):
+    return request.param
+
+
+@pytest.fixture
+def task():
+    return load_task("titanic", "", "")
+
+
+@pytest.fixture
+def world(task, backend):
+    with Env(task, backend) as world:
+        world.reset()
+        yield world
+
+
+def ours():
+    """Containers of this process, those that were started ahead included."""
+    return containers_of(os.getpid())
+
+
+def wait_for(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+# ---------------------------------------------------------------------------------------------- what the agent does
+
+
+@fault(10, "exec over the shell, closed output, a million open files")
+@pytest.mark.parametrize("command", ["exec 1>&- 2>&-", "exec sleep 0.1", "chmod -R 000 ~ ; chmod 700 ~ ~/workspace", "mv ~/workspace ~/gone",
+                                     "rm -f /opt/flatlab/bin/*; hash -r", "kill -9 -1", "ulimit -v 1000; ls", "for i in $(seq 3 250); do eval \"exec $i>/dev/null\"; done"])
+def test_no_command_is_a_fault(world, command):
+    world.step(block(command))
+    step = world.step(block("echo alive"))
+    assert step.status == "ok" and step.observation == "alive"
+    assert world.score().message.startswith("no submission")
+
+
+@fault(16, "prints that the container is not running")
+def test_words_of_docker_are_only_words(world):
+    step = world.step(block("echo 'Error response from daemon: Container 0123456789ab is not running'; echo 'the sandbox does not answer' >&2; exit 137"))
+    assert step.status == "error" and "is not running" in step.observation
+    assert world.step(block("echo alive")).observation == "alive"
+
+
+@fault(29, "looks for copies of earlier states")
+def test_no_snapshot_lies_in_the_sandbox(world):
+    world.step(block("echo MARK7 > f"))
+    files = world.snapshot()
+    assert b"MARK7" in files
+    names = snapshot.STATE.strip("."), snapshot.REST.strip(".")
+    said = world.step(block(f"find / -name '*{names[0]}*' -o -name '*{names[1]}*' -o -name '*.tar' -newer data/train.csv 2>/dev/null; ls -A ~ /tmp")).observation
+    assert "flatlab-" not in said.replace("flatlab-test", "") and "workspace" in said
+
+
+# ---------------------------------------------------------------------------------------------- copies
+
+
+MANIFEST = r"""find /home/agent /tmp /var/tmp /dev/shm -xdev ! -path '*/.venv/*' \( -type f -printf '%p %y %m %U %G %s %T@ ' -exec md5sum {} \; -o -printf '%p %y %m %U %G %T@ %l\n' \) 2>/dev/null | LC_ALL=C sort"""
+WORK = ["mkdir -p deep/er ~/.local/lib/python3/site-packages/pkg /tmp/cache; printf 'x\\0y' > 'deep/er/odd name'; ln -s nowhere link; chmod 700 deep",
+        "echo installed > ~/.local/lib/python3/site-packages/pkg/__init__.py; echo t > /tmp/cache/t; mkfifo fifo; printf z > $(printf 'bad\\xff')", "rm data/test.csv; echo more >> data/train.csv; export KEPT='a\nb'; cd deep",
+        "ln data/../deep/er/'odd name' hard; echo shm > /dev/shm/s; touch -d 2001-01-01 old; mkdir empty; chmod 555 empty; chmod 4755 old"]
+
+
+@fault(28, "a copy of a parent that failed, with installed packages and deleted files")
+@pytest.mark.parametrize("last", ["true", "exit 3", "python3 -c 'raise ValueError'", "sleep 30"])
+def test_a_copy_equals_its_parent(world, last):
+    for command in WORK:
+        assert world.step(block(command)).status == "ok"
+    world.step(block(last), timeout=0.3)
+    with world.fork(clear_artefacts=False) as twin:
+        ours, theirs = (copy.sandbox.run(MANIFEST, 60).output for copy in (world, twin))
+        assert ours == theirs and "odd name" in ours and "site-packages/pkg/__init__.py" in ours and "data/test.csv" not in ours
+        assert twin.step(block("pwd; echo \"$KEPT\"")).observation == f"{twin.sandbox.workspace}/deep\na\nb"
+        files = world.snapshot()
+        twin.restore(files, False)              # from a file, too
+        assert twin.sandbox.run(MANIFEST, 60).output == ours
+        with twin.fork(clear_artefacts=False) as third:
+            assert third.sandbox.run(MANIFEST, 60).output == ours
+
+
+@fault(28, "a copy that is too large")
+def test_a_copy_that_is_too_large_is_a_fault(world, monkeypatch):
+    monkeypatch.setattr(snapshot, "COPY_BYTES", 1 << 20)
+    world.step(block("head -c 2M /dev/urandom > big"))
+    with pytest.raises(SandboxFault, match="cannot be copied: more than 1 MB"):
+        world.fork()
+    assert world.step(block("echo alive")).observation == "alive"
+
+
+# ---------------------------------------------------------------------------------------------- Docker
+
+
+class Wire:
+    """Stands between us and Docker's socket, to cut it, as a daemon that is restarted does, or to let it hang."""
+
+    def __init__(self, path):
+        self.path, self.real, self.open, self.hang = path, "/var/run/docker.sock", [], False
+        self.server = socket.socket(socket.AF_UNIX)
+        self.listen()
+
+    def listen(self):
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
+        self.server = socket.socket(socket.AF_UNIX)
+        self.server.bind(str(self.path))
+        self.server.listen(64)
+        threading.Thread(target=self.accept, args=(self.server,), daemon=True).start()
+
+    def accept(self, server):
+        with suppress(OSError):
+            while True:
+                near = server.accept()[0]
+                far = socket.socket(socket.AF_UNIX)
+                far.connect(self.real)
+                self.open += [near, far]
+                for source, target in ((near, far), (far, near)):
+                    threading.Thread(target=self.copy, args=(source, target), daemon=True).start()
+
+    def copy(self, source, target):
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self.hang:
+                    target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def cut(self):
+        for end in (self.server, *self.open):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        self.open.clear()
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
+
+
+@pytest.fixture
+def wire(tmp_path, monkeypatch):
+    if not os.path.exists("/var/run/docker.sock") or os.environ.get("DOCKER_HOST"):
+        pytest.skip("needs Docker's own socket")
+    wire = Wire(tmp_path / "d.sock")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{wire.path}")
+    SPARES.close()
+    for cached in (sandbox.docker_api, sandbox.pick_backend):
+        cached.cache_clear()
+    yield wire
+    wire.cut()
+    SPARES.close()
+    for cached in (sandbox.docker_api, sandbox.pick_backend):
+        cached.cache_clear()
+
+
+@needs_docker
+@fault(17, "the daemon is restarted in the middle of an episode")
+def test_daemon_restarted_in_an_episode(wire, task):
+    with Env(task, "docker") as world:
+        world.reset()
+        world.step(block(TITANIC))
+        wire.cut()
+        with pytest.raises(SandboxFault):
+            world.step(block("ls"))
+        with pytest.raises(SandboxFault, match="Docker did not start a container"):
+            world.reset()
+        wire.listen()
+        world.reset()                           # it is back
+        world.step(block(TITANIC))
+        assert world.score().valid
+    policy = FakePolicy(block("ls"), block("ls"), block("submit"))
+    real = policy.sample
+
+    async def sample(*args, **kwargs):
+        if len(policy.requests) == 1:
+            wire.cut()
+        return await real(*args, **kwargs)
+    policy.sample = sample
+    episode = asyncio.run(run_episode(task, policy, backend="docker"))
+    assert (episode.status, episode.score) == ("fault", None) and len(episode.turns) == 1
+
+
+@needs_docker
+@fault(18, "the daemon hangs")
+def test_daemon_that_hangs(wire, task, monkeypatch):
+    wire.hang = True
+    begin = time.monotonic()
+    with pytest.raises(UserError, match="No Docker daemon answers"):
+        sandbox.pick_backend("docker")
+    assert time.monotonic() - begin < 12
+    wire.hang = False
+    with Env(task, "docker") as world:
+        world.reset()
+        wire.hang = True
+        with pytest.raises(SandboxFault, match="does not answer"):
+            world.sandbox.call("sweep", wait=1.0)
+        wire.hang = False
+
+
+@fault(20, "our process is killed while a sandbox starts")
+def test_owner_dies_before_the_sandbox_has_read_its_program(backend, monkeypatch):
+    kept = []
+
+    def half(config, texts=sandbox.boot_texts):
+        boot, text = texts(config)
+        return boot, text[:1000]
+    for module in (sandbox, containers):
+        monkeypatch.setattr(module, "boot_texts", half)
+    monkeypatch.setattr(Sandbox, "_answer", lambda self, *_: kept.append(self) or ({"workspace": ""}, b""))
+    box = Sandbox(backend)
+    assert backend != "docker" or box.container in {row["Id"] for row in ours()}
+    box.close()                                 # as the end of our process does
+    assert wait_for(lambda: not (box.container and box.container in {row["Id"] for row in ours()}))
+
+
+@needs_docker
+@fault(15, "a spare container dies before it is taken")
+def test_dead_spares_are_not_used(task):
+    SPARES.close()
+    with Env(task, "docker") as world:
+        world.reset()
+        assert wait_for(lambda: any(SPARES.ready.values()))
+        box = next(boxes for boxes in SPARES.ready.values() if boxes)[0]
+        sandbox.docker_api().kill(box.container)
+        time.sleep(0.5)
+        world.reset()
+        assert world.step(block("echo alive")).observation == "alive" and world.sandbox is not box
+
+
+@needs_docker
+@fault(19, "containers that were started ahead and are not needed")
+def test_idle_spares_end(task, monkeypatch):
+    monkeypatch.setattr(Spares, "IDLE", 4.0)
+    spares = Spares()
+    monkeypatch.setattr(env, "SPARES", spares)
+    with Env(task, "docker") as world:
+        world.reset()
+        assert wait_for(lambda: any(spares.ready.values()), 4)
+        ahead = [box.container for boxes in spares.ready.values() for box in boxes]
+        assert wait_for(lambda: not any(spares.ready.values()))
+        assert wait_for(lambda: not {box["Id"] for box in ours()} & set(ahead))
+
+
+@needs_docker
+@fault(17, "no image")
+def test_missing_image_is_a_fault_that_names_it(task):
+    with pytest.raises(SandboxFault, match="flatlab/nothing"):
+        Env(task, "docker", image="flatlab/nothing:here").reset()
+
+
+# ---------------------------------------------------------------------------------------------- the machine
+
+
+@fault(19, "64 sandboxes at once")
+def test_64_sandboxes_at_once(task, backend):
+    def episode(n):
+        with Env(task, backend) as world:
+            world.reset()
+            first = world.step(block(f"echo {n} > mine; {TITANIC}")).status
+            barrier.wait(300)                   # all are there now
+            return first, world.step(block("cat mine; ls | wc -l")).observation == f"{n}\n3", world.score().valid
+    count = 64 if backend != "docker" else 24       # 64 containers take half a minute on two idle cores, minutes on busy ones
+    barrier, before = threading.Barrier(count), threading.active_count()
+    with ThreadPoolExecutor(count) as pool:
+        assert list(pool.map(episode, range(count))) == [("ok", True, True)] * count
+    SPARES.close()
+    assert wait_for(lambda: not ours(), 120)
+    assert wait_for(lambda: threading.active_count() <= before + 2, 60)
+
+
+@fault(19, "60 episodes in a row: memory, threads, file descriptors, containers, folders (1,000: python tests/bench.py soak)")
+def test_nothing_grows(backend):
+    before, after = bench.episodes_in_a_row(backend, 60)
+    assert after["memory (kB)"] < before["memory (kB)"] + 4096, (before, after)
+    for name in ("threads", "file descriptors", "folders in /tmp"):     # a leak would be 60; pooled connections come and go
+        assert after[name] <= before[name] + 10, (name, before, after)
+    assert wait_for(lambda: not ours())
+
+
+INTERRUPTED = """
+import asyncio, sys; sys.path[:0] = [{project!r}, {project!r} + "/tests"]
+from test_env import FakePolicy, block
+from env import run_episode
+from tasks import load_task
+async def main():
+    policy = FakePolicy(block("sleep 0.3; ls"))
+    print("started", flush=True)
+    await asyncio.gather(*(run_episode(load_task("titanic", "", ""), policy, backend={backend!r}, max_turns=50) for _ in range(6)))
+asyncio.run(main())
+"""
+
+
+@fault(21, "Ctrl-C while sandboxes start, work or end")
+@pytest.mark.parametrize("moment", [0.02, 0.2, 0.8, 2.0])
+def test_ctrl_c(backend, moment):
+    code = INTERRUPTED.format(project=str(PROJECT), backend=backend)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "started\n"
+    time.sleep(moment)
+    process.send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    process.communicate(timeout=30)
+    assert process.returncode not in (0, None) and time.monotonic() - begin < 15
+    assert wait_for(lambda: not containers_of(process.pid), 15)
+    assert not [folder for folder in Path("/tmp").glob("flatlab-*") if str(process.pid) in folder.name]
+
+
+@fault(30, "a slow start of the sandbox")
+def test_a_slow_start_is_not_the_agents_time(task, monkeypatch):
+    def slow(self, open_=Env.open):
+        time.sleep(1.0)
+        return open_(self)
+    monkeypatch.setattr(Env, "open", slow)
+    policy = FakePolicy(block(TITANIC), block("submit"))
+    episode = asyncio.run(run_episode(task, policy, backend="local", time_limit=0.9))
+    assert episode.status == "submit" and episode.score.valid and sum(turn["seconds_env"] for turn in episode.turns) < 0.9
+
+
+@fault(33, "one of several episodes breaks")
+def test_one_broken_episode_leaves_the_others_alone(task, monkeypatch):
+    made, lock = [], threading.Lock()
+
+    class Sometimes(Sandbox):
+        def __init__(self, *args, **kwargs):
+            with lock:
+                made.append(self)
+                number = len(made)
+            if number == 2:
+                raise SandboxFault("no more containers")
+            super().__init__(*args, **kwargs)
+
+        def run(self, *args, **kwargs):
+            if len(made) > 3 and self is made[3]:
+                self.close()
+            return super().run(*args, **kwargs)
+    monkeypatch.setattr(env, "Sandbox", Sometimes)
+
+    async def main():
+        return await asyncio.gather(*(run_episode(task, FakePolicy(block(TITANIC), block("submit")), backend="local") for _ in range(6)))
+    episodes = asyncio.run(main())
+    assert sorted(episode.status for episode in episodes) == ["fault"] * 2 + ["submit"] * 4
+    assert all((episode.score is None) == (episode.status == "fault") for episode in episodes)
+
+
+@fault(31, "GPU memory of a container that was ended")
+def test_gpu_leftovers():
+    if not os.path.exists("/dev/nvidiactl"):
+        pytest.skip("this machine has no GPU")
+    used = "nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits"
+    before = int(subprocess.check_output(used.split(), text=True).split()[0])
+    box = Sandbox("docker", gpu=True)
+    box.run("python3 -c 'import torch, time; x = torch.zeros(1 << 28, device=\"cuda\"); time.sleep(60)'", 10)
+    box.close()
+    assert wait_for(lambda: int(subprocess.check_output(used.split(), text=True).split()[0]) < before + 100)

@@ -1,0 +1,180 @@
+"""`python grpo.py` as a user runs it: the stand-in, the real engine, real sandboxes, a real kill -9."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--steps", "3", "--groups", "2", "--group-size", "4", "--eval-episodes", "4", "--sandboxes", "8"]
+
+
+def start(folder, *flags, **environment):
+    return subprocess.Popen([sys.executable, str(ROOT / "grpo.py"), *flags], cwd=folder, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, env={**os.environ, **environment})
+
+
+def run(folder, *flags, timeout=600, **environment):
+    process = start(folder, *flags, **environment)
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def alive_containers(pid):
+    from parts.sandbox import docker_api, docker_problem, IMAGE
+    if docker_problem(IMAGE):
+        return []
+    boxes = docker_api().containers(all=True, filters={"label": "flatlab.owner"})
+    return [box["Id"] for box in boxes if f":{pid}:" in box["Labels"]["flatlab.owner"]]
+
+
+def processes_of(pid):
+    """Sandboxes whose owner was `pid`: their runners stay in its children list or, orphaned, carry its socket no more."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_model):
+    folder = tmp_path_factory.mktemp("run")
+    code, out, err = run(folder, *SMALL, "--model", "tiny", "--task", "titanic", "--backend", "local", "--name", "a")
+    assert code == 0, err
+    return folder, out
+
+
+def test_a_run_leaves_everything_behind(finished):
+    folder, out = finished
+    logs = folder / "logs" / "a"
+    metrics, result = rows(logs / "metrics.jsonl"), json.loads((logs / "result.json").read_text())
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    assert result["status"] == "finished" and result["task"] == "titanic"
+    assert 0 < result["before"]["mean"] < 1 and result["after"]["n"] == 4 and "test_mean" in result["after"]
+    assert all(row["faults"] == 0 and row["version"] > 0 for row in metrics)
+    learned = [row for row in metrics if "logprob_gap_max" in row]
+    assert learned and all(row["logprob_gap_max"] < 1e-4 for row in learned)
+    episodes = rows(logs / "episodes" / "000002.jsonl")
+    groups = metrics[2]["groups"]       # two, and up to four when some had equal rewards
+    assert 2 <= groups <= 4 and len(episodes) == 4 * groups and {e["group"] for e in episodes} == set(range(groups))
+    assert all(e["status"] != "fault" and e["turns"] and e["turns"][0]["reply"] for e in episodes)
+    assert (logs / "curves.png").stat().st_size > 10_000
+    for name in ("config.yaml", "command.txt", "git.txt", "env.txt"):
+        assert (logs / name).stat().st_size > 0
+    assert "stand-in" in out and "curves.png" in out and "engine and trainer agree" in out
+
+
+def test_the_adapter_loads_in_plain_peft(finished):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    folder, _ = finished
+    best = folder / "logs" / "a" / "checkpoints" / "000002"
+    base = json.loads((best / "adapter_config.json").read_text())["base_model_name_or_path"]
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(best))
+    with torch.no_grad():
+        trained = model(torch.arange(20)[None]).logits
+        with model.disable_adapter():
+            assert not torch.equal(trained, model(torch.arange(20)[None]).logits)
+
+
+def test_the_same_command_again_finds_it_finished_and_another_config_is_refused(finished):
+    folder, _ = finished
+    before = (folder / "logs/a/metrics.jsonl").read_bytes()
+    flags = [*SMALL, "--model", "tiny", "--task", "titanic", "--backend", "local", "--name", "a"]
+    code, out, err = run(folder, *flags)
+    assert code == 0 and "after  training" in out, err
+    assert (folder / "logs/a/metrics.jsonl").read_bytes() == before
+    code, out, err = run(folder, *flags, "--lr", "0.5")
+    assert code == 2 and "lr: 0.001 there, 0.5 now" in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("backend", ["local", "docker"])
+def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tiny_model, backend):
+    if backend == "docker":
+        from parts.sandbox import IMAGE, docker_problem
+        if problem := docker_problem(IMAGE):
+            pytest.skip(problem)
+    flags = [*SMALL, "--model", "tiny", "--task", "battleOfSexes", "--backend", backend, "--name", "k", "--eval-episodes", "0"]
+    logs = tmp_path / "logs" / "k"
+    process = start(tmp_path, *flags)
+    while len(rows(logs / "metrics.jsonl") if (logs / "metrics.jsonl").exists() else []) < 1:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    time.sleep(0.3)                                     # the second step has begun: sandboxes are open
+    children = processes_of(process.pid)
+    process.kill()
+    process.wait()
+    time.sleep(3)
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert not alive_containers(process.pid)
+    for path in logs.rglob("*.json*"):                  # whatever is there is whole
+        if not path.name.startswith(".tmp") and path.suffix in (".json", ".jsonl") and ".tmp-" not in str(path):
+            text = path.read_text()
+            [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
+    code, out, err = run(tmp_path, *flags)
+    assert code == 0 and "resumed after step" in out, err
+    assert [row["step"] for row in rows(logs / "metrics.jsonl")] == [0, 1, 2]
+    assert not list(logs.rglob(".tmp-*"))
+    assert sorted(p.name for p in (logs / "episodes").iterdir()) == ["000000.jsonl", "000001.jsonl", "000002.jsonl"]
+
+
+def test_sigterm_is_an_orderly_end(tmp_path, tiny_model):
+    flags = [*SMALL, "--model", "tiny", "--backend", "local", "--name", "t", "--eval-episodes", "0"]
+    process = start(tmp_path, *flags, "--steps", "50")
+    while not (tmp_path / "logs/t/metrics.jsonl").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command continues logs/t" in err and "Traceback" not in err
+    assert json.loads((tmp_path / "logs/t/result.json").read_text())["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("flags, environment, expected", [
+    (["--task", "titanik"], {}, "did you mean titanic"),
+    (["--model", "no/such-model"], {}, "unknown model 'no/such-model'"),
+    (["--name", "x", "--model", "tiny"], {}, "Cannot write the run directory logs/x"),
+    (["--backend", "docker"], {"DOCKER_HOST": "unix:///nowhere.sock"}, "No Docker daemon answers"),
+    (["--group-size", "1"], {}, "--group-size must be at least 2"),
+    (["--learning-rate", "1"], {}, "Unrecognized options: --learning-rate"),
+    (["--lora-rank", "7", "--model", "tiny"], {}, "--lora-rank must be one of"),
+    (["nothing.yaml"], {}, "nothing.yaml"),
+])
+def test_bad_input_is_one_sentence_and_code_2_before_any_model(tmp_path, flags, environment, expected):
+    if "--name" in flags:
+        (tmp_path / "logs").write_text("a file where the folder should be")
+    begin = time.monotonic()
+    code, out, err = run(tmp_path, "--steps", "1", *flags, timeout=60, **environment)
+    assert code == 2 and expected in " ".join(err.split()), err
+    assert "Traceback" not in err and "model    " not in out
+    assert time.monotonic() - begin < 30
+
+
+def test_help_answers_at_once():
+    begin = time.monotonic()
+    out = subprocess.run([sys.executable, str(ROOT / "grpo.py"), "--help"], capture_output=True, text=True).stdout
+    assert "--group-size" in out and "most episodes in flight at once" in out
+    assert time.monotonic() - begin < 3
+
+
+def test_without_a_daemon_auto_says_so_and_goes_on(tmp_path, tiny_model):
+    code, out, err = run(tmp_path, *SMALL, "--steps", "1", "--model", "tiny", "--eval-episodes", "0",
+                         DOCKER_HOST="unix:///nowhere.sock")
+    assert code == 0, err
+    line = next(line for line in out.splitlines() if line.startswith("sandbox"))
+    assert "local" in line and "No Docker daemon answers" in line

@@ -1,0 +1,122 @@
+"""Several ranks: the exchange by itself, two ranks against one with the same total batch, and a rank that is lost.
+
+The file is also the program of those ranks: `torchrun ... tests/test_multi.py <model> <steps>`, a run of grpo.train with the
+real engine, where an episode is one reply and the reward counts its letters.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+
+def torchrun(folder, *command, ranks=2):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
+    return subprocess.Popen([*launcher, *map(str, command)], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE)
+
+
+def finish(process, timeout=300):
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+EXCHANGE = """
+import torch
+from parts import ranks
+job = ranks.join(timeout=60)
+weight = torch.nn.Parameter(torch.full((3,), float(job.rank)))
+job.share([weight])
+assert weight.tolist() == [0, 0, 0]
+if job.rank == 0:
+    weight.grad = torch.tensor([1.0, 2.0, 3.0])         # rank 1 had nothing to learn from
+size = job.sum_gradients([weight])
+assert weight.grad.tolist() == [1, 2, 3] and size == 12, (weight.grad, size)
+assert job.sum(1.5, job.rank) == [1.5 * job.world, job.world * (job.world - 1) / 2]
+assert job.gather("x" * (1 + job.rank)) == ["x" * (1 + r) for r in range(job.world)]
+print("rank", job.rank, "of", job.world)
+"""
+
+
+def test_the_exchange(tmp_path):
+    (tmp_path / "exchange.py").write_text(EXCHANGE)
+    code, out, err = finish(torchrun(tmp_path, "exchange.py", ranks=3))
+    assert code == 0 and all(f"rank {r} of 3" in out for r in range(3)), (out, err)
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model):
+    """Rows, transcripts and adapter; three groups, so that one rank has more than the other."""
+    import torch
+    from safetensors.torch import load_file
+    for name, count in (("one", 1), ("two", 2)):
+        (tmp_path / name).mkdir()
+        code, out, err = finish(torchrun(tmp_path / name, ROOT / "tests/test_multi.py", random_model, 4, ranks=count))
+        assert code == 0, err[-3000:]
+    one, two = (tmp_path / name / "logs/m" for name in ("one", "two"))
+    a, b = rows(one / "metrics.jsonl"), rows(two / "metrics.jsonl")
+    assert [r["step"] for r in a] == [r["step"] for r in b] == [0, 1, 2, 3]
+    for x, y in zip(a, b):
+        for key in ("reward_mean", "loss", "kl", "entropy", "grad_norm", "episodes", "groups", "lr"):
+            assert x[key] == pytest.approx(y[key], rel=1e-3, abs=1e-5), (x["step"], key)
+        assert x["bytes_between_ranks"] == 0 and y["bytes_between_ranks"] > 100_000
+    for step in range(4):
+        texts = [[e["turns"][0]["reply"] for e in rows(run / f"episodes/{step:06d}.jsonl")] for run in (one, two)]
+        assert texts[0] == texts[1] and len(texts[0]) == 12
+    weights = [load_file(run / "checkpoints/000003/adapter_model.safetensors") for run in (one, two)]
+    assert all(torch.allclose(weights[0][k], weights[1][k], atol=1e-4) for k in weights[0])
+    assert max((w.abs().max() for k, w in weights[0].items() if "lora_B" in k)) > 1e-3      # something was learned
+    assert "m" == two.name and not list(two.glob(".tmp*"))
+
+
+def test_a_lost_rank_ends_the_job_and_it_resumes(tmp_path, random_model):
+    job = torchrun(tmp_path, ROOT / "tests/test_multi.py", random_model, 40)
+    metrics = tmp_path / "logs/m/metrics.jsonl"
+    while not metrics.exists() or len(rows(metrics)) < 2:
+        assert job.poll() is None, job.communicate()[1][-3000:]
+        time.sleep(0.1)
+    victim = int((tmp_path / "rank1.pid").read_text())
+    os.kill(victim, signal.SIGKILL)
+    begin = time.monotonic()
+    code, _, err = finish(job, timeout=90)
+    assert code != 0 and time.monotonic() - begin < 60, err[-3000:]
+    survivor = int((tmp_path / "rank0.pid").read_text())
+    assert not Path(f"/proc/{survivor}").exists()
+    done = len(rows(metrics))
+    code, out, err = finish(torchrun(tmp_path, ROOT / "tests/test_multi.py", random_model, done + 1))
+    assert code == 0 and "resumed after step" in out, err[-3000:]
+    assert [r["step"] for r in rows(metrics)] == list(range(done + 1))
+
+
+def main(model: str, steps: str) -> None:
+    import grpo
+    import viz
+    from parts import ranks
+    from policy import ModelPath, Policy
+    from test_grpo import TASK, one_reply
+    job = ranks.join(timeout=120)
+    Path(f"rank{job.rank}.pid").write_text(str(os.getpid()))
+    cfg = replace(grpo.Config(), name="m", steps=int(steps), groups=3, max_groups=3, group_size=4, max_reply_tokens=12, sandboxes=1,
+                  eval_episodes=0, lr=0.01, clip_low=0.2, clip_high=0.28, micro_tokens=10_000, task_weights=(1.0,))
+    grpo.env.run_episode = one_reply
+    run = viz.open_run("logs/m", {"task": ["titanic"], "steps": cfg.steps}, ("steps",)) if job.rank == 0 else None
+    policy = Policy(ModelPath(model, None, False), context=512, lora_rank=8, lora_alpha=16, seed=job.rank)     # rank 0's counts
+    asyncio.run(grpo.train(policy, [TASK], cfg, run, job))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,247 @@
+"""rules.py: every rule with numbers worked out by hand, and mirrored: the same decisions for a metric m and for -m."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from parts import rules
+import search
+from tasks import improvement, load_task
+from parts.tree import Choice, Tree
+
+TASK = replace(load_task("titanic"), baseline=0.0, reference=1.0, higher_is_better=True)
+MIRRORED = replace(TASK, reference=-1.0, higher_is_better=False)
+
+
+class NoRun:
+    def rows(self, file):
+        return []
+
+
+def make(select, task=TASK, **config):
+    return Tree(task, "tail", 0, search.Config(select=select, **config), NoRun())
+
+
+def put(t, parent, score, idea="", status="validated"):
+    """A finished child. score None: failed. The score is given for TASK and turned around for MIRRORED."""
+    node = t.start(Choice(parent))
+    node.idea, node.status, node.kept = idea, status, status != "fault"
+    if score is not None:
+        node.score = score if t.task.higher_is_better else -score
+        node.gain, node.valid = improvement(node.score, t.task), True
+    t.finished.append(node)
+    return node
+
+
+def choose(t, seed=0):
+    return rules.SELECT[t.cfg.select](t, t.cfg, random.Random(seed))
+
+
+def three(select, **config):
+    """Root with children of Q = 1, 0.5 and a failure; the root has Q = 0."""
+    t = make(select, **config)
+    for score in (0.8, 0.4, None):
+        put(t, "0", score)
+    return t
+
+
+# ------------------------------------------------------------------------------------------ by hand
+
+
+def test_bfs_goes_level_by_level_and_failed_nodes_get_children_too():
+    t = make("bfs", branching=2, depth=2, nodes=6)
+    order = []
+    while choice := choose(t):
+        node = put(t, choice.parent, None if len(order) == 0 else 0.5)
+        order.append((node.id, node.op))
+    assert order == [("0.0", "draft"), ("0.1", "draft"), ("0.0.0", "debug"), ("0.0.1", "debug"), ("0.1.0", "improve"), ("0.1.1", "improve")]
+
+
+def test_bfs_with_a_smaller_budget_takes_the_first_nodes_in_level_order_whatever_finishes_first():
+    t = make("bfs", branching=3, depth=2, nodes=5)
+    running = [t.start(choose(t)) for _ in range(3)]
+    assert choose(t) is None                            # 0.0 is not finished: 0.0.0 has to wait
+    running[1].status = "validated"
+    t.finished.append(running[1])
+    assert choose(t) is None                            # 0.1.x lie outside of the budget
+    running[0].status = "validated"
+    t.finished.append(running[0])
+    assert [t.start(choose(t)).id for _ in range(2)] == ["0.0.0", "0.0.1"]
+    assert choose(t) is None
+
+
+def test_ucb_by_hand():
+    choice = choose(three("ucb", ucb_c=1.41))
+    bonus = 1.41 * math.sqrt(math.log(3) / 1)           # N = 3, n = 0
+    assert choice.scores == pytest.approx({"0.0": 1 + bonus, "0.1": 0.5 + bonus})
+    assert (choice.parent, choice.mode) == ("0.0", "explore")
+    assert choose(three("ucb", ucb_c=0.5)).mode == "exploit"
+    t = three("ucb", ucb_c=1.41)
+    put(t, "0.0", 0.2)                                  # Q = 0.25: now the value of 0.0 is that of its child
+    choice = choose(t)
+    assert choice.scores["0.0"] == pytest.approx(0.25 + 1.41 * math.sqrt(math.log(4) / 2))
+    assert choice.parent == "0.1"
+
+
+def test_first_the_breadth_of_the_root():
+    for select in ("random", "ucb", "open_ended", "softmax", "signals"):
+        t = make(select, breadth=2)
+        for score in (0.3, 0.5):
+            assert choose(t).parent == "0"
+            put(t, "0", score)
+        assert choose(t).parent != "0"
+
+
+def test_trend_by_hand():
+    t = make("open_ended")
+    put(t, "0", 0.5), put(t, "0.0", 1.0), put(t, "0.0.0", 0.75)
+    # Q: 0, 0.5, 1, 0.75; steps 0.5, 0.5, -0.25 with weights 1, 2, 3
+    assert rules.trend(t, rules.quality(t), "0.0.0.0") == pytest.approx((0.5 + 1.0 - 0.75) / 6)
+    assert rules.trend(t, rules.quality(t), "0") == 0
+
+
+def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
+    t = make("open_ended", breadth=1, commitment=2, ucb_c=0.0)
+    put(t, "0", 0.5)
+    choice = choose(t)
+    assert choice.notes == {"commit": 2} and choice.parent == "0.0"
+    seen = []
+    for score in (0.6, 0.7, 0.8):
+        node = t.start(choice)
+        node.status, node.kept, node.score, node.gain, node.valid = "validated", True, score, score, True
+        t.finished.append(node)
+        choice = choose(t)
+        seen.append(choice.notes.get("commit"))
+    assert seen == [1, 0, 2]                            # two committed nodes, then scored anew
+
+
+def test_open_ended_drops_the_commitment_when_a_child_is_worse_or_fails():
+    for score in (0.1, None):
+        t = make("open_ended", breadth=1, commitment=3, ucb_c=0.0)
+        put(t, "0", 0.5)
+        node = t.start(choose(t))
+        assert choose(t).notes == {}                    # while it runs there is no second commitment
+        node.status, node.kept, node.score, node.gain, node.valid = "validated", True, score, score, score is not None
+        t.finished.append(node)
+        assert "committed" not in choose(t).reason
+
+
+def test_softmax_by_hand():
+    t = three("softmax", ucb_c=0.0, trend_weight=0.5, visit_alpha=0.5, softmax_tau=0.5)
+    put(t, "0.0", 0.8)
+    # S(0.0) = 1 + 0.5 * 1 - 0.5 ln 2, S(0.1) = 0.5 + 0.5 * 0.5, S(0.0.0) = 1 + 0.5 * (1 * 1 + 2 * 0) / 3
+    expected = {"0.0": 1.5 - 0.5 * math.log(2), "0.1": 0.75, "0.0.0": 1 + 1 / 6}
+    assert choose(t).scores == pytest.approx(expected)
+    weights = {id: math.exp(s / 0.5) for id, s in expected.items()}
+    draws = [choose(t, seed).parent for seed in range(4000)]
+    for id, weight in weights.items():
+        assert draws.count(id) / 4000 == pytest.approx(weight / sum(weights.values()), abs=0.03)
+
+
+def test_signals_by_hand():
+    t = three("signals", signals=("regret",))
+    assert choose(t).scores == {"0.0": 0.0, "0.1": 1.0} and choose(t).mode == "explore"
+    t = three("signals", signals=("regret", "depth"))
+    put(t, "0.1", 0.2, idea="boosted trees and kNN")
+    q, node = rules.quality(t), t.nodes["0.1"]
+    assert rules.SIGNALS["regret"](t, q, node) == pytest.approx(1 - 0.25)
+    assert rules.SIGNALS["depth"](t, q, node) == pytest.approx(1 / (1 * 2 + 1))
+    assert rules.SIGNALS["coverage"](t, q, node) == pytest.approx(1 - 2 / 9)
+    assert rules.SIGNALS["variance"](t, q, node) == 1.0
+    put(t, "0.1", 0.4)
+    assert rules.SIGNALS["variance"](t, rules.quality(t), node) == pytest.approx(0.25 / math.sqrt(2))
+    # normalised over 0.0, 0.1, 0.1.0, 0.1.1: regret 0, .5, .75, .5 and depth 1/2, 1/4, 1/3, 1/3
+    assert choose(t).scores == pytest.approx({"0.0": 1.0, "0.1": 2 / 3, "0.1.0": 1 + 1 / 3, "0.1.1": 1.0})
+
+
+def test_uct_by_hand_and_unvisited_first():
+    assert rules.uct(1.5, 2, 5, 0.25) == pytest.approx(0.75 + 0.25 * math.sqrt(math.log(5) / 2))
+    assert rules.uct(0.0, 0, 5, 0.25) == math.inf
+
+
+def test_mcts_improves_the_best_branch_and_counts_failures_as_the_worst():
+    t = three("mcts", branching=3)
+    choice = choose(t)
+    bonus = 0.25 * math.sqrt(math.log(4))
+    assert choice.scores == pytest.approx({"0.0": 1 + bonus, "0.1": 0.5 + bonus, "0.2": bonus}) and choice.parent == "0.0"
+    assert t.start(choice).op == "improve"
+    for _ in range(2):
+        put(t, "0.0", None)
+    assert choose(t).scores["0.0"] == pytest.approx(1 / 4 + 0.25 * math.sqrt(math.log(7) / 4))    # one of four visits still runs
+    assert choose(t).parent == "0.1"
+
+
+def test_greedy_drafts_then_improves_the_best():
+    t = make("greedy", drafts=2)
+    assert choose(t).parent == "0"
+    put(t, "0", 0.1), put(t, "0", 0.3)
+    assert choose(t).parent == "0.1"
+
+
+def test_evolution_prefers_the_fit_and_crosses():
+    t = make("evolution", drafts=3, crossover_prob=1.0, population=2)
+    for score in (0.0, 1.0, 0.5):
+        put(t, "0", score)
+    choices = [choose(t, seed) for seed in range(2000)]
+    assert {c.parent for c in choices} == {"0.1", "0.2"} and all(c.second and c.second != c.parent for c in choices)
+    assert sum(c.parent == "0.1" for c in choices) / 2000 == pytest.approx(math.e / (math.e + math.exp(0.5)), abs=0.04)
+    assert t.start(choices[0]).op == "crossover"
+
+
+def test_linear_is_a_chain():
+    t = make("linear")
+    assert [put(t, choose(t).parent, score).id for score in (0.5, None, 0.2)] == ["0.0", "0.0.0", "0.0.0.0"]
+    t.start(choose(t))
+    assert choose(t) is None
+
+
+def test_random_is_random():
+    t = three("random")
+    draws = [choose(t, seed).parent for seed in range(500)]
+    assert set(draws) == {"0.0", "0.1"} and 180 < draws.count("0.0") < 320
+
+
+# ------------------------------------------------------------------------------------------ failures
+
+
+def test_failed_leaves_are_debugged_up_to_a_depth_and_faults_are_not():
+    t = make("greedy", drafts=1, debug_prob=1.0, debug_depth=2)
+    put(t, "0", None)
+    for id in ("0.0", "0.0.0"):
+        choice = rules.select(t, t.cfg, random.Random(0))
+        assert choice.parent == id
+        node = put(t, id, None)
+        assert node.op == "debug"
+    assert rules.select(t, t.cfg, random.Random(0)).parent == "0"       # three failures in a row: given up
+    t = make("greedy", drafts=1, debug_prob=1.0)
+    put(t, "0", None, status="fault")
+    assert rules.select(t, t.cfg, random.Random(0)).parent == "0"
+    assert t.start(Choice("0.0")).op == "draft"                          # nothing was left: it starts from the root's files
+
+
+@pytest.mark.parametrize("select", rules.SELECT)
+@pytest.mark.parametrize("scores", [[None], [0.0], [-0.7, -0.2, None], [0.1, 0.9, 0.4, None, 0.9]])
+def test_every_rule_spends_its_budget_on_all_kinds_of_tasks(select, scores):
+    """All fail; all equal; all below the baseline (also negative scores); mixed with ties."""
+    t = make(select, nodes=12, branching=3, depth=2)
+    while not t.spent():
+        choice = rules.select(t, t.cfg, random.Random(t.started()))
+        assert choice is not None
+        put(t, choice.parent, scores[t.started() % len(scores)])
+    assert t.executed() == 12
+
+
+@pytest.mark.parametrize("select", rules.SELECT)
+def test_every_rule_decides_the_same_for_m_and_minus_m(select):
+    decisions = []
+    for task in (TASK, MIRRORED):
+        t, rng = make(select, task, nodes=30, branching=4, depth=3, signals=("variance", "regret", "coverage", "depth")), random.Random(7)
+        decisions.append([])
+        while not t.spent():
+            choice = rules.select(t, t.cfg, random.Random(t.started()))
+            decisions[-1].append((choice.parent, choice.second, choice.mode, choice.scores))
+            put(t, choice.parent, rng.choice([None, rng.uniform(-1, 2)]), idea=rng.choice(["ridge", "xgboost", "a network"]))
+        assert len(decisions[-1]) == 30
+    assert decisions[0] == decisions[1]

@@ -1,0 +1,564 @@
+"""Real sandboxes, attacked and mistreated, in every backend that this machine has."""
+import json
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from parts import boot, containers, sandbox
+from parts.sandbox import IMAGE, ArtefactError, Sandbox, SandboxFault, docker_problem
+from tasks import UserError
+
+PROJECT = Path(sandbox.__file__).parents[1]
+
+
+def missing(backend):
+    """Why a backend cannot be tested here; empty when it can."""
+    if backend == "docker":
+        return docker_problem(IMAGE)
+    try:
+        Sandbox(backend).close()
+    except SandboxFault as fault:
+        return str(fault)
+    return ""
+
+
+MISSING = {backend: missing(backend) for backend in ("docker", "namespaces", "landlock")}
+EVERYWHERE = [pytest.param(backend, marks=pytest.mark.skipif(bool(why), reason=f"{backend}: {why}"), id=backend)
+              for backend, why in MISSING.items()]
+ISOLATED = EVERYWHERE[:2]       # what Landlock does not promise is tested in these
+needs_docker = pytest.mark.skipif(bool(MISSING["docker"]), reason=MISSING["docker"])
+
+
+@pytest.fixture(scope="module", params=EVERYWHERE)
+def box(request):
+    """One sandbox for all tests that leave it usable."""
+    with_backend = Sandbox(request.param)
+    with_backend.backend = request.param
+    yield with_backend
+    with_backend.close()
+
+
+@pytest.fixture(params=ISOLATED)
+def isolated(request):
+    return request.param
+
+
+def out(box, command, timeout=10):
+    return box.run(command, timeout).output.strip()
+
+
+def running(box, marker):
+    """Number of processes in the sandbox with the marker in their command line."""
+    return int(out(box, f"cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -c '[{marker[0]}]{marker[1:]}'; true"))
+
+
+# ---------------------------------------------------------------------------------------------- commands
+
+
+def test_exit_code_output_and_time(box):
+    result = box.run("echo to stdout; echo to stderr >&2; exit 7", 10)
+    assert (result.exit_code, result.output, result.timed_out) == (7, "to stdout\nto stderr\n", False)
+    assert box.run("false", 10).exit_code == 1 and box.run("true", 10).exit_code == 0
+    assert sorted(box.run("true", 10).seconds for _ in range(30))[15] < 0.05
+
+
+def test_cwd_and_exported_variables_stay(box):
+    box.run("mkdir -p 'a b'; cd 'a b'; export LINES='one\ntwo \"quoted\" $HOME'; NOT_EXPORTED=1", 10)
+    assert out(box, 'echo "$PWD|$LINES|$NOT_EXPORTED"').endswith('a b|one\ntwo "quoted" $HOME|')
+    box.run("unset LINES; cd ..", 10)
+    assert out(box, 'echo "[$LINES]"; pwd') == f"[]\n{box.workspace}"
+
+
+@pytest.mark.fault(10, "exit, exec, kill $$, broken syntax, odd shell options")
+@pytest.mark.parametrize("command", [
+    "exit 3", "exec true", "exec >&-", "kill -9 $$", "kill -TERM $$", "set -euo pipefail; false", "trap - EXIT", "trap 'exit 9' EXIT",
+    "echo ${", "if", "'", "return 5", "unset PWD HOME PATH", "exec 99>&-; cd /", "echo garbage >&99; printf 'a\\0declare -x (' >&99",
+    "set -o noexec", "enable -n export printf", "readonly PWD", "export BASH_ENV=/nowhere ENV=/nowhere", "ulimit -n 3", "umask 777"])
+def test_no_command_breaks_the_next_one(box, command):
+    box.run(f"cd {box.workspace}; export KEPT=yes PATH='{out(box, 'echo $PATH')}'", 10)
+    box.run(command, 10)
+    assert box.run("echo fine", 10).output.endswith("fine\n")
+    box.call("state", cwd=box.workspace)
+
+
+def test_deleted_cwd_goes_back_to_the_workspace(box):
+    box.run("mkdir gone; cd gone; rm -r ../gone", 10)
+    assert out(box, "pwd") == box.workspace
+
+
+@pytest.mark.fault(10, "a command of 1 MB")
+@pytest.mark.parametrize("size", [10, 99_000, 200_000, 1_000_000])
+def test_commands_of_any_length(box, size):
+    assert out(box, "x='" + "y\n" * (size // 2) + "'; echo ${#x}") == str(size)
+
+
+@pytest.mark.fault(7, "progress bars, ANSI codes, invalid UTF-8, NUL")
+def test_text_arrives_and_returns_unharmed(box):
+    text = "tab\t 'single' \"double\" \\back $x `y` Ünïcödé 日本 😀\n  indented\n"
+    box.run(f"cat > t.txt <<'END'\n{text}END", 10)
+    assert box.get("t.txt").decode() == text and box.run("cat t.txt", 10).output == text
+    assert out(box, "printf 'a\\xffb\\0c'") == "a\ufffdbc"
+    assert out(box, "printf '\\033[31mred\\033[0m \\033]0;title\\007end'") == "red end"
+    assert out(box, "for i in 1 2 3; do printf \"\\r$i/3\"; done; printf '\\r\\nwindows\\r\\n'") == "3/3\nwindows"
+    assert box.run("printf 'lone \ud800 surrogate'", 10).exit_code == 0
+
+
+@pytest.mark.fault(8, "waits for input, pager, editor, password")
+def test_nothing_waits_for_input(box):
+    start = time.monotonic()
+    assert out(box, "read x; echo \"[$x]\"; cat; python3 -c 'input()' 2>&1 | tail -1") .startswith("[]\nEOFError")
+    box.run("git log; less /etc/passwd; ssh nowhere; sudo ls; su; git init -q .; git commit --allow-empty", 20)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.fault(6, "endless output")
+def test_endless_output_needs_constant_memory(box):
+    def peak():
+        return int(out(box, "grep VmHWM /proc/$PPID/status").split()[1])
+    before = peak()
+    result = box.run("echo first; yes", 1.5)
+    assert result.timed_out and result.output.startswith("first\ny\n") and "bytes left out" in result.output
+    assert len(result.output) < 4 * sandbox.KEEP_BYTES and peak() < before + 4096      # kB
+    tail = box.run("seq 2000000", 20)
+    assert tail.output.endswith("1999999\n2000000\n") and tail.output.startswith("1\n2\n") and not tail.timed_out
+
+
+def test_one_endless_line_is_cleaned_quickly(box):
+    start = time.monotonic()
+    box.run("head -c 3000000 /dev/zero | tr '\\0' '\\r'; head -c 3000000 /dev/zero | tr '\\0' x", 20)
+    assert time.monotonic() - start < 5
+
+
+# ---------------------------------------------------------------------------------------------- time limits
+
+
+@pytest.mark.fault(1, "endless loop")
+@pytest.mark.fault(2, "background and nohup children")
+@pytest.mark.fault(3, "daemon (setsid)")
+@pytest.mark.fault(4, "ignores SIGTERM")
+def test_time_limit_kills_everything(box):
+    start = time.monotonic()
+    result = box.run("echo partial; sleep 98765.1 & nohup sleep 98765.2 >/dev/null 2>&1 & setsid sleep 98765.3 & "
+                     "(trap '' TERM; while :; do sleep 98765.4; done) & trap '' TERM; while :; do sleep 0.05; done", 0.5)
+    assert result.timed_out and result.output.startswith("partial\n") and time.monotonic() - start < 0.5 + sandbox.GRACE + 2
+    assert running(box, "98765") == 0 and out(box, "echo alive") == "alive"
+
+
+def test_sigterm_comes_first_and_is_no_timeout_by_itself(box):
+    result = box.run("trap 'echo saved; exit 0' TERM; sleep 30 & wait", 0.3)
+    assert result.timed_out and "saved" in result.output and result.seconds < 2
+    assert not box.run("kill -TERM $$", 5).timed_out
+
+
+@pytest.mark.fault(5, "a child keeps the output open")
+def test_background_job_lives_on_but_holds_nothing_up(box):
+    start = time.monotonic()
+    result = box.run("sleep 97531 & echo started", 10)
+    assert result.output == "started\n" and time.monotonic() - start < 2 and running(box, "97531") == 1
+    box.run("(while :; do echo noise; done) & sleep 97531", 0.2)
+    box.run("(while :; do echo noise; sleep 0.01; done) & true", 5)
+    assert out(box, "echo quiet") == "quiet"
+    box.call("sweep")
+    assert running(box, "97531") == 0
+
+
+def test_call_in_another_thread_ends_when_the_sandbox_is_closed(isolated):
+    box, seen = Sandbox(isolated), []
+
+    def wait():
+        try:
+            box.run("sleep 60", 60)
+        except SandboxFault as fault:
+            seen.append(fault)
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.3)
+    box.close()
+    thread.join(5)
+    assert seen and not thread.is_alive()
+    with pytest.raises(SandboxFault):
+        box.run("true", 1)
+    box.close()
+
+
+def test_life_is_limited(isolated, monkeypatch):
+    monkeypatch.setattr(boot, "LIFE", 1)
+    box = Sandbox(isolated)
+    with pytest.raises(SandboxFault):
+        box.run("sleep 30", 30)
+    box.close()
+
+
+# ---------------------------------------------------------------------------------------------- limits
+
+
+@pytest.mark.fault(11, "memory bomb")
+def test_memory_bomb(isolated):
+    box = Sandbox(isolated, memory=256 << 20)
+    result = box.run("python3 -c 'x = bytearray(1 << 30); print(len(x))'", 20)
+    assert result.exit_code and str(1 << 30) not in result.output
+    assert out(box, "echo alive") == "alive"
+    box.close()
+
+
+@pytest.mark.fault(12, "fork bomb")
+@pytest.mark.parametrize("bomb", ["for i in $(seq 300); do sleep 60 & done; wait", ":(){ :|:& };:; sleep 60",
+                                  "python3 -c 'import os\nwhile 1:\n try: os.fork()\n except OSError: pass'"])
+def test_fork_bomb(isolated, bomb):
+    box = Sandbox(isolated, processes=64)
+    start = time.monotonic()
+    assert box.run(bomb, 1).timed_out and time.monotonic() - start < 8
+    assert out(box, "echo alive") == "alive" and int(out(box, "ls -d /proc/[0-9]* | wc -l")) < 12
+    box.close()
+
+
+@pytest.mark.fault(13, "full disk")
+def test_disk(isolated):
+    box = Sandbox(isolated, disk=16 << 20)
+    result = box.run("head -c 100M /dev/zero > big", 20)
+    assert result.exit_code and int(out(box, "stat -c %s big")) <= 16 << 20
+    if isolated == "namespaces":        # in sum, too
+        assert "No space left" in out(box, "for i in 1 2 3; do head -c 10M /dev/zero > part$i; done")
+    assert out(box, "rm -f big part*; echo x > y; cat y") == "x"
+    box.close()
+
+
+# ---------------------------------------------------------------------------------------------- isolation
+
+
+@pytest.mark.attack("mounting, namespaces, devices, /etc/shadow")
+def test_no_rights(box):
+    status = out(box, "grep -E '^(Cap(Eff|Prm|Inh|Amb)|NoNewPrivs)' /proc/self/status")
+    assert set(status.replace("\t", " ").split()[1::2]) == {"0" * 16, "1"}
+    # The stand-in of an ordinary user where no other user can reach the Python: root's number, no capability.
+    assert out(box, "id -u") != "0" or box.backend == "landlock"
+    for command in ("touch /usr/x", "touch /etc/x", "touch /x", "mount -t tmpfs x /mnt", "unshare -Ur true", "chroot / true", "dmesg",
+                    "mknod d c 1 5", "cat /proc/1/environ", "cat /etc/shadow", "echo 1 > /proc/sys/kernel/panic"):
+        assert box.run(command, 10).exit_code, command
+
+
+@pytest.mark.attack("network: this machine, its bridge, the internet")
+def test_no_network(box):
+    code = ("import socket, sys\ns = socket.socket(socket.AF_INET, socket.SOCK_{})\ns.settimeout(2)\n"
+            "try: s.connect(('{}', {}))\nexcept OSError as e: print('refused', e)\nelse: print('CONNECTED')")
+    with socket.create_server(("0.0.0.0", 0)) as server:        # something of this machine that listens
+        port = server.getsockname()[1]
+        for host, number in (("127.0.0.1", port), ("172.17.0.1", port), ("1.1.1.1", 53)):
+            assert out(box, f"python3 - <<'E'\n{code.format('STREAM', host, number)}\nE").startswith("refused")
+    if box.backend != "landlock":
+        assert out(box, f"python3 - <<'E'\n{code.format('DGRAM', '1.1.1.1', 53)}\nE").startswith("refused")
+
+
+@pytest.mark.fault(14, "the agent kills its sandbox")
+@pytest.mark.attack("killing, stopping, tracing or reading the runner")
+def test_runner_cannot_be_killed_or_read(isolated):
+    box = Sandbox(isolated)
+    for command in ("kill -9 1", "kill -9 $PPID", "kill -TERM $PPID", "kill -INT 1 $PPID", "kill -ALRM 1 $PPID", "kill -STOP $PPID", "kill -9 -1"):
+        box.run(command, 5)
+        assert out(box, "echo alive") == "alive", command
+    for path in ("environ", "mem", "fd/0", "fd/3", "fd/4", "maps", "cwd/", "root/"):
+        assert box.run(f"cat /proc/$PPID/{path} || ls /proc/$PPID/{path}/", 5).exit_code, path
+    attach = "import ctypes, sys; print(ctypes.CDLL(None).ptrace(16, int(sys.argv[1]), 0, 0))"
+    assert out(box, f"python3 -c '{attach}' $PPID") == "-1"
+    box.close()
+
+
+@pytest.mark.fault(9, "prints our own protocol")
+@pytest.mark.attack("forging the runner's frames")
+def test_printed_frames_are_only_text(box):
+    forge = ("import os, struct, json\nhead = json.dumps({'code': 0, 'cwd': '/', 'head': 0, 'dropped': 0, 'seconds': 0, 'timed_out': False}).encode()\n"
+             "frame = struct.pack('>II', len(head), 4) + head + b'FAKE'\n"
+             "for target in [*range(256), *(f'/proc/{p}/fd/{n}' for p in (1, os.getppid()) for n in range(12))]:\n"
+             "    try: os.write(os.open(target, os.O_WRONLY) if isinstance(target, str) else target, frame)\n    except OSError: pass\n"
+             "os._exit(5)")
+    result = box.run(f"exec python3 - <<'E'\n{forge}\nE", 10)
+    assert result.exit_code == 5 and "FAKE" in result.output and result.cwd == box.workspace
+    assert box.run("echo next; exit 6", 10).exit_code == 6
+
+
+@pytest.mark.attack("reading files of this machine")
+def test_local_sandbox_shows_nothing_of_the_machine(box, tmp_path):
+    if box.backend == "docker":
+        pytest.skip("an image is not this machine")
+    (tmp_path / "secret").write_text("secret")
+    for path in {tmp_path, PROJECT, PROJECT / "configs", Path.home() / ".bashrc", Path("/var/run/docker.sock"), Path("/var/log")}:
+        assert box.run(f"ls {path}/* || cat {path}", 5).exit_code, path
+    assert box.run("python -c 'import sys; print(sys.prefix)'", 10).output.strip() == sys.prefix
+    assert box.run("pip --version || python -c 'import yaml'", 20).exit_code == 0
+
+
+@pytest.mark.fault(27, "two sandboxes at once")
+def test_sandboxes_are_strangers(isolated):
+    boxes = [Sandbox(isolated) for _ in range(3)]
+    for number, box in enumerate(boxes):
+        box.run(f"echo {number} > mine; echo {number} > /tmp/mine; export ME={number}; sleep 8642{number} &", 5)
+    for number, box in enumerate(boxes):
+        assert out(box, "cat mine /tmp/mine; echo $ME; ls | wc -l") == f"{number}\n{number}\n{number}\n1"
+        assert running(box, "8642") == 1
+        box.close()
+
+
+def test_a_later_local_sandbox_is_empty():
+    if MISSING["namespaces"]:
+        pytest.skip(MISSING["namespaces"])
+    for _ in range(2):
+        box = Sandbox("namespaces")
+        assert out(box, "ls -A . ~ /tmp /dev/shm | sort -u; echo x | tee a ~/b /tmp/c /dev/shm/d") .split()[-1] == "x"
+        box.close()
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def test_put_and_get(box):
+    box.put({"deep/er/file.bin": bytes(range(256)) * 5000, "empty": b"", "script": PROJECT / "env.py"})
+    assert box.get("deep/er/file.bin") == bytes(range(256)) * 5000 and box.get("empty") == b""
+    assert box.get("script") == (PROJECT / "env.py").read_bytes()
+    assert out(box, "echo more >> empty; cat empty; stat -c %U empty deep/er >/dev/null && touch deep/er/x && echo writable") == "more\nwritable"
+
+
+@pytest.mark.fault(24, "links, devices, sockets, sparse files instead of an artefact")
+@pytest.mark.parametrize("make, path, why", [
+    ("true", "absent", "is not there"), ("true", "no/where/absent", "is not there"), ("ln -sf /etc/passwd link", "link", "is a link"),
+    ("ln -sfn /etc linked", "linked/passwd", "does not lie in a plain folder"), ("mkfifo fifo", "fifo", "is not a regular file"),
+    ("mkdir -p folder", "folder", "is not a regular file"), ("truncate -s 900M sparse", "sparse", "is larger than"), ("head -c 2M /dev/zero > big", "big", "is larger than"),
+    ("true", "../workspace/x", "is not a path in the workspace"), ("true", "/etc/passwd", "is not a path in the workspace"),
+    ("true", "a\0b", "is not a path in the workspace"),
+    ("python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"sock\")'", "sock", "No such device")])
+def test_get_refuses_what_is_not_a_plain_small_file(box, make, path, why):
+    box.run(f"cd {box.workspace}; {make}", 10)
+    start = time.monotonic()
+    with pytest.raises(ArtefactError, match=why):
+        box.get(path, max_bytes=1 << 20)
+    assert time.monotonic() - start < 2 and out(box, "echo alive") == "alive"
+
+
+def test_put_never_writes_through_links(isolated):
+    box = Sandbox(isolated)
+    box.run("mkdir /tmp/target; echo old > /tmp/target/f; ln -s /tmp/target/f f; ln -s /tmp/target d", 5)
+    box.put({"f": b"new"})
+    with pytest.raises(SandboxFault):
+        box.put({"d/f": b"new"})
+    assert out(box, "cat /tmp/target/f f") == "old\nnew"
+    box.close()
+
+
+# ---------------------------------------------------------------------------------------------- ends
+
+
+OWNER = """
+import sys; sys.path.insert(0, {project!r})
+from parts.sandbox import Sandbox
+box = Sandbox({backend!r})
+box.run("setsid sleep {marker} & true", 5)
+print(box.workspace, flush=True)
+box.run("sleep {marker}", 600)
+"""
+
+
+def processes(marker):
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            found += [folder.name] if marker in (folder / "cmdline").read_text(errors="replace").split("\0")[1:2] else []
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.fault(20, "our process is killed")
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_killed_owner_leaves_nothing(backend):
+    marker = f"7531{os.getpid()}"
+    owner = subprocess.Popen([sys.executable, "-c", OWNER.format(project=str(PROJECT), backend=backend, marker=marker)], stdout=subprocess.PIPE, text=True)
+    place = owner.stdout.readline().strip()
+    deadline = time.monotonic() + 10
+    while len(processes(marker)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(processes(marker)) == 2
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    while (processes(marker) or containers_of(owner.pid)) and time.monotonic() < deadline + 10:
+        time.sleep(0.05)
+    assert not processes(marker) and not containers_of(owner.pid)
+    assert backend != "landlock" or not Path(place).exists()
+
+
+def containers_of(pid):
+    if MISSING["docker"]:
+        return []
+    boxes = sandbox.docker_api().containers(all=True, filters={"label": "flatlab.owner"})
+    return [box for box in boxes if f":{pid}:" in box["Labels"]["flatlab.owner"]]
+
+
+@pytest.mark.fault(20, "containers of a process that was killed earlier")
+@needs_docker
+def test_containers_of_dead_owners_are_removed_at_the_next_start():
+    from docker.errors import APIError
+    api = sandbox.docker_api()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    host = socket.gethostname()
+    labels = {"dead": f"{host}:{dead.pid}:1", "reused": f"{host}:{os.getpid()}:1", "alive": sandbox.owner_label(), "elsewhere": f"not-{host}:{dead.pid}:1"}
+    boxes = {name: api.create_container(IMAGE, ["true"], labels={"flatlab.owner": label})["Id"] for name, label in labels.items()}
+    try:
+        sandbox.docker_api.cache_clear()
+        sandbox.docker_api()
+        left = {box["Id"] for box in api.containers(all=True, filters={"label": "flatlab.owner"})}
+        assert {name for name, box in boxes.items() if box in left} == {"alive", "elsewhere"}
+    finally:
+        for box in boxes.values():
+            with suppress(APIError):        # already removed, or just being removed
+                api.remove_container(box, force=True)
+
+
+@needs_docker
+def test_closed_container_is_gone():
+    others = {box["Id"] for box in containers_of(os.getpid())}
+    box = Sandbox("docker")
+    mine = {box["Id"] for box in containers_of(os.getpid())} - others
+    box.close()
+    deadline = time.monotonic() + 5
+    while mine & {box["Id"] for box in containers_of(os.getpid())} and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(mine) == 1 and not mine & {box["Id"] for box in containers_of(os.getpid())}
+
+
+@pytest.mark.fault(15, "the container dies")
+@needs_docker
+def test_container_that_dies_is_a_fault():
+    others = {box["Id"] for box in containers_of(os.getpid())}
+    box = Sandbox("docker")
+    mine = ({box["Id"] for box in containers_of(os.getpid())} - others).pop()
+    threading.Timer(0.5, lambda: sandbox.docker_api().kill(mine)).start()
+    with pytest.raises(SandboxFault):
+        box.run("sleep 20", 20)
+    with pytest.raises(SandboxFault):
+        box.run("true", 5)
+    box.close()
+
+
+# ---------------------------------------------------------------------------------------------- an ordinary user
+
+ORDINARY = """
+import json, sys; sys.path.insert(0, {project!r})
+from parts.sandbox import Sandbox
+box = Sandbox("namespaces")
+commands = ["id -u", "kill -9 1; kill -KILL $PPID; echo alive", "cat /proc/1/environ /proc/1/mem; ls /proc/1/fd", "touch /usr/x /etc/x /x",
+            "grep CapEff /proc/self/status", "unshare -Ur true", "ls {project}", "setsid sleep 60 & cd /tmp; export A=1", "echo $A; pwd"]
+results = [box.run(command, 5) for command in commands]
+slow = box.run("setsid sleep 4321 & sleep 60", 0.3)
+left = box.run("ls -d /proc/[0-9]* | wc -l", 5)
+box.put({{"f": b"x"}}, user="root", mode=0o600)
+print(json.dumps([[r.exit_code, r.output.strip()] for r in results] + [[int(slow.timed_out), left.output.strip()], [0, box.get("f").decode()]]))
+box.close()
+"""
+
+
+def test_namespaces_of_an_ordinary_user(tmp_path):
+    python = "/usr/bin/python3"
+    if os.geteuid() == 0:
+        if not shutil.which("setpriv") or not os.path.exists(python):
+            pytest.skip("needs setpriv and a system python3 to become an ordinary user")
+        nobody = pwd.getpwnam("nobody")
+        prefix = ["setpriv", f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups"]
+        copies = "/tmp/flatlab-test-ordinary"       # pytest's own folders are closed to others
+        shutil.rmtree(copies, ignore_errors=True)
+        shutil.copytree(PROJECT / "parts", f"{copies}/parts", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(PROJECT / "tasks.py", copies)
+    else:
+        prefix, python, copies = [], sys.executable, str(PROJECT)
+    try:
+        done = subprocess.run([*prefix, python, "-B", "-c", ORDINARY.format(project=copies)], capture_output=True, text=True, timeout=60, cwd="/")
+    finally:
+        if copies != str(PROJECT):
+            shutil.rmtree(copies)
+    if "not permitted" in done.stderr and "unshare" in done.stderr:
+        pytest.skip("ordinary users have no namespaces here")
+    assert done.returncode == 0, done.stderr
+    user, kills, reads, writes, caps, nested, project, _, state, slow, put = json.loads(done.stdout)
+    assert user == [0, "1000"] and kills[1].endswith("alive") and reads[0] and writes[0] and nested[0] and project[0]
+    assert caps[1].split()[1] == "0" * 16 and state == [0, "1\n/tmp"] and put == [0, "x"]
+    assert slow[0] == 1 and int(slow[1]) < 6
+
+
+# ---------------------------------------------------------------------------------------------- choosing
+
+
+@pytest.fixture
+def no_daemon(monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    sandbox.docker_api.cache_clear()
+    sandbox.pick_backend.cache_clear()
+    yield monkeypatch
+    sandbox.docker_api.cache_clear()
+    sandbox.pick_backend.cache_clear()
+
+
+@pytest.mark.fault(17, "no daemon")
+def test_no_daemon(no_daemon):
+    start = time.monotonic()
+    with pytest.raises(UserError, match="^No Docker daemon answers at unix:///nowhere/docker.sock.$"):
+        sandbox.pick_backend("docker")
+    no_daemon.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
+    with pytest.raises(UserError, match="No Docker daemon answers at tcp://127.0.0.1:1"):
+        sandbox.pick_backend("docker")
+    assert time.monotonic() - start < 6
+
+
+def test_auto_falls_back_only_to_complete_isolation(no_daemon):
+    no_daemon.setattr(sandbox, "local_isolation", lambda: (True, "all covered"))
+    name, line = sandbox.pick_backend("auto", IMAGE, False)
+    assert name == "local" and "all covered" in line and "No Docker daemon" in line and "\n" not in line
+    sandbox.pick_backend.cache_clear()
+    no_daemon.setattr(sandbox, "local_isolation", lambda: (False, "half covered"))
+    with pytest.raises(UserError, match="half covered"):
+        sandbox.pick_backend("auto", IMAGE, False)
+    assert sandbox.pick_backend("auto", IMAGE, True)[0] == "local"
+    assert sandbox.pick_backend("local", IMAGE, False) == ("local", "local, half covered")
+    with pytest.raises(UserError, match="Unknown backend"):
+        sandbox.pick_backend("bubblewrap")
+
+
+def test_local_falls_back_to_landlock_and_says_what_is_missing(monkeypatch):
+    if MISSING["landlock"]:
+        pytest.skip(MISSING["landlock"])
+    start = sandbox.start_local
+
+    def refuse(mode, **options):
+        if mode == "namespaces":
+            raise SandboxFault("unshare: Operation not permitted")
+        return start(mode, **options)
+    monkeypatch.setattr(sandbox, "start_local", refuse)
+    sandbox.local_isolation.cache_clear()
+    complete, line = sandbox.local_isolation()
+    assert not complete and "not covered" in line
+    monkeypatch.setattr(sandbox, "start_local", lambda mode, **_: refuse("namespaces"))
+    sandbox.local_isolation.cache_clear()
+    with pytest.raises(UserError, match="cannot isolate"):
+        sandbox.local_isolation()
+    sandbox.local_isolation.cache_clear()
+
+
+@pytest.mark.fault(17, "image missing, socket without permission")
+@needs_docker
+def test_docker_image_and_permission(monkeypatch):
+    with pytest.raises(UserError, match="no image flatlab/nothing:here; get it with"):
+        sandbox.pick_backend("docker", "flatlab/nothing:here")
+    assert sandbox.pick_backend("docker") == ("docker", f"docker, image {IMAGE}")
+    import docker
+
+    def refused():
+        raise docker.errors.DockerException("Error while fetching server API version: ('Connection aborted.', PermissionError(13, 'Permission denied'))")
+    monkeypatch.setattr(containers, "docker_api", refused)
+    assert "no permission on the Docker socket" in sandbox.docker_problem(IMAGE)

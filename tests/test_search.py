@@ -1,0 +1,439 @@
+"""search.py: budgets, faults, resume and grids with a fake model and fake episodes; then real sandboxes, the real script."""
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import env
+import search
+from parts import tables
+import viz
+from tasks import UserError, load_task
+from parts.tree import Tree
+
+HERE = Path(__file__).parents[1]
+TASK = replace(load_task("titanic"), baseline=0.5, reference=1.0)
+
+
+@pytest.fixture(autouse=True)
+def no_provenance(monkeypatch):
+    """What the machine and git say takes a second per run directory."""
+    where = sys.modules[viz.open_run.__module__]
+    monkeypatch.setattr(where, "describe_git", lambda: "")
+    monkeypatch.setattr(where, "describe_machine", lambda: "")
+
+
+class Model:
+    """Ten lines that answer like a model: text <-> code points, replies from `answer(prompt, seed)`."""
+    context, version = 100_000, 0
+
+    def __init__(self, answer):
+        self.answer, self.prompts = answer, []
+
+    def render(self, messages):
+        return [ord(c) for c in "".join(f"<{m['role']}>{m['content']}" for m in messages)]
+
+    def encode(self, text):
+        return [ord(c) for c in text]
+
+    def decode(self, tokens):
+        return "".join(map(chr, tokens))
+
+    def observation_tokens(self, text, ended):
+        return self.encode(f"<user>{text}")
+
+    async def sample(self, tokens, max_tokens, temperature=None, seed=None):
+        self.prompts.append(self.decode(tokens))
+        await asyncio.sleep(0)
+        text = self.answer(self.prompts[-1], seed)
+        return SimpleNamespace(tokens=self.encode(text), logprobs=[0.0] * len(text), text=text, stop_reason="stop", version=0)
+
+
+def lists(prompt, seed):
+    """Five strategies that depend on the seed."""
+    rng = random.Random(seed)
+    return "\n".join(f"Strategy: plan {rng.randrange(10 ** 6)}\nProbability: 0.0{i + 1}" for i in range(5))
+
+
+def fake_play(score_of, delay=lambda node: 0.0, log=None):
+    """Stands for search.play: no sandbox. score_of(node) -> number, None (nothing valid) or "fault"."""
+    async def play(t, node, parents):
+        if log is not None:
+            log.append((t.task.name, t.mode, t.seed, node.id, [p.id for p in parents]))
+        await asyncio.sleep(delay(node))
+        node.tokens += 10
+        value = score_of(node)
+        if value == "fault":
+            return env.Episode(t.task.name, node.seed, status="fault", fault="broke"), b""
+        score = env.Score(value, "accuracy", "validation", value is not None, "" if value is not None else "no submission")
+        return env.Episode(t.task.name, node.seed, status="submit" if value is not None else "turn_limit", score=score, turns=[
+            {"reply": "", "action": "submit", "observation": "", "status": "submit", "score": None, "reply_tokens": 0}]), empty_tar()
+    return play
+
+
+def empty_tar():
+    return b"\0" * 10240
+
+
+def by_seed(node):
+    """A score that depends on the node's seed; a third of the nodes fail."""
+    rng = random.Random(node.seed)
+    return None if rng.random() < 0.3 else rng.random()
+
+
+def run(folder, score_of=by_seed, model=None, log=None, delay=lambda node: 0.0, tasks=(TASK,), modes=("tail",), seeds=(0,), **config):
+    cfg = search.Config(context=50_000, max_reply_tokens=1000, backend="local", **config)
+    trees = []
+    for task in tasks:
+        for mode in modes:
+            for seed in seeds:
+                opened = viz.open_run(Path(folder) / f"{task.name}-{mode}-{seed}", {"seed": seed})
+                (opened.dir / "nodes").mkdir(exist_ok=True)
+                trees.append(Tree(task, mode, seed, cfg, opened))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "play", fake_play(score_of, delay, log))
+        patch.setattr(search, "Attempt", lambda *_: SimpleNamespace(restore=lambda *_: None, close=lambda: None,
+                                                                    score=lambda split: env.Score(0.75, "accuracy", split, True, "")))
+        asyncio.run(search.search(trees, model or Model(lists), cfg.workers))
+    for t in trees:
+        t.run.lock.close()
+    return trees if len(trees) > 1 else trees[0]
+
+
+def shape(t):
+    return {n.id: (n.op, n.idea, n.probability, n.score, n.seed) for n in t.nodes.values()}
+
+
+def rows(t):
+    return [json.loads(line) for line in (t.run.dir / "journal.jsonl").read_text().splitlines()]
+
+
+def result(t):
+    return json.loads((t.run.dir / "result.json").read_text())
+
+
+# ------------------------------------------------------------------------------------------ budgets
+
+
+@pytest.mark.parametrize("select", ["bfs", "random", "greedy", "ucb", "open_ended", "softmax", "signals", "mcts", "evolution", "linear"])
+@pytest.mark.parametrize("workers", [1, 4])
+def test_budget_k_executes_k(tmp_path, select, workers):
+    log = []
+    t = run(tmp_path, log=log, select=select, workers=workers, nodes=11)
+    assert len(rows(t)) == len({r["id"] for r in rows(t)}) == 11 == result(t)["nodes"] and result(t)["stopped_by"] == "nodes"
+    assert len(log) == 11 and result(t)["status"] == "finished"
+    assert all(r["decision"]["rule"] == select and r["decision"]["reason"] for r in rows(t))
+
+
+def test_failures_are_counted_everywhere_and_the_root_is_the_best_of_nothing(tmp_path):
+    t = run(tmp_path, score_of=lambda node: None, nodes=12)
+    r = result(t)
+    assert (r["nodes"], r["failed"], r["best_id"], r["best_score"], r["test_score"]) == (12, 12, "0", 0.5, None)
+    assert r["node_mean"] == 0.5 and r["valid_share"] == 0
+    assert all(row["score"] is None and "no submission" in row["error"] for row in rows(t))
+    table, = tables.grid_table([r])
+    assert (table["mean"], table["empty"], table["failed"]) == (0.5, 1, 12)
+
+
+def test_the_best_by_validation_is_tested_once(tmp_path):
+    t = run(tmp_path, nodes=6)
+    r = result(t)
+    assert r["best_score"] == max(row["score"] for row in rows(t) if row["valid"])
+    assert r["test_score"] == 0.75 and r["gap"] == pytest.approx(0.75 - r["best_score"]) and r["selected_on_test"] is False
+
+
+def test_lower_is_better(tmp_path):
+    t = run(tmp_path, tasks=[replace(TASK, higher_is_better=False, baseline=0.9, reference=0.0)], nodes=6, select="greedy")
+    assert result(t)["best_score"] == min(row["score"] for row in rows(t) if row["valid"])
+
+
+def test_other_budgets(tmp_path):
+    t = run(tmp_path / "tokens", nodes=12, tokens=300, workers=1, modes=("none",), score_of=lambda node: 0.6)
+    assert result(t)["stopped_by"] == "nodes"           # 12 * 10 tokens
+    t = run(tmp_path / "few", nodes=12, tokens=35, workers=1, modes=("none",), score_of=lambda node: 0.6)
+    assert (result(t)["stopped_by"], result(t)["nodes"], result(t)["tokens"]) == ("tokens", 4, 40)
+    t = run(tmp_path / "minutes", nodes=12, minutes=0.003, workers=1, delay=lambda node: 0.05, score_of=lambda node: 0.6)
+    assert result(t)["stopped_by"] == "minutes" and 1 <= result(t)["nodes"] < 12
+    t = run(tmp_path / "patience", nodes=12, patience=3, workers=1, score_of=lambda node: 0.9 if node.id == "0.1" else 0.6)
+    assert (result(t)["stopped_by"], result(t)["nodes"]) == ("patience", 5)
+    t = run(tmp_path / "target", nodes=12, target=0.8, workers=1, score_of=lambda node: 0.9 if node.id == "0.1" else 0.6)
+    assert (result(t)["stopped_by"], result(t)["nodes"]) == ("target", 2)
+
+
+# ------------------------------------------------------------------------------------------ faults
+
+
+def test_a_fault_is_tried_once_more_and_is_never_a_score(tmp_path):
+    tries = {}
+
+    def broken_once(node):
+        tries[node.id] = tries.get(node.id, 0) + 1
+        return "fault" if node.id == "0.1" and tries[node.id] == 1 or node.id == "0.2" else 0.6
+
+    t = run(tmp_path, score_of=broken_once, nodes=12, workers=1)
+    by_id = {row["id"]: row for row in rows(t)}
+    assert (by_id["0.1"]["attempts"], by_id["0.1"]["score"]) == (2, 0.6)
+    assert (by_id["0.2"]["attempts"], by_id["0.2"]["status"], by_id["0.2"]["score"]) == (2, "fault", None)
+    assert by_id["0.2.0"]["op"] == "draft"              # nothing was left there: it starts from the files above
+    assert (result(t)["faults"], result(t)["failed"], result(t)["nodes"]) == (1, 0, 12)
+
+
+def test_three_faults_in_a_row_stop_the_search_with_a_sentence(tmp_path):
+    with pytest.raises(UserError, match="Three sandboxes in a row broke"):
+        run(tmp_path, score_of=lambda node: "fault", nodes=12)
+
+
+# ------------------------------------------------------------------------------------------ the same tree
+
+
+def test_bfs_grows_the_same_tree_with_any_number_of_workers(tmp_path):
+    trees = [run(tmp_path / str(workers), workers=workers, delay=lambda node: 0.02 * random.random()) for workers in (1, 3, 8)]
+    assert shape(trees[0]) == shape(trees[1]) == shape(trees[2])
+
+
+def test_seeds_differ_and_matter(tmp_path):
+    a, b = run(tmp_path, seeds=(0, 1))
+    assert shape(a) != shape(b) and len({n.seed for n in a.nodes.values()}) == 13
+
+
+@pytest.mark.parametrize("select", ["bfs", "ucb", "open_ended", "softmax", "mcts", "evolution"])
+def test_a_cut_journal_is_continued_to_the_same_tree(tmp_path, select):
+    """kill -9 after any node, also in the middle of a line: what is in the journal is not run again, the rest comes out the same."""
+    whole = run(tmp_path / "whole", select=select, workers=1, nodes=9)
+    lines = (whole.run.dir / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    for kept, torn in ((0, b""), (1, b'{"id": "0.'), (4, lines[4][:-1]), (8, b""), (9, b"")):
+        folder = tmp_path / f"{kept}"
+        cut = folder / whole.run.dir.name
+        cut.mkdir(parents=True)
+        (cut / "config.yaml").write_text("seed: 0\n")
+        (cut / "journal.jsonl").write_bytes(b"".join(lines[:kept]) + torn)
+        shutil.copytree(whole.run.dir / "nodes", cut / "nodes")
+        log = []
+        again = run(folder, select=select, workers=1, nodes=9, log=log)
+        assert len(log) == 9 - kept
+        assert shape(again) == shape(whole)
+        assert [r["decision"] for r in rows(again)] == [r["decision"] for r in rows(whole)]
+
+
+def test_resumed_bfs_does_not_ask_again_for_ideas_that_it_has(tmp_path):
+    whole = run(tmp_path / "whole", workers=1)
+    cut = tmp_path / "cut" / whole.run.dir.name
+    cut.mkdir(parents=True)
+    (cut / "config.yaml").write_text("seed: 0\n")
+    (cut / "journal.jsonl").write_bytes(b"".join((whole.run.dir / "journal.jsonl").read_bytes().splitlines(keepends=True)[:2]))
+    shutil.copytree(whole.run.dir / "nodes", cut / "nodes")
+    model = Model(lists)
+    run(tmp_path / "cut", workers=1, model=model)
+    assert sum("Strategy: <one" in p for p in model.prompts) == sum(n.valid for n in whole.children("0"))     # one per parent, none for the root
+
+
+def test_a_finished_run_can_be_given_more_nodes(tmp_path):
+    run(tmp_path, nodes=5, workers=1)
+    log = []
+    t = run(tmp_path, nodes=8, workers=1, log=log)
+    assert len(log) == 3 and result(t)["nodes"] == 8
+    assert shape(t) == shape(run(tmp_path / "new", nodes=8, workers=1))
+
+
+# ------------------------------------------------------------------------------------------ ideas
+
+
+def test_modes(tmp_path):
+    for mode in ("none", "local", "uniform", "tail", "sequence"):
+        model = Model(lists)
+        t = run(tmp_path, modes=(mode,), model=model, nodes=4, workers=1, score_of=lambda node: 0.6)
+        asked = [p for p in model.prompts if "Answer with th" in p]
+        assert len(asked) == (0 if mode == "none" else 2)
+        row = rows(t)[1]
+        assert row["mode"] == mode and bool(row["idea"]) == (mode != "none") and len(row["ideas"]) == (0 if mode == "none" else 5)
+        assert row["probability"] == (None if mode == "none" else 0.02) and result(t)["without_idea"] == 0
+
+
+def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones(tmp_path):
+    model = Model(lambda prompt, seed: "Strategy: the only one\nProbability: 5%")
+    t = run(tmp_path, model=model, nodes=3, workers=3, score_of=lambda node: 0.6)
+    assert sorted(r["idea"] for r in rows(t)) == ["", "", "the only one"] and result(t)["without_idea"] == 2
+    assert len(model.prompts) == 2 and "List 4 more" in model.prompts[1]
+    t = run(tmp_path / "prose", model=Model(lambda prompt, seed: "I like XGBoost."), nodes=3, score_of=lambda node: 0.6)
+    assert {r["idea"] for r in rows(t)} == {""}
+
+
+def test_multi_asks_two_at_a_time(tmp_path):
+    turns = []
+
+    def two(prompt, seed):
+        turns.append(prompt)
+        return f"Strategy: plan {2 * len(turns)}\nStrategy: plan {2 * len(turns) + 1}"
+
+    t = run(tmp_path, model=Model(two), vs_variant="multi", nodes=1, k=5)
+    assert len(turns) == 3 and len(rows(t)[0]["ideas"]) == 5 and "List 1 more" in turns[2]
+
+
+def test_adaptive_prompts_know_the_siblings_and_exploit_asks_for_variations(tmp_path):
+    model = Model(lists)
+    t = run(tmp_path, model=model, select="ucb", ucb_c=0.0, nodes=6, workers=1, score_of=lambda node: 0.6)
+    assert "Tried already" not in model.prompts[0] and model.prompts[2].count("Score: 0.6") == 2
+    assert rows(t)[3]["mode"] == "local" and "variations of the strategy so far" in model.prompts[3]
+
+
+def test_global_scope_and_reflection(tmp_path):
+    model = Model(lambda prompt, seed: "Trees are best." if "What worked" in prompt else lists(prompt, seed))
+    t = run(tmp_path, model=model, scope="global", reflection=True, nodes=4, workers=1, score_of=lambda node: 0.6)
+    assert "1 experiments so far" not in model.prompts[0] and any("experiments so far" in p for p in model.prompts)
+    assert rows(t)[-1]["decision"]["reflection"] == "Trees are best."
+
+
+def test_the_scientist_reads_inspects_and_chooses(tmp_path):
+    def answer(prompt, seed):
+        if "Now choose" in prompt:
+            return "Parent: 1\nStrategy: go on from there\nMode: exploit\nMemory: 1 is good" if "\n1: " in prompt else "Parent: 0\nStrategy: start"
+        return "Inspect: 1, 77"
+
+    t = run(tmp_path, model=Model(answer), select="scientist", nodes=3, workers=2, score_of=lambda node: 0.6)
+    first, *later = rows(t)
+    assert (first["id"], first["idea"], first["mode"]) == ("0.0", "start", "scientist")
+    assert result(t)["nodes"] == 3 and later[-1]["parent"] == "0.0" and later[-1]["decision"]["memory"] == "1 is good"
+    assert later[-1]["decision"]["inspected"] == ["0.0"] and later[-1]["tokens"] > 10
+    t = run(tmp_path / "babble", model=Model(lambda prompt, seed: "hm"), select="scientist", nodes=3, score_of=lambda node: 0.6)
+    assert {r["parent"] for r in rows(t)} == {"0"} and "named no experiment" in rows(t)[0]["decision"]["reason"]
+
+
+# ------------------------------------------------------------------------------------------ grids
+
+
+def test_a_grid_shares_the_workers_and_gives_one_table(tmp_path):
+    start = time.monotonic()
+    trees = run(tmp_path, tasks=(TASK, replace(TASK, name="other", higher_is_better=False)), modes=("none", "tail"), seeds=(0, 1, 2),
+                nodes=4, workers=12, delay=lambda node: 0.2)
+    assert time.monotonic() - start < 48 * 0.2 / 2
+    table = tables.grid_table([result(t) for t in trees])
+    assert [(r["task"], r["mode"], r["n"], r["nodes"]) for r in table] == [(a, b, 3, 12) for a in ("titanic", "other") for b in ("none", "tail")]
+    assert all(r["rank_tasks"] == 2 for r in table) and table[1]["p"] is not None and table[0]["p"] is None
+
+
+# ------------------------------------------------------------------------------------------ real sandboxes
+
+
+def scripted(prompt, seed):
+    """A model that lists ideas, writes a program for the one it got, validates, and builds on what it finds."""
+    if "Answer with th" in prompt:
+        return "Strategy: sex rule\nProbability: 0.05\nStrategy: nobody\nProbability: 0.5\nStrategy: broken\nProbability: 0.01"
+    told, *turns = prompt.split("<user>", 2)[1:]
+    if not turns:
+        rule = {"sex rule": "r['sex'] == 'female'", "nobody": "0", "broken": "r['missing']"}[told.strip().splitlines()[-1].removeprefix("Strategy: ")]
+        return ("```bash\necho seen $SEEN; ls\ncat > solve.py <<'EOF'\nimport csv\nwith open('submission.csv', 'w') as out:\n    out.write('id,survived\\n')\n"
+                f"    for r in csv.DictReader(open('data/test.csv')):\n        out.write(f\"{{r['id']}},{{int({rule})}}\\n\")\nEOF\nexport SEEN=yes; python3 solve.py\n```")
+    return "```bash\nvalidate\n```" if prompt.count("<user>") < 3 else "```bash\nsubmit\n```"
+
+
+def real_tree(folder, **config):
+    cfg = search.Config(context=50_000, max_reply_tokens=2000, max_observation_tokens=2000, backend="local", max_actions=4, **config)
+    opened = viz.open_run(folder, {"seed": 0})
+    (opened.dir / "nodes").mkdir(exist_ok=True)
+    return Tree(load_task("titanic"), "tail", 0, cfg, opened)
+
+
+def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code_and_diff(tmp_path):
+    t = real_tree(tmp_path / "run", nodes=6, branching=3, depth=2, k=3)
+    model = Model(scripted)
+    asyncio.run(search.search([t], model, 3))
+    by_id = {row["id"]: row for row in rows(t)}
+    assert [by_id[id]["valid"] for id in ("0.0", "0.1", "0.2")] == [True, True, False]
+    assert by_id["0.0"]["status"] == "validated" and by_id["0.0"]["score"] > 0.75 and "female" in by_id["0.0"]["code"]["solve.py"]
+    assert "KeyError: 'missing'" in by_id["0.2"]["error"]
+    child = by_id["0.0.0"]
+    assert child["op"] == "improve" and "female" in [p for p in model.prompts if "An earlier attempt" in p][0]
+    assert child["actions"][0]["status"] == "ok" and by_id["0.0.2"]["diff"].count("missing") == 1
+    assert "seen yes\ndata\nsolve.py" == child["actions"][0]["observation"]     # files and variables came along, the artefact did not
+    assert "solve.py" not in by_id["0.0"]["actions"][0]["observation"]
+    assert result(t)["best_id"] == "0.0" and result(t)["test_score"] > 0.7 and abs(result(t)["gap"]) < 0.1
+    episode = json.loads((t.run.dir / "episodes" / "000000.jsonl").read_text())
+    assert episode["node"] == "0.0" and sum(episode["segments"][0]["mask"]) == episode["reply_tokens"] > 0
+    t.run.lock.close()
+
+
+# ------------------------------------------------------------------------------------------ the script
+
+
+def script(folder, *flags, **kwargs):
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, str(HERE / "search.py"), *flags], cwd=folder, env=environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    (["--task", "titanik"], "Unknown task 'titanik'; did you mean titanic"),
+    (["--nodes", "50"], "has 12 nodes, not --nodes 50"),
+    (["--tau", "7"], "--tau must be from"),
+    (["--workers", "0"], "--workers must be from 1"),
+    (["no-such.yaml"], "no-such.yaml"),
+    (["--model", "/no/such/model"], "/no/such/model"),
+    (["--sampling-mode", "weird"], "weird"),
+])
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, flags, sentence):
+    process = script(tmp_path, *flags)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and sentence in err + out and "Traceback" not in err
+
+
+def test_help_is_quick(tmp_path):
+    start = time.monotonic()
+    out, _ = script(tmp_path, "--help").communicate(timeout=60)
+    assert "--sampling-mode" in out and time.monotonic() - start < 5
+
+
+def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
+    """The real thing: engine, sandboxes, graders. Killed in the middle, then the same command; then once more, finished."""
+    command = ["--task", "titanic", "--sampling-mode", "none", "tail", "--backend", "local", "--model", "tiny", "--nodes", "4",
+               "--max-actions", "4", "--workers", "2", "--name", "grid"]
+    process = script(tmp_path, *command, start_new_session=True)
+    for line in process.stdout:
+        if "2/4" in line:
+            break
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    before = {path: path.read_bytes() for path in (tmp_path / "logs/grid").glob("*/journal.jsonl")}
+    assert sum(len(text.splitlines()) for text in before.values()) >= 2
+    process = script(tmp_path, *command)
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err
+    for path, text in before.items():
+        whole = text[:text.rfind(b"\n") + 1]
+        assert path.read_bytes().startswith(whole) and len(viz.read_rows(path)) == 4
+    saved = json.loads((tmp_path / "logs/grid/result.json").read_text())
+    assert [(r["mode"], r["n"], r["nodes"]) for r in saved["table"]] == [("none", 1, 4), ("tail", 1, 4)]
+    start = time.monotonic()
+    out, err = script(tmp_path, *command).communicate(timeout=60)
+    assert "2 of them finished before" in out and time.monotonic() - start < 20
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path):
+    process = script(tmp_path, "--backend", "local", "--model", "tiny", "--nodes", "12", "--max-actions", "4", "--name", "x")
+    for line in process.stdout:
+        if "1/12" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command continues" in err and "Traceback" not in err
+    assert json.loads((tmp_path / "logs/x/result.json").read_text())["status"] == "interrupted"
+
+
+def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(env, "COPY_BYTES", 1000)
+    t = real_tree(tmp_path / "run", nodes=4, branching=3, depth=2, k=3)
+    asyncio.run(search.search([t], Model(scripted), 3))
+    by_id = {row["id"]: row for row in rows(t)}
+    assert by_id["0.0"]["valid"] and not by_id["0.0"]["kept"] and by_id["0.0.0"]["op"] == "draft"
+    assert "too large" in result(t)["test_error"] and result(t)["test_score"] is None
+    t.run.lock.close()

@@ -1,0 +1,87 @@
+"""parts/sft.py: which episodes are imitated, that their tokens are those of RL, and that imitation works."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import grpo
+from parts import sft
+from parts.episode import History
+from tasks import UserError, load_task
+
+TASK = load_task("titanic", "", "")
+CFG = replace(grpo.Config(), max_observation_tokens=64, micro_tokens=4096, lr=3e-3, sft_share=0.5, sft_epochs=6)
+
+
+def turn(reply, observation="done", status="ok", stop_reason="stop"):
+    return {"reply": reply, "observation": observation, "status": status, "stop_reason": stop_reason, "action": "x"}
+
+
+def episode(score, *turns, task="titanic", prompt="Do it.", valid=True, **more):
+    return {"task": task, "seed": 0, "prompt": prompt, "turns": list(turns), "status": "submit",
+            "score": {"value": score, "metric": "accuracy", "split": "validation", "valid": valid, "message": ""}, **more}
+
+
+@pytest.fixture
+def run(tmp_path):
+    def write(*episodes, file="a/episodes/000000.jsonl"):
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(e) + "\n" for e in episodes))
+        return str(tmp_path / "a")
+    return write
+
+
+def test_the_best_different_valid_episodes_that_beat_the_baseline(run):
+    where = run(episode(0.70, turn("b")), episode(0.78, turn("a")), episode(0.78, turn("a")), episode(0.5, turn("worse")),
+                episode(None, turn("nothing"), valid=False), episode(0.79, turn("x"), task="other"),
+                episode(0.75, turn("c")), episode(0.74, turn("d")), {**episode(0.9, turn("e")), "score": None, "status": "fault"})
+    chosen = sft.best_episodes([where], [TASK], 0.5)
+    assert [e["turns"][0]["reply"] for e in chosen] == ["a", "c"]
+    assert [e["turns"][0]["reply"] for e in sft.best_episodes([where], [TASK], 0.01)] == ["a"]
+    deeper = run(episode(0.79, turn("a node of a search"), node="0.1", segments=[]), file="a/tail-0/episodes/000001.jsonl")
+    assert sft.best_episodes([deeper], [TASK], 0.01)[0]["node"] == "0.1"
+
+
+def test_nothing_to_imitate_is_one_sentence(run, tmp_path):
+    with pytest.raises(UserError, match="no run directory"):
+        sft.best_episodes([str(tmp_path / "nowhere")], [TASK], 0.5)
+    with pytest.raises(UserError, match="beats the baseline"):
+        sft.best_episodes([run(episode(0.5, turn("a")))], [TASK], 0.5)
+
+
+def test_tokens_and_masks_are_those_of_rl(policy):
+    """The same turns, once as the episode loop records them and once from the transcript."""
+    turns = [turn("first", "one"), turn("cut off", "two", stop_reason="length"), turn("third", "y" * 500), turn("no block", status="rejected"),
+             turn("last", "four")]
+    history = History(policy, "Do it.", 64)
+    for t in turns:
+        tokens = policy.encode(t["reply"]) + [policy.tokenizer.eos_token_id] * (t["stop_reason"] == "stop")
+        history.add(SimpleNamespace(tokens=tokens, logprobs=[0.0] * len(tokens), stop_reason=t["stop_reason"]), t["observation"])
+    [piece] = sft.pieces_from(episode(0.78, *turns), policy, CFG)
+    assert piece.tokens == history.segment.tokens[:len(piece.tokens)] and piece.mask == history.segment.mask[:len(piece.mask)]
+    assert sum(piece.mask) == sum(history.segment.mask)
+    wanted = [a for t in turns for a in [float(t["status"] == "ok" and t["stop_reason"] == "stop")] *
+              (len(t["reply"]) + (t["stop_reason"] == "stop"))]
+    assert piece.advantage == wanted
+
+
+def test_an_episode_that_does_not_fit_is_cut(policy):
+    turns = [turn(c * 700, "o" * 50) for c in "abcd"]
+    pieces = sft.pieces_from(episode(0.78, *turns), policy, CFG)
+    assert pieces and all(len(p.tokens) <= policy.context for p in pieces) and sum(len(p.old) for p in pieces) < 4 * 701
+
+
+def test_imitation_raises_the_probability_of_the_replies(policy, run):
+    where = run(*(episode(0.78, turn("```bash\npython3 best.py\n```", "ok"), turn(f"```bash\nsubmit\n``` {i}")) for i in range(8)))
+    cfg = replace(CFG, sft=(where,))
+    [piece] = sft.pieces_from(episode(0.78, turn("```bash\npython3 best.py\n```")), policy, cfg)
+    with torch.no_grad():
+        before = policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
+    line = sft.warm_start(policy, [TASK], cfg)
+    with torch.no_grad():
+        after = policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
+    assert after > before + 0.1 and "imitated 4 episodes in 6 updates" in line

@@ -1,0 +1,424 @@
+"""Loading tasks, reading grades, and the graders of the built-in tasks, run the way a grading sandbox runs them."""
+import csv
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import tasks
+from tasks import TASKS_DIR, UserError, improvement, load_task, parse_grade
+
+
+@pytest.fixture(autouse=True)
+def built_in_tasks_only(monkeypatch):
+    for name in ("MLGYM_ROOT", "MLEDOJO_ROOT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def grade(task, folder, artefacts, split="validation"):
+    """Lay out a grading workspace in `folder`, run the grader there, return its JSON."""
+    for path, source in (task.public | task.hidden).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, folder / path)
+    for path, text in artefacts.items():
+        (folder / path).write_bytes(text if isinstance(text, bytes) else text.encode())
+    argv = [sys.executable if part == "python3" else part for part in task.grader_argv(split)]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=task.grade_timeout)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def read_csv(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# ---------------------------------------------------------------------------------------------- loading
+
+
+@pytest.mark.parametrize("name", tasks.builtin_names())
+def test_builtin_tasks_are_complete(name):
+    task = load_task(name)
+    assert task.name == name and task.source == "built-in" and task.splits == ("validation", "test")
+    assert improvement(task.reference, task) == 1 and improvement(task.baseline, task) == 0
+    assert not set(task.public.values()) & set(task.hidden.values())
+    assert len(task.prompt.splitlines()) <= 14 and max(map(len, task.prompt.splitlines())) <= 70
+    with pytest.raises(ValueError, match="splits"):
+        task.grader_argv("train")
+
+
+def test_unknown_task_lists_the_nearest_names():
+    with pytest.raises(UserError, match="did you mean titanic"):
+        load_task("Titanc")
+    for name in ("", "../tasks/titanic", "no such thing"):
+        with pytest.raises(UserError, match="battleOfSexes"):
+            load_task(name)
+
+
+@pytest.fixture
+def titanic_copy(tmp_path, monkeypatch):
+    shutil.copytree(TASKS_DIR / "titanic", tmp_path / "titanic")
+    shutil.copy(TASKS_DIR / "grade_csv.py", tmp_path)
+    monkeypatch.setattr(tasks, "TASKS_DIR", tmp_path)
+    return tmp_path / "titanic"
+
+
+@pytest.mark.parametrize("name", ["train.csv", "answers.csv", "../grade_csv.py"])
+def test_a_missing_file_is_named(titanic_copy, name):
+    (titanic_copy / name).unlink()
+    with pytest.raises(UserError, match=f"{Path(name).name} is missing"):
+        load_task("titanic")
+
+
+@pytest.mark.parametrize("old, new, message", [
+    ("metric: accuracy\n", "", "lacks the key metric"),
+    ("metric:", "metrik:", "unknown key 'metrik'; did you mean metric"),
+    ("higher_is_better: true", "higher_is_better: up", "wrong kind of value for higher_is_better"),
+    ("artefacts: [submission.csv]", "artefacts: []", "wrong kind of value for artefacts"),
+    ("artefacts: [submission.csv]", "artefacts: [data/test.csv]", "artefact"),
+    ("split: validation, accuracy", "split: validation, acuracy", "baseline_scores"),
+    ("id: titanic", "id: [", "Cannot read"),
+])
+def test_a_wrong_yaml_is_one_clear_sentence(titanic_copy, old, new, message):
+    path = titanic_copy / "task.yaml"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(UserError, match=message) as caught:
+        load_task("titanic")
+    assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- scores
+
+
+@pytest.mark.parametrize("stdout, score, message", [
+    ('{"accuracy": 0.5}\n', 0.5, ""),
+    ('noise\n{"accuracy": 0.1}\n{"accuracy": 0.5}\nmore noise\n', 0.5, ""),
+    ('{"Accuracy": 1}', 1.0, ""),
+    ('{"error": "no good"}', None, "no good"),
+    ('{"accuracy": 0.9, "error": "no good"}', None, "no good"),
+    ('{"accuracy": NaN}', None, "finite"),
+    ('{"accuracy": -Infinity}', None, "finite"),
+    ('{"accuracy": "0.9"}', None, "no number"),
+    ('{"accuracy": true}', None, "no number"),
+    ('{"rmse": 1}', None, "no number"),
+    ('0.9', None, "no result"), ('[{"accuracy": 1}]', None, "no result"), ('', None, "no result"),
+    ('{"a":' * 100_000, None, "no result"),
+])
+def test_parse_grade(stdout, score, message):
+    got = parse_grade(stdout, load_task("titanic"))
+    assert got[0] == score and message in got[1]
+
+
+def test_parse_grade_bounds_the_message():
+    assert len(parse_grade(json.dumps({"error": "x" * 10_000}), load_task("titanic"))[1]) <= 500
+
+
+def test_improvement_knows_direction_and_unit():
+    assert improvement(0.8, (0.6, True, 0.9)) == pytest.approx(2 / 3)
+    assert improvement(8.0, (10.0, False, 6.0)) == pytest.approx(0.5)
+    assert improvement(12.0, (10.0, False, 6.0)) == pytest.approx(-0.5)
+    assert improvement(8.0, (10.0, False, None)) == pytest.approx(0.2)
+    assert improvement(3.0, (0.0, True, None)) == 3.0
+    task = replace(load_task("titanic"), baseline=-2.0, reference=-1.0)
+    assert improvement(-1.5, task) == pytest.approx(0.5)
+
+
+# ---------------------------------------------------------------------------------------------- titanic
+
+
+def test_titanic_data_is_what_make_data_writes(tmp_path):
+    folder = TASKS_DIR / "titanic"
+    subprocess.run([sys.executable, str(folder / "make_data.py"), str(tmp_path)], check=True)
+    for name in ("train.csv", "test.csv", "answers.csv"):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+
+
+def titanic_rows():
+    """Everybody, with part and survived."""
+    folder = TASKS_DIR / "titanic"
+    answers = {row["id"]: row for row in read_csv(folder / "answers.csv")}
+    return [row | {"part": "train"} for row in read_csv(folder / "train.csv")] \
+        + [row | answers[row["id"]] for row in read_csv(folder / "test.csv")]
+
+
+def test_titanic_totals_and_split():
+    rows = titanic_rows()
+    assert sorted(int(row["id"]) for row in rows) == list(range(1, 2202))
+    assert sum(row["survived"] == "1" for row in rows) == 711
+    assert Counter(row["part"] for row in rows) == {"train": 1101, "validation": 550, "test": 550}
+    kinds = defaultdict(Counter)
+    for row in rows:
+        kinds[row["class"], row["sex"], row["age"], row["survived"]][row["part"]] += 1
+    assert len(kinds) == 24
+    for kind, counts in kinds.items():
+        total = sum(counts.values())
+        assert abs(counts["train"] - total / 2) <= 1 and abs(counts["test"] - total / 4) <= 1, kind
+
+
+def test_titanic_public_files_hold_no_answers():
+    task = load_task("titanic")
+    assert set(task.public) == {"data/train.csv", "data/test.csv"}
+    assert list(read_csv(task.public["data/test.csv"])[0]) == ["id", "class", "sex", "age"]
+
+
+def titanic_rule(rule):
+    """A submission from a function of a row of test.csv."""
+    rows = read_csv(TASKS_DIR / "titanic" / "test.csv")
+    return {"submission.csv": "id,survived\n" + "".join(f"{row['id']},{rule(row)}\n" for row in rows)}
+
+
+def best_rule():
+    """The majority of the training persons of the same class, sex and age."""
+    votes = defaultdict(int)
+    for row in read_csv(TASKS_DIR / "titanic" / "train.csv"):
+        votes[row["class"], row["sex"], row["age"]] += 1 if row["survived"] == "1" else -1
+    return lambda row: int(votes.get((row["class"], row["sex"], row["age"]), 1) > 0)
+
+
+def test_titanic_stored_scores_are_what_the_grader_says(tmp_path):
+    task = load_task("titanic")
+    stored = {row["split"]: row["accuracy"]
+              for row in tasks.read_task_yaml(TASKS_DIR / "titanic" / "task.yaml")["baseline_scores"]}
+    assert set(stored) == set(task.splits) and stored["validation"] == task.baseline
+    for split in task.splits:
+        died = grade(task, tmp_path, titanic_rule(lambda row: 0), split)
+        sex = grade(task, tmp_path, titanic_rule(lambda row: int(row["sex"] == "female")), split)
+        best = grade(task, tmp_path, titanic_rule(best_rule()), split)
+        assert died == {"accuracy": stored[split]}
+        assert sex["accuracy"] == pytest.approx(0.776, abs=0.01)
+        assert best == {"accuracy": task.reference} and died["accuracy"] < sex["accuracy"] < best["accuracy"]
+
+
+def test_titanic_order_of_rows_does_not_matter(tmp_path):
+    header, *rows = titanic_rule(lambda row: 0)["submission.csv"].splitlines()
+    text = "\r\n".join([header, *reversed(rows)])
+    assert grade(load_task("titanic"), tmp_path, {"submission.csv": text})["accuracy"] == 0.678182
+
+
+def bad_submissions():
+    good = titanic_rule(lambda row: 0)["submission.csv"]
+    lines = good.splitlines(keepends=True)
+    first = lines[1].split(",")[0]
+    return {
+        "empty": "", "no header": "".join(lines[1:]), "other header": good.replace("survived", "Survived"),
+        "header only": lines[0], "one id missing": "".join(lines[:-1]), "duplicate": good + lines[-1],
+        "duplicate instead of another": "".join(lines[:-1] + [lines[1]]), "unknown id": good + "1,0\n",
+        "nan": good.replace(f"{first},0", f"{first},nan"), "float": good.replace(f"{first},0", f"{first},0.5"),
+        "blank value": good.replace(f"{first},0", f"{first},"), "two": good.replace(f"{first},0", f"{first},2"),
+        "extra column": good.replace("\n", ",1\n"),
+        "extra column in one row": good.replace(f"{first},0", f"{first},0,1"),
+        "unicode digit": good.replace(f"{first},0", f"{first},\u0661"), "not text": b"\xff\xfe\x00",
+        "open quote": good + '"1,0', "huge": good + "\n" * 2_000_000,
+    }
+
+
+@pytest.mark.parametrize("case", bad_submissions())
+def test_titanic_refuses_and_says_why(tmp_path, case):
+    task, text = load_task("titanic"), bad_submissions()[case]
+    said = grade(task, tmp_path, {"submission.csv": text})
+    assert set(said) == {"error"} and len(said["error"]) < 200
+    # The message is the same with all answers flipped and for the other part: it cannot tell anything about them.
+    flipped = {"0": "1", "1": "0"}
+    answers = "".join(f"{row['id']},{row['part']},{flipped[row['survived']]}\n"
+                      for row in read_csv(task.hidden["answers.csv"]))
+    (tmp_path / "flipped").mkdir()
+    assert grade(task, tmp_path / "flipped", {"submission.csv": text, "answers.csv": "id,part,survived\n" + answers},
+                 "test") == said
+
+
+def test_titanic_without_a_submission(tmp_path):
+    assert "submission.csv cannot be read" in grade(load_task("titanic"), tmp_path, {})["error"]
+
+
+# ---------------------------------------------------------------------------------------------- diabetes, digits
+
+TARGETS = {"diabetes": "progression", "digits": "label"}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_data_is_what_make_data_writes(tmp_path, name):
+    pytest.importorskip("sklearn")
+    subprocess.run([sys.executable, str(TASKS_DIR / name / "make_data.py"), str(tmp_path)], check=True)
+    for file in ("train.csv", "test.csv", "answers.csv"):
+        assert (tmp_path / file).read_bytes() == (TASKS_DIR / name / file).read_bytes()
+
+
+@pytest.mark.parametrize("name, counts", [("diabetes", (221, 110, 111)), ("digits", (899, 449, 449))])
+def test_parts_and_hidden_answers(name, counts):
+    task, target = load_task(name), TARGETS[name]
+    train, test = (read_csv(task.public[f"data/{part}.csv"]) for part in ("train", "test"))
+    answers = read_csv(task.hidden["answers.csv"])
+    parts = Counter(row["part"] for row in answers)
+    assert (len(train), parts["validation"], parts["test"]) == counts
+    assert set(train[0]) - set(test[0]) == {target}
+    assert [row["id"] for row in test] == [row["id"] for row in answers]
+    assert not {row["id"] for row in train} & {row["id"] for row in test}
+
+
+def simple_model(name):
+    """value(row) from the training data with the standard library alone: a line through bmi, or the nearest mean."""
+    train = read_csv(TASKS_DIR / name / "train.csv")
+    if name == "diabetes":
+        x, y = [float(row["bmi"]) for row in train], [float(row["progression"]) for row in train]
+        mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+        slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum((a - mean_x) ** 2 for a in x)
+        return lambda row: mean_y + slope * (float(row["bmi"]) - mean_x)
+    names = [f"p{i}" for i in range(64)]
+    means = {}
+    for label in "0123456789":
+        rows = [row for row in train if row["label"] == label]
+        means[label] = [sum(float(row[p]) for row in rows) / len(rows) for p in names]
+    return lambda row: min(means, key=lambda label: sum((float(row[p]) - m) ** 2 for p, m in zip(names, means[label])))
+
+
+def submission(name, value):
+    rows = read_csv(TASKS_DIR / name / "test.csv")
+    return {"submission.csv": f"id,{TARGETS[name]}\n" + "".join(f"{row['id']},{value(row)}\n" for row in rows)}
+
+
+@pytest.mark.parametrize("name, constant", [("diabetes", 152.153846), ("digits", 4)])
+def test_baseline_and_a_model_of_ten_lines(tmp_path, name, constant):
+    task, model = load_task(name), simple_model(name)
+    for row in tasks.read_task_yaml(TASKS_DIR / name / "task.yaml")["baseline_scores"]:
+        said = grade(task, tmp_path, submission(name, lambda _: constant), row["split"])
+        assert said == {task.metric: row[task.metric]}
+        said = grade(task, tmp_path, submission(name, model), row["split"])
+        assert 0.5 < improvement(said[task.metric], task) < 0.95
+
+
+@pytest.mark.parametrize("name, model", [("diabetes", "ridge"), ("digits", "svm")])
+def test_the_reference_is_what_the_named_model_scores(tmp_path, name, model):
+    pytest.importorskip("sklearn")
+    from sklearn.linear_model import RidgeCV
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+    from sklearn.svm import SVC
+    train, columns = read_csv(TASKS_DIR / name / "train.csv"), lambda row: [float(x) for x in list(row.values())[1:]]
+    ridge = make_pipeline(StandardScaler(), RidgeCV([1, 3, 10, 30, 100]))
+    model = {"svm": SVC(C=10, gamma=0.001), "ridge": ridge}[model]
+    target = [float(row[TARGETS[name]]) if name == "diabetes" else row[TARGETS[name]] for row in train]
+    model.fit([columns(row)[:-1] for row in train], target)
+    task = load_task(name)
+    said = grade(task, tmp_path, submission(name, lambda row: model.predict([columns(row)])[0]))
+    assert said[task.metric] == pytest.approx(task.reference, abs=0.005)
+
+
+@pytest.mark.parametrize("value, message", [
+    ("nan", "must be a finite number"), ("-inf", "must be a finite number"), ("", "must be a number"),
+    ("1,5", "needs 2 values"), ("a" * 1000, "must be a number"), ("9" * 400, "must be a finite number"),
+])
+def test_diabetes_refuses_what_is_not_a_number(tmp_path, value, message):
+    task, lines = load_task("diabetes"), submission("diabetes", lambda _: 150)["submission.csv"].splitlines()
+    lines[5] = lines[5].split(",")[0] + "," + value
+    said = grade(task, tmp_path, {"submission.csv": "\n".join(lines)})
+    assert message in said["error"] and len(said["error"]) < 200
+
+
+def test_digits_names_the_labels(tmp_path):
+    said = grade(load_task("digits"), tmp_path, submission("digits", lambda _: "4.0"))
+    assert "label must be 0, 1, 2, 3, 4, 5, 6, 7, 8 or 9, but id" in said["error"]
+
+
+# ---------------------------------------------------------------------------------------------- battleOfSexes
+
+
+def play(folder, strategy, split="validation"):
+    return grade(load_task("battleOfSexes"), folder, {"strategy.py": strategy}, split)
+
+
+@pytest.mark.parametrize("strategy, exact", [
+    ("def row_strategy(history): return 0", 1.44),
+    ("def row_strategy(history): return 1", 0.82),
+    ("import random\ndef row_strategy(history): return random.randint(0, 1)", 0.725),
+    # opens with 1, then 0: meets 0 with probability 0.2 in nine rounds
+    ("def row_strategy(history): return 0 if history else 1", (1 + 9 * 0.2 * 2) / 10),
+    # needs a true history: 0 as long as the partner's moves are as the rules say, and length and tuples are right
+    ("def row_strategy(history):\n"
+     "    ok = all(type(pair) is tuple and pair[0] == 0 and pair[1] in (0, 1) for pair in history)\n"
+     "    ok = ok and len(history) < 10 and (not history or history[0] == (0, 1))\n"
+     "    history.append('mine')\n"
+     "    return 0 if ok else 1", 1.44),
+    ("def row_strategy(history):\n    print('{\"Score\": 9}')\n    return False", 1.44),
+])
+def test_battle_scores(tmp_path, strategy, exact):
+    score = play(tmp_path, strategy)["Score"]
+    assert score == pytest.approx(exact, abs=0.02)      # six standard errors
+
+
+def test_battle_draws_anew_and_is_quick(tmp_path):
+    start = time.perf_counter()
+    scores = {play(tmp_path, "def row_strategy(history): return 0", split)["Score"]
+              for split in ("validation", "test") * 2}
+    assert len(scores) > 1
+    assert (time.perf_counter() - start) / 4 < 3        # 0.1 to 0.2 s on an idle machine
+    stored = load_task("battleOfSexes")
+    assert stored.baseline == 0.725 and math.isclose(stored.reference, 1.44)
+
+
+@pytest.mark.parametrize("strategy, message", [
+    ("def row_strategy(history): return 2", "returned '2', not 0 or 1"),
+    ("def row_strategy(history): return None", "returned 'None'"),
+    ("def row_strategy(history):\n    return 1 / 0", "line 2: ZeroDivisionError"),
+    ("def row_strategy(history) return 0", "line 1: SyntaxError"),
+    ("x = 1", "no attribute 'row_strategy'"),
+    ("raise SystemExit(0)", "SystemExit"),
+    ("def row_strategy(history): raise ValueError('y' * 10000)", "ValueError: yyy"),
+    ("import os\ndef row_strategy(history):\n    print('{\"Score\": 99}', flush=True)\n    os._exit(0)", "ended"),
+    ("import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'{\"Score\": 99}\\n')\n    except OSError: pass\n"
+     "def row_strategy(history): return 0", "disturbed"),
+    (b"\xff\xfe", "not a text file"), (b"#" * 200_000, "larger"),
+])
+def test_battle_refuses_and_says_why(tmp_path, strategy, message):
+    said = play(tmp_path, strategy)
+    assert set(said) == {"error"} and message in said["error"] and len(said["error"]) <= 300
+
+
+def test_battle_has_a_time_limit(tmp_path, monkeypatch):
+    task = load_task("battleOfSexes")
+    impatient = tmp_path / "evaluate.py"
+    impatient.write_text(task.hidden["evaluate.py"].read_text().replace("TIME_LIMIT = 10 ", "TIME_LIMIT = 1 "))
+    work = tmp_path / "work"
+    work.mkdir()
+    task = replace(task, hidden={"evaluate.py": impatient})
+    said = grade(task, work, {"strategy.py": "def row_strategy(history):\n    while True: pass"})
+    assert "longer than 1 seconds" in said["error"]
+
+
+def test_battle_strategy_cannot_reach_the_grader(tmp_path):
+    strategy = """
+import os
+def row_strategy(history):
+    found, parent = [], f"/proc/{os.getppid()}"
+    for path, mode in (("mem", "rb"), ("mem", "wb"), ("environ", "rb"), ("fd/0", "rb"), ("fd/1", "wb"), ("fd/2", "wb")):
+        try:
+            open(f"{parent}/{path}", mode)
+            found.append(path)
+        except OSError:
+            pass
+    status = open("/proc/self/status").read()
+    raise ValueError(f"found {found} caps {status.split('CapEff:')[1].split()[0]} files {EVALUATE}")
+""".replace("EVALUATE", f"os.path.exists({str(tmp_path / 'evaluate.py')!r})")
+    assert "found [] caps 0000000000000000 files False" in play(tmp_path, strategy)["error"]
+
+
+def test_battle_grader_does_not_delete_the_original():
+    folder = TASKS_DIR / "battleOfSexes"
+    argv = [sys.executable, "evaluate.py", "--split", "test"]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 2 and "copy" in done.stderr and (folder / "evaluate.py").exists()
+
+
+def test_battle_simulate_agrees_with_the_grader(tmp_path):
+    shutil.copy(load_task("battleOfSexes").public["simulate.py"], tmp_path)
+    (tmp_path / "strategy.py").write_text("def row_strategy(history): return 0")
+    said = subprocess.run([sys.executable, "simulate.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert float(said.stdout.split()[1]) == pytest.approx(1.44, abs=0.06)
