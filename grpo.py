@@ -24,7 +24,6 @@ Letters: P groups, G episodes each, N trained tokens of a micro-batch.
 
 import asyncio
 import errno
-import os
 import signal
 import sys
 import time
@@ -38,7 +37,7 @@ import tyro
 
 import env
 import viz
-from parts import health, ranks, sft
+from parts import health, ranks, sft, sinks
 from parts.batch import Group, Piece, Tally, choose_tasks, columns, flat, light, micro_batches, pieces_of, use_values
 from parts.records import banner, farewell, keep_best, record, restore, resume, say
 from policy import ENGINE_RANKS, ModelError, Policy, resolve_model
@@ -108,6 +107,9 @@ class Config:
     restores: int = 3  # so often; after that the run stops
     kl_limit: float = 1.0  # nats per token: three steps above it are a collapse
     checkpoints: int = 2  # newest ones that are kept, besides best/
+    # also to
+    tensorboard: bool = False  # rows and some transcripts to logs/<run>/tensorboard (pip install tensorboard)
+    wandb: bool = False  # the same to Weights & Biases (pip install wandb); $WANDB_MODE=offline needs no account
 
 
 # ================================================ the idea: edit here ================================================
@@ -408,6 +410,9 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
 # -------------------------------------------------------------------------------------------------------------- start
 
 
+MAY_CHANGE = ("steps", "checkpoints", "sandboxes", "tensorboard", "wandb")
+
+
 def prepare(cfg: Config, job):
     """Fills what is left open in the config and finds everything that can be wrong, before any model is loaded."""
     tasks = [load_task(name, cfg.mlgym_root or None, cfg.mledojo_root or None) for name in cfg.task]
@@ -437,7 +442,8 @@ def prepare(cfg: Config, job):
         setattr(cfg, key, getattr(cfg, key) or value)
     run = None
     if job.rank == 0:
-        run = viz.open_run(f"logs/{cfg.name}", asdict(cfg), resume_ok_keys=("steps", "checkpoints", "sandboxes"))
+        run = viz.open_run(f"logs/{cfg.name}", asdict(cfg), resume_ok_keys=MAY_CHANGE)
+        run.sinks = sinks.opened(run.dir, run.config, cfg.tensorboard, cfg.wandb)
     return tasks, path or resolve_model("tiny"), why, run       # building the stand-in takes minutes: last
 
 
@@ -447,7 +453,8 @@ def main() -> None:
     tasks, path, why, run = prepare(cfg, job)
     if run:
         banner(cfg, tasks, path, why, run)
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))   # an orderly end, as with Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # `nohup ... &` has it ignored, and the next line needs it
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))    # an orderly end, as with Ctrl-C
     try:
         policy = Policy(path, cfg.context, cfg.temperature, cfg.lora_rank, cfg.lora_alpha, cfg.seed,
                         cfg.sandboxes, cfg.gpu_memory, cfg.advantage == "ppo", cfg.checkpointing, cfg.packing,

@@ -23,27 +23,24 @@ How it departs from what is usual:
 import asyncio
 import contextlib
 import difflib
-import io
 import itertools
 import json
 import math
-import os
 import random
 import signal
 import sys
-import tarfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import env
-from parts import ideas, tables
 import viz
-from policy import ModelError, Policy, resolve_model
+from parts import ideas, sinks, tables
 from parts.rules import select
-from tasks import UserError, degenerate, improvement, load_task
 from parts.tree import Choice, Node, Tree, code_in, results, stable
+from policy import ModelError, Policy, resolve_model
+from tasks import UserError, degenerate, improvement, load_task
 
 Mode = Literal["none", "local", "uniform", "tail", "sequence"]
 Rule = Literal["bfs", "random", "greedy", "ucb", "open_ended", "softmax", "signals", "mcts", "evolution", "linear", "scientist"]
@@ -104,6 +101,9 @@ class Config:
     image: str = env.IMAGE  # Docker image of the sandboxes
     mlgym_root: str = ""  # an MLGym checkout; empty: $MLGYM_ROOT
     mledojo_root: str = ""  # an MLE-Dojo folder; empty: $MLEDOJO_ROOT
+    # also to
+    tensorboard: bool = False  # rows and transcripts to logs/<run>/tensorboard (pip install tensorboard)
+    wandb: bool = False  # the same to Weights & Biases (pip install wandb); $WANDB_MODE=offline needs no account
 
 
 async def scientist(t: Tree, cfg: Config) -> Choice:
@@ -203,46 +203,12 @@ async def propose(t: Tree, node: Node) -> None:
         node.decision["reflection"] = (await chat(t, node, [{"role": "user", "content": text}], node.id, "reflect"))[:600]
 
 
-STATE = ".flatlab-state"        # in a snapshot: cwd and exported variables; never unpacked into a workspace
-
-
 class Attempt(env.Env):
-    """The environment of a node: its episode ends when `enough(step)` says so, too, and its files can be kept."""
+    """The environment of a node: its episode ends when `enough(step)` says so, too."""
 
     def step(self, reply, timeout=None):
         step = super().step(reply, timeout)
         return replace(step, done=step.done or self.enough(step))
-
-    def data(self) -> dict[str, Path]:
-        """The task's larger files, which are not copied from node to node but given anew."""
-        return {path: source for path, source in self.task.public.items() if source.stat().st_size > 1 << 20}
-
-    def snapshot(self) -> bytes:
-        """A tar of the workspace without `data`. Raises SandboxFault when it is too large."""
-        self.sandbox.call("sweep")
-        tar = ["tar", "-C", self.sandbox.workspace, *(f"--exclude=./{path}" for path in self.data()), "-cf", "-", "."]
-        files, reply = self.sandbox.program(tar, 120, limit=env.COPY_BYTES)
-        if reply["code"] or reply["dropped"]:
-            raise env.SandboxFault(f"the workspace cannot be copied: more than {env.COPY_BYTES >> 20} MB, or tar failed")
-        state, exports = self.sandbox.call("state")
-        text = json.dumps([os.path.relpath(state["cwd"], self.sandbox.workspace), exports.decode("latin-1")]).encode()
-        out, member = io.BytesIO(files), tarfile.TarInfo(STATE)
-        member.size = len(text)
-        with tarfile.open(fileobj=out, mode="a") as tar:
-            tar.addfile(member, io.BytesIO(text))
-        return out.getvalue()
-
-    def restore(self, files: bytes, clear_artefacts: bool = True) -> None:
-        """A new sandbox with the files of a snapshot. What the parent wrote as artefact does not count here: it is removed."""
-        place, of_artefact = self.open().workspace, self.task.is_artefact if clear_artefacts else lambda path: False
-        with tarfile.open(fileobj=io.BytesIO(files)) as tar:
-            cwd, exports = json.load(tar.extractfile(STATE))
-            left_out = [STATE, *(name for name in tar.getnames() if of_artefact(name.removeprefix("./")))]
-        self.sandbox.put(self.data() | {path: source for path, source in self.task.public.items() if of_artefact(path)})
-        unpack = ["tar", "-C", place, "--no-wildcards", *(f"--exclude={name}" for name in left_out), "-xpf", "-"]
-        if self.sandbox.program(unpack, 120, stdin=files)[1]["code"]:
-            raise env.SandboxFault("the files of the parent cannot be unpacked")
-        self.sandbox.call("state", exports.encode("latin-1"), cwd=os.path.normpath(os.path.join(place, cwd)))
 
 
 class Counted:
@@ -400,7 +366,7 @@ def node_line(t: Tree, node: Node, eta: float) -> str:
 # ---------------------------------------------------------------------------------------------------------------- start
 
 
-MAY_CHANGE = ("nodes", "tokens", "minutes", "patience", "target", "workers", "price", "url", "mlgym_root", "mledojo_root")
+MAY_CHANGE = ("nodes", "tokens", "minutes", "patience", "target", "workers", "price", "url", "mlgym_root", "mledojo_root", "tensorboard", "wandb")
 
 
 def prepare(cfg: Config):
@@ -430,6 +396,7 @@ def prepare(cfg: Config):
         name = grid / f"{task.name}-{mode}-{seed}" if grid else Path("logs") / (cfg.name or f"{kind}-{task.name}-{mode}-{model}-{seed}")
         run = viz.open_run(name, asdict(cfg) | {"task": task.name, "sampling_mode": mode, "seed": seed, "name": name.name}, MAY_CHANGE)
         (run.dir / "nodes").mkdir(exist_ok=True)
+        run.sinks = sinks.opened(run.dir, run.config, cfg.tensorboard, cfg.wandb)
         trees.append(Tree(task, mode, seed, cfg, run))
         trees[-1].closed = run.results().get("status") == "finished" and bool(trees[-1].spent() or run.results()["stopped_by"] == "tree")
     return trees, grid, path, tiny, why
@@ -460,7 +427,8 @@ def main() -> None:
           f"sandbox  {why}\n"
           f"plan     {len(trees)} trees of {cfg.nodes} nodes, rule {cfg.select}, {cfg.workers} nodes at once{before}\n"
           f"run      {where}   ({sum(len(t.finished) for t in trees)} nodes are there)", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))   # as Ctrl-C: close sandboxes, say how to go on
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # `nohup ... &` has it ignored, and the next line needs it
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))    # close sandboxes, say how to go on
     try:
         if todo:
             policy = make_policy(cfg, path)
@@ -472,6 +440,11 @@ def main() -> None:
                 t.run.result(status="interrupted")
         print(f"\ninterrupted; the same command continues {where}: only nodes that were running are run again", file=sys.stderr)
         sys.exit(130)
+    except (UserError, ModelError) as error:
+        for t in trees:
+            if not t.closed:
+                t.run.result(status=f"stopped: {error}")
+        raise
     for t in todo:
         t.run.plot(always=True)
     cells = [t.run.results() for t in trees]

@@ -62,7 +62,7 @@ def cell_of(record: Record, name: str) -> dict:
     """A run as tables.grid_table wants it, `mode` being the name of its group."""
     result, rows = record.result, record.rows
     base = {"task": task_of(record), "mode": name, "higher_is_better": result.get("higher_is_better") is not False,
-            "reference": reference_of(result), "selected_on_test": bool(result.get("selected_on_test"))}
+            "reference": number(result.get("reference")), "selected_on_test": bool(result.get("selected_on_test"))}
     if record.kind == "search":
         scored = [number(row.get("score")) for row in rows]
         faults = sum(row.get("status") == "fault" for row in rows)
@@ -88,16 +88,6 @@ def cell_of(record: Record, name: str) -> dict:
                    "seconds": sum(v for v in series(rows, "seconds") if v == v),
                    "tokens": round(sum(v * n for v, n in zip(series(rows, "reply_tokens"),
                                                              sizes) if not math.isnan(v)))}
-
-
-def reference_of(result: dict) -> float | None:
-    """The score that a gain of 1 stands for: recorded, or seen in an evaluation that has score and gain."""
-    baseline, known = number(result.get("baseline")), number(result.get("reference"))
-    for found in (result.get(when) for when in ("after", "best", "before")):
-        mean_, gain = (number(found.get(key)) for key in ("mean", "gain")) if isinstance(found, dict) else (None, None)
-        if known is None and None not in (baseline, mean_) and gain:
-            known = baseline + (mean_ - baseline) / gain
-    return known
 
 
 def comparison(records: list[Record], kind: str) -> list[dict]:

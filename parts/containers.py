@@ -4,6 +4,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import secrets
 import socket
 import threading
 import time
@@ -23,7 +24,7 @@ CACHE = "/opt/flatlab/huggingface"  # where a Hugging Face cache of this machine
 # The first python3 of the image; MLGym's image has its packages in this environment.
 FIND_PYTHON = ('p=/home/agent/miniconda3/envs/mlgym_generic/bin; [ -d $p ] && PATH=$p:$PATH; export PATH; '
                'exec python3 -I -S -c "$0"')
-ended: deque[tuple[float, str]] = deque()       # when a container was closed, and its id
+ended: deque[tuple[float, str]] = deque()       # when a container was closed or failed to start, and its name
 
 
 def start_docker(image: str, memory: int, disk: int, cpus: float, processes: int, env: dict, network: bool, gpu: bool,
@@ -31,7 +32,7 @@ def start_docker(image: str, memory: int, disk: int, cpus: float, processes: int
     """A container that removes itself when the runner in it ends: (id, connection, function that ends it)."""
     from docker.errors import APIError, DockerException
     from docker.types import DeviceRequest, LogConfig
-    api = docker_api()
+    api, name = docker_api(), f"flatlab-{secrets.token_hex(8)}"
     remove_ended(api)
     if hf_cache:
         env = {"HF_HOME": "/home/agent/.cache/huggingface", "HF_HUB_OFFLINE": "1", **env}
@@ -48,7 +49,7 @@ def start_docker(image: str, memory: int, disk: int, cpus: float, processes: int
                                               copies=[[CACHE, "/home/agent/.cache/huggingface"]] if hf_cache else []))
         with STARTS:
             box = api.create_container(
-                image, [boot], entrypoint=["/bin/sh", "-c", FIND_PYTHON], user="0", stdin_open=True,
+                image, [boot], name=name, entrypoint=["/bin/sh", "-c", FIND_PYTHON], user="0", stdin_open=True,
                 hostname="sandbox", working_dir="/", labels={"flatlab.owner": owner_label()}, host_config=host,
                 network_disabled=not network)["Id"]     # an empty network namespace, without half a second of CPU time
             # Before the start, so that nothing is missed.
@@ -56,21 +57,28 @@ def start_docker(image: str, memory: int, disk: int, cpus: float, processes: int
             api.start(box)
         wire._sock.sendall(text)
     except (APIError, DockerException, OSError) as error:
+        ended.appendleft((0.0, name))       # made but not started, it would stay
         raise SandboxFault(f"Docker did not start a container: {' '.join(str(error).split())[:300]}") from error
 
     def stop():
         wire.close()                        # the runner sees that, and its end is that of the container
-        ended.append((time.monotonic(), box))
+        ended.append((time.monotonic(), name))
 
     return box, wire._sock, stop
 
 
 def remove_ended(api) -> None:
-    """Removes containers that should have removed themselves long ago."""
-    import docker
+    """Removes containers that should have removed themselves long ago, and those that failed to start."""
+    from docker.errors import APIError, DockerException
     while ended and ended[0][0] < time.monotonic() - GONE_BY:
-        with suppress(IndexError, docker.errors.APIError, docker.errors.DockerException, OSError):     # usually gone
-            api.remove_container(ended.popleft()[1], force=True)
+        try:
+            when, name = ended.popleft()
+            api.remove_container(name, force=True)
+        except (IndexError, APIError):              # another thread was quicker; it is gone, as usual
+            continue
+        except (DockerException, OSError):          # no daemon: later
+            ended.append((when, name))
+            return
 
 
 def owner_label(pid: int | None = None) -> str:

@@ -31,6 +31,7 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
     one = tasks[0] if len(tasks) == 1 else None
     run.result(status="running", task=" ".join(cfg.task), metric=one.metric if one else "improvement",
                higher_is_better=one.higher_is_better if one else True, baseline=one.baseline if one else 0.0,
+               reference=one.reference if one else 1.0,
                selected_on_test=any(len(t.splits) == 1 for t in tasks),
                degenerate="; ".join(filter(None, map(degenerate, tasks))) or None)
     for t in tasks:

@@ -11,7 +11,7 @@ import pytest
 from test_sandbox import ISOLATED
 
 from env import Env
-from tasks import load_task
+from tasks import TASKS_DIR, load_task, read_yaml
 
 MLGYM = os.environ.get("MLGYM_ROOT")            # before conftest.py hides it
 attack = pytest.mark.attack
@@ -197,6 +197,20 @@ def test_hostile_csv(backend, source, name, artefact, what, change):
         score = world.score()
         assert score.value is None or score.value <= worth, score
         assert "Traceback" not in score.message
+
+
+@needs(True)
+@attack("published for MLGym: the answers copied, in its house price task")
+def test_answers_of_mlgyms_house_prices_are_nowhere(backend):
+    score, said = attempt(backend, "mlgym", "regressionKaggleHousePrice", "find / -name 'answer*.csv' 2>/dev/null; cp data/answer.csv submission.csv", "ls data")
+    assert not score.valid and score.message.startswith("no submission") and "train.csv" in said
+    assert not [line for line in said.splitlines() if line.startswith("/")], said
+
+
+@attack("published for MLGym: random numbers in COCO's self-reported metric")
+def test_mlgyms_self_reported_metric_is_marked():
+    """Not covered: the grader averages a column that the agent writes. Every result says so instead."""
+    assert "fills in itself" in read_yaml(TASKS_DIR / "mlgym.yaml")["imageCaptioningCOCO"]["degenerate"]
 
 
 @attack("a CSV in another order")

@@ -107,12 +107,3 @@ def test_the_13_published_values_of_aup():
     taus, rho = compare.profiles(scores, {task: task not in LOWER for task in scores})
     assert taus[-1] == pytest.approx(1.5) and len(published) == 13
     assert {name: compare.aup(taus, rho[name]) for name in published} == pytest.approx(published, abs=1e-3)
-
-
-@pytest.mark.parametrize("higher", [True, False])
-def test_the_reference_is_seen_in_an_evaluation(higher):
-    baseline, reference, score = (0.5, 0.9, 0.7) if higher else (0.9, 0.5, 0.7)
-    result = {"baseline": baseline, "after": {"mean": score, "gain": 0.5}, "best": 3}
-    assert compare.reference_of(result) == pytest.approx(reference)
-    assert compare.reference_of(result | {"reference": 1.0}) == 1.0
-    assert compare.reference_of({"after": {"mean": 1}}) is None

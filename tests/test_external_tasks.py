@@ -500,6 +500,7 @@ def test_real_mlgym_games(name, strategy, exact, error):
 
 
 @real_mlgym
+@pytest.mark.attack("published for MLGym: the opponent edited, in its blotto; exits, other modules and random numbers")
 @pytest.mark.parametrize("source", [
     "import os\nprint('{\"Score\": 99}', flush=True)\nos._exit(0)",
     "import json\njson.dumps = lambda *_: '{\"Score\": 99}'\ndef row_strategy(history): return [20] * 6",

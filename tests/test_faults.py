@@ -132,6 +132,7 @@ class Wire:
 
     def __init__(self, path):
         self.path, self.real, self.open, self.hang = path, "/var/run/docker.sock", [], False
+        self.cut_at = b"nothing"
         self.server = socket.socket(socket.AF_UNIX)
         self.listen()
 
@@ -156,6 +157,8 @@ class Wire:
     def copy(self, source, target):
         with suppress(OSError):
             while data := source.recv(1 << 16):
+                if self.cut_at in data:
+                    break
                 if not self.hang:
                     target.sendall(data)
             target.shutdown(socket.SHUT_WR)
@@ -211,6 +214,21 @@ def test_daemon_restarted_in_an_episode(wire, task):
     policy.sample = sample
     episode = asyncio.run(run_episode(task, policy, backend="docker"))
     assert (episode.status, episode.score) == ("fault", None) and len(episode.turns) == 1
+
+
+@needs_docker
+@fault(17, "the connection is cut between making and starting a container")
+@pytest.mark.parametrize("moment", [b"/start HTTP", b"/attach?"])
+def test_container_that_was_made_but_not_started(wire, moment):
+    wire.cut_at = moment
+    with pytest.raises(SandboxFault, match="Docker did not start a container"):
+        Sandbox("docker")
+    wire.cut_at = b"nothing"
+    sandbox.docker_api.cache_clear()
+    left = {box["Id"] for box in ours() if box["State"] == "created"}
+    assert left
+    Sandbox("docker").close()                   # the next one clears up
+    assert not left & {box["Id"] for box in ours()}
 
 
 @needs_docker

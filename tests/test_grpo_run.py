@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 SMALL = ["--steps", "3", "--groups", "2", "--group-size", "4", "--eval-episodes", "4", "--sandboxes", "8"]
 
 
-def start(folder, *flags, **environment):
-    return subprocess.Popen([sys.executable, str(ROOT / "grpo.py"), *flags], cwd=folder, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, env={**os.environ, **environment})
+def start(folder, *flags, script="grpo.py", before=None, **environment):
+    return subprocess.Popen([sys.executable, str(ROOT / script), *flags], cwd=folder, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, env={**os.environ, **environment}, preexec_fn=before)
 
 
 def run(folder, *flags, timeout=600, **environment):
@@ -133,9 +133,14 @@ def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tin
     assert sorted(p.name for p in (logs / "episodes").iterdir()) == ["000000.jsonl", "000001.jsonl", "000002.jsonl"]
 
 
-def test_sigterm_is_an_orderly_end(tmp_path, tiny_model):
+def ignore_sigint():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize("before", [None, ignore_sigint], ids=["", "in the background of a script"])
+def test_sigterm_is_an_orderly_end(tmp_path, tiny_model, before):
     flags = [*SMALL, "--model", "tiny", "--backend", "local", "--name", "t", "--eval-episodes", "0"]
-    process = start(tmp_path, *flags, "--steps", "50")
+    process = start(tmp_path, *flags, "--steps", "50", before=before)
     while not (tmp_path / "logs/t/metrics.jsonl").exists():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
@@ -178,3 +183,20 @@ def test_without_a_daemon_auto_says_so_and_goes_on(tmp_path, tiny_model):
     assert code == 0, err
     line = next(line for line in out.splitlines() if line.startswith("sandbox"))
     assert "local" in line and "No Docker daemon answers" in line
+
+
+@pytest.mark.parametrize("script", ["grpo.py", "search.py"])
+def test_a_sink_that_is_not_installed_is_found_before_any_model(tmp_path, script):
+    (tmp_path / "wandb.py").write_text("raise ImportError")
+    code, out, err = run(tmp_path, "--model", "tiny", "--wandb", script=script, PYTHONPATH=str(tmp_path))
+    assert code == 2 and err == "--wandb needs a package that is not here: pip install wandb\n" and "model    " not in out
+
+
+def test_tensorboard_gets_every_step(tmp_path, tiny_model):
+    pytest.importorskip("tensorboard", reason="optional: pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    code, out, err = run(tmp_path, *SMALL, "--model", "tiny", "--backend", "local", "--name", "t", "--steps", "2", "--eval-episodes", "0", "--tensorboard")
+    assert code == 0, err
+    events = EventAccumulator(str(tmp_path / "logs/t/tensorboard"), {"scalars": 0, "tensors": 0})
+    events.Reload()
+    assert [e.step for e in events.Scalars("reward_mean")] == [0, 1] and "transcripts/0" in events.Tags()["tensors"]
