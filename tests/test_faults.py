@@ -132,7 +132,7 @@ class Wire:
 
     def __init__(self, path):
         self.path, self.real, self.open, self.hang = path, "/var/run/docker.sock", [], False
-        self.cut_at = b"nothing"
+        self.cut_at = b"\0never\0"
         self.server = socket.socket(socket.AF_UNIX)
         self.listen()
 
@@ -223,7 +223,7 @@ def test_container_that_was_made_but_not_started(wire, moment):
     wire.cut_at = moment
     with pytest.raises(SandboxFault, match="Docker did not start a container"):
         Sandbox("docker")
-    wire.cut_at = b"nothing"
+    wire.cut_at = b"\0never\0"
     sandbox.docker_api.cache_clear()
     left = {box["Id"] for box in ours() if box["State"] == "created"}
     assert left

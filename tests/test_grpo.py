@@ -418,7 +418,7 @@ def test_a_new_objective_is_a_small_diff():
     changed = text.replace("    return [(r - fmean(rewards)) / stdev(rewards) for r in rewards]\n",
                            "    ranks = [sum(other < r for other in rewards) for r in rewards]\n"
                            "    return [rank - fmean(ranks) for rank in ranks]\n", 1)
-    assert changed != text and len(text.splitlines()) <= 480
+    assert changed != text and len(text.splitlines()) <= 500
     code = subprocess.run([sys.executable, "-c", "import sys; compile(sys.stdin.read(), 'mine.py', 'exec')"], input=changed, text=True)
     assert code.returncode == 0
 
