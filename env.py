@@ -59,14 +59,14 @@ MOUNT_BYTES = 16 << 20                              # larger public files are no
 # ---------------------------------------------------------------------------------------------- texts
 
 
-def first_message(task: Task, workspace: str, files: list, count: int) -> str:
+def first_message(task: Task, workspace: str, files: list, count: int, network: bool = False) -> str:
     """The prompt: task, way to reply, and what really lies in the workspace."""
     names = [f"{path} ({size} bytes)" for path, size in files]
     more = [f"... and {count - len(files)} more"] if count > len(files) else []
     return "\n".join([
         task.prompt.rstrip(), "",
         "Reply with one block of bash commands:", "```bash", "ls", "```",
-        f"They run in {workspace} without network, and you see what they print.",
+        f"They run in {workspace}{'' if network else ' without network'}, and you see what they print.",
         f"A block with only the word validate scores your {' and '.join(task.artefacts)}; "
         "one with only submit ends the task.", "",
         "Files:", *names, *more])
@@ -187,7 +187,7 @@ class Env:
         files = [(os.fsencode(path).decode("utf-8", "replace"), size) for path, size in reply["files"]]
         more = {"mlgym": FILE_COMMANDS_TEXT, "mledojo": dojo.ACTIONS_TEXT}.get(self.task.source, "")
         task = replace(self.task, prompt=f"{self.task.prompt}\n\n{more}") if more else self.task
-        return first_message(task, self.sandbox.workspace, files, reply["count"])
+        return first_message(task, self.sandbox.workspace, files, reply["count"], self.network and task.needs_network)
 
     def step(self, reply: str, timeout: float | None = None) -> Step:
         """Runs the action of one reply. timeout: seconds, the task's own when None."""
@@ -257,7 +257,7 @@ class Env:
 
 
 async def run_episode(task: Task | Env, policy, *, backend: str = "auto", image: str = IMAGE, seed: int = 0,
-                      max_turns: int = 10, max_reply_tokens: int = 512, max_observation_tokens: int = 512,
+                      network: bool = False, hf_cache: str = "", max_turns: int = 10, max_reply_tokens: int = 512, max_observation_tokens: int = 512,
                       temperature: float | None = None, time_limit: float = 600.0, extra_user_text: str = "",
                       score_test: bool = False) -> Episode:
     """Plays one episode to its end and scores it exactly once, however it ends.
@@ -266,7 +266,7 @@ async def run_episode(task: Task | Env, policy, *, backend: str = "auto", image:
     from where it is. extra_user_text is appended to the prompt. time_limit: seconds from there to the scoring. score_test:
     grade on the last split, too. Raises what the policy raises, and CancelledError, after closing the sandbox.
     """
-    env = task if isinstance(task, Env) else Env(task, backend, seed, image)
+    env = task if isinstance(task, Env) else Env(task, backend, seed, image, network, hf_cache)
     episode, begin = Episode(env.task.name, seed), time.monotonic()
     try:
         episode.status = await play(env, policy, episode, time_limit, max_turns, max_reply_tokens,

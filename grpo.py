@@ -23,7 +23,6 @@ Letters: P groups, G episodes each, N trained tokens of a micro-batch.
 """
 
 import asyncio
-import errno
 import signal
 import sys
 import time
@@ -72,6 +71,8 @@ class Config:
     # sandbox
     backend: Literal["auto", "docker", "local"] = "auto"  # auto: docker when daemon and image are there
     image: str = env.IMAGE  # Docker image of the sandboxes
+    network: bool = False  # tasks that ask for the network get it
+    hf_cache: str = ""  # Hugging Face cache of this machine to mount for them instead, read-only (docker)
     sandboxes: int = 32  # most episodes in flight at once
     # objective
     reward: Literal["continuous", "tiered", "percentile", "binary"] = "continuous"
@@ -255,7 +256,8 @@ async def play_groups(policy, plan, size, cfg, seed, job, recent=None, most=0, t
         async with slots:
             return await env.run_episode(
                 task, policy, backend=cfg.backend, image=cfg.image, seed=seed * 100_003 + number,
-                max_turns=cfg.max_turns, max_reply_tokens=cfg.max_reply_tokens, score_test=test,
+                network=cfg.network, hf_cache=cfg.hf_cache, max_turns=cfg.max_turns,
+                max_reply_tokens=cfg.max_reply_tokens, score_test=test,
                 max_observation_tokens=cfg.max_observation_tokens, time_limit=60 * cfg.episode_minutes)
 
     async def fill(number):
@@ -302,6 +304,7 @@ def update(policy, optimizer, batch: list[Piece], cfg: Config, job=ranks.Alone()
                 base = policy.logprobs(c.pairs, base=True)[0] if cfg.kl else None
             logp, entropy, *value = policy.logprobs(c.pairs, values=cfg.advantage == "ppo")
             known = c.old.isfinite() & logp.isfinite()                  # a log-prob that is NaN: without that token
+            known = known & base.isfinite() if cfg.kl else known
             logp, old = logp.masked_fill(~known, 0.0), c.old.masked_fill(~known, 0.0)
             gap = (logp.detach() - old).abs()
             if epoch == 0 and gap.mean() > policy.mean_gap_limit:       # before the weights are touched
@@ -388,7 +391,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
             keep_best(policy, run, job, state, health.by_reward([*rows, row]))
         row["alarms"] = health.alarms(row, rows)
         rows.append(row)
-        if cfg.guard != "off" and (reason := health.collapse(rows[state.since:], cfg.kl_limit)):
+        if cfg.guard != "off" and (reason := health.collapse(rows[state.since:], cfg.kl_limit, state.best if cfg.eval_episodes else None)):
             row["alarms"].append(restore(policy, optimizer, cfg, state, best, reason))
 
         # record: row, transcripts, checkpoint, plot; a step counts when its checkpoint is there, see resume()
@@ -411,6 +414,8 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
 
 
 MAY_CHANGE = ("steps", "checkpoints", "sandboxes", "tensorboard", "wandb")
+AT_LEAST = {"steps": 0, "groups": 1, "max_groups": 0, "group_size": 2, "max_turns": 1, "temperature": 0.01, "sandboxes": 1,
+            "epochs": 1, "eval_episodes": 0, "eval_every": 1, "checkpoints": 1, "restores": 0}
 
 
 def prepare(cfg: Config, job):
@@ -419,27 +424,32 @@ def prepare(cfg: Config, job):
     for wrong, text in (
             (cfg.lora_rank not in ENGINE_RANKS,
              f"--lora-rank must be one of {', '.join(map(str, ENGINE_RANKS))}, not {cfg.lora_rank}."),
-            (cfg.group_size < 2,
-             f"--group-size must be at least 2, not {cfg.group_size}: an episode is compared with its group."),
             (cfg.task_weights and len(cfg.task_weights) != len(tasks), "--task-weights needs one number per task."),
             (cfg.advantage == "ppo" and cfg.credit != "episode",
              "--advantage ppo finds the credit of every token itself: leave out --credit.")):
         if wrong:
             raise UserError(text)
+    for name, least in AT_LEAST.items():
+        if getattr(cfg, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least:g}, not {getattr(cfg, name)}.")
     if cfg.model == "auto":
         import torch
         cfg.model = "Qwen/Qwen3-4B-Instruct-2507" if torch.cuda.is_available() else "tiny"
     path = None if cfg.model == "tiny" else resolve_model(cfg.model)
     tiny = path is None or path.is_tiny
     cfg.backend, why = env.pick_backend(cfg.backend, cfg.image, tiny)
+    for task in tasks:
+        env.check_needs(task, cfg.backend, cfg.network, cfg.hf_cache)
     _, _, low, high = LOSSES[cfg.loss]
     left_open = {
         "max_reply_tokens": 160 if tiny else 2048, "max_observation_tokens": 256 if tiny else 2048,
         "context": 2048 if tiny else 16384, "lr": 1e-3 if tiny else 2e-5, "micro_tokens": 8192 if tiny else 16384,
         "clip_low": low, "clip_high": high, "max_groups": 2 * cfg.groups, "task_weights": (1.0,) * len(tasks),
-        "name": f"grpo-{'+'.join(cfg.task)}-{cfg.model.strip('/').split('/')[-1]}-{cfg.seed}"}
+        "name": f"grpo-{'+'.join(cfg.task)}-{cfg.model.strip('/').removesuffix('/best').split('/')[-1]}-{cfg.seed}"}
     for key, value in left_open.items():
         setattr(cfg, key, getattr(cfg, key) or value)
+    if cfg.max_reply_tokens >= cfg.context:
+        raise UserError(f"--max-reply-tokens {cfg.max_reply_tokens} leaves no room for a prompt in --context {cfg.context}.")
     run = None
     if job.rank == 0:
         run = viz.open_run(f"logs/{cfg.name}", asdict(cfg), resume_ok_keys=MAY_CHANGE)
@@ -472,13 +482,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (UserError, ModelError) as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        print(f"{error.strerror}; what is there is whole. The same command goes on after the last step.", file=sys.stderr)
-        sys.exit(2)
+    viz.one_sentence(main)

@@ -19,10 +19,12 @@ What is known of vLLM's insides is in weights.py.
 
 import asyncio
 import contextlib
+import io
 import itertools
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -89,12 +91,13 @@ class Policy:
     packing: sequences one after the other in a row instead of padded rows (see `_packed`).
     share_base: on a GPU the trainer uses the engine's copy of the base weights. Its mapping is tested on a CPU with a
     stand-in for the engine; it has not been run on a GPU yet. `verify()` would stop a run in which it were wrong.
+    trains: False for search and evaluation: the trainer's copy of the model stays out of the GPU.
     """
 
     def __init__(self, path: ModelPath, context: int = 4096, temperature: float = 1.0, lora_rank: int = 16,
                  lora_alpha: int = 32, seed: int = 0, max_batch: int = 64, gpu_memory: float = 0.45,
                  value_head: bool = False, checkpointing: bool = False, packing: bool = False,
-                 share_base: bool = False):
+                 share_base: bool = False, trains: bool = True):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")   # in this process: nothing runs unless stepped
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")           # GiB
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -123,7 +126,8 @@ class Policy:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path.base)
         self._build_engine(path.base, lora_rank, seed, max_batch, gpu_memory)    # first: it reseeds global generators
         torch.manual_seed(seed)
-        self._build_trainer(path.base, lora_rank, lora_alpha, checkpointing, share_base and self.device == "cuda")
+        self._build_trainer(path.base, lora_rank, lora_alpha, checkpointing, share_base and self.device == "cuda",
+                            self.device if trains else "cpu")
         self.value_head = None
         if value_head:      # V = 0 everywhere at the start: the first advantages are plain returns
             self.value_head = torch.nn.Linear(self.model.config.hidden_size, 1, device=self.device)
@@ -241,7 +245,8 @@ class Policy:
 
     # ------------------------------------------------------------------------------------------ training
 
-    def _build_trainer(self, base: str, rank: int, alpha: int, checkpointing: bool, share_base: bool) -> None:
+    def _build_trainer(self, base: str, rank: int, alpha: int, checkpointing: bool, share_base: bool,
+                       device: str) -> None:
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM
 
@@ -251,7 +256,7 @@ class Policy:
                 model = on_weights_of(served_model(self.engine), base, self.dtype, self.device)
             except (AttributeError, KeyError, RuntimeError, ValueError) as error:
                 print(f"base weights cannot be shared ({error}): engine and trainer have a copy each", file=sys.stderr)
-        model = model or AutoModelForCausalLM.from_pretrained(base, dtype=self.dtype).to(self.device)
+        model = model or AutoModelForCausalLM.from_pretrained(base, dtype=self.dtype).to(device)
         config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=LORA_LAYERS,
                             task_type="CAUSAL_LM")
         self.model = get_peft_model(model, config)      # adapters stay fp32 whatever the base is
@@ -331,8 +336,15 @@ class Policy:
     # ------------------------------------------------------------------------------------------ from trainer to engine
 
     def sync(self) -> None:
-        """Copies the trained adapter into the running engine; requests sent from now on are sampled from it."""
+        """Copies the trained adapter into the running engine; requests sent from now on are sampled from it.
+
+        Raises ModelError when the engine does not hold it afterwards.
+        """
         self._slots.push()
+        off, largest = self._slots.difference()
+        if off:         # also where a value is no number
+            raise ModelError(f"the sync did not arrive: the engine's LoRA weights differ from the trainer's by {off:.2g}, "
+                             f"which are at most {largest:.2g}; not training on samples of another policy")
         self.version += 1
         self.engine.reset_prefix_cache()        # frees stale blocks when idle; correctness comes from the salt
 
@@ -373,8 +385,19 @@ class Policy:
     # ------------------------------------------------------------------------------------------ disk
 
     def save(self, folder) -> None:
-        """Writes the adapter as plain peft files (adapter_config.json, adapter_model.safetensors)."""
-        self.model.save_pretrained(folder)
+        """Writes the adapter as plain peft files (adapter_config.json, adapter_model.safetensors), the value head beside
+        them. Raises OSError when the disk is full."""
+        import torch
+        from safetensors import SafetensorError
+        try:
+            self.model.save_pretrained(folder)
+        except SafetensorError as error:        # "... No space left on device (os error 28)"
+            number = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else error
+        if self.value_head:
+            buffer = io.BytesIO()               # torch.save itself turns a full disk into a RuntimeError
+            torch.save(self.value_head.state_dict(), buffer)
+            (Path(folder) / "value_head.pt").write_bytes(buffer.getvalue())
 
     def load(self, folder) -> None:
         """Reads an adapter written by `save`; call `sync()` afterwards. Raises ModelError when it does not fit."""
@@ -384,6 +407,9 @@ class Policy:
             result = set_peft_model_state_dict(self.model, load_file(Path(folder) / "adapter_model.safetensors"))
         except (OSError, RuntimeError) as error:
             raise ModelError(f"cannot load the adapter in {folder}: {str(error).splitlines()[0]}") from None
+        if self.value_head and (Path(folder) / "value_head.pt").is_file():
+            import torch
+            self.value_head.load_state_dict(torch.load(Path(folder) / "value_head.pt", map_location=self.device, weights_only=True))
         if result.unexpected_keys:
             raise ModelError(f"the adapter in {folder} has layers this model lacks, e.g. {result.unexpected_keys[0]}")
 

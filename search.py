@@ -11,13 +11,15 @@ One node:
 2. propose: the model lists strategies with their probabilities (parts/ideas.py), and one of them is taken
 3. expand: an episode in a copy of the parent's files, without its artefact, told a bounded summary instead of its talk
 4. the validation part scores it; a failure is a node as well, and can be debugged; one line goes to journal.jsonl
+
 At the end the best node by validation is scored, once, on the test part.
 
 How it departs from what is usual:
 1. Rules see `gain` only (tasks.improvement: 0 baseline, 1 reference), so none of them knows about metrics and directions.
 2. A budget of K executes K nodes: failures count, in the budget and in every table. A sandbox fault is never a score.
 3. The journal is the checkpoint: ids, decisions, ideas and counts are rebuilt from it, files from nodes/<id>.tar.
-4. Seeds come from (seed, node id): bfs grows the same tree with any number of workers.
+4. Seeds come from (seed, node id): bfs grows the same tree with any number of workers (not with prompts that hold what
+   happened meanwhile: --scope global, --reflection).
 """
 
 import asyncio
@@ -57,6 +59,7 @@ class Config:
     url: str = "http://localhost:8000/v1"  # of that endpoint; its key is read from $OPENAI_API_KEY
     price: tuple[float, float] = (0.0, 0.0)  # dollars per million prompt and sampled tokens, for the sum in result.json
     name: str = ""  # run directory logs/<name>; empty: search-<task>-<mode>-<model>-<seed>
+    gpu_memory: float = 0.85  # share of the GPU for the engine: its weights and its KV cache
     workers: int = 4  # nodes that run at once
     # budget of a tree: whichever is used up first; 0: no limit
     nodes: int = 12  # executed nodes, failed ones count
@@ -99,6 +102,8 @@ class Config:
     node_minutes: float = 30.0  # time limit of one node
     backend: Literal["auto", "docker", "local"] = "auto"  # auto: docker when daemon and image are there
     image: str = env.IMAGE  # Docker image of the sandboxes
+    network: bool = False  # tasks that ask for the network get it
+    hf_cache: str = ""  # Hugging Face cache of this machine to mount for them instead, read-only (docker)
     mlgym_root: str = ""  # an MLGym checkout; empty: $MLGYM_ROOT
     mledojo_root: str = ""  # an MLE-Dojo folder; empty: $MLEDOJO_ROOT
     # also to
@@ -229,7 +234,7 @@ class Counted:
 async def play(t: Tree, node: Node, parents: list[Node]) -> tuple[env.Episode, bytes]:
     """The node's episode in a sandbox of its own, and a tar of the files it left. A fault is an episode with status "fault"."""
     cfg, files = t.cfg, b""
-    box = Attempt(t.task, cfg.backend, node.seed, cfg.image)
+    box = Attempt(t.task, cfg.backend, node.seed, cfg.image, cfg.network, cfg.hf_cache)
     box.enough = lambda step: bool(cfg.end_on == "validate" and step.score and step.score.valid or 0 < cfg.tokens <= t.tokens())
     about_tree = "\n".join(filter(None, [node.decision.get("reflection"), summary(t)]))
     left = 60 * cfg.minutes - t.elapsed() if cfg.minutes else math.inf
@@ -262,7 +267,7 @@ async def expand(t: Tree, node: Node) -> None:
             break
     last, score = episode.turns[-1] if episode.turns else {}, episode.score
     node.status, node.actions, node.kept, node.time = episode.status, episode.turns, bool(files), time.time()
-    if node.status == "submit" and last["action"].strip() != "submit":
+    if node.status == "submit" and last["status"] != "submit":
         node.status = "validated" if last["status"] == "validate" else "stopped"
     if score and score.valid:
         node.score, node.gain, node.valid = score.value, improvement(score.value, t.task), True
@@ -273,7 +278,7 @@ async def expand(t: Tree, node: Node) -> None:
     node.diff = "".join("".join(difflib.unified_diff(old.get(name, "").splitlines(True), text.splitlines(True), name, name))
                         for name, text in node.code.items()) if parents else ""
     if files:
-        viz.write_whole(t.run.dir / "nodes" / f"{node.id}.tar", files)
+        await env.in_thread(viz.write_whole, t.run.dir / "nodes" / f"{node.id}.tar", files)
     segments = [asdict(segment) for segment in episode.segments] if t.cfg.engine != "api" else []       # what one can train on
     t.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id, "group": node.parent, "segments": segments}])
     node.seconds, node.elapsed = time.monotonic() - start, t.elapsed()
@@ -291,7 +296,7 @@ async def close(t: Tree) -> None:
         test = {key: known[key] for key in ("test_score", "test_error", "gap")}
     elif best.id == "0" or len(t.task.splits) == 1 or not best.kept:
         test = {"test_score": best.score if len(t.task.splits) == 1 else None, "gap": None,
-                "test_error": "" if best.kept or best.id == "0" else "the files of the best node were too large to keep"}
+                "test_error": "" if best.kept or best.id == "0" else "the files of the best node could not be kept"}
     else:
         score = await test_score(t, best)       # valid on one part and not on the other: worth the baseline
         value = score.value if score.valid else t.task.baseline
@@ -302,7 +307,7 @@ async def close(t: Tree) -> None:
 
 async def test_score(t: Tree, node: Node) -> env.Score:
     for last in (False, True):
-        box = Attempt(t.task, t.cfg.backend, node.seed, t.cfg.image)
+        box = Attempt(t.task, t.cfg.backend, node.seed, t.cfg.image, t.cfg.network, t.cfg.hf_cache)
         try:
             await env.in_thread(box.restore, t.files_of(node), False)
             return await env.in_thread(box.score, t.task.splits[-1])
@@ -380,14 +385,20 @@ def prepare(cfg: Config):
             raise UserError(f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {getattr(cfg, name)}.")
     if not (cfg.task and cfg.sampling_mode and cfg.seed and cfg.signals):
         raise UserError("--task, --sampling-mode, --seed and --signals need at least one value each.")
+    if cfg.engine == "api" and cfg.model == "auto":
+        raise UserError("--engine api needs --model: the name under which the endpoint knows it.")
     if cfg.model == "auto":
         import torch
         cfg.model = "Qwen/Qwen3-4B-Instruct-2507" if torch.cuda.is_available() else "tiny"
     path = None if cfg.engine == "api" or cfg.model == "tiny" else resolve_model(cfg.model)
     tiny = cfg.engine != "api" and (path is None or path.is_tiny)
     cfg.backend, why = env.pick_backend(cfg.backend, cfg.image, tiny)
+    for task in tasks:
+        env.check_needs(task, cfg.backend, cfg.network, cfg.hf_cache)
     for name, for_tiny, otherwise in (("max_reply_tokens", 160, 2048), ("max_observation_tokens", 256, 2048), ("context", 2048, 16384)):
         setattr(cfg, name, getattr(cfg, name) or (for_tiny if tiny else otherwise))
+    if cfg.max_reply_tokens >= cfg.context:
+        raise UserError(f"--max-reply-tokens {cfg.max_reply_tokens} leaves no room for a prompt in --context {cfg.context}.")
     model = cfg.model.strip("/").removesuffix("/best").split("/")[-1]
     kind = "search" if cfg.select == "bfs" else f"search-{cfg.select}"
     cells, trees = list(itertools.product(tasks, dict.fromkeys(cfg.sampling_mode), dict.fromkeys(cfg.seed))), []
@@ -410,7 +421,8 @@ def make_policy(cfg: Config, path):
     if cfg.engine == "hf":
         from policy import Transformers
         return Transformers(path, context=cfg.context, temperature=cfg.temperature)
-    return Policy(path, context=cfg.context, temperature=cfg.temperature, seed=cfg.seed[0], max_batch=max(8, cfg.workers))
+    return Policy(path, context=cfg.context, temperature=cfg.temperature, seed=cfg.seed[0], max_batch=max(8, cfg.workers),
+                  gpu_memory=cfg.gpu_memory, trains=False)
 
 
 def main() -> None:
@@ -464,8 +476,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (UserError, ModelError) as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    viz.one_sentence(main)

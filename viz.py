@@ -23,9 +23,9 @@ from typing import Literal
 import tyro
 
 from parts import plots, searchplots
-from parts.runs import (Record, Run, duration, find_runs, json_line, number, open_run, parse_config,  # noqa: F401
-                        plain, read_mapping,
-                  read_rows, read_run, step_line, temporary, to_disk, transcripts, write_whole)
+from parts.runs import (Record, Run, duration, find_runs, json_line, number, one_sentence, open_run,  # noqa: F401
+                        parse_config, plain, read_mapping, read_rows, read_run, step_line, temporary, to_disk, transcripts,
+                        write_whole)
 from tasks import UserError
 
 
@@ -84,7 +84,7 @@ def facts(item: dict) -> list[tuple[str, str]]:
 
 def show(item: dict) -> str:
     """One transcript, as a person reads it."""
-    lines = [paint(f"{item['id']}  {score_text(item)}", "bold")]
+    lines = [paint(f"{clean(item['id'])}  {score_text(item)}", "bold")]
     lines += [f"{name:12} {paint(clean(text), COLOUR_OF.get(text, 'bold')) if name == 'outcome' else clean(text)}"
               for name, text in facts(item)]
     for turn_number, turn in enumerate(item["turns"], 1):
@@ -114,7 +114,7 @@ def side_by_side(a: dict, b: dict) -> str:
             lines.append(paint(out, colour) if colour else out)
 
     lines = []
-    columns(a["id"], b["id"], "bold")
+    columns(clean(a["id"]), clean(b["id"]), "bold")
     names = dict.fromkeys(name for item in (a, b) for name, _ in facts(item))
     for name in names:
         left, right = dict(facts(a)).get(name, "-"), dict(facts(b)).get(name, "-")
@@ -146,8 +146,8 @@ def list_lines(record: Record, status: str) -> list[str]:
     for id, (_, depth, _) in searchplots.layout(record.rows).items():
         if id in by_id:
             item = by_id[id]
-            line = (f"{'* ' if id in path else '  '}{'  ' * (0 if status else min(depth, 20))}{id:<10} "
-                    f"{paint(f'{score_text(item):>8}', COLOUR_OF[item['outcome']])}  {item['op']:<9} "
+            line = (f"{'* ' if id in path else '  '}{'  ' * (0 if status else min(depth, 20))}{clean(id):<10} "
+                    f"{paint(f'{score_text(item):>8}', COLOUR_OF[item['outcome']])}  {clean(item['op']):<9} "
                     f"{clean(item['idea'] or item['status'])}")
             lines.append(line[:160])
     return lines
@@ -187,7 +187,7 @@ def summary(directory) -> str:
     lines = [plots.heading(record), ""]
     lines += [*step_summary(record.rows), *alarms(record.rows)] if record.kind == "grpo" else node_summary(record)
     lines.append("")
-    for key, value in record.result.items():
+    for key, value in (record.result | {"status": record.status}).items():
         parts = value.items() if isinstance(value, dict) else [("", value)]
         lines.append(f"{key:20} " + "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else clean(f"{k} {v}")
                                               for k, v in parts).strip())
@@ -235,16 +235,18 @@ def node_summary(record: Record) -> list[str]:
 def plot(run_dir, format="png") -> list[Path]:
     """Draw the views of one run into its directory: curves (training), or tree and search (search).
 
-    format: png, pdf or svg. Returns the paths. Raises UserError when there is nothing to draw.
+    format: png, pdf or svg; the last two for papers: each panel also alone, in panels/. Returns the paths. Raises UserError when there is nothing to draw.
     """
     record = run_dir if isinstance(run_dir, Record) else read_run(run_dir)
     groups = [plots.Group(record.name, plots.BLUE, [record])]
+    panels = plots.TRAINING if record.kind == "grpo" else searchplots.SEARCH
+    single = [] if format == "png" else plots.save_panels(panels, groups, record.dir / "panels", format)
     if record.kind == "grpo":
         with plots.figure_of(19, 11.5) as figure:
             plots.draw_panels(figure, plots.TRAINING, groups, 4)
             bold = f"   (bold: running mean of {plots.window_of(record.rows)} steps)"
             figure.suptitle(plots.shorten(plots.heading(record), 200) + bold)
-            return [plots.save(figure, record.dir / f"curves.{format}")]
+            return [plots.save(figure, record.dir / f"curves.{format}"), *single]
     with plots.figure_of(*searchplots.tree_size(record)) as figure:
         searchplots.draw_tree(figure, record)
         figure.suptitle(plots.shorten(plots.heading(record), 120), fontsize=10)
@@ -252,12 +254,13 @@ def plot(run_dir, format="png") -> list[Path]:
     with plots.figure_of(15, 8.5) as figure:
         plots.draw_panels(figure, searchplots.SEARCH, groups, 3)
         figure.suptitle(plots.shorten(plots.heading(record), 160))
-        return [*paths, plots.save(figure, record.dir / f"search.{format}")]
+        return [*paths, plots.save(figure, record.dir / f"search.{format}"), *single]
 
 
-def refresh(records: list[Record], options: Options, folder: Path) -> list[Path]:
+def refresh(records: list[Record], options: Options) -> list[Path]:
     """All pictures and pages of these runs: one run in its own directory, several in the one that holds them."""
-    paths = []
+    paths, several = [], options.runs[0] if len(options.runs) == 1 else folder_of(options.runs)
+    folder = records[0].dir if len(records) == 1 else several
     if len(records) == 1:
         paths += plot(records[0], options.format)
     else:
@@ -269,7 +272,7 @@ def refresh(records: list[Record], options: Options, folder: Path) -> list[Path]
     return paths
 
 
-def watch(options: Options, folder: Path):
+def watch(options: Options):
     """Prints what is new and refreshes the views, until no process writes these runs any more."""
     printed, stamp, said = {}, None, set()
     while True:
@@ -277,7 +280,7 @@ def watch(options: Options, folder: Path):
         for sentence in {*wrong} - said:
             print(paint(f"waiting: {sentence}", "grey"), flush=True)
             said.add(sentence)
-        now = [(record.dir, len(record.rows), record.result.get("status")) for record in records]
+        now = [(record.dir, len(record.rows), record.status) for record in records]
         if records and now != stamp:
             stamp = now
             for record in records:
@@ -286,9 +289,9 @@ def watch(options: Options, folder: Path):
                     printed[record.dir] = printed.get(record.dir, 0) + 1
             start = time.monotonic()
             send(records, options)
-            paths = refresh(records, options, folder)
+            paths = refresh(records, options)
             time.sleep(min(60.0, 2 * (time.monotonic() - start)))  # at most a third of one processor
-        elif records and not wrong and not any(record.running for record in records):
+        elif records and (not wrong or len(options.runs) > 1) and not any(record.running for record in records):
             print(*(f"wrote {path}" for path in paths), sep="\n")
             return
         else:
@@ -318,7 +321,7 @@ def main(options: Options):
     if not options.runs:
         raise UserError("Name one or more run directories: python viz.py logs/<run>")
     if options.watch:
-        return watch(options, options.runs[0] if len(options.runs) == 1 else folder_of(options.runs))
+        return watch(options)
     records, wrong = find_runs(options.runs)
     if not records or wrong and len(options.runs) == 1:
         raise UserError("\n".join(wrong) or "No run there.")
@@ -332,8 +335,7 @@ def main(options: Options):
     else:
         from parts import compare
         print(compare.table(records))
-    folder = options.runs[0] if len(options.runs) == 1 else folder_of(options.runs)
-    print("", *(f"wrote {path}" for path in refresh(records, options, folder)), sep="\n")
+    print("", *(f"wrote {path}" for path in refresh(records, options)), sep="\n")
 
 
 def texts(records: list[Record], options: Options) -> list[str]:

@@ -173,7 +173,7 @@ def draw_heat_map(axis, figure, rows, done):
     image = axis.imshow(gains, cmap="PuOr_r", vmin=-limit, vmax=limit, aspect="auto")
     for r in rows:
         spread = "" if r["std"] is None else f" ± {r['std']:.3g}"
-        fail = f"{r['failed']} of {r['nodes']} {done} failed" + (f", {r['faults']} faults" if r["faults"] else "")
+        fail = f"{r['failed']} of {r['nodes']} {done} failed" + (f"\n{r['faults']} faults" if r["faults"] else "")
         axis.text(groups.index(r["mode"]), tasks_.index(r["task"]), f"{r['mean']:.4g}{spread}\nN={r['n']}\n{fail}",
                   ha="center", va="center",
                   fontsize=9, color="white" if abs(r["gain"]) > 0.7 * limit else "black")

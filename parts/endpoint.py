@@ -104,7 +104,7 @@ class Endpoint:
                     except ValueError:
                         raise ModelError(f"{self.url} does not answer in JSON: {response.text[:200]!r}") from None
                 problem = f"{response.status_code}, {' '.join(response.text.split())[:300]}"
-                if response.status_code == 400 and self._can_adapt(response.text):
+                if response.status_code == 400 and self._can_adapt(response.text, asked):
                     continue
                 if response.status_code not in (408, 409, 425, 429) and response.status_code < 500:
                     if response.status_code == 400 and any(words in response.text for words in TOO_LONG):
@@ -115,12 +115,15 @@ class Endpoint:
                 await asyncio.sleep(pause)
         raise ModelError(f"{self.url} does not answer after {self.retries + 1} attempts: {problem}")
 
-    def _can_adapt(self, text: str) -> bool:
-        """Some endpoints call the limit of a reply otherwise, some take no seed; each is found out once."""
-        if "max_completion_tokens" in text and self.limit_name == "max_tokens":
+    def _can_adapt(self, text: str, asked: dict) -> bool:
+        """Some endpoints call the limit of a reply otherwise, some take no seed: whether to ask again in another way.
+        Judged by what was asked: requests that run meanwhile find out the same."""
+        if any(words in text for words in TOO_LONG):
+            return False
+        if "max_completion_tokens" in text and "max_tokens" in asked:
             self.limit_name = "max_completion_tokens"
             return True
-        if "seed" in text and self.with_seed:
+        if "seed" in text and "seed" in asked:
             self.with_seed = False
             return True
         return False

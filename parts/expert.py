@@ -156,7 +156,7 @@ class World:
 
 def worlds(backend: str, progress) -> dict[str, World]:
     """The world of every task, all actions played, as many at once as there are cores. progress(done, total)."""
-    made = {name: World(load_task(name), table(), backend) for name, table in TABLES.items()}
+    made = {name: World(load_task(name, "", ""), table(), backend) for name, table in TABLES.items()}
     todo = [(world, action) for world in made.values() for action in world.actions()]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for done, _ in enumerate(pool.map(lambda job: job[0].play(job[1]), todo), 1):

@@ -116,8 +116,9 @@ def alarms(row: dict, rows: list[dict]) -> list[str]:
 # ---------------------------------------------------------------------------------------------- guard
 
 
-def collapse(rows: list[dict], kl_limit: float, window: int = 5) -> str:
-    """Why the policy counts as collapsed after the last row, or "". rows: since the last restore.
+def collapse(rows: list[dict], kl_limit: float, best: dict | None = None, window: int = 5) -> str:
+    """Why the policy counts as collapsed after the last row, or "". rows: since the last restore; best: the evaluation
+    of the adapter that a restore would go back to (the untrained one's at first).
 
     Rewards and held-out scores fall by chance, too: a fall counts from four standard errors on (windows overlap and
     there are many of them), for the held-out score from three.
@@ -125,17 +126,19 @@ def collapse(rows: list[dict], kl_limit: float, window: int = 5) -> str:
     last = rows[-1]
     if len(rows) >= 3 and all(r.get("skipped") for r in rows[-3:]):
         return "three updates in a row had to be skipped"
-    if len(rows) >= 3 and all(r.get("kl", 0) > kl_limit for r in rows[-3:]):
+    if len(rows) >= 3 and all((r.get("kl") or 0) > kl_limit for r in rows[-3:]):
         return f"KL to the base was above {kl_limit:g} nats per token for three steps"
     evaluated = [r for r in rows if "eval_gain" in r]
     if evaluated and evaluated[-1] is last:
+        if best:
+            evaluated.append({f"eval_{key}": best[key] for key in ("gain", "gain_stderr")} | {"step": best["step"]})
         best = max(evaluated, key=lambda r: r["eval_gain"])
         fall = best["eval_gain"] - last["eval_gain"]
         error = max(0.02, sqrt(best["eval_gain_stderr"] ** 2 + last["eval_gain_stderr"] ** 2))   # equal scores: 0
         if fall > 3 * error:
             return (f"held-out improvement fell from {best['eval_gain']:.3f} (step {best['step']}) to "
                     f"{last['eval_gain']:.3f}, {fall / error:.1f} standard errors")
-    if len(rows) >= 2 * window:
+    if len(rows) >= 2 * window and not any("." in key for key in last):     # several tasks: their mixture changes
         ends = range(window, len(rows) + 1)
         means = [fmean(r["reward_mean"] for r in rows[end - window:end]) for end in ends]
         top = max(range(len(means)), key=means.__getitem__)

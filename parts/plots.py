@@ -17,7 +17,7 @@ from parts.runs import Record, duration, number, temporary
 # Okabe and Ito's colours: told apart with any kind of colour vision, and in grey print
 BLACK, ORANGE, GREEN, BLUE, RED, PINK, SKY = "#000000", "#E69F00", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#56B4E9"
 COLOURS = [BLUE, RED, GREEN, ORANGE, PINK, SKY, BLACK]
-STYLE = {"font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold", "axes.grid": True, "grid.alpha": 0.25,
+STYLE = {"font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold", "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.25,
          "axes.spines.top": False, "axes.spines.right": False, "legend.fontsize": 9, "legend.framealpha": 0.7,
          "figure.dpi": 110, "pdf.fonttype": 42, "svg.fonttype": "none"}
 
@@ -101,13 +101,15 @@ def draw_key(axis, groups, key, label="", colour=None, dashed=False):
         steps, mids, stds = measured(steps, mids, stds)
         if not steps:
             continue
+        window = window_of(steps)
         look = {"color": colour if colour and len(groups) == 1 else group.colour, "linestyle": "--" if dashed else "-"}
         if len(group.runs) == 1:
             axis.plot(steps, mids, alpha=0.3, linewidth=1, marker="." if len(steps) < 40 else None, **look)
         else:
+            mids, stds = running_mean(mids, window), running_mean(stds, window)
             axis.fill_between(steps, [m - s for m, s in zip(mids, stds)], [m + s for m, s in zip(mids, stds)],
                               color=look["color"], alpha=0.15, linewidth=0)
-        axis.plot(steps, running_mean(mids, window_of(steps)), linewidth=2.2, label=label if len(groups) == 1 else None,
+        axis.plot(steps, mids if len(group.runs) > 1 else running_mean(mids, window), linewidth=2.2, label=label if len(groups) == 1 else None,
                   **look)
     if len(groups) > 1 and label:  # groups have their names below the figure; here only what the line style means
         axis.plot([], [], color="#888888", linestyle="--" if dashed else "-", label=label)
@@ -130,7 +132,8 @@ def draw_evaluations(axis, group, colour, with_label):
     steps = by_step(group, "score_mean")[0]
     for key, mark, part in ("mean", "D", "validation"), ("test_mean", "*", "held-out test"):
         texts = []
-        for when, x in ("before", steps[0] - 1), ("after", steps[-1] + 1):
+        gap = 0 if key == "mean" else max(1, len(steps) / 25)  # beside the other mark, not over it
+        for when, x in ("before", steps[0] - 1 - gap), ("after", steps[-1] + 1 + gap):
             found = [run.result[when] for run in group.runs if isinstance(run.result.get(when), dict)]
             values = [v for each in found if (v := number(each.get(key))) is not None]
             if values:
@@ -203,7 +206,7 @@ TRAINING = [  # title, x axis, y axis, what draws it
     ("KL to the base model", STEPS, "nats per token", keys(("kl", "", RED))),
     ("Clipped tokens", STEPS, "share, 0 to 1", keys(("clip_share", "", RED))),
     ("Engine against trainer", STEPS, "log-prob difference, nats", draw_gap),
-    ("Gradient norm", STEPS, "before clipping", keys(("grad_norm", "", GREEN))),
+    ("Gradient norm", STEPS, "gradient norm, before clipping", keys(("grad_norm", "", GREEN))),
     ("Time per step", STEPS, "seconds", draw_seconds),
     ("Throughput", STEPS, "sampled tokens per second", keys(("tokens_per_second", "", BLACK))),
 ]
@@ -224,7 +227,9 @@ def figure_of(width: float, height: float):
     from matplotlib.figure import Figure
 
     with rc_context(STYLE):
-        yield Figure(figsize=(width, height), layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
+        yield figure
 
 
 def draw_panel(axis, panel, groups):
@@ -236,13 +241,15 @@ def draw_panel(axis, panel, groups):
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.margins(y=0.1)
     draw(axis, groups)
+    if y.startswith("share"):
+        axis.set_ylim(-0.03, 1.03)
     if not axis.has_data():
         axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center", color="#888888")
     labels = axis.get_legend_handles_labels()[1]
-    if len(labels) > 4:  # above the curves, not over them
+    if len(labels) > 4 or title in ("Scores", "Outcomes"):  # above the curves, not over them
         low, high = axis.get_ylim()
-        axis.set_ylim(low, high + 0.45 * (high - low))
-        axis.legend(loc="upper center", ncols=2, fontsize=8, frameon=False, columnspacing=0.8, handlelength=1.4)
+        axis.set_ylim(low, high + (0.45 if len(labels) > 4 else 0.16) * (high - low))
+        axis.legend(loc="upper center", ncols=2 if len(labels) > 4 else 3, fontsize=8, frameon=False, columnspacing=0.8, handlelength=1.4)
     elif labels:
         axis.legend()
 
@@ -251,6 +258,18 @@ def draw_panels(figure, panels, groups: list[Group], columns: int):
     """All panels of one kind, in rows."""
     for axis, panel in zip(figure.subplots(len(panels) // columns, columns).ravel(), panels):
         draw_panel(axis, panel, groups)
+
+
+def save_panels(panels, groups: list[Group], folder: Path, format: str) -> list[Path]:
+    """Each panel as a figure of its own, as wide as a column of text."""
+    folder.mkdir(exist_ok=True)
+    paths = []
+    for place, panel in enumerate(panels, 1):
+        with figure_of(4.5, 3.2) as figure:
+            draw_panel(figure.subplots(), panel, groups)
+            name = re.sub(r"\W+", "-", panel[0].lower())
+            paths.append(save(figure, folder / f"{place:02d}-{name}.{format}"))
+    return paths
 
 
 def save(figure, path: Path) -> Path:

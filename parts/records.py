@@ -3,6 +3,7 @@
 Every rank calls these functions; only rank 0 has a `run` and writes.
 """
 
+import io
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,11 +39,15 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
         way = "higher" if t.higher_is_better else "lower"
         print(f"task     {t.name}: {t.metric}, {way} is better, baseline {t.baseline:.4g}")
     stand_in = "  (a stand-in: it knows only the built-in tasks; for trials, not for results)" if path.is_tiny else ""
-    print(f"model    {path.adapter or path.base}{stand_in}\n"
+    print(f"model    {short(path.adapter or path.base)}{stand_in}\n"
           f"sandbox  {why}\n"
           f"plan     {cfg.steps} steps x {cfg.groups} groups x {cfg.group_size} episodes, {cfg.advantage} advantage, "
           f"{cfg.loss} loss\n"
           f"run      {run.dir}   (python viz.py {run.dir})", flush=True)
+
+
+def short(path) -> str:
+    return str(path).replace(str(Path.home()), "~", 1)
 
 
 def farewell(run) -> None:
@@ -92,8 +97,9 @@ def record(policy, optimizer, cfg, run, state: State, groups: list[Group], row: 
     state.version = policy.version
     with run.checkpoint(row["step"], keep=cfg.checkpoints) as folder:
         policy.save(folder)
-        torch.save({"optimizer": optimizer.state_dict(), "state": asdict(state),
-                    "value_head": policy.value_head and policy.value_head.state_dict()}, folder / "trainer.pt")
+        buffer = io.BytesIO()           # torch.save itself turns a full disk into a RuntimeError
+        torch.save({"optimizer": optimizer.state_dict(), "state": asdict(state)}, buffer)
+        (folder / "trainer.pt").write_bytes(buffer.getbuffer())
     print(run.step_line(row), *(f"      ! {alarm}" for alarm in row["alarms"]), sep="\n", flush=True)
     run.plot()
 
@@ -110,8 +116,6 @@ def resume(policy, optimizer, run, job) -> tuple[State, list[dict]]:
     policy.load(folder)
     saved = torch.load(folder / "trainer.pt", map_location=policy.device, weights_only=True)
     optimizer.load_state_dict(saved["optimizer"])
-    if policy.value_head:
-        policy.value_head.load_state_dict(saved["value_head"])
     policy.version = saved["state"]["version"]
     say(job, f"resumed after step {step} from {folder}")
     return State(**saved["state"]), rows

@@ -111,7 +111,7 @@ def run_of(record: Record) -> dict:
     return {"name": record.name, "kind": record.kind, "heading": plots.heading(record),
             "metric": str(record.result.get("metric", "score")),
             "lower": record.result.get("higher_is_better") is False, "baseline": number(record.result.get("baseline")),
-            "status": "running" if record.running else str(record.result.get("status", "")), "path": path,
+            "status": record.status, "path": path,
             "root": list(searchplots.layout(record.rows)["0"][:2]) if record.kind == "search" else None,
             "result": [[key, text_of(value)] for key, value in record.result.items()],
             "config": [[key, text_of(value)] for key, value in record.config.items()]}

@@ -12,7 +12,9 @@ Nothing is ever half-written: files and folders get a temporary name first and a
 Only jsonl logs grow in place; a last line without its newline was cut by a crash, and does not count.
 """
 
+import errno
 import fcntl
+import functools
 import importlib.metadata
 import json
 import math
@@ -30,6 +32,7 @@ from pathlib import Path
 import tyro
 import yaml
 
+from parts.weights import ModelError
 from tasks import UserError
 
 HERE = Path(__file__).resolve().parents[1]
@@ -133,6 +136,21 @@ def parse_config(config_class, argv: list[str]):
     return tyro.cli(config_class, args=flags + argv, description=sys.modules["__main__"].__doc__)
 
 
+def one_sentence(main):
+    """Runs main(). What a person can mend is one sentence and exit code 2: UserError, ModelError, a full disk."""
+    try:
+        main()
+    except Exception as error:
+        cause = error
+        while isinstance(cause, ExceptionGroup):    # tasks that ran side by side: the first one that broke
+            cause = cause.exceptions[0]
+        full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not full and not isinstance(cause, (UserError, ModelError)):
+            raise
+        print(f"{cause.strerror}; what is there is whole. The same command goes on." if full else cause, file=sys.stderr)
+        sys.exit(2)
+
+
 def output_of(*command) -> str:
     """Output of a short command run beside this file, or why there is none. For provenance only."""
     try:
@@ -142,6 +160,7 @@ def output_of(*command) -> str:
     return (done.stdout or done.stderr).decode(errors="replace").strip()
 
 
+@functools.cache
 def describe_git() -> str:
     """Commit, uncommitted changes, and the new scripts that git does not know yet (a copied grpo.py, say)."""
     new = output_of("git", "ls-files", "--others", "--exclude-standard", "*.py", "*.yaml").splitlines()
@@ -150,6 +169,7 @@ def describe_git() -> str:
                       output_of("git", "diff", "HEAD"), *texts])
 
 
+@functools.cache
 def describe_machine() -> str:
     packages = sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions())
     gpu = output_of("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
@@ -313,7 +333,7 @@ class Run:
 
 # title, width, the row's keys, how to print them; the order never changes
 COLUMNS = [
-    ("step", 5, ("step",), "{:.0f}"),
+    ("step", 4, ("step",), "{:.0f}"),
     ("reward", 10, ("reward_mean", "reward_std"), "{:.2f}±{:.2f}"),
     ("score", 6, ("score_mean",), "{:.4g}"),
     ("best", 6, ("score_best",), "{:.4g}"),
@@ -325,9 +345,10 @@ COLUMNS = [
     ("kl", 7, ("kl",), "{:.1e}"),
     ("gap", 7, ("logprob_gap_max",), "{:.1e}"),
     ("grad", 5, ("grad_norm",), "{:.3f}"),
-    ("tok/s", 6, ("tokens_per_second",), "{:.0f}"),
-    ("s/step", 6, ("seconds",), "{:.1f}"),
-    ("sample/env/train", 16, ("seconds_sample", "seconds_env", "seconds_train"), "{:.1f}/{:.1f}/{:.1f}"),
+    ("tok/s", 5, ("tokens_per_second",), "{:.0f}"),
+    ("GiB", 4, ("memory_gb",), "{:.1f}"),  # at most: of the GPU, else of this process
+    ("sec", 5, ("seconds",), "{:.1f}"),
+    ("smpl/env/train", 14, ("seconds_sample", "seconds_env", "seconds_train"), "{:.1f}/{:.1f}/{:.1f}"),
 ]
 
 
@@ -368,6 +389,12 @@ class Record:
     def running(self) -> bool:
         """A living process writes it."""
         return self.result.get("status") == "running" and locked(self.dir)
+
+    @property
+    def status(self) -> str:
+        """That of result.json; "killed" when it says running and nobody writes it any more."""
+        status = str(self.result.get("status") or "unknown")
+        return "killed" if status == "running" and not self.running else status
 
 
 def locked(directory) -> bool:

@@ -72,7 +72,7 @@ def draw_distribution(axis, groups):
                      linewidths=0)
         if scores:
             axis.hlines(median(scores), place - 0.32, place + 0.32, color=colour, linewidth=2.5)
-    names = [f"{shorten(name, 22)}\nN={len(rows)}, {sum(number(row.get('score')) is None for _, row in rows)} failed"
+    names = [f"{shorten(name, 22)}\nN={len(rows)}, {sum(row['score'] is None and row.get('status') != 'fault' for _, row in rows)} failed"
              for name, rows in parts.items()]
     slanted = {"rotation": 25, "ha": "right"} if len(names) > 4 else {}
     axis.set_xticks(range(len(names)), names, fontsize=9, **slanted)
@@ -100,7 +100,7 @@ def draw_outcomes(axis, groups):
                       label=outcome)
         for place, count in enumerate(counts):
             if count:
-                axis.text(left[place] + count / 2, place, count, ha="center", va="center", fontsize=9, color="white",
+                axis.text(left[place] + count / 2, place, count, ha="center", va="center", fontsize=9, color="white" if colour == BLUE else BLACK,
                           fontweight="bold", bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5})
         left = [a + b for a, b in zip(left, counts)]
     axis.set_yticks(range(len(parts)), [shorten(name, 26) for name in parts])
@@ -125,13 +125,14 @@ def draw_diversity(axis, groups):
             name = "imported modules" if dashed else "model families named by ideas"
             colour = group.colour if len(groups) > 1 else (ORANGE if dashed else BLUE)
             text = name if group is groups[0] else None
-            axis.plot(range(longest), mids, color=colour, linestyle="--" if dashed else "-", linewidth=2, label=text)
-    distances = [d for group in groups for run in group.runs if isinstance(run.result.get("diversity"), dict)
-                 and (d := number(run.result["diversity"].get("idea_distance"))) is not None]
-    notes = [f"mean distance of ideas {mean(distances):.2f}"] * bool(distances)
+            axis.plot(range(longest), mids, color=colour, linestyle="--" if dashed else "-", linewidth=2, label=text,
+                      drawstyle="steps-post")
+        distances = [d for run in group.runs if isinstance(run.result.get("diversity"), dict)
+                     and (d := number(run.result["diversity"].get("idea_distance"))) is not None]
+        if distances:
+            what = f"{shorten(group.label, 16)}: " if len(groups) > 1 else ""
+            axis.plot([], [], " ", label=f"{what}mean distance of ideas {mean(distances):.2f}")
     axis.yaxis.get_major_locator().set_params(integer=True)
-    if notes:
-        axis.plot([], [], " ", label="\n".join(notes))
 
 
 def imports(code: dict) -> set[str]:
@@ -217,6 +218,7 @@ def draw_tree(figure, record: Record):
     from matplotlib.colors import Normalize
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Curve
+    from matplotlib.patheffects import withStroke
 
     rows, places, path = {row["id"]: row for row in record.rows}, layout(record.rows), best_path(record)
     axis, baseline = figure.subplots(), number(record.result.get("baseline"))
@@ -224,7 +226,8 @@ def draw_tree(figure, record: Record):
     everything = list(scores.values()) + ([] if baseline is None else [baseline])
     norm = Normalize(*colour_limits(record, everything or [0.0, 1.0]))
     shade = ScalarMappable(norm, "viridis_r" if record.result.get("higher_is_better") is False else "viridis")
-    modes = {row.get("mode") for row in record.rows} - {None, "", "none"}
+    modes = sorted({row["mode"] for row in record.rows} - {"", "none"})
+    edges = {mode: COLOURS[place % len(COLOURS)] for place, mode in enumerate(modes)} if len(modes) > 1 else {}
     crowded = len(places) > 90
     size = 45 if crowded else 110
     for id, (y, x, parent) in places.items():
@@ -244,14 +247,13 @@ def draw_tree(figure, record: Record):
                          linewidths=1.8, zorder=3)
         else:
             axis.scatter(x, y, s=size * (2.4 if id == "0" else 1), marker=shape, color=shade.to_rgba(score), zorder=3,
-                         edgecolors=BLACK, linewidths=1.8 if id in path else 0.5)
+                         edgecolors=edges.get(row.get("mode"), BLACK), linewidths=1.8 if id in path or edges else 0.5)
         if not crowded or id in path:
-            text = "baseline" if id == "0" else shorten(id if len(id) < 9 else f"…{id[-5:]}", 9)
-            value = "" if score is None else f" {score:.4g}"
-            mode = f" {shorten(row['mode'], 10)}" if len(modes) > 1 and row.get("mode") in modes else ""
-            axis.annotate(f"{text}{value}{mode}", (x, y), (0, 8 if id != "0" else 11), textcoords="offset points",
-                          ha="center",
-                          fontsize=7.5, fontweight="bold" if id in path else "normal", zorder=4)
+            text = "baseline" if id == "0" else id if len(id) < 9 else f"node {row.get('order', '?')}"
+            value = "" if score is None else f"  {score:.4g}"
+            axis.annotate(f"{shorten(text, 12)}{value}", (x, y), (0, 8 if id != "0" else 11), textcoords="offset points", ha="center",
+                          fontsize=8, fontweight="bold" if id in path else "normal", zorder=4,
+                          path_effects=[withStroke(linewidth=2.5, foreground="white")])     # readable on an edge
     axis.set(xticks=range(max(x for _, x, _ in places.values()) + 1), yticks=[], xlabel="depth")
     axis.grid(False)
     axis.spines["left"].set_visible(False)
@@ -263,6 +265,8 @@ def draw_tree(figure, record: Record):
                     shrink=0.8, aspect=30, pad=0.01)
     for mark, label in [SHAPES[op] for op in SHAPES if any(row.get("op") == op for row in record.rows)]:
         axis.scatter([], [], marker=mark, color="white", edgecolors=BLACK, label=label)
+    for mode, colour in edges.items():
+        axis.scatter([], [], marker="o", color="white", edgecolors=colour, linewidths=1.8, label=f"mode {shorten(mode, 10)}")
     axis.scatter([], [], marker="x", color=RED,
                  label=f"failed: {sum(r.get('status') != 'fault' for r in rows.values() if r['id'] not in scores)}")
     if any(row.get("status") == "fault" for row in rows.values()):

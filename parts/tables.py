@@ -72,6 +72,7 @@ def grid_table(cells: list[dict]) -> list[dict]:
             "interval": bootstrap(scores), "validation": fmean(best), "gap": fmean(tested) if tested else None, "gain": gains[task, mode],
             "p": permutation_p(scores, [final_score(c) for c in against]) if against and mode != "none" else None,
             "rank": fmean(places[mode]), "rank_tasks": len(places[mode]),
+            "untested": sum(c.get("test_score") is None and c.get("best_id", "0") != "0" and not c["selected_on_test"] for c in group),
             "empty": sum(c["nodes"] == c["failed"] + c["faults"] for c in group), "nodes": sum(c["nodes"] for c in group),
             "failed": sum(c["failed"] for c in group), "faults": sum(c["faults"] for c in group),
             "tokens": sum(c["tokens"] for c in group), "seconds": sum(c["seconds"] for c in group),
@@ -96,6 +97,8 @@ def text_of(rows: list[dict]) -> str:
         notes.append("p: permutation test against mode none, two-sided")
     if rows and rows[0]["rank_tasks"] > 1:
         notes.append(f"rank: mean place of the mode over {rows[0]['rank_tasks']} tasks")
+    if any(r["untested"] for r in rows):
+        notes.append(f"{sum(r['untested'] for r in rows)} runs have no test score yet: in the mean with their validation score")
     if any(r["empty"] for r in rows):
         notes.append("empty: runs without a single valid node, in the mean with the baseline")
     if any(r["selected_on_test"] for r in rows):

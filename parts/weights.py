@@ -48,6 +48,15 @@ class Slots:
                 slot_a.copy_(a)
                 slot_b.copy_(b).mul_(scaling)
 
+    def difference(self) -> tuple[float, float]:
+        """(largest difference between what the engine holds and what the trainer has, largest value of the trainer)."""
+        import torch
+        with torch.no_grad():
+            pairs = [pair for slot_a, slot_b, a, b, scaling in self.copies
+                     for pair in ((slot_a, a.to(slot_a.dtype)), (slot_b, b.to(slot_b.dtype) * scaling))]
+            off = torch.stack([(slot - own).abs().max() for slot, own in pairs]).max().item()
+            return off, torch.stack([own.abs().max() for _, own in pairs]).max().item()
+
 
 def served_model(engine):
     return engine.model_executor.driver_worker.model_runner.model

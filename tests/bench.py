@@ -294,7 +294,7 @@ options = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=
 config = GRPOConfig(output_dir="trl", per_device_train_batch_size=episodes, num_generations=episodes // prompts, max_steps=steps,
                     max_completion_length=tokens, learning_rate=1e-4, beta=0.05, temperature=1.0, bf16=False, use_cpu=not torch.cuda.is_available(),
                     report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, gradient_checkpointing=False,
-                    generation_kwargs={} if vllm else {"min_new_tokens": tokens}, **options)
+                    generation_kwargs={"ignore_eos": True} if vllm else {"min_new_tokens": tokens}, **options)
 data = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"Write. {i}"}] for i in range(prompts * (steps + 1))]})
 trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=data, peft_config=lora)
 trainer.add_callback(Clock())

@@ -287,7 +287,7 @@ def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
         do(world, "echo a > guess.txt")
         assert do(world, "validate").score.valid
         row = "".join(f"\\x{ord(c):02x}" for c in CANARY)         # the search must not find itself
-        search = f"{NEW_FILES} | xargs -0 grep -lF -e $(printf '{row}') /dev/null; find / -name answers.txt -o -name grade.py 2>/dev/null"
+        search = f"{NEW_FILES} | xargs -0 grep -slF -e $(printf '{row}') /dev/null; find / -name answers.txt -o -name grade.py 2>/dev/null"
         assert do(world, f"{search}; true").observation == "(no output)"
         do(world, f"printf '{row}' > /tmp/decoy")                   # and it does find
         assert do(world, f"{search}; true").observation == "/tmp/decoy"

@@ -406,7 +406,7 @@ def test_ppo_learns_its_value_head(policy, random_model, play):
         start = [p.detach().clone() for p in policy.value_head.parameters()]
         rows = play(steps=3, advantage="ppo")
         assert all(r["skipped"] == 0 for r in rows)
-        saved = torch.load("logs/a/checkpoints/000002/trainer.pt", weights_only=True)["value_head"]
+        saved = torch.load("logs/a/checkpoints/000002/value_head.pt", weights_only=True)
         assert any(not torch.equal(a, b) for a, b in zip(start, saved.values()))
     finally:
         policy.value_head = None
