@@ -278,7 +278,7 @@ class Policy:
 
     def logprobs(self, batch: list[tuple[list[int], list[int]]], base: bool = False, chunk: int = 0,
                  values: bool = False):
-        """Log-probability and entropy (nats) of the tokens whose mask is 1.
+        """Log-probability and entropy (nats, without gradient) of the tokens whose mask is 1.
 
         batch: B pairs (tokens, mask) of equal lengths. base: adapter off, the reference of the KL term.
         Returns two (N,) tensors, N = sum of all masks, sequence by sequence; with `values` a third one, the value
@@ -299,7 +299,9 @@ class Policy:
 
         def score(h, target):
             logp = torch.log_softmax((h @ head.T).float() / self.temperature, dim=-1)
-            return logp.gather(-1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+            with torch.no_grad():       # else what it saves waits for a gradient that never comes: memory of all chunks
+                entropy = -(logp.exp() * logp).sum(-1)
+            return logp.gather(-1, target[:, None])[:, 0], entropy
 
         parts = [checkpoint(score, h, t, use_reentrant=False)
                  for h, t in zip(hidden.split(chunk), targets.split(chunk))]

@@ -443,9 +443,9 @@ from transformers import AutoModelForCausalLM
 torch.manual_seed(0)
 policy = Policy.__new__(Policy)
 policy.device, policy.dtype, policy.temperature, policy.packing, policy.value_head = "cpu", torch.float32, 1.0, way == "packed", None
-policy._build_trainer(folder, 8, 16, way == "recomputed", False)
+policy._build_trainer(folder, 8, 16, way == "recomputed", False, "cpu")
 count = 4 if way in ("padded", "packed", "recomputed") else tokens // 1024
-lengths = [tokens // 4 * k // 4 for k in (1, 2, 3, 4)] if count == 4 and way != "chunked" else [1024] * count
+lengths = [tokens // 4 * k // 4 for k in (1, 2, 3, 4)] if way in ("padded", "packed", "recomputed") else [1024] * count
 batch = [(torch.randint(0, 250, (n,)).tolist(), [0] + [1] * (n - 1)) for n in lengths]
 policy.logprobs(batch[:1])[0].sum().backward()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -461,30 +461,32 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, time
 """
 
 
+def peak(folder, tokens, vocabulary, way):
+    """(MiB, seconds) as text, of a forward and backward pass in a process of its own."""
+    import conftest
+    model = f"{folder}/{vocabulary}"
+    if not Path(model).exists():
+        conftest.make_model(Path(model), vocabulary)
+    done = subprocess.run([sys.executable, "-c", PEAK, model, str(tokens), str(vocabulary), way], capture_output=True, text=True,
+                          timeout=600, env={**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}", "HF_HUB_OFFLINE": "1"})
+    if done.returncode:
+        return f"fails: {done.stderr.strip().splitlines()[-1][:100]}", ""
+    mib, took = map(float, done.stdout.split()[-2:])
+    return f"{mib:.0f} MiB", f"{took:.1f} s"
+
+
 def memory(args):
     """MiB that a forward and backward pass adds to the process, and its seconds."""
     import tempfile
-
-    import conftest
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        def peak(tokens, vocabulary, way):
-            model = f"{folder}/{vocabulary}"
-            if not Path(model).exists():
-                conftest.make_model(Path(model), vocabulary)
-            done = subprocess.run([sys.executable, "-c", PEAK, model, str(tokens), str(vocabulary), way], capture_output=True, text=True,
-                                  timeout=600, env={**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}", "HF_HUB_OFFLINE": "1"})
-            if done.returncode:
-                return f"fails: {done.stderr.strip().splitlines()[-1][:100]}", ""
-            mib, took = map(float, done.stdout.split()[-2:])
-            return f"{mib:.0f} MiB", f"{took:.1f} s"
         for vocabulary in (2048, 32768):
             for tokens in (2048, 4096, 8192):
-                chunked, whole = peak(tokens, vocabulary, "chunked"), peak(tokens, vocabulary, "whole")
+                chunked, whole = peak(folder, tokens, vocabulary, "chunked"), peak(folder, tokens, vocabulary, "whole")
                 rows.append((f"{tokens} tokens, vocabulary {vocabulary}", f"{chunked[0]}, {chunked[1]}",
                              f"all logits at once: {whole[0]}, {whole[1]}"))
         for way in ("padded", "packed", "recomputed"):
-            found = peak(8192, 2048, way)
+            found = peak(folder, 8192, 2048, way)
             rows.append((f"4 sequences of 512 to 2048 tokens, {way}", f"{found[0]}, {found[1]}", ""))
     return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; random Qwen3, hidden 128, 4 layers, fp32", rows
 

@@ -14,12 +14,13 @@ import torch
 
 import env
 import grpo
-from parts import health
 import viz
-from parts.batch import Group, Piece
 from env import Score
+from parts import health
+from parts.batch import Group, Piece
 from parts.ranks import Alone
 from parts.records import State, restore
+from policy import ModelError
 from tasks import load_task
 
 CFG = replace(grpo.Config(), kl=0.0, clip_low=0.2, clip_high=0.28, micro_tokens=10_000)
@@ -372,9 +373,14 @@ def test_a_sync_that_breaks_in_the_middle_of_a_run_ends_it(play, policy, monkeyp
         calls.append(1)
         return real() if len(calls) <= 2 else None              # the self-test's two arrive
     monkeypatch.setattr(policy._slots, "push", push)
-    with pytest.raises(grpo.UserError, match="sync did not arrive"):
+    with pytest.raises(ModelError, match="sync did not arrive: the engine's LoRA weights differ"):
         play(steps=4)
-    assert [r["step"] for r in viz.read_rows("logs/a/metrics.jsonl")] == [0]
+    assert not viz.read_rows("logs/a/metrics.jsonl")           # nor is a step recorded with an engine that lags behind
+    monkeypatch.setattr(policy._slots, "difference", lambda: (0.0, 1.0))
+    calls.clear()
+    with pytest.raises(grpo.UserError, match="Engine and trainer disagree by .* the last sync did not arrive"):
+        play("b", steps=4)                                     # the second net: the samples' own log-probs
+    assert [r["step"] for r in viz.read_rows("logs/b/metrics.jsonl")] == [0]
 
 
 def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):

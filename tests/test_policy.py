@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import bench
 import pytest
 import torch
 
@@ -94,7 +95,9 @@ def test_verify_refuses_a_broken_sync_with_both_numbers(policy, monkeypatch, fau
         copies[-1][1].zero_()
     else:
         monkeypatch.setattr(policy._slots, "copies", [(*copy[:4], 1.0) for copy in copies])
-    with pytest.raises(ModelError, match=r"disagree.*with the random adapter.*with the trained adapter"):
+    said = r"differ from the trainer's by .*, which are at most" if fault == "nothing arrives" else \
+        r"disagree.*with the random adapter.*with the trained adapter"
+    with pytest.raises(ModelError, match=said):
         asyncio.run(policy.verify())
 
 
@@ -147,7 +150,7 @@ def test_logprobs_do_not_depend_on_padding_or_chunks(policy):
     batch = [([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1]), ([11, 12, 13], [0, 1, 1]), ([3] * 40, [0] * 20 + [1] * 20)]
     weights = torch.linspace(-1, 1, 25)
     logp, entropy = policy.logprobs(batch, chunk=4)
-    (logp * weights + 0.1 * entropy).sum().backward()
+    (logp * weights).sum().backward()
     grads = [p.grad.clone() for p in policy.parameters()]
     policy.model.zero_grad()
     expected, spread = [], []
@@ -157,16 +160,23 @@ def test_logprobs_do_not_depend_on_padding_or_chunks(policy):
             if mask[t]:
                 expected.append(full[t - 1, tokens[t]])
                 spread.append(-(full[t - 1].exp() * full[t - 1]).sum())
-    (torch.stack(expected) * weights + 0.1 * torch.stack(spread)).sum().backward()
+    (torch.stack(expected) * weights).sum().backward()
     assert torch.allclose(logp, torch.stack(expected), atol=1e-5) and torch.allclose(entropy, torch.stack(spread), atol=1e-5)
     assert all(torch.allclose(g, p.grad, atol=1e-4) for g, p in zip(grads, policy.parameters()))
     policy.model.zero_grad()
 
 
+def test_memory_does_not_grow_with_tokens_times_vocabulary(tmp_path):
+    """From 2,048 to 8,192 tokens of a vocabulary of 32,768 all logits at once would take 750 MiB more for each tensor of
+    their size; the activations of this model take about 600 MiB more with any vocabulary."""
+    short, long = (float(bench.peak(tmp_path, tokens, 32768, "chunked")[0].split()[0]) for tokens in (2048, 8192))
+    assert long - short < 900, (short, long)
+
+
 def loss_and_grads(policy, batch):
     policy.model.zero_grad()
     logp, entropy = policy.logprobs(batch)
-    (logp * torch.linspace(-1, 1, len(logp)) + 0.1 * entropy).sum().backward()
+    (logp * torch.linspace(-1, 1, len(logp))).sum().backward()
     grads = [p.grad.clone() for p in policy.parameters()]
     policy.model.zero_grad()
     return logp.detach(), entropy.detach(), grads
@@ -313,18 +323,23 @@ def test_save_and_load(policy, tmp_path):
     assert path.adapter == str(tmp_path) and path.base == policy.path.base
 
 
-def test_the_cpu_lora_kernel_gives_vllms_numbers():
-    """Slices of different width, tokens with and without LoRA, against plain matrix products."""
-    class Wrapper:
-        token_lora_indices = torch.tensor([0, 0, -1, 0, -1])
-    torch.manual_seed(0)
-    x, y, widths = torch.randn(5, 16), torch.randn(5, 24), (8, 4, 12)
-    a = tuple(torch.randn(1, 1, 8, 16) for _ in widths)
-    b = tuple(torch.randn(1, 1, width, 8) for width in widths)
-    delta = torch.cat([x @ a[i][0, 0].T @ b[i][0, 0].T for i in range(3)], dim=1)
-    expected = y + 0.5 * delta * (Wrapper.token_lora_indices >= 0)[:, None]
-    cpu_lora_linear(Wrapper(), y, x, a, b, 0.5, widths)
-    assert torch.allclose(y, expected, atol=1e-5)
+def test_the_cpu_lora_kernel_gives_vllms_numbers(policy, monkeypatch):
+    """The same requests with our kernel and with vLLM's own, in the engine."""
+    manager = policy.engine.model_executor.driver_worker.model_runner.lora_manager._adapter_manager
+    wrappers = list(manager.punica_wrapper_mapping.values())
+    assert all(w.add_lora_linear.__func__ is cpu_lora_linear for w in wrappers)
+    randomise(policy)
+    policy.sync()
+
+    async def go():
+        return await asyncio.gather(*(policy.sample(policy.render(CHAT), 16, seed=i) for i in range(3)))
+    ours = asyncio.run(go())
+    for wrapper in wrappers:
+        monkeypatch.delattr(wrapper, "add_lora_linear")
+    policy.engine.reset_prefix_cache()
+    theirs = asyncio.run(go())
+    assert [s.tokens for s in ours] == [s.tokens for s in theirs]
+    assert all(a == pytest.approx(b, abs=1e-5) for x, y in zip(ours, theirs) for a, b in zip(x.logprobs, y.logprobs))
 
 
 def test_models_that_cannot_be_used_get_one_sentence(tmp_path):
