@@ -505,11 +505,11 @@ def trained(name, *flags):
 
 def table(variants, args, tasks, steps):
     """A row per task and variant: held-out score before and after (best adapter, seeds of its own), means over the seeds."""
-    rows = []
+    rows, chosen = [], [v for v in variants if not args.only or v[0] in args.only.split(",")]
     for task in tasks:
-        for label, flags in variants:
+        for label, flags in chosen:
             found = [trained(f"bench-{task}-{label.replace(', ', '-').replace(' ', '-')}-{seed}", "--task", task, "--model", args.model, "--steps", str(steps), "--seed", seed,
-                             *flags) for seed in args.seeds.split(",")]
+                             *flags, *args.flags.split()) for seed in args.seeds.split(",")]
             done = [(result, history) for result, history in found if result and "after" in result]
             if not done:
                 rows.append((f"{task}, {label}", "fails", str(found[0][1])[:200]))
@@ -610,6 +610,8 @@ def main():
     parser.add_argument("--steps", type=int, default=5, help="of train, objectives (20 or more), stability (200)")
     parser.add_argument("--seeds", default="0,1,2", help="of objectives and stability")
     parser.add_argument("--model", default="tiny", help="of objectives and stability")
+    parser.add_argument("--only", default="", help="of objectives and stability: names of variants, comma between them")
+    parser.add_argument("--flags", default="", help="of objectives and stability: more flags of grpo.py")
     parser.add_argument("--count", type=int, default=1000, help="of soak")
     args = parser.parse_args()
     headline, rows = SECTIONS[args.section](args)
