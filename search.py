@@ -38,7 +38,7 @@ from typing import Literal
 
 import env
 import viz
-from parts import ideas, sinks, tables
+from parts import ideas, report, sinks, tables
 from parts.rules import select
 from parts.tree import Choice, Node, Tree, code_in, results, stable
 from policy import ModelError, Policy, resolve_model
@@ -459,6 +459,7 @@ def main() -> None:
         raise
     for t in todo:
         t.run.plot(always=True)
+        report.write([viz.read_run(t.run.dir)], t.run.dir / "report.html")
     cells = [t.run.results() for t in trees]
     rows = tables.grid_table(cells)
     print(f"\n{tables.text_of(rows)}")
@@ -472,7 +473,7 @@ def main() -> None:
         if cell["node_stderr"] is not None:
             print(f"nodes    {cell['node_mean']:.4f} ± {cell['node_stderr']:.4f} on average (validation, "
                   f"n={cell['nodes'] - cell['faults']}, failed ones count with the baseline), {cell['valid_share']:.0%} valid")
-    print(f"tree: {trees[0].run.dir}/tree.png   everything: {where}   (python viz.py {where})")
+    print(f"tree: {trees[0].run.dir}/tree.png   page: {trees[0].run.dir}/report.html   everything: {where}   (python viz.py {where})")
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def content_hash(config: Config) -> str:
     for said in (env.first_message, env.run_text, env.score_text, env.extract_action, ideas.situation, ideas.ask):
         digest.update(inspect.getsource(said).encode())
     digest.update(repr((ideas.ASK, ideas.FORM, ideas.LIST_FORM)).encode())
-    for task in map(load_task, expert.TABLES):
+    for task in (load_task(name, "", "") for name in expert.TABLES):     # the built-in ones, whatever $MLGYM_ROOT is
         digest.update(repr((task.prompt, task.baseline, task.metric)).encode())
         for path in sorted([*task.public.values(), *task.hidden.values()]):
             digest.update(path.name.encode() + path.read_bytes())

@@ -111,8 +111,10 @@ TABLES = {"titanic": titanic_table, "battleOfSexes": battle_table}
 # The strategy stands on a line of its own, with the same characters in the prompt and in the reply. The BPE cuts such a
 # line into the same tokens wherever it stands, so following a strategy is copying a line.
 STRATEGY = "Strategy: {}\n"
+REASONING = "Reasoning: the common ones first, then what nobody would try.\n"      # of --vs-variant cot
 PROSE = "The table shows it all.\nThat should do."     # a reply that forgets the block
-SHARES = {"free": 42, "draft": 28, "child": 12, "list": 18}     # per cent of the episodes; all but free are for search
+# Per cent of the episodes; all but free are for search.
+SHARES = {"free": 38, "draft": 25, "child": 10, "debug": 6, "crossover": 3, "list": 18}
 
 # ---------------------------------------------------------------------------------------------- the world
 
@@ -147,11 +149,12 @@ class World:
         return self.seen[reply]
 
     def node(self, words: str, program: str) -> SimpleNamespace:
-        """A finished node of a search that did this, as ideas.py wants it."""
-        step = self.play(block(program))[1]
+        """A finished node of a search that did this, as ideas.py wants it; its error is what search.expand keeps."""
+        said, step = self.play(block(program))
+        error = "\n".join([said] * ("[exit code" in said) + [step.score.message])
         command, _, code = program.partition(" <<'EOF'\n")
         return SimpleNamespace(idea=words, op="draft", valid=step.score.valid, score=step.score.value, status="submit",
-                               code={command.split()[-1]: code.partition("EOF")[0]}, error=step.observation)
+                               code={command.split()[-1]: code.partition("EOF")[0]}, error=error)
 
 
 def worlds(backend: str, progress) -> dict[str, World]:
@@ -178,10 +181,11 @@ def episode(rng: random.Random, world: World) -> list[tuple[str, str]]:
 
 
 def solve(rng: random.Random, world: World, kind: str) -> list[tuple[str, str]]:
-    """An attempt at the task. kind: "free", or with a strategy that the prompt names ("draft", "child" of a node)."""
+    """An attempt at the task: "free", with a strategy that the prompt names ("draft", "child" of a node), after a failed
+    one with the same strategy ("debug"), or after two others ("crossover")."""
     table = world.table
-    _, words, program = pick(rng, table.solutions) if kind == "free" else rng.choice(table.solutions)
-    talk = [("user", world.prompt + request(rng, world, kind, words))]
+    _, words, program = pick(rng, table.solutions) if kind in ("free", "crossover") else rng.choice(table.solutions)
+    talk = [("user", world.prompt + request(rng, world, kind, words, program))]
     state = world.nothing   # what `validate` would answer now
 
     def say(reply: str, observation: str) -> None:
@@ -216,8 +220,8 @@ def solve(rng: random.Random, world: World, kind: str) -> list[tuple[str, str]]:
     return [*talk, ("assistant", block("submit"))]
 
 
-def request(rng: random.Random, world: World, kind: str, words: str) -> str:
-    """What search.py appends to the prompt: the parent node, if any, and the strategy."""
+def request(rng: random.Random, world: World, kind: str, words: str, program: str) -> str:
+    """What search.py appends to the prompt: the parent nodes, if any, and the strategy."""
     if kind == "free":
         return ""
     node, parents, files = SimpleNamespace(idea=words, op="draft", decision={}), [], ""
@@ -225,6 +229,13 @@ def request(rng: random.Random, world: World, kind: str, words: str) -> str:
         parents = [world.node(*rng.choice(world.table.solutions)[1:])]
         node.op = "improve"
         node.decision["mode"] = rng.choice(["explore", "exploit"])
+    elif kind == "debug":
+        parents = [world.node(words, spoil(rng, world.table, program))]
+        node.op = "debug"
+    elif kind == "crossover":
+        parents = [world.node(*row[1:]) for row in rng.sample(world.table.solutions, 2)]
+        node.op, node.idea = "crossover", ""
+    if parents:
         files = "".join(f"\n{name} ({len(code)} bytes)" for name, code in parents[0].code.items()
                         if name not in world.task.artefacts)     # the parent's artefact was removed
     return f"{files}\n\n{ideas.situation(node, parents, 1500)}"
@@ -234,13 +245,14 @@ def copy_lesson(rng: random.Random, world: World) -> list[tuple[str, str]]:
     """A strategy of random words, so that nothing but looking it up in the prompt helps; only its line is answered."""
     known = [word for _, words, _ in world.table.solutions for word in words.split()]
     words = " ".join(rng.choices(known, k=rng.randint(2, 6)))
-    return [("user", world.prompt + request(rng, world, rng.choice(["draft", "draft", "child"]), words)),
+    return [("user", world.prompt + request(rng, world, rng.choice(["draft", "draft", "child"]), words, "")),
             ("assistant", STRATEGY.format(words).strip())]
 
 
 def list_strategies(rng: random.Random, world: World) -> list[tuple[str, str]]:
     """Answers ideas.ask: k different strategies with their probabilities, in the mode that was asked for."""
-    table, k = world.table, rng.choice([3, 5, 5, 5])
+    variant = rng.choices(["standard", "cot", "multi"], [8, 1, 1])[0]
+    table, k = world.table, 2 if variant == "multi" else rng.choice([3, 5, 5, 5])
     mode = rng.choice(["uniform", "tail", "local", "sequence"])
     names = {words: weight / table.total for weight, words, _ in table.solutions}
     parent = SimpleNamespace(op="baseline", idea="", valid=True, score=world.task.baseline)
@@ -258,7 +270,8 @@ def list_strategies(rng: random.Random, world: World) -> list[tuple[str, str]]:
     stated = [1 / k if mode == "uniform" else rng.uniform(0.01, most) for _ in chosen]
     answer = "\n".join(f"Strategy: {words}" + ("" if mode == "sequence" else f"\nProbability: {p:.2f}")
                        for words, p in zip(chosen, stated))
-    return [("user", ideas.ask(world.task, mode, k, 0.1, "standard", parent, siblings)), ("assistant", answer)]
+    return [("user", ideas.ask(world.task, mode, k, 0.1, variant, parent, siblings)),
+            ("assistant", REASONING * (variant == "cot") + answer)]
 
 
 def pick(rng: random.Random, rows):

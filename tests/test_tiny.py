@@ -42,7 +42,7 @@ def tokenizer(built):
 
 
 def canned_step(score=None) -> SimpleNamespace:
-    return SimpleNamespace(observation=f"score {score}", score=SimpleNamespace(valid=score is not None, value=score))
+    return SimpleNamespace(observation=f"score {score}", score=SimpleNamespace(valid=score is not None, value=score, message="" if score else "no submission"))
 
 
 class CannedWorld(expert.World):
@@ -70,7 +70,7 @@ def test_every_mistake_changes_some_program_and_every_program_has_its_own_strate
 
 
 @pytest.mark.parametrize("name", expert.TABLES)
-@pytest.mark.parametrize("kind", ["free", "draft", "child"])
+@pytest.mark.parametrize("kind", ["free", "draft", "child", "debug", "crossover"])
 def test_an_attempt_alternates_ends_with_submit_and_keeps_to_the_named_strategy(name, kind):
     rng, world = random.Random(0), CannedWorld(name)
     for _ in range(50):
@@ -78,7 +78,11 @@ def test_an_attempt_alternates_ends_with_submit_and_keeps_to_the_named_strategy(
         assert [role for role, _ in talk] == ["user", "assistant"] * (len(talk) // 2)
         assert talk[-1][1] == "```bash\nsubmit\n```"
         said = {line for role, text in talk[1:] for line in text.split("\n") if line.startswith("Strategy: ")}
-        if kind != "free":
+        if kind == "debug":
+            assert "Score: none" in talk[0][1] and "Its error:" in talk[0][1] and "Fix the error" in talk[0][1]
+        if kind == "crossover":
+            assert "Combine both." in talk[0][1]
+        elif kind != "free":
             assert said == {talk[0][1].split("\n")[-1]}
 
 
