@@ -89,9 +89,12 @@ def test_hostile_replies_raise_nothing_and_take_no_time():
     pieces = ["```", "```bash", "````", "\n", "\n", "\n", "<think>", "</think>", "<<EOF", "<<'", "<<-\"a b\"", "EOF", "'", '"', "\\", "$(", ")", "((", "))",
               "#", " ", "\t", "ls", "\0", "\ud800", "`", "~~~", "é", "validate"]
     start = time.monotonic()
-    for _ in range(2000):
-        action, reason = extract_action("".join(rng.choices(pieces, k=rng.randrange(60))))
+    for _ in range(10_000):
+        text = "".join(rng.choices(pieces, k=rng.randrange(60)))
+        action, reason = extract_action(text)
         assert (action is None) == bool(reason)
+        if action is not None:      # it stands in the reply in one piece, behind a fence
+            assert "```" in text[:text.index(action)] or "~~~" in text[:text.index(action)], text
     for big in ("<think>" * 30_000, "```bash\n" * 30_000, "<think></think>\n" * 10_000, "<<" * 50_000, "```bash\n" + "$(\"" * 50_000, "`" * 200_000):
         extract_action(big)
     assert time.monotonic() - start < 20

@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 
 import bench
 import pytest
 import torch
 
-from policy import ModelError, resolve_model
 from parts.weights import cpu_lora_linear, on_weights_of
+from policy import ModelError, resolve_model
 
 CHAT = [{"role": "system", "content": "You are a test."}, {"role": "user", "content": "List 3 files.\n\n  - a"}]
 
@@ -321,6 +323,52 @@ def test_save_and_load(policy, tmp_path):
         assert torch.equal(policy.logprobs(pair)[0], trained)
     path = resolve_model(str(tmp_path))
     assert path.adapter == str(tmp_path) and path.base == policy.path.base
+
+
+PLAIN = """
+import json, os, sys
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
+import torch
+torch._dynamo.config.disable = True
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+base, adapter, tokens = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+llm = LLM(base, dtype="float32", enforce_eager=True, enable_lora=True, max_lora_rank=8, max_model_len=512)
+reply = llm.generate({"prompt_token_ids": tokens}, SamplingParams(temperature=0, max_tokens=12, logprobs=0),
+                     lora_request=LoRARequest("trained", 1, adapter), use_tqdm=False)[0].outputs[0]
+print(json.dumps([list(reply.token_ids), [entry[token].logprob for entry, token in zip(reply.logprobs, reply.token_ids)]]))
+"""
+
+
+def test_the_adapter_loads_in_plain_vllm(policy, random_model, tmp_path):
+    randomise(policy)
+    policy.sync()
+    policy.save(tmp_path / "adapter")
+    prompt = policy.render(CHAT)
+    ours = asyncio.run(policy.sample(prompt, 12, temperature=0))
+    done = subprocess.run([sys.executable, "-c", PLAIN, random_model, str(tmp_path / "adapter"), json.dumps(prompt)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    tokens, logprobs = json.loads(done.stdout.splitlines()[-1])
+    assert tokens == ours.tokens and logprobs == pytest.approx(ours.logprobs, abs=1e-4)
+
+
+def test_a_sync_while_requests_are_in_flight(policy):
+    """The old request ends as one of its version; a new one with the same prompt sees the new weights only."""
+    prompt = policy.render(CHAT)
+
+    async def go():
+        old = asyncio.ensure_future(policy.sample(prompt, 200, seed=1))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        randomise(policy, 5)
+        policy.sync()
+        new = await policy.sample(prompt, 24, seed=2)
+        assert not old.done() or len((await old).tokens) < 200      # else it was not in flight any more
+        return await old, new
+    version = policy.version
+    old, new = asyncio.run(go())
+    assert (old.version, new.version) == (version, version + 1) and old.tokens
+    assert (score(policy, prompt, new)[0] - torch.tensor(new.logprobs)).abs().max() < 1e-4
 
 
 def test_the_cpu_lora_kernel_gives_vllms_numbers(policy, monkeypatch):

@@ -17,10 +17,10 @@ import pytest
 
 import env
 import search
-from parts import tables
 import viz
-from tasks import UserError, load_task
+from parts import snapshot, tables
 from parts.tree import Tree
+from tasks import UserError, load_task
 
 HERE = Path(__file__).parents[1]
 TASK = replace(load_task("titanic"), baseline=0.5, reference=1.0)
@@ -363,6 +363,15 @@ def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code_and_diff(tm
     t.run.lock.close()
 
 
+@pytest.mark.parametrize("budget, reply, stopped", [({"tokens": 5}, "No block at all.", "tokens"), ({"minutes": 0.05}, "```bash\nsleep 60\n```", "minutes")])
+def test_a_budget_ends_a_node_that_is_running(tmp_path, budget, reply, stopped):
+    t, begin = real_tree(tmp_path / "run", nodes=5, **budget), time.monotonic()
+    asyncio.run(search.search([t], Model(lambda prompt, seed: reply), 1))
+    assert len(rows(t)) == 1 and rows(t)[0]["status"] in ("stopped", "time_limit") and len(rows(t)[0]["actions"]) == 1
+    assert result(t)["stopped_by"] == stopped and time.monotonic() - begin < 30
+    t.run.lock.close()
+
+
 # ------------------------------------------------------------------------------------------ the script
 
 
@@ -418,6 +427,19 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
     assert "2 of them finished before" in out and time.monotonic() - start < 20
 
 
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_a_trained_adapter_is_searched_with(tmp_path, policy, engine):
+    """An untrained model's replies are noise, so the only node fails; it is one in every count all the same."""
+    policy.save(tmp_path / "best")
+    process = script(tmp_path, "--model", str(tmp_path / "best"), "--engine", engine, "--sampling-mode", "none", "--nodes", "1", "--max-actions", "2",
+                     "--backend", "local", "--context", "2048", "--max-reply-tokens", "32", "--name", "x")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert [row["status"] for row in viz.read_rows(tmp_path / "logs/x/journal.jsonl")] == ["turn_limit"]
+    assert json.loads((tmp_path / "logs/x/result.json").read_text())["failed"] == 1
+    assert (tmp_path / "logs/x/tree.png").exists() and "turn_limit" in (tmp_path / "logs/x/report.html").read_text()
+
+
 def test_ctrl_c_says_how_to_go_on(tmp_path):
     process = script(tmp_path, "--backend", "local", "--model", "tiny", "--nodes", "12", "--max-actions", "4", "--name", "x")
     for line in process.stdout:
@@ -430,10 +452,10 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
 
 
 def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(env, "COPY_BYTES", 1000)
+    monkeypatch.setattr(snapshot, "COPY_BYTES", 1000)
     t = real_tree(tmp_path / "run", nodes=4, branching=3, depth=2, k=3)
     asyncio.run(search.search([t], Model(scripted), 3))
     by_id = {row["id"]: row for row in rows(t)}
     assert by_id["0.0"]["valid"] and not by_id["0.0"]["kept"] and by_id["0.0.0"]["op"] == "draft"
-    assert "too large" in result(t)["test_error"] and result(t)["test_score"] is None
+    assert "could not be kept" in result(t)["test_error"] and result(t)["test_score"] is None
     t.run.lock.close()
