@@ -75,10 +75,10 @@ class Config:
     hf_cache: str = ""  # Hugging Face cache of this machine to mount for them instead, read-only (docker)
     sandboxes: int = 32  # most episodes in flight at once
     # objective
-    reward: Literal["continuous", "tiered", "percentile", "binary"] = "continuous"
-    advantage: Literal["group", "group_nostd", "rloo", "ppo"] = "group"
+    reward: Literal["continuous", "tiered", "percentile", "binary"] = "continuous"  # of the improvement over the baseline
+    advantage: Literal["group", "group_nostd", "rloo", "ppo"] = "group"  # what an episode is compared with
     credit: Literal["episode", "runnable"] = "episode"  # runnable: a reply that could not be run is never praised
-    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"  # each with its paper in LOSSES
     cut_replies: Literal["train", "mask"] = "train"  # mask: no loss on replies that were cut at the length limit
     clip_low: float = 0.0  # the ratio is clipped below 1 - this; 0: the loss's own, see LOSSES
     clip_high: float = 0.0  # and above 1 + this
@@ -391,7 +391,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
             keep_best(policy, run, job, state, health.by_reward([*rows, row]))
         row["alarms"] = health.alarms(row, rows)
         rows.append(row)
-        if cfg.guard != "off" and (reason := health.collapse(rows[state.since:], cfg.kl_limit, state.best if cfg.eval_episodes else None)):
+        if cfg.guard != "off" and (reason := health.collapse(rows[state.since:], cfg.kl_limit, cfg.eval_episodes and state.best)):
             row["alarms"].append(restore(policy, optimizer, cfg, state, best, reason))
 
         # record: row, transcripts, checkpoint, plot; a step counts when its checkpoint is there, see resume()

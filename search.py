@@ -53,7 +53,7 @@ class Config:
     # run: several values of task, sampling-mode or seed make a grid; finished cells are not run again
     task: tuple[str, ...] = ("titanic",)  # folders in configs/tasks, or tasks of the two checkouts below
     sampling_mode: tuple[Mode, ...] = ("tail",)  # how ideas are asked for; none: no ideas, temperature only; sequence: a plain list
-    seed: tuple[int, ...] = (0,)
+    seed: tuple[int, ...] = (0,)  # of choices and samples
     model: str = "auto"  # Hugging Face name, folder, logs/<run>/best, or tiny (the stand-in); auto: tiny without a GPU, else Qwen3-4B
     engine: Literal["vllm", "hf", "api"] = "vllm"  # hf: transformers only; api: an OpenAI-compatible endpoint
     url: str = "http://localhost:8000/v1"  # of that endpoint; its key is read from $OPENAI_API_KEY
@@ -75,7 +75,7 @@ class Config:
     scope: Literal["parent", "global"] = "parent"  # global: prompts hold a summary of the whole tree
     reflection: bool = False  # one more call per node: what has the tree taught so far?
     # selection
-    select: Rule = "bfs"
+    select: Rule = "bfs"  # which node is built on next, see parts/rules.py
     branching: int = 3  # bfs, mcts: children per node
     depth: int = 2  # bfs: levels below the root
     breadth: int = 3  # random, ucb, open-ended, softmax, signals: so many children of the root first
@@ -98,7 +98,7 @@ class Config:
     max_reply_tokens: int = 0  # per reply; 0: 160 for the stand-in, else 2048
     max_observation_tokens: int = 0  # longer outputs keep head and tail; 0: 256 for the stand-in, else 2048
     context: int = 0  # tokens of prompt and reply together; 0: 2048 for the stand-in, else 16384
-    temperature: float = 1.0
+    temperature: float = 1.0  # of sampling
     node_minutes: float = 30.0  # time limit of one node
     backend: Literal["auto", "docker", "local"] = "auto"  # auto: docker when daemon and image are there
     image: str = env.IMAGE  # Docker image of the sandboxes

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -354,6 +355,25 @@ def test_a_full_disk_at_checkpoint_time_and_again_with_room(play, policy, monkey
     assert [p.name for p in Path("logs/a/checkpoints").iterdir()] == ["000000"]
     monkeypatch.setattr(policy, "save", real)
     assert [r["step"] for r in play(steps=3)] == [0, 1, 2] and not list(Path("logs").rglob(".tmp-*"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a small disk")
+def test_a_disk_that_is_really_full(play, policy, tmp_path):
+    """torch.save and safetensors have errors of their own for it; here it is one error, nothing is half-written, and the run goes on with room."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", logs], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted")
+    try:
+        with pytest.raises(OSError) as full:
+            play(steps=9, checkpoints=9)
+        assert full.value.errno == errno.ENOSPC
+        kept = [row["step"] for row in viz.read_rows("logs/a/metrics.jsonl")]
+        assert kept == list(range(len(kept))) and not list(logs.rglob(".tmp-*"))
+        subprocess.run(["mount", "-o", "remount,size=200m", logs], check=True)
+        assert [row["step"] for row in play(steps=len(kept) + 2, checkpoints=9)] == list(range(len(kept) + 2))
+    finally:
+        subprocess.run(["umount", "-l", logs], check=True)
 
 
 def test_the_guard_in_a_run(play, policy):

@@ -266,3 +266,14 @@ def test_bad_presets(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         runs.parse_config(Options, [str(preset)])
     assert caught.value.code == 2 and "--lr" in capsys.readouterr().err
+
+
+def test_what_a_person_can_mend_is_one_sentence_wherever_it_happened(capsys):
+    def parallel():
+        raise ExceptionGroup("tasks", [ExceptionGroup("more", [UserError("Take another name.")])])
+    for main, said in (parallel, "Take another name.\n"), (lambda: open("/dev/full", "w").write("x" * 10 ** 6), "No space left on device; what"):
+        with pytest.raises(SystemExit) as end:
+            runs.one_sentence(main)
+        assert end.value.code == 2 and capsys.readouterr().err.startswith(said)
+    with pytest.raises(ZeroDivisionError):
+        runs.one_sentence(lambda: 1 / 0)
