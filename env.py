@@ -25,7 +25,8 @@ Not covered:
 - local: memory is limited per process, not in sum. Where we run as an ordinary user, the commands have the runner's
   user: they cannot kill or trace it, but can lower its limits; that ends the episode as a fault
 - local where namespaces are refused (Landlock instead): other processes are visible, UDP and sockets in the file system
-  are open, processes, memory and disk are not limited in sum. `pick_backend` takes that only for the stand-in model
+  are open, processes, memory and disk are not limited in sum. `pick_backend` takes that only for the stand-in model.
+  The data of Python packages stays visible there, and scikit-learn's holds the answers of digits and diabetes
 - docker: the disk is limited per file, not in sum
 - fork copies files, cwd and exported variables, not running processes
 - tasks that are allowed the network, or a Hugging Face cache: their test labels are one download away, and a local
@@ -153,14 +154,15 @@ class Env:
         """One for the agent or for a grading: nothing of the task is in it but, perhaps, public files (see `given`)."""
         network, variables = self.network and self.task.needs_network, {"PYTHONHASHSEED": str(self.seed % 2 ** 32)}
         if self.backend == "docker":
-            options = {"network": network, "gpu": self.task.needs_gpu, "hf_cache": self.hf_cache, **self.limits}
+            options = {"network": network, "gpu": self.task.needs_gpu, "hf_cache": self.hf_cache,
+                       "forget": self.task.forget, **self.limits}
             image = prepared_image(self.task, self.image, self.network, lambda network: Sandbox(
                 "docker", image=self.image, **self.limits | {"network": network}))
             given = self.task.public if image != self.image else {}
             return SPARES.take(Sandbox, variables, image=image, given=given, **options)
         hide = tuple({str(Path(path).resolve().parent) for path in self.task.hidden.values()})
         given = {path: file for path, file in self.task.public.items() if file.stat().st_size > MOUNT_BYTES}
-        box = Sandbox(self.backend, env=variables, hide=hide, network=network, given=given, **self.limits)
+        box = Sandbox(self.backend, env=variables, hide=hide, forget=self.task.forget, network=network, given=given, **self.limits)
         if self.task.requirements and missing_requirements(box, self.task):
             box.close()
             raise UserError(needs_packages(self.task))

@@ -15,6 +15,7 @@ import select
 import signal
 import stat
 import struct
+import sys
 import time
 from contextlib import suppress
 
@@ -383,6 +384,16 @@ def find(program, path):
     return next((folder + "/" + program for folder in path.split(":") if os.path.exists(folder + "/" + program)), None)
 
 
+def empty(pattern):
+    """Removes all that lies in the folders that match. A folder that stays full is an OSError: no sandbox starts then."""
+    import glob
+    for place in glob.glob(pattern):
+        for folder, folders, names in os.walk(place, topdown=False):
+            for name in names + folders:
+                path = os.path.join(folder, name)
+                os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+
+
 def set_up():
     global landlock_rules, HOME_FD, ENVIRON, BASH, WAKE
     os.umask(0o022)
@@ -392,6 +403,11 @@ def set_up():
     elif MODE == "namespaces":
         enter_namespaces()
         build_root()
+    if CONFIG.get("forget") and MODE == "docker":
+        ours = os.path.dirname(os.path.dirname(sys.executable)) + "/lib/python3*/*-packages"
+        for place in [ours] + CONFIG["packages"]:
+            for name in CONFIG["forget"]:
+                empty(place + "/" + name)
     path = CONFIG["tools"] + ":" + (CONFIG["path"] or os.environ.get("PATH", os.defpath))
     ENVIRON = dict(os.environ, **CONFIG["env"], PATH=path, HOME=HOME)
     BASH = find("bash", path)
