@@ -161,7 +161,8 @@ class Env:
             given = self.task.public if image != self.image else {}
             return SPARES.take(Sandbox, variables, image=image, given=given, **options)
         hide = tuple({str(Path(path).resolve().parent) for path in self.task.hidden.values()})
-        given = {path: file for path, file in self.task.public.items() if file.stat().st_size > MOUNT_BYTES}
+        given = {path: file for path, file in self.task.public.items()      # a mounted artefact could not be removed
+                 if file.stat().st_size > MOUNT_BYTES and not self.task.is_artefact(path)}
         box = Sandbox(self.backend, env=variables, hide=hide, forget=self.task.forget, network=network, given=given, **self.limits)
         if self.task.requirements and missing_requirements(box, self.task):
             box.close()

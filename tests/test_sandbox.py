@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from parts import boot, containers, sandbox
+from parts import boot, containers, sandbox, snapshot
 from parts.sandbox import IMAGE, ArtefactError, Sandbox, SandboxFault, docker_problem
 from tasks import UserError
 
@@ -350,6 +350,46 @@ def test_put_never_writes_through_links(isolated):
     with pytest.raises(SandboxFault):
         box.put({"d/f": b"new"})
     assert out(box, "cat /tmp/target/f f") == "old\nnew"
+    box.close()
+
+
+@pytest.mark.fault(25, "20,000 stale files with long names")
+def test_any_number_of_files_is_removed(box):
+    box.call("state", cwd=box.workspace)
+    make = "import os\nos.makedirs('many/x')\nos.symlink('many', 'linked')\nfor n in range(20000): open(f'many/{n:0200}', 'w').close()"
+    assert box.run(f"python3 - <<'E'\n{make}\nE", 60).exit_code == 0
+    names = [path for path, _ in box.call("listing", most=10 ** 6)[0]["files"] if path.startswith("many/")]
+    assert len(names) == 20_000 and sum(map(len, names)) > 2 << 20         # more than one argv holds
+    box.remove([*names, "linked/", "absent", "odd\nname"])
+    assert out(box, "ls -A many; ls -d linked") .split("\n")[0] == "x" and out(box, "echo alive") == "alive"
+    with pytest.raises(SandboxFault, match="cannot be removed"):
+        box.remove(["many/."])
+    assert out(box, "echo alive") == "alive"
+
+
+@pytest.mark.attack("a tar, rm or xargs of the agent's own, first in root's PATH")
+def test_root_runs_no_program_of_the_agent(isolated):
+    boxes = [Sandbox(isolated) for _ in range(2)]
+    for box in boxes:
+        box.run("mkdir ~/bin; for name in tar rm xargs python3; do printf '#!/bin/bash\\necho $0 $(id -u) >> /tmp/owned\\n' > ~/bin/$name; done; chmod 755 ~/bin/*; /bin/echo kept > f", 5)
+        box.call("configure", env={"PATH": f"{Path(box.workspace).parent}/bin:/usr/bin:/bin"})
+    assert "tar" in out(boxes[0], "tar; cat /tmp/owned; : > /tmp/owned")          # ours is found first
+    files = snapshot.take(boxes[0])
+    snapshot.put_back(boxes[1], files)
+    boxes[1].remove(["f"])
+    for box in boxes:
+        assert out(box, "cat /tmp/owned") == "" and out(box, "ls") == ("f" if box is boxes[0] else "")
+        box.close()
+
+
+@pytest.mark.fault(28, "a tar that cannot be read")
+def test_files_that_cannot_be_copied_are_a_fault(isolated, monkeypatch):
+    box = Sandbox(isolated)
+    with pytest.raises(SandboxFault, match="cannot be read"):
+        snapshot.put_back(box, b"no tar" * 1000)
+    monkeypatch.setattr(snapshot, "pack", lambda *_: b"no tar" * 1000)
+    with pytest.raises(SandboxFault, match="cannot be copied"):
+        snapshot.take(box)
     box.close()
 
 
