@@ -93,6 +93,11 @@ def score_text(score: Score, task: Task) -> str:
     return f"{score.split} {score.metric}: {score.value:.4f} (baseline {task.baseline:.4f}, {way} is better)"
 
 
+def position_text(score: Score) -> str:
+    """A line more for a competition with leaderboards."""
+    return "" if score.position is None else f"\nposition: {score.position:.4f} (share of the leaderboards that is not better)"
+
+
 FILE_COMMANDS_TEXT = """Beside bash there are these commands for files:
 open <file> [<line>], goto <line>, scroll_up, scroll_down: show part of a file; it is then the open file
 create <file>: an empty one, opened
@@ -142,6 +147,7 @@ class Env:
         self.network, self.hf_cache = network, hf_cache
         check_needs(task, self.backend, network, hf_cache)
         self.sandbox: Sandbox | None = None
+        self.grading: Sandbox | None = None         # while one runs
         self.closed, self.history = False, []
 
     def __enter__(self) -> Env:
@@ -206,7 +212,8 @@ class Env:
             observation, status = "Submitted.", "submit"
         elif word == "validate":
             score = self.score()
-            observation, status = score_text(score, self.task), "validate" if score.valid else "invalid"
+            observation = score_text(score, self.task) + position_text(score)
+            status = "validate" if score.valid else "invalid"
         else:
             command, bodies = lift_bodies(action)
             result = self.sandbox.run(command, timeout, bodies=bodies)
@@ -222,7 +229,17 @@ class Env:
             artefacts = collect(self.task, self.sandbox)
         except ArtefactError as error:
             return Score(None, self.task.metric, split, False, f"no submission, {error}")
-        return grade(self.task, artefacts, split, self.make_sandbox)
+        return grade(self.task, artefacts, split, self.grading_sandbox)
+
+    def grading_sandbox(self) -> Sandbox:
+        """One that `close` ends, too: a grading may take half an hour."""
+        if not self.closed:
+            self.grading = self.make_sandbox()
+        if self.closed:
+            if self.grading:
+                self.grading.close()
+            raise SandboxFault("the environment is closed")
+        return self.grading
 
     def snapshot(self) -> bytes:
         """All that was written, as one tar (see snapshot.py). Ends background processes here."""
@@ -252,8 +269,9 @@ class Env:
 
     def close(self) -> None:
         self.closed = True
-        if self.sandbox:
-            self.sandbox.close()
+        for box in (self.sandbox, self.grading):
+            if box:
+                box.close()
 
 
 # ---------------------------------------------------------------------------------------------- episodes

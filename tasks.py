@@ -390,9 +390,19 @@ def parse_grade(stdout: str, task: Task) -> tuple[float | None, str]:
     value = grade.get(task.metric, by_lower_case.get(task.metric.lower()))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None, f"The grader's result has no number called {task.metric}."
+    try:
+        value = float(value)
+    except OverflowError:           # an integer beyond all floats
+        value = math.inf
     if not math.isfinite(value):
         return None, f"The {task.metric} is not a finite number."
-    return float(value), ""
+    return value, ""
+
+
+def parse_position(stdout: str, task: Task) -> float | None:
+    """The place on the leaderboards, 0 to 1, that grade_mledojo.py prints beside the score; None for other tasks."""
+    value = (_last_json_object(stdout) or {}).get("position") if task.source == "mledojo" else None
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _last_json_object(text: str) -> dict | None:

@@ -178,6 +178,11 @@ class Sandbox:
             self.close()
             raise
 
+    @property
+    def broken(self) -> str:
+        """Why no call can be answered any more; empty as long as it works, also after a call that answered an error."""
+        return self._broken
+
     def call(self, name: str, blob: bytes = b"", wait: float = 60.0, **fields) -> tuple[dict, bytes]:
         """One request to the runner. Raises ArtefactError when "get" answers with an error."""
         head = json.dumps({"call": name, **fields}).encode()
@@ -221,8 +226,10 @@ class Sandbox:
         return data
 
     def _fail(self, error):
+        if self._broken:            # closed by another thread, so there is nothing left to read
+            raise SandboxFault(self._broken) from error
         said = self._stderr() if self._stderr else self._errors.decode("utf-8", "replace")
-        self._broken = self._broken or " ".join(f"the sandbox does not answer: {error} {said[-500:]}".split())
+        self._broken = " ".join(f"the sandbox does not answer: {error} {said[-500:]}".split())
         raise SandboxFault(self._broken)
 
     def run(self, command: str | list[str], timeout: float, user: str = "agent", stdin: bytes = b"",

@@ -1,4 +1,5 @@
 """Real sandboxes, attacked and mistreated, in every backend that this machine has."""
+import ast
 import json
 import os
 import pwd
@@ -191,6 +192,30 @@ def test_call_in_another_thread_ends_when_the_sandbox_is_closed(isolated):
     box.close()
 
 
+def test_a_call_on_a_sandbox_that_another_thread_has_closed_is_a_fault(box):
+    gone = Sandbox(box.backend)
+    gone.close()                    # and with it what would be asked for last words
+    with pytest.raises(SandboxFault, match="^the sandbox is closed$"):
+        gone._fail(EOFError("it has ended"))
+
+
+def test_sweep_waits_for_processes_that_take_time_to_end():
+    tree = ast.parse((PROJECT / "parts" / "runner.py").read_text())
+    code = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "sweep")
+    end = time.monotonic() + 1.5
+
+    class Os:
+        @staticmethod
+        def kill(pid, number):
+            if time.monotonic() > end:
+                raise ProcessLookupError
+    names = {"reap": lambda: None, "MODE": "docker", "os": Os, "signal": signal, "time": time}
+    exec(compile(ast.Module([code], []), "runner.py", "exec"), names)
+    assert names["sweep"]() == ({}, b"")
+    end = time.monotonic() + 60
+    assert "survive" in names["sweep"]()[0]["error"]
+
+
 def test_life_is_limited(isolated, monkeypatch):
     monkeypatch.setattr(boot, "LIFE", 1)
     box = Sandbox(isolated)
@@ -208,6 +233,12 @@ def test_memory_bomb(isolated):
     result = box.run("python3 -c 'x = bytearray(1 << 30); print(len(x))'", 20)
     assert result.exit_code and str(1 << 30) not in result.output
     assert out(box, "echo alive") == "alive"
+    box.close()
+
+
+def test_where_memory_is_short_the_command_goes(isolated):
+    box = Sandbox(isolated)
+    assert out(box, "cat /proc/self/oom_score_adj") == "1000" and int(out(box, "cat /proc/$PPID/oom_score_adj")) < 1000
     box.close()
 
 
@@ -500,7 +531,14 @@ results = [box.run(command, 5) for command in commands]
 slow = box.run("setsid sleep 4321 & sleep 60", 0.3)
 left = box.run("ls -d /proc/[0-9]* | wc -l", 5)
 box.put({{"f": b"x"}}, user="root", mode=0o600)
-print(json.dumps([[r.exit_code, r.output.strip()] for r in results] + [[int(slow.timed_out), left.output.strip()], [0, box.get("f").decode()]]))
+from parts import snapshot
+box.run("mkdir ~/workspace/d ~/workspace/e; cd ~/workspace; echo 1 | tee d/f e/f > g; echo 2 > h; chmod 444 d; chmod 000 e g", 5)
+names = [path for path, _ in box.call("listing", most=99)[0]["files"]]
+twin = Sandbox("namespaces")
+snapshot.put_back(twin, snapshot.take(box))
+copied = twin.run("stat -c '%n %a' *; cat h", 5).output.split()
+twin.close()
+print(json.dumps([[r.exit_code, r.output.strip()] for r in results] + [[int(slow.timed_out), left.output.strip()], [0, box.get("f").decode()], [names, copied]]))
 box.close()
 """
 
@@ -526,10 +564,11 @@ def test_namespaces_of_an_ordinary_user(tmp_path):
     if "not permitted" in done.stderr and "unshare" in done.stderr:
         pytest.skip("ordinary users have no namespaces here")
     assert done.returncode == 0, done.stderr
-    user, kills, reads, writes, caps, nested, project, _, state, slow, put = json.loads(done.stdout)
+    user, kills, reads, writes, caps, nested, project, _, state, slow, put, closed = json.loads(done.stdout)
     assert user == [0, "1000"] and kills[1].endswith("alive") and reads[0] and writes[0] and nested[0] and project[0]
     assert caps[1].split()[1] == "0" * 16 and state == [0, "1\n/tmp"] and put == [0, "x"]
     assert slow[0] == 1 and int(slow[1]) < 6
+    assert closed[0] == ["f", "g", "h"] and closed[1] == ["d", "444", "f", "600", "h", "644", "2"]     # what it may not read is left out
 
 
 # ---------------------------------------------------------------------------------------------- choosing
