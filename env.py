@@ -31,7 +31,8 @@ Not covered:
 - fork copies files, cwd and exported variables, not running processes
 - tasks that are allowed the network, or a Hugging Face cache: their test labels are one download away, and a local
   sandbox then reaches the services of this machine
-- MLGym graders that load what the agent wrote (pickles, models): they run without a proxy, see tasks.py
+- MLGym graders that run code of the agent's (its src/, baseline.py, pickled checkpoints) in their own process: a score
+  can be made up there. configs/tasks/mlgym.yaml marks these tasks `degenerate`, and every result carries that
 """
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parts import dojo, snapshot
-from parts.containers import missing_requirements, needs_packages, prepared_image
+from parts.containers import missing_requirements, needs_packages, prepared, prepared_image
 from parts.episode import Episode, Segment, in_thread, play                # noqa: F401  part of this module's interface
 from parts.grading import Score, collect, grade
 from parts.replies import extract_action, lift_bodies, typed_edits, unfinished
@@ -165,7 +166,11 @@ class Env:
             image = prepared_image(self.task, self.image, self.network, lambda network: Sandbox(
                 "docker", image=self.image, **self.limits | {"network": network}))
             given = self.task.public if image != self.image else {}
-            return SPARES.take(Sandbox, variables, image=image, given=given, **options)
+            try:
+                return SPARES.take(Sandbox, variables, image=image, given=given, **options)
+            except SandboxFault:
+                prepared.clear()        # somebody may have removed the image: the next one looks again
+                raise
         hide = tuple({str(Path(path).resolve().parent) for path in self.task.hidden.values()})
         given = {path: file for path, file in self.task.public.items()      # a mounted artefact could not be removed
                  if file.stat().st_size > MOUNT_BYTES and not self.task.is_artefact(path)}

@@ -128,14 +128,23 @@ def docker_problem(image: str) -> str:
 # ---------------------------------------------------------------------------------------------- prepared images
 
 preparing = threading.Lock()
-prepared: dict[tuple, str] = {}
+prepared: dict[tuple, str] = {}     # what was asked for -> image: found without reading files and asking the daemon
 
 
 def prepared_image(task: Task, image: str, network: bool, make_sandbox) -> str:
     """An image with the task's public files and requirements in it: made once, found later; older ones are removed.
 
-    For a task with little of both it is `image` itself. Raises UserError when requirements cannot be installed.
+    For a task with little of both it is `image` itself. Raises UserError when requirements cannot be installed. Files
+    that change while this process runs are not seen.
     """
+    asked = task.name, image, tuple(sorted(task.public.items())), task.requirements
+    if asked not in prepared:
+        prepared[asked] = find_image(task, image, network, make_sandbox)
+    return prepared[asked]
+
+
+def find_image(task: Task, image: str, network: bool, make_sandbox) -> str:
+    """See prepared_image."""
     files = task.public if sum(path.stat().st_size for path in task.public.values()) > PREPARE_BYTES else {}
     if not files and not task.requirements:
         return image

@@ -213,6 +213,14 @@ def test_mlgyms_self_reported_metric_is_marked():
     assert "fills in itself" in read_yaml(TASKS_DIR / "mlgym.yaml")["imageCaptioningCOCO"]["degenerate"]
 
 
+@attack("a score made up by code that MLGym's graders run: src/, baseline.py, pickled checkpoints")
+@pytest.mark.parametrize("name", ["rlBreakoutMinAtar", "rlMetaMaze", "rlMountainCarContinuous", "rlMountainCarContinuousReinforce",
+                                  "languageModelingFineWeb", "naturalLanguageInferenceMNLI"])
+def test_mlgyms_graders_that_run_the_agents_code_are_marked(name):
+    """Not covered: these graders import or unpickle what the agent wrote. Every result says so instead."""
+    assert "the grader runs code that the agent wrote, so a score can be made up" in read_yaml(TASKS_DIR / "mlgym.yaml")[name]["degenerate"]
+
+
 @attack("a CSV in another order")
 def test_order_of_rows_is_not_worth_anything(backend):
     worth = honest(backend, "", "titanic", CSV[0].values[2])

@@ -11,6 +11,7 @@ import env
 from env import Env, check_needs, extract_action, lift_bodies, typed_edits, unfinished
 from parts import containers
 from parts.sandbox import IMAGE, Sandbox, SandboxFault
+from parts.spares import SPARES
 from tasks import UserError, load_task
 
 
@@ -285,11 +286,22 @@ def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
         assert "data/big.bin (9437184 bytes)" in world.reset() and world.sandbox.image.startswith("flatlab/flatlab-test:")
         assert do(world, "echo x >> data/big.bin; ls -l data")[1] == "ok"
         first = world.sandbox.image
-    monkeypatch.setattr(containers, "build_image", lambda *_: pytest.fail("built again"))
+    for name in ("build_image", "content_key"):
+        monkeypatch.setattr(containers, name, lambda *_: pytest.fail("looked for again"))
     with Env(big_task, "docker") as world:
         world.reset()
         assert world.sandbox.image == first and said(world, "stat -c %s data/big.bin") == str(9 << 20)
     monkeypatch.undo()
+    containers.prepared.clear()                                                     # as a later process
+    monkeypatch.setattr(containers, "build_image", lambda *_: pytest.fail("built again"))
+    assert containers.prepared_image(big_task, IMAGE, False, None) == first
+    monkeypatch.undo()
+    containers.docker_api().remove_image(first, force=True)                         # by somebody else
+    with Env(big_task, "docker") as world:
+        SPARES.close()
+        with pytest.raises(SandboxFault):
+            world.reset()
+        assert "data/big.bin" in world.reset()
     path = big_task.public["data/big.bin"]
     path.write_bytes(b"8" * (9 << 20))                                              # another content: another image
     containers.prepared.clear()
