@@ -505,9 +505,15 @@ def main(task: str, /, mlgym_root: str | None = None, mledojo_root: str | None =
 if __name__ == "__main__":
     import tyro
 
+    from parts.boot import SandboxFault     # it imports nothing of ours
     from tasks import UserError, main       # this file as env.py knows it: else there would be two classes Task
     try:
         tyro.cli(main)
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+    except SandboxFault as fault:
+        print(f"The sandbox broke: {fault}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

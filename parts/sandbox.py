@@ -65,6 +65,9 @@ def start_local(mode: str, memory: int, disk: int, processes: int, env: dict, hi
     if mode == "namespaces":        # Landlock cannot hide what lies in a visible folder
         view += [(path, "") for path in package_folders(forget)]
     if mode == "landlock":
+        for path, real in view:
+            if not real and any(path.startswith(other.rstrip("/") + "/") for _, other in view if other):
+                raise SandboxFault(f"Landlock cannot hide {path}, which lies in a folder that commands may read")
         home = tempfile.mkdtemp(prefix="flatlab-")
         os.chmod(home, 0o755)
         places = [*Path(sys.prefix).resolve().parents, *Path(sys.base_prefix).resolve().parents]
@@ -72,9 +75,6 @@ def start_local(mode: str, memory: int, disk: int, processes: int, env: dict, hi
             uid = 0                 # our Python lies where no other user can go: stay root, without capabilities
         more = {"workspace": f"{home}/agent/workspace", "tools": f"{home}/agent/.bin"}
         env = {"TMPDIR": f"{home}/agent", **env}
-        for path, real in view:
-            if not real and any(path.startswith(other.rstrip("/") + "/") for _, other in view if other):
-                raise SandboxFault(f"Landlock cannot hide {path}, which lies in a folder that commands may read")
     config = runner_config(
         mode, env, uid=uid, gid=uid, view=view, disk=disk, network=network,
         path=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",

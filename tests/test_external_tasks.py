@@ -663,3 +663,10 @@ def test_command(tmp_path, name, code, words):
     assert done.returncode == code, done.stderr
     assert all(word in done.stdout + done.stderr for word in words)
     assert len(list((tmp_path / "cache/flatlab/sanity").glob("*.json"))) == (code == 0)
+
+
+def test_command_with_a_sandbox_that_breaks_says_one_sentence(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import parts.sandbox as s\ndef broken(*_, **__): raise s.SandboxFault('no daemon')\ns.Sandbox.__init__ = broken\n")
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(tasks.__file__).parent}"}
+    done = subprocess.run([sys.executable, str(Path(tasks.__file__)), "titanic", "--backend", "local"], capture_output=True, text=True, env=environ)
+    assert done.returncode == 1 and done.stderr == "The sandbox broke: no daemon\n", done.stderr

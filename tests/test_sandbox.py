@@ -629,6 +629,13 @@ def test_local_falls_back_to_landlock_and_says_what_is_missing(monkeypatch):
     sandbox.local_isolation.cache_clear()
 
 
+def test_landlock_that_cannot_hide_a_folder_leaves_none_behind(monkeypatch, tmp_path):
+    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(SandboxFault, match="Landlock cannot hide /usr/share"):
+        Sandbox("landlock", hide=("/usr/share",))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.fault(17, "image missing, socket without permission")
 @needs_docker
 def test_docker_image_and_permission(monkeypatch):
