@@ -25,12 +25,14 @@ Not covered:
 - local: memory is limited per process, not in sum. Where we run as an ordinary user, the commands have the runner's
   user: they cannot kill or trace it, but can lower its limits; that ends the episode as a fault
 - local where namespaces are refused (Landlock instead): other processes are visible, UDP and sockets in the file system
-  are open, processes, memory and disk are not limited in sum. `pick_backend` takes that only for the stand-in model
+  are open, processes, memory and disk are not limited in sum. `pick_backend` takes that only for the stand-in model.
+  The data of Python packages stays visible there, and scikit-learn's holds the answers of digits and diabetes
 - docker: the disk is limited per file, not in sum
 - fork copies files, cwd and exported variables, not running processes
 - tasks that are allowed the network, or a Hugging Face cache: their test labels are one download away, and a local
   sandbox then reaches the services of this machine
-- MLGym graders that load what the agent wrote (pickles, models): they run without a proxy, see tasks.py
+- MLGym graders that run code of the agent's (its src/, baseline.py, pickled checkpoints) in their own process: a score
+  can be made up there. configs/tasks/mlgym.yaml marks these tasks `degenerate`, and every result carries that
 """
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parts import dojo, snapshot
-from parts.containers import missing_requirements, needs_packages, prepared_image
+from parts.containers import missing_requirements, needs_packages, prepared, prepared_image
 from parts.episode import Episode, Segment, in_thread, play                # noqa: F401  part of this module's interface
 from parts.grading import Score, collect, grade
 from parts.replies import extract_action, lift_bodies, typed_edits, unfinished
@@ -90,6 +92,11 @@ def score_text(score: Score, task: Task) -> str:
         return f"No score: {score.message}"
     way = "higher" if task.higher_is_better else "lower"
     return f"{score.split} {score.metric}: {score.value:.4f} (baseline {task.baseline:.4f}, {way} is better)"
+
+
+def position_text(score: Score) -> str:
+    """A line more for a competition with leaderboards."""
+    return "" if score.position is None else f"\nposition: {score.position:.4f} (share of the leaderboards that is not better)"
 
 
 FILE_COMMANDS_TEXT = """Beside bash there are these commands for files:
@@ -141,6 +148,7 @@ class Env:
         self.network, self.hf_cache = network, hf_cache
         check_needs(task, self.backend, network, hf_cache)
         self.sandbox: Sandbox | None = None
+        self.grading: Sandbox | None = None         # while one runs
         self.closed, self.history = False, []
 
     def __enter__(self) -> Env:
@@ -153,14 +161,20 @@ class Env:
         """One for the agent or for a grading: nothing of the task is in it but, perhaps, public files (see `given`)."""
         network, variables = self.network and self.task.needs_network, {"PYTHONHASHSEED": str(self.seed % 2 ** 32)}
         if self.backend == "docker":
-            options = {"network": network, "gpu": self.task.needs_gpu, "hf_cache": self.hf_cache, **self.limits}
+            options = {"network": network, "gpu": self.task.needs_gpu, "hf_cache": self.hf_cache,
+                       "forget": self.task.forget, **self.limits}
             image = prepared_image(self.task, self.image, self.network, lambda network: Sandbox(
                 "docker", image=self.image, **self.limits | {"network": network}))
             given = self.task.public if image != self.image else {}
-            return SPARES.take(Sandbox, variables, image=image, given=given, **options)
+            try:
+                return SPARES.take(Sandbox, variables, image=image, given=given, **options)
+            except SandboxFault:
+                prepared.clear()        # somebody may have removed the image: the next one looks again
+                raise
         hide = tuple({str(Path(path).resolve().parent) for path in self.task.hidden.values()})
-        given = {path: file for path, file in self.task.public.items() if file.stat().st_size > MOUNT_BYTES}
-        box = Sandbox(self.backend, env=variables, hide=hide, network=network, given=given, **self.limits)
+        given = {path: file for path, file in self.task.public.items()      # a mounted artefact could not be removed
+                 if file.stat().st_size > MOUNT_BYTES and not self.task.is_artefact(path)}
+        box = Sandbox(self.backend, env=variables, hide=hide, forget=self.task.forget, network=network, given=given, **self.limits)
         if self.task.requirements and missing_requirements(box, self.task):
             box.close()
             raise UserError(needs_packages(self.task))
@@ -203,7 +217,8 @@ class Env:
             observation, status = "Submitted.", "submit"
         elif word == "validate":
             score = self.score()
-            observation, status = score_text(score, self.task), "validate" if score.valid else "invalid"
+            observation = score_text(score, self.task) + position_text(score)
+            status = "validate" if score.valid else "invalid"
         else:
             command, bodies = lift_bodies(action)
             result = self.sandbox.run(command, timeout, bodies=bodies)
@@ -219,7 +234,17 @@ class Env:
             artefacts = collect(self.task, self.sandbox)
         except ArtefactError as error:
             return Score(None, self.task.metric, split, False, f"no submission, {error}")
-        return grade(self.task, artefacts, split, self.make_sandbox)
+        return grade(self.task, artefacts, split, self.grading_sandbox)
+
+    def grading_sandbox(self) -> Sandbox:
+        """One that `close` ends, too: a grading may take half an hour."""
+        if not self.closed:
+            self.grading = self.make_sandbox()
+        if self.closed:
+            if self.grading:
+                self.grading.close()
+            raise SandboxFault("the environment is closed")
+        return self.grading
 
     def snapshot(self) -> bytes:
         """All that was written, as one tar (see snapshot.py). Ends background processes here."""
@@ -249,8 +274,9 @@ class Env:
 
     def close(self) -> None:
         self.closed = True
-        if self.sandbox:
-            self.sandbox.close()
+        for box in (self.sandbox, self.grading):
+            if box:
+                box.close()
 
 
 # ---------------------------------------------------------------------------------------------- episodes

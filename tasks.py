@@ -48,6 +48,8 @@ class Task:
     needs_network: bool = False
     source: str = "built-in"        # "built-in" | "mlgym" | "mledojo"
     requirements: Path | None = None    # pip requirements of agent and grader, beyond what the image holds
+    # Folders of Python packages, such as sklearn/datasets/data, that the agent's sandbox shows as empty: answers lie there.
+    forget: tuple[str, ...] = ()
     degenerate: str = ""            # a known reason why the score says little; degenerate(task) knows measured ones too
     trivial: dict[str, str] = field(default_factory=dict)   # name -> text of the artefact: rules that need no idea
     # artefact -> (proxy, name): the grading sandbox holds the proxy under the artefact's name, and what the agent wrote
@@ -160,6 +162,7 @@ YAML_KEYS = {
     "baseline_scores": (list, True),                # per split, in the order of `splits`: {split: ..., <metric>: ...}
     "data": (list, False),                          # files that go to data/ in the workspace
     "hidden": (list, False),                        # files that only the grading sandbox gets
+    "forget": (list, False),                        # folders of Python packages that hold the answers, see Task
     "artefacts": (list, True), "metric": (str, True), "higher_is_better": (bool, True),
     "reference": ((int, float), False), "splits": (list, True),
     "evaluation_args": (list, False),               # of the grader, before --split
@@ -198,7 +201,7 @@ def load_builtin(root: Path, name: str) -> Task:
         splits=tuple(spec["splits"]), step_timeout=float(spec["training_timeout"]),
         grade_timeout=float(spec.get("evaluation_timeout", 60)), needs_gpu=spec.get("needs_gpu", False),
         needs_network=spec.get("needs_network", False), degenerate=spec.get("degenerate", ""),
-        trivial=spec.get("trivial", {}))
+        trivial=spec.get("trivial", {}), forget=tuple(spec.get("forget", ())))
     for path in public | hidden:
         if task.is_artefact(path):                  # else a file that was there before could be graded
             raise UserError(f"Task {name}: {path} is an artefact, so it cannot be one of the task's own files.")
@@ -387,9 +390,19 @@ def parse_grade(stdout: str, task: Task) -> tuple[float | None, str]:
     value = grade.get(task.metric, by_lower_case.get(task.metric.lower()))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None, f"The grader's result has no number called {task.metric}."
+    try:
+        value = float(value)
+    except OverflowError:           # an integer beyond all floats
+        value = math.inf
     if not math.isfinite(value):
         return None, f"The {task.metric} is not a finite number."
-    return float(value), ""
+    return value, ""
+
+
+def parse_position(stdout: str, task: Task) -> float | None:
+    """The place on the leaderboards, 0 to 1, that grade_mledojo.py prints beside the score; None for other tasks."""
+    value = (_last_json_object(stdout) or {}).get("position") if task.source == "mledojo" else None
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _last_json_object(text: str) -> dict | None:
@@ -492,9 +505,15 @@ def main(task: str, /, mlgym_root: str | None = None, mledojo_root: str | None =
 if __name__ == "__main__":
     import tyro
 
+    from parts.boot import SandboxFault     # it imports nothing of ours
     from tasks import UserError, main       # this file as env.py knows it: else there would be two classes Task
     try:
         tyro.cli(main)
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+    except SandboxFault as fault:
+        print(f"The sandbox broke: {fault}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -13,6 +13,10 @@ GRACE = 2                           # seconds between SIGTERM and SIGKILL
 # An end of file before that means that the owner is gone.
 BOOT = 'import json, os; n = %d; text = b""\nwhile len(text) < n: text += os.read(0, n - len(text)) or os._exit(1)\n' \
        'CONFIG, source = json.loads(text); exec(source)'
+# Where Pythons keep their packages: on any machine, and in images with conda.
+PACKAGES = ("/usr/lib/python3*/*-packages", "/usr/local/lib/python3*/*-packages")
+CONDA_PACKAGES = tuple(f"{conda}/{part}lib/python3*/site-packages" for conda in ("/home/agent/miniconda3", "/opt/conda")
+                       for part in ("", "envs/*/", "pkgs/*/"))
 # The commands of commands.py, beside bash: agents that know MLGym type them.
 FILE_COMMANDS = ("open", "goto", "scroll_up", "scroll_down", "create", "edit", "insert", "search_dir", "search_file",
                  "find_file")

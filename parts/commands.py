@@ -26,12 +26,15 @@ def remembered():
     try:
         with open(MEMORY) as file:
             path, line = json.load(file)
-        return str(path), int(line)
+        return os.path.expanduser(str(path)), int(line)
     except (OSError, ValueError, TypeError):
         return "", 1
 
 
 def remember(path, line):
+    home = os.path.expanduser("~") + "/"
+    if path.startswith(home):       # a copy of this sandbox may have another one
+        path = "~/" + path[len(home):]
     with open(MEMORY, "w") as file:
         json.dump([path, line], file)
 

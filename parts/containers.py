@@ -12,7 +12,7 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from parts.boot import SandboxFault, boot_texts, runner_config
+from parts.boot import CONDA_PACKAGES, PACKAGES, SandboxFault, boot_texts, runner_config
 from tasks import Task, UserError, content_key
 
 IMAGE = "aigym/mlgym-agent:latest"
@@ -28,7 +28,7 @@ ended: deque[tuple[float, str]] = deque()       # when a container was closed or
 
 
 def start_docker(image: str, memory: int, disk: int, cpus: float, processes: int, env: dict, network: bool, gpu: bool,
-                 hf_cache: str, **_):
+                 hf_cache: str, forget: tuple[str, ...], **_):
     """A container that removes itself when the runner in it ends: (id, connection, function that ends it)."""
     from docker.errors import APIError, DockerException
     from docker.types import DeviceRequest, LogConfig
@@ -46,6 +46,7 @@ def start_docker(image: str, memory: int, disk: int, cpus: float, processes: int
             device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if gpu else None,
             cap_drop=["ALL"], cap_add=["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"])
         boot, text = boot_texts(runner_config("docker", env, limits={"CORE": 0, "FSIZE": disk},
+                                              forget=forget, packages=PACKAGES + CONDA_PACKAGES,
                                               copies=[[CACHE, "/home/agent/.cache/huggingface"]] if hf_cache else []))
         with STARTS:
             box = api.create_container(
@@ -127,14 +128,23 @@ def docker_problem(image: str) -> str:
 # ---------------------------------------------------------------------------------------------- prepared images
 
 preparing = threading.Lock()
-prepared: dict[tuple, str] = {}
+prepared: dict[tuple, str] = {}     # what was asked for -> image: found without reading files and asking the daemon
 
 
 def prepared_image(task: Task, image: str, network: bool, make_sandbox) -> str:
     """An image with the task's public files and requirements in it: made once, found later; older ones are removed.
 
-    For a task with little of both it is `image` itself. Raises UserError when requirements cannot be installed.
+    For a task with little of both it is `image` itself. Raises UserError when requirements cannot be installed. Files
+    that change while this process runs are not seen.
     """
+    asked = task.name, image, tuple(sorted(task.public.items())), task.requirements
+    if asked not in prepared:
+        prepared[asked] = find_image(task, image, network, make_sandbox)
+    return prepared[asked]
+
+
+def find_image(task: Task, image: str, network: bool, make_sandbox) -> str:
+    """See prepared_image."""
     files = task.public if sum(path.stat().st_size for path in task.public.values()) > PREPARE_BYTES else {}
     if not files and not task.requirements:
         return image

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 
-from parts.sandbox import ArtefactError
+from parts.sandbox import ArtefactError, SandboxFault
 
 ACTIONS_TEXT = """Instead of a bash block, a reply may be one JSON object {"action": ..., "params": {...}}:
 request_info (info_type: overview, sample_submission, data_structure, data_path, output_path, name, metadata or all),
@@ -20,8 +20,10 @@ JSON_BLOCK = re.compile(r"^ {0,3}```[ \t]*json[ \t]*\n(.*?)^ {0,3}```[ \t]*$", r
 def json_action(reply: str) -> dict | None:
     """{"action": ..., its parameters} from a reply that is a JSON object or has one in its only ```json block."""
     reply = reply.rpartition("</think>")[2]
-    blocks = JSON_BLOCK.findall(reply)
-    text = blocks[0] if len(blocks) == 1 else reply.strip()
+    blocks = list(JSON_BLOCK.finditer(reply))
+    text = blocks[0][1] if len(blocks) == 1 else reply.strip()
+    if len(blocks) == 1 and "<think>" in reply[:blocks[0].start()]:
+        return None                 # it never stopped thinking
     try:
         request = json.loads(text, strict=False)        # with line breaks in strings, as models write them
         params = request.get("params", request)
@@ -78,14 +80,23 @@ def run_code(env, request, timeout, keep: bool):
             before[path] = box.get(path)
         except ArtefactError:
             continue
-    box.remove(list(env.task.artefacts))
     name = f"execution_{len(env.history) + 1}.py"
-    box.put({name: code.encode("utf-8", "replace")})
+    try:
+        box.remove(list(env.task.artefacts))
+        box.put({name: code.encode("utf-8", "replace")})
+    except SandboxFault as fault:
+        if box.broken:
+            raise
+        return f"Nothing was run. {name} cannot be written into {box.workspace}: {fault}", "rejected"   # by the agent's own doing
     result = box.run(["sh", "-c", 'cd "$0" && exec python3 "$1"', box.workspace, name], timeout)
     present = {path for path, _ in box.call("listing", most=10 ** 6)[0]["files"]}
     if not keep or result.exit_code or not set(env.task.artefacts) & present:
-        box.remove(list(env.task.artefacts))
-        box.put(before)
+        try:
+            box.remove(list(env.task.artefacts))
+            box.put(before)
+        except SandboxFault:        # the code has made a folder of the artefact's place, or moved the workspace
+            if box.broken:
+                raise
     status = "timeout" if result.timed_out else "error" if result.exit_code else "ok"
     return run_text(result, timeout, env.limits["memory"]), status
 
@@ -95,14 +106,14 @@ def validate_code(env, request, timeout):
 
 
 def execute_code(env, request, timeout):
-    from env import score_text
+    from env import position_text, score_text
     said, status = run_code(env, request, timeout, keep=True)
     if status != "ok":
         return said, status, None
     score = env.score()
     best = [row["score"] for row in env.history if row["score"] is not None] + ([score.value] if score.valid else [])
     line = f"\nbest so far: {(max if env.task.higher_is_better else min)(best):.4f}" if best else ""
-    return f"{said}\n{score_text(score, env.task)}{line}", "validate" if score.valid else "invalid", score
+    return f"{said}\n{score_text(score, env.task)}{position_text(score)}{line}", "validate" if score.valid else "invalid", score
 
 
 def get_history(env, request, timeout):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parts.sandbox import ARTEFACT_BYTES, COPY_BYTES, ArtefactError, SandboxFault
-from tasks import Task, parse_grade
+from tasks import Task, parse_grade, parse_position
 
 MODEL_BYTES = 2 << 30               # of one artefact of a task that needs a GPU, say the weights of a model
 MOST_FILES = 20_000                 # in a workspace whose folders are artefacts
@@ -19,6 +19,7 @@ class Score:
     split: str
     valid: bool
     message: str                    # why it is not valid; safe to show the agent
+    position: float | None = None   # MLE-Dojo: share of the leaderboards that is not better
 
 
 def collect(task: Task, sandbox) -> dict[str, bytes]:
@@ -53,7 +54,7 @@ def is_plain(artefact: str) -> bool:
     return not artefact.endswith("/") and not any(sign in artefact for sign in "*?[")
 
 
-grades: dict[tuple, Score] = {}     # the same artefact is not graded twice; also pins the luck of a random grader
+grades: dict[tuple, Score] = {}     # a score is found once for an artefact; also pins the luck of a random grader
 
 
 def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> Score:
@@ -62,19 +63,21 @@ def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> 
     for path, data in sorted(artefacts.items()):
         digest.update(b"%r %d " % (path.encode("utf-8", "surrogateescape"), len(data)) + data)
     key = (task.name, task.grader, str(task.hidden), split, digest.digest())
-    if key not in grades:
-        try:
-            value, message = run_grader(task, artefacts, split, make_sandbox)
-        except SandboxFault:
-            value, message = run_grader(task, artefacts, split, make_sandbox)
-        if len(grades) >= 10_000:
-            grades.clear()
-        grades[key] = Score(value, task.metric, split, value is not None, message)
-    return grades[key]
+    if key in grades:
+        return grades[key]
+    try:
+        value, message, position = run_grader(task, artefacts, split, make_sandbox)
+    except SandboxFault:
+        value, message, position = run_grader(task, artefacts, split, make_sandbox)
+    if value is None:               # perhaps it was the load of the machine: the next grading may end in time
+        return Score(None, task.metric, split, False, message)
+    if len(grades) >= 10_000:
+        grades.clear()
+    return grades.setdefault(key, Score(value, task.metric, split, True, "", position))
 
 
-def run_grader(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> tuple[float | None, str]:
-    """(score, "") or (None, why there is none), in a sandbox of its own."""
+def run_grader(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> tuple[float | None, str, float | None]:
+    """(score, "", position on leaderboards) or (None, why there is none, None), in a sandbox of its own."""
     sandbox = make_sandbox()
     try:
         files = task.grading_files(artefacts)
@@ -89,5 +92,6 @@ def run_grader(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox
     if reply["code"] in (126, 127) and not stdout:
         raise SandboxFault(f"the grader does not start: {' '.join(task.grader)}")
     if reply["timed_out"]:
-        return None, f"The grading took longer than {task.grade_timeout:.0f} seconds."
-    return parse_grade(stdout.decode("utf-8", "replace"), task)
+        return None, f"The grading took longer than {task.grade_timeout:.0f} seconds.", None
+    said = stdout.decode("utf-8", "replace")
+    return *parse_grade(said, task), parse_position(said, task)

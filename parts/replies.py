@@ -94,40 +94,73 @@ def scan_line(line: str, context: list[str]) -> list[tuple[bool, str]]:
 
 # ---------------------------------------------------------------------------------------------- edits
 
+EDIT = re.compile(r"([ \t]*(?:edit[ \t]+\d+:\d+|insert[ \t]+\d+))[ \t]*(<<[ \t]*(['\"]?)(end_of_edit|end_of_insert)\3[ \t]*)?$")
+ENDS = ("end_of_edit", "end_of_insert")
 
-EDIT = re.compile(r"^([ \t]*(edit[ \t]+\d+:\d+|insert[ \t]+\d+))[ \t]*\n(.*?)^(end_of_edit|end_of_insert)[ \t]*$",
-                  re.S | re.M)
+
+def find_edits(lines: list[str], at: int = 0, ticks: int = 0) -> tuple[list[tuple[int, int]], int, bool]:
+    """([(line of an edit, line of its end)] in shell text from line `at`, where a fence of `ticks` closes it, whether
+    something is still open). What looks like an edit in a heredoc or in quotes is text of that."""
+    found, context, pending, is_open = [], [""], [], False
+    ends = [n for n in range(len(lines) - 1, at, -1) if lines[n].rstrip(" \t") in ENDS]
+    while at < len(lines):
+        line = lines[at]
+        if pending and context[-1] not in ("'", '"'):
+            strip, word = pending[0]
+            if (line.lstrip("\t") if strip else line) == word:
+                pending.pop(0)
+            at += 1
+            continue
+        fence = FENCE.match(line) if ticks else None
+        if fence and not fence[2] and len(fence[1]) >= ticks:
+            break
+        if context[-1] in ("", "(") and (match := EDIT.match(line)):
+            while ends and ends[-1] <= at:
+                ends.pop()
+            end = next((n for n in reversed(ends) if match[4] in (None, lines[n])), None)
+            if end:
+                found.append((at, end))
+                at = end + 1
+                continue
+            is_open = is_open or not match[4]
+        pending += scan_line(line, context)
+        at += 1
+    return found, at, is_open or bool(pending) or len(context) > 1
 
 
 def typed_edits(reply: str) -> str:
-    """Edits as agents type them, with a body up to end_of_edit, turned into heredocs, in which nothing is special."""
+    """Edits as agents type them, with a body up to end_of_edit, turned into heredocs, in which nothing is special. Goes
+    through the reply as extract_action does: only blocks count."""
     if "end_of_" not in reply:
         return reply
-    return EDIT.sub(lambda m: f"{m[1]} <<'{m[4]}'\n{m[3]}{m[4]}", reply)
-
-
-LIFTED = re.compile(r"^([ \t]*(?:edit[ \t]+\d+:\d+|insert[ \t]+\d+))[ \t]*<<[ \t]*(['\"]?)(end_of_edit|end_of_insert)\2[ \t]*\n"
-                    r"(.*?)^\3$", re.S | re.M)
+    lines, at = reply.split("\n"), 0
+    while at < len(lines):
+        fence = FENCE.match(lines[at])
+        if "<think>" in lines[at]:
+            while at < len(lines) and "</think>" not in lines[at]:
+                at += 1
+        elif fence:
+            found, at, _ = find_edits(lines, at + 1, len(fence[1]))
+            for first, end in found:
+                match, word = EDIT.match(lines[first]), lines[end].rstrip(" \t")
+                if not match[4]:
+                    lines[first], lines[end] = f"{match[1]} <<'{word}'", word
+        at += 1
+    return "\n".join(lines)
 
 
 def lift_bodies(action: str) -> tuple[str, list[str]]:
     """(the action without the bodies of its edits, these bodies): they do not pass through the shell."""
-    bodies = []
-
-    def lift(match):
-        bodies.append(match[4])
-        return f"{match[1]} --body {len(bodies) - 1}"
-    return (LIFTED.sub(lift, action), bodies) if "end_of_" in action else (action, [])
+    if "end_of_" not in action:
+        return action, []
+    lines, bodies, kept, at = action.split("\n"), [], [], 0
+    for first, end in find_edits(lines)[0]:
+        kept += [*lines[at:first], f"{EDIT.match(lines[first])[1]} --body {len(bodies)}"]
+        bodies.append("".join(line + "\n" for line in lines[first + 1:end]))
+        at = end + 1
+    return "\n".join(kept + lines[at:]), bodies
 
 
 def unfinished(text: str) -> bool:
     """Whether lines typed by hand still wait for the end of a heredoc, a quote or an edit."""
-    if re.search(r"^[ \t]*(edit[ \t]+\d+:\d+|insert[ \t]+\d+)[ \t]*$(?!.*^end_of_(edit|insert)$)", text, re.S | re.M):
-        return True
-    context, pending = [""], []
-    for line in typed_edits(text).split("\n"):
-        if pending and context[-1] not in ("'", '"'):
-            pending = pending[1:] if (line.lstrip("\t") if pending[0][0] else line) == pending[0][1] else pending
-        else:
-            pending += scan_line(line, context)
-    return bool(pending) or len(context) > 1
+    return find_edits(text.split("\n"))[2]

@@ -15,6 +15,7 @@ import select
 import signal
 import stat
 import struct
+import sys
 import time
 from contextlib import suppress
 
@@ -56,7 +57,8 @@ def descendants():
 
 def sweep(blob=b""):
     """Kills every process of the sandbox except this one, daemons included."""
-    for _ in range(500):
+    deadline = time.monotonic() + 5         # on a busy machine, the end of many or large processes takes its time
+    while time.monotonic() < deadline:
         reap()
         try:
             if MODE == "landlock":
@@ -95,6 +97,8 @@ trap '{ printf "%s\\0" "$PWD"; unset PWD OLDPWD SHLVL; export -p; } >&99 2>/dev/
 def execute(argv, env, user, fds):
     """In the child: own session, user and place, then the command."""
     os.setsid()
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")          # where memory is short, a command goes, not the runner
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for fd in fds]      # out of the way of the targets
     for fd, target in zip(high, (0, 1, 2, 97, 98, 99, 96)):
         os.dup2(fd, target)
@@ -287,7 +291,7 @@ def listing(blob, most):
     for folder, folders, names in os.walk(WORKSPACE):
         for name in names:
             path = os.path.join(folder, name)
-            with suppress(FileNotFoundError):               # a background job may have just removed it
+            with suppress(OSError):         # a background job may have just removed it, or its folder is closed to us
                 rows.append((os.path.relpath(path, WORKSPACE), os.lstat(path).st_size))
     return {"files": sorted(rows)[:most], "count": len(rows)}, b""
 
@@ -325,14 +329,19 @@ def written(blob, roots):
     paths, folders = [], {}
 
     def look(path, info, device):
-        is_folder = stat.S_ISDIR(info.st_mode)
-        entries = list(os.scandir(path)) if is_folder else []
+        entries = None
+        if stat.S_ISDIR(info.st_mode):
+            with suppress(PermissionError):                 # an ordinary user cannot look into chmod 000
+                entries = list(os.scandir(path))
         if info.st_ctime >= BEGIN:
             paths.append(path)
-            if is_folder:
+            if entries is not None:
                 folders[path] = [entry.name for entry in entries]
-        for entry in entries:
-            info = entry.stat(follow_symlinks=False)
+        for entry in entries or []:
+            try:
+                info = entry.stat(follow_symlinks=False)
+            except PermissionError:                         # nor at what lies in chmod 444
+                continue
             if info.st_dev == device and entry.path != CONFIG["tools"]:
                 look(entry.path, info, device)
 
@@ -383,6 +392,16 @@ def find(program, path):
     return next((folder + "/" + program for folder in path.split(":") if os.path.exists(folder + "/" + program)), None)
 
 
+def empty(pattern):
+    """Removes all that lies in the folders that match. A folder that stays full is an OSError: no sandbox starts then."""
+    import glob
+    for place in glob.glob(pattern):
+        for folder, folders, names in os.walk(place, topdown=False):
+            for name in names + folders:
+                path = os.path.join(folder, name)
+                os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+
+
 def set_up():
     global landlock_rules, HOME_FD, ENVIRON, BASH, WAKE
     os.umask(0o022)
@@ -392,6 +411,11 @@ def set_up():
     elif MODE == "namespaces":
         enter_namespaces()
         build_root()
+    if CONFIG.get("forget") and MODE == "docker":
+        ours = os.path.dirname(os.path.dirname(sys.executable)) + "/lib/python3*/*-packages"
+        for place in [ours] + CONFIG["packages"]:
+            for name in CONFIG["forget"]:
+                empty(place + "/" + name)
     path = CONFIG["tools"] + ":" + (CONFIG["path"] or os.environ.get("PATH", os.defpath))
     ENVIRON = dict(os.environ, **CONFIG["env"], PATH=path, HOME=HOME)
     BASH = find("bash", path)

@@ -6,6 +6,7 @@ When the owner dies the connection ends, the program with it, and everything in 
 from __future__ import annotations
 
 import functools
+import glob
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from parts.boot import GRACE, LIFE, WORKSPACE, ArtefactError, SandboxFault, boot_texts, runner_config
+from parts.boot import GRACE, LIFE, PACKAGES, WORKSPACE, ArtefactError, SandboxFault, boot_texts, runner_config
 from parts.containers import IMAGE, docker_api, docker_problem, owner_label, start_docker      # noqa: F401  some for others
 from tasks import UserError
 
@@ -47,13 +48,26 @@ def local_view(hide: tuple[str, ...], network: bool) -> list[tuple[str, str]]:
     return shown + [(path, "") for path in hidden]
 
 
+def package_folders(names: tuple[str, ...]) -> list[str]:
+    """Where folders of Python packages lie in what a local sandbox sees of this machine."""
+    prefixes = {place for prefix in (sys.prefix, sys.base_prefix) for place in (prefix, os.path.realpath(prefix))}
+    places = [*PACKAGES, *(f"{glob.escape(prefix)}/{part}lib/python3*/site-packages" for prefix in prefixes
+                           for part in ("", "envs/*/", "pkgs/*/"))]
+    return sorted({path for name in names for place in places for path in glob.glob(f"{place}/{name}")})
+
+
 def start_local(mode: str, memory: int, disk: int, processes: int, env: dict, hide: tuple[str, ...], network: bool,
-                mounts: dict[str, Path], **_):
+                mounts: dict[str, Path], forget: tuple[str, ...], **_):
     """A process sandbox. Returns (connection, function that ends it, function that tells what it wrote on stderr)."""
     uid = 65534 if os.geteuid() == 0 else 1000
     view, more = local_view(hide, network), {}
     view += [(f"{WORKSPACE}/{path}", os.path.realpath(source)) for path, source in mounts.items()]
+    if mode == "namespaces":        # Landlock cannot hide what lies in a visible folder
+        view += [(path, "") for path in package_folders(forget)]
     if mode == "landlock":
+        for path, real in view:
+            if not real and any(path.startswith(other.rstrip("/") + "/") for _, other in view if other):
+                raise SandboxFault(f"Landlock cannot hide {path}, which lies in a folder that commands may read")
         home = tempfile.mkdtemp(prefix="flatlab-")
         os.chmod(home, 0o755)
         places = [*Path(sys.prefix).resolve().parents, *Path(sys.base_prefix).resolve().parents]
@@ -61,9 +75,6 @@ def start_local(mode: str, memory: int, disk: int, processes: int, env: dict, hi
             uid = 0                 # our Python lies where no other user can go: stay root, without capabilities
         more = {"workspace": f"{home}/agent/workspace", "tools": f"{home}/agent/.bin"}
         env = {"TMPDIR": f"{home}/agent", **env}
-        for path, real in view:
-            if not real and any(path.startswith(other.rstrip("/") + "/") for _, other in view if other):
-                raise SandboxFault(f"Landlock cannot hide {path}, which lies in a folder that commands may read")
     config = runner_config(
         mode, env, uid=uid, gid=uid, view=view, disk=disk, network=network,
         path=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
@@ -93,7 +104,8 @@ def local_isolation() -> tuple[bool, str]:
     for mode, complete, line in (
             ("namespaces", True, "namespaces: own files, processes and users, no network, memory limited per process"),
             ("landlock", False, "Landlock: only the workspace is writable, project and home hidden, no TCP; not "
-                                "covered: processes are visible, UDP and local sockets are open, no limits in sum")):
+                                "covered: processes are visible, UDP and local sockets are open, no limits in sum, and what "
+                                "a task forgets of Python packages")):
         try:
             Sandbox(mode).close()
             return complete, line
@@ -136,6 +148,7 @@ class Sandbox:
 
     memory (bytes; docker in sum, local per process), disk (bytes per file; local also per tmpfs), cpus (docker only),
     processes. env: more environment variables. hide: folders of this machine that a local sandbox must not show.
+    forget: folders of Python packages, relative to where packages lie, that are empty in there (not with Landlock).
     network: that of this machine (local) or a bridge (docker); none otherwise. docker only: gpu: all GPUs; hf_cache: a
     Hugging Face cache of this machine, read-only. given: workspace path -> file of this machine that is there already,
     in the image; a local sandbox mounts it, read-only, where it can. Then they are in the attribute `given`.
@@ -144,14 +157,15 @@ class Sandbox:
 
     def __init__(self, backend: str, image: str = IMAGE, memory: int = 4 << 30, disk: int = 1 << 30, cpus: float = 2.0,
                  processes: int = 256, env: dict[str, str] | None = None, hide: tuple[str, ...] = (),
-                 network: bool = False, gpu: bool = False, hf_cache: str = "", given: dict[str, Path] | None = None):
+                 forget: tuple[str, ...] = (), network: bool = False, gpu: bool = False, hf_cache: str = "", given: dict[str, Path] | None = None):
         self._lock, self._raw, self._in, self._broken = threading.Lock(), bytearray(), bytearray(), ""
         if backend == "local":
             backend = "namespaces" if local_isolation()[0] else "landlock"
         self.image, self.backend, self.given = image, backend, set() if backend == "landlock" else set(given or {})
         self._framed = backend == "docker"
         self._errors, self._stderr, self.container = bytearray(), None, None
-        options = {"memory": memory, "disk": disk, "processes": processes, "env": env or {}, "network": network}
+        options = {"memory": memory, "disk": disk, "processes": processes, "env": env or {}, "network": network,
+                   "forget": forget}
         if self._framed:
             self.container, self._wire, self._stop = start_docker(image=image, cpus=cpus, gpu=gpu, hf_cache=hf_cache,
                                                                   **options)
@@ -163,6 +177,11 @@ class Sandbox:
         except SandboxFault:
             self.close()
             raise
+
+    @property
+    def broken(self) -> str:
+        """Why no call can be answered any more; empty as long as it works, also after a call that answered an error."""
+        return self._broken
 
     def call(self, name: str, blob: bytes = b"", wait: float = 60.0, **fields) -> tuple[dict, bytes]:
         """One request to the runner. Raises ArtefactError when "get" answers with an error."""
@@ -207,8 +226,10 @@ class Sandbox:
         return data
 
     def _fail(self, error):
+        if self._broken:            # closed by another thread, so there is nothing left to read
+            raise SandboxFault(self._broken) from error
         said = self._stderr() if self._stderr else self._errors.decode("utf-8", "replace")
-        self._broken = self._broken or " ".join(f"the sandbox does not answer: {error} {said[-500:]}".split())
+        self._broken = " ".join(f"the sandbox does not answer: {error} {said[-500:]}".split())
         raise SandboxFault(self._broken)
 
     def run(self, command: str | list[str], timeout: float, user: str = "agent", stdin: bytes = b"",
@@ -242,7 +263,11 @@ class Sandbox:
 
     def remove(self, paths: list[str]) -> None:
         """Removes files and folders of the workspace, whatever their rights are."""
-        self.program(["rm", "-rf", "--", *(f"{self.workspace}/{path}" for path in paths)], 60, user="root")
+        names = b"".join(os.fsencode(f"{self.workspace}/{path.rstrip('/')}") + b"\0" for path in paths)     # too many for one argv
+        argv = ["/usr/bin/xargs", "-0", "-r", "/bin/rm", "-rf", "--"]       # absolute: root must run none of the agent's
+        reply = self.program(argv, 60, user="root", stdin=names)[1]
+        if reply["code"]:
+            raise SandboxFault(f"files in the workspace cannot be removed (exit code {reply['code']})")
 
     def get(self, path: str, max_bytes: int = ARTEFACT_BYTES) -> bytes:
         """Content of a regular file. Raises ArtefactError with the reason."""

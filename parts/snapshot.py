@@ -28,18 +28,24 @@ def take(box: Sandbox) -> bytes:
              "folders": changes["folders"]}
     rest = pack(box, [path for path in paths if path not in set(inside)], root(box))
     out = io.BytesIO(pack(box, inside, box.workspace))
-    with tarfile.open(fileobj=out, mode="a") as tar:
-        for name, data in ((STATE, json.dumps(notes).encode()), (REST, rest)):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
+    try:
+        with tarfile.open(fileobj=out, mode="a") as tar:
+            for name, data in ((STATE, json.dumps(notes).encode()), (REST, rest)):
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    except tarfile.TarError as error:
+        raise SandboxFault(f"the files cannot be copied: {error}") from error
     return out.getvalue()
 
 
 def put_back(box: Sandbox, files: bytes) -> None:
     """Unpacks into a sandbox that was made in the same way. Raises SandboxFault."""
-    with tarfile.open(fileobj=io.BytesIO(files)) as tar:
-        notes, rest = json.load(tar.extractfile(STATE)), tar.extractfile(REST).read()
+    try:
+        with tarfile.open(fileobj=io.BytesIO(files)) as tar:
+            notes, rest = json.load(tar.extractfile(STATE)), tar.extractfile(REST).read()
+    except (tarfile.TarError, KeyError) as error:
+        raise SandboxFault(f"the copied files cannot be read: {error}") from error
     move = lambda text: text.replace(notes["home"], home(box), 1) if text.startswith(notes["home"]) else text
     box.call("prune", folders={move(folder): names for folder, names in notes["folders"].items()})
     unpack(box, rest, root(box))
@@ -71,7 +77,8 @@ def written(box: Sandbox) -> dict:
 
 def pack(box: Sandbox, paths: list[str], place: str) -> bytes:
     names = [os.path.join(".", os.path.relpath(path, place)) for path in paths]
-    argv = ["tar", "-C", place, "--format=posix", "--pax-option=delete=atime,delete=ctime", "--no-recursion",
+    argv = ["/bin/tar", "-C", place, "--format=posix", "--pax-option=delete=atime,delete=ctime", "--no-recursion",
+            "--ignore-failed-read",             # what its own user cannot read is left out
             "--null", "--verbatim-files-from", "-T", "-", "-cf", "-"]
     data, reply = box.program(argv, 120, user="root", stdin=b"\0".join(map(os.fsencode, names)), limit=COPY_BYTES)
     if reply["code"] or reply["dropped"]:
@@ -80,6 +87,6 @@ def pack(box: Sandbox, paths: list[str], place: str) -> bytes:
 
 
 def unpack(box: Sandbox, files: bytes, place: str) -> None:
-    argv = ["tar", "-C", place, f"--exclude=./{STATE}", f"--exclude={STATE}", f"--exclude={REST}", "-xpf", "-"]
+    argv = ["/bin/tar", "-C", place, f"--exclude=./{STATE}", f"--exclude={STATE}", f"--exclude={REST}", "-xpf", "-"]
     if box.program(argv, 120, user="root", stdin=files)[1]["code"]:
         raise SandboxFault("the copied files cannot be unpacked")

@@ -55,12 +55,16 @@ def block(command):
     return f"```bash\n{command}\n```"
 
 
-def play(task, backend, n):
-    """One episode of EPISODE without a model; returns its score."""
+# An agent that fails: commands with exit codes, a background process that stays, and nothing to score.
+FAILING = ["echo half > submission.part; exit 3", "python3 -c 'raise ValueError'", "sleep 3600 & kill -9 $$", "no_such_command", "validate", "submit"]
+
+
+def play(task, backend, n, commands=EPISODE):
+    """One episode of EPISODE, or other commands, without a model; returns its score."""
     from env import Env
     with Env(task, backend) as world:
         world.reset()
-        for command in EPISODE:
+        for command in commands:
             world.step(block(command.format(n=n)))
         return world.score().value
 
@@ -173,37 +177,44 @@ def mlgym_step():
 # ---------------------------------------------------------------------------------------------- soak
 
 
-def resources():
-    """What a process can leak: kB of memory, threads, file descriptors, containers of ours, kB in /tmp."""
+def resources(disk=False):
+    """What a process can leak: kB of memory, threads, file descriptors, containers and folders in /tmp of ours; with disk
+    also kB in these folders, and kB that Docker holds in images and containers."""
     from parts.sandbox import IMAGE, docker_api, docker_problem
     memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
     boxes = [] if docker_problem(IMAGE) else docker_api().containers(all=True, filters={"label": "flatlab.owner"})
     ours = [box for box in boxes if f":{os.getpid()}:" in box["Labels"]["flatlab.owner"]]
-    disk = sum(1 for _ in Path("/tmp").glob("flatlab-*"))
+    folders, more = list(Path("/tmp").glob("flatlab-*")), {}
+    if disk:
+        files = [path.lstat().st_blocks // 2 for folder in folders for path in folder.rglob("*")]
+        more = {"kB in /tmp": sum(files)}
+        if not docker_problem(IMAGE):
+            usage = docker_api().df()
+            more["kB in Docker"] = (usage["LayersSize"] + sum(box.get("SizeRw") or 0 for box in usage["Containers"] or [])) // 1024
     return {"memory (kB)": memory, "threads": len(os.listdir("/proc/self/task")), "file descriptors": len(os.listdir("/proc/self/fd")),
-            "containers": len(ours), "folders in /tmp": disk}
+            "containers": len(ours), "folders in /tmp": len(folders), **more}
 
 
-def episodes_in_a_row(backend, count, say=lambda done: None):
+def episodes_in_a_row(backend, count, say=lambda done: None, disk=False):
     """Plays `count` episodes, every tenth with an agent that fails; returns resources after the first tenth and at the end."""
     from tasks import load_task
     task = load_task("titanic", "", "")
     for n in range(count):
         if n == max(1, count // 10):
-            begin = resources()
-        play(task, backend, 3 + n % 300)
+            begin = resources(disk)
+        play(task, backend, 3 + n % 300, FAILING if n % 10 == 5 else EPISODE)
         say(n + 1)
     from parts.spares import SPARES
     SPARES.close()
     time.sleep(1)
-    return begin, resources()
+    return begin, resources(disk)
 
 
 def soak(args):
     """args.count episodes in a row without growth."""
     from env import pick_backend
     backend, begin = pick_backend(args.backend, model_is_tiny=True)[0], time.perf_counter()
-    before, after = episodes_in_a_row(backend, args.count, lambda n: n % 100 or print(f"{n} episodes", file=sys.stderr, flush=True))
+    before, after = episodes_in_a_row(backend, args.count, lambda n: n % 100 or print(f"{n} episodes", file=sys.stderr, flush=True), disk=True)
     rows = [(name, f"{before[name]} -> {after[name]}", "after the first tenth, at the end") for name in before]
     return f"{args.count} episodes in {backend} sandboxes, {time.perf_counter() - begin:.0f} s", rows
 

@@ -213,6 +213,14 @@ def test_mlgyms_self_reported_metric_is_marked():
     assert "fills in itself" in read_yaml(TASKS_DIR / "mlgym.yaml")["imageCaptioningCOCO"]["degenerate"]
 
 
+@attack("a score made up by code that MLGym's graders run: src/, baseline.py, pickled checkpoints")
+@pytest.mark.parametrize("name", ["rlBreakoutMinAtar", "rlMetaMaze", "rlMountainCarContinuous", "rlMountainCarContinuousReinforce",
+                                  "languageModelingFineWeb", "naturalLanguageInferenceMNLI"])
+def test_mlgyms_graders_that_run_the_agents_code_are_marked(name):
+    """Not covered: these graders import or unpickle what the agent wrote. Every result says so instead."""
+    assert "the grader runs code that the agent wrote, so a score can be made up" in read_yaml(TASKS_DIR / "mlgym.yaml")[name]["degenerate"]
+
+
 @attack("a CSV in another order")
 def test_order_of_rows_is_not_worth_anything(backend):
     worth = honest(backend, "", "titanic", CSV[0].values[2])
@@ -235,6 +243,50 @@ def test_messages_depend_on_no_answer(backend, row):
             said.append(world.score().message.replace(f"id {key} ", "id "))
     first_missing = [text.split("the first is")[0] for text in said]
     assert first_missing[0] == first_missing[1] and said[0]
+
+
+# ---------------------------------------------------------------------------------------------- answers in packages
+
+LOADED = """python3 - <<'EOF'
+import csv
+from sklearn.datasets import load_{name}
+data = load_{name}({scaled})
+key = dict(zip(map(tuple, data.data.round(3).tolist()), data.target))
+rows = list(csv.DictReader(open("data/test.csv")))
+columns = list(rows[0])[1:]
+with open("submission.csv", "w") as file:
+    print("id,{target}", file=file)
+    for row in rows:
+        print(row["id"], key[tuple(round(float(row[c]), 3) for c in columns)], sep=",", file=file)
+EOF"""
+TRAINED = """python3 - <<'EOF'
+import pandas
+from {module} import {model}
+train, test = pandas.read_csv("data/train.csv"), pandas.read_csv("data/test.csv")
+x = list(test.columns[1:])
+test["{target}"] = {model}().fit(train[x], train["{target}"]).predict(test[x])
+test[["id", "{target}"]].to_csv("submission.csv", index=False)
+EOF"""
+
+
+@attack("answers in scikit-learn's own data")
+@pytest.mark.parametrize("facts", [{"name": "digits", "scaled": "", "target": "label", "module": "sklearn.svm", "model": "SVC", "least": 0.9},
+                                   {"name": "diabetes", "scaled": "scaled=False", "target": "progression", "module": "sklearn.linear_model", "model": "LinearRegression", "least": 0.3}],
+                         ids=lambda facts: facts["name"])
+def test_scikit_learn_holds_no_answers_and_still_trains(backend, facts):
+    with Env(load_task(facts["name"], "", ""), backend) as world:
+        world.reset()
+        if missing_packages(world):
+            pytest.skip("the sandbox has no scikit-learn")
+        step = world.step(block(LOADED.format(**facts)))
+        assert "NotFoundError" in step.observation, step.observation
+        assert world.score().message.startswith("no submission")
+        found = world.step(block("find / -path '*sklearn/datasets/data/?*' -o -name 'digits.csv*' -o -name 'diabetes_*.csv*' 2>/dev/null; true"))
+        assert found.observation == "(no output)"
+        step = world.step(block(TRAINED.format(**facts)))
+        assert step.status == "ok" and world.score().value > facts["least"], step.observation
+        with world.fork() as twin:
+            assert "NotFoundError" in twin.step(block(LOADED.format(**facts))).observation
 
 
 # ---------------------------------------------------------------------------------------------- the artefact's way

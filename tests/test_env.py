@@ -215,6 +215,45 @@ def test_grader_that_hangs(task, backend):
         assert "longer than" in do(world, "validate").observation
 
 
+@pytest.mark.fault(26, "a grading that failed under load")
+def test_a_grading_that_failed_is_tried_again_and_a_score_stays(task, backend, tmp_path):
+    task.hidden["grade.py"].write_text("import random, json\nprint(json.dumps({'hits': random.random()}))")
+    with Env(task, backend) as world:
+        world.reset()
+        do(world, "echo a > guess.txt")
+        world.task = replace(task, grade_timeout=0.001)
+        assert "longer than" in world.score().message
+        world.task = task
+        first = world.score()
+        assert first.valid and [world.score() for _ in range(3)] == [first] * 3     # the luck of a random grader
+
+
+@pytest.mark.fault(21, "the end while a grading runs")
+def test_close_ends_a_grading(task, backend):
+    world, seen = Env(replace(task, grade_timeout=100.0), backend), []
+    world.reset()
+    do(world, "echo hang > guess.txt")
+
+    def score():
+        try:
+            seen.append(world.score())
+        except SandboxFault as fault:
+            seen.append(fault)
+    thread = threading.Thread(target=score)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not world.grading and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.5)
+    begin, grading = time.monotonic(), world.grading
+    world.close()
+    thread.join(10)
+    assert not thread.is_alive() and time.monotonic() - begin < 10 and world.grading is grading     # and none was begun anew
+    assert isinstance(seen[0], SandboxFault)
+    with pytest.raises(SandboxFault, match="closed"):
+        world.grading_sandbox()
+
+
 @pytest.mark.fault(26, "the grading sandbox breaks")
 def test_grading_sandbox_that_breaks_is_a_fault(world, monkeypatch):
     do(world, "echo a > guess.txt")

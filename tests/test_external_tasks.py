@@ -457,14 +457,22 @@ def test_dojo_metric_that_cannot_be_loaded(dojo, tmp_path):
 # ---------------------------------------------------------------------------------------------- real checkouts
 
 
-def in_a_sandbox(task, artefacts):
-    """(score, message) in a grading sandbox: MLGym's graders have paths in them that only exist there."""
+@pytest.fixture(params=["docker", "local"])
+def in_a_sandbox(request):
+    """A function that grades in a sandbox of one backend: MLGym's graders have paths in them that only exist there."""
     import env
-    from parts import sandbox
-    if not sandbox.local_isolation()[0]:
-        pytest.skip("this machine has no namespaces for a local sandbox")
-    score = env.grade(task, artefacts, "test", env.Env(task, "local").make_sandbox)
-    return score.value, score.message
+    from parts import grading, sandbox
+    problem = sandbox.docker_problem(sandbox.IMAGE) if request.param == "docker" else \
+        "" if sandbox.local_isolation()[0] else "this machine has no namespaces for a local sandbox"
+    if problem:
+        pytest.skip(problem)
+
+    def graded(task, artefacts):
+        """(score, message)"""
+        grading.grades.clear()          # what another backend has found
+        score = env.grade(task, artefacts, "test", env.Env(task, request.param).make_sandbox)
+        return score.value, score.message
+    return graded
 
 
 @real_mlgym
@@ -491,7 +499,7 @@ def test_real_mlgym_every_task():
     ("prisonersDilemma", None, 2.3716, 0.03), ("prisonersDilemma", "1", 2.6251, 0.03),
     ("blotto", None, -0.248, 0.02), ("blotto", "[30] * 4 + [0] * 2", 0.25, 0.02), ("blotto", "[20] * 6", -0.005, 0.02),
 ])
-def test_real_mlgym_games(name, strategy, exact, error):
+def test_real_mlgym_games(in_a_sandbox, name, strategy, exact, error):
     task = load_task(name, MLGYM)
     source = task.public["strategy.py"].read_bytes() if strategy is None else \
         f"def row_strategy(history): return {strategy}".encode()
@@ -509,14 +517,14 @@ def test_real_mlgym_games(name, strategy, exact, error):
     "    state = random.getstate()\n    other = target_column_strategy(history)\n    random.setstate(state)\n"
     "    return [0 if i == other.index(max(other)) else soldiers + 1 for i, soldiers in enumerate(other)]",
 ])
-def test_real_mlgym_blotto_cannot_be_tampered_with(source):
+def test_real_mlgym_blotto_cannot_be_tampered_with(in_a_sandbox, source):
     """Each of these scores 1.0 or 99 in MLGym itself."""
     score, message = in_a_sandbox(load_task("blotto", MLGYM), {"strategy.py": source.encode()})
     assert score is None or score < 0
 
 
 @real_mlgym
-def test_real_mlgym_titanic():
+def test_real_mlgym_titanic(in_a_sandbox):
     task = load_task("titanic", MLGYM)
     with open(task.public["data/test.csv"], newline="") as file:
         rows = list(csv.DictReader(file))
@@ -528,7 +536,7 @@ def test_real_mlgym_titanic():
 
 
 @real_mlgym
-def test_real_mlgym_house_price(tmp_path):
+def test_real_mlgym_house_price(in_a_sandbox, tmp_path):
     """Their baseline, on their split, gives their number."""
     pytest.importorskip("sklearn")
     task = load_task("regressionKaggleHousePrice", MLGYM)
@@ -540,7 +548,7 @@ def test_real_mlgym_house_price(tmp_path):
 
 
 @real_mlgym
-def test_real_mlgym_3sat(tmp_path):
+def test_real_mlgym_3sat(in_a_sandbox, tmp_path):
     """On generated formulas the heuristic gets the same arguments as without a proxy: it makes the same decisions."""
     rng, data, root = random.Random(0), [(0, 1, 1, [[1, 1, 1]], True, None)] * 3, tmp_path / "MLGym"
     for index in range(40):
@@ -561,6 +569,8 @@ def test_real_mlgym_3sat(tmp_path):
         done = subprocess.run([sys.executable, "evaluate.py"], cwd=tmp_path / name, capture_output=True, text=True)
         said.append(json.loads(done.stdout))
     assert said[0]["Correct"] == said[1]["Correct"] == 40 and said[0]["Decisions"] == said[1]["Decisions"] > 40
+    score, message = in_a_sandbox(task, {"heuristic.py": source + b"\n# by an agent\n"})
+    assert message == "" and 0 < score < 60
 
 
 @real_dojo
@@ -653,3 +663,10 @@ def test_command(tmp_path, name, code, words):
     assert done.returncode == code, done.stderr
     assert all(word in done.stdout + done.stderr for word in words)
     assert len(list((tmp_path / "cache/flatlab/sanity").glob("*.json"))) == (code == 0)
+
+
+def test_command_with_a_sandbox_that_breaks_says_one_sentence(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import parts.sandbox as s\ndef broken(*_, **__): raise s.SandboxFault('no daemon')\ns.Sandbox.__init__ = broken\n")
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(tasks.__file__).parent}"}
+    done = subprocess.run([sys.executable, str(Path(tasks.__file__)), "titanic", "--backend", "local"], capture_output=True, text=True, env=environ)
+    assert done.returncode == 1 and done.stderr == "The sandbox broke: no daemon\n", done.stderr

@@ -1,4 +1,5 @@
 """Real sandboxes, attacked and mistreated, in every backend that this machine has."""
+import ast
 import json
 import os
 import pwd
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from parts import boot, containers, sandbox
+from parts import boot, containers, sandbox, snapshot
 from parts.sandbox import IMAGE, ArtefactError, Sandbox, SandboxFault, docker_problem
 from tasks import UserError
 
@@ -191,6 +192,30 @@ def test_call_in_another_thread_ends_when_the_sandbox_is_closed(isolated):
     box.close()
 
 
+def test_a_call_on_a_sandbox_that_another_thread_has_closed_is_a_fault(box):
+    gone = Sandbox(box.backend)
+    gone.close()                    # and with it what would be asked for last words
+    with pytest.raises(SandboxFault, match="^the sandbox is closed$"):
+        gone._fail(EOFError("it has ended"))
+
+
+def test_sweep_waits_for_processes_that_take_time_to_end():
+    tree = ast.parse((PROJECT / "parts" / "runner.py").read_text())
+    code = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "sweep")
+    end = time.monotonic() + 1.5
+
+    class Os:
+        @staticmethod
+        def kill(pid, number):
+            if time.monotonic() > end:
+                raise ProcessLookupError
+    names = {"reap": lambda: None, "MODE": "docker", "os": Os, "signal": signal, "time": time}
+    exec(compile(ast.Module([code], []), "runner.py", "exec"), names)
+    assert names["sweep"]() == ({}, b"")
+    end = time.monotonic() + 60
+    assert "survive" in names["sweep"]()[0]["error"]
+
+
 def test_life_is_limited(isolated, monkeypatch):
     monkeypatch.setattr(boot, "LIFE", 1)
     box = Sandbox(isolated)
@@ -208,6 +233,12 @@ def test_memory_bomb(isolated):
     result = box.run("python3 -c 'x = bytearray(1 << 30); print(len(x))'", 20)
     assert result.exit_code and str(1 << 30) not in result.output
     assert out(box, "echo alive") == "alive"
+    box.close()
+
+
+def test_where_memory_is_short_the_command_goes(isolated):
+    box = Sandbox(isolated)
+    assert out(box, "cat /proc/self/oom_score_adj") == "1000" and int(out(box, "cat /proc/$PPID/oom_score_adj")) < 1000
     box.close()
 
 
@@ -353,6 +384,46 @@ def test_put_never_writes_through_links(isolated):
     box.close()
 
 
+@pytest.mark.fault(25, "20,000 stale files with long names")
+def test_any_number_of_files_is_removed(box):
+    box.call("state", cwd=box.workspace)
+    make = "import os\nos.makedirs('many/x')\nos.symlink('many', 'pointer')\nfor n in range(20000): open(f'many/{n:0200}', 'w').close()"
+    assert box.run(f"python3 - <<'E'\n{make}\nE", 60).exit_code == 0
+    names = [path for path, _ in box.call("listing", most=10 ** 6)[0]["files"] if path.startswith("many/")]
+    assert len(names) == 20_000 and sum(map(len, names)) > 2 << 20         # more than one argv holds
+    box.remove([*names, "pointer/", "absent", "odd\nname"])
+    assert out(box, "ls -A many; ls -d pointer") .split("\n")[0] == "x" and out(box, "echo alive") == "alive"
+    with pytest.raises(SandboxFault, match="cannot be removed"):
+        box.remove(["many/."])
+    assert out(box, "echo alive") == "alive"
+
+
+@pytest.mark.attack("a tar, rm or xargs of the agent's own, first in root's PATH")
+def test_root_runs_no_program_of_the_agent(isolated):
+    boxes = [Sandbox(isolated) for _ in range(2)]
+    for box in boxes:
+        box.run("mkdir ~/bin; for name in tar rm xargs python3; do printf '#!/bin/bash\\necho $0 $(id -u) >> /tmp/owned\\n' > ~/bin/$name; done; chmod 755 ~/bin/*; /bin/echo kept > f", 5)
+        box.call("configure", env={"PATH": f"{Path(box.workspace).parent}/bin:/usr/bin:/bin"})
+    assert "tar" in out(boxes[0], "tar; cat /tmp/owned; : > /tmp/owned")          # ours is found first
+    files = snapshot.take(boxes[0])
+    snapshot.put_back(boxes[1], files)
+    boxes[1].remove(["f"])
+    for box in boxes:
+        assert out(box, "cat /tmp/owned") == "" and out(box, "ls") == ("f" if box is boxes[0] else "")
+        box.close()
+
+
+@pytest.mark.fault(28, "a tar that cannot be read")
+def test_files_that_cannot_be_copied_are_a_fault(isolated, monkeypatch):
+    box = Sandbox(isolated)
+    with pytest.raises(SandboxFault, match="cannot be read"):
+        snapshot.put_back(box, b"no tar" * 1000)
+    monkeypatch.setattr(snapshot, "pack", lambda *_: b"no tar" * 1000)
+    with pytest.raises(SandboxFault, match="cannot be copied"):
+        snapshot.take(box)
+    box.close()
+
+
 # ---------------------------------------------------------------------------------------------- ends
 
 
@@ -460,7 +531,14 @@ results = [box.run(command, 5) for command in commands]
 slow = box.run("setsid sleep 4321 & sleep 60", 0.3)
 left = box.run("ls -d /proc/[0-9]* | wc -l", 5)
 box.put({{"f": b"x"}}, user="root", mode=0o600)
-print(json.dumps([[r.exit_code, r.output.strip()] for r in results] + [[int(slow.timed_out), left.output.strip()], [0, box.get("f").decode()]]))
+from parts import snapshot
+box.run("mkdir ~/workspace/d ~/workspace/e; cd ~/workspace; echo 1 | tee d/f e/f > g; echo 2 > h; chmod 444 d; chmod 000 e g", 5)
+names = [path for path, _ in box.call("listing", most=99)[0]["files"]]
+twin = Sandbox("namespaces")
+snapshot.put_back(twin, snapshot.take(box))
+copied = twin.run("stat -c '%n %a' *; cat h", 5).output.split()
+twin.close()
+print(json.dumps([[r.exit_code, r.output.strip()] for r in results] + [[int(slow.timed_out), left.output.strip()], [0, box.get("f").decode()], [names, copied]]))
 box.close()
 """
 
@@ -486,10 +564,11 @@ def test_namespaces_of_an_ordinary_user(tmp_path):
     if "not permitted" in done.stderr and "unshare" in done.stderr:
         pytest.skip("ordinary users have no namespaces here")
     assert done.returncode == 0, done.stderr
-    user, kills, reads, writes, caps, nested, project, _, state, slow, put = json.loads(done.stdout)
+    user, kills, reads, writes, caps, nested, project, _, state, slow, put, closed = json.loads(done.stdout)
     assert user == [0, "1000"] and kills[1].endswith("alive") and reads[0] and writes[0] and nested[0] and project[0]
     assert caps[1].split()[1] == "0" * 16 and state == [0, "1\n/tmp"] and put == [0, "x"]
     assert slow[0] == 1 and int(slow[1]) < 6
+    assert closed[0] == ["f", "g", "h"] and closed[1] == ["d", "444", "f", "600", "h", "644", "2"]     # what it may not read is left out
 
 
 # ---------------------------------------------------------------------------------------------- choosing
@@ -548,6 +627,13 @@ def test_local_falls_back_to_landlock_and_says_what_is_missing(monkeypatch):
     with pytest.raises(UserError, match="cannot isolate"):
         sandbox.local_isolation()
     sandbox.local_isolation.cache_clear()
+
+
+def test_landlock_that_cannot_hide_a_folder_leaves_none_behind(monkeypatch, tmp_path):
+    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(SandboxFault, match="Landlock cannot hide /usr/share"):
+        Sandbox("landlock", hide=("/usr/share",))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.fault(17, "image missing, socket without permission")

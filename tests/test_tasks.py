@@ -105,7 +105,7 @@ def test_a_wrong_yaml_is_one_clear_sentence(titanic_copy, old, new, message):
     ('{"Accuracy": 1}', 1.0, ""),
     ('{"error": "no good"}', None, "no good"),
     ('{"accuracy": 0.9, "error": "no good"}', None, "no good"),
-    ('{"accuracy": NaN}', None, "finite"),
+    ('{"accuracy": NaN}', None, "finite"), ('{"accuracy": ' + '9' * 400 + '}', None, "finite"),
     ('{"accuracy": -Infinity}', None, "finite"),
     ('{"accuracy": "0.9"}', None, "no number"),
     ('{"accuracy": true}', None, "no number"),
