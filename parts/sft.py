@@ -4,7 +4,8 @@
     python search.py --task titanic --model logs/grpo-titanic-tiny-0/best        and back: search with what was learned
 
 Replies are tokenised once, here, from their text; the masks are those of RL: only what the model said is learned, and
-of that only replies that could be run.
+of that only replies that could be run. The KL of the steps to come stays that to the base model: it pulls back what was
+imitated, and --kl 0 leaves it out.
 """
 
 import random
