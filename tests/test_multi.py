@@ -45,7 +45,7 @@ size = job.sum_gradients([weight])
 assert weight.grad.tolist() == [1, 2, 3] and size == 12, (weight.grad, size)
 assert job.sum(1.5, job.rank) == [1.5 * job.world, job.world * (job.world - 1) / 2]
 assert job.gather("x" * (1 + job.rank)) == ["x" * (1 + r) for r in range(job.world)]
-print(f"rank {job.rank} of {job.world}\n", end="", flush=True)    # one write: the ranks share a pipe
+print(f"rank {job.rank} of {job.world}\\n", end="", flush=True)    # one write: the ranks share a pipe
 """
 
 
