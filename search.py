@@ -457,23 +457,23 @@ def main() -> None:
             if not t.closed:
                 t.run.result(status=f"stopped: {error}")
         raise
-    for t in todo:
-        t.run.plot(always=True)
-        report.write([viz.read_run(t.run.dir)], t.run.dir / "report.html")
     cells = [t.run.results() for t in trees]
     rows = tables.grid_table(cells)
     print(f"\n{tables.text_of(rows)}")
     if grid:
         viz.write_whole(grid / "result.json", json.dumps(viz.plain({"cells": cells, "table": rows}, finite=True), indent=1) + "\n")
         viz.write_whole(grid / "table.txt", tables.text_of(rows) + "\n")
-    if not grid:
+    else:                       # the pictures of a grid take minutes: viz.py draws them when somebody wants to look
+        trees[0].run.plot(always=True)
+        report.write([viz.read_run(where)], where / "report.html")
         best, cell = trees[0].best(), cells[0]
         test = "none" if cell["test_score"] is None else f"{cell['test_score']:.4f}"
         print(f"\nbest     {best.id}: validation {best.score:.4f}, test {test}, baseline {cell['baseline']:.4f}   {best.idea}")
         if cell["node_stderr"] is not None:
             print(f"nodes    {cell['node_mean']:.4f} ± {cell['node_stderr']:.4f} on average (validation, "
                   f"n={cell['nodes'] - cell['faults']}, failed ones count with the baseline), {cell['valid_share']:.0%} valid")
-    print(f"tree: {trees[0].run.dir}/tree.png   page: {trees[0].run.dir}/report.html   everything: {where}   (python viz.py {where})")
+        print(f"tree: {where}/tree.png   page: {where}/report.html", end="   ")
+    print(f"everything: {where}   (python viz.py {where})")
 
 
 if __name__ == "__main__":
