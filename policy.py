@@ -343,8 +343,8 @@ class Policy:
         Raises ModelError when the engine does not hold it afterwards.
         """
         self._slots.push()
-        off, largest = self._slots.difference()
-        if off:         # also where a value is no number
+        if not self._slots.arrived():
+            off, largest = self._slots.difference()
             raise ModelError(f"the sync did not arrive: the engine's LoRA weights differ from the trainer's by {off:.2g}, "
                              f"which are at most {largest:.2g}; not training on samples of another policy")
         self.version += 1

@@ -97,8 +97,10 @@ trap '{ printf "%s\\0" "$PWD"; unset PWD OLDPWD SHLVL; export -p; } >&99 2>/dev/
 def execute(argv, env, user, fds):
     """In the child: own session, user and place, then the command."""
     os.setsid()
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")          # where memory is short, a command goes, not the runner
+    with suppress(OSError):
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(fd, b"1000")       # where memory is short, a command goes, not the runner
+        os.close(fd)
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for fd in fds]      # out of the way of the targets
     for fd, target in zip(high, (0, 1, 2, 97, 98, 99, 96)):
         os.dup2(fd, target)

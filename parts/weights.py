@@ -48,14 +48,24 @@ class Slots:
                 slot_a.copy_(a)
                 slot_b.copy_(b).mul_(scaling)
 
+    def arrived(self) -> bool:
+        """Whether the engine holds exactly what the trainer has."""
+        import torch
+        with torch.no_grad():
+            return all(torch.equal(slot, own) for slot, own in self.pairs())
+
+    def pairs(self):
+        """(the engine's, the trainer's) of every A and scaled B, as the engine would hold it."""
+        for slot_a, slot_b, a, b, scaling in self.copies:
+            yield slot_a, a.to(slot_a.dtype)
+            yield slot_b, b.to(slot_b.dtype) * scaling
+
     def difference(self) -> tuple[float, float]:
         """(largest difference between what the engine holds and what the trainer has, largest value of the trainer)."""
         import torch
         with torch.no_grad():
-            pairs = [pair for slot_a, slot_b, a, b, scaling in self.copies
-                     for pair in ((slot_a, a.to(slot_a.dtype)), (slot_b, b.to(slot_b.dtype) * scaling))]
-            off = torch.stack([(slot - own).abs().max() for slot, own in pairs]).max().item()
-            return off, torch.stack([own.abs().max() for _, own in pairs]).max().item()
+            off = max((slot - own).abs().max().item() for slot, own in self.pairs())
+            return off, max(own.abs().max().item() for _, own in self.pairs())
 
 
 def served_model(engine):

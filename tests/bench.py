@@ -568,8 +568,9 @@ def search_grid(args):
         os.chdir(folder)
         try:
             config = search.Config(model="tiny", backend="local", nodes=6, max_actions=6)
-            grid, _, path, *_ = search.prepare(replace(config, task=("titanic", "battleOfSexes"), sampling_mode=("none", "tail"), name="grid", workers=4))
-            policy = search.make_policy(config, path)
+            whole = replace(config, task=("titanic", "battleOfSexes"), sampling_mode=("none", "tail"), name="grid", workers=4)
+            grid, _, path, *_ = search.prepare(whole)          # which also fills in what is left open
+            policy = search.make_policy(whole, path)
 
             def run(trees, workers):
                 begin = time.perf_counter()

@@ -396,7 +396,7 @@ def test_a_sync_that_breaks_in_the_middle_of_a_run_ends_it(play, policy, monkeyp
     with pytest.raises(ModelError, match="sync did not arrive: the engine's LoRA weights differ"):
         play(steps=4)
     assert not viz.read_rows("logs/a/metrics.jsonl")           # nor is a step recorded with an engine that lags behind
-    monkeypatch.setattr(policy._slots, "difference", lambda: (0.0, 1.0))
+    monkeypatch.setattr(policy._slots, "arrived", lambda: True)
     calls.clear()
     with pytest.raises(grpo.UserError, match="Engine and trainer disagree by .* the last sync did not arrive"):
         play("b", steps=4)                                     # the second net: the samples' own log-probs
