@@ -143,10 +143,16 @@ def test_no_strategy_is_worth_more_than_its_moves(backend, source, name, body, w
 
 LOOK = """
 import glob, os, subprocess, sys
-found = []
+found, ours = [], {os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)}
+
+def files(top):
+    for folder, folders, names in os.walk(top):
+        folders[:] = [name for name in folders if os.path.realpath(os.path.join(folder, name)) not in ours]     # a Python that lies there
+        yield from (os.path.join(folder, name) for name in names)
+
 for path in ["/proc/1/environ", "/proc/1/mem", f"/proc/{os.getppid()}/environ", f"/proc/{os.getppid()}/mem", f"/proc/{os.getppid()}/fd/0",
              f"/proc/{os.getppid()}/cwd/answers.csv", f"/proc/{os.getppid()}/cwd/target.py", "/etc/shadow",
-             *glob.glob("/home/agent/workspace/**", recursive=True), *glob.glob("/tmp/**", recursive=True), *glob.glob("/home/agent/*")]:
+             *files("/home/agent/workspace"), *files("/tmp"), *glob.glob("/home/agent/*")]:
     try:
         if os.path.isfile(path) and open(path, "rb").read(10): found.append(path)
     except OSError:
