@@ -634,7 +634,7 @@ def marked(args):
     for (kind, number, what, test), outcomes in sorted(found.rows.items()):
         said = "; ".join(f"{outcome}{f' ({names})' if (names := ', '.join(dict.fromkeys(filter(None, variants)))) else ''}" for outcome, variants in sorted(outcomes.items()))
         rows.append((f"{number}. {what}" if number else what, said, f"`{test}`"))
-    lines = ["# What the tests try", "", f"Written by `python tests/bench.py table`, {date.today()}, Python {platform.python_version()}, Linux {platform.release()}, "
+    lines = ["# What the tests try", "", f"Written by `python tests/bench.py table`, {date.today()}, Python {platform.python_version()}, Linux {'.'.join(platform.release().split('.')[:2])}, "
              f"{'with' if os.environ.get('MLGYM_ROOT') else 'without'} a checkout of MLGym. In parentheses: the kinds of sandbox. What is not covered stands at the top of `env.py`."]
     for title, chosen in (("Attacks: none gains a point", [r for r in rows if not r[0][0].isdigit()]), ("Faults: each is a status, never a score", sorted((r for r in rows if r[0][0].isdigit()), key=lambda r: int(r[0].split(".")[0])))):
         lines += ["", f"## {title}", "", "| what | result | test |", "|---|---|---|", *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in chosen)]
