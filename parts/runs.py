@@ -151,6 +151,7 @@ def one_sentence(main):
         sys.exit(2)
 
 
+@functools.cache
 def output_of(*command) -> str:
     """Output of a short command run beside this file, or why there is none. For provenance only."""
     try:
@@ -160,7 +161,6 @@ def output_of(*command) -> str:
     return (done.stdout or done.stderr).decode(errors="replace").strip()
 
 
-@functools.cache
 def describe_git() -> str:
     """Commit, uncommitted changes, and the new scripts that git does not know yet (a copied grpo.py, say)."""
     new = output_of("git", "ls-files", "--others", "--exclude-standard", "*.py", "*.yaml").splitlines()
@@ -169,7 +169,6 @@ def describe_git() -> str:
                       output_of("git", "diff", "HEAD"), *texts])
 
 
-@functools.cache
 def describe_machine() -> str:
     packages = sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions())
     gpu = output_of("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
