@@ -49,7 +49,7 @@ from parts.containers import missing_requirements, needs_packages, prepared, pre
 from parts.episode import Episode, Segment, in_thread, play                # noqa: F401  part of this module's interface
 from parts.grading import Score, collect, grade
 from parts.replies import extract_action, lift_bodies, typed_edits, unfinished
-from parts.sandbox import COPY_BYTES, IMAGE, ArtefactError, Result, Sandbox, SandboxFault      # noqa: F401
+from parts.sandbox import IMAGE, ArtefactError, Result, Sandbox, SandboxFault      # noqa: F401
 from parts.sandbox import local_isolation, pick_backend                    # noqa: F401
 from parts.spares import SPARES
 from tasks import Task, UserError, load_task
@@ -283,7 +283,8 @@ class Env:
 
 
 async def run_episode(task: Task | Env, policy, *, backend: str = "auto", image: str = IMAGE, seed: int = 0,
-                      network: bool = False, hf_cache: str = "", max_turns: int = 10, max_reply_tokens: int = 512, max_observation_tokens: int = 512,
+                      network: bool = False, hf_cache: str = "", max_turns: int = 10,
+                      max_reply_tokens: int = 512, max_observation_tokens: int = 512,
                       temperature: float | None = None, time_limit: float = 600.0, extra_user_text: str = "",
                       score_test: bool = False) -> Episode:
     """Plays one episode to its end and scores it exactly once, however it ends.

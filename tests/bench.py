@@ -562,7 +562,7 @@ def search_grid(args):
         def step(self, reply, timeout=None):
             self.sandbox.run("sleep 1", 10)
             return super().step(reply, timeout)
-    search.Attempt, here, rows, took = Waits, os.getcwd(), [], {}
+    search.Attempt, here, took = Waits, os.getcwd(), {}
     cells = list(product(("titanic", "battleOfSexes"), ("none", "tail"), (0,)))
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
