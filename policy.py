@@ -80,6 +80,14 @@ def resolve_model(name: str) -> ModelPath:
     return ModelPath(name, None, False)
 
 
+def save_tensors(content, path: Path) -> None:
+    """torch.save, but a full disk stays an OSError: torch.save itself turns it into a RuntimeError."""
+    import torch
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    path.write_bytes(buffer.getbuffer())
+
+
 class Policy:
     """One causal LM, twice: sampled by vLLM, trained through LoRA.
 
@@ -389,7 +397,6 @@ class Policy:
     def save(self, folder) -> None:
         """Writes the adapter as plain peft files (adapter_config.json, adapter_model.safetensors), the value head beside
         them. Raises OSError when the disk is full."""
-        import torch
         from safetensors import SafetensorError
         try:
             self.model.save_pretrained(folder)
@@ -397,9 +404,7 @@ class Policy:
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else error
         if self.value_head:
-            buffer = io.BytesIO()               # torch.save itself turns a full disk into a RuntimeError
-            torch.save(self.value_head.state_dict(), buffer)
-            (Path(folder) / "value_head.pt").write_bytes(buffer.getvalue())
+            save_tensors(self.value_head.state_dict(), Path(folder) / "value_head.pt")
 
     def load(self, folder) -> None:
         """Reads an adapter written by `save`; call `sync()` afterwards. Raises ModelError when it does not fit."""

@@ -3,13 +3,13 @@
 Every rank calls these functions; only rank 0 has a `run` and writes.
 """
 
-import io
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from parts import health
 from parts.batch import Group
+from policy import save_tensors
 from tasks import Task, degenerate
 
 
@@ -86,7 +86,6 @@ def restore(policy, optimizer, cfg, state: State, best: Path, reason: str) -> st
 
 def record(policy, optimizer, cfg, run, state: State, groups: list[Group], row: dict, clock: list[float]) -> None:
     """Writes a step. clock: when it began, when it had sampled, learned, and synced."""
-    import torch
     sampling, training, syncing = (b - a for a, b in zip(clock, clock[1:]))
     row |= {"version": policy.version, "seconds": sampling + training + syncing, "seconds_sample": sampling,
             "seconds_train": training, "seconds_sync": syncing, "seconds_judge": time.perf_counter() - clock[-1],
@@ -97,9 +96,7 @@ def record(policy, optimizer, cfg, run, state: State, groups: list[Group], row: 
     state.version = policy.version
     with run.checkpoint(row["step"], keep=cfg.checkpoints) as folder:
         policy.save(folder)
-        buffer = io.BytesIO()           # torch.save itself turns a full disk into a RuntimeError
-        torch.save({"optimizer": optimizer.state_dict(), "state": asdict(state)}, buffer)
-        (folder / "trainer.pt").write_bytes(buffer.getbuffer())
+        save_tensors({"optimizer": optimizer.state_dict(), "state": asdict(state)}, folder / "trainer.pt")
     print(run.step_line(row), *(f"      ! {alarm}" for alarm in row["alarms"]), sep="\n", flush=True)
     run.plot()
 
