@@ -6,7 +6,7 @@ from pathlib import Path
 
 WORKSPACE, TOOLS = "/home/agent/workspace", "/opt/flatlab/bin"
 RUNNER, COMMANDS = ("".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
-                    for names in (("isolate.py", "runner.py"), ("commands.py",)))
+                    for names in (("isolate.py", "files.py", "runner.py"), ("commands.py",)))
 LIFE = 24 * 3600                    # seconds after which a sandbox ends by itself
 GRACE = 2                           # seconds between SIGTERM and SIGKILL
 # What python3 is told on its command line, where `ps` shows it: to read the rest, runner.py and its configuration.
@@ -31,7 +31,7 @@ class ArtefactError(Exception):
 
 
 def runner_config(mode: str, env: dict, **more) -> dict:
-    """What isolate.py and runner.py read as CONFIG."""
+    """What isolate.py, files.py and runner.py read as CONFIG."""
     alone = 'echo "{0} works only as the single word in a bash block of its own." >&2; exit 1'
     env = {"LANG": "C.UTF-8", "TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "EDITOR": "true", "USER": "agent",
            "DEBIAN_FRONTEND": "noninteractive", "GIT_TERMINAL_PROMPT": "0", "PYTHONDONTWRITEBYTECODE": "1",

@@ -3,7 +3,8 @@
 It reads requests from stdin and answers on stdout, in frames: length of the JSON, length of the bytes (two big-endian
 32-bit numbers), JSON, bytes. Commands never hold these two files; they print into pipes that only this process reads,
 so no text of theirs can imitate an answer. End of stdin means that the owner is gone: everything in the sandbox ends.
-CONFIG, libc and the functions that isolate come from isolate.py. Standard library only, Python 3.8 or newer.
+CONFIG, libc and the functions that isolate come from isolate.py, those for files from files.py. Standard library only,
+Python 3.8 or newer.
 """
 import errno
 import fcntl
@@ -13,20 +14,22 @@ import pwd
 import resource
 import select
 import signal
-import stat
 import struct
 import sys
 import time
+from collections import namedtuple
 from contextlib import suppress
 
-LIFE_ENDS, BEGIN = time.monotonic() + CONFIG["life"], time.time()
+LIFE_ENDS = time.monotonic() + CONFIG["life"]
 
 IN, OUT = os.dup(0), os.dup(1)      # copies that no command inherits
 os.dup2(os.open(os.devnull, os.O_RDWR), 0)
 os.dup2(2, 1)
 
+Child = namedtuple("Child", "pid output saved text")      # output: a pipe; saved, text: files of a shell
 shell = {"cwd": WORKSPACE, "exports": b""}      # what one command leaves to the next
 exit_codes = {}                                 # of the children that somebody waits for; None while they run
+prepared = None                                 # (Child, pipe it waits on): the shell of the next command
 strays = []                                     # output pipes that background jobs still hold
 landlock_rules = None
 
@@ -87,11 +90,14 @@ def memory_file(data=b""):
     return fd
 
 
-# The first lines that a shell reads ($BASH_ENV): at its exit it saves cwd and exported variables to fd 99. Behind them
-# comes what the last shell saved. `exec`, `kill $$` or an own EXIT trap save nothing: then the older state stays.
+# The first lines that a shell reads ($BASH_ENV): at its exit it saves cwd and exported variables to fd 99. Behind them and
+# TAKE comes what the last shell saved. `exec`, `kill $$` or an own EXIT trap save nothing: then the older state stays.
 PRELUDE = b"""unset BASH_ENV
 trap '{ printf "%s\\0" "$PWD"; unset PWD OLDPWD SHLVL; export -p; } >&99 2>/dev/null' EXIT
 """
+WAIT = b"read -rn1 -u96 flatlab && exec 96<&-\n"      # of a shell that is started before its command is known
+TAKE = b"IFS= read -rd '' -u97 flatlab || true\n"            # the command: of any length, and never on a command line
+RUN = 'eval "$flatlab"'
 
 
 def execute(argv, env, user, fds):
@@ -119,20 +125,20 @@ def execute(argv, env, user, fds):
     os.execvpe(argv[0], argv, dict(env, PWD=place))
 
 
-def start(command, stdin, user, stderr, bodies):
-    """Starts a shell command (str) or a program (list). Returns (pid, output pipe, file of the saved state or None)."""
+def start(command, stdin=b"", user="agent", stderr=True, bodies=(), gate=None):
+    """Starts a shell command (str) or a program (list). Returns a Child. gate: a pipe on which the shell waits."""
     output, end = os.pipe()
     null = os.open(os.devnull, os.O_RDWR)
     fds = [memory_file(stdin) if stdin else null, end, end if stderr else null]
-    env, argv, saved = ENVIRON, command, None
+    env, argv, text, saved = ENVIRON, command, None, None
     if isinstance(command, str):
-        text = command.encode("utf-8", "replace").replace(b"\0", b"")
-        saved = memory_file()
-        fds += [memory_file(text), memory_file(PRELUDE + shell["exports"]), saved]
+        text, saved = memory_file(as_text(command)), memory_file()
+        fds += [text, memory_file(PRELUDE + (WAIT if gate else b"") + TAKE + shell["exports"]), saved]
         if bodies:              # of edits: text that the shell must not see, for commands.py
             fds.append(memory_file(json.dumps(bodies).encode()))
-        short = text if len(text) < 100_000 else b". /dev/fd/97"            # one argument holds 128 KiB at most
-        argv = [BASH, "-c", short] if BASH else ["sh", "-c", b". /dev/fd/98\n" + short]
+        if gate:
+            fds.append(gate)
+        argv = [BASH, "-c", RUN] if BASH else ["sh", "-c", b". /dev/fd/98\n. /dev/fd/97"]
         env = dict(env, BASH_ENV="/dev/fd/98")
     try:
         pid = os.fork()
@@ -147,10 +153,59 @@ def start(command, stdin, user, stderr, bodies):
         finally:
             os._exit(127)
     exit_codes[pid] = None
-    for fd in {null, *fds} - {saved}:
+    for fd in {null, *fds} - {saved, text if gate else None}:
         os.close(fd)
     os.set_blocking(output, False)
-    return pid, output, saved
+    return Child(pid, output, saved, text)
+
+
+def as_text(command):
+    return command.encode("utf-8", "replace").replace(b"\0", b"")
+
+
+def prepare():
+    """Starts the shell of the agent's next command while the model thinks; starting it is most of a short command's time.
+
+    It is the agent's, like any command: background jobs may kill it, and then the next command starts its own.
+    """
+    global prepared
+    if BASH and not ready_shell():
+        gate, go = os.pipe()
+        prepared = start("", gate=gate), go
+
+
+def ready_shell():
+    """The prepared shell, when there is one that lives."""
+    global prepared
+    if prepared and exit_codes[prepared[0].pid] is not None:
+        forget_prepared()
+    return prepared
+
+
+def forget_prepared():
+    """Ends the prepared shell: it has been started with what is no longer true."""
+    global prepared
+    if prepared:
+        child, go = prepared
+        prepared = None
+        if exit_codes.pop(child.pid) is None:
+            os.kill(child.pid, signal.SIGKILL)
+        for fd in (child.output, child.saved, child.text, go):
+            os.close(fd)
+
+
+def start_prepared(command):
+    """Hands the command to the prepared shell. None when there is none."""
+    global prepared
+    if not ready_shell():
+        return None
+    (child, go), prepared = prepared, None
+    os.pwrite(child.text, as_text(command), 0)
+    with suppress(BrokenPipeError):     # it has just been killed; that is how this command ends, too
+        os.write(go, b"!")
+    os.close(go)
+    os.close(child.text)
+    return child
 
 
 def run(blob, command, timeout, user="agent", keep=(32768, 32768), stderr=True, bodies=()):
@@ -160,7 +215,8 @@ def run(blob, command, timeout, user="agent", keep=(32768, 32768), stderr=True, 
     command that ends in time live on; what they print after 0.1 s is thrown away. keep: bytes of head and tail.
     """
     begin = time.monotonic()
-    pid, output, saved = start(command, blob, user, stderr, bodies)
+    plain = isinstance(command, str) and user == "agent" and stderr and not (blob or bodies)
+    pid, output, saved, _ = plain and start_prepared(command) or start(command, blob, user, stderr, bodies)
     head, tail, total, is_open, phase, limit = bytearray(), bytearray(), 0, True, "running", begin + timeout
     poll = select.poll()
     for fd, events in ((output, select.POLLIN), (WAKE, select.POLLIN), (IN, 0)):     # of IN only that it was closed
@@ -223,149 +279,20 @@ def drain(ready):
                 os.close(fd)
 
 
-# ---------------------------------------------------------------------------------------------- files
-
-
-def descend(path, make=False, user="agent"):
-    """(fd of the directory, last name) of a path relative to the workspace. Follows no link on the way."""
-    names = [os.path.basename(WORKSPACE)] + path.split("/")
-    if any(name in ("", ".", "..") or "\0" in name for name in names):
-        raise ValueError("is not a path in the workspace")
-    at = os.dup(HOME_FD)
-    for name in names[:-1]:
-        if make:
-            with suppress(FileExistsError):
-                os.mkdir(name, 0o755, dir_fd=at)
-                own(name, at, user)
-        above = at
-        try:
-            at = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
-        finally:
-            os.close(above)
-    return at, names[-1]
-
-
-def own(name, at, user):
-    if os.geteuid() == 0:
-        uid, gid = (CONFIG["uid"], CONFIG["gid"]) if user == "agent" else (0, 0)
-        os.chown(name, uid, gid, dir_fd=at, follow_symlinks=False)
-
-
-def put(blob, files, user="agent", mode=0o644):
-    """Writes files, [[path, size], ...], whose contents follow each other in blob, never through a link. Theirs and the
-    workspace's owner becomes `user`."""
-    own(os.path.basename(WORKSPACE), HOME_FD, user)
-    view = memoryview(blob)
-    for path, size in files:
-        at, name = descend(path, make=True, user=user)
-        with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=at)
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode, dir_fd=at)
-        own(name, at, user)
-        os.close(at)
-        with open(fd, "wb") as file:
-            file.write(view[:size])
-        view = view[size:]
-    return {}, b""
-
-
-def get(blob, path, limit):
-    """One regular file of at most `limit` bytes."""
-    at, name = descend(path)
-    try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=at)
-    finally:
-        os.close(at)
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode):
-        os.close(fd)
-        raise ValueError("is not a regular file")
-    with open(fd, "rb") as file:
-        data = file.read(limit + 1) if info.st_size <= limit else b""       # it may still grow
-    if info.st_size > limit or len(data) > limit:
-        raise ValueError("is larger than %d bytes" % limit)
-    return {}, data
-
-
-def listing(blob, most):
-    """[path, size] of files in the workspace in order, at most `most` of them, and how many there are."""
-    rows = []
-    for folder, folders, names in os.walk(WORKSPACE):
-        for name in names:
-            path = os.path.join(folder, name)
-            with suppress(OSError):         # a background job may have just removed it, or its folder is closed to us
-                rows.append((os.path.relpath(path, WORKSPACE), os.lstat(path).st_size))
-    return {"files": sorted(rows)[:most], "count": len(rows)}, b""
+# ---------------------------------------------------------------------------------------------- state
 
 
 def state(blob, cwd=None):
     """Reads, or with `cwd` sets, what the shell keeps between commands."""
     if cwd is not None:
+        forget_prepared()
         shell.update(cwd=cwd, exports=blob)
     return {"cwd": shell["cwd"]}, shell["exports"]
 
 
-def writable(blob, root):
-    """The highest files and folders below a root that commands may write to. Nothing above and beside them changes."""
-    found, device = [], os.lstat(root).st_dev
-
-    def look(folder):
-        for entry in os.scandir(folder):
-            info = entry.stat(follow_symlinks=False)
-            if info.st_dev != device or stat.S_ISLNK(info.st_mode):
-                continue
-            if info.st_uid == CONFIG["uid"] or info.st_mode & 0o002 or info.st_mode & 0o020 and info.st_gid == CONFIG["gid"]:
-                found.append(entry.path)
-            elif stat.S_ISDIR(info.st_mode):
-                look(entry.path)
-
-    look(root)
-    return {"roots": found}, b""
-
-
-def written(blob, roots):
-    """Absolute paths that are new or changed in or below some roots, and the entries of the folders among them.
-
-    A change sets the ctime, which no command can set back. What is mounted below a root is left out.
-    """
-    paths, folders = [], {}
-
-    def look(path, info, device):
-        entries = None
-        if stat.S_ISDIR(info.st_mode):
-            with suppress(PermissionError):                 # an ordinary user cannot look into chmod 000
-                entries = list(os.scandir(path))
-        if info.st_ctime >= BEGIN:
-            paths.append(path)
-            if entries is not None:
-                folders[path] = [entry.name for entry in entries]
-        for entry in entries or []:
-            try:
-                info = entry.stat(follow_symlinks=False)
-            except PermissionError:                         # nor at what lies in chmod 444
-                continue
-            if info.st_dev == device and entry.path != CONFIG["tools"]:
-                look(entry.path, info, device)
-
-    for root in roots:
-        info = os.lstat(root)
-        look(root, info, info.st_dev)
-    return {"paths": paths, "folders": folders}, b""
-
-
-def prune(blob, folders):
-    """Removes what lies in folders beyond given names: {folder: names}."""
-    import shutil
-    for folder, names in folders.items():
-        if os.path.isdir(folder) and not os.path.islink(folder):
-            for name in set(os.listdir(folder)) - set(names):
-                path = os.path.join(folder, name)
-                shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
-    return {}, b""
-
-
 def configure(blob, env):
     """Adds to the environment of the commands to come."""
+    forget_prepared()
     ENVIRON.update(env)
     return {}, b""
 
@@ -392,16 +319,6 @@ def send(reply, blob=b""):
 
 def find(program, path):
     return next((folder + "/" + program for folder in path.split(":") if os.path.exists(folder + "/" + program)), None)
-
-
-def empty(pattern):
-    """Removes all that lies in the folders that match. A folder that stays full is an OSError: no sandbox starts then."""
-    import glob
-    for place in glob.glob(pattern):
-        for folder, folders, names in os.walk(place, topdown=False):
-            for name in names + folders:
-                path = os.path.join(folder, name)
-                os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
 
 
 def set_up():
@@ -465,8 +382,9 @@ def serve():
         if IN in ready:
             sizes = struct.unpack(">II", receive(8))
             request, blob = json.loads(receive(sizes[0])), receive(sizes[1])
+            name = request.pop("call")
             try:
-                reply = calls[request.pop("call")](blob, **request)
+                reply = calls[name](blob, **request)
             except OSError as error:
                 words = {errno.ENOENT: "is not there", errno.ELOOP: "is a link",
                          errno.ENOTDIR: "does not lie in a plain folder"}
@@ -474,6 +392,8 @@ def serve():
             except ValueError as error:
                 reply = {"error": str(error)}, b""
             send(*reply)
+            if name in ("run", "listing") and request.get("user", "agent") == "agent":
+                prepare()
 
 
 try:

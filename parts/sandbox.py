@@ -1,6 +1,6 @@
 """Sandboxes: isolated machines, one for one episode or one grading. Two backends, docker and local, and one protocol.
 
-The main process in a sandbox is isolate.py and runner.py, one program. It answers framed requests over one connection.
+The main process in a sandbox is isolate.py, files.py and runner.py, one program. It answers framed requests over one connection.
 When the owner dies the connection ends, the program with it, and everything in the sandbox with the program.
 """
 from __future__ import annotations

@@ -3,6 +3,7 @@ import ast
 import json
 import os
 import pwd
+import re
 import shutil
 import signal
 import socket
@@ -95,6 +96,34 @@ def test_no_command_breaks_the_next_one(box, command):
 def test_deleted_cwd_goes_back_to_the_workspace(box):
     box.run("mkdir gone; cd gone; rm -r ../gone", 10)
     assert out(box, "pwd") == box.workspace
+
+
+# The shell that waits for the next command: it has the parent of this one.
+WAITING = "me=$BASHPID; sleep 0.3; ps -eo ppid=,pid= | awk -v up=$PPID -v me=$me '$1 == up && $2 != me {print $2}'"
+
+
+@pytest.mark.fault(10, "the shell that waits for the next command is killed or stopped")
+@pytest.mark.parametrize("signal_name", ["KILL", "STOP"])
+def test_no_background_job_breaks_the_next_command(box, signal_name):
+    first = out(box, f"export KEPT=yes; ({WAITING} > pids; kill -{signal_name} $(cat pids)) > /dev/null 2>&1 & echo $$")
+    time.sleep(1)
+    box.run("true", 1)                          # a stopped one does not start, and is killed at its time limit
+    assert out(box, "cat pids").isdigit() and out(box, "echo $KEPT") == "yes" and first not in out(box, "cat pids")
+    box.run("unset KEPT; rm pids", 10)
+
+
+def test_the_waiting_shell_is_what_a_new_one_would_be(box):
+    commands = ["echo $0 $- $# $SHLVL; shopt", "set; declare -F", "ls /proc/self/fd", "echo ${", "nosuch", "cat", "if true\nthen(", "echo '\\a\\' \"$(tty)\""]
+    seen = []
+    for waits in (True, False):
+        seen.append([])
+        for command in commands:
+            box.call("state", cwd=box.workspace)                # ends the waiting one
+            if waits:
+                box.run("true", 10)
+            text = box.run(command, 10).output
+            seen[-1].append([line for line in text.splitlines() if not re.match("BASHPID|PPID|RANDOM|SECONDS|EPOCH|SRANDOM|_=|BASH_ARG", line)])
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.fault(10, "a command of 1 MB")
