@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 WORKSPACE, TOOLS = "/home/agent/workspace", "/opt/flatlab/bin"
-RUNNER, COMMANDS = ("".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
-                    for names in (("isolate.py", "files.py", "runner.py"), ("commands.py",)))
+RUNNER, NURSERY, COMMANDS = ("".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
+                    for names in (("isolate.py", "files.py", "runner.py"), ("nursery.py",), ("commands.py",)))
 LIFE = 24 * 3600                    # seconds after which a sandbox ends by itself
 GRACE = 2                           # seconds between SIGTERM and SIGKILL
 # What python3 is told on its command line, where `ps` shows it: to read the rest, runner.py and its configuration.

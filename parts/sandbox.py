@@ -1,100 +1,32 @@
 """Sandboxes: isolated machines, one for one episode or one grading. Two backends, docker and local, and one protocol.
 
-The main process in a sandbox is isolate.py, files.py and runner.py, one program. It answers framed requests over one connection.
-When the owner dies the connection ends, the program with it, and everything in the sandbox with the program.
+The main process in a sandbox is isolate.py, files.py and runner.py, one program. It answers framed requests over one
+connection. When the owner dies the connection ends, the program with it, and everything in the sandbox with the program.
 """
 from __future__ import annotations
 
 import functools
-import glob
 import json
 import os
 import re
 import socket
 import struct
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from parts.boot import GRACE, LIFE, PACKAGES, WORKSPACE, ArtefactError, SandboxFault, boot_texts, runner_config
+from parts.boot import GRACE, ArtefactError, SandboxFault
 from parts.containers import IMAGE, docker_api, docker_problem, owner_label, start_docker      # noqa: F401  some for others
+from parts.local import start_local
 from tasks import UserError
 
 KEEP_BYTES = 32_768                 # of an output: so much of its head, and of its tail
 ARTEFACT_BYTES, COPY_BYTES = 64 << 20, 512 << 20
 PUT_BYTES = 256 << 20               # of files in one request
 
-# ---------------------------------------------------------------------------------------------- local
-
-def local_view(hide: tuple[str, ...], network: bool) -> list[tuple[str, str]]:
-    """(path, real path) of what a local sandbox sees of this machine, read-only; an empty real path hides a folder."""
-    paths = {"/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store"}
-    paths |= {f"/etc/{name}" for name in (
-        "alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "nsswitch.conf",
-        "protocols", "services", "ssl/certs", "ssl/openssl.cnf", *(["resolv.conf"] if network else []))}
-    for prefix in (sys.prefix, sys.base_prefix):
-        paths |= {prefix, os.path.realpath(prefix)}
-    link = sys.executable
-    while os.path.islink(link):     # a virtual environment's python may reach its own place over several links
-        paths.add(link)
-        link = os.path.join(os.path.dirname(link), os.readlink(link))
-    hidden = {str(Path(path).resolve()) for path in (Path(__file__).parents[1], Path.home(), *hide)} - {"/"} - paths
-    shown = [(path, path if os.path.islink(path) else os.path.realpath(path)) for path in paths]
-    return shown + [(path, "") for path in hidden]
-
-
-def package_folders(names: tuple[str, ...]) -> list[str]:
-    """Where folders of Python packages lie in what a local sandbox sees of this machine."""
-    prefixes = {place for prefix in (sys.prefix, sys.base_prefix) for place in (prefix, os.path.realpath(prefix))}
-    places = [*PACKAGES, *(f"{glob.escape(prefix)}/{part}lib/python3*/site-packages" for prefix in prefixes
-                           for part in ("", "envs/*/", "pkgs/*/"))]
-    return sorted({path for name in names for place in places for path in glob.glob(f"{place}/{name}")})
-
-
-def start_local(mode: str, memory: int, disk: int, processes: int, env: dict, hide: tuple[str, ...], network: bool,
-                mounts: dict[str, Path], forget: tuple[str, ...], **_):
-    """A process sandbox. Returns (connection, function that ends it, function that tells what it wrote on stderr)."""
-    uid = 65534 if os.geteuid() == 0 else 1000
-    view, more = local_view(hide, network), {}
-    view += [(f"{WORKSPACE}/{path}", os.path.realpath(source)) for path, source in mounts.items()]
-    if mode == "namespaces":        # Landlock cannot hide what lies in a visible folder
-        view += [(path, "") for path in package_folders(forget)]
-    if mode == "landlock":
-        for path, real in view:
-            if not real and any(path.startswith(other.rstrip("/") + "/") for _, other in view if other):
-                raise SandboxFault(f"Landlock cannot hide {path}, which lies in a folder that commands may read")
-        home = tempfile.mkdtemp(prefix="flatlab-")
-        os.chmod(home, 0o755)
-        places = [*Path(sys.prefix).resolve().parents, *Path(sys.base_prefix).resolve().parents]
-        if not all(folder.stat().st_mode & 1 for folder in places):
-            uid = 0                 # our Python lies where no other user can go: stay root, without capabilities
-        more = {"workspace": f"{home}/agent/workspace", "tools": f"{home}/agent/.bin"}
-        env = {"TMPDIR": f"{home}/agent", **env}
-    config = runner_config(
-        mode, env, uid=uid, gid=uid, view=view, disk=disk, network=network,
-        path=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
-        limits={"AS": memory, "FSIZE": disk, "NOFILE": 1024, "CORE": 0, "CPU": LIFE}
-        | ({"NPROC": processes} if mode == "namespaces" else {}), **more)
-    ours, theirs = socket.socketpair()
-    boot, text = boot_texts(config)
-    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", boot], stdin=theirs, stdout=theirs,
-                               stderr=subprocess.PIPE, env={}, cwd="/", start_new_session=True)
-    theirs.close()
-    os.set_blocking(process.stderr.fileno(), False)
-    with suppress(OSError):                 # dead already: the first answer that fails to come says so
-        ours.sendall(text)
-
-    def stop():
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(10)                # the runner has seen the end of the connection
-        process.stderr.close()
-
-    return ours, stop, lambda: (process.stderr.read() or b"").decode("utf-8", "replace")
+# ---------------------------------------------------------------------------------------------- which one
 
 
 @functools.cache

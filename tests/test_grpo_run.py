@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -38,16 +39,15 @@ def alive_containers(pid):
 
 
 def processes_of(pid):
-    """Sandboxes whose owner was `pid`: their runners stay in its children list or, orphaned, carry its socket no more."""
-    found = []
+    """All descendants of a process: what starts its sandboxes, and their runners."""
+    children = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if parent == pid:
-            found.append(int(stat.parent.name))
-    return found
+        with suppress(OSError):
+            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+    found = [pid]
+    for parent in found:
+        found += children.get(parent, [])
+    return found[1:]
 
 
 @pytest.fixture(scope="module")

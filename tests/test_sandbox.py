@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from parts import boot, containers, sandbox, snapshot
+from parts import boot, containers, local, sandbox, snapshot
 from parts.sandbox import IMAGE, ArtefactError, Sandbox, SandboxFault, docker_problem
 from tasks import UserError
 
@@ -501,6 +501,19 @@ def containers_of(pid):
     return [box for box in boxes if f":{pid}:" in box["Labels"]["flatlab.owner"]]
 
 
+@pytest.mark.fault(15, "the process that starts local sandboxes is killed")
+def test_a_killed_nursery_is_replaced():
+    with suppress(UserError):
+        sandbox.local_isolation()
+    box = Sandbox("local")
+    local.nursery[1].kill()
+    local.nursery[1].wait()
+    others = [Sandbox("local"), Sandbox("local")]
+    assert [out(b, "echo alive") for b in (box, *others)] == ["alive"] * 3
+    for b in (box, *others):
+        b.close()
+
+
 @pytest.mark.fault(20, "containers of a process that was killed earlier")
 @needs_docker
 def test_containers_of_dead_owners_are_removed_at_the_next_start():
@@ -659,7 +672,7 @@ def test_local_falls_back_to_landlock_and_says_what_is_missing(monkeypatch):
 
 
 def test_landlock_that_cannot_hide_a_folder_leaves_none_behind(monkeypatch, tmp_path):
-    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(local.tempfile, "tempdir", str(tmp_path))
     with pytest.raises(SandboxFault, match="Landlock cannot hide /usr/share"):
         Sandbox("landlock", hide=("/usr/share",))
     assert not list(tmp_path.iterdir())
