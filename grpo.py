@@ -360,7 +360,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
         say(job, health.show("before training", before))
 
     while state.step < cfg.steps and not state.stopped:
-        step, clock = state.step, [time.perf_counter()]
+        step, clock, busy = state.step, [time.perf_counter()], policy.engine_seconds
 
         # sample: P groups of G episodes from the current policy, faults leave their group
         shares = [w * health.signal(rows, t.name, cfg.curriculum) for w, t in zip(cfg.task_weights, tasks)]
@@ -368,8 +368,11 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
         groups = await play_groups(policy, plan, cfg.group_size, cfg, cfg.seed * 10_007 + step, job, state.recent,
                                    cfg.max_groups)
         clock.append(time.perf_counter())
+        busy = policy.engine_seconds - busy
 
-        # learn: from the groups whose rewards differ
+        # learn: from the groups whose rewards differ; meanwhile the next step's sandboxes start
+        if step + 1 < cfg.steps:
+            env.SPARES.expect(min(cfg.sandboxes, len(plan) * cfg.group_size // job.world))
         for setting in optimizer.param_groups:
             setting["lr"] = cfg.lr * state.lr_scale * min(1.0, (step - state.since + 1) / (cfg.warmup + 1))
         learned = update(policy, optimizer, make_batch(policy, groups, cfg, job), cfg, job)
@@ -396,7 +399,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
 
         # record: row, transcripts, checkpoint, plot; a step counts when its checkpoint is there, see resume()
         if run:
-            record(policy, optimizer, cfg, run, state, groups, row, clock)
+            record(policy, optimizer, cfg, run, state, groups, row, clock, busy)
 
     done = job.gather(run.results().get("after", {}).get("steps") if run else None)[0]
     if cfg.eval_episodes and done != state.step:        # what best/ is worth on new seeds, and on the test part

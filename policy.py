@@ -27,6 +27,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,6 +210,7 @@ class Policy:
             max_tokens=max_tokens, temperature=temperature, seed=seed, logprobs=0, detokenize=False,
             stop_token_ids=sorted(self.stop_tokens), output_kind=RequestOutputKind.FINAL_ONLY)
         self._ids, self._futures, self._pump, self._frames = itertools.count(), {}, None, {}
+        self.engine_seconds = 0.0       # spent in the engine so far, of which the rest was idle
 
     async def sample(self, tokens: list[int], max_tokens: int, temperature: float | None = None,
                      seed: int | None = None) -> Sample:
@@ -241,7 +243,10 @@ class Policy:
         """Steps the engine while it has work; between steps other coroutines hand in requests and observations."""
         try:
             while self.engine.has_unfinished_requests():
-                for output in self.engine.step():
+                begin = time.perf_counter()
+                outputs = self.engine.step()
+                self.engine_seconds += time.perf_counter() - begin
+                for output in outputs:
                     future = self._futures.get(output.request_id)
                     if output.finished and future and not future.done():
                         future.set_result(output.outputs[0])

@@ -121,7 +121,7 @@ def collapse(rows: list[dict], kl_limit: float, best: dict | None = None, window
     of the adapter that a restore would go back to (the untrained one's at first).
 
     Rewards and held-out scores fall by chance, too: a fall counts from four standard errors on (windows overlap and
-    there are many of them), for the held-out score from three.
+    there are many of them), for the held-out score from three. Replies may grow as long as that is rewarded.
     """
     last = rows[-1]
     if len(rows) >= 3 and all(r.get("skipped") for r in rows[-3:]):
@@ -146,6 +146,12 @@ def collapse(rows: list[dict], kl_limit: float, best: dict | None = None, window
         if means[top] - means[-1] > 4 * error > 0:
             return (f"mean reward of {window} steps fell from {means[top]:.3f} "
                     f"(steps to {rows[ends[top] - 1]['step']}) to {means[-1]:.3f}")
+        usual = median(r["reply_tokens"] for r in rows[:2 * window])
+        longest = [max(r["reply_tokens"] for r in rows[end - window:end]) for end in ends]
+        short = [mean for mean, tokens in zip(means, longest) if tokens < 2 * usual]
+        if all(r["reply_tokens"] > 3 * usual for r in rows[-window:]) and short and means[-1] <= max(short):
+            return (f"replies were more than three times as long as usual ({usual:.0f} tokens) for {window} steps, and "
+                    f"not rewarded for it")
     return ""
 
 

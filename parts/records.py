@@ -84,11 +84,14 @@ def restore(policy, optimizer, cfg, state: State, best: Path, reason: str) -> st
     return f"{reason}: back to the adapter of step {state.best['step']}, the rate is halved"
 
 
-def record(policy, optimizer, cfg, run, state: State, groups: list[Group], row: dict, clock: list[float]) -> None:
-    """Writes a step. clock: when it began, when it had sampled, learned, and synced."""
+def record(policy, optimizer, cfg, run, state: State, groups: list[Group], row: dict, clock: list[float],
+           engine_seconds: float) -> None:
+    """Writes a step. clock: when it began, when it had sampled, learned, and synced; engine_seconds: of the sampling."""
     sampling, training, syncing = (b - a for a, b in zip(clock, clock[1:]))
     row |= {"version": policy.version, "seconds": sampling + training + syncing, "seconds_sample": sampling,
             "seconds_train": training, "seconds_sync": syncing, "seconds_judge": time.perf_counter() - clock[-1],
+            "engine_idle_share": 1 - engine_seconds / sampling,
+            "env_wait_share": row["seconds_env"] / max(1e-9, sum(e.seconds for g in groups for e in g.played)),
             "tokens_per_second": sum(e.reply_tokens for g in groups for e in g.episodes) / sampling,
             "memory_gb": policy.peak_memory(), "time": time.time()}
     run.save_episodes(row["step"], [e.to_dict() | {"group": g.number} for g in groups for e in g.episodes])

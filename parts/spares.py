@@ -19,6 +19,7 @@ class Spares:
         self.ready: dict[str, list[Sandbox]] = {}
         self.coming: dict[str, int] = {}
         self.wanted: dict[str, int] = {}
+        self.takes: dict[str, tuple] = {}       # since the last `expect`: (how many, make, options)
         self.taken, self.timer, self.round = 0.0, None, 0      # round: of those that a `close` ends together
         atexit.register(self.close)
 
@@ -27,6 +28,7 @@ class Spares:
         key = repr((make, sorted(options.items())))
         with self.lock:
             self.taken, boxes = time.monotonic(), self.ready.setdefault(key, [])
+            self.takes[key] = self.takes.get(key, (0,))[0] + 1, make, options
             box = boxes.pop(0) if boxes else None
             if not box:
                 self.wanted[key] = min(self.MOST, self.wanted.get(key, 0) + 1)
@@ -40,8 +42,18 @@ class Spares:
                 box = self.ready[key].pop(0) if self.ready[key] else None
         return make("docker", env=env, **options)
 
-    def _start_more(self, key: str, make, options: dict) -> None:
-        for _ in range(self.wanted.get(key, 0) - len(self.ready[key]) - self.coming.get(key, 0)):
+    def expect(self, most: int, seconds: float = 600.0) -> None:
+        """Starts `most` now, of the kinds that were taken since the last call, in proportion. Within that time somebody
+        takes them."""
+        with self.lock:
+            taken, self.takes = self.takes, {}
+            total = sum(count for count, _, _ in taken.values())
+            self.taken = time.monotonic() + seconds * bool(taken)
+            for key, (count, make, options) in taken.items():
+                self._start_more(key, make, options, -(-most * count // total))
+
+    def _start_more(self, key: str, make, options: dict, most: int = 0) -> None:
+        for _ in range(max(most, self.wanted.get(key, 0)) - len(self.ready[key]) - self.coming.get(key, 0)):
             self.coming[key] = self.coming.get(key, 0) + 1
             threading.Thread(target=self._start, args=(key, make, options, self.round)).start()
         if self.timer is None:

@@ -278,6 +278,26 @@ def test_dead_spares_are_not_used(task):
 
 
 @needs_docker
+def test_sandboxes_of_the_next_step_start_before_they_are_asked_for(task):
+    SPARES.close()
+    with Env(task, "docker") as world:
+        world.reset()
+    SPARES.expect(6)
+    assert wait_for(lambda: sum(map(len, SPARES.ready.values())) >= 6)
+    ahead = {box for boxes in SPARES.ready.values() for box in boxes}
+    worlds = [Env(task, "docker", seed=n) for n in range(6)]
+    for world in worlds:
+        world.reset()
+    assert {world.sandbox for world in worlds} <= ahead
+    assert worlds[3].step(block("echo $PYTHONHASHSEED")).observation == "3"
+    SPARES.expect(6)                            # nobody takes these
+    for world in worlds:
+        world.close()
+    SPARES.close()
+    assert wait_for(lambda: not ours(), 60)
+
+
+@needs_docker
 @fault(19, "containers that were started ahead and are not needed")
 def test_idle_spares_end(task, monkeypatch):
     monkeypatch.setattr(Spares, "IDLE", 4.0)

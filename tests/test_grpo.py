@@ -185,6 +185,9 @@ def evaluated(step, gain, stderr=0.05):
     ([evaluated(9, 0.5, 0.0), *HEALTHY, evaluated(19, 0.0, 0.0)], "held-out improvement fell"),
     ([*HEALTHY, *(row(i, reward_mean=0.2) for i in range(12, 17))], "mean reward of 5 steps fell"),
     ([*HEALTHY, *(row(i, reward_mean=0.45) for i in range(12, 17))], ""),
+    ([*HEALTHY, *(row(i, reply_tokens=300.0) for i in range(12, 17))], "replies were more than three times as long as usual (80"),
+    ([*HEALTHY, *(row(i, reply_tokens=300.0, reward_mean=0.55) for i in range(12, 17))], ""),
+    ([*HEALTHY, *(row(i, reply_tokens=300.0 if i < 16 else 80.0) for i in range(12, 17))], ""),
     ([row(0, kl=2.0), row(1, kl=2.0)], ""), ([row(i, kl=2.0) for i in range(3)], "KL to the base"),
     ([row(i, skipped=1) for i in range(3)], "three updates"), ([row(0, skipped=1), row(1), row(2, skipped=1)], "")])
 def test_what_counts_as_a_collapse(rows, reason):
@@ -261,7 +264,7 @@ def play(policy, tmp_path, monkeypatch):
 
 
 def same_but_times(a, b):
-    timed = {"time", "version", "tokens_per_second", "memory_gb"}
+    timed = {"time", "version", "tokens_per_second", "memory_gb", "engine_idle_share", "env_wait_share"}
 
     def rest(rows):
         return [{k: v for k, v in r.items() if k not in timed and not k.startswith("seconds")} for r in rows]
