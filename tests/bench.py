@@ -88,8 +88,9 @@ def env(args):
         grades.clear()
         first = Env(task, backend)
         rows.append((f"{backend}: first reset, nothing started ahead", ms(seconds(first.reset)), "to the first prompt"))
-        step[backend] = seconds(lambda: first.step(block("true")), 200)
-        rows.append((f"{backend}: one step, `true`", ms(step[backend]), "median of 200, through bash"))
+        step[backend] = {pause: seconds(lambda: first.step(block("true")), 200, pause) for pause in (0.02, 0.0)}
+        rows.append((f"{backend}: one step, `true`", ms(step[backend][0.02]), "median of 200, through bash, each 20 ms after the one before: a model writes that long at least"))
+        rows.append((f"{backend}: one step, `true`, without a pause", ms(step[backend][0.0]), "median of 200"))
         rows.append((f"{backend}: reset", ms(seconds(first.reset, 7, 1.0)), "median of 7, a second apart"))
         first.step(block("echo a > a; mkdir b; echo c > b/c"))
         rows.append((f"{backend}: fork", ms(seconds(lambda: first.fork().close(), 7, 1.0)), "median of 7"))
@@ -111,7 +112,7 @@ def env(args):
         theirs, why = mlgym_step()
         rows.append(("MLGym: one communicate(), `true`", ms(theirs) if theirs else "skipped", why))
         if theirs:
-            rows.append(("ratio to ours in docker", f"{theirs / step['docker']:.0f} x", "higher is better for ours"))
+            rows.append(("ratio to ours in docker", f"{theirs / step['docker'][0.02]:.0f} x", f"without a pause {theirs / step['docker'][0.0]:.0f} x"))
     return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", rows
 
 
@@ -506,10 +507,13 @@ def memory(args):
 
 
 def trained(name, *flags):
-    """Runs grpo.py in the current folder, or finds it finished there. Returns its result.json and rows."""
+    """Runs grpo.py in the current folder, or finds it finished there. Returns its result.json and rows. A thread that is
+    bound to some of the cores shares them with nobody: engines that spin on the same core wait for each other."""
     import json
+    mine, every = sorted(os.sched_getaffinity(0)), os.sched_getaffinity(os.getpid())
+    few = {"OMP_NUM_THREADS": str(len(mine)), "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine))} if len(mine) < len(every) else {}
     process = subprocess.run([sys.executable, str(HERE.parent / "grpo.py"), "--name", name, "--backend", "local", *flags],
-                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ | few)
     where = Path("logs") / name
     if not (where / "result.json").exists():
         return None, process.stderr.strip().splitlines()[-1:]
@@ -519,11 +523,17 @@ def trained(name, *flags):
 
 def table(variants, args, tasks, steps):
     """A row per task and variant: held-out score before and after (best adapter, seeds of its own), means over the seeds."""
+    from concurrent.futures import ThreadPoolExecutor
     rows, chosen = [], [v for v in variants if not args.only or v[0] in args.only.split(",")]
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [set(cores[n::args.jobs]) or {cores[n % len(cores)]} for n in range(args.jobs)]
+    with ThreadPoolExecutor(args.jobs, initializer=lambda: os.sched_setaffinity(0, shares.pop())) as pool:      # of the thread
+        runs = {(task, label): [pool.submit(trained, f"bench-{task}-{label.replace(', ', '-').replace(' ', '-')}-{seed}", "--task", task, "--model",
+                                            args.model, "--steps", str(steps), "--seed", seed, *flags, *args.flags.split())
+                                for seed in args.seeds.split(",")] for task in tasks for label, flags in chosen}
     for task in tasks:
         for label, flags in chosen:
-            found = [trained(f"bench-{task}-{label.replace(', ', '-').replace(' ', '-')}-{seed}", "--task", task, "--model", args.model, "--steps", str(steps), "--seed", seed,
-                             *flags, *args.flags.split()) for seed in args.seeds.split(",")]
+            found = [run.result() for run in runs[task, label]]
             done = [(result, history) for result, history in found if result and "after" in result]
             if not done:
                 rows.append((f"{task}, {label}", "fails", str(found[0][1])[:200]))
@@ -593,6 +603,12 @@ def objectives(args):
     return f"{args.steps} steps, seeds {args.seeds}, {args.model}", table(variants, args, ("titanic", "battleOfSexes"), args.steps)
 
 
+def attacks_and_faults(args):
+    """The tests of attacks and faults; writes tests/README.md."""
+    import marked
+    return marked.marked(args)
+
+
 def stability(args):
     """The defaults, and the same without what holds a policy together."""
     variants = [("defaults", []), ("no guard no KL", ["--guard", "off", "--kl", "0"]),
@@ -601,51 +617,10 @@ def stability(args):
     return f"{args.steps} steps, seeds {args.seeds}, {args.model}", table(variants, args, ("titanic",), args.steps)
 
 
-# ---------------------------------------------------------------------------------------------- table
-
-
-class Marked:
-    """A pytest plugin that runs only the tests with a mark `attack` or `fault`, and keeps what came of them."""
-
-    def __init__(self):
-        self.rows = {}              # (kind, number, what, test) -> {outcome: [variant, ...]}
-        self.rows_of = {}           # node id -> [(row, variant), ...]
-
-    def pytest_collection_modifyitems(self, items):
-        for item in items:
-            variant = getattr(item, "callspec", None) and next((word for word in item.callspec.id.split("-") if word in ("docker", "namespaces", "landlock", "local")), "")
-            self.rows_of[item.nodeid] = [((mark.name, *((0, *mark.args) if mark.name == "attack" else mark.args), item.nodeid.partition("[")[0].removeprefix("tests/")), variant or "")
-                                         for mark in item.iter_markers() if mark.name in ("attack", "fault")]
-        items[:] = [item for item in items if self.rows_of[item.nodeid]]
-
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call" or report.outcome != "passed" and report.when == "setup":
-            outcome = report.outcome if report.outcome != "skipped" else f"skipped, {report.longrepr[2].removeprefix('Skipped: ')}"
-            for row, variant in self.rows_of[report.nodeid]:
-                self.rows.setdefault(row, {}).setdefault(outcome, []).append(variant)
-
-
-def marked(args):
-    """Attacks and faults, each with the test that tries it and what came of it here."""
-    import pytest
-    found = Marked()
-    pytest.main(["-q", "-p", "no:cacheprovider", str(HERE)], plugins=[found])
-    rows = []
-    for (kind, number, what, test), outcomes in sorted(found.rows.items()):
-        said = "; ".join(f"{outcome}{f' ({names})' if (names := ', '.join(dict.fromkeys(filter(None, variants)))) else ''}" for outcome, variants in sorted(outcomes.items()))
-        rows.append((f"{number}. {what}" if number else what, said, f"`{test}`"))
-    lines = ["# What the tests try", "", f"Written by `python tests/bench.py table`, {date.today()}, Python {platform.python_version()}, Linux {'.'.join(platform.release().split('.')[:2])}, "
-             f"{'with' if os.environ.get('MLGYM_ROOT') else 'without'} a checkout of MLGym. In parentheses: the kinds of sandbox. What is not covered stands at the top of `env.py`."]
-    for title, chosen in (("Attacks: none gains a point", [r for r in rows if not r[0][0].isdigit()]), ("Faults: each is a status, never a score", sorted((r for r in rows if r[0][0].isdigit()), key=lambda r: int(r[0].split(".")[0])))):
-        lines += ["", f"## {title}", "", "| what | result | test |", "|---|---|---|", *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in chosen)]
-    (HERE / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return f"{len(rows)} rows, written to tests/README.md", rows
-
-
 # ---------------------------------------------------------------------------------------------- main
 
 SECTIONS = {"objectives": objectives, "stability": stability, "env": env, "soak": soak, "train": train, "sync": sync, "rollout": rollout, "memory": memory, "search": search_grid,
-            "table": marked}
+            "table": attacks_and_faults}
 
 
 def write(section, command, headline, lines):
@@ -666,6 +641,7 @@ def main():
     parser.add_argument("--steps", type=int, default=5, help="of train, objectives (20 or more), stability (200)")
     parser.add_argument("--seeds", default="0,1,2", help="of objectives and stability")
     parser.add_argument("--model", default="tiny", help="of objectives and stability")
+    parser.add_argument("--jobs", type=int, default=1, help="of objectives and stability: so many runs at a time, each on cores of its own")
     parser.add_argument("--only", default="", help="of objectives and stability: names of variants, comma between them")
     parser.add_argument("--flags", default="", help="of objectives and stability: more flags of grpo.py")
     parser.add_argument("--count", type=int, default=1000, help="of soak")

@@ -317,22 +317,21 @@ def test_two_episodes_never_see_each_others_files(task, backend):
         assert not two.score().valid and one.score().valid
 
 
-# Every file of the whole file system that came into being in the last ten minutes: a copy of a new secret is one of them.
-NEW_FILES = "find / -path /proc -prune -o -path /sys -prune -o -type f -cmin -10 -print0 2>/dev/null"
-
-
 @pytest.mark.fault(22, "the agent looks for answers")
 @pytest.mark.attack("reading answers anywhere in the file system")
 def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
-    with Env(replace(task, step_timeout=120.0), backend) as world:
+    """In Docker every file of the whole file system is searched; a local sandbox also shows the programs of this machine
+    (10 GB with torch), so there it is every file that came into being in the last ten minutes, as the new secret did."""
+    with Env(replace(task, step_timeout=300.0), backend) as world:
         world.reset()
         do(world, "echo a > guess.txt")
         assert do(world, "validate").score.valid
         row = "".join(f"\\x{ord(c):02x}" for c in CANARY)         # the search must not find itself
-        search = f"{NEW_FILES} | xargs -0 grep -slF -e $(printf '{row}') /dev/null; find / -name answers.txt -o -name grade.py 2>/dev/null"
-        assert do(world, f"{search}; true").observation == "(no output)"
-        do(world, f"printf '{row}' > /tmp/decoy")                   # and it does find
-        assert do(world, f"{search}; true").observation == "/tmp/decoy"
+        do(world, f"printf '{row}' > /tmp/decoy")                   # but it does find
+        new = "" if backend == "docker" else "-cmin -10"
+        search = f"find / -path /proc -prune -o -path /sys -prune -o -type f {new} -print0 2>/dev/null | xargs -0 grep -slF -e $(printf '{row}')"
+        names = "find / -name answers.txt -o -name grade.py 2>/dev/null"
+        assert do(world, f"{search}; {names}; true").observation == "/tmp/decoy"
         assert do(world, "env; cat /proc/*/cmdline /proc/*/environ 2>/dev/null").observation.count(CANARY[:10]) == 0
 
 
