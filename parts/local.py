@@ -69,7 +69,7 @@ def start_local(mode: str, memory: int, disk: int, processes: int, env: dict, hi
     ours, theirs = socket.socketpair()
     errors, their_errors = os.pipe()
     try:
-        bear(theirs.fileno(), their_errors, json.dumps(config).encode())
+        spawn(theirs.fileno(), their_errors, json.dumps(config).encode())
     except OSError as error:
         ours.close()
         os.close(errors)
@@ -95,7 +95,7 @@ def start_local(mode: str, memory: int, disk: int, processes: int, env: dict, hi
 nursery, one_at_a_time = None, threading.Lock()     # (its socket, its process)
 
 
-def bear(connection: int, errors: int, config: bytes) -> None:
+def spawn(connection: int, errors: int, config: bytes) -> None:
     """Has the nursery start a sandbox with these files; starts the nursery when there is none. Raises OSError."""
     global nursery
     fd = os.memfd_create("flatlab")
