@@ -10,8 +10,8 @@ How it departs from the usual set-up:
    layer into the engine's own buffers (about a millisecond). The base weights are never merged, so they never drift.
 2. Tokens in, tokens out. A sampled reply is kept as the engine's tokens with the engine's log-probs; an observation is
    appended as new tokens. Nothing is decoded and tokenised again, and text can never turn into control tokens.
-3. `verify()` compares engine and trainer on a probe with a random adapter before training; a stale or broken sync is
-   the most expensive silent fault of this kind of system, so it stops the run with both numbers.
+3. `verify()` compares engine and trainer on a probe before training, with a random adapter, without one and with the
+   trained one; a stale or broken sync is the most expensive silent fault of this kind of system: it stops the run.
 
 Letters: B sequences, T tokens, N loss positions, D hidden size, V vocabulary.
 What is known of vLLM's insides is in weights.py.
@@ -363,20 +363,21 @@ class Policy:
         self.version += 1
         self.engine.reset_prefix_cache()        # frees stale blocks when idle; correctness comes from the salt
 
-    async def gap(self, tokens: int = 24) -> float:
-        """Largest |log p(engine) - log p(trainer)| over a few freshly sampled tokens, in nats."""
+    async def gap(self, tokens: int = 24, base: bool = False) -> float:
+        """Largest |log p(engine) - log p(trainer)| over a few freshly sampled tokens, in nats. base: the trainer's adapter off."""
         import torch
         texts = ("Print the first ten primes.", "ls -la\n", "score: 0.5")
         prompts = [self.render([{"role": "user", "content": text}]) for text in texts]
         samples = await asyncio.gather(*(self.sample(p, tokens, seed=i) for i, p in enumerate(prompts)))
         with torch.no_grad():
             trainer, _ = self.logprobs([(p + s.tokens, [0] * len(p) + [1] * len(s.tokens))
-                                        for p, s in zip(prompts, samples)])
+                                        for p, s in zip(prompts, samples)], base)
         engine = torch.tensor([logp for s in samples for logp in s.logprobs])
         return (trainer.cpu() - engine).abs().max().item()
 
     async def verify(self) -> float:
-        """Pushes a random adapter, compares, restores the trained one, compares again; returns the larger gap.
+        """Compares with a random adapter, with one of zeros against the base model, and with the trained one again;
+        returns the largest gap.
 
         Raises ModelError when engine and trainer disagree: training on such samples would be wrong from the first step.
         """
@@ -384,16 +385,18 @@ class Policy:
         kept = [p.detach().clone() for p in self.parameters()]
         generator = torch.Generator().manual_seed(0)
         gaps = {}
-        for name in ("random adapter", "trained adapter"):
+        values = {"random adapter": lambda old: torch.randn(old.shape, generator=generator) * 0.02,
+                  "adapter of zeros": torch.zeros_like, "trained adapter": lambda old: old}
+        for name, value in values.items():
             with torch.no_grad():
                 for p, old in zip(self.parameters(), kept):
-                    p.copy_(torch.randn(p.shape, generator=generator) * 0.02 if name == "random adapter" else old)
+                    p.copy_(value(old))
             self.sync()
-            gaps[name] = await self.gap()
+            gaps[name] = await self.gap(base=name == "adapter of zeros")
         if max(gaps.values()) > self.gap_limit:
             import vllm
-            both = ", ".join(f"{gap:.2g} with the {name}" for name, gap in gaps.items())
-            raise ModelError(f"engine and trainer disagree: log-probs differ by {both}; the limit is {self.gap_limit:g} "
+            found = ", ".join(f"{gap:.2g} with the {name}" for name, gap in gaps.items())
+            raise ModelError(f"engine and trainer disagree: log-probs differ by {found}; the limit is {self.gap_limit:g} "
                              f"nats (vLLM {vllm.__version__}, {self.dtype}); not training on samples of another policy")
         return max(gaps.values())
 
