@@ -121,7 +121,8 @@ def collapse(rows: list[dict], kl_limit: float, best: dict | None = None, window
     of the adapter that a restore would go back to (the untrained one's at first).
 
     Rewards and held-out scores fall by chance, too: a fall counts from four standard errors on (windows overlap and
-    there are many of them), for the held-out score from three. Replies may grow as long as that is rewarded.
+    there are many of them), for the held-out score from three. Replies may grow, but then the reward has to exceed the
+    best mean that short ones had, which is the best of many.
     """
     last = rows[-1]
     if len(rows) >= 3 and all(r.get("skipped") for r in rows[-3:]):

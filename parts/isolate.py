@@ -1,4 +1,4 @@
-"""First part of the program in every sandbox (the second is runner.py): shuts a process of this machine in.
+"""First part of the program in every sandbox (then files.py and runner.py): shuts a process of this machine in.
 
 Three modes. "namespaces": new user, pid, net, ipc, uts and mount namespaces, and a root made of read-only binds; root
 and ordinary users can do that where the kernel allows it. "landlock": rules that every command puts on itself; less,

@@ -5,6 +5,7 @@ import glob
 import json
 import os
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -71,6 +72,8 @@ def start_local(mode: str, memory: int, disk: int, processes: int, env: dict, hi
     try:
         spawn(theirs.fileno(), their_errors, json.dumps(config).encode())
     except OSError as error:
+        if mode == "landlock":
+            shutil.rmtree(home, ignore_errors=True)
         ours.close()
         os.close(errors)
         raise SandboxFault(f"no process can be started: {error}") from error
@@ -107,6 +110,7 @@ def spawn(connection: int, errors: int, config: bytes) -> None:
                 socket.send_fds(nursery[0], [b"!"], [connection, errors, fd])
             except OSError:             # somebody has killed it
                 nursery[0].close()
+                nursery[1].kill()
                 nursery[1].wait()
                 nursery = start_nursery()
                 socket.send_fds(nursery[0], [b"!"], [connection, errors, fd])
@@ -115,7 +119,7 @@ def spawn(connection: int, errors: int, config: bytes) -> None:
 
 
 def start_nursery():
-    """A process of nursery.py; it ends when its socket is closed, at the latest with this process."""
+    """A process of nursery.py; it ends when nobody holds its socket any more: this process, and what it has forked."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     text = json.dumps([{"program": RUNNER}, NURSERY]).encode()
     process = subprocess.Popen([sys.executable, "-I", "-S", "-c", BOOT % len(text)], stdin=theirs, stdout=subprocess.DEVNULL,

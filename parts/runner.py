@@ -29,7 +29,7 @@ os.dup2(2, 1)
 Child = namedtuple("Child", "pid output saved text")      # output: a pipe; saved, text: files of a shell
 shell = {"cwd": WORKSPACE, "exports": b""}      # what one command leaves to the next
 exit_codes = {}                                 # of the children that somebody waits for; None while they run
-prepared = None                                 # (Child, pipe it waits on): the shell of the next command
+prepared = None                                 # (Child, pipe it waits on, place): the shell of the next command
 strays = []                                     # output pipes that background jobs still hold
 landlock_rules = None
 
@@ -93,10 +93,10 @@ def memory_file(data=b""):
 # The first lines that a shell reads ($BASH_ENV): at its exit it saves cwd and exported variables to fd 99. Behind them and
 # TAKE comes what the last shell saved. `exec`, `kill $$` or an own EXIT trap save nothing: then the older state stays.
 PRELUDE = b"""unset BASH_ENV
-trap '{ printf "%s\\0" "$PWD"; unset PWD OLDPWD SHLVL; export -p; } >&99 2>/dev/null' EXIT
+trap '{ printf "%s\\0" "$PWD"; unset PWD OLDPWD SHLVL flatlab; export -p; } >&99 2>/dev/null' EXIT
 """
-WAIT = b"read -rn1 -u96 flatlab && exec 96<&-\n"      # of a shell that is started before its command is known
-TAKE = b"IFS= read -rd '' -u97 flatlab || true\n"            # the command: of any length, and never on a command line
+WAIT = b"read -rn1 -u96 flatlab && exec 96<&-\n"                     # of a shell that is started before its command is known
+TAKE = b"IFS= read -rd '' -u97 flatlab || true; SECONDS=0\n"        # the command: of any length, and never on a command line
 RUN = 'eval "$flatlab"'
 
 
@@ -133,7 +133,7 @@ def start(command, stdin=b"", user="agent", stderr=True, bodies=(), gate=None):
     env, argv, text, saved = ENVIRON, command, None, None
     if isinstance(command, str):
         text, saved = memory_file(as_text(command)), memory_file()
-        fds += [text, memory_file(PRELUDE + (WAIT if gate else b"") + TAKE + shell["exports"]), saved]
+        fds += [text, memory_file(PRELUDE + (WAIT if gate else b"") + (TAKE if BASH else b"") + shell["exports"]), saved]
         if bodies:              # of edits: text that the shell must not see, for commands.py
             fds.append(memory_file(json.dumps(bodies).encode()))
         if gate:
@@ -143,6 +143,10 @@ def start(command, stdin=b"", user="agent", stderr=True, bodies=(), gate=None):
     try:
         pid = os.fork()
     except BlockingIOError:     # the commands have used up all processes
+        if gate:
+            for fd in {output, null, *fds}:
+                os.close(fd)
+            raise
         sweep()
         pid = os.fork()
     if not pid:
@@ -171,14 +175,28 @@ def prepare():
     global prepared
     if BASH and not ready_shell():
         gate, go = os.pipe()
-        prepared = start("", gate=gate), go
+        os.set_blocking(go, False)          # a job of the agent's may have filled it
+        try:
+            prepared = start("", gate=gate), go, place()
+        except OSError:                     # no process is left; the next command makes room
+            os.close(go)
+
+
+def place():
+    """Which folder the shell's cwd is: another one may come to have that name."""
+    with suppress(OSError, ValueError):
+        return os.stat(shell["cwd"])[1:3]       # inode and device
 
 
 def ready_shell():
-    """The prepared shell, when there is one that lives."""
-    global prepared
-    if prepared and exit_codes[prepared[0].pid] is not None:
-        forget_prepared()
+    """The prepared shell, when there is one that would do what a new one does."""
+    if prepared:
+        child, _, where = prepared
+        stopped = True
+        with suppress(OSError), open("/proc/%d/stat" % child.pid) as file:
+            stopped = file.read().rpartition(")")[2].split()[0] in "Tt"
+        if stopped or exit_codes[child.pid] is not None or place() != where:
+            forget_prepared()
     return prepared
 
 
@@ -186,7 +204,7 @@ def forget_prepared():
     """Ends the prepared shell: it has been started with what is no longer true."""
     global prepared
     if prepared:
-        child, go = prepared
+        child, go, _ = prepared
         prepared = None
         if exit_codes.pop(child.pid) is None:
             os.kill(child.pid, signal.SIGKILL)
@@ -199,9 +217,9 @@ def start_prepared(command):
     global prepared
     if not ready_shell():
         return None
-    (child, go), prepared = prepared, None
+    (child, go, _), prepared = prepared, None
     os.pwrite(child.text, as_text(command), 0)
-    with suppress(BrokenPipeError):     # it has just been killed; that is how this command ends, too
+    with suppress(BrokenPipeError, BlockingIOError):     # it has just been killed; that is how this command ends, too
         os.write(go, b"!")
     os.close(go)
     os.close(child.text)
@@ -216,7 +234,11 @@ def run(blob, command, timeout, user="agent", keep=(32768, 32768), stderr=True, 
     """
     begin = time.monotonic()
     plain = isinstance(command, str) and user == "agent" and stderr and not (blob or bodies)
-    pid, output, saved, _ = plain and start_prepared(command) or start(command, blob, user, stderr, bodies)
+    child = plain and start_prepared(command)
+    if not child:
+        forget_prepared()       # what runs now may change cwd, exports or files that it was started with
+        child = start(command, blob, user, stderr, bodies)
+    pid, output, saved, _ = child
     head, tail, total, is_open, phase, limit = bytearray(), bytearray(), 0, True, "running", begin + timeout
     poll = select.poll()
     for fd, events in ((output, select.POLLIN), (WAKE, select.POLLIN), (IN, 0)):     # of IN only that it was closed
@@ -398,10 +420,15 @@ def serve():
 
 try:
     set_up()
-    send({"workspace": WORKSPACE})
-    serve()
-except OSError as problem:      # no isolation, or the owner has gone
-    try:
-        send({"error": problem.strerror or str(problem)})
-    finally:
-        leave()
+    first = {"workspace": WORKSPACE}
+except OSError as problem:      # no isolation
+    first = {"error": problem.strerror or str(problem)}
+try:
+    send(first)
+    if "workspace" in first:
+        serve()
+except OSError:                 # the owner has gone, or nothing works any more: for the owner the connection ends
+    pass
+except Exception:
+    sys.excepthook(*sys.exc_info())
+leave()

@@ -12,7 +12,7 @@ from parts.sandbox import Sandbox, SandboxFault
 class Spares:
     """Sandboxes that are started ahead, so that nobody waits for a container. Each is used once, or closed when idle."""
 
-    IDLE, MOST = 30.0, 4            # seconds; so many of a kind at most, and only as many as takers came at once
+    IDLE, MOST = 30.0, 4            # seconds; so many of a kind unless more are expected, and only as many as takers came at once
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -50,7 +50,9 @@ class Spares:
             total = sum(count for count, _, _ in taken.values())
             self.taken = time.monotonic() + seconds * bool(taken)
             for key, (count, make, options) in taken.items():
-                self._start_more(key, make, options, -(-most * count // total))
+                share = min(-(-most * count // total), most)
+                self._start_more(key, make, options, share)
+                most -= share
 
     def _start_more(self, key: str, make, options: dict, most: int = 0) -> None:
         for _ in range(max(most, self.wanted.get(key, 0)) - len(self.ready[key]) - self.coming.get(key, 0)):

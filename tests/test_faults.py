@@ -297,6 +297,20 @@ def test_sandboxes_of_the_next_step_start_before_they_are_asked_for(task):
     assert wait_for(lambda: not ours(), 60)
 
 
+def test_no_more_are_started_ahead_than_are_expected():
+    class Box:
+        call = close = lambda *_, **__: None
+    spares = Spares()
+    for n in range(12):
+        spares.take(lambda *_, **__: Box(), {}, image=n)
+    assert wait_for(lambda: not any(spares.coming.values()))
+    spares.close()
+    spares.expect(8)
+    assert wait_for(lambda: not any(spares.coming.values()))
+    assert sum(map(len, spares.ready.values())) == 8
+    spares.close()
+
+
 @needs_docker
 @fault(19, "containers that were started ahead and are not needed")
 def test_idle_spares_end(task, monkeypatch):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -107,9 +107,32 @@ WAITING = "me=$BASHPID; sleep 0.3; ps -eo ppid=,pid= | awk -v up=$PPID -v me=$me
 def test_no_background_job_breaks_the_next_command(box, signal_name):
     first = out(box, f"export KEPT=yes; ({WAITING} > pids; kill -{signal_name} $(cat pids)) > /dev/null 2>&1 & echo $$")
     time.sleep(1)
-    box.run("true", 1)                          # a stopped one does not start, and is killed at its time limit
+    assert box.run("true", 1).exit_code == 0
     assert out(box, "cat pids").isdigit() and out(box, "echo $KEPT") == "yes" and first not in out(box, "cat pids")
     box.run("unset KEPT; rm pids", 10)
+
+
+def test_the_waiting_shell_knows_what_happened_meanwhile(box):
+    """Each of these was wrong once: the shell had been started before."""
+    box.run(f"cd {box.workspace}; mkdir -p q; export A=old", 10)
+    box.run("cd q; export A=new", 10, bodies=["the text of an edit"])        # has a shell of its own
+    assert out(box, "echo ${PWD##*/} $A") == "q new"
+    box.run("(sleep 0.3; rmdir ../q; mkdir ../q) > /dev/null 2>&1 &", 10)
+    time.sleep(1)
+    assert out(box, "touch here; ls ../q") == "here"
+    time.sleep(1.2)
+    assert out(box, "echo $SECONDS") == "0"
+    box.run("export flatlab='echo not this'", 10)
+    assert out(box, "echo this") == "this"
+    box.run("cd ..; rm -r q; unset A", 10)
+
+
+@pytest.mark.fault(9, "jobs that use up all processes, and the shell that waits for the next command")
+def test_no_process_is_left_for_the_waiting_shell(isolated):
+    with closing(Sandbox(isolated, processes=24)) as box:
+        for _ in range(3):
+            box.run("echo a > f; for i in $(seq 40); do sleep 30 & done 2> /dev/null; exit 0", 10)
+            assert box.get("f") == b"a\n" and out(box, "echo alive") == "alive"
 
 
 def test_the_waiting_shell_is_what_a_new_one_would_be(box):
