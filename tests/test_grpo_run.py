@@ -17,7 +17,7 @@ SMALL = ["--steps", "3", "--groups", "2", "--group-size", "4", "--eval-episodes"
 
 def start(folder, *flags, script="grpo.py", before=None, **environment):
     return subprocess.Popen([sys.executable, str(ROOT / script), *flags], cwd=folder, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, env={**os.environ, **environment}, preexec_fn=before)
+                            stderr=subprocess.PIPE, env={**os.environ, "MLGYM_ROOT": "", **environment}, preexec_fn=before)
 
 
 def run(folder, *flags, timeout=600, **environment):
