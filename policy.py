@@ -364,7 +364,7 @@ class Policy:
         self.engine.reset_prefix_cache()        # frees stale blocks when idle; correctness comes from the salt
 
     async def gap(self, tokens: int = 24, base: bool = False) -> float:
-        """Largest |log p(engine) - log p(trainer)| over a few freshly sampled tokens, in nats. base: the trainer's adapter off."""
+        """Largest |log p(engine) - log p(trainer)| over a few freshly sampled tokens, in nats. base: the trainer's is off."""
         import torch
         texts = ("Print the first ten primes.", "ls -la\n", "score: 0.5")
         prompts = [self.render([{"role": "user", "content": text}]) for text in texts]

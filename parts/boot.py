@@ -6,7 +6,7 @@ from pathlib import Path
 
 WORKSPACE, TOOLS = "/home/agent/workspace", "/opt/flatlab/bin"
 RUNNER, NURSERY, COMMANDS = ("".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
-                    for names in (("isolate.py", "files.py", "runner.py"), ("nursery.py",), ("commands.py",)))
+                             for names in (("isolate.py", "files.py", "runner.py"), ("nursery.py",), ("commands.py",)))
 LIFE = 24 * 3600                    # seconds after which a sandbox ends by itself
 GRACE = 2                           # seconds between SIGTERM and SIGKILL
 # What python3 is told on its command line, where `ps` shows it: to read the rest, runner.py and its configuration.
@@ -42,7 +42,7 @@ def runner_config(mode: str, env: dict, **more) -> dict:
             | {name: f'exec python3 -I -S "${{0%/*}}/commands.py" {name} "$@"' for name in FILE_COMMANDS}} | more
 
 
-def boot_texts(config: dict) -> tuple[str, bytes]:
-    """(program for the command line, what it then reads from stdin)."""
-    text = json.dumps([config, RUNNER]).encode()
+def boot_texts(config: dict, program: str = RUNNER) -> tuple[str, bytes]:
+    """(what a python3 is told on its command line, what it then reads from stdin)."""
+    text = json.dumps([config, program]).encode()
     return BOOT % len(text), text

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from parts.boot import BOOT, LIFE, NURSERY, PACKAGES, RUNNER, WORKSPACE, SandboxFault, runner_config
+from parts.boot import LIFE, NURSERY, PACKAGES, RUNNER, WORKSPACE, SandboxFault, boot_texts, runner_config
 
 
 def local_view(hide: tuple[str, ...], network: bool) -> list[tuple[str, str]]:
@@ -121,8 +121,8 @@ def spawn(connection: int, errors: int, config: bytes) -> None:
 def start_nursery():
     """A process of nursery.py; it ends when nobody holds its socket any more: this process, and what it has forked."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    text = json.dumps([{"program": RUNNER}, NURSERY]).encode()
-    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", BOOT % len(text)], stdin=theirs, stdout=subprocess.DEVNULL,
+    boot, text = boot_texts({"program": RUNNER}, NURSERY)
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", boot], stdin=theirs, stdout=subprocess.DEVNULL,
                                env={}, cwd="/", start_new_session=True)
     theirs.close()
     ours.sendall(text)

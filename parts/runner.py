@@ -6,6 +6,7 @@ so no text of theirs can imitate an answer. End of stdin means that the owner is
 CONFIG, libc and the functions that isolate come from isolate.py, those for files from files.py. Standard library only,
 Python 3.8 or newer.
 """
+import atexit
 import errno
 import fcntl
 import json
@@ -418,6 +419,7 @@ def serve():
                 prepare()
 
 
+atexit.register(leave)          # also after an error that nobody expects, which Python prints first
 try:
     set_up()
     first = {"workspace": WORKSPACE}
@@ -429,6 +431,3 @@ try:
         serve()
 except OSError:                 # the owner has gone, or nothing works any more: for the owner the connection ends
     pass
-except Exception:
-    sys.excepthook(*sys.exc_info())
-leave()

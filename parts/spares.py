@@ -12,7 +12,7 @@ from parts.sandbox import Sandbox, SandboxFault
 class Spares:
     """Sandboxes that are started ahead, so that nobody waits for a container. Each is used once, or closed when idle."""
 
-    IDLE, MOST = 30.0, 4            # seconds; so many of a kind unless more are expected, and only as many as takers came at once
+    IDLE, MOST = 30.0, 4            # seconds; so many of a kind, and only as many as takers came at once (but see expect)
 
     def __init__(self):
         self.lock = threading.Lock()

@@ -39,7 +39,8 @@ def test_new_run_says_what_ran_before_the_first_step(tmp_path):
     run = runs.open_run(tmp_path / "a" / "run", CONFIG)
     assert {p.name for p in run.dir.iterdir()} >= {"config.yaml", "command.txt", "git.txt", "env.txt"}
     assert runs.read_mapping(run.dir / "config.yaml") == {**CONFIG, "hidden": [8, 16]}
-    assert "git diff HEAD" in (run.dir / "git.txt").read_text()
+    git = (run.dir / "git.txt").read_text()
+    assert git.startswith("git rev-parse HEAD") and "git status --short" in git and "git diff HEAD" in git
     assert "tyro==" in (run.dir / "env.txt").read_text()
 
 
