@@ -85,7 +85,7 @@ class Config:
     max_ratio: float = 2.0  # a token counts at most so many times (truncated importance weight)
     max_drift: float = 0.0  # sequences whose geometric mean ratio leaves [1 / (1 + this), 1 + this] are dropped; 0: off
     kl: float = 0.05  # weight of the KL to the base model
-    gae_lambda: float = 0.95  # ppo: 1 is the whole return minus the value, 0 one step only
+    gae_lambda: float = 1.0  # ppo: 1 is the whole return minus the value; steps are tokens: 0.95 forgets after twenty
     value_weight: float = 0.1  # ppo: weight of the value head's squared error
     # learning
     lr: float = 0.0  # AdamW; 0: 1e-3 for the stand-in (with 2e-3 its replies run away), else 2e-5
