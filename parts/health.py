@@ -121,39 +121,52 @@ def collapse(rows: list[dict], kl_limit: float, best: dict | None = None, window
     of the adapter that a restore would go back to (the untrained one's at first).
 
     Rewards and held-out scores fall by chance, too: a fall counts from four standard errors on (windows overlap and
-    there are many of them), for the held-out score from three. Replies may grow, but then the reward has to exceed the
-    best mean that short ones had, which is the best of many.
+    there are many of them), for the held-out score from three.
     """
-    last = rows[-1]
-    if len(rows) >= 3 and all(r.get("skipped") for r in rows[-3:]):
+    reason = broken_updates(rows[-3:], kl_limit) or score_fell(rows, best)
+    if not reason and len(rows) >= 2 * window and not any("." in key for key in rows[-1]):  # several tasks: a mixture
+        reason = reward_fell(rows, window) or replies_ran_away(rows, window)
+    return reason
+
+
+def broken_updates(rows: list[dict], kl_limit: float) -> str:
+    if len(rows) == 3 and all(r.get("skipped") for r in rows):
         return "three updates in a row had to be skipped"
-    if len(rows) >= 3 and all((r.get("kl") or 0) > kl_limit for r in rows[-3:]):
+    if len(rows) == 3 and all((r.get("kl") or 0) > kl_limit for r in rows):
         return f"KL to the base was above {kl_limit:g} nats per token for three steps"
-    evaluated = [r for r in rows if "eval_gain" in r]
-    if evaluated and evaluated[-1] is last:
-        if best:
-            evaluated.append({f"eval_{key}": best[key] for key in ("gain", "gain_stderr")} | {"step": best["step"]})
-        best = max(evaluated, key=lambda r: r["eval_gain"])
-        fall = best["eval_gain"] - last["eval_gain"]
-        error = max(0.02, sqrt(best["eval_gain_stderr"] ** 2 + last["eval_gain_stderr"] ** 2))   # equal scores: 0
-        if fall > 3 * error:
-            return (f"held-out improvement fell from {best['eval_gain']:.3f} (step {best['step']}) to "
-                    f"{last['eval_gain']:.3f}, {fall / error:.1f} standard errors")
-    if len(rows) >= 2 * window and not any("." in key for key in last):     # several tasks: their mixture changes
-        ends = range(window, len(rows) + 1)
-        means = [fmean(r["reward_mean"] for r in rows[end - window:end]) for end in ends]
-        top = max(range(len(means)), key=means.__getitem__)
-        error = sqrt(sum(variance_of_mean(rows[end - window:end]) for end in (ends[top], len(rows))))
-        if means[top] - means[-1] > 4 * error > 0:
-            return (f"mean reward of {window} steps fell from {means[top]:.3f} "
-                    f"(steps to {rows[ends[top] - 1]['step']}) to {means[-1]:.3f}")
-        usual = median(r["reply_tokens"] for r in rows[:2 * window])
-        longest = [max(r["reply_tokens"] for r in rows[end - window:end]) for end in ends]
-        short = [mean for mean, tokens in zip(means, longest) if tokens < 2 * usual]
-        if all(r["reply_tokens"] > 3 * usual for r in rows[-window:]) and short and means[-1] <= max(short):
-            return (f"replies were more than three times as long as usual ({usual:.0f} tokens) for {window} steps, and "
-                    f"not rewarded for it")
     return ""
+
+
+def score_fell(rows: list[dict], best: dict | None) -> str:
+    last, evaluated = rows[-1], [r for r in rows if "eval_gain" in r]
+    if "eval_gain" not in last:
+        return ""
+    if best:
+        evaluated.append({f"eval_{key}": best[key] for key in ("gain", "gain_stderr")} | {"step": best["step"]})
+    top = max(evaluated, key=lambda r: r["eval_gain"])
+    fall = top["eval_gain"] - last["eval_gain"]
+    error = max(0.02, sqrt(top["eval_gain_stderr"] ** 2 + last["eval_gain_stderr"] ** 2))       # equal scores: 0
+    return (f"held-out improvement fell from {top['eval_gain']:.3f} (step {top['step']}) to {last['eval_gain']:.3f}, "
+            f"{fall / error:.1f} standard errors") if fall > 3 * error else ""
+
+
+def reward_fell(rows: list[dict], window: int) -> str:
+    ends = range(window, len(rows) + 1)
+    means = [fmean(r["reward_mean"] for r in rows[end - window:end]) for end in ends]
+    top = max(range(len(means)), key=means.__getitem__)
+    error = sqrt(sum(variance_of_mean(rows[end - window:end]) for end in (ends[top], len(rows))))
+    return (f"mean reward of {window} steps fell from {means[top]:.3f} (steps to {rows[ends[top] - 1]['step']}) "
+            f"to {means[-1]:.3f}") if means[top] - means[-1] > 4 * error > 0 else ""
+
+
+def replies_ran_away(rows: list[dict], window: int) -> str:
+    """Replies may grow, but then the reward has to exceed the best mean that short ones had (the best of many)."""
+    windows = [rows[end - window:end] for end in range(window, len(rows) + 1)]
+    usual = median(r["reply_tokens"] for r in rows[:2 * window])
+    short = [fmean(r["reward_mean"] for r in w) for w in windows if all(r["reply_tokens"] < 2 * usual for r in w)]
+    grown = all(r["reply_tokens"] > 3 * usual for r in windows[-1])
+    return (f"replies were more than three times as long as usual ({usual:.0f} tokens) for {window} steps, and not "
+            "rewarded for it") if grown and short and fmean(r["reward_mean"] for r in windows[-1]) <= max(short) else ""
 
 
 def variance_of_mean(rows: list[dict]) -> float:

@@ -22,7 +22,7 @@ from test_sandbox import ISOLATED, PROJECT, containers_of, needs_docker
 
 import env
 from env import Env, Sandbox, SandboxFault, run_episode
-from parts import containers, sandbox, snapshot
+from parts import containers, local, sandbox, snapshot
 from parts.spares import SPARES, Spares
 from tasks import UserError, load_task
 
@@ -248,19 +248,32 @@ def test_daemon_that_hangs(wire, task, monkeypatch):
         wire.hang = False
 
 
-@fault(20, "our process is killed while a sandbox starts")
-def test_owner_dies_before_the_sandbox_has_read_its_program(backend, monkeypatch):
-    kept = []
+def half(config, *program, texts=containers.boot_texts):
+    """A program that its owner sends in part only."""
+    boot, text = texts(config, *program)
+    return boot, text[:1000]
 
-    def half(config, texts=containers.boot_texts):
-        boot, text = texts(config)
-        return boot, text[:1000]
-    monkeypatch.setattr(containers, "boot_texts", half)         # a local one gets its program in one piece
+
+@needs_docker
+@fault(20, "our process is killed while a container starts")
+def test_owner_dies_before_the_container_has_read_its_program(monkeypatch):
+    kept = []
+    monkeypatch.setattr(containers, "boot_texts", half)
     monkeypatch.setattr(Sandbox, "_answer", lambda self, *_: kept.append(self) or ({"workspace": ""}, b""))
-    box = Sandbox(backend)
-    assert backend != "docker" or box.container in {row["Id"] for row in ours()}
+    box = Sandbox("docker")
+    assert box.container in {row["Id"] for row in ours()}
     box.close()                                 # as the end of our process does
-    assert wait_for(lambda: not (box.container and box.container in {row["Id"] for row in ours()}))
+    assert wait_for(lambda: box.container not in {row["Id"] for row in ours()})
+
+
+@fault(20, "our process is killed while the starter of local sandboxes starts")
+@pytest.mark.parametrize("texts", [half, local.boot_texts])
+def test_owner_dies_before_or_after_the_nursery_has_read_its_program(texts, monkeypatch):
+    monkeypatch.setattr(local, "boot_texts", texts)
+    wire, process = local.start_nursery()
+    assert process.poll() is None
+    wire.close()                                # as the end of our process does
+    assert process.wait(10) == (texts is half)  # 1: an end of file before the program
 
 
 @needs_docker
