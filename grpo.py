@@ -38,7 +38,7 @@ import env
 import viz
 from parts import health, ranks, sft, sinks
 from parts.batch import Group, Piece, Tally, choose_tasks, columns, flat, light, micro_batches, pieces_of, use_values
-from parts.records import banner, farewell, keep_best, record, restore, resume, say
+from parts.records import banner, begin, farewell, keep_best, record, restore, resume, say
 from policy import ENGINE_RANKS, ModelError, Policy, resolve_model
 from tasks import Task, UserError, improvement, load_task
 
@@ -82,7 +82,7 @@ class Config:
     cut_replies: Literal["train", "mask"] = "train"  # mask: no loss on replies that were cut at the length limit
     clip_low: float = 0.0  # the ratio is clipped below 1 - this; 0: the loss's own, see LOSSES
     clip_high: float = 0.0  # and above 1 + this
-    max_ratio: float = 2.0  # a token counts at most so many times (truncated importance weight)
+    max_ratio: float = 2.0  # a token counts at most so many times (truncated importance weight; not gspo, cispo)
     max_drift: float = 0.0  # sequences whose geometric mean ratio leaves [1 / (1 + this), 1 + this] are dropped; 0: off
     kl: float = 0.05  # weight of the KL to the base model
     gae_lambda: float = 1.0  # ppo: 1 is the whole return minus the value; steps are tokens: 0.95 forgets after twenty
@@ -247,21 +247,21 @@ def reward(score: env.Score, task: Task, cfg: Config, recent: list[float]) -> fl
     return REWARDS[cfg.reward](improvement(score.value, task), recent) if score.valid else NO_ARTEFACT
 
 
-async def play_groups(policy, plan, size, cfg, seed, job, recent=None, most=0, test=False) -> list[Group]:
-    """Plays a group of `size` episodes per task of `plan`, and another one for each group of equal rewards, until there
-    are `most`. All in flight at once, as far as there are sandboxes. Several ranks: each its share."""
-    slots, spare = asyncio.Semaphore(cfg.sandboxes), iter(range(len(plan), most)[job.rank::job.world])
+async def play_groups(policy, plan, size, cfg, seed, job, recent=None, spares=(), test=False) -> list[Group]:
+    """Plays a group of `size` episodes per task of `plan`, and for each group of equal rewards the next one of `spares`.
+    All in flight at once, as far as there are sandboxes. Several ranks: each its share."""
+    slots, planned = asyncio.Semaphore(cfg.sandboxes), [*plan, *spares]
+    spare = iter(range(len(plan), len(planned))[job.rank::job.world])
 
     async def play(task, number):
         async with slots:
             return await env.run_episode(
-                task, policy, backend=cfg.backend, image=cfg.image, seed=seed * 100_003 + number,
-                network=cfg.network, hf_cache=cfg.hf_cache, max_turns=cfg.max_turns,
-                max_reply_tokens=cfg.max_reply_tokens, score_test=test,
-                max_observation_tokens=cfg.max_observation_tokens, time_limit=60 * cfg.episode_minutes)
+                task, policy, backend=cfg.backend, image=cfg.image, network=cfg.network, hf_cache=cfg.hf_cache,
+                seed=seed * 100_003 + number, score_test=test, max_turns=cfg.max_turns, time_limit=60 * cfg.episode_minutes,
+                max_reply_tokens=cfg.max_reply_tokens, max_observation_tokens=cfg.max_observation_tokens)
 
     async def fill(number):
-        task = plan[number % len(plan)]
+        task = planned[number]
         async with asyncio.TaskGroup() as together:     # one cancelled or broken: all are, and every sandbox is closed
             plays = [together.create_task(play(task, number * size + i)) for i in range(size)]
         group = Group(number, task, [p.result() for p in plays], [])
@@ -296,31 +296,34 @@ def update(policy, optimizer, batch: list[Piece], cfg: Config, job=ranks.Alone()
     import torch
     if not job.sum(len(batch))[0]:
         return {}
-    tally, sent, skipped = Tally(), 0, 0
+    tally, skipped = Tally(), 0
     for epoch in range(cfg.epochs):
-        for part in micro_batches(batch, cfg.micro_tokens):
-            c = columns(part, policy.device)
-            with torch.no_grad():
-                base = policy.logprobs(c.pairs, base=True)[0] if cfg.kl else None
+        for n, part in enumerate(micro_batches(batch, cfg.micro_tokens, cfg.packing)):
+            c, base = columns(part, policy.device), None
+            if cfg.kl or n == epoch == 0:                               # --kl 0: the guard still wants to know it
+                with torch.no_grad():
+                    base = policy.logprobs(c.pairs, base=True)[0]
             logp, entropy, *value = policy.logprobs(c.pairs, values=cfg.advantage == "ppo")
-            known = c.old.isfinite() & logp.isfinite()                  # a log-prob that is NaN: without that token
-            known = known & base.isfinite() if cfg.kl else known
+            known = torch.stack([x.isfinite() for x in (c.old, logp, base) if x is not None]).all(0)    # NaN: left out
             logp, old = logp.masked_fill(~known, 0.0), c.old.masked_fill(~known, 0.0)
             gap = (logp.detach() - old).abs()
             if epoch == 0 and gap.mean() > policy.mean_gap_limit:       # before the weights are touched
-                raise UserError(f"Engine and trainer disagree by {gap.mean():.2g} nats per sampled token (limit "
-                                f"{policy.mean_gap_limit:g}): the last sync did not arrive, so these samples are of "
-                                "another policy. Not training on them.")
+                raise UserError(f"Engine and trainer disagree by {gap.mean():.2g} nats per token (limit {policy.mean_gap_limit:g}"
+                                "): the last sync did not arrive. Not training on samples of another policy.")
             drift = geometric_mean(logp.detach() - old, c.sequence).abs()
             kept = known & (drift <= log1p(cfg.max_drift)) if cfg.max_drift else known
             loss, outside = LOSSES[cfg.loss][0](logp, old, c.advantage, c.sequence, cfg)
-            k3 = kl_to_base(logp, base).masked_fill(~known, 0.0) if cfg.kl else torch.zeros_like(loss)
+            if base is not None:
+                k3 = kl_to_base(logp, base).masked_fill(~known, 0.0)
+                loss = loss + cfg.kl * k3 if cfg.kl else loss
+                tally.add(kl=k3)
             error = sum((v - c.target) ** 2 / 2 for v in value)
-            loss = (loss + cfg.kl * k3 + cfg.value_weight * error) * c.weight * kept
+            loss = (loss + cfg.value_weight * error) * c.weight * kept
             loss.sum().backward()
-            tally.add(loss=loss, kl=k3, entropy=entropy, clip_share=outside & kept, dropped_share=known & ~kept,
-                      lost_tokens=~known, log_ratio=gap, **({"logprob_gap": gap} if epoch == 0 else {}))
-        sent = job.sum_gradients(policy.parameters())
+            tally.add(loss=loss, entropy=entropy, clip_share=outside & kept, dropped_share=known & ~kept,
+                      lost_tokens=~known, log_ratio=gap,
+                      **({"logprob_gap": gap, "clip_share_first": outside & kept} if epoch == 0 else {}))
+        job.sum_gradients(policy.parameters())
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm).item()
         if grad_norm <= cfg.skip_grad_norm:                             # not so for NaN
             optimizer.step()
@@ -330,8 +333,8 @@ def update(policy, optimizer, batch: list[Piece], cfg: Config, job=ranks.Alone()
     total, mean, most = tally.over(job)
     return {"loss": total["loss"] / cfg.epochs, "lost_tokens": total["lost_tokens"], "grad_norm": grad_norm,
             "logprob_gap_mean": mean["logprob_gap"], "logprob_gap_max": most["logprob_gap"], "skipped": skipped,
-            "ratio_max": exp(min(most["log_ratio"], 50.0)), "bytes_between_ranks": sent,
-            **{name: mean[name] for name in ("kl", "entropy", "clip_share", "dropped_share")}}
+            "ratio_max": exp(min(most["log_ratio"], 50.0)),
+            **{name: mean[name] for name in ("kl", "entropy", "clip_share", "clip_share_first", "dropped_share")}}
 
 
 async def evaluate(policy, tasks: list[Task], cfg: Config, job, seed: int, test=False) -> dict:
@@ -347,17 +350,18 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
     best = Path("logs", cfg.name, "best")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, betas=(0.9, 0.99), weight_decay=0.0)
     state, rows = resume(policy, optimizer, run, job)
-    if state.step == 0 and cfg.sft:
-        say(job, sft.warm_start(policy, tasks, cfg))
     job.share(policy.parameters())
     gap = await policy.verify()
     say(job, f"engine and trainer agree: log-probs differ by at most {gap:.1g} nats (limit {policy.gap_limit:g})")
+    held_out = -1 - 2 * cfg.seed
     if state.step == 0 and cfg.eval_episodes:
-        before = await evaluate(policy, tasks, cfg, job, seed=-1 - 2 * cfg.seed)
-        keep_best(policy, run, job, state, before | {"step": -1})
-        if run:
-            run.result(before=before)
-        say(job, health.show("before training", before))
+        begin(policy, run, job, state, "before training", await evaluate(policy, tasks, cfg, job, held_out))
+    if state.step == 0 and cfg.sft:
+        say(job, sft.warm_start(policy, tasks, cfg))
+        job.share(policy.parameters())
+        policy.sync()
+        if cfg.eval_episodes:
+            begin(policy, run, job, state, "after imitation", await evaluate(policy, tasks, cfg, job, held_out))
 
     while state.step < cfg.steps and not state.stopped:
         step, clock, busy = state.step, [time.perf_counter()], policy.engine_seconds
@@ -365,10 +369,15 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
         # sample: P groups of G episodes from the current policy, faults leave their group
         shares = [w * health.signal(rows, t.name, cfg.curriculum) for w, t in zip(cfg.task_weights, tasks)]
         plan = choose_tasks(tasks, shares, cfg.groups, seed=f"{cfg.seed} {step}")
+        spares = choose_tasks(tasks, shares, cfg.max_groups - cfg.groups, seed=f"{cfg.seed} {step} spares")
         groups = await play_groups(policy, plan, cfg.group_size, cfg, cfg.seed * 10_007 + step, job, state.recent,
-                                   cfg.max_groups)
+                                   spares if cfg.advantage != "ppo" else ())     # which learns from equal rewards, too
         clock.append(time.perf_counter())
         busy = policy.engine_seconds - busy
+        everyones = sorted((g for part in job.gather(light(groups)) for g in part), key=lambda g: g.number)
+        row = {"step": step, **health.describe(everyones, tasks)}
+        if not cfg.eval_episodes:       # then the sampled episodes tell, of the adapter before its update
+            keep_best(policy, run, job, state, health.by_gain([*rows, row]))
 
         # learn: from the groups whose rewards differ; meanwhile the next step's sandboxes start
         if step + 1 < cfg.steps:
@@ -383,15 +392,12 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
         clock.append(time.perf_counter())
 
         # judge: held-out episodes now and then, alarms, a way back from a collapse
-        groups = sorted((g for part in job.gather(light(groups)) for g in part), key=lambda g: g.number)
-        row = {"step": step, **health.describe(groups, tasks), **learned, "lr": optimizer.param_groups[0]["lr"]}
-        state.step, state.recent = step + 1, health.remember(state.recent, groups)
+        row |= {**learned, "lr": optimizer.param_groups[0]["lr"], "bytes_between_ranks": job.sent()}
+        state.step, state.recent = step + 1, health.remember(state.recent, everyones)
         if cfg.eval_episodes and (state.step % cfg.eval_every == 0 or state.step == cfg.steps):
-            result = await evaluate(policy, tasks, cfg, job, seed=-1 - 2 * cfg.seed)
+            result = await evaluate(policy, tasks, cfg, job, held_out)
             row |= {f"eval_{'score_' * (key in ('mean', 'stderr'))}{key}": value for key, value in result.items()}
             keep_best(policy, run, job, state, result | {"step": step})
-        elif not cfg.eval_episodes:
-            keep_best(policy, run, job, state, health.by_reward([*rows, row]))
         row["alarms"] = health.alarms(row, rows)
         rows.append(row)
         if cfg.guard != "off" and (reason := health.collapse(rows[state.since:], cfg.kl_limit, cfg.eval_episodes and state.best)):
@@ -399,13 +405,13 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
 
         # record: row, transcripts, checkpoint, plot; a step counts when its checkpoint is there, see resume()
         if run:
-            record(policy, optimizer, cfg, run, state, groups, row, clock, busy)
+            record(policy, optimizer, cfg, run, state, everyones, row, clock, busy)
 
     done = job.gather(run.results().get("after", {}).get("steps") if run else None)[0]
     if cfg.eval_episodes and done != state.step:        # what best/ is worth on new seeds, and on the test part
         policy.load(best)
         policy.sync()
-        after = await evaluate(policy, tasks, cfg, job, seed=-2 - 2 * cfg.seed, test=True)
+        after = await evaluate(policy, tasks, cfg, job, held_out - 1, test=True)
         if run:
             run.result(after=after | {"steps": state.step, "adapter_of_step": state.best["step"]})
     if run:
@@ -417,8 +423,9 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
 
 
 MAY_CHANGE = ("steps", "checkpoints", "sandboxes", "tensorboard", "wandb")
-AT_LEAST = {"steps": 0, "groups": 1, "max_groups": 0, "group_size": 2, "max_turns": 1, "temperature": 0.01, "sandboxes": 1,
-            "epochs": 1, "eval_episodes": 0, "eval_every": 1, "checkpoints": 1, "restores": 0}
+AT_LEAST = {"groups": 1, "group_size": 2, "max_turns": 1, "temperature": 0.01, "episode_minutes": 0.01, "sandboxes": 1,
+            "sft_epochs": 1, "max_ratio": 1, "epochs": 1, "max_grad_norm": 1e-6, "skip_grad_norm": 1e-6, "lora_alpha": 1,
+            "eval_every": 1, "checkpoints": 1}      # all other numbers: 0
 
 
 def prepare(cfg: Config, job):
@@ -427,14 +434,15 @@ def prepare(cfg: Config, job):
     for wrong, text in (
             (cfg.lora_rank not in ENGINE_RANKS,
              f"--lora-rank must be one of {', '.join(map(str, ENGINE_RANKS))}, not {cfg.lora_rank}."),
-            (cfg.task_weights and len(cfg.task_weights) != len(tasks), "--task-weights needs one number per task."),
+            (cfg.task_weights and not (len(cfg.task_weights) == len(tasks) and min(cfg.task_weights) >= 0 < sum(cfg.task_weights)),
+             "--task-weights needs one number per task, none below 0 and not all 0."),
             (cfg.advantage == "ppo" and cfg.credit != "episode",
              "--advantage ppo finds the credit of every token itself: leave out --credit.")):
         if wrong:
             raise UserError(text)
-    for name, least in AT_LEAST.items():
-        if getattr(cfg, name) < least:
-            raise UserError(f"--{name.replace('_', '-')} must be at least {least:g}, not {getattr(cfg, name)}.")
+    for name, value in asdict(cfg).items():
+        if isinstance(value, (int, float)) and not value >= AT_LEAST.get(name, 0):          # NaN, too
+            raise UserError(f"--{name.replace('_', '-')} must be at least {AT_LEAST.get(name, 0)}, not {value}.")
     if cfg.model == "auto":
         import torch
         cfg.model = "Qwen/Qwen3-4B-Instruct-2507" if torch.cuda.is_available() else "tiny"
@@ -456,19 +464,23 @@ def prepare(cfg: Config, job):
     run = None
     if job.rank == 0:
         run = viz.open_run(f"logs/{cfg.name}", asdict(cfg), resume_ok_keys=MAY_CHANGE)
+        if len(run.rows()) > 1 and not run.checkpoints():
+            raise UserError(f"{run.dir} has steps but no checkpoint to go on from, and starting anew would erase them: "
+                            "take another --name, or remove it.")
         run.sinks = sinks.opened(run.dir, run.config, cfg.tensorboard, cfg.wandb)
     return tasks, path or resolve_model("tiny"), why, run       # building the stand-in takes minutes: last
 
 
 def main() -> None:
     cfg = viz.parse_config(Config, sys.argv[1:])
-    job = ranks.join(timeout=120 * cfg.episode_minutes)
-    tasks, path, why, run = prepare(cfg, job)
-    if run:
-        banner(cfg, tasks, path, why, run)
+    job = ranks.join(timeout=24 * 3600)         # of waiting for the slowest; a dead one is noticed at once
+    run = None
     signal.signal(signal.SIGINT, signal.default_int_handler)    # `nohup ... &` has it ignored, and the next line needs it
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))    # an orderly end, as with Ctrl-C
     try:
+        tasks, path, why, run = prepare(cfg, job)
+        if run:
+            banner(cfg, tasks, path, why, run)
         policy = Policy(path, cfg.context, cfg.temperature, cfg.lora_rank, cfg.lora_alpha, cfg.seed,
                         cfg.sandboxes, cfg.gpu_memory, cfg.advantage == "ppo", cfg.checkpointing, cfg.packing,
                         cfg.share_base)
@@ -480,7 +492,7 @@ def main() -> None:
         sys.exit(130)
     if run:
         farewell(run)
-    if stopped:
+    if stopped and job.world == 1:      # torchrun would start a job again that has failed
         sys.exit(f"Stopped: {stopped}. The best adapter so far is in best/.")
 
 

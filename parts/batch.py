@@ -39,7 +39,7 @@ class Piece:
 
 def choose_tasks(tasks: list[Task], weights: list[float], groups: int, seed: str) -> list[Task]:
     """The tasks of a step's groups: shares by weight, what is left over by chance."""
-    start, unit = random.Random(seed).random(), sum(weights) / groups
+    start, unit = random.Random(seed).random(), sum(weights) / max(groups, 1)
     ends = [sum(weights[:i + 1]) for i in range(len(tasks))]
     return [next(t for t, end in zip(tasks, ends) if (i + start) * unit < end or t is tasks[-1]) for i in range(groups)]
 
@@ -81,7 +81,7 @@ def use_values(policy, batch: list[list[Piece]], gae, cfg, job) -> None:
     import torch
     values = {}
     with torch.no_grad():
-        for part in micro_batches(flat(batch), cfg.micro_tokens):
+        for part in micro_batches(flat(batch), cfg.micro_tokens, cfg.packing):
             found = iter(policy.logprobs([(p.tokens, p.mask) for p in part], values=True)[2].tolist())
             values |= {id(p): [next(found) for _ in p.old] for p in part}
     for pieces in batch:
@@ -97,11 +97,13 @@ def use_values(policy, batch: list[list[Piece]], gae, cfg, job) -> None:
         p.advantage = [(a - total / n) / (deviation + 1e-8) for a in p.advantage]
 
 
-def micro_batches(pieces: list[Piece], limit: int):
-    """Splits by padded size: sequences of similar length together, (count x longest) <= limit tokens."""
+def micro_batches(pieces: list[Piece], limit: int, packing: bool = False):
+    """Splits by size, at most `limit` tokens: their sum when packing, else with the padding, count x longest. Sequences
+    of similar length are together."""
     part = []
     for piece in sorted(pieces, key=lambda piece: len(piece.tokens)):
-        if part and (len(part) + 1) * len(piece.tokens) > limit:
+        whole = sum(len(p.tokens) for p in (*part, piece)) if packing else (len(part) + 1) * len(piece.tokens)
+        if part and whole > limit:
             yield part
             part = []
         part.append(piece)

@@ -1,8 +1,8 @@
 """One process among several of the same job: `torchrun --nproc-per-node 4 grpo.py ...`, also on several machines.
 
 Every rank has its own engine, trainer and sandboxes and plays its share of the groups. What travels: the LoRA
-gradients, summed in one flat buffer per update, and the transcripts, to rank 0, which writes the run directory. The
-directory has to be visible to all ranks (a shared file system): they resume from its checkpoints. The groups that replace
+gradients, summed in one flat buffer per update, and the transcripts of a step, to all (each judges them alike; rank 0
+writes the run directory). The directory has to be visible to all ranks (a shared file system): they resume from its checkpoints. The groups that replace
 those of equal rewards are shared out beforehand: with them, N ranks may play other groups than one does.
 
 gloo over TCP, with a process group of our own: the default one of torch.distributed belongs to each rank's vLLM engine.
@@ -23,14 +23,18 @@ class Alone:
     def sum(self, *numbers: float) -> list[float]:
         return list(numbers)
 
-    def sum_gradients(self, parameters) -> int:
-        return 0
+    def sum_gradients(self, parameters) -> None:
+        pass
 
     def share(self, tensors) -> None:
         pass
 
     def gather(self, thing) -> list:
         return [thing]
+
+    def sent(self) -> int:
+        """Bytes that this rank has sent in since the last call: gradients and what was gathered."""
+        return 0
 
 
 class Ranks(Alone):
@@ -40,6 +44,7 @@ class Ranks(Alone):
         from torch import distributed
         store, self.rank, self.world = next(distributed.rendezvous("env://", timeout=timedelta(seconds=120)))
         store = distributed.PrefixStore("flatlab", store)
+        self.bytes = 0
         self.group = distributed.ProcessGroupGloo(store, self.rank, self.world, timedelta(seconds=timeout))
         atexit.register(self.__dict__.clear)        # before the interpreter is gone: its threads must be joined
 
@@ -50,8 +55,8 @@ class Ranks(Alone):
         self.group.allreduce([total]).wait()
         return total.tolist()
 
-    def sum_gradients(self, parameters) -> int:
-        """Sums the gradients in place (absent ones count as 0). Returns the bytes that this rank sent in."""
+    def sum_gradients(self, parameters) -> None:
+        """Sums the gradients in place; absent ones count as 0."""
         import torch
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -59,7 +64,7 @@ class Ranks(Alone):
         self.group.allreduce([flat]).wait()
         for p, part in zip(parameters, flat.split([p.numel() for p in parameters])):
             p.grad.copy_(part.view_as(p))
-        return flat.numel() * flat.element_size()
+        self.bytes += flat.numel() * flat.element_size()
 
     def share(self, tensors) -> None:
         """Overwrites the tensors with rank 0's: all ranks start from the same numbers."""
@@ -75,10 +80,15 @@ class Ranks(Alone):
         mine = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.world)]
         self.group.allgather([sizes], [torch.tensor([mine.numel()])]).wait()
+        self.bytes += mine.numel()
         longest = max(int(size) for size in sizes)
         buffers = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
         self.group.allgather([buffers], [torch.nn.functional.pad(mine, (0, longest - mine.numel()))]).wait()
         return [pickle.loads(buffer[:int(size)].numpy().tobytes()) for buffer, size in zip(buffers, sizes)]
+
+    def sent(self) -> int:
+        sent, self.bytes = self.bytes, 0
+        return sent
 
 
 def join(timeout: float) -> Alone:

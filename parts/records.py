@@ -57,6 +57,14 @@ def farewell(run) -> None:
     print(f"curves: {run.dir}/curves.png   transcripts: {run.dir}/episodes/   adapter: {run.dir}/best")
 
 
+def begin(policy, run, job, state: State, when: str, result: dict) -> None:
+    """Notes an evaluation before the first step: in result.json, as the best so far, in a line."""
+    keep_best(policy, run, job, state, result | {"step": -1})
+    if run:
+        run.result(**{{"before training": "before", "after imitation": "imitated"}[when]: result})
+    say(job, health.show(when, result))
+
+
 def say(job, text: str) -> None:
     if job.rank == 0:
         print(text, flush=True)

@@ -72,7 +72,7 @@ def warm_start(policy, tasks: list[Task], cfg) -> str:
         for start in range(0, len(episodes), EPISODES):
             pieces, loss = flat(episodes[start:start + EPISODES]), 0.0
             total = sum(a for p in pieces for a in p.advantage) or 1.0
-            for part in micro_batches(pieces, cfg.micro_tokens):
+            for part in micro_batches(pieces, cfg.micro_tokens, cfg.packing):
                 c = columns(part, policy.device)
                 part_loss = -(policy.logprobs(c.pairs)[0] * c.advantage).sum() / total
                 part_loss.backward()

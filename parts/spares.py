@@ -52,7 +52,7 @@ class Spares:
             for key, (count, make, options) in taken.items():
                 share = min(-(-most * count // total), most)
                 self._start_more(key, make, options, share)
-                most -= share
+                most, total = most - share, total - count
 
     def _start_more(self, key: str, make, options: dict, most: int = 0) -> None:
         for _ in range(max(most, self.wanted.get(key, 0)) - len(self.ready[key]) - self.coming.get(key, 0)):

@@ -322,6 +322,13 @@ def test_no_more_are_started_ahead_than_are_expected():
     assert wait_for(lambda: not any(spares.coming.values()))
     assert sum(map(len, spares.ready.values())) == 8
     spares.close()
+    spares = Spares()
+    spares.takes = {n: (10, lambda *_, **__: Box(), {}) for n in range(3)}
+    spares.ready = {n: [] for n in range(3)}
+    spares.expect(32)
+    assert wait_for(lambda: not any(spares.coming.values()))
+    assert sorted(map(len, spares.ready.values())) == [10, 11, 11]
+    spares.close()
 
 
 @needs_docker

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from difflib import unified_diff
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,38 @@ def test_the_same_command_again_finds_it_finished_and_another_config_is_refused(
     assert code == 2 and "lr: 0.001 there, 0.5 now" in err and len(err.strip().splitlines()) == 1
 
 
+def test_a_copy_with_a_changed_advantage_is_a_small_diff_and_runs(tmp_path, tiny_model):
+    """What the README promises of `cp grpo.py mine.py`."""
+    text = (ROOT / "grpo.py").read_text()
+    mine = text.replace("    return [(r - fmean(rewards)) / stdev(rewards) for r in rewards]\n",
+                        "    ranks = [sum(other < r for other in rewards) for r in rewards]\n"
+                        "    return [rank - fmean(ranks) for rank in ranks]\n", 1)
+    diff = [line for line in unified_diff(text.splitlines(), mine.splitlines(), n=0) if line[:1] in "+-"][2:]
+    assert 0 < len(diff) < 20 and len(text.splitlines()) <= 500
+    for file in ROOT.iterdir():
+        if file.name not in ("logs", ".git", ".venv", "mine.py"):
+            (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "mine.py").write_text(mine)
+    done = subprocess.run([sys.executable, tmp_path / "mine.py", *SMALL, "--steps", "1", "--model", "tiny", "--backend", "local", "--name", "mine"],
+                          cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and rows(tmp_path / "logs/mine/metrics.jsonl")[0]["grad_norm"] > 0, done.stderr
+
+
+def test_a_run_without_its_checkpoints_is_not_erased(finished):
+    folder, _ = finished
+    logs = folder / "logs" / "a"
+    before = (logs / "metrics.jsonl").read_bytes()
+    (logs / "checkpoints").rename(folder / "elsewhere")
+    try:
+        code, _, err = run(folder, *SMALL, "--model", "tiny", "--task", "titanic", "--backend", "local", "--name", "a")
+        assert code == 2 and "no checkpoint to go on from" in err
+        assert (logs / "metrics.jsonl").read_bytes() == before and len(list((logs / "episodes").glob("*.jsonl"))) == 3
+    finally:
+        if (logs / "checkpoints").exists():
+            (logs / "checkpoints").rmdir()
+        (folder / "elsewhere").rename(logs / "checkpoints")
+
+
 @pytest.mark.parametrize("backend", ["local", "docker"])
 def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tiny_model, backend):
     if backend == "docker":
@@ -156,6 +189,9 @@ def test_sigterm_is_an_orderly_end(tmp_path, tiny_model, before):
     (["--name", "x", "--model", "tiny"], {}, "Cannot write the run directory logs/x"),
     (["--backend", "docker"], {"DOCKER_HOST": "unix:///nowhere.sock"}, "No Docker daemon answers"),
     (["--group-size", "1"], {}, "--group-size must be at least 2"),
+    (["--kl", "-0.05"], {}, "--kl must be at least 0, not -0.05"),
+    (["--lr", "nan"], {}, "--lr must be at least 0, not nan"),
+    (["--task", "titanic", "diabetes", "--task-weights", "0", "0"], {}, "--task-weights needs one number per task, none below 0"),
     (["--learning-rate", "1"], {}, "Unrecognized options: --learning-rate"),
     (["--lora-rank", "7", "--model", "tiny"], {}, "--lora-rank must be one of"),
     (["nothing.yaml"], {}, "nothing.yaml"),

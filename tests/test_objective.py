@@ -300,13 +300,15 @@ def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
     monkeypatch.setattr(grpo.env, "run_episode", run_episode)
     cfg = replace(CFG, group_size=4)
 
-    def play(most):
+    def play(*spares):
         seeds.clear()
-        return asyncio.run(grpo.play_groups(None, [task] * 2, 4, cfg, 7, Alone(), most=most))
-    assert [g.number for g in play(2)] == [0, 1] and len(seeds) == 8
-    groups = play(10)
+        return asyncio.run(grpo.play_groups(None, [task] * 2, 4, cfg, 7, Alone(), spares=spares))
+    assert [g.number for g in play()] == [0, 1] and len(seeds) == 8
+    other = replace(task, name="other")
+    groups = play(other, *[task] * 7)
     assert [g.informative for g in groups] == [False, False, False, True, True] and len(set(seeds)) == 20
-    assert [g.number for g in play(4)] == [0, 1, 2, 3]
+    assert [g.task.name for g in groups] == ["titanic", "titanic", "other", "titanic", "titanic"]
+    assert [g.number for g in play(task, task)] == [0, 1, 2, 3]
 
 
 def test_tasks_share_the_groups_by_weight():
@@ -318,6 +320,7 @@ def test_tasks_share_the_groups_by_weight():
     assert 0.17 < sum(t.name == "b" for plan in few for t in plan) / 400 < 0.33
     assert choose_tasks([a, b], [3, 1], 2, "0 5") == choose_tasks([a, b], [3, 1], 2, "0 5")
     assert {t.name for t in choose_tasks([a, b, c], [1, 0, 1], 8, "1")} == {"a", "c"}
+    assert choose_tasks([a, b], [3, 1], 0, "0") == []
 
 
 def test_micro_batches_keep_everything_and_the_limit():
@@ -327,6 +330,8 @@ def test_micro_batches_keep_everything_and_the_limit():
     assert sorted(len(p.tokens) for part in parts for p in part) == [5, 7, 10, 40, 41, 90, 100]
     assert all(len(part) * max(len(p.tokens) for p in part) <= 100 for part in parts)
     assert len(parts) < len(batch) and list(micro_batches([], 100)) == []
+    packed = list(micro_batches(batch, 100, packing=True))          # nothing is padded: the sum counts
+    assert [sorted(len(p.tokens) for p in part) for part in packed] == [[5, 7, 10, 40], [41], [90], [100]]
 
 
 def test_improvement_is_the_only_scale(task):
