@@ -54,7 +54,7 @@ class Config:
     model: str = "auto"  # Hugging Face name, folder, logs/<run>/best, or tiny; auto: tiny without a GPU, else Qwen3-4B
     sft: tuple[str, ...] = ()  # runs whose best episodes are imitated first: logs/<run> of grpo.py or search.py
     sft_share: float = 0.25  # that part of their episodes better than the baseline
-    sft_epochs: int = 2  # passes over them
+    sft_updates: int = 16  # optimiser steps on up to 32 of them each
     name: str = ""  # run directory logs/<name>; empty: grpo-<task>-<model>-<seed>
     seed: int = 0  # of sampling, initial adapter and tasks
     steps: int = 30  # optimiser steps; more of them continue a finished run
@@ -424,7 +424,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
 
 MAY_CHANGE = ("steps", "checkpoints", "sandboxes", "tensorboard", "wandb")
 AT_LEAST = {"groups": 1, "group_size": 2, "max_turns": 1, "temperature": 0.01, "episode_minutes": 0.01, "sandboxes": 1,
-            "sft_epochs": 1, "max_ratio": 1, "epochs": 1, "max_grad_norm": 1e-6, "skip_grad_norm": 1e-6, "lora_alpha": 1,
+            "sft_updates": 1, "max_ratio": 1, "epochs": 1, "max_grad_norm": 1e-6, "skip_grad_norm": 1e-6, "lora_alpha": 1,
             "eval_every": 1, "checkpoints": 1}      # all other numbers: 0
 
 

@@ -123,6 +123,8 @@ class Policy:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         if self.device == "cpu":
             torch._dynamo.config.disable = True     # compiling a helper of vLLM's sampler takes 3 s (and a C++ compiler)
+            if share_base:
+                print("share_base: only on a GPU, on a CPU engine and trainer have a copy each", file=sys.stderr)
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         self.packing = packing
         # Rounding alone separates two implementations by about 1e-6 (fp32) and 0.1 on a rare token (bf16);

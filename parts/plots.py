@@ -128,12 +128,12 @@ def draw_score(axis, groups):
 
 
 def draw_evaluations(axis, group, colour, with_label):
-    """Mean scores before and after training, on the validation part and, where measured, on the held-out part."""
+    """Mean scores before training, after --sft, and after training, on the validation part and, where measured, on the held-out part."""
     steps = by_step(group, "score_mean")[0]
     for key, mark, part in ("mean", "D", "validation"), ("test_mean", "*", "held-out test"):
         texts = []
         gap = 0 if key == "mean" else max(1, len(steps) / 25)  # beside the other mark, not over it
-        for when, x in ("before", steps[0] - 1 - gap), ("after", steps[-1] + 1 + gap):
+        for when, x in ("before", steps[0] - 1 - gap), ("imitated", steps[0] - 0.5), ("after", steps[-1] + 1 + gap):
             found = [run.result[when] for run in group.runs if isinstance(run.result.get(when), dict)]
             values = [v for each in found if (v := number(each.get(key))) is not None]
             if values:

@@ -18,7 +18,7 @@ from policy import Sample
 from tasks import Task, UserError
 from viz import read_rows
 
-EPISODES = 32           # per update
+EPISODES = 32           # per update, or all when there are fewer
 
 
 def best_episodes(runs: list[str], tasks: list[Task], share: float, most: int = 1024) -> list[dict]:
@@ -62,24 +62,25 @@ def pieces_from(record: dict, policy, cfg) -> list[Piece]:
 
 
 def warm_start(policy, tasks: list[Task], cfg) -> str:
-    """Minimises -log p of the replies, cfg.sft_epochs passes with AdamW at cfg.lr. Returns one line about it."""
+    """Minimises -log p of the replies with cfg.sft_updates steps of AdamW at cfg.lr, each on the next EPISODES of them, in
+    a new order after every pass. Returns one line about it."""
     import torch
     episodes = [pieces_from(record, policy, cfg) for record in best_episodes(cfg.sft, tasks, cfg.sft_share)]
     optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, betas=(0.9, 0.99), weight_decay=0.0)
-    losses = []
-    for epoch in range(cfg.sft_epochs):
-        random.Random(f"{cfg.seed} {epoch}").shuffle(episodes)
-        for start in range(0, len(episodes), EPISODES):
-            pieces, loss = flat(episodes[start:start + EPISODES]), 0.0
-            total = sum(a for p in pieces for a in p.advantage) or 1.0
-            for part in micro_batches(pieces, cfg.micro_tokens, cfg.packing):
-                c = columns(part, policy.device)
-                part_loss = -(policy.logprobs(c.pairs)[0] * c.advantage).sum() / total
-                part_loss.backward()
-                loss += part_loss.item()
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss)
+    chance, waiting, losses = random.Random(cfg.seed), [], []
+    while len(losses) < cfg.sft_updates:
+        if not waiting:
+            waiting = chance.sample(episodes, len(episodes))
+        pieces, waiting, loss = flat(waiting[:EPISODES]), waiting[EPISODES:], 0.0
+        total = sum(a for p in pieces for a in p.advantage) or 1.0
+        for part in micro_batches(pieces, cfg.micro_tokens, cfg.packing):
+            c = columns(part, policy.device)
+            part_loss = -(policy.logprobs(c.pairs)[0] * c.advantage).sum() / total
+            part_loss.backward()
+            loss += part_loss.item()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
     return (f"imitated {len(episodes)} episodes in {len(losses)} updates: {losses[0]:.3f} nats per token before, "
             f"{losses[-1]:.3f} in the last update")

@@ -283,7 +283,7 @@ def ours_step(folder, steps):
             took.append((time.perf_counter() - begin, sampled - begin))
             gap = max(gap, row["logprob_gap_max"])
     asyncio.run(run())
-    return took, gap
+    return took, gap, policy.peak_memory()
 
 
 # TRL in a process of its own; prints seconds per step as JSON. argv: model folder, steps, prompts, episodes, tokens, vllm?
@@ -313,13 +313,14 @@ data = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"Write. {i}"}
 trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=data, peft_config=lora)
 trainer.add_callback(Clock())
 trainer.train()
-import trl
-print("\n" + json.dumps({"took": took, "version": trl.__version__}))
+import resource, trl
+memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print("\n" + json.dumps({"took": took, "what": f"TRL {trl.__version__}; peak memory {memory / 2 ** 30:.1f} GiB"}))
 """
 
 
 def trl_step(model, steps, vllm):
-    """(seconds of each step, version) or (None, the error's last line)."""
+    """(seconds of each step, version and memory) or (None, the error's last line)."""
     import json
     import tempfile
     with tempfile.TemporaryDirectory() as folder:
@@ -329,24 +330,25 @@ def trl_step(model, steps, vllm):
         lines = [line for line in done.stderr.strip().splitlines() if "Error" in line] or ["no message"]
         return None, lines[-1][:200]
     result = json.loads(done.stdout.strip().splitlines()[-1])
-    return result["took"], result["version"]
+    return result["took"], result["what"]
 
 
 def train(args):
     """A step at equal tokens, first step left out; ours, TRL with transformers' generate, TRL with vLLM in its process."""
     import tempfile
     with tempfile.TemporaryDirectory() as folder:
-        took, gap = ours_step(folder, args.steps + 1)
+        took, gap, memory = ours_step(folder, args.steps + 1)
         model = str(Path(folder) / "model")
         ours = statistics.median(t for t, _ in took[1:])
         share = statistics.median(s / t for t, s in took[1:])
-        rows = [("ours: a step", f"{ours:.2f} s", f"sampling {share:.0%}; {LETTERS * REPLY / ours:.0f} tokens per second"),
+        rows = [("ours: a step", f"{ours:.2f} s", f"sampling {share:.0%}; {LETTERS * REPLY / ours:.0f} tokens per second; peak memory "
+                 f"{memory:.1f} GiB, KV cache of the engine included"),
                 ("ours: largest gap of engine and trainer", f"{gap:.1g} nats", "over all sampled tokens")]
         for name, vllm in (("TRL, generate of transformers", False), ("TRL, vLLM in its process", True)):
             theirs, what = trl_step(model, args.steps + 1, vllm)
             if theirs:
                 median = statistics.median(theirs[1:])
-                rows += [(f"{name}: a step", f"{median:.2f} s", f"TRL {what}"), ("ratio to ours", f"{median / ours:.1f} x", "")]
+                rows += [(f"{name}: a step", f"{median:.2f} s", what), ("ratio to ours", f"{median / ours:.1f} x", "")]
             else:
                 rows.append((name, "fails", what))
     return (f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; random Qwen3 of 0.8 M parameters, LoRA rank 16, {PROMPTS} groups "

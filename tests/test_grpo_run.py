@@ -121,6 +121,25 @@ def test_a_copy_with_a_changed_advantage_is_a_small_diff_and_runs(tmp_path, tiny
     assert done.returncode == 0 and rows(tmp_path / "logs/mine/metrics.jsonl")[0]["grad_norm"] > 0, done.stderr
 
 
+def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
+    def done(script, *flags):
+        flags += ("--sampling-mode", "none", "--depth", "1") if script == "search.py" else ()
+        process = start(tmp_path, "--task", "titanic", "--backend", "local", *flags, script=script)
+        out, err = process.communicate(timeout=600)
+        assert process.returncode == 0, err
+        return out
+    done("search.py", "--name", "tree", "--nodes", "8", "--branching", "8")
+    out = done("grpo.py", *SMALL, "--sft", "logs/tree", "--sft-updates", "4", "--kl", "0", "--steps", "1", "--name", "learned")
+    assert "after imitation: score" in out
+    result = json.loads((tmp_path / "logs/learned/result.json").read_text())
+    assert result["imitated"]["n"] == result["before"]["n"] == 4 and result["best"]["step"] in (-1, 0)
+    first, last = (float(out.partition(text)[0].split()[-1].rstrip(",")) for text in (" nats per token before", " in the last update"))
+    assert last < first
+    done("search.py", "--name", "again", "--nodes", "1", "--branching", "1", "--model", "logs/learned/checkpoints/000000")
+    before, after = (rows(next((tmp_path / f"logs/{name}/episodes").glob("*1.jsonl")))[0]["segments"][0] for name in ("tree", "again"))
+    assert before["tokens"][:50] == after["tokens"][:50] and before["logprobs"] != after["logprobs"]    # same prompt, another policy
+
+
 def test_a_run_without_its_checkpoints_is_not_erased(finished):
     folder, _ = finished
     logs = folder / "logs" / "a"

@@ -13,7 +13,7 @@ from parts.episode import History
 from tasks import UserError, load_task
 
 TASK = load_task("titanic", "", "")
-CFG = replace(grpo.Config(), max_observation_tokens=64, micro_tokens=4096, lr=3e-3, sft_share=0.5, sft_epochs=6)
+CFG = replace(grpo.Config(), max_observation_tokens=64, micro_tokens=4096, lr=3e-3, sft_share=0.5, sft_updates=6)
 
 
 def turn(reply, observation="done", status="ok", stop_reason="stop"):
