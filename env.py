@@ -45,11 +45,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parts import dojo, snapshot
+from parts.boot import readable
 from parts.containers import missing_requirements, needs_packages, prepared, prepared_image
 from parts.episode import Episode, Segment, in_thread, play                # noqa: F401  part of this module's interface
 from parts.grading import Score, collect, grade
 from parts.replies import extract_action, lift_bodies, typed_edits, unfinished
-from parts.sandbox import IMAGE, ArtefactError, Result, Sandbox, SandboxFault      # noqa: F401
+from parts.sandbox import IMAGE, KINDS, ArtefactError, Result, Sandbox, SandboxFault      # noqa: F401
 from parts.sandbox import local_isolation, pick_backend                    # noqa: F401
 from parts.spares import SPARES
 from tasks import Task, UserError, load_task
@@ -144,7 +145,7 @@ class Env:
     def __init__(self, task: Task, backend: str = "auto", seed: int = 0, image: str = IMAGE, network: bool = False,
                  hf_cache: str = "", **limits):
         self.task, self.seed, self.image, self.limits = task, seed, image, {"memory": 4 << 30, **limits}
-        self.backend = pick_backend(backend, image)[0] if backend == "auto" else backend
+        self.backend = backend if backend in KINDS else pick_backend(backend, image)[0]
         self.network, self.hf_cache = network, hf_cache
         check_needs(task, self.backend, network, hf_cache)
         self.sandbox: Sandbox | None = None
@@ -224,7 +225,7 @@ class Env:
             result = self.sandbox.run(command, timeout, bodies=bodies)
             observation = run_text(result, timeout, self.limits["memory"])
             status = "timeout" if result.timed_out else "error" if result.exit_code else "ok"
-        return Step(observation, status == "submit", score, status, time.monotonic() - begin, action)
+        return Step(readable(observation), status == "submit", score, status, time.monotonic() - begin, action)
 
     def score(self, split: str | None = None) -> Score:
         """Grades the artefacts as they are now, on a split of the task (None: the first, "test": the last)."""

@@ -17,7 +17,7 @@ At the end the best node by validation is scored, once, on the test part.
 How it departs from what is usual:
 1. Rules see `gain` only (tasks.improvement: 0 baseline, 1 reference), so none of them knows about metrics and directions.
 2. A budget of K executes K nodes: failures count, in the budget and in every table. A sandbox fault is never a score.
-3. The journal is the checkpoint: ids, decisions, ideas and counts are rebuilt from it, files from nodes/<id>.tar.
+3. The journal is the checkpoint: ids, decisions, ideas and counts are rebuilt from it, files from nodes/<order>.tar.
 4. Seeds come from (seed, node id): bfs grows the same tree with any number of workers (not with prompts that hold what
    happened meanwhile: --scope global, --reflection).
 """
@@ -52,7 +52,7 @@ Rule = Literal["bfs", "random", "greedy", "ucb", "open_ended", "softmax", "signa
 class Config:
     # run: several values of task, sampling-mode or seed make a grid; finished cells are not run again
     task: tuple[str, ...] = ("titanic",)  # folders in configs/tasks, or tasks of the two checkouts below
-    sampling_mode: tuple[Mode, ...] = ("tail",)  # how ideas are asked for; none: no ideas, temperature only; sequence: a plain list
+    sampling_mode: tuple[Mode, ...] = ("tail",)  # how ideas are asked for; none: temperature only; sequence: a plain list (not linear, scientist)
     seed: tuple[int, ...] = (0,)  # of choices and samples
     model: str = "auto"  # Hugging Face name, folder, logs/<run>/best, or tiny (the stand-in); auto: tiny without a GPU, else Qwen3-4B
     engine: Literal["vllm", "hf", "api"] = "vllm"  # hf: transformers only; api: an OpenAI-compatible endpoint
@@ -61,7 +61,7 @@ class Config:
     name: str = ""  # run directory logs/<name>; empty: search-<task>-<mode>-<model>-<seed>
     gpu_memory: float = 0.85  # share of the GPU for the engine: its weights and its KV cache
     workers: int = 4  # nodes that run at once
-    # budget of a tree: whichever is used up first; 0: no limit
+    # budget of a tree: whichever is used up first; 0: no limit of that kind
     nodes: int = 12  # executed nodes, failed ones count
     tokens: int = 0  # sampled tokens, ideas included
     minutes: float = 0.0  # wall time
@@ -278,13 +278,15 @@ async def expand(t: Tree, node: Node) -> None:
     node.diff = "".join("".join(difflib.unified_diff(old.get(name, "").splitlines(True), text.splitlines(True), name, name))
                         for name, text in node.code.items()) if parents else ""
     if files:
-        await env.in_thread(viz.write_whole, t.run.dir / "nodes" / f"{node.id}.tar", files)
+        await env.in_thread(viz.write_whole, t.tar_of(node), files)
     segments = [asdict(segment) for segment in episode.segments] if t.cfg.engine != "api" else []       # what one can train on
     t.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id, "group": node.parent, "segments": segments}])
     node.seconds, node.elapsed = time.monotonic() - start, t.elapsed()
     t.run.log(asdict(node) | {"depth": node.depth}, "journal.jsonl")        # from here on the node counts
     t.finished.append(node)
-    t.run.result(**results(t), status="running")
+    stale = {} if t.run.results().get("tested_id") in (None, t.best().id) else {
+        "test_score": None, "gap": None, "test_error": "", "tested_id": None}       # of an earlier, shorter search
+    t.run.result(**results(t) | stale, status="running")
     if len(t.finished) > 2 and all(n.status == "fault" for n in t.finished[-3:]):
         raise UserError(f"Three sandboxes in a row broke, so the search stops; the same command goes on. The last one: {node.error}")
 
@@ -319,22 +321,25 @@ async def test_score(t: Tree, node: Node) -> env.Score:
 
 
 async def worker(trees: list[Tree], changed: asyncio.Condition, say) -> None:
-    """Runs one node after the other, always in the tree that has the fewest in flight."""
+    """Runs one node after the other, always in the tree that has the fewest in flight; ends the trees that are complete."""
+    complete = lambda: [t for t in trees if not (t.closed or t.busy) and (t.waiting or t.spent())]
     ready = lambda: [t for t in trees if not (t.closed or t.waiting or t.spent())]
     while not all(t.closed for t in trees):
-        async with changed:
-            await changed.wait_for(lambda: ready() or all(t.closed for t in trees))
-        if not ready():
+        async with changed:         # time passes meanwhile, so a tree may be spent from one call of spent() to the next
+            todo = await changed.wait_for(lambda: complete() or ready() or all(t.closed for t in trees))
+        if todo is True:
             break
-        t = min(ready(), key=lambda t: t.busy)
+        t = min(todo, key=lambda t: t.busy)
         t.busy += 1
-        node = await decide(t)
-        if node:
-            await expand(t, node)
-            say(t, node)
-        t.busy, t.waiting = t.busy - 1, node is None
-        if not t.busy and (t.waiting or t.spent()):
+        if t.busy == 1 and (t.waiting or t.spent()):
             await close(t)
+        else:
+            node = await decide(t)
+            if node:
+                await expand(t, node)
+                say(t, node)
+            t.waiting = node is None
+        t.busy -= 1
         async with changed:
             changed.notify_all()
 
@@ -349,8 +354,7 @@ async def search(trees: list[Tree], policy, workers: int) -> None:
 
     for t in trees:
         t.policy = policy
-        if t.spent():           # killed after its last node
-            await close(t)
+        t.run.result(status="running")
     try:
         async with asyncio.TaskGroup() as group:       # one is cancelled or breaks: all are, and every sandbox is closed
             for _ in range(workers):
@@ -374,15 +378,24 @@ def node_line(t: Tree, node: Node, eta: float) -> str:
 MAY_CHANGE = ("nodes", "tokens", "minutes", "patience", "target", "workers", "price", "url", "mlgym_root", "mledojo_root", "tensorboard", "wandb")
 
 
+BOUNDS = {"nodes": (1, 1e6), "workers": (1, 1000), "k": (1, 50), "tau": (1e-9, 1), "max_actions": (1, 1e6), "depth": (1, 1e6),
+          "branching": (1, 1e6), "breadth": (1, 1e6), "drafts": (1, 1e6), "population": (1, 1e6), "softmax_tau": (1e-9, 1e9),
+          "exploit_quantile": (0, 1), "debug_prob": (0, 1), "crossover_prob": (0, 1), "node_minutes": (0.01, 1e6),
+          "gpu_memory": (0.01, 1), "temperature": (0, 100)}        # all others: not negative
+
+
 def prepare(cfg: Config):
     """Fills what is left open in the config and finds everything that can be wrong, before any model is loaded."""
     tasks = [load_task(name, cfg.mlgym_root or None, cfg.mledojo_root or None) for name in dict.fromkeys(cfg.task)]
     room = sum(cfg.branching ** level for level in range(1, cfg.depth + 1))
     if cfg.select == "bfs" and room < cfg.nodes:
         raise UserError(f"A bfs tree of --branching {cfg.branching} and --depth {cfg.depth} has {room} nodes, not --nodes {cfg.nodes}.")
-    for name, low, high in (("nodes", 1, 10 ** 6), ("workers", 1, 1000), ("k", 1, 50), ("tau", 1e-9, 1), ("max_actions", 1, 10 ** 6)):
-        if not low <= getattr(cfg, name) <= high:
-            raise UserError(f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {getattr(cfg, name)}.")
+    for name, value in asdict(cfg).items():
+        low, high = BOUNDS.get(name, (0, math.inf))
+        if isinstance(value, (int, float)) and name != "target" and not low <= value <= high:        # NaN, too
+            raise UserError(f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {value}.")
+    if cfg.select in ("linear", "scientist"):       # no ideas are asked for in a call of their own
+        cfg.sampling_mode = ("none",)
     if not (cfg.task and cfg.sampling_mode and cfg.seed and cfg.signals):
         raise UserError("--task, --sampling-mode, --seed and --signals need at least one value each.")
     if cfg.engine == "api" and cfg.model == "auto":
@@ -403,6 +416,8 @@ def prepare(cfg: Config):
     kind = "search" if cfg.select == "bfs" else f"search-{cfg.select}"
     cells, trees = list(itertools.product(tasks, dict.fromkeys(cfg.sampling_mode), dict.fromkeys(cfg.seed))), []
     grid = Path("logs") / (cfg.name or f"{kind}-grid-{model}") if len(cells) > 1 else None
+    if grid and (grid / "config.yaml").exists():
+        raise UserError(f"{grid} is a run of its own, so a grid cannot be written there: take another --name.")
     for task, mode, seed in cells:
         name = grid / f"{task.name}-{mode}-{seed}" if grid else Path("logs") / (cfg.name or f"{kind}-{task.name}-{mode}-{model}-{seed}")
         run = viz.open_run(name, asdict(cfg) | {"task": task.name, "sampling_mode": mode, "seed": seed, "name": name.name}, MAY_CHANGE)

@@ -190,8 +190,10 @@ def load_builtin(root: Path, name: str) -> Task:
     public = files(spec.get("starter_code", []), "") | files(spec.get("data", []), "data/")
     hidden = files([grader, *spec.get("hidden", [])], "")
     first, metric = spec["baseline_scores"][0], spec["metric"]
-    if first.get("split") != spec["splits"][0] or not isinstance(first.get(metric), (int, float)):
-        raise UserError(f"Task {name}: the first of baseline_scores must hold split: {spec['splits'][0]} and {metric}.")
+    numbers = [first.get(metric), spec.get("reference", 0)]
+    if first.get("split") != spec["splits"][0] or not all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers):
+        raise UserError(f"Task {name}: the first of baseline_scores must hold split: {spec['splits'][0]} and {metric}, a "
+                        "number, and so must reference where it is given.")
     task = Task(
         name=name, prompt=spec["description"].strip(), metric=metric, higher_is_better=spec["higher_is_better"],
         baseline=float(first[metric]), reference=spec.get("reference"), artefacts=tuple(spec["artefacts"]),
@@ -219,6 +221,18 @@ def read_task_yaml(path: Path) -> dict:
             raise UserError(f"{path} lacks the key {key}.")
         if key in spec and (not isinstance(spec[key], types) or (required and spec[key] in ([], ""))):
             raise UserError(f"{path} has the wrong kind of value for {key}: {spec[key]!r}.")
+        for value in spec.get(key, []) if types is list and key != "evaluation_args" else ():
+            if not isinstance(value, dict if key == "baseline_scores" else str):
+                raise UserError(f"{path} has the wrong kind of value in {key}: {value!r}.")
+    for key in ("training_timeout", "evaluation_timeout"):
+        if not 0 < spec.get(key, 1) < math.inf:
+            raise UserError(f"{path}: {key} must be a number of seconds above 0, not {spec[key]!r}.")
+    for artefact in spec["artefacts"]:
+        if artefact.startswith("/") or ".." in artefact.split("/"):
+            raise UserError(f"{path}: the artefact {artefact!r} does not lie in the workspace.")
+    for name, text in spec.get("trivial", {}).items():
+        if not isinstance(text, str):
+            raise UserError(f"{path} has the wrong kind of value for {name!r} in trivial: {text!r}.")
     return spec
 
 

@@ -30,6 +30,11 @@ class ArtefactError(Exception):
     """A file cannot be taken out of the sandbox; the text says why and may be shown to the agent."""
 
 
+def readable(name: str) -> str:
+    """A file's name as text that can be encoded: what is not UTF-8 in it is replaced."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
 def runner_config(mode: str, env: dict, **more) -> dict:
     """What isolate.py, files.py and runner.py read as CONFIG."""
     alone = 'echo "{0} works only as the single word in a bash block of its own." >&2; exit 1'

@@ -13,8 +13,8 @@ from parts.plots import (COLOURS, TRAINING, Group, draw_panels, figure_of, mean,
                          window_of)
 from parts.runs import Record, number
 
-NOT_OF_THE_GROUP = {"seed", "name", "steps", "nodes", "tokens", "minutes", "workers", "sandboxes", "checkpoints",
-                    "price", "url", "eval_episodes", "backend", "patience", "target"}
+NOT_OF_THE_GROUP = {"seed", "name", "workers", "sandboxes", "checkpoints", "price", "url", "eval_episodes", "backend",
+                    "mlgym_root", "mledojo_root", "tensorboard", "wandb"}
 SAY_THE_VALUE = {"sampling_mode", "select", "model"}  # these need no "key=" in front
 PANELS = {"grpo": (TRAINING, 4), "search": (searchplots.SEARCH, 3)}  # and columns
 
@@ -69,7 +69,7 @@ def cell_of(record: Record, name: str) -> dict:
         curve = searchplots.best_so_far(record, "nodes")
         best = curve[-1][1] if curve else math.nan
         return base | {"baseline": number(result.get("baseline")) or 0.0, "best_score": best,
-                       "test_score": number(result.get("test_score")),
+                       "test_score": number(result.get("test_score")), "best_id": result.get("best_id", "0"),
                        "gap": number(result.get("gap")), "nodes": len(rows), "failed": scored.count(None) - faults,
                        "faults": faults,
                        "tokens": sum(int(number(row.get("tokens")) or 0) for row in rows),
@@ -82,6 +82,7 @@ def cell_of(record: Record, name: str) -> dict:
     invalid = sum((1 - (number(row.get("valid_share")) or 0.0)) * n for row, n in zip(rows, sizes))
     test = number(after.get("test_mean"))
     return base | {"baseline": number(result.get("baseline")) or 0.0, "best_score": validation, "test_score": test,
+                   "best_id": "best",
                    "gap": None if test is None else test - validation, "nodes": round(sum(sizes)),
                    "failed": round(invalid),
                    "faults": round(sum(v for v in series(rows, "faults") if not math.isnan(v))),
@@ -98,11 +99,12 @@ def comparison(records: list[Record], kind: str) -> list[dict]:
 
 def table(records: list[Record]) -> str:
     """What `python viz.py logs/*` prints."""
-    parts = []
+    parts, notes = [], []
     for kind, what, done in ("grpo", "trained", "episodes"), ("search", "searched", "nodes"):
         rows = comparison(records, kind)
         if not rows:
             continue
+        notes += [note for note in tables.reservations(rows) if note not in notes]
         titles = ["task", what, "N runs", "mean", "std", "95 % of the mean", "gain", "rank", f"failed {done}", "faults",
                   "tokens"]
         lines = [titles] + [[
@@ -115,9 +117,9 @@ def table(records: list[Record]) -> str:
         parts += ["\n".join("  ".join(cell.ljust(w) if i < 2 else cell.rjust(w)
                                       for i, (cell, w) in enumerate(zip(line, widths)))
                             for line in lines)]
-    notes = ("mean: of the held-out test part where it was scored, else of the validation part; "
-             "gain: 0 baseline, 1 reference")
-    return "\n\n".join([*parts, notes])
+    notes.insert(0, "mean: of the held-out test part where it was scored, else of the validation part; "
+                    "gain: 0 baseline, 1 reference")
+    return "\n\n".join([*parts, "\n".join(notes)])
 
 
 # ------------------------------------------------------------------ performance profiles (MLGym, arXiv 2502.14499)

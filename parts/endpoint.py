@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import time
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -40,6 +41,8 @@ class Endpoint:
 
     def __init__(self, url: str, model: str, context: int = 16384, temperature: float = 1.0, retries: int = 8, timeout: float = 600.0,
                  key: str = ""):
+        if not re.match(r"https?://[^/:\s]+(:\d+)?(/\S*)?$", url):
+            raise ModelError(f"--url {url} is no address of an endpoint; one looks like http://localhost:8000/v1")
         self.url, self.model, self.context, self.temperature, self.version = url.rstrip("/"), model, context, temperature, 0
         self.retries, self.timeout, self.key = retries, timeout, key or os.environ.get("OPENAI_API_KEY", "")
         self.pieces, self.numbers = list(self.ROLES), {}

@@ -87,10 +87,11 @@ def run_grader(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox
         sandbox.put({path: source for path, source in files.items()
                      if path not in sandbox.given or source != task.public.get(path)}, user="root", mode=0o600)
         stdout, reply = sandbox.program(task.grader_argv(split), task.grade_timeout, user="root")
+        if reply["code"] in (126, 127) and not stdout:      # what was handed in may have ended it like that, too
+            if sandbox.program(["/bin/sh", "-c", 'command -v "$0"', task.grader[0]], 20, user="root")[1]["code"]:
+                raise SandboxFault(f"the grader does not start: {' '.join(task.grader)}")
     finally:
         sandbox.close()
-    if reply["code"] in (126, 127) and not stdout:
-        raise SandboxFault(f"the grader does not start: {' '.join(task.grader)}")
     if reply["timed_out"]:
         return None, f"The grading took longer than {task.grade_timeout:.0f} seconds.", None
     said = stdout.decode("utf-8", "replace")

@@ -174,7 +174,7 @@ def in_json(text):
     for blob in re.findall(r"\{[^{}]*\}", text):        # flat objects one by one: also those of a list that was cut off
         try:
             item = json.loads(blob)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         idea = next((item[key] for key in ("text", "strategy", "idea", "response") if isinstance(item.get(key), str)), None)
         if idea:

@@ -98,6 +98,7 @@ def draw_key(axis, groups, key, label="", colour=None, dashed=False):
     for group in groups:
         steps, columns = by_step(group, key)
         mids, stds = spread(columns)
+        whole = max((step for step, *values in zip(steps, *columns) if not any(map(math.isnan, values))), default=math.inf)
         steps, mids, stds = measured(steps, mids, stds)
         if not steps:
             continue
@@ -107,6 +108,9 @@ def draw_key(axis, groups, key, label="", colour=None, dashed=False):
             axis.plot(steps, mids, alpha=0.3, linewidth=1, marker="." if len(steps) < 40 else None, **look)
         else:
             mids, stds = running_mean(mids, window), running_mean(stds, window)
+            count = sum(step <= whole for step in steps)        # from there on the mean is of the runs that went on
+            axis.plot(steps[count - 1:], mids[count - 1:], linewidth=1, alpha=0.6, **look | {"linestyle": ":"})
+            steps, mids, stds = steps[:count], mids[:count], stds[:count]
             axis.fill_between(steps, [m - s for m, s in zip(mids, stds)], [m + s for m, s in zip(mids, stds)],
                               color=look["color"], alpha=0.15, linewidth=0)
         axis.plot(steps, mids if len(group.runs) > 1 else running_mean(mids, window), linewidth=2.2, label=label if len(groups) == 1 else None,

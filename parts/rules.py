@@ -37,14 +37,14 @@ def reach(t: Tree, q: dict, id: str) -> float:
 
 
 def candidates(t: Tree, first: int) -> list[Node]:
-    """First `first` children of the root, then any scored node; the root again only while nothing has a score."""
+    """First `first` children of the root, then any scored node whose files are kept; the root again only while there is none."""
     if len(t.children("0")) < first:
         return [t.nodes["0"]]
-    return t.scored() or ([] if t.running() else [t.nodes["0"]])
+    return [n for n in t.scored() if n.kept] or ([] if t.running() else [t.nodes["0"]])
 
 
 def failed_leaf(t: Tree, cfg, rng) -> Choice | None:
-    leaves = [n for n in t.finished if not n.valid and n.status != "fault" and not t.children(n.id) and t.failures(n) <= cfg.debug_depth]
+    leaves = [n for n in t.finished if not n.valid and n.kept and not t.children(n.id) and t.failures(n) <= cfg.debug_depth]
     if leaves and rng.random() < cfg.debug_prob:
         return Choice(rng.choice(leaves).id, reason=f"one of {len(leaves)} failed leaves, drawn for debugging")
     return None
@@ -108,7 +108,7 @@ def open_ended(t, cfg, rng):
     """ucb + W max(trend, 0); a path that gets better is followed for `commitment` further nodes, until a child is worse or fails."""
     last = max((n for n in t.nodes.values() if "commit" in n.decision), key=lambda n: n.order, default=None)
     left = last.decision["commit"] if last else 0
-    if left and last.valid and last.gain >= (t.ground(last.parent).gain or 0.0):
+    if left and last.valid and last.kept and last.gain >= (t.ground(last.parent).gain or 0.0):
         return Choice(last.id, "explore", f"committed to this path for {left} more", notes={"commit": left - 1})
     q, ids = quality(t), [n.id for n in candidates(t, cfg.breadth)]
     rise = {i: max(0.0, trend(t, q, i)) for i in ids}
@@ -164,7 +164,7 @@ def mcts(t, cfg, rng):
     q, id, scores = quality(t), "0", {}
     below = lambda id: [n for n in t.nodes.values() if n.id == id or n.id.startswith(id + ".")]
     while len(t.children(id)) >= cfg.branching:
-        options = [c for c in t.children(id) if c.status and (c.valid or t.failures(c) <= cfg.debug_depth)]
+        options = [c for c in t.children(id) if c.kept and (c.valid or t.failures(c) <= cfg.debug_depth)]
         if not options:
             if t.running():
                 return None

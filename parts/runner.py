@@ -79,9 +79,9 @@ def sweep(blob=b""):
 
 def leave():
     if MODE == "landlock":
-        import shutil
         sweep()
-        shutil.rmtree(os.path.dirname(HOME), ignore_errors=True)
+        with suppress(OSError):
+            remove(os.path.dirname(HOME))
     os._exit(0)                 # the end of process 1 ends all others
 
 
@@ -353,6 +353,8 @@ def set_up():
     elif MODE == "namespaces":
         enter_namespaces()
         build_root()
+    elif MODE != "landlock":
+        raise OSError("there is no isolation called " + MODE)
     if CONFIG.get("forget") and MODE == "docker":
         ours = os.path.dirname(os.path.dirname(sys.executable)) + "/lib/python3*/*-packages"
         for place in [ours] + CONFIG["packages"]:
@@ -412,7 +414,7 @@ def serve():
                 words = {errno.ENOENT: "is not there", errno.ELOOP: "is a link",
                          errno.ENOTDIR: "does not lie in a plain folder"}
                 reply = {"error": words.get(error.errno, error.strerror)}, b""
-            except ValueError as error:
+            except (ValueError, RuntimeError) as error:         # RecursionError, too
                 reply = {"error": str(error)}, b""
             send(*reply)
             if name in ("run", "listing") and request.get("user", "agent") == "agent":

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from parts.boot import GRACE, ArtefactError, SandboxFault
+from parts.boot import GRACE, ArtefactError, SandboxFault, readable
 from parts.containers import IMAGE, docker_api, docker_problem, owner_label, start_docker      # noqa: F401  some for others
 from parts.local import start_local
 from tasks import UserError
@@ -44,6 +44,9 @@ def local_isolation() -> tuple[bool, str]:
         except SandboxFault as fault:
             reasons.append(f"{mode}: {fault}")
     raise UserError(f"This machine cannot isolate a process ({'; '.join(reasons)}); use --backend docker.")
+
+
+KINDS = ("docker", "local", "namespaces", "landlock")     # of local ones: unasked the first that works here
 
 
 @functools.cache
@@ -91,6 +94,8 @@ class Sandbox:
                  processes: int = 256, env: dict[str, str] | None = None, hide: tuple[str, ...] = (),
                  forget: tuple[str, ...] = (), network: bool = False, gpu: bool = False, hf_cache: str = "", given: dict[str, Path] | None = None):
         self._lock, self._raw, self._in, self._broken = threading.Lock(), bytearray(), bytearray(), ""
+        if backend not in KINDS:                    # anything else would be no isolation at all
+            raise UserError(f"Unknown kind of sandbox {backend!r}; there are {', '.join(KINDS)}.")
         if backend == "local":
             backend = "namespaces" if local_isolation()[0] else "landlock"
         self.image, self.backend, self.given = image, backend, set() if backend == "landlock" else set(given or {})
@@ -206,7 +211,7 @@ class Sandbox:
         try:
             return self.call("get", path=path, limit=max_bytes)[1]
         except ArtefactError as error:
-            raise ArtefactError(f"{path} {error}") from None
+            raise ArtefactError(f"{readable(path)} {error}") from None
 
     def close(self) -> None:
         """Ends the sandbox, its processes and files; a call that waits in another thread gets a SandboxFault."""

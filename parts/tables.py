@@ -97,10 +97,16 @@ def text_of(rows: list[dict]) -> str:
         notes.append("p: permutation test against mode none, two-sided")
     if rows and rows[0]["rank_tasks"] > 1:
         notes.append(f"rank: mean place of the mode over {rows[0]['rank_tasks']} tasks")
-    if any(r["untested"] for r in rows):
-        notes.append(f"{sum(r['untested'] for r in rows)} runs have no test score yet: in the mean with their validation score")
     if any(r["empty"] for r in rows):
         notes.append("empty: runs without a single valid node, in the mean with the baseline")
-    if any(r["selected_on_test"] for r in rows):
-        notes.append("this task has a test part only: the search selected on it, the mean is optimistic")
-    return "\n".join(lines + [f"  {note}" for note in notes])
+    return "\n".join(lines + [f"  {note}" for note in notes + reservations(rows)])
+
+
+def reservations(rows: list[dict]) -> list[str]:
+    """What is not a test score of a choice made on the validation part, in words."""
+    found = []
+    if any(r["untested"] for r in rows):
+        found.append(f"{sum(r['untested'] for r in rows)} runs have no test score yet: in the mean with their validation score")
+    if chosen := sorted({r["task"] for r in rows if r["selected_on_test"]}):
+        found.append(f"{', '.join(chosen)}: there is a test part only, what is best was chosen on it, the mean is optimistic")
+    return found

@@ -1,7 +1,7 @@
 """The tree of a search: its nodes, what it has spent, and how all of that is rebuilt from journal.jsonl.
 
 A journal row is one finished Node. Rows are appended and flushed when the node ends and never change: a run that was
-killed loses the nodes that were running, and nothing else. Files that a node left are in nodes/<id>.tar beside it.
+killed loses the nodes that were running, and nothing else. Files that a node left are in nodes/ beside it.
 """
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from parts import ideas
+from parts.boot import readable
 from tasks import Task, UserError, improvement
 
 CODE = {".py", ".sh", ".r", ".R", ".jl", ".c", ".cpp", ".yaml", ".yml", ".toml"}       # files whose text goes to the journal
@@ -48,7 +49,7 @@ class Node:
     prompt_tokens: int = 0
     seed: int = 0
     attempts: int = 0
-    kept: bool = False              # its files are in nodes/<id>.tar
+    kept: bool = False              # its files are in nodes/<order>.tar
     decision: dict = field(default_factory=dict)    # rule, scores of all candidates, explore or exploit, reason
     time: float = 0.0
 
@@ -134,10 +135,13 @@ class Tree:
         return next(node for node in reversed(self.path(id)) if node.kept or node.id == "0")
 
     def files_of(self, node: Node) -> bytes:
-        path = self.run.dir / "nodes" / f"{node.id}.tar"
+        path = self.tar_of(node)
         if not path.is_file():
             raise UserError(f"{path} is missing: it holds the files of node {node.id}, which the search builds on.")
         return path.read_bytes()
+
+    def tar_of(self, node: Node):
+        return self.run.dir / "nodes" / f"{node.order:06d}.tar"     # an id may be longer than names of files
 
     def failures(self, node: Node) -> int:
         """Failed nodes in a row that end with this one."""
@@ -171,7 +175,7 @@ def code_in(files: bytes, task: Task) -> dict[str, str]:
             if member.isreg() and Path(name).suffix in CODE and member.size <= 50_000 and len(code) < 10:
                 text = tar.extractfile(member).read()
                 if name not in task.public or text != task.public[name].read_bytes():
-                    code[name] = text.decode(errors="replace")
+                    code[readable(name)] = text.decode(errors="replace")
     return code
 
 

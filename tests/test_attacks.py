@@ -344,6 +344,26 @@ def test_full_disk_is_no_fault(backend):
         assert world.score().valid
 
 
+@attack("folders as deep as they go, and names that are no text, after a bad result: a fault would drop it")
+def test_strange_trees_are_no_fault(backend):
+    """In a task whose artefacts are patterns, so that the whole workspace is listed, and all of it is kept for a child."""
+    task = replace(load_task("titanic", "", ""), artefacts=("submission.csv", "*.out"))
+    with Env(task, backend) as world:
+        world.reset()
+        world.step(block(CSV[0].values[2]))
+        before = world.score()
+        deep = world.step(block("python3 -c 'import os\nfor i in range(3000): os.mkdir(\"d\"); os.chdir(\"d\")'; touch $'\\xff.py' $'\\xfe.out'; ls"))
+        deep.observation.encode()
+        assert world.score() == before and before.valid
+        world.step(block("ln -s data $'\\xfd.out'"))
+        found = world.step("```bash\nvalidate\n```")
+        assert found.status == "invalid" and "is a link" in found.observation and found.observation.encode()
+        world.step(block("rm -rf *.out d; python3 -c 'import os\nfor i in range(1200): os.mkdir(\"d\"); os.chdir(\"d\")'"))
+        with world.fork() as child:
+            assert child.step(block("ls d")).status == "ok"
+            assert child.prompt().encode()
+
+
 @attack("deleting everything")
 @pytest.mark.fault(14, "rm -rf / by the agent")
 def test_rm_rf(backend):

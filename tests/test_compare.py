@@ -34,10 +34,10 @@ def searched(seed=0, scores=(0.6, None, 0.7), higher=True, baseline=0.5, **confi
 
 
 def test_groups_are_runs_of_the_same_config_but_for_the_seed():
-    found = compare.groups_of([trained(0), trained(1, steps=9), trained(0, lr=2e-3), searched(0), searched(1),
+    found = compare.groups_of([trained(0), trained(1), trained(0, lr=2e-3), trained(1, lr=2e-3, steps=9), searched(0), searched(1),
                                searched(0, sampling_mode="none"), searched(0, task="digits")])
     assert {place: [(g.label, len(g.runs)) for g in groups] for place, groups in found.items()} == {
-        ("grpo", "titanic"): [("lr=0.001", 2), ("lr=0.002", 1)], ("search", "titanic"): [("tail", 2), ("none", 1)],
+        ("grpo", "titanic"): [("lr=0.001 steps=2", 2), ("lr=0.002 steps=2", 1), ("lr=0.002 steps=9", 1)], ("search", "titanic"): [("tail", 2), ("none", 1)],
         ("search", "digits"): [("tail", 1)]}
 
 

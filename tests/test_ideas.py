@@ -100,3 +100,7 @@ def test_fields_and_families():
     assert ideas.families("plan inner loops, l1 l2") == {"other"} and ideas.families("XGBoost and a Neural network") == {"trees", "neural"}
     nodes = [Node("0.0", idea="a b", code={"s.py": "import os\nfrom csv import reader"}), Node("0.1", idea="b c")]
     assert ideas.diversity(nodes) == {"families": 1, "imports": 2, "idea_distance": pytest.approx(2 / 3)}
+
+
+def test_a_deeply_nested_reply_is_no_error():
+    assert ideas.parse('{"a":' + "[" * 5000 + "}") == []

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
+import env
 from parts import boot, containers, local, sandbox, snapshot
 from parts.sandbox import IMAGE, ArtefactError, Sandbox, SandboxFault, docker_problem
-from tasks import UserError
+from tasks import UserError, load_task
 
 PROJECT = Path(sandbox.__file__).parents[1]
 
@@ -672,6 +673,10 @@ def test_auto_falls_back_only_to_complete_isolation(no_daemon):
     assert sandbox.pick_backend("local", IMAGE, False) == ("local", "local, half covered")
     with pytest.raises(UserError, match="Unknown backend"):
         sandbox.pick_backend("bubblewrap")
+    with pytest.raises(UserError, match="Unknown backend 'dokcer'"):
+        env.Env(load_task("titanic", "", ""), "dokcer")
+    with pytest.raises(UserError, match="Unknown kind of sandbox"):
+        Sandbox("none")             # on its own, too: without isolation the end of a grading would end this machine's processes
 
 
 def test_local_falls_back_to_landlock_and_says_what_is_missing(monkeypatch):

@@ -45,6 +45,7 @@ class Model:
         return [ord(c) for c in "".join(f"<{m['role']}>{m['content']}" for m in messages)]
 
     def encode(self, text):
+        text.encode()                   # as every real tokenizer: not what cannot be encoded
         return [ord(c) for c in text]
 
     def decode(self, tokens):
@@ -66,8 +67,9 @@ def lists(prompt, seed):
     return "\n".join(f"Strategy: plan {rng.randrange(10 ** 6)}\nProbability: 0.0{i + 1}" for i in range(5))
 
 
-def fake_play(score_of, delay=lambda node: 0.0, log=None):
-    """Stands for search.play: no sandbox. score_of(node) -> number, None (nothing valid) or "fault"."""
+def fake_play(score_of, delay=lambda node: 0.0, log=None, large=None):
+    """Stands for search.play: no sandbox. score_of(node) -> number, None (nothing valid) or "fault".
+    The files of a node are its id; too large to be kept when it ends in `large`."""
     async def play(t, node, parents):
         if log is not None:
             log.append((t.task.name, t.mode, t.seed, node.id, [p.id for p in parents]))
@@ -78,12 +80,12 @@ def fake_play(score_of, delay=lambda node: 0.0, log=None):
             return env.Episode(t.task.name, node.seed, status="fault", fault="broke"), b""
         score = env.Score(value, "accuracy", "validation", value is not None, "" if value is not None else "no submission")
         return env.Episode(t.task.name, node.seed, status="submit" if value is not None else "turn_limit", score=score, turns=[
-            {"reply": "", "action": "submit", "observation": "", "status": "submit", "score": None, "reply_tokens": 0}]), empty_tar()
+            {"reply": "", "action": "submit", "observation": "", "status": "submit", "score": None, "reply_tokens": 0}]), b"" if large and node.id.endswith(large) else empty_tar(node.id)
     return play
 
 
-def empty_tar():
-    return b"\0" * 10240
+def empty_tar(name):
+    return b"\0" * 10240 + name.encode()
 
 
 def by_seed(node):
@@ -92,7 +94,16 @@ def by_seed(node):
     return None if rng.random() < 0.3 else rng.random()
 
 
-def run(folder, score_of=by_seed, model=None, log=None, delay=lambda node: 0.0, tasks=(TASK,), modes=("tail",), seeds=(0,), **config):
+TESTED = []         # (split, what was restored) of each test score
+
+
+def attempt(*_):
+    seen = []
+    return SimpleNamespace(restore=lambda files, *_: seen.append(files), close=lambda: None, score=lambda split: (
+        TESTED.append((split, seen[-1])), env.Score(0.75, "accuracy", split, True, ""))[1])
+
+
+def run(folder, score_of=by_seed, model=None, log=None, delay=lambda node: 0.0, tasks=(TASK,), modes=("tail",), seeds=(0,), large=None, **config):
     cfg = search.Config(context=50_000, max_reply_tokens=1000, backend="local", **config)
     trees = []
     for task in tasks:
@@ -102,9 +113,8 @@ def run(folder, score_of=by_seed, model=None, log=None, delay=lambda node: 0.0, 
                 (opened.dir / "nodes").mkdir(exist_ok=True)
                 trees.append(Tree(task, mode, seed, cfg, opened))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "play", fake_play(score_of, delay, log))
-        patch.setattr(search, "Attempt", lambda *_: SimpleNamespace(restore=lambda *_: None, close=lambda: None,
-                                                                    score=lambda split: env.Score(0.75, "accuracy", split, True, "")))
+        patch.setattr(search, "play", fake_play(score_of, delay, log, large))
+        patch.setattr(search, "Attempt", attempt)
         asyncio.run(search.search(trees, model or Model(lists), cfg.workers))
     for t in trees:
         t.run.lock.close()
@@ -147,15 +157,20 @@ def test_failures_are_counted_everywhere_and_the_root_is_the_best_of_nothing(tmp
 
 
 def test_the_best_by_validation_is_tested_once(tmp_path):
+    TESTED.clear()
     t = run(tmp_path, nodes=6)
     r = result(t)
+    assert TESTED == [("test", empty_tar(r["best_id"]))]
     assert r["best_score"] == max(row["score"] for row in rows(t) if row["valid"])
     assert r["test_score"] == 0.75 and r["gap"] == pytest.approx(0.75 - r["best_score"]) and r["selected_on_test"] is False
 
 
 def test_lower_is_better(tmp_path):
-    t = run(tmp_path, tasks=[replace(TASK, higher_is_better=False, baseline=0.9, reference=0.0)], nodes=6, select="greedy")
+    t = run(tmp_path, tasks=[replace(TASK, higher_is_better=False, baseline=0.9, reference=0.0)], nodes=12, select="greedy", workers=1, debug_prob=0.0)
     assert result(t)["best_score"] == min(row["score"] for row in rows(t) if row["valid"])
+    for i, row in enumerate(rows(t)):
+        before = {r["id"]: r["score"] for r in rows(t)[:i] if r["valid"]}
+        assert row["parent"] == ("0" if i < 5 else min(before, key=before.get))
 
 
 def test_other_budgets(tmp_path):
@@ -244,6 +259,51 @@ def test_a_finished_run_can_be_given_more_nodes(tmp_path):
     t = run(tmp_path, nodes=8, workers=1, log=log)
     assert len(log) == 3 and result(t)["nodes"] == 8
     assert shape(t) == shape(run(tmp_path / "new", nodes=8, workers=1))
+
+
+def test_the_test_score_of_an_earlier_best_node_does_not_stay(tmp_path):
+    """Given more nodes, and killed when a better one was found."""
+    better = lambda node: 0.9 if node.id == "0.2" else 0.6
+    assert result(run(tmp_path, nodes=2, workers=1, score_of=better))["test_score"] == 0.75
+
+    def dies(node):
+        if node.id == "0.0.0":
+            raise KeyboardInterrupt
+        return better(node)
+    with pytest.raises((KeyboardInterrupt, BaseExceptionGroup)):
+        run(tmp_path, nodes=8, workers=1, score_of=dies)
+    found = json.loads((tmp_path / "titanic-tail-0/result.json").read_text())
+    assert found["best_id"] == "0.2" and found["test_score"] is None and found["gap"] is None and found["status"] == "running"
+
+
+def test_nothing_is_built_on_a_node_whose_files_are_too_large(tmp_path):
+    """Nor is it chosen again and again."""
+    for select in ("greedy", "ucb", "mcts", "evolution"):
+        t = run(tmp_path / select, nodes=14, workers=1, select=select, large=".1", score_of=lambda node: 0.99 if node.id == "0.1" else 0.6)
+        assert len(rows(t)) == 14 and not any(row["parent"] == "0.1" for row in rows(t)), select
+        assert any(row["parent"] not in ("0", "0.1") for row in rows(t)), select
+
+
+def test_time_runs_out_between_two_looks_at_the_clock(tmp_path, monkeypatch):
+    """Nothing is in flight then, so nobody would wake the workers: the tree has to be closed by who looks next."""
+    looks, real = [], Tree.spent
+
+    def spent(self):
+        looks.append(len(self.finished))
+        return "minutes" if looks.count(2) > 1 else real(self)      # not yet on the first look after the second node
+    monkeypatch.setattr(Tree, "spent", spent)
+
+    async def soon(*args):
+        await asyncio.wait_for(ended(*args), 20)
+    ended = search.search
+    monkeypatch.setattr(search, "search", soon)
+    t = run(tmp_path, nodes=9, workers=1, score_of=lambda node: 0.6)
+    assert result(t)["status"] == "finished" and result(t)["stopped_by"] == "minutes" and len(rows(t)) == 2
+
+
+def test_a_long_chain_has_short_file_names(tmp_path):
+    t = run(tmp_path, nodes=150, workers=1, select="linear", modes=("none",), score_of=lambda node: 0.6)
+    assert len(rows(t)) == 150 and len(list((t.run.dir / "nodes").glob("*.tar"))) == 150
 
 
 # ------------------------------------------------------------------------------------------ ideas
@@ -386,6 +446,11 @@ def script(folder, *flags, **kwargs):
     (["--nodes", "50"], "has 12 nodes, not --nodes 50"),
     (["--tau", "7"], "--tau must be from"),
     (["--workers", "0"], "--workers must be from 1"),
+    (["--minutes", "-1"], "--minutes must be from 0"),
+    (["--select", "softmax", "--softmax-tau", "0"], "--softmax-tau must be from"),
+    (["--select", "signals", "--exploit-quantile", "nan"], "--exploit-quantile must be from 0 to 1, not nan"),
+    (["--engine", "api", "--model", "x", "--url", "localhost:8000/v1"], "is no address of an endpoint"),
+    (["--engine", "api", "--model", "x", "--url", "http://localhost:port/v1"], "is no address of an endpoint"),
     (["no-such.yaml"], "no-such.yaml"),
     (["--model", "/no/such/model"], "/no/such/model"),
     (["--sampling-mode", "weird"], "weird"),
@@ -394,6 +459,23 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, flags, sentence):
     process = script(tmp_path, *flags)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2 and sentence in err + out and "Traceback" not in err
+
+
+def test_a_grid_is_not_written_over_a_run(tmp_path):
+    run_of_its_own = tmp_path / "logs/x"
+    run_of_its_own.mkdir(parents=True)
+    (run_of_its_own / "config.yaml").write_text("seed: 0\n")
+    (run_of_its_own / "result.json").write_text('{"test_score": 0.7}')
+    out, err = (process := script(tmp_path, "--name", "x", "--seed", "0", "1", "--model", "tiny", "--backend", "local")).communicate(timeout=60)
+    assert process.returncode == 2 and "logs/x is a run of its own" in err
+    assert (run_of_its_own / "result.json").read_text() == '{"test_score": 0.7}' and len(list(run_of_its_own.iterdir())) == 2
+
+
+def test_rules_that_ask_for_no_ideas_have_no_mode(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trees, *_ = search.prepare(search.Config(select="linear", sampling_mode=("tail", "uniform"), model="tiny", backend="local"))
+    assert [t.mode for t in trees] == ["none"] and "-none-" in trees[0].run.dir.name
+    trees[0].run.lock.close()
 
 
 def test_help_is_quick(tmp_path):

@@ -86,6 +86,12 @@ def test_a_missing_file_is_named(titanic_copy, name):
     ("artefacts: [submission.csv]", "artefacts: [data/test.csv]", "artefact"),
     ("split: validation, accuracy", "split: validation, acuracy", "baseline_scores"),
     ("id: titanic", "id: [", "Cannot read"),
+    ("artefacts: [submission.csv]", "artefacts: [5]", "wrong kind of value in artefacts: 5"),
+    ("artefacts: [submission.csv]", "artefacts: [../x]", "does not lie in the workspace"),
+    ("data: [train.csv, test.csv]", "data: [7]", "wrong kind of value in data: 7"),
+    ("reference: 0.790909", "reference: .nan", "reference"),
+    ("evaluation_timeout: 30", "evaluation_timeout: -3", "evaluation_timeout must be a number of seconds above 0"),
+    ("metric: accuracy\n", "metric: accuracy\ntrivial: {a: 5}\n", "wrong kind of value for 'a' in trivial"),
 ])
 def test_a_wrong_yaml_is_one_clear_sentence(titanic_copy, old, new, message):
     path = titanic_copy / "task.yaml"
