@@ -255,7 +255,8 @@ def plot_many(records: list[Record], folder: Path, format="png") -> list[Path]:
         with figure_of(19 if kind == "grpo" else 15, 11.5 if kind == "grpo" else 8) as figure:
             draw_panels(figure, panels, groups, columns)
             figure.suptitle(f"{shorten(task, 60)}: mean over seeds, band: ± standard deviation of the seeds"
-                            + (", running mean over a sixth of the steps, at most 20" if kind == "grpo" else ""))
+                            + (", running mean over a sixth of the steps, at most 20; dotted: where not all runs went on"
+                               if kind == "grpo" else ""))
             figure.legend(handles=[line_of(group) for group in groups], loc="outside lower center",
                           ncols=min(4, len(groups)), fontsize=11)
             paths.append(save(figure, folder / f"compare-{kind}-{re.sub(r'[^A-Za-z0-9_.-]', '-', task)}.{format}"))
