@@ -107,3 +107,14 @@ def test_the_13_published_values_of_aup():
     taus, rho = compare.profiles(scores, {task: task not in LOWER for task in scores})
     assert taus[-1] == pytest.approx(1.5) and len(published) == 13
     assert {name: compare.aup(taus, rho[name]) for name in published} == pytest.approx(published, abs=1e-3)
+
+
+def test_the_mean_is_solid_only_where_all_runs_are():
+    """Else a run that was stopped would vanish from the mean without a word."""
+    [group] = compare.groups_of([trained(0), trained(1)])["grpo", "titanic"]
+    group.runs[1].rows.extend({"step": i, "score_mean": 0.9} for i in range(2, 6))
+    with plots.figure_of(4, 3) as figure:
+        axis = figure.subplots()
+        plots.draw_key(axis, [group], "score_mean")
+        solid, dotted = ([line.get_xdata()[-1] for line in axis.lines if line.get_linestyle() == style] for style in ("-", ":"))
+    assert solid == [1] and dotted == [5]

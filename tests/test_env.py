@@ -562,3 +562,17 @@ def test_nothing_is_left_running():
     for _ in range(5):
         Sandbox("local").close()
     assert threading.active_count() <= before
+
+
+def test_what_was_handed_in_cannot_turn_its_grading_into_a_fault(task, backend):
+    """By the exit code of a program that cannot be started: such episodes are dropped. Without the program it is one."""
+    ran = replace(task, artefacts=("answer.sh",), grader=("sh", "answer.sh"))
+    with Env(ran, backend) as world:
+        world.reset()
+        world.step(block("echo 'exit 127' > answer.sh"))
+        assert not world.score().valid
+    with Env(replace(ran, grader=("no-such-program", "answer.sh")), backend) as world:
+        world.reset()
+        world.step(block("echo 'exit 126' > answer.sh"))
+        with pytest.raises(SandboxFault, match="the grader does not start"):
+            world.score()
