@@ -149,7 +149,7 @@ def draw_evaluations(axis, group, colour, with_label):
                 count = f"N={found[0].get('n')}" if alone else f"N={len(values)} seeds"
         if texts and with_label:
             axis.errorbar([], [], fmt=mark, color=colour, markerfacecolor="white" if mark == "*" else colour,
-                          label=f"{part} ({count})\n{', '.join(texts)}")
+                          label=f"{part} ({count})\n" + (", " if len(texts) < 3 else "\n").join(texts))
 
 
 def draw_baseline(axis, groups):
