@@ -7,6 +7,7 @@ their mean and a band of one standard deviation. matplotlib is imported inside f
 import math
 import os
 import re
+import textwrap
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +150,7 @@ def draw_evaluations(axis, group, colour, with_label):
                 count = f"N={found[0].get('n')}" if alone else f"N={len(values)} seeds"
         if texts and with_label:
             axis.errorbar([], [], fmt=mark, color=colour, markerfacecolor="white" if mark == "*" else colour,
-                          label=f"{part} ({count})\n" + (", " if len(texts) < 3 else "\n").join(texts))
+                          label=f"{part} ({count})\n{textwrap.fill(', '.join(texts), 30)}")
 
 
 def draw_baseline(axis, groups):
