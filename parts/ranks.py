@@ -2,8 +2,9 @@
 
 Every rank has its own engine, trainer and sandboxes and plays its share of the groups. What travels: the LoRA
 gradients, summed in one flat buffer per update, and the transcripts of a step, to all (each judges them alike; rank 0
-writes the run directory). The directory has to be visible to all ranks (a shared file system): they resume from its checkpoints. The groups that replace
-those of equal rewards are shared out beforehand: with them, N ranks may play other groups than one does.
+writes the run directory). The directory has to be visible to all ranks (a shared file system): they resume from its
+checkpoints. The groups that replace those of equal rewards are shared out beforehand: with them, N ranks may play other
+groups than one does.
 
 gloo over TCP, with a process group of our own: the default one of torch.distributed belongs to each rank's vLLM engine.
 A rank that dies closes its connections: the others raise in the next exchange, torchrun ends the job, and the same

@@ -108,6 +108,8 @@ def record(policy, optimizer, cfg, run, state: State, groups: list[Group], row: 
     with run.checkpoint(row["step"], keep=cfg.checkpoints) as folder:
         policy.save(folder)
         save_tensors({"optimizer": optimizer.state_dict(), "state": asdict(state)}, folder / "trainer.pt")
+    if row["bytes_between_ranks"] and not run.lines:
+        print(f"ranks    each sends {row['bytes_between_ranks'] / 1e6:.1f} MB in a step: gradients of the LoRA weights, transcripts")
     print(run.step_line(row), *(f"      ! {alarm}" for alarm in row["alarms"]), sep="\n", flush=True)
     run.plot()
 

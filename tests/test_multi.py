@@ -72,7 +72,7 @@ def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model, a
     for name, count in (("one", 1), ("two", 2)):
         (tmp_path / name).mkdir()
         code, out, err = finish(torchrun(tmp_path / name, ROOT / "tests/test_multi.py", random_model, STEPS, advantage, ranks=count))
-        assert code == 0, err[-3000:]
+        assert code == 0 and ("ranks    each sends" in out) == (count == 2), (out, err[-3000:])
     one, two = (tmp_path / name / "logs/m" for name in ("one", "two"))
     a, b = rows(one / "metrics.jsonl"), rows(two / "metrics.jsonl")
     assert [r["step"] for r in a] == [r["step"] for r in b] == list(range(STEPS))
