@@ -269,7 +269,7 @@ def test_the_guard_restores_the_best_adapter_halves_the_rate_and_in_the_end_stop
 # runs take seconds and every bit of them is a function of the seed (one request at a time: batches change the rounding).
 
 
-TASK = load_task("titanic")
+TASK = load_task("titanic", "", "")
 
 
 async def one_reply(task, policy, *, seed, max_reply_tokens, score_test=False, faulty=lambda seed: False, score=None, **_):

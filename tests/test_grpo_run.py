@@ -136,7 +136,7 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
     first, last = (float(out.partition(text)[0].split()[-1].rstrip(",")) for text in (" nats per token before", " in the last update"))
     assert last < first
     done("search.py", "--name", "again", "--nodes", "1", "--branching", "1", "--model", "logs/learned/checkpoints/000000")
-    before, after = (rows(next((tmp_path / f"logs/{name}/episodes").glob("*1.jsonl")))[0]["segments"][0] for name in ("tree", "again"))
+    before, after = (rows(next((tmp_path / f"logs/{name}/episodes").glob("000000.jsonl")))[0]["segments"][0] for name in ("tree", "again"))
     assert before["tokens"][:50] == after["tokens"][:50] and before["logprobs"] != after["logprobs"]    # same prompt, another policy
 
 

@@ -11,7 +11,7 @@ from parts import ideas
 from tasks import load_task
 from parts.tree import Node
 
-TASK = load_task("titanic")
+TASK = load_task("titanic", "", "")
 
 REPLIES = {
     "Strategy: a forest\nProbability: 0.05\nStrategy: ridge\nProbability: 0.1": [("a forest", 0.05), ("ridge", 0.1)],

@@ -11,7 +11,7 @@ import search
 from tasks import improvement, load_task
 from parts.tree import Choice, Tree
 
-TASK = replace(load_task("titanic"), baseline=0.0, reference=1.0, higher_is_better=True)
+TASK = replace(load_task("titanic", "", ""), baseline=0.0, reference=1.0, higher_is_better=True)
 MIRRORED = replace(TASK, reference=-1.0, higher_is_better=False)
 
 

@@ -23,7 +23,7 @@ from parts.tree import Tree
 from tasks import UserError, load_task
 
 HERE = Path(__file__).parents[1]
-TASK = replace(load_task("titanic"), baseline=0.5, reference=1.0)
+TASK = replace(load_task("titanic", "", ""), baseline=0.5, reference=1.0)
 
 
 @pytest.fixture(autouse=True)
