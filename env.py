@@ -199,7 +199,7 @@ class Env:
     def prompt(self) -> str:
         """The first message for the workspace as it is now."""
         reply = self.sandbox.call("listing", most=LISTED_FILES)[0]
-        files = [(os.fsencode(path).decode("utf-8", "replace"), size) for path, size in reply["files"]]
+        files = [(readable(path), size) for path, size in reply["files"]]
         more = {"mlgym": FILE_COMMANDS_TEXT, "mledojo": dojo.ACTIONS_TEXT}.get(self.task.source, "")
         task = replace(self.task, prompt=f"{self.task.prompt}\n\n{more}") if more else self.task
         return first_message(task, self.sandbox.workspace, files, reply["count"], self.network and task.needs_network)

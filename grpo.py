@@ -37,7 +37,7 @@ import tyro
 import env
 import viz
 from parts import health, ranks, sft, sinks
-from parts.batch import Group, Piece, Tally, choose_tasks, columns, flat, light, micro_batches, pieces_of, use_values
+from parts.batch import Group, Piece, Tally, choose_tasks, columns, everyones, flat, micro_batches, pieces_of, use_values
 from parts.records import banner, begin, farewell, keep_best, record, restore, resume, say
 from policy import ENGINE_RANKS, ModelError, Policy, resolve_model
 from tasks import Task, UserError, improvement, load_task
@@ -340,8 +340,7 @@ def update(policy, optimizer, batch: list[Piece], cfg: Config, job=ranks.Alone()
 async def evaluate(policy, tasks: list[Task], cfg: Config, job, seed: int, test=False) -> dict:
     """Mean score over cfg.eval_episodes at the sampling temperature; no valid artefact counts as the baseline."""
     plan = [tasks[i % len(tasks)] for i in range(cfg.eval_episodes)]
-    mine = light(await play_groups(policy, plan, 1, cfg, seed, job, test=test))
-    return health.judge([g for part in job.gather(mine) for g in part], len(tasks) > 1)
+    return health.judge(everyones(await play_groups(policy, plan, 1, cfg, seed, job, test=test), job), len(tasks) > 1)
 
 
 async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job) -> str:
@@ -374,8 +373,8 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
                                    spares if cfg.advantage != "ppo" else ())     # which learns from equal rewards, too
         clock.append(time.perf_counter())
         busy = policy.engine_seconds - busy
-        everyones = sorted((g for part in job.gather(light(groups)) for g in part), key=lambda g: g.number)
-        row = {"step": step, **health.describe(everyones, tasks)}
+        played = everyones(groups, job)
+        row = {"step": step, **health.describe(played, tasks)}
         if not cfg.eval_episodes:       # then the sampled episodes tell, of the adapter before its update
             keep_best(policy, run, job, state, health.by_gain([*rows, row]))
 
@@ -393,7 +392,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
 
         # judge: held-out episodes now and then, alarms, a way back from a collapse
         row |= {**learned, "lr": optimizer.param_groups[0]["lr"], "bytes_between_ranks": job.sent()}
-        state.step, state.recent = step + 1, health.remember(state.recent, everyones)
+        state.step, state.recent = step + 1, health.remember(state.recent, played)
         if cfg.eval_episodes and (state.step % cfg.eval_every == 0 or state.step == cfg.steps):
             result = await evaluate(policy, tasks, cfg, job, held_out)
             row |= {f"eval_{'score_' * (key in ('mean', 'stderr'))}{key}": value for key, value in result.items()}
@@ -405,7 +404,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
 
         # record: row, transcripts, checkpoint, plot; a step counts when its checkpoint is there, see resume()
         if run:
-            record(policy, optimizer, cfg, run, state, everyones, row, clock, busy)
+            record(policy, optimizer, cfg, run, state, played, row, clock, busy)
 
     done = job.gather(run.results().get("after", {}).get("steps") if run else None)[0]
     if cfg.eval_episodes and done != state.step:        # what best/ is worth on new seeds, and on the test part
@@ -440,9 +439,7 @@ def prepare(cfg: Config, job):
              "--advantage ppo finds the credit of every token itself: leave out --credit.")):
         if wrong:
             raise UserError(text)
-    for name, value in asdict(cfg).items():
-        if isinstance(value, (int, float)) and not value >= AT_LEAST.get(name, 0):          # NaN, too
-            raise UserError(f"--{name.replace('_', '-')} must be at least {AT_LEAST.get(name, 0)}, not {value}.")
+    viz.check_numbers(cfg, {name: (least, None) for name, least in AT_LEAST.items()}, (0, None))
     if cfg.model == "auto":
         import torch
         cfg.model = "Qwen/Qwen3-4B-Instruct-2507" if torch.cuda.is_available() else "tiny"

@@ -381,7 +381,7 @@ MAY_CHANGE = ("nodes", "tokens", "minutes", "patience", "target", "workers", "pr
 BOUNDS = {"nodes": (1, 1e6), "workers": (1, 1000), "k": (1, 50), "tau": (1e-9, 1), "max_actions": (1, 1e6), "depth": (1, 1e6),
           "branching": (1, 1e6), "breadth": (1, 1e6), "drafts": (1, 1e6), "population": (1, 1e6), "softmax_tau": (1e-9, 1e9),
           "exploit_quantile": (0, 1), "debug_prob": (0, 1), "crossover_prob": (0, 1), "node_minutes": (0.01, 1e6),
-          "gpu_memory": (0.01, 1), "temperature": (0, 100)}        # all others: not negative
+          "gpu_memory": (0.01, 1), "temperature": (0, 100), "target": (-math.inf, math.inf)}       # all others: not negative
 
 
 def prepare(cfg: Config):
@@ -390,10 +390,7 @@ def prepare(cfg: Config):
     room = sum(cfg.branching ** level for level in range(1, cfg.depth + 1))
     if cfg.select == "bfs" and room < cfg.nodes:
         raise UserError(f"A bfs tree of --branching {cfg.branching} and --depth {cfg.depth} has {room} nodes, not --nodes {cfg.nodes}.")
-    for name, value in asdict(cfg).items():
-        low, high = BOUNDS.get(name, (0, math.inf))
-        if isinstance(value, (int, float)) and name != "target" and not low <= value <= high:        # NaN, too
-            raise UserError(f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {value}.")
+    viz.check_numbers(cfg, BOUNDS, (0, math.inf))
     if cfg.select in ("linear", "scientist"):       # no ideas are asked for in a call of their own
         cfg.sampling_mode = ("none",)
     if not (cfg.task and cfg.sampling_mode and cfg.seed and cfg.signals):

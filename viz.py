@@ -23,7 +23,7 @@ from typing import Literal
 import tyro
 
 from parts import plots, searchplots
-from parts.runs import (Record, Run, duration, find_runs, json_line, number, one_sentence, open_run,  # noqa: F401
+from parts.runs import (Record, Run, check_numbers, duration, find_runs, json_line, number, one_sentence, open_run,  # noqa: F401
                         parse_config, plain, read_mapping, read_rows, read_run, step_line, temporary, to_disk, transcripts,
                         write_whole)
 from tasks import UserError

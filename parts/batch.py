@@ -49,6 +49,11 @@ def light(groups: list[Group]) -> list[Group]:
     return [replace(g, episodes=[replace(e, segments=[]) for e in g.episodes]) for g in groups]
 
 
+def everyones(groups: list[Group], job) -> list[Group]:
+    """The groups of all ranks by number, on every rank, without the tokens."""
+    return sorted((g for part in job.gather(light(groups)) for g in part), key=lambda g: g.number)
+
+
 def pieces_of(episode: Episode, advantages: list[float], cut_replies: bool = True) -> list[Piece]:
     """The trained segments of an episode; each token has its reply's advantage (one number per reply).
 

@@ -78,8 +78,8 @@ def listing(blob, most):
     while left:                             # not os.walk: before Python 3.12 it ends at a thousand folders in each other
         with suppress(OSError):             # a background job may have just removed it, or it is closed to us
             for entry in os.scandir(left.pop()):
-                if entry.is_dir(follow_symlinks=False):
-                    left.append(entry.path)
+                if entry.is_dir():          # a link to a folder is neither followed nor listed
+                    left += [] if entry.is_symlink() else [entry.path]
                     continue
                 with suppress(OSError):
                     rows.append((os.path.relpath(entry.path, WORKSPACE), entry.stat(follow_symlinks=False).st_size))

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
@@ -134,6 +134,15 @@ def parse_config(config_class, argv: list[str]):
                 flags += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
         argv = argv[1:]
     return tyro.cli(config_class, args=flags + argv, description=sys.modules["__main__"].__doc__)
+
+
+def check_numbers(config, bounds: dict, otherwise: tuple) -> None:
+    """Raises UserError for a number (NaN, too) that is out of its bounds: low, and high or None where there is none."""
+    for name, value in asdict(config).items():
+        low, high = bounds.get(name, otherwise)
+        if isinstance(value, (int, float)) and not low <= value <= (math.inf if high is None else high):
+            wanted = f"at least {low}" if high is None else f"from {low:g} to {high:g}"
+            raise UserError(f"--{name.replace('_', '-')} must be {wanted}, not {value}.")
 
 
 def one_sentence(main):

@@ -355,7 +355,9 @@ def test_strange_trees_are_no_fault(backend):
         deep = world.step(block("python3 -c 'import os\nfor i in range(3000): os.mkdir(\"d\"); os.chdir(\"d\")'; touch $'\\xff.py' $'\\xfe.out'; ls"))
         deep.observation.encode()
         assert world.score() == before and before.valid
-        world.step(block("ln -s data $'\\xfd.out'"))
+        world.step(block("ln -s data folder.out"))          # is no file, so it is not handed in
+        assert world.score() == before
+        world.step(block("ln -s data/train.csv $'\\xfd.out'"))
         found = world.step("```bash\nvalidate\n```")
         assert found.status == "invalid" and "is a link" in found.observation and found.observation.encode()
         world.step(block("rm -rf *.out d; python3 -c 'import os\nfor i in range(1200): os.mkdir(\"d\"); os.chdir(\"d\")'"))
