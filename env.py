@@ -44,68 +44,23 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parts import dojo, snapshot
-from parts.boot import readable
-from parts.containers import missing_requirements, needs_packages, prepared, prepared_image
-from parts.episode import Episode, Segment, in_thread, play                # noqa: F401  part of this module's interface
-from parts.grading import Score, collect, grade
-from parts.replies import extract_action, lift_bodies, typed_edits, unfinished
-from parts.sandbox import IMAGE, KINDS, ArtefactError, Result, Sandbox, SandboxFault      # noqa: F401
-from parts.sandbox import local_isolation, pick_backend                    # noqa: F401
-from parts.spares import SPARES
-from tasks import Task, UserError, load_task
+from flatlab.episode import mledojo_actions
+from flatlab.sandbox import snapshot
+from flatlab.episode.texts import FILE_COMMANDS_TEXT, first_message, position_text, run_text, score_text
+from flatlab.sandbox.boot import readable
+from flatlab.sandbox.docker import missing_requirements, needs_packages, prepared, prepared_image
+from flatlab.episode.episode import Episode, Segment, in_thread, play                # noqa: F401  part of this module's interface
+from flatlab.episode.grading import Score, collect, grade
+from flatlab.episode.actions import extract_action, lift_bodies, typed_edits, unfinished
+from flatlab.sandbox.sandbox import IMAGE, KINDS, Result, Sandbox      # noqa: F401
+from flatlab.errors import ArtefactError, SandboxFault, UserError
+from flatlab.sandbox.sandbox import local_isolation, pick_backend                    # noqa: F401
+from flatlab.sandbox.warm_pool import SPARES
+from flatlab.episode.task import Task
+from tasks import load_task
 
 LISTED_FILES = 60                                   # in the prompt
 MOUNT_BYTES = 16 << 20                              # larger public files are not copied into a local sandbox
-
-
-# ---------------------------------------------------------------------------------------------- texts
-
-
-def first_message(task: Task, workspace: str, files: list, count: int, network: bool = False) -> str:
-    """The prompt: task, way to reply, and what really lies in the workspace."""
-    names = [f"{path} ({size} bytes)" for path, size in files]
-    more = [f"... and {count - len(files)} more"] if count > len(files) else []
-    return "\n".join([
-        task.prompt.rstrip(), "",
-        "Reply with one block of bash commands:", "```bash", "ls", "```",
-        f"They run in {workspace}{'' if network else ' without network'}, and you see what they print.",
-        f"A block with only the word validate scores your {' and '.join(task.artefacts)}; "
-        "one with only submit ends the task.", "",
-        "Files:", *names, *more])
-
-
-def run_text(result: Result, timeout: float, memory: int) -> str:
-    """What the agent sees after a command."""
-    notes = [result.output.rstrip("\n") or "(no output)"]
-    if result.timed_out:
-        notes.append(f"[stopped at the time limit of {timeout:.0f} s, with all background processes]")
-    elif result.exit_code == 137:
-        notes.append(f"[exit code 137: killed, perhaps over the memory limit of {memory >> 20} MB]")
-    elif result.exit_code:
-        notes.append(f"[exit code {result.exit_code}]")
-    return "\n".join(notes)
-
-
-def score_text(score: Score, task: Task) -> str:
-    """What the agent sees after `validate`."""
-    if not score.valid:
-        return f"No score: {score.message}"
-    way = "higher" if task.higher_is_better else "lower"
-    return f"{score.split} {score.metric}: {score.value:.4f} (baseline {task.baseline:.4f}, {way} is better)"
-
-
-def position_text(score: Score) -> str:
-    """A line more for a competition with leaderboards."""
-    return "" if score.position is None else f"\nposition: {score.position:.4f} (share of the leaderboards that is not better)"
-
-
-FILE_COMMANDS_TEXT = """Beside bash there are these commands for files:
-open <file> [<line>], goto <line>, scroll_up, scroll_down: show part of a file; it is then the open file
-create <file>: an empty one, opened
-edit <first>:<last>, then the new lines, then a line end_of_edit: replaces lines of the open file
-insert <line>, then the new lines, then a line end_of_insert: adds lines behind that one
-search_dir <text> [<folder>], search_file <text> [<file>], find_file <pattern> [<folder>]"""
 
 
 # ---------------------------------------------------------------------------------------------- environment
@@ -200,20 +155,20 @@ class Env:
         """The first message for the workspace as it is now."""
         reply = self.sandbox.call("listing", most=LISTED_FILES)[0]
         files = [(readable(path), size) for path, size in reply["files"]]
-        more = {"mlgym": FILE_COMMANDS_TEXT, "mledojo": dojo.ACTIONS_TEXT}.get(self.task.source, "")
+        more = {"mlgym": FILE_COMMANDS_TEXT, "mledojo": mledojo_actions.ACTIONS_TEXT}.get(self.task.source, "")
         task = replace(self.task, prompt=f"{self.task.prompt}\n\n{more}") if more else self.task
         return first_message(task, self.sandbox.workspace, files, reply["count"], self.network and task.needs_network)
 
     def step(self, reply: str, timeout: float | None = None) -> Step:
         """Runs the action of one reply. timeout: seconds, the task's own when None."""
         begin, timeout = time.monotonic(), min(timeout or self.task.step_timeout, self.task.step_timeout)
-        request = dojo.json_action(reply) if self.task.source == "mledojo" else None
+        request = mledojo_actions.json_action(reply) if self.task.source == "mledojo" else None
         action, problem = (json.dumps(request), "") if request else extract_action(typed_edits(reply))
         word, score = (action or "").strip(), None
         if action is None:
             observation, status = f"Nothing was run. {problem}", "rejected"
         elif request:
-            observation, status, score = dojo.act(self, request, timeout)
+            observation, status, score = mledojo_actions.act(self, request, timeout)
         elif word == "submit":
             observation, status = "Submitted.", "submit"
         elif word == "validate":
@@ -359,7 +314,6 @@ def by_hand(task: str = "titanic", backend: str = "auto", image: str = IMAGE, ml
 
 if __name__ == "__main__":
     import tyro
-    from env import by_hand             # this file as the others know it
     try:
         tyro.cli(by_hand)
     except UserError as error:

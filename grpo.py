@@ -32,15 +32,16 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Literal
 
-import tyro
-
 import env
 import viz
-from parts import health, ranks, sft, sinks
-from parts.batch import Group, Piece, Tally, choose_tasks, columns, everyones, flat, micro_batches, pieces_of, use_values
-from parts.records import banner, begin, farewell, keep_best, record, restore, resume, say
-from policy import ENGINE_RANKS, ModelError, Policy, resolve_model
-from tasks import Task, UserError, improvement, load_task
+from flatlab.train import distributed, imitation, metrics
+from flatlab.runs import trackers
+from flatlab.train.batch import Group, Piece, Tally, choose_tasks, columns, everyones, flat, micro_batches, pieces_of, use_values
+from flatlab.train.checkpoint import banner, begin, farewell, keep_best, record, restore, resume, say
+from policy import ENGINE_RANKS, Policy, resolve_model
+from flatlab.errors import UserError
+from flatlab.episode.task import Task, improvement
+from tasks import load_task
 
 
 @dataclass
@@ -291,7 +292,7 @@ def make_batch(policy, groups: list[Group], cfg: Config, job) -> list[Piece]:
     return flat(batch)
 
 
-def update(policy, optimizer, batch: list[Piece], cfg: Config, job=ranks.Alone()) -> dict:
+def update(policy, optimizer, batch: list[Piece], cfg: Config, job=distributed.Alone()) -> dict:
     """cfg.epochs passes over the batch; every rank takes part, also one without pieces. Returns numbers for the row."""
     import torch
     if not job.sum(len(batch))[0]:
@@ -340,7 +341,7 @@ def update(policy, optimizer, batch: list[Piece], cfg: Config, job=ranks.Alone()
 async def evaluate(policy, tasks: list[Task], cfg: Config, job, seed: int, test=False) -> dict:
     """Mean score over cfg.eval_episodes at the sampling temperature; no valid artefact counts as the baseline."""
     plan = [tasks[i % len(tasks)] for i in range(cfg.eval_episodes)]
-    return health.judge(everyones(await play_groups(policy, plan, 1, cfg, seed, job, test=test), job), len(tasks) > 1)
+    return metrics.judge(everyones(await play_groups(policy, plan, 1, cfg, seed, job, test=test), job), len(tasks) > 1)
 
 
 async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job) -> str:
@@ -356,7 +357,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
     if state.step == 0 and cfg.eval_episodes:
         begin(policy, run, job, state, "before training", await evaluate(policy, tasks, cfg, job, held_out))
     if state.step == 0 and cfg.sft:
-        say(job, sft.warm_start(policy, tasks, cfg))
+        say(job, imitation.warm_start(policy, tasks, cfg))
         job.share(policy.parameters())
         policy.sync()
         if cfg.eval_episodes:
@@ -366,7 +367,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
         step, clock, busy = state.step, [time.perf_counter()], policy.engine_seconds
 
         # sample: P groups of G episodes from the current policy, faults leave their group
-        shares = [w * health.signal(rows, t.name, cfg.curriculum) for w, t in zip(cfg.task_weights, tasks)]
+        shares = [w * metrics.signal(rows, t.name, cfg.curriculum) for w, t in zip(cfg.task_weights, tasks)]
         plan = choose_tasks(tasks, shares, cfg.groups, seed=f"{cfg.seed} {step}")
         spares = choose_tasks(tasks, shares, cfg.max_groups - cfg.groups, seed=f"{cfg.seed} {step} spares")
         groups = await play_groups(policy, plan, cfg.group_size, cfg, cfg.seed * 10_007 + step, job, state.recent,
@@ -374,9 +375,9 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
         clock.append(time.perf_counter())
         busy = policy.engine_seconds - busy
         played = everyones(groups, job)
-        row = {"step": step, **health.describe(played, tasks)}
+        row = {"step": step, **metrics.describe(played, tasks)}
         if not cfg.eval_episodes:       # then the sampled episodes tell, of the adapter before its update
-            keep_best(policy, run, job, state, health.by_gain([*rows, row]))
+            keep_best(policy, run, job, state, metrics.by_gain([*rows, row]))
 
         # learn: from the groups whose rewards differ; meanwhile the next step's sandboxes start
         if step + 1 < cfg.steps:
@@ -392,14 +393,14 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
 
         # judge: held-out episodes now and then, alarms, a way back from a collapse
         row |= {**learned, "lr": optimizer.param_groups[0]["lr"], "bytes_between_ranks": job.sent()}
-        state.step, state.recent = step + 1, health.remember(state.recent, played)
+        state.step, state.recent = step + 1, metrics.remember(state.recent, played)
         if cfg.eval_episodes and (state.step % cfg.eval_every == 0 or state.step == cfg.steps):
             result = await evaluate(policy, tasks, cfg, job, held_out)
             row |= {f"eval_{'score_' * (key in ('mean', 'stderr'))}{key}": value for key, value in result.items()}
             keep_best(policy, run, job, state, result | {"step": step})
-        row["alarms"] = health.alarms(row, rows)
+        row["alarms"] = metrics.alarms(row, rows)
         rows.append(row)
-        if cfg.guard != "off" and (reason := health.collapse(rows[state.since:], cfg.kl_limit, cfg.eval_episodes and state.best)):
+        if cfg.guard != "off" and (reason := metrics.collapse(rows[state.since:], cfg.kl_limit, cfg.eval_episodes and state.best)):
             row["alarms"].append(restore(policy, optimizer, cfg, state, best, reason))
 
         # record: row, transcripts, checkpoint, plot; a step counts when its checkpoint is there, see resume()
@@ -464,13 +465,13 @@ def prepare(cfg: Config, job):
         if len(run.rows()) > 1 and not run.checkpoints():
             raise UserError(f"{run.dir} has steps but no checkpoint to go on from, and starting anew would erase them: "
                             "take another --name, or remove it.")
-        run.sinks = sinks.opened(run.dir, run.config, cfg.tensorboard, cfg.wandb)
+        run.sinks = trackers.opened(run.dir, run.config, cfg.tensorboard, cfg.wandb)
     return tasks, path or resolve_model("tiny"), why, run       # building the stand-in takes minutes: last
 
 
 def main() -> None:
     cfg = viz.parse_config(Config, sys.argv[1:])
-    job = ranks.join(timeout=24 * 3600)         # of waiting for the slowest; a dead one is noticed at once
+    job = distributed.join(timeout=24 * 3600)         # of waiting for the slowest; a dead one is noticed at once
     run = None
     signal.signal(signal.SIGINT, signal.default_int_handler)    # `nohup ... &` has it ignored, and the next line needs it
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))    # an orderly end, as with Ctrl-C

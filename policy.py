@@ -19,22 +19,24 @@ What is known of vLLM's insides is in weights.py.
 
 import asyncio
 import contextlib
-import io
 import itertools
 import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from parts.weights import ModelError, Slots, on_weights_of, served_model
+from flatlab.episode.episode import Sample
+from flatlab.errors import UserError
+from flatlab.train.lora_sync import Slots, on_weights_of, served_model
+from flatlab.train.tensors import save_tensors
 
 LORA_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TINY = Path(__file__).resolve().parent / "configs" / "tiny"      # the stand-in model
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256)   # what vLLM's LoRA buffers can be sized for
 
 
@@ -45,48 +47,27 @@ class ModelPath:
     is_tiny: bool          # the stand-in model
 
 
-@dataclass(frozen=True)
-class Sample:
-    tokens: list[int]      # the reply as sampled, its end token included when stop_reason is "stop"
-    logprobs: list[float]  # log-probability of each token under the sampling distribution (temperature applied)
-    text: str              # decoded for people and for the action extractor; never tokenised again
-    stop_reason: str       # "stop" (the model ended its turn) or "length" (cut at max_tokens)
-    version: int           # number of syncs before the request was sent
-
-
 def resolve_model(name: str) -> ModelPath:
-    """Finds the model before anything heavy is loaded; builds the stand-in on first use. Raises ModelError."""
+    """Finds the model before anything heavy is loaded. Raises UserError."""
     if name == "tiny":
-        script = str(Path(__file__).with_name("tiny.py"))
-        build = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True)
-        if build.returncode:
-            raise ModelError(f"the stand-in model cannot be built: `python tiny.py` ended with code {build.returncode}")
-        return ModelPath(build.stdout.strip().splitlines()[-1], None, True)
+        return ModelPath(str(TINY), None, True)
     folder = Path(name).expanduser()
     if (folder / "adapter_config.json").is_file():
         base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
         if base.startswith("/") and not Path(base).is_dir():
-            raise ModelError(f"the adapter {folder} was trained on {base}, which is not there any more")
-        return ModelPath(base, str(folder), Path(base).name.startswith("tiny-"))
+            raise UserError(f"the adapter {folder} was trained on {base}, which is not there any more")
+        return ModelPath(base, str(folder), Path(base).name == "tiny")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ModelError(f"{folder} holds neither a model (config.json) nor an adapter (adapter_config.json)")
-        return ModelPath(str(folder), None, folder.name.startswith("tiny-"))
+            raise UserError(f"{folder} holds neither a model (config.json) nor an adapter (adapter_config.json)")
+        return ModelPath(str(folder), None, folder.resolve() == TINY)
     from transformers import AutoConfig
     try:
         AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ModelError(f"unknown model {name!r}: no such folder, and the Hugging Face hub or its local cache does not "
+        raise UserError(f"unknown model {name!r}: no such folder, and the Hugging Face hub or its local cache does not "
                          f"give it ({type(error).__name__}); try --model tiny") from None
     return ModelPath(name, None, False)
-
-
-def save_tensors(content, path: Path) -> None:
-    """torch.save, but a full disk stays an OSError: torch.save itself turns it into a RuntimeError."""
-    import torch
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    path.write_bytes(buffer.getbuffer())
 
 
 class Policy:
@@ -355,12 +336,12 @@ class Policy:
     def sync(self) -> None:
         """Copies the trained adapter into the running engine; requests sent from now on are sampled from it.
 
-        Raises ModelError when the engine does not hold it afterwards.
+        Raises UserError when the engine does not hold it afterwards.
         """
         self._slots.push()
         if not self._slots.arrived():
             off, largest = self._slots.difference()
-            raise ModelError(f"the sync did not arrive: the engine's LoRA weights differ from the trainer's by {off:.2g}, "
+            raise UserError(f"the sync did not arrive: the engine's LoRA weights differ from the trainer's by {off:.2g}, "
                              f"which are at most {largest:.2g}; not training on samples of another policy")
         self.version += 1
         self.engine.reset_prefix_cache()        # frees stale blocks when idle; correctness comes from the salt
@@ -381,7 +362,7 @@ class Policy:
         """Compares with a random adapter, with one of zeros against the base model, and with the trained one again;
         returns the largest gap.
 
-        Raises ModelError when engine and trainer disagree: training on such samples would be wrong from the first step.
+        Raises UserError when engine and trainer disagree: training on such samples would be wrong from the first step.
         """
         import torch
         kept = [p.detach().clone() for p in self.parameters()]
@@ -398,7 +379,7 @@ class Policy:
         if max(gaps.values()) > self.gap_limit:
             import vllm
             found = ", ".join(f"{gap:.2g} with the {name}" for name, gap in gaps.items())
-            raise ModelError(f"engine and trainer disagree: log-probs differ by {found}; the limit is {self.gap_limit:g} "
+            raise UserError(f"engine and trainer disagree: log-probs differ by {found}; the limit is {self.gap_limit:g} "
                              f"nats (vLLM {vllm.__version__}, {self.dtype}); not training on samples of another policy")
         return max(gaps.values())
 
@@ -417,18 +398,18 @@ class Policy:
             save_tensors(self.value_head.state_dict(), Path(folder) / "value_head.pt")
 
     def load(self, folder) -> None:
-        """Reads an adapter written by `save`; call `sync()` afterwards. Raises ModelError when it does not fit."""
+        """Reads an adapter written by `save`; call `sync()` afterwards. Raises UserError when it does not fit."""
         from peft import set_peft_model_state_dict
         from safetensors.torch import load_file
         try:
             result = set_peft_model_state_dict(self.model, load_file(Path(folder) / "adapter_model.safetensors"))
         except (OSError, RuntimeError) as error:
-            raise ModelError(f"cannot load the adapter in {folder}: {str(error).splitlines()[0]}") from None
+            raise UserError(f"cannot load the adapter in {folder}: {str(error).splitlines()[0]}") from None
         if self.value_head and (Path(folder) / "value_head.pt").is_file():
             import torch
             self.value_head.load_state_dict(torch.load(Path(folder) / "value_head.pt", map_location=self.device, weights_only=True))
         if result.unexpected_keys:
-            raise ModelError(f"the adapter in {folder} has layers this model lacks, e.g. {result.unexpected_keys[0]}")
+            raise UserError(f"the adapter in {folder} has layers this model lacks, e.g. {result.unexpected_keys[0]}")
 
 
 # ---------------------------------------------------------------------------------------------- policies that do not train

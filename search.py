@@ -8,7 +8,7 @@
 
 One node:
 1. select: a rule picks a finished node to build on; the root is the measured baseline and costs nothing
-2. propose: the model lists strategies with their probabilities (parts/ideas.py), and one of them is taken
+2. propose: the model lists strategies with their probabilities (flatlab/tree/prompts.py), and one of them is taken
 3. expand: an episode in a copy of the parent's files, without its artefact, told a bounded summary instead of its talk
 4. the validation part scores it; a failure is a node as well, and can be debugged; one line goes to journal.jsonl
 
@@ -38,11 +38,16 @@ from typing import Literal
 
 import env
 import viz
-from parts import ideas, report, sinks, tables
-from parts.rules import select
-from parts.tree import Choice, Node, Tree, code_in, results, stable
-from policy import ModelError, Policy, resolve_model
-from tasks import UserError, degenerate, improvement, load_task
+from flatlab.tree import prompts
+from flatlab.runs import page, stats, trackers
+from flatlab.runs.views import plot_now_and_then
+from flatlab.tree.selection import select
+from flatlab.tree.tree import Choice, Node, Tree, code_in, results, stable
+from flatlab.errors import UserError
+from policy import Policy, resolve_model
+from flatlab.episode.sanity import degenerate
+from flatlab.episode.task import improvement
+from tasks import load_task
 
 Mode = Literal["none", "local", "uniform", "tail", "sequence"]
 Rule = Literal["bfs", "random", "greedy", "ucb", "open_ended", "softmax", "signals", "mcts", "evolution", "linear", "scientist"]
@@ -75,7 +80,7 @@ class Config:
     scope: Literal["parent", "global"] = "parent"  # global: prompts hold a summary of the whole tree
     reflection: bool = False  # one more call per node: what has the tree taught so far?
     # selection
-    select: Rule = "bfs"  # which node is built on next, see parts/rules.py
+    select: Rule = "bfs"  # which node is built on next, see flatlab/tree/selection.py
     branching: int = 3  # bfs, mcts: children per node
     depth: int = 2  # bfs: levels below the root
     breadth: int = 3  # random, ucb, open-ended, softmax, signals: so many children of the root first
@@ -115,15 +120,15 @@ async def scientist(t: Tree, cfg: Config) -> Choice:
     """The model reads the tree, looks into some nodes and names the next parent and strategy; it keeps five notes."""
     nodes, choice = [t.nodes["0"], *t.finished], Choice("0", reason="the reply named no experiment that exists")
     notes = [n.decision["memory"] for n in t.finished if n.decision.get("memory")][-5:]
-    talk = [{"role": "user", "content": ideas.LOOK.format(
-        about=ideas.about(t.task), tree=ideas.tree_lines(nodes), notes="".join(f"Note: {note}\n" for note in notes),
+    talk = [{"role": "user", "content": prompts.LOOK.format(
+        about=prompts.about(t.task), tree=prompts.tree_lines(nodes), notes="".join(f"Note: {note}\n" for note in notes),
         left=cfg.nodes - t.executed())}]
     look = await chat(t, choice, talk, "look", t.started())
-    inspected = [i for i in map(int, ideas.NUMBER.findall(ideas.fields(look).get("inspect", ""))) if 0 < i < len(nodes)][:3]
+    inspected = [i for i in map(int, prompts.NUMBER.findall(prompts.fields(look).get("inspect", ""))) if 0 < i < len(nodes)][:3]
     talk += [{"role": "assistant", "content": look},
-             {"role": "user", "content": ideas.CHOOSE.format(details=ideas.details(nodes, inspected, summary_chars(cfg)))}]
-    reply = ideas.fields(await chat(t, choice, talk, "choose", t.started()))
-    number = ideas.NUMBER.search(reply.get("parent", ""))
+             {"role": "user", "content": prompts.CHOOSE.format(details=prompts.details(nodes, inspected, summary_chars(cfg)))}]
+    reply = prompts.fields(await chat(t, choice, talk, "choose", t.started()))
+    number = prompts.NUMBER.search(reply.get("parent", ""))
     if number and int(number[0]) < len(nodes):
         choice.parent, choice.reason, choice.idea = nodes[int(number[0])].id, "chosen by the model", reply.get("strategy", "")
     choice.mode = reply.get("mode", "").lower() if reply.get("mode", "").lower() in ("explore", "exploit") else ""
@@ -167,8 +172,8 @@ def summary_chars(cfg: Config) -> int:
 
 
 def summary(t: Tree) -> str:
-    tried = set().union(*(ideas.families(n.idea) for n in t.finished if n.idea))
-    return ideas.summary_of_tree(t.finished, set(ideas.FAMILIES) - tried, lambda n: n.gain) if t.cfg.scope == "global" else ""
+    tried = set().union(*(prompts.families(n.idea) for n in t.finished if n.idea))
+    return prompts.summary_of_tree(t.finished, set(prompts.FAMILIES) - tried, lambda n: n.gain) if t.cfg.scope == "global" else ""
 
 
 async def list_ideas(t: Tree, node: Node) -> list:
@@ -176,16 +181,16 @@ async def list_ideas(t: Tree, node: Node) -> list:
     cfg, found = t.cfg, {}
     k = max(cfg.k, cfg.branching) if cfg.select == "bfs" else cfg.k
     siblings = [child for child in t.children(node.parent) if child is not node]
-    prompt = ideas.ask(t.task, node.mode, k, cfg.tau, cfg.vs_variant, t.ground(node.parent), siblings, summary(t))
+    prompt = prompts.ask(t.task, node.mode, k, cfg.tau, cfg.vs_variant, t.ground(node.parent), siblings, summary(t))
     talk = [{"role": "user", "content": prompt}]
     for call in range(1 + (math.ceil(k / 2) if cfg.vs_variant == "multi" else 1)):
         if len(found) < k:
             reply = await chat(t, node, talk, t.call_of(node), "ideas", call)
-            for idea, stated in ideas.parse(reply):
-                found.setdefault(ideas.same(idea), (idea, stated))
+            for idea, stated in prompts.parse(reply):
+                found.setdefault(prompts.same(idea), (idea, stated))
             missing = min(2, k - len(found)) if cfg.vs_variant == "multi" else k - len(found)
-            talk += [{"role": "assistant", "content": reply}, {"role": "user", "content": ideas.MORE.format(k=missing)}]
-    return ideas.in_order(list(found.values())[:k], cfg.use_probability, random.Random(stable(t.seed, t.call_of(node), "order")))
+            talk += [{"role": "assistant", "content": reply}, {"role": "user", "content": prompts.MORE.format(k=missing)}]
+    return prompts.in_order(list(found.values())[:k], cfg.use_probability, random.Random(stable(t.seed, t.call_of(node), "order")))
 
 
 async def propose(t: Tree, node: Node) -> None:
@@ -204,7 +209,7 @@ async def propose(t: Tree, node: Node) -> None:
         if number < len(node.ideas):
             node.idea, node.probability = node.ideas[number]
     if t.cfg.reflection and t.finished:
-        text = ideas.REFLECT.format(about=ideas.about(t.task), tree=ideas.tree_lines([t.nodes["0"], *t.finished]))
+        text = prompts.REFLECT.format(about=prompts.about(t.task), tree=prompts.tree_lines([t.nodes["0"], *t.finished]))
         node.decision["reflection"] = (await chat(t, node, [{"role": "user", "content": text}], node.id, "reflect"))[:600]
 
 
@@ -245,7 +250,7 @@ async def play(t: Tree, node: Node, parents: list[Node]) -> tuple[env.Episode, b
             box, Counted(t.policy, node), seed=node.seed, max_turns=cfg.max_actions, max_reply_tokens=cfg.max_reply_tokens,
             max_observation_tokens=cfg.max_observation_tokens, temperature=cfg.temperature,
             time_limit=max(1.0, min(60 * cfg.node_minutes, left)),
-            extra_user_text=ideas.situation(node, parents, summary_chars(cfg), about_tree))
+            extra_user_text=prompts.situation(node, parents, summary_chars(cfg), about_tree))
         if episode.status != "fault":
             with contextlib.suppress(env.SandboxFault):     # too large: the score counts, but nothing can build on this node
                 files = await env.in_thread(box.snapshot)
@@ -273,7 +278,7 @@ async def expand(t: Tree, node: Node) -> None:
         node.score, node.gain, node.valid = score.value, improvement(score.value, t.task), True
     else:
         bad = [turn["observation"] for turn in episode.turns if turn["status"] in ("error", "timeout", "rejected")][-1:]
-        node.error = ideas.clip("\n".join([*bad, score.message if score else episode.fault]), 2000)
+        node.error = prompts.clip("\n".join([*bad, score.message if score else episode.fault]), 2000)
     node.code, old = code_in(files, t.task), parents[0].code if parents else {}
     node.diff = "".join("".join(difflib.unified_diff(old.get(name, "").splitlines(True), text.splitlines(True), name, name))
                         for name, text in node.code.items()) if parents else ""
@@ -359,7 +364,7 @@ async def search(trees: list[Tree], policy, workers: int) -> None:
         async with asyncio.TaskGroup() as group:       # one is cancelled or breaks: all are, and every sandbox is closed
             for _ in range(workers):
                 group.create_task(worker(trees, changed, say))
-    except* (UserError, ModelError) as broken:
+    except* UserError as broken:
         raise broken.exceptions[0] from None
 
 
@@ -419,7 +424,7 @@ def prepare(cfg: Config):
         name = grid / f"{task.name}-{mode}-{seed}" if grid else Path("logs") / (cfg.name or f"{kind}-{task.name}-{mode}-{model}-{seed}")
         run = viz.open_run(name, asdict(cfg) | {"task": task.name, "sampling_mode": mode, "seed": seed, "name": name.name}, MAY_CHANGE)
         (run.dir / "nodes").mkdir(exist_ok=True)
-        run.sinks = sinks.opened(run.dir, run.config, cfg.tensorboard, cfg.wandb)
+        run.sinks = trackers.opened(run.dir, run.config, cfg.tensorboard, cfg.wandb)
         trees.append(Tree(task, mode, seed, cfg, run))
         trees[-1].closed = run.results().get("status") == "finished" and bool(trees[-1].spent() or run.results()["stopped_by"] == "tree")
     return trees, grid, path, tiny, why
@@ -427,7 +432,7 @@ def prepare(cfg: Config):
 
 def make_policy(cfg: Config, path):
     if cfg.engine == "api":
-        from parts.endpoint import Endpoint
+        from flatlab.tree.endpoint import Endpoint
         return Endpoint(cfg.url, cfg.model, context=cfg.context, temperature=cfg.temperature)
     path = path or resolve_model(cfg.model)
     if cfg.engine == "hf":
@@ -464,27 +469,27 @@ def main() -> None:
                 t.run.result(status="interrupted")
         print(f"\ninterrupted; the same command continues {where}: only nodes that were running are run again", file=sys.stderr)
         sys.exit(130)
-    except (UserError, ModelError) as error:
+    except UserError as error:
         for t in trees:
             if not t.closed:
                 t.run.result(status=f"stopped: {error}")
         raise
     cells = [t.run.results() for t in trees]
-    rows = tables.grid_table(cells)
-    print(f"\n{tables.text_of(rows)}")
+    rows = stats.grid_table(cells)
+    print(f"\n{stats.text_of(rows)}")
     if grid:
         viz.write_whole(grid / "result.json", json.dumps(viz.plain({"cells": cells, "table": rows}, finite=True), indent=1) + "\n")
-        viz.write_whole(grid / "table.txt", tables.text_of(rows) + "\n")
+        viz.write_whole(grid / "table.txt", stats.text_of(rows) + "\n")
     else:                       # the pictures of a grid take minutes: viz.py draws them when somebody wants to look
-        trees[0].run.plot(always=True)
-        report.write([viz.read_run(where)], where / "report.html")
+        plot_now_and_then(trees[0].run, always=True)
+        page.write([viz.read_run(where)], where / "report.html")
         best, cell = trees[0].best(), cells[0]
         test = "none" if cell["test_score"] is None else f"{cell['test_score']:.4f}"
         print(f"\nbest     {best.id}: validation {best.score:.4f}, test {test}, baseline {cell['baseline']:.4f}   {best.idea}")
         if cell["node_stderr"] is not None:
             print(f"nodes    {cell['node_mean']:.4f} ± {cell['node_stderr']:.4f} on average (validation, "
                   f"n={cell['nodes'] - cell['faults']}, failed ones count with the baseline), {cell['valid_share']:.0%} valid")
-        print(f"tree: {where}/tree.png   page: {where}/report.html", end="   ")
+        print(f"tree: {where}/tree.png   page: {where}/page.html", end="   ")
     print(f"everything: {where}   (python viz.py {where})")
 
 

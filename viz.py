@@ -1,13 +1,13 @@
 """Look at runs, finished or running: pictures, one offline page, transcripts in the terminal.
 
-    python viz.py logs/<run>                      summary, pictures and report.html of one run
+    python viz.py logs/<run>                      summary, pictures and page.html of one run
     python viz.py logs/*                          compare runs: grouped by config without seed, mean and spread
     python viz.py logs/<run> --list               episodes, or the tree of a search; with --status only some
     python viz.py logs/<run> --episode 12.3       a transcript: step 12, number 3; of a search: --episode 0.2.1
     python viz.py logs/<run> --best               or --worst, or --compare 12.3 0.7
     python viz.py logs/<run> --watch              again and again while it goes on
 
-The other scripts write their run directories through this module as well; what is in them says parts/runs.py.
+The other scripts write their run directories through this module as well; what is in them says flatlab/runs/store.py.
 """
 
 import os
@@ -22,11 +22,12 @@ from typing import Literal
 
 import tyro
 
-from parts import plots, searchplots
-from parts.runs import (Record, Run, check_numbers, duration, find_runs, json_line, number, one_sentence, open_run,  # noqa: F401
+from flatlab.runs import plots, search_plots
+from flatlab.runs.views import plot
+from flatlab.runs.store import (Record, Run, check_numbers, duration, find_runs, json_line, number, one_sentence, open_run,  # noqa: F401
                         parse_config, plain, read_mapping, read_rows, read_run, step_line, temporary, to_disk, transcripts,
                         write_whole)
-from tasks import UserError
+from flatlab.errors import UserError
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Options:
     watch: bool = False  # refresh until the runs have ended
     every: float = 5.0  # seconds between two looks of --watch
     format: Literal["png", "pdf", "svg"] = "png"  # of the pictures
-    report: bool = True  # write report.html
+    report: bool = True  # write page.html
     tensorboard: bool = False  # also send rows and transcripts to TensorBoard, in <run>/tensorboard
     wandb: bool = False  # also send them to Weights & Biases; WANDB_MODE=offline works
 
@@ -140,10 +141,10 @@ def list_lines(record: Record, status: str) -> list[str]:
                         f"{len(item['turns']):>5} "
                         f"{item['tokens'] or 0:>6.0f} {item['seconds'] or 0:>6.1f}  {clean(item['status'])}"
                         for item in wanted]
-    by_id, path = {item["id"]: item for item in wanted}, searchplots.best_path(record)
+    by_id, path = {item["id"]: item for item in wanted}, search_plots.best_path(record)
     baseline = number(record.result.get("baseline"))
     lines = [f"* 0  baseline {'?' if baseline is None else f'{baseline:.4g}'}"]
-    for id, (_, depth, _) in searchplots.layout(record.rows).items():
+    for id, (_, depth, _) in search_plots.layout(record.rows).items():
         if id in by_id:
             item = by_id[id]
             line = (f"{'* ' if id in path else '  '}{'  ' * (0 if status else min(depth, 20))}{clean(id):<10} "
@@ -226,35 +227,10 @@ def node_summary(record: Record) -> list[str]:
         seconds, tokens = (plots.mean([v for v in plots.series(rows, key) if v == v]) for key in ("seconds", "tokens"))
         lines.append(f"{clean(op):12} {len(rows):>6} {len(scores):>6} {len(rows) - len(scores) - faults:>6} "
                      f"{faults:>6} {mean:>11} {best:>9} {seconds:>7.1f} {tokens:>8.0f}")
-    return [*lines, "", "best path            " + " > ".join(searchplots.best_path(record))]
+    return [*lines, "", "best path            " + " > ".join(search_plots.best_path(record))]
 
 
 # ------------------------------------------------------------------ pictures and pages
-
-
-def plot(run_dir, format="png") -> list[Path]:
-    """Draw the views of one run into its directory: curves (training), or tree and search (search).
-
-    format: png, pdf or svg; the last two for papers: each panel also alone, in panels/. Returns the paths. Raises UserError when there is nothing to draw.
-    """
-    record = run_dir if isinstance(run_dir, Record) else read_run(run_dir)
-    groups = [plots.Group(record.name, plots.BLUE, [record])]
-    panels = plots.TRAINING if record.kind == "grpo" else searchplots.SEARCH
-    single = [] if format == "png" else plots.save_panels(panels, groups, record.dir / "panels", format)
-    if record.kind == "grpo":
-        with plots.figure_of(19, 11.5) as figure:
-            plots.draw_panels(figure, plots.TRAINING, groups, 4)
-            bold = f"   (bold: running mean of {plots.window_of(record.rows)} steps)"
-            figure.suptitle(plots.shorten(plots.heading(record), 200) + bold)
-            return [plots.save(figure, record.dir / f"curves.{format}"), *single]
-    with plots.figure_of(*searchplots.tree_size(record)) as figure:
-        searchplots.draw_tree(figure, record)
-        figure.suptitle(plots.shorten(plots.heading(record), 120), fontsize=10)
-        paths = [plots.save(figure, record.dir / f"tree.{format}")]
-    with plots.figure_of(15, 8.5) as figure:
-        plots.draw_panels(figure, searchplots.SEARCH, groups, 3)
-        figure.suptitle(plots.shorten(plots.heading(record), 160))
-        return [*paths, plots.save(figure, record.dir / f"search.{format}"), *single]
 
 
 def refresh(records: list[Record], options: Options) -> list[Path]:
@@ -264,11 +240,11 @@ def refresh(records: list[Record], options: Options) -> list[Path]:
     if len(records) == 1:
         paths += plot(records[0], options.format)
     else:
-        from parts import compare
+        from flatlab.runs import compare
         paths += compare.plot_many(records, folder, options.format)
     if options.report:
-        from parts import report
-        paths.append(report.write(records, folder / "report.html", watching=options.watch))
+        from flatlab.runs import page
+        paths.append(page.write(records, folder / "report.html", watching=options.watch))
     return paths
 
 
@@ -309,9 +285,9 @@ def row_line(record: Record, row: dict, header: bool) -> str:
 def send(records: list[Record], options: Options):
     """Optional sinks, from the same rows; what was sent before is not sent again by this process."""
     if options.tensorboard or options.wandb:
-        from parts import sinks
+        from flatlab.runs import trackers
         for record in records:
-            sinks.send(record, options.tensorboard, options.wandb)
+            trackers.send(record, options.tensorboard, options.wandb)
 
 
 # ------------------------------------------------------------------ start
@@ -333,7 +309,7 @@ def main(options: Options):
     if len(records) == 1:
         print(summary(records[0]))
     else:
-        from parts import compare
+        from flatlab.runs import compare
         print(compare.table(records))
     print("", *(f"wrote {path}" for path in refresh(records, options)), sep="\n")
 

@@ -73,9 +73,11 @@ def env(args):
     """Overheads of the sandboxes that are there, and MLGym's."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from env import Env, UserError, local_isolation
-    from parts.grading import grades
-    from parts.sandbox import IMAGE, docker_problem
+    from env import Env
+    from flatlab.errors import UserError
+    from flatlab.sandbox.sandbox import local_isolation
+    from flatlab.episode.grading import grades
+    from flatlab.sandbox.sandbox import IMAGE, docker_problem
     from tasks import load_task
     task, rows, step = load_task("titanic", "", ""), [], {}
     backends = []
@@ -165,7 +167,7 @@ def mlgym_step():
     """(median seconds of MLGymEnv.communicate, note) or (None, why not)."""
     import shutil
 
-    from parts.sandbox import IMAGE
+    from flatlab.sandbox.sandbox import IMAGE
     root = os.environ.get("MLGYM_ROOT")
     if not root or not shutil.which("docker"):
         return None, "needs $MLGYM_ROOT and the docker command"
@@ -181,7 +183,7 @@ def mlgym_step():
 def resources(disk=False):
     """What a process can leak: kB of memory, threads, file descriptors, containers and folders in /tmp of ours; with disk
     also kB in these folders, and kB that Docker holds in images and containers."""
-    from parts.sandbox import IMAGE, docker_api, docker_problem
+    from flatlab.sandbox.sandbox import IMAGE, docker_api, docker_problem
     memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
     boxes = [] if docker_problem(IMAGE) else docker_api().containers(all=True, filters={"label": "flatlab.owner"})
     ours = [box for box in boxes if f":{os.getpid()}:" in box["Labels"]["flatlab.owner"]]
@@ -206,7 +208,7 @@ def episodes_in_a_row(backend, count, say=lambda done: None, disk=False):
             begin = resources(disk)
         play(task, backend, 3 + n % 300, FAILING if n % 10 == 5 else EPISODE)
         say(n + 1)
-    from parts.spares import SPARES
+    from flatlab.sandbox.warm_pool import SPARES
     SPARES.close()
     time.sleep(1)
     return begin, resources(disk)
@@ -214,7 +216,7 @@ def episodes_in_a_row(backend, count, say=lambda done: None, disk=False):
 
 def soak(args):
     """args.count episodes in a row without growth."""
-    from env import pick_backend
+    from flatlab.sandbox.sandbox import pick_backend
     backend, begin = pick_backend(args.backend, model_is_tiny=True)[0], time.perf_counter()
     before, after = episodes_in_a_row(backend, args.count, lambda n: n % 100 or print(f"{n} episodes", file=sys.stderr, flush=True), disk=True)
     rows = [(name, f"{before[name]} -> {after[name]}", "after the first tenth, at the end") for name in before]
@@ -255,8 +257,9 @@ def ours_step(folder, steps):
     import torch
 
     import grpo
-    from env import Episode, Score, Segment
-    from parts.ranks import Alone
+    from flatlab.episode.episode import Episode, Segment
+    from flatlab.episode.grading import Score
+    from flatlab.train.distributed import Alone
     from tasks import load_task
     policy, _ = random_policy(folder, lora_rank=16, lora_alpha=32, context=512)
     task, job = load_task("titanic", "", ""), Alone()
@@ -291,8 +294,8 @@ TRL = r"""
 import json, sys, time
 import torch
 from datasets import Dataset
-from peft import LoraConfig
-from transformers import TrainerCallback
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 model, steps, prompts, episodes, tokens, vllm = sys.argv[1], *map(int, sys.argv[2:])
 lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, task_type="CAUSAL_LM",
@@ -456,8 +459,6 @@ import resource, sys, time, torch
 folder, tokens, vocabulary, way = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 import conftest
 from policy import Policy
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 torch.manual_seed(0)
 policy = Policy.__new__(Policy)
 policy.device, policy.dtype, policy.temperature, policy.packing, policy.value_head = "cpu", torch.float32, 1.0, way == "packed", None

@@ -11,7 +11,8 @@ import pytest
 from test_sandbox import ISOLATED
 
 from env import Env
-from tasks import TASKS_DIR, load_task, read_yaml
+from flatlab.episode.loaders import TASKS_DIR, read_yaml
+from tasks import load_task
 
 MLGYM = os.environ.get("MLGYM_ROOT")            # before conftest.py hides it
 attack = pytest.mark.attack

@@ -8,11 +8,13 @@ import pytest
 from test_sandbox import EVERYWHERE, PROJECT, needs_docker
 
 import env
-from env import Env, check_needs, extract_action, lift_bodies, typed_edits, unfinished
-from parts import containers
-from parts.sandbox import IMAGE, Sandbox, SandboxFault
-from parts.spares import SPARES
-from tasks import UserError, load_task
+from env import Env, check_needs
+from flatlab.episode.actions import extract_action, lift_bodies, typed_edits, unfinished
+from flatlab.sandbox import docker
+from flatlab.sandbox.sandbox import IMAGE, Sandbox
+from flatlab.errors import SandboxFault, UserError
+from flatlab.sandbox.warm_pool import SPARES
+from tasks import load_task
 
 
 @pytest.fixture(scope="module", params=EVERYWHERE)
@@ -272,7 +274,7 @@ for folder in sys.path:
 def big_task(tmp_path):
     (tmp_path / "big.bin").write_bytes(b"7" * (9 << 20))
     yield replace(load_task("titanic", "", ""), name="flatlab test", public={"data/big.bin": tmp_path / "big.bin"})
-    api = containers.docker_api()
+    api = docker.docker_api()
     for image in api.images("flatlab/flatlab-test"):
         for tag in image["RepoTags"]:
             api.remove_image(tag, force=True)
@@ -281,22 +283,22 @@ def big_task(tmp_path):
 @needs_docker
 def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
     small = load_task("titanic", "", "")
-    assert containers.prepared_image(small, IMAGE, False, None) == IMAGE           # nothing to prepare
+    assert docker.prepared_image(small, IMAGE, False, None) == IMAGE           # nothing to prepare
     with Env(big_task, "docker") as world:
         assert "data/big.bin (9437184 bytes)" in world.reset() and world.sandbox.image.startswith("flatlab/flatlab-test:")
         assert do(world, "echo x >> data/big.bin; ls -l data")[1] == "ok"
         first = world.sandbox.image
     for name in ("build_image", "content_key"):
-        monkeypatch.setattr(containers, name, lambda *_: pytest.fail("looked for again"))
+        monkeypatch.setattr(docker, name, lambda *_: pytest.fail("looked for again"))
     with Env(big_task, "docker") as world:
         world.reset()
         assert world.sandbox.image == first and said(world, "stat -c %s data/big.bin") == str(9 << 20)
     monkeypatch.undo()
-    containers.prepared.clear()                                                     # as a later process
-    monkeypatch.setattr(containers, "build_image", lambda *_: pytest.fail("built again"))
-    assert containers.prepared_image(big_task, IMAGE, False, None) == first
+    docker.prepared.clear()                                                     # as a later process
+    monkeypatch.setattr(docker, "build_image", lambda *_: pytest.fail("built again"))
+    assert docker.prepared_image(big_task, IMAGE, False, None) == first
     monkeypatch.undo()
-    containers.docker_api().remove_image(first, force=True)                         # by somebody else
+    docker.docker_api().remove_image(first, force=True)                         # by somebody else
     with Env(big_task, "docker") as world:
         SPARES.close()
         with pytest.raises(SandboxFault):
@@ -304,7 +306,7 @@ def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
         assert "data/big.bin" in world.reset()
     path = big_task.public["data/big.bin"]
     path.write_bytes(b"8" * (9 << 20))                                              # another content: another image
-    containers.prepared.clear()
+    docker.prepared.clear()
     with Env(big_task, "docker") as world:
         world.reset()
         assert world.sandbox.image != first and said(world, "head -c 3 data/big.bin") == "888"
@@ -315,26 +317,26 @@ def test_requirements_are_installed_once_or_named(big_task, tmp_path):
     needed = tmp_path / "requirements.txt"
     needed.write_text("# ours\nnumpy>=1\nflatlab-test==1.0  # not there\n-e git+x\n")
     task = replace(big_task, public={}, requirements=needed)
-    assert containers.requirement_names(needed) == ["numpy", "flatlab-test"]
+    assert docker.requirement_names(needed) == ["numpy", "flatlab-test"]
     with pytest.raises(UserError, match="needs the packages in .*requirements.txt; with --network they are installed once"):
         Env(task, "docker").reset()
     box = Sandbox("docker")
-    assert containers.missing_requirements(box, task) == ["flatlab-test"]
+    assert docker.missing_requirements(box, task) == ["flatlab-test"]
     box.close()
 
     def with_pip(network):                                      # the stand-in of the image has none
         box = Sandbox("docker")
         box.put({"pip/__main__.py": PIP.encode()})
         return box
-    name = containers.prepared_image(task, IMAGE, True, with_pip)
+    name = docker.prepared_image(task, IMAGE, True, with_pip)
     assert name.startswith("flatlab/flatlab-test:")
     box = Sandbox("docker", image=name)
-    assert containers.missing_requirements(box, task) == []
+    assert docker.missing_requirements(box, task) == []
     box.close()
     needed.write_text("broken\n")
-    containers.prepared.clear()
+    docker.prepared.clear()
     with pytest.raises(UserError, match="cannot be installed in the image .no such package"):
-        containers.prepared_image(task, IMAGE, True, with_pip)
+        docker.prepared_image(task, IMAGE, True, with_pip)
 
 
 @pytest.mark.parametrize("backend", EVERYWHERE[1:])

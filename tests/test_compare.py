@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from parts import compare, plots
-from parts.runs import Record, node_row
+from flatlab.runs import compare, plots
+from flatlab.runs.store import Record, node_row
 
 GRPO = {"task": ["titanic"], "model": "/x/tiny", "lr": 1e-3, "steps": 2, "groups": 2, "group_size": 4}
 SEARCH = {"task": "titanic", "sampling_mode": "tail", "select": "ucb", "model": "tiny"}
@@ -56,7 +56,7 @@ def test_failures_and_runs_without_any_score_are_counted():
 
 
 def test_best_so_far_follows_the_direction_and_starts_at_the_baseline():
-    from parts.searchplots import best_so_far, value_at
+    from flatlab.runs.search_plots import best_so_far, value_at
 
     down = best_so_far(searched(scores=(0.6, 0.3, None, 0.4), higher=False), "nodes")
     assert down == [(0.0, 0.5), (1.0, 0.5), (2.0, 0.3), (3.0, 0.3), (4.0, 0.3)]

@@ -6,9 +6,10 @@ from test_env import do
 from test_external_tasks import ROWS, answers, dojo, only_what_a_test_names    # noqa: F401  fixtures
 from test_sandbox import ISOLATED
 
-from env import Env, SandboxFault
-from parts.dojo import json_action
-from parts.grading import grades
+from env import Env
+from flatlab.errors import SandboxFault
+from flatlab.episode.mledojo_actions import json_action
+from flatlab.episode.grading import grades
 from tasks import load_task
 
 

@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from parts import endpoint
-from policy import ModelError
+from flatlab.tree import endpoint
+from flatlab.errors import UserError
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_what_can_pass_is_tried_again(server, monkeypatch):
     assert ask(url).text == "hello" and len(seen) == 4
     assert pauses[0] == 3 and 8 < pauses[1] <= 10 and 2 <= pauses[2] <= 4
     script += [(502, b"", {})] * 4
-    with pytest.raises(ModelError, match="after 4 attempts: 502"):
+    with pytest.raises(UserError, match="after 4 attempts: 502"):
         ask(url)
 
 
@@ -92,7 +92,7 @@ def test_what_cannot_pass_is_not(server):
     url, script, seen = server
     for status in (400, 401, 404, 422):
         script.append((status, {"error": {"message": "no such thing"}}, {}))
-        with pytest.raises(ModelError, match=f"refuses.*{status}.*no such thing"):
+        with pytest.raises(UserError, match=f"refuses.*{status}.*no such thing"):
             ask(url)
     assert len(seen) == 4
     script.append((400, {"error": "This model's maximum context length is 8192 tokens"}, {}))
@@ -100,7 +100,7 @@ def test_what_cannot_pass_is_not(server):
         ask(url)
     for nonsense in (b"<html>", {"choices": []}, [1]):
         script.append((200, nonsense, {}))
-        with pytest.raises(ModelError, match="does not answer"):
+        with pytest.raises(UserError, match="does not answer"):
             ask(url)
 
 
@@ -112,7 +112,7 @@ def test_it_adapts_to_other_names_of_the_limit(server):
 
 
 def test_nobody_is_there():
-    with pytest.raises(ModelError, match="does not answer after 1 attempts"):
+    with pytest.raises(UserError, match="does not answer after 1 attempts"):
         ask("http://127.0.0.1:9/v1", retries=0)
 
 
@@ -147,7 +147,7 @@ def test_a_real_vllm_server(random_model, tmp_path):
         async def wrong(name, count):
             other = endpoint.Endpoint(f"http://127.0.0.1:{port}/v1", name, context=10 ** 6)
             return await other.sample(other.render([{"role": "user", "content": "x" * count}]), 12)
-        with pytest.raises(ModelError, match="refuses"):
+        with pytest.raises(UserError, match="refuses"):
             asyncio.run(wrong("another", 5))
         with pytest.raises(OverflowError):
             asyncio.run(wrong("m", 5000))

@@ -13,9 +13,13 @@ import pytest
 from test_sandbox import ISOLATED
 
 import env
-from env import Env, Score, extract_action, run_episode
-from parts.sandbox import Sandbox, SandboxFault
-from tasks import Task, load_task
+from env import Env, run_episode
+from flatlab.episode.grading import Score
+from flatlab.episode.actions import extract_action
+from flatlab.sandbox.sandbox import Sandbox
+from flatlab.errors import SandboxFault
+from flatlab.episode.task import Task
+from tasks import load_task
 
 CANARY = "canary,4b1d,of,the,hidden,answers"
 

@@ -18,7 +18,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tasks
-from tasks import TASKS_DIR, UserError, load_task, parse_grade
+from flatlab.episode import loaders
+from flatlab.episode.loaders import TASKS_DIR
+from flatlab.errors import UserError
+from tasks import load_task
+from flatlab.episode.task import parse_grade
 
 MLGYM, DOJO = os.environ.get("MLGYM_ROOT"), os.environ.get("MLEDOJO_REPO")
 real_mlgym = pytest.mark.skipif(not MLGYM, reason="set MLGYM_ROOT to a checkout of MLGym")
@@ -161,7 +165,7 @@ def test_mlgym_split_is_generated_once_and_elsewhere(mlgym, monkeypatch):
     assert content(mlgym) == before
     assert set(task.public) == {"baseline.py", "data/train.csv", "data/test.csv"} and task.metric == "r2"
     assert "40" in task.hidden["data/answer.csv"].read_text() and "40" not in task.public["data/test.csv"].read_text()
-    monkeypatch.setattr(tasks.subprocess, "run", None)              # from the cache
+    monkeypatch.setattr(loaders.subprocess, "run", None)              # from the cache
     assert load_task("regressionKaggleHousePrice", mlgym) == task
     monkeypatch.undo()
     script = mlgym / "data/regressionKaggleHousePrice/_helpers/_generate_split.py"
@@ -461,7 +465,8 @@ def test_dojo_metric_that_cannot_be_loaded(dojo, tmp_path):
 def in_a_sandbox(request):
     """A function that grades in a sandbox of one backend: MLGym's graders have paths in them that only exist there."""
     import env
-    from parts import grading, sandbox
+    from flatlab.episode import grading
+    from flatlab.sandbox import sandbox
     problem = sandbox.docker_problem(sandbox.IMAGE) if request.param == "docker" else \
         "" if sandbox.local_isolation()[0] else "this machine has no namespaces for a local sandbox"
     if problem:
@@ -655,7 +660,7 @@ def test_degenerate_is_what_was_found_or_is_known(mlgym):
     ("titanik", 2, ["did you mean titanic"]),
 ])
 def test_command(tmp_path, name, code, words):
-    from parts import sandbox
+    from flatlab.sandbox import sandbox
     if code == 0 and not sandbox.local_isolation()[0]:
         pytest.skip("this machine has no namespaces for a local sandbox")
     argv = [sys.executable, str(Path(tasks.__file__)), name, "--backend", "local"]
@@ -666,7 +671,7 @@ def test_command(tmp_path, name, code, words):
 
 
 def test_command_with_a_sandbox_that_breaks_says_one_sentence(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import parts.sandbox as s\ndef broken(*_, **__): raise s.SandboxFault('no daemon')\ns.Sandbox.__init__ = broken\n")
+    (tmp_path / "sitecustomize.py").write_text("import flatlab.sandbox.sandbox as s\ndef broken(*_, **__): raise s.SandboxFault('no daemon')\ns.Sandbox.__init__ = broken\n")
     environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(tasks.__file__).parent}"}
     done = subprocess.run([sys.executable, str(Path(tasks.__file__)), "titanic", "--backend", "local"], capture_output=True, text=True, env=environ)
     assert done.returncode == 1 and done.stderr == "The sandbox broke: no daemon\n", done.stderr

@@ -21,10 +21,12 @@ from test_env import FakePolicy, block
 from test_sandbox import ISOLATED, PROJECT, containers_of, needs_docker
 
 import env
-from env import Env, Sandbox, SandboxFault, run_episode
-from parts import containers, local, sandbox, snapshot
-from parts.spares import SPARES, Spares
-from tasks import UserError, load_task
+from env import Env, run_episode
+from flatlab.sandbox.sandbox import Sandbox
+from flatlab.errors import SandboxFault, UserError
+from flatlab.sandbox import docker, local, sandbox, snapshot
+from flatlab.sandbox.warm_pool import SPARES, Spares
+from tasks import load_task
 
 fault = pytest.mark.fault
 TITANIC = bench.EPISODE[2].format(n=7)
@@ -248,7 +250,7 @@ def test_daemon_that_hangs(wire, task, monkeypatch):
         wire.hang = False
 
 
-def half(config, *program, texts=containers.boot_texts):
+def half(config, *program, texts=docker.boot_texts):
     """A program that its owner sends in part only."""
     boot, text = texts(config, *program)
     return boot, text[:1000]
@@ -258,7 +260,7 @@ def half(config, *program, texts=containers.boot_texts):
 @fault(20, "our process is killed while a container starts")
 def test_owner_dies_before_the_container_has_read_its_program(monkeypatch):
     kept = []
-    monkeypatch.setattr(containers, "boot_texts", half)
+    monkeypatch.setattr(docker, "boot_texts", half)
     monkeypatch.setattr(Sandbox, "_answer", lambda self, *_: kept.append(self) or ({"workspace": ""}, b""))
     box = Sandbox("docker")
     assert box.container in {row["Id"] for row in ours()}

@@ -17,12 +17,12 @@ import torch
 import env
 import grpo
 import viz
-from env import Score
-from parts import health
-from parts.batch import Group, Piece
-from parts.ranks import Alone
-from parts.records import State, restore
-from policy import ModelError
+from flatlab.episode.grading import Score
+from flatlab.train import metrics
+from flatlab.train.batch import Group, Piece
+from flatlab.train.distributed import Alone
+from flatlab.train.checkpoint import State, restore
+from flatlab.errors import UserError
 from tasks import load_task
 
 CFG = replace(grpo.Config(), kl=0.0, clip_low=0.2, clip_high=0.28, micro_tokens=10_000)
@@ -99,7 +99,7 @@ def test_a_token_whose_log_prob_is_no_number_is_left_out(policy):
     grpo.update(policy, b, without, replace(CFG, kl=0.05))
     assert row["lost_tokens"] == 1 and math.isfinite(row["grad_norm"]) and row["skipped"] == 0
     assert all(torch.allclose(x, y, atol=1e-7) for x, y in zip(a.grads, b.grads))
-    assert "no numbers" in " ".join(health.alarms(row, []))
+    assert "no numbers" in " ".join(metrics.alarms(row, []))
 
 
 def test_an_update_with_a_gradient_that_is_no_number_or_too_large_is_skipped(policy, monkeypatch):
@@ -165,20 +165,20 @@ HEALTHY = [row(i) for i in range(12)]
     ({"grad_norm": float("nan"), "skipped": 1}, ["gradient", "skipped"]), ({"zero_variance_share": 1.0}, ["equal rewards"]),
     ({"fault_share": 0.3}, ["sandboxes broke"]), ({"clip_share_first": 0.3}, ["narrower than the engine's rounding"]), ({"lost_tokens": 2}, ["no numbers"])])
 def test_alarms(values, expected):
-    found = health.alarms(row(12, **values), HEALTHY)
+    found = metrics.alarms(row(12, **values), HEALTHY)
     assert len(found) == len(expected) and all(e in f for e, f in zip(expected, found)), found
 
 
 def test_alarms_need_no_history_and_no_update():
-    assert health.alarms(row(0), []) == []
-    assert health.alarms({"step": 0, "zero_variance_share": 1.0, "fault_share": 0.0}, []) == \
+    assert metrics.alarms(row(0), []) == []
+    assert metrics.alarms({"step": 0, "zero_variance_share": 1.0, "fault_share": 0.0}, []) == \
         ["all groups had equal rewards: nothing to compare (zero_variance_share 1)"]
 
 
 def test_a_row_without_numbers_does_not_spoil_what_is_usual():
     before = [row(0), row(1, grad_norm=float("nan"), entropy=float("nan")), row(2)]
-    assert health.alarms(row(3), before) == []
-    assert [a[:19] for a in health.alarms(row(3, entropy=0.01), before)] == ["entropy has collaps"]
+    assert metrics.alarms(row(3), before) == []
+    assert [a[:19] for a in metrics.alarms(row(3, entropy=0.01), before)] == ["entropy has collaps"]
 
 
 def test_with_several_tasks_the_fall_of_one_is_an_alarm():
@@ -186,8 +186,8 @@ def test_with_several_tasks_the_fall_of_one_is_an_alarm():
         return row(i, **{f"{name}.{key}": value for name, mean in (("a", 0.9), ("b", 0.1 if bad else 0.5))
                          for key, value in (("gain_mean", mean), ("gain_std", 0.3), ("episodes", 16))})
     rows = [both(i, i > 9) for i in range(16)]
-    assert health.alarms(rows[9], rows[:9]) == [] and health.collapse(rows, 1.0) == ""
-    assert [a.partition(" (")[0] for a in health.alarms(rows[15], rows[:15])] == ["b: mean improvement of 5 steps fell from 0.500"]
+    assert metrics.alarms(rows[9], rows[:9]) == [] and metrics.collapse(rows, 1.0) == ""
+    assert [a.partition(" (")[0] for a in metrics.alarms(rows[15], rows[:15])] == ["b: mean improvement of 5 steps fell from 0.500"]
 
 
 def evaluated(step, gain, stderr=0.05):
@@ -207,29 +207,29 @@ def evaluated(step, gain, stderr=0.05):
     ([row(0, kl=2.0), row(1, kl=2.0)], ""), ([row(i, kl=2.0) for i in range(3)], "KL to the base"),
     ([row(i, skipped=1) for i in range(3)], "three updates"), ([row(0, skipped=1), row(1), row(2, skipped=1)], "")])
 def test_what_counts_as_a_collapse(rows, reason):
-    found = health.collapse(rows, kl_limit=1.0)
+    found = metrics.collapse(rows, kl_limit=1.0)
     assert found.startswith(reason) if reason else found == ""
 
 
 def test_best_is_chosen_with_confidence():
     sure, lucky = {"gain": 0.50, "gain_stderr": 0.02}, {"gain": 0.52, "gain_stderr": 0.20}
-    assert health.better(sure, None) and health.better(sure, lucky) and not health.better(lucky, sure)
+    assert metrics.better(sure, None) and metrics.better(sure, lucky) and not metrics.better(lucky, sure)
 
 
 def judged(task, *values):
     """An evaluation of episodes with these scores, None: nothing valid."""
     scores = [Score(v, task.metric, "validation", v is not None, "") for v in values]
-    return health.judge([Group(0, task, [env.Episode(task.name, i, score=s, status="submit") for i, s in enumerate(scores)], [])], False)
+    return metrics.judge([Group(0, task, [env.Episode(task.name, i, score=s, status="submit") for i, s in enumerate(scores)], [])], False)
 
 
 def test_nothing_valid_and_one_wild_score_are_no_better_than_a_bad_policy():
     bad, nothing = judged(TASK, *[0.63] * 60, *[None] * 4), judged(TASK, *[None] * 64)
-    assert nothing["gain"] == -1 and nothing["mean"] == TASK.baseline and not health.better(nothing, bad) and health.better(bad, nothing)
+    assert nothing["gain"] == -1 and nothing["mean"] == TASK.baseline and not metrics.better(nothing, bad) and metrics.better(bad, nothing)
     fallen = row(19, eval_gain=nothing["gain"], eval_gain_stderr=nothing["gain_stderr"])
-    assert health.collapse([*HEALTHY, fallen], 1.0, bad | {"step": 3}).startswith("held-out improvement fell")
+    assert metrics.collapse([*HEALTHY, fallen], 1.0, bad | {"step": 3}).startswith("held-out improvement fell")
     task = load_task("diabetes")
     good, poor = judged(task, *[0.40] * 63, -60.0), judged(task, *[0.10] * 64)
-    assert health.better(good, poor) and not health.better(poor, good)
+    assert metrics.better(good, poor) and not metrics.better(poor, good)
 
 
 def test_a_policy_that_stays_good_has_not_collapsed_under_the_percentile_reward():
@@ -242,7 +242,7 @@ def test_a_policy_that_stays_good_has_not_collapsed_under_the_percentile_reward(
         recent = [*recent, *gains][-256:]
         clipped = [max(-1.0, min(1.0, g)) for g in gains]
         rows.append(row(step, reward_mean=fmean(rewards), gain_mean=fmean(clipped), gain_std=stdev(clipped)))
-        assert health.collapse(rows, 1.0) == ""
+        assert metrics.collapse(rows, 1.0) == ""
     assert max(r["reward_mean"] for r in rows) > rows[-1]["reward_mean"] + 0.15
 
 
@@ -465,7 +465,7 @@ def test_a_sync_that_breaks_in_the_middle_of_a_run_ends_it(play, policy, monkeyp
         calls.append(1)
         return real() if len(calls) <= 2 else None              # the self-test's two arrive
     monkeypatch.setattr(policy._slots, "push", push)
-    with pytest.raises(ModelError, match="sync did not arrive: the engine's LoRA weights differ"):
+    with pytest.raises(UserError, match="sync did not arrive: the engine's LoRA weights differ"):
         play(steps=4)
     assert not viz.read_rows("logs/a/metrics.jsonl")           # nor is a step recorded with an engine that lags behind
     monkeypatch.setattr(policy._slots, "arrived", lambda: True)
@@ -481,19 +481,19 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
     assert all(r["titanic.groups"] + r["battleOfSexes.groups"] == r["groups"] for r in rows)
     last = rows[-1]
     parts = [last[f"{name}.score_mean"] for name in ("titanic", "battleOfSexes")]
-    gains = [health.improvement(p, t) for p, t in zip(parts, (TASK, other))]
+    gains = [metrics.improvement(p, t) for p, t in zip(parts, (TASK, other))]
     weights = [last["titanic.groups"], last["battleOfSexes.groups"]]
     assert last["score_mean"] == pytest.approx(sum(w * g for w, g in zip(weights, gains)) / sum(weights))
     assert last["eval_n"] == 4
-    halves = [health.improvement(last[f"eval_{t.name}.mean"], t) for t in (TASK, other)]
+    halves = [metrics.improvement(last[f"eval_{t.name}.mean"], t) for t in (TASK, other)]
     assert last["eval_score_mean"] == pytest.approx(sum(halves) / 2)
-    assert f"titanic {last['eval_titanic.mean']:.4f}" in health.show("x", {k.removeprefix("eval_").removeprefix("score_"): v for k, v in last.items()})
+    assert f"titanic {last['eval_titanic.mean']:.4f}" in metrics.show("x", {k.removeprefix("eval_").removeprefix("score_"): v for k, v in last.items()})
 
 
 def test_a_curriculum_goes_where_something_is_to_be_learned():
     rows = [{"a.zero_variance_share": 1.0, "b.zero_variance_share": 0.25}] * 3
-    assert health.signal(rows, "a") == pytest.approx(0.1) and health.signal(rows, "b") == pytest.approx(0.85)
-    assert health.signal(rows, "new") == 1.1 and health.signal(rows, "a", wanted=False) == 1.1
+    assert metrics.signal(rows, "a") == pytest.approx(0.1) and metrics.signal(rows, "b") == pytest.approx(0.85)
+    assert metrics.signal(rows, "new") == 1.1 and metrics.signal(rows, "a", wanted=False) == 1.1
 
 
 def test_ppo_learns_its_value_head(policy, random_model, play):
@@ -514,7 +514,7 @@ def test_ppo_learns_its_value_head(policy, random_model, play):
 
 
 def test_groups_without_tokens_travel():
-    from parts.batch import light
+    from flatlab.train.batch import light
     episode = env.Episode("t", 0, segments=[env.Segment([1], [1], [0.0])])
     group = Group(0, TASK, [episode], [0.5])
     assert light([group])[0].episodes[0].segments == [] and episode.segments

@@ -32,7 +32,7 @@ def rows(path):
 
 
 def alive_containers(pid):
-    from parts.sandbox import docker_api, docker_problem, IMAGE
+    from flatlab.sandbox.sandbox import docker_api, docker_problem, IMAGE
     if docker_problem(IMAGE):
         return []
     boxes = docker_api().containers(all=True, filters={"label": "flatlab.owner"})
@@ -158,7 +158,7 @@ def test_a_run_without_its_checkpoints_is_not_erased(finished):
 @pytest.mark.parametrize("backend", ["local", "docker"])
 def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tiny_model, backend):
     if backend == "docker":
-        from parts.sandbox import IMAGE, docker_problem
+        from flatlab.sandbox.sandbox import IMAGE, docker_problem
         if problem := docker_problem(IMAGE):
             pytest.skip(problem)
     flags = [*SMALL, "--model", "tiny", "--task", "battleOfSexes", "--backend", backend, "--name", "k", "--eval-episodes", "0"]

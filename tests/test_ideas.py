@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from parts import ideas
+from flatlab.tree import prompts
 from tasks import load_task
-from parts.tree import Node
+from flatlab.tree.tree import Node
 
 TASK = load_task("titanic", "", "")
 
@@ -35,7 +35,7 @@ REPLIES = {
 
 @pytest.mark.parametrize("reply", REPLIES)
 def test_replies(reply):
-    assert ideas.parse(reply) == REPLIES[reply]
+    assert prompts.parse(reply) == REPLIES[reply]
 
 
 @pytest.mark.parametrize("text, value", [
@@ -43,7 +43,7 @@ def test_replies(reply):
     ("1e-3", 0.001), ("p=0.2", 0.2), ("0", 0.0), ("100%", 1.0), ("7", None), ("-0.1", None), ("1/0", 0.0), ("nan", None), ("inf", None), ("low", None),
     ("", None), (None, None), (True, None), ([], None), ({"a": 1}, None), ("9" * 400, None), ("1e99", None), ("²", None)])
 def test_probabilities(text, value):
-    assert ideas.probability(text) == (None if value is None else pytest.approx(value))
+    assert prompts.probability(text) == (None if value is None else pytest.approx(value))
 
 
 def test_ten_thousand_hostile_replies():
@@ -54,21 +54,21 @@ def test_ten_thousand_hostile_replies():
     start = time.monotonic()
     for _ in range(10_000):
         reply = "".join(rng.choices(parts, k=rng.randrange(60))) if rng.random() < 0.8 else "".join(map(chr, rng.choices(range(1, 0x500), k=200)))
-        for idea, p in ideas.parse(reply):
-            assert ideas.same(idea) and all(word in reply for word in re.findall(r"\w+", idea)) or "\\" in reply
+        for idea, p in prompts.parse(reply):
+            assert prompts.same(idea) and all(word in reply for word in re.findall(r"\w+", idea)) or "\\" in reply
             assert len(idea) <= 300 and (p is None or 0 <= p <= 1)
     for reply in ("<" * 10 ** 6, "{" * 10 ** 6, "[" * 10 ** 6, "<response " * 10 ** 5, "Strategy: " * 10 ** 5, "Strategy: x\n" * 10 ** 5, "1. " * 10 ** 5,
                   "(" * 10 ** 5, "p=" * 10 ** 5, "9" * 10 ** 6, '{"text": ' * 10 ** 5, "\n" * 10 ** 6, "<response><text>" * 10 ** 5, "Strategy: a" + " (" * 10 ** 5):
-        ideas.parse(reply)
+        prompts.parse(reply)
     assert time.monotonic() - start < 20
 
 
 def test_order_of_use():
     listed = [("a", 0.1), ("b", 0.6), ("c", None), ("d", 0.3)]
     rng = random.Random(0)
-    assert ideas.in_order(listed, "no", rng) == listed
-    assert [idea for idea, _ in ideas.in_order(listed, "order", rng)] == ["b", "d", "a", "c"]
-    first = [ideas.in_order([("a", 0.25), ("b", 0.75)], "sample", rng)[0][0] for _ in range(4000)]
+    assert prompts.in_order(listed, "no", rng) == listed
+    assert [idea for idea, _ in prompts.in_order(listed, "order", rng)] == ["b", "d", "a", "c"]
+    first = [prompts.in_order([("a", 0.25), ("b", 0.75)], "sample", rng)[0][0] for _ in range(4000)]
     assert first.count("b") / 4000 == pytest.approx(0.75, abs=0.03)
 
 
@@ -76,31 +76,31 @@ def test_prompts_say_what_they_should():
     root = Node("0", op="baseline", score=0.68, valid=True)
     good = Node("0.0", "0", op="draft", idea="ridge", score=0.7, valid=True, status="validated", code={"solve.py": "import csv"})
     bad = Node("0.1", "0", op="draft", idea="a forest", status="turn_limit", error="Traceback\nKeyError: 'x'")
-    text = ideas.ask(TASK, "tail", 5, 0.1, "standard", root, [bad])
+    text = prompts.ask(TASK, "tail", 5, 0.1, "standard", root, [bad])
     assert "List 5 unusual strategies, each with a probability below 0.1." in text and "Baseline: 0.6" in text
     assert "data/train.csv: id," in text and TASK.prompt.strip()[:40] in text
     assert "Strategy: a forest\nScore: none, KeyError: 'x'" in text and "Probability: <number" in text
-    assert "Probability" not in ideas.ask(TASK, "sequence", 5, 0.1, "standard", root, [])
-    assert 'begins with "Reasoning:"' in ideas.ask(TASK, "uniform", 5, 0.1, "cot", root, [])
-    assert "List 2 reasonable" in ideas.ask(TASK, "uniform", 5, 0.1, "multi", root, [])
-    local = ideas.ask(TASK, "local", 3, 0.1, "standard", good, [])
+    assert "Probability" not in prompts.ask(TASK, "sequence", 5, 0.1, "standard", root, [])
+    assert 'begins with "Reasoning:"' in prompts.ask(TASK, "uniform", 5, 0.1, "cot", root, [])
+    assert "List 2 reasonable" in prompts.ask(TASK, "uniform", 5, 0.1, "multi", root, [])
+    local = prompts.ask(TASK, "local", 3, 0.1, "standard", good, [])
     assert "The strategy so far: score 0.7\nStrategy: ridge" in local and "variations of the strategy so far" in local
     child = Node("0.0.0", "0.0", op="improve", idea="lasso", decision={"mode": "explore"})
-    assert ideas.situation(child, [good], 1500) == (
+    assert prompts.situation(child, [good], 1500) == (
         "An earlier attempt left its files here. Score: 0.7\nIts strategy: ridge\nIts solve.py:\nimport csv\nTry something different.\nStrategy: lasso")
-    debug = ideas.situation(Node("0.1.0", "0.1", op="debug", idea="a forest"), [bad], 1500)
+    debug = prompts.situation(Node("0.1.0", "0.1", op="debug", idea="a forest"), [bad], 1500)
     assert "KeyError" in debug and debug.endswith("Fix the error and keep the strategy.\nStrategy: a forest")
-    assert ideas.situation(Node("0.2", "0", op="draft"), [], 1500) == ""
+    assert prompts.situation(Node("0.2", "0", op="draft"), [], 1500) == ""
     long = replace(good, code={"a.py": "x" * 10 ** 6, "b.py": "y" * 10 ** 6})
-    assert len(ideas.situation(child, [long, long], 3000)) < 4000
+    assert len(prompts.situation(child, [long, long], 3000)) < 4000
 
 
 def test_fields_and_families():
-    assert ideas.fields("blah\n**Parent:** 3\nStrategy: go on\nMode: Explore") == {"parent": "3", "strategy": "go on", "mode": "Explore"}
-    assert ideas.families("plan inner loops, l1 l2") == {"other"} and ideas.families("XGBoost and a Neural network") == {"trees", "neural"}
+    assert prompts.fields("blah\n**Parent:** 3\nStrategy: go on\nMode: Explore") == {"parent": "3", "strategy": "go on", "mode": "Explore"}
+    assert prompts.families("plan inner loops, l1 l2") == {"other"} and prompts.families("XGBoost and a Neural network") == {"trees", "neural"}
     nodes = [Node("0.0", idea="a b", code={"s.py": "import os\nfrom csv import reader"}), Node("0.1", idea="b c")]
-    assert ideas.diversity(nodes) == {"families": 1, "imports": 2, "idea_distance": pytest.approx(2 / 3)}
+    assert prompts.diversity(nodes) == {"families": 1, "imports": 2, "idea_distance": pytest.approx(2 / 3)}
 
 
 def test_a_deeply_nested_reply_is_no_error():
-    assert ideas.parse('{"a":' + "[" * 5000 + "}") == []
+    assert prompts.parse('{"a":' + "[" * 5000 + "}") == []

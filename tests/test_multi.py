@@ -34,8 +34,8 @@ def finish(process, timeout=300):
 
 EXCHANGE = """
 import torch
-from parts import ranks
-job = ranks.join(timeout=60)
+from flatlab.train import distributed
+job = distributed.join(timeout=60)
 weight = torch.nn.Parameter(torch.full((3,), float(job.rank)))
 job.share([weight])
 assert weight.tolist() == [0, 0, 0]
@@ -113,10 +113,10 @@ def test_a_lost_rank_ends_the_job_and_it_resumes(tmp_path, random_model):
 def main(model: str, steps: str, advantage: str = "group") -> None:
     import grpo
     import viz
-    from parts import ranks
+    from flatlab.train import distributed
     from policy import ModelPath, Policy
     from test_grpo import TASK, one_reply
-    job = ranks.join(timeout=120)
+    job = distributed.join(timeout=120)
     Path(f"rank{job.rank}.pid").write_text(str(os.getpid()))
     cfg = replace(grpo.Config(), name="m", steps=int(steps), groups=3, max_groups=3, group_size=4, max_reply_tokens=12, sandboxes=1,
                   eval_episodes=3, lr=0.01, clip_low=0.2, clip_high=0.28, micro_tokens=10_000, task_weights=(1.0,),

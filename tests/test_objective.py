@@ -10,9 +10,10 @@ import torch
 
 import env
 import grpo
-from parts.batch import Piece, pieces_of
-from env import Score
-from tasks import improvement, load_task
+from flatlab.train.batch import Piece, pieces_of
+from flatlab.episode.grading import Score
+from flatlab.episode.task import improvement
+from tasks import load_task
 
 CFG = replace(grpo.Config(), clip_low=0.2, clip_high=0.28, kl=0.0, max_turns=4, max_reply_tokens=10)
 ONE = torch.zeros(4, dtype=torch.long)      # all tokens in one sequence
@@ -259,7 +260,7 @@ class Alone:
 
 
 def group_of(task, *episodes_and_rewards):
-    from parts.batch import Group
+    from flatlab.train.batch import Group
     return Group(0, task, [e for e, _ in episodes_and_rewards], [r for e, r in episodes_and_rewards if e.status != "fault"])
 
 
@@ -312,7 +313,7 @@ def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
 
 
 def test_tasks_share_the_groups_by_weight():
-    from parts.batch import choose_tasks
+    from flatlab.train.batch import choose_tasks
     a, b, c = (replace(load_task("titanic"), name=n) for n in "abc")
     plans = [choose_tasks([a, b, c], [2, 1, 1], 4, f"0 {step}") for step in range(50)]
     assert all([t.name for t in plan].count("a") == 2 and len(plan) == 4 for plan in plans)
@@ -324,7 +325,7 @@ def test_tasks_share_the_groups_by_weight():
 
 
 def test_micro_batches_keep_everything_and_the_limit():
-    from parts.batch import micro_batches
+    from flatlab.train.batch import micro_batches
     batch = [Piece([0] * n, [1] * n, [], []) for n in (5, 90, 10, 40, 41, 100, 7)]
     parts = list(micro_batches(batch, 100))
     assert sorted(len(p.tokens) for part in parts for p in part) == [5, 7, 10, 40, 41, 90, 100]

@@ -9,8 +9,9 @@ import bench
 import pytest
 import torch
 
-from parts.weights import cpu_lora_linear, on_weights_of
-from policy import ModelError, resolve_model
+from flatlab.train.lora_sync import cpu_lora_linear, on_weights_of
+from flatlab.errors import UserError
+from policy import resolve_model
 
 CHAT = [{"role": "system", "content": "You are a test."}, {"role": "user", "content": "List 3 files.\n\n  - a"}]
 
@@ -99,7 +100,7 @@ def test_verify_refuses_a_broken_sync_with_both_numbers(policy, monkeypatch, fau
         monkeypatch.setattr(policy._slots, "copies", [(*copy[:4], 1.0) for copy in copies])
     said = r"differ from the trainer's by .*, which are at most" if fault == "nothing arrives" else \
         r"disagree.*with the random adapter.*with the adapter of zeros.*with the trained adapter"
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(UserError, match=said):
         asyncio.run(policy.verify())
 
 
@@ -109,7 +110,7 @@ def test_verify_refuses_a_stale_prefix_cache(policy, monkeypatch):
     monkeypatch.setattr(policy.engine, "add_request", lambda name, prompt, *rest, **options: real(
         name, {"prompt_token_ids": prompt["prompt_token_ids"]}, *rest, **options))
     monkeypatch.setattr(policy.engine, "reset_prefix_cache", lambda: True)
-    with pytest.raises(ModelError, match="not training on samples of another policy"):
+    with pytest.raises(UserError, match="not training on samples of another policy"):
         asyncio.run(policy.verify())
     monkeypatch.undo()
     policy.engine.reset_prefix_cache()
@@ -391,10 +392,10 @@ def test_the_cpu_lora_kernel_gives_vllms_numbers(policy, monkeypatch):
 
 
 def test_models_that_cannot_be_used_get_one_sentence(tmp_path):
-    with pytest.raises(ModelError, match="unknown model 'no/such-model'"):
+    with pytest.raises(UserError, match="unknown model 'no/such-model'"):
         resolve_model("no/such-model")
-    with pytest.raises(ModelError, match="neither a model"):
+    with pytest.raises(UserError, match="neither a model"):
         resolve_model(str(tmp_path))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/nowhere/model"}))
-    with pytest.raises(ModelError, match="not there any more"):
+    with pytest.raises(UserError, match="not there any more"):
         resolve_model(str(tmp_path))

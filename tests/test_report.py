@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from parts import report, runs
-from tasks import UserError
+from flatlab.runs import page, store
+from flatlab.errors import UserError
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here (Debian, Ubuntu: apt install chromium)")
@@ -25,7 +25,7 @@ HOSTILE = ("</script><script>document.title='owned'</script><img src=http://exam
 
 @pytest.fixture(autouse=True)
 def quick_provenance(monkeypatch):
-    monkeypatch.setattr(runs, "output_of", lambda *command: " ".join(command))
+    monkeypatch.setattr(store, "output_of", lambda *command: " ".join(command))
 
 
 class Browser:
@@ -151,23 +151,23 @@ def node(id, score, op="draft", **more):
 
 
 def search_run(folder, nodes, **result):
-    run = runs.open_run(folder, {"task": "titanic", "sampling_mode": "tail", "select": "ucb", "seed": 0,
+    run = store.open_run(folder, {"task": "titanic", "sampling_mode": "tail", "select": "ucb", "seed": 0,
                                  "model": "tiny"} | {"name": Path(folder).name})
     run.result(**{"status": "finished", "metric": "accuracy", "higher_is_better": True, "baseline": 0.6,
                   "reference": 0.8} | result)
-    (run.dir / "journal.jsonl").write_text("".join(map(runs.json_line, nodes)))
+    (run.dir / "journal.jsonl").write_text("".join(map(store.json_line, nodes)))
     run.lock.close()
-    return runs.read_run(folder)
+    return store.read_run(folder)
 
 
 def training_run(folder, episodes_per_step):
-    run = runs.open_run(folder, {"task": "titanic", "seed": 0, "steps": len(episodes_per_step)})
+    run = store.open_run(folder, {"task": "titanic", "seed": 0, "steps": len(episodes_per_step)})
     run.result(metric="accuracy", higher_is_better=True, baseline=0.6)
     for step, episodes in enumerate(episodes_per_step):
         run.log({"step": step, "reward_mean": 0.1, "reward_std": 0.1, "score_mean": 0.7, "seconds": 1.0})
         run.save_episodes(step, episodes)
     run.lock.close()
-    return runs.read_run(folder)
+    return store.read_run(folder)
 
 
 def episode(value, text="hello", status="submit"):
@@ -183,19 +183,19 @@ def episode(value, text="hello", status="submit"):
 
 
 def test_hostile_text_can_not_end_the_data_block(tmp_path):
-    page = report.page([search_run(tmp_path / "run", [node("0.0", 0.7, idea=HOSTILE, error=HOSTILE)])])
-    data = page.split('id="data">')[1].split("</script>")[0]
+    html = page.page([search_run(tmp_path / "run", [node("0.0", 0.7, idea=HOSTILE, error=HOSTILE)])])
+    data = html.split('id="data">')[1].split("</script>")[0]
     assert not set("<>&") & set(data) and "\u2028" not in data
     assert json.loads(data)["items"][0]["idea"] == HOSTILE[:160]
-    assert page.count("<script") == 3 and "owned" not in page.replace(data, "")
+    assert html.count("<script") == 3 and "owned" not in html.replace(data, "")
 
 
 def test_all_texts_are_in_the_page_and_only_very_long_ones_are_cut(tmp_path):
-    page = report.page([training_run(tmp_path / "run",
+    html = page.page([training_run(tmp_path / "run",
                                      [[episode(0.7, "a" * 150_000), episode(None), episode(0.8, "b" * 300_000)]])])
     blocks = [json.loads(zlib.decompress(base64.b64decode(part.split("</script>")[0])))
-              for part in page.split('class="block">')[1:]]
-    index = json.loads(page.split('id="data">')[1].split("</script>")[0])["items"]
+              for part in html.split('class="block">')[1:]]
+    index = json.loads(html.split('id="data">')[1].split("</script>")[0])["items"]
     texts = [blocks[item["at"][0]][item["at"][1]] for item in index]
     assert [item["id"] for item in index] == ["0.0", "0.1", "0.2"] and [item["outcome"] for item in index] == ["valid",
                                                                                                                "failed",
@@ -205,16 +205,16 @@ def test_all_texts_are_in_the_page_and_only_very_long_ones_are_cut(tmp_path):
 
 
 def test_colours_know_the_direction(tmp_path):
-    up = report.items_of(record := search_run(tmp_path / "a", [node("0.0", 0.5), node("0.1", 0.9)]), 0,
-                         runs.transcripts(record))
-    down = report.items_of(record := search_run(tmp_path / "b", [node("0.0", 0.5), node("0.1", 0.9)],
-                                                higher_is_better=False), 0, runs.transcripts(record))
+    up = page.items_of(record := search_run(tmp_path / "a", [node("0.0", 0.5), node("0.1", 0.9)]), 0,
+                         store.transcripts(record))
+    down = page.items_of(record := search_run(tmp_path / "b", [node("0.0", 0.5), node("0.1", 0.9)],
+                                                higher_is_better=False), 0, store.transcripts(record))
     assert up[0]["shade"] < up[1]["shade"] == 1.0 and down[0]["shade"] == 1.0 > down[1]["shade"]
 
 
 def test_nothing_to_show_is_a_sentence(tmp_path):
     with pytest.raises(UserError, match="no config.yaml"):
-        runs.read_run(tmp_path)
+        store.read_run(tmp_path)
 
 
 # ------------------------------------------------------------------ in a browser
@@ -225,7 +225,7 @@ def test_click_search_filter_and_compare_nodes(tmp_path, browser):
     nodes = [node("0.0", 0.7), node("0.1", None),
              node("0.0.0", 0.75, "improve", code={"solve.py": "needle in the code\n"}),
              node("0.0.1", 0.65, "debug", mode="local")]
-    path = report.write([search_run(tmp_path / "run", nodes)], tmp_path / "report.html")
+    path = page.write([search_run(tmp_path / "run", nodes)], tmp_path / "report.html")
     browser.open(path)
     assert browser.js("document.querySelectorAll('.tree .node').length") == 5
     assert browser.js("document.querySelectorAll('.plots img').length") == 6
@@ -264,7 +264,7 @@ def test_click_search_filter_and_compare_nodes(tmp_path, browser):
 @needs_browser
 def test_two_runs_on_one_page(tmp_path, browser):
     records = [search_run(tmp_path / name, [node("0.0", 0.7), node("0.1", None)]) for name in ("one", "two")]
-    browser.open(report.write(records, tmp_path / "report.html"), "#0/0.0~1/0.0")
+    browser.open(page.write(records, tmp_path / "report.html"), "#0/0.0~1/0.0")
     browser.until("document.querySelectorAll('#detail .column').length == 2")
     assert browser.js("document.querySelectorAll('.tree').length") == 2
     assert "one 0.0" in browser.js("document.body.innerText") and "two 0.0" in browser.js("document.body.innerText")
@@ -277,7 +277,7 @@ def test_hostile_text_stays_text(tmp_path, browser):
                status=HOSTILE, ideas=[[HOSTILE, 0.1]],
                actions=[{"reply": HOSTILE, "action": HOSTILE, "observation": HOSTILE, "status": HOSTILE}],
                decision={"reason": HOSTILE, "scores": {HOSTILE: 1.0}, "memory": HOSTILE})
-    browser.open(report.write([search_run(tmp_path / "run", [bad], metric=HOSTILE)], tmp_path / "report.html"),
+    browser.open(page.write([search_run(tmp_path / "run", [bad], metric=HOSTILE)], tmp_path / "report.html"),
                  "#0/0.0")
     browser.until("document.querySelector('#detail .column') !== null")
     browser.js("document.querySelectorAll('details').forEach(d => d.open = true)")
@@ -297,7 +297,7 @@ def test_hostile_text_stays_text(tmp_path, browser):
 def test_large_runs_open_in_two_seconds(tmp_path, browser):
     big = training_run(tmp_path / "a", [[episode(0.7, f"reply {step} {i} " + "lorem ipsum " * 300) for i in range(50)]
                                         for step in range(100)])
-    assert browser.open(report.write([big], tmp_path / "a.html")) < 2
+    assert browser.open(page.write([big], tmp_path / "a.html")) < 2
     browser.type("search", "reply 77 31 ")
     browser.until("document.querySelectorAll('tr.row').length == 1")
     ids = ["0.0"]
@@ -305,13 +305,13 @@ def test_large_runs_open_in_two_seconds(tmp_path, browser):
         ids.append(f"{ids[i // 3]}.{i % 3}")
     many = [node(id, 0.6 + 0.0004 * i, code={"solve.py": f"x = {i}\n" * 2000}) | {"order": i}
             for i, id in enumerate(ids)]
-    assert browser.open(report.write([search_run(tmp_path / "b", many)], tmp_path / "b.html")) < 2
+    assert browser.open(page.write([search_run(tmp_path / "b", many)], tmp_path / "b.html")) < 2
     assert browser.js("document.querySelectorAll('.tree .node').length") == 501 and browser.complaints() == []
 
 
 @needs_browser
 def test_the_page_fits_a_phone(tmp_path, browser):
-    path = report.write([search_run(tmp_path / "run", [node("0.0", 0.7), node("0.1", None)])], tmp_path / "report.html")
+    path = page.write([search_run(tmp_path / "run", [node("0.0", 0.7), node("0.1", None)])], tmp_path / "report.html")
     browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
     try:
         browser.open(path, "#0/0.0")

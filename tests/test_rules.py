@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from parts import rules
+from flatlab.tree import selection
 import search
-from tasks import improvement, load_task
-from parts.tree import Choice, Tree
+from flatlab.episode.task import improvement
+from tasks import load_task
+from flatlab.tree.tree import Choice, Tree
 
 TASK = replace(load_task("titanic", "", ""), baseline=0.0, reference=1.0, higher_is_better=True)
 MIRRORED = replace(TASK, reference=-1.0, higher_is_better=False)
@@ -36,7 +37,7 @@ def put(t, parent, score, idea="", status="validated"):
 
 
 def choose(t, seed=0):
-    return rules.SELECT[t.cfg.select](t, t.cfg, random.Random(seed))
+    return selection.SELECT[t.cfg.select](t, t.cfg, random.Random(seed))
 
 
 def three(select, **config):
@@ -98,8 +99,8 @@ def test_trend_by_hand():
     t = make("open_ended")
     put(t, "0", 0.5), put(t, "0.0", 1.0), put(t, "0.0.0", 0.75)
     # Q: 0, 0.5, 1, 0.75; steps 0.5, 0.5, -0.25 with weights 1, 2, 3
-    assert rules.trend(t, rules.quality(t), "0.0.0.0") == pytest.approx((0.5 + 1.0 - 0.75) / 6)
-    assert rules.trend(t, rules.quality(t), "0") == 0
+    assert selection.trend(t, selection.quality(t), "0.0.0.0") == pytest.approx((0.5 + 1.0 - 0.75) / 6)
+    assert selection.trend(t, selection.quality(t), "0") == 0
 
 
 def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
@@ -145,20 +146,20 @@ def test_signals_by_hand():
     assert choose(t).scores == {"0.0": 0.0, "0.1": 1.0} and choose(t).mode == "explore"
     t = three("signals", signals=("regret", "depth"))
     put(t, "0.1", 0.2, idea="boosted trees and kNN")
-    q, node = rules.quality(t), t.nodes["0.1"]
-    assert rules.SIGNALS["regret"](t, q, node) == pytest.approx(1 - 0.25)
-    assert rules.SIGNALS["depth"](t, q, node) == pytest.approx(1 / (1 * 2 + 1))
-    assert rules.SIGNALS["coverage"](t, q, node) == pytest.approx(1 - 2 / 9)
-    assert rules.SIGNALS["variance"](t, q, node) == 1.0
+    q, node = selection.quality(t), t.nodes["0.1"]
+    assert selection.SIGNALS["regret"](t, q, node) == pytest.approx(1 - 0.25)
+    assert selection.SIGNALS["depth"](t, q, node) == pytest.approx(1 / (1 * 2 + 1))
+    assert selection.SIGNALS["coverage"](t, q, node) == pytest.approx(1 - 2 / 9)
+    assert selection.SIGNALS["variance"](t, q, node) == 1.0
     put(t, "0.1", 0.4)
-    assert rules.SIGNALS["variance"](t, rules.quality(t), node) == pytest.approx(0.25 / math.sqrt(2))
+    assert selection.SIGNALS["variance"](t, selection.quality(t), node) == pytest.approx(0.25 / math.sqrt(2))
     # normalised over 0.0, 0.1, 0.1.0, 0.1.1: regret 0, .5, .75, .5 and depth 1/2, 1/4, 1/3, 1/3
     assert choose(t).scores == pytest.approx({"0.0": 1.0, "0.1": 2 / 3, "0.1.0": 1 + 1 / 3, "0.1.1": 1.0})
 
 
 def test_uct_by_hand_and_unvisited_first():
-    assert rules.uct(1.5, 2, 5, 0.25) == pytest.approx(0.75 + 0.25 * math.sqrt(math.log(5) / 2))
-    assert rules.uct(0.0, 0, 5, 0.25) == math.inf
+    assert selection.uct(1.5, 2, 5, 0.25) == pytest.approx(0.75 + 0.25 * math.sqrt(math.log(5) / 2))
+    assert selection.uct(0.0, 0, 5, 0.25) == math.inf
 
 
 def test_mcts_improves_the_best_branch_and_counts_failures_as_the_worst():
@@ -210,37 +211,37 @@ def test_failed_leaves_are_debugged_up_to_a_depth_and_faults_are_not():
     t = make("greedy", drafts=1, debug_prob=1.0, debug_depth=2)
     put(t, "0", None)
     for id in ("0.0", "0.0.0"):
-        choice = rules.select(t, t.cfg, random.Random(0))
+        choice = selection.select(t, t.cfg, random.Random(0))
         assert choice.parent == id
         node = put(t, id, None)
         assert node.op == "debug"
-    assert rules.select(t, t.cfg, random.Random(0)).parent == "0"       # three failures in a row: given up
+    assert selection.select(t, t.cfg, random.Random(0)).parent == "0"       # three failures in a row: given up
     t = make("greedy", drafts=1, debug_prob=1.0)
     put(t, "0", None, status="fault")
-    assert rules.select(t, t.cfg, random.Random(0)).parent == "0"
+    assert selection.select(t, t.cfg, random.Random(0)).parent == "0"
     assert t.start(Choice("0.0")).op == "draft"                          # nothing was left: it starts from the root's files
 
 
-@pytest.mark.parametrize("select", rules.SELECT)
+@pytest.mark.parametrize("select", selection.SELECT)
 @pytest.mark.parametrize("scores", [[None], [0.0], [-0.7, -0.2, None], [0.1, 0.9, 0.4, None, 0.9]])
 def test_every_rule_spends_its_budget_on_all_kinds_of_tasks(select, scores):
     """All fail; all equal; all below the baseline (also negative scores); mixed with ties."""
     t = make(select, nodes=12, branching=3, depth=2)
     while not t.spent():
-        choice = rules.select(t, t.cfg, random.Random(t.started()))
+        choice = selection.select(t, t.cfg, random.Random(t.started()))
         assert choice is not None
         put(t, choice.parent, scores[t.started() % len(scores)])
     assert t.executed() == 12
 
 
-@pytest.mark.parametrize("select", rules.SELECT)
+@pytest.mark.parametrize("select", selection.SELECT)
 def test_every_rule_decides_the_same_for_m_and_minus_m(select):
     decisions = []
     for task in (TASK, MIRRORED):
         t, rng = make(select, task, nodes=30, branching=4, depth=3, signals=("variance", "regret", "coverage", "depth")), random.Random(7)
         decisions.append([])
         while not t.spent():
-            choice = rules.select(t, t.cfg, random.Random(t.started()))
+            choice = selection.select(t, t.cfg, random.Random(t.started()))
             decisions[-1].append((choice.parent, choice.second, choice.mode, choice.scores))
             put(t, choice.parent, rng.choice([None, rng.uniform(-1, 2)]), idea=rng.choice(["ridge", "xgboost", "a network"]))
         assert len(decisions[-1]) == 30

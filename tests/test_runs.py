@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from parts import runs
-from tasks import UserError
+from flatlab.runs import store
+from flatlab.errors import UserError
 
-ROOT = Path(runs.__file__).parents[1]
+ROOT = Path(store.__file__).parents[2]
 CONFIG = {"task": "titanic", "model": "tiny", "seed": 1, "steps": 5, "lr": 1e-5, "hidden": (8, 16)}
 
 
 @pytest.fixture(autouse=True)
 def quick_provenance(monkeypatch):
     """git, nvidia-smi and docker need not be asked in each of these tests."""
-    monkeypatch.setattr(runs, "output_of", lambda *command: " ".join(command))
+    monkeypatch.setattr(store, "output_of", lambda *command: " ".join(command))
 
 
 def row(step, **more):
@@ -36,88 +36,88 @@ def python(*arguments, **more):
 
 
 def test_new_run_says_what_ran_before_the_first_step(tmp_path):
-    run = runs.open_run(tmp_path / "a" / "run", CONFIG)
+    run = store.open_run(tmp_path / "a" / "run", CONFIG)
     assert {p.name for p in run.dir.iterdir()} >= {"config.yaml", "command.txt", "git.txt", "env.txt"}
-    assert runs.read_mapping(run.dir / "config.yaml") == {**CONFIG, "hidden": [8, 16]}
+    assert store.read_mapping(run.dir / "config.yaml") == {**CONFIG, "hidden": [8, 16]}
     git = (run.dir / "git.txt").read_text()
     assert git.startswith("git rev-parse HEAD") and "git status --short" in git and "git diff HEAD" in git
     assert "tyro==" in (run.dir / "env.txt").read_text()
 
 
 def test_same_config_resumes_and_keeps_the_rows(tmp_path):
-    run = runs.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG)
     run.log(row(0))
     run.lock.close()
-    again = runs.open_run(tmp_path, CONFIG | {"steps": 9})
+    again = store.open_run(tmp_path, CONFIG | {"steps": 9})
     assert again.rows() == [row(0)]
-    assert again.config["steps"] == runs.read_mapping(tmp_path / "config.yaml")["steps"] == 9
+    assert again.config["steps"] == store.read_mapping(tmp_path / "config.yaml")["steps"] == 9
 
 
 def test_other_config_is_refused_with_the_difference(tmp_path):
-    run = runs.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG)
     run.log(row(0))
     run.lock.close()
     with pytest.raises(UserError, match=r"lr: 1e-05 there, 2e-05 now; new: \(absent\) there, 1 now"):
-        runs.open_run(tmp_path, CONFIG | {"lr": 2e-5, "new": 1, "steps": 9})
-    assert runs.read_mapping(tmp_path / "config.yaml")["lr"] == 1e-5
+        store.open_run(tmp_path, CONFIG | {"lr": 2e-5, "new": 1, "steps": 9})
+    assert store.read_mapping(tmp_path / "config.yaml")["lr"] == 1e-5
 
 
 def test_other_config_may_take_a_directory_without_a_step(tmp_path):
-    run = runs.open_run(tmp_path, CONFIG | {"model": "typo"})
+    run = store.open_run(tmp_path, CONFIG | {"model": "typo"})
     run.result(before={"mean": 0.5})
     run.truncate_after(-1)
     run.lock.close()
-    assert runs.open_run(tmp_path, CONFIG).results() == {}  # nothing of the other model's
+    assert store.open_run(tmp_path, CONFIG).results() == {}  # nothing of the other model's
 
 
 def test_checkpoint_alone_also_protects_its_config(tmp_path):
-    run = runs.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG)
     with run.checkpoint(0):
         pass
     run.lock.close()
     with pytest.raises(UserError, match="another config"):
-        runs.open_run(tmp_path, CONFIG | {"lr": 1.0})
+        store.open_run(tmp_path, CONFIG | {"lr": 1.0})
 
 
 def test_second_writer_is_refused_and_lock_dies_with_its_process(tmp_path):
-    code = "import sys, time; from parts import runs; run = runs.open_run(sys.argv[1], {'a': 1}); " \
+    code = "import sys, time; from flatlab.runs import store; run = store.open_run(sys.argv[1], {'a': 1}); " \
            "print(1, flush=True); time.sleep(60)"
     command = [sys.executable, "-c", code, tmp_path / "run"]
     other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "1\n"
         with pytest.raises(UserError, match=f"being written by process {other.pid}"):
-            runs.open_run(tmp_path / "run", {"a": 1})
+            store.open_run(tmp_path / "run", {"a": 1})
     finally:
         other.kill()
         other.wait()
         other.stdout.close()
-    runs.open_run(tmp_path / "run", {"a": 1})
+    store.open_run(tmp_path / "run", {"a": 1})
 
 
 def test_two_writers_in_one_process_are_refused_too(tmp_path):
-    run = runs.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG)
     with pytest.raises(UserError, match=f"process {os.getpid()}"):
-        runs.open_run(run.dir, CONFIG)
+        store.open_run(run.dir, CONFIG)
 
 
 def test_unwritable_place_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="Cannot write the run directory .*: Not a directory"):
-        runs.open_run(tmp_path / "file" / "run", CONFIG)  # holds for root as well
+        store.open_run(tmp_path / "file" / "run", CONFIG)  # holds for root as well
 
 
 def test_foreign_directory_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(UserError, match="thesis.tex"):
-        runs.open_run(tmp_path, CONFIG)
+        store.open_run(tmp_path, CONFIG)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_resumed_run_appends_its_command_once(tmp_path, monkeypatch):
     for argv in ["grpo.py"], ["grpo.py"], ["grpo.py", "--steps", "9"]:
         monkeypatch.setattr(sys, "argv", argv)
-        runs.open_run(tmp_path, CONFIG).lock.close()
+        store.open_run(tmp_path, CONFIG).lock.close()
     lines = (tmp_path / "command.txt").read_text().splitlines()
     assert [line.split(" ", 1)[1] for line in lines if "grpo.py" in line] == ["grpo.py", "grpo.py --steps 9"]
 
@@ -126,7 +126,7 @@ def test_resumed_run_appends_its_command_once(tmp_path, monkeypatch):
 
 
 def test_cut_last_line_does_not_count_and_is_replaced(tmp_path):
-    run = runs.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG)
     run.log(row(0))
     with open(tmp_path / "metrics.jsonl", "a") as out:
         out.write('{"step": 1, "rew')
@@ -136,7 +136,7 @@ def test_cut_last_line_does_not_count_and_is_replaced(tmp_path):
 
 
 def test_resume_drops_rows_and_episodes_after_the_checkpoint(tmp_path):
-    run = runs.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG)
     for step in range(4):
         run.log(row(step))
         run.save_episodes(step, [{"step": step}])
@@ -148,16 +148,16 @@ def test_resume_drops_rows_and_episodes_after_the_checkpoint(tmp_path):
 def test_numbers_and_texts_survive_the_way_through_json(tmp_path):
     import numpy as np
 
-    run = runs.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG)
     run.log({"step": np.int64(3), "a": np.float32(0.5), "nan": math.nan, "inf": math.inf})
     assert run.rows() == [{"step": 3, "a": 0.5, "nan": None, "inf": None}]
     text = "line\nline\u2028 \ud800 é \x00"
     path = run.save_episodes(7, [{"text": text}, {"text": "b"}])
-    assert path.name == "000007.jsonl" and runs.read_rows(path) == [{"text": text}, {"text": "b"}]
+    assert path.name == "000007.jsonl" and store.read_rows(path) == [{"text": text}, {"text": "b"}]
 
 
 def test_result_is_merged(tmp_path):
-    run = runs.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG)
     run.result(a=1, b=2)
     run.result(b=3)
     assert run.results() == {"a": 1, "b": 3}
@@ -167,7 +167,7 @@ def test_result_is_merged(tmp_path):
 
 
 def test_checkpoint_appears_whole_and_old_ones_go(tmp_path):
-    run = runs.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG)
     for step in range(4):
         with run.checkpoint(step, keep=2) as folder:
             (folder / "weights").write_text(str(step))
@@ -180,23 +180,23 @@ def test_checkpoint_appears_whole_and_old_ones_go(tmp_path):
 
 
 def test_best_is_replaced_and_restored_after_a_crash_between_the_renames(tmp_path):
-    run = runs.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG)
     for text in "old", "new":
         with run.whole_directory("best") as folder:
             (folder / "weights").write_text(text)
     assert (tmp_path / "best" / "weights").read_text() == "new"
     run.lock.close()
     (tmp_path / "best").rename(tmp_path / ".old-best")
-    runs.open_run(tmp_path, CONFIG)
+    store.open_run(tmp_path, CONFIG)
     assert (tmp_path / "best" / "weights").read_text() == "new"
 
 
 WRITER = """
 import itertools, os, shutil, sys
-from parts import runs
 from pathlib import Path
-runs.output_of = lambda *command: ""
-run = runs.open_run(sys.argv[1], {"a": 1})
+from flatlab.runs import store
+store.output_of = lambda *command: ""
+run = store.open_run(sys.argv[1], {"a": 1})
 left = itertools.count(int(sys.argv[2]), -1)  # writes, renames and fsyncs until this process is killed in one of them
 
 def deadly(function, half=lambda *arguments: None):
@@ -210,7 +210,7 @@ def deadly(function, half=lambda *arguments: None):
 write = Path.write_bytes
 Path.write_bytes = deadly(write, half=lambda path, content: write(path, content[:len(content) // 2]))
 shutil.rmtree = deadly(shutil.rmtree, half=lambda path: next(path.iterdir()).unlink() if path.exists() else None)
-Path.rename, os.replace, runs.to_disk = deadly(Path.rename), deadly(os.replace), deadly(runs.to_disk)
+Path.rename, os.replace, store.to_disk = deadly(Path.rename), deadly(os.replace), deadly(store.to_disk)
 for step in itertools.count():
     run.save_episodes(0, [{"text": "x" * 9_000, "step": step}] * 5)
     with run.checkpoint(step, keep=1) as folder:
@@ -227,9 +227,9 @@ for step in itertools.count():
 def test_kill_9_leaves_only_whole_files(tmp_path, moment):
     done = python("-c", WRITER, tmp_path, moment)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    run = runs.open_run(tmp_path, {"a": 1})  # the lock is gone, leftovers are swept
+    run = store.open_run(tmp_path, {"a": 1})  # the lock is gone, leftovers are swept
     if moment > 20:
-        assert [len(r["text"]) for r in runs.read_rows(tmp_path / "episodes" / "000000.jsonl")] == [9_000] * 5
+        assert [len(r["text"]) for r in store.read_rows(tmp_path / "episodes" / "000000.jsonl")] == [9_000] * 5
         assert (tmp_path / "best" / "a").stat().st_size == 5_000
         assert run.checkpoints() and run.rows()[0] == {"step": 0}
     for _, folder in run.checkpoints():
@@ -252,20 +252,20 @@ class Options:
 def test_preset_first_and_flags_win(tmp_path):
     preset = tmp_path / "x.yaml"
     preset.write_text("lr: 1e-5\ngroup_size: 4\nfast: true\nnames: [a, b]\n")
-    assert runs.parse_config(Options, [str(preset), "--lr", "2e-5"]) == Options(2e-5, 4, True, ("a", "b"))
-    assert runs.parse_config(Options, ["--group-size", "2"]) == Options(group_size=2)
+    assert store.parse_config(Options, [str(preset), "--lr", "2e-5"]) == Options(2e-5, 4, True, ("a", "b"))
+    assert store.parse_config(Options, ["--group-size", "2"]) == Options(group_size=2)
 
 
 def test_bad_presets(tmp_path, capsys):
     with pytest.raises(UserError, match="Cannot read .*nothing.yaml: No such file"):
-        runs.parse_config(Options, [str(tmp_path / "nothing.yaml")])
+        store.parse_config(Options, [str(tmp_path / "nothing.yaml")])
     preset = tmp_path / "x.yaml"
     preset.write_text("just words")
     with pytest.raises(UserError, match="'name: value'"):
-        runs.parse_config(Options, [str(preset)])
+        store.parse_config(Options, [str(preset)])
     preset.write_text("lrr: 1")
     with pytest.raises(SystemExit) as caught:
-        runs.parse_config(Options, [str(preset)])
+        store.parse_config(Options, [str(preset)])
     assert caught.value.code == 2 and "--lr" in capsys.readouterr().err
 
 
@@ -274,7 +274,7 @@ def test_what_a_person_can_mend_is_one_sentence_wherever_it_happened(capsys):
         raise ExceptionGroup("tasks", [ExceptionGroup("more", [UserError("Take another name.")])])
     for main, said in (parallel, "Take another name.\n"), (lambda: open("/dev/full", "w").write("x" * 10 ** 6), "No space left on device; what"):
         with pytest.raises(SystemExit) as end:
-            runs.one_sentence(main)
+            store.one_sentence(main)
         assert end.value.code == 2 and capsys.readouterr().err.startswith(said)
     with pytest.raises(ZeroDivisionError):
-        runs.one_sentence(lambda: 1 / 0)
+        store.one_sentence(lambda: 1 / 0)

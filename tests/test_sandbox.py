@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 import env
-from parts import boot, containers, local, sandbox, snapshot
-from parts.sandbox import IMAGE, ArtefactError, Sandbox, SandboxFault, docker_problem
-from tasks import UserError, load_task
+from flatlab.sandbox import boot, local, sandbox, snapshot
+from flatlab.sandbox.sandbox import IMAGE, Sandbox, docker_problem
+from flatlab.errors import ArtefactError, SandboxFault, UserError
+from tasks import load_task
 
-PROJECT = Path(sandbox.__file__).parents[1]
+PROJECT = Path(sandbox.__file__).parents[2]
 
 
 def missing(backend):
@@ -253,7 +254,7 @@ def test_a_call_on_a_sandbox_that_another_thread_has_closed_is_a_fault(box):
 
 
 def test_sweep_waits_for_processes_that_take_time_to_end():
-    tree = ast.parse((PROJECT / "parts" / "runner.py").read_text())
+    tree = ast.parse((PROJECT / "flatlab" / "sandbox" / "guest" / "main.py").read_text())
     code = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "sweep")
     end = time.monotonic() + 1.5
 
@@ -482,7 +483,7 @@ def test_files_that_cannot_be_copied_are_a_fault(isolated, monkeypatch):
 
 OWNER = """
 import sys; sys.path.insert(0, {project!r})
-from parts.sandbox import Sandbox
+from flatlab.sandbox.sandbox import Sandbox
 box = Sandbox({backend!r})
 box.run("setsid sleep {marker} & true", 5)
 print(box.workspace, flush=True)
@@ -589,7 +590,8 @@ def test_container_that_dies_is_a_fault():
 
 ORDINARY = """
 import json, sys; sys.path.insert(0, {project!r})
-from parts.sandbox import Sandbox
+from flatlab.sandbox import snapshot
+from flatlab.sandbox.sandbox import Sandbox
 box = Sandbox("namespaces")
 commands = ["id -u", "kill -9 1; kill -KILL $PPID; echo alive", "cat /proc/1/environ /proc/1/mem; ls /proc/1/fd", "touch /usr/x /etc/x /x",
             "grep CapEff /proc/self/status", "unshare -Ur true", "ls {project}", "setsid sleep 60 & cd /tmp; export A=1", "echo $A; pwd"]
@@ -597,7 +599,6 @@ results = [box.run(command, 5) for command in commands]
 slow = box.run("setsid sleep 4321 & sleep 60", 0.3)
 left = box.run("ls -d /proc/[0-9]* | wc -l", 5)
 box.put({{"f": b"x"}}, user="root", mode=0o600)
-from parts import snapshot
 box.run("mkdir ~/workspace/d ~/workspace/e; cd ~/workspace; echo 1 | tee d/f e/f > g; echo 2 > h; chmod 444 d; chmod 000 e g", 5)
 names = [path for path, _ in box.call("listing", most=99)[0]["files"]]
 twin = Sandbox("namespaces")
@@ -618,7 +619,7 @@ def test_namespaces_of_an_ordinary_user(tmp_path):
         prefix = ["setpriv", f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups"]
         copies = "/tmp/flatlab-test-ordinary"       # pytest's own folders are closed to others
         shutil.rmtree(copies, ignore_errors=True)
-        shutil.copytree(PROJECT / "parts", f"{copies}/parts", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(PROJECT / "flatlab", f"{copies}/flatlab", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(PROJECT / "tasks.py", copies)
     else:
         prefix, python, copies = [], sys.executable, str(PROJECT)
@@ -716,5 +717,5 @@ def test_docker_image_and_permission(monkeypatch):
 
     def refused():
         raise docker.errors.DockerException("Error while fetching server API version: ('Connection aborted.', PermissionError(13, 'Permission denied'))")
-    monkeypatch.setattr(containers, "docker_api", refused)
+    monkeypatch.setattr(docker, "docker_api", refused)
     assert "no permission on the Docker socket" in sandbox.docker_problem(IMAGE)

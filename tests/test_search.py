@@ -18,9 +18,11 @@ import pytest
 import env
 import search
 import viz
-from parts import snapshot, tables
-from parts.tree import Tree
-from tasks import UserError, load_task
+from flatlab.sandbox import snapshot
+from flatlab.runs import stats
+from flatlab.tree.tree import Tree
+from flatlab.errors import UserError
+from tasks import load_task
 
 HERE = Path(__file__).parents[1]
 TASK = replace(load_task("titanic", "", ""), baseline=0.5, reference=1.0)
@@ -152,7 +154,7 @@ def test_failures_are_counted_everywhere_and_the_root_is_the_best_of_nothing(tmp
     assert (r["nodes"], r["failed"], r["best_id"], r["best_score"], r["test_score"]) == (12, 12, "0", 0.5, None)
     assert r["node_mean"] == 0.5 and r["valid_share"] == 0
     assert all(row["score"] is None and "no submission" in row["error"] for row in rows(t))
-    table, = tables.grid_table([r])
+    table, = stats.grid_table([r])
     assert (table["mean"], table["empty"], table["failed"]) == (0.5, 1, 12)
 
 
@@ -377,7 +379,7 @@ def test_a_grid_shares_the_workers_and_gives_one_table(tmp_path):
     trees = run(tmp_path, tasks=(TASK, replace(TASK, name="other", higher_is_better=False)), modes=("none", "tail"), seeds=(0, 1, 2),
                 nodes=4, workers=12, delay=lambda node: 0.2)
     assert time.monotonic() - start < 48 * 0.2 / 2
-    table = tables.grid_table([result(t) for t in trees])
+    table = stats.grid_table([result(t) for t in trees])
     assert [(r["task"], r["mode"], r["n"], r["nodes"]) for r in table] == [(a, b, 3, 12) for a in ("titanic", "other") for b in ("none", "tail")]
     assert all(r["rank_tasks"] == 2 for r in table) and table[1]["p"] is not None and table[0]["p"] is None
 

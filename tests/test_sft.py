@@ -1,4 +1,4 @@
-"""parts/sft.py: which episodes are imitated, that their tokens are those of RL, and that imitation works."""
+"""parts/imitation.py: which episodes are imitated, that their tokens are those of RL, and that imitation works."""
 
 import json
 from dataclasses import replace
@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import grpo
-from parts import sft
-from parts.episode import History
-from tasks import UserError, load_task
+from flatlab.train import imitation
+from flatlab.episode.episode import History
+from flatlab.errors import UserError
+from tasks import load_task
 
 TASK = load_task("titanic", "", "")
 CFG = replace(grpo.Config(), max_observation_tokens=64, micro_tokens=4096, lr=3e-3, sft_share=0.5, sft_updates=6)
@@ -39,18 +40,18 @@ def test_the_best_different_valid_episodes_that_beat_the_baseline(run):
     where = run(episode(0.70, turn("b")), episode(0.78, turn("a")), episode(0.78, turn("a")), episode(0.5, turn("worse")),
                 episode(None, turn("nothing"), valid=False), episode(0.79, turn("x"), task="other"),
                 episode(0.75, turn("c")), episode(0.74, turn("d")), {**episode(0.9, turn("e")), "score": None, "status": "fault"})
-    chosen = sft.best_episodes([where], [TASK], 0.5)
+    chosen = imitation.best_episodes([where], [TASK], 0.5)
     assert [e["turns"][0]["reply"] for e in chosen] == ["a", "c"]
-    assert [e["turns"][0]["reply"] for e in sft.best_episodes([where], [TASK], 0.01)] == ["a"]
+    assert [e["turns"][0]["reply"] for e in imitation.best_episodes([where], [TASK], 0.01)] == ["a"]
     deeper = run(episode(0.79, turn("a node of a search"), node="0.1", segments=[]), file="a/tail-0/episodes/000001.jsonl")
-    assert sft.best_episodes([deeper], [TASK], 0.01)[0]["node"] == "0.1"
+    assert imitation.best_episodes([deeper], [TASK], 0.01)[0]["node"] == "0.1"
 
 
 def test_nothing_to_imitate_is_one_sentence(run, tmp_path):
     with pytest.raises(UserError, match="no run directory"):
-        sft.best_episodes([str(tmp_path / "nowhere")], [TASK], 0.5)
+        imitation.best_episodes([str(tmp_path / "nowhere")], [TASK], 0.5)
     with pytest.raises(UserError, match="beats the baseline"):
-        sft.best_episodes([run(episode(0.5, turn("a")))], [TASK], 0.5)
+        imitation.best_episodes([run(episode(0.5, turn("a")))], [TASK], 0.5)
 
 
 def test_tokens_and_masks_are_those_of_rl(policy):
@@ -61,7 +62,7 @@ def test_tokens_and_masks_are_those_of_rl(policy):
     for t in turns:
         tokens = policy.encode(t["reply"]) + [policy.tokenizer.eos_token_id] * (t["stop_reason"] == "stop")
         history.add(SimpleNamespace(tokens=tokens, logprobs=[0.0] * len(tokens), stop_reason=t["stop_reason"]), t["observation"])
-    [piece] = sft.pieces_from(episode(0.78, *turns), policy, CFG)
+    [piece] = imitation.pieces_from(episode(0.78, *turns), policy, CFG)
     assert piece.tokens == history.segment.tokens[:len(piece.tokens)] and piece.mask == history.segment.mask[:len(piece.mask)]
     assert sum(piece.mask) == sum(history.segment.mask)
     wanted = [a for t in turns for a in [float(t["status"] == "ok" and t["stop_reason"] == "stop")] *
@@ -71,17 +72,17 @@ def test_tokens_and_masks_are_those_of_rl(policy):
 
 def test_an_episode_that_does_not_fit_is_cut(policy):
     turns = [turn(c * 700, "o" * 50) for c in "abcd"]
-    pieces = sft.pieces_from(episode(0.78, *turns), policy, CFG)
+    pieces = imitation.pieces_from(episode(0.78, *turns), policy, CFG)
     assert pieces and all(len(p.tokens) <= policy.context for p in pieces) and sum(len(p.old) for p in pieces) < 4 * 701
 
 
 def test_imitation_raises_the_probability_of_the_replies(policy, run):
     where = run(*(episode(0.78, turn("```bash\npython3 best.py\n```", "ok"), turn(f"```bash\nsubmit\n``` {i}")) for i in range(8)))
     cfg = replace(CFG, sft=(where,))
-    [piece] = sft.pieces_from(episode(0.78, turn("```bash\npython3 best.py\n```")), policy, cfg)
+    [piece] = imitation.pieces_from(episode(0.78, turn("```bash\npython3 best.py\n```")), policy, cfg)
     with torch.no_grad():
         before = policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
-    line = sft.warm_start(policy, [TASK], cfg)
+    line = imitation.warm_start(policy, [TASK], cfg)
     with torch.no_grad():
         after = policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
     assert after > before + 0.1 and "imitated 4 episodes in 6 updates" in line

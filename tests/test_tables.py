@@ -2,7 +2,7 @@
 
 import pytest
 
-from parts import tables
+from flatlab.runs import stats
 
 
 def cell(task, mode, test, best=None, nodes=12, failed=0, faults=0, baseline=0.7, higher=True):
@@ -12,31 +12,31 @@ def cell(task, mode, test, best=None, nodes=12, failed=0, faults=0, baseline=0.7
 
 
 def test_permutation_by_hand():
-    assert tables.permutation_p([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]) == pytest.approx(2 / 20)
-    assert tables.permutation_p([1.0, 1.0], [1.0, 1.0]) == 1.0
-    assert tables.permutation_p([1.0], [2.0]) == 1.0
+    assert stats.permutation_p([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]) == pytest.approx(2 / 20)
+    assert stats.permutation_p([1.0, 1.0], [1.0, 1.0]) == 1.0
+    assert stats.permutation_p([1.0], [2.0]) == 1.0
 
 
 def test_permutation_agrees_with_a_published_case():
     """Battle of Sexes, best of five runs each without and with verbalized sampling; p = 0.008 = 2 / 252."""
     none, tail = [1.3756, 1.2053, 1.2287, 1.1056, 1.2332], [1.4059, 1.4383, 1.4431, 1.3796, 1.4446]
-    assert tables.permutation_p(tail, none) == pytest.approx(2 / 252)
+    assert stats.permutation_p(tail, none) == pytest.approx(2 / 252)
 
 
 def test_bootstrap():
-    low, high = tables.bootstrap([0.0, 1.0] * 50)
+    low, high = stats.bootstrap([0.0, 1.0] * 50)
     assert low == pytest.approx(0.40, abs=0.02) and high == pytest.approx(0.60, abs=0.02)
-    assert tables.bootstrap([1.0]) is None and tables.bootstrap([2.0, 2.0]) == (2.0, 2.0)
+    assert stats.bootstrap([1.0]) is None and stats.bootstrap([2.0, 2.0]) == (2.0, 2.0)
 
 
 def test_ranks_with_ties():
-    assert tables.ranks({"a": 3, "b": 1, "c": 3}) == {"a": 1.5, "c": 1.5, "b": 3}
+    assert stats.ranks({"a": 3, "b": 1, "c": 3}) == {"a": 1.5, "c": 1.5, "b": 3}
 
 
 def test_a_run_without_any_score_counts_with_the_baseline():
     good = [cell("t", "tail", x, x) for x in (0.93, 0.94, 0.96)]
-    row, = tables.grid_table(good)
-    with_failures, = tables.grid_table(good + [cell("t", "tail", None, failed=12), cell("t", "tail", None, failed=11, faults=1)])
+    row, = stats.grid_table(good)
+    with_failures, = stats.grid_table(good + [cell("t", "tail", None, failed=12), cell("t", "tail", None, failed=11, faults=1)])
     assert (row["n"], with_failures["n"], with_failures["empty"]) == (3, 5, 2)
     assert with_failures["mean"] == pytest.approx((0.93 + 0.94 + 0.96 + 0.7 + 0.7) / 5) and row["mean"] > 0.94
     assert (with_failures["failed"], with_failures["nodes"], with_failures["faults"]) == (23, 60, 1)
@@ -45,8 +45,8 @@ def test_a_run_without_any_score_counts_with_the_baseline():
 def test_rank_is_over_tasks_and_knows_directions():
     cells = [cell("up", "none", 0.8, 0.8), cell("up", "tail", 0.9, 0.9),
              cell("down", "none", 0.6, 0.6, higher=False), cell("down", "tail", 0.5, 0.5, higher=False)]
-    rows = {(r["task"], r["mode"]): r for r in tables.grid_table(cells)}
+    rows = {(r["task"], r["mode"]): r for r in stats.grid_table(cells)}
     assert rows["up", "tail"]["rank"] == 1 and rows["down", "none"]["rank"] == 2 and rows["up", "none"]["rank_tasks"] == 2
     assert rows["up", "none"]["p"] is None and rows["up", "tail"]["p"] == 1.0
-    text = tables.text_of(list(rows.values()))
+    text = stats.text_of(list(rows.values()))
     assert "against mode none" in text and "2 tasks" in text and len({len(line) for line in text.splitlines()[:5]}) == 1

@@ -14,7 +14,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tasks
-from tasks import TASKS_DIR, UserError, improvement, load_task, parse_grade
+from flatlab.episode.loaders import TASKS_DIR
+from flatlab.errors import UserError
+from flatlab.episode.task import improvement, parse_grade
+from tasks import load_task
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from parts import expert, ideas
-import tiny
-from tasks import improvement, load_task
+from tools import expert
+from flatlab.tree import prompts
+from tools import make_tiny as tiny
+from flatlab.episode.task import improvement
+from tasks import load_task
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--steps", "2", "--transcripts", "24", "--batch", "8"]
@@ -102,7 +104,7 @@ def test_lists_of_strategies_are_read_by_the_search(name):
     known = {words for _, words, _ in world.table.solutions}
     for _ in range(50):
         (_, question), (_, answer) = expert.list_strategies(rng, world)
-        found = ideas.parse(answer)
+        found = prompts.parse(answer)
         assert len(found) == int(re.search(r"List (\d+)", question)[1]) and {words for words, _ in found} <= known
         assert ("Probability" in question) == all(p is not None and 0 <= p <= 1 for _, p in found)
         tried = re.findall("Strategy: (.*)\nScore", question)

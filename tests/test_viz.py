@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from parts import plots, runs
+from flatlab.runs import plots, store
 import viz
-from tasks import UserError
+from flatlab.errors import UserError
 
 ROOT = Path(viz.__file__).parent
 CONFIG = {"task": "titanic", "model": "tiny", "seed": 1, "steps": 5, "lr": 1e-5}
@@ -21,7 +21,7 @@ CONFIG = {"task": "titanic", "model": "tiny", "seed": 1, "steps": 5, "lr": 1e-5}
 @pytest.fixture(autouse=True)
 def quick_provenance(monkeypatch):
     """git, nvidia-smi and docker need not be asked in each of these tests."""
-    monkeypatch.setattr(runs, "output_of", lambda *command: " ".join(command))
+    monkeypatch.setattr(store, "output_of", lambda *command: " ".join(command))
 
 
 def row(step, **more):
@@ -140,7 +140,7 @@ def with_episodes(tmp_path):
 
 
 def searched(folder, **more):
-    run = runs.open_run(folder, CONFIG | {"sampling_mode": "tail"})
+    run = store.open_run(folder, CONFIG | {"sampling_mode": "tail"})
     run.result(metric="loss", higher_is_better=False, baseline=0.5, **more)
     for order, (id, score) in enumerate([("0.0", 0.4), ("0.1", None), ("0.0.0", 0.3), ("0.0.1", 0.45)]):
         turns = [{"reply": "r", "action": "a", "observation": f"saw {id}", "status": "ok", "score": score}]
@@ -215,12 +215,12 @@ def test_several_runs_and_strangers_among_them(tmp_path):
 
 
 def test_rows_may_hold_anything(tmp_path):
-    run = runs.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG)
     for row in [{"id": "0.0"}, {"id": "x"}, {"id": ""}, {"id": "0.0.9.9", "score": "high", "actions": 3, "op": None},
                 {"id": "0.1", "score": 0.5, "mode": "$x$ \n", "op": []}]:
         run.log(row, "journal.jsonl")
     assert [p.name for p in viz.plot(tmp_path)] == ["tree.png", "search.png"]
-    assert [t["id"] for t in runs.transcripts(runs.read_run(tmp_path))] == ["0.0", "x", "0.0.9.9", "0.1"]
+    assert [t["id"] for t in store.transcripts(store.read_run(tmp_path))] == ["0.0", "x", "0.0.9.9", "0.1"]
 
 
 def test_watch_waits_for_half_a_line_and_ends_with_the_run(tmp_path, capsys, monkeypatch):
@@ -262,11 +262,11 @@ def test_a_sink_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch, nam
 
 
 def test_sinks_get_each_row_with_its_transcripts(tmp_path):
-    from parts import sinks
+    from flatlab.runs import trackers
 
-    run, got = runs.open_run(tmp_path, CONFIG), []
-    run.sinks.append(lambda row, episodes: got.append((sinks.place_of(row), sinks.scalars(row),
-                                                       [sinks.talk(e) for e in episodes])))
+    run, got = store.open_run(tmp_path, CONFIG), []
+    run.sinks.append(lambda row, episodes: got.append((trackers.place_of(row), trackers.scalars(row),
+                                                       [trackers.talk(e) for e in episodes])))
     run.save_episodes(3, [episode(0.5, "hello")])
     run.log(row(3, alarms=["x"], name="y", flag=True))
     assert got == [(3, {"reward_mean": pytest.approx(0.3), "reward_std": 0.2, "score_mean": 0.7, "seconds": 2.0},
