@@ -34,6 +34,7 @@ Not covered:
 - MLGym graders that run code of the agent's (its src/, baseline.py, pickled checkpoints) in their own process: a score
   can be made up there. configs/tasks/mlgym.yaml marks these tasks `degenerate`, and every result carries that
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -45,22 +46,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flatlab.episode import mledojo_actions
+from flatlab.episode.actions import extract_action, lift_bodies, typed_edits, unfinished
+from flatlab.episode.episode import Episode, Segment, in_thread, run_episode  # noqa: F401
+from flatlab.episode.grading import Score, collect, grade
+from flatlab.episode.task import Task
+from flatlab.episode.texts import (
+    FILE_COMMANDS_TEXT,
+    first_message,
+    position_text,
+    run_text,
+    score_text,
+)
+from flatlab.errors import ArtefactError, SandboxFault, UserError
 from flatlab.sandbox import snapshot
-from flatlab.episode.texts import FILE_COMMANDS_TEXT, first_message, position_text, run_text, score_text
 from flatlab.sandbox.boot import readable
 from flatlab.sandbox.docker import missing_requirements, needs_packages, prepared, prepared_image
-from flatlab.episode.episode import Episode, Segment, in_thread, play                # noqa: F401  part of this module's interface
-from flatlab.episode.grading import Score, collect, grade
-from flatlab.episode.actions import extract_action, lift_bodies, typed_edits, unfinished
-from flatlab.sandbox.sandbox import IMAGE, KINDS, Result, Sandbox      # noqa: F401
-from flatlab.errors import ArtefactError, SandboxFault, UserError
-from flatlab.sandbox.sandbox import local_isolation, pick_backend                    # noqa: F401
+from flatlab.sandbox.sandbox import IMAGE, KINDS, Result, Sandbox, local_isolation, pick_backend  # noqa: F401
 from flatlab.sandbox.warm_pool import SPARES
-from flatlab.episode.task import Task
 from tasks import load_task
 
-LISTED_FILES = 60                                   # in the prompt
-MOUNT_BYTES = 16 << 20                              # larger public files are not copied into a local sandbox
+LISTED_FILES = 60  # in the prompt
+MOUNT_BYTES = 16 << 20  # larger public files are not copied into a local sandbox
 
 
 # ---------------------------------------------------------------------------------------------- environment
@@ -70,8 +76,8 @@ MOUNT_BYTES = 16 << 20                              # larger public files are no
 class Step:
     observation: str
     done: bool
-    score: Score | None             # after `validate`
-    status: str                     # "ok", "error" (exit code), "timeout", "rejected", "validate", "invalid", "submit"
+    score: Score | None  # after `validate`
+    status: str  # "ok", "error" (exit code), "timeout", "rejected", "validate", "invalid", "submit"
     seconds: float
     action: str | None = None
 
@@ -79,14 +85,20 @@ class Step:
 def check_needs(task: Task, backend: str, network: bool = False, hf_cache: str = "") -> None:
     """Raises UserError when a task needs what its sandbox will not have. For before a model is loaded."""
     if task.needs_network and not network and not (hf_cache and backend == "docker"):
-        raise UserError(f"Task {task.name} takes data from the network while it runs: allow it with --network"
-                        + (", or mount what it needs with --hf-cache." if backend == "docker" else "."))
+        raise UserError(
+            f"Task {task.name} takes data from the network while it runs: allow it with --network"
+            + (", or mount what it needs with --hf-cache." if backend == "docker" else ".")
+        )
     if hf_cache and not Path(hf_cache).expanduser().is_dir():
         raise UserError(f"There is no folder {hf_cache} to mount as the Hugging Face cache.")
     if task.needs_gpu and backend != "docker":
-        raise UserError(f"Task {task.name} needs a GPU, and only Docker gives one to a sandbox: use --backend docker.")
+        raise UserError(
+            f"Task {task.name} needs a GPU, and only Docker gives one to a sandbox: use --backend docker."
+        )
     if task.needs_gpu and not os.environ.get("DOCKER_HOST") and not Path("/dev/nvidiactl").exists():
-        raise UserError(f"Task {task.name} needs a GPU, and this machine has none that works (no /dev/nvidiactl).")
+        raise UserError(
+            f"Task {task.name} needs a GPU, and this machine has none that works (no /dev/nvidiactl)."
+        )
 
 
 class Env:
@@ -97,14 +109,27 @@ class Env:
     SandboxFault; nothing that the agent does raises anything else.
     """
 
-    def __init__(self, task: Task, backend: str = "auto", seed: int = 0, image: str = IMAGE, network: bool = False,
-                 hf_cache: str = "", **limits):
-        self.task, self.seed, self.image, self.limits = task, seed, image, {"memory": 4 << 30, **limits}
+    def __init__(
+        self,
+        task: Task,
+        backend: str = "auto",
+        seed: int = 0,
+        image: str = IMAGE,
+        network: bool = False,
+        hf_cache: str = "",
+        **limits,
+    ):
+        self.task, self.seed, self.image, self.limits = (
+            task,
+            seed,
+            image,
+            {"memory": 4 << 30, **limits},
+        )
         self.backend = backend if backend in KINDS else pick_backend(backend, image)[0]
         self.network, self.hf_cache = network, hf_cache
         check_needs(task, self.backend, network, hf_cache)
         self.sandbox: Sandbox | None = None
-        self.grading: Sandbox | None = None         # while one runs
+        self.grading: Sandbox | None = None  # while one runs
         self.closed, self.history = False, []
 
     def __enter__(self) -> Env:
@@ -115,22 +140,47 @@ class Env:
 
     def make_sandbox(self) -> Sandbox:
         """One for the agent or for a grading: nothing of the task is in it but, perhaps, public files (see `given`)."""
-        network, variables = self.network and self.task.needs_network, {"PYTHONHASHSEED": str(self.seed % 2 ** 32)}
+        network, variables = (
+            self.network and self.task.needs_network,
+            {"PYTHONHASHSEED": str(self.seed % 2**32)},
+        )
         if self.backend == "docker":
-            options = {"network": network, "gpu": self.task.needs_gpu, "hf_cache": self.hf_cache,
-                       "forget": self.task.forget, **self.limits}
-            image = prepared_image(self.task, self.image, self.network, lambda network: Sandbox(
-                "docker", image=self.image, **self.limits | {"network": network}))
+            options = {
+                "network": network,
+                "gpu": self.task.needs_gpu,
+                "hf_cache": self.hf_cache,
+                "forget": self.task.forget,
+                **self.limits,
+            }
+            image = prepared_image(
+                self.task,
+                self.image,
+                self.network,
+                lambda network: Sandbox(
+                    "docker", image=self.image, **self.limits | {"network": network}
+                ),
+            )
             given = self.task.public if image != self.image else {}
             try:
                 return SPARES.take(Sandbox, variables, image=image, given=given, **options)
             except SandboxFault:
-                prepared.clear()        # somebody may have removed the image: the next one looks again
+                prepared.clear()  # somebody may have removed the image: the next one looks again
                 raise
         hide = tuple({str(Path(path).resolve().parent) for path in self.task.hidden.values()})
-        given = {path: file for path, file in self.task.public.items()      # a mounted artefact could not be removed
-                 if file.stat().st_size > MOUNT_BYTES and not self.task.is_artefact(path)}
-        box = Sandbox(self.backend, env=variables, hide=hide, forget=self.task.forget, network=network, given=given, **self.limits)
+        given = {
+            path: file
+            for path, file in self.task.public.items()  # a mounted artefact could not be removed
+            if file.stat().st_size > MOUNT_BYTES and not self.task.is_artefact(path)
+        }
+        box = Sandbox(
+            self.backend,
+            env=variables,
+            hide=hide,
+            forget=self.task.forget,
+            network=network,
+            given=given,
+            **self.limits,
+        )
         if self.task.requirements and missing_requirements(box, self.task):
             box.close()
             raise UserError(needs_packages(self.task))
@@ -138,7 +188,7 @@ class Env:
 
     def open(self) -> Sandbox:
         self.sandbox = self.make_sandbox()
-        if self.closed:             # meanwhile, by another thread
+        if self.closed:  # meanwhile, by another thread
             self.sandbox.close()
             raise SandboxFault("the environment is closed")
         return self.sandbox
@@ -155,15 +205,24 @@ class Env:
         """The first message for the workspace as it is now."""
         reply = self.sandbox.call("listing", most=LISTED_FILES)[0]
         files = [(readable(path), size) for path, size in reply["files"]]
-        more = {"mlgym": FILE_COMMANDS_TEXT, "mledojo": mledojo_actions.ACTIONS_TEXT}.get(self.task.source, "")
+        more = {"mlgym": FILE_COMMANDS_TEXT, "mledojo": mledojo_actions.ACTIONS_TEXT}.get(
+            self.task.source, ""
+        )
         task = replace(self.task, prompt=f"{self.task.prompt}\n\n{more}") if more else self.task
-        return first_message(task, self.sandbox.workspace, files, reply["count"], self.network and task.needs_network)
+        return first_message(
+            task, self.sandbox.workspace, files, reply["count"], self.network and task.needs_network
+        )
 
     def step(self, reply: str, timeout: float | None = None) -> Step:
         """Runs the action of one reply. timeout: seconds, the task's own when None."""
-        begin, timeout = time.monotonic(), min(timeout or self.task.step_timeout, self.task.step_timeout)
+        begin, timeout = (
+            time.monotonic(),
+            min(timeout or self.task.step_timeout, self.task.step_timeout),
+        )
         request = mledojo_actions.json_action(reply) if self.task.source == "mledojo" else None
-        action, problem = (json.dumps(request), "") if request else extract_action(typed_edits(reply))
+        action, problem = (
+            (json.dumps(request), "") if request else extract_action(typed_edits(reply))
+        )
         word, score = (action or "").strip(), None
         if action is None:
             observation, status = f"Nothing was run. {problem}", "rejected"
@@ -180,12 +239,19 @@ class Env:
             result = self.sandbox.run(command, timeout, bodies=bodies)
             observation = run_text(result, timeout, self.limits["memory"])
             status = "timeout" if result.timed_out else "error" if result.exit_code else "ok"
-        return Step(readable(observation), status == "submit", score, status, time.monotonic() - begin, action)
+        return Step(
+            readable(observation),
+            status == "submit",
+            score,
+            status,
+            time.monotonic() - begin,
+            action,
+        )
 
     def score(self, split: str | None = None) -> Score:
         """Grades the artefacts as they are now, on a split of the task (None: the first, "test": the last)."""
         split = split or self.task.splits[0]
-        self.sandbox.call("sweep")              # nothing may swap the artefact from now on
+        self.sandbox.call("sweep")  # nothing may swap the artefact from now on
         try:
             artefacts = collect(self.task, self.sandbox)
         except ArtefactError as error:
@@ -214,13 +280,30 @@ class Env:
         box = self.open()
         snapshot.put_back(box, files)
         if clear_artefacts:
-            files = box.call("listing", most=10 ** 9)[0]["files"]
-            box.remove([path for path, _ in files if self.task.is_artefact(path)] + list(self.task.artefacts))
-            box.put({path: file for path, file in self.task.public.items() if self.task.is_artefact(path)})
+            files = box.call("listing", most=10**9)[0]["files"]
+            box.remove(
+                [path for path, _ in files if self.task.is_artefact(path)]
+                + list(self.task.artefacts)
+            )
+            box.put(
+                {
+                    path: file
+                    for path, file in self.task.public.items()
+                    if self.task.is_artefact(path)
+                }
+            )
 
     def fork(self, clear_artefacts: bool = True) -> Env:
         """An independent copy: all files that were written, cwd, exported variables. See `restore`."""
-        twin = Env(self.task, self.backend, self.seed, self.image, self.network, self.hf_cache, **self.limits)
+        twin = Env(
+            self.task,
+            self.backend,
+            self.seed,
+            self.image,
+            self.network,
+            self.hf_cache,
+            **self.limits,
+        )
         try:
             twin.restore(self.snapshot(), clear_artefacts)
         except BaseException:
@@ -235,41 +318,6 @@ class Env:
                 box.close()
 
 
-# ---------------------------------------------------------------------------------------------- episodes
-
-
-async def run_episode(task: Task | Env, policy, *, backend: str = "auto", image: str = IMAGE, seed: int = 0,
-                      network: bool = False, hf_cache: str = "", max_turns: int = 10,
-                      max_reply_tokens: int = 512, max_observation_tokens: int = 512,
-                      temperature: float | None = None, time_limit: float = 600.0, extra_user_text: str = "",
-                      score_test: bool = False) -> Episode:
-    """Plays one episode to its end and scores it exactly once, however it ends.
-
-    task: a Task (its sandbox is made and closed here), or an Env, which stays open and, when it is running, goes on
-    from where it is. extra_user_text is appended to the prompt. time_limit: seconds from there to the scoring. score_test:
-    grade on the last split, too. Raises what the policy raises, and CancelledError, after closing the sandbox.
-    """
-    env = task if isinstance(task, Env) else Env(task, backend, seed, image, network, hf_cache)
-    episode, begin = Episode(env.task.name, seed), time.monotonic()
-    try:
-        episode.status = await play(env, policy, episode, time_limit, max_turns, max_reply_tokens,
-                                    max_observation_tokens, temperature, extra_user_text)
-        await finish(env, episode, score_test)
-    except SandboxFault as fault:
-        episode.status, episode.score, episode.test_score, episode.fault = "fault", None, None, str(fault)
-    finally:
-        if env is not task:
-            await asyncio.shield(in_thread(env.close))
-    episode.seconds = time.monotonic() - begin
-    return episode
-
-
-async def finish(env: Env, episode: Episode, score_test: bool) -> None:
-    """The one place that scores an episode."""
-    episode.score = await in_thread(env.score)
-    if score_test:
-        episode.test_score = await in_thread(env.score, env.task.splits[-1])
-
 # ---------------------------------------------------------------------------------------------- by hand
 
 
@@ -281,8 +329,15 @@ def read_block(ask) -> str:
     return "\n".join(lines)
 
 
-def by_hand(task: str = "titanic", backend: str = "auto", image: str = IMAGE, mlgym_root: str | None = None,
-            mledojo_root: str | None = None, network: bool = False, hf_cache: str = "") -> None:
+def by_hand(
+    task: str = "titanic",
+    backend: str = "auto",
+    image: str = IMAGE,
+    mlgym_root: str | None = None,
+    mledojo_root: str | None = None,
+    network: bool = False,
+    hf_cache: str = "",
+) -> None:
     """Play an episode at the terminal, as an agent does. `submit` or Ctrl-D ends it.
 
     Args:
@@ -305,7 +360,9 @@ def by_hand(task: str = "titanic", backend: str = "auto", image: str = IMAGE, ml
             except EOFError:
                 print("submit")
                 text = "submit"
-            step = env.step(text if text.lstrip().startswith("{") else f"{'`' * 9}bash\n{text}\n{'`' * 9}")
+            step = env.step(
+                text if text.lstrip().startswith("{") else f"{'`' * 9}bash\n{text}\n{'`' * 9}"
+            )
             print(f"{step.observation}\n[{step.status}, {step.seconds:.3f} s]")
             done = step.done
         for split in dict.fromkeys(what.splits):
@@ -314,6 +371,7 @@ def by_hand(task: str = "titanic", backend: str = "auto", image: str = IMAGE, ml
 
 if __name__ == "__main__":
     import tyro
+
     try:
         tyro.cli(by_hand)
     except UserError as error:

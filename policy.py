@@ -36,15 +36,15 @@ from flatlab.train.lora_sync import Slots, on_weights_of, served_model
 from flatlab.train.tensors import save_tensors
 
 LORA_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-TINY = Path(__file__).resolve().parent / "configs" / "tiny"      # the stand-in model
-ENGINE_RANKS = (8, 16, 32, 64, 128, 256)   # what vLLM's LoRA buffers can be sized for
+TINY = Path(__file__).resolve().parent / "configs" / "tiny"  # the stand-in model
+ENGINE_RANKS = (8, 16, 32, 64, 128, 256)  # what vLLM's LoRA buffers can be sized for
 
 
 @dataclass(frozen=True)
 class ModelPath:
-    base: str              # folder or Hugging Face name of the causal LM
-    adapter: str | None    # folder of a trained LoRA adapter (`logs/<run>/best`), or None
-    is_tiny: bool          # the stand-in model
+    base: str  # folder or Hugging Face name of the causal LM
+    adapter: str | None  # folder of a trained LoRA adapter (`logs/<run>/best`), or None
+    is_tiny: bool  # the stand-in model
 
 
 def resolve_model(name: str) -> ModelPath:
@@ -55,18 +55,25 @@ def resolve_model(name: str) -> ModelPath:
     if (folder / "adapter_config.json").is_file():
         base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
         if base.startswith("/") and not Path(base).is_dir():
-            raise UserError(f"the adapter {folder} was trained on {base}, which is not there any more")
+            raise UserError(
+                f"the adapter {folder} was trained on {base}, which is not there any more"
+            )
         return ModelPath(base, str(folder), Path(base).name == "tiny")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise UserError(f"{folder} holds neither a model (config.json) nor an adapter (adapter_config.json)")
+            raise UserError(
+                f"{folder} holds neither a model (config.json) nor an adapter (adapter_config.json)"
+            )
         return ModelPath(str(folder), None, folder.resolve() == TINY)
     from transformers import AutoConfig
+
     try:
         AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise UserError(f"unknown model {name!r}: no such folder, and the Hugging Face hub or its local cache does not "
-                         f"give it ({type(error).__name__}); try --model tiny") from None
+        raise UserError(
+            f"unknown model {name!r}: no such folder, and the Hugging Face hub or its local cache does not "
+            f"give it ({type(error).__name__}); try --model tiny"
+        ) from None
     return ModelPath(name, None, False)
 
 
@@ -84,12 +91,26 @@ class Policy:
     trains: False for search and evaluation: the trainer's copy of the model stays out of the GPU.
     """
 
-    def __init__(self, path: ModelPath, context: int = 4096, temperature: float = 1.0, lora_rank: int = 16,
-                 lora_alpha: int = 32, seed: int = 0, max_batch: int = 64, gpu_memory: float = 0.45,
-                 value_head: bool = False, checkpointing: bool = False, packing: bool = False,
-                 share_base: bool = False, trains: bool = True):
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")   # in this process: nothing runs unless stepped
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")           # GiB
+    def __init__(
+        self,
+        path: ModelPath,
+        context: int = 4096,
+        temperature: float = 1.0,
+        lora_rank: int = 16,
+        lora_alpha: int = 32,
+        seed: int = 0,
+        max_batch: int = 64,
+        gpu_memory: float = 0.45,
+        value_head: bool = False,
+        checkpointing: bool = False,
+        packing: bool = False,
+        share_base: bool = False,
+        trains: bool = True,
+    ):
+        os.environ.setdefault(
+            "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+        )  # in this process: nothing runs unless stepped
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -97,31 +118,47 @@ class Policy:
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         import torch
         import transformers
+
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
 
         self.path, self.context, self.temperature, self.version = path, context, temperature, 0
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         if self.device == "cpu":
-            torch._dynamo.config.disable = True     # compiling a helper of vLLM's sampler takes 3 s (and a C++ compiler)
+            torch._dynamo.config.disable = (
+                True  # compiling a helper of vLLM's sampler takes 3 s (and a C++ compiler)
+            )
             if share_base:
-                print("share_base: only on a GPU, on a CPU engine and trainer have a copy each", file=sys.stderr)
+                print(
+                    "share_base: only on a GPU, on a CPU engine and trainer have a copy each",
+                    file=sys.stderr,
+                )
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         self.packing = packing
         # Rounding alone separates two implementations by about 1e-6 (fp32) and 0.1 on a rare token (bf16);
         # a broken sync is far off both. Over the many tokens of a step the mean counts: the largest gap has a long tail.
-        self.gap_limit, self.mean_gap_limit = (1e-4, 1e-4) if self.dtype == torch.float32 else (0.5, 0.05)
+        self.gap_limit, self.mean_gap_limit = (
+            (1e-4, 1e-4) if self.dtype == torch.float32 else (0.5, 0.05)
+        )
         if path.adapter:
             adapter = json.loads((Path(path.adapter) / "adapter_config.json").read_text())
             lora_rank, lora_alpha = adapter["r"], adapter["lora_alpha"]
 
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path.base)
-        self._build_engine(path.base, lora_rank, seed, max_batch, gpu_memory)    # first: it reseeds global generators
+        self._build_engine(
+            path.base, lora_rank, seed, max_batch, gpu_memory
+        )  # first: it reseeds global generators
         torch.manual_seed(seed)
-        self._build_trainer(path.base, lora_rank, lora_alpha, checkpointing, share_base and self.device == "cuda",
-                            self.device if trains else "cpu")
+        self._build_trainer(
+            path.base,
+            lora_rank,
+            lora_alpha,
+            checkpointing,
+            share_base and self.device == "cuda",
+            self.device if trains else "cpu",
+        )
         self.value_head = None
-        if value_head:      # V = 0 everywhere at the start: the first advantages are plain returns
+        if value_head:  # V = 0 everywhere at the start: the first advantages are plain returns
             self.value_head = torch.nn.Linear(self.model.config.hidden_size, 1, device=self.device)
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
@@ -161,54 +198,97 @@ class Policy:
         if key not in self._frames:
             marks = [f"\x02{i}\x02" for i in range(len(roles))]
             messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
             pieces = []
             for mark in marks:
                 piece, text = text.split(mark)
                 pieces.append(piece)
-            self._frames[key] = [self.tokenizer(piece, add_special_tokens=False).input_ids for piece in (*pieces, text)]
+            self._frames[key] = [
+                self.tokenizer(piece, add_special_tokens=False).input_ids
+                for piece in (*pieces, text)
+            ]
         return self._frames[key]
 
     # ------------------------------------------------------------------------------------------ sampling
 
-    def _build_engine(self, base: str, rank: int, seed: int, max_batch: int, gpu_memory: float) -> None:
+    def _build_engine(
+        self, base: str, rank: int, seed: int, max_batch: int, gpu_memory: float
+    ) -> None:
         from vllm import EngineArgs, LLMEngine, SamplingParams
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
         cpu = self.device == "cpu"
-        self.engine = LLMEngine.from_engine_args(EngineArgs(
-            model=base, tokenizer=base, dtype="float32" if cpu else "bfloat16", max_model_len=self.context, seed=seed,
-            enable_lora=True, max_loras=1, max_lora_rank=rank, lora_target_modules=LORA_LAYERS, max_num_seqs=max_batch,
-            enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True,
-            use_tqdm_on_load=False, enforce_eager=cpu,      # block size on a CPU: with its 128 a prefix hit loses up to 127
-            **({"block_size": 32} if cpu else {"gpu_memory_utilization": gpu_memory})))
-        self._lora = LoRARequest("policy", 1, "in-memory")     # the path is never opened: the slot is filled in place
+        self.engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=base,
+                tokenizer=base,
+                dtype="float32" if cpu else "bfloat16",
+                max_model_len=self.context,
+                seed=seed,
+                enable_lora=True,
+                max_loras=1,
+                max_lora_rank=rank,
+                lora_target_modules=LORA_LAYERS,
+                max_num_seqs=max_batch,
+                enable_prefix_caching=True,
+                logprobs_mode="processed_logprobs",
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+                enforce_eager=cpu,  # block size on a CPU: with its 128 a prefix hit loses up to 127
+                **({"block_size": 32} if cpu else {"gpu_memory_utilization": gpu_memory}),
+            )
+        )
+        self._lora = LoRARequest(
+            "policy", 1, "in-memory"
+        )  # the path is never opened: the slot is filled in place
         stop = self.tokenizer.eos_token_id
-        with contextlib.suppress(OSError):                     # a model folder without generation_config.json
+        with contextlib.suppress(OSError):  # a model folder without generation_config.json
             from transformers import GenerationConfig
+
             stop = GenerationConfig.from_pretrained(base).eos_token_id or stop
         self.stop_tokens = {stop} if isinstance(stop, int) else set(stop)
         self._params = lambda max_tokens, temperature, seed: SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, seed=seed, logprobs=0, detokenize=False,
-            stop_token_ids=sorted(self.stop_tokens), output_kind=RequestOutputKind.FINAL_ONLY)
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            logprobs=0,
+            detokenize=False,
+            stop_token_ids=sorted(self.stop_tokens),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         self._ids, self._futures, self._pump, self._frames = itertools.count(), {}, None, {}
-        self.engine_seconds = 0.0       # spent in the engine so far, of which the rest was idle
+        self.engine_seconds = 0.0  # spent in the engine so far, of which the rest was idle
 
-    async def sample(self, tokens: list[int], max_tokens: int, temperature: float | None = None,
-                     seed: int | None = None) -> Sample:
+    async def sample(
+        self,
+        tokens: list[int],
+        max_tokens: int,
+        temperature: float | None = None,
+        seed: int | None = None,
+    ) -> Sample:
         """Samples one reply to `tokens`. Concurrent calls run in the same engine batch, whenever they arrive.
 
         Raises ValueError when prompt plus reply budget exceed the context: such a request is never sent.
         """
         if len(tokens) + max_tokens > self.context:
-            raise ValueError(f"{len(tokens)} prompt tokens + {max_tokens} reply tokens > context {self.context}")
+            raise ValueError(
+                f"{len(tokens)} prompt tokens + {max_tokens} reply tokens > context {self.context}"
+            )
         request_id, version = str(next(self._ids)), self.version
-        params = self._params(max_tokens, self.temperature if temperature is None else temperature, seed)
+        params = self._params(
+            max_tokens, self.temperature if temperature is None else temperature, seed
+        )
         future = self._futures[request_id] = asyncio.get_running_loop().create_future()
         # The salt keeps apart what the prefix cache holds from different weights, also while requests are in flight.
-        self.engine.add_request(request_id, {"prompt_token_ids": tokens, "cache_salt": f"v{version}"}, params,
-                                lora_request=self._lora)
+        self.engine.add_request(
+            request_id,
+            {"prompt_token_ids": tokens, "cache_salt": f"v{version}"},
+            params,
+            lora_request=self._lora,
+        )
         if self._pump is None or self._pump.done():
             self._pump = asyncio.ensure_future(self._step_engine())
         try:
@@ -234,15 +314,18 @@ class Policy:
                     if output.finished and future and not future.done():
                         future.set_result(output.outputs[0])
                 await asyncio.sleep(0)
-        except Exception as error:      # every waiting episode must hear of a broken engine, else they wait for ever
+        except (
+            Exception
+        ) as error:  # every waiting episode must hear of a broken engine, else they wait for ever
             for future in self._futures.values():
                 if not future.done():
                     future.set_exception(error)
 
     # ------------------------------------------------------------------------------------------ training
 
-    def _build_trainer(self, base: str, rank: int, alpha: int, checkpointing: bool, share_base: bool,
-                       device: str) -> None:
+    def _build_trainer(
+        self, base: str, rank: int, alpha: int, checkpointing: bool, share_base: bool, device: str
+    ) -> None:
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM
 
@@ -251,12 +334,20 @@ class Policy:
             try:
                 model = on_weights_of(served_model(self.engine), base, self.dtype, self.device)
             except (AttributeError, KeyError, RuntimeError, ValueError) as error:
-                print(f"base weights cannot be shared ({error}): engine and trainer have a copy each", file=sys.stderr)
+                print(
+                    f"base weights cannot be shared ({error}): engine and trainer have a copy each",
+                    file=sys.stderr,
+                )
         model = model or AutoModelForCausalLM.from_pretrained(base, dtype=self.dtype).to(device)
-        config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=LORA_LAYERS,
-                            task_type="CAUSAL_LM")
-        self.model = get_peft_model(model, config)      # adapters stay fp32 whatever the base is
-        self.model.eval()                               # no dropout: trainer and engine compute the same function
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,
+            lora_dropout=0.0,
+            target_modules=LORA_LAYERS,
+            task_type="CAUSAL_LM",
+        )
+        self.model = get_peft_model(model, config)  # adapters stay fp32 whatever the base is
+        self.model.eval()  # no dropout: trainer and engine compute the same function
         if checkpointing:
             self.recompute_layers()
 
@@ -264,7 +355,9 @@ class Policy:
         """Gradient checkpointing: only the inputs of the layers are kept for the backward pass."""
         model = self.model.get_base_model()
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        for layer in model.base_model.layers:       # a layer recomputes only "in training"; its parts stay in eval
+        for layer in (
+            model.base_model.layers
+        ):  # a layer recomputes only "in training"; its parts stay in eval
             layer.training = True
 
     def parameters(self) -> list:
@@ -272,8 +365,13 @@ class Policy:
         head = self.value_head.parameters() if self.value_head else ()
         return [*(p for p in self.model.parameters() if p.requires_grad), *head]
 
-    def logprobs(self, batch: list[tuple[list[int], list[int]]], base: bool = False, chunk: int = 0,
-                 values: bool = False):
+    def logprobs(
+        self,
+        batch: list[tuple[list[int], list[int]]],
+        base: bool = False,
+        chunk: int = 0,
+        values: bool = False,
+    ):
         """Log-probability and entropy (nats, without gradient) of the tokens whose mask is 1.
 
         batch: B pairs (tokens, mask) of equal lengths. base: adapter off, the reference of the KL term.
@@ -284,50 +382,77 @@ class Policy:
         import torch
         from torch.utils.checkpoint import checkpoint
 
-        ids, where, position = (self._packed if self.packing else self._padded)(batch)          # (B, T), or (1, B*T)
+        ids, where, position = (self._packed if self.packing else self._padded)(
+            batch
+        )  # (B, T), or (1, B*T)
         causal_lm = self.model.get_base_model()
         with self.model.disable_adapter() if base else contextlib.nullcontext():
-            hidden = causal_lm.base_model(input_ids=ids, position_ids=position, use_cache=False).last_hidden_state
-        hidden, targets = hidden[:, :-1][where[:, 1:]], ids[:, 1:][where[:, 1:]]                 # (N, D), (N,)
-        head = causal_lm.get_output_embeddings().weight                                          # (V, D), frozen
+            hidden = causal_lm.base_model(
+                input_ids=ids, position_ids=position, use_cache=False
+            ).last_hidden_state
+        hidden, targets = hidden[:, :-1][where[:, 1:]], ids[:, 1:][where[:, 1:]]  # (N, D), (N,)
+        head = causal_lm.get_output_embeddings().weight  # (V, D), frozen
 
-        chunk = chunk or max(1, 2 ** 26 // len(head))
+        chunk = chunk or max(1, 2**26 // len(head))
 
         def score(h, target):
             logp = torch.log_softmax((h @ head.T).float() / self.temperature, dim=-1)
-            with torch.no_grad():       # else what it saves waits for a gradient that never comes: memory of all chunks
+            with (
+                torch.no_grad()
+            ):  # else what it saves waits for a gradient that never comes: memory of all chunks
                 entropy = -(logp.exp() * logp).sum(-1)
             return logp.gather(-1, target[:, None])[:, 0], entropy
 
-        parts = [checkpoint(score, h, t, use_reentrant=False)
-                 for h, t in zip(hidden.split(chunk), targets.split(chunk))]
-        logp, entropy = torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
+        parts = [
+            checkpoint(score, h, t, use_reentrant=False)
+            for h, t in zip(hidden.split(chunk), targets.split(chunk))
+        ]
+        logp, entropy = (
+            torch.cat([logp for logp, _ in parts]),
+            torch.cat([entropy for _, entropy in parts]),
+        )
         return (logp, entropy, self.value_head(hidden.float())[:, 0]) if values else (logp, entropy)
 
     def _padded(self, batch):
         """Tokens, where the loss is, positions: a row per sequence, padded where causal attention never looks."""
         import torch
+
         T = max(len(tokens) for tokens, _ in batch)
-        ids, where = torch.zeros(len(batch), T, dtype=torch.long), torch.zeros(len(batch), T, dtype=torch.bool)
+        ids, where = (
+            torch.zeros(len(batch), T, dtype=torch.long),
+            torch.zeros(len(batch), T, dtype=torch.bool),
+        )
         for row, (tokens, mask) in enumerate(batch):
-            ids[row, :len(tokens)], where[row, :len(mask)] = torch.tensor(tokens), torch.tensor(mask, dtype=torch.bool)
+            ids[row, : len(tokens)], where[row, : len(mask)] = (
+                torch.tensor(tokens),
+                torch.tensor(mask, dtype=torch.bool),
+            )
         return ids.to(self.device), where.to(self.device), None
 
     def _packed(self, batch):
         """The same in one row: where positions start again at 0, transformers keeps attention inside the sequence."""
         import torch
+
         ids = torch.tensor([token for tokens, _ in batch for token in tokens])
-        where = torch.tensor([m and i > 0 for _, mask in batch for i, m in enumerate(mask)], dtype=torch.bool)
+        where = torch.tensor(
+            [m and i > 0 for _, mask in batch for i, m in enumerate(mask)], dtype=torch.bool
+        )
         position = torch.cat([torch.arange(len(tokens)) for tokens, _ in batch])
-        return ids[None].to(self.device), where[None].to(self.device), position[None].to(self.device)
+        return (
+            ids[None].to(self.device),
+            where[None].to(self.device),
+            position[None].to(self.device),
+        )
 
     def peak_memory(self) -> float:
         """GiB at most: of the GPU since the last call, engine included; else of this process since its start."""
         import resource
+
         import torch
+
         if self.device == "cpu":
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
-        peak = torch.cuda.max_memory_allocated() / 2 ** 30
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        peak = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()
         return peak
 
@@ -341,20 +466,30 @@ class Policy:
         self._slots.push()
         if not self._slots.arrived():
             off, largest = self._slots.difference()
-            raise UserError(f"the sync did not arrive: the engine's LoRA weights differ from the trainer's by {off:.2g}, "
-                             f"which are at most {largest:.2g}; not training on samples of another policy")
+            raise UserError(
+                f"the sync did not arrive: the engine's LoRA weights differ from the trainer's by {off:.2g}, "
+                f"which are at most {largest:.2g}; not training on samples of another policy"
+            )
         self.version += 1
-        self.engine.reset_prefix_cache()        # frees stale blocks when idle; correctness comes from the salt
+        self.engine.reset_prefix_cache()  # frees stale blocks when idle; correctness comes from the salt
 
     async def gap(self, tokens: int = 24, base: bool = False) -> float:
         """Largest |log p(engine) - log p(trainer)| over a few freshly sampled tokens, in nats. base: the trainer's is off."""
         import torch
+
         texts = ("Print the first ten primes.", "ls -la\n", "score: 0.5")
         prompts = [self.render([{"role": "user", "content": text}]) for text in texts]
-        samples = await asyncio.gather(*(self.sample(p, tokens, seed=i) for i, p in enumerate(prompts)))
+        samples = await asyncio.gather(
+            *(self.sample(p, tokens, seed=i) for i, p in enumerate(prompts))
+        )
         with torch.no_grad():
-            trainer, _ = self.logprobs([(p + s.tokens, [0] * len(p) + [1] * len(s.tokens))
-                                        for p, s in zip(prompts, samples)], base)
+            trainer, _ = self.logprobs(
+                [
+                    (p + s.tokens, [0] * len(p) + [1] * len(s.tokens))
+                    for p, s in zip(prompts, samples)
+                ],
+                base,
+            )
         engine = torch.tensor([logp for s in samples for logp in s.logprobs])
         return (trainer.cpu() - engine).abs().max().item()
 
@@ -365,11 +500,15 @@ class Policy:
         Raises UserError when engine and trainer disagree: training on such samples would be wrong from the first step.
         """
         import torch
+
         kept = [p.detach().clone() for p in self.parameters()]
         generator = torch.Generator().manual_seed(0)
         gaps = {}
-        values = {"random adapter": lambda old: torch.randn(old.shape, generator=generator) * 0.02,
-                  "adapter of zeros": torch.zeros_like, "trained adapter": lambda old: old}
+        values = {
+            "random adapter": lambda old: torch.randn(old.shape, generator=generator) * 0.02,
+            "adapter of zeros": torch.zeros_like,
+            "trained adapter": lambda old: old,
+        }
         for name, value in values.items():
             with torch.no_grad():
                 for p, old in zip(self.parameters(), kept):
@@ -378,9 +517,12 @@ class Policy:
             gaps[name] = await self.gap(base=name == "adapter of zeros")
         if max(gaps.values()) > self.gap_limit:
             import vllm
+
             found = ", ".join(f"{gap:.2g} with the {name}" for name, gap in gaps.items())
-            raise UserError(f"engine and trainer disagree: log-probs differ by {found}; the limit is {self.gap_limit:g} "
-                             f"nats (vLLM {vllm.__version__}, {self.dtype}); not training on samples of another policy")
+            raise UserError(
+                f"engine and trainer disagree: log-probs differ by {found}; the limit is {self.gap_limit:g} "
+                f"nats (vLLM {vllm.__version__}, {self.dtype}); not training on samples of another policy"
+            )
         return max(gaps.values())
 
     # ------------------------------------------------------------------------------------------ disk
@@ -389,9 +531,10 @@ class Policy:
         """Writes the adapter as plain peft files (adapter_config.json, adapter_model.safetensors), the value head beside
         them. Raises OSError when the disk is full."""
         from safetensors import SafetensorError
+
         try:
             self.model.save_pretrained(folder)
-        except SafetensorError as error:        # "... No space left on device (os error 28)"
+        except SafetensorError as error:  # "... No space left on device (os error 28)"
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else error
         if self.value_head:
@@ -401,15 +544,27 @@ class Policy:
         """Reads an adapter written by `save`; call `sync()` afterwards. Raises UserError when it does not fit."""
         from peft import set_peft_model_state_dict
         from safetensors.torch import load_file
+
         try:
-            result = set_peft_model_state_dict(self.model, load_file(Path(folder) / "adapter_model.safetensors"))
+            result = set_peft_model_state_dict(
+                self.model, load_file(Path(folder) / "adapter_model.safetensors")
+            )
         except (OSError, RuntimeError) as error:
-            raise UserError(f"cannot load the adapter in {folder}: {str(error).splitlines()[0]}") from None
+            raise UserError(
+                f"cannot load the adapter in {folder}: {str(error).splitlines()[0]}"
+            ) from None
         if self.value_head and (Path(folder) / "value_head.pt").is_file():
             import torch
-            self.value_head.load_state_dict(torch.load(Path(folder) / "value_head.pt", map_location=self.device, weights_only=True))
+
+            self.value_head.load_state_dict(
+                torch.load(
+                    Path(folder) / "value_head.pt", map_location=self.device, weights_only=True
+                )
+            )
         if result.unexpected_keys:
-            raise UserError(f"the adapter in {folder} has layers this model lacks, e.g. {result.unexpected_keys[0]}")
+            raise UserError(
+                f"the adapter in {folder} has layers this model lacks, e.g. {result.unexpected_keys[0]}"
+            )
 
 
 # ---------------------------------------------------------------------------------------------- policies that do not train
@@ -420,46 +575,88 @@ class Transformers:
 
     One request at a time. Log-probs are of the sampling distribution, so the episodes can be trained on elsewhere.
     """
+
     encode, decode, render, observation_tokens, _frame = (
-        Policy.encode, Policy.decode, Policy.render, Policy.observation_tokens, Policy._frame)
+        Policy.encode,
+        Policy.decode,
+        Policy.render,
+        Policy.observation_tokens,
+        Policy._frame,
+    )
 
     def __init__(self, path: ModelPath, context: int = 4096, temperature: float = 1.0):
         import torch
         import transformers
+
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        self.path, self.context, self.temperature, self.version, self._frames = path, context, temperature, 0, {}
+        self.path, self.context, self.temperature, self.version, self._frames = (
+            path,
+            context,
+            temperature,
+            0,
+            {},
+        )
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path.base)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            path.base, dtype=torch.bfloat16 if self.device == "cuda" else torch.float32).to(self.device)
+            path.base, dtype=torch.bfloat16 if self.device == "cuda" else torch.float32
+        ).to(self.device)
         if path.adapter:
             from peft import PeftModel
+
             self.model = PeftModel.from_pretrained(self.model, path.adapter)
         stop = self.model.generation_config.eos_token_id or self.tokenizer.eos_token_id
         self.stop_tokens = {stop} if isinstance(stop, int) else set(stop)
         self._one_at_a_time = asyncio.Lock()
 
-    async def sample(self, tokens: list[int], max_tokens: int, temperature: float | None = None, seed: int | None = None) -> Sample:
+    async def sample(
+        self,
+        tokens: list[int],
+        max_tokens: int,
+        temperature: float | None = None,
+        seed: int | None = None,
+    ) -> Sample:
         """Samples one reply to `tokens`; the same seed gives the same reply. Raises ValueError when it cannot fit."""
         if len(tokens) + max_tokens > self.context:
-            raise ValueError(f"{len(tokens)} prompt tokens + {max_tokens} reply tokens > context {self.context}")
+            raise ValueError(
+                f"{len(tokens)} prompt tokens + {max_tokens} reply tokens > context {self.context}"
+            )
         async with self._one_at_a_time:
-            return await asyncio.to_thread(self._sample, tokens, max_tokens, self.temperature if temperature is None else temperature, seed)
+            return await asyncio.to_thread(
+                self._sample,
+                tokens,
+                max_tokens,
+                self.temperature if temperature is None else temperature,
+                seed,
+            )
 
     def _sample(self, tokens, max_tokens, temperature, seed) -> Sample:
         import torch
+
         generator = torch.Generator(self.device)
         generator.manual_seed(seed) if seed is not None else generator.seed()
         reply, logprobs, cache = [], [], None
         following = torch.tensor([tokens], device=self.device)
         with torch.inference_mode():
             while len(reply) < max_tokens and not (reply and reply[-1] in self.stop_tokens):
-                output = self.model(following, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                output = self.model(
+                    following, past_key_values=cache, use_cache=True, logits_to_keep=1
+                )
                 cache, logits = output.past_key_values, output.logits[0, -1].float()
                 logp = (logits / temperature if temperature else logits).log_softmax(-1)
-                following = torch.multinomial(logp.exp(), 1, generator=generator) if temperature else logp.argmax(keepdim=True)
+                following = (
+                    torch.multinomial(logp.exp(), 1, generator=generator)
+                    if temperature
+                    else logp.argmax(keepdim=True)
+                )
                 reply.append(following.item())
                 logprobs.append(logp[reply[-1]].item())
                 following = following[None]
-        return Sample(reply, logprobs, self.decode(reply), "stop" if reply[-1] in self.stop_tokens else "length", 0)
+        return Sample(
+            reply,
+            logprobs,
+            self.decode(reply),
+            "stop" if reply[-1] in self.stop_tokens else "length",
+            0,
+        )

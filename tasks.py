@@ -1,7 +1,8 @@
 """What is asked and how it is scored: find a task by its name, and check how much its score can say.
 
-    python tasks.py titanic         score the trivial rules of a task, and say whether one of them is at the top
+python tasks.py titanic         score the trivial rules of a task, and say whether one of them is at the top
 """
+
 from __future__ import annotations
 
 import os
@@ -27,12 +28,18 @@ from flatlab.errors import SandboxFault, UserError
 __all__ = ["Task", "UserError", "degenerate", "improvement", "load_task"]
 
 
-def load_task(name: str, mlgym_root: str | Path | None = None, mledojo_root: str | Path | None = None) -> Task:
+def load_task(
+    name: str, mlgym_root: str | Path | None = None, mledojo_root: str | Path | None = None
+) -> Task:
     """Find the task called `name` in an MLGym checkout, a folder prepared by MLE-Dojo, or configs/tasks, in this order.
     Without an argument the roots are $MLGYM_ROOT and $MLEDOJO_ROOT; "" is none. Raises UserError, with what to do."""
-    sources = [(builtin_names, load_builtin, TASKS_DIR)]        # (names it offers, how to load one, where)
-    for given, variable, names, load in ((mledojo_root, "MLEDOJO_ROOT", mledojo_names, load_mledojo),
-                                         (mlgym_root, "MLGYM_ROOT", mlgym_names, load_mlgym)):
+    sources = [
+        (builtin_names, load_builtin, TASKS_DIR)
+    ]  # (names it offers, how to load one, where)
+    for given, variable, names, load in (
+        (mledojo_root, "MLEDOJO_ROOT", mledojo_names, load_mledojo),
+        (mlgym_root, "MLGYM_ROOT", mlgym_names, load_mlgym),
+    ):
         root = os.environ.get(variable, "") if given is None else given
         if root:
             sources.insert(0, (names, load, Path(root).expanduser().resolve()))
@@ -44,7 +51,13 @@ def load_task(name: str, mlgym_root: str | Path | None = None, mledojo_root: str
     raise UserError(f"Unknown task {name!r}; {nearest(name, sorted(set(known)))}.")
 
 
-def main(task: str, /, mlgym_root: str | None = None, mledojo_root: str | None = None, backend: str = "auto"):
+def main(
+    task: str,
+    /,
+    mlgym_root: str | None = None,
+    mledojo_root: str | None = None,
+    backend: str = "auto",
+):
     """Check a task: score its trivial rules, and say whether one of them is already at the top. The result is kept.
 
     Args:
@@ -54,18 +67,26 @@ def main(task: str, /, mlgym_root: str | None = None, mledojo_root: str | None =
         backend: docker, local or auto.
     """
     from env import Env
+
     task = load_task(task, mlgym_root, mledojo_root)
     world, split, rows = Env(task, backend), task.splits[0], []
-    print(f"{task.name} ({task.source}): {task.metric}, {'higher' if task.higher_is_better else 'lower'} is better, "
-          f"on the {split} part\n\n{'':32}{'score':>12}{'improvement':>13}")
+    print(
+        f"{task.name} ({task.source}): {task.metric}, {'higher' if task.higher_is_better else 'lower'} is better, "
+        f"on the {split} part\n\n{'':32}{'score':>12}{'improvement':>13}"
+    )
 
     def show(name, score, note=""):
-        numbers = f"{'-':>12}" if score is None else f"{score:12.4f}{improvement(score, task):13.2f}"
+        numbers = (
+            f"{'-':>12}" if score is None else f"{score:12.4f}{improvement(score, task):13.2f}"
+        )
         print(f"{name:32}{numbers:25}  {note}".rstrip())
 
     show("baseline", task.baseline)
     if task.reference is not None:
-        show("median of the leaderboards" if task.source == "mledojo" else "reference", task.reference)
+        show(
+            "median of the leaderboards" if task.source == "mledojo" else "reference",
+            task.reference,
+        )
     for name, artefacts in trivial_rules(task).items():
         score = grade(task, artefacts, split, world.make_sandbox)
         show(name, score.value, score.message)

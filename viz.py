@@ -22,17 +22,37 @@ from typing import Literal
 
 import tyro
 
-from flatlab.runs import plots, search_plots
-from flatlab.runs.views import plot
-from flatlab.runs.store import (Record, Run, check_numbers, duration, find_runs, json_line, number, one_sentence, open_run,  # noqa: F401
-                        parse_config, plain, read_mapping, read_rows, read_run, step_line, temporary, to_disk, transcripts,
-                        write_whole)
 from flatlab.errors import UserError
+from flatlab.runs import plots, search_plots
+from flatlab.runs.store import (  # noqa: F401
+    Record,
+    Run,
+    check_numbers,
+    duration,
+    find_runs,
+    json_line,
+    number,
+    one_sentence,
+    open_run,
+    parse_config,
+    plain,
+    read_mapping,
+    read_rows,
+    read_run,
+    step_line,
+    temporary,
+    to_disk,
+    transcripts,
+    write_whole,
+)
+from flatlab.runs.views import plot
 
 
 @dataclass
 class Options:
-    runs: tyro.conf.Positional[tuple[Path, ...]]  # logs/<name>; a grid's directory stands for its cells
+    runs: tyro.conf.Positional[
+        tuple[Path, ...]
+    ]  # logs/<name>; a grid's directory stands for its cells
     list: bool = False  # one line per episode, or the tree
     status: str = ""  # with --list: only this status or outcome (valid, failed, fault)
     episode: str = ""  # print one transcript: STEP.INDEX, or the node's id
@@ -52,8 +72,11 @@ class Options:
 
 def clean(text) -> str:
     """Transcripts may hold anything: no character of theirs steers the terminal."""
-    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", "·",
-                  str(text).replace("\r\n", "\n"))
+    return re.sub(
+        "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]",
+        "·",
+        str(text).replace("\r\n", "\n"),
+    )
 
 
 def paint(text: str, colour: str) -> str:
@@ -73,27 +96,41 @@ def score_text(item: dict) -> str:
 
 def facts(item: dict) -> list[tuple[str, str]]:
     """What is said about an episode or node besides its texts."""
-    pairs = [("outcome", item["outcome"]), ("score", "-" if item["score"] is None else f"{item['score']:.6g}"),
-             ("status", item["status"]),
-             ("turns", str(len(item["turns"]))), ("tokens", "-" if item["tokens"] is None else f"{item['tokens']:.0f}"),
-             ("seconds", "-" if item["seconds"] is None else f"{item['seconds']:.1f}")]
+    pairs = [
+        ("outcome", item["outcome"]),
+        ("score", "-" if item["score"] is None else f"{item['score']:.6g}"),
+        ("status", item["status"]),
+        ("turns", str(len(item["turns"]))),
+        ("tokens", "-" if item["tokens"] is None else f"{item['tokens']:.0f}"),
+        ("seconds", "-" if item["seconds"] is None else f"{item['seconds']:.1f}"),
+    ]
     more = "task", "op", "mode", "parent", "second", "probability", "idea"
     pairs += [(key, str(item[key])) for key in more if item.get(key) not in (None, "")]
     reason = str((item.get("decision") or {}).get("reason") or "")
-    return pairs + [("decision", reason)] * bool(reason) + [("error", item["error"])] * bool(item["error"])
+    return (
+        pairs
+        + [("decision", reason)] * bool(reason)
+        + [("error", item["error"])] * bool(item["error"])
+    )
 
 
 def show(item: dict) -> str:
     """One transcript, as a person reads it."""
     lines = [paint(f"{clean(item['id'])}  {score_text(item)}", "bold")]
-    lines += [f"{name:12} {paint(clean(text), COLOUR_OF.get(text, 'bold')) if name == 'outcome' else clean(text)}"
-              for name, text in facts(item)]
+    lines += [
+        f"{name:12} {paint(clean(text), COLOUR_OF.get(text, 'bold')) if name == 'outcome' else clean(text)}"
+        for name, text in facts(item)
+    ]
     for turn_number, turn in enumerate(item["turns"], 1):
         seconds = number(turn.get("seconds_env"))
         head = f"── {turn_number} of {len(item['turns'])}   {clean(turn.get('status', ''))}"
         head += "" if seconds is None else f"   {seconds:.1f} s"
         lines += ["", paint(head, "cyan"), clean(turn.get("reply") or turn.get("action") or "")]
-        lines.append(textwrap.indent(paint(clean(turn.get("observation") or ""), "grey"), "  │ ", lambda line: True))
+        lines.append(
+            textwrap.indent(
+                paint(clean(turn.get("observation") or ""), "grey"), "  │ ", lambda line: True
+            )
+        )
     if item.get("diff"):
         lines += ["", paint("── difference to the parent's code", "cyan")]
         for line in clean(item["diff"]).splitlines():
@@ -106,9 +143,17 @@ def side_by_side(a: dict, b: dict) -> str:
     width = (min(240, shutil.get_terminal_size((120, 40)).columns) - 3) // 2
 
     def columns(left: str, right: str, colour=None):
-        cells = [[piece for line in clean(text).splitlines() or [""] for piece in textwrap.wrap(
-            line.expandtabs(4), width, drop_whitespace=False, replace_whitespace=False) or [""]]
-            for text in (left, right)]
+        cells = [
+            [
+                piece
+                for line in clean(text).splitlines() or [""]
+                for piece in textwrap.wrap(
+                    line.expandtabs(4), width, drop_whitespace=False, replace_whitespace=False
+                )
+                or [""]
+            ]
+            for text in (left, right)
+        ]
         for i in range(max(map(len, cells))):
             line = [cell[i] if i < len(cell) else "" for cell in cells]
             out = f"{line[0]:<{width}} │ {line[1]}".rstrip()
@@ -122,7 +167,10 @@ def side_by_side(a: dict, b: dict) -> str:
         columns(f"{name:12} {left}", f"{name:12} {right}", None if left == right else "yellow")
     for place in range(max(len(a["turns"]), len(b["turns"]))):
         turns = [item["turns"][place] if place < len(item["turns"]) else {} for item in (a, b)]
-        columns(*(f"── {place + 1}   {turn.get('status', '')}" if turn else "" for turn in turns), "cyan")
+        columns(
+            *(f"── {place + 1}   {turn.get('status', '')}" if turn else "" for turn in turns),
+            "cyan",
+        )
         columns(*(str(turn.get("reply") or turn.get("action") or "") for turn in turns))
         columns(*(str(turn.get("observation") or "") for turn in turns), "grey")
     return "\n".join(lines)
@@ -133,23 +181,29 @@ def list_lines(record: Record, status: str) -> list[str]:
     items = transcripts(record)
     known = sorted({item[key] for item in items for key in ("status", "outcome")})
     if status and status not in known:
-        raise UserError(f"No transcript of {record.dir} has the status '{status}'; there are: {', '.join(known)}.")
+        raise UserError(
+            f"No transcript of {record.dir} has the status '{status}'; there are: {', '.join(known)}."
+        )
     wanted = [item for item in items if status in ("", item["status"], item["outcome"])]
     if record.kind == "grpo":
         lines = [f"{'episode':>8} {'score':>10} {'turns':>5} {'tokens':>6} {'sec':>6}  status"]
-        return lines + [f"{item['id']:>8} {paint(f'{score_text(item):>10}', COLOUR_OF[item['outcome']])} "
-                        f"{len(item['turns']):>5} "
-                        f"{item['tokens'] or 0:>6.0f} {item['seconds'] or 0:>6.1f}  {clean(item['status'])}"
-                        for item in wanted]
+        return lines + [
+            f"{item['id']:>8} {paint(f'{score_text(item):>10}', COLOUR_OF[item['outcome']])} "
+            f"{len(item['turns']):>5} "
+            f"{item['tokens'] or 0:>6.0f} {item['seconds'] or 0:>6.1f}  {clean(item['status'])}"
+            for item in wanted
+        ]
     by_id, path = {item["id"]: item for item in wanted}, search_plots.best_path(record)
     baseline = number(record.result.get("baseline"))
     lines = [f"* 0  baseline {'?' if baseline is None else f'{baseline:.4g}'}"]
     for id, (_, depth, _) in search_plots.layout(record.rows).items():
         if id in by_id:
             item = by_id[id]
-            line = (f"{'* ' if id in path else '  '}{'  ' * (0 if status else min(depth, 20))}{clean(id):<10} "
-                    f"{paint(f'{score_text(item):>8}', COLOUR_OF[item['outcome']])}  {clean(item['op']):<9} "
-                    f"{clean(item['idea'] or item['status'])}")
+            line = (
+                f"{'* ' if id in path else '  '}{'  ' * (0 if status else min(depth, 20))}{clean(id):<10} "
+                f"{paint(f'{score_text(item):>8}', COLOUR_OF[item['outcome']])}  {clean(item['op']):<9} "
+                f"{clean(item['idea'] or item['status'])}"
+            )
             lines.append(line[:160])
     return lines
 
@@ -161,7 +215,9 @@ def pick(record: Record, id: str) -> dict:
     found = next((item for item in items if item["id"] == id), None)
     if found is None:
         near = items or transcripts(record)
-        there = f"there are {near[0]['id']} to {near[-1]['id']}" if near else "no transcript is there"
+        there = (
+            f"there are {near[0]['id']} to {near[-1]['id']}" if near else "no transcript is there"
+        )
         raise UserError(f"{record.dir} has no transcript '{id}'; {there}.")
     return found
 
@@ -186,12 +242,20 @@ def summary(directory) -> str:
     """The table that `python viz.py logs/<run>` prints. Raises UserError when there is nothing to show."""
     record = directory if isinstance(directory, Record) else read_run(directory)
     lines = [plots.heading(record), ""]
-    lines += [*step_summary(record.rows), *alarms(record.rows)] if record.kind == "grpo" else node_summary(record)
+    lines += (
+        [*step_summary(record.rows), *alarms(record.rows)]
+        if record.kind == "grpo"
+        else node_summary(record)
+    )
     lines.append("")
     for key, value in (record.result | {"status": record.status}).items():
         parts = value.items() if isinstance(value, dict) else [("", value)]
-        lines.append(f"{key:20} " + "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else clean(f"{k} {v}")
-                                              for k, v in parts).strip())
+        lines.append(
+            f"{key:20} "
+            + "  ".join(
+                f"{k} {v:.4g}" if isinstance(v, float) else clean(f"{k} {v}") for k, v in parts
+            ).strip()
+        )
     return "\n".join(lines)
 
 
@@ -202,31 +266,49 @@ def step_summary(rows: list[dict]) -> list[str]:
     for key in {key: None for row in rows for key in row}:  # in the order of their first appearance
         values = [v for v in plots.series(rows, key) if v == v]
         if values and key not in ("step", "time", "version"):
-            numbers = plots.mean(values[:window]), plots.mean(values[-window:]), min(values), max(values)
+            numbers = (
+                plots.mean(values[:window]),
+                plots.mean(values[-window:]),
+                min(values),
+                max(values),
+            )
             lines.append(f"{key:20} " + " ".join(f"{v:>10.4g}" for v in numbers))
     return lines
 
 
 def alarms(rows: list[dict]) -> list[str]:
     """What the run itself found suspicious, the latest ones."""
-    found = [f"step {row['step']}: {clean(text)}" for row in rows if isinstance(row.get("alarms"), list)
-             for text in row["alarms"]]
+    found = [
+        f"step {row['step']}: {clean(text)}"
+        for row in rows
+        if isinstance(row.get("alarms"), list)
+        for text in row["alarms"]
+    ]
     return ["", f"alarms: {len(found)}", *found[-5:]] if found else []
 
 
 def node_summary(record: Record) -> list[str]:
     """Operators and how their nodes ended."""
-    lines = [f"{'operator':12} {'nodes':>6} {'valid':>6} {'failed':>6} {'fault':>6} {'mean score':>11} "
-             f"{'best':>9} {'sec':>7} {'tokens':>8}"]
+    lines = [
+        f"{'operator':12} {'nodes':>6} {'valid':>6} {'failed':>6} {'fault':>6} {'mean score':>11} "
+        f"{'best':>9} {'sec':>7} {'tokens':>8}"
+    ]
     pick_best = min if record.result.get("higher_is_better") is False else max
     for op in dict.fromkeys(str(row.get("op")) for row in record.rows):
         rows = [row for row in record.rows if str(row.get("op")) == op]
         scores = [v for v in (number(row.get("score")) for row in rows) if v is not None]
         faults = sum(row.get("status") == "fault" for row in rows)
-        mean, best = (f"{plots.mean(scores):.4g}", f"{pick_best(scores):.4g}") if scores else ("-", "-")
-        seconds, tokens = (plots.mean([v for v in plots.series(rows, key) if v == v]) for key in ("seconds", "tokens"))
-        lines.append(f"{clean(op):12} {len(rows):>6} {len(scores):>6} {len(rows) - len(scores) - faults:>6} "
-                     f"{faults:>6} {mean:>11} {best:>9} {seconds:>7.1f} {tokens:>8.0f}")
+        mean, best = (
+            (f"{plots.mean(scores):.4g}", f"{pick_best(scores):.4g}") if scores else ("-", "-")
+        )
+        seconds, tokens = (
+            plots.mean([v for v in plots.series(rows, key) if v == v])
+            for key in ("seconds", "tokens")
+        )
+        lines.append(
+            f"{clean(op):12} {len(rows):>6} {len(scores):>6} {len(rows) - len(scores) - faults:>6} "
+            f"{faults:>6} {mean:>11} {best:>9} {seconds:>7.1f} {tokens:>8.0f}"
+        )
     return [*lines, "", "best path            " + " > ".join(search_plots.best_path(record))]
 
 
@@ -241,9 +323,11 @@ def refresh(records: list[Record], options: Options) -> list[Path]:
         paths += plot(records[0], options.format)
     else:
         from flatlab.runs import compare
+
         paths += compare.plot_many(records, folder, options.format)
     if options.report:
         from flatlab.runs import page
+
         paths.append(page.write(records, folder / "report.html", watching=options.watch))
     return paths
 
@@ -260,14 +344,20 @@ def watch(options: Options):
         if records and now != stamp:
             stamp = now
             for record in records:
-                for row in record.rows[printed.get(record.dir, 0):]:
+                for row in record.rows[printed.get(record.dir, 0) :]:
                     print(row_line(record, row, header=record.dir not in printed), flush=True)
                     printed[record.dir] = printed.get(record.dir, 0) + 1
             start = time.monotonic()
             send(records, options)
             paths = refresh(records, options)
-            time.sleep(min(60.0, 2 * (time.monotonic() - start)))  # at most a third of one processor
-        elif records and (not wrong or len(options.runs) > 1) and not any(record.running for record in records):
+            time.sleep(
+                min(60.0, 2 * (time.monotonic() - start))
+            )  # at most a third of one processor
+        elif (
+            records
+            and (not wrong or len(options.runs) > 1)
+            and not any(record.running for record in records)
+        ):
             print(*(f"wrote {path}" for path in paths), sep="\n")
             return
         else:
@@ -279,13 +369,16 @@ def row_line(record: Record, row: dict, header: bool) -> str:
         return step_line(row, header)
     score = number(row.get("score"))
     result = "failed" if score is None else f"{score:.4g}"
-    return f"{record.name}  {clean(row['id']):<10} {clean(row['op']):<9} {result:>8}  {clean(row['idea'])}"[:140]
+    return f"{record.name}  {clean(row['id']):<10} {clean(row['op']):<9} {result:>8}  {clean(row['idea'])}"[
+        :140
+    ]
 
 
 def send(records: list[Record], options: Options):
     """Optional sinks, from the same rows; what was sent before is not sent again by this process."""
     if options.tensorboard or options.wandb:
         from flatlab.runs import trackers
+
         for record in records:
             trackers.send(record, options.tensorboard, options.wandb)
 
@@ -303,13 +396,21 @@ def main(options: Options):
         raise UserError("\n".join(wrong) or "No run there.")
     for sentence in wrong:
         print(sentence, file=sys.stderr)
-    if options.episode or options.best or options.worst or options.compare or options.list or options.status:
+    if (
+        options.episode
+        or options.best
+        or options.worst
+        or options.compare
+        or options.list
+        or options.status
+    ):
         return print("\n\n".join(texts(records, options)))
     send(records, options)
     if len(records) == 1:
         print(summary(records[0]))
     else:
         from flatlab.runs import compare
+
         print(compare.table(records))
     print("", *(f"wrote {path}" for path in refresh(records, options)), sep="\n")
 
@@ -317,16 +418,27 @@ def main(options: Options):
 def texts(records: list[Record], options: Options) -> list[str]:
     """What the terminal views print, a text per run."""
     if options.compare:
-        return [side_by_side(pick(records[0], options.compare[0]),
-                             pick(records[min(1, len(records) - 1)], options.compare[1]))]
+        return [
+            side_by_side(
+                pick(records[0], options.compare[0]),
+                pick(records[min(1, len(records) - 1)], options.compare[1]),
+            )
+        ]
     parts = []
     for record in records:
         if options.list or options.status:
-            parts.append("\n".join([paint(plots.heading(record), "bold"), *list_lines(record, options.status)]))
+            parts.append(
+                "\n".join(
+                    [paint(plots.heading(record), "bold"), *list_lines(record, options.status)]
+                )
+            )
         if options.episode:
             parts.append(show(pick(record, options.episode)))
-        parts += [show(extreme(record, worst))
-                  for worst, wanted in ((False, options.best), (True, options.worst)) if wanted]
+        parts += [
+            show(extreme(record, worst))
+            for worst, wanted in ((False, options.best), (True, options.worst))
+            if wanted
+        ]
     return parts
 
 
@@ -336,7 +448,9 @@ def folder_of(paths: tuple[Path, ...]) -> Path:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a lone surrogate in a transcript is no reason to stop
+    sys.stdout.reconfigure(
+        errors="replace"
+    )  # a lone surrogate in a transcript is no reason to stop
     try:
         main(tyro.cli(Options, description=__doc__))
     except KeyboardInterrupt:

@@ -1,20 +1,21 @@
 """MLE-Dojo's five actions in real sandboxes, on a small competition that is made here."""
+
 import json
 
 import pytest
 from test_env import do
-from test_external_tasks import ROWS, answers, dojo, only_what_a_test_names    # noqa: F401  fixtures
+from test_external_tasks import ROWS, answers, dojo, only_what_a_test_names  # noqa: F401  fixtures
 from test_sandbox import ISOLATED
 
 from env import Env
-from flatlab.errors import SandboxFault
-from flatlab.episode.mledojo_actions import json_action
 from flatlab.episode.grading import grades
+from flatlab.episode.mledojo_actions import json_action
+from flatlab.errors import SandboxFault
 from tasks import load_task
 
 
 @pytest.fixture(params=ISOLATED)
-def world(request, dojo):                                                       # noqa: F811
+def world(request, dojo):  # noqa: F811
     with Env(load_task("mine", mledojo_root=dojo), request.param) as world:
         world.reset()
         if world.sandbox.run(["python3", "-c", "import pandas"], 30).exit_code:
@@ -33,22 +34,47 @@ def writes(value):
 # ---------------------------------------------------------------------------------------------- replies
 
 
-@pytest.mark.parametrize("reply, action", [
-    ('{"action": "get_history"}', {"action": "get_history"}),
-    ('Now.\n```json\n{"action": "reset", "params": {}}\n```\nDone.', {"action": "reset"}),
-    ('<think>```json\n{"action": "reset"}\n```</think>{"action": "get_history"}', {"action": "get_history"}),
-    ('{"action": "execute_code", "params": {"code": "a\nb"}}', {"action": "execute_code", "code": "a\nb"}),
-    ('{"action": "execute_code", "code": "print(\'<think>\')"}', {"action": "execute_code", "code": "print('<think>')"}),
-    ('<think>I could say\n```json\n{"action": "reset"}\n```\nbut', None), ('<think>{"action": "reset"}', None),
-    ('```json\n{"action": "reset"}\n```\n```json\n{"action": "reset"}\n```', None), ("[1]", None), ('{"params": 1}', None), ("{" * 100_000, None),
-    ('{"action": "reset", "params": 7}', None), ("", None), ("```bash\nls\n```", None)])
+@pytest.mark.parametrize(
+    "reply, action",
+    [
+        ('{"action": "get_history"}', {"action": "get_history"}),
+        ('Now.\n```json\n{"action": "reset", "params": {}}\n```\nDone.', {"action": "reset"}),
+        (
+            '<think>```json\n{"action": "reset"}\n```</think>{"action": "get_history"}',
+            {"action": "get_history"},
+        ),
+        (
+            '{"action": "execute_code", "params": {"code": "a\nb"}}',
+            {"action": "execute_code", "code": "a\nb"},
+        ),
+        (
+            '{"action": "execute_code", "code": "print(\'<think>\')"}',
+            {"action": "execute_code", "code": "print('<think>')"},
+        ),
+        ('<think>I could say\n```json\n{"action": "reset"}\n```\nbut', None),
+        ('<think>{"action": "reset"}', None),
+        ('```json\n{"action": "reset"}\n```\n```json\n{"action": "reset"}\n```', None),
+        ("[1]", None),
+        ('{"params": 1}', None),
+        ("{" * 100_000, None),
+        ('{"action": "reset", "params": 7}', None),
+        ("", None),
+        ("```bash\nls\n```", None),
+    ],
+)
 def test_replies(reply, action):
     assert json_action(reply) == action
 
 
 def test_a_thought_that_never_ends_is_rejected(world):
-    step = world.step('<think>Perhaps\n```json\n{"action": "execute_code", "params": {"code": "open(\'f\', \'w\')"}}\n```\n')
-    assert step.status == "rejected" and "Nothing was run" in step.observation and "f\n" not in do(world, "ls").observation
+    step = world.step(
+        '<think>Perhaps\n```json\n{"action": "execute_code", "params": {"code": "open(\'f\', \'w\')"}}\n```\n'
+    )
+    assert (
+        step.status == "rejected"
+        and "Nothing was run" in step.observation
+        and "f\n" not in do(world, "ls").observation
+    )
 
 
 # ---------------------------------------------------------------------------------------------- the five actions
@@ -57,12 +83,25 @@ def test_a_thought_that_never_ends_is_rejected(world):
 def test_request_info(world):
     assert "execute_code" in world.prompt()
     assert "Predict y." in act(world, "request_info").observation
-    assert act(world, "request_info", info_type="sample_submission").observation == "id,y\n0,0\n1,0\n2,0\n"
-    assert "data/images/1.png (4 bytes)" in act(world, "request_info", info_type="data_structure").observation
-    assert act(world, "request_info", info_type="data_path").observation == f"{world.sandbox.workspace}/data"
+    assert (
+        act(world, "request_info", info_type="sample_submission").observation
+        == "id,y\n0,0\n1,0\n2,0\n"
+    )
+    assert (
+        "data/images/1.png (4 bytes)"
+        in act(world, "request_info", info_type="data_structure").observation
+    )
+    assert (
+        act(world, "request_info", info_type="data_path").observation
+        == f"{world.sandbox.workspace}/data"
+    )
     assert "lower is better" in act(world, "request_info", info_type="metadata").observation
     everything = act(world, "request_info", info_type="all")
-    assert everything.status == "ok" and "output_path:" in everything.observation and "private" not in everything.observation
+    assert (
+        everything.status == "ok"
+        and "output_path:" in everything.observation
+        and "private" not in everything.observation
+    )
     assert act(world, "request_info", info_type="answers").status == "rejected"
     step = act(world, "delete_everything")
     assert step.status == "rejected" and "there are request_info, validate_code" in step.observation
@@ -71,44 +110,90 @@ def test_request_info(world):
 def test_code_is_run_and_scored_with_its_place(world):
     step = act(world, "validate_code", code=writes("i"))
     assert (step.observation, step.status, step.score) == ("written", "ok", None)
-    assert world.score().message.startswith("no submission")        # only tried
+    assert world.score().message.startswith("no submission")  # only tried
     step = act(world, "execute_code", code=writes("i + 3"))
-    assert step.status == "validate" and step.score.value == 3 and step.score.position == (2 / 4 + 2 / 2) / 2
-    assert "validation score: 3.0000" in step.observation and "\nposition: 0.7500" in step.observation and "best so far: 3.0000" in step.observation
+    assert (
+        step.status == "validate"
+        and step.score.value == 3
+        and step.score.position == (2 / 4 + 2 / 2) / 2
+    )
+    assert (
+        "validation score: 3.0000" in step.observation
+        and "\nposition: 0.7500" in step.observation
+        and "best so far: 3.0000" in step.observation
+    )
     step = act(world, "execute_code", code=writes("i + 9"))
-    assert step.score.value == 9 and step.score.position == 0 and "best so far: 3.0000" in step.observation
-    step = act(world, "validate_code", code=writes("i"))            # what was submitted comes back
+    assert (
+        step.score.value == 9
+        and step.score.position == 0
+        and "best so far: 3.0000" in step.observation
+    )
+    step = act(world, "validate_code", code=writes("i"))  # what was submitted comes back
     assert world.score().value == 9 and "\nposition: 0.0000" in do(world, "validate").observation
     step = act(world, "execute_code", code="print(open('submission.csv').read())")
-    assert step.status == "error" and "FileNotFoundError" in step.observation and world.score().value == 9
+    assert (
+        step.status == "error"
+        and "FileNotFoundError" in step.observation
+        and world.score().value == 9
+    )
     rows = [json.loads(line) for line in act(world, "get_history").observation.split("\n")]
-    assert [(row["action"], row["score"]) for row in rows] == [("validate_code", None), ("execute_code", 3), ("execute_code", 9),
-                                                               ("validate_code", None), ("execute_code", None)]
+    assert [(row["action"], row["score"]) for row in rows] == [
+        ("validate_code", None),
+        ("execute_code", 3),
+        ("execute_code", 9),
+        ("validate_code", None),
+        ("execute_code", None),
+    ]
     step = act(world, "reset")
-    assert "Predict y." in step.observation and act(world, "get_history").observation == "Nothing was run yet."
+    assert (
+        "Predict y." in step.observation
+        and act(world, "get_history").observation == "Nothing was run yet."
+    )
     assert world.score().message.startswith("no submission")
 
 
 def test_code_that_fails_or_takes_too_long(world):
-    assert act(world, "execute_code", code=" ").status == "rejected" and act(world, "execute_code").status == "rejected"
+    assert (
+        act(world, "execute_code", code=" ").status == "rejected"
+        and act(world, "execute_code").status == "rejected"
+    )
     step = act(world, "execute_code", code="print(1 / 0)")
     assert step.status == "error" and "ZeroDivisionError" in step.observation and step.score is None
-    step = world.step(json.dumps({"action": "execute_code", "params": {"code": "import time; time.sleep(30)"}}), timeout=0.5)
+    step = world.step(
+        json.dumps({"action": "execute_code", "params": {"code": "import time; time.sleep(30)"}}),
+        timeout=0.5,
+    )
     assert step.status == "timeout"
     step = act(world, "execute_code", code="open('submission.csv', 'w').write('id,y\\n1,2\\n')")
-    assert step.status == "invalid" and "200 rows" in step.observation and step.score.position is None
+    assert (
+        step.status == "invalid" and "200 rows" in step.observation and step.score.position is None
+    )
 
 
 @pytest.mark.fault(14, "the agent makes the place of its program a folder, or moves the workspace")
-@pytest.mark.parametrize("spoil", ["mkdir execution_1.py execution_2.py", "mv ~/workspace ~/gone", "rm -rf ~/workspace; touch ~/workspace"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        "mkdir execution_1.py execution_2.py",
+        "mv ~/workspace ~/gone",
+        "rm -rf ~/workspace; touch ~/workspace",
+    ],
+)
 def test_no_place_for_the_program_is_no_fault(world, spoil):
     do(world, spoil)
     step = act(world, "execute_code", code="print(1)")
-    assert step.status == "rejected" and "Nothing was run. execution_1.py cannot be written" in step.observation
+    assert (
+        step.status == "rejected"
+        and "Nothing was run. execution_1.py cannot be written" in step.observation
+    )
     assert do(world, "echo alive").observation == "alive"
     world.reset()
-    assert act(world, "execute_code", code="import os, shutil; os.chdir('/'); shutil.rmtree('/home/agent/workspace', True); print(2)").status in ("ok", "invalid", "error")
-    world.sandbox.close()                   # a broken sandbox is one
+    assert act(
+        world,
+        "execute_code",
+        code="import os, shutil; os.chdir('/'); shutil.rmtree('/home/agent/workspace', True); print(2)",
+    ).status in ("ok", "invalid", "error")
+    world.sandbox.close()  # a broken sandbox is one
     with pytest.raises(SandboxFault):
         act(world, "execute_code", code="print(1)")
 
@@ -116,5 +201,9 @@ def test_no_place_for_the_program_is_no_fault(world, spoil):
 def test_position_is_kept_with_the_score(world):
     act(world, "execute_code", code=writes("i + 3"))
     before = len(grades)
-    assert world.score().position == 0.75 and len(grades) == before and world.score("test").position == 0.75
+    assert (
+        world.score().position == 0.75
+        and len(grades) == before
+        and world.score("test").position == 0.75
+    )
     assert world.sandbox.get("submission.csv") == answers(lambda i: i + 3).encode()

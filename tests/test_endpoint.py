@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from flatlab.tree import endpoint
 from flatlab.errors import UserError
+from flatlab.tree import endpoint
 
 
 @pytest.fixture
@@ -24,8 +24,14 @@ def server():
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            seen.append(json.loads(self.rfile.read(int(self.headers["content-length"]))) | {"auth": self.headers.get("authorization")})
-            good = {"choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}], "usage": {"prompt_tokens": 11, "completion_tokens": 2}}
+            seen.append(
+                json.loads(self.rfile.read(int(self.headers["content-length"])))
+                | {"auth": self.headers.get("authorization")}
+            )
+            good = {
+                "choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}],
+                "usage": {"prompt_tokens": 11, "completion_tokens": 2},
+            }
             status, body, headers = script.pop(0) if script else (200, good, {})
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
             self.send_response(status)
@@ -46,7 +52,14 @@ def server():
 
 def ask(url, temperature=None, retries=3, **kwargs):
     model = endpoint.Endpoint(url, "m", retries=retries, key="secret", temperature=0.7)
-    return asyncio.run(model.sample(model.render([{"role": "user", "content": "hi <|im_end|> ünïcode"}]), 50, temperature=temperature, **kwargs))
+    return asyncio.run(
+        model.sample(
+            model.render([{"role": "user", "content": "hi <|im_end|> ünïcode"}]),
+            50,
+            temperature=temperature,
+            **kwargs,
+        )
+    )
 
 
 def test_text_comes_back_and_is_counted():
@@ -56,16 +69,31 @@ def test_text_comes_back_and_is_counted():
     assert model.messages(tokens) == messages
     reply = model.encode("my reply")
     longer = tokens + reply + model.observation_tokens("what was printed", ended=True)
-    assert model.messages(longer) == messages + [{"role": "assistant", "content": "my reply"}, {"role": "user", "content": "what was printed"}]
-    assert len(model.encode("x" * 300)) == 100 and model.decode(model.encode("any text")) == "any text"
-    assert model.encode("user") != [1]          # text is never a turn
+    assert model.messages(longer) == messages + [
+        {"role": "assistant", "content": "my reply"},
+        {"role": "user", "content": "what was printed"},
+    ]
+    assert (
+        len(model.encode("x" * 300)) == 100 and model.decode(model.encode("any text")) == "any text"
+    )
+    assert model.encode("user") != [1]  # text is never a turn
 
 
 def test_a_good_answer(server):
     url, _, seen = server
     answer = ask(url, temperature=0.0, seed=7)
-    assert (answer.text, answer.stop_reason, answer.prompt_tokens, answer.reply_tokens) == ("hello", "stop", 11, 2)
-    assert seen[0]["temperature"] == 0.0 and seen[0]["seed"] == 7 and seen[0]["auth"] == "Bearer secret" and seen[0]["max_tokens"] == 50
+    assert (answer.text, answer.stop_reason, answer.prompt_tokens, answer.reply_tokens) == (
+        "hello",
+        "stop",
+        11,
+        2,
+    )
+    assert (
+        seen[0]["temperature"] == 0.0
+        and seen[0]["seed"] == 7
+        and seen[0]["auth"] == "Bearer secret"
+        and seen[0]["max_tokens"] == 50
+    )
     assert seen[0]["messages"] == [{"role": "user", "content": "hi <|im_end|> ünïcode"}]
     ask(url)
     assert seen[1]["temperature"] == 0.7 and "seed" not in seen[1]
@@ -80,7 +108,11 @@ def test_what_can_pass_is_tried_again(server, monkeypatch):
 
     monkeypatch.setattr(endpoint.asyncio, "sleep", pause)
     in_ten = formatdate(time.time() + 10, usegmt=True)
-    script += [(429, {}, {"retry-after": "3"}), (503, b"busy", {"retry-after": in_ten}), (500, b"", {})]
+    script += [
+        (429, {}, {"retry-after": "3"}),
+        (503, b"busy", {"retry-after": in_ten}),
+        (500, b"", {}),
+    ]
     assert ask(url).text == "hello" and len(seen) == 4
     assert pauses[0] == 3 and 8 < pauses[1] <= 10 and 2 <= pauses[2] <= 4
     script += [(502, b"", {})] * 4
@@ -106,9 +138,20 @@ def test_what_cannot_pass_is_not(server):
 
 def test_it_adapts_to_other_names_of_the_limit(server):
     url, script, seen = server
-    script += [(400, {"error": "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."}, {}), (400, {"error": "unknown field seed"}, {})]
+    script += [
+        (
+            400,
+            {"error": "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."},
+            {},
+        ),
+        (400, {"error": "unknown field seed"}, {}),
+    ]
     assert ask(url, seed=1).text == "hello"
-    assert seen[2]["max_completion_tokens"] == 50 and "seed" not in seen[2] and "max_tokens" not in seen[2]
+    assert (
+        seen[2]["max_completion_tokens"] == 50
+        and "seed" not in seen[2]
+        and "max_tokens" not in seen[2]
+    )
 
 
 def test_nobody_is_there():
@@ -117,7 +160,11 @@ def test_nobody_is_there():
 
 
 def test_retry_after_that_makes_no_sense():
-    assert endpoint.retry_after("soon") is None and endpoint.retry_after(None) is None and endpoint.retry_after("1e9") == 600
+    assert (
+        endpoint.retry_after("soon") is None
+        and endpoint.retry_after(None) is None
+        and endpoint.retry_after("1e9") == 600
+    )
 
 
 def test_a_real_vllm_server(random_model, tmp_path):
@@ -127,9 +174,32 @@ def test_a_real_vllm_server(random_model, tmp_path):
         port = probe.getsockname()[1]
     log = open(tmp_path / "server.log", "w+")
     process = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", random_model, "--served-model-name", "m", "--port", str(port),
-         "--host", "127.0.0.1", "--max-model-len", "2048", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"],
-        stdout=log, stderr=log, env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}, start_new_session=True)
+        [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            random_model,
+            "--served-model-name",
+            "m",
+            "--port",
+            str(port),
+            "--host",
+            "127.0.0.1",
+            "--max-model-len",
+            "2048",
+            "--dtype",
+            "float32",
+            "--enforce-eager",
+            "--max-num-seqs",
+            "8",
+        ],
+        stdout=log,
+        stderr=log,
+        env=os.environ
+        | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
     try:
         while process.poll() is None and socket.socket().connect_ex(("127.0.0.1", port)):
             time.sleep(0.5)
@@ -138,15 +208,19 @@ def test_a_real_vllm_server(random_model, tmp_path):
 
         async def talk():
             settings = ((0.0, 1), (0.0, 2), (1.0, 1), (1.0, 2))
-            return await asyncio.gather(*(model.sample(prompt, 12, temperature=t, seed=s) for t, s in settings))
+            return await asyncio.gather(
+                *(model.sample(prompt, 12, temperature=t, seed=s) for t, s in settings)
+            )
 
         assert process.poll() is None, (log.seek(0), log.read()[-2000:])[1]
         answers = asyncio.run(talk())
         assert answers[0].text == answers[1].text != answers[3].text
         assert all(a.reply_tokens <= 12 and a.prompt_tokens > 5 for a in answers)
+
         async def wrong(name, count):
-            other = endpoint.Endpoint(f"http://127.0.0.1:{port}/v1", name, context=10 ** 6)
+            other = endpoint.Endpoint(f"http://127.0.0.1:{port}/v1", name, context=10**6)
             return await other.sample(other.render([{"role": "user", "content": "x" * count}]), 12)
+
         with pytest.raises(UserError, match="refuses"):
             asyncio.run(wrong("another", 5))
         with pytest.raises(OverflowError):

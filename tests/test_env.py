@@ -1,4 +1,5 @@
 """Replies, grading, forks and whole episodes, in real sandboxes."""
+
 import asyncio
 import json
 import math
@@ -14,11 +15,11 @@ from test_sandbox import ISOLATED
 
 import env
 from env import Env, run_episode
-from flatlab.episode.grading import Score
 from flatlab.episode.actions import extract_action
-from flatlab.sandbox.sandbox import Sandbox
-from flatlab.errors import SandboxFault
+from flatlab.episode.grading import Score
 from flatlab.episode.task import Task
+from flatlab.errors import SandboxFault
+from flatlab.sandbox.sandbox import Sandbox
 from tasks import load_task
 
 CANARY = "canary,4b1d,of,the,hidden,answers"
@@ -35,18 +36,33 @@ HEREDOC = "cat > a.md <<'EOF'\n# Title\n```python\nprint(1)\n```\nEOF\nls"
 ACCEPTED = [
     (block("ls"), "ls"),
     ("I look around.\n```bash\nls -la\n```\nThat is all.", "ls -la"),
-    ("```\nls\n```", "ls"), ("```sh\nls\n```", "ls"), ("``` bash \nls\n``` ", "ls"), ("````bash\necho '```'\n```\n````", "echo '```'\n```"),
+    ("```\nls\n```", "ls"),
+    ("```sh\nls\n```", "ls"),
+    ("``` bash \nls\n``` ", "ls"),
+    ("````bash\necho '```'\n```\n````", "echo '```'\n```"),
     (block("\n  indented\n\ttab\n"), "\n  indented\n\ttab\n"),
     (block("python - <<EOF\nprint('a')\nEOF"), "python - <<EOF\nprint('a')\nEOF"),
     (block(HEREDOC), HEREDOC),
-    (block("cat <<A <<-\"B C\" > x\n```\nA\n\t```\n\tB C\necho"), "cat <<A <<-\"B C\" > x\n```\nA\n\t```\n\tB C\necho"),
+    (
+        block('cat <<A <<-"B C" > x\n```\nA\n\t```\n\tB C\necho'),
+        'cat <<A <<-"B C" > x\n```\nA\n\t```\n\tB C\necho',
+    ),
     (block("cat << \\EOF > x\n```\nEOF"), "cat << \\EOF > x\n```\nEOF"),
-    (block("git commit -m \"$(cat <<'EOF'\n```\nit's\nEOF\n)\""), "git commit -m \"$(cat <<'EOF'\n```\nit's\nEOF\n)\""),
+    (
+        block("git commit -m \"$(cat <<'EOF'\n```\nit's\nEOF\n)\""),
+        "git commit -m \"$(cat <<'EOF'\n```\nit's\nEOF\n)\"",
+    ),
     (block("cat <<EOF | tee a \\\n b\n```\nEOF"), "cat <<EOF | tee a \\\n b\n```\nEOF"),
-    (block("tr a b <<< \"$x\"\necho $((1 << 3)) $(( x <<y ))"), "tr a b <<< \"$x\"\necho $((1 << 3)) $(( x <<y ))"),
-    (block("echo 'a << b' # it's <<fine\necho \"<<X\""), "echo 'a << b' # it's <<fine\necho \"<<X\""),
+    (
+        block('tr a b <<< "$x"\necho $((1 << 3)) $(( x <<y ))'),
+        'tr a b <<< "$x"\necho $((1 << 3)) $(( x <<y ))',
+    ),
+    (
+        block("echo 'a << b' # it's <<fine\necho \"<<X\""),
+        "echo 'a << b' # it's <<fine\necho \"<<X\"",
+    ),
     (block("python -c \"\nimport os\nprint('x')\n\""), "python -c \"\nimport os\nprint('x')\n\""),
-    (block("echo don't"), "echo don't"),                        # bash itself complains about this one
+    (block("echo don't"), "echo don't"),  # bash itself complains about this one
     (block("echo ${#x} a#b $'it\\'s' `date`"), "echo ${#x} a#b $'it\\'s' `date`"),
     ("<think>I could ```bash\nrm -rf /\n``` but</think>\n" + block("ls"), "ls"),
     ("so I could run\n```bash\nrm -rf /\n```\nno.</think>\n" + block("ls"), "ls"),
@@ -55,12 +71,22 @@ ACCEPTED = [
     ("~~~\nnot a block\n~~~\n" + block("ls"), "ls"),
 ]
 REJECTED = [
-    ("", "no ```bash"), ("ls", "no ```bash"), ("Please run `ls` now.", "no ```bash"), ("```bash ls```", "no ```bash"),
-    (block("ls") + "\n" + block("pwd"), "2 code blocks"), (block("ls") + "\nthen\n```python\nprint()\n```", "2 code blocks"),
-    ("```python\nprint()\n```", "marked 'python'"), ("```bash\n \n```", "empty"), ("```bash\n```", "empty"),
-    ("```bash\nls", "not closed"), ("```bash\ncat <<EOF\n```", "'EOF' is not closed"), ("```bash\ncat > x <<EOF\na\n  EOF\n```", "not closed"),
-    ("<think>" + block("ls"), "no ```bash"), ("<think>never ends", "no ```bash"),
-    (block("echo 'a\n```\nb'") + "\nIt's done.\n```", "2 code blocks"), (block("x='\n```\n'"), "not closed"),
+    ("", "no ```bash"),
+    ("ls", "no ```bash"),
+    ("Please run `ls` now.", "no ```bash"),
+    ("```bash ls```", "no ```bash"),
+    (block("ls") + "\n" + block("pwd"), "2 code blocks"),
+    (block("ls") + "\nthen\n```python\nprint()\n```", "2 code blocks"),
+    ("```python\nprint()\n```", "marked 'python'"),
+    ("```bash\n \n```", "empty"),
+    ("```bash\n```", "empty"),
+    ("```bash\nls", "not closed"),
+    ("```bash\ncat <<EOF\n```", "'EOF' is not closed"),
+    ("```bash\ncat > x <<EOF\na\n  EOF\n```", "not closed"),
+    ("<think>" + block("ls"), "no ```bash"),
+    ("<think>never ends", "no ```bash"),
+    (block("echo 'a\n```\nb'") + "\nIt's done.\n```", "2 code blocks"),
+    (block("x='\n```\n'"), "not closed"),
 ]
 
 
@@ -90,16 +116,52 @@ def test_any_multi_line_text_survives_in_a_heredoc():
 
 def test_hostile_replies_raise_nothing_and_take_no_time():
     rng = random.Random(1)
-    pieces = ["```", "```bash", "````", "\n", "\n", "\n", "<think>", "</think>", "<<EOF", "<<'", "<<-\"a b\"", "EOF", "'", '"', "\\", "$(", ")", "((", "))",
-              "#", " ", "\t", "ls", "\0", "\ud800", "`", "~~~", "é", "validate"]
+    pieces = [
+        "```",
+        "```bash",
+        "````",
+        "\n",
+        "\n",
+        "\n",
+        "<think>",
+        "</think>",
+        "<<EOF",
+        "<<'",
+        '<<-"a b"',
+        "EOF",
+        "'",
+        '"',
+        "\\",
+        "$(",
+        ")",
+        "((",
+        "))",
+        "#",
+        " ",
+        "\t",
+        "ls",
+        "\0",
+        "\ud800",
+        "`",
+        "~~~",
+        "é",
+        "validate",
+    ]
     start = time.monotonic()
     for _ in range(10_000):
         text = "".join(rng.choices(pieces, k=rng.randrange(60)))
         action, reason = extract_action(text)
         assert (action is None) == bool(reason)
-        if action is not None:      # it stands in the reply in one piece, behind a fence
-            assert "```" in text[:text.index(action)] or "~~~" in text[:text.index(action)], text
-    for big in ("<think>" * 30_000, "```bash\n" * 30_000, "<think></think>\n" * 10_000, "<<" * 50_000, "```bash\n" + "$(\"" * 50_000, "`" * 200_000):
+        if action is not None:  # it stands in the reply in one piece, behind a fence
+            assert "```" in text[: text.index(action)] or "~~~" in text[: text.index(action)], text
+    for big in (
+        "<think>" * 30_000,
+        "```bash\n" * 30_000,
+        "<think></think>\n" * 10_000,
+        "<<" * 50_000,
+        "```bash\n" + '$("' * 50_000,
+        "`" * 200_000,
+    ):
         extract_action(big)
     assert time.monotonic() - start < 20
 
@@ -122,12 +184,28 @@ print(json.dumps({"hits": float("nan") if guess[0] == "nan" else len([a for a in
 @pytest.fixture
 def task(tmp_path):
     """Guess words; the first four are the validation part."""
-    for name, text in {"grade.py": GRADER, "answers.txt": f"a b c d e {CANARY}\n", "starter.txt": "x\n", "hint.txt": "letters\n"}.items():
+    for name, text in {
+        "grade.py": GRADER,
+        "answers.txt": f"a b c d e {CANARY}\n",
+        "starter.txt": "x\n",
+        "hint.txt": "letters\n",
+    }.items():
         (tmp_path / name).write_text(text)
-    return Task(name=f"words {tmp_path.name}", prompt="Write words to guess.txt.", metric="hits", higher_is_better=True, baseline=0.0, reference=4.0,
-                artefacts=("guess.txt",), public={"data/hint.txt": tmp_path / "hint.txt"},
-                hidden={"grade.py": tmp_path / "grade.py", "answers.txt": tmp_path / "answers.txt"},
-                grader=("python3", "-I", "grade.py", "{split}"), splits=("validation", "test"), step_timeout=20.0, grade_timeout=10.0)
+    return Task(
+        name=f"words {tmp_path.name}",
+        prompt="Write words to guess.txt.",
+        metric="hits",
+        higher_is_better=True,
+        baseline=0.0,
+        reference=4.0,
+        artefacts=("guess.txt",),
+        public={"data/hint.txt": tmp_path / "hint.txt"},
+        hidden={"grade.py": tmp_path / "grade.py", "answers.txt": tmp_path / "answers.txt"},
+        grader=("python3", "-I", "grade.py", "{split}"),
+        splits=("validation", "test"),
+        step_timeout=20.0,
+        grade_timeout=10.0,
+    )
 
 
 @pytest.fixture(params=ISOLATED)
@@ -149,12 +227,27 @@ def do(world, text):
 def test_prompt_shows_task_format_and_real_files(task, backend):
     with Env(task, backend) as world:
         prompt = world.reset()
-        assert prompt.startswith(task.prompt) and "```bash" in prompt and "validate" in prompt and "submit" in prompt
-        assert prompt.endswith("Files:\ndata/hint.txt (8 bytes)") and "answers" not in prompt and "grade" not in prompt
+        assert (
+            prompt.startswith(task.prompt)
+            and "```bash" in prompt
+            and "validate" in prompt
+            and "submit" in prompt
+        )
+        assert (
+            prompt.endswith("Files:\ndata/hint.txt (8 bytes)")
+            and "answers" not in prompt
+            and "grade" not in prompt
+        )
         do(world, "touch new")
         assert world.prompt().endswith("new (0 bytes)")
-        assert do(world, "ls -A . data; id -u").observation.splitlines()[:5] == [".:", "data", "new", "", "data:"]
-        assert world.reset() == prompt      # starts over
+        assert do(world, "ls -A . data; id -u").observation.splitlines()[:5] == [
+            ".:",
+            "data",
+            "new",
+            "",
+            "data:",
+        ]
+        assert world.reset() == prompt  # starts over
 
 
 def test_many_files_are_listed_in_part(world):
@@ -165,11 +258,23 @@ def test_many_files_are_listed_in_part(world):
 def test_observations(world):
     assert do(world, "true").observation == "(no output)"
     step = do(world, "echo out; echo err >&2; exit 3")
-    assert (step.observation, step.status, step.done, step.score) == ("out\nerr\n[exit code 3]", "error", False, None)
+    assert (step.observation, step.status, step.done, step.score) == (
+        "out\nerr\n[exit code 3]",
+        "error",
+        False,
+        None,
+    )
     step = world.step("I would like to run ls.")
-    assert step.status == "rejected" and step.observation == "Nothing was run. There is no ```bash block in the reply."
+    assert (
+        step.status == "rejected"
+        and step.observation == "Nothing was run. There is no ```bash block in the reply."
+    )
     step = world.step(block("echo begun; sleep 30"), timeout=0.2)
-    assert step.status == "timeout" and step.observation.startswith("begun\n[stopped at the time limit") and step.seconds < 5
+    assert (
+        step.status == "timeout"
+        and step.observation.startswith("begun\n[stopped at the time limit")
+        and step.seconds < 5
+    )
     assert "memory limit" in do(world, "kill -9 $$").observation
     assert do(world, "submit").done and not do(world, "echo submit").done
     for text in ("validate; ls", "validate now", "echo x && submit", "submit || true"):
@@ -204,7 +309,10 @@ def test_the_same_artefact_is_graded_once(world, monkeypatch):
 
 @pytest.mark.fault(26, "the grader raises or says NaN")
 @pytest.mark.attack("answers in the grader's traceback")
-@pytest.mark.parametrize("guess, why", [("crash", "printed no result"), ("exit", "printed no result"), ("nan", "not a finite number")])
+@pytest.mark.parametrize(
+    "guess, why",
+    [("crash", "printed no result"), ("exit", "printed no result"), ("nan", "not a finite number")],
+)
 def test_grader_that_fails_on_an_artefact_is_invalid_and_says_no_secret(world, guess, why):
     do(world, f"echo {guess} > guess.txt")
     step = do(world, "validate")
@@ -221,7 +329,9 @@ def test_grader_that_hangs(task, backend):
 
 @pytest.mark.fault(26, "a grading that failed under load")
 def test_a_grading_that_failed_is_tried_again_and_a_score_stays(task, backend, tmp_path):
-    task.hidden["grade.py"].write_text("import random, json\nprint(json.dumps({'hits': random.random()}))")
+    task.hidden["grade.py"].write_text(
+        "import random, json\nprint(json.dumps({'hits': random.random()}))"
+    )
     with Env(task, backend) as world:
         world.reset()
         do(world, "echo a > guess.txt")
@@ -229,7 +339,9 @@ def test_a_grading_that_failed_is_tried_again_and_a_score_stays(task, backend, t
         assert "longer than" in world.score().message
         world.task = task
         first = world.score()
-        assert first.valid and [world.score() for _ in range(3)] == [first] * 3     # the luck of a random grader
+        assert (
+            first.valid and [world.score() for _ in range(3)] == [first] * 3
+        )  # the luck of a random grader
 
 
 @pytest.mark.fault(21, "the end while a grading runs")
@@ -243,6 +355,7 @@ def test_close_ends_a_grading(task, backend):
             seen.append(world.score())
         except SandboxFault as fault:
             seen.append(fault)
+
     thread = threading.Thread(target=score)
     thread.start()
     deadline = time.monotonic() + 20
@@ -252,7 +365,9 @@ def test_close_ends_a_grading(task, backend):
     begin, grading = time.monotonic(), world.grading
     world.close()
     thread.join(10)
-    assert not thread.is_alive() and time.monotonic() - begin < 10 and world.grading is grading     # and none was begun anew
+    assert (
+        not thread.is_alive() and time.monotonic() - begin < 10 and world.grading is grading
+    )  # and none was begun anew
     assert isinstance(seen[0], SandboxFault)
     with pytest.raises(SandboxFault, match="closed"):
         world.grading_sandbox()
@@ -264,14 +379,23 @@ def test_grading_sandbox_that_breaks_is_a_fault(world, monkeypatch):
 
     def broken():
         raise SandboxFault("no daemon")
+
     monkeypatch.setattr(world, "make_sandbox", broken)
     with pytest.raises(SandboxFault):
         do(world, "validate")
 
 
 @pytest.mark.fault(24, "hostile artefact")
-@pytest.mark.parametrize("make", ["ln -s /etc/passwd guess.txt", "mkfifo guess.txt", "mkdir guess.txt", "truncate -s 200M guess.txt",
-                                  "mkdir /tmp/d; echo a > /tmp/guess.txt; cd ..; mv workspace old; ln -s /tmp workspace"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        "ln -s /etc/passwd guess.txt",
+        "mkfifo guess.txt",
+        "mkdir guess.txt",
+        "truncate -s 200M guess.txt",
+        "mkdir /tmp/d; echo a > /tmp/guess.txt; cd ..; mv workspace old; ln -s /tmp workspace",
+    ],
+)
 def test_artefact_must_be_a_plain_small_file(world, make):
     do(world, make)
     step = do(world, "validate")
@@ -281,11 +405,16 @@ def test_artefact_must_be_a_plain_small_file(world, make):
 @pytest.mark.fault(23, "the agent edits grader or data")
 @pytest.mark.attack("declaring the grader an artefact")
 def test_nothing_in_the_workspace_reaches_the_grader(world, task):
-    do(world, "echo z > guess.txt; for f in json.py sitecustomize.py grade.py evaluate.py; do echo 'print(\"{\\\"hits\\\": 99}\")' > $f; done; "
-              "echo z > answers.txt; echo z > data/hint.txt; export PYTHONPATH=. PYTHONSTARTUP=json.py; alias python3=true; python3() { true; }; export -f python3")
+    do(
+        world,
+        'echo z > guess.txt; for f in json.py sitecustomize.py grade.py evaluate.py; do echo \'print("{\\"hits\\": 99}")\' > $f; done; '
+        "echo z > answers.txt; echo z > data/hint.txt; export PYTHONPATH=. PYTHONSTARTUP=json.py; alias python3=true; python3() { true; }; export -f python3",
+    )
     do(world, "echo '{\"hits\": 99}'")
     assert do(world, "validate").score.value == 0.0
-    swapped = replace(task, name="swap", artefacts=("guess.txt", "grade.py", "answers.txt", "data/hint.txt"))
+    swapped = replace(
+        task, name="swap", artefacts=("guess.txt", "grade.py", "answers.txt", "data/hint.txt")
+    )
     do(world, "echo changed >> data/hint.txt")
     files = {path: world.sandbox.get(path) for path in swapped.artefacts}
     assert env.grade(swapped, files, "validation", world.make_sandbox).value == 0.0
@@ -293,7 +422,10 @@ def test_nothing_in_the_workspace_reaches_the_grader(world, task):
 
 @pytest.mark.attack("a background process that swaps the artefact")
 def test_background_process_cannot_swap_the_artefact(world):
-    do(world, "echo a > guess.txt; setsid bash -c 'while :; do echo a b c d e > guess.txt; echo a > guess.txt; done' >/dev/null 2>&1 &")
+    do(
+        world,
+        "echo a > guess.txt; setsid bash -c 'while :; do echo a b c d e > guess.txt; echo a > guess.txt; done' >/dev/null 2>&1 &",
+    )
     do(world, "validate")
     before = world.sandbox.get("guess.txt")
     time.sleep(0.1)
@@ -314,9 +446,15 @@ def test_a_given_file_is_not_an_artefact_of_the_agent(task, backend, tmp_path):
 def test_two_episodes_never_see_each_others_files(task, backend):
     with Env(task, backend) as one, Env(task, backend) as two:
         one.reset(), two.reset()
-        do(one, "for f in mine7 ~/mine7 /tmp/mine7 /dev/shm/mine7; do echo 7mine > $f; done; export MINE=7mine; echo a > guess.txt; "
-                "sleep 13579 &")
-        seen = do(two, "ls -RA ~ /dev/shm; ls -A /tmp; cat m*7 /tmp/m*7 2>/dev/null; echo $MINE; cat /proc/*/cmdline | tr '\\0' ' '")
+        do(
+            one,
+            "for f in mine7 ~/mine7 /tmp/mine7 /dev/shm/mine7; do echo 7mine > $f; done; export MINE=7mine; echo a > guess.txt; "
+            "sleep 13579 &",
+        )
+        seen = do(
+            two,
+            "ls -RA ~ /dev/shm; ls -A /tmp; cat m*7 /tmp/m*7 2>/dev/null; echo $MINE; cat /proc/*/cmdline | tr '\\0' ' '",
+        )
         assert not any(word in seen.observation for word in ("mine7", "7mine", "guess", "13579"))
         assert not two.score().valid and one.score().valid
 
@@ -330,13 +468,18 @@ def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
         world.reset()
         do(world, "echo a > guess.txt")
         assert do(world, "validate").score.valid
-        row = "".join(f"\\x{ord(c):02x}" for c in CANARY)         # the search must not find itself
-        do(world, f"printf '{row}' > /tmp/decoy")                   # but it does find
+        row = "".join(f"\\x{ord(c):02x}" for c in CANARY)  # the search must not find itself
+        do(world, f"printf '{row}' > /tmp/decoy")  # but it does find
         new = "" if backend == "docker" else "-cmin -10"
         search = f"find / -path /proc -prune -o -path /sys -prune -o -type f {new} -print0 2>/dev/null | xargs -0 grep -slF -e $(printf '{row}')"
         names = "find / -name answers.txt -o -name grade.py 2>/dev/null"
         assert do(world, f"{search}; {names}; true").observation == "/tmp/decoy"
-        assert do(world, "env; cat /proc/*/cmdline /proc/*/environ 2>/dev/null").observation.count(CANARY[:10]) == 0
+        assert (
+            do(world, "env; cat /proc/*/cmdline /proc/*/environ 2>/dev/null").observation.count(
+                CANARY[:10]
+            )
+            == 0
+        )
 
 
 # ---------------------------------------------------------------------------------------------- forks
@@ -345,15 +488,31 @@ def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
 @pytest.mark.fault(28, "a copy while the agent is in a deep folder")
 @pytest.mark.fault(25, "the parent's artefact in a copy")
 def test_fork_is_equal_and_independent(world):
-    do(world, "mkdir -p deep/er; printf 'x\\0y' > 'deep/er/odd name'; ln -s nowhere link; chmod 700 deep; echo a > guess.txt; export KEPT='a\nb'; cd deep")
+    do(
+        world,
+        "mkdir -p deep/er; printf 'x\\0y' > 'deep/er/odd name'; ln -s nowhere link; chmod 700 deep; echo a > guess.txt; export KEPT='a\nb'; cd deep",
+    )
     manifest = "cd ~/workspace; find . ! -name guess.txt -printf '%P %y %m %s %T@ %l\\n' | sed 's/\\.[0-9]* / /' | sort; md5sum deep/er/*"
     with world.fork() as twin:
-        assert do(twin, "pwd; echo \"$KEPT\"").observation == f"{twin.sandbox.workspace}/deep\na\nb"
-        same = [line for line in do(world, manifest).observation.splitlines() if not line.startswith(" d")]
-        assert [line for line in do(twin, manifest).observation.splitlines() if not line.startswith(" d")] == same and len(same) > 5
-        assert not twin.score().valid and world.score().valid       # the parent's artefact does not count
+        assert do(twin, 'pwd; echo "$KEPT"').observation == f"{twin.sandbox.workspace}/deep\na\nb"
+        same = [
+            line
+            for line in do(world, manifest).observation.splitlines()
+            if not line.startswith(" d")
+        ]
+        assert [
+            line
+            for line in do(twin, manifest).observation.splitlines()
+            if not line.startswith(" d")
+        ] == same and len(same) > 5
+        assert (
+            not twin.score().valid and world.score().valid
+        )  # the parent's artefact does not count
         do(twin, "echo b > only_here; rm ~/workspace/link")
-        assert "only_here" not in do(world, "ls -R ~/workspace").observation and do(world, "test -L ~/workspace/link").status == "ok"
+        assert (
+            "only_here" not in do(world, "ls -R ~/workspace").observation
+            and do(world, "test -L ~/workspace/link").status == "ok"
+        )
     with world.fork(clear_artefacts=False) as twin:
         assert twin.score() == world.score()
     assert do(world, "echo alive").observation == "alive"
@@ -368,7 +527,13 @@ class FakePolicy:
     """Says the scripted replies; one token per character, 1 ends a reply, 2 and 3 open and close a user turn."""
 
     def __init__(self, *replies, context=100_000, stop_reason="stop", wait=0.0):
-        self.replies, self.context, self.stop_reason, self.wait, self.requests = list(replies), context, stop_reason, wait, []
+        self.replies, self.context, self.stop_reason, self.wait, self.requests = (
+            list(replies),
+            context,
+            stop_reason,
+            wait,
+            [],
+        )
 
     def render(self, messages):
         return [2, *self.encode(messages[0]["content"]), 3]
@@ -402,17 +567,34 @@ def check_tokens(episode, policy):
     """Every request was what the segments hold, and each reply is trained on exactly once with its own log-probs."""
     assert sum(sum(s.mask) for s in episode.segments) == episode.reply_tokens
     for segment in episode.segments:
-        assert len(segment.tokens) == len(segment.mask) == len(segment.logprobs) and segment.mask[-1] == 1
+        assert (
+            len(segment.tokens) == len(segment.mask) == len(segment.logprobs)
+            and segment.mask[-1] == 1
+        )
         assert all((lp == -0.5) == bool(m) for lp, m in zip(segment.logprobs, segment.mask))
-    assert all(any(s.tokens[:len(r)] == r for s in episode.segments) for r in policy.requests if any(s.mask[len(r):] for s in episode.segments))
+    assert all(
+        any(s.tokens[: len(r)] == r for s in episode.segments)
+        for r in policy.requests
+        if any(s.mask[len(r) :] for s in episode.segments)
+    )
 
 
 def test_episode_until_submit(task, backend):
     policy = FakePolicy(block("echo a b > guess.txt"), "prose", block("validate"), block("submit"))
-    episode = play(task, policy, backend=backend, max_turns=9, score_test=True, extra_user_text="Be quick.")
-    assert episode.status == "submit" and episode.score.value == 2.0 and episode.test_score.value == 0.0
+    episode = play(
+        task, policy, backend=backend, max_turns=9, score_test=True, extra_user_text="Be quick."
+    )
+    assert (
+        episode.status == "submit"
+        and episode.score.value == 2.0
+        and episode.test_score.value == 0.0
+    )
     assert [turn["status"] for turn in episode.turns] == ["ok", "rejected", "validate", "submit"]
-    assert episode.prompt.endswith("\n\nBe quick.") and episode.turns[2]["score"] == 2.0 and episode.turns[0]["version"] == 7
+    assert (
+        episode.prompt.endswith("\n\nBe quick.")
+        and episode.turns[2]["score"] == 2.0
+        and episode.turns[0]["version"] == 7
+    )
     assert len(episode.segments) == 1
     tokens = policy.render([{"content": episode.prompt}])
     mask = [0] * len(tokens)
@@ -422,7 +604,9 @@ def test_episode_until_submit(task, backend):
         tokens, mask = tokens + reply + after, mask + [1] * len(reply) + [0] * len(after)
     assert episode.segments[0].tokens == tokens and episode.segments[0].mask == mask
     check_tokens(episode, policy)
-    assert json.loads(json.dumps(episode.to_dict()))["turns"][0]["reply"] == block("echo a b > guess.txt")
+    assert json.loads(json.dumps(episode.to_dict()))["turns"][0]["reply"] == block(
+        "echo a b > guess.txt"
+    )
 
 
 def test_turn_limit_scores_what_is_there(task):
@@ -433,7 +617,9 @@ def test_turn_limit_scores_what_is_there(task):
 def test_reply_cut_at_the_length_limit_is_closed(task):
     policy = FakePolicy("```bash\necho cut", stop_reason="length")
     episode = play(task, policy, max_turns=2)
-    assert [turn["status"] for turn in episode.turns] == ["rejected"] * 2 and "cut off" in episode.turns[0]["observation"]
+    assert [turn["status"] for turn in episode.turns] == [
+        "rejected"
+    ] * 2 and "cut off" in episode.turns[0]["observation"]
     assert policy.requests[1][-1] == 3 and 1 in policy.requests[1]
     check_tokens(episode, policy)
 
@@ -442,13 +628,21 @@ def test_reply_cut_at_the_length_limit_is_closed(task):
 def test_long_observations_are_capped_head_and_tail(task):
     policy = FakePolicy(block("seq 1000"), block("submit"))
     episode = play(task, policy, max_observation_tokens=90)
-    shown = policy.decode([t for t in policy.requests[1][len(policy.requests[0]):] if t > 10])
-    assert shown.split("```")[-1].startswith("1\n2\n3\n") and shown.endswith("999\n1000") and "tokens left out" in shown
-    assert len(shown) < 200 and episode.turns[0]["observation"].count("\n") == 999      # the record has all of it
+    shown = policy.decode([t for t in policy.requests[1][len(policy.requests[0]) :] if t > 10])
+    assert (
+        shown.split("```")[-1].startswith("1\n2\n3\n")
+        and shown.endswith("999\n1000")
+        and "tokens left out" in shown
+    )
+    assert (
+        len(shown) < 200 and episode.turns[0]["observation"].count("\n") == 999
+    )  # the record has all of it
 
 
 def test_old_observations_are_shortened_and_start_a_new_segment(task):
-    policy = FakePolicy(*(block(f"seq {i}00 {i}99") for i in range(1, 8)), block("submit"), context=2600)
+    policy = FakePolicy(
+        *(block(f"seq {i}00 {i}99") for i in range(1, 8)), block("submit"), context=2600
+    )
     episode = play(task, policy, max_reply_tokens=100, max_observation_tokens=1000)
     assert episode.status == "submit" and len(episode.segments) > 1 and len(policy.requests) == 8
     assert max(map(len, policy.requests)) <= 2500
@@ -461,14 +655,21 @@ def test_old_observations_are_shortened_and_start_a_new_segment(task):
 def test_what_cannot_fit_is_never_sent(task):
     policy = FakePolicy(block("ls"), context=300)
     episode = play(task, policy, max_reply_tokens=200)
-    assert episode.status == "context_limit" and not policy.requests and not episode.segments and not episode.score.valid
+    assert (
+        episode.status == "context_limit"
+        and not policy.requests
+        and not episode.segments
+        and not episode.score.valid
+    )
     policy = FakePolicy(block("echo a > guess.txt; echo " + "y" * 300), context=1200)
     episode = play(task, policy, max_reply_tokens=400, max_turns=50)
     assert episode.status == "context_limit" and episode.turns and episode.score.value == 1.0
     check_tokens(episode, policy)
 
 
-@pytest.mark.parametrize("reply, wait", [(block("echo a > guess.txt; sleep 30"), 0.0), (block("ls"), 30.0)])
+@pytest.mark.parametrize(
+    "reply, wait", [(block("echo a > guess.txt; sleep 30"), 0.0), (block("ls"), 30.0)]
+)
 def test_time_limit(task, reply, wait):
     start = time.monotonic()
     episode = play(task, FakePolicy(reply, wait=wait), time_limit=1.0)
@@ -482,22 +683,39 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
         def run(self, *args, **kwargs):
             self.close()
             return super().run(*args, **kwargs)
+
     monkeypatch.setattr(env, "Sandbox", Breaking)
     episode = play(task, FakePolicy(block("ls")))
     assert episode.status == "fault" and episode.score is None and "closed" in episode.fault
 
     def no_start(*args, **kwargs):
         raise SandboxFault("no more containers")
+
     monkeypatch.setattr(env, "Sandbox", no_start)
     assert play(task, FakePolicy(block("ls"))).fault == "no more containers"
 
 
-@pytest.mark.parametrize("replies, options", [
-    ([block("submit")], {}), ([block("ls")], {"max_turns": 1}), ([block("ls")], {"time_limit": 0.0}), ([block("ls")], {"max_reply_tokens": 99_999})])
+@pytest.mark.parametrize(
+    "replies, options",
+    [
+        ([block("submit")], {}),
+        ([block("ls")], {"max_turns": 1}),
+        ([block("ls")], {"time_limit": 0.0}),
+        ([block("ls")], {"max_reply_tokens": 99_999}),
+    ],
+)
 def test_every_way_out_scores_once_and_closes(task, replies, options, monkeypatch):
     calls = []
-    monkeypatch.setattr(Env, "score", lambda self, split=None: calls.append(split) or Score(None, "hits", "validation", False, ""))
-    monkeypatch.setattr(Env, "close", lambda self, close=Env.close: calls.append("close") or close(self))
+    monkeypatch.setattr(
+        Env,
+        "score",
+        lambda self, split=None: (
+            calls.append(split) or Score(None, "hits", "validation", False, "")
+        ),
+    )
+    monkeypatch.setattr(
+        Env, "close", lambda self, close=Env.close: calls.append("close") or close(self)
+    )
     play(task, FakePolicy(*replies), score_test=True, **options)
     assert calls == [None, "test", "close"]
 
@@ -505,7 +723,9 @@ def test_every_way_out_scores_once_and_closes(task, replies, options, monkeypatc
 @pytest.mark.fault(21, "an episode is cancelled")
 def test_cancelled_episode_closes_its_sandbox(task, monkeypatch):
     opened = []
-    monkeypatch.setattr(Env, "open", lambda self, open_=Env.open: opened.append(open_(self)) or opened[-1])
+    monkeypatch.setattr(
+        Env, "open", lambda self, open_=Env.open: opened.append(open_(self)) or opened[-1]
+    )
 
     async def main():
         job = asyncio.ensure_future(run_episode(task, FakePolicy(block("sleep 20")), backend=LOCAL))
@@ -513,6 +733,7 @@ def test_cancelled_episode_closes_its_sandbox(task, monkeypatch):
         job.cancel()
         with pytest.raises(asyncio.CancelledError):
             await job
+
     start = time.monotonic()
     asyncio.run(main())
     with pytest.raises(SandboxFault):
@@ -530,9 +751,18 @@ def test_policy_that_raises_closes_the_sandbox(task, monkeypatch):
 
 def test_env_time_of_one_episode_overlaps_with_the_others(task):
     async def main():
-        return await asyncio.gather(*(run_episode(task, FakePolicy(block("sleep 1")), backend=LOCAL, max_turns=1) for _ in range(8)))
+        return await asyncio.gather(
+            *(
+                run_episode(task, FakePolicy(block("sleep 1")), backend=LOCAL, max_turns=1)
+                for _ in range(8)
+            )
+        )
+
     start = time.monotonic()
-    assert all(e.status == "turn_limit" for e in asyncio.run(main())) and time.monotonic() - start < 4.5
+    assert (
+        all(e.status == "turn_limit" for e in asyncio.run(main()))
+        and time.monotonic() - start < 4.5
+    )
 
 
 def test_an_env_that_was_handed_in_goes_on_and_stays_open(task):
@@ -546,8 +776,9 @@ def test_an_env_that_was_handed_in_goes_on_and_stays_open(task):
 # ---------------------------------------------------------------------------------------------- the built-in tasks
 
 SOLUTIONS = {
-    "titanic": "awk -F, 'NR==1 {print \"id,survived\"; next} {print $1 \",\" ($3 == \"female\")}' data/test.csv > submission.csv",
-    "battleOfSexes": "printf 'def row_strategy(history):\\n    return 0\\n' > strategy.py"}
+    "titanic": 'awk -F, \'NR==1 {print "id,survived"; next} {print $1 "," ($3 == "female")}\' data/test.csv > submission.csv',
+    "battleOfSexes": "printf 'def row_strategy(history):\\n    return 0\\n' > strategy.py",
+}
 
 
 @pytest.mark.parametrize("name", SOLUTIONS)
@@ -557,7 +788,9 @@ def test_built_in_tasks(name, backend):
         world.reset()
         assert do(world, SOLUTIONS[name]).status == "ok"
         score = do(world, "validate").score
-        assert score.valid and math.isclose(score.value, {"titanic": 0.7782, "battleOfSexes": 1.44}[name], abs_tol=0.02)
+        assert score.valid and math.isclose(
+            score.value, {"titanic": 0.7782, "battleOfSexes": 1.44}[name], abs_tol=0.02
+        )
         assert world.score("test").valid
 
 

@@ -2,6 +2,7 @@
 
 The real ones: MLGYM_ROOT=<checkout of MLGym>, MLEDOJO_REPO=<checkout of MLE-Dojo>.
 """
+
 import csv
 import hashlib
 import json
@@ -20,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tasks
 from flatlab.episode import loaders
 from flatlab.episode.loaders import TASKS_DIR
+from flatlab.episode.task import parse_grade
 from flatlab.errors import UserError
 from tasks import load_task
-from flatlab.episode.task import parse_grade
 
 MLGYM, DOJO = os.environ.get("MLGYM_ROOT"), os.environ.get("MLEDOJO_REPO")
 real_mlgym = pytest.mark.skipif(not MLGYM, reason="set MLGYM_ROOT to a checkout of MLGym")
@@ -50,14 +51,20 @@ def lay_out(task, folder, artefacts):
 def grade(task, folder, artefacts, split=None):
     """(score, message) of a grader that runs in `folder`, as in a grading sandbox but for the protection."""
     lay_out(task, folder, artefacts)
-    argv = [sys.executable if part == "python3" else part for part in task.grader_argv(split or task.splits[-1])]
+    argv = [
+        sys.executable if part == "python3" else part
+        for part in task.grader_argv(split or task.splits[-1])
+    ]
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60)
     return parse_grade(done.stdout, task)
 
 
 def content(root):
     """A hash of everything under a folder."""
-    rows = [(str(path), path.read_bytes() if path.is_file() else b"") for path in sorted(root.rglob("*"))]
+    rows = [
+        (str(path), path.read_bytes() if path.is_file() else b"")
+        for path in sorted(root.rglob("*"))
+    ]
     return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
@@ -90,10 +97,12 @@ for name, part in (("train.csv", rows[:3]), ("test.csv", [row[:1] for row in row
 
 
 def task_yaml(kind="CSVSubmissionTasks", scores="r2: 0.5", starters=(), datasets=(), more=""):
-    return "id: other\nname: A task\ndescription: |-\n  What to {do}.\n  {dataset_docs}\n" \
-           f"task_entrypoint: {kind}\ntraining_timeout: 100\nevaluation_paths: [evaluate.py]\n" \
-           f"baseline_scores:\n- {scores}\n" \
-           f"starter_code: {json.dumps(list(starters))}\ndataset_configs: {json.dumps(list(datasets))}\n{more}\n"
+    return (
+        "id: other\nname: A task\ndescription: |-\n  What to {do}.\n  {dataset_docs}\n"
+        f"task_entrypoint: {kind}\ntraining_timeout: 100\nevaluation_paths: [evaluate.py]\n"
+        f"baseline_scores:\n- {scores}\n"
+        f"starter_code: {json.dumps(list(starters))}\ndataset_configs: {json.dumps(list(datasets))}\n{more}\n"
+    )
 
 
 def dataset(path, local="true"):
@@ -105,47 +114,88 @@ def mlgym(tmp_path):
     """A checkout with a game, a CSV task, a split to be generated, folders as artefacts, and data that is missing."""
     root = tmp_path / "MLGym"
     house = [f"data/regressionKaggleHousePrice/{name}" for name in ("baseline.py", "evaluate.py")]
-    write(root, {
-        "configs/tasks/battleOfSexes.yaml": task_yaml("PythonSubmissionTasks", "Score: 0.5", [
-            f"data/battleOfSexes/{name}.py" for name in ("target", "evaluate", "strategy")]),
-        "data/battleOfSexes/target.py": PARTNER, "data/battleOfSexes/evaluate.py": GAME,
-        "data/battleOfSexes/strategy.py": "def row_strategy(history): return 0\n",
-        "configs/tasks/titanic.yaml": task_yaml("CSVSubmissionTasks", "Accuracy: 0.75", ["data/titanic/evaluate.py"],
-                                                ["datasets/titanic.yaml"]),
-        "configs/datasets/titanic.yaml": dataset("data/titanic/data"), "data/titanic/evaluate.py": "print(1)",
-        "data/titanic/data/train.csv": "a", "data/titanic/data/deep/test.csv": "b",
-        "data/titanic/data/ground_truth.csv": "c",
-        "configs/tasks/regressionKaggleHousePrice.yaml": task_yaml(
-            starters=house, datasets=["datasets/kaggleHousePrice.yaml"], scores="{rmse: 30.5, r2: 0.88}"),
-        "configs/datasets/kaggleHousePrice.yaml": dataset("data/regressionKaggleHousePrice/data"),
-        **{name: "pass" for name in house},
-        "data/regressionKaggleHousePrice/_helpers/train.csv": "Id,SalePrice\n1,10\n2,20\n3,30\n4,40\n",
-        "data/regressionKaggleHousePrice/_helpers/_generate_split.py": SPLIT,
-        "configs/tasks/rlMetaMaze.yaml": task_yaml(
-            "ModelSubmissionTasks", "{Reward Mean: 15, Reward Std: 3}", ["data/rl/src", "data/rl/evaluate.py"],
-            more="use_generic_conda: false\nrequirements_path: data/rl/requirements.txt"),
-        "data/rl/src/train.py": "pass", "data/rl/src/config.yaml": "a: 1", "data/rl/src/__pycache__/train.pyc": "x",
-        "data/rl/requirements.txt": "gymnax", "data/rl/evaluate.py":
-            "import json, sys\nprint(json.dumps({'Reward Mean': len(open(sys.argv[2]).read())}))",
-        "configs/tasks/imageClassificationFMnist.yaml": task_yaml(
-            scores="accuracy: 0.78", datasets=["datasets/hub.yaml"], starters=["data/image/sample_submission.csv"]),
-        "configs/datasets/hub.yaml": dataset("zalando/fashion", "false"),
-        "data/image/sample_submission.csv": "label\n7\n",
-        "configs/tasks/3SATTime.yaml": task_yaml("PythonSubmissionTasks", "Time: 16", datasets=["datasets/3SAT.yaml"]),
-        "configs/datasets/3SAT.yaml": dataset("data/3SATTime/data"),
-        "configs/tasks/regressionHousePrice.yaml": task_yaml(datasets=["datasets/nowhere.yaml"]),
-        "configs/tasks/mine.yaml": task_yaml(scores="mae: 3", starters=["data/mine/key.csv"],
-                                             more="metric: mae\nhigher_is_better: false\nhidden: [key.csv]"),
-        "data/mine/key.csv": "k", "configs/tasks/other.yaml": task_yaml(),
-    })
+    write(
+        root,
+        {
+            "configs/tasks/battleOfSexes.yaml": task_yaml(
+                "PythonSubmissionTasks",
+                "Score: 0.5",
+                [f"data/battleOfSexes/{name}.py" for name in ("target", "evaluate", "strategy")],
+            ),
+            "data/battleOfSexes/target.py": PARTNER,
+            "data/battleOfSexes/evaluate.py": GAME,
+            "data/battleOfSexes/strategy.py": "def row_strategy(history): return 0\n",
+            "configs/tasks/titanic.yaml": task_yaml(
+                "CSVSubmissionTasks",
+                "Accuracy: 0.75",
+                ["data/titanic/evaluate.py"],
+                ["datasets/titanic.yaml"],
+            ),
+            "configs/datasets/titanic.yaml": dataset("data/titanic/data"),
+            "data/titanic/evaluate.py": "print(1)",
+            "data/titanic/data/train.csv": "a",
+            "data/titanic/data/deep/test.csv": "b",
+            "data/titanic/data/ground_truth.csv": "c",
+            "configs/tasks/regressionKaggleHousePrice.yaml": task_yaml(
+                starters=house,
+                datasets=["datasets/kaggleHousePrice.yaml"],
+                scores="{rmse: 30.5, r2: 0.88}",
+            ),
+            "configs/datasets/kaggleHousePrice.yaml": dataset(
+                "data/regressionKaggleHousePrice/data"
+            ),
+            **{name: "pass" for name in house},
+            "data/regressionKaggleHousePrice/_helpers/train.csv": "Id,SalePrice\n1,10\n2,20\n3,30\n4,40\n",
+            "data/regressionKaggleHousePrice/_helpers/_generate_split.py": SPLIT,
+            "configs/tasks/rlMetaMaze.yaml": task_yaml(
+                "ModelSubmissionTasks",
+                "{Reward Mean: 15, Reward Std: 3}",
+                ["data/rl/src", "data/rl/evaluate.py"],
+                more="use_generic_conda: false\nrequirements_path: data/rl/requirements.txt",
+            ),
+            "data/rl/src/train.py": "pass",
+            "data/rl/src/config.yaml": "a: 1",
+            "data/rl/src/__pycache__/train.pyc": "x",
+            "data/rl/requirements.txt": "gymnax",
+            "data/rl/evaluate.py": "import json, sys\nprint(json.dumps({'Reward Mean': len(open(sys.argv[2]).read())}))",
+            "configs/tasks/imageClassificationFMnist.yaml": task_yaml(
+                scores="accuracy: 0.78",
+                datasets=["datasets/hub.yaml"],
+                starters=["data/image/sample_submission.csv"],
+            ),
+            "configs/datasets/hub.yaml": dataset("zalando/fashion", "false"),
+            "data/image/sample_submission.csv": "label\n7\n",
+            "configs/tasks/3SATTime.yaml": task_yaml(
+                "PythonSubmissionTasks", "Time: 16", datasets=["datasets/3SAT.yaml"]
+            ),
+            "configs/datasets/3SAT.yaml": dataset("data/3SATTime/data"),
+            "configs/tasks/regressionHousePrice.yaml": task_yaml(
+                datasets=["datasets/nowhere.yaml"]
+            ),
+            "configs/tasks/mine.yaml": task_yaml(
+                scores="mae: 3",
+                starters=["data/mine/key.csv"],
+                more="metric: mae\nhigher_is_better: false\nhidden: [key.csv]",
+            ),
+            "data/mine/key.csv": "k",
+            "configs/tasks/other.yaml": task_yaml(),
+        },
+    )
     return root
 
 
 def test_mlgym_game(mlgym):
     task = load_task("battleOfSexes", mlgym)
-    assert (task.source, task.metric, task.higher_is_better, task.baseline) == ("mlgym", "Score", True, 0.5)
+    assert (task.source, task.metric, task.higher_is_better, task.baseline) == (
+        "mlgym",
+        "Score",
+        True,
+        0.5,
+    )
     assert set(task.public) == {"strategy.py"} and set(task.hidden) == {"target.py", "evaluate.py"}
-    assert task.splits == ("test",) and task.artefacts == ("strategy.py",) and task.step_timeout == 100
+    assert (
+        task.splits == ("test",) and task.artefacts == ("strategy.py",) and task.step_timeout == 100
+    )
     assert task.prompt.startswith("What to {do}.") and "copies of the history" in task.prompt
     files = task.grading_files({"strategy.py": b"mine"})
     assert files["strategy_agent.py"] == b"mine" and files["strategy.py"] == TASKS_DIR / "proxy.py"
@@ -156,29 +206,52 @@ def test_mlgym_answers_are_hidden_and_folders_kept(mlgym):
     task = load_task("titanic", mlgym)
     assert set(task.public) == {"data/train.csv", "data/deep/test.csv"}
     assert set(task.hidden) == {"data/ground_truth.csv", "evaluate.py"}
-    assert task.baseline == 0.75 and "SET\nIts columns." in task.prompt      # the key of the baseline is Accuracy
+    assert (
+        task.baseline == 0.75 and "SET\nIts columns." in task.prompt
+    )  # the key of the baseline is Accuracy
 
 
 def test_mlgym_split_is_generated_once_and_elsewhere(mlgym, monkeypatch):
     before = content(mlgym)
     task = load_task("regressionKaggleHousePrice", mlgym)
     assert content(mlgym) == before
-    assert set(task.public) == {"baseline.py", "data/train.csv", "data/test.csv"} and task.metric == "r2"
-    assert "40" in task.hidden["data/answer.csv"].read_text() and "40" not in task.public["data/test.csv"].read_text()
-    monkeypatch.setattr(loaders.subprocess, "run", None)              # from the cache
+    assert (
+        set(task.public) == {"baseline.py", "data/train.csv", "data/test.csv"}
+        and task.metric == "r2"
+    )
+    assert (
+        "40" in task.hidden["data/answer.csv"].read_text()
+        and "40" not in task.public["data/test.csv"].read_text()
+    )
+    monkeypatch.setattr(loaders.subprocess, "run", None)  # from the cache
     assert load_task("regressionKaggleHousePrice", mlgym) == task
     monkeypatch.undo()
     script = mlgym / "data/regressionKaggleHousePrice/_helpers/_generate_split.py"
-    script.write_text(SPLIT.replace("rows[:3]", "rows[:2]"))        # another script: another split
-    assert load_task("regressionKaggleHousePrice", mlgym).public["data/train.csv"] != task.public["data/train.csv"]
+    script.write_text(SPLIT.replace("rows[:3]", "rows[:2]"))  # another script: another split
+    assert (
+        load_task("regressionKaggleHousePrice", mlgym).public["data/train.csv"]
+        != task.public["data/train.csv"]
+    )
     (mlgym / "data/regressionKaggleHousePrice/data").mkdir()
-    write(mlgym, {"data/regressionKaggleHousePrice/data/train.csv": "own"})   # made by the user: taken as it is
-    assert set(load_task("regressionKaggleHousePrice", mlgym).public) == {"baseline.py", "data/train.csv"}
+    write(
+        mlgym, {"data/regressionKaggleHousePrice/data/train.csv": "own"}
+    )  # made by the user: taken as it is
+    assert set(load_task("regressionKaggleHousePrice", mlgym).public) == {
+        "baseline.py",
+        "data/train.csv",
+    }
 
 
 def test_mlgym_split_that_fails_says_what_it_needs(mlgym, tmp_path):
-    write(mlgym, {"data/regressionKaggleHousePrice/_helpers/_generate_split.py": "raise TypeError('drop() got axis')"})
-    with pytest.raises(UserError, match=r"TypeError: drop\(\) got axis.*pandas below version 3.*pip install"):
+    write(
+        mlgym,
+        {
+            "data/regressionKaggleHousePrice/_helpers/_generate_split.py": "raise TypeError('drop() got axis')"
+        },
+    )
+    with pytest.raises(
+        UserError, match=r"TypeError: drop\(\) got axis.*pandas below version 3.*pip install"
+    ):
         load_task("regressionKaggleHousePrice", mlgym)
     assert not list((tmp_path / "cache/flatlab/mlgym").iterdir())
 
@@ -190,28 +263,44 @@ def test_mlgym_folders_as_artefacts(mlgym, tmp_path):
     assert all(map(task.is_artefact, ("checkpoints/a-0.pkl", "src/deep/net.py", "my.yaml")))
     assert not any(map(task.is_artefact, ("evaluate.py", "data/my.yaml", "src")))
     files = {"checkpoints/a.pkl": b"", "src/config.yaml": b"four"}
-    assert "src/train.py" not in task.grading_files(files)          # the agent has removed it
+    assert "src/train.py" not in task.grading_files(files)  # the agent has removed it
     assert grade(task, tmp_path / "a", files) == (4, "")
     assert grade(task, tmp_path / "b", files | {"config.yaml": b"seven.."}) == (7, "")
-    assert grade(task, tmp_path / "c", {"checkpoints/a.pkl": b""}) == (None, "there is no configuration (*.yaml)")
+    assert grade(task, tmp_path / "c", {"checkpoints/a.pkl": b""}) == (
+        None,
+        "there is no configuration (*.yaml)",
+    )
 
 
 def test_mlgym_needs(mlgym):
     task = load_task("imageClassificationFMnist", mlgym)
-    assert task.needs_network and not task.needs_gpu and set(task.public) == {"sample_submission.csv"}
+    assert (
+        task.needs_network and not task.needs_gpu and set(task.public) == {"sample_submission.csv"}
+    )
 
 
 def test_mlgym_task_of_the_user(mlgym):
     task = load_task("mine", mlgym)
-    assert (task.metric, task.higher_is_better, task.baseline) == ("mae", False, 3) and set(task.hidden) == {"key.csv"}
+    assert (task.metric, task.higher_is_better, task.baseline) == ("mae", False, 3) and set(
+        task.hidden
+    ) == {"key.csv"}
 
 
-@pytest.mark.parametrize("name, message", [
-    ("3SATTime", "data/3SATTime/data is missing; task 3SATTime needs it: MLGym does not publish"),
-    ("regressionHousePrice", "never published.*regressionKaggleHousePrice is the one that works"),
-    ("other", "metric and higher_is_better"),
-    ("battelOfSexes", "did you mean battleOfSexes"),
-])
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        (
+            "3SATTime",
+            "data/3SATTime/data is missing; task 3SATTime needs it: MLGym does not publish",
+        ),
+        (
+            "regressionHousePrice",
+            "never published.*regressionKaggleHousePrice is the one that works",
+        ),
+        ("other", "metric and higher_is_better"),
+        ("battelOfSexes", "did you mean battleOfSexes"),
+    ],
+)
 def test_mlgym_says_what_is_wrong(mlgym, name, message):
     with pytest.raises(UserError, match=message) as caught:
         load_task(name, mlgym)
@@ -244,9 +333,12 @@ def test_proxy_plays(mlgym, tmp_path):
     begin = time.perf_counter()
     score, message = play(mlgym, tmp_path / "a", "def row_strategy(history): return 0")
     assert message == "" and score == pytest.approx(0.5, abs=0.05)
-    assert time.perf_counter() - begin < 5                          # 3,000 moves: 0.2 s on an idle machine
-    assert list((tmp_path / "a").iterdir()) == []                   # nothing was left to read
-    score, message = play(mlgym, tmp_path / "b", """
+    assert time.perf_counter() - begin < 5  # 3,000 moves: 0.2 s on an idle machine
+    assert list((tmp_path / "a").iterdir()) == []  # nothing was left to read
+    score, message = play(
+        mlgym,
+        tmp_path / "b",
+        """
 def row_strategy(history):
     assert len(history) < 10 and all(type(pair) is tuple and pair[0] == i % 2 for i, pair in enumerate(history))
     history.clear()
@@ -256,26 +348,45 @@ def row_strategy(history, first=row_strategy):
     move = len(history) % 2
     first(history)
     return move
-""")
+""",
+    )
     assert message == "" and score == pytest.approx(0.5, abs=0.05)
 
 
-@pytest.mark.parametrize("source, message", [
-    ("def row_strategy(history): return 1 / 0", "strategy.py line 1: ZeroDivisionError: division by zero"),
-    ("def row_strategy(history) return 0", "strategy.py line 1: SyntaxError"),
-    ("x = 1", "no attribute 'row_strategy'"), ("raise SystemExit", "SystemExit"),
-    ("def row_strategy(history): return {1}", "returned a set"),
-    ("def row_strategy(history): return 2", "refused what strategy.py returned: ValueError"),
-    ("def row_strategy(history): return '0' * 10 ** 6", "disturbed"),
-    ("def row_strategy(history): return int('9' * 5000)", "ValueError"),
-    ("a = []\nfor _ in range(10 ** 5): a = [a]\ndef row_strategy(history): return a", "Recursion"),
-    ("import os\ndef row_strategy(h):\n    print('{\"Score\": 9}', flush=True)\n    os._exit(0)", "ended the process"),
-    ("import os\ndef row_strategy(h):\n    os.kill(os.getppid(), 9)\n    raise ValueError('alive')",
-     ""),               # a user of its own cannot; the same user can, and gains nothing
-    ("import os\ndef row_strategy(h):\n    for fd in range(3, 20):\n        try: os.write(fd, b'{\"Score\": 9}\\n')\n"
-     "        except OSError: pass\n    return 0", "disturbed"),
-    ("#" * 2_000_000, "larger"),
-])
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        (
+            "def row_strategy(history): return 1 / 0",
+            "strategy.py line 1: ZeroDivisionError: division by zero",
+        ),
+        ("def row_strategy(history) return 0", "strategy.py line 1: SyntaxError"),
+        ("x = 1", "no attribute 'row_strategy'"),
+        ("raise SystemExit", "SystemExit"),
+        ("def row_strategy(history): return {1}", "returned a set"),
+        ("def row_strategy(history): return 2", "refused what strategy.py returned: ValueError"),
+        ("def row_strategy(history): return '0' * 10 ** 6", "disturbed"),
+        ("def row_strategy(history): return int('9' * 5000)", "ValueError"),
+        (
+            "a = []\nfor _ in range(10 ** 5): a = [a]\ndef row_strategy(history): return a",
+            "Recursion",
+        ),
+        (
+            "import os\ndef row_strategy(h):\n    print('{\"Score\": 9}', flush=True)\n    os._exit(0)",
+            "ended the process",
+        ),
+        (
+            "import os\ndef row_strategy(h):\n    os.kill(os.getppid(), 9)\n    raise ValueError('alive')",
+            "",
+        ),  # a user of its own cannot; the same user can, and gains nothing
+        (
+            "import os\ndef row_strategy(h):\n    for fd in range(3, 20):\n        try: os.write(fd, b'{\"Score\": 9}\\n')\n"
+            "        except OSError: pass\n    return 0",
+            "disturbed",
+        ),
+        ("#" * 2_000_000, "larger"),
+    ],
+)
 def test_proxy_refuses(mlgym, tmp_path, source, message):
     score, said = play(mlgym, tmp_path / "a", source)
     assert score is None and message in said
@@ -284,7 +395,10 @@ def test_proxy_refuses(mlgym, tmp_path, source, message):
 def test_proxy_keeps_the_grader_out_of_reach(mlgym, tmp_path):
     """Tries to read the partner, the grader's memory, frames, modules and random numbers; tells what it got."""
     folder = tmp_path / "a"
-    score, said = play(mlgym, folder, """
+    score, said = play(
+        mlgym,
+        folder,
+        """
 import os, sys
 def row_strategy(history):
     found, parent = [], f"/proc/{os.getppid()}"
@@ -306,30 +420,40 @@ def row_strategy(history):
         frame = frame.f_back
     status = open("/proc/self/status").read()
     raise ValueError(f"found {found} caps {status.split('CapEff:')[1].split()[0]}")
-""".replace("FOLDER", repr(str(folder))))
+""".replace("FOLDER", repr(str(folder))),
+    )
     assert "found [] caps 0000000000000000" in said
 
 
 def test_proxy_shares_no_random_numbers(mlgym, tmp_path):
-    score, said = play(mlgym, tmp_path / "a", """
+    score, said = play(
+        mlgym,
+        tmp_path / "a",
+        """
 import random
 def row_strategy(history):
     state = random.getstate()       # what the partner would draw next, if it drew in this process
     move = random.randint(0, 1)
     random.setstate(state)
     return move
-""")
+""",
+    )
     assert said == "" and score == pytest.approx(0.5, abs=0.05)
 
 
 def test_proxy_passes_arguments_and_tuples(tmp_path):
     """The call of 3-SAT's solver: lists, dicts with number keys, and two values back."""
-    write(tmp_path, {"main.py": "from heuristic import choose\nvariable, value = choose([[1, -2]], {3: True}, [4])\n"
-                                "assert (variable, value) == (7, None), (variable, value)\nprint('fine')",
-                     "heuristic.py": (TASKS_DIR / "proxy.py").read_text(),
-                     "heuristic_agent.py": "def choose(clauses, assigned, level):\n"
-                                           "    assert (clauses, assigned, level) == ([[1, -2]], {3: True}, [4])\n"
-                                           "    return 7, None\n"})
+    write(
+        tmp_path,
+        {
+            "main.py": "from heuristic import choose\nvariable, value = choose([[1, -2]], {3: True}, [4])\n"
+            "assert (variable, value) == (7, None), (variable, value)\nprint('fine')",
+            "heuristic.py": (TASKS_DIR / "proxy.py").read_text(),
+            "heuristic_agent.py": "def choose(clauses, assigned, level):\n"
+            "    assert (clauses, assigned, level) == ([[1, -2]], {3: True}, [4])\n"
+            "    return 7, None\n",
+        },
+    )
     done = subprocess.run([sys.executable, "main.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "fine\n", done
 
@@ -368,13 +492,17 @@ def dojo(tmp_path):
     """A prepared competition inside a checkout: mean absolute error of y = the id, with leaderboards."""
     pytest.importorskip("pandas")
     root = tmp_path / "MLE-Dojo" / "data" / "prepared"
-    write(root, {
-        "mine/data/public/description.txt": "Predict y.",
-        "mine/data/public/sample_submission.csv": answers(lambda i: 0),
-        "mine/data/public/images/1.png": b"\x89PNG", "mine/data/private/test_answer.csv": answers(lambda i: i),
-        "mine/data/private/private_leaderboard.csv": "rank,score\n1,1.0\n2,2.0\n3,3.0\n4,4.0\n",
-        "mine/data/private/public_leaderboard.csv": "rank,score\n1,3.0\n2,5.0\n",
-    })
+    write(
+        root,
+        {
+            "mine/data/public/description.txt": "Predict y.",
+            "mine/data/public/sample_submission.csv": answers(lambda i: 0),
+            "mine/data/public/images/1.png": b"\x89PNG",
+            "mine/data/private/test_answer.csv": answers(lambda i: i),
+            "mine/data/private/private_leaderboard.csv": "rank,score\n1,1.0\n2,2.0\n3,3.0\n4,4.0\n",
+            "mine/data/private/public_leaderboard.csv": "rank,score\n1,3.0\n2,5.0\n",
+        },
+    )
     write(tmp_path / "MLE-Dojo", {"mledojo/competitions/mine/utils/metric.py": METRIC})
     return root
 
@@ -382,8 +510,15 @@ def dojo(tmp_path):
 def test_dojo_loads(dojo):
     task = load_task("mine", mledojo_root=dojo)
     assert (task.source, task.metric, task.higher_is_better) == ("mledojo", "score", False)
-    assert set(task.public) == {"data/description.txt", "data/sample_submission.csv", "data/images/1.png"}
-    assert not any("private" in path for path in task.public) and "private/test_answer.csv" in task.hidden
+    assert set(task.public) == {
+        "data/description.txt",
+        "data/sample_submission.csv",
+        "data/images/1.png",
+    }
+    assert (
+        not any("private" in path for path in task.public)
+        and "private/test_answer.csv" in task.hidden
+    )
     assert task.splits == ("validation", "test") and task.reference == pytest.approx((2.5 + 4) / 2)
     assert "Predict y." in task.prompt and "Lower scores are better" in task.prompt
 
@@ -392,60 +527,93 @@ def test_dojo_halves(dojo, tmp_path):
     """Each half is graded on its own ids only, and they make up the whole."""
     task = load_task("mine", mledojo_root=dojo)
     text = answers(lambda i: 0).encode()
-    half = [grade(task, tmp_path / "a", {"submission.csv": text}, split)[0] for split in task.splits]
+    half = [
+        grade(task, tmp_path / "a", {"submission.csv": text}, split)[0] for split in task.splits
+    ]
     assert task.baseline == half[0] != half[1] and 70 < half[0] < 130 and 70 < half[1] < 130
-    for wrong in (3, 4):              # one wrong value shows in exactly one of them
+    for wrong in (3, 4):  # one wrong value shows in exactly one of them
         text = answers(lambda i: i + (i == wrong)).encode()
-        assert sorted(grade(task, tmp_path / "a", {"submission.csv": text}, split)[0] > 0 for split in task.splits) \
-            == [False, True]
+        assert sorted(
+            grade(task, tmp_path / "a", {"submission.csv": text}, split)[0] > 0
+            for split in task.splits
+        ) == [False, True]
 
 
 def test_dojo_position(dojo, tmp_path):
     task = load_task("mine", mledojo_root=dojo)
     lay_out(task, tmp_path / "a", {"submission.csv": answers(lambda i: i + 3).encode()})
     argv = [sys.executable, *task.grader_argv("test")[1:]]
-    said = json.loads(subprocess.run(argv, cwd=tmp_path / "a", capture_output=True, text=True, check=True).stdout)
-    assert said == {"score": 3, "position": (2 / 4 + 2 / 2) / 2}       # third of four, first of two
+    said = json.loads(
+        subprocess.run(argv, cwd=tmp_path / "a", capture_output=True, text=True, check=True).stdout
+    )
+    assert said == {"score": 3, "position": (2 / 4 + 2 / 2) / 2}  # third of four, first of two
 
 
-@pytest.mark.parametrize("text, message", [
-    (answers(lambda i: i, range(10)), "200 rows of ['id', 'y'] are needed"),
-    (answers(lambda i: i, header="id,z"), "are needed"), (answers(lambda i: i, range(1, ROWS + 1)), "other ids"),
-    (answers(lambda i: ""), "not a finite number"), (answers(lambda i: "x"), "cannot be computed"),
-    ("", "cannot be read"), ("\xff\x00,", "are needed"), ('id,y\n"', "cannot be read"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (answers(lambda i: i, range(10)), "200 rows of ['id', 'y'] are needed"),
+        (answers(lambda i: i, header="id,z"), "are needed"),
+        (answers(lambda i: i, range(1, ROWS + 1)), "other ids"),
+        (answers(lambda i: ""), "not a finite number"),
+        (answers(lambda i: "x"), "cannot be computed"),
+        ("", "cannot be read"),
+        ("\xff\x00,", "are needed"),
+        ('id,y\n"', "cannot be read"),
+    ],
+)
 def test_dojo_refuses(dojo, tmp_path, text, message):
-    score, said = grade(load_task("mine", mledojo_root=dojo), tmp_path / "a", {"submission.csv": text.encode()})
+    score, said = grade(
+        load_task("mine", mledojo_root=dojo), tmp_path / "a", {"submission.csv": text.encode()}
+    )
     assert score is None and message in said
 
 
 def test_dojo_without_ids_has_one_part(dojo, tmp_path):
-    write(dojo / "mine/data", {"private/test_answer.csv": answers(lambda i: i, header="row,y"),
-                               "public/sample_submission.csv": answers(lambda i: 0, header="other,y")})
+    write(
+        dojo / "mine/data",
+        {
+            "private/test_answer.csv": answers(lambda i: i, header="row,y"),
+            "public/sample_submission.csv": answers(lambda i: 0, header="other,y"),
+        },
+    )
     metric = dojo.parent.parent / "mledojo/competitions/mine/utils/metric.py"
-    metric.write_text(METRIC.replace('submission["id"].values != ground_truth["id"].values', "np.array([False])")
-                      .replace("list(submission.columns) != list(ground_truth.columns)", "False"))
+    metric.write_text(
+        METRIC.replace(
+            'submission["id"].values != ground_truth["id"].values', "np.array([False])"
+        ).replace("list(submission.columns) != list(ground_truth.columns)", "False")
+    )
     task = load_task("mine", mledojo_root=dojo)
     assert task.splits == ("test",) and task.baseline == (ROWS - 1) / 2
-    assert grade(task, tmp_path / "a", {"submission.csv": answers(lambda i: i + 1).encode()}) == (1, "")
+    assert grade(task, tmp_path / "a", {"submission.csv": answers(lambda i: i + 1).encode()}) == (
+        1,
+        "",
+    )
 
 
 def test_dojo_sample_that_cannot_be_graded(dojo):
     write(dojo / "mine/data", {"public/sample_submission.csv": "id,y\n1,2\n"})
     task = load_task("mine", mledojo_root=dojo)
-    assert task.baseline == 5 and task.reference == 3.25        # the last place
+    assert task.baseline == 5 and task.reference == 3.25  # the last place
     for board in ("private", "public"):
         (dojo / f"mine/data/private/{board}_leaderboard.csv").unlink()
     with pytest.raises(UserError, match="sample submission of mine cannot be graded.*200 rows"):
         load_task("mine", mledojo_root=dojo)
 
 
-@pytest.mark.parametrize("path, message", [
-    ("data/prepared/mine/data/private", "private is missing; let MLE-Dojo prepare mine again"),
-    ("data/prepared/mine/data/public/sample_submission.csv", "public/sample_submission.csv is missing"),
-    ("data/prepared/mine/data/private/test_answer.csv", "private/test_answer.csv is missing"),
-    ("mledojo", "set .MLEDOJO_REPO to a checkout"), ("data/prepared/mine", "no <name>/data/public"),
-])
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        ("data/prepared/mine/data/private", "private is missing; let MLE-Dojo prepare mine again"),
+        (
+            "data/prepared/mine/data/public/sample_submission.csv",
+            "public/sample_submission.csv is missing",
+        ),
+        ("data/prepared/mine/data/private/test_answer.csv", "private/test_answer.csv is missing"),
+        ("mledojo", "set .MLEDOJO_REPO to a checkout"),
+        ("data/prepared/mine", "no <name>/data/public"),
+    ],
+)
 def test_dojo_says_what_is_missing(dojo, tmp_path, path, message):
     (tmp_path / "MLE-Dojo" / path).rename(tmp_path / "away")
     with pytest.raises(UserError, match=message):
@@ -467,16 +635,23 @@ def in_a_sandbox(request):
     import env
     from flatlab.episode import grading
     from flatlab.sandbox import sandbox
-    problem = sandbox.docker_problem(sandbox.IMAGE) if request.param == "docker" else \
-        "" if sandbox.local_isolation()[0] else "this machine has no namespaces for a local sandbox"
+
+    problem = (
+        sandbox.docker_problem(sandbox.IMAGE)
+        if request.param == "docker"
+        else ""
+        if sandbox.local_isolation()[0]
+        else "this machine has no namespaces for a local sandbox"
+    )
     if problem:
         pytest.skip(problem)
 
     def graded(task, artefacts):
         """(score, message)"""
-        grading.grades.clear()          # what another backend has found
+        grading.grades.clear()  # what another backend has found
         score = env.grade(task, artefacts, "test", env.Env(task, request.param).make_sandbox)
         return score.value, score.message
+
     return graded
 
 
@@ -486,42 +661,69 @@ def test_real_mlgym_every_task():
     for name in tasks.mlgym_names(Path(MLGYM)):
         try:
             task = load_task(name, MLGYM)
-            assert task.name == name and task.metric and task.splits == ("test",) and "evaluate.py" in task.hidden
-            assert not any(word in path for path in task.public for word in ("answer", "ground_truth", "target.py"))
+            assert (
+                task.name == name
+                and task.metric
+                and task.splits == ("test",)
+                and "evaluate.py" in task.hidden
+            )
+            assert not any(
+                word in path
+                for path in task.public
+                for word in ("answer", "ground_truth", "target.py")
+            )
             loaded.append(name)
         except UserError as error:
             refused[name] = str(error)
     assert len(loaded) + len(refused) == 19 and len(loaded) >= 14
     assert {"regressionHousePrice", "regressionHousingPrice"} <= set(refused)
     for name in set(refused) - {"regressionHousePrice", "regressionHousingPrice"}:
-        assert name in ("3SATTime", "imageCaptioningCOCO", "languageModelingFineWeb") and "is missing" in refused[name]
+        assert (
+            name in ("3SATTime", "imageCaptioningCOCO", "languageModelingFineWeb")
+            and "is missing" in refused[name]
+        )
     assert content(Path(MLGYM, "configs")) == before
 
 
 @real_mlgym
-@pytest.mark.parametrize("name, strategy, exact, error", [
-    ("battleOfSexes", None, 1.0227, 0.02), ("battleOfSexes", "0", 1.44, 0.02),
-    ("prisonersDilemma", None, 2.3716, 0.03), ("prisonersDilemma", "1", 2.6251, 0.03),
-    ("blotto", None, -0.248, 0.02), ("blotto", "[30] * 4 + [0] * 2", 0.25, 0.02), ("blotto", "[20] * 6", -0.005, 0.02),
-])
+@pytest.mark.parametrize(
+    "name, strategy, exact, error",
+    [
+        ("battleOfSexes", None, 1.0227, 0.02),
+        ("battleOfSexes", "0", 1.44, 0.02),
+        ("prisonersDilemma", None, 2.3716, 0.03),
+        ("prisonersDilemma", "1", 2.6251, 0.03),
+        ("blotto", None, -0.248, 0.02),
+        ("blotto", "[30] * 4 + [0] * 2", 0.25, 0.02),
+        ("blotto", "[20] * 6", -0.005, 0.02),
+    ],
+)
 def test_real_mlgym_games(in_a_sandbox, name, strategy, exact, error):
     task = load_task(name, MLGYM)
-    source = task.public["strategy.py"].read_bytes() if strategy is None else \
-        f"def row_strategy(history): return {strategy}".encode()
+    source = (
+        task.public["strategy.py"].read_bytes()
+        if strategy is None
+        else f"def row_strategy(history): return {strategy}".encode()
+    )
     score, message = in_a_sandbox(task, {"strategy.py": source})
     assert message == "" and score == pytest.approx(exact, abs=error)
 
 
 @real_mlgym
-@pytest.mark.attack("published for MLGym: the opponent edited, in its blotto; exits, other modules and random numbers")
-@pytest.mark.parametrize("source", [
-    "import os\nprint('{\"Score\": 99}', flush=True)\nos._exit(0)",
-    "import json\njson.dumps = lambda *_: '{\"Score\": 99}'\ndef row_strategy(history): return [20] * 6",
-    "import target\ntarget.target_column_strategy = lambda _: [0] * 6\ndef row_strategy(history): return [20] * 6",
-    "import random\nfrom target import target_column_strategy\ndef row_strategy(history):\n"
-    "    state = random.getstate()\n    other = target_column_strategy(history)\n    random.setstate(state)\n"
-    "    return [0 if i == other.index(max(other)) else soldiers + 1 for i, soldiers in enumerate(other)]",
-])
+@pytest.mark.attack(
+    "published for MLGym: the opponent edited, in its blotto; exits, other modules and random numbers"
+)
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nprint('{\"Score\": 99}', flush=True)\nos._exit(0)",
+        "import json\njson.dumps = lambda *_: '{\"Score\": 99}'\ndef row_strategy(history): return [20] * 6",
+        "import target\ntarget.target_column_strategy = lambda _: [0] * 6\ndef row_strategy(history): return [20] * 6",
+        "import random\nfrom target import target_column_strategy\ndef row_strategy(history):\n"
+        "    state = random.getstate()\n    other = target_column_strategy(history)\n    random.setstate(state)\n"
+        "    return [0 if i == other.index(max(other)) else soldiers + 1 for i, soldiers in enumerate(other)]",
+    ],
+)
 def test_real_mlgym_blotto_cannot_be_tampered_with(in_a_sandbox, source):
     """Each of these scores 1.0 or 99 in MLGym itself."""
     score, message = in_a_sandbox(load_task("blotto", MLGYM), {"strategy.py": source.encode()})
@@ -533,11 +735,18 @@ def test_real_mlgym_titanic(in_a_sandbox):
     task = load_task("titanic", MLGYM)
     with open(task.public["data/test.csv"], newline="") as file:
         rows = list(csv.DictReader(file))
-    text = "PassengerId,Survived\n" + "".join(f"{row['PassengerId']},{int(row['Sex'] == 'female')}\n" for row in rows)
+    text = "PassengerId,Survived\n" + "".join(
+        f"{row['PassengerId']},{int(row['Sex'] == 'female')}\n" for row in rows
+    )
     assert in_a_sandbox(task, {"submission.csv": text.encode()}) == (1.0, "")
     assert "women" in tasks.degenerate(task)
-    text = "PassengerId,Survived\n" + f"{rows[0]['PassengerId']},0\n" * len(rows)       # worth 1.0 in MLGym
-    assert in_a_sandbox(task, {"submission.csv": text.encode()}) == (None, "a PassengerId is there twice")
+    text = "PassengerId,Survived\n" + f"{rows[0]['PassengerId']},0\n" * len(
+        rows
+    )  # worth 1.0 in MLGym
+    assert in_a_sandbox(task, {"submission.csv": text.encode()}) == (
+        None,
+        "a PassengerId is there twice",
+    )
 
 
 @real_mlgym
@@ -548,8 +757,12 @@ def test_real_mlgym_house_price(in_a_sandbox, tmp_path):
     for path, source in task.public.items():
         write(tmp_path, {path: source.read_bytes()})
     subprocess.run([sys.executable, "baseline.py"], cwd=tmp_path, capture_output=True, check=True)
-    score, message = in_a_sandbox(task, {"submission.csv": (tmp_path / "submission.csv").read_bytes()})
-    assert message == "" and score == pytest.approx(task.baseline, abs=1e-9) == pytest.approx(0.8799891, abs=1e-6)
+    score, message = in_a_sandbox(
+        task, {"submission.csv": (tmp_path / "submission.csv").read_bytes()}
+    )
+    assert message == "" and score == pytest.approx(task.baseline, abs=1e-9) == pytest.approx(
+        0.8799891, abs=1e-6
+    )
 
 
 @real_mlgym
@@ -558,22 +771,35 @@ def test_real_mlgym_3sat(in_a_sandbox, tmp_path):
     rng, data, root = random.Random(0), [(0, 1, 1, [[1, 1, 1]], True, None)] * 3, tmp_path / "MLGym"
     for index in range(40):
         model = [variable * rng.choice((1, -1)) for variable in range(1, 16)]
-        formula = [[rng.choice(model), *(v * rng.choice((1, -1)) for v in rng.sample(range(1, 16), 2))]
-                   for _ in range(60)]
+        formula = [
+            [rng.choice(model), *(v * rng.choice((1, -1)) for v in rng.sample(range(1, 16), 2))]
+            for _ in range(60)
+        ]
         data.append((index, 15, 60, formula, True, None))
-    for path in ("configs/tasks/3SATTime.yaml", "configs/datasets/3SAT.yaml", *(
-            f"data/3SATTime/{name}.py" for name in ("evaluate", "heuristic", "solver"))):
+    for path in (
+        "configs/tasks/3SATTime.yaml",
+        "configs/datasets/3SAT.yaml",
+        *(f"data/3SATTime/{name}.py" for name in ("evaluate", "heuristic", "solver")),
+    ):
         write(root, {path: Path(MLGYM, path).read_bytes()})
     write(root, {"data/3SATTime/data/dataset.pkl": pickle.dumps(data)})
     task = load_task("3SATTime", root)
     assert set(task.public) == {"heuristic.py", "solver.py"} and not task.higher_is_better
     source, said = task.public["heuristic.py"].read_bytes(), []
-    for name, files in (("plain", task.public | task.hidden), ("proxy", task.grading_files({"heuristic.py": source}))):
+    for name, files in (
+        ("plain", task.public | task.hidden),
+        ("proxy", task.grading_files({"heuristic.py": source})),
+    ):
         for path, file in files.items():
             write(tmp_path / name, {path: file if isinstance(file, bytes) else file.read_bytes()})
-        done = subprocess.run([sys.executable, "evaluate.py"], cwd=tmp_path / name, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "evaluate.py"], cwd=tmp_path / name, capture_output=True, text=True
+        )
         said.append(json.loads(done.stdout))
-    assert said[0]["Correct"] == said[1]["Correct"] == 40 and said[0]["Decisions"] == said[1]["Decisions"] > 40
+    assert (
+        said[0]["Correct"] == said[1]["Correct"] == 40
+        and said[0]["Decisions"] == said[1]["Decisions"] > 40
+    )
     score, message = in_a_sandbox(task, {"heuristic.py": source + b"\n# by an agent\n"})
     assert message == "" and 0 < score < 60
 
@@ -582,9 +808,11 @@ def test_real_mlgym_3sat(in_a_sandbox, tmp_path):
 def test_real_dojo_every_metric_loads():
     """All but those that need a package that is not there (Levenshtein)."""
     pytest.importorskip("sklearn")
-    code = ("import sys\nfrom grade_mledojo import load_metric\n"
-            "for path in sys.argv[1:]:\n    try: print(load_metric(path).higher_is_better)\n"
-            "    except ImportError as error: print(error)")
+    code = (
+        "import sys\nfrom grade_mledojo import load_metric\n"
+        "for path in sys.argv[1:]:\n    try: print(load_metric(path).higher_is_better)\n"
+        "    except ImportError as error: print(error)"
+    )
     paths = sorted(map(str, Path(DOJO).glob("mledojo/competitions/*/utils/metric.py")))
     argv = [sys.executable, "-W", "ignore", "-c", code, *paths]
     done = subprocess.run(argv, cwd=TASKS_DIR, capture_output=True, text=True)
@@ -598,18 +826,31 @@ def test_real_dojo_titanic(tmp_path, monkeypatch):
     """A competition folder made of MLGym's data and MLE-Dojo's metric and leaderboards."""
     data, source = tmp_path / "prepared/titanic/data", Path(MLGYM, "data/titanic/data")
     info = Path(DOJO, "mledojo/competitions/titanic/info")
-    for to, path in (("public/train.csv", source / "train.csv"), ("public/test.csv", source / "test.csv"),
-                     ("private/test_answer.csv", source / "ground_truth.csv"),
-                     ("public/description.txt", info / "description.txt"),
-                     ("private/private_leaderboard.csv", info / "private_leaderboard.csv"),
-                     ("private/public_leaderboard.csv", info / "public_leaderboard.csv")):
+    for to, path in (
+        ("public/train.csv", source / "train.csv"),
+        ("public/test.csv", source / "test.csv"),
+        ("private/test_answer.csv", source / "ground_truth.csv"),
+        ("public/description.txt", info / "description.txt"),
+        ("private/private_leaderboard.csv", info / "private_leaderboard.csv"),
+        ("private/public_leaderboard.csv", info / "public_leaderboard.csv"),
+    ):
         write(data, {to: path.read_bytes()})
     with open(source / "ground_truth.csv", newline="") as file:
         ids = [row["PassengerId"] for row in csv.DictReader(file)]
-    write(data, {"public/sample_submission.csv": "PassengerId,Survived\n" + "".join(f"{i},0\n" for i in ids)})
+    write(
+        data,
+        {
+            "public/sample_submission.csv": "PassengerId,Survived\n"
+            + "".join(f"{i},0\n" for i in ids)
+        },
+    )
     monkeypatch.setenv("MLEDOJO_REPO", DOJO)
     task = load_task("titanic", mledojo_root=tmp_path / "prepared")
-    assert task.splits == ("validation", "test") and task.higher_is_better and 0.55 < task.baseline < 0.7
+    assert (
+        task.splits == ("validation", "test")
+        and task.higher_is_better
+        and 0.55 < task.baseline < 0.7
+    )
     assert 0.75 < task.reference < 0.85
     answer = task.hidden["private/test_answer.csv"].read_bytes()
     assert grade(task, tmp_path / "a", {"submission.csv": answer}) == (1, "")
@@ -620,26 +861,46 @@ def test_real_dojo_titanic(tmp_path, monkeypatch):
 
 def trivial(tmp_path, train, test):
     write(tmp_path, {"train.csv": train, "test.csv": test})
-    argv = [sys.executable, str(TASKS_DIR / "trivial_csv.py"), str(tmp_path / "train.csv"), str(tmp_path / "test.csv")]
+    argv = [
+        sys.executable,
+        str(TASKS_DIR / "trivial_csv.py"),
+        str(tmp_path / "train.csv"),
+        str(tmp_path / "test.csv"),
+    ]
     return json.loads(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)
 
 
 def test_trivial_rules_of_classes_and_numbers(tmp_path):
     colour = ("blue", "red", "red")
-    train = "id,name,colour,x,y\n" + "".join(f"{i},n{i},{colour[i % 3]},{i % 30},{int(i % 3 > 0)}\n" for i in range(99))
-    found = trivial(tmp_path, train, "id,name,colour,x\n500,n,blue,1\n501,n,green,\n")    # green: never seen
-    assert found == {"always 1": "id,y\n500,1\n501,1\n", "always 0": "id,y\n500,0\n501,0\n",
-                     "by colour alone": "id,y\n500,0\n501,1\n"}
+    train = "id,name,colour,x,y\n" + "".join(
+        f"{i},n{i},{colour[i % 3]},{i % 30},{int(i % 3 > 0)}\n" for i in range(99)
+    )
+    found = trivial(
+        tmp_path, train, "id,name,colour,x\n500,n,blue,1\n501,n,green,\n"
+    )  # green: never seen
+    assert found == {
+        "always 1": "id,y\n500,1\n501,1\n",
+        "always 0": "id,y\n500,0\n501,0\n",
+        "by colour alone": "id,y\n500,0\n501,1\n",
+    }
     train = "id,x,y\n" + "".join(f"{i},{i},{i * i}\n" for i in range(1, 101))
     found = trivial(tmp_path, train, "id,x\n500,1\n501,100\n")
     values = [float(line.split(",")[1]) for line in found["by x alone"].splitlines()[1:]]
-    assert values[0] < 200 and values[1] > 8000 and set(found) == {"always 3383.5", "always 2550.5", "by x alone"}
+    assert (
+        values[0] < 200
+        and values[1] > 8000
+        and set(found) == {"always 3383.5", "always 2550.5", "by x alone"}
+    )
     assert trivial(tmp_path, "id,a,b\n1,2,3\n", "id\n1\n") == {}
 
 
 def test_at_the_top():
     task = load_task("titanic")
-    assert not tasks.at_the_top(0.778, task) and tasks.at_the_top(0.79, task) and tasks.at_the_top(1, task)
+    assert (
+        not tasks.at_the_top(0.778, task)
+        and tasks.at_the_top(0.79, task)
+        and tasks.at_the_top(1, task)
+    )
     task = replace(task, reference=None)
     assert not tasks.at_the_top(0.9, task) and tasks.at_the_top(1, task)
 
@@ -650,17 +911,22 @@ def test_degenerate_is_what_was_found_or_is_known(mlgym):
     stored = tasks.sanity_file(task)
     write(stored.parent, {stored.name: json.dumps({"degenerate": "the rule 'a' is at the top"})})
     assert tasks.degenerate(task) == "the rule 'a' is at the top"
-    assert tasks.degenerate(replace(task, reference=2.0)) is None         # another task: not checked yet
+    assert tasks.degenerate(replace(task, reference=2.0)) is None  # another task: not checked yet
     assert "always 0" in tasks.degenerate(load_task("battleOfSexes"))
     assert "women survive" in tasks.degenerate(load_task("titanic", mlgym))
 
 
-@pytest.mark.parametrize("name, code, words", [
-    ("titanic", 0, ["by sex alone", "not degenerate"]), ("battleOfSexes", 0, ["always 0", "degenerate: always 0"]),
-    ("titanik", 2, ["did you mean titanic"]),
-])
+@pytest.mark.parametrize(
+    "name, code, words",
+    [
+        ("titanic", 0, ["by sex alone", "not degenerate"]),
+        ("battleOfSexes", 0, ["always 0", "degenerate: always 0"]),
+        ("titanik", 2, ["did you mean titanic"]),
+    ],
+)
 def test_command(tmp_path, name, code, words):
     from flatlab.sandbox import sandbox
+
     if code == 0 and not sandbox.local_isolation()[0]:
         pytest.skip("this machine has no namespaces for a local sandbox")
     argv = [sys.executable, str(Path(tasks.__file__)), name, "--backend", "local"]
@@ -671,7 +937,14 @@ def test_command(tmp_path, name, code, words):
 
 
 def test_command_with_a_sandbox_that_breaks_says_one_sentence(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import flatlab.sandbox.sandbox as s\ndef broken(*_, **__): raise s.SandboxFault('no daemon')\ns.Sandbox.__init__ = broken\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import flatlab.sandbox.sandbox as s\ndef broken(*_, **__): raise s.SandboxFault('no daemon')\ns.Sandbox.__init__ = broken\n"
+    )
     environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(tasks.__file__).parent}"}
-    done = subprocess.run([sys.executable, str(Path(tasks.__file__)), "titanic", "--backend", "local"], capture_output=True, text=True, env=environ)
+    done = subprocess.run(
+        [sys.executable, str(Path(tasks.__file__)), "titanic", "--backend", "local"],
+        capture_output=True,
+        text=True,
+        env=environ,
+    )
     assert done.returncode == 1 and done.stderr == "The sandbox broke: no daemon\n", done.stderr

@@ -3,6 +3,7 @@
 The marker `fault` names what is broken, here and on tests of test_sandbox.py and test_env.py; `python tests/bench.py table`
 lists all of them in tests/README.md.
 """
+
 import asyncio
 import os
 import signal
@@ -22,9 +23,9 @@ from test_sandbox import ISOLATED, PROJECT, containers_of, needs_docker
 
 import env
 from env import Env, run_episode
-from flatlab.sandbox.sandbox import Sandbox
 from flatlab.errors import SandboxFault, UserError
 from flatlab.sandbox import docker, local, sandbox, snapshot
+from flatlab.sandbox.sandbox import Sandbox
 from flatlab.sandbox.warm_pool import SPARES, Spares
 from tasks import load_task
 
@@ -65,8 +66,19 @@ def wait_for(condition, seconds=10):
 
 
 @fault(10, "exec over the shell, closed output, a million open files")
-@pytest.mark.parametrize("command", ["exec 1>&- 2>&-", "exec sleep 0.1", "chmod -R 000 ~ ; chmod 700 ~ ~/workspace", "mv ~/workspace ~/gone",
-                                     "rm -f /opt/flatlab/bin/*; hash -r", "kill -9 -1", "ulimit -v 1000; ls", "for i in $(seq 3 250); do eval \"exec $i>/dev/null\"; done"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "exec 1>&- 2>&-",
+        "exec sleep 0.1",
+        "chmod -R 000 ~ ; chmod 700 ~ ~/workspace",
+        "mv ~/workspace ~/gone",
+        "rm -f /opt/flatlab/bin/*; hash -r",
+        "kill -9 -1",
+        "ulimit -v 1000; ls",
+        'for i in $(seq 3 250); do eval "exec $i>/dev/null"; done',
+    ],
+)
 def test_no_command_is_a_fault(world, command):
     world.step(block(command))
     step = world.step(block("echo alive"))
@@ -76,7 +88,11 @@ def test_no_command_is_a_fault(world, command):
 
 @fault(16, "prints that the container is not running")
 def test_words_of_docker_are_only_words(world):
-    step = world.step(block("echo 'Error response from daemon: Container 0123456789ab is not running'; echo 'the sandbox does not answer' >&2; exit 137"))
+    step = world.step(
+        block(
+            "echo 'Error response from daemon: Container 0123456789ab is not running'; echo 'the sandbox does not answer' >&2; exit 137"
+        )
+    )
     assert step.status == "error" and "is not running" in step.observation
     assert world.step(block("echo alive")).observation == "alive"
 
@@ -87,7 +103,11 @@ def test_no_snapshot_lies_in_the_sandbox(world):
     files = world.snapshot()
     assert b"MARK7" in files
     names = snapshot.STATE.strip("."), snapshot.REST.strip(".")
-    said = world.step(block(f"find / -name '*{names[0]}*' -o -name '*{names[1]}*' -o -name '*.tar' -newer data/train.csv 2>/dev/null; ls -A ~ /tmp")).observation
+    said = world.step(
+        block(
+            f"find / -name '*{names[0]}*' -o -name '*{names[1]}*' -o -name '*.tar' -newer data/train.csv 2>/dev/null; ls -A ~ /tmp"
+        )
+    ).observation
     assert "flatlab-" not in said.replace("flatlab-test", "") and "workspace" in said
 
 
@@ -95,9 +115,12 @@ def test_no_snapshot_lies_in_the_sandbox(world):
 
 
 MANIFEST = r"""find /home/agent /tmp /var/tmp /dev/shm -xdev ! -path '*/.venv/*' \( -type f -printf '%p %y %m %U %G %s %T@ ' -exec md5sum {} \; -o -printf '%p %y %m %U %G %T@ %l\n' \) 2>/dev/null | LC_ALL=C sort"""
-WORK = ["mkdir -p deep/er ~/.local/lib/python3/site-packages/pkg /tmp/cache; printf 'x\\0y' > 'deep/er/odd name'; ln -s nowhere link; chmod 700 deep",
-        "echo installed > ~/.local/lib/python3/site-packages/pkg/__init__.py; echo t > /tmp/cache/t; mkfifo fifo; printf z > $(printf 'bad\\xff')", "rm data/test.csv; echo more >> data/train.csv; export KEPT='a\nb'; cd deep",
-        "ln data/../deep/er/'odd name' hard; echo shm > /dev/shm/s; touch -d 2001-01-01 old; mkdir empty; chmod 555 empty; chmod 4755 old"]
+WORK = [
+    "mkdir -p deep/er ~/.local/lib/python3/site-packages/pkg /tmp/cache; printf 'x\\0y' > 'deep/er/odd name'; ln -s nowhere link; chmod 700 deep",
+    "echo installed > ~/.local/lib/python3/site-packages/pkg/__init__.py; echo t > /tmp/cache/t; mkfifo fifo; printf z > $(printf 'bad\\xff')",
+    "rm data/test.csv; echo more >> data/train.csv; export KEPT='a\nb'; cd deep",
+    "ln data/../deep/er/'odd name' hard; echo shm > /dev/shm/s; touch -d 2001-01-01 old; mkdir empty; chmod 555 empty; chmod 4755 old",
+]
 
 
 @fault(28, "a copy of a parent that failed, with installed packages and deleted files")
@@ -108,10 +131,18 @@ def test_a_copy_equals_its_parent(world, last):
     world.step(block(last), timeout=0.3)
     with world.fork(clear_artefacts=False) as twin:
         ours, theirs = (copy.sandbox.run(MANIFEST, 60).output for copy in (world, twin))
-        assert ours == theirs and "odd name" in ours and "site-packages/pkg/__init__.py" in ours and "data/test.csv" not in ours
-        assert twin.step(block("pwd; echo \"$KEPT\"")).observation == f"{twin.sandbox.workspace}/deep\na\nb"
+        assert (
+            ours == theirs
+            and "odd name" in ours
+            and "site-packages/pkg/__init__.py" in ours
+            and "data/test.csv" not in ours
+        )
+        assert (
+            twin.step(block('pwd; echo "$KEPT"')).observation
+            == f"{twin.sandbox.workspace}/deep\na\nb"
+        )
         files = world.snapshot()
-        twin.restore(files, False)              # from a file, too
+        twin.restore(files, False)  # from a file, too
         assert twin.sandbox.run(MANIFEST, 60).output == ours
         with twin.fork(clear_artefacts=False) as third:
             assert third.sandbox.run(MANIFEST, 60).output == ours
@@ -203,7 +234,7 @@ def test_daemon_restarted_in_an_episode(wire, task):
         with pytest.raises(SandboxFault, match="Docker did not start a container"):
             world.reset()
         wire.listen()
-        world.reset()                           # it is back
+        world.reset()  # it is back
         world.step(block(TITANIC))
         assert world.score().valid
     policy = FakePolicy(block("ls"), block("ls"), block("submit"))
@@ -213,6 +244,7 @@ def test_daemon_restarted_in_an_episode(wire, task):
         if len(policy.requests) == 1:
             wire.cut()
         return await real(*args, **kwargs)
+
     policy.sample = sample
     episode = asyncio.run(run_episode(task, policy, backend="docker"))
     assert (episode.status, episode.score) == ("fault", None) and len(episode.turns) == 1
@@ -229,7 +261,7 @@ def test_container_that_was_made_but_not_started(wire, moment):
     sandbox.docker_api.cache_clear()
     left = {box["Id"] for box in ours() if box["State"] == "created"}
     assert left
-    Sandbox("docker").close()                   # the next one clears up
+    Sandbox("docker").close()  # the next one clears up
     assert not left & {box["Id"] for box in ours()}
 
 
@@ -261,10 +293,12 @@ def half(config, *program, texts=docker.boot_texts):
 def test_owner_dies_before_the_container_has_read_its_program(monkeypatch):
     kept = []
     monkeypatch.setattr(docker, "boot_texts", half)
-    monkeypatch.setattr(Sandbox, "_answer", lambda self, *_: kept.append(self) or ({"workspace": ""}, b""))
+    monkeypatch.setattr(
+        Sandbox, "_answer", lambda self, *_: kept.append(self) or ({"workspace": ""}, b"")
+    )
     box = Sandbox("docker")
     assert box.container in {row["Id"] for row in ours()}
-    box.close()                                 # as the end of our process does
+    box.close()  # as the end of our process does
     assert wait_for(lambda: box.container not in {row["Id"] for row in ours()})
 
 
@@ -274,7 +308,7 @@ def test_owner_dies_before_or_after_the_nursery_has_read_its_program(texts, monk
     monkeypatch.setattr(local, "boot_texts", texts)
     wire, process = local.start_nursery()
     assert process.poll() is None
-    wire.close()                                # as the end of our process does
+    wire.close()  # as the end of our process does
     assert process.wait(10) == (texts is half)  # 1: an end of file before the program
 
 
@@ -305,7 +339,7 @@ def test_sandboxes_of_the_next_step_start_before_they_are_asked_for(task):
         world.reset()
     assert {world.sandbox for world in worlds} <= ahead
     assert worlds[3].step(block("echo $PYTHONHASHSEED")).observation == "3"
-    SPARES.expect(6)                            # nobody takes these
+    SPARES.expect(6)  # nobody takes these
     for world in worlds:
         world.close()
     SPARES.close()
@@ -315,6 +349,7 @@ def test_sandboxes_of_the_next_step_start_before_they_are_asked_for(task):
 def test_no_more_are_started_ahead_than_are_expected():
     class Box:
         call = close = lambda *_, **__: None
+
     spares = Spares()
     for n in range(12):
         spares.take(lambda *_, **__: Box(), {}, image=n)
@@ -363,9 +398,16 @@ def test_many_sandboxes_at_once(task, backend):
         with Env(task, backend) as world:
             world.reset()
             first = world.step(block(f"echo {n} > mine; {TITANIC}")).status
-            barrier.wait(300)                   # all are there now
-            return first, world.step(block("cat mine; ls | wc -l")).observation == f"{n}\n3", world.score().valid
-    count = 64 if backend != "docker" else 24       # 64 containers take half a minute on two idle cores, minutes on busy ones
+            barrier.wait(300)  # all are there now
+            return (
+                first,
+                world.step(block("cat mine; ls | wc -l")).observation == f"{n}\n3",
+                world.score().valid,
+            )
+
+    count = (
+        64 if backend != "docker" else 24
+    )  # 64 containers take half a minute on two idle cores, minutes on busy ones
     barrier, before = threading.Barrier(count), threading.active_count()
     with ThreadPoolExecutor(count) as pool:
         assert list(pool.map(episode, range(count))) == [("ok", True, True)] * count
@@ -374,12 +416,19 @@ def test_many_sandboxes_at_once(task, backend):
     assert wait_for(lambda: threading.active_count() <= before + 2, 60)
 
 
-@fault(19, "60 episodes in a row, every tenth of an agent that fails: memory, threads, file descriptors, containers, folders (1,000: python tests/bench.py soak)")
+@fault(
+    19,
+    "60 episodes in a row, every tenth of an agent that fails: memory, threads, file descriptors, containers, folders (1,000: python tests/bench.py soak)",
+)
 def test_nothing_grows(backend):
     assert bench.play(load_task("titanic", "", ""), backend, 0, bench.FAILING) is None
     before, after = bench.episodes_in_a_row(backend, 60)
     assert after["memory (kB)"] < before["memory (kB)"] + 4096, (before, after)
-    for name in ("threads", "file descriptors", "folders in /tmp"):     # a leak would be 60; pooled connections come and go
+    for name in (
+        "threads",
+        "file descriptors",
+        "folders in /tmp",
+    ):  # a leak would be 60; pooled connections come and go
         assert after[name] <= before[name] + 10, (name, before, after)
     assert wait_for(lambda: not ours())
 
@@ -401,7 +450,9 @@ asyncio.run(main())
 @pytest.mark.parametrize("moment", [0.02, 0.2, 0.8, 2.0])
 def test_ctrl_c(backend, moment):
     code = INTERRUPTED.format(project=str(PROJECT), backend=backend)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "started\n"
     time.sleep(moment)
     process.send_signal(signal.SIGINT)
@@ -409,7 +460,9 @@ def test_ctrl_c(backend, moment):
     process.communicate(timeout=30)
     assert process.returncode not in (0, None) and time.monotonic() - begin < 15
     assert wait_for(lambda: not containers_of(process.pid), 15)
-    assert not [folder for folder in Path("/tmp").glob("flatlab-*") if str(process.pid) in folder.name]
+    assert not [
+        folder for folder in Path("/tmp").glob("flatlab-*") if str(process.pid) in folder.name
+    ]
 
 
 @fault(30, "a slow start of the sandbox")
@@ -417,10 +470,15 @@ def test_a_slow_start_is_not_the_agents_time(task, monkeypatch):
     def slow(self, open_=Env.open):
         time.sleep(1.0)
         return open_(self)
+
     monkeypatch.setattr(Env, "open", slow)
     policy = FakePolicy(block(TITANIC), block("submit"))
     episode = asyncio.run(run_episode(task, policy, backend="local", time_limit=0.9))
-    assert episode.status == "submit" and episode.score.valid and sum(turn["seconds_env"] for turn in episode.turns) < 0.9
+    assert (
+        episode.status == "submit"
+        and episode.score.valid
+        and sum(turn["seconds_env"] for turn in episode.turns) < 0.9
+    )
 
 
 @fault(33, "one of several episodes breaks")
@@ -440,10 +498,17 @@ def test_one_broken_episode_leaves_the_others_alone(task, monkeypatch):
             if len(made) > 3 and self is made[3]:
                 self.close()
             return super().run(*args, **kwargs)
+
     monkeypatch.setattr(env, "Sandbox", Sometimes)
 
     async def main():
-        return await asyncio.gather(*(run_episode(task, FakePolicy(block(TITANIC), block("submit")), backend="local") for _ in range(6)))
+        return await asyncio.gather(
+            *(
+                run_episode(task, FakePolicy(block(TITANIC), block("submit")), backend="local")
+                for _ in range(6)
+            )
+        )
+
     episodes = asyncio.run(main())
     assert sorted(episode.status for episode in episodes) == ["fault"] * 2 + ["submit"] * 4
     assert all((episode.score is None) == (episode.status == "fault") for episode in episodes)
@@ -456,6 +521,11 @@ def test_gpu_leftovers():
     used = "nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits"
     before = int(subprocess.check_output(used.split(), text=True).split()[0])
     box = Sandbox("docker", gpu=True)
-    box.run("python3 -c 'import torch, time; x = torch.zeros(1 << 28, device=\"cuda\"); time.sleep(60)'", 10)
+    box.run(
+        "python3 -c 'import torch, time; x = torch.zeros(1 << 28, device=\"cuda\"); time.sleep(60)'",
+        10,
+    )
     box.close()
-    assert wait_for(lambda: int(subprocess.check_output(used.split(), text=True).split()[0]) < before + 100)
+    assert wait_for(
+        lambda: int(subprocess.check_output(used.split(), text=True).split()[0]) < before + 100
+    )

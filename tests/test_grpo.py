@@ -18,11 +18,11 @@ import env
 import grpo
 import viz
 from flatlab.episode.grading import Score
+from flatlab.errors import UserError
 from flatlab.train import metrics
 from flatlab.train.batch import Group, Piece
-from flatlab.train.distributed import Alone
 from flatlab.train.checkpoint import State, restore
-from flatlab.errors import UserError
+from flatlab.train.distributed import Alone
 from tasks import load_task
 
 CFG = replace(grpo.Config(), kl=0.0, clip_low=0.2, clip_high=0.28, micro_tokens=10_000)
@@ -38,7 +38,10 @@ def randomise(policy, std=0.02, seed=1):
 def random_pieces(policy, *lengths_and_advantages, weight=None):
     generator, pieces = torch.Generator().manual_seed(0), []
     for n, a in lengths_and_advantages:
-        tokens, mask = torch.randint(0, 250, (n,), generator=generator).tolist(), [0] * 4 + [1] * (n - 4)
+        tokens, mask = (
+            torch.randint(0, 250, (n,), generator=generator).tolist(),
+            [0] * 4 + [1] * (n - 4),
+        )
         with torch.no_grad():
             old = policy.logprobs([(tokens, mask)])[0].tolist()
         pieces.append(Piece(tokens, mask, old, [a] * len(old)))
@@ -50,6 +53,7 @@ def random_pieces(policy, *lengths_and_advantages, weight=None):
 
 class Keep:
     """An optimiser that keeps the gradients instead of using them."""
+
     def __init__(self, policy):
         self.policy, self.grads = policy, None
 
@@ -66,14 +70,16 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(policy, lo
     """The denominator is counted before splitting: one pass over everything equals many small ones."""
     randomise(policy)
     batch = random_pieces(policy, (12, 1.0), (30, -0.5), (21, 0.7), (8, -1.2))
-    randomise(policy, 0.005, seed=2)            # now the ratios are not all 1
+    randomise(policy, 0.005, seed=2)  # now the ratios are not all 1
     policy.mean_gap_limit, limit = 9.0, policy.mean_gap_limit
     whole, parts = Keep(policy), Keep(policy)
     cfg = replace(CFG, loss=loss, kl=0.05, max_grad_norm=1e9)
     a = grpo.update(policy, whole, batch, replace(cfg, micro_tokens=10_000))
     b = grpo.update(policy, parts, batch, replace(cfg, micro_tokens=30))
     policy.mean_gap_limit = limit
-    assert a["loss"] == pytest.approx(b["loss"], abs=1e-5) and a["kl"] == pytest.approx(b["kl"], abs=1e-6)
+    assert a["loss"] == pytest.approx(b["loss"], abs=1e-5) and a["kl"] == pytest.approx(
+        b["kl"], abs=1e-6
+    )
     assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(whole.grads, parts.grads))
     assert max(g.abs().max() for g in whole.grads) > 1e-4
 
@@ -93,7 +99,15 @@ def test_a_token_whose_log_prob_is_no_number_is_left_out(policy):
     randomise(policy)
     batch = random_pieces(policy, (12, 1.0), (20, -0.5))
     damaged = [replace(batch[0], old=[*batch[0].old[:-1], float("nan")]), batch[1]]
-    without = [replace(batch[0], mask=[*batch[0].mask[:-1], 0], old=batch[0].old[:-1], advantage=batch[0].advantage[:-1]), batch[1]]
+    without = [
+        replace(
+            batch[0],
+            mask=[*batch[0].mask[:-1], 0],
+            old=batch[0].old[:-1],
+            advantage=batch[0].advantage[:-1],
+        ),
+        batch[1],
+    ]
     a, b = Keep(policy), Keep(policy)
     row = grpo.update(policy, a, damaged, replace(CFG, kl=0.05))
     grpo.update(policy, b, without, replace(CFG, kl=0.05))
@@ -113,6 +127,7 @@ def test_an_update_with_a_gradient_that_is_no_number_or_too_large_is_skipped(pol
     def broken(*args, **kwargs):
         logp, entropy = real(*args, **kwargs)
         return logp * torch.tensor([float("nan"), *[1.0] * (len(logp) - 1)]), entropy
+
     monkeypatch.setattr(policy, "logprobs", broken)
     row = grpo.update(policy, optimizer, batch, CFG)
     assert row["skipped"] == 1 and row["lost_tokens"] == 1
@@ -122,7 +137,9 @@ def test_an_update_with_a_gradient_that_is_no_number_or_too_large_is_skipped(pol
 
 def test_sequences_that_drifted_are_dropped_whole(policy):
     batch = random_pieces(policy, (12, 1.0), (20, -0.5))
-    moved = replace(batch[0], old=[lp - 0.1 for lp in batch[0].old])        # geometric mean of its ratios: exp(0.1)
+    moved = replace(
+        batch[0], old=[lp - 0.1 for lp in batch[0].old]
+    )  # geometric mean of its ratios: exp(0.1)
     policy.mean_gap_limit, limit = 9.0, policy.mean_gap_limit
     a, b = Keep(policy), Keep(policy)
     row = grpo.update(policy, a, [moved, batch[1]], replace(CFG, max_drift=0.05))
@@ -132,8 +149,16 @@ def test_sequences_that_drifted_are_dropped_whole(policy):
     assert all(torch.allclose(x, y, atol=1e-7) for x, y in zip(a.grads, b.grads))
 
 
-@pytest.mark.parametrize("loss, advantage", [("grpo", "group"), ("dr_grpo", "group_nostd"), ("dapo", "rloo"), ("gspo", "group"),
-                                             ("cispo", "group")])
+@pytest.mark.parametrize(
+    "loss, advantage",
+    [
+        ("grpo", "group"),
+        ("dr_grpo", "group_nostd"),
+        ("dapo", "rloo"),
+        ("gspo", "group"),
+        ("cispo", "group"),
+    ],
+)
 def test_every_loss_raises_what_is_rewarded(policy, loss, advantage):
     """A few updates on fixed samples, one praised and one blamed: their log-probs part."""
     batch = random_pieces(policy, (24, 1.0), (24, -1.0), weight=1 / 40)
@@ -142,7 +167,9 @@ def test_every_loss_raises_what_is_rewarded(policy, loss, advantage):
     cfg = replace(CFG, loss=loss, clip_low=low, clip_high=high, epochs=3)
     row = grpo.update(policy, optimizer, batch, cfg)
     with torch.no_grad():
-        good, bad = (policy.logprobs([(p.tokens, p.mask)])[0].sum().item() - sum(p.old) for p in batch)
+        good, bad = (
+            policy.logprobs([(p.tokens, p.mask)])[0].sum().item() - sum(p.old) for p in batch
+        )
     assert good > bad and row["skipped"] == 0 and row["ratio_max"] > 1
 
 
@@ -150,20 +177,49 @@ def test_every_loss_raises_what_is_rewarded(policy, loss, advantage):
 
 
 def row(step, **values):
-    return {"step": step, "reward_mean": 0.5, "gain_mean": 0.5, "gain_std": 0.3, "episodes": 32, "entropy": 0.3, "reply_tokens": 80.0, "kl": 0.01,
-            "grad_norm": 0.1, "clip_share": 0.0, "ratio_max": 1.0, "zero_variance_share": 0.2, "fault_share": 0.0,
-            "logprob_gap_mean": 1e-7, "lost_tokens": 0, "skipped": 0, **values}
+    return {
+        "step": step,
+        "reward_mean": 0.5,
+        "gain_mean": 0.5,
+        "gain_std": 0.3,
+        "episodes": 32,
+        "entropy": 0.3,
+        "reply_tokens": 80.0,
+        "kl": 0.01,
+        "grad_norm": 0.1,
+        "clip_share": 0.0,
+        "ratio_max": 1.0,
+        "zero_variance_share": 0.2,
+        "fault_share": 0.0,
+        "logprob_gap_mean": 1e-7,
+        "lost_tokens": 0,
+        "skipped": 0,
+        **values,
+    }
 
 
 HEALTHY = [row(i) for i in range(12)]
 
 
-@pytest.mark.parametrize("values, expected", [
-    ({}, []), ({"entropy": 0.05}, ["entropy has collapsed"]), ({"entropy": 1.5}, ["entropy explodes"]),
-    ({"reply_tokens": 260.0}, ["replies run away"]), ({"reply_tokens": 20.0}, ["replies shrink"]), ({"ratio_max": 50.0}, ["ratio"]),
-    ({"clip_share": 0.4}, ["clipped"]), ({"logprob_gap_mean": 1e-4}, ["drift apart"]), ({"grad_norm": 3.0}, ["gradient"]),
-    ({"grad_norm": float("nan"), "skipped": 1}, ["gradient", "skipped"]), ({"zero_variance_share": 1.0}, ["equal rewards"]),
-    ({"fault_share": 0.3}, ["sandboxes broke"]), ({"clip_share_first": 0.3}, ["narrower than the engine's rounding"]), ({"lost_tokens": 2}, ["no numbers"])])
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ({}, []),
+        ({"entropy": 0.05}, ["entropy has collapsed"]),
+        ({"entropy": 1.5}, ["entropy explodes"]),
+        ({"reply_tokens": 260.0}, ["replies run away"]),
+        ({"reply_tokens": 20.0}, ["replies shrink"]),
+        ({"ratio_max": 50.0}, ["ratio"]),
+        ({"clip_share": 0.4}, ["clipped"]),
+        ({"logprob_gap_mean": 1e-4}, ["drift apart"]),
+        ({"grad_norm": 3.0}, ["gradient"]),
+        ({"grad_norm": float("nan"), "skipped": 1}, ["gradient", "skipped"]),
+        ({"zero_variance_share": 1.0}, ["equal rewards"]),
+        ({"fault_share": 0.3}, ["sandboxes broke"]),
+        ({"clip_share_first": 0.3}, ["narrower than the engine's rounding"]),
+        ({"lost_tokens": 2}, ["no numbers"]),
+    ],
+)
 def test_alarms(values, expected):
     found = metrics.alarms(row(12, **values), HEALTHY)
     assert len(found) == len(expected) and all(e in f for e, f in zip(expected, found)), found
@@ -171,8 +227,9 @@ def test_alarms(values, expected):
 
 def test_alarms_need_no_history_and_no_update():
     assert metrics.alarms(row(0), []) == []
-    assert metrics.alarms({"step": 0, "zero_variance_share": 1.0, "fault_share": 0.0}, []) == \
-        ["all groups had equal rewards: nothing to compare (zero_variance_share 1)"]
+    assert metrics.alarms({"step": 0, "zero_variance_share": 1.0, "fault_share": 0.0}, []) == [
+        "all groups had equal rewards: nothing to compare (zero_variance_share 1)"
+    ]
 
 
 def test_a_row_without_numbers_does_not_spoil_what_is_usual():
@@ -183,29 +240,54 @@ def test_a_row_without_numbers_does_not_spoil_what_is_usual():
 
 def test_with_several_tasks_the_fall_of_one_is_an_alarm():
     def both(i, bad):
-        return row(i, **{f"{name}.{key}": value for name, mean in (("a", 0.9), ("b", 0.1 if bad else 0.5))
-                         for key, value in (("gain_mean", mean), ("gain_std", 0.3), ("episodes", 16))})
+        return row(
+            i,
+            **{
+                f"{name}.{key}": value
+                for name, mean in (("a", 0.9), ("b", 0.1 if bad else 0.5))
+                for key, value in (("gain_mean", mean), ("gain_std", 0.3), ("episodes", 16))
+            },
+        )
+
     rows = [both(i, i > 9) for i in range(16)]
     assert metrics.alarms(rows[9], rows[:9]) == [] and metrics.collapse(rows, 1.0) == ""
-    assert [a.partition(" (")[0] for a in metrics.alarms(rows[15], rows[:15])] == ["b: mean improvement of 5 steps fell from 0.500"]
+    assert [a.partition(" (")[0] for a in metrics.alarms(rows[15], rows[:15])] == [
+        "b: mean improvement of 5 steps fell from 0.500"
+    ]
 
 
 def evaluated(step, gain, stderr=0.05):
     return row(step, eval_gain=gain, eval_gain_stderr=stderr)
 
 
-@pytest.mark.parametrize("rows, reason", [
-    (HEALTHY, ""), ([evaluated(9, 0.5), *HEALTHY, evaluated(19, 0.35)], ""),                    # 2.1 standard errors
-    ([evaluated(9, 0.5), *HEALTHY, evaluated(19, 0.1)], "held-out improvement fell from 0.500 (step 9) to 0.100"),
-    ([evaluated(9, 0.5, 0.0), *HEALTHY, evaluated(19, 0.45, 0.0)], ""),
-    ([evaluated(9, 0.5, 0.0), *HEALTHY, evaluated(19, 0.0, 0.0)], "held-out improvement fell"),
-    ([*HEALTHY, *(row(i, gain_mean=0.2) for i in range(12, 17))], "mean improvement of 5 steps fell"),
-    ([*HEALTHY, *(row(i, gain_mean=0.45) for i in range(12, 17))], ""),
-    ([*HEALTHY, *(row(i, reply_tokens=300.0) for i in range(12, 17))], "replies were more than three times as long as usual (80"),
-    ([*HEALTHY, *(row(i, reply_tokens=300.0, gain_mean=0.55) for i in range(12, 17))], ""),
-    ([*HEALTHY, *(row(i, reply_tokens=300.0 if i < 16 else 80.0) for i in range(12, 17))], ""),
-    ([row(0, kl=2.0), row(1, kl=2.0)], ""), ([row(i, kl=2.0) for i in range(3)], "KL to the base"),
-    ([row(i, skipped=1) for i in range(3)], "three updates"), ([row(0, skipped=1), row(1), row(2, skipped=1)], "")])
+@pytest.mark.parametrize(
+    "rows, reason",
+    [
+        (HEALTHY, ""),
+        ([evaluated(9, 0.5), *HEALTHY, evaluated(19, 0.35)], ""),  # 2.1 standard errors
+        (
+            [evaluated(9, 0.5), *HEALTHY, evaluated(19, 0.1)],
+            "held-out improvement fell from 0.500 (step 9) to 0.100",
+        ),
+        ([evaluated(9, 0.5, 0.0), *HEALTHY, evaluated(19, 0.45, 0.0)], ""),
+        ([evaluated(9, 0.5, 0.0), *HEALTHY, evaluated(19, 0.0, 0.0)], "held-out improvement fell"),
+        (
+            [*HEALTHY, *(row(i, gain_mean=0.2) for i in range(12, 17))],
+            "mean improvement of 5 steps fell",
+        ),
+        ([*HEALTHY, *(row(i, gain_mean=0.45) for i in range(12, 17))], ""),
+        (
+            [*HEALTHY, *(row(i, reply_tokens=300.0) for i in range(12, 17))],
+            "replies were more than three times as long as usual (80",
+        ),
+        ([*HEALTHY, *(row(i, reply_tokens=300.0, gain_mean=0.55) for i in range(12, 17))], ""),
+        ([*HEALTHY, *(row(i, reply_tokens=300.0 if i < 16 else 80.0) for i in range(12, 17))], ""),
+        ([row(0, kl=2.0), row(1, kl=2.0)], ""),
+        ([row(i, kl=2.0) for i in range(3)], "KL to the base"),
+        ([row(i, skipped=1) for i in range(3)], "three updates"),
+        ([row(0, skipped=1), row(1), row(2, skipped=1)], ""),
+    ],
+)
 def test_what_counts_as_a_collapse(rows, reason):
     found = metrics.collapse(rows, kl_limit=1.0)
     assert found.startswith(reason) if reason else found == ""
@@ -213,20 +295,41 @@ def test_what_counts_as_a_collapse(rows, reason):
 
 def test_best_is_chosen_with_confidence():
     sure, lucky = {"gain": 0.50, "gain_stderr": 0.02}, {"gain": 0.52, "gain_stderr": 0.20}
-    assert metrics.better(sure, None) and metrics.better(sure, lucky) and not metrics.better(lucky, sure)
+    assert (
+        metrics.better(sure, None)
+        and metrics.better(sure, lucky)
+        and not metrics.better(lucky, sure)
+    )
 
 
 def judged(task, *values):
     """An evaluation of episodes with these scores, None: nothing valid."""
     scores = [Score(v, task.metric, "validation", v is not None, "") for v in values]
-    return metrics.judge([Group(0, task, [env.Episode(task.name, i, score=s, status="submit") for i, s in enumerate(scores)], [])], False)
+    return metrics.judge(
+        [
+            Group(
+                0,
+                task,
+                [env.Episode(task.name, i, score=s, status="submit") for i, s in enumerate(scores)],
+                [],
+            )
+        ],
+        False,
+    )
 
 
 def test_nothing_valid_and_one_wild_score_are_no_better_than_a_bad_policy():
     bad, nothing = judged(TASK, *[0.63] * 60, *[None] * 4), judged(TASK, *[None] * 64)
-    assert nothing["gain"] == -1 and nothing["mean"] == TASK.baseline and not metrics.better(nothing, bad) and metrics.better(bad, nothing)
+    assert (
+        nothing["gain"] == -1
+        and nothing["mean"] == TASK.baseline
+        and not metrics.better(nothing, bad)
+        and metrics.better(bad, nothing)
+    )
     fallen = row(19, eval_gain=nothing["gain"], eval_gain_stderr=nothing["gain_stderr"])
-    assert metrics.collapse([*HEALTHY, fallen], 1.0, bad | {"step": 3}).startswith("held-out improvement fell")
+    assert metrics.collapse([*HEALTHY, fallen], 1.0, bad | {"step": 3}).startswith(
+        "held-out improvement fell"
+    )
     task = load_task("diabetes")
     good, poor = judged(task, *[0.40] * 63, -60.0), judged(task, *[0.10] * 64)
     assert metrics.better(good, poor) and not metrics.better(poor, good)
@@ -241,7 +344,9 @@ def test_a_policy_that_stays_good_has_not_collapsed_under_the_percentile_reward(
         rewards = [grpo.percentile(g, recent) for g in gains]
         recent = [*recent, *gains][-256:]
         clipped = [max(-1.0, min(1.0, g)) for g in gains]
-        rows.append(row(step, reward_mean=fmean(rewards), gain_mean=fmean(clipped), gain_std=stdev(clipped)))
+        rows.append(
+            row(step, reward_mean=fmean(rewards), gain_mean=fmean(clipped), gain_std=stdev(clipped))
+        )
         assert metrics.collapse(rows, 1.0) == ""
     assert max(r["reward_mean"] for r in rows) > rows[-1]["reward_mean"] + 0.15
 
@@ -255,10 +360,20 @@ def test_the_guard_restores_the_best_adapter_halves_the_rate_and_in_the_end_stop
     for times in (1, 2):
         randomise(policy, std=1.0)
         optimizer.state[policy.parameters()[0]] = {"step": 1}
-        assert "back to the adapter of step 3" in restore(policy, optimizer, cfg, state, tmp_path, "it fell")
+        assert "back to the adapter of step 3" in restore(
+            policy, optimizer, cfg, state, tmp_path, "it fell"
+        )
         assert all(torch.equal(a, b) for a, b in zip(kept, policy.parameters()))
-        assert state.lr_scale == 0.5 ** times and state.since == 7 and not optimizer.state and not state.stopped
-    assert restore(policy, optimizer, cfg, state, tmp_path, "it fell") == "stopped: it fell" and state.stopped == "it fell"
+        assert (
+            state.lr_scale == 0.5**times
+            and state.since == 7
+            and not optimizer.state
+            and not state.stopped
+        )
+    assert (
+        restore(policy, optimizer, cfg, state, tmp_path, "it fell") == "stopped: it fell"
+        and state.stopped == "it fell"
+    )
     fresh = State(step=7, best={"step": 3})
     restore(policy, optimizer, replace(cfg, guard="stop"), fresh, tmp_path, "it fell")
     assert fresh.stopped == "it fell" and fresh.restores == 0
@@ -272,17 +387,48 @@ def test_the_guard_restores_the_best_adapter_halves_the_rate_and_in_the_end_stop
 TASK = load_task("titanic", "", "")
 
 
-async def one_reply(task, policy, *, seed, max_reply_tokens, score_test=False, faulty=lambda seed: False, score=None, **_):
+async def one_reply(
+    task,
+    policy,
+    *,
+    seed,
+    max_reply_tokens,
+    score_test=False,
+    faulty=lambda seed: False,
+    score=None,
+    **_,
+):
     prompt = policy.render([{"role": "user", "content": "say something"}])
-    sample = await policy.sample(prompt, max_reply_tokens, seed=seed % 2 ** 31)
-    letters = sum(chr(c).isalpha() for c in sample.text.encode()) / max(1, len(sample.text.encode()))
+    sample = await policy.sample(prompt, max_reply_tokens, seed=seed % 2**31)
+    letters = sum(chr(c).isalpha() for c in sample.text.encode()) / max(
+        1, len(sample.text.encode())
+    )
     value = Score(score or 0.5 + letters / 2, task.metric, "validation", True, "")
-    episode = env.Episode(task.name, seed, prompt="say something", status="submit", score=value, test_score=value if score_test else None)
+    episode = env.Episode(
+        task.name,
+        seed,
+        prompt="say something",
+        status="submit",
+        score=value,
+        test_score=value if score_test else None,
+    )
     if faulty(seed):
         return replace(episode, status="fault", score=None, fault="the container died")
-    segment = env.Segment(prompt + sample.tokens, [0] * len(prompt) + [1] * len(sample.tokens), [0.0] * len(prompt) + sample.logprobs)
-    turn = {"reply": sample.text, "action": None, "observation": "", "status": "ok", "stop_reason": sample.stop_reason,
-            "reply_tokens": len(sample.tokens), "seconds_env": 0.0, "version": sample.version}
+    segment = env.Segment(
+        prompt + sample.tokens,
+        [0] * len(prompt) + [1] * len(sample.tokens),
+        [0.0] * len(prompt) + sample.logprobs,
+    )
+    turn = {
+        "reply": sample.text,
+        "action": None,
+        "observation": "",
+        "status": "ok",
+        "stop_reason": sample.stop_reason,
+        "reply_tokens": len(sample.tokens),
+        "seconds_env": 0.0,
+        "version": sample.version,
+    }
     return replace(episode, segments=[segment], turns=[turn])
 
 
@@ -298,30 +444,57 @@ def play(policy, tmp_path, monkeypatch):
                 p.copy_(s)
         policy.version = 0
         monkeypatch.setattr(grpo.env, "run_episode", episode)
-        cfg = replace(CFG, name=name, groups=2, max_groups=3, group_size=4, max_reply_tokens=12, sandboxes=1, lr=0.01,
-                      task=tuple(t.name for t in tasks), task_weights=(1.0,) * len(tasks), **{"eval_episodes": 0, "kl": 0.05, **fields})
+        cfg = replace(
+            CFG,
+            name=name,
+            groups=2,
+            max_groups=3,
+            group_size=4,
+            max_reply_tokens=12,
+            sandboxes=1,
+            lr=0.01,
+            task=tuple(t.name for t in tasks),
+            task_weights=(1.0,) * len(tasks),
+            **{"eval_episodes": 0, "kl": 0.05, **fields},
+        )
         run = viz.open_run(f"logs/{name}", {"task": list(cfg.task), "steps": cfg.steps}, ("steps",))
         try:
             play.stopped = asyncio.run(grpo.train(policy, list(tasks), cfg, run, Alone()))
             return run.rows()
         finally:
             run.lock.close()
+
     return play
 
 
 def same_but_times(a, b):
-    timed = {"time", "version", "tokens_per_second", "memory_gb", "engine_idle_share", "env_wait_share"}
+    timed = {
+        "time",
+        "version",
+        "tokens_per_second",
+        "memory_gb",
+        "engine_idle_share",
+        "env_wait_share",
+    }
 
     def rest(rows):
-        return [{k: v for k, v in r.items() if k not in timed and not k.startswith("seconds")} for r in rows]
+        return [
+            {k: v for k, v in r.items() if k not in timed and not k.startswith("seconds")}
+            for r in rows
+        ]
+
     return rest(a) == rest(b)
 
 
-@pytest.mark.parametrize("options", [{}, {"reward": "percentile", "eval_episodes": 4, "eval_every": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"reward": "percentile", "eval_episodes": 4, "eval_every": 2}]
+)
 def test_4_steps_are_2_and_2_steps(play, policy, options):
     """Bit for bit: adapter, optimiser, rows, transcripts; with a history of scores and an evaluation in between, too."""
+
     def trainer(name):
         return torch.load(f"logs/{name}/checkpoints/000003/trainer.pt", weights_only=True)
+
     whole = play("whole", steps=4, **options)
     weights = [p.detach().clone() for p in policy.parameters()]
     first = play("halves", steps=2, **options)
@@ -334,8 +507,13 @@ def test_4_steps_are_2_and_2_steps(play, policy, options):
     assert str(a["optimizer"]) == str(b["optimizer"])
     assert {**a["state"], "version": 0} == {**b["state"], "version": 0}
     for step in range(4):
-        texts = [[json.loads(line)["turns"][0]["reply"] for line in Path(f"logs/{name}/episodes/{step:06d}.jsonl").open()]
-                 for name in ("whole", "halves")]
+        texts = [
+            [
+                json.loads(line)["turns"][0]["reply"]
+                for line in Path(f"logs/{name}/episodes/{step:06d}.jsonl").open()
+            ]
+            for name in ("whole", "halves")
+        ]
         assert texts[0] == texts[1] and len(texts[0]) >= 8
 
 
@@ -351,12 +529,17 @@ def test_held_out_seeds_are_never_trained_on_and_the_test_part_is_read_once(play
         (held_out if seed < 0 else trained).add(seed)
         tests.append(score_test)
         return await one_reply(task, policy, seed=seed, score_test=score_test, **rest)
+
     rows = play(steps=4, episode=watched, eval_episodes=4, eval_every=2)
     assert [("eval_score_mean" in r) for r in rows] == [False, True, False, True]
-    assert len(held_out) == 8 and not held_out & trained        # the evaluations share their seeds; the final one has its own
+    assert (
+        len(held_out) == 8 and not held_out & trained
+    )  # the evaluations share their seeds; the final one has its own
     assert tests[:-4].count(True) == 0 and tests[-4:] == [True] * 4
     result = json.loads(Path("logs/a/result.json").read_text())
-    assert {"before", "best", "after"} <= set(result) and result["after"]["adapter_of_step"] == result["best"]["step"]
+    assert {"before", "best", "after"} <= set(result) and result["after"][
+        "adapter_of_step"
+    ] == result["best"]["step"]
     assert Path("logs/a/best/adapter_model.safetensors").exists()
 
 
@@ -365,18 +548,24 @@ def test_constant_rewards_change_nothing_and_say_so(play, policy):
 
     async def constant(*args, **kwargs):
         return await one_reply(*args, score=0.7, **kwargs)
+
     rows = play(steps=3, episode=constant)
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters()))
-    assert all(r["groups"] == 3 and r["zero_variance_share"] == 1 and "loss" not in r for r in rows)     # filled to the bound
+    assert all(
+        r["groups"] == 3 and r["zero_variance_share"] == 1 and "loss" not in r for r in rows
+    )  # filled to the bound
     assert all("all groups had equal rewards" in r["alarms"][0] for r in rows)
 
 
 def test_30_percent_of_the_sandboxes_break(play):
     async def sometimes(*args, **kwargs):
         return await one_reply(*args, faulty=lambda seed: seed % 10 < 3, **kwargs)
+
     rows = play(steps=3, episode=sometimes)
-    assert sum(r["faults"] for r in rows) >= 4 and all(r["episodes"] + r["faults"] == 4 * r["groups"] for r in rows)
-    assert all(r["reward_mean"] > -1 for r in rows)             # a fault is no reward, not a bad one
+    assert sum(r["faults"] for r in rows) >= 4 and all(
+        r["episodes"] + r["faults"] == 4 * r["groups"] for r in rows
+    )
+    assert all(r["reward_mean"] > -1 for r in rows)  # a fault is no reward, not a bad one
     assert any("many sandboxes broke" in a for r in rows for a in r["alarms"])
     lines = [json.loads(line) for line in Path("logs/a/episodes/000000.jsonl").open()]
     assert [e["fault"] for e in lines if e["status"] == "fault"][:1] == ["the container died"]
@@ -385,7 +574,10 @@ def test_30_percent_of_the_sandboxes_break(play):
 def test_all_sandboxes_break(play):
     async def always(*args, **kwargs):
         return await one_reply(*args, faulty=lambda seed: True, **kwargs)
-    with pytest.raises(grpo.UserError, match="Every sandbox of this step broke: the container died"):
+
+    with pytest.raises(
+        grpo.UserError, match="Every sandbox of this step broke: the container died"
+    ):
         play(steps=3, episode=always)
 
 
@@ -398,12 +590,15 @@ def test_a_full_disk_at_checkpoint_time_and_again_with_room(play, policy, monkey
             (Path(folder) / "adapter_model.safetensors").write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device", str(folder))
         real(folder)
+
     monkeypatch.setattr(policy, "save", full)
     with pytest.raises(OSError, match="No space left"):
         play(steps=3)
     assert [p.name for p in Path("logs/a/checkpoints").iterdir()] == ["000000"]
     monkeypatch.setattr(policy, "save", real)
-    assert [r["step"] for r in play(steps=3)] == [0, 1, 2] and not list(Path("logs").rglob(".tmp-*"))
+    assert [r["step"] for r in play(steps=3)] == [0, 1, 2] and not list(
+        Path("logs").rglob(".tmp-*")
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a small disk")
@@ -411,7 +606,9 @@ def test_a_disk_that_is_really_full(play, policy, tmp_path):
     """torch.save and safetensors have errors of their own for it; here it is one error, nothing is half-written, and the run goes on with room."""
     logs = tmp_path / "logs"
     logs.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", logs], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", logs], capture_output=True
+    ).returncode:
         pytest.skip("mounting is not permitted")
     try:
         with pytest.raises(OSError) as full:
@@ -420,7 +617,9 @@ def test_a_disk_that_is_really_full(play, policy, tmp_path):
         kept = [row["step"] for row in viz.read_rows("logs/a/metrics.jsonl")]
         assert kept == list(range(len(kept))) and not list(logs.rglob(".tmp-*"))
         subprocess.run(["mount", "-o", "remount,size=200m", logs], check=True)
-        assert [row["step"] for row in play(steps=len(kept) + 2, checkpoints=9)] == list(range(len(kept) + 2))
+        assert [row["step"] for row in play(steps=len(kept) + 2, checkpoints=9)] == list(
+            range(len(kept) + 2)
+        )
     finally:
         subprocess.run(["umount", "-l", logs], check=True)
 
@@ -431,15 +630,22 @@ def test_without_evaluation_best_is_the_adapter_whose_episodes_were_good(play, p
 
     async def scored(task, policy, *, seed, **rest):
         step = seed // 100_003 - CFG.seed * 10_007
-        return await one_reply(task, policy, seed=seed, score=(0.60, 0.68, 0.74, 0.79, 0.40)[step] + 0.001 * (seed % 2), **rest)
+        return await one_reply(
+            task,
+            policy,
+            seed=seed,
+            score=(0.60, 0.68, 0.74, 0.79, 0.40)[step] + 0.001 * (seed % 2),
+            **rest,
+        )
 
     def update(*args):
         played.append([p.detach().clone() for p in policy.parameters()])
         return real(*args)
+
     monkeypatch.setattr(grpo, "update", update)
     play(steps=5, episode=scored, guard="off")
     best = json.loads(Path("logs/a/result.json").read_text())["best"]
-    assert best["step"] == 2                                        # the adapter of step 2 played step 3
+    assert best["step"] == 2  # the adapter of step 2 played step 3
     policy.load(Path("logs/a/best"))
     assert all(torch.equal(a, b) for a, b in zip(played[3], policy.parameters()))
 
@@ -463,15 +669,20 @@ def test_a_sync_that_breaks_in_the_middle_of_a_run_ends_it(play, policy, monkeyp
 
     def push():
         calls.append(1)
-        return real() if len(calls) <= 2 else None              # the self-test's two arrive
+        return real() if len(calls) <= 2 else None  # the self-test's two arrive
+
     monkeypatch.setattr(policy._slots, "push", push)
     with pytest.raises(UserError, match="sync did not arrive: the engine's LoRA weights differ"):
         play(steps=4)
-    assert not viz.read_rows("logs/a/metrics.jsonl")           # nor is a step recorded with an engine that lags behind
+    assert not viz.read_rows(
+        "logs/a/metrics.jsonl"
+    )  # nor is a step recorded with an engine that lags behind
     monkeypatch.setattr(policy._slots, "arrived", lambda: True)
     calls.clear()
-    with pytest.raises(grpo.UserError, match="Engine and trainer disagree by .* the last sync did not arrive"):
-        play("b", steps=4)                                     # the second net: the samples' own log-probs
+    with pytest.raises(
+        grpo.UserError, match="Engine and trainer disagree by .* the last sync did not arrive"
+    ):
+        play("b", steps=4)  # the second net: the samples' own log-probs
     assert [r["step"] for r in viz.read_rows("logs/b/metrics.jsonl")] == [0]
 
 
@@ -483,16 +694,22 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
     parts = [last[f"{name}.score_mean"] for name in ("titanic", "battleOfSexes")]
     gains = [metrics.improvement(p, t) for p, t in zip(parts, (TASK, other))]
     weights = [last["titanic.groups"], last["battleOfSexes.groups"]]
-    assert last["score_mean"] == pytest.approx(sum(w * g for w, g in zip(weights, gains)) / sum(weights))
+    assert last["score_mean"] == pytest.approx(
+        sum(w * g for w, g in zip(weights, gains)) / sum(weights)
+    )
     assert last["eval_n"] == 4
     halves = [metrics.improvement(last[f"eval_{t.name}.mean"], t) for t in (TASK, other)]
     assert last["eval_score_mean"] == pytest.approx(sum(halves) / 2)
-    assert f"titanic {last['eval_titanic.mean']:.4f}" in metrics.show("x", {k.removeprefix("eval_").removeprefix("score_"): v for k, v in last.items()})
+    assert f"titanic {last['eval_titanic.mean']:.4f}" in metrics.show(
+        "x", {k.removeprefix("eval_").removeprefix("score_"): v for k, v in last.items()}
+    )
 
 
 def test_a_curriculum_goes_where_something_is_to_be_learned():
     rows = [{"a.zero_variance_share": 1.0, "b.zero_variance_share": 0.25}] * 3
-    assert metrics.signal(rows, "a") == pytest.approx(0.1) and metrics.signal(rows, "b") == pytest.approx(0.85)
+    assert metrics.signal(rows, "a") == pytest.approx(0.1) and metrics.signal(
+        rows, "b"
+    ) == pytest.approx(0.85)
     assert metrics.signal(rows, "new") == 1.1 and metrics.signal(rows, "a", wanted=False) == 1.1
 
 
@@ -515,6 +732,7 @@ def test_ppo_learns_its_value_head(policy, random_model, play):
 
 def test_groups_without_tokens_travel():
     from flatlab.train.batch import light
+
     episode = env.Episode("t", 0, segments=[env.Segment([1], [1], [0.0])])
     group = Group(0, TASK, [episode], [0.5])
     assert light([group])[0].episodes[0].segments == [] and episode.segments

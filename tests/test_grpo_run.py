@@ -13,12 +13,30 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--steps", "3", "--groups", "2", "--group-size", "4", "--eval-episodes", "4", "--sandboxes", "8"]
+SMALL = [
+    "--steps",
+    "3",
+    "--groups",
+    "2",
+    "--group-size",
+    "4",
+    "--eval-episodes",
+    "4",
+    "--sandboxes",
+    "8",
+]
 
 
 def start(folder, *flags, script="grpo.py", before=None, **environment):
-    return subprocess.Popen([sys.executable, str(ROOT / script), *flags], cwd=folder, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, env={**os.environ, "MLGYM_ROOT": "", **environment}, preexec_fn=before)
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / script), *flags],
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "MLGYM_ROOT": "", **environment},
+        preexec_fn=before,
+    )
 
 
 def run(folder, *flags, timeout=600, **environment):
@@ -32,7 +50,8 @@ def rows(path):
 
 
 def alive_containers(pid):
-    from flatlab.sandbox.sandbox import docker_api, docker_problem, IMAGE
+    from flatlab.sandbox.sandbox import IMAGE, docker_api, docker_problem
+
     if docker_problem(IMAGE):
         return []
     boxes = docker_api().containers(all=True, filters={"label": "flatlab.owner"})
@@ -44,7 +63,9 @@ def processes_of(pid):
     children = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(
+                int(stat.parent.name)
+            )
     found = [pid]
     for parent in found:
         found += children.get(parent, [])
@@ -54,7 +75,9 @@ def processes_of(pid):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, tiny_model):
     folder = tmp_path_factory.mktemp("run")
-    code, out, err = run(folder, *SMALL, "--model", "tiny", "--task", "titanic", "--backend", "local", "--name", "a")
+    code, out, err = run(
+        folder, *SMALL, "--model", "tiny", "--task", "titanic", "--backend", "local", "--name", "a"
+    )
     assert code == 0, err
     return folder, out
 
@@ -65,13 +88,21 @@ def test_a_run_leaves_everything_behind(finished):
     metrics, result = rows(logs / "metrics.jsonl"), json.loads((logs / "result.json").read_text())
     assert [row["step"] for row in metrics] == [0, 1, 2]
     assert result["status"] == "finished" and result["task"] == "titanic"
-    assert 0 < result["before"]["mean"] < 1 and result["after"]["n"] == 4 and "test_mean" in result["after"]
+    assert (
+        0 < result["before"]["mean"] < 1
+        and result["after"]["n"] == 4
+        and "test_mean" in result["after"]
+    )
     assert all(row["faults"] == 0 and row["version"] > 0 for row in metrics)
     learned = [row for row in metrics if "logprob_gap_max" in row]
     assert learned and all(row["logprob_gap_max"] < 1e-4 for row in learned)
     episodes = rows(logs / "episodes" / "000002.jsonl")
-    groups = metrics[2]["groups"]       # two, and up to four when some had equal rewards
-    assert 2 <= groups <= 4 and len(episodes) == 4 * groups and {e["group"] for e in episodes} == set(range(groups))
+    groups = metrics[2]["groups"]  # two, and up to four when some had equal rewards
+    assert (
+        2 <= groups <= 4
+        and len(episodes) == 4 * groups
+        and {e["group"] for e in episodes} == set(range(groups))
+    )
     assert all(e["status"] != "fault" and e["turns"] and e["turns"][0]["reply"] for e in episodes)
     assert (logs / "curves.png").stat().st_size > 10_000
     for name in ("config.yaml", "command.txt", "git.txt", "env.txt"):
@@ -83,6 +114,7 @@ def test_the_adapter_loads_in_plain_peft(finished):
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
+
     folder, _ = finished
     best = folder / "logs" / "a" / "checkpoints" / "000002"
     base = json.loads((best / "adapter_config.json").read_text())["base_model_name_or_path"]
@@ -107,18 +139,42 @@ def test_the_same_command_again_finds_it_finished_and_another_config_is_refused(
 def test_a_copy_with_a_changed_advantage_is_a_small_diff_and_runs(tmp_path, tiny_model):
     """What the README promises of `cp grpo.py mine.py`."""
     text = (ROOT / "grpo.py").read_text()
-    mine = text.replace("    return [(r - fmean(rewards)) / stdev(rewards) for r in rewards]\n",
-                        "    ranks = [sum(other < r for other in rewards) for r in rewards]\n"
-                        "    return [rank - fmean(ranks) for rank in ranks]\n", 1)
-    diff = [line for line in unified_diff(text.splitlines(), mine.splitlines(), n=0) if line[:1] in "+-"][2:]
+    mine = text.replace(
+        "    return [(r - fmean(rewards)) / stdev(rewards) for r in rewards]\n",
+        "    ranks = [sum(other < r for other in rewards) for r in rewards]\n"
+        "    return [rank - fmean(ranks) for rank in ranks]\n",
+        1,
+    )
+    diff = [
+        line for line in unified_diff(text.splitlines(), mine.splitlines(), n=0) if line[:1] in "+-"
+    ][2:]
     assert 0 < len(diff) < 20 and len(text.splitlines()) <= 500
     for file in ROOT.iterdir():
         if file.name not in ("logs", ".git", ".venv", "mine.py"):
             (tmp_path / file.name).symlink_to(file)
     (tmp_path / "mine.py").write_text(mine)
-    done = subprocess.run([sys.executable, tmp_path / "mine.py", *SMALL, "--steps", "1", "--model", "tiny", "--backend", "local", "--name", "mine"],
-                          cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and rows(tmp_path / "logs/mine/metrics.jsonl")[0]["grad_norm"] > 0, done.stderr
+    done = subprocess.run(
+        [
+            sys.executable,
+            tmp_path / "mine.py",
+            *SMALL,
+            "--steps",
+            "1",
+            "--model",
+            "tiny",
+            "--backend",
+            "local",
+            "--name",
+            "mine",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert (
+        done.returncode == 0 and rows(tmp_path / "logs/mine/metrics.jsonl")[0]["grad_norm"] > 0
+    ), done.stderr
 
 
 def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
@@ -128,16 +184,51 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
         out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
         return out
+
     done("search.py", "--name", "tree", "--nodes", "8", "--branching", "8")
-    out = done("grpo.py", *SMALL, "--sft", "logs/tree", "--sft-updates", "4", "--kl", "0", "--steps", "1", "--name", "learned")
+    out = done(
+        "grpo.py",
+        *SMALL,
+        "--sft",
+        "logs/tree",
+        "--sft-updates",
+        "4",
+        "--kl",
+        "0",
+        "--steps",
+        "1",
+        "--name",
+        "learned",
+    )
     assert "after imitation: score" in out
     result = json.loads((tmp_path / "logs/learned/result.json").read_text())
-    assert result["imitated"]["n"] == result["before"]["n"] == 4 and result["best"]["step"] in (-1, 0)
-    first, last = (float(out.partition(text)[0].split()[-1].rstrip(",")) for text in (" nats per token before", " in the last update"))
+    assert result["imitated"]["n"] == result["before"]["n"] == 4 and result["best"]["step"] in (
+        -1,
+        0,
+    )
+    first, last = (
+        float(out.partition(text)[0].split()[-1].rstrip(","))
+        for text in (" nats per token before", " in the last update")
+    )
     assert last < first
-    done("search.py", "--name", "again", "--nodes", "1", "--branching", "1", "--model", "logs/learned/checkpoints/000000")
-    before, after = (rows(next((tmp_path / f"logs/{name}/episodes").glob("000000.jsonl")))[0]["segments"][0] for name in ("tree", "again"))
-    assert before["tokens"][:50] == after["tokens"][:50] and before["logprobs"] != after["logprobs"]    # same prompt, another policy
+    done(
+        "search.py",
+        "--name",
+        "again",
+        "--nodes",
+        "1",
+        "--branching",
+        "1",
+        "--model",
+        "logs/learned/checkpoints/000000",
+    )
+    before, after = (
+        rows(next((tmp_path / f"logs/{name}/episodes").glob("000000.jsonl")))[0]["segments"][0]
+        for name in ("tree", "again")
+    )
+    assert (
+        before["tokens"][:50] == after["tokens"][:50] and before["logprobs"] != after["logprobs"]
+    )  # same prompt, another policy
 
 
 def test_a_run_without_its_checkpoints_is_not_erased(finished):
@@ -146,9 +237,22 @@ def test_a_run_without_its_checkpoints_is_not_erased(finished):
     before = (logs / "metrics.jsonl").read_bytes()
     (logs / "checkpoints").rename(folder / "elsewhere")
     try:
-        code, _, err = run(folder, *SMALL, "--model", "tiny", "--task", "titanic", "--backend", "local", "--name", "a")
+        code, _, err = run(
+            folder,
+            *SMALL,
+            "--model",
+            "tiny",
+            "--task",
+            "titanic",
+            "--backend",
+            "local",
+            "--name",
+            "a",
+        )
         assert code == 2 and "no checkpoint to go on from" in err
-        assert (logs / "metrics.jsonl").read_bytes() == before and len(list((logs / "episodes").glob("*.jsonl"))) == 3
+        assert (logs / "metrics.jsonl").read_bytes() == before and len(
+            list((logs / "episodes").glob("*.jsonl"))
+        ) == 3
     finally:
         if (logs / "checkpoints").exists():
             (logs / "checkpoints").rmdir()
@@ -159,30 +263,53 @@ def test_a_run_without_its_checkpoints_is_not_erased(finished):
 def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tiny_model, backend):
     if backend == "docker":
         from flatlab.sandbox.sandbox import IMAGE, docker_problem
+
         if problem := docker_problem(IMAGE):
             pytest.skip(problem)
-    flags = [*SMALL, "--model", "tiny", "--task", "battleOfSexes", "--backend", backend, "--name", "k", "--eval-episodes", "0"]
+    flags = [
+        *SMALL,
+        "--model",
+        "tiny",
+        "--task",
+        "battleOfSexes",
+        "--backend",
+        backend,
+        "--name",
+        "k",
+        "--eval-episodes",
+        "0",
+    ]
     logs = tmp_path / "logs" / "k"
     process = start(tmp_path, *flags)
     while len(rows(logs / "metrics.jsonl") if (logs / "metrics.jsonl").exists() else []) < 1:
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.02)
-    time.sleep(0.3)                                     # the second step has begun: sandboxes are open
+    time.sleep(0.3)  # the second step has begun: sandboxes are open
     children = processes_of(process.pid)
     process.kill()
     process.wait()
     time.sleep(3)
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
     assert not alive_containers(process.pid)
-    for path in logs.rglob("*.json*"):                  # whatever is there is whole
-        if not path.name.startswith(".tmp") and path.suffix in (".json", ".jsonl") and ".tmp-" not in str(path):
+    for path in logs.rglob("*.json*"):  # whatever is there is whole
+        if (
+            not path.name.startswith(".tmp")
+            and path.suffix in (".json", ".jsonl")
+            and ".tmp-" not in str(path)
+        ):
             text = path.read_text()
-            [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
+            [
+                json.loads(line) for line in text.splitlines()
+            ] if path.suffix == ".jsonl" else json.loads(text)
     code, out, err = run(tmp_path, *flags)
     assert code == 0 and "resumed after step" in out, err
     assert [row["step"] for row in rows(logs / "metrics.jsonl")] == [0, 1, 2]
     assert not list(logs.rglob(".tmp-*"))
-    assert sorted(p.name for p in (logs / "episodes").iterdir()) == ["000000.jsonl", "000001.jsonl", "000002.jsonl"]
+    assert sorted(p.name for p in (logs / "episodes").iterdir()) == [
+        "000000.jsonl",
+        "000001.jsonl",
+        "000002.jsonl",
+    ]
 
 
 def ignore_sigint():
@@ -198,24 +325,41 @@ def test_sigterm_is_an_orderly_end(tmp_path, tiny_model, before):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "the same command continues logs/t" in err and "Traceback" not in err
+    assert (
+        process.returncode == 130
+        and "the same command continues logs/t" in err
+        and "Traceback" not in err
+    )
     assert json.loads((tmp_path / "logs/t/result.json").read_text())["status"] == "interrupted"
 
 
-@pytest.mark.parametrize("flags, environment, expected", [
-    (["--task", "titanik"], {}, "did you mean titanic"),
-    (["--model", "no/such-model"], {}, "unknown model 'no/such-model'"),
-    (["--name", "x", "--model", "tiny"], {}, "Cannot write the run directory logs/x"),
-    (["--backend", "docker"], {"DOCKER_HOST": "unix:///nowhere.sock"}, "No Docker daemon answers"),
-    (["--group-size", "1"], {}, "--group-size must be at least 2"),
-    (["--kl", "-0.05"], {}, "--kl must be at least 0, not -0.05"),
-    (["--lr", "nan"], {}, "--lr must be at least 0, not nan"),
-    (["--task", "titanic", "diabetes", "--task-weights", "0", "0"], {}, "--task-weights needs one number per task, none below 0"),
-    (["--learning-rate", "1"], {}, "Unrecognized options: --learning-rate"),
-    (["--lora-rank", "7", "--model", "tiny"], {}, "--lora-rank must be one of"),
-    (["nothing.yaml"], {}, "nothing.yaml"),
-])
-def test_bad_input_is_one_sentence_and_code_2_before_any_model(tmp_path, flags, environment, expected):
+@pytest.mark.parametrize(
+    "flags, environment, expected",
+    [
+        (["--task", "titanik"], {}, "did you mean titanic"),
+        (["--model", "no/such-model"], {}, "unknown model 'no/such-model'"),
+        (["--name", "x", "--model", "tiny"], {}, "Cannot write the run directory logs/x"),
+        (
+            ["--backend", "docker"],
+            {"DOCKER_HOST": "unix:///nowhere.sock"},
+            "No Docker daemon answers",
+        ),
+        (["--group-size", "1"], {}, "--group-size must be at least 2"),
+        (["--kl", "-0.05"], {}, "--kl must be at least 0, not -0.05"),
+        (["--lr", "nan"], {}, "--lr must be at least 0, not nan"),
+        (
+            ["--task", "titanic", "diabetes", "--task-weights", "0", "0"],
+            {},
+            "--task-weights needs one number per task, none below 0",
+        ),
+        (["--learning-rate", "1"], {}, "Unrecognized options: --learning-rate"),
+        (["--lora-rank", "7", "--model", "tiny"], {}, "--lora-rank must be one of"),
+        (["nothing.yaml"], {}, "nothing.yaml"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_code_2_before_any_model(
+    tmp_path, flags, environment, expected
+):
     if "--name" in flags:
         (tmp_path / "logs").write_text("a file where the folder should be")
     begin = time.monotonic()
@@ -227,14 +371,25 @@ def test_bad_input_is_one_sentence_and_code_2_before_any_model(tmp_path, flags, 
 
 def test_help_answers_at_once():
     begin = time.monotonic()
-    out = subprocess.run([sys.executable, str(ROOT / "grpo.py"), "--help"], capture_output=True, text=True).stdout
+    out = subprocess.run(
+        [sys.executable, str(ROOT / "grpo.py"), "--help"], capture_output=True, text=True
+    ).stdout
     assert "--group-size" in out and "most episodes in flight at once" in out
     assert time.monotonic() - begin < 3
 
 
 def test_without_a_daemon_auto_says_so_and_goes_on(tmp_path, tiny_model):
-    code, out, err = run(tmp_path, *SMALL, "--steps", "1", "--model", "tiny", "--eval-episodes", "0",
-                         DOCKER_HOST="unix:///nowhere.sock")
+    code, out, err = run(
+        tmp_path,
+        *SMALL,
+        "--steps",
+        "1",
+        "--model",
+        "tiny",
+        "--eval-episodes",
+        "0",
+        DOCKER_HOST="unix:///nowhere.sock",
+    )
     assert code == 0, err
     line = next(line for line in out.splitlines() if line.startswith("sandbox"))
     assert "local" in line and "No Docker daemon answers" in line
@@ -243,15 +398,39 @@ def test_without_a_daemon_auto_says_so_and_goes_on(tmp_path, tiny_model):
 @pytest.mark.parametrize("script", ["grpo.py", "search.py"])
 def test_a_sink_that_is_not_installed_is_found_before_any_model(tmp_path, script):
     (tmp_path / "wandb.py").write_text("raise ImportError")
-    code, out, err = run(tmp_path, "--model", "tiny", "--wandb", script=script, PYTHONPATH=str(tmp_path))
-    assert code == 2 and err == "--wandb needs a package that is not here: pip install wandb\n" and "model    " not in out
+    code, out, err = run(
+        tmp_path, "--model", "tiny", "--wandb", script=script, PYTHONPATH=str(tmp_path)
+    )
+    assert (
+        code == 2
+        and err == "--wandb needs a package that is not here: pip install wandb\n"
+        and "model    " not in out
+    )
 
 
 def test_tensorboard_gets_every_step(tmp_path, tiny_model):
     pytest.importorskip("tensorboard", reason="optional: pip install tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    code, out, err = run(tmp_path, *SMALL, "--model", "tiny", "--backend", "local", "--name", "t", "--steps", "2", "--eval-episodes", "0", "--tensorboard")
+
+    code, out, err = run(
+        tmp_path,
+        *SMALL,
+        "--model",
+        "tiny",
+        "--backend",
+        "local",
+        "--name",
+        "t",
+        "--steps",
+        "2",
+        "--eval-episodes",
+        "0",
+        "--tensorboard",
+    )
     assert code == 0, err
     events = EventAccumulator(str(tmp_path / "logs/t/tensorboard"), {"scalars": 0, "tensors": 0})
     events.Reload()
-    assert [e.step for e in events.Scalars("reward_mean")] == [0, 1] and "transcripts/0" in events.Tags()["tensors"]
+    assert [e.step for e in events.Scalars("reward_mean")] == [
+        0,
+        1,
+    ] and "transcripts/0" in events.Tags()["tensors"]

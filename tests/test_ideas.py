@@ -8,28 +8,56 @@ from dataclasses import replace
 import pytest
 
 from flatlab.tree import prompts
-from tasks import load_task
 from flatlab.tree.tree import Node
+from tasks import load_task
 
 TASK = load_task("titanic", "", "")
 
 REPLIES = {
-    "Strategy: a forest\nProbability: 0.05\nStrategy: ridge\nProbability: 0.1": [("a forest", 0.05), ("ridge", 0.1)],
-    "Sure!\n\n1. **Strategy:** a forest\n   **Probability:** 5%\n\n2. **Strategy:** ridge\n   **Probability:** <0.1": [("a forest", 0.05), ("ridge", 0.1)],
-    "<response><text>a forest</text><probability>0.08</probability></response>\n<response><text>ridge</text></response>":
-        [("a forest", 0.08), ("ridge", None)],
-    "<response>\n<text>a forest</text>\n<probability>1/20</probability>\n<response><text>ridge</text><probability>~0.07": [("a forest", 0.05), ("ridge", 0.07)],
-    '<idea p="0.03">a forest</idea><idea p="4%">ridge</idea>': [("a forest", 0.03), ("ridge", 0.04)],
-    '```json\n{"responses": [{"text": "a forest", "probability": 0.05}, {"text": "ridge", "probability": "<5%"}]}\n```':
-        [("a forest", 0.05), ("ridge", 0.05)],
+    "Strategy: a forest\nProbability: 0.05\nStrategy: ridge\nProbability: 0.1": [
+        ("a forest", 0.05),
+        ("ridge", 0.1),
+    ],
+    "Sure!\n\n1. **Strategy:** a forest\n   **Probability:** 5%\n\n2. **Strategy:** ridge\n   **Probability:** <0.1": [
+        ("a forest", 0.05),
+        ("ridge", 0.1),
+    ],
+    "<response><text>a forest</text><probability>0.08</probability></response>\n<response><text>ridge</text></response>": [
+        ("a forest", 0.08),
+        ("ridge", None),
+    ],
+    "<response>\n<text>a forest</text>\n<probability>1/20</probability>\n<response><text>ridge</text><probability>~0.07": [
+        ("a forest", 0.05),
+        ("ridge", 0.07),
+    ],
+    '<idea p="0.03">a forest</idea><idea p="4%">ridge</idea>': [
+        ("a forest", 0.03),
+        ("ridge", 0.04),
+    ],
+    '```json\n{"responses": [{"text": "a forest", "probability": 0.05}, {"text": "ridge", "probability": "<5%"}]}\n```': [
+        ("a forest", 0.05),
+        ("ridge", 0.05),
+    ],
     '[{"strategy": "a forest", "p": 0.2}, {"strategy": "ridge", "confi': [("a forest", 0.2)],
-    "Here are some:\n1. a forest (p=0.05)\n2. ridge (3%)\n- knn, probability: 0.01": [("a forest", 0.05), ("ridge", 0.03), ("knn", 0.01)],
+    "Here are some:\n1. a forest (p=0.05)\n2. ridge (3%)\n- knn, probability: 0.01": [
+        ("a forest", 0.05),
+        ("ridge", 0.03),
+        ("knn", 0.01),
+    ],
     "1) a forest\n2) ridge": [("a forest", None), ("ridge", None)],
     "Reasoning: trees are typical.\nStrategy: a forest\nProbability: likely": [("a forest", None)],
-    "Strategy: a forest\nStrategy: A Forest!\nStrategy: ridge": [("a forest", None), ("ridge", None)],
+    "Strategy: a forest\nStrategy: A Forest!\nStrategy: ridge": [
+        ("a forest", None),
+        ("ridge", None),
+    ],
     "<think>Strategy: secret\n</think>Strategy: open": [("open", None)],
     "Strategy: <one sentence>\nProbability: <number from 0 to 1>": [],
-    "I would try a forest.": [], "": [], "Probability: 0.5": [], "```bash\nls\n```": [], "Strategy:": [], "Strategy: ...": [],
+    "I would try a forest.": [],
+    "": [],
+    "Probability: 0.5": [],
+    "```bash\nls\n```": [],
+    "Strategy:": [],
+    "Strategy: ...": [],
 }
 
 
@@ -38,10 +66,39 @@ def test_replies(reply):
     assert prompts.parse(reply) == REPLIES[reply]
 
 
-@pytest.mark.parametrize("text, value", [
-    ("0.05", 0.05), (0.05, 0.05), (1, 1.0), ("5%", 0.05), ("<0.1", 0.1), ("< 10 %", 0.1), ("1/20", 0.05), ("~0.07", 0.07), (".5", 0.5), ("0,05", 0.05),
-    ("1e-3", 0.001), ("p=0.2", 0.2), ("0", 0.0), ("100%", 1.0), ("7", None), ("-0.1", None), ("1/0", 0.0), ("nan", None), ("inf", None), ("low", None),
-    ("", None), (None, None), (True, None), ([], None), ({"a": 1}, None), ("9" * 400, None), ("1e99", None), ("²", None)])
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("0.05", 0.05),
+        (0.05, 0.05),
+        (1, 1.0),
+        ("5%", 0.05),
+        ("<0.1", 0.1),
+        ("< 10 %", 0.1),
+        ("1/20", 0.05),
+        ("~0.07", 0.07),
+        (".5", 0.5),
+        ("0,05", 0.05),
+        ("1e-3", 0.001),
+        ("p=0.2", 0.2),
+        ("0", 0.0),
+        ("100%", 1.0),
+        ("7", None),
+        ("-0.1", None),
+        ("1/0", 0.0),
+        ("nan", None),
+        ("inf", None),
+        ("low", None),
+        ("", None),
+        (None, None),
+        (True, None),
+        ([], None),
+        ({"a": 1}, None),
+        ("9" * 400, None),
+        ("1e99", None),
+        ("²", None),
+    ],
+)
 def test_probabilities(text, value):
     assert prompts.probability(text) == (None if value is None else pytest.approx(value))
 
@@ -49,16 +106,74 @@ def test_probabilities(text, value):
 def test_ten_thousand_hostile_replies():
     """No exception, no time lost, and whatever is returned stands in the reply."""
     rng = random.Random(0)
-    parts = ["Strategy: ", "Probability: ", "<response>", "</response>", "<text>", "</text>", "<probability>", "{", "}", "[", "]", '"text": ', '"a"', ",",
-             "\n", "0.1", "5%", "1/0", "NaN", "-", "1. ", "* ", "**", "(", ")", "p=", "```", "\0", "\ud800", "é", "١", "<think>", "</think>", " ", ":", "x" * 50]
+    parts = [
+        "Strategy: ",
+        "Probability: ",
+        "<response>",
+        "</response>",
+        "<text>",
+        "</text>",
+        "<probability>",
+        "{",
+        "}",
+        "[",
+        "]",
+        '"text": ',
+        '"a"',
+        ",",
+        "\n",
+        "0.1",
+        "5%",
+        "1/0",
+        "NaN",
+        "-",
+        "1. ",
+        "* ",
+        "**",
+        "(",
+        ")",
+        "p=",
+        "```",
+        "\0",
+        "\ud800",
+        "é",
+        "١",
+        "<think>",
+        "</think>",
+        " ",
+        ":",
+        "x" * 50,
+    ]
     start = time.monotonic()
     for _ in range(10_000):
-        reply = "".join(rng.choices(parts, k=rng.randrange(60))) if rng.random() < 0.8 else "".join(map(chr, rng.choices(range(1, 0x500), k=200)))
+        reply = (
+            "".join(rng.choices(parts, k=rng.randrange(60)))
+            if rng.random() < 0.8
+            else "".join(map(chr, rng.choices(range(1, 0x500), k=200)))
+        )
         for idea, p in prompts.parse(reply):
-            assert prompts.same(idea) and all(word in reply for word in re.findall(r"\w+", idea)) or "\\" in reply
+            assert (
+                prompts.same(idea)
+                and all(word in reply for word in re.findall(r"\w+", idea))
+                or "\\" in reply
+            )
             assert len(idea) <= 300 and (p is None or 0 <= p <= 1)
-    for reply in ("<" * 10 ** 6, "{" * 10 ** 6, "[" * 10 ** 6, "<response " * 10 ** 5, "Strategy: " * 10 ** 5, "Strategy: x\n" * 10 ** 5, "1. " * 10 ** 5,
-                  "(" * 10 ** 5, "p=" * 10 ** 5, "9" * 10 ** 6, '{"text": ' * 10 ** 5, "\n" * 10 ** 6, "<response><text>" * 10 ** 5, "Strategy: a" + " (" * 10 ** 5):
+    for reply in (
+        "<" * 10**6,
+        "{" * 10**6,
+        "[" * 10**6,
+        "<response " * 10**5,
+        "Strategy: " * 10**5,
+        "Strategy: x\n" * 10**5,
+        "1. " * 10**5,
+        "(" * 10**5,
+        "p=" * 10**5,
+        "9" * 10**6,
+        '{"text": ' * 10**5,
+        "\n" * 10**6,
+        "<response><text>" * 10**5,
+        "Strategy: a" + " (" * 10**5,
+    ):
         prompts.parse(reply)
     assert time.monotonic() - start < 20
 
@@ -74,32 +189,72 @@ def test_order_of_use():
 
 def test_prompts_say_what_they_should():
     root = Node("0", op="baseline", score=0.68, valid=True)
-    good = Node("0.0", "0", op="draft", idea="ridge", score=0.7, valid=True, status="validated", code={"solve.py": "import csv"})
-    bad = Node("0.1", "0", op="draft", idea="a forest", status="turn_limit", error="Traceback\nKeyError: 'x'")
+    good = Node(
+        "0.0",
+        "0",
+        op="draft",
+        idea="ridge",
+        score=0.7,
+        valid=True,
+        status="validated",
+        code={"solve.py": "import csv"},
+    )
+    bad = Node(
+        "0.1",
+        "0",
+        op="draft",
+        idea="a forest",
+        status="turn_limit",
+        error="Traceback\nKeyError: 'x'",
+    )
     text = prompts.ask(TASK, "tail", 5, 0.1, "standard", root, [bad])
-    assert "List 5 unusual strategies, each with a probability below 0.1." in text and "Baseline: 0.6" in text
+    assert (
+        "List 5 unusual strategies, each with a probability below 0.1." in text
+        and "Baseline: 0.6" in text
+    )
     assert "data/train.csv: id," in text and TASK.prompt.strip()[:40] in text
-    assert "Strategy: a forest\nScore: none, KeyError: 'x'" in text and "Probability: <number" in text
+    assert (
+        "Strategy: a forest\nScore: none, KeyError: 'x'" in text and "Probability: <number" in text
+    )
     assert "Probability" not in prompts.ask(TASK, "sequence", 5, 0.1, "standard", root, [])
     assert 'begins with "Reasoning:"' in prompts.ask(TASK, "uniform", 5, 0.1, "cot", root, [])
     assert "List 2 reasonable" in prompts.ask(TASK, "uniform", 5, 0.1, "multi", root, [])
     local = prompts.ask(TASK, "local", 3, 0.1, "standard", good, [])
-    assert "The strategy so far: score 0.7\nStrategy: ridge" in local and "variations of the strategy so far" in local
+    assert (
+        "The strategy so far: score 0.7\nStrategy: ridge" in local
+        and "variations of the strategy so far" in local
+    )
     child = Node("0.0.0", "0.0", op="improve", idea="lasso", decision={"mode": "explore"})
     assert prompts.situation(child, [good], 1500) == (
-        "An earlier attempt left its files here. Score: 0.7\nIts strategy: ridge\nIts solve.py:\nimport csv\nTry something different.\nStrategy: lasso")
+        "An earlier attempt left its files here. Score: 0.7\nIts strategy: ridge\nIts solve.py:\nimport csv\nTry something different.\nStrategy: lasso"
+    )
     debug = prompts.situation(Node("0.1.0", "0.1", op="debug", idea="a forest"), [bad], 1500)
-    assert "KeyError" in debug and debug.endswith("Fix the error and keep the strategy.\nStrategy: a forest")
+    assert "KeyError" in debug and debug.endswith(
+        "Fix the error and keep the strategy.\nStrategy: a forest"
+    )
     assert prompts.situation(Node("0.2", "0", op="draft"), [], 1500) == ""
-    long = replace(good, code={"a.py": "x" * 10 ** 6, "b.py": "y" * 10 ** 6})
+    long = replace(good, code={"a.py": "x" * 10**6, "b.py": "y" * 10**6})
     assert len(prompts.situation(child, [long, long], 3000)) < 4000
 
 
 def test_fields_and_families():
-    assert prompts.fields("blah\n**Parent:** 3\nStrategy: go on\nMode: Explore") == {"parent": "3", "strategy": "go on", "mode": "Explore"}
-    assert prompts.families("plan inner loops, l1 l2") == {"other"} and prompts.families("XGBoost and a Neural network") == {"trees", "neural"}
-    nodes = [Node("0.0", idea="a b", code={"s.py": "import os\nfrom csv import reader"}), Node("0.1", idea="b c")]
-    assert prompts.diversity(nodes) == {"families": 1, "imports": 2, "idea_distance": pytest.approx(2 / 3)}
+    assert prompts.fields("blah\n**Parent:** 3\nStrategy: go on\nMode: Explore") == {
+        "parent": "3",
+        "strategy": "go on",
+        "mode": "Explore",
+    }
+    assert prompts.families("plan inner loops, l1 l2") == {"other"} and prompts.families(
+        "XGBoost and a Neural network"
+    ) == {"trees", "neural"}
+    nodes = [
+        Node("0.0", idea="a b", code={"s.py": "import os\nfrom csv import reader"}),
+        Node("0.1", idea="b c"),
+    ]
+    assert prompts.diversity(nodes) == {
+        "families": 1,
+        "imports": 2,
+        "idea_distance": pytest.approx(2 / 3),
+    }
 
 
 def test_a_deeply_nested_reply_is_no_error():

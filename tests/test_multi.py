@@ -22,9 +22,26 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 def torchrun(folder, *command, ranks=2):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
-    return subprocess.Popen([*launcher, *map(str, command)], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE)
+    launcher = (
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+        ]
+        if ranks > 1
+        else [sys.executable]
+    )
+    return subprocess.Popen(
+        [*launcher, *map(str, command)],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def finish(process, timeout=300):
@@ -56,7 +73,7 @@ def test_the_exchange(tmp_path):
     assert code == 0 and all(f"rank {r} of 3" in out for r in range(3)), (out, err)
 
 
-STEPS = 6       # of the comparison: the limit of the KL is 0, so that the guard restores after step 3
+STEPS = 6  # of the comparison: the limit of the KL is 0, so that the guard restores after step 3
 
 
 def rows(path):
@@ -69,25 +86,52 @@ def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model, a
     more than the other."""
     import torch
     from safetensors.torch import load_file
+
     for name, count in (("one", 1), ("two", 2)):
         (tmp_path / name).mkdir()
-        code, out, err = finish(torchrun(tmp_path / name, ROOT / "tests/test_multi.py", random_model, STEPS, advantage, ranks=count))
+        code, out, err = finish(
+            torchrun(
+                tmp_path / name,
+                ROOT / "tests/test_multi.py",
+                random_model,
+                STEPS,
+                advantage,
+                ranks=count,
+            )
+        )
         assert code == 0 and ("ranks    each sends" in out) == (count == 2), (out, err[-3000:])
     one, two = (tmp_path / name / "logs/m" for name in ("one", "two"))
     a, b = rows(one / "metrics.jsonl"), rows(two / "metrics.jsonl")
     assert [r["step"] for r in a] == [r["step"] for r in b] == list(range(STEPS))
     for x, y in zip(a, b):
-        for key in ("reward_mean", "loss", "kl", "entropy", "grad_norm", "episodes", "groups", "lr"):
+        for key in (
+            "reward_mean",
+            "loss",
+            "kl",
+            "entropy",
+            "grad_norm",
+            "episodes",
+            "groups",
+            "lr",
+        ):
             assert x[key] == pytest.approx(y[key], rel=1e-3, abs=1e-5), (x["step"], key)
         assert x["bytes_between_ranks"] == 0 and y["bytes_between_ranks"] > 100_000
         assert ["back to the adapter" in str(r["alarms"]) for r in (x, y)] == [x["step"] == 3] * 2
     assert a[-1]["eval_score_mean"] == pytest.approx(b[-1]["eval_score_mean"], abs=1e-4)
     for step in range(STEPS):
-        texts = [[e["turns"][0]["reply"] for e in rows(run / f"episodes/{step:06d}.jsonl")] for run in (one, two)]
+        texts = [
+            [e["turns"][0]["reply"] for e in rows(run / f"episodes/{step:06d}.jsonl")]
+            for run in (one, two)
+        ]
         assert texts[0] == texts[1] and len(texts[0]) == 12
-    weights = [load_file(run / f"checkpoints/{STEPS - 1:06d}/adapter_model.safetensors") for run in (one, two)]
+    weights = [
+        load_file(run / f"checkpoints/{STEPS - 1:06d}/adapter_model.safetensors")
+        for run in (one, two)
+    ]
     assert all(torch.allclose(weights[0][k], weights[1][k], atol=1e-4) for k in weights[0])
-    assert max((w.abs().max() for k, w in weights[0].items() if "lora_B" in k)) > 1e-3      # something was learned
+    assert (
+        max((w.abs().max() for k, w in weights[0].items() if "lora_B" in k)) > 1e-3
+    )  # something was learned
     assert "m" == two.name and not list(two.glob(".tmp*"))
 
 
@@ -105,26 +149,57 @@ def test_a_lost_rank_ends_the_job_and_it_resumes(tmp_path, random_model):
     survivor = int((tmp_path / "rank0.pid").read_text())
     assert not Path(f"/proc/{survivor}").exists()
     done = len(rows(metrics))
-    code, out, err = finish(torchrun(tmp_path, ROOT / "tests/test_multi.py", random_model, done + 1))
+    code, out, err = finish(
+        torchrun(tmp_path, ROOT / "tests/test_multi.py", random_model, done + 1)
+    )
     assert code == 0 and "resumed after step" in out, err[-3000:]
     assert [r["step"] for r in rows(metrics)] == list(range(done + 1))
 
 
 def main(model: str, steps: str, advantage: str = "group") -> None:
+    from test_grpo import TASK, one_reply
+
     import grpo
     import viz
     from flatlab.train import distributed
     from policy import ModelPath, Policy
-    from test_grpo import TASK, one_reply
+
     job = distributed.join(timeout=120)
     Path(f"rank{job.rank}.pid").write_text(str(os.getpid()))
-    cfg = replace(grpo.Config(), name="m", steps=int(steps), groups=3, max_groups=3, group_size=4, max_reply_tokens=12, sandboxes=1,
-                  eval_episodes=3, lr=0.01, clip_low=0.2, clip_high=0.28, micro_tokens=10_000, task_weights=(1.0,),
-                  advantage=advantage, kl_limit=0, restores=1 if int(steps) == STEPS else 0, guard="restore" if int(steps) == STEPS else "off")
+    cfg = replace(
+        grpo.Config(),
+        name="m",
+        steps=int(steps),
+        groups=3,
+        max_groups=3,
+        group_size=4,
+        max_reply_tokens=12,
+        sandboxes=1,
+        eval_episodes=3,
+        lr=0.01,
+        clip_low=0.2,
+        clip_high=0.28,
+        micro_tokens=10_000,
+        task_weights=(1.0,),
+        advantage=advantage,
+        kl_limit=0,
+        restores=1 if int(steps) == STEPS else 0,
+        guard="restore" if int(steps) == STEPS else "off",
+    )
     grpo.env.run_episode = one_reply
-    run = viz.open_run("logs/m", {"task": ["titanic"], "steps": cfg.steps}, ("steps",)) if job.rank == 0 else None
-    policy = Policy(ModelPath(model, None, False), context=512, lora_rank=8, lora_alpha=16, seed=job.rank,     # rank 0's counts
-                    value_head=advantage == "ppo")
+    run = (
+        viz.open_run("logs/m", {"task": ["titanic"], "steps": cfg.steps}, ("steps",))
+        if job.rank == 0
+        else None
+    )
+    policy = Policy(
+        ModelPath(model, None, False),
+        context=512,
+        lora_rank=8,
+        lora_alpha=16,
+        seed=job.rank,  # rank 0's counts
+        value_head=advantage == "ppo",
+    )
     asyncio.run(grpo.train(policy, [TASK], cfg, run, job))
 
 

@@ -10,20 +10,22 @@ import torch
 
 import env
 import grpo
-from flatlab.train.batch import Piece, pieces_of
 from flatlab.episode.grading import Score
 from flatlab.episode.task import improvement
+from flatlab.train.batch import Piece, pieces_of
 from tasks import load_task
 
 CFG = replace(grpo.Config(), clip_low=0.2, clip_high=0.28, kl=0.0, max_turns=4, max_reply_tokens=10)
-ONE = torch.zeros(4, dtype=torch.long)      # all tokens in one sequence
+ONE = torch.zeros(4, dtype=torch.long)  # all tokens in one sequence
 
 
 def valid(value):
     return Score(value=value, metric="accuracy", split="validation", valid=True, message="")
 
 
-NOTHING = Score(value=None, metric="accuracy", split="validation", valid=False, message="no submission")
+NOTHING = Score(
+    value=None, metric="accuracy", split="validation", valid=False, message="no submission"
+)
 
 
 # ---------------------------------------------------------------------------------------------- rewards
@@ -34,17 +36,27 @@ def task():
     return replace(load_task("titanic"), baseline=0.6, reference=0.8)
 
 
-@pytest.mark.parametrize("name, expected", [        # improvements -0.5, 0, 0.5, 1, 1.75
-    ("continuous", [-0.5, 0, 0.5, 1, 1]), ("tiered", [0, 0, 0.2, 1, 1]), ("binary", [0, 0, 1, 1, 1]),
-    ("percentile", [0.125, 0.5, 0.75, 1, 1])])      # among -0.5, 0, 0, 0.7; equal ones count half
+@pytest.mark.parametrize(
+    "name, expected",
+    [  # improvements -0.5, 0, 0.5, 1, 1.75
+        ("continuous", [-0.5, 0, 0.5, 1, 1]),
+        ("tiered", [0, 0, 0.2, 1, 1]),
+        ("binary", [0, 0, 1, 1, 1]),
+        ("percentile", [0.125, 0.5, 0.75, 1, 1]),
+    ],
+)  # among -0.5, 0, 0, 0.7; equal ones count half
 def test_rewards_by_hand(task, name, expected):
     cfg, recent = replace(CFG, reward=name), [-0.5, 0.0, 0.0, 0.7]
     exact = replace(task, baseline=0.0, reference=1.0)
-    assert [grpo.reward(valid(s), exact, cfg, recent) for s in (-0.5, 0.0, 0.5, 1.0, 1.75)] == pytest.approx(expected)
+    assert [
+        grpo.reward(valid(s), exact, cfg, recent) for s in (-0.5, 0.0, 0.5, 1.0, 1.75)
+    ] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", list(grpo.REWARDS))
-def test_rewards_rise_with_the_improvement_in_either_direction_and_nothing_is_never_better(task, name):
+def test_rewards_rise_with_the_improvement_in_either_direction_and_nothing_is_never_better(
+    task, name
+):
     cfg, recent = replace(CFG, reward=name), [0.1, -2.0, 0.4, 0.9]
     mirrored = replace(task, baseline=-0.6, reference=-0.8, higher_is_better=False)
     scores = [s / 50 for s in range(51)]
@@ -52,7 +64,9 @@ def test_rewards_rise_with_the_improvement_in_either_direction_and_nothing_is_ne
     assert rewards == sorted(rewards) and rewards[0] < rewards[-1]
     assert [grpo.reward(valid(-s), mirrored, cfg, recent) for s in scores] == pytest.approx(rewards)
     assert grpo.reward(NOTHING, task, cfg, recent) <= min(rewards)
-    assert grpo.reward(valid(task.baseline), task, cfg, recent) < grpo.reward(valid(task.reference), task, cfg, recent)
+    assert grpo.reward(valid(task.baseline), task, cfg, recent) < grpo.reward(
+        valid(task.reference), task, cfg, recent
+    )
 
 
 def test_percentile_is_stationary_where_nothing_is_known(task):
@@ -62,6 +76,7 @@ def test_percentile_is_stationary_where_nothing_is_known(task):
 
 class Scripted:
     """A policy that says what it is told: the four methods that an episode needs."""
+
     context, stop_tokens = 100_000, {0}
 
     def __init__(self, *replies):
@@ -82,7 +97,9 @@ class Scripted:
     async def sample(self, tokens, max_tokens, temperature=None, seed=None):
         text = self.replies.pop(0)
         reply = self.encode(text)
-        return SimpleNamespace(tokens=reply, logprobs=[-0.5] * len(reply), text=text, stop_reason="stop", version=0)
+        return SimpleNamespace(
+            tokens=reply, logprobs=[-0.5] * len(reply), text=text, stop_reason="stop", version=0
+        )
 
 
 def block(text):
@@ -94,15 +111,29 @@ def test_validate_then_submit_is_not_paid(name):
     """The predecessor's runs collapsed into `validate`, `submit`: a shared workspace still held a sibling's file. Here the
     short episode gets what nothing is worth, also right after a sibling has written a good file, and is pushed down."""
     task, cfg = load_task("titanic"), replace(CFG, reward=name)
-    rule = ("python3 -c \"import csv; rows = list(csv.DictReader(open('data/test.csv'))); print('id,survived'); "
-            "[print(r['id'] + ',' + str(int({}))) for r in rows]\" > submission.csv")
+    rule = (
+        "python3 -c \"import csv; rows = list(csv.DictReader(open('data/test.csv'))); print('id,survived'); "
+        "[print(r['id'] + ',' + str(int({}))) for r in rows]\" > submission.csv"
+    )
 
     def play(*replies):
-        return asyncio.run(env.run_episode(task, Scripted(*map(block, replies)), backend="local", max_turns=len(replies)))
+        return asyncio.run(
+            env.run_episode(
+                task, Scripted(*map(block, replies)), backend="local", max_turns=len(replies)
+            )
+        )
+
     good = play(rule.format("r['sex'] == 'female'"), "validate", "submit")
     bad = play(rule.format("r['sex'] == 'male'"), "validate", "submit")
-    exploits = [play("validate", "submit"), play("submit"), play("validate"), play("echo validation score: 1.0", "submit")]
-    assert good.score.valid and bad.score.valid and good.score.value > task.baseline > bad.score.value
+    exploits = [
+        play("validate", "submit"),
+        play("submit"),
+        play("validate"),
+        play("echo validation score: 1.0", "submit"),
+    ]
+    assert (
+        good.score.valid and bad.score.valid and good.score.value > task.baseline > bad.score.value
+    )
     assert not any(e.score.valid for e in exploits)
     rewards = [grpo.reward(e.score, task, cfg, [0.0, 0.5]) for e in (good, bad, *exploits)]
     assert all(r == grpo.NO_ARTEFACT for r in rewards[2:]) and min(rewards[:2]) >= max(rewards[2:])
@@ -113,24 +144,39 @@ def test_validate_then_submit_is_not_paid(name):
 
 def test_the_reward_does_not_see_how_long_an_episode_was(task):
     """A function of the score alone: turns, tokens, errors cannot be traded for it."""
-    assert set(grpo.reward.__code__.co_names) <= {"REWARDS", "reward", "improvement", "value", "valid", "NO_ARTEFACT"}
+    assert set(grpo.reward.__code__.co_names) <= {
+        "REWARDS",
+        "reward",
+        "improvement",
+        "value",
+        "valid",
+        "NO_ARTEFACT",
+    }
 
 
 # ---------------------------------------------------------------------------------------------- advantages
 
 
 def test_group_advantages_by_hand():
-    assert grpo.group([0.0, 1.0, 2.0]) == pytest.approx([-1, 0, 1])                 # mean 1, std 1
-    assert grpo.group([0.0, 4.0]) == pytest.approx([-1 / 2 ** 0.5, 1 / 2 ** 0.5])   # mean 2, std 2 sqrt 2
+    assert grpo.group([0.0, 1.0, 2.0]) == pytest.approx([-1, 0, 1])  # mean 1, std 1
+    assert grpo.group([0.0, 4.0]) == pytest.approx(
+        [-1 / 2**0.5, 1 / 2**0.5]
+    )  # mean 2, std 2 sqrt 2
     assert grpo.group_nostd([0.0, 1.0, 5.0]) == pytest.approx([-2, -1, 3])
-    assert grpo.rloo([0.0, 1.0, 5.0]) == pytest.approx([-3, -1.5, 4.5])             # 0 - 3, 1 - 2.5, 5 - 0.5
+    assert grpo.rloo([0.0, 1.0, 5.0]) == pytest.approx([-3, -1.5, 4.5])  # 0 - 3, 1 - 2.5, 5 - 0.5
     assert grpo.ADVANTAGES["ppo"]([0.3, -1.0]) == [0.3, -1.0]
 
 
 def test_gae_by_hand():
-    assert grpo.gae(1.0, [0.2, 0.5, 0.4], 0.0) == pytest.approx([0.3, -0.1, 0.6])   # one step: V' - V, at the end r - V
-    assert grpo.gae(1.0, [0.2, 0.5, 0.4], 1.0) == pytest.approx([0.8, 0.5, 0.6])    # the whole return minus V
-    assert grpo.gae(1.0, [0.2, 0.5, 0.4], 0.5) == pytest.approx([0.3 + 0.5 * 0.2, -0.1 + 0.5 * 0.6, 0.6])
+    assert grpo.gae(1.0, [0.2, 0.5, 0.4], 0.0) == pytest.approx(
+        [0.3, -0.1, 0.6]
+    )  # one step: V' - V, at the end r - V
+    assert grpo.gae(1.0, [0.2, 0.5, 0.4], 1.0) == pytest.approx(
+        [0.8, 0.5, 0.6]
+    )  # the whole return minus V
+    assert grpo.gae(1.0, [0.2, 0.5, 0.4], 0.5) == pytest.approx(
+        [0.3 + 0.5 * 0.2, -0.1 + 0.5 * 0.6, 0.6]
+    )
     assert grpo.gae(1.0, [], 0.9) == []
 
 
@@ -141,8 +187,12 @@ def test_credit_by_hand():
 
 
 def finished(masks, stop=("stop", "length", "stop")):
-    segments = [env.Segment(list(range(len(m))), list(m), [-0.1 * i for i in range(len(m))]) for m in masks]
-    return env.Episode("t", 0, segments=segments, turns=[{"stop_reason": s, "status": "ok"} for s in stop])
+    segments = [
+        env.Segment(list(range(len(m))), list(m), [-0.1 * i for i in range(len(m))]) for m in masks
+    ]
+    return env.Episode(
+        "t", 0, segments=segments, turns=[{"stop_reason": s, "status": "ok"} for s in stop]
+    )
 
 
 def test_tokens_get_the_advantage_of_their_reply_across_segments():
@@ -155,8 +205,10 @@ def test_tokens_get_the_advantage_of_their_reply_across_segments():
 def test_cut_replies_can_be_masked():
     episode = finished([[0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1]])
     first, second = pieces_of(episode, [1.0, 2.0, 3.0], cut_replies=False)
-    assert first.mask == [0, 1, 1, 0, 0] and first.advantage == [1, 1] and second.advantage == [3, 3]
-    assert episode.segments[0].mask == [0, 1, 1, 0, 1]          # the episode itself stays as it was
+    assert (
+        first.mask == [0, 1, 1, 0, 0] and first.advantage == [1, 1] and second.advantage == [3, 3]
+    )
+    assert episode.segments[0].mask == [0, 1, 1, 0, 1]  # the episode itself stays as it was
     assert pieces_of(finished([[0, 1, 1]], ["length"]), [1.0], cut_replies=False) == []
 
 
@@ -168,50 +220,70 @@ def logs(*values):
 
 
 def test_the_clipped_loss_by_hand():
-    old, new = logs(0.5, 0.5, 0.5, 0.5), logs(0.5, 0.75, 0.75, 0.25)        # ratios 1, 1.5, 1.5, 0.5
+    old, new = logs(0.5, 0.5, 0.5, 0.5), logs(0.5, 0.75, 0.75, 0.25)  # ratios 1, 1.5, 1.5, 0.5
     advantage = torch.tensor([2.0, 1.0, -1.0, -1.0])
     loss, outside = grpo.clipped(new, old, advantage, ONE, CFG)
     # min(rA, clip(r, .8, 1.28) A): 2; min(1.5, 1.28); min(-1.5, -1.28); min(-0.5, -0.8)
     assert loss.tolist() == pytest.approx([-2.0, -1.28, 1.5, 0.8])
     assert outside.tolist() == [False, True, False, True]
-    low, _ = grpo.clipped(new, old, advantage, ONE, replace(CFG, clip_high=0.2))    # GRPO: as far above as below
+    low, _ = grpo.clipped(
+        new, old, advantage, ONE, replace(CFG, clip_high=0.2)
+    )  # GRPO: as far above as below
     assert low.tolist() == pytest.approx([-2.0, -1.2, 1.5, 0.8])
 
 
 def test_a_ratio_is_truncated_but_keeps_its_gradient():
     new = logs(0.9).requires_grad_()
-    loss, _ = grpo.clipped(new, logs(0.1), torch.tensor([-1.0]), ONE[:1], CFG)      # ratio 9, A < 0: nothing clips it
+    loss, _ = grpo.clipped(
+        new, logs(0.1), torch.tensor([-1.0]), ONE[:1], CFG
+    )  # ratio 9, A < 0: nothing clips it
     loss.sum().backward()
     assert loss.item() == pytest.approx(2.0) and new.grad.item() == pytest.approx(2.0)
-    loss, _ = grpo.clipped(new, logs(0.1), torch.tensor([-1.0]), ONE[:1], replace(CFG, max_ratio=100.0))
+    loss, _ = grpo.clipped(
+        new, logs(0.1), torch.tensor([-1.0]), ONE[:1], replace(CFG, max_ratio=100.0)
+    )
     assert loss.item() == pytest.approx(9.0)
 
 
 def test_gspo_by_hand_and_its_gradient_is_that_of_the_sequence_form():
-    cfg = replace(CFG, clip_low=3.0, clip_high=3.0)             # no clipping yet
+    cfg = replace(CFG, clip_low=3.0, clip_high=3.0)  # no clipping yet
     old = logs(0.5, 0.5, 0.5, 0.2)
     new = logs(0.5, 0.25, 0.5, 0.4).requires_grad_()
     sequence, advantage = torch.tensor([0, 0, 0, 1]), torch.tensor([1.0, 1.0, 1.0, -2.0])
     loss, _ = grpo.sequence_clipped(new, old, advantage, sequence, cfg)
-    s = [0.5 ** (1 / 3), 2.0]                                   # (1 * 1/2 * 1)^(1/3), 2
+    s = [0.5 ** (1 / 3), 2.0]  # (1 * 1/2 * 1)^(1/3), 2
     assert loss.tolist() == pytest.approx([-s[0]] * 3 + [2 * s[1]])
-    weight = torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0]) / 2       # per episode, two of them
+    weight = torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0]) / 2  # per episode, two of them
     (loss * weight).sum().backward()
-    free = new.detach().clone().requires_grad_()                # eq. 5: -1/2 sum_i s_i A_i, differentiated as it stands
+    free = (
+        new.detach().clone().requires_grad_()
+    )  # eq. 5: -1/2 sum_i s_i A_i, differentiated as it stands
     (-((free - old)[:3].mean().exp() * 1.0 + (free - old)[3].exp() * -2.0) / 2).backward()
     assert torch.allclose(new.grad, free.grad)
-    tight, outside = grpo.sequence_clipped(new, old, advantage, sequence, replace(cfg, clip_low=0.1, clip_high=0.1))
-    assert outside.tolist() == [False] * 4          # s below 1 with A > 0, above 1 with A < 0: the pessimistic side counts
-    _, outside = grpo.sequence_clipped(new, old, -advantage, sequence, replace(cfg, clip_low=0.1, clip_high=0.1))
+    tight, outside = grpo.sequence_clipped(
+        new, old, advantage, sequence, replace(cfg, clip_low=0.1, clip_high=0.1)
+    )
+    assert (
+        outside.tolist() == [False] * 4
+    )  # s below 1 with A > 0, above 1 with A < 0: the pessimistic side counts
+    _, outside = grpo.sequence_clipped(
+        new, old, -advantage, sequence, replace(cfg, clip_low=0.1, clip_high=0.1)
+    )
     assert outside.tolist() == [True] * 4
 
 
 def test_cispo_by_hand():
-    old, new = logs(0.1, 0.5, 0.5), logs(0.9, 0.25, 0.5).requires_grad_()       # ratios 9, 0.5, 1
-    loss, outside = grpo.clipped_weight(new, old, torch.tensor([1.0, -1.0, 2.0]), ONE[:3], replace(CFG, clip_low=1.0, clip_high=4.0))
-    assert loss.tolist() == pytest.approx([-5 * math.log(0.9), 0.5 * math.log(0.25), -2 * math.log(0.5)])
+    old, new = logs(0.1, 0.5, 0.5), logs(0.9, 0.25, 0.5).requires_grad_()  # ratios 9, 0.5, 1
+    loss, outside = grpo.clipped_weight(
+        new, old, torch.tensor([1.0, -1.0, 2.0]), ONE[:3], replace(CFG, clip_low=1.0, clip_high=4.0)
+    )
+    assert loss.tolist() == pytest.approx(
+        [-5 * math.log(0.9), 0.5 * math.log(0.25), -2 * math.log(0.5)]
+    )
     loss.sum().backward()
-    assert new.grad.tolist() == pytest.approx([-5.0, 0.5, -2.0])        # the clipped token still has a gradient
+    assert new.grad.tolist() == pytest.approx(
+        [-5.0, 0.5, -2.0]
+    )  # the clipped token still has a gradient
     assert outside.tolist() == [True, False, False]
 
 
@@ -220,10 +292,10 @@ def test_kl_by_hand_and_its_gradient_pulls_towards_the_base():
     k3 = grpo.kl_to_base(logp, logs(0.25))
     assert k3.item() == pytest.approx(0.5 - math.log(0.5) - 1)
     k3.sum().backward()
-    assert logp.grad.item() > 0         # descent lowers logp: it is above the base's
+    assert logp.grad.item() > 0  # descent lowers logp: it is above the base's
     p, q = torch.tensor([0.7, 0.3]), torch.tensor([0.4, 0.6])
     mean = (p * grpo.kl_to_base(p.log(), q.log())).sum()
-    assert mean.item() == pytest.approx((p * (p / q).log()).sum().item())       # unbiased
+    assert mean.item() == pytest.approx((p * (p / q).log()).sum().item())  # unbiased
 
 
 def test_the_geometric_mean_is_per_sequence():
@@ -234,9 +306,14 @@ def test_the_geometric_mean_is_per_sequence():
 def test_weights_by_hand():
     """Two episodes of 2 and 6 tokens: every kind of mean over the same losses."""
     losses, lengths = [3.0, 7.0], [2, 6]
-    for weight, expected in ((grpo.per_token, (2 * 3 + 6 * 7) / 8), (grpo.per_episode, (3 + 7) / 2),
-                             (grpo.per_budget, (2 * 3 + 6 * 7) / (2 * 40))):
-        assert sum(n * loss * weight(n, 8, 2, CFG) for n, loss in zip(lengths, losses)) == pytest.approx(expected)
+    for weight, expected in (
+        (grpo.per_token, (2 * 3 + 6 * 7) / 8),
+        (grpo.per_episode, (3 + 7) / 2),
+        (grpo.per_budget, (2 * 3 + 6 * 7) / (2 * 40)),
+    ):
+        assert sum(
+            n * loss * weight(n, 8, 2, CFG) for n, loss in zip(lengths, losses)
+        ) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", list(grpo.LOSSES))
@@ -244,7 +321,13 @@ def test_on_samples_of_the_current_policy_every_loss_has_the_policy_gradient(nam
     torch.manual_seed(0)
     loss_of, _, low, high = grpo.LOSSES[name]
     logp, advantage = torch.randn(5).requires_grad_(), torch.randn(5)
-    loss, outside = loss_of(logp, logp.detach(), advantage, torch.tensor([0, 0, 1, 1, 1]), replace(CFG, clip_low=low, clip_high=high))
+    loss, outside = loss_of(
+        logp,
+        logp.detach(),
+        advantage,
+        torch.tensor([0, 0, 1, 1, 1]),
+        replace(CFG, clip_low=low, clip_high=high),
+    )
     loss.sum().backward()
     assert torch.allclose(logp.grad, -advantage) and not outside.any()
 
@@ -261,7 +344,13 @@ class Alone:
 
 def group_of(task, *episodes_and_rewards):
     from flatlab.train.batch import Group
-    return Group(0, task, [e for e, _ in episodes_and_rewards], [r for e, r in episodes_and_rewards if e.status != "fault"])
+
+    return Group(
+        0,
+        task,
+        [e for e, _ in episodes_and_rewards],
+        [r for e, r in episodes_and_rewards if e.status != "fault"],
+    )
 
 
 def test_faults_and_equal_rewards_are_not_in_the_batch(task):
@@ -269,9 +358,15 @@ def test_faults_and_equal_rewards_are_not_in_the_batch(task):
     fault = replace(episode, status="fault")
     equal = group_of(task, (episode, 0.3), (episode, 0.3), (fault, None))
     different = group_of(task, (episode, 1.0), (fault, None), (episode, 0.0))
-    assert not equal.informative and different.informative and not group_of(task, (fault, None)).informative
-    batch = grpo.make_batch(None, [equal, different], replace(CFG, loss="dapo", advantage="group_nostd"), Alone())
-    assert [p.advantage for p in batch] == [[0.5] * 3, [-0.5] * 3]          # mean 0.5 of two, not of three
+    assert (
+        not equal.informative
+        and different.informative
+        and not group_of(task, (fault, None)).informative
+    )
+    batch = grpo.make_batch(
+        None, [equal, different], replace(CFG, loss="dapo", advantage="group_nostd"), Alone()
+    )
+    assert [p.advantage for p in batch] == [[0.5] * 3, [-0.5] * 3]  # mean 0.5 of two, not of three
     assert [p.weight for p in batch] == pytest.approx([1 / 6, 1 / 6])
     assert grpo.make_batch(None, [equal], CFG, Alone()) == []
 
@@ -282,11 +377,16 @@ def test_ppo_whitens_its_advantages_and_sets_targets(task):
     class Values:
         def logprobs(self, pairs, values):
             return None, None, torch.tensor([0.1, 0.2, 0.3] * len(pairs))
+
     cfg = replace(CFG, loss="dapo", advantage="ppo", gae_lambda=1.0, micro_tokens=100)
-    batch = grpo.make_batch(Values(), [group_of(task, (episode, 1.0), (episode, 1.0))], cfg, Alone())
-    for p in batch:                         # returns minus values: 0.9 0.8 0.7, mean 0.8
+    batch = grpo.make_batch(
+        Values(), [group_of(task, (episode, 1.0), (episode, 1.0))], cfg, Alone()
+    )
+    for p in batch:  # returns minus values: 0.9 0.8 0.7, mean 0.8
         assert p.target == pytest.approx([1, 1, 1])
-        assert p.advantage == pytest.approx([0.1 / (0.02 / 3) ** 0.5, 0, -0.1 / (0.02 / 3) ** 0.5], abs=1e-5)
+        assert p.advantage == pytest.approx(
+            [0.1 / (0.02 / 3) ** 0.5, 0, -0.1 / (0.02 / 3) ** 0.5], abs=1e-5
+        )
 
 
 def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
@@ -297,23 +397,30 @@ def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
         seeds.append(seed)
         number = (seed - 7 * 100_003) // 4
         await asyncio.sleep(0)
-        return env.Episode(task.name, seed, turns=[], score=valid(0.7 if number < 3 else 0.6 + 0.1 * (seed % 2)))
+        return env.Episode(
+            task.name, seed, turns=[], score=valid(0.7 if number < 3 else 0.6 + 0.1 * (seed % 2))
+        )
+
     monkeypatch.setattr(grpo.env, "run_episode", run_episode)
     cfg = replace(CFG, group_size=4)
 
     def play(*spares):
         seeds.clear()
         return asyncio.run(grpo.play_groups(None, [task] * 2, 4, cfg, 7, Alone(), spares=spares))
+
     assert [g.number for g in play()] == [0, 1] and len(seeds) == 8
     other = replace(task, name="other")
     groups = play(other, *[task] * 7)
-    assert [g.informative for g in groups] == [False, False, False, True, True] and len(set(seeds)) == 20
+    assert [g.informative for g in groups] == [False, False, False, True, True] and len(
+        set(seeds)
+    ) == 20
     assert [g.task.name for g in groups] == ["titanic", "titanic", "other", "titanic", "titanic"]
     assert [g.number for g in play(task, task)] == [0, 1, 2, 3]
 
 
 def test_tasks_share_the_groups_by_weight():
     from flatlab.train.batch import choose_tasks
+
     a, b, c = (replace(load_task("titanic"), name=n) for n in "abc")
     plans = [choose_tasks([a, b, c], [2, 1, 1], 4, f"0 {step}") for step in range(50)]
     assert all([t.name for t in plan].count("a") == 2 and len(plan) == 4 for plan in plans)
@@ -326,13 +433,19 @@ def test_tasks_share_the_groups_by_weight():
 
 def test_micro_batches_keep_everything_and_the_limit():
     from flatlab.train.batch import micro_batches
+
     batch = [Piece([0] * n, [1] * n, [], []) for n in (5, 90, 10, 40, 41, 100, 7)]
     parts = list(micro_batches(batch, 100))
     assert sorted(len(p.tokens) for part in parts for p in part) == [5, 7, 10, 40, 41, 90, 100]
     assert all(len(part) * max(len(p.tokens) for p in part) <= 100 for part in parts)
     assert len(parts) < len(batch) and list(micro_batches([], 100)) == []
-    packed = list(micro_batches(batch, 100, packing=True))          # nothing is padded: the sum counts
-    assert [sorted(len(p.tokens) for p in part) for part in packed] == [[5, 7, 10, 40], [41], [90], [100]]
+    packed = list(micro_batches(batch, 100, packing=True))  # nothing is padded: the sum counts
+    assert [sorted(len(p.tokens) for p in part) for part in packed] == [
+        [5, 7, 10, 40],
+        [41],
+        [90],
+        [100],
+    ]
 
 
 def test_improvement_is_the_only_scale(task):

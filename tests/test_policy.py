@@ -9,11 +9,14 @@ import bench
 import pytest
 import torch
 
-from flatlab.train.lora_sync import cpu_lora_linear, on_weights_of
 from flatlab.errors import UserError
+from flatlab.train.lora_sync import cpu_lora_linear, on_weights_of
 from policy import resolve_model
 
-CHAT = [{"role": "system", "content": "You are a test."}, {"role": "user", "content": "List 3 files.\n\n  - a"}]
+CHAT = [
+    {"role": "system", "content": "You are a test."},
+    {"role": "user", "content": "List 3 files.\n\n  - a"},
+]
 
 
 def randomise(policy, seed=0, std=0.05):
@@ -25,13 +28,21 @@ def randomise(policy, seed=0, std=0.05):
 
 def score(policy, prompt, sample, **kwargs):
     with torch.no_grad():
-        return policy.logprobs([(prompt + sample.tokens, [0] * len(prompt) + [1] * len(sample.tokens))], **kwargs)
+        return policy.logprobs(
+            [(prompt + sample.tokens, [0] * len(prompt) + [1] * len(sample.tokens))], **kwargs
+        )
 
 
 def largest_gap(policy, prompts, tokens=24):
     async def go():
-        return await asyncio.gather(*(policy.sample(p, tokens, seed=i) for i, p in enumerate(prompts)))
-    gaps = [(score(policy, p, s)[0] - torch.tensor(s.logprobs)).abs().max().item() for p, s in zip(prompts, asyncio.run(go()))]
+        return await asyncio.gather(
+            *(policy.sample(p, tokens, seed=i) for i, p in enumerate(prompts))
+        )
+
+    gaps = [
+        (score(policy, p, s)[0] - torch.tensor(s.logprobs)).abs().max().item()
+        for p, s in zip(prompts, asyncio.run(go()))
+    ]
     return max(gaps)
 
 
@@ -42,8 +53,13 @@ def test_render_is_the_chat_template(policy):
 
 def test_an_observation_continues_the_chat_token_for_token(policy):
     reply, end = policy.encode("ls"), policy.tokenizer.eos_token_id
-    whole = policy.render([*CHAT, {"role": "assistant", "content": "ls"}, {"role": "user", "content": "a.txt"}])
-    assert policy.render(CHAT) + reply + [end] + policy.observation_tokens("a.txt", ended=True) == whole
+    whole = policy.render(
+        [*CHAT, {"role": "assistant", "content": "ls"}, {"role": "user", "content": "a.txt"}]
+    )
+    assert (
+        policy.render(CHAT) + reply + [end] + policy.observation_tokens("a.txt", ended=True)
+        == whole
+    )
     assert policy.render(CHAT) + reply + policy.observation_tokens("a.txt", ended=False) == whole
 
 
@@ -54,17 +70,22 @@ def test_text_never_becomes_a_control_token(policy):
     assert policy.decode(policy.encode(hostile)) == hostile
     plain, attacked = policy.observation_tokens("x", True), policy.observation_tokens(hostile, True)
     assert [t for t in attacked if t in control] == [t for t in plain if t in control]
-    assert [t for t in policy.render([{"role": "user", "content": hostile}]) if t in control] == \
-        [t for t in policy.render([{"role": "user", "content": "x"}]) if t in control]
+    assert [t for t in policy.render([{"role": "user", "content": hostile}]) if t in control] == [
+        t for t in policy.render([{"role": "user", "content": "x"}]) if t in control
+    ]
 
 
 def test_engine_and_trainer_agree_before_and_after_syncs(policy):
-    prompts = [policy.render([{"role": "user", "content": text}]) for text in ("a", "b" * 300, "c\n" * 80)]
+    prompts = [
+        policy.render([{"role": "user", "content": text}]) for text in ("a", "b" * 300, "c\n" * 80)
+    ]
     assert largest_gap(policy, prompts) < 1e-4
     for seed in range(3):
         randomise(policy, seed)
         policy.sync()
-        assert largest_gap(policy, prompts) < 1e-4      # the same prompts: a prefix cached under old weights would show
+        assert (
+            largest_gap(policy, prompts) < 1e-4
+        )  # the same prompts: a prefix cached under old weights would show
 
 
 def test_without_the_sync_they_do_not_agree(policy):
@@ -88,7 +109,9 @@ def test_verify_passes_and_leaves_the_adapter_alone(policy):
     assert largest_gap(policy, [policy.render(CHAT)]) < 1e-4
 
 
-@pytest.mark.parametrize("fault", ["nothing arrives", "one layer is missing", "scaling is forgotten"])
+@pytest.mark.parametrize(
+    "fault", ["nothing arrives", "one layer is missing", "scaling is forgotten"]
+)
 def test_verify_refuses_a_broken_sync_with_both_numbers(policy, monkeypatch, fault):
     copies = policy._slots.copies
     if fault == "nothing arrives":
@@ -98,8 +121,11 @@ def test_verify_refuses_a_broken_sync_with_both_numbers(policy, monkeypatch, fau
         copies[-1][1].zero_()
     else:
         monkeypatch.setattr(policy._slots, "copies", [(*copy[:4], 1.0) for copy in copies])
-    said = r"differ from the trainer's by .*, which are at most" if fault == "nothing arrives" else \
-        r"disagree.*with the random adapter.*with the adapter of zeros.*with the trained adapter"
+    said = (
+        r"differ from the trainer's by .*, which are at most"
+        if fault == "nothing arrives"
+        else r"disagree.*with the random adapter.*with the adapter of zeros.*with the trained adapter"
+    )
     with pytest.raises(UserError, match=said):
         asyncio.run(policy.verify())
 
@@ -107,8 +133,13 @@ def test_verify_refuses_a_broken_sync_with_both_numbers(policy, monkeypatch, fau
 def test_verify_refuses_a_stale_prefix_cache(policy, monkeypatch):
     """Without the salt and the reset the engine would go on from what it had cached under the old weights."""
     real = policy.engine.add_request
-    monkeypatch.setattr(policy.engine, "add_request", lambda name, prompt, *rest, **options: real(
-        name, {"prompt_token_ids": prompt["prompt_token_ids"]}, *rest, **options))
+    monkeypatch.setattr(
+        policy.engine,
+        "add_request",
+        lambda name, prompt, *rest, **options: real(
+            name, {"prompt_token_ids": prompt["prompt_token_ids"]}, *rest, **options
+        ),
+    )
     monkeypatch.setattr(policy.engine, "reset_prefix_cache", lambda: True)
     with pytest.raises(UserError, match="not training on samples of another policy"):
         asyncio.run(policy.verify())
@@ -119,10 +150,12 @@ def test_verify_refuses_a_stale_prefix_cache(policy, monkeypatch):
 def test_the_base_is_never_touched(policy):
     def base():
         return [p.clone() for p in policy.model.parameters() if not p.requires_grad]
+
     before, prompt = base(), policy.render(CHAT)
 
     async def sample():
         return await policy.sample(prompt, 16, seed=1)
+
     fresh = asyncio.run(sample())
     for seed in range(100):
         randomise(policy, seed)
@@ -133,7 +166,7 @@ def test_the_base_is_never_touched(policy):
             if "lora_B" in name:
                 p.zero_()
     policy.sync()
-    again = asyncio.run(sample())       # B = 0: the engine's base model alone, as before the syncs
+    again = asyncio.run(sample())  # B = 0: the engine's base model alone, as before the syncs
     assert again.tokens == fresh.tokens and again.logprobs == fresh.logprobs
 
 
@@ -150,7 +183,11 @@ def test_base_logprobs_ignore_the_adapter(policy):
 def test_logprobs_do_not_depend_on_padding_or_chunks(policy):
     """A hand-made forward pass per sequence gives the same log-probs, entropies and gradients."""
     randomise(policy)
-    batch = [([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1]), ([11, 12, 13], [0, 1, 1]), ([3] * 40, [0] * 20 + [1] * 20)]
+    batch = [
+        ([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1]),
+        ([11, 12, 13], [0, 1, 1]),
+        ([3] * 40, [0] * 20 + [1] * 20),
+    ]
     weights = torch.linspace(-1, 1, 25)
     logp, entropy = policy.logprobs(batch, chunk=4)
     (logp * weights).sum().backward()
@@ -164,7 +201,9 @@ def test_logprobs_do_not_depend_on_padding_or_chunks(policy):
                 expected.append(full[t - 1, tokens[t]])
                 spread.append(-(full[t - 1].exp() * full[t - 1]).sum())
     (torch.stack(expected) * weights).sum().backward()
-    assert torch.allclose(logp, torch.stack(expected), atol=1e-5) and torch.allclose(entropy, torch.stack(spread), atol=1e-5)
+    assert torch.allclose(logp, torch.stack(expected), atol=1e-5) and torch.allclose(
+        entropy, torch.stack(spread), atol=1e-5
+    )
     assert all(torch.allclose(g, p.grad, atol=1e-4) for g, p in zip(grads, policy.parameters()))
     policy.model.zero_grad()
 
@@ -172,7 +211,10 @@ def test_logprobs_do_not_depend_on_padding_or_chunks(policy):
 def test_memory_does_not_grow_with_tokens_times_vocabulary(tmp_path):
     """From 2,048 to 8,192 tokens of a vocabulary of 32,768 all logits at once would take 750 MiB more for each tensor of
     their size; the activations of this model take about 600 MiB more with any vocabulary."""
-    short, long = (float(bench.peak(tmp_path, tokens, 32768, "chunked")[0].split()[0]) for tokens in (2048, 8192))
+    short, long = (
+        float(bench.peak(tmp_path, tokens, 32768, "chunked")[0].split()[0])
+        for tokens in (2048, 8192)
+    )
     assert long - short < 900, (short, long)
 
 
@@ -185,7 +227,11 @@ def loss_and_grads(policy, batch):
     return logp.detach(), entropy.detach(), grads
 
 
-BATCH = [([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1]), ([11, 12, 13], [0, 1, 1]), ([3, 4] * 20, [0] * 20 + [1] * 20)]
+BATCH = [
+    ([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1]),
+    ([11, 12, 13], [0, 1, 1]),
+    ([3, 4] * 20, [0] * 20 + [1] * 20),
+]
 
 
 def test_packed_rows_give_the_numbers_of_padded_ones(policy, monkeypatch):
@@ -194,7 +240,9 @@ def test_packed_rows_give_the_numbers_of_padded_ones(policy, monkeypatch):
     padded = loss_and_grads(policy, BATCH)
     monkeypatch.setattr(policy, "packing", True)
     packed = loss_and_grads(policy, BATCH)
-    assert torch.allclose(padded[0], packed[0], atol=1e-5) and torch.allclose(padded[1], packed[1], atol=1e-5)
+    assert torch.allclose(padded[0], packed[0], atol=1e-5) and torch.allclose(
+        padded[1], packed[1], atol=1e-5
+    )
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(padded[2], packed[2]))
     swapped = loss_and_grads(policy, BATCH[::-1])
     assert torch.allclose(swapped[0][:20], packed[0][-20:], atol=1e-5)
@@ -204,7 +252,9 @@ def test_checkpointing_changes_no_number(policy):
     """Recomputed layers give the same values and gradients, and they are really recomputed."""
     randomise(policy)
     plain, causal_lm, calls = loss_and_grads(policy, BATCH), policy.model.get_base_model(), []
-    hook = causal_lm.base_model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    hook = causal_lm.base_model.layers[0].self_attn.register_forward_hook(
+        lambda *_: calls.append(1)
+    )
     try:
         loss_and_grads(policy, BATCH)
         assert len(calls) == 1
@@ -216,16 +266,23 @@ def test_checkpointing_changes_no_number(policy):
         causal_lm.gradient_checkpointing_disable()
         for layer in causal_lm.base_model.layers:
             layer.training = False
-    assert torch.equal(plain[0], again[0]) and all(torch.allclose(a, b, atol=1e-6) for a, b in zip(plain[2], again[2]))
+    assert torch.equal(plain[0], again[0]) and all(
+        torch.allclose(a, b, atol=1e-6) for a, b in zip(plain[2], again[2])
+    )
 
 
 def engine_like(model, pad=3):
     """The parameters of a transformers model named and stacked as in vLLM with LoRA wrappers on CUDA."""
-    weights, stacks = {}, {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    weights, stacks = (
+        {},
+        {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
+    )
     for name, p in model.named_parameters():
         path, _, part = name.removesuffix(".weight").rpartition(".")
         whole = next((w for w, parts in stacks.items() if part in parts), part)
-        weights.setdefault(f"{path}.{whole}.base_layer.weight" if "proj" in name else name, []).append(p.detach())
+        weights.setdefault(
+            f"{path}.{whole}.base_layer.weight" if "proj" in name else name, []
+        ).append(p.detach())
     weights = {name: torch.cat(parts) for name, parts in weights.items()}
     table = weights["model.embed_tokens.weight"]
     weights["model.embed_tokens.weight"] = torch.cat([table, torch.zeros(pad, table.shape[1])])
@@ -234,33 +291,46 @@ def engine_like(model, pad=3):
         packed_modules_mapping = stacks
 
         def named_parameters(self):
-            return [(name, torch.nn.Parameter(p, requires_grad=False)) for name, p in weights.items()]
+            return [
+                (name, torch.nn.Parameter(p, requires_grad=False)) for name, p in weights.items()
+            ]
+
     return Served(), weights
 
 
 def test_the_trainer_can_stand_on_the_engines_weights(random_model):
     """The mapping only, with a stand-in for the engine: same numbers, no second copy, gradients reach the adapter."""
     from peft import LoraConfig, get_peft_model
-    from policy import LORA_LAYERS
     from transformers import AutoModelForCausalLM
+
+    from policy import LORA_LAYERS
+
     own = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32)
     served, weights = engine_like(own)
     shared = on_weights_of(served, random_model, torch.float32, "cpu")
     ids = torch.arange(40)[None]
     assert torch.equal(shared(ids).logits, own(ids).logits)
     places = {w.untyped_storage().data_ptr() for w in weights.values()}
-    assert all(p.untyped_storage().data_ptr() in places and not p.requires_grad for p in shared.parameters())
+    assert all(
+        p.untyped_storage().data_ptr() in places and not p.requires_grad
+        for p in shared.parameters()
+    )
     model = get_peft_model(shared, LoraConfig(r=8, target_modules=LORA_LAYERS))
     model(ids).logits.sum().backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-    weights["model.norm.weight"].zero_()                        # one copy: a change is seen by both
+    weights["model.norm.weight"].zero_()  # one copy: a change is seen by both
     assert not shared(ids).logits.any()
 
 
 def test_weights_that_do_not_fit_are_refused(random_model):
     from transformers import AutoModelForCausalLM
-    served, weights = engine_like(AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32))
-    weights["model.layers.0.mlp.down_proj.base_layer.weight"] = torch.zeros(0)      # as on a CPU, where vLLM repacks them
+
+    served, weights = engine_like(
+        AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32)
+    )
+    weights["model.layers.0.mlp.down_proj.base_layer.weight"] = torch.zeros(
+        0
+    )  # as on a CPU, where vLLM repacks them
     with pytest.raises(ValueError, match="down_proj.weight is"):
         on_weights_of(served, random_model, torch.float32, "cpu")
     del weights["model.norm.weight"]
@@ -272,12 +342,15 @@ def test_requests_enter_a_running_batch_and_can_be_cancelled(policy):
     async def go():
         first = asyncio.ensure_future(policy.sample(policy.render(CHAT), 400, temperature=0.0))
         doomed = asyncio.ensure_future(policy.sample(policy.render(CHAT), 400, temperature=0.0))
-        await asyncio.sleep(0.2)                                            # both are being generated
-        late = await policy.sample(policy.render(CHAT), 4, seed=3)          # joins, finishes while they go on
+        await asyncio.sleep(0.2)  # both are being generated
+        late = await policy.sample(
+            policy.render(CHAT), 4, seed=3
+        )  # joins, finishes while they go on
         order = first.done()
         doomed.cancel()
         await asyncio.gather(doomed, return_exceptions=True)
         return await first, late, order
+
     first, late, first_was_done = asyncio.run(go())
     assert not first_was_done and len(late.tokens) <= 4 and len(first.logprobs) == len(first.tokens)
     assert not policy.engine.has_unfinished_requests()
@@ -286,6 +359,7 @@ def test_requests_enter_a_running_batch_and_can_be_cancelled(policy):
 def test_a_seed_fixes_the_reply_and_the_version_is_stamped(policy):
     async def go(seed):
         return await policy.sample(policy.render(CHAT), 12, seed=seed)
+
     a, b, c = (asyncio.run(go(seed)) for seed in (7, 7, 8))
     assert a.tokens == b.tokens != c.tokens
     policy.sync()
@@ -301,15 +375,19 @@ def test_a_request_that_cannot_fit_is_refused(policy):
 def test_a_broken_engine_reaches_every_waiting_episode(policy, monkeypatch):
     def broken():
         raise RuntimeError("engine on fire")
+
     async def go():
         waiting = [asyncio.ensure_future(policy.sample(policy.render(CHAT), 8)) for _ in range(3)]
         await asyncio.sleep(0)
         monkeypatch.setattr(policy.engine, "step", broken)
         return await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10)
+
     results = asyncio.run(go())
     assert [str(r) for r in results] == ["engine on fire"] * 3
     monkeypatch.undo()
-    asyncio.run(policy.sample(policy.render(CHAT), 4))      # what was left in the queue is worked off, nothing hangs
+    asyncio.run(
+        policy.sample(policy.render(CHAT), 4)
+    )  # what was left in the queue is worked off, nothing hangs
 
 
 def test_save_and_load(policy, tmp_path):
@@ -347,7 +425,11 @@ def test_the_adapter_loads_in_plain_vllm(policy, random_model, tmp_path):
     policy.save(tmp_path / "adapter")
     prompt = policy.render(CHAT)
     ours = asyncio.run(policy.sample(prompt, 12, temperature=0))
-    done = subprocess.run([sys.executable, "-c", PLAIN, random_model, str(tmp_path / "adapter"), json.dumps(prompt)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN, random_model, str(tmp_path / "adapter"), json.dumps(prompt)],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     tokens, logprobs = json.loads(done.stdout.splitlines()[-1])
     assert tokens == ours.tokens and logprobs == pytest.approx(ours.logprobs, abs=1e-4)
@@ -364,8 +446,9 @@ def test_a_sync_while_requests_are_in_flight(policy):
         randomise(policy, 5)
         policy.sync()
         new = await policy.sample(prompt, 24, seed=2)
-        assert not old.done() or len((await old).tokens) < 200      # else it was not in flight any more
+        assert not old.done() or len((await old).tokens) < 200  # else it was not in flight any more
         return await old, new
+
     version = policy.version
     old, new = asyncio.run(go())
     assert (old.version, new.version) == (version, version + 1) and old.tokens
@@ -381,14 +464,21 @@ def test_the_cpu_lora_kernel_gives_vllms_numbers(policy, monkeypatch):
     policy.sync()
 
     async def go():
-        return await asyncio.gather(*(policy.sample(policy.render(CHAT), 16, seed=i) for i in range(3)))
+        return await asyncio.gather(
+            *(policy.sample(policy.render(CHAT), 16, seed=i) for i in range(3))
+        )
+
     ours = asyncio.run(go())
     for wrapper in wrappers:
         monkeypatch.delattr(wrapper, "add_lora_linear")
     policy.engine.reset_prefix_cache()
     theirs = asyncio.run(go())
     assert [s.tokens for s in ours] == [s.tokens for s in theirs]
-    assert all(a == pytest.approx(b, abs=1e-5) for x, y in zip(ours, theirs) for a, b in zip(x.logprobs, y.logprobs))
+    assert all(
+        a == pytest.approx(b, abs=1e-5)
+        for x, y in zip(ours, theirs)
+        for a, b in zip(x.logprobs, y.logprobs)
+    )
 
 
 def test_models_that_cannot_be_used_get_one_sentence(tmp_path):
@@ -396,6 +486,8 @@ def test_models_that_cannot_be_used_get_one_sentence(tmp_path):
         resolve_model("no/such-model")
     with pytest.raises(UserError, match="neither a model"):
         resolve_model(str(tmp_path))
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/nowhere/model"}))
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "/nowhere/model"})
+    )
     with pytest.raises(UserError, match="not there any more"):
         resolve_model(str(tmp_path))

@@ -14,13 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from flatlab.runs import page, store
 from flatlab.errors import UserError
+from flatlab.runs import page, store
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_browser = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here (Debian, Ubuntu: apt install chromium)")
-HOSTILE = ("</script><script>document.title='owned'</script><img src=http://example.com/x "
-           "onerror=\"document.title='owned'\"> <!-- \u2028 ${1} &amp; \ud800 @@DATA@@")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+needs_browser = pytest.mark.skipif(
+    not CHROMIUM, reason="no Chromium here (Debian, Ubuntu: apt install chromium)"
+)
+HOSTILE = (
+    "</script><script>document.title='owned'</script><img src=http://example.com/x "
+    "onerror=\"document.title='owned'\"> <!-- \u2028 ${1} &amp; \ud800 @@DATA@@"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -34,17 +40,37 @@ class Browser:
     def __init__(self, folder):
         (near, self.out), (self.inp, far) = os.pipe(), os.pipe()
         to_it, from_it = (fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (near, far))  # not 3, 4
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-                 "--remote-debugging-pipe",
-                 "--disable-background-networking", f"--user-data-dir={folder}", "about:blank"]
-        command = ["bash", "-c", f'exec "$@" 3<&{to_it} 4>&{from_it} {to_it}<&- {from_it}>&-', "bash", CHROMIUM, *flags]
-        self.process = subprocess.Popen(command, pass_fds=(to_it, from_it), stdout=subprocess.DEVNULL,
-                                        stderr=subprocess.DEVNULL)
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--remote-debugging-pipe",
+            "--disable-background-networking",
+            f"--user-data-dir={folder}",
+            "about:blank",
+        ]
+        command = [
+            "bash",
+            "-c",
+            f'exec "$@" 3<&{to_it} 4>&{from_it} {to_it}<&- {from_it}>&-',
+            "bash",
+            CHROMIUM,
+            *flags,
+        ]
+        self.process = subprocess.Popen(
+            command, pass_fds=(to_it, from_it), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         for end in near, far, to_it, from_it:
             os.close(end)
         self.ids, self.buffer, self.events, self.session = count(1), b"", [], None
-        target = next(t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page")
-        self.session = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
+        target = next(
+            t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"
+        )
+        self.session = self.call(
+            "Target.attachToTarget", targetId=target["targetId"], flatten=True
+        )["sessionId"]
         for domain in "Page", "Runtime", "Network", "Log":
             self.call(f"{domain}.enable")
 
@@ -60,8 +86,9 @@ class Browser:
 
     def call(self, method, **params):
         number = next(self.ids)
-        request = {"id": number, "method": method,
-                   "params": params} | ({"sessionId": self.session} if self.session else {})
+        request = {"id": number, "method": method, "params": params} | (
+            {"sessionId": self.session} if self.session else {}
+        )
         os.write(self.out, json.dumps(request).encode() + b"\0")
         while True:
             answer = self.message(60)
@@ -72,7 +99,9 @@ class Browser:
 
     def js(self, code):
         """The value of an expression; promises are waited for."""
-        answer = self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -93,7 +122,9 @@ class Browser:
         self.events.clear()
         start = time.monotonic()
         self.call("Page.navigate", url=Path(path).resolve().as_uri() + fragment)
-        self.until("document.readyState == 'complete' && document.querySelectorAll('#list tr.row').length > 0")
+        self.until(
+            "document.readyState == 'complete' && document.querySelectorAll('#list tr.row').length > 0"
+        )
         return time.monotonic() - start
 
     def complaints(self):
@@ -102,24 +133,39 @@ class Browser:
         found = []
         for event in self.events:
             method, params = event.get("method"), event.get("params", {})
-            bad = method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert")
+            bad = method == "Runtime.consoleAPICalled" and params["type"] in (
+                "error",
+                "warning",
+                "assert",
+            )
             if bad or method == "Runtime.exceptionThrown":
                 found.append(params)
             if method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
                 found.append(params)
-            if method == "Network.requestWillBeSent" and not params["request"]["url"].startswith(("file:", "data:",
-                                                                                                  "about:")):
+            if method == "Network.requestWillBeSent" and not params["request"]["url"].startswith(
+                ("file:", "data:", "about:")
+            ):
                 found.append(params["request"]["url"])
         return found
 
     def screenshot(self, path, width=1300, height=1000, dark=False, whole=False):
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
-                  mobile=width < 600)
-        self.call("Emulation.setEmulatedMedia",
-                  features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
+        )
         time.sleep(0.2)
-        Path(path).write_bytes(base64.b64decode(self.call("Page.captureScreenshot",
-                                                          captureBeyondViewport=whole)["data"]))
+        Path(path).write_bytes(
+            base64.b64decode(
+                self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
+            )
+        )
 
     def close(self):
         os.close(self.out)
@@ -136,25 +182,63 @@ def browser(tmp_path_factory):
 
 
 def node(id, score, op="draft", **more):
-    turns = [{"reply": f"I try {id}", "action": "python3 solve.py", "observation": f"output of {id}", "status": "ok",
-              "score": None, "seconds_env": 0.5},
-             {"reply": "```bash\nvalidate\n```", "action": "validate", "observation": "validation",
-              "status": "validate", "score": score, "seconds_env": 0.1}]
-    return {"id": id, "parent": id.rpartition(".")[0], "second": None, "order": int(id.replace(".", "")), "op": op,
-            "mode": "tail", "idea": f"idea {id}",
-            "score": score, "gain": score, "valid": score is not None,
-            "status": "validated" if score is not None else "turn_limit",
-            "error": "" if score is not None else "KeyError: 'missing'",
-            "code": {"solve.py": f"import csv\nprint('{id}')\n"},
-            "diff": "-old line\n+new line\n", "actions": turns, "tokens": 50, "seconds": 1.0, "elapsed": 2.0,
-            "decision": {"rule": "ucb", "reason": "highest bound", "scores": {"0": 1.0}}} | more
+    turns = [
+        {
+            "reply": f"I try {id}",
+            "action": "python3 solve.py",
+            "observation": f"output of {id}",
+            "status": "ok",
+            "score": None,
+            "seconds_env": 0.5,
+        },
+        {
+            "reply": "```bash\nvalidate\n```",
+            "action": "validate",
+            "observation": "validation",
+            "status": "validate",
+            "score": score,
+            "seconds_env": 0.1,
+        },
+    ]
+    return {
+        "id": id,
+        "parent": id.rpartition(".")[0],
+        "second": None,
+        "order": int(id.replace(".", "")),
+        "op": op,
+        "mode": "tail",
+        "idea": f"idea {id}",
+        "score": score,
+        "gain": score,
+        "valid": score is not None,
+        "status": "validated" if score is not None else "turn_limit",
+        "error": "" if score is not None else "KeyError: 'missing'",
+        "code": {"solve.py": f"import csv\nprint('{id}')\n"},
+        "diff": "-old line\n+new line\n",
+        "actions": turns,
+        "tokens": 50,
+        "seconds": 1.0,
+        "elapsed": 2.0,
+        "decision": {"rule": "ucb", "reason": "highest bound", "scores": {"0": 1.0}},
+    } | more
 
 
 def search_run(folder, nodes, **result):
-    run = store.open_run(folder, {"task": "titanic", "sampling_mode": "tail", "select": "ucb", "seed": 0,
-                                 "model": "tiny"} | {"name": Path(folder).name})
-    run.result(**{"status": "finished", "metric": "accuracy", "higher_is_better": True, "baseline": 0.6,
-                  "reference": 0.8} | result)
+    run = store.open_run(
+        folder,
+        {"task": "titanic", "sampling_mode": "tail", "select": "ucb", "seed": 0, "model": "tiny"}
+        | {"name": Path(folder).name},
+    )
+    run.result(
+        **{
+            "status": "finished",
+            "metric": "accuracy",
+            "higher_is_better": True,
+            "baseline": 0.6,
+            "reference": 0.8,
+        }
+        | result
+    )
     (run.dir / "journal.jsonl").write_text("".join(map(store.json_line, nodes)))
     run.lock.close()
     return store.read_run(folder)
@@ -164,26 +248,50 @@ def training_run(folder, episodes_per_step):
     run = store.open_run(folder, {"task": "titanic", "seed": 0, "steps": len(episodes_per_step)})
     run.result(metric="accuracy", higher_is_better=True, baseline=0.6)
     for step, episodes in enumerate(episodes_per_step):
-        run.log({"step": step, "reward_mean": 0.1, "reward_std": 0.1, "score_mean": 0.7, "seconds": 1.0})
+        run.log(
+            {"step": step, "reward_mean": 0.1, "reward_std": 0.1, "score_mean": 0.7, "seconds": 1.0}
+        )
         run.save_episodes(step, episodes)
     run.lock.close()
     return store.read_run(folder)
 
 
 def episode(value, text="hello", status="submit"):
-    turn = {"reply": text, "action": None, "observation": f"seen {text}", "status": "ok", "score": None,
-            "seconds_env": 0.2}
-    return {"task": "titanic", "seed": 1, "prompt": "Predict who survived.", "turns": [turn, turn], "status": status,
-            "seconds": 2.0, "reply_tokens": 7,
-            "score": None if status == "fault" else {"value": value, "metric": "accuracy", "split": "validation",
-                                                     "valid": value is not None, "message": "no file"}}
+    turn = {
+        "reply": text,
+        "action": None,
+        "observation": f"seen {text}",
+        "status": "ok",
+        "score": None,
+        "seconds_env": 0.2,
+    }
+    return {
+        "task": "titanic",
+        "seed": 1,
+        "prompt": "Predict who survived.",
+        "turns": [turn, turn],
+        "status": status,
+        "seconds": 2.0,
+        "reply_tokens": 7,
+        "score": None
+        if status == "fault"
+        else {
+            "value": value,
+            "metric": "accuracy",
+            "split": "validation",
+            "valid": value is not None,
+            "message": "no file",
+        },
+    }
 
 
 # ------------------------------------------------------------------ without a browser
 
 
 def test_hostile_text_can_not_end_the_data_block(tmp_path):
-    html = page.page([search_run(tmp_path / "run", [node("0.0", 0.7, idea=HOSTILE, error=HOSTILE)])])
+    html = page.page(
+        [search_run(tmp_path / "run", [node("0.0", 0.7, idea=HOSTILE, error=HOSTILE)])]
+    )
     data = html.split('id="data">')[1].split("</script>")[0]
     assert not set("<>&") & set(data) and "\u2028" not in data
     assert json.loads(data)["items"][0]["idea"] == HOSTILE[:160]
@@ -191,24 +299,43 @@ def test_hostile_text_can_not_end_the_data_block(tmp_path):
 
 
 def test_all_texts_are_in_the_page_and_only_very_long_ones_are_cut(tmp_path):
-    html = page.page([training_run(tmp_path / "run",
-                                     [[episode(0.7, "a" * 150_000), episode(None), episode(0.8, "b" * 300_000)]])])
-    blocks = [json.loads(zlib.decompress(base64.b64decode(part.split("</script>")[0])))
-              for part in html.split('class="block">')[1:]]
+    html = page.page(
+        [
+            training_run(
+                tmp_path / "run",
+                [[episode(0.7, "a" * 150_000), episode(None), episode(0.8, "b" * 300_000)]],
+            )
+        ]
+    )
+    blocks = [
+        json.loads(zlib.decompress(base64.b64decode(part.split("</script>")[0])))
+        for part in html.split('class="block">')[1:]
+    ]
     index = json.loads(html.split('id="data">')[1].split("</script>")[0])["items"]
     texts = [blocks[item["at"][0]][item["at"][1]] for item in index]
-    assert [item["id"] for item in index] == ["0.0", "0.1", "0.2"] and [item["outcome"] for item in index] == ["valid",
-                                                                                                               "failed",
-                                                                                                               "valid"]
-    assert texts[0]["turns"][0]["reply"] == "a" * 150_000 and "characters left out" in texts[2]["turns"][0]["reply"]
+    assert [item["id"] for item in index] == ["0.0", "0.1", "0.2"] and [
+        item["outcome"] for item in index
+    ] == ["valid", "failed", "valid"]
+    assert (
+        texts[0]["turns"][0]["reply"] == "a" * 150_000
+        and "characters left out" in texts[2]["turns"][0]["reply"]
+    )
     assert "score" not in index[1] and texts[1]["error"] == "no file"
 
 
 def test_colours_know_the_direction(tmp_path):
-    up = page.items_of(record := search_run(tmp_path / "a", [node("0.0", 0.5), node("0.1", 0.9)]), 0,
-                         store.transcripts(record))
-    down = page.items_of(record := search_run(tmp_path / "b", [node("0.0", 0.5), node("0.1", 0.9)],
-                                                higher_is_better=False), 0, store.transcripts(record))
+    up = page.items_of(
+        record := search_run(tmp_path / "a", [node("0.0", 0.5), node("0.1", 0.9)]),
+        0,
+        store.transcripts(record),
+    )
+    down = page.items_of(
+        record := search_run(
+            tmp_path / "b", [node("0.0", 0.5), node("0.1", 0.9)], higher_is_better=False
+        ),
+        0,
+        store.transcripts(record),
+    )
     assert up[0]["shade"] < up[1]["shade"] == 1.0 and down[0]["shade"] == 1.0 > down[1]["shade"]
 
 
@@ -222,20 +349,35 @@ def test_nothing_to_show_is_a_sentence(tmp_path):
 
 @needs_browser
 def test_click_search_filter_and_compare_nodes(tmp_path, browser):
-    nodes = [node("0.0", 0.7), node("0.1", None),
-             node("0.0.0", 0.75, "improve", code={"solve.py": "needle in the code\n"}),
-             node("0.0.1", 0.65, "debug", mode="local")]
+    nodes = [
+        node("0.0", 0.7),
+        node("0.1", None),
+        node("0.0.0", 0.75, "improve", code={"solve.py": "needle in the code\n"}),
+        node("0.0.1", 0.65, "debug", mode="local"),
+    ]
     path = page.write([search_run(tmp_path / "run", nodes)], tmp_path / "report.html")
     browser.open(path)
     assert browser.js("document.querySelectorAll('.tree .node').length") == 5
     assert browser.js("document.querySelectorAll('.plots img').length") == 6
-    assert browser.js("[...document.querySelectorAll('.node.best')].map(n => n.dataset.id || '0')") == ["0", "0.0",
-                                                                                                        "0.0.0"]
+    assert browser.js(
+        "[...document.querySelectorAll('.node.best')].map(n => n.dataset.id || '0')"
+    ) == ["0", "0.0", "0.0.0"]
 
-    browser.js("document.querySelector('.node[data-id=\"0.0.0\"]').dispatchEvent("
-               "new MouseEvent('click', {bubbles: true}))")
-    detail = browser.until("document.querySelector('#detail .column') && document.getElementById('detail').innerText")
-    for text in "needle in the code", "idea 0.0.0", "highest bound", "output of 0.0.0", "+new line", "0.75":
+    browser.js(
+        "document.querySelector('.node[data-id=\"0.0.0\"]').dispatchEvent("
+        "new MouseEvent('click', {bubbles: true}))"
+    )
+    detail = browser.until(
+        "document.querySelector('#detail .column') && document.getElementById('detail').innerText"
+    )
+    for text in (
+        "needle in the code",
+        "idea 0.0.0",
+        "highest bound",
+        "output of 0.0.0",
+        "+new line",
+        "0.75",
+    ):
         assert text in detail
     assert browser.js("location.hash") == "#0/0.0.0"
 
@@ -243,7 +385,9 @@ def test_click_search_filter_and_compare_nodes(tmp_path, browser):
     browser.js("document.querySelector('tr.row[data-index=\"1\"]').click()")
     browser.until("document.querySelectorAll('#detail .column').length == 2")
     both = browser.js("document.getElementById('detail').innerText")
-    assert "KeyError: 'missing'" in both and "- needle in the code" in both and "+ import csv" in both
+    assert (
+        "KeyError: 'missing'" in both and "- needle in the code" in both and "+ import csv" in both
+    )
     browser.open(path, "#0/0.0.0~0/0.1")  # such an address can be sent around
     browser.until("document.querySelectorAll('#detail .column').length == 2")
     browser.js("document.getElementById('close').click()")
@@ -263,56 +407,101 @@ def test_click_search_filter_and_compare_nodes(tmp_path, browser):
 
 @needs_browser
 def test_two_runs_on_one_page(tmp_path, browser):
-    records = [search_run(tmp_path / name, [node("0.0", 0.7), node("0.1", None)]) for name in ("one", "two")]
+    records = [
+        search_run(tmp_path / name, [node("0.0", 0.7), node("0.1", None)])
+        for name in ("one", "two")
+    ]
     browser.open(page.write(records, tmp_path / "report.html"), "#0/0.0~1/0.0")
     browser.until("document.querySelectorAll('#detail .column').length == 2")
     assert browser.js("document.querySelectorAll('.tree').length") == 2
-    assert "one 0.0" in browser.js("document.body.innerText") and "two 0.0" in browser.js("document.body.innerText")
+    assert "one 0.0" in browser.js("document.body.innerText") and "two 0.0" in browser.js(
+        "document.body.innerText"
+    )
     assert browser.complaints() == []
 
 
 @needs_browser
 def test_hostile_text_stays_text(tmp_path, browser):
-    bad = node("0.0", 0.7, op=HOSTILE, mode=HOSTILE, idea=HOSTILE, error=HOSTILE, code={HOSTILE: HOSTILE}, diff=HOSTILE,
-               status=HOSTILE, ideas=[[HOSTILE, 0.1]],
-               actions=[{"reply": HOSTILE, "action": HOSTILE, "observation": HOSTILE, "status": HOSTILE}],
-               decision={"reason": HOSTILE, "scores": {HOSTILE: 1.0}, "memory": HOSTILE})
-    browser.open(page.write([search_run(tmp_path / "run", [bad], metric=HOSTILE)], tmp_path / "report.html"),
-                 "#0/0.0")
+    bad = node(
+        "0.0",
+        0.7,
+        op=HOSTILE,
+        mode=HOSTILE,
+        idea=HOSTILE,
+        error=HOSTILE,
+        code={HOSTILE: HOSTILE},
+        diff=HOSTILE,
+        status=HOSTILE,
+        ideas=[[HOSTILE, 0.1]],
+        actions=[{"reply": HOSTILE, "action": HOSTILE, "observation": HOSTILE, "status": HOSTILE}],
+        decision={"reason": HOSTILE, "scores": {HOSTILE: 1.0}, "memory": HOSTILE},
+    )
+    browser.open(
+        page.write([search_run(tmp_path / "run", [bad], metric=HOSTILE)], tmp_path / "report.html"),
+        "#0/0.0",
+    )
     browser.until("document.querySelector('#detail .column') !== null")
     browser.js("document.querySelectorAll('details').forEach(d => d.open = true)")
     browser.until("document.getElementById('detail').innerText.split('owned').length > 8")
-    assert browser.js("document.title") == "run" and browser.js("document.querySelectorAll('script').length") == 3
-    assert browser.js("[...document.images].every(i => i.src.startsWith('data:'))") and browser.complaints() == []
+    assert (
+        browser.js("document.title") == "run"
+        and browser.js("document.querySelectorAll('script').length") == 3
+    )
+    assert (
+        browser.js("[...document.images].every(i => i.src.startsWith('data:'))")
+        and browser.complaints() == []
+    )
     # and if a hole were found: the page's policy runs no script but its own, and requests nothing
     hole = '<img src=http://127.0.0.1:9/x onerror="document.title=1"><svg onload="document.title=1"></svg>'
     browser.js(f"document.body.insertAdjacentHTML('beforeend', {json.dumps(hole)})")
     time.sleep(0.2)
     assert browser.js("document.title") == "run"
-    assert not [e for e in browser.events if e.get("method") == "Network.responseReceived"
-                and "127.0.0.1" in json.dumps(e)]
+    assert not [
+        e
+        for e in browser.events
+        if e.get("method") == "Network.responseReceived" and "127.0.0.1" in json.dumps(e)
+    ]
 
 
 @needs_browser
 def test_large_runs_open_in_two_seconds(tmp_path, browser):
-    big = training_run(tmp_path / "a", [[episode(0.7, f"reply {step} {i} " + "lorem ipsum " * 300) for i in range(50)]
-                                        for step in range(100)])
+    big = training_run(
+        tmp_path / "a",
+        [
+            [episode(0.7, f"reply {step} {i} " + "lorem ipsum " * 300) for i in range(50)]
+            for step in range(100)
+        ],
+    )
     assert browser.open(page.write([big], tmp_path / "a.html")) < 2
     browser.type("search", "reply 77 31 ")
     browser.until("document.querySelectorAll('tr.row').length == 1")
     ids = ["0.0"]
     for i in range(499):
         ids.append(f"{ids[i // 3]}.{i % 3}")
-    many = [node(id, 0.6 + 0.0004 * i, code={"solve.py": f"x = {i}\n" * 2000}) | {"order": i}
-            for i, id in enumerate(ids)]
+    many = [
+        node(id, 0.6 + 0.0004 * i, code={"solve.py": f"x = {i}\n" * 2000}) | {"order": i}
+        for i, id in enumerate(ids)
+    ]
     assert browser.open(page.write([search_run(tmp_path / "b", many)], tmp_path / "b.html")) < 2
-    assert browser.js("document.querySelectorAll('.tree .node').length") == 501 and browser.complaints() == []
+    assert (
+        browser.js("document.querySelectorAll('.tree .node').length") == 501
+        and browser.complaints() == []
+    )
 
 
 @needs_browser
 def test_the_page_fits_a_phone(tmp_path, browser):
-    path = page.write([search_run(tmp_path / "run", [node("0.0", 0.7), node("0.1", None)])], tmp_path / "report.html")
-    browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
+    path = page.write(
+        [search_run(tmp_path / "run", [node("0.0", 0.7), node("0.1", None)])],
+        tmp_path / "report.html",
+    )
+    browser.call(
+        "Emulation.setDeviceMetricsOverride",
+        width=390,
+        height=800,
+        deviceScaleFactor=1,
+        mobile=True,
+    )
     try:
         browser.open(path, "#0/0.0")
         browser.until("document.querySelector('#detail .column') !== null")

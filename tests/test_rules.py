@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from flatlab.tree import selection
 import search
 from flatlab.episode.task import improvement
-from tasks import load_task
+from flatlab.tree import selection
 from flatlab.tree.tree import Choice, Tree
+from tasks import load_task
 
 TASK = replace(load_task("titanic", "", ""), baseline=0.0, reference=1.0, higher_is_better=True)
 MIRRORED = replace(TASK, reference=-1.0, higher_is_better=False)
@@ -57,16 +57,23 @@ def test_bfs_goes_level_by_level_and_failed_nodes_get_children_too():
     while choice := choose(t):
         node = put(t, choice.parent, None if len(order) == 0 else 0.5)
         order.append((node.id, node.op))
-    assert order == [("0.0", "draft"), ("0.1", "draft"), ("0.0.0", "debug"), ("0.0.1", "debug"), ("0.1.0", "improve"), ("0.1.1", "improve")]
+    assert order == [
+        ("0.0", "draft"),
+        ("0.1", "draft"),
+        ("0.0.0", "debug"),
+        ("0.0.1", "debug"),
+        ("0.1.0", "improve"),
+        ("0.1.1", "improve"),
+    ]
 
 
 def test_bfs_with_a_smaller_budget_takes_the_first_nodes_in_level_order_whatever_finishes_first():
     t = make("bfs", branching=3, depth=2, nodes=5)
     running = [t.start(choose(t)) for _ in range(3)]
-    assert choose(t) is None                            # 0.0 is not finished: 0.0.0 has to wait
+    assert choose(t) is None  # 0.0 is not finished: 0.0.0 has to wait
     running[1].status = "validated"
     t.finished.append(running[1])
-    assert choose(t) is None                            # 0.1.x lie outside of the budget
+    assert choose(t) is None  # 0.1.x lie outside of the budget
     running[0].status = "validated"
     t.finished.append(running[0])
     assert [t.start(choose(t)).id for _ in range(2)] == ["0.0.0", "0.0.1"]
@@ -75,12 +82,12 @@ def test_bfs_with_a_smaller_budget_takes_the_first_nodes_in_level_order_whatever
 
 def test_ucb_by_hand():
     choice = choose(three("ucb", ucb_c=1.41))
-    bonus = 1.41 * math.sqrt(math.log(3) / 1)           # N = 3, n = 0
+    bonus = 1.41 * math.sqrt(math.log(3) / 1)  # N = 3, n = 0
     assert choice.scores == pytest.approx({"0.0": 1 + bonus, "0.1": 0.5 + bonus})
     assert (choice.parent, choice.mode) == ("0.0", "explore")
     assert choose(three("ucb", ucb_c=0.5)).mode == "exploit"
     t = three("ucb", ucb_c=1.41)
-    put(t, "0.0", 0.2)                                  # Q = 0.25: now the value of 0.0 is that of its child
+    put(t, "0.0", 0.2)  # Q = 0.25: now the value of 0.0 is that of its child
     choice = choose(t)
     assert choice.scores["0.0"] == pytest.approx(0.25 + 1.41 * math.sqrt(math.log(4) / 2))
     assert choice.parent == "0.1"
@@ -99,7 +106,9 @@ def test_trend_by_hand():
     t = make("open_ended")
     put(t, "0", 0.5), put(t, "0.0", 1.0), put(t, "0.0.0", 0.75)
     # Q: 0, 0.5, 1, 0.75; steps 0.5, 0.5, -0.25 with weights 1, 2, 3
-    assert selection.trend(t, selection.quality(t), "0.0.0.0") == pytest.approx((0.5 + 1.0 - 0.75) / 6)
+    assert selection.trend(t, selection.quality(t), "0.0.0.0") == pytest.approx(
+        (0.5 + 1.0 - 0.75) / 6
+    )
     assert selection.trend(t, selection.quality(t), "0") == 0
 
 
@@ -111,11 +120,17 @@ def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
     seen = []
     for score in (0.6, 0.7, 0.8):
         node = t.start(choice)
-        node.status, node.kept, node.score, node.gain, node.valid = "validated", True, score, score, True
+        node.status, node.kept, node.score, node.gain, node.valid = (
+            "validated",
+            True,
+            score,
+            score,
+            True,
+        )
         t.finished.append(node)
         choice = choose(t)
         seen.append(choice.notes.get("commit"))
-    assert seen == [1, 0, 2]                            # two committed nodes, then scored anew
+    assert seen == [1, 0, 2]  # two committed nodes, then scored anew
 
 
 def test_open_ended_drops_the_commitment_when_a_child_is_worse_or_fails():
@@ -123,8 +138,14 @@ def test_open_ended_drops_the_commitment_when_a_child_is_worse_or_fails():
         t = make("open_ended", breadth=1, commitment=3, ucb_c=0.0)
         put(t, "0", 0.5)
         node = t.start(choose(t))
-        assert choose(t).notes == {}                    # while it runs there is no second commitment
-        node.status, node.kept, node.score, node.gain, node.valid = "validated", True, score, score, score is not None
+        assert choose(t).notes == {}  # while it runs there is no second commitment
+        node.status, node.kept, node.score, node.gain, node.valid = (
+            "validated",
+            True,
+            score,
+            score,
+            score is not None,
+        )
         t.finished.append(node)
         assert "committed" not in choose(t).reason
 
@@ -152,9 +173,13 @@ def test_signals_by_hand():
     assert selection.SIGNALS["coverage"](t, q, node) == pytest.approx(1 - 2 / 9)
     assert selection.SIGNALS["variance"](t, q, node) == 1.0
     put(t, "0.1", 0.4)
-    assert selection.SIGNALS["variance"](t, selection.quality(t), node) == pytest.approx(0.25 / math.sqrt(2))
+    assert selection.SIGNALS["variance"](t, selection.quality(t), node) == pytest.approx(
+        0.25 / math.sqrt(2)
+    )
     # normalised over 0.0, 0.1, 0.1.0, 0.1.1: regret 0, .5, .75, .5 and depth 1/2, 1/4, 1/3, 1/3
-    assert choose(t).scores == pytest.approx({"0.0": 1.0, "0.1": 2 / 3, "0.1.0": 1 + 1 / 3, "0.1.1": 1.0})
+    assert choose(t).scores == pytest.approx(
+        {"0.0": 1.0, "0.1": 2 / 3, "0.1.0": 1 + 1 / 3, "0.1.1": 1.0}
+    )
 
 
 def test_uct_by_hand_and_unvisited_first():
@@ -166,11 +191,16 @@ def test_mcts_improves_the_best_branch_and_counts_failures_as_the_worst():
     t = three("mcts", branching=3)
     choice = choose(t)
     bonus = 0.25 * math.sqrt(math.log(4))
-    assert choice.scores == pytest.approx({"0.0": 1 + bonus, "0.1": 0.5 + bonus, "0.2": bonus}) and choice.parent == "0.0"
+    assert (
+        choice.scores == pytest.approx({"0.0": 1 + bonus, "0.1": 0.5 + bonus, "0.2": bonus})
+        and choice.parent == "0.0"
+    )
     assert t.start(choice).op == "improve"
     for _ in range(2):
         put(t, "0.0", None)
-    assert choose(t).scores["0.0"] == pytest.approx(1 / 4 + 0.25 * math.sqrt(math.log(7) / 4))    # one of four visits still runs
+    assert choose(t).scores["0.0"] == pytest.approx(
+        1 / 4 + 0.25 * math.sqrt(math.log(7) / 4)
+    )  # one of four visits still runs
     assert choose(t).parent == "0.1"
 
 
@@ -186,14 +216,22 @@ def test_evolution_prefers_the_fit_and_crosses():
     for score in (0.0, 1.0, 0.5):
         put(t, "0", score)
     choices = [choose(t, seed) for seed in range(2000)]
-    assert {c.parent for c in choices} == {"0.1", "0.2"} and all(c.second and c.second != c.parent for c in choices)
-    assert sum(c.parent == "0.1" for c in choices) / 2000 == pytest.approx(math.e / (math.e + math.exp(0.5)), abs=0.04)
+    assert {c.parent for c in choices} == {"0.1", "0.2"} and all(
+        c.second and c.second != c.parent for c in choices
+    )
+    assert sum(c.parent == "0.1" for c in choices) / 2000 == pytest.approx(
+        math.e / (math.e + math.exp(0.5)), abs=0.04
+    )
     assert t.start(choices[0]).op == "crossover"
 
 
 def test_linear_is_a_chain():
     t = make("linear")
-    assert [put(t, choose(t).parent, score).id for score in (0.5, None, 0.2)] == ["0.0", "0.0.0", "0.0.0.0"]
+    assert [put(t, choose(t).parent, score).id for score in (0.5, None, 0.2)] == [
+        "0.0",
+        "0.0.0",
+        "0.0.0.0",
+    ]
     t.start(choose(t))
     assert choose(t) is None
 
@@ -215,11 +253,13 @@ def test_failed_leaves_are_debugged_up_to_a_depth_and_faults_are_not():
         assert choice.parent == id
         node = put(t, id, None)
         assert node.op == "debug"
-    assert selection.select(t, t.cfg, random.Random(0)).parent == "0"       # three failures in a row: given up
+    assert (
+        selection.select(t, t.cfg, random.Random(0)).parent == "0"
+    )  # three failures in a row: given up
     t = make("greedy", drafts=1, debug_prob=1.0)
     put(t, "0", None, status="fault")
     assert selection.select(t, t.cfg, random.Random(0)).parent == "0"
-    assert t.start(Choice("0.0")).op == "draft"                          # nothing was left: it starts from the root's files
+    assert t.start(Choice("0.0")).op == "draft"  # nothing was left: it starts from the root's files
 
 
 @pytest.mark.parametrize("select", selection.SELECT)
@@ -238,11 +278,26 @@ def test_every_rule_spends_its_budget_on_all_kinds_of_tasks(select, scores):
 def test_every_rule_decides_the_same_for_m_and_minus_m(select):
     decisions = []
     for task in (TASK, MIRRORED):
-        t, rng = make(select, task, nodes=30, branching=4, depth=3, signals=("variance", "regret", "coverage", "depth")), random.Random(7)
+        t, rng = (
+            make(
+                select,
+                task,
+                nodes=30,
+                branching=4,
+                depth=3,
+                signals=("variance", "regret", "coverage", "depth"),
+            ),
+            random.Random(7),
+        )
         decisions.append([])
         while not t.spent():
             choice = selection.select(t, t.cfg, random.Random(t.started()))
             decisions[-1].append((choice.parent, choice.second, choice.mode, choice.scores))
-            put(t, choice.parent, rng.choice([None, rng.uniform(-1, 2)]), idea=rng.choice(["ridge", "xgboost", "a network"]))
+            put(
+                t,
+                choice.parent,
+                rng.choice([None, rng.uniform(-1, 2)]),
+                idea=rng.choice(["ridge", "xgboost", "a network"]),
+            )
         assert len(decisions[-1]) == 30
     assert decisions[0] == decisions[1]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flatlab.runs import store
 from flatlab.errors import UserError
+from flatlab.runs import store
 
 ROOT = Path(store.__file__).parents[2]
 CONFIG = {"task": "titanic", "model": "tiny", "seed": 1, "steps": 5, "lr": 1e-5, "hidden": (8, 16)}
@@ -24,7 +24,13 @@ def quick_provenance(monkeypatch):
 
 
 def row(step, **more):
-    return {"step": step, "reward_mean": 0.1 * step, "reward_std": 0.2, "score_mean": 0.7, "seconds": 2.0} | more
+    return {
+        "step": step,
+        "reward_mean": 0.1 * step,
+        "reward_std": 0.2,
+        "score_mean": 0.7,
+        "seconds": 2.0,
+    } | more
 
 
 def python(*arguments, **more):
@@ -37,10 +43,19 @@ def python(*arguments, **more):
 
 def test_new_run_says_what_ran_before_the_first_step(tmp_path):
     run = store.open_run(tmp_path / "a" / "run", CONFIG)
-    assert {p.name for p in run.dir.iterdir()} >= {"config.yaml", "command.txt", "git.txt", "env.txt"}
+    assert {p.name for p in run.dir.iterdir()} >= {
+        "config.yaml",
+        "command.txt",
+        "git.txt",
+        "env.txt",
+    }
     assert store.read_mapping(run.dir / "config.yaml") == {**CONFIG, "hidden": [8, 16]}
     git = (run.dir / "git.txt").read_text()
-    assert git.startswith("git rev-parse HEAD") and "git status --short" in git and "git diff HEAD" in git
+    assert (
+        git.startswith("git rev-parse HEAD")
+        and "git status --short" in git
+        and "git diff HEAD" in git
+    )
     assert "tyro==" in (run.dir / "env.txt").read_text()
 
 
@@ -57,7 +72,9 @@ def test_other_config_is_refused_with_the_difference(tmp_path):
     run = store.open_run(tmp_path, CONFIG)
     run.log(row(0))
     run.lock.close()
-    with pytest.raises(UserError, match=r"lr: 1e-05 there, 2e-05 now; new: \(absent\) there, 1 now"):
+    with pytest.raises(
+        UserError, match=r"lr: 1e-05 there, 2e-05 now; new: \(absent\) there, 1 now"
+    ):
         store.open_run(tmp_path, CONFIG | {"lr": 2e-5, "new": 1, "steps": 9})
     assert store.read_mapping(tmp_path / "config.yaml")["lr"] == 1e-5
 
@@ -80,8 +97,10 @@ def test_checkpoint_alone_also_protects_its_config(tmp_path):
 
 
 def test_second_writer_is_refused_and_lock_dies_with_its_process(tmp_path):
-    code = "import sys, time; from flatlab.runs import store; run = store.open_run(sys.argv[1], {'a': 1}); " \
-           "print(1, flush=True); time.sleep(60)"
+    code = (
+        "import sys, time; from flatlab.runs import store; run = store.open_run(sys.argv[1], {'a': 1}); "
+        "print(1, flush=True); time.sleep(60)"
+    )
     command = [sys.executable, "-c", code, tmp_path / "run"]
     other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -119,7 +138,10 @@ def test_resumed_run_appends_its_command_once(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", argv)
         store.open_run(tmp_path, CONFIG).lock.close()
     lines = (tmp_path / "command.txt").read_text().splitlines()
-    assert [line.split(" ", 1)[1] for line in lines if "grpo.py" in line] == ["grpo.py", "grpo.py --steps 9"]
+    assert [line.split(" ", 1)[1] for line in lines if "grpo.py" in line] == [
+        "grpo.py",
+        "grpo.py --steps 9",
+    ]
 
 
 # ------------------------------------------------------------------ rows
@@ -142,7 +164,10 @@ def test_resume_drops_rows_and_episodes_after_the_checkpoint(tmp_path):
         run.save_episodes(step, [{"step": step}])
     run.truncate_after(1)
     assert [r["step"] for r in run.rows()] == [0, 1]
-    assert sorted(p.name for p in (tmp_path / "episodes").iterdir()) == ["000000.jsonl", "000001.jsonl"]
+    assert sorted(p.name for p in (tmp_path / "episodes").iterdir()) == [
+        "000000.jsonl",
+        "000001.jsonl",
+    ]
 
 
 def test_numbers_and_texts_survive_the_way_through_json(tmp_path):
@@ -171,7 +196,10 @@ def test_checkpoint_appears_whole_and_old_ones_go(tmp_path):
     for step in range(4):
         with run.checkpoint(step, keep=2) as folder:
             (folder / "weights").write_text(str(step))
-    assert [(step, (path / "weights").read_text()) for step, path in run.checkpoints()] == [(2, "2"), (3, "3")]
+    assert [(step, (path / "weights").read_text()) for step, path in run.checkpoints()] == [
+        (2, "2"),
+        (3, "3"),
+    ]
     with pytest.raises(RuntimeError), run.checkpoint(4) as folder:
         (folder / "weights").write_text("half")
         raise RuntimeError
@@ -223,13 +251,17 @@ for step in itertools.count():
 """
 
 
-@pytest.mark.parametrize("moment", [0, 7, 14, *range(30, 54)])  # one turn of the loop has 24 moments
+@pytest.mark.parametrize(
+    "moment", [0, 7, 14, *range(30, 54)]
+)  # one turn of the loop has 24 moments
 def test_kill_9_leaves_only_whole_files(tmp_path, moment):
     done = python("-c", WRITER, tmp_path, moment)
     assert done.returncode == -signal.SIGKILL, done.stderr
     run = store.open_run(tmp_path, {"a": 1})  # the lock is gone, leftovers are swept
     if moment > 20:
-        assert [len(r["text"]) for r in store.read_rows(tmp_path / "episodes" / "000000.jsonl")] == [9_000] * 5
+        assert [
+            len(r["text"]) for r in store.read_rows(tmp_path / "episodes" / "000000.jsonl")
+        ] == [9_000] * 5
         assert (tmp_path / "best" / "a").stat().st_size == 5_000
         assert run.checkpoints() and run.rows()[0] == {"step": 0}
     for _, folder in run.checkpoints():
@@ -252,7 +284,9 @@ class Options:
 def test_preset_first_and_flags_win(tmp_path):
     preset = tmp_path / "x.yaml"
     preset.write_text("lr: 1e-5\ngroup_size: 4\nfast: true\nnames: [a, b]\n")
-    assert store.parse_config(Options, [str(preset), "--lr", "2e-5"]) == Options(2e-5, 4, True, ("a", "b"))
+    assert store.parse_config(Options, [str(preset), "--lr", "2e-5"]) == Options(
+        2e-5, 4, True, ("a", "b")
+    )
     assert store.parse_config(Options, ["--group-size", "2"]) == Options(group_size=2)
 
 
@@ -272,7 +306,11 @@ def test_bad_presets(tmp_path, capsys):
 def test_what_a_person_can_mend_is_one_sentence_wherever_it_happened(capsys):
     def parallel():
         raise ExceptionGroup("tasks", [ExceptionGroup("more", [UserError("Take another name.")])])
-    for main, said in (parallel, "Take another name.\n"), (lambda: open("/dev/full", "w").write("x" * 10 ** 6), "No space left on device; what"):
+
+    for main, said in (
+        (parallel, "Take another name.\n"),
+        (lambda: open("/dev/full", "w").write("x" * 10**6), "No space left on device; what"),
+    ):
         with pytest.raises(SystemExit) as end:
             store.one_sentence(main)
         assert end.value.code == 2 and capsys.readouterr().err.startswith(said)

@@ -1,4 +1,5 @@
 """Real sandboxes, attacked and mistreated, in every backend that this machine has."""
+
 import ast
 import json
 import os
@@ -17,9 +18,9 @@ from pathlib import Path
 import pytest
 
 import env
+from flatlab.errors import ArtefactError, SandboxFault, UserError
 from flatlab.sandbox import boot, local, sandbox, snapshot
 from flatlab.sandbox.sandbox import IMAGE, Sandbox, docker_problem
-from flatlab.errors import ArtefactError, SandboxFault, UserError
 from tasks import load_task
 
 PROJECT = Path(sandbox.__file__).parents[2]
@@ -37,9 +38,13 @@ def missing(backend):
 
 
 MISSING = {backend: missing(backend) for backend in ("docker", "namespaces", "landlock")}
-EVERYWHERE = [pytest.param(backend, marks=pytest.mark.skipif(bool(why), reason=f"{backend}: {why}"), id=backend)
-              for backend, why in MISSING.items()]
-ISOLATED = EVERYWHERE[:2]       # what Landlock does not promise is tested in these
+EVERYWHERE = [
+    pytest.param(
+        backend, marks=pytest.mark.skipif(bool(why), reason=f"{backend}: {why}"), id=backend
+    )
+    for backend, why in MISSING.items()
+]
+ISOLATED = EVERYWHERE[:2]  # what Landlock does not promise is tested in these
 needs_docker = pytest.mark.skipif(bool(MISSING["docker"]), reason=MISSING["docker"])
 
 
@@ -63,7 +68,12 @@ def out(box, command, timeout=10):
 
 def running(box, marker):
     """Number of processes in the sandbox with the marker in their command line."""
-    return int(out(box, f"cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -c '[{marker[0]}]{marker[1:]}'; true"))
+    return int(
+        out(
+            box,
+            f"cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -c '[{marker[0]}]{marker[1:]}'; true",
+        )
+    )
 
 
 # ---------------------------------------------------------------------------------------------- commands
@@ -71,23 +81,51 @@ def running(box, marker):
 
 def test_exit_code_output_and_time(box):
     result = box.run("echo to stdout; echo to stderr >&2; exit 7", 10)
-    assert (result.exit_code, result.output, result.timed_out) == (7, "to stdout\nto stderr\n", False)
+    assert (result.exit_code, result.output, result.timed_out) == (
+        7,
+        "to stdout\nto stderr\n",
+        False,
+    )
     assert box.run("false", 10).exit_code == 1 and box.run("true", 10).exit_code == 0
     assert sorted(box.run("true", 10).seconds for _ in range(30))[15] < 0.05
 
 
 def test_cwd_and_exported_variables_stay(box):
-    box.run("mkdir -p 'a b'; cd 'a b'; export LINES='one\ntwo \"quoted\" $HOME'; NOT_EXPORTED=1", 10)
+    box.run(
+        "mkdir -p 'a b'; cd 'a b'; export LINES='one\ntwo \"quoted\" $HOME'; NOT_EXPORTED=1", 10
+    )
     assert out(box, 'echo "$PWD|$LINES|$NOT_EXPORTED"').endswith('a b|one\ntwo "quoted" $HOME|')
     box.run("unset LINES; cd ..", 10)
     assert out(box, 'echo "[$LINES]"; pwd') == f"[]\n{box.workspace}"
 
 
 @pytest.mark.fault(10, "exit, exec, kill $$, broken syntax, odd shell options")
-@pytest.mark.parametrize("command", [
-    "exit 3", "exec true", "exec >&-", "kill -9 $$", "kill -TERM $$", "set -euo pipefail; false", "trap - EXIT", "trap 'exit 9' EXIT",
-    "echo ${", "if", "'", "return 5", "unset PWD HOME PATH", "exec 99>&-; cd /", "echo garbage >&99; printf 'a\\0declare -x (' >&99",
-    "set -o noexec", "enable -n export printf", "readonly PWD", "export BASH_ENV=/nowhere ENV=/nowhere", "ulimit -n 3", "umask 777"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "exit 3",
+        "exec true",
+        "exec >&-",
+        "kill -9 $$",
+        "kill -TERM $$",
+        "set -euo pipefail; false",
+        "trap - EXIT",
+        "trap 'exit 9' EXIT",
+        "echo ${",
+        "if",
+        "'",
+        "return 5",
+        "unset PWD HOME PATH",
+        "exec 99>&-; cd /",
+        "echo garbage >&99; printf 'a\\0declare -x (' >&99",
+        "set -o noexec",
+        "enable -n export printf",
+        "readonly PWD",
+        "export BASH_ENV=/nowhere ENV=/nowhere",
+        "ulimit -n 3",
+        "umask 777",
+    ],
+)
 def test_no_command_breaks_the_next_one(box, command):
     box.run(f"cd {box.workspace}; export KEPT=yes PATH='{out(box, 'echo $PATH')}'", 10)
     box.run(command, 10)
@@ -107,17 +145,24 @@ WAITING = "me=$BASHPID; sleep 0.3; ps -eo ppid=,pid= | awk -v up=$PPID -v me=$me
 @pytest.mark.fault(10, "the shell that waits for the next command is killed or stopped")
 @pytest.mark.parametrize("signal_name", ["KILL", "STOP"])
 def test_no_background_job_breaks_the_next_command(box, signal_name):
-    first = out(box, f"export KEPT=yes; ({WAITING} > pids; kill -{signal_name} $(cat pids)) > /dev/null 2>&1 & echo $$")
+    first = out(
+        box,
+        f"export KEPT=yes; ({WAITING} > pids; kill -{signal_name} $(cat pids)) > /dev/null 2>&1 & echo $$",
+    )
     time.sleep(1)
     assert box.run("true", 1).exit_code == 0
-    assert out(box, "cat pids").isdigit() and out(box, "echo $KEPT") == "yes" and first not in out(box, "cat pids")
+    assert (
+        out(box, "cat pids").isdigit()
+        and out(box, "echo $KEPT") == "yes"
+        and first not in out(box, "cat pids")
+    )
     box.run("unset KEPT; rm pids", 10)
 
 
 def test_the_waiting_shell_knows_what_happened_meanwhile(box):
     """Each of these was wrong once: the shell had been started before."""
     box.run(f"cd {box.workspace}; mkdir -p q; export A=old", 10)
-    box.run("cd q; export A=new", 10, bodies=["the text of an edit"])        # has a shell of its own
+    box.run("cd q; export A=new", 10, bodies=["the text of an edit"])  # has a shell of its own
     assert out(box, "echo ${PWD##*/} $A") == "q new"
     box.run("(sleep 0.3; rmdir ../q; mkdir ../q) > /dev/null 2>&1 &", 10)
     time.sleep(1)
@@ -129,7 +174,9 @@ def test_the_waiting_shell_knows_what_happened_meanwhile(box):
     box.run("cd ..; rm -r q; unset A", 10)
 
 
-@pytest.mark.fault(9, "jobs that use up all processes, and the shell that waits for the next command")
+@pytest.mark.fault(
+    9, "jobs that use up all processes, and the shell that waits for the next command"
+)
 def test_no_process_is_left_for_the_waiting_shell(isolated):
     with closing(Sandbox(isolated, processes=24)) as box:
         for _ in range(3):
@@ -138,16 +185,31 @@ def test_no_process_is_left_for_the_waiting_shell(isolated):
 
 
 def test_the_waiting_shell_is_what_a_new_one_would_be(box):
-    commands = ["echo $0 $- $# $SHLVL; shopt", "set; declare -F", "ls /proc/self/fd", "echo ${", "nosuch", "cat", "if true\nthen(", "echo '\\a\\' \"$(tty)\""]
+    commands = [
+        "echo $0 $- $# $SHLVL; shopt",
+        "set; declare -F",
+        "ls /proc/self/fd",
+        "echo ${",
+        "nosuch",
+        "cat",
+        "if true\nthen(",
+        "echo '\\a\\' \"$(tty)\"",
+    ]
     seen = []
     for waits in (True, False):
         seen.append([])
         for command in commands:
-            box.call("state", cwd=box.workspace)                # ends the waiting one
+            box.call("state", cwd=box.workspace)  # ends the waiting one
             if waits:
                 box.run("true", 10)
             text = box.run(command, 10).output
-            seen[-1].append([line for line in text.splitlines() if not re.match("BASHPID|PPID|RANDOM|SECONDS|EPOCH|SRANDOM|_=|BASH_ARG", line)])
+            seen[-1].append(
+                [
+                    line
+                    for line in text.splitlines()
+                    if not re.match("BASHPID|PPID|RANDOM|SECONDS|EPOCH|SRANDOM|_=|BASH_ARG", line)
+                ]
+            )
     assert seen[0] == seen[1]
 
 
@@ -164,15 +226,23 @@ def test_text_arrives_and_returns_unharmed(box):
     assert box.get("t.txt").decode() == text and box.run("cat t.txt", 10).output == text
     assert out(box, "printf 'a\\xffb\\0c'") == "a\ufffdbc"
     assert out(box, "printf '\\033[31mred\\033[0m \\033]0;title\\007end'") == "red end"
-    assert out(box, "for i in 1 2 3; do printf \"\\r$i/3\"; done; printf '\\r\\nwindows\\r\\n'") == "3/3\nwindows"
+    assert (
+        out(box, "for i in 1 2 3; do printf \"\\r$i/3\"; done; printf '\\r\\nwindows\\r\\n'")
+        == "3/3\nwindows"
+    )
     assert box.run("printf 'lone \ud800 surrogate'", 10).exit_code == 0
 
 
 @pytest.mark.fault(8, "waits for input, pager, editor, password")
 def test_nothing_waits_for_input(box):
     start = time.monotonic()
-    assert out(box, "read x; echo \"[$x]\"; cat; python3 -c 'input()' 2>&1 | tail -1") .startswith("[]\nEOFError")
-    box.run("git log; less /etc/passwd; ssh nowhere; sudo ls; su; git init -q .; git commit --allow-empty", 20)
+    assert out(box, "read x; echo \"[$x]\"; cat; python3 -c 'input()' 2>&1 | tail -1").startswith(
+        "[]\nEOFError"
+    )
+    box.run(
+        "git log; less /etc/passwd; ssh nowhere; sudo ls; su; git init -q .; git commit --allow-empty",
+        20,
+    )
     assert time.monotonic() - start < 10
 
 
@@ -180,17 +250,28 @@ def test_nothing_waits_for_input(box):
 def test_endless_output_needs_constant_memory(box):
     def peak():
         return int(out(box, "grep VmHWM /proc/$PPID/status").split()[1])
+
     before = peak()
     result = box.run("echo first; yes", 1.5)
-    assert result.timed_out and result.output.startswith("first\ny\n") and "bytes left out" in result.output
-    assert len(result.output) < 4 * sandbox.KEEP_BYTES and peak() < before + 4096      # kB
+    assert (
+        result.timed_out
+        and result.output.startswith("first\ny\n")
+        and "bytes left out" in result.output
+    )
+    assert len(result.output) < 4 * sandbox.KEEP_BYTES and peak() < before + 4096  # kB
     tail = box.run("seq 2000000", 20)
-    assert tail.output.endswith("1999999\n2000000\n") and tail.output.startswith("1\n2\n") and not tail.timed_out
+    assert (
+        tail.output.endswith("1999999\n2000000\n")
+        and tail.output.startswith("1\n2\n")
+        and not tail.timed_out
+    )
 
 
 def test_one_endless_line_is_cleaned_quickly(box):
     start = time.monotonic()
-    box.run("head -c 3000000 /dev/zero | tr '\\0' '\\r'; head -c 3000000 /dev/zero | tr '\\0' x", 20)
+    box.run(
+        "head -c 3000000 /dev/zero | tr '\\0' '\\r'; head -c 3000000 /dev/zero | tr '\\0' x", 20
+    )
     assert time.monotonic() - start < 5
 
 
@@ -203,9 +284,16 @@ def test_one_endless_line_is_cleaned_quickly(box):
 @pytest.mark.fault(4, "ignores SIGTERM")
 def test_time_limit_kills_everything(box):
     start = time.monotonic()
-    result = box.run("echo partial; sleep 98765.1 & nohup sleep 98765.2 >/dev/null 2>&1 & setsid sleep 98765.3 & "
-                     "(trap '' TERM; while :; do sleep 98765.4; done) & trap '' TERM; while :; do sleep 0.05; done", 0.5)
-    assert result.timed_out and result.output.startswith("partial\n") and time.monotonic() - start < 0.5 + sandbox.GRACE + 2
+    result = box.run(
+        "echo partial; sleep 98765.1 & nohup sleep 98765.2 >/dev/null 2>&1 & setsid sleep 98765.3 & "
+        "(trap '' TERM; while :; do sleep 98765.4; done) & trap '' TERM; while :; do sleep 0.05; done",
+        0.5,
+    )
+    assert (
+        result.timed_out
+        and result.output.startswith("partial\n")
+        and time.monotonic() - start < 0.5 + sandbox.GRACE + 2
+    )
     assert running(box, "98765") == 0 and out(box, "echo alive") == "alive"
 
 
@@ -219,7 +307,9 @@ def test_sigterm_comes_first_and_is_no_timeout_by_itself(box):
 def test_background_job_lives_on_but_holds_nothing_up(box):
     start = time.monotonic()
     result = box.run("sleep 97531 & echo started", 10)
-    assert result.output == "started\n" and time.monotonic() - start < 2 and running(box, "97531") == 1
+    assert (
+        result.output == "started\n" and time.monotonic() - start < 2 and running(box, "97531") == 1
+    )
     box.run("(while :; do echo noise; done) & sleep 97531", 0.2)
     box.run("(while :; do echo noise; sleep 0.01; done) & true", 5)
     assert out(box, "echo quiet") == "quiet"
@@ -235,6 +325,7 @@ def test_call_in_another_thread_ends_when_the_sandbox_is_closed(isolated):
             box.run("sleep 60", 60)
         except SandboxFault as fault:
             seen.append(fault)
+
     thread = threading.Thread(target=wait)
     thread.start()
     time.sleep(0.3)
@@ -248,14 +339,16 @@ def test_call_in_another_thread_ends_when_the_sandbox_is_closed(isolated):
 
 def test_a_call_on_a_sandbox_that_another_thread_has_closed_is_a_fault(box):
     gone = Sandbox(box.backend)
-    gone.close()                    # and with it what would be asked for last words
+    gone.close()  # and with it what would be asked for last words
     with pytest.raises(SandboxFault, match="^the sandbox is closed$"):
         gone._fail(EOFError("it has ended"))
 
 
 def test_sweep_waits_for_processes_that_take_time_to_end():
     tree = ast.parse((PROJECT / "flatlab" / "sandbox" / "guest" / "main.py").read_text())
-    code = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "sweep")
+    code = next(
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "sweep"
+    )
     end = time.monotonic() + 1.5
 
     class Os:
@@ -263,6 +356,7 @@ def test_sweep_waits_for_processes_that_take_time_to_end():
         def kill(pid, number):
             if time.monotonic() > end:
                 raise ProcessLookupError
+
     names = {"reap": lambda: None, "MODE": "docker", "os": Os, "signal": signal, "time": time}
     exec(compile(ast.Module([code], []), "runner.py", "exec"), names)
     assert names["sweep"]() == ({}, b"")
@@ -292,13 +386,22 @@ def test_memory_bomb(isolated):
 
 def test_where_memory_is_short_the_command_goes(isolated):
     box = Sandbox(isolated)
-    assert out(box, "cat /proc/self/oom_score_adj") == "1000" and int(out(box, "cat /proc/$PPID/oom_score_adj")) < 1000
+    assert (
+        out(box, "cat /proc/self/oom_score_adj") == "1000"
+        and int(out(box, "cat /proc/$PPID/oom_score_adj")) < 1000
+    )
     box.close()
 
 
 @pytest.mark.fault(12, "fork bomb")
-@pytest.mark.parametrize("bomb", ["for i in $(seq 300); do sleep 60 & done; wait", ":(){ :|:& };:; sleep 60",
-                                  "python3 -c 'import os\nwhile 1:\n try: os.fork()\n except OSError: pass'"])
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "for i in $(seq 300); do sleep 60 & done; wait",
+        ":(){ :|:& };:; sleep 60",
+        "python3 -c 'import os\nwhile 1:\n try: os.fork()\n except OSError: pass'",
+    ],
+)
 def test_fork_bomb(isolated, bomb):
     box = Sandbox(isolated, processes=64)
     start = time.monotonic()
@@ -312,8 +415,10 @@ def test_disk(isolated):
     box = Sandbox(isolated, disk=16 << 20)
     result = box.run("head -c 100M /dev/zero > big", 20)
     assert result.exit_code and int(out(box, "stat -c %s big")) <= 16 << 20
-    if isolated == "namespaces":        # in sum, too
-        assert "No space left" in out(box, "for i in 1 2 3; do head -c 10M /dev/zero > part$i; done")
+    if isolated == "namespaces":  # in sum, too
+        assert "No space left" in out(
+            box, "for i in 1 2 3; do head -c 10M /dev/zero > part$i; done"
+        )
     assert out(box, "rm -f big part*; echo x > y; cat y") == "x"
     box.close()
 
@@ -327,28 +432,53 @@ def test_no_rights(box):
     assert set(status.replace("\t", " ").split()[1::2]) == {"0" * 16, "1"}
     # The stand-in of an ordinary user where no other user can reach the Python: root's number, no capability.
     assert out(box, "id -u") != "0" or box.backend == "landlock"
-    for command in ("touch /usr/x", "touch /etc/x", "touch /x", "mount -t tmpfs x /mnt", "unshare -Ur true", "chroot / true", "dmesg",
-                    "mknod d c 1 5", "cat /proc/1/environ", "cat /etc/shadow", "echo 1 > /proc/sys/kernel/panic"):
+    for command in (
+        "touch /usr/x",
+        "touch /etc/x",
+        "touch /x",
+        "mount -t tmpfs x /mnt",
+        "unshare -Ur true",
+        "chroot / true",
+        "dmesg",
+        "mknod d c 1 5",
+        "cat /proc/1/environ",
+        "cat /etc/shadow",
+        "echo 1 > /proc/sys/kernel/panic",
+    ):
         assert box.run(command, 10).exit_code, command
 
 
 @pytest.mark.attack("network: this machine, its bridge, the internet")
 def test_no_network(box):
-    code = ("import socket, sys\ns = socket.socket(socket.AF_INET, socket.SOCK_{})\ns.settimeout(2)\n"
-            "try: s.connect(('{}', {}))\nexcept OSError as e: print('refused', e)\nelse: print('CONNECTED')")
-    with socket.create_server(("0.0.0.0", 0)) as server:        # something of this machine that listens
+    code = (
+        "import socket, sys\ns = socket.socket(socket.AF_INET, socket.SOCK_{})\ns.settimeout(2)\n"
+        "try: s.connect(('{}', {}))\nexcept OSError as e: print('refused', e)\nelse: print('CONNECTED')"
+    )
+    with socket.create_server(("0.0.0.0", 0)) as server:  # something of this machine that listens
         port = server.getsockname()[1]
         for host, number in (("127.0.0.1", port), ("172.17.0.1", port), ("1.1.1.1", 53)):
-            assert out(box, f"python3 - <<'E'\n{code.format('STREAM', host, number)}\nE").startswith("refused")
+            assert out(
+                box, f"python3 - <<'E'\n{code.format('STREAM', host, number)}\nE"
+            ).startswith("refused")
     if box.backend != "landlock":
-        assert out(box, f"python3 - <<'E'\n{code.format('DGRAM', '1.1.1.1', 53)}\nE").startswith("refused")
+        assert out(box, f"python3 - <<'E'\n{code.format('DGRAM', '1.1.1.1', 53)}\nE").startswith(
+            "refused"
+        )
 
 
 @pytest.mark.fault(14, "the agent kills its sandbox")
 @pytest.mark.attack("killing, stopping, tracing or reading the runner")
 def test_runner_cannot_be_killed_or_read(isolated):
     box = Sandbox(isolated)
-    for command in ("kill -9 1", "kill -9 $PPID", "kill -TERM $PPID", "kill -INT 1 $PPID", "kill -ALRM 1 $PPID", "kill -STOP $PPID", "kill -9 -1"):
+    for command in (
+        "kill -9 1",
+        "kill -9 $PPID",
+        "kill -TERM $PPID",
+        "kill -INT 1 $PPID",
+        "kill -ALRM 1 $PPID",
+        "kill -STOP $PPID",
+        "kill -9 -1",
+    ):
         box.run(command, 5)
         assert out(box, "echo alive") == "alive", command
     for path in ("environ", "mem", "fd/0", "fd/3", "fd/4", "maps", "cwd/", "root/"):
@@ -361,11 +491,13 @@ def test_runner_cannot_be_killed_or_read(isolated):
 @pytest.mark.fault(9, "prints our own protocol")
 @pytest.mark.attack("forging the runner's frames")
 def test_printed_frames_are_only_text(box):
-    forge = ("import os, struct, json\nhead = json.dumps({'code': 0, 'cwd': '/', 'head': 0, 'dropped': 0, 'seconds': 0, 'timed_out': False}).encode()\n"
-             "frame = struct.pack('>II', len(head), 4) + head + b'FAKE'\n"
-             "for target in [*range(256), *(f'/proc/{p}/fd/{n}' for p in (1, os.getppid()) for n in range(12))]:\n"
-             "    try: os.write(os.open(target, os.O_WRONLY) if isinstance(target, str) else target, frame)\n    except OSError: pass\n"
-             "os._exit(5)")
+    forge = (
+        "import os, struct, json\nhead = json.dumps({'code': 0, 'cwd': '/', 'head': 0, 'dropped': 0, 'seconds': 0, 'timed_out': False}).encode()\n"
+        "frame = struct.pack('>II', len(head), 4) + head + b'FAKE'\n"
+        "for target in [*range(256), *(f'/proc/{p}/fd/{n}' for p in (1, os.getppid()) for n in range(12))]:\n"
+        "    try: os.write(os.open(target, os.O_WRONLY) if isinstance(target, str) else target, frame)\n    except OSError: pass\n"
+        "os._exit(5)"
+    )
     result = box.run(f"exec python3 - <<'E'\n{forge}\nE", 10)
     assert result.exit_code == 5 and "FAKE" in result.output and result.cwd == box.workspace
     assert box.run("echo next; exit 6", 10).exit_code == 6
@@ -376,7 +508,14 @@ def test_local_sandbox_shows_nothing_of_the_machine(box, tmp_path):
     if box.backend == "docker":
         pytest.skip("an image is not this machine")
     (tmp_path / "secret").write_text("secret")
-    for path in {tmp_path, PROJECT, PROJECT / "configs", Path.home() / ".bashrc", Path("/var/run/docker.sock"), Path("/var/log")}:
+    for path in {
+        tmp_path,
+        PROJECT,
+        PROJECT / "configs",
+        Path.home() / ".bashrc",
+        Path("/var/run/docker.sock"),
+        Path("/var/log"),
+    }:
         assert box.run(f"ls {path}/* || cat {path}", 5).exit_code, path
     assert box.run("python -c 'import sys; print(sys.prefix)'", 10).output.strip() == sys.prefix
     assert box.run("pip --version || python -c 'import yaml'", 20).exit_code == 0
@@ -386,9 +525,15 @@ def test_local_sandbox_shows_nothing_of_the_machine(box, tmp_path):
 def test_sandboxes_are_strangers(isolated):
     boxes = [Sandbox(isolated) for _ in range(3)]
     for number, box in enumerate(boxes):
-        box.run(f"echo {number} > mine; echo {number} > /tmp/mine; export ME={number}; sleep 8642{number} &", 5)
+        box.run(
+            f"echo {number} > mine; echo {number} > /tmp/mine; export ME={number}; sleep 8642{number} &",
+            5,
+        )
     for number, box in enumerate(boxes):
-        assert out(box, "cat mine /tmp/mine; echo $ME; ls | wc -l") == f"{number}\n{number}\n{number}\n1"
+        assert (
+            out(box, "cat mine /tmp/mine; echo $ME; ls | wc -l")
+            == f"{number}\n{number}\n{number}\n1"
+        )
         assert running(box, "8642") == 1
         box.close()
 
@@ -398,7 +543,12 @@ def test_a_later_local_sandbox_is_empty():
         pytest.skip(MISSING["namespaces"])
     for _ in range(2):
         box = Sandbox("namespaces")
-        assert out(box, "ls -A . ~ /tmp /dev/shm | sort -u; echo x | tee a ~/b /tmp/c /dev/shm/d") .split()[-1] == "x"
+        assert (
+            out(
+                box, "ls -A . ~ /tmp /dev/shm | sort -u; echo x | tee a ~/b /tmp/c /dev/shm/d"
+            ).split()[-1]
+            == "x"
+        )
         box.close()
 
 
@@ -406,20 +556,42 @@ def test_a_later_local_sandbox_is_empty():
 
 
 def test_put_and_get(box):
-    box.put({"deep/er/file.bin": bytes(range(256)) * 5000, "empty": b"", "script": PROJECT / "env.py"})
+    box.put(
+        {"deep/er/file.bin": bytes(range(256)) * 5000, "empty": b"", "script": PROJECT / "env.py"}
+    )
     assert box.get("deep/er/file.bin") == bytes(range(256)) * 5000 and box.get("empty") == b""
     assert box.get("script") == (PROJECT / "env.py").read_bytes()
-    assert out(box, "echo more >> empty; cat empty; stat -c %U empty deep/er >/dev/null && touch deep/er/x && echo writable") == "more\nwritable"
+    assert (
+        out(
+            box,
+            "echo more >> empty; cat empty; stat -c %U empty deep/er >/dev/null && touch deep/er/x && echo writable",
+        )
+        == "more\nwritable"
+    )
 
 
 @pytest.mark.fault(24, "links, devices, sockets, sparse files instead of an artefact")
-@pytest.mark.parametrize("make, path, why", [
-    ("true", "absent", "is not there"), ("true", "no/where/absent", "is not there"), ("ln -sf /etc/passwd link", "link", "is a link"),
-    ("ln -sfn /etc linked", "linked/passwd", "does not lie in a plain folder"), ("mkfifo fifo", "fifo", "is not a regular file"),
-    ("mkdir -p folder", "folder", "is not a regular file"), ("truncate -s 900M sparse", "sparse", "is larger than"), ("head -c 2M /dev/zero > big", "big", "is larger than"),
-    ("true", "../workspace/x", "is not a path in the workspace"), ("true", "/etc/passwd", "is not a path in the workspace"),
-    ("true", "a\0b", "is not a path in the workspace"),
-    ("python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"sock\")'", "sock", "No such device")])
+@pytest.mark.parametrize(
+    "make, path, why",
+    [
+        ("true", "absent", "is not there"),
+        ("true", "no/where/absent", "is not there"),
+        ("ln -sf /etc/passwd link", "link", "is a link"),
+        ("ln -sfn /etc linked", "linked/passwd", "does not lie in a plain folder"),
+        ("mkfifo fifo", "fifo", "is not a regular file"),
+        ("mkdir -p folder", "folder", "is not a regular file"),
+        ("truncate -s 900M sparse", "sparse", "is larger than"),
+        ("head -c 2M /dev/zero > big", "big", "is larger than"),
+        ("true", "../workspace/x", "is not a path in the workspace"),
+        ("true", "/etc/passwd", "is not a path in the workspace"),
+        ("true", "a\0b", "is not a path in the workspace"),
+        (
+            "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"sock\")'",
+            "sock",
+            "No such device",
+        ),
+    ],
+)
 def test_get_refuses_what_is_not_a_plain_small_file(box, make, path, why):
     box.run(f"cd {box.workspace}; {make}", 10)
     start = time.monotonic()
@@ -430,7 +602,9 @@ def test_get_refuses_what_is_not_a_plain_small_file(box, make, path, why):
 
 def test_put_never_writes_through_links(isolated):
     box = Sandbox(isolated)
-    box.run("mkdir /tmp/target; echo old > /tmp/target/f; ln -s /tmp/target/f f; ln -s /tmp/target d", 5)
+    box.run(
+        "mkdir /tmp/target; echo old > /tmp/target/f; ln -s /tmp/target/f f; ln -s /tmp/target d", 5
+    )
     box.put({"f": b"new"})
     with pytest.raises(SandboxFault):
         box.put({"d/f": b"new"})
@@ -443,10 +617,15 @@ def test_any_number_of_files_is_removed(box):
     box.call("state", cwd=box.workspace)
     make = "import os\nos.makedirs('many/x')\nos.symlink('many', 'pointer')\nfor n in range(20000): open(f'many/{n:0200}', 'w').close()"
     assert box.run(f"python3 - <<'E'\n{make}\nE", 60).exit_code == 0
-    names = [path for path, _ in box.call("listing", most=10 ** 6)[0]["files"] if path.startswith("many/")]
-    assert len(names) == 20_000 and sum(map(len, names)) > 2 << 20         # more than one argv holds
+    names = [
+        path for path, _ in box.call("listing", most=10**6)[0]["files"] if path.startswith("many/")
+    ]
+    assert len(names) == 20_000 and sum(map(len, names)) > 2 << 20  # more than one argv holds
     box.remove([*names, "pointer/", "absent", "odd\nname"])
-    assert out(box, "ls -A many; ls -d pointer") .split("\n")[0] == "x" and out(box, "echo alive") == "alive"
+    assert (
+        out(box, "ls -A many; ls -d pointer").split("\n")[0] == "x"
+        and out(box, "echo alive") == "alive"
+    )
     with pytest.raises(SandboxFault, match="cannot be removed"):
         box.remove(["many/."])
     assert out(box, "echo alive") == "alive"
@@ -456,14 +635,19 @@ def test_any_number_of_files_is_removed(box):
 def test_root_runs_no_program_of_the_agent(isolated):
     boxes = [Sandbox(isolated) for _ in range(2)]
     for box in boxes:
-        box.run("mkdir ~/bin; for name in tar rm xargs python3; do printf '#!/bin/bash\\necho $0 $(id -u) >> /tmp/owned\\n' > ~/bin/$name; done; chmod 755 ~/bin/*; /bin/echo kept > f", 5)
+        box.run(
+            "mkdir ~/bin; for name in tar rm xargs python3; do printf '#!/bin/bash\\necho $0 $(id -u) >> /tmp/owned\\n' > ~/bin/$name; done; chmod 755 ~/bin/*; /bin/echo kept > f",
+            5,
+        )
         box.call("configure", env={"PATH": f"{Path(box.workspace).parent}/bin:/usr/bin:/bin"})
-    assert "tar" in out(boxes[0], "tar; cat /tmp/owned; : > /tmp/owned")          # ours is found first
+    assert "tar" in out(boxes[0], "tar; cat /tmp/owned; : > /tmp/owned")  # ours is found first
     files = snapshot.take(boxes[0])
     snapshot.put_back(boxes[1], files)
     boxes[1].remove(["f"])
     for box in boxes:
-        assert out(box, "cat /tmp/owned") == "" and out(box, "ls") == ("f" if box is boxes[0] else "")
+        assert out(box, "cat /tmp/owned") == "" and out(box, "ls") == (
+            "f" if box is boxes[0] else ""
+        )
         box.close()
 
 
@@ -495,7 +679,11 @@ def processes(marker):
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            found += [folder.name] if marker in (folder / "cmdline").read_text(errors="replace").split("\0")[1:2] else []
+            found += (
+                [folder.name]
+                if marker in (folder / "cmdline").read_text(errors="replace").split("\0")[1:2]
+                else []
+            )
         except OSError:
             continue
     return found
@@ -505,7 +693,11 @@ def processes(marker):
 @pytest.mark.parametrize("backend", EVERYWHERE)
 def test_killed_owner_leaves_nothing(backend):
     marker = f"7531{os.getpid()}"
-    owner = subprocess.Popen([sys.executable, "-c", OWNER.format(project=str(PROJECT), backend=backend, marker=marker)], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER.format(project=str(PROJECT), backend=backend, marker=marker)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     place = owner.stdout.readline().strip()
     deadline = time.monotonic() + 10
     while len(processes(marker)) < 2 and time.monotonic() < deadline:
@@ -543,12 +735,21 @@ def test_a_killed_nursery_is_replaced():
 @needs_docker
 def test_containers_of_dead_owners_are_removed_at_the_next_start():
     from docker.errors import APIError
+
     api = sandbox.docker_api()
     dead = subprocess.Popen(["true"])
     dead.wait()
     host = socket.gethostname()
-    labels = {"dead": f"{host}:{dead.pid}:1", "reused": f"{host}:{os.getpid()}:1", "alive": sandbox.owner_label(), "elsewhere": f"not-{host}:{dead.pid}:1"}
-    boxes = {name: api.create_container(IMAGE, ["true"], labels={"flatlab.owner": label})["Id"] for name, label in labels.items()}
+    labels = {
+        "dead": f"{host}:{dead.pid}:1",
+        "reused": f"{host}:{os.getpid()}:1",
+        "alive": sandbox.owner_label(),
+        "elsewhere": f"not-{host}:{dead.pid}:1",
+    }
+    boxes = {
+        name: api.create_container(IMAGE, ["true"], labels={"flatlab.owner": label})["Id"]
+        for name, label in labels.items()
+    }
     try:
         sandbox.docker_api.cache_clear()
         sandbox.docker_api()
@@ -556,7 +757,7 @@ def test_containers_of_dead_owners_are_removed_at_the_next_start():
         assert {name for name, box in boxes.items() if box in left} == {"alive", "elsewhere"}
     finally:
         for box in boxes.values():
-            with suppress(APIError):        # already removed, or just being removed
+            with suppress(APIError):  # already removed, or just being removed
                 api.remove_container(box, force=True)
 
 
@@ -616,26 +817,56 @@ def test_namespaces_of_an_ordinary_user(tmp_path):
         if not shutil.which("setpriv") or not os.path.exists(python):
             pytest.skip("needs setpriv and a system python3 to become an ordinary user")
         nobody = pwd.getpwnam("nobody")
-        prefix = ["setpriv", f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups"]
-        copies = "/tmp/flatlab-test-ordinary"       # pytest's own folders are closed to others
+        prefix = [
+            "setpriv",
+            f"--reuid={nobody.pw_uid}",
+            f"--regid={nobody.pw_gid}",
+            "--clear-groups",
+        ]
+        copies = "/tmp/flatlab-test-ordinary"  # pytest's own folders are closed to others
         shutil.rmtree(copies, ignore_errors=True)
-        shutil.copytree(PROJECT / "flatlab", f"{copies}/flatlab", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            PROJECT / "flatlab", f"{copies}/flatlab", ignore=shutil.ignore_patterns("__pycache__")
+        )
         shutil.copy(PROJECT / "tasks.py", copies)
     else:
         prefix, python, copies = [], sys.executable, str(PROJECT)
     try:
-        done = subprocess.run([*prefix, python, "-B", "-c", ORDINARY.format(project=copies)], capture_output=True, text=True, timeout=60, cwd="/")
+        done = subprocess.run(
+            [*prefix, python, "-B", "-c", ORDINARY.format(project=copies)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd="/",
+        )
     finally:
         if copies != str(PROJECT):
             shutil.rmtree(copies)
     if "not permitted" in done.stderr and "unshare" in done.stderr:
         pytest.skip("ordinary users have no namespaces here")
     assert done.returncode == 0, done.stderr
-    user, kills, reads, writes, caps, nested, project, _, state, slow, put, closed = json.loads(done.stdout)
-    assert user == [0, "1000"] and kills[1].endswith("alive") and reads[0] and writes[0] and nested[0] and project[0]
+    user, kills, reads, writes, caps, nested, project, _, state, slow, put, closed = json.loads(
+        done.stdout
+    )
+    assert (
+        user == [0, "1000"]
+        and kills[1].endswith("alive")
+        and reads[0]
+        and writes[0]
+        and nested[0]
+        and project[0]
+    )
     assert caps[1].split()[1] == "0" * 16 and state == [0, "1\n/tmp"] and put == [0, "x"]
     assert slow[0] == 1 and int(slow[1]) < 6
-    assert closed[0] == ["f", "g", "h"] and closed[1] == ["d", "444", "f", "600", "h", "644", "2"]     # what it may not read is left out
+    assert closed[0] == ["f", "g", "h"] and closed[1] == [
+        "d",
+        "444",
+        "f",
+        "600",
+        "h",
+        "644",
+        "2",
+    ]  # what it may not read is left out
 
 
 # ---------------------------------------------------------------------------------------------- choosing
@@ -654,7 +885,9 @@ def no_daemon(monkeypatch):
 @pytest.mark.fault(17, "no daemon")
 def test_no_daemon(no_daemon):
     start = time.monotonic()
-    with pytest.raises(UserError, match="^No Docker daemon answers at unix:///nowhere/docker.sock.$"):
+    with pytest.raises(
+        UserError, match="^No Docker daemon answers at unix:///nowhere/docker.sock.$"
+    ):
         sandbox.pick_backend("docker")
     no_daemon.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
     with pytest.raises(UserError, match="No Docker daemon answers at tcp://127.0.0.1:1"):
@@ -665,7 +898,12 @@ def test_no_daemon(no_daemon):
 def test_auto_falls_back_only_to_complete_isolation(no_daemon):
     no_daemon.setattr(sandbox, "local_isolation", lambda: (True, "all covered"))
     name, line = sandbox.pick_backend("auto", IMAGE, False)
-    assert name == "local" and "all covered" in line and "No Docker daemon" in line and "\n" not in line
+    assert (
+        name == "local"
+        and "all covered" in line
+        and "No Docker daemon" in line
+        and "\n" not in line
+    )
     sandbox.pick_backend.cache_clear()
     no_daemon.setattr(sandbox, "local_isolation", lambda: (False, "half covered"))
     with pytest.raises(UserError, match="half covered"):
@@ -677,7 +915,9 @@ def test_auto_falls_back_only_to_complete_isolation(no_daemon):
     with pytest.raises(UserError, match="Unknown backend 'dokcer'"):
         env.Env(load_task("titanic", "", ""), "dokcer")
     with pytest.raises(UserError, match="Unknown kind of sandbox"):
-        Sandbox("none")             # on its own, too: without isolation the end of a grading would end this machine's processes
+        Sandbox(
+            "none"
+        )  # on its own, too: without isolation the end of a grading would end this machine's processes
 
 
 def test_local_falls_back_to_landlock_and_says_what_is_missing(monkeypatch):
@@ -689,6 +929,7 @@ def test_local_falls_back_to_landlock_and_says_what_is_missing(monkeypatch):
         if mode == "namespaces":
             raise SandboxFault("unshare: Operation not permitted")
         return start(mode, **options)
+
     monkeypatch.setattr(sandbox, "start_local", refuse)
     sandbox.local_isolation.cache_clear()
     complete, line = sandbox.local_isolation()
@@ -716,6 +957,9 @@ def test_docker_image_and_permission(monkeypatch):
     import docker
 
     def refused():
-        raise docker.errors.DockerException("Error while fetching server API version: ('Connection aborted.', PermissionError(13, 'Permission denied'))")
+        raise docker.errors.DockerException(
+            "Error while fetching server API version: ('Connection aborted.', PermissionError(13, 'Permission denied'))"
+        )
+
     monkeypatch.setattr(docker, "docker_api", refused)
     assert "no permission on the Docker socket" in sandbox.docker_problem(IMAGE)

@@ -18,10 +18,10 @@ import pytest
 import env
 import search
 import viz
-from flatlab.sandbox import snapshot
-from flatlab.runs import stats
-from flatlab.tree.tree import Tree
 from flatlab.errors import UserError
+from flatlab.runs import stats
+from flatlab.sandbox import snapshot
+from flatlab.tree.tree import Tree
 from tasks import load_task
 
 HERE = Path(__file__).parents[1]
@@ -38,6 +38,7 @@ def no_provenance(monkeypatch):
 
 class Model:
     """Ten lines that answer like a model: text <-> code points, replies from `answer(prompt, seed)`."""
+
     context, version = 100_000, 0
 
     def __init__(self, answer):
@@ -47,7 +48,7 @@ class Model:
         return [ord(c) for c in "".join(f"<{m['role']}>{m['content']}" for m in messages)]
 
     def encode(self, text):
-        text.encode()                   # as every real tokenizer: not what cannot be encoded
+        text.encode()  # as every real tokenizer: not what cannot be encoded
         return [ord(c) for c in text]
 
     def decode(self, tokens):
@@ -60,18 +61,27 @@ class Model:
         self.prompts.append(self.decode(tokens))
         await asyncio.sleep(0)
         text = self.answer(self.prompts[-1], seed)
-        return SimpleNamespace(tokens=self.encode(text), logprobs=[0.0] * len(text), text=text, stop_reason="stop", version=0)
+        return SimpleNamespace(
+            tokens=self.encode(text),
+            logprobs=[0.0] * len(text),
+            text=text,
+            stop_reason="stop",
+            version=0,
+        )
 
 
 def lists(prompt, seed):
     """Five strategies that depend on the seed."""
     rng = random.Random(seed)
-    return "\n".join(f"Strategy: plan {rng.randrange(10 ** 6)}\nProbability: 0.0{i + 1}" for i in range(5))
+    return "\n".join(
+        f"Strategy: plan {rng.randrange(10**6)}\nProbability: 0.0{i + 1}" for i in range(5)
+    )
 
 
 def fake_play(score_of, delay=lambda node: 0.0, log=None, large=None):
     """Stands for search.play: no sandbox. score_of(node) -> number, None (nothing valid) or "fault".
     The files of a node are its id; too large to be kept when it ends in `large`."""
+
     async def play(t, node, parents):
         if log is not None:
             log.append((t.task.name, t.mode, t.seed, node.id, [p.id for p in parents]))
@@ -80,9 +90,30 @@ def fake_play(score_of, delay=lambda node: 0.0, log=None, large=None):
         value = score_of(node)
         if value == "fault":
             return env.Episode(t.task.name, node.seed, status="fault", fault="broke"), b""
-        score = env.Score(value, "accuracy", "validation", value is not None, "" if value is not None else "no submission")
-        return env.Episode(t.task.name, node.seed, status="submit" if value is not None else "turn_limit", score=score, turns=[
-            {"reply": "", "action": "submit", "observation": "", "status": "submit", "score": None, "reply_tokens": 0}]), b"" if large and node.id.endswith(large) else empty_tar(node.id)
+        score = env.Score(
+            value,
+            "accuracy",
+            "validation",
+            value is not None,
+            "" if value is not None else "no submission",
+        )
+        return env.Episode(
+            t.task.name,
+            node.seed,
+            status="submit" if value is not None else "turn_limit",
+            score=score,
+            turns=[
+                {
+                    "reply": "",
+                    "action": "submit",
+                    "observation": "",
+                    "status": "submit",
+                    "score": None,
+                    "reply_tokens": 0,
+                }
+            ],
+        ), b"" if large and node.id.endswith(large) else empty_tar(node.id)
+
     return play
 
 
@@ -96,16 +127,33 @@ def by_seed(node):
     return None if rng.random() < 0.3 else rng.random()
 
 
-TESTED = []         # (split, what was restored) of each test score
+TESTED = []  # (split, what was restored) of each test score
 
 
 def attempt(*_):
     seen = []
-    return SimpleNamespace(restore=lambda files, *_: seen.append(files), close=lambda: None, score=lambda split: (
-        TESTED.append((split, seen[-1])), env.Score(0.75, "accuracy", split, True, ""))[1])
+    return SimpleNamespace(
+        restore=lambda files, *_: seen.append(files),
+        close=lambda: None,
+        score=lambda split: (
+            TESTED.append((split, seen[-1])),
+            env.Score(0.75, "accuracy", split, True, ""),
+        )[1],
+    )
 
 
-def run(folder, score_of=by_seed, model=None, log=None, delay=lambda node: 0.0, tasks=(TASK,), modes=("tail",), seeds=(0,), large=None, **config):
+def run(
+    folder,
+    score_of=by_seed,
+    model=None,
+    log=None,
+    delay=lambda node: 0.0,
+    tasks=(TASK,),
+    modes=("tail",),
+    seeds=(0,),
+    large=None,
+    **config,
+):
     cfg = search.Config(context=50_000, max_reply_tokens=1000, backend="local", **config)
     trees = []
     for task in tasks:
@@ -138,12 +186,29 @@ def result(t):
 # ------------------------------------------------------------------------------------------ budgets
 
 
-@pytest.mark.parametrize("select", ["bfs", "random", "greedy", "ucb", "open_ended", "softmax", "signals", "mcts", "evolution", "linear"])
+@pytest.mark.parametrize(
+    "select",
+    [
+        "bfs",
+        "random",
+        "greedy",
+        "ucb",
+        "open_ended",
+        "softmax",
+        "signals",
+        "mcts",
+        "evolution",
+        "linear",
+    ],
+)
 @pytest.mark.parametrize("workers", [1, 4])
 def test_budget_k_executes_k(tmp_path, select, workers):
     log = []
     t = run(tmp_path, log=log, select=select, workers=workers, nodes=11)
-    assert len(rows(t)) == len({r["id"] for r in rows(t)}) == 11 == result(t)["nodes"] and result(t)["stopped_by"] == "nodes"
+    assert (
+        len(rows(t)) == len({r["id"] for r in rows(t)}) == 11 == result(t)["nodes"]
+        and result(t)["stopped_by"] == "nodes"
+    )
     assert len(log) == 11 and result(t)["status"] == "finished"
     assert all(r["decision"]["rule"] == select and r["decision"]["reason"] for r in rows(t))
 
@@ -151,10 +216,16 @@ def test_budget_k_executes_k(tmp_path, select, workers):
 def test_failures_are_counted_everywhere_and_the_root_is_the_best_of_nothing(tmp_path):
     t = run(tmp_path, score_of=lambda node: None, nodes=12)
     r = result(t)
-    assert (r["nodes"], r["failed"], r["best_id"], r["best_score"], r["test_score"]) == (12, 12, "0", 0.5, None)
+    assert (r["nodes"], r["failed"], r["best_id"], r["best_score"], r["test_score"]) == (
+        12,
+        12,
+        "0",
+        0.5,
+        None,
+    )
     assert r["node_mean"] == 0.5 and r["valid_share"] == 0
     assert all(row["score"] is None and "no submission" in row["error"] for row in rows(t))
-    table, = stats.grid_table([r])
+    (table,) = stats.grid_table([r])
     assert (table["mean"], table["empty"], table["failed"]) == (0.5, 1, 12)
 
 
@@ -164,11 +235,22 @@ def test_the_best_by_validation_is_tested_once(tmp_path):
     r = result(t)
     assert TESTED == [("test", empty_tar(r["best_id"]))]
     assert r["best_score"] == max(row["score"] for row in rows(t) if row["valid"])
-    assert r["test_score"] == 0.75 and r["gap"] == pytest.approx(0.75 - r["best_score"]) and r["selected_on_test"] is False
+    assert (
+        r["test_score"] == 0.75
+        and r["gap"] == pytest.approx(0.75 - r["best_score"])
+        and r["selected_on_test"] is False
+    )
 
 
 def test_lower_is_better(tmp_path):
-    t = run(tmp_path, tasks=[replace(TASK, higher_is_better=False, baseline=0.9, reference=0.0)], nodes=12, select="greedy", workers=1, debug_prob=0.0)
+    t = run(
+        tmp_path,
+        tasks=[replace(TASK, higher_is_better=False, baseline=0.9, reference=0.0)],
+        nodes=12,
+        select="greedy",
+        workers=1,
+        debug_prob=0.0,
+    )
     assert result(t)["best_score"] == min(row["score"] for row in rows(t) if row["valid"])
     for i, row in enumerate(rows(t)):
         before = {r["id"]: r["score"] for r in rows(t)[:i] if r["valid"]}
@@ -176,15 +258,43 @@ def test_lower_is_better(tmp_path):
 
 
 def test_other_budgets(tmp_path):
-    t = run(tmp_path / "tokens", nodes=12, tokens=300, workers=1, modes=("none",), score_of=lambda node: 0.6)
-    assert result(t)["stopped_by"] == "nodes"           # 12 * 10 tokens
-    t = run(tmp_path / "few", nodes=12, tokens=35, workers=1, modes=("none",), score_of=lambda node: 0.6)
+    t = run(
+        tmp_path / "tokens",
+        nodes=12,
+        tokens=300,
+        workers=1,
+        modes=("none",),
+        score_of=lambda node: 0.6,
+    )
+    assert result(t)["stopped_by"] == "nodes"  # 12 * 10 tokens
+    t = run(
+        tmp_path / "few", nodes=12, tokens=35, workers=1, modes=("none",), score_of=lambda node: 0.6
+    )
     assert (result(t)["stopped_by"], result(t)["nodes"], result(t)["tokens"]) == ("tokens", 4, 40)
-    t = run(tmp_path / "minutes", nodes=12, minutes=0.003, workers=1, delay=lambda node: 0.05, score_of=lambda node: 0.6)
+    t = run(
+        tmp_path / "minutes",
+        nodes=12,
+        minutes=0.003,
+        workers=1,
+        delay=lambda node: 0.05,
+        score_of=lambda node: 0.6,
+    )
     assert result(t)["stopped_by"] == "minutes" and 1 <= result(t)["nodes"] < 12
-    t = run(tmp_path / "patience", nodes=12, patience=3, workers=1, score_of=lambda node: 0.9 if node.id == "0.1" else 0.6)
+    t = run(
+        tmp_path / "patience",
+        nodes=12,
+        patience=3,
+        workers=1,
+        score_of=lambda node: 0.9 if node.id == "0.1" else 0.6,
+    )
     assert (result(t)["stopped_by"], result(t)["nodes"]) == ("patience", 5)
-    t = run(tmp_path / "target", nodes=12, target=0.8, workers=1, score_of=lambda node: 0.9 if node.id == "0.1" else 0.6)
+    t = run(
+        tmp_path / "target",
+        nodes=12,
+        target=0.8,
+        workers=1,
+        score_of=lambda node: 0.9 if node.id == "0.1" else 0.6,
+    )
     assert (result(t)["stopped_by"], result(t)["nodes"]) == ("target", 2)
 
 
@@ -201,8 +311,12 @@ def test_a_fault_is_tried_once_more_and_is_never_a_score(tmp_path):
     t = run(tmp_path, score_of=broken_once, nodes=12, workers=1)
     by_id = {row["id"]: row for row in rows(t)}
     assert (by_id["0.1"]["attempts"], by_id["0.1"]["score"]) == (2, 0.6)
-    assert (by_id["0.2"]["attempts"], by_id["0.2"]["status"], by_id["0.2"]["score"]) == (2, "fault", None)
-    assert by_id["0.2.0"]["op"] == "draft"              # nothing was left there: it starts from the files above
+    assert (by_id["0.2"]["attempts"], by_id["0.2"]["status"], by_id["0.2"]["score"]) == (
+        2,
+        "fault",
+        None,
+    )
+    assert by_id["0.2.0"]["op"] == "draft"  # nothing was left there: it starts from the files above
     assert (result(t)["faults"], result(t)["failed"], result(t)["nodes"]) == (1, 0, 12)
 
 
@@ -215,7 +329,10 @@ def test_three_faults_in_a_row_stop_the_search_with_a_sentence(tmp_path):
 
 
 def test_bfs_grows_the_same_tree_with_any_number_of_workers(tmp_path):
-    trees = [run(tmp_path / str(workers), workers=workers, delay=lambda node: 0.02 * random.random()) for workers in (1, 3, 8)]
+    trees = [
+        run(tmp_path / str(workers), workers=workers, delay=lambda node: 0.02 * random.random())
+        for workers in (1, 3, 8)
+    ]
     assert shape(trees[0]) == shape(trees[1]) == shape(trees[2])
 
 
@@ -248,11 +365,15 @@ def test_resumed_bfs_does_not_ask_again_for_ideas_that_it_has(tmp_path):
     cut = tmp_path / "cut" / whole.run.dir.name
     cut.mkdir(parents=True)
     (cut / "config.yaml").write_text("seed: 0\n")
-    (cut / "journal.jsonl").write_bytes(b"".join((whole.run.dir / "journal.jsonl").read_bytes().splitlines(keepends=True)[:2]))
+    (cut / "journal.jsonl").write_bytes(
+        b"".join((whole.run.dir / "journal.jsonl").read_bytes().splitlines(keepends=True)[:2])
+    )
     shutil.copytree(whole.run.dir / "nodes", cut / "nodes")
     model = Model(lists)
     run(tmp_path / "cut", workers=1, model=model)
-    assert sum("Strategy: <one" in p for p in model.prompts) == sum(n.valid for n in whole.children("0"))     # one per parent, none for the root
+    assert sum("Strategy: <one" in p for p in model.prompts) == sum(
+        n.valid for n in whole.children("0")
+    )  # one per parent, none for the root
 
 
 def test_a_finished_run_can_be_given_more_nodes(tmp_path):
@@ -272,16 +393,29 @@ def test_the_test_score_of_an_earlier_best_node_does_not_stay(tmp_path):
         if node.id == "0.0.0":
             raise KeyboardInterrupt
         return better(node)
+
     with pytest.raises((KeyboardInterrupt, BaseExceptionGroup)):
         run(tmp_path, nodes=8, workers=1, score_of=dies)
     found = json.loads((tmp_path / "titanic-tail-0/result.json").read_text())
-    assert found["best_id"] == "0.2" and found["test_score"] is None and found["gap"] is None and found["status"] == "running"
+    assert (
+        found["best_id"] == "0.2"
+        and found["test_score"] is None
+        and found["gap"] is None
+        and found["status"] == "running"
+    )
 
 
 def test_nothing_is_built_on_a_node_whose_files_are_too_large(tmp_path):
     """Nor is it chosen again and again."""
     for select in ("greedy", "ucb", "mcts", "evolution"):
-        t = run(tmp_path / select, nodes=14, workers=1, select=select, large=".1", score_of=lambda node: 0.99 if node.id == "0.1" else 0.6)
+        t = run(
+            tmp_path / select,
+            nodes=14,
+            workers=1,
+            select=select,
+            large=".1",
+            score_of=lambda node: 0.99 if node.id == "0.1" else 0.6,
+        )
         assert len(rows(t)) == 14 and not any(row["parent"] == "0.1" for row in rows(t)), select
         assert any(row["parent"] not in ("0", "0.1") for row in rows(t)), select
 
@@ -292,19 +426,29 @@ def test_time_runs_out_between_two_looks_at_the_clock(tmp_path, monkeypatch):
 
     def spent(self):
         looks.append(len(self.finished))
-        return "minutes" if looks.count(2) > 1 else real(self)      # not yet on the first look after the second node
+        return (
+            "minutes" if looks.count(2) > 1 else real(self)
+        )  # not yet on the first look after the second node
+
     monkeypatch.setattr(Tree, "spent", spent)
 
     async def soon(*args):
         await asyncio.wait_for(ended(*args), 20)
+
     ended = search.search
     monkeypatch.setattr(search, "search", soon)
     t = run(tmp_path, nodes=9, workers=1, score_of=lambda node: 0.6)
-    assert result(t)["status"] == "finished" and result(t)["stopped_by"] == "minutes" and len(rows(t)) == 2
+    assert (
+        result(t)["status"] == "finished"
+        and result(t)["stopped_by"] == "minutes"
+        and len(rows(t)) == 2
+    )
 
 
 def test_a_long_chain_has_short_file_names(tmp_path):
-    t = run(tmp_path, nodes=150, workers=1, select="linear", modes=("none",), score_of=lambda node: 0.6)
+    t = run(
+        tmp_path, nodes=150, workers=1, select="linear", modes=("none",), score_of=lambda node: 0.6
+    )
     assert len(rows(t)) == 150 and len(list((t.run.dir / "nodes").glob("*.tar"))) == 150
 
 
@@ -318,16 +462,31 @@ def test_modes(tmp_path):
         asked = [p for p in model.prompts if "Answer with th" in p]
         assert len(asked) == (0 if mode == "none" else 2)
         row = rows(t)[1]
-        assert row["mode"] == mode and bool(row["idea"]) == (mode != "none") and len(row["ideas"]) == (0 if mode == "none" else 5)
-        assert row["probability"] == (None if mode == "none" else 0.02) and result(t)["without_idea"] == 0
+        assert (
+            row["mode"] == mode
+            and bool(row["idea"]) == (mode != "none")
+            and len(row["ideas"]) == (0 if mode == "none" else 5)
+        )
+        assert (
+            row["probability"] == (None if mode == "none" else 0.02)
+            and result(t)["without_idea"] == 0
+        )
 
 
 def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones(tmp_path):
     model = Model(lambda prompt, seed: "Strategy: the only one\nProbability: 5%")
     t = run(tmp_path, model=model, nodes=3, workers=3, score_of=lambda node: 0.6)
-    assert sorted(r["idea"] for r in rows(t)) == ["", "", "the only one"] and result(t)["without_idea"] == 2
+    assert (
+        sorted(r["idea"] for r in rows(t)) == ["", "", "the only one"]
+        and result(t)["without_idea"] == 2
+    )
     assert len(model.prompts) == 2 and "List 4 more" in model.prompts[1]
-    t = run(tmp_path / "prose", model=Model(lambda prompt, seed: "I like XGBoost."), nodes=3, score_of=lambda node: 0.6)
+    t = run(
+        tmp_path / "prose",
+        model=Model(lambda prompt, seed: "I like XGBoost."),
+        nodes=3,
+        score_of=lambda node: 0.6,
+    )
     assert {r["idea"] for r in rows(t)} == {""}
 
 
@@ -344,31 +503,74 @@ def test_multi_asks_two_at_a_time(tmp_path):
 
 def test_adaptive_prompts_know_the_siblings_and_exploit_asks_for_variations(tmp_path):
     model = Model(lists)
-    t = run(tmp_path, model=model, select="ucb", ucb_c=0.0, nodes=6, workers=1, score_of=lambda node: 0.6)
+    t = run(
+        tmp_path,
+        model=model,
+        select="ucb",
+        ucb_c=0.0,
+        nodes=6,
+        workers=1,
+        score_of=lambda node: 0.6,
+    )
     assert "Tried already" not in model.prompts[0] and model.prompts[2].count("Score: 0.6") == 2
     assert rows(t)[3]["mode"] == "local" and "variations of the strategy so far" in model.prompts[3]
 
 
 def test_global_scope_and_reflection(tmp_path):
-    model = Model(lambda prompt, seed: "Trees are best." if "What worked" in prompt else lists(prompt, seed))
-    t = run(tmp_path, model=model, scope="global", reflection=True, nodes=4, workers=1, score_of=lambda node: 0.6)
-    assert "1 experiments so far" not in model.prompts[0] and any("experiments so far" in p for p in model.prompts)
+    model = Model(
+        lambda prompt, seed: "Trees are best." if "What worked" in prompt else lists(prompt, seed)
+    )
+    t = run(
+        tmp_path,
+        model=model,
+        scope="global",
+        reflection=True,
+        nodes=4,
+        workers=1,
+        score_of=lambda node: 0.6,
+    )
+    assert "1 experiments so far" not in model.prompts[0] and any(
+        "experiments so far" in p for p in model.prompts
+    )
     assert rows(t)[-1]["decision"]["reflection"] == "Trees are best."
 
 
 def test_the_scientist_reads_inspects_and_chooses(tmp_path):
     def answer(prompt, seed):
         if "Now choose" in prompt:
-            return "Parent: 1\nStrategy: go on from there\nMode: exploit\nMemory: 1 is good" if "\n1: " in prompt else "Parent: 0\nStrategy: start"
+            return (
+                "Parent: 1\nStrategy: go on from there\nMode: exploit\nMemory: 1 is good"
+                if "\n1: " in prompt
+                else "Parent: 0\nStrategy: start"
+            )
         return "Inspect: 1, 77"
 
-    t = run(tmp_path, model=Model(answer), select="scientist", nodes=3, workers=2, score_of=lambda node: 0.6)
+    t = run(
+        tmp_path,
+        model=Model(answer),
+        select="scientist",
+        nodes=3,
+        workers=2,
+        score_of=lambda node: 0.6,
+    )
     first, *later = rows(t)
     assert (first["id"], first["idea"], first["mode"]) == ("0.0", "start", "scientist")
-    assert result(t)["nodes"] == 3 and later[-1]["parent"] == "0.0" and later[-1]["decision"]["memory"] == "1 is good"
+    assert (
+        result(t)["nodes"] == 3
+        and later[-1]["parent"] == "0.0"
+        and later[-1]["decision"]["memory"] == "1 is good"
+    )
     assert later[-1]["decision"]["inspected"] == ["0.0"] and later[-1]["tokens"] > 10
-    t = run(tmp_path / "babble", model=Model(lambda prompt, seed: "hm"), select="scientist", nodes=3, score_of=lambda node: 0.6)
-    assert {r["parent"] for r in rows(t)} == {"0"} and "named no experiment" in rows(t)[0]["decision"]["reason"]
+    t = run(
+        tmp_path / "babble",
+        model=Model(lambda prompt, seed: "hm"),
+        select="scientist",
+        nodes=3,
+        score_of=lambda node: 0.6,
+    )
+    assert {r["parent"] for r in rows(t)} == {"0"} and "named no experiment" in rows(t)[0][
+        "decision"
+    ]["reason"]
 
 
 # ------------------------------------------------------------------------------------------ grids
@@ -376,12 +578,25 @@ def test_the_scientist_reads_inspects_and_chooses(tmp_path):
 
 def test_a_grid_shares_the_workers_and_gives_one_table(tmp_path):
     start = time.monotonic()
-    trees = run(tmp_path, tasks=(TASK, replace(TASK, name="other", higher_is_better=False)), modes=("none", "tail"), seeds=(0, 1, 2),
-                nodes=4, workers=12, delay=lambda node: 0.2)
+    trees = run(
+        tmp_path,
+        tasks=(TASK, replace(TASK, name="other", higher_is_better=False)),
+        modes=("none", "tail"),
+        seeds=(0, 1, 2),
+        nodes=4,
+        workers=12,
+        delay=lambda node: 0.2,
+    )
     assert time.monotonic() - start < 48 * 0.2 / 2
     table = stats.grid_table([result(t) for t in trees])
-    assert [(r["task"], r["mode"], r["n"], r["nodes"]) for r in table] == [(a, b, 3, 12) for a in ("titanic", "other") for b in ("none", "tail")]
-    assert all(r["rank_tasks"] == 2 for r in table) and table[1]["p"] is not None and table[0]["p"] is None
+    assert [(r["task"], r["mode"], r["n"], r["nodes"]) for r in table] == [
+        (a, b, 3, 12) for a in ("titanic", "other") for b in ("none", "tail")
+    ]
+    assert (
+        all(r["rank_tasks"] == 2 for r in table)
+        and table[1]["p"] is not None
+        and table[0]["p"] is None
+    )
 
 
 # ------------------------------------------------------------------------------------------ real sandboxes
@@ -393,14 +608,25 @@ def scripted(prompt, seed):
         return "Strategy: sex rule\nProbability: 0.05\nStrategy: nobody\nProbability: 0.5\nStrategy: broken\nProbability: 0.01"
     told, *turns = prompt.split("<user>", 2)[1:]
     if not turns:
-        rule = {"sex rule": "r['sex'] == 'female'", "nobody": "0", "broken": "r['missing']"}[told.strip().splitlines()[-1].removeprefix("Strategy: ")]
-        return ("```bash\necho seen $SEEN; ls\ncat > solve.py <<'EOF'\nimport csv\nwith open('submission.csv', 'w') as out:\n    out.write('id,survived\\n')\n"
-                f"    for r in csv.DictReader(open('data/test.csv')):\n        out.write(f\"{{r['id']}},{{int({rule})}}\\n\")\nEOF\nexport SEEN=yes; python3 solve.py\n```")
+        rule = {"sex rule": "r['sex'] == 'female'", "nobody": "0", "broken": "r['missing']"}[
+            told.strip().splitlines()[-1].removeprefix("Strategy: ")
+        ]
+        return (
+            "```bash\necho seen $SEEN; ls\ncat > solve.py <<'EOF'\nimport csv\nwith open('submission.csv', 'w') as out:\n    out.write('id,survived\\n')\n"
+            f"    for r in csv.DictReader(open('data/test.csv')):\n        out.write(f\"{{r['id']}},{{int({rule})}}\\n\")\nEOF\nexport SEEN=yes; python3 solve.py\n```"
+        )
     return "```bash\nvalidate\n```" if prompt.count("<user>") < 3 else "```bash\nsubmit\n```"
 
 
 def real_tree(folder, **config):
-    cfg = search.Config(context=50_000, max_reply_tokens=2000, max_observation_tokens=2000, backend="local", max_actions=4, **config)
+    cfg = search.Config(
+        context=50_000,
+        max_reply_tokens=2000,
+        max_observation_tokens=2000,
+        backend="local",
+        max_actions=4,
+        **config,
+    )
     opened = viz.open_run(folder, {"seed": 0})
     (opened.dir / "nodes").mkdir(exist_ok=True)
     return Tree(load_task("titanic"), "tail", 0, cfg, opened)
@@ -412,24 +638,50 @@ def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code_and_diff(tm
     asyncio.run(search.search([t], model, 3))
     by_id = {row["id"]: row for row in rows(t)}
     assert [by_id[id]["valid"] for id in ("0.0", "0.1", "0.2")] == [True, True, False]
-    assert by_id["0.0"]["status"] == "validated" and by_id["0.0"]["score"] > 0.75 and "female" in by_id["0.0"]["code"]["solve.py"]
+    assert (
+        by_id["0.0"]["status"] == "validated"
+        and by_id["0.0"]["score"] > 0.75
+        and "female" in by_id["0.0"]["code"]["solve.py"]
+    )
     assert "KeyError: 'missing'" in by_id["0.2"]["error"]
     child = by_id["0.0.0"]
-    assert child["op"] == "improve" and "female" in [p for p in model.prompts if "An earlier attempt" in p][0]
+    assert (
+        child["op"] == "improve"
+        and "female" in [p for p in model.prompts if "An earlier attempt" in p][0]
+    )
     assert child["actions"][0]["status"] == "ok" and by_id["0.0.2"]["diff"].count("missing") == 1
-    assert "seen yes\ndata\nsolve.py" == child["actions"][0]["observation"]     # files and variables came along, the artefact did not
+    assert (
+        "seen yes\ndata\nsolve.py" == child["actions"][0]["observation"]
+    )  # files and variables came along, the artefact did not
     assert "solve.py" not in by_id["0.0"]["actions"][0]["observation"]
-    assert result(t)["best_id"] == "0.0" and result(t)["test_score"] > 0.7 and abs(result(t)["gap"]) < 0.1
+    assert (
+        result(t)["best_id"] == "0.0"
+        and result(t)["test_score"] > 0.7
+        and abs(result(t)["gap"]) < 0.1
+    )
     episode = json.loads((t.run.dir / "episodes" / "000000.jsonl").read_text())
-    assert episode["node"] == "0.0" and sum(episode["segments"][0]["mask"]) == episode["reply_tokens"] > 0
+    assert (
+        episode["node"] == "0.0"
+        and sum(episode["segments"][0]["mask"]) == episode["reply_tokens"] > 0
+    )
     t.run.lock.close()
 
 
-@pytest.mark.parametrize("budget, reply, stopped", [({"tokens": 5}, "No block at all.", "tokens"), ({"minutes": 0.05}, "```bash\nsleep 60\n```", "minutes")])
+@pytest.mark.parametrize(
+    "budget, reply, stopped",
+    [
+        ({"tokens": 5}, "No block at all.", "tokens"),
+        ({"minutes": 0.05}, "```bash\nsleep 60\n```", "minutes"),
+    ],
+)
 def test_a_budget_ends_a_node_that_is_running(tmp_path, budget, reply, stopped):
     t, begin = real_tree(tmp_path / "run", nodes=5, **budget), time.monotonic()
     asyncio.run(search.search([t], Model(lambda prompt, seed: reply), 1))
-    assert len(rows(t)) == 1 and rows(t)[0]["status"] in ("stopped", "time_limit") and len(rows(t)[0]["actions"]) == 1
+    assert (
+        len(rows(t)) == 1
+        and rows(t)[0]["status"] in ("stopped", "time_limit")
+        and len(rows(t)[0]["actions"]) == 1
+    )
     assert result(t)["stopped_by"] == stopped and time.monotonic() - begin < 30
     t.run.lock.close()
 
@@ -439,24 +691,43 @@ def test_a_budget_ends_a_node_that_is_running(tmp_path, budget, reply, stopped):
 
 def script(folder, *flags, **kwargs):
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, str(HERE / "search.py"), *flags], cwd=folder, env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "search.py"), *flags],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **kwargs,
+    )
 
 
-@pytest.mark.parametrize("flags, sentence", [
-    (["--task", "titanik"], "Unknown task 'titanik'; did you mean titanic"),
-    (["--nodes", "50"], "has 12 nodes, not --nodes 50"),
-    (["--tau", "7"], "--tau must be from"),
-    (["--workers", "0"], "--workers must be from 1"),
-    (["--minutes", "-1"], "--minutes must be from 0"),
-    (["--select", "softmax", "--softmax-tau", "0"], "--softmax-tau must be from"),
-    (["--select", "signals", "--exploit-quantile", "nan"], "--exploit-quantile must be from 0 to 1, not nan"),
-    (["--engine", "api", "--model", "x", "--url", "localhost:8000/v1"], "is no address of an endpoint"),
-    (["--engine", "api", "--model", "x", "--url", "http://localhost:port/v1"], "is no address of an endpoint"),
-    (["no-such.yaml"], "no-such.yaml"),
-    (["--model", "/no/such/model"], "/no/such/model"),
-    (["--sampling-mode", "weird"], "weird"),
-])
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--task", "titanik"], "Unknown task 'titanik'; did you mean titanic"),
+        (["--nodes", "50"], "has 12 nodes, not --nodes 50"),
+        (["--tau", "7"], "--tau must be from"),
+        (["--workers", "0"], "--workers must be from 1"),
+        (["--minutes", "-1"], "--minutes must be from 0"),
+        (["--select", "softmax", "--softmax-tau", "0"], "--softmax-tau must be from"),
+        (
+            ["--select", "signals", "--exploit-quantile", "nan"],
+            "--exploit-quantile must be from 0 to 1, not nan",
+        ),
+        (
+            ["--engine", "api", "--model", "x", "--url", "localhost:8000/v1"],
+            "is no address of an endpoint",
+        ),
+        (
+            ["--engine", "api", "--model", "x", "--url", "http://localhost:port/v1"],
+            "is no address of an endpoint",
+        ),
+        (["no-such.yaml"], "no-such.yaml"),
+        (["--model", "/no/such/model"], "/no/such/model"),
+        (["--sampling-mode", "weird"], "weird"),
+    ],
+)
 def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, flags, sentence):
     process = script(tmp_path, *flags)
     out, err = process.communicate(timeout=60)
@@ -468,14 +739,24 @@ def test_a_grid_is_not_written_over_a_run(tmp_path):
     run_of_its_own.mkdir(parents=True)
     (run_of_its_own / "config.yaml").write_text("seed: 0\n")
     (run_of_its_own / "result.json").write_text('{"test_score": 0.7}')
-    out, err = (process := script(tmp_path, "--name", "x", "--seed", "0", "1", "--model", "tiny", "--backend", "local")).communicate(timeout=60)
+    out, err = (
+        process := script(
+            tmp_path, "--name", "x", "--seed", "0", "1", "--model", "tiny", "--backend", "local"
+        )
+    ).communicate(timeout=60)
     assert process.returncode == 2 and "logs/x is a run of its own" in err
-    assert (run_of_its_own / "result.json").read_text() == '{"test_score": 0.7}' and len(list(run_of_its_own.iterdir())) == 2
+    assert (run_of_its_own / "result.json").read_text() == '{"test_score": 0.7}' and len(
+        list(run_of_its_own.iterdir())
+    ) == 2
 
 
 def test_rules_that_ask_for_no_ideas_have_no_mode(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trees, *_ = search.prepare(search.Config(select="linear", sampling_mode=("tail", "uniform"), model="tiny", backend="local"))
+    trees, *_ = search.prepare(
+        search.Config(
+            select="linear", sampling_mode=("tail", "uniform"), model="tiny", backend="local"
+        )
+    )
     assert [t.mode for t in trees] == ["none"] and "-none-" in trees[0].run.dir.name
     trees[0].run.lock.close()
 
@@ -488,8 +769,25 @@ def test_help_is_quick(tmp_path):
 
 def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
     """The real thing: engine, sandboxes, graders. Killed in the middle, then the same command; then once more, finished."""
-    command = ["--task", "titanic", "--sampling-mode", "none", "tail", "--backend", "local", "--model", "tiny", "--nodes", "4",
-               "--max-actions", "4", "--workers", "2", "--name", "grid"]
+    command = [
+        "--task",
+        "titanic",
+        "--sampling-mode",
+        "none",
+        "tail",
+        "--backend",
+        "local",
+        "--model",
+        "tiny",
+        "--nodes",
+        "4",
+        "--max-actions",
+        "4",
+        "--workers",
+        "2",
+        "--name",
+        "grid",
+    ]
     process = script(tmp_path, *command, start_new_session=True)
     for line in process.stdout:
         if "2/4" in line:
@@ -502,10 +800,13 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
     out, err = process.communicate(timeout=500)
     assert process.returncode == 0, err
     for path, text in before.items():
-        whole = text[:text.rfind(b"\n") + 1]
+        whole = text[: text.rfind(b"\n") + 1]
         assert path.read_bytes().startswith(whole) and len(viz.read_rows(path)) == 4
     saved = json.loads((tmp_path / "logs/grid/result.json").read_text())
-    assert [(r["mode"], r["n"], r["nodes"]) for r in saved["table"]] == [("none", 1, 4), ("tail", 1, 4)]
+    assert [(r["mode"], r["n"], r["nodes"]) for r in saved["table"]] == [
+        ("none", 1, 4),
+        ("tail", 1, 4),
+    ]
     start = time.monotonic()
     out, err = script(tmp_path, *command).communicate(timeout=60)
     assert "2 of them finished before" in out and time.monotonic() - start < 20
@@ -515,27 +816,66 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
 def test_a_trained_adapter_is_searched_with(tmp_path, policy, engine):
     """An untrained model's replies are noise, so the only node fails; it is one in every count all the same."""
     policy.save(tmp_path / "best")
-    process = script(tmp_path, "--model", str(tmp_path / "best"), "--engine", engine, "--sampling-mode", "none", "--nodes", "1", "--max-actions", "2",
-                     "--backend", "local", "--context", "2048", "--max-reply-tokens", "32", "--name", "x")
+    process = script(
+        tmp_path,
+        "--model",
+        str(tmp_path / "best"),
+        "--engine",
+        engine,
+        "--sampling-mode",
+        "none",
+        "--nodes",
+        "1",
+        "--max-actions",
+        "2",
+        "--backend",
+        "local",
+        "--context",
+        "2048",
+        "--max-reply-tokens",
+        "32",
+        "--name",
+        "x",
+    )
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert [row["status"] for row in viz.read_rows(tmp_path / "logs/x/journal.jsonl")] == ["turn_limit"]
+    assert [row["status"] for row in viz.read_rows(tmp_path / "logs/x/journal.jsonl")] == [
+        "turn_limit"
+    ]
     assert json.loads((tmp_path / "logs/x/result.json").read_text())["failed"] == 1
-    assert (tmp_path / "logs/x/tree.png").exists() and "turn_limit" in (tmp_path / "logs/x/report.html").read_text()
+    assert (tmp_path / "logs/x/tree.png").exists() and "turn_limit" in (
+        tmp_path / "logs/x/report.html"
+    ).read_text()
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path):
-    process = script(tmp_path, "--backend", "local", "--model", "tiny", "--nodes", "12", "--max-actions", "4", "--name", "x")
+    process = script(
+        tmp_path,
+        "--backend",
+        "local",
+        "--model",
+        "tiny",
+        "--nodes",
+        "12",
+        "--max-actions",
+        "4",
+        "--name",
+        "x",
+    )
     for line in process.stdout:
         if "1/12" in line:
             break
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "the same command continues" in err and "Traceback" not in err
+    assert (
+        process.returncode == 130 and "the same command continues" in err and "Traceback" not in err
+    )
     assert json.loads((tmp_path / "logs/x/result.json").read_text())["status"] == "interrupted"
 
 
-def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_it(tmp_path, monkeypatch):
+def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_it(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(snapshot, "COPY_BYTES", 1000)
     t = real_tree(tmp_path / "run", nodes=4, branching=3, depth=2, k=3)
     asyncio.run(search.search([t], Model(scripted), 3))

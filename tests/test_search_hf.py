@@ -18,7 +18,9 @@ def test_it_agrees_with_the_engine(policy, random_model):
     sampled = [asyncio.run(hf.sample(prompt, 20, temperature=0.7, seed=s)) for s in (1, 1, 2)]
     assert sampled[0].tokens == sampled[1].tokens != sampled[2].tokens
     at_one = asyncio.run(hf.sample(prompt, 20, temperature=1.0, seed=3))
-    logp, _ = policy.logprobs([(prompt + at_one.tokens, [0] * len(prompt) + [1] * len(at_one.tokens))])
+    logp, _ = policy.logprobs(
+        [(prompt + at_one.tokens, [0] * len(prompt) + [1] * len(at_one.tokens))]
+    )
     assert at_one.logprobs == pytest.approx(logp.tolist(), abs=1e-4)
     with pytest.raises(ValueError, match="context"):
         asyncio.run(hf.sample(prompt, 5000))

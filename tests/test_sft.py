@@ -8,22 +8,48 @@ import pytest
 import torch
 
 import grpo
-from flatlab.train import imitation
 from flatlab.episode.episode import History
 from flatlab.errors import UserError
+from flatlab.train import imitation
 from tasks import load_task
 
 TASK = load_task("titanic", "", "")
-CFG = replace(grpo.Config(), max_observation_tokens=64, micro_tokens=4096, lr=3e-3, sft_share=0.5, sft_updates=6)
+CFG = replace(
+    grpo.Config(),
+    max_observation_tokens=64,
+    micro_tokens=4096,
+    lr=3e-3,
+    sft_share=0.5,
+    sft_updates=6,
+)
 
 
 def turn(reply, observation="done", status="ok", stop_reason="stop"):
-    return {"reply": reply, "observation": observation, "status": status, "stop_reason": stop_reason, "action": "x"}
+    return {
+        "reply": reply,
+        "observation": observation,
+        "status": status,
+        "stop_reason": stop_reason,
+        "action": "x",
+    }
 
 
 def episode(score, *turns, task="titanic", prompt="Do it.", valid=True, **more):
-    return {"task": task, "seed": 0, "prompt": prompt, "turns": list(turns), "status": "submit",
-            "score": {"value": score, "metric": "accuracy", "split": "validation", "valid": valid, "message": ""}, **more}
+    return {
+        "task": task,
+        "seed": 0,
+        "prompt": prompt,
+        "turns": list(turns),
+        "status": "submit",
+        "score": {
+            "value": score,
+            "metric": "accuracy",
+            "split": "validation",
+            "valid": valid,
+            "message": "",
+        },
+        **more,
+    }
 
 
 @pytest.fixture
@@ -33,17 +59,29 @@ def run(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(e) + "\n" for e in episodes))
         return str(tmp_path / "a")
+
     return write
 
 
 def test_the_best_different_valid_episodes_that_beat_the_baseline(run):
-    where = run(episode(0.70, turn("b")), episode(0.78, turn("a")), episode(0.78, turn("a")), episode(0.5, turn("worse")),
-                episode(None, turn("nothing"), valid=False), episode(0.79, turn("x"), task="other"),
-                episode(0.75, turn("c")), episode(0.74, turn("d")), {**episode(0.9, turn("e")), "score": None, "status": "fault"})
+    where = run(
+        episode(0.70, turn("b")),
+        episode(0.78, turn("a")),
+        episode(0.78, turn("a")),
+        episode(0.5, turn("worse")),
+        episode(None, turn("nothing"), valid=False),
+        episode(0.79, turn("x"), task="other"),
+        episode(0.75, turn("c")),
+        episode(0.74, turn("d")),
+        {**episode(0.9, turn("e")), "score": None, "status": "fault"},
+    )
     chosen = imitation.best_episodes([where], [TASK], 0.5)
     assert [e["turns"][0]["reply"] for e in chosen] == ["a", "c"]
     assert [e["turns"][0]["reply"] for e in imitation.best_episodes([where], [TASK], 0.01)] == ["a"]
-    deeper = run(episode(0.79, turn("a node of a search"), node="0.1", segments=[]), file="a/tail-0/episodes/000001.jsonl")
+    deeper = run(
+        episode(0.79, turn("a node of a search"), node="0.1", segments=[]),
+        file="a/tail-0/episodes/000001.jsonl",
+    )
     assert imitation.best_episodes([deeper], [TASK], 0.01)[0]["node"] == "0.1"
 
 
@@ -56,30 +94,62 @@ def test_nothing_to_imitate_is_one_sentence(run, tmp_path):
 
 def test_tokens_and_masks_are_those_of_rl(policy):
     """The same turns, once as the episode loop records them and once from the transcript."""
-    turns = [turn("first", "one"), turn("cut off", "two", stop_reason="length"), turn("third", "y" * 500), turn("no block", status="rejected"),
-             turn("last", "four")]
+    turns = [
+        turn("first", "one"),
+        turn("cut off", "two", stop_reason="length"),
+        turn("third", "y" * 500),
+        turn("no block", status="rejected"),
+        turn("last", "four"),
+    ]
     history = History(policy, "Do it.", 64)
     for t in turns:
-        tokens = policy.encode(t["reply"]) + [policy.tokenizer.eos_token_id] * (t["stop_reason"] == "stop")
-        history.add(SimpleNamespace(tokens=tokens, logprobs=[0.0] * len(tokens), stop_reason=t["stop_reason"]), t["observation"])
+        tokens = policy.encode(t["reply"]) + [policy.tokenizer.eos_token_id] * (
+            t["stop_reason"] == "stop"
+        )
+        history.add(
+            SimpleNamespace(
+                tokens=tokens, logprobs=[0.0] * len(tokens), stop_reason=t["stop_reason"]
+            ),
+            t["observation"],
+        )
     [piece] = imitation.pieces_from(episode(0.78, *turns), policy, CFG)
-    assert piece.tokens == history.segment.tokens[:len(piece.tokens)] and piece.mask == history.segment.mask[:len(piece.mask)]
+    assert (
+        piece.tokens == history.segment.tokens[: len(piece.tokens)]
+        and piece.mask == history.segment.mask[: len(piece.mask)]
+    )
     assert sum(piece.mask) == sum(history.segment.mask)
-    wanted = [a for t in turns for a in [float(t["status"] == "ok" and t["stop_reason"] == "stop")] *
-              (len(t["reply"]) + (t["stop_reason"] == "stop"))]
+    wanted = [
+        a
+        for t in turns
+        for a in [float(t["status"] == "ok" and t["stop_reason"] == "stop")]
+        * (len(t["reply"]) + (t["stop_reason"] == "stop"))
+    ]
     assert piece.advantage == wanted
 
 
 def test_an_episode_that_does_not_fit_is_cut(policy):
     turns = [turn(c * 700, "o" * 50) for c in "abcd"]
     pieces = imitation.pieces_from(episode(0.78, *turns), policy, CFG)
-    assert pieces and all(len(p.tokens) <= policy.context for p in pieces) and sum(len(p.old) for p in pieces) < 4 * 701
+    assert (
+        pieces
+        and all(len(p.tokens) <= policy.context for p in pieces)
+        and sum(len(p.old) for p in pieces) < 4 * 701
+    )
 
 
 def test_imitation_raises_the_probability_of_the_replies(policy, run):
-    where = run(*(episode(0.78, turn("```bash\npython3 best.py\n```", "ok"), turn(f"```bash\nsubmit\n``` {i}")) for i in range(8)))
+    where = run(
+        *(
+            episode(
+                0.78, turn("```bash\npython3 best.py\n```", "ok"), turn(f"```bash\nsubmit\n``` {i}")
+            )
+            for i in range(8)
+        )
+    )
     cfg = replace(CFG, sft=(where,))
-    [piece] = imitation.pieces_from(episode(0.78, turn("```bash\npython3 best.py\n```")), policy, cfg)
+    [piece] = imitation.pieces_from(
+        episode(0.78, turn("```bash\npython3 best.py\n```")), policy, cfg
+    )
     with torch.no_grad():
         before = policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
     line = imitation.warm_start(policy, [TASK], cfg)

@@ -6,9 +6,22 @@ from flatlab.runs import stats
 
 
 def cell(task, mode, test, best=None, nodes=12, failed=0, faults=0, baseline=0.7, higher=True):
-    return {"task": task, "mode": mode, "test_score": test, "best_score": baseline if best is None else best, "baseline": baseline,
-            "reference": None, "higher_is_better": higher, "gap": None if test is None else test - best, "nodes": nodes, "failed": failed,
-            "faults": faults, "tokens": 10, "seconds": 1.0, "selected_on_test": False}
+    return {
+        "task": task,
+        "mode": mode,
+        "test_score": test,
+        "best_score": baseline if best is None else best,
+        "baseline": baseline,
+        "reference": None,
+        "higher_is_better": higher,
+        "gap": None if test is None else test - best,
+        "nodes": nodes,
+        "failed": failed,
+        "faults": faults,
+        "tokens": 10,
+        "seconds": 1.0,
+        "selected_on_test": False,
+    }
 
 
 def test_permutation_by_hand():
@@ -35,18 +48,35 @@ def test_ranks_with_ties():
 
 def test_a_run_without_any_score_counts_with_the_baseline():
     good = [cell("t", "tail", x, x) for x in (0.93, 0.94, 0.96)]
-    row, = stats.grid_table(good)
-    with_failures, = stats.grid_table(good + [cell("t", "tail", None, failed=12), cell("t", "tail", None, failed=11, faults=1)])
+    (row,) = stats.grid_table(good)
+    (with_failures,) = stats.grid_table(
+        good + [cell("t", "tail", None, failed=12), cell("t", "tail", None, failed=11, faults=1)]
+    )
     assert (row["n"], with_failures["n"], with_failures["empty"]) == (3, 5, 2)
-    assert with_failures["mean"] == pytest.approx((0.93 + 0.94 + 0.96 + 0.7 + 0.7) / 5) and row["mean"] > 0.94
+    assert (
+        with_failures["mean"] == pytest.approx((0.93 + 0.94 + 0.96 + 0.7 + 0.7) / 5)
+        and row["mean"] > 0.94
+    )
     assert (with_failures["failed"], with_failures["nodes"], with_failures["faults"]) == (23, 60, 1)
 
 
 def test_rank_is_over_tasks_and_knows_directions():
-    cells = [cell("up", "none", 0.8, 0.8), cell("up", "tail", 0.9, 0.9),
-             cell("down", "none", 0.6, 0.6, higher=False), cell("down", "tail", 0.5, 0.5, higher=False)]
+    cells = [
+        cell("up", "none", 0.8, 0.8),
+        cell("up", "tail", 0.9, 0.9),
+        cell("down", "none", 0.6, 0.6, higher=False),
+        cell("down", "tail", 0.5, 0.5, higher=False),
+    ]
     rows = {(r["task"], r["mode"]): r for r in stats.grid_table(cells)}
-    assert rows["up", "tail"]["rank"] == 1 and rows["down", "none"]["rank"] == 2 and rows["up", "none"]["rank_tasks"] == 2
+    assert (
+        rows["up", "tail"]["rank"] == 1
+        and rows["down", "none"]["rank"] == 2
+        and rows["up", "none"]["rank_tasks"] == 2
+    )
     assert rows["up", "none"]["p"] is None and rows["up", "tail"]["p"] == 1.0
     text = stats.text_of(list(rows.values()))
-    assert "against mode none" in text and "2 tasks" in text and len({len(line) for line in text.splitlines()[:5]}) == 1
+    assert (
+        "against mode none" in text
+        and "2 tasks" in text
+        and len({len(line) for line in text.splitlines()[:5]}) == 1
+    )

@@ -1,4 +1,5 @@
 """Loading tasks, reading grades, and the graders of the built-in tasks, run the way a grading sandbox runs them."""
+
 import csv
 import json
 import math
@@ -15,8 +16,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tasks
 from flatlab.episode.loaders import TASKS_DIR
-from flatlab.errors import UserError
 from flatlab.episode.task import improvement, parse_grade
+from flatlab.errors import UserError
 from tasks import load_task
 
 
@@ -34,7 +35,9 @@ def grade(task, folder, artefacts, split="validation"):
     for path, text in artefacts.items():
         (folder / path).write_bytes(text if isinstance(text, bytes) else text.encode())
     argv = [sys.executable if part == "python3" else part for part in task.grader_argv(split)]
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=task.grade_timeout)
+    done = subprocess.run(
+        argv, cwd=folder, capture_output=True, text=True, timeout=task.grade_timeout
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -81,21 +84,36 @@ def test_a_missing_file_is_named(titanic_copy, name):
         load_task("titanic")
 
 
-@pytest.mark.parametrize("old, new, message", [
-    ("metric: accuracy\n", "", "lacks the key metric"),
-    ("metric:", "metrik:", "unknown key 'metrik'; did you mean metric"),
-    ("higher_is_better: true", "higher_is_better: up", "wrong kind of value for higher_is_better"),
-    ("artefacts: [submission.csv]", "artefacts: []", "wrong kind of value for artefacts"),
-    ("artefacts: [submission.csv]", "artefacts: [data/test.csv]", "artefact"),
-    ("split: validation, accuracy", "split: validation, acuracy", "baseline_scores"),
-    ("id: titanic", "id: [", "Cannot read"),
-    ("artefacts: [submission.csv]", "artefacts: [5]", "wrong kind of value in artefacts: 5"),
-    ("artefacts: [submission.csv]", "artefacts: [../x]", "does not lie in the workspace"),
-    ("data: [train.csv, test.csv]", "data: [7]", "wrong kind of value in data: 7"),
-    ("reference: 0.790909", "reference: .nan", "reference"),
-    ("evaluation_timeout: 30", "evaluation_timeout: -3", "evaluation_timeout must be a number of seconds above 0"),
-    ("metric: accuracy\n", "metric: accuracy\ntrivial: {a: 5}\n", "wrong kind of value for 'a' in trivial"),
-])
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("metric: accuracy\n", "", "lacks the key metric"),
+        ("metric:", "metrik:", "unknown key 'metrik'; did you mean metric"),
+        (
+            "higher_is_better: true",
+            "higher_is_better: up",
+            "wrong kind of value for higher_is_better",
+        ),
+        ("artefacts: [submission.csv]", "artefacts: []", "wrong kind of value for artefacts"),
+        ("artefacts: [submission.csv]", "artefacts: [data/test.csv]", "artefact"),
+        ("split: validation, accuracy", "split: validation, acuracy", "baseline_scores"),
+        ("id: titanic", "id: [", "Cannot read"),
+        ("artefacts: [submission.csv]", "artefacts: [5]", "wrong kind of value in artefacts: 5"),
+        ("artefacts: [submission.csv]", "artefacts: [../x]", "does not lie in the workspace"),
+        ("data: [train.csv, test.csv]", "data: [7]", "wrong kind of value in data: 7"),
+        ("reference: 0.790909", "reference: .nan", "reference"),
+        (
+            "evaluation_timeout: 30",
+            "evaluation_timeout: -3",
+            "evaluation_timeout must be a number of seconds above 0",
+        ),
+        (
+            "metric: accuracy\n",
+            "metric: accuracy\ntrivial: {a: 5}\n",
+            "wrong kind of value for 'a' in trivial",
+        ),
+    ],
+)
 def test_a_wrong_yaml_is_one_clear_sentence(titanic_copy, old, new, message):
     path = titanic_copy / "task.yaml"
     assert old in path.read_text()
@@ -108,20 +126,26 @@ def test_a_wrong_yaml_is_one_clear_sentence(titanic_copy, old, new, message):
 # ---------------------------------------------------------------------------------------------- scores
 
 
-@pytest.mark.parametrize("stdout, score, message", [
-    ('{"accuracy": 0.5}\n', 0.5, ""),
-    ('noise\n{"accuracy": 0.1}\n{"accuracy": 0.5}\nmore noise\n', 0.5, ""),
-    ('{"Accuracy": 1}', 1.0, ""),
-    ('{"error": "no good"}', None, "no good"),
-    ('{"accuracy": 0.9, "error": "no good"}', None, "no good"),
-    ('{"accuracy": NaN}', None, "finite"), ('{"accuracy": ' + '9' * 400 + '}', None, "finite"),
-    ('{"accuracy": -Infinity}', None, "finite"),
-    ('{"accuracy": "0.9"}', None, "no number"),
-    ('{"accuracy": true}', None, "no number"),
-    ('{"rmse": 1}', None, "no number"),
-    ('0.9', None, "no result"), ('[{"accuracy": 1}]', None, "no result"), ('', None, "no result"),
-    ('{"a":' * 100_000, None, "no result"),
-])
+@pytest.mark.parametrize(
+    "stdout, score, message",
+    [
+        ('{"accuracy": 0.5}\n', 0.5, ""),
+        ('noise\n{"accuracy": 0.1}\n{"accuracy": 0.5}\nmore noise\n', 0.5, ""),
+        ('{"Accuracy": 1}', 1.0, ""),
+        ('{"error": "no good"}', None, "no good"),
+        ('{"accuracy": 0.9, "error": "no good"}', None, "no good"),
+        ('{"accuracy": NaN}', None, "finite"),
+        ('{"accuracy": ' + "9" * 400 + "}", None, "finite"),
+        ('{"accuracy": -Infinity}', None, "finite"),
+        ('{"accuracy": "0.9"}', None, "no number"),
+        ('{"accuracy": true}', None, "no number"),
+        ('{"rmse": 1}', None, "no number"),
+        ("0.9", None, "no result"),
+        ('[{"accuracy": 1}]', None, "no result"),
+        ("", None, "no result"),
+        ('{"a":' * 100_000, None, "no result"),
+    ],
+)
 def test_parse_grade(stdout, score, message):
     got = parse_grade(stdout, load_task("titanic"))
     assert got[0] == score and message in got[1]
@@ -155,8 +179,9 @@ def titanic_rows():
     """Everybody, with part and survived."""
     folder = TASKS_DIR / "titanic"
     answers = {row["id"]: row for row in read_csv(folder / "answers.csv")}
-    return [row | {"part": "train"} for row in read_csv(folder / "train.csv")] \
-        + [row | answers[row["id"]] for row in read_csv(folder / "test.csv")]
+    return [row | {"part": "train"} for row in read_csv(folder / "train.csv")] + [
+        row | answers[row["id"]] for row in read_csv(folder / "test.csv")
+    ]
 
 
 def test_titanic_totals_and_split():
@@ -182,7 +207,9 @@ def test_titanic_public_files_hold_no_answers():
 def titanic_rule(rule):
     """A submission from a function of a row of test.csv."""
     rows = read_csv(TASKS_DIR / "titanic" / "test.csv")
-    return {"submission.csv": "id,survived\n" + "".join(f"{row['id']},{rule(row)}\n" for row in rows)}
+    return {
+        "submission.csv": "id,survived\n" + "".join(f"{row['id']},{rule(row)}\n" for row in rows)
+    }
 
 
 def best_rule():
@@ -195,8 +222,10 @@ def best_rule():
 
 def test_titanic_stored_scores_are_what_the_grader_says(tmp_path):
     task = load_task("titanic")
-    stored = {row["split"]: row["accuracy"]
-              for row in tasks.read_task_yaml(TASKS_DIR / "titanic" / "task.yaml")["baseline_scores"]}
+    stored = {
+        row["split"]: row["accuracy"]
+        for row in tasks.read_task_yaml(TASKS_DIR / "titanic" / "task.yaml")["baseline_scores"]
+    }
     assert set(stored) == set(task.splits) and stored["validation"] == task.baseline
     for split in task.splits:
         died = grade(task, tmp_path, titanic_rule(lambda row: 0), split)
@@ -204,7 +233,10 @@ def test_titanic_stored_scores_are_what_the_grader_says(tmp_path):
         best = grade(task, tmp_path, titanic_rule(best_rule()), split)
         assert died == {"accuracy": stored[split]}
         assert sex["accuracy"] == pytest.approx(0.776, abs=0.01)
-        assert best == {"accuracy": task.reference} and died["accuracy"] < sex["accuracy"] < best["accuracy"]
+        assert (
+            best == {"accuracy": task.reference}
+            and died["accuracy"] < sex["accuracy"] < best["accuracy"]
+        )
 
 
 def test_titanic_order_of_rows_does_not_matter(tmp_path):
@@ -218,15 +250,24 @@ def bad_submissions():
     lines = good.splitlines(keepends=True)
     first = lines[1].split(",")[0]
     return {
-        "empty": "", "no header": "".join(lines[1:]), "other header": good.replace("survived", "Survived"),
-        "header only": lines[0], "one id missing": "".join(lines[:-1]), "duplicate": good + lines[-1],
-        "duplicate instead of another": "".join(lines[:-1] + [lines[1]]), "unknown id": good + "1,0\n",
-        "nan": good.replace(f"{first},0", f"{first},nan"), "float": good.replace(f"{first},0", f"{first},0.5"),
-        "blank value": good.replace(f"{first},0", f"{first},"), "two": good.replace(f"{first},0", f"{first},2"),
+        "empty": "",
+        "no header": "".join(lines[1:]),
+        "other header": good.replace("survived", "Survived"),
+        "header only": lines[0],
+        "one id missing": "".join(lines[:-1]),
+        "duplicate": good + lines[-1],
+        "duplicate instead of another": "".join(lines[:-1] + [lines[1]]),
+        "unknown id": good + "1,0\n",
+        "nan": good.replace(f"{first},0", f"{first},nan"),
+        "float": good.replace(f"{first},0", f"{first},0.5"),
+        "blank value": good.replace(f"{first},0", f"{first},"),
+        "two": good.replace(f"{first},0", f"{first},2"),
         "extra column": good.replace("\n", ",1\n"),
         "extra column in one row": good.replace(f"{first},0", f"{first},0,1"),
-        "unicode digit": good.replace(f"{first},0", f"{first},\u0661"), "not text": b"\xff\xfe\x00",
-        "open quote": good + '"1,0', "huge": good + "\n" * 2_000_000,
+        "unicode digit": good.replace(f"{first},0", f"{first},\u0661"),
+        "not text": b"\xff\xfe\x00",
+        "open quote": good + '"1,0',
+        "huge": good + "\n" * 2_000_000,
     }
 
 
@@ -237,11 +278,20 @@ def test_titanic_refuses_and_says_why(tmp_path, case):
     assert set(said) == {"error"} and len(said["error"]) < 200
     # The message is the same with all answers flipped and for the other part: it cannot tell anything about them.
     flipped = {"0": "1", "1": "0"}
-    answers = "".join(f"{row['id']},{row['part']},{flipped[row['survived']]}\n"
-                      for row in read_csv(task.hidden["answers.csv"]))
+    answers = "".join(
+        f"{row['id']},{row['part']},{flipped[row['survived']]}\n"
+        for row in read_csv(task.hidden["answers.csv"])
+    )
     (tmp_path / "flipped").mkdir()
-    assert grade(task, tmp_path / "flipped", {"submission.csv": text, "answers.csv": "id,part,survived\n" + answers},
-                 "test") == said
+    assert (
+        grade(
+            task,
+            tmp_path / "flipped",
+            {"submission.csv": text, "answers.csv": "id,part,survived\n" + answers},
+            "test",
+        )
+        == said
+    )
 
 
 def test_titanic_without_a_submission(tmp_path):
@@ -256,12 +306,16 @@ TARGETS = {"diabetes": "progression", "digits": "label"}
 @pytest.mark.parametrize("name", TARGETS)
 def test_data_is_what_make_data_writes(tmp_path, name):
     pytest.importorskip("sklearn")
-    subprocess.run([sys.executable, str(TASKS_DIR / name / "make_data.py"), str(tmp_path)], check=True)
+    subprocess.run(
+        [sys.executable, str(TASKS_DIR / name / "make_data.py"), str(tmp_path)], check=True
+    )
     for file in ("train.csv", "test.csv", "answers.csv"):
         assert (tmp_path / file).read_bytes() == (TASKS_DIR / name / file).read_bytes()
 
 
-@pytest.mark.parametrize("name, counts", [("diabetes", (221, 110, 111)), ("digits", (899, 449, 449))])
+@pytest.mark.parametrize(
+    "name, counts", [("diabetes", (221, 110, 111)), ("digits", (899, 449, 449))]
+)
 def test_parts_and_hidden_answers(name, counts):
     task, target = load_task(name), TARGETS[name]
     train, test = (read_csv(task.public[f"data/{part}.csv"]) for part in ("train", "test"))
@@ -279,19 +333,26 @@ def simple_model(name):
     if name == "diabetes":
         x, y = [float(row["bmi"]) for row in train], [float(row["progression"]) for row in train]
         mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-        slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum((a - mean_x) ** 2 for a in x)
+        slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum(
+            (a - mean_x) ** 2 for a in x
+        )
         return lambda row: mean_y + slope * (float(row["bmi"]) - mean_x)
     names = [f"p{i}" for i in range(64)]
     means = {}
     for label in "0123456789":
         rows = [row for row in train if row["label"] == label]
         means[label] = [sum(float(row[p]) for row in rows) / len(rows) for p in names]
-    return lambda row: min(means, key=lambda label: sum((float(row[p]) - m) ** 2 for p, m in zip(names, means[label])))
+    return lambda row: min(
+        means, key=lambda label: sum((float(row[p]) - m) ** 2 for p, m in zip(names, means[label]))
+    )
 
 
 def submission(name, value):
     rows = read_csv(TASKS_DIR / name / "test.csv")
-    return {"submission.csv": f"id,{TARGETS[name]}\n" + "".join(f"{row['id']},{value(row)}\n" for row in rows)}
+    return {
+        "submission.csv": f"id,{TARGETS[name]}\n"
+        + "".join(f"{row['id']},{value(row)}\n" for row in rows)
+    }
 
 
 @pytest.mark.parametrize("name, constant", [("diabetes", 152.153846), ("digits", 4)])
@@ -311,22 +372,38 @@ def test_the_reference_is_what_the_named_model_scores(tmp_path, name, model):
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
     from sklearn.svm import SVC
-    train, columns = read_csv(TASKS_DIR / name / "train.csv"), lambda row: [float(x) for x in list(row.values())[1:]]
+
+    train, columns = (
+        read_csv(TASKS_DIR / name / "train.csv"),
+        lambda row: [float(x) for x in list(row.values())[1:]],
+    )
     ridge = make_pipeline(StandardScaler(), RidgeCV([1, 3, 10, 30, 100]))
     model = {"svm": SVC(C=10, gamma=0.001), "ridge": ridge}[model]
-    target = [float(row[TARGETS[name]]) if name == "diabetes" else row[TARGETS[name]] for row in train]
+    target = [
+        float(row[TARGETS[name]]) if name == "diabetes" else row[TARGETS[name]] for row in train
+    ]
     model.fit([columns(row)[:-1] for row in train], target)
     task = load_task(name)
     said = grade(task, tmp_path, submission(name, lambda row: model.predict([columns(row)])[0]))
     assert said[task.metric] == pytest.approx(task.reference, abs=0.005)
 
 
-@pytest.mark.parametrize("value, message", [
-    ("nan", "must be a finite number"), ("-inf", "must be a finite number"), ("", "must be a number"),
-    ("1,5", "needs 2 values"), ("a" * 1000, "must be a number"), ("9" * 400, "must be a finite number"),
-])
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ("nan", "must be a finite number"),
+        ("-inf", "must be a finite number"),
+        ("", "must be a number"),
+        ("1,5", "needs 2 values"),
+        ("a" * 1000, "must be a number"),
+        ("9" * 400, "must be a finite number"),
+    ],
+)
 def test_diabetes_refuses_what_is_not_a_number(tmp_path, value, message):
-    task, lines = load_task("diabetes"), submission("diabetes", lambda _: 150)["submission.csv"].splitlines()
+    task, lines = (
+        load_task("diabetes"),
+        submission("diabetes", lambda _: 150)["submission.csv"].splitlines(),
+    )
     lines[5] = lines[5].split(",")[0] + "," + value
     said = grade(task, tmp_path, {"submission.csv": "\n".join(lines)})
     assert message in said["error"] and len(said["error"]) < 200
@@ -344,48 +421,66 @@ def play(folder, strategy, split="validation"):
     return grade(load_task("battleOfSexes"), folder, {"strategy.py": strategy}, split)
 
 
-@pytest.mark.parametrize("strategy, exact", [
-    ("def row_strategy(history): return 0", 1.44),
-    ("def row_strategy(history): return 1", 0.82),
-    ("import random\ndef row_strategy(history): return random.randint(0, 1)", 0.725),
-    # opens with 1, then 0: meets 0 with probability 0.2 in nine rounds
-    ("def row_strategy(history): return 0 if history else 1", (1 + 9 * 0.2 * 2) / 10),
-    # needs a true history: 0 as long as the partner's moves are as the rules say, and length and tuples are right
-    ("def row_strategy(history):\n"
-     "    ok = all(type(pair) is tuple and pair[0] == 0 and pair[1] in (0, 1) for pair in history)\n"
-     "    ok = ok and len(history) < 10 and (not history or history[0] == (0, 1))\n"
-     "    history.append('mine')\n"
-     "    return 0 if ok else 1", 1.44),
-    ("def row_strategy(history):\n    print('{\"Score\": 9}')\n    return False", 1.44),
-])
+@pytest.mark.parametrize(
+    "strategy, exact",
+    [
+        ("def row_strategy(history): return 0", 1.44),
+        ("def row_strategy(history): return 1", 0.82),
+        ("import random\ndef row_strategy(history): return random.randint(0, 1)", 0.725),
+        # opens with 1, then 0: meets 0 with probability 0.2 in nine rounds
+        ("def row_strategy(history): return 0 if history else 1", (1 + 9 * 0.2 * 2) / 10),
+        # needs a true history: 0 as long as the partner's moves are as the rules say, and length and tuples are right
+        (
+            "def row_strategy(history):\n"
+            "    ok = all(type(pair) is tuple and pair[0] == 0 and pair[1] in (0, 1) for pair in history)\n"
+            "    ok = ok and len(history) < 10 and (not history or history[0] == (0, 1))\n"
+            "    history.append('mine')\n"
+            "    return 0 if ok else 1",
+            1.44,
+        ),
+        ("def row_strategy(history):\n    print('{\"Score\": 9}')\n    return False", 1.44),
+    ],
+)
 def test_battle_scores(tmp_path, strategy, exact):
     score = play(tmp_path, strategy)["Score"]
-    assert score == pytest.approx(exact, abs=0.02)      # six standard errors
+    assert score == pytest.approx(exact, abs=0.02)  # six standard errors
 
 
 def test_battle_draws_anew_and_is_quick(tmp_path):
     start = time.perf_counter()
-    scores = {play(tmp_path, "def row_strategy(history): return 0", split)["Score"]
-              for split in ("validation", "test") * 2}
+    scores = {
+        play(tmp_path, "def row_strategy(history): return 0", split)["Score"]
+        for split in ("validation", "test") * 2
+    }
     assert len(scores) > 1
-    assert (time.perf_counter() - start) / 4 < 3        # 0.1 to 0.2 s on an idle machine
+    assert (time.perf_counter() - start) / 4 < 3  # 0.1 to 0.2 s on an idle machine
     stored = load_task("battleOfSexes")
     assert stored.baseline == 0.725 and math.isclose(stored.reference, 1.44)
 
 
-@pytest.mark.parametrize("strategy, message", [
-    ("def row_strategy(history): return 2", "returned '2', not 0 or 1"),
-    ("def row_strategy(history): return None", "returned 'None'"),
-    ("def row_strategy(history):\n    return 1 / 0", "line 2: ZeroDivisionError"),
-    ("def row_strategy(history) return 0", "line 1: SyntaxError"),
-    ("x = 1", "no attribute 'row_strategy'"),
-    ("raise SystemExit(0)", "SystemExit"),
-    ("def row_strategy(history): raise ValueError('y' * 10000)", "ValueError: yyy"),
-    ("import os\ndef row_strategy(history):\n    print('{\"Score\": 99}', flush=True)\n    os._exit(0)", "ended"),
-    ("import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'{\"Score\": 99}\\n')\n    except OSError: pass\n"
-     "def row_strategy(history): return 0", "disturbed"),
-    (b"\xff\xfe", "not a text file"), (b"#" * 200_000, "larger"),
-])
+@pytest.mark.parametrize(
+    "strategy, message",
+    [
+        ("def row_strategy(history): return 2", "returned '2', not 0 or 1"),
+        ("def row_strategy(history): return None", "returned 'None'"),
+        ("def row_strategy(history):\n    return 1 / 0", "line 2: ZeroDivisionError"),
+        ("def row_strategy(history) return 0", "line 1: SyntaxError"),
+        ("x = 1", "no attribute 'row_strategy'"),
+        ("raise SystemExit(0)", "SystemExit"),
+        ("def row_strategy(history): raise ValueError('y' * 10000)", "ValueError: yyy"),
+        (
+            "import os\ndef row_strategy(history):\n    print('{\"Score\": 99}', flush=True)\n    os._exit(0)",
+            "ended",
+        ),
+        (
+            "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'{\"Score\": 99}\\n')\n    except OSError: pass\n"
+            "def row_strategy(history): return 0",
+            "disturbed",
+        ),
+        (b"\xff\xfe", "not a text file"),
+        (b"#" * 200_000, "larger"),
+    ],
+)
 def test_battle_refuses_and_says_why(tmp_path, strategy, message):
     said = play(tmp_path, strategy)
     assert set(said) == {"error"} and message in said["error"] and len(said["error"]) <= 300
@@ -394,7 +489,9 @@ def test_battle_refuses_and_says_why(tmp_path, strategy, message):
 def test_battle_has_a_time_limit(tmp_path, monkeypatch):
     task = load_task("battleOfSexes")
     impatient = tmp_path / "evaluate.py"
-    impatient.write_text(task.hidden["evaluate.py"].read_text().replace("TIME_LIMIT = 10 ", "TIME_LIMIT = 1 "))
+    impatient.write_text(
+        task.hidden["evaluate.py"].read_text().replace("TIME_LIMIT = 10 ", "TIME_LIMIT = 1 ")
+    )
     work = tmp_path / "work"
     work.mkdir()
     task = replace(task, hidden={"evaluate.py": impatient})
@@ -429,5 +526,7 @@ def test_battle_grader_does_not_delete_the_original():
 def test_battle_simulate_agrees_with_the_grader(tmp_path):
     shutil.copy(load_task("battleOfSexes").public["simulate.py"], tmp_path)
     (tmp_path / "strategy.py").write_text("def row_strategy(history): return 0")
-    said = subprocess.run([sys.executable, "simulate.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "simulate.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert float(said.stdout.split()[1]) == pytest.approx(1.44, abs=0.06)

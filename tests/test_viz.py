@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from flatlab.runs import plots, store
 import viz
 from flatlab.errors import UserError
+from flatlab.runs import plots, store
 
 ROOT = Path(viz.__file__).parent
 CONFIG = {"task": "titanic", "model": "tiny", "seed": 1, "steps": 5, "lr": 1e-5}
@@ -25,7 +25,13 @@ def quick_provenance(monkeypatch):
 
 
 def row(step, **more):
-    return {"step": step, "reward_mean": 0.1 * step, "reward_std": 0.2, "score_mean": 0.7, "seconds": 2.0} | more
+    return {
+        "step": step,
+        "reward_mean": 0.1 * step,
+        "reward_std": 0.2,
+        "score_mean": 0.7,
+        "seconds": 2.0,
+    } | more
 
 
 def python(*arguments, **more):
@@ -38,9 +44,23 @@ def python(*arguments, **more):
 
 def filled(tmp_path, steps=6):
     run = viz.open_run(tmp_path / "run", CONFIG)
-    run.result(metric="accuracy", higher_is_better=True, baseline=0.677, before={"mean": 0.69, "stderr": 0.01, "n": 64})
+    run.result(
+        metric="accuracy",
+        higher_is_better=True,
+        baseline=0.677,
+        before={"mean": 0.69, "stderr": 0.01, "n": 64},
+    )
     for step in range(steps):
-        run.log(row(step, entropy=1.0, kl=0.01, logprob_gap_max=1e-6, seconds_sample=1.0, seconds_train=0.9))
+        run.log(
+            row(
+                step,
+                entropy=1.0,
+                kl=0.01,
+                logprob_gap_max=1e-6,
+                seconds_sample=1.0,
+                seconds_train=0.9,
+            )
+        )
     return run
 
 
@@ -48,7 +68,11 @@ def test_command_prints_the_table_and_writes_the_plot(tmp_path):
     run = filled(tmp_path)
     done = python("viz.py", run.dir, "--no-report")
     assert done.returncode == 0 and done.stderr == ""
-    assert "reward_mean" in done.stdout and "baseline" in done.stdout and f"wrote {run.dir}/curves.png" in done.stdout
+    assert (
+        "reward_mean" in done.stdout
+        and "baseline" in done.stdout
+        and f"wrote {run.dir}/curves.png" in done.stdout
+    )
     assert (run.dir / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -70,18 +94,27 @@ def test_plot_is_not_redrawn_all_the_time(tmp_path):
     assert (run.dir / "curves.png").exists()
 
 
-@pytest.mark.parametrize("files, sentence", [
-    (None, "does not exist"),
-    ({}, "no config.yaml"),
-    ({"photo.jpg": "x"}, "no config.yaml"),
-    ({"config.yaml": "a: 1"}, "no finished step"),
-    ({"config.yaml": "sampling_mode: tail"}, "no finished node"),
-    ({"config.yaml": "a: 1", "journal.jsonl": '{"id": "0.0"}\n[1]\n'}, "line 2 is not"),
-    ({"config.yaml": "a: [1", "metrics.jsonl": '{"step": 0}\n'}, "config.yaml is damaged"),
-    ({"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\nrubbish\n{"step": 2}\n'}, "line 2 is not"),
-    ({"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0'}, "no finished step"),
-    ({"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\n', "result.json": "{"}, "result.json is damaged"),
-])
+@pytest.mark.parametrize(
+    "files, sentence",
+    [
+        (None, "does not exist"),
+        ({}, "no config.yaml"),
+        ({"photo.jpg": "x"}, "no config.yaml"),
+        ({"config.yaml": "a: 1"}, "no finished step"),
+        ({"config.yaml": "sampling_mode: tail"}, "no finished node"),
+        ({"config.yaml": "a: 1", "journal.jsonl": '{"id": "0.0"}\n[1]\n'}, "line 2 is not"),
+        ({"config.yaml": "a: [1", "metrics.jsonl": '{"step": 0}\n'}, "config.yaml is damaged"),
+        (
+            {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\nrubbish\n{"step": 2}\n'},
+            "line 2 is not",
+        ),
+        ({"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0'}, "no finished step"),
+        (
+            {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\n', "result.json": "{"},
+            "result.json is damaged",
+        ),
+    ],
+)
 def test_broken_empty_and_foreign_directories_are_one_sentence(tmp_path, files, sentence):
     directory = tmp_path / "run"
     if files is not None:
@@ -110,7 +143,7 @@ def test_step_line_is_aligned_with_its_titles_and_tells_the_rest_of_the_time(tmp
     titles, line = first.split("\n")
     assert len(titles) == len(line) <= 120
     assert line.endswith("2m00s")  # four more steps
-    assert line[titles.index("valid"):][:5] == "  50%" and "0.00±0.20" in line and " - " in line
+    assert line[titles.index("valid") :][:5] == "  50%" and "0.00±0.20" in line and " - " in line
     second = run.step_line(row(4))
     assert "\n" not in second and len(second) == len(titles) and second.endswith("-")
 
@@ -124,31 +157,73 @@ def test_running_mean_by_hand():
 
 
 def episode(value, reply="```bash\nls\n```", status="submit"):
-    turn = {"reply": reply, "action": "ls", "observation": "solve.py \x1b[31m\x07 \u202e", "status": "ok",
-            "score": None, "seconds_env": 0.25}
-    return {"task": "titanic", "turns": [turn, turn], "status": status, "seconds": 1.5, "reply_tokens": 9,
-            "prompt": "p",
-            "score": None if status == "fault" else {"value": value, "valid": value is not None,
-                                                     "message": "no submission"}}
+    turn = {
+        "reply": reply,
+        "action": "ls",
+        "observation": "solve.py \x1b[31m\x07 \u202e",
+        "status": "ok",
+        "score": None,
+        "seconds_env": 0.25,
+    }
+    return {
+        "task": "titanic",
+        "turns": [turn, turn],
+        "status": status,
+        "seconds": 1.5,
+        "reply_tokens": 9,
+        "prompt": "p",
+        "score": None
+        if status == "fault"
+        else {"value": value, "valid": value is not None, "message": "no submission"},
+    }
 
 
 def with_episodes(tmp_path):
     run = filled(tmp_path, steps=2)
     run.save_episodes(0, [episode(0.7), episode(None)])
-    run.save_episodes(1, [episode(0.6), episode(0.9, "\ud800 best reply"), episode(None, status="fault")])
+    run.save_episodes(
+        1, [episode(0.6), episode(0.9, "\ud800 best reply"), episode(None, status="fault")]
+    )
     return run.dir
 
 
 def searched(folder, **more):
     run = store.open_run(folder, CONFIG | {"sampling_mode": "tail"})
     run.result(metric="loss", higher_is_better=False, baseline=0.5, **more)
-    for order, (id, score) in enumerate([("0.0", 0.4), ("0.1", None), ("0.0.0", 0.3), ("0.0.1", 0.45)]):
-        turns = [{"reply": "r", "action": "a", "observation": f"saw {id}", "status": "ok", "score": score}]
-        run.log({"id": id, "parent": id[:-2], "order": order, "op": "draft" if len(id) == 3 else "improve",
-                 "mode": "tail", "idea": f"idea {id}", "score": score,
-                 "valid": score is not None, "status": "validated", "error": "", "code": {"a.py": "x"},
-                 "diff": "+new\n-old\n", "actions": turns, "tokens": 5,
-                 "seconds": 1.0, "elapsed": 2.0, "decision": {"reason": "why not"}}, "journal.jsonl")
+    for order, (id, score) in enumerate(
+        [("0.0", 0.4), ("0.1", None), ("0.0.0", 0.3), ("0.0.1", 0.45)]
+    ):
+        turns = [
+            {
+                "reply": "r",
+                "action": "a",
+                "observation": f"saw {id}",
+                "status": "ok",
+                "score": score,
+            }
+        ]
+        run.log(
+            {
+                "id": id,
+                "parent": id[:-2],
+                "order": order,
+                "op": "draft" if len(id) == 3 else "improve",
+                "mode": "tail",
+                "idea": f"idea {id}",
+                "score": score,
+                "valid": score is not None,
+                "status": "validated",
+                "error": "",
+                "code": {"a.py": "x"},
+                "diff": "+new\n-old\n",
+                "actions": turns,
+                "tokens": 5,
+                "seconds": 1.0,
+                "elapsed": 2.0,
+                "decision": {"reason": "why not"},
+            },
+            "journal.jsonl",
+        )
     run.lock.close()
     return run.dir
 
@@ -162,17 +237,28 @@ def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
     directory = with_episodes(tmp_path)
     text = printed(capsys, directory, episode="1.1")
     assert "0.9" in text and "best reply" in text and "2 of 2   ok   0.2 s" in text
-    assert not set("\x1b\x07\u202e") & set(text)  # neither ours, this is no terminal, nor the transcript's
-    assert "  0.1" in (lines := printed(capsys, directory,
-                                        list=True)) and "failed" in lines and len(lines.splitlines()) == 7
+    assert not set("\x1b\x07\u202e") & set(
+        text
+    )  # neither ours, this is no terminal, nor the transcript's
+    assert (
+        "  0.1" in (lines := printed(capsys, directory, list=True))
+        and "failed" in lines
+        and len(lines.splitlines()) == 7
+    )
     assert len(printed(capsys, directory, status="fault").splitlines()) == 3
     assert printed(capsys, directory, best=True).startswith("1.1  0.9")
     assert printed(capsys, directory, worst=True).startswith("0.1  failed")
     both = printed(capsys, directory, compare=("0.0", "1.1"))
-    assert "0.0 " in both.splitlines()[0] and "│ 1.1" in both.splitlines()[0] and all("│" in line
-                                                                                      for line in both.splitlines())
-    for options, sentence in (({"episode": "7.0"}, "0.0 to 1.2"), ({"episode": "1.9"}, "1.0 to 1.2"),
-                              ({"status": "gone"}, "failed, fault, submit, valid")):
+    assert (
+        "0.0 " in both.splitlines()[0]
+        and "│ 1.1" in both.splitlines()[0]
+        and all("│" in line for line in both.splitlines())
+    )
+    for options, sentence in (
+        ({"episode": "7.0"}, "0.0 to 1.2"),
+        ({"episode": "1.9"}, "1.0 to 1.2"),
+        ({"status": "gone"}, "failed, fault, submit, valid"),
+    ):
         with pytest.raises(UserError, match=sentence):
             printed(capsys, directory, **options)
 
@@ -180,9 +266,13 @@ def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
 def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     directory = searched(tmp_path / "run")
     tree = printed(capsys, directory, list=True).splitlines()
-    assert [line.split()[:3] for line in tree[1:]] == [["*", "0", "baseline"], ["*", "0.0", "0.4"],
-                                                       ["*", "0.0.0", "0.3"], ["0.0.1", "0.45", "improve"],
-                                                       ["0.1", "failed", "draft"]]
+    assert [line.split()[:3] for line in tree[1:]] == [
+        ["*", "0", "baseline"],
+        ["*", "0.0", "0.4"],
+        ["*", "0.0.0", "0.3"],
+        ["0.0.1", "0.45", "improve"],
+        ["0.1", "failed", "draft"],
+    ]
     text = printed(capsys, directory, episode="0.0.0")
     assert "saw 0.0.0" in text and "why not" in text and "+new" in text
     assert printed(capsys, directory, best=True).startswith("0.0.0  0.3")
@@ -210,28 +300,45 @@ def test_several_runs_and_strangers_among_them(tmp_path):
     assert (tmp_path / "compare-search-titanic.pdf").exists()
     assert done.stderr.count("\n") == 1 and "notes is no run directory" in done.stderr
     assert python("viz.py", tmp_path / "file.txt").returncode == 2
-    assert python("viz.py", tmp_path).stdout.count("2 of 8") == 1  # a directory of runs stands for them, as a grid does
+    assert (
+        python("viz.py", tmp_path).stdout.count("2 of 8") == 1
+    )  # a directory of runs stands for them, as a grid does
     assert (tmp_path / "report.html").exists()
 
 
 def test_rows_may_hold_anything(tmp_path):
     run = store.open_run(tmp_path, CONFIG)
-    for row in [{"id": "0.0"}, {"id": "x"}, {"id": ""}, {"id": "0.0.9.9", "score": "high", "actions": 3, "op": None},
-                {"id": "0.1", "score": 0.5, "mode": "$x$ \n", "op": []}]:
+    for row in [
+        {"id": "0.0"},
+        {"id": "x"},
+        {"id": ""},
+        {"id": "0.0.9.9", "score": "high", "actions": 3, "op": None},
+        {"id": "0.1", "score": 0.5, "mode": "$x$ \n", "op": []},
+    ]:
         run.log(row, "journal.jsonl")
     assert [p.name for p in viz.plot(tmp_path)] == ["tree.png", "search.png"]
-    assert [t["id"] for t in store.transcripts(store.read_run(tmp_path))] == ["0.0", "x", "0.0.9.9", "0.1"]
+    assert [t["id"] for t in store.transcripts(store.read_run(tmp_path))] == [
+        "0.0",
+        "x",
+        "0.0.9.9",
+        "0.1",
+    ]
 
 
 def test_watch_waits_for_half_a_line_and_ends_with_the_run(tmp_path, capsys, monkeypatch):
     drawn = []
-    monkeypatch.setattr(viz, "refresh", lambda records, *rest: drawn.append(len(records[0].rows))
-                        or [Path("curves.png")])
+    monkeypatch.setattr(
+        viz,
+        "refresh",
+        lambda records, *rest: drawn.append(len(records[0].rows)) or [Path("curves.png")],
+    )
     run = filled(tmp_path, steps=1)
     run.result(status="running")
     with open(run.dir / "metrics.jsonl", "a") as out:
         out.write(json.dumps(row(1))[:20])
-    watcher = threading.Thread(target=viz.main, args=[viz.Options((run.dir,), watch=True, every=0.05)], daemon=True)
+    watcher = threading.Thread(
+        target=viz.main, args=[viz.Options((run.dir,), watch=True, every=0.05)], daemon=True
+    )
     watcher.start()
     until(lambda: drawn == [1])
     with open(run.dir / "metrics.jsonl", "a") as out:
@@ -241,7 +348,12 @@ def test_watch_waits_for_half_a_line_and_ends_with_the_run(tmp_path, capsys, mon
     run.result(status="finished")
     watcher.join(10)
     lines = capsys.readouterr().out.splitlines()
-    assert not watcher.is_alive() and [line.split()[0] for line in lines] == ["step", "0", "1", "wrote"]
+    assert not watcher.is_alive() and [line.split()[0] for line in lines] == [
+        "step",
+        "0",
+        "1",
+        "wrote",
+    ]
 
 
 def until(condition):
@@ -265,12 +377,25 @@ def test_sinks_get_each_row_with_its_transcripts(tmp_path):
     from flatlab.runs import trackers
 
     run, got = store.open_run(tmp_path, CONFIG), []
-    run.sinks.append(lambda row, episodes: got.append((trackers.place_of(row), trackers.scalars(row),
-                                                       [trackers.talk(e) for e in episodes])))
+    run.sinks.append(
+        lambda row, episodes: got.append(
+            (trackers.place_of(row), trackers.scalars(row), [trackers.talk(e) for e in episodes])
+        )
+    )
     run.save_episodes(3, [episode(0.5, "hello")])
     run.log(row(3, alarms=["x"], name="y", flag=True))
-    assert got == [(3, {"reward_mean": pytest.approx(0.3), "reward_std": 0.2, "score_mean": 0.7, "seconds": 2.0},
-                    [got[0][2][0]])]
+    assert got == [
+        (
+            3,
+            {
+                "reward_mean": pytest.approx(0.3),
+                "reward_std": 0.2,
+                "score_mean": 0.7,
+                "seconds": 2.0,
+            },
+            [got[0][2][0]],
+        )
+    ]
     assert got[0][2][0].startswith("hello\n> solve.py")
 
 
@@ -282,4 +407,7 @@ def test_tensorboard_can_read_it(tmp_path, capsys):
     printed(capsys, directory, tensorboard=True)
     events = EventAccumulator(str(directory / "tensorboard"), {"scalars": 0, "tensors": 0})
     events.Reload()
-    assert [e.step for e in events.Scalars("reward_mean")] == [0, 1] and "transcripts/0" in events.Tags()["tensors"]
+    assert [e.step for e in events.Scalars("reward_mean")] == [
+        0,
+        1,
+    ] and "transcripts/0" in events.Tags()["tensors"]

@@ -4,6 +4,7 @@ answers.csv has the columns id, part (validation or test) and the target; submis
 ids of both parts. The form of the whole file is checked whichever part is graded, and a message never depends on an
 answer. Several tasks share this file; it needs nothing but Python.
 """
+
 import argparse
 import csv
 import io
@@ -26,7 +27,9 @@ def r2(truth, predicted):
     """1 - squared error / squared deviation from the mean of the truth."""
     truth, predicted = [float(value) for value in truth], [float(value) for value in predicted]
     mean = sum(truth) / len(truth)
-    return 1 - sum((a - b) ** 2 for a, b in zip(truth, predicted)) / sum((a - mean) ** 2 for a in truth)
+    return 1 - sum((a - b) ** 2 for a, b in zip(truth, predicted)) / sum(
+        (a - mean) ** 2 for a in truth
+    )
 
 
 METRICS = {"accuracy": accuracy, "r2": r2}
@@ -46,7 +49,11 @@ def read_rows(path):
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise Invalid(f"submission.csv is larger than {MAX_BYTES} bytes")
-        return [row for row in csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True) if row]
+        return [
+            row
+            for row in csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)
+            if row
+        ]
     except OSError as error:
         raise Invalid(f"submission.csv cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, csv.Error) as error:
@@ -65,6 +72,7 @@ def number_checker(_):
             return None if math.isfinite(float(value)) else "must be a finite number"
         except ValueError:
             return "must be a number"
+
     return check
 
 
@@ -79,7 +87,9 @@ def read_submission(path, target, ids, wrong):
     answer = {}
     for row in rows[1:]:
         if len(row) != 2:
-            raise Invalid(f"every line needs 2 values, but one has {len(row)}: {','.join(row)[:60]!r}")
+            raise Invalid(
+                f"every line needs 2 values, but one has {len(row)}: {','.join(row)[:60]!r}"
+            )
         key, value = row
         if key not in ids:
             raise Invalid(f"id {key[:20]!r} is not in data/test.csv")
@@ -90,7 +100,9 @@ def read_submission(path, target, ids, wrong):
         answer[key] = value
     missing = [key for key in ids if key not in answer]
     if missing:
-        raise Invalid(f"{len(missing)} of {len(ids)} ids of data/test.csv are missing, the first is {missing[0]}")
+        raise Invalid(
+            f"{len(missing)} of {len(ids)} ids of data/test.csv are missing, the first is {missing[0]}"
+        )
     return answer
 
 
@@ -106,7 +118,9 @@ def main():
     except Invalid as error:
         print(json.dumps({"error": str(error)}))
         return
-    graded = [(value, predicted[key]) for key, (part, value) in answers.items() if part == args.split]
+    graded = [
+        (value, predicted[key]) for key, (part, value) in answers.items() if part == args.split
+    ]
     print(json.dumps({args.metric: round(METRICS[args.metric](*zip(*graded)), 6)}))
 
 

@@ -5,6 +5,7 @@ two halves, validation and test, by a hash of their id (the first column), so th
 half; --split all grades them all. score is the metric's value; position is the share of the private and the public
 leaderboard, averaged, that is not better. --describe prints what tasks.py has to know about the competition.
 """
+
 import argparse
 import hashlib
 import importlib.util
@@ -18,7 +19,7 @@ from pathlib import Path
 import pandas
 
 SEED = "1"
-FEW = 20        # with fewer ids than this there are no halves
+FEW = 20  # with fewer ids than this there are no halves
 
 
 class CompetitionMetrics:
@@ -36,26 +37,34 @@ def load_metric(path):
     """An instance of the metric's class."""
     for name in ("mledojo", "mledojo.metrics", "mledojo.metrics.base"):
         module = sys.modules[name] = types.ModuleType(name)
-    module.CompetitionMetrics, module.InvalidSubmissionError = CompetitionMetrics, InvalidSubmissionError
+    module.CompetitionMetrics, module.InvalidSubmissionError = (
+        CompetitionMetrics,
+        InvalidSubmissionError,
+    )
     spec = importlib.util.spec_from_file_location("metric", path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     return CompetitionMetrics.__subclasses__()[-1]()
 
 
 def half(key):
-    """"validation" or "test", always the same for the same id."""
+    """ "validation" or "test", always the same for the same id."""
     return ("validation", "test")[hashlib.sha256(f"{SEED}:{key}".encode()).digest()[0] % 2]
 
 
 def evaluate(metric, answers, submission, split):
     """The metric's value on one half. The whole submission is checked first. Raises InvalidSubmissionError."""
+
     def check(answers, submission):
         try:
-            metric.validate_submission(submission.copy(), answers.copy())       # metrics change what they are given
+            metric.validate_submission(
+                submission.copy(), answers.copy()
+            )  # metrics change what they are given
         except InvalidSubmissionError:
             raise
-        except Exception as error:                  # a foreign metric meets foreign data: anything can be raised
-            raise InvalidSubmissionError(f"submission.csv cannot be checked ({type(error).__name__})") from error
+        except Exception as error:  # a foreign metric meets foreign data: anything can be raised
+            raise InvalidSubmissionError(
+                f"submission.csv cannot be checked ({type(error).__name__})"
+            ) from error
 
     check(answers, submission)
     if split != "all":
@@ -63,14 +72,18 @@ def evaluate(metric, answers, submission, split):
         if key not in submission:
             raise InvalidSubmissionError(f"submission.csv needs the column {key}")
         answers = answers[answers[key].map(half) == split]
-        inside = submission[key].isin(answers[key]) | submission[key].astype(str).isin(answers[key].astype(str))
+        inside = submission[key].isin(answers[key]) | submission[key].astype(str).isin(
+            answers[key].astype(str)
+        )
         submission = submission[inside]
         answers, submission = answers.reset_index(drop=True), submission.reset_index(drop=True)
         check(answers, submission)
     try:
         score = float(metric.evaluate(answers.copy(), submission.copy()))
-    except Exception as error:                      # its text could hold answers
-        raise InvalidSubmissionError(f"the metric cannot be computed ({type(error).__name__})") from error
+    except Exception as error:  # its text could hold answers
+        raise InvalidSubmissionError(
+            f"the metric cannot be computed ({type(error).__name__})"
+        ) from error
     if not math.isfinite(score):
         raise InvalidSubmissionError("the metric is not a finite number")
     return score
@@ -79,8 +92,10 @@ def evaluate(metric, answers, submission, split):
 def read_submission():
     try:
         return pandas.read_csv("submission.csv")
-    except (OSError, ValueError) as error:          # pandas' own errors are ValueErrors
-        raise InvalidSubmissionError(f"submission.csv cannot be read: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
+        raise InvalidSubmissionError(
+            f"submission.csv cannot be read: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def leaderboards():
@@ -91,13 +106,17 @@ def leaderboards():
 
 def position(score, board, higher_is_better):
     """Share of the leaderboard that is not better than the score: 1 in the first place, 0 behind the last one."""
-    return sum(score >= other if higher_is_better else score <= other for other in board) / len(board)
+    return sum(score >= other if higher_is_better else score <= other for other in board) / len(
+        board
+    )
 
 
 def grade(metric, split):
     """The result for one half as a dict."""
     try:
-        score = evaluate(metric, pandas.read_csv("private/test_answer.csv"), read_submission(), split)
+        score = evaluate(
+            metric, pandas.read_csv("private/test_answer.csv"), read_submission(), split
+        )
     except InvalidSubmissionError as error:
         return {"error": str(error)}
     boards = [position(score, board, metric.higher_is_better) for board in leaderboards()]
@@ -114,9 +133,12 @@ def describe(metric):
     boards = leaderboards()
     scores = [score for board in boards for score in board]
     return {
-        "higher_is_better": bool(metric.higher_is_better), "halves": split != "all",
+        "higher_is_better": bool(metric.higher_is_better),
+        "halves": split != "all",
         "median": statistics.fmean(map(statistics.median, boards)) if boards else None,
-        "last": ((min if metric.higher_is_better else max)(scores) if scores else None), **grade(metric, split)}
+        "last": ((min if metric.higher_is_better else max)(scores) if scores else None),
+        **grade(metric, split),
+    }
 
 
 def main():

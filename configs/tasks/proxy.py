@@ -7,6 +7,7 @@ of the arguments there, one line of JSON back. The grader's objects, random numb
 With the first call, when the grader has imported and read what it needs, everything in this folder is deleted before
 any foreign code starts, so that there is nothing to read or to change. Only ever put this file into a throw-away copy.
 """
+
 import atexit
 import ctypes
 import functools
@@ -20,12 +21,12 @@ import sys
 from contextlib import suppress
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-NAME = os.path.basename(__file__)                       # "strategy.py"
+NAME = os.path.basename(__file__)  # "strategy.py"
 AGENT = NAME.removesuffix(".py") + "_agent.py"
 MAX_BYTES, MAX_REPLY = 1_000_000, 100_000
 ERROR_CHARS = 300
 NOBODY = 65534
-PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38      # linux/prctl.h
+PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38  # linux/prctl.h
 libc = ctypes.CDLL(None)
 
 # Runs in the child. The channel is moved away from fds 0 and 1, so that print() and input() cannot disturb it. A
@@ -92,10 +93,10 @@ def read_source():
 def lower_privileges(change_user):
     """In the child before exec: no way to gain rights, no capabilities, and another user where that is possible."""
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    for capability in range(64):                    # fails, harmlessly, when there are none to give up
+    for capability in range(64):  # fails, harmlessly, when there are none to give up
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     if change_user and os.geteuid() == 0:
-        with suppress(OSError):                     # a user namespace may know only one user
+        with suppress(OSError):  # a user namespace may know only one user
             os.setgroups([])
             os.setgid(NOBODY)
             os.setuid(NOBODY)
@@ -103,14 +104,24 @@ def lower_privileges(change_user):
 
 def start_child():
     """Start the child. Nothing foreign runs in it before it is sent the source."""
+
     def start(change_user):
         return subprocess.Popen(
-            [sys.executable, "-I", "-c", CHILD, NAME], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, cwd="/", env={"OMP_NUM_THREADS": "1"}, start_new_session=True,
-            preexec_fn=lambda: lower_privileges(change_user))
+            [sys.executable, "-I", "-c", CHILD, NAME],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env={"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            preexec_fn=lambda: lower_privileges(change_user),
+        )
+
     try:
         return start(change_user=True)
-    except PermissionError:     # this Python lies where only root can read; the child stays root, without capabilities
+    except (
+        PermissionError
+    ):  # this Python lies where only root can read; the child stays root, without capabilities
         return start(change_user=False)
 
 
@@ -138,10 +149,12 @@ def begin():
     source = read_source()
     child = start_child()
     atexit.register(stop)
-    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)         # not even the same user may look into this process
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # not even the same user may look into this process
     delete_everything()
     child.stdin.write(pickle.dumps(source))
-    sys.excepthook = lambda kind, error, _: fail(f"the grader refused what {NAME} returned: {kind.__name__}: {error}")
+    sys.excepthook = lambda kind, error, _: fail(
+        f"the grader refused what {NAME} returned: {kind.__name__}: {error}"
+    )
 
 
 def call(name, *arguments):
@@ -153,7 +166,7 @@ def call(name, *arguments):
         child.stdin.flush()
         line = child.stdout.readline(MAX_REPLY)
     except BrokenPipeError:
-        line = child.stdout.readline(MAX_REPLY)     # what it said before it ended
+        line = child.stdout.readline(MAX_REPLY)  # what it said before it ended
     if line[:1] == b"!":
         fail(line[1:].decode("utf-8", "replace").strip())
     if not line:

@@ -4,6 +4,7 @@ Usage: python trivial_csv.py train.csv test.csv. The target is the column that o
 column of test.csv; with more or fewer such columns there are no rules. Else: constants, and the rule that looks at one
 column only and fits train.csv best.
 """
+
 import bisect
 import csv
 import json
@@ -11,7 +12,10 @@ import math
 import statistics
 import sys
 
-FEW_VALUES, BINS = 20, 10   # a rule tells apart so many values of a column, or so many ranges of its numbers
+FEW_VALUES, BINS = (
+    20,
+    10,
+)  # a rule tells apart so many values of a column, or so many ranges of its numbers
 
 
 def read(path):
@@ -52,17 +56,20 @@ def rules(train, test):
         return {}
     target, truth = targets[0], [row[targets[0]] for row in train]
     if len(set(truth)) > FEW_VALUES and all(map(is_number, truth)):
+
         def middle(values):
             return statistics.fmean(map(float, values))
 
-        def loss(values):           # of predicting the middle for all of them
+        def loss(values):  # of predicting the middle for all of them
             return sum((float(value) - middle(values)) ** 2 for value in values)
+
         constants = [middle(truth), statistics.median(map(float, truth))]
     else:
         middle = statistics.mode
 
         def loss(values):
             return sum(value != middle(values) for value in values)
+
         constants = sorted(set(truth), key=truth.count)[:-4:-1]
     found = {f"always {value}": [value] * len(test) for value in constants}
     columns = {name: groups(train, name, target) for name in list(test[0])[1:] if name in train[0]}
@@ -78,8 +85,15 @@ def rules(train, test):
 def main(train, test):
     train, test = read(train), read(test)
     key, target = next(iter(test[0])), "".join(name for name in train[0] if name not in test[0])
-    print(json.dumps({name: f"{key},{target}\n" + "".join(f"{row[key]},{value}\n" for row, value in zip(test, values))
-                      for name, values in rules(train, test).items()}))
+    print(
+        json.dumps(
+            {
+                name: f"{key},{target}\n"
+                + "".join(f"{row[key]},{value}\n" for row, value in zip(test, values))
+                for name, values in rules(train, test).items()
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

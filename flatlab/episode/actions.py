@@ -1,4 +1,5 @@
 """What an agent's reply asks for: the text of its one bash block. Fences inside heredocs belong to the heredoc."""
+
 from __future__ import annotations
 
 import re
@@ -14,23 +15,27 @@ def extract_action(reply: str) -> tuple[str | None, str]:
         line = lines[at]
         fence = FENCE.match(line)
         if "</think>" in line and not line.partition("</think>")[0].count("<think>"):
-            blocks, lines[at] = [], line.rpartition("</think>")[2]      # the prompt had opened it
+            blocks, lines[at] = [], line.rpartition("</think>")[2]  # the prompt had opened it
         elif "<think>" in line:
-            rest = "\n".join([line.partition("<think>")[2], *lines[at + 1:]])
+            rest = "\n".join([line.partition("<think>")[2], *lines[at + 1 :]])
             if "</think>" not in rest:
-                break                                                   # it never stopped thinking
+                break  # it never stopped thinking
             lines, at = rest.partition("</think>")[2].split("\n"), 0
         elif fence:
             end, problem = block_end(lines, at + 1, len(fence[1]))
             if problem:
                 return None, problem
-            blocks.append((fence[2].lower(), "\n".join(lines[at + 1:end])))
+            blocks.append((fence[2].lower(), "\n".join(lines[at + 1 : end])))
             at = end + 1
         else:
             at += 1
     if len(blocks) != 1:
-        return None, "There is no ```bash block in the reply." if not blocks else \
-            f"There are {len(blocks)} code blocks in the reply; write one. (A ``` line in quotes ends a block, too.)"
+        return (
+            None,
+            "There is no ```bash block in the reply."
+            if not blocks
+            else f"There are {len(blocks)} code blocks in the reply; write one. (A ``` line in quotes ends a block, too.)",
+        )
     language, text = blocks[0]
     if language not in ("bash", "sh", "shell", ""):
         return None, f"The block is marked {language[:20]!r}; it must be bash."
@@ -41,7 +46,10 @@ def extract_action(reply: str) -> tuple[str | None, str]:
 
 def block_end(lines: list[str], at: int, ticks: int) -> tuple[int, str]:
     """(index of the line that closes a block, "") or (0, problem). Fences inside heredocs belong to the heredoc."""
-    context, pending = [""], []         # context: what is open, innermost last: " ' ( and (( for arithmetic
+    context, pending = (
+        [""],
+        [],
+    )  # context: what is open, innermost last: " ' ( and (( for arithmetic
     for at in range(at, len(lines)):
         line = lines[at]
         if pending and context[-1] not in ("'", '"'):
@@ -62,7 +70,7 @@ def scan_line(line: str, context: list[str]) -> list[tuple[bool, str]]:
     """Heredocs that start in a line of shell, as (strip tabs?, end word); updates the open quotes and parentheses."""
     found, i = [], 0
     while i < len(line):
-        top, two = context[-1], line[i:i + 2]
+        top, two = context[-1], line[i : i + 2]
         if top == "'":
             if line[i] == "'":
                 context.pop()
@@ -94,11 +102,15 @@ def scan_line(line: str, context: list[str]) -> list[tuple[bool, str]]:
 
 # ---------------------------------------------------------------------------------------------- edits
 
-EDIT = re.compile(r"([ \t]*(?:edit[ \t]+\d+:\d+|insert[ \t]+\d+))[ \t]*(<<[ \t]*(['\"]?)(end_of_edit|end_of_insert)\3[ \t]*)?$")
+EDIT = re.compile(
+    r"([ \t]*(?:edit[ \t]+\d+:\d+|insert[ \t]+\d+))[ \t]*(<<[ \t]*(['\"]?)(end_of_edit|end_of_insert)\3[ \t]*)?$"
+)
 ENDS = ("end_of_edit", "end_of_insert")
 
 
-def find_edits(lines: list[str], at: int = 0, ticks: int = 0) -> tuple[list[tuple[int, int]], int, bool]:
+def find_edits(
+    lines: list[str], at: int = 0, ticks: int = 0
+) -> tuple[list[tuple[int, int]], int, bool]:
     """([(line of an edit, line of its end)] in shell text from line `at`, where a fence of `ticks` closes it, whether
     something is still open). What looks like an edit in a heredoc or in quotes is text of that."""
     found, context, pending, is_open = [], [""], [], False
@@ -156,7 +168,7 @@ def lift_bodies(action: str) -> tuple[str, list[str]]:
     lines, bodies, kept, at = action.split("\n"), [], [], 0
     for first, end in find_edits(lines)[0]:
         kept += [*lines[at:first], f"{EDIT.match(lines[first])[1]} --body {len(bodies)}"]
-        bodies.append("".join(line + "\n" for line in lines[first + 1:end]))
+        bodies.append("".join(line + "\n" for line in lines[first + 1 : end]))
         at = end + 1
     return "\n".join(kept + lines[at:]), bodies
 

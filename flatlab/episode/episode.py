@@ -1,4 +1,5 @@
 """One episode: the tokens that the model saw and said, the turns, and the loop between policy and environment."""
+
 from __future__ import annotations
 
 import asyncio
@@ -7,22 +8,28 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 
 from flatlab.episode.grading import Score
+from flatlab.errors import SandboxFault
 
-THREADS = ThreadPoolExecutor(128, "sandbox")        # they wait for sandboxes and do not compute; started as needed
+THREADS = ThreadPoolExecutor(
+    128, "sandbox"
+)  # they wait for sandboxes and do not compute; started as needed
 
 
 @dataclass(frozen=True)
 class Sample:
-    tokens: list[int]      # the reply as sampled, its end token included when stop_reason is "stop"
-    logprobs: list[float]  # log-probability of each token under the sampling distribution (temperature applied)
-    text: str              # decoded for people and for the action extractor; never tokenised again
-    stop_reason: str       # "stop" (the model ended its turn) or "length" (cut at max_tokens)
-    version: int           # number of syncs before the request was sent
+    tokens: list[int]  # the reply as sampled, its end token included when stop_reason is "stop"
+    logprobs: list[
+        float
+    ]  # log-probability of each token under the sampling distribution (temperature applied)
+    text: str  # decoded for people and for the action extractor; never tokenised again
+    stop_reason: str  # "stop" (the model ended its turn) or "length" (cut at max_tokens)
+    version: int  # number of syncs before the request was sent
 
 
 @dataclass
 class Segment:
     """A sequence to train on: what the model saw and said. mask is 1, and logprobs set, where it said it here."""
+
     tokens: list[int]
     mask: list[int]
     logprobs: list[float]
@@ -33,10 +40,14 @@ class Episode:
     task: str
     seed: int
     prompt: str = ""
-    segments: list[Segment] = field(default_factory=list)       # several only when old observations had to be shortened
+    segments: list[Segment] = field(
+        default_factory=list
+    )  # several only when old observations had to be shortened
     turns: list[dict] = field(default_factory=list)
-    status: str = ""                # "submit", "turn_limit", "context_limit", "time_limit"; "fault": drop and count it
-    score: Score | None = None      # on the first split; None only for a fault
+    status: str = (
+        ""  # "submit", "turn_limit", "context_limit", "time_limit"; "fault": drop and count it
+    )
+    score: Score | None = None  # on the first split; None only for a fault
     test_score: Score | None = None
     fault: str = ""
     seconds: float = 0.0
@@ -51,7 +62,11 @@ class Episode:
 
     def to_dict(self) -> dict:
         """The whole transcript for the run directory; without the tokens."""
-        record = {key: value for key, value in asdict(replace(self, segments=[])).items() if key != "segments"}
+        record = {
+            key: value
+            for key, value in asdict(replace(self, segments=[])).items()
+            if key != "segments"
+        }
         return record | {"reply_tokens": self.reply_tokens}
 
 
@@ -78,12 +93,12 @@ class History:
         self.append(after)
 
     def cap(self, text: str) -> str:
-        if len(text) > 16 * self.limit:                 # no need to tokenise what is left out anyway
-            text = f"{text[:8 * self.limit]}\n[...]\n{text[-8 * self.limit:]}"
+        if len(text) > 16 * self.limit:  # no need to tokenise what is left out anyway
+            text = f"{text[: 8 * self.limit]}\n[...]\n{text[-8 * self.limit :]}"
         tokens, tail = self.policy.encode(text), self.limit // 3
         if len(tokens) <= self.limit:
             return text
-        head = self.policy.decode(tokens[:self.limit - tail])
+        head = self.policy.decode(tokens[: self.limit - tail])
         return f"{head}\n[... {len(tokens) - self.limit} tokens left out ...]\n{self.policy.decode(tokens[-tail:])}"
 
     def fit(self, budget: int) -> Segment | None:
@@ -105,7 +120,10 @@ class History:
         if not cut:
             return None
         ended, self.segment = self.segment, Segment([], [], [])
-        self.append(self.prompt + [token for sample, _, after in self.turns for token in [*sample.tokens, *after]])
+        self.append(
+            self.prompt
+            + [token for sample, _, after in self.turns for token in [*sample.tokens, *after]]
+        )
         return ended
 
 
@@ -113,10 +131,20 @@ async def in_thread(function, *args):
     return await asyncio.get_running_loop().run_in_executor(THREADS, function, *args)
 
 
-async def play(env, policy, episode, time_limit, max_turns, max_reply_tokens, max_observation_tokens, temperature, extra):
+async def play(
+    env,
+    policy,
+    episode,
+    time_limit,
+    max_turns,
+    max_reply_tokens,
+    max_observation_tokens,
+    temperature,
+    extra,
+):
     """Turns until something ends them; fills episode.turns and .segments. Returns the status."""
     prompt = await in_thread(env.prompt if env.sandbox else env.reset)
-    deadline = time.monotonic() + time_limit        # a slow start of the sandbox is not the agent's time
+    deadline = time.monotonic() + time_limit  # a slow start of the sandbox is not the agent's time
     episode.prompt = f"{prompt}\n\n{extra}" if extra else prompt
     history = History(policy, episode.prompt, max_observation_tokens)
     try:
@@ -127,15 +155,30 @@ async def play(env, policy, episode, time_limit, max_turns, max_reply_tokens, ma
             if ended := history.fit(policy.context - max_reply_tokens):
                 episode.segments.append(trimmed(ended))
             sample = await asyncio.wait_for(
-                policy.sample(list(history.segment.tokens), max_reply_tokens, temperature=temperature,
-                              seed=(episode.seed * 1009 + turn) % 2 ** 31), deadline - start)
+                policy.sample(
+                    list(history.segment.tokens),
+                    max_reply_tokens,
+                    temperature=temperature,
+                    seed=(episode.seed * 1009 + turn) % 2**31,
+                ),
+                deadline - start,
+            )
             step = await in_thread(env.step, sample.text, max(1.0, deadline - time.monotonic()))
             history.add(sample, step.observation)
-            episode.turns.append({
-                "reply": sample.text, "action": step.action, "observation": step.observation, "status": step.status,
-                "score": step.score.value if step.score else None, "stop_reason": sample.stop_reason,
-                "version": sample.version, "reply_tokens": len(sample.tokens), "seconds_env": step.seconds,
-                "seconds_model": time.monotonic() - start - step.seconds})
+            episode.turns.append(
+                {
+                    "reply": sample.text,
+                    "action": step.action,
+                    "observation": step.observation,
+                    "status": step.status,
+                    "score": step.score.value if step.score else None,
+                    "stop_reason": sample.stop_reason,
+                    "version": sample.version,
+                    "reply_tokens": len(sample.tokens),
+                    "seconds_env": step.seconds,
+                    "seconds_model": time.monotonic() - start - step.seconds,
+                }
+            )
             if step.done:
                 return "submit"
         return "turn_limit"
@@ -152,3 +195,49 @@ def trimmed(segment: Segment) -> Segment:
     """Without what follows the last trained token."""
     end = len(segment.mask) - segment.mask[::-1].index(1)
     return Segment(segment.tokens[:end], segment.mask[:end], segment.logprobs[:end])
+
+
+async def run_episode(
+    env,
+    policy,
+    *,
+    seed: int = 0,
+    max_turns: int = 10,
+    max_reply_tokens: int = 512,
+    max_observation_tokens: int = 512,
+    temperature: float | None = None,
+    time_limit: float = 600.0,
+    extra_user_text: str = "",
+    score_test: bool = False,
+    keep_open: bool = False,
+) -> Episode:
+    """Plays one episode to its end and scores it exactly once, however it ends.
+
+    env: an Env; when its sandbox is running already, the episode goes on from there. It is closed at the end unless
+    keep_open. extra_user_text is appended to the prompt. time_limit: seconds from there to the scoring. score_test:
+    grade on the last split, too. Raises what the policy raises, and CancelledError, after closing the sandbox.
+    """
+    episode, begin = Episode(env.task.name, seed), time.monotonic()
+    try:
+        episode.status = await play(
+            env,
+            policy,
+            episode,
+            time_limit,
+            max_turns,
+            max_reply_tokens,
+            max_observation_tokens,
+            temperature,
+            extra_user_text,
+        )
+        episode.score = await in_thread(env.score)
+        if score_test:
+            episode.test_score = await in_thread(env.score, env.task.splits[-1])
+    except SandboxFault as fault:
+        episode.status, episode.score, episode.test_score = "fault", None, None
+        episode.fault = str(fault)
+    finally:
+        if not keep_open:
+            await asyncio.shield(in_thread(env.close))
+    episode.seconds = time.monotonic() - begin
+    return episode

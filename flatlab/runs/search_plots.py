@@ -5,7 +5,18 @@ import random
 import re
 from statistics import median
 
-from flatlab.runs.plots import BLACK, BLUE, COLOURS, ORANGE, PINK, RED, draw_baseline, mean, shorten, spread
+from flatlab.runs.plots import (
+    BLACK,
+    BLUE,
+    COLOURS,
+    ORANGE,
+    PINK,
+    RED,
+    draw_baseline,
+    mean,
+    shorten,
+    spread,
+)
 from flatlab.runs.store import Record, number
 
 # ------------------------------------------------------------------ numbers
@@ -26,7 +37,9 @@ def best_so_far(record: Record, axis: str) -> list[tuple[float, float]]:
             best = score
         if best is not None:
             minutes = (number(item.get("elapsed")) or 0.0) / 60
-            points.append(({"nodes": float(count), "tokens": tokens, "minutes": minutes}[axis], best))
+            points.append(
+                ({"nodes": float(count), "tokens": tokens, "minutes": minutes}[axis], best)
+            )
     return sorted(points, key=lambda point: point[0])
 
 
@@ -45,12 +58,26 @@ def draw_best(axis_name):
             xs = sorted({x for points in curves for x, _ in points})
             mids, stds = spread([[value_at(points, x) for x in xs] for points in curves])
             many = len(group.runs) > 1
-            axis.step(xs, mids, where="post", color=group.colour, linewidth=2.2,
-                      label="best so far" if len(groups) == 1 else None)
+            axis.step(
+                xs,
+                mids,
+                where="post",
+                color=group.colour,
+                linewidth=2.2,
+                label="best so far" if len(groups) == 1 else None,
+            )
             if many:
-                axis.fill_between(xs, [m - s for m, s in zip(mids, stds)], [m + s for m, s in zip(mids, stds)],
-                                  step="post", color=group.colour, alpha=0.15, linewidth=0)
+                axis.fill_between(
+                    xs,
+                    [m - s for m, s in zip(mids, stds)],
+                    [m + s for m, s in zip(mids, stds)],
+                    step="post",
+                    color=group.colour,
+                    alpha=0.15,
+                    linewidth=0,
+                )
         draw_baseline(axis, groups)
+
     return draw
 
 
@@ -63,21 +90,35 @@ def draw_distribution(axis, groups):
     for group in groups:
         for run in group.runs:
             for row in run.rows:
-                parts.setdefault(group.label if many else row[field] or "none", []).append((group, row))
+                parts.setdefault(group.label if many else row[field] or "none", []).append(
+                    (group, row)
+                )
     rng = random.Random(0)
     for place, (name, rows) in enumerate(parts.items()):
         scores = [row["score"] for _, row in rows if row["score"] is not None]
         colour = rows[0][0].colour if many else COLOURS[place % len(COLOURS)]
-        axis.scatter([place + rng.uniform(-0.22, 0.22) for _ in scores], scores, s=16, alpha=0.5, color=colour,
-                     linewidths=0)
+        axis.scatter(
+            [place + rng.uniform(-0.22, 0.22) for _ in scores],
+            scores,
+            s=16,
+            alpha=0.5,
+            color=colour,
+            linewidths=0,
+        )
         if scores:
             axis.hlines(median(scores), place - 0.32, place + 0.32, color=colour, linewidth=2.5)
-    names = [f"{shorten(name, 22)}\nN={len(rows)}, {sum(row['score'] is None and row.get('status') != 'fault' for _, row in rows)} failed"
-             for name, rows in parts.items()]
+    names = [
+        f"{shorten(name, 22)}\nN={len(rows)}, {sum(row['score'] is None and row.get('status') != 'fault' for _, row in rows)} failed"
+        for name, rows in parts.items()
+    ]
     slanted = {"rotation": 25, "ha": "right"} if len(names) > 4 else {}
     axis.set_xticks(range(len(names)), names, fontsize=9, **slanted)
     axis.set_xlim(-0.6, len(names) - 0.4)
-    axis.set_title({"group": "Scores of the nodes", "mode": "Scores by mode", "op": "Scores by operator"}[field])
+    axis.set_title(
+        {"group": "Scores of the nodes", "mode": "Scores by mode", "op": "Scores by operator"}[
+            field
+        ]
+    )
     draw_baseline(axis, groups)
     axis.plot([], [], color="#888888", linewidth=2.5, label="median")
 
@@ -88,20 +129,49 @@ def draw_outcomes(axis, groups):
     for group in groups:
         for run in group.runs:
             for row in run.rows:
-                outcome = "fault" if row.get("status") == "fault" else "failed" if row["score"] is None else "valid"
-                counts = parts.setdefault(group.label if len(groups) > 1 else row["op"] or "?",
-                                          {"valid": 0, "failed": 0, "fault": 0})
+                outcome = (
+                    "fault"
+                    if row.get("status") == "fault"
+                    else "failed"
+                    if row["score"] is None
+                    else "valid"
+                )
+                counts = parts.setdefault(
+                    group.label if len(groups) > 1 else row["op"] or "?",
+                    {"valid": 0, "failed": 0, "fault": 0},
+                )
                 counts[outcome] += 1
     left = [0] * len(parts)
-    for outcome, colour, hatch in ("valid", BLUE, ""), ("failed", ORANGE, "///"), ("fault", "#999999", "xxx"):
+    for outcome, colour, hatch in (
+        ("valid", BLUE, ""),
+        ("failed", ORANGE, "///"),
+        ("fault", "#999999", "xxx"),
+    ):
         counts = [part[outcome] for part in parts.values()]
         if sum(counts):
-            axis.barh(range(len(parts)), counts, left=left, color=colour, hatch=hatch, edgecolor="white", height=0.6,
-                      label=outcome)
+            axis.barh(
+                range(len(parts)),
+                counts,
+                left=left,
+                color=colour,
+                hatch=hatch,
+                edgecolor="white",
+                height=0.6,
+                label=outcome,
+            )
         for place, count in enumerate(counts):
             if count:
-                axis.text(left[place] + count / 2, place, count, ha="center", va="center", fontsize=9, color="white" if colour == BLUE else BLACK,
-                          fontweight="bold", bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5})
+                axis.text(
+                    left[place] + count / 2,
+                    place,
+                    count,
+                    ha="center",
+                    va="center",
+                    fontsize=9,
+                    color="white" if colour == BLUE else BLACK,
+                    fontweight="bold",
+                    bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5},
+                )
         left = [a + b for a, b in zip(left, counts)]
     axis.set_yticks(range(len(parts)), [shorten(name, 26) for name in parts])
     axis.invert_yaxis()
@@ -117,7 +187,13 @@ def draw_diversity(axis, groups):
             for run in group.runs:
                 seen, counts = set(), [0.0]
                 for row in run.rows:
-                    seen |= imports(row["code"]) if dashed else prompts.families(row["idea"]) if row["idea"] else set()
+                    seen |= (
+                        imports(row["code"])
+                        if dashed
+                        else prompts.families(row["idea"])
+                        if row["idea"]
+                        else set()
+                    )
                     counts.append(float(len(seen)))
                 curves.append(counts)
             longest = max(map(len, curves))
@@ -125,10 +201,21 @@ def draw_diversity(axis, groups):
             name = "imported modules" if dashed else "model families named by ideas"
             colour = group.colour if len(groups) > 1 else (ORANGE if dashed else BLUE)
             text = name if group is groups[0] else None
-            axis.plot(range(longest), mids, color=colour, linestyle="--" if dashed else "-", linewidth=2, label=text,
-                      drawstyle="steps-post")
-        distances = [d for run in group.runs if isinstance(run.result.get("diversity"), dict)
-                     and (d := number(run.result["diversity"].get("idea_distance"))) is not None]
+            axis.plot(
+                range(longest),
+                mids,
+                color=colour,
+                linestyle="--" if dashed else "-",
+                linewidth=2,
+                label=text,
+                drawstyle="steps-post",
+            )
+        distances = [
+            d
+            for run in group.runs
+            if isinstance(run.result.get("diversity"), dict)
+            and (d := number(run.result["diversity"].get("idea_distance"))) is not None
+        ]
         if distances:
             what = f"{shorten(group.label, 16)}: " if len(groups) > 1 else ""
             axis.plot([], [], " ", label=f"{what}mean distance of ideas {mean(distances):.2f}")
@@ -137,7 +224,11 @@ def draw_diversity(axis, groups):
 
 def imports(code: dict) -> set[str]:
     """Modules that a node's files import."""
-    return {name for text in code.values() for name in re.findall(r"^\s*(?:import|from)\s+(\w+)", str(text), re.M)}
+    return {
+        name
+        for text in code.values()
+        for name in re.findall(r"^\s*(?:import|from)\s+(\w+)", str(text), re.M)
+    }
 
 
 SEARCH = [
@@ -151,8 +242,12 @@ SEARCH = [
 
 # ------------------------------------------------------------------ the tree
 
-SHAPES = {"draft": ("o", "draft"), "improve": ("^", "improve"), "debug": ("s", "debug"),
-          "crossover": ("D", "crossover")}
+SHAPES = {
+    "draft": ("o", "draft"),
+    "improve": ("^", "improve"),
+    "debug": ("s", "debug"),
+    "crossover": ("D", "crossover"),
+}
 
 
 def layout(items: list[dict]) -> dict[str, tuple[float, int, str]]:
@@ -172,8 +267,11 @@ def layout(items: list[dict]) -> dict[str, tuple[float, int, str]]:
     order, stack = [], ["0"]
     while stack:  # not recursive: a chain may be long
         order.append(stack.pop())
-        stack += sorted(children[order[-1]], key=lambda id: [int(p) if p.isdigit() else 0 for p in id.split(".")],
-                        reverse=True)
+        stack += sorted(
+            children[order[-1]],
+            key=lambda id: [int(p) if p.isdigit() else 0 for p in id.split(".")],
+            reverse=True,
+        )
     depth, place, leaves = {"0": 0}, {}, 0
     for id in order[1:]:
         depth[id] = depth[ids[id]] + 1
@@ -194,7 +292,7 @@ def best_path(record: Record) -> list[str]:
         if score is not None and (best is None or is_better(record, score, best)):
             best_id, best = row["id"], score
     parts = best_id.split(".")
-    return [".".join(parts[:count + 1]) for count in range(len(parts))]
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def colour_limits(record: Record, scores: list[float]) -> tuple[float, float]:
@@ -202,14 +300,21 @@ def colour_limits(record: Record, scores: list[float]) -> tuple[float, float]:
     ordered = sorted(scores, reverse=record.result.get("higher_is_better") is False)
     worst, best = ordered[len(ordered) // 10], ordered[-1]
     low, high = min(worst, best), max(worst, best)
-    return (low, high) if high > low else (low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1))
+    return (
+        (low, high) if high > low else (low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1))
+    )
 
 
 def tree_size(record: Record) -> tuple[float, float]:
     """Width and height in inches."""
     places = layout(record.rows)
-    leaves, depth = max(y for y, _, _ in places.values()) + 1, max(x for _, x, _ in places.values()) + 1
-    return min(30.0, max(9.0, 1.5 * depth)), min(40.0, max(4.0, (0.5 if len(places) <= 90 else 0.2) * leaves + 1.5))
+    leaves, depth = (
+        max(y for y, _, _ in places.values()) + 1,
+        max(x for _, x, _ in places.values()) + 1,
+    )
+    return min(30.0, max(9.0, 1.5 * depth)), min(
+        40.0, max(4.0, (0.5 if len(places) <= 90 else 0.2) * leaves + 1.5)
+    )
 
 
 def draw_tree(figure, record: Record):
@@ -220,40 +325,90 @@ def draw_tree(figure, record: Record):
     from matplotlib.path import Path as Curve
     from matplotlib.patheffects import withStroke
 
-    rows, places, path = {row["id"]: row for row in record.rows}, layout(record.rows), best_path(record)
+    rows, places, path = (
+        {row["id"]: row for row in record.rows},
+        layout(record.rows),
+        best_path(record),
+    )
     axis, baseline = figure.subplots(), number(record.result.get("baseline"))
     scores = {id: row["score"] for id, row in rows.items() if row["score"] is not None}
     everything = list(scores.values()) + ([] if baseline is None else [baseline])
     norm = Normalize(*colour_limits(record, everything or [0.0, 1.0]))
-    shade = ScalarMappable(norm, "viridis_r" if record.result.get("higher_is_better") is False else "viridis")
+    shade = ScalarMappable(
+        norm, "viridis_r" if record.result.get("higher_is_better") is False else "viridis"
+    )
     modes = sorted({row["mode"] for row in record.rows} - {"", "none"})
-    edges = {mode: COLOURS[place % len(COLOURS)] for place, mode in enumerate(modes)} if len(modes) > 1 else {}
+    edges = (
+        {mode: COLOURS[place % len(COLOURS)] for place, mode in enumerate(modes)}
+        if len(modes) > 1
+        else {}
+    )
     crowded = len(places) > 90
     size = 45 if crowded else 110
     for id, (y, x, parent) in places.items():
         if parent:
             y0, x0, _ = places[parent]
             bold, curve = id in path, [(x0, y0), ((x0 + x) / 2, y0), ((x0 + x) / 2, y), (x, y)]
-            axis.add_patch(PathPatch(Curve(curve, [Curve.MOVETO] + 3 * [Curve.CURVE4]), fill=False, capstyle="round",
-                                     edgecolor=BLACK if bold else "#bbbbbb", linewidth=2.6 if bold else 1, zorder=1))
+            axis.add_patch(
+                PathPatch(
+                    Curve(curve, [Curve.MOVETO] + 3 * [Curve.CURVE4]),
+                    fill=False,
+                    capstyle="round",
+                    edgecolor=BLACK if bold else "#bbbbbb",
+                    linewidth=2.6 if bold else 1,
+                    zorder=1,
+                )
+            )
         second = rows.get(id, {}).get("second")
         if second in places:
-            axis.plot([places[second][1], x], [places[second][0], y], color=PINK, linewidth=1, linestyle=":", zorder=1)
+            axis.plot(
+                [places[second][1], x],
+                [places[second][0], y],
+                color=PINK,
+                linewidth=1,
+                linestyle=":",
+                zorder=1,
+            )
     for id, (y, x, _) in places.items():
         row, score = rows.get(id, {}), scores.get(id, baseline if id == "0" else None)
         shape = "*" if id == "0" else SHAPES.get(row.get("op"), ("o", ""))[0]
         if score is None:
-            axis.scatter(x, y, s=size * 0.7, marker="x" if row.get("status") != "fault" else "+", color=RED,
-                         linewidths=1.8, zorder=3)
+            axis.scatter(
+                x,
+                y,
+                s=size * 0.7,
+                marker="x" if row.get("status") != "fault" else "+",
+                color=RED,
+                linewidths=1.8,
+                zorder=3,
+            )
         else:
-            axis.scatter(x, y, s=size * (2.4 if id == "0" else 1), marker=shape, color=shade.to_rgba(score), zorder=3,
-                         edgecolors=edges.get(row.get("mode"), BLACK), linewidths=1.8 if id in path or edges else 0.5)
+            axis.scatter(
+                x,
+                y,
+                s=size * (2.4 if id == "0" else 1),
+                marker=shape,
+                color=shade.to_rgba(score),
+                zorder=3,
+                edgecolors=edges.get(row.get("mode"), BLACK),
+                linewidths=1.8 if id in path or edges else 0.5,
+            )
         if not crowded or id in path:
-            text = "baseline" if id == "0" else id if len(id) < 9 else f"node {row.get('order', '?')}"
+            text = (
+                "baseline" if id == "0" else id if len(id) < 9 else f"node {row.get('order', '?')}"
+            )
             value = "" if score is None else f"  {score:.4g}"
-            axis.annotate(f"{shorten(text, 12)}{value}", (x, y), (0, 8 if id != "0" else 11), textcoords="offset points", ha="center",
-                          fontsize=8, fontweight="bold" if id in path else "normal", zorder=4,
-                          path_effects=[withStroke(linewidth=2.5, foreground="white")])     # readable on an edge
+            axis.annotate(
+                f"{shorten(text, 12)}{value}",
+                (x, y),
+                (0, 8 if id != "0" else 11),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+                fontweight="bold" if id in path else "normal",
+                zorder=4,
+                path_effects=[withStroke(linewidth=2.5, foreground="white")],
+            )  # readable on an edge
     axis.set(xticks=range(max(x for _, x, _ in places.values()) + 1), yticks=[], xlabel="depth")
     axis.grid(False)
     axis.spines["left"].set_visible(False)
@@ -261,17 +416,38 @@ def draw_tree(figure, record: Record):
     axis.margins(x=0.06, y=0.08 if len(places) < 30 else 0.03)
     metric = shorten(record.result.get("metric", "score"), 40)
     better = "lower" if record.result.get("higher_is_better") is False else "higher"
-    figure.colorbar(shade, ax=axis, label=f"{metric}, {better} is better",
-                    shrink=0.8, aspect=30, pad=0.01)
-    for mark, label in [SHAPES[op] for op in SHAPES if any(row.get("op") == op for row in record.rows)]:
+    figure.colorbar(
+        shade, ax=axis, label=f"{metric}, {better} is better", shrink=0.8, aspect=30, pad=0.01
+    )
+    for mark, label in [
+        SHAPES[op] for op in SHAPES if any(row.get("op") == op for row in record.rows)
+    ]:
         axis.scatter([], [], marker=mark, color="white", edgecolors=BLACK, label=label)
     for mode, colour in edges.items():
-        axis.scatter([], [], marker="o", color="white", edgecolors=colour, linewidths=1.8, label=f"mode {shorten(mode, 10)}")
-    axis.scatter([], [], marker="x", color=RED,
-                 label=f"failed: {sum(r.get('status') != 'fault' for r in rows.values() if r['id'] not in scores)}")
+        axis.scatter(
+            [],
+            [],
+            marker="o",
+            color="white",
+            edgecolors=colour,
+            linewidths=1.8,
+            label=f"mode {shorten(mode, 10)}",
+        )
+    axis.scatter(
+        [],
+        [],
+        marker="x",
+        color=RED,
+        label=f"failed: {sum(r.get('status') != 'fault' for r in rows.values() if r['id'] not in scores)}",
+    )
     if any(row.get("status") == "fault" for row in rows.values()):
         axis.scatter([], [], marker="+", color=RED, label="fault (sandbox broke)")
     if any(row.get("second") in places for row in rows.values()):
         axis.plot([], [], color=PINK, linestyle=":", label="second parent")
     axis.plot([], [], color=BLACK, linewidth=2.6, label="path to the best")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08 if len(places) > 20 else -0.2), ncols=7, frameon=False)
+    axis.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.08 if len(places) > 20 else -0.2),
+        ncols=7,
+        frameon=False,
+    )

@@ -82,7 +82,10 @@ def sweep(directory: Path):
         pid = temp.name.split("-")[1]
         if pid == str(os.getpid()) or not Path(f"/proc/{pid}").exists():
             shutil.rmtree(temp) if temp.is_dir() else temp.unlink()
-    for old in [*directory.glob(".old-*"), *directory.glob("*/.old-*")]:  # killed between two renames
+    for old in [
+        *directory.glob(".old-*"),
+        *directory.glob("*/.old-*"),
+    ]:  # killed between two renames
         final = old.with_name(old.name.removeprefix(".old-"))
         shutil.rmtree(old) if final.exists() else old.rename(final)
 
@@ -139,7 +142,9 @@ def check_numbers(config, bounds: dict, otherwise: tuple) -> None:
     """Raises UserError for a number (NaN, too) that is out of its bounds: low, and high or None where there is none."""
     for name, value in asdict(config).items():
         low, high = bounds.get(name, otherwise)
-        if isinstance(value, (int, float)) and not low <= value <= (math.inf if high is None else high):
+        if isinstance(value, (int, float)) and not low <= value <= (
+            math.inf if high is None else high
+        ):
             wanted = f"at least {low}" if high is None else f"from {low:g} to {high:g}"
             raise UserError(f"--{name.replace('_', '-')} must be {wanted}, not {value}.")
 
@@ -150,12 +155,19 @@ def one_sentence(main):
         main()
     except Exception as error:
         cause = error
-        while isinstance(cause, ExceptionGroup):    # tasks that ran side by side: the first one that broke
+        while isinstance(
+            cause, ExceptionGroup
+        ):  # tasks that ran side by side: the first one that broke
             cause = cause.exceptions[0]
         full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
         if not full and not isinstance(cause, UserError):
             raise
-        print(f"{cause.strerror}; what is there is whole. The same command goes on." if full else cause, file=sys.stderr)
+        print(
+            f"{cause.strerror}; what is there is whole. The same command goes on."
+            if full
+            else cause,
+            file=sys.stderr,
+        )
         sys.exit(2)
 
 
@@ -163,7 +175,9 @@ def one_sentence(main):
 def output_of(*command) -> str:
     """Output of a short command run beside this file, or why there is none. For provenance only."""
     try:
-        done = subprocess.run(command, cwd=HERE, stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
+        done = subprocess.run(
+            command, cwd=HERE, stdin=subprocess.DEVNULL, capture_output=True, timeout=20
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"({command[0]}: {type(error).__name__})"
     return (done.stdout or done.stderr).decode(errors="replace").strip()
@@ -171,17 +185,39 @@ def output_of(*command) -> str:
 
 def describe_git() -> str:
     """Commit, uncommitted changes, and the new scripts that git does not know yet (a copied grpo.py, say)."""
-    new = output_of("git", "ls-files", "--others", "--exclude-standard", "*.py", "*.yaml").splitlines()
-    texts = [f"--- {n} (not tracked)\n{(HERE / n).read_text(errors='replace')}" for n in new if (HERE / n).is_file()]
-    return "\n".join([output_of("git", "rev-parse", "HEAD"), output_of("git", "status", "--short"),
-                      output_of("git", "diff", "HEAD"), *texts])
+    new = output_of(
+        "git", "ls-files", "--others", "--exclude-standard", "*.py", "*.yaml"
+    ).splitlines()
+    texts = [
+        f"--- {n} (not tracked)\n{(HERE / n).read_text(errors='replace')}"
+        for n in new
+        if (HERE / n).is_file()
+    ]
+    return "\n".join(
+        [
+            output_of("git", "rev-parse", "HEAD"),
+            output_of("git", "status", "--short"),
+            output_of("git", "diff", "HEAD"),
+            *texts,
+        ]
+    )
 
 
 def describe_machine() -> str:
     packages = sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions())
-    gpu = output_of("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    return "\n".join([f"python {platform.python_version()}", platform.platform(), f"{os.cpu_count()} cpus",
-                      f"gpu: {gpu}", f"docker: {output_of('docker', '--version')}", *packages])
+    gpu = output_of(
+        "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
+    )
+    return "\n".join(
+        [
+            f"python {platform.python_version()}",
+            platform.platform(),
+            f"{os.cpu_count()} cpus",
+            f"gpu: {gpu}",
+            f"docker: {output_of('docker', '--version')}",
+            *packages,
+        ]
+    )
 
 
 def record(path: Path, text: str):
@@ -189,7 +225,9 @@ def record(path: Path, text: str):
     before = path.read_text(errors="replace") if path.exists() else ""
     if text.strip() not in before:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        write_whole(path, before + (f"\n===== resumed {stamp}\n" if before else "") + text.strip() + "\n")
+        write_whole(
+            path, before + (f"\n===== resumed {stamp}\n" if before else "") + text.strip() + "\n"
+        )
 
 
 # ------------------------------------------------------------------ writing a run
@@ -197,7 +235,10 @@ def record(path: Path, text: str):
 
 def difference(old: dict, new: dict, ignore=()) -> list[str]:
     """One text per key that differs: 'lr: 1e-05 there, 2e-05 now'."""
-    pairs = [(key, old.get(key, "(absent)"), new.get(key, "(absent)")) for key in sorted({*old, *new} - {*ignore})]
+    pairs = [
+        (key, old.get(key, "(absent)"), new.get(key, "(absent)"))
+        for key in sorted({*old, *new} - {*ignore})
+    ]
     return [f"{key}: {there} there, {now} now" for key, there, now in pairs if there != now]
 
 
@@ -211,26 +252,40 @@ def open_run(directory, config: dict, resume_ok_keys=("steps",)) -> "Run":
     path = Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        others = [p.name for p in path.iterdir() if p.name != ".lock" and not p.name.startswith(".tmp-")]
+        others = [
+            p.name for p in path.iterdir() if p.name != ".lock" and not p.name.startswith(".tmp-")
+        ]
         if others and not (path / "config.yaml").exists():
-            raise UserError(f"{path} holds other things than a run ({', '.join(sorted(others)[:3])}): name a new one.")
+            raise UserError(
+                f"{path} holds other things than a run ({', '.join(sorted(others)[:3])}): name a new one."
+            )
         lock = open(path / ".lock", "a+")
     except OSError as error:
         raise UserError(f"Cannot write the run directory {path}: {error.strerror}.") from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it with the process: no stale locks
+        fcntl.flock(
+            lock, fcntl.LOCK_EX | fcntl.LOCK_NB
+        )  # the kernel drops it with the process: no stale locks
     except BlockingIOError:
         lock.seek(0)
         pid = lock.read().strip() or "?"
-        raise UserError(f"{path} is being written by process {pid}: wait for it, or name another directory.") from None
+        raise UserError(
+            f"{path} is being written by process {pid}: wait for it, or name another directory."
+        ) from None
     lock.truncate(0)
     print(os.getpid(), file=lock, flush=True)
-    new = yaml.safe_load(yaml.safe_dump(plain(config)))  # through YAML, so that it compares equal to what is read back
+    new = yaml.safe_load(
+        yaml.safe_dump(plain(config))
+    )  # through YAML, so that it compares equal to what is read back
     old = read_mapping(path / "config.yaml") if (path / "config.yaml").exists() else new
     if found := difference(old, new, resume_ok_keys):
         if any(path.glob("checkpoints/[0-9]*")) or any(map(read_rows, path.glob("*.jsonl"))):
-            raise UserError(f"{path} was made with another config ({'; '.join(found)}): name a new directory.")
-        (path / "result.json").unlink(missing_ok=True)  # no step was made there: nothing to protect, nothing to keep
+            raise UserError(
+                f"{path} was made with another config ({'; '.join(found)}): name a new directory."
+            )
+        (path / "result.json").unlink(
+            missing_ok=True
+        )  # no step was made there: nothing to protect, nothing to keep
     sweep(path)
     (path / "episodes").mkdir(exist_ok=True)
     (path / "checkpoints").mkdir(exist_ok=True)
@@ -247,7 +302,10 @@ class Run:
     def __init__(self, directory: Path, config: dict, lock):
         self.dir, self.config, self.lock = directory, config, lock
         self.sinks, self.episodes = [], []  # see sinks.py
-        self.lines, self.seconds = 0, []  # lines printed by this process; recent seconds per step, for the ETA
+        self.lines, self.seconds = (
+            0,
+            [],
+        )  # lines printed by this process; recent seconds per step, for the ETA
         self.plot_again = 0.0
 
     def log(self, row: dict, file="metrics.jsonl"):
@@ -255,7 +313,9 @@ class Run:
         path = self.dir / file
         with open(path, "ab+") as out:
             end = out.seek(0, os.SEEK_END)
-            if end and (out.seek(end - 1), out.read(1))[1] != b"\n":  # a crash cut the last line: take it away
+            if (
+                end and (out.seek(end - 1), out.read(1))[1] != b"\n"
+            ):  # a crash cut the last line: take it away
                 out.truncate(path.read_bytes().rfind(b"\n") + 1)
             out.write(json_line(row).encode())
             out.flush()
@@ -314,19 +374,27 @@ class Run:
         with self.whole_directory(f"checkpoints/{step:06d}") as folder:
             yield folder
         for _, path in self.checkpoints()[:-keep]:
-            shutil.rmtree(path.rename(temporary(path)))  # the name goes first: never half a checkpoint under it
+            shutil.rmtree(
+                path.rename(temporary(path))
+            )  # the name goes first: never half a checkpoint under it
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """(step, folder), oldest first. Every one listed is complete."""
-        return sorted((int(p.name), p) for p in (self.dir / "checkpoints").iterdir() if p.name.isdigit())
+        return sorted(
+            (int(p.name), p) for p in (self.dir / "checkpoints").iterdir() if p.name.isdigit()
+        )
 
     def step_line(self, row: dict, header_every=20) -> str:
         """step_line with a header on this process's first line, and the ETA from the recent steps."""
         self.seconds = (self.seconds + [row.get("seconds") or 0.0])[-20:]
         left = self.config.get("steps", 0) - row["step"] - 1
         self.lines += 1
-        return step_line(row, self.lines % header_every == 1,
-                         left * sum(self.seconds) / len(self.seconds) if left > 0 else None)
+        return step_line(
+            row,
+            self.lines % header_every == 1,
+            left * sum(self.seconds) / len(self.seconds) if left > 0 else None,
+        )
+
 
 # ------------------------------------------------------------------ terminal
 
@@ -337,7 +405,12 @@ COLUMNS = [
     ("score", 6, ("score_mean",), "{:.4g}"),
     ("best", 6, ("score_best",), "{:.4g}"),
     ("valid", 5, ("valid_share",), "{:.0%}"),
-    ("same", 4, ("zero_variance_share",), "{:.0%}"),  # groups whose rewards are all alike: they teach nothing
+    (
+        "same",
+        4,
+        ("zero_variance_share",),
+        "{:.0%}",
+    ),  # groups whose rewards are all alike: they teach nothing
     ("fault", 5, ("faults",), "{:.0f}"),
     ("turns", 5, ("turns",), "{:.1f}"),
     ("tokens", 6, ("reply_tokens",), "{:.0f}"),
@@ -347,7 +420,12 @@ COLUMNS = [
     ("tok/s", 5, ("tokens_per_second",), "{:.0f}"),
     ("GiB", 4, ("memory_gb",), "{:.1f}"),  # at most: of the GPU, else of this process
     ("sec", 5, ("seconds",), "{:.1f}"),
-    ("smpl/env/train", 14, ("seconds_sample", "seconds_env", "seconds_train"), "{:.1f}/{:.1f}/{:.1f}"),
+    (
+        "smpl/env/train",
+        14,
+        ("seconds_sample", "seconds_env", "seconds_train"),
+        "{:.1f}/{:.1f}/{:.1f}",
+    ),
 ]
 
 
@@ -374,6 +452,7 @@ def duration(seconds: float | None) -> str:
 @dataclass(frozen=True)
 class Record:
     """A run as it is on the disk. kind "grpo": rows are steps; "search": rows are nodes, in order of completion."""
+
     dir: Path
     kind: str
     config: dict
@@ -413,7 +492,11 @@ def read_run(directory) -> Record:
         raise UserError(f"{path} is no run directory: it has no config.yaml.")
     config = read_mapping(path / "config.yaml")
     steps = [row for row in read_rows(path / "metrics.jsonl") if isinstance(row.get("step"), int)]
-    nodes = [node_row(row) for row in read_rows(path / "journal.jsonl") if row.get("id") and isinstance(row["id"], str)]
+    nodes = [
+        node_row(row)
+        for row in read_rows(path / "journal.jsonl")
+        if row.get("id") and isinstance(row["id"], str)
+    ]
     if not steps and not nodes:
         what = "node" if "sampling_mode" in config else "step"
         raise UserError(f"{path} has no finished {what} yet: nothing to show.")
@@ -427,7 +510,11 @@ def find_runs(paths) -> tuple[list[Record], list[str]]:
     found, wrong = [], []
     paths = [path for path in map(Path, paths) if len(paths) == 1 or not path.is_file()]
     for path in paths:
-        cells = [] if (path / "config.yaml").is_file() else sorted(c.parent for c in path.glob("*/config.yaml"))
+        cells = (
+            []
+            if (path / "config.yaml").is_file()
+            else sorted(c.parent for c in path.glob("*/config.yaml"))
+        )
         for directory in cells or [path]:
             try:
                 found.append(read_run(directory))
@@ -438,12 +525,24 @@ def find_runs(paths) -> tuple[list[Record], list[str]]:
 
 def node_row(row: dict) -> dict:
     """A row of the journal with the types that the views count on. score: None for all failures."""
-    texts = {key: str(row.get(key) or "") for key in ("parent", "op", "mode", "idea", "status", "error", "diff")}
-    containers = {key: row[key] if isinstance(row.get(key), kind) else kind()
-                  for key, kind in (("code", dict), ("decision", dict), ("actions", list), ("ideas", list))}
+    texts = {
+        key: str(row.get(key) or "")
+        for key in ("parent", "op", "mode", "idea", "status", "error", "diff")
+    }
+    containers = {
+        key: row[key] if isinstance(row.get(key), kind) else kind()
+        for key, kind in (("code", dict), ("decision", dict), ("actions", list), ("ideas", list))
+    }
     second = row["second"] if isinstance(row.get("second"), str) else None
-    return row | texts | containers | {"second": second,
-                                       "score": None if row.get("valid") is False else number(row.get("score"))}
+    return (
+        row
+        | texts
+        | containers
+        | {
+            "second": second,
+            "score": None if row.get("valid") is False else number(row.get("score")),
+        }
+    )
 
 
 def number(value) -> float | None:
@@ -458,33 +557,78 @@ def transcripts(record: Record, step: int | None = None) -> list[dict]:
     if record.kind == "search":
         return [node_item(row, record.dir) for row in record.rows]
     paths = sorted((record.dir / "episodes").glob("*.jsonl"), key=lambda path: path.stem)
-    return [episode_item(row, f"{int(path.stem)}.{index}", int(path.stem))
-            for path in paths if path.stem.isdigit() and step in (None, int(path.stem))
-            for index, row in enumerate(read_rows(path))]
+    return [
+        episode_item(row, f"{int(path.stem)}.{index}", int(path.stem))
+        for path in paths
+        if path.stem.isdigit() and step in (None, int(path.stem))
+        for index, row in enumerate(read_rows(path))
+    ]
 
 
 def episode_item(row: dict, id: str, step: int) -> dict:
     score = row.get("score") if isinstance(row.get("score"), dict) else {}
-    status, turns = str(row.get("status") or ""), [t for t in row.get("turns") or [] if isinstance(t, dict)]
+    status, turns = (
+        str(row.get("status") or ""),
+        [t for t in row.get("turns") or [] if isinstance(t, dict)],
+    )
     outcome = "fault" if status == "fault" else "valid" if score.get("valid") else "failed"
-    return {"id": id, "step": step, "group": row.get("group"), "task": str(row.get("task") or ""), "outcome": outcome,
-            "status": status,
-            "score": number(score.get("value")) if outcome == "valid" else None, "turns": turns,
-            "tokens": number(row.get("reply_tokens")), "seconds": number(row.get("seconds")),
-            "error": str(row.get("fault") or (score.get("message") if outcome == "failed" else "") or ""),
-            "prompt": str(row.get("prompt") or "")}
+    return {
+        "id": id,
+        "step": step,
+        "group": row.get("group"),
+        "task": str(row.get("task") or ""),
+        "outcome": outcome,
+        "status": status,
+        "score": number(score.get("value")) if outcome == "valid" else None,
+        "turns": turns,
+        "tokens": number(row.get("reply_tokens")),
+        "seconds": number(row.get("seconds")),
+        "error": str(
+            row.get("fault") or (score.get("message") if outcome == "failed" else "") or ""
+        ),
+        "prompt": str(row.get("prompt") or ""),
+    }
 
 
 def node_item(row: dict, directory: Path) -> dict:
     outcome = "fault" if row["status"] == "fault" else "failed" if row["score"] is None else "valid"
-    copied = {key: row[key] for key in ("id", "parent", "second", "op", "mode", "idea", "status", "error", "diff",
-                                        "score", "code", "decision", "ideas")}
-    numbers = {key: number(row.get(key)) for key in ("order", "gain", "tokens", "seconds", "elapsed", "probability")}
-    return copied | numbers | {"outcome": outcome, "turns": [turn for turn in row["actions"] if isinstance(turn, dict)],
-                               "prompt": prompt_of(directory / "episodes" / f"{int(numbers['order'] or 0):06d}.jsonl",
-                                                   row["id"])}
+    copied = {
+        key: row[key]
+        for key in (
+            "id",
+            "parent",
+            "second",
+            "op",
+            "mode",
+            "idea",
+            "status",
+            "error",
+            "diff",
+            "score",
+            "code",
+            "decision",
+            "ideas",
+        )
+    }
+    numbers = {
+        key: number(row.get(key))
+        for key in ("order", "gain", "tokens", "seconds", "elapsed", "probability")
+    }
+    return (
+        copied
+        | numbers
+        | {
+            "outcome": outcome,
+            "turns": [turn for turn in row["actions"] if isinstance(turn, dict)],
+            "prompt": prompt_of(
+                directory / "episodes" / f"{int(numbers['order'] or 0):06d}.jsonl", row["id"]
+            ),
+        }
+    )
 
 
 def prompt_of(path: Path, node: str) -> str:
     """What the model was told, from the node's own transcript; "" where that is not there."""
-    return next((str(row.get("prompt") or "") for row in read_rows(path) if row.get("node") == node), "")
+    return next(
+        (str(row.get("prompt") or "") for row in read_rows(path) if row.get("node") == node), ""
+    )

@@ -9,8 +9,8 @@ import shutil
 import time
 from pathlib import Path
 
-from flatlab.runs.store import Record, number, transcripts
 from flatlab.errors import UserError
+from flatlab.runs.store import Record, number, transcripts
 
 SHOWN = 8  # transcripts per row
 open_sinks, sent = {}, {}  # by run directory; sent: rows that this process has sent
@@ -18,19 +18,30 @@ open_sinks, sent = {}, {}  # by run directory; sent: rows that this process has 
 
 def place_of(row: dict) -> int:
     """The x axis: the step, or the order in which nodes were started."""
-    return int(number(row.get("step")) if number(row.get("step")) is not None else number(row.get("order")) or 0)
+    return int(
+        number(row.get("step"))
+        if number(row.get("step")) is not None
+        else number(row.get("order")) or 0
+    )
 
 
 def scalars(row: dict) -> dict[str, float]:
-    return {key: value for key in row if key not in ("step", "order", "time") and not isinstance(row[key], bool)
-            and (value := number(row[key])) is not None}
+    return {
+        key: value
+        for key in row
+        if key not in ("step", "order", "time")
+        and not isinstance(row[key], bool)
+        and (value := number(row[key])) is not None
+    }
 
 
 def talk(item: dict) -> str:
     """A transcript as plain text; of a row of journal.jsonl its actions."""
     turns = item.get("turns") if isinstance(item.get("turns"), list) else item.get("actions") or []
-    return "\n".join(f"{turn.get('reply') or turn.get('action') or ''}\n> {turn.get('observation') or ''}"
-                     for turn in turns)
+    return "\n".join(
+        f"{turn.get('reply') or turn.get('action') or ''}\n> {turn.get('observation') or ''}"
+        for turn in turns
+    )
 
 
 def score_of(item: dict) -> float | None:
@@ -47,19 +58,28 @@ def tensorboard(directory):
         from tensorboard.compat.proto.types_pb2 import DT_STRING
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError:
-        raise UserError("--tensorboard needs a package that is not here: pip install tensorboard") from None
+        raise UserError(
+            "--tensorboard needs a package that is not here: pip install tensorboard"
+        ) from None
     writer = EventFileWriter(str(Path(directory) / "tensorboard"))
 
     def sink(row: dict, episodes=()):
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(row).items()]
         about = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         for count, item in enumerate(list(episodes)[:SHOWN]):
-            indented = "".join(f"    {line}\n" for line in talk(item).split("\n"))  # Markdown shows it as it is
+            indented = "".join(
+                f"    {line}\n" for line in talk(item).split("\n")
+            )  # Markdown shows it as it is
             text = f"score {score_of(item)}, {item.get('status')}\n\n{indented}"
             tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode(errors="replace")])
             values.append(Summary.Value(tag=f"transcripts/{count}", metadata=about, tensor=tensor))
-        writer.add_event(Event(step=place_of(row), wall_time=number(row.get("time")) or time.time(),
-                               summary=Summary(value=values)))
+        writer.add_event(
+            Event(
+                step=place_of(row),
+                wall_time=number(row.get("time")) or time.time(),
+                summary=Summary(value=values),
+            )
+        )
         writer.flush()
 
     return sink
@@ -75,16 +95,31 @@ def wandb(directory, config: dict, resume=True):
     except ImportError:
         raise UserError("--wandb needs a package that is not here: pip install wandb") from None
     name = Path(directory).resolve().name
-    run = client.init(project=os.environ.get("WANDB_PROJECT", "flatlab"), name=name, config=config, dir=str(directory),
-                      reinit="create_new", **({"id": name[:64], "resume": "allow"} if resume else {}))
+    run = client.init(
+        project=os.environ.get("WANDB_PROJECT", "flatlab"),
+        name=name,
+        config=config,
+        dir=str(directory),
+        reinit="create_new",
+        **({"id": name[:64], "resume": "allow"} if resume else {}),
+    )
     run.define_metric("*", step_metric="step")  # nodes end in another order than they start
 
     def sink(row: dict, episodes=()):
         values = scalars(row) | {"step": place_of(row)}
         if episodes:
-            cells = [[place_of(row), str(item.get("status")), score_of(item),
-                      talk(item).encode(errors="replace").decode()] for item in list(episodes)[:SHOWN]]
-            values["transcripts"] = client.Table(columns=["step", "status", "score", "transcript"], data=cells)
+            cells = [
+                [
+                    place_of(row),
+                    str(item.get("status")),
+                    score_of(item),
+                    talk(item).encode(errors="replace").decode(),
+                ]
+                for item in list(episodes)[:SHOWN]
+            ]
+            values["transcripts"] = client.Table(
+                columns=["step", "status", "score", "transcript"], data=cells
+            )
         run.log(values)
 
     sink.close = run.finish
@@ -109,8 +144,10 @@ def send(record: Record, to_tensorboard: bool, to_wandb: bool):
     if record.dir not in open_sinks:
         if to_tensorboard and not record.running:
             shutil.rmtree(record.dir / "tensorboard", ignore_errors=True)
-        open_sinks[record.dir] = opened(record.dir, record.config, to_tensorboard, to_wandb, resume=False)
-    for row in record.rows[sent.get(record.dir, 0):]:
+        open_sinks[record.dir] = opened(
+            record.dir, record.config, to_tensorboard, to_wandb, resume=False
+        )
+    for row in record.rows[sent.get(record.dir, 0) :]:
         items = [row] if record.kind == "search" else transcripts(record, row["step"])
         for sink in open_sinks[record.dir]:
             sink(row, items)

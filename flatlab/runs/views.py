@@ -1,4 +1,5 @@
 """The pictures of one run."""
+
 from __future__ import annotations
 
 import time
@@ -16,7 +17,9 @@ def plot(run_dir, format="png") -> list[Path]:
     record = run_dir if isinstance(run_dir, Record) else read_run(run_dir)
     groups = [plots.Group(record.name, plots.BLUE, [record])]
     panels = plots.TRAINING if record.kind == "grpo" else search_plots.SEARCH
-    single = [] if format == "png" else plots.save_panels(panels, groups, record.dir / "panels", format)
+    single = (
+        [] if format == "png" else plots.save_panels(panels, groups, record.dir / "panels", format)
+    )
     if record.kind == "grpo":
         with plots.figure_of(19, 11.5) as figure:
             plots.draw_panels(figure, plots.TRAINING, groups, 4)

@@ -1,4 +1,5 @@
 """Docker: starting a container whose main process is the runner, and images prepared for a task."""
+
 from __future__ import annotations
 
 import functools
@@ -12,28 +13,46 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from flatlab.sandbox.boot import CONDA_PACKAGES, PACKAGES, boot_texts, runner_config
-from flatlab.errors import SandboxFault, UserError
-from flatlab.episode.task import Task
 from flatlab.cache import content_key
+from flatlab.episode.task import Task
+from flatlab.errors import SandboxFault, UserError
+from flatlab.sandbox.boot import CONDA_PACKAGES, PACKAGES, boot_texts, runner_config
 
 IMAGE = "aigym/mlgym-agent:latest"
-PREPARE_BYTES = 8 << 20             # public files of a task beyond this are baked into an image once
-STARTS = threading.Semaphore(8)     # at once: a daemon that is asked for more gets slow, not quick
-GONE_BY = 30                        # seconds after its end by which a container has removed itself, else we do
-CACHE = "/opt/flatlab/huggingface"  # where a Hugging Face cache of this machine is mounted, read-only
+PREPARE_BYTES = 8 << 20  # public files of a task beyond this are baked into an image once
+STARTS = threading.Semaphore(8)  # at once: a daemon that is asked for more gets slow, not quick
+GONE_BY = 30  # seconds after its end by which a container has removed itself, else we do
+CACHE = (
+    "/opt/flatlab/huggingface"  # where a Hugging Face cache of this machine is mounted, read-only
+)
 
 # The first python3 of the image; MLGym's image has its packages in this environment.
-FIND_PYTHON = ('p=/home/agent/miniconda3/envs/mlgym_generic/bin; [ -d $p ] && PATH=$p:$PATH; export PATH; '
-               'exec python3 -I -S -c "$0"')
-ended: deque[tuple[float, str]] = deque()       # when a container was closed or failed to start, and its name
+FIND_PYTHON = (
+    "p=/home/agent/miniconda3/envs/mlgym_generic/bin; [ -d $p ] && PATH=$p:$PATH; export PATH; "
+    'exec python3 -I -S -c "$0"'
+)
+ended: deque[tuple[float, str]] = (
+    deque()
+)  # when a container was closed or failed to start, and its name
 
 
-def start_docker(image: str, memory: int, disk: int, cpus: float, processes: int, env: dict, network: bool, gpu: bool,
-                 hf_cache: str, forget: tuple[str, ...], **_):
+def start_docker(
+    image: str,
+    memory: int,
+    disk: int,
+    cpus: float,
+    processes: int,
+    env: dict,
+    network: bool,
+    gpu: bool,
+    hf_cache: str,
+    forget: tuple[str, ...],
+    **_,
+):
     """A container that removes itself when the runner in it ends: (id, connection, function that ends it)."""
     from docker.errors import APIError, DockerException
     from docker.types import DeviceRequest, LogConfig
+
     api, name = docker_api(), f"flatlab-{secrets.token_hex(8)}"
     remove_ended(api)
     if hf_cache:
@@ -41,30 +60,58 @@ def start_docker(image: str, memory: int, disk: int, cpus: float, processes: int
     try:
         host = api.create_host_config(
             # No log: the daemon would write all that goes over the connection to its disk.
-            auto_remove=True, log_config=LogConfig(type="none"), mem_limit=memory, memswap_limit=memory,
-            pids_limit=processes, nano_cpus=int(min(cpus, os.cpu_count()) * 1e9), shm_size=256 << 20,
-            security_opt=["no-new-privileges"], network_mode="bridge" if network else "none",
+            auto_remove=True,
+            log_config=LogConfig(type="none"),
+            mem_limit=memory,
+            memswap_limit=memory,
+            pids_limit=processes,
+            nano_cpus=int(min(cpus, os.cpu_count()) * 1e9),
+            shm_size=256 << 20,
+            security_opt=["no-new-privileges"],
+            network_mode="bridge" if network else "none",
             binds=[f"{Path(hf_cache).expanduser().resolve()}:{CACHE}:ro"] if hf_cache else None,
             device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if gpu else None,
-            cap_drop=["ALL"], cap_add=["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"])
-        boot, text = boot_texts(runner_config("docker", env, limits={"CORE": 0, "FSIZE": disk},
-                                              forget=forget, packages=PACKAGES + CONDA_PACKAGES,
-                                              copies=[[CACHE, "/home/agent/.cache/huggingface"]] if hf_cache else []))
+            cap_drop=["ALL"],
+            cap_add=["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"],
+        )
+        boot, text = boot_texts(
+            runner_config(
+                "docker",
+                env,
+                limits={"CORE": 0, "FSIZE": disk},
+                forget=forget,
+                packages=PACKAGES + CONDA_PACKAGES,
+                copies=[[CACHE, "/home/agent/.cache/huggingface"]] if hf_cache else [],
+            )
+        )
         with STARTS:
             box = api.create_container(
-                image, [boot], name=name, entrypoint=["/bin/sh", "-c", FIND_PYTHON], user="0", stdin_open=True,
-                hostname="sandbox", working_dir="/", labels={"flatlab.owner": owner_label()}, host_config=host,
-                network_disabled=not network)["Id"]     # an empty network namespace, without half a second of CPU time
+                image,
+                [boot],
+                name=name,
+                entrypoint=["/bin/sh", "-c", FIND_PYTHON],
+                user="0",
+                stdin_open=True,
+                hostname="sandbox",
+                working_dir="/",
+                labels={"flatlab.owner": owner_label()},
+                host_config=host,
+                network_disabled=not network,
+            )["Id"]  # an empty network namespace, without half a second of CPU time
             # Before the start, so that nothing is missed.
-            wire = api.attach_socket(box, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
+            wire = api.attach_socket(
+                box, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
+            )
             api.start(box)
         wire._sock.sendall(text)
     except (APIError, DockerException, OSError) as error:
-        ended.appendleft((0.0, name))       # made but not started, it would stay
-        raise SandboxFault(f"Docker did not start a container: {' '.join(str(error).split())[:300]}") from error
+        ended.appendleft((0.0, name))  # made but not started, it would stay
+        raise SandboxFault(
+            f"Docker did not start a container: {' '.join(str(error).split())[:300]}"
+        ) from error
 
     def stop():
-        wire.close()                        # the runner sees that, and its end is that of the container
+        wire.close()  # the runner sees that, and its end is that of the container
         ended.append((time.monotonic(), name))
 
     return box, wire._sock, stop
@@ -73,13 +120,14 @@ def start_docker(image: str, memory: int, disk: int, cpus: float, processes: int
 def remove_ended(api) -> None:
     """Removes containers that should have removed themselves long ago, and those that failed to start."""
     from docker.errors import APIError, DockerException
+
     while ended and ended[0][0] < time.monotonic() - GONE_BY:
         try:
             when, name = ended.popleft()
             api.remove_container(name, force=True)
-        except (IndexError, APIError):              # another thread was quicker; it is gone, as usual
+        except (IndexError, APIError):  # another thread was quicker; it is gone, as usual
             continue
-        except (DockerException, OSError):          # no daemon: later
+        except (DockerException, OSError):  # no daemon: later
             ended.append((when, name))
             return
 
@@ -95,7 +143,10 @@ def owner_label(pid: int | None = None) -> str:
 def docker_api():
     """The connection to the daemon, after removing containers of owners on this machine that are dead."""
     import docker
-    api = docker.APIClient(**docker.utils.kwargs_from_env(), version="auto", timeout=5, max_pool_size=64)
+
+    api = docker.APIClient(
+        **docker.utils.kwargs_from_env(), version="auto", timeout=5, max_pool_size=64
+    )
     for box in api.containers(all=True, filters={"label": "flatlab.owner"}):
         owner = box["Labels"]["flatlab.owner"]
         host, pid, _ = owner.rsplit(":", 2)
@@ -103,7 +154,7 @@ def docker_api():
         with suppress(OSError):
             alive = owner_label(int(pid)) == owner
         if host == socket.gethostname() and not alive:
-            with suppress(docker.errors.APIError):              # it is removing itself right now
+            with suppress(docker.errors.APIError):  # it is removing itself right now
                 api.remove_container(box["Id"], force=True)
     api.timeout = 120
     return api
@@ -130,7 +181,9 @@ def docker_problem(image: str) -> str:
 # ---------------------------------------------------------------------------------------------- prepared images
 
 preparing = threading.Lock()
-prepared: dict[tuple, str] = {}     # what was asked for -> image: found without reading files and asking the daemon
+prepared: dict[
+    tuple, str
+] = {}  # what was asked for -> image: found without reading files and asking the daemon
 
 
 def prepared_image(task: Task, image: str, network: bool, make_sandbox) -> str:
@@ -147,10 +200,15 @@ def prepared_image(task: Task, image: str, network: bool, make_sandbox) -> str:
 
 def find_image(task: Task, image: str, network: bool, make_sandbox) -> str:
     """See prepared_image."""
-    files = task.public if sum(path.stat().st_size for path in task.public.values()) > PREPARE_BYTES else {}
+    files = (
+        task.public
+        if sum(path.stat().st_size for path in task.public.values()) > PREPARE_BYTES
+        else {}
+    )
     if not files and not task.requirements:
         return image
     from docker.errors import APIError
+
     api = docker_api()
     sources = [*files.values(), *([task.requirements] if task.requirements else [])]
     key = content_key(api.inspect_image(image)["Id"], *files, *sources)
@@ -160,12 +218,14 @@ def find_image(task: Task, image: str, network: bool, make_sandbox) -> str:
             build_image(api, task, files, name, key, network, make_sandbox)
             for old in api.images(name):
                 for tag in set(old["RepoTags"] or []) - {f"{name}:{key}"}:
-                    with suppress(APIError):                 # a running container still uses it
+                    with suppress(APIError):  # a running container still uses it
                         api.remove_image(tag)
     return f"{name}:{key}"
 
 
-def build_image(api, task: Task, files: dict, name: str, key: str, network: bool, make_sandbox) -> None:
+def build_image(
+    api, task: Task, files: dict, name: str, key: str, network: bool, make_sandbox
+) -> None:
     """Commits a container that got the files and the requirements."""
     box = make_sandbox(network=False)
     try:
@@ -204,15 +264,28 @@ def missing_requirements(box, task: Task) -> list[str]:
 
 
 def needs_packages(task: Task) -> str:
-    return (f"Task {task.name} needs the packages in {task.requirements}; with --network they are installed once, into "
-            "a Docker image for the task.")
+    return (
+        f"Task {task.name} needs the packages in {task.requirements}; with --network they are installed once, into "
+        "a Docker image for the task."
+    )
 
 
 def install(box, task: Task) -> None:
     """pip install of the requirements, for all users of the sandbox. Raises UserError with pip's last line."""
     text = task.requirements.read_bytes()
-    argv = ["python3", "-m", "pip", "install", "--no-cache-dir", "--break-system-packages", "-r", "/dev/stdin"]
+    argv = [
+        "python3",
+        "-m",
+        "pip",
+        "install",
+        "--no-cache-dir",
+        "--break-system-packages",
+        "-r",
+        "/dev/stdin",
+    ]
     result = box.run(argv, 3600, user="root", stdin=text)
     if result.exit_code:
         last = (result.output.strip().splitlines() or ["no message"])[-1]
-        raise UserError(f"The packages in {task.requirements} cannot be installed in the image ({last}).")
+        raise UserError(
+            f"The packages in {task.requirements} cannot be installed in the image ({last})."
+        )

@@ -3,6 +3,7 @@
 The members are the workspace, relative to it (./solve.py), and two of our own: REST, a tar of what was written elsewhere
 (installed packages, /tmp, the home), and STATE: cwd, exported variables, and what was deleted from the image.
 """
+
 from __future__ import annotations
 
 import io
@@ -11,11 +12,11 @@ import os
 import tarfile
 from pathlib import PurePosixPath
 
-from flatlab.sandbox.sandbox import COPY_BYTES, Sandbox
 from flatlab.errors import SandboxFault
+from flatlab.sandbox.sandbox import COPY_BYTES, Sandbox
 
 STATE, REST = ".flatlab-state", ".flatlab-rest.tar"
-roots_of: dict[str, list[str]] = {}     # image -> where its commands can write
+roots_of: dict[str, list[str]] = {}  # image -> where its commands can write
 
 
 def take(box: Sandbox) -> bytes:
@@ -23,10 +24,16 @@ def take(box: Sandbox) -> bytes:
     box.call("sweep")
     changes = written(box)
     paths = changes["paths"]
-    inside = [path for path in paths if path == box.workspace or path.startswith(box.workspace + "/")]
+    inside = [
+        path for path in paths if path == box.workspace or path.startswith(box.workspace + "/")
+    ]
     state, exports = box.call("state")
-    notes = {"cwd": state["cwd"], "exports": exports.decode("latin-1"), "home": home(box),
-             "folders": changes["folders"]}
+    notes = {
+        "cwd": state["cwd"],
+        "exports": exports.decode("latin-1"),
+        "home": home(box),
+        "folders": changes["folders"],
+    }
     rest = pack(box, [path for path in paths if path not in set(inside)], root(box))
     out = io.BytesIO(pack(box, inside, box.workspace))
     try:
@@ -47,11 +54,17 @@ def put_back(box: Sandbox, files: bytes) -> None:
             notes, rest = json.load(tar.extractfile(STATE)), tar.extractfile(REST).read()
     except (tarfile.TarError, KeyError) as error:
         raise SandboxFault(f"the copied files cannot be read: {error}") from error
-    move = lambda text: text.replace(notes["home"], home(box), 1) if text.startswith(notes["home"]) else text
+    move = lambda text: (
+        text.replace(notes["home"], home(box), 1) if text.startswith(notes["home"]) else text
+    )
     box.call("prune", folders={move(folder): names for folder, names in notes["folders"].items()})
     unpack(box, rest, root(box))
     unpack(box, files, box.workspace)
-    box.call("state", notes["exports"].replace(notes["home"], home(box)).encode("latin-1"), cwd=move(notes["cwd"]))
+    box.call(
+        "state",
+        notes["exports"].replace(notes["home"], home(box)).encode("latin-1"),
+        cwd=move(notes["cwd"]),
+    )
 
 
 def home(box: Sandbox) -> str:
@@ -65,7 +78,7 @@ def root(box: Sandbox) -> str:
 
 def written(box: Sandbox) -> dict:
     """{"paths": what differs from a new sandbox, "folders": names of all entries of the folders among them}."""
-    if box.backend == "landlock":       # everything in these is private; the rest is read-only
+    if box.backend == "landlock":  # everything in these is private; the rest is read-only
         roots = [home(box)]
     elif box.backend == "namespaces":
         roots = [home(box), "/tmp", "/dev/shm"]
@@ -78,17 +91,43 @@ def written(box: Sandbox) -> dict:
 
 def pack(box: Sandbox, paths: list[str], place: str) -> bytes:
     names = [os.path.join(".", os.path.relpath(path, place)) for path in paths]
-    argv = ["/bin/tar", "-C", place, "--format=posix", "--pax-option=delete=atime,delete=ctime", "--no-recursion",
-            "--ignore-failed-read",             # what its own user cannot read is left out
-            "--null", "--verbatim-files-from", "-T", "-", "-cf", "-"]
-    data, reply = box.program(argv, 120, user="root", stdin=b"\0".join(map(os.fsencode, names)), limit=COPY_BYTES)
+    argv = [
+        "/bin/tar",
+        "-C",
+        place,
+        "--format=posix",
+        "--pax-option=delete=atime,delete=ctime",
+        "--no-recursion",
+        "--ignore-failed-read",  # what its own user cannot read is left out
+        "--null",
+        "--verbatim-files-from",
+        "-T",
+        "-",
+        "-cf",
+        "-",
+    ]
+    data, reply = box.program(
+        argv, 120, user="root", stdin=b"\0".join(map(os.fsencode, names)), limit=COPY_BYTES
+    )
     if reply["code"] or reply["dropped"]:
-        raise SandboxFault(f"the files cannot be copied: more than {COPY_BYTES >> 20} MB, or tar failed")
+        raise SandboxFault(
+            f"the files cannot be copied: more than {COPY_BYTES >> 20} MB, or tar failed"
+        )
     return data
 
 
 def unpack(box: Sandbox, files: bytes, place: str) -> None:
-    argv = ["/bin/tar", "-C", place, "--anchored", "--no-wildcards",        # else each costs (depth of a folder) squared
-            f"--exclude=./{STATE}", f"--exclude={STATE}", f"--exclude={REST}", "-xpf", "-"]
+    argv = [
+        "/bin/tar",
+        "-C",
+        place,
+        "--anchored",
+        "--no-wildcards",  # else each costs (depth of a folder) squared
+        f"--exclude=./{STATE}",
+        f"--exclude={STATE}",
+        f"--exclude={REST}",
+        "-xpf",
+        "-",
+    ]
     if box.program(argv, 120, user="root", stdin=files)[1]["code"]:
         raise SandboxFault("the copied files cannot be unpacked")

@@ -1,4 +1,5 @@
 """Containers that are started ahead of time."""
+
 from __future__ import annotations
 
 import atexit
@@ -6,22 +7,29 @@ import threading
 import time
 from contextlib import suppress
 
-from flatlab.sandbox.sandbox import Sandbox
 from flatlab.errors import SandboxFault
+from flatlab.sandbox.sandbox import Sandbox
 
 
 class Spares:
     """Sandboxes that are started ahead, so that nobody waits for a container. Each is used once, or closed when idle."""
 
-    IDLE, MOST = 30.0, 4            # seconds; so many of a kind, and only as many as takers came at once (but see expect)
+    IDLE, MOST = (
+        30.0,
+        4,
+    )  # seconds; so many of a kind, and only as many as takers came at once (but see expect)
 
     def __init__(self):
         self.lock = threading.Lock()
         self.ready: dict[str, list[Sandbox]] = {}
         self.coming: dict[str, int] = {}
         self.wanted: dict[str, int] = {}
-        self.takes: dict[str, tuple] = {}       # since the last `expect`: (how many, make, options)
-        self.taken, self.timer, self.round = 0.0, None, 0      # round: of those that a `close` ends together
+        self.takes: dict[str, tuple] = {}  # since the last `expect`: (how many, make, options)
+        self.taken, self.timer, self.round = (
+            0.0,
+            None,
+            0,
+        )  # round: of those that a `close` ends together
         atexit.register(self.close)
 
     def take(self, make, env: dict[str, str], **options) -> Sandbox:
@@ -35,7 +43,7 @@ class Spares:
                 self.wanted[key] = min(self.MOST, self.wanted.get(key, 0) + 1)
             self._start_more(key, make, options)
         while box:
-            with suppress(SandboxFault):    # it may have died meanwhile
+            with suppress(SandboxFault):  # it may have died meanwhile
                 box.call("configure", env=env)
                 return box
             box.close()
@@ -56,7 +64,9 @@ class Spares:
                 most, total = most - share, total - count
 
     def _start_more(self, key: str, make, options: dict, most: int = 0) -> None:
-        for _ in range(max(most, self.wanted.get(key, 0)) - len(self.ready[key]) - self.coming.get(key, 0)):
+        for _ in range(
+            max(most, self.wanted.get(key, 0)) - len(self.ready[key]) - self.coming.get(key, 0)
+        ):
             self.coming[key] = self.coming.get(key, 0) + 1
             threading.Thread(target=self._start, args=(key, make, options, self.round)).start()
         if self.timer is None:
@@ -70,11 +80,11 @@ class Spares:
     def _start(self, key: str, make, options: dict, number: int) -> None:
         try:
             box = make("docker", **options)
-        except SandboxFault:                # whoever needs one will see the reason
+        except SandboxFault:  # whoever needs one will see the reason
             box = None
         with self.lock:
             self.coming[key] -= 1
-            late = number != self.round     # the others have been closed meanwhile
+            late = number != self.round  # the others have been closed meanwhile
             if box and not late:
                 self.ready[key].append(box)
         if box and late:
@@ -92,7 +102,11 @@ class Spares:
         """Ends all that nobody has taken."""
         with self.lock:
             boxes = [box for some in self.ready.values() for box in some]
-            self.ready, self.wanted, self.round = {key: [] for key in self.ready}, {}, self.round + 1
+            self.ready, self.wanted, self.round = (
+                {key: [] for key in self.ready},
+                {},
+                self.round + 1,
+            )
         for box in boxes:
             box.close()
 

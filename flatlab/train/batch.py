@@ -11,10 +11,11 @@ from flatlab.episode.task import Task
 @dataclass
 class Group:
     """Episodes of one task that are compared with each other. A fault is kept for the record and has no reward."""
+
     number: int
     task: Task
     episodes: list[Episode]
-    rewards: list[float]            # of the episodes that are no faults, in their order
+    rewards: list[float]  # of the episodes that are no faults, in their order
 
     @property
     def played(self) -> list[Episode]:
@@ -29,19 +30,25 @@ class Group:
 @dataclass
 class Piece:
     """One segment of one episode. The lists after `mask` have one entry per trained token."""
+
     tokens: list[int]
-    mask: list[int]                 # 1: trained
-    old: list[float]                # log-probability of the token when it was sampled
+    mask: list[int]  # 1: trained
+    old: list[float]  # log-probability of the token when it was sampled
     advantage: list[float]
-    target: list[float] = field(default_factory=list)       # what the value head should have said; only with ppo
-    weight: float = 0.0             # of each of its tokens in the mean over the batch
+    target: list[float] = field(
+        default_factory=list
+    )  # what the value head should have said; only with ppo
+    weight: float = 0.0  # of each of its tokens in the mean over the batch
 
 
 def choose_tasks(tasks: list[Task], weights: list[float], groups: int, seed: str) -> list[Task]:
     """The tasks of a step's groups: shares by weight, what is left over by chance."""
     start, unit = random.Random(seed).random(), sum(weights) / max(groups, 1)
-    ends = [sum(weights[:i + 1]) for i in range(len(tasks))]
-    return [next(t for t, end in zip(tasks, ends) if (i + start) * unit < end or t is tasks[-1]) for i in range(groups)]
+    ends = [sum(weights[: i + 1]) for i in range(len(tasks))]
+    return [
+        next(t for t, end in zip(tasks, ends) if (i + start) * unit < end or t is tasks[-1])
+        for i in range(groups)
+    ]
 
 
 def light(groups: list[Group]) -> list[Group]:
@@ -84,10 +91,13 @@ def use_values(policy, batch: list[list[Piece]], gae, cfg, job) -> None:
     """PPO: puts gae(reward, values, lambda) where the episode's reward was, whitened over the batch of all ranks, and
     advantage + value as the value head's target. batch: the pieces of each episode."""
     import torch
+
     values = {}
     with torch.no_grad():
         for part in micro_batches(flat(batch), cfg.micro_tokens, cfg.packing):
-            found = iter(policy.logprobs([(p.tokens, p.mask) for p in part], values=True)[2].tolist())
+            found = iter(
+                policy.logprobs([(p.tokens, p.mask) for p in part], values=True)[2].tolist()
+            )
             values |= {id(p): [next(found) for _ in p.old] for p in part}
     for pieces in batch:
         before = [v for p in pieces for v in values[id(p)]]
@@ -107,7 +117,11 @@ def micro_batches(pieces: list[Piece], limit: int, packing: bool = False):
     of similar length are together."""
     part = []
     for piece in sorted(pieces, key=lambda piece: len(piece.tokens)):
-        whole = sum(len(p.tokens) for p in (*part, piece)) if packing else (len(part) + 1) * len(piece.tokens)
+        whole = (
+            sum(len(p.tokens) for p in (*part, piece))
+            if packing
+            else (len(part) + 1) * len(piece.tokens)
+        )
         if part and whole > limit:
             yield part
             part = []
@@ -119,12 +133,13 @@ def micro_batches(pieces: list[Piece], limit: int, packing: bool = False):
 @dataclass
 class Columns:
     """A micro-batch as tensors, (N,) each, N trained tokens."""
-    pairs: list[tuple]              # (tokens, mask) per sequence, for policy.logprobs
+
+    pairs: list[tuple]  # (tokens, mask) per sequence, for policy.logprobs
     old: Any
     advantage: Any
     target: Any
     weight: Any
-    sequence: Any                   # 0, 1, ...: which sequence of the micro-batch the token is in
+    sequence: Any  # 0, 1, ...: which sequence of the micro-batch the token is in
 
 
 def columns(part: list[Piece], device) -> Columns:
@@ -132,28 +147,41 @@ def columns(part: list[Piece], device) -> Columns:
 
     def column(values, dtype=torch.float32):
         return torch.tensor([v for row in values for v in row], dtype=dtype, device=device)
+
     return Columns(
-        pairs=[(p.tokens, p.mask) for p in part], old=column(p.old for p in part),
-        advantage=column(p.advantage for p in part), target=column(p.target or [0.0] * len(p.old) for p in part),
+        pairs=[(p.tokens, p.mask) for p in part],
+        old=column(p.old for p in part),
+        advantage=column(p.advantage for p in part),
+        target=column(p.target or [0.0] * len(p.old) for p in part),
         weight=column([p.weight] * len(p.old) for p in part),
-        sequence=column(([i] * len(p.old) for i, p in enumerate(part)), torch.long))
+        sequence=column(([i] * len(p.old) for i, p in enumerate(part)), torch.long),
+    )
 
 
 class Tally:
     """Sums, means and maxima of columns over the micro-batches and epochs of an update, and over the ranks."""
 
     def __init__(self):
-        self.seen: dict[str, list] = {}             # name -> [sum, count, maximum]
+        self.seen: dict[str, list] = {}  # name -> [sum, count, maximum]
 
     def add(self, **columns) -> None:
         for name, column in columns.items():
             column = column.detach().double()
             s, n, m = self.seen.get(name, (0.0, 0, 0.0))
-            self.seen[name] = [s + column.sum().item(), n + column.numel(), max(m, column.max().item())]
+            self.seen[name] = [
+                s + column.sum().item(),
+                n + column.numel(),
+                max(m, column.max().item()),
+            ]
 
     def over(self, job) -> tuple[dict, dict, dict]:
         """(sums, means, maxima) by name, on every rank the same."""
-        parts = [seen for seen in job.gather(self.seen) if seen]        # a rank may have had nothing to learn from
+        parts = [
+            seen for seen in job.gather(self.seen) if seen
+        ]  # a rank may have had nothing to learn from
         total = {name: sum(seen[name][0] for seen in parts) for name in parts[0]}
-        return (total, {name: total[name] / sum(seen[name][1] for seen in parts) for name in total},
-                {name: max(seen[name][2] for seen in parts) for name in total})
+        return (
+            total,
+            {name: total[name] / sum(seen[name][1] for seen in parts) for name in total},
+            {name: max(seen[name][2] for seen in parts) for name in total},
+        )

@@ -19,6 +19,7 @@ from datetime import timedelta
 
 class Alone:
     """A single process: nothing to exchange."""
+
     rank, world = 0, 1
 
     def sum(self, *numbers: float) -> list[float]:
@@ -43,15 +44,23 @@ class Ranks(Alone):
 
     def __init__(self, timeout: float):
         from torch import distributed
-        store, self.rank, self.world = next(distributed.rendezvous("env://", timeout=timedelta(seconds=120)))
+
+        store, self.rank, self.world = next(
+            distributed.rendezvous("env://", timeout=timedelta(seconds=120))
+        )
         store = distributed.PrefixStore("flatlab", store)
         self.bytes = 0
-        self.group = distributed.ProcessGroupGloo(store, self.rank, self.world, timedelta(seconds=timeout))
-        atexit.register(self.__dict__.clear)        # before the interpreter is gone: its threads must be joined
+        self.group = distributed.ProcessGroupGloo(
+            store, self.rank, self.world, timedelta(seconds=timeout)
+        )
+        atexit.register(
+            self.__dict__.clear
+        )  # before the interpreter is gone: its threads must be joined
 
     def sum(self, *numbers: float) -> list[float]:
         """Each number summed over the ranks."""
         import torch
+
         total = torch.tensor(numbers, dtype=torch.float64)
         self.group.allreduce([total]).wait()
         return total.tolist()
@@ -59,6 +68,7 @@ class Ranks(Alone):
     def sum_gradients(self, parameters) -> None:
         """Sums the gradients in place; absent ones count as 0."""
         import torch
+
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         flat = torch.cat([p.grad.flatten() for p in parameters]).cpu()
@@ -70,22 +80,31 @@ class Ranks(Alone):
     def share(self, tensors) -> None:
         """Overwrites the tensors with rank 0's: all ranks start from the same numbers."""
         import torch
+
         for tensor in tensors:
-            copy = tensor.detach().cpu() if self.rank == 0 else torch.empty_like(tensor, device="cpu")
+            copy = (
+                tensor.detach().cpu() if self.rank == 0 else torch.empty_like(tensor, device="cpu")
+            )
             self.group.broadcast([copy]).wait()
             tensor.data.copy_(copy)
 
     def gather(self, thing) -> list:
         """[rank 0's thing, rank 1's thing, ...] on every rank. thing: anything that can be pickled."""
         import torch
+
         mine = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.world)]
         self.group.allgather([sizes], [torch.tensor([mine.numel()])]).wait()
         self.bytes += mine.numel()
         longest = max(int(size) for size in sizes)
         buffers = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
-        self.group.allgather([buffers], [torch.nn.functional.pad(mine, (0, longest - mine.numel()))]).wait()
-        return [pickle.loads(buffer[:int(size)].numpy().tobytes()) for buffer, size in zip(buffers, sizes)]
+        self.group.allgather(
+            [buffers], [torch.nn.functional.pad(mine, (0, longest - mine.numel()))]
+        ).wait()
+        return [
+            pickle.loads(buffer[: int(size)].numpy().tobytes())
+            for buffer, size in zip(buffers, sizes)
+        ]
 
     def sent(self) -> int:
         sent, self.bytes = self.bytes, 0

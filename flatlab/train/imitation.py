@@ -11,14 +11,14 @@ imitated, and --kl 0 leaves it out.
 import random
 from pathlib import Path
 
-from flatlab.train.batch import Piece, columns, flat, micro_batches, pieces_of
 from flatlab.episode.episode import Episode, History, Sample, trimmed
-from flatlab.train.metrics import gain
 from flatlab.episode.task import Task
 from flatlab.errors import UserError
 from flatlab.runs.store import read_rows
+from flatlab.train.batch import Piece, columns, flat, micro_batches, pieces_of
+from flatlab.train.metrics import gain
 
-EPISODES = 32           # per update, or all when there are fewer
+EPISODES = 32  # per update, or all when there are fewer
 
 
 def best_episodes(runs: list[str], tasks: list[Task], share: float, most: int = 1024) -> list[dict]:
@@ -31,14 +31,26 @@ def best_episodes(runs: list[str], tasks: list[Task], share: float, most: int = 
         for file in sorted(Path(run).rglob("episodes/*.jsonl")):
             for episode in read_rows(file):
                 score, task = episode.get("score"), by_name.get(episode.get("task"))
-                if task and score and score["valid"] and (value := gain(type("Score", (), score), task)) > 0:
-                    found[task.name]["\n".join(turn["reply"] for turn in episode["turns"])] = (value, episode)
+                if (
+                    task
+                    and score
+                    and score["valid"]
+                    and (value := gain(type("Score", (), score), task)) > 0
+                ):
+                    found[task.name]["\n".join(turn["reply"] for turn in episode["turns"])] = (
+                        value,
+                        episode,
+                    )
     chosen = []
     for episodes in found.values():
         ranked = sorted(episodes.values(), key=lambda pair: -pair[0])
-        chosen += [episode for _, episode in ranked[:min(most, max(1, round(share * len(ranked))))]]
+        chosen += [
+            episode for _, episode in ranked[: min(most, max(1, round(share * len(ranked))))]
+        ]
     if not chosen:
-        raise UserError(f"--sft: no episode of {' '.join(by_name)} in {' '.join(runs)} beats the baseline.")
+        raise UserError(
+            f"--sft: no episode of {' '.join(by_name)} in {' '.join(runs)} beats the baseline."
+        )
     return chosen
 
 
@@ -54,10 +66,16 @@ def pieces_from(record: dict, policy, cfg) -> list[Piece]:
                 segments.append(ended)
         except OverflowError:
             break
-        history.add(Sample(tokens, [0.0] * len(tokens), turn["reply"], turn["stop_reason"], 0), turn["observation"])
+        history.add(
+            Sample(tokens, [0.0] * len(tokens), turn["reply"], turn["stop_reason"], 0),
+            turn["observation"],
+        )
         kept.append(turn)
     segments = [trimmed(s) for s in [*segments, history.segment] if any(s.mask)]
-    wanted = [float(turn["status"] not in ("rejected", "timeout") and turn["stop_reason"] == "stop") for turn in kept]
+    wanted = [
+        float(turn["status"] not in ("rejected", "timeout") and turn["stop_reason"] == "stop")
+        for turn in kept
+    ]
     return pieces_of(Episode(record["task"], 0, segments=segments, turns=kept), wanted)
 
 
@@ -65,8 +83,13 @@ def warm_start(policy, tasks: list[Task], cfg) -> str:
     """Minimises -log p of the replies with cfg.sft_updates steps of AdamW at cfg.lr, each on the next EPISODES of them, in
     a new order after every pass. Returns one line about it."""
     import torch
-    episodes = [pieces_from(record, policy, cfg) for record in best_episodes(cfg.sft, tasks, cfg.sft_share)]
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, betas=(0.9, 0.99), weight_decay=0.0)
+
+    episodes = [
+        pieces_from(record, policy, cfg) for record in best_episodes(cfg.sft, tasks, cfg.sft_share)
+    ]
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=cfg.lr, betas=(0.9, 0.99), weight_decay=0.0
+    )
     chance, waiting, losses = random.Random(cfg.seed), [], []
     while len(losses) < cfg.sft_updates:
         if not waiting:
@@ -82,5 +105,7 @@ def warm_start(policy, tasks: list[Task], cfg) -> str:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss)
-    return (f"imitated {len(episodes)} episodes in {len(losses)} updates: {losses[0]:.3f} nats per token before, "
-            f"{losses[-1]:.3f} in the last update")
+    return (
+        f"imitated {len(episodes)} episodes in {len(losses)} updates: {losses[0]:.3f} nats per token before, "
+        f"{losses[-1]:.3f} in the last update"
+    )

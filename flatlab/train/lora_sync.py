@@ -8,7 +8,6 @@ Why in place: addresses never change, so CUDA graphs and the kernels' pointer ta
 the CPU or a file, and the attributes used have been the same from vLLM 0.10 on.
 """
 
-
 from flatlab.errors import UserError
 
 
@@ -17,39 +16,67 @@ class Slots:
 
     def __init__(self, engine, model):
         from vllm.lora.request import LoRARequest
+
         manager = engine.model_executor.driver_worker.model_runner.lora_manager
         adapters = manager._adapter_manager
-        manager.add_dummy_lora(LoRARequest("policy", 1, "in-memory"), rank=8)     # a slot of zeros, no file
+        manager.add_dummy_lora(
+            LoRARequest("policy", 1, "in-memory"), rank=8
+        )  # a slot of zeros, no file
         adapters.activate_adapter(1)
         adapters.pin_adapter(1)
         slot = adapters.lora_index_to_id.index(1)
-        layers = {name.removeprefix("base_model.model."): m
-                  for name, m in model.named_modules() if hasattr(m, "lora_A")}
+        layers = {
+            name.removeprefix("base_model.model."): m
+            for name, m in model.named_modules()
+            if hasattr(m, "lora_A")
+        }
         self.copies, placed = [], set()
         for name, wrapper in adapters.modules.items():
-            for i, part in enumerate(adapters.packed_modules.get(name, [name])):   # qkv and gate/up are fused in vLLM
+            for i, part in enumerate(
+                adapters.packed_modules.get(name, [name])
+            ):  # qkv and gate/up are fused in vLLM
                 if part in layers:
-                    a, b = layers[part].lora_A["default"].weight, layers[part].lora_B["default"].weight
+                    a, b = (
+                        layers[part].lora_A["default"].weight,
+                        layers[part].lora_B["default"].weight,
+                    )
                     rank = a.shape[0]
-                    self.copies.append((wrapper.lora_a_stacked[i][slot, 0, :rank],
-                                        wrapper.lora_b_stacked[i][slot, 0, :, :rank], a, b, layers[part].scaling["default"]))
+                    self.copies.append(
+                        (
+                            wrapper.lora_a_stacked[i][slot, 0, :rank],
+                            wrapper.lora_b_stacked[i][slot, 0, :, :rank],
+                            a,
+                            b,
+                            layers[part].scaling["default"],
+                        )
+                    )
                     placed.add(part)
         if placed != set(layers):
-            raise UserError(f"vLLM does not serve these LoRA layers: {sorted(set(layers) - placed)[:3]} ...")
+            raise UserError(
+                f"vLLM does not serve these LoRA layers: {sorted(set(layers) - placed)[:3]} ..."
+            )
         for wrapper in adapters.punica_wrapper_mapping.values():
             if type(wrapper).__name__ == "PunicaWrapperCPU":
                 wrapper.add_lora_linear = cpu_lora_linear.__get__(wrapper)
 
     def push(self) -> None:
         import torch
+
         with torch.no_grad():
-            for slot_a, slot_b, a, b, scaling in self.copies:     # vLLM scales by 1: alpha / rank goes into B
+            for (
+                slot_a,
+                slot_b,
+                a,
+                b,
+                scaling,
+            ) in self.copies:  # vLLM scales by 1: alpha / rank goes into B
                 slot_a.copy_(a)
                 slot_b.copy_(b).mul_(scaling)
 
     def arrived(self) -> bool:
         """Whether the engine holds exactly what the trainer has."""
         import torch
+
         with torch.no_grad():
             return all(torch.equal(slot, own) for slot, own in self.pairs())
 
@@ -62,6 +89,7 @@ class Slots:
     def difference(self) -> tuple[float, float]:
         """(largest difference between what the engine holds and what the trainer has, largest value of the trainer)."""
         import torch
+
         with torch.no_grad():
             off = max((slot - own).abs().max().item() for slot, own in self.pairs())
             return off, max(own.abs().max().item() for _, own in self.pairs())
@@ -79,20 +107,27 @@ def on_weights_of(served, base: str, dtype, device):
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
     config = AutoConfig.from_pretrained(base)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     weights = {name.replace(".base_layer", ""): p.data for name, p in served.named_parameters()}
-    first_row = {}                                              # of the next part in a stacked weight
-    for name, p in list(model.named_parameters()):              # in the order of the parts; tied weights come once
+    first_row = {}  # of the next part in a stacked weight
+    for name, p in list(
+        model.named_parameters()
+    ):  # in the order of the parts; tied weights come once
         owner, _, leaf = name.rpartition(".")
         path, _, part = owner.rpartition(".")
-        stacked = next((whole for whole, parts in served.packed_modules_mapping.items() if part in parts), part)
+        stacked = next(
+            (whole for whole, parts in served.packed_modules_mapping.items() if part in parts), part
+        )
         whole = weights[f"{path}.{stacked}.{leaf}"]
         start = first_row.get((path, stacked, leaf), 0)
-        view = whole[start:start + len(p)]
+        view = whole[start : start + len(p)]
         if view.shape != p.shape or view.dtype != dtype:
-            raise ValueError(f"{name} is {tuple(p.shape)} {dtype}, the engine has {tuple(view.shape)} {view.dtype}")
+            raise ValueError(
+                f"{name} is {tuple(p.shape)} {dtype}, the engine has {tuple(view.shape)} {view.dtype}"
+            )
         first_row[path, stacked, leaf] = start + len(p)
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(view, requires_grad=False))
     model.tie_weights()
@@ -105,10 +140,12 @@ def on_weights_of(served, base: str, dtype, device):
     return model
 
 
-def cpu_lora_linear(wrapper, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **_) -> None:
+def cpu_lora_linear(
+    wrapper, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **_
+) -> None:
     """y[:, slice] += scale * (x A^T) B^T for the only slot, which every request uses (before the first push it holds
     zeros). vLLM's CPU kernel gathers A, B for every token: 20x slower."""
     y, x, start = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), 0
     for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices):
-        y[:, start:start + width].addmm_(x @ a[0, 0].T, b[0, 0].T, alpha=scale)
+        y[:, start : start + width].addmm_(x @ a[0, 0].T, b[0, 0].T, alpha=scale)
         start += width

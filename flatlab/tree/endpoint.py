@@ -5,6 +5,7 @@
 
 What can pass (429, 5xx, no connection, timeouts) is tried again; what cannot (400, 401, 404) is one clear sentence at once.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -15,16 +16,15 @@ import time
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
-from flatlab.errors import UserError
 from flatlab.episode.episode import Sample
+from flatlab.errors import UserError
 
-
-TOO_LONG = ("context length", "context_length", "maximum context")      # how endpoints say it
+TOO_LONG = ("context length", "context_length", "maximum context")  # how endpoints say it
 
 
 @dataclass(frozen=True)
 class Answer(Sample):
-    prompt_tokens: int     # as the endpoint counts them
+    prompt_tokens: int  # as the endpoint counts them
     reply_tokens: int
 
 
@@ -38,19 +38,40 @@ class Endpoint:
     url: with the /v1. key: of $OPENAI_API_KEY when empty. retries: of what can pass (429, 5xx, timeouts, no connection), with growing
     pauses, or as long as the endpoint asks for in Retry-After.
     """
-    ROLES = ("system", "user", "assistant")         # tokens 0, 1, 2
 
-    def __init__(self, url: str, model: str, context: int = 16384, temperature: float = 1.0, retries: int = 8, timeout: float = 600.0,
-                 key: str = ""):
+    ROLES = ("system", "user", "assistant")  # tokens 0, 1, 2
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        context: int = 16384,
+        temperature: float = 1.0,
+        retries: int = 8,
+        timeout: float = 600.0,
+        key: str = "",
+    ):
         if not re.match(r"https?://[^/:\s]+(:\d+)?(/\S*)?$", url):
-            raise UserError(f"--url {url} is no address of an endpoint; one looks like http://localhost:8000/v1")
-        self.url, self.model, self.context, self.temperature, self.version = url.rstrip("/"), model, context, temperature, 0
-        self.retries, self.timeout, self.key = retries, timeout, key or os.environ.get("OPENAI_API_KEY", "")
+            raise UserError(
+                f"--url {url} is no address of an endpoint; one looks like http://localhost:8000/v1"
+            )
+        self.url, self.model, self.context, self.temperature, self.version = (
+            url.rstrip("/"),
+            model,
+            context,
+            temperature,
+            0,
+        )
+        self.retries, self.timeout, self.key = (
+            retries,
+            timeout,
+            key or os.environ.get("OPENAI_API_KEY", ""),
+        )
         self.pieces, self.numbers = list(self.ROLES), {}
         self.limit_name, self.with_seed, self._client = "max_tokens", True, None
 
     def encode(self, text: str) -> list[int]:
-        pieces = [text[i:i + 3] for i in range(0, len(text), 3)]
+        pieces = [text[i : i + 3] for i in range(0, len(text), 3)]
         for piece in pieces:
             if piece not in self.numbers:
                 self.numbers[piece] = len(self.pieces)
@@ -61,7 +82,10 @@ class Endpoint:
         return "".join(self.pieces[token] for token in tokens if token >= len(self.ROLES))
 
     def render(self, messages: list[dict]) -> list[int]:
-        turns = [[self.ROLES.index(message["role"]), *self.encode(message["content"])] for message in messages]
+        turns = [
+            [self.ROLES.index(message["role"]), *self.encode(message["content"])]
+            for message in messages
+        ]
         return [token for turn in turns for token in turn] + [self.ROLES.index("assistant")]
 
     def observation_tokens(self, text: str, ended: bool) -> list[int]:
@@ -70,33 +94,63 @@ class Endpoint:
     def messages(self, tokens: list[int]) -> list[dict]:
         """The turns in such a list, without the opening of the reply at its end."""
         starts = [i for i, token in enumerate(tokens) if token < len(self.ROLES)]
-        return [{"role": self.ROLES[tokens[a]], "content": self.decode(tokens[a + 1:b])} for a, b in zip(starts, starts[1:])]
+        return [
+            {"role": self.ROLES[tokens[a]], "content": self.decode(tokens[a + 1 : b])}
+            for a, b in zip(starts, starts[1:])
+        ]
 
-    async def sample(self, tokens: list[int], max_tokens: int, temperature: float | None = None, seed: int | None = None) -> Answer:
+    async def sample(
+        self,
+        tokens: list[int],
+        max_tokens: int,
+        temperature: float | None = None,
+        seed: int | None = None,
+    ) -> Answer:
         """One reply. Raises OverflowError when the endpoint finds the prompt too long, UserError when it refuses or stays away."""
-        body = {"model": self.model, "messages": self.messages(tokens), "max_tokens": max_tokens,
-                "temperature": self.temperature if temperature is None else temperature, "seed": seed}
+        body = {
+            "model": self.model,
+            "messages": self.messages(tokens),
+            "max_tokens": max_tokens,
+            "temperature": self.temperature if temperature is None else temperature,
+            "seed": seed,
+        }
         answer = await self._post(body)
         try:
             choice, used = answer["choices"][0], answer.get("usage") or {}
             text = choice["message"].get("content") or ""
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise UserError(f"{self.url} does not answer like a chat endpoint: {str(answer)[:200]}") from None
+            raise UserError(
+                f"{self.url} does not answer like a chat endpoint: {str(answer)[:200]}"
+            ) from None
         reply = self.encode(text)
-        return Answer(reply, [0.0] * len(reply), text, "length" if choice.get("finish_reason") == "length" else "stop", 0,
-                      used.get("prompt_tokens") or len(tokens), used.get("completion_tokens") or len(reply))
+        return Answer(
+            reply,
+            [0.0] * len(reply),
+            text,
+            "length" if choice.get("finish_reason") == "length" else "stop",
+            0,
+            used.get("prompt_tokens") or len(tokens),
+            used.get("completion_tokens") or len(reply),
+        )
 
     async def _post(self, body: dict) -> dict:
         import httpx
+
         if self._client is None:
-            self._client = httpx.AsyncClient(timeout=self.timeout, headers={"Authorization": f"Bearer {self.key}"} if self.key else {},
-                                             limits=httpx.Limits(max_connections=256))
+            self._client = httpx.AsyncClient(
+                timeout=self.timeout,
+                headers={"Authorization": f"Bearer {self.key}"} if self.key else {},
+                limits=httpx.Limits(max_connections=256),
+            )
         problem = ""
         for attempt in range(self.retries + 1):
             limit = body["max_tokens"]
-            asked = {k: v for k, v in body.items() if k not in ("max_tokens", "seed")} | {self.limit_name: limit} | \
-                ({"seed": body["seed"]} if self.with_seed and body["seed"] is not None else {})
-            pause = min(60.0, 2.0 ** attempt) * random.uniform(0.5, 1.0)
+            asked = (
+                {k: v for k, v in body.items() if k not in ("max_tokens", "seed")}
+                | {self.limit_name: limit}
+                | ({"seed": body["seed"]} if self.with_seed and body["seed"] is not None else {})
+            )
+            pause = min(60.0, 2.0**attempt) * random.uniform(0.5, 1.0)
             try:
                 response = await self._client.post(f"{self.url}/chat/completions", json=asked)
             except httpx.TransportError as error:
@@ -106,14 +160,20 @@ class Endpoint:
                     try:
                         return response.json()
                     except ValueError:
-                        raise UserError(f"{self.url} does not answer in JSON: {response.text[:200]!r}") from None
+                        raise UserError(
+                            f"{self.url} does not answer in JSON: {response.text[:200]!r}"
+                        ) from None
                 problem = f"{response.status_code}, {' '.join(response.text.split())[:300]}"
                 if response.status_code == 400 and self._can_adapt(response.text, asked):
                     continue
                 if response.status_code not in (408, 409, 425, 429) and response.status_code < 500:
-                    if response.status_code == 400 and any(words in response.text for words in TOO_LONG):
+                    if response.status_code == 400 and any(
+                        words in response.text for words in TOO_LONG
+                    ):
                         raise OverflowError(problem)
-                    raise UserError(f"{self.url} refuses the request for model {self.model!r}: {problem}")
+                    raise UserError(
+                        f"{self.url} refuses the request for model {self.model!r}: {problem}"
+                    )
                 pause = retry_after(response.headers.get("retry-after")) or pause
             if attempt < self.retries:
                 await asyncio.sleep(pause)

@@ -7,6 +7,7 @@ answers with their probabilities it describes its distribution, and its tail can
 All texts of search.py are here. They are short and made of lines: a model with a context of 2048 tokens gets the same
 ones. `node` is a search node or anything with the same fields (idea, score, op, valid, status, code, error, id, parent).
 """
+
 from __future__ import annotations
 
 import json
@@ -20,35 +21,64 @@ from flatlab.episode.task import Task
 
 # ------------------------------------------------------------------------------------------ asking for strategies
 
-ASK = {"uniform": "List {k} reasonable strategies, all equally probable.",
-       "tail": "List {k} unusual strategies, each with a probability below {tau:g}.",
-       "local": "List {k} variations of {what}, with their probabilities.",
-       "sequence": "List {k} different strategies."}
+ASK = {
+    "uniform": "List {k} reasonable strategies, all equally probable.",
+    "tail": "List {k} unusual strategies, each with a probability below {tau:g}.",
+    "local": "List {k} variations of {what}, with their probabilities.",
+    "sequence": "List {k} different strategies.",
+}
 THINK = 'First think in one line that begins with "Reasoning:".'
 FORM = "Answer with these two lines for each:\nStrategy: <one sentence>\nProbability: <number from 0 to 1>"
 LIST_FORM = "Answer with this line for each:\nStrategy: <one sentence>"
-MORE = "List {k} more, different from all above, in the same form."     # --vs-variant multi, and when too few came
+MORE = "List {k} more, different from all above, in the same form."  # --vs-variant multi, and when too few came
 
 
-def ask(task: Task, mode: str, k: int, tau: float, variant: str, parent, siblings: list, summary: str = "") -> str:
+def ask(
+    task: Task,
+    mode: str,
+    k: int,
+    tau: float,
+    variant: str,
+    parent,
+    siblings: list,
+    summary: str = "",
+) -> str:
     """The prompt for k strategies that build on `parent`, the root included; siblings: its other children."""
     root = parent.op == "baseline"
     what = "the most common strategy" if root else "the strategy so far"
     request = ASK[mode].format(k=2 if variant == "multi" else k, tau=tau, what=what)
-    so_far = "" if root else f"The strategy so far: {score_of(parent)}\nStrategy: {parent.idea or 'not named'}"
-    tried = [f"Strategy: {node.idea}\nScore: {short_score(node)}" for node in siblings if node.idea][-8:]
+    so_far = (
+        ""
+        if root
+        else f"The strategy so far: {score_of(parent)}\nStrategy: {parent.idea or 'not named'}"
+    )
+    tried = [
+        f"Strategy: {node.idea}\nScore: {short_score(node)}" for node in siblings if node.idea
+    ][-8:]
     known = [summary, so_far, "\n".join(["Tried already, do not repeat:", *tried]) if tried else ""]
-    lines = [request, *([THINK] if variant == "cot" else []), LIST_FORM if mode == "sequence" else FORM]
-    return "\n\n".join(filter(None, [about(task), "\n".join(filter(None, known)), "\n".join(lines)]))
+    lines = [
+        request,
+        *([THINK] if variant == "cot" else []),
+        LIST_FORM if mode == "sequence" else FORM,
+    ]
+    return "\n\n".join(
+        filter(None, [about(task), "\n".join(filter(None, known)), "\n".join(lines)])
+    )
 
 
 def about(task: Task) -> str:
     """The task with the first line of each of its files, for calls that have no sandbox."""
+
     def first_line(path):
         head = path.open("rb").read(400).split(b"\n")[0]
         return "" if b"\0" in head else head.decode(errors="replace")[:80].strip()
-    files = "\n".join(f"{name}: {first_line(path)}" for name, path in list(task.public.items())[:20])
-    return (f"{task.prompt}\n\nFiles:\n{files}\n" if files else f"{task.prompt}\n\n") + measure(task)
+
+    files = "\n".join(
+        f"{name}: {first_line(path)}" for name, path in list(task.public.items())[:20]
+    )
+    return (f"{task.prompt}\n\nFiles:\n{files}\n" if files else f"{task.prompt}\n\n") + measure(
+        task
+    )
 
 
 def measure(task: Task) -> str:
@@ -68,7 +98,7 @@ def short_score(node) -> str:
 
 def clip(text: str, limit: int) -> str:
     """Head and tail of a long text."""
-    return text if len(text) <= limit else f"{text[:limit // 2]}\n[...]\n{text[-limit // 2:]}"
+    return text if len(text) <= limit else f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
 
 
 # ------------------------------------------------------------------------------------------ the first message of a node
@@ -81,7 +111,11 @@ def situation(node, parents: list, limit: int, summary: str = "") -> str:
     """
     parts = [summary] if summary else []
     for parent in parents:
-        where = "An earlier attempt left its files here." if parent is parents[0] else "Another attempt, whose files are not here."
+        where = (
+            "An earlier attempt left its files here."
+            if parent is parents[0]
+            else "Another attempt, whose files are not here."
+        )
         lines = [f"{where} Score: {f'{parent.score:.4g}' if parent.valid else 'none'}"]
         lines += [f"Its strategy: {parent.idea}"] if parent.idea else []
         share = limit // (len(parents) * (len(parent.code) + (not parent.valid)) or 1)
@@ -89,8 +123,15 @@ def situation(node, parents: list, limit: int, summary: str = "") -> str:
         lines += [] if parent.valid else [f"Its error:\n{clip(parent.error, share)}"]
         parts.append("\n".join(lines))
     if parents:
-        parts[-1] += "\n" + {"debug": "Fix the error and keep the strategy.", "crossover": "Combine both."}.get(
-            node.op, "Try something different." if node.decision.get("mode") == "explore" else "Improve on it.")
+        parts[-1] += "\n" + {
+            "debug": "Fix the error and keep the strategy.",
+            "crossover": "Combine both.",
+        }.get(
+            node.op,
+            "Try something different."
+            if node.decision.get("mode") == "explore"
+            else "Improve on it.",
+        )
     strategy = f"Strategy: {node.idea}" if node.idea else ""
     return "\n".join(filter(None, ["\n\n".join(parts), strategy]))
 
@@ -99,10 +140,19 @@ def summary_of_tree(nodes: list, unused: set[str], better) -> str:
     """--scope global: the best three, the last failures and the families nobody tried. better: key for sorting, best last."""
     scored = sorted((node for node in nodes if node.valid), key=better)
     failed = [node for node in nodes if not node.valid and node.status]
-    lines = [f"{len(nodes)} experiments so far, {len(failed)} of them without a score. The best and the worst:"]
-    lines += [f"- {score_of(node)}: {node.idea or 'no strategy named'}" for node in (scored[:-4:-1] + scored[:-3][:2])]
+    lines = [
+        f"{len(nodes)} experiments so far, {len(failed)} of them without a score. The best and the worst:"
+    ]
+    lines += [
+        f"- {score_of(node)}: {node.idea or 'no strategy named'}"
+        for node in (scored[:-4:-1] + scored[:-3][:2])
+    ]
     lines += [f"- failed: {node.idea or 'no strategy named'}" for node in failed[-2:]]
-    return "\n".join(lines + ([f"Not tried yet: {', '.join(sorted(unused))}."] if unused else [])) if nodes else ""
+    return (
+        "\n".join(lines + ([f"Not tried yet: {', '.join(sorted(unused))}."] if unused else []))
+        if nodes
+        else ""
+    )
 
 
 REFLECT = "{about}\n\n{tree}\n\nWhat worked, what failed and why, and what should be tried next? Answer in at most five short sentences."
@@ -125,14 +175,22 @@ Memory: <one sentence to remember>"""
 def tree_lines(nodes: list) -> str:
     """One line per node; the numbers are the positions in the list, the root is 0."""
     number = {node.id: i for i, node in enumerate(nodes)}
-    return "\n".join(f"{i}: {score_of(node)}, parent {number.get(node.parent, 0)}, {node.idea or 'no strategy named'}" if i
-                     else f"{i}: {score_of(node)}, baseline" for i, node in enumerate(nodes))
+    return "\n".join(
+        f"{i}: {score_of(node)}, parent {number.get(node.parent, 0)}, {node.idea or 'no strategy named'}"
+        if i
+        else f"{i}: {score_of(node)}, baseline"
+        for i, node in enumerate(nodes)
+    )
 
 
 def details(nodes: list, chosen: list[int], limit: int) -> str:
     """Code and errors of the chosen nodes."""
     share = limit // max(1, len(chosen))
-    texts = [f"{i}: " + clip("\n".join([*nodes[i].code.values(), nodes[i].error]).strip(), share) for i in chosen if i]
+    texts = [
+        f"{i}: " + clip("\n".join([*nodes[i].code.values(), nodes[i].error]).strip(), share)
+        for i in chosen
+        if i
+    ]
     return "\n".join(texts) or "Nothing to look at."
 
 
@@ -141,7 +199,10 @@ NUMBER = re.compile(r"\d{1,6}")
 
 def fields(text: str) -> dict[str, str]:
     """`Name: value` lines of a reply; names in lower case, the last one wins."""
-    lines = (re.match(r"\W{0,4}(inspect|parent|strategy|mode|memory)\W{0,3}:\s*(.+)", line, re.I) for line in text[:20_000].splitlines())
+    lines = (
+        re.match(r"\W{0,4}(inspect|parent|strategy|mode|memory)\W{0,3}:\s*(.+)", line, re.I)
+        for line in text[:20_000].splitlines()
+    )
     return {line[1].lower(): line[2].strip("* ")[:300] for line in lines if line}
 
 
@@ -171,27 +232,51 @@ def same(idea: str) -> str:
 
 
 def in_json(text):
-    for blob in re.findall(r"\{[^{}]*\}", text):        # flat objects one by one: also those of a list that was cut off
+    for blob in re.findall(
+        r"\{[^{}]*\}", text
+    ):  # flat objects one by one: also those of a list that was cut off
         try:
             item = json.loads(blob)
         except (ValueError, RecursionError):
             continue
-        idea = next((item[key] for key in ("text", "strategy", "idea", "response") if isinstance(item.get(key), str)), None)
+        idea = next(
+            (
+                item[key]
+                for key in ("text", "strategy", "idea", "response")
+                if isinstance(item.get(key), str)
+            ),
+            None,
+        )
         if idea:
-            yield idea, next((item[key] for key in ("probability", "p", "confidence") if key in item), None)
+            yield (
+                idea,
+                next(
+                    (item[key] for key in ("probability", "p", "confidence") if key in item), None
+                ),
+            )
 
 
 def in_tags(text):
     for start in re.finditer(r"<(response|idea|strategy)\b([^<>]{0,80})>", text, re.I):
-        body = re.split(rf"</?{start[1]}\b", text[start.end():start.end() + 2000], maxsplit=1, flags=re.I)[0]
-        stated = re.search(r"<probability>([^<]*)", body, re.I) or re.search(r"\bp(?:robability)?\s*=\s*[\"']?([^\"'\s>]+)", start[2], re.I)
+        body = re.split(
+            rf"</?{start[1]}\b", text[start.end() : start.end() + 2000], maxsplit=1, flags=re.I
+        )[0]
+        stated = re.search(r"<probability>([^<]*)", body, re.I) or re.search(
+            r"\bp(?:robability)?\s*=\s*[\"']?([^\"'\s>]+)", start[2], re.I
+        )
         inner = re.search(r"<text>([^<]*)", body, re.I)
-        yield inner[1] if inner else re.sub(r"<probability>[^<]*|<[^<>]*>", " ", body, flags=re.I), stated and stated[1]
+        yield (
+            inner[1] if inner else re.sub(r"<probability>[^<]*|<[^<>]*>", " ", body, flags=re.I),
+            stated and stated[1],
+        )
 
 
 LABEL = re.compile(r"(?:[-*•]|\d{1,3}[.)])?\s*(?:strategy|idea)\s*\d{0,3}\s*:\s*(.+)", re.I)
 ITEM = re.compile(r"(?:[-*•]|\d{1,3}[.)])\s+(.+)")
-BEHIND = re.compile(r"[\[(,;]?\s*\b(?:p|probability)\s*[:=≈~]\s*([^\s,;)\]]+)[)\]]?$|[\[(]\s*([<~≈]?\s*[\d.]+\s*%?)\s*[)\]]$", re.I)
+BEHIND = re.compile(
+    r"[\[(,;]?\s*\b(?:p|probability)\s*[:=≈~]\s*([^\s,;)\]]+)[)\]]?$|[\[(]\s*([<~≈]?\s*[\d.]+\s*%?)\s*[)\]]$",
+    re.I,
+)
 BELOW = re.compile(r"(?:[-*•]\s*)?p(?:robability)?\s*[:=]\s*(.+)", re.I)
 
 
@@ -203,13 +288,19 @@ def in_lines(text):
     for item, line_below in zip(items, [*lines[1:], ""]):
         if item and not re.match(r"(probability|reasoning)\b", item[1], re.I):
             behind, below = BEHIND.search(item[1]), BELOW.match(line_below)
-            yield item[1][:behind.start()] if behind else item[1], (behind[1] or behind[2]) if behind else below and below[1]
+            yield (
+                item[1][: behind.start()] if behind else item[1],
+                (behind[1] or behind[2]) if behind else below and below[1],
+            )
 
 
 def probability(stated) -> float | None:
     """0.05, "5%", "<0.1", "1/20", "~ .07" -> a number from 0 to 1; anything else -> None."""
     text = str(stated).strip().lower()[:40]
-    found = re.match(r"[<>~≈=≤p(\s]*(\d+\.?\d*(?:e-?\d{1,2})?|\.\d+)\s*(%|/\s*(\d+\.?\d*))?", text.replace(",", "."))
+    found = re.match(
+        r"[<>~≈=≤p(\s]*(\d+\.?\d*(?:e-?\d{1,2})?|\.\d+)\s*(%|/\s*(\d+\.?\d*))?",
+        text.replace(",", "."),
+    )
     if isinstance(stated, bool) or not found:
         return None
     value = float(found[1])
@@ -225,30 +316,55 @@ def in_order(ideas: list, use: str, rng: random.Random) -> list:
     """
     if use == "order":
         return sorted(ideas, key=lambda idea: -1.0 if idea[1] is None else idea[1], reverse=True)
-    if use == "sample":     # the largest u^(1/w) first is drawing by weight (Efraimidis and Spirakis 2006)
+    if (
+        use == "sample"
+    ):  # the largest u^(1/w) first is drawing by weight (Efraimidis and Spirakis 2006)
         known = [p for _, p in ideas if p is not None]
-        weight = {id(idea): max(1e-6, idea[1] if idea[1] is not None else fmean(known) if known else 1.0) for idea in ideas}
-        return sorted(ideas, key=lambda idea: math.log(max(rng.random(), 1e-300)) / weight[id(idea)], reverse=True)
+        weight = {
+            id(idea): max(1e-6, idea[1] if idea[1] is not None else fmean(known) if known else 1.0)
+            for idea in ideas
+        }
+        return sorted(
+            ideas,
+            key=lambda idea: math.log(max(rng.random(), 1e-300)) / weight[id(idea)],
+            reverse=True,
+        )
     return list(ideas)
 
 
 # ------------------------------------------------------------------------------------------ how different they are
 
-FAMILIES = {"trees": "trees?|forests?|boost(ing|ed)?|xgboost|lightgbm|gbm|catboost", "linear": "linear|logistic|ridge|lasso",
-            "svm": "svm|svc|svr|support vector", "neural": "neural|mlp|deep|networks?|transformers?|cnn|rnn",
-            "ensemble": "ensembles?|stack(ing|ed)?|voting|bagging|blend(ing)?", "neighbours": "knn|neighbou?rs?",
-            "bayes": "bayes|bayesian|gaussian process(es)?", "features": "features?|encod(e|ing)s?|interactions?|polynomials?"}
+FAMILIES = {
+    "trees": "trees?|forests?|boost(ing|ed)?|xgboost|lightgbm|gbm|catboost",
+    "linear": "linear|logistic|ridge|lasso",
+    "svm": "svm|svc|svr|support vector",
+    "neural": "neural|mlp|deep|networks?|transformers?|cnn|rnn",
+    "ensemble": "ensembles?|stack(ing|ed)?|voting|bagging|blend(ing)?",
+    "neighbours": "knn|neighbou?rs?",
+    "bayes": "bayes|bayesian|gaussian process(es)?",
+    "features": "features?|encod(e|ing)s?|interactions?|polynomials?",
+}
 
 
 def families(text: str) -> set[str]:
     """Model families that a strategy names, {"other"} for none; whole words only: "planner" is no "nn"."""
-    return {name for name, words in FAMILIES.items() if re.search(rf"\b({words})\b", text.lower())} or {"other"}
+    return {
+        name for name, words in FAMILIES.items() if re.search(rf"\b({words})\b", text.lower())
+    } or {"other"}
 
 
 def diversity(nodes: list) -> dict:
     """Distinct families and imports of a tree, and the mean distance of its ideas (1 - shared words / all words)."""
     words = [set(re.findall(r"\w+", node.idea.lower())) for node in nodes if node.idea]
     distances = [1 - len(a & b) / len(a | b) for a, b in combinations(words, 2) if a | b]
-    imports = {name for node in nodes for text in node.code.values() for name in re.findall(r"^\s*(?:import|from)\s+(\w+)", text, re.M)}
-    return {"families": len(set().union(*(families(node.idea) for node in nodes if node.idea))), "imports": len(imports),
-            "idea_distance": fmean(distances) if distances else None}
+    imports = {
+        name
+        for node in nodes
+        for text in node.code.values()
+        for name in re.findall(r"^\s*(?:import|from)\s+(\w+)", text, re.M)
+    }
+    return {
+        "families": len(set().union(*(families(node.idea) for node in nodes if node.idea))),
+        "imports": len(imports),
+        "idea_distance": fmean(distances) if distances else None,
+    }

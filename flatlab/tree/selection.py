@@ -11,6 +11,7 @@ no dead end: bfs, mcts and the scientist may build on it, the others debug a fai
 
 Letters: N executed nodes, n children of a candidate, q its value.
 """
+
 from __future__ import annotations
 
 import math
@@ -23,7 +24,9 @@ from flatlab.tree.tree import Choice, Node, Tree
 def normalised(values: dict) -> dict:
     """Min-max to [0, 1]; all equal: 0.5."""
     low, high = min(values.values()), max(values.values())
-    return {key: (value - low) / (high - low) if high > low else 0.5 for key, value in values.items()}
+    return {
+        key: (value - low) / (high - low) if high > low else 0.5 for key, value in values.items()
+    }
 
 
 def quality(t: Tree) -> dict[str, float]:
@@ -44,9 +47,15 @@ def candidates(t: Tree, first: int) -> list[Node]:
 
 
 def failed_leaf(t: Tree, cfg, rng) -> Choice | None:
-    leaves = [n for n in t.finished if not n.valid and n.kept and not t.children(n.id) and t.failures(n) <= cfg.debug_depth]
+    leaves = [
+        n
+        for n in t.finished
+        if not n.valid and n.kept and not t.children(n.id) and t.failures(n) <= cfg.debug_depth
+    ]
     if leaves and rng.random() < cfg.debug_prob:
-        return Choice(rng.choice(leaves).id, reason=f"one of {len(leaves)} failed leaves, drawn for debugging")
+        return Choice(
+            rng.choice(leaves).id, reason=f"one of {len(leaves)} failed leaves, drawn for debugging"
+        )
     return None
 
 
@@ -66,14 +75,26 @@ def bfs(t, cfg, rng):
 def uniform_choice(t, cfg, rng):
     options = candidates(t, cfg.breadth)
     scores = {n.id: 1 / len(options) for n in options}
-    return Choice(rng.choice(options).id, scores=scores, reason=f"drawn from {len(options)}") if options else None
+    return (
+        Choice(rng.choice(options).id, scores=scores, reason=f"drawn from {len(options)}")
+        if options
+        else None
+    )
 
 
 def greedy(t, cfg, rng):
     """Drafts first, then always the best node (AIDE, arXiv 2502.13138)."""
     options = candidates(t, cfg.drafts)
     scores = {n.id: n.gain for n in options}
-    return Choice(max(scores, key=scores.get), scores=scores, reason="best so far" if t.scored() else "draft") if options else None
+    return (
+        Choice(
+            max(scores, key=scores.get),
+            scores=scores,
+            reason="best so far" if t.scored() else "draft",
+        )
+        if options
+        else None
+    )
 
 
 def visit_bonus(t, c: float, id: str) -> float:
@@ -85,7 +106,9 @@ def trend(t, q: dict, id: str) -> float:
     """sum(i delta_i) / sum(i) over the steps of Q on the way from the root: later steps weigh more."""
     known = [q[node.id] for node in t.path(id) if node.id in q]
     steps = [b - a for a, b in zip(known, known[1:])]
-    return sum(i * d for i, d in enumerate(steps, 1)) / sum(range(1, len(steps) + 1)) if steps else 0.0
+    return (
+        sum(i * d for i, d in enumerate(steps, 1)) / sum(range(1, len(steps) + 1)) if steps else 0.0
+    )
 
 
 def explore_or_exploit(value: dict, bonus: dict, chosen: str | None = None) -> Choice | None:
@@ -101,20 +124,31 @@ def explore_or_exploit(value: dict, bonus: dict, chosen: str | None = None) -> C
 def ucb(t, cfg, rng):
     """Q + C sqrt(ln N / (n + 1))."""
     q, ids = quality(t), [n.id for n in candidates(t, cfg.breadth)]
-    return explore_or_exploit({i: reach(t, q, i) for i in ids}, {i: visit_bonus(t, cfg.ucb_c, i) for i in ids})
+    return explore_or_exploit(
+        {i: reach(t, q, i) for i in ids}, {i: visit_bonus(t, cfg.ucb_c, i) for i in ids}
+    )
 
 
 def open_ended(t, cfg, rng):
     """ucb + W max(trend, 0); a path that gets better is followed for `commitment` further nodes, until a child is worse or fails."""
-    last = max((n for n in t.nodes.values() if "commit" in n.decision), key=lambda n: n.order, default=None)
+    last = max(
+        (n for n in t.nodes.values() if "commit" in n.decision), key=lambda n: n.order, default=None
+    )
     left = last.decision["commit"] if last else 0
     if left and last.valid and last.kept and last.gain >= (t.ground(last.parent).gain or 0.0):
-        return Choice(last.id, "explore", f"committed to this path for {left} more", notes={"commit": left - 1})
+        return Choice(
+            last.id,
+            "explore",
+            f"committed to this path for {left} more",
+            notes={"commit": left - 1},
+        )
     q, ids = quality(t), [n.id for n in candidates(t, cfg.breadth)]
     rise = {i: max(0.0, trend(t, q, i)) for i in ids}
     bonus = {i: visit_bonus(t, cfg.ucb_c, i) + cfg.trend_weight * rise[i] for i in ids}
     choice = explore_or_exploit({i: reach(t, q, i) for i in ids}, bonus)
-    if choice and rise[choice.parent] > 0 and not (left and not last.status):      # at most one commitment, also in flight
+    if (
+        choice and rise[choice.parent] > 0 and not (left and not last.status)
+    ):  # at most one commitment, also in flight
         choice.notes = {"commit": cfg.commitment}
     return choice
 
@@ -123,22 +157,31 @@ def softmax(t, cfg, rng):
     """Drawn by exp(S / tau), S = Q + C sqrt(ln N / (n + 1)) + W max(trend, 0) - alpha ln(1 + n)."""
     q, ids = quality(t), [n.id for n in candidates(t, cfg.breadth)]
     value = {i: reach(t, q, i) for i in ids}
-    bonus = {i: visit_bonus(t, cfg.ucb_c, i) + cfg.trend_weight * max(0.0, trend(t, q, i))
-             - cfg.visit_alpha * math.log(1 + len(t.children(i))) for i in ids}
+    bonus = {
+        i: visit_bonus(t, cfg.ucb_c, i)
+        + cfg.trend_weight * max(0.0, trend(t, q, i))
+        - cfg.visit_alpha * math.log(1 + len(t.children(i)))
+        for i in ids
+    }
     top = max((value[i] + bonus[i] for i in ids), default=0.0)
     weights = [math.exp((value[i] + bonus[i] - top) / cfg.softmax_tau) for i in ids]
     return explore_or_exploit(value, bonus, rng.choices(ids, weights)[0] if ids else None)
 
 
 def used_families(t, id: str) -> set:
-    return {family for child in t.children(id) if child.idea for family in prompts.families(child.idea)}
+    return {
+        family for child in t.children(id) if child.idea for family in prompts.families(child.idea)
+    }
 
 
-SIGNALS = {     # (tree, Q, candidate) -> the larger, the more it deserves a child
-    "variance": lambda t, q, v: stdev(known) if len(known := [q[c.id] for c in t.children(v.id) if c.id in q]) > 1 else 1.0,
+SIGNALS = {  # (tree, Q, candidate) -> the larger, the more it deserves a child
+    "variance": lambda t, q, v: (
+        stdev(known) if len(known := [q[c.id] for c in t.children(v.id) if c.id in q]) > 1 else 1.0
+    ),
     "regret": lambda t, q, v: max(q.values()) - reach(t, q, v.id),
     "coverage": lambda t, q, v: 1 - len(used_families(t, v.id)) / (len(prompts.FAMILIES) + 1),
-    "depth": lambda t, q, v: 1 / (v.depth * (len(t.children(v.id)) + 1) + 1)}
+    "depth": lambda t, q, v: 1 / (v.depth * (len(t.children(v.id)) + 1) + 1),
+}
 
 
 def signals(t, cfg, rng):
@@ -150,7 +193,10 @@ def signals(t, cfg, rng):
     scores = {v.id: sum(part[v.id] for part in parts) for v in options}
     id = max(scores, key=scores.get)
     ranked = sorted(q[n.id] for n in t.scored())
-    high = bool(ranked) and q[id] >= ranked[min(len(ranked) - 1, int(cfg.exploit_quantile * len(ranked)))]
+    high = (
+        bool(ranked)
+        and q[id] >= ranked[min(len(ranked) - 1, int(cfg.exploit_quantile * len(ranked)))]
+    )
     return Choice(id, "exploit" if high else "explore", " + ".join(cfg.signals), scores)
 
 
@@ -164,13 +210,20 @@ def mcts(t, cfg, rng):
     q, id, scores = quality(t), "0", {}
     below = lambda id: [n for n in t.nodes.values() if n.id == id or n.id.startswith(id + ".")]
     while len(t.children(id)) >= cfg.branching:
-        options = [c for c in t.children(id) if c.kept and (c.valid or t.failures(c) <= cfg.debug_depth)]
+        options = [
+            c for c in t.children(id) if c.kept and (c.valid or t.failures(c) <= cfg.debug_depth)
+        ]
         if not options:
             if t.running():
                 return None
-            break       # all children are given up: widen
+            break  # all children are given up: widen
         visits = len(below(id))
-        level = {c.id: uct(sum(q.get(n.id, 0.0) for n in below(c.id)), len(below(c.id)), visits, cfg.uct_c) for c in options}
+        level = {
+            c.id: uct(
+                sum(q.get(n.id, 0.0) for n in below(c.id)), len(below(c.id)), visits, cfg.uct_c
+            )
+            for c in options
+        }
         scores |= level
         id = max(level, key=level.get)
     return Choice(id, scores=scores, reason=f"reached by UCT at depth {t.nodes[id].depth}")
@@ -179,7 +232,7 @@ def mcts(t, cfg, rng):
 def evolution(t, cfg, rng):
     """Drafts, then parents drawn from the best `population` nodes by exp(Q); two of them cross with probability crossover_prob."""
     options = candidates(t, cfg.drafts)
-    pool = sorted((n for n in options if n.id != "0"), key=lambda n: -n.gain)[:cfg.population]
+    pool = sorted((n for n in options if n.id != "0"), key=lambda n: -n.gain)[: cfg.population]
     if not pool:
         return Choice("0", reason="draft") if options else None
     q = quality(t)
@@ -193,11 +246,25 @@ def evolution(t, cfg, rng):
 
 def linear(t, cfg, rng):
     """No tree: each node goes on where the one before ended, with the same total of actions."""
-    return None if t.running() else Choice(t.finished[-1].id if t.finished else "0", "exploit", "goes on")
+    return (
+        None
+        if t.running()
+        else Choice(t.finished[-1].id if t.finished else "0", "exploit", "goes on")
+    )
 
 
-SELECT = {"bfs": bfs, "random": uniform_choice, "greedy": greedy, "ucb": ucb, "open_ended": open_ended, "softmax": softmax,
-          "signals": signals, "mcts": mcts, "evolution": evolution, "linear": linear}
+SELECT = {
+    "bfs": bfs,
+    "random": uniform_choice,
+    "greedy": greedy,
+    "ucb": ucb,
+    "open_ended": open_ended,
+    "softmax": softmax,
+    "signals": signals,
+    "mcts": mcts,
+    "evolution": evolution,
+    "linear": linear,
+}
 DEBUGS_ITSELF = {"bfs", "mcts", "linear"}
 
 

@@ -4,6 +4,7 @@ The strategy comes from the agent and is not trusted. It runs in a child process
 partner's moves so far through a pipe and answers with moves: partner, random numbers and score stay on this side.
 Run this in a copy of the task's files: it deletes its own source before any foreign code starts.
 """
+
 import argparse
 import ctypes
 import json
@@ -14,15 +15,20 @@ import subprocess
 import sys
 from contextlib import suppress
 
-GAMES = 8000            # standard error of the score of always-0: 0.24 / sqrt(8000) = 0.003
+GAMES = 8000  # standard error of the score of always-0: 0.24 / sqrt(8000) = 0.003
 ROUNDS = 10
-LOYALTY = 0.8           # probability that the partner copies the row player's first move
-PAYOFF = {(0, 0): 2, (1, 1): 1, (0, 1): 0, (1, 0): 0}     # (own move, partner's move) -> points of the row player
-TIME_LIMIT = 10         # seconds for the strategy in all games together
-MAX_BYTES = 100_000     # of strategy.py
+LOYALTY = 0.8  # probability that the partner copies the row player's first move
+PAYOFF = {
+    (0, 0): 2,
+    (1, 1): 1,
+    (0, 1): 0,
+    (1, 0): 0,
+}  # (own move, partner's move) -> points of the row player
+TIME_LIMIT = 10  # seconds for the strategy in all games together
+MAX_BYTES = 100_000  # of strategy.py
 ERROR_CHARS = 300
 NOBODY = 65534
-PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38      # linux/prctl.h
+PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38  # linux/prctl.h
 libc = ctypes.CDLL(None)
 
 # Runs in the child. The channel is moved away from fds 0 and 1, so that print() and input() cannot disturb it.
@@ -84,10 +90,10 @@ def read_strategy(path):
 def lower_privileges(change_user):
     """In the child before exec: no way to gain rights, no capabilities, and another user where that is possible."""
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    for capability in range(64):                    # fails, harmlessly, when there are none to give up
+    for capability in range(64):  # fails, harmlessly, when there are none to give up
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     if change_user and os.geteuid() == 0:
-        with suppress(OSError):                     # a user namespace may know only one user
+        with suppress(OSError):  # a user namespace may know only one user
             os.setgroups([])
             os.setgid(NOBODY)
             os.setuid(NOBODY)
@@ -95,14 +101,24 @@ def lower_privileges(change_user):
 
 def start_child():
     """Start the child. Nothing foreign runs in it before it is sent the strategy."""
+
     def start(change_user):
         return subprocess.Popen(
-            [sys.executable, "-I", "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, cwd="/", env={"OMP_NUM_THREADS": "1"}, start_new_session=True,
-            preexec_fn=lambda: lower_privileges(change_user))
+            [sys.executable, "-I", "-c", CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env={"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            preexec_fn=lambda: lower_privileges(change_user),
+        )
+
     try:
         return start(change_user=True)
-    except PermissionError:     # this Python lies where only root can read; the child stays root, without capabilities
+    except (
+        PermissionError
+    ):  # this Python lies where only root can read; the child stays root, without capabilities
         return start(change_user=False)
 
 
@@ -139,6 +155,7 @@ def play(next_moves, rng):
 
 def grade(text, child):
     """Mean points per round of the strategy with this text. Raises Invalid."""
+
     def next_moves(partner):
         moves = ask(child, "".join(map(str, partner))).get("moves")
         if not isinstance(moves, str) or len(moves) != GAMES or set(moves) - {"0", "1"}:
@@ -158,7 +175,9 @@ def grade(text, child):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--split", required=True, choices=["validation", "test"])     # both: new games, new luck
+    parser.add_argument(
+        "--split", required=True, choices=["validation", "test"]
+    )  # both: new games, new luck
     parser.parse_args()
     if os.path.exists("task.yaml"):
         parser.error("run this in a copy of the task's files, because it deletes itself")

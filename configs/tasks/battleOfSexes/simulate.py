@@ -1,4 +1,5 @@
 """Try strategy.py: the mean score of 1,000 games. Usage: python3 simulate.py"""
+
 import random
 
 from strategy import row_strategy

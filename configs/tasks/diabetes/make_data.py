@@ -3,6 +3,7 @@
 Source: the data of Efron, Hastie, Johnstone and Tibshirani, "Least Angle Regression" (2004), in the units that they
 were measured in, as bundled with scikit-learn (version 1.1 or newer). Usage: python make_data.py [folder]
 """
+
 import csv
 import random
 import sys
@@ -10,8 +11,8 @@ from pathlib import Path
 
 from sklearn.datasets import load_diabetes
 
-SEED = 2009         # of twenty seeds, the one whose parts are most alike: ridge regression scores 0.478 and 0.481
-DEAL = ("train", "validation", "train", "test")     # 50 / 25 / 25 %
+SEED = 2009  # of twenty seeds, the one whose parts are most alike: ridge regression scores 0.478 and 0.481
+DEAL = ("train", "validation", "train", "test")  # 50 / 25 / 25 %
 
 
 def people():
@@ -24,8 +25,10 @@ def people():
     while len(parts) < len(ids):
         parts += rng.sample(DEAL, len(DEAL))
     order = sorted(range(len(ids)), key=lambda i: (data.target[i], ids[i]))
-    return data.feature_names, sorted([ids[i], [f"{x:g}" for x in data.data[i]], f"{data.target[i]:g}", part]
-                                      for i, part in zip(order, parts))
+    return data.feature_names, sorted(
+        [ids[i], [f"{x:g}" for x in data.data[i]], f"{data.target[i]:g}", part]
+        for i, part in zip(order, parts)
+    )
 
 
 def write(path, header, rows):
@@ -37,10 +40,17 @@ def write(path, header, rows):
 
 def main(folder):
     names, rows = people()
-    train, rest = [row for row in rows if row[3] == "train"], [row for row in rows if row[3] != "train"]
+    train, rest = (
+        [row for row in rows if row[3] == "train"],
+        [row for row in rows if row[3] != "train"],
+    )
     write(folder / "train.csv", ["id", *names, "progression"], [[i, *x, y] for i, x, y, _ in train])
     write(folder / "test.csv", ["id", *names], [[i, *x] for i, x, *_ in rest])
-    write(folder / "answers.csv", ["id", "part", "progression"], [[i, part, y] for i, _, y, part in rest])
+    write(
+        folder / "answers.csv",
+        ["id", "part", "progression"],
+        [[i, part, y] for i, _, y, part in rest],
+    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits" (1998), UCI Machine Learning Repository,
 CC BY 4.0; its test part, as bundled with scikit-learn. Usage: python make_data.py [folder]
 """
+
 import csv
 import random
 import sys
@@ -11,7 +12,12 @@ from pathlib import Path
 from sklearn.datasets import load_digits
 
 SEED = 1998
-DEAL = ("train", "validation", "train", "test")     # images of one digit are dealt out in turn: 50 / 25 / 25 %
+DEAL = (
+    "train",
+    "validation",
+    "train",
+    "test",
+)  # images of one digit are dealt out in turn: 50 / 25 / 25 %
 
 
 def images():
@@ -20,8 +26,10 @@ def images():
     rng = random.Random(SEED)
     ids = rng.sample(range(1, len(data.target) + 1), len(data.target))
     order = sorted(range(len(ids)), key=lambda i: (data.target[i], ids[i]))
-    return sorted([ids[i], [int(x) for x in data.data[i]], int(data.target[i]), DEAL[place % len(DEAL)]]
-                  for place, i in enumerate(order))
+    return sorted(
+        [ids[i], [int(x) for x in data.data[i]], int(data.target[i]), DEAL[place % len(DEAL)]]
+        for place, i in enumerate(order)
+    )
 
 
 def write(path, header, rows):
@@ -33,7 +41,10 @@ def write(path, header, rows):
 
 def main(folder):
     names, rows = [f"p{place}" for place in range(64)], images()
-    train, rest = [row for row in rows if row[3] == "train"], [row for row in rows if row[3] != "train"]
+    train, rest = (
+        [row for row in rows if row[3] == "train"],
+        [row for row in rows if row[3] != "train"],
+    )
     write(folder / "train.csv", ["id", *names, "label"], [[i, *x, y] for i, x, y, _ in train])
     write(folder / "test.csv", ["id", *names], [[i, *x] for i, x, *_ in rest])
     write(folder / "answers.csv", ["id", "part", "label"], [[i, part, y] for i, _, y, part in rest])

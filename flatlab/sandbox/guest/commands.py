@@ -4,17 +4,18 @@ open goto scroll_up scroll_down create edit insert search_dir search_file find_f
 file is open, and at which line, is kept in ~/.window.json. A Python file with a syntax error is not saved; how it is
 indented is the author's business. Standard library only, Python 3.8 or newer.
 """
+
 import fnmatch
 import json
 import os
 import re
 import sys
 
-WINDOW = int(os.environ.get("WINDOW", "") or 100)   # lines that are shown at once
-OVERLAP = 2                                         # lines that two windows share when scrolling
-MOST_FILES, MOST_LINES = 100, 100                   # that a search shows
+WINDOW = int(os.environ.get("WINDOW", "") or 100)  # lines that are shown at once
+OVERLAP = 2  # lines that two windows share when scrolling
+MOST_FILES, MOST_LINES = 100, 100  # that a search shows
 MEMORY = os.path.join(os.path.expanduser("~"), ".window.json")
-AROUND = 5                                          # lines shown around a refused edit
+AROUND = 5  # lines shown around a refused edit
 
 
 class Refused(Exception):
@@ -33,8 +34,8 @@ def remembered():
 
 def remember(path, line):
     home = os.path.expanduser("~") + "/"
-    if path.startswith(home):       # a copy of this sandbox may have another one
-        path = "~/" + path[len(home):]
+    if path.startswith(home):  # a copy of this sandbox may have another one
+        path = "~/" + path[len(home) :]
     with open(MEMORY, "w") as file:
         json.dump([path, line], file)
 
@@ -167,16 +168,21 @@ def body(rest, end):
         text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
     lines = text.split("\n")
     lines = lines[:-1] if lines[-1] == "" else lines
-    return lines[:lines.index(end)] if end in lines else lines
+    return lines[: lines.index(end)] if end in lines else lines
 
 
 def replace(path, lines, first, last, new):
     """Puts new lines in the place of first..last (last = first - 1: none), unless that breaks a Python file."""
-    changed = lines[:first - 1] + new + lines[last:]
+    changed = lines[: first - 1] + new + lines[last:]
     problem, before = syntax_error(path, changed), syntax_error(path, lines)
     shift = len(changed) - len(lines)
-    known = problem and before and problem[1] == before[1] and not first <= before[0] <= last and \
-        problem[0] in (before[0], before[0] + shift)
+    known = (
+        problem
+        and before
+        and problem[1] == before[1]
+        and not first <= before[0] <= last
+        and problem[0] in (before[0], before[0] + shift)
+    )
     if problem and not known:
         ends = first + len(new) - 1
         print("The edit was not made, because the file would not be valid Python any more:")
@@ -185,7 +191,9 @@ def replace(path, lines, first, last, new):
         print("\n".join(numbered(changed, min(first, problem[0] or first) - AROUND, ends + AROUND)))
         print("These lines are still there:")
         print("\n".join(numbered(lines, first - AROUND, max(first, last) + AROUND)))
-        raise Refused("Correct the lines and send the command again; the same one would fail again.")
+        raise Refused(
+            "Correct the lines and send the command again; the same one would fail again."
+        )
     write_lines(path, changed)
     show_line(path, changed, first)
     print("[The file was changed. Check the lines, above all their indentation.]")
@@ -197,7 +205,9 @@ def cmd_edit(where, *rest):
     first, colon, last = where.partition(":")
     first, last, lines = number(first, "first line"), number(last, "last line"), read_lines(path)
     if not 1 <= first <= last or last > max(1, len(lines)):
-        raise Refused("There are no lines %d to %d: the file has %d lines." % (first, last, len(lines)))
+        raise Refused(
+            "There are no lines %d to %d: the file has %d lines." % (first, last, len(lines))
+        )
     replace(path, lines, first, last, body(rest, "end_of_edit"))
 
 
@@ -213,7 +223,9 @@ def cmd_insert(where, *rest):
 def pattern(text):
     """A basic regular expression, as grep has them; what is none is taken literally."""
     try:
-        return re.compile(re.sub(r"\\?[(){}+?|]", lambda m: m[0][1] if len(m[0]) > 1 else "\\" + m[0], text))
+        return re.compile(
+            re.sub(r"\\?[(){}+?|]", lambda m: m[0][1] if len(m[0]) > 1 else "\\" + m[0], text)
+        )
     except re.error:
         return re.compile(re.escape(text))
 
@@ -241,7 +253,9 @@ def cmd_search_dir(text, folder="."):
     if not found:
         raise Refused("%r is nowhere in %s." % (text, where))
     if len(found) > MOST_FILES:
-        raise Refused("%r is in %d files of %s; look for something more special." % (text, len(found), where))
+        raise Refused(
+            "%r is in %d files of %s; look for something more special." % (text, len(found), where)
+        )
     print("%d lines with %r in %s:" % (sum(count for _, count in found), text, where))
     print("\n".join("%s (%d lines)" % row for row in found))
 
@@ -253,14 +267,18 @@ def cmd_search_file(text, path=""):
     if not found:
         raise Refused("%r is not in %s." % (text, path))
     if len(found) > MOST_LINES:
-        raise Refused("%r is in %d lines of %s; look for something more special." % (text, len(found), path))
+        raise Refused(
+            "%r is in %d lines of %s; look for something more special." % (text, len(found), path)
+        )
     print("%d lines with %r in %s:" % (len(found), text, path))
     print("\n".join("Line %d:%s" % row for row in found))
 
 
 def cmd_find_file(name, folder="."):
     """find_file <pattern> [<folder>]"""
-    found = [path for path in files_below(folder) if fnmatch.fnmatchcase(os.path.basename(path), name)]
+    found = [
+        path for path in files_below(folder) if fnmatch.fnmatchcase(os.path.basename(path), name)
+    ]
     if not found:
         raise Refused("No file in %s is called %r." % (os.path.abspath(folder), name))
     print("%d files are called %r in %s:" % (len(found), name, os.path.abspath(folder)))

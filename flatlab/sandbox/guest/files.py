@@ -3,6 +3,7 @@
 A part of the runner's program: boot.py puts isolate.py before it (CONFIG, WORKSPACE) and runner.py behind it (HOME_FD).
 Standard library only, Python 3.8 or newer.
 """
+
 import os
 import stat
 import time
@@ -66,7 +67,7 @@ def get(blob, path, limit):
         os.close(fd)
         raise ValueError("is not a regular file")
     with open(fd, "rb") as file:
-        data = file.read(limit + 1) if info.st_size <= limit else b""       # it may still grow
+        data = file.read(limit + 1) if info.st_size <= limit else b""  # it may still grow
     if info.st_size > limit or len(data) > limit:
         raise ValueError("is larger than %d bytes" % limit)
     return {}, data
@@ -75,14 +76,19 @@ def get(blob, path, limit):
 def listing(blob, most):
     """[path, size] of files in the workspace in order, at most `most` of them, and how many there are."""
     rows, left = [], [WORKSPACE]
-    while left:                             # not os.walk: before Python 3.12 it ends at a thousand folders in each other
-        with suppress(OSError):             # a background job may have just removed it, or it is closed to us
+    while left:  # not os.walk: before Python 3.12 it ends at a thousand folders in each other
+        with suppress(OSError):  # a background job may have just removed it, or it is closed to us
             for entry in os.scandir(left.pop()):
-                if entry.is_dir():          # a link to a folder is neither followed nor listed
+                if entry.is_dir():  # a link to a folder is neither followed nor listed
                     left += [] if entry.is_symlink() else [entry.path]
                     continue
                 with suppress(OSError):
-                    rows.append((os.path.relpath(entry.path, WORKSPACE), entry.stat(follow_symlinks=False).st_size))
+                    rows.append(
+                        (
+                            os.path.relpath(entry.path, WORKSPACE),
+                            entry.stat(follow_symlinks=False).st_size,
+                        )
+                    )
     return {"files": sorted(rows)[:most], "count": len(rows)}, b""
 
 
@@ -94,7 +100,12 @@ def writable(blob, root):
             info = entry.stat(follow_symlinks=False)
             if info.st_dev != device or stat.S_ISLNK(info.st_mode):
                 continue
-            if info.st_uid == CONFIG["uid"] or info.st_mode & 0o002 or info.st_mode & 0o020 and info.st_gid == CONFIG["gid"]:
+            if (
+                info.st_uid == CONFIG["uid"]
+                or info.st_mode & 0o002
+                or info.st_mode & 0o020
+                and info.st_gid == CONFIG["gid"]
+            ):
                 found.append(entry.path)
             elif stat.S_ISDIR(info.st_mode):
                 left.append(entry.path)
@@ -114,7 +125,7 @@ def written(blob, roots):
         path, info, device = left.pop()
         entries = None
         if stat.S_ISDIR(info.st_mode):
-            with suppress(PermissionError):                 # an ordinary user cannot look into chmod 000
+            with suppress(PermissionError):  # an ordinary user cannot look into chmod 000
                 entries = list(os.scandir(path))
         if info.st_ctime >= BEGIN:
             paths.append(path)
@@ -123,7 +134,7 @@ def written(blob, roots):
         for entry in entries or []:
             try:
                 info = entry.stat(follow_symlinks=False)
-            except PermissionError:                         # nor at what lies in chmod 444
+            except PermissionError:  # nor at what lies in chmod 444
                 continue
             if info.st_dev == device and entry.path != CONFIG["tools"]:
                 left.append((entry.path, info, device))
@@ -153,8 +164,11 @@ def remove(path):
 def empty(pattern):
     """Removes all that lies in the folders that match. A folder that stays full is an OSError: no sandbox starts then."""
     import glob
+
     for place in glob.glob(pattern):
         for folder, folders, names in os.walk(place, topdown=False):
             for name in names + folders:
                 path = os.path.join(folder, name)
-                os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+                os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(
+                    path
+                )

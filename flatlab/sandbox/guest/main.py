@@ -6,6 +6,7 @@ so no text of theirs can imitate an answer. End of stdin means that the owner is
 CONFIG, libc and the functions that isolate come from isolate.py, those for files from files.py. Standard library only,
 Python 3.8 or newer.
 """
+
 import atexit
 import errno
 import fcntl
@@ -23,15 +24,17 @@ from contextlib import suppress
 
 LIFE_ENDS = time.monotonic() + CONFIG["life"]
 
-IN, OUT = os.dup(0), os.dup(1)      # copies that no command inherits
+IN, OUT = os.dup(0), os.dup(1)  # copies that no command inherits
 os.dup2(os.open(os.devnull, os.O_RDWR), 0)
 os.dup2(2, 1)
 
-Child = namedtuple("Child", "pid output saved text")      # output: a pipe; saved, text: files of a shell
-shell = {"cwd": WORKSPACE, "exports": b""}      # what one command leaves to the next
-exit_codes = {}                                 # of the children that somebody waits for; None while they run
-prepared = None                                 # (Child, pipe it waits on, place): the shell of the next command
-strays = []                                     # output pipes that background jobs still hold
+Child = namedtuple(
+    "Child", "pid output saved text"
+)  # output: a pipe; saved, text: files of a shell
+shell = {"cwd": WORKSPACE, "exports": b""}  # what one command leaves to the next
+exit_codes = {}  # of the children that somebody waits for; None while they run
+prepared = None  # (Child, pipe it waits on, place): the shell of the next command
+strays = []  # output pipes that background jobs still hold
 landlock_rules = None
 
 
@@ -46,13 +49,15 @@ def reap():
             if not pid:
                 return
             if pid in exit_codes:
-                exit_codes[pid] = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+                exit_codes[pid] = (
+                    os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+                )
 
 
 def descendants():
     children, found = {}, [os.getpid()]
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError), open("/proc/%s/stat" % pid) as file:        # it may just have ended
+        with suppress(OSError), open("/proc/%s/stat" % pid) as file:  # it may just have ended
             children.setdefault(int(file.read().rpartition(")")[2].split()[1]), []).append(int(pid))
     for pid in found:
         found += children.get(pid, [])
@@ -61,14 +66,16 @@ def descendants():
 
 def sweep(blob=b""):
     """Kills every process of the sandbox except this one, daemons included."""
-    deadline = time.monotonic() + 5         # on a busy machine, the end of many or large processes takes its time
+    deadline = (
+        time.monotonic() + 5
+    )  # on a busy machine, the end of many or large processes takes its time
     while time.monotonic() < deadline:
         reap()
         try:
             if MODE == "landlock":
-                for pid in descendants() or [0x7FFFFFFF]:   # nobody is left: this pid does not exist
+                for pid in descendants() or [0x7FFFFFFF]:  # nobody is left: this pid does not exist
                     os.kill(pid, signal.SIGKILL)
-            else:       # everything in this pid namespace; outside of one it would be everything of this user
+            else:  # everything in this pid namespace; outside of one it would be everything of this user
                 os.kill(-1, signal.SIGKILL)
         except ProcessLookupError:
             if MODE != "landlock" or not descendants():
@@ -82,12 +89,12 @@ def leave():
         sweep()
         with suppress(OSError):
             remove(os.path.dirname(HOME))
-    os._exit(0)                 # the end of process 1 ends all others
+    os._exit(0)  # the end of process 1 ends all others
 
 
 def memory_file(data=b""):
     fd = os.memfd_create("flatlab")
-    os.pwrite(fd, data, 0)      # the file offset stays at 0
+    os.pwrite(fd, data, 0)  # the file offset stays at 0
     return fd
 
 
@@ -96,8 +103,8 @@ def memory_file(data=b""):
 PRELUDE = b"""unset BASH_ENV
 trap '{ printf "%s\\0" "$PWD"; unset PWD OLDPWD SHLVL flatlab; export -p; } >&99 2>/dev/null' EXIT
 """
-WAIT = b"read -rn1 -u96 flatlab && exec 96<&-\n"                     # of a shell that is started before its command is known
-TAKE = b"IFS= read -rd '' -u97 flatlab || true; SECONDS=0\n"        # the command: of any length, and never on a command line
+WAIT = b"read -rn1 -u96 flatlab && exec 96<&-\n"  # of a shell that is started before its command is known
+TAKE = b"IFS= read -rd '' -u97 flatlab || true; SECONDS=0\n"  # the command: of any length, and never on a command line
 RUN = 'eval "$flatlab"'
 
 
@@ -106,9 +113,11 @@ def execute(argv, env, user, fds):
     os.setsid()
     with suppress(OSError):
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-        os.write(fd, b"1000")       # where memory is short, a command goes, not the runner
+        os.write(fd, b"1000")  # where memory is short, a command goes, not the runner
         os.close(fd)
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for fd in fds]      # out of the way of the targets
+    high = [
+        fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for fd in fds
+    ]  # out of the way of the targets
     for fd, target in zip(high, (0, 1, 2, 97, 98, 99, 96)):
         os.dup2(fd, target)
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
@@ -118,7 +127,7 @@ def execute(argv, env, user, fds):
         os.setgid(CONFIG["gid"])
         os.setuid(CONFIG["uid"])
     for place in (shell["cwd"], WORKSPACE, "/"):
-        with suppress(OSError, ValueError):                 # deleted, or not a path at all
+        with suppress(OSError, ValueError):  # deleted, or not a path at all
             os.chdir(place)
             break
     if landlock_rules is not None:
@@ -134,8 +143,14 @@ def start(command, stdin=b"", user="agent", stderr=True, bodies=(), gate=None):
     env, argv, text, saved = ENVIRON, command, None, None
     if isinstance(command, str):
         text, saved = memory_file(as_text(command)), memory_file()
-        fds += [text, memory_file(PRELUDE + (WAIT if gate else b"") + (TAKE if BASH else b"") + shell["exports"]), saved]
-        if bodies:              # of edits: text that the shell must not see, for commands.py
+        fds += [
+            text,
+            memory_file(
+                PRELUDE + (WAIT if gate else b"") + (TAKE if BASH else b"") + shell["exports"]
+            ),
+            saved,
+        ]
+        if bodies:  # of edits: text that the shell must not see, for commands.py
             fds.append(memory_file(json.dumps(bodies).encode()))
         if gate:
             fds.append(gate)
@@ -143,7 +158,7 @@ def start(command, stdin=b"", user="agent", stderr=True, bodies=(), gate=None):
         env = dict(env, BASH_ENV="/dev/fd/98")
     try:
         pid = os.fork()
-    except BlockingIOError:     # the commands have used up all processes
+    except BlockingIOError:  # the commands have used up all processes
         if gate:
             for fd in {output, null, *fds}:
                 os.close(fd)
@@ -176,17 +191,17 @@ def prepare():
     global prepared
     if BASH and not ready_shell():
         gate, go = os.pipe()
-        os.set_blocking(go, False)          # a job of the agent's may have filled it
+        os.set_blocking(go, False)  # a job of the agent's may have filled it
         try:
             prepared = start("", gate=gate), go, place()
-        except OSError:                     # no process is left; the next command makes room
+        except OSError:  # no process is left; the next command makes room
             os.close(go)
 
 
 def place():
     """Which folder the shell's cwd is: another one may come to have that name."""
     with suppress(OSError, ValueError):
-        return os.stat(shell["cwd"])[1:3]       # inode and device
+        return os.stat(shell["cwd"])[1:3]  # inode and device
 
 
 def ready_shell():
@@ -220,7 +235,9 @@ def start_prepared(command):
         return None
     (child, go, _), prepared = prepared, None
     os.pwrite(child.text, as_text(command), 0)
-    with suppress(BrokenPipeError, BlockingIOError):     # it has just been killed; that is how this command ends, too
+    with suppress(
+        BrokenPipeError, BlockingIOError
+    ):  # it has just been killed; that is how this command ends, too
         os.write(go, b"!")
     os.close(go)
     os.close(child.text)
@@ -237,12 +254,23 @@ def run(blob, command, timeout, user="agent", keep=(32768, 32768), stderr=True, 
     plain = isinstance(command, str) and user == "agent" and stderr and not (blob or bodies)
     child = plain and start_prepared(command)
     if not child:
-        forget_prepared()       # what runs now may change cwd, exports or files that it was started with
+        forget_prepared()  # what runs now may change cwd, exports or files that it was started with
         child = start(command, blob, user, stderr, bodies)
     pid, output, saved, _ = child
-    head, tail, total, is_open, phase, limit = bytearray(), bytearray(), 0, True, "running", begin + timeout
+    head, tail, total, is_open, phase, limit = (
+        bytearray(),
+        bytearray(),
+        0,
+        True,
+        "running",
+        begin + timeout,
+    )
     poll = select.poll()
-    for fd, events in ((output, select.POLLIN), (WAKE, select.POLLIN), (IN, 0)):     # of IN only that it was closed
+    for fd, events in (
+        (output, select.POLLIN),
+        (WAKE, select.POLLIN),
+        (IN, 0),
+    ):  # of IN only that it was closed
         poll.register(fd, events)
     timed_out = False
     while True:
@@ -259,7 +287,7 @@ def run(blob, command, timeout, user="agent", keep=(32768, 32768), stderr=True, 
             head += chunk[:room]
             tail += chunk[room:]
             if len(tail) > keep[1] + (1 << 18):
-                del tail[:len(tail) - keep[1]]
+                del tail[: len(tail) - keep[1]]
         drain(ready)
         now = time.monotonic()
         if phase != "ended" and exit_codes[pid] is not None:
@@ -280,14 +308,22 @@ def run(blob, command, timeout, user="agent", keep=(32768, 32768), stderr=True, 
     else:
         os.close(output)
     code = exit_codes.pop(pid)
-    if saved is not None:       # a command may have written anything there, which harms only its own next shell
+    if (
+        saved is not None
+    ):  # a command may have written anything there, which harms only its own next shell
         cwd, found, exports = os.pread(saved, 1 << 19, 0).partition(b"\0")
         os.close(saved)
         if found and len(exports) < 1 << 18:
             shell.update(cwd=os.fsdecode(cwd) or WORKSPACE, exports=exports)
-    tail = tail[max(0, len(tail) - keep[1]):]
-    return {"code": 137 if code is None else code, "cwd": shell["cwd"], "timed_out": timed_out, "head": len(head),
-            "dropped": total - len(head) - len(tail), "seconds": time.monotonic() - begin}, bytes(head + tail)
+    tail = tail[max(0, len(tail) - keep[1]) :]
+    return {
+        "code": 137 if code is None else code,
+        "cwd": shell["cwd"],
+        "timed_out": timed_out,
+        "head": len(head),
+        "dropped": total - len(head) - len(tail),
+        "seconds": time.monotonic() - begin,
+    }, bytes(head + tail)
 
 
 def drain(ready):
@@ -337,11 +373,18 @@ def send(reply, blob=b""):
     head = json.dumps(reply).encode()
     view = memoryview(struct.pack(">II", len(head), len(blob)) + head + blob)
     while view:
-        view = view[os.write(OUT, view):]
+        view = view[os.write(OUT, view) :]
 
 
 def find(program, path):
-    return next((folder + "/" + program for folder in path.split(":") if os.path.exists(folder + "/" + program)), None)
+    return next(
+        (
+            folder + "/" + program
+            for folder in path.split(":")
+            if os.path.exists(folder + "/" + program)
+        ),
+        None,
+    )
 
 
 def set_up():
@@ -349,7 +392,9 @@ def set_up():
     os.umask(0o022)
     if MODE == "docker":
         agents = [user for user in pwd.getpwall() if user.pw_name == "agent"]
-        CONFIG["uid"], CONFIG["gid"] = (agents[0].pw_uid, agents[0].pw_gid) if agents else (1000, 1000)
+        CONFIG["uid"], CONFIG["gid"] = (
+            (agents[0].pw_uid, agents[0].pw_gid) if agents else (1000, 1000)
+        )
     elif MODE == "namespaces":
         enter_namespaces()
         build_root()
@@ -368,12 +413,17 @@ def set_up():
     HOME_FD = os.open(HOME, os.O_RDONLY | os.O_DIRECTORY)
     own(".", HOME_FD, "agent")
     own(os.path.basename(WORKSPACE), HOME_FD, "agent")
-    for folder, folders, _, at in os.fwalk(WORKSPACE):      # of mounted files
+    for folder, folders, _, at in os.fwalk(WORKSPACE):  # of mounted files
         for name in folders:
             own(name, at, "agent")
-    for source, target in CONFIG.get("copies", ()):         # links to read-only files, in folders that are writable
+    for source, target in CONFIG.get(
+        "copies", ()
+    ):  # links to read-only files, in folders that are writable
         os.makedirs(target, exist_ok=True)
-        os.system("cp -rs %s/. %s && chown -hR %d:%d %s" % (source, target, CONFIG["uid"], CONFIG["gid"], target))
+        os.system(
+            "cp -rs %s/. %s && chown -hR %d:%d %s"
+            % (source, target, CONFIG["uid"], CONFIG["gid"], target)
+        )
     if not find("python", path):
         CONFIG["programs"]["python"] = 'exec python3 "$@"'
     for name, text in CONFIG["programs"].items():
@@ -383,21 +433,26 @@ def set_up():
     if MODE == "landlock":
         landlock_rules = make_landlock_rules()
     seal()
-    for name, limit in CONFIG["limits"].items():            # commands inherit them
+    for name, limit in CONFIG["limits"].items():  # commands inherit them
         what = getattr(resource, "RLIMIT_" + name)
         hard = resource.getrlimit(what)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(what, (limit, limit))
-    WAKE, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)     # the end of a child interrupts a poll
+    WAKE, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # the end of a child interrupts a poll
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, lambda *_: leave() if time.monotonic() >= LIFE_ENDS else None)    # others may send it
+    signal.signal(
+        signal.SIGALRM, lambda *_: leave() if time.monotonic() >= LIFE_ENDS else None
+    )  # others may send it
     signal.setitimer(signal.ITIMER_REAL, CONFIG["life"] + 1, 60)
 
 
 def serve():
-    calls = {call.__name__: call for call in (run, put, get, listing, writable, written, prune, state, sweep, configure)}
+    calls = {
+        call.__name__: call
+        for call in (run, put, get, listing, writable, written, prune, state, sweep, configure)
+    }
     while True:
         poll = select.poll()
         for fd in [IN, WAKE] + strays:
@@ -411,25 +466,28 @@ def serve():
             try:
                 reply = calls[name](blob, **request)
             except OSError as error:
-                words = {errno.ENOENT: "is not there", errno.ELOOP: "is a link",
-                         errno.ENOTDIR: "does not lie in a plain folder"}
+                words = {
+                    errno.ENOENT: "is not there",
+                    errno.ELOOP: "is a link",
+                    errno.ENOTDIR: "does not lie in a plain folder",
+                }
                 reply = {"error": words.get(error.errno, error.strerror)}, b""
-            except (ValueError, RuntimeError) as error:         # RecursionError, too
+            except (ValueError, RuntimeError) as error:  # RecursionError, too
                 reply = {"error": str(error)}, b""
             send(*reply)
             if name in ("run", "listing") and request.get("user", "agent") == "agent":
                 prepare()
 
 
-atexit.register(leave)          # also after an error that nobody expects, which Python prints first
+atexit.register(leave)  # also after an error that nobody expects, which Python prints first
 try:
     set_up()
     first = {"workspace": WORKSPACE}
-except OSError as problem:      # no isolation
+except OSError as problem:  # no isolation
     first = {"error": problem.strerror or str(problem)}
 try:
     send(first)
     if "workspace" in first:
         serve()
-except OSError:                 # the owner has gone, or nothing works any more: for the owner the connection ends
+except OSError:  # the owner has gone, or nothing works any more: for the owner the connection ends
     pass

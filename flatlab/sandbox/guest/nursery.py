@@ -4,6 +4,7 @@ Starting a Python, importing and compiling took three quarters of a sandbox's st
 process of ours. stdin is a socket; each message carries three files: the connection of a sandbox, its stderr and its
 configuration. End of file: the owner is gone. CONFIG here: {"program": the text of isolate.py, files.py and runner.py}.
 """
+
 import ctypes
 import fcntl
 import json
@@ -18,7 +19,7 @@ import struct
 CONFIG = globals()["CONFIG"]
 code = compile(CONFIG["program"], "<runner>", "exec")
 wire = socket.socket(fileno=os.dup(0))
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)           # nobody waits for them
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
 while True:
     word, rights, _, _ = wire.recvmsg(1, socket.CMSG_SPACE(3 * 4))
     if not word:
@@ -26,7 +27,7 @@ while True:
     files = connection, errors, config = struct.unpack("3i", rights[0][2])
     try:
         child = os.fork()
-    except OSError as error:                            # too many processes
+    except OSError as error:  # too many processes
         os.write(errors, str(error).encode())
         child = -1
     if not child:

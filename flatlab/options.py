@@ -1,0 +1,72 @@
+"""The options that grpo.py and search.py share. Each class is one box in `--help`; flags stay flat (`--backend docker`).
+
+None stands for "derived from the model or the task": `derive` fills it in. 0 is only ever zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from flatlab.sandbox.docker import IMAGE
+
+
+@dataclass
+class TaskOptions:
+    task: tuple[str, ...] = ("titanic",)  # one or more names, see `python tasks.py`
+    mlgym_root: str | None = None  # MLGym checkout; default: $MLGYM_ROOT
+    mledojo_root: str | None = (
+        None  # folder of prepared MLE-Dojo competitions; default: $MLEDOJO_ROOT
+    )
+
+
+@dataclass
+class ModelOptions:
+    model: str | None = (
+        None  # Hugging Face name, folder, logs/<run>/best, or tiny (the stand-in); default: Qwen3-4B with a GPU, else tiny
+    )
+    context: int | None = None  # tokens of prompt and reply together; default: 16384, stand-in 2048
+    max_reply_tokens: int | None = None  # tokens per reply; default: 2048, stand-in 160
+    max_observation_tokens: int | None = (
+        None  # longer command outputs keep head and tail; default: 2048, stand-in 256
+    )
+    temperature: float = 1.0  # sampling temperature
+
+
+@dataclass
+class SandboxOptions:
+    backend: Literal["auto", "docker", "local"] = (
+        "auto"  # auto: docker if the daemon and the image are there, else local
+    )
+    image: str = IMAGE  # Docker image of the sandboxes
+    network: bool = False  # give network access to tasks that ask for it
+    hf_cache: str | None = (
+        None  # Hugging Face cache of this machine to mount read-only instead (docker)
+    )
+    episode_minutes: float = 30.0  # time limit of one episode, in minutes
+
+
+@dataclass
+class TrackerOptions:
+    tensorboard: bool = False  # also write rows and transcripts to logs/<run>/tensorboard
+    wandb: bool = False  # also send them to Weights & Biases; WANDB_MODE=offline needs no account
+
+
+def flat(config) -> dict:
+    """The fields of a Config with its nested groups as one flat dict, as in config.yaml and in the flags."""
+    values = {}
+    for name, value in asdict(config).items():
+        values |= value if isinstance(value, dict) else {name: value}
+    return values
+
+
+def derive(model: ModelOptions, is_tiny: bool) -> None:
+    """Fills in the options that depend on the model."""
+    defaults = {
+        "context": 2048 if is_tiny else 16384,
+        "max_reply_tokens": 160 if is_tiny else 2048,
+        "max_observation_tokens": 256 if is_tiny else 2048,
+    }
+    for name, value in defaults.items():
+        if getattr(model, name) is None:
+            setattr(model, name, value)
