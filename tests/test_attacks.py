@@ -9,7 +9,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from test_sandbox import ISOLATED
+from backends import ISOLATED
 
 from env import Env
 from flatlab.episode.loaders import TASKS_DIR, read_yaml

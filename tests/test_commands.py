@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_sandbox import EVERYWHERE, PROJECT, needs_docker
+from backends import EVERYWHERE, needs_docker
+from helpers import PROJECT
 
 import env
 from env import Env, check_needs

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from test_env import do
+from backends import ISOLATED
+from helpers import do
 from test_external_tasks import ROWS, answers, dojo, only_what_a_test_names  # noqa: F401  fixtures
-from test_sandbox import ISOLATED
 
 from env import Env
 from flatlab.episode.grading import grades

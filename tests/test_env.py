@@ -7,11 +7,11 @@ import random
 import string
 import threading
 import time
-from collections import namedtuple
 from dataclasses import replace
 
 import pytest
-from test_sandbox import ISOLATED
+from backends import ISOLATED
+from helpers import LOCAL, FakePolicy, block, do
 
 import env
 from env import Env, run_episode
@@ -23,10 +23,6 @@ from flatlab.sandbox.sandbox import Sandbox
 from tasks import load_task
 
 CANARY = "canary,4b1d,of,the,hidden,answers"
-
-
-def block(text):
-    return f"```bash\n{text}\n```"
 
 
 # ---------------------------------------------------------------------------------------------- replies
@@ -218,10 +214,6 @@ def world(task, backend):
     with Env(task, backend) as world:
         world.reset()
         yield world
-
-
-def do(world, text):
-    return world.step(block(text))
 
 
 def test_prompt_shows_task_format_and_real_files(task, backend):
@@ -520,47 +512,9 @@ def test_fork_is_equal_and_independent(world):
 
 # ---------------------------------------------------------------------------------------------- episodes
 
-Sample = namedtuple("Sample", "tokens logprobs text stop_reason version")
 
-
-class FakePolicy:
-    """Says the scripted replies; one token per character, 1 ends a reply, 2 and 3 open and close a user turn."""
-
-    def __init__(self, *replies, context=100_000, stop_reason="stop", wait=0.0):
-        self.replies, self.context, self.stop_reason, self.wait, self.requests = (
-            list(replies),
-            context,
-            stop_reason,
-            wait,
-            [],
-        )
-
-    def render(self, messages):
-        return [2, *self.encode(messages[0]["content"]), 3]
-
-    def encode(self, text):
-        return [ord(c) + 10 for c in text]
-
-    def decode(self, tokens):
-        return "".join(chr(t - 10) for t in tokens)
-
-    def observation_tokens(self, text, ended):
-        return [*([] if ended else [1]), 2, *self.encode(text), 3]
-
-    async def sample(self, tokens, max_tokens, temperature=1.0, seed=None):
-        assert len(tokens) + max_tokens <= self.context
-        self.requests.append(list(tokens))
-        await asyncio.sleep(self.wait)
-        text = self.replies[min(len(self.requests), len(self.replies)) - 1]
-        said = [*self.encode(text), *([1] if self.stop_reason == "stop" else [])]
-        return Sample(said, [-0.5] * len(said), text, self.stop_reason, 7)
-
-
-def play(task, policy, **options):
-    return asyncio.run(run_episode(task, policy, **{"backend": LOCAL, **options}))
-
-
-LOCAL = "local"
+def play(task, policy, backend=LOCAL, **options):
+    return asyncio.run(run_episode(Env(task, backend), policy, **options))
 
 
 def check_tokens(episode, policy):
@@ -728,7 +682,7 @@ def test_cancelled_episode_closes_its_sandbox(task, monkeypatch):
     )
 
     async def main():
-        job = asyncio.ensure_future(run_episode(task, FakePolicy(block("sleep 20")), backend=LOCAL))
+        job = asyncio.ensure_future(run_episode(Env(task, LOCAL), FakePolicy(block("sleep 20"))))
         await asyncio.sleep(0.6)
         job.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -753,7 +707,7 @@ def test_env_time_of_one_episode_overlaps_with_the_others(task):
     async def main():
         return await asyncio.gather(
             *(
-                run_episode(task, FakePolicy(block("sleep 1")), backend=LOCAL, max_turns=1)
+                run_episode(Env(task, LOCAL), FakePolicy(block("sleep 1")), max_turns=1)
                 for _ in range(8)
             )
         )
@@ -767,8 +721,12 @@ def test_env_time_of_one_episode_overlaps_with_the_others(task):
 
 def test_an_env_that_was_handed_in_goes_on_and_stays_open(task):
     with Env(task, LOCAL) as world:
-        asyncio.run(run_episode(world, FakePolicy(block("echo a > guess.txt")), max_turns=1))
-        episode = asyncio.run(run_episode(world, FakePolicy(block("ls")), max_turns=1))
+        asyncio.run(
+            run_episode(world, FakePolicy(block("echo a > guess.txt")), max_turns=1, keep_open=True)
+        )
+        episode = asyncio.run(
+            run_episode(world, FakePolicy(block("ls")), max_turns=1, keep_open=True)
+        )
         assert "guess.txt (2 bytes)" in episode.prompt and episode.score.value == 1.0
         assert do(world, "cat guess.txt").observation == "a"
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import bench
 import pytest
-from test_env import FakePolicy, block
-from test_sandbox import ISOLATED, PROJECT, containers_of, needs_docker
+from backends import ISOLATED, containers_of, needs_docker
+from helpers import PROJECT, FakePolicy, block
 
 import env
 from env import Env, run_episode
@@ -246,7 +246,7 @@ def test_daemon_restarted_in_an_episode(wire, task):
         return await real(*args, **kwargs)
 
     policy.sample = sample
-    episode = asyncio.run(run_episode(task, policy, backend="docker"))
+    episode = asyncio.run(run_episode(Env(task, "docker"), policy))
     assert (episode.status, episode.score) == ("fault", None) and len(episode.turns) == 1
 
 
@@ -435,13 +435,13 @@ def test_nothing_grows(backend):
 
 INTERRUPTED = """
 import asyncio, sys; sys.path[:0] = [{project!r}, {project!r} + "/tests"]
-from test_env import FakePolicy, block
-from env import run_episode
+from helpers import FakePolicy, block
+from env import Env, run_episode
 from tasks import load_task
 async def main():
     policy = FakePolicy(block("sleep 0.3; ls"))
     print("started", flush=True)
-    await asyncio.gather(*(run_episode(load_task("titanic", "", ""), policy, backend={backend!r}, max_turns=50) for _ in range(6)))
+    await asyncio.gather(*(run_episode(Env(load_task("titanic", "", ""), {backend!r}), policy, max_turns=50) for _ in range(6)))
 asyncio.run(main())
 """
 
@@ -473,7 +473,7 @@ def test_a_slow_start_is_not_the_agents_time(task, monkeypatch):
 
     monkeypatch.setattr(Env, "open", slow)
     policy = FakePolicy(block(TITANIC), block("submit"))
-    episode = asyncio.run(run_episode(task, policy, backend="local", time_limit=0.9))
+    episode = asyncio.run(run_episode(Env(task, "local"), policy, time_limit=0.9))
     assert (
         episode.status == "submit"
         and episode.score.valid
@@ -504,7 +504,7 @@ def test_one_broken_episode_leaves_the_others_alone(task, monkeypatch):
     async def main():
         return await asyncio.gather(
             *(
-                run_episode(task, FakePolicy(block(TITANIC), block("submit")), backend="local")
+                run_episode(Env(task, "local"), FakePolicy(block(TITANIC), block("submit")))
                 for _ in range(6)
             )
         )

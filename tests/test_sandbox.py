@@ -16,36 +16,14 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
+from backends import EVERYWHERE, ISOLATED, MISSING, containers_of, needs_docker
+from helpers import PROJECT
 
 import env
 from flatlab.errors import ArtefactError, SandboxFault, UserError
 from flatlab.sandbox import boot, local, sandbox, snapshot
-from flatlab.sandbox.sandbox import IMAGE, Sandbox, docker_problem
+from flatlab.sandbox.sandbox import IMAGE, Sandbox
 from tasks import load_task
-
-PROJECT = Path(sandbox.__file__).parents[2]
-
-
-def missing(backend):
-    """Why a backend cannot be tested here; empty when it can."""
-    if backend == "docker":
-        return docker_problem(IMAGE)
-    try:
-        Sandbox(backend).close()
-    except SandboxFault as fault:
-        return str(fault)
-    return ""
-
-
-MISSING = {backend: missing(backend) for backend in ("docker", "namespaces", "landlock")}
-EVERYWHERE = [
-    pytest.param(
-        backend, marks=pytest.mark.skipif(bool(why), reason=f"{backend}: {why}"), id=backend
-    )
-    for backend, why in MISSING.items()
-]
-ISOLATED = EVERYWHERE[:2]  # what Landlock does not promise is tested in these
-needs_docker = pytest.mark.skipif(bool(MISSING["docker"]), reason=MISSING["docker"])
 
 
 @pytest.fixture(scope="module", params=EVERYWHERE)
@@ -709,13 +687,6 @@ def test_killed_owner_leaves_nothing(backend):
         time.sleep(0.05)
     assert not processes(marker) and not containers_of(owner.pid)
     assert backend != "landlock" or not Path(place).exists()
-
-
-def containers_of(pid):
-    if MISSING["docker"]:
-        return []
-    boxes = sandbox.docker_api().containers(all=True, filters={"label": "flatlab.owner"})
-    return [box for box in boxes if f":{pid}:" in box["Labels"]["flatlab.owner"]]
 
 
 @pytest.mark.fault(15, "the process that starts local sandboxes is killed")
