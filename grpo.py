@@ -664,7 +664,7 @@ def prepare(cfg: Config, job):
                 f"{run.dir} has steps but no checkpoint to go on from, and starting anew would erase them: "
                 "take another --name, or remove it."
             )
-        run.sinks = trackers.opened(run.dir, run.config, cfg.tensorboard, cfg.wandb)
+        run.trackers = trackers.opened(run.dir, run.config, cfg.tensorboard, cfg.wandb)
     return (
         tasks,
         path or resolve_model("tiny"),

@@ -646,7 +646,7 @@ def prepare(cfg: Config):
             MAY_CHANGE,
         )
         (run.dir / "nodes").mkdir(exist_ok=True)
-        run.sinks = trackers.opened(run.dir, run.config, cfg.tensorboard, cfg.wandb)
+        run.trackers = trackers.opened(run.dir, run.config, cfg.tensorboard, cfg.wandb)
         trees.append(Tree(task, mode, seed, cfg, run))
         trees[-1].closed = run.results().get("status") == "finished" and bool(
             trees[-1].spent() or run.results()["stopped_by"] == "tree"

@@ -7,7 +7,7 @@
     python viz.py logs/<run> --best               or --worst, or --compare 12.3 0.7
     python viz.py logs/<run> --watch              again and again while it goes on
 
-The other scripts write their run directories through this module as well; what is in them says flatlab/runs/store.py.
+The other scripts write their run directories through this module as well; flatlab/runs/store.py describes them.
 """
 
 import os
@@ -24,25 +24,25 @@ import tyro
 
 from flatlab.errors import UserError
 from flatlab.runs import plots, search_plots
-from flatlab.runs.store import (  # noqa: F401
-    Record,
-    Run,
-    check_numbers,
+from flatlab.runs.cli import check_numbers, one_sentence, parse_config  # noqa: F401
+from flatlab.runs.reader import (  # noqa: F401
+    RunData,
     duration,
     find_runs,
-    json_line,
     number,
-    one_sentence,
-    open_run,
-    parse_config,
-    plain,
     read_mapping,
     read_rows,
     read_run,
+    transcripts,
+)
+from flatlab.runs.store import (  # noqa: F401
+    Run,
+    json_line,
+    open_run,
+    plain,
     step_line,
     temporary,
     to_disk,
-    transcripts,
     write_whole,
 )
 from flatlab.runs.views import plot
@@ -104,7 +104,7 @@ def facts(item: dict) -> list[tuple[str, str]]:
         ("tokens", "-" if item["tokens"] is None else f"{item['tokens']:.0f}"),
         ("seconds", "-" if item["seconds"] is None else f"{item['seconds']:.1f}"),
     ]
-    more = "task", "op", "mode", "parent", "second", "probability", "idea"
+    more = "task", "op", "sampling_mode", "parent", "second", "probability", "idea"
     pairs += [(key, str(item[key])) for key in more if item.get(key) not in (None, "")]
     reason = str((item.get("decision") or {}).get("reason") or "")
     return (
@@ -176,7 +176,7 @@ def side_by_side(a: dict, b: dict) -> str:
     return "\n".join(lines)
 
 
-def list_lines(record: Record, status: str) -> list[str]:
+def list_lines(record: RunData, status: str) -> list[str]:
     """Episodes by step, or the nodes as a tree with the path to the best marked."""
     items = transcripts(record)
     known = sorted({item[key] for item in items for key in ("status", "outcome")})
@@ -208,7 +208,7 @@ def list_lines(record: Record, status: str) -> list[str]:
     return lines
 
 
-def pick(record: Record, id: str) -> dict:
+def pick(record: RunData, id: str) -> dict:
     """The transcript with this id. UserError names some that are there."""
     step = id.partition(".")[0]
     items = transcripts(record, int(step) if record.kind == "grpo" and step.isdigit() else None)
@@ -222,7 +222,7 @@ def pick(record: Record, id: str) -> dict:
     return found
 
 
-def extreme(record: Record, worst: bool) -> dict:
+def extreme(record: RunData, worst: bool) -> dict:
     """The best or the worst of all transcripts; failures are worse than any score, and faults do not count."""
     items = [item for item in transcripts(record) if item["outcome"] != "fault"]
     failed = [item for item in items if item["score"] is None]
@@ -240,7 +240,7 @@ def extreme(record: Record, worst: bool) -> dict:
 
 def summary(directory) -> str:
     """The table that `python viz.py logs/<run>` prints. Raises UserError when there is nothing to show."""
-    record = directory if isinstance(directory, Record) else read_run(directory)
+    record = directory if isinstance(directory, RunData) else read_run(directory)
     lines = [plots.heading(record), ""]
     lines += (
         [*step_summary(record.rows), *alarms(record.rows)]
@@ -287,7 +287,7 @@ def alarms(rows: list[dict]) -> list[str]:
     return ["", f"alarms: {len(found)}", *found[-5:]] if found else []
 
 
-def node_summary(record: Record) -> list[str]:
+def node_summary(record: RunData) -> list[str]:
     """Operators and how their nodes ended."""
     lines = [
         f"{'operator':12} {'nodes':>6} {'valid':>6} {'failed':>6} {'fault':>6} {'mean score':>11} "
@@ -315,7 +315,7 @@ def node_summary(record: Record) -> list[str]:
 # ------------------------------------------------------------------ pictures and pages
 
 
-def refresh(records: list[Record], options: Options) -> list[Path]:
+def refresh(records: list[RunData], options: Options) -> list[Path]:
     """All pictures and pages of these runs: one run in its own directory, several in the one that holds them."""
     paths, several = [], options.runs[0] if len(options.runs) == 1 else folder_of(options.runs)
     folder = records[0].dir if len(records) == 1 else several
@@ -364,7 +364,7 @@ def watch(options: Options):
             time.sleep(options.every)
 
 
-def row_line(record: Record, row: dict, header: bool) -> str:
+def row_line(record: RunData, row: dict, header: bool) -> str:
     if record.kind == "grpo":
         return step_line(row, header)
     score = number(row.get("score"))
@@ -374,7 +374,7 @@ def row_line(record: Record, row: dict, header: bool) -> str:
     ]
 
 
-def send(records: list[Record], options: Options):
+def send(records: list[RunData], options: Options):
     """Optional sinks, from the same rows; what was sent before is not sent again by this process."""
     if options.tensorboard or options.wandb:
         from flatlab.runs import trackers
@@ -415,7 +415,7 @@ def main(options: Options):
     print("", *(f"wrote {path}" for path in refresh(records, options)), sep="\n")
 
 
-def texts(records: list[Record], options: Options) -> list[str]:
+def texts(records: list[RunData], options: Options) -> list[str]:
     """What the terminal views print, a text per run."""
     if options.compare:
         return [

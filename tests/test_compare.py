@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flatlab.runs import compare, plots
-from flatlab.runs.store import Record, node_row
+from flatlab.runs.reader import RunData as Record, node_row
 
 GRPO = {
     "task": ["titanic"],

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from flatlab.errors import UserError
-from flatlab.runs import page, store
+from flatlab.runs import page, reader, store
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -241,7 +241,7 @@ def search_run(folder, nodes, **result):
     )
     (run.dir / "journal.jsonl").write_text("".join(map(store.json_line, nodes)))
     run.lock.close()
-    return store.read_run(folder)
+    return reader.read_run(folder)
 
 
 def training_run(folder, episodes_per_step):
@@ -253,7 +253,7 @@ def training_run(folder, episodes_per_step):
         )
         run.save_episodes(step, episodes)
     run.lock.close()
-    return store.read_run(folder)
+    return reader.read_run(folder)
 
 
 def episode(value, text="hello", status="submit"):
@@ -327,21 +327,21 @@ def test_colours_know_the_direction(tmp_path):
     up = page.items_of(
         record := search_run(tmp_path / "a", [node("0.0", 0.5), node("0.1", 0.9)]),
         0,
-        store.transcripts(record),
+        reader.transcripts(record),
     )
     down = page.items_of(
         record := search_run(
             tmp_path / "b", [node("0.0", 0.5), node("0.1", 0.9)], higher_is_better=False
         ),
         0,
-        store.transcripts(record),
+        reader.transcripts(record),
     )
     assert up[0]["shade"] < up[1]["shade"] == 1.0 and down[0]["shade"] == 1.0 > down[1]["shade"]
 
 
 def test_nothing_to_show_is_a_sentence(tmp_path):
     with pytest.raises(UserError, match="no config.yaml"):
-        store.read_run(tmp_path)
+        reader.read_run(tmp_path)
 
 
 # ------------------------------------------------------------------ in a browser

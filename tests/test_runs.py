@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from flatlab.errors import UserError
-from flatlab.runs import store
+from flatlab.runs import cli, reader, store
 
 ROOT = Path(store.__file__).parents[2]
 CONFIG = {"task": "titanic", "model": "tiny", "seed": 1, "steps": 5, "lr": 1e-5, "hidden": (8, 16)}
@@ -49,7 +49,7 @@ def test_new_run_says_what_ran_before_the_first_step(tmp_path):
         "git.txt",
         "env.txt",
     }
-    assert store.read_mapping(run.dir / "config.yaml") == {**CONFIG, "hidden": [8, 16]}
+    assert reader.read_mapping(run.dir / "config.yaml") == {**CONFIG, "hidden": [8, 16]}
     git = (run.dir / "git.txt").read_text()
     assert (
         git.startswith("git rev-parse HEAD")
@@ -65,7 +65,7 @@ def test_same_config_resumes_and_keeps_the_rows(tmp_path):
     run.lock.close()
     again = store.open_run(tmp_path, CONFIG | {"steps": 9})
     assert again.rows() == [row(0)]
-    assert again.config["steps"] == store.read_mapping(tmp_path / "config.yaml")["steps"] == 9
+    assert again.config["steps"] == reader.read_mapping(tmp_path / "config.yaml")["steps"] == 9
 
 
 def test_other_config_is_refused_with_the_difference(tmp_path):
@@ -76,7 +76,7 @@ def test_other_config_is_refused_with_the_difference(tmp_path):
         UserError, match=r"lr: 1e-05 there, 2e-05 now; new: \(absent\) there, 1 now"
     ):
         store.open_run(tmp_path, CONFIG | {"lr": 2e-5, "new": 1, "steps": 9})
-    assert store.read_mapping(tmp_path / "config.yaml")["lr"] == 1e-5
+    assert reader.read_mapping(tmp_path / "config.yaml")["lr"] == 1e-5
 
 
 def test_other_config_may_take_a_directory_without_a_step(tmp_path):
@@ -178,7 +178,7 @@ def test_numbers_and_texts_survive_the_way_through_json(tmp_path):
     assert run.rows() == [{"step": 3, "a": 0.5, "nan": None, "inf": None}]
     text = "line\nline\u2028 \ud800 é \x00"
     path = run.save_episodes(7, [{"text": text}, {"text": "b"}])
-    assert path.name == "000007.jsonl" and store.read_rows(path) == [{"text": text}, {"text": "b"}]
+    assert path.name == "000007.jsonl" and reader.read_rows(path) == [{"text": text}, {"text": "b"}]
 
 
 def test_result_is_merged(tmp_path):
@@ -260,7 +260,7 @@ def test_kill_9_leaves_only_whole_files(tmp_path, moment):
     run = store.open_run(tmp_path, {"a": 1})  # the lock is gone, leftovers are swept
     if moment > 20:
         assert [
-            len(r["text"]) for r in store.read_rows(tmp_path / "episodes" / "000000.jsonl")
+            len(r["text"]) for r in reader.read_rows(tmp_path / "episodes" / "000000.jsonl")
         ] == [9_000] * 5
         assert (tmp_path / "best" / "a").stat().st_size == 5_000
         assert run.checkpoints() and run.rows()[0] == {"step": 0}
@@ -284,22 +284,22 @@ class Options:
 def test_preset_first_and_flags_win(tmp_path):
     preset = tmp_path / "x.yaml"
     preset.write_text("lr: 1e-5\ngroup_size: 4\nfast: true\nnames: [a, b]\n")
-    assert store.parse_config(Options, [str(preset), "--lr", "2e-5"]) == Options(
+    assert cli.parse_config(Options, [str(preset), "--lr", "2e-5"]) == Options(
         2e-5, 4, True, ("a", "b")
     )
-    assert store.parse_config(Options, ["--group-size", "2"]) == Options(group_size=2)
+    assert cli.parse_config(Options, ["--group-size", "2"]) == Options(group_size=2)
 
 
 def test_bad_presets(tmp_path, capsys):
     with pytest.raises(UserError, match="Cannot read .*nothing.yaml: No such file"):
-        store.parse_config(Options, [str(tmp_path / "nothing.yaml")])
+        cli.parse_config(Options, [str(tmp_path / "nothing.yaml")])
     preset = tmp_path / "x.yaml"
     preset.write_text("just words")
     with pytest.raises(UserError, match="'name: value'"):
-        store.parse_config(Options, [str(preset)])
+        cli.parse_config(Options, [str(preset)])
     preset.write_text("lrr: 1")
     with pytest.raises(SystemExit) as caught:
-        store.parse_config(Options, [str(preset)])
+        cli.parse_config(Options, [str(preset)])
     assert caught.value.code == 2 and "--lr" in capsys.readouterr().err
 
 
@@ -309,10 +309,71 @@ def test_what_a_person_can_mend_is_one_sentence_wherever_it_happened(capsys):
 
     for main, said in (
         (parallel, "Take another name.\n"),
-        (lambda: open("/dev/full", "w").write("x" * 10**6), "No space left on device; what"),
+        (lambda: open("/dev/full", "w").write("x" * 10**6), "No space left on device. Everything"),
     ):
         with pytest.raises(SystemExit) as end:
-            store.one_sentence(main)
+            cli.one_sentence(main)
         assert end.value.code == 2 and capsys.readouterr().err.startswith(said)
     with pytest.raises(ZeroDivisionError):
-        store.one_sentence(lambda: 1 / 0)
+        cli.one_sentence(lambda: 1 / 0)
+
+
+@dataclass
+class Sandbox:
+    backend: str = "auto"
+    episode_minutes: float = 30.0
+
+
+@dataclass
+class Nested:
+    sandbox: Sandbox = field(default_factory=Sandbox)
+    max_turns: int | None = None
+    keep_checkpoints: int = 2
+
+
+def test_flags_and_presets_of_nested_options_are_flat(tmp_path):
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("backend: local\nmax_turns: 3\n")
+    config = cli.parse_config(Nested, [str(preset), "--episode-minutes", "5"])
+    assert config == Nested(Sandbox("local", 5.0), max_turns=3)
+    with pytest.raises(UserError, match="--episode-minutes must be at least 0.01, not 0.0."):
+        cli.check_numbers(
+            Nested(Sandbox("local", 0.0)), {"episode_minutes": (0.01, None)}, (0, None)
+        )
+    cli.check_numbers(Nested(), {}, (0, None))  # None is derived later
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        (["--max-actions", "3"], "--max-turns"),
+        (["--node_minutes=3"], "--episode-minutes"),
+        (["--no-checkpoints"], "--keep-checkpoints"),
+    ],
+)
+def test_an_old_flag_names_the_new_one(old, new, tmp_path):
+    with pytest.raises(UserError, match=f"is called {new} now"):
+        cli.parse_config(Nested, old)
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("node_minutes: 3\n")
+    with pytest.raises(UserError, match="--node-minutes is called --episode-minutes now"):
+        cli.parse_config(Nested, [str(preset)])
+
+
+def test_keys_of_older_versions_are_read_under_their_new_names(tmp_path):
+    run = store.open_run(tmp_path, CONFIG)
+    run.log({"step": 0, "gain_mean": 0.5, "titanic.gain_mean": 0.4, "logprob_gap_max": 1e-6})
+    run.result(before={"mean": 0.5, "gain": 0.1}, after={"mean": 0.6, "test_mean": 0.7})
+    data = reader.read_run(tmp_path)
+    assert data.rows == [
+        {
+            "step": 0,
+            "clipped_improvement_mean": 0.5,
+            "titanic.clipped_improvement_mean": 0.4,
+            "logprob_diff_max": 1e-6,
+        }
+    ]
+    assert data.result["before"] == {"score_mean": 0.5, "clipped_improvement": 0.1}
+    assert data.result["after"] == {"score_mean": 0.6, "test_score_mean": 0.7}
+    node = reader.node_row({"id": "0.0", "mode": "tail", "gain": 0.5, "score": 1.0})
+    assert (node["sampling_mode"], node["improvement"]) == ("tail", 0.5)

@@ -12,7 +12,7 @@ import pytest
 
 import viz
 from flatlab.errors import UserError
-from flatlab.runs import plots, store
+from flatlab.runs import plots, reader, store
 
 ROOT = Path(viz.__file__).parent
 CONFIG = {"task": "titanic", "model": "tiny", "seed": 1, "steps": 5, "lr": 1e-5}
@@ -317,7 +317,7 @@ def test_rows_may_hold_anything(tmp_path):
     ]:
         run.log(row, "journal.jsonl")
     assert [p.name for p in viz.plot(tmp_path)] == ["tree.png", "search.png"]
-    assert [t["id"] for t in store.transcripts(store.read_run(tmp_path))] == [
+    assert [t["id"] for t in reader.transcripts(reader.read_run(tmp_path))] == [
         "0.0",
         "x",
         "0.0.9.9",
@@ -363,7 +363,7 @@ def until(condition):
         time.sleep(0.02)
 
 
-# ------------------------------------------------------------------ sinks
+# ------------------------------------------------------------------ trackers
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
@@ -373,11 +373,11 @@ def test_a_sink_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch, nam
         printed(capsys, filled(tmp_path).dir, **{name: True})
 
 
-def test_sinks_get_each_row_with_its_transcripts(tmp_path):
+def test_trackers_get_each_row_with_its_transcripts(tmp_path):
     from flatlab.runs import trackers
 
     run, got = store.open_run(tmp_path, CONFIG), []
-    run.sinks.append(
+    run.trackers.append(
         lambda row, episodes: got.append(
             (trackers.place_of(row), trackers.scalars(row), [trackers.talk(e) for e in episodes])
         )

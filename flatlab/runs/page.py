@@ -15,7 +15,8 @@ import zlib
 from pathlib import Path
 
 from flatlab.runs import plots, search_plots
-from flatlab.runs.store import Record, number, plain, transcripts, write_whole
+from flatlab.runs.reader import RunData, number, transcripts
+from flatlab.runs.store import plain, write_whole
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "report.html"
 BLOCK = 1 << 20  # characters of texts that are compressed together
@@ -98,7 +99,7 @@ def pack(texts: list[dict]) -> tuple[list[str], list[tuple[int, int]]]:
     return blocks, where
 
 
-def items_of(record: Record, run: int, items: list[dict]) -> list[dict]:
+def items_of(record: RunData, run: int, items: list[dict]) -> list[dict]:
     """The index: what the list, the tree and the filters need of each transcript."""
     places = search_plots.layout(record.rows) if record.kind == "search" else {}
     scores = [item["score"] for item in items if item["score"] is not None]
@@ -132,7 +133,7 @@ def items_of(record: Record, run: int, items: list[dict]) -> list[dict]:
                 "y": y,
                 "parent": parent,
                 "op": item["op"],
-                "mode": item["mode"],
+                "sampling_mode": item["sampling_mode"],
                 "idea": item["idea"][:160],
                 "second": item["second"],
             }
@@ -140,7 +141,7 @@ def items_of(record: Record, run: int, items: list[dict]) -> list[dict]:
     return rows
 
 
-def run_of(record: Record) -> dict:
+def run_of(record: RunData) -> dict:
     """What the page says about a run."""
     path = search_plots.best_path(record) if record.kind == "search" else []
     return {
@@ -181,7 +182,7 @@ def picture(title: str, width: float, height: float, draw) -> dict:
     }
 
 
-def pictures(records: list[Record]) -> list[dict]:
+def pictures(records: list[RunData]) -> list[dict]:
     """One picture per panel, so that they can stand below each other on a phone."""
     from flatlab.runs import compare
 
@@ -228,7 +229,7 @@ def pictures(records: list[Record]) -> list[dict]:
     return found
 
 
-def page(records: list[Record], watching=False) -> str:
+def page(records: list[RunData], watching=False) -> str:
     """The whole page as text."""
     index, texts = [], []
     for run, record in enumerate(records):
@@ -273,7 +274,7 @@ def page(records: list[Record], watching=False) -> str:
     return re.sub(r"@@(POLICY|DATA|BLOCKS)@@", lambda found: parts[found[1]], template)
 
 
-def write(records: list[Record], path: Path, watching=False) -> Path:
+def write(records: list[RunData], path: Path, watching=False) -> Path:
     """Write the page; a browser sees the old one or the new one."""
     write_whole(path, page(records, watching))
     return path

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
 
-from flatlab.runs.store import Record, duration, number, temporary
+from flatlab.runs.reader import RunData, duration, number
+from flatlab.runs.store import temporary
 
 # Okabe and Ito's colours: told apart with any kind of colour vision, and in grey print
 BLACK, ORANGE, GREEN, BLUE, RED, PINK, SKY = (
@@ -49,7 +50,7 @@ class Group:
 
     label: str
     colour: str
-    runs: list[Record]
+    runs: list[RunData]
 
 
 # ------------------------------------------------------------------ numbers
@@ -108,7 +109,7 @@ def measured(steps, mids, stds) -> tuple[list, list, list]:
     return tuple(list(column) for column in zip(*kept)) if kept else ([], [], [])
 
 
-def task_of(record: Record) -> str:
+def task_of(record: RunData) -> str:
     """The task of a run, or several of them."""
     found = record.config.get("task") or record.result.get("task") or "?"
     return "+".join(map(str, found)) if isinstance(found, list) else str(found)
@@ -268,8 +269,8 @@ def draw_reward(axis, groups):
         )
 
 
-def draw_gap(axis, groups):
-    draw_key(axis, groups, "logprob_gap_max", "largest of the step", PINK)
+def draw_logprob_diff(axis, groups):
+    draw_key(axis, groups, "logprob_diff_max", "largest of the step", PINK)
     axis.axhspan(1e-7, 1e-4, color=GREEN, alpha=0.08, linewidth=0, label="goal in fp32: below 1e-4")
     axis.set_yscale("log")
 
@@ -333,7 +334,7 @@ TRAINING = [  # title, x axis, y axis, what draws it
     ("Entropy", STEPS, "nats per token", keys(("entropy", "", BLUE))),
     ("KL to the base model", STEPS, "nats per token", keys(("kl", "", RED))),
     ("Clipped tokens", STEPS, "share, 0 to 1", keys(("clip_share", "", RED))),
-    ("Engine against trainer", STEPS, "log-prob difference, nats", draw_gap),
+    ("Engine against trainer", STEPS, "log-prob difference, nats", draw_logprob_diff),
     ("Gradient norm", STEPS, "gradient norm, before clipping", keys(("grad_norm", "", GREEN))),
     ("Time per step", STEPS, "seconds", draw_seconds),
     ("Throughput", STEPS, "sampled tokens per second", keys(("tokens_per_second", "", BLACK))),
@@ -419,7 +420,7 @@ def save(figure, path: Path) -> Path:
     return path
 
 
-def heading(record: Record) -> str:
+def heading(record: RunData) -> str:
     config = record.config
     facts = [f"task {task_of(record)}"] + [
         f"{name} {config[key]}"

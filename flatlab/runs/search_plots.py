@@ -17,16 +17,16 @@ from flatlab.runs.plots import (
     shorten,
     spread,
 )
-from flatlab.runs.store import Record, number
+from flatlab.runs.reader import RunData, number
 
 # ------------------------------------------------------------------ numbers
 
 
-def is_better(record: Record, a: float, b: float) -> bool:
+def is_better(record: RunData, a: float, b: float) -> bool:
     return a > b if record.result.get("higher_is_better") is not False else a < b
 
 
-def best_so_far(record: Record, axis: str) -> list[tuple[float, float]]:
+def best_so_far(record: RunData, axis: str) -> list[tuple[float, float]]:
     """(x, best score up to there), the baseline at 0 first. axis: "nodes", "tokens" or "minutes"."""
     best, tokens = number(record.result.get("baseline")), 0.0
     points = [] if best is None else [(0.0, best)]
@@ -84,7 +84,7 @@ def draw_best(axis_name):
 def draw_distribution(axis, groups):
     """Scores of all nodes: by mode where there are several, else by operator. Failures are counted under each name."""
     many = len(groups) > 1
-    modes = {row.get("mode") for group in groups for run in group.runs for row in run.rows}
+    modes = {row.get("sampling_mode") for group in groups for run in group.runs for row in run.rows}
     field = "group" if many else "mode" if len(modes) > 1 else "op"
     parts = {}
     for group in groups:
@@ -284,7 +284,7 @@ def layout(items: list[dict]) -> dict[str, tuple[float, int, str]]:
     return {id: (place[id], depth[id], ids[id]) for id in order}
 
 
-def best_path(record: Record) -> list[str]:
+def best_path(record: RunData) -> list[str]:
     """From the root to the best node; recomputed, so that it is right while the run goes on."""
     best_id, best = "0", number(record.result.get("baseline"))
     for row in record.rows:
@@ -295,7 +295,7 @@ def best_path(record: Record) -> list[str]:
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
-def colour_limits(record: Record, scores: list[float]) -> tuple[float, float]:
+def colour_limits(record: RunData, scores: list[float]) -> tuple[float, float]:
     """Range of the colours. The worst tenth of the scores may lie outside: one wild node cannot hide the rest."""
     ordered = sorted(scores, reverse=record.result.get("higher_is_better") is False)
     worst, best = ordered[len(ordered) // 10], ordered[-1]
@@ -305,7 +305,7 @@ def colour_limits(record: Record, scores: list[float]) -> tuple[float, float]:
     )
 
 
-def tree_size(record: Record) -> tuple[float, float]:
+def tree_size(record: RunData) -> tuple[float, float]:
     """Width and height in inches."""
     places = layout(record.rows)
     leaves, depth = (
@@ -317,7 +317,7 @@ def tree_size(record: Record) -> tuple[float, float]:
     )
 
 
-def draw_tree(figure, record: Record):
+def draw_tree(figure, record: RunData):
     """Depth to the right, siblings below each other; colour: score, shape: operator, red cross: failed."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -337,7 +337,7 @@ def draw_tree(figure, record: Record):
     shade = ScalarMappable(
         norm, "viridis_r" if record.result.get("higher_is_better") is False else "viridis"
     )
-    modes = sorted({row["mode"] for row in record.rows} - {"", "none"})
+    modes = sorted({row["sampling_mode"] for row in record.rows} - {"", "none"})
     edges = (
         {mode: COLOURS[place % len(COLOURS)] for place, mode in enumerate(modes)}
         if len(modes) > 1
@@ -390,7 +390,7 @@ def draw_tree(figure, record: Record):
                 marker=shape,
                 color=shade.to_rgba(score),
                 zorder=3,
-                edgecolors=edges.get(row.get("mode"), BLACK),
+                edgecolors=edges.get(row.get("sampling_mode"), BLACK),
                 linewidths=1.8 if id in path or edges else 0.5,
             )
         if not crowded or id in path:

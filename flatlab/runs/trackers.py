@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from flatlab.errors import UserError
-from flatlab.runs.store import Record, number, transcripts
+from flatlab.runs.reader import RunData, number, transcripts
 
 SHOWN = 8  # transcripts per row
 open_sinks, sent = {}, {}  # by run directory; sent: rows that this process has sent
@@ -139,7 +139,7 @@ def opened(directory, config: dict, to_tensorboard: bool, to_wandb: bool, resume
     return found
 
 
-def send(record: Record, to_tensorboard: bool, to_wandb: bool):
+def send(record: RunData, to_tensorboard: bool, to_wandb: bool):
     """Send the rows that this process has not sent yet. The first time replaces what an earlier export left."""
     if record.dir not in open_sinks:
         if to_tensorboard and not record.running:

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 from flatlab.runs import plots, search_plots
-from flatlab.runs.store import Record, Run, read_run
+from flatlab.runs.reader import RunData, read_run
+from flatlab.runs.store import Run
 
 
 def plot(run_dir, format="png") -> list[Path]:
@@ -14,7 +15,7 @@ def plot(run_dir, format="png") -> list[Path]:
 
     format: png, pdf or svg; the last two for papers: each panel also alone, in panels/. Returns the paths. Raises UserError when there is nothing to draw.
     """
-    record = run_dir if isinstance(run_dir, Record) else read_run(run_dir)
+    record = run_dir if isinstance(run_dir, RunData) else read_run(run_dir)
     groups = [plots.Group(record.name, plots.BLUE, [record])]
     panels = plots.TRAINING if record.kind == "grpo" else search_plots.SEARCH
     single = (

@@ -1,0 +1,131 @@
+"""The command line: presets, flags, bounds of numbers, and errors in one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import math
+import sys
+import typing
+from pathlib import Path
+
+import tyro
+
+from flatlab.errors import UserError
+from flatlab.runs.reader import read_mapping
+
+# Old flags and preset keys -> their names of today. An old one ends with a sentence and exit code 2.
+RENAMED_FLAGS = {
+    "max-actions": "max-turns",
+    "node-minutes": "episode-minutes",
+    "sandboxes": "concurrency",
+    "cut-replies": "mask-truncated",
+    "max-ratio": "is-cap",
+    "max-drift": "sequence-mask",
+    "restores": "max-restores",
+    "checkpoints": "keep-checkpoints",
+    "checkpointing": "gradient-checkpointing",
+}
+
+
+def parse_config(config_class, argv: list[str]):
+    """Parses `script.py [preset.yaml] [--flag value ...]` into config_class.
+
+    The preset is turned into flags that stand in front of the others, so that tyro checks both in
+    the same way and the command line wins. Fields of nested dataclasses are flags without a prefix.
+    The docstring of the script heads its --help. Raises UserError for an unreadable preset and for
+    a flag that was renamed; tyro itself exits with code 2 for any other wrong flag.
+    """
+    flags = list(argv)
+    if flags and not flags[0].startswith("-"):
+        preset = read_mapping(Path(flags.pop(0)))
+        flags = preset_flags(preset) + flags
+    check_renamed(flags, field_names(config_class))
+    return tyro.cli(
+        config_class,
+        args=flags,
+        description=sys.modules["__main__"].__doc__,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def preset_flags(preset: dict) -> list[str]:
+    """The 'name: value' pairs of a preset as command-line flags."""
+    flags = []
+    for key, value in preset.items():
+        name = str(key).replace("_", "-")
+        if value is True:
+            flags.append(f"--{name}")
+        elif value is False:
+            flags.append(f"--no-{name}")
+        else:
+            values = value if isinstance(value, list) else [value]
+            flags += [f"--{name}", *map(str, values)]
+    return flags
+
+
+def field_names(config_class) -> set[str]:
+    """The flags of a dataclass and of the dataclasses nested in it, without dashes in front."""
+    types = typing.get_type_hints(config_class)
+    names = set()
+    for field in dataclasses.fields(config_class):
+        if dataclasses.is_dataclass(types[field.name]):
+            names |= field_names(types[field.name])
+        else:
+            names.add(field.name.replace("_", "-"))
+    return names
+
+
+def check_renamed(flags: list[str], known: set[str]) -> None:
+    """Raises UserError for a flag that has another name now."""
+    for flag in flags:
+        name = flag.partition("=")[0].removeprefix("--").removeprefix("no-").replace("_", "-")
+        new = RENAMED_FLAGS.get(name)
+        if flag.startswith("--") and new in known and name not in known:
+            raise UserError(f"--{name} is called --{new} now; see --help for its values.")
+
+
+def check_numbers(config, bounds: dict, otherwise: tuple) -> None:
+    """Raises UserError for a number that is out of its bounds; NaN always is.
+
+    bounds: field name -> (lowest, highest), highest None where there is no limit; `otherwise` holds
+    for the fields that are not named. None stands for "derived" and is not checked.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            check_numbers(value, bounds, otherwise)
+        elif isinstance(value, (int, float)):
+            low, high = bounds.get(field.name, otherwise)
+            check_number(field.name, value, low, high)
+
+
+def check_number(name: str, value: float, low: float, high: float | None) -> None:
+    """Raises UserError unless low <= value <= high."""
+    if low <= value <= (math.inf if high is None else high):
+        return
+    wanted = f"at least {low}" if high in (None, math.inf) else f"from {low:g} to {high:g}"
+    raise UserError(f"--{name.replace('_', '-')} must be {wanted}, not {value}.")
+
+
+def one_sentence(main):
+    """Runs main(). An error that the user can fix is printed as one sentence, with exit code 2.
+
+    These are UserError and a full disk, also where they were raised in a task of a TaskGroup.
+    """
+    try:
+        main()
+    except Exception as error:
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, UserError):
+            sentence = str(error)
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            sentence = (
+                f"{error.strerror}. Everything written so far is complete; "
+                "run the same command again to continue."
+            )
+        else:
+            raise
+        print(sentence, file=sys.stderr)
+        sys.exit(2)

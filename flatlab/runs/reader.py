@@ -1,0 +1,282 @@
+"""Reads run directories. Their layout is described in store.py, which writes them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from flatlab.errors import UserError
+
+
+def read_mapping(path: Path, default: dict | None = None) -> dict:
+    """The 'name: value' pairs of a .yaml or .json file; `default` if the file does not exist.
+
+    Raises UserError if the file is missing without a default, damaged, or holds something else.
+    """
+    if default is not None and not path.exists():
+        return default
+    parse = json.loads if path.suffix == ".json" else yaml.safe_load
+    try:
+        content = parse(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror}.") from None
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is damaged: {reason}.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} should hold 'name: value' pairs.")
+    return content
+
+
+def read_rows(path) -> list[dict]:
+    """All complete lines of a jsonl file; [] if it does not exist. Raises UserError if one is damaged."""
+    rows = []
+    try:
+        for line in Path(path).read_bytes().split(b"\n")[:-1]:
+            rows.append(dict(json.loads(line)))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror}.") from None
+    except (ValueError, TypeError):
+        raise UserError(f"{path} is damaged: line {len(rows) + 1} is not a JSON object.") from None
+    return rows
+
+
+def number(value) -> float | None:
+    """`value` as a float if it is a finite number, else None: a row may hold anything."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def duration(seconds: float | None) -> str:
+    """'0m48s', '3m20s', '2h05m'; '-' for None."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+# ------------------------------------------------------------------ runs
+
+# Keys of rows and of result.json that older versions wrote -> their names of today. The last part of
+# a key counts, so that "titanic.gain_mean" is renamed as well.
+OLD_KEYS = {
+    "gain": "improvement",
+    "gain_mean": "clipped_improvement_mean",
+    "gain_std": "clipped_improvement_std",
+    "gap": "test_minus_validation",
+    "mode": "sampling_mode",
+    "logprob_gap_mean": "logprob_diff_mean",
+    "logprob_gap_max": "logprob_diff_max",
+}
+OLD_EVALUATION_KEYS = {
+    "mean": "score_mean",
+    "stderr": "score_stderr",
+    "gain": "clipped_improvement",
+    "gain_stderr": "clipped_improvement_stderr",
+    "test_mean": "test_score_mean",
+    "test_stderr": "test_score_stderr",
+}
+
+
+def renamed(row: dict, names: dict = OLD_KEYS) -> dict:
+    """`row` with the key names of today."""
+    found = {}
+    for key, value in row.items():
+        head, dot, last = str(key).rpartition(".")
+        found[head + dot + names.get(last, last)] = value
+    return found
+
+
+def renamed_result(result: dict) -> dict:
+    """result.json with the key names of today, also in its evaluations."""
+    found = renamed(result)
+    for key in ("before", "imitated", "best", "after"):
+        if isinstance(found.get(key), dict):
+            found[key] = renamed(found[key], OLD_EVALUATION_KEYS)
+    return found
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run as it is on the disk.
+
+    kind "grpo": rows are training steps; kind "search": rows are nodes, in order of completion.
+    """
+
+    dir: Path
+    kind: str
+    config: dict
+    rows: list[dict]
+    result: dict
+
+    @property
+    def name(self) -> str:
+        return self.dir.resolve().name
+
+    @property
+    def running(self) -> bool:
+        """True while a living process writes this run."""
+        return self.result.get("status") == "running" and locked(self.dir)
+
+    @property
+    def status(self) -> str:
+        """The status in result.json; "killed" if that is "running" and no process writes the run."""
+        status = str(self.result.get("status") or "unknown")
+        return "killed" if status == "running" and not self.running else status
+
+    @property
+    def tasks(self) -> str:
+        """The name of the task, or several joined by "+"."""
+        found = self.config.get("task") or self.result.get("task") or "?"
+        return "+".join(map(str, found)) if isinstance(found, list) else str(found)
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.result.get("higher_is_better") is not False
+
+    @property
+    def baseline(self) -> float | None:
+        return number(self.result.get("baseline"))
+
+
+def locked(directory) -> bool:
+    """True if the process named in the lock file lives. Taking the lock could stop a writer."""
+    try:
+        pid = int((Path(directory) / ".lock").read_text())
+    except (OSError, ValueError):
+        return False
+    return Path(f"/proc/{pid}").exists()
+
+
+def read_run(directory) -> RunData:
+    """A finished or running run. Raises UserError if there is nothing to show."""
+    path = Path(directory)
+    if not path.exists():
+        raise UserError(f"{path} does not exist.")
+    if not (path / "config.yaml").is_file():
+        raise UserError(f"{path} is no run directory: it has no config.yaml.")
+    config = read_mapping(path / "config.yaml")
+    steps, nodes = [], []
+    for row in read_rows(path / "metrics.jsonl"):
+        if isinstance(row.get("step"), int):
+            steps.append(renamed(row))
+    for row in read_rows(path / "journal.jsonl"):
+        if row.get("id") and isinstance(row["id"], str):
+            nodes.append(node_row(row))
+    if not steps and not nodes:
+        what = "node" if "sampling_mode" in config else "step"
+        raise UserError(f"{path} has no finished {what} yet: nothing to show.")
+    result = renamed_result(read_mapping(path / "result.json", default={}))
+    return RunData(path, "search" if nodes else "grpo", config, nodes or steps, result)
+
+
+def find_runs(paths) -> tuple[list[RunData], list[str]]:
+    """The runs in these directories and one sentence for each that cannot be shown.
+
+    The directory of a grid stands for its cells. Among several paths plain files are skipped,
+    because logs/* also names the pictures that viz.py wrote there.
+    """
+    found, errors = [], []
+    paths = [path for path in map(Path, paths) if len(paths) == 1 or not path.is_file()]
+    for path in paths:
+        directories = [path]
+        if not (path / "config.yaml").is_file():
+            directories = sorted(cell.parent for cell in path.glob("*/config.yaml")) or [path]
+        for directory in directories:
+            try:
+                found.append(read_run(directory))
+            except UserError as error:
+                errors.append(str(error))
+    return found, errors
+
+
+def node_row(row: dict) -> dict:
+    """A row of the journal with the types that the views count on. score: None for all failures."""
+    found = renamed(row)
+    for key in ("parent", "op", "sampling_mode", "idea", "status", "error", "diff"):
+        found[key] = str(found.get(key) or "")
+    for key, kind in (("code", dict), ("decision", dict), ("actions", list), ("ideas", list)):
+        found[key] = row[key] if isinstance(row.get(key), kind) else kind()
+    found["second"] = row["second"] if isinstance(row.get("second"), str) else None
+    found["score"] = None if row.get("valid") is False else number(row.get("score"))
+    return found
+
+
+# ------------------------------------------------------------------ transcripts
+
+
+def transcripts(run: RunData, step: int | None = None) -> list[dict]:
+    """All episodes or nodes of a run in one form, in the order of steps and of nodes.
+
+    Keys: id ("12.3" = step and place in it; "0.2.1" = node), outcome ("valid", "failed", "fault"),
+    status, score (None unless valid), tokens, seconds, error, prompt, turns. Nodes also have parent,
+    op, sampling_mode, idea, code, diff, decision. `step`: only the episodes of that training step.
+    """
+    if run.kind == "search":
+        return [node_item(row, run.dir) for row in run.rows]
+    items = []
+    for path in sorted((run.dir / "episodes").glob("*.jsonl")):
+        if path.stem.isdigit() and step in (None, int(path.stem)):
+            for index, row in enumerate(read_rows(path)):
+                items.append(episode_item(row, int(path.stem), index))
+    return sorted(items, key=lambda item: (item["step"], item["index"]))
+
+
+def turns_of(row: dict, key: str) -> list[dict]:
+    turns = row.get(key) if isinstance(row.get(key), list) else []
+    return [turn for turn in turns if isinstance(turn, dict)]
+
+
+def episode_item(row: dict, step: int, index: int) -> dict:
+    score = row.get("score") if isinstance(row.get("score"), dict) else {}
+    status = str(row.get("status") or "")
+    error = row.get("fault")
+    outcome = "valid" if score.get("valid") else "failed"
+    if status == "fault":
+        outcome = "fault"
+    elif outcome == "failed":
+        error = error or score.get("message")
+    return {
+        "id": f"{step}.{index}",
+        "step": step,
+        "index": index,
+        "group": row.get("group"),
+        "task": str(row.get("task") or ""),
+        "outcome": outcome,
+        "status": status,
+        "score": number(score.get("value")) if outcome == "valid" else None,
+        "turns": turns_of(row, "turns"),
+        "tokens": number(row.get("reply_tokens")),
+        "seconds": number(row.get("seconds")),
+        "error": str(error or ""),
+        "prompt": str(row.get("prompt") or ""),
+    }
+
+
+NODE_TEXTS = ("id", "parent", "second", "op", "sampling_mode", "idea", "status", "error", "diff")
+NODE_NUMBERS = ("order", "improvement", "tokens", "seconds", "elapsed", "probability")
+
+
+def node_item(row: dict, directory: Path) -> dict:
+    item = {key: row[key] for key in (*NODE_TEXTS, "score", "code", "decision", "ideas")}
+    item |= {key: number(row.get(key)) for key in NODE_NUMBERS}
+    item["outcome"] = "failed" if row["score"] is None else "valid"
+    if row["status"] == "fault":
+        item["outcome"] = "fault"
+    item["turns"] = turns_of(row, "actions")
+    order = int(item["order"] or 0)
+    item["prompt"] = prompt_of(directory / "episodes" / f"{order:06d}.jsonl", row["id"])
+    return item
+
+
+def prompt_of(path: Path, node: str) -> str:
+    """What the model was told, from the node's own transcript; "" if that is missing."""
+    for row in read_rows(path):
+        if row.get("node") == node:
+            return str(row.get("prompt") or "")
+    return ""
