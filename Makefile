@@ -1,8 +1,8 @@
-# `make run` and `make test` set up what is missing (an environment in .venv), then do their job. `make help` says more.
+# `make run` and `make test` first set up what is missing (an environment in .venv). `make help` lists all targets.
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run test clean
+.PHONY: help setup run test test-all lint clean
 
 # A finished set-up remembers its device in the name of its stamp; before that, a working nvidia-smi decides.
 DEVICE := $(or $(patsubst .venv/ready-%,%,$(firstword $(wildcard .venv/ready-*))),\
@@ -20,12 +20,18 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 ANSWERS := import urllib.request; urllib.request.urlopen("$(CPU_WHEELS)/torch/", timeout=5)
 
 IMPORTS := from transformers import Qwen3ForCausalLM; from vllm import LLM; \
-    import ctypes, docker, matplotlib, numpy, pandas, peft, pytest, sklearn, torch, tyro, yaml; \
+    import ctypes, docker, filelock, matplotlib, numpy, openai, pandas, peft, pydantic, pytest, scipy, sklearn, torch, tyro, yaml; \
     $(if $(filter cpu,$(DEVICE)),ctypes.CDLL("libnuma.so.1"))
+
+# A line every 10 s for steps that are silent for long; it ends with the shell that started it.
+HEARTBEAT := ( while sleep 10 >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do echo "    still working ($$SECONDS s)"; done ) & \
+    trap "kill $$! 2>/dev/null" EXIT;
 
 help:
 	@echo 'make run    set up what is missing, then train: python grpo.py --task titanic $$(ARGS)'
 	@echo 'make test   set up what is missing, then test:  python -m pytest tests $$(ARGS)'
+	@echo 'make test-all  the slow tests too, in every kind of sandbox that works here'
+	@echo 'make lint   ruff: style and format'
 	@echo 'make setup  only the set-up, in .venv'
 	@echo 'make clean  remove .venv'
 	@echo
@@ -38,6 +44,12 @@ run: $(READY)
 
 test: $(READY)
 	@.venv/bin/python -m pytest tests $(ARGS)
+
+test-all: $(READY)
+	@.venv/bin/python -m pytest tests --all --all-backends $(ARGS)
+
+lint: $(READY)
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
 
 clean:
 	rm -rf .venv
@@ -55,6 +67,7 @@ $(READY): $(REQUIREMENTS)
 	    if timeout 15 .venv/bin/python -c '$(ANSWERS)' 2>/dev/null; then extra='--extra-index-url $(CPU_WHEELS)'; \
 	    else echo '$(CPU_WHEELS) does not answer: going on with the package index that pip knows'; fi; \
 	fi; \
+	$(HEARTBEAT) \
 	.venv/bin/python -m pip install --disable-pip-version-check $$extra -r $(REQUIREMENTS) 2>&1 | \
 	    sed -u -E -e '/^(Requirement already|Looking in|WARNING: Location)/d' -e '/ ━/d' \
 	        -e '/^(Collecting|Processing) /s/ \(from .*//' || \
@@ -62,7 +75,8 @@ $(READY): $(REQUIREMENTS)
 	      [ $(DEVICE)$$extra != cpu ] || echo 'For a CPU, torch 2.13.0+cpu must come from $(CPU_WHEELS)' \
 	          'or from a mirror named in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS.' >&2; exit 2; }
 	@echo 'Set-up 3/3: import check'
-	@check() { .venv/bin/python -c '$(IMPORTS)' >.venv/import.log 2>&1; }; \
+	@$(HEARTBEAT) \
+	check() { .venv/bin/python -c '$(IMPORTS)' >.venv/import.log 2>&1; }; \
 	check || { grep -qE 'torch(vision|audio|codec)' .venv/import.log && \
 	    echo 'torchvision and its family fit another torch, and nothing here needs them: removing them' && \
 	    .venv/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec && check; } || \

@@ -1,4 +1,11 @@
-"""The sandbox backends of this machine as test parameters. Importing this file tries each once."""
+"""The sandbox backends of this machine as test parameters. Importing this file tries some of them.
+
+ISOLATED and EVERYWHERE hold one backend, the first that works here. With --all-backends they hold
+all; a test with a backend that does not work here is then skipped with the reason.
+"""
+
+import os
+from functools import cache
 
 import pytest
 
@@ -6,9 +13,12 @@ from flatlab.errors import SandboxFault
 from flatlab.sandbox import docker
 from flatlab.sandbox.sandbox import Sandbox
 
+ALL_BACKENDS = "FLATLAB_ALL_BACKENDS"  # environment variable, set by conftest.py
 
+
+@cache
 def missing(backend):
-    """Why a backend cannot be tested on this machine; empty if it can."""
+    """Why a backend cannot be tested here; empty if it can."""
     if backend == "docker":
         return docker.docker_problem(docker.IMAGE)
     try:
@@ -18,20 +28,27 @@ def missing(backend):
     return ""
 
 
-MISSING = {backend: missing(backend) for backend in ("docker", "namespaces", "landlock")}
-EVERYWHERE = [
-    pytest.param(
-        backend, marks=pytest.mark.skipif(bool(why), reason=f"{backend}: {why}"), id=backend
-    )
-    for backend, why in MISSING.items()
-]
-ISOLATED = EVERYWHERE[:2]  # Landlock does not promise everything that is tested in these
-needs_docker = pytest.mark.skipif(bool(MISSING["docker"]), reason=MISSING["docker"])
+def backends(*kinds):
+    """Test parameters: the first of these backends that works here, or all with --all-backends."""
+    if not os.environ.get(ALL_BACKENDS):
+        working = (kind for kind in kinds if not missing(kind))
+        kinds = [next(working, kinds[0])]
+    parameters = []
+    for kind in kinds:
+        reason = missing(kind)
+        skip = pytest.mark.skipif(bool(reason), reason=f"{kind}: {reason}")
+        parameters.append(pytest.param(kind, marks=skip, id=kind))
+    return parameters
+
+
+EVERYWHERE = backends("docker", "namespaces", "landlock")
+ISOLATED = backends("docker", "namespaces")  # Landlock does not promise all that is tested in these
+needs_docker = pytest.mark.skipif(bool(missing("docker")), reason=missing("docker"))
 
 
 def containers_of(pid):
     """The containers of one owner process."""
-    if MISSING["docker"]:
+    if missing("docker"):
         return []
     boxes = docker.docker_api().containers(all=True, filters={"label": "flatlab.owner"})
     return [box for box in boxes if f":{pid}:" in box["Labels"]["flatlab.owner"]]

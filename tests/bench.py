@@ -319,7 +319,6 @@ def soak(args):
 def random_policy(folder, context=2048, sizes=None, **options):
     """A Policy on an untrained model, and the model's folder. Replies go on to their limit: no token ends them."""
     import conftest
-
     from policy import ModelPath, Policy
 
     model = conftest.make_model(Path(folder) / "model", **(sizes or {}))

@@ -1,4 +1,4 @@
-"""Shared parts of the tests: a random Qwen3 made on the spot, and one real engine for all tests of a session."""
+"""Options, marks and fixtures of the tests: a random Qwen3, and one real engine per session."""
 
 import os
 import sys
@@ -10,13 +10,37 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the networ
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("flatlab")
+    group.addoption("--all", action="store_true", help="run the tests marked slow, too")
+    group.addoption(
+        "--all-backends",
+        action="store_true",
+        help="run tests of sandboxes in every kind that works here, not only in the first",
+    )
+
+
 def pytest_configure(config):
+    if config.getoption("--all-backends"):
+        os.environ["FLATLAB_ALL_BACKENDS"] = "1"  # read by backends.py
+    config.addinivalue_line("markers", "slow: runs with --all (make test-all) only")
     config.addinivalue_line(
         "markers", "attack(name, ...): what the test tries, for the table in tests/README.md"
     )
     config.addinivalue_line(
         "markers", "fault(number, name, ...): what the test lets break, for the same table"
     )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without --all, tests marked slow are deselected, unless the command names a single test."""
+    names_a_test = any("::" in argument for argument in config.args)
+    if config.getoption("--all") or names_a_test:
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +51,10 @@ def no_checkouts(monkeypatch):
 
 
 def make_model(folder: Path, vocabulary=0, **sizes) -> str:
-    """An untrained Qwen3 (0.8 M parameters, `sizes` change that) with a byte tokenizer and ChatML template."""
+    """Saves an untrained Qwen3 with a byte tokenizer and a ChatML template; returns the folder.
+
+    It has 0.8 M parameters; `sizes` overrides fields of its config.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -101,7 +128,7 @@ def policy(shared_policy):
 
 @pytest.fixture(scope="session")
 def tiny_model():
-    """Builds the stand-in on first use (minutes), else finds it."""
+    """The stand-in model, which ships in configs/tiny."""
     from policy import resolve_model
 
     return resolve_model("tiny")

@@ -3,19 +3,18 @@
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from backends import EVERYWHERE, needs_docker
-from helpers import PROJECT
 
 import env
+from backends import EVERYWHERE, ISOLATED, backends, needs_docker
 from env import Env, check_needs
 from flatlab.episode.actions import extract_action, lift_bodies, typed_edits, unfinished
 from flatlab.errors import SandboxFault, UserError
 from flatlab.sandbox import docker
 from flatlab.sandbox.sandbox import IMAGE, Sandbox
 from flatlab.sandbox.warm_pool import SPARES
+from helpers import PROJECT
 from tasks import load_task
 
 
@@ -358,7 +357,7 @@ def test_needs_are_honoured_or_refused(tmp_path, monkeypatch):
 CONNECT = "python3 -c \"import socket; s = socket.socket(2, 2); s.connect(('192.0.2.1', 9)); print(s.getsockname()[0])\""
 
 
-@pytest.mark.parametrize("backend", EVERYWHERE[:2])
+@pytest.mark.parametrize("backend", ISOLATED)
 def test_network_is_there_for_tasks_that_need_it_and_only_with_the_flag(backend):
     task = load_task("titanic", "", "")
     online = replace(task, needs_network=True)
@@ -492,7 +491,7 @@ def test_requirements_are_installed_once_or_named(big_task, tmp_path):
         docker.prepared_image(task, IMAGE, True, with_pip)
 
 
-@pytest.mark.parametrize("backend", EVERYWHERE[1:])
+@pytest.mark.parametrize("backend", backends("namespaces", "landlock"))
 def test_missing_requirements_of_a_local_sandbox_are_named(tmp_path, backend):
     (tmp_path / "requirements.txt").write_text("flatlab-nowhere\n")
     with pytest.raises(UserError, match="needs the packages"):
@@ -505,7 +504,7 @@ def test_missing_requirements_of_a_local_sandbox_are_named(tmp_path, backend):
 # ---------------------------------------------------------------------------------------------- by hand
 
 
-@pytest.mark.parametrize("backend", ["local", pytest.param("docker", marks=needs_docker)])
+@pytest.mark.parametrize("backend", backends("docker", "local"))
 def test_an_episode_by_hand(backend):
     lines = [
         "create strategy.py",

@@ -19,6 +19,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tasks
+from backends import backends
 from flatlab.episode import loaders
 from flatlab.episode.loaders import TASKS_DIR
 from flatlab.episode.task import parse_grade
@@ -629,7 +630,7 @@ def test_dojo_metric_that_cannot_be_loaded(dojo, tmp_path):
 # ---------------------------------------------------------------------------------------------- real checkouts
 
 
-@pytest.fixture(params=["docker", "local"])
+@pytest.fixture(params=backends("docker", "local"))
 def in_a_sandbox(request):
     """A function that grades in a sandbox of one backend: MLGym's graders have paths in them that only exist there."""
     import env

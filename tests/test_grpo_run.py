@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from backends import backends
+
 ROOT = Path(__file__).parents[1]
 SMALL = [
     "--steps",
@@ -259,13 +261,8 @@ def test_a_run_without_its_checkpoints_is_not_erased(finished):
         (folder / "elsewhere").rename(logs / "checkpoints")
 
 
-@pytest.mark.parametrize("backend", ["local", "docker"])
+@pytest.mark.parametrize("backend", backends("docker", "local"))
 def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tiny_model, backend):
-    if backend == "docker":
-        from flatlab.sandbox.sandbox import IMAGE, docker_problem
-
-        if problem := docker_problem(IMAGE):
-            pytest.skip(problem)
     flags = [
         *SMALL,
         "--model",

@@ -157,12 +157,11 @@ def test_a_lost_rank_ends_the_job_and_it_resumes(tmp_path, random_model):
 
 
 def main(model: str, steps: str, advantage: str = "group") -> None:
-    from test_grpo import TASK, one_reply
-
     import grpo
     import viz
     from flatlab.train import distributed
     from policy import ModelPath, Policy
+    from test_grpo import TASK, one_reply
 
     job = distributed.join(timeout=120)
     Path(f"rank{job.rank}.pid").write_text(str(os.getpid()))

@@ -5,10 +5,10 @@ import json
 import subprocess
 import sys
 
-import bench
 import pytest
 import torch
 
+import bench
 from flatlab.errors import UserError
 from flatlab.train.lora_sync import cpu_lora_linear, on_weights_of
 from policy import resolve_model

@@ -16,13 +16,13 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from backends import EVERYWHERE, ISOLATED, MISSING, containers_of, needs_docker
-from helpers import PROJECT
 
 import env
+from backends import EVERYWHERE, ISOLATED, containers_of, missing, needs_docker
 from flatlab.errors import ArtefactError, SandboxFault, UserError
 from flatlab.sandbox import boot, local, sandbox, snapshot
 from flatlab.sandbox.sandbox import IMAGE, Sandbox
+from helpers import PROJECT
 from tasks import load_task
 
 
@@ -517,8 +517,8 @@ def test_sandboxes_are_strangers(isolated):
 
 
 def test_a_later_local_sandbox_is_empty():
-    if MISSING["namespaces"]:
-        pytest.skip(MISSING["namespaces"])
+    if missing("namespaces"):
+        pytest.skip(missing("namespaces"))
     for _ in range(2):
         box = Sandbox("namespaces")
         assert (
@@ -892,8 +892,8 @@ def test_auto_falls_back_only_to_complete_isolation(no_daemon):
 
 
 def test_local_falls_back_to_landlock_and_says_what_is_missing(monkeypatch):
-    if MISSING["landlock"]:
-        pytest.skip(MISSING["landlock"])
+    if missing("landlock"):
+        pytest.skip(missing("landlock"))
     start = sandbox.start_local
 
     def refuse(mode, **options):
