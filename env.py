@@ -195,6 +195,7 @@ class Env:
 
     def reset(self) -> str:
         """Starts over in a new sandbox with the task's public files. Returns the prompt."""
+        self.history = []
         if self.sandbox:
             self.sandbox.close()
         box = self.open()
@@ -239,6 +240,8 @@ class Env:
             result = self.sandbox.run(command, timeout, bodies=bodies)
             observation = run_text(result, timeout, self.limits["memory"])
             status = "timeout" if result.timed_out else "error" if result.exit_code else "ok"
+        name = request["action"] if request else word if word in ("validate", "submit") else "bash"
+        mledojo_actions.remember(self, name, status, score)
         return Step(
             readable(observation),
             status == "submit",
@@ -356,7 +359,7 @@ def by_hand(
         done = False
         while not done:
             try:
-                text = read_block(input)
+                text = read_block(ask)
             except EOFError:
                 print("submit")
                 text = "submit"
@@ -365,8 +368,23 @@ def by_hand(
             )
             print(f"{step.observation}\n[{step.status}, {step.seconds:.3f} s]")
             done = step.done
-        for split in dict.fromkeys(what.splits):
-            print(score_text(env.score(split), what))
+        for split in what.splits:
+            print(f"{split} part: {final_text(env.score(split), what)}")
+
+
+def ask(prompt: str) -> str:
+    """input(), which also shows lines that are piped in rather than typed. Raises EOFError."""
+    line = input(prompt)
+    if not sys.stdin.isatty():
+        print(line)
+    return line
+
+
+def final_text(score: Score, task: Task) -> str:
+    if not score.valid:
+        return f"no score: {score.message}"
+    way = "higher" if task.higher_is_better else "lower"
+    return f"{score.metric} {score.value:.4f} (baseline {task.baseline:.4f}, {way} is better)"
 
 
 if __name__ == "__main__":

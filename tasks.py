@@ -1,5 +1,6 @@
 """What is asked and how it is scored: find a task by its name, and check how much its score can say.
 
+python tasks.py                 list all tasks
 python tasks.py titanic         score the trivial rules of a task, and say whether one of them is at the top
 """
 
@@ -33,9 +34,17 @@ def load_task(
 ) -> Task:
     """Find the task called `name` in an MLGym checkout, a folder prepared by MLE-Dojo, or configs/tasks, in this order.
     Without an argument the roots are $MLGYM_ROOT and $MLEDOJO_ROOT; "" is none. Raises UserError, with what to do."""
-    sources = [
-        (builtin_names, load_builtin, TASKS_DIR)
-    ]  # (names it offers, how to load one, where)
+    known = []
+    for names, load, root in task_sources(mlgym_root, mledojo_root):
+        if name in names(root):
+            return load(root, name)
+        known += names(root)
+    raise UserError(f"Unknown task {name!r}; {nearest(name, sorted(set(known)))}.")
+
+
+def task_sources(mlgym_root: str | Path | None, mledojo_root: str | Path | None) -> list[tuple]:
+    """(function that lists names, function that loads one, root) of each place tasks come from."""
+    sources = [(builtin_names, load_builtin, TASKS_DIR)]
     for given, variable, names, load in (
         (mledojo_root, "MLEDOJO_ROOT", mledojo_names, load_mledojo),
         (mlgym_root, "MLGYM_ROOT", mlgym_names, load_mlgym),
@@ -43,16 +52,23 @@ def load_task(
         root = os.environ.get(variable, "") if given is None else given
         if root:
             sources.insert(0, (names, load, Path(root).expanduser().resolve()))
-    known = []
-    for names, load, root in sources:
-        if name in names(root):
-            return load(root, name)
-        known += names(root)
-    raise UserError(f"Unknown task {name!r}; {nearest(name, sorted(set(known)))}.")
+    return sources
+
+
+def list_tasks(mlgym_root: str | Path | None, mledojo_root: str | Path | None) -> None:
+    """Prints one line per task. Only built-in ones are loaded: others may be large."""
+    for names, load, root in task_sources(mlgym_root, mledojo_root):
+        for name in names(root):
+            if load is not load_builtin:
+                print(f"{name:40} {root}")
+                continue
+            task = load(root, name)
+            way = "higher" if task.higher_is_better else "lower"
+            print(f"{name:40} {task.metric}, {way} is better, baseline {task.baseline:.4g}")
 
 
 def main(
-    task: str,
+    task: str = "",
     /,
     mlgym_root: str | None = None,
     mledojo_root: str | None = None,
@@ -61,11 +77,14 @@ def main(
     """Check a task: score its trivial rules, and say whether one of them is already at the top. The result is kept.
 
     Args:
-        task: Name of the task.
+        task: Name of the task. Without one, all tasks are listed.
         mlgym_root: A checkout of MLGym; $MLGYM_ROOT by default.
         mledojo_root: A folder of competitions prepared by MLE-Dojo; $MLEDOJO_ROOT by default.
         backend: docker, local or auto.
     """
+    if not task:
+        list_tasks(mlgym_root, mledojo_root)
+        return
     from env import Env
 
     task = load_task(task, mlgym_root, mledojo_root)

@@ -533,10 +533,12 @@ def test_an_episode_by_hand(backend):
         "1:def row_strategy(history):",
         "it's\n[ok, ",
         "[exit code 127]\n[error, ",
-        "validation Score: 1.4",
+        "$ validate\nvalidation Score: 1.4",
+        "$ no_such\n",
         "submit",
         "[submit, ",
-        "test Score: 1.4",
+        "\nvalidation part: Score 1.4",
+        "\ntest part: Score 1.4",
     ):
         assert words in done.stdout, words
 

@@ -142,6 +142,7 @@ def test_code_is_run_and_scored_with_its_place(world):
         ("execute_code", 3),
         ("execute_code", 9),
         ("validate_code", None),
+        ("validate", 9),
         ("execute_code", None),
     ]
     step = act(world, "reset")
@@ -150,6 +151,22 @@ def test_code_is_run_and_scored_with_its_place(world):
         and act(world, "get_history").observation == "Nothing was run yet."
     )
     assert world.score().message.startswith("no submission")
+
+
+def test_history_shows_bash_blocks_and_what_they_validated(world):
+    act(world, "request_info")
+    do(world, "ls")
+    do(world, "exit 3")
+    world.step("no block")
+    do(world, "validate")
+    rows = [json.loads(line) for line in act(world, "get_history").observation.split("\n")]
+    assert [(row["step"], row["action"], row["status"]) for row in rows] == [
+        (1, "bash", "ok"),
+        (2, "bash", "error"),
+        (3, "validate", "invalid"),
+    ]
+    world.reset()
+    assert act(world, "get_history").observation == "Nothing was run yet."
 
 
 def test_code_that_fails_or_takes_too_long(world):
@@ -184,7 +201,7 @@ def test_no_place_for_the_program_is_no_fault(world, spoil):
     step = act(world, "execute_code", code="print(1)")
     assert (
         step.status == "rejected"
-        and "Nothing was run. execution_1.py cannot be written" in step.observation
+        and "Nothing was run. execution_2.py cannot be written" in step.observation
     )
     assert do(world, "echo alive").observation == "alive"
     world.reset()

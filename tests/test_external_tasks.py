@@ -890,7 +890,7 @@ def test_trivial_rules_of_classes_and_numbers(tmp_path):
     assert (
         values[0] < 200
         and values[1] > 8000
-        and set(found) == {"always 3383.5", "always 2550.5", "by x alone"}
+        and set(found) == {"always the mean, 3383.5", "always the median, 2550.5", "by x alone"}
     )
     assert trivial(tmp_path, "id,a,b\n1,2,3\n", "id\n1\n") == {}
 
@@ -935,6 +935,14 @@ def test_command(tmp_path, name, code, words):
     assert done.returncode == code, done.stderr
     assert all(word in done.stdout + done.stderr for word in words)
     assert len(list((tmp_path / "cache/flatlab/sanity").glob("*.json"))) == (code == 0)
+
+
+def test_command_without_a_name_lists_all_tasks(mlgym, capsys):
+    tasks.main(mlgym_root=str(mlgym))
+    lines = capsys.readouterr().out.splitlines()
+    assert ["mine", str(mlgym)] in [line.split() for line in lines]
+    assert "accuracy, higher is better, baseline 0.6782" in "\n".join(lines)
+    assert len(lines) == len(tasks.mlgym_names(mlgym)) + len(tasks.builtin_names())
 
 
 def test_command_with_a_sandbox_that_breaks_says_one_sentence(tmp_path):

@@ -63,22 +63,26 @@ def rules(train, test):
         def loss(values):  # of predicting the middle for all of them
             return sum((float(value) - middle(values)) ** 2 for value in values)
 
-        constants = [middle(truth), statistics.median(map(float, truth))]
+        mean, median = middle(truth), statistics.median(map(float, truth))
+        constants = {f"always the mean, {mean:.6g}": mean}
+        constants[f"always the median, {median:.6g}"] = median
     else:
         middle = statistics.mode
 
         def loss(values):
             return sum(value != middle(values) for value in values)
 
-        constants = sorted(set(truth), key=truth.count)[:-4:-1]
-    found = {f"always {value}": [value] * len(test) for value in constants}
+        most_frequent = sorted(set(truth), key=truth.count)[:-4:-1]
+        constants = {f"always {value}": value for value in most_frequent}
+    found = {name: [value] * len(test) for name, value in constants.items()}
+    unseen = next(iter(constants.values()))
     columns = {name: groups(train, name, target) for name in list(test[0])[1:] if name in train[0]}
     columns = {name: made for name, made in columns.items() if made}
     if columns:
         best = min(columns, key=lambda name: sum(map(loss, columns[name][1].values())))
         group, members = columns[best]
         value = {place: middle(values) for place, values in members.items()}
-        found[f"by {best} alone"] = [value.get(group(row[best]), constants[0]) for row in test]
+        found[f"by {best} alone"] = [value.get(group(row[best]), unseen) for row in test]
     return found
 
 
