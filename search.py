@@ -15,7 +15,7 @@ One node:
 At the end the best node by validation is scored, once, on the test part.
 
 How it departs from what is usual:
-1. Rules see `gain` only (tasks.improvement: 0 baseline, 1 reference), so none of them knows about metrics and directions.
+1. Rules see `improvement` only (0 baseline, 1 reference), so none of them knows about metrics and directions.
 2. A budget of K executes K nodes: failures count, in the budget and in every table. A sandbox fault is never a score.
 3. The journal is the checkpoint: ids, decisions, ideas and counts are rebuilt from it, files from nodes/<order>.tar.
 4. Seeds come from (seed, node id): bfs grows the same tree with any number of workers (not with prompts that hold what
@@ -158,12 +158,12 @@ class Config:
     wandb: bool = False  # the same to Weights & Biases (pip install wandb); $WANDB_MODE=offline needs no account
 
 
-async def scientist(t: Tree, cfg: Config) -> Choice:
+async def scientist(t: Tree, cfg: Config) -> Choice | None:
     """The model reads the tree, looks into some nodes and names the next parent and strategy; it keeps five notes."""
-    nodes, choice = (
-        [t.nodes["0"], *t.finished],
-        Choice("0", reason="the reply named no experiment that exists"),
-    )
+    if t.running():  # it has to see the result of the last experiment first
+        return None
+    nodes = [t.nodes["0"], *t.finished]
+    choice = Choice("0")
     notes = [n.decision["memory"] for n in t.finished if n.decision.get("memory")][-5:]
     talk = [
         {
@@ -199,7 +199,7 @@ async def scientist(t: Tree, cfg: Config) -> Choice:
             "chosen by the model",
             reply.get("strategy", ""),
         )
-    choice.mode = (
+    choice.phase = (
         reply.get("mode", "").lower()
         if reply.get("mode", "").lower() in ("explore", "exploit")
         else ""
@@ -208,6 +208,9 @@ async def scientist(t: Tree, cfg: Config) -> Choice:
         "memory": reply.get("memory", ""),
         "inspected": [nodes[i].id for i in inspected],
     }
+    if not choice.reason:
+        choice.reason = "fell back to the root: the reply named no experiment that exists"
+        choice.notes["fell_back"] = True
     return choice
 
 
@@ -221,10 +224,10 @@ async def decide(t: Tree) -> Node | None:
         return t.start(choice) if choice else None
 
 
-async def chat(t: Tree, account, messages: list[dict], *purpose) -> str:
-    """One reply. Its tokens go on the account of a node or choice. A prompt that leaves no room for a reply gets none."""
+async def chat(t: Tree, account, messages: list[dict], *purpose, most: int = 10**9) -> str:
+    """One reply of at most `most` tokens. Its tokens go on the account of a node or choice. A prompt that leaves no room for a reply gets none."""
     prompt = t.policy.render(messages)
-    room = min(t.cfg.max_reply_tokens, t.cfg.context - len(prompt))
+    room = min(most, t.cfg.max_reply_tokens, t.cfg.context - len(prompt))
     if room < 32:
         return ""
     try:
@@ -248,67 +251,92 @@ def summary_chars(cfg: Config) -> int:
     return min(6000, cfg.context * 3 // 4)
 
 
+def reflection_tokens(cfg: Config) -> int:
+    """Tokens of a reflection, which every prompt of the node then holds."""
+    return max(32, cfg.context // 16)
+
+
 def summary(t: Tree) -> str:
     tried = set().union(*(prompts.families(n.idea) for n in t.finished if n.idea))
     return (
-        prompts.summary_of_tree(t.finished, set(prompts.FAMILIES) - tried, lambda n: n.gain)
+        prompts.summary_of_tree(t.finished, set(prompts.FAMILIES) - tried, lambda n: n.improvement)
         if t.cfg.scope == "global"
         else ""
     )
 
 
 async def list_ideas(t: Tree, node: Node) -> list:
-    """Up to k (strategy, probability) for a child of node.parent: one call, or several (multi), and one more if too few came."""
-    cfg, found = t.cfg, {}
+    """Up to k (strategy, probability) for a child of node.parent: one call, or several (multi), and one more if too few came.
+
+    tail: ideas whose stated probability is above tau do not count; what is still missing then is filled up with them.
+    """
+    cfg, found, above = t.cfg, {}, {}
     k = max(cfg.k, cfg.branching) if cfg.select == "bfs" else cfg.k
     siblings = [child for child in t.children(node.parent) if child is not node]
     prompt = prompts.ask(
-        t.task, node.mode, k, cfg.tau, cfg.vs_variant, t.ground(node.parent), siblings, summary(t)
+        t.task,
+        node.sampling_mode,
+        k,
+        cfg.tau,
+        cfg.vs_variant,
+        t.nearest_kept(node.parent),
+        siblings,
+        summary(t),
     )
     talk = [{"role": "user", "content": prompt}]
     for call in range(1 + (math.ceil(k / 2) if cfg.vs_variant == "multi" else 1)):
         if len(found) < k:
             reply = await chat(t, node, talk, t.call_of(node), "ideas", call)
             for idea, stated in prompts.parse(reply):
-                found.setdefault(prompts.same(idea), (idea, stated))
+                too_probable = node.sampling_mode == "tail" and (stated or 0.0) > cfg.tau
+                (above if too_probable else found).setdefault(prompts.same(idea), (idea, stated))
             missing = min(2, k - len(found)) if cfg.vs_variant == "multi" else k - len(found)
             talk += [
                 {"role": "assistant", "content": reply},
                 {"role": "user", "content": prompts.MORE.format(k=missing)},
             ]
+    least_probable_first = sorted(above.values(), key=lambda idea: idea[1])
     return prompts.in_order(
-        list(found.values())[:k],
+        [*found.values(), *least_probable_first][:k],
         cfg.use_probability,
         random.Random(stable(t.seed, t.call_of(node), "order")),
     )
 
 
+def mode_for(t: Tree, node: Node) -> str:
+    """The sampling mode of a node: `local` when the rule exploits a parent that has a strategy to vary."""
+    exploits = node.decision["phase"] == "exploit" and t.sampling_mode in ("uniform", "tail")
+    return "local" if exploits and t.nearest_kept(node.parent).idea else t.sampling_mode
+
+
 async def propose(t: Tree, node: Node) -> None:
     """Gives the node its idea. Fewer ideas than children: the rest go without one, as in mode none."""
     if t.cfg.select == "scientist":
-        node.mode = "scientist"
-    elif node.op == "debug":
-        node.idea = t.ground(node.parent).idea
-    elif node.op != "crossover" and t.mode != "none" and t.cfg.select != "linear":
-        node.mode = (
-            "local"
-            if node.decision["mode"] == "exploit" and t.mode in ("uniform", "tail")
-            else t.mode
-        )
+        return
+    if node.op == "debug":
+        node.idea = t.nearest_kept(node.parent).idea
+    elif node.op != "crossover" and t.sampling_mode != "none" and t.cfg.select != "linear":
+        node.sampling_mode = mode_for(t, node)
         call = t.call_of(node)
-        if call not in t.asked:
-            t.asked[call] = asyncio.ensure_future(list_ideas(t, node))
-        node.ideas = t.asked[call] if isinstance(t.asked[call], list) else await t.asked[call]
+        if call not in t.pending_ideas:
+            t.pending_ideas[call] = asyncio.ensure_future(list_ideas(t, node))
+        node.ideas = (
+            t.pending_ideas[call]
+            if isinstance(t.pending_ideas[call], list)
+            else await t.pending_ideas[call]
+        )
         number = int(node.id.rpartition(".")[2]) if t.cfg.select == "bfs" else 0
         if number < len(node.ideas):
             node.idea, node.probability = node.ideas[number]
+            stated = node.probability or 0.0
+            node.above_tau = node.sampling_mode == "tail" and stated > t.cfg.tau
     if t.cfg.reflection and t.finished:
-        text = prompts.REFLECT.format(
-            about=prompts.about(t.task), tree=prompts.tree_lines([t.nodes["0"], *t.finished])
+        tree = prompts.clip(prompts.tree_lines([t.nodes["0"], *t.finished]), summary_chars(t.cfg))
+        text = prompts.REFLECT.format(about=prompts.about(t.task), tree=tree)
+        talk = [{"role": "user", "content": text}]
+        node.decision["reflection"] = await chat(
+            t, node, talk, node.id, "reflect", most=reflection_tokens(t.cfg)
         )
-        node.decision["reflection"] = (
-            await chat(t, node, [{"role": "user", "content": text}], node.id, "reflect")
-        )[:600]
 
 
 class Attempt(env.Env):
@@ -374,7 +402,9 @@ async def expand(t: Tree, node: Node) -> None:
     """One node from its idea to its line in the journal. A broken sandbox is tried once more, then it is a fault, not a score."""
     start, t.began = time.monotonic(), t.began or time.monotonic()
     await propose(t, node)
-    parents = [p for p in (t.ground(node.parent), t.nodes.get(node.second)) if p and p.id != "0"]
+    parents = [
+        p for p in (t.nearest_kept(node.parent), t.nodes.get(node.second)) if p and p.id != "0"
+    ]
     for node.attempts in (1, 2):
         episode, files = await play(t, node, parents)
         if episode.status != "fault":
@@ -389,7 +419,11 @@ async def expand(t: Tree, node: Node) -> None:
     if node.status == "submit" and last["status"] != "submit":
         node.status = "validated" if last["status"] == "validate" else "stopped"
     if score and score.valid:
-        node.score, node.gain, node.valid = score.value, improvement(score.value, t.task), True
+        node.score, node.improvement, node.valid = (
+            score.value,
+            improvement(score.value, t.task),
+            True,
+        )
     else:
         bad = [
             turn["observation"]
@@ -427,7 +461,12 @@ async def expand(t: Tree, node: Node) -> None:
     stale = (
         {}
         if t.run.results().get("tested_id") in (None, t.best().id)
-        else {"test_score": None, "gap": None, "test_error": "", "tested_id": None}
+        else {
+            "test_score": None,
+            "test_minus_validation": None,
+            "test_error": "",
+            "tested_id": None,
+        }
     )  # of an earlier, shorter search
     t.run.result(**results(t) | stale, status="running")
     if len(t.finished) > 2 and all(n.status == "fault" for n in t.finished[-3:]):
@@ -440,11 +479,11 @@ async def close(t: Tree) -> None:
     """The end: the best node by validation is scored on the test part. A node that has been is not scored again."""
     best, known = t.best(), t.run.results()
     if known.get("tested_id") == best.id:
-        test = {key: known[key] for key in ("test_score", "test_error", "gap")}
+        test = {key: known[key] for key in ("test_score", "test_error", "test_minus_validation")}
     elif best.id == "0" or len(t.task.splits) == 1 or not best.kept:
         test = {
             "test_score": best.score if len(t.task.splits) == 1 else None,
-            "gap": None,
+            "test_minus_validation": None,
             "test_error": ""
             if best.kept or best.id == "0"
             else "the files of the best node could not be kept",
@@ -454,7 +493,11 @@ async def close(t: Tree) -> None:
             t, best
         )  # valid on one part and not on the other: worth the baseline
         value = score.value if score.valid else t.task.baseline
-        test = {"test_score": value, "gap": value - best.score, "test_error": score.message}
+        test = {
+            "test_score": value,
+            "test_minus_validation": value - best.score,
+            "test_error": score.message,
+        }
     t.run.result(
         **results(t) | {"stopped_by": t.spent() or "tree"} | test,
         tested_id=best.id,
@@ -534,11 +577,17 @@ async def search(trees: list[Tree], policy, workers: int) -> None:
 TITLES = "task           mode     seed   nodes node       op            score      best    sec    left  strategy"
 
 
+def short_id(id: str) -> str:
+    """An id that fits its column: of a long one the end."""
+    return id if len(id) <= 10 else f"…{id[-9:]}"
+
+
 def node_line(t: Tree, node: Node, eta: float) -> str:
     score = f"{node.score:.4f}" if node.valid else "fault" if node.status == "fault" else "failed"
+    note = "  (fell back to the root)" if node.decision.get("fell_back") else ""
     return (
-        f"{t.task.name[:14]:<14} {t.mode:<8} {t.seed:>4} {len(t.finished):>3}/{t.cfg.nodes:<3} {node.id:<10} {node.op:<9} {score:>9} "
-        f"{t.best().score:>9.4f} {node.seconds:>6.1f} {viz.duration(max(0.0, eta)):>7}  {node.idea[:60]}"
+        f"{t.task.name[:14]:<14} {node.sampling_mode:<8} {t.seed:>4} {len(t.finished):>3}/{t.cfg.nodes:<3} {short_id(node.id):<10} {node.op:<9} {score:>9} "
+        f"{t.best().score:>9.4f} {node.seconds:>6.1f} {viz.duration(max(0.0, eta)):>7}  {node.idea[:60]}{note}"
     )
 
 
@@ -560,6 +609,8 @@ MAY_CHANGE = (
     "wandb",
 )
 
+
+NO_SAMPLING_MODE = ("linear", "scientist")  # they ask for no lists of ideas, and go node by node
 
 BOUNDS = {
     "nodes": (1, 1e6),
@@ -595,7 +646,7 @@ def prepare(cfg: Config):
             f"A bfs tree of --branching {cfg.branching} and --depth {cfg.depth} has {room} nodes, not --nodes {cfg.nodes}."
         )
     viz.check_numbers(cfg, BOUNDS, (0, math.inf))
-    if cfg.select in ("linear", "scientist"):  # no ideas are asked for in a call of their own
+    if cfg.select in NO_SAMPLING_MODE:
         cfg.sampling_mode = ("none",)
     if not (cfg.task and cfg.sampling_mode and cfg.seed and cfg.signals):
         raise UserError(
@@ -686,6 +737,11 @@ def main() -> None:
         else ""
     )
     before = f"; {len(trees) - len(todo)} of them finished before" if len(todo) < len(trees) else ""
+    note = (
+        f"note     {cfg.select} uses no sampling mode and runs one node of a tree at a time\n"
+        if cfg.select in NO_SAMPLING_MODE
+        else ""
+    )
     for reason in {f"{t.task.name}: {degenerate(t.task)}" for t in trees if degenerate(t.task)}:
         print(f"warning  {reason}")
     print(
@@ -693,6 +749,7 @@ def main() -> None:
         f"model    {cfg.model}{stand_in}\n"
         f"sandbox  {why}\n"
         f"plan     {len(trees)} trees of {cfg.nodes} nodes, rule {cfg.select}, {cfg.workers} nodes at once{before}\n"
+        f"{note}"
         f"run      {where}   ({sum(len(t.finished) for t in trees)} nodes are there)",
         flush=True,
     )
@@ -735,12 +792,15 @@ def main() -> None:
         page.write([viz.read_run(where)], where / "report.html")
         best, cell = trees[0].best(), cells[0]
         test = "none" if cell["test_score"] is None else f"{cell['test_score']:.4f}"
-        print(
-            f"\nbest     {best.id}: validation {best.score:.4f}, test {test}, baseline {cell['baseline']:.4f}   {best.idea}"
-        )
+        scores = f"validation {best.score:.4f}, test {test}"
+        if cell["selected_on_test"]:  # there is no validation part
+            scores = f"test {best.score:.4f} (chosen on it, so optimistic)"
+        print(f"\nbest     {best.id}: {scores}, baseline {cell['baseline']:.4f}   {best.idea}")
+        used = ", ".join(f"{m} {n}" for m, n in cell["sampling_modes_used"].items())
+        print(f"modes    asked for {cell['sampling_mode']}, used: {used}")
         if cell["node_stderr"] is not None:
             print(
-                f"nodes    {cell['node_mean']:.4f} ± {cell['node_stderr']:.4f} on average (validation, "
+                f"nodes    {cell['node_mean']:.4f} ± {cell['node_stderr']:.4f} on average ({'test' if cell['selected_on_test'] else 'validation'}, "
                 f"n={cell['nodes'] - cell['faults']}, failed ones count with the baseline), {cell['valid_share']:.0%} valid"
             )
         print(f"tree: {where}/tree.png   page: {where}/page.html", end="   ")

@@ -224,7 +224,7 @@ def test_prompts_say_what_they_should():
         "The strategy so far: score 0.7\nStrategy: ridge" in local
         and "variations of the strategy so far" in local
     )
-    child = Node("0.0.0", "0.0", op="improve", idea="lasso", decision={"mode": "explore"})
+    child = Node("0.0.0", "0.0", op="improve", idea="lasso", decision={"phase": "explore"})
     assert prompts.situation(child, [good], 1500) == (
         "An earlier attempt left its files here. Score: 0.7\nIts strategy: ridge\nIts solve.py:\nimport csv\nTry something different.\nStrategy: lasso"
     )

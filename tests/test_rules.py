@@ -31,7 +31,7 @@ def put(t, parent, score, idea="", status="validated"):
     node.idea, node.status, node.kept = idea, status, status != "fault"
     if score is not None:
         node.score = score if t.task.higher_is_better else -score
-        node.gain, node.valid = improvement(node.score, t.task), True
+        node.improvement, node.valid = improvement(node.score, t.task), True
     t.finished.append(node)
     return node
 
@@ -84,8 +84,8 @@ def test_ucb_by_hand():
     choice = choose(three("ucb", ucb_c=1.41))
     bonus = 1.41 * math.sqrt(math.log(3) / 1)  # N = 3, n = 0
     assert choice.scores == pytest.approx({"0.0": 1 + bonus, "0.1": 0.5 + bonus})
-    assert (choice.parent, choice.mode) == ("0.0", "explore")
-    assert choose(three("ucb", ucb_c=0.5)).mode == "exploit"
+    assert (choice.parent, choice.phase) == ("0.0", "explore")
+    assert choose(three("ucb", ucb_c=0.5)).phase == "exploit"
     t = three("ucb", ucb_c=1.41)
     put(t, "0.0", 0.2)  # Q = 0.25: now the value of 0.0 is that of its child
     choice = choose(t)
@@ -120,7 +120,7 @@ def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
     seen = []
     for score in (0.6, 0.7, 0.8):
         node = t.start(choice)
-        node.status, node.kept, node.score, node.gain, node.valid = (
+        node.status, node.kept, node.score, node.improvement, node.valid = (
             "validated",
             True,
             score,
@@ -139,7 +139,7 @@ def test_open_ended_drops_the_commitment_when_a_child_is_worse_or_fails():
         put(t, "0", 0.5)
         node = t.start(choose(t))
         assert choose(t).notes == {}  # while it runs there is no second commitment
-        node.status, node.kept, node.score, node.gain, node.valid = (
+        node.status, node.kept, node.score, node.improvement, node.valid = (
             "validated",
             True,
             score,
@@ -164,7 +164,7 @@ def test_softmax_by_hand():
 
 def test_signals_by_hand():
     t = three("signals", signals=("regret",))
-    assert choose(t).scores == {"0.0": 0.0, "0.1": 1.0} and choose(t).mode == "explore"
+    assert choose(t).scores == {"0.0": 0.0, "0.1": 1.0} and choose(t).phase == "explore"
     t = three("signals", signals=("regret", "depth"))
     put(t, "0.1", 0.2, idea="boosted trees and kNN")
     q, node = selection.quality(t), t.nodes["0.1"]
@@ -292,7 +292,7 @@ def test_every_rule_decides_the_same_for_m_and_minus_m(select):
         decisions.append([])
         while not t.spent():
             choice = selection.select(t, t.cfg, random.Random(t.started()))
-            decisions[-1].append((choice.parent, choice.second, choice.mode, choice.scores))
+            decisions[-1].append((choice.parent, choice.second, choice.phase, choice.scores))
             put(
                 t,
                 choice.parent,

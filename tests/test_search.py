@@ -42,7 +42,7 @@ class Model:
     context, version = 100_000, 0
 
     def __init__(self, answer):
-        self.answer, self.prompts = answer, []
+        self.answer, self.prompts, self.limits = answer, [], []
 
     def render(self, messages):
         return [ord(c) for c in "".join(f"<{m['role']}>{m['content']}" for m in messages)]
@@ -60,7 +60,8 @@ class Model:
     async def sample(self, tokens, max_tokens, temperature=None, seed=None):
         self.prompts.append(self.decode(tokens))
         await asyncio.sleep(0)
-        text = self.answer(self.prompts[-1], seed)
+        self.limits.append(max_tokens)
+        text = self.answer(self.prompts[-1], seed)[:max_tokens]
         return SimpleNamespace(
             tokens=self.encode(text),
             logprobs=[0.0] * len(text),
@@ -84,7 +85,7 @@ def fake_play(score_of, delay=lambda node: 0.0, log=None, large=None):
 
     async def play(t, node, parents):
         if log is not None:
-            log.append((t.task.name, t.mode, t.seed, node.id, [p.id for p in parents]))
+            log.append((t.task.name, t.sampling_mode, t.seed, node.id, [p.id for p in parents]))
         await asyncio.sleep(delay(node))
         node.tokens += 10
         value = score_of(node)
@@ -237,7 +238,7 @@ def test_the_best_by_validation_is_tested_once(tmp_path):
     assert r["best_score"] == max(row["score"] for row in rows(t) if row["valid"])
     assert (
         r["test_score"] == 0.75
-        and r["gap"] == pytest.approx(0.75 - r["best_score"])
+        and r["test_minus_validation"] == pytest.approx(0.75 - r["best_score"])
         and r["selected_on_test"] is False
     )
 
@@ -400,7 +401,7 @@ def test_the_test_score_of_an_earlier_best_node_does_not_stay(tmp_path):
     assert (
         found["best_id"] == "0.2"
         and found["test_score"] is None
-        and found["gap"] is None
+        and found["test_minus_validation"] is None
         and found["status"] == "running"
     )
 
@@ -463,7 +464,7 @@ def test_modes(tmp_path):
         assert len(asked) == (0 if mode == "none" else 2)
         row = rows(t)[1]
         assert (
-            row["mode"] == mode
+            row["sampling_mode"] == mode
             and bool(row["idea"]) == (mode != "none")
             and len(row["ideas"]) == (0 if mode == "none" else 5)
         )
@@ -513,7 +514,10 @@ def test_adaptive_prompts_know_the_siblings_and_exploit_asks_for_variations(tmp_
         score_of=lambda node: 0.6,
     )
     assert "Tried already" not in model.prompts[0] and model.prompts[2].count("Score: 0.6") == 2
-    assert rows(t)[3]["mode"] == "local" and "variations of the strategy so far" in model.prompts[3]
+    assert (
+        rows(t)[3]["sampling_mode"] == "local"
+        and "variations of the strategy so far" in model.prompts[3]
+    )
 
 
 def test_global_scope_and_reflection(tmp_path):
@@ -554,7 +558,7 @@ def test_the_scientist_reads_inspects_and_chooses(tmp_path):
         score_of=lambda node: 0.6,
     )
     first, *later = rows(t)
-    assert (first["id"], first["idea"], first["mode"]) == ("0.0", "start", "scientist")
+    assert (first["id"], first["idea"], first["sampling_mode"]) == ("0.0", "start", "none")
     assert (
         result(t)["nodes"] == 3
         and later[-1]["parent"] == "0.0"
@@ -605,7 +609,7 @@ def test_a_grid_shares_the_workers_and_gives_one_table(tmp_path):
 def scripted(prompt, seed):
     """A model that lists ideas, writes a program for the one it got, validates, and builds on what it finds."""
     if "Answer with th" in prompt:
-        return "Strategy: sex rule\nProbability: 0.05\nStrategy: nobody\nProbability: 0.5\nStrategy: broken\nProbability: 0.01"
+        return "Strategy: sex rule\nProbability: 0.05\nStrategy: nobody\nProbability: 0.04\nStrategy: broken\nProbability: 0.01"
     told, *turns = prompt.split("<user>", 2)[1:]
     if not turns:
         rule = {"sex rule": "r['sex'] == 'female'", "nobody": "0", "broken": "r['missing']"}[
@@ -657,7 +661,7 @@ def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code_and_diff(tm
     assert (
         result(t)["best_id"] == "0.0"
         and result(t)["test_score"] > 0.7
-        and abs(result(t)["gap"]) < 0.1
+        and abs(result(t)["test_minus_validation"]) < 0.1
     )
     episode = json.loads((t.run.dir / "episodes" / "000000.jsonl").read_text())
     assert (
@@ -757,7 +761,7 @@ def test_rules_that_ask_for_no_ideas_have_no_mode(tmp_path, monkeypatch):
             select="linear", sampling_mode=("tail", "uniform"), model="tiny", backend="local"
         )
     )
-    assert [t.mode for t in trees] == ["none"] and "-none-" in trees[0].run.dir.name
+    assert [t.sampling_mode for t in trees] == ["none"] and "-none-" in trees[0].run.dir.name
     trees[0].run.lock.close()
 
 
@@ -883,3 +887,92 @@ def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_
     assert by_id["0.0"]["valid"] and not by_id["0.0"]["kept"] and by_id["0.0.0"]["op"] == "draft"
     assert "could not be kept" in result(t)["test_error"] and result(t)["test_score"] is None
     t.run.lock.close()
+
+
+# ------------------------------------------------------------------------------------------ what was really done
+
+
+@pytest.mark.parametrize("select", ["ucb", "open_ended", "softmax", "signals"])
+@pytest.mark.parametrize("mode", ["tail", "uniform"])
+def test_only_children_of_a_node_with_a_strategy_ask_for_variations(tmp_path, select, mode):
+    """Drafts keep the sampling mode that was chosen, also when the rule exploits."""
+    t = run(tmp_path, select=select, modes=(mode,), nodes=14, workers=2)
+    drafts = [row for row in rows(t) if row["op"] == "draft"]
+    assert len(drafts) >= 3 and {row["sampling_mode"] for row in drafts} == {mode}
+    for row in rows(t):
+        if row["sampling_mode"] == "local":
+            assert row["decision"]["phase"] == "exploit"
+            assert t.nearest_kept(row["parent"]).idea
+    used = result(t)["sampling_modes_used"]
+    assert used[mode] >= len(drafts) and sum(used.values()) == 14
+
+
+def test_result_json_and_the_terminal_name_the_modes_that_were_used(tmp_path):
+    t = run(tmp_path, select="ucb", ucb_c=0.0, nodes=6, workers=1, score_of=lambda node: 0.6)
+    assert result(t)["sampling_mode"] == "tail"
+    assert result(t)["sampling_modes_used"] == {"tail": 3, "local": 3}
+    assert " local " in search.node_line(t, t.finished[-1], 0.0)
+
+
+def test_ideas_above_tau_are_asked_for_again_and_marked(tmp_path):
+    replies = [
+        "Strategy: usual\nProbability: 0.6\nStrategy: rare\nProbability: 0.05",
+        "Strategy: odd\nProbability: 0.02\nStrategy: common\nProbability: 0.4",
+    ]
+
+    def answer(prompt, seed):
+        return replies["more, different" in prompt]
+
+    model = Model(answer)
+    t = run(tmp_path, model=model, nodes=3, k=3, workers=1, score_of=lambda node: 0.6)
+    assert "List 2 more" in model.prompts[1]
+    found = {row["idea"]: row["above_tau"] for row in rows(t)}
+    assert found == {"rare": False, "odd": False, "common": True}
+    assert result(t)["above_tau"] == 1
+    other = run(tmp_path / "u", modes=("uniform",), model=Model(answer), nodes=2, k=2, workers=1)
+    assert {row["idea"] for row in rows(other)} == {"usual", "rare"}
+    assert result(other)["above_tau"] == 0
+
+
+def test_a_scientist_that_falls_back_to_the_root_says_so(tmp_path):
+    model = Model(lambda prompt, seed: "hm")
+    t = run(tmp_path, model=model, select="scientist", nodes=2, workers=3)
+    assert result(t)["fell_back"] == 2
+    assert all("fell back to the root" in row["decision"]["reason"] for row in rows(t))
+    assert "fell back to the root" in search.node_line(t, t.finished[0], 0.0)
+
+
+def test_the_scientist_sees_every_result_before_it_decides(tmp_path):
+    model = Model(lambda prompt, seed: "Parent: 0\nStrategy: again")
+    run(tmp_path, model=model, select="scientist", nodes=4, workers=4, delay=lambda node: 0.02)
+    trees = [p for p in model.prompts if "Now choose" in p]
+    for number, prompt in enumerate(trees):
+        assert f"\n{number}: " in prompt and f"\n{number + 1}: " not in prompt
+
+
+def test_reflections_stay_within_a_budget_of_tokens(tmp_path):
+    """The prompts of a model with a small context have to hold them."""
+
+    def answer(prompt, seed):
+        return "x" * 5000 if "What worked" in prompt else lists(prompt, seed)
+
+    model = Model(answer)
+    t = run(tmp_path, model=model, reflection=True, nodes=3, workers=1, context=3200)
+    asked = [limit for prompt, limit in zip(model.prompts, model.limits) if "What worked" in prompt]
+    assert asked == [200, 200]
+    assert len(rows(t)[-1]["decision"]["reflection"]) == 200
+
+
+def test_columns_survive_long_ids(tmp_path):
+    t = run(tmp_path, nodes=30, workers=1, select="linear", modes=("none",))
+    lines = [search.node_line(t, node, 0.0) for node in t.finished]
+    assert len({line.index(node.op) for line, node in zip(lines, t.finished)}) == 1
+
+
+def test_a_journal_of_another_version_is_refused_with_one_sentence(tmp_path):
+    run(tmp_path, nodes=2, workers=1)
+    journal = tmp_path / "titanic-tail-0" / "journal.jsonl"
+    old = journal.read_text().replace('"improvement"', '"gain"')
+    journal.write_text(old.replace('"sampling_mode"', '"mode"'))
+    with pytest.raises(UserError, match="another version of search.py .it holds gain, mode"):
+        run(tmp_path, nodes=2, workers=1)

@@ -14,7 +14,7 @@ def cell(task, mode, test, best=None, nodes=12, failed=0, faults=0, baseline=0.7
         "baseline": baseline,
         "reference": None,
         "higher_is_better": higher,
-        "gap": None if test is None else test - best,
+        "test_minus_validation": None if test is None else test - best,
         "nodes": nodes,
         "failed": failed,
         "faults": faults,

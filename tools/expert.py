@@ -287,7 +287,7 @@ def request(rng: random.Random, world: World, kind: str, words: str, program: st
     if kind == "child":
         parents = [world.node(*rng.choice(world.table.solutions)[1:])]
         node.op = "improve"
-        node.decision["mode"] = rng.choice(["explore", "exploit"])
+        node.decision["phase"] = rng.choice(["explore", "exploit"])
     elif kind == "debug":
         parents = [world.node(words, spoil(rng, world.table, program))]
         node.op = "debug"

@@ -64,7 +64,8 @@ def grid_table(cells: list[dict]) -> list[dict]:
     """One row per task and mode; `cells` are contents of result.json. p and rank compare modes within a task."""
     groups = {}
     for cell in cells:
-        groups.setdefault((cell["task"], cell["mode"]), []).append(cell)
+        mode = cell.get("mode") or cell["sampling_mode"]
+        groups.setdefault((cell["task"], mode), []).append(cell)
     gains = {
         key: fmean(
             improvement(final_score(c), (c["baseline"], c["higher_is_better"], c["reference"]))
@@ -82,7 +83,11 @@ def grid_table(cells: list[dict]) -> list[dict]:
     for (task, mode), group in groups.items():
         scores, against = [final_score(c) for c in group], groups.get((task, "none"))
         best = [c["best_score"] for c in group]
-        tested = [c["gap"] for c in group if c.get("gap") is not None]
+        tested = [
+            c["test_minus_validation"]
+            for c in group
+            if c.get("test_minus_validation") is not None
+        ]
         rows.append(
             {
                 "task": task,

@@ -129,7 +129,7 @@ def situation(node, parents: list, limit: int, summary: str = "") -> str:
         }.get(
             node.op,
             "Try something different."
-            if node.decision.get("mode") == "explore"
+            if node.decision.get("phase") == "explore"
             else "Improve on it.",
         )
     strategy = f"Strategy: {node.idea}" if node.idea else ""

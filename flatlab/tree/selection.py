@@ -4,7 +4,7 @@ A rule is (tree, config, random generator) -> Choice, or None: nothing to start 
 is running, the tree is complete). Everything random comes from the generator, everything known from the tree, so a
 decision can be repeated from the journal.
 
-Rules see `gain`, which is 0 at the baseline and grows with better scores whatever the metric's direction; Q is gain,
+Rules see `improvement`, which is 0 at the baseline and grows with better scores whatever the metric's direction; Q is improvement,
 min-max normalised over the root and all scored nodes, 0.5 when all are equal. Nodes in flight count as children.
 What is new against the textbook: a failed node is not worth 0 by accident (a good loss!) but worth the least Q, and it is
 no dead end: bfs, mcts and the scientist may build on it, the others debug a failed leaf now and then (`failed_leaf`).
@@ -31,10 +31,10 @@ def normalised(values: dict) -> dict:
 
 def quality(t: Tree) -> dict[str, float]:
     """Q of the root and of every scored node."""
-    return normalised({node.id: node.gain for node in [t.nodes["0"], *t.scored()]})
+    return normalised({node.id: node.improvement for node in [t.nodes["0"], *t.scored()]})
 
 
-def reach(t: Tree, q: dict, id: str) -> float:
+def best_child_value(t: Tree, q: dict, id: str) -> float:
     """Best Q among the scored children, own Q without any."""
     return max((q[child.id] for child in t.children(id) if child.id in q), default=q[id])
 
@@ -85,7 +85,7 @@ def uniform_choice(t, cfg, rng):
 def greedy(t, cfg, rng):
     """Drafts first, then always the best node (AIDE, arXiv 2502.13138)."""
     options = candidates(t, cfg.drafts)
-    scores = {n.id: n.gain for n in options}
+    scores = {n.id: n.improvement for n in options}
     return (
         Choice(
             max(scores, key=scores.get),
@@ -117,15 +117,15 @@ def explore_or_exploit(value: dict, bonus: dict, chosen: str | None = None) -> C
         return None
     scores = {id: value[id] + bonus[id] for id in value}
     id = chosen or max(scores, key=scores.get)
-    mode = "explore" if bonus[id] > value[id] else "exploit"
-    return Choice(id, mode, f"bonus {bonus[id]:.3g} against value {value[id]:.3g}", scores)
+    phase = "explore" if bonus[id] > value[id] else "exploit"
+    return Choice(id, phase, f"bonus {bonus[id]:.3g} against value {value[id]:.3g}", scores)
 
 
 def ucb(t, cfg, rng):
     """Q + C sqrt(ln N / (n + 1))."""
     q, ids = quality(t), [n.id for n in candidates(t, cfg.breadth)]
     return explore_or_exploit(
-        {i: reach(t, q, i) for i in ids}, {i: visit_bonus(t, cfg.ucb_c, i) for i in ids}
+        {i: best_child_value(t, q, i) for i in ids}, {i: visit_bonus(t, cfg.ucb_c, i) for i in ids}
     )
 
 
@@ -135,7 +135,12 @@ def open_ended(t, cfg, rng):
         (n for n in t.nodes.values() if "commit" in n.decision), key=lambda n: n.order, default=None
     )
     left = last.decision["commit"] if last else 0
-    if left and last.valid and last.kept and last.gain >= (t.ground(last.parent).gain or 0.0):
+    if (
+        left
+        and last.valid
+        and last.kept
+        and last.improvement >= (t.nearest_kept(last.parent).improvement or 0.0)
+    ):
         return Choice(
             last.id,
             "explore",
@@ -145,7 +150,7 @@ def open_ended(t, cfg, rng):
     q, ids = quality(t), [n.id for n in candidates(t, cfg.breadth)]
     rise = {i: max(0.0, trend(t, q, i)) for i in ids}
     bonus = {i: visit_bonus(t, cfg.ucb_c, i) + cfg.trend_weight * rise[i] for i in ids}
-    choice = explore_or_exploit({i: reach(t, q, i) for i in ids}, bonus)
+    choice = explore_or_exploit({i: best_child_value(t, q, i) for i in ids}, bonus)
     if (
         choice and rise[choice.parent] > 0 and not (left and not last.status)
     ):  # at most one commitment, also in flight
@@ -156,7 +161,7 @@ def open_ended(t, cfg, rng):
 def softmax(t, cfg, rng):
     """Drawn by exp(S / tau), S = Q + C sqrt(ln N / (n + 1)) + W max(trend, 0) - alpha ln(1 + n)."""
     q, ids = quality(t), [n.id for n in candidates(t, cfg.breadth)]
-    value = {i: reach(t, q, i) for i in ids}
+    value = {i: best_child_value(t, q, i) for i in ids}
     bonus = {
         i: visit_bonus(t, cfg.ucb_c, i)
         + cfg.trend_weight * max(0.0, trend(t, q, i))
@@ -178,7 +183,7 @@ SIGNALS = {  # (tree, Q, candidate) -> the larger, the more it deserves a child
     "variance": lambda t, q, v: (
         stdev(known) if len(known := [q[c.id] for c in t.children(v.id) if c.id in q]) > 1 else 1.0
     ),
-    "regret": lambda t, q, v: max(q.values()) - reach(t, q, v.id),
+    "regret": lambda t, q, v: max(q.values()) - best_child_value(t, q, v.id),
     "coverage": lambda t, q, v: 1 - len(used_families(t, v.id)) / (len(prompts.FAMILIES) + 1),
     "depth": lambda t, q, v: 1 / (v.depth * (len(t.children(v.id)) + 1) + 1),
 }
@@ -232,7 +237,9 @@ def mcts(t, cfg, rng):
 def evolution(t, cfg, rng):
     """Drafts, then parents drawn from the best `population` nodes by exp(Q); two of them cross with probability crossover_prob."""
     options = candidates(t, cfg.drafts)
-    pool = sorted((n for n in options if n.id != "0"), key=lambda n: -n.gain)[: cfg.population]
+    pool = sorted((n for n in options if n.id != "0"), key=lambda n: -n.improvement)[
+        : cfg.population
+    ]
     if not pool:
         return Choice("0", reason="draft") if options else None
     q = quality(t)

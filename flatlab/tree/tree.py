@@ -13,7 +13,8 @@ import io
 import itertools
 import tarfile
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -45,14 +46,15 @@ class Node:
     second: str | None = None  # the other parent of a crossover
     order: int = -1  # of starts; rows are in the order of completion
     op: str = ""  # draft | improve | debug | crossover
-    mode: str = "none"  # how the idea was asked for
+    sampling_mode: str = "none"  # how the idea was really asked for; none: without a request
     idea: str = ""
     probability: float | None = None
+    above_tau: bool = False  # the stated probability is above --tau although tail was asked for
     ideas: list = field(
         default_factory=list
     )  # all (text, probability) of the call that this idea comes from
     score: float | None = None  # on the validation part
-    gain: float | None = None  # improvement(score); None: failed
+    improvement: float | None = None  # improvement(score, task); None: failed
     valid: bool = False
     status: str = ""  # of the episode, or validated, stopped; fault: the sandbox broke twice
     error: str = ""
@@ -81,7 +83,7 @@ class Choice:
     """What a selection rule decides; `notes` go to the journal as they are."""
 
     parent: str
-    mode: str = ""  # "explore", "exploit" or "" (the rule does not tell them apart)
+    phase: str = ""  # "explore", "exploit" or "" (the rule does not tell them apart)
     reason: str = ""
     scores: dict = field(default_factory=dict)  # of all candidates
     second: str | None = None
@@ -99,10 +101,10 @@ def stable(*parts) -> int:
 class Tree:
     """All nodes of one (task, mode, seed), those in flight included. Everything here is rebuilt from the journal."""
 
-    def __init__(self, task: Task, mode: str, seed: int, cfg: Config, run):
-        self.task, self.mode, self.seed, self.cfg, self.run, self.policy = (
+    def __init__(self, task: Task, sampling_mode: str, seed: int, cfg: Config, run):
+        self.task, self.sampling_mode, self.seed, self.cfg, self.run, self.policy = (
             task,
-            mode,
+            sampling_mode,
             seed,
             cfg,
             run,
@@ -110,24 +112,29 @@ class Tree:
         )
         self.nodes = {
             "0": Node(
-                "0", op="baseline", score=task.baseline, gain=0.0, valid=True, status="baseline"
+                "0",
+                op="baseline",
+                score=task.baseline,
+                improvement=0.0,
+                valid=True,
+                status="baseline",
             )
         }
         self.finished: list[Node] = []  # in order of completion
-        self.asked: dict[str, list | asyncio.Future] = {}  # ideas per call
+        self.pending_ideas: dict[str, list | asyncio.Future] = {}  # ideas per call
         self.busy, self.waiting, self.closed, self.deciding = 0, False, False, asyncio.Lock()
         self.began, self.before = None, 0.0  # clock of this process, seconds of earlier ones
         for row in run.rows("journal.jsonl"):
-            node = Node(**{key: value for key, value in row.items() if key != "depth"})
+            node = node_of(row, run)
             self.nodes[node.id], self.before = node, node.elapsed
             self.finished.append(node)
             if node.ideas:
-                self.asked[self.call_of(node)] = node.ideas
+                self.pending_ideas[self.call_of(node)] = node.ideas
 
     def start(self, choice: Choice) -> Node:
         """Makes the node in flight; from now on the rules see it."""
         number = next(i for i in itertools.count() if f"{choice.parent}.{i}" not in self.nodes)
-        base = self.ground(choice.parent)
+        base = self.nearest_kept(choice.parent)
         op = (
             "crossover"
             if choice.second
@@ -150,7 +157,7 @@ class Tree:
         node.seed = stable(self.seed, node.id)
         node.decision = {
             "rule": self.cfg.select,
-            "mode": choice.mode,
+            "phase": choice.phase,
             "scores": choice.scores,
             "reason": choice.reason,
         } | choice.notes
@@ -181,7 +188,7 @@ class Tree:
         parts = id.split(".")
         return [self.nodes[".".join(parts[: i + 1])] for i in range(len(parts))]
 
-    def ground(self, id: str) -> Node:
+    def nearest_kept(self, id: str) -> Node:
         """The node whose files the children of `id` get: itself, or where its sandbox broke, the next one above."""
         return next(node for node in reversed(self.path(id)) if node.kept or node.id == "0")
 
@@ -204,7 +211,7 @@ class Tree:
 
     def best(self) -> Node:
         return max(
-            [self.nodes["0"], *self.scored()], key=lambda node: node.gain
+            [self.nodes["0"], *self.scored()], key=lambda node: node.improvement
         )  # ties: the earlier one
 
     def tokens(self) -> int:
@@ -222,9 +229,22 @@ class Tree:
             "tokens": 0 < cfg.tokens <= self.tokens(),
             "minutes": 0 < 60 * cfg.minutes <= self.elapsed(),
             "patience": 0 < cfg.patience <= without,
-            "target": cfg.target is not None and best.gain >= improvement(cfg.target, self.task),
+            "target": cfg.target is not None
+            and best.improvement >= improvement(cfg.target, self.task),
         }
         return next((name for name, used_up in reached.items() if used_up), "")
+
+
+def node_of(row: dict, run) -> Node:
+    """The node of a journal row. Raises UserError for a row that another version wrote."""
+    values = {key: value for key, value in row.items() if key != "depth"}
+    unknown = sorted(set(values) - {f.name for f in fields(Node)})
+    if unknown:
+        raise UserError(
+            f"{run.dir / 'journal.jsonl'} was written by another version of search.py "
+            f"(it holds {', '.join(unknown)}): choose another --name."
+        )
+    return Node(**values)
 
 
 def code_in(files: bytes, task: Task) -> dict[str, str]:
@@ -261,13 +281,16 @@ def results(t: Tree) -> dict:
         "baseline": t.task.baseline,
         "reference": t.task.reference,
         "model": t.cfg.model,
-        "mode": t.mode,
+        "sampling_mode": t.sampling_mode,
+        "sampling_modes_used": dict(Counter(n.sampling_mode for n in done)),
+        "above_tau": sum(n.above_tau for n in done),
+        "fell_back": sum(bool(n.decision.get("fell_back")) for n in done),
         "select": t.cfg.select,
         "seed": t.seed,
         "nodes": len(done),
         "failed": sum(not n.valid for n in done) - faults,
         "faults": faults,
-        "without_idea": sum(not n.idea and n.mode != "none" for n in done),
+        "without_idea": sum(not n.idea and n.sampling_mode != "none" for n in done),
         "tokens": t.tokens(),
         "prompt_tokens": prompt_tokens,
         "dollars": (prompt_tokens * t.cfg.price[0] + t.tokens() * t.cfg.price[1]) / 1e6,
@@ -275,7 +298,7 @@ def results(t: Tree) -> dict:
         "stopped_by": t.spent(),
         "best_id": best.id,
         "best_score": best.score,
-        "improvement": best.gain,
+        "improvement": best.improvement,
         "best_path": [n.id for n in t.path(best.id)],
         "node_mean": fmean(counted) if counted else None,
         "node_stderr": stdev(counted) / len(counted) ** 0.5 if len(counted) > 1 else None,
