@@ -58,10 +58,11 @@ class Model:
         return self.encode(f"<user>{text}")
 
     async def sample(self, tokens, max_tokens, temperature=None, seed=None):
-        self.prompts.append(self.decode(tokens))
-        await asyncio.sleep(0)
+        prompt = self.decode(tokens)
+        self.prompts.append(prompt)
         self.limits.append(max_tokens)
-        text = self.answer(self.prompts[-1], seed)[:max_tokens]
+        await asyncio.sleep(0)
+        text = self.answer(prompt, seed)[:max_tokens]
         return SimpleNamespace(
             tokens=self.encode(text),
             logprobs=[0.0] * len(text),
@@ -155,7 +156,8 @@ def run(
     large=None,
     **config,
 ):
-    cfg = search.Config(context=50_000, max_reply_tokens=1000, backend="local", **config)
+    config = {"context": 50_000} | config
+    cfg = search.Config(max_reply_tokens=1000, backend="local", **config)
     trees = []
     for task in tasks:
         for mode in modes:

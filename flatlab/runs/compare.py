@@ -22,7 +22,7 @@ from flatlab.runs.plots import (
     task_of,
     window_of,
 )
-from flatlab.runs.store import Record, number
+from flatlab.runs.reader import RunData, number
 
 NOT_OF_THE_GROUP = {
     "seed",
@@ -45,7 +45,7 @@ PANELS = {"grpo": (TRAINING, 4), "search": (search_plots.SEARCH, 3)}  # and colu
 # ------------------------------------------------------------------ groups
 
 
-def groups_of(records: list[Record]) -> dict[tuple[str, str], list[Group]]:
+def groups_of(records: list[RunData]) -> dict[tuple[str, str], list[Group]]:
     """(kind, task) -> groups, named by what their configs differ in."""
     places = {}
     for record in records:
@@ -97,7 +97,7 @@ def value_text(value) -> str:
     )
 
 
-def cell_of(record: Record, name: str) -> dict:
+def cell_of(record: RunData, name: str) -> dict:
     """A run as stats.grid_table wants it, `mode` being the name of its group."""
     result, rows = record.result, record.rows
     base = {
@@ -149,7 +149,7 @@ def cell_of(record: Record, name: str) -> dict:
     }
 
 
-def comparison(records: list[Record], kind: str) -> list[dict]:
+def comparison(records: list[RunData], kind: str) -> list[dict]:
     """A row per task and group, see stats.grid_table."""
     return stats.grid_table(
         [
@@ -162,7 +162,7 @@ def comparison(records: list[Record], kind: str) -> list[dict]:
     )
 
 
-def table(records: list[Record]) -> str:
+def table(records: list[RunData]) -> str:
     """What `python viz.py logs/*` prints."""
     parts, notes = [], []
     for kind, what, done in ("grpo", "trained", "episodes"), ("search", "searched", "nodes"):
@@ -407,7 +407,7 @@ def line_of(group: Group):
     )
 
 
-def plot_many(records: list[Record], folder: Path, format="png") -> list[Path]:
+def plot_many(records: list[RunData], folder: Path, format="png") -> list[Path]:
     """Overlays per kind and task, and one sheet that compares across tasks, into `folder`. Returns the paths."""
     paths, grouped = [], groups_of(records)
     for (kind, task), groups in grouped.items():

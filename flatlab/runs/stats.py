@@ -84,9 +84,7 @@ def grid_table(cells: list[dict]) -> list[dict]:
         scores, against = [final_score(c) for c in group], groups.get((task, "none"))
         best = [c["best_score"] for c in group]
         tested = [
-            c["test_minus_validation"]
-            for c in group
-            if c.get("test_minus_validation") is not None
+            c["test_minus_validation"] for c in group if c.get("test_minus_validation") is not None
         ]
         rows.append(
             {
