@@ -37,7 +37,6 @@ Not covered:
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import sys
@@ -46,12 +45,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flatlab.episode import mledojo_actions
-from flatlab.episode.actions import extract_action, lift_bodies, typed_edits, unfinished
+from flatlab.episode.actions import extract_action, typed_edits, unfinished
 from flatlab.episode.episode import Episode, Segment, in_thread, run_episode  # noqa: F401
 from flatlab.episode.grading import Score, collect, grade
 from flatlab.episode.task import Task
 from flatlab.episode.texts import (
-    FILE_COMMANDS_TEXT,
     first_message,
     position_text,
     run_text,
@@ -59,14 +57,13 @@ from flatlab.episode.texts import (
 )
 from flatlab.errors import ArtefactError, SandboxFault, UserError
 from flatlab.sandbox import snapshot
-from flatlab.sandbox.boot import readable
-from flatlab.sandbox.docker import missing_requirements, needs_packages, prepared, prepared_image
-from flatlab.sandbox.sandbox import IMAGE, KINDS, Result, Sandbox, local_isolation, pick_backend  # noqa: F401
-from flatlab.sandbox.warm_pool import SPARES
+from flatlab.sandbox.backend import IMAGE
+from flatlab.sandbox.images import Needs, task_sandbox
+from flatlab.sandbox.sandbox import KINDS, Sandbox, pick_backend, readable
+from flatlab.sandbox.warm_pool import WARM_POOL  # noqa: F401  used by grpo.py
 from tasks import load_task
 
 LISTED_FILES = 60  # in the prompt
-MOUNT_BYTES = 16 << 20  # larger public files are not copied into a local sandbox
 
 
 # ---------------------------------------------------------------------------------------------- environment
@@ -139,52 +136,27 @@ class Env:
         self.close()
 
     def make_sandbox(self) -> Sandbox:
-        """One for the agent or for a grading: nothing of the task is in it but, perhaps, public files (see `given`)."""
-        network, variables = (
-            self.network and self.task.needs_network,
-            {"PYTHONHASHSEED": str(self.seed % 2**32)},
+        """A sandbox for the agent or a grading; of the task it holds at most `premounted` files."""
+        task = self.task
+        needs = Needs(
+            task.name,
+            task.public,
+            frozenset(path for path in task.public if task.is_artefact(path)),
+            task.requirements,
         )
-        if self.backend == "docker":
-            options = {
-                "network": network,
-                "gpu": self.task.needs_gpu,
-                "hf_cache": self.hf_cache,
-                "forget": self.task.forget,
-                **self.limits,
-            }
-            image = prepared_image(
-                self.task,
-                self.image,
-                self.network,
-                lambda network: Sandbox(
-                    "docker", image=self.image, **self.limits | {"network": network}
-                ),
-            )
-            given = self.task.public if image != self.image else {}
-            try:
-                return SPARES.take(Sandbox, variables, image=image, given=given, **options)
-            except SandboxFault:
-                prepared.clear()  # somebody may have removed the image: the next one looks again
-                raise
-        hide = tuple({str(Path(path).resolve().parent) for path in self.task.hidden.values()})
-        given = {
-            path: file
-            for path, file in self.task.public.items()  # a mounted artefact could not be removed
-            if file.stat().st_size > MOUNT_BYTES and not self.task.is_artefact(path)
-        }
-        box = Sandbox(
+        return task_sandbox(
             self.backend,
-            env=variables,
-            hide=hide,
-            forget=self.task.forget,
-            network=network,
-            given=given,
+            needs,
+            self.image,
+            install=self.network,
+            env={"PYTHONHASHSEED": str(self.seed % 2**32)},
+            network=self.network and task.needs_network,
+            gpu=task.needs_gpu,
+            hf_cache=self.hf_cache,
+            hide=tuple({str(path.resolve().parent) for path in task.hidden.values()}),
+            hide_package_data=task.forget,
             **self.limits,
         )
-        if self.task.requirements and missing_requirements(box, self.task):
-            box.close()
-            raise UserError(needs_packages(self.task))
-        return box
 
     def open(self) -> Sandbox:
         self.sandbox = self.make_sandbox()
@@ -199,17 +171,18 @@ class Env:
         if self.sandbox:
             self.sandbox.close()
         box = self.open()
-        box.put({path: file for path, file in self.task.public.items() if path not in box.given})
+        box.put(
+            {path: file for path, file in self.task.public.items() if path not in box.premounted}
+        )
         return self.prompt()
 
     def prompt(self) -> str:
         """The first message for the workspace as it is now."""
         reply = self.sandbox.call("listing", most=LISTED_FILES)[0]
         files = [(readable(path), size) for path, size in reply["files"]]
-        more = {"mlgym": FILE_COMMANDS_TEXT, "mledojo": mledojo_actions.ACTIONS_TEXT}.get(
-            self.task.source, ""
-        )
-        task = replace(self.task, prompt=f"{self.task.prompt}\n\n{more}") if more else self.task
+        task = self.task
+        if task.source == "mledojo":
+            task = replace(task, prompt=f"{task.prompt}\n\n{mledojo_actions.ACTIONS_TEXT}")
         return first_message(
             task, self.sandbox.workspace, files, reply["count"], self.network and task.needs_network
         )
@@ -236,8 +209,7 @@ class Env:
             observation = score_text(score, self.task) + position_text(score)
             status = "validate" if score.valid else "invalid"
         else:
-            command, bodies = lift_bodies(action)
-            result = self.sandbox.run(command, timeout, bodies=bodies)
+            result = self.sandbox.run(action, timeout)
             observation = run_text(result, timeout, self.limits["memory"])
             status = "timeout" if result.timed_out else "error" if result.exit_code else "ok"
         name = request["action"] if request else word if word in ("validate", "submit") else "bash"

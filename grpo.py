@@ -533,7 +533,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job
 
         # learn: from the groups whose rewards differ; meanwhile the next step's sandboxes start
         if step + 1 < cfg.steps:
-            env.SPARES.expect(min(cfg.sandboxes, len(plan) * cfg.group_size // job.world))
+            env.WARM_POOL.expect(min(cfg.sandboxes, len(plan) * cfg.group_size // job.world))
         for setting in optimizer.param_groups:
             setting["lr"] = (
                 cfg.lr * state.lr_scale * min(1.0, (step - state.since + 1) / (cfg.warmup + 1))

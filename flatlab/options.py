@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from flatlab.sandbox.docker import IMAGE
+from flatlab.sandbox.backend import IMAGE
 
 
 @dataclass

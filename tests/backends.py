@@ -11,6 +11,7 @@ import pytest
 
 from flatlab.errors import SandboxFault
 from flatlab.sandbox import docker
+from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.sandbox import Sandbox
 
 ALL_BACKENDS = "FLATLAB_ALL_BACKENDS"  # environment variable, set by conftest.py
@@ -20,7 +21,7 @@ ALL_BACKENDS = "FLATLAB_ALL_BACKENDS"  # environment variable, set by conftest.p
 def missing(backend):
     """Why a backend cannot be tested here; empty if it can."""
     if backend == "docker":
-        return docker.docker_problem(docker.IMAGE)
+        return docker.docker_problem(IMAGE)
     try:
         Sandbox(backend).close()
     except SandboxFault as fault:

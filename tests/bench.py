@@ -91,13 +91,13 @@ def env(args):
     from env import Env
     from flatlab.episode.grading import grades
     from flatlab.errors import UserError
-    from flatlab.sandbox.sandbox import IMAGE, docker_problem, local_isolation
+    from flatlab.sandbox.sandbox import IMAGE, docker_problem, get_backend
     from tasks import load_task
 
     task, rows, step = load_task("titanic", "", ""), [], {}
     backends = []
     try:
-        backends += ["local"] if local_isolation()[0] else []
+        backends += ["local"] if get_backend("local").is_complete else []
     except UserError as error:
         rows.append(("local", "skipped", str(error)))
     backends += [] if docker_problem(IMAGE) else ["docker"]
@@ -243,7 +243,8 @@ def mlgym_step():
 def resources(disk=False):
     """What a process can leak: kB of memory, threads, file descriptors, containers and folders in /tmp of ours; with disk
     also kB in these folders, and kB that Docker holds in images and containers."""
-    from flatlab.sandbox.sandbox import IMAGE, docker_api, docker_problem
+    from flatlab.sandbox.backend import IMAGE
+    from flatlab.sandbox.docker import docker_api, docker_problem
 
     memory = (
         int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
@@ -285,9 +286,9 @@ def episodes_in_a_row(backend, count, say=lambda done: None, disk=False):
             begin = resources(disk)
         play(task, backend, 3 + n % 300, FAILING if n % 10 == 5 else EPISODE)
         say(n + 1)
-    from flatlab.sandbox.warm_pool import SPARES
+    from flatlab.sandbox.warm_pool import WARM_POOL
 
-    SPARES.close()
+    WARM_POOL.close()
     time.sleep(1)
     return begin, resources(disk)
 

@@ -19,6 +19,7 @@ from flatlab.episode.actions import extract_action
 from flatlab.episode.grading import Score
 from flatlab.episode.task import Task
 from flatlab.errors import SandboxFault
+from flatlab.sandbox import images
 from flatlab.sandbox.sandbox import Sandbox
 from tasks import load_task
 
@@ -638,14 +639,14 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
             self.close()
             return super().run(*args, **kwargs)
 
-    monkeypatch.setattr(env, "Sandbox", Breaking)
+    monkeypatch.setattr(images, "Sandbox", Breaking)
     episode = play(task, FakePolicy(block("ls")))
     assert episode.status == "fault" and episode.score is None and "closed" in episode.fault
 
     def no_start(*args, **kwargs):
         raise SandboxFault("no more containers")
 
-    monkeypatch.setattr(env, "Sandbox", no_start)
+    monkeypatch.setattr(images, "Sandbox", no_start)
     assert play(task, FakePolicy(block("ls"))).fault == "no more containers"
 
 

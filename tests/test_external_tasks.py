@@ -641,7 +641,7 @@ def in_a_sandbox(request):
         sandbox.docker_problem(sandbox.IMAGE)
         if request.param == "docker"
         else ""
-        if sandbox.local_isolation()[0]
+        if sandbox.get_backend("local").is_complete
         else "this machine has no namespaces for a local sandbox"
     )
     if problem:
@@ -928,7 +928,7 @@ def test_degenerate_is_what_was_found_or_is_known(mlgym):
 def test_command(tmp_path, name, code, words):
     from flatlab.sandbox import sandbox
 
-    if code == 0 and not sandbox.local_isolation()[0]:
+    if code == 0 and not sandbox.get_backend("local").is_complete:
         pytest.skip("this machine has no namespaces for a local sandbox")
     argv = [sys.executable, str(Path(tasks.__file__)), name, "--backend", "local"]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)

@@ -52,7 +52,8 @@ def rows(path):
 
 
 def alive_containers(pid):
-    from flatlab.sandbox.sandbox import IMAGE, docker_api, docker_problem
+    from flatlab.sandbox.backend import IMAGE
+    from flatlab.sandbox.docker import docker_api, docker_problem
 
     if docker_problem(IMAGE):
         return []

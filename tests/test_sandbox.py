@@ -1,10 +1,8 @@
-"""Real sandboxes, attacked and mistreated, in every backend that this machine has."""
+"""Real sandboxes, attacked and mistreated, in one backend; in all of them with --all-backends."""
 
-import ast
 import json
 import os
 import pwd
-import re
 import shutil
 import signal
 import socket
@@ -13,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,10 @@ import pytest
 import env
 from backends import EVERYWHERE, ISOLATED, containers_of, missing, needs_docker
 from flatlab.errors import ArtefactError, SandboxFault, UserError
-from flatlab.sandbox import boot, local, sandbox, snapshot
-from flatlab.sandbox.sandbox import IMAGE, Sandbox
+from flatlab.sandbox import backend as sandbox_backend
+from flatlab.sandbox import docker, local, sandbox, snapshot
+from flatlab.sandbox.backend import IMAGE
+from flatlab.sandbox.sandbox import Sandbox
 from helpers import PROJECT
 from tasks import load_task
 
@@ -65,7 +66,6 @@ def test_exit_code_output_and_time(box):
         False,
     )
     assert box.run("false", 10).exit_code == 1 and box.run("true", 10).exit_code == 0
-    assert sorted(box.run("true", 10).seconds for _ in range(30))[15] < 0.05
 
 
 def test_cwd_and_exported_variables_stay(box):
@@ -116,83 +116,41 @@ def test_deleted_cwd_goes_back_to_the_workspace(box):
     assert out(box, "pwd") == box.workspace
 
 
-# The shell that waits for the next command: it has the parent of this one.
-WAITING = "me=$BASHPID; sleep 0.3; ps -eo ppid=,pid= | awk -v up=$PPID -v me=$me '$1 == up && $2 != me {print $2}'"
+# Prints the processes with the parent of this shell, other than itself.
+SIBLINGS = "ps -eo ppid=,pid= | awk -v up=$PPID -v me=$BASHPID '$1 == up && $2 != me {print $2}'"
 
 
-@pytest.mark.fault(10, "the shell that waits for the next command is killed or stopped")
-@pytest.mark.parametrize("signal_name", ["KILL", "STOP"])
-def test_no_background_job_breaks_the_next_command(box, signal_name):
-    first = out(
-        box,
-        f"export KEPT=yes; ({WAITING} > pids; kill -{signal_name} $(cat pids)) > /dev/null 2>&1 & echo $$",
-    )
-    time.sleep(1)
-    assert box.run("true", 1).exit_code == 0
-    assert (
-        out(box, "cat pids").isdigit()
-        and out(box, "echo $KEPT") == "yes"
-        and first not in out(box, "cat pids")
-    )
-    box.run("unset KEPT; rm pids", 10)
-
-
-def test_the_waiting_shell_knows_what_happened_meanwhile(box):
-    """Each of these was wrong once: the shell had been started before."""
-    box.run(f"cd {box.workspace}; mkdir -p q; export A=old", 10)
-    box.run("cd q; export A=new", 10, bodies=["the text of an edit"])  # has a shell of its own
-    assert out(box, "echo ${PWD##*/} $A") == "q new"
-    box.run("(sleep 0.3; rmdir ../q; mkdir ../q) > /dev/null 2>&1 &", 10)
-    time.sleep(1)
-    assert out(box, "touch here; ls ../q") == "here"
-    time.sleep(1.2)
+def test_nothing_of_one_command_runs_or_counts_in_the_next(box):
+    box.run(f"cd {box.workspace}; mkdir -p q; cd q", 10)
+    box.run("(sleep 0.2; rmdir ../q; mkdir ../q) > /dev/null 2>&1 &", 10)
+    time.sleep(0.6)
+    assert out(box, "touch here; ls ../q") == "here"  # the new folder of that name
     assert out(box, "echo $SECONDS") == "0"
     box.run("export flatlab='echo not this'", 10)
     assert out(box, "echo this") == "this"
-    box.run("cd ..; rm -r q; unset A", 10)
+    box.call("sweep")
+    siblings = out(box, SIBLINGS).split()
+    assert not [pid for pid in siblings if out(box, f"cat /proc/{pid}/comm") == "bash"]
+    box.run("cd ..; rm -r q", 10)
 
 
-@pytest.mark.fault(
-    9, "jobs that use up all processes, and the shell that waits for the next command"
-)
-def test_no_process_is_left_for_the_waiting_shell(isolated):
+USE_UP = """
+import subprocess
+while True:
+    subprocess.Popen(["sleep", "30"], stdout=-3, stderr=-3)
+"""
+
+
+@pytest.mark.fault(9, "jobs that use up all processes")
+def test_no_process_is_left_for_a_command(isolated):
     with closing(Sandbox(isolated, processes=24)) as box:
         for _ in range(3):
-            box.run("echo a > f; for i in $(seq 40); do sleep 30 & done 2> /dev/null; exit 0", 10)
+            box.run(f"echo a > f; python3 -c '{USE_UP}' 2> /dev/null; exit 0", 10)
             assert box.get("f") == b"a\n" and out(box, "echo alive") == "alive"
 
 
-def test_the_waiting_shell_is_what_a_new_one_would_be(box):
-    commands = [
-        "echo $0 $- $# $SHLVL; shopt",
-        "set; declare -F",
-        "ls /proc/self/fd",
-        "echo ${",
-        "nosuch",
-        "cat",
-        "if true\nthen(",
-        "echo '\\a\\' \"$(tty)\"",
-    ]
-    seen = []
-    for waits in (True, False):
-        seen.append([])
-        for command in commands:
-            box.call("state", cwd=box.workspace)  # ends the waiting one
-            if waits:
-                box.run("true", 10)
-            text = box.run(command, 10).output
-            seen[-1].append(
-                [
-                    line
-                    for line in text.splitlines()
-                    if not re.match("BASHPID|PPID|RANDOM|SECONDS|EPOCH|SRANDOM|_=|BASH_ARG", line)
-                ]
-            )
-    assert seen[0] == seen[1]
-
-
 @pytest.mark.fault(10, "a command of 1 MB")
-@pytest.mark.parametrize("size", [10, 99_000, 200_000, 1_000_000])
+@pytest.mark.parametrize("size", [10, 200_000, 1_000_000])
 def test_commands_of_any_length(box, size):
     assert out(box, "x='" + "y\n" * (size // 2) + "'; echo ${#x}") == str(size)
 
@@ -315,35 +273,8 @@ def test_call_in_another_thread_ends_when_the_sandbox_is_closed(isolated):
     box.close()
 
 
-def test_a_call_on_a_sandbox_that_another_thread_has_closed_is_a_fault(box):
-    gone = Sandbox(box.backend)
-    gone.close()  # and with it what would be asked for last words
-    with pytest.raises(SandboxFault, match="^the sandbox is closed$"):
-        gone._fail(EOFError("it has ended"))
-
-
-def test_sweep_waits_for_processes_that_take_time_to_end():
-    tree = ast.parse((PROJECT / "flatlab" / "sandbox" / "guest" / "main.py").read_text())
-    code = next(
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "sweep"
-    )
-    end = time.monotonic() + 1.5
-
-    class Os:
-        @staticmethod
-        def kill(pid, number):
-            if time.monotonic() > end:
-                raise ProcessLookupError
-
-    names = {"reap": lambda: None, "MODE": "docker", "os": Os, "signal": signal, "time": time}
-    exec(compile(ast.Module([code], []), "runner.py", "exec"), names)
-    assert names["sweep"]() == ({}, b"")
-    end = time.monotonic() + 60
-    assert "survive" in names["sweep"]()[0]["error"]
-
-
 def test_life_is_limited(isolated, monkeypatch):
-    monkeypatch.setattr(boot, "LIFE", 1)
+    monkeypatch.setattr(sandbox_backend, "LIFE", 1)
     box = Sandbox(isolated)
     with pytest.raises(SandboxFault):
         box.run("sleep 30", 30)
@@ -689,32 +620,19 @@ def test_killed_owner_leaves_nothing(backend):
     assert backend != "landlock" or not Path(place).exists()
 
 
-@pytest.mark.fault(15, "the process that starts local sandboxes is killed")
-def test_a_killed_nursery_is_replaced():
-    with suppress(UserError):
-        sandbox.local_isolation()
-    box = Sandbox("local")
-    local.nursery[1].kill()
-    local.nursery[1].wait()
-    others = [Sandbox("local"), Sandbox("local")]
-    assert [out(b, "echo alive") for b in (box, *others)] == ["alive"] * 3
-    for b in (box, *others):
-        b.close()
-
-
 @pytest.mark.fault(20, "containers of a process that was killed earlier")
 @needs_docker
 def test_containers_of_dead_owners_are_removed_at_the_next_start():
     from docker.errors import APIError
 
-    api = sandbox.docker_api()
+    api = docker.docker_api()
     dead = subprocess.Popen(["true"])
     dead.wait()
     host = socket.gethostname()
     labels = {
         "dead": f"{host}:{dead.pid}:1",
         "reused": f"{host}:{os.getpid()}:1",
-        "alive": sandbox.owner_label(),
+        "alive": docker.owner_label(),
         "elsewhere": f"not-{host}:{dead.pid}:1",
     }
     boxes = {
@@ -722,8 +640,8 @@ def test_containers_of_dead_owners_are_removed_at_the_next_start():
         for name, label in labels.items()
     }
     try:
-        sandbox.docker_api.cache_clear()
-        sandbox.docker_api()
+        docker.docker_api.cache_clear()
+        docker.docker_api()
         left = {box["Id"] for box in api.containers(all=True, filters={"label": "flatlab.owner"})}
         assert {name for name, box in boxes.items() if box in left} == {"alive", "elsewhere"}
     finally:
@@ -750,7 +668,7 @@ def test_container_that_dies_is_a_fault():
     others = {box["Id"] for box in containers_of(os.getpid())}
     box = Sandbox("docker")
     mine = ({box["Id"] for box in containers_of(os.getpid())} - others).pop()
-    threading.Timer(0.5, lambda: sandbox.docker_api().kill(mine)).start()
+    threading.Timer(0.5, lambda: docker.docker_api().kill(mine)).start()
     with pytest.raises(SandboxFault):
         box.run("sleep 20", 20)
     with pytest.raises(SandboxFault):
@@ -846,10 +764,10 @@ def test_namespaces_of_an_ordinary_user(tmp_path):
 @pytest.fixture
 def no_daemon(monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
-    sandbox.docker_api.cache_clear()
+    docker.docker_api.cache_clear()
     sandbox.pick_backend.cache_clear()
     yield monkeypatch
-    sandbox.docker_api.cache_clear()
+    docker.docker_api.cache_clear()
     sandbox.pick_backend.cache_clear()
 
 
@@ -867,7 +785,8 @@ def test_no_daemon(no_daemon):
 
 
 def test_auto_falls_back_only_to_complete_isolation(no_daemon):
-    no_daemon.setattr(sandbox, "local_isolation", lambda: (True, "all covered"))
+    local = replace(sandbox.BACKENDS["namespaces"], covers="all covered")
+    no_daemon.setattr(sandbox, "get_backend", lambda name: local)
     name, line = sandbox.pick_backend("auto", IMAGE, False)
     assert (
         name == "local"
@@ -876,7 +795,7 @@ def test_auto_falls_back_only_to_complete_isolation(no_daemon):
         and "\n" not in line
     )
     sandbox.pick_backend.cache_clear()
-    no_daemon.setattr(sandbox, "local_isolation", lambda: (False, "half covered"))
+    local = replace(local, covers="half covered", is_complete=False)
     with pytest.raises(UserError, match="half covered"):
         sandbox.pick_backend("auto", IMAGE, False)
     assert sandbox.pick_backend("auto", IMAGE, True)[0] == "local"
@@ -885,6 +804,7 @@ def test_auto_falls_back_only_to_complete_isolation(no_daemon):
         sandbox.pick_backend("bubblewrap")
     with pytest.raises(UserError, match="Unknown backend 'dokcer'"):
         env.Env(load_task("titanic", "", ""), "dokcer")
+    no_daemon.undo()
     with pytest.raises(UserError, match="Unknown kind of sandbox"):
         Sandbox(
             "none"
@@ -894,22 +814,20 @@ def test_auto_falls_back_only_to_complete_isolation(no_daemon):
 def test_local_falls_back_to_landlock_and_says_what_is_missing(monkeypatch):
     if missing("landlock"):
         pytest.skip(missing("landlock"))
-    start = sandbox.start_local
 
-    def refuse(mode, **options):
-        if mode == "namespaces":
-            raise SandboxFault("unshare: Operation not permitted")
-        return start(mode, **options)
+    def refuse(spec):
+        raise SandboxFault("unshare: Operation not permitted")
 
-    monkeypatch.setattr(sandbox, "start_local", refuse)
-    sandbox.local_isolation.cache_clear()
-    complete, line = sandbox.local_isolation()
-    assert not complete and "not covered" in line
-    monkeypatch.setattr(sandbox, "start_local", lambda mode, **_: refuse("namespaces"))
-    sandbox.local_isolation.cache_clear()
+    refusing = {name: replace(sandbox.BACKENDS[name], start=refuse) for name in sandbox.LOCAL}
+    monkeypatch.setitem(sandbox.BACKENDS, "namespaces", refusing["namespaces"])
+    sandbox.local_kind.cache_clear()
+    found = sandbox.get_backend("local")
+    assert not found.is_complete and "not covered" in found.covers
+    monkeypatch.setitem(sandbox.BACKENDS, "landlock", refusing["landlock"])
+    sandbox.local_kind.cache_clear()
     with pytest.raises(UserError, match="cannot isolate"):
-        sandbox.local_isolation()
-    sandbox.local_isolation.cache_clear()
+        sandbox.get_backend("local")
+    sandbox.local_kind.cache_clear()
 
 
 def test_landlock_that_cannot_hide_a_folder_leaves_none_behind(monkeypatch, tmp_path):
@@ -925,10 +843,10 @@ def test_docker_image_and_permission(monkeypatch):
     with pytest.raises(UserError, match="no image flatlab/nothing:here; get it with"):
         sandbox.pick_backend("docker", "flatlab/nothing:here")
     assert sandbox.pick_backend("docker") == ("docker", f"docker, image {IMAGE}")
-    import docker
+    from docker import errors
 
     def refused():
-        raise docker.errors.DockerException(
+        raise errors.DockerException(
             "Error while fetching server API version: ('Connection aborted.', PermissionError(13, 'Permission denied'))"
         )
 

@@ -94,15 +94,15 @@ def run_grader(
     try:
         files = task.grading_files(artefacts)
         stale = [
-            path for path in sandbox.given if path not in files
-        ]  # given, and the agent has removed it
+            path for path in sandbox.premounted if path not in files
+        ]  # premounted, and the agent has removed it
         if stale:
             sandbox.remove(stale)
         sandbox.put(
             {
                 path: source
                 for path, source in files.items()
-                if path not in sandbox.given or source != task.public.get(path)
+                if path not in sandbox.premounted or source != task.public.get(path)
             },
             user="root",
             mode=0o600,

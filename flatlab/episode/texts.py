@@ -61,11 +61,3 @@ def position_text(score: Score) -> str:
         if score.position is None
         else f"\nposition: {score.position:.4f} (share of the leaderboards that is not better)"
     )
-
-
-FILE_COMMANDS_TEXT = """Beside bash there are these commands for files:
-open <file> [<line>], goto <line>, scroll_up, scroll_down: show part of a file; it is then the open file
-create <file>: an empty one, opened
-edit <first>:<last>, then the new lines, then a line end_of_edit: replaces lines of the open file
-insert <line>, then the new lines, then a line end_of_insert: adds lines behind that one
-search_dir <text> [<folder>], search_file <text> [<file>], find_file <pattern> [<folder>]"""

@@ -1,10 +1,9 @@
-"""Docker: starting a container whose main process is the runner, and images prepared for a task."""
+"""Docker sandboxes: a container whose main process is the program of guest/."""
 
 from __future__ import annotations
 
 import functools
 import os
-import re
 import secrets
 import socket
 import threading
@@ -13,80 +12,107 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from flatlab.cache import content_key
-from flatlab.episode.task import Task
-from flatlab.errors import SandboxFault, UserError
-from flatlab.sandbox.boot import CONDA_PACKAGES, PACKAGES, boot_texts, runner_config
-
-IMAGE = "aigym/mlgym-agent:latest"
-PREPARE_BYTES = 8 << 20  # public files of a task beyond this are baked into an image once
-STARTS = threading.Semaphore(8)  # at once: a daemon that is asked for more gets slow, not quick
-GONE_BY = 30  # seconds after its end by which a container has removed itself, else we do
-CACHE = (
-    "/opt/flatlab/huggingface"  # where a Hugging Face cache of this machine is mounted, read-only
+from flatlab.errors import SandboxFault
+from flatlab.sandbox.backend import (
+    PACKAGE_FOLDERS,
+    Backend,
+    Connection,
+    Spec,
+    boot_program,
+    guest_config,
 )
 
-# The first python3 of the image; MLGym's image has its packages in this environment.
+STARTS = threading.Semaphore(8)  # a daemon that is asked for more at once only gets slower
+GONE_BY = 30  # seconds in which an ended container removes itself; after that it is removed here
+CACHE = "/opt/flatlab/huggingface"  # where the Hugging Face cache of this machine is mounted
+CACHE_LINKS = "/home/agent/.cache/huggingface"  # a writable folder with links into it
+CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
+
+# Uses the first python3 of the image; MLGym's image has its packages in this environment.
 FIND_PYTHON = (
     "p=/home/agent/miniconda3/envs/mlgym_generic/bin; [ -d $p ] && PATH=$p:$PATH; export PATH; "
     'exec python3 -I -S -c "$0"'
 )
-ended: deque[tuple[float, str]] = (
-    deque()
-)  # when a container was closed or failed to start, and its name
+ended: deque[tuple[float, str]] = deque()  # (when, name) of closed or failed containers
 
 
-def start_docker(
-    image: str,
-    memory: int,
-    disk: int,
-    cpus: float,
-    processes: int,
-    env: dict,
-    network: bool,
-    gpu: bool,
-    hf_cache: str,
-    forget: tuple[str, ...],
-    **_,
-):
-    """A container that removes itself when the runner in it ends: (id, connection, function that ends it)."""
+def conda_folders() -> tuple[str, ...]:
+    """Patterns of package folders in images with conda."""
+    folders = []
+    for conda in ("/home/agent/miniconda3", "/opt/conda"):
+        for part in ("", "envs/*/", "pkgs/*/"):
+            folders.append(f"{conda}/{part}lib/python3*/site-packages")
+    return tuple(folders)
+
+
+class AttachedStream:
+    """The attached socket of a container: stdout as a plain stream, stderr kept aside.
+
+    Docker puts 8 bytes before each piece of data: 1 (stdout) or 2 (stderr), three zeros, length.
+    """
+
+    def __init__(self, response):
+        self.response = response  # closing it closes the connection to the daemon
+        self.socket = response._sock
+        self.raw = bytearray()
+        self.stderr = bytearray()
+        self.settimeout = self.socket.settimeout
+        self.sendall = self.socket.sendall
+        self.shutdown = self.socket.shutdown
+
+    def recv(self, most: int) -> bytes:
+        """Data of stdout, of any length; b"" at the end."""
+        while True:
+            data = self.socket.recv(most)
+            if not data:
+                return b""
+            self.raw += data
+            stdout = self.split()
+            if stdout:
+                return stdout
+
+    def split(self) -> bytes:
+        """Takes the complete pieces out of `raw`. Returns those of stdout."""
+        stdout = bytearray()
+        while len(self.raw) >= 8:
+            end = 8 + int.from_bytes(self.raw[4:8], "big")
+            if len(self.raw) < end:
+                break
+            target = stdout if self.raw[0] == 1 else self.stderr
+            target += self.raw[8:end]
+            del self.raw[:end]
+        return bytes(stdout)
+
+    def close(self) -> None:
+        self.response.close()
+
+    def errors(self) -> str:
+        return self.stderr.decode("utf-8", "replace")
+
+
+def start_docker(spec: Spec) -> Connection:
+    """Starts a container that removes itself when the program in it ends. Raises SandboxFault."""
     from docker.errors import APIError, DockerException
-    from docker.types import DeviceRequest, LogConfig
 
-    api, name = docker_api(), f"flatlab-{secrets.token_hex(8)}"
+    api = docker_api()
+    name = f"flatlab-{secrets.token_hex(8)}"
     remove_ended(api)
-    if hf_cache:
-        env = {"HF_HOME": "/home/agent/.cache/huggingface", "HF_HUB_OFFLINE": "1", **env}
+    env = spec.env
+    if spec.hf_cache:
+        env = {"HF_HOME": CACHE_LINKS, "HF_HUB_OFFLINE": "1", **env}
+    config = guest_config(
+        "docker",
+        env,
+        limits={"CORE": 0, "FSIZE": spec.disk},
+        hidden_data=spec.hide_package_data,
+        package_folders=PACKAGE_FOLDERS + conda_folders(),
+        copies=[[CACHE, CACHE_LINKS]] if spec.hf_cache else [],
+    )
+    boot, text = boot_program(config)
     try:
-        host = api.create_host_config(
-            # No log: the daemon would write all that goes over the connection to its disk.
-            auto_remove=True,
-            log_config=LogConfig(type="none"),
-            mem_limit=memory,
-            memswap_limit=memory,
-            pids_limit=processes,
-            nano_cpus=int(min(cpus, os.cpu_count()) * 1e9),
-            shm_size=256 << 20,
-            security_opt=["no-new-privileges"],
-            network_mode="bridge" if network else "none",
-            binds=[f"{Path(hf_cache).expanduser().resolve()}:{CACHE}:ro"] if hf_cache else None,
-            device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if gpu else None,
-            cap_drop=["ALL"],
-            cap_add=["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"],
-        )
-        boot, text = boot_texts(
-            runner_config(
-                "docker",
-                env,
-                limits={"CORE": 0, "FSIZE": disk},
-                forget=forget,
-                packages=PACKAGES + CONDA_PACKAGES,
-                copies=[[CACHE, "/home/agent/.cache/huggingface"]] if hf_cache else [],
-            )
-        )
         with STARTS:
-            box = api.create_container(
-                image,
+            container = api.create_container(
+                spec.image,
                 [boot],
                 name=name,
                 entrypoint=["/bin/sh", "-c", FIND_PYTHON],
@@ -95,30 +121,55 @@ def start_docker(
                 hostname="sandbox",
                 working_dir="/",
                 labels={"flatlab.owner": owner_label()},
-                host_config=host,
-                network_disabled=not network,
-            )["Id"]  # an empty network namespace, without half a second of CPU time
-            # Before the start, so that nothing is missed.
-            wire = api.attach_socket(
-                box, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
-            )
-            api.start(box)
-        wire._sock.sendall(text)
+                host_config=host_config(api, spec),
+                # An empty network namespace, without half a second of CPU time.
+                network_disabled=not spec.network,
+            )["Id"]
+            # Attached before the start, so that nothing is missed.
+            params = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
+            stream = AttachedStream(api.attach_socket(container, params=params))
+            api.start(container)
+        stream.sendall(text)
     except (APIError, DockerException, OSError) as error:
-        ended.appendleft((0.0, name))  # made but not started, it would stay
-        raise SandboxFault(
-            f"Docker did not start a container: {' '.join(str(error).split())[:300]}"
-        ) from error
+        ended.appendleft((0.0, name))  # created but not started, it would stay
+        reason = " ".join(str(error).split())[:300]
+        raise SandboxFault(f"Docker did not start a container: {reason}") from error
 
-    def stop():
-        wire.close()  # the runner sees that, and its end is that of the container
+    def stop():  # the program inside has seen the end of the connection; its end ends the container
         ended.append((time.monotonic(), name))
 
-    return box, wire._sock, stop
+    return Connection(stream, stop, stream.errors, container)
+
+
+def host_config(api, spec: Spec):
+    from docker.types import DeviceRequest, LogConfig
+
+    binds = None
+    if spec.hf_cache:
+        binds = [f"{Path(spec.hf_cache).expanduser().resolve()}:{CACHE}:ro"]
+    gpus = None
+    if spec.gpu:
+        gpus = [DeviceRequest(count=-1, capabilities=[["gpu"]])]
+    return api.create_host_config(
+        auto_remove=True,
+        # The daemon would write everything that goes over the connection to its disk.
+        log_config=LogConfig(type="none"),
+        mem_limit=spec.memory,
+        memswap_limit=spec.memory,
+        pids_limit=spec.processes,
+        nano_cpus=int(min(spec.cpus, os.cpu_count()) * 1e9),
+        shm_size=256 << 20,
+        security_opt=["no-new-privileges"],
+        network_mode="bridge" if spec.network else "none",
+        binds=binds,
+        device_requests=gpus,
+        cap_drop=["ALL"],
+        cap_add=CAPABILITIES,
+    )
 
 
 def remove_ended(api) -> None:
-    """Removes containers that should have removed themselves long ago, and those that failed to start."""
+    """Removes containers that failed to start, and those that should have removed themselves."""
     from docker.errors import APIError, DockerException
 
     while ended and ended[0][0] < time.monotonic() - GONE_BY:
@@ -139,21 +190,27 @@ def owner_label(pid: int | None = None) -> str:
     return f"{socket.gethostname()}:{pid}:{started}"
 
 
+def owner_is_dead(owner: str) -> bool:
+    """Whether the label names a process of this machine that has ended."""
+    host, pid, _ = owner.rsplit(":", 2)
+    if host != socket.gethostname():
+        return False
+    try:
+        return owner_label(int(pid)) != owner
+    except OSError:
+        return True
+
+
 @functools.cache
 def docker_api():
-    """The connection to the daemon, after removing containers of owners on this machine that are dead."""
+    """The connection to the daemon. Removes containers whose owners on this machine are dead."""
     import docker
 
     api = docker.APIClient(
         **docker.utils.kwargs_from_env(), version="auto", timeout=5, max_pool_size=64
     )
     for box in api.containers(all=True, filters={"label": "flatlab.owner"}):
-        owner = box["Labels"]["flatlab.owner"]
-        host, pid, _ = owner.rsplit(":", 2)
-        alive = False
-        with suppress(OSError):
-            alive = owner_label(int(pid)) == owner
-        if host == socket.gethostname() and not alive:
+        if owner_is_dead(box["Labels"]["flatlab.owner"]):
             with suppress(docker.errors.APIError):  # it is removing itself right now
                 api.remove_container(box["Id"], force=True)
     api.timeout = 120
@@ -161,7 +218,7 @@ def docker_api():
 
 
 def docker_problem(image: str) -> str:
-    """Why Docker cannot be used with this image, as one sentence; empty when it can."""
+    """Why Docker cannot be used with this image, as one sentence; empty if it can."""
     try:
         import docker
     except ImportError:
@@ -173,119 +230,17 @@ def docker_problem(image: str) -> str:
         return f"Docker runs but has no image {image}; get it with `docker pull {image}`."
     except (docker.errors.DockerException, OSError) as error:
         if "PermissionError" in str(error) or "Permission denied" in str(error):
-            return f"This user has no permission on the Docker socket {where}; add it to the group docker and log in."
+            return (
+                f"This user has no permission on the Docker socket {where}; "
+                "add it to the group docker and log in."
+            )
         return f"No Docker daemon answers at {where}."
     return ""
 
 
-# ---------------------------------------------------------------------------------------------- prepared images
-
-preparing = threading.Lock()
-prepared: dict[
-    tuple, str
-] = {}  # what was asked for -> image: found without reading files and asking the daemon
-
-
-def prepared_image(task: Task, image: str, network: bool, make_sandbox) -> str:
-    """An image with the task's public files and requirements in it: made once, found later; older ones are removed.
-
-    For a task with little of both it is `image` itself. Raises UserError when requirements cannot be installed. Files
-    that change while this process runs are not seen.
-    """
-    asked = task.name, image, tuple(sorted(task.public.items())), task.requirements
-    if asked not in prepared:
-        prepared[asked] = find_image(task, image, network, make_sandbox)
-    return prepared[asked]
-
-
-def find_image(task: Task, image: str, network: bool, make_sandbox) -> str:
-    """See prepared_image."""
-    files = (
-        task.public
-        if sum(path.stat().st_size for path in task.public.values()) > PREPARE_BYTES
-        else {}
-    )
-    if not files and not task.requirements:
-        return image
-    from docker.errors import APIError
-
-    api = docker_api()
-    sources = [*files.values(), *([task.requirements] if task.requirements else [])]
-    key = content_key(api.inspect_image(image)["Id"], *files, *sources)
-    name = "flatlab/" + (re.sub(r"[^a-z0-9]+", "-", task.name.lower()).strip("-") or "task")
-    with preparing:
-        if not api.images(f"{name}:{key}"):
-            build_image(api, task, files, name, key, network, make_sandbox)
-            for old in api.images(name):
-                for tag in set(old["RepoTags"] or []) - {f"{name}:{key}"}:
-                    with suppress(APIError):  # a running container still uses it
-                        api.remove_image(tag)
-    return f"{name}:{key}"
-
-
-def build_image(
-    api, task: Task, files: dict, name: str, key: str, network: bool, make_sandbox
-) -> None:
-    """Commits a container that got the files and the requirements."""
-    box = make_sandbox(network=False)
-    try:
-        if task.requirements and missing_requirements(box, task):
-            box.close()
-            if not network:
-                raise UserError(needs_packages(task))
-            box = make_sandbox(network=True)
-            install(box, task)
-        box.put(files)
-        api.commit(box.container, repository=name, tag=key)
-    finally:
-        box.close()
-
-
-def requirement_names(path: Path) -> list[str]:
-    """Names of the packages in a requirements.txt, without versions and options."""
-    lines = (line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
-    return [match[0] for line in lines if (match := re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", line))]
-
-
-PRESENT = """
-import importlib.metadata, sys
-for name in sys.argv[1:]:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        print(name)
-"""
-
-
-def missing_requirements(box, task: Task) -> list[str]:
-    """Those of the task's requirements that the Python in a sandbox lacks."""
-    argv = ["python3", "-c", PRESENT, *requirement_names(task.requirements)]
-    return box.program(argv, 60)[0].decode().split()
-
-
-def needs_packages(task: Task) -> str:
-    return (
-        f"Task {task.name} needs the packages in {task.requirements}; with --network they are installed once, into "
-        "a Docker image for the task."
-    )
-
-
-def install(box, task: Task) -> None:
-    """pip install of the requirements, for all users of the sandbox. Raises UserError with pip's last line."""
-    text = task.requirements.read_bytes()
-    argv = [
-        "python3",
-        "-m",
-        "pip",
-        "install",
-        "--no-cache-dir",
-        "--break-system-packages",
-        "-r",
-        "/dev/stdin",
-    ]
-    result = box.run(argv, 3600, user="root", stdin=text)
-    if result.exit_code:
-        last = (result.output.strip().splitlines() or ["no message"])[-1]
-        raise UserError(
-            f"The packages in {task.requirements} cannot be installed in the image ({last})."
-        )
+DOCKER = Backend(
+    start_docker,
+    "docker: own files, processes and users, no network, memory and processes limited in total",
+    is_container=True,
+    writable=None,
+)

@@ -1,7 +1,9 @@
-"""All that was written in a sandbox as one tar, and back into another sandbox. Never unpacked on this machine.
+"""Everything that was written in a sandbox as one tar, and back into another sandbox.
 
-The members are the workspace, relative to it (./solve.py), and two of our own: REST, a tar of what was written elsewhere
-(installed packages, /tmp, the home), and STATE: cwd, exported variables, and what was deleted from the image.
+The tar is never unpacked on this machine. Its members are the workspace, relative to it
+(./solve.py), and two of our own: REST, a tar of what was written elsewhere (installed packages,
+/tmp, the home), and STATE: cwd, exported variables, and the entries of changed folders, from which
+follows what was deleted.
 """
 
 from __future__ import annotations
@@ -13,20 +15,37 @@ import tarfile
 from pathlib import PurePosixPath
 
 from flatlab.errors import SandboxFault
-from flatlab.sandbox.sandbox import COPY_BYTES, Sandbox
+from flatlab.sandbox.sandbox import BACKENDS, COPY_BYTES, Sandbox
 
-STATE, REST = ".flatlab-state", ".flatlab-rest.tar"
+STATE = ".flatlab-state"
+REST = ".flatlab-rest.tar"
+PACK_OPTIONS = (
+    "--format=posix",
+    "--pax-option=delete=atime,delete=ctime",
+    "--no-recursion",
+    "--ignore-failed-read",  # files that their own user cannot read are left out
+    "--null",
+    "--verbatim-files-from",
+)
+UNPACK_OPTIONS = (
+    "--anchored",
+    "--no-wildcards",  # with wildcards a folder costs its depth squared
+    f"--exclude=./{STATE}",
+    f"--exclude={STATE}",
+    f"--exclude={REST}",
+)
 roots_of: dict[str, list[str]] = {}  # image -> where its commands can write
 
 
 def take(box: Sandbox) -> bytes:
-    """Ends the background processes, and packs. Raises SandboxFault when it is too much."""
+    """Ends the background processes, and packs. Raises SandboxFault if it is too much."""
     box.call("sweep")
-    changes = written(box)
-    paths = changes["paths"]
-    inside = [
-        path for path in paths if path == box.workspace or path.startswith(box.workspace + "/")
-    ]
+    changes = box.call("written", roots=writable_roots(box))[0]
+    inside = []
+    outside = []
+    for path in changes["paths"]:
+        is_inside = path == box.workspace or path.startswith(box.workspace + "/")
+        (inside if is_inside else outside).append(path)
     state, exports = box.call("state")
     notes = {
         "cwd": state["cwd"],
@@ -34,7 +53,7 @@ def take(box: Sandbox) -> bytes:
         "home": home(box),
         "folders": changes["folders"],
     }
-    rest = pack(box, [path for path in paths if path not in set(inside)], root(box))
+    rest = pack(box, outside, top_folder(box))
     out = io.BytesIO(pack(box, inside, box.workspace))
     try:
         with tarfile.open(fileobj=out, mode="a") as tar:
@@ -51,64 +70,48 @@ def put_back(box: Sandbox, files: bytes) -> None:
     """Unpacks into a sandbox that was made in the same way. Raises SandboxFault."""
     try:
         with tarfile.open(fileobj=io.BytesIO(files)) as tar:
-            notes, rest = json.load(tar.extractfile(STATE)), tar.extractfile(REST).read()
+            notes = json.load(tar.extractfile(STATE))
+            rest = tar.extractfile(REST).read()
     except (tarfile.TarError, KeyError) as error:
         raise SandboxFault(f"the copied files cannot be read: {error}") from error
-    move = lambda text: (
-        text.replace(notes["home"], home(box), 1) if text.startswith(notes["home"]) else text
-    )
-    box.call("prune", folders={move(folder): names for folder, names in notes["folders"].items()})
-    unpack(box, rest, root(box))
+    old_home = notes["home"]
+
+    def moved(path):
+        """The path in this sandbox: with Landlock, each one has a home of its own."""
+        return path.replace(old_home, home(box), 1) if path.startswith(old_home) else path
+
+    folders = {moved(folder): names for folder, names in notes["folders"].items()}
+    box.call("prune", folders=folders)
+    unpack(box, rest, top_folder(box))
     unpack(box, files, box.workspace)
-    box.call(
-        "state",
-        notes["exports"].replace(notes["home"], home(box)).encode("latin-1"),
-        cwd=move(notes["cwd"]),
-    )
+    exports = notes["exports"].replace(old_home, home(box)).encode("latin-1")
+    box.call("state", exports, cwd=moved(notes["cwd"]))
 
 
 def home(box: Sandbox) -> str:
     return str(PurePosixPath(box.workspace).parent)
 
 
-def root(box: Sandbox) -> str:
-    """What a sandbox has for itself, and may write to in part."""
-    return home(box) if box.backend == "landlock" else "/"
+def top_folder(box: Sandbox) -> str:
+    """The folder that holds everything a sandbox can write to."""
+    return home(box) if BACKENDS[box.backend].writable == () else "/"
 
 
-def written(box: Sandbox) -> dict:
-    """{"paths": what differs from a new sandbox, "folders": names of all entries of the folders among them}."""
-    if box.backend == "landlock":  # everything in these is private; the rest is read-only
-        roots = [home(box)]
-    elif box.backend == "namespaces":
-        roots = [home(box), "/tmp", "/dev/shm"]
-    else:
-        if box.image not in roots_of:
-            roots_of[box.image] = box.call("writable", root="/")[0]["roots"]
-        roots = roots_of[box.image] + ["/dev/shm"]
-    return box.call("written", roots=roots)[0]
+def writable_roots(box: Sandbox) -> list[str]:
+    """Files and folders that commands can write to; everything below them may have changed."""
+    writable = BACKENDS[box.backend].writable
+    if writable is not None:
+        return [home(box), *writable]
+    if box.image not in roots_of:
+        roots_of[box.image] = box.call("writable", root="/")[0]["roots"]
+    return roots_of[box.image] + ["/dev/shm"]
 
 
 def pack(box: Sandbox, paths: list[str], place: str) -> bytes:
     names = [os.path.join(".", os.path.relpath(path, place)) for path in paths]
-    argv = [
-        "/bin/tar",
-        "-C",
-        place,
-        "--format=posix",
-        "--pax-option=delete=atime,delete=ctime",
-        "--no-recursion",
-        "--ignore-failed-read",  # what its own user cannot read is left out
-        "--null",
-        "--verbatim-files-from",
-        "-T",
-        "-",
-        "-cf",
-        "-",
-    ]
-    data, reply = box.program(
-        argv, 120, user="root", stdin=b"\0".join(map(os.fsencode, names)), limit=COPY_BYTES
-    )
+    argv = ["/bin/tar", "-C", place, *PACK_OPTIONS, "-T", "-", "-cf", "-"]
+    stdin = b"\0".join(os.fsencode(name) for name in names)
+    data, reply = box.program(argv, 120, user="root", stdin=stdin, limit=COPY_BYTES)
     if reply["code"] or reply["dropped"]:
         raise SandboxFault(
             f"the files cannot be copied: more than {COPY_BYTES >> 20} MB, or tar failed"
@@ -117,17 +120,6 @@ def pack(box: Sandbox, paths: list[str], place: str) -> bytes:
 
 
 def unpack(box: Sandbox, files: bytes, place: str) -> None:
-    argv = [
-        "/bin/tar",
-        "-C",
-        place,
-        "--anchored",
-        "--no-wildcards",  # else each costs (depth of a folder) squared
-        f"--exclude=./{STATE}",
-        f"--exclude={STATE}",
-        f"--exclude={REST}",
-        "-xpf",
-        "-",
-    ]
+    argv = ["/bin/tar", "-C", place, *UNPACK_OPTIONS, "-xpf", "-"]
     if box.program(argv, 120, user="root", stdin=files)[1]["code"]:
         raise SandboxFault("the copied files cannot be unpacked")

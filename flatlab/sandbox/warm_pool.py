@@ -1,114 +1,105 @@
-"""Containers that are started ahead of time."""
+"""Containers that are started ahead of time, so that no episode waits for one."""
 
 from __future__ import annotations
 
 import atexit
 import threading
-import time
+from collections import Counter, deque
+from concurrent.futures import Future
 from contextlib import suppress
 
 from flatlab.errors import SandboxFault
 from flatlab.sandbox.sandbox import Sandbox
 
 
-class Spares:
-    """Sandboxes that are started ahead, so that nobody waits for a container. Each is used once, or closed when idle."""
+class WarmPool:
+    """Queues of starting or started sandboxes, one per set of options. Each is used once."""
 
-    IDLE, MOST = (
-        30.0,
-        4,
-    )  # seconds; so many of a kind, and only as many as takers came at once (but see expect)
+    IDLE = 30.0  # seconds without a `take` after which unused sandboxes are closed
+    MOST = 4  # sandboxes ahead per set of options, unless `expect` asks for more
 
-    def __init__(self):
+    def __init__(self, make=Sandbox):
+        self.make = make
         self.lock = threading.Lock()
-        self.ready: dict[str, list[Sandbox]] = {}
-        self.coming: dict[str, int] = {}
-        self.wanted: dict[str, int] = {}
-        self.takes: dict[str, tuple] = {}  # since the last `expect`: (how many, make, options)
-        self.taken, self.timer, self.round = (
-            0.0,
-            None,
-            0,
-        )  # round: of those that a `close` ends together
+        self.options: dict[str, tuple[str, dict]] = {}  # key -> (backend, options)
+        self.queues: dict[str, deque[Future]] = {}
+        self.wanted: Counter[str] = Counter()  # how often `take` found an empty queue, up to MOST
+        self.taken: Counter[str] = Counter()  # since the last `expect`
+        self.timer: threading.Timer | None = None
         atexit.register(self.close)
 
-    def take(self, make, env: dict[str, str], **options) -> Sandbox:
-        """make("docker", **options), with this added to its environment. Raises SandboxFault."""
-        key = repr((make, sorted(options.items())))
+    def take(self, backend: str, env: dict[str, str], **options) -> Sandbox:
+        """A sandbox with these options and environment variables. Raises SandboxFault."""
+        key = repr((backend, sorted(options.items())))
         with self.lock:
-            self.taken, boxes = time.monotonic(), self.ready.setdefault(key, [])
-            self.takes[key] = self.takes.get(key, (0,))[0] + 1, make, options
-            box = boxes.pop(0) if boxes else None
-            if not box:
-                self.wanted[key] = min(self.MOST, self.wanted.get(key, 0) + 1)
-            self._start_more(key, make, options)
-        while box:
-            with suppress(SandboxFault):  # it may have died meanwhile
-                box.call("configure", env=env)
-                return box
-            box.close()
-            with self.lock:
-                box = self.ready[key].pop(0) if self.ready[key] else None
-        return make("docker", env=env, **options)
+            self.options[key] = (backend, options)
+            queue = self.queues.setdefault(key, deque())
+            self.taken[key] += 1
+            if not queue:
+                self.wanted[key] = min(self.MOST, self.wanted[key] + 1)
+            waiting = queue.popleft() if queue else None
+            self._fill(key, self.wanted[key])
+            self._restart_timer(self.IDLE)
+        if waiting:
+            with suppress(SandboxFault):  # it did not start, or has died since
+                box = waiting.result()
+                try:
+                    box.call("configure", env=env)
+                    return box
+                except SandboxFault:
+                    box.close()
+        return self.make(backend, env=env, **options)
 
-    def expect(self, most: int, seconds: float = 600.0) -> None:
-        """Starts `most` now, of the kinds that were taken since the last call, in proportion. Within that time somebody
-        takes them."""
+    def expect(self, count: int, seconds: float = 600.0) -> None:
+        """Starts `count` sandboxes now, which are taken within that time.
+
+        Their options are those taken since the last call, in proportion.
+        """
         with self.lock:
-            taken, self.takes = self.takes, {}
-            total = sum(count for count, _, _ in taken.values())
-            self.taken = time.monotonic() + seconds * bool(taken)
-            for key, (count, make, options) in taken.items():
-                share = min(-(-most * count // total), most)
-                self._start_more(key, make, options, share)
-                most, total = most - share, total - count
+            taken, self.taken = self.taken, Counter()
+            total = taken.total()
+            for key, times in taken.items():
+                share = min(-(-count * times // total), count)
+                self._fill(key, share)
+                count -= share
+                total -= times
+            if taken:
+                self._restart_timer(self.IDLE + seconds)
 
-    def _start_more(self, key: str, make, options: dict, most: int = 0) -> None:
-        for _ in range(
-            max(most, self.wanted.get(key, 0)) - len(self.ready[key]) - self.coming.get(key, 0)
-        ):
-            self.coming[key] = self.coming.get(key, 0) + 1
-            threading.Thread(target=self._start, args=(key, make, options, self.round)).start()
-        if self.timer is None:
-            self._arm()
+    def close(self) -> None:
+        """Ends all sandboxes that nobody has taken, also those that are still starting."""
+        with self.lock:
+            futures = [future for queue in self.queues.values() for future in queue]
+            self.queues.clear()
+            self.wanted.clear()
+        for future in futures:
+            future.add_done_callback(close_result)
 
-    def _arm(self) -> None:
-        self.timer = threading.Timer(self.IDLE, self._look)
+    def _fill(self, key: str, count: int) -> None:
+        queue = self.queues.setdefault(key, deque())
+        while len(queue) < count:
+            future = Future()
+            queue.append(future)
+            threading.Thread(target=self._start, args=(key, future)).start()
+
+    def _start(self, key: str, future: Future) -> None:
+        backend, options = self.options[key]
+        try:
+            future.set_result(self.make(backend, **options))
+        except Exception as error:  # `take` sees it
+            future.set_exception(error)
+
+    def _restart_timer(self, seconds: float) -> None:
+        if self.timer:
+            self.timer.cancel()
+        self.timer = threading.Timer(seconds, self.close)
         self.timer.daemon = True
         self.timer.start()
 
-    def _start(self, key: str, make, options: dict, number: int) -> None:
-        try:
-            box = make("docker", **options)
-        except SandboxFault:  # whoever needs one will see the reason
-            box = None
-        with self.lock:
-            self.coming[key] -= 1
-            late = number != self.round  # the others have been closed meanwhile
-            if box and not late:
-                self.ready[key].append(box)
-        if box and late:
-            box.close()
 
-    def _look(self) -> None:
-        with self.lock:
-            self.timer, idle = None, self.taken < time.monotonic() - self.IDLE
-            if not idle:
-                self._arm()
-        if idle:
-            self.close()
-
-    def close(self) -> None:
-        """Ends all that nobody has taken."""
-        with self.lock:
-            boxes = [box for some in self.ready.values() for box in some]
-            self.ready, self.wanted, self.round = (
-                {key: [] for key in self.ready},
-                {},
-                self.round + 1,
-            )
-        for box in boxes:
-            box.close()
+def close_result(future: Future) -> None:
+    if not future.exception():
+        future.result().close()
 
 
-SPARES = Spares()
+WARM_POOL = WarmPool()

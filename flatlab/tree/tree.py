@@ -20,7 +20,7 @@ from statistics import fmean, stdev
 
 from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
-from flatlab.sandbox.boot import readable
+from flatlab.sandbox.sandbox import readable
 from flatlab.tree import prompts
 
 CODE = {

@@ -1,0 +1,129 @@
+"""What a sandbox is asked for, what a backend has to provide, and the program that runs inside.
+
+A new backend is a file like local.py with a start function and a `Backend`, and an entry in
+`BACKENDS` in sandbox.py; and a function in guest/isolate.py if it has to isolate from inside.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flatlab.sandbox.guest.config import Config
+
+IMAGE = "aigym/mlgym-agent:latest"
+WORKSPACE = "/home/agent/workspace"
+TOOLS = "/opt/flatlab/bin"
+LIFE = 24 * 3600  # seconds after which a sandbox ends by itself
+GRACE = 2  # seconds between SIGTERM and SIGKILL
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a sandbox is asked for. A backend ignores what does not apply to it."""
+
+    image: str = IMAGE  # docker
+    memory: int = 4 << 30  # bytes; docker: in total, local: per process
+    disk: int = 1 << 30  # bytes per file; local: also per tmpfs
+    cpus: float = 2.0  # docker
+    processes: int = 256
+    env: dict[str, str] = field(default_factory=dict)  # added to the variables of commands
+    network: bool = False  # True: this machine's network (local) or a bridge (docker)
+    gpu: bool = False  # docker: all GPUs
+    hf_cache: str | None = None  # docker: Hugging Face cache of this machine, mounted read-only
+    hide: tuple[str, ...] = ()  # local: folders of this machine that must not be visible
+    # Folders relative to where Python packages lie that are empty in there (not with Landlock).
+    hide_package_data: tuple[str, ...] = ()
+    # Workspace path -> file of this machine: in the image already (docker) or mounted read-only.
+    premounted: dict[str, Path] = field(default_factory=dict)
+
+
+@dataclass
+class Connection:
+    """A started sandbox as its backend sees it."""
+
+    stream: object  # has recv, sendall, settimeout, shutdown and close, as a socket
+    stop: Callable[[], None]  # releases what is left after the stream was closed
+    errors: Callable[[], str]  # what the program inside has written to stderr so far
+    container: str | None = None  # its id
+
+
+@dataclass(frozen=True)
+class Backend:
+    start: Callable[[Spec], Connection]
+    covers: str  # one line: what it isolates, and what it does not
+    is_complete: bool = True  # False: only the stand-in model uses it unless it is asked for
+    is_container: bool = False  # has images and GPUs, starts slowly enough to start ahead
+    can_premount: bool = True  # Spec.premounted works
+    # Where commands can write beside their home; () nowhere, None: depends on the image.
+    writable: tuple[str, ...] | None = ()
+
+
+PACKAGE_FOLDERS = ("/usr/lib/python3*/*-packages", "/usr/local/lib/python3*/*-packages")
+GUEST_MODULES = ("config", "isolate", "files", "main")  # in the order of their imports
+DEFAULT_ENV = {
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+    "PAGER": "cat",
+    "GIT_PAGER": "cat",
+    "EDITOR": "true",
+    "USER": "agent",
+    "DEBIAN_FRONTEND": "noninteractive",
+    "GIT_TERMINAL_PROMPT": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "PIP_NO_INPUT": "1",
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    "OMP_NUM_THREADS": "2",
+    "OPENBLAS_NUM_THREADS": "2",
+    "MKL_NUM_THREADS": "2",
+}
+# The command line of python3 in a sandbox: reads the config and the modules of guest/ from stdin,
+# imports them under their own names and calls main(). An end of file means that the owner is gone.
+BOOT = """import json, os, sys, types
+size = {size}
+text = b""
+while len(text) < size:
+    text += os.read(0, size - len(text)) or os._exit(1)
+config, modules = json.loads(text)
+for name, source in modules:
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = []
+    exec(compile(source, name, "exec"), module.__dict__)
+module.main(config)
+"""
+
+
+def guest_modules() -> list[tuple[str, str]]:
+    """(name, source) of the modules that a sandbox imports."""
+    modules = [(name, "") for name in ("flatlab", "flatlab.sandbox", "flatlab.sandbox.guest")]
+    folder = Path(__file__).with_name("guest")
+    for name in GUEST_MODULES:
+        source = (folder / f"{name}.py").read_text(encoding="utf-8")
+        modules.append((f"flatlab.sandbox.guest.{name}", source))
+    return modules
+
+
+MODULES = guest_modules()
+
+
+def guest_config(isolation: str, env: dict[str, str], **fields) -> Config:
+    """The config of the program inside, with the defaults that all backends share."""
+    alone = 'echo "{0} works only as the single word in a bash block of its own." >&2; exit 1'
+    shared = {
+        "workspace": WORKSPACE,
+        "tools": TOOLS,
+        "programs": {name: alone.format(name) for name in ("validate", "submit")},
+        "path": "",
+        "grace": GRACE,
+        "life": LIFE,
+    }
+    return Config(isolation=isolation, env=DEFAULT_ENV | env, **shared | fields)
+
+
+def boot_program(config: Config) -> tuple[str, bytes]:
+    """(program for `python3 -c`, what it then reads from stdin)."""
+    text = json.dumps([config._asdict(), MODULES]).encode()
+    return BOOT.format(size=len(text)), text

@@ -1,0 +1,205 @@
+"""What a task needs of its sandboxes: network, caches, large files and packages baked into an image."""
+
+from dataclasses import replace
+
+import pytest
+
+import env
+from backends import ISOLATED, backends, needs_docker
+from env import Env, check_needs
+from flatlab.errors import SandboxFault, UserError
+from flatlab.sandbox import images
+from flatlab.sandbox.backend import IMAGE
+from flatlab.sandbox.docker import docker_api
+from flatlab.sandbox.images import Needs
+from flatlab.sandbox.sandbox import Sandbox
+from flatlab.sandbox.warm_pool import WARM_POOL
+from helpers import block
+from tasks import load_task
+
+
+def do(world, text):
+    step = world.step(block(text))
+    return step.observation, step.status
+
+
+def said(world, text):
+    return do(world, text)[0]
+
+
+# ---------------------------------------------------------------------------------------------- needs
+
+
+def test_needs_are_honoured_or_refused(tmp_path, monkeypatch):
+    task = load_task("titanic", "", "")
+    check_needs(task, "local")
+    online = replace(task, needs_network=True)
+    with pytest.raises(
+        UserError,
+        match="takes data from the network.*--network, or mount what it needs with --hf-cache",
+    ):
+        check_needs(online, "docker")
+    with pytest.raises(UserError, match="allow it with --network.$"):
+        check_needs(online, "local", hf_cache=str(tmp_path))
+    check_needs(online, "local", network=True)
+    check_needs(online, "docker", hf_cache=str(tmp_path))
+    with pytest.raises(UserError, match="no folder .*absent"):
+        check_needs(online, "docker", hf_cache=str(tmp_path / "absent"))
+    with pytest.raises(UserError, match="only Docker gives one"):
+        check_needs(replace(task, needs_gpu=True), "local")
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    monkeypatch.setattr(env.Path, "exists", lambda self: False)
+    with pytest.raises(UserError, match="no /dev/nvidiactl"):
+        check_needs(replace(task, needs_gpu=True), "docker")
+
+
+CONNECT = "python3 -c \"import socket; s = socket.socket(2, 2); s.connect(('192.0.2.1', 9)); print(s.getsockname()[0])\""
+
+
+@pytest.mark.parametrize("backend", ISOLATED)
+def test_network_is_there_for_tasks_that_need_it_and_only_with_the_flag(backend):
+    task = load_task("titanic", "", "")
+    online = replace(task, needs_network=True)
+    for what, allowed in ((online, True), (task, True), (task, False)):
+        with Env(what, backend, network=allowed) as world:
+            assert ("without network" in world.reset()) == (not what.needs_network)
+            assert (
+                do(world, "ls /sys/class/net /proc/net/dev; cat /proc/net/dev")[0].count(":") > 3
+            ) == what.needs_network or do(world, CONNECT)[1] == "ok"
+            if not what.needs_network:
+                assert do(world, CONNECT)[1] == "error"
+
+
+@needs_docker
+def test_hf_cache_is_mounted_read_only_and_found(tmp_path):
+    (tmp_path / "hub/models--x").mkdir(parents=True)
+    tmp_path.chmod(0o755)
+    (tmp_path / "hub/models--x/config.json").write_text("{}")
+    with Env(
+        replace(load_task("titanic", "", ""), needs_network=True), "docker", hf_cache=str(tmp_path)
+    ) as world:
+        assert "without network" in world.reset()
+        assert (
+            said(world, "cat $HF_HOME/hub/models--x/config.json; echo; echo $HF_HUB_OFFLINE")
+            == "{}\n1"
+        )
+        assert (
+            do(
+                world,
+                "touch $HF_HOME/hub/new $HF_HOME/hub/models--x/lock && echo x > $HF_HOME/hub/models--x/config.json",
+            )[1]
+            == "error"
+        )
+        assert said(world, "ls $HF_HOME/hub").split() == ["models--x", "new"]
+    assert (tmp_path / "hub/models--x/config.json").read_text() == "{}" and not (
+        tmp_path / "hub/new"
+    ).exists()
+
+
+# ---------------------------------------------------------------------------------------------- images for a task
+
+PIP = """import os, sys
+if "broken" in sys.stdin.read():
+    sys.exit("no such package")
+for folder in sys.path:
+    if "packages" in folder and os.path.isdir(folder):
+        os.makedirs(folder + "/flatlab_test-1.0.dist-info")
+        open(folder + "/flatlab_test-1.0.dist-info/METADATA", "w").write("Metadata-Version: 2.1\\nName: flatlab-test\\nVersion: 1.0\\n")
+        break
+"""
+
+
+def needs_of(task):
+    return Needs(task.name, task.public, requirements=task.requirements)
+
+
+@pytest.fixture
+def big_task(tmp_path):
+    (tmp_path / "big.bin").write_bytes(b"7" * (9 << 20))
+    yield replace(
+        load_task("titanic", "", ""),
+        name="flatlab test",
+        public={"data/big.bin": tmp_path / "big.bin"},
+    )
+    api = docker_api()
+    for image in api.images("flatlab/flatlab-test"):
+        for tag in image["RepoTags"]:
+            api.remove_image(tag, force=True)
+
+
+@needs_docker
+def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
+    assert (
+        images.prepared_image(needs_of(load_task("titanic", "", "")), IMAGE, False, None) == IMAGE
+    )
+    with Env(big_task, "docker") as world:
+        assert "data/big.bin (9437184 bytes)" in world.reset() and world.sandbox.image.startswith(
+            "flatlab/flatlab-test:"
+        )
+        assert do(world, "echo x >> data/big.bin; ls -l data")[1] == "ok"
+        first = world.sandbox.image
+    for name in ("build_image", "content_key"):
+        monkeypatch.setattr(images, name, lambda *_: pytest.fail("looked for again"))
+    with Env(big_task, "docker") as world:
+        world.reset()
+        assert world.sandbox.image == first and said(world, "stat -c %s data/big.bin") == str(
+            9 << 20
+        )
+    monkeypatch.undo()
+    images.found_images.clear()  # as a later process
+    monkeypatch.setattr(images, "build_image", lambda *_: pytest.fail("built again"))
+    assert images.prepared_image(needs_of(big_task), IMAGE, False, None) == first
+    monkeypatch.undo()
+    docker_api().remove_image(first, force=True)  # by somebody else
+    with Env(big_task, "docker") as world:
+        WARM_POOL.close()
+        with pytest.raises(SandboxFault):
+            world.reset()
+        assert "data/big.bin" in world.reset()
+    path = big_task.public["data/big.bin"]
+    path.write_bytes(b"8" * (9 << 20))  # another content: another image
+    images.found_images.clear()
+    with Env(big_task, "docker") as world:
+        world.reset()
+        assert world.sandbox.image != first and said(world, "head -c 3 data/big.bin") == "888"
+
+
+@needs_docker
+def test_requirements_are_installed_once_or_named(big_task, tmp_path):
+    needed = tmp_path / "requirements.txt"
+    needed.write_text("# ours\nnumpy>=1\nflatlab-test==1.0  # not there\n-e git+x\n")
+    task = replace(big_task, public={}, requirements=needed)
+    assert images.requirement_names(needed) == ["numpy", "flatlab-test"]
+    with pytest.raises(
+        UserError,
+        match="needs the packages in .*requirements.txt; with --network they are installed once",
+    ):
+        Env(task, "docker").reset()
+    box = Sandbox("docker")
+    assert images.missing_requirements(box, needed) == ["flatlab-test"]
+    box.close()
+
+    def with_pip(network):  # the stand-in of the image has none
+        box = Sandbox("docker")
+        box.put({"pip/__main__.py": PIP.encode()})
+        return box
+
+    name = images.prepared_image(needs_of(task), IMAGE, True, with_pip)
+    assert name.startswith("flatlab/flatlab-test:")
+    box = Sandbox("docker", image=name)
+    assert images.missing_requirements(box, needed) == []
+    box.close()
+    needed.write_text("broken\n")
+    images.found_images.clear()
+    with pytest.raises(UserError, match="cannot be installed in the image .no such package"):
+        images.prepared_image(needs_of(task), IMAGE, True, with_pip)
+
+
+@pytest.mark.parametrize("backend", backends("namespaces", "landlock"))
+def test_missing_requirements_of_a_local_sandbox_are_named(tmp_path, backend):
+    (tmp_path / "requirements.txt").write_text("flatlab-nowhere\n")
+    with pytest.raises(UserError, match="needs the packages"):
+        Env(
+            replace(load_task("titanic", "", ""), requirements=tmp_path / "requirements.txt"),
+            backend,
+        ).reset()
