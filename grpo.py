@@ -34,6 +34,7 @@ from typing import Literal
 
 import env
 import viz
+from flatlab import threads
 from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
 from flatlab.runs import trackers
@@ -674,6 +675,7 @@ def prepare(cfg: Config, job):
 
 
 def main() -> None:
+    threads.configure()
     cfg = viz.parse_config(Config, sys.argv[1:])
     job = distributed.join(
         timeout=24 * 3600

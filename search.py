@@ -38,6 +38,7 @@ from typing import Literal
 
 import env
 import viz
+from flatlab import threads
 from flatlab.episode.sanity import degenerate
 from flatlab.episode.task import improvement
 from flatlab.errors import UserError
@@ -727,6 +728,7 @@ def make_policy(cfg: Config, path):
 
 
 def main() -> None:
+    threads.configure()
     cfg = viz.parse_config(Config, sys.argv[1:])
     trees, grid, path, tiny, why = prepare(cfg)
     todo = [t for t in trees if not t.closed]

@@ -9,6 +9,10 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from flatlab import threads  # noqa: E402
+
+threads.configure()
+
 
 def pytest_addoption(parser):
     group = parser.getgroup("flatlab")

@@ -1,42 +1,40 @@
-"""Makes the laptop-size stand-in model from scratch: `python tiny.py` prints its directory as the last line of stdout.
+"""Builds the stand-in model of configs/tiny from scratch; needed only after its prompts changed.
 
-A Qwen3 of about one million parameters with its own byte-level BPE learns, in a few minutes on two CPU cores, to
-imitate the scripted expert of expert.py on the built-in tasks: the very prompts and observations of env.py, solutions
-of deliberately mixed quality, planted mistakes, so that reinforcement learning has something to improve.
-It re-weights programs it has seen and knows nothing else: a stand-in that makes the whole system run on a laptop,
-no evidence that small models can do research.
+    python tools/make_tiny.py       about ten minutes on two CPU cores
+
+A Qwen3 of about one million parameters with its own byte-level BPE learns to imitate the scripted
+expert of expert.py on the built-in tasks. It sees the same prompts and observations as any agent,
+solutions of deliberately mixed quality and planted mistakes, so that reinforcement learning has
+something to improve. The model re-weights programs it has seen and knows nothing else: it makes
+the whole system run on a laptop and says nothing about what small models can do.
 """
 
-import contextlib
-import dataclasses
-import fcntl
-import hashlib
-import inspect
 import os
 import random
-import shutil
+import subprocess
 import sys
-import tempfile
 import time
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Config:
-    """What is built; every field changes the name of the directory."""
-
-    steps: int = 400  # warm-start steps; each is one batch per task
+    out: Path = ROOT / "configs" / "tiny"  # folder to write to
+    steps: int = 400  # training steps; each uses one batch per task
     transcripts: int = 2400  # scripted episodes per task
     batch: int = 16  # episodes per task and step
-    vocab: int = 2048
-    hidden: int = 128
-    layers: int = 4
-    seed: int = 0
+    vocab: int = 2048  # size of the vocabulary
+    hidden: int = 128  # hidden size
+    layers: int = 4  # number of layers
+    seed: int = 0  # of the episodes and the weights
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
 # Tokenizer and model
 
 CHAT_TEMPLATE = (
@@ -47,41 +45,35 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def train_tokenizer(texts: list[str], vocab: int):
-    """Byte-level BPE that is pre-split at newlines only, so that a line is a few tokens of up to 16 characters."""
+    """Trains a byte-level BPE that splits only at newlines, so that a line is a few tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+    # A strategy gets the same tokens at the end of a message as in the middle.
+    strategy = pre_tokenizers.Split(Regex(r"Strategy: [^\n]*"), "isolated")
+    line = pre_tokenizers.Split(Regex("\n"), "merged_with_previous")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(
-                Regex(r"Strategy: [^\n]*"), "isolated"
-            ),  # the same tokens at the end of a message, too
-            pre_tokenizers.Split(Regex("\n"), "merged_with_previous"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([strategy, line, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=vocab,
-            max_token_length=16,
-            special_tokens=SPECIAL,
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        max_token_length=16,
+        special_tokens=SPECIAL,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
 def encode_episode(tokenizer, talk: list[tuple[str, str]]) -> tuple[list[int], list[bool]]:
-    """Tokens of the chat-templated episode, and which of them the model has to say itself."""
+    """Returns the tokens of the episode in the chat template, and which of them are trained."""
     ids, own = [], []
 
-    def add(text: str, said: bool) -> None:
+    def add(text: str, is_own: bool) -> None:
         new = tokenizer.encode(text).ids
         ids.extend(new)
-        own.extend([said] * len(new))
+        own.extend([is_own] * len(new))
 
     for role, text in talk:
         add(f"<|im_start|>{role}\n", False)
@@ -114,16 +106,27 @@ def new_model(config: Config, tokenizer):
     )
 
 
+# ----------------------------------------------------------------------------------------------
+# Training
+
+
+def common_prefix(first: list[int], second: list[int]) -> int:
+    """Number of tokens that both start with."""
+    length = 0
+    for a, b in zip(first, second):
+        if a != b:
+            break
+        length += 1
+    return length
+
+
 def batch_loss(model, batch: list[tuple[list[int], list[bool]]], pad: int):
-    """Mean cross-entropy of what the model has to say. The common beginning (the prompt) is run once per batch."""
+    """Mean cross-entropy of the trained tokens. The common prompt is computed once per batch."""
     import torch
     from transformers import DynamicCache
 
     first = batch[0][0]
-    shared = min(
-        next((i for i, (a, b) in enumerate(zip(first, ids)) if a != b), len(first))
-        for ids, _ in batch
-    )
+    shared = min(common_prefix(first, ids) for ids, _ in batch)
     shared = min(shared, min(own.index(True) for _, own in batch) - 1)
     width = max(len(ids) for ids, _ in batch) - shared
     tokens = torch.full((len(batch), width), pad)
@@ -131,36 +134,32 @@ def batch_loss(model, batch: list[tuple[list[int], list[bool]]], pad: int):
     for row, (ids, own) in enumerate(batch):  # right padding: causal attention never looks at it
         tokens[row, : len(ids) - shared] = torch.tensor(ids[shared:])
         mask[row, : len(ids) - shared] = torch.tensor(own[shared:])
-    device = model.device
-    tokens, mask = tokens.to(device), mask.to(device)
-    prefix = model.model(
-        torch.tensor([first[:shared]], device=device), use_cache=True
-    ).past_key_values
+    prompt = torch.tensor([first[:shared]])
+    prefix = model.model(prompt, use_cache=True).past_key_values
     cache = DynamicCache()
-    for number, layer in enumerate(
-        prefix.layers
-    ):  # gradients flow through the expanded keys and values
-        cache.update(
-            layer.keys.expand(len(batch), -1, -1, -1),
-            layer.values.expand(len(batch), -1, -1, -1),
-            number,
-        )
+    for number, layer in enumerate(prefix.layers):  # gradients flow through the expanded tensors
+        keys = layer.keys.expand(len(batch), -1, -1, -1)
+        values = layer.values.expand(len(batch), -1, -1, -1)
+        cache.update(keys, values, number)
     hidden = model.model(tokens[:, :-1], past_key_values=cache).last_hidden_state
     logits = model.lm_head(hidden[mask[:, 1:]])
     return torch.nn.functional.cross_entropy(logits.float(), tokens[:, 1:][mask[:, 1:]])
 
 
 def repeat_loss(model, vocab: int, rows: int = 32, width: int = 12):
-    """Random tokens, said twice. Looking back is learned here first; without it hardly any strategy is followed."""
+    """Cross-entropy of the second half of random tokens repeated once.
+
+    It teaches the model to look back; without it, hardly any strategy in a prompt is followed.
+    """
     import torch
 
-    tokens = torch.randint(len(SPECIAL), vocab, (rows, width), device=model.device).repeat(1, 2)
+    tokens = torch.randint(len(SPECIAL), vocab, (rows, width)).repeat(1, 2)
     logits = model(tokens).logits[:, width - 1 : -1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, width:].flatten())
 
 
 def batches(rng: random.Random, episodes: list, size: int):
-    """Endless batches of episodes of similar length."""
+    """Yields batches of episodes of similar length, without end."""
     while True:
         order = rng.sample(episodes, len(episodes))
         for start in range(0, len(order), 8 * size):
@@ -170,30 +169,31 @@ def batches(rng: random.Random, episodes: list, size: int):
 
 
 def train(model, sources: list[list], config: Config, pad: int) -> float:
-    """Warm start on a batch of each source per step; returns the loss of the last 20 steps.
+    """Trains on a batch of each source per step; returns the mean loss of the last 20 steps.
 
-    Muon for the matrices, AdamW for embeddings and norms: several times faster here than AdamW alone.
+    Muon for the matrices and AdamW for embeddings and norms train several times faster here than
+    AdamW alone. The learning rate rises for 10 steps and falls over the last 40 % of them.
     """
     import torch
+    from tqdm import tqdm
 
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    def learning_rate(step: int) -> float:
+        return min((step + 1) / 10, 1.0, (config.steps - step) / (0.4 * config.steps))
+
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim == 2 and "embed" not in name
+        (matrices if is_matrix else others).append(parameter)
     optimisers = [
         torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0),
         torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    decay = torch.optim.lr_scheduler.LambdaLR
-    schedules = [
-        decay(
-            optimiser,
-            lambda step: min((step + 1) / 10, 1.0, (config.steps - step) / (0.4 * config.steps)),
-        )
-        for optimiser in optimisers
-    ]  # linear at both ends
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, learning_rate) for o in optimisers]
     rng = random.Random(config.seed)
     streams = [batches(rng, rows, config.batch) for rows in sources]
-    losses, start = [], time.time()
-    for step in range(config.steps):
+    losses = []
+    bar = tqdm(range(config.steps), "training", mininterval=5)
+    for _ in bar:
         losses.append(0.0)
         repeat_loss(model, config.vocab).backward()
         for stream in streams:
@@ -205,97 +205,16 @@ def train(model, sources: list[list], config: Config, pad: int) -> float:
             optimiser.step()
             schedule.step()
         model.zero_grad()
-        progress(f"warm start, loss {losses[-1]:.2f}, step", step + 1, config.steps, start)
+        bar.set_postfix(loss=f"{losses[-1]:.2f}", refresh=False)
     return sum(losses[-20:]) / len(losses[-20:])
 
 
-def progress(text: str, done: int, total: int, start: float) -> None:
-    """A line on stderr with the time left: it overwrites itself on a terminal; else there is one every ten seconds."""
-    now, terminal = time.time(), sys.stderr.isatty()
-    if terminal or done == total or now - progress.printed > 10:
-        line = f"tiny: {text} {done}/{total}, {(now - start) / done * (total - done):.0f} s left"
-        end = "" if terminal and done < total else "\n"
-        print(f"\r{line:<79}" if terminal else line, end=end, file=sys.stderr, flush=True)
-        progress.printed = now
-
-
-progress.printed = time.time()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Building once: named by the content it comes from, complete or not there at all
-
-
-def content_hash(config: Config) -> str:
-    """Changes with all the model is made of: this file, expert, tasks' files, the texts of env.py and prompts.py."""
-    import env
-    from flatlab.tree import prompts
-    from tasks import load_task
-    from tools import expert
-
-    digest = hashlib.sha256(
-        repr(config).encode() + Path(__file__).read_bytes() + Path(expert.__file__).read_bytes()
-    )
-    for said in (
-        env.first_message,
-        env.run_text,
-        env.score_text,
-        env.extract_action,
-        prompts.situation,
-        prompts.ask,
-    ):
-        digest.update(inspect.getsource(said).encode())
-    digest.update(repr((prompts.ASK, prompts.FORM, prompts.LIST_FORM)).encode())
-    for task in (
-        load_task(name, "", "") for name in expert.TABLES
-    ):  # the built-in ones, whatever $MLGYM_ROOT is
-        digest.update(repr((task.prompt, task.baseline, task.metric)).encode())
-        for path in sorted([*task.public.values(), *task.hidden.values()]):
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flatlab"
-
-
-@contextlib.contextmanager
-def locked(path: Path):
-    """Holds an exclusive lock on a file; a second builder waits here, and then finds the model."""
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(
-                "tiny: another process is building the stand-in model, waiting for it",
-                file=sys.stderr,
-            )
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def find_or_build(config: Config) -> Path:
-    """The directory of the model; built in a temporary directory beside it and renamed when complete."""
-    target = cache_dir() / f"tiny-{content_hash(config)}"
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with locked(target.with_suffix(".lock")):
-        if not target.is_dir():
-            for left in target.parent.glob(f".{target.name}-*"):  # of a builder that was killed
-                shutil.rmtree(left)
-            work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-            try:
-                build(work, config)
-                work.chmod(0o755)
-                work.rename(target)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
-    return target
+# ----------------------------------------------------------------------------------------------
+# The folder
 
 
 def any_backend() -> str:
-    """The local sandbox, which starts in 30 ms; Docker where this machine has no way to isolate a process."""
+    """Returns the local sandbox, which starts in 30 ms, or docker if there is none here."""
     import env
     from flatlab.errors import UserError
 
@@ -305,34 +224,19 @@ def any_backend() -> str:
         return env.pick_backend("docker")[0]
 
 
-def build(directory: Path, config: Config) -> None:
-    """Writes a Hugging Face model directory that transformers and vLLM load: config, weights, tokenizer."""
+def build(config: Config) -> None:
+    """Writes a Hugging Face model folder in bfloat16: config, weights, tokenizer, README.md."""
+    import torch
+    from transformers import GenerationConfig, PreTrainedTokenizerFast
+
     from tools import expert
 
     start = time.time()
-    print(
-        "tiny: building the stand-in model from scratch; it is kept for the next time",
-        file=sys.stderr,
-        flush=True,
-    )
-    worlds = expert.worlds(
-        any_backend(), lambda done, of: progress("programs of the scripted expert", done, of, start)
-    )
+    worlds = expert.worlds(any_backend()).values()
     rng = random.Random(config.seed)
-    talks = [
-        [expert.episode(rng, world) for _ in range(config.transcripts)] for world in worlds.values()
-    ]
-    lessons = [
-        [expert.copy_lesson(rng, world) for _ in range(config.transcripts)]
-        for world in worlds.values()
-    ]
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # else threads that wait for a busy machine's cores burn them
-    from transformers import GenerationConfig, PreTrainedTokenizerFast
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
+    count = range(config.transcripts)
+    talks = [[expert.episode(rng, world) for _ in count] for world in worlds]
+    lessons = [[expert.copy_lesson(rng, world) for _ in count] for world in worlds]
     texts = [f"{role}\n{text}" for rows in talks for talk in rows for role, text in talk]
     tokenizer = train_tokenizer(texts, config.vocab)
     pad, _, end = (tokenizer.token_to_id(token) for token in SPECIAL)
@@ -340,7 +244,7 @@ def build(directory: Path, config: Config) -> None:
     sources = [[encode_episode(tokenizer, talk) for talk in rows] for rows in talks + lessons]
     loss = train(model, sources, config, pad)
     model.generation_config = GenerationConfig(do_sample=True, eos_token_id=end, pad_token_id=pad)
-    model.save_pretrained(directory)
+    model.to(torch.bfloat16).save_pretrained(config.out)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=SPECIAL[2],
@@ -348,23 +252,39 @@ def build(directory: Path, config: Config) -> None:
         additional_special_tokens=[SPECIAL[1]],
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
-    ).save_pretrained(directory)
-    print(
-        f"tiny: built in {time.time() - start:.0f} s, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} million "
-        f"parameters, loss {loss:.3f}",
-        file=sys.stderr,
-    )
+    ).save_pretrained(config.out)
+    write_note(config, loss, time.time() - start)
+
+
+def write_note(config: Config, loss: float, seconds: float) -> None:
+    """Writes README.md: where the weights come from."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    text = f"""# The stand-in model
+
+A Qwen3 of about one million parameters that imitates the scripted expert in `tools/expert.py` on
+the built-in tasks. It exists so that everything runs on a laptop; it knows nothing else.
+
+- made by: `python tools/make_tiny.py --seed {config.seed} --steps {config.steps}`
+- commit: {commit}, {date.today()}
+- time: {seconds:.0f} s on {os.cpu_count()} cores
+- training loss at the end: {loss:.3f}; stored in bfloat16
+"""
+    (config.out / "README.md").write_text(text, encoding="utf-8")
+    print(text)
 
 
 def main() -> None:
     import tyro
 
-    import tasks
+    from flatlab import threads
+    from flatlab.errors import UserError
 
     config = tyro.cli(Config, description=__doc__)
+    threads.configure()
     try:
-        print(find_or_build(config))
-    except tasks.UserError as error:
+        build(config)
+    except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
 
