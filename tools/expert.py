@@ -1,11 +1,9 @@
-"""The scripted expert that the stand-in model imitates: tables of solutions, and episodes played with them.
+"""The scripted expert that the stand-in model imitates: tables of solutions and their episodes.
 
-It is deliberately mediocre: good and bad solutions, mistakes of which it repairs some, little looking back. So a model
-that imitates it has much to gain. It is told exactly what env.py says and asked exactly what prompts.py asks.
-A further task is one more table: see TABLES.
+The expert is deliberately mediocre. It picks good and bad solutions, makes mistakes and repairs
+some of them, so a model that imitates it has much to gain. Its prompts are those of env.py and
+flatlab/tree/prompts.py. To add a task, add a table to TABLES.
 """
-
-from __future__ import annotations
 
 import os
 import random
@@ -13,28 +11,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from tqdm import tqdm
+
 import env
 from flatlab.episode.task import Task, improvement
 from flatlab.tree import prompts
 from tasks import load_task
 
-# ---------------------------------------------------------------------------------------------- tables
+# ---- tables
 
-# Programs use the standard library only, so that one runs in about 20 ms, and share their lines, so that the BPE of
-# the stand-in turns a line into two or three tokens.
+# Programs use only the standard library, so one runs in about 20 ms. They share most lines, so the
+# stand-in's BPE turns a line into two or three tokens.
 
 
 @dataclass(frozen=True)
 class Table:
-    looks: tuple[str, ...]  # commands that only look
-    solutions: tuple[tuple[float, str, str], ...]  # (weight, strategy in words, bash text)
-    mistakes: tuple[
-        tuple[float, str, str], ...
-    ]  # (weight, text of a right program, what stands there by mistake)
+    """Solutions of one task: rows are (weight, strategy in words, bash text).
 
-    @property
-    def total(self) -> float:
-        return sum(weight for weight, _, _ in self.solutions)
+    looks: commands that change nothing. mistakes: rows of (weight, text of a program, wrong text).
+    """
+
+    looks: tuple[str, ...]
+    solutions: tuple[tuple[float, str, str], ...]
+    mistakes: tuple[tuple[float, str, str], ...]
 
 
 def titanic_program(key: str, rule: str) -> str:
@@ -59,7 +58,10 @@ python3 solve.py"""
 
 
 def titanic_table() -> Table:
-    """Rules x feature sets. Accuracy: nobody 0.68, everybody 0.32, majority by sex 0.78, by all three 0.79."""
+    """Rules x feature sets.
+
+    Accuracy: nobody survives 0.68, everybody 0.32, majority by sex 0.78, by all three 0.79.
+    """
     features = {
         "nothing": (1, "0"),
         "age": (2, "r['age']"),
@@ -116,7 +118,7 @@ EOF"""
 
 
 def battle_table() -> Table:
-    """First move x later rule. The partner copies the first move, so only "first 0, then always 0" earns 1.44."""
+    """First moves x later rules. The partner copies the first move; always 0 earns 1.44."""
     later = {
         "always 0": (5, 2, "0"),
         "always 1": (2, 3, "1"),
@@ -148,77 +150,83 @@ def battle_table() -> Table:
 
 TABLES = {"titanic": titanic_table, "battleOfSexes": battle_table}
 
-# The strategy stands on a line of its own, with the same characters in the prompt and in the reply. The BPE cuts such a
-# line into the same tokens wherever it stands, so following a strategy is copying a line.
+# A strategy is a line of its own, the same in the prompt and in the reply. The BPE cuts such a line
+# into the same tokens everywhere, so following a strategy means copying a line.
 STRATEGY = "Strategy: {}\n"
-REASONING = "Reasoning: the common ones first, then what nobody would try.\n"  # of --vs-variant cot
-PROSE = "The table shows it all.\nThat should do."  # a reply that forgets the block
-# Per cent of the episodes; all but free are for search.
+REASONING = "Reasoning: the common ones first, then what nobody would try.\n"  # --vs-variant cot
+PROSE = "The table shows it all.\nThat should do."  # a reply without a bash block
+# Percentages of the episodes. All kinds but "free" occur in a search.
 SHARES = {"free": 38, "draft": 25, "child": 10, "debug": 6, "crossover": 3, "list": 18}
 
-# ---------------------------------------------------------------------------------------------- the world
+# ---- the world
 
 
 class World:
-    """One task with the observations of every action that the expert knows, each played once in a real sandbox.
+    """One task, with the observation of every action of the expert, each played once in a sandbox.
 
-    What a program prints does not depend on what was done before (it overwrites all that it uses), and what `validate`
-    says only on the last program that wrote the artefact: a few hundred sandboxes serve thousands of episodes.
+    A program overwrites all it uses, so its output does not depend on earlier actions. `validate`
+    depends only on the last program that wrote the artefact. A few hundred sandboxes therefore
+    serve thousands of episodes.
     """
 
     def __init__(self, task: Task, table: Table, backend: str):
-        self.task, self.table, self.backend = task, table, backend
+        self.task = task
+        self.table = table
+        self.backend = backend
         self.seen: dict[str, tuple[str, env.Step]] = {}
         with env.Env(task, backend) as box:
             self.prompt = box.reset()
-            self.nothing = box.step(block("validate"))  # the answer while no artefact is there
+            self.nothing = box.step(block("validate"))  # the answer without an artefact
 
     def actions(self) -> list[str]:
-        """Every text that `play` can be asked for."""
+        """Every reply that `play` can be asked for."""
         programs = [program for _, _, program in self.table.solutions]
-        spoiled = [
-            program.replace(right, wrong)
-            for program in programs
-            for _, right, wrong in self.table.mistakes
-            if right in program
-        ]
-        return [block(text) for text in dict.fromkeys([*self.table.looks, *programs, *spoiled])] + [
-            PROSE
-        ]
+        spoiled = []
+        for program in programs:
+            for _, right, wrong in self.table.mistakes:
+                if right in program:
+                    spoiled.append(program.replace(right, wrong))
+        texts = dict.fromkeys([*self.table.looks, *programs, *spoiled])
+        return [*map(block, texts), PROSE]
 
     def play(self, reply: str) -> tuple[str, env.Step]:
-        """(observation after the reply in a fresh workspace, the step of a `validate` right after it)."""
+        """Returns the observation in a fresh workspace, and the step of a `validate` after it."""
         if reply not in self.seen:
             with env.Env(self.task, self.backend) as box:
                 box.reset()
-                self.seen[reply] = box.step(reply).observation, box.step(block("validate"))
+                observation = box.step(reply).observation
+                self.seen[reply] = observation, box.step(block("validate"))
         return self.seen[reply]
 
     def node(self, words: str, program: str) -> SimpleNamespace:
-        """A finished node of a search that did this, as prompts.py wants it; its error is what search.expand keeps."""
+        """A finished search node that ran this program, as the prompts of a search expect it."""
         said, step = self.play(block(program))
-        error = "\n".join([said] * ("[exit code" in said) + [step.score.message])
+        errors = [step.score.message]
+        if "[exit code" in said:
+            errors.insert(0, said)
         command, _, code = program.partition(" <<'EOF'\n")
+        file_name = command.split()[-1]
         return SimpleNamespace(
             idea=words,
             op="draft",
             valid=step.score.valid,
             score=step.score.value,
             status="submit",
-            code={command.split()[-1]: code.partition("EOF")[0]},
-            error=error,
+            code={file_name: code.partition("EOF")[0]},
+            error="\n".join(errors),
         )
 
 
-def worlds(backend: str, progress) -> dict[str, World]:
-    """The world of every task, all actions played, as many at once as there are cores. progress(done, total)."""
-    made = {
-        name: World(load_task(name, "", ""), table(), backend) for name, table in TABLES.items()
-    }
+def worlds(backend: str) -> dict[str, World]:
+    """The world of every built-in task, with all actions played, one per core at a time."""
+    made = {}
+    for name, table in TABLES.items():
+        made[name] = World(load_task(name, "", ""), table(), backend)
     todo = [(world, action) for world in made.values() for action in world.actions()]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for done, _ in enumerate(pool.map(lambda job: job[0].play(job[1]), todo), 1):
-            progress(done, len(todo))
+        played = pool.map(lambda job: job[0].play(job[1]), todo)
+        for _ in tqdm(played, "programs of the expert", len(todo), mininterval=5):
+            pass
     return made
 
 
@@ -226,24 +234,28 @@ def block(text: str) -> str:
     return f"```bash\n{text}\n```"
 
 
-# ---------------------------------------------------------------------------------------------- episodes
+# ---- episodes
 
 
 def episode(rng: random.Random, world: World) -> list[tuple[str, str]]:
-    """One scripted conversation as [(role, text), ...]; it starts with a prompt and ends with a reply."""
+    """One scripted conversation as [(role, text), ...], from a prompt to a reply."""
     kind = rng.choices(list(SHARES), list(SHARES.values()))[0]
     return list_strategies(rng, world) if kind == "list" else solve(rng, world, kind)
 
 
 def solve(rng: random.Random, world: World, kind: str) -> list[tuple[str, str]]:
-    """An attempt at the task: "free", with a strategy that the prompt names ("draft", "child" of a node), after a failed
-    one with the same strategy ("debug"), or after two others ("crossover")."""
+    """An attempt at the task.
+
+    kind: "free"; "draft" or "child" of a node, with a strategy in the prompt; "debug" after a
+    failed attempt with the same strategy; "crossover" of two nodes.
+    """
     table = world.table
-    _, words, program = (
-        pick(rng, table.solutions) if kind in ("free", "crossover") else rng.choice(table.solutions)
-    )
+    if kind in ("free", "crossover"):
+        _, words, program = pick(rng, table.solutions)
+    else:
+        _, words, program = rng.choice(table.solutions)
     talk = [("user", world.prompt + request(rng, world, kind, words, program))]
-    state = world.nothing  # what `validate` would answer now
+    state = world.nothing  # the step of a `validate` at this point
 
     def say(reply: str, observation: str) -> None:
         talk.extend([("assistant", reply), ("user", observation)])
@@ -251,113 +263,119 @@ def solve(rng: random.Random, world: World, kind: str) -> list[tuple[str, str]]:
     def write(text: str) -> None:
         nonlocal state
         observation, after = world.play(block(text))
-        if after.observation != world.nothing.observation:  # it did write the artefact
+        if after.observation != world.nothing.observation:  # it wrote the artefact
             state = after
         say(STRATEGY.format(words) + block(text), observation)
+
+    def validate() -> None:
+        say(block("validate"), state.observation)
 
     if rng.random() < 0.25:
         look = block(rng.choice(table.looks))
         say(look, world.play(look)[0])
     if rng.random() < 0.03:
         say(PROSE, world.play(PROSE)[0])
-    spoiled = rng.random() < 0.29
-    write(spoil(rng, table, program) if spoiled else program)
-    if spoiled and state is world.nothing and rng.random() < 0.15:  # it read the error message
+    is_spoiled = rng.random() < 0.29
+    write(spoil(rng, table, program) if is_spoiled else program)
+    if is_spoiled and state is world.nothing and rng.random() < 0.15:  # it reads the error message
         write(program)
     if rng.random() < 0.85:
-        say(block("validate"), state.observation)
+        validate()
         if not state.score.valid:
             if rng.random() < 0.4:
                 write(program)
-                say(block("validate"), state.observation)
-        elif kind == "free" and rng.random() < (
-            0.25 if improvement(state.score.value, world.task) < 0.1 else 0.05
-        ):
+                validate()
+        elif kind == "free" and rng.random() < second_try(state.score.value, world.task):
             _, words, program = pick(rng, table.solutions)
             write(program)
-            say(block("validate"), state.observation)
+            validate()
     return [*talk, ("assistant", block("submit"))]
+
+
+def second_try(score: float, task: Task) -> float:
+    """Probability of trying another solution after a valid score: higher near the baseline."""
+    return 0.25 if improvement(score, task) < 0.1 else 0.05
 
 
 def request(rng: random.Random, world: World, kind: str, words: str, program: str) -> str:
     """What search.py appends to the prompt: the parent nodes, if any, and the strategy."""
     if kind == "free":
         return ""
-    node, parents, files = SimpleNamespace(idea=words, op="draft", decision={}), [], ""
+    table = world.table
+    node = SimpleNamespace(idea=words, op="draft", decision={})
+    parents = []
+    files = ""
     if kind == "child":
-        parents = [world.node(*rng.choice(world.table.solutions)[1:])]
+        parents = [world.node(*rng.choice(table.solutions)[1:])]
         node.op = "improve"
         node.decision["phase"] = rng.choice(["explore", "exploit"])
     elif kind == "debug":
-        parents = [world.node(words, spoil(rng, world.table, program))]
+        parents = [world.node(words, spoil(rng, table, program))]
         node.op = "debug"
     elif kind == "crossover":
-        parents = [world.node(*row[1:]) for row in rng.sample(world.table.solutions, 2)]
-        node.op, node.idea = "crossover", ""
+        parents = [world.node(*row[1:]) for row in rng.sample(table.solutions, 2)]
+        node.op = "crossover"
+        node.idea = ""
     if parents:
-        files = "".join(
-            f"\n{name} ({len(code)} bytes)"
-            for name, code in parents[0].code.items()
-            if name not in world.task.artefacts
-        )  # the parent's artefact was removed
+        for name, code in parents[0].code.items():
+            if name not in world.task.artefacts:  # those were removed
+                files += f"\n{name} ({len(code)} bytes)"
     return f"{files}\n\n{prompts.situation(node, parents, 1500)}"
 
 
 def copy_lesson(rng: random.Random, world: World) -> list[tuple[str, str]]:
-    """A strategy of random words, so that nothing but looking it up in the prompt helps; only its line is answered."""
+    """A prompt with a strategy of random words, which the reply repeats."""
     known = [word for _, words, _ in world.table.solutions for word in words.split()]
     words = " ".join(rng.choices(known, k=rng.randint(2, 6)))
-    return [
-        (
-            "user",
-            world.prompt + request(rng, world, rng.choice(["draft", "draft", "child"]), words, ""),
-        ),
-        ("assistant", STRATEGY.format(words).strip()),
-    ]
+    kind = rng.choice(["draft", "draft", "child"])
+    prompt = world.prompt + request(rng, world, kind, words, "")
+    return [("user", prompt), ("assistant", STRATEGY.format(words).strip())]
 
 
 def list_strategies(rng: random.Random, world: World) -> list[tuple[str, str]]:
-    """Answers prompts.ask: k different strategies with their probabilities, in the mode that was asked for."""
+    """Answers prompts.ask with k different strategies and their probabilities."""
     variant = rng.choices(["standard", "cot", "multi"], [8, 1, 1])[0]
-    table, k = world.table, 2 if variant == "multi" else rng.choice([3, 5, 5, 5])
+    table = world.table
+    k = 2 if variant == "multi" else rng.choice([3, 5, 5, 5])
     mode = rng.choice(["uniform", "tail", "local", "sequence"])
-    names = {words: weight / table.total for weight, words, _ in table.solutions}
     parent = SimpleNamespace(op="baseline", idea="", valid=True, score=world.task.baseline)
     if rng.random() < 0.5:
         parent = world.node(*rng.choice(table.solutions)[1:])
-    siblings = [
-        world.node(*row[1:]) for row in rng.sample(table.solutions, rng.choice([0, 0, 1, 2, 3]))
-    ]
-    left = [
-        words for words in names if words not in {parent.idea, *(node.idea for node in siblings)}
-    ]
-    if (
-        mode == "local"
-    ):  # the same words, but for a few; without a parent, variations of the most common strategy
-        model = parent.idea or max(names, key=names.get)
-        near = sorted(
-            left, key=lambda words: len(set(words.split()) ^ set(model.split())) + rng.random()
-        )[: 2 * k]
-        chosen = rng.sample(near, min(k, len(near)))
-    else:
-        chosen = rng.sample(left, min(k, len(left)))
-    most = {"tail": 0.09, "local": 0.3}.get(mode, 1 / k)
-    stated = [1 / k if mode == "uniform" else rng.uniform(0.01, most) for _ in chosen]
-    answer = "\n".join(
-        f"Strategy: {words}" + ("" if mode == "sequence" else f"\nProbability: {p:.2f}")
-        for words, p in zip(chosen, stated)
-    )
-    return [
-        ("user", prompts.ask(world.task, mode, k, 0.1, variant, parent, siblings)),
-        ("assistant", REASONING * (variant == "cot") + answer),
-    ]
+    rows = rng.sample(table.solutions, rng.choice([0, 0, 1, 2, 3]))
+    siblings = [world.node(*row[1:]) for row in rows]
+    tried = {parent.idea, *(node.idea for node in siblings)}
+    left = [words for _, words, _ in table.solutions if words not in tried]
+    if mode == "local":
+        left = most_similar(rng, table, parent.idea, left)[: 2 * k]
+    chosen = rng.sample(left, min(k, len(left)))
+    highest = {"tail": 0.09, "local": 0.3}.get(mode, 1 / k)
+    lines = []
+    for words in chosen:
+        probability = 1 / k if mode == "uniform" else rng.uniform(0.01, highest)
+        lines.append(f"Strategy: {words}")
+        if mode != "sequence":
+            lines.append(f"Probability: {probability:.2f}")
+    question = prompts.ask(world.task, mode, k, 0.1, variant, parent, siblings)
+    reasoning = REASONING if variant == "cot" else ""
+    return [("user", question), ("assistant", reasoning + "\n".join(lines))]
+
+
+def most_similar(rng: random.Random, table: Table, idea: str, left: list[str]) -> list[str]:
+    """`left` sorted by the number of words that differ from `idea`, else from the commonest one."""
+    if not idea:
+        _, idea, _ = max(table.solutions)
+    target = set(idea.split())
+    distance = {words: len(set(words.split()) ^ target) + rng.random() for words in left}
+    return sorted(left, key=distance.get)
 
 
 def pick(rng: random.Random, rows):
+    """A random row, by the weights in the first column."""
     return rng.choices(rows, weights=[row[0] for row in rows])[0]
 
 
 def spoil(rng: random.Random, table: Table, program: str) -> str:
     """The program with one planted mistake."""
-    _, right, wrong = pick(rng, [row for row in table.mistakes if row[1] in program])
+    possible = [row for row in table.mistakes if row[1] in program]
+    _, right, wrong = pick(rng, possible)
     return program.replace(right, wrong)
