@@ -1,27 +1,36 @@
-"""Measures what the design promises. Each section prints a table; --write also puts it into tests/BENCHMARKS.md.
+"""Measures what the design promises; `--write` also puts the table into tests/BENCHMARKS.md.
 
-    python tests/bench.py env           sandboxes: steps, resets, forks, gradings, many episodes; beside MLGym's own shell
-                                        when $MLGYM_ROOT is a checkout of MLGym and the docker command is there
-    python tests/bench.py soak          1,000 episodes in a row: memory, threads, file descriptors, containers, disk
-    python tests/bench.py train         one GRPO step beside TRL's GRPOTrainer at the same tokens (needs `pip install trl`)
-    python tests/bench.py sync          the trained adapter into the running engine, three ways
-    python tests/bench.py rollout       many episodes of several turns: continuous, in lock-step, one sandbox after the other
-    python tests/bench.py search        a grid of trees on one engine beside the same trees one after the other
-    python tests/bench.py memory        peak memory of the loss; padding, packing, recomputed layers
-    python tests/bench.py objectives    every loss and advantage on the built-in tasks, before and after; an hour with 3 seeds
-    python tests/bench.py stability     200 steps with the defaults, and without guard and KL, over 3 seeds; hours
-    python tests/bench.py table         runs the tests of attacks and faults and writes their tables to tests/README.md
+    python tests/bench.py env         sandboxes: steps, resets, forks, gradings, many episodes;
+                                      MLGym's own shell too if $MLGYM_ROOT is a checkout
+    python tests/bench.py soak        1,000 episodes in a row: memory, threads, files, containers
+    python tests/bench.py train       a GRPO step beside TRL's at the same tokens (pip install trl)
+    python tests/bench.py sync        the trained adapter into the running engine, three ways
+    python tests/bench.py rollout     episodes of several turns: continuous, lock-step, serial
+    python tests/bench.py search      a grid of trees on one engine beside the same trees in turn
+    python tests/bench.py memory      peak memory of the loss; padding, packing, recomputed layers
+    python tests/bench.py objectives  every loss and advantage on the built-in tasks; an hour
+    python tests/bench.py stability   200 steps with the defaults and without guard and KL; hours
+    python tests/bench.py table       runs the tests of attacks and faults, writes tests/README.md
 
 A section is a function in SECTIONS that returns (headline, rows); a row is (what, value, note).
 """
 
 import argparse
+import asyncio
+import contextlib
+import itertools
+import json
 import os
 import platform
+import random
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -29,11 +38,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 
-# ---------------------------------------------------------------------------------------------- env
-
-
-def seconds(call, times=1, pause=0.0):
-    """Median seconds of a call; `pause` before each is not counted."""
+def median_seconds(call, times=1, pause=0.0):
+    """Median duration of a call; `pause` seconds before each are not counted."""
     found = []
     for _ in range(times):
         time.sleep(pause)
@@ -47,7 +53,29 @@ def ms(value):
     return f"{1000 * value:.1f} ms"
 
 
-# The sex rule with one mistake in row {n}, so that every artefact is another one and no grade is known already.
+def this_machine():
+    return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+
+
+def run_script(script, *args, **options):
+    """Runs a script of this folder in its own process: (its last line, None) or (None, why)."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / script), *map(str, args)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        **options,
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        errors = [line for line in lines if "Error" in line] or lines
+        return None, errors[-1][:200]
+    return done.stdout.strip().splitlines()[-1], None
+
+
+# ---- env
+
+# The sex rule with one mistake in row {n}, so that no artefact has been graded before.
 EPISODE = [
     "ls",
     "head -3 data/train.csv",
@@ -57,12 +85,7 @@ EPISODE = [
     "submit",
 ]
 
-
-def block(command):
-    return f"```bash\n{command}\n```"
-
-
-# An agent that fails: commands with exit codes, a background process that stays, and nothing to score.
+# An agent that fails: exit codes, a background process that stays, and nothing to score.
 FAILING = [
     "echo half > submission.part; exit 3",
     "python3 -c 'raise ValueError'",
@@ -73,8 +96,12 @@ FAILING = [
 ]
 
 
+def block(command):
+    return f"```bash\n{command}\n```"
+
+
 def play(task, backend, n, commands=EPISODE):
-    """One episode of EPISODE, or other commands, without a model; returns its score."""
+    """Plays an episode of EPISODE, or of other commands, without a model; returns its score."""
     from env import Env
 
     with Env(task, backend) as world:
@@ -84,210 +111,154 @@ def play(task, backend, n, commands=EPISODE):
         return world.score().value
 
 
-def env(args):
-    """Overheads of the sandboxes that are there, and MLGym's."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from env import Env
-    from flatlab.episode.grading import grades
+def working_backends():
+    """(names of the backends that work here, rows about the others)."""
     from flatlab.errors import UserError
     from flatlab.sandbox.sandbox import IMAGE, docker_problem, get_backend
-    from tasks import load_task
 
-    task, rows, step = load_task("titanic", "", ""), [], {}
     backends = []
+    rows = []
     try:
-        backends += ["local"] if get_backend("local").is_complete else []
+        if get_backend("local").is_complete:
+            backends.append("local")
     except UserError as error:
         rows.append(("local", "skipped", str(error)))
-    backends += [] if docker_problem(IMAGE) else ["docker"]
+    if docker_problem(IMAGE):
+        rows.append(("docker", "skipped", docker_problem(IMAGE)))
+    else:
+        backends.append("docker")
+    return backends, rows
+
+
+def sandbox_times(task, backend, numbers):
+    """(seconds of a step, rows) of one sandbox and of 32 at once."""
+    from env import Env
+    from flatlab.episode.grading import grades
+
+    grades.clear()
+    world = Env(task, backend)
+    first = median_seconds(world.reset)
+    step = median_seconds(lambda: world.step(block("true")), 200, 0.02)
+    reset = median_seconds(world.reset, 7, 1.0)
+    world.step(block("echo a > a; mkdir b; echo c > b/c"))
+    fork = median_seconds(lambda: world.fork().close(), 7, 1.0)
+
+    def grade():
+        world.step(block(EPISODE[2].format(n=next(numbers))))
+        said = world.step(block("validate"))
+        assert said.status == "validate", said.observation
+
+    grading = median_seconds(grade, 7, 0.5)
+    world.close()
+    grades.clear()
+    cpu = machine_cpu()
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(32) as pool:
+        list(pool.map(lambda n: play(task, backend, n), itertools.islice(numbers, 32)))
+    many = time.perf_counter() - begin
+    busy = f"5 steps and a grading each; {machine_cpu() - cpu:.1f} CPU seconds"
+    rows = [
+        (f"{backend}: first reset", ms(first), "to the first prompt, no warm sandbox"),
+        (f"{backend}: one step, `true`", ms(step), "median of 200, 20 ms apart"),
+        (f"{backend}: reset", ms(reset), "median of 7, a second apart"),
+        (f"{backend}: fork", ms(fork), "median of 7"),
+        (f"{backend}: write and validate", ms(grading), "two steps, one of them a grading"),
+        (f"{backend}: 32 episodes at once", f"{many:.1f} s", busy),
+    ]
+    return step, rows
+
+
+def env(args):
+    """Overhead of the sandboxes that work here, and of MLGym's."""
+    from flatlab.sandbox.sandbox import IMAGE
+    from tasks import load_task
+
+    task = load_task("titanic", "", "")
+    numbers = itertools.count(3)
+    backends, rows = working_backends()
+    step = {}
     for backend in backends:
-        grades.clear()
-        first = Env(task, backend)
-        rows.append(
-            (
-                f"{backend}: first reset, nothing started ahead",
-                ms(seconds(first.reset)),
-                "to the first prompt",
-            )
-        )
-        step[backend] = {
-            pause: seconds(lambda: first.step(block("true")), 200, pause) for pause in (0.02, 0.0)
-        }
-        rows.append(
-            (
-                f"{backend}: one step, `true`",
-                ms(step[backend][0.02]),
-                "median of 200, through bash, each 20 ms after the one before: a model writes that long at least",
-            )
-        )
-        rows.append(
-            (
-                f"{backend}: one step, `true`, without a pause",
-                ms(step[backend][0.0]),
-                "median of 200",
-            )
-        )
-        rows.append(
-            (f"{backend}: reset", ms(seconds(first.reset, 7, 1.0)), "median of 7, a second apart")
-        )
-        first.step(block("echo a > a; mkdir b; echo c > b/c"))
-        rows.append(
-            (f"{backend}: fork", ms(seconds(lambda: first.fork().close(), 7, 1.0)), "median of 7")
-        )
-        numbers = iter(range(3, 10_000))
-
-        def grade():
-            first.step(block(EPISODE[2].format(n=next(numbers))))
-            said = first.step(block("validate"))
-            assert said.status == "validate", said.observation
-
-        rows.append(
-            (
-                f"{backend}: write and validate",
-                ms(seconds(grade, 7, 0.5)),
-                "two steps, one of them a grading",
-            )
-        )
-        first.close()
-        grades.clear()
-        begin, cpu = time.perf_counter(), machine_cpu()
-        with ThreadPoolExecutor(32) as pool:
-            list(pool.map(lambda n: play(task, backend, next(numbers) + n), range(32)))
-        rows.append(
-            (
-                f"{backend}: 32 episodes at once",
-                f"{time.perf_counter() - begin:.1f} s",
-                f"5 steps and a grading each; the machine was busy for {machine_cpu() - cpu:.1f} CPU seconds",
-            )
-        )
-    if "docker" in backends:
-        theirs, why = mlgym_step()
-        rows.append(("MLGym: one communicate(), `true`", ms(theirs) if theirs else "skipped", why))
-        if theirs:
-            rows.append(
-                (
-                    "ratio to ours in docker",
-                    f"{theirs / step['docker'][0.02]:.0f} x",
-                    f"without a pause {theirs / step['docker'][0.0]:.0f} x",
-                )
-            )
-    return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", rows
+        step[backend], more = sandbox_times(task, backend, numbers)
+        rows += more
+    root = os.environ.get("MLGYM_ROOT")
+    if "docker" in backends and root and shutil.which("docker"):
+        said, why = run_script("bench_mlgym.py", root, IMAGE, timeout=120)
+        if why:
+            rows.append(("MLGym: one communicate(), `true`", "fails", why))
+        else:
+            theirs = float(said)
+            note = "median of 20, MLGym's own class and container"
+            rows.append(("MLGym: one communicate(), `true`", ms(theirs), note))
+            rows.append(("ratio to ours in docker", f"{theirs / step['docker']:.0f} x", ""))
+    return this_machine(), rows
 
 
 def machine_cpu():
-    """CPU seconds that this machine has worked so far."""
-    values = list(map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9]))
-    return (sum(values) - values[3] - values[4]) / os.sysconf("SC_CLK_TCK")
+    """CPU seconds that this machine has worked since it started."""
+    first_line = Path("/proc/stat").read_text().split("\n")[0]
+    values = [int(word) for word in first_line.split()[1:9]]
+    idle, waiting = values[3:5]
+    return (sum(values) - idle - waiting) / os.sysconf("SC_CLK_TCK")
 
 
-# MLGym's own class and its own container, in a process of its own. Packages that it imports and this measurement does not
-# need are replaced by empty ones where they are missing.
-MLGYM = r"""
-import importlib, logging, statistics, sys, time, types
-sys.path.insert(0, sys.argv[1])
-
-class Empty(types.ModuleType):
-    __path__ = []
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        made = type(name, (), {"__new__": lambda cls, *a, **k: object.__new__(cls)})
-        setattr(self, name, made)
-        return made
-
-for name in ("gymnasium", "gymnasium.spaces", "simple_parsing", "simple_parsing.helpers", "simple_parsing.helpers.fields",
-             "simple_parsing.helpers.flatten", "simple_parsing.helpers.serialization",
-             "simple_parsing.helpers.serialization.serializable", "dotenv", "rich", "rich.logging"):
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        sys.modules[name] = Empty(name)
-from mlgym.environment import env, utils
-world = env.MLGymEnv.__new__(env.MLGymEnv)
-world.logger, world.returncode, world.bash_path = logging.getLogger("mlgym"), None, "/bin/bash"
-world.container, _ = utils._get_non_persistent_container(f"flatlab-bench-{int(time.time())}", sys.argv[2], "docker", [], ["cpu_0"])
-try:
-    took = []
-    for _ in range(21):
-        begin = time.perf_counter()
-        world.communicate("true", set_last_action=True)
-        took.append(time.perf_counter() - begin)
-    print(statistics.median(took[1:]))
-finally:
-    world.container.stdin.close()
-    world.container.wait(20)
-"""
+# ---- soak
 
 
-def mlgym_step():
-    """(median seconds of MLGymEnv.communicate, note) or (None, why not)."""
-    import shutil
+def our_containers():
+    from flatlab.sandbox.sandbox import IMAGE, docker_api, docker_problem
 
-    from flatlab.sandbox.sandbox import IMAGE
-
-    root = os.environ.get("MLGYM_ROOT")
-    if not root or not shutil.which("docker"):
-        return None, "needs $MLGYM_ROOT and the docker command"
-    done = subprocess.run(
-        [sys.executable, "-c", MLGYM, root, IMAGE], capture_output=True, text=True, timeout=120
-    )
-    if done.returncode:
-        return None, (done.stderr.strip().splitlines() or ["no message"])[-1]
-    return float(done.stdout.split()[-1]), "median of 20, MLGym's own class and container"
+    if docker_problem(IMAGE):
+        return []
+    boxes = docker_api().containers(all=True, filters={"label": "flatlab.owner"})
+    return [box for box in boxes if f":{os.getpid()}:" in box["Labels"]["flatlab.owner"]]
 
 
-# ---------------------------------------------------------------------------------------------- soak
+def disk_use(folders):
+    """kB in folders, and kB that Docker holds in images and containers."""
+    from flatlab.sandbox.sandbox import IMAGE, docker_api, docker_problem
+
+    blocks = 0
+    for folder in folders:
+        blocks += sum(path.lstat().st_blocks for path in folder.rglob("*"))
+    found = {"kB in /tmp": blocks // 2}
+    if not docker_problem(IMAGE):
+        usage = docker_api().df()
+        written = sum(box.get("SizeRw") or 0 for box in usage["Containers"] or [])
+        found["kB in Docker"] = (usage["LayersSize"] + written) // 1024
+    return found
 
 
 def resources(disk=False):
-    """What a process can leak: kB of memory, threads, file descriptors, containers and folders in /tmp of ours; with disk
-    also kB in these folders, and kB that Docker holds in images and containers."""
-    from flatlab.sandbox.backend import IMAGE
-    from flatlab.sandbox.docker import docker_api, docker_problem
-
-    memory = (
-        int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
-    )
-    boxes = (
-        []
-        if docker_problem(IMAGE)
-        else docker_api().containers(all=True, filters={"label": "flatlab.owner"})
-    )
-    ours = [box for box in boxes if f":{os.getpid()}:" in box["Labels"]["flatlab.owner"]]
-    folders, more = list(Path("/tmp").glob("flatlab-*")), {}
-    if disk:
-        files = [path.lstat().st_blocks // 2 for folder in folders for path in folder.rglob("*")]
-        more = {"kB in /tmp": sum(files)}
-        if not docker_problem(IMAGE):
-            usage = docker_api().df()
-            more["kB in Docker"] = (
-                usage["LayersSize"]
-                + sum(box.get("SizeRw") or 0 for box in usage["Containers"] or [])
-            ) // 1024
-    return {
-        "memory (kB)": memory,
+    """What this process can leak: memory, threads, file descriptors, containers, folders."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    folders = list(Path("/tmp").glob("flatlab-*"))
+    found = {
+        "memory (kB)": pages * os.sysconf("SC_PAGE_SIZE") // 1024,
         "threads": len(os.listdir("/proc/self/task")),
         "file descriptors": len(os.listdir("/proc/self/fd")),
-        "containers": len(ours),
+        "containers": len(our_containers()),
         "folders in /tmp": len(folders),
-        **more,
     }
+    if disk:
+        found |= disk_use(folders)
+    return found
 
 
 def episodes_in_a_row(backend, count, say=lambda done: None, disk=False):
-    """Plays `count` episodes, every tenth with an agent that fails; returns resources after the first tenth and at the end."""
+    """Plays `count` episodes, every tenth with an agent that fails.
+
+    Returns the resources after the first tenth of the episodes and at the end.
+    """
+    from flatlab.sandbox.warm_pool import WARM_POOL
     from tasks import load_task
 
     task = load_task("titanic", "", "")
     for n in range(count):
         if n == max(1, count // 10):
-            resources(disk)  # what asking takes for itself (the docker package, ...) is no growth
+            resources(disk)  # the measurement itself allocates (the docker package, ...)
             begin = resources(disk)
         play(task, backend, 3 + n % 300, FAILING if n % 10 == 5 else EPISODE)
         say(n + 1)
-    from flatlab.sandbox.warm_pool import WARM_POOL
-
     WARM_POOL.close()
     time.sleep(1)
     return begin, resources(disk)
@@ -297,28 +268,25 @@ def soak(args):
     """args.count episodes in a row without growth."""
     from flatlab.sandbox.sandbox import pick_backend
 
-    backend, begin = pick_backend(args.backend, model_is_tiny=True)[0], time.perf_counter()
-    before, after = episodes_in_a_row(
-        backend,
-        args.count,
-        lambda n: n % 100 or print(f"{n} episodes", file=sys.stderr, flush=True),
-        disk=True,
-    )
-    rows = [
-        (name, f"{before[name]} -> {after[name]}", "after the first tenth, at the end")
-        for name in before
-    ]
-    return (
-        f"{args.count} episodes in {backend} sandboxes, {time.perf_counter() - begin:.0f} s",
-        rows,
-    )
+    def say(done):
+        if done % 100 == 0:
+            print(f"{done} episodes", file=sys.stderr, flush=True)
+
+    backend, _ = pick_backend(args.backend, model_is_tiny=True)
+    begin = time.perf_counter()
+    before, after = episodes_in_a_row(backend, args.count, say, disk=True)
+    took = time.perf_counter() - begin
+    rows = []
+    for name, value in before.items():
+        rows.append((name, f"{value} -> {after[name]}", "after the first tenth, at the end"))
+    return f"{args.count} episodes in {backend} sandboxes, {took:.0f} s", rows
 
 
-# ---------------------------------------------------------------------------------------------- the trainer
+# ---- train
 
 
 def random_policy(folder, context=2048, sizes=None, **options):
-    """A Policy on an untrained model, and the model's folder. Replies go on to their limit: no token ends them."""
+    """A Policy on an untrained model, whose replies always reach their limit; and its folder."""
     import conftest
     from policy import ModelPath, Policy
 
@@ -328,547 +296,310 @@ def random_policy(folder, context=2048, sizes=None, **options):
 
     def endless(*args):
         params = make(*args)
-        params.ignore_eos, params.stop_token_ids = True, []
+        params.ignore_eos = True
+        params.stop_token_ids = []
         return params
 
     policy._params = endless
     return policy, model
 
 
-LETTERS, PROMPTS, REPLY = 16, 2, 256  # episodes and prompts of a step, tokens of a reply
+STEP_EPISODES = 16
+STEP_PROMPTS = 2
+STEP_TOKENS = 256  # of a reply
 
 
-def letters(text):
+def letter_share(text):
     return sum(c.isalpha() for c in text) / max(1, len(text))
 
 
-def ours_step(folder, steps):
-    """Seconds of each step of grpo.py's own functions: 2 groups of 8 replies of 256 tokens, reward: share of letters."""
-    import asyncio
-    from dataclasses import replace
+async def one_reply(env, policy, *, seed, max_reply_tokens, **_):
+    """Stands in for run_episode: one reply; its score is the share of letters in it."""
+    from flatlab.episode.episode import Episode, Segment
+    from flatlab.episode.grading import Score
 
+    question = f"Write. {seed // 8 % 2}"
+    prompt = policy.render([{"role": "user", "content": question}])
+    reply = await policy.sample(prompt, max_reply_tokens, seed=seed)
+    score = Score(0.5 + letter_share(reply.text), env.task.metric, "validation", True, "")
+    segment = Segment(
+        prompt + reply.tokens,
+        [0] * len(prompt) + [1] * len(reply.tokens),
+        [0.0] * len(prompt) + reply.logprobs,
+    )
+    turns = [{"status": "ok", "stop_reason": "length"}]
+    return Episode(
+        env.task.name, seed, status="submit", score=score, turns=turns, segments=[segment]
+    )
+
+
+def our_steps(folder, steps):
+    """(seconds of each step, of its sampling, log-prob difference, GiB) of grpo.py's functions."""
     import torch
 
     import grpo
-    from flatlab.episode.episode import Episode, Segment
-    from flatlab.episode.grading import Score
-    from flatlab.train.distributed import Alone
+    from flatlab.train.distributed import SingleProcess
     from tasks import load_task
 
     policy, _ = random_policy(folder, lora_rank=16, lora_alpha=32, context=512)
-    task, job = load_task("titanic", "", ""), Alone()
+    task = load_task("titanic", "", "")
+    dist = SingleProcess()
+    cfg = grpo.Config()
+    cfg.model.max_reply_tokens = STEP_TOKENS
     cfg = replace(
-        grpo.Config(),
-        max_reply_tokens=REPLY,
-        group_size=LETTERS // PROMPTS,
+        cfg,
+        group_size=STEP_EPISODES // STEP_PROMPTS,
         clip_low=0.2,
         clip_high=0.28,
         kl=0.05,
         micro_tokens=8192,
         lr=1e-4,
     )
-
-    async def reply(task, policy, *, seed, max_reply_tokens, **_):
-        prompt = policy.render([{"role": "user", "content": f"Write. {seed // 8 % 2}"}])
-        s = await policy.sample(prompt, max_reply_tokens, seed=seed)
-        score = Score(0.5 + letters(s.text), task.metric, "validation", True, "")
-        return Episode(
-            task.name,
-            seed,
-            status="submit",
-            score=score,
-            turns=[{"status": "ok", "stop_reason": "length"}],
-            segments=[
-                Segment(
-                    prompt + s.tokens,
-                    [0] * len(prompt) + [1] * len(s.tokens),
-                    [0.0] * len(prompt) + s.logprobs,
-                )
-            ],
-        )
-
-    grpo.env.run_episode = reply
-    optimizer, took, gap = torch.optim.AdamW(policy.parameters(), lr=cfg.lr), [], 0.0
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr)
+    grpo.run_episode = one_reply
+    took = []
+    sampling = []
+    difference = 0.0
 
     async def run():
-        nonlocal gap
+        nonlocal difference
         for step in range(steps):
             begin = time.perf_counter()
-            groups = await grpo.play_groups(
-                policy, [task] * PROMPTS, cfg.group_size, cfg, step, job
-            )
-            sampled = time.perf_counter()
-            row = grpo.update(
-                policy, optimizer, grpo.make_batch(policy, groups, cfg, job), cfg, job
-            )
+            plan = [task] * STEP_PROMPTS
+            groups = await grpo.play_groups(policy, plan, cfg.group_size, cfg, step, dist)
+            sampling.append(time.perf_counter() - begin)
+            batch = grpo.make_batch(policy, groups, cfg, dist)
+            row = grpo.update(policy, optimizer, batch, cfg, dist)
             policy.sync()
-            took.append((time.perf_counter() - begin, sampled - begin))
-            gap = max(gap, row["logprob_gap_max"])
+            took.append(time.perf_counter() - begin)
+            difference = max(difference, row["logprob_diff_max"])
 
     asyncio.run(run())
-    return took, gap, policy.peak_memory()
-
-
-# TRL in a process of its own; prints seconds per step as JSON. argv: model folder, steps, prompts, episodes, tokens, vllm?
-TRL = r"""
-import json, sys, time
-import torch
-from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
-model, steps, prompts, episodes, tokens, vllm = sys.argv[1], *map(int, sys.argv[2:])
-lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, task_type="CAUSAL_LM",
-                  target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
-took = []
-class Clock(TrainerCallback):
-    def on_step_begin(self, *a, **k): self.begin = time.perf_counter()
-    def on_step_end(self, *a, **k): took.append(time.perf_counter() - self.begin)
-def reward(completions, **_):
-    text = [c[0]["content"] if isinstance(c, list) else c for c in completions]
-    return [sum(x.isalpha() for x in t) / max(1, len(t)) for t in text]
-options = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3) if vllm else {}
-config = GRPOConfig(output_dir="trl", per_device_train_batch_size=episodes, num_generations=episodes // prompts, max_steps=steps,
-                    max_completion_length=tokens, learning_rate=1e-4, beta=0.05, temperature=1.0, bf16=False, use_cpu=not torch.cuda.is_available(),
-                    report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, gradient_checkpointing=False,
-                    generation_kwargs={"ignore_eos": True} if vllm else {"min_new_tokens": tokens}, **options)
-data = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"Write. {i}"}] for i in range(prompts * (steps + 1))]})
-trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=data, peft_config=lora)
-trainer.add_callback(Clock())
-trainer.train()
-import resource, trl
-memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print("\n" + json.dumps({"took": took, "what": f"TRL {trl.__version__}; peak memory {memory / 2 ** 30:.1f} GiB"}))
-"""
-
-
-def trl_step(model, steps, vllm):
-    """(seconds of each step, version and memory) or (None, the error's last line)."""
-    import json
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                TRL,
-                model,
-                str(steps),
-                str(PROMPTS),
-                str(LETTERS),
-                str(REPLY),
-                str(int(vllm)),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=900,
-            cwd=folder,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )
-    if done.returncode:
-        lines = [line for line in done.stderr.strip().splitlines() if "Error" in line] or [
-            "no message"
-        ]
-        return None, lines[-1][:200]
-    result = json.loads(done.stdout.strip().splitlines()[-1])
-    return result["took"], result["what"]
+    return took, sampling, difference, policy.peak_memory()
 
 
 def train(args):
-    """A step at equal tokens, first step left out; ours, TRL with transformers' generate, TRL with vLLM in its process."""
-    import tempfile
-
+    """A step at equal tokens, without the first: ours, TRL with generate(), TRL with vLLM."""
+    steps = args.steps + 1
     with tempfile.TemporaryDirectory() as folder:
-        took, gap, memory = ours_step(folder, args.steps + 1)
-        model = str(Path(folder) / "model")
-        ours = statistics.median(t for t, _ in took[1:])
-        share = statistics.median(s / t for t, s in took[1:])
+        took, sampling, difference, memory = our_steps(folder, steps)
+        ours = statistics.median(took[1:])
+        share = statistics.median(s / t for s, t in zip(sampling[1:], took[1:]))
+        rate = STEP_EPISODES * STEP_TOKENS / ours
+        note = f"sampling {share:.0%}; {rate:.0f} tokens per second; peak memory {memory:.1f} GiB"
         rows = [
-            (
-                "ours: a step",
-                f"{ours:.2f} s",
-                f"sampling {share:.0%}; {LETTERS * REPLY / ours:.0f} tokens per second; peak memory "
-                f"{memory:.1f} GiB, KV cache of the engine included",
-            ),
-            (
-                "ours: largest gap of engine and trainer",
-                f"{gap:.1g} nats",
-                "over all sampled tokens",
-            ),
+            ("ours: a step", f"{ours:.2f} s", note),
+            ("ours: largest log-prob difference", f"{difference:.1g} nats", "all sampled tokens"),
         ]
-        for name, vllm in (
-            ("TRL, generate of transformers", False),
-            ("TRL, vLLM in its process", True),
-        ):
-            theirs, what = trl_step(model, args.steps + 1, vllm)
-            if theirs:
-                median = statistics.median(theirs[1:])
-                rows += [
-                    (f"{name}: a step", f"{median:.2f} s", what),
-                    ("ratio to ours", f"{median / ours:.1f} x", ""),
-                ]
-            else:
-                rows.append((name, "fails", what))
-    return (
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; random Qwen3 of 0.8 M parameters, LoRA rank 16, {PROMPTS} groups "
-        f"of {LETTERS // PROMPTS}, {REPLY} tokens each, median of {args.steps} steps"
-    ), rows
+        sizes = (steps, STEP_PROMPTS, STEP_EPISODES, STEP_TOKENS)
+        for name, vllm in (("TRL with generate()", 0), ("TRL with vLLM in its process", 1)):
+            model = Path(folder) / "model"
+            said, why = run_script("bench_trl.py", model, *sizes, vllm, timeout=900, cwd=folder)
+            if why:
+                rows.append((name, "fails", why))
+                continue
+            result = json.loads(said)
+            theirs = statistics.median(result["took"][1:])
+            rows.append((f"{name}: a step", f"{theirs:.2f} s", result["note"]))
+            rows.append(("ratio to ours", f"{theirs / ours:.1f} x", ""))
+    sizes = f"{STEP_PROMPTS} groups of {STEP_EPISODES // STEP_PROMPTS}, {STEP_TOKENS} tokens each"
+    model = "random Qwen3 of 0.8 M parameters, LoRA rank 16"
+    return f"{this_machine()}; {model}, {sizes}, median of {args.steps} steps", rows
+
+
+# ---- sync
+
+LARGER = {
+    "hidden_size": 512,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+}
+
+
+def is_exact(policy):
+    """Whether the engine's buffers hold exactly the trained adapter."""
+    import torch
+
+    for a_slot, b_slot, a, b, scale in policy._slots.copies:
+        if not torch.equal(a_slot, a) or not torch.equal(b_slot, b * scale):
+            return False
+    return True
 
 
 def sync(args):
-    """The trained adapter into the engine: in place, through files, and what merging alone would take."""
-    import tempfile
+    """The trained adapter into the engine: in place, through files, and merging alone."""
+    rows = []
+    for name, sizes in (("stand-in size", {}), ("36 M parameters", LARGER)):
+        with tempfile.TemporaryDirectory() as folder:
+            rows += sync_rows(name, sizes, folder)
+    return f"{this_machine()}, medians", rows
 
+
+def sync_rows(name, sizes, folder):
     import torch
     from vllm.lora.request import LoRARequest
 
-    rows = []
-    for name, sizes in (
-        ("stand-in size", {}),
-        (
-            "36 M parameters",
-            {
-                "hidden_size": 512,
-                "num_hidden_layers": 12,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-                "head_dim": 64,
-                "intermediate_size": 1536,
-            },
-        ),
-    ):
-        with tempfile.TemporaryDirectory() as folder:
-            policy, _ = random_policy(folder, sizes=sizes, lora_rank=16, lora_alpha=32, context=512)
-            with torch.no_grad():
-                for p in policy.parameters():
-                    p.normal_(std=0.02)
-            count = sum(p.numel() for p in policy.parameters())
-            inplace = seconds(policy.sync, 20)
-            exact = all(
-                torch.equal(a_slot, a) and torch.equal(b_slot, b * scale)
-                for a_slot, b_slot, a, b, scale in policy._slots.copies
-            )
-            manager = policy.engine.model_executor.driver_worker.model_runner.lora_manager
+    policy, _ = random_policy(folder, sizes=sizes, lora_rank=16, lora_alpha=32, context=512)
+    manager = policy.engine.model_executor.driver_worker.model_runner.lora_manager
+    adapter = f"{folder}/adapter"
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.normal_(std=0.02)
 
-            def through_files():
-                policy.save(f"{folder}/adapter")
-                manager.remove_adapter(1)
-                manager.add_adapter(LoRARequest("policy", 1, f"{folder}/adapter"))
+    def through_files():
+        policy.save(adapter)
+        manager.remove_adapter(1)
+        manager.add_adapter(LoRARequest("policy", 1, adapter))
 
-            def merge():
-                policy.model.merge_adapter()
-                policy.model.unmerge_adapter()
+    def merge():
+        policy.model.merge_adapter()
+        policy.model.unmerge_adapter()
 
-            files, merging = seconds(through_files, 5), seconds(merge, 5)
-            rows += [
-                (
-                    f"{name}: in place",
-                    ms(inplace),
-                    f"{count / 1e6:.2f} M LoRA parameters; bit-exact: {exact}",
-                ),
-                (f"{name}: save and reload", ms(files), f"{files / inplace:.0f} x"),
-                (f"{name}: merge and unmerge alone", ms(merging), f"{merging / inplace:.0f} x"),
-            ]
-            del policy
-    return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, medians", rows
+    count = sum(p.numel() for p in policy.parameters()) / 1e6
+    in_place = median_seconds(policy.sync, 20)
+    note = f"{count:.2f} M LoRA parameters; bit-exact: {is_exact(policy)}"
+    files = median_seconds(through_files, 5)
+    merging = median_seconds(merge, 5)
+    return [
+        (f"{name}: in place", ms(in_place), note),
+        (f"{name}: save and reload", ms(files), f"{files / in_place:.0f} x"),
+        (f"{name}: merge and unmerge", ms(merging), f"{merging / in_place:.0f} x"),
+    ]
 
 
-EPISODES, TURNS, TOKENS = 16, 4, 24
+# ---- rollout
+
+EPISODES = 16
+TURNS = 4
+TOKENS = 24  # of a turn
+
+
+class Rollout:
+    """16 episodes of 4 turns of 24 tokens. Commands are waits of 0.02 to 0.4 s without CPU use."""
+
+    def __init__(self, policy):
+        self.policy = policy
+        self.start = policy.render([{"role": "user", "content": "x" * 300}])
+        rng = random.Random(0)
+        self.waits = []
+        for _ in range(EPISODES):
+            self.waits.append([rng.choice((0.02, 0.05, 0.4)) for _ in range(TURNS)])
+
+    async def turn(self, tokens, e, t):
+        sample = await self.policy.sample(tokens, TOKENS, seed=100 * e + t)
+        return tokens + sample.tokens + self.policy.observation_tokens("result " * 4, False)
+
+    async def episode(self, e, waits):
+        tokens = [*self.start, e]
+        for t in range(TURNS):
+            tokens = await self.turn(tokens, e, t)
+            await asyncio.sleep(self.waits[e][t] if waits else 0)
+
+    async def continuous(self, episodes, waits):
+        await asyncio.gather(*(self.episode(e, waits) for e in episodes))
+
+    async def lock_step(self, combine):
+        """All episodes take each turn together; combine: `max` or `sum` of their waits."""
+        histories = [[*self.start, e] for e in range(EPISODES)]
+        for t in range(TURNS):
+            turns = [self.turn(tokens, e, t) for e, tokens in enumerate(histories)]
+            histories = await asyncio.gather(*turns)
+            await asyncio.sleep(combine(waits[t] for waits in self.waits))
+
+    async def one_turn(self):
+        """As many tokens in a single turn."""
+        samples = []
+        for e in range(EPISODES):
+            samples.append(self.policy.sample([*self.start, e], TURNS * TOKENS, seed=e))
+        await asyncio.gather(*samples)
+
+    def seconds(self, function, *args):
+        def once():
+            self.policy.sync()  # a new version empties the prefix cache
+            asyncio.run(function(*args))
+
+        once()
+        return median_seconds(once, 3)
 
 
 def rollout(args):
-    """16 episodes of 4 turns, 24 tokens each; a command takes 0.02 to 0.4 s. The commands are waits: they need no core."""
-    import asyncio
-    import random
-    import tempfile
-
-    waits = [
-        [random.Random(f"{e} {t}").choice((0.02, 0.05, 0.4)) for t in range(TURNS)]
-        for e in range(EPISODES)
-    ]
+    """Episodes of several turns whose commands take time, played in three ways."""
     with tempfile.TemporaryDirectory() as folder:
         policy, _ = random_policy(folder, lora_rank=8)
-        start = policy.render([{"role": "user", "content": "x" * 300}])
-
-        def turn(tokens, e, t):
-            return policy.sample(tokens, TOKENS, seed=100 * e + t)
-
-        def after(tokens, sample):
-            return tokens + sample.tokens + policy.observation_tokens("result " * 4, False)
-
-        async def continuous(wait=True, episodes=range(EPISODES)):
-            async def episode(e):
-                tokens = start + [e]
-                for t in range(TURNS):
-                    tokens = after(tokens, await turn(tokens, e, t))
-                    await asyncio.sleep(waits[e][t] if wait else 0)
-
-            await asyncio.gather(*map(episode, episodes))
-
-        async def lockstep(serial):
-            all_tokens = [start + [e] for e in range(EPISODES)]
-            for t in range(TURNS):
-                samples = await asyncio.gather(
-                    *(turn(tokens, e, t) for e, tokens in enumerate(all_tokens))
-                )
-                all_tokens = [after(tokens, s) for tokens, s in zip(all_tokens, samples)]
-                await asyncio.sleep((sum if serial else max)(w[t] for w in waits))
-
-        async def raw():
-            await asyncio.gather(
-                *(policy.sample(start + [e], TURNS * TOKENS, seed=e) for e in range(EPISODES))
-            )
-
-        def measure(what, *args):
-            def once():
-                policy.sync()  # a new version: nothing is found in the prefix cache
-                asyncio.run(what(*args))
-
-            once()
-            return seconds(once, 3)
-
-        batch, engine = measure(raw), measure(continuous, False)
-        ours, threads, serial = (
-            measure(continuous),
-            measure(lockstep, False),
-            measure(lockstep, True),
-        )
-        slowest = max(range(EPISODES), key=lambda e: sum(waits[e]))
-        alone = measure(continuous, True, [slowest])
-    total = EPISODES * TURNS * TOKENS
-    return (
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; random Qwen3 of 0.8 M parameters, medians of 3"
-    ), [
-        (
-            "continuous, as grpo.py does it",
-            f"{ours:.2f} s",
-            f"{total / ours:.0f} tokens per second",
-        ),
-        ("lock-step, commands at once", f"{threads:.2f} s", f"{threads / ours:.1f} x"),
-        (
-            "lock-step, one command after the other",
-            f"{serial:.2f} s",
-            f"{serial / ours:.1f} x, as in TRL's GRPOTrainer",
-        ),
-        ("the same turns, no command waits", f"{engine:.2f} s", "model time"),
-        (
-            "as many tokens in one turn",
-            f"{batch:.2f} s",
-            f"raw batch; turns reach {batch / engine:.0%} of its throughput",
-        ),
+        runs = Rollout(policy)
+        everyone = range(EPISODES)
+        slowest = max(everyone, key=lambda e: sum(runs.waits[e]))
+        batch = runs.seconds(runs.one_turn)
+        engine = runs.seconds(runs.continuous, everyone, False)
+        ours = runs.seconds(runs.continuous, everyone, True)
+        together = runs.seconds(runs.lock_step, max)
+        serial = runs.seconds(runs.lock_step, sum)
+        alone = runs.seconds(runs.continuous, [slowest], True)
+    rate = EPISODES * TURNS * TOKENS / ours
+    bound = ours / max(engine, alone)
+    idle = max(0.0, 1 - engine / ours)
+    idle_together = max(0.0, 1 - engine / together)
+    rows = [
+        ("continuous, as grpo.py does it", f"{ours:.2f} s", f"{rate:.0f} tokens per second"),
+        ("lock-step, commands at once", f"{together:.2f} s", f"{together / ours:.1f} x"),
+        ("lock-step, commands in turn", f"{serial:.2f} s", f"{serial / ours:.1f} x"),
+        ("the same turns, no waits", f"{engine:.2f} s", "model time"),
+        ("as many tokens in one turn", f"{batch:.2f} s", f"{batch / engine:.0%} of model time"),
         (
             "the slowest episode alone",
             f"{alone:.2f} s",
-            f"{sum(waits[slowest]):.2f} s of it commands; continuous / max(model, slowest episode) = "
-            f"{ours / max(engine, alone):.2f}",
+            f"continuous takes {bound:.2f} x the bound",
         ),
-        (
-            "engine idle",
-            f"{max(0.0, 1 - engine / ours):.0%}",
-            f"of the continuous run; the lock-step one: {max(0.0, 1 - engine / threads):.0%}",
-        ),
+        ("engine idle", f"{idle:.0%}", f"in lock-step {idle_together:.0%}"),
     ]
+    return f"{this_machine()}; random Qwen3 of 0.8 M parameters, medians of 3", rows
 
 
-# Peak memory in a process of its own. argv: folder, tokens, vocabulary, way
-PEAK = r"""
-import resource, sys, time, torch
-folder, tokens, vocabulary, way = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-import conftest
-from policy import Policy
-torch.manual_seed(0)
-policy = Policy.__new__(Policy)
-policy.device, policy.dtype, policy.temperature, policy.packing, policy.value_head = "cpu", torch.float32, 1.0, way == "packed", None
-policy._build_trainer(folder, 8, 16, way == "recomputed", False, "cpu")
-count = 4 if way in ("padded", "packed", "recomputed") else tokens // 1024
-lengths = [tokens // 4 * k // 4 for k in (1, 2, 3, 4)] if way in ("padded", "packed", "recomputed") else [1024] * count
-batch = [(torch.randint(0, 250, (n,)).tolist(), [0] + [1] * (n - 1)) for n in lengths]
-policy.logprobs(batch[:1])[0].sum().backward()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-begin = time.perf_counter()
-if way == "whole":
-    ids = torch.tensor([tokens for tokens, _ in batch])
-    logits = policy.model(ids).logits[:, :-1].float()
-    logp = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-else:
-    logp, _ = policy.logprobs(batch)
-logp.sum().backward()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, time.perf_counter() - begin)
-"""
+# ---- memory
 
 
 def peak(folder, tokens, vocabulary, way):
-    """(MiB, seconds) as text, of a forward and backward pass in a process of its own."""
+    """(MiB, seconds) of a forward and backward pass in a process of its own; see bench_peak.py."""
     import conftest
 
-    model = f"{folder}/{vocabulary}"
-    if not Path(model).exists():
-        conftest.make_model(Path(model), vocabulary)
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, model, str(tokens), str(vocabulary), way],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}", "HF_HUB_OFFLINE": "1"},
-    )
-    if done.returncode:
-        return f"fails: {done.stderr.strip().splitlines()[-1][:100]}", ""
-    mib, took = map(float, done.stdout.split()[-2:])
-    return f"{mib:.0f} MiB", f"{took:.1f} s"
+    model = Path(folder) / str(vocabulary)
+    if not model.exists():
+        conftest.make_model(model, vocabulary)
+    said, why = run_script("bench_peak.py", model, tokens, way, timeout=600)
+    if why:
+        raise RuntimeError(why)
+    mib, took = said.split()
+    return float(mib), float(took)
 
 
 def memory(args):
     """MiB that a forward and backward pass adds to the process, and its seconds."""
-    import tempfile
-
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for vocabulary in (2048, 32768):
-            for tokens in (2048, 4096, 8192):
-                chunked, whole = (
-                    peak(folder, tokens, vocabulary, "chunked"),
-                    peak(folder, tokens, vocabulary, "whole"),
-                )
-                rows.append(
-                    (
-                        f"{tokens} tokens, vocabulary {vocabulary}",
-                        f"{chunked[0]}, {chunked[1]}",
-                        f"all logits at once: {whole[0]}, {whole[1]}",
-                    )
-                )
+        for vocabulary, tokens in itertools.product((2048, 32768), (2048, 4096, 8192)):
+            mib, took = peak(folder, tokens, vocabulary, "chunked")
+            try:
+                whole_mib, whole_took = peak(folder, tokens, vocabulary, "whole")
+                note = f"all logits at once: {whole_mib:.0f} MiB, {whole_took:.1f} s"
+            except RuntimeError as error:
+                note = f"all logits at once: fails, {error}"
+            what = f"{tokens} tokens, vocabulary {vocabulary}"
+            rows.append((what, f"{mib:.0f} MiB, {took:.1f} s", note))
         for way in ("padded", "packed", "recomputed"):
-            found = peak(folder, 8192, 2048, way)
-            rows.append(
-                (f"4 sequences of 512 to 2048 tokens, {way}", f"{found[0]}, {found[1]}", "")
-            )
-    return (
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; random Qwen3, hidden 128, 4 layers, fp32",
-        rows,
-    )
+            mib, took = peak(folder, 8192, 2048, way)
+            what = f"4 sequences of 512 to 2048 tokens, {way}"
+            rows.append((what, f"{mib:.0f} MiB, {took:.1f} s", ""))
+    return f"{this_machine()}; random Qwen3, hidden size 128, 4 layers, float32", rows
 
 
-def trained(name, *flags):
-    """Runs grpo.py in the current folder, or finds it finished there. Returns its result.json and rows. A thread that is
-    bound to some of the cores shares them with nobody: engines that spin on the same core wait for each other."""
-    import json
-
-    mine, every = sorted(os.sched_getaffinity(0)), os.sched_getaffinity(os.getpid())
-    few = (
-        {"OMP_NUM_THREADS": str(len(mine)), "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine))}
-        if len(mine) < len(every)
-        else {}
-    )
-    process = subprocess.run(
-        [
-            sys.executable,
-            str(HERE.parent / "grpo.py"),
-            "--name",
-            name,
-            "--backend",
-            "local",
-            *flags,
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | few,
-    )
-    where = Path("logs") / name
-    if not (where / "result.json").exists():
-        return None, process.stderr.strip().splitlines()[-1:]
-    rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
-    return json.loads((where / "result.json").read_text()), rows
-
-
-def table(variants, args, tasks, steps):
-    """A row per task and variant: held-out score before and after (best adapter, seeds of its own), means over the seeds."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    rows, chosen = [], [v for v in variants if not args.only or v[0] in args.only.split(",")]
-    cores = sorted(os.sched_getaffinity(0))
-    shares = [set(cores[n :: args.jobs]) or {cores[n % len(cores)]} for n in range(args.jobs)]
-    with ThreadPoolExecutor(
-        args.jobs, initializer=lambda: os.sched_setaffinity(0, shares.pop())
-    ) as pool:  # of the thread
-        runs = {
-            (task, label): [
-                pool.submit(
-                    trained,
-                    f"bench-{task}-{label.replace(', ', '-').replace(' ', '-')}-{seed}",
-                    "--task",
-                    task,
-                    "--model",
-                    args.model,
-                    "--steps",
-                    str(steps),
-                    "--seed",
-                    seed,
-                    *flags,
-                    *args.flags.split(),
-                )
-                for seed in args.seeds.split(",")
-            ]
-            for task in tasks
-            for label, flags in chosen
-        }
-    for task in tasks:
-        for label, flags in chosen:
-            found = [run.result() for run in runs[task, label]]
-            done = [(result, history) for result, history in found if result and "after" in result]
-            if not done:
-                rows.append((f"{task}, {label}", "fails", str(found[0][1])[:200]))
-                continue
-            before, after = ([r[when]["mean"] for r, _ in done] for when in ("before", "after"))
-            last = [
-                [s for s in history if "eval_score_mean" in s][-1]["eval_score_mean"]
-                for _, history in done
-            ]
-            gains = [b - a for a, b in zip(before, after)]
-            spread = f" ± {statistics.stdev(gains):.3f}" if len(gains) > 1 else ""
-            restores = sum(
-                "back to the adapter" in a
-                for _, history in done
-                for s in history
-                for a in s["alarms"]
-            )
-            stops = sum(r["status"].startswith("stopped") for r, _ in done)
-            rows.append(
-                (
-                    f"{task}, {label}",
-                    f"{statistics.mean(before):.3f} -> {statistics.mean(after):.3f} ({statistics.mean(gains):+.3f}{spread})",
-                    f"{len(done)} of {len(found)} seeds; last adapter {statistics.mean(last):.3f}; {restores} restores, {stops} stops; "
-                    f"most KL {max(s.get('kl', 0) for _, history in done for s in history):.2f}",
-                )
-            )
-    return rows
-
-
-OBJECTIVES = [
-    ("grpo", "--loss grpo"),
-    ("dr_grpo", "--loss dr_grpo --advantage group_nostd"),
-    ("dapo", "--loss dapo"),
-    ("gspo", "--loss gspo --epochs 2"),
-    ("cispo", "--loss cispo"),
-    ("rloo", "--advantage rloo"),
-    ("ppo", "--advantage ppo"),
-    ("tiered", "--reward tiered"),
-    ("percentile", "--reward percentile"),
-    ("binary", "--reward binary"),
-]
-
-
-# ---------------------------------------------------------------------------------------------- the search
+# ---- search
 
 
 def search_grid(args):
-    """A grid of trees on one engine beside the same trees one after the other, with the real engine, sandboxes and
-    stand-in. Every action of a node waits for a second in its sandbox, as a program that loads or trains does."""
-    import asyncio
-    import tempfile
-    from dataclasses import replace
-    from itertools import product
-
+    """A grid of trees on one engine beside the same trees in turn; each action waits a second."""
     import search
 
     class Waits(search.Attempt):
@@ -876,59 +607,125 @@ def search_grid(args):
             self.sandbox.run("sleep 1", 10)
             return super().step(reply, timeout)
 
-    search.Attempt, here, took = Waits, os.getcwd(), {}
-    cells = list(product(("titanic", "battleOfSexes"), ("none", "tail"), (0,)))
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        try:
-            config = search.Config(model="tiny", backend="local", nodes=6, max_actions=6)
-            whole = replace(
-                config,
-                task=("titanic", "battleOfSexes"),
-                sampling_mode=("none", "tail"),
-                name="grid",
-                workers=4,
-            )
-            grid, _, path, *_ = search.prepare(whole)  # which also fills in what is left open
-            policy = search.make_policy(whole, path)
+    search.Attempt = Waits
+    tasks = ("titanic", "battleOfSexes")
+    modes = ("none", "tail")
 
-            def run(trees, workers):
-                begin = time.perf_counter()
-                asyncio.run(search.search(trees, policy, workers))
-                return time.perf_counter() - begin
+    def config(**changes):
+        made = search.Config(nodes=6, **changes)
+        made.model.model = "tiny"
+        made.sandbox.backend = "local"
+        return made
 
-            alone = [
-                search.prepare(
-                    replace(config, task=(task,), sampling_mode=(mode,), seed=(seed,), workers=1)
-                )[0]
-                for task, mode, seed in cells
-            ]
-            took["one"] = sum(run(trees, 1) for trees in alone)
-            took["grid"] = run(grid, 4)
-            nodes = sum(len(t.finished) for t in grid)
-        finally:
-            os.chdir(here)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        whole = config(sampling_mode=modes, name="grid", workers=4)
+        whole.task.task = tasks
+        grid, _, path, *_ = search.prepare(whole)
+        policy = search.make_policy(whole, path)
+
+        def run(trees, workers):
+            begin = time.perf_counter()
+            asyncio.run(search.search(trees, policy, workers))
+            return time.perf_counter() - begin
+
+        one = 0.0
+        for task, mode in itertools.product(tasks, modes):
+            single = config(sampling_mode=(mode,), workers=1)
+            single.task.task = (task,)
+            one += run(search.prepare(single)[0], 1)
+        together = run(grid, 4)
+        nodes = f"{sum(len(tree.finished) for tree in grid)} nodes"
     rows = [
-        (
-            f"{len(cells)} trees one after the other, a node at a time",
-            f"{took['one']:.1f} s",
-            f"{nodes} nodes",
-        ),
-        ("the same grid, --workers 4", f"{took['grid']:.1f} s", f"{nodes} nodes"),
-        ("ratio", f"{took['one'] / took['grid']:.1f} x", ""),
+        ("4 trees in turn, one node at a time", f"{one:.1f} s", nodes),
+        ("the same grid, --workers 4", f"{together:.1f} s", nodes),
+        ("ratio", f"{one / together:.1f} x", ""),
     ]
-    return (
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; stand-in, local sandboxes, every action waits for a second",
-        rows,
+    return f"{this_machine()}; stand-in, local sandboxes, every action waits for a second", rows
+
+
+# ---- objectives and stability
+
+OBJECTIVES = {
+    "grpo": "--loss grpo",
+    "dr_grpo": "--loss dr_grpo --advantage group_nostd",
+    "dapo": "--loss dapo",
+    "gspo": "--loss gspo --epochs 2",
+    "cispo": "--loss cispo",
+    "rloo": "--advantage rloo",
+    "ppo": "--advantage ppo",
+    "tiered": "--reward tiered",
+    "percentile": "--reward percentile",
+    "binary": "--reward binary",
+}
+STABILITY = {
+    "defaults": "",
+    "no-guard-no-kl": "--guard off --kl 0",
+    "no-guard-no-kl-twice-the-rate": "--guard off --kl 0 --lr 2e-3",
+    "twice-the-rate": "--lr 2e-3",
+}
+
+
+def trained(name, flags):
+    """Runs grpo.py in this folder, or finds it finished: (result.json, rows), or an error text."""
+    command = [sys.executable, str(HERE.parent / "grpo.py"), "--name", name, "--backend", "local"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True)
+    folder = Path("logs") / name
+    if done.returncode or not (folder / "result.json").exists():
+        return (done.stderr.strip().splitlines() or ["no message"])[-1]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return json.loads((folder / "result.json").read_text()), rows
+
+
+def compare(variants, args, tasks):
+    """A row per task and variant: untrained and last adapter on the same fresh seeds."""
+    chosen = variants
+    if args.only:
+        chosen = {name: variants[name] for name in args.only.split(",")}
+    cells = list(itertools.product(tasks, chosen))
+    runs = {}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for task, label in cells:
+            flags = f"--task {task} --model {args.model} --steps {args.steps} {chosen[label]}"
+            for seed in args.seeds.split(","):
+                words = f"{flags} --seed {seed} {args.flags}".split()
+                job = pool.submit(trained, f"bench-{task}-{label}-{seed}", words)
+                runs.setdefault((task, label), []).append(job)
+    return [row_of_runs(*cell, [job.result() for job in runs[cell]]) for cell in cells]
+
+
+def row_of_runs(task, label, found):
+    done = [pair for pair in found if not isinstance(pair, str) and "final" in pair[0]]
+    if not done:
+        return f"{task}, {label}", "fails", str(found[0])[:200]
+    finals = [result["final"] for result, _ in done]
+    untrained = statistics.mean(final["untrained"]["score_mean"] for final in finals)
+    last = statistics.mean(final["last"]["score_mean"] for final in finals)
+    best = statistics.mean(final["best"]["score_mean"] for final in finals)
+    differences = [final["last"]["difference"] for final in finals]
+    spread = f" ± {statistics.stdev(differences):.3f}" if len(differences) > 1 else ""
+    history = [row for _, rows in done for row in rows]
+    alarms = [alarm for row in history for alarm in row["alarms"]]
+    restores = sum("back to the adapter" in alarm for alarm in alarms)
+    stops = sum(result["status"].startswith("stopped") for result, _ in done)
+    highest_kl = max(row.get("kl", 0) for row in history)
+    value = f"{untrained:.3f} -> {last:.3f} ({last - untrained:+.3f}{spread})"
+    note = (
+        f"{len(done)} of {len(found)} seeds; best adapter {best:.3f}; {restores} restores, "
+        f"{stops} stops; highest KL {highest_kl:.2f}"
     )
+    return f"{task}, {label}", value, note
 
 
 def objectives(args):
-    """Every loss and estimator, --steps steps, on titanic and battleOfSexes."""
-    variants = [(label, flags.split()) for label, flags in OBJECTIVES]
-    return f"{args.steps} steps, seeds {args.seeds}, {args.model}", table(
-        variants, args, ("titanic", "battleOfSexes"), args.steps
-    )
+    """Every loss and estimator, --steps steps, on both built-in tasks."""
+    headline = f"{args.steps} steps, seeds {args.seeds}, {args.model}"
+    return headline, compare(OBJECTIVES, args, ("titanic", "battleOfSexes"))
+
+
+def stability(args):
+    """The defaults, and the same without what holds a policy together."""
+    headline = f"{args.steps} steps, seeds {args.seeds}, {args.model}"
+    return headline, compare(STABILITY, args, ("titanic",))
 
 
 def attacks_and_faults(args):
@@ -938,31 +735,18 @@ def attacks_and_faults(args):
     return marked.marked(args)
 
 
-def stability(args):
-    """The defaults, and the same without what holds a policy together."""
-    variants = [
-        ("defaults", []),
-        ("no guard no KL", ["--guard", "off", "--kl", "0"]),
-        ("no guard no KL twice the rate", ["--guard", "off", "--kl", "0", "--lr", "2e-3"]),
-        ("twice the rate", ["--lr", "2e-3"]),
-    ]
-    return f"{args.steps} steps, seeds {args.seeds}, {args.model}", table(
-        variants, args, ("titanic",), args.steps
-    )
-
-
-# ---------------------------------------------------------------------------------------------- main
+# ---- main
 
 SECTIONS = {
-    "objectives": objectives,
-    "stability": stability,
     "env": env,
     "soak": soak,
     "train": train,
     "sync": sync,
     "rollout": rollout,
-    "memory": memory,
     "search": search_grid,
+    "memory": memory,
+    "objectives": objectives,
+    "stability": stability,
     "table": attacks_and_faults,
 }
 
@@ -970,54 +754,43 @@ SECTIONS = {
 def write(section, command, headline, lines):
     """Replaces the section in tests/BENCHMARKS.md, or adds it."""
     path = HERE / "BENCHMARKS.md"
-    text = (
-        path.read_text(encoding="utf-8")
-        if path.exists()
-        else "# Benchmarks\n\nWritten by `python tests/bench.py <section> --write`.\n"
-    )
-    new = (
-        f"\n## {section}\n\n`{command}`, {date.today()}, {platform.machine()}, {headline}\n\n"
-        + "\n".join(lines)
-        + "\n"
-    )
-    head, found, rest = text.partition(f"\n## {section}\n")
-    tail = rest[rest.index("\n## ") :] if "\n## " in rest else ""
-    path.write_text(head + new + tail, encoding="utf-8")
+    text = "# Benchmarks\n\nWritten by `python tests/bench.py <section> --write`.\n"
+    if path.exists():
+        text = path.read_text(encoding="utf-8")
+    title = f"\n## {section}\n"
+    about = f"`{command}`, {date.today()}, {platform.machine()}, {headline}"
+    body = "\n".join(lines)
+    before, _, rest = text.partition(title)
+    _, mark, after = rest.partition("\n## ")
+    path.write_text(f"{before}{title}\n{about}\n\n{body}\n{mark}{after}", encoding="utf-8")
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("section", choices=SECTIONS)
-    parser.add_argument("--write", action="store_true", help="into tests/BENCHMARKS.md")
-    parser.add_argument("--backend", default="auto", help="of soak")
-    parser.add_argument(
-        "--steps", type=int, default=5, help="of train, objectives (20 or more), stability (200)"
-    )
-    parser.add_argument("--seeds", default="0,1,2", help="of objectives and stability")
-    parser.add_argument("--model", default="tiny", help="of objectives and stability")
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=1,
-        help="of objectives and stability: so many runs at a time, each on cores of its own",
-    )
-    parser.add_argument(
-        "--only",
-        default="",
-        help="of objectives and stability: names of variants, comma between them",
-    )
-    parser.add_argument(
-        "--flags", default="", help="of objectives and stability: more flags of grpo.py"
-    )
-    parser.add_argument("--count", type=int, default=1000, help="of soak")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    runs = "for objectives and stability:"
+    add("section", choices=SECTIONS)
+    add("--write", action="store_true", help="write the table into tests/BENCHMARKS.md")
+    add("--backend", default="auto", help="for soak")
+    add("--count", type=int, default=1000, help="for soak: number of episodes")
+    add("--steps", type=int, default=5, help="for train, objectives (20) and stability (200)")
+    add("--seeds", default="0,1,2", help=f"{runs} comma-separated seeds")
+    add("--model", default="tiny", help=f"{runs} the model")
+    add("--jobs", type=int, default=1, help=f"{runs} number of runs at a time")
+    add("--only", default="", help=f"{runs} comma-separated names of variants")
+    add("--flags", default="", help=f"{runs} more flags of grpo.py")
     args = parser.parse_args()
+
+    from flatlab import threads
+
+    threads.configure()
     headline, rows = SECTIONS[args.section](args)
-    lines = ["| what | measured | note |", "|---|---|---|"] + [
-        f"| {' | '.join(map(str, row))} |" for row in rows
-    ]
-    print(f"{args.section}: {headline}\n" + "\n".join(lines))
+    lines = ["| what | measured | note |", "|---|---|---|"]
+    for row in rows:
+        lines.append(f"| {' | '.join(map(str, row))} |")
+    print(f"{args.section}: {headline}")
+    print("\n".join(lines))
     if args.write:
         write(args.section, "python tests/bench.py " + " ".join(sys.argv[1:]), headline, lines)
 

@@ -1,88 +1,127 @@
-"""The tables of attacks and faults: the tests that carry these marks, and what came of them on this machine."""
+"""Writes the tables of attacks and faults in tests/README.md.
+
+A row is a test that carries the mark `attack` or `fault`, with its result on this machine.
+"""
 
 import os
 import platform
+from collections import defaultdict
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
+BACKENDS = ("docker", "namespaces", "landlock", "local")
+INTRODUCTION = """\
+Two tiers: `make test` runs the fast tests, each in one kind of sandbox; `make test-all` also runs
+the tests marked `slow`, and every test in every kind of sandbox that works here. Checkouts of other
+projects are used if their variables are set (`MLGYM_ROOT`, `MLEDOJO_REPO`). `bench.py` measures; it
+tests nothing. Shared code is in `conftest.py`, `helpers.py` and `backends.py`.
+"""
+
+
+class Row(NamedTuple):
+    kind: str  # attack or fault
+    number: int  # of a fault; 0 for an attack
+    what: str
+    test: str
 
 
 class Marked:
-    """A pytest plugin that runs only the tests with a mark `attack` or `fault`, and keeps what came of them."""
+    """A pytest plugin that selects tests with a mark `attack` or `fault` and keeps the outcomes."""
 
     def __init__(self):
-        self.rows = {}  # (kind, number, what, test) -> {outcome: [variant, ...]}
-        self.rows_of = {}  # node id -> [(row, variant), ...]
+        self.outcomes = defaultdict(lambda: defaultdict(list))  # row -> outcome -> backends
+        self.rows_of = {}  # node id -> its rows
+        self.backend_of = {}  # node id -> name of its backend, or ""
 
     def pytest_collection_modifyitems(self, items):
+        selected = []
         for item in items:
-            variant = getattr(item, "callspec", None) and next(
-                (
-                    word
-                    for word in item.callspec.id.split("-")
-                    if word in ("docker", "namespaces", "landlock", "local")
-                ),
-                "",
-            )
-            self.rows_of[item.nodeid] = [
-                (
-                    (
-                        mark.name,
-                        *((0, *mark.args) if mark.name == "attack" else mark.args),
-                        item.nodeid.partition("[")[0].removeprefix("tests/"),
-                    ),
-                    variant or "",
-                )
-                for mark in item.iter_markers()
-                if mark.name in ("attack", "fault")
-            ]
-        items[:] = [item for item in items if self.rows_of[item.nodeid]]
+            self.rows_of[item.nodeid] = rows_of_marks(item)
+            self.backend_of[item.nodeid] = backend_of(item)
+            if self.rows_of[item.nodeid]:
+                selected.append(item)
+        items[:] = selected
 
     def pytest_runtest_logreport(self, report):
-        if report.when == "call" or report.outcome != "passed" and report.when == "setup":
-            outcome = (
-                report.outcome
-                if report.outcome != "skipped"
-                else f"skipped, {report.longrepr[2].removeprefix('Skipped: ')}"
-            )
-            for row, variant in self.rows_of[report.nodeid]:
-                self.rows.setdefault(row, {}).setdefault(outcome, []).append(variant)
+        is_result = report.when == "call" or (report.when == "setup" and report.outcome != "passed")
+        if not is_result:
+            return
+        outcome = report.outcome
+        if outcome == "skipped":
+            outcome = f"skipped, {report.longrepr[2].removeprefix('Skipped: ')}"
+        for row in self.rows_of[report.nodeid]:
+            self.outcomes[row][outcome].append(self.backend_of[report.nodeid])
+
+
+def rows_of_marks(item) -> list[Row]:
+    """The rows of a test: one per mark."""
+    test = item.nodeid.partition("[")[0].removeprefix("tests/")
+    rows = []
+    for mark in item.iter_markers():
+        if mark.name == "attack":
+            rows += [Row("attack", 0, what, test) for what in mark.args]
+        elif mark.name == "fault":
+            number, *names = mark.args
+            rows += [Row("fault", number, what, test) for what in names]
+    return rows
+
+
+def backend_of(item) -> str:
+    """The kind of sandbox in the test's parameters, or an empty text."""
+    callspec = getattr(item, "callspec", None)
+    words = callspec.id.split("-") if callspec else []
+    for word in words:
+        if word in BACKENDS:
+            return word
+    return ""
+
+
+def outcome_text(outcomes: dict[str, list[str]]) -> str:
+    """For example "passed (docker, namespaces); skipped, no Landlock (landlock)"."""
+    texts = []
+    for outcome, backends in sorted(outcomes.items()):
+        names = ", ".join(dict.fromkeys(name for name in backends if name))
+        texts.append(f"{outcome} ({names})" if names else outcome)
+    return "; ".join(texts)
+
+
+def table(title: str, rows: list[tuple]) -> list[str]:
+    """The lines of a Markdown section."""
+    lines = ["", f"## {title}", "", "| what | result | test |", "|---|---|---|"]
+    for row in rows:
+        cells = [cell.replace("|", "/") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def marked(args):
-    """Attacks and faults, each with the test that tries it and what came of it here."""
+    """Runs the marked tests and writes tests/README.md; returns (headline, rows)."""
     import pytest
 
     found = Marked()
-    pytest.main(["-q", "-p", "no:cacheprovider", str(HERE)], plugins=[found])
-    rows = []
-    for (kind, number, what, test), outcomes in sorted(found.rows.items()):
-        said = "; ".join(
-            f"{outcome}{f' ({names})' if (names := ', '.join(dict.fromkeys(filter(None, variants)))) else ''}"
-            for outcome, variants in sorted(outcomes.items())
-        )
-        rows.append((f"{number}. {what}" if number else what, said, f"`{test}`"))
+    options = ["-q", "-p", "no:cacheprovider", "--all", "--all-backends", str(HERE)]
+    pytest.main(options, plugins=[found])
+    attacks = []
+    faults = []
+    for row in sorted(found.outcomes):
+        said = outcome_text(found.outcomes[row])
+        if row.kind == "attack":
+            attacks.append((row.what, said, f"`{row.test}`"))
+        else:
+            faults.append((f"{row.number}. {row.what}", said, f"`{row.test}`"))
+    system = f"Python {platform.python_version()}, {platform.system()} {platform.release()}"
+    checkout = "with" if os.environ.get("MLGYM_ROOT") else "without"
     lines = [
-        "# What the tests try",
+        "# Tests",
         "",
-        f"Written by `python tests/bench.py table`, {date.today()}, Python {platform.python_version()}, Linux {'.'.join(platform.release().split('.')[:2])}, "
-        f"{'with' if os.environ.get('MLGYM_ROOT') else 'without'} a checkout of MLGym. In parentheses: the kinds of sandbox. What is not covered stands at the top of `env.py`.",
+        INTRODUCTION,
+        f"The tables were written by `python tests/bench.py table`, {date.today()}, {system},",
+        f"{checkout} a checkout of MLGym. In parentheses: the kinds of sandbox.",
+        *table("Attacks: none gains a point", attacks),
+        *table("Faults: each is a status, never a score", faults),
     ]
-    for title, chosen in (
-        ("Attacks: none gains a point", [r for r in rows if not r[0][0].isdigit()]),
-        (
-            "Faults: each is a status, never a score",
-            sorted((r for r in rows if r[0][0].isdigit()), key=lambda r: int(r[0].split(".")[0])),
-        ),
-    ):
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            "| what | result | test |",
-            "|---|---|---|",
-            *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in chosen),
-        ]
     (HERE / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    rows = attacks + faults
     return f"{len(rows)} rows, written to tests/README.md", rows

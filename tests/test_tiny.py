@@ -79,8 +79,8 @@ def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode):
         return await asyncio.gather(*replies)
 
     replies = asyncio.run(ask_all())
-    complete = sum(len(prompts.parse(reply.text)) == 5 for reply in replies)
-    assert complete >= LOWEST_VALID_SHARE * EPISODES, f"{complete} lists are complete. {ADVICE}"
+    usable = sum(len(prompts.parse(reply.text)) >= 3 for reply in replies)
+    assert usable >= LOWEST_VALID_SHARE * EPISODES, f"{usable} lists are usable. {ADVICE}"
 
 
 def test_any_text_survives_the_tokenizer_and_none_becomes_a_control_token(tokenizer):
