@@ -249,7 +249,7 @@ def episodes_in_a_row(backend, count, say=lambda done: None, disk=False):
 
     Returns the resources after the first tenth of the episodes and at the end.
     """
-    from flatlab.sandbox.warm_pool import WARM_POOL
+    from flatlab.sandbox import warm_pool
     from tasks import load_task
 
     task = load_task("titanic", "", "")
@@ -259,7 +259,8 @@ def episodes_in_a_row(backend, count, say=lambda done: None, disk=False):
             begin = resources(disk)
         play(task, backend, 3 + n % 300, FAILING if n % 10 == 5 else EPISODE)
         say(n + 1)
-    WARM_POOL.close()
+    pool = getattr(warm_pool, "WARM_POOL", None) or warm_pool.SPARES
+    pool.close()
     time.sleep(1)
     return begin, resources(disk)
 
