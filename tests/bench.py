@@ -205,7 +205,8 @@ def machine_cpu():
 
 
 def our_containers():
-    from flatlab.sandbox.sandbox import IMAGE, docker_api, docker_problem
+    from flatlab.sandbox.backend import IMAGE
+    from flatlab.sandbox.docker import docker_api, docker_problem
 
     if docker_problem(IMAGE):
         return []
@@ -215,7 +216,8 @@ def our_containers():
 
 def disk_use(folders):
     """kB in folders, and kB that Docker holds in images and containers."""
-    from flatlab.sandbox.sandbox import IMAGE, docker_api, docker_problem
+    from flatlab.sandbox.backend import IMAGE
+    from flatlab.sandbox.docker import docker_api, docker_problem
 
     blocks = 0
     for folder in folders:
@@ -249,7 +251,7 @@ def episodes_in_a_row(backend, count, say=lambda done: None, disk=False):
 
     Returns the resources after the first tenth of the episodes and at the end.
     """
-    from flatlab.sandbox import warm_pool
+    from flatlab.sandbox.warm_pool import WARM_POOL
     from tasks import load_task
 
     task = load_task("titanic", "", "")
@@ -259,8 +261,7 @@ def episodes_in_a_row(backend, count, say=lambda done: None, disk=False):
             begin = resources(disk)
         play(task, backend, 3 + n % 300, FAILING if n % 10 == 5 else EPISODE)
         say(n + 1)
-    pool = getattr(warm_pool, "WARM_POOL", None) or warm_pool.SPARES
-    pool.close()
+    WARM_POOL.close()
     time.sleep(1)
     return begin, resources(disk)
 
