@@ -1,0 +1,136 @@
+"""How many tokens one forward and backward pass of the trainer can hold, found before the first
+episode.
+
+On a CPU nothing reports that the memory is used up: the kernel kills the process without a word. So
+the size is estimated first, from the model's dimensions and the memory that is free, and then tried
+once.
+"""
+
+import sys
+from pathlib import Path
+
+from flatlab.errors import UserError
+
+MOST_TOKENS = 8192  # a larger micro-batch is hardly faster
+LEAST_TOKENS = 256
+SHARE_OF_FREE = (
+    0.6  # of the free memory; the rest is for the optimizer, episodes and other programs
+)
+LOGITS_BUFFERS = 5  # of the size of a chunk of logits, in Policy.logprobs
+
+# Activations that the backward pass of one decoder layer keeps, in numbers per token: inputs and
+# outputs of the norms, q, k, v and the attention's output are of the hidden size, those of the MLP
+# are of its intermediate size. Measured with LoRA on all linear layers, rounded up.
+HIDDEN_BUFFERS = 18
+MLP_BUFFERS = 7
+
+
+def bytes_needed(tokens: int, model_config, element_size: int, recompute_layers: bool) -> int:
+    """Estimated peak memory of one forward and backward pass over `tokens` tokens.
+
+    recompute_layers: gradient checkpointing, which keeps the input of each layer and one layer's
+    activations. LoRA's own activations are in fp32 and small.
+    """
+    hidden = model_config.hidden_size
+    layers = model_config.num_hidden_layers
+    layer = HIDDEN_BUFFERS * hidden + MLP_BUFFERS * model_config.intermediate_size
+    kept = layers * hidden + layer if recompute_layers else layers * layer
+    logits = min(tokens * model_config.vocab_size, 2**26)
+    return tokens * kept * element_size + LOGITS_BUFFERS * logits * 4
+
+
+def free_bytes(device: str, processes: int = 1) -> int:
+    """Memory that one of `processes` processes on this machine may still take."""
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.mem_get_info()[0]
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    return min([available, *cgroup_bytes()]) // processes
+
+
+def cgroup_bytes() -> list[int]:
+    """What is left of each memory limit that this process's control groups set."""
+    left = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            root, limit, usage, cache = "", "memory.max", "memory.current", "inactive_file"
+        elif controllers == "memory":  # version 1
+            root, limit, usage = "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = "total_inactive_file"
+        else:
+            continue
+        root = Path("/sys/fs/cgroup", root)
+        folder = root / path.strip("/")
+        for group in [folder, *folder.parents]:
+            if group.is_relative_to(root) and (group / limit).is_file():
+                left.append(
+                    left_in_cgroup(group / limit, group / usage, group / "memory.stat", cache)
+                )
+    return [number for number in left if number is not None]
+
+
+def left_in_cgroup(limit: Path, usage: Path, statistics: Path, cache: str) -> int | None:
+    """Limit minus usage, in bytes; the page cache that can be dropped is not counted as usage."""
+    most = limit.read_text().strip()
+    if most == "max":
+        return None
+    stat = dict(line.split() for line in statistics.read_text().splitlines())
+    return int(most) - int(usage.read_text()) + int(stat.get(cache, 0))
+
+
+def fit_micro_tokens(policy, wanted: int | None, recompute_layers: bool, processes: int = 1) -> int:
+    """The number of tokens of a micro-batch that fits into memory, at most `wanted`.
+
+    wanted: None for the largest size that is useful. Prints a sentence each time it has to be
+    halved. Raises UserError if not even LEAST_TOKENS fit.
+    """
+    tokens = wanted or MOST_TOKENS
+    free = free_bytes(policy.device, processes)
+    config = policy.model.config
+    element_size = policy.dtype.itemsize
+
+    def needed():
+        return bytes_needed(tokens, config, element_size, recompute_layers)
+
+    while tokens > LEAST_TOKENS and needed() > SHARE_OF_FREE * free:
+        if wanted:
+            say(f"{tokens} tokens need about {needed() / 2**30:.1f} GiB of {free / 2**30:.1f} free")
+        tokens //= 2
+    while not can_train(policy, tokens):
+        if tokens <= LEAST_TOKENS:
+            raise UserError(
+                f"The model does not fit: a training pass over {tokens} tokens runs out of memory "
+                f"({free / 2**30:.1f} GiB were free); try --gradient-checkpointing, a smaller "
+                "--context or a smaller model."
+            )
+        say(f"a training pass over {tokens} tokens runs out of memory")
+        tokens //= 2
+    return tokens
+
+
+def say(reason: str) -> None:
+    print(f"micro_tokens: {reason}; trying half as many", file=sys.stderr, flush=True)
+
+
+def can_train(policy, tokens: int) -> bool:
+    """Tries one forward and backward pass; False if the memory does not suffice."""
+    import torch
+
+    length = min(tokens, policy.context)
+    sequence = ([0] * length, [0] + [1] * (length - 1))
+    try:
+        logprobs = policy.logprobs([sequence] * (tokens // length))[0]
+        logprobs.mean().backward()
+        return True
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
+        return False
+    finally:
+        for parameter in policy.parameters():
+            parameter.grad = None
+        if policy.device != "cpu":
+            torch.cuda.empty_cache()

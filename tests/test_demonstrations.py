@@ -1,0 +1,55 @@
+"""tools/demonstrations.py: episodes of the scripted expert as a run that can be imitated."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from flatlab.train import imitation
+from helpers import LOCAL, PROJECT
+from tasks import load_task
+from tools import demonstrations
+
+TOOL = [sys.executable, str(PROJECT / "tools" / "demonstrations.py")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    where = tmp_path_factory.mktemp("demonstrations")
+    command = [*TOOL, "--episodes", "12", "--backend", LOCAL]
+    done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=True)
+    return where / done.stdout.strip(), done
+
+
+def test_transcripts_are_played_scored_and_mixed(run):
+    folder, done = run
+    lines = (folder / "episodes" / "000000.jsonl").read_text().splitlines()
+    episodes = [json.loads(line) for line in lines]
+    assert len(episodes) == 12
+    assert all(e["task"] == "battleOfSexes" and e["status"] == "submit" for e in episodes)
+    scores = [e["score"]["value"] for e in episodes if e["score"]["valid"]]
+    assert min(scores) < 1.0 < max(scores)
+    assert len(scores) < len(episodes)
+    assert "better than the baseline of 0.725" in done.stderr
+
+
+def test_they_can_be_imitated(run):
+    folder, _ = run
+    best = imitation.best_episodes([str(folder)], [load_task("battleOfSexes", "", "")], 1.0)
+    assert best and all(e["score"]["value"] > 0.725 for e in best)
+
+
+def test_the_second_call_answers_at_once(run, monkeypatch, capsys):
+    folder, _ = run
+    monkeypatch.chdir(folder.parents[1])
+    monkeypatch.setattr(demonstrations, "demonstrate", None)
+    monkeypatch.setattr(sys, "argv", [*TOOL[1:], "--episodes", "12", "--backend", LOCAL])
+    demonstrations.main()
+    assert capsys.readouterr().out.strip() == "logs/demonstrations-battleOfSexes"
+
+
+def test_an_unknown_task_is_one_sentence(tmp_path):
+    done = subprocess.run([*TOOL, "--task", "digits"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.strip() == "The expert knows titanic and battleOfSexes, not digits."

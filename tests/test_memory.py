@@ -1,0 +1,101 @@
+"""flatlab/train/memory.py: a micro-batch that fits, before the first episode."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flatlab.errors import UserError
+from flatlab.train import memory
+
+GIB = 2**30
+SMOLLM2 = SimpleNamespace(
+    hidden_size=576, intermediate_size=1536, num_hidden_layers=30, vocab_size=49152
+)
+
+
+class Trainer:
+    """As much of a Policy as the probe uses; passes over more than `most` tokens fail."""
+
+    device = "cpu"
+    dtype = torch.float32
+    context = 2048
+
+    def __init__(self, most=10**9, error="DefaultCPUAllocator: can't allocate memory"):
+        self.model = SimpleNamespace(config=SMOLLM2)
+        self.most = most
+        self.error = error
+        self.tried = []
+        self.weight = torch.zeros(1, requires_grad=True)
+
+    def parameters(self):
+        return [self.weight]
+
+    def logprobs(self, batch):
+        tokens = sum(len(tokens) for tokens, _ in batch)
+        self.tried.append(tokens)
+        if tokens > self.most:
+            raise RuntimeError(self.error)
+        return self.weight * torch.ones(tokens), None
+
+
+@pytest.fixture(autouse=True)
+def sixteen_gib(monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device, processes: 16 * GIB // processes)
+
+
+def test_the_estimate_agrees_with_what_was_measured():
+    """135 M parameters in fp32: 2048 tokens trained in 8 GiB, engine included; 16384 took > 24."""
+    assert 3 * GIB < memory.bytes_needed(2048, SMOLLM2, 4, False) < 8 * GIB
+    assert memory.bytes_needed(16384, SMOLLM2, 4, False) > 24 * GIB
+    assert memory.bytes_needed(2048, SMOLLM2, 4, True) < 2.5 * GIB
+
+
+def test_the_size_is_derived_from_model_and_memory(capsys):
+    trainer = Trainer()
+    assert memory.fit_micro_tokens(trainer, None, False) == 2048
+    assert trainer.tried == [2048] and trainer.weight.grad is None
+    assert memory.fit_micro_tokens(trainer, None, False, processes=4) == 512
+    assert memory.fit_micro_tokens(trainer, None, True) == memory.MOST_TOKENS
+    assert capsys.readouterr().err == ""
+
+
+def test_a_size_that_cannot_fit_is_halved_with_a_sentence(capsys):
+    assert memory.fit_micro_tokens(Trainer(), 16384, False) == 2048
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("micro_tokens: 16384 tokens need about 39.9 GiB")
+    assert lines[0].endswith("of 16.0 free; trying half as many")
+
+
+def test_the_probe_halves_until_it_fits(capsys):
+    trainer = Trainer(most=600)
+    assert memory.fit_micro_tokens(trainer, None, False) == 512
+    assert trainer.tried == [2048, 1024, 512]
+    assert capsys.readouterr().err.count("runs out of memory; trying half as many") == 2
+
+
+def test_a_model_that_does_not_fit_is_one_sentence():
+    with pytest.raises(UserError, match="The model does not fit"):
+        memory.fit_micro_tokens(Trainer(most=0), None, False)
+
+
+def test_other_errors_are_not_taken_for_full_memory():
+    with pytest.raises(RuntimeError, match="shape"):
+        memory.fit_micro_tokens(Trainer(most=0, error="shape mismatch"), None, False)
+
+
+def test_the_limits_of_control_groups_count(tmp_path):
+    (tmp_path / "memory.max").write_text(f"{8 * GIB}\n")
+    (tmp_path / "memory.current").write_text(f"{5 * GIB}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {2 * GIB}\n")
+    files = [tmp_path / name for name in ("memory.max", "memory.current", "memory.stat")]
+    assert memory.left_in_cgroup(*files, "inactive_file") == 5 * GIB
+    files[0].write_text("max\n")
+    assert memory.left_in_cgroup(*files, "inactive_file") is None
+
+
+def test_the_kernel_says_how_much_is_free(monkeypatch):
+    monkeypatch.undo()
+    free = memory.free_bytes("cpu")
+    assert 0 < memory.free_bytes("cpu", processes=4) < free < 2**50

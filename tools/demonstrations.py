@@ -1,0 +1,129 @@
+"""Plays the scripted expert and writes its transcripts as a run, which `grpo.py --sft` imitates.
+
+    python tools/demonstrations.py --task battleOfSexes
+    python grpo.py --task battleOfSexes --model FOLDER --sft logs/demonstrations-battleOfSexes
+
+A pretrained model of 135 million parameters submits nothing valid by itself, so there is nothing to
+reinforce. Imitating a few of these episodes is its cold start. The expert is deliberately mediocre:
+it writes good and bad solutions, makes mistakes, and repairs some (see expert.py). Its episodes are
+played and scored like those of a model, in real sandboxes. The last line of the output is the run
+directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import env
+from flatlab.episode.episode import Episode, Sample
+from flatlab.episode.task import improvement
+from flatlab.errors import UserError
+from flatlab.runs.cli import check_numbers, one_sentence, parse_config
+from flatlab.runs.store import open_run
+from tasks import load_task
+from tools import expert
+
+
+@dataclass
+class Config:
+    task: tuple[str, ...] = ("battleOfSexes",)  # one or more of the tasks that the expert knows
+    episodes: int = 96  # of each task
+    seed: int = 0  # of the expert's choices
+    backend: Literal["auto", "docker", "local"] = "auto"  # auto: the fastest that works here
+    name: str | None = None  # run directory logs/<name>; default: demonstrations-<task>
+
+
+class Script:
+    """A policy that says the given replies in order. Its tokens are words and mean nothing."""
+
+    context = 10**9
+
+    def __init__(self, replies: list[str]):
+        self.replies = iter(replies)
+
+    def encode(self, text: str) -> list[int]:
+        return [0] * len(text.split())
+
+    def render(self, messages: list[dict]) -> list[int]:
+        return self.encode(messages[0]["content"])
+
+    def observation_tokens(self, text: str, ended: bool) -> list[int]:
+        return self.encode(text)
+
+    async def sample(self, tokens, max_tokens, temperature=None, seed=None) -> Sample:
+        text = next(self.replies)
+        said = self.encode(text)
+        return Sample(said, [0.0] * len(said), text, "stop", 0)
+
+
+async def play(world: expert.World, seed: int, number: int) -> Episode:
+    """One episode of the expert, replayed and scored in a sandbox of its own."""
+    rng = random.Random(f"{seed} {world.task.name} {number}")
+    talk = expert.solve(rng, world, "free")
+    replies = [text for role, text in talk if role == "assistant"]
+    box = env.Env(world.task, world.backend, seed=seed * 100_003 + number)
+    return await env.run_episode(
+        box, Script(replies), seed=number, max_turns=len(replies), max_observation_tokens=10**9
+    )
+
+
+def demonstrate(name: str, cfg: Config, backend: str) -> list[Episode]:
+    """All episodes of one task; broken sandboxes are left out."""
+    world = expert.World(load_task(name, "", ""), expert.TABLES[name](), backend)
+    episodes = []
+    printed = time.monotonic()
+    for number in range(cfg.episodes):
+        episodes.append(asyncio.run(play(world, cfg.seed, number)))
+        if time.monotonic() - printed > 10:
+            printed = time.monotonic()
+            print(f"{name}: {number + 1} of {cfg.episodes} episodes", file=sys.stderr, flush=True)
+    return [episode for episode in episodes if episode.score]
+
+
+def describe(name: str, episodes: list[Episode]) -> str:
+    task = load_task(name, "", "")
+    valid = [e.score.value for e in episodes if e.score.valid]
+    better = [value for value in valid if improvement(value, task) > 0]
+    return (
+        f"{name}: {len(episodes)} episodes, {len(valid)} with a valid submission (mean score "
+        f"{fmean(valid):.3f}), {len(better)} better than the baseline of {task.baseline:.3f}"
+    )
+
+
+def main() -> None:
+    cfg = parse_config(Config, sys.argv[1:])
+    unknown = set(cfg.task) - set(expert.TABLES)
+    if unknown:
+        known = " and ".join(expert.TABLES)
+        raise UserError(f"The expert knows {known}, not {', '.join(sorted(unknown))}.")
+    check_numbers(cfg, {"episodes": (1, None)}, (0, None))
+    cfg.name = cfg.name or f"demonstrations-{'+'.join(cfg.task)}"
+    # The commands are the expert's own, so the fast local sandbox is as good as Docker here.
+    wanted = "local" if cfg.backend == "auto" else cfg.backend
+    try:
+        backend, _ = env.pick_backend(wanted, model_is_tiny=True)
+    except UserError:
+        backend, _ = env.pick_backend(cfg.backend)
+    run = open_run(Path("logs", cfg.name), asdict(cfg))
+    if run.results().get("status") != "finished":
+        transcripts = []
+        for name in cfg.task:
+            episodes = demonstrate(name, cfg, backend)
+            transcripts += [episode.to_dict() for episode in episodes]
+            print(describe(name, episodes), file=sys.stderr, flush=True)
+        run.save_episodes(0, transcripts)
+        run.result(status="finished", task=list(cfg.task))
+    print(run.dir)
+
+
+if __name__ == "__main__":
+    one_sentence(main)
