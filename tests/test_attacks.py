@@ -1,16 +1,17 @@
-"""Attacks on the score, each in Docker and in a local sandbox, on our graders and, where $MLGYM_ROOT is a checkout of MLGym,
-on its own. None may be worth more than the honest artefact that goes with it.
+"""Attacks on the score; none may earn more than the honest artefact that goes with it.
 
-An attack that is a general property of sandboxes has its test in test_sandbox.py or test_env.py; the marker `attack` names
-it there. `python tests/bench.py table` lists all of them in tests/README.md.
+They run on our graders and, if $MLGYM_ROOT is a checkout of MLGym, on its graders. An attack that
+is a general property of sandboxes is in test_sandbox.py or test_env.py, with the mark `attack`.
+`python tests/bench.py table` lists all of them in tests/README.md.
 """
 
 import os
 from dataclasses import replace
+from textwrap import indent
 
 import pytest
-from backends import ISOLATED
 
+from backends import ISOLATED
 from env import Env
 from flatlab.episode.loaders import TASKS_DIR, read_yaml
 from tasks import load_task
@@ -34,7 +35,8 @@ def needs(root):
 
 def titanic(header, key, label, female):
     """awk that predicts by the sex alone, wrong for everybody."""
-    return f'awk -F, \'NR==1 {{print "{header}"; next}} {{print ${key} "," ({female} ? 0 : 1)}}\' data/test.csv > submission.csv'
+    program = f'NR==1 {{print "{header}"; next}} {{print ${key} "," ({female} ? 0 : 1)}}'
+    return f"awk -F, '{program}' data/test.csv > submission.csv"
 
 
 # An honest but poor artefact for each grader: (where it comes from, task, commands that write it).
@@ -86,64 +88,111 @@ def honest(backend, source, name, *commands):
 
 
 def strategy(body, before=""):
-    return (
-        f"cat > strategy.py <<'EOF'\n{before}\ndef row_strategy(history):\n"
-        + "".join(f"    {line}\n" for line in body.split("\n"))
-        + "EOF"
-    )
+    """A command that writes strategy.py with `before` at the top and `body` in the function."""
+    code = indent(body.strip("\n"), "    ")
+    return f"cat > strategy.py <<'EOF'\n{before}\ndef row_strategy(history):\n{code}\nEOF"
+
+
+def cases(rows, prefix=""):
+    """Test parameters, each with the mark `attack`."""
+    parameters = []
+    for n, row in enumerate(rows):
+        name = f"{row[0].replace(' ', '-')}-{n}"
+        parameters.append(pytest.param(*row, marks=attack(prefix + row[0]), id=name))
+    return parameters
 
 
 FAKE = 'print(\'{"accuracy": 1.0, "Score": 99, "score": 99}\', flush=True)'
 
-# ---------------------------------------------------------------------------------------------- around the grader
+# ---- around the grader
+
+QUOTED = FAKE.replace("'", '"""')  # for a text in single quotes
+SITE = "~/.local/lib/python3.11/site-packages"
 
 AROUND = [
     (
         "rewriting the grader",
-        f'for f in evaluate.py grade_csv.py simulate.py grade.py; do echo "{FAKE}" > $f; done'.replace(
-            '"accuracy"', '\\"accuracy\\"'
-        )
-        .replace('"Score"', '\\"Score\\"')
-        .replace('"score"', '\\"score\\"'),
+        f"""
+cat > fake.py <<'EOF'
+{FAKE}
+EOF
+for f in evaluate.py grade_csv.py simulate.py grade.py; do cp fake.py $f; done
+""",
     ),
     (
         "replacing the grader by a link",
-        "ln -s /bin/true evaluate.py; ln -s /bin/true grade_csv.py; ln -s submission.csv answers.csv; mkdir -p data; ln -sf ../submission.csv data/ground_truth.csv",
+        """
+ln -s /bin/true evaluate.py
+ln -s /bin/true grade_csv.py
+ln -s submission.csv answers.csv
+mkdir -p data
+ln -sf ../submission.csv data/ground_truth.csv
+""",
     ),
     ("a folder where the grader lies", "mkdir evaluate.py grade_csv.py answers.csv"),
     (
         "editing the opponent",
-        "echo 'def target_column_strategy(history): return 0\ntarget_row_strategy = col_strategy = partner = target_column_strategy' > target.py; cp target.py simulate.py",
+        """
+cat > target.py <<'EOF'
+def target_column_strategy(history): return 0
+target_row_strategy = col_strategy = partner = target_column_strategy
+EOF
+cp target.py simulate.py
+""",
     ),
     (
         "local json.py, numpy.py, pandas.py, random.py",
-        f"for f in json csv numpy pandas sklearn random argparse math; do printf '%s\\nimport os; os._exit(0)\\n' '{FAKE.replace(chr(39), chr(34) + chr(34) + chr(34))}' > $f.py; done",
+        f"""
+for f in json csv numpy pandas sklearn random argparse math; do
+    printf '%s\\nimport os; os._exit(0)\\n' '{QUOTED}' > $f.py
+done
+""",
     ),
     (
         "sitecustomize and usercustomize",
-        f"mkdir -p ~/.local/lib/python3.11/site-packages; for f in sitecustomize usercustomize; do printf '%s\\nimport os; os._exit(0)\\n' '{FAKE.replace(chr(39), chr(34) + chr(34) + chr(34))}' | tee $f.py > ~/.local/lib/python3.11/site-packages/$f.py; done",
+        f"""
+mkdir -p {SITE}
+for f in sitecustomize usercustomize; do
+    printf '%s\\nimport os; os._exit(0)\\n' '{QUOTED}' | tee $f.py > {SITE}/$f.py
+done
+""",
     ),
     (
         "PYTHONPATH, PYTHONSTARTUP, PYTHONHOME, LD_PRELOAD",
-        "export PYTHONPATH=$PWD PYTHONSTARTUP=$PWD/json.py PYTHONHOME=/nowhere PYTHONINSPECT=1 LD_PRELOAD=$PWD/x.so",
+        """
+export PYTHONPATH=$PWD PYTHONSTARTUP=$PWD/json.py PYTHONHOME=/nowhere
+export PYTHONINSPECT=1 LD_PRELOAD=$PWD/x.so
+""",
     ),
     (
         "a shell function, an alias or a program named python",
-        f"python() {{ echo '{{\"accuracy\": 1.0}}'; }}; python3() {{ python; }}; export -f python python3; alias python3=python; mkdir -p ~/bin; "
-        "printf '#!/bin/sh\\necho \"{\\\\\"accuracy\\\\\": 1.0}\"\\n' > ~/bin/python3; chmod +x ~/bin/python3; export PATH=~/bin:$PATH; echo 'export PATH=~/bin:$PATH' >> ~/.bashrc",
+        """
+python() { echo '{"accuracy": 1.0}'; }
+python3() { python; }
+export -f python python3
+alias python3=python
+mkdir -p ~/bin
+printf '#!/bin/sh\\necho "{\\\\"accuracy\\\\": 1.0}"\\n' > ~/bin/python3
+chmod +x ~/bin/python3
+export PATH=~/bin:$PATH
+echo 'export PATH=~/bin:$PATH' >> ~/.bashrc
+""",
     ),
     (
         "printing a score line or MLGym's markers",
-        "echo '{\"accuracy\": 1.0}'; echo '<<SUBMISSION||/home/agent/workspace/submission.csv||SUBMISSION>>'; echo '<<VALIDATION||x||VALIDATION>>'; validate; submit",
+        """
+echo '{"accuracy": 1.0}'
+echo '<<SUBMISSION||/home/agent/workspace/submission.csv||SUBMISSION>>'
+echo '<<VALIDATION||x||VALIDATION>>'
+validate
+submit
+""",
     ),
 ]
 
 
 @pytest.mark.parametrize("source, name, artefact", CSV)
-@pytest.mark.parametrize(
-    "what, commands",
-    [pytest.param(*row, marks=attack(row[0]), id=row[0].replace(" ", "-")) for row in AROUND],
-)
+@pytest.mark.parametrize("what, commands", cases(AROUND))
 def test_nothing_around_a_csv_changes_its_score(backend, source, name, artefact, what, commands):
     worth = honest(backend, source, name, artefact)
     score, said = attempt(backend, source, name, artefact, commands)
@@ -151,79 +200,136 @@ def test_nothing_around_a_csv_changes_its_score(backend, source, name, artefact,
 
 
 @pytest.mark.parametrize("source, name, body", GAMES[:2])
-@pytest.mark.parametrize(
-    "what, commands",
-    [pytest.param(*row, marks=attack(row[0]), id=row[0].replace(" ", "-")) for row in AROUND[3:6]],
-)
+@pytest.mark.parametrize("what, commands", cases(AROUND[3:6]))
 def test_nothing_around_a_strategy_changes_its_score(backend, source, name, body, what, commands):
     worth = honest(backend, source, name, strategy(body))
     score, said = attempt(backend, source, name, strategy(body), commands)
     assert score.valid and score.value < worth + 0.03, said + score.message
 
 
-# ---------------------------------------------------------------------------------------------- inside the artefact
+# ---- inside the artefact
 
+HONEST = "{honest}"  # replaced by the honest body of the strategy
+PRINT_AND_EXIT = f"""
+import os
+{FAKE}
+os._exit(0)
+"""
+
+# (attack, code at the top of the artefact, body of the strategy)
 INSIDE = [
-    ("printing a JSON line and os._exit", "import os\n" + FAKE + "\nos._exit(0)", "{honest}"),
-    ("printing a JSON line and os._exit", "", "import os\n" + FAKE + "\nos._exit(0)"),
+    ("printing a JSON line and os._exit", PRINT_AND_EXIT, HONEST),
+    ("printing a JSON line and os._exit", "", PRINT_AND_EXIT),
     (
         "printing a JSON line from every file descriptor",
-        'import os\nfor fd in range(3, 64):\n    try: os.write(fd, b\'{"Score": 99, "score": 99}\\n\')\n    except OSError: pass',
-        "{honest}",
+        """
+import os
+for fd in range(3, 64):
+    try: os.write(fd, b'{"Score": 99, "score": 99}\\n')
+    except OSError: pass
+""",
+        HONEST,
     ),
     (
         "patching json, builtins and the grader's module",
-        'import json, builtins, sys\njson.dumps = lambda *a, **k: \'{"Score": 99, "score": 99}\'\nbuiltins.sum = lambda *a: 10 ** 9\n'
-        "main = sys.modules['__main__']\nmain.PAYOFF = main.score = 99",
-        "{honest}",
+        """
+import json, builtins, sys
+json.dumps = lambda *a, **k: '{"Score": 99, "score": 99}'
+builtins.sum = lambda *a: 10 ** 9
+main = sys.modules['__main__']
+main.PAYOFF = main.score = 99
+""",
+        HONEST,
     ),
     (
         "importing and editing the opponent",
-        "import target\nfor name in dir(target):\n    if callable(getattr(target, name)): setattr(target, name, lambda *a: [0] * 6)",
-        "{honest}",
+        """
+import target
+for name in dir(target):
+    if callable(getattr(target, name)): setattr(target, name, lambda *a: [0] * 6)
+""",
+        HONEST,
     ),
     (
         "peeking at the random numbers",
         "import random",
-        "from target import target_column_strategy\nstate = random.getstate()\nmove = target_column_strategy(history)\nrandom.setstate(state)\n"
-        "return move if isinstance(move, int) else [0 if i == move.index(max(move)) else m + 1 for i, m in enumerate(move)]",
+        """
+from target import target_column_strategy
+state = random.getstate()
+move = target_column_strategy(history)
+random.setstate(state)
+if isinstance(move, int):
+    return move
+return [0 if i == move.index(max(move)) else m + 1 for i, m in enumerate(move)]
+""",
     ),
     (
         "seeding the random numbers",
-        "import random\nrandom.seed(0)\ntry:\n    import numpy; numpy.random.seed(0)\nexcept ImportError: pass",
+        """
+import random
+random.seed(0)
+try:
+    import numpy; numpy.random.seed(0)
+except ImportError: pass
+""",
         "random.seed(0)\n{honest}",
     ),
     (
         "appending to the history",
         "",
-        "for _ in range(99):\n    try: history.append((0, 0))\n    except AttributeError: pass\n{honest}",
+        """
+for _ in range(99):
+    try: history.append((0, 0))
+    except AttributeError: pass
+{honest}
+""",
     ),
     (
         "inspecting frames and objects",
-        "import gc, sys\nfor thing in gc.get_objects():\n    if isinstance(thing, dict) and 'PAYOFF' in thing: thing['PAYOFF'] = {(a, b): 99 for a in (0, 1) for b in (0, 1)}",
-        "frame = sys._getframe()\nwhile frame:\n    for name in list(frame.f_locals):\n        if 'score' in name or 'total' in name or 'reward' in name: frame.f_locals[name] = 10 ** 9\n    frame = frame.f_back\n{honest}",
+        """
+import gc, sys
+for thing in gc.get_objects():
+    if isinstance(thing, dict) and 'PAYOFF' in thing:
+        thing['PAYOFF'] = {(a, b): 99 for a in (0, 1) for b in (0, 1)}
+""",
+        """
+frame = sys._getframe()
+while frame:
+    for name in list(frame.f_locals):
+        if 'score' in name or 'total' in name or 'reward' in name:
+            frame.f_locals[name] = 10 ** 9
+    frame = frame.f_back
+{honest}
+""",
     ),
     (
         "a move that is more than a number",
-        "class Move(int):\n    def __eq__(self, other): return True\n    def __hash__(self): return 0\n    def __radd__(self, other): return 99\n    __add__ = __radd__",
+        """
+class Move(int):
+    def __eq__(self, other): return True
+    def __hash__(self): return 0
+    def __radd__(self, other): return 99
+    __add__ = __radd__
+""",
         "{honest}\nreturn Move(0)",
     ),
     (
         "killing or tracing the grader",
-        "import ctypes, os, signal\nlibc = ctypes.CDLL(None)\nfor pid in {1, os.getppid()}:\n    libc.ptrace(16, pid, 0, 0)\n    try: os.kill(pid, signal.SIGSTOP)\n    except OSError: pass",
-        "{honest}",
+        """
+import ctypes, os, signal
+libc = ctypes.CDLL(None)
+for pid in {1, os.getppid()}:
+    libc.ptrace(16, pid, 0, 0)
+    try: os.kill(pid, signal.SIGSTOP)
+    except OSError: pass
+""",
+        HONEST,
     ),
 ]
 
 
 @pytest.mark.parametrize("source, name, body", GAMES)
-@pytest.mark.parametrize(
-    "what, before, inside",
-    [
-        pytest.param(*row, marks=attack(row[0]), id=f"{row[0].replace(' ', '-')}-{n}")
-        for n, row in enumerate(INSIDE)
-    ],
-)
+@pytest.mark.parametrize("what, before, inside", cases(INSIDE))
 def test_no_strategy_is_worth_more_than_its_moves(
     backend, source, name, body, what, before, inside
 ):
@@ -235,16 +341,19 @@ def test_no_strategy_is_worth_more_than_its_moves(
 
 LOOK = """
 import glob, os, subprocess, sys
-found, ours = [], {os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)}
+found = []
+ours = {os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)}  # a Python that lies there
 
 def files(top):
     for folder, folders, names in os.walk(top):
-        folders[:] = [name for name in folders if os.path.realpath(os.path.join(folder, name)) not in ours]     # a Python that lies there
+        folders[:] = [n for n in folders if os.path.realpath(os.path.join(folder, n)) not in ours]
         yield from (os.path.join(folder, name) for name in names)
 
-for path in ["/proc/1/environ", "/proc/1/mem", f"/proc/{os.getppid()}/environ", f"/proc/{os.getppid()}/mem", f"/proc/{os.getppid()}/fd/0",
-             f"/proc/{os.getppid()}/cwd/answers.csv", f"/proc/{os.getppid()}/cwd/target.py", "/etc/shadow",
-             *files("/home/agent/workspace"), *files("/tmp"), *glob.glob("/home/agent/*")]:
+parent = f"/proc/{os.getppid()}"
+names = ("environ", "mem", "fd/0", "cwd/answers.csv", "cwd/target.py")
+for path in ["/proc/1/environ", "/proc/1/mem", *(f"{parent}/{name}" for name in names),
+             "/etc/shadow", *files("/home/agent/workspace"), *files("/tmp"),
+             *glob.glob("/home/agent/*")]:
     try:
         if os.path.isfile(path) and open(path, "rb").read(10): found.append(path)
     except OSError:
@@ -257,20 +366,24 @@ raise ValueError("FOUND" + " ".join(p for p in found if not p.startswith(sys.pre
 @pytest.mark.parametrize("source, name, body", GAMES)
 def test_a_strategy_finds_nothing_to_read(backend, source, name, body):
     score, said = attempt(backend, source, name, strategy(body, LOOK))
-    assert (
-        score.value is None
-        and "FOUND" in score.message
-        and score.message.split("FOUND")[1].strip() == ""
-    ), score
+    assert score.value is None
+    _, mark, found = score.message.partition("FOUND")
+    assert mark and found.strip() == "", score
 
 
-# ---------------------------------------------------------------------------------------------- the CSV itself
+# ---- the CSV itself
 
 
 def rows_of(world):
     return [line for line in world.sandbox.get("submission.csv").decode().splitlines()]
 
 
+PICKLE = """python3 - > submission.csv <<'EOF'
+import os, pickle
+class Exit:
+    def __reduce__(self): return os._exit, (0,)
+print(pickle.dumps(Exit()))
+EOF"""
 HOSTILE = [
     ("duplicate ids", lambda rows: [rows[0]] + [rows[1]] * (len(rows) - 1)),
     ("one id twice", lambda rows: rows + [rows[1]]),
@@ -289,29 +402,17 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("source, name, artefact", CSV)
-@pytest.mark.parametrize(
-    "what, change",
-    [
-        pytest.param(*row, marks=attack(f"a CSV with {row[0]}"), id=row[0].replace(" ", "-"))
-        for row in HOSTILE
-    ],
-)
+@pytest.mark.parametrize("what, change", cases(HOSTILE, "a CSV with "))
 def test_hostile_csv(backend, source, name, artefact, what, change):
-    worth, task = (
-        honest(backend, source, name, artefact),
-        load_task(name, MLGYM if source else "", ""),
-    )
+    worth = honest(backend, source, name, artefact)
+    task = load_task(name, MLGYM if source else "", "")
     with Env(task, backend) as world:
         world.reset()
         world.step(block(artefact))
         if what == "a deeply compressed file":
             world.step(block("head -c 50M /dev/zero | gzip -9 > submission.csv"))
         elif what == "a pickle":
-            world.step(
-                block(
-                    "python3 -c \"import pickle, os; print(pickle.dumps(type('X', (), {'__reduce__': lambda s: (os._exit, (0,))})))\" > submission.csv"
-                )
-            )
+            world.step(block(PICKLE))
         else:
             world.sandbox.put({"submission.csv": "\n".join(change(rows_of(world)) + [""]).encode()})
         score = world.score()
@@ -335,11 +436,9 @@ def test_answers_of_mlgyms_house_prices_are_nowhere(backend):
 
 @attack("published for MLGym: random numbers in COCO's self-reported metric")
 def test_mlgyms_self_reported_metric_is_marked():
-    """Not covered: the grader averages a column that the agent writes. Every result says so instead."""
-    assert (
-        "fills in itself"
-        in read_yaml(TASKS_DIR / "mlgym.yaml")["imageCaptioningCOCO"]["degenerate"]
-    )
+    """Not covered: the grader averages a column that the agent writes. Every result says so."""
+    facts = read_yaml(TASKS_DIR / "mlgym.yaml")["imageCaptioningCOCO"]
+    assert "fills in itself" in facts["degenerate"]
 
 
 @attack("a score made up by code that MLGym's graders run: src/, baseline.py, pickled checkpoints")
@@ -355,11 +454,9 @@ def test_mlgyms_self_reported_metric_is_marked():
     ],
 )
 def test_mlgyms_graders_that_run_the_agents_code_are_marked(name):
-    """Not covered: these graders import or unpickle what the agent wrote. Every result says so instead."""
-    assert (
-        "the grader runs code that the agent wrote, so a score can be made up"
-        in read_yaml(TASKS_DIR / "mlgym.yaml")[name]["degenerate"]
-    )
+    """Not covered: these graders run code that the agent wrote. Every result says so."""
+    reason = "the grader runs code that the agent wrote, so a score can be made up"
+    assert reason in read_yaml(TASKS_DIR / "mlgym.yaml")[name]["degenerate"]
 
 
 @attack("a CSV in another order")
@@ -383,9 +480,11 @@ def test_messages_depend_on_no_answer(backend, row):
     """The same wrong value for each of two ids with different answers gets the same message."""
     task = load_task("titanic", "", "")
     lines = task.hidden["answers.csv"].read_text().splitlines()[1:]
-    ids = [
-        next(line.split(",")[0] for line in lines if line.endswith("," + label)) for label in "01"
-    ]
+    first_of_label = {}
+    for line in lines:
+        key, *_, label = line.split(",")
+        first_of_label.setdefault(label, key)
+    ids = [first_of_label["0"], first_of_label["1"]]
     said = []
     with Env(task, backend) as world:
         world.reset()
@@ -396,7 +495,7 @@ def test_messages_depend_on_no_answer(backend, row):
     assert first_missing[0] == first_missing[1] and said[0]
 
 
-# ---------------------------------------------------------------------------------------------- answers in packages
+# ---- answers in packages
 
 LOADED = """python3 - <<'EOF'
 import csv
@@ -451,11 +550,9 @@ def test_scikit_learn_holds_no_answers_and_still_trains(backend, facts):
         step = world.step(block(LOADED.format(**facts)))
         assert "NotFoundError" in step.observation, step.observation
         assert world.score().message.startswith("no submission")
-        found = world.step(
-            block(
-                "find / -path '*sklearn/datasets/data/?*' -o -name 'digits.csv*' -o -name 'diabetes_*.csv*' 2>/dev/null; true"
-            )
-        )
+        names = "-o -name 'digits.csv*' -o -name 'diabetes_*.csv*'"
+        search = f"find / -path '*sklearn/datasets/data/?*' {names} 2>/dev/null; true"
+        found = world.step(block(search))
         assert found.observation == "(no output)"
         step = world.step(block(TRAINED.format(**facts)))
         assert step.status == "ok" and world.score().value > facts["least"], step.observation
@@ -463,7 +560,7 @@ def test_scikit_learn_holds_no_answers_and_still_trains(backend, facts):
             assert "NotFoundError" in twin.step(block(LOADED.format(**facts))).observation
 
 
-# ---------------------------------------------------------------------------------------------- the artefact's way
+# ---- the artefact's way
 
 
 @attack("an artefact of 10 GB")
@@ -509,12 +606,15 @@ def test_what_the_parent_wrote_is_not_worth_anything_to_a_child(backend):
 
 @attack("apt, sudo, su, setuid programs")
 def test_no_way_to_root(backend):
+    setuid = "find / -xdev -perm -4000 -type f 2>/dev/null | head -3"
     score, said = attempt(
         backend,
         "",
         "titanic",
-        "apt-get install -y hello; sudo -n id; su -c id; pkexec id; find / -xdev -perm -4000 -type f 2>/dev/null | head -3 | while read f; do $f -c id </dev/null; done",
-        "cp /bin/bash b; chmod 4755 b; ./b -p -c 'id -u' | sed s/^/UID/; unshare -r id; nsenter -t 1 -a id",
+        "apt-get install -y hello; sudo -n id; su -c id; pkexec id",
+        f"{setuid} | while read f; do $f -c id </dev/null; done",
+        "cp /bin/bash b; chmod 4755 b; ./b -p -c 'id -u' | sed s/^/UID/",
+        "unshare -r id; nsenter -t 1 -a id",
         "id -u; id",
     )
     assert "uid=0" not in said and "euid=0" not in said and "UID0" not in said
@@ -534,37 +634,35 @@ def test_full_disk_is_no_fault(backend):
         assert world.score().valid
 
 
+DEEP = """python3 - <<'EOF'
+import os
+for i in range({}): os.mkdir("d"); os.chdir("d")
+EOF
+"""
+
+
+@pytest.mark.slow
 @attack(
-    "folders as deep as they go, and names that are no text, after a bad result: a fault would drop it"
+    "folders as deep as they go, and names that are no text, after a bad result: "
+    "a fault would drop it"
 )
 def test_strange_trees_are_no_fault(backend):
-    """In a task whose artefacts are patterns, so that the whole workspace is listed, and all of it is kept for a child."""
+    """The artefacts are patterns, so the whole workspace is listed and kept for a child."""
     task = replace(load_task("titanic", "", ""), artefacts=("submission.csv", "*.out"))
     with Env(task, backend) as world:
         world.reset()
         world.step(block(CSV[0].values[2]))
         before = world.score()
-        deep = world.step(
-            block(
-                "python3 -c 'import os\nfor i in range(3000): os.mkdir(\"d\"); os.chdir(\"d\")'; touch $'\\xff.py' $'\\xfe.out'; ls"
-            )
-        )
+        deep = world.step(block(DEEP.format(3000) + "touch $'\\xff.py' $'\\xfe.out'; ls"))
         deep.observation.encode()
         assert world.score() == before and before.valid
         world.step(block("ln -s data folder.out"))  # is no file, so it is not handed in
         assert world.score() == before
         world.step(block("ln -s data/train.csv $'\\xfd.out'"))
         found = world.step("```bash\nvalidate\n```")
-        assert (
-            found.status == "invalid"
-            and "is a link" in found.observation
-            and found.observation.encode()
-        )
-        world.step(
-            block(
-                'rm -rf *.out d; python3 -c \'import os\nfor i in range(1200): os.mkdir("d"); os.chdir("d")\''
-            )
-        )
+        assert found.status == "invalid" and "is a link" in found.observation
+        assert found.observation.encode()
+        world.step(block("rm -rf *.out d; " + DEEP.format(1200)))
         with world.fork() as child:
             assert child.step(block("ls d")).status == "ok"
             assert child.prompt().encode()
@@ -576,10 +674,8 @@ def test_rm_rf(backend):
     task = load_task("titanic", "", "")
     with Env(task, backend) as world:
         world.reset()
-        world.step(
-            block(
-                "rm -rf /home /opt /tmp /var /dev /etc 2>/dev/null; rm -rf ~/* ~/.* . 2>/dev/null; mkdir -p ~/workspace"
-            )
-        )
+        system = "rm -rf /home /opt /tmp /var /dev /etc 2>/dev/null"
+        own = "rm -rf ~/* ~/.* . 2>/dev/null"
+        world.step(block(f"{system}; {own}; mkdir -p ~/workspace"))
         assert world.score().message.startswith("no submission")
         assert not world.step(block("submit")).score and not world.score("test").valid
