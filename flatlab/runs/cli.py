@@ -14,7 +14,7 @@ import tyro
 from flatlab.errors import UserError
 from flatlab.runs.reader import read_mapping
 
-# Old flags and preset keys -> their names of today. An old one ends with a sentence and exit code 2.
+# Old flags and preset keys -> their names of today. An old one is an error that names the new one.
 RENAMED_FLAGS = {
     "max-actions": "max-turns",
     "node-minutes": "episode-minutes",

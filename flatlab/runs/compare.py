@@ -1,35 +1,47 @@
-"""Many runs: groups of the same config but for the seed, overlaid curves, heat map, ranks, performance profiles.
+"""Compares many runs: overlaid curves, a table, heat map, ranks and performance profiles.
 
-No run is dropped: every table and picture says how many runs and failures are in each of its cells.
+Runs with the same config but for the seed are one group. No run is dropped: every table and picture
+says how many runs and failures are in each of its cells.
 """
+
+from __future__ import annotations
 
 import math
 import re
 from pathlib import Path
-from statistics import fmean
+
+import numpy as np
 
 from flatlab.runs import search_plots, stats
 from flatlab.runs.plots import (
+    BLUE,
     COLOURS,
+    GREY,
+    PAGE_WIDTH,
     TRAINING,
     Group,
+    adapter_results,
+    best_is_untrained,
     draw_panels,
+    evaluated_score,
     figure_of,
     mean,
     save,
+    score_key,
     series,
     shorten,
-    task_of,
     window_of,
+    wrapped,
 )
 from flatlab.runs.reader import RunData, number
 
+# Settings that do not change what is measured
 NOT_OF_THE_GROUP = {
     "seed",
     "name",
     "workers",
-    "sandboxes",
-    "checkpoints",
+    "concurrency",
+    "keep_checkpoints",
     "price",
     "url",
     "eval_episodes",
@@ -38,50 +50,89 @@ NOT_OF_THE_GROUP = {
     "mledojo_root",
     "tensorboard",
     "wandb",
+    "sandboxes",
+    "checkpoints",
 }
-SAY_THE_VALUE = {"sampling_mode", "select", "model"}  # these need no "key=" in front
+# Settings that follow from another one unless the user sets them: key -> the other one
+DERIVED_FROM = {
+    "clip_low": "loss",
+    "clip_high": "loss",
+    "max_groups": "groups",
+    "task_weights": "task",
+    "lr": "model",
+    "context": "model",
+    "max_reply_tokens": "model",
+    "max_observation_tokens": "model",
+    "micro_tokens": "model",
+}
+FIRST = ("loss", "reward", "advantage", "select", "sampling_mode", "model")  # in labels
+SAY_THE_VALUE = {"loss", "select", "sampling_mode", "model"}  # clear without "key="
 PANELS = {"grpo": (TRAINING, 4), "search": (search_plots.SEARCH, 3)}  # and columns
 
 # ------------------------------------------------------------------ groups
 
 
-def groups_of(records: list[RunData]) -> dict[tuple[str, str], list[Group]]:
-    """(kind, task) -> groups, named by what their configs differ in."""
+def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[Group]]:
+    """(kind, task) -> groups, named by the settings in which they differ."""
     places = {}
-    for record in records:
-        config = {key: value for key, value in record.config.items() if key not in NOT_OF_THE_GROUP}
-        place = places.setdefault((record.kind, task_of(record)), {})
-        place.setdefault(repr(sorted(config.items(), key=lambda pair: pair[0])), []).append(record)
-    return {
-        place: [
-            Group(name, COLOURS[i % len(COLOURS)], runs)
-            for i, (name, runs) in enumerate(zip(names(groups.values()), groups.values()))
-        ]
-        for place, groups in places.items()
-    }
-
-
-def names(groups) -> list[str]:
-    """A short and unique name for each group: the settings that are not the same in all of them."""
-    configs = [runs[0].config for runs in groups]
-    keys = [
-        key
-        for key in dict.fromkeys(key for config in configs for key in config)
-        if key not in NOT_OF_THE_GROUP and len({repr(config.get(key)) for config in configs}) > 1
-    ]
-    keys.sort(key=lambda key: key not in SAY_THE_VALUE)
-    found = []
-    for config, runs in zip(configs, groups):
-        parts = [
-            value_text(config.get(key))
-            if key in SAY_THE_VALUE
-            else f"{key}={value_text(config.get(key))}"
-            for key in keys
-        ]
-        otherwise = config.get("sampling_mode") or config.get("model") or runs[0].name
-        name = cut(" ".join(parts[:4]), 60) or value_text(otherwise)
-        found.append(name if name not in found else f"{cut(name, 40)} ({runs[0].name})")
+    for run in runs:
+        config = {key: run.config[key] for key in sorted({*run.config} - NOT_OF_THE_GROUP)}
+        groups = places.setdefault((run.kind, run.tasks), {})
+        groups.setdefault(repr(config), []).append(run)
+    found = {}
+    for place, groups in places.items():
+        members = list(groups.values())
+        labels = zip(names(members), colours(len(members)), members, strict=True)
+        found[place] = [Group(*parts) for parts in labels]
     return found
+
+
+def colours(count: int) -> list[str]:
+    """Colours that can be told apart; beyond the palette, equal steps through a colour map."""
+    if count <= len(COLOURS):
+        return COLOURS[:count]
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return [to_hex(colour) for colour in colormaps["turbo"](np.linspace(0.03, 0.97, count))]
+
+
+def names(groups: list[list[RunData]]) -> list[str]:
+    """A unique name for each group: the settings in which they differ, the important ones first."""
+    configs = [runs[0].config for runs in groups]
+    keys = differing_keys(configs)
+    found = []
+    for config, runs in zip(configs, groups, strict=True):
+        parts = []
+        for key in keys:
+            value = value_text(config.get(key))
+            parts.append(value if key in SAY_THE_VALUE else f"{key}={value}")
+        default = config.get("sampling_mode") or config.get("model") or runs[0].name
+        name = cut(" ".join(parts), 90) or value_text(default)
+        found.append(name if name not in found else f"{cut(name, 50)} ({runs[0].name})")
+    return found
+
+
+def differing_keys(configs: list[dict]) -> list[str]:
+    """Settings that are not the same in all configs, without those that follow from another one."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    found = []
+    for key in keys:
+        values = {repr(config.get(key)) for config in configs}
+        if key not in NOT_OF_THE_GROUP and len(values) > 1 and not follows(key, configs):
+            found.append(key)
+    return sorted(found, key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST))
+
+
+def follows(key: str, configs: list[dict]) -> bool:
+    """True if `key` has one value for each value of the setting that it is derived from."""
+    if key not in DERIVED_FROM:
+        return False
+    values = {}
+    for config in configs:
+        source = repr(config.get(DERIVED_FROM[key]))
+        values.setdefault(source, set()).add(repr(config.get(key)))
+    return all(len(each) == 1 for each in values.values())
 
 
 def cut(text: str, limit: int) -> str:
@@ -90,134 +141,104 @@ def cut(text: str, limit: int) -> str:
 
 def value_text(value) -> str:
     """The last part of a path; numbers short."""
-    return (
-        f"{value:g}"
-        if isinstance(value, float)
-        else str(value).rstrip("/").removesuffix("/best").split("/")[-1]
-    )
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).rstrip("/").removesuffix("/best").split("/")[-1]
 
 
-def cell_of(record: RunData, name: str) -> dict:
-    """A run as stats.grid_table wants it, `mode` being the name of its group."""
-    result, rows = record.result, record.rows
-    base = {
-        "task": task_of(record),
-        "mode": name,
-        "higher_is_better": result.get("higher_is_better") is not False,
-        "reference": number(result.get("reference")),
-        "selected_on_test": bool(result.get("selected_on_test")),
+# ------------------------------------------------------------------ the table
+
+
+def cell_of(run: RunData, method: str) -> dict:
+    """A run as stats.grid_table() wants it."""
+    cell = {
+        "task": run.tasks,
+        "method": method,
+        "higher_is_better": run.higher_is_better,
+        "baseline": run.baseline or 0.0,
+        "reference": number(run.result.get("reference")),
+        "selected_on_test": bool(run.result.get("selected_on_test")),
     }
-    if record.kind == "search":
-        scored = [number(row.get("score")) for row in rows]
-        faults = sum(row.get("status") == "fault" for row in rows)
-        curve = search_plots.best_so_far(record, "nodes")
-        best = curve[-1][1] if curve else math.nan
-        return base | {
-            "baseline": number(result.get("baseline")) or 0.0,
-            "best_score": best,
-            "test_score": number(result.get("test_score")),
-            "best_id": result.get("best_id", "0"),
-            "test_minus_validation": number(result.get("test_minus_validation")),
-            "nodes": len(rows),
-            "failed": scored.count(None) - faults,
-            "faults": faults,
-            "tokens": sum(int(number(row.get("tokens")) or 0) for row in rows),
-            "seconds": max(number(row.get("elapsed")) or 0.0 for row in rows),
-        }
-    after = result.get("after") if isinstance(result.get("after"), dict) else {}
-    last = mean(series(rows, "score_mean")[-window_of(rows) :])
-    validation = number(after.get("mean")) if after else last
-    size = (number(record.config.get("groups")) or 1) * (
-        number(record.config.get("group_size")) or 1
-    )
-    sizes = [number(row.get("episodes")) or size for row in rows]
-    invalid = sum((1 - (number(row.get("valid_share")) or 0.0)) * n for row, n in zip(rows, sizes))
-    test = number(after.get("test_mean"))
-    return base | {
-        "baseline": number(result.get("baseline")) or 0.0,
-        "best_score": validation,
+    return cell | (search_cell(run) if run.kind == "search" else training_cell(run))
+
+
+def search_cell(run: RunData) -> dict:
+    curve = search_plots.best_so_far(run, "nodes")
+    outcomes = [search_plots.outcome_of(row) for row in run.rows]
+    return {
+        "best_score": curve[-1][1] if curve else math.nan,
+        "test_score": number(run.result.get("test_score")),
+        "test_minus_validation": number(run.result.get("test_minus_validation")),
+        "best_id": run.result.get("best_id", "0"),
+        "sampling_modes_used": run.result.get("sampling_modes_used"),
+        "nodes": len(run.rows),
+        "failed": outcomes.count("failed"),
+        "faults": outcomes.count("fault"),
+        "tokens": int(np.nansum(series(run.rows, "tokens"))),
+        "seconds": float(np.nan_to_num(series(run.rows, "elapsed")).max()),
+    }
+
+
+def training_cell(run: RunData) -> dict:
+    """The best adapter of a finished run, or the mean of the last steps of one that is not."""
+    group = Group("", BLUE, [run])
+    results = adapter_results([run])
+    chosen = results.get("best") or results.get("after")
+    if chosen:
+        score = evaluated_score(chosen[0])[0]
+        test = evaluated_score(chosen[0], test=True)[0]
+        adapter = "untrained" if best_is_untrained(run.result) else "best"
+    else:
+        last = series(run.rows, f"{score_key([group])}_mean")[-window_of(run.rows) :]
+        score, test, adapter = mean(last), None, "last steps"
+    score = math.nan if score is None else score
+    found = {
+        "best_score": score,
         "test_score": test,
-        "best_id": "best",
-        "test_minus_validation": None if test is None else test - validation,
-        "nodes": round(sum(sizes)),
-        "failed": round(invalid),
-        "faults": round(sum(v for v in series(rows, "faults") if not math.isnan(v))),
-        "seconds": sum(v for v in series(rows, "seconds") if v == v),
-        "tokens": round(
-            sum(v * n for v, n in zip(series(rows, "reply_tokens"), sizes) if not math.isnan(v))
-        ),
+        "test_minus_validation": None if test is None else test - score,
+        "best_id": adapter,
+        "adapter": adapter,
+    }
+    if score_key([group]) == "improvement":  # scores of several tasks have different units
+        found |= {"baseline": 0.0, "reference": 1.0, "higher_is_better": True}
+    return found | training_counts(run)
+
+
+def training_counts(run: RunData) -> dict:
+    """Sums over the steps; the row of a step holds means over its episodes."""
+    groups = number(run.config.get("groups")) or 1
+    sizes = series(run.rows, "episodes")
+    sizes[np.isnan(sizes)] = groups * (number(run.config.get("group_size")) or 1)
+    valid = np.nan_to_num(series(run.rows, "valid_share"))
+    return {
+        "nodes": round(sizes.sum()),
+        "failed": round(((1 - valid) * sizes).sum()),
+        "faults": round(np.nansum(series(run.rows, "faults"))),
+        "tokens": round(np.nansum(series(run.rows, "reply_tokens") * sizes)),
+        "seconds": float(np.nansum(series(run.rows, "seconds"))),
     }
 
 
-def comparison(records: list[RunData], kind: str) -> list[dict]:
-    """A row per task and group, see stats.grid_table."""
-    return stats.grid_table(
-        [
-            cell_of(run, group.label)
-            for (k, _), groups in groups_of(records).items()
-            if k == kind
-            for group in groups
-            for run in group.runs
-        ]
-    )
+def comparison(runs: list[RunData], kind: str) -> list[dict]:
+    """A row per task and group, see stats.grid_table()."""
+    cells = []
+    for (found_kind, _), groups in groups_of(runs).items():
+        if found_kind == kind:
+            cells += [cell_of(run, group.label) for group in groups for run in group.runs]
+    return stats.grid_table(cells)
 
 
-def table(records: list[RunData]) -> str:
+def table(runs: list[RunData]) -> str:
     """What `python viz.py logs/*` prints."""
-    parts, notes = [], []
-    for kind, what, done in ("grpo", "trained", "episodes"), ("search", "searched", "nodes"):
-        rows = comparison(records, kind)
-        if not rows:
-            continue
-        notes += [note for note in stats.reservations(rows) if note not in notes]
-        titles = [
-            "task",
-            what,
-            "N runs",
-            "mean",
-            "std",
-            "95 % of the mean",
-            "gain",
-            "rank",
-            f"failed {done}",
-            "faults",
-            "tokens",
-        ]
-        lines = [titles] + [
-            [
-                row["task"],
-                row["mode"],
-                str(row["n"]),
-                f"{row['mean']:.4f}",
-                "-" if row["std"] is None else f"{row['std']:.4f}",
-                "{:.4f} to {:.4f}".format(*row["interval"]) if row["interval"] else "-",
-                f"{row['gain']:+.2f}",
-                f"{row['rank']:.2f}",
-                f"{row['failed']} of {row['nodes']}",
-                str(row["faults"]),
-                str(row["tokens"]),
-            ]
-            for row in rows
-        ]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
-        parts += [
-            "\n".join(
-                "  ".join(
-                    cell.ljust(w) if i < 2 else cell.rjust(w)
-                    for i, (cell, w) in enumerate(zip(line, widths))
-                )
-                for line in lines
-            )
-        ]
-    notes.insert(
-        0,
-        "mean: of the held-out test part where it was scored, else of the validation part; "
-        "gain: 0 baseline, 1 reference",
-    )
-    return "\n\n".join([*parts, "\n".join(notes)])
+    parts = []
+    for kind, what, done in (("grpo", "trained", "episodes"), ("search", "searched", "nodes")):
+        rows = comparison(runs, kind)
+        if rows:
+            parts.append(stats.text_of(rows, what, done))
+    return "\n\n".join(parts)
 
 
-# ------------------------------------------------------------------ performance profiles (MLGym, arXiv 2502.14499)
+# ------------------------------------------------ performance profiles (MLGym, arXiv 2502.14499)
 
 
 def ratios(
@@ -225,30 +246,30 @@ def ratios(
 ) -> dict[str, float]:
     """One task: method -> how many times worse than the best, 1 for the best.
 
-    A method is infeasible when it has no score, a negative one, or one worse than the baseline's; it gets 1.05 times
-    the worst ratio of the others. By this published rule a task with negative scores hardly tells methods apart.
+    A method is infeasible if it has no score, a negative one, or one worse than the baseline. It
+    gets 1.05 times the worst ratio of the others. By this published rule a task with negative
+    scores hardly tells methods apart.
     """
 
     def feasible(score):
-        return (
-            score is not None
-            and score >= 0
-            and (score >= baseline if higher_is_better else score <= baseline)
-        )
+        if score is None or score < 0:
+            return False
+        return score >= baseline if higher_is_better else score <= baseline
 
     there = {method: score for method, score in scores.items() if feasible(score)}
     best = (max if higher_is_better else min)(there.values(), default=1.0)
-
-    def ratio(score):
+    found = {}
+    for method, score in there.items():
         above, below = (best, score) if higher_is_better else (score, best)
-        return above / below if below else 1.0 if above == below else math.inf
-
-    found = {method: ratio(score) for method, score in there.items()}
-    worst = max((r for r in found.values() if math.isfinite(r)), default=1.0)
-    return {
-        method: found[method] if math.isfinite(found.get(method, math.inf)) else 1.05 * worst
-        for method in scores
-    }
+        if below:
+            found[method] = above / below
+        else:
+            found[method] = 1.0 if above == below else math.inf
+    worst = max((ratio for ratio in found.values() if math.isfinite(ratio)), default=1.0)
+    for method in scores:
+        if not math.isfinite(found.get(method, math.inf)):
+            found[method] = 1.05 * worst
+    return found
 
 
 def profiles(
@@ -258,113 +279,110 @@ def profiles(
     end=None,
     points=500,
 ):
-    """task -> method -> score, the method `baseline` among them. Returns (taus, method -> rho): rho(tau) is the share
-    of tasks whose log10 ratio is at most tau. `end`: the largest tau, to compare with other tables."""
-    by_task = {
-        task: ratios(scores, higher_is_better[task], scores[baseline])
-        for task, scores in table.items()
-    }
-    largest = max(math.ceil(1.05 * max(found.values())) for found in by_task.values())
+    """rho(tau), the share of tasks whose log10 ratio is at most tau.
+
+    table: task -> method -> score; the method `baseline` is among them. end: the largest tau, to
+    compare with other tables. Returns taus, shape (points,), and method -> rho, shape (points,).
+    """
+    by_task = {}
+    for task, scores in table.items():
+        by_task[task] = ratios(scores, higher_is_better[task], scores[baseline])
+    largest = math.ceil(1.05 * max(max(found.values()) for found in by_task.values()))
     end = end or math.ceil(10 * math.log10(largest) - 1e-9) / 10 or 0.1
-    taus = [end * i / (points - 1) for i in range(points)]
-    methods = list(dict.fromkeys(method for scores in table.values() for method in scores))
-    return taus, {
-        method: [
-            fmean(math.log10(found[method]) <= tau for found in by_task.values()) for tau in taus
-        ]
-        for method in methods
-    }
+    taus = np.linspace(0, end, points)
+    methods = dict.fromkeys(method for scores in table.values() for method in scores)
+    rhos = {}
+    for method in methods:
+        logs = np.log10([found[method] for found in by_task.values()])
+        rhos[method] = (logs[:, None] <= taus).mean(0)
+    return taus, rhos
 
 
-def aup(taus: list[float], rho: list[float]) -> float:
+def aup(taus, rho) -> float:
     """Area under a performance profile: a step function that holds its left value."""
-    return sum((b - a) * height for a, b, height in zip(taus, taus[1:], rho))
+    return float(np.sum(np.diff(taus) * rho[:-1]))
 
 
 # ------------------------------------------------------------------ pictures
 
 
+def methods_by_rank(rows) -> list[str]:
+    """Best mean place first: the order of the heat map and of the ranks beside it."""
+    rank = {row["method"]: row["rank"] for row in rows}
+    return sorted(rank, key=lambda method: rank[method])
+
+
 def draw_heat_map(axis, figure, rows, done):
-    """Tasks down, groups to the right; colour: gain; in each cell mean score, N runs, failures."""
-    tasks_, groups = (
-        list(dict.fromkeys(r["task"] for r in rows)),
-        list(dict.fromkeys(r["mode"] for r in rows)),
-    )
-    gains = [
-        [
-            next((r["gain"] for r in rows if (r["task"], r["mode"]) == (t, g)), math.nan)
-            for g in groups
+    """Methods down, tasks to the right; colour: improvement; text: mean score, N, failures."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    methods = methods_by_rank(rows)
+    values = np.full((len(methods), len(tasks)), np.nan)
+    for row in rows:
+        values[methods.index(row["method"]), tasks.index(row["task"])] = row["improvement"]
+    limit = max(0.1, np.nanmax(np.abs(values), initial=0.0))
+    image = axis.imshow(values, cmap="PuOr_r", vmin=-limit, vmax=limit, aspect="auto")
+    for row in rows:
+        spread = "" if row["std"] is None else f" ± {row['std']:.3g}"
+        faults = f", {row['faults']} faults" if row["faults"] else ""
+        lines = [
+            f"{row['mean']:.4g}{spread}   N={row['n']}",
+            f"{row['failed']} of {row['nodes']} {done} failed{faults}",
         ]
-        for t in tasks_
-    ]
-    limit = max([abs(v) for line in gains for v in line if not math.isnan(v)] + [0.1])
-    image = axis.imshow(gains, cmap="PuOr_r", vmin=-limit, vmax=limit, aspect="auto")
-    for r in rows:
-        spread = "" if r["std"] is None else f" ± {r['std']:.3g}"
-        fail = f"{r['failed']} of {r['nodes']} {done} failed" + (
-            f"\n{r['faults']} faults" if r["faults"] else ""
-        )
         axis.text(
-            groups.index(r["mode"]),
-            tasks_.index(r["task"]),
-            f"{r['mean']:.4g}{spread}\nN={r['n']}\n{fail}",
+            tasks.index(row["task"]),
+            methods.index(row["method"]),
+            "\n".join(lines),
             ha="center",
             va="center",
-            fontsize=9,
-            color="white" if abs(r["gain"]) > 0.7 * limit else "black",
+            fontsize=8 if len(tasks) < 3 else 6.5,
+            color="white" if abs(row["improvement"]) > 0.7 * limit else "black",
         )
-    axis.set_xticks(
-        range(len(groups)), [shorten(g, 24) for g in groups], rotation=20 if len(groups) > 4 else 0
-    )
-    axis.set_yticks(range(len(tasks_)), [shorten(task, 30) for task in tasks_])
+    axis.set_xticks(range(len(tasks)), [wrapped(task, 24) for task in tasks])
+    labels = [wrapped(method, 36) for method in methods]
+    axis.set_yticks(range(len(methods)), labels, fontsize=9 if len(methods) < 13 else 7)
     axis.grid(False)
-    axis.set_title("Mean score, its standard deviation, N, failures")
-    figure.colorbar(image, ax=axis, label="gain (0 baseline, 1 reference)", shrink=0.9)
+    axis.set_title("Mean score ± standard deviation, N runs, failures", loc="left")
+    label = "improvement (0 baseline, 1 reference)"
+    figure.colorbar(image, ax=axis, label=label, shrink=0.9)
 
 
 def draw_ranks(axis, rows):
     """Mean place of each group over the tasks; 1 is best."""
-    found = sorted(
-        {r["mode"]: (r["rank"], r["rank_tasks"]) for r in rows}.items(), key=lambda pair: pair[1]
-    )
-    for place, (name, (rank, count)) in enumerate(found):
-        axis.hlines(place, 1, rank, color="#cccccc", linewidth=2)
-        axis.scatter(rank, place, s=90, color=COLOURS[0], zorder=3)
-        axis.annotate(f"{rank:.2f}", (rank, place), (9, 0), textcoords="offset points", va="center")
-    axis.set_yticks(
-        range(len(found)),
-        [f"{shorten(name, 24)} (N={count} task{'s' * (count > 1)})" for name, (_, count) in found],
-    )
-    axis.set(
-        title="Average rank",
-        xlabel="mean place over tasks, 1 is best",
-        xlim=(0.8, len(found) + 0.5),
-    )
-    axis.invert_yaxis()
-    axis.margins(y=0.2)
+    rank = {row["method"]: (row["rank"], row["rank_tasks"]) for row in rows}
+    methods = methods_by_rank(rows)
+    for place, method in enumerate(methods):
+        value, count = rank[method]
+        axis.hlines(place, 1, value, color="#cccccc", linewidth=2)
+        axis.scatter(value, place, s=60, color=BLUE, zorder=3)
+        text = f"{value:.2f} (N={count})"
+        axis.annotate(text, (value, place), (7, 0), textcoords="offset points", va="center")
+    axis.set_yticks(range(len(methods)), [""] * len(methods))
+    axis.set(title="Average rank", xlabel="mean place over N tasks, 1 is best")
+    axis.set(xlim=(0.8, len(methods) * 1.3 + 0.5), ylim=(len(methods) - 0.5, -0.5))
 
 
 def draw_profiles(axis, rows, cells):
     """Performance profiles of the groups and of the baseline over the tasks, AUP in the legend."""
+    methods = methods_by_rank(rows)
     scores, higher = {}, {}
     for cell in cells:
-        scores.setdefault(cell["task"], {})["baseline"] = cell["baseline"]
+        empty = dict.fromkeys(methods)
+        scores.setdefault(cell["task"], empty | {"baseline": cell["baseline"]})
         higher[cell["task"]] = cell["higher_is_better"]
     for row in rows:
-        scores[row["task"]][row["mode"]] = row["mean"]
-    for found in scores.values():
-        found.update({row["mode"]: None for row in rows if row["mode"] not in found})
+        scores[row["task"]][row["method"]] = row["mean"]
     taus, rhos = profiles(scores, higher)
     ordered = sorted(rhos, key=lambda method: -aup(taus, rhos[method]))
-    for place, method in enumerate(ordered):
+    for method, colour in zip(ordered, colours(len(ordered)), strict=True):
+        is_baseline = method == "baseline"
         axis.step(
             taus,
             rhos[method],
             where="post",
             linewidth=2,
-            color="#888888" if method == "baseline" else COLOURS[place % len(COLOURS)],
-            linestyle=":" if method == "baseline" else "-",
-            label=f"{shorten(method, 28)}: AUP {aup(taus, rhos[method]):.3f}",
+            color=GREY if is_baseline else colour,
+            linestyle=":" if is_baseline else "-",
+            label=wrapped(f"{method}: AUP {aup(taus, rhos[method]):.3f}", 36, 70),
         )
     axis.set(
         title=f"Performance profiles (N={len(scores)} tasks)",
@@ -372,72 +390,64 @@ def draw_profiles(axis, rows, cells):
         ylabel="share of tasks",
         ylim=(-0.03, 1.05),
     )
-    axis.legend()
+    axis.legend(fontsize=8 if len(ordered) < 13 else 5)
 
 
 def sheet_size(rows) -> tuple[float, float]:
-    """Width and height in inches of what draw_sheet draws."""
-    tasks_, groups = len({r["task"] for r in rows}), len({r["mode"] for r in rows})
-    return max(15.0, 15 + 2.4 * (groups - 2)), max(4.5, 1.2 * tasks_ + 2, 0.6 * groups + 2)
+    """Width and height in inches of what draw_sheet() draws."""
+    return PAGE_WIDTH, max(4.5, 0.55 * len({row["method"] for row in rows}) + 1.5)
 
 
-def draw_sheet(figure, records, kind):
-    """Heat map, average ranks, performance profiles of all runs of a kind."""
-    rows, cells = (
-        comparison(records, kind),
-        [cell_of(run, "") for run in records if run.kind == kind],
-    )
-    groups = len({r["mode"] for r in rows})
-    left, middle, right = figure.subplots(1, 3, width_ratios=[max(1.3, 0.45 * groups), 1, 1])
+def draw_sheet(figure, runs, kind):
+    """Heat map, average ranks and performance profiles of all runs of a kind."""
+    rows = comparison(runs, kind)
+    cells = [cell_of(run, "") for run in runs if run.kind == kind]
+    tasks = len({row["task"] for row in rows})
+    left, middle, right = figure.subplots(1, 3, width_ratios=[1.2 + 0.4 * tasks, 0.8, 1.1])
     draw_heat_map(left, figure, rows, "episodes" if kind == "grpo" else "nodes")
     draw_ranks(middle, rows)
     draw_profiles(right, rows, cells)
 
 
-def line_of(group: Group):
-    """An entry of the legend."""
+def draw_group_legend(figure, groups: list[Group], columns=3):
+    """The names of the groups below a figure."""
     from matplotlib.lines import Line2D
 
-    return Line2D(
-        [],
-        [],
-        color=group.colour,
-        linewidth=3,
-        label=f"{shorten(group.label, 60)} (N={len(group.runs)} run{'s' * (len(group.runs) > 1)})",
-    )
+    handles = []
+    for group in groups:
+        count = len(group.runs)
+        label = wrapped(f"{group.label} (N={count} run{'s' * (count > 1)})", 56)
+        handles.append(Line2D([], [], color=group.colour, linewidth=3, label=label))
+    size = 10 if len(groups) <= 9 else 8
+    columns = min(columns, len(groups))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=size)
 
 
-def plot_many(records: list[RunData], folder: Path, format="png") -> list[Path]:
-    """Overlays per kind and task, and one sheet that compares across tasks, into `folder`. Returns the paths."""
-    paths, grouped = [], groups_of(records)
+def overlay_size(kind: str, groups: list[Group]) -> tuple[float, float]:
+    """Width and height in inches: room for the legend below the panels."""
+    lines = sum(1 + len(group.label) // 56 for group in groups) / 3
+    return PAGE_WIDTH, (11 if kind == "grpo" else 8) + 0.2 * lines
+
+
+def plot_many(runs: list[RunData], folder: Path, format="png") -> list[Path]:
+    """Overlays per kind and task, and per kind a sheet that compares across tasks."""
+    paths = []
+    grouped = groups_of(runs)
     for (kind, task), groups in grouped.items():
         panels, columns = PANELS[kind]
-        with figure_of(19 if kind == "grpo" else 15, 11.5 if kind == "grpo" else 8) as figure:
+        title = f"{shorten(task, 60)}: mean over seeds, band: ± standard deviation of the seeds"
+        if kind == "grpo":
+            title += ", running mean of a sixth of the steps; dotted: not all runs went on"
+        with figure_of(*overlay_size(kind, groups)) as figure:
             draw_panels(figure, panels, groups, columns)
-            figure.suptitle(
-                f"{shorten(task, 60)}: mean over seeds, band: ± standard deviation of the seeds"
-                + (
-                    ", running mean over a sixth of the steps, at most 20; dotted: where not all runs went on"
-                    if kind == "grpo"
-                    else ""
-                )
-            )
-            figure.legend(
-                handles=[line_of(group) for group in groups],
-                loc="outside lower center",
-                ncols=min(4, len(groups)),
-                fontsize=11,
-            )
-            paths.append(
-                save(
-                    figure,
-                    folder / f"compare-{kind}-{re.sub(r'[^A-Za-z0-9_.-]', '-', task)}.{format}",
-                )
-            )
+            figure.suptitle(title)
+            draw_group_legend(figure, groups)
+            name = re.sub(r"[^A-Za-z0-9_.-]", "-", task)
+            paths.append(save(figure, folder / f"compare-{kind}-{name}.{format}"))
     for kind in sorted({kind for kind, _ in grouped}):
-        rows = comparison(records, kind)
+        rows = comparison(runs, kind)
         if len(rows) > 1:
             with figure_of(*sheet_size(rows)) as figure:
-                draw_sheet(figure, records, kind)
+                draw_sheet(figure, runs, kind)
                 paths.append(save(figure, folder / f"grid-{kind}.{format}"))
     return paths

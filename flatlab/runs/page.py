@@ -1,9 +1,12 @@
-"""report.html: one self-contained page about one run or several. Opens offline, without a server.
+"""report.html: one self-contained page about one run or several. It opens without a server.
 
-Everything a model or a command wrote is data: the index is JSON with every < > & escaped, the long texts are compressed
-blocks that the page unpacks when they are asked for, and the page puts both into text nodes only. Its security policy
-names the hash of its one script, so that no other script can run, and forbids every request.
+What a model or a command wrote is data. The index is JSON with every < > & escaped. Long texts are
+compressed blocks that the page unpacks when they are opened. The page puts both into text nodes
+only. Its security policy names the hash of its one script, so no other script can run, and it
+forbids every request.
 """
+
+from __future__ import annotations
 
 import base64
 import hashlib
@@ -14,19 +17,70 @@ import time
 import zlib
 from pathlib import Path
 
+import numpy as np
+
 from flatlab.runs import plots, search_plots
 from flatlab.runs.reader import RunData, number, transcripts
 from flatlab.runs.store import plain, write_whole
+from flatlab.runs.views import final_table
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "report.html"
 BLOCK = 1 << 20  # characters of texts that are compressed together
 LONGEST = 200_000  # characters of one text; the run directory has all of it
+CANDIDATES = 12  # shown for a decision of a selection rule
+
+
+def write(runs: list[RunData], path: Path, watching=False) -> Path:
+    """Writes the page; a browser sees the old one or the new one."""
+    write_whole(path, page(runs, watching))
+    return path
+
+
+def page(runs: list[RunData], watching=False) -> str:
+    """The whole page as text."""
+    index, texts = [], []
+    for place, run in enumerate(runs):
+        items = transcripts(run)
+        index += items_of(run, place, items)
+        texts += map(texts_of, items)
+    blocks, where = pack(texts)
+    for row, place in zip(index, where, strict=True):
+        row["at"] = place
+    data = {
+        "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+        "made": time.strftime("%Y-%m-%d %H:%M"),
+        "watching": watching and any(run.running for run in runs),
+        "runs": [run_of(run) for run in runs],
+        "plots": pictures(runs),
+        "items": index,
+        "table": table_of(runs),
+    }
+    template = TEMPLATE.read_text()
+    style, script = hash_of("style", template), hash_of("script", template)
+    block_tags = [f'<script type="text/plain" class="block">{block}</script>' for block in blocks]
+    parts = {
+        "POLICY": f"default-src 'none'; img-src data:; style-src {style}; script-src {script}",
+        "DATA": script_json(data),
+        "BLOCKS": "\n".join(block_tags),
+    }
+    # in one pass, because the data may hold these words
+    return re.sub(r"@@(POLICY|DATA|BLOCKS)@@", lambda found: parts[found[1]], template)
+
+
+def hash_of(tag: str, template: str) -> str:
+    """The source expression that allows the only element `tag` of the template."""
+    content = re.search(f"<{tag}>(.*?)</{tag}>", template, re.S)[1]
+    digest = hashlib.sha256(content.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def script_json(value) -> str:
-    """JSON that can stand in a script element: nothing in it can end the element or open a comment."""
+    """JSON for a script element: nothing in it can end the element or open a comment."""
     text = json.dumps(plain(value, finite=True))  # ASCII: U+2028 and U+2029 are escaped as well
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+# ------------------------------------------------------------------ long texts
 
 
 def cut(text) -> str:
@@ -34,14 +88,14 @@ def cut(text) -> str:
     text = str(text or "")
     if len(text) <= LONGEST:
         return text
-    gap = f"\n[... {len(text) - LONGEST} characters left out: see episodes/ ...]\n"
-    return text[: LONGEST // 2] + gap + text[-LONGEST // 2 :]
+    note = f"\n[... {len(text) - LONGEST} characters left out: see episodes/ ...]\n"
+    return text[: LONGEST // 2] + note + text[-LONGEST // 2 :]
 
 
 def texts_of(item: dict) -> dict:
     """What the page shows of one transcript once it is opened."""
     decision = item.get("decision") or {}
-    candidates = decision.get("scores") if isinstance(decision.get("scores"), dict) else {}
+    notes = {key: cut(decision[key]) for key in ("reflection", "memory") if decision.get(key)}
     found = {
         "prompt": cut(item["prompt"]),
         "error": cut(item["error"]),
@@ -49,115 +103,108 @@ def texts_of(item: dict) -> dict:
         "diff": cut(item.get("diff")),
         "code": {str(name): cut(text) for name, text in (item.get("code") or {}).items()},
         "reason": cut(decision.get("reason")),
-        "notes": {key: cut(decision[key]) for key in ("reflection", "memory") if decision.get(key)},
-        "candidates": sorted(
-            ([str(id), v] for id, value in candidates.items() if (v := number(value)) is not None),
-            key=lambda p: -p[1],
-        )[:12],
-        "ideas": [
-            [cut(idea[0]), number(idea[1])]
-            for idea in item.get("ideas") or []
-            if isinstance(idea, list) and len(idea) == 2
-        ],
-        "turns": [
-            {
-                "reply": cut(turn.get("reply")),
-                "observation": cut(turn.get("observation")),
-                "status": str(turn.get("status") or ""),
-                "score": number(turn.get("score")),
-                "seconds": number(turn.get("seconds_env", turn.get("seconds"))),
-            }
-            | (
-                {"action": cut(turn["action"])}
-                if turn.get("action") and str(turn["action"]) not in str(turn.get("reply"))
-                else {}
-            )
-            for turn in item["turns"]
-        ],
+        "notes": notes,
+        "candidates": candidates_of(decision),
+        "ideas": ideas_of(item),
+        "turns": [turn_of(turn) for turn in item["turns"]],
     }
     return {key: value for key, value in found.items() if value}
 
 
+def candidates_of(decision: dict) -> list:
+    """(id, score) of the nodes that a selection rule compared, the best ones."""
+    scores = decision.get("scores")
+    pairs = scores.items() if isinstance(scores, dict) else ()
+    found = [[str(id), number(value)] for id, value in pairs if number(value) is not None]
+    return sorted(found, key=lambda pair: -pair[1])[:CANDIDATES]
+
+
+def ideas_of(item: dict) -> list:
+    """(text, stated probability) of the call that the idea of a node comes from."""
+    pairs = [idea for idea in item.get("ideas") or [] if isinstance(idea, list) and len(idea) == 2]
+    return [[cut(text), number(probability)] for text, probability in pairs]
+
+
+def turn_of(turn: dict) -> dict:
+    found = {
+        "reply": cut(turn.get("reply")),
+        "observation": cut(turn.get("observation")),
+        "status": str(turn.get("status") or ""),
+        "score": number(turn.get("score")),
+        "seconds": number(turn.get("seconds_env", turn.get("seconds"))),
+    }
+    action = turn.get("action")
+    if action and str(action) not in str(turn.get("reply")):
+        found["action"] = cut(action)
+    return found
+
+
 def pack(texts: list[dict]) -> tuple[list[str], list[tuple[int, int]]]:
     """Blocks of compressed JSON lists, and for each text its (block, place)."""
-    blocks, where, parts, size = [], [], [], 0
-
-    def close():
-        blocks.append(base64.b64encode(zlib.compress(f"[{','.join(parts)}]".encode(), 6)).decode())
-        parts.clear()
-
+    groups, where = [[]], []
+    size = 0
     for text in texts:
         line = json.dumps(plain(text, finite=True))
-        if parts and size + len(line) > BLOCK:
-            close()
+        if groups[-1] and size + len(line) > BLOCK:
+            groups.append([])
             size = 0
-        where.append((len(blocks), len(parts)))
-        parts.append(line)
+        where.append((len(groups) - 1, len(groups[-1])))
+        groups[-1].append(line)
         size += len(line)
-    if parts:
-        close()
+    blocks = []
+    for lines in filter(None, groups):
+        compressed = zlib.compress(f"[{','.join(lines)}]".encode(), 6)
+        blocks.append(base64.b64encode(compressed).decode())
     return blocks, where
 
 
-def items_of(record: RunData, run: int, items: list[dict]) -> list[dict]:
-    """The index: what the list, the tree and the filters need of each transcript."""
-    places = search_plots.layout(record.rows) if record.kind == "search" else {}
+# ------------------------------------------------------------------ the index
+
+
+def items_of(run: RunData, place: int, items: list[dict]) -> list[dict]:
+    """What the list, the tree and the filters need of each transcript."""
+    places = search_plots.layout(run.rows) if run.kind == "search" else {}
+    several_tasks = len({item.get("task") for item in items}) > 1
     scores = [item["score"] for item in items if item["score"] is not None]
-    baseline = number(record.result.get("baseline"))
-    low, high = search_plots.colour_limits(
-        record, [*scores, *([] if baseline is None else [baseline])] or [0.0, 1.0]
-    )
-    rows, tasks = [], {item["task"] for item in items if "task" in item}
+    limits = search_plots.colour_limits(run, scores)
+    rows = []
     for item in items:
-        row = {
-            "run": run,
-            "id": item["id"],
-            "outcome": item["outcome"],
-            "status": item["status"],
-            "score": item["score"],
-            "turns": len(item["turns"]),
-            "tokens": item["tokens"],
-            "seconds": item["seconds"],
-        }
+        row = {key: item[key] for key in ("id", "outcome", "status", "score", "tokens", "seconds")}
+        row |= {"run": place, "turns": len(item["turns"])}
         if item["score"] is not None:
-            shade = min(1.0, max(0.0, (item["score"] - low) / (high - low)))
-            row["shade"] = round(
-                1 - shade if record.result.get("higher_is_better") is False else shade, 3
-            )
-        if len(tasks) > 1:
-            row["task"] = item["task"]
-        if record.kind == "search":
+            row["shade"] = shade_of(item["score"], limits, run.higher_is_better)
+        if several_tasks:
+            row["task"] = item.get("task")
+        if run.kind == "search":
             y, x, parent = places.get(item["id"], (0.0, 0, "0"))
-            row |= {
-                "x": x,
-                "y": y,
-                "parent": parent,
-                "op": item["op"],
-                "sampling_mode": item["sampling_mode"],
-                "idea": item["idea"][:160],
-                "second": item["second"],
-            }
+            row |= {"x": x, "y": y, "parent": parent, "idea": item["idea"][:160]}
+            row |= {key: item[key] for key in ("op", "sampling_mode", "second")}
         rows.append({key: value for key, value in row.items() if value not in (None, "")})
     return rows
 
 
-def run_of(record: RunData) -> dict:
+def shade_of(score: float, limits: tuple[float, float], higher_is_better: bool) -> float:
+    """0 for the worst colour, 1 for the best."""
+    low, high = limits
+    shade = float(np.clip((score - low) / (high - low), 0, 1))
+    return round(shade if higher_is_better else 1 - shade, 3)
+
+
+def run_of(run: RunData) -> dict:
     """What the page says about a run."""
-    path = search_plots.best_path(record) if record.kind == "search" else []
+    search = run.kind == "search"
     return {
-        "name": record.name,
-        "kind": record.kind,
-        "heading": plots.heading(record),
-        "metric": str(record.result.get("metric", "score")),
-        "lower": record.result.get("higher_is_better") is False,
-        "baseline": number(record.result.get("baseline")),
-        "status": record.status,
-        "path": path,
-        "root": list(search_plots.layout(record.rows)["0"][:2])
-        if record.kind == "search"
-        else None,
-        "result": [[key, text_of(value)] for key, value in record.result.items()],
-        "config": [[key, text_of(value)] for key, value in record.config.items()],
+        "name": run.name,
+        "kind": run.kind,
+        "heading": plots.heading(run),
+        "metric": str(run.result.get("metric", "score")),
+        "lower": not run.higher_is_better,
+        "baseline": run.baseline,
+        "status": run.status,
+        "path": search_plots.best_path(run) if search else [],
+        "root": list(search_plots.layout(run.rows)["0"][:2]) if search else None,
+        "result": [[key, text_of(value)] for key, value in run.result.items()],
+        "config": [[key, text_of(value)] for key, value in run.config.items()],
     }
 
 
@@ -169,112 +216,51 @@ def text_of(value) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def picture(title: str, width: float, height: float, draw) -> dict:
-    """A plot as a data: address."""
-    with plots.figure_of(width, height) as figure:
-        draw(figure)
-        out = io.BytesIO()
-        figure.savefig(out, format="png", dpi=130)
-    return {
-        "title": title,
-        "src": "data:image/png;base64," + base64.b64encode(out.getvalue()).decode(),
-        "wide": width > 9,
-    }
-
-
-def pictures(records: list[RunData]) -> list[dict]:
-    """One picture per panel, so that they can stand below each other on a phone."""
+def table_of(runs: list[RunData]) -> str:
+    """The comparison of the runs, or of the adapters at the end of one training run."""
     from flatlab.runs import compare
 
-    groups_by_place, found = compare.groups_of(records), []
-    for (kind, task), groups in groups_by_place.items():
-        if len(records) == 1:
-            groups = [plots.Group(records[0].name, plots.BLUE, records)]
+    return compare.table(runs) if len(runs) > 1 else "\n".join(final_table(runs[0]))
+
+
+# ------------------------------------------------------------------ pictures
+
+
+def picture(title: str, width: float, height: float, draw, *arguments) -> dict:
+    """A plot as a data: address. draw(figure, *arguments) fills the figure."""
+    with plots.figure_of(width, height) as figure:
+        draw(figure, *arguments)
+        out = io.BytesIO()
+        figure.savefig(out, format="png", dpi=110)
+    source = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+    return {"title": title, "src": source, "wide": width > 9}
+
+
+def pictures(runs: list[RunData]) -> list[dict]:
+    """A picture per panel, so that they can stand below each other on a phone."""
+    from flatlab.runs import compare
+
+    found = []
+    grouped = compare.groups_of(runs)
+    for (kind, task), groups in grouped.items():
+        prefix = f"{task}: " if len(grouped) > 1 else ""
+        if len(runs) == 1:
+            groups = [plots.Group(runs[0].name, plots.BLUE, runs)]
+        else:
+            height = 0.4 + compare.overlay_size(kind, groups)[1] - compare.overlay_size(kind, [])[1]
+            draw = compare.draw_group_legend
+            found.append(picture(f"{prefix}colours", plots.PAGE_WIDTH, height, draw, groups))
         for panel in compare.PANELS[kind][0]:
-
-            def draw(figure, panel=panel, groups=groups):
-                plots.draw_panel(figure.subplots(), panel, groups)
-                if len(groups) > 1:
-                    figure.legend(
-                        handles=[compare.line_of(group) for group in groups],
-                        loc="outside lower center",
-                        ncols=2,
-                        fontsize=9,
-                    )
-
-            title = (
-                " against ".join(filter(None, [panel[0], panel[1]]))
-                if "Best" in panel[0]
-                else panel[0]
-            )
-            found.append(
-                picture(
-                    f"{task}: {title}" if len(groups_by_place) > 1 else title,
-                    6,
-                    4.2 if len(groups) > 1 else 3.8,
-                    draw,
-                )
-            )
-    for kind in sorted({kind for kind, _ in groups_by_place}):
-        rows = compare.comparison(records, kind)
+            title = f"{panel[0]} against {panel[1]}" if panel[0] == "Best so far" else panel[0]
+            found.append(picture(prefix + title, 6, 3.8, draw_alone, panel, groups))
+    for kind in sorted({kind for kind, _ in grouped}):
+        rows = compare.comparison(runs, kind)
         if len(rows) > 1:
+            title = "Heat map, ranks, performance profiles"
             size = compare.sheet_size(rows)
-            found.append(
-                picture(
-                    "Heat map, ranks, performance profiles",
-                    *size,
-                    lambda figure: compare.draw_sheet(figure, records, kind),
-                )
-            )
+            found.append(picture(title, *size, compare.draw_sheet, runs, kind))
     return found
 
 
-def page(records: list[RunData], watching=False) -> str:
-    """The whole page as text."""
-    index, texts = [], []
-    for run, record in enumerate(records):
-        items = transcripts(record)
-        index += items_of(record, run, items)
-        texts += map(texts_of, items)
-    blocks, where = pack(texts)
-    for row, place in zip(index, where):
-        row["at"] = place
-    title = records[0].name if len(records) == 1 else f"{len(records)} runs"
-    data = {
-        "title": title,
-        "made": time.strftime("%Y-%m-%d %H:%M"),
-        "watching": watching and any(r.running for r in records),
-        "runs": [run_of(record) for record in records],
-        "plots": pictures(records),
-        "items": index,
-    }
-    if len(records) > 1:
-        from flatlab.runs import compare
-
-        data["table"] = compare.table(records)
-    template = TEMPLATE.read_text()
-    hashes = {
-        tag: base64.b64encode(
-            hashlib.sha256(re.search(f"<{tag}>(.*?)</{tag}>", template, re.S)[1].encode()).digest()
-        ).decode()
-        for tag in ("style", "script")
-    }
-    policy = (
-        f"default-src 'none'; img-src data:; style-src 'sha256-{hashes['style']}'; "
-        f"script-src 'sha256-{hashes['script']}'"
-    )
-    parts = {
-        "POLICY": policy,
-        "DATA": script_json(data),
-        "BLOCKS": "\n".join(
-            f'<script type="text/plain" class="block">{block}</script>' for block in blocks
-        ),
-    }
-    # in one pass: data may hold these words
-    return re.sub(r"@@(POLICY|DATA|BLOCKS)@@", lambda found: parts[found[1]], template)
-
-
-def write(records: list[RunData], path: Path, watching=False) -> Path:
-    """Write the page; a browser sees the old one or the new one."""
-    write_whole(path, page(records, watching))
-    return path
+def draw_alone(figure, panel, groups) -> None:
+    plots.draw_panel(figure.subplots(), panel, groups)

@@ -1,47 +1,52 @@
 """Plots of training runs, and what all plots share: style, panels, figures, files.
 
-Every panel takes groups. One group with one run is drawn thin with a bold running mean; several runs in a group become
-their mean and a band of one standard deviation. matplotlib is imported inside functions: nothing else here is slow.
+Every panel takes groups. A group of one run is drawn thin with a bold running mean. Several runs
+in a group become their mean and a band of one standard deviation. matplotlib is imported inside
+functions.
 """
 
-import math
+from __future__ import annotations
+
 import os
 import re
 import textwrap
+import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import stdev
+
+import numpy as np
 
 from flatlab.runs.reader import RunData, duration, number
 from flatlab.runs.store import temporary
 
-# Okabe and Ito's colours: told apart with any kind of colour vision, and in grey print
-BLACK, ORANGE, GREEN, BLUE, RED, PINK, SKY = (
-    "#000000",
-    "#E69F00",
-    "#009E73",
-    "#0072B2",
-    "#D55E00",
-    "#CC79A7",
-    "#56B4E9",
-)
+# The colours of Okabe and Ito: distinct with any kind of colour vision, and in grey print
+BLACK = "#000000"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+BLUE = "#0072B2"
+RED = "#D55E00"
+PINK = "#CC79A7"
+SKY = "#56B4E9"
+GREY = "#888888"
 COLOURS = [BLUE, RED, GREEN, ORANGE, PINK, SKY, BLACK]
 STYLE = {
-    "font.size": 11,
-    "axes.titlesize": 12,
+    "font.size": 10,
+    "axes.titlesize": 11,
     "axes.titleweight": "bold",
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.alpha": 0.25,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "legend.fontsize": 9,
+    "legend.fontsize": 8.5,
     "legend.framealpha": 0.7,
     "figure.dpi": 110,
     "pdf.fonttype": 42,
     "svg.fonttype": "none",
 }
+PAGE_WIDTH = 16.0  # inches; no picture is wider
+STEPS = "training step"
 
 
 @dataclass
@@ -56,216 +61,255 @@ class Group:
 # ------------------------------------------------------------------ numbers
 
 
-def series(rows: list[dict], key: str) -> list[float]:
-    """One number per row; NaN where a row has none."""
-    values = [row.get(key) for row in rows]
-    return [float(v) if isinstance(v, (int, float)) else math.nan for v in values]
+def series(rows: list[dict], key: str) -> np.ndarray:
+    """One number per row, shape (rows,); NaN where a row has none."""
+    values = [number(row.get(key)) for row in rows]
+    return np.array([np.nan if value is None else value for value in values], float)
 
 
-def mean(values: list[float]) -> float:
+def mean(values) -> float:
     """Mean of the numbers that are there; NaN for none."""
-    there = [v for v in values if not math.isnan(v)]
-    return sum(there) / len(there) if there else math.nan
+    values = np.asarray(values, float)
+    values = values[np.isfinite(values)]
+    return float(values.mean()) if len(values) else np.nan
 
 
-def running_mean(values: list[float], window: int) -> list[float]:
-    """Mean of the `window` values around each one (fewer at both ends): no lag against the curve."""
-    before = (window - 1) // 2
-    return [mean(values[max(0, i - before) : i - before + window]) for i in range(len(values))]
+def running_mean(values, window: int) -> np.ndarray:
+    """Mean of the `window` values around each one, fewer at both ends; NaN counts as absent."""
+    values = np.asarray(values, float)
+    there = np.isfinite(values)
+    ones = np.ones(window)
+    start = window // 2
+    sums = np.convolve(np.where(there, values, 0.0), ones)[start : start + len(values)]
+    counts = np.convolve(there.astype(float), ones)[start : start + len(values)]
+    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
 
 
-def window_of(rows: list) -> int:
+def window_of(rows) -> int:
     """Steps to average over: a sixth of the run, at most 20."""
     return max(1, min(20, len(rows) // 6))
 
 
-def spread(columns: list[list[float]]) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation (N - 1) at each place over runs, of those that have a number there."""
-    mids, stds = [], []
-    for values in zip(*columns):
-        there = [v for v in values if not math.isnan(v)]
-        mids.append(mean(there))
-        stds.append(deviation(there))
-    return mids, stds
+def spread(columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean over runs at each place, and the lower and upper end of a band around it.
+
+    columns: shape (runs, places), NaN where a run has no number. The band is one standard deviation
+    (N - 1) wide on each side, and clipped to the range of the runs' values: it never shows a value
+    that is impossible.
+    """
+    columns = np.asarray(columns, float)
+    counts = np.isfinite(columns).sum(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # places without any number
+        middle = np.nanmean(columns, 0)
+        squares = np.nansum((columns - middle) ** 2, 0)
+        deviation = np.sqrt(squares / np.maximum(1, counts - 1))
+        low = np.maximum(middle - deviation, np.nanmin(columns, 0))
+        high = np.minimum(middle + deviation, np.nanmax(columns, 0))
+    return middle, low, high
 
 
-def deviation(values: list[float]) -> float:
-    """Standard deviation (N - 1); 0 for a single value."""
-    return stdev(values) if len(values) > 1 else 0.0
-
-
-def by_step(group: Group, key: str) -> tuple[list[int], list[list[float]]]:
-    """All steps of the group's runs, and each run's values there (NaN: none)."""
-    tables = [
-        dict(zip((row["step"] for row in run.rows), series(run.rows, key))) for run in group.runs
-    ]
+def by_step(group: Group, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """All steps of the group's runs, shape (steps,), and their values there, (runs, steps)."""
+    tables = []
+    for run in group.runs:
+        steps = [row["step"] for row in run.rows]
+        tables.append(dict(zip(steps, series(run.rows, key))))
     steps = sorted(set().union(*tables))
-    return steps, [[table.get(step, math.nan) for step in steps] for table in tables]
+    values = [[table.get(step, np.nan) for step in steps] for table in tables]
+    return np.array(steps), np.array(values)
 
 
-def measured(steps, mids, stds) -> tuple[list, list, list]:
-    """Without the places where nothing was measured: evaluations come every few steps only."""
-    kept = [place for place in zip(steps, mids, stds) if not math.isnan(place[1])]
-    return tuple(list(column) for column in zip(*kept)) if kept else ([], [], [])
+def score_key(groups: list[Group]) -> str:
+    """ "score", or "improvement" for runs on several tasks, whose scores have different units."""
+    keys = {key for group in groups for run in group.runs for row in run.rows for key in row}
+    return "improvement" if "improvement_mean" in keys and "score_mean" not in keys else "score"
 
 
-def task_of(record: RunData) -> str:
-    """The task of a run, or several of them."""
-    found = record.config.get("task") or record.result.get("task") or "?"
-    return "+".join(map(str, found)) if isinstance(found, list) else str(found)
+def selected_split(run: RunData) -> str:
+    """The part that best results are selected on: "test" for tasks that have no other part."""
+    return "test" if run.result.get("selected_on_test") else "validation"
 
 
 # ------------------------------------------------------------------ panels of a training run
 
 
 def draw_key(axis, groups, key, label="", colour=None, dashed=False):
-    """One quantity per step. `colour` counts when there is one group only; several have their own."""
+    """One quantity per step. `colour` is for a single group; several have their own."""
+    alone = len(groups) == 1
+    style = "--" if dashed else "-"
     for group in groups:
         steps, columns = by_step(group, key)
-        mids, stds = spread(columns)
-        whole = max(
-            (step for step, *values in zip(steps, *columns) if not any(map(math.isnan, values))),
-            default=math.inf,
-        )
-        steps, mids, stds = measured(steps, mids, stds)
-        if not steps:
+        measured = np.isfinite(columns).any(0)  # evaluations come every few steps only
+        steps, columns = steps[measured], columns[:, measured]
+        if not len(steps):
             continue
-        window = window_of(steps)
-        look = {
-            "color": colour if colour and len(groups) == 1 else group.colour,
-            "linestyle": "--" if dashed else "-",
-        }
+        look = {"color": colour if colour and alone else group.colour, "linestyle": style}
+        name = label if alone else None
         if len(group.runs) == 1:
-            axis.plot(
-                steps, mids, alpha=0.3, linewidth=1, marker="." if len(steps) < 40 else None, **look
-            )
+            draw_run(axis, steps, columns[0], name, look)
         else:
-            mids, stds = running_mean(mids, window), running_mean(stds, window)
-            count = sum(
-                step <= whole for step in steps
-            )  # from there on the mean is of the runs that went on
-            axis.plot(
-                steps[count - 1 :],
-                mids[count - 1 :],
-                linewidth=1,
-                alpha=0.6,
-                **look | {"linestyle": ":"},
-            )
-            steps, mids, stds = steps[:count], mids[:count], stds[:count]
-            axis.fill_between(
-                steps,
-                [m - s for m, s in zip(mids, stds)],
-                [m + s for m, s in zip(mids, stds)],
-                color=look["color"],
-                alpha=0.15,
-                linewidth=0,
-            )
-        axis.plot(
-            steps,
-            mids if len(group.runs) > 1 else running_mean(mids, window),
-            linewidth=2.2,
-            label=label if len(groups) == 1 else None,
-            **look,
-        )
-    if (
-        len(groups) > 1 and label
-    ):  # groups have their names below the figure; here only what the line style means
-        axis.plot([], [], color="#888888", linestyle="--" if dashed else "-", label=label)
+            draw_runs(axis, steps, columns, name, look)
+    if not alone and label:
+        # the groups are named below the figure; here only the line style needs a name
+        axis.plot([], [], color=GREY, linestyle=style, label=label)
+
+
+def draw_run(axis, steps, values, label, look):
+    marker = "." if len(steps) < 40 else None
+    axis.plot(steps, values, alpha=0.3, linewidth=1, marker=marker, **look)
+    smooth = running_mean(values, window_of(steps))
+    axis.plot(steps, smooth, linewidth=2.2, label=label, **look)
+
+
+def draw_runs(axis, steps, columns, label, look):
+    """Mean and band. Dotted where not all runs went on, so that none vanishes without a trace."""
+    window = window_of(steps)
+    middle, low, high = (running_mean(curve, window) for curve in spread(columns))
+    complete = np.flatnonzero(np.isfinite(columns).all(0))
+    count = complete[-1] + 1 if len(complete) else 0
+    rest = slice(max(0, count - 1), None)
+    axis.plot(steps[rest], middle[rest], linewidth=1, alpha=0.6, **look | {"linestyle": ":"})
+    whole = slice(0, count)
+    colour = look["color"]
+    axis.fill_between(steps[whole], low[whole], high[whole], color=colour, alpha=0.15, linewidth=0)
+    axis.plot(steps[whole], middle[whole], linewidth=2.2, label=label, **look)
 
 
 def draw_score(axis, groups):
-    draw_key(axis, groups, "score_mean", "mean", BLUE)
-    if len(groups) == 1:
+    key = score_key(groups)
+    alone = len(groups) == 1
+    draw_key(axis, groups, f"{key}_mean", "mean", BLUE)
+    if alone:
         draw_key(axis, groups, "score_best", "best of the step", ORANGE)
-    if any(
-        number(row.get("eval_score_mean")) is not None
-        for group in groups
-        for run in group.runs
-        for row in run.rows
-    ):
-        draw_key(axis, groups, "eval_score_mean", "evaluation episodes", PINK, dashed=True)
+    evaluated = [key for key in (f"eval_{key}_mean", f"eval_{key}") if has_key(groups, key)]
+    for eval_key in evaluated[:1]:
+        draw_key(axis, groups, eval_key, "evaluation episodes", PINK, dashed=True)
     for group in groups:
-        draw_evaluations(axis, group, RED if len(groups) == 1 else group.colour, len(groups) == 1)
+        draw_adapters(axis, group, RED if alone else group.colour, alone)
     draw_baseline(axis, groups)
 
 
-def draw_evaluations(axis, group, colour, with_label):
-    """Mean scores before training, after --sft, and after training, on the validation part and, where measured, on the held-out part."""
-    steps = by_step(group, "score_mean")[0]
-    for key, mark, part in ("mean", "D", "validation"), ("test_mean", "*", "held-out test"):
+def has_key(groups, key: str) -> bool:
+    return any(key in row for group in groups for run in group.runs for row in run.rows)
+
+
+def draw_adapters(axis, group, colour, with_label):
+    """The comparison at the end: untrained, last and best adapter on the same fresh seeds.
+
+    Runs of older versions have `before` and `after` instead, on different seeds.
+    """
+    steps = by_step(group, "reward_mean")[0]
+    if not len(steps):
+        return
+    margin = max(1.0, len(steps) / 25)
+    for test, mark in ((False, "D"), (True, "*")):
+        fill = "white" if test else colour
         texts = []
-        gap = 0 if key == "mean" else max(1, len(steps) / 25)  # beside the other mark, not over it
-        for when, x in (
-            ("before", steps[0] - 1 - gap),
-            ("imitated", steps[0] - 0.5),
-            ("after", steps[-1] + 1 + gap),
-        ):
-            found = [
-                run.result[when] for run in group.runs if isinstance(run.result.get(when), dict)
-            ]
-            values = [v for each in found if (v := number(each.get(key))) is not None]
-            if values:
-                alone = len(values) == 1
-                error = (
-                    deviation(values)
-                    if not alone
-                    else number(found[0].get("stderr"))
-                    if key == "mean"
-                    else None
-                )
-                axis.errorbar(
-                    x,
-                    mean(values),
-                    error,
-                    fmt=mark,
-                    capsize=3,
-                    markersize=10 if mark == "*" else 6,
-                    color=colour,
-                    markerfacecolor="white" if mark == "*" else colour,
-                    zorder=4,
-                )
-                texts.append(f"{when} {mean(values):.4g}")
-                count = f"N={found[0].get('n')}" if alone else f"N={len(values)} seeds"
-        if texts and with_label:
+        for when, results in adapter_results(group.runs).items():
+            pairs = [evaluated_score(result, test) for result in results]
+            values = [value for value, _ in pairs if value is not None]
+            if not values:
+                continue
+            error = pairs[0][1] if len(values) == 1 else float(np.std(values, ddof=1))
+            x = steps[0] - margin if when in ("untrained", "before") else steps[-1] + margin
+            x += {"imitated": -0.6, "last": -0.4, "best": 0.4}.get(when, 0) * margin
             axis.errorbar(
-                [],
-                [],
+                x,
+                np.mean(values),
+                error,
                 fmt=mark,
+                capsize=3,
+                markersize=10 if test else 6,
                 color=colour,
-                markerfacecolor="white" if mark == "*" else colour,
-                label=f"{part} ({count})\n{textwrap.fill(', '.join(texts), 30)}",
+                markerfacecolor=fill,
+                zorder=4,
             )
+            texts.append(f"{adapter_name(when, group.runs)} {np.mean(values):.4g}")
+        if texts and with_label:
+            label = f"{adapters_title(group.runs, test)}\n{textwrap.fill(', '.join(texts), 34)}"
+            axis.errorbar([], [], fmt=mark, color=colour, markerfacecolor=fill, label=label)
+
+
+def adapter_results(runs: list[RunData]) -> dict[str, list[dict]]:
+    """Adapter -> its evaluations in result.json, one per run."""
+    found = {}
+    for run in runs:
+        final = run.result.get("final")
+        names = ("untrained", "imitated", "last", "best")
+        if not isinstance(final, dict):
+            final = run.result
+            names = ("before", "imitated", "after")
+        for name in names:
+            if isinstance(final.get(name), dict):
+                found.setdefault(name, []).append(final[name])
+    return found
+
+
+def evaluated_score(result: dict, test=False) -> tuple[float | None, float | None]:
+    """(mean, standard error) of an evaluation; of the improvement if tasks have other units."""
+    part = "test_" if test else ""
+    value = number(result.get(f"{part}score_mean"))
+    if value is not None:
+        return value, number(result.get(f"{part}score_stderr"))
+    return number(result.get(f"{part}improvement")), number(result.get(f"{part}improvement_stderr"))
+
+
+def adapter_name(name: str, runs: list[RunData]) -> str:
+    """ "best (untrained)" if no evaluation beat the untrained adapter in all these runs."""
+    count = sum(best_is_untrained(run.result) for run in runs)
+    if name not in ("best", "after") or not count:
+        return name
+    return f"{name} (untrained)" if len(runs) == 1 else f"{name} (untrained in {count} runs)"
+
+
+def best_is_untrained(result: dict) -> bool:
+    final = result.get("final")
+    if isinstance(final, dict):
+        return bool(final.get("best_is_untrained"))
+    after = result.get("after")
+    return isinstance(after, dict) and after.get("adapter_of_step") == -1
+
+
+def adapters_title(runs: list[RunData], test: bool) -> str:
+    """What the marks are: the split, and over what the error bars are."""
+    final = runs[0].result.get("final")
+    split = selected_split(runs[0])
+    seeds = "other seeds after than before"
+    if isinstance(final, dict):
+        split = str(final.get("split", split))
+        seeds = f"{final.get('n')} fresh seeds, the same for each"
+    split = "test part" if test else split
+    bars = "± standard error" if len(runs) == 1 else f"± std of {len(runs)} runs"
+    return f"{split}, {seeds}, {bars}"
 
 
 def draw_baseline(axis, groups):
-    result = groups[0].runs[0].result
-    better = {True: ", higher is better", False: ", lower is better"}.get(
-        result.get("higher_is_better"), ""
-    )
-    axis.set_ylabel(shorten(result.get("metric", "score"), 40) + better)
-    if number(result.get("baseline")) is not None:
-        axis.axhline(
-            result["baseline"],
-            color="#888888",
-            linestyle=":",
-            linewidth=1.5,
-            label=f"baseline {result['baseline']:.4g}",
-        )
+    run = groups[0].runs[0]
+    better = "higher is better" if run.higher_is_better else "lower is better"
+    if score_key(groups) == "improvement":
+        axis.set_ylabel("mean improvement\n0 baseline, 1 reference")
+        axis.axhline(0.0, color=GREY, linestyle=":", linewidth=1.5, label="baselines")
+        return
+    axis.set_ylabel(f"{shorten(run.result.get('metric', 'score'), 40)}, {better}")
+    if run.baseline is not None:
+        name = f"baseline {run.baseline:.4g}"
+        axis.axhline(run.baseline, color=GREY, linestyle=":", linewidth=1.5, label=name)
+
+
+def only_run(groups) -> RunData | None:
+    return groups[0].runs[0] if len(groups) == 1 and len(groups[0].runs) == 1 else None
 
 
 def draw_reward(axis, groups):
     draw_key(axis, groups, "reward_mean", "mean", GREEN)
-    if len(groups) == 1 and len(groups[0].runs) == 1:
-        rows = groups[0].runs[0].rows
-        mid, std = series(rows, "reward_mean"), series(rows, "reward_std")
+    run = only_run(groups)
+    if run:
+        middle, std = series(run.rows, "reward_mean"), series(run.rows, "reward_std")
+        steps = [row["step"] for row in run.rows]
+        label = "± standard deviation of the episodes"
         axis.fill_between(
-            [row["step"] for row in rows],
-            [m - s for m, s in zip(mid, std)],
-            [m + s for m, s in zip(mid, std)],
-            color=GREEN,
-            alpha=0.12,
-            linewidth=0,
-            label="± standard deviation of the episodes",
+            steps, middle - std, middle + std, color=GREEN, alpha=0.12, linewidth=0, label=label
         )
 
 
@@ -277,26 +321,16 @@ def draw_logprob_diff(axis, groups):
 
 def draw_seconds(axis, groups):
     draw_key(axis, groups, "seconds", "whole step", BLACK)
-    if len(groups) == 1 and len(groups[0].runs) == 1:
-        rows = groups[0].runs[0].rows
-        phases = [
-            [number(row.get(key)) or 0.0 for row in rows]
-            for key in ("seconds_sample", "seconds_train", "seconds_sync")
-        ]
-        axis.stackplot(
-            [row["step"] for row in rows],
-            *phases,
-            labels=["sampling and commands", "training", "sync"],
-            colors=[SKY, GREEN, PINK],
-            alpha=0.6,
-            linewidth=0,
-        )
-        axis.plot(
-            [row["step"] for row in rows],
-            series(rows, "seconds_env"),
-            color=ORANGE,
-            label="commands, sum of episodes",
-        )
+    run = only_run(groups)
+    if run:
+        steps = [row["step"] for row in run.rows]
+        keys = ("seconds_sample", "seconds_train", "seconds_sync")
+        phases = [np.nan_to_num(series(run.rows, key)) for key in keys]
+        labels = ["sampling and commands", "training", "sync"]
+        colours = [SKY, GREEN, PINK]
+        axis.stackplot(steps, *phases, labels=labels, colors=colours, alpha=0.6, linewidth=0)
+        commands = series(run.rows, "seconds_env")
+        axis.plot(steps, commands, color=ORANGE, label="commands, sum of episodes")
 
 
 def keys(*curves):
@@ -304,31 +338,20 @@ def keys(*curves):
 
     def draw(axis, groups):
         for place, (key, label, colour) in enumerate(curves):
-            draw_key(
-                axis,
-                groups,
-                key,
-                label if len(curves) > 1 else "",
-                colour,
-                dashed=len(groups) > 1 and place > 0,
-            )
+            dashed = len(groups) > 1 and place > 0
+            draw_key(axis, groups, key, label if len(curves) > 1 else "", colour, dashed)
 
     return draw
 
 
-STEPS = "training step"
+SHARES = keys(
+    ("valid_share", "episodes with a valid artefact", BLUE),
+    ("zero_variance_share", "groups with equal rewards", RED),
+)
 TRAINING = [  # title, x axis, y axis, what draws it
-    ("Validated score", STEPS, "score", draw_score),
+    ("Score", STEPS, "score", draw_score),
     ("Reward", STEPS, "reward per episode", draw_reward),
-    (
-        "Shares",
-        STEPS,
-        "share, 0 to 1",
-        keys(
-            ("valid_share", "episodes with a valid artefact", BLUE),
-            ("zero_variance_share", "groups with equal rewards", RED),
-        ),
-    ),
+    ("Shares", STEPS, "share, 0 to 1", SHARES),
     ("Length", STEPS, "sampled tokens per episode", keys(("reply_tokens", "", BLUE))),
     ("Turns", STEPS, "replies per episode", keys(("turns", "", BLUE))),
     ("Entropy", STEPS, "nats per token", keys(("entropy", "", BLUE))),
@@ -344,9 +367,15 @@ TRAINING = [  # title, x axis, y axis, what draws it
 
 
 def shorten(text, limit: int) -> str:
-    """Any text as a label: one line, nothing that fonts cannot set, no formulas between dollar signs."""
+    """Any text as a label: one line, only characters that fonts have, and no formulas."""
     text = re.sub("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", "·", str(text))
-    return (text if len(text) <= limit else text[: limit - 1] + "…").replace("$", r"\$")
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return text.replace("$", r"\$")
+
+
+def wrapped(text, width: int, limit: int = 120) -> str:
+    """A label in lines of at most `width` characters."""
+    return textwrap.fill(shorten(text, limit), width)
 
 
 @contextmanager
@@ -362,26 +391,41 @@ def figure_of(width: float, height: float):
 
 
 def draw_panel(axis, panel, groups):
-    from matplotlib.ticker import MaxNLocator
-
     title, x, y, draw = panel
     axis.set(title=title, xlabel=x, ylabel=y)
-    if x in (STEPS, "executed nodes", "nodes"):
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.margins(y=0.1)
     draw(axis, groups)
     if y.startswith("share"):
         axis.set_ylim(-0.03, 1.03)
     if not axis.has_data():
-        axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center", color="#888888")
+        axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center", color=GREY)
+    if x in (STEPS, "executed nodes", "nodes"):
+        set_integer_ticks(axis, first=0 if x == STEPS else None)
+    draw_legend(axis, title)
+
+
+def set_integer_ticks(axis, first=None):
+    """Whole numbers only; with `first`, no step before it: marks stand left of step 0."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    if first is not None:
+        limits = axis.get_xlim()
+        axis.set_xticks([tick for tick in axis.get_xticks() if first <= tick <= limits[1]])
+        axis.set_xlim(limits)
+
+
+def draw_legend(axis, title):
+    """A large legend stands above the curves, not over them."""
     labels = axis.get_legend_handles_labels()[1]
-    if len(labels) > 4 or title in ("Scores", "Outcomes"):  # above the curves, not over them
+    many = len(labels) > 4
+    if many or title in ("Scores", "Outcomes"):
         low, high = axis.get_ylim()
-        axis.set_ylim(low, high + (0.45 if len(labels) > 4 else 0.16) * (high - low))
+        axis.set_ylim(low, high + (0.45 if many else 0.16) * (high - low))
         axis.legend(
             loc="upper center",
-            ncols=2 if len(labels) > 4 else 3,
-            fontsize=8,
+            ncols=2 if many else 3,
+            fontsize=7.5,
             frameon=False,
             columnspacing=0.8,
             handlelength=1.4,
@@ -392,7 +436,8 @@ def draw_panel(axis, panel, groups):
 
 def draw_panels(figure, panels, groups: list[Group], columns: int):
     """All panels of one kind, in rows."""
-    for axis, panel in zip(figure.subplots(len(panels) // columns, columns).ravel(), panels):
+    axes = figure.subplots(len(panels) // columns, columns).ravel()
+    for axis, panel in zip(axes, panels):
         draw_panel(axis, panel, groups)
 
 
@@ -409,31 +454,24 @@ def save_panels(panels, groups: list[Group], folder: Path, format: str) -> list[
 
 
 def save(figure, path: Path) -> Path:
-    """Under a temporary name first: a viewer never sees half a picture."""
-    figure.savefig(
-        temporary(path),
-        format=path.suffix[1:],
-        dpi=110,
-        metadata={"CreationDate": None} if path.suffix == ".pdf" else None,
-    )
+    """Writes under a temporary name first: a viewer never sees half a picture."""
+    metadata = {"CreationDate": None} if path.suffix == ".pdf" else None
+    figure.savefig(temporary(path), format=path.suffix[1:], dpi=110, metadata=metadata)
     os.replace(temporary(path), path)
     return path
 
 
-def heading(record: RunData) -> str:
-    config = record.config
-    facts = [f"task {task_of(record)}"] + [
-        f"{name} {config[key]}"
-        for key, name in (("sampling_mode", "mode"), ("select", "rule"), ("seed", "seed"))
-        if config.get(key) is not None
-    ]
-    seconds = (
-        sum(v for v in series(record.rows, "seconds") if not math.isnan(v))
-        if record.kind == "grpo"
-        else max([number(row.get("elapsed")) or 0.0 for row in record.rows])
-    )
-    model = [f"model {Path(str(config['model'])).name}"] if config.get("model") else []
-    what = "steps" if record.kind == "grpo" else "nodes"
-    return "   ".join(
-        [record.name, *facts, *model, f"N={len(record.rows)} {what} in {duration(seconds)}"]
-    )
+def heading(run: RunData) -> str:
+    """One line about a run: name, task, mode, rule, seed, model, length."""
+    facts = [run.name, f"task {run.tasks}"]
+    for key, name in (("sampling_mode", "mode"), ("select", "rule"), ("seed", "seed")):
+        if run.config.get(key) is not None:
+            facts.append(f"{name} {run.config[key]}")
+    if run.config.get("model"):
+        facts.append(f"model {Path(str(run.config['model'])).name}")
+    if run.kind == "grpo":
+        what, seconds = "steps", np.nansum(series(run.rows, "seconds"))
+    else:
+        what, seconds = "nodes", np.nan_to_num(series(run.rows, "elapsed")).max()
+    facts.append(f"N={len(run.rows)} {what} in {duration(float(seconds))}")
+    return "   ".join(facts)

@@ -33,7 +33,7 @@ def read_mapping(path: Path, default: dict | None = None) -> dict:
 
 
 def read_rows(path) -> list[dict]:
-    """All complete lines of a jsonl file; [] if it does not exist. Raises UserError if one is damaged."""
+    """All complete lines of a jsonl file; [] without a file. UserError if a line is damaged."""
     rows = []
     try:
         for line in Path(path).read_bytes().split(b"\n")[:-1]:
@@ -62,8 +62,8 @@ def duration(seconds: float | None) -> str:
 
 # ------------------------------------------------------------------ runs
 
-# Keys of rows and of result.json that older versions wrote -> their names of today. The last part of
-# a key counts, so that "titanic.gain_mean" is renamed as well.
+# Keys of rows and of result.json that older versions wrote -> their names of today. The last part
+# of a key counts, so that "titanic.gain_mean" is renamed as well.
 OLD_KEYS = {
     "gain": "improvement",
     "gain_mean": "clipped_improvement_mean",
@@ -125,7 +125,7 @@ class RunData:
 
     @property
     def status(self) -> str:
-        """The status in result.json; "killed" if that is "running" and no process writes the run."""
+        """The status in result.json; "killed" if it is "running" but no process writes."""
         status = str(self.result.get("status") or "unknown")
         return "killed" if status == "running" and not self.running else status
 
@@ -214,8 +214,8 @@ def transcripts(run: RunData, step: int | None = None) -> list[dict]:
     """All episodes or nodes of a run in one form, in the order of steps and of nodes.
 
     Keys: id ("12.3" = step and place in it; "0.2.1" = node), outcome ("valid", "failed", "fault"),
-    status, score (None unless valid), tokens, seconds, error, prompt, turns. Nodes also have parent,
-    op, sampling_mode, idea, code, diff, decision. `step`: only the episodes of that training step.
+    status, score (None unless valid), tokens, seconds, error, prompt, turns. Nodes also have
+    parent, op, sampling_mode, idea, code, diff, decision. `step`: only the episodes of that training step.
     """
     if run.kind == "search":
         return [node_item(row, run.dir) for row in run.rows]

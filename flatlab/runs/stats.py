@@ -1,187 +1,270 @@
-"""Tables over many search runs: mean, spread, how many, what failed, and whether a difference can be chance.
+"""The table of a grid of runs: means, intervals, failures, ranks, tests of differences.
 
-Nothing is dropped. A run whose every node failed counts with the baseline; a mean says how many runs are in it.
+No run is dropped. A run without any valid node counts as the baseline, and every mean says how many
+runs are in it. search.py and viz.py print this table.
 """
 
 from __future__ import annotations
 
-import random
-from itertools import combinations
-from math import comb
+import textwrap
 from statistics import fmean, stdev
+
+import numpy as np
 
 from flatlab.episode.task import improvement
 
-EXACT = (
-    200_000  # so many ways to split two groups are tried one by one; of more, this many random ones
-)
-DRAWS = 10_000  # bootstrap
+BOOTSTRAP_FROM = 20  # values; with fewer, percentile intervals cover the mean too rarely
+DRAWS = 10_000  # bootstrap samples
+SPLITS = 200_000  # permutation test: up to this many splits are all tried, else so many at random
 
 
-def final_score(cell: dict) -> float:
-    """What a run is worth: the test score of its best node by validation; the baseline when nothing was better."""
-    return cell["best_score"] if cell.get("test_score") is None else cell["test_score"]
+def mean_interval(values) -> tuple[float, float, str] | None:
+    """95 % confidence interval of the mean as (low, high, method); None for fewer than 3 values.
 
+    Below 20 values Student's t, mean +- t(0.975, N - 1) * std / sqrt(N); from there on the
+    percentile bootstrap, which never leaves the range of the values. In a simulation with normal,
+    uniform, exponential and partly failed scores the t interval covers the mean at least as often
+    as the bootstrap at every N; from N = 20 they differ by less than 4 points.
+    """
+    from scipy import stats
 
-def bootstrap(values: list[float], seed: int = 0) -> tuple[float, float] | None:
-    """95 % percentile interval of the mean; None for a single value."""
-    if len(values) < 2:
+    values = np.asarray(values, float)
+    if len(values) < 3:
         return None
-    rng = random.Random(seed)
-    means = sorted(fmean(rng.choices(values, k=len(values))) for _ in range(DRAWS))
-    return means[round(0.025 * (DRAWS - 1))], means[round(0.975 * (DRAWS - 1))]
+    if values.std() == 0:
+        return float(values[0]), float(values[0]), "t"
+    if len(values) < BOOTSTRAP_FROM:
+        low, high = stats.t.interval(0.95, len(values) - 1, values.mean(), stats.sem(values))
+        return float(low), float(high), "t"
+    found = stats.bootstrap(
+        (values,), np.mean, n_resamples=DRAWS, method="percentile", rng=0
+    ).confidence_interval
+    return float(found.low), float(found.high), "bootstrap"
 
 
-def permutation_p(a: list[float], b: list[float]) -> float:
-    """Two-sided p-value of the difference of means: the share of all ways to split a + b that differ at least as much."""
-    pool, size = a + b, len(a)
-    total, observed = sum(pool), abs(fmean(a) - fmean(b))
+def permutation_p(a, b) -> float:
+    """Two-sided p-value of a difference of means.
 
-    def as_far(chosen):
-        part = sum(pool[i] for i in chosen)
-        return abs(part / size - (total - part) / (len(pool) - size)) >= observed - 1e-12 * max(
-            1.0, abs(observed)
-        )
+    The share of all ways to split a + b whose difference is at least as large.
+    """
+    from scipy import stats
 
-    if comb(len(pool), size) <= EXACT:
-        splits = list(combinations(range(len(pool)), size))
-        return sum(map(as_far, splits)) / len(splits)
-    rng = random.Random(0)
-    return (1 + sum(as_far(rng.sample(range(len(pool)), size)) for _ in range(EXACT))) / (1 + EXACT)
+    def difference(x, y, axis):
+        return np.abs(np.mean(x, axis=axis) - np.mean(y, axis=axis))
+
+    found = stats.permutation_test(
+        (a, b), difference, n_resamples=SPLITS, batch=20_000, alternative="greater", rng=0
+    )
+    return float(found.pvalue)
 
 
 def ranks(values: dict) -> dict:
-    """1 for the largest; equal values share the mean of their places."""
-    return {
-        key: 1
-        + sum(other > value for other in values.values())
-        + (sum(other == value for other in values.values()) - 1) / 2
-        for key, value in values.items()
-    }
+    """Name -> place, 1 for the largest value; equal values share the mean of their places."""
+    from scipy import stats
+
+    places = stats.rankdata([-value for value in values.values()])
+    return dict(zip(values, map(float, places)))
+
+
+# ------------------------------------------------------------------ the table of a grid
+
+
+def final_score(cell: dict) -> float:
+    """What a run is worth: the test score of its best node or adapter, else validation."""
+    return cell["best_score"] if cell.get("test_score") is None else cell["test_score"]
+
+
+def cell_improvement(cell: dict) -> float:
+    task = cell["baseline"], cell["higher_is_better"], cell.get("reference")
+    return improvement(final_score(cell), task)
+
+
+def method_of(cell: dict) -> str:
+    return cell.get("method") or cell.get("sampling_mode") or "none"
 
 
 def grid_table(cells: list[dict]) -> list[dict]:
-    """One row per task and mode; `cells` are contents of result.json. p and rank compare modes within a task."""
+    """One row per task and method; p and rank compare the methods within a task.
+
+    cells: contents of result.json of searches, or the same keys from compare.cell_of(). `method` is
+    the label of the group a run belongs to, its sampling mode by default.
+    """
     groups = {}
     for cell in cells:
-        mode = cell.get("mode") or cell["sampling_mode"]
-        groups.setdefault((cell["task"], mode), []).append(cell)
-    gains = {
-        key: fmean(
-            improvement(final_score(c), (c["baseline"], c["higher_is_better"], c["reference"]))
-            for c in group
-        )
-        for key, group in groups.items()
-    }
-    places = {}
-    for task in {task for task, _ in groups}:
-        for mode, place in ranks(
-            {mode: gain for (name, mode), gain in gains.items() if name == task}
-        ).items():
-            places.setdefault(mode, []).append(place)
-    rows = []
-    for (task, mode), group in groups.items():
-        scores, against = [final_score(c) for c in group], groups.get((task, "none"))
-        best = [c["best_score"] for c in group]
-        tested = [
-            c["test_minus_validation"] for c in group if c.get("test_minus_validation") is not None
-        ]
-        rows.append(
-            {
-                "task": task,
-                "mode": mode,
-                "n": len(group),
-                "mean": fmean(scores),
-                "std": stdev(scores) if len(scores) > 1 else None,
-                "interval": bootstrap(scores),
-                "validation": fmean(best),
-                "gap": fmean(tested) if tested else None,
-                "gain": gains[task, mode],
-                "p": permutation_p(scores, [final_score(c) for c in against])
-                if against and mode != "none"
-                else None,
-                "rank": fmean(places[mode]),
-                "rank_tasks": len(places[mode]),
-                "untested": sum(
-                    c.get("test_score") is None
-                    and c.get("best_id", "0") != "0"
-                    and not c["selected_on_test"]
-                    for c in group
-                ),
-                "empty": sum(c["nodes"] == c["failed"] + c["faults"] for c in group),
-                "nodes": sum(c["nodes"] for c in group),
-                "failed": sum(c["failed"] for c in group),
-                "faults": sum(c["faults"] for c in group),
-                "tokens": sum(c["tokens"] for c in group),
-                "seconds": sum(c["seconds"] for c in group),
-                "selected_on_test": any(c["selected_on_test"] for c in group),
-            }
-        )
+        groups.setdefault((cell["task"], method_of(cell)), []).append(cell)
+    rows = [row_of(task, method, group) for (task, method), group in groups.items()]
+    for row in rows:
+        plain = groups.get((row["task"], "none"))
+        if plain and row["method"] != "none":
+            group = groups[row["task"], row["method"]]
+            row["p"] = permutation_p(list(map(final_score, group)), list(map(final_score, plain)))
+    add_ranks(rows)
     return rows
 
 
-def text_of(rows: list[dict]) -> str:
-    """The table for people. `mean` is of the test part, `valid.` of what the search selected on."""
-    form = "{:<16} {:<9} {:>2} {:>9} {:>9} {:>19} {:>9} {:>9} {:>6} {:>5} {:>6} {:>13} {:>6} {:>8}"
-    titles = (
-        "task",
-        "mode",
-        "N",
-        "mean",
-        "std",
-        "95 % of the mean",
-        "valid.",
-        "gap",
-        "p",
-        "rank",
-        "empty",
-        "failed nodes",
-        "faults",
-        "tokens",
-    )
-    number = lambda value, spec=".4f": "-" if value is None else format(value, spec)
-    lines = [form.format(*titles)]
-    for r in rows:
-        interval = "{:.4f} to {:.4f}".format(*r["interval"]) if r["interval"] else "-"
-        lines.append(
-            form.format(
-                r["task"][:16],
-                r["mode"],
-                r["n"],
-                number(r["mean"]),
-                number(r["std"]),
-                interval,
-                number(r["validation"]),
-                number(r["gap"]),
-                number(r["p"], ".3f"),
-                number(r["rank"], ".2f"),
-                r["empty"],
-                f"{r['failed']} of {r['nodes']}",
-                r["faults"],
-                r["tokens"],
-            )
-        )
-    notes = [
-        "mean: test score of the best node by validation; where no node was better than the baseline, the baseline"
-    ]
-    if any(r["p"] is not None for r in rows):
-        notes.append("p: permutation test against mode none, two-sided")
+def row_of(task: str, method: str, group: list[dict]) -> dict:
+    """The row of one task and method. Keys: see the titles in text_of()."""
+    scores = [final_score(cell) for cell in group]
+    interval = mean_interval(scores)
+    tested = [c for c in group if c.get("test_minus_validation") is not None]
+    differences = [cell["test_minus_validation"] for cell in tested]
+    row = {
+        "task": task,
+        "method": method,
+        "n": len(group),
+        "mean": fmean(scores),
+        "std": stdev(scores) if len(scores) > 1 else None,
+        "interval": interval[:2] if interval else None,
+        "interval_method": interval[2] if interval else None,
+        "validation": fmean(cell["best_score"] for cell in group),
+        "test_minus_validation": fmean(differences) if differences else None,
+        "improvement": fmean(map(cell_improvement, group)),
+        "p": None,
+        "untested": sum(map(is_untested, group)),
+        "empty": sum(cell["nodes"] == cell["failed"] + cell["faults"] for cell in group),
+        "selected_on_test": any(cell["selected_on_test"] for cell in group),
+        "adapter": adapters_of(group),
+        "modes_used": modes_of(group),
+    }
+    for key in ("nodes", "failed", "faults", "tokens", "seconds"):
+        row[key] = sum(cell[key] for cell in group)
+    return row
+
+
+def is_untested(cell: dict) -> bool:
+    """True if the best node is not the baseline and was not scored on the test part."""
+    if cell.get("test_score") is not None or cell["selected_on_test"]:
+        return False
+    return cell.get("best_id", "0") != "0"
+
+
+def adapters_of(group: list[dict]) -> str | None:
+    """The adapters that the scores of a method belong to: 'best', '1 best, 2 untrained'."""
+    names = [cell.get("adapter") for cell in group]
+    if None in names:
+        return None
+    counts = {name: names.count(name) for name in names}
+    if len(counts) == 1:
+        return names[0]
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def modes_of(group: list[dict]) -> dict:
+    """Sampling mode -> number of nodes whose ideas were really asked for in this mode."""
+    counts = {}
+    for cell in group:
+        for mode, count in (cell.get("sampling_modes_used") or {}).items():
+            counts[mode] = counts.get(mode, 0) + count
+    return counts
+
+
+def add_ranks(rows: list[dict]) -> None:
+    """Adds `rank`, the mean place of the method over its tasks, and `rank_tasks`, their number."""
+    places = {}
+    for task in dict.fromkeys(row["task"] for row in rows):
+        values = {row["method"]: row["improvement"] for row in rows if row["task"] == task}
+        for method, place in ranks(values).items():
+            places.setdefault(method, []).append(place)
+    for row in rows:
+        row["rank"] = fmean(places[row["method"]])
+        row["rank_tasks"] = len(places[row["method"]])
+
+
+# ------------------------------------------------------------------ as text
+
+
+def aligned(lines: list[list[str]], left: int = 2) -> list[str]:
+    """Rows of cells as lines of equal width; the first `left` columns are aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    found = []
+    for line in lines:
+        cells = [cell.ljust(w) for cell, w in zip(line[:left], widths)]
+        cells += [cell.rjust(w) for cell, w in zip(line[left:], widths[left:])]
+        found.append("  ".join(cells))
+    return found
+
+
+def shown(value: float | None, form: str = ".4f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def interval_text(row: dict) -> str:
+    if row["interval"] is None:
+        return "-"
+    low, high = row["interval"]
+    return f"{low:.4f} to {high:.4f} {row['interval_method']}"
+
+
+def text_of(rows: list[dict], what="method", done="nodes") -> str:
+    """The table for people. `what` heads the column of methods; runs consist of `done`."""
+    tested = any(row["test_minus_validation"] is not None for row in rows)
+    columns = {
+        "task": lambda row: textwrap.shorten(row["task"], 24, placeholder="…"),
+        what: lambda row: row["method"],
+        "N": lambda row: str(row["n"]),
+        "mean": lambda row: shown(row["mean"]),
+        "std": lambda row: shown(row["std"]),
+        "95 % interval": interval_text,
+        "improvement": lambda row: shown(row["improvement"], "+.2f"),
+    }
+    if tested:
+        columns["validation"] = lambda row: shown(row["validation"])
+        columns["test-valid."] = lambda row: shown(row["test_minus_validation"], "+.4f")
+    if any(row["p"] is not None for row in rows):
+        columns["p"] = lambda row: shown(row["p"], ".3f")
+    if any(row["adapter"] for row in rows):
+        columns["adapter"] = lambda row: row["adapter"] or "-"
+    columns |= {
+        "rank": lambda row: shown(row["rank"], ".2f"),
+        "empty": lambda row: str(row["empty"]),
+        f"failed {done}": lambda row: f"{row['failed']} of {row['nodes']}",
+        "faults": lambda row: str(row["faults"]),
+        "tokens": lambda row: str(row["tokens"]),
+    }
+    lines = [list(columns)]
+    lines += [[cell(row) for cell in columns.values()] for row in rows]
+    return "\n".join(aligned(lines) + [f"  {note}" for note in notes(rows)])
+
+
+def notes(rows: list[dict]) -> list[str]:
+    """What the columns mean and what the means do not say, one sentence each."""
+    found = ["mean: the test score if there is one, else the score that was selected on"]
+    if any(row["adapter"] for row in rows):
+        found.append("adapter: the one whose score is shown; last steps: the run is not finished")
+    else:
+        found[0] += "; a run without a better node counts as the baseline"
+    found.append("improvement of the mean: 0 baseline, 1 reference (without one: baseline doubled)")
+    methods = {row["interval_method"] for row in rows} - {None}
+    words = {"t": "Student's t", "bootstrap": "percentile bootstrap"}
+    if methods:
+        used = ", ".join(words[method] for method in sorted(methods))
+        found.append(f"95 % interval of the mean: {used}; none below N = 3")
+    if any(row["p"] is not None for row in rows):
+        found.append("p: permutation test against none, two-sided")
     if rows and rows[0]["rank_tasks"] > 1:
-        notes.append(f"rank: mean place of the mode over {rows[0]['rank_tasks']} tasks")
-    if any(r["empty"] for r in rows):
-        notes.append("empty: runs without a single valid node, in the mean with the baseline")
-    return "\n".join(lines + [f"  {note}" for note in notes + reservations(rows)])
+        found.append(f"rank: mean place of the method over {rows[0]['rank_tasks']} tasks")
+    if any(row["empty"] for row in rows):
+        found.append("empty: runs in which nothing was valid")
+    for row in rows:
+        if "local" in row["modes_used"] and row["method"] != "local":
+            used = ", ".join(f"{mode} {count}" for mode, count in row["modes_used"].items())
+            found.append(
+                f"{row['task']}, {row['method']}: the selection rule replaced the sampling mode "
+                f"of some nodes; modes of the nodes: {used}"
+            )
+    return found + reservations(rows)
 
 
 def reservations(rows: list[dict]) -> list[str]:
-    """What is not a test score of a choice made on the validation part, in words."""
+    """In words: which means are not test scores of a choice made on the validation part."""
     found = []
-    if any(r["untested"] for r in rows):
+    untested = sum(row["untested"] for row in rows)
+    if untested:
+        found.append(f"{untested} runs have no test score: their validation score is in the mean")
+    chosen = sorted({row["task"] for row in rows if row["selected_on_test"]})
+    if chosen:
         found.append(
-            f"{sum(r['untested'] for r in rows)} runs have no test score yet: in the mean with their validation score"
-        )
-    if chosen := sorted({r["task"] for r in rows if r["selected_on_test"]}):
-        found.append(
-            f"{', '.join(chosen)}: there is a test part only, what is best was chosen on it, the mean is optimistic"
+            f"{', '.join(chosen)}: this task has only a test part, so the best was chosen on it "
+            "and the mean is optimistic"
         )
     return found

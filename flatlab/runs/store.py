@@ -2,7 +2,7 @@
 
 A run directory holds
     config.yaml command.txt git.txt env.txt   what ran; a resumed run appends what changed
-    metrics.jsonl                             one row per step of grpo.py; all numbers come from here
+    metrics.jsonl                             one row per step of grpo.py
     journal.jsonl                             one row per node of search.py
     episodes/000012.jsonl                     all transcripts of step 12, nothing cut
     result.json                               kept current while the run goes on
@@ -148,7 +148,7 @@ def describe_machine() -> str:
 
 
 def write_provenance(path: Path, text: str) -> None:
-    """Writes `text` once. A resumed run appends it if it is new, so the file tells the whole story."""
+    """Writes `text`. A resumed run appends it if it is new: the file tells the whole story."""
     text = text.strip()
     before = path.read_text(errors="replace") if path.exists() else ""
     if text in before:

@@ -1,9 +1,13 @@
-"""The rows of a run, sent to TensorBoard or Weights & Biases as well. Optional, imported when asked for.
+"""Sends the rows of a run to TensorBoard or Weights & Biases as well. Both packages are optional.
 
-A sink is a function of (row, transcripts). Those in `run.sinks` get every row while it is made, see opened();
-`python viz.py logs/<run> --tensorboard` sends those of a run that is there, with --watch also new ones.
+A tracker is a function of (row, transcripts). The ones in `run.trackers` get every row while it is
+made, see opened(). `python viz.py logs/<run> --tensorboard` sends the rows of an existing run, and
+with --watch also new ones.
 """
 
+from __future__ import annotations
+
+import importlib.util
 import os
 import shutil
 import time
@@ -13,35 +17,113 @@ from flatlab.errors import UserError
 from flatlab.runs.reader import RunData, number, transcripts
 
 SHOWN = 8  # transcripts per row
-open_sinks, sent = {}, {}  # by run directory; sent: rows that this process has sent
+open_trackers = {}  # run directory -> its trackers, for send()
+sent = {}  # run directory -> how many rows this process has sent
 
 
-def place_of(row: dict) -> int:
-    """The x axis: the step, or the order in which nodes were started."""
-    return int(
-        number(row.get("step"))
-        if number(row.get("step")) is not None
-        else number(row.get("order")) or 0
+def check(tensorboard: bool, wandb: bool) -> None:
+    """Raises UserError, with the pip command, if a tracker was asked for that is not installed.
+
+    The scripts call this before they create a run directory.
+    """
+    for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
+        if wanted and importlib.util.find_spec(name) is None:
+            raise UserError(f"--{name} needs a package that is missing: pip install {name}")
+
+
+def opened(directory, config: dict, tensorboard: bool, wandb: bool, resume=True) -> list:
+    """The trackers that were asked for. Raises UserError if a package is missing.
+
+    resume: a later call for the same directory continues the same W&B run.
+    """
+    check(tensorboard, wandb)
+    found = []
+    if tensorboard:
+        found.append(open_tensorboard(directory))
+    if wandb:
+        found.append(open_wandb(directory, config, resume))
+    return found
+
+
+def open_tensorboard(directory):
+    """A tracker that writes <directory>/tensorboard. To look at it: tensorboard --logdir logs"""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(Path(directory) / "tensorboard"))
+
+    def tracker(row: dict, episodes=()):
+        step = step_of(row)
+        when = number(row.get("time")) or time.time()
+        for name, value in scalars(row).items():
+            writer.add_scalar(name, value, step, when)
+        for index, item in enumerate(list(episodes)[:SHOWN]):
+            text = f"score {score_of(item)}, {item.get('status')}\n\n{talk(item)}"
+            # TensorBoard shows indented text as it is, not as Markdown
+            indented = "\n".join(f"    {line}" for line in readable(text).split("\n"))
+            writer.add_text(f"transcripts/{index}", indented, step, when)
+        writer.flush()
+
+    return tracker
+
+
+def open_wandb(directory, config: dict, resume: bool):
+    """A tracker that logs to Weights & Biases. WANDB_MODE=offline needs no account."""
+    import wandb
+
+    name = Path(directory).resolve().name
+    same_run = {"id": name[:64], "resume": "allow"} if resume else {}
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "flatlab"),
+        name=name,
+        config=config,
+        dir=str(directory),
+        reinit="create_new",
+        **same_run,
     )
+    run.define_metric("*", step_metric="step")  # nodes end in another order than they start
+
+    def tracker(row: dict, episodes=()):
+        step = step_of(row)
+        values = scalars(row) | {"step": step}
+        if episodes:
+            table = wandb.Table(columns=["step", "status", "score", "transcript"])
+            for item in list(episodes)[:SHOWN]:
+                table.add_data(step, str(item.get("status")), score_of(item), readable(talk(item)))
+            values["transcripts"] = table
+        run.log(values)
+
+    return tracker
+
+
+def step_of(row: dict) -> int:
+    """The x axis: the training step, or the order in which nodes were started."""
+    step = number(row.get("step"))
+    return int(number(row.get("order")) or 0) if step is None else int(step)
 
 
 def scalars(row: dict) -> dict[str, float]:
-    return {
-        key: value
-        for key in row
-        if key not in ("step", "order", "time")
-        and not isinstance(row[key], bool)
-        and (value := number(row[key])) is not None
-    }
+    """The numbers of a row that can be drawn as curves."""
+    found = {}
+    for key, value in row.items():
+        is_curve = key not in ("step", "order", "time") and not isinstance(value, bool)
+        if is_curve and number(value) is not None:
+            found[key] = number(value)
+    return found
 
 
 def talk(item: dict) -> str:
-    """A transcript as plain text; of a row of journal.jsonl its actions."""
+    """A transcript as plain text. Rows of journal.jsonl call the turns `actions`."""
     turns = item.get("turns") if isinstance(item.get("turns"), list) else item.get("actions") or []
-    return "\n".join(
-        f"{turn.get('reply') or turn.get('action') or ''}\n> {turn.get('observation') or ''}"
-        for turn in turns
-    )
+    lines = []
+    for turn in turns:
+        lines.append(f"{turn.get('reply') or turn.get('action') or ''}")
+        lines.append(f"> {turn.get('observation') or ''}")
+    return "\n".join(lines)
+
+
+def readable(text: str) -> str:
+    """Without lone surrogates, which neither tracker can send."""
+    return text.encode(errors="replace").decode()
 
 
 def score_of(item: dict) -> float | None:
@@ -49,106 +131,18 @@ def score_of(item: dict) -> float | None:
     return number(score.get("value")) if isinstance(score, dict) else number(score)
 
 
-def tensorboard(directory):
-    """A sink that writes <directory>/tensorboard. Look at it with: tensorboard --logdir logs"""
-    try:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.types_pb2 import DT_STRING
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-    except ImportError:
-        raise UserError(
-            "--tensorboard needs a package that is not here: pip install tensorboard"
-        ) from None
-    writer = EventFileWriter(str(Path(directory) / "tensorboard"))
+def send(run: RunData, tensorboard: bool, wandb: bool) -> None:
+    """Sends the rows that this process has not sent yet.
 
-    def sink(row: dict, episodes=()):
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(row).items()]
-        about = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        for count, item in enumerate(list(episodes)[:SHOWN]):
-            indented = "".join(
-                f"    {line}\n" for line in talk(item).split("\n")
-            )  # Markdown shows it as it is
-            text = f"score {score_of(item)}, {item.get('status')}\n\n{indented}"
-            tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode(errors="replace")])
-            values.append(Summary.Value(tag=f"transcripts/{count}", metadata=about, tensor=tensor))
-        writer.add_event(
-            Event(
-                step=place_of(row),
-                wall_time=number(row.get("time")) or time.time(),
-                summary=Summary(value=values),
-            )
-        )
-        writer.flush()
-
-    return sink
-
-
-def wandb(directory, config: dict, resume=True):
-    """A sink that logs to Weights & Biases, transcripts as a table. WANDB_MODE=offline needs no account.
-
-    resume: a second call for the same directory continues the same W&B run.
+    The first call for a finished run replaces what an earlier export left.
     """
-    try:
-        import wandb as client
-    except ImportError:
-        raise UserError("--wandb needs a package that is not here: pip install wandb") from None
-    name = Path(directory).resolve().name
-    run = client.init(
-        project=os.environ.get("WANDB_PROJECT", "flatlab"),
-        name=name,
-        config=config,
-        dir=str(directory),
-        reinit="create_new",
-        **({"id": name[:64], "resume": "allow"} if resume else {}),
-    )
-    run.define_metric("*", step_metric="step")  # nodes end in another order than they start
-
-    def sink(row: dict, episodes=()):
-        values = scalars(row) | {"step": place_of(row)}
-        if episodes:
-            cells = [
-                [
-                    place_of(row),
-                    str(item.get("status")),
-                    score_of(item),
-                    talk(item).encode(errors="replace").decode(),
-                ]
-                for item in list(episodes)[:SHOWN]
-            ]
-            values["transcripts"] = client.Table(
-                columns=["step", "status", "score", "transcript"], data=cells
-            )
-        run.log(values)
-
-    sink.close = run.finish
-    return sink
-
-
-def opened(directory, config: dict, to_tensorboard: bool, to_wandb: bool, resume=True) -> list:
-    """The sinks that were asked for: `run.sinks = sinks.opened(run.dir, run.config, cfg.tensorboard, cfg.wandb)`.
-
-    Raises UserError, with the pip line, when a package is missing.
-    """
-    found = []
-    if to_tensorboard:
-        found.append(tensorboard(directory))
-    if to_wandb:
-        found.append(wandb(directory, config, resume))
-    return found
-
-
-def send(record: RunData, to_tensorboard: bool, to_wandb: bool):
-    """Send the rows that this process has not sent yet. The first time replaces what an earlier export left."""
-    if record.dir not in open_sinks:
-        if to_tensorboard and not record.running:
-            shutil.rmtree(record.dir / "tensorboard", ignore_errors=True)
-        open_sinks[record.dir] = opened(
-            record.dir, record.config, to_tensorboard, to_wandb, resume=False
-        )
-    for row in record.rows[sent.get(record.dir, 0) :]:
-        items = [row] if record.kind == "search" else transcripts(record, row["step"])
-        for sink in open_sinks[record.dir]:
-            sink(row, items)
-    sent[record.dir] = len(record.rows)
+    if run.dir not in open_trackers:
+        check(tensorboard, wandb)
+        if tensorboard and not run.running:
+            shutil.rmtree(run.dir / "tensorboard", ignore_errors=True)
+        open_trackers[run.dir] = opened(run.dir, run.config, tensorboard, wandb, resume=False)
+    for row in run.rows[sent.get(run.dir, 0) :]:
+        items = [row] if run.kind == "search" else transcripts(run, row["step"])
+        for tracker in open_trackers[run.dir]:
+            tracker(row, items)
+    sent[run.dir] = len(run.rows)

@@ -1,4 +1,4 @@
-"""The pictures of one run."""
+"""The pictures of one run, and the table of its adapters."""
 
 from __future__ import annotations
 
@@ -6,40 +6,90 @@ import time
 from pathlib import Path
 
 from flatlab.runs import plots, search_plots
-from flatlab.runs.reader import RunData, read_run
+from flatlab.runs.reader import RunData, number, read_run
+from flatlab.runs.stats import aligned, shown
 from flatlab.runs.store import Run
 
 
 def plot(run_dir, format="png") -> list[Path]:
-    """Draw the views of one run into its directory: curves (training), or tree and search (search).
+    """Draws the pictures of one run into its directory and returns their paths.
 
-    format: png, pdf or svg; the last two for papers: each panel also alone, in panels/. Returns the paths. Raises UserError when there is nothing to draw.
+    Training: curves. Search: tree and search. format: png, pdf or svg; with pdf and svg each panel
+    is also a file of its own in panels/. Raises UserError if there is nothing to draw.
     """
-    record = run_dir if isinstance(run_dir, RunData) else read_run(run_dir)
-    groups = [plots.Group(record.name, plots.BLUE, [record])]
-    panels = plots.TRAINING if record.kind == "grpo" else search_plots.SEARCH
-    single = (
-        [] if format == "png" else plots.save_panels(panels, groups, record.dir / "panels", format)
+    run = run_dir if isinstance(run_dir, RunData) else read_run(run_dir)
+    groups = [plots.Group(run.name, plots.BLUE, [run])]
+    panels = plots.TRAINING if run.kind == "grpo" else search_plots.SEARCH
+    paths = (
+        plot_training(run, groups, format)
+        if run.kind == "grpo"
+        else plot_search(run, groups, format)
     )
-    if record.kind == "grpo":
-        with plots.figure_of(19, 11.5) as figure:
-            plots.draw_panels(figure, plots.TRAINING, groups, 4)
-            bold = f"   (bold: running mean of {plots.window_of(record.rows)} steps)"
-            figure.suptitle(plots.shorten(plots.heading(record), 200) + bold)
-            return [plots.save(figure, record.dir / f"curves.{format}"), *single]
-    with plots.figure_of(*search_plots.tree_size(record)) as figure:
-        search_plots.draw_tree(figure, record)
-        figure.suptitle(plots.shorten(plots.heading(record), 120), fontsize=10)
-        paths = [plots.save(figure, record.dir / f"tree.{format}")]
+    if format != "png":
+        paths += plots.save_panels(panels, groups, run.dir / "panels", format)
+    return paths
+
+
+def plot_training(run: RunData, groups, format: str) -> list[Path]:
+    with plots.figure_of(plots.PAGE_WIDTH, 11) as figure:
+        plots.draw_panels(figure, plots.TRAINING, groups, 4)
+        window = plots.window_of(run.rows)
+        title = plots.shorten(plots.heading(run), 160)
+        figure.suptitle(f"{title}   (bold: running mean of {window} steps)", fontsize=10)
+        return [plots.save(figure, run.dir / f"curves.{format}")]
+
+
+def plot_search(run: RunData, groups, format: str) -> list[Path]:
+    with plots.figure_of(*search_plots.tree_size(run)) as figure:
+        search_plots.draw_tree(figure, run)
+        figure.suptitle(plots.shorten(plots.heading(run), 120), fontsize=10)
+        tree = plots.save(figure, run.dir / f"tree.{format}")
     with plots.figure_of(15, 8.5) as figure:
         plots.draw_panels(figure, search_plots.SEARCH, groups, 3)
-        figure.suptitle(plots.shorten(plots.heading(record), 160))
-        return [*paths, plots.save(figure, record.dir / f"search.{format}"), *single]
+        figure.suptitle(plots.shorten(plots.heading(run), 160))
+        return [tree, plots.save(figure, run.dir / f"search.{format}")]
 
 
 def plot_now_and_then(run: Run, always: bool = False) -> None:
-    """Refresh the pictures, but spend at most a twentieth of the time on it."""
+    """Refreshes the pictures, but spends at most a twentieth of the time on it."""
     start = time.monotonic()
     if always or start > run.plot_again:
         plot(run.dir)
         run.plot_again = time.monotonic() + 20 * (time.monotonic() - start)
+
+
+def final_table(run: RunData) -> list[str]:
+    """The comparison of untrained, last and best adapter at the end of a training run, as lines.
+
+    All were played on the same fresh seeds. [] for searches and for runs that are not finished.
+    """
+    final = run.result.get("final")
+    if not isinstance(final, dict):
+        return []
+    several = plots.score_key([plots.Group("", "", [run])]) == "improvement"
+    metric = "improvement" if several else str(run.result.get("metric", "score"))
+    lines = [["adapter", metric, "± s.e.", "valid", "difference", "± s.e.", "N", "test part"]]
+    for name, (result,) in plots.adapter_results([run]).items():
+        score, error = plots.evaluated_score(result)
+        numbers = [score, error, result.get("valid_share")]
+        numbers += [result.get(f"difference{part}") for part in ("", "_stderr", "_n")]
+        forms = (".4f", ".4f", ".0%", "+.4f", ".4f", ".0f")
+        cells = [shown(number(value), form) for value, form in zip(numbers, forms, strict=True)]
+        test = plots.evaluated_score(result, test=True)[0]
+        lines.append([adapter_label(name, result, run), *cells, shown(test)])
+    title = (
+        f"{final.get('n')} episodes each on the {final.get('split', 'validation')} part, with the "
+        "same fresh seeds; difference: paired by seed, to untrained"
+    )
+    found = [title, *aligned(lines, left=1)]
+    if plots.best_is_untrained(run.result):
+        found.append("best is the untrained adapter: no evaluation during training was better")
+    return found
+
+
+def adapter_label(name: str, result: dict, run: RunData) -> str:
+    """'untrained', 'last (step 29)', 'best (untrained)'."""
+    if name == "best" and plots.best_is_untrained(run.result):
+        return "best (untrained)"
+    step = result.get("step")
+    return f"{name} (step {step})" if isinstance(step, int) and step >= 0 else name
