@@ -327,6 +327,7 @@ def short_id(id: str) -> str:
 
 def refresh(runs: list[RunData], options: Options) -> list[Path]:
     """Writes all pictures and pages: of one run into its directory, of several beside them."""
+    drawn = []
     if len(runs) == 1:
         folder = runs[0].dir
         paths = plot(runs[0], options.format)
@@ -335,10 +336,11 @@ def refresh(runs: list[RunData], options: Options) -> list[Path]:
 
         folder = options.runs[0] if len(options.runs) == 1 else folder_of(options.runs)
         paths = compare.plot_many(runs, folder, options.format)
+        drawn = paths if options.format == "png" else []
     if options.report:
         from flatlab.runs import page
 
-        paths.append(page.write(runs, folder / "report.html", watching=options.watch))
+        paths = [*paths, page.write(runs, folder / "report.html", options.watch, drawn)]
     return paths
 
 

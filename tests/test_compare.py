@@ -1,14 +1,18 @@
-"""parts/compare.py: groups without their seed, tables that drop nothing, performance profiles as published."""
+"""Many runs: groups without their seed, tables that drop nothing, performance profiles as published."""
 
 import csv
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from flatlab.runs import compare, plots
-from flatlab.runs.reader import RunData as Record, node_row
+import viz
+from flatlab.runs import compare, plots, views
+from flatlab.runs.reader import RunData, node_row
+from flatlab.runs.search_plots import SEARCH as PANELS
+from flatlab.runs.search_plots import best_so_far, counted_scores, values_at
 
 GRPO = {
     "task": ["titanic"],
@@ -39,9 +43,9 @@ def trained(seed=0, scores=(0.6, 0.7), **config):
         "metric": "accuracy",
         "higher_is_better": True,
         "baseline": 0.5,
-        "before": {"mean": 0.5, "stderr": 0.1, "n": 8},
+        "before": {"score_mean": 0.5, "score_stderr": 0.1, "n": 8},
     }
-    return Record(
+    return RunData(
         Path(f"logs/g{seed}"),
         "grpo",
         GRPO | {"seed": seed, "name": f"g{seed}"} | config,
@@ -55,7 +59,7 @@ def searched(seed=0, scores=(0.6, None, 0.7), higher=True, baseline=0.5, **confi
         {
             "id": f"0.{i}",
             "op": "draft",
-            "mode": "tail",
+            "sampling_mode": "tail",
             "score": s,
             "valid": s is not None,
             "status": "submit",
@@ -67,7 +71,7 @@ def searched(seed=0, scores=(0.6, None, 0.7), higher=True, baseline=0.5, **confi
         }
         for i, s in enumerate(scores)
     ]
-    return Record(
+    return RunData(
         Path(f"logs/s{seed}"),
         "search",
         SEARCH | {"seed": seed, "name": f"s{seed}"} | config,
@@ -107,9 +111,118 @@ def test_groups_are_runs_of_the_same_config_but_for_the_seed():
 
 
 def test_names_are_unique_even_when_they_are_cut():
-    configs = [searched(i, model="m" * 80 + str(i)) for i in range(3)]
+    configs = [searched(i, model="m" * 100 + str(i)) for i in range(3)]
     labels = [g.label for g in compare.groups_of(configs)["search", "titanic"]]
-    assert len(set(labels)) == 3 and max(map(len, labels)) <= 60
+    assert len(set(labels)) == 3 and max(map(len, labels)) <= 90
+
+
+def test_labels_are_the_settings_that_a_user_chose():
+    """Loss, reward, rule and mode first; what follows from them is not repeated."""
+    grpo = {"loss": "grpo", "clip_high": 0.2, "lr": 1e-3, "groups": 2, "max_groups": 4}
+    dapo = {"loss": "dapo", "clip_high": 0.28, "lr": 1e-3, "groups": 2, "max_groups": 4}
+    runs = [trained(0, **grpo), trained(1, **dapo, reward="binary", kl=0.0)]
+    labels = [g.label for g in compare.groups_of(runs)["grpo", "titanic"]]
+    assert labels == ["grpo reward=None kl=None", "dapo reward=binary kl=0"]
+    runs = [trained(0, **dapo), trained(1, **dapo | {"clip_high": 0.3})]
+    labels = [g.label for g in compare.groups_of(runs)["grpo", "titanic"]]
+    assert labels == ["clip_high=0.28", "clip_high=0.3"]
+
+
+def evaluated(score, **more):
+    return {"score_mean": score, "score_stderr": 0.01, "n": 64, "valid_share": 1.0} | more
+
+
+def ended(seed=0, untrained=False, **config):
+    """A finished training run; with `untrained` no evaluation beat the untrained adapter."""
+    run = trained(seed, **config)
+    paired = {"difference": 0.1, "difference_stderr": 0.02, "difference_n": 64}
+    best = evaluated(0.5 if untrained else 0.6, step=-1 if untrained else 1, test_score_mean=0.55)
+    final = {
+        "n": 64,
+        "split": "validation",
+        "steps": 2,
+        "untrained": evaluated(0.5),
+        "last": evaluated(0.6, step=1) | paired,
+        "best": best | paired,
+        "best_is_untrained": untrained,
+    }
+    return replace(run, result=run.result | {"final": final})
+
+
+def test_training_runs_are_ranked_by_a_named_adapter():
+    [row] = compare.comparison([ended(0), ended(1, untrained=True)], "grpo")
+    assert row["adapter"] == "1 best, 1 untrained" and row["mean"] == pytest.approx(0.55)
+    [row] = compare.comparison([trained()], "grpo")  # not finished
+    assert row["adapter"] == "last steps" and row["mean"] == pytest.approx(0.7)
+    assert "1 best, 1 untrained" in compare.table([ended(0), ended(1, untrained=True)])
+
+
+def test_the_best_adapter_is_called_untrained_where_it_is():
+    lines = "\n".join(views.final_table(ended(untrained=True)))
+    assert "best (untrained)" in lines and "same fresh seeds" in lines
+    assert "no evaluation during training was better" in lines
+    lines = "\n".join(views.final_table(ended()))
+    assert "best (step 1)" in lines and "+0.1000" in lines and "untrained adapter:" not in lines
+    for run, words in ((ended(untrained=True), "best (untrained) 0.5"), (ended(), "best 0.6")):
+        with plots.figure_of(6, 4) as figure:
+            plots.draw_panel(figure.subplots(), plots.TRAINING[0], groups_alone(run))
+            legend = figure.axes[0].get_legend()
+            texts = " ".join(text.get_text() for text in legend.get_texts())
+        assert words in " ".join(texts.split())
+
+
+def groups_alone(run):
+    return [plots.Group(run.name, plots.BLUE, [run])]
+
+
+def test_axes_show_no_step_before_the_first():
+    with plots.figure_of(6, 4) as figure:
+        axis = figure.subplots()
+        plots.draw_panel(axis, plots.TRAINING[0], groups_alone(ended(scores=(0.6,) * 12)))
+        assert min(axis.get_xticks()) >= 0 and axis.get_xlim()[0] < -0.5
+
+
+def test_the_part_that_was_selected_on_is_named():
+    run = ended()
+    run.result["final"]["split"] = "test"
+    run.result["selected_on_test"] = True
+    for key in ("test_score_mean",):
+        del run.result["final"]["best"][key]
+    assert "validation" not in "\n".join(views.final_table(run))
+    assert "validation" not in plots.adapters_title([run], test=False)
+
+
+def test_the_mean_over_several_tasks_is_an_improvement():
+    run = trained(scores=(0.1, 0.2))
+    rows = [{"step": r["step"], "improvement_mean": r["score_mean"]} for r in run.rows]
+    run = replace(run, rows=rows, config=run.config | {"task": ["titanic", "digits"]})
+    [row] = compare.comparison([run], "grpo")
+    assert row["task"] == "titanic+digits" and row["improvement"] == pytest.approx(0.2)
+    with plots.figure_of(6, 4) as figure:
+        axis = figure.subplots()
+        plots.draw_panel(axis, plots.TRAINING[0], groups_alone(run))
+        assert "improvement" in axis.get_ylabel() and axis.lines[0].get_ydata()[1] == 0.2
+
+
+def test_failed_nodes_count_as_the_baseline_and_faults_do_not():
+    run = searched(scores=(0.7, None, None))
+    run.rows[2]["status"] = "fault"
+    assert counted_scores(run, run.rows) == [0.7, 0.5]
+    summary = viz.node_summary(run)
+    assert summary[1].split() == ["draft", "3", "1", "1", "1", "0.6", "0.7", "1.0", "100"]
+    with plots.figure_of(4, 3) as figure:
+        axis = figure.subplots()
+        plots.draw_panel(axis, PANELS[3], compare.groups_of([run])["search", "titanic"])
+        [median] = [lines.get_segments()[0][0][1] for lines in axis.collections[1:]]
+    assert median == pytest.approx(0.6)
+
+
+def test_many_runs_are_drawn_on_pages_that_fit(tmp_path):
+    runs = [trained(i, lr=10.0**-i, kl=i / 10, model=f"a/long-model-name-{i}") for i in range(12)]
+    groups = compare.groups_of(runs)["grpo", "titanic"]
+    rows = compare.comparison(runs, "grpo")
+    assert compare.overlay_size("grpo", groups)[0] <= 16 and compare.sheet_size(rows)[0] <= 16
+    assert len({group.colour for group in groups}) == 12
 
 
 def test_failures_and_runs_without_any_score_are_counted():
@@ -121,23 +234,32 @@ def test_failures_and_runs_without_any_score_are_counted():
 
 
 def test_best_so_far_follows_the_direction_and_starts_at_the_baseline():
-    from flatlab.runs.search_plots import best_so_far, value_at
-
     down = best_so_far(searched(scores=(0.6, 0.3, None, 0.4), higher=False), "nodes")
     assert down == [(0.0, 0.5), (1.0, 0.5), (2.0, 0.3), (3.0, 0.3), (4.0, 0.3)]
-    assert best_so_far(searched(), "tokens")[-1] == (300.0, 0.7) and best_so_far(
-        searched(), "minutes"
-    )[1] == (1.0, 0.6)
-    assert (
-        value_at(down, 1.5) == 0.5
-        and value_at(down, 99.0) == 0.3
-        and math.isnan(value_at(down[1:], 0.5))
-    )
+    assert best_so_far(searched(), "tokens")[-1] == (300.0, 0.7)
+    assert best_so_far(searched(), "minutes")[1] == (1.0, 0.6)
+    assert values_at(down, [1.5, 99.0]).tolist() == [0.5, 0.3]
+    assert math.isnan(values_at(down[1:], [0.5])[0])
 
 
-def test_spread_by_hand():
-    mids, stds = plots.spread([[1.0, math.nan], [3.0, 5.0]])
-    assert mids == [2.0, 5.0] and stds == [pytest.approx(math.sqrt(2)), 0.0]
+def test_spread_by_hand_and_its_band_stays_in_the_range_of_the_runs():
+    middle, low, high = plots.spread([[1.0, math.nan], [3.0, 5.0]])
+    assert middle.tolist() == [2.0, 5.0]
+    assert low.tolist() == [1.0, 5.0] and high.tolist() == [3.0, 5.0]  # the std is 1.41
+    middle, low, high = plots.spread([[1.0], [2.0], [3.0], [2.0], [2.0]])
+    std = math.sqrt(0.5)
+    assert (low[0], high[0]) == (pytest.approx(2 - std), pytest.approx(2 + std))
+
+
+def test_the_band_of_best_so_far_never_leaves_the_possible_range():
+    """Accuracy 1 is the top and the baseline the bottom, whatever the standard deviation is."""
+    runs = [searched(i, scores=(score,)) for i, score in enumerate((1.0, 1.0, 1.0, None))]
+    with plots.figure_of(4, 3) as figure:
+        axis = figure.subplots()
+        PANELS[0][3](axis, compare.groups_of(runs)["search", "titanic"])
+        [band] = axis.collections
+    ys = band.get_paths()[0].vertices[:, 1]
+    assert ys.max() <= 1.0 and ys.min() >= 0.5
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
@@ -183,7 +305,7 @@ def test_profiles_by_hand():
         "baseline": 3.0,
     }
     taus, rho = compare.profiles(scores, {"up": True})
-    assert taus[0] == 0 and taus[-1] == pytest.approx(0.7) and rho["a"] == [1.0] * 500
+    assert taus[0] == 0 and taus[-1] == pytest.approx(0.7) and rho["a"].tolist() == [1.0] * 500
     assert compare.aup(taus, rho["a"]) == pytest.approx(0.7)
     assert compare.aup(taus, rho["b"]) == pytest.approx(0.7 - math.log10(2), abs=2e-3)
 

@@ -1,14 +1,17 @@
-"""tables.py: nothing is dropped, and the statistics agree with numbers worked out by hand."""
+"""The table of a grid: nothing is dropped, and the statistics agree with numbers worked out by hand."""
 
+import math
+
+import numpy as np
 import pytest
 
 from flatlab.runs import stats
 
 
-def cell(task, mode, test, best=None, nodes=12, failed=0, faults=0, baseline=0.7, higher=True):
+def cell(task, method, test, best=None, nodes=12, failed=0, faults=0, baseline=0.7, higher=True):
     return {
         "task": task,
-        "mode": mode,
+        "method": method,
         "test_score": test,
         "best_score": baseline if best is None else best,
         "baseline": baseline,
@@ -27,7 +30,7 @@ def cell(task, mode, test, best=None, nodes=12, failed=0, faults=0, baseline=0.7
 def test_permutation_by_hand():
     assert stats.permutation_p([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]) == pytest.approx(2 / 20)
     assert stats.permutation_p([1.0, 1.0], [1.0, 1.0]) == 1.0
-    assert stats.permutation_p([1.0], [2.0]) == 1.0
+    assert stats.permutation_p([1.0], [2.0, 3.0]) is None
 
 
 def test_permutation_agrees_with_a_published_case():
@@ -36,10 +39,23 @@ def test_permutation_agrees_with_a_published_case():
     assert stats.permutation_p(tail, none) == pytest.approx(2 / 252)
 
 
-def test_bootstrap():
-    low, high = stats.bootstrap([0.0, 1.0] * 50)
+def test_no_interval_below_three_values_and_its_method_is_named():
+    assert stats.mean_interval([0.4, 0.6]) is None
+    low, high, method = stats.mean_interval([1.0, 2.0, 3.0])
+    half = 4.302653 / math.sqrt(3)  # t(0.975, 2) times std 1 over the root of N
+    assert (low, high) == (pytest.approx(2 - half), pytest.approx(2 + half)) and method == "t"
+    low, high, method = stats.mean_interval([0.0, 1.0] * 50)
     assert low == pytest.approx(0.40, abs=0.02) and high == pytest.approx(0.60, abs=0.02)
-    assert stats.bootstrap([1.0]) is None and stats.bootstrap([2.0, 2.0]) == (2.0, 2.0)
+    assert method == "bootstrap" and stats.mean_interval([2.0] * 3) == (2.0, 2.0, "t")
+
+
+@pytest.mark.parametrize("count, draws", [(3, 1000), (5, 1000), (10, 1000), (25, 150)])
+def test_intervals_cover_the_mean_as_often_as_they_promise(count, draws):
+    """95 % of normal samples; the minimum and maximum of two values would cover half of them."""
+    rng = np.random.default_rng(0)
+    intervals = [stats.mean_interval(rng.normal(size=count)) for _ in range(draws)]
+    coverage = np.mean([low <= 0 <= high for low, high, _ in intervals])
+    assert 0.90 <= coverage <= 0.98
 
 
 def test_ranks_with_ties():
@@ -62,21 +78,43 @@ def test_a_run_without_any_score_counts_with_the_baseline():
 
 def test_rank_is_over_tasks_and_knows_directions():
     cells = [
-        cell("up", "none", 0.8, 0.8),
-        cell("up", "tail", 0.9, 0.9),
+        *[cell("up", "none", 0.8, 0.8)] * 2,
+        *[cell("up", "tail", 0.9, 0.9)] * 2,
         cell("down", "none", 0.6, 0.6, higher=False),
         cell("down", "tail", 0.5, 0.5, higher=False),
     ]
-    rows = {(r["task"], r["mode"]): r for r in stats.grid_table(cells)}
+    rows = {(r["task"], r["method"]): r for r in stats.grid_table(cells)}
     assert (
         rows["up", "tail"]["rank"] == 1
         and rows["down", "none"]["rank"] == 2
         and rows["up", "none"]["rank_tasks"] == 2
     )
-    assert rows["up", "none"]["p"] is None and rows["up", "tail"]["p"] == 1.0
+    assert rows["up", "none"]["p"] is None and rows["up", "tail"]["p"] == pytest.approx(1 / 3)
     text = stats.text_of(list(rows.values()))
     assert (
-        "against mode none" in text
+        "against none" in text
         and "2 tasks" in text
         and len({len(line) for line in text.splitlines()[:5]}) == 1
     )
+
+
+def test_the_table_names_interval_methods_and_adapters():
+    cells = [cell("t", "grpo", x, x) | {"adapter": "best"} for x in (0.8, 0.9, 0.85)]
+    cells[0]["adapter"] = "untrained"
+    (row,) = stats.grid_table(cells)
+    assert row["adapter"] == "1 untrained, 2 best" and row["interval_method"] == "t"
+    text = stats.text_of([row])
+    assert "1 untrained, 2 best" in text and "Student's t; none below N = 3" in text
+
+
+def test_a_rule_that_replaces_the_sampling_mode_is_named():
+    cells = [cell("t", "tail", 0.8, 0.8) | {"sampling_modes_used": {"tail": 3, "local": 5}}]
+    assert "modes of the nodes: tail 3, local 5" in stats.text_of(stats.grid_table(cells))
+    cells[0]["sampling_modes_used"] = {"tail": 8}
+    assert "modes of the nodes" not in stats.text_of(stats.grid_table(cells))
+
+
+def test_tasks_without_a_validation_part_are_named():
+    cells = [cell("mlgym", "none", None, 0.8) | {"selected_on_test": True}]
+    text = stats.text_of(stats.grid_table(cells))
+    assert "validation" not in text and "mlgym: this task has only a test part" in text

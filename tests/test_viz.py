@@ -1,4 +1,4 @@
-"""viz.py: pictures, tables and terminal views of runs that are whole, running, broken or foreign."""
+"""viz.py: pictures, tables and terminal views of runs: finished, running, broken and foreign ones."""
 
 import json
 import math
@@ -12,7 +12,8 @@ import pytest
 
 import viz
 from flatlab.errors import UserError
-from flatlab.runs import plots, reader, store
+from flatlab.runs import plots, reader, store, trackers
+from flatlab.runs.views import plot_now_and_then
 
 ROOT = Path(viz.__file__).parent
 CONFIG = {"task": "titanic", "model": "tiny", "seed": 1, "steps": 5, "lr": 1e-5}
@@ -48,7 +49,7 @@ def filled(tmp_path, steps=6):
         metric="accuracy",
         higher_is_better=True,
         baseline=0.677,
-        before={"mean": 0.69, "stderr": 0.01, "n": 64},
+        before={"score_mean": 0.69, "score_stderr": 0.01, "n": 64},
     )
     for step in range(steps):
         run.log(
@@ -56,7 +57,7 @@ def filled(tmp_path, steps=6):
                 step,
                 entropy=1.0,
                 kl=0.01,
-                logprob_gap_max=1e-6,
+                logprob_diff_max=1e-6,
                 seconds_sample=1.0,
                 seconds_train=0.9,
             )
@@ -80,17 +81,17 @@ def test_command_prints_the_table_and_writes_the_plot(tmp_path):
 def test_plot_of_rows_with_holes(tmp_path):
     run = viz.open_run(tmp_path, CONFIG)
     run.log({"step": 0})
-    run.plot()
+    viz.plot(tmp_path)
     assert (tmp_path / "curves.png").exists()
 
 
 def test_plot_is_not_redrawn_all_the_time(tmp_path):
     run = filled(tmp_path)
-    run.plot()
+    plot_now_and_then(run)
     (run.dir / "curves.png").unlink()
-    run.plot()
+    plot_now_and_then(run)
     assert not (run.dir / "curves.png").exists()
-    run.plot(always=True)
+    plot_now_and_then(run, always=True)
     assert (run.dir / "curves.png").exists()
 
 
@@ -134,7 +135,9 @@ def test_user_error_is_exit_code_2(tmp_path):
 def test_help_answers_at_once():
     done = python("-X", "importtime", "viz.py", "--help")
     assert done.returncode == 0 and "run directories" in done.stdout.lower()
-    assert not [m for m in ("numpy", "matplotlib", "torch", "docker") if f"| {m}\n" in done.stderr]
+    assert not [
+        m for m in ("matplotlib", "pandas", "scipy", "torch", "docker") if f"| {m}\n" in done.stderr
+    ]
 
 
 def test_step_line_is_aligned_with_its_titles_and_tells_the_rest_of_the_time(tmp_path):
@@ -149,8 +152,8 @@ def test_step_line_is_aligned_with_its_titles_and_tells_the_rest_of_the_time(tmp
 
 
 def test_running_mean_by_hand():
-    assert plots.running_mean([1.0, 2.0, 6.0, math.nan], 3) == [1.5, 3.0, 4.0, 6.0]
-    assert plots.running_mean([1.0, 5.0], 1) == [1.0, 5.0]
+    assert plots.running_mean([1.0, 2.0, 6.0, math.nan], 3).tolist() == [1.5, 3.0, 4.0, 6.0]
+    assert plots.running_mean([1.0, 5.0], 1).tolist() == [1.0, 5.0]
 
 
 # ------------------------------------------------------------------ terminal views and other kinds of runs
@@ -208,7 +211,7 @@ def searched(folder, **more):
                 "parent": id[:-2],
                 "order": order,
                 "op": "draft" if len(id) == 3 else "improve",
-                "mode": "tail",
+                "sampling_mode": "tail",
                 "idea": f"idea {id}",
                 "score": score,
                 "valid": score is not None,
@@ -267,17 +270,17 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     directory = searched(tmp_path / "run")
     tree = printed(capsys, directory, list=True).splitlines()
     assert [line.split()[:3] for line in tree[1:]] == [
-        ["*", "0", "baseline"],
-        ["*", "0.0", "0.4"],
-        ["*", "0.0.0", "0.3"],
-        ["0.0.1", "0.45", "improve"],
-        ["0.1", "failed", "draft"],
+        ["*", "0.5", "baseline"],
+        ["*", "0.4", "draft"],
+        ["*", "0.3", "improve"],
+        ["0.45", "improve", "0.0.1"],
+        ["failed", "draft", "0.1"],
     ]
     text = printed(capsys, directory, episode="0.0.0")
     assert "saw 0.0.0" in text and "why not" in text and "+new" in text
     assert printed(capsys, directory, best=True).startswith("0.0.0  0.3")
     assert printed(capsys, directory, worst=True).startswith("0.1  failed")
-    assert "best path            0 > 0.0 > 0.0.0" in printed(capsys, directory)
+    assert "best path  0 > 0.0 > 0.0.0" in printed(capsys, directory)
     assert {p.name for p in directory.glob("*.png")} == {"tree.png", "search.png"}
 
 
@@ -313,7 +316,7 @@ def test_rows_may_hold_anything(tmp_path):
         {"id": "x"},
         {"id": ""},
         {"id": "0.0.9.9", "score": "high", "actions": 3, "op": None},
-        {"id": "0.1", "score": 0.5, "mode": "$x$ \n", "op": []},
+        {"id": "0.1", "score": 0.5, "sampling_mode": "$x$ \n", "op": []},
     ]:
         run.log(row, "journal.jsonl")
     assert [p.name for p in viz.plot(tmp_path)] == ["tree.png", "search.png"]
@@ -367,19 +370,17 @@ def until(condition):
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_sink_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch, name, capsys):
+def test_a_tracker_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch, name, capsys):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=f"pip install {name}"):
         printed(capsys, filled(tmp_path).dir, **{name: True})
 
 
 def test_trackers_get_each_row_with_its_transcripts(tmp_path):
-    from flatlab.runs import trackers
-
     run, got = store.open_run(tmp_path, CONFIG), []
     run.trackers.append(
         lambda row, episodes: got.append(
-            (trackers.place_of(row), trackers.scalars(row), [trackers.talk(e) for e in episodes])
+            (trackers.step_of(row), trackers.scalars(row), [trackers.talk(e) for e in episodes])
         )
     )
     run.save_episodes(3, [episode(0.5, "hello")])

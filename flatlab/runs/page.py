@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import re
+import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -30,13 +31,13 @@ LONGEST = 200_000  # characters of one text; the run directory has all of it
 CANDIDATES = 12  # shown for a decision of a selection rule
 
 
-def write(runs: list[RunData], path: Path, watching=False) -> Path:
-    """Writes the page; a browser sees the old one or the new one."""
-    write_whole(path, page(runs, watching))
+def write(runs: list[RunData], path: Path, watching=False, drawn=()) -> Path:
+    """Writes the page. drawn: the PNG files of a comparison that were just drawn."""
+    write_whole(path, page(runs, watching, drawn))
     return path
 
 
-def page(runs: list[RunData], watching=False) -> str:
+def page(runs: list[RunData], watching=False, drawn=()) -> str:
     """The whole page as text."""
     index, texts = [], []
     for place, run in enumerate(runs):
@@ -51,7 +52,7 @@ def page(runs: list[RunData], watching=False) -> str:
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "watching": watching and any(run.running for run in runs),
         "runs": [run_of(run) for run in runs],
-        "plots": pictures(runs),
+        "plots": pictures(runs, drawn),
         "items": index,
         "table": table_of(runs),
     }
@@ -226,41 +227,34 @@ def table_of(runs: list[RunData]) -> str:
 # ------------------------------------------------------------------ pictures
 
 
-def picture(title: str, width: float, height: float, draw, *arguments) -> dict:
-    """A plot as a data: address. draw(figure, *arguments) fills the figure."""
-    with plots.figure_of(width, height) as figure:
-        draw(figure, *arguments)
-        out = io.BytesIO()
-        figure.savefig(out, format="png", dpi=110)
-    source = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
-    return {"title": title, "src": source, "wide": width > 9}
+def pictures(runs: list[RunData], drawn: list[Path]) -> list[dict]:
+    """One run: a picture per panel, so that they can stand below each other on a phone.
 
-
-def pictures(runs: list[RunData]) -> list[dict]:
-    """A picture per panel, so that they can stand below each other on a phone."""
+    Several runs: the comparisons, read from `drawn` or drawn here.
+    """
+    if len(runs) == 1:
+        panels = plots.TRAINING if runs[0].kind == "grpo" else search_plots.SEARCH
+        return [panel_picture(panel, runs[0]) for panel in panels]
+    if drawn:
+        return [file_picture(path) for path in drawn]
     from flatlab.runs import compare
 
-    found = []
-    grouped = compare.groups_of(runs)
-    for (kind, task), groups in grouped.items():
-        prefix = f"{task}: " if len(grouped) > 1 else ""
-        if len(runs) == 1:
-            groups = [plots.Group(runs[0].name, plots.BLUE, runs)]
-        else:
-            height = 0.4 + compare.overlay_size(kind, groups)[1] - compare.overlay_size(kind, [])[1]
-            draw = compare.draw_group_legend
-            found.append(picture(f"{prefix}colours", plots.PAGE_WIDTH, height, draw, groups))
-        for panel in compare.PANELS[kind][0]:
-            title = f"{panel[0]} against {panel[1]}" if panel[0] == "Best so far" else panel[0]
-            found.append(picture(prefix + title, 6, 3.8, draw_alone, panel, groups))
-    for kind in sorted({kind for kind, _ in grouped}):
-        rows = compare.comparison(runs, kind)
-        if len(rows) > 1:
-            title = "Heat map, ranks, performance profiles"
-            size = compare.sheet_size(rows)
-            found.append(picture(title, *size, compare.draw_sheet, runs, kind))
-    return found
+    with tempfile.TemporaryDirectory() as folder:
+        return [file_picture(path) for path in compare.plot_many(runs, Path(folder))]
 
 
-def draw_alone(figure, panel, groups) -> None:
-    plots.draw_panel(figure.subplots(), panel, groups)
+def panel_picture(panel, run: RunData) -> dict:
+    title = f"{panel[0]} against {panel[1]}" if panel[0] == "Best so far" else panel[0]
+    with plots.figure_of(6, 3.8) as figure:
+        plots.draw_panel(figure.subplots(), panel, [plots.Group(run.name, plots.BLUE, [run])])
+        out = io.BytesIO()
+        figure.savefig(out, format="png", dpi=110)
+    return {"title": title, "src": data_address(out.getvalue()), "wide": False}
+
+
+def file_picture(path: Path) -> dict:
+    return {"title": path.stem, "src": data_address(path.read_bytes()), "wide": True}
+
+
+def data_address(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()

@@ -227,7 +227,7 @@ def draw_adapters(axis, group, colour, with_label):
             )
             texts.append(f"{adapter_name(when, group.runs)} {np.mean(values):.4g}")
         if texts and with_label:
-            label = f"{adapters_title(group.runs, test)}\n{textwrap.fill(', '.join(texts), 34)}"
+            label = f"{adapters_title(group.runs, test)}\n{textwrap.fill(', '.join(texts), 32)}"
             axis.errorbar([], [], fmt=mark, color=colour, markerfacecolor=fill, label=label)
 
 
@@ -272,16 +272,15 @@ def best_is_untrained(result: dict) -> bool:
 
 
 def adapters_title(runs: list[RunData], test: bool) -> str:
-    """What the marks are: the split, and over what the error bars are."""
+    """What the marks are: the split, how many episodes, and over what the error bars are."""
     final = runs[0].result.get("final")
-    split = selected_split(runs[0])
-    seeds = "other seeds after than before"
+    split, count = selected_split(runs[0]), ""
     if isinstance(final, dict):
         split = str(final.get("split", split))
-        seeds = f"{final.get('n')} fresh seeds, the same for each"
+        count = f", N={final.get('n')}"
     split = "test part" if test else split
-    bars = "± standard error" if len(runs) == 1 else f"± std of {len(runs)} runs"
-    return f"{split}, {seeds}, {bars}"
+    bars = "± s.e." if len(runs) == 1 else f"± std of {len(runs)} runs"
+    return f"at the end, {split}{count}, {bars}"
 
 
 def draw_baseline(axis, groups):
@@ -400,19 +399,24 @@ def draw_panel(axis, panel, groups):
     if not axis.has_data():
         axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center", color=GREY)
     if x in (STEPS, "executed nodes", "nodes"):
-        set_integer_ticks(axis, first=0 if x == STEPS else None)
+        set_integer_ticks(axis)
+    if x == STEPS:
+        hide_other_ticks(axis, groups)
     draw_legend(axis, title)
 
 
-def set_integer_ticks(axis, first=None):
-    """Whole numbers only; with `first`, no step before it: marks stand left of step 0."""
+def set_integer_ticks(axis):
     from matplotlib.ticker import MaxNLocator
 
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    if first is not None:
-        limits = axis.get_xlim()
-        axis.set_xticks([tick for tick in axis.get_xticks() if first <= tick <= limits[1]])
-        axis.set_xlim(limits)
+
+
+def hide_other_ticks(axis, groups):
+    """Ticks at training steps only: the marks of the final comparison stand beside them."""
+    steps = [row["step"] for group in groups for run in group.runs for row in run.rows]
+    limits = axis.get_xlim()
+    axis.set_xticks([tick for tick in axis.get_xticks() if 0 <= tick <= max(steps)])
+    axis.set_xlim(limits)
 
 
 def draw_legend(axis, title):
@@ -421,7 +425,7 @@ def draw_legend(axis, title):
     many = len(labels) > 4
     if many or title in ("Scores", "Outcomes"):
         low, high = axis.get_ylim()
-        axis.set_ylim(low, high + (0.45 if many else 0.16) * (high - low))
+        axis.set_ylim(low, high + (0.55 if many else 0.16) * (high - low))
         axis.legend(
             loc="upper center",
             ncols=2 if many else 3,

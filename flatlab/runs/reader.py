@@ -215,7 +215,7 @@ def transcripts(run: RunData, step: int | None = None) -> list[dict]:
 
     Keys: id ("12.3" = step and place in it; "0.2.1" = node), outcome ("valid", "failed", "fault"),
     status, score (None unless valid), tokens, seconds, error, prompt, turns. Nodes also have
-    parent, op, sampling_mode, idea, code, diff, decision. `step`: only the episodes of that training step.
+    parent, op, sampling_mode, idea, code, diff, decision. `step`: only the episodes of this step.
     """
     if run.kind == "search":
         return [node_item(row, run.dir) for row in run.rows]

@@ -42,12 +42,15 @@ def mean_interval(values) -> tuple[float, float, str] | None:
     return float(found.low), float(found.high), "bootstrap"
 
 
-def permutation_p(a, b) -> float:
-    """Two-sided p-value of a difference of means.
+def permutation_p(a, b) -> float | None:
+    """Two-sided p-value of a difference of means; None if a or b has a single value.
 
     The share of all ways to split a + b whose difference is at least as large.
     """
     from scipy import stats
+
+    if min(len(a), len(b)) < 2:
+        return None
 
     def difference(x, y, axis):
         return np.abs(np.mean(x, axis=axis) - np.mean(y, axis=axis))

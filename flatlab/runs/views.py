@@ -31,8 +31,8 @@ def plot(run_dir, format="png") -> list[Path]:
 
 
 def plot_training(run: RunData, groups, format: str) -> list[Path]:
-    with plots.figure_of(plots.PAGE_WIDTH, 11) as figure:
-        plots.draw_panels(figure, plots.TRAINING, groups, 4)
+    with plots.figure_of(plots.PAGE_WIDTH, 14) as figure:
+        plots.draw_panels(figure, plots.TRAINING, groups, 3)
         window = plots.window_of(run.rows)
         title = plots.shorten(plots.heading(run), 160)
         figure.suptitle(f"{title}   (bold: running mean of {window} steps)", fontsize=10)
