@@ -12,12 +12,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 BACKENDS = ("docker", "namespaces", "landlock", "local")
-INTRODUCTION = """\
-Two tiers: `make test` runs the fast tests, each in one kind of sandbox; `make test-all` also runs
-the tests marked `slow`, and every test in every kind of sandbox that works here. Checkouts of other
-projects are used if their variables are set (`MLGYM_ROOT`, `MLEDOJO_REPO`). `bench.py` measures; it
-tests nothing. Shared code is in `conftest.py`, `helpers.py` and `backends.py`.
-"""
+FIRST_TITLE = "## What the marked tests try"  # the text above it is written by hand
 
 
 class Row(NamedTuple):
@@ -89,7 +84,7 @@ def outcome_text(outcomes: dict[str, list[str]]) -> str:
 
 def table(title: str, rows: list[tuple]) -> list[str]:
     """The lines of a Markdown section."""
-    lines = ["", f"## {title}", "", "| what | result | test |", "|---|---|---|"]
+    lines = ["", f"### {title}", "", "| what | result | test |", "|---|---|---|"]
     for row in rows:
         cells = [cell.replace("|", "/") for cell in row]
         lines.append(f"| {' | '.join(cells)} |")
@@ -114,14 +109,15 @@ def marked(args):
     system = f"Python {platform.python_version()}, {platform.system()} {platform.release()}"
     checkout = "with" if os.environ.get("MLGYM_ROOT") else "without"
     lines = [
-        "# Tests",
+        FIRST_TITLE,
         "",
-        INTRODUCTION,
-        f"The tables were written by `python tests/bench.py table`, {date.today()}, {system},",
-        f"{checkout} a checkout of MLGym. In parentheses: the kinds of sandbox.",
+        f"Written by `python tests/bench.py table`, {date.today()}, {system}, {checkout} a",
+        "checkout of MLGym. In parentheses: the kinds of sandbox.",
         *table("Attacks: none gains a point", attacks),
         *table("Faults: each is a status, never a score", faults),
     ]
-    (HERE / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path = HERE / "README.md"
+    by_hand, _, _ = path.read_text(encoding="utf-8").partition(FIRST_TITLE)
+    path.write_text(by_hand + "\n".join(lines) + "\n", encoding="utf-8")
     rows = attacks + faults
     return f"{len(rows)} rows, written to tests/README.md", rows
