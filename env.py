@@ -1,109 +1,122 @@
-"""The world of an agent: its replies, its sandbox, the grading of its work, whole episodes, and forks.
+"""The world of an agent: what it sees, what it may do, and how its work is graded.
 
     with Env(load_task("titanic")) as env:
-        print(env.reset())                                      # the prompt
+        print(env.reset())                              # the prompt
         print(env.step("```bash\nls\n```").observation)
-        print(env.score())                                      # what the artefact is worth, whatever the agent says
+        print(env.score())                              # grades the artefact as it is now
 
-    python env.py --task titanic        play an episode yourself: the same commands, observations and score
+    python env.py --task titanic      play an episode yourself: same commands, observations, score
 
-Covered (tests/test_env.py, test_sandbox.py, test_attacks.py and test_faults.py try to break each line, in every backend
-that is there):
-- answers and graders are absent from the agent's sandbox; grades come from a fresh one with the pristine files
-- an artefact is a regular file below a size limit, without a link on its path, written by this episode, and it never
-  replaces a file of the grader
-- two sandboxes share no files and no processes; a local one shows nothing of the project, the home, or the rest of /tmp
-- no network; no way to more rights: unprivileged user, no capabilities, no_new_privs
-- the runner in the sandbox cannot be killed, traced, or imitated by printed text
-- time limits, also for commands that ignore SIGTERM, become daemons or hold the output pipe; endless output; waiting
-  for input
-- memory, number of processes, size of files; local: size of the workspace, /tmp and /dev/shm, all gone at the end
-- a killed owner leaves no process and no container
+An episode of a model is `run_episode` in flatlab/episode/episode.py; sandboxes are in
+flatlab/sandbox, gradings in flatlab/episode/grading.py.
+
+Covered (tests/test_env.py, test_sandbox.py, test_attacks.py and test_faults.py try to break each
+line in every backend of the machine):
+- Answers and graders are absent from the agent's sandbox. A grading runs in a fresh sandbox with
+  the pristine files.
+- An artefact is a regular file below a size limit, with no link on its path, written by this
+  episode. It never replaces a file of the grader.
+- Two sandboxes share no files and no processes. A local sandbox shows nothing of the project, the
+  home folder, or the rest of /tmp.
+- There is no network, and no way to more privileges: an unprivileged user, no capabilities,
+  no_new_privs.
+- The program that runs commands in the sandbox cannot be killed, traced, or imitated by output.
+- Time limits hold, also for commands that ignore SIGTERM, become daemons, keep the output pipe
+  open, print endlessly, or wait for input.
+- Memory, number of processes, and file size are limited; in a local sandbox also the size of the
+  workspace, /tmp and /dev/shm. All of it is gone at the end.
+- If the owner is killed, no process and no container is left.
 
 Not covered:
-- holes in the kernel or in Docker, hardware side channels, the load of the machine
-- local: memory is limited per process, not in sum. Where we run as an ordinary user, the commands have the runner's
-  user: they cannot kill or trace it, but can lower its limits; that ends the episode as a fault
-- local where namespaces are refused (Landlock instead): other processes are visible, UDP and sockets in the file system
-  are open, processes, memory and disk are not limited in sum. `pick_backend` takes that only for the stand-in model.
-  The data of Python packages stays visible there, and scikit-learn's holds the answers of digits and diabetes
-- docker: the disk is limited per file, not in sum
-- fork copies files, cwd and exported variables, not running processes
-- tasks that are allowed the network, or a Hugging Face cache: their test labels are one download away, and a local
-  sandbox then reaches the services of this machine
-- MLGym graders that run code of the agent's (its src/, baseline.py, pickled checkpoints) in their own process: a score
-  can be made up there. configs/tasks/mlgym.yaml marks these tasks `degenerate`, and every result carries that
+- Holes in the kernel or in Docker, hardware side channels, and the load of the machine.
+- local: memory is limited per process, not in total. If flatlab runs as an ordinary user, commands
+  run as the same user as the program that starts them: they cannot kill or trace it, but they can
+  lower its limits, which ends the episode as a fault.
+- local without namespaces (Landlock instead): other processes are visible, UDP and sockets in the
+  file system are open, and processes, memory and disk are not limited in total. `pick_backend`
+  chooses it by itself only for the stand-in model. Data in Python packages stays visible, and
+  scikit-learn ships the answers of digits and diabetes.
+- docker: the disk is limited per file, not in total.
+- A fork copies files, the working directory and exported variables, but no running processes.
+- Tasks with network access or a Hugging Face cache: their test labels are one download away, and
+  a local sandbox can then reach the services of this machine.
+- MLGym graders that run the agent's code (its src/, baseline.py, pickled checkpoints) in their own
+  process: such a score can be made up. configs/tasks/mlgym.yaml marks these tasks `degenerate`,
+  and every result says so.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from flatlab.episode import mledojo_actions
-from flatlab.episode.actions import extract_action, typed_edits, unfinished
-from flatlab.episode.episode import Episode, Segment, in_thread, run_episode  # noqa: F401
+from flatlab.episode.actions import extract_action
+from flatlab.episode.episode import Episode, Segment, in_thread, run_episode
 from flatlab.episode.grading import Score, collect, grade
+from flatlab.episode.loaders import load_task
+from flatlab.episode.machine import check_needs, open_sandbox, sandbox_kind
 from flatlab.episode.task import Task
 from flatlab.episode.texts import (
     first_message,
     position_text,
+    run_status,
     run_text,
     score_text,
 )
-from flatlab.errors import ArtefactError, SandboxFault, UserError
+from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.backend import IMAGE
-from flatlab.sandbox.images import Needs, task_sandbox
-from flatlab.sandbox.sandbox import KINDS, Sandbox, pick_backend, readable
-from flatlab.sandbox.warm_pool import WARM_POOL  # noqa: F401  used by grpo.py
-from tasks import load_task
+from flatlab.sandbox.sandbox import Sandbox, pick_backend, readable
+from flatlab.sandbox.warm_pool import WARM_POOL
+
+__all__ = [
+    "IMAGE",
+    "WARM_POOL",
+    "Env",
+    "Episode",
+    "SandboxFault",
+    "Score",
+    "Segment",
+    "Step",
+    "check_needs",
+    "in_thread",
+    "pick_backend",
+    "run_episode",
+]
 
 LISTED_FILES = 60  # in the prompt
+ALL_FILES = 10**9
 
-
-# ---------------------------------------------------------------------------------------------- environment
+# ------------------------------------------------------------------------------------ environment
 
 
 @dataclass(frozen=True)
 class Step:
     observation: str
     done: bool
-    score: Score | None  # after `validate`
+    score: Score | None  # set by `validate`
     status: str  # "ok", "error" (exit code), "timeout", "rejected", "validate", "invalid", "submit"
     seconds: float
     action: str | None = None
 
 
-def check_needs(task: Task, backend: str, network: bool = False, hf_cache: str = "") -> None:
-    """Raises UserError when a task needs what its sandbox will not have. For before a model is loaded."""
-    if task.needs_network and not network and not (hf_cache and backend == "docker"):
-        raise UserError(
-            f"Task {task.name} takes data from the network while it runs: allow it with --network"
-            + (", or mount what it needs with --hf-cache." if backend == "docker" else ".")
-        )
-    if hf_cache and not Path(hf_cache).expanduser().is_dir():
-        raise UserError(f"There is no folder {hf_cache} to mount as the Hugging Face cache.")
-    if task.needs_gpu and backend != "docker":
-        raise UserError(
-            f"Task {task.name} needs a GPU, and only Docker gives one to a sandbox: use --backend docker."
-        )
-    if task.needs_gpu and not os.environ.get("DOCKER_HOST") and not Path("/dev/nvidiactl").exists():
-        raise UserError(
-            f"Task {task.name} needs a GPU, and this machine has none that works (no /dev/nvidiactl)."
-        )
-
-
 class Env:
-    """One task in one sandbox. seed: Python's hash seed in there. limits: memory, disk, cpus, processes (see Sandbox).
+    """One task in one sandbox.
 
-    network: what the task does may reach the network; hf_cache: a folder that it may read instead (Docker only).
-    The constructor and the first reset raise UserError when the task needs what there is not. Every method may raise
-    SandboxFault; nothing that the agent does raises anything else.
+    Args:
+        task: From load_task.
+        backend: "docker", "local", "auto", or a kind of local sandbox.
+        seed: Python's hash seed in the sandbox.
+        image: Docker image.
+        network: Whether a task that needs the network gets it.
+        hf_cache: Hugging Face cache of this machine, mounted read-only (Docker only).
+        limits: memory and disk in bytes, cpus, processes (see flatlab.sandbox.backend.Spec).
+
+    Raises UserError if the task needs something this machine lacks (a GPU, the network, a
+    package). Every method may raise SandboxFault; nothing an agent does raises anything else.
     """
 
     def __init__(
@@ -113,21 +126,18 @@ class Env:
         seed: int = 0,
         image: str = IMAGE,
         network: bool = False,
-        hf_cache: str = "",
+        hf_cache: str | None = None,
         **limits,
     ):
-        self.task, self.seed, self.image, self.limits = (
-            task,
-            seed,
-            image,
-            {"memory": 4 << 30, **limits},
-        )
-        self.backend = backend if backend in KINDS else pick_backend(backend, image)[0]
-        self.network, self.hf_cache = network, hf_cache
-        check_needs(task, self.backend, network, hf_cache)
+        self.task = task
+        self.backend = sandbox_kind(backend, image)
+        self.options = {"seed": seed, "image": image, "network": network, "hf_cache": hf_cache}
+        self.limits = {"memory": 4 << 30, **limits}
         self.sandbox: Sandbox | None = None
-        self.grading: Sandbox | None = None  # while one runs
-        self.closed, self.history = False, []
+        self.grading: Sandbox | None = None  # the one of the latest grading
+        self.closed = False
+        self.history = []  # actions so far, for MLE-Dojo's get_history
+        check_needs(task, self.backend, network, hf_cache)
 
     def __enter__(self) -> Env:
         return self
@@ -136,31 +146,15 @@ class Env:
         self.close()
 
     def make_sandbox(self) -> Sandbox:
-        """A sandbox for the agent or a grading; of the task it holds at most `premounted` files."""
-        task = self.task
-        needs = Needs(
-            task.name,
-            task.public,
-            frozenset(path for path in task.public if task.is_artefact(path)),
-            task.requirements,
-        )
-        return task_sandbox(
-            self.backend,
-            needs,
-            self.image,
-            install=self.network,
-            env={"PYTHONHASHSEED": str(self.seed % 2**32)},
-            network=self.network and task.needs_network,
-            gpu=task.needs_gpu,
-            hf_cache=self.hf_cache,
-            hide=tuple({str(path.resolve().parent) for path in task.hidden.values()}),
-            hide_package_data=task.forget,
-            **self.limits,
-        )
+        """A new sandbox, for the agent or for a grading."""
+        return open_sandbox(self.task, self.backend, **self.options, **self.limits)
 
     def open(self) -> Sandbox:
+        """Replaces the agent's sandbox by a new one."""
+        if self.sandbox:
+            self.sandbox.close()
         self.sandbox = self.make_sandbox()
-        if self.closed:  # meanwhile, by another thread
+        if self.closed:  # by another thread in the meantime
             self.sandbox.close()
             raise SandboxFault("the environment is closed")
         return self.sandbox
@@ -168,12 +162,9 @@ class Env:
     def reset(self) -> str:
         """Starts over in a new sandbox with the task's public files. Returns the prompt."""
         self.history = []
-        if self.sandbox:
-            self.sandbox.close()
         box = self.open()
-        box.put(
-            {path: file for path, file in self.task.public.items() if path not in box.premounted}
-        )
+        files = self.task.public.items()
+        box.put({path: file for path, file in files if path not in box.premounted})
         return self.prompt()
 
     def prompt(self) -> str:
@@ -183,50 +174,51 @@ class Env:
         task = self.task
         if task.source == "mledojo":
             task = replace(task, prompt=f"{task.prompt}\n\n{mledojo_actions.ACTIONS_TEXT}")
-        return first_message(
-            task, self.sandbox.workspace, files, reply["count"], self.network and task.needs_network
-        )
+        has_network = self.options["network"] and task.needs_network
+        return first_message(task, self.sandbox.workspace, files, reply["count"], has_network)
 
     def step(self, reply: str, timeout: float | None = None) -> Step:
-        """Runs the action of one reply. timeout: seconds, the task's own when None."""
-        begin, timeout = (
-            time.monotonic(),
-            min(timeout or self.task.step_timeout, self.task.step_timeout),
-        )
+        """Runs the action of one reply.
+
+        timeout: seconds, at most the task's step_timeout, which is the default.
+        """
+        begin = time.monotonic()
+        timeout = min(timeout or self.task.step_timeout, self.task.step_timeout)
         request = mledojo_actions.json_action(reply) if self.task.source == "mledojo" else None
-        action, problem = (
-            (json.dumps(request), "") if request else extract_action(typed_edits(reply))
-        )
-        word, score = (action or "").strip(), None
-        if action is None:
-            observation, status = f"Nothing was run. {problem}", "rejected"
-        elif request:
+        if request:
+            action = json.dumps(request)
             observation, status, score = mledojo_actions.act(self, request, timeout)
-        elif word == "submit":
-            observation, status = "Submitted.", "submit"
-        elif word == "validate":
-            score = self.score()
-            observation = score_text(score, self.task) + position_text(score)
-            status = "validate" if score.valid else "invalid"
         else:
-            result = self.sandbox.run(action, timeout)
-            observation = run_text(result, timeout, self.limits["memory"])
-            status = "timeout" if result.timed_out else "error" if result.exit_code else "ok"
-        name = request["action"] if request else word if word in ("validate", "submit") else "bash"
-        mledojo_actions.remember(self, name, status, score)
-        return Step(
-            readable(observation),
-            status == "submit",
-            score,
-            status,
-            time.monotonic() - begin,
-            action,
-        )
+            action, problem = extract_action(reply)
+            observation, status, score = self.act(action, problem, timeout)
+        name = request["action"] if request else action_name(action)
+        mledojo_actions.remember(self.history, name, status, score)
+        seconds = time.monotonic() - begin
+        return Step(readable(observation), status == "submit", score, status, seconds, action)
+
+    def act(
+        self, action: str | None, problem: str, timeout: float
+    ) -> tuple[str, str, Score | None]:
+        """(observation, status, score) of a bash block, or of a reply without one."""
+        if action is None:
+            return f"Nothing was run. {problem}", "rejected", None
+        name = action_name(action)
+        if name == "submit":
+            return "Submitted.", "submit", None
+        if name == "validate":
+            score = self.score()
+            text = score_text(score, self.task) + position_text(score)
+            return text, "validate" if score.valid else "invalid", score
+        result = self.sandbox.run(action, timeout)
+        return run_text(result, timeout, self.limits["memory"]), run_status(result), None
 
     def score(self, split: str | None = None) -> Score:
-        """Grades the artefacts as they are now, on a split of the task (None: the first, "test": the last)."""
+        """Grades the artefacts as they are now.
+
+        split: one of the task's splits. The default is the first, which `validate` shows.
+        """
         split = split or self.task.splits[0]
-        self.sandbox.call("sweep")  # nothing may swap the artefact from now on
+        self.sandbox.call("sweep")  # ends background processes: none may swap the artefact now
         try:
             artefacts = collect(self.task, self.sandbox)
         except ArtefactError as error:
@@ -234,7 +226,7 @@ class Env:
         return grade(self.task, artefacts, split, self.grading_sandbox)
 
     def grading_sandbox(self) -> Sandbox:
-        """One that `close` ends, too: a grading may take half an hour."""
+        """A new sandbox for a grading, which may take half an hour: `close` ends it, too."""
         if not self.closed:
             self.grading = self.make_sandbox()
         if self.closed:
@@ -244,41 +236,31 @@ class Env:
         return self.grading
 
     def snapshot(self) -> bytes:
-        """All that was written, as one tar (see snapshot.py). Ends background processes here."""
+        """All files that were written, as one tar. Ends the background processes of the sandbox."""
         return snapshot.take(self.sandbox)
 
     def restore(self, files: bytes, clear_artefacts: bool = True) -> None:
-        """A new sandbox with what a snapshot holds. What was written there as artefact does not count for this
-        environment, so it is removed (a given file comes back), unless clear_artefacts is False."""
-        if self.sandbox:
-            self.sandbox.close()
+        """Starts over in a new sandbox with the files of a snapshot.
+
+        Artefacts in the snapshot do not count for this environment: they are removed, and public
+        files among them come back as they were given. clear_artefacts=False keeps them.
+        """
         box = self.open()
         snapshot.put_back(box, files)
-        if clear_artefacts:
-            files = box.call("listing", most=10**9)[0]["files"]
-            box.remove(
-                [path for path, _ in files if self.task.is_artefact(path)]
-                + list(self.task.artefacts)
-            )
-            box.put(
-                {
-                    path: file
-                    for path, file in self.task.public.items()
-                    if self.task.is_artefact(path)
-                }
-            )
+        if not clear_artefacts:
+            return
+        listed = box.call("listing", most=ALL_FILES)[0]["files"]
+        stale = [path for path, _ in listed if self.task.is_artefact(path)]
+        box.remove([*stale, *self.task.artefacts])
+        public = self.task.public.items()
+        box.put({path: file for path, file in public if self.task.is_artefact(path)})
 
     def fork(self, clear_artefacts: bool = True) -> Env:
-        """An independent copy: all files that were written, cwd, exported variables. See `restore`."""
-        twin = Env(
-            self.task,
-            self.backend,
-            self.seed,
-            self.image,
-            self.network,
-            self.hf_cache,
-            **self.limits,
-        )
+        """An independent copy: written files, working directory, exported variables.
+
+        See `restore` for clear_artefacts.
+        """
+        twin = Env(self.task, self.backend, **self.options, **self.limits)
         try:
             twin.restore(self.snapshot(), clear_artefacts)
         except BaseException:
@@ -287,21 +269,58 @@ class Env:
         return twin
 
     def close(self) -> None:
+        """Ends the sandbox and a running grading. Calls in other threads raise SandboxFault."""
         self.closed = True
         for box in (self.sandbox, self.grading):
             if box:
                 box.close()
 
 
-# ---------------------------------------------------------------------------------------------- by hand
+def action_name(action: str | None) -> str:
+    """ "validate", "submit", or "bash" for any other action."""
+    word = (action or "").strip()
+    return word if word in ("validate", "submit") else "bash"
 
 
-def read_block(ask) -> str:
-    """Lines from a person until heredocs, quotes and edits are closed. ask(prompt) returns a line. Raises EOFError."""
-    lines = [ask("$ ")]
-    while unfinished("\n".join(lines)):
+# ---------------------------------------------------------------------------------------- by hand
+
+HOW_TO_PLAY = """\
+Type a command and press Enter to run it. For several lines, type ```bash, the lines, and ```.
+`validate` shows the score; `submit` or Ctrl-D ends the episode.
+"""
+
+
+def read_reply(ask) -> str:
+    """One reply from a person: a command, or several lines between ```bash and ```.
+
+    ask(prompt) returns a line. Raises EOFError at the end of the input.
+    """
+    line = ask("$ ")
+    if line.lstrip().startswith("{"):  # one of MLE-Dojo's actions
+        return line
+    if not line.startswith("```"):
+        return f"```bash\n{line}\n```"
+    lines = [line, ask("> ")]
+    while lines[-1].rstrip() != "```":
         lines.append(ask("> "))
     return "\n".join(lines)
+
+
+def ask_and_echo(prompt: str) -> str:
+    """input(), which also shows lines that are piped in rather than typed. Raises EOFError."""
+    line = input(prompt)
+    if not sys.stdin.isatty():
+        print(line)
+    return line
+
+
+def final_text(score: Score, task: Task) -> str:
+    """A line with the score of one part."""
+    if not score.valid:
+        return f"{score.split} part: no score: {score.message}"
+    way = "higher" if task.higher_is_better else "lower"
+    value = f"{score.metric} {score.value:.4f}"
+    return f"{score.split} part: {value} (baseline {task.baseline:.4f}, {way} is better)"
 
 
 def by_hand(
@@ -311,64 +330,40 @@ def by_hand(
     mlgym_root: str | None = None,
     mledojo_root: str | None = None,
     network: bool = False,
-    hf_cache: str = "",
+    hf_cache: str | None = None,
 ) -> None:
     """Play an episode at the terminal, as an agent does. `submit` or Ctrl-D ends it.
 
     Args:
-        task: Name of the task.
+        task: Name of the task; `python tasks.py` lists them.
         backend: docker, local or auto.
         image: Docker image of the sandboxes.
-        mlgym_root: A checkout of MLGym; $MLGYM_ROOT by default.
-        mledojo_root: A folder of competitions prepared by MLE-Dojo; $MLEDOJO_ROOT by default.
-        network: Let tasks that need the network have it.
-        hf_cache: A Hugging Face cache of this machine to mount, read-only (Docker).
+        mlgym_root: MLGym checkout; default: $MLGYM_ROOT.
+        mledojo_root: Folder of competitions prepared by MLE-Dojo; default: $MLEDOJO_ROOT.
+        network: Give network access to tasks that ask for it.
+        hf_cache: Hugging Face cache of this machine to mount read-only (Docker).
     """
-    what = load_task(task, mlgym_root, mledojo_root)
-    name, why = pick_backend(backend, image, True)
-    with Env(what, name, 0, image, network, hf_cache) as env:
-        print(f"[sandbox: {why}]\n\n{env.reset()}\n")
+    loaded = load_task(task, mlgym_root, mledojo_root)
+    kind, why = pick_backend(backend, image, True)
+    with Env(loaded, kind, 0, image, network, hf_cache) as env:
+        print(f"[sandbox: {why}]\n\n{HOW_TO_PLAY}\n{env.reset()}\n")
         done = False
         while not done:
             try:
-                text = read_block(ask)
+                reply = read_reply(ask_and_echo)
             except EOFError:
                 print("submit")
-                text = "submit"
-            step = env.step(
-                text if text.lstrip().startswith("{") else f"{'`' * 9}bash\n{text}\n{'`' * 9}"
-            )
+                reply = "```bash\nsubmit\n```"
+            step = env.step(reply)
             print(f"{step.observation}\n[{step.status}, {step.seconds:.3f} s]")
             done = step.done
-        for split in what.splits:
-            print(f"{split} part: {final_text(env.score(split), what)}")
-
-
-def ask(prompt: str) -> str:
-    """input(), which also shows lines that are piped in rather than typed. Raises EOFError."""
-    line = input(prompt)
-    if not sys.stdin.isatty():
-        print(line)
-    return line
-
-
-def final_text(score: Score, task: Task) -> str:
-    if not score.valid:
-        return f"no score: {score.message}"
-    way = "higher" if task.higher_is_better else "lower"
-    return f"{score.metric} {score.value:.4f} (baseline {task.baseline:.4f}, {way} is better)"
+        for split in loaded.splits:
+            print(final_text(env.score(split), loaded))
 
 
 if __name__ == "__main__":
     import tyro
 
-    try:
-        tyro.cli(by_hand)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    except SandboxFault as fault:
-        print(f"The sandbox broke: {fault}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    from flatlab.runs.cli import one_sentence
+
+    one_sentence(lambda: tyro.cli(by_hand))

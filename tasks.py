@@ -1,61 +1,26 @@
-"""What is asked and how it is scored: find a task by its name, and check how much its score can say.
+"""What is asked and how it is scored: find a task by its name, and check what its score can say.
 
 python tasks.py                 list all tasks
-python tasks.py titanic         score the trivial rules of a task, and say whether one of them is at the top
+python tasks.py titanic         score the trivial rules of a task; is one of them at the top?
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
+from functools import partial
 
 from flatlab.cache import store
+from flatlab.episode.builtin import load_builtin
 from flatlab.episode.grading import grade
-from flatlab.episode.loaders import (
-    TASKS_DIR,
-    builtin_names,
-    load_builtin,
-    load_mledojo,
-    load_mlgym,
-    mledojo_names,
-    mlgym_names,
-    nearest,
-)
+from flatlab.episode.loaders import load_task, task_sources
+from flatlab.episode.machine import open_sandbox, sandbox_kind
 from flatlab.episode.sanity import at_the_top, degenerate, sanity_file, trivial_rules
 from flatlab.episode.task import Task, improvement
-from flatlab.errors import SandboxFault, UserError
+from flatlab.errors import UserError
 
 __all__ = ["Task", "UserError", "degenerate", "improvement", "load_task"]
 
 
-def load_task(
-    name: str, mlgym_root: str | Path | None = None, mledojo_root: str | Path | None = None
-) -> Task:
-    """Find the task called `name` in an MLGym checkout, a folder prepared by MLE-Dojo, or configs/tasks, in this order.
-    Without an argument the roots are $MLGYM_ROOT and $MLEDOJO_ROOT; "" is none. Raises UserError, with what to do."""
-    known = []
-    for names, load, root in task_sources(mlgym_root, mledojo_root):
-        if name in names(root):
-            return load(root, name)
-        known += names(root)
-    raise UserError(f"Unknown task {name!r}; {nearest(name, sorted(set(known)))}.")
-
-
-def task_sources(mlgym_root: str | Path | None, mledojo_root: str | Path | None) -> list[tuple]:
-    """(function that lists names, function that loads one, root) of each place tasks come from."""
-    sources = [(builtin_names, load_builtin, TASKS_DIR)]
-    for given, variable, names, load in (
-        (mledojo_root, "MLEDOJO_ROOT", mledojo_names, load_mledojo),
-        (mlgym_root, "MLGYM_ROOT", mlgym_names, load_mlgym),
-    ):
-        root = os.environ.get(variable, "") if given is None else given
-        if root:
-            sources.insert(0, (names, load, Path(root).expanduser().resolve()))
-    return sources
-
-
-def list_tasks(mlgym_root: str | Path | None, mledojo_root: str | Path | None) -> None:
+def list_tasks(mlgym_root: str | None, mledojo_root: str | None) -> None:
     """Prints one line per task. Only built-in ones are loaded: others may be large."""
     for names, load, root in task_sources(mlgym_root, mledojo_root):
         for name in names(root):
@@ -67,66 +32,62 @@ def list_tasks(mlgym_root: str | Path | None, mledojo_root: str | Path | None) -
             print(f"{name:40} {task.metric}, {way} is better, baseline {task.baseline:.4g}")
 
 
+def print_row(task: Task, name: str, score: float | None, note: str = "") -> None:
+    numbers = f"{'-':>12}"
+    if score is not None:
+        numbers = f"{score:12.4f}{improvement(score, task):13.2f}"
+    print(f"{name:32}{numbers:25}  {note}".rstrip())
+
+
+def check(task: Task, backend: str) -> None:
+    """Scores the trivial rules of a task, prints them, and keeps the result for `degenerate`."""
+    split = task.splits[0]
+    way = "higher" if task.higher_is_better else "lower"
+    print(f"{task.name} ({task.source}): {task.metric}, {way} is better, on the {split} part\n")
+    print(f"{'':32}{'score':>12}{'improvement':>13}")
+    print_row(task, "baseline", task.baseline)
+    if task.reference is not None:
+        is_median = task.source == "mledojo"
+        name = "median of the leaderboards" if is_median else "reference"
+        print_row(task, name, task.reference)
+    make_sandbox = partial(open_sandbox, task, sandbox_kind(backend))
+    rows = []
+    reason = None
+    for rule, artefacts in trivial_rules(task).items():
+        score = grade(task, artefacts, split, make_sandbox)
+        print_row(task, rule, score.value, score.message)
+        rows.append({"rule": rule, "score": score.value, "message": score.message})
+        if not reason and score.valid and at_the_top(score.value, task):
+            reason = f"the rule {rule!r} scores {score.value:.4g}"
+    store(sanity_file(task), {"split": split, "rows": rows, "degenerate": reason})
+    found = degenerate(task)
+    print(f"\ndegenerate: {found}" if found else "\nnot degenerate, as far as these rules tell")
+
+
 def main(
     task: str = "",
     /,
     mlgym_root: str | None = None,
     mledojo_root: str | None = None,
     backend: str = "auto",
-):
-    """Check a task: score its trivial rules, and say whether one of them is already at the top. The result is kept.
+) -> None:
+    """List all tasks, or score the trivial rules of one: is one of them already at the top?
 
     Args:
         task: Name of the task. Without one, all tasks are listed.
-        mlgym_root: A checkout of MLGym; $MLGYM_ROOT by default.
-        mledojo_root: A folder of competitions prepared by MLE-Dojo; $MLEDOJO_ROOT by default.
+        mlgym_root: MLGym checkout; default: $MLGYM_ROOT.
+        mledojo_root: Folder of competitions prepared by MLE-Dojo; default: $MLEDOJO_ROOT.
         backend: docker, local or auto.
     """
-    if not task:
+    if task:
+        check(load_task(task, mlgym_root, mledojo_root), backend)
+    else:
         list_tasks(mlgym_root, mledojo_root)
-        return
-    from env import Env
-
-    task = load_task(task, mlgym_root, mledojo_root)
-    world, split, rows = Env(task, backend), task.splits[0], []
-    print(
-        f"{task.name} ({task.source}): {task.metric}, {'higher' if task.higher_is_better else 'lower'} is better, "
-        f"on the {split} part\n\n{'':32}{'score':>12}{'improvement':>13}"
-    )
-
-    def show(name, score, note=""):
-        numbers = (
-            f"{'-':>12}" if score is None else f"{score:12.4f}{improvement(score, task):13.2f}"
-        )
-        print(f"{name:32}{numbers:25}  {note}".rstrip())
-
-    show("baseline", task.baseline)
-    if task.reference is not None:
-        show(
-            "median of the leaderboards" if task.source == "mledojo" else "reference",
-            task.reference,
-        )
-    for name, artefacts in trivial_rules(task).items():
-        score = grade(task, artefacts, split, world.make_sandbox)
-        show(name, score.value, score.message)
-        rows.append({"rule": name, "score": score.value, "message": score.message})
-    top = [row for row in rows if row["score"] is not None and at_the_top(row["score"], task)]
-    reason = f"the rule {top[0]['rule']!r} scores {top[0]['score']:.4g}" if top else None
-    store(sanity_file(task), {"split": split, "rows": rows, "degenerate": reason})
-    found = degenerate(task)
-    print(f"\n{'degenerate: ' + found if found else 'not degenerate, as far as these rules tell'}")
 
 
 if __name__ == "__main__":
     import tyro
 
-    try:
-        tyro.cli(main)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    except SandboxFault as fault:
-        print(f"The sandbox broke: {fault}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    from flatlab.runs.cli import one_sentence
+
+    one_sentence(lambda: tyro.cli(main))

@@ -1,13 +1,14 @@
-"""Files that are kept between runs in the user's cache folder, named by the content they come from."""
+"""Files in the user's cache folder, named after the content they were made from."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import tempfile
 from pathlib import Path
 
-HASHED_BYTES = 64 << 20  # a larger file goes into a content key with name, size and time only
+HASHED_BYTES = 64 << 20  # larger files enter a content key by name, size and time only
 
 
 def cache_dir() -> Path:
@@ -15,21 +16,25 @@ def cache_dir() -> Path:
 
 
 def store(path: Path, value: dict) -> None:
-    """Write a JSON file of the cache, whole or not at all."""
+    """Writes a JSON file of the cache, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    part.replace(path)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as part:
+        json.dump(value, part, indent=1)
+    Path(part.name).replace(path)
 
 
 def content_key(*parts: str | Path) -> str:
-    """A short name for the content of texts and files: it changes whenever one of them does."""
+    """A short name for the content of texts and files. It changes if one of them does."""
     digest = hashlib.sha256()
     for part in parts:
-        if (
-            isinstance(part, Path) and part.stat().st_size > HASHED_BYTES
-        ):  # too slow: what stands for it is
-            part = f"{part.name} {part.stat().st_size} {part.stat().st_mtime_ns}"
-        data = part.read_bytes() if isinstance(part, Path) else part.encode()
+        data = file_content(part) if isinstance(part, Path) else part.encode()
         digest.update(b"%d " % len(data) + data)
     return digest.hexdigest()[:16]
+
+
+def file_content(path: Path) -> bytes:
+    """The bytes of a file, or for a large one its name, size and time of change."""
+    facts = path.stat()
+    if facts.st_size <= HASHED_BYTES:
+        return path.read_bytes()
+    return f"{path.name} {facts.st_size} {facts.st_mtime_ns}".encode()

@@ -2,12 +2,12 @@
 
 
 class UserError(Exception):
-    """One clear sentence for the person at the keyboard. A script's main prints it and exits with code 2."""
+    """One clear sentence for the user. A script prints it and exits with code 2."""
 
 
 class SandboxFault(Exception):
-    """The sandbox broke. This is not the agent's failure: the episode is dropped and counted."""
+    """The sandbox broke. The agent is not to blame: the episode is dropped and counted."""
 
 
 class ArtefactError(Exception):
-    """A file cannot be taken out of the sandbox. The text says why and may be shown to the agent."""
+    """A file cannot be taken out of the sandbox. The text says why; the agent may see it."""

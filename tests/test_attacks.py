@@ -13,7 +13,7 @@ import pytest
 
 from backends import ISOLATED
 from env import Env
-from flatlab.episode.loaders import TASKS_DIR, read_yaml
+from flatlab.episode.task_files import TASKS_DIR, read_yaml
 from tasks import load_task
 
 MLGYM = os.environ.get("MLGYM_ROOT")  # before conftest.py hides it

@@ -1,81 +1,84 @@
 """An episode by hand at the terminal: python env.py."""
 
+import io
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 import env
-from backends import backends
 from env import Env
 from flatlab.errors import SandboxFault
-from helpers import PROJECT
+from flatlab.runs.cli import one_sentence
+from helpers import LOCAL, PROJECT
+from tasks import load_task
+
+EVERYBODY_DIED = "sed -E 's/,.*//; s/$/,0/; 1s/.*/id,survived/' data/test.csv > submission.csv"
 
 
-@pytest.mark.parametrize("backend", backends("docker", "local"))
-def test_an_episode_by_hand(backend):
+def by_hand(capsys, monkeypatch, task, *lines):
+    """What an episode at the terminal prints for lines that are piped in."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
+    env.by_hand(task, LOCAL)
+    return capsys.readouterr().out
+
+
+def test_an_episode_by_hand_echoes_what_is_piped_in_and_names_each_part(capsys, monkeypatch):
     lines = [
-        "cat > strategy.py <<'END'",
+        "```bash",
+        "cat > strategy.py <<X",
         "def row_strategy(history):",
-        "  return 0",
-        "END",
-        "cat <<X",
-        "it's",
+        "    return 0",
+        "",
         "X",
-        "no_such",
-        "validate",
     ]
-    done = subprocess.run(
-        [sys.executable, "env.py", "--task", "battleOfSexes", "--backend", backend],
-        input="\n".join(lines) + "\n",
-        capture_output=True,
-        text=True,
-        cwd=PROJECT,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    said = by_hand(capsys, monkeypatch, "battleOfSexes", *lines, "```", "no_such", "validate")
     for words in (
         "[sandbox: ",
+        "Type a command and press Enter",
         "Files:",
-        "it's\n[ok, ",
+        "$ ```bash\n> cat > strategy.py <<X\n",
+        "> ```\n(no output)\n[ok, ",
+        "$ no_such\n",
         "[exit code 127]\n[error, ",
         "$ validate\nvalidation Score: 1.4",
-        "$ no_such\n",
-        "submit",
-        "[submit, ",
+        "$ submit\nSubmitted.\n[submit, ",
         "\nvalidation part: Score 1.4",
         "\ntest part: Score 1.4",
     ):
-        assert words in done.stdout, words
+        assert words in said, (words, said)
 
 
-def test_bad_input_by_hand_is_one_sentence():
-    done = subprocess.run(
-        [sys.executable, "env.py", "--task", "titanik"],
-        capture_output=True,
-        text=True,
-        cwd=PROJECT,
-        timeout=60,
-    )
-    assert (
-        done.returncode == 2
-        and "did you mean titanic" in done.stderr
-        and len(done.stderr.strip().split("\n")) == 1
-    )
+def test_the_last_lines_name_the_part_also_without_a_score(capsys, monkeypatch):
+    said = by_hand(capsys, monkeypatch, "titanic", "submit")
+    first, last = said.splitlines()[-2:]
+    assert first == "validation part: no score: no submission, submission.csv is not there"
+    assert last.startswith("test part: no score")
+
+
+def test_a_task_with_a_test_part_only_never_says_validation(capsys, monkeypatch):
+    task = replace(load_task("titanic", "", ""), prompt="Predict.", splits=("test",))
+    monkeypatch.setattr(env, "load_task", lambda *_: task)
+    said = by_hand(capsys, monkeypatch, "any", EVERYBODY_DIED, "validate")
+    assert "test accuracy: 0.6764" in said
+    assert said.splitlines()[-1].startswith("test part: accuracy 0.6764")
+    assert "validation" not in said
 
 
 def test_a_broken_sandbox_by_hand_is_one_sentence(monkeypatch, capsys):
-    monkeypatch.setattr(Env, "reset", lambda self: (_ for _ in ()).throw(SandboxFault("no daemon")))
-    with pytest.raises(SandboxFault, match="no daemon"):
-        env.by_hand("titanic", "local")
+    def broken(*_):
+        raise SandboxFault("no daemon")
+
+    monkeypatch.setattr(Env, "reset", broken)
+    with pytest.raises(SystemExit) as end:
+        one_sentence(lambda: env.by_hand("titanic", LOCAL))
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "The sandbox broke: no daemon\n"
 
 
-def test_lines_are_read_until_all_is_closed(monkeypatch):
-    lines = iter(["cat <<X", "a", "X", "never"])
-    prompts = []
-
-    def ask(prompt):
-        prompts.append(prompt)
-        return next(lines)
-
-    assert env.read_block(ask) == "cat <<X\na\nX" and prompts == ["$ ", "> ", "> "]
+def test_bad_input_by_hand_is_one_sentence():
+    argv = [sys.executable, "env.py", "--task", "titanik"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=PROJECT, timeout=60)
+    assert done.returncode == 2 and "did you mean titanic" in done.stderr
+    assert len(done.stderr.strip().split("\n")) == 1

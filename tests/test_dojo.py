@@ -3,15 +3,15 @@
 import json
 
 import pytest
-from backends import ISOLATED
-from helpers import do
-from test_external_tasks import ROWS, answers, dojo, only_what_a_test_names  # noqa: F401  fixtures
 
+from backends import ISOLATED
 from env import Env
 from flatlab.episode.grading import grades
 from flatlab.episode.mledojo_actions import json_action
 from flatlab.errors import SandboxFault
+from helpers import do
 from tasks import load_task
+from test_external_tasks import ROWS, answers, dojo, only_what_a_test_names  # noqa: F401  fixtures
 
 
 @pytest.fixture(params=ISOLATED)
@@ -31,7 +31,7 @@ def writes(value):
     return f"with open('submission.csv', 'w') as f:\n    f.write('id,y\\n' + ''.join(f'{{i}},{{{value}}}\\n' for i in range({ROWS})))\nprint('written')"
 
 
-# ---------------------------------------------------------------------------------------------- replies
+# ----------------------------------------------------------------------------------------- replies
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_thought_that_never_ends_is_rejected(world):
     )
 
 
-# ---------------------------------------------------------------------------------------------- the five actions
+# -------------------------------------------------------------------------------- the five actions
 
 
 def test_request_info(world):

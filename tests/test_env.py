@@ -10,10 +10,9 @@ import time
 from dataclasses import replace
 
 import pytest
-from backends import ISOLATED
-from helpers import LOCAL, FakePolicy, block, do
 
 import env
+from backends import ISOLATED
 from env import Env, run_episode
 from flatlab.episode.actions import extract_action
 from flatlab.episode.grading import Score
@@ -21,49 +20,34 @@ from flatlab.episode.task import Task
 from flatlab.errors import SandboxFault
 from flatlab.sandbox import images
 from flatlab.sandbox.sandbox import Sandbox
+from helpers import LOCAL, FakePolicy, block, do
 from tasks import load_task
 
 CANARY = "canary,4b1d,of,the,hidden,answers"
 
 
-# ---------------------------------------------------------------------------------------------- replies
+# ----------------------------------------------------------------------------------------- replies
 
-HEREDOC = "cat > a.md <<'EOF'\n# Title\n```python\nprint(1)\n```\nEOF\nls"
+README = "cat > a.md <<'EOF'\n# Title\n```python\nprint(1)\n```\n\n```\nplain\n```\nEOF\nls"
 
 ACCEPTED = [
     (block("ls"), "ls"),
     ("I look around.\n```bash\nls -la\n```\nThat is all.", "ls -la"),
     ("```\nls\n```", "ls"),
     ("```sh\nls\n```", "ls"),
+    ("```shell\nls\n```", "ls"),
     ("``` bash \nls\n``` ", "ls"),
     ("````bash\necho '```'\n```\n````", "echo '```'\n```"),
     (block("\n  indented\n\ttab\n"), "\n  indented\n\ttab\n"),
-    (block("python - <<EOF\nprint('a')\nEOF"), "python - <<EOF\nprint('a')\nEOF"),
-    (block(HEREDOC), HEREDOC),
-    (
-        block('cat <<A <<-"B C" > x\n```\nA\n\t```\n\tB C\necho'),
-        'cat <<A <<-"B C" > x\n```\nA\n\t```\n\tB C\necho',
-    ),
-    (block("cat << \\EOF > x\n```\nEOF"), "cat << \\EOF > x\n```\nEOF"),
-    (
-        block("git commit -m \"$(cat <<'EOF'\n```\nit's\nEOF\n)\""),
-        "git commit -m \"$(cat <<'EOF'\n```\nit's\nEOF\n)\"",
-    ),
-    (block("cat <<EOF | tee a \\\n b\n```\nEOF"), "cat <<EOF | tee a \\\n b\n```\nEOF"),
-    (
-        block('tr a b <<< "$x"\necho $((1 << 3)) $(( x <<y ))'),
-        'tr a b <<< "$x"\necho $((1 << 3)) $(( x <<y ))',
-    ),
-    (
-        block("echo 'a << b' # it's <<fine\necho \"<<X\""),
-        "echo 'a << b' # it's <<fine\necho \"<<X\"",
-    ),
-    (block("python -c \"\nimport os\nprint('x')\n\""), "python -c \"\nimport os\nprint('x')\n\""),
+    (block(README), README),
+    (f"First the README.\n{block(README)}\nDone.", README),
     (block("echo don't"), "echo don't"),  # bash itself complains about this one
     (block("echo ${#x} a#b $'it\\'s' `date`"), "echo ${#x} a#b $'it\\'s' `date`"),
+    ("```python\nprint()\n```\n" + block("ls"), "ls"),
     ("<think>I could ```bash\nrm -rf /\n``` but</think>\n" + block("ls"), "ls"),
     ("so I could run\n```bash\nrm -rf /\n```\nno.</think>\n" + block("ls"), "ls"),
     ("<think>\na\n</think>\n\n" + block("echo '<think>'"), "echo '<think>'"),
+    ("<think>\na\n</think>\n```\nls\n```", "ls"),
     (block("echo </think>"), "echo </think>"),
     ("~~~\nnot a block\n~~~\n" + block("ls"), "ls"),
 ]
@@ -73,17 +57,19 @@ REJECTED = [
     ("Please run `ls` now.", "no ```bash"),
     ("```bash ls```", "no ```bash"),
     (block("ls") + "\n" + block("pwd"), "2 code blocks"),
-    (block("ls") + "\nthen\n```python\nprint()\n```", "2 code blocks"),
+    (block(README.replace("python", "bash")), "2 code blocks"),
+    (block("ls") + "\nthen\n```python\nprint()\n```", "several code blocks"),
+    (block("ls") + "\nIt prints:\n```\na.txt\n```", "several code blocks"),
+    ("```\nls\n```\n```\npwd\n```", "several code blocks"),
     ("```python\nprint()\n```", "marked 'python'"),
     ("```bash\n \n```", "empty"),
     ("```bash\n```", "empty"),
     ("```bash\nls", "not closed"),
-    ("```bash\ncat <<EOF\n```", "'EOF' is not closed"),
-    ("```bash\ncat > x <<EOF\na\n  EOF\n```", "not closed"),
+    ("```\nls", "not closed"),
     ("<think>" + block("ls"), "no ```bash"),
     ("<think>never ends", "no ```bash"),
-    (block("echo 'a\n```\nb'") + "\nIt's done.\n```", "2 code blocks"),
-    (block("x='\n```\n'"), "not closed"),
+    ("<think>\n" + block("rm") + "\n</think>\nI give up.", "no ```bash"),
+    (block("ls") + "\n<think>\n" + block("rm"), "2 code blocks"),
 ]
 
 
@@ -98,16 +84,12 @@ def test_rejected_with_a_reason(reply, why):
     assert action is None and why in reason and reason.endswith((".", ")"))
 
 
-def test_prose_after_a_thought_that_never_ends_does_not_count():
-    assert extract_action(block("ls") + "\n<think>\n" + block("rm")) == ("ls", "")
-
-
 def test_any_multi_line_text_survives_in_a_heredoc():
     rng = random.Random(0)
     alphabet = string.printable.replace("\r", "") + "`'\"\\$<#éß😀" * 4
     for _ in range(500):
         body = "".join(rng.choices(alphabet + "\n" * 20, k=rng.randrange(200))).replace("MARK", "")
-        command = f"cat > 'x' <<'MARK'\n{body}\n```\n```bash\nMARK\necho \"$x\""
+        command = f"cat > 'x' <<'MARK'\n{body}\n```\n```python\nMARK\necho \"$x\""
         assert extract_action(f"Text.\n{block(command)}\nMore.") == (command, ""), body
 
 
@@ -149,8 +131,8 @@ def test_hostile_replies_raise_nothing_and_take_no_time():
         text = "".join(rng.choices(pieces, k=rng.randrange(60)))
         action, reason = extract_action(text)
         assert (action is None) == bool(reason)
-        if action is not None:  # it stands in the reply in one piece, behind a fence
-            assert "```" in text[: text.index(action)] or "~~~" in text[: text.index(action)], text
+        if action is not None:  # it is in the reply in one piece, behind a fence
+            assert "```" in text[: text.index(action)], text
     for big in (
         "<think>" * 30_000,
         "```bash\n" * 30_000,
@@ -163,7 +145,7 @@ def test_hostile_replies_raise_nothing_and_take_no_time():
     assert time.monotonic() - start < 20
 
 
-# ---------------------------------------------------------------------------------------------- a task of our own
+# ------------------------------------------------------------------------------- a task of our own
 
 GRADER = """
 import json, sys
@@ -475,7 +457,7 @@ def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
         )
 
 
-# ---------------------------------------------------------------------------------------------- forks
+# ------------------------------------------------------------------------------------------- forks
 
 
 @pytest.mark.fault(28, "a copy while the agent is in a deep folder")
@@ -511,7 +493,7 @@ def test_fork_is_equal_and_independent(world):
     assert do(world, "echo alive").observation == "alive"
 
 
-# ---------------------------------------------------------------------------------------------- episodes
+# ---------------------------------------------------------------------------------------- episodes
 
 
 def play(task, policy, backend=LOCAL, **options):
@@ -732,7 +714,7 @@ def test_an_env_that_was_handed_in_goes_on_and_stays_open(task):
         assert do(world, "cat guess.txt").observation == "a"
 
 
-# ---------------------------------------------------------------------------------------------- the built-in tasks
+# ------------------------------------------------------------------------------ the built-in tasks
 
 SOLUTIONS = {
     "titanic": 'awk -F, \'NR==1 {print "id,survived"; next} {print $1 "," ($3 == "female")}\' data/test.csv > submission.csv',

@@ -1,10 +1,10 @@
 """What a task needs of its sandboxes: network, caches, large files and packages baked into an image."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-import env
 from backends import ISOLATED, backends, needs_docker
 from env import Env, check_needs
 from flatlab.errors import SandboxFault, UserError
@@ -48,7 +48,7 @@ def test_needs_are_honoured_or_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="only Docker gives one"):
         check_needs(replace(task, needs_gpu=True), "local")
     monkeypatch.delenv("DOCKER_HOST", raising=False)
-    monkeypatch.setattr(env.Path, "exists", lambda self: False)
+    monkeypatch.setattr(Path, "exists", lambda self: False)
     with pytest.raises(UserError, match="no /dev/nvidiactl"):
         check_needs(replace(task, needs_gpu=True), "docker")
 

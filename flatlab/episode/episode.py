@@ -1,4 +1,8 @@
-"""One episode: the tokens that the model saw and said, the turns, and the loop between policy and environment."""
+"""One episode, from the prompt to the score: tokens, turns, and the loop around them.
+
+`env` is an Env of env.py. `policy` is a Policy of policy.py, or anything with its `context`,
+`render`, `encode`, `decode`, `observation_tokens` and `sample`.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,24 @@ from dataclasses import asdict, dataclass, field, replace
 from flatlab.episode.grading import Score
 from flatlab.errors import SandboxFault
 
-THREADS = ThreadPoolExecutor(
-    128, "sandbox"
-)  # they wait for sandboxes and do not compute; started as needed
+# Threads wait for sandboxes and do not compute. They are started as needed.
+THREADS = ThreadPoolExecutor(128, "sandbox")
 
 
 @dataclass(frozen=True)
 class Sample:
-    tokens: list[int]  # the reply as sampled, its end token included when stop_reason is "stop"
-    logprobs: list[
-        float
-    ]  # log-probability of each token under the sampling distribution (temperature applied)
-    text: str  # decoded for people and for the action extractor; never tokenised again
+    """One reply of the policy."""
+
+    tokens: list[int]  # as sampled; with the end token if stop_reason is "stop"
+    logprobs: list[float]  # of each token under the sampling distribution, temperature applied
+    text: str  # for people and for the action extractor; never tokenised again
     stop_reason: str  # "stop" (the model ended its turn) or "length" (cut at max_tokens)
     version: int  # number of syncs before the request was sent
 
 
 @dataclass
 class Segment:
-    """A sequence to train on: what the model saw and said. mask is 1, and logprobs set, where it said it here."""
+    """A sequence to train on. mask is 1, and logprobs set, on tokens that were sampled here."""
 
     tokens: list[int]
     mask: list[int]
@@ -40,13 +43,9 @@ class Episode:
     task: str
     seed: int
     prompt: str = ""
-    segments: list[Segment] = field(
-        default_factory=list
-    )  # several only when old observations had to be shortened
+    segments: list[Segment] = field(default_factory=list)  # see History.fit for why several
     turns: list[dict] = field(default_factory=list)
-    status: str = (
-        ""  # "submit", "turn_limit", "context_limit", "time_limit"; "fault": drop and count it
-    )
+    status: str = ""  # "submit", "turn_limit", "context_limit", "time_limit", "fault"
     score: Score | None = None  # on the first split; None only for a fault
     test_score: Score | None = None
     fault: str = ""
@@ -61,31 +60,32 @@ class Episode:
         return sum(turn["seconds_env"] for turn in self.turns)
 
     def to_dict(self) -> dict:
-        """The whole transcript for the run directory; without the tokens."""
-        record = {
-            key: value
-            for key, value in asdict(replace(self, segments=[])).items()
-            if key != "segments"
-        }
-        return record | {"reply_tokens": self.reply_tokens}
+        """The whole transcript for the run directory, without the tokens."""
+        record = asdict(replace(self, segments=[]))
+        del record["segments"]
+        record["reply_tokens"] = self.reply_tokens
+        return record
 
 
 class History:
-    """The tokens of an episode: the prompt, then replies as they were sampled, each followed by an observation."""
+    """The tokens of an episode: the prompt, then replies as sampled, each with its observation."""
 
     def __init__(self, policy, prompt: str, max_observation_tokens: int):
-        self.policy, self.limit = policy, max_observation_tokens
+        self.policy = policy
+        self.limit = max_observation_tokens
         self.prompt = policy.render([{"role": "user", "content": prompt}])
-        self.turns, self.segment = [], Segment([], [], [])
+        self.turns = []  # [sample, observation, its tokens]
+        self.segment = Segment([], [], [])
         self.append(self.prompt)
 
     def append(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
+        """Appends tokens: sampled ones with logprobs, others without."""
         self.segment.tokens += tokens
         self.segment.mask += [int(logprobs is not None)] * len(tokens)
         self.segment.logprobs += logprobs or [0.0] * len(tokens)
 
-    def add(self, sample, observation: str) -> None:
-        """Appends a reply and what came of it, head and tail only when that is long."""
+    def add(self, sample: Sample, observation: str) -> None:
+        """Appends a reply and its observation. A long observation keeps head and tail."""
         text = self.cap(observation)
         after = self.policy.observation_tokens(text, sample.stop_reason == "stop")
         self.turns.append([sample, text, after])
@@ -93,106 +93,119 @@ class History:
         self.append(after)
 
     def cap(self, text: str) -> str:
-        if len(text) > 16 * self.limit:  # no need to tokenise what is left out anyway
-            text = f"{text[: 8 * self.limit]}\n[...]\n{text[-8 * self.limit :]}"
-        tokens, tail = self.policy.encode(text), self.limit // 3
+        """The text with at most `limit` tokens: two thirds of them from its head."""
+        most = 8 * self.limit  # characters
+        if len(text) > 2 * most:  # saves tokenising what is left out anyway
+            text = f"{text[:most]}\n[...]\n{text[-most:]}"
+        tokens = self.policy.encode(text)
         if len(tokens) <= self.limit:
             return text
-        head = self.policy.decode(tokens[: self.limit - tail])
-        return f"{head}\n[... {len(tokens) - self.limit} tokens left out ...]\n{self.policy.decode(tokens[-tail:])}"
+        tail = self.limit // 3
+        first = self.policy.decode(tokens[: self.limit - tail])
+        last = self.policy.decode(tokens[-tail:])
+        return f"{first}\n[... {len(tokens) - self.limit} tokens left out ...]\n{last}"
 
     def fit(self, budget: int) -> Segment | None:
         """Cuts observations, oldest first, to one line until at most `budget` tokens are left.
 
-        Returns the segment that this ends, if any; the new one repeats the replies but does not train on them again.
-        Raises OverflowError when all that does not help.
+        Returns the segment that this ends, if any. The new segment repeats the replies but does
+        not train on them again. Raises OverflowError if the rest is still too long.
         """
-        excess, cut = len(self.segment.tokens) - budget, False
+        excess = len(self.segment.tokens) - budget
+        was_cut = False
         for turn in self.turns:
+            if excess <= 0:
+                break
             sample, text, after = turn
             line = text.strip().partition("\n")[0][:60] + " [...]"
             short = self.policy.observation_tokens(line, sample.stop_reason == "stop")
-            if excess > 0 and len(short) < len(after):
-                excess, cut = excess - len(after) + len(short), True
+            if len(short) < len(after):
+                excess -= len(after) - len(short)
+                was_cut = True
                 turn[1:] = [line, short]
         if excess > 0:
             raise OverflowError
-        if not cut:
+        if not was_cut:
             return None
-        ended, self.segment = self.segment, Segment([], [], [])
-        self.append(
-            self.prompt
-            + [token for sample, _, after in self.turns for token in [*sample.tokens, *after]]
-        )
+        ended = self.segment
+        self.segment = Segment([], [], [])
+        self.append(self.prompt)
+        for sample, _, after in self.turns:
+            self.append(sample.tokens)
+            self.append(after)
         return ended
 
 
 async def in_thread(function, *args):
+    """Awaits a blocking call."""
     return await asyncio.get_running_loop().run_in_executor(THREADS, function, *args)
 
 
-async def play(
-    env,
-    policy,
-    episode,
-    time_limit,
-    max_turns,
-    max_reply_tokens,
-    max_observation_tokens,
-    temperature,
-    extra,
-):
-    """Turns until something ends them; fills episode.turns and .segments. Returns the status."""
-    prompt = await in_thread(env.prompt if env.sandbox else env.reset)
-    deadline = time.monotonic() + time_limit  # a slow start of the sandbox is not the agent's time
-    episode.prompt = f"{prompt}\n\n{extra}" if extra else prompt
-    history = History(policy, episode.prompt, max_observation_tokens)
+@dataclass(frozen=True)
+class Limits:
+    """What ends an episode, and how much of it the model reads and writes."""
+
+    max_turns: int
+    max_reply_tokens: int
+    max_observation_tokens: int
+    deadline: float  # time.monotonic()
+
+
+async def play(env, policy, episode: Episode, limits: Limits, temperature: float | None) -> str:
+    """Plays turns until something ends them. Fills episode.turns and .segments.
+
+    Returns the episode's status.
+    """
+    history = History(policy, episode.prompt, limits.max_observation_tokens)
     try:
-        for turn in range(max_turns):
+        for turn in range(limits.max_turns):
             start = time.monotonic()
-            if start >= deadline:
+            if start >= limits.deadline:
                 return "time_limit"
-            if ended := history.fit(policy.context - max_reply_tokens):
+            if ended := history.fit(policy.context - limits.max_reply_tokens):
                 episode.segments.append(trimmed(ended))
-            sample = await asyncio.wait_for(
-                policy.sample(
-                    list(history.segment.tokens),
-                    max_reply_tokens,
-                    temperature=temperature,
-                    seed=(episode.seed * 1009 + turn) % 2**31,
-                ),
-                deadline - start,
+            reply = policy.sample(
+                list(history.segment.tokens),
+                limits.max_reply_tokens,
+                temperature=temperature,
+                seed=(episode.seed * 1009 + turn) % 2**31,
             )
-            step = await in_thread(env.step, sample.text, max(1.0, deadline - time.monotonic()))
+            sample = await asyncio.wait_for(reply, limits.deadline - start)
+            left = max(1.0, limits.deadline - time.monotonic())
+            step = await in_thread(env.step, sample.text, left)
             history.add(sample, step.observation)
-            episode.turns.append(
-                {
-                    "reply": sample.text,
-                    "action": step.action,
-                    "observation": step.observation,
-                    "status": step.status,
-                    "score": step.score.value if step.score else None,
-                    "stop_reason": sample.stop_reason,
-                    "version": sample.version,
-                    "reply_tokens": len(sample.tokens),
-                    "seconds_env": step.seconds,
-                    "seconds_model": time.monotonic() - start - step.seconds,
-                }
-            )
+            seconds_model = time.monotonic() - start - step.seconds
+            episode.turns.append(turn_record(sample, step, seconds_model))
             if step.done:
                 return "submit"
         return "turn_limit"
     except OverflowError:
         return "context_limit"
-    except asyncio.TimeoutError:
+    except TimeoutError:
         return "time_limit"
     finally:
         if any(history.segment.mask):
             episode.segments.append(trimmed(history.segment))
 
 
+def turn_record(sample: Sample, step, seconds_model: float) -> dict:
+    """A turn as it is in the transcript."""
+    return {
+        "reply": sample.text,
+        "action": step.action,
+        "observation": step.observation,
+        "status": step.status,
+        "score": step.score.value if step.score else None,
+        "stop_reason": sample.stop_reason,
+        "version": sample.version,
+        "reply_tokens": len(sample.tokens),
+        "seconds_env": step.seconds,
+        "seconds_model": seconds_model,
+    }
+
+
 def trimmed(segment: Segment) -> Segment:
-    """Without what follows the last trained token."""
+    """The segment up to its last token to train on."""
     end = len(segment.mask) - segment.mask[::-1].index(1)
     return Segment(segment.tokens[:end], segment.mask[:end], segment.logprobs[:end])
 
@@ -213,28 +226,34 @@ async def run_episode(
 ) -> Episode:
     """Plays one episode to its end and scores it exactly once, however it ends.
 
-    env: an Env; when its sandbox is running already, the episode goes on from there. It is closed at the end unless
-    keep_open. extra_user_text is appended to the prompt. time_limit: seconds from there to the scoring. score_test:
-    grade on the last split, too. Raises what the policy raises, and CancelledError, after closing the sandbox.
+    Args:
+        env: An Env. If its sandbox is running already, the episode continues from there. It is
+            closed at the end unless keep_open is True.
+        policy: Samples the replies.
+        temperature: None means the policy's own.
+        time_limit: Seconds from the prompt to the scoring; a slow start of the sandbox is free.
+        extra_user_text: Appended to the prompt.
+        score_test: Whether to grade on the last split, too.
+
+    A sandbox that breaks ends the episode with status "fault". Raises what the policy raises, and
+    CancelledError, after closing the environment.
     """
-    episode, begin = Episode(env.task.name, seed), time.monotonic()
+    episode = Episode(env.task.name, seed)
+    begin = time.monotonic()
     try:
-        episode.status = await play(
-            env,
-            policy,
-            episode,
-            time_limit,
-            max_turns,
-            max_reply_tokens,
-            max_observation_tokens,
-            temperature,
-            extra_user_text,
+        prompt = await in_thread(env.prompt if env.sandbox else env.reset)
+        episode.prompt = f"{prompt}\n\n{extra_user_text}" if extra_user_text else prompt
+        limits = Limits(
+            max_turns, max_reply_tokens, max_observation_tokens, time.monotonic() + time_limit
         )
+        episode.status = await play(env, policy, episode, limits, temperature)
         episode.score = await in_thread(env.score)
         if score_test:
             episode.test_score = await in_thread(env.score, env.task.splits[-1])
     except SandboxFault as fault:
-        episode.status, episode.score, episode.test_score = "fault", None, None
+        episode.status = "fault"
+        episode.score = None
+        episode.test_score = None
         episode.fault = str(fault)
     finally:
         if not keep_open:

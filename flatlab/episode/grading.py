@@ -1,4 +1,4 @@
-"""Grading: the artefacts out of the agent's sandbox, a fresh sandbox with the pristine files, one number out of it."""
+"""Grading: the artefacts leave the agent's sandbox; a fresh one with pristine files grades them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from flatlab.episode.task import Task, parse_grade, parse_position
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.sandbox.sandbox import ARTEFACT_BYTES, COPY_BYTES
 
-MODEL_BYTES = 2 << 30  # of one artefact of a task that needs a GPU, say the weights of a model
+MODEL_BYTES = 2 << 30  # limit of the artefacts of a task that needs a GPU: weights of a model
 MOST_FILES = 20_000  # in a workspace whose folders are artefacts
+KEPT_GRADES = 10_000
+CANNOT_START = (126, 127)  # exit codes of a shell
 
 
 @dataclass(frozen=True)
@@ -25,36 +27,37 @@ class Score:
 
 
 def collect(task: Task, sandbox) -> dict[str, bytes]:
-    """What the agent wrote, path -> content. Raises ArtefactError with the reason when that is no submission.
+    """What the agent wrote: path -> content. Raises ArtefactError if that is no submission.
 
-    A plain name must be there, a folder must not be empty, a pattern may match nothing. Files that are still as they
-    were given count as part of a submission, but not alone.
+    A plain name must exist, a folder must not be empty, a pattern may match nothing. Public files
+    that are unchanged count as part of a submission, but not alone.
     """
-    paths = [artefact for artefact in task.artefacts if is_plain(artefact)]
-    if len(paths) < len(task.artefacts):
-        reply = sandbox.call("listing", most=MOST_FILES)[0]
-        if reply["count"] > MOST_FILES:
-            raise ArtefactError(f"the workspace holds more than {MOST_FILES} files")
-        paths += [
-            path for path, _ in reply["files"] if task.is_artefact(path) and path not in paths
-        ]
-        for folder in task.artefacts:
-            if folder.endswith("/") and not any(path.startswith(folder) for path in paths):
-                raise ArtefactError(f"{folder} is not there or empty")
-    left, most, found = COPY_BYTES, ARTEFACT_BYTES, {}
-    if task.needs_gpu:
-        left = most = MODEL_BYTES
-    for path in paths:
-        found[path] = sandbox.get(path, min(left, most))
+    limit, left = (MODEL_BYTES, MODEL_BYTES) if task.needs_gpu else (ARTEFACT_BYTES, COPY_BYTES)
+    found = {}
+    for path in artefact_paths(task, sandbox):
+        found[path] = sandbox.get(path, min(left, limit))
         left -= len(found[path])
-    given = [
-        path
-        for path in found
-        if path in task.public and Path(task.public[path]).read_bytes() == found[path]
-    ]
-    if given and len(given) == len(found):
-        raise ArtefactError(f"{given[0]} is still as it was given")
+    unchanged = [path for path, data in found.items() if is_unchanged(task, path, data)]
+    if unchanged and len(unchanged) == len(found):
+        raise ArtefactError(f"{unchanged[0]} is still as it was given")
     return found
+
+
+def artefact_paths(task: Task, sandbox) -> list[str]:
+    """The artefacts as paths of files; folders and patterns are looked up in the workspace."""
+    paths = [artefact for artefact in task.artefacts if is_plain(artefact)]
+    if len(paths) == len(task.artefacts):
+        return paths
+    reply = sandbox.call("listing", most=MOST_FILES)[0]
+    if reply["count"] > MOST_FILES:
+        raise ArtefactError(f"the workspace holds more than {MOST_FILES} files")
+    for path, _ in reply["files"]:
+        if task.is_artefact(path) and path not in paths:
+            paths.append(path)
+    for folder in task.artefacts:
+        if folder.endswith("/") and not any(path.startswith(folder) for path in paths):
+            raise ArtefactError(f"{folder} is not there or empty")
+    return paths
 
 
 def is_plain(artefact: str) -> bool:
@@ -62,13 +65,19 @@ def is_plain(artefact: str) -> bool:
     return not artefact.endswith("/") and not any(sign in artefact for sign in "*?[")
 
 
-grades: dict[
-    tuple, Score
-] = {}  # a score is found once for an artefact; also pins the luck of a random grader
+def is_unchanged(task: Task, path: str, data: bytes) -> bool:
+    return path in task.public and Path(task.public[path]).read_bytes() == data
+
+
+# Equal artefacts are graded once. That also fixes the luck of a grader that draws random numbers.
+grades: dict[tuple, Score] = {}
 
 
 def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> Score:
-    """Grades artefacts in a fresh sandbox that holds the pristine files. Raises SandboxFault when that breaks twice."""
+    """Grades artefacts in a fresh sandbox that holds the pristine files.
+
+    make_sandbox() opens one. Raises SandboxFault if the sandbox breaks twice.
+    """
     digest = hashlib.sha256()
     for path, data in sorted(artefacts.items()):
         digest.update(b"%r %d " % (path.encode("utf-8", "surrogateescape"), len(data)) + data)
@@ -76,48 +85,53 @@ def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> 
     if key in grades:
         return grades[key]
     try:
-        value, message, position = run_grader(task, artefacts, split, make_sandbox)
+        score = run_grader(task, artefacts, split, make_sandbox)
     except SandboxFault:
-        value, message, position = run_grader(task, artefacts, split, make_sandbox)
-    if value is None:  # perhaps it was the load of the machine: the next grading may end in time
-        return Score(None, task.metric, split, False, message)
-    if len(grades) >= 10_000:
+        score = run_grader(task, artefacts, split, make_sandbox)
+    if not score.valid:  # not kept: a grading that was too slow may be in time when it is repeated
+        return score
+    if len(grades) >= KEPT_GRADES:
         grades.clear()
-    return grades.setdefault(key, Score(value, task.metric, split, True, "", position))
+    return grades.setdefault(key, score)
 
 
-def run_grader(
-    task: Task, artefacts: dict[str, bytes], split: str, make_sandbox
-) -> tuple[float | None, str, float | None]:
-    """(score, "", position on leaderboards) or (None, why there is none, None), in a sandbox of its own."""
+def run_grader(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> Score:
+    """The score of one run of the grader, in a sandbox of its own. Raises SandboxFault."""
     sandbox = make_sandbox()
     try:
-        files = task.grading_files(artefacts)
-        stale = [
-            path for path in sandbox.premounted if path not in files
-        ]  # premounted, and the agent has removed it
-        if stale:
-            sandbox.remove(stale)
-        sandbox.put(
-            {
-                path: source
-                for path, source in files.items()
-                if path not in sandbox.premounted or source != task.public.get(path)
-            },
-            user="root",
-            mode=0o600,
-        )
+        lay_out(task, artefacts, sandbox)
         stdout, reply = sandbox.program(task.grader_argv(split), task.grade_timeout, user="root")
+        # An artefact may have ended the grader with the same exit code, so this is checked.
         if (
-            reply["code"] in (126, 127) and not stdout
-        ):  # what was handed in may have ended it like that, too
-            if sandbox.program(
-                ["/bin/sh", "-c", 'command -v "$0"', task.grader[0]], 20, user="root"
-            )[1]["code"]:
-                raise SandboxFault(f"the grader does not start: {' '.join(task.grader)}")
+            reply["code"] in CANNOT_START
+            and not stdout
+            and not has_program(task.grader[0], sandbox)
+        ):
+            raise SandboxFault(f"the grader does not start: {' '.join(task.grader)}")
     finally:
         sandbox.close()
     if reply["timed_out"]:
-        return None, f"The grading took longer than {task.grade_timeout:.0f} seconds.", None
-    said = stdout.decode("utf-8", "replace")
-    return *parse_grade(said, task), parse_position(said, task)
+        message = f"The grading took longer than {task.grade_timeout:.0f} seconds."
+        return Score(None, task.metric, split, False, message)
+    text = stdout.decode("utf-8", "replace")
+    value, message = parse_grade(text, task)
+    position = parse_position(text, task)
+    return Score(value, task.metric, split, value is not None, message, position)
+
+
+def lay_out(task: Task, artefacts: dict[str, bytes], sandbox) -> None:
+    """Puts the agent's artefacts and the host's version of all other files into the workspace."""
+    files = task.grading_files(artefacts)
+    stale = [path for path in sandbox.premounted if path not in files]  # removed by the agent
+    if stale:
+        sandbox.remove(stale)
+    missing = {}
+    for path, source in files.items():
+        if path not in sandbox.premounted or source != task.public.get(path):
+            missing[path] = source
+    sandbox.put(missing, user="root", mode=0o600)
+
+
+def has_program(name: str, sandbox) -> bool:
+    argv = ["/bin/sh", "-c", 'command -v "$0"', name]
+    return sandbox.program(argv, 20, user="root")[1]["code"] == 0

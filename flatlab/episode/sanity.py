@@ -1,4 +1,4 @@
-"""The sanity check of a task: rules that need no idea, and whether one of them is already at the top."""
+"""The sanity check of a task: rules that need no idea, and whether one of them is at the top."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ import sys
 from pathlib import Path
 
 from flatlab.cache import cache_dir, content_key
-from flatlab.episode.loaders import TASKS_DIR
 from flatlab.episode.task import Task, improvement
+from flatlab.episode.task_files import TASKS_DIR
 
-AT_THE_TOP = (
-    0.98  # a trivial rule with this improvement, or this share of the way to a perfect score
-)
+AT_THE_TOP = 0.98  # improvement towards the reference, or towards a perfect score
 PERFECT = {"accuracy": 1.0, "validation_accuracy": 100.0, "r2": 1.0}
 
 
 def degenerate(task: Task) -> str | None:
-    """Why the scores of a task say little, as its sanity check found or as is known; None when nothing is known."""
+    """Why the scores of a task say little: known, or found by its sanity check. None if neither."""
+    reasons = [task.degenerate]
     stored = sanity_file(task)
-    found = (
-        json.loads(stored.read_text(encoding="utf-8"))["degenerate"] if stored.exists() else None
-    )
-    return "; ".join(filter(None, (task.degenerate, found))) or None
+    if stored.exists():
+        reasons.append(json.loads(stored.read_text(encoding="utf-8"))["degenerate"])
+    return "; ".join(reason for reason in reasons if reason) or None
 
 
 def sanity_file(task: Task) -> Path:
-    """Where the result of the sanity check is kept; another file as soon as anything in the task changes."""
+    """Where the result of the sanity check is kept. The name changes with anything in the task."""
     facts = (
         task.metric,
         task.higher_is_better,
@@ -42,35 +40,33 @@ def sanity_file(task: Task) -> Path:
 
 
 def trivial_rules(task: Task) -> dict[str, dict[str, bytes]]:
-    """name -> artefacts: the files as given, the task's own trivial rules, the sample submission, CSV rules."""
+    """Name of a rule -> its artefacts.
+
+    The rules are the task's own ones, the public files as they are, the sample submission, and
+    for data/train.csv and data/test.csv those of configs/tasks/trivial_csv.py.
+    """
     rules = {name: {task.artefacts[0]: text.encode()} for name, text in task.trivial.items()}
     if set(task.artefacts) <= set(task.public):
-        rules["as given"] = {
-            artefact: task.public[artefact].read_bytes() for artefact in task.artefacts
-        }
-    if task.artefacts == ("submission.csv",):
-        rules |= {
-            path: {"submission.csv": file.read_bytes()}
-            for path, file in task.public.items()
-            if Path(path).name == "sample_submission.csv"
-        }
-        if {"data/train.csv", "data/test.csv"} <= set(task.public):
-            files = task.public["data/train.csv"], task.public["data/test.csv"]
-            argv = [sys.executable, TASKS_DIR / "trivial_csv.py", *files]
-            done = subprocess.run(argv, capture_output=True, text=True)
-            rules |= {
-                name: {"submission.csv": text.encode()}
-                for name, text in json.loads(done.stdout or "{}").items()
-            }
+        rules["as given"] = {name: task.public[name].read_bytes() for name in task.artefacts}
+    if task.artefacts != ("submission.csv",):
+        return rules
+    for path, file in task.public.items():
+        if Path(path).name == "sample_submission.csv":
+            rules[path] = {"submission.csv": file.read_bytes()}
+    if {"data/train.csv", "data/test.csv"} <= set(task.public):
+        files = task.public["data/train.csv"], task.public["data/test.csv"]
+        argv = [sys.executable, TASKS_DIR / "trivial_csv.py", *files]
+        done = subprocess.run(argv, capture_output=True, text=True)
+        for name, text in json.loads(done.stdout or "{}").items():
+            rules[name] = {"submission.csv": text.encode()}
     return rules
 
 
 def at_the_top(score: float, task: Task) -> bool:
-    """Whether a trivial rule's score leaves no room above it."""
+    """Whether the score of a trivial rule leaves no room above it."""
+    if task.reference is not None and improvement(score, task) >= AT_THE_TOP:
+        return True
     perfect = PERFECT.get(task.metric)
-    return (
-        task.reference is not None
-        and improvement(score, task) >= AT_THE_TOP
-        or perfect is not None
-        and improvement(score, (task.baseline, task.higher_is_better, perfect)) >= AT_THE_TOP
-    )
+    if perfect is None:
+        return False
+    return improvement(score, (task.baseline, task.higher_is_better, perfect)) >= AT_THE_TOP

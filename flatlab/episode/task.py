@@ -1,4 +1,4 @@
-"""What is asked and how it is scored: a task, the reading of a grade, and the one measure of improvement."""
+"""What is asked and how it is scored: tasks, reading a grade, and the measure of improvement."""
 
 from __future__ import annotations
 
@@ -8,62 +8,51 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-MESSAGE_CHARS = 500  # an error message of a grader is cut here: it goes into the agent's context
+MESSAGE_CHARS = 500  # of a grader's error message, which the agent reads
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task. Paths on the left of `public` and `hidden` are relative to the workspace of the sandbox."""
+    """One task. The keys of `public` and `hidden` are paths relative to the sandbox's workspace."""
 
     name: str
-    prompt: str  # what is asked; how to reply and what lies in the workspace is added by env.py
+    prompt: str  # what is asked; texts.first_message adds how to reply and what the files are
     metric: str  # key of the score in the grader's JSON line
     higher_is_better: bool
     baseline: float  # score of doing nothing clever, on splits[0]
-    reference: (
-        float | None
-    )  # a good known score; improvement is measured in units of |reference - baseline|
-    artefacts: tuple[
-        str, ...
-    ]  # what the agent has to write: "a.csv", "folder/" (all in it), "*.yaml" (if there)
-    public: dict[
-        str, Path
-    ]  # goes into the agent's sandbox; one that is an artefact is a starter for it
+    reference: float | None  # a good known score: an improvement of 1
+    artefacts: tuple[str, ...]  # what to write: "a.csv", "folder/" (all in it), "*.yaml" (if any)
+    public: dict[str, Path]  # in the agent's sandbox; one that is an artefact is a starter for it
     hidden: dict[str, Path]  # answers and the pristine grader: only ever in a grading sandbox
-    grader: tuple[str, ...]  # argv in the grading sandbox's workspace; "{split}" is replaced
-    splits: tuple[str, ...]  # validate shows the first; the last one is scored once, at the end
+    grader: tuple[str, ...]  # argv in the grading workspace; "{split}" is replaced
+    splits: tuple[str, ...]  # `validate` shows the first; the last is scored once, at the end
     step_timeout: float  # seconds for one action of the agent
     grade_timeout: float  # seconds for one grading
     needs_gpu: bool = False
     needs_network: bool = False
-    source: str = "built-in"  # "built-in" | "mlgym" | "mledojo"
-    requirements: Path | None = (
-        None  # pip requirements of agent and grader, beyond what the image holds
-    )
-    # Folders of Python packages, such as sklearn/datasets/data, that the agent's sandbox shows as empty: answers lie there.
-    forget: tuple[str, ...] = ()
-    degenerate: str = (
-        ""  # a known reason why the score says little; degenerate(task) knows measured ones too
-    )
-    trivial: dict[str, str] = field(
-        default_factory=dict
-    )  # name -> text of the artefact: rules that need no idea
-    # artefact -> (proxy, name): the grading sandbox holds the proxy under the artefact's name, and what the agent wrote
-    # under the other name. For graders that import the agent's code; the proxy runs that code in a child process.
+    source: str = "built-in"  # or "mlgym", "mledojo"
+    requirements: Path | None = None  # pip requirements beyond what the image holds
+    # Folders of Python packages that the agent's sandbox shows as empty because they hold answers,
+    # such as sklearn/datasets/data.
+    hide_package_data: tuple[str, ...] = ()
+    # A known reason why the score says little; sanity.degenerate(task) knows measured ones, too.
+    degenerate: str = ""
+    trivial: dict[str, str] = field(default_factory=dict)  # rules: name -> text of the artefact
+    # For graders that import the agent's code. artefact -> (proxy, name): the grading sandbox has
+    # the proxy under the artefact's name and the artefact under the other one; the proxy runs it
+    # in a child process.
     proxies: dict[str, tuple[Path, str]] = field(default_factory=dict)
 
     def is_artefact(self, path: str) -> bool:
-        """Whether the workspace path belongs to an artefact. The grading sandbox gets the agent's version of such a
-        path and the host's version of any other one, so that a public file can be changed, but not for the grader."""
-        return any(
-            path.startswith(artefact)
-            if artefact.endswith("/")
-            else path.count("/") == artefact.count("/") and fnmatchcase(path, artefact)
-            for artefact in self.artefacts
-        )
+        """Whether the workspace path belongs to an artefact.
+
+        The grading sandbox gets the agent's version of such a path and the host's version of any
+        other one: an agent may change a public file, but not for the grader.
+        """
+        return any(matches(path, artefact) for artefact in self.artefacts)
 
     def grading_files(self, artefacts: dict[str, bytes]) -> dict[str, bytes | Path]:
-        """What the grading sandbox's workspace holds: the agent's version of the artefacts, the host's of all else."""
+        """The grading workspace: the agent's artefacts, the host's version of everything else."""
         files = {path: source for path, source in self.public.items() if not self.is_artefact(path)}
         for path, data in artefacts.items():
             proxy, name = self.proxies.get(path, (data, path))
@@ -79,10 +68,16 @@ class Task:
         return [part.replace("{split}", split) for part in self.grader]
 
 
-def parse_grade(stdout: str, task: Task) -> tuple[float | None, str]:
-    """Read the score out of a grader's stdout: its last line that is a JSON object.
+def matches(path: str, artefact: str) -> bool:
+    if artefact.endswith("/"):
+        return path.startswith(artefact)
+    return path.count("/") == artefact.count("/") and fnmatchcase(path, artefact)
 
-    Returns (score, "") or, when there is no usable score, (None, one sentence that is safe to show the agent).
+
+def parse_grade(stdout: str, task: Task) -> tuple[float | None, str]:
+    """Reads the score from the last line of a grader's stdout that is a JSON object.
+
+    Returns (score, "") or (None, a sentence that is safe to show the agent).
     """
     grade = last_json_object(stdout)
     if grade is None:
@@ -103,8 +98,10 @@ def parse_grade(stdout: str, task: Task) -> tuple[float | None, str]:
 
 
 def parse_position(stdout: str, task: Task) -> float | None:
-    """The place on the leaderboards, 0 to 1, that grade_mledojo.py prints beside the score; None for other tasks."""
-    value = (last_json_object(stdout) or {}).get("position") if task.source == "mledojo" else None
+    """The place on the leaderboards, 0 to 1, for MLE-Dojo's competitions; None for other tasks."""
+    if task.source != "mledojo":
+        return None
+    value = (last_json_object(stdout) or {}).get("position")
     return float(value) if isinstance(value, (int, float)) else None
 
 
@@ -119,15 +116,17 @@ def last_json_object(text: str) -> dict | None:
 
 
 def improvement(score: float, task: Task | tuple[float, bool, float | None]) -> float:
-    """How much better than the baseline: 0 at the baseline, 1 at the reference, negative below, unbounded above.
+    """How much better than the baseline: 0 at the baseline, 1 at the reference, unbounded.
 
-    `task` is a Task or (baseline, higher_is_better, reference). Without a reference the unit is |baseline|, or 1
-    where that is 0. This is the only place that knows about the direction of a metric: rewards, selection, tables
-    and plots all call it.
+        improvement = +-(score - baseline) / unit
+
+    with + if higher is better, and unit = |reference - baseline|, or |baseline| without a
+    reference, or 1 if that is 0. `task` is a Task or (baseline, higher_is_better, reference).
+    Only this function knows the direction of a metric; rewards, selection and tables call it.
     """
-    baseline, higher_is_better, reference = (
-        (task.baseline, task.higher_is_better, task.reference) if isinstance(task, Task) else task
-    )
-    gain = score - baseline if higher_is_better else baseline - score
+    if isinstance(task, Task):
+        task = (task.baseline, task.higher_is_better, task.reference)
+    baseline, higher_is_better, reference = task
+    difference = score - baseline if higher_is_better else baseline - score
     unit = abs(baseline) if reference is None else abs(reference - baseline)
-    return gain / (unit or 1.0)
+    return difference / (unit or 1.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tyro
 
-from flatlab.errors import UserError
+from flatlab.errors import SandboxFault, UserError
 from flatlab.runs.reader import read_mapping
 
 # Old flags and preset keys -> their names of today. An old one is an error that names the new one.
@@ -111,15 +111,22 @@ def check_number(name: str, value: float, low: float, high: float | None) -> Non
 def one_sentence(main):
     """Runs main(). An error that the user can fix is printed as one sentence, with exit code 2.
 
-    These are UserError and a full disk, also where they were raised in a task of a TaskGroup.
+    These are UserError and a full disk, also where they were raised in a task of a TaskGroup. A
+    sandbox that broke ends with exit code 1, Ctrl-C with 130.
     """
+    code = 2
     try:
         main()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except Exception as error:
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, UserError):
             sentence = str(error)
+        elif isinstance(error, SandboxFault):
+            sentence = f"The sandbox broke: {error}"
+            code = 1
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             sentence = (
                 f"{error.strerror}. Everything written so far is complete; "
@@ -128,4 +135,4 @@ def one_sentence(main):
         else:
             raise
         print(sentence, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(code)

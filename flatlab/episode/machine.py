@@ -1,0 +1,77 @@
+"""Sandboxes for a task: whether this machine can provide one, and opening one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flatlab.episode.task import Task
+from flatlab.errors import UserError
+from flatlab.sandbox.backend import IMAGE
+from flatlab.sandbox.images import Needs, task_sandbox
+from flatlab.sandbox.sandbox import KINDS, Sandbox, pick_backend
+
+
+def check_needs(
+    task: Task, backend: str, network: bool = False, hf_cache: str | None = None
+) -> None:
+    """Raises UserError if the task needs a network, a cache or a GPU that its sandbox lacks."""
+    is_docker = backend == "docker"
+    if task.needs_network and not network and not (hf_cache and is_docker):
+        choice = ", or mount what it needs with --hf-cache" if is_docker else ""
+        raise UserError(
+            f"Task {task.name} takes data from the network while it runs: "
+            f"allow it with --network{choice}."
+        )
+    if hf_cache and not Path(hf_cache).expanduser().is_dir():
+        raise UserError(f"There is no folder {hf_cache} to mount as the Hugging Face cache.")
+    if not task.needs_gpu:
+        return
+    if not is_docker:
+        raise UserError(
+            f"Task {task.name} needs a GPU, and only Docker gives one to a sandbox: "
+            "use --backend docker."
+        )
+    if not os.environ.get("DOCKER_HOST") and not Path("/dev/nvidiactl").exists():
+        raise UserError(
+            f"Task {task.name} needs a GPU, and this machine has none that works "
+            "(no /dev/nvidiactl)."
+        )
+
+
+def sandbox_kind(backend: str, image: str = IMAGE) -> str:
+    """A kind of sandbox as it is, and for "auto" the one that pick_backend chooses."""
+    return backend if backend in KINDS else pick_backend(backend, image)[0]
+
+
+def open_sandbox(
+    task: Task,
+    backend: str,
+    seed: int = 0,
+    image: str = IMAGE,
+    network: bool = False,
+    hf_cache: str | None = None,
+    **limits,
+) -> Sandbox:
+    """Opens a sandbox for an agent or for a grading.
+
+    It holds none of the task's hidden files. Large public files may be in place already (see
+    Sandbox.premounted). limits: memory, disk, cpus, processes. Raises SandboxFault, and UserError
+    if the task's requirements are missing.
+    """
+    # A file that is mounted could not be removed, so an artefact is never mounted.
+    replaceable = frozenset(path for path in task.public if task.is_artefact(path))
+    needs = Needs(task.name, task.public, replaceable, task.requirements)
+    return task_sandbox(
+        backend,
+        needs,
+        image,
+        network,
+        {"PYTHONHASHSEED": str(seed % 2**32)},
+        network=network and task.needs_network,
+        gpu=task.needs_gpu,
+        hf_cache=hf_cache,
+        hide=tuple({str(path.resolve().parent) for path in task.hidden.values()}),
+        hide_package_data=task.hide_package_data,
+        **limits,
+    )

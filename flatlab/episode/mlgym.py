@@ -1,0 +1,155 @@
+"""Tasks of an MLGym checkout, in which nothing is imported, run or written.
+
+What MLGym's own files do not say, such as the direction of a metric, its hidden files and a good
+score, is in configs/tasks/mlgym.yaml.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from flatlab.cache import cache_dir, content_key
+from flatlab.episode.task import Task
+from flatlab.episode.task_files import TASKS_DIR, read_yaml, tree_files
+from flatlab.errors import UserError
+
+GRADE_WITH_ANY_CONFIG = """
+for file in config.yaml src/config.yaml *.yaml src/*.yaml
+do [ -f "$file" ] && exec python3 evaluate.py --config_fname "$file"; done
+echo '{"error": "there is no configuration (*.yaml)"}'
+"""
+# The class of an MLGym task -> (artefacts, grader's argv). mlgym.yaml has those of other tasks.
+MLGYM_CLASSES = {
+    "CSVSubmissionTasks": (
+        ["submission.csv"],
+        ["python3", "evaluate.py", "--submission_file", "submission.csv"],
+    ),
+    "PythonSubmissionTasks": ([], ["python3", "evaluate.py"]),
+    "ModelSubmissionTasks": (
+        ["checkpoints/", "src/", "*.yaml"],
+        ["sh", "-c", GRADE_WITH_ANY_CONFIG],
+    ),
+    "LMSubmissionTasks": ([], ["torchrun", "--nproc_per_node=gpu", "--standalone", "evaluate.py"]),
+}
+
+
+def mlgym_names(root: Path) -> list[str]:
+    """Names of the tasks in an MLGym checkout. Raises UserError if `root` is not one."""
+    folder = root / "configs" / "tasks"
+    if not folder.is_dir():
+        raise UserError(f"{root} is not a checkout of MLGym: it has no configs/tasks.")
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def load_mlgym(root: Path, name: str) -> Task:
+    """Loads a task of an MLGym checkout. Raises UserError naming what is wrong or missing."""
+    path = root / "configs" / "tasks" / f"{name}.yaml"
+    spec = read_yaml(path) | read_yaml(TASKS_DIR / "mlgym.yaml").get(name, {})
+    if "broken" in spec:
+        raise UserError(f"MLGym's task {name} {spec['broken']}.")
+    kind = spec.get("task_entrypoint", "CSVSubmissionTasks")
+    try:
+        artefacts, grader = MLGYM_CLASSES[kind]
+        metric = spec["metric"]
+        higher_is_better = spec["higher_is_better"]
+        description = spec["description"]
+        scores = {key.lower(): value for key, value in spec["baseline_scores"][0].items()}
+        baseline = float(scores[metric.lower()])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path} cannot be graded: it needs a known task_entrypoint, baseline_scores, "
+            "description, and the keys metric and higher_is_better "
+            f"({type(error).__name__}: {error})."
+        ) from error
+    artefacts = spec.get("artefacts", artefacts)
+    public, hidden, docs = find_files(root, name, spec)
+    proxies = {}
+    if kind == "PythonSubmissionTasks":
+        for file in artefacts:
+            proxies[file] = (TASKS_DIR / "proxy.py", file.removesuffix(".py") + "_agent.py")
+    requirements = None
+    if not spec.get("use_generic_conda", True):
+        requirements = root / spec["requirements_path"]
+    note = f"evaluate.py is not in the workspace: it runs elsewhere. {spec.get('note', '')}".strip()
+    timeout = float(spec.get("training_timeout") or 3600)
+    return Task(
+        name=name,
+        prompt=description.replace("{dataset_docs}", "\n\n".join(docs)).strip() + f"\n\n{note}",
+        metric=metric,
+        higher_is_better=higher_is_better,
+        baseline=baseline,
+        reference=spec.get("reference"),
+        artefacts=tuple(artefacts),
+        public=public,
+        hidden=hidden,
+        grader=tuple(spec.get("grader_command", grader)),
+        splits=("test",),
+        step_timeout=timeout,
+        grade_timeout=float(spec.get("grade_timeout", timeout)),
+        needs_gpu=spec.get("needs_gpu", False),
+        needs_network=spec.get("needs_network", False),
+        source="mlgym",
+        proxies=proxies,
+        requirements=requirements,
+        degenerate=spec.get("degenerate", ""),
+        trivial=spec.get("trivial", {}),
+    )
+
+
+def find_files(root: Path, name: str, spec: dict) -> tuple[dict, dict, list[str]]:
+    """(public files, hidden files, texts about the data sets). Raises UserError."""
+    files = {}
+    docs = []
+    for starter in spec.get("starter_code", []):
+        hint = f"`git checkout -- {starter}` in {root} restores it"
+        files |= tree_files(root / starter, Path(starter).name, hint)
+    for config in spec.get("dataset_configs", []):
+        data = read_yaml(root / "configs" / config)
+        docs.append(f"{data.get('name', config).upper()}\n{data.get('description', '').strip()}")
+        if data.get("is_local"):
+            folder = root / data.get("data_path", "data")
+            script = folder.parent / "_helpers" / "_generate_split.py"
+            if script.is_file() and not folder.exists():
+                folder = generated_split(script)
+            missing = spec.get("missing", "see MLGym's README")
+            hint = f"task {name} needs it: {missing}"
+            files |= tree_files(folder, "data", hint)
+    patterns = ["evaluate.py", *spec.get("hidden", [])]
+    public, hidden = {}, {}
+    for path, file in files.items():
+        is_hidden = any(fnmatchcase(path, pattern) for pattern in patterns)
+        (hidden if is_hidden else public)[path] = file
+    return public, hidden, docs
+
+
+def generated_split(script: Path) -> Path:
+    """Runs the user's script, which writes ../data, in a copy of its folder.
+
+    Returns the folder of the result, which is cached under the content of the script and its
+    inputs. Raises UserError if the script fails.
+    """
+    inputs = sorted(path for path in script.parent.iterdir() if path.is_file())
+    folder = cache_dir() / "mlgym" / content_key(*inputs)
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as copy:
+        helpers = Path(copy, "helpers")
+        shutil.copytree(script.parent, helpers)
+        argv = [sys.executable, script.name]
+        done = subprocess.run(argv, cwd=helpers, capture_output=True, text=True)
+        if done.returncode or not Path(copy, "data").is_dir():
+            lines = done.stderr.strip().splitlines() or ["it wrote no data"]
+            raise UserError(
+                f"{script} failed ({lines[-1]}); it needs scikit-learn and a pandas below "
+                f"version 3: {sys.executable} -m pip install 'pandas<3' scikit-learn"
+            )
+        with suppress(OSError):  # another process was faster; the content is the same
+            Path(copy, "data").rename(folder)
+    return folder

@@ -1,0 +1,49 @@
+"""What the loaders of tasks share: reading YAML and folders, with one clear sentence on errors."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from flatlab.errors import UserError
+
+TASKS_DIR = Path(__file__).resolve().parents[2] / "configs" / "tasks"
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A hint for a misspelt name: the closest known names, then all of them."""
+    lowered = {other.lower(): other for other in known}
+    close = difflib.get_close_matches(name.lower(), list(lowered), n=3, cutoff=0.4)
+    everything = ", ".join(known)
+    if not close:
+        return f"known names: {everything}"
+    return f"did you mean {' or '.join(lowered[match] for match in close)}? Known: {everything}"
+
+
+def read_yaml(path: Path) -> dict:
+    """Reads a YAML file of keys and values. Raises UserError naming the file."""
+    import yaml
+
+    try:
+        spec = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"Cannot read {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(spec, dict):
+        raise UserError(f"{path} must hold keys and values.")
+    return spec
+
+
+def tree_files(path: Path, prefix: str, hint: str) -> dict[str, Path]:
+    """Maps workspace paths to the files at `path`, a file or a folder.
+
+    Raises UserError, which ends with the hint, if `path` does not exist.
+    """
+    if path.is_file():
+        return {prefix: path}
+    if not path.is_dir():
+        raise UserError(f"The file or folder {path} is missing; {hint}.")
+    files = {}
+    for file in sorted(path.rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts:
+            files[f"{prefix}/{file.relative_to(path).as_posix()}"] = file
+    return files
