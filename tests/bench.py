@@ -621,7 +621,7 @@ def search_grid(args):
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         whole = config(sampling_mode=modes, name="grid", workers=4)
-        whole.task.task = tasks
+        whole.tasks.task = tasks
         grid, _, path, *_ = search.prepare(whole)
         policy = search.make_policy(whole, path)
 
@@ -633,7 +633,7 @@ def search_grid(args):
         one = 0.0
         for task, mode in itertools.product(tasks, modes):
             single = config(sampling_mode=(mode,), workers=1)
-            single.task.task = (task,)
+            single.tasks.task = (task,)
             one += run(search.prepare(single)[0], 1)
         together = run(grid, 4)
         nodes = f"{sum(len(tree.finished) for tree in grid)} nodes"

@@ -55,3 +55,16 @@ class FakePolicy:
         if self.stop_reason == "stop":
             said.append(1)
         return Sample(said, [-0.5] * len(said), text, self.stop_reason, 7)
+
+
+def search_config(**flags):
+    """A Config of search.py from flat options, as they are written on the command line."""
+    import search
+
+    config = search.Config()
+    groups = [config.tasks, config.model, config.sandbox, config.trackers]
+    for name, value in flags.items():
+        owner = next((group for group in groups if hasattr(group, name)), config)
+        assert hasattr(owner, name), name
+        setattr(owner, name, value)
+    return config

@@ -1,4 +1,4 @@
-"""ideas.py: what the parser makes of replies as models write them, and of ten thousand that nobody should write."""
+"""Prompts, and what the parser reads out of replies as models write them, and hostile ones."""
 
 import random
 import re
@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from flatlab.tree import prompts
-from flatlab.tree.tree import Node
+from flatlab.tree import parsing, prompts
+from flatlab.tree.tree import Node, diversity
 from tasks import load_task
 
 TASK = load_task("titanic", "", "")
@@ -63,7 +63,7 @@ REPLIES = {
 
 @pytest.mark.parametrize("reply", REPLIES)
 def test_replies(reply):
-    assert prompts.parse(reply) == REPLIES[reply]
+    assert parsing.parse(reply) == REPLIES[reply]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_replies(reply):
     ],
 )
 def test_probabilities(text, value):
-    assert prompts.probability(text) == (None if value is None else pytest.approx(value))
+    assert parsing.probability(text) == (None if value is None else pytest.approx(value))
 
 
 def test_ten_thousand_hostile_replies():
@@ -151,9 +151,9 @@ def test_ten_thousand_hostile_replies():
             if rng.random() < 0.8
             else "".join(map(chr, rng.choices(range(1, 0x500), k=200)))
         )
-        for idea, p in prompts.parse(reply):
+        for idea, p in parsing.parse(reply):
             assert (
-                prompts.same(idea)
+                parsing.same(idea)
                 and all(word in reply for word in re.findall(r"\w+", idea))
                 or "\\" in reply
             )
@@ -174,16 +174,16 @@ def test_ten_thousand_hostile_replies():
         "<response><text>" * 10**5,
         "Strategy: a" + " (" * 10**5,
     ):
-        prompts.parse(reply)
+        parsing.parse(reply)
     assert time.monotonic() - start < 20
 
 
 def test_order_of_use():
     listed = [("a", 0.1), ("b", 0.6), ("c", None), ("d", 0.3)]
     rng = random.Random(0)
-    assert prompts.in_order(listed, "no", rng) == listed
-    assert [idea for idea, _ in prompts.in_order(listed, "order", rng)] == ["b", "d", "a", "c"]
-    first = [prompts.in_order([("a", 0.25), ("b", 0.75)], "sample", rng)[0][0] for _ in range(4000)]
+    assert parsing.in_order(listed, "no", rng) == listed
+    assert [idea for idea, _ in parsing.in_order(listed, "order", rng)] == ["b", "d", "a", "c"]
+    first = [parsing.in_order([("a", 0.25), ("b", 0.75)], "sample", rng)[0][0] for _ in range(4000)]
     assert first.count("b") / 4000 == pytest.approx(0.75, abs=0.03)
 
 
@@ -238,7 +238,7 @@ def test_prompts_say_what_they_should():
 
 
 def test_fields_and_families():
-    assert prompts.fields("blah\n**Parent:** 3\nStrategy: go on\nMode: Explore") == {
+    assert parsing.fields("blah\n**Parent:** 3\nStrategy: go on\nMode: Explore") == {
         "parent": "3",
         "strategy": "go on",
         "mode": "Explore",
@@ -250,7 +250,7 @@ def test_fields_and_families():
         Node("0.0", idea="a b", code={"s.py": "import os\nfrom csv import reader"}),
         Node("0.1", idea="b c"),
     ]
-    assert prompts.diversity(nodes) == {
+    assert diversity(nodes) == {
         "families": 1,
         "imports": 2,
         "idea_distance": pytest.approx(2 / 3),
@@ -258,4 +258,4 @@ def test_fields_and_families():
 
 
 def test_a_deeply_nested_reply_is_no_error():
-    assert prompts.parse('{"a":' + "[" * 5000 + "}") == []
+    assert parsing.parse('{"a":' + "[" * 5000 + "}") == []

@@ -1,4 +1,4 @@
-"""rules.py: every rule with numbers worked out by hand, and mirrored: the same decisions for a metric m and for -m."""
+"""Selection rules: decisions worked out by hand, and the same ones for a metric m and for -m."""
 
 import math
 import random
@@ -10,6 +10,7 @@ import search
 from flatlab.episode.task import improvement
 from flatlab.tree import selection
 from flatlab.tree.tree import Choice, Tree
+from helpers import search_config
 from tasks import load_task
 
 TASK = replace(load_task("titanic", "", ""), baseline=0.0, reference=1.0, higher_is_better=True)
@@ -22,11 +23,11 @@ class NoRun:
 
 
 def make(select, task=TASK, **config):
-    return Tree(task, "tail", 0, search.Config(select=select, **config), NoRun())
+    return Tree(task, "tail", 0, search_config(select=select, **config), NoRun())
 
 
 def put(t, parent, score, idea="", status="validated"):
-    """A finished child. score None: failed. The score is given for TASK and turned around for MIRRORED."""
+    """A finished child; score None: failed. For MIRRORED the sign of the score is turned."""
     node = t.start(Choice(parent))
     node.idea, node.status, node.kept = idea, status, status != "fault"
     if score is not None:
@@ -37,7 +38,17 @@ def put(t, parent, score, idea="", status="validated"):
 
 
 def choose(t, seed=0):
-    return selection.SELECT[t.cfg.select](t, t.cfg, random.Random(seed))
+    rule = selection.RULES[t.cfg.select]
+    return rule(t, random.Random(seed), **selection.constants("", rule, t.cfg.rule_args))
+
+
+def decide(t, seed=0):
+    """As search.decide does it, for the rules that do not ask a model."""
+    if t.cfg.select not in search.SELF_DEBUGGING:
+        leaf = selection.failed_leaf(t, random.Random(seed))
+        if leaf:
+            return leaf
+    return choose(t, seed)
 
 
 def three(select, **config):
@@ -48,7 +59,7 @@ def three(select, **config):
     return t
 
 
-# ------------------------------------------------------------------------------------------ by hand
+# ------------------------------------------------------------------ by hand
 
 
 def test_bfs_goes_level_by_level_and_failed_nodes_get_children_too():
@@ -81,12 +92,12 @@ def test_bfs_with_a_smaller_budget_takes_the_first_nodes_in_level_order_whatever
 
 
 def test_ucb_by_hand():
-    choice = choose(three("ucb", ucb_c=1.41))
+    choice = choose(three("ucb", rule_args=("c=1.41",)))
     bonus = 1.41 * math.sqrt(math.log(3) / 1)  # N = 3, n = 0
     assert choice.scores == pytest.approx({"0.0": 1 + bonus, "0.1": 0.5 + bonus})
     assert (choice.parent, choice.phase) == ("0.0", "explore")
-    assert choose(three("ucb", ucb_c=0.5)).phase == "exploit"
-    t = three("ucb", ucb_c=1.41)
+    assert choose(three("ucb", rule_args=("c=0.5",))).phase == "exploit"
+    t = three("ucb", rule_args=("c=1.41",))
     put(t, "0.0", 0.2)  # Q = 0.25: now the value of 0.0 is that of its child
     choice = choose(t)
     assert choice.scores["0.0"] == pytest.approx(0.25 + 1.41 * math.sqrt(math.log(4) / 2))
@@ -95,7 +106,7 @@ def test_ucb_by_hand():
 
 def test_first_the_breadth_of_the_root():
     for select in ("random", "ucb", "open_ended", "softmax", "signals"):
-        t = make(select, breadth=2)
+        t = make(select, rule_args=("drafts=2",))
         for score in (0.3, 0.5):
             assert choose(t).parent == "0"
             put(t, "0", score)
@@ -113,7 +124,7 @@ def test_trend_by_hand():
 
 
 def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
-    t = make("open_ended", breadth=1, commitment=2, ucb_c=0.0)
+    t = make("open_ended", rule_args=("drafts=1", "commitment=2", "c=0"))
     put(t, "0", 0.5)
     choice = choose(t)
     assert choice.notes == {"commit": 2} and choice.parent == "0.0"
@@ -135,7 +146,7 @@ def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
 
 def test_open_ended_drops_the_commitment_when_a_child_is_worse_or_fails():
     for score in (0.1, None):
-        t = make("open_ended", breadth=1, commitment=3, ucb_c=0.0)
+        t = make("open_ended", rule_args=("drafts=1", "commitment=3", "c=0"))
         put(t, "0", 0.5)
         node = t.start(choose(t))
         assert choose(t).notes == {}  # while it runs there is no second commitment
@@ -151,9 +162,10 @@ def test_open_ended_drops_the_commitment_when_a_child_is_worse_or_fails():
 
 
 def test_softmax_by_hand():
-    t = three("softmax", ucb_c=0.0, trend_weight=0.5, visit_alpha=0.5, softmax_tau=0.5)
+    t = three("softmax", rule_args=("c=0", "tau=0.5"))
     put(t, "0.0", 0.8)
-    # S(0.0) = 1 + 0.5 * 1 - 0.5 ln 2, S(0.1) = 0.5 + 0.5 * 0.5, S(0.0.0) = 1 + 0.5 * (1 * 1 + 2 * 0) / 3
+    # S(0.0) = 1 + 0.5 * 1 - 0.5 ln 2, S(0.1) = 0.5 + 0.5 * 0.5,
+    # S(0.0.0) = 1 + 0.5 * (1 * 1 + 2 * 0) / 3
     expected = {"0.0": 1.5 - 0.5 * math.log(2), "0.1": 0.75, "0.0.0": 1 + 1 / 6}
     assert choose(t).scores == pytest.approx(expected)
     weights = {id: math.exp(s / 0.5) for id, s in expected.items()}
@@ -163,9 +175,9 @@ def test_softmax_by_hand():
 
 
 def test_signals_by_hand():
-    t = three("signals", signals=("regret",))
+    t = three("signals", rule_args=("names=regret",))
     assert choose(t).scores == {"0.0": 0.0, "0.1": 1.0} and choose(t).phase == "explore"
-    t = three("signals", signals=("regret", "depth"))
+    t = three("signals", rule_args=("names=regret,depth",))
     put(t, "0.1", 0.2, idea="boosted trees and kNN")
     q, node = selection.quality(t), t.nodes["0.1"]
     assert selection.SIGNALS["regret"](t, q, node) == pytest.approx(1 - 0.25)
@@ -205,14 +217,14 @@ def test_mcts_improves_the_best_branch_and_counts_failures_as_the_worst():
 
 
 def test_greedy_drafts_then_improves_the_best():
-    t = make("greedy", drafts=2)
+    t = make("greedy", rule_args=("drafts=2",))
     assert choose(t).parent == "0"
     put(t, "0", 0.1), put(t, "0", 0.3)
     assert choose(t).parent == "0.1"
 
 
 def test_evolution_prefers_the_fit_and_crosses():
-    t = make("evolution", drafts=3, crossover_prob=1.0, population=2)
+    t = make("evolution", rule_args=("drafts=3", "crossover_prob=1", "population=2"))
     for score in (0.0, 1.0, 0.5):
         put(t, "0", score)
     choices = [choose(t, seed) for seed in range(2000)]
@@ -242,40 +254,39 @@ def test_random_is_random():
     assert set(draws) == {"0.0", "0.1"} and 180 < draws.count("0.0") < 320
 
 
-# ------------------------------------------------------------------------------------------ failures
+# ------------------------------------------------------------------ failures
 
 
 def test_failed_leaves_are_debugged_up_to_a_depth_and_faults_are_not():
-    t = make("greedy", drafts=1, debug_prob=1.0, debug_depth=2)
+    t = make("greedy", rule_args=("drafts=1",), debug_prob=1.0, debug_depth=2)
     put(t, "0", None)
     for id in ("0.0", "0.0.0"):
-        choice = selection.select(t, t.cfg, random.Random(0))
+        choice = decide(t)
         assert choice.parent == id
         node = put(t, id, None)
         assert node.op == "debug"
-    assert (
-        selection.select(t, t.cfg, random.Random(0)).parent == "0"
-    )  # three failures in a row: given up
-    t = make("greedy", drafts=1, debug_prob=1.0)
+    assert decide(t).parent == "0"  # three failures in a row: given up
+    t = make("greedy", rule_args=("drafts=1",), debug_prob=1.0)
     put(t, "0", None, status="fault")
-    assert selection.select(t, t.cfg, random.Random(0)).parent == "0"
+    assert decide(t).parent == "0"
     assert t.start(Choice("0.0")).op == "draft"  # nothing was left: it starts from the root's files
 
 
-@pytest.mark.parametrize("select", selection.SELECT)
-@pytest.mark.parametrize("scores", [[None], [0.0], [-0.7, -0.2, None], [0.1, 0.9, 0.4, None, 0.9]])
+@pytest.mark.parametrize("select", selection.RULES)
+@pytest.mark.parametrize("scores", [[None], [0.1, 0.9, -0.4, None, 0.9]])
 def test_every_rule_spends_its_budget_on_all_kinds_of_tasks(select, scores):
-    """All fail; all equal; all below the baseline (also negative scores); mixed with ties."""
+    """All nodes fail; then a mix of good, bad and equal scores."""
     t = make(select, nodes=12, branching=3, depth=2)
     while not t.spent():
-        choice = selection.select(t, t.cfg, random.Random(t.started()))
+        choice = decide(t, t.started())
         assert choice is not None
         put(t, choice.parent, scores[t.started() % len(scores)])
     assert t.executed() == 12
 
 
-@pytest.mark.parametrize("select", selection.SELECT)
+@pytest.mark.parametrize("select", selection.RULES)
 def test_every_rule_decides_the_same_for_m_and_minus_m(select):
+    every_signal = ("names=variance,regret,coverage,depth",)
     decisions = []
     for task in (TASK, MIRRORED):
         t, rng = (
@@ -285,13 +296,13 @@ def test_every_rule_decides_the_same_for_m_and_minus_m(select):
                 nodes=30,
                 branching=4,
                 depth=3,
-                signals=("variance", "regret", "coverage", "depth"),
+                rule_args=every_signal if select == "signals" else (),
             ),
             random.Random(7),
         )
         decisions.append([])
         while not t.spent():
-            choice = selection.select(t, t.cfg, random.Random(t.started()))
+            choice = decide(t, t.started())
             decisions[-1].append((choice.parent, choice.second, choice.phase, choice.scores))
             put(
                 t,

@@ -1,6 +1,7 @@
-"""search.py: budgets, faults, resume and grids with a fake model and fake episodes; then real sandboxes, the real script."""
+"""search.py with a fake model and fake episodes, then in real sandboxes, then the real script."""
 
 import asyncio
+import importlib.util
 import json
 import os
 import random
@@ -14,14 +15,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
-import env
 import search
-import viz
+from flatlab.episode.episode import Episode
+from flatlab.episode.grading import Score
 from flatlab.errors import UserError
-from flatlab.runs import stats
+from flatlab.runs import stats, store
+from flatlab.runs.cli import parse_config
+from flatlab.runs.reader import read_rows
+from flatlab.runs.store import open_run
 from flatlab.sandbox import snapshot
 from flatlab.tree.tree import Tree
+from helpers import search_config
 from tasks import load_task
 
 HERE = Path(__file__).parents[1]
@@ -31,13 +37,12 @@ TASK = replace(load_task("titanic", "", ""), baseline=0.5, reference=1.0)
 @pytest.fixture(autouse=True)
 def no_provenance(monkeypatch):
     """What the machine and git say takes a second per run directory."""
-    where = sys.modules[viz.open_run.__module__]
-    monkeypatch.setattr(where, "describe_git", lambda: "")
-    monkeypatch.setattr(where, "describe_machine", lambda: "")
+    monkeypatch.setattr(store, "describe_git", lambda: "")
+    monkeypatch.setattr(store, "describe_machine", lambda: "")
 
 
 class Model:
-    """Ten lines that answer like a model: text <-> code points, replies from `answer(prompt, seed)`."""
+    """A model that counts characters as tokens and takes its replies from answer(prompt, seed)."""
 
     context, version = 100_000, 0
 
@@ -81,8 +86,10 @@ def lists(prompt, seed):
 
 
 def fake_play(score_of, delay=lambda node: 0.0, log=None, large=None):
-    """Stands for search.play: no sandbox. score_of(node) -> number, None (nothing valid) or "fault".
-    The files of a node are its id; too large to be kept when it ends in `large`."""
+    """A search.play without a sandbox. score_of(node): a number, None (nothing valid) or "fault".
+
+    The files of a node are its id; they are too large to be kept if the id ends in `large`.
+    """
 
     async def play(t, node, parents):
         if log is not None:
@@ -91,15 +98,15 @@ def fake_play(score_of, delay=lambda node: 0.0, log=None, large=None):
         node.tokens += 10
         value = score_of(node)
         if value == "fault":
-            return env.Episode(t.task.name, node.seed, status="fault", fault="broke"), b""
-        score = env.Score(
+            return Episode(t.task.name, node.seed, status="fault", fault="broke"), b""
+        score = Score(
             value,
             "accuracy",
             "validation",
             value is not None,
             "" if value is not None else "no submission",
         )
-        return env.Episode(
+        return Episode(
             t.task.name,
             node.seed,
             status="submit" if value is not None else "turn_limit",
@@ -139,7 +146,7 @@ def attempt(*_):
         close=lambda: None,
         score=lambda split: (
             TESTED.append((split, seen[-1])),
-            env.Score(0.75, "accuracy", split, True, ""),
+            Score(0.75, "accuracy", split, True, ""),
         )[1],
     )
 
@@ -157,12 +164,12 @@ def run(
     **config,
 ):
     config = {"context": 50_000} | config
-    cfg = search.Config(max_reply_tokens=1000, backend="local", **config)
+    cfg = search_config(max_reply_tokens=1000, backend="local", **config)
     trees = []
     for task in tasks:
         for mode in modes:
             for seed in seeds:
-                opened = viz.open_run(Path(folder) / f"{task.name}-{mode}-{seed}", {"seed": seed})
+                opened = open_run(Path(folder) / f"{task.name}-{mode}-{seed}", {"seed": seed})
                 (opened.dir / "nodes").mkdir(exist_ok=True)
                 trees.append(Tree(task, mode, seed, cfg, opened))
     with pytest.MonkeyPatch.context() as patch:
@@ -186,33 +193,19 @@ def result(t):
     return json.loads((t.run.dir / "result.json").read_text())
 
 
-# ------------------------------------------------------------------------------------------ budgets
+# ------------------------------------------------------------------ budgets
 
 
-@pytest.mark.parametrize(
-    "select",
-    [
-        "bfs",
-        "random",
-        "greedy",
-        "ucb",
-        "open_ended",
-        "softmax",
-        "signals",
-        "mcts",
-        "evolution",
-        "linear",
-    ],
-)
-@pytest.mark.parametrize("workers", [1, 4])
+ONE_OF_EACH = [(name, 1) for name in search.SELECT if name != "scientist"] + [("bfs", 4)]
+
+
+@pytest.mark.parametrize("select, workers", ONE_OF_EACH)
 def test_budget_k_executes_k(tmp_path, select, workers):
     log = []
     t = run(tmp_path, log=log, select=select, workers=workers, nodes=11)
-    assert (
-        len(rows(t)) == len({r["id"] for r in rows(t)}) == 11 == result(t)["nodes"]
-        and result(t)["stopped_by"] == "nodes"
-    )
-    assert len(log) == 11 and result(t)["status"] == "finished"
+    assert len(rows(t)) == len({r["id"] for r in rows(t)}) == 11 == result(t)["nodes"]
+    assert len(log) == 11
+    assert (result(t)["status"], result(t)["stopped_by"]) == ("finished", "nodes")
     assert all(r["decision"]["rule"] == select and r["decision"]["reason"] for r in rows(t))
 
 
@@ -301,7 +294,7 @@ def test_other_budgets(tmp_path):
     assert (result(t)["stopped_by"], result(t)["nodes"]) == ("target", 2)
 
 
-# ------------------------------------------------------------------------------------------ faults
+# ------------------------------------------------------------------ faults
 
 
 def test_a_fault_is_tried_once_more_and_is_never_a_score(tmp_path):
@@ -328,7 +321,7 @@ def test_three_faults_in_a_row_stop_the_search_with_a_sentence(tmp_path):
         run(tmp_path, score_of=lambda node: "fault", nodes=12)
 
 
-# ------------------------------------------------------------------------------------------ the same tree
+# ------------------------------------------------------------------ the same tree
 
 
 def test_bfs_grows_the_same_tree_with_any_number_of_workers(tmp_path):
@@ -346,7 +339,7 @@ def test_seeds_differ_and_matter(tmp_path):
 
 @pytest.mark.parametrize("select", ["bfs", "ucb", "open_ended", "softmax", "mcts", "evolution"])
 def test_a_cut_journal_is_continued_to_the_same_tree(tmp_path, select):
-    """kill -9 after any node, also in the middle of a line: what is in the journal is not run again, the rest comes out the same."""
+    """After kill -9 nothing in the journal is run again, and the rest comes out the same."""
     whole = run(tmp_path / "whole", select=select, workers=1, nodes=9)
     lines = (whole.run.dir / "journal.jsonl").read_bytes().splitlines(keepends=True)
     for kept, torn in ((0, b""), (1, b'{"id": "0.'), (4, lines[4][:-1]), (8, b""), (9, b"")):
@@ -389,7 +382,10 @@ def test_a_finished_run_can_be_given_more_nodes(tmp_path):
 
 def test_the_test_score_of_an_earlier_best_node_does_not_stay(tmp_path):
     """Given more nodes, and killed when a better one was found."""
-    better = lambda node: 0.9 if node.id == "0.2" else 0.6
+
+    def better(node):
+        return 0.9 if node.id == "0.2" else 0.6
+
     assert result(run(tmp_path, nodes=2, workers=1, score_of=better))["test_score"] == 0.75
 
     def dies(node):
@@ -424,7 +420,7 @@ def test_nothing_is_built_on_a_node_whose_files_are_too_large(tmp_path):
 
 
 def test_time_runs_out_between_two_looks_at_the_clock(tmp_path, monkeypatch):
-    """Nothing is in flight then, so nobody would wake the workers: the tree has to be closed by who looks next."""
+    """Nothing is running then, and the tree is closed all the same."""
     looks, real = [], Tree.spent
 
     def spent(self):
@@ -455,7 +451,7 @@ def test_a_long_chain_has_short_file_names(tmp_path):
     assert len(rows(t)) == 150 and len(list((t.run.dir / "nodes").glob("*.tar"))) == 150
 
 
-# ------------------------------------------------------------------------------------------ ideas
+# ------------------------------------------------------------------ ideas
 
 
 def test_modes(tmp_path):
@@ -510,7 +506,7 @@ def test_adaptive_prompts_know_the_siblings_and_exploit_asks_for_variations(tmp_
         tmp_path,
         model=model,
         select="ucb",
-        ucb_c=0.0,
+        rule_args=("c=0",),
         nodes=6,
         workers=1,
         score_of=lambda node: 0.6,
@@ -579,7 +575,7 @@ def test_the_scientist_reads_inspects_and_chooses(tmp_path):
     ]["reason"]
 
 
-# ------------------------------------------------------------------------------------------ grids
+# ------------------------------------------------------------------ grids
 
 
 def test_a_grid_shares_the_workers_and_gives_one_table(tmp_path):
@@ -605,11 +601,11 @@ def test_a_grid_shares_the_workers_and_gives_one_table(tmp_path):
     )
 
 
-# ------------------------------------------------------------------------------------------ real sandboxes
+# ------------------------------------------------------------------ real sandboxes
 
 
 def scripted(prompt, seed):
-    """A model that lists ideas, writes a program for the one it got, validates, and builds on what it finds."""
+    """A model that lists strategies, writes a program for the one it got, and validates it."""
     if "Answer with th" in prompt:
         return "Strategy: sex rule\nProbability: 0.05\nStrategy: nobody\nProbability: 0.04\nStrategy: broken\nProbability: 0.01"
     told, *turns = prompt.split("<user>", 2)[1:]
@@ -625,15 +621,15 @@ def scripted(prompt, seed):
 
 
 def real_tree(folder, **config):
-    cfg = search.Config(
+    cfg = search_config(
         context=50_000,
         max_reply_tokens=2000,
         max_observation_tokens=2000,
         backend="local",
-        max_actions=4,
+        max_turns=4,
         **config,
     )
-    opened = viz.open_run(folder, {"seed": 0})
+    opened = open_run(folder, {"seed": 0})
     (opened.dir / "nodes").mkdir(exist_ok=True)
     return Tree(load_task("titanic"), "tail", 0, cfg, opened)
 
@@ -692,7 +688,7 @@ def test_a_budget_ends_a_node_that_is_running(tmp_path, budget, reply, stopped):
     t.run.lock.close()
 
 
-# ------------------------------------------------------------------------------------------ the script
+# ------------------------------------------------------------------ the script
 
 
 def script(folder, *flags, **kwargs):
@@ -708,58 +704,107 @@ def script(folder, *flags, **kwargs):
     )
 
 
-@pytest.mark.parametrize(
-    "flags, sentence",
-    [
-        (["--task", "titanik"], "Unknown task 'titanik'; did you mean titanic"),
-        (["--nodes", "50"], "has 12 nodes, not --nodes 50"),
-        (["--tau", "7"], "--tau must be from"),
-        (["--workers", "0"], "--workers must be from 1"),
-        (["--minutes", "-1"], "--minutes must be from 0"),
-        (["--select", "softmax", "--softmax-tau", "0"], "--softmax-tau must be from"),
-        (
-            ["--select", "signals", "--exploit-quantile", "nan"],
-            "--exploit-quantile must be from 0 to 1, not nan",
-        ),
-        (
-            ["--engine", "api", "--model", "x", "--url", "localhost:8000/v1"],
-            "is no address of an endpoint",
-        ),
-        (
-            ["--engine", "api", "--model", "x", "--url", "http://localhost:port/v1"],
-            "is no address of an endpoint",
-        ),
-        (["no-such.yaml"], "no-such.yaml"),
-        (["--model", "/no/such/model"], "/no/such/model"),
-        (["--sampling-mode", "weird"], "weird"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, flags, sentence):
-    process = script(tmp_path, *flags)
+BAD_INPUT = {
+    "--task titanik": "Unknown task 'titanik'; did you mean titanic",
+    "--nodes 50": "has 12 nodes, not --nodes 50",
+    "--tau 7": "--tau must be from",
+    "--workers 0": "--workers must be from 1",
+    "--minutes -1": "--minutes must be at least",
+    "--debug-prob nan": "--debug-prob must be from 0 to 1, not nan",
+    "--select ucb --rule-args c=-1": "c must be at least 0",
+    "--select ucb --rule-args c=nan": "c must be at least 0",
+    "--select ucb --rule-args drafts=0": "drafts must be at least 1",
+    "--select ucb --rule-args c=x": "'x' is not a number",
+    "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
+    "--select best": "--select best does not exist; choose one of bfs",
+    "--sampling-mode weird": "--sampling-mode weird does not exist; choose one of none",
+    "--engine api --model x --url localhost:8000/v1": "is not an address",
+    "--engine api --model x --url http://localhost:port/v1": "is not an address",
+    "--engine api": "--engine api needs --model",
+    "no-such.yaml": "no-such.yaml",
+    "--model /no/such/model": "/no/such/model",
+    "--max-actions 3": "--max-turns",
+    "--ucb-c 0.5": "--rule-args c=",
+    "--breadth 2": "--rule-args drafts=",
+}
+
+
+@pytest.mark.parametrize("flags", BAD_INPUT)
+def test_bad_input_is_one_sentence_before_a_model_is_loaded(tmp_path, monkeypatch, flags):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        cfg = parse_config(search.Config, flags.split())
+        trees, _, path, *_ = search.prepare(cfg)
+        search.make_policy(cfg, path)
+    assert BAD_INPUT[flags] in str(error.value) and "\n" not in str(error.value)
+
+
+def test_bad_input_ends_with_exit_code_2(tmp_path):
+    process = script(tmp_path, "--nodes", "50")
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 2 and sentence in err + out and "Traceback" not in err
+    assert process.returncode == 2 and "Traceback" not in err
+    assert err.strip().splitlines()[-1].endswith("has 12 nodes, not --nodes 50.")
 
 
-def test_a_grid_is_not_written_over_a_run(tmp_path):
-    run_of_its_own = tmp_path / "logs/x"
-    run_of_its_own.mkdir(parents=True)
-    (run_of_its_own / "config.yaml").write_text("seed: 0\n")
-    (run_of_its_own / "result.json").write_text('{"test_score": 0.7}')
-    out, err = (
-        process := script(
-            tmp_path, "--name", "x", "--seed", "0", "1", "--model", "tiny", "--backend", "local"
-        )
-    ).communicate(timeout=60)
-    assert process.returncode == 2 and "logs/x is a run of its own" in err
-    assert (run_of_its_own / "result.json").read_text() == '{"test_score": 0.7}' and len(
-        list(run_of_its_own.iterdir())
-    ) == 2
+def test_a_grid_is_not_written_over_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    single = tmp_path / "logs/x"
+    single.mkdir(parents=True)
+    (single / "config.yaml").write_text("seed: 0\n")
+    (single / "result.json").write_text('{"test_score": 0.7}')
+    cfg = search_config(name="x", seed=(0, 1), model="tiny", backend="local")
+    with pytest.raises(UserError, match="logs/x is a single run, not a grid"):
+        search.prepare(cfg)
+    assert (single / "result.json").read_text() == '{"test_score": 0.7}'
+    assert len(list(single.iterdir())) == 2
+
+
+def test_presets_are_flat_and_so_is_config_yaml(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for preset in sorted((HERE / "configs").glob("search-*.yaml")) + [
+        HERE / "configs/evaluate.yaml"
+    ]:
+        flags = [str(preset), "--model", "tiny", "--backend", "local", "--name", preset.stem]
+        cfg = parse_config(search.Config, flags)
+        trees, *_ = search.prepare(cfg)
+        saved = yaml.safe_load((tmp_path / "logs" / preset.stem / "config.yaml").read_text())
+        assert saved["nodes"] == cfg.nodes and saved["backend"] == "local"
+        assert saved["max_reply_tokens"] == 160 and saved["task"] == "titanic"
+        assert not any(isinstance(value, dict) for value in saved.values())
+        trees[0].run.lock.close()
+
+
+def test_a_rule_is_added_in_a_copy_of_the_script(tmp_path):
+    """One function and one line, in one file."""
+    text = (HERE / "search.py").read_text()
+    rule = """
+def newest(t, rng, drafts=2):
+    nodes = selection.candidates(t, drafts)
+    return Choice(nodes[-1].id, reason="the newest one") if nodes else None
+
+
+SELECT = selection.RULES | {"newest": newest, """
+    assert text.count("SELECT = selection.RULES | {") == 1
+    (tmp_path / "mine.py").write_text(text.replace("SELECT = selection.RULES | {", rule))
+    spec = importlib.util.spec_from_file_location("mine", tmp_path / "mine.py")
+    mine = importlib.util.module_from_spec(spec)
+    sys.modules["mine"] = mine
+    spec.loader.exec_module(mine)
+    cfg = parse_config(mine.Config, ["--select", "newest", "--rule-args", "drafts=1"])
+    mine.check_choices(cfg)
+    t = Tree(TASK, "none", 0, cfg, SimpleNamespace(rows=lambda file: []))
+    for parent in ("0", "0.0", "0.0.0"):
+        node = asyncio.run(mine.decide(t))
+        assert node.parent == parent
+        node.status, node.kept, node.valid, node.improvement = "validated", True, True, 0.5
+        t.finished.append(node)
+    del sys.modules["mine"]
 
 
 def test_rules_that_ask_for_no_ideas_have_no_mode(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trees, *_ = search.prepare(
-        search.Config(
+        search_config(
             select="linear", sampling_mode=("tail", "uniform"), model="tiny", backend="local"
         )
     )
@@ -774,7 +819,7 @@ def test_help_is_quick(tmp_path):
 
 
 def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
-    """The real thing: engine, sandboxes, graders. Killed in the middle, then the same command; then once more, finished."""
+    """Real engine, sandboxes and graders: killed in the middle, resumed, and called when finished."""
     command = [
         "--task",
         "titanic",
@@ -787,7 +832,7 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
         "tiny",
         "--nodes",
         "4",
-        "--max-actions",
+        "--max-turns",
         "4",
         "--workers",
         "2",
@@ -807,7 +852,7 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
     assert process.returncode == 0, err
     for path, text in before.items():
         whole = text[: text.rfind(b"\n") + 1]
-        assert path.read_bytes().startswith(whole) and len(viz.read_rows(path)) == 4
+        assert path.read_bytes().startswith(whole) and len(read_rows(path)) == 4
     saved = json.loads((tmp_path / "logs/grid/result.json").read_text())
     assert [(r["mode"], r["n"], r["nodes"]) for r in saved["table"]] == [
         ("none", 1, 4),
@@ -818,9 +863,10 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
     assert "2 of them finished before" in out and time.monotonic() - start < 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["vllm", "hf"])
 def test_a_trained_adapter_is_searched_with(tmp_path, policy, engine):
-    """An untrained model's replies are noise, so the only node fails; it is one in every count all the same."""
+    """An untrained model writes noise: its only node fails and is counted all the same."""
     policy.save(tmp_path / "best")
     process = script(
         tmp_path,
@@ -832,7 +878,7 @@ def test_a_trained_adapter_is_searched_with(tmp_path, policy, engine):
         "none",
         "--nodes",
         "1",
-        "--max-actions",
+        "--max-turns",
         "2",
         "--backend",
         "local",
@@ -845,15 +891,14 @@ def test_a_trained_adapter_is_searched_with(tmp_path, policy, engine):
     )
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert [row["status"] for row in viz.read_rows(tmp_path / "logs/x/journal.jsonl")] == [
-        "turn_limit"
-    ]
+    assert [row["status"] for row in read_rows(tmp_path / "logs/x/journal.jsonl")] == ["turn_limit"]
     assert json.loads((tmp_path / "logs/x/result.json").read_text())["failed"] == 1
     assert (tmp_path / "logs/x/tree.png").exists() and "turn_limit" in (
         tmp_path / "logs/x/report.html"
     ).read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(tmp_path):
     process = script(
         tmp_path,
@@ -863,7 +908,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
         "tiny",
         "--nodes",
         "12",
-        "--max-actions",
+        "--max-turns",
         "4",
         "--name",
         "x",
@@ -891,7 +936,7 @@ def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_
     t.run.lock.close()
 
 
-# ------------------------------------------------------------------------------------------ what was really done
+# ------------------------------------------------------------------ what was really done
 
 
 @pytest.mark.parametrize("select", ["ucb", "open_ended", "softmax", "signals"])
@@ -910,7 +955,9 @@ def test_only_children_of_a_node_with_a_strategy_ask_for_variations(tmp_path, se
 
 
 def test_result_json_and_the_terminal_name_the_modes_that_were_used(tmp_path):
-    t = run(tmp_path, select="ucb", ucb_c=0.0, nodes=6, workers=1, score_of=lambda node: 0.6)
+    t = run(
+        tmp_path, select="ucb", rule_args=("c=0",), nodes=6, workers=1, score_of=lambda node: 0.6
+    )
     assert result(t)["sampling_mode"] == "tail"
     assert result(t)["sampling_modes_used"] == {"tail": 3, "local": 3}
     assert " local " in search.node_line(t, t.finished[-1], 0.0)

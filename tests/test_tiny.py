@@ -8,7 +8,7 @@ import pytest
 
 import env
 from flatlab.episode.episode import run_episode
-from flatlab.tree import prompts
+from flatlab.tree import parsing, prompts
 from tasks import load_task
 from tools import make_tiny
 
@@ -79,7 +79,7 @@ def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode):
         return await asyncio.gather(*replies)
 
     replies = asyncio.run(ask_all())
-    usable = sum(len(prompts.parse(reply.text)) >= 3 for reply in replies)
+    usable = sum(len(parsing.parse(reply.text)) >= 3 for reply in replies)
     assert usable >= LOWEST_VALID_SHARE * EPISODES, f"{usable} lists are usable. {ADVICE}"
 
 

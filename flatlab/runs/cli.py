@@ -25,6 +25,18 @@ RENAMED_FLAGS = {
     "restores": "max-restores",
     "checkpoints": "keep-checkpoints",
     "checkpointing": "gradient-checkpointing",
+    "breadth": "rule-args drafts=NUMBER",
+    "drafts": "rule-args drafts=NUMBER",
+    "ucb-c": "rule-args c=NUMBER",
+    "uct-c": "rule-args c=NUMBER",
+    "trend-weight": "rule-args trend_weight=NUMBER",
+    "commitment": "rule-args commitment=NUMBER",
+    "softmax-tau": "rule-args tau=NUMBER",
+    "visit-alpha": "rule-args visit_alpha=NUMBER",
+    "signals": "rule-args names=NAME,NAME",
+    "exploit-quantile": "rule-args exploit_quantile=NUMBER",
+    "crossover-prob": "rule-args crossover_prob=NUMBER",
+    "population": "rule-args population=NUMBER",
 }
 
 
@@ -80,8 +92,9 @@ def check_renamed(flags: list[str], known: set[str]) -> None:
     """Raises UserError for a flag that has another name now."""
     for flag in flags:
         name = flag.partition("=")[0].removeprefix("--").removeprefix("no-").replace("_", "-")
-        new = RENAMED_FLAGS.get(name)
-        if flag.startswith("--") and new in known and name not in known:
+        new = RENAMED_FLAGS.get(name, "")
+        renamed = new.partition(" ")[0] in known and name not in known
+        if flag.startswith("--") and renamed:
             raise UserError(f"--{name} is called --{new} now; see --help for its values.")
 
 

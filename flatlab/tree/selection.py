@@ -1,266 +1,330 @@
-"""Which node gets the next child: the selection rules of search.py, each a pure function in the dict SELECT.
+"""Which node gets the next child: the selection rules of search.py, one function each in RULES.
 
-A rule is (tree, config, random generator) -> Choice, or None: nothing to start before another node has ended (and if none
-is running, the tree is complete). Everything random comes from the generator, everything known from the tree, so a
-decision can be repeated from the journal.
+A rule is called as rule(tree, rng, **constants). It returns a Choice, or None if nothing can start
+before a running node has ended (if none is running, the tree is complete). Its constants are
+keyword arguments with a default, which `--rule-args c=0.5` overrides. All randomness comes from rng
+and all knowledge from the tree, so every decision can be repeated from the journal.
 
-Rules see `improvement`, which is 0 at the baseline and grows with better scores whatever the metric's direction; Q is improvement,
-min-max normalised over the root and all scored nodes, 0.5 when all are equal. Nodes in flight count as children.
-What is new against the textbook: a failed node is not worth 0 by accident (a good loss!) but worth the least Q, and it is
-no dead end: bfs, mcts and the scientist may build on it, the others debug a failed leaf now and then (`failed_leaf`).
+Rules see `improvement`, which is 0 at the baseline and grows with better scores whatever the
+direction of the metric. Q is the improvement, min-max normalised over the root and all scored nodes
+(0.5 if all are equal). Running nodes count as children. A failed node has the lowest Q, but it is
+not a dead end: bfs, mcts and the scientist may build on it, and the other rules debug a failed leaf
+with probability --debug-prob (see `failed_leaf`).
 
 Letters: N executed nodes, n children of a candidate, q its value.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from statistics import stdev
 
+from flatlab.errors import UserError
 from flatlab.tree import prompts
 from flatlab.tree.tree import Choice, Node, Tree
 
+# ------------------------------------------------------------------ what the rules share
+
 
 def normalised(values: dict) -> dict:
-    """Min-max to [0, 1]; all equal: 0.5."""
-    low, high = min(values.values()), max(values.values())
-    return {
-        key: (value - low) / (high - low) if high > low else 0.5 for key, value in values.items()
-    }
+    """(v - min) / (max - min) for each value; 0.5 if all are equal."""
+    low = min(values.values())
+    spread = max(values.values()) - low
+    if spread == 0:
+        return dict.fromkeys(values, 0.5)
+    return {key: (value - low) / spread for key, value in values.items()}
 
 
 def quality(t: Tree) -> dict[str, float]:
-    """Q of the root and of every scored node."""
-    return normalised({node.id: node.improvement for node in [t.nodes["0"], *t.scored()]})
+    """Q of the root and of every scored node, by id."""
+    return normalised({node.id: node.improvement for node in [t.root, *t.scored()]})
 
 
 def best_child_value(t: Tree, q: dict, id: str) -> float:
-    """Best Q among the scored children, own Q without any."""
-    return max((q[child.id] for child in t.children(id) if child.id in q), default=q[id])
+    """The highest Q among the scored children of a node; its own Q if there are none."""
+    values = [q[child.id] for child in t.children(id) if child.id in q]
+    return max(values, default=q[id])
 
 
-def candidates(t: Tree, first: int) -> list[Node]:
-    """First `first` children of the root, then any scored node whose files are kept; the root again only while there is none."""
-    if len(t.children("0")) < first:
-        return [t.nodes["0"]]
-    return [n for n in t.scored() if n.kept] or ([] if t.running() else [t.nodes["0"]])
+def candidate_values(t: Tree, q: dict, drafts: int) -> dict[str, float]:
+    """The value of each candidate, by id."""
+    return {node.id: best_child_value(t, q, node.id) for node in candidates(t, drafts)}
 
 
-def failed_leaf(t: Tree, cfg, rng) -> Choice | None:
-    leaves = [
-        n
-        for n in t.finished
-        if not n.valid and n.kept and not t.children(n.id) and t.failures(n) <= cfg.debug_depth
-    ]
-    if leaves and rng.random() < cfg.debug_prob:
-        return Choice(
-            rng.choice(leaves).id, reason=f"one of {len(leaves)} failed leaves, drawn for debugging"
-        )
+def candidates(t: Tree, drafts: int) -> list[Node]:
+    """The nodes that may get a child.
+
+    The root until it has `drafts` children, then every scored node whose files are kept. If there
+    is none, the root again once nothing is running.
+    """
+    if len(t.children("0")) < drafts:
+        return [t.root]
+    kept = [node for node in t.scored() if node.kept]
+    if kept or t.running():
+        return kept
+    return [t.root]
+
+
+def failed_leaf(t: Tree, rng) -> Choice | None:
+    """With probability --debug-prob a failed leaf, drawn at random, for debugging.
+
+    A leaf that ends more than --debug-depth failures in a row is given up.
+    """
+    leaves = []
+    for node in t.finished:
+        failed = node.kept and not node.valid
+        if failed and not t.children(node.id) and t.failures(node) <= t.cfg.debug_depth:
+            leaves.append(node.id)
+    if leaves and rng.random() < t.cfg.debug_prob:
+        reason = f"one of {len(leaves)} failed leaves, drawn for debugging"
+        return Choice(rng.choice(leaves), reason=reason)
     return None
 
 
-def bfs(t, cfg, rng):
-    """Level by level, `branching` children each. Failed nodes get theirs too (debugging): the set of nodes is fixed beforehand."""
-    level, left = ["0"], cfg.nodes
-    for _ in range(cfg.depth):
-        below = [f"{id}.{i}" for id in level for i in range(cfg.branching)][:left]
+def visit_bonus(t: Tree, c: float, id: str) -> float:
+    """c sqrt(ln N / (n + 1)); the + 1 is the visit of the node itself."""
+    return c * math.sqrt(math.log(max(1, t.executed())) / (len(t.children(id)) + 1))
+
+
+def trend(t: Tree, q: dict, id: str) -> float:
+    """sum_i(i delta_i) / sum_i(i), delta_i: the i-th step of Q on the path from the root."""
+    known = [q[node.id] for node in t.path(id) if node.id in q]
+    steps = [after - before for before, after in zip(known, known[1:])]
+    if not steps:
+        return 0.0
+    weights = range(1, len(steps) + 1)
+    return sum(i * step for i, step in zip(weights, steps)) / sum(weights)
+
+
+def explore_or_exploit(values: dict, bonus: dict, chosen: str | None = None) -> Choice | None:
+    """The arg-max of value + bonus, or `chosen`.
+
+    The phase is "explore" if the bonus is larger than the value, else "exploit".
+    """
+    if not values:
+        return None
+    scores = {id: values[id] + bonus[id] for id in values}
+    id = chosen or max(scores, key=scores.get)
+    phase = "explore" if bonus[id] > values[id] else "exploit"
+    return Choice(id, phase, f"bonus {bonus[id]:.3g} against value {values[id]:.3g}", scores)
+
+
+# ------------------------------------------------------------------ the rules
+
+
+def bfs(t, rng):
+    """Level by level, --branching children each, --depth levels.
+
+    Failed nodes get children, too (to debug them), so the set of nodes is known from the start.
+    """
+    level = ["0"]
+    left = t.cfg.nodes
+    for _ in range(t.cfg.depth):
+        below = [f"{id}.{i}" for id in level for i in range(t.cfg.branching)][:left]
         for id in below:
             parent = t.nodes.get(id.rpartition(".")[0])
             if id not in t.nodes and parent and parent.status:
                 return Choice(parent.id, reason="next in level order")
-        level, left = below, left - len(below)
+        level = below
+        left -= len(below)
     return None
 
 
-def uniform_choice(t, cfg, rng):
-    options = candidates(t, cfg.breadth)
-    scores = {n.id: 1 / len(options) for n in options}
-    return (
-        Choice(rng.choice(options).id, scores=scores, reason=f"drawn from {len(options)}")
-        if options
-        else None
-    )
-
-
-def greedy(t, cfg, rng):
-    """Drafts first, then always the best node (AIDE, arXiv 2502.13138)."""
-    options = candidates(t, cfg.drafts)
-    scores = {n.id: n.improvement for n in options}
-    return (
-        Choice(
-            max(scores, key=scores.get),
-            scores=scores,
-            reason="best so far" if t.scored() else "draft",
-        )
-        if options
-        else None
-    )
-
-
-def visit_bonus(t, c: float, id: str) -> float:
-    """C sqrt(ln N / (n + 1)): N executed nodes, n children; the + 1 is the node itself."""
-    return c * math.sqrt(math.log(max(1, t.executed())) / (len(t.children(id)) + 1))
-
-
-def trend(t, q: dict, id: str) -> float:
-    """sum(i delta_i) / sum(i) over the steps of Q on the way from the root: later steps weigh more."""
-    known = [q[node.id] for node in t.path(id) if node.id in q]
-    steps = [b - a for a, b in zip(known, known[1:])]
-    return (
-        sum(i * d for i, d in enumerate(steps, 1)) / sum(range(1, len(steps) + 1)) if steps else 0.0
-    )
-
-
-def explore_or_exploit(value: dict, bonus: dict, chosen: str | None = None) -> Choice | None:
-    """arg-max of value + bonus unless one is given; it explores where the bonus is the larger part."""
-    if not value:
+def uniform_choice(t, rng, drafts=3):
+    """Drafts, then any candidate with equal probability."""
+    options = candidates(t, drafts)
+    if not options:
         return None
-    scores = {id: value[id] + bonus[id] for id in value}
-    id = chosen or max(scores, key=scores.get)
-    phase = "explore" if bonus[id] > value[id] else "exploit"
-    return Choice(id, phase, f"bonus {bonus[id]:.3g} against value {value[id]:.3g}", scores)
+    scores = {node.id: 1 / len(options) for node in options}
+    return Choice(rng.choice(options).id, scores=scores, reason=f"drawn from {len(options)}")
 
 
-def ucb(t, cfg, rng):
-    """Q + C sqrt(ln N / (n + 1))."""
-    q, ids = quality(t), [n.id for n in candidates(t, cfg.breadth)]
-    return explore_or_exploit(
-        {i: best_child_value(t, q, i) for i in ids}, {i: visit_bonus(t, cfg.ucb_c, i) for i in ids}
-    )
+def greedy(t, rng, drafts=5):
+    """Drafts, then always the best node (AIDE, arXiv 2502.13138)."""
+    scores = {node.id: node.improvement for node in candidates(t, drafts)}
+    if not scores:
+        return None
+    reason = "best so far" if t.scored() else "draft"
+    return Choice(max(scores, key=scores.get), scores=scores, reason=reason)
 
 
-def open_ended(t, cfg, rng):
-    """ucb + W max(trend, 0); a path that gets better is followed for `commitment` further nodes, until a child is worse or fails."""
-    last = max(
-        (n for n in t.nodes.values() if "commit" in n.decision), key=lambda n: n.order, default=None
-    )
+def ucb(t, rng, drafts=3, c=1.41):
+    """The arg-max of Q + c sqrt(ln N / (n + 1)) (UCB1, Auer et al. 2002)."""
+    values = candidate_values(t, quality(t), drafts)
+    bonus = {id: visit_bonus(t, c, id) for id in values}
+    return explore_or_exploit(values, bonus)
+
+
+def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
+    """ucb + trend_weight max(trend, 0).
+
+    A path that improves is followed for `commitment` further nodes, or until a child is worse or
+    fails.
+    """
+    committed = [node for node in t.nodes.values() if "commit" in node.decision]
+    last = max(committed, key=lambda node: node.order, default=None)
     left = last.decision["commit"] if last else 0
-    if (
-        left
-        and last.valid
-        and last.kept
-        and last.improvement >= (t.nearest_kept(last.parent).improvement or 0.0)
-    ):
-        return Choice(
-            last.id,
-            "explore",
-            f"committed to this path for {left} more",
-            notes={"commit": left - 1},
-        )
-    q, ids = quality(t), [n.id for n in candidates(t, cfg.breadth)]
-    rise = {i: max(0.0, trend(t, q, i)) for i in ids}
-    bonus = {i: visit_bonus(t, cfg.ucb_c, i) + cfg.trend_weight * rise[i] for i in ids}
-    choice = explore_or_exploit({i: best_child_value(t, q, i) for i in ids}, bonus)
-    if (
-        choice and rise[choice.parent] > 0 and not (left and not last.status)
-    ):  # at most one commitment, also in flight
-        choice.notes = {"commit": cfg.commitment}
+    if left and last.valid and last.kept:
+        parent = t.nearest_kept(last.parent)
+        if last.improvement >= (parent.improvement or 0.0):
+            reason = f"committed to this path for {left} more"
+            return Choice(last.id, "explore", reason, notes={"commit": left - 1})
+    q = quality(t)
+    values = candidate_values(t, q, drafts)
+    rise = {id: max(0.0, trend(t, q, id)) for id in values}
+    bonus = {id: visit_bonus(t, c, id) + trend_weight * rise[id] for id in values}
+    choice = explore_or_exploit(values, bonus)
+    # At most one commitment at a time, one that is still running included.
+    still_running = left and not last.status
+    if choice and rise[choice.parent] > 0 and not still_running:
+        choice.notes = {"commit": commitment}
     return choice
 
 
-def softmax(t, cfg, rng):
-    """Drawn by exp(S / tau), S = Q + C sqrt(ln N / (n + 1)) + W max(trend, 0) - alpha ln(1 + n)."""
-    q, ids = quality(t), [n.id for n in candidates(t, cfg.breadth)]
-    value = {i: best_child_value(t, q, i) for i in ids}
-    bonus = {
-        i: visit_bonus(t, cfg.ucb_c, i)
-        + cfg.trend_weight * max(0.0, trend(t, q, i))
-        - cfg.visit_alpha * math.log(1 + len(t.children(i)))
-        for i in ids
-    }
-    top = max((value[i] + bonus[i] for i in ids), default=0.0)
-    weights = [math.exp((value[i] + bonus[i] - top) / cfg.softmax_tau) for i in ids]
-    return explore_or_exploit(value, bonus, rng.choices(ids, weights)[0] if ids else None)
+def softmax(t, rng, drafts=3, c=1.41, trend_weight=0.5, visit_alpha=0.5, tau=0.5):
+    """Drawn with probability ~ exp(S / tau).
+
+    S = Q + c sqrt(ln N / (n + 1)) + trend_weight max(trend, 0) - visit_alpha ln(1 + n)
+    """
+    q = quality(t)
+    values = candidate_values(t, q, drafts)
+    if not values:
+        return None
+    bonus = {}
+    for id in values:
+        visits = math.log(1 + len(t.children(id)))
+        rise = max(0.0, trend(t, q, id))
+        bonus[id] = visit_bonus(t, c, id) + trend_weight * rise - visit_alpha * visits
+    scores = [values[id] + bonus[id] for id in values]
+    top = max(scores)
+    weights = [math.exp((score - top) / max(tau, 1e-9)) for score in scores]
+    return explore_or_exploit(values, bonus, rng.choices(list(values), weights)[0])
 
 
-def used_families(t, id: str) -> set:
-    return {
-        family for child in t.children(id) if child.idea for family in prompts.families(child.idea)
-    }
+def variance(t, q, node):
+    """Standard deviation of Q over the children; 1 with fewer than two scored ones."""
+    known = [q[child.id] for child in t.children(node.id) if child.id in q]
+    return stdev(known) if len(known) > 1 else 1.0
 
 
-SIGNALS = {  # (tree, Q, candidate) -> the larger, the more it deserves a child
-    "variance": lambda t, q, v: (
-        stdev(known) if len(known := [q[c.id] for c in t.children(v.id) if c.id in q]) > 1 else 1.0
-    ),
-    "regret": lambda t, q, v: max(q.values()) - best_child_value(t, q, v.id),
-    "coverage": lambda t, q, v: 1 - len(used_families(t, v.id)) / (len(prompts.FAMILIES) + 1),
-    "depth": lambda t, q, v: 1 / (v.depth * (len(t.children(v.id)) + 1) + 1),
-}
+def regret(t, q, node):
+    """The best Q of the tree minus the best below this node."""
+    return max(q.values()) - best_child_value(t, q, node.id)
 
 
-def signals(t, cfg, rng):
-    """The sum of the chosen signals, each normalised over the candidates; the best quarter of the nodes is exploited."""
-    q, options = quality(t), candidates(t, cfg.breadth)
+def coverage(t, q, node):
+    """The share of model families that no child's idea names."""
+    used = set()
+    for child in t.children(node.id):
+        if child.idea:
+            used |= prompts.families(child.idea)
+    return 1 - len(used) / (len(prompts.FAMILIES) + 1)
+
+
+def shallow(t, q, node):
+    """1 / (depth (n + 1) + 1): near the root, with few children."""
+    return 1 / (node.depth * (len(t.children(node.id)) + 1) + 1)
+
+
+# (tree, Q, candidate) -> the larger, the more it deserves a child
+SIGNALS = {"variance": variance, "regret": regret, "coverage": coverage, "depth": shallow}
+
+
+def signals(t, rng, drafts=3, names=("regret", "depth"), exploit_quantile=0.75):
+    """The arg-max of the sum of `names` in SIGNALS, each normalised over the candidates.
+
+    The phase is "exploit" if the chosen node is at or above that quantile of all scored nodes.
+    """
+    unknown = set(names) - set(SIGNALS)
+    if unknown:
+        raise UserError(f"Unknown signal {min(unknown)!r}; there are {', '.join(SIGNALS)}.")
+    q = quality(t)
+    options = candidates(t, drafts)
     if not options:
         return None
-    parts = [normalised({v.id: SIGNALS[name](t, q, v) for v in options}) for name in cfg.signals]
-    scores = {v.id: sum(part[v.id] for part in parts) for v in options}
+    scores = {node.id: 0.0 for node in options}
+    for name in names:
+        signal = normalised({node.id: SIGNALS[name](t, q, node) for node in options})
+        for id in scores:
+            scores[id] += signal[id]
     id = max(scores, key=scores.get)
-    ranked = sorted(q[n.id] for n in t.scored())
-    high = (
-        bool(ranked)
-        and q[id] >= ranked[min(len(ranked) - 1, int(cfg.exploit_quantile * len(ranked)))]
-    )
-    return Choice(id, "exploit" if high else "explore", " + ".join(cfg.signals), scores)
+    phase = "explore"
+    ranked = sorted(q[node.id] for node in t.scored())
+    if ranked:
+        place = min(len(ranked) - 1, int(exploit_quantile * len(ranked)))
+        phase = "exploit" if q[id] >= ranked[place] else "explore"
+    return Choice(id, phase, " + ".join(names), scores)
 
 
 def uct(total: float, visits: int, parent_visits: int, c: float) -> float:
-    """Mean value + c sqrt(ln N_parent / N); a child that was never visited comes first."""
-    return total / visits + c * math.sqrt(math.log(parent_visits) / visits) if visits else math.inf
+    """Mean value + c sqrt(ln N_parent / N); infinite for a child that was never visited."""
+    if not visits:
+        return math.inf
+    return total / visits + c * math.sqrt(math.log(parent_visits) / visits)
 
 
-def mcts(t, cfg, rng):
-    """Down by UCT to the first node with fewer than `branching` children. Nodes that failed or still run are visits of value 0."""
-    q, id, scores = quality(t), "0", {}
-    below = lambda id: [n for n in t.nodes.values() if n.id == id or n.id.startswith(id + ".")]
-    while len(t.children(id)) >= cfg.branching:
-        options = [
-            c for c in t.children(id) if c.kept and (c.valid or t.failures(c) <= cfg.debug_depth)
-        ]
+def mcts(t, rng, c=0.25):
+    """From the root down by UCT to the first node with fewer than --branching children.
+
+    Nodes that failed or still run count as visits with value 0.
+    """
+
+    def below(id):
+        return [n for n in t.nodes.values() if n.id == id or n.id.startswith(f"{id}.")]
+
+    q = quality(t)
+    id = "0"
+    scores = {}
+    while len(t.children(id)) >= t.cfg.branching:
+        options = []
+        for child in t.children(id):
+            if child.kept and (child.valid or t.failures(child) <= t.cfg.debug_depth):
+                options.append(child.id)
+        if not options and t.running():
+            return None
         if not options:
-            if t.running():
-                return None
-            break  # all children are given up: widen
+            break  # all children are given up: this node gets another one
         visits = len(below(id))
-        level = {
-            c.id: uct(
-                sum(q.get(n.id, 0.0) for n in below(c.id)), len(below(c.id)), visits, cfg.uct_c
-            )
-            for c in options
-        }
+        level = {}
+        for option in options:
+            nodes = below(option)
+            total = sum(q.get(node.id, 0.0) for node in nodes)
+            level[option] = uct(total, len(nodes), visits, c)
         scores |= level
         id = max(level, key=level.get)
     return Choice(id, scores=scores, reason=f"reached by UCT at depth {t.nodes[id].depth}")
 
 
-def evolution(t, cfg, rng):
-    """Drafts, then parents drawn from the best `population` nodes by exp(Q); two of them cross with probability crossover_prob."""
-    options = candidates(t, cfg.drafts)
-    pool = sorted((n for n in options if n.id != "0"), key=lambda n: -n.improvement)[
-        : cfg.population
-    ]
+def evolution(t, rng, drafts=5, crossover_prob=0.5, population=10):
+    """Drafts, then a parent drawn with probability ~ exp(Q) from the best `population` nodes.
+
+    With probability crossover_prob a second parent is drawn, and the child combines both.
+    """
+    options = candidates(t, drafts)
+    pool = [node for node in options if node.id != "0"]
     if not pool:
         return Choice("0", reason="draft") if options else None
+    pool = sorted(pool, key=lambda node: node.improvement, reverse=True)[:population]
     q = quality(t)
-    fitness = {n.id: math.exp(q[n.id]) for n in pool}
+    fitness = {node.id: math.exp(q[node.id]) for node in pool}
     first = rng.choices(list(fitness), list(fitness.values()))[0]
     others = {id: weight for id, weight in fitness.items() if id != first}
-    cross = bool(others) and rng.random() < cfg.crossover_prob
-    second = rng.choices(list(others), list(others.values()))[0] if cross else None
-    return Choice(first, scores=fitness, second=second, reason="crossover" if cross else "mutation")
+    if not others or rng.random() >= crossover_prob:
+        return Choice(first, scores=fitness, reason="mutation")
+    second = rng.choices(list(others), list(others.values()))[0]
+    return Choice(first, scores=fitness, second=second, reason="crossover")
 
 
-def linear(t, cfg, rng):
-    """No tree: each node goes on where the one before ended, with the same total of actions."""
-    return (
-        None
-        if t.running()
-        else Choice(t.finished[-1].id if t.finished else "0", "exploit", "goes on")
-    )
+def linear(t, rng):
+    """No tree: each node continues where the one before it ended."""
+    if t.running():
+        return None
+    parent = t.finished[-1].id if t.finished else "0"
+    return Choice(parent, "exploit", "goes on")
 
 
-SELECT = {
+RULES = {
     "bfs": bfs,
     "random": uniform_choice,
     "greedy": greedy,
@@ -272,10 +336,31 @@ SELECT = {
     "evolution": evolution,
     "linear": linear,
 }
-DEBUGS_ITSELF = {"bfs", "mcts", "linear"}
 
 
-def select(t: Tree, cfg, rng) -> Choice | None:
-    """The rule that cfg.select names; most of them debug a failed leaf instead with probability cfg.debug_prob."""
-    debug = None if cfg.select in DEBUGS_ITSELF else failed_leaf(t, cfg, rng)
-    return debug or SELECT[cfg.select](t, cfg, rng)
+def constants(name: str, rule, rule_args: tuple[str, ...]) -> dict:
+    """The keyword arguments for a rule from the `name=value` pairs of --rule-args.
+
+    A value has the type of the default; a list is written a,b. Raises UserError for an unknown name
+    and for a value that is no number, negative, or 0 where a count is wanted.
+    """
+    parameters = inspect.signature(rule).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    values = {}
+    for text in rule_args:
+        key, _, value = text.partition("=")
+        if key not in defaults:
+            known = ", ".join(defaults) or "none"
+            raise UserError(f"--rule-args {text}: rule {name} has no {key!r}; it has {known}.")
+        kind = type(defaults[key])
+        if kind is tuple:
+            values[key] = tuple(value.split(","))
+            continue
+        try:
+            values[key] = kind(value)
+        except ValueError:
+            raise UserError(f"--rule-args {text}: {value!r} is not a number.") from None
+        lowest = 1 if kind is int else 0
+        if not lowest <= values[key] < math.inf:
+            raise UserError(f"--rule-args {text}: {key} must be at least {lowest}.")
+    return values

@@ -1,20 +1,22 @@
-"""The tree of a search: its nodes, what it has spent, and how all of that is rebuilt from journal.jsonl.
+"""The tree of a search: its nodes, what it has spent, and how both are rebuilt from journal.jsonl.
 
-A journal row is one finished Node. Rows are appended and flushed when the node ends and never change: a run that was
-killed loses the nodes that were running, and nothing else. Files that a node left are in nodes/ beside it.
+A row of the journal is one finished Node. It is written once, when the node ends, and never
+changed. A run that was killed loses the nodes that were running and nothing else. The files that a
+node left are in nodes/ beside the journal.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import io
 import itertools
+import re
 import tarfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field, fields
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -23,54 +25,43 @@ from flatlab.errors import UserError
 from flatlab.sandbox.sandbox import readable
 from flatlab.tree import prompts
 
-CODE = {
-    ".py",
-    ".sh",
-    ".r",
-    ".R",
-    ".jl",
-    ".c",
-    ".cpp",
-    ".yaml",
-    ".yml",
-    ".toml",
-}  # files whose text goes to the journal
+# Files with these suffixes are copied into the journal as text: at most CODE_FILES of them, each of
+# at most CODE_BYTES.
+CODE = {".py", ".sh", ".r", ".R", ".jl", ".c", ".cpp", ".yaml", ".yml", ".toml"}
+CODE_FILES = 10
+CODE_BYTES = 50_000
 
 
 @dataclass
 class Node:
-    """One attempt, and a row of journal.jsonl. status "" means: still running."""
+    """One attempt, and one row of journal.jsonl. A node with status "" is still running."""
 
     id: str  # lineage: "0.2.1" is the second child of the third child of the root "0"
     parent: str = ""
     second: str | None = None  # the other parent of a crossover
-    order: int = -1  # of starts; rows are in the order of completion
-    op: str = ""  # draft | improve | debug | crossover
-    sampling_mode: str = "none"  # how the idea was really asked for; none: without a request
-    idea: str = ""
-    probability: float | None = None
-    above_tau: bool = False  # the stated probability is above --tau although tail was asked for
-    ideas: list = field(
-        default_factory=list
-    )  # all (text, probability) of the call that this idea comes from
+    order: int = -1  # number of nodes started before; the journal is in order of completion
+    op: str = ""  # baseline (the root), draft, improve, debug or crossover
+    sampling_mode: str = "none"  # how this node's strategy was asked for
+    idea: str = ""  # its strategy
+    probability: float | None = None  # as the model stated it
+    above_tau: bool = False  # mode tail, but the stated probability is above --tau
+    ideas: list = field(default_factory=list)  # all (strategy, probability) of the same request
     score: float | None = None  # on the validation part
-    improvement: float | None = None  # improvement(score, task); None: failed
+    improvement: float | None = None  # see flatlab.episode.task.improvement; None: failed
     valid: bool = False
     status: str = ""  # of the episode, or validated, stopped; fault: the sandbox broke twice
     error: str = ""
-    code: dict = field(default_factory=dict)  # text files that it left
-    diff: str = ""  # to the parent's
-    actions: list = field(default_factory=list)
+    code: dict = field(default_factory=dict)  # file name -> text
+    diff: str = ""  # of the code, against the parent's
+    actions: list = field(default_factory=list)  # the turns of the episode
     seconds: float = 0.0
-    elapsed: float = 0.0  # of the whole tree when this ended
+    elapsed: float = 0.0  # seconds of the whole search when this node ended
     tokens: int = 0  # sampled
     prompt_tokens: int = 0
     seed: int = 0
     attempts: int = 0
     kept: bool = False  # its files are in nodes/<order>.tar
-    decision: dict = field(
-        default_factory=dict
-    )  # rule, scores of all candidates, explore or exploit, reason
+    decision: dict = field(default_factory=dict)  # rule, phase, scores of the candidates, reason
     time: float = 0.0
 
     @property
@@ -80,80 +71,69 @@ class Node:
 
 @dataclass
 class Choice:
-    """What a selection rule decides; `notes` go to the journal as they are."""
+    """What a selection rule decides: the parent of the next node, and why."""
 
     parent: str
-    phase: str = ""  # "explore", "exploit" or "" (the rule does not tell them apart)
+    phase: str = ""  # "explore", "exploit", or "" if the rule does not tell them apart
     reason: str = ""
-    scores: dict = field(default_factory=dict)  # of all candidates
-    second: str | None = None
-    idea: str = ""  # when the rule itself brings one
-    notes: dict = field(default_factory=dict)
-    tokens: int = 0  # that deciding cost
+    scores: dict = field(default_factory=dict)  # id -> score of each candidate
+    second: str | None = None  # the other parent of a crossover
+    idea: str = ""  # the strategy, if the rule provides one
+    notes: dict = field(default_factory=dict)  # goes to the journal as it is
+    tokens: int = 0  # sampled for this decision
     prompt_tokens: int = 0
 
 
 def stable(*parts) -> int:
-    """A 31-bit seed from anything printable, the same in every process."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1
+    """A 31-bit seed from printable values, the same in every process."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
 
 
 class Tree:
-    """All nodes of one (task, mode, seed), those in flight included. Everything here is rebuilt from the journal."""
+    """All nodes of one task, sampling mode and seed, the running ones included.
 
-    def __init__(self, task: Task, sampling_mode: str, seed: int, cfg: Config, run):
-        self.task, self.sampling_mode, self.seed, self.cfg, self.run, self.policy = (
-            task,
-            sampling_mode,
-            seed,
-            cfg,
-            run,
-            None,
-        )
-        self.nodes = {
-            "0": Node(
-                "0",
-                op="baseline",
-                score=task.baseline,
-                improvement=0.0,
-                valid=True,
-                status="baseline",
-            )
-        }
+    cfg: the Config of search.py. run: the open run directory; the tree is rebuilt from its journal.
+    """
+
+    def __init__(self, task: Task, sampling_mode: str, seed: int, cfg, run):
+        self.task = task
+        self.sampling_mode = sampling_mode
+        self.seed = seed
+        self.cfg = cfg
+        self.run = run
+        self.policy = None
+        self.root = Node("0", op="baseline", score=task.baseline, status="baseline")
+        self.root.improvement = 0.0
+        self.root.valid = True
+        self.nodes = {"0": self.root}
         self.finished: list[Node] = []  # in order of completion
-        self.pending_ideas: dict[str, list | asyncio.Future] = {}  # ideas per call
-        self.busy, self.waiting, self.closed, self.deciding = 0, False, False, asyncio.Lock()
-        self.began, self.before = None, 0.0  # clock of this process, seconds of earlier ones
+        self.pending_ideas: dict[str, list | asyncio.Future] = {}  # by request, see request_of
+        # Of the scheduler in search.py:
+        self.in_flight = 0
+        self.blocked = False  # the rule waits for a running node
+        self.closed = False
+        self.deciding = asyncio.Lock()
+        self.began: float | None = None  # clock of this process
+        self.seconds_before = 0.0  # of earlier processes
         for row in run.rows("journal.jsonl"):
             node = node_of(row, run)
-            self.nodes[node.id], self.before = node, node.elapsed
+            self.nodes[node.id] = node
             self.finished.append(node)
+            self.seconds_before = node.elapsed
             if node.ideas:
-                self.pending_ideas[self.call_of(node)] = node.ideas
+                self.pending_ideas[self.request_of(node)] = node.ideas
 
     def start(self, choice: Choice) -> Node:
-        """Makes the node in flight; from now on the rules see it."""
-        number = next(i for i in itertools.count() if f"{choice.parent}.{i}" not in self.nodes)
-        base = self.nearest_kept(choice.parent)
-        op = (
-            "crossover"
-            if choice.second
-            else "draft"
-            if base.id == "0"
-            else "improve"
-            if base.valid
-            else "debug"
-        )
-        node = Node(
-            f"{choice.parent}.{number}",
-            choice.parent,
-            choice.second,
-            self.started(),
-            op,
-            idea=choice.idea,
-            tokens=choice.tokens,
-            prompt_tokens=choice.prompt_tokens,
-        )
+        """Adds the node that was chosen; from now on the rules see it as running."""
+        names = (f"{choice.parent}.{number}" for number in itertools.count())
+        node = Node(next(name for name in names if name not in self.nodes), choice.parent)
+        node.second = choice.second
+        node.order = self.started()
+        node.op = self.operator(choice)
+        node.idea = choice.idea
+        node.tokens = choice.tokens
+        node.prompt_tokens = choice.prompt_tokens
         node.seed = stable(self.seed, node.id)
         node.decision = {
             "rule": self.cfg.select,
@@ -164,14 +144,27 @@ class Tree:
         self.nodes[node.id] = node
         return node
 
-    def call_of(self, node) -> str:
-        """bfs asks once for all children of a node; the other rules ask for each, knowing the earlier ones."""
+    def operator(self, choice: Choice) -> str:
+        parent = self.nearest_kept(choice.parent)
+        if choice.second:
+            return "crossover"
+        if parent is self.root:
+            return "draft"
+        return "improve" if parent.valid else "debug"
+
+    def request_of(self, node: Node) -> str:
+        """The key of the request for strategies that serves this node.
+
+        bfs asks once for all children of a node. The other rules ask for each child, and show the
+        model the earlier ones.
+        """
         return node.parent if self.cfg.select == "bfs" else node.id
 
     def started(self) -> int:
-        return max(node.order for node in self.nodes.values()) + 1
+        return 1 + max(node.order for node in self.nodes.values())
 
     def executed(self) -> int:
+        """Finished and running nodes, without the root."""
         return len(self.nodes) - 1
 
     def children(self, id: str) -> list[Node]:
@@ -185,58 +178,72 @@ class Tree:
         return [node for node in self.finished if node.valid]
 
     def path(self, id: str) -> list[Node]:
+        """The nodes from the root to `id`."""
         parts = id.split(".")
         return [self.nodes[".".join(parts[: i + 1])] for i in range(len(parts))]
 
     def nearest_kept(self, id: str) -> Node:
-        """The node whose files the children of `id` get: itself, or where its sandbox broke, the next one above."""
-        return next(node for node in reversed(self.path(id)) if node.kept or node.id == "0")
+        """The node whose files the children of `id` start from.
+
+        This is `id` itself, or the next one above it whose files were kept, or the root.
+        """
+        for node in reversed(self.path(id)):
+            if node.kept:
+                return node
+        return self.root
+
+    def tar_of(self, node: Node) -> Path:
+        """The file is named by order, because an id may be longer than a file name."""
+        return self.run.dir / "nodes" / f"{node.order:06d}.tar"
 
     def files_of(self, node: Node) -> bytes:
+        """Raises UserError if the file is gone."""
         path = self.tar_of(node)
         if not path.is_file():
             raise UserError(
-                f"{path} is missing: it holds the files of node {node.id}, which the search builds on."
+                f"{path} is missing: the search builds on these files of node {node.id}."
             )
         return path.read_bytes()
 
-    def tar_of(self, node: Node):
-        return (
-            self.run.dir / "nodes" / f"{node.order:06d}.tar"
-        )  # an id may be longer than names of files
-
     def failures(self, node: Node) -> int:
-        """Failed nodes in a row that end with this one."""
-        return len(list(itertools.takewhile(lambda n: not n.valid, reversed(self.path(node.id)))))
+        """Number of failed nodes in a row that end with this one."""
+        upwards = reversed(self.path(node.id))
+        return sum(1 for _ in itertools.takewhile(lambda n: not n.valid, upwards))
 
     def best(self) -> Node:
-        return max(
-            [self.nodes["0"], *self.scored()], key=lambda node: node.improvement
-        )  # ties: the earlier one
+        """The best node, the root included; of equal ones the earliest."""
+        return max([self.root, *self.scored()], key=lambda node: node.improvement)
 
     def tokens(self) -> int:
         return sum(node.tokens for node in self.nodes.values())
 
     def elapsed(self) -> float:
-        return self.before + (0.0 if self.began is None else time.monotonic() - self.began)
+        now = 0.0 if self.began is None else time.monotonic() - self.began
+        return self.seconds_before + now
 
     def spent(self) -> str:
-        """The budget that is used up; "" while none is."""
-        cfg, best = self.cfg, self.best()
-        without = len(self.finished) - (self.finished.index(best) + 1 if best.id != "0" else 0)
-        reached = {
-            "nodes": self.executed() >= cfg.nodes,
-            "tokens": 0 < cfg.tokens <= self.tokens(),
-            "minutes": 0 < 60 * cfg.minutes <= self.elapsed(),
-            "patience": 0 < cfg.patience <= without,
-            "target": cfg.target is not None
-            and best.improvement >= improvement(cfg.target, self.task),
+        """The name of the budget that is used up; "" while none is."""
+        cfg = self.cfg
+        best = self.best()
+        since_best = len(self.finished)
+        if best is not self.root:
+            since_best -= self.finished.index(best) + 1
+        budgets = {
+            "nodes": (self.executed(), cfg.nodes),
+            "tokens": (self.tokens(), cfg.tokens),
+            "minutes": (self.elapsed() / 60, cfg.minutes),
+            "patience": (since_best, cfg.patience),
         }
-        return next((name for name, used_up in reached.items() if used_up), "")
+        for name, (used, limit) in budgets.items():
+            if limit is not None and used >= limit:
+                return name
+        if cfg.target is not None and best.improvement >= improvement(cfg.target, self.task):
+            return "target"
+        return ""
 
 
 def node_of(row: dict, run) -> Node:
-    """The node of a journal row. Raises UserError for a row that another version wrote."""
+    """The node of a journal row. Raises UserError for a row of another version of search.py."""
     values = {key: value for key, value in row.items() if key != "depth"}
     unknown = sorted(set(values) - {f.name for f in fields(Node)})
     if unknown:
@@ -248,61 +255,79 @@ def node_of(row: dict, run) -> Node:
 
 
 def code_in(files: bytes, task: Task) -> dict[str, str]:
-    """The programs in a tar of a workspace, but not the task's own; read here, never unpacked."""
+    """The programs in a tar of a workspace, without the task's own. Nothing is unpacked to disk."""
     code = {}
-    with tarfile.open(fileobj=io.BytesIO(files)) if files else contextlib.nullcontext([]) as tar:
+    if not files:
+        return code
+    with tarfile.open(fileobj=io.BytesIO(files)) as tar:
         for member in tar:
             name = member.name.removeprefix("./")
-            if (
-                member.isreg()
-                and Path(name).suffix in CODE
-                and member.size <= 50_000
-                and len(code) < 10
-            ):
-                text = tar.extractfile(member).read()
-                if name not in task.public or text != task.public[name].read_bytes():
-                    code[readable(name)] = text.decode(errors="replace")
+            is_code = member.isreg() and Path(name).suffix in CODE
+            if not is_code or member.size > CODE_BYTES or len(code) >= CODE_FILES:
+                continue
+            text = tar.extractfile(member).read()
+            if name not in task.public or text != task.public[name].read_bytes():
+                code[readable(name)] = text.decode(errors="replace")
     return code
 
 
+def diversity(nodes: list[Node]) -> dict:
+    """Distinct model families and imports of a tree, and the mean distance of its ideas.
+
+    The distance of two ideas is 1 - |common words| / |all words| (Jaccard).
+    """
+    ideas = [node.idea for node in nodes if node.idea]
+    families = set()
+    for idea in ideas:
+        families |= prompts.families(idea)
+    imports = set()
+    for node in nodes:
+        for text in node.code.values():
+            imports.update(re.findall(r"^\s*(?:import|from)\s+(\w+)", text, re.M))
+    words = [set(re.findall(r"\w+", idea.lower())) for idea in ideas]
+    distances = [1 - len(a & b) / len(a | b) for a, b in combinations(words, 2) if a | b]
+    return {
+        "families": len(families),
+        "imports": len(imports),
+        "idea_distance": fmean(distances) if distances else None,
+    }
+
+
 def results(t: Tree) -> dict:
-    """What result.json says, at any moment."""
-    best, done, counted = (
-        t.best(),
-        t.finished,
-        [n.score if n.valid else t.task.baseline for n in t.finished if n.status != "fault"],
-    )
-    faults = sum(n.status == "fault" for n in done)
-    prompt_tokens = sum(n.prompt_tokens for n in t.nodes.values())
+    """The content of result.json, at any moment. Failed nodes count with the baseline."""
+    best = t.best()
+    done = t.finished
+    graded = [node for node in done if node.status != "fault"]
+    scores = [node.score if node.valid else t.task.baseline for node in graded]
+    faults = len(done) - len(graded)
     return {
         "task": t.task.name,
         "metric": t.task.metric,
         "higher_is_better": t.task.higher_is_better,
         "baseline": t.task.baseline,
         "reference": t.task.reference,
-        "model": t.cfg.model,
+        "model": t.cfg.model.model,
         "sampling_mode": t.sampling_mode,
-        "sampling_modes_used": dict(Counter(n.sampling_mode for n in done)),
-        "above_tau": sum(n.above_tau for n in done),
-        "fell_back": sum(bool(n.decision.get("fell_back")) for n in done),
+        "sampling_modes_used": dict(Counter(node.sampling_mode for node in done)),
         "select": t.cfg.select,
         "seed": t.seed,
         "nodes": len(done),
-        "failed": sum(not n.valid for n in done) - faults,
+        "failed": sum(not node.valid for node in done) - faults,
         "faults": faults,
-        "without_idea": sum(not n.idea and n.sampling_mode != "none" for n in done),
+        "without_idea": sum(not node.idea and node.sampling_mode != "none" for node in done),
+        "above_tau": sum(node.above_tau for node in done),
+        "fell_back": sum(bool(node.decision.get("fell_back")) for node in done),
         "tokens": t.tokens(),
-        "prompt_tokens": prompt_tokens,
-        "dollars": (prompt_tokens * t.cfg.price[0] + t.tokens() * t.cfg.price[1]) / 1e6,
+        "prompt_tokens": sum(node.prompt_tokens for node in t.nodes.values()),
         "seconds": t.elapsed(),
         "stopped_by": t.spent(),
         "best_id": best.id,
         "best_score": best.score,
         "improvement": best.improvement,
-        "best_path": [n.id for n in t.path(best.id)],
-        "node_mean": fmean(counted) if counted else None,
-        "node_stderr": stdev(counted) / len(counted) ** 0.5 if len(counted) > 1 else None,
-        "valid_share": len(t.scored()) / len(counted) if counted else None,
+        "best_path": [node.id for node in t.path(best.id)],
+        "node_mean": fmean(scores) if scores else None,
+        "node_stderr": stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None,
+        "valid_share": len(t.scored()) / len(scores) if scores else None,
         "selected_on_test": len(t.task.splits) == 1,
-        "diversity": prompts.diversity(done),
+        "diversity": diversity(done),
     }
