@@ -378,13 +378,14 @@ async def expand(t: Tree, node: Node) -> None:
         episode, files = await play(t, node, parents)
         if episode.status != "fault":
             break
+    if files:
+        await in_thread(write_whole, t.tar_of(node), files)
+    # Nothing below waits, so the rules see the node finish at once and complete.
+    node.kept = bool(files)
     outcome(t, node, episode)
     node.code = code_in(files, t.task)
     if parents:
         node.diff = difference(parents[0].code, node.code)
-    if files:
-        await in_thread(write_whole, t.tar_of(node), files)
-        node.kept = True
     transcript = episode.to_dict() | {"node": node.id, "group": node.parent, "segments": []}
     if t.cfg.engine != "api":  # the tokens of an endpoint are not the model's
         transcript["segments"] = [asdict(segment) for segment in episode.segments]
