@@ -781,7 +781,7 @@ def print_best(t: Tree, cell: dict) -> None:
     if cell["node_stderr"] is not None:
         print(
             f"nodes    {cell['node_mean']:.4f} ± {cell['node_stderr']:.4f} on average ({part}, "
-            f"n={cell['nodes'] - cell['faults']}, failed nodes count with the baseline), "
+            f"n={cell['nodes'] - cell['faults']}, failed nodes count as the baseline), "
             f"{cell['valid_share']:.0%} valid"
         )
 

@@ -412,7 +412,7 @@ def main(options: Options):
         return watch(options)
     runs, errors = find_runs(options.runs)
     if not runs or errors and len(options.runs) == 1:
-        raise UserError("\n".join(errors) or "There is no run.")
+        raise UserError("\n".join(errors) or "No run directory was found.")
     for sentence in errors:
         print(sentence, file=sys.stderr)
     parts = texts(runs, options)

@@ -301,7 +301,7 @@ def test_several_runs_and_strangers_among_them(tmp_path):
     done = python("viz.py", *sorted(tmp_path.iterdir()), "--no-report", "--format", "pdf")
     assert done.returncode == 0 and done.stdout.count("wrote") == 1
     assert (tmp_path / "compare-search-titanic.pdf").exists()
-    assert done.stderr.count("\n") == 1 and "notes is no run directory" in done.stderr
+    assert done.stderr.count("\n") == 1 and "notes is not a run directory" in done.stderr
     assert python("viz.py", tmp_path / "file.txt").returncode == 2
     assert (
         python("viz.py", tmp_path).stdout.count("2 of 8") == 1

@@ -29,7 +29,7 @@ def read_yaml(path: Path) -> dict:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"Cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(spec, dict):
-        raise UserError(f"{path} must hold keys and values.")
+        raise UserError(f"{path} must be a mapping of keys to values.")
     return spec
 
 

@@ -159,7 +159,7 @@ def read_run(directory) -> RunData:
     if not path.exists():
         raise UserError(f"{path} does not exist.")
     if not (path / "config.yaml").is_file():
-        raise UserError(f"{path} is no run directory: it has no config.yaml.")
+        raise UserError(f"{path} is not a run directory: it has no config.yaml.")
     config = read_mapping(path / "config.yaml")
     steps, nodes = [], []
     for row in read_rows(path / "metrics.jsonl"):

@@ -183,7 +183,8 @@ def lock_directory(path: Path):
         others = [n for n in names if n != ".lock" and not n.startswith(".tmp-")]
         if others and not (path / "config.yaml").exists():
             raise UserError(
-                f"{path} holds other things than a run ({', '.join(others[:3])}): name a new one."
+                f"{path} is not a run directory: it holds {', '.join(others[:3])}. "
+                "Choose another --name."
             )
         lock = open(path / ".lock", "a+")
     except OSError as error:
@@ -194,7 +195,8 @@ def lock_directory(path: Path):
         lock.seek(0)
         pid = lock.read().strip() or "?"
         raise UserError(
-            f"{path} is being written by process {pid}: wait for it, or name another directory."
+            f"{path} is being written by process {pid}: wait for it to end, "
+            "or choose another --name."
         ) from None
     lock.truncate(0)
     print(os.getpid(), file=lock, flush=True)
@@ -216,7 +218,7 @@ def open_run(directory, config: dict, resume_ok_keys=("steps",)) -> Run:
     if found:
         if any(path.glob("checkpoints/[0-9]*")) or any(map(read_rows, path.glob("*.jsonl"))):
             raise UserError(
-                f"{path} was made with another config ({'; '.join(found)}): name a new directory."
+                f"{path} was made with another config ({'; '.join(found)}): choose another --name."
             )
         (path / "result.json").unlink(missing_ok=True)  # no step was made: nothing to keep
     sweep(path)

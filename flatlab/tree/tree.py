@@ -294,7 +294,7 @@ def diversity(nodes: list[Node]) -> dict:
 
 
 def results(t: Tree) -> dict:
-    """The content of result.json, at any moment. Failed nodes count with the baseline."""
+    """The content of result.json, at any moment. Failed nodes count as the baseline."""
     best = t.best()
     done = t.finished
     graded = [node for node in done if node.status != "fault"]
