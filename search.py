@@ -72,39 +72,44 @@ from tasks import load_task
 @dataclass
 class Config:
     # Several values of task, sampling_mode or seed make a grid of trees that share one engine.
+
     tasks: TaskOptions = field(default_factory=TaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     sandbox: SandboxOptions = field(default_factory=SandboxOptions)
     trackers: TrackerOptions = field(default_factory=TrackerOptions)
-    # run
-    name: str | None = None  # logs/<name>; default: search-<rule>-<task>-<mode>-<model>-<seed>
-    seed: tuple[int, ...] = (0,)  # seed of choices and samples
+
+    # run directory logs/<name>; default: search-<rule>-<task>-<mode>-<model>-<seed>
+    name: str | None = None
+    seed: tuple[int, ...] = (0,)  # seed of choices and samples; several: one tree each
     workers: int = 4  # nodes that run at the same time, over all trees
     engine: Literal["vllm", "hf", "api"] = "vllm"  # hf: transformers; api: an OpenAI-style endpoint
     url: str = "http://localhost:8000/v1"  # address of that endpoint; key: $OPENAI_API_KEY
     gpu_memory: float = 0.85  # share of the GPU for the engine (weights and KV cache)
     # budget of each tree; None: no limit
-    nodes: int = 12  # executed nodes; failed ones count
-    tokens: int | None = None  # sampled tokens, those for strategies included
-    minutes: float | None = None  # wall time
-    patience: int | None = None  # nodes in a row without a better one
+    nodes: int = 12  # executed nodes per tree; failed ones count
+    tokens: int | None = None  # sampled tokens per tree, those for strategies included
+    minutes: float | None = None  # wall time per tree, in minutes
+    patience: int | None = None  # stop after this many nodes in a row without a better one
     target: float | None = None  # stop at this validation score
     # strategies
     sampling_mode: tuple[str, ...] = ("tail",)  # none, uniform, tail, local or sequence
-    vs_variant: Literal["standard", "cot", "multi"] = "standard"  # cot: reason first; multi: by two
+    # cot: the model reasons before it lists; multi: two strategies per request
+    vs_variant: Literal["standard", "cot", "multi"] = "standard"
     k: int = 5  # strategies per request
     tau: float = 0.1  # tail: ask for strategies less probable than this; drop the others
-    use_probability: Literal["no", "order", "sample"] = "no"  # take the first, most probable, drawn
+    # which strategy is taken: the first, the most probable, or one drawn by its probability
+    use_probability: Literal["no", "order", "sample"] = "no"
     scope: Literal["parent", "global"] = "parent"  # global: prompts summarise the whole tree
     reflection: bool = False  # one more request per node: what has the tree taught so far?
     # selection
-    select: str = "bfs"  # rule that picks the node to build on: a key of SELECT
+    # rule that picks the node to build on: bfs, random, greedy, ucb, open_ended, softmax, signals,
+    # mcts, evolution, linear, scientist, or your own (a key of SELECT)
+    select: str = "bfs"
     rule_args: tuple[str, ...] = ()  # constants of the rule, as in --rule-args c=0.5 drafts=4
     branching: int = 3  # bfs, mcts: children per node
     depth: int = 2  # bfs: levels below the root
-    debug_prob: float = (
-        0.5  # probability of debugging a failed leaf instead (not in SELF_DEBUGGING)
-    )
+    # probability of debugging a failed leaf instead (not with bfs, mcts, linear, scientist)
+    debug_prob: float = 0.5
     debug_depth: int = 3  # failures in a row after which a branch is given up
     # episodes
     max_turns: int = 15  # replies per node

@@ -52,8 +52,8 @@ class Options:
     worst: bool = False  # print the worst one: the last failed one if any failed
     compare: tuple[str, str] | None = None  # two transcripts side by side; of two runs, one each
     watch: bool = False  # refresh until the runs have ended
-    every: float = 5.0  # seconds between two looks of --watch
-    format: Literal["png", "pdf", "svg"] = "png"  # of the pictures
+    every: float = 5.0  # with --watch: seconds between two refreshes
+    format: Literal["png", "pdf", "svg"] = "png"  # file format of the pictures
     report: bool = True  # write report.html
     tensorboard: bool = False  # also write rows and transcripts to <run>/tensorboard
     wandb: bool = False  # also send them to Weights & Biases; WANDB_MODE=offline needs no account
