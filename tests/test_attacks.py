@@ -5,7 +5,11 @@ is a general property of sandboxes is in test_sandbox.py or test_env.py, with th
 `python tests/bench.py table` lists all of them in tests/README.md.
 """
 
+import gzip
 import os
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from textwrap import indent
 
@@ -13,7 +17,9 @@ import pytest
 
 from backends import ISOLATED
 from env import Env
+from flatlab.episode.task import parse_grade
 from flatlab.episode.task_files import TASKS_DIR, read_yaml
+from helpers import block
 from tasks import load_task
 
 MLGYM = os.environ.get("MLGYM_ROOT")  # before conftest.py hides it
@@ -23,10 +29,6 @@ attack = pytest.mark.attack
 @pytest.fixture(params=ISOLATED)
 def backend(request):
     return request.param
-
-
-def block(text):
-    return f"```bash\n{text}\n```"
 
 
 def needs(root):
@@ -65,21 +67,47 @@ def missing_packages(world):
     return world.sandbox.run(["python3", "-c", "import pandas, sklearn"], 30).exit_code
 
 
+def open_world(backend, source, name):
+    task = load_task(name, MLGYM if source else "", "")
+    world = Env(replace(task, step_timeout=60.0), backend)
+    world.reset()
+    if source and name == "titanic" and missing_packages(world):
+        world.close()
+        pytest.skip("the sandbox has no pandas and scikit-learn, which MLGym's grader needs")
+    return world
+
+
 def attempt(backend, source, name, *commands):
     """(score after the last command, all observations) of an agent that runs these commands."""
-    task = load_task(name, MLGYM if source else "", "")
-    with Env(replace(task, step_timeout=60.0), backend) as world:
-        world.reset()
-        if source and name == "titanic" and missing_packages(world):
-            pytest.skip("the sandbox has no pandas and scikit-learn, which MLGym's grader needs")
-        said = [world.step(block(command)).observation for command in commands]
-        return world.score(), "\n".join(said)
+    with open_world(backend, source, name) as world:
+        return play(world, *commands)
+
+
+def play(world, *commands):
+    said = [world.step(block(command)).observation for command in commands]
+    return world.score(), "\n".join(said)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """shared(backend, source, name): an environment for tests that change nothing but artefacts."""
+    worlds = {}
+
+    def get(*key):
+        if key not in worlds:
+            worlds[key] = open_world(*key)
+        return worlds[key]
+
+    yield get
+    for world in worlds.values():
+        world.close()
 
 
 honest_scores = {}
 
 
 def honest(backend, source, name, *commands):
+    """The score of an honest artefact, measured once."""
     if (source, name) not in honest_scores:
         score, said = attempt(backend, source, name, *commands)
         assert score.valid, said + score.message
@@ -191,19 +219,31 @@ submit
 ]
 
 
+# Attacks that do not get in each other's way; the one of the environment variables comes last.
+ROUNDS = [[0, 3, 4, 5, 8, 7, 6], [1], [2]]
+
+
+def all_attacks(test):
+    for what, *_ in reversed(AROUND):
+        test = attack(what)(test)
+    return test
+
+
 @pytest.mark.parametrize("source, name, artefact", CSV)
-@pytest.mark.parametrize("what, commands", cases(AROUND))
-def test_nothing_around_a_csv_changes_its_score(backend, source, name, artefact, what, commands):
+@pytest.mark.parametrize("numbers", ROUNDS, ids=["files", "links", "folders"])
+@all_attacks
+def test_nothing_around_a_csv_changes_its_score(backend, source, name, artefact, numbers):
     worth = honest(backend, source, name, artefact)
-    score, said = attempt(backend, source, name, artefact, commands)
+    commands = [AROUND[number][1] for number in numbers]
+    score, said = attempt(backend, source, name, artefact, *commands)
     assert score.valid and score.value == worth, said + score.message
 
 
 @pytest.mark.parametrize("source, name, body", GAMES[:2])
-@pytest.mark.parametrize("what, commands", cases(AROUND[3:6]))
-def test_nothing_around_a_strategy_changes_its_score(backend, source, name, body, what, commands):
+def test_nothing_around_a_strategy_changes_its_score(backend, source, name, body):
     worth = honest(backend, source, name, strategy(body))
-    score, said = attempt(backend, source, name, strategy(body), commands)
+    commands = [text for _, text in AROUND[3:6]]
+    score, said = attempt(backend, source, name, strategy(body), *commands)
     assert score.valid and score.value < worth + 0.03, said + score.message
 
 
@@ -331,10 +371,11 @@ for pid in {1, os.getppid()}:
 @pytest.mark.parametrize("source, name, body", GAMES)
 @pytest.mark.parametrize("what, before, inside", cases(INSIDE))
 def test_no_strategy_is_worth_more_than_its_moves(
-    backend, source, name, body, what, before, inside
+    shared, backend, source, name, body, what, before, inside
 ):
     worth = honest(backend, source, name, strategy(body))
-    score, said = attempt(backend, source, name, strategy(inside.replace("{honest}", body), before))
+    written = strategy(inside.replace("{honest}", body), before)
+    score, said = play(shared(backend, source, name), written)
     assert score.value is None or score.value < worth + 0.03, score
     assert score.valid or score.message
 
@@ -364,8 +405,8 @@ raise ValueError("FOUND" + " ".join(p for p in found if not p.startswith(sys.pre
 
 @attack("reading the grader and the opponent from inside the artefact")
 @pytest.mark.parametrize("source, name, body", GAMES)
-def test_a_strategy_finds_nothing_to_read(backend, source, name, body):
-    score, said = attempt(backend, source, name, strategy(body, LOOK))
+def test_a_strategy_finds_nothing_to_read(shared, backend, source, name, body):
+    score, said = play(shared(backend, source, name), strategy(body, LOOK))
     assert score.value is None
     _, mark, found = score.message.partition("FOUND")
     assert mark and found.strip() == "", score
@@ -374,16 +415,6 @@ def test_a_strategy_finds_nothing_to_read(backend, source, name, body):
 # ---- the CSV itself
 
 
-def rows_of(world):
-    return [line for line in world.sandbox.get("submission.csv").decode().splitlines()]
-
-
-PICKLE = """python3 - > submission.csv <<'EOF'
-import os, pickle
-class Exit:
-    def __reduce__(self): return os._exit, (0,)
-print(pickle.dumps(Exit()))
-EOF"""
 HOSTILE = [
     ("duplicate ids", lambda rows: [rows[0]] + [rows[1]] * (len(rows) - 1)),
     ("one id twice", lambda rows: rows + [rows[1]]),
@@ -396,28 +427,63 @@ HOSTILE = [
     ("nothing", lambda rows: []),
     ("a JSON line", lambda rows: ['{"accuracy": 1.0}'] * len(rows)),
     ("a formula", lambda rows: [rows[0]] + ["=cmd|'/bin/sh'!A1,1"] * (len(rows) - 1)),
-    ("a deeply compressed file", lambda rows: None),
-    ("a pickle", lambda rows: None),
+]
+HOSTILE_BYTES = [
+    ("a deeply compressed file", gzip.compress(bytes(50 << 20), 1)),
+    ("a pickle", pickle.dumps(os._exit)),
 ]
 
 
+def hostile_files(rows):
+    """(what, content) of hostile versions of an honest submission."""
+    files = [(what, "\n".join([*change(rows), ""]).encode()) for what, change in HOSTILE]
+    return files + HOSTILE_BYTES
+
+
+def hostile_attacks(test):
+    for what, _ in reversed(HOSTILE + HOSTILE_BYTES):
+        test = attack(f"a CSV with {what}")(test)
+    return test
+
+
+def grade_here(task, submission, folder):
+    """(score, message) of our CSV grader for some bytes, without a sandbox."""
+    for name, path in task.hidden.items():
+        (folder / name).write_bytes(path.read_bytes())
+    (folder / "submission.csv").write_bytes(submission)
+    argv = [sys.executable, *task.grader_argv("validation")[1:]]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=30)
+    return parse_grade(done.stdout, task)
+
+
+@hostile_attacks
+def test_hostile_csv_in_our_grader(tmp_path):
+    task = load_task("titanic", "", "")
+    rows = ["id,survived"]
+    for line in task.hidden["answers.csv"].read_text().splitlines()[1:]:
+        key, _, label = line.split(",")
+        rows.append(f"{key},{1 - int(label)}")  # wrong for everybody
+    worth, message = grade_here(task, "\n".join([*rows, ""]).encode(), tmp_path)
+    assert worth == 0, message
+    for what, content in hostile_files(rows):
+        value, message = grade_here(task, content, tmp_path)
+        assert value is None and message, what
+        assert "Traceback" not in message and "printed no result" not in message, what
+
+
 @pytest.mark.parametrize("source, name, artefact", CSV)
-@pytest.mark.parametrize("what, change", cases(HOSTILE, "a CSV with "))
-def test_hostile_csv(backend, source, name, artefact, what, change):
+def test_hostile_csv(shared, backend, source, name, artefact):
     worth = honest(backend, source, name, artefact)
-    task = load_task(name, MLGYM if source else "", "")
-    with Env(task, backend) as world:
-        world.reset()
-        world.step(block(artefact))
-        if what == "a deeply compressed file":
-            world.step(block("head -c 50M /dev/zero | gzip -9 > submission.csv"))
-        elif what == "a pickle":
-            world.step(block(PICKLE))
-        else:
-            world.sandbox.put({"submission.csv": "\n".join(change(rows_of(world)) + [""]).encode()})
+    world = shared(backend, source, name)
+    world.step(block(artefact))
+    files = hostile_files(world.sandbox.get("submission.csv").decode().splitlines())
+    if not source:  # the test above has them all
+        files = [file for file in files if file[0] in ("duplicate ids", "a deeply compressed file")]
+    for what, content in files:
+        world.sandbox.put({"submission.csv": content})
         score = world.score()
-        assert score.value is None or score.value <= worth, score
-        assert "Traceback" not in score.message
+        assert score.value is None or score.value <= worth, (what, score)
+        assert "Traceback" not in score.message, what
 
 
 @needs(True)
@@ -434,29 +500,26 @@ def test_answers_of_mlgyms_house_prices_are_nowhere(backend):
     assert not [line for line in said.splitlines() if line.startswith("/")], said
 
 
-@attack("published for MLGym: random numbers in COCO's self-reported metric")
-def test_mlgyms_self_reported_metric_is_marked():
-    """Not covered: the grader averages a column that the agent writes. Every result says so."""
-    facts = read_yaml(TASKS_DIR / "mlgym.yaml")["imageCaptioningCOCO"]
-    assert "fills in itself" in facts["degenerate"]
-
-
-@attack("a score made up by code that MLGym's graders run: src/, baseline.py, pickled checkpoints")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "rlBreakoutMinAtar",
-        "rlMetaMaze",
-        "rlMountainCarContinuous",
-        "rlMountainCarContinuousReinforce",
-        "languageModelingFineWeb",
-        "naturalLanguageInferenceMNLI",
-    ],
+RUN_CODE = (
+    "rlBreakoutMinAtar",
+    "rlMetaMaze",
+    "rlMountainCarContinuous",
+    "rlMountainCarContinuousReinforce",
+    "languageModelingFineWeb",
+    "naturalLanguageInferenceMNLI",
 )
-def test_mlgyms_graders_that_run_the_agents_code_are_marked(name):
-    """Not covered: these graders run code that the agent wrote. Every result says so."""
-    reason = "the grader runs code that the agent wrote, so a score can be made up"
-    assert reason in read_yaml(TASKS_DIR / "mlgym.yaml")[name]["degenerate"]
+
+
+@attack("published for MLGym: random numbers in COCO's self-reported metric")
+@attack("a score made up by code that MLGym's graders run: src/, baseline.py, pickled checkpoints")
+def test_mlgym_tasks_with_weak_graders_are_marked():
+    """Not covered: a grader averages a column that the agent writes, others import or unpickle what
+    it wrote. Every result says so instead."""
+    facts = read_yaml(TASKS_DIR / "mlgym.yaml")
+    assert "fills in itself" in facts["imageCaptioningCOCO"]["degenerate"]
+    words = "the grader runs code that the agent wrote, so a score can be made up"
+    for name in RUN_CODE:
+        assert words in facts[name]["degenerate"], name
 
 
 @attack("a CSV in another order")
@@ -476,21 +539,15 @@ def test_order_of_rows_is_not_worth_anything(backend):
 @pytest.mark.parametrize(
     "row", ["0", "", "\u0000", "'; import os", "{answers}", "%s" * 50, "9" * 5000]
 )
-def test_messages_depend_on_no_answer(backend, row):
+def test_messages_depend_on_no_answer(tmp_path, row):
     """The same wrong value for each of two ids with different answers gets the same message."""
     task = load_task("titanic", "", "")
     lines = task.hidden["answers.csv"].read_text().splitlines()[1:]
-    first_of_label = {}
-    for line in lines:
-        key, *_, label = line.split(",")
-        first_of_label.setdefault(label, key)
-    ids = [first_of_label["0"], first_of_label["1"]]
     said = []
-    with Env(task, backend) as world:
-        world.reset()
-        for key in ids:
-            world.sandbox.put({"submission.csv": f"id,survived\n{key},{row}\n".encode()})
-            said.append(world.score().message.replace(f"id {key} ", "id "))
+    for label in "01":
+        key = next(line.split(",")[0] for line in lines if line.endswith("," + label))
+        submission = f"id,survived\n{key},{row}\n".encode()
+        said.append(grade_here(task, submission, tmp_path)[1].replace(f"id {key} ", "id "))
     first_missing = [text.split("the first is")[0] for text in said]
     assert first_missing[0] == first_missing[1] and said[0]
 
@@ -519,28 +576,31 @@ test[["id", "{target}"]].to_csv("submission.csv", index=False)
 EOF"""
 
 
+DIGITS = {
+    "name": "digits",
+    "scaled": "",
+    "target": "label",
+    "module": "sklearn.svm",
+    "model": "SVC",
+    "least": 0.9,
+}
+DIABETES = {
+    "name": "diabetes",
+    "scaled": "scaled=False",
+    "target": "progression",
+    "module": "sklearn.linear_model",
+    "model": "LinearRegression",
+    "least": 0.3,
+}
+
+
 @attack("answers in scikit-learn's own data")
 @pytest.mark.parametrize(
     "facts",
     [
-        {
-            "name": "digits",
-            "scaled": "",
-            "target": "label",
-            "module": "sklearn.svm",
-            "model": "SVC",
-            "least": 0.9,
-        },
-        {
-            "name": "diabetes",
-            "scaled": "scaled=False",
-            "target": "progression",
-            "module": "sklearn.linear_model",
-            "model": "LinearRegression",
-            "least": 0.3,
-        },
+        pytest.param(DIGITS, id="digits"),
+        pytest.param(DIABETES, id="diabetes", marks=pytest.mark.slow),
     ],
-    ids=lambda facts: facts["name"],
 )
 def test_scikit_learn_holds_no_answers_and_still_trains(backend, facts):
     with Env(load_task(facts["name"], "", ""), backend) as world:
@@ -586,8 +646,11 @@ def test_ten_gigabytes(backend):
         "python3 -c 'import socket; socket.socket(1).bind(\"submission.csv\")'",
     ],
 )
-def test_strange_artefacts(backend, make):
-    score, said = attempt(backend, "", "titanic", make)
+def test_strange_artefacts(shared, backend, make):
+    world = shared(backend, "", "titanic")
+    world.sandbox.remove(["submission.csv"])
+    score, said = play(world, make)
+    world.sandbox.remove(["submission.csv"])
     assert not score.valid and score.message.startswith("no submission")
 
 
@@ -620,6 +683,7 @@ def test_no_way_to_root(backend):
     assert "uid=0" not in said and "euid=0" not in said and "UID0" not in said
 
 
+@pytest.mark.slow
 @attack("filling the disk")
 def test_full_disk_is_no_fault(backend):
     task = load_task("titanic", "", "")
@@ -653,7 +717,7 @@ def test_strange_trees_are_no_fault(backend):
         world.reset()
         world.step(block(CSV[0].values[2]))
         before = world.score()
-        deep = world.step(block(DEEP.format(3000) + "touch $'\\xff.py' $'\\xfe.out'; ls"))
+        deep = world.step(block(DEEP.format(2100) + "touch $'\\xff.py' $'\\xfe.out'; ls"))
         deep.observation.encode()
         assert world.score() == before and before.valid
         world.step(block("ln -s data folder.out"))  # is no file, so it is not handed in
