@@ -145,7 +145,7 @@ def two_columns(left: str, right: str, width: int, colour=None) -> list[str]:
     cells = [wrap(left, width), wrap(right, width)]
     height = max(map(len, cells))
     lines = []
-    for a, b in zip(*(cell + [""] * (height - len(cell)) for cell in cells), strict=True):
+    for a, b in zip(*(cell + [""] * (height - len(cell)) for cell in cells)):
         line = f"{a:<{width}} │ {b}".rstrip()
         lines.append(paint(line, colour) if colour else line)
     return lines

@@ -109,9 +109,9 @@ def test_the_table_names_interval_methods_and_adapters():
 
 def test_a_rule_that_replaces_the_sampling_mode_is_named():
     cells = [cell("t", "tail", 0.8, 0.8) | {"sampling_modes_used": {"tail": 3, "local": 5}}]
-    assert "modes of the nodes: tail 3, local 5" in stats.text_of(stats.grid_table(cells))
+    assert "t tail used tail 3, local 5" in stats.text_of(stats.grid_table(cells))
     cells[0]["sampling_modes_used"] = {"tail": 8}
-    assert "modes of the nodes" not in stats.text_of(stats.grid_table(cells))
+    assert "used" not in stats.text_of(stats.grid_table(cells))
 
 
 def test_tasks_without_a_validation_part_are_named():

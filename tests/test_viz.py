@@ -411,4 +411,4 @@ def test_tensorboard_can_read_it(tmp_path, capsys):
     assert [e.step for e in events.Scalars("reward_mean")] == [
         0,
         1,
-    ] and "transcripts/0" in events.Tags()["tensors"]
+    ] and "transcripts/0/text_summary" in events.Tags()["tensors"]

@@ -82,7 +82,7 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[Group]]:
     found = {}
     for place, groups in places.items():
         members = list(groups.values())
-        labels = zip(names(members), colours(len(members)), members, strict=True)
+        labels = zip(names(members), colours(len(members)), members)
         found[place] = [Group(*parts) for parts in labels]
     return found
 
@@ -102,7 +102,7 @@ def names(groups: list[list[RunData]]) -> list[str]:
     configs = [runs[0].config for runs in groups]
     keys = differing_keys(configs)
     found = []
-    for config, runs in zip(configs, groups, strict=True):
+    for config, runs in zip(configs, groups):
         parts = []
         for key in keys:
             value = value_text(config.get(key))
@@ -358,7 +358,8 @@ def draw_ranks(axis, rows):
         axis.annotate(text, (value, place), (7, 0), textcoords="offset points", va="center")
     axis.set_yticks(range(len(methods)), [""] * len(methods))
     axis.set(title="Average rank", xlabel="mean place over N tasks, 1 is best")
-    axis.set(xlim=(0.8, len(methods) * 1.3 + 0.5), ylim=(len(methods) - 0.5, -0.5))
+    axis.set_xlim(0.8, len(methods) * 1.3 + 0.5)
+    axis.set_ylim(len(methods) - 0.5, -0.5)
 
 
 def draw_profiles(axis, rows, cells):
@@ -373,7 +374,7 @@ def draw_profiles(axis, rows, cells):
         scores[row["task"]][row["method"]] = row["mean"]
     taus, rhos = profiles(scores, higher)
     ordered = sorted(rhos, key=lambda method: -aup(taus, rhos[method]))
-    for method, colour in zip(ordered, colours(len(ordered)), strict=True):
+    for place, (method, colour) in enumerate(zip(ordered, colours(len(ordered)))):
         is_baseline = method == "baseline"
         axis.step(
             taus,
@@ -382,7 +383,9 @@ def draw_profiles(axis, rows, cells):
             linewidth=2,
             color=GREY if is_baseline else colour,
             linestyle=":" if is_baseline else "-",
-            label=wrapped(f"{method}: AUP {aup(taus, rhos[method]):.3f}", 36, 70),
+            label=wrapped(f"{method}: AUP {aup(taus, rhos[method]):.3f}", 36)
+            if place < 12
+            else None,
         )
     axis.set(
         title=f"Performance profiles (N={len(scores)} tasks)",
@@ -390,7 +393,7 @@ def draw_profiles(axis, rows, cells):
         ylabel="share of tasks",
         ylim=(-0.03, 1.05),
     )
-    axis.legend(fontsize=8 if len(ordered) < 13 else 5)
+    axis.legend(title="the best 12" if len(ordered) > 12 else None, fontsize=8)
 
 
 def sheet_size(rows) -> tuple[float, float]:
@@ -399,14 +402,16 @@ def sheet_size(rows) -> tuple[float, float]:
 
 
 def draw_sheet(figure, runs, kind):
-    """Heat map, average ranks and performance profiles of all runs of a kind."""
+    """Heat map of all runs of a kind; with several tasks also ranks and performance profiles."""
     rows = comparison(runs, kind)
-    cells = [cell_of(run, "") for run in runs if run.kind == kind]
+    done = "episodes" if kind == "grpo" else "nodes"
     tasks = len({row["task"] for row in rows})
+    if tasks == 1:
+        return draw_heat_map(figure.subplots(), figure, rows, done)
     left, middle, right = figure.subplots(1, 3, width_ratios=[1.2 + 0.4 * tasks, 0.8, 1.1])
-    draw_heat_map(left, figure, rows, "episodes" if kind == "grpo" else "nodes")
+    draw_heat_map(left, figure, rows, done)
     draw_ranks(middle, rows)
-    draw_profiles(right, rows, cells)
+    draw_profiles(right, rows, [cell_of(run, "") for run in runs if run.kind == kind])
 
 
 def draw_group_legend(figure, groups: list[Group], columns=3):

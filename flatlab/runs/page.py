@@ -45,7 +45,7 @@ def page(runs: list[RunData], watching=False, drawn=()) -> str:
         index += items_of(run, place, items)
         texts += map(texts_of, items)
     blocks, where = pack(texts)
-    for row, place in zip(index, where, strict=True):
+    for row, place in zip(index, where):
         row["at"] = place
     data = {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
@@ -96,13 +96,14 @@ def cut(text) -> str:
 def texts_of(item: dict) -> dict:
     """What the page shows of one transcript once it is opened."""
     decision = item.get("decision") or {}
+    code = item.get("code") or {}
     notes = {key: cut(decision[key]) for key in ("reflection", "memory") if decision.get(key)}
     found = {
         "prompt": cut(item["prompt"]),
         "error": cut(item["error"]),
         "idea": cut(item.get("idea")),
         "diff": cut(item.get("diff")),
-        "code": {str(name): cut(text) for name, text in (item.get("code") or {}).items()},
+        "code": {str(name): cut(text) for name, text in code.items()},
         "reason": cut(decision.get("reason")),
         "notes": notes,
         "candidates": candidates_of(decision),
@@ -115,15 +116,20 @@ def texts_of(item: dict) -> dict:
 def candidates_of(decision: dict) -> list:
     """(id, score) of the nodes that a selection rule compared, the best ones."""
     scores = decision.get("scores")
-    pairs = scores.items() if isinstance(scores, dict) else ()
-    found = [[str(id), number(value)] for id, value in pairs if number(value) is not None]
+    found = []
+    for id, value in scores.items() if isinstance(scores, dict) else ():
+        if number(value) is not None:
+            found.append([str(id), number(value)])
     return sorted(found, key=lambda pair: -pair[1])[:CANDIDATES]
 
 
 def ideas_of(item: dict) -> list:
     """(text, stated probability) of the call that the idea of a node comes from."""
-    pairs = [idea for idea in item.get("ideas") or [] if isinstance(idea, list) and len(idea) == 2]
-    return [[cut(text), number(probability)] for text, probability in pairs]
+    found = []
+    for idea in item.get("ideas") or []:
+        if isinstance(idea, list) and len(idea) == 2:
+            found.append([cut(idea[0]), number(idea[1])])
+    return found
 
 
 def turn_of(turn: dict) -> dict:
@@ -204,7 +210,7 @@ def run_of(run: RunData) -> dict:
         "status": run.status,
         "path": search_plots.best_path(run) if search else [],
         "root": list(search_plots.layout(run.rows)["0"][:2]) if search else None,
-        "result": [[key, text_of(value)] for key, value in run.result.items()],
+        "result": [[k, text_of(v)] for k, v in run.result.items() if k != "final"],
         "config": [[key, text_of(value)] for key, value in run.config.items()],
     }
 
@@ -221,7 +227,9 @@ def table_of(runs: list[RunData]) -> str:
     """The comparison of the runs, or of the adapters at the end of one training run."""
     from flatlab.runs import compare
 
-    return compare.table(runs) if len(runs) > 1 else "\n".join(final_table(runs[0]))
+    if len(runs) > 1:
+        return compare.table(runs)
+    return "\n".join(final_table(runs[0]))
 
 
 # ------------------------------------------------------------------ pictures
@@ -245,8 +253,9 @@ def pictures(runs: list[RunData], drawn: list[Path]) -> list[dict]:
 
 def panel_picture(panel, run: RunData) -> dict:
     title = f"{panel[0]} against {panel[1]}" if panel[0] == "Best so far" else panel[0]
+    group = plots.Group(run.name, plots.BLUE, [run])
     with plots.figure_of(6, 3.8) as figure:
-        plots.draw_panel(figure.subplots(), panel, [plots.Group(run.name, plots.BLUE, [run])])
+        plots.draw_panel(figure.subplots(), panel, [group])
         out = io.BytesIO()
         figure.savefig(out, format="png", dpi=110)
     return {"title": title, "src": data_address(out.getvalue()), "wide": False}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,13 +75,9 @@ def mean(values) -> float:
 
 def running_mean(values, window: int) -> np.ndarray:
     """Mean of the `window` values around each one, fewer at both ends; NaN counts as absent."""
-    values = np.asarray(values, float)
-    there = np.isfinite(values)
-    ones = np.ones(window)
-    start = window // 2
-    sums = np.convolve(np.where(there, values, 0.0), ones)[start : start + len(values)]
-    counts = np.convolve(there.astype(float), ones)[start : start + len(values)]
-    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
+    import pandas
+
+    return pandas.Series(values).rolling(window, center=True, min_periods=1).mean().to_numpy()
 
 
 def window_of(rows) -> int:
@@ -97,16 +92,14 @@ def spread(columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     (N - 1) wide on each side, and clipped to the range of the runs' values: it never shows a value
     that is impossible.
     """
-    columns = np.asarray(columns, float)
-    counts = np.isfinite(columns).sum(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # places without any number
-        middle = np.nanmean(columns, 0)
-        squares = np.nansum((columns - middle) ** 2, 0)
-        deviation = np.sqrt(squares / np.maximum(1, counts - 1))
-        low = np.maximum(middle - deviation, np.nanmin(columns, 0))
-        high = np.minimum(middle + deviation, np.nanmax(columns, 0))
-    return middle, low, high
+    import pandas
+
+    frame = pandas.DataFrame(columns)
+    middle = frame.mean()
+    deviation = frame.std().fillna(0.0)
+    low = (middle - deviation).clip(lower=frame.min())
+    high = (middle + deviation).clip(upper=frame.max())
+    return middle.to_numpy(), low.to_numpy(), high.to_numpy()
 
 
 def by_step(group: Group, key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -169,11 +162,11 @@ def draw_runs(axis, steps, columns, label, look):
     complete = np.flatnonzero(np.isfinite(columns).all(0))
     count = complete[-1] + 1 if len(complete) else 0
     rest = slice(max(0, count - 1), None)
-    axis.plot(steps[rest], middle[rest], linewidth=1, alpha=0.6, **look | {"linestyle": ":"})
-    whole = slice(0, count)
-    colour = look["color"]
-    axis.fill_between(steps[whole], low[whole], high[whole], color=colour, alpha=0.15, linewidth=0)
-    axis.plot(steps[whole], middle[whole], linewidth=2.2, label=label, **look)
+    dotted = look | {"linestyle": ":"}
+    axis.plot(steps[rest], middle[rest], linewidth=1, alpha=0.6, **dotted)
+    shade = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
+    axis.fill_between(steps[:count], low[:count], high[:count], **shade)
+    axis.plot(steps[:count], middle[:count], linewidth=2.2, label=label, **look)
 
 
 def draw_score(axis, groups):
@@ -211,7 +204,7 @@ def draw_adapters(axis, group, colour, with_label):
             values = [value for value, _ in pairs if value is not None]
             if not values:
                 continue
-            error = pairs[0][1] if len(values) == 1 else float(np.std(values, ddof=1))
+            error = pairs[0][1] if len(values) == 1 else np.std(values, ddof=1)
             x = steps[0] - margin if when in ("untrained", "before") else steps[-1] + margin
             x += {"imitated": -0.6, "last": -0.4, "best": 0.4}.get(when, 0) * margin
             axis.errorbar(
@@ -297,7 +290,8 @@ def draw_baseline(axis, groups):
 
 
 def only_run(groups) -> RunData | None:
-    return groups[0].runs[0] if len(groups) == 1 and len(groups[0].runs) == 1 else None
+    runs = [run for group in groups for run in group.runs]
+    return runs[0] if len(runs) == 1 else None
 
 
 def draw_reward(axis, groups):

@@ -135,8 +135,10 @@ def draw_distribution(axis, groups):
         names.append(f"{wrapped(name, 22, 66)}\nN={len(members)}, {failed} failed")
     if len(names) > 10:
         names = [name.partition("\n")[0][:14] for name in names]
-    slanted = {"rotation": 35, "ha": "right"} if len(names) > 3 else {}
-    axis.set_xticks(range(len(names)), names, fontsize=8 if len(names) < 5 else 6, **slanted)
+    look = {"fontsize": 8 if len(names) < 5 else 6}
+    if len(names) > 3:
+        look |= {"rotation": 35, "ha": "right"}
+    axis.set_xticks(range(len(names)), names, **look)
     axis.set_xlim(-0.6, len(names) - 0.4)
     axis.set_title(title)
     draw_baseline(axis, groups)
@@ -230,7 +232,11 @@ def distinct_so_far(run: RunData, found_in) -> list[float]:
 def mean_of_counts(curves: list[list[float]]) -> np.ndarray:
     """Mean over runs; a run that has ended keeps its last count."""
     longest = max(map(len, curves))
-    return np.mean([counts + [counts[-1]] * (longest - len(counts)) for counts in curves], axis=0)
+    padded = []
+    for counts in curves:
+        missing = longest - len(counts)
+        padded.append(counts + [counts[-1]] * missing)
+    return np.mean(padded, axis=0)
 
 
 def families_of(row: dict) -> set[str]:
@@ -297,7 +303,8 @@ def layout(rows: list[dict]) -> dict[str, tuple[float, int, str]]:
     place = {id: float(index) for index, id in enumerate(leaves)}
     for id in reversed(order):
         if children[id]:
-            place[id] = (place[children[id][0]] + place[children[id][-1]]) / 2
+            first, last = children[id][0], children[id][-1]
+            place[id] = (place[first] + place[last]) / 2
     return {id: (place[id], depth[id], parents[id]) for id in order}
 
 
@@ -331,7 +338,9 @@ def tree_size(run: RunData) -> tuple[float, float]:
     leaves = max(y for y, _, _ in places) + 1
     depth = max(x for _, x, _ in places) + 1
     line = 0.5 if len(places) <= CROWDED else 0.2
-    return min(PAGE_WIDTH, max(9.0, 1.5 * depth)), min(40.0, max(4.0, line * leaves + 1.5))
+    width = max(9.0, 1.5 * depth)
+    height = max(4.0, line * leaves + 1.5)
+    return min(PAGE_WIDTH, width), min(40.0, height)
 
 
 def draw_tree(figure, run: RunData):
@@ -357,7 +366,7 @@ def draw_tree(figure, run: RunData):
             draw_edge(axis, places[parent], (y, x), bold=id in path)
         if row.get("second") in places:
             y2, x2, _ = places[row["second"]]
-            axis.plot([x2, x], [y2, y], color=PINK, linewidth=1, linestyle=":", zorder=1)
+            axis.plot([x2, x], [y2, y], ":", color=PINK, linewidth=1, zorder=1)
         score = run.baseline if id == "0" else row.get("score")
         draw_node(axis, id, row, score, (x, y), shade, edges, crowded, id in path)
         if not crowded or id in path:
@@ -381,7 +390,8 @@ def draw_edge(axis, start, end, bold: bool):
 
     y0, x0 = start[:2]
     y, x = end
-    points = [(x0, y0), ((x0 + x) / 2, y0), ((x0 + x) / 2, y), (x, y)]
+    middle = (x0 + x) / 2
+    points = [(x0, y0), (middle, y0), (middle, y), (x, y)]
     curve = Curve(points, [Curve.MOVETO] + 3 * [Curve.CURVE4])
     colour, width = (BLACK, 2.6) if bold else ("#bbbbbb", 1)
     axis.add_patch(

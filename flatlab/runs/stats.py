@@ -34,11 +34,10 @@ def mean_interval(values) -> tuple[float, float, str] | None:
     if values.std() == 0:
         return float(values[0]), float(values[0]), "t"
     if len(values) < BOOTSTRAP_FROM:
-        low, high = stats.t.interval(0.95, len(values) - 1, values.mean(), stats.sem(values))
-        return float(low), float(high), "t"
-    found = stats.bootstrap(
-        (values,), np.mean, n_resamples=DRAWS, method="percentile", rng=0
-    ).confidence_interval
+        found = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+        return float(found.low), float(found.high), "t"
+    draws = stats.bootstrap((values,), np.mean, n_resamples=DRAWS, method="percentile", rng=0)
+    found = draws.confidence_interval
     return float(found.low), float(found.high), "bootstrap"
 
 
@@ -211,7 +210,6 @@ def text_of(rows: list[dict], what="method", done="nodes") -> str:
         "improvement": lambda row: shown(row["improvement"], "+.2f"),
     }
     if tested:
-        columns["validation"] = lambda row: shown(row["validation"])
         columns["test-valid."] = lambda row: shown(row["test_minus_validation"], "+.4f")
     if any(row["p"] is not None for row in rows):
         columns["p"] = lambda row: shown(row["p"], ".3f")
@@ -248,14 +246,19 @@ def notes(rows: list[dict]) -> list[str]:
         found.append(f"rank: mean place of the method over {rows[0]['rank_tasks']} tasks")
     if any(row["empty"] for row in rows):
         found.append("empty: runs in which nothing was valid")
-    for row in rows:
-        if "local" in row["modes_used"] and row["method"] != "local":
-            used = ", ".join(f"{mode} {count}" for mode, count in row["modes_used"].items())
-            found.append(
-                f"{row['task']}, {row['method']}: the selection rule replaced the sampling mode "
-                f"of some nodes; modes of the nodes: {used}"
-            )
+    changed = [row for row in rows if "local" in row["modes_used"] and row["method"] != "local"]
+    replaced = [modes_text(row) for row in changed]
+    if replaced:
+        found.append(
+            "the selection rule replaced the sampling mode of some nodes: " + "; ".join(replaced)
+        )
     return found + reservations(rows)
+
+
+def modes_text(row: dict) -> str:
+    """The sampling modes that the nodes of a method really used, with their numbers of nodes."""
+    used = [f"{mode} {count}" for mode, count in row["modes_used"].items()]
+    return f"{row['task']} {row['method']} used {', '.join(used)}"
 
 
 def reservations(rows: list[dict]) -> list[str]:

@@ -74,7 +74,7 @@ def final_table(run: RunData) -> list[str]:
         numbers = [score, error, result.get("valid_share")]
         numbers += [result.get(f"difference{part}") for part in ("", "_stderr", "_n")]
         forms = (".4f", ".4f", ".0%", "+.4f", ".4f", ".0f")
-        cells = [shown(number(value), form) for value, form in zip(numbers, forms, strict=True)]
+        cells = [shown(number(value), form) for value, form in zip(numbers, forms)]
         test = plots.evaluated_score(result, test=True)[0]
         lines.append([adapter_label(name, result, run), *cells, shown(test)])
     title = (
