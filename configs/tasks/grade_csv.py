@@ -1,8 +1,9 @@
-"""Grade submission.csv against answers.csv (both in the current folder) and print one JSON line.
+"""Grades submission.csv against answers.csv (both in the current folder) and prints one JSON line.
 
-answers.csv has the columns id, part (validation or test) and the target; submission.csv has id and the target, for the
-ids of both parts. The form of the whole file is checked whichever part is graded, and a message never depends on an
-answer. Several tasks share this file; it needs nothing but Python.
+answers.csv has the columns id, part (validation or test) and the target; submission.csv has id and
+the target, for the ids of both parts. The form of the whole file is checked whichever part is
+graded, and a message never depends on an answer. Several tasks share this file; it needs only
+Python. A metric is a function in METRICS, with a check of one value in CHECKERS.
 """
 
 import argparse
@@ -15,7 +16,7 @@ MAX_BYTES = 1_000_000
 
 
 class Invalid(Exception):
-    """The submission cannot be graded; the text goes to the agent."""
+    """The submission cannot be graded. The agent reads the text."""
 
 
 def accuracy(truth, predicted):
@@ -25,11 +26,11 @@ def accuracy(truth, predicted):
 
 def r2(truth, predicted):
     """1 - squared error / squared deviation from the mean of the truth."""
-    truth, predicted = [float(value) for value in truth], [float(value) for value in predicted]
+    truth = [float(value) for value in truth]
+    predicted = [float(value) for value in predicted]
     mean = sum(truth) / len(truth)
-    return 1 - sum((a - b) ** 2 for a, b in zip(truth, predicted)) / sum(
-        (a - mean) ** 2 for a in truth
-    )
+    error = sum((a - b) ** 2 for a, b in zip(truth, predicted))
+    return 1 - error / sum((a - mean) ** 2 for a in truth)
 
 
 METRICS = {"accuracy": accuracy, "r2": r2}
@@ -43,17 +44,14 @@ def read_answers(path):
 
 
 def read_rows(path):
-    """Rows of the submission as lists of text, the header first."""
+    """Rows of the submission as lists of text, the header first. Raises Invalid."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise Invalid(f"submission.csv is larger than {MAX_BYTES} bytes")
-        return [
-            row
-            for row in csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True)
-            if row
-        ]
+        text = io.StringIO(data.decode("utf-8-sig"), newline="")
+        return [row for row in csv.reader(text, strict=True) if row]
     except OSError as error:
         raise Invalid(f"submission.csv cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, csv.Error) as error:
@@ -61,7 +59,7 @@ def read_rows(path):
 
 
 def label_checker(labels):
-    """A function that says what is wrong with a value, or None. `labels` are the values that occur in the answers."""
+    """A function that says what is wrong with a value, or None. `labels`: those of the answers."""
     *most, last = sorted(labels, key=lambda label: (len(label), label))
     return lambda value: None if value in labels else f"must be {', '.join(most)} or {last}"
 
@@ -80,16 +78,15 @@ CHECKERS = {"accuracy": label_checker, "r2": number_checker}
 
 
 def read_submission(path, target, ids, wrong):
-    """{id: value} for exactly the given ids; wrong(value) says what is wrong with a value. Raises Invalid."""
+    """{id: value} for exactly the given ids. wrong(value) says what is wrong. Raises Invalid."""
     rows = read_rows(path)
     if not rows or rows[0] != ["id", target]:
         raise Invalid(f"the first line of submission.csv must be: id,{target}")
     answer = {}
     for row in rows[1:]:
         if len(row) != 2:
-            raise Invalid(
-                f"every line needs 2 values, but one has {len(row)}: {','.join(row)[:60]!r}"
-            )
+            text = ",".join(row)[:60]
+            raise Invalid(f"every line needs 2 values, but one has {len(row)}: {text!r}")
         key, value = row
         if key not in ids:
             raise Invalid(f"id {key[:20]!r} is not in data/test.csv")
@@ -100,9 +97,8 @@ def read_submission(path, target, ids, wrong):
         answer[key] = value
     missing = [key for key in ids if key not in answer]
     if missing:
-        raise Invalid(
-            f"{len(missing)} of {len(ids)} ids of data/test.csv are missing, the first is {missing[0]}"
-        )
+        count = f"{len(missing)} of {len(ids)}"
+        raise Invalid(f"{count} ids of data/test.csv are missing, the first is {missing[0]}")
     return answer
 
 
@@ -118,10 +114,9 @@ def main():
     except Invalid as error:
         print(json.dumps({"error": str(error)}))
         return
-    graded = [
-        (value, predicted[key]) for key, (part, value) in answers.items() if part == args.split
-    ]
-    print(json.dumps({args.metric: round(METRICS[args.metric](*zip(*graded)), 6)}))
+    ids = [key for key, (part, _) in answers.items() if part == args.split]
+    score = METRICS[args.metric]([answers[key][1] for key in ids], [predicted[key] for key in ids])
+    print(json.dumps({args.metric: round(score, 6)}))
 
 
 if __name__ == "__main__":

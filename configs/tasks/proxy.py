@@ -1,11 +1,13 @@
-"""Stands in for a module that the agent wrote, in a grader that imports it: its functions run in a child process.
+"""Stands in for a module of the agent in a grader that imports it: it runs in a child process.
 
-A grading sandbox holds this file under the module's name, say strategy.py, and what the agent wrote as
-strategy_agent.py. `from strategy import row_strategy` then works as ever, and every call goes through a pipe: copies
-of the arguments there, one line of JSON back. The grader's objects, random numbers and output stay out of reach.
+A grading sandbox has this file under the module's name, such as strategy.py, and the agent's file
+as strategy_agent.py. `from strategy import row_strategy` works as before, and every call goes
+through a pipe: copies of the arguments go in, one line of JSON comes back. The grader's objects,
+random numbers and output stay out of reach.
 
-With the first call, when the grader has imported and read what it needs, everything in this folder is deleted before
-any foreign code starts, so that there is nothing to read or to change. Only ever put this file into a throw-away copy.
+At the first call, when the grader has read all it needs, everything in this folder is deleted
+before foreign code starts, so there is nothing to read or change. Use this file only in a
+throw-away copy.
 """
 
 import atexit
@@ -29,8 +31,9 @@ NOBODY = 65534
 PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38  # linux/prctl.h
 libc = ctypes.CDLL(None)
 
-# Runs in the child. The channel is moved away from fds 0 and 1, so that print() and input() cannot disturb it. A
-# request is a pickle of (function, arguments) from the trusted side; a reply is a line: "=" and JSON, or "!" and text.
+# Runs in the child. The channel is moved away from fds 0 and 1, so that print() and input() cannot
+# disturb it. A request is a pickle of (function, arguments) from the trusted side; a reply is a
+# line: "=" and JSON, or "!" and text.
 CHILD = r"""
 import json, os, pickle, sys, traceback, types
 requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -39,15 +42,18 @@ os.dup2(null, 0), os.dup2(null, 1)
 file = sys.argv[1]
 
 def describe(error):
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    lines += [error.lineno] if isinstance(error, SyntaxError) else []
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    if isinstance(error, SyntaxError):
+        lines.append(error.lineno)
     text = " ".join(traceback.format_exception_only(type(error), error)[-1].split())
     return f"{file} line {lines[-1]}: {text}" if lines else f"{file}: {text}"
 
 def plain(value):
     if hasattr(value, "tolist"):        # numpy's numbers and arrays
         return value.tolist()
-    raise TypeError(f"returned a {type(value).__name__}, which is neither a number nor a list of numbers")
+    name = type(value).__name__
+    raise TypeError(f"returned a {name}, which is neither a number nor a list of numbers")
 
 def serve(source):
     module = sys.modules[file[:-3]] = types.ModuleType(file[:-3])
@@ -62,21 +68,21 @@ try:
     serve(pickle.load(requests))
 except EOFError:
     pass
-except BaseException as error:      # SystemExit too: whatever the agent's code raises is an answer for its author
+except BaseException as error:      # SystemExit, too: its author reads whatever it raises
     replies.write(b"!" + describe(error)[:1000].encode("utf-8", "replace") + b"\n")
     replies.flush()
 """
 
 
 def fail(message):
-    """End the grader here, with the message for the agent as its last line."""
+    """Ends the grader here; its last line is the message for the agent."""
     print(json.dumps({"error": message[:ERROR_CHARS]}), flush=True)
     stop()
     os._exit(0)
 
 
 def read_source():
-    """What the agent wrote. Ends the grader when that is not a text file."""
+    """The agent's file. Ends the grader if that is not a text file."""
     try:
         with open(os.path.join(FOLDER, AGENT), "rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -91,7 +97,7 @@ def read_source():
 
 
 def lower_privileges(change_user):
-    """In the child before exec: no way to gain rights, no capabilities, and another user where that is possible."""
+    """In the child before exec: no new privileges, no capabilities, another user if possible."""
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     for capability in range(64):  # fails, harmlessly, when there are none to give up
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -103,7 +109,7 @@ def lower_privileges(change_user):
 
 
 def start_child():
-    """Start the child. Nothing foreign runs in it before it is sent the source."""
+    """Starts the child. No foreign code runs in it before it gets the source."""
 
     def start(change_user):
         return subprocess.Popen(
@@ -119,14 +125,13 @@ def start_child():
 
     try:
         return start(change_user=True)
-    except (
-        PermissionError
-    ):  # this Python lies where only root can read; the child stays root, without capabilities
+    except PermissionError:
+        # Only root can read this Python; the child stays root, without capabilities.
         return start(change_user=False)
 
 
 def delete_everything():
-    """Empty the folder. An error here is the grader's end: it must not go on with files that the child could read."""
+    """Empties the folder. An error here ends the grader: the child could read what is left."""
     for entry in list(os.scandir(FOLDER)):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
@@ -144,7 +149,7 @@ def stop():
 
 
 def begin():
-    """Start the child and send it the source, with nothing left to read in this folder or in this process."""
+    """Starts the child and sends it the source, with nothing left to read here."""
     global child
     source = read_source()
     child = start_child()
@@ -158,7 +163,7 @@ def begin():
 
 
 def call(name, *arguments):
-    """Call the agent's function in the child. What it answers are plain JSON values; a tuple comes back as a list."""
+    """Calls the agent's function in the child. It returns JSON values; a tuple becomes a list."""
     if child is None:
         begin()
     try:

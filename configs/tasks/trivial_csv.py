@@ -1,103 +1,88 @@
-"""Print submissions that need no idea, as one JSON object {name of the rule: text of submission.csv}.
+"""Prints submissions that need no idea, as one JSON object {name of the rule: submission.csv}.
 
-Usage: python trivial_csv.py train.csv test.csv. The target is the column that only train.csv has, the id the first
-column of test.csv; with more or fewer such columns there are no rules. Else: constants, and the rule that looks at one
+    python trivial_csv.py train.csv test.csv
+
+The target is the column that only train.csv has, the id is the first column of test.csv. With more
+or fewer such columns there are no rules. The rules are constants, and the rule that looks at one
 column only and fits train.csv best.
 """
 
-import bisect
-import csv
 import json
-import math
-import statistics
 import sys
 
-FEW_VALUES, BINS = (
-    20,
-    10,
-)  # a rule tells apart so many values of a column, or so many ranges of its numbers
+import numpy
+import pandas
+
+FEW = 20  # a column with more values is cut into ranges; a numeric target with more is a regression
+RANGES = 10
 
 
-def read(path):
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+def numbers(column):
+    """The column as numbers, NaN for text."""
+    return pandas.to_numeric(column, errors="coerce")
 
 
-def is_number(text):
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
-
-
-def grouping(values):
-    """A function from a column's value to its group: the value itself, or the range it lies in. None for free text."""
-    if len(set(values)) <= FEW_VALUES:
-        return lambda value: value
-    numbers = sorted(float(value) for value in values if is_number(value))
-    if len(numbers) < len(values) / 2:
+def groups(train, test):
+    """The groups of a column's values in train and test: values or ranges. None for free text."""
+    if train.nunique() <= FEW:
+        return train, test
+    if numbers(train).count() < len(train) / 2:
         return None
-    edges = statistics.quantiles(numbers, n=BINS)
-    return lambda value: bisect.bisect(edges, float(value)) if is_number(value) else value
-
-
-def groups(train, name, target):
-    """(group function, {group: values of the target}) of a column; None for free text."""
-    group, members = grouping([row[name] for row in train]), {}
-    for row in train if group else []:
-        members.setdefault(group(row[name]), []).append(row[target])
-    return (group, members) if group else None
-
-
-def rules(train, test):
-    """{name: one predicted value per row of test}."""
-    targets = [name for name in train[0] if name not in test[0]]
-    if len(targets) != 1:
-        return {}
-    target, truth = targets[0], [row[targets[0]] for row in train]
-    if len(set(truth)) > FEW_VALUES and all(map(is_number, truth)):
-
-        def middle(values):
-            return statistics.fmean(map(float, values))
-
-        def loss(values):  # of predicting the middle for all of them
-            return sum((float(value) - middle(values)) ** 2 for value in values)
-
-        mean, median = middle(truth), statistics.median(map(float, truth))
-        constants = {f"always the mean, {mean:.6g}": mean}
-        constants[f"always the median, {median:.6g}"] = median
-    else:
-        middle = statistics.mode
-
-        def loss(values):
-            return sum(value != middle(values) for value in values)
-
-        most_frequent = sorted(set(truth), key=truth.count)[:-4:-1]
-        constants = {f"always {value}": value for value in most_frequent}
-    found = {name: [value] * len(test) for name, value in constants.items()}
-    unseen = next(iter(constants.values()))
-    columns = {name: groups(train, name, target) for name in list(test[0])[1:] if name in train[0]}
-    columns = {name: made for name, made in columns.items() if made}
-    if columns:
-        best = min(columns, key=lambda name: sum(map(loss, columns[name][1].values())))
-        group, members = columns[best]
-        value = {place: middle(values) for place, values in members.items()}
-        found[f"by {best} alone"] = [value.get(group(row[best]), unseen) for row in test]
+    edges = numbers(train).quantile(numpy.arange(1, RANGES) / RANGES).to_numpy()
+    found = []
+    for column in (train, test):
+        ranges = pandas.Series(numpy.searchsorted(edges, numbers(column), side="right"))
+        found.append(ranges.where(numbers(column).notna(), column))
     return found
 
 
+def rules(train, test, target):
+    """{name: one predicted value per row of test}."""
+    truth = numbers(train[target])
+    if truth.notna().all() and truth.nunique() > FEW:
+        middle = pandas.Series.mean
+        constants = {f"always the mean, {truth.mean():.6g}": truth.mean()}
+        constants[f"always the median, {truth.median():.6g}"] = truth.median()
+    else:
+        truth = train[target]
+        middle = most_frequent
+        constants = {f"always {value}": value for value in truth.value_counts().index[:3]}
+    found = {name: [value] * len(test) for name, value in constants.items()}
+    unseen = next(iter(constants.values()))
+    fits = []
+    for name in test.columns[1:].intersection(train.columns):
+        both = groups(train[name], test[name])
+        if both is not None:
+            values = truth.groupby(both[0]).agg(middle)
+            loss = error(truth, both[0].map(values))
+            fits.append((loss, name, both[1].map(values).fillna(unseen)))
+    if fits:
+        _, name, predicted = min(fits, key=lambda fit: fit[0])
+        found[f"by {name} alone"] = predicted
+    return found
+
+
+def most_frequent(values):
+    return values.mode().iloc[0]
+
+
+def error(truth, predicted):
+    """The squared error of numbers, the number of wrong labels."""
+    if pandas.api.types.is_numeric_dtype(truth):
+        return ((truth - predicted) ** 2).sum()
+    return (truth != predicted).sum()
+
+
 def main(train, test):
-    train, test = read(train), read(test)
-    key, target = next(iter(test[0])), "".join(name for name in train[0] if name not in test[0])
-    print(
-        json.dumps(
-            {
-                name: f"{key},{target}\n"
-                + "".join(f"{row[key]},{value}\n" for row, value in zip(test, values))
-                for name, values in rules(train, test).items()
-            }
-        )
-    )
+    train = pandas.read_csv(train, dtype=str, keep_default_na=False)
+    test = pandas.read_csv(test, dtype=str, keep_default_na=False)
+    targets = train.columns.difference(test.columns)
+    submissions = {}
+    if len(targets) == 1:
+        for name, values in rules(train, test, targets[0]).items():
+            table = pandas.DataFrame({test.columns[0]: test.iloc[:, 0], targets[0]: values})
+            submissions[name] = table.to_csv(index=False, lineterminator="\n")
+    print(json.dumps(submissions))
 
 
 if __name__ == "__main__":

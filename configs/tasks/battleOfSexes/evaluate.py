@@ -1,8 +1,9 @@
-"""Grade strategy.py: play many games against the partner and print one JSON line.
+"""Grades strategy.py: plays many games against the partner and prints one JSON line.
 
-The strategy comes from the agent and is not trusted. It runs in a child process that gets its own text and the
-partner's moves so far through a pipe and answers with moves: partner, random numbers and score stay on this side.
-Run this in a copy of the task's files: it deletes its own source before any foreign code starts.
+The strategy comes from the agent and is not trusted. It runs in a child process, which gets its
+text and the partner's moves through a pipe and answers with moves. The partner, the random numbers
+and the score stay on this side. Run this in a copy of the task's files: it deletes its own source
+before any foreign code starts.
 """
 
 import argparse
@@ -18,12 +19,8 @@ from contextlib import suppress
 GAMES = 8000  # standard error of the score of always-0: 0.24 / sqrt(8000) = 0.003
 ROUNDS = 10
 LOYALTY = 0.8  # probability that the partner copies the row player's first move
-PAYOFF = {
-    (0, 0): 2,
-    (1, 1): 1,
-    (0, 1): 0,
-    (1, 0): 0,
-}  # (own move, partner's move) -> points of the row player
+# (own move, partner's move) -> points of the row player
+PAYOFF = {(0, 0): 2, (1, 1): 1, (0, 1): 0, (1, 0): 0}
 TIME_LIMIT = 10  # seconds for the strategy in all games together
 MAX_BYTES = 100_000  # of strategy.py
 ERROR_CHARS = 300
@@ -31,8 +28,9 @@ NOBODY = 65534
 PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38  # linux/prctl.h
 libc = ctypes.CDLL(None)
 
-# Runs in the child. The channel is moved away from fds 0 and 1, so that print() and input() cannot disturb it.
-# A request is the partner's last move in every game (nothing in the first round), a reply is the own moves: "0110...".
+# Runs in the child. The channel is moved away from fds 0 and 1, so that print() and input() cannot
+# disturb it. A request is the partner's last move in every game (nothing in the first round), a
+# reply is the own moves: "0110...".
 CHILD = r"""
 import json, os, sys, traceback, types
 requests, replies = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
@@ -56,20 +54,22 @@ def play(setup):
         print(json.dumps({"moves": own}), file=replies, flush=True)
 
 def describe(error):
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "strategy.py"]
-    lines += [error.lineno] if isinstance(error, SyntaxError) else []
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == "strategy.py"]
+    if isinstance(error, SyntaxError):
+        lines.append(error.lineno)
     text = traceback.format_exception_only(error)[-1].strip()
     return f"strategy.py line {lines[-1]}: {text}" if lines else f"strategy.py: {text}"
 
 try:
     play(json.loads(requests.readline()))
-except BaseException as error:      # SystemExit too: whatever the strategy raises is an answer for its author
+except BaseException as error:      # SystemExit, too: its author reads whatever it raises
     print(json.dumps({"error": describe(error)}), file=replies, flush=True)
 """
 
 
 class Invalid(Exception):
-    """The strategy cannot be graded; the text goes to the agent."""
+    """The strategy cannot be graded. The agent reads the text."""
 
 
 def read_strategy(path):
@@ -88,7 +88,7 @@ def read_strategy(path):
 
 
 def lower_privileges(change_user):
-    """In the child before exec: no way to gain rights, no capabilities, and another user where that is possible."""
+    """In the child before exec: no new privileges, no capabilities, another user if possible."""
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     for capability in range(64):  # fails, harmlessly, when there are none to give up
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -100,7 +100,7 @@ def lower_privileges(change_user):
 
 
 def start_child():
-    """Start the child. Nothing foreign runs in it before it is sent the strategy."""
+    """Starts the child. No foreign code runs in it before it gets the strategy."""
 
     def start(change_user):
         return subprocess.Popen(
@@ -116,14 +116,13 @@ def start_child():
 
     try:
         return start(change_user=True)
-    except (
-        PermissionError
-    ):  # this Python lies where only root can read; the child stays root, without capabilities
+    except PermissionError:
+        # Only root can read this Python; the child stays root, without capabilities.
         return start(change_user=False)
 
 
 def ask(child, message):
-    """Send one message and return the reply as a dict. Raises Invalid."""
+    """Sends one message and returns the reply as a dict. Raises Invalid."""
     try:
         child.stdin.write(json.dumps(message).encode() + b"\n")
         child.stdin.flush()
@@ -138,12 +137,15 @@ def ask(child, message):
 
 
 def partner_moves(first_moves, rng):
-    """The partner's moves in one of the later rounds: the row player's first move with probability LOYALTY."""
+    """The partner's moves in a later round: with probability LOYALTY the row player's first."""
     return [first if rng.random() < LOYALTY else 1 - first for first in first_moves]
 
 
 def play(next_moves, rng):
-    """Mean points per round of the row player; next_moves(partner's last moves) returns the own moves of all games."""
+    """Mean points per round of the row player.
+
+    next_moves(partner's last moves) returns the own moves of all games.
+    """
     points, first, partner = 0, None, []
     for _ in range(ROUNDS):
         own = next_moves(partner)
@@ -175,9 +177,8 @@ def grade(text, child):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--split", required=True, choices=["validation", "test"]
-    )  # both: new games, new luck
+    # Both parts are new random games.
+    parser.add_argument("--split", required=True, choices=["validation", "test"])
     parser.parse_args()
     if os.path.exists("task.yaml"):
         parser.error("run this in a copy of the task's files, because it deletes itself")
@@ -185,9 +186,9 @@ def main():
     try:
         text = read_strategy("strategy.py")
         child = start_child()
-        # Before the strategy starts: nobody may look into this process, not even one with the same user ...
+        # Before the strategy starts: no process may look into this one, not even of the same user,
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-        # ... and there is nothing left to change for a later run.
+        # and there is nothing left to change for a later run.
         os.unlink(__file__)
         print(json.dumps({"Score": round(grade(text, child), 6)}))
     except Invalid as error:
