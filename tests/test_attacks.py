@@ -31,10 +31,6 @@ def backend(request):
     return request.param
 
 
-def needs(root):
-    return pytest.mark.skipif(root and not MLGYM, reason="set MLGYM_ROOT to a checkout of MLGym")
-
-
 def titanic(header, key, label, female):
     """awk that predicts by the sex alone, wrong for everybody."""
     program = f'NR==1 {{print "{header}"; next}} {{print ${key} "," ({female} ? 0 : 1)}}'
@@ -49,17 +45,17 @@ CSV = [
         "titanic",
         "printf 'PassengerId,Survived\\n' > submission.csv; cut -d, -f1 data/test.csv | "
         "tail -n +2 | sed 's/$/,1/' >> submission.csv",
-        marks=needs(True),
         id="MLGym's titanic",
     ),
 ]
 GAMES = [
     pytest.param("", "battleOfSexes", "return 1", id="our battleOfSexes"),
-    pytest.param(
-        "mlgym", "battleOfSexes", "return 1", marks=needs(True), id="MLGym's battleOfSexes"
-    ),
-    pytest.param("mlgym", "blotto", "return [20] * 6", marks=needs(True), id="MLGym's blotto"),
+    pytest.param("mlgym", "battleOfSexes", "return 1", id="MLGym's battleOfSexes"),
+    pytest.param("mlgym", "blotto", "return [20] * 6", id="MLGym's blotto"),
 ]
+if not MLGYM:  # its graders can only be attacked where they are
+    CSV = CSV[:1]
+    GAMES = GAMES[:1]
 
 
 def missing_packages(world):
@@ -486,7 +482,7 @@ def test_hostile_csv(shared, backend, source, name, artefact):
         assert "Traceback" not in score.message, what
 
 
-@needs(True)
+@pytest.mark.skipif(not MLGYM, reason="set MLGYM_ROOT to a checkout of MLGym")
 @attack("published for MLGym: the answers copied, in its house price task")
 def test_answers_of_mlgyms_house_prices_are_nowhere(backend):
     score, said = attempt(
