@@ -62,7 +62,7 @@ def wait_for(condition, seconds=10):
     return condition()
 
 
-# ---------------------------------------------------------------------------------------------- what the agent does
+# ---- what the agent does
 
 
 @fault(10, "exec over the shell, closed output, a million open files")
@@ -90,7 +90,8 @@ def test_no_command_is_a_fault(world, command):
 def test_words_of_docker_are_only_words(world):
     step = world.step(
         block(
-            "echo 'Error response from daemon: Container 0123456789ab is not running'; echo 'the sandbox does not answer' >&2; exit 137"
+            "echo 'Error response from daemon: Container 0123456789ab is not running'; "
+            "echo 'the sandbox does not answer' >&2; exit 137"
         )
     )
     assert step.status == "error" and "is not running" in step.observation
@@ -103,23 +104,27 @@ def test_no_snapshot_lies_in_the_sandbox(world):
     files = world.snapshot()
     assert b"MARK7" in files
     names = snapshot.STATE.strip("."), snapshot.REST.strip(".")
-    said = world.step(
-        block(
-            f"find / -name '*{names[0]}*' -o -name '*{names[1]}*' -o -name '*.tar' -newer data/train.csv 2>/dev/null; ls -A ~ /tmp"
-        )
-    ).observation
+    found = f"-name '*{names[0]}*' -o -name '*{names[1]}*' -o -name '*.tar' -newer data/train.csv"
+    said = world.step(block(f"find / {found} 2>/dev/null; ls -A ~ /tmp")).observation
     assert "flatlab-" not in said.replace("flatlab-test", "") and "workspace" in said
 
 
-# ---------------------------------------------------------------------------------------------- copies
+# ---- copies
 
 
-MANIFEST = r"""find /home/agent /tmp /var/tmp /dev/shm -xdev ! -path '*/.venv/*' \( -type f -printf '%p %y %m %U %G %s %T@ ' -exec md5sum {} \; -o -printf '%p %y %m %U %G %T@ %l\n' \) 2>/dev/null | LC_ALL=C sort"""
+MANIFEST = r"""
+find /home/agent /tmp /var/tmp /dev/shm -xdev ! -path '*/.venv/*' \
+  \( -type f -printf '%p %y %m %U %G %s %T@ ' -exec md5sum {} \; \
+  -o -printf '%p %y %m %U %G %T@ %l\n' \) 2>/dev/null | LC_ALL=C sort
+"""
 WORK = [
-    "mkdir -p deep/er ~/.local/lib/python3/site-packages/pkg /tmp/cache; printf 'x\\0y' > 'deep/er/odd name'; ln -s nowhere link; chmod 700 deep",
-    "echo installed > ~/.local/lib/python3/site-packages/pkg/__init__.py; echo t > /tmp/cache/t; mkfifo fifo; printf z > $(printf 'bad\\xff')",
+    "mkdir -p deep/er ~/.local/lib/python3/site-packages/pkg /tmp/cache; "
+    "printf 'x\\0y' > 'deep/er/odd name'; ln -s nowhere link; chmod 700 deep",
+    "echo installed > ~/.local/lib/python3/site-packages/pkg/__init__.py; "
+    "echo t > /tmp/cache/t; mkfifo fifo; printf z > $(printf 'bad\\xff')",
     "rm data/test.csv; echo more >> data/train.csv; export KEPT='a\nb'; cd deep",
-    "ln data/../deep/er/'odd name' hard; echo shm > /dev/shm/s; touch -d 2001-01-01 old; mkdir empty; chmod 555 empty; chmod 4755 old",
+    "ln data/../deep/er/'odd name' hard; echo shm > /dev/shm/s; touch -d 2001-01-01 old; "
+    "mkdir empty; chmod 555 empty; chmod 4755 old",
 ]
 
 
@@ -157,11 +162,11 @@ def test_a_copy_that_is_too_large_is_a_fault(world, monkeypatch):
     assert world.step(block("echo alive")).observation == "alive"
 
 
-# ---------------------------------------------------------------------------------------------- Docker
+# ---- Docker
 
 
 class Wire:
-    """Stands between us and Docker's socket, to cut it, as a daemon that is restarted does, or to let it hang."""
+    """Stands in front of Docker's socket: can cut it, as a restart of the daemon does, or hang."""
 
     def __init__(self, path):
         self.path, self.real, self.open, self.hang = path, "/var/run/docker.sock", [], False
@@ -307,7 +312,7 @@ def test_owner_dies_before_the_sandbox_has_read_its_program(backend, monkeypatch
         assert started[0].wait(10) == 1
 
 
-# ------------------------------------------------------------------------------------- warm pool
+# ---- warm pool
 
 
 def started_ahead(pool):
@@ -425,7 +430,7 @@ def test_missing_image_is_a_fault_that_names_it(task):
         Env(task, "docker", image="flatlab/nothing:here").reset()
 
 
-# ---------------------------------------------------------------------------------------------- the machine
+# ---- the machine
 
 
 @pytest.mark.slow
@@ -456,7 +461,8 @@ def test_many_sandboxes_at_once(task, backend):
 @pytest.mark.slow
 @fault(
     19,
-    "60 episodes in a row, every tenth of an agent that fails: memory, threads, file descriptors, containers, folders (1,000: python tests/bench.py soak)",
+    "60 episodes in a row, every tenth of an agent that fails: memory, threads, file descriptors, "
+    "containers, folders (1,000: python tests/bench.py soak)",
 )
 def test_nothing_grows(backend):
     assert bench.play(load_task("titanic", "", ""), backend, 0, bench.FAILING) is None
@@ -479,7 +485,9 @@ from tasks import load_task
 async def main():
     policy = FakePolicy(block("sleep 0.3; ls"))
     print("started", flush=True)
-    await asyncio.gather(*(run_episode(Env(load_task("titanic", "", ""), {backend!r}), policy, max_turns=50) for _ in range(6)))
+    task = load_task("titanic", "", "")
+    worlds = [Env(task, {backend!r}) for _ in range(6)]
+    await asyncio.gather(*(run_episode(world, policy, max_turns=50) for world in worlds))
 asyncio.run(main())
 """
 
@@ -562,7 +570,8 @@ def test_gpu_leftovers():
     before = int(subprocess.check_output(used.split(), text=True).split()[0])
     box = Sandbox("docker", gpu=True)
     box.run(
-        "python3 -c 'import torch, time; x = torch.zeros(1 << 28, device=\"cuda\"); time.sleep(60)'",
+        'python3 -c \'import torch, time; x = torch.zeros(1 << 28, device="cuda"); '
+        "time.sleep(60)'",
         10,
     )
     box.close()

@@ -1,4 +1,4 @@
-"""What a task needs of its sandboxes: network, caches, large files and packages baked into an image."""
+"""What a task needs of its sandboxes: network, caches, large files and packages in an image."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ def said(world, text):
     return do(world, text)[0]
 
 
-# ---------------------------------------------------------------------------------------------- needs
+# ---- needs
 
 
 def test_needs_are_honoured_or_refused(tmp_path, monkeypatch):
@@ -53,7 +53,10 @@ def test_needs_are_honoured_or_refused(tmp_path, monkeypatch):
         check_needs(replace(task, needs_gpu=True), "docker")
 
 
-CONNECT = "python3 -c \"import socket; s = socket.socket(2, 2); s.connect(('192.0.2.1', 9)); print(s.getsockname()[0])\""
+CONNECT = (
+    "python3 -c \"import socket; s = socket.socket(2, 2); s.connect(('192.0.2.1', 9)); "
+    'print(s.getsockname()[0])"'
+)
 
 
 @pytest.mark.parametrize("backend", ISOLATED)
@@ -83,28 +86,28 @@ def test_hf_cache_is_mounted_read_only_and_found(tmp_path):
             said(world, "cat $HF_HOME/hub/models--x/config.json; echo; echo $HF_HUB_OFFLINE")
             == "{}\n1"
         )
-        assert (
-            do(
-                world,
-                "touch $HF_HOME/hub/new $HF_HOME/hub/models--x/lock && echo x > $HF_HOME/hub/models--x/config.json",
-            )[1]
-            == "error"
+        writes = (
+            "touch $HF_HOME/hub/new $HF_HOME/hub/models--x/lock && "
+            "echo x > $HF_HOME/hub/models--x/config.json"
         )
+        assert do(world, writes)[1] == "error"
         assert said(world, "ls $HF_HOME/hub").split() == ["models--x", "new"]
     assert (tmp_path / "hub/models--x/config.json").read_text() == "{}" and not (
         tmp_path / "hub/new"
     ).exists()
 
 
-# ---------------------------------------------------------------------------------------------- images for a task
+# ---- images for a task
 
 PIP = """import os, sys
 if "broken" in sys.stdin.read():
     sys.exit("no such package")
 for folder in sys.path:
     if "packages" in folder and os.path.isdir(folder):
-        os.makedirs(folder + "/flatlab_test-1.0.dist-info")
-        open(folder + "/flatlab_test-1.0.dist-info/METADATA", "w").write("Metadata-Version: 2.1\\nName: flatlab-test\\nVersion: 1.0\\n")
+        place = folder + "/flatlab_test-1.0.dist-info"
+        os.makedirs(place)
+        text = "Metadata-Version: 2.1\\nName: flatlab-test\\nVersion: 1.0\\n"
+        open(place + "/METADATA", "w").write(text)
         break
 """
 
