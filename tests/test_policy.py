@@ -1,4 +1,4 @@
-"""policy.py against the real vLLM engine: same numbers as the trainer, at once after every sync, or no training."""
+"""Tests of policy.py with a random Qwen3 and the real engine."""
 
 import asyncio
 import json
@@ -89,7 +89,7 @@ def test_engine_and_trainer_agree_before_and_after_syncs(policy):
 
 
 def test_without_the_sync_they_do_not_agree(policy):
-    """The comparison above can fail: the adapter really changes the numbers, and the engine really has its own copy."""
+    """The comparison above can fail: the adapter changes the numbers; the engine has a copy."""
     randomise(policy)
     assert largest_gap(policy, [policy.render(CHAT)]) > 0.01
 
@@ -124,14 +124,14 @@ def test_verify_refuses_a_broken_sync_with_both_numbers(policy, monkeypatch, fau
     said = (
         r"differ from the trainer's by .*, which are at most"
         if fault == "nothing arrives"
-        else r"disagree.*with the random adapter.*with the adapter of zeros.*with the trained adapter"
+        else r"disagree.*the random adapter.*the adapter of zeros.*the trained adapter"
     )
     with pytest.raises(UserError, match=said):
         asyncio.run(policy.verify())
 
 
 def test_verify_refuses_a_stale_prefix_cache(policy, monkeypatch):
-    """Without the salt and the reset the engine would go on from what it had cached under the old weights."""
+    """Without the salt and the reset, the engine would continue from keys of the old weights."""
     real = policy.engine.add_request
     monkeypatch.setattr(
         policy.engine,
@@ -209,8 +209,11 @@ def test_logprobs_do_not_depend_on_padding_or_chunks(policy):
 
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary(tmp_path):
-    """From 2,048 to 8,192 tokens of a vocabulary of 32,768 all logits at once would take 750 MiB more for each tensor of
-    their size; the activations of this model take about 600 MiB more with any vocabulary."""
+    """From 2,048 to 8,192 tokens, each tensor of all logits would grow by 750 MiB.
+
+    The vocabulary has 32,768 tokens. The activations of this model grow by about 600 MiB with any
+    vocabulary.
+    """
     short, _ = bench.peak(tmp_path, 2048, 32768, "chunked")
     long, _ = bench.peak(tmp_path, 8192, 32768, "chunked")
     assert long - short < 900, (short, long)
@@ -270,7 +273,7 @@ def test_checkpointing_changes_no_number(policy):
 
 
 def engine_like(model, pad=3):
-    """The parameters of a transformers model named and stacked as in vLLM with LoRA wrappers on CUDA."""
+    """A transformers model's parameters, named and stacked as in vLLM with LoRA on CUDA."""
     weights, stacks = (
         {},
         {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
@@ -297,7 +300,7 @@ def engine_like(model, pad=3):
 
 
 def test_the_trainer_can_stand_on_the_engines_weights(random_model):
-    """The mapping only, with a stand-in for the engine: same numbers, no second copy, gradients reach the adapter."""
+    """Tests the mapping: same numbers, no second copy, gradients reach the adapter."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -404,16 +407,21 @@ def test_save_and_load(policy, tmp_path):
 
 PLAIN = """
 import json, os, sys
-os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
+os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
 import torch
 torch._dynamo.config.disable = True
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 base, adapter, tokens = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-llm = LLM(base, dtype="float32", enforce_eager=True, enable_lora=True, max_lora_rank=8, max_model_len=512)
-reply = llm.generate({"prompt_token_ids": tokens}, SamplingParams(temperature=0, max_tokens=12, logprobs=0),
-                     lora_request=LoRARequest("trained", 1, adapter), use_tqdm=False)[0].outputs[0]
-print(json.dumps([list(reply.token_ids), [entry[token].logprob for entry, token in zip(reply.logprobs, reply.token_ids)]]))
+llm = LLM(base, dtype="float32", enforce_eager=True, enable_lora=True, max_lora_rank=8,
+          max_model_len=512)
+params = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
+lora = LoRARequest("trained", 1, adapter)
+prompt = {"prompt_token_ids": tokens}
+reply = llm.generate(prompt, params, lora_request=lora, use_tqdm=False)[0].outputs[0]
+logprobs = [entry[token].logprob for entry, token in zip(reply.logprobs, reply.token_ids)]
+print(json.dumps([list(reply.token_ids), logprobs]))
 """
 
 
@@ -434,7 +442,7 @@ def test_the_adapter_loads_in_plain_vllm(policy, random_model, tmp_path):
 
 
 def test_a_sync_while_requests_are_in_flight(policy):
-    """The old request ends as one of its version; a new one with the same prompt sees the new weights only."""
+    """The old request keeps its version; a new one with the same prompt sees the new weights."""
     prompt = policy.render(CHAT)
 
     async def go():
