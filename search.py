@@ -747,11 +747,12 @@ def banner(cfg: Config, trees: list[Tree], where: Path, is_tiny: bool, why: str)
     print(f"   seeds {seeds}")
     print(f"model    {cfg.model.model}{note}")
     print(f"sandbox  {why}")
-    print(f"plan     {len(trees)} trees of {cfg.nodes} nodes, rule {cfg.select}, ", end="")
+    number = "1 tree" if len(trees) == 1 else f"{len(trees)} trees"
+    print(f"plan     {number} of {cfg.nodes} nodes, rule {cfg.select}, ", end="")
     print(f"{cfg.workers} nodes at once{finished}")
     if cfg.select in WITHOUT_MODE:
         print(f"note     {cfg.select} uses no sampling mode and runs one node of a tree at a time")
-    print(f"run      {where}   ({nodes} nodes are there)", flush=True)
+    print(f"run      {where}   ({nodes} nodes finished)", flush=True)
 
 
 def report(trees: list[Tree], grid: Path | None, where: Path) -> None:
