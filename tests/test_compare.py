@@ -1,4 +1,4 @@
-"""Many runs: groups without their seed, tables that drop nothing, performance profiles as published."""
+"""Many runs: groups without their seed, tables that drop nothing, performance profiles."""
 
 import csv
 import math
@@ -195,13 +195,25 @@ def test_the_part_that_was_selected_on_is_named():
 def test_the_mean_over_several_tasks_is_an_improvement():
     run = trained(scores=(0.1, 0.2))
     rows = [{"step": r["step"], "improvement_mean": r["score_mean"]} for r in run.rows]
-    run = replace(run, rows=rows, config=run.config | {"task": ["titanic", "digits"]})
+    result = {"metric": "improvement", "baseline": 0.0, "reference": 1.0}
+    config = run.config | {"task": ["titanic", "digits"]}
+    run = replace(run, rows=rows, config=config, result=result)
     [row] = compare.comparison([run], "grpo")
     assert row["task"] == "titanic+digits" and row["improvement"] == pytest.approx(0.2)
     with plots.figure_of(6, 4) as figure:
         axis = figure.subplots()
         plots.draw_panel(axis, plots.TRAINING[0], groups_alone(run))
         assert "improvement" in axis.get_ylabel() and axis.lines[0].get_ydata()[1] == 0.2
+
+
+def test_test_scores_of_several_tasks_are_in_the_final_table():
+    run = ended()
+    best = run.result["final"]["best"]
+    best["improvement"] = best.pop("score_mean")
+    del best["test_score_mean"]
+    best["titanic.test_score_mean"] = 0.75
+    text = "\n".join(views.final_table(run))
+    assert "best (step 1) on the test part of titanic: 0.7500" in text
 
 
 def test_failed_nodes_count_as_the_baseline_and_faults_do_not():
@@ -290,7 +302,10 @@ def test_all_pictures_of_a_mixed_crowd(tmp_path):
 
 
 def test_profiles_by_hand():
-    """best 8; half as good: 2; worse than the baseline: 1.05 times the worst; tau up to log10(ceil(4.2)) -> 0.7"""
+    """Best 8; half as good: 2; worse than the baseline: 1.05 times the worst.
+
+    tau goes up to log10(ceil(4.2)), rounded up to 0.7.
+    """
     scores = {"up": {"a": 8.0, "b": 4.0, "c": 1.0, "baseline": 2.0}}
     assert compare.ratios(scores["up"], True, 2.0) == {
         "a": 1.0,

@@ -1,4 +1,4 @@
-"""report.py: the page in a real browser. Click, search, compare; no transcript becomes markup, no request leaves."""
+"""The page in a real browser: click, search, compare; no text becomes markup, no request leaves."""
 
 import base64
 import fcntl
@@ -35,7 +35,7 @@ def quick_provenance(monkeypatch):
 
 
 class Browser:
-    """Chromium without a window, driven through a pipe: one JSON message per call, ended by a zero byte."""
+    """Chromium without a window, driven through a pipe: JSON messages that end with a zero byte."""
 
     def __init__(self, folder):
         (near, self.out), (self.inp, far) = os.pipe(), os.pipe()
@@ -123,12 +123,13 @@ class Browser:
         start = time.monotonic()
         self.call("Page.navigate", url=Path(path).resolve().as_uri() + fragment)
         self.until(
-            "document.readyState == 'complete' && document.querySelectorAll('#list tr.row').length > 0"
+            "document.readyState == 'complete' && "
+            "document.querySelectorAll('#list tr.row').length > 0"
         )
         return time.monotonic() - start
 
     def complaints(self):
-        """Console errors and warnings, exceptions, and requests for anything but the page and its own pictures."""
+        """Console errors and warnings, exceptions, and requests for anything but the page."""
         self.js("1")
         found = []
         for event in self.events:
@@ -452,7 +453,8 @@ def test_hostile_text_stays_text(tmp_path, browser):
         and browser.complaints() == []
     )
     # and if a hole were found: the page's policy runs no script but its own, and requests nothing
-    hole = '<img src=http://127.0.0.1:9/x onerror="document.title=1"><svg onload="document.title=1"></svg>'
+    hole = '<img src=http://127.0.0.1:9/x onerror="document.title=1">'
+    hole += '<svg onload="document.title=1"></svg>'
     browser.js(f"document.body.insertAdjacentHTML('beforeend', {json.dumps(hole)})")
     time.sleep(0.2)
     assert browser.js("document.title") == "run"

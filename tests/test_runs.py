@@ -1,4 +1,4 @@
-"""runs.py: a run directory is whole after kill -9, has one writer, refuses another config, and says what is wrong."""
+"""A run directory is whole after kill -9, has one writer, and refuses another config."""
 
 import math
 import os
@@ -98,8 +98,8 @@ def test_checkpoint_alone_also_protects_its_config(tmp_path):
 
 def test_second_writer_is_refused_and_lock_dies_with_its_process(tmp_path):
     code = (
-        "import sys, time; from flatlab.runs import store; run = store.open_run(sys.argv[1], {'a': 1}); "
-        "print(1, flush=True); time.sleep(60)"
+        "import sys, time; from flatlab.runs import store; "
+        "run = store.open_run(sys.argv[1], {'a': 1}); print(1, flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", code, tmp_path / "run"]
     other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -225,7 +225,8 @@ from pathlib import Path
 from flatlab.runs import store
 store.output_of = lambda *command: ""
 run = store.open_run(sys.argv[1], {"a": 1})
-left = itertools.count(int(sys.argv[2]), -1)  # writes, renames and fsyncs until this process is killed in one of them
+# writes, renames and fsyncs until this process is killed in one of them
+left = itertools.count(int(sys.argv[2]), -1)
 
 def deadly(function, half=lambda *arguments: None):
     def wrapped(*arguments, **options):
@@ -236,9 +237,19 @@ def deadly(function, half=lambda *arguments: None):
     return wrapped
 
 write = Path.write_bytes
-Path.write_bytes = deadly(write, half=lambda path, content: write(path, content[:len(content) // 2]))
-shutil.rmtree = deadly(shutil.rmtree, half=lambda path: next(path.iterdir()).unlink() if path.exists() else None)
-Path.rename, os.replace, store.to_disk = deadly(Path.rename), deadly(os.replace), deadly(store.to_disk)
+
+def write_half(path, content):
+    write(path, content[:len(content) // 2])
+
+def remove_one(path):
+    if path.exists():
+        next(path.iterdir()).unlink()
+
+Path.write_bytes = deadly(write, write_half)
+shutil.rmtree = deadly(shutil.rmtree, remove_one)
+Path.rename = deadly(Path.rename)
+os.replace = deadly(os.replace)
+store.to_disk = deadly(store.to_disk)
 for step in itertools.count():
     run.save_episodes(0, [{"text": "x" * 9_000, "step": step}] * 5)
     with run.checkpoint(step, keep=1) as folder:

@@ -1,4 +1,4 @@
-"""The table of a grid: nothing is dropped, and the statistics agree with numbers worked out by hand."""
+"""The table of a grid drops nothing; its statistics agree with numbers worked out by hand."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_permutation_by_hand():
 
 
 def test_permutation_agrees_with_a_published_case():
-    """Battle of Sexes, best of five runs each without and with verbalized sampling; p = 0.008 = 2 / 252."""
+    """Battle of Sexes, best of 5 runs without and with verbalized sampling: p = 2 / 252."""
     none, tail = [1.3756, 1.2053, 1.2287, 1.1056, 1.2332], [1.4059, 1.4383, 1.4431, 1.3796, 1.4446]
     assert stats.permutation_p(tail, none) == pytest.approx(2 / 252)
 

@@ -1,4 +1,4 @@
-"""viz.py: pictures, tables and terminal views of runs: finished, running, broken and foreign ones."""
+"""viz.py: pictures, tables and terminal views of finished, running and broken runs."""
 
 import json
 import math
@@ -12,8 +12,7 @@ import pytest
 
 import viz
 from flatlab.errors import UserError
-from flatlab.runs import plots, reader, store, trackers
-from flatlab.runs.views import plot_now_and_then
+from flatlab.runs import plots, reader, store, trackers, views
 
 ROOT = Path(viz.__file__).parent
 CONFIG = {"task": "titanic", "model": "tiny", "seed": 1, "steps": 5, "lr": 1e-5}
@@ -85,14 +84,15 @@ def test_plot_of_rows_with_holes(tmp_path):
     assert (tmp_path / "curves.png").exists()
 
 
-def test_plot_is_not_redrawn_all_the_time(tmp_path):
+def test_plot_is_not_redrawn_all_the_time(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(views, "plot", lambda folder: drawn.append(folder) or time.sleep(0.01))
     run = filled(tmp_path)
-    plot_now_and_then(run)
-    (run.dir / "curves.png").unlink()
-    plot_now_and_then(run)
-    assert not (run.dir / "curves.png").exists()
-    plot_now_and_then(run, always=True)
-    assert (run.dir / "curves.png").exists()
+    views.plot_now_and_then(run)
+    views.plot_now_and_then(run)
+    assert drawn == [run.dir]
+    views.plot_now_and_then(run, always=True)
+    assert drawn == [run.dir] * 2
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_running_mean_by_hand():
     assert plots.running_mean([1.0, 5.0], 1).tolist() == [1.0, 5.0]
 
 
-# ------------------------------------------------------------------ terminal views and other kinds of runs
+# --------------------------------------------- terminal views and other kinds of runs
 
 
 def episode(value, reply="```bash\nls\n```", status="submit"):
@@ -284,6 +284,59 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     assert {p.name for p in directory.glob("*.png")} == {"tree.png", "search.png"}
 
 
+def test_long_ids_shift_no_column_and_ranges_are_sorted(tmp_path, capsys):
+    run = store.open_run(tmp_path, CONFIG | {"sampling_mode": "none"})
+    run.result(metric="loss", higher_is_better=True, baseline=0.5)
+    deep = "0" + ".0" * 30
+    for order, id in enumerate(["0.10", "0.2", "0.1", deep]):
+        run.log({"id": id, "order": order, "op": "draft", "score": 0.6}, "journal.jsonl")
+    lines = printed(capsys, tmp_path, list=True).splitlines()[1:]
+    assert {line.index("draft") for line in lines if "draft" in line} == {12}
+    assert any(deep in line for line in lines)
+    with pytest.raises(UserError, match="there are 0(.0){30} to 0.10"):
+        printed(capsys, tmp_path, episode="7")
+    text = printed(capsys, tmp_path)
+    assert "best path  0 > " in text
+
+
+def old_training_run(folder):
+    """As an earlier version wrote it."""
+    run = store.open_run(
+        folder, CONFIG | {"sandboxes": 32, "cut_replies": "train", "checkpoints": 2}
+    )
+    evaluation = {"mean": 0.69, "stderr": 0.01, "n": 64, "gain": 0.1, "gain_stderr": 0.02}
+    after = evaluation | {"test_mean": 0.7, "steps": 2, "adapter_of_step": -1}
+    run.result(metric="accuracy", higher_is_better=True, baseline=0.677, status="finished")
+    run.result(before=evaluation, after=after)
+    for step in range(2):
+        run.log(row(step, gain_mean=0.1, logprob_gap_max=1e-6, eval_gain=0.1, eval_score_mean=0.7))
+    run.save_episodes(0, [episode(0.7), episode(None)])
+    run.lock.close()
+    return run.dir
+
+
+def old_search(folder):
+    run = store.open_run(folder, CONFIG | {"sampling_mode": "tail", "max_actions": 15})
+    node = {"id": "0.0", "mode": "tail", "gain": 0.1, "score": 0.4, "decision": {"mode": "explore"}}
+    run.log(node | {"op": "draft", "actions": [], "valid": True}, "journal.jsonl")
+    run.result(metric="loss", higher_is_better=False, baseline=0.5, mode="tail", gap=0.1)
+    run.lock.close()
+    return run.dir
+
+
+def test_runs_of_an_earlier_version_are_shown(tmp_path, capsys):
+    runs = [old_training_run(tmp_path / "g"), old_search(tmp_path / "s")]
+    text = printed(capsys, runs[0])
+    assert "logprob_diff_max" in text and "score_mean 0.69" in text and "gain" not in text
+    text = printed(capsys, runs[1])
+    assert "test_minus_validation  0.1" in text
+    assert "sampling_mode  tail" in printed(capsys, runs[1], episode="0.0")
+    assert "0.0" in printed(capsys, runs[0], list=True)
+    viz.main(viz.Options((tmp_path,)))
+    text = capsys.readouterr().out
+    assert "untrained" in text and (tmp_path / "report.html").exists()
+
+
 def test_colours_only_on_a_terminal(monkeypatch):
     assert viz.paint("x", "red") == "x"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
@@ -374,6 +427,13 @@ def test_a_tracker_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch, 
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=f"pip install {name}"):
         printed(capsys, filled(tmp_path).dir, **{name: True})
+
+
+def test_missing_packages_are_found_before_a_run_is_made(monkeypatch):
+    trackers.check(tensorboard=False, wandb=False)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="--wandb needs a package that is missing: pip install"):
+        trackers.check(tensorboard=False, wandb=True)
 
 
 def test_trackers_get_each_row_with_its_transcripts(tmp_path):

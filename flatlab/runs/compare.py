@@ -192,16 +192,13 @@ def training_cell(run: RunData) -> dict:
         last = series(run.rows, f"{score_key([group])}_mean")[-window_of(run.rows) :]
         score, test, adapter = mean(last), None, "last steps"
     score = math.nan if score is None else score
-    found = {
+    return training_counts(run) | {
         "best_score": score,
         "test_score": test,
         "test_minus_validation": None if test is None else test - score,
         "best_id": adapter,
         "adapter": adapter,
     }
-    if score_key([group]) == "improvement":  # scores of several tasks have different units
-        found |= {"baseline": 0.0, "reference": 1.0, "higher_is_better": True}
-    return found | training_counts(run)
 
 
 def training_counts(run: RunData) -> dict:

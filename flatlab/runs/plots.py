@@ -279,10 +279,6 @@ def adapters_title(runs: list[RunData], test: bool) -> str:
 def draw_baseline(axis, groups):
     run = groups[0].runs[0]
     better = "higher is better" if run.higher_is_better else "lower is better"
-    if score_key(groups) == "improvement":
-        axis.set_ylabel("mean improvement\n0 baseline, 1 reference")
-        axis.axhline(0.0, color=GREY, linestyle=":", linewidth=1.5, label="baselines")
-        return
     axis.set_ylabel(f"{shorten(run.result.get('metric', 'score'), 40)}, {better}")
     if run.baseline is not None:
         name = f"baseline {run.baseline:.4g}"

@@ -68,6 +68,8 @@ OLD_KEYS = {
     "gain": "improvement",
     "gain_mean": "clipped_improvement_mean",
     "gain_std": "clipped_improvement_std",
+    "eval_gain": "eval_clipped_improvement",
+    "eval_gain_stderr": "eval_clipped_improvement_stderr",
     "gap": "test_minus_validation",
     "mode": "sampling_mode",
     "logprob_gap_mean": "logprob_diff_mean",

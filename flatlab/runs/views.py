@@ -20,11 +20,8 @@ def plot(run_dir, format="png") -> list[Path]:
     run = run_dir if isinstance(run_dir, RunData) else read_run(run_dir)
     groups = [plots.Group(run.name, plots.BLUE, [run])]
     panels = plots.TRAINING if run.kind == "grpo" else search_plots.SEARCH
-    paths = (
-        plot_training(run, groups, format)
-        if run.kind == "grpo"
-        else plot_search(run, groups, format)
-    )
+    draw = plot_training if run.kind == "grpo" else plot_search
+    paths = draw(run, groups, format)
     if format != "png":
         paths += plots.save_panels(panels, groups, run.dir / "panels", format)
     return paths
@@ -66,22 +63,32 @@ def final_table(run: RunData) -> list[str]:
     final = run.result.get("final")
     if not isinstance(final, dict):
         return []
-    several = plots.score_key([plots.Group("", "", [run])]) == "improvement"
-    metric = "improvement" if several else str(run.result.get("metric", "score"))
+    metric = str(run.result.get("metric", "score"))
     lines = [["adapter", metric, "± s.e.", "valid", "difference", "± s.e.", "N", "test part"]]
+    tests = []
     for name, (result,) in plots.adapter_results([run]).items():
         score, error = plots.evaluated_score(result)
-        numbers = [score, error, result.get("valid_share")]
-        numbers += [result.get(f"difference{part}") for part in ("", "_stderr", "_n")]
-        forms = (".4f", ".4f", ".0%", "+.4f", ".4f", ".0f")
-        cells = [shown(number(value), form) for value, form in zip(numbers, forms)]
-        test = plots.evaluated_score(result, test=True)[0]
-        lines.append([adapter_label(name, result, run), *cells, shown(test)])
+        test, _ = plots.evaluated_score(result, test=True)
+        cells = [
+            adapter_label(name, result, run),
+            shown(score),
+            shown(error),
+            shown(number(result.get("valid_share")), ".0%"),
+            shown(number(result.get("difference")), "+.4f"),
+            shown(number(result.get("difference_stderr"))),
+            shown(number(result.get("difference_n")), ".0f"),
+            shown(test),
+        ]
+        lines.append(cells)
+        for key, value in result.items():
+            task = key.removesuffix(".test_score_mean")
+            if task != key:
+                tests.append(f"{cells[0]} on the test part of {task}: {shown(number(value))}")
     title = (
         f"{final.get('n')} episodes each on the {final.get('split', 'validation')} part, with the "
         "same fresh seeds; difference: paired by seed, to untrained"
     )
-    found = [title, *aligned(lines, left=1)]
+    found = [title, *aligned(lines, left=1), *tests]
     if plots.best_is_untrained(run.result):
         found.append("best is the untrained adapter: no evaluation during training was better")
     return found
@@ -91,5 +98,7 @@ def adapter_label(name: str, result: dict, run: RunData) -> str:
     """'untrained', 'last (step 29)', 'best (untrained)'."""
     if name == "best" and plots.best_is_untrained(run.result):
         return "best (untrained)"
-    step = result.get("step")
-    return f"{name} (step {step})" if isinstance(step, int) and step >= 0 else name
+    step = number(result.get("step"))
+    if step is None:
+        return name
+    return f"{name} (step {step:.0f})" if step >= 0 else f"{name} (before the first step)"
