@@ -628,6 +628,7 @@ def prepare(cfg: Config):
     for an endpoint), whether it is the stand-in, and a sentence about the choice of the sandbox.
     """
     check_choices(cfg)
+    trackers.check(cfg.trackers.tensorboard, cfg.trackers.wandb)
     roots = cfg.tasks.mlgym_root, cfg.tasks.mledojo_root
     tasks = [load_task(name, *roots) for name in dict.fromkeys(cfg.tasks.task)]
     if cfg.select in WITHOUT_MODE:

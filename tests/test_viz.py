@@ -151,6 +151,14 @@ def test_step_line_is_aligned_with_its_titles_and_tells_the_rest_of_the_time(tmp
     assert "\n" not in second and len(second) == len(titles) and second.endswith("-")
 
 
+def test_the_step_line_of_several_tasks_shows_an_improvement():
+    titles, line = store.step_line({"step": 3, "improvement_mean": -0.6788}, header=True).split(
+        "\n"
+    )
+    assert "score" not in titles and "improvement" in titles and "-0.6788" in line
+    assert len(titles) == len(line) == len(store.step_line(row(3)))
+
+
 def test_running_mean_by_hand():
     assert plots.running_mean([1.0, 2.0, 6.0, math.nan], 3).tolist() == [1.5, 3.0, 4.0, 6.0]
     assert plots.running_mean([1.0, 5.0], 1).tolist() == [1.0, 5.0]
@@ -434,6 +442,16 @@ def test_missing_packages_are_found_before_a_run_is_made(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="--wandb needs a package that is missing: pip install"):
         trackers.check(tensorboard=False, wandb=True)
+
+
+def test_a_search_with_a_missing_tracker_leaves_no_run_directory(tmp_path, monkeypatch):
+    import search
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="pip install wandb"):
+        search.prepare(search.Config(trackers=search.TrackerOptions(wandb=True)))
+    assert not (tmp_path / "logs").exists()
 
 
 def test_trackers_get_each_row_with_its_transcripts(tmp_path):

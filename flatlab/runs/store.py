@@ -361,10 +361,17 @@ COLUMNS = [
 ]
 
 
+# several tasks have scores in different units: this stands instead of score and best
+IMPROVEMENT = ("improvement", 13, ("improvement_mean",), "{:+.4f}")
+
+
 def step_line(row: dict, header=False, eta: float | None = None) -> str:
     """One aligned line for one step, under a line of titles if `header`. eta: in seconds."""
+    columns = COLUMNS
+    if "improvement_mean" in row and "score_mean" not in row:
+        columns = [*COLUMNS[:2], IMPROVEMENT, *COLUMNS[4:]]
     titles, cells = [], []
-    for title, width, keys, form in COLUMNS:
+    for title, width, keys, form in columns:
         values = [row.get(key) for key in keys]
         cell = "-" if None in values else form.format(*values)
         titles.append(f"{title:>{width}}")
