@@ -11,6 +11,7 @@ from helpers import LOCAL, PROJECT
 from tasks import load_task
 from tools import demonstrations
 
+pytestmark = pytest.mark.slow  # nobody needs the tool to run or to test
 TOOL = [sys.executable, str(PROJECT / "tools" / "demonstrations.py")]
 
 

@@ -139,6 +139,7 @@ def test_the_same_command_again_finds_it_finished_and_another_config_is_refused(
     assert code == 2 and "lr: 0.001 there, 0.5 now" in err and len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_copy_with_a_changed_advantage_is_a_small_diff_and_runs(tmp_path, tiny_model):
     """What the README promises of `cp grpo.py mine.py`."""
     text = (ROOT / "grpo.py").read_text()
@@ -180,6 +181,7 @@ def test_a_copy_with_a_changed_advantage_is_a_small_diff_and_runs(tmp_path, tiny
     ), done.stderr
 
 
+@pytest.mark.slow
 def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
     def done(script, *flags):
         flags += ("--sampling-mode", "none", "--depth", "1") if script == "search.py" else ()
@@ -314,7 +316,13 @@ def ignore_sigint():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-@pytest.mark.parametrize("before", [None, ignore_sigint], ids=["", "in the background of a script"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        None,
+        pytest.param(ignore_sigint, id="in the background of a script", marks=pytest.mark.slow),
+    ],
+)
 def test_sigterm_is_an_orderly_end(tmp_path, tiny_model, before):
     flags = [*SMALL, "--model", "tiny", "--backend", "local", "--name", "t", "--eval-episodes", "0"]
     process = start(tmp_path, *flags, "--steps", "50", before=before)
@@ -376,6 +384,7 @@ def test_help_answers_at_once():
     assert time.monotonic() - begin < 3
 
 
+@pytest.mark.slow
 def test_without_a_daemon_auto_says_so_and_goes_on(tmp_path, tiny_model):
     code, out, err = run(
         tmp_path,
@@ -406,6 +415,7 @@ def test_a_sink_that_is_not_installed_is_found_before_any_model(tmp_path, script
     )
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_every_step(tmp_path, tiny_model):
     pytest.importorskip("tensorboard", reason="optional: pip install tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

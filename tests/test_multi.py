@@ -80,6 +80,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("advantage", ["group", "ppo"])
 def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model, advantage):
     """Rows, transcripts, evaluations and adapter, also past a restore of the guard; three groups, so that one rank has
@@ -135,6 +136,7 @@ def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model, a
     assert "m" == two.name and not list(two.glob(".tmp*"))
 
 
+@pytest.mark.slow
 def test_a_lost_rank_ends_the_job_and_it_resumes(tmp_path, random_model):
     job = torchrun(tmp_path, ROOT / "tests/test_multi.py", random_model, 40)
     metrics = tmp_path / "logs/m/metrics.jsonl"

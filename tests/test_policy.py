@@ -208,6 +208,7 @@ def test_logprobs_do_not_depend_on_padding_or_chunks(policy):
     policy.model.zero_grad()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_tokens_times_vocabulary(tmp_path):
     """From 2,048 to 8,192 tokens, each tensor of all logits would grow by 750 MiB.
 
