@@ -10,10 +10,11 @@ Handwritten Digits" (1998), UCI Machine Learning Repository, CC BY 4.0; its test
 with scikit-learn.
 """
 
-import csv
 import random
 import sys
 from pathlib import Path
+
+import pandas
 
 PARTS = ("train", "validation", "train", "test")  # 50 / 25 / 25 %
 # survived, age, class, number of males, number of females
@@ -32,81 +33,76 @@ TITANIC = """
 1 adult crew 192 20
 """
 
-# Each function returns (columns, [(id, values, part)]). The last column is the target. Ids are
-# shuffled, so that they tell nothing.
+# Each function returns a table with the columns of train.csv (the target last) and `part`.
+# Ids are shuffled, so that they tell nothing.
 
 
 def titanic():
-    rng = random.Random(1912)
     people = []
     for line in TITANIC.strip().splitlines():
         survived, age, group, males, females = line.split()
         people += [[group, "male", age, survived]] * int(males)
         people += [[group, "female", age, survived]] * int(females)
-    ids = shuffled_ids(rng, len(people))
+    table = pandas.DataFrame(people, columns=["class", "sex", "age", "survived"])
+    add_ids(table, random.Random(1912))
     # Persons of one kind are dealt out in turn.
-    rows = [(ids[i], person, PARTS[i % len(PARTS)]) for i, person in enumerate(people)]
-    return ["class", "sex", "age", "survived"], rows
+    table["part"] = dealt(len(table))
+    return table
 
 
 def diabetes():
     from sklearn.datasets import load_diabetes
 
     data = load_diabetes(scaled=False)
+    table = pandas.DataFrame(data.data, columns=data.feature_names)
+    table["progression"] = data.target
     # The seed of twenty whose parts are most alike: ridge regression scores 0.478 and 0.481.
     rng = random.Random(2009)
-    ids = shuffled_ids(rng, len(data.target))
+    add_ids(table, rng)
     # Every four neighbours in the order of the target are dealt out at random.
     parts = []
-    while len(parts) < len(ids):
+    while len(parts) < len(table):
         parts += rng.sample(PARTS, len(PARTS))
-    rows = []
-    for i, part in zip(by_target(data.target, ids), parts):
-        values = [f"{value:g}" for value in (*data.data[i], data.target[i])]
-        rows.append((ids[i], values, part))
-    return [*data.feature_names, "progression"], rows
+    table = table.sort_values(["progression", "id"])
+    table["part"] = parts[: len(table)]
+    return table
 
 
 def digits():
     from sklearn.datasets import load_digits
 
     data = load_digits()
-    ids = shuffled_ids(random.Random(1998), len(data.target))
-    rows = []
+    names = [f"p{place}" for place in range(64)]
+    table = pandas.DataFrame(data.data.astype(int), columns=names)
+    table["label"] = data.target
+    add_ids(table, random.Random(1998))
     # Images of one digit are dealt out in turn.
-    for place, i in enumerate(by_target(data.target, ids)):
-        values = [int(value) for value in (*data.data[i], data.target[i])]
-        rows.append((ids[i], values, PARTS[place % len(PARTS)]))
-    return [*(f"p{place}" for place in range(64)), "label"], rows
+    table = table.sort_values(["label", "id"])
+    table["part"] = dealt(len(table))
+    return table
 
 
-def shuffled_ids(rng, count):
-    return rng.sample(range(1, count + 1), count)
+def add_ids(table, rng):
+    ids = range(1, len(table) + 1)
+    table.insert(0, "id", rng.sample(ids, len(ids)))
 
 
-def by_target(target, ids):
-    """Row numbers in the order of the target, then of the id."""
-    return sorted(range(len(ids)), key=lambda i: (target[i], ids[i]))
-
-
-def write(path, header, rows):
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(header)
-        writer.writerows(rows)
+def dealt(count):
+    return [PARTS[place % len(PARTS)] for place in range(count)]
 
 
 def main(name, folder=None):
     folder = Path(folder or Path(__file__).resolve().parent / name)
-    columns, rows = {"titanic": titanic, "diabetes": diabetes, "digits": digits}[name]()
-    rows.sort()
-    train = [[key, *values] for key, values, part in rows if part == "train"]
-    rest = [row for row in rows if row[2] != "train"]
-    test = [[key, *values[:-1]] for key, values, _ in rest]
-    answers = [[key, part, values[-1]] for key, values, part in rest]
-    write(folder / "train.csv", ["id", *columns], train)
-    write(folder / "test.csv", ["id", *columns[:-1]], test)
-    write(folder / "answers.csv", ["id", "part", columns[-1]], answers)
+    make = {"titanic": titanic, "diabetes": diabetes, "digits": digits}[name]
+    table = make().sort_values("id")
+    target = table.columns[-2]
+    is_train = table.part == "train"
+    train = table[is_train].drop(columns="part")
+    test = table[~is_train].drop(columns=["part", target])
+    answers = table[~is_train][["id", "part", target]]
+    for file, rows in (("train", train), ("test", test), ("answers", answers)):
+        path = folder / f"{file}.csv"
+        rows.to_csv(path, index=False, lineterminator="\n", float_format="%g")
 
 
 if __name__ == "__main__":
