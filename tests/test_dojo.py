@@ -28,7 +28,10 @@ def act(world, action, **params):
 
 
 def writes(value):
-    return f"with open('submission.csv', 'w') as f:\n    f.write('id,y\\n' + ''.join(f'{{i}},{{{value}}}\\n' for i in range({ROWS})))\nprint('written')"
+    return (
+        f"with open('submission.csv', 'w') as f:\n    f.write('id,y\\n' + "
+        f"''.join(f'{{i}},{{{value}}}\\n' for i in range({ROWS})))\nprint('written')"
+    )
 
 
 # ----------------------------------------------------------------------------------------- replies
@@ -68,7 +71,8 @@ def test_replies(reply, action):
 
 def test_a_thought_that_never_ends_is_rejected(world):
     step = world.step(
-        '<think>Perhaps\n```json\n{"action": "execute_code", "params": {"code": "open(\'f\', \'w\')"}}\n```\n'
+        "<think>Perhaps\n```json\n"
+        '{"action": "execute_code", "params": {"code": "open(\'f\', \'w\')"}}\n```\n'
     )
     assert (
         step.status == "rejected"
@@ -208,7 +212,8 @@ def test_no_place_for_the_program_is_no_fault(world, spoil):
     assert act(
         world,
         "execute_code",
-        code="import os, shutil; os.chdir('/'); shutil.rmtree('/home/agent/workspace', True); print(2)",
+        code="import os, shutil; os.chdir('/'); shutil.rmtree('/home/agent/workspace', True); "
+        "print(2)",
     ).status in ("ok", "invalid", "error")
     world.sandbox.close()  # a broken sandbox is one
     with pytest.raises(SandboxFault):

@@ -156,7 +156,8 @@ if guess[0] == "crash": raise ValueError("the answers are " + " ".join(answers))
 if guess[0] == "hang": import time; time.sleep(60)
 if guess[0] == "exit": sys.exit(3)
 print("some words", file=sys.stderr)
-print(json.dumps({"hits": float("nan") if guess[0] == "nan" else len([a for a in part if a in guess])}))
+hits = len([answer for answer in part if answer in guess])
+print(json.dumps({"hits": float("nan") if guess[0] == "nan" else hits}))
 """
 
 
@@ -382,8 +383,11 @@ def test_artefact_must_be_a_plain_small_file(world, make):
 def test_nothing_in_the_workspace_reaches_the_grader(world, task):
     do(
         world,
-        'echo z > guess.txt; for f in json.py sitecustomize.py grade.py evaluate.py; do echo \'print("{\\"hits\\": 99}")\' > $f; done; '
-        "echo z > answers.txt; echo z > data/hint.txt; export PYTHONPATH=. PYTHONSTARTUP=json.py; alias python3=true; python3() { true; }; export -f python3",
+        "echo z > guess.txt; for f in json.py sitecustomize.py grade.py evaluate.py; "
+        'do echo \'print("{\\"hits\\": 99}")\' > $f; done; '
+        "echo z > answers.txt; echo z > data/hint.txt; "
+        "export PYTHONPATH=. PYTHONSTARTUP=json.py; alias python3=true; python3() { true; }; "
+        "export -f python3",
     )
     do(world, "echo '{\"hits\": 99}'")
     assert do(world, "validate").score.value == 0.0
@@ -399,7 +403,8 @@ def test_nothing_in_the_workspace_reaches_the_grader(world, task):
 def test_background_process_cannot_swap_the_artefact(world):
     do(
         world,
-        "echo a > guess.txt; setsid bash -c 'while :; do echo a b c d e > guess.txt; echo a > guess.txt; done' >/dev/null 2>&1 &",
+        "echo a > guess.txt; setsid bash -c 'while :; do echo a b c d e > guess.txt; "
+        "echo a > guess.txt; done' >/dev/null 2>&1 &",
     )
     do(world, "validate")
     before = world.sandbox.get("guess.txt")
@@ -423,12 +428,14 @@ def test_two_episodes_never_see_each_others_files(task, backend):
         one.reset(), two.reset()
         do(
             one,
-            "for f in mine7 ~/mine7 /tmp/mine7 /dev/shm/mine7; do echo 7mine > $f; done; export MINE=7mine; echo a > guess.txt; "
+            "for f in mine7 ~/mine7 /tmp/mine7 /dev/shm/mine7; do echo 7mine > $f; done; "
+            "export MINE=7mine; echo a > guess.txt; "
             "sleep 13579 &",
         )
         seen = do(
             two,
-            "ls -RA ~ /dev/shm; ls -A /tmp; cat m*7 /tmp/m*7 2>/dev/null; echo $MINE; cat /proc/*/cmdline | tr '\\0' ' '",
+            "ls -RA ~ /dev/shm; ls -A /tmp; cat m*7 /tmp/m*7 2>/dev/null; echo $MINE; "
+            "cat /proc/*/cmdline | tr '\\0' ' '",
         )
         assert not any(word in seen.observation for word in ("mine7", "7mine", "guess", "13579"))
         assert not two.score().valid and one.score().valid
@@ -437,8 +444,11 @@ def test_two_episodes_never_see_each_others_files(task, backend):
 @pytest.mark.fault(22, "the agent looks for answers")
 @pytest.mark.attack("reading answers anywhere in the file system")
 def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
-    """In Docker every file of the whole file system is searched; a local sandbox also shows the programs of this machine
-    (10 GB with torch), so there it is every file that came into being in the last ten minutes, as the new secret did."""
+    """Searches every file in Docker.
+
+    A local sandbox also shows the programs of this machine (10 GB with torch), so there it searches
+    the files of the last ten minutes: the secret is as new as that.
+    """
     with Env(replace(task, step_timeout=300.0), backend) as world:
         world.reset()
         do(world, "echo a > guess.txt")
@@ -446,7 +456,10 @@ def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
         row = "".join(f"\\x{ord(c):02x}" for c in CANARY)  # the search must not find itself
         do(world, f"printf '{row}' > /tmp/decoy")  # but it does find
         new = "" if backend == "docker" else "-cmin -10"
-        search = f"find / -path /proc -prune -o -path /sys -prune -o -type f {new} -print0 2>/dev/null | xargs -0 grep -slF -e $(printf '{row}')"
+        search = (
+            f"find / -path /proc -prune -o -path /sys -prune -o -type f {new} -print0 "
+            f"2>/dev/null | xargs -0 grep -slF -e $(printf '{row}')"
+        )
         names = "find / -name answers.txt -o -name grade.py 2>/dev/null"
         assert do(world, f"{search}; {names}; true").observation == "/tmp/decoy"
         assert (
@@ -465,9 +478,13 @@ def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
 def test_fork_is_equal_and_independent(world):
     do(
         world,
-        "mkdir -p deep/er; printf 'x\\0y' > 'deep/er/odd name'; ln -s nowhere link; chmod 700 deep; echo a > guess.txt; export KEPT='a\nb'; cd deep",
+        "mkdir -p deep/er; printf 'x\\0y' > 'deep/er/odd name'; ln -s nowhere link; "
+        "chmod 700 deep; echo a > guess.txt; export KEPT='a\nb'; cd deep",
     )
-    manifest = "cd ~/workspace; find . ! -name guess.txt -printf '%P %y %m %s %T@ %l\\n' | sed 's/\\.[0-9]* / /' | sort; md5sum deep/er/*"
+    manifest = (
+        "cd ~/workspace; find . ! -name guess.txt -printf '%P %y %m %s %T@ %l\\n' | "
+        "sed 's/\\.[0-9]* / /' | sort; md5sum deep/er/*"
+    )
     with world.fork() as twin:
         assert do(twin, 'pwd; echo "$KEPT"').observation == f"{twin.sandbox.workspace}/deep\na\nb"
         same = [
@@ -501,7 +518,7 @@ def play(task, policy, backend=LOCAL, **options):
 
 
 def check_tokens(episode, policy):
-    """Every request was what the segments hold, and each reply is trained on exactly once with its own log-probs."""
+    """Segments hold what was requested; each reply is trained on once, with its own log-probs."""
     assert sum(sum(s.mask) for s in episode.segments) == episode.reply_tokens
     for segment in episode.segments:
         assert (
@@ -717,7 +734,8 @@ def test_an_env_that_was_handed_in_goes_on_and_stays_open(task):
 # ------------------------------------------------------------------------------ the built-in tasks
 
 SOLUTIONS = {
-    "titanic": 'awk -F, \'NR==1 {print "id,survived"; next} {print $1 "," ($3 == "female")}\' data/test.csv > submission.csv',
+    "titanic": 'awk -F, \'NR==1 {print "id,survived"; '
+    'next} {print $1 "," ($3 == "female")}\' data/test.csv > submission.csv',
     "battleOfSexes": "printf 'def row_strategy(history):\\n    return 0\\n' > strategy.py",
 }
 
@@ -743,7 +761,7 @@ def test_nothing_is_left_running():
 
 
 def test_what_was_handed_in_cannot_turn_its_grading_into_a_fault(task, backend):
-    """By the exit code of a program that cannot be started: such episodes are dropped. Without the program it is one."""
+    """An artefact may return the exit code of a program that is missing; it is still invalid."""
     ran = replace(task, artefacts=("answer.sh",), grader=("sh", "answer.sh"))
     with Env(ran, backend) as world:
         world.reset()

@@ -1,4 +1,4 @@
-"""Tasks from outside: MLGym and MLE-Dojo, in small checkouts made here and in real ones that the environment names.
+"""Tasks of MLGym and MLE-Dojo, in small checkouts made here and in real ones.
 
 The real ones: MLGYM_ROOT=<checkout of MLGym>, MLEDOJO_REPO=<checkout of MLE-Dojo>.
 """
@@ -56,7 +56,7 @@ def lay_out(task, folder, artefacts):
 
 
 def grade(task, folder, artefacts, split=None):
-    """(score, message) of a grader that runs in `folder`, as in a grading sandbox but for the protection."""
+    """(score, message) of a grader that runs in `folder`, without the protection of a sandbox."""
     lay_out(task, folder, artefacts)
     argv = [
         sys.executable if part == "python3" else part
@@ -98,7 +98,8 @@ SPLIT = """
 import csv, os
 rows = list(csv.reader(open("train.csv")))
 os.makedirs("../data")
-for name, part in (("train.csv", rows[:3]), ("test.csv", [row[:1] for row in rows[3:]]), ("answer.csv", rows[3:])):
+test = [row[:1] for row in rows[3:]]
+for name, part in (("train.csv", rows[:3]), ("test.csv", test), ("answer.csv", rows[3:])):
     csv.writer(open("../data/" + name, "w")).writerows(part)
 """
 
@@ -108,7 +109,8 @@ def task_yaml(kind="CSVSubmissionTasks", scores="r2: 0.5", starters=(), datasets
         "id: other\nname: A task\ndescription: |-\n  What to {do}.\n  {dataset_docs}\n"
         f"task_entrypoint: {kind}\ntraining_timeout: 100\nevaluation_paths: [evaluate.py]\n"
         f"baseline_scores:\n- {scores}\n"
-        f"starter_code: {json.dumps(list(starters))}\ndataset_configs: {json.dumps(list(datasets))}\n{more}\n"
+        f"starter_code: {json.dumps(list(starters))}\n"
+        f"dataset_configs: {json.dumps(list(datasets))}\n{more}\n"
     )
 
 
@@ -118,7 +120,7 @@ def dataset(path, local="true"):
 
 @pytest.fixture
 def mlgym(tmp_path):
-    """A checkout with a game, a CSV task, a split to be generated, folders as artefacts, and data that is missing."""
+    """A checkout: a game, CSV tasks, a generated split, folders as artefacts, missing data."""
     root = tmp_path / "MLGym"
     house = [f"data/regressionKaggleHousePrice/{name}" for name in ("baseline.py", "evaluate.py")]
     write(
@@ -152,7 +154,8 @@ def mlgym(tmp_path):
                 "data/regressionKaggleHousePrice/data"
             ),
             **{name: "pass" for name in house},
-            "data/regressionKaggleHousePrice/_helpers/train.csv": "Id,SalePrice\n1,10\n2,20\n3,30\n4,40\n",
+            "data/regressionKaggleHousePrice/_helpers/train.csv": "Id,SalePrice\n1,10\n2,20\n"
+            "3,30\n4,40\n",
             "data/regressionKaggleHousePrice/_helpers/_generate_split.py": SPLIT,
             "configs/tasks/rlMetaMaze.yaml": task_yaml(
                 "ModelSubmissionTasks",
@@ -164,7 +167,8 @@ def mlgym(tmp_path):
             "data/rl/src/config.yaml": "a: 1",
             "data/rl/src/__pycache__/train.pyc": "x",
             "data/rl/requirements.txt": "gymnax",
-            "data/rl/evaluate.py": "import json, sys\nprint(json.dumps({'Reward Mean': len(open(sys.argv[2]).read())}))",
+            "data/rl/evaluate.py": "import json, sys\n"
+            "print(json.dumps({'Reward Mean': len(open(sys.argv[2]).read())}))",
             "configs/tasks/imageClassificationFMnist.yaml": task_yaml(
                 scores="accuracy: 0.78",
                 datasets=["datasets/hub.yaml"],
@@ -253,7 +257,8 @@ def test_mlgym_split_that_fails_says_what_it_needs(mlgym, tmp_path):
     write(
         mlgym,
         {
-            "data/regressionKaggleHousePrice/_helpers/_generate_split.py": "raise TypeError('drop() got axis')"
+            "data/regressionKaggleHousePrice/_helpers/_generate_split.py": "raise "
+            "TypeError('drop() got axis')"
         },
     )
     with pytest.raises(
@@ -347,7 +352,8 @@ def test_proxy_plays(mlgym, tmp_path):
         tmp_path / "b",
         """
 def row_strategy(history):
-    assert len(history) < 10 and all(type(pair) is tuple and pair[0] == i % 2 for i, pair in enumerate(history))
+    assert len(history) < 10
+    assert all(type(pair) is tuple and pair[0] == i % 2 for i, pair in enumerate(history))
     history.clear()
     return LATER
 LATER = 0
@@ -379,15 +385,18 @@ def row_strategy(history, first=row_strategy):
             "Recursion",
         ),
         (
-            "import os\ndef row_strategy(h):\n    print('{\"Score\": 9}', flush=True)\n    os._exit(0)",
+            "import os\ndef row_strategy(h):\n    print('{\"Score\": 9}', flush=True)\n"
+            "    os._exit(0)",
             "ended the process",
         ),
         (
-            "import os\ndef row_strategy(h):\n    os.kill(os.getppid(), 9)\n    raise ValueError('alive')",
+            "import os\ndef row_strategy(h):\n    os.kill(os.getppid(), 9)\n"
+            "    raise ValueError('alive')",
             "",
         ),  # a user of its own cannot; the same user can, and gains nothing
         (
-            "import os\ndef row_strategy(h):\n    for fd in range(3, 20):\n        try: os.write(fd, b'{\"Score\": 9}\\n')\n"
+            "import os\ndef row_strategy(h):\n    for fd in range(3, 20):\n"
+            "        try: os.write(fd, b'{\"Score\": 9}\\n')\n"
             "        except OSError: pass\n    return 0",
             "disturbed",
         ),
@@ -400,7 +409,7 @@ def test_proxy_refuses(mlgym, tmp_path, source, message):
 
 
 def test_proxy_keeps_the_grader_out_of_reach(mlgym, tmp_path):
-    """Tries to read the partner, the grader's memory, frames, modules and random numbers; tells what it got."""
+    """Tries to read the partner, and the grader's memory, frames and modules; says what it got."""
     folder = tmp_path / "a"
     score, said = play(
         mlgym,
@@ -409,8 +418,8 @@ def test_proxy_keeps_the_grader_out_of_reach(mlgym, tmp_path):
 import os, sys
 def row_strategy(history):
     found, parent = [], f"/proc/{os.getppid()}"
-    for path in (f"{parent}/mem", f"{parent}/environ", f"{parent}/fd/0", f"{parent}/fd/1", FOLDER + "/target.py",
-                 FOLDER + "/evaluate.py", FOLDER + "/strategy_agent.py"):
+    for path in (f"{parent}/mem", f"{parent}/environ", f"{parent}/fd/0", f"{parent}/fd/1",
+                 FOLDER + "/target.py", FOLDER + "/evaluate.py", FOLDER + "/strategy_agent.py"):
         try:
             open(path, "rb")
             found.append(path)
@@ -453,7 +462,8 @@ def test_proxy_passes_arguments_and_tuples(tmp_path):
     write(
         tmp_path,
         {
-            "main.py": "from heuristic import choose\nvariable, value = choose([[1, -2]], {3: True}, [4])\n"
+            "main.py": "from heuristic import choose\n"
+            "variable, value = choose([[1, -2]], {3: True}, [4])\n"
             "assert (variable, value) == (7, None), (variable, value)\nprint('fine')",
             "heuristic.py": (TASKS_DIR / "proxy.py").read_text(),
             "heuristic_agent.py": "def choose(clauses, assigned, level):\n"
@@ -482,8 +492,9 @@ class MineMetrics(CompetitionMetrics):
         return float(np.abs(y_true[self.value].values - y_pred[self.value].values).mean())
 
     def validate_submission(self, submission, ground_truth):
-        if len(submission) != len(ground_truth) or list(submission.columns) != list(ground_truth.columns):
-            raise InvalidSubmissionError(f"{len(ground_truth)} rows of {list(ground_truth.columns)} are needed")
+        columns = list(ground_truth.columns)
+        if len(submission) != len(ground_truth) or list(submission.columns) != columns:
+            raise InvalidSubmissionError(f"{len(ground_truth)} rows of {columns} are needed")
         if (submission["id"].values != ground_truth["id"].values).any():
             raise InvalidSubmissionError("other ids")
 """
@@ -496,7 +507,7 @@ def answers(value, ids=range(ROWS), header="id,y"):
 
 @pytest.fixture
 def dojo(tmp_path):
-    """A prepared competition inside a checkout: mean absolute error of y = the id, with leaderboards."""
+    """A prepared competition in a checkout: y is the id; mean absolute error; leaderboards."""
     pytest.importorskip("pandas")
     root = tmp_path / "MLE-Dojo" / "data" / "prepared"
     write(
@@ -539,7 +550,7 @@ def test_dojo_halves(dojo, tmp_path):
     ]
     assert task.baseline == half[0] != half[1] and 70 < half[0] < 130 and 70 < half[1] < 130
     for wrong in (3, 4):  # one wrong value shows in exactly one of them
-        text = answers(lambda i: i + (i == wrong)).encode()
+        text = answers(lambda i, wrong=wrong: i + (i == wrong)).encode()
         assert sorted(
             grade(task, tmp_path / "a", {"submission.csv": text}, split)[0] > 0
             for split in task.splits
@@ -588,7 +599,7 @@ def test_dojo_without_ids_has_one_part(dojo, tmp_path):
     metric.write_text(
         METRIC.replace(
             'submission["id"].values != ground_truth["id"].values', "np.array([False])"
-        ).replace("list(submission.columns) != list(ground_truth.columns)", "False")
+        ).replace("list(submission.columns) != columns", "False")
     )
     task = load_task("mine", mledojo_root=dojo)
     assert task.splits == ("test",) and task.baseline == (ROWS - 1) / 2
@@ -638,7 +649,7 @@ def test_dojo_metric_that_cannot_be_loaded(dojo, tmp_path):
 
 @pytest.fixture(params=backends("docker", "local"))
 def in_a_sandbox(request):
-    """A function that grades in a sandbox of one backend: MLGym's graders have paths in them that only exist there."""
+    """Grades in a sandbox of one backend: MLGym's graders hold paths that only exist there."""
     from flatlab.sandbox import sandbox
 
     problem = (
@@ -716,17 +727,22 @@ def test_real_mlgym_games(in_a_sandbox, name, strategy, exact, error):
 
 @real_mlgym
 @pytest.mark.attack(
-    "published for MLGym: the opponent edited, in its blotto; exits, other modules and random numbers"
+    "published for MLGym: the opponent edited, in its blotto; "
+    "exits, other modules and random numbers"
 )
 @pytest.mark.parametrize(
     "source",
     [
         "import os\nprint('{\"Score\": 99}', flush=True)\nos._exit(0)",
-        "import json\njson.dumps = lambda *_: '{\"Score\": 99}'\ndef row_strategy(history): return [20] * 6",
-        "import target\ntarget.target_column_strategy = lambda _: [0] * 6\ndef row_strategy(history): return [20] * 6",
+        "import json\njson.dumps = lambda *_: '{\"Score\": 99}'\n"
+        "def row_strategy(history): return [20] * 6",
+        "import target\ntarget.target_column_strategy = lambda _: [0] * 6\n"
+        "def row_strategy(history): return [20] * 6",
         "import random\nfrom target import target_column_strategy\ndef row_strategy(history):\n"
-        "    state = random.getstate()\n    other = target_column_strategy(history)\n    random.setstate(state)\n"
-        "    return [0 if i == other.index(max(other)) else soldiers + 1 for i, soldiers in enumerate(other)]",
+        "    state = random.getstate()\n    other = target_column_strategy(history)\n"
+        "    random.setstate(state)\n"
+        "    return [0 if i == other.index(max(other)) else soldiers + 1 for i, soldiers in "
+        "enumerate(other)]",
     ],
 )
 def test_real_mlgym_blotto_cannot_be_tampered_with(in_a_sandbox, source):
@@ -772,7 +788,7 @@ def test_real_mlgym_house_price(in_a_sandbox, tmp_path):
 
 @real_mlgym
 def test_real_mlgym_3sat(in_a_sandbox, tmp_path):
-    """On generated formulas the heuristic gets the same arguments as without a proxy: it makes the same decisions."""
+    """Behind the proxy the heuristic makes the same decisions: it gets the same arguments."""
     rng, data, root = random.Random(0), [(0, 1, 1, [[1, 1, 1]], True, None)] * 3, tmp_path / "MLGym"
     for index in range(40):
         model = [variable * rng.choice((1, -1)) for variable in range(1, 16)]

@@ -1,4 +1,4 @@
-"""Loading tasks, reading grades, and the graders of the built-in tasks, run the way a grading sandbox runs them."""
+"""Loading tasks, reading grades, and the graders of the built-in tasks."""
 
 import csv
 import json
@@ -272,7 +272,7 @@ def test_titanic_refuses_and_says_why(tmp_path, case):
     task, text = load_task("titanic"), bad_submissions()[case]
     said = grade(task, tmp_path, {"submission.csv": text})
     assert set(said) == {"error"} and len(said["error"]) < 200
-    # The message is the same with all answers flipped and for the other part: it cannot tell anything about them.
+    # The message is the same with all answers flipped, and for the other part: it tells nothing.
     flipped = {"0": "1", "1": "0"}
     answers = "".join(
         f"{row['id']},{row['part']},{flipped[row['survived']]}\n"
@@ -323,7 +323,7 @@ def test_parts_and_hidden_answers(name, counts):
 
 
 def simple_model(name):
-    """value(row) from the training data with the standard library alone: a line through bmi, or the nearest mean."""
+    """value(row) from the training data: a line through bmi, or the nearest mean."""
     train = read_csv(TASKS_DIR / name / "train.csv")
     if name == "diabetes":
         x, y = [float(row["bmi"]) for row in train], [float(row["progression"]) for row in train]
@@ -426,10 +426,11 @@ def play(folder, strategy, split="validation"):
         ("import random\ndef row_strategy(history): return random.randint(0, 1)", 0.725),
         # opens with 1, then 0: meets 0 with probability 0.2 in nine rounds
         ("def row_strategy(history): return 0 if history else 1", (1 + 9 * 0.2 * 2) / 10),
-        # needs a true history: 0 as long as the partner's moves are as the rules say, and length and tuples are right
+        # needs a true history: plays 0 as long as length, tuples and the partner's moves are right
         (
             "def row_strategy(history):\n"
-            "    ok = all(type(pair) is tuple and pair[0] == 0 and pair[1] in (0, 1) for pair in history)\n"
+            "    ok = all(type(pair) is tuple and pair[0] == 0 and pair[1] in (0, 1) for pair "
+            "in history)\n"
             "    ok = ok and len(history) < 10 and (not history or history[0] == (0, 1))\n"
             "    history.append('mine')\n"
             "    return 0 if ok else 1",
@@ -466,11 +467,13 @@ def test_battle_draws_anew_and_is_quick(tmp_path):
         ("raise SystemExit(0)", "SystemExit"),
         ("def row_strategy(history): raise ValueError('y' * 10000)", "ValueError: yyy"),
         (
-            "import os\ndef row_strategy(history):\n    print('{\"Score\": 99}', flush=True)\n    os._exit(0)",
+            "import os\ndef row_strategy(history):\n    print('{\"Score\": 99}', flush=True)\n"
+            "    os._exit(0)",
             "ended",
         ),
         (
-            "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'{\"Score\": 99}\\n')\n    except OSError: pass\n"
+            "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'{\"Score\": 99}\\n')\n"
+            "    except OSError: pass\n"
             "def row_strategy(history): return 0",
             "disturbed",
         ),
@@ -501,7 +504,8 @@ def test_battle_strategy_cannot_reach_the_grader(tmp_path):
 import os
 def row_strategy(history):
     found, parent = [], f"/proc/{os.getppid()}"
-    for path, mode in (("mem", "rb"), ("mem", "wb"), ("environ", "rb"), ("fd/0", "rb"), ("fd/1", "wb"), ("fd/2", "wb")):
+    for path, mode in (("mem", "rb"), ("mem", "wb"), ("environ", "rb"), ("fd/0", "rb"),
+                       ("fd/1", "wb"), ("fd/2", "wb")):
         try:
             open(f"{parent}/{path}", mode)
             found.append(path)
