@@ -5,18 +5,27 @@ import json
 import pytest
 
 from backends import ISOLATED
+from competition import ROWS, answers, make_competition
 from env import Env
 from flatlab.episode.grading import grades
 from flatlab.episode.mledojo_actions import json_action
 from flatlab.errors import SandboxFault
 from helpers import do
 from tasks import load_task
-from test_external_tasks import ROWS, answers, dojo, only_what_a_test_names  # noqa: F401  fixtures
+
+
+@pytest.fixture(scope="module")
+def competition(tmp_path_factory):
+    """The task, loaded once."""
+    folder = tmp_path_factory.mktemp("competition")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        return load_task("mine", "", make_competition(folder))
 
 
 @pytest.fixture(params=ISOLATED)
-def world(request, dojo):  # noqa: F811
-    with Env(load_task("mine", mledojo_root=dojo), request.param) as world:
+def world(request, competition):
+    with Env(competition, request.param) as world:
         world.reset()
         if world.sandbox.run(["python3", "-c", "import pandas"], 30).exit_code:
             pytest.skip("the sandbox has no pandas, which the grader needs")
@@ -221,6 +230,7 @@ def test_no_place_for_the_program_is_no_fault(world, spoil):
 
 
 def test_position_is_kept_with_the_score(world):
+    grades.clear()
     act(world, "execute_code", code=writes("i + 3"))
     before = len(grades)
     assert (

@@ -299,6 +299,7 @@ def test_titanic_without_a_submission(tmp_path):
 TARGETS = {"diabetes": "progression", "digits": "label"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["titanic", "diabetes", "digits"])
 def test_data_is_what_make_data_writes(tmp_path, name):
     pytest.importorskip("sklearn")
@@ -362,6 +363,7 @@ def test_baseline_and_a_model_of_ten_lines(tmp_path, name, constant):
         assert 0.5 < improvement(said[task.metric], task) < 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, model", [("diabetes", "ridge"), ("digits", "svm")])
 def test_the_reference_is_what_the_named_model_scores(tmp_path, name, model):
     pytest.importorskip("sklearn")
