@@ -58,8 +58,11 @@ def local_view(hide: tuple[str, ...], network: bool) -> list[tuple[str, str]]:
         link = os.path.join(os.path.dirname(link), os.readlink(link))
     private = (Path(__file__).parents[2], Path.home(), *hide)
     hidden = {str(Path(path).resolve()) for path in private} - {"/"} - paths
-    shown = [(path, path if os.path.islink(path) else os.path.realpath(path)) for path in paths]
-    return shown + [(path, "") for path in hidden]
+    view = [(path, "") for path in hidden]
+    for path in paths:
+        is_link = os.path.islink(path)  # is shown as the link that it is
+        view.append((path, path if is_link else os.path.realpath(path)))
+    return view
 
 
 def package_folders(names: tuple[str, ...]) -> list[str]:
@@ -91,9 +94,10 @@ def start_landlock(spec: Spec) -> Connection:
     home = tempfile.mkdtemp(prefix="flatlab-")
     os.chmod(home, 0o755)
     user = 65534 if os.geteuid() == 0 else 1000
-    parents = [*Path(sys.prefix).resolve().parents, *Path(sys.base_prefix).resolve().parents]
-    if not all(folder.stat().st_mode & 1 for folder in parents):
-        user = 0  # no other user can reach our Python: stay root, without capabilities
+    for prefix in (sys.prefix, sys.base_prefix):
+        for folder in Path(prefix).resolve().parents:
+            if not folder.stat().st_mode & 1:
+                user = 0  # no other user can reach our Python: stay root, without capabilities
     try:
         return start_process(
             "landlock",

@@ -156,8 +156,9 @@ def build_root(config):
     libc("mount", "proc", "/proc", "proc", NO_SUID | NO_DEV | NO_EXEC, None)
     for name in ("null", "zero", "full", "random", "urandom"):
         bind("/.old/dev/" + name, "/dev/" + name, NO_SUID | NO_EXEC)
-    for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
-        os.symlink("/proc/self/fd" + target, "/dev/" + name)
+    os.symlink("/proc/self/fd", "/dev/fd")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", "/dev/" + name)
     libc("umount2", "/.old", MNT_DETACH)
     os.rmdir("/.old")
     write_etc(config, home)
