@@ -141,7 +141,8 @@ async def scientist(t: Tree, rng) -> Choice | None:
     messages = [{"role": "user", "content": look}]
     reply = await chat(t, choice, messages, "look", t.started())
     numbers = parsing.NUMBER.findall(parsing.fields(reply).get("inspect", ""))
-    inspected = [int(number) for number in numbers if 0 < int(number) < len(nodes)][:3]
+    inspected = [int(number) for number in numbers]
+    inspected = [number for number in inspected if 0 < number < len(nodes)][:3]
     details = prompts.details(nodes, inspected, summary_chars(t.cfg))
     messages.append({"role": "assistant", "content": reply})
     messages.append({"role": "user", "content": prompts.CHOOSE.format(details=details)})
@@ -192,7 +193,7 @@ def told(t: Tree, node: Node, parents: list[Node]) -> str:
 # ------------------------------------------------------------------ requests to the model
 
 
-async def chat(t: Tree, account, messages: list[dict], *purpose, limit: int | None = None) -> str:
+async def chat(t: Tree, account, messages: list, *purpose, limit=None) -> str:
     """One reply of at most `limit` tokens; "" if the prompt leaves no room for one.
 
     account: the node or choice whose token counts grow. purpose: what the seed is made of.
@@ -240,7 +241,8 @@ async def list_ideas(t: Tree, node: Node) -> list:
     parent = t.nearest_kept(node.parent)
     siblings = [child for child in t.children(node.parent) if child is not node]
     mode = node.sampling_mode
-    request = prompts.ask(t.task, mode, k, cfg.tau, cfg.vs_variant, parent, siblings, summary(t))
+    asked = (mode, k, cfg.tau, cfg.vs_variant)
+    request = prompts.ask(t.task, *asked, parent, siblings, summary(t))
     messages = [{"role": "user", "content": request}]
     found = {}
     above = {}
@@ -286,7 +288,8 @@ async def propose(t: Tree, node: Node) -> None:
 
 async def reflect(t: Tree, node: Node) -> str:
     """What the tree has taught, in at most 1/16 of the context: the prompts of the node hold it."""
-    tree = prompts.clip(prompts.tree_lines([t.root, *t.finished]), summary_chars(t.cfg))
+    tree = prompts.tree_lines([t.root, *t.finished])
+    tree = prompts.clip(tree, summary_chars(t.cfg))
     request = prompts.REFLECT.format(about=prompts.about(t.task), tree=tree)
     limit = max(32, t.cfg.model.context // 16)
     return await chat(
@@ -451,7 +454,8 @@ async def decide(t: Tree) -> Node | None:
             choice = selection.failed_leaf(t, rng)
         if choice is None:
             rule = SELECT[t.cfg.select]
-            choice = rule(t, rng, **selection.constants(t.cfg.select, rule, t.cfg.rule_args))
+            constants = selection.constants(t.cfg.select, rule, t.cfg.rule_args)
+            choice = rule(t, rng, **constants)
             if inspect.isawaitable(choice):
                 choice = await choice
         return t.start(choice) if choice else None
@@ -648,6 +652,7 @@ def prepare(cfg: Config):
             f"--max-reply-tokens {cfg.model.max_reply_tokens} leaves no room for a prompt in "
             f"--context {cfg.model.context}."
         )
+    trackers.check(cfg.trackers.tensorboard, cfg.trackers.wandb)
     box = cfg.sandbox
     box.backend, why = env.pick_backend(box.backend, box.image, is_tiny)
     for task in tasks:
@@ -735,8 +740,9 @@ def node_line(t: Tree, node: Node, seconds_left: float) -> str:
 
 def banner(cfg: Config, trees: list[Tree], where: Path, is_tiny: bool, why: str) -> None:
     """What is about to run, in a few lines."""
-    for reason in {f"{t.task.name}: {degenerate(t.task)}" for t in trees if degenerate(t.task)}:
-        print(f"warning  {reason}")
+    for task in {t.task.name: t.task for t in trees}.values():
+        if degenerate(task):
+            print(f"warning  {task.name}: {degenerate(task)}")
     seeds = ", ".join(map(str, cfg.seed))
     note = ""
     if is_tiny:

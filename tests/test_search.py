@@ -591,7 +591,7 @@ def test_a_grid_shares_the_workers_and_gives_one_table(tmp_path):
     )
     assert time.monotonic() - start < 48 * 0.2 / 2
     table = stats.grid_table([result(t) for t in trees])
-    assert [(r["task"], r["mode"], r["n"], r["nodes"]) for r in table] == [
+    assert [(r["task"], r["method"], r["n"], r["nodes"]) for r in table] == [
         (a, b, 3, 12) for a in ("titanic", "other") for b in ("none", "tail")
     ]
     assert (
@@ -854,7 +854,7 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
         whole = text[: text.rfind(b"\n") + 1]
         assert path.read_bytes().startswith(whole) and len(read_rows(path)) == 4
     saved = json.loads((tmp_path / "logs/grid/result.json").read_text())
-    assert [(r["mode"], r["n"], r["nodes"]) for r in saved["table"]] == [
+    assert [(r["method"], r["n"], r["nodes"]) for r in saved["table"]] == [
         ("none", 1, 4),
         ("tail", 1, 4),
     ]
@@ -961,6 +961,8 @@ def test_result_json_and_the_terminal_name_the_modes_that_were_used(tmp_path):
     assert result(t)["sampling_mode"] == "tail"
     assert result(t)["sampling_modes_used"] == {"tail": 3, "local": 3}
     assert " local " in search.node_line(t, t.finished[-1], 0.0)
+    table = stats.text_of(stats.grid_table([result(t)]))
+    assert "replaced the sampling mode of some nodes" in table and "tail 3, local 3" in table
 
 
 def test_ideas_above_tau_are_asked_for_again_and_marked(tmp_path):

@@ -221,7 +221,8 @@ def details(nodes: list, chosen: list[int], limit: int) -> str:
     share = limit // max(1, len(chosen))
     texts = []
     for i in chosen:
-        text = "\n".join([*nodes[i].code.values(), nodes[i].error]).strip()
+        parts = [*nodes[i].code.values(), nodes[i].error]
+        text = "\n".join(parts).strip()
         texts.append(f"{i}: {clip(text, share)}")
     return "\n".join(texts) or "Nothing to look at."
 
@@ -242,5 +243,8 @@ FAMILIES = {
 
 def families(text: str) -> set[str]:
     """The model families that a strategy names as whole words; {"other"} if it names none."""
-    found = {name for name, words in FAMILIES.items() if re.search(rf"\b({words})\b", text.lower())}
+    found = set()
+    for name, words in FAMILIES.items():
+        if re.search(rf"\b({words})\b", text, re.I):
+            found.add(name)
     return found or {"other"}

@@ -20,6 +20,8 @@ import inspect
 import math
 from statistics import stdev
 
+import numpy as np
+
 from flatlab.errors import UserError
 from flatlab.tree import prompts
 from flatlab.tree.tree import Choice, Node, Tree
@@ -38,13 +40,18 @@ def normalised(values: dict) -> dict:
 
 def quality(t: Tree) -> dict[str, float]:
     """Q of the root and of every scored node, by id."""
-    return normalised({node.id: node.improvement for node in [t.root, *t.scored()]})
+    known = [t.root, *t.scored()]
+    return normalised({node.id: node.improvement for node in known})
+
+
+def child_values(t: Tree, q: dict, id: str) -> list[float]:
+    """Q of the scored children of a node."""
+    return [q[child.id] for child in t.children(id) if child.id in q]
 
 
 def best_child_value(t: Tree, q: dict, id: str) -> float:
     """The highest Q among the scored children of a node; its own Q if there are none."""
-    values = [q[child.id] for child in t.children(id) if child.id in q]
-    return max(values, default=q[id])
+    return max(child_values(t, q, id), default=q[id])
 
 
 def candidate_values(t: Tree, q: dict, drafts: int) -> dict[str, float]:
@@ -73,8 +80,8 @@ def failed_leaf(t: Tree, rng) -> Choice | None:
     """
     leaves = []
     for node in t.finished:
-        failed = node.kept and not node.valid
-        if failed and not t.children(node.id) and t.failures(node) <= t.cfg.debug_depth:
+        is_failed_leaf = node.kept and not node.valid and not t.children(node.id)
+        if is_failed_leaf and t.failures(node) <= t.cfg.debug_depth:
             leaves.append(node.id)
     if leaves and rng.random() < t.cfg.debug_prob:
         reason = f"one of {len(leaves)} failed leaves, drawn for debugging"
@@ -84,7 +91,8 @@ def failed_leaf(t: Tree, rng) -> Choice | None:
 
 def visit_bonus(t: Tree, c: float, id: str) -> float:
     """c sqrt(ln N / (n + 1)); the + 1 is the visit of the node itself."""
-    return c * math.sqrt(math.log(max(1, t.executed())) / (len(t.children(id)) + 1))
+    visits = len(t.children(id)) + 1
+    return c * math.sqrt(math.log(max(1, t.executed())) / visits)
 
 
 def trend(t: Tree, q: dict, id: str) -> float:
@@ -145,8 +153,8 @@ def greedy(t, rng, drafts=5):
     scores = {node.id: node.improvement for node in candidates(t, drafts)}
     if not scores:
         return None
-    reason = "best so far" if t.scored() else "draft"
-    return Choice(max(scores, key=scores.get), scores=scores, reason=reason)
+    best = max(scores, key=scores.get)
+    return Choice(best, scores=scores, reason="best so far" if t.scored() else "draft")
 
 
 def ucb(t, rng, drafts=3, c=1.41):
@@ -204,7 +212,7 @@ def softmax(t, rng, drafts=3, c=1.41, trend_weight=0.5, visit_alpha=0.5, tau=0.5
 
 def variance(t, q, node):
     """Standard deviation of Q over the children; 1 with fewer than two scored ones."""
-    known = [q[child.id] for child in t.children(node.id) if child.id in q]
+    known = child_values(t, q, node.id)
     return stdev(known) if len(known) > 1 else 1.0
 
 
@@ -224,7 +232,8 @@ def coverage(t, q, node):
 
 def shallow(t, q, node):
     """1 / (depth (n + 1) + 1): near the root, with few children."""
-    return 1 / (node.depth * (len(t.children(node.id)) + 1) + 1)
+    visits = len(t.children(node.id)) + 1
+    return 1 / (node.depth * visits + 1)
 
 
 # (tree, Q, candidate) -> the larger, the more it deserves a child
@@ -245,16 +254,14 @@ def signals(t, rng, drafts=3, names=("regret", "depth"), exploit_quantile=0.75):
         return None
     scores = {node.id: 0.0 for node in options}
     for name in names:
-        signal = normalised({node.id: SIGNALS[name](t, q, node) for node in options})
+        raw = {node.id: SIGNALS[name](t, q, node) for node in options}
+        signal = normalised(raw)
         for id in scores:
             scores[id] += signal[id]
     id = max(scores, key=scores.get)
-    phase = "explore"
-    ranked = sorted(q[node.id] for node in t.scored())
-    if ranked:
-        place = min(len(ranked) - 1, int(exploit_quantile * len(ranked)))
-        phase = "exploit" if q[id] >= ranked[place] else "explore"
-    return Choice(id, phase, " + ".join(names), scores)
+    known = [q[node.id] for node in t.scored()]
+    exploits = known and q[id] >= np.quantile(known, exploit_quantile, method="higher")
+    return Choice(id, "exploit" if exploits else "explore", " + ".join(names), scores)
 
 
 def uct(total: float, visits: int, parent_visits: int, c: float) -> float:
@@ -270,27 +277,26 @@ def mcts(t, rng, c=0.25):
     Nodes that failed or still run count as visits with value 0.
     """
 
-    def below(id):
-        return [n for n in t.nodes.values() if n.id == id or n.id.startswith(f"{id}.")]
-
     q = quality(t)
+
+    def visits(id):
+        """The value of each visit: of the node itself and of all nodes below it."""
+        below = [other for other in t.nodes if f"{other}.".startswith(f"{id}.")]
+        return [q.get(other, 0.0) for other in below]
+
     id = "0"
     scores = {}
     while len(t.children(id)) >= t.cfg.branching:
-        options = []
-        for child in t.children(id):
-            if child.kept and (child.valid or t.failures(child) <= t.cfg.debug_depth):
-                options.append(child.id)
-        if not options and t.running():
-            return None
-        if not options:
-            break  # all children are given up: this node gets another one
-        visits = len(below(id))
         level = {}
-        for option in options:
-            nodes = below(option)
-            total = sum(q.get(node.id, 0.0) for node in nodes)
-            level[option] = uct(total, len(nodes), visits, c)
+        for child in t.children(id):
+            if child.kept and t.failures(child) <= t.cfg.debug_depth:
+                values = visits(child.id)
+                total = sum(values)
+                level[child.id] = uct(total, len(values), len(visits(id)), c)
+        if not level and t.running():
+            return None
+        if not level:
+            break  # all children are given up: this node gets another one
         scores |= level
         id = max(level, key=level.get)
     return Choice(id, scores=scores, reason=f"reached by UCT at depth {t.nodes[id].depth}")

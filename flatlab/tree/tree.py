@@ -179,8 +179,10 @@ class Tree:
 
     def path(self, id: str) -> list[Node]:
         """The nodes from the root to `id`."""
-        parts = id.split(".")
-        return [self.nodes[".".join(parts[: i + 1])] for i in range(len(parts))]
+        nodes = [self.nodes[id]]
+        while nodes[-1].parent:
+            nodes.append(self.nodes[nodes[-1].parent])
+        return nodes[::-1]
 
     def nearest_kept(self, id: str) -> Node:
         """The node whose files the children of `id` start from.
@@ -285,7 +287,10 @@ def diversity(nodes: list[Node]) -> dict:
         for text in node.code.values():
             imports.update(re.findall(r"^\s*(?:import|from)\s+(\w+)", text, re.M))
     words = [set(re.findall(r"\w+", idea.lower())) for idea in ideas]
-    distances = [1 - len(a & b) / len(a | b) for a, b in combinations(words, 2) if a | b]
+    distances = []
+    for a, b in combinations(words, 2):
+        if a | b:
+            distances.append(1 - len(a & b) / len(a | b))
     return {
         "families": len(families),
         "imports": len(imports),
