@@ -60,7 +60,7 @@ $(READY): $(REQUIREMENTS)
 	@'$(PYTHON)' -c '$(FITS)' 2>/dev/null || \
 	    { echo 'Set-up needs Python 3.11, 3.12 or 3.13: install one, or say which: make PYTHON=/path/to/it' >&2; exit 2; }
 	@echo 'Set-up 1/3: virtual environment .venv ($(DEVICE))'
-	@.venv/bin/python -m pip --version >/dev/null 2>&1 || '$(PYTHON)' -m venv --clear .venv || \
+	@$(HEARTBEAT) .venv/bin/python -m pip --version >/dev/null 2>&1 || '$(PYTHON)' -m venv --clear .venv || \
 	    { echo 'Set-up needs the venv module of Python (Debian, Ubuntu: apt install python3-venv).' >&2; exit 2; }
 	@rm -f .venv/ready-*
 	@echo 'Set-up 2/3: the packages of $(REQUIREMENTS), several minutes the first time'
