@@ -29,7 +29,6 @@ from flatlab.runs import plots, search_plots
 from flatlab.runs.cli import check_numbers, one_sentence, parse_config  # noqa: F401
 from flatlab.runs.reader import (  # noqa: F401
     RunData,
-    duration,
     find_runs,
     number,
     read_rows,
@@ -37,7 +36,7 @@ from flatlab.runs.reader import (  # noqa: F401
     transcripts,
 )
 from flatlab.runs.stats import aligned, shown
-from flatlab.runs.store import Run, open_run, plain, step_line, write_whole  # noqa: F401
+from flatlab.runs.store import Run, open_run, step_line  # noqa: F401
 from flatlab.runs.views import final_table, plot
 
 

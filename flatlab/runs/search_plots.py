@@ -21,6 +21,7 @@ from flatlab.runs.plots import (
     PAGE_WIDTH,
     PINK,
     RED,
+    SKY,
     draw_baseline,
     mean,
     shorten,
@@ -83,6 +84,8 @@ def outcome_of(row: dict) -> str:
 
 
 # ------------------------------------------------------------------ panels of a search
+
+OUTCOMES = [("valid", SKY, ""), ("failed", ORANGE, "///"), ("fault", "#999999", "xxx")]
 
 
 def draw_best(axis_name):
@@ -153,50 +156,35 @@ def draw_outcomes(axis, groups):
             for row in run.rows:
                 name = group.label if len(groups) > 1 else row["op"] or "?"
                 parts.setdefault(name, Counter())[outcome_of(row)] += 1
+    few = len(parts) <= 8
     left = np.zeros(len(parts))
-    looks = {"valid": (BLUE, ""), "failed": (ORANGE, "///"), "fault": ("#999999", "xxx")}
-    for outcome, (colour, hatch) in looks.items():
+    for outcome, colour, hatch in OUTCOMES:
         counts = np.array([part[outcome] for part in parts.values()])
-        if not counts.any():
-            continue
-        axis.barh(
-            range(len(parts)),
-            counts,
-            left=left,
-            color=colour,
-            hatch=hatch,
-            edgecolor="white",
-            height=0.6,
-            label=outcome,
-        )
-        for place in np.flatnonzero(counts) if len(parts) <= 12 else ():
-            axis.text(
-                left[place] + counts[place] / 2,
-                place,
-                counts[place],
-                ha="center",
-                va="center",
-                fontsize=9,
-                color="white" if colour == BLUE else BLACK,
-                fontweight="bold",
-                bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5},
-            )
-        left += counts
-    size = 8 if len(parts) <= 8 else 6
-    labels = [wrapped(name, 26, 52 if len(parts) <= 8 else 26) for name in parts]
-    axis.set_yticks(range(len(parts)), labels, fontsize=size)
+        if counts.any():
+            look = {"color": colour, "hatch": hatch, "edgecolor": "white", "label": outcome}
+            bars = axis.barh(range(len(parts)), counts, left=left, height=0.6, **look)
+            labels = [str(count) if count and few else "" for count in counts]
+            box = {"facecolor": colour, "edgecolor": "none", "pad": 1.5}
+            axis.bar_label(bars, labels, label_type="center", fontweight="bold", bbox=box)
+            left += counts
+    labels = [wrapped(name, 26, 52 if few else 26) for name in parts]
+    axis.set_yticks(range(len(parts)), labels, fontsize=8 if few else 6)
     axis.invert_yaxis()
 
 
 def draw_diversity(axis, groups):
     """How many model families and libraries a tree has tried after so many nodes."""
+    import pandas
+
     alone = len(groups) == 1
     for group in groups:
         for name, found_in, dashed in (
             ("model families named by ideas", families_of, False),
             ("imported modules", imports_of, True),
         ):
-            middle = mean_of_counts([distinct_so_far(run, found_in) for run in group.runs])
+            # a run that has ended keeps its last count
+            curves = pandas.DataFrame([distinct_so_far(run, found_in) for run in group.runs])
+            middle = curves.ffill(axis=1).mean()
             colour = group.colour if not alone else (ORANGE if dashed else BLUE)
             label = name if group is groups[0] else None
             style = "--" if dashed else "-"
@@ -227,16 +215,6 @@ def distinct_so_far(run: RunData, found_in) -> list[float]:
         seen |= found_in(row)
         counts.append(float(len(seen)))
     return counts
-
-
-def mean_of_counts(curves: list[list[float]]) -> np.ndarray:
-    """Mean over runs; a run that has ended keeps its last count."""
-    longest = max(map(len, curves))
-    padded = []
-    for counts in curves:
-        missing = longest - len(counts)
-        padded.append(counts + [counts[-1]] * missing)
-    return np.mean(padded, axis=0)
 
 
 def families_of(row: dict) -> set[str]:
