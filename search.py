@@ -652,7 +652,6 @@ def prepare(cfg: Config):
             f"--max-reply-tokens {cfg.model.max_reply_tokens} leaves no room for a prompt in "
             f"--context {cfg.model.context}."
         )
-    trackers.check(cfg.trackers.tensorboard, cfg.trackers.wandb)
     box = cfg.sandbox
     box.backend, why = env.pick_backend(box.backend, box.image, is_tiny)
     for task in tasks:

@@ -1,4 +1,4 @@
-"""endpoint.py against a server that misbehaves on purpose, and against a real vLLM server process."""
+"""endpoint.py against a server that misbehaves on purpose, and against a real vLLM server."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from flatlab.tree import endpoint
 
 @pytest.fixture
 def server():
-    """A chat endpoint that first gives the answers in `script` (status, body, headers), then always a good one."""
+    """A chat endpoint: first the answers in `script` (status, body, headers), then good ones."""
     script, seen = [], []
 
     class Handler(BaseHTTPRequestHandler):

@@ -18,15 +18,18 @@ REPLIES = {
         ("a forest", 0.05),
         ("ridge", 0.1),
     ],
-    "Sure!\n\n1. **Strategy:** a forest\n   **Probability:** 5%\n\n2. **Strategy:** ridge\n   **Probability:** <0.1": [
+    "Sure!\n\n1. **Strategy:** a forest\n   **Probability:** 5%\n\n"
+    "2. **Strategy:** ridge\n   **Probability:** <0.1": [
         ("a forest", 0.05),
         ("ridge", 0.1),
     ],
-    "<response><text>a forest</text><probability>0.08</probability></response>\n<response><text>ridge</text></response>": [
+    "<response><text>a forest</text><probability>0.08</probability></response>\n"
+    "<response><text>ridge</text></response>": [
         ("a forest", 0.08),
         ("ridge", None),
     ],
-    "<response>\n<text>a forest</text>\n<probability>1/20</probability>\n<response><text>ridge</text><probability>~0.07": [
+    "<response>\n<text>a forest</text>\n<probability>1/20</probability>\n"
+    "<response><text>ridge</text><probability>~0.07": [
         ("a forest", 0.05),
         ("ridge", 0.07),
     ],
@@ -34,7 +37,8 @@ REPLIES = {
         ("a forest", 0.03),
         ("ridge", 0.04),
     ],
-    '```json\n{"responses": [{"text": "a forest", "probability": 0.05}, {"text": "ridge", "probability": "<5%"}]}\n```': [
+    '```json\n{"responses": [{"text": "a forest", "probability": 0.05}, '
+    '{"text": "ridge", "probability": "<5%"}]}\n```': [
         ("a forest", 0.05),
         ("ridge", 0.05),
     ],
@@ -226,7 +230,8 @@ def test_prompts_say_what_they_should():
     )
     child = Node("0.0.0", "0.0", op="improve", idea="lasso", decision={"phase": "explore"})
     assert prompts.situation(child, [good], 1500) == (
-        "An earlier attempt left its files here. Score: 0.7\nIts strategy: ridge\nIts solve.py:\nimport csv\nTry something different.\nStrategy: lasso"
+        "An earlier attempt left its files here. Score: 0.7\nIts strategy: ridge\n"
+        "Its solve.py:\nimport csv\nTry something different.\nStrategy: lasso"
     )
     debug = prompts.situation(Node("0.1.0", "0.1", op="debug", idea="a forest"), [bad], 1500)
     assert "KeyError" in debug and debug.endswith(

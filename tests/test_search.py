@@ -604,19 +604,32 @@ def test_a_grid_shares_the_workers_and_gives_one_table(tmp_path):
 # ------------------------------------------------------------------ real sandboxes
 
 
+PROGRAM = """```bash
+echo seen $SEEN; ls
+cat > solve.py <<'EOF'
+import csv
+with open('submission.csv', 'w') as out:
+    out.write('id,survived\\n')
+    for r in csv.DictReader(open('data/test.csv')):
+        out.write(f"{r['id']},{int(RULE)}\\n")
+EOF
+export SEEN=yes; python3 solve.py
+```"""
+
+
 def scripted(prompt, seed):
     """A model that lists strategies, writes a program for the one it got, and validates it."""
     if "Answer with th" in prompt:
-        return "Strategy: sex rule\nProbability: 0.05\nStrategy: nobody\nProbability: 0.04\nStrategy: broken\nProbability: 0.01"
+        return (
+            "Strategy: sex rule\nProbability: 0.05\nStrategy: nobody\nProbability: 0.04\n"
+            "Strategy: broken\nProbability: 0.01"
+        )
     told, *turns = prompt.split("<user>", 2)[1:]
     if not turns:
         rule = {"sex rule": "r['sex'] == 'female'", "nobody": "0", "broken": "r['missing']"}[
             told.strip().splitlines()[-1].removeprefix("Strategy: ")
         ]
-        return (
-            "```bash\necho seen $SEEN; ls\ncat > solve.py <<'EOF'\nimport csv\nwith open('submission.csv', 'w') as out:\n    out.write('id,survived\\n')\n"
-            f"    for r in csv.DictReader(open('data/test.csv')):\n        out.write(f\"{{r['id']}},{{int({rule})}}\\n\")\nEOF\nexport SEEN=yes; python3 solve.py\n```"
-        )
+        return PROGRAM.replace("RULE", rule)
     return "```bash\nvalidate\n```" if prompt.count("<user>") < 3 else "```bash\nsubmit\n```"
 
 
@@ -819,7 +832,7 @@ def test_help_is_quick(tmp_path):
 
 
 def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
-    """Real engine, sandboxes and graders: killed in the middle, resumed, and called when finished."""
+    """Real engine, sandboxes, graders: killed in the middle, resumed, called when finished."""
     command = [
         "--task",
         "titanic",

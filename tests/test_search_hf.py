@@ -1,4 +1,4 @@
-"""policy.Transformers: the engine of `search.py --engine hf` samples from the same distribution as vLLM does."""
+"""policy.Transformers (`search.py --engine hf`) samples from the same distribution as vLLM."""
 
 import asyncio
 

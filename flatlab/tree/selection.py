@@ -32,7 +32,8 @@ from flatlab.tree.tree import Choice, Node, Tree
 def normalised(values: dict) -> dict:
     """(v - min) / (max - min) for each value; 0.5 if all are equal."""
     low = min(values.values())
-    spread = max(values.values()) - low
+    high = max(values.values())
+    spread = high - low
     if spread == 0:
         return dict.fromkeys(values, 0.5)
     return {key: (value - low) / spread for key, value in values.items()}
@@ -98,11 +99,11 @@ def visit_bonus(t: Tree, c: float, id: str) -> float:
 def trend(t: Tree, q: dict, id: str) -> float:
     """sum_i(i delta_i) / sum_i(i), delta_i: the i-th step of Q on the path from the root."""
     known = [q[node.id] for node in t.path(id) if node.id in q]
-    steps = [after - before for before, after in zip(known, known[1:])]
-    if not steps:
+    steps = np.diff(known)
+    if not len(steps):
         return 0.0
     weights = range(1, len(steps) + 1)
-    return sum(i * step for i, step in zip(weights, steps)) / sum(weights)
+    return float(np.average(steps, weights=weights))
 
 
 def explore_or_exploit(values: dict, bonus: dict, chosen: str | None = None) -> Choice | None:
@@ -181,7 +182,9 @@ def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
     q = quality(t)
     values = candidate_values(t, q, drafts)
     rise = {id: max(0.0, trend(t, q, id)) for id in values}
-    bonus = {id: visit_bonus(t, c, id) + trend_weight * rise[id] for id in values}
+    bonus = {}
+    for id in values:
+        bonus[id] = visit_bonus(t, c, id) + trend_weight * rise[id]
     choice = explore_or_exploit(values, bonus)
     # At most one commitment at a time, one that is still running included.
     still_running = left and not last.status
@@ -201,9 +204,9 @@ def softmax(t, rng, drafts=3, c=1.41, trend_weight=0.5, visit_alpha=0.5, tau=0.5
         return None
     bonus = {}
     for id in values:
-        visits = math.log(1 + len(t.children(id)))
-        rise = max(0.0, trend(t, q, id))
-        bonus[id] = visit_bonus(t, c, id) + trend_weight * rise - visit_alpha * visits
+        bonus[id] = visit_bonus(t, c, id)
+        bonus[id] += trend_weight * max(0.0, trend(t, q, id))
+        bonus[id] -= visit_alpha * math.log(1 + len(t.children(id)))
     scores = [values[id] + bonus[id] for id in values]
     top = max(scores)
     weights = [math.exp((score - top) / max(tau, 1e-9)) for score in scores]
@@ -213,7 +216,9 @@ def softmax(t, rng, drafts=3, c=1.41, trend_weight=0.5, visit_alpha=0.5, tau=0.5
 def variance(t, q, node):
     """Standard deviation of Q over the children; 1 with fewer than two scored ones."""
     known = child_values(t, q, node.id)
-    return stdev(known) if len(known) > 1 else 1.0
+    if len(known) < 2:
+        return 1.0
+    return stdev(known)
 
 
 def regret(t, q, node):
@@ -309,8 +314,10 @@ def evolution(t, rng, drafts=5, crossover_prob=0.5, population=10):
     """
     options = candidates(t, drafts)
     pool = [node for node in options if node.id != "0"]
+    if not options:
+        return None
     if not pool:
-        return Choice("0", reason="draft") if options else None
+        return Choice("0", reason="draft")
     pool = sorted(pool, key=lambda node: node.improvement, reverse=True)[:population]
     q = quality(t)
     fitness = {node.id: math.exp(q[node.id]) for node in pool}
