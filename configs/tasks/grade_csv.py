@@ -115,7 +115,8 @@ def main():
         print(json.dumps({"error": str(error)}))
         return
     ids = [key for key, (part, _) in answers.items() if part == args.split]
-    score = METRICS[args.metric]([answers[key][1] for key in ids], [predicted[key] for key in ids])
+    truth = [answers[key][1] for key in ids]
+    score = METRICS[args.metric](truth, [predicted[key] for key in ids])
     print(json.dumps({args.metric: round(score, 6)}))
 
 

@@ -79,8 +79,9 @@ def main(train, test):
     targets = train.columns.difference(test.columns)
     submissions = {}
     if len(targets) == 1:
-        for name, values in rules(train, test, targets[0]).items():
-            table = pandas.DataFrame({test.columns[0]: test.iloc[:, 0], targets[0]: values})
+        target = targets[0]
+        for name, values in rules(train, test, target).items():
+            table = test.iloc[:, :1].assign(**{target: values})
             submissions[name] = table.to_csv(index=False, lineterminator="\n")
     print(json.dumps(submissions))
 

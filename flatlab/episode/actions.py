@@ -7,62 +7,71 @@ inside it may hold fences of its own, as a README does.
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 FENCE = re.compile(r" {0,3}(`{3,})[ \t]*([^`]*?)[ \t]*$")
 SHELLS = ("bash", "sh", "shell")
+NO_BLOCK = "There is no ```bash block in the reply."
+NOT_CLOSED = "The ``` block is not closed; it may have been cut off at the length limit."
+
+
+class Fence(NamedTuple):
+    line: int
+    ticks: int
+    language: str  # empty for a fence that may close a block
 
 
 def extract_action(reply: str) -> tuple[str | None, str]:
     """(text of the bash block, "") or (None, why there is no action to run). Never raises."""
     text = without_thought(reply)
     if text is None:
-        return None, "There is no ```bash block in the reply."
-    lines = text.split("\n")
-    fences = find_fences(lines)
-    starts, problem = find_starts(fences)
-    if problem:
+        return None, NO_BLOCK
+    fences = find_fences(text)
+    start, problem = find_start(fences)
+    if start is None:
         return None, problem
-    start, ticks, _ = starts[0]
-    ends = [at for at, length, mark in fences if at > start and length >= ticks and not mark]
+    ends = []
+    for fence in fences:
+        if fence.line > start.line and fence.ticks >= start.ticks and not fence.language:
+            ends.append(fence.line)
     if not ends:
-        return None, "The ``` block is not closed; it may have been cut off at the length limit."
-    if len(ends) > 1 and "<<" not in "\n".join(lines[start : ends[0]]):
+        return None, NOT_CLOSED
+    lines = text.split("\n")
+    if len(ends) > 1 and "<<" not in "\n".join(lines[start.line : ends[0]]):
         return None, "There are several code blocks in the reply; write one."
-    action = "\n".join(lines[start + 1 : ends[-1]])
+    action = "\n".join(lines[start.line + 1 : ends[-1]])
     if not action.strip():
         return None, "The block is empty."
     return action, ""
 
 
-def find_fences(lines: list[str]) -> list[tuple[int, int, str]]:
-    """(line number, number of backticks, language) of every line that is a fence."""
+def find_fences(text: str) -> list[Fence]:
+    """The lines of the text that are fences."""
     found = []
-    for at, line in enumerate(lines):
+    for number, line in enumerate(text.split("\n")):
         if match := FENCE.match(line):
-            found.append((at, len(match[1]), match[2].lower()))
+            found.append(Fence(number, len(match[1]), match[2].lower()))
     return found
 
 
-def find_starts(fences: list[tuple[int, int, str]]) -> tuple[list[tuple[int, int, str]], str]:
-    """(the one fence that opens the action, "") or ([], why there is none)."""
-    starts = [fence for fence in fences if fence[2] in SHELLS]
-    if not starts and len(fences) == 2:
-        starts = [fence for fence in fences[:1] if not fence[2]]  # a block without a language
+def find_start(fences: list[Fence]) -> tuple[Fence | None, str]:
+    """(the fence that opens the action, "") or (None, why there is none)."""
+    starts = [fence for fence in fences if fence.language in SHELLS]
     if len(starts) == 1:
-        return starts, ""
+        return starts[0], ""
     if starts:
-        return [], (
+        return None, (
             f"There are {len(starts)} code blocks in the reply; write one. "
             "(A ```bash line inside a heredoc counts, too.)"
         )
-    languages = [language for _, _, language in fences if language]
+    if not fences:
+        return None, NO_BLOCK
+    languages = [fence.language for fence in fences if fence.language]
     if languages:
-        return [], f"The block is marked {languages[0][:20]!r}; it must be bash."
-    if len(fences) == 1:
-        return [], "The ``` block is not closed; it may have been cut off at the length limit."
-    if fences:
-        return [], "There are several code blocks in the reply; write one, marked ```bash."
-    return [], "There is no ```bash block in the reply."
+        return None, f"The block is marked {languages[0][:20]!r}; it must be bash."
+    if len(fences) > 2:
+        return None, "There are several code blocks in the reply; write one, marked ```bash."
+    return fences[0], ""  # a block without a language
 
 
 def without_thought(reply: str) -> str | None:
@@ -72,9 +81,9 @@ def without_thought(reply: str) -> str | None:
     only the closing fence follows, `</think>` is text.
     """
     _, mark, rest = reply.rpartition("</think>")
-    inside_block = [language for _, _, language in find_fences(rest.split("\n"))] == [""]
+    inside_block = [fence.language for fence in find_fences(rest)] == [""]
     text = reply if mark and inside_block else rest
     begin, mark, _ = text.partition("<think>")
-    if mark and not find_fences(begin.split("\n")):
+    if mark and not find_fences(begin):
         return None
     return text

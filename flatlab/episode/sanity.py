@@ -45,7 +45,9 @@ def trivial_rules(task: Task) -> dict[str, dict[str, bytes]]:
     The rules are the task's own ones, the public files as they are, the sample submission, and
     for data/train.csv and data/test.csv those of configs/tasks/trivial_csv.py.
     """
-    rules = {name: {task.artefacts[0]: text.encode()} for name, text in task.trivial.items()}
+    rules = {}
+    for name, text in task.trivial.items():
+        rules[name] = {task.artefacts[0]: text.encode()}
     if set(task.artefacts) <= set(task.public):
         rules["as given"] = {name: task.public[name].read_bytes() for name in task.artefacts}
     if task.artefacts != ("submission.csv",):

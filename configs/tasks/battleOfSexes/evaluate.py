@@ -20,7 +20,12 @@ GAMES = 8000  # standard error of the score of always-0: 0.24 / sqrt(8000) = 0.0
 ROUNDS = 10
 LOYALTY = 0.8  # probability that the partner copies the row player's first move
 # (own move, partner's move) -> points of the row player
-PAYOFF = {(0, 0): 2, (1, 1): 1, (0, 1): 0, (1, 0): 0}
+PAYOFF = {
+    (0, 0): 2,
+    (1, 1): 1,
+    (0, 1): 0,
+    (1, 0): 0,
+}
 TIME_LIMIT = 10  # seconds for the strategy in all games together
 MAX_BYTES = 100_000  # of strategy.py
 ERROR_CHARS = 300
