@@ -1040,3 +1040,48 @@ def test_a_journal_of_another_version_is_refused_with_one_sentence(tmp_path):
     journal.write_text(old.replace('"sampling_mode"', '"mode"'))
     with pytest.raises(UserError, match="another version of search.py .it holds gain, mode"):
         run(tmp_path, nodes=2, workers=1)
+
+
+@pytest.mark.parametrize("select", ["linear", "scientist"])
+def test_rules_without_a_sampling_mode_say_so_at_the_start(tmp_path, monkeypatch, capsys, select):
+    monkeypatch.chdir(tmp_path)
+    cfg = search_config(select=select, model="tiny", backend="local")
+    trees, grid, path, is_tiny, why = search.prepare(cfg)
+    search.banner(cfg, trees, trees[0].run.dir, is_tiny, why)
+    said = capsys.readouterr().out
+    assert f"{select} uses no sampling mode and runs one node of a tree at a time" in said
+    assert "modes none" in said
+    trees[0].run.lock.close()
+
+
+@pytest.mark.parametrize("select", ["linear", "scientist"])
+def test_rules_without_a_sampling_mode_run_one_node_at_a_time(tmp_path, monkeypatch, select):
+    running = []
+
+    def delay(node):
+        running.append(sum(not other.status for other in t_nodes()))
+        return 0.01
+
+    def t_nodes():
+        return [node for tree in trees for node in tree.nodes.values()]
+
+    trees = []
+    monkeypatch.setattr(search, "next_tree", lambda found, real=search.next_tree: see(found, real))
+
+    def see(found, real):
+        trees[:] = found
+        return real(found)
+
+    model = Model(lambda prompt, seed: "Parent: 0\nStrategy: again")
+    run(tmp_path, model=model, select=select, modes=("none",), nodes=5, workers=4, delay=delay)
+    assert running == [1] * 5
+
+
+def test_a_task_with_a_test_part_only_is_not_said_to_have_a_validation_score(tmp_path, capsys):
+    task = replace(TASK, splits=("test",))
+    t = run(tmp_path, tasks=(task,), nodes=4, workers=1, score_of=lambda node: 0.6)
+    assert result(t)["selected_on_test"] and result(t)["test_score"] == 0.6
+    capsys.readouterr()
+    search.print_best(t, result(t))
+    said = capsys.readouterr().out
+    assert "test 0.6000" in said and "validation 0." not in said and "(test, n=4" in said
