@@ -1,1 +1,1 @@
-"""The package beneath the scripts: sandboxes, episodes, training, search trees and run directories."""
+"""What the scripts share: sandboxes, episodes, training, search trees and run directories."""
