@@ -257,8 +257,9 @@ async def list_ideas(t: Tree, node: Node) -> list:
         more = prompts.MORE.format(k=min(2, missing) if multi else missing)
         messages.append({"role": "assistant", "content": reply})
         messages.append({"role": "user", "content": more})
-    least_probable = sorted(above.values(), key=lambda idea: idea[1])
-    ideas = [*found.values(), *least_probable][:k]
+    for key, idea in sorted(above.items(), key=lambda item: item[1][1]):
+        found.setdefault(key, idea)
+    ideas = list(found.values())[:k]
     rng = random.Random(stable(t.seed, t.request_of(node), "order"))
     return parsing.in_order(ideas, cfg.use_probability, rng)
 

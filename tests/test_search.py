@@ -981,7 +981,8 @@ def test_result_json_and_the_terminal_name_the_modes_that_were_used(tmp_path):
 def test_ideas_above_tau_are_asked_for_again_and_marked(tmp_path):
     replies = [
         "Strategy: usual\nProbability: 0.6\nStrategy: rare\nProbability: 0.05",
-        "Strategy: odd\nProbability: 0.02\nStrategy: common\nProbability: 0.4",
+        "Strategy: odd\nProbability: 0.02\nStrategy: common\nProbability: 0.4\n"
+        "Strategy: rare\nProbability: 0.7",
     ]
 
     def answer(prompt, seed):
