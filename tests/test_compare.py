@@ -120,9 +120,12 @@ def test_labels_are_the_settings_that_a_user_chose():
     """Loss, reward, rule and mode first; what follows from them is not repeated."""
     grpo = {"loss": "grpo", "clip_high": 0.2, "lr": 1e-3, "groups": 2, "max_groups": 4}
     dapo = {"loss": "dapo", "clip_high": 0.28, "lr": 1e-3, "groups": 2, "max_groups": 4}
-    runs = [trained(0, **grpo), trained(1, **dapo, reward="binary", kl=0.0)]
+    runs = [
+        trained(0, **grpo, kl=0.1, reward="tiered", old_option=3),
+        trained(1, **dapo, kl=0.0, reward="binary"),
+    ]
     labels = [g.label for g in compare.groups_of(runs)["grpo", "titanic"]]
-    assert labels == ["grpo reward=None kl=None", "dapo reward=binary kl=0"]
+    assert labels == ["grpo reward=tiered kl=0.1", "dapo reward=binary kl=0"]
     runs = [trained(0, **dapo), trained(1, **dapo | {"clip_high": 0.3})]
     labels = [g.label for g in compare.groups_of(runs)["grpo", "titanic"]]
     assert labels == ["clip_high=0.28", "clip_high=0.3"]

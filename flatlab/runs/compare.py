@@ -114,11 +114,15 @@ def names(groups: list[list[RunData]]) -> list[str]:
 
 
 def differing_keys(configs: list[dict]) -> list[str]:
-    """Settings that are not the same in all configs, without those that follow from another one."""
-    keys = dict.fromkeys(key for config in configs for key in config)
+    """Settings that are not the same in all configs, without those that follow from another one.
+
+    A setting that some configs do not have is not one either: another version wrote them.
+    """
     found = []
-    for key in keys:
-        values = {repr(config.get(key)) for config in configs}
+    for key in configs[0]:
+        if not all(key in config for config in configs):
+            continue
+        values = {repr(config[key]) for config in configs}
         if key not in NOT_OF_THE_GROUP and len(values) > 1 and not follows(key, configs):
             found.append(key)
     return sorted(found, key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST))

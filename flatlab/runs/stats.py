@@ -266,7 +266,7 @@ def reservations(rows: list[dict]) -> list[str]:
     found = []
     untested = sum(row["untested"] for row in rows)
     if untested:
-        found.append(f"{untested} runs have no test score: their validation score is in the mean")
+        found.append(f"runs without a test score: {untested}; the mean has their validation score")
     chosen = sorted({row["task"] for row in rows if row["selected_on_test"]})
     if chosen:
         found.append(
