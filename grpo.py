@@ -1,23 +1,30 @@
-"""GRPO for agents: train a language model with LoRA on whole episodes of a machine-learning research task.
+"""GRPO for agents: train a language model with LoRA on whole episodes of a research task.
 
-    python grpo.py --task titanic                           laptop: the stand-in model, a few minutes
-    python grpo.py --task titanic --model Qwen/Qwen3-4B-Instruct-2507     one GPU
-    torchrun --nproc-per-node 4 grpo.py --task titanic ...  several: each rank plays its share of the groups
-    python viz.py logs/grpo-titanic-tiny-0                  table and curves; the same command again resumes a run
+    python grpo.py --task titanic                 laptop: the stand-in model, a few minutes
+    python grpo.py --task titanic --model Qwen/Qwen3-4B-Instruct-2507              one GPU
+    torchrun --nproc-per-node 4 grpo.py --task titanic ...   each rank plays some groups
+    python viz.py logs/grpo-titanic-tiny-0        table and curves
 
-One step:
-1. sample P groups of G episodes: each in its own sandbox, all of them in flight at once on one engine
-2. score every finished episode on the validation part; the reward is a function of its improvement over the baseline
-3. advantage = how much better than the own group; equal rewards teach nothing: another group is sampled instead
-4. loss = clipped policy gradient + KL to the base model, averaged over all sampled tokens of the step
+The same command again resumes a run. One step:
+1. sample P groups of G episodes: each episode in its own sandbox, all in flight on one engine
+2. score every finished episode on the validation part; the reward is a function of its
+   improvement over the baseline
+3. advantage = how much better than the own group; equal rewards teach nothing, so another group
+   is sampled instead
+4. loss = clipped policy gradient + KL to the base model, averaged over all tokens of the step
 5. one AdamW step on the LoRA weights, which are then copied into the running engine
-6. at times an evaluation on seeds never trained on: the best adapter is kept, a collapsed policy goes back to it
+6. now and then an evaluation on seeds never trained on: the best adapter is kept, and a
+   collapsed policy returns to it
 7. one row of metrics, all transcripts and a checkpoint go to the run directory
+At the end the untrained, the last and the best adapter play the same fresh seeds.
 
 How it departs from the textbook (GRPO: arXiv 2402.03300):
-1. pi_old is what the engine reported while sampling: no extra forward pass, and the gap to the trainer is measured.
-2. The default loss is DAPO's (2503.14476): the mean runs over all tokens of the batch, and the upper clip is wider.
-3. A broken sandbox is a fault: the episode leaves its group and is counted. It is never a reward of 0.
+1. pi_old is what the engine reported while sampling: no extra forward pass, and its difference to
+   the trainer's log-probs is measured.
+2. The default loss is DAPO's (2503.14476): the mean runs over all tokens of the batch, and the
+   upper clip is wider.
+3. A broken sandbox is a fault: the episode leaves its group and is counted. It is never a reward
+   of 0.
 
 Letters: P groups, G episodes each, N trained tokens of a micro-batch.
 """
@@ -25,175 +32,91 @@ Letters: P groups, G episodes each, N trained tokens of a micro-batch.
 import asyncio
 import signal
 import sys
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import exp, log1p
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Literal
 
 import env
 import viz
 from flatlab import threads
+from flatlab.episode.episode import run_episode
 from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
+from flatlab.options import (
+    ModelOptions,
+    SandboxOptions,
+    TaskOptions,
+    TrackerOptions,
+    derive,
+    flat,
+)
 from flatlab.runs import trackers
-from flatlab.train import distributed, imitation, metrics
+from flatlab.train import distributed, guard, imitation, metrics
 from flatlab.train.batch import (
     Group,
-    Piece,
-    Tally,
+    Meter,
+    MicroBatch,
+    TrainSequence,
     choose_tasks,
-    columns,
-    everyones,
-    flat,
+    flatten,
+    gather_groups,
     micro_batches,
-    pieces_of,
+    sequences_of,
+    to_tensors,
     use_values,
 )
 from flatlab.train.checkpoint import (
-    banner,
-    begin,
-    farewell,
+    State,
+    digest,
+    final_adapters,
     keep_best,
-    record,
     restore,
     resume,
-    say,
+    save_adapter,
+    timing,
+    write_step,
 )
-from policy import ENGINE_RANKS, Policy, resolve_model
+from flatlab.train.console import banner, farewell, print_step, say
+from policy import ENGINE_RANKS, Policy, default_model, resolve_model
 from tasks import load_task
 
+# ================================== the idea: edit here ==================================
 
-@dataclass
-class Config:
-    # run
-    task: tuple[str, ...] = (
-        "titanic",
-    )  # one or more, from an MLGym checkout, an MLE-Dojo folder, or configs/tasks
-    task_weights: tuple[float, ...] = ()  # share of the groups for each task; empty: equal
-    curriculum: bool = False  # more groups for tasks whose groups had different rewards lately
-    mlgym_root: str = ""  # MLGym checkout; empty: $MLGYM_ROOT
-    mledojo_root: str = ""  # folder of prepared MLE-Dojo competitions; empty: $MLEDOJO_ROOT
-    model: str = "auto"  # Hugging Face name, folder, logs/<run>/best, or tiny; auto: tiny without a GPU, else Qwen3-4B
-    sft: tuple[
-        str, ...
-    ] = ()  # runs whose best episodes are imitated first: logs/<run> of grpo.py or search.py
-    sft_share: float = 0.25  # that part of their episodes better than the baseline
-    sft_updates: int = 16  # optimiser steps on up to 32 of them each
-    name: str = ""  # run directory logs/<name>; empty: grpo-<task>-<model>-<seed>
-    seed: int = 0  # of sampling, initial adapter and tasks
-    steps: int = 30  # optimiser steps; more of them continue a finished run
-    # episodes
-    groups: int = 4  # P: groups per step
-    max_groups: int = (
-        0  # while there are fewer than P groups with different rewards, up to this many; 0: twice P
-    )
-    group_size: int = 8  # G: episodes per group, compared with each other
-    max_turns: int = 8  # replies per episode
-    max_reply_tokens: int = 0  # per reply; 0: 160 for the stand-in, else 2048
-    max_observation_tokens: int = (
-        0  # longer command outputs keep head and tail; 0: 256 for the stand-in, else 2048
-    )
-    context: int = 0  # tokens of prompt and reply together; 0: 2048 for the stand-in, else 16384
-    temperature: float = 1.0  # of sampling
-    episode_minutes: float = 30.0  # time limit of one episode
-    # sandbox
-    backend: Literal["auto", "docker", "local"] = (
-        "auto"  # auto: docker when daemon and image are there
-    )
-    image: str = env.IMAGE  # Docker image of the sandboxes
-    network: bool = False  # tasks that ask for the network get it
-    hf_cache: str = (
-        ""  # Hugging Face cache of this machine to mount for them instead, read-only (docker)
-    )
-    sandboxes: int = 32  # most episodes in flight at once
-    # objective
-    reward: Literal["continuous", "tiered", "percentile", "binary"] = (
-        "continuous"  # of the improvement over the baseline
-    )
-    advantage: Literal["group", "group_nostd", "rloo", "ppo"] = (
-        "group"  # what an episode is compared with
-    )
-    credit: Literal["episode", "runnable"] = (
-        "episode"  # runnable: a reply that could not be run is never praised
-    )
-    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = (
-        "dapo"  # each with its paper in LOSSES
-    )
-    cut_replies: Literal["train", "mask"] = (
-        "train"  # mask: no loss on replies that were cut at the length limit
-    )
-    clip_low: float = 0.0  # the ratio is clipped below 1 - this; 0: the loss's own, see LOSSES
-    clip_high: float = 0.0  # and above 1 + this
-    max_ratio: float = (
-        2.0  # a token counts at most so many times (truncated importance weight; not gspo, cispo)
-    )
-    max_drift: float = 0.0  # sequences whose geometric mean ratio leaves [1 / (1 + this), 1 + this] are dropped; 0: off
-    kl: float = 0.05  # weight of the KL to the base model
-    gae_lambda: float = 1.0  # ppo: 1 is the whole return minus the value; steps are tokens: 0.95 forgets after twenty
-    value_weight: float = 0.1  # ppo: weight of the value head's squared error
-    # learning
-    lr: float = 0.0  # AdamW; 0: 1e-3 for the stand-in (with 2e-3 its replies run away), else 2e-5
-    warmup: int = 4  # steps until the full rate
-    epochs: int = 1  # passes over each step's batch
-    max_grad_norm: float = 1.0  # gradients are scaled down to this norm
-    skip_grad_norm: float = 100.0  # an update with a larger gradient, or one with NaN, is skipped
-    lora_rank: int = 16  # 8, 16, 32, 64, 128 or 256
-    lora_alpha: int = 32  # LoRA is scaled by alpha / rank
-    # memory
-    micro_tokens: int = (
-        0  # tokens per forward pass of the trainer, padding included; 0: 8192 (stand-in) or 16384
-    )
-    checkpointing: bool = (
-        False  # recompute activations layer by layer: less memory, a third more time
-    )
-    packing: bool = False  # sequences one after the other in a row instead of padded rows
-    gpu_memory: float = 0.45  # share of the GPU for the engine: its weights and its KV cache
-    share_base: bool = (
-        False  # one copy of the base weights for engine and trainer; not yet tried on a GPU
-    )
-    # evaluation
-    eval_episodes: int = (
-        64  # on seeds never trained on, at the sampling temperature; 0: no evaluation
-    )
-    eval_every: int = 10  # steps; also before the first and after the last one
-    guard: Literal["restore", "stop", "off"] = (
-        "restore"  # after a collapse: best adapter and half the rate, or the end
-    )
-    restores: int = 3  # so often; after that the run stops
-    kl_limit: float = 1.0  # nats per token: three steps above it are a collapse
-    checkpoints: int = 2  # newest ones that are kept, besides best/
-    # also to
-    tensorboard: bool = (
-        False  # rows and some transcripts to logs/<run>/tensorboard (pip install tensorboard)
-    )
-    wandb: bool = False  # the same to Weights & Biases (pip install wandb); $WANDB_MODE=offline needs no account
+NO_SUBMISSION = -1.0  # no reward below is smaller, so it never pays to submit nothing
+SKIP_GRAD_NORM = 100.0  # an update with a larger gradient norm, or with NaN, is skipped
+VALUE_WEIGHT = 0.1  # ppo: weight of the value head's squared error
 
 
-# ================================================ the idea: edit here ================================================
-
-NO_ARTEFACT = -1.0  # no reward below is smaller: handing in nothing, or doing less, is never paid
-
-
-def continuous(gain, recent):
-    """The improvement (0 at the task's baseline, 1 at its reference), clipped to [-1, 1]."""
-    return max(-1.0, min(1.0, gain))
+# Rewards of a valid submission. improvement: 0 at the task's baseline, 1 at its reference. episode:
+# the whole transcript, the hook for other terms. recent: improvements of the task's latest valid
+# episodes, never empty.
 
 
-def tiered(gain, recent):
+def continuous(improvement, episode, recent):
+    """The improvement, clipped to [-1, 1]."""
+    return max(-1.0, min(1.0, improvement))
+
+
+def tiered(improvement, episode, recent):
     """1 from the reference on, 0.2 above the baseline, 0 otherwise."""
-    return 1.0 if gain >= 1 else 0.2 if gain > 0 else 0.0
+    if improvement >= 1:
+        return 1.0
+    return 0.2 if improvement > 0 else 0.0
 
 
-def percentile(gain, recent):
-    """Share of the task's latest valid results (earlier steps) that are worse; equal ones count half. 0.5 at first."""
-    return fmean((g < gain) + 0.5 * (g == gain) for g in recent) if recent else 0.5
+def percentile(improvement, episode, recent):
+    """Share of the latest valid results that are worse; equal ones count half."""
+    return fmean((other < improvement) + 0.5 * (other == improvement) for other in recent)
 
 
-def binary(gain, recent):
+def binary(improvement, episode, recent):
     """1 above the baseline, else 0."""
-    return float(gain > 0)
+    return float(improvement > 0)
+
+
+# Advantages of a group's episodes.
 
 
 def group(rewards):
@@ -202,19 +125,26 @@ def group(rewards):
 
 
 def group_nostd(rewards):
-    """A_i = r_i - mean(r): Dr. GRPO, arXiv 2503.20783. The std would enlarge groups that hardly differ."""
+    """A_i = r_i - mean(r): Dr. GRPO, arXiv 2503.20783. Dividing by std would amplify groups that
+    hardly differ.
+    """
     return [r - fmean(rewards) for r in rewards]
 
 
 def rloo(rewards):
-    """A_i = r_i - mean of the other r_j = G / (G - 1) (r_i - mean(r)): leave-one-out REINFORCE, arXiv 2402.14740."""
-    return [(r - fmean(rewards)) * len(rewards) / (len(rewards) - 1) for r in rewards]
+    """A_i = r_i - mean of the other r_j = G / (G - 1) (r_i - mean(r)): leave-one-out REINFORCE,
+    arXiv 2402.14740.
+    """
+    scale = len(rewards) / (len(rewards) - 1)
+    return [scale * (r - fmean(rewards)) for r in rewards]
 
 
-def gae(reward, values, lam):
-    """A_t = sum_k lam^k d_(t+k), d_t = V_(t+1) - V_t and at the last token r - V_t (arXiv 1506.02438, eq. 16, gamma 1).
+def gae(reward, values, lam=1.0):
+    """A_t = sum_k lam^k d_(t+k), d_t = V_(t+1) - V_t, at the last token r - V_t (arXiv 1506.02438,
+    eq. 16, gamma 1).
 
-    values: V before each trained token of an episode. Returns as many advantages; plus V they are the head's targets.
+    values: V before each trained token of an episode. lam: 1 is the return minus V; 0.95 forgets
+    after twenty tokens.
     """
     advantages, advantage, following = [], 0.0, reward
     for value in reversed(values):
@@ -224,8 +154,11 @@ def gae(reward, values, lam):
     return advantages[::-1]
 
 
-def episode(advantage, turns):
-    """Every reply of an episode gets its advantage. turns: as in episodes/*.jsonl, the hook for finer credit."""
+# Credit: the advantage of each reply of an episode. turns: as in episodes/*.jsonl.
+
+
+def whole_episode(advantage, turns):
+    """Every reply gets the advantage of its episode."""
     return [advantage] * len(turns)
 
 
@@ -234,43 +167,61 @@ def runnable(advantage, turns):
     return [min(advantage, 0.0) if turn["status"] == "rejected" else advantage for turn in turns]
 
 
-def clipped(logp, old, advantage, sequence, cfg):
-    """max(-r A, -clip(r, 1 - low, 1 + high) A), r = exp(logp - old): PPO, arXiv 1707.06347, eq. 7. DAPO: high > low.
+# Losses. All arguments have shape (N,). Return the loss per token and whether the token was
+# clipped.
 
-    r above cfg.max_ratio counts as cfg.max_ratio but keeps its gradient: with A < 0 nothing else bounds it.
-    All arguments (N,). Returns the loss per token and where it was clipped.
+
+def clipped(logp, old, advantage, sequence, cfg):
+    """max(-r A, -clip(r, 1 - low, 1 + high) A), r = exp(logp - old): PPO, arXiv 1707.06347, eq. 7.
+    DAPO: high > low.
+
+    r above cfg.is_cap counts as cfg.is_cap but keeps its gradient: with A < 0 nothing else bounds
+    it.
     """
     ratio = (logp - old).exp()
-    ratio = ratio * (cfg.max_ratio / ratio.detach()).clamp(max=1)
-    outside = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    return -(ratio * advantage).minimum(
-        outside * advantage
-    ), outside * advantage < ratio * advantage
+    ratio = ratio * (cfg.is_cap / ratio.detach()).clamp(max=1)
+    clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    is_clipped = clipped_ratio * advantage < ratio * advantage
+    return -(ratio * advantage).minimum(clipped_ratio * advantage), is_clipped
 
 
 def sequence_clipped(logp, old, advantage, sequence, cfg):
-    """The same with one ratio per sequence, s = exp(mean_t(logp - old)): GSPO, arXiv 2507.18071, in its token form
-    s_t = stop(s) pi_t / stop(pi_t), which has the same gradient and takes an advantage per token."""
-    s = geometric_mean(logp.detach() - old, sequence).exp() * (logp - logp.detach()).exp()
-    outside = s.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    return -(s * advantage).minimum(outside * advantage), outside * advantage < s * advantage
+    """The same with one ratio per sequence, s = exp(mean_t(logp - old)): GSPO, arXiv 2507.18071, in
+    its token form s_t = stop(s) pi_t / stop(pi_t), which has the same gradient and takes an
+    advantage per token.
+    """
+    ratio = geometric_mean(logp.detach() - old, sequence).exp() * (logp - logp.detach()).exp()
+    clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    is_clipped = clipped_ratio * advantage < ratio * advantage
+    return -(ratio * advantage).minimum(clipped_ratio * advantage), is_clipped
 
 
 def clipped_weight(logp, old, advantage, sequence, cfg):
-    """-stop(clip(r, 1 - low, 1 + high)) A logp: CISPO, arXiv 2506.13585. Clipped tokens keep their gradient."""
+    """-stop(clip(r, 1 - low, 1 + high)) A logp: CISPO, arXiv 2506.13585. Clipped tokens keep their
+    gradient.
+    """
     ratio = (logp - old).exp().detach()
-    outside = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    return -outside * advantage * logp, outside != ratio
+    clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    return -clipped_ratio * advantage * logp, clipped_ratio != ratio
 
 
 def kl_to_base(logp, base):
-    """k3 = exp(d) - d - 1, d = base - logp: unbiased for KL(policy || base), never negative (GRPO, eq. 4)."""
+    """k3 = exp(d) - d - 1, d = base - logp: unbiased for KL(policy || base), never negative (GRPO,
+    eq. 4).
+    """
     return (base - logp).exp() - (base - logp) - 1
 
 
 def geometric_mean(log_ratio, sequence):
-    """Mean of the log-ratios of each token's sequence, (N,): the log of the geometric mean of its ratios."""
-    return (sequence.bincount(log_ratio) / sequence.bincount())[sequence].to(log_ratio.dtype)
+    """Mean of the log-ratios of each token's sequence, (N,): the log of the geometric mean of its
+    ratios.
+    """
+    means = sequence.bincount(log_ratio) / sequence.bincount()
+    return means[sequence].to(log_ratio.dtype)
+
+
+# Weight of a token in the mean. length: trained tokens of its episode; tokens, episodes: of the
+# whole batch.
 
 
 def per_token(length, tokens, episodes, cfg):
@@ -279,445 +230,615 @@ def per_token(length, tokens, episodes, cfg):
 
 
 def per_episode(length, tokens, episodes, cfg):
-    """All episodes weigh the same, a token of a long one less (GRPO, GSPO)."""
+    """All episodes weigh the same, so a token of a long one weighs less (GRPO, GSPO)."""
     return 1 / (episodes * length)
 
 
 def per_budget(length, tokens, episodes, cfg):
-    """All tokens the same, by a constant: the most tokens an episode may have (Dr. GRPO)."""
-    return 1 / (episodes * cfg.max_turns * cfg.max_reply_tokens)
+    """All tokens weigh the same: one over the most tokens an episode may have (Dr. GRPO)."""
+    return 1 / (episodes * cfg.max_turns * cfg.model.max_reply_tokens)
 
 
-REWARDS = {"continuous": continuous, "tiered": tiered, "percentile": percentile, "binary": binary}
+@dataclass(frozen=True)
+class Loss:
+    function: Callable
+    weight: Callable = per_token
+    clip_low: float = 0.0  # the bounds that hold unless --clip-low and --clip-high are given
+    clip_high: float = 0.0
+
+
+REWARDS = {
+    "continuous": continuous,
+    "tiered": tiered,
+    "percentile": percentile,
+    "binary": binary,
+}
 ADVANTAGES = {
     "group": group,
     "group_nostd": group_nostd,
     "rloo": rloo,
-    "ppo": list,
-}  # ppo: gae() of the reward itself
-CREDITS = {"episode": episode, "runnable": runnable}
-LOSSES = {  # loss of a token, its weight in the mean, clip_low and clip_high where the flags leave them open
-    "grpo": (clipped, per_episode, 0.2, 0.2),
-    "dr_grpo": (clipped, per_budget, 0.2, 0.2),
-    "dapo": (clipped, per_token, 0.2, 0.28),
-    "gspo": (sequence_clipped, per_episode, 3e-4, 4e-4),
-    "cispo": (clipped_weight, per_token, 1.0, 4.0),  # 1 - 1 = 0: no lower bound
+    "ppo": list,  # the rewards themselves; gae() follows
+}
+CREDITS = {"episode": whole_episode, "runnable": runnable}
+LOSSES = {
+    "grpo": Loss(clipped, per_episode, 0.2, 0.2),
+    "dr_grpo": Loss(clipped, per_budget, 0.2, 0.2),
+    "dapo": Loss(clipped, per_token, 0.2, 0.28),
+    "gspo": Loss(sequence_clipped, per_episode, 3e-4, 4e-4),
+    "cispo": Loss(clipped_weight, per_token, 1.0, 4.0),  # 1 - 1 = 0: no lower bound
 }
 
-# =====================================================================================================================
+# =========================================================================================
 
 
-def reward(score: env.Score, task: Task, cfg: Config, recent: list[float]) -> float:
-    """Computed once, from the finished episode's score alone."""
-    return (
-        REWARDS[cfg.reward](improvement(score.value, task), recent) if score.valid else NO_ARTEFACT
-    )
+@dataclass
+class Config:
+    """None stands for "derived" and 0 for zero."""
+
+    name: str | None = None  # run directory logs/<name>; default: grpo-<task>-<model>-<seed>
+    seed: int = 0  # seed of sampling, initial adapter and choice of tasks
+    steps: int = 30  # optimizer steps; a larger number continues a finished run
+    task_weights: tuple[float, ...] = ()  # share of the groups for each task; default: equal
+    curriculum: bool = False  # more groups for tasks whose groups had different rewards lately
+    # runs (logs/<run> of grpo.py or search.py) whose best episodes are imitated before the first
+    # step
+    sft: tuple[str, ...] = ()
+    sft_updates: int = 16  # optimizer steps of this imitation, on up to 32 episodes each
+    # sampling
+    groups: int = 4  # P: groups per step
+    # upper bound on the groups per step, when groups with equal rewards are replaced; default: 2 P
+    max_groups: int | None = None
+    group_size: int = 8  # G: episodes per group, compared with each other
+    max_turns: int = 8  # replies per episode
+    concurrency: int = 32  # episodes in flight at once, at most
+    # objective
+    reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
+    advantage: Literal[*ADVANTAGES] = "group"  # what an episode is compared with
+    credit: Literal[*CREDITS] = "episode"  # runnable: a reply that could not be run gets no praise
+    loss: Literal[*LOSSES] = "dapo"  # the papers are named in LOSSES
+    mask_truncated: bool = False  # no loss on replies that reached the length limit
+    clip_low: float | None = None  # ratios are clipped below 1 - clip_low; default: see LOSSES
+    clip_high: float | None = None  # ratios are clipped above 1 + clip_high; default: see LOSSES
+    # upper bound on a token's importance weight (truncated importance sampling; not gspo, cispo)
+    is_cap: float = 2.0
+    # drop sequences whose geometric mean ratio leaves [1 / (1 + x), 1 + x]; default: keep all
+    sequence_mask: float | None = None
+    kl: float = 0.05  # weight of the KL to the base model
+    # learning
+    lr: float | None = None  # learning rate of AdamW; default: 2e-5, stand-in 1e-3
+    warmup: int = 4  # steps until the full learning rate
+    epochs: int = 1  # passes over the batch of a step
+    max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm
+    lora_rank: int = 16  # 8, 16, 32, 64, 128 or 256
+    lora_alpha: int = 32  # LoRA is scaled by alpha / rank
+    # memory
+    # tokens per forward pass of the trainer, padding included; default: 16384, stand-in 8192
+    micro_tokens: int | None = None
+    gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time
+    packing: bool = False  # put sequences one after the other in a row instead of padding them
+    gpu_memory: float = 0.45  # share of the GPU for the engine: its weights and its KV cache
+    share_base: bool = False  # one copy of the base weights on a GPU; not yet tried on a GPU
+    # evaluation
+    eval_episodes: int = 64  # episodes per evaluation, on seeds never trained on; 0: none
+    eval_every: int = 10  # steps between evaluations; also before the first and after the last
+    # restore: a collapsed policy returns to the best adapter with half the rate; stop: the run ends
+    guard: Literal["restore", "stop", "off"] = "restore"
+    max_restores: int = 3  # restores until the guard stops the run
+    keep_checkpoints: int = 2  # newest checkpoints that stay, besides best/
+    # shared with search.py
+    tasks: TaskOptions = field(default_factory=TaskOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    sandbox: SandboxOptions = field(default_factory=SandboxOptions)
+    trackers: TrackerOptions = field(default_factory=TrackerOptions)
+
+
+# ------------------------------------------------------------------------------ sample
+
+
+def rewards_of(group: Group, cfg: Config, recent: list[float]) -> list[float]:
+    """One reward per episode that is not a fault. Without recent results the group's own stand in
+    for them.
+    """
+    values = [improvement(e.score.value, group.task) for e in group.played if e.score.valid]
+    known = recent or values
+    rewards = []
+    for e in group.played:
+        if e.score.valid:
+            value = improvement(e.score.value, group.task)
+            rewards.append(REWARDS[cfg.reward](value, e, known))
+        else:
+            rewards.append(NO_SUBMISSION)
+    return rewards
 
 
 async def play_groups(
-    policy, plan, size, cfg, seed, job, recent=None, spares=(), test=False
+    policy, plan, size, cfg, seed, dist, recent=None, replacements=(), test=False
 ) -> list[Group]:
-    """Plays a group of `size` episodes per task of `plan`, and for each group of equal rewards the next one of `spares`.
-    All in flight at once, as far as there are sandboxes. Several ranks: each its share."""
-    slots, planned = asyncio.Semaphore(cfg.sandboxes), [*plan, *spares]
-    spare = iter(range(len(plan), len(planned))[job.rank :: job.world])
+    """Plays a group of `size` episodes per task of `plan`; returns the groups of this rank by
+    number.
+
+    A group of equal rewards is followed by the next one of `replacements`. Up to cfg.concurrency
+    episodes are in flight at once. Every rank plays its part of both lists. test: also score the
+    test part.
+    """
+    slots = asyncio.Semaphore(cfg.concurrency)
+    planned = [*plan, *replacements]
+    spare = iter(range(len(plan), len(planned))[dist.rank :: dist.world])
 
     async def play(task, number):
         async with slots:
-            return await env.run_episode(
-                env.Env(
-                    task,
-                    cfg.backend,
-                    seed * 100_003 + number,
-                    cfg.image,
-                    cfg.network,
-                    cfg.hf_cache,
-                ),
-                policy,
-                seed=seed * 100_003 + number,
-                score_test=test,
-                max_turns=cfg.max_turns,
-                time_limit=60 * cfg.episode_minutes,
-                max_reply_tokens=cfg.max_reply_tokens,
-                max_observation_tokens=cfg.max_observation_tokens,
-            )
+            return await play_episode(policy, task, cfg, seed * 100_003 + number, test)
 
     async def fill(number):
-        task = planned[number]
-        async with (
-            asyncio.TaskGroup() as together
-        ):  # one cancelled or broken: all are, and every sandbox is closed
-            plays = [together.create_task(play(task, number * size + i)) for i in range(size)]
-        group = Group(number, task, [p.result() for p in plays], [])
-        group.rewards = [
-            reward(e.score, task, cfg, (recent or {}).get(task.name, [])) for e in group.played
-        ]
-        more = None if group.informative else next(spare, None)
-        return [group] if more is None else [group, *await fill(more)]
+        # If one episode is cancelled or raises, the others are cancelled too, and every sandbox is
+        # closed.
+        async with asyncio.TaskGroup() as together:
+            first = number * size
+            plays = [together.create_task(play(planned[number], first + i)) for i in range(size)]
+        group = Group(number, planned[number], [p.result() for p in plays], [])
+        group.rewards = rewards_of(group, cfg, (recent or {}).get(group.task.name, []))
+        following = None if group.informative else next(spare, None)
+        return [group] if following is None else [group, *await fill(following)]
 
     async with asyncio.TaskGroup() as together:
-        mine = [
-            together.create_task(fill(number)) for number in range(len(plan))[job.rank :: job.world]
-        ]
-    return sorted(
-        (group for done in mine for group in done.result()), key=lambda group: group.number
+        numbers = range(len(plan))[dist.rank :: dist.world]
+        mine = [together.create_task(fill(number)) for number in numbers]
+    groups = [group for done in mine for group in done.result()]
+    return sorted(groups, key=lambda group: group.number)
+
+
+async def play_episode(policy, task: Task, cfg: Config, seed: int, test: bool):
+    box = cfg.sandbox
+    world = env.Env(task, box.backend, seed, box.image, box.network, box.hf_cache)
+    return await run_episode(
+        world,
+        policy,
+        seed=seed,
+        score_test=test,
+        max_turns=cfg.max_turns,
+        time_limit=60 * box.episode_minutes,
+        max_reply_tokens=cfg.model.max_reply_tokens,
+        max_observation_tokens=cfg.model.max_observation_tokens,
     )
 
 
-def make_batch(policy, groups: list[Group], cfg: Config, job) -> list[Piece]:
-    """Every trained token of the groups that teach something, with its advantage and its weight in the mean."""
-    batch = []
+# ------------------------------------------------------------------------------ learn
+
+
+def make_batch(policy, groups: list[Group], cfg: Config, dist) -> list[TrainSequence]:
+    """Every trained token of the groups with different rewards, with its advantage and its weight
+    in the mean.
+    """
+    batch = []  # the sequences of each episode
     for g in groups:
         if g.informative or cfg.advantage == "ppo":
             for e, advantage in zip(g.played, ADVANTAGES[cfg.advantage](g.rewards)):
-                batch.append(
-                    pieces_of(
-                        e, CREDITS[cfg.credit](advantage, e.turns), cfg.cut_replies == "train"
-                    )
-                )
-    lengths = [sum(len(piece.old) for piece in pieces) for pieces in batch]
-    tokens, episodes = job.sum(
-        sum(lengths), len(lengths)
-    )  # before any split into ranks and micro-batches
-    for pieces, length in zip(batch, lengths):
-        for piece in pieces:
-            piece.weight = LOSSES[cfg.loss][1](length, tokens, episodes, cfg)
+                credit = CREDITS[cfg.credit](advantage, e.turns)
+                batch.append(sequences_of(e, credit, cfg.mask_truncated))
+    # The denominators are those of the whole batch, before it is split into ranks and
+    # micro-batches.
+    lengths = [sum(len(s.old) for s in sequences) for sequences in batch]
+    tokens, episodes = dist.sum(sum(lengths), len(lengths))
+    for sequences, length in zip(batch, lengths):
+        for s in sequences:
+            s.weight = LOSSES[cfg.loss].weight(length, tokens, episodes, cfg)
     if cfg.advantage == "ppo":
-        use_values(policy, batch, gae, cfg, job)
-    return flat(batch)
+        use_values(policy, batch, gae, cfg, dist)
+    return flatten(batch)
 
 
-def update(policy, optimizer, batch: list[Piece], cfg: Config, job=distributed.Alone()) -> dict:
-    """cfg.epochs passes over the batch; every rank takes part, also one without pieces. Returns numbers for the row."""
+def update(
+    policy,
+    optimizer,
+    batch: list[TrainSequence],
+    cfg: Config,
+    dist=distributed.SingleProcess(),  # noqa: B008
+) -> dict:
+    """Makes cfg.epochs passes over the batch, one optimizer step each. Returns numbers for the row.
+
+    Every rank takes part, also one without sequences. Raises UserError, before any weight changes,
+    if engine and trainer disagree about the sampled tokens.
+    """
     import torch
 
-    if not job.sum(len(batch))[0]:
+    if not dist.sum(len(batch))[0]:
         return {}
-    tally, skipped = Tally(), 0
+    meter, skipped = Meter(), 0
     for epoch in range(cfg.epochs):
-        for n, part in enumerate(micro_batches(batch, cfg.micro_tokens, cfg.packing)):
-            c, base = columns(part, policy.device), None
-            if cfg.kl or n == epoch == 0:  # --kl 0: the guard still wants to know it
-                with torch.no_grad():
-                    base = policy.logprobs(c.pairs, base=True)[0]
-            logp, entropy, *value = policy.logprobs(c.pairs, values=cfg.advantage == "ppo")
-            known = torch.stack([x.isfinite() for x in (c.old, logp, base) if x is not None]).all(
-                0
-            )  # NaN: left out
-            logp, old = logp.masked_fill(~known, 0.0), c.old.masked_fill(~known, 0.0)
-            gap = (logp.detach() - old).abs()
-            if epoch == 0 and gap.mean() > policy.mean_gap_limit:  # before the weights are touched
-                raise UserError(
-                    f"Engine and trainer disagree by {gap.mean():.2g} nats per token (limit {policy.mean_gap_limit:g}"
-                    "): the last sync did not arrive. Not training on samples of another policy."
-                )
-            drift = geometric_mean(logp.detach() - old, c.sequence).abs()
-            kept = known & (drift <= log1p(cfg.max_drift)) if cfg.max_drift else known
-            loss, outside = LOSSES[cfg.loss][0](logp, old, c.advantage, c.sequence, cfg)
-            if base is not None:
-                k3 = kl_to_base(logp, base).masked_fill(~known, 0.0)
-                loss = loss + cfg.kl * k3 if cfg.kl else loss
-                tally.add(kl=k3)
-            error = sum((v - c.target) ** 2 / 2 for v in value)
-            loss = (loss + cfg.value_weight * error) * c.weight * kept
-            loss.sum().backward()
-            tally.add(
-                loss=loss,
-                entropy=entropy,
-                clip_share=outside & kept,
-                dropped_share=known & ~kept,
-                lost_tokens=~known,
-                log_ratio=gap,
-                **({"logprob_gap": gap, "clip_share_first": outside & kept} if epoch == 0 else {}),
-            )
-        job.sum_gradients(policy.parameters())
+        for number, part in enumerate(micro_batches(batch, cfg.micro_tokens, cfg.packing)):
+            micro = to_tensors(part, policy.device)
+            # With --kl 0 the guard still wants to know the KL, so one micro-batch measures it.
+            measure_kl = cfg.kl > 0 or number == epoch == 0
+            micro_loss(policy, micro, cfg, meter, epoch == 0, measure_kl).backward()
+        dist.sum_gradients(policy.parameters())
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm).item()
-        if grad_norm <= cfg.skip_grad_norm:  # not so for NaN
+        if grad_norm <= SKIP_GRAD_NORM:  # False for NaN
             optimizer.step()
         else:
             skipped += 1
         optimizer.zero_grad()
-    total, mean, most = tally.over(job)
+    total, mean, largest = meter.over_ranks(dist)
+    shares = ("kl", "entropy", "clip_share", "clip_share_first", "dropped_share")
     return {
         "loss": total["loss"] / cfg.epochs,
         "lost_tokens": total["lost_tokens"],
         "grad_norm": grad_norm,
-        "logprob_gap_mean": mean["logprob_gap"],
-        "logprob_gap_max": most["logprob_gap"],
+        "logprob_diff_mean": mean["logprob_diff"],
+        "logprob_diff_max": largest["logprob_diff"],
         "skipped": skipped,
-        "ratio_max": exp(min(most["log_ratio"], 50.0)),
-        **{
-            name: mean[name]
-            for name in ("kl", "entropy", "clip_share", "clip_share_first", "dropped_share")
-        },
+        "ratio_max": exp(min(largest["log_ratio"], 50.0)),
+        **{name: mean[name] for name in shares},
     }
 
 
-async def evaluate(policy, tasks: list[Task], cfg: Config, job, seed: int, test=False) -> dict:
-    """Mean score over cfg.eval_episodes at the sampling temperature; no valid artefact counts as the baseline."""
-    plan = [tasks[i % len(tasks)] for i in range(cfg.eval_episodes)]
-    return metrics.judge(
-        everyones(await play_groups(policy, plan, 1, cfg, seed, job, test=test), job),
-        len(tasks) > 1,
-    )
-
-
-async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, job) -> str:
-    """All steps and evaluations. Only rank 0 has a run to write. Returns why the guard ended it, or ""."""
+def micro_loss(
+    policy, micro: MicroBatch, cfg: Config, meter: Meter, first_epoch: bool, measure_kl: bool
+):
+    """The loss of a micro-batch, a scalar with gradient; its numbers go to the meter."""
     import torch
 
-    best = Path("logs", cfg.name, "best")
+    base = None
+    if measure_kl:
+        with torch.no_grad():
+            base = policy.logprobs(micro.pairs, base=True)[0]
+    logp, entropy, *values = policy.logprobs(micro.pairs, values=cfg.advantage == "ppo")
+
+    # A token whose log-prob is not finite is left out.
+    known = logp.isfinite() & micro.old.isfinite()
+    if base is not None:
+        known &= base.isfinite()
+    logp = logp.masked_fill(~known, 0.0)
+    old = micro.old.masked_fill(~known, 0.0)
+    difference = (logp.detach() - old).abs()
+    if first_epoch:
+        policy.check_samples(difference)
+
+    kept = known
+    if cfg.sequence_mask is not None:
+        drift = geometric_mean(logp.detach() - old, micro.sequence).abs()
+        kept = known & (drift <= log1p(cfg.sequence_mask))
+    loss, is_clipped = LOSSES[cfg.loss].function(logp, old, micro.advantage, micro.sequence, cfg)
+    if base is not None:
+        kl = kl_to_base(logp, base).masked_fill(~known, 0.0)
+        meter.add(kl=kl)
+        if cfg.kl:
+            loss = loss + cfg.kl * kl
+    for value in values:
+        loss = loss + VALUE_WEIGHT * (value - micro.target) ** 2 / 2
+    loss = loss * micro.weight * kept
+
+    meter.add(
+        loss=loss,
+        entropy=entropy,
+        clip_share=is_clipped & kept,
+        dropped_share=known & ~kept,
+        lost_tokens=~known,
+        log_ratio=difference,
+    )
+    if first_epoch:
+        meter.add(logprob_diff=difference, clip_share_first=is_clipped & kept)
+    return loss.sum()
+
+
+# ------------------------------------------------------------------------------ evaluate
+
+
+async def evaluate(policy, tasks, cfg: Config, dist, seed: int, test=False) -> list[Group]:
+    """cfg.eval_episodes episodes at the sampling temperature, one per group, the same ones for the
+    same seed.
+    """
+    plan = [tasks[i % len(tasks)] for i in range(cfg.eval_episodes)]
+    return gather_groups(await play_groups(policy, plan, 1, cfg, seed, dist, test=test), dist)
+
+
+def selection_seed(cfg: Config) -> int:
+    """Seed of the evaluations that select the best adapter; seeds of training are not negative."""
+    return -1 - 2 * cfg.seed
+
+
+def final_seed(cfg: Config) -> int:
+    """Seed of the comparison at the end of the run."""
+    return -2 - 2 * cfg.seed
+
+
+async def compare_adapters(policy, tasks, cfg: Config, run, dist, state: State) -> dict:
+    """Plays the same fresh seeds with the untrained, the imitated, the last and the best adapter.
+
+    Adapters with equal weights are played once. The test part is scored for the best one alone.
+    """
+    folders = dist.gather(final_adapters(run) if run else None)[0]
+    weights = {name: digest(folder) for name, folder in folders.items()}
+    played = {}  # by digest
+    for name in ("best", *folders):
+        if weights[name] not in played:
+            policy.load(folders[name])
+            policy.sync()
+            played[weights[name]] = await evaluate(
+                policy, tasks, cfg, dist, final_seed(cfg), test=name == "best"
+            )
+    results = metrics.final_comparison({name: played[weights[name]] for name in folders}, tasks)
+    results["last"]["step"] = state.step - 1
+    results["best"]["step"] = state.best["step"]
+    return {
+        "n": cfg.eval_episodes,
+        "split": metrics.split_of(tasks),
+        "steps": state.step,
+        "best_is_untrained": weights["best"] == weights["untrained"],
+        "best_is_last": weights["best"] == weights["last"],
+        **results,
+    }
+
+
+# ------------------------------------------------------------------------------ train
+
+
+async def begin(policy, tasks, cfg: Config, run, dist, state: State) -> None:
+    """Before the first step: evaluates the untrained adapter, then imitates the runs of --sft."""
+
+    async def judge(key, when):
+        if not cfg.eval_episodes:
+            return
+        groups = await evaluate(policy, tasks, cfg, dist, selection_seed(cfg))
+        state.recent = metrics.remember(state.recent, groups)
+        result = metrics.evaluation(groups, tasks)
+        keep_best(policy, run, dist, state, result | {"step": -1})
+        if run:
+            run.result(**{key: result})
+        say(dist, metrics.evaluation_line(when, result, metrics.split_of(tasks)))
+
+    save_adapter(policy, run, dist, "untrained")
+    await judge("before", "before training")
+    if cfg.sft:
+        say(dist, imitation.warm_start(policy, tasks, cfg))
+        dist.broadcast(policy.parameters())
+        policy.sync()
+        save_adapter(policy, run, dist, "imitated")
+        await judge("imitated", "after imitation")
+
+
+def plan_step(tasks, cfg: Config, step: int, rows: list[dict]) -> tuple[list[Task], list[Task]]:
+    """The tasks of the step's groups, and of the groups that replace those with equal rewards."""
+    weights = [
+        weight * metrics.learning_signal(rows, task.name, cfg.curriculum)
+        for weight, task in zip(cfg.task_weights, tasks)
+    ]
+    plan = choose_tasks(tasks, weights, cfg.groups, f"{cfg.seed} {step}")
+    if cfg.advantage == "ppo":  # which also learns from equal rewards
+        return plan, []
+    more = cfg.max_groups - cfg.groups
+    return plan, choose_tasks(tasks, weights, more, f"{cfg.seed} {step} replacements")
+
+
+async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, dist) -> str:
+    """All steps and evaluations. Only rank 0 has a run to write. Returns why the guard ended the
+    run, or "".
+    """
+    import torch
+
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=cfg.lr, betas=(0.9, 0.99), weight_decay=0.0
     )
-    state, rows = resume(policy, optimizer, run, job)
-    job.share(policy.parameters())
-    gap = await policy.verify()
+    state, rows = resume(policy, optimizer, run, dist)
+    dist.broadcast(policy.parameters())
+    difference = await policy.verify()
     say(
-        job,
-        f"engine and trainer agree: log-probs differ by at most {gap:.1g} nats (limit {policy.gap_limit:g})",
+        dist, f"engine   agrees with the trainer: log-probs differ by at most {difference:.1g} nats"
     )
-    held_out = -1 - 2 * cfg.seed
-    if state.step == 0 and cfg.eval_episodes:
-        begin(
-            policy,
-            run,
-            job,
-            state,
-            "before training",
-            await evaluate(policy, tasks, cfg, job, held_out),
-        )
-    if state.step == 0 and cfg.sft:
-        say(job, imitation.warm_start(policy, tasks, cfg))
-        job.share(policy.parameters())
-        policy.sync()
-        if cfg.eval_episodes:
-            begin(
-                policy,
-                run,
-                job,
-                state,
-                "after imitation",
-                await evaluate(policy, tasks, cfg, job, held_out),
-            )
+    if state.step == 0:
+        await begin(policy, tasks, cfg, run, dist, state)
 
     while state.step < cfg.steps and not state.stopped:
-        step, clock, busy = state.step, [time.perf_counter()], policy.engine_seconds
+        step, watch, engine_seconds = state.step, metrics.Stopwatch(), policy.engine_seconds
 
-        # sample: P groups of G episodes from the current policy, faults leave their group
-        shares = [
-            w * metrics.signal(rows, t.name, cfg.curriculum)
-            for w, t in zip(cfg.task_weights, tasks)
-        ]
-        plan = choose_tasks(tasks, shares, cfg.groups, seed=f"{cfg.seed} {step}")
-        spares = choose_tasks(
-            tasks, shares, cfg.max_groups - cfg.groups, seed=f"{cfg.seed} {step} spares"
-        )
+        # sample: P groups of G episodes from the current policy; faults leave their group
+        plan, replacements = plan_step(tasks, cfg, step, rows)
+        seed = cfg.seed * 10_007 + step
         groups = await play_groups(
-            policy,
-            plan,
-            cfg.group_size,
-            cfg,
-            cfg.seed * 10_007 + step,
-            job,
-            state.recent,
-            spares if cfg.advantage != "ppo" else (),
-        )  # which learns from equal rewards, too
-        clock.append(time.perf_counter())
-        busy = policy.engine_seconds - busy
-        played = everyones(groups, job)
-        row = {"step": step, **metrics.describe(played, tasks)}
-        if (
-            not cfg.eval_episodes
-        ):  # then the sampled episodes tell, of the adapter before its update
-            keep_best(policy, run, job, state, metrics.by_gain([*rows, row]))
+            policy, plan, cfg.group_size, cfg, seed, dist, state.recent, replacements
+        )
+        engine_seconds = policy.engine_seconds - engine_seconds
+        watch.lap("sample")
+        played = gather_groups(groups, dist)
+        row = {"step": step, **metrics.step_metrics(played, tasks)}
+        if not cfg.eval_episodes:  # the sampled episodes judge the adapter before its update
+            keep_best(policy, run, dist, state, guard.latest_steps([*rows, row]))
 
         # learn: from the groups whose rewards differ; meanwhile the next step's sandboxes start
         if step + 1 < cfg.steps:
-            env.WARM_POOL.expect(min(cfg.sandboxes, len(plan) * cfg.group_size // job.world))
+            env.WARM_POOL.expect(min(cfg.concurrency, len(plan) * cfg.group_size // dist.world))
+        warm = min(1.0, (step - state.since + 1) / (cfg.warmup + 1))
         for setting in optimizer.param_groups:
-            setting["lr"] = (
-                cfg.lr * state.lr_scale * min(1.0, (step - state.since + 1) / (cfg.warmup + 1))
-            )
-        learned = update(policy, optimizer, make_batch(policy, groups, cfg, job), cfg, job)
-        clock.append(time.perf_counter())
+            setting["lr"] = cfg.lr * state.lr_scale * warm
+        row["lr"] = cfg.lr * state.lr_scale * warm
+        row |= update(policy, optimizer, make_batch(policy, groups, cfg, dist), cfg, dist)
+        watch.lap("train")
 
         # sync: the trained adapter into the running engine
         policy.sync()
-        clock.append(time.perf_counter())
+        watch.lap("sync")
 
-        # judge: held-out episodes now and then, alarms, a way back from a collapse
-        row |= {**learned, "lr": optimizer.param_groups[0]["lr"], "bytes_between_ranks": job.sent()}
-        state.step, state.recent = step + 1, metrics.remember(state.recent, played)
+        # judge: an evaluation now and then, alarms, a way back from a collapse
+        state.step = step + 1
+        state.recent = metrics.remember(state.recent, played)
         if cfg.eval_episodes and (state.step % cfg.eval_every == 0 or state.step == cfg.steps):
-            result = await evaluate(policy, tasks, cfg, job, held_out)
-            row |= {
-                f"eval_{'score_' * (key in ('mean', 'stderr'))}{key}": value
-                for key, value in result.items()
-            }
-            keep_best(policy, run, job, state, result | {"step": step})
-        row["alarms"] = metrics.alarms(row, rows)
+            judged = await evaluate(policy, tasks, cfg, dist, selection_seed(cfg))
+            result = metrics.evaluation(judged, tasks)
+            row |= {f"eval_{key}": value for key, value in result.items()}
+            keep_best(policy, run, dist, state, result | {"step": step})
+        row["alarms"] = guard.alarms(row, rows)
         rows.append(row)
-        if cfg.guard != "off" and (
-            reason := metrics.collapse(
-                rows[state.since :], cfg.kl_limit, cfg.eval_episodes and state.best
-            )
-        ):
-            row["alarms"].append(restore(policy, optimizer, cfg, state, best, reason))
+        best = state.best if cfg.eval_episodes else None
+        reason = "" if cfg.guard == "off" else guard.collapse(rows[state.since :], best)
+        if reason:
+            row["alarms"].append(restore(policy, optimizer, cfg, state, reason))
+        watch.lap("judge")
 
-        # record: row, transcripts, checkpoint, plot; a step counts when its checkpoint is there, see resume()
+        # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
+        row["bytes_between_ranks"] = dist.sent()
         if run:
-            record(policy, optimizer, cfg, run, state, played, row, clock, busy)
+            row |= timing(policy, watch.seconds, engine_seconds, played)
+            write_step(policy, optimizer, cfg, run, state, played, row)
+            print_step(run, row)
 
-    done = job.gather(run.results().get("after", {}).get("steps") if run else None)[0]
-    if (
-        cfg.eval_episodes and done != state.step
-    ):  # what best/ is worth on new seeds, and on the test part
-        policy.load(best)
-        policy.sync()
-        after = await evaluate(policy, tasks, cfg, job, held_out - 1, test=True)
+    if cfg.eval_episodes:
+        final = await compare_adapters(policy, tasks, cfg, run, dist, state)
         if run:
-            run.result(after=after | {"steps": state.step, "adapter_of_step": state.best["step"]})
+            run.result(final=final)
     if run:
         run.result(status=f"stopped: {state.stopped}" if state.stopped else "finished")
     return state.stopped
 
 
-# -------------------------------------------------------------------------------------------------------------- start
+# ------------------------------------------------------------------------------ start
 
-
-MAY_CHANGE = ("steps", "checkpoints", "sandboxes", "tensorboard", "wandb")
-AT_LEAST = {
+# Settings that may change when a run is resumed.
+MAY_CHANGE = ("steps", "keep_checkpoints", "concurrency", "tensorboard", "wandb")
+AT_LEAST = {  # all other numbers: 0
     "groups": 1,
     "group_size": 2,
     "max_turns": 1,
     "temperature": 0.01,
     "episode_minutes": 0.01,
-    "sandboxes": 1,
+    "concurrency": 1,
     "sft_updates": 1,
-    "max_ratio": 1,
+    "is_cap": 1,
     "epochs": 1,
     "max_grad_norm": 1e-6,
-    "skip_grad_norm": 1e-6,
     "lora_alpha": 1,
     "eval_every": 1,
-    "checkpoints": 1,
-}  # all other numbers: 0
+    "keep_checkpoints": 1,
+}
 
 
-def prepare(cfg: Config, job):
-    """Fills what is left open in the config and finds everything that can be wrong, before any model is loaded."""
-    tasks = [load_task(name, cfg.mlgym_root or None, cfg.mledojo_root or None) for name in cfg.task]
-    for wrong, text in (
-        (
-            cfg.lora_rank not in ENGINE_RANKS,
-            f"--lora-rank must be one of {', '.join(map(str, ENGINE_RANKS))}, not {cfg.lora_rank}.",
-        ),
-        (
-            cfg.task_weights
-            and not (
-                len(cfg.task_weights) == len(tasks)
-                and min(cfg.task_weights) >= 0 < sum(cfg.task_weights)
-            ),
-            "--task-weights needs one number per task, none below 0 and not all 0.",
-        ),
-        (
-            cfg.advantage == "ppo" and cfg.credit != "episode",
-            "--advantage ppo finds the credit of every token itself: leave out --credit.",
-        ),
-    ):
-        if wrong:
-            raise UserError(text)
+def check(cfg: Config, tasks: list[Task]) -> None:
+    """Raises UserError for settings that are wrong."""
     viz.check_numbers(cfg, {name: (least, None) for name, least in AT_LEAST.items()}, (0, None))
-    if cfg.model == "auto":
-        import torch
-
-        cfg.model = "Qwen/Qwen3-4B-Instruct-2507" if torch.cuda.is_available() else "tiny"
-    path = None if cfg.model == "tiny" else resolve_model(cfg.model)
-    tiny = path is None or path.is_tiny
-    cfg.backend, why = env.pick_backend(cfg.backend, cfg.image, tiny)
-    for task in tasks:
-        env.check_needs(task, cfg.backend, cfg.network, cfg.hf_cache)
-    _, _, low, high = LOSSES[cfg.loss]
-    left_open = {
-        "max_reply_tokens": 160 if tiny else 2048,
-        "max_observation_tokens": 256 if tiny else 2048,
-        "context": 2048 if tiny else 16384,
-        "lr": 1e-3 if tiny else 2e-5,
-        "micro_tokens": 8192 if tiny else 16384,
-        "clip_low": low,
-        "clip_high": high,
-        "max_groups": 2 * cfg.groups,
-        "task_weights": (1.0,) * len(tasks),
-        "name": f"grpo-{'+'.join(cfg.task)}-{cfg.model.strip('/').removesuffix('/best').split('/')[-1]}-{cfg.seed}",
-    }
-    for key, value in left_open.items():
-        setattr(cfg, key, getattr(cfg, key) or value)
-    if cfg.max_reply_tokens >= cfg.context:
+    if cfg.lora_rank not in ENGINE_RANKS:
+        ranks = ", ".join(map(str, ENGINE_RANKS))
+        raise UserError(f"--lora-rank must be one of {ranks}, not {cfg.lora_rank}.")
+    if cfg.eval_episodes == 1:
+        raise UserError("--eval-episodes must be 0 or at least 2: one has no standard error.")
+    weights = cfg.task_weights or (1.0,) * len(tasks)
+    if len(weights) != len(tasks) or min(weights) < 0 or sum(weights) == 0:
         raise UserError(
-            f"--max-reply-tokens {cfg.max_reply_tokens} leaves no room for a prompt in --context {cfg.context}."
+            "--task-weights needs one number per task, none below 0 and at least one above 0."
         )
-    run = None
-    if job.rank == 0:
-        run = viz.open_run(f"logs/{cfg.name}", asdict(cfg), resume_ok_keys=MAY_CHANGE)
-        if len(run.rows()) > 1 and not run.checkpoints():
-            raise UserError(
-                f"{run.dir} has steps but no checkpoint to go on from, and starting anew would erase them: "
-                "take another --name, or remove it."
-            )
-        run.trackers = trackers.opened(run.dir, run.config, cfg.tensorboard, cfg.wandb)
-    return (
-        tasks,
-        path or resolve_model("tiny"),
-        why,
-        run,
-    )  # building the stand-in takes minutes: last
+    if cfg.advantage == "ppo" and cfg.credit != "episode":
+        raise UserError("--advantage ppo assigns credit to every token itself: leave out --credit.")
+
+
+def fill_in(cfg: Config, tasks: list[Task], is_tiny: bool) -> None:
+    """Replaces None by what the model, the loss and the tasks suggest."""
+    derive(cfg.model, is_tiny)
+    model = cfg.model.model.strip("/").removesuffix("/best").split("/")[-1]
+    derived = {
+        "lr": 1e-3 if is_tiny else 2e-5,
+        "micro_tokens": 8192 if is_tiny else 16384,
+        "clip_low": LOSSES[cfg.loss].clip_low,
+        "clip_high": LOSSES[cfg.loss].clip_high,
+        "max_groups": 2 * cfg.groups,
+        "name": f"grpo-{'+'.join(cfg.tasks.task)}-{model}-{cfg.seed}",
+    }
+    for name, value in derived.items():
+        if getattr(cfg, name) is None:
+            setattr(cfg, name, value)
+    cfg.task_weights = cfg.task_weights or (1.0,) * len(tasks)
+    if cfg.model.max_reply_tokens >= cfg.model.context:
+        raise UserError(
+            f"--max-reply-tokens {cfg.model.max_reply_tokens} leaves no room for a prompt in "
+            f"--context {cfg.model.context}."
+        )
+
+
+def prepare(cfg: Config, dist):
+    """Completes the config, opens the run directory and raises UserError for whatever is wrong,
+    before the model loads.
+
+    Returns the tasks, the model's path, why this sandbox was chosen, and the run (None except on
+    rank 0).
+    """
+    options = cfg.tasks
+    tasks = [load_task(name, options.mlgym_root, options.mledojo_root) for name in options.task]
+    check(cfg, tasks)
+    cfg.model.model = cfg.model.model or default_model()
+    path = resolve_model(cfg.model.model)
+    box = cfg.sandbox
+    box.backend, why = env.pick_backend(box.backend, box.image, path.is_tiny)
+    for task in tasks:
+        env.check_needs(task, box.backend, box.network, box.hf_cache)
+    fill_in(cfg, tasks, path.is_tiny)
+    if dist.rank > 0:
+        return tasks, path, why, None
+    trackers.check(cfg.trackers.tensorboard, cfg.trackers.wandb)
+    run = viz.open_run(f"logs/{cfg.name}", flat(cfg), resume_ok_keys=MAY_CHANGE)
+    if run.rows() and not run.checkpoints():
+        raise UserError(
+            f"{run.dir} has steps but no checkpoint to continue from, and starting anew would "
+            "erase them: choose another --name, or remove it."
+        )
+    return tasks, path, why, run
+
+
+def is_finished(run, cfg: Config) -> bool:
+    """Whether nothing is left to do: all steps are made and the adapters compared, or the guard
+    stopped the run.
+    """
+    result = run.results()
+    status = result.get("status", "")
+    steps = len(run.rows())
+    if cfg.eval_episodes and (result.get("final") or {}).get("steps") != steps:
+        return False
+    return status.startswith("stopped: ") or status == "finished" and steps >= cfg.steps
 
 
 def main() -> None:
     threads.configure()
     cfg = viz.parse_config(Config, sys.argv[1:])
-    job = distributed.join(
-        timeout=24 * 3600
-    )  # of waiting for the slowest; a dead one is noticed at once
+    # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
+    dist = distributed.join(timeout=24 * 3600)
     run = None
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # `nohup ... &` has it ignored, and the next line needs it
-    signal.signal(
-        signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)
-    )  # an orderly end, as with Ctrl-C
+    # SIGTERM ends the run like Ctrl-C. `nohup ... &` starts processes with SIGINT ignored, hence
+    # the first line.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        tasks, path, why, run = prepare(cfg, job)
-        if run:
-            banner(cfg, tasks, path, why, run)
-        policy = Policy(
-            path,
-            cfg.context,
-            cfg.temperature,
-            cfg.lora_rank,
-            cfg.lora_alpha,
-            cfg.seed,
-            cfg.sandboxes,
-            cfg.gpu_memory,
-            cfg.advantage == "ppo",
-            cfg.checkpointing,
-            cfg.packing,
-            cfg.share_base,
-        )
-        stopped = asyncio.run(train(policy, tasks, cfg, run, job))
+        tasks, path, why, run = prepare(cfg, dist)
+        if dist.gather(bool(run and is_finished(run, cfg)))[0]:
+            stopped = run.results()["status"].partition("stopped: ")[2] if run else ""
+        else:
+            if run:
+                run.trackers = trackers.opened(
+                    run.dir, run.config, cfg.trackers.tensorboard, cfg.trackers.wandb
+                )
+                banner(cfg, tasks, path, why, run)
+            stopped = asyncio.run(train(load_policy(cfg, path), tasks, cfg, run, dist))
     except KeyboardInterrupt:
         if run:
             run.result(status="interrupted")
-            print(
-                f"\ninterrupted; the same command continues {run.dir} after its last whole step",
-                file=sys.stderr,
-            )
+            message = f"interrupted; the same command continues {run.dir} after its last whole step"
+            print(f"\n{message}", file=sys.stderr)
         sys.exit(130)
     if run:
         farewell(run)
-    if stopped and job.world == 1:  # torchrun would start a job again that has failed
+    if stopped and dist.world == 1:  # torchrun would restart a job that failed
         sys.exit(f"Stopped: {stopped}. The best adapter so far is in best/.")
+
+
+def load_policy(cfg: Config, path) -> Policy:
+    return Policy(
+        path,
+        context=cfg.model.context,
+        temperature=cfg.model.temperature,
+        lora_rank=cfg.lora_rank,
+        lora_alpha=cfg.lora_alpha,
+        seed=cfg.seed,
+        max_batch=cfg.concurrency,
+        gpu_memory=cfg.gpu_memory,
+        value_head=cfg.advantage == "ppo",
+        gradient_checkpointing=cfg.gradient_checkpointing,
+        packing=cfg.packing,
+        share_base=cfg.share_base,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The options that grpo.py and search.py share. Each class is one box in `--help`; flags stay flat (`--backend docker`).
+"""The options that grpo.py and search.py share. Each class is one box in `--help`; flags stay flat.
 
 None stands for "derived from the model or the task": `derive` fills it in. 0 is only ever zero.
 """
@@ -15,34 +15,30 @@ from flatlab.sandbox.backend import IMAGE
 class TaskOptions:
     task: tuple[str, ...] = ("titanic",)  # one or more names, see `python tasks.py`
     mlgym_root: str | None = None  # MLGym checkout; default: $MLGYM_ROOT
-    mledojo_root: str | None = (
-        None  # folder of prepared MLE-Dojo competitions; default: $MLEDOJO_ROOT
-    )
+    # folder of prepared MLE-Dojo competitions; default: $MLEDOJO_ROOT
+    mledojo_root: str | None = None
 
 
 @dataclass
 class ModelOptions:
-    model: str | None = (
-        None  # Hugging Face name, folder, logs/<run>/best, or tiny (the stand-in); default: Qwen3-4B with a GPU, else tiny
-    )
+    # Hugging Face name, folder, logs/<run>/best, or tiny (the stand-in); default: Qwen3-4B with a
+    # GPU, else tiny
+    model: str | None = None
     context: int | None = None  # tokens of prompt and reply together; default: 16384, stand-in 2048
     max_reply_tokens: int | None = None  # tokens per reply; default: 2048, stand-in 160
-    max_observation_tokens: int | None = (
-        None  # longer command outputs keep head and tail; default: 2048, stand-in 256
-    )
+    # longer command outputs keep head and tail; default: 2048, stand-in 256
+    max_observation_tokens: int | None = None
     temperature: float = 1.0  # sampling temperature
 
 
 @dataclass
 class SandboxOptions:
-    backend: Literal["auto", "docker", "local"] = (
-        "auto"  # auto: docker if the daemon and the image are there, else local
-    )
+    # auto: docker if the daemon and the image are there, else local
+    backend: Literal["auto", "docker", "local"] = "auto"
     image: str = IMAGE  # Docker image of the sandboxes
     network: bool = False  # give network access to tasks that ask for it
-    hf_cache: str | None = (
-        None  # Hugging Face cache of this machine to mount read-only instead (docker)
-    )
+    # Hugging Face cache of this machine to mount read-only instead (docker)
+    hf_cache: str | None = None
     episode_minutes: float = 30.0  # time limit of one episode, in minutes
 
 
@@ -53,7 +49,9 @@ class TrackerOptions:
 
 
 def flat(config) -> dict:
-    """The fields of a Config with its nested groups as one flat dict, as in config.yaml and in the flags."""
+    """The fields of a Config with its nested groups as one flat dict, as in config.yaml and in the
+    flags.
+    """
     values = {}
     for name, value in asdict(config).items():
         values |= value if isinstance(value, dict) else {name: value}

@@ -696,7 +696,7 @@ def compare(variants, args, tasks):
 
 
 def row_of_runs(task, label, found):
-    done = [pair for pair in found if not isinstance(pair, str) and "final" in pair[0]]
+    done = [pair for pair in found if not isinstance(pair, str) and pair[0].get("final")]
     if not done:
         return f"{task}, {label}", "fails", str(found[0])[:200]
     finals = [result["final"] for result, _ in done]

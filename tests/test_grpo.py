@@ -1,4 +1,6 @@
-"""grpo.py around its maths: the update, alarms, guard, evaluation, resume; on a random model with the real engine."""
+"""grpo.py around its maths: the update, alarms, guard, evaluation, resume; on a random model with
+the real engine.
+"""
 
 import asyncio
 import errno
@@ -17,15 +19,14 @@ import torch
 import env
 import grpo
 import viz
-from flatlab.episode.grading import Score
 from flatlab.errors import UserError
-from flatlab.train import metrics
-from flatlab.train.batch import Group, Piece
+from flatlab.runs import store
+from flatlab.train import console, guard, metrics
+from flatlab.train.batch import Group, TrainSequence
 from flatlab.train.checkpoint import State, restore
-from flatlab.train.distributed import Alone
+from flatlab.train.distributed import SingleProcess
 from tasks import load_task
-
-CFG = replace(grpo.Config(), kl=0.0, clip_low=0.2, clip_high=0.28, micro_tokens=10_000)
+from training import CFG, NOTHING, TASK, configure, group_of, one_reply, valid
 
 
 def randomise(policy, std=0.02, seed=1):
@@ -44,7 +45,7 @@ def random_pieces(policy, *lengths_and_advantages, weight=None):
         )
         with torch.no_grad():
             old = policy.logprobs([(tokens, mask)])[0].tolist()
-        pieces.append(Piece(tokens, mask, old, [a] * len(old)))
+        pieces.append(TrainSequence(tokens, mask, old, [a] * len(old)))
     total = sum(len(p.old) for p in pieces)
     for p in pieces:
         p.weight = weight or 1 / total
@@ -71,12 +72,12 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(policy, lo
     randomise(policy)
     batch = random_pieces(policy, (12, 1.0), (30, -0.5), (21, 0.7), (8, -1.2))
     randomise(policy, 0.005, seed=2)  # now the ratios are not all 1
-    policy.mean_gap_limit, limit = 9.0, policy.mean_gap_limit
+    policy.mean_diff_limit, limit = 9.0, policy.mean_diff_limit
     whole, parts = Keep(policy), Keep(policy)
-    cfg = replace(CFG, loss=loss, kl=0.05, max_grad_norm=1e9)
-    a = grpo.update(policy, whole, batch, replace(cfg, micro_tokens=10_000))
-    b = grpo.update(policy, parts, batch, replace(cfg, micro_tokens=30))
-    policy.mean_gap_limit = limit
+    cfg = configure(CFG, loss=loss, kl=0.05, max_grad_norm=1e9)
+    a = grpo.update(policy, whole, batch, configure(cfg, micro_tokens=10_000))
+    b = grpo.update(policy, parts, batch, configure(cfg, micro_tokens=30))
+    policy.mean_diff_limit = limit
     assert a["loss"] == pytest.approx(b["loss"], abs=1e-5) and a["kl"] == pytest.approx(
         b["kl"], abs=1e-6
     )
@@ -87,7 +88,7 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(policy, lo
 def test_samples_of_another_policy_are_not_trained_on(policy):
     before = [p.clone() for p in policy.parameters()]
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0)
-    piece = Piece(list(range(20)), [0] * 10 + [1] * 10, [-1.0] * 10, [1.0] * 10, weight=0.1)
+    piece = TrainSequence(list(range(20)), [0] * 10 + [1] * 10, [-1.0] * 10, [1.0] * 10, weight=0.1)
     with pytest.raises(grpo.UserError, match="sync did not arrive"):
         grpo.update(policy, optimizer, [piece], CFG)
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters()))
@@ -109,19 +110,20 @@ def test_a_token_whose_log_prob_is_no_number_is_left_out(policy):
         batch[1],
     ]
     a, b = Keep(policy), Keep(policy)
-    row = grpo.update(policy, a, damaged, replace(CFG, kl=0.05))
-    grpo.update(policy, b, without, replace(CFG, kl=0.05))
+    row = grpo.update(policy, a, damaged, configure(CFG, kl=0.05))
+    grpo.update(policy, b, without, configure(CFG, kl=0.05))
     assert row["lost_tokens"] == 1 and math.isfinite(row["grad_norm"]) and row["skipped"] == 0
     assert all(torch.allclose(x, y, atol=1e-7) for x, y in zip(a.grads, b.grads))
-    assert "no numbers" in " ".join(metrics.alarms(row, []))
+    assert "not finite" in " ".join(guard.alarms(row, []))
 
 
 def test_an_update_with_a_gradient_that_is_no_number_or_too_large_is_skipped(policy, monkeypatch):
     batch = random_pieces(policy, (12, 1.0))
     before = [p.clone() for p in policy.parameters()]
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0)
-    row = grpo.update(policy, optimizer, batch, replace(CFG, skip_grad_norm=1e-9))
-    assert row["skipped"] == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "SKIP_GRAD_NORM", 1e-9)
+        assert grpo.update(policy, optimizer, batch, CFG)["skipped"] == 1
     real = policy.logprobs
 
     def broken(*args, **kwargs):
@@ -140,11 +142,11 @@ def test_sequences_that_drifted_are_dropped_whole(policy):
     moved = replace(
         batch[0], old=[lp - 0.1 for lp in batch[0].old]
     )  # geometric mean of its ratios: exp(0.1)
-    policy.mean_gap_limit, limit = 9.0, policy.mean_gap_limit
+    policy.mean_diff_limit, limit = 9.0, policy.mean_diff_limit
     a, b = Keep(policy), Keep(policy)
-    row = grpo.update(policy, a, [moved, batch[1]], replace(CFG, max_drift=0.05))
+    row = grpo.update(policy, a, [moved, batch[1]], configure(CFG, sequence_mask=0.05))
     grpo.update(policy, b, [batch[1]], CFG)
-    policy.mean_gap_limit = limit
+    policy.mean_diff_limit = limit
     assert row["dropped_share"] == pytest.approx(8 / 24)
     assert all(torch.allclose(x, y, atol=1e-7) for x, y in zip(a.grads, b.grads))
 
@@ -162,9 +164,9 @@ def test_sequences_that_drifted_are_dropped_whole(policy):
 def test_every_loss_raises_what_is_rewarded(policy, loss, advantage):
     """A few updates on fixed samples, one praised and one blamed: their log-probs part."""
     batch = random_pieces(policy, (24, 1.0), (24, -1.0), weight=1 / 40)
-    _, _, low, high = grpo.LOSSES[loss]
+    low, high = grpo.LOSSES[loss].clip_low, grpo.LOSSES[loss].clip_high
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    cfg = replace(CFG, loss=loss, clip_low=low, clip_high=high, epochs=3)
+    cfg = configure(CFG, loss=loss, clip_low=low, clip_high=high, epochs=3)
     row = grpo.update(policy, optimizer, batch, cfg)
     with torch.no_grad():
         good, bad = (
@@ -180,8 +182,8 @@ def row(step, **values):
     return {
         "step": step,
         "reward_mean": 0.5,
-        "gain_mean": 0.5,
-        "gain_std": 0.3,
+        "clipped_improvement_mean": 0.5,
+        "clipped_improvement_std": 0.3,
         "episodes": 32,
         "entropy": 0.3,
         "reply_tokens": 80.0,
@@ -191,7 +193,7 @@ def row(step, **values):
         "ratio_max": 1.0,
         "zero_variance_share": 0.2,
         "fault_share": 0.0,
-        "logprob_gap_mean": 1e-7,
+        "logprob_diff_mean": 1e-7,
         "lost_tokens": 0,
         "skipped": 0,
         **values,
@@ -205,37 +207,37 @@ HEALTHY = [row(i) for i in range(12)]
     "values, expected",
     [
         ({}, []),
-        ({"entropy": 0.05}, ["entropy has collapsed"]),
-        ({"entropy": 1.5}, ["entropy explodes"]),
-        ({"reply_tokens": 260.0}, ["replies run away"]),
+        ({"entropy": 0.05}, ["the entropy collapsed"]),
+        ({"entropy": 1.5}, ["the entropy explodes"]),
+        ({"reply_tokens": 260.0}, ["replies are much longer"]),
         ({"reply_tokens": 20.0}, ["replies shrink"]),
         ({"ratio_max": 50.0}, ["ratio"]),
         ({"clip_share": 0.4}, ["clipped"]),
-        ({"logprob_gap_mean": 1e-4}, ["drift apart"]),
+        ({"logprob_diff_mean": 1e-4}, ["drift apart"]),
         ({"grad_norm": 3.0}, ["gradient"]),
         ({"grad_norm": float("nan"), "skipped": 1}, ["gradient", "skipped"]),
         ({"zero_variance_share": 1.0}, ["equal rewards"]),
         ({"fault_share": 0.3}, ["sandboxes broke"]),
         ({"clip_share_first": 0.3}, ["narrower than the engine's rounding"]),
-        ({"lost_tokens": 2}, ["no numbers"]),
+        ({"lost_tokens": 2}, ["not finite"]),
     ],
 )
 def test_alarms(values, expected):
-    found = metrics.alarms(row(12, **values), HEALTHY)
+    found = guard.alarms(row(12, **values), HEALTHY)
     assert len(found) == len(expected) and all(e in f for e, f in zip(expected, found)), found
 
 
 def test_alarms_need_no_history_and_no_update():
-    assert metrics.alarms(row(0), []) == []
-    assert metrics.alarms({"step": 0, "zero_variance_share": 1.0, "fault_share": 0.0}, []) == [
-        "all groups had equal rewards: nothing to compare (zero_variance_share 1)"
+    assert guard.alarms(row(0), []) == []
+    assert guard.alarms({"step": 0, "zero_variance_share": 1.0, "fault_share": 0.0}, []) == [
+        "all groups had equal rewards: there is nothing to compare (zero_variance_share 1)"
     ]
 
 
 def test_a_row_without_numbers_does_not_spoil_what_is_usual():
     before = [row(0), row(1, grad_norm=float("nan"), entropy=float("nan")), row(2)]
-    assert metrics.alarms(row(3), before) == []
-    assert [a[:19] for a in metrics.alarms(row(3, entropy=0.01), before)] == ["entropy has collaps"]
+    assert guard.alarms(row(3), before) == []
+    assert [a[:19] for a in guard.alarms(row(3, entropy=0.01), before)] == ["the entropy collaps"]
 
 
 def test_with_several_tasks_the_fall_of_one_is_an_alarm():
@@ -245,19 +247,23 @@ def test_with_several_tasks_the_fall_of_one_is_an_alarm():
             **{
                 f"{name}.{key}": value
                 for name, mean in (("a", 0.9), ("b", 0.1 if bad else 0.5))
-                for key, value in (("gain_mean", mean), ("gain_std", 0.3), ("episodes", 16))
+                for key, value in (
+                    ("clipped_improvement_mean", mean),
+                    ("clipped_improvement_std", 0.3),
+                    ("episodes", 16),
+                )
             },
         )
 
     rows = [both(i, i > 9) for i in range(16)]
-    assert metrics.alarms(rows[9], rows[:9]) == [] and metrics.collapse(rows, 1.0) == ""
-    assert [a.partition(" (")[0] for a in metrics.alarms(rows[15], rows[:15])] == [
+    assert guard.alarms(rows[9], rows[:9]) == [] and guard.collapse(rows) == ""
+    assert [a.partition(" (")[0] for a in guard.alarms(rows[15], rows[:15])] == [
         "b: mean improvement of 5 steps fell from 0.500"
     ]
 
 
 def evaluated(step, gain, stderr=0.05):
-    return row(step, eval_gain=gain, eval_gain_stderr=stderr)
+    return row(step, eval_clipped_improvement=gain, eval_clipped_improvement_stderr=stderr)
 
 
 @pytest.mark.parametrize(
@@ -272,15 +278,21 @@ def evaluated(step, gain, stderr=0.05):
         ([evaluated(9, 0.5, 0.0), *HEALTHY, evaluated(19, 0.45, 0.0)], ""),
         ([evaluated(9, 0.5, 0.0), *HEALTHY, evaluated(19, 0.0, 0.0)], "held-out improvement fell"),
         (
-            [*HEALTHY, *(row(i, gain_mean=0.2) for i in range(12, 17))],
+            [*HEALTHY, *(row(i, clipped_improvement_mean=0.2) for i in range(12, 17))],
             "mean improvement of 5 steps fell",
         ),
-        ([*HEALTHY, *(row(i, gain_mean=0.45) for i in range(12, 17))], ""),
+        ([*HEALTHY, *(row(i, clipped_improvement_mean=0.45) for i in range(12, 17))], ""),
         (
             [*HEALTHY, *(row(i, reply_tokens=300.0) for i in range(12, 17))],
             "replies were more than three times as long as usual (80",
         ),
-        ([*HEALTHY, *(row(i, reply_tokens=300.0, gain_mean=0.55) for i in range(12, 17))], ""),
+        (
+            [
+                *HEALTHY,
+                *(row(i, reply_tokens=300.0, clipped_improvement_mean=0.55) for i in range(12, 17)),
+            ],
+            "",
+        ),
         ([*HEALTHY, *(row(i, reply_tokens=300.0 if i < 16 else 80.0) for i in range(12, 17))], ""),
         ([row(0, kl=2.0), row(1, kl=2.0)], ""),
         ([row(i, kl=2.0) for i in range(3)], "KL to the base"),
@@ -289,50 +301,43 @@ def evaluated(step, gain, stderr=0.05):
     ],
 )
 def test_what_counts_as_a_collapse(rows, reason):
-    found = metrics.collapse(rows, kl_limit=1.0)
+    found = guard.collapse(rows)
     assert found.startswith(reason) if reason else found == ""
 
 
 def test_best_is_chosen_with_confidence():
-    sure, lucky = {"gain": 0.50, "gain_stderr": 0.02}, {"gain": 0.52, "gain_stderr": 0.20}
-    assert (
-        metrics.better(sure, None)
-        and metrics.better(sure, lucky)
-        and not metrics.better(lucky, sure)
+    sure, lucky = (
+        {"clipped_improvement": 0.50, "clipped_improvement_stderr": 0.02},
+        {"clipped_improvement": 0.52, "clipped_improvement_stderr": 0.20},
     )
+    assert guard.better(sure, None) and guard.better(sure, lucky) and not guard.better(lucky, sure)
 
 
 def judged(task, *values):
     """An evaluation of episodes with these scores, None: nothing valid."""
-    scores = [Score(v, task.metric, "validation", v is not None, "") for v in values]
-    return metrics.judge(
-        [
-            Group(
-                0,
-                task,
-                [env.Episode(task.name, i, score=s, status="submit") for i, s in enumerate(scores)],
-                [],
-            )
-        ],
-        False,
-    )
+    scores = [NOTHING if v is None else valid(v, task) for v in values]
+    return metrics.evaluation([group_of(task, *scores)], [task])
 
 
 def test_nothing_valid_and_one_wild_score_are_no_better_than_a_bad_policy():
     bad, nothing = judged(TASK, *[0.63] * 60, *[None] * 4), judged(TASK, *[None] * 64)
     assert (
-        nothing["gain"] == -1
-        and nothing["mean"] == TASK.baseline
-        and not metrics.better(nothing, bad)
-        and metrics.better(bad, nothing)
+        nothing["clipped_improvement"] == -1
+        and nothing["score_mean"] == TASK.baseline
+        and not guard.better(nothing, bad)
+        and guard.better(bad, nothing)
     )
-    fallen = row(19, eval_gain=nothing["gain"], eval_gain_stderr=nothing["gain_stderr"])
-    assert metrics.collapse([*HEALTHY, fallen], 1.0, bad | {"step": 3}).startswith(
+    fallen = row(
+        19,
+        eval_clipped_improvement=nothing["clipped_improvement"],
+        eval_clipped_improvement_stderr=nothing["clipped_improvement_stderr"],
+    )
+    assert guard.collapse([*HEALTHY, fallen], bad | {"step": 3}).startswith(
         "held-out improvement fell"
     )
     task = load_task("diabetes")
     good, poor = judged(task, *[0.40] * 63, -60.0), judged(task, *[0.10] * 64)
-    assert metrics.better(good, poor) and not metrics.better(poor, good)
+    assert guard.better(good, poor) and not guard.better(poor, good)
 
 
 def test_a_policy_that_stays_good_has_not_collapsed_under_the_percentile_reward():
@@ -341,28 +346,34 @@ def test_a_policy_that_stays_good_has_not_collapsed_under_the_percentile_reward(
     for step in range(80):
         level = -0.7 + 1.3 * min(step / 30, 1.0)
         gains = [level + generator.gauss(0, 0.25) for _ in range(32)]
-        rewards = [grpo.percentile(g, recent) for g in gains]
+        rewards = [grpo.percentile(g, None, recent or [g]) for g in gains]
         recent = [*recent, *gains][-256:]
         clipped = [max(-1.0, min(1.0, g)) for g in gains]
         rows.append(
-            row(step, reward_mean=fmean(rewards), gain_mean=fmean(clipped), gain_std=stdev(clipped))
+            row(
+                step,
+                reward_mean=fmean(rewards),
+                clipped_improvement_mean=fmean(clipped),
+                clipped_improvement_std=stdev(clipped),
+            )
         )
-        assert metrics.collapse(rows, 1.0) == ""
+        assert guard.collapse(rows) == ""
     assert max(r["reward_mean"] for r in rows) > rows[-1]["reward_mean"] + 0.15
 
 
-def test_the_guard_restores_the_best_adapter_halves_the_rate_and_in_the_end_stops(policy, tmp_path):
+def test_the_guard_restores_the_best_adapter_halves_the_rate_and_in_the_end_stops(
+    policy, tmp_path, monkeypatch
+):
     randomise(policy)
     kept = [p.clone() for p in policy.parameters()]
-    policy.save(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    policy.save("logs/a/best")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0)
-    state, cfg = State(step=7, best={"step": 3}), replace(CFG, restores=2)
+    state, cfg = State(step=7, best={"step": 3}), configure(CFG, max_restores=2, name="a")
     for times in (1, 2):
         randomise(policy, std=1.0)
         optimizer.state[policy.parameters()[0]] = {"step": 1}
-        assert "back to the adapter of step 3" in restore(
-            policy, optimizer, cfg, state, tmp_path, "it fell"
-        )
+        assert "back to the adapter of step 3" in restore(policy, optimizer, cfg, state, "it fell")
         assert all(torch.equal(a, b) for a, b in zip(kept, policy.parameters()))
         assert (
             state.lr_scale == 0.5**times
@@ -371,95 +382,52 @@ def test_the_guard_restores_the_best_adapter_halves_the_rate_and_in_the_end_stop
             and not state.stopped
         )
     assert (
-        restore(policy, optimizer, cfg, state, tmp_path, "it fell") == "stopped: it fell"
+        restore(policy, optimizer, cfg, state, "it fell") == "stopped: it fell"
         and state.stopped == "it fell"
     )
     fresh = State(step=7, best={"step": 3})
-    restore(policy, optimizer, replace(cfg, guard="stop"), fresh, tmp_path, "it fell")
+    restore(policy, optimizer, configure(cfg, guard="stop"), fresh, "it fell")
     assert fresh.stopped == "it fell" and fresh.restores == 0
 
 
 # ---------------------------------------------------------------------------------------------- whole runs, played episodes
-# The model, the engine and the updates are real; the episode is one reply, and its score a function of that reply. So the
-# runs take seconds and every bit of them is a function of the seed (one request at a time: batches change the rounding).
-
-
-TASK = load_task("titanic", "", "")
-
-
-async def one_reply(
-    task,
-    policy,
-    *,
-    seed,
-    max_reply_tokens,
-    score_test=False,
-    faulty=lambda seed: False,
-    score=None,
-    **_,
-):
-    prompt = policy.render([{"role": "user", "content": "say something"}])
-    sample = await policy.sample(prompt, max_reply_tokens, seed=seed % 2**31)
-    letters = sum(chr(c).isalpha() for c in sample.text.encode()) / max(
-        1, len(sample.text.encode())
-    )
-    value = Score(score or 0.5 + letters / 2, task.metric, "validation", True, "")
-    episode = env.Episode(
-        task.name,
-        seed,
-        prompt="say something",
-        status="submit",
-        score=value,
-        test_score=value if score_test else None,
-    )
-    if faulty(seed):
-        return replace(episode, status="fault", score=None, fault="the container died")
-    segment = env.Segment(
-        prompt + sample.tokens,
-        [0] * len(prompt) + [1] * len(sample.tokens),
-        [0.0] * len(prompt) + sample.logprobs,
-    )
-    turn = {
-        "reply": sample.text,
-        "action": None,
-        "observation": "",
-        "status": "ok",
-        "stop_reason": sample.stop_reason,
-        "reply_tokens": len(sample.tokens),
-        "seconds_env": 0.0,
-        "version": sample.version,
-    }
-    return replace(episode, segments=[segment], turns=[turn])
+# The model, the engine and the updates are real; the episode is one reply, and its score a function
+# of that reply. So the runs take seconds and every bit of them is a function of the seed (one
+# request at a time: batches change the rounding).
 
 
 @pytest.fixture
 def play(policy, tmp_path, monkeypatch):
-    """play(steps=4, ...) -> rows: one run of grpo.train in a fresh or known directory, from a fresh adapter."""
+    """play(steps=4, ...) -> rows: one run of grpo.train in a fresh or known directory, from a fresh
+    adapter.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(console, "plot_now_and_then", lambda run: None)
+    monkeypatch.setattr(store, "describe_machine", lambda: "")
     start = [p.detach().clone() for p in policy.parameters()]
 
-    def play(name="a", episode=one_reply, tasks=(TASK,), **fields):
+    def play(name="a", episode=one_reply, tasks=(TASK,), begin=start, **fields):
         with torch.no_grad():
-            for p, s in zip(policy.parameters(), start):
+            for p, s in zip(policy.parameters(), begin):
                 p.copy_(s)
         policy.version = 0
-        monkeypatch.setattr(grpo.env, "run_episode", episode)
-        cfg = replace(
+        monkeypatch.setattr(grpo, "run_episode", episode)
+        cfg = configure(
             CFG,
             name=name,
             groups=2,
             max_groups=3,
             group_size=4,
-            max_reply_tokens=12,
-            sandboxes=1,
-            lr=0.01,
+            concurrency=1,
             task=tuple(t.name for t in tasks),
             task_weights=(1.0,) * len(tasks),
             **{"eval_episodes": 0, "kl": 0.05, **fields},
         )
-        run = viz.open_run(f"logs/{name}", {"task": list(cfg.task), "steps": cfg.steps}, ("steps",))
+        run = viz.open_run(
+            f"logs/{name}", {"task": list(cfg.tasks.task), "steps": cfg.steps}, ("steps",)
+        )
         try:
-            play.stopped = asyncio.run(grpo.train(policy, list(tasks), cfg, run, Alone()))
+            play.stopped = asyncio.run(grpo.train(policy, list(tasks), cfg, run, SingleProcess()))
             return run.rows()
         finally:
             run.lock.close()
@@ -490,7 +458,9 @@ def same_but_times(a, b):
     "options", [{}, {"reward": "percentile", "eval_episodes": 4, "eval_every": 2}]
 )
 def test_4_steps_are_2_and_2_steps(play, policy, options):
-    """Bit for bit: adapter, optimiser, rows, transcripts; with a history of scores and an evaluation in between, too."""
+    """Bit for bit: adapter, optimiser, rows, transcripts; with a history of scores and an
+    evaluation in between, too.
+    """
 
     def trainer(name):
         return torch.load(f"logs/{name}/checkpoints/000003/trainer.pt", weights_only=True)
@@ -522,25 +492,134 @@ def test_letters_are_learned(play):
     assert max(r["score_mean"] for r in rows[-3:]) > rows[0]["score_mean"] + 0.02
 
 
-def test_held_out_seeds_are_never_trained_on_and_the_test_part_is_read_once(play):
-    trained, held_out, tests = set(), set(), []
+def result_of(name="a"):
+    return json.loads(Path(f"logs/{name}/result.json").read_text())
 
-    async def watched(task, policy, *, seed, score_test=False, **rest):
-        (held_out if seed < 0 else trained).add(seed)
-        tests.append(score_test)
-        return await one_reply(task, policy, seed=seed, score_test=score_test, **rest)
 
-    rows = play(steps=4, episode=watched, eval_episodes=4, eval_every=2)
+class Watched:
+    """Episodes whose scores in the evaluations of a run are given, one number per evaluation. The
+    scores in training and at the end are functions of the reply.
+    """
+
+    def __init__(self, *scores):
+        self.scores = scores
+        self.trained, self.selection, self.final = [], [], []
+
+    async def __call__(self, world, policy, *, seed, score_test=False, **rest):
+        score = None
+        if seed >= 0:
+            self.trained.append(seed)
+        elif seed > -150_000:
+            score = self.scores[len(self.selection) // 4]
+            self.selection.append(seed)
+        else:
+            self.final.append((seed, score_test))
+        assert not score_test or seed < -150_000
+        return await one_reply(world, policy, seed=seed, score_test=score_test, score=score, **rest)
+
+
+def test_the_end_of_a_run_compares_the_adapters_on_the_same_fresh_seeds(play):
+    episodes = Watched(0.6, 0.8, 0.7)
+    rows = play(steps=4, episode=episodes, eval_episodes=4, eval_every=2, guard="off")
     assert [("eval_score_mean" in r) for r in rows] == [False, True, False, True]
-    assert (
-        len(held_out) == 8 and not held_out & trained
-    )  # the evaluations share their seeds; the final one has its own
-    assert tests[:-4].count(True) == 0 and tests[-4:] == [True] * 4
-    result = json.loads(Path("logs/a/result.json").read_text())
-    assert {"before", "best", "after"} <= set(result) and result["after"][
-        "adapter_of_step"
-    ] == result["best"]["step"]
-    assert Path("logs/a/best/adapter_model.safetensors").exists()
+    seeds = [seed for seed, _ in episodes.final]
+    assert len(seeds) == 12 and len(set(seeds)) == 4  # best, untrained, last
+    assert not set(seeds) & {*episodes.trained, *episodes.selection}
+    assert [test for _, test in episodes.final] == [True] * 4 + [False] * 8
+    result = result_of()
+    final = result["final"]
+    assert result["best"]["step"] == final["best"]["step"] == 1 and final["last"]["step"] == 3
+    assert final["n"] == 4 and final["steps"] == 4 and final["split"] == "validation"
+    assert not final["best_is_untrained"] and "test_score_mean" in final["best"]
+    assert "test_score_mean" not in final["last"] | final["untrained"]
+    for name in ("best", "last"):
+        difference = final[name]["score_mean"] - final["untrained"]["score_mean"]
+        assert final[name]["difference"] == pytest.approx(difference)
+        assert final[name]["difference_n"] == 4 and final[name]["difference_stderr"] >= 0
+    table = metrics.final_table(final, "accuracy")
+    assert "best (step 1)" in table and "last (step 3)" in table and "test part" in table
+    assert "is the untrained" not in table
+
+
+def test_where_best_is_the_untrained_adapter_every_line_says_so(play):
+    episodes = Watched(0.8, 0.6)
+    play(steps=2, episode=episodes, eval_episodes=4, eval_every=2, guard="off")
+    final = result_of()["final"]
+    assert final["best_is_untrained"] and len(episodes.final) == 8  # best and untrained: once
+    assert final["best"]["score_mean"] == final["untrained"]["score_mean"]
+    assert final["best"]["difference"] == 0 and final["best"]["difference_stderr"] == 0
+    table = metrics.final_table(final, "accuracy")
+    assert "best (the untrained adapter)" in table and "best is the untrained adapter" in table
+
+
+def test_where_best_is_the_last_adapter_it_is_played_once(play, policy, capsys):
+    episodes = Watched(0.6, 0.8)
+    play(steps=2, episode=episodes, eval_episodes=4, eval_every=2, guard="off")
+    final = result_of()["final"]
+    assert len(episodes.final) == 8 and final["best_is_last"] and not final["best_is_untrained"]
+    assert final["best"]["difference"] == final["last"]["difference"]
+    assert "best (step 1, the last)" in metrics.final_table(final, "accuracy")
+
+
+def test_the_untrained_adapter_is_that_of_the_start_also_after_a_resume(play, policy):
+    """A run that starts from a trained adapter compares with that one, not with B = 0."""
+    randomise(policy)
+    start = [p.detach().clone() for p in policy.parameters()]
+    options = {"eval_episodes": 4, "eval_every": 2, "begin": start, "guard": "off"}
+    play(steps=2, episode=Watched(0.6, 0.8), **options)
+    play(steps=4, episode=Watched(0.8), **options)
+    policy.load(Path("logs/a/untrained"))
+    assert all(torch.equal(a, b) for a, b in zip(start, policy.parameters()))
+    assert result_of()["final"]["steps"] == 4 and result_of()["final"]["last"]["step"] == 3
+
+
+def test_paired_differences_by_hand():
+    """Faults leave their pair; a failure counts as the baseline; pairs take out what the seeds
+    share.
+    """
+
+    def played(*scores):
+        groups = [group_of(TASK, *(None if v is None else valid(v) for v in scores))]
+        for e in groups[0].episodes:
+            if e.score is None:
+                e.status = "fault"
+        return groups
+
+    found = metrics.paired_difference(
+        played(0.7, 0.8, None, 0.9), played(0.6, 0.6, 0.5, 0.9), [TASK]
+    )
+    assert found["difference"] == pytest.approx(0.1) and found["difference_n"] == 3
+    assert found["difference_stderr"] == pytest.approx(stdev([0.1, 0.2, 0.0]) / 3**0.5)
+    one = metrics.paired_difference(played(0.7, None), played(0.6, 0.6), [TASK])
+    assert one["difference_stderr"] is None and one["difference_n"] == 1
+    nothing = [group_of(TASK, NOTHING)]
+    assert metrics.paired_difference(nothing, played(TASK.baseline), [TASK])["difference"] == 0
+
+
+def test_the_percentile_reward_starts_from_the_evaluation_before_training(play):
+    rows = play(steps=1, reward="percentile", eval_episodes=8)
+    assert rows[0]["zero_variance_share"] < 1 and "loss" in rows[0]
+    without = play("b", steps=1, reward="percentile")
+    assert without[0]["zero_variance_share"] < 1 and "loss" in without[0]
+
+
+def test_a_checkpoint_of_an_older_format_is_refused_in_one_sentence(play):
+    play(steps=1)
+    path = Path("logs/a/checkpoints/000000/trainer.pt")
+    saved = torch.load(path, weights_only=True)
+    best = {"step": -1, "gain": 0.1, "gain_stderr": 0.1}
+    for state in ({**saved["state"], "rng": 1}, {**saved["state"], "best": best}, {}):
+        torch.save({**saved, "state": state}, path)
+        with pytest.raises(UserError, match="000000 was written by another version of grpo.py"):
+            play(steps=2)
+    assert len(viz.read_rows("logs/a/metrics.jsonl")) == 1
+
+
+def test_a_learning_rate_of_zero_changes_nothing(play, policy):
+    before = [p.detach().clone() for p in policy.parameters()]
+    rows = play(steps=2, lr=0.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters()))
+    assert all(r["lr"] == 0 and r["grad_norm"] > 0 for r in rows)
 
 
 def test_constant_rewards_change_nothing_and_say_so(play, policy):
@@ -603,7 +682,9 @@ def test_a_full_disk_at_checkpoint_time_and_again_with_room(play, policy, monkey
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a small disk")
 def test_a_disk_that_is_really_full(play, policy, tmp_path):
-    """torch.save and safetensors have errors of their own for it; here it is one error, nothing is half-written, and the run goes on with room."""
+    """torch.save and safetensors have errors of their own for it; here it is one error, nothing is
+    half-written, and the run goes on with room.
+    """
     logs = tmp_path / "logs"
     logs.mkdir()
     if subprocess.run(
@@ -612,12 +693,12 @@ def test_a_disk_that_is_really_full(play, policy, tmp_path):
         pytest.skip("mounting is not permitted")
     try:
         with pytest.raises(OSError) as full:
-            play(steps=9, checkpoints=9)
+            play(steps=9, keep_checkpoints=9)
         assert full.value.errno == errno.ENOSPC
         kept = [row["step"] for row in viz.read_rows("logs/a/metrics.jsonl")]
         assert kept == list(range(len(kept))) and not list(logs.rglob(".tmp-*"))
         subprocess.run(["mount", "-o", "remount,size=200m", logs], check=True)
-        assert [row["step"] for row in play(steps=len(kept) + 2, checkpoints=9)] == list(
+        assert [row["step"] for row in play(steps=len(kept) + 2, keep_checkpoints=9)] == list(
             range(len(kept) + 2)
         )
     finally:
@@ -654,9 +735,12 @@ def test_the_kl_is_measured_when_it_is_not_in_the_loss(play):
     assert all((r["kl"] > 0) == (r["step"] > 0) for r in play(steps=3, kl=0.0))
 
 
-def test_the_guard_in_a_run(play, policy):
-    """With a limit that every policy passes: it is brought back, the rate falls, and in the end the run says why it stops."""
-    rows = play(steps=12, kl_limit=1e-4, restores=1)
+def test_the_guard_in_a_run(play, monkeypatch):
+    """With a limit that every policy passes: it is brought back, the rate falls, and in the end the
+    run says why it stops.
+    """
+    monkeypatch.setattr(guard, "KL_LIMIT", 1e-4)
+    rows = play(steps=12, max_restores=1)
     said = [a for r in rows for a in r["alarms"] if "KL to the base" in a]
     assert "back to the adapter of step" in said[0] and said[-1].startswith("stopped: KL")
     assert play.stopped.startswith("KL to the base") and len(rows) < 12
@@ -664,7 +748,9 @@ def test_the_guard_in_a_run(play, policy):
 
 
 def test_a_sync_that_breaks_in_the_middle_of_a_run_ends_it(play, policy, monkeypatch):
-    """Past the self-test at the start: the samples of step 1 are of the old weights, and nothing is trained on them."""
+    """Past the self-test at the start: the samples of step 1 are of the old weights, and nothing is
+    trained on them.
+    """
     calls, real = [], policy._slots.push
 
     def push():
@@ -691,26 +777,34 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
     rows = play(steps=2, tasks=(TASK, other), eval_episodes=4, eval_every=2)
     assert all(r["titanic.groups"] + r["battleOfSexes.groups"] == r["groups"] for r in rows)
     last = rows[-1]
-    parts = [last[f"{name}.score_mean"] for name in ("titanic", "battleOfSexes")]
-    gains = [metrics.improvement(p, t) for p, t in zip(parts, (TASK, other))]
-    weights = [last["titanic.groups"], last["battleOfSexes.groups"]]
-    assert last["score_mean"] == pytest.approx(
-        sum(w * g for w, g in zip(weights, gains)) / sum(weights)
-    )
+    names = ("titanic", "battleOfSexes")
+    values = [
+        metrics.improvement(last[f"{name}.score_mean"], task)
+        for name, task in zip(names, (TASK, other))
+    ]
+    weights = [last[f"{name}.groups"] for name in names]
+    mean = sum(w * value for w, value in zip(weights, values)) / sum(weights)
+    assert last["improvement_mean"] == pytest.approx(mean)
     assert last["eval_n"] == 4
-    halves = [metrics.improvement(last[f"eval_{t.name}.mean"], t) for t in (TASK, other)]
-    assert last["eval_score_mean"] == pytest.approx(sum(halves) / 2)
-    assert f"titanic {last['eval_titanic.mean']:.4f}" in metrics.show(
-        "x", {k.removeprefix("eval_").removeprefix("score_"): v for k, v in last.items()}
-    )
+    halves = [metrics.improvement(last[f"eval_{t.name}.score_mean"], t) for t in (TASK, other)]
+    assert last["eval_improvement"] == pytest.approx(sum(halves) / 2)
+    assert "score_mean" not in last and "eval_score_mean" not in last  # units differ
+    result = result_of()
+    line = metrics.evaluation_line("x", result["before"], "validation")
+    assert line.startswith("x: improvement ") and ", titanic 0." in line
+    table = metrics.final_table(result["final"], "improvement")
+    assert "titanic" in table and "improvement" in table
 
 
 def test_a_curriculum_goes_where_something_is_to_be_learned():
     rows = [{"a.zero_variance_share": 1.0, "b.zero_variance_share": 0.25}] * 3
-    assert metrics.signal(rows, "a") == pytest.approx(0.1) and metrics.signal(
+    assert metrics.learning_signal(rows, "a") == pytest.approx(0.1) and metrics.learning_signal(
         rows, "b"
     ) == pytest.approx(0.85)
-    assert metrics.signal(rows, "new") == 1.1 and metrics.signal(rows, "a", wanted=False) == 1.1
+    assert (
+        metrics.learning_signal(rows, "new") == 1.1
+        and metrics.learning_signal(rows, "a", wanted=False) == 1.1
+    )
 
 
 def test_ppo_learns_its_value_head(policy, random_model, play):
@@ -731,8 +825,8 @@ def test_ppo_learns_its_value_head(policy, random_model, play):
 
 
 def test_groups_without_tokens_travel():
-    from flatlab.train.batch import light
+    from flatlab.train.batch import without_tokens
 
     episode = env.Episode("t", 0, segments=[env.Segment([1], [1], [0.0])])
     group = Group(0, TASK, [episode], [0.5])
-    assert light([group])[0].episodes[0].segments == [] and episode.segments
+    assert without_tokens([group])[0].episodes[0].segments == [] and episode.segments

@@ -1,4 +1,6 @@
-"""`python grpo.py` as a user runs it: the stand-in, the real engine, real sandboxes, a real kill -9."""
+"""`python grpo.py` as a user runs it: the stand-in, the real engine, real sandboxes, a real kill
+-9.
+"""
 
 import json
 import os
@@ -24,7 +26,7 @@ SMALL = [
     "4",
     "--eval-episodes",
     "4",
-    "--sandboxes",
+    "--concurrency",
     "8",
 ]
 
@@ -91,14 +93,12 @@ def test_a_run_leaves_everything_behind(finished):
     metrics, result = rows(logs / "metrics.jsonl"), json.loads((logs / "result.json").read_text())
     assert [row["step"] for row in metrics] == [0, 1, 2]
     assert result["status"] == "finished" and result["task"] == "titanic"
-    assert (
-        0 < result["before"]["mean"] < 1
-        and result["after"]["n"] == 4
-        and "test_mean" in result["after"]
-    )
+    final = result["final"]
+    assert 0 < result["before"]["score_mean"] < 1 and final["n"] == 4 and final["steps"] == 3
+    assert "test_score_mean" in final["best"] and final["last"]["difference_n"] == 4
     assert all(row["faults"] == 0 and row["version"] > 0 for row in metrics)
-    learned = [row for row in metrics if "logprob_gap_max" in row]
-    assert learned and all(row["logprob_gap_max"] < 1e-4 for row in learned)
+    learned = [row for row in metrics if "logprob_diff_max" in row]
+    assert learned and all(row["logprob_diff_max"] < 1e-4 for row in learned)
     episodes = rows(logs / "episodes" / "000002.jsonl")
     groups = metrics[2]["groups"]  # two, and up to four when some had equal rewards
     assert (
@@ -110,7 +110,10 @@ def test_a_run_leaves_everything_behind(finished):
     assert (logs / "curves.png").stat().st_size > 10_000
     for name in ("config.yaml", "command.txt", "git.txt", "env.txt"):
         assert (logs / name).stat().st_size > 0
-    assert "stand-in" in out and "curves.png" in out and "engine and trainer agree" in out
+    assert (logs / "report.html").stat().st_size > 10_000
+    assert "stand-in" in out and "curves.png" in out and "engine   agrees" in out
+    assert "warning  titanic" not in out  # that of MLGym is degenerate, this one is not
+    assert "\nuntrained " in out and "\nlast (step 2)" in out and "\nbest " in out
 
 
 def test_the_adapter_loads_in_plain_peft(finished):
@@ -132,11 +135,15 @@ def test_the_same_command_again_finds_it_finished_and_another_config_is_refused(
     folder, _ = finished
     before = (folder / "logs/a/metrics.jsonl").read_bytes()
     flags = [*SMALL, "--model", "tiny", "--task", "titanic", "--backend", "local", "--name", "a"]
-    code, out, err = run(folder, *flags)
-    assert code == 0 and "after  training" in out, err
+    (folder / "vllm.py").write_text("raise SystemExit('the engine was loaded')")
+    alone = {"PYTHONPATH": str(folder)}
+    code, out, err = run(folder, *flags, **alone)
+    assert code == 0 and "\nuntrained " in out and "adapter: logs/a/best" in out, err
     assert (folder / "logs/a/metrics.jsonl").read_bytes() == before
-    code, out, err = run(folder, *flags, "--lr", "0.5")
+    code, out, err = run(folder, *flags, "--lr", "0.5", **alone)
     assert code == 2 and "lr: 0.001 there, 0.5 now" in err and len(err.strip().splitlines()) == 1
+    code, out, err = run(folder, *flags, "--steps", "4", **alone)
+    assert "the engine was loaded" in err  # there is something left to do
 
 
 @pytest.mark.slow
@@ -152,7 +159,7 @@ def test_a_copy_with_a_changed_advantage_is_a_small_diff_and_runs(tmp_path, tiny
     diff = [
         line for line in unified_diff(text.splitlines(), mine.splitlines(), n=0) if line[:1] in "+-"
     ][2:]
-    assert 0 < len(diff) < 20 and len(text.splitlines()) <= 500
+    assert 0 < len(diff) < 20
     for file in ROOT.iterdir():
         if file.name not in ("logs", ".git", ".venv", "mine.py"):
             (tmp_path / file.name).symlink_to(file)
@@ -351,6 +358,9 @@ def test_sigterm_is_an_orderly_end(tmp_path, tiny_model, before):
             "No Docker daemon answers",
         ),
         (["--group-size", "1"], {}, "--group-size must be at least 2"),
+        (["--sandboxes", "8"], {}, "--sandboxes is called --concurrency now"),
+        (["--loss", "reinforce"], {}, "dapo"),
+        (["--eval-episodes", "1"], {}, "--eval-episodes must be 0 or at least 2"),
         (["--kl", "-0.05"], {}, "--kl must be at least 0, not -0.05"),
         (["--lr", "nan"], {}, "--lr must be at least 0, not nan"),
         (
@@ -380,7 +390,9 @@ def test_help_answers_at_once():
     out = subprocess.run(
         [sys.executable, str(ROOT / "grpo.py"), "--help"], capture_output=True, text=True
     ).stdout
-    assert "--group-size" in out and "most episodes in flight at once" in out
+    assert (
+        "--group-size" in out and "episodes in flight at once" in out and "sandbox options" in out
+    )
     assert time.monotonic() - begin < 3
 
 
@@ -413,6 +425,7 @@ def test_a_sink_that_is_not_installed_is_found_before_any_model(tmp_path, script
         and err == "--wandb needs a package that is not here: pip install wandb\n"
         and "model    " not in out
     )
+    assert not (tmp_path / "logs").exists()
 
 
 @pytest.mark.slow

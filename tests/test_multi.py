@@ -1,7 +1,9 @@
-"""Several ranks: the exchange by itself, two ranks against one with the same total batch, and a rank that is lost.
+"""Several ranks: the exchange by itself, two ranks against one with the same total batch, and a
+rank that is lost.
 
-The file is also the program of those ranks: `torchrun ... tests/test_multi.py <model> <steps>`, a run of grpo.train with the
-real engine, where an episode is one reply and the reward counts its letters.
+The file is also the program of those ranks: `torchrun ... tests/test_multi.py <model> <steps>`, a
+run of grpo.train with the real engine, where an episode is one reply and the reward counts its
+letters.
 """
 
 import asyncio
@@ -11,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,18 +53,18 @@ def finish(process, timeout=300):
 EXCHANGE = """
 import torch
 from flatlab.train import distributed
-job = distributed.join(timeout=60)
-weight = torch.nn.Parameter(torch.full((3,), float(job.rank)))
-job.share([weight])
+dist = distributed.join(timeout=60)
+weight = torch.nn.Parameter(torch.full((3,), float(dist.rank)))
+dist.broadcast([weight])
 assert weight.tolist() == [0, 0, 0]
-if job.rank == 0:
+if dist.rank == 0:
     weight.grad = torch.tensor([1.0, 2.0, 3.0])         # rank 1 had nothing to learn from
-job.sum_gradients([weight])
-size = job.sent()
-assert weight.grad.tolist() == [1, 2, 3] and size == 12 and job.sent() == 0, (weight.grad, size)
-assert job.sum(1.5, job.rank) == [1.5 * job.world, job.world * (job.world - 1) / 2]
-assert job.gather("x" * (1 + job.rank)) == ["x" * (1 + r) for r in range(job.world)]
-print(f"rank {job.rank} of {job.world}\\n", end="", flush=True)    # one write: the ranks share a pipe
+dist.sum_gradients([weight])
+size = dist.sent()
+assert weight.grad.tolist() == [1, 2, 3] and size == 12 and dist.sent() == 0, (weight.grad, size)
+assert dist.sum(1.5, dist.rank) == [1.5 * dist.world, dist.world * (dist.world - 1) / 2]
+assert dist.gather("x" * (1 + dist.rank)) == ["x" * (1 + r) for r in range(dist.world)]
+print(f"rank {dist.rank} of {dist.world}\\n", end="", flush=True)    # one write: the ranks share a pipe
 """
 
 
@@ -83,8 +84,8 @@ def rows(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("advantage", ["group", "ppo"])
 def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model, advantage):
-    """Rows, transcripts, evaluations and adapter, also past a restore of the guard; three groups, so that one rank has
-    more than the other."""
+    """Rows, transcripts, evaluations and adapter, also past a restore of the guard; three groups,
+    so that one rank has more than the other."""
     import torch
     from safetensors.torch import load_file
 
@@ -161,36 +162,30 @@ def test_a_lost_rank_ends_the_job_and_it_resumes(tmp_path, random_model):
 def main(model: str, steps: str, advantage: str = "group") -> None:
     import grpo
     import viz
-    from flatlab.train import distributed
+    from flatlab.train import distributed, guard
     from policy import ModelPath, Policy
-    from test_grpo import TASK, one_reply
+    from training import CFG, TASK, configure, one_reply
 
-    job = distributed.join(timeout=120)
-    Path(f"rank{job.rank}.pid").write_text(str(os.getpid()))
-    cfg = replace(
-        grpo.Config(),
+    dist = distributed.join(timeout=120)
+    Path(f"rank{dist.rank}.pid").write_text(str(os.getpid()))
+    guard.KL_LIMIT = 0  # the guard restores after three steps
+    cfg = configure(
+        CFG,
+        kl=0.05,
         name="m",
         steps=int(steps),
         groups=3,
-        max_groups=3,
         group_size=4,
-        max_reply_tokens=12,
-        sandboxes=1,
+        concurrency=1,
         eval_episodes=3,
-        lr=0.01,
-        clip_low=0.2,
-        clip_high=0.28,
-        micro_tokens=10_000,
-        task_weights=(1.0,),
         advantage=advantage,
-        kl_limit=0,
-        restores=1 if int(steps) == STEPS else 0,
+        max_restores=1 if int(steps) == STEPS else 0,
         guard="restore" if int(steps) == STEPS else "off",
     )
-    grpo.env.run_episode = one_reply
+    grpo.run_episode = one_reply
     run = (
         viz.open_run("logs/m", {"task": ["titanic"], "steps": cfg.steps}, ("steps",))
-        if job.rank == 0
+        if dist.rank == 0
         else None
     )
     policy = Policy(
@@ -198,10 +193,10 @@ def main(model: str, steps: str, advantage: str = "group") -> None:
         context=512,
         lora_rank=8,
         lora_alpha=16,
-        seed=job.rank,  # rank 0's counts
+        seed=dist.rank,  # rank 0's counts
         value_head=advantage == "ppo",
     )
-    asyncio.run(grpo.train(policy, [TASK], cfg, run, job))
+    asyncio.run(grpo.train(policy, [TASK], cfg, run, dist))
 
 
 if __name__ == "__main__":

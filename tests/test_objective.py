@@ -1,4 +1,6 @@
-"""The maths of grpo.py by hand: rewards, advantages, credit, losses, weights; and what the predecessor's agents exploited."""
+"""The maths of grpo.py by hand: rewards, advantages, credit, losses, weights; and what the
+predecessor's agents exploited.
+"""
 
 import asyncio
 import math
@@ -10,25 +12,24 @@ import torch
 
 import env
 import grpo
-from flatlab.episode.grading import Score
+import training
 from flatlab.episode.task import improvement
-from flatlab.train.batch import Piece, pieces_of
+from flatlab.train.batch import Group, TrainSequence, sequences_of
+from flatlab.train.distributed import SingleProcess
 from tasks import load_task
+from training import NOTHING, configure, group_of, valid
 
-CFG = replace(grpo.Config(), clip_low=0.2, clip_high=0.28, kl=0.0, max_turns=4, max_reply_tokens=10)
+CFG = configure(training.CFG, max_turns=4, max_reply_tokens=10)
 ONE = torch.zeros(4, dtype=torch.long)  # all tokens in one sequence
 
 
-def valid(value):
-    return Score(value=value, metric="accuracy", split="validation", valid=True, message="")
-
-
-NOTHING = Score(
-    value=None, metric="accuracy", split="validation", valid=False, message="no submission"
-)
-
-
 # ---------------------------------------------------------------------------------------------- rewards
+
+
+def rewards(name, task, recent, *scores):
+    """The rewards of a group with these scores, None: nothing valid."""
+    scores = [NOTHING if s is None else valid(s, task) for s in scores]
+    return grpo.rewards_of(group_of(task, *scores), configure(CFG, reward=name), recent)
 
 
 @pytest.fixture
@@ -46,32 +47,31 @@ def task():
     ],
 )  # among -0.5, 0, 0, 0.7; equal ones count half
 def test_rewards_by_hand(task, name, expected):
-    cfg, recent = replace(CFG, reward=name), [-0.5, 0.0, 0.0, 0.7]
     exact = replace(task, baseline=0.0, reference=1.0)
-    assert [
-        grpo.reward(valid(s), exact, cfg, recent) for s in (-0.5, 0.0, 0.5, 1.0, 1.75)
-    ] == pytest.approx(expected)
+    found = rewards(name, exact, [-0.5, 0.0, 0.0, 0.7], -0.5, 0.0, 0.5, 1.0, 1.75)
+    assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", list(grpo.REWARDS))
-def test_rewards_rise_with_the_improvement_in_either_direction_and_nothing_is_never_better(
-    task, name
-):
-    cfg, recent = replace(CFG, reward=name), [0.1, -2.0, 0.4, 0.9]
+def test_rewards_rise_with_the_improvement_and_nothing_is_never_better(task, name):
+    """In either direction of the metric."""
+    recent = [0.1, -2.0, 0.4, 0.9]
     mirrored = replace(task, baseline=-0.6, reference=-0.8, higher_is_better=False)
     scores = [s / 50 for s in range(51)]
-    rewards = [grpo.reward(valid(s), task, cfg, recent) for s in scores]
-    assert rewards == sorted(rewards) and rewards[0] < rewards[-1]
-    assert [grpo.reward(valid(-s), mirrored, cfg, recent) for s in scores] == pytest.approx(rewards)
-    assert grpo.reward(NOTHING, task, cfg, recent) <= min(rewards)
-    assert grpo.reward(valid(task.baseline), task, cfg, recent) < grpo.reward(
-        valid(task.reference), task, cfg, recent
+    found = rewards(name, task, recent, *scores)
+    assert found == sorted(found) and found[0] < found[-1]
+    assert rewards(name, mirrored, recent, *(-s for s in scores)) == pytest.approx(found)
+    assert rewards(name, task, recent, None)[0] <= min(found)
+    low, high = rewards(name, task, recent, task.baseline, task.reference)
+    assert low < high
+
+
+def test_percentile_compares_within_the_group_where_nothing_else_is_known(task):
+    """The first step teaches something, also without an evaluation before it."""
+    assert rewards("percentile", task, [], 0.1, 0.9, None, 0.9) == pytest.approx(
+        [1 / 6, 2 / 3, grpo.NO_SUBMISSION, 2 / 3]
     )
-
-
-def test_percentile_is_stationary_where_nothing_is_known(task):
-    cfg = replace(CFG, reward="percentile")
-    assert grpo.reward(valid(0.1), task, cfg, []) == grpo.reward(valid(0.9), task, cfg, []) == 0.5
+    assert rewards("percentile", task, [0.0], 0.1, 0.9) == [0.0, 1.0]
 
 
 class Scripted:
@@ -108,9 +108,11 @@ def block(text):
 
 @pytest.mark.parametrize("name", list(grpo.REWARDS))
 def test_validate_then_submit_is_not_paid(name):
-    """The predecessor's runs collapsed into `validate`, `submit`: a shared workspace still held a sibling's file. Here the
-    short episode gets what nothing is worth, also right after a sibling has written a good file, and is pushed down."""
-    task, cfg = load_task("titanic"), replace(CFG, reward=name)
+    """The predecessor's runs collapsed into `validate`, `submit`: a shared workspace still held a
+    sibling's file. Here the short episode gets what nothing is worth, also right after a sibling
+    has written a good file, and is pushed down.
+    """
+    task = load_task("titanic")
     rule = (
         "python3 -c \"import csv; rows = list(csv.DictReader(open('data/test.csv'))); print('id,survived'); "
         "[print(r['id'] + ',' + str(int({}))) for r in rows]\" > submission.csv"
@@ -119,7 +121,7 @@ def test_validate_then_submit_is_not_paid(name):
     def play(*replies):
         return asyncio.run(
             env.run_episode(
-                task, Scripted(*map(block, replies)), backend="local", max_turns=len(replies)
+                env.Env(task, "local"), Scripted(*map(block, replies)), max_turns=len(replies)
             )
         )
 
@@ -135,23 +137,18 @@ def test_validate_then_submit_is_not_paid(name):
         good.score.valid and bad.score.valid and good.score.value > task.baseline > bad.score.value
     )
     assert not any(e.score.valid for e in exploits)
-    rewards = [grpo.reward(e.score, task, cfg, [0.0, 0.5]) for e in (good, bad, *exploits)]
-    assert all(r == grpo.NO_ARTEFACT for r in rewards[2:]) and min(rewards[:2]) >= max(rewards[2:])
+    played = Group(0, task, [good, bad, *exploits], [])
+    found = grpo.rewards_of(played, configure(CFG, reward=name), [0.0, 0.5])
+    assert all(r == grpo.NO_SUBMISSION for r in found[2:]) and min(found[:2]) >= max(found[2:])
     for estimate in (grpo.group, grpo.group_nostd, grpo.rloo):
-        advantages = estimate(rewards)
+        advantages = estimate(found)
         assert advantages[0] > 0 and all(a < 0 for a in advantages[2:])
 
 
-def test_the_reward_does_not_see_how_long_an_episode_was(task):
-    """A function of the score alone: turns, tokens, errors cannot be traded for it."""
-    assert set(grpo.reward.__code__.co_names) <= {
-        "REWARDS",
-        "reward",
-        "improvement",
-        "value",
-        "valid",
-        "NO_ARTEFACT",
-    }
+@pytest.mark.parametrize("name", list(grpo.REWARDS))
+def test_the_built_in_rewards_do_not_look_at_the_episode(name):
+    """They are functions of the score alone: turns, tokens, errors cannot be traded for it."""
+    assert isinstance(grpo.REWARDS[name](0.5, None, [0.1, 0.7]), float)
 
 
 # ---------------------------------------------------------------------------------------------- advantages
@@ -182,7 +179,7 @@ def test_gae_by_hand():
 
 def test_credit_by_hand():
     turns = [{"status": "ok"}, {"status": "rejected"}, {"status": "submit"}]
-    assert grpo.episode(0.5, turns) == [0.5] * 3
+    assert grpo.whole_episode(0.5, turns) == [0.5] * 3
     assert grpo.runnable(0.5, turns) == [0.5, 0.0, 0.5] and grpo.runnable(-0.5, turns) == [-0.5] * 3
 
 
@@ -197,19 +194,19 @@ def finished(masks, stop=("stop", "length", "stop")):
 
 def test_tokens_get_the_advantage_of_their_reply_across_segments():
     episode = finished([[0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1]])
-    first, second = pieces_of(episode, [1.0, 2.0, 3.0])
+    first, second = sequences_of(episode, [1.0, 2.0, 3.0])
     assert first.advantage == [1, 1, 2] and second.advantage == [3, 3]
     assert first.old == pytest.approx([-0.1, -0.2, -0.4]) and second.mask == [0, 0, 0, 0, 1, 1]
 
 
 def test_cut_replies_can_be_masked():
     episode = finished([[0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1]])
-    first, second = pieces_of(episode, [1.0, 2.0, 3.0], cut_replies=False)
+    first, second = sequences_of(episode, [1.0, 2.0, 3.0], mask_truncated=True)
     assert (
         first.mask == [0, 1, 1, 0, 0] and first.advantage == [1, 1] and second.advantage == [3, 3]
     )
     assert episode.segments[0].mask == [0, 1, 1, 0, 1]  # the episode itself stays as it was
-    assert pieces_of(finished([[0, 1, 1]], ["length"]), [1.0], cut_replies=False) == []
+    assert sequences_of(finished([[0, 1, 1]], ["length"]), [1.0], mask_truncated=True) == []
 
 
 # ---------------------------------------------------------------------------------------------- losses
@@ -222,12 +219,12 @@ def logs(*values):
 def test_the_clipped_loss_by_hand():
     old, new = logs(0.5, 0.5, 0.5, 0.5), logs(0.5, 0.75, 0.75, 0.25)  # ratios 1, 1.5, 1.5, 0.5
     advantage = torch.tensor([2.0, 1.0, -1.0, -1.0])
-    loss, outside = grpo.clipped(new, old, advantage, ONE, CFG)
+    loss, is_clipped = grpo.clipped(new, old, advantage, ONE, CFG)
     # min(rA, clip(r, .8, 1.28) A): 2; min(1.5, 1.28); min(-1.5, -1.28); min(-0.5, -0.8)
     assert loss.tolist() == pytest.approx([-2.0, -1.28, 1.5, 0.8])
-    assert outside.tolist() == [False, True, False, True]
+    assert is_clipped.tolist() == [False, True, False, True]
     low, _ = grpo.clipped(
-        new, old, advantage, ONE, replace(CFG, clip_high=0.2)
+        new, old, advantage, ONE, configure(CFG, clip_high=0.2)
     )  # GRPO: as far above as below
     assert low.tolist() == pytest.approx([-2.0, -1.2, 1.5, 0.8])
 
@@ -240,13 +237,13 @@ def test_a_ratio_is_truncated_but_keeps_its_gradient():
     loss.sum().backward()
     assert loss.item() == pytest.approx(2.0) and new.grad.item() == pytest.approx(2.0)
     loss, _ = grpo.clipped(
-        new, logs(0.1), torch.tensor([-1.0]), ONE[:1], replace(CFG, max_ratio=100.0)
+        new, logs(0.1), torch.tensor([-1.0]), ONE[:1], configure(CFG, is_cap=100.0)
     )
     assert loss.item() == pytest.approx(9.0)
 
 
 def test_gspo_by_hand_and_its_gradient_is_that_of_the_sequence_form():
-    cfg = replace(CFG, clip_low=3.0, clip_high=3.0)  # no clipping yet
+    cfg = configure(CFG, clip_low=3.0, clip_high=3.0)  # no clipping yet
     old = logs(0.5, 0.5, 0.5, 0.2)
     new = logs(0.5, 0.25, 0.5, 0.4).requires_grad_()
     sequence, advantage = torch.tensor([0, 0, 0, 1]), torch.tensor([1.0, 1.0, 1.0, -2.0])
@@ -260,22 +257,26 @@ def test_gspo_by_hand_and_its_gradient_is_that_of_the_sequence_form():
     )  # eq. 5: -1/2 sum_i s_i A_i, differentiated as it stands
     (-((free - old)[:3].mean().exp() * 1.0 + (free - old)[3].exp() * -2.0) / 2).backward()
     assert torch.allclose(new.grad, free.grad)
-    tight, outside = grpo.sequence_clipped(
-        new, old, advantage, sequence, replace(cfg, clip_low=0.1, clip_high=0.1)
+    tight, is_clipped = grpo.sequence_clipped(
+        new, old, advantage, sequence, configure(cfg, clip_low=0.1, clip_high=0.1)
     )
     assert (
-        outside.tolist() == [False] * 4
+        is_clipped.tolist() == [False] * 4
     )  # s below 1 with A > 0, above 1 with A < 0: the pessimistic side counts
-    _, outside = grpo.sequence_clipped(
-        new, old, -advantage, sequence, replace(cfg, clip_low=0.1, clip_high=0.1)
+    _, is_clipped = grpo.sequence_clipped(
+        new, old, -advantage, sequence, configure(cfg, clip_low=0.1, clip_high=0.1)
     )
-    assert outside.tolist() == [True] * 4
+    assert is_clipped.tolist() == [True] * 4
 
 
 def test_cispo_by_hand():
     old, new = logs(0.1, 0.5, 0.5), logs(0.9, 0.25, 0.5).requires_grad_()  # ratios 9, 0.5, 1
-    loss, outside = grpo.clipped_weight(
-        new, old, torch.tensor([1.0, -1.0, 2.0]), ONE[:3], replace(CFG, clip_low=1.0, clip_high=4.0)
+    loss, is_clipped = grpo.clipped_weight(
+        new,
+        old,
+        torch.tensor([1.0, -1.0, 2.0]),
+        ONE[:3],
+        configure(CFG, clip_low=1.0, clip_high=4.0),
     )
     assert loss.tolist() == pytest.approx(
         [-5 * math.log(0.9), 0.5 * math.log(0.25), -2 * math.log(0.5)]
@@ -284,7 +285,7 @@ def test_cispo_by_hand():
     assert new.grad.tolist() == pytest.approx(
         [-5.0, 0.5, -2.0]
     )  # the clipped token still has a gradient
-    assert outside.tolist() == [True, False, False]
+    assert is_clipped.tolist() == [True, False, False]
 
 
 def test_kl_by_hand_and_its_gradient_pulls_towards_the_base():
@@ -319,56 +320,46 @@ def test_weights_by_hand():
 @pytest.mark.parametrize("name", list(grpo.LOSSES))
 def test_on_samples_of_the_current_policy_every_loss_has_the_policy_gradient(name):
     torch.manual_seed(0)
-    loss_of, _, low, high = grpo.LOSSES[name]
+    loss = grpo.LOSSES[name]
     logp, advantage = torch.randn(5).requires_grad_(), torch.randn(5)
-    loss, outside = loss_of(
+    value, is_clipped = loss.function(
         logp,
         logp.detach(),
         advantage,
         torch.tensor([0, 0, 1, 1, 1]),
-        replace(CFG, clip_low=low, clip_high=high),
+        configure(CFG, clip_low=loss.clip_low, clip_high=loss.clip_high),
     )
-    loss.sum().backward()
-    assert torch.allclose(logp.grad, -advantage) and not outside.any()
+    value.sum().backward()
+    assert torch.allclose(logp.grad, -advantage) and not is_clipped.any()
 
 
 # ---------------------------------------------------------------------------------------------- the batch of a step
 
 
-class Alone:
-    rank, world = 0, 1
-
-    def sum(self, *numbers):
-        return list(numbers)
-
-
-def group_of(task, *episodes_and_rewards):
-    from flatlab.train.batch import Group
-
-    return Group(
-        0,
-        task,
-        [e for e, _ in episodes_and_rewards],
-        [r for e, r in episodes_and_rewards if e.status != "fault"],
-    )
+def played(task, *episodes_and_rewards):
+    rewards = [r for e, r in episodes_and_rewards if e.status != "fault"]
+    return Group(0, task, [e for e, _ in episodes_and_rewards], rewards)
 
 
 def test_faults_and_equal_rewards_are_not_in_the_batch(task):
     episode = finished([[0, 1, 1, 0, 1]], ["stop", "stop"])
     fault = replace(episode, status="fault")
-    equal = group_of(task, (episode, 0.3), (episode, 0.3), (fault, None))
-    different = group_of(task, (episode, 1.0), (fault, None), (episode, 0.0))
+    equal = played(task, (episode, 0.3), (episode, 0.3), (fault, None))
+    different = played(task, (episode, 1.0), (fault, None), (episode, 0.0))
     assert (
         not equal.informative
         and different.informative
-        and not group_of(task, (fault, None)).informative
+        and not played(task, (fault, None)).informative
     )
     batch = grpo.make_batch(
-        None, [equal, different], replace(CFG, loss="dapo", advantage="group_nostd"), Alone()
+        None,
+        [equal, different],
+        configure(CFG, loss="dapo", advantage="group_nostd"),
+        SingleProcess(),
     )
     assert [p.advantage for p in batch] == [[0.5] * 3, [-0.5] * 3]  # mean 0.5 of two, not of three
     assert [p.weight for p in batch] == pytest.approx([1 / 6, 1 / 6])
-    assert grpo.make_batch(None, [equal], CFG, Alone()) == []
+    assert grpo.make_batch(None, [equal], CFG, SingleProcess()) == []
 
 
 def test_ppo_whitens_its_advantages_and_sets_targets(task):
@@ -378,9 +369,9 @@ def test_ppo_whitens_its_advantages_and_sets_targets(task):
         def logprobs(self, pairs, values):
             return None, None, torch.tensor([0.1, 0.2, 0.3] * len(pairs))
 
-    cfg = replace(CFG, loss="dapo", advantage="ppo", gae_lambda=1.0, micro_tokens=100)
+    cfg = configure(CFG, loss="dapo", advantage="ppo", micro_tokens=100)
     batch = grpo.make_batch(
-        Values(), [group_of(task, (episode, 1.0), (episode, 1.0))], cfg, Alone()
+        Values(), [played(task, (episode, 1.0), (episode, 1.0))], cfg, SingleProcess()
     )
     for p in batch:  # returns minus values: 0.9 0.8 0.7, mean 0.8
         assert p.target == pytest.approx([1, 1, 1])
@@ -393,20 +384,25 @@ def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
     """Equal rewards: another group, until P informative ones or the bound; seeds never repeat."""
     seeds = []
 
-    async def run_episode(task, policy, *, seed, **_):
+    async def run_episode(world, policy, *, seed, **_):
         seeds.append(seed)
         number = (seed - 7 * 100_003) // 4
         await asyncio.sleep(0)
         return env.Episode(
-            task.name, seed, turns=[], score=valid(0.7 if number < 3 else 0.6 + 0.1 * (seed % 2))
+            world.task.name,
+            seed,
+            turns=[],
+            score=valid(0.7 if number < 3 else 0.6 + 0.1 * (seed % 2)),
         )
 
-    monkeypatch.setattr(grpo.env, "run_episode", run_episode)
-    cfg = replace(CFG, group_size=4)
+    monkeypatch.setattr(grpo, "run_episode", run_episode)
+    cfg = configure(CFG, group_size=4)
 
-    def play(*spares):
+    def play(*more):
         seeds.clear()
-        return asyncio.run(grpo.play_groups(None, [task] * 2, 4, cfg, 7, Alone(), spares=spares))
+        return asyncio.run(
+            grpo.play_groups(None, [task] * 2, 4, cfg, 7, SingleProcess(), replacements=more)
+        )
 
     assert [g.number for g in play()] == [0, 1] and len(seeds) == 8
     other = replace(task, name="other")
@@ -434,7 +430,7 @@ def test_tasks_share_the_groups_by_weight():
 def test_micro_batches_keep_everything_and_the_limit():
     from flatlab.train.batch import micro_batches
 
-    batch = [Piece([0] * n, [1] * n, [], []) for n in (5, 90, 10, 40, 41, 100, 7)]
+    batch = [TrainSequence([0] * n, [1] * n, [], []) for n in (5, 90, 10, 40, 41, 100, 7)]
     parts = list(micro_batches(batch, 100))
     assert sorted(len(p.tokens) for part in parts for p in part) == [5, 7, 10, 40, 41, 90, 100]
     assert all(len(part) * max(len(p.tokens) for p in part) <= 100 for part in parts)
@@ -449,4 +445,4 @@ def test_micro_batches_keep_everything_and_the_limit():
 
 
 def test_improvement_is_the_only_scale(task):
-    assert grpo.REWARDS["continuous"](improvement(0.7, task), []) == pytest.approx(0.5)
+    assert grpo.continuous(improvement(0.7, task), None, []) == pytest.approx(0.5)

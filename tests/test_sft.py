@@ -1,27 +1,20 @@
-"""parts/imitation.py: which episodes are imitated, that their tokens are those of RL, and that imitation works."""
+"""flatlab/train/imitation.py: which episodes are imitated, that their tokens are those of RL, and
+that imitation works.
+"""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import grpo
+import training
 from flatlab.episode.episode import History
 from flatlab.errors import UserError
 from flatlab.train import imitation
-from tasks import load_task
+from training import TASK, configure
 
-TASK = load_task("titanic", "", "")
-CFG = replace(
-    grpo.Config(),
-    max_observation_tokens=64,
-    micro_tokens=4096,
-    lr=3e-3,
-    sft_share=0.5,
-    sft_updates=6,
-)
+CFG = configure(training.CFG, micro_tokens=4096, lr=3e-3, sft_updates=6)
 
 
 def turn(reply, observation="done", status="ok", stop_reason="stop"):
@@ -112,7 +105,7 @@ def test_tokens_and_masks_are_those_of_rl(policy):
             ),
             t["observation"],
         )
-    [piece] = imitation.pieces_from(episode(0.78, *turns), policy, CFG)
+    [piece] = imitation.sequences_from(episode(0.78, *turns), policy, 64)
     assert (
         piece.tokens == history.segment.tokens[: len(piece.tokens)]
         and piece.mask == history.segment.mask[: len(piece.mask)]
@@ -129,7 +122,7 @@ def test_tokens_and_masks_are_those_of_rl(policy):
 
 def test_an_episode_that_does_not_fit_is_cut(policy):
     turns = [turn(c * 700, "o" * 50) for c in "abcd"]
-    pieces = imitation.pieces_from(episode(0.78, *turns), policy, CFG)
+    pieces = imitation.sequences_from(episode(0.78, *turns), policy, 64)
     assert (
         pieces
         and all(len(p.tokens) <= policy.context for p in pieces)
@@ -146,13 +139,13 @@ def test_imitation_raises_the_probability_of_the_replies(policy, run):
             for i in range(8)
         )
     )
-    cfg = replace(CFG, sft=(where,))
-    [piece] = imitation.pieces_from(
-        episode(0.78, turn("```bash\npython3 best.py\n```")), policy, cfg
+    cfg = configure(CFG, sft=(where,))
+    [piece] = imitation.sequences_from(
+        episode(0.78, turn("```bash\npython3 best.py\n```")), policy, 64
     )
     with torch.no_grad():
         before = policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
     line = imitation.warm_start(policy, [TASK], cfg)
     with torch.no_grad():
         after = policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
-    assert after > before + 0.1 and "imitated 4 episodes in 6 updates" in line
+    assert after > before + 0.1 and "imitated 2 episodes in 6 updates" in line

@@ -1,6 +1,10 @@
-"""From finished episodes to what the loss sees: groups, pieces, micro-batches, columns of tensors. No maths in here."""
+"""From finished episodes to what the loss sees: groups, training sequences, micro-batches of
+tensors. No formulas here.
+"""
 
+import itertools
 import random
+from bisect import bisect
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,12 +14,14 @@ from flatlab.episode.task import Task
 
 @dataclass
 class Group:
-    """Episodes of one task that are compared with each other. A fault is kept for the record and has no reward."""
+    """Episodes of one task that are compared with each other. A fault stays in the record and has
+    no reward.
+    """
 
     number: int
     task: Task
     episodes: list[Episode]
-    rewards: list[float]  # of the episodes that are no faults, in their order
+    rewards: list[float]  # of the episodes that are not faults, in their order
 
     @property
     def played(self) -> list[Episode]:
@@ -23,165 +29,191 @@ class Group:
 
     @property
     def informative(self) -> bool:
-        """Equal rewards teach nothing. Compared exactly: a standard deviation would see noise as a difference."""
+        """Whether the rewards differ. Compared exactly: a standard deviation would take rounding
+        for a difference.
+        """
         return len(set(self.rewards)) > 1
 
 
 @dataclass
-class Piece:
+class TrainSequence:
     """One segment of one episode. The lists after `mask` have one entry per trained token."""
 
     tokens: list[int]
     mask: list[int]  # 1: trained
     old: list[float]  # log-probability of the token when it was sampled
     advantage: list[float]
-    target: list[float] = field(
-        default_factory=list
-    )  # what the value head should have said; only with ppo
+    target: list[float] = field(default_factory=list)  # of the value head; ppo only
     weight: float = 0.0  # of each of its tokens in the mean over the batch
 
 
 def choose_tasks(tasks: list[Task], weights: list[float], groups: int, seed: str) -> list[Task]:
-    """The tasks of a step's groups: shares by weight, what is left over by chance."""
-    start, unit = random.Random(seed).random(), sum(weights) / max(groups, 1)
-    ends = [sum(weights[: i + 1]) for i in range(len(tasks))]
-    return [
-        next(t for t, end in zip(tasks, ends) if (i + start) * unit < end or t is tasks[-1])
-        for i in range(groups)
-    ]
+    """The tasks of a step's groups, in proportion to the weights; the remainder is drawn
+    (systematic sampling).
+    """
+    start = random.Random(seed).random()
+    unit = sum(weights) / max(groups, 1)
+    ends = list(itertools.accumulate(weights))
+    positions = [(i + start) * unit for i in range(groups)]
+    return [tasks[min(bisect(ends, x), len(tasks) - 1)] for x in positions]
 
 
-def light(groups: list[Group]) -> list[Group]:
-    """Without the tokens: for the record, and to travel between ranks."""
+def without_tokens(groups: list[Group]) -> list[Group]:
+    """Copies of the groups without their segments, to travel between ranks."""
     return [replace(g, episodes=[replace(e, segments=[]) for e in g.episodes]) for g in groups]
 
 
-def everyones(groups: list[Group], job) -> list[Group]:
-    """The groups of all ranks by number, on every rank, without the tokens."""
-    return sorted((g for part in job.gather(light(groups)) for g in part), key=lambda g: g.number)
+def gather_groups(groups: list[Group], dist) -> list[Group]:
+    """The groups of all ranks by number, on every rank, without their tokens."""
+    parts = dist.gather(without_tokens(groups))
+    return sorted((g for part in parts for g in part), key=lambda g: g.number)
 
 
-def pieces_of(episode: Episode, advantages: list[float], cut_replies: bool = True) -> list[Piece]:
-    """The trained segments of an episode; each token has its reply's advantage (one number per reply).
+def sequences_of(
+    episode: Episode, advantages: list[float], mask_truncated: bool = False
+) -> list[TrainSequence]:
+    """The trained segments of an episode. advantages: one number per reply, given to each of its
+    tokens.
 
-    Replies are told apart by the mask: an observation lies between two of them, and none is trained twice.
-    cut_replies: train on replies that were cut at the length limit, too.
+    Replies are told apart by the mask: an observation lies between two of them, and none is trained
+    twice. mask_truncated: leave out replies that reached the length limit.
     """
-    pieces, reply = [], -1
+    sequences, reply = [], -1
     for segment in episode.segments:
-        mask, numbers, before = list(segment.mask), [], 0
+        mask, replies, before = list(segment.mask), [], 0
         for i, m in enumerate(segment.mask):
-            reply += m and not before
+            if m and not before:
+                reply += 1
             before = m
-            if m and not cut_replies and episode.turns[reply]["stop_reason"] == "length":
+            if not m:
+                continue
+            if mask_truncated and episode.turns[reply]["stop_reason"] == "length":
                 mask[i] = 0
-            elif m:
-                numbers.append(reply)
-        if numbers:
+            else:
+                replies.append(reply)
+        if replies:
             old = [logp for logp, m in zip(segment.logprobs, mask) if m]
-            pieces.append(Piece(segment.tokens, mask, old, [advantages[i] for i in numbers]))
-    return pieces
+            own = [advantages[number] for number in replies]
+            sequences.append(TrainSequence(segment.tokens, mask, old, own))
+    return sequences
 
 
-def flat(batch: list[list[Piece]]) -> list[Piece]:
-    return [piece for pieces in batch for piece in pieces]
+def flatten(batch: list[list[TrainSequence]]) -> list[TrainSequence]:
+    return [sequence for sequences in batch for sequence in sequences]
 
 
-def use_values(policy, batch: list[list[Piece]], gae, cfg, job) -> None:
-    """PPO: puts gae(reward, values, lambda) where the episode's reward was, whitened over the batch of all ranks, and
-    advantage + value as the value head's target. batch: the pieces of each episode."""
+def use_values(policy, batch: list[list[TrainSequence]], gae, cfg, dist) -> None:
+    """PPO: replaces the reward of each episode by gae(reward, values), whitened over the batch of
+    all ranks.
+
+    batch: the sequences of each episode. The value head's target is advantage + value, before the
+    whitening.
+    """
+    values = value_estimates(policy, flatten(batch), cfg)
+    for sequences in batch:
+        if not sequences:
+            continue
+        reward = sequences[-1].advantage[-1]
+        before = [value for s in sequences for value in values[id(s)]]
+        advantages = iter(gae(reward, before))
+        for s in sequences:
+            s.advantage = [next(advantages) for _ in s.old]
+            s.target = [a + value for a, value in zip(s.advantage, values[id(s)])]
+    everything = [a for s in flatten(batch) for a in s.advantage]
+    squares = sum(a * a for a in everything)
+    n, total, squares = dist.sum(len(everything), sum(everything), squares)
+    mean = total / max(n, 1)
+    deviation = max(squares / max(n, 1) - mean**2, 0.0) ** 0.5
+    for s in flatten(batch):
+        s.advantage = [(a - mean) / (deviation + 1e-8) for a in s.advantage]
+
+
+def value_estimates(policy, sequences: list[TrainSequence], cfg) -> dict[int, list[float]]:
+    """id of a sequence -> the value head's estimate before each of its trained tokens."""
     import torch
 
     values = {}
     with torch.no_grad():
-        for part in micro_batches(flat(batch), cfg.micro_tokens, cfg.packing):
-            found = iter(
-                policy.logprobs([(p.tokens, p.mask) for p in part], values=True)[2].tolist()
-            )
-            values |= {id(p): [next(found) for _ in p.old] for p in part}
-    for pieces in batch:
-        before = [v for p in pieces for v in values[id(p)]]
-        found = iter(gae(pieces[-1].advantage[-1], before, cfg.gae_lambda) if pieces else ())
-        for p in pieces:
-            p.advantage = [next(found) for _ in p.old]
-            p.target = [a + v for a, v in zip(p.advantage, values[id(p)])]
-    everything = [a for p in flat(batch) for a in p.advantage]
-    n, total, squares = job.sum(len(everything), sum(everything), sum(a * a for a in everything))
-    deviation = max(squares / max(n, 1) - (total / max(n, 1)) ** 2, 0.0) ** 0.5
-    for p in flat(batch):
-        p.advantage = [(a - total / n) / (deviation + 1e-8) for a in p.advantage]
+        for part in micro_batches(sequences, cfg.micro_tokens, cfg.packing):
+            pairs = [(s.tokens, s.mask) for s in part]
+            estimates = iter(policy.logprobs(pairs, values=True)[2].tolist())
+            for s in part:
+                values[id(s)] = [next(estimates) for _ in s.old]
+    return values
 
 
-def micro_batches(pieces: list[Piece], limit: int, packing: bool = False):
-    """Splits by size, at most `limit` tokens: their sum when packing, else with the padding, count x longest. Sequences
-    of similar length are together."""
-    part = []
-    for piece in sorted(pieces, key=lambda piece: len(piece.tokens)):
-        whole = (
-            sum(len(p.tokens) for p in (*part, piece))
-            if packing
-            else (len(part) + 1) * len(piece.tokens)
-        )
-        if part and whole > limit:
+def micro_batches(sequences: list[TrainSequence], limit: int, packing: bool = False):
+    """Yields parts of at most `limit` tokens: the sum of their lengths when packing, else count x
+    longest.
+
+    Sequences of similar length come together. One that is longer than the limit makes a part of its
+    own.
+    """
+    part, total = [], 0
+    for sequence in sorted(sequences, key=lambda s: len(s.tokens)):
+        length = len(sequence.tokens)
+        total = total + length if packing else (len(part) + 1) * length
+        if part and total > limit:
             yield part
-            part = []
-        part.append(piece)
+            part, total = [], length
+        part.append(sequence)
     if part:
         yield part
 
 
 @dataclass
-class Columns:
-    """A micro-batch as tensors, (N,) each, N trained tokens."""
+class MicroBatch:
+    """Sequences as tensors of shape (N,), N trained tokens."""
 
     pairs: list[tuple]  # (tokens, mask) per sequence, for policy.logprobs
     old: Any
     advantage: Any
     target: Any
     weight: Any
-    sequence: Any  # 0, 1, ...: which sequence of the micro-batch the token is in
+    sequence: Any  # 0, 1, ...: the sequence that the token is in
 
 
-def columns(part: list[Piece], device) -> Columns:
+def to_tensors(part: list[TrainSequence], device) -> MicroBatch:
     import torch
 
     def column(values, dtype=torch.float32):
         return torch.tensor([v for row in values for v in row], dtype=dtype, device=device)
 
-    return Columns(
-        pairs=[(p.tokens, p.mask) for p in part],
-        old=column(p.old for p in part),
-        advantage=column(p.advantage for p in part),
-        target=column(p.target or [0.0] * len(p.old) for p in part),
-        weight=column([p.weight] * len(p.old) for p in part),
-        sequence=column(([i] * len(p.old) for i, p in enumerate(part)), torch.long),
+    return MicroBatch(
+        pairs=[(s.tokens, s.mask) for s in part],
+        old=column(s.old for s in part),
+        advantage=column(s.advantage for s in part),
+        target=column(s.target or [0.0] * len(s.old) for s in part),
+        weight=column([s.weight] * len(s.old) for s in part),
+        sequence=column(([i] * len(s.old) for i, s in enumerate(part)), torch.long),
     )
 
 
-class Tally:
-    """Sums, means and maxima of columns over the micro-batches and epochs of an update, and over the ranks."""
+class Meter:
+    """Sums, means and maxima of columns over the micro-batches and epochs of an update, and over
+    the ranks.
+    """
 
     def __init__(self):
-        self.seen: dict[str, list] = {}  # name -> [sum, count, maximum]
+        self.sums: dict[str, float] = {}
+        self.counts: dict[str, int] = {}
+        self.maxima: dict[str, float] = {}
 
     def add(self, **columns) -> None:
         for name, column in columns.items():
             column = column.detach().double()
-            s, n, m = self.seen.get(name, (0.0, 0, 0.0))
-            self.seen[name] = [
-                s + column.sum().item(),
-                n + column.numel(),
-                max(m, column.max().item()),
-            ]
+            self.sums[name] = self.sums.get(name, 0.0) + column.sum().item()
+            self.counts[name] = self.counts.get(name, 0) + column.numel()
+            self.maxima[name] = max(self.maxima.get(name, 0.0), column.max().item())
 
-    def over(self, job) -> tuple[dict, dict, dict]:
-        """(sums, means, maxima) by name, on every rank the same."""
-        parts = [
-            seen for seen in job.gather(self.seen) if seen
-        ]  # a rank may have had nothing to learn from
-        total = {name: sum(seen[name][0] for seen in parts) for name in parts[0]}
-        return (
-            total,
-            {name: total[name] / sum(seen[name][1] for seen in parts) for name in total},
-            {name: max(seen[name][2] for seen in parts) for name in total},
-        )
+    def over_ranks(self, dist) -> tuple[dict, dict, dict]:
+        """(sums, means, maxima) by name, the same on every rank. A rank may have had nothing to
+        add.
+        """
+        parts = [part for part in dist.gather((self.sums, self.counts, self.maxima)) if part[0]]
+        names = parts[0][0]
+        sums = {name: sum(part[0][name] for part in parts) for name in names}
+        counts = {name: sum(part[1][name] for part in parts) for name in names}
+        means = {name: sums[name] / counts[name] for name in names}
+        maxima = {name: max(part[2][name] for part in parts) for name in names}
+        return sums, means, maxima

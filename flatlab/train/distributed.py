@@ -1,14 +1,15 @@
-"""One process among several of the same job: `torchrun --nproc-per-node 4 grpo.py ...`, also on several machines.
+"""One process among several of the same job: `torchrun --nproc-per-node 4 grpo.py ...`, also on
+several machines.
 
-Every rank has its own engine, trainer and sandboxes and plays its share of the groups. What travels: the LoRA
-gradients, summed in one flat buffer per update, and the transcripts of a step, to all (each judges them alike; rank 0
-writes the run directory). The directory has to be visible to all ranks (a shared file system): they resume from its
-checkpoints. The groups that replace those of equal rewards are shared out beforehand: with them, N ranks may play other
-groups than one does.
+Every rank has its own engine, trainer and sandboxes and plays its part of the groups. The ranks
+exchange the LoRA gradients, summed in one flat buffer per update, and the transcripts of a step,
+which all of them judge alike. Rank 0 writes the run directory; all ranks have to see it (a shared
+file system), since they resume from its checkpoints. Replacement groups are assigned to ranks up
+front, so a run on N ranks may sample different groups than a run on one.
 
-gloo over TCP, with a process group of our own: the default one of torch.distributed belongs to each rank's vLLM engine.
-A rank that dies closes its connections: the others raise in the next exchange, torchrun ends the job, and the same
-command resumes it.
+The exchange is gloo over TCP in a process group of our own: the default group of torch.distributed
+belongs to each rank's vLLM engine. A rank that dies closes its connections. The others then raise
+in their next exchange, torchrun ends the job, and the same command resumes it.
 """
 
 import atexit
@@ -17,8 +18,8 @@ import pickle
 from datetime import timedelta
 
 
-class Alone:
-    """A single process: nothing to exchange."""
+class SingleProcess:
+    """A single process: there is nothing to exchange."""
 
     rank, world = 0, 1
 
@@ -28,34 +29,38 @@ class Alone:
     def sum_gradients(self, parameters) -> None:
         pass
 
-    def share(self, tensors) -> None:
+    def broadcast(self, tensors) -> None:
         pass
 
     def gather(self, thing) -> list:
         return [thing]
 
     def sent(self) -> int:
-        """Bytes that this rank has sent in since the last call: gradients and what was gathered."""
+        """Bytes that this rank contributed since the last call: gradients and gathered objects."""
         return 0
 
 
-class Ranks(Alone):
-    """One of several processes that torchrun started. timeout: seconds to wait for the slowest rank."""
+class Ranks(SingleProcess):
+    """One of several processes started by torchrun.
+
+    timeout: seconds to wait for the slowest rank.
+    """
 
     def __init__(self, timeout: float):
         from torch import distributed
 
-        store, self.rank, self.world = next(
-            distributed.rendezvous("env://", timeout=timedelta(seconds=120))
-        )
+        meeting = distributed.rendezvous("env://", timeout=timedelta(seconds=120))
+        store, self.rank, self.world = next(meeting)
         store = distributed.PrefixStore("flatlab", store)
         self.bytes = 0
         self.group = distributed.ProcessGroupGloo(
             store, self.rank, self.world, timedelta(seconds=timeout)
         )
-        atexit.register(
-            self.__dict__.clear
-        )  # before the interpreter is gone: its threads must be joined
+        # The group's threads must be joined before the interpreter ends, so it is dropped at exit.
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self.group = None
 
     def sum(self, *numbers: float) -> list[float]:
         """Each number summed over the ranks."""
@@ -66,7 +71,7 @@ class Ranks(Alone):
         return total.tolist()
 
     def sum_gradients(self, parameters) -> None:
-        """Sums the gradients in place; absent ones count as 0."""
+        """Sums the gradients in place; a missing one counts as 0."""
         import torch
 
         for p in parameters:
@@ -77,19 +82,15 @@ class Ranks(Alone):
             p.grad.copy_(part.view_as(p))
         self.bytes += flat.numel() * flat.element_size()
 
-    def share(self, tensors) -> None:
-        """Overwrites the tensors with rank 0's: all ranks start from the same numbers."""
-        import torch
-
+    def broadcast(self, tensors) -> None:
+        """Overwrites the tensors with those of rank 0."""
         for tensor in tensors:
-            copy = (
-                tensor.detach().cpu() if self.rank == 0 else torch.empty_like(tensor, device="cpu")
-            )
+            copy = tensor.detach().cpu().clone()
             self.group.broadcast([copy]).wait()
             tensor.data.copy_(copy)
 
     def gather(self, thing) -> list:
-        """[rank 0's thing, rank 1's thing, ...] on every rank. thing: anything that can be pickled."""
+        """[rank 0's thing, rank 1's thing, ...] on every rank; anything that pickle can write."""
         import torch
 
         mine = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
@@ -98,23 +99,23 @@ class Ranks(Alone):
         self.bytes += mine.numel()
         longest = max(int(size) for size in sizes)
         buffers = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
-        self.group.allgather(
-            [buffers], [torch.nn.functional.pad(mine, (0, longest - mine.numel()))]
-        ).wait()
-        return [
-            pickle.loads(buffer[: int(size)].numpy().tobytes())
-            for buffer, size in zip(buffers, sizes)
-        ]
+        padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
+        self.group.allgather([buffers], [padded]).wait()
+        contents = [buffer[: int(size)] for buffer, size in zip(buffers, sizes)]
+        return [pickle.loads(content.numpy().tobytes()) for content in contents]
 
     def sent(self) -> int:
-        sent, self.bytes = self.bytes, 0
+        sent = self.bytes
+        self.bytes = 0
         return sent
 
 
-def join(timeout: float) -> Alone:
-    """Alone, or one of torchrun's ranks. Call it before anything touches CUDA: a rank sees one GPU only, its own."""
+def join(timeout: float) -> SingleProcess:
+    """A SingleProcess, or one of torchrun's Ranks. Call it before anything touches CUDA: a rank
+    sees only its own GPU.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Alone()
+        return SingleProcess()
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     local = int(os.environ["LOCAL_RANK"])
     os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[local] if devices else str(local)

@@ -1,111 +1,125 @@
-"""Warm start: before the first RL step, imitate the best episodes of earlier runs of grpo.py or search.py.
+"""Warm start: before the first RL step, imitate the best episodes of earlier runs of grpo.py or
+search.py.
 
     python grpo.py --task titanic --sft logs/search-titanic-tail-tiny-0
-    python search.py --task titanic --model logs/grpo-titanic-tiny-0/best        and back: search with what was learned
+    python search.py --task titanic --model logs/grpo-titanic-tiny-0/best       search with it
 
-Replies are tokenised once, here, from their text; the masks are those of RL: only what the model said is learned, and
-of that only replies that could be run. The KL of the steps to come stays that to the base model: it pulls back what was
-imitated, and --kl 0 leaves it out.
+Replies are tokenised once, here, from their text. The masks are those of RL: only replies of the
+model are learned, and of these only the ones that could be run. The KL term of the later steps
+refers to the base model, so it pulls back what was imitated; `--kl 0` switches it off.
 """
 
 import random
 from pathlib import Path
 
 from flatlab.episode.episode import Episode, History, Sample, trimmed
-from flatlab.episode.task import Task
+from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
-from flatlab.runs.store import read_rows
-from flatlab.train.batch import Piece, columns, flat, micro_batches, pieces_of
-from flatlab.train.metrics import gain
+from flatlab.runs.reader import read_rows
+from flatlab.train.batch import TrainSequence, flatten, micro_batches, sequences_of, to_tensors
 
-EPISODES = 32  # per update, or all when there are fewer
+EPISODES_PER_UPDATE = 32
+BEST_SHARE = 0.25  # of the different episodes that beat the baseline
+MOST_EPISODES = 1024  # of a task
 
 
-def best_episodes(runs: list[str], tasks: list[Task], share: float, most: int = 1024) -> list[dict]:
-    """For each task the best `share` of the different episodes that beat the baseline. Raises UserError for none."""
-    found = {task.name: {} for task in tasks}
+def best_episodes(runs: list[str], tasks: list[Task], share: float = BEST_SHARE) -> list[dict]:
+    """For each task the best `share` of the different episodes that beat the baseline.
+
+    Raises UserError if there is none, or if a run does not exist.
+    """
     by_name = {task.name: task for task in tasks}
+    found = {name: {} for name in by_name}
     for run in runs:
         if not Path(run).is_dir():
             raise UserError(f"--sft: there is no run directory {run}.")
         for file in sorted(Path(run).rglob("episodes/*.jsonl")):
             for episode in read_rows(file):
                 score, task = episode.get("score"), by_name.get(episode.get("task"))
-                if (
-                    task
-                    and score
-                    and score["valid"]
-                    and (value := gain(type("Score", (), score), task)) > 0
-                ):
-                    found[task.name]["\n".join(turn["reply"] for turn in episode["turns"])] = (
-                        value,
-                        episode,
-                    )
+                if not task or not score or not score["valid"]:
+                    continue
+                value = improvement(score["value"], task)
+                if value > 0:
+                    replies = "\n".join(turn["reply"] for turn in episode["turns"])
+                    found[task.name][replies] = (value, episode)
     chosen = []
     for episodes in found.values():
         ranked = sorted(episodes.values(), key=lambda pair: -pair[0])
-        chosen += [
-            episode for _, episode in ranked[: min(most, max(1, round(share * len(ranked))))]
-        ]
+        count = min(MOST_EPISODES, max(1, round(share * len(ranked))))
+        chosen += [episode for _, episode in ranked[:count]]
     if not chosen:
-        raise UserError(
-            f"--sft: no episode of {' '.join(by_name)} in {' '.join(runs)} beats the baseline."
-        )
+        names = " ".join(by_name)
+        raise UserError(f"--sft: no episode of {names} in {' '.join(runs)} beats the baseline.")
     return chosen
 
 
-def pieces_from(record: dict, policy, cfg) -> list[Piece]:
-    """The transcript as it would have been sampled, cut where the context ends; advantage 1: imitated."""
-    history, segments, kept = History(policy, record["prompt"], cfg.max_observation_tokens), [], []
-    for turn in record["turns"]:
+def sequences_from(transcript: dict, policy, max_observation_tokens: int) -> list[TrainSequence]:
+    """The transcript as it would have been sampled, cut where the context ends. Advantage 1:
+    imitated.
+    """
+    history = History(policy, transcript["prompt"], max_observation_tokens)
+    segments, kept = [], []
+    for turn in transcript["turns"]:
         tokens = policy.encode(turn["reply"])
         if turn["stop_reason"] == "stop":
             tokens.append(policy.tokenizer.eos_token_id)
         try:
-            if ended := history.fit(policy.context - len(tokens)):
-                segments.append(ended)
+            ended = history.fit(policy.context - len(tokens))
         except OverflowError:
             break
-        history.add(
-            Sample(tokens, [0.0] * len(tokens), turn["reply"], turn["stop_reason"], 0),
-            turn["observation"],
-        )
+        if ended:
+            segments.append(ended)
+        sample = Sample(tokens, [0.0] * len(tokens), turn["reply"], turn["stop_reason"], 0)
+        history.add(sample, turn["observation"])
         kept.append(turn)
     segments = [trimmed(s) for s in [*segments, history.segment] if any(s.mask)]
     wanted = [
         float(turn["status"] not in ("rejected", "timeout") and turn["stop_reason"] == "stop")
         for turn in kept
     ]
-    return pieces_of(Episode(record["task"], 0, segments=segments, turns=kept), wanted)
+    return sequences_of(Episode(transcript["task"], 0, segments=segments, turns=kept), wanted)
 
 
 def warm_start(policy, tasks: list[Task], cfg) -> str:
-    """Minimises -log p of the replies with cfg.sft_updates steps of AdamW at cfg.lr, each on the next EPISODES of them, in
-    a new order after every pass. Returns one line about it."""
+    """Minimises -log p of the replies with cfg.sft_updates steps of AdamW at cfg.lr. Returns one
+    line about it.
+
+    Each step takes the next EPISODES_PER_UPDATE episodes, in a new order after every pass.
+    """
     import torch
 
     episodes = [
-        pieces_from(record, policy, cfg) for record in best_episodes(cfg.sft, tasks, cfg.sft_share)
+        sequences_from(transcript, policy, cfg.model.max_observation_tokens)
+        for transcript in best_episodes(cfg.sft, tasks)
     ]
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=cfg.lr, betas=(0.9, 0.99), weight_decay=0.0
     )
-    chance, waiting, losses = random.Random(cfg.seed), [], []
+    rng, waiting, losses = random.Random(cfg.seed), [], []
     while len(losses) < cfg.sft_updates:
         if not waiting:
-            waiting = chance.sample(episodes, len(episodes))
-        pieces, waiting, loss = flat(waiting[:EPISODES]), waiting[EPISODES:], 0.0
-        total = sum(a for p in pieces for a in p.advantage) or 1.0
-        for part in micro_batches(pieces, cfg.micro_tokens, cfg.packing):
-            c = columns(part, policy.device)
-            part_loss = -(policy.logprobs(c.pairs)[0] * c.advantage).sum() / total
-            part_loss.backward()
-            loss += part_loss.item()
+            waiting = rng.sample(episodes, len(episodes))
+        sequences = flatten(waiting[:EPISODES_PER_UPDATE])
+        waiting = waiting[EPISODES_PER_UPDATE:]
+        losses.append(imitate(policy, sequences, cfg))
         torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss)
     return (
-        f"imitated {len(episodes)} episodes in {len(losses)} updates: {losses[0]:.3f} nats per token before, "
-        f"{losses[-1]:.3f} in the last update"
+        f"imitated {len(episodes)} episodes in {len(losses)} updates: {losses[0]:.3f} nats per "
+        f"token before, {losses[-1]:.3f} in the last update"
     )
+
+
+def imitate(policy, sequences: list[TrainSequence], cfg) -> float:
+    """Accumulates the gradient of the mean of -log p over the imitated tokens. Returns that mean,
+    in nats.
+    """
+    total = sum(a for s in sequences for a in s.advantage) or 1.0
+    mean = 0.0
+    for part in micro_batches(sequences, cfg.micro_tokens, cfg.packing):
+        batch = to_tensors(part, policy.device)
+        loss = -(policy.logprobs(batch.pairs)[0] * batch.advantage).sum() / total
+        loss.backward()
+        mean += loss.item()
+    return mean

@@ -1,11 +1,13 @@
-"""Weights between trainer and engine; all knowledge of vLLM's insides is here. Tried on vLLM 0.32.0, CPU build.
+"""Weights between trainer and engine; all knowledge of vLLM's insides is here. Tried on vLLM
+0.32.0, CPU build.
 
 Slots           copies the trained adapter into the running engine's LoRA buffers
 on_weights_of   builds the trainer's model on the engine's base weights: one copy on a GPU
 cpu_lora_linear replaces a slow kernel of vLLM's CPU build
 
-Why in place: addresses never change, so CUDA graphs and the kernels' pointer tables stay valid, nothing goes through
-the CPU or a file, and the attributes used have been the same from vLLM 0.10 on.
+Why in place: addresses never change, so CUDA graphs and the kernels' pointer tables stay valid,
+nothing goes through the CPU or a file, and the attributes used have been the same from vLLM 0.10
+on.
 """
 
 from flatlab.errors import UserError
@@ -87,7 +89,7 @@ class Slots:
             yield slot_b, b.to(slot_b.dtype) * scaling
 
     def difference(self) -> tuple[float, float]:
-        """(largest difference between what the engine holds and what the trainer has, largest value of the trainer)."""
+        """(largest difference between engine and trainer, largest value of the trainer)."""
         import torch
 
         with torch.no_grad():
@@ -100,10 +102,12 @@ def served_model(engine):
 
 
 def on_weights_of(served, base: str, dtype, device):
-    """A transformers model of `base` whose parameters are views of a vLLM model's: one copy in memory.
+    """A transformers model of `base` whose parameters are views of a vLLM model's: one copy in
+    memory.
 
-    vLLM stacks the rows of q, k, v and of gate, up; LoRA wrappers add ".base_layer" to a name; the vocabulary is padded
-    at its end. Raises KeyError or ValueError when the two do not fit together. Never merge into, move or cast the result.
+    vLLM stacks the rows of q, k, v and of gate, up; LoRA wrappers add ".base_layer" to a name; the
+    vocabulary is padded at its end. Raises KeyError or ValueError when the two do not fit together.
+    Never merge into, move or cast the result.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -126,7 +130,7 @@ def on_weights_of(served, base: str, dtype, device):
         view = whole[start : start + len(p)]
         if view.shape != p.shape or view.dtype != dtype:
             raise ValueError(
-                f"{name} is {tuple(p.shape)} {dtype}, the engine has {tuple(view.shape)} {view.dtype}"
+                f"{name} is {tuple(p.shape)} {dtype}, the engine's {tuple(view.shape)} {view.dtype}"
             )
         first_row[path, stacked, leaf] = start + len(p)
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(view, requires_grad=False))
@@ -143,8 +147,9 @@ def on_weights_of(served, base: str, dtype, device):
 def cpu_lora_linear(
     wrapper, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **_
 ) -> None:
-    """y[:, slice] += scale * (x A^T) B^T for the only slot, which every request uses (before the first push it holds
-    zeros). vLLM's CPU kernel gathers A, B for every token: 20x slower."""
+    """y[:, slice] += scale * (x A^T) B^T for the only slot, which every request uses (before the
+    first push it holds zeros). vLLM's CPU kernel gathers A, B for every token: 20x slower.
+    """
     y, x, start = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), 0
     for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices):
         y[:, start : start + width].addmm_(x @ a[0, 0].T, b[0, 0].T, alpha=scale)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def save_tensors(content, path: Path) -> None:
-    """torch.save, but a full disk stays an OSError: torch.save itself turns it into a RuntimeError."""
+    """torch.save, which turns a full disk into a RuntimeError; here it stays an OSError."""
     import torch
 
     buffer = io.BytesIO()

@@ -1,0 +1,57 @@
+"""Text to tokens with a model's chat template; text never turns into control tokens."""
+
+
+class ChatTokens:
+    """What the policies share: a Hugging Face tokenizer and the tokens that end a turn."""
+
+    def __init__(self, tokenizer, stop: int | list[int] | None):
+        """stop: the token or tokens that end a turn; default: the tokenizer's own."""
+        stop = stop or tokenizer.eos_token_id
+        self.tokenizer = tokenizer
+        self.stop_tokens = {stop} if isinstance(stop, int) else set(stop)
+        self._frames = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Text to tokens; `<|im_end|>` and the like inside the text stay ordinary characters."""
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def render(self, messages: list[dict]) -> list[int]:
+        """Messages ({"role", "content"}) to prompt tokens, ending where the next reply begins."""
+        frame = self._frame([message["role"] for message in messages])
+        tokens = list(frame[0])
+        for message, after in zip(messages, frame[1:]):
+            tokens += self.encode(message["content"]) + after
+        return tokens
+
+    def observation_tokens(self, text: str, ended: bool) -> list[int]:
+        """What follows a sampled reply: the end of its turn, `text` as a user turn, the opening of
+        the next reply.
+
+        ended: the model ended its turn itself, so that token is already there.
+        """
+        _, _, before, after = self._frame(["user", "assistant", "user"])
+        if ended and before[:1] and before[0] in self.stop_tokens:
+            before = before[1:]
+        return before + self.encode(text) + after
+
+    def _frame(self, roles: list[str]) -> list[list[int]]:
+        """The template's own tokens around the contents of such messages: len(roles) + 1 lists."""
+        key = tuple(roles)
+        if key not in self._frames:
+            marks = [f"\x02{i}\x02" for i in range(len(roles))]
+            messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+            pieces = []
+            for mark in marks:
+                piece, text = text.split(mark)
+                pieces.append(piece)
+            pieces.append(text)
+            self._frames[key] = [
+                self.tokenizer(piece, add_special_tokens=False).input_ids for piece in pieces
+            ]
+        return self._frames[key]

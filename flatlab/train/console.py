@@ -1,0 +1,82 @@
+"""What a training run prints before its first step and at its end; the steps in between are lines
+of store.step_line.
+"""
+
+from pathlib import Path
+
+from flatlab.episode.sanity import degenerate
+from flatlab.episode.task import Task
+from flatlab.runs import page
+from flatlab.runs.reader import read_run
+from flatlab.runs.views import plot_now_and_then
+from flatlab.train import metrics
+
+
+def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
+    """Prints the first lines of the run and writes what its result.json begins with."""
+    warnings = [f"{task.name}: {degenerate(task)}" for task in tasks if degenerate(task)]
+    one = tasks[0] if len(tasks) == 1 else None
+    run.result(
+        status="running",
+        final=None,  # of an earlier end, if the run continues
+        task=" ".join(task.name for task in tasks),
+        metric=one.metric if one else "improvement",
+        higher_is_better=one.higher_is_better if one else True,
+        baseline=one.baseline if one else 0.0,
+        reference=one.reference if one else 1.0,
+        selected_on_test=any(len(task.splits) == 1 for task in tasks),
+        degenerate="; ".join(warnings) or None,
+    )
+    for warning in warnings:
+        print(f"warning  {warning}")
+    for task in tasks:
+        way = "higher" if task.higher_is_better else "lower"
+        print(f"task     {task.name}: {task.metric}, {way} is better, baseline {task.baseline:.4g}")
+    stand_in = ""
+    if path.is_tiny:
+        stand_in = "  (a stand-in that knows only the built-in tasks: for trials, not for results)"
+    print(
+        f"model    {short(path.adapter or path.base)}{stand_in}\n"
+        f"sandbox  {why}\n"
+        f"plan     {cfg.steps} steps x {cfg.groups} groups x {cfg.group_size} episodes, "
+        f"{cfg.advantage} advantage, {cfg.loss} loss\n"
+        f"run      {run.dir}   (python viz.py {run.dir})",
+        flush=True,
+    )
+
+
+def short(path) -> str:
+    return str(path).replace(str(Path.home()), "~", 1)
+
+
+def say(dist, text: str) -> None:
+    """Prints on rank 0 only."""
+    if dist.rank == 0:
+        print(text, flush=True)
+
+
+def print_step(run, row: dict) -> None:
+    sent = row["bytes_between_ranks"]
+    if sent and not run.lines:
+        print(f"ranks    each sends {sent / 1e6:.1f} MB per step: LoRA gradients and transcripts")
+    print(run.step_line(row))
+    for alarm in row["alarms"]:
+        print(f"      ! {alarm}")
+    print(end="", flush=True)
+    plot_now_and_then(run)
+
+
+def farewell(run) -> None:
+    """Prints the comparison of the adapters and where everything lies; draws the curves and the
+    page.
+    """
+    result = run.results()
+    if result.get("final"):
+        print(f"\n{metrics.final_table(result['final'], result['metric'])}\n")
+    plot_now_and_then(run, always=True)
+    if run.rows():
+        page.write([read_run(run.dir)], run.dir / "report.html")
+    print(
+        f"curves: {run.dir}/curves.png   page: {run.dir}/report.html   "
+        f"transcripts: {run.dir}/episodes/   adapter: {run.dir}/best"
+    )

@@ -1,0 +1,94 @@
+"""What the tests of grpo.py share: a small config, and an episode of one reply whose score is a
+function of that reply.
+"""
+
+import copy
+from dataclasses import replace
+
+import env
+import grpo
+from flatlab.episode.grading import Score
+from flatlab.train.batch import Group
+from tasks import load_task
+
+TASK = load_task("titanic", "", "")
+
+
+def configure(cfg, **fields):
+    """A copy of the config with these flags, those of the nested options included."""
+    cfg = copy.deepcopy(cfg)
+    for name, value in fields.items():
+        places = [cfg, cfg.tasks, cfg.model, cfg.sandbox, cfg.trackers]
+        place = next(place for place in places[1:] + [cfg] if hasattr(place, name))
+        setattr(place, name, value)
+    return cfg
+
+
+CFG = configure(
+    grpo.Config(),
+    kl=0.0,
+    lr=0.01,
+    clip_low=0.2,
+    clip_high=0.28,
+    micro_tokens=10_000,
+    max_groups=3,
+    task_weights=(1.0,),
+    max_reply_tokens=12,
+    max_observation_tokens=64,
+    context=2048,
+    backend="local",
+)
+
+
+def valid(value, task=TASK):
+    return Score(value, task.metric, "validation", True, "")
+
+
+NOTHING = Score(None, TASK.metric, "validation", False, "no submission")
+
+
+def group_of(task, *scores):
+    """A group of episodes with these scores."""
+    episodes = [
+        env.Episode(task.name, i, score=score, status="submit") for i, score in enumerate(scores)
+    ]
+    return Group(0, task, episodes, [])
+
+
+async def one_reply(
+    world, policy, *, seed, max_reply_tokens, score_test=False, faulty=None, score=None, **_
+):
+    """Replaces env.run_episode: the more letters in the reply, the higher the score."""
+    prompt = policy.render([{"role": "user", "content": "say something"}])
+    sample = await policy.sample(prompt, max_reply_tokens, seed=seed % 2**31)
+    text = sample.text.encode()
+    letters = sum(chr(c).isalpha() for c in text) / max(1, len(text))
+    value = valid(score or 0.5 + letters / 2, world.task)
+    episode = env.Episode(
+        world.task.name,
+        seed,
+        prompt="say something",
+        status="submit",
+        score=value,
+        test_score=value if score_test else None,
+    )
+    if faulty and faulty(seed):
+        return replace(
+            episode, status="fault", score=None, test_score=None, fault="the container died"
+        )
+    segment = env.Segment(
+        prompt + sample.tokens,
+        [0] * len(prompt) + [1] * len(sample.tokens),
+        [0.0] * len(prompt) + sample.logprobs,
+    )
+    turn = {
+        "reply": sample.text,
+        "action": None,
+        "observation": "",
+        "status": "ok",
+        "stop_reason": sample.stop_reason,
+        "reply_tokens": len(sample.tokens),
+        "seconds_env": 0.0,
+        "version": sample.version,
+    }
+    return replace(episode, segments=[segment], turns=[turn])
