@@ -25,6 +25,7 @@ from flatlab.train import console, guard, metrics
 from flatlab.train.batch import Group, TrainSequence
 from flatlab.train.checkpoint import State, restore
 from flatlab.train.distributed import SingleProcess
+from policy import ModelPath
 from tasks import load_task
 from training import CFG, NOTHING, TASK, configure, group_of, one_reply, valid
 
@@ -794,6 +795,32 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
     assert line.startswith("x: improvement ") and ", titanic 0." in line
     table = metrics.final_table(result["final"], "improvement")
     assert "titanic" in table and "improvement" in table
+
+
+def test_none_is_derived_and_zero_is_zero():
+    cfg = configure(grpo.Config(), model="tiny", lr=0.0, clip_low=0.0)
+    grpo.fill_in(cfg, [TASK], True)
+    assert cfg.lr == 0 and cfg.clip_low == 0
+    assert cfg.clip_high == 0.28 and cfg.max_groups == 8 and cfg.model.context == 2048
+    assert cfg.name == "grpo-titanic-tiny-0"
+
+
+def test_a_run_on_a_degenerate_task_begins_with_a_warning(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(store, "describe_machine", lambda: "")
+    task = replace(TASK, degenerate="the sex rule is the label")
+    run = viz.open_run("logs/a", {"steps": 1})
+    console.banner(CFG, [task], ModelPath("x", None, True), "local", run)
+    assert "warning  titanic: the sex rule is the label" in capsys.readouterr().out
+    assert "the sex rule is the label" in run.results()["degenerate"]
+
+
+def test_the_part_that_is_scored_is_named():
+    """Not "validation" for tasks that only have a test part."""
+    tasks = [replace(TASK, splits=("test",))]
+    result = metrics.evaluation([group_of(tasks[0], valid(0.7))], tasks)
+    line = metrics.evaluation_line("before training", result, metrics.split_of(tasks))
+    assert line == "before training: score 0.7000 (test, N = 1, 100% valid)"
 
 
 def test_a_curriculum_goes_where_something_is_to_be_learned():
