@@ -16,6 +16,7 @@ The same command again resumes a run. One step:
 6. now and then an evaluation on seeds never trained on: the best adapter is kept, and a
    collapsed policy returns to it
 7. one row of metrics, all transcripts and a checkpoint go to the run directory
+
 At the end the untrained, the last and the best adapter play the same fresh seeds.
 
 How it departs from the textbook (GRPO: arXiv 2402.03300):
@@ -295,7 +296,7 @@ class Config:
     reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
     advantage: Literal[*ADVANTAGES] = "group"  # what an episode is compared with
     credit: Literal[*CREDITS] = "episode"  # runnable: a reply that could not be run gets no praise
-    loss: Literal[*LOSSES] = "dapo"  # the papers are named in LOSSES
+    loss: Literal[*LOSSES] = "dapo"  # each loss names its paper in its docstring
     mask_truncated: bool = False  # no loss on replies that reached the length limit
     clip_low: float | None = None  # ratios are clipped below 1 - clip_low; default: see LOSSES
     clip_high: float | None = None  # ratios are clipped above 1 + clip_high; default: see LOSSES
@@ -308,24 +309,26 @@ class Config:
     lr: float | None = None  # learning rate of AdamW; default: 2e-5, stand-in 1e-3
     warmup: int = 4  # steps until the full learning rate
     epochs: int = 1  # passes over the batch of a step
-    max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm
+    max_grad_norm: float = 1.0  # a larger gradient is scaled down to this norm
     lora_rank: int = 16  # 8, 16, 32, 64, 128 or 256
     lora_alpha: int = 32  # LoRA is scaled by alpha / rank
     # memory
+
     # tokens per forward pass of the trainer, padding included; default: 16384, stand-in 8192
     micro_tokens: int | None = None
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time
     packing: bool = False  # put sequences one after the other in a row instead of padding them
     gpu_memory: float = 0.45  # share of the GPU for the engine: its weights and its KV cache
-    share_base: bool = False  # one copy of the base weights on a GPU; not yet tried on a GPU
+    share_base: bool = False  # engine and trainer share the base weights (GPU only, never run yet)
     # evaluation
     eval_episodes: int = 64  # episodes per evaluation, on seeds never trained on; 0: none
     eval_every: int = 10  # steps between evaluations; also before the first and after the last
     # restore: a collapsed policy returns to the best adapter with half the rate; stop: the run ends
     guard: Literal["restore", "stop", "off"] = "restore"
-    max_restores: int = 3  # restores until the guard stops the run
-    keep_checkpoints: int = 2  # newest checkpoints that stay, besides best/
+    max_restores: int = 3  # how many times the guard may restore before it stops the run
+    keep_checkpoints: int = 2  # how many of the newest checkpoints are kept, besides best/
     # shared with search.py
+
     tasks: TaskOptions = field(default_factory=TaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     sandbox: SandboxOptions = field(default_factory=SandboxOptions)

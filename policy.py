@@ -81,8 +81,8 @@ def resolve_model(name: str) -> ModelPath:
         AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"unknown model {name!r}: there is no such folder, and neither the Hugging Face hub "
-            f"nor its local cache has it ({type(error).__name__}); try --model tiny"
+            f"Unknown model {name!r}: there is no such folder, and neither the Hugging Face hub "
+            f"nor its local cache has it ({type(error).__name__}). Try --model tiny."
         ) from None
     return ModelPath(name, None, False)
 
@@ -429,9 +429,9 @@ class Policy(ChatTokens):
         if not self._slots.arrived():
             off, largest = self._slots.difference()
             raise UserError(
-                "the sync did not arrive: the engine's LoRA weights differ from the trainer's by "
-                f"{off:.2g}, which are at most {largest:.2g}; not training on samples of another "
-                "policy"
+                "The sync did not arrive: the engine's LoRA weights differ from the trainer's by "
+                f"{off:.2g}, which are at most {largest:.2g}. Not training on samples of another "
+                "policy."
             )
         self.version += 1
         self.engine.reset_prefix_cache()  # frees stale blocks when idle; the salt makes it correct
@@ -498,7 +498,7 @@ class Policy(ChatTokens):
 
             found = ", ".join(f"{value:.2g} with the {name}" for name, value in differences.items())
             raise UserError(
-                f"engine and trainer disagree: log-probs differ by {found}; the limit is "
+                f"Engine and trainer disagree: log-probs differ by {found}; the limit is "
                 f"{self.max_diff_limit:g} nats (vLLM {vllm.__version__}, {self.dtype}); not "
                 "training on samples of another policy"
             )
@@ -535,14 +535,14 @@ class Policy(ChatTokens):
             result = set_peft_model_state_dict(self.model, weights)
         except (OSError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
-            raise UserError(f"cannot load the adapter in {folder}: {reason}") from None
+            raise UserError(f"Cannot load the adapter in {folder}: {reason}") from None
         head = Path(folder) / "value_head.pt"
         if self.value_head and head.is_file():
             state = torch.load(head, map_location=self.device, weights_only=True)
             self.value_head.load_state_dict(state)
         if result.unexpected_keys:
             raise UserError(
-                f"the adapter in {folder} has layers that this model lacks, e.g. "
+                f"The adapter in {folder} has layers that this model lacks, e.g. "
                 f"{result.unexpected_keys[0]}"
             )
 

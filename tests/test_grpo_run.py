@@ -350,7 +350,7 @@ def test_sigterm_is_an_orderly_end(tmp_path, tiny_model, before):
     "flags, environment, expected",
     [
         (["--task", "titanik"], {}, "did you mean titanic"),
-        (["--model", "no/such-model"], {}, "unknown model 'no/such-model'"),
+        (["--model", "no/such-model"], {}, "Unknown model 'no/such-model'"),
         (["--name", "x", "--model", "tiny"], {}, "Cannot write the run directory logs/x"),
         (
             ["--backend", "docker"],

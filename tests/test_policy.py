@@ -489,7 +489,7 @@ def test_the_cpu_lora_kernel_gives_vllms_numbers(policy, monkeypatch):
 
 
 def test_models_that_cannot_be_used_get_one_sentence(tmp_path):
-    with pytest.raises(UserError, match="unknown model 'no/such-model'"):
+    with pytest.raises(UserError, match="Unknown model 'no/such-model'"):
         resolve_model("no/such-model")
     with pytest.raises(UserError, match="neither a model"):
         resolve_model(str(tmp_path))
