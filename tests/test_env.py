@@ -14,6 +14,7 @@ import pytest
 import env
 from backends import ISOLATED
 from env import Env, run_episode
+from flatlab.episode import machine
 from flatlab.episode.actions import extract_action
 from flatlab.episode.grading import Score
 from flatlab.episode.task import Task
@@ -772,3 +773,12 @@ def test_what_was_handed_in_cannot_turn_its_grading_into_a_fault(task, backend):
         world.step(block("echo 'exit 126' > answer.sh"))
         with pytest.raises(SandboxFault, match="the grader does not start"):
             world.score()
+
+
+def test_containers_of_two_tasks_are_of_one_kind(monkeypatch):
+    """So one that was started ahead for a task serves another; folders are hidden locally only."""
+    monkeypatch.setattr(machine, "task_sandbox", lambda *_, **options: options)
+    one, two = load_task("titanic", "", ""), load_task("battleOfSexes", "", "")
+    assert machine.open_sandbox(one, "docker") == machine.open_sandbox(two, "docker")
+    hidden = machine.open_sandbox(one, "local")["hide"]
+    assert str(one.hidden["answers.csv"].parent) in hidden

@@ -62,6 +62,9 @@ def open_sandbox(
     # A file that is mounted could not be removed, so an artefact is never mounted.
     replaceable = frozenset(path for path in task.public if task.is_artefact(path))
     needs = Needs(task.name, task.public, replaceable, task.requirements)
+    hide = set()
+    if backend != "docker":  # a container shows no folder of this machine
+        hide = {str(path.resolve().parent) for path in task.hidden.values()}
     return task_sandbox(
         backend,
         needs,
@@ -71,7 +74,7 @@ def open_sandbox(
         network=network and task.needs_network,
         gpu=task.needs_gpu,
         hf_cache=hf_cache,
-        hide=tuple({str(path.resolve().parent) for path in task.hidden.values()}),
+        hide=tuple(sorted(hide)),
         hide_package_data=task.hide_package_data,
         **limits,
     )
