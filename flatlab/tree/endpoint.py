@@ -52,7 +52,7 @@ class Endpoint:
         model: str,
         context: int = 16384,
         temperature: float = 1.0,
-        retries: int = 20,
+        retries: int = 10,
         timeout: float = 600.0,
         key: str | None = None,
     ):
