@@ -42,6 +42,7 @@ help:
 setup: $(READY)
 
 run: $(READY)
+	@echo 'python grpo.py --task titanic $(ARGS)'
 	@.venv/bin/python grpo.py --task titanic $(ARGS)
 
 test: $(READY)

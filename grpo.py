@@ -79,7 +79,7 @@ from flatlab.train.checkpoint import (
     timing,
     write_step,
 )
-from flatlab.train.console import banner, farewell, print_step, say
+from flatlab.train.console import banner, farewell, print_step, progress, say
 from policy import ENGINE_RANKS, Policy, default_model, resolve_model
 from tasks import load_task
 
@@ -814,7 +814,9 @@ def main() -> None:
                     run.dir, run.config, cfg.trackers.tensorboard, cfg.trackers.wandb
                 )
                 banner(cfg, tasks, path, why, run)
-            stopped = asyncio.run(train(load_policy(cfg, path), tasks, cfg, run, dist))
+            with progress("engine   is starting"):
+                policy = load_policy(cfg, path)
+            stopped = asyncio.run(train(policy, tasks, cfg, run, dist))
     except KeyboardInterrupt:
         if run:
             run.result(status="interrupted")

@@ -2,6 +2,9 @@
 of store.step_line.
 """
 
+import threading
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from flatlab.episode.sanity import degenerate
@@ -10,6 +13,23 @@ from flatlab.runs import page
 from flatlab.runs.reader import read_run
 from flatlab.runs.views import plot_now_and_then
 from flatlab.train import metrics
+
+
+@contextmanager
+def progress(text: str, seconds: float = 8.0):
+    """Prints the text and the time so far every few seconds, until the block ends."""
+    done = threading.Event()
+    start = time.monotonic()
+
+    def repeat() -> None:
+        while not done.wait(seconds):
+            print(f"{text} ({time.monotonic() - start:.0f} s)", flush=True)
+
+    threading.Thread(target=repeat, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
