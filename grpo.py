@@ -191,7 +191,8 @@ def sequence_clipped(logp, old, advantage, sequence, cfg):
     its token form s_t = stop(s) pi_t / stop(pi_t), which has the same gradient and takes an
     advantage per token.
     """
-    ratio = geometric_mean(logp.detach() - old, sequence).exp() * (logp - logp.detach()).exp()
+    current = logp.detach()
+    ratio = geometric_mean(current - old, sequence).exp() * (logp - current).exp()
     clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     is_clipped = clipped_ratio * advantage < ratio * advantage
     return -(ratio * advantage).minimum(clipped_ratio * advantage), is_clipped
@@ -364,6 +365,7 @@ async def play_groups(
     episodes are in flight at once. Every rank plays its part of both lists. test: also score the
     test part.
     """
+    recent = recent or {}
     slots = asyncio.Semaphore(cfg.concurrency)
     planned = [*plan, *replacements]
     spare = iter(range(len(plan), len(planned))[dist.rank :: dist.world])
@@ -379,7 +381,7 @@ async def play_groups(
             first = number * size
             plays = [together.create_task(play(planned[number], first + i)) for i in range(size)]
         group = Group(number, planned[number], [p.result() for p in plays], [])
-        group.rewards = rewards_of(group, cfg, (recent or {}).get(group.task.name, []))
+        group.rewards = rewards_of(group, cfg, recent.get(group.task.name, []))
         following = None if group.informative else next(spare, None)
         return [group] if following is None else [group, *await fill(following)]
 
@@ -599,7 +601,7 @@ async def begin(policy, tasks, cfg: Config, run, dist, state: State) -> None:
         await judge("imitated", "after imitation")
 
 
-def plan_step(tasks, cfg: Config, step: int, rows: list[dict]) -> tuple[list[Task], list[Task]]:
+def plan_step(tasks, cfg: Config, step: int, rows: list[dict]):
     """The tasks of the step's groups, and of the groups that replace those with equal rewards."""
     weights = [
         weight * metrics.learning_signal(rows, task.name, cfg.curriculum)
@@ -612,7 +614,7 @@ def plan_step(tasks, cfg: Config, step: int, rows: list[dict]) -> tuple[list[Tas
     return plan, choose_tasks(tasks, weights, more, f"{cfg.seed} {step} replacements")
 
 
-async def train(policy, tasks: list[Task], cfg: Config, run: viz.Run | None, dist) -> str:
+async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> str:
     """All steps and evaluations. Only rank 0 has a run to write. Returns why the guard ended the
     run, or "".
     """
@@ -715,7 +717,8 @@ AT_LEAST = {  # all other numbers: 0
 
 def check(cfg: Config, tasks: list[Task]) -> None:
     """Raises UserError for settings that are wrong."""
-    viz.check_numbers(cfg, {name: (least, None) for name, least in AT_LEAST.items()}, (0, None))
+    bounds = {name: (least, None) for name, least in AT_LEAST.items()}
+    viz.check_numbers(cfg, bounds, otherwise=(0, None))
     if cfg.lora_rank not in ENGINE_RANKS:
         ranks = ", ".join(map(str, ENGINE_RANKS))
         raise UserError(f"--lora-rank must be one of {ranks}, not {cfg.lora_rank}.")

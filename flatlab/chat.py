@@ -33,7 +33,8 @@ class ChatTokens:
         ended: the model ended its turn itself, so that token is already there.
         """
         _, _, before, after = self._frame(["user", "assistant", "user"])
-        if ended and before[:1] and before[0] in self.stop_tokens:
+        starts_with_stop = bool(before) and before[0] in self.stop_tokens
+        if ended and starts_with_stop:
             before = before[1:]
         return before + self.encode(text) + after
 
@@ -41,8 +42,11 @@ class ChatTokens:
         """The template's own tokens around the contents of such messages: len(roles) + 1 lists."""
         key = tuple(roles)
         if key not in self._frames:
-            marks = [f"\x02{i}\x02" for i in range(len(roles))]
-            messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
+            marks = []
+            messages = []
+            for i, role in enumerate(roles):
+                marks.append(f"\x02{i}\x02")
+                messages.append({"role": role, "content": marks[-1]})
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )

@@ -47,7 +47,7 @@ class TrainSequence:
     weight: float = 0.0  # of each of its tokens in the mean over the batch
 
 
-def choose_tasks(tasks: list[Task], weights: list[float], groups: int, seed: str) -> list[Task]:
+def choose_tasks(tasks: list[Task], weights: list[float], groups: int, seed: str):
     """The tasks of a step's groups, in proportion to the weights; the remainder is drawn
     (systematic sampling).
     """
@@ -60,7 +60,11 @@ def choose_tasks(tasks: list[Task], weights: list[float], groups: int, seed: str
 
 def without_tokens(groups: list[Group]) -> list[Group]:
     """Copies of the groups without their segments, to travel between ranks."""
-    return [replace(g, episodes=[replace(e, segments=[]) for e in g.episodes]) for g in groups]
+    copies = []
+    for g in groups:
+        episodes = [replace(e, segments=[]) for e in g.episodes]
+        copies.append(replace(g, episodes=episodes))
+    return copies
 
 
 def gather_groups(groups: list[Group], dist) -> list[Group]:
@@ -179,13 +183,14 @@ def to_tensors(part: list[TrainSequence], device) -> MicroBatch:
     def column(values, dtype=torch.float32):
         return torch.tensor([v for row in values for v in row], dtype=dtype, device=device)
 
+    numbers = [[i] * len(s.old) for i, s in enumerate(part)]
     return MicroBatch(
         pairs=[(s.tokens, s.mask) for s in part],
         old=column(s.old for s in part),
         advantage=column(s.advantage for s in part),
         target=column(s.target or [0.0] * len(s.old) for s in part),
         weight=column([s.weight] * len(s.old) for s in part),
-        sequence=column(([i] * len(s.old) for i, s in enumerate(part)), torch.long),
+        sequence=column(numbers, torch.long),
     )
 
 
@@ -204,13 +209,15 @@ class Meter:
             column = column.detach().double()
             self.sums[name] = self.sums.get(name, 0.0) + column.sum().item()
             self.counts[name] = self.counts.get(name, 0) + column.numel()
-            self.maxima[name] = max(self.maxima.get(name, 0.0), column.max().item())
+            largest = column.max().item()
+            self.maxima[name] = max(self.maxima.get(name, 0.0), largest)
 
     def over_ranks(self, dist) -> tuple[dict, dict, dict]:
         """(sums, means, maxima) by name, the same on every rank. A rank may have had nothing to
         add.
         """
-        parts = [part for part in dist.gather((self.sums, self.counts, self.maxima)) if part[0]]
+        own = (self.sums, self.counts, self.maxima)
+        parts = [part for part in dist.gather(own) if part[0]]
         names = parts[0][0]
         sums = {name: sum(part[0][name] for part in parts) for name in names}
         counts = {name: sum(part[1][name] for part in parts) for name in names}

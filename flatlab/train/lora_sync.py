@@ -93,8 +93,9 @@ class Slots:
         import torch
 
         with torch.no_grad():
-            off = max((slot - own).abs().max().item() for slot, own in self.pairs())
-            return off, max(own.abs().max().item() for _, own in self.pairs())
+            pairs = list(self.pairs())
+            off = max((slot - own).abs().max().item() for slot, own in pairs)
+            return off, max(own.abs().max().item() for _, own in pairs)
 
 
 def served_model(engine):
@@ -150,7 +151,10 @@ def cpu_lora_linear(
     """y[:, slice] += scale * (x A^T) B^T for the only slot, which every request uses (before the
     first push it holds zeros). vLLM's CPU kernel gathers A, B for every token: 20x slower.
     """
-    y, x, start = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), 0
+    y = y.view(-1, y.shape[-1])
+    x = x.view(-1, x.shape[-1])
+    start = 0
     for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices):
-        y[:, start : start + width].addmm_(x @ a[0, 0].T, b[0, 0].T, alpha=scale)
+        part = y[:, start : start + width]
+        part.addmm_(x @ a[0, 0].T, b[0, 0].T, alpha=scale)
         start += width

@@ -198,7 +198,7 @@ def plus_minus(mean: float | None, error: float | None, sign: str = "") -> str:
 # ------------------------------------------------------------------------------ the end of a run
 
 
-def final_comparison(played: dict[str, list[Group]], tasks: list[Task]) -> dict[str, dict]:
+def final_comparison(played: dict[str, list[Group]], tasks: list[Task]) -> dict:
     """The evaluation of each adapter (name -> its episodes on the same seeds) and its difference to
     "untrained".
     """
