@@ -243,7 +243,7 @@ def summary(directory) -> str:
         lines += step_summary(run.rows)
         lines += alarms(run.rows)
         table = final_table(run)
-        lines += ["", *table] if table else []
+        lines += ["", table] if table else []
     else:
         lines += node_summary(run)
     lines.append("")

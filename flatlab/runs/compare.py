@@ -325,8 +325,9 @@ def draw_heat_map(axis, figure, rows, done):
     for row in rows:
         spread = "" if row["std"] is None else f" ± {row['std']:.3g}"
         faults = f", {row['faults']} faults" if row["faults"] else ""
+        adapter = f", {row['adapter']}" if row["adapter"] else ""
         lines = [
-            f"{row['mean']:.4g}{spread}   N={row['n']}",
+            f"{row['mean']:.4g}{spread}   N={row['n']}{adapter}",
             f"{row['failed']} of {row['nodes']} {done} failed{faults}",
         ]
         axis.text(

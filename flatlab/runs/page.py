@@ -227,9 +227,7 @@ def table_of(runs: list[RunData]) -> str:
     """The comparison of the runs, or of the adapters at the end of one training run."""
     from flatlab.runs import compare
 
-    if len(runs) > 1:
-        return compare.table(runs)
-    return "\n".join(final_table(runs[0]))
+    return compare.table(runs) if len(runs) > 1 else final_table(runs[0])
 
 
 # ------------------------------------------------------------------ pictures

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 from flatlab.runs import plots, search_plots
-from flatlab.runs.reader import RunData, number, read_run
-from flatlab.runs.stats import aligned, shown
+from flatlab.runs.reader import RunData, read_run
 from flatlab.runs.store import Run
+from flatlab.train import metrics
 
 
 def plot(run_dir, format="png") -> list[Path]:
@@ -55,50 +55,12 @@ def plot_now_and_then(run: Run, always: bool = False) -> None:
         run.plot_again = time.monotonic() + 20 * (time.monotonic() - start)
 
 
-def final_table(run: RunData) -> list[str]:
-    """The comparison of untrained, last and best adapter at the end of a training run, as lines.
+def final_table(run: RunData) -> str:
+    """The comparison of the adapters at the end of a training run, on the same fresh seeds.
 
-    All were played on the same fresh seeds. [] for searches and for runs that are not finished.
+    "" for searches and for runs that are not finished.
     """
     final = run.result.get("final")
     if not isinstance(final, dict):
-        return []
-    metric = str(run.result.get("metric", "score"))
-    lines = [["adapter", metric, "± s.e.", "valid", "difference", "± s.e.", "N", "test part"]]
-    tests = []
-    for name, (result,) in plots.adapter_results([run]).items():
-        score, error = plots.evaluated_score(result)
-        test, _ = plots.evaluated_score(result, test=True)
-        cells = [
-            adapter_label(name, result, run),
-            shown(score),
-            shown(error),
-            shown(number(result.get("valid_share")), ".0%"),
-            shown(number(result.get("difference")), "+.4f"),
-            shown(number(result.get("difference_stderr"))),
-            shown(number(result.get("difference_n")), ".0f"),
-            shown(test),
-        ]
-        lines.append(cells)
-        for key, value in result.items():
-            task = key.removesuffix(".test_score_mean")
-            if task != key:
-                tests.append(f"{cells[0]} on the test part of {task}: {shown(number(value))}")
-    title = (
-        f"{final.get('n')} episodes each on the {final.get('split', 'validation')} part, with the "
-        "same fresh seeds; difference: paired by seed, to untrained"
-    )
-    found = [title, *aligned(lines, left=1), *tests]
-    if plots.best_is_untrained(run.result):
-        found.append("best is the untrained adapter: no evaluation during training was better")
-    return found
-
-
-def adapter_label(name: str, result: dict, run: RunData) -> str:
-    """'untrained', 'last (step 29)', 'best (untrained)'."""
-    if name == "best" and plots.best_is_untrained(run.result):
-        return "best (untrained)"
-    step = number(result.get("step"))
-    if step is None:
-        return name
-    return f"{name} (step {step:.0f})" if step >= 0 else f"{name} (before the first step)"
+        return ""
+    return metrics.final_table(final, str(run.result.get("metric", "score")))
