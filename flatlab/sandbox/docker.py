@@ -52,7 +52,7 @@ class AttachedStream:
     """
 
     def __init__(self, response):
-        self.response = response  # closing it closes the connection to the daemon
+        self.response = response  # holds a reference to the socket
         self.socket = response._sock
         self.raw = bytearray()
         self.stderr = bytearray()
@@ -84,6 +84,7 @@ class AttachedStream:
         return bytes(stdout)
 
     def close(self) -> None:
+        self.socket.close()
         self.response.close()
 
     def errors(self) -> str:
