@@ -521,6 +521,7 @@ def test_put_never_writes_through_links(isolated):
     box.close()
 
 
+@pytest.mark.slow
 @pytest.mark.fault(25, "20,000 stale files with long names")
 def test_any_number_of_files_is_removed(box):
     box.call("state", cwd=box.workspace)
