@@ -414,17 +414,18 @@ def test_without_a_daemon_auto_says_so_and_goes_on(tmp_path, tiny_model):
     assert "local" in line and "No Docker daemon answers" in line
 
 
-@pytest.mark.parametrize("script", ["grpo.py", "search.py"])
-def test_a_sink_that_is_not_installed_is_found_before_any_model(tmp_path, script):
-    (tmp_path / "wandb.py").write_text("raise ImportError")
-    code, out, err = run(
-        tmp_path, "--model", "tiny", "--wandb", script=script, PYTHONPATH=str(tmp_path)
-    )
-    assert (
-        code == 2
-        and err == "--wandb needs a package that is not here: pip install wandb\n"
-        and "model    " not in out
-    )
+def test_a_tracker_that_is_not_installed_leaves_no_run_directory(tmp_path, monkeypatch):
+    import grpo
+    from flatlab.errors import UserError
+    from flatlab.runs import trackers
+    from flatlab.train.distributed import SingleProcess
+    from training import configure
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    cfg = configure(grpo.Config(), model="tiny", backend="local", wandb=True)
+    with pytest.raises(UserError, match="--wandb needs a package that is missing: pip install"):
+        grpo.prepare(cfg, SingleProcess())
     assert not (tmp_path / "logs").exists()
 
 
