@@ -184,7 +184,12 @@ def items_of(run: RunData, place: int, items: list[dict]) -> list[dict]:
             row["task"] = item.get("task")
         if run.kind == "search":
             y, x, parent = places.get(item["id"], (0.0, 0, "0"))
-            row |= {"x": x, "y": y, "parent": parent, "idea": item["idea"][:160]}
+            row |= {
+                "x": x,
+                "y": y,
+                "parent": parent,
+                "idea": item["idea"][:160],
+            }
             row |= {key: item[key] for key in ("op", "sampling_mode", "second")}
         rows.append({key: value for key, value in row.items() if value not in (None, "")})
     return rows
@@ -227,7 +232,9 @@ def table_of(runs: list[RunData]) -> str:
     """The comparison of the runs, or of the adapters at the end of one training run."""
     from flatlab.runs import compare
 
-    return compare.table(runs) if len(runs) > 1 else final_table(runs[0])
+    if len(runs) > 1:
+        return compare.table(runs)
+    return final_table(runs[0])
 
 
 # ------------------------------------------------------------------ pictures

@@ -98,9 +98,24 @@ def draw_best(axis_name):
             middle, low, high = spread([values_at(points, xs) for points in curves])
             colour = group.colour
             label = "best so far" if len(groups) == 1 else None
-            axis.step(xs, middle, where="post", color=colour, linewidth=2.2, label=label)
+            axis.step(
+                xs,
+                middle,
+                where="post",
+                color=colour,
+                linewidth=2.2,
+                label=label,
+            )
             if len(group.runs) > 1:
-                axis.fill_between(xs, low, high, step="post", color=colour, alpha=0.15, linewidth=0)
+                axis.fill_between(
+                    xs,
+                    low,
+                    high,
+                    step="post",
+                    color=colour,
+                    alpha=0.15,
+                    linewidth=0,
+                )
         draw_baseline(axis, groups)
 
     return draw
@@ -130,10 +145,23 @@ def draw_distribution(axis, groups):
         scores = [row["score"] for _, _, row in members if row["score"] is not None]
         counted = [score for _, run, row in members for score in counted_scores(run, [row])]
         xs = [place + rng.uniform(-0.22, 0.22) for _ in scores]
-        axis.scatter(xs, scores, s=16, alpha=0.5, color=colour, linewidths=0)
+        axis.scatter(
+            xs,
+            scores,
+            s=16,
+            alpha=0.5,
+            color=colour,
+            linewidths=0,
+        )
         if counted:
             middle = median(counted)
-            axis.hlines(middle, place - 0.32, place + 0.32, color=colour, linewidth=2.5)
+            axis.hlines(
+                middle,
+                place - 0.32,
+                place + 0.32,
+                color=colour,
+                linewidth=2.5,
+            )
         failed = sum(outcome_of(row) == "failed" for _, _, row in members)
         names.append(f"{wrapped(name, 22, 66)}\nN={len(members)}, {failed} failed")
     if len(names) > 10:
@@ -145,7 +173,13 @@ def draw_distribution(axis, groups):
     axis.set_xlim(-0.6, len(names) - 0.4)
     axis.set_title(title)
     draw_baseline(axis, groups)
-    axis.plot([], [], color=GREY, linewidth=2.5, label="median, failed = baseline")
+    axis.plot(
+        [],
+        [],
+        color=GREY,
+        linewidth=2.5,
+        label="median, failed = baseline",
+    )
 
 
 def draw_outcomes(axis, groups):
@@ -165,10 +199,20 @@ def draw_outcomes(axis, groups):
             bars = axis.barh(range(len(parts)), counts, left=left, height=0.6, **look)
             labels = [str(count) if count and few else "" for count in counts]
             box = {"facecolor": colour, "edgecolor": "none", "pad": 1.5}
-            axis.bar_label(bars, labels, label_type="center", fontweight="bold", bbox=box)
+            axis.bar_label(
+                bars,
+                labels,
+                label_type="center",
+                fontweight="bold",
+                bbox=box,
+            )
             left += counts
     labels = [wrapped(name, 26, 52 if few else 26) for name in parts]
-    axis.set_yticks(range(len(parts)), labels, fontsize=8 if few else 6)
+    axis.set_yticks(
+        range(len(parts)),
+        labels,
+        fontsize=8 if few else 6,
+    )
     axis.invert_yaxis()
 
 
@@ -333,7 +377,9 @@ def draw_tree(figure, run: RunData):
     colour_map = "viridis" if run.higher_is_better else "viridis_r"
     scores = [row["score"] for row in run.rows if row["score"] is not None]
     shade = ScalarMappable(Normalize(*colour_limits(run, scores)), colour_map)
-    modes = sorted({row["sampling_mode"] for row in run.rows} - {"", "none"})
+    modes = sorted(
+        {row["sampling_mode"] for row in run.rows} - {"", "none"},
+    )
     edges = {}
     if len(modes) > 1:
         edges = {mode: COLOURS[place % len(COLOURS)] for place, mode in enumerate(modes)}
@@ -344,20 +390,41 @@ def draw_tree(figure, run: RunData):
             draw_edge(axis, places[parent], (y, x), bold=id in path)
         if row.get("second") in places:
             y2, x2, _ = places[row["second"]]
-            axis.plot([x2, x], [y2, y], ":", color=PINK, linewidth=1, zorder=1)
+            axis.plot(
+                [x2, x],
+                [y2, y],
+                ":",
+                color=PINK,
+                linewidth=1,
+                zorder=1,
+            )
         score = run.baseline if id == "0" else row.get("score")
         draw_node(axis, id, row, score, (x, y), shade, edges, crowded, id in path)
         if not crowded or id in path:
             draw_name(axis, id, row, score, (x, y), id in path)
     depth = max(x for _, x, _ in places.values())
-    axis.set(xticks=range(depth + 1), yticks=[], xlabel="depth")
+    axis.set(
+        xticks=range(depth + 1),
+        yticks=[],
+        xlabel="depth",
+    )
     axis.grid(False)
     axis.spines["left"].set_visible(False)
     axis.invert_yaxis()
-    axis.margins(x=0.06, y=0.08 if len(places) < 30 else 0.03)
+    axis.margins(
+        x=0.06,
+        y=0.08 if len(places) < 30 else 0.03,
+    )
     metric = shorten(run.result.get("metric", "score"), 40)
     better = "higher is better" if run.higher_is_better else "lower is better"
-    figure.colorbar(shade, ax=axis, label=f"{metric}, {better}", shrink=0.8, aspect=30, pad=0.01)
+    figure.colorbar(
+        shade,
+        ax=axis,
+        label=f"{metric}, {better}",
+        shrink=0.8,
+        aspect=30,
+        pad=0.01,
+    )
     draw_tree_legend(axis, run.rows, places, edges)
 
 
@@ -370,10 +437,20 @@ def draw_edge(axis, start, end, bold: bool):
     y, x = end
     middle = (x0 + x) / 2
     points = [(x0, y0), (middle, y0), (middle, y), (x, y)]
-    curve = Curve(points, [Curve.MOVETO] + 3 * [Curve.CURVE4])
+    curve = Curve(
+        points,
+        [Curve.MOVETO] + 3 * [Curve.CURVE4],
+    )
     colour, width = (BLACK, 2.6) if bold else ("#bbbbbb", 1)
     axis.add_patch(
-        PathPatch(curve, fill=False, capstyle="round", edgecolor=colour, linewidth=width, zorder=1)
+        PathPatch(
+            curve,
+            fill=False,
+            capstyle="round",
+            edgecolor=colour,
+            linewidth=width,
+            zorder=1,
+        )
     )
 
 
@@ -381,7 +458,14 @@ def draw_node(axis, id, row, score, at, shade, edges, crowded, on_path):
     size = 45 if crowded else 110
     if score is None:
         mark = "+" if row.get("status") == "fault" else "x"
-        axis.scatter(*at, s=size * 0.7, marker=mark, color=RED, linewidths=1.8, zorder=3)
+        axis.scatter(
+            *at,
+            s=size * 0.7,
+            marker=mark,
+            color=RED,
+            linewidths=1.8,
+            zorder=3,
+        )
         return
     root = id == "0"
     axis.scatter(
@@ -418,17 +502,60 @@ def draw_name(axis, id, row, score, at, on_path):
 def draw_tree_legend(axis, rows, places, edges):
     for op, mark in SHAPES.items():
         if any(row["op"] == op for row in rows):
-            axis.scatter([], [], marker=mark, color="white", edgecolors=BLACK, label=op)
+            axis.scatter(
+                [],
+                [],
+                marker=mark,
+                color="white",
+                edgecolors=BLACK,
+                label=op,
+            )
     for mode, colour in edges.items():
         label = f"mode {shorten(mode, 10)}"
-        axis.scatter([], [], color="white", edgecolors=colour, linewidths=1.8, label=label)
+        axis.scatter(
+            [],
+            [],
+            color="white",
+            edgecolors=colour,
+            linewidths=1.8,
+            label=label,
+        )
     outcomes = Counter(map(outcome_of, rows))
-    axis.scatter([], [], marker="x", color=RED, label=f"failed: {outcomes['failed']}")
+    axis.scatter(
+        [],
+        [],
+        marker="x",
+        color=RED,
+        label=f"failed: {outcomes['failed']}",
+    )
     if outcomes["fault"]:
         label = f"fault (sandbox broke): {outcomes['fault']}"
-        axis.scatter([], [], marker="+", color=RED, label=label)
+        axis.scatter(
+            [],
+            [],
+            marker="+",
+            color=RED,
+            label=label,
+        )
     if any(row["second"] in places for row in rows):
-        axis.plot([], [], color=PINK, linestyle=":", label="second parent")
-    axis.plot([], [], color=BLACK, linewidth=2.6, label="path to the best")
+        axis.plot(
+            [],
+            [],
+            color=PINK,
+            linestyle=":",
+            label="second parent",
+        )
+    axis.plot(
+        [],
+        [],
+        color=BLACK,
+        linewidth=2.6,
+        label="path to the best",
+    )
     below = -0.08 if len(places) > 20 else -0.2
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, below), ncols=7, frameon=False)
+    axis.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, below),
+        ncols=7,
+        frameon=False,
+    )

@@ -39,11 +39,16 @@ def plot_training(run: RunData, groups, format: str) -> list[Path]:
 def plot_search(run: RunData, groups, format: str) -> list[Path]:
     with plots.figure_of(*search_plots.tree_size(run)) as figure:
         search_plots.draw_tree(figure, run)
-        figure.suptitle(plots.shorten(plots.heading(run), 120), fontsize=10)
+        figure.suptitle(
+            plots.shorten(plots.heading(run), 120),
+            fontsize=10,
+        )
         tree = plots.save(figure, run.dir / f"tree.{format}")
     with plots.figure_of(15, 8.5) as figure:
         plots.draw_panels(figure, search_plots.SEARCH, groups, 3)
-        figure.suptitle(plots.shorten(plots.heading(run), 160))
+        figure.suptitle(
+            plots.shorten(plots.heading(run), 160),
+        )
         return [tree, plots.save(figure, run.dir / f"search.{format}")]
 
 
