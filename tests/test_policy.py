@@ -496,5 +496,5 @@ def test_models_that_cannot_be_used_get_one_sentence(tmp_path):
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": "/nowhere/model"})
     )
-    with pytest.raises(UserError, match="not there any more"):
+    with pytest.raises(UserError, match="no longer exists"):
         resolve_model(str(tmp_path))
