@@ -145,6 +145,7 @@ class Policy(ChatTokens):
         self.temperature = temperature
         self.packing = packing
         self.version = 0
+        self._reference = None  # tensors of set_reference
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         if self.device == "cpu":
@@ -339,11 +340,11 @@ class Policy(ChatTokens):
     ):
         """Log-probability and entropy (nats, without gradient) of the tokens whose mask is 1.
 
-        batch: B pairs (tokens, mask) of equal lengths. base: adapter off, the reference of the KL
-        term. Returns two (N,) tensors, N = sum of all masks, sequence by sequence; with `values` a
-        third one, the value head's estimates before each token. The (., V) logits exist for `chunk`
-        positions at a time only (default: 256 MiB of them), in the backward pass too, where they
-        are recomputed.
+        batch: B pairs (tokens, mask) of equal lengths. base: of the reference of the KL term, see
+        set_reference; without gradient. Returns two (N,) tensors, N = sum of all masks, sequence by
+        sequence; with `values` a third one, the value head's estimates before each token. The
+        (., V) logits exist for `chunk` positions at a time only (default: 256 MiB of them), in the
+        backward pass too, where they are recomputed.
         """
         import torch
         from torch.utils.checkpoint import checkpoint
@@ -351,7 +352,7 @@ class Policy(ChatTokens):
         layout = self._packed if self.packing else self._padded
         ids, where, position = layout(batch)  # (B, T), or (1, B * T) when packed
         causal_lm = self.model.get_base_model()
-        with self.model.disable_adapter() if base else contextlib.nullcontext():
+        with self._reference_adapter() if base else contextlib.nullcontext():
             output = causal_lm.base_model(input_ids=ids, position_ids=position, use_cache=False)
         is_target = where[:, 1:]
         hidden = output.last_hidden_state[:, :-1][is_target]  # (N, D)
@@ -375,6 +376,32 @@ class Policy(ChatTokens):
         if values:
             return logp, entropy, self.value_head(hidden.float())[:, 0]
         return logp, entropy
+
+    def set_reference(self, folder) -> None:
+        """Makes the adapter in `folder` the reference of the KL term; without a call it is the base
+        model, i.e. the adapter is off.
+        """
+        trained = [p.data.clone() for p in self.parameters()]
+        self.load(folder)
+        self._reference = [p.data.clone() for p in self.parameters()]
+        for p, values in zip(self.parameters(), trained):
+            p.data.copy_(values)
+
+    @contextlib.contextmanager
+    def _reference_adapter(self):
+        """Inside, the trainer computes with the reference adapter. No gradient may pass through."""
+        if self._reference is None:
+            with self.model.disable_adapter():
+                yield
+            return
+        trained = [p.data for p in self.parameters()]
+        try:
+            for p, values in zip(self.parameters(), self._reference):
+                p.data = values
+            yield
+        finally:
+            for p, values in zip(self.parameters(), trained):
+                p.data = values
 
     def _padded(self, batch):
         """Tokens and mask, (B, T) each: a row per sequence, padded at the end, where causal
@@ -463,8 +490,8 @@ class Policy(ChatTokens):
             (prompt + s.tokens, [0] * len(prompt) + [1] * len(s.tokens))
             for prompt, s in zip(prompts, samples)
         ]
-        with torch.no_grad():
-            trainer, _ = self.logprobs(batch, base)
+        with torch.no_grad(), self.model.disable_adapter() if base else contextlib.nullcontext():
+            trainer, _ = self.logprobs(batch)
         engine = torch.tensor([logp for s in samples for logp in s.logprobs])
         return (trainer.cpu() - engine).abs().max().item()
 
