@@ -11,7 +11,7 @@ The same command again resumes a run. One step:
    improvement over the baseline
 3. advantage = how much better than the own group; equal rewards teach nothing, so another group
    is sampled instead
-4. loss = clipped policy gradient + KL to the starting policy, averaged over all tokens of the step
+4. loss = clipped policy gradient + KL to the base model, averaged over all tokens of the step
 5. one AdamW step on the LoRA weights, which are then copied into the running engine
 6. now and then an evaluation on seeds never trained on: the best adapter is kept, and a
    collapsed policy returns to it
@@ -36,7 +36,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import exp, log1p
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -55,7 +54,7 @@ from flatlab.options import (
     flat,
 )
 from flatlab.runs import trackers
-from flatlab.train import distributed, guard, imitation, memory, metrics
+from flatlab.train import distributed, guard, imitation, metrics
 from flatlab.train.batch import (
     Group,
     Meter,
@@ -81,7 +80,7 @@ from flatlab.train.checkpoint import (
     write_step,
 )
 from flatlab.train.console import banner, farewell, print_step, progress, say
-from policy import ENGINE_RANKS, Policy, default_model, resolve_model
+from policy import Policy, default_model, resolve_model
 from tasks import load_task
 
 # ================================== the idea: edit here ==================================
@@ -209,8 +208,8 @@ def clipped_weight(logp, old, advantage, sequence, cfg):
 
 
 def kl_to_base(logp, base):
-    """k3 = exp(d) - d - 1, d = base - logp: unbiased for KL(policy || reference), never negative
-    (GRPO, eq. 4).
+    """k3 = exp(d) - d - 1, d = base - logp: unbiased for KL(policy || base), never negative (GRPO,
+    eq. 4).
     """
     return (base - logp).exp() - (base - logp) - 1
 
@@ -286,9 +285,7 @@ class Config:
     # runs (logs/<run> of grpo.py or search.py) whose best episodes are imitated before the first
     # step
     sft: tuple[str, ...] = ()
-    sft_share: float = 0.25  # best share of their episodes above the baseline; 1: all of these
-    sft_updates: int = 32  # optimizer steps of this imitation, on up to 8 episodes each
-    sft_lr: float | None = None  # learning rate of this imitation; default: 2e-4, stand-in 1e-3
+    sft_updates: int = 16  # optimizer steps of this imitation, on up to 32 episodes each
     # sampling
     groups: int = 4  # P: groups per step
     # upper bound on the groups per step, when groups with equal rewards are replaced; default: 2 P
@@ -308,19 +305,19 @@ class Config:
     is_cap: float = 2.0
     # drop sequences whose geometric mean ratio leaves [1 / (1 + x), 1 + x]; default: keep all
     sequence_mask: float | None = None
-    # weight of the KL to the reference: the policy of the first step, after an imitation
-    kl: float = 0.05
+    kl: float = 0.05  # weight of the KL to the base model
     # learning
     lr: float | None = None  # learning rate of AdamW; default: 2e-5, stand-in 1e-3
     warmup: int = 4  # steps until the full learning rate
     epochs: int = 1  # passes over the batch of a step
     max_grad_norm: float = 1.0  # a larger gradient is scaled down to this norm
-    lora_rank: int = 16  # 8, 16, 32, 64, 128 or 256
+    lora_rank: int = 16  # rank of A and B
     lora_alpha: int = 32  # LoRA is scaled by alpha / rank
     # memory
-    micro_tokens: int | None = None  # tokens per training pass, with padding; default: what fits
+
+    # tokens per forward pass of the trainer, padding included; default: 16384, stand-in 8192
+    micro_tokens: int | None = None
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time
-    packing: bool = False  # put sequences one after the other in a row instead of padding them
     gpu_memory: float = 0.45  # share of the GPU for the engine: its weights and its KV cache
     share_base: bool = False  # engine and trainer share the base weights (GPU only, never run yet)
     # evaluation
@@ -452,7 +449,7 @@ def update(
         return {}
     meter, skipped = Meter(), 0
     for epoch in range(cfg.epochs):
-        for number, part in enumerate(micro_batches(batch, cfg.micro_tokens, cfg.packing)):
+        for number, part in enumerate(micro_batches(batch, cfg.micro_tokens)):
             micro = to_tensors(part, policy.device)
             # With --kl 0 the guard still wants to know the KL, so one micro-batch measures it.
             measure_kl = cfg.kl > 0 or number == epoch == 0
@@ -596,7 +593,7 @@ async def begin(policy, tasks, cfg: Config, run, dist, state: State) -> None:
     save_adapter(policy, run, dist, "untrained")
     await judge("before", "before training")
     if cfg.sft:
-        imitation.warm_start(policy, tasks, cfg, dist)
+        say(dist, imitation.warm_start(policy, tasks, cfg))
         dist.broadcast(policy.parameters())
         policy.sync()
         save_adapter(policy, run, dist, "imitated")
@@ -633,9 +630,6 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> str:
     )
     if state.step == 0:
         await begin(policy, tasks, cfg, run, dist, state)
-    if cfg.sft or policy.path.adapter:  # else the reference of the KL term is the base model
-        start = "imitated" if cfg.sft else "untrained"
-        policy.set_reference(Path("logs", cfg.name, start))
 
     while state.step < cfg.steps and not state.stopped:
         step, watch, engine_seconds = state.step, metrics.Stopwatch(), policy.engine_seconds
@@ -711,10 +705,10 @@ AT_LEAST = {  # all other numbers: 0
     "episode_minutes": 0.01,
     "concurrency": 1,
     "sft_updates": 1,
-    "sft_share": 1e-6,
     "is_cap": 1,
     "epochs": 1,
     "max_grad_norm": 1e-6,
+    "lora_rank": 1,
     "lora_alpha": 1,
     "eval_every": 1,
     "keep_checkpoints": 1,
@@ -725,9 +719,6 @@ def check(cfg: Config, tasks: list[Task]) -> None:
     """Raises UserError for settings that are wrong."""
     bounds = {name: (least, None) for name, least in AT_LEAST.items()}
     viz.check_numbers(cfg, bounds, otherwise=(0, None))
-    if cfg.lora_rank not in ENGINE_RANKS:
-        ranks = ", ".join(map(str, ENGINE_RANKS))
-        raise UserError(f"--lora-rank must be one of {ranks}, not {cfg.lora_rank}.")
     if cfg.eval_episodes == 1:
         raise UserError("--eval-episodes must be 0 or at least 2: one has no standard error.")
     weights = cfg.task_weights or (1.0,) * len(tasks)
@@ -745,7 +736,7 @@ def fill_in(cfg: Config, tasks: list[Task], is_tiny: bool) -> None:
     model = cfg.model.model.strip("/").removesuffix("/best").split("/")[-1]
     derived = {
         "lr": 1e-3 if is_tiny else 2e-5,
-        "sft_lr": 1e-3 if is_tiny else 2e-4,
+        "micro_tokens": 8192 if is_tiny else 16384,
         "clip_low": LOSSES[cfg.loss].clip_low,
         "clip_high": LOSSES[cfg.loss].clip_high,
         "max_groups": 2 * cfg.groups,
@@ -824,7 +815,7 @@ def main() -> None:
                 )
                 banner(cfg, tasks, path, why, run)
             with progress("engine   is starting"):
-                policy = load_policy(cfg, path, dist)
+                policy = load_policy(cfg, path)
             stopped = asyncio.run(train(policy, tasks, cfg, run, dist))
     except KeyboardInterrupt:
         if run:
@@ -838,9 +829,8 @@ def main() -> None:
         sys.exit(f"Stopped: {stopped}. The best adapter so far is in best/.")
 
 
-def load_policy(cfg: Config, path, dist) -> Policy:
-    """The model, and how many tokens a training pass over it can hold: see cfg.micro_tokens."""
-    policy = Policy(
+def load_policy(cfg: Config, path) -> Policy:
+    return Policy(
         path,
         context=cfg.model.context,
         temperature=cfg.model.temperature,
@@ -851,14 +841,8 @@ def load_policy(cfg: Config, path, dist) -> Policy:
         gpu_memory=cfg.gpu_memory,
         value_head=cfg.advantage == "ppo",
         gradient_checkpointing=cfg.gradient_checkpointing,
-        packing=cfg.packing,
         share_base=cfg.share_base,
     )
-    cfg.micro_tokens = memory.fit_micro_tokens(
-        policy, cfg.micro_tokens, cfg.gradient_checkpointing, dist.world
-    )
-    say(dist, f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
-    return policy
 
 
 if __name__ == "__main__":

@@ -36,12 +36,10 @@ from pathlib import Path
 from flatlab.chat import ChatTokens
 from flatlab.episode.episode import Sample
 from flatlab.errors import UserError
-from flatlab.train.lora_sync import Slots, on_weights_of, served_model
 from flatlab.train.tensors import save_tensors
 
 LORA_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TINY = Path(__file__).resolve().parent / "configs" / "tiny"  # the stand-in model
-ENGINE_RANKS = (8, 16, 32, 64, 128, 256)  # the sizes of vLLM's LoRA buffers
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,7 @@ class Policy(ChatTokens):
     holds an adapter, whose own are used. max_batch: requests that the engine works on at once.
     gpu_memory: share of the GPU that the engine may take. value_head: a linear value estimate on
     the last hidden states, trained with the adapter (PPO). gradient_checkpointing: recompute the
-    activations in the backward pass: a third slower, memory of one layer only. packing: put
-    sequences one after the other in a row instead of padding them (see `_packed`). share_base: on a
+    activations in the backward pass: a third slower, memory of one layer only. share_base: on a
     GPU the trainer uses the engine's copy of the base weights. The mapping is tested on a CPU with
     a stand-in for the engine; it has not been run on a GPU yet. `verify()` would stop a run in
     which it is wrong. trains: False for search and evaluation: the trainer's copy of the model
@@ -123,7 +120,6 @@ class Policy(ChatTokens):
         gpu_memory: float = 0.45,
         value_head: bool = False,
         gradient_checkpointing: bool = False,
-        packing: bool = False,
         share_base: bool = False,
         trains: bool = True,
     ):
@@ -143,9 +139,7 @@ class Policy(ChatTokens):
         self.path = path
         self.context = context
         self.temperature = temperature
-        self.packing = packing
         self.version = 0
-        self._reference = None  # tensors of set_reference
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         if self.device == "cpu":
@@ -177,15 +171,19 @@ class Policy(ChatTokens):
             torch.nn.init.zeros_(self.value_head.bias)
         if path.adapter:
             self.load(path.adapter)
-        self._slots = Slots(self.engine, self.model)
-        self._slots.push()
+        from flatlab.train.lora_sync import AdapterCopy
+
+        self.adapter_copy = AdapterCopy(self.engine, self.model)
+        self.adapter_copy.push()
 
     # -------------------------------------------------------------------------- sampling
 
     def _build_engine(self, rank: int, seed: int, max_batch: int, gpu_memory: float) -> None:
         from vllm import EngineArgs, LLMEngine
-        from vllm.lora.request import LoRARequest
 
+        from flatlab.train.lora_sync import METHOD, LoraMethod
+
+        LoraMethod.rank = rank
         if self.device == "cpu":
             # with vLLM's block size of 128 a hit in the prefix cache loses up to 127 tokens
             machine = {"dtype": "float32", "enforce_eager": True, "block_size": 32}
@@ -196,10 +194,7 @@ class Policy(ChatTokens):
             tokenizer=self.path.base,
             max_model_len=self.context,
             seed=seed,
-            enable_lora=True,
-            max_loras=1,
-            max_lora_rank=rank,
-            lora_target_modules=LORA_LAYERS,
+            quantization=METHOD,
             max_num_seqs=max_batch,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
@@ -208,8 +203,6 @@ class Policy(ChatTokens):
             **machine,
         )
         self.engine = LLMEngine.from_engine_args(arguments)
-        # The path is never opened: the slot is filled in place.
-        self._lora = LoRARequest("policy", 1, "in-memory")
         self._ids = itertools.count()
         self._futures = {}
         self._pump = None
@@ -250,7 +243,7 @@ class Policy(ChatTokens):
         # are in flight.
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"v{version}"}
         params = self._sampling_params(max_tokens, temperature, seed)
-        self.engine.add_request(request_id, prompt, params, lora_request=self._lora)
+        self.engine.add_request(request_id, prompt, params)
         if self._pump is None or self._pump.done():
             self._pump = asyncio.ensure_future(self._step_engine())
         try:
@@ -301,11 +294,14 @@ class Policy(ChatTokens):
         base = self._base_model(share_base, device)
         self.model = get_peft_model(base, config)  # adapters stay fp32 whatever the base is
         self.model.eval()  # no dropout: trainer and engine compute the same function
+        self.share_prompt = not gradient_checkpointing  # which keeps no keys and values
         if gradient_checkpointing:
             self.recompute_layers()
 
     def _base_model(self, share_base: bool, device: str):
         from transformers import AutoModelForCausalLM
+
+        from flatlab.train.lora_sync import on_weights_of, served_model
 
         if share_base:
             try:
@@ -340,23 +336,22 @@ class Policy(ChatTokens):
     ):
         """Log-probability and entropy (nats, without gradient) of the tokens whose mask is 1.
 
-        batch: B pairs (tokens, mask) of equal lengths. base: of the reference of the KL term, see
-        set_reference; without gradient. Returns two (N,) tensors, N = sum of all masks, sequence by
-        sequence; with `values` a third one, the value head's estimates before each token. The
-        (., V) logits exist for `chunk` positions at a time only (default: 256 MiB of them), in the
-        backward pass too, where they are recomputed.
+        batch: B pairs (tokens, mask) of equal lengths. base: adapter off, the reference of the KL
+        term. Returns two (N,) tensors, N = sum of all masks, sequence by sequence; with `values` a
+        third one, the value head's estimates before each token. The (., V) logits exist for `chunk`
+        positions at a time only (default: 256 MiB of them), in the backward pass too, where they
+        are recomputed.
         """
         import torch
         from torch.utils.checkpoint import checkpoint
 
-        layout = self._packed if self.packing else self._padded
-        ids, where, position = layout(batch)  # (B, T), or (1, B * T) when packed
+        from flatlab.train.shared_prompt import hidden_states
+
         causal_lm = self.model.get_base_model()
-        with self._reference_adapter() if base else contextlib.nullcontext():
-            output = causal_lm.base_model(input_ids=ids, position_ids=position, use_cache=False)
-        is_target = where[:, 1:]
-        hidden = output.last_hidden_state[:, :-1][is_target]  # (N, D)
-        targets = ids[:, 1:][is_target]  # (N,)
+        with self.model.disable_adapter() if base else contextlib.nullcontext():
+            hidden, targets = hidden_states(
+                causal_lm.base_model, batch, self.device, self.share_prompt
+            )
         head = causal_lm.get_output_embeddings().weight  # (V, D), frozen
         chunk = chunk or max(1, 2**26 // len(head))
 
@@ -376,59 +371,6 @@ class Policy(ChatTokens):
         if values:
             return logp, entropy, self.value_head(hidden.float())[:, 0]
         return logp, entropy
-
-    def set_reference(self, folder) -> None:
-        """Makes the adapter in `folder` the reference of the KL term; without a call it is the base
-        model, i.e. the adapter is off.
-        """
-        trained = [p.data.clone() for p in self.parameters()]
-        self.load(folder)
-        self._reference = [p.data.clone() for p in self.parameters()]
-        for p, values in zip(self.parameters(), trained):
-            p.data.copy_(values)
-
-    @contextlib.contextmanager
-    def _reference_adapter(self):
-        """Inside, the trainer computes with the reference adapter. No gradient may pass through."""
-        if self._reference is None:
-            with self.model.disable_adapter():
-                yield
-            return
-        trained = [p.data for p in self.parameters()]
-        try:
-            for p, values in zip(self.parameters(), self._reference):
-                p.data = values
-            yield
-        finally:
-            for p, values in zip(self.parameters(), trained):
-                p.data = values
-
-    def _padded(self, batch):
-        """Tokens and mask, (B, T) each: a row per sequence, padded at the end, where causal
-        attention never looks.
-        """
-        import torch
-
-        longest = max(len(tokens) for tokens, _ in batch)
-        ids = torch.zeros(len(batch), longest, dtype=torch.long)
-        where = torch.zeros(len(batch), longest, dtype=torch.bool)
-        for row, (tokens, mask) in enumerate(batch):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            where[row, : len(mask)] = torch.tensor(mask, dtype=torch.bool)
-        return ids.to(self.device), where.to(self.device), None
-
-    def _packed(self, batch):
-        """Tokens, mask and positions, (1, B * T) each: all sequences in one row.
-
-        transformers keeps attention inside a sequence where positions start again at 0.
-        """
-        import torch
-
-        ids = torch.tensor([token for tokens, _ in batch for token in tokens])
-        where = [m and i > 0 for _, mask in batch for i, m in enumerate(mask)]
-        where = torch.tensor(where, dtype=torch.bool)
-        position = torch.cat([torch.arange(len(tokens)) for tokens, _ in batch])
-        return tuple(row[None].to(self.device) for row in (ids, where, position))
 
     def peak_memory(self) -> float:
         """Peak memory in GiB: of the GPU since the last call, engine included; without one of this
@@ -452,13 +394,12 @@ class Policy(ChatTokens):
 
         Raises UserError if the engine does not hold it afterwards.
         """
-        self._slots.push()
-        if not self._slots.arrived():
-            off, largest = self._slots.difference()
+        self.adapter_copy.push()
+        off = self.adapter_copy.largest_difference()
+        if off:
             raise UserError(
                 "The sync did not arrive: the engine's LoRA weights differ from the trainer's by "
-                f"{off:.2g}, which are at most {largest:.2g}. Not training on samples of another "
-                "policy."
+                f"{off:.2g}. Not training on samples of another policy."
             )
         self.version += 1
         self.engine.reset_prefix_cache()  # frees stale blocks when idle; the salt makes it correct
@@ -490,8 +431,8 @@ class Policy(ChatTokens):
             (prompt + s.tokens, [0] * len(prompt) + [1] * len(s.tokens))
             for prompt, s in zip(prompts, samples)
         ]
-        with torch.no_grad(), self.model.disable_adapter() if base else contextlib.nullcontext():
-            trainer, _ = self.logprobs(batch)
+        with torch.no_grad():
+            trainer, _ = self.logprobs(batch, base)
         engine = torch.tensor([logp for s in samples for logp in s.logprobs])
         return (trainer.cpu() - engine).abs().max().item()
 

@@ -7,7 +7,7 @@
     python tests/bench.py sync        the trained adapter into the running engine, three ways
     python tests/bench.py rollout     episodes of several turns: continuous, lock-step, serial
     python tests/bench.py search      a grid of trees on one engine beside the same trees in turn
-    python tests/bench.py memory      peak memory of the loss; padding, packing, recomputed layers
+    python tests/bench.py memory      peak memory of the loss; padding, recomputed layers
     python tests/bench.py objectives  every loss and advantage on the built-in tasks; an hour
     python tests/bench.py stability   200 steps with the defaults and without guard and KL; hours
     python tests/bench.py table       runs the tests of attacks and faults, writes tests/README.md
@@ -421,16 +421,6 @@ LARGER = {
 }
 
 
-def is_exact(policy):
-    """Whether the engine's buffers hold exactly the trained adapter."""
-    import torch
-
-    for a_slot, b_slot, a, b, scale in policy._slots.copies:
-        if not torch.equal(a_slot, a) or not torch.equal(b_slot, b * scale):
-            return False
-    return True
-
-
 def sync(args):
     """The trained adapter into the engine: in place, through files, and merging alone."""
     rows = []
@@ -442,10 +432,13 @@ def sync(args):
 
 def sync_rows(name, sizes, folder):
     import torch
+    from vllm import EngineArgs, LLMEngine
     from vllm.lora.request import LoRARequest
 
     policy, _ = random_policy(folder, sizes=sizes, lora_rank=16, lora_alpha=32, context=512)
-    manager = policy.engine.model_executor.driver_worker.model_runner.lora_manager
+    options = {"enable_lora": True, "max_lora_rank": 16, "enforce_eager": True}
+    model = policy.path.base
+    vllm = LLMEngine.from_engine_args(EngineArgs(model, dtype="float32", **options))
     adapter = f"{folder}/adapter"
     with torch.no_grad():
         for p in policy.parameters():
@@ -453,8 +446,8 @@ def sync_rows(name, sizes, folder):
 
     def through_files():
         policy.save(adapter)
-        manager.remove_adapter(1)
-        manager.add_adapter(LoRARequest("policy", 1, adapter))
+        vllm.remove_lora(1)
+        vllm.add_lora(LoRARequest("policy", 1, adapter))
 
     def merge():
         policy.model.merge_adapter()
@@ -462,7 +455,9 @@ def sync_rows(name, sizes, folder):
 
     count = sum(p.numel() for p in policy.parameters()) / 1e6
     in_place = median_seconds(policy.sync, 20)
-    note = f"{count:.2f} M LoRA parameters; bit-exact: {is_exact(policy)}"
+    note = (
+        f"{count:.2f} M LoRA parameters; bit-exact: {policy.adapter_copy.largest_difference() == 0}"
+    )
     files = median_seconds(through_files, 5)
     merging = median_seconds(merge, 5)
     return [
@@ -590,7 +585,7 @@ def memory(args):
                 note = f"all logits at once: fails, {error}"
             what = f"{tokens} tokens, vocabulary {vocabulary}"
             rows.append((what, f"{mib:.0f} MiB, {took:.1f} s", note))
-        for way in ("padded", "packed", "recomputed"):
+        for way in ("padded", "recomputed"):
             mib, took = peak(folder, 8192, 2048, way)
             what = f"4 sequences of 512 to 2048 tokens, {way}"
             rows.append((what, f"{mib:.0f} MiB, {took:.1f} s", ""))

@@ -28,11 +28,10 @@ def main(model, tokens, way):
     policy.device = "cpu"
     policy.dtype = torch.float32
     policy.temperature = 1.0
-    policy.packing = way == "packed"
     policy.value_head = None
     policy._build_trainer(model, 8, 16, way == "recomputed", False, "cpu")
     lengths = [1024] * (tokens // 1024)
-    if way in ("padded", "packed", "recomputed"):
+    if way in ("padded", "recomputed"):
         lengths = [tokens // 16 * k for k in (1, 2, 3, 4)]
     batch = []
     for length in lengths:

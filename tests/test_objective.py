@@ -435,13 +435,17 @@ def test_micro_batches_keep_everything_and_the_limit():
     assert sorted(len(p.tokens) for part in parts for p in part) == [5, 7, 10, 40, 41, 90, 100]
     assert all(len(part) * max(len(p.tokens) for p in part) <= 100 for part in parts)
     assert len(parts) < len(batch) and list(micro_batches([], 100)) == []
-    packed = list(micro_batches(batch, 100, packing=True))  # nothing is padded: the sum counts
-    assert [sorted(len(p.tokens) for p in part) for part in packed] == [
-        [5, 7, 10, 40],
-        [41],
-        [90],
-        [100],
-    ]
+
+
+def test_micro_batches_count_a_common_prompt_once():
+    from flatlab.train.batch import cost, micro_batches
+
+    prompt = list(range(200))
+    batch = [TrainSequence([*prompt, n, n], [0] * 200 + [1, 1], [], []) for n in range(8)]
+    assert cost(batch) == 199 + 8 * 3
+    assert [len(part) for part in micro_batches(batch, 230)] == [8]
+    other = [TrainSequence([9, *prompt], [0] * 200 + [1], [], []) for _ in range(2)]
+    assert sorted(len(part) for part in micro_batches([*batch, *other], 1000)) == [2, 8]
 
 
 def test_improvement_is_the_only_scale(task):

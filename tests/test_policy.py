@@ -10,7 +10,8 @@ import torch
 
 import bench
 from flatlab.errors import UserError
-from flatlab.train.lora_sync import cpu_lora_linear, on_weights_of
+from flatlab.train.lora_sync import on_weights_of
+from flatlab.train.shared_prompt import common_prompt
 from policy import resolve_model
 
 CHAT = [
@@ -113,16 +114,16 @@ def test_verify_passes_and_leaves_the_adapter_alone(policy):
     "fault", ["nothing arrives", "one layer is missing", "scaling is forgotten"]
 )
 def test_verify_refuses_a_broken_sync_with_both_numbers(policy, monkeypatch, fault):
-    copies = policy._slots.copies
+    copy = policy.adapter_copy
     if fault == "nothing arrives":
-        monkeypatch.setattr(policy._slots, "push", lambda: None)
+        monkeypatch.setattr(copy, "push", lambda: None)
     elif fault == "one layer is missing":
-        monkeypatch.setattr(policy._slots, "copies", copies[:-1])
-        copies[-1][1].zero_()
+        for name in ("engine_a", "engine_b", "trainer_a", "trainer_b", "scalings"):
+            monkeypatch.setattr(copy, name, getattr(copy, name)[:-1])
     else:
-        monkeypatch.setattr(policy._slots, "copies", [(*copy[:4], 1.0) for copy in copies])
+        monkeypatch.setattr(copy, "scalings", [1.0] * len(copy.scalings))
     said = (
-        r"differ from the trainer's by .*, which are at most"
+        r"differ from the trainer's by"
         if fault == "nothing arrives"
         else r"disagree.*the random adapter.*the adapter of zeros.*the trained adapter"
     )
@@ -236,18 +237,34 @@ BATCH = [
 ]
 
 
-def test_packed_rows_give_the_numbers_of_padded_ones(policy, monkeypatch):
-    """Attention stays inside each sequence: values and gradients are the same."""
+def test_a_common_prompt_that_is_computed_once_changes_no_number(policy):
+    """Log-probs, entropies, values and gradients are those of the padded rows, and of each row."""
     randomise(policy)
-    padded = loss_and_grads(policy, BATCH)
-    monkeypatch.setattr(policy, "packing", True)
-    packed = loss_and_grads(policy, BATCH)
-    assert torch.allclose(padded[0], packed[0], atol=1e-5) and torch.allclose(
-        padded[1], packed[1], atol=1e-5
-    )
-    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(padded[2], packed[2]))
-    swapped = loss_and_grads(policy, BATCH[::-1])
-    assert torch.allclose(swapped[0][:20], packed[0][-20:], atol=1e-5)
+    prompt = list(range(5, 45))
+    batch = [
+        ([*prompt, 7, 8, 9, 10, 11], [0] * 40 + [1, 1, 0, 1, 1]),
+        ([*prompt, 12], [0] * 40 + [1]),
+        ([*prompt, 7, 20, 21], [0] * 41 + [1, 1]),
+    ]
+    assert common_prompt(batch) == 39
+    shared = loss_and_grads(policy, batch)
+    policy.share_prompt = False
+    try:
+        padded = loss_and_grads(policy, batch)
+        alone = torch.cat([policy.logprobs([pair])[0] for pair in batch])
+    finally:
+        policy.share_prompt = True
+    assert torch.allclose(padded[0], shared[0], atol=1e-5)
+    assert torch.allclose(alone, shared[0], atol=1e-5)
+    assert torch.allclose(padded[1], shared[1], atol=1e-5)
+    for a, b in zip(padded[2], shared[2]):
+        assert (a - b).norm() <= 1e-5 * a.norm() + 1e-7
+
+
+def test_a_common_prompt_ends_before_the_first_trained_token():
+    assert common_prompt([([1, 2, 3, 4], [0, 0, 1, 1]), ([1, 2, 3, 5], [0, 0, 0, 1])]) == 1
+    assert common_prompt([([1, 2, 3], [0, 0, 1]), ([1, 9, 3], [0, 0, 1])]) == 1
+    assert common_prompt([([1, 2], [1, 1]), ([1, 2], [0, 1])]) == 0
 
 
 def test_checkpointing_changes_no_number(policy):
@@ -282,9 +299,9 @@ def engine_like(model, pad=3):
     for name, p in model.named_parameters():
         path, _, part = name.removesuffix(".weight").rpartition(".")
         whole = next((w for w, parts in stacks.items() if part in parts), part)
-        weights.setdefault(
-            f"{path}.{whole}.base_layer.weight" if "proj" in name else name, []
-        ).append(p.detach())
+        weights.setdefault(f"{path}.{whole}.weight" if "proj" in name else name, []).append(
+            p.detach()
+        )
     weights = {name: torch.cat(parts) for name, parts in weights.items()}
     table = weights["model.embed_tokens.weight"]
     weights["model.embed_tokens.weight"] = torch.cat([table, torch.zeros(pad, table.shape[1])])
@@ -330,7 +347,7 @@ def test_weights_that_do_not_fit_are_refused(random_model):
     served, weights = engine_like(
         AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32)
     )
-    weights["model.layers.0.mlp.down_proj.base_layer.weight"] = torch.zeros(
+    weights["model.layers.0.mlp.down_proj.weight"] = torch.zeros(
         0
     )  # as on a CPU, where vLLM repacks them
     with pytest.raises(ValueError, match="down_proj.weight is"):
@@ -460,32 +477,6 @@ def test_a_sync_while_requests_are_in_flight(policy):
     old, new = asyncio.run(go())
     assert (old.version, new.version) == (version, version + 1) and old.tokens
     assert (score(policy, prompt, new)[0] - torch.tensor(new.logprobs)).abs().max() < 1e-4
-
-
-def test_the_cpu_lora_kernel_gives_vllms_numbers(policy, monkeypatch):
-    """The same requests with our kernel and with vLLM's own, in the engine."""
-    manager = policy.engine.model_executor.driver_worker.model_runner.lora_manager._adapter_manager
-    wrappers = list(manager.punica_wrapper_mapping.values())
-    assert all(w.add_lora_linear.__func__ is cpu_lora_linear for w in wrappers)
-    randomise(policy)
-    policy.sync()
-
-    async def go():
-        return await asyncio.gather(
-            *(policy.sample(policy.render(CHAT), 16, seed=i) for i in range(3))
-        )
-
-    ours = asyncio.run(go())
-    for wrapper in wrappers:
-        monkeypatch.delattr(wrapper, "add_lora_linear")
-    policy.engine.reset_prefix_cache()
-    theirs = asyncio.run(go())
-    assert [s.tokens for s in ours] == [s.tokens for s in theirs]
-    assert all(
-        a == pytest.approx(b, abs=1e-5)
-        for x, y in zip(ours, theirs)
-        for a, b in zip(x.logprobs, y.logprobs)
-    )
 
 
 def test_models_that_cannot_be_used_get_one_sentence(tmp_path):

@@ -10,6 +10,9 @@ from typing import Any
 
 from flatlab.episode.episode import Episode
 from flatlab.episode.task import Task
+from flatlab.train.shared_prompt import common_prompt
+
+ALIKE = 128  # tokens: sequences that differ in these are in different micro-batches
 
 
 @dataclass
@@ -138,7 +141,7 @@ def value_estimates(policy, sequences: list[TrainSequence], cfg) -> dict[int, li
 
     values = {}
     with torch.no_grad():
-        for part in micro_batches(sequences, cfg.micro_tokens, cfg.packing):
+        for part in micro_batches(sequences, cfg.micro_tokens):
             pairs = [(s.tokens, s.mask) for s in part]
             estimates = iter(policy.logprobs(pairs, values=True)[2].tolist())
             for s in part:
@@ -146,23 +149,31 @@ def value_estimates(policy, sequences: list[TrainSequence], cfg) -> dict[int, li
     return values
 
 
-def micro_batches(sequences: list[TrainSequence], limit: int, packing: bool = False):
-    """Yields parts of at most `limit` tokens: the sum of their lengths when packing, else count x
-    longest.
+def micro_batches(sequences: list[TrainSequence], limit: int):
+    """Yields parts that cost the trainer at most `limit` tokens, see `cost`.
 
-    Sequences of similar length come together. One that is longer than the limit makes a part of its
-    own.
+    Sequences that begin alike come together, in order of length. One that is longer than the limit
+    makes a part of its own.
     """
-    part, total = [], 0
-    for sequence in sorted(sequences, key=lambda s: len(s.tokens)):
-        length = len(sequence.tokens)
-        total = total + length if packing else (len(part) + 1) * length
-        if part and total > limit:
-            yield part
-            part, total = [], length
-        part.append(sequence)
-    if part:
+
+    def beginning(sequence):
+        return sequence.tokens[: min(sequence.mask.index(1), ALIKE)]
+
+    for _, alike in itertools.groupby(sorted(sequences, key=beginning), key=beginning):
+        part = []
+        for sequence in sorted(alike, key=lambda s: len(s.tokens)):
+            if part and cost([*part, sequence]) > limit:
+                yield part
+                part = []
+            part.append(sequence)
         yield part
+
+
+def cost(part: list[TrainSequence]) -> int:
+    """Tokens of a forward pass: the common prompt once, then a padded row for each sequence."""
+    shared = common_prompt([(s.tokens, s.mask) for s in part])
+    longest = max(len(s.tokens) for s in part)
+    return shared + len(part) * (longest - shared)
 
 
 @dataclass

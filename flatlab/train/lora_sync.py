@@ -1,126 +1,177 @@
-"""Weights between trainer and engine; all knowledge of vLLM's insides is here. Tried on vLLM
-0.32.0, CPU build.
+"""The engine's side of the adapter: LoRA as a linear method of vLLM, and the copy into it.
 
-Slots           copies the trained adapter into the running engine's LoRA buffers
-on_weights_of   builds the trainer's model on the engine's base weights: one copy on a GPU
-cpu_lora_linear replaces a slow kernel of vLLM's CPU build
+vLLM's own LoRA support serves many adapters that are read from files. Here there is one adapter and
+it changes at every step, so each linear layer of the engine holds A and B as two buffers and adds
+(x A^T) B^T to its output. The buffers are written in place: their addresses never change, so CUDA
+graphs and compiled code stay valid.
 
-Why in place: addresses never change, so CUDA graphs and the kernels' pointer tables stay valid,
-nothing goes through the CPU or a file, and the attributes used have been the same from vLLM 0.10
-on.
+This module imports vLLM; import it late. Tested with vLLM 0.32.0, CPU build.
 """
+
+import torch
+import torch.nn.functional as F
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from flatlab.errors import UserError
 
+METHOD = "flatlab_lora"  # the name of the linear method in EngineArgs(quantization=...)
 
-class Slots:
-    """The engine's LoRA buffers, and which peft layer goes where."""
+
+class LoraLinear(UnquantizedLinearMethod):
+    """y = x W^T + (x A^T) B^T for a layer whose output may be stacked from n parts (q, k, v).
+
+    lora_a: (n * rank, in), the A of all parts. lora_b: (out, n * rank), block-diagonal over the
+    parts, with alpha / rank already multiplied in. Both are zero until the first push.
+    """
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self.rank = rank
+
+    def create_weights(
+        self,
+        layer,
+        input_size_per_partition,
+        output_partition_sizes,
+        input_size,
+        output_size,
+        params_dtype,
+        **extra,
+    ):
+        super().create_weights(
+            layer,
+            input_size_per_partition,
+            output_partition_sizes,
+            input_size,
+            output_size,
+            params_dtype,
+            **extra,
+        )
+        stacked_rank = len(output_partition_sizes) * self.rank
+        lora_a = torch.zeros(stacked_rank, input_size_per_partition, dtype=params_dtype)
+        lora_b = torch.zeros(sum(output_partition_sizes), stacked_rank, dtype=params_dtype)
+        layer.register_buffer("lora_a", lora_a, persistent=False)
+        layer.register_buffer("lora_b", lora_b, persistent=False)
+        layer.lora_part_sizes = list(output_partition_sizes)
+
+    def apply(self, layer, x, bias=None):
+        y = super().apply(layer, x, bias)
+        return y + F.linear(F.linear(x, layer.lora_a), layer.lora_b)
+
+
+@register_quantization_config(METHOD)
+class LoraMethod(QuantizationConfig):
+    """Tells vLLM to use LoraLinear in every linear layer. It quantises nothing."""
+
+    rank = 16  # of the adapter; set it before the engine is built
+
+    def get_name(self):
+        return METHOD
+
+    def get_supported_act_dtypes(self):
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls):
+        return 0
+
+    @staticmethod
+    def get_config_filenames():
+        return []
+
+    @classmethod
+    def from_config(cls, config):
+        return cls()
+
+    def get_quant_method(self, layer, prefix):
+        return LoraLinear(self.rank) if isinstance(layer, LinearBase) else None
+
+
+class AdapterCopy:
+    """Where every A and B of the trainer's adapter goes in the engine."""
 
     def __init__(self, engine, model):
-        from vllm.lora.request import LoRARequest
+        """engine: an LLMEngine built with quantization=METHOD. model: the trainer's peft model.
 
-        manager = engine.model_executor.driver_worker.model_runner.lora_manager
-        adapters = manager._adapter_manager
-        manager.add_dummy_lora(
-            LoRARequest("policy", 1, "in-memory"), rank=8
-        )  # a slot of zeros, no file
-        adapters.activate_adapter(1)
-        adapters.pin_adapter(1)
-        slot = adapters.lora_index_to_id.index(1)
-        layers = {
-            name.removeprefix("base_model.model."): m
-            for name, m in model.named_modules()
-            if hasattr(m, "lora_A")
-        }
-        self.copies, placed = [], set()
-        for name, wrapper in adapters.modules.items():
-            for i, part in enumerate(
-                adapters.packed_modules.get(name, [name])
-            ):  # qkv and gate/up are fused in vLLM
-                if part in layers:
-                    a, b = (
-                        layers[part].lora_A["default"].weight,
-                        layers[part].lora_B["default"].weight,
-                    )
-                    rank = a.shape[0]
-                    self.copies.append(
-                        (
-                            wrapper.lora_a_stacked[i][slot, 0, :rank],
-                            wrapper.lora_b_stacked[i][slot, 0, :, :rank],
-                            a,
-                            b,
-                            layers[part].scaling["default"],
-                        )
-                    )
-                    placed.add(part)
-        if placed != set(layers):
-            raise UserError(
-                f"vLLM does not serve these LoRA layers: {sorted(set(layers) - placed)[:3]} ..."
-            )
-        for wrapper in adapters.punica_wrapper_mapping.values():
-            if type(wrapper).__name__ == "PunicaWrapperCPU":
-                wrapper.add_lora_linear = cpu_lora_linear.__get__(wrapper)
+        Raises UserError if the engine has no place for one of the adapter's layers.
+        """
+        self.engine_a = []  # views of the engine's buffers
+        self.engine_b = []
+        self.trainer_a = []
+        self.trainer_b = []
+        self.scalings = []  # alpha / rank of each layer
+        layers = {}
+        for name, module in model.named_modules():
+            if hasattr(module, "lora_A"):
+                layers[name.removeprefix("base_model.model.")] = module
+        served = served_model(engine)
+        for name, module in served.named_modules():
+            if hasattr(module, "lora_a"):
+                self._place(name, module, served.packed_modules_mapping, layers)
+        if layers:
+            missing = ", ".join(sorted(layers)[:3])
+            raise UserError(f"The engine does not serve these LoRA layers: {missing}.")
 
+    def _place(self, name: str, module, packed: dict, layers: dict) -> None:
+        """Takes from `layers` what `module` holds. vLLM stacks q, k, v, and gate, up."""
+        path, _, leaf = name.rpartition(".")
+        row = 0
+        for i, part in enumerate(packed.get(leaf, [leaf])):
+            rows = module.lora_part_sizes[i]
+            layer = layers.pop(f"{path}.{part}", None)
+            if layer is not None:
+                a = layer.lora_A["default"].weight
+                b = layer.lora_B["default"].weight
+                rank = len(a)
+                columns = slice(i * rank, (i + 1) * rank)
+                self.engine_a.append(module.lora_a[columns])
+                self.engine_b.append(module.lora_b[row : row + rows, columns])
+                self.trainer_a.append(a)
+                self.trainer_b.append(b)
+                self.scalings.append(layer.scaling["default"])
+            row += rows
+
+    @torch.no_grad()
     def push(self) -> None:
-        import torch
+        """Copies the adapter into the engine. alpha / rank is multiplied in fp32, then rounded."""
+        torch._foreach_copy_(self.engine_a, self.trainer_a)
+        torch._foreach_copy_(self.engine_b, torch._foreach_mul(self.trainer_b, self.scalings))
 
-        with torch.no_grad():
-            for (
-                slot_a,
-                slot_b,
-                a,
-                b,
-                scaling,
-            ) in self.copies:  # vLLM scales by 1: alpha / rank goes into B
-                slot_a.copy_(a)
-                slot_b.copy_(b).mul_(scaling)
-
-    def arrived(self) -> bool:
-        """Whether the engine holds exactly what the trainer has."""
-        import torch
-
-        with torch.no_grad():
-            return all(torch.equal(slot, own) for slot, own in self.pairs())
-
-    def pairs(self):
-        """(the engine's, the trainer's) of every A and scaled B, as the engine would hold it."""
-        for slot_a, slot_b, a, b, scaling in self.copies:
-            yield slot_a, a.to(slot_a.dtype)
-            yield slot_b, b.to(slot_b.dtype) * scaling
-
-    def difference(self) -> tuple[float, float]:
-        """(largest difference between engine and trainer, largest value of the trainer)."""
-        import torch
-
-        with torch.no_grad():
-            pairs = list(self.pairs())
-            off = max((slot - own).abs().max().item() for slot, own in pairs)
-            return off, max(own.abs().max().item() for _, own in pairs)
+    @torch.no_grad()
+    def largest_difference(self) -> float:
+        """Largest |engine - trainer| over all weights, after rounding; 0.0 if the push arrived."""
+        expected = [*self.trainer_a, *torch._foreach_mul(self.trainer_b, self.scalings)]
+        differences = [
+            (slot - own.to(slot.dtype)).abs().max()
+            for slot, own in zip(self.engine_a + self.engine_b, expected)
+        ]
+        return torch.stack(differences).max().item()
 
 
 def served_model(engine):
-    return engine.model_executor.driver_worker.model_runner.model
+    """The engine's PyTorch model."""
+    return engine.apply_model(lambda model: model)[0]
 
 
 def on_weights_of(served, base: str, dtype, device):
     """A transformers model of `base` whose parameters are views of a vLLM model's: one copy in
     memory.
 
-    vLLM stacks the rows of q, k, v and of gate, up; LoRA wrappers add ".base_layer" to a name; the
-    vocabulary is padded at its end. Raises KeyError or ValueError when the two do not fit together.
-    Never merge into, move or cast the result.
+    vLLM stacks the rows of q, k, v and of gate, up; the vocabulary is padded at its end. Raises
+    KeyError or ValueError if the two do not fit together. Never merge into, move or cast the
+    result.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(base)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    weights = {name.replace(".base_layer", ""): p.data for name, p in served.named_parameters()}
+    weights = {name: p.data for name, p in served.named_parameters()}
     first_row = {}  # of the next part in a stacked weight
-    for name, p in list(
-        model.named_parameters()
-    ):  # in the order of the parts; tied weights come once
+    # in the order of the parts; tied weights come once
+    for name, p in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         path, _, part = owner.rpartition(".")
         stacked = next(
@@ -143,18 +194,3 @@ def on_weights_of(served, base: str, dtype, device):
     if left:
         raise ValueError(f"the engine has no {left[0]}")
     return model
-
-
-def cpu_lora_linear(
-    wrapper, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **_
-) -> None:
-    """y[:, slice] += scale * (x A^T) B^T for the only slot, which every request uses (before the
-    first push it holds zeros). vLLM's CPU kernel gathers A, B for every token: 20x slower.
-    """
-    y = y.view(-1, y.shape[-1])
-    x = x.view(-1, x.shape[-1])
-    start = 0
-    for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices):
-        part = y[:, start : start + width]
-        part.addmm_(x @ a[0, 0].T, b[0, 0].T, alpha=scale)
-        start += width
