@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint clean
+.PHONY: help setup run real test test-all lint clean
 
 # A finished set-up remembers its device in the name of its stamp; before that, a working nvidia-smi decides.
 DEVICE := $(or $(patsubst .venv/ready-%,%,$(firstword $(wildcard .venv/ready-*))),\
@@ -31,6 +31,7 @@ HEARTBEAT := ( while sleep 10 >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do ec
 
 help:
 	@echo 'make run    set up what is missing, then train: python grpo.py --task titanic $$(ARGS)'
+	@echo 'make real   a pretrained model (135M) imitates a few demonstrations of battleOfSexes, then GRPO: 15 minutes'
 	@echo 'make test   set up what is missing, then test:  python -m pytest tests $$(ARGS)'
 	@echo 'make test-all  the slow tests too, in every kind of sandbox that works here'
 	@echo 'make lint   ruff: style and format'
@@ -44,6 +45,12 @@ setup: $(READY)
 run: $(READY)
 	@echo 'python grpo.py --task titanic $(ARGS)'
 	@.venv/bin/python grpo.py --task titanic $(ARGS)
+
+real: $(READY)
+	@model=$$(.venv/bin/python tools/get_smollm2.py) && \
+	.venv/bin/python tools/demonstrations.py --task battleOfSexes && \
+	.venv/bin/python grpo.py configs/grpo-cpu.yaml --task battleOfSexes --model "$$model" \
+	    --sft logs/demonstrations-battleOfSexes --name real $(ARGS)
 
 test: $(READY)
 	@.venv/bin/python -m pytest tests $(ARGS)

@@ -314,15 +314,6 @@ def ask_and_echo(prompt: str) -> str:
     return line
 
 
-def final_text(score: Score, task: Task) -> str:
-    """A line with the score of one part."""
-    if not score.valid:
-        return f"{score.split} part: no score: {score.message}"
-    way = "higher" if task.higher_is_better else "lower"
-    value = f"{score.metric} {score.value:.4f}"
-    return f"{score.split} part: {value} (baseline {task.baseline:.4f}, {way} is better)"
-
-
 def by_hand(
     task: str = "titanic",
     backend: str = "auto",
@@ -358,7 +349,7 @@ def by_hand(
             print(f"{step.observation}\n[{step.status}, {step.seconds:.3f} s]")
             done = step.done
         for split in loaded.splits:
-            print(final_text(env.score(split), loaded))
+            print(f"[{split} part] {score_text(env.score(split), loaded)}")
 
 
 if __name__ == "__main__":

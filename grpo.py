@@ -11,7 +11,7 @@ The same command again resumes a run. One step:
    improvement over the baseline
 3. advantage = how much better than the own group; equal rewards teach nothing, so another group
    is sampled instead
-4. loss = clipped policy gradient + KL to the base model, averaged over all tokens of the step
+4. loss = clipped policy gradient + KL to the starting policy, averaged over all tokens of the step
 5. one AdamW step on the LoRA weights, which are then copied into the running engine
 6. now and then an evaluation on seeds never trained on: the best adapter is kept, and a
    collapsed policy returns to it
@@ -36,6 +36,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import exp, log1p
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -54,7 +55,7 @@ from flatlab.options import (
     flat,
 )
 from flatlab.runs import trackers
-from flatlab.train import distributed, guard, imitation, metrics
+from flatlab.train import distributed, guard, imitation, memory, metrics
 from flatlab.train.batch import (
     Group,
     Meter,
@@ -208,8 +209,8 @@ def clipped_weight(logp, old, advantage, sequence, cfg):
 
 
 def kl_to_base(logp, base):
-    """k3 = exp(d) - d - 1, d = base - logp: unbiased for KL(policy || base), never negative (GRPO,
-    eq. 4).
+    """k3 = exp(d) - d - 1, d = base - logp: unbiased for KL(policy || reference), never negative
+    (GRPO, eq. 4).
     """
     return (base - logp).exp() - (base - logp) - 1
 
@@ -285,7 +286,9 @@ class Config:
     # runs (logs/<run> of grpo.py or search.py) whose best episodes are imitated before the first
     # step
     sft: tuple[str, ...] = ()
-    sft_updates: int = 16  # optimizer steps of this imitation, on up to 32 episodes each
+    sft_share: float = 0.25  # best share of their episodes above the baseline; 1: all of these
+    sft_updates: int = 32  # optimizer steps of this imitation, on up to 8 episodes each
+    sft_lr: float | None = None  # learning rate of this imitation; default: 2e-4, stand-in 1e-3
     # sampling
     groups: int = 4  # P: groups per step
     # upper bound on the groups per step, when groups with equal rewards are replaced; default: 2 P
@@ -305,7 +308,8 @@ class Config:
     is_cap: float = 2.0
     # drop sequences whose geometric mean ratio leaves [1 / (1 + x), 1 + x]; default: keep all
     sequence_mask: float | None = None
-    kl: float = 0.05  # weight of the KL to the base model
+    # weight of the KL to the reference: the policy of the first step, after an imitation
+    kl: float = 0.05
     # learning
     lr: float | None = None  # learning rate of AdamW; default: 2e-5, stand-in 1e-3
     warmup: int = 4  # steps until the full learning rate
@@ -314,9 +318,7 @@ class Config:
     lora_rank: int = 16  # rank of A and B
     lora_alpha: int = 32  # LoRA is scaled by alpha / rank
     # memory
-
-    # tokens per forward pass of the trainer, padding included; default: 16384, stand-in 8192
-    micro_tokens: int | None = None
+    micro_tokens: int | None = None  # tokens per training pass, with padding; default: what fits
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time
     gpu_memory: float = 0.45  # share of the GPU for the engine: its weights and its KV cache
     share_base: bool = False  # engine and trainer share the base weights (GPU only, never run yet)
@@ -593,7 +595,7 @@ async def begin(policy, tasks, cfg: Config, run, dist, state: State) -> None:
     save_adapter(policy, run, dist, "untrained")
     await judge("before", "before training")
     if cfg.sft:
-        say(dist, imitation.warm_start(policy, tasks, cfg))
+        imitation.warm_start(policy, tasks, cfg, dist)
         dist.broadcast(policy.parameters())
         policy.sync()
         save_adapter(policy, run, dist, "imitated")
@@ -630,6 +632,9 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> str:
     )
     if state.step == 0:
         await begin(policy, tasks, cfg, run, dist, state)
+    if cfg.sft or policy.path.adapter:  # else the reference of the KL term is the base model
+        start = "imitated" if cfg.sft else "untrained"
+        policy.set_reference(Path("logs", cfg.name, start))
 
     while state.step < cfg.steps and not state.stopped:
         step, watch, engine_seconds = state.step, metrics.Stopwatch(), policy.engine_seconds
@@ -705,6 +710,7 @@ AT_LEAST = {  # all other numbers: 0
     "episode_minutes": 0.01,
     "concurrency": 1,
     "sft_updates": 1,
+    "sft_share": 1e-6,
     "is_cap": 1,
     "epochs": 1,
     "max_grad_norm": 1e-6,
@@ -736,7 +742,7 @@ def fill_in(cfg: Config, tasks: list[Task], is_tiny: bool) -> None:
     model = cfg.model.model.strip("/").removesuffix("/best").split("/")[-1]
     derived = {
         "lr": 1e-3 if is_tiny else 2e-5,
-        "micro_tokens": 8192 if is_tiny else 16384,
+        "sft_lr": 1e-3 if is_tiny else 2e-4,
         "clip_low": LOSSES[cfg.loss].clip_low,
         "clip_high": LOSSES[cfg.loss].clip_high,
         "max_groups": 2 * cfg.groups,
@@ -815,7 +821,7 @@ def main() -> None:
                 )
                 banner(cfg, tasks, path, why, run)
             with progress("engine   is starting"):
-                policy = load_policy(cfg, path)
+                policy = load_policy(cfg, path, dist)
             stopped = asyncio.run(train(policy, tasks, cfg, run, dist))
     except KeyboardInterrupt:
         if run:
@@ -829,8 +835,9 @@ def main() -> None:
         sys.exit(f"Stopped: {stopped}. The best adapter so far is in best/.")
 
 
-def load_policy(cfg: Config, path) -> Policy:
-    return Policy(
+def load_policy(cfg: Config, path, dist) -> Policy:
+    """The model, and how many tokens a training pass over it can hold: see cfg.micro_tokens."""
+    policy = Policy(
         path,
         context=cfg.model.context,
         temperature=cfg.model.temperature,
@@ -843,6 +850,11 @@ def load_policy(cfg: Config, path) -> Policy:
         gradient_checkpointing=cfg.gradient_checkpointing,
         share_base=cfg.share_base,
     )
+    cfg.micro_tokens = memory.fit_micro_tokens(
+        policy, cfg.micro_tokens, cfg.gradient_checkpointing, dist.world
+    )
+    say(dist, f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
+    return policy
 
 
 if __name__ == "__main__":

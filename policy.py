@@ -140,6 +140,7 @@ class Policy(ChatTokens):
         self.context = context
         self.temperature = temperature
         self.version = 0
+        self._reference = None  # tensors of set_reference
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         if self.device == "cpu":
@@ -336,11 +337,11 @@ class Policy(ChatTokens):
     ):
         """Log-probability and entropy (nats, without gradient) of the tokens whose mask is 1.
 
-        batch: B pairs (tokens, mask) of equal lengths. base: adapter off, the reference of the KL
-        term. Returns two (N,) tensors, N = sum of all masks, sequence by sequence; with `values` a
-        third one, the value head's estimates before each token. The (., V) logits exist for `chunk`
-        positions at a time only (default: 256 MiB of them), in the backward pass too, where they
-        are recomputed.
+        batch: B pairs (tokens, mask) of equal lengths. base: of the reference of the KL term, see
+        set_reference; without gradient. Returns two (N,) tensors, N = sum of all masks, sequence by
+        sequence; with `values` a third one, the value head's estimates before each token. The
+        (., V) logits exist for `chunk` positions at a time only (default: 256 MiB of them), in the
+        backward pass too, where they are recomputed.
         """
         import torch
         from torch.utils.checkpoint import checkpoint
@@ -348,7 +349,7 @@ class Policy(ChatTokens):
         from flatlab.train.shared_prompt import hidden_states
 
         causal_lm = self.model.get_base_model()
-        with self.model.disable_adapter() if base else contextlib.nullcontext():
+        with self._reference_adapter() if base else contextlib.nullcontext():
             hidden, targets = hidden_states(
                 causal_lm.base_model, batch, self.device, self.share_prompt
             )
@@ -371,6 +372,32 @@ class Policy(ChatTokens):
         if values:
             return logp, entropy, self.value_head(hidden.float())[:, 0]
         return logp, entropy
+
+    def set_reference(self, folder) -> None:
+        """Makes the adapter in `folder` the reference of the KL term; without a call it is the base
+        model, i.e. the adapter is off.
+        """
+        trained = [p.data.clone() for p in self.parameters()]
+        self.load(folder)
+        self._reference = [p.data.clone() for p in self.parameters()]
+        for p, values in zip(self.parameters(), trained):
+            p.data.copy_(values)
+
+    @contextlib.contextmanager
+    def _reference_adapter(self):
+        """Inside, the trainer computes with the reference adapter. No gradient may pass through."""
+        if self._reference is None:
+            with self.model.disable_adapter():
+                yield
+            return
+        trained = [p.data for p in self.parameters()]
+        try:
+            for p, values in zip(self.parameters(), self._reference):
+                p.data = values
+            yield
+        finally:
+            for p, values in zip(self.parameters(), trained):
+                p.data = values
 
     def peak_memory(self) -> float:
         """Peak memory in GiB: of the GPU since the last call, engine included; without one of this
@@ -431,8 +458,8 @@ class Policy(ChatTokens):
             (prompt + s.tokens, [0] * len(prompt) + [1] * len(s.tokens))
             for prompt, s in zip(prompts, samples)
         ]
-        with torch.no_grad():
-            trainer, _ = self.logprobs(batch, base)
+        with torch.no_grad(), self.model.disable_adapter() if base else contextlib.nullcontext():
+            trainer, _ = self.logprobs(batch)
         engine = torch.tensor([logp for s in samples for logp in s.logprobs])
         return (trainer.cpu() - engine).abs().max().item()
 

@@ -44,8 +44,8 @@ def test_an_episode_by_hand_echoes_what_is_piped_in_and_names_each_part(capsys, 
         "[exit code 127]\n[error, ",
         "$ validate\nvalidation Score: 1.4",
         "$ submit\nSubmitted.\n[submit, ",
-        "\nvalidation part: Score 1.4",
-        "\ntest part: Score 1.4",
+        "\n[validation part] validation Score: 1.4",
+        "\n[test part] test Score: 1.4",
     ):
         assert words in said, (words, said)
 
@@ -53,8 +53,8 @@ def test_an_episode_by_hand_echoes_what_is_piped_in_and_names_each_part(capsys, 
 def test_the_last_lines_name_the_part_also_without_a_score(capsys, monkeypatch):
     said = by_hand(capsys, monkeypatch, "titanic", "submit")
     first, last = said.splitlines()[-2:]
-    assert first == "validation part: no score: no submission, submission.csv is not there"
-    assert last.startswith("test part: no score")
+    assert first == "[validation part] No score: no submission, submission.csv is not there"
+    assert last.startswith("[test part] No score")
 
 
 def test_a_task_with_a_test_part_only_never_says_validation(capsys, monkeypatch):
@@ -62,7 +62,7 @@ def test_a_task_with_a_test_part_only_never_says_validation(capsys, monkeypatch)
     monkeypatch.setattr(env, "load_task", lambda *_: task)
     said = by_hand(capsys, monkeypatch, "any", EVERYBODY_DIED, "validate")
     assert "test accuracy: 0.6764" in said
-    assert said.splitlines()[-1].startswith("test part: accuracy 0.6764")
+    assert said.splitlines()[-1].startswith("[test part] test accuracy: 0.6764")
     assert "validation" not in said
 
 

@@ -1,8 +1,6 @@
-"""Many runs: groups without their seed, tables that drop nothing, performance profiles."""
+"""Many runs: groups without their seed, tables that drop nothing."""
 
-import csv
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -295,53 +293,6 @@ def test_all_pictures_of_a_mixed_crowd(tmp_path):
         )
     }
     assert all(p.read_bytes()[:4] == b"%PDF" for p in paths)
-
-
-def test_profiles_by_hand():
-    """Best 8; half as good: 2; worse than the baseline: 1.05 times the worst.
-
-    tau goes up to log10(ceil(4.2)), rounded up to 0.7.
-    """
-    scores = {"up": {"a": 8.0, "b": 4.0, "c": 1.0, "baseline": 2.0}}
-    assert compare.ratios(scores["up"], True, 2.0) == {
-        "a": 1.0,
-        "b": 2.0,
-        "c": pytest.approx(4.2),
-        "baseline": 4.0,
-    }
-    assert compare.ratios({"a": 1.0, "b": 2.0, "c": None, "baseline": 3.0}, False, 3.0) == {
-        "a": 1.0,
-        "b": 2.0,
-        "c": pytest.approx(3.15),
-        "baseline": 3.0,
-    }
-    taus, rho = compare.profiles(scores, {"up": True})
-    assert taus[0] == 0 and taus[-1] == pytest.approx(0.7) and rho["a"].tolist() == [1.0] * 500
-    assert compare.aup(taus, rho["a"]) == pytest.approx(0.7)
-    assert compare.aup(taus, rho["b"]) == pytest.approx(0.7 - math.log10(2), abs=2e-3)
-
-
-MLGYM = os.environ.get("MLGYM_ROOT")  # as the tests were started: they hide it later
-LOWER = {"3-SAT", "Language Modeling"}
-
-
-@pytest.mark.skipif(
-    not (MLGYM and (TABLES := Path(MLGYM, "results", "tables")).is_dir()),
-    reason="needs an MLGym checkout with its result tables: set MLGYM_ROOT",
-)
-def test_the_13_published_values_of_aup():
-    with open(TABLES / "best_scores_aggregate_results.csv") as file:
-        scores = {
-            row.pop("Task"): {name: float(value) if value else None for name, value in row.items()}
-            for row in csv.DictReader(file)
-        }
-    with open(TABLES / "aup_scores_aggregate_results.csv") as file:
-        published = {row["Model"]: float(row["Best AUP"]) for row in csv.DictReader(file)}
-    taus, rho = compare.profiles(scores, {task: task not in LOWER for task in scores})
-    assert taus[-1] == pytest.approx(1.5) and len(published) == 13
-    assert {name: compare.aup(taus, rho[name]) for name in published} == pytest.approx(
-        published, abs=1e-3
-    )
 
 
 def test_the_mean_is_solid_only_where_all_runs_are():

@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -296,7 +297,7 @@ def evaluated(step, gain, stderr=0.05):
         ),
         ([*HEALTHY, *(row(i, reply_tokens=300.0 if i < 16 else 80.0) for i in range(12, 17))], ""),
         ([row(0, kl=2.0), row(1, kl=2.0)], ""),
-        ([row(i, kl=2.0) for i in range(3)], "KL to the base"),
+        ([row(i, kl=2.0) for i in range(3)], "KL to the reference"),
         ([row(i, skipped=1) for i in range(3)], "three updates"),
         ([row(0, skipped=1), row(1), row(2, skipped=1)], ""),
     ],
@@ -616,6 +617,15 @@ def test_a_checkpoint_of_an_older_format_is_refused_in_one_sentence(play):
     assert len(viz.read_rows("logs/a/metrics.jsonl")) == 1
 
 
+def test_after_imitation_the_kl_is_measured_against_the_imitated_policy(play):
+    """Also after a resume. Nothing is learned in the steps, so the KL stays 0."""
+    play("teacher", steps=1, episode=partial(one_reply, score=0.75))
+    options = {"sft": ("logs/teacher",), "sft_share": 1.0, "sft_updates": 2, "sft_lr": 0.01}
+    rows = play("pupil", steps=1, lr=0.0, **options)
+    rows = play("pupil", steps=2, lr=0.0, **options)
+    assert [row["kl"] for row in rows] == pytest.approx([0.0, 0.0], abs=1e-6)
+
+
 def test_a_learning_rate_of_zero_changes_nothing(play, policy):
     before = [p.detach().clone() for p in policy.parameters()]
     rows = play(steps=2, lr=0.0)
@@ -742,9 +752,9 @@ def test_the_guard_in_a_run(play, monkeypatch):
     """
     monkeypatch.setattr(guard, "KL_LIMIT", 1e-4)
     rows = play(steps=12, max_restores=1)
-    said = [a for r in rows for a in r["alarms"] if "KL to the base" in a]
+    said = [a for r in rows for a in r["alarms"] if "KL to the reference" in a]
     assert "back to the adapter of step" in said[0] and said[-1].startswith("stopped: KL")
-    assert play.stopped.startswith("KL to the base") and len(rows) < 12
+    assert play.stopped.startswith("KL to the reference") and len(rows) < 12
     assert json.loads(Path("logs/a/result.json").read_text())["status"].startswith("stopped: KL")
 
 

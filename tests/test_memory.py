@@ -56,8 +56,16 @@ def test_the_size_is_derived_from_model_and_memory(capsys):
     assert memory.fit_micro_tokens(trainer, None, False) == 2048
     assert trainer.tried == [2048] and trainer.weight.grad is None
     assert memory.fit_micro_tokens(trainer, None, False, processes=4) == 512
+    assert trainer.tried == [2048, 512]
     assert memory.fit_micro_tokens(trainer, None, True) == memory.MOST_TOKENS
     assert capsys.readouterr().err == ""
+
+
+def test_a_small_part_of_the_memory_is_not_tried(monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device, processes: 1024 * GIB)
+    trainer = Trainer()
+    assert memory.fit_micro_tokens(trainer, None, False) == memory.MOST_TOKENS
+    assert trainer.tried == []
 
 
 def test_a_size_that_cannot_fit_is_halved_with_a_sentence(capsys):

@@ -354,7 +354,7 @@ def test_click_search_filter_and_compare_nodes(tmp_path, browser):
         node("0.0", 0.7),
         node("0.1", None),
         node("0.0.0", 0.75, "improve", code={"solve.py": "needle in the code\n"}),
-        node("0.0.1", 0.65, "debug", mode="local"),
+        node("0.0.1", 0.65, "debug", sampling_mode="local"),
     ]
     path = page.write([search_run(tmp_path / "run", nodes)], tmp_path / "report.html")
     browser.open(path)
@@ -427,7 +427,7 @@ def test_hostile_text_stays_text(tmp_path, browser):
         "0.0",
         0.7,
         op=HOSTILE,
-        mode=HOSTILE,
+        sampling_mode=HOSTILE,
         idea=HOSTILE,
         error=HOSTILE,
         code={HOSTILE: HOSTILE},

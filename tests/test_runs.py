@@ -369,22 +369,3 @@ def test_an_old_flag_names_the_new_one(old, new, tmp_path):
     preset.write_text("node_minutes: 3\n")
     with pytest.raises(UserError, match="--node-minutes is called --episode-minutes now"):
         cli.parse_config(Nested, [str(preset)])
-
-
-def test_keys_of_older_versions_are_read_under_their_new_names(tmp_path):
-    run = store.open_run(tmp_path, CONFIG)
-    run.log({"step": 0, "gain_mean": 0.5, "titanic.gain_mean": 0.4, "logprob_gap_max": 1e-6})
-    run.result(before={"mean": 0.5, "gain": 0.1}, after={"mean": 0.6, "test_mean": 0.7})
-    data = reader.read_run(tmp_path)
-    assert data.rows == [
-        {
-            "step": 0,
-            "clipped_improvement_mean": 0.5,
-            "titanic.clipped_improvement_mean": 0.4,
-            "logprob_diff_max": 1e-6,
-        }
-    ]
-    assert data.result["before"] == {"score_mean": 0.5, "clipped_improvement": 0.1}
-    assert data.result["after"] == {"score_mean": 0.6, "test_score_mean": 0.7}
-    node = reader.node_row({"id": "0.0", "mode": "tail", "gain": 0.5, "score": 1.0})
-    assert (node["sampling_mode"], node["improvement"]) == ("tail", 0.5)

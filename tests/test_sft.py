@@ -2,6 +2,7 @@
 that imitation works.
 """
 
+import asyncio
 import json
 from types import SimpleNamespace
 
@@ -12,9 +13,10 @@ import training
 from flatlab.episode.episode import History
 from flatlab.errors import UserError
 from flatlab.train import imitation
+from flatlab.train.distributed import SingleProcess
 from training import TASK, configure
 
-CFG = configure(training.CFG, micro_tokens=4096, lr=3e-3, sft_updates=6)
+CFG = configure(training.CFG, micro_tokens=4096, sft_lr=3e-3, sft_updates=6)
 
 
 def turn(reply, observation="done", status="ok", stop_reason="stop"):
@@ -130,7 +132,7 @@ def test_an_episode_that_does_not_fit_is_cut(policy):
     )
 
 
-def test_imitation_raises_the_probability_of_the_replies(policy, run):
+def test_imitation_raises_the_probability_of_the_replies(policy, run, capsys):
     where = run(
         *(
             episode(
@@ -145,7 +147,45 @@ def test_imitation_raises_the_probability_of_the_replies(policy, run):
     )
     with torch.no_grad():
         before = policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
-    line = imitation.warm_start(policy, [TASK], cfg)
+    imitation.warm_start(policy, [TASK], cfg, SingleProcess())
     with torch.no_grad():
         after = policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
-    assert after > before + 0.1 and "imitated 2 episodes in 6 updates" in line
+    assert after > before + 0.1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "imitate  2 episodes, 6 updates" and len(lines) == 7
+    assert lines[1].startswith("imitate  1 of 6: ") and "nats per token, ETA 0m" in lines[1]
+
+
+def test_the_whole_share_is_all_that_beat_the_baseline(run):
+    scores = (0.5, 0.7, 0.72, 0.74, 0.76)
+    where = run(*(episode(score, turn(str(score))) for score in scores))
+    assert len(imitation.best_episodes([where], [TASK], 1.0)) == 4
+    assert len(imitation.best_episodes([where], [TASK], 0.5)) == 2
+
+
+def some_logprobs(policy, base):
+    tokens = policy.render([{"role": "user", "content": "one two three"}])
+    with torch.no_grad():
+        return policy.logprobs([(tokens, [0] + [1] * (len(tokens) - 1))], base=base)[0]
+
+
+def test_the_reference_is_the_imitated_adapter_not_the_base_model(policy, tmp_path):
+    raw = some_logprobs(policy, base=True)
+    move(policy, 1)
+    policy.save(tmp_path)
+    imitated = some_logprobs(policy, base=False)
+    move(policy, 2)
+    policy.set_reference(tmp_path)
+    trained = some_logprobs(policy, base=False)
+    assert torch.equal(some_logprobs(policy, base=True), imitated)
+    assert torch.equal(some_logprobs(policy, base=False), trained)
+    assert not torch.allclose(imitated, raw) and not torch.allclose(imitated, trained)
+    assert asyncio.run(policy.verify()) <= policy.max_diff_limit
+
+
+def move(policy, seed):
+    """Adds noise to the adapter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.02)

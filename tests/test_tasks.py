@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flatlab.episode import loaders
-from flatlab.episode.builtin import RENAMED_KEYS, builtin_names
+from flatlab.episode.builtin import builtin_names
 from flatlab.episode.task import improvement, parse_grade
 from flatlab.episode.task_files import TASKS_DIR
 from flatlab.errors import UserError
@@ -107,15 +107,6 @@ def test_a_wrong_yaml_is_one_clear_sentence(titanic_copy, old, new, message):
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(UserError, match=message) as caught:
-        load_task("titanic")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("old, says", RENAMED_KEYS.items())
-def test_an_old_key_is_refused_with_its_new_name(titanic_copy, old, says):
-    path = titanic_copy / "task.yaml"
-    path.write_text(path.read_text() + f"{old}: 1\n")
-    with pytest.raises(UserError, match=f"the key '{old}' {says}") as caught:
         load_task("titanic")
     assert "\n" not in str(caught.value)
 
@@ -303,7 +294,12 @@ TARGETS = {"diabetes": "progression", "digits": "label"}
 @pytest.mark.parametrize("name", ["titanic", "diabetes", "digits"])
 def test_data_is_what_make_data_writes(tmp_path, name):
     pytest.importorskip("sklearn")
-    argv = [sys.executable, str(TASKS_DIR / "make_data.py"), name, str(tmp_path)]
+    argv = [
+        sys.executable,
+        str(TASKS_DIR.parents[1] / "tools" / "make_data.py"),
+        name,
+        str(tmp_path),
+    ]
     subprocess.run(argv, check=True)
     for file in ("train.csv", "test.csv", "answers.csv"):
         assert (tmp_path / file).read_bytes() == (TASKS_DIR / name / file).read_bytes()
@@ -496,7 +492,7 @@ def test_battle_has_a_time_limit(tmp_path, monkeypatch):
     )
     work = tmp_path / "work"
     work.mkdir()
-    task = replace(task, hidden={"evaluate.py": impatient})
+    task = replace(task, hidden=task.hidden | {"evaluate.py": impatient})
     said = grade(task, work, {"strategy.py": "def row_strategy(history):\n    while True: pass"})
     assert "longer than 1 seconds" in said["error"]
 
@@ -523,7 +519,7 @@ def test_battle_grader_does_not_delete_the_original():
     folder = TASKS_DIR / "battleOfSexes"
     argv = [sys.executable, "evaluate.py", "--split", "test"]
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 2 and "copy" in done.stderr and (folder / "evaluate.py").exists()
+    assert done.returncode and (folder / "evaluate.py").exists()
 
 
 def test_battle_simulate_agrees_with_the_grader(tmp_path):

@@ -77,22 +77,26 @@ except BaseException as error:      # SystemExit, too: its author reads whatever
 def fail(message):
     """Ends the grader here; its last line is the message for the agent."""
     print(json.dumps({"error": message[:ERROR_CHARS]}), flush=True)
-    stop()
+    stop(child)
     os._exit(0)
 
 
-def read_source():
-    """The agent's file. Ends the grader if that is not a text file."""
+class Invalid(Exception):
+    """The artefact cannot be graded. The agent reads the text."""
+
+
+def read_source(path, name, max_bytes):
+    """The text of the agent's file, which messages call `name`. Raises Invalid."""
     try:
-        with open(os.path.join(FOLDER, AGENT), "rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        with open(path, "rb") as file:
+            data = file.read(max_bytes + 1)
         text = data.decode("utf-8-sig")
     except OSError as error:
-        fail(f"{NAME} cannot be read: {error.strerror}")
+        raise Invalid(f"{name} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        fail(f"{NAME} is not a text file: {error}")
-    if len(data) > MAX_BYTES:
-        fail(f"{NAME} is larger than {MAX_BYTES} bytes")
+        raise Invalid(f"{name} is not a text file: {error}") from error
+    if len(data) > max_bytes:
+        raise Invalid(f"{name} is larger than {max_bytes} bytes")
     return text
 
 
@@ -108,12 +112,12 @@ def lower_privileges(change_user):
             os.setuid(NOBODY)
 
 
-def start_child():
-    """Starts the child. No foreign code runs in it before it gets the source."""
+def start_child(program, *args):
+    """Starts a Python program without rights, in which no foreign code runs yet."""
 
     def start(change_user):
         return subprocess.Popen(
-            [sys.executable, "-I", "-c", CHILD, NAME],
+            [sys.executable, "-I", "-c", program, *args],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -139,22 +143,30 @@ def delete_everything():
             os.unlink(entry.path)
 
 
+def hide_process():
+    """Not even a process of the same user may look into this one from here on."""
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
 child = None
 
 
-def stop():
-    if child:
+def stop(process):
+    if process:
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def begin():
     """Starts the child and sends it the source, with nothing left to read here."""
     global child
-    source = read_source()
-    child = start_child()
-    atexit.register(stop)
-    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # not even the same user may look into this process
+    try:
+        source = read_source(os.path.join(FOLDER, AGENT), NAME, MAX_BYTES)
+    except Invalid as error:
+        fail(str(error))
+    child = start_child(CHILD, NAME)
+    atexit.register(stop, child)
+    hide_process()
     delete_everything()
     child.stdin.write(pickle.dumps(source))
     sys.excepthook = lambda kind, error, _: fail(

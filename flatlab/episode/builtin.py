@@ -45,25 +45,11 @@ class TaskYaml(BaseModel):
         return artefacts
 
 
-RENAMED_KEYS = {
-    "evaluation_paths": "is now `grader`, one file",
-    "evaluation_args": "is now `grader_args`",
-    "baseline_scores": "is now `baseline`, the score on the first split",
-    "evaluation_timeout": "is now `grade_timeout`",
-    "training_timeout": "is now `step_timeout`",
-    "forget": "is now `hide_package_data`",
-    "id": "is gone: the folder's name is the task's name",
-    "name": "is gone: the folder's name is the task's name",
-}
-
-
 def read_task_yaml(path: Path) -> TaskYaml:
     """Reads and checks a task.yaml. Raises UserError naming the file and the first wrong key."""
     spec = read_yaml(path)
     known = list(TaskYaml.model_fields)
     for key in spec:
-        if key in RENAMED_KEYS:
-            raise UserError(f"{path}: the key {key!r} {RENAMED_KEYS[key]}.")
         if key not in known:
             raise UserError(f"{path}: unknown key {key!r}; {nearest(str(key), known)}.")
     try:
@@ -89,25 +75,17 @@ def load_builtin(root: Path, name: str) -> Task:
     hidden = find_files(folder, [spec.grader, *spec.hidden], "")
     # -I: Python imports nothing from the workspace.
     grader = ["python3", "-I", Path(spec.grader).name, *map(str, spec.grader_args)]
+    renamed = ("description", "grader", "grader_args", "data", "starter_code", "hidden")
+    fields = spec.model_dump(exclude=set(renamed))
+    for key in ("artefacts", "splits", "hide_package_data"):
+        fields[key] = tuple(fields[key])
     task = Task(
         name=name,
         prompt=spec.description.strip(),
-        metric=spec.metric,
-        higher_is_better=spec.higher_is_better,
-        baseline=spec.baseline,
-        reference=spec.reference,
-        artefacts=tuple(spec.artefacts),
         public=public,
         hidden=hidden,
         grader=(*grader, "--split", "{split}"),
-        splits=tuple(spec.splits),
-        step_timeout=spec.step_timeout,
-        grade_timeout=spec.grade_timeout,
-        needs_gpu=spec.needs_gpu,
-        needs_network=spec.needs_network,
-        degenerate=spec.degenerate,
-        trivial=spec.trivial,
-        hide_package_data=tuple(spec.hide_package_data),
+        **fields,
     )
     for path in public | hidden:
         if task.is_artefact(path):  # otherwise a file that the agent did not write could be graded

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
-from itertools import islice
 
 from flatlab.episode.grading import Score
 from flatlab.episode.texts import position_text, run_status, run_text, score_text
@@ -71,37 +70,26 @@ def remember(history: list[dict], name: str, status: str, score: Score | None) -
 
 
 def request_info(env, request: dict, timeout: float) -> Outcome:
-    facts = task_facts(env)
-    wanted = str(request.get("info_type", "overview"))
-    if wanted == "all":
-        return "\n\n".join(f"{name}:\n{fact}" for name, fact in facts.items()), "ok", None
-    if wanted not in facts:
-        known = ", ".join(facts)
-        text = f"There is no info_type {wanted[:40]!r}; there are {known} and all."
-        return text, "rejected", None
-    return facts[wanted], "ok", None
-
-
-def task_facts(env) -> dict[str, str]:
-    """info_type -> text."""
     task = env.task
     workspace = env.sandbox.workspace
     files = env.sandbox.call("listing", most=LISTED_FILES)[0]["files"]
-    sample = "there is none"
-    for path, file in task.public.items():
-        if path.endswith("sample_submission.csv"):
-            with open(file, encoding="utf-8", errors="replace") as lines:
-                sample = "".join(islice(lines, SAMPLE_LINES))
+    sample = task.public["data/sample_submission.csv"].read_text("utf-8", "replace")
     way = "higher" if task.higher_is_better else "lower"
-    return {
+    facts = {
         "overview": task.prompt,
-        "sample_submission": sample,
+        "sample_submission": "".join(sample.splitlines(True)[:SAMPLE_LINES]),
         "data_structure": "\n".join(f"{path} ({size} bytes)" for path, size in files),
         "data_path": f"{workspace}/data",
         "output_path": workspace,
         "name": task.name,
         "metadata": f"{task.metric}: {way} is better, baseline {task.baseline:.4f}",
     }
+    facts["all"] = "\n\n".join(f"{name}:\n{fact}" for name, fact in facts.items())
+    wanted = str(request.get("info_type", "overview"))
+    if wanted not in facts:
+        text = f"There is no info_type {wanted[:40]!r}; there are {', '.join(facts)}."
+        return text, "rejected", None
+    return facts[wanted], "ok", None
 
 
 def validate_code(env, request: dict, timeout: float) -> Outcome:

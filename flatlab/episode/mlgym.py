@@ -6,15 +6,9 @@ score, is in configs/tasks/mlgym.yaml.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-import tempfile
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from flatlab.cache import cache_dir, content_key
 from flatlab.episode.task import Task
 from flatlab.episode.task_files import TASKS_DIR, read_yaml, tree_files
 from flatlab.errors import UserError
@@ -114,11 +108,10 @@ def find_files(root: Path, name: str, spec: dict) -> tuple[dict, dict, list[str]
         docs.append(f"{data.get('name', config).upper()}\n{data.get('description', '').strip()}")
         if data.get("is_local"):
             folder = root / data.get("data_path", "data")
-            script = folder.parent / "_helpers" / "_generate_split.py"
-            if script.is_file() and not folder.exists():
-                folder = generated_split(script)
             missing = spec.get("missing", "see MLGym's README")
             hint = f"task {name} needs it: {missing}"
+            if (folder.parent / "_helpers" / "_generate_split.py").is_file():
+                hint = f"`python _generate_split.py` in {folder.parent / '_helpers'} makes it"
             files |= tree_files(folder, "data", hint)
     patterns = ["evaluate.py", *spec.get("hidden", [])]
     public, hidden = {}, {}
@@ -126,30 +119,3 @@ def find_files(root: Path, name: str, spec: dict) -> tuple[dict, dict, list[str]
         is_hidden = any(fnmatchcase(path, pattern) for pattern in patterns)
         (hidden if is_hidden else public)[path] = file
     return public, hidden, docs
-
-
-def generated_split(script: Path) -> Path:
-    """Runs the user's script, which writes ../data, in a copy of its folder.
-
-    Returns the folder of the result, which is cached under the content of the script and its
-    inputs. Raises UserError if the script fails.
-    """
-    inputs = sorted(path for path in script.parent.iterdir() if path.is_file())
-    folder = cache_dir() / "mlgym" / content_key(*inputs)
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as copy:
-        helpers = Path(copy, "helpers")
-        shutil.copytree(script.parent, helpers)
-        argv = [sys.executable, script.name]
-        done = subprocess.run(argv, cwd=helpers, capture_output=True, text=True)
-        if done.returncode or not Path(copy, "data").is_dir():
-            lines = done.stderr.strip().splitlines() or ["it wrote no data"]
-            raise UserError(
-                f"{script} failed ({lines[-1]}); it needs scikit-learn and a pandas below "
-                f"version 3: {sys.executable} -m pip install 'pandas<3' scikit-learn"
-            )
-        with suppress(OSError):  # another process was faster; the content is the same
-            Path(copy, "data").rename(folder)
-    return folder

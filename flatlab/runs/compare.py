@@ -1,4 +1,4 @@
-"""Compares many runs: overlaid curves, a table, heat map, ranks and performance profiles.
+"""Compares many runs: overlaid curves, a table and a heat map.
 
 Runs with the same config but for the seed are one group. No run is dropped: every table and picture
 says how many runs and failures are in each of its cells.
@@ -16,7 +16,6 @@ from flatlab.runs import search_plots, stats
 from flatlab.runs.plots import (
     BLUE,
     COLOURS,
-    GREY,
     PAGE_WIDTH,
     TRAINING,
     Group,
@@ -67,7 +66,7 @@ DERIVED_FROM = {
 }
 FIRST = ("loss", "reward", "advantage", "select", "sampling_mode", "model")  # in labels
 SAY_THE_VALUE = {"loss", "select", "sampling_mode", "model"}  # clear without "key="
-PANELS = {"grpo": (TRAINING, 4), "search": (search_plots.SEARCH, 3)}  # and columns
+PANELS = {"grpo": (TRAINING, 3), "search": (search_plots.SEARCH, 3)}  # and columns
 
 # ------------------------------------------------------------------ groups
 
@@ -187,10 +186,10 @@ def training_cell(run: RunData) -> dict:
     """The best adapter of a finished run, or the mean of the last steps of one that is not."""
     group = Group("", BLUE, [run])
     results = adapter_results([run])
-    chosen = results.get("best") or results.get("after")
-    if chosen:
-        score = evaluated_score(chosen[0])[0]
-        test = evaluated_score(chosen[0], test=True)[0]
+    if "best" in results:
+        [chosen] = results["best"]
+        score = evaluated_score(chosen)[0]
+        test = evaluated_score(chosen, test=True)[0]
         adapter = "untrained" if best_is_untrained(run.result) else "best"
     else:
         last = series(run.rows, f"{score_key([group])}_mean")[-window_of(run.rows) :]
@@ -239,84 +238,17 @@ def table(runs: list[RunData]) -> str:
     return "\n\n".join(parts)
 
 
-# ------------------------------------------------ performance profiles (MLGym, arXiv 2502.14499)
-
-
-def ratios(
-    scores: dict[str, float | None], higher_is_better: bool, baseline: float
-) -> dict[str, float]:
-    """One task: method -> how many times worse than the best, 1 for the best.
-
-    A method is infeasible if it has no score, a negative one, or one worse than the baseline. It
-    gets 1.05 times the worst ratio of the others. By this published rule a task with negative
-    scores hardly tells methods apart.
-    """
-
-    def feasible(score):
-        if score is None or score < 0:
-            return False
-        return score >= baseline if higher_is_better else score <= baseline
-
-    there = {method: score for method, score in scores.items() if feasible(score)}
-    best = (max if higher_is_better else min)(there.values(), default=1.0)
-    found = {}
-    for method, score in there.items():
-        above, below = (best, score) if higher_is_better else (score, best)
-        if below:
-            found[method] = above / below
-        else:
-            found[method] = 1.0 if above == below else math.inf
-    worst = max((ratio for ratio in found.values() if math.isfinite(ratio)), default=1.0)
-    for method in scores:
-        if not math.isfinite(found.get(method, math.inf)):
-            found[method] = 1.05 * worst
-    return found
-
-
-def profiles(
-    table: dict[str, dict[str, float | None]],
-    higher_is_better: dict[str, bool],
-    baseline="baseline",
-    end=None,
-    points=500,
-):
-    """rho(tau), the share of tasks whose log10 ratio is at most tau.
-
-    table: task -> method -> score; the method `baseline` is among them. end: the largest tau, to
-    compare with other tables. Returns taus, shape (points,), and method -> rho, shape (points,).
-    """
-    by_task = {}
-    for task, scores in table.items():
-        by_task[task] = ratios(scores, higher_is_better[task], scores[baseline])
-    largest = math.ceil(1.05 * max(max(found.values()) for found in by_task.values()))
-    end = end or math.ceil(10 * math.log10(largest) - 1e-9) / 10 or 0.1
-    taus = np.linspace(0, end, points)
-    methods = dict.fromkeys(method for scores in table.values() for method in scores)
-    rhos = {}
-    for method in methods:
-        logs = np.log10([found[method] for found in by_task.values()])
-        rhos[method] = (logs[:, None] <= taus).mean(0)
-    return taus, rhos
-
-
-def aup(taus, rho) -> float:
-    """Area under a performance profile: a step function that holds its left value."""
-    return float(np.sum(np.diff(taus) * rho[:-1]))
-
-
 # ------------------------------------------------------------------ pictures
 
 
-def methods_by_rank(rows) -> list[str]:
-    """Best mean place first: the order of the heat map and of the ranks beside it."""
-    rank = {row["method"]: row["rank"] for row in rows}
-    return sorted(rank, key=lambda method: rank[method])
-
-
 def draw_heat_map(axis, figure, rows, done):
-    """Methods down, tasks to the right; colour: improvement; text: mean score, N, failures."""
+    """Methods down, the best rank first; tasks to the right.
+
+    Colour: improvement; text: mean score, N, failures.
+    """
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    methods = methods_by_rank(rows)
+    rank = {row["method"]: row["rank"] for row in rows}
+    methods = sorted(rank, key=lambda method: rank[method])
     values = np.full((len(methods), len(tasks)), np.nan)
     for row in rows:
         values[methods.index(row["method"]), tasks.index(row["task"])] = row["improvement"]
@@ -348,72 +280,9 @@ def draw_heat_map(axis, figure, rows, done):
     figure.colorbar(image, ax=axis, label=label, shrink=0.9)
 
 
-def draw_ranks(axis, rows):
-    """Mean place of each group over the tasks; 1 is best."""
-    rank = {row["method"]: (row["rank"], row["rank_tasks"]) for row in rows}
-    methods = methods_by_rank(rows)
-    for place, method in enumerate(methods):
-        value, count = rank[method]
-        axis.hlines(place, 1, value, color="#cccccc", linewidth=2)
-        axis.scatter(value, place, s=60, color=BLUE, zorder=3)
-        text = f"{value:.2f} (N={count})"
-        axis.annotate(text, (value, place), (7, 0), textcoords="offset points", va="center")
-    axis.set_yticks(range(len(methods)), [""] * len(methods))
-    axis.set(title="Average rank", xlabel="mean place over N tasks, 1 is best")
-    axis.set_xlim(0.8, len(methods) * 1.3 + 0.5)
-    axis.set_ylim(len(methods) - 0.5, -0.5)
-
-
-def draw_profiles(axis, rows, cells):
-    """Performance profiles of the groups and of the baseline over the tasks, AUP in the legend."""
-    methods = methods_by_rank(rows)
-    scores, higher = {}, {}
-    for cell in cells:
-        empty = dict.fromkeys(methods)
-        scores.setdefault(cell["task"], empty | {"baseline": cell["baseline"]})
-        higher[cell["task"]] = cell["higher_is_better"]
-    for row in rows:
-        scores[row["task"]][row["method"]] = row["mean"]
-    taus, rhos = profiles(scores, higher)
-    ordered = sorted(rhos, key=lambda method: -aup(taus, rhos[method]))
-    for place, (method, colour) in enumerate(zip(ordered, colours(len(ordered)))):
-        is_baseline = method == "baseline"
-        axis.step(
-            taus,
-            rhos[method],
-            where="post",
-            linewidth=2,
-            color=GREY if is_baseline else colour,
-            linestyle=":" if is_baseline else "-",
-            label=wrapped(f"{method}: AUP {aup(taus, rhos[method]):.3f}", 36)
-            if place < 12
-            else None,
-        )
-    axis.set(
-        title=f"Performance profiles (N={len(scores)} tasks)",
-        xlabel="log10 of the ratio to the best",
-        ylabel="share of tasks",
-        ylim=(-0.03, 1.05),
-    )
-    axis.legend(title="the best 12" if len(ordered) > 12 else None, fontsize=8)
-
-
 def sheet_size(rows) -> tuple[float, float]:
-    """Width and height in inches of what draw_sheet() draws."""
+    """Width and height in inches of the heat map."""
     return PAGE_WIDTH, max(4.5, 0.55 * len({row["method"] for row in rows}) + 1.5)
-
-
-def draw_sheet(figure, runs, kind):
-    """Heat map of all runs of a kind; with several tasks also ranks and performance profiles."""
-    rows = comparison(runs, kind)
-    done = "episodes" if kind == "grpo" else "nodes"
-    tasks = len({row["task"] for row in rows})
-    if tasks == 1:
-        return draw_heat_map(figure.subplots(), figure, rows, done)
-    left, middle, right = figure.subplots(1, 3, width_ratios=[1.2 + 0.4 * tasks, 0.8, 1.1])
-    draw_heat_map(left, figure, rows, done)
-    draw_ranks(middle, rows)
-    draw_profiles(right, rows, [cell_of(run, "") for run in runs if run.kind == kind])
 
 
 def draw_group_legend(figure, groups: list[Group], columns=3):
@@ -433,11 +302,11 @@ def draw_group_legend(figure, groups: list[Group], columns=3):
 def overlay_size(kind: str, groups: list[Group]) -> tuple[float, float]:
     """Width and height in inches: room for the legend below the panels."""
     lines = sum(1 + len(group.label) // 56 for group in groups) / 3
-    return PAGE_WIDTH, (11 if kind == "grpo" else 8) + 0.2 * lines
+    return PAGE_WIDTH, 8.5 + 0.2 * lines
 
 
 def plot_many(runs: list[RunData], folder: Path, format="png") -> list[Path]:
-    """Overlays per kind and task, and per kind a sheet that compares across tasks."""
+    """Overlays per kind and task, and per kind a heat map over tasks."""
     paths = []
     grouped = groups_of(runs)
     for (kind, task), groups in grouped.items():
@@ -455,6 +324,7 @@ def plot_many(runs: list[RunData], folder: Path, format="png") -> list[Path]:
         rows = comparison(runs, kind)
         if len(rows) > 1:
             with figure_of(*sheet_size(rows)) as figure:
-                draw_sheet(figure, runs, kind)
+                done = "episodes" if kind == "grpo" else "nodes"
+                draw_heat_map(figure.subplots(), figure, rows, done)
                 paths.append(save(figure, folder / f"grid-{kind}.{format}"))
     return paths

@@ -31,13 +31,13 @@ LONGEST = 200_000  # characters of one text; the run directory has all of it
 CANDIDATES = 12  # shown for a decision of a selection rule
 
 
-def write(runs: list[RunData], path: Path, watching=False, drawn=()) -> Path:
-    """Writes the page. drawn: the PNG files of a comparison that were just drawn."""
-    write_whole(path, page(runs, watching, drawn))
+def write(runs: list[RunData], path: Path) -> Path:
+    """Writes the page."""
+    write_whole(path, page(runs))
     return path
 
 
-def page(runs: list[RunData], watching=False, drawn=()) -> str:
+def page(runs: list[RunData]) -> str:
     """The whole page as text."""
     index, texts = [], []
     for place, run in enumerate(runs):
@@ -50,9 +50,8 @@ def page(runs: list[RunData], watching=False, drawn=()) -> str:
     data = {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         "made": time.strftime("%Y-%m-%d %H:%M"),
-        "watching": watching and any(run.running for run in runs),
         "runs": [run_of(run) for run in runs],
-        "plots": pictures(runs, drawn),
+        "plots": pictures(runs),
         "items": index,
         "table": table_of(runs),
     }
@@ -240,16 +239,14 @@ def table_of(runs: list[RunData]) -> str:
 # ------------------------------------------------------------------ pictures
 
 
-def pictures(runs: list[RunData], drawn: list[Path]) -> list[dict]:
+def pictures(runs: list[RunData]) -> list[dict]:
     """One run: a picture per panel, so that they can stand below each other on a phone.
 
-    Several runs: the comparisons, read from `drawn` or drawn here.
+    Several runs: the pictures that compare them.
     """
     if len(runs) == 1:
         panels = plots.TRAINING if runs[0].kind == "grpo" else search_plots.SEARCH
         return [panel_picture(panel, runs[0]) for panel in panels]
-    if drawn:
-        return [file_picture(path) for path in drawn]
     from flatlab.runs import compare
 
     with tempfile.TemporaryDirectory() as folder:

@@ -188,10 +188,7 @@ def has_key(groups, key: str) -> bool:
 
 
 def draw_adapters(axis, group, colour, with_label):
-    """The comparison at the end: untrained, last and best adapter on the same fresh seeds.
-
-    Runs of older versions have `before` and `after` instead, on different seeds.
-    """
+    """The comparison at the end: untrained, last and best adapter on the same fresh seeds."""
     steps = by_step(group, "reward_mean")[0]
     if not len(steps):
         return
@@ -205,7 +202,7 @@ def draw_adapters(axis, group, colour, with_label):
             if not values:
                 continue
             error = pairs[0][1] if len(values) == 1 else np.std(values, ddof=1)
-            x = steps[0] - margin if when in ("untrained", "before") else steps[-1] + margin
+            x = steps[0] - margin if when == "untrained" else steps[-1] + margin
             x += {"imitated": -0.6, "last": -0.4, "best": 0.4}.get(when, 0) * margin
             axis.errorbar(
                 x,
@@ -225,16 +222,12 @@ def draw_adapters(axis, group, colour, with_label):
 
 
 def adapter_results(runs: list[RunData]) -> dict[str, list[dict]]:
-    """Adapter -> its evaluations in result.json, one per run."""
+    """Adapter -> its evaluations at the end, one per finished run."""
     found = {}
     for run in runs:
-        final = run.result.get("final")
-        names = ("untrained", "imitated", "last", "best")
-        if not isinstance(final, dict):
-            final = run.result
-            names = ("before", "imitated", "after")
-        for name in names:
-            if isinstance(final.get(name), dict):
+        final = run.result.get("final") or {}
+        for name in ("untrained", "imitated", "last", "best"):
+            if name in final:
                 found.setdefault(name, []).append(final[name])
     return found
 
@@ -251,17 +244,13 @@ def evaluated_score(result: dict, test=False) -> tuple[float | None, float | Non
 def adapter_name(name: str, runs: list[RunData]) -> str:
     """ "best (untrained)" if no evaluation beat the untrained adapter in all these runs."""
     count = sum(best_is_untrained(run.result) for run in runs)
-    if name not in ("best", "after") or not count:
+    if name != "best" or not count:
         return name
     return f"{name} (untrained)" if len(runs) == 1 else f"{name} (untrained in {count} runs)"
 
 
 def best_is_untrained(result: dict) -> bool:
-    final = result.get("final")
-    if isinstance(final, dict):
-        return bool(final.get("best_is_untrained"))
-    after = result.get("after")
-    return isinstance(after, dict) and after.get("adapter_of_step") == -1
+    return bool((result.get("final") or {}).get("best_is_untrained"))
 
 
 def adapters_title(runs: list[RunData], test: bool) -> str:
@@ -308,20 +297,6 @@ def draw_logprob_diff(axis, groups):
     axis.set_yscale("log")
 
 
-def draw_seconds(axis, groups):
-    draw_key(axis, groups, "seconds", "whole step", BLACK)
-    run = only_run(groups)
-    if run:
-        steps = [row["step"] for row in run.rows]
-        keys = ("seconds_sample", "seconds_train", "seconds_sync")
-        phases = [np.nan_to_num(series(run.rows, key)) for key in keys]
-        labels = ["sampling and commands", "training", "sync"]
-        colours = [SKY, GREEN, PINK]
-        axis.stackplot(steps, *phases, labels=labels, colors=colours, alpha=0.6, linewidth=0)
-        commands = series(run.rows, "seconds_env")
-        axis.plot(steps, commands, color=ORANGE, label="commands, sum of episodes")
-
-
 def keys(*curves):
     """A panel of plain curves: (key, label, colour)."""
 
@@ -342,14 +317,8 @@ TRAINING = [  # title, x axis, y axis, what draws it
     ("Reward", STEPS, "reward per episode", draw_reward),
     ("Shares", STEPS, "share, 0 to 1", SHARES),
     ("Length", STEPS, "sampled tokens per episode", keys(("reply_tokens", "", BLUE))),
-    ("Turns", STEPS, "replies per episode", keys(("turns", "", BLUE))),
     ("Entropy", STEPS, "nats per token", keys(("entropy", "", BLUE))),
-    ("KL to the base model", STEPS, "nats per token", keys(("kl", "", RED))),
-    ("Clipped tokens", STEPS, "share, 0 to 1", keys(("clip_share", "", RED))),
     ("Engine against trainer", STEPS, "log-prob difference, nats", draw_logprob_diff),
-    ("Gradient norm", STEPS, "gradient norm, before clipping", keys(("grad_norm", "", GREEN))),
-    ("Time per step", STEPS, "seconds", draw_seconds),
-    ("Throughput", STEPS, "sampled tokens per second", keys(("tokens_per_second", "", BLACK))),
 ]
 
 # ------------------------------------------------------------------ figures and files
@@ -433,18 +402,6 @@ def draw_panels(figure, panels, groups: list[Group], columns: int):
     axes = figure.subplots(len(panels) // columns, columns).ravel()
     for axis, panel in zip(axes, panels):
         draw_panel(axis, panel, groups)
-
-
-def save_panels(panels, groups: list[Group], folder: Path, format: str) -> list[Path]:
-    """Each panel as a figure of its own, as wide as a column of text."""
-    folder.mkdir(exist_ok=True)
-    paths = []
-    for place, panel in enumerate(panels, 1):
-        with figure_of(4.5, 3.2) as figure:
-            draw_panel(figure.subplots(), panel, groups)
-            name = re.sub(r"\W+", "-", panel[0].lower())
-            paths.append(save(figure, folder / f"{place:02d}-{name}.{format}"))
-    return paths
 
 
 def save(figure, path: Path) -> Path:

@@ -62,45 +62,8 @@ def duration(seconds: float | None) -> str:
 
 # ------------------------------------------------------------------ runs
 
-# Keys of rows and of result.json that older versions wrote -> their names of today. The last part
-# of a key counts, so that "titanic.gain_mean" is renamed as well.
-OLD_KEYS = {
-    "gain": "improvement",
-    "gain_mean": "clipped_improvement_mean",
-    "gain_std": "clipped_improvement_std",
-    "eval_gain": "eval_clipped_improvement",
-    "eval_gain_stderr": "eval_clipped_improvement_stderr",
-    "gap": "test_minus_validation",
-    "mode": "sampling_mode",
-    "logprob_gap_mean": "logprob_diff_mean",
-    "logprob_gap_max": "logprob_diff_max",
-}
-OLD_EVALUATION_KEYS = {
-    "mean": "score_mean",
-    "stderr": "score_stderr",
-    "gain": "clipped_improvement",
-    "gain_stderr": "clipped_improvement_stderr",
-    "test_mean": "test_score_mean",
-    "test_stderr": "test_score_stderr",
-}
-
-
-def renamed(row: dict, names: dict = OLD_KEYS) -> dict:
-    """`row` with the key names of today."""
-    found = {}
-    for key, value in row.items():
-        head, dot, last = str(key).rpartition(".")
-        found[head + dot + names.get(last, last)] = value
-    return found
-
-
-def renamed_result(result: dict) -> dict:
-    """result.json with the key names of today, also in its evaluations."""
-    found = renamed(result)
-    for key in ("before", "imitated", "best", "after"):
-        if isinstance(found.get(key), dict):
-            found[key] = renamed(found[key], OLD_EVALUATION_KEYS)
-    return found
+# A row with one of these keys was written before they were renamed.
+OLD_KEYS = {"gain", "gain_mean", "logprob_gap_max", "mode"}
 
 
 @dataclass(frozen=True)
@@ -166,14 +129,16 @@ def read_run(directory) -> RunData:
     steps, nodes = [], []
     for row in read_rows(path / "metrics.jsonl"):
         if isinstance(row.get("step"), int):
-            steps.append(renamed(row))
+            steps.append(row)
     for row in read_rows(path / "journal.jsonl"):
         if row.get("id") and isinstance(row["id"], str):
             nodes.append(node_row(row))
     if not steps and not nodes:
         what = "node" if "sampling_mode" in config else "step"
         raise UserError(f"{path} has no finished {what} yet: nothing to show.")
-    result = renamed_result(read_mapping(path / "result.json", default={}))
+    if OLD_KEYS & {*(nodes or steps)[0]}:
+        raise UserError(f"{path} was made by an earlier version; git.txt in it names the commit.")
+    result = read_mapping(path / "result.json", default={})
     return RunData(path, "search" if nodes else "grpo", config, nodes or steps, result)
 
 
@@ -199,7 +164,7 @@ def find_runs(paths) -> tuple[list[RunData], list[str]]:
 
 def node_row(row: dict) -> dict:
     """A row of the journal with the types that the views count on. score: None for all failures."""
-    found = renamed(row)
+    found = dict(row)
     for key in ("parent", "op", "sampling_mode", "idea", "status", "error", "diff"):
         found[key] = str(found.get(key) or "")
     for key, kind in (("code", dict), ("decision", dict), ("actions", list), ("ideas", list)):

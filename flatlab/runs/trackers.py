@@ -1,24 +1,20 @@
 """Sends the rows of a run to TensorBoard or Weights & Biases as well. Both packages are optional.
 
 A tracker is a function of (row, transcripts). The ones in `run.trackers` get every row while it is
-made, see opened(). `python viz.py logs/<run> --tensorboard` sends the rows of an existing run, and
-with --watch also new ones.
+made, see opened().
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import time
 from pathlib import Path
 
 from flatlab.errors import UserError
-from flatlab.runs.reader import RunData, number, transcripts
+from flatlab.runs.reader import number
 
 SHOWN = 8  # transcripts per row
-open_trackers = {}  # run directory -> its trackers, for send()
-sent = {}  # run directory -> how many rows this process has sent
 
 
 def check(tensorboard: bool, wandb: bool) -> None:
@@ -31,17 +27,14 @@ def check(tensorboard: bool, wandb: bool) -> None:
             raise UserError(f"--{name} needs a package that is missing: pip install {name}")
 
 
-def opened(directory, config: dict, tensorboard: bool, wandb: bool, resume=True) -> list:
-    """The trackers that were asked for. Raises UserError if a package is missing.
-
-    resume: a later call for the same directory continues the same W&B run.
-    """
+def opened(directory, config: dict, tensorboard: bool, wandb: bool) -> list:
+    """The trackers that were asked for. Raises UserError if a package is missing."""
     check(tensorboard, wandb)
     found = []
     if tensorboard:
         found.append(open_tensorboard(directory))
     if wandb:
-        found.append(open_wandb(directory, config, resume))
+        found.append(open_wandb(directory, config))
     return found
 
 
@@ -66,19 +59,22 @@ def open_tensorboard(directory):
     return tracker
 
 
-def open_wandb(directory, config: dict, resume: bool):
-    """A tracker that logs to Weights & Biases. WANDB_MODE=offline needs no account."""
+def open_wandb(directory, config: dict):
+    """A tracker that logs to Weights & Biases. WANDB_MODE=offline needs no account.
+
+    A resumed run continues the same W&B run.
+    """
     import wandb
 
     name = Path(directory).resolve().name
-    same_run = {"id": name[:64], "resume": "allow"} if resume else {}
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "flatlab"),
         name=name,
         config=config,
         dir=str(directory),
         reinit="create_new",
-        **same_run,
+        id=name[:64],
+        resume="allow",
     )
     run.define_metric("*", step_metric="step")  # nodes end in another order than they start
 
@@ -129,20 +125,3 @@ def readable(text: str) -> str:
 def score_of(item: dict) -> float | None:
     score = item.get("score")
     return number(score.get("value")) if isinstance(score, dict) else number(score)
-
-
-def send(run: RunData, tensorboard: bool, wandb: bool) -> None:
-    """Sends the rows that this process has not sent yet.
-
-    The first call for a finished run replaces what an earlier export left.
-    """
-    if run.dir not in open_trackers:
-        check(tensorboard, wandb)
-        if tensorboard and not run.running:
-            shutil.rmtree(run.dir / "tensorboard", ignore_errors=True)
-        open_trackers[run.dir] = opened(run.dir, run.config, tensorboard, wandb, resume=False)
-    for row in run.rows[sent.get(run.dir, 0) :]:
-        items = [row] if run.kind == "search" else transcripts(run, row["step"])
-        for tracker in open_trackers[run.dir]:
-            tracker(row, items)
-    sent[run.dir] = len(run.rows)

@@ -14,21 +14,16 @@ from flatlab.train import metrics
 def plot(run_dir, format="png") -> list[Path]:
     """Draws the pictures of one run into its directory and returns their paths.
 
-    Training: curves. Search: tree and search. format: png, pdf or svg; with pdf and svg each panel
-    is also a file of its own in panels/. Raises UserError if there is nothing to draw.
+    Training: curves. Search: tree and search. Raises UserError if there is nothing to draw.
     """
     run = run_dir if isinstance(run_dir, RunData) else read_run(run_dir)
     groups = [plots.Group(run.name, plots.BLUE, [run])]
-    panels = plots.TRAINING if run.kind == "grpo" else search_plots.SEARCH
     draw = plot_training if run.kind == "grpo" else plot_search
-    paths = draw(run, groups, format)
-    if format != "png":
-        paths += plots.save_panels(panels, groups, run.dir / "panels", format)
-    return paths
+    return draw(run, groups, format)
 
 
 def plot_training(run: RunData, groups, format: str) -> list[Path]:
-    with plots.figure_of(plots.PAGE_WIDTH, 14) as figure:
+    with plots.figure_of(15, 8.5) as figure:
         plots.draw_panels(figure, plots.TRAINING, groups, 3)
         window = plots.window_of(run.rows)
         title = plots.shorten(plots.heading(run), 160)

@@ -150,7 +150,7 @@ def broken_updates(rows: list[dict]) -> str:
     if len(rows) == 3 and all(row.get("skipped") for row in rows):
         return "three updates in a row were skipped"
     if len(rows) == 3 and all((row.get("kl") or 0) > KL_LIMIT for row in rows):
-        return f"KL to the base was above {KL_LIMIT:g} nats per token for three steps"
+        return f"KL to the reference was above {KL_LIMIT:g} nats per token for three steps"
     return ""
 
 

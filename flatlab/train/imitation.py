@@ -5,25 +5,26 @@ search.py.
     python search.py --task titanic --model logs/grpo-titanic-tiny-0/best       search with it
 
 Replies are tokenised once, here, from their text. The masks are those of RL: only replies of the
-model are learned, and of these only the ones that could be run. The KL term of the later steps
-refers to the base model, so it pulls back what was imitated; `--kl 0` switches it off.
+model are learned, and of these only the ones that could be run. In the steps that follow, the KL
+term and the guard compare the policy with the imitated one, see Policy.set_reference.
 """
 
 import random
+import time
 from pathlib import Path
 
 from flatlab.episode.episode import Episode, History, Sample, trimmed
 from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
-from flatlab.runs.reader import read_rows
+from flatlab.runs.reader import duration, read_rows
 from flatlab.train.batch import TrainSequence, flatten, micro_batches, sequences_of, to_tensors
+from flatlab.train.console import say
 
-EPISODES_PER_UPDATE = 32
-BEST_SHARE = 0.25  # of the different episodes that beat the baseline
+EPISODES_PER_UPDATE = 8
 MOST_EPISODES = 1024  # of a task
 
 
-def best_episodes(runs: list[str], tasks: list[Task], share: float = BEST_SHARE) -> list[dict]:
+def best_episodes(runs: list[str], tasks: list[Task], share: float) -> list[dict]:
     """For each task the best `share` of the different episodes that beat the baseline.
 
     Raises UserError if there is none, or if a run does not exist.
@@ -80,35 +81,39 @@ def sequences_from(transcript: dict, policy, max_observation_tokens: int) -> lis
     return sequences_of(Episode(transcript["task"], 0, segments=segments, turns=kept), wanted)
 
 
-def warm_start(policy, tasks: list[Task], cfg) -> str:
-    """Minimises -log p of the replies with cfg.sft_updates steps of AdamW at cfg.lr. Returns one
-    line about it.
+def warm_start(policy, tasks: list[Task], cfg, dist) -> None:
+    """Minimises -log p of the replies with cfg.sft_updates steps of AdamW at cfg.sft_lr; prints a
+    line per step.
 
-    Each step takes the next EPISODES_PER_UPDATE episodes, in a new order after every pass.
+    Each step takes the next EPISODES_PER_UPDATE episodes, in a new order after every pass. Every
+    rank does the same.
     """
     import torch
 
     episodes = [
         sequences_from(transcript, policy, cfg.model.max_observation_tokens)
-        for transcript in best_episodes(cfg.sft, tasks)
+        for transcript in best_episodes(cfg.sft, tasks, cfg.sft_share)
     ]
+    say(dist, f"imitate  {len(episodes)} episodes, {cfg.sft_updates} updates")
     optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=cfg.lr, betas=(0.9, 0.99), weight_decay=0.0
+        policy.parameters(), lr=cfg.sft_lr, betas=(0.9, 0.99), weight_decay=0.0
     )
-    rng, waiting, losses = random.Random(cfg.seed), [], []
-    while len(losses) < cfg.sft_updates:
+    rng = random.Random(cfg.seed)
+    waiting = []
+    start = time.perf_counter()
+    for done in range(1, cfg.sft_updates + 1):
         if not waiting:
             waiting = rng.sample(episodes, len(episodes))
         sequences = flatten(waiting[:EPISODES_PER_UPDATE])
         waiting = waiting[EPISODES_PER_UPDATE:]
-        losses.append(imitate(policy, sequences, cfg))
+        loss = imitate(policy, sequences, cfg)
         torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-    return (
-        f"imitated {len(episodes)} episodes in {len(losses)} updates: {losses[0]:.3f} nats per "
-        f"token before, {losses[-1]:.3f} in the last update"
-    )
+        seconds = (time.perf_counter() - start) / done * (cfg.sft_updates - done)
+        width = len(str(cfg.sft_updates))
+        count = f"{done:>{width}} of {cfg.sft_updates}"
+        say(dist, f"imitate  {count}: {loss:.3f} nats per token, ETA {duration(seconds)}")
 
 
 def imitate(policy, sequences: list[TrainSequence], cfg) -> float:

@@ -13,9 +13,8 @@ from flatlab.errors import UserError
 
 MOST_TOKENS = 8192  # a larger micro-batch is hardly faster
 LEAST_TOKENS = 256
-SHARE_OF_FREE = (
-    0.6  # of the free memory; the rest is for the optimizer, episodes and other programs
-)
+SHARE_OF_FREE = 0.6  # the rest is for the optimizer, the episodes and other programs
+SURE_OF_FREE = 0.1  # a pass that needs less is not tried
 LOGITS_BUFFERS = 5  # of the size of a chunk of logits, in Policy.logprobs
 
 # Activations that the backward pass of one decoder layer keeps, in numbers per token: inputs and
@@ -99,6 +98,8 @@ def fit_micro_tokens(policy, wanted: int | None, recompute_layers: bool, process
         if wanted:
             say(f"{tokens} tokens need about {needed() / 2**30:.1f} GiB of {free / 2**30:.1f} free")
         tokens //= 2
+    if needed() < SURE_OF_FREE * free:  # no need to try
+        return tokens
     while not can_train(policy, tokens):
         if tokens <= LEAST_TOKENS:
             raise UserError(

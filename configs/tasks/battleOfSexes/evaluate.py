@@ -7,14 +7,14 @@ before any foreign code starts.
 """
 
 import argparse
-import ctypes
 import json
 import os
 import random
 import signal
-import subprocess
 import sys
-from contextlib import suppress
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from proxy import Invalid, hide_process, read_source, start_child, stop  # noqa: E402
 
 GAMES = 8000  # standard error of the score of always-0: 0.24 / sqrt(8000) = 0.003
 ROUNDS = 10
@@ -29,9 +29,6 @@ PAYOFF = {
 TIME_LIMIT = 10  # seconds for the strategy in all games together
 MAX_BYTES = 100_000  # of strategy.py
 ERROR_CHARS = 300
-NOBODY = 65534
-PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38  # linux/prctl.h
-libc = ctypes.CDLL(None)
 
 # Runs in the child. The channel is moved away from fds 0 and 1, so that print() and input() cannot
 # disturb it. A request is the partner's last move in every game (nothing in the first round), a
@@ -71,59 +68,6 @@ try:
 except BaseException as error:      # SystemExit, too: its author reads whatever it raises
     print(json.dumps({"error": describe(error)}), file=replies, flush=True)
 """
-
-
-class Invalid(Exception):
-    """The strategy cannot be graded. The agent reads the text."""
-
-
-def read_strategy(path):
-    """The text of the strategy. Raises Invalid."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        text = data.decode("utf-8-sig")
-    except OSError as error:
-        raise Invalid(f"strategy.py cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise Invalid(f"strategy.py is not a text file: {error}") from error
-    if len(data) > MAX_BYTES:
-        raise Invalid(f"strategy.py is larger than {MAX_BYTES} bytes")
-    return text
-
-
-def lower_privileges(change_user):
-    """In the child before exec: no new privileges, no capabilities, another user if possible."""
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    for capability in range(64):  # fails, harmlessly, when there are none to give up
-        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
-    if change_user and os.geteuid() == 0:
-        with suppress(OSError):  # a user namespace may know only one user
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-
-
-def start_child():
-    """Starts the child. No foreign code runs in it before it gets the strategy."""
-
-    def start(change_user):
-        return subprocess.Popen(
-            [sys.executable, "-I", "-c", CHILD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            env={"OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-            preexec_fn=lambda: lower_privileges(change_user),
-        )
-
-    try:
-        return start(change_user=True)
-    except PermissionError:
-        # Only root can read this Python; the child stays root, without capabilities.
-        return start(change_user=False)
 
 
 def ask(child, message):
@@ -185,23 +129,18 @@ def main():
     # Both parts are new random games.
     parser.add_argument("--split", required=True, choices=["validation", "test"])
     parser.parse_args()
-    if os.path.exists("task.yaml"):
-        parser.error("run this in a copy of the task's files, because it deletes itself")
     child = None
     try:
-        text = read_strategy("strategy.py")
-        child = start_child()
-        # Before the strategy starts: no process may look into this one, not even of the same user,
-        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-        # and there is nothing left to change for a later run.
-        os.unlink(__file__)
+        text = read_source("strategy.py", "strategy.py", MAX_BYTES)
+        child = start_child(CHILD)
+        hide_process()
+        os.unlink(__file__)  # before the strategy starts: nothing is left to read or change
+        os.unlink("proxy.py")
         print(json.dumps({"Score": round(grade(text, child), 6)}))
     except Invalid as error:
         print(json.dumps({"error": str(error)}))
     finally:
-        if child:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
+        stop(child)
 
 
 if __name__ == "__main__":

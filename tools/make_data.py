@@ -1,6 +1,6 @@
-"""Writes train.csv, test.csv and answers.csv of a built-in task, with a fixed split.
+"""Writes train.csv, test.csv and answers.csv of a built-in task again, with a fixed split.
 
-    python make_data.py <titanic, diabetes or digits> [folder]
+    python tools/make_data.py <titanic, diabetes or digits> [folder]
 
 titanic: 2,201 persons, from the counts in the British Board of Trade's report of 1912.
 diabetes: 442 persons, from Efron, Hastie, Johnstone and Tibshirani, "Least Angle Regression"
@@ -92,7 +92,8 @@ def dealt(count):
 
 
 def main(name, folder=None):
-    folder = Path(folder or Path(__file__).resolve().parent / name)
+    tasks = Path(__file__).resolve().parents[1] / "configs" / "tasks"
+    folder = Path(folder or tasks / name)
     make = {"titanic": titanic, "diabetes": diabetes, "digits": digits}[name]
     table = make().sort_values("id")
     target = table.columns[-2]
