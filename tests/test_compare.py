@@ -33,6 +33,7 @@ def trained(seed=0, scores=(0.6, 0.7), **config):
             "valid_share": 0.75,
             "reply_tokens": 10.0,
             "faults": 1,
+            "episodes": 8,
             "seconds": 2.0,
         }
         for i, s in enumerate(scores)
@@ -119,7 +120,7 @@ def test_labels_are_the_settings_that_a_user_chose():
     grpo = {"loss": "grpo", "clip_high": 0.2, "lr": 1e-3, "groups": 2, "max_groups": 4}
     dapo = {"loss": "dapo", "clip_high": 0.28, "lr": 1e-3, "groups": 2, "max_groups": 4}
     runs = [
-        trained(0, **grpo, kl=0.1, reward="tiered", old_option=3),
+        trained(0, **grpo, kl=0.1, reward="tiered"),
         trained(1, **dapo, kl=0.0, reward="binary"),
     ]
     labels = [g.label for g in compare.groups_of(runs)["grpo", "titanic"]]
@@ -179,13 +180,6 @@ def groups_alone(run):
     return [plots.Group(run.name, plots.BLUE, [run])]
 
 
-def test_axes_show_no_step_before_the_first():
-    with plots.figure_of(6, 4) as figure:
-        axis = figure.subplots()
-        plots.draw_panel(axis, plots.TRAINING[0], groups_alone(ended(scores=(0.6,) * 12)))
-        assert min(axis.get_xticks()) >= 0 and axis.get_xlim()[0] < -0.5
-
-
 def test_the_part_that_was_selected_on_is_named():
     run = ended()
     run.result["final"]["split"] = "test"
@@ -193,7 +187,7 @@ def test_the_part_that_was_selected_on_is_named():
     for key in ("test_score_mean",):
         del run.result["final"]["best"][key]
     assert "validation" not in views.final_table(run)
-    assert "validation" not in plots.adapters_title([run], test=False)
+    assert "validation" not in plots.adapters_text(run)
 
 
 def test_the_mean_over_several_tasks_is_an_improvement():
@@ -218,16 +212,14 @@ def test_failed_nodes_count_as_the_baseline_and_faults_do_not():
     assert summary[1].split() == ["draft", "3", "1", "1", "1", "0.6", "0.7", "1.0", "100"]
     with plots.figure_of(4, 3) as figure:
         axis = figure.subplots()
-        plots.draw_panel(axis, PANELS[3], compare.groups_of([run])["search", "titanic"])
+        plots.draw_panel(axis, PANELS[2], compare.groups_of([run])["search", "titanic"])
         [median] = [lines.get_segments()[0][0][1] for lines in axis.collections[1:]]
     assert median == pytest.approx(0.6)
 
 
-def test_many_runs_are_drawn_on_pages_that_fit(tmp_path):
+def test_many_runs_have_different_colours():
     runs = [trained(i, lr=10.0**-i, kl=i / 10, model=f"a/long-model-name-{i}") for i in range(12)]
     groups = compare.groups_of(runs)["grpo", "titanic"]
-    rows = compare.comparison(runs, "grpo")
-    assert compare.overlay_size("grpo", groups)[0] <= 16 and compare.sheet_size(rows)[0] <= 16
     assert len({group.colour for group in groups}) == 12
 
 
@@ -243,7 +235,6 @@ def test_best_so_far_follows_the_direction_and_starts_at_the_baseline():
     down = best_so_far(searched(scores=(0.6, 0.3, None, 0.4), higher=False), "nodes")
     assert down == [(0.0, 0.5), (1.0, 0.5), (2.0, 0.3), (3.0, 0.3), (4.0, 0.3)]
     assert best_so_far(searched(), "tokens")[-1] == (300.0, 0.7)
-    assert best_so_far(searched(), "minutes")[1] == (1.0, 0.6)
     assert values_at(down, [1.5, 99.0]).tolist() == [0.5, 0.3]
     assert math.isnan(values_at(down[1:], [0.5])[0])
 

@@ -359,7 +359,7 @@ def test_click_search_filter_and_compare_nodes(tmp_path, browser):
     path = page.write([search_run(tmp_path / "run", nodes)], tmp_path / "report.html")
     browser.open(path)
     assert browser.js("document.querySelectorAll('.tree .node').length") == 5
-    assert browser.js("document.querySelectorAll('.plots img').length") == 6
+    assert browser.js("document.querySelectorAll('.plots img').length") == 3
     assert browser.js(
         "[...document.querySelectorAll('.node.best')].map(n => n.dataset.id || '0')"
     ) == ["0", "0.0", "0.0.0"]

@@ -41,20 +41,20 @@ def test_permutation_agrees_with_a_published_case():
 
 def test_no_interval_below_three_values_and_its_method_is_named():
     assert stats.mean_interval([0.4, 0.6]) is None
-    low, high, method = stats.mean_interval([1.0, 2.0, 3.0])
+    low, high = stats.mean_interval([1.0, 2.0, 3.0])
     half = 4.302653 / math.sqrt(3)  # t(0.975, 2) times std 1 over the root of N
-    assert (low, high) == (pytest.approx(2 - half), pytest.approx(2 + half)) and method == "t"
-    low, high, method = stats.mean_interval([0.0, 1.0] * 50)
+    assert (low, high) == (pytest.approx(2 - half), pytest.approx(2 + half))
+    low, high = stats.mean_interval([0.0, 1.0] * 50)
     assert low == pytest.approx(0.40, abs=0.02) and high == pytest.approx(0.60, abs=0.02)
-    assert method == "bootstrap" and stats.mean_interval([2.0] * 3) == (2.0, 2.0, "t")
+    assert stats.mean_interval([2.0] * 3) == (2.0, 2.0)
 
 
-@pytest.mark.parametrize("count, draws", [(3, 1000), (5, 1000), (10, 1000), (25, 150)])
+@pytest.mark.parametrize("count, draws", [(3, 1000), (5, 1000), (10, 1000), (25, 1000)])
 def test_intervals_cover_the_mean_as_often_as_they_promise(count, draws):
     """95 % of normal samples; the minimum and maximum of two values would cover half of them."""
     rng = np.random.default_rng(0)
     intervals = [stats.mean_interval(rng.normal(size=count)) for _ in range(draws)]
-    coverage = np.mean([low <= 0 <= high for low, high, _ in intervals])
+    coverage = np.mean([low <= 0 <= high for low, high in intervals])
     assert 0.90 <= coverage <= 0.98
 
 
@@ -102,14 +102,14 @@ def test_the_table_names_interval_methods_and_adapters():
     cells = [cell("t", "grpo", x, x) | {"adapter": "best"} for x in (0.8, 0.9, 0.85)]
     cells[0]["adapter"] = "untrained"
     (row,) = stats.grid_table(cells)
-    assert row["adapter"] == "1 untrained, 2 best" and row["interval_method"] == "t"
+    assert row["adapter"] == "1 untrained, 2 best"
     text = stats.text_of([row])
     assert "1 untrained, 2 best" in text and "Student's t; none below N = 3" in text
 
 
 def test_a_rule_that_replaces_the_sampling_mode_is_named():
     cells = [cell("t", "tail", 0.8, 0.8) | {"sampling_modes_used": {"tail": 3, "local": 5}}]
-    assert "t tail used tail 3, local 5" in stats.text_of(stats.grid_table(cells))
+    assert "used tail 3, local 5" in stats.text_of(stats.grid_table(cells))
     cells[0]["sampling_modes_used"] = {"tail": 8}
     assert "used" not in stats.text_of(stats.grid_table(cells))
 

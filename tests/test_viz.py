@@ -281,13 +281,14 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
 def test_long_ids_shift_no_column_and_ranges_are_sorted(tmp_path, capsys):
     run = store.open_run(tmp_path, CONFIG | {"sampling_mode": "none"})
     run.result(metric="loss", higher_is_better=True, baseline=0.5)
-    deep = "0" + ".0" * 30
-    for order, id in enumerate(["0.10", "0.2", "0.1", deep]):
+    chain = ["0" + ".0" * depth for depth in range(1, 31)]
+    deep = chain[-1]
+    for order, id in enumerate(["0.10", "0.2", "0.1", *chain]):
         run.log({"id": id, "order": order, "op": "draft", "score": 0.6}, "journal.jsonl")
     lines = printed(capsys, tmp_path, list=True).splitlines()[1:]
     assert {line.index("draft") for line in lines if "draft" in line} == {12}
     assert any(deep in line for line in lines)
-    with pytest.raises(UserError, match="there are 0(.0){30} to 0.10"):
+    with pytest.raises(UserError, match="there are 0.0 to 0.10"):
         printed(capsys, tmp_path, episode="7")
     text = printed(capsys, tmp_path)
     assert "best path  0 > " in text
@@ -321,25 +322,6 @@ def test_several_runs_and_strangers_among_them(tmp_path):
         python("viz.py", tmp_path).stdout.count("2 of 8") == 1
     )  # a directory of runs stands for them, as a grid does
     assert (tmp_path / "report.html").exists()
-
-
-def test_rows_may_hold_anything(tmp_path):
-    run = store.open_run(tmp_path, CONFIG)
-    for row in [
-        {"id": "0.0"},
-        {"id": "x"},
-        {"id": ""},
-        {"id": "0.0.9.9", "score": "high", "actions": 3, "op": None},
-        {"id": "0.1", "score": 0.5, "sampling_mode": "$x$ \n", "op": []},
-    ]:
-        run.log(row, "journal.jsonl")
-    assert [p.name for p in viz.plot(tmp_path)] == ["tree.png", "search.png"]
-    assert [t["id"] for t in reader.transcripts(reader.read_run(tmp_path))] == [
-        "0.0",
-        "x",
-        "0.0.9.9",
-        "0.1",
-    ]
 
 
 # ------------------------------------------------------------------ trackers

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import math
 import sys
-import typing
 from pathlib import Path
 
 import tyro
@@ -52,7 +51,7 @@ def parse_config(config_class, argv: list[str]):
     if flags and not flags[0].startswith("-"):
         preset = read_mapping(Path(flags.pop(0)))
         flags = preset_flags(preset) + flags
-    check_renamed(flags, field_names(config_class))
+    check_renamed(flags)
     return tyro.cli(
         config_class,
         args=flags,
@@ -76,26 +75,12 @@ def preset_flags(preset: dict) -> list[str]:
     return flags
 
 
-def field_names(config_class) -> set[str]:
-    """The flags of a dataclass and of the dataclasses nested in it, without dashes in front."""
-    types = typing.get_type_hints(config_class)
-    names = set()
-    for field in dataclasses.fields(config_class):
-        if dataclasses.is_dataclass(types[field.name]):
-            names |= field_names(types[field.name])
-        else:
-            names.add(field.name.replace("_", "-"))
-    return names
-
-
-def check_renamed(flags: list[str], known: set[str]) -> None:
+def check_renamed(flags: list[str]) -> None:
     """Raises UserError for a flag that has another name now."""
     for flag in flags:
         name = flag.partition("=")[0].removeprefix("--").removeprefix("no-").replace("_", "-")
-        new = RENAMED_FLAGS.get(name, "")
-        renamed = new.partition(" ")[0] in known and name not in known
-        if flag.startswith("--") and renamed:
-            raise UserError(f"--{name} is called --{new} now; see --help for its values.")
+        if flag.startswith("--") and name in RENAMED_FLAGS:
+            raise UserError(f"--{name} is called --{RENAMED_FLAGS[name]} now; see --help.")
 
 
 def check_numbers(config, bounds: dict, otherwise: tuple) -> None:

@@ -19,8 +19,6 @@ from flatlab.runs.plots import (
     PAGE_WIDTH,
     TRAINING,
     Group,
-    adapter_results,
-    best_is_untrained,
     draw_panels,
     evaluated_score,
     figure_of,
@@ -35,23 +33,10 @@ from flatlab.runs.plots import (
 from flatlab.runs.reader import RunData, number
 
 # Settings that do not change what is measured
-NOT_OF_THE_GROUP = {
-    "seed",
-    "name",
-    "workers",
-    "concurrency",
-    "keep_checkpoints",
-    "price",
-    "url",
-    "eval_episodes",
-    "backend",
-    "mlgym_root",
-    "mledojo_root",
-    "tensorboard",
-    "wandb",
-    "sandboxes",
-    "checkpoints",
-}
+NOT_OF_THE_GROUP = set(
+    """seed name workers concurrency keep_checkpoints price url eval_episodes backend
+    mlgym_root mledojo_root tensorboard wandb""".split()
+)
 # Settings that follow from another one unless the user sets them: key -> the other one
 DERIVED_FROM = {
     "clip_low": "loss",
@@ -66,7 +51,7 @@ DERIVED_FROM = {
 }
 FIRST = ("loss", "reward", "advantage", "select", "sampling_mode", "model")  # in labels
 SAY_THE_VALUE = {"loss", "select", "sampling_mode", "model"}  # clear without "key="
-PANELS = {"grpo": (TRAINING, 3), "search": (search_plots.SEARCH, 3)}  # and columns
+PANELS = {"grpo": TRAINING, "search": search_plots.SEARCH}
 
 # ------------------------------------------------------------------ groups
 
@@ -113,29 +98,14 @@ def names(groups: list[list[RunData]]) -> list[str]:
 
 
 def differing_keys(configs: list[dict]) -> list[str]:
-    """Settings that are not the same in all configs, without those that follow from another one.
-
-    A setting that some configs do not have is not one either: another version wrote them.
-    """
-    found = []
+    """Settings that are not the same in all configs, without those that follow from another one."""
+    keys = []
     for key in configs[0]:
-        if not all(key in config for config in configs):
-            continue
-        values = {repr(config[key]) for config in configs}
-        if key not in NOT_OF_THE_GROUP and len(values) > 1 and not follows(key, configs):
-            found.append(key)
+        values = {repr(config.get(key)) for config in configs}
+        if key not in NOT_OF_THE_GROUP and len(values) > 1:
+            keys.append(key)
+    found = [key for key in keys if DERIVED_FROM.get(key) not in keys]
     return sorted(found, key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST))
-
-
-def follows(key: str, configs: list[dict]) -> bool:
-    """True if `key` has one value for each value of the setting that it is derived from."""
-    if key not in DERIVED_FROM:
-        return False
-    values = {}
-    for config in configs:
-        source = repr(config.get(DERIVED_FROM[key]))
-        values.setdefault(source, set()).add(repr(config.get(key)))
-    return all(len(each) == 1 for each in values.values())
 
 
 def cut(text: str, limit: int) -> str:
@@ -184,15 +154,14 @@ def search_cell(run: RunData) -> dict:
 
 def training_cell(run: RunData) -> dict:
     """The best adapter of a finished run, or the mean of the last steps of one that is not."""
-    group = Group("", BLUE, [run])
-    results = adapter_results([run])
-    if "best" in results:
-        [chosen] = results["best"]
-        score = evaluated_score(chosen)[0]
-        test = evaluated_score(chosen, test=True)[0]
-        adapter = "untrained" if best_is_untrained(run.result) else "best"
+    final = run.result.get("final")
+    if final:
+        score = evaluated_score(final["best"])[0]
+        test = evaluated_score(final["best"], test=True)[0]
+        adapter = "untrained" if final.get("best_is_untrained") else "best"
     else:
-        last = series(run.rows, f"{score_key([group])}_mean")[-window_of(run.rows) :]
+        key = score_key([Group("", BLUE, [run])])
+        last = series(run.rows, f"{key}_mean")[-window_of(run.rows) :]
         score, test, adapter = mean(last), None, "last steps"
     score = math.nan if score is None else score
     return training_counts(run) | {
@@ -206,13 +175,11 @@ def training_cell(run: RunData) -> dict:
 
 def training_counts(run: RunData) -> dict:
     """Sums over the steps; the row of a step holds means over its episodes."""
-    groups = number(run.config.get("groups")) or 1
     sizes = series(run.rows, "episodes")
-    sizes[np.isnan(sizes)] = groups * (number(run.config.get("group_size")) or 1)
-    valid = np.nan_to_num(series(run.rows, "valid_share"))
+    valid = series(run.rows, "valid_share")
     return {
-        "nodes": round(sizes.sum()),
-        "failed": round(((1 - valid) * sizes).sum()),
+        "nodes": round(np.nansum(sizes)),
+        "failed": round(np.nansum((1 - valid) * sizes)),
         "faults": round(np.nansum(series(run.rows, "faults"))),
         "tokens": round(np.nansum(series(run.rows, "reply_tokens") * sizes)),
         "seconds": float(np.nansum(series(run.rows, "seconds"))),
@@ -257,52 +224,31 @@ def draw_heat_map(axis, figure, rows, done):
     for row in rows:
         spread = "" if row["std"] is None else f" ± {row['std']:.3g}"
         faults = f", {row['faults']} faults" if row["faults"] else ""
-        adapter = f", {row['adapter']}" if row["adapter"] else ""
-        lines = [
-            f"{row['mean']:.4g}{spread}   N={row['n']}{adapter}",
-            f"{row['failed']} of {row['nodes']} {done} failed{faults}",
-        ]
-        axis.text(
-            tasks.index(row["task"]),
-            methods.index(row["method"]),
-            "\n".join(lines),
-            ha="center",
-            va="center",
-            fontsize=8 if len(tasks) < 3 else 6.5,
-            color="white" if abs(row["improvement"]) > 0.7 * limit else "black",
-        )
+        text = f"{row['mean']:.4g}{spread}   N={row['n']}   {row['adapter'] or ''}\n"
+        text += f"{row['failed']} of {row['nodes']} {done} failed{faults}"
+        colour = "white" if abs(row["improvement"]) > 0.7 * limit else "black"
+        look = {"ha": "center", "va": "center", "fontsize": 8 if len(tasks) < 3 else 6.5}
+        place = tasks.index(row["task"]), methods.index(row["method"])
+        axis.text(*place, text, color=colour, **look)
     axis.set_xticks(range(len(tasks)), [wrapped(task, 24) for task in tasks])
     labels = [wrapped(method, 36) for method in methods]
     axis.set_yticks(range(len(methods)), labels, fontsize=9 if len(methods) < 13 else 7)
     axis.grid(False)
     axis.set_title("Mean score ± standard deviation, N runs, failures", loc="left")
-    label = "improvement (0 baseline, 1 reference)"
-    figure.colorbar(image, ax=axis, label=label, shrink=0.9)
+    figure.colorbar(image, ax=axis, label="improvement (0 baseline, 1 reference)")
 
 
-def sheet_size(rows) -> tuple[float, float]:
-    """Width and height in inches of the heat map."""
-    return PAGE_WIDTH, max(4.5, 0.55 * len({row["method"] for row in rows}) + 1.5)
-
-
-def draw_group_legend(figure, groups: list[Group], columns=3):
+def draw_group_legend(figure, groups: list[Group]):
     """The names of the groups below a figure."""
     from matplotlib.lines import Line2D
 
     handles = []
     for group in groups:
-        count = len(group.runs)
-        label = wrapped(f"{group.label} (N={count} run{'s' * (count > 1)})", 56)
+        label = wrapped(f"{group.label} (N={len(group.runs)})", 56)
         handles.append(Line2D([], [], color=group.colour, linewidth=3, label=label))
     size = 10 if len(groups) <= 9 else 8
-    columns = min(columns, len(groups))
+    columns = min(3, len(groups))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=size)
-
-
-def overlay_size(kind: str, groups: list[Group]) -> tuple[float, float]:
-    """Width and height in inches: room for the legend below the panels."""
-    lines = sum(1 + len(group.label) // 56 for group in groups) / 3
-    return PAGE_WIDTH, 8.5 + 0.2 * lines
 
 
 def plot_many(runs: list[RunData], folder: Path, format="png") -> list[Path]:
@@ -310,12 +256,13 @@ def plot_many(runs: list[RunData], folder: Path, format="png") -> list[Path]:
     paths = []
     grouped = groups_of(runs)
     for (kind, task), groups in grouped.items():
-        panels, columns = PANELS[kind]
         title = f"{shorten(task, 60)}: mean over seeds, band: ± standard deviation of the seeds"
         if kind == "grpo":
             title += ", running mean of a sixth of the steps; dotted: not all runs went on"
-        with figure_of(*overlay_size(kind, groups)) as figure:
-            draw_panels(figure, panels, groups, columns)
+        lines = sum(1 + len(group.label) // 56 for group in groups) / 3  # of the legend
+        height = (8.5 if kind == "grpo" else 5) + 0.2 * lines
+        with figure_of(PAGE_WIDTH, height) as figure:
+            draw_panels(figure, PANELS[kind], groups)
             figure.suptitle(title)
             draw_group_legend(figure, groups)
             name = re.sub(r"[^A-Za-z0-9_.-]", "-", task)
@@ -323,7 +270,7 @@ def plot_many(runs: list[RunData], folder: Path, format="png") -> list[Path]:
     for kind in sorted({kind for kind, _ in grouped}):
         rows = comparison(runs, kind)
         if len(rows) > 1:
-            with figure_of(*sheet_size(rows)) as figure:
+            with figure_of(PAGE_WIDTH, max(4.5, 0.55 * len(rows) + 1.5)) as figure:
                 done = "episodes" if kind == "grpo" else "nodes"
                 draw_heat_map(figure.subplots(), figure, rows, done)
                 paths.append(save(figure, folder / f"grid-{kind}.{format}"))

@@ -28,7 +28,6 @@ from flatlab.runs.views import final_table
 TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "report.html"
 BLOCK = 1 << 20  # characters of texts that are compressed together
 LONGEST = 200_000  # characters of one text; the run directory has all of it
-CANDIDATES = 12  # shown for a decision of a selection rule
 
 
 def write(runs: list[RunData], path: Path) -> Path:
@@ -105,43 +104,18 @@ def texts_of(item: dict) -> dict:
         "code": {str(name): cut(text) for name, text in code.items()},
         "reason": cut(decision.get("reason")),
         "notes": notes,
-        "candidates": candidates_of(decision),
-        "ideas": ideas_of(item),
+        "ideas": [[cut(text), number(value)] for text, value in item.get("ideas") or []],
         "turns": [turn_of(turn) for turn in item["turns"]],
     }
     return {key: value for key, value in found.items() if value}
 
 
-def candidates_of(decision: dict) -> list:
-    """(id, score) of the nodes that a selection rule compared, the best ones."""
-    scores = decision.get("scores")
-    found = []
-    for id, value in scores.items() if isinstance(scores, dict) else ():
-        if number(value) is not None:
-            found.append([str(id), number(value)])
-    return sorted(found, key=lambda pair: -pair[1])[:CANDIDATES]
-
-
-def ideas_of(item: dict) -> list:
-    """(text, stated probability) of the call that the idea of a node comes from."""
-    found = []
-    for idea in item.get("ideas") or []:
-        if isinstance(idea, list) and len(idea) == 2:
-            found.append([cut(idea[0]), number(idea[1])])
-    return found
-
-
 def turn_of(turn: dict) -> dict:
-    found = {
-        "reply": cut(turn.get("reply")),
-        "observation": cut(turn.get("observation")),
-        "status": str(turn.get("status") or ""),
-        "score": number(turn.get("score")),
-        "seconds": number(turn.get("seconds_env", turn.get("seconds"))),
-    }
-    action = turn.get("action")
-    if action and str(action) not in str(turn.get("reply")):
-        found["action"] = cut(action)
+    found = {key: cut(turn.get(key)) for key in ("reply", "observation", "status")}
+    found["score"] = number(turn.get("score"))
+    found["seconds"] = number(turn.get("seconds_env"))
+    if turn.get("action") and str(turn["action"]) not in found["reply"]:
+        found["action"] = cut(turn["action"])
     return found
 
 
@@ -183,12 +157,7 @@ def items_of(run: RunData, place: int, items: list[dict]) -> list[dict]:
             row["task"] = item.get("task")
         if run.kind == "search":
             y, x, parent = places.get(item["id"], (0.0, 0, "0"))
-            row |= {
-                "x": x,
-                "y": y,
-                "parent": parent,
-                "idea": item["idea"][:160],
-            }
+            row |= {"x": x, "y": y, "parent": parent, "idea": item["idea"][:160]}
             row |= {key: item[key] for key in ("op", "sampling_mode", "second")}
         rows.append({key: value for key, value in row.items() if value not in (None, "")})
     return rows

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from flatlab.runs.reader import RunData, duration, number
+from flatlab.runs.stats import shown
 from flatlab.runs.store import temporary
 
 # The colours of Okabe and Ito: distinct with any kind of colour vision, and in grey print
@@ -119,11 +120,6 @@ def score_key(groups: list[Group]) -> str:
     return "improvement" if "improvement_mean" in keys and "score_mean" not in keys else "score"
 
 
-def selected_split(run: RunData) -> str:
-    """The part that best results are selected on: "test" for tasks that have no other part."""
-    return "test" if run.result.get("selected_on_test") else "validation"
-
-
 # ------------------------------------------------------------------ panels of a training run
 
 
@@ -178,8 +174,9 @@ def draw_score(axis, groups):
     evaluated = [key for key in (f"eval_{key}_mean", f"eval_{key}") if has_key(groups, key)]
     for eval_key in evaluated[:1]:
         draw_key(axis, groups, eval_key, "evaluation episodes", PINK, dashed=True)
-    for group in groups:
-        draw_adapters(axis, group, RED if alone else group.colour, alone)
+    run = only_run(groups)
+    if run and adapters_text(run):
+        axis.plot([], [], " ", label=adapters_text(run))
     draw_baseline(axis, groups)
 
 
@@ -187,49 +184,19 @@ def has_key(groups, key: str) -> bool:
     return any(key in row for group in groups for run in group.runs for row in run.rows)
 
 
-def draw_adapters(axis, group, colour, with_label):
-    """The comparison at the end: untrained, last and best adapter on the same fresh seeds."""
-    steps = by_step(group, "reward_mean")[0]
-    if not len(steps):
-        return
-    margin = max(1.0, len(steps) / 25)
-    for test, mark in ((False, "D"), (True, "*")):
-        fill = "white" if test else colour
-        texts = []
-        for when, results in adapter_results(group.runs).items():
-            pairs = [evaluated_score(result, test) for result in results]
-            values = [value for value, _ in pairs if value is not None]
-            if not values:
-                continue
-            error = pairs[0][1] if len(values) == 1 else np.std(values, ddof=1)
-            x = steps[0] - margin if when == "untrained" else steps[-1] + margin
-            x += {"imitated": -0.6, "last": -0.4, "best": 0.4}.get(when, 0) * margin
-            axis.errorbar(
-                x,
-                np.mean(values),
-                error,
-                fmt=mark,
-                capsize=3,
-                markersize=10 if test else 6,
-                color=colour,
-                markerfacecolor=fill,
-                zorder=4,
-            )
-            texts.append(f"{adapter_name(when, group.runs)} {np.mean(values):.4g}")
-        if texts and with_label:
-            label = f"{adapters_title(group.runs, test)}\n{textwrap.fill(', '.join(texts), 32)}"
-            axis.errorbar([], [], fmt=mark, color=colour, markerfacecolor=fill, label=label)
-
-
-def adapter_results(runs: list[RunData]) -> dict[str, list[dict]]:
-    """Adapter -> its evaluations at the end, one per finished run."""
-    found = {}
-    for run in runs:
-        final = run.result.get("final") or {}
-        for name in ("untrained", "imitated", "last", "best"):
-            if name in final:
-                found.setdefault(name, []).append(final[name])
-    return found
+def adapters_text(run: RunData) -> str:
+    """The comparison of the adapters at the end of a run, for a legend; "" before the end."""
+    final = run.result.get("final")
+    if not final:
+        return ""
+    lines = [f"at the end, {final['split']}, N={final['n']}:"]
+    for name in ("untrained", "imitated", "last", "best"):
+        if name in final:
+            value, error = evaluated_score(final[name])
+            is_untrained = name == "best" and final.get("best_is_untrained")
+            note = " (untrained)" if is_untrained else ""
+            lines.append(f"{name}{note} {shown(value, '.4g')} ± {shown(error, '.2g')}")
+    return "\n".join(lines)
 
 
 def evaluated_score(result: dict, test=False) -> tuple[float | None, float | None]:
@@ -239,30 +206,6 @@ def evaluated_score(result: dict, test=False) -> tuple[float | None, float | Non
     if value is not None:
         return value, number(result.get(f"{part}score_stderr"))
     return number(result.get(f"{part}improvement")), number(result.get(f"{part}improvement_stderr"))
-
-
-def adapter_name(name: str, runs: list[RunData]) -> str:
-    """ "best (untrained)" if no evaluation beat the untrained adapter in all these runs."""
-    count = sum(best_is_untrained(run.result) for run in runs)
-    if name != "best" or not count:
-        return name
-    return f"{name} (untrained)" if len(runs) == 1 else f"{name} (untrained in {count} runs)"
-
-
-def best_is_untrained(result: dict) -> bool:
-    return bool((result.get("final") or {}).get("best_is_untrained"))
-
-
-def adapters_title(runs: list[RunData], test: bool) -> str:
-    """What the marks are: the split, how many episodes, and over what the error bars are."""
-    final = runs[0].result.get("final")
-    split, count = selected_split(runs[0]), ""
-    if isinstance(final, dict):
-        split = str(final.get("split", split))
-        count = f", N={final.get('n')}"
-    split = "test part" if test else split
-    bars = "± s.e." if len(runs) == 1 else f"± std of {len(runs)} runs"
-    return f"at the end, {split}{count}, {bars}"
 
 
 def draw_baseline(axis, groups):
@@ -277,18 +220,6 @@ def draw_baseline(axis, groups):
 def only_run(groups) -> RunData | None:
     runs = [run for group in groups for run in group.runs]
     return runs[0] if len(runs) == 1 else None
-
-
-def draw_reward(axis, groups):
-    draw_key(axis, groups, "reward_mean", "mean", GREEN)
-    run = only_run(groups)
-    if run:
-        middle, std = series(run.rows, "reward_mean"), series(run.rows, "reward_std")
-        steps = [row["step"] for row in run.rows]
-        label = "± standard deviation of the episodes"
-        axis.fill_between(
-            steps, middle - std, middle + std, color=GREEN, alpha=0.12, linewidth=0, label=label
-        )
 
 
 def draw_logprob_diff(axis, groups):
@@ -314,7 +245,7 @@ SHARES = keys(
 )
 TRAINING = [  # title, x axis, y axis, what draws it
     ("Score", STEPS, "score", draw_score),
-    ("Reward", STEPS, "reward per episode", draw_reward),
+    ("Reward", STEPS, "reward per episode", keys(("reward_mean", "", GREEN))),
     ("Shares", STEPS, "share, 0 to 1", SHARES),
     ("Length", STEPS, "sampled tokens per episode", keys(("reply_tokens", "", BLUE))),
     ("Entropy", STEPS, "nats per token", keys(("entropy", "", BLUE))),
@@ -357,49 +288,25 @@ def draw_panel(axis, panel, groups):
         axis.set_ylim(-0.03, 1.03)
     if not axis.has_data():
         axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center", color=GREY)
-    if x in (STEPS, "executed nodes", "nodes"):
-        set_integer_ticks(axis)
-    if x == STEPS:
-        hide_other_ticks(axis, groups)
-    draw_legend(axis, title)
+    if x in (STEPS, "executed nodes"):
+        axis.locator_params(axis="x", integer=True)
+    draw_legend(axis)
 
 
-def set_integer_ticks(axis):
-    from matplotlib.ticker import MaxNLocator
-
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-
-
-def hide_other_ticks(axis, groups):
-    """Ticks at training steps only: the marks of the final comparison stand beside them."""
-    steps = [row["step"] for group in groups for run in group.runs for row in run.rows]
-    limits = axis.get_xlim()
-    axis.set_xticks([tick for tick in axis.get_xticks() if 0 <= tick <= max(steps)])
-    axis.set_xlim(limits)
-
-
-def draw_legend(axis, title):
+def draw_legend(axis):
     """A large legend stands above the curves, not over them."""
     labels = axis.get_legend_handles_labels()[1]
-    many = len(labels) > 4
-    if many or title in ("Scores", "Outcomes"):
+    if len(labels) > 4:
         low, high = axis.get_ylim()
-        axis.set_ylim(low, high + (0.55 if many else 0.16) * (high - low))
-        axis.legend(
-            loc="upper center",
-            ncols=2 if many else 3,
-            fontsize=7.5,
-            frameon=False,
-            columnspacing=0.8,
-            handlelength=1.4,
-        )
+        axis.set_ylim(low, high + 0.55 * (high - low))
+        axis.legend(loc="upper center", ncols=2, fontsize=7.5, frameon=False)
     elif labels:
         axis.legend()
 
 
-def draw_panels(figure, panels, groups: list[Group], columns: int):
-    """All panels of one kind, in rows."""
-    axes = figure.subplots(len(panels) // columns, columns).ravel()
+def draw_panels(figure, panels, groups: list[Group]):
+    """All panels of one kind, three in a row."""
+    axes = figure.subplots(len(panels) // 3, 3).ravel()
     for axis, panel in zip(axes, panels):
         draw_panel(axis, panel, groups)
 

@@ -162,16 +162,15 @@ def find_runs(paths) -> tuple[list[RunData], list[str]]:
     return found, errors
 
 
+# What the views count on, for nodes of a row that lacks it.
+NODE = {"parent": "", "second": None, "op": "", "sampling_mode": "", "idea": "", "status": ""}
+NODE |= {"error": "", "diff": "", "code": {}, "decision": {}, "actions": [], "ideas": []}
+
+
 def node_row(row: dict) -> dict:
-    """A row of the journal with the types that the views count on. score: None for all failures."""
-    found = dict(row)
-    for key in ("parent", "op", "sampling_mode", "idea", "status", "error", "diff"):
-        found[key] = str(found.get(key) or "")
-    for key, kind in (("code", dict), ("decision", dict), ("actions", list), ("ideas", list)):
-        found[key] = row[key] if isinstance(row.get(key), kind) else kind()
-    found["second"] = row["second"] if isinstance(row.get("second"), str) else None
-    found["score"] = None if row.get("valid") is False else number(row.get("score"))
-    return found
+    """A row of the journal with the keys that the views count on. score: None for all failures."""
+    score = None if row.get("valid") is False else number(row.get("score"))
+    return NODE | row | {"score": score}
 
 
 # ------------------------------------------------------------------ transcripts
@@ -194,51 +193,40 @@ def transcripts(run: RunData, step: int | None = None) -> list[dict]:
     return sorted(items, key=lambda item: (item["step"], item["index"]))
 
 
-def turns_of(row: dict, key: str) -> list[dict]:
-    turns = row.get(key) if isinstance(row.get(key), list) else []
-    return [turn for turn in turns if isinstance(turn, dict)]
-
-
 def episode_item(row: dict, step: int, index: int) -> dict:
-    score = row.get("score") if isinstance(row.get("score"), dict) else {}
-    status = str(row.get("status") or "")
-    error = row.get("fault")
+    score = row.get("score") or {}
     outcome = "valid" if score.get("valid") else "failed"
-    if status == "fault":
+    if row["status"] == "fault":
         outcome = "fault"
-    elif outcome == "failed":
-        error = error or score.get("message")
+    error = row.get("fault") or (score.get("message") if outcome == "failed" else "")
     return {
         "id": f"{step}.{index}",
         "step": step,
         "index": index,
-        "group": row.get("group"),
-        "task": str(row.get("task") or ""),
+        "task": row["task"],
         "outcome": outcome,
-        "status": status,
+        "status": row["status"],
         "score": number(score.get("value")) if outcome == "valid" else None,
-        "turns": turns_of(row, "turns"),
+        "turns": row["turns"],
         "tokens": number(row.get("reply_tokens")),
         "seconds": number(row.get("seconds")),
         "error": str(error or ""),
-        "prompt": str(row.get("prompt") or ""),
+        "prompt": row.get("prompt", ""),
     }
 
 
-NODE_TEXTS = ("id", "parent", "second", "op", "sampling_mode", "idea", "status", "error", "diff")
-NODE_NUMBERS = ("order", "improvement", "tokens", "seconds", "elapsed", "probability")
-
-
 def node_item(row: dict, directory: Path) -> dict:
-    item = {key: row[key] for key in (*NODE_TEXTS, "score", "code", "decision", "ideas")}
-    item |= {key: number(row.get(key)) for key in NODE_NUMBERS}
-    item["outcome"] = "failed" if row["score"] is None else "valid"
+    outcome = "failed" if row["score"] is None else "valid"
     if row["status"] == "fault":
-        item["outcome"] = "fault"
-    item["turns"] = turns_of(row, "actions")
-    order = int(item["order"] or 0)
-    item["prompt"] = prompt_of(directory / "episodes" / f"{order:06d}.jsonl", row["id"])
-    return item
+        outcome = "fault"
+    path = directory / "episodes" / f"{row.get('order', 0):06d}.jsonl"
+    return row | {
+        "outcome": outcome,
+        "turns": row["actions"],
+        "tokens": number(row.get("tokens")),
+        "seconds": number(row.get("seconds")),
+        "prompt": prompt_of(path, row["id"]),
+    }
 
 
 def prompt_of(path: Path, node: str) -> str:

@@ -7,24 +7,22 @@ runs are in it. search.py and viz.py print this table.
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from statistics import fmean, stdev
 
 import numpy as np
 
 from flatlab.episode.task import improvement
 
-BOOTSTRAP_FROM = 20  # values; with fewer, percentile intervals cover the mean too rarely
-DRAWS = 10_000  # bootstrap samples
 SPLITS = 200_000  # permutation test: up to this many splits are all tried, else so many at random
 
 
-def mean_interval(values) -> tuple[float, float, str] | None:
-    """95 % confidence interval of the mean as (low, high, method); None for fewer than 3 values.
+def mean_interval(values) -> tuple[float, float] | None:
+    """95 % confidence interval of the mean as (low, high); None for fewer than 3 values.
 
-    Below 20 values Student's t, mean +- t(0.975, N - 1) * std / sqrt(N); from there on the
-    percentile bootstrap, which never leaves the range of the values. In a simulation with normal,
-    uniform, exponential and partly failed scores the t interval covers the mean at least as often
-    as the bootstrap at every N; from N = 20 they differ by less than 4 points.
+    Student's t: mean +- t(0.975, N - 1) * std / sqrt(N). In a simulation with normal, uniform,
+    exponential and partly failed scores it covers the mean at least as often as the percentile
+    bootstrap at every N.
     """
     from scipy import stats
 
@@ -32,13 +30,9 @@ def mean_interval(values) -> tuple[float, float, str] | None:
     if len(values) < 3:
         return None
     if values.std() == 0:
-        return float(values[0]), float(values[0]), "t"
-    if len(values) < BOOTSTRAP_FROM:
-        found = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
-        return float(found.low), float(found.high), "t"
-    draws = stats.bootstrap((values,), np.mean, n_resamples=DRAWS, method="percentile", rng=0)
-    found = draws.confidence_interval
-    return float(found.low), float(found.high), "bootstrap"
+        return float(values[0]), float(values[0])
+    found = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    return float(found.low), float(found.high)
 
 
 def permutation_p(a, b) -> float | None:
@@ -107,7 +101,6 @@ def grid_table(cells: list[dict]) -> list[dict]:
 def row_of(task: str, method: str, group: list[dict]) -> dict:
     """The row of one task and method. Keys: see the titles in text_of()."""
     scores = [final_score(cell) for cell in group]
-    interval = mean_interval(scores)
     tested = [c for c in group if c.get("test_minus_validation") is not None]
     differences = [cell["test_minus_validation"] for cell in tested]
     row = {
@@ -116,8 +109,7 @@ def row_of(task: str, method: str, group: list[dict]) -> dict:
         "n": len(group),
         "mean": fmean(scores),
         "std": stdev(scores) if len(scores) > 1 else None,
-        "interval": interval[:2] if interval else None,
-        "interval_method": interval[2] if interval else None,
+        "interval": mean_interval(scores),
         "validation": fmean(cell["best_score"] for cell in group),
         "test_minus_validation": fmean(differences) if differences else None,
         "improvement": fmean(map(cell_improvement, group)),
@@ -141,23 +133,21 @@ def is_untested(cell: dict) -> bool:
 
 
 def adapters_of(group: list[dict]) -> str | None:
-    """The adapters that the scores of a method belong to: 'best', '1 best, 2 untrained'."""
-    names = [cell.get("adapter") for cell in group]
-    if None in names:
+    """The adapters that the scores of a method belong to: '2 best, 1 untrained'."""
+    counts = Counter(cell.get("adapter") for cell in group)
+    if None in counts:
         return None
-    counts = {name: names.count(name) for name in names}
     if len(counts) == 1:
-        return names[0]
+        return group[0]["adapter"]
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def modes_of(group: list[dict]) -> dict:
     """Sampling mode -> number of nodes whose ideas were really asked for in this mode."""
-    counts = {}
+    counts = Counter()
     for cell in group:
-        for mode, count in (cell.get("sampling_modes_used") or {}).items():
-            counts[mode] = counts.get(mode, 0) + count
-    return counts
+        counts.update(cell.get("sampling_modes_used") or {})
+    return dict(counts)
 
 
 def add_ranks(rows: list[dict]) -> None:
@@ -194,7 +184,7 @@ def interval_text(row: dict) -> str:
     if row["interval"] is None:
         return "-"
     low, high = row["interval"]
-    return f"{low:.4f} to {high:.4f} {row['interval_method']}"
+    return f"{low:.4f} to {high:.4f}"
 
 
 def text_of(rows: list[dict], what="method", done="nodes") -> str:
@@ -235,35 +225,20 @@ def notes(rows: list[dict]) -> list[str]:
     else:
         found[0] += "; a run without a better node counts as the baseline"
     found.append("improvement of the mean: 0 baseline, 1 reference (without one: baseline doubled)")
-    methods = {row["interval_method"] for row in rows} - {None}
-    words = {"t": "Student's t", "bootstrap": "percentile bootstrap"}
-    if methods:
-        used = ", ".join(words[method] for method in sorted(methods))
-        found.append(f"95 % interval of the mean: {used}; none below N = 3")
+    found.append("95 % interval of the mean: Student's t; none below N = 3")
     if any(row["p"] is not None for row in rows):
         found.append("p: permutation test against none, two-sided")
     if rows and rows[0]["rank_tasks"] > 1:
         found.append(f"rank: mean place of the method over {rows[0]['rank_tasks']} tasks")
     if any(row["empty"] for row in rows):
         found.append("empty: runs in which nothing was valid")
-    changed = [row for row in rows if "local" in row["modes_used"] and row["method"] != "local"]
-    replaced = [modes_text(row) for row in changed]
-    if replaced:
-        found.append(
-            "the selection rule replaced the sampling mode of some nodes: " + "; ".join(replaced)
-        )
-    return found + reservations(rows)
-
-
-def modes_text(row: dict) -> str:
-    """The sampling modes that the nodes of a method really used, with their numbers of nodes."""
-    used = [f"{mode} {count}" for mode, count in row["modes_used"].items()]
-    return f"{row['task']} {row['method']} used {', '.join(used)}"
-
-
-def reservations(rows: list[dict]) -> list[str]:
-    """In words: which means are not test scores of a choice made on the validation part."""
-    found = []
+    for row in rows:
+        if "local" in row["modes_used"] and row["method"] != "local":
+            used = ", ".join(f"{mode} {count}" for mode, count in row["modes_used"].items())
+            found.append(
+                f"{row['task']} {row['method']}: the selection rule replaced the sampling mode of "
+                f"some nodes; used {used}"
+            )
     untested = sum(row["untested"] for row in rows)
     if untested:
         found.append(f"runs without a test score: {untested}; the mean has their validation score")

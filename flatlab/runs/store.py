@@ -141,7 +141,6 @@ def describe_machine() -> str:
         platform.platform(),
         f"{os.cpu_count()} cpus",
         f"gpu: {output_of('nvidia-smi', gpu_query, '--format=csv,noheader')}",
-        f"docker: {output_of('docker', '--version')}",
     ]
     packages = [f"{d.name}=={d.version}" for d in importlib.metadata.distributions()]
     return "\n".join(parts + sorted(packages))

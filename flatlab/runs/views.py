@@ -24,7 +24,7 @@ def plot(run_dir, format="png") -> list[Path]:
 
 def plot_training(run: RunData, groups, format: str) -> list[Path]:
     with plots.figure_of(15, 8.5) as figure:
-        plots.draw_panels(figure, plots.TRAINING, groups, 3)
+        plots.draw_panels(figure, plots.TRAINING, groups)
         window = plots.window_of(run.rows)
         title = plots.shorten(plots.heading(run), 160)
         figure.suptitle(f"{title}   (bold: running mean of {window} steps)", fontsize=10)
@@ -34,16 +34,11 @@ def plot_training(run: RunData, groups, format: str) -> list[Path]:
 def plot_search(run: RunData, groups, format: str) -> list[Path]:
     with plots.figure_of(*search_plots.tree_size(run)) as figure:
         search_plots.draw_tree(figure, run)
-        figure.suptitle(
-            plots.shorten(plots.heading(run), 120),
-            fontsize=10,
-        )
+        figure.suptitle(plots.shorten(plots.heading(run), 120), fontsize=10)
         tree = plots.save(figure, run.dir / f"tree.{format}")
-    with plots.figure_of(15, 8.5) as figure:
-        plots.draw_panels(figure, search_plots.SEARCH, groups, 3)
-        figure.suptitle(
-            plots.shorten(plots.heading(run), 160),
-        )
+    with plots.figure_of(15, 5) as figure:
+        plots.draw_panels(figure, search_plots.SEARCH, groups)
+        figure.suptitle(plots.shorten(plots.heading(run), 160))
         return [tree, plots.save(figure, run.dir / f"search.{format}")]
 
 
@@ -61,6 +56,4 @@ def final_table(run: RunData) -> str:
     "" for searches and for runs that are not finished.
     """
     final = run.result.get("final")
-    if not isinstance(final, dict):
-        return ""
-    return metrics.final_table(final, str(run.result.get("metric", "score")))
+    return metrics.final_table(final, str(run.result["metric"])) if final else ""
