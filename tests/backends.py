@@ -52,4 +52,4 @@ def containers_of(pid):
     if missing("docker"):
         return []
     boxes = docker.docker_api().containers(all=True, filters={"label": "flatlab.owner"})
-    return [box for box in boxes if f":{pid}:" in box["Labels"]["flatlab.owner"]]
+    return [box for box in boxes if box["Labels"]["flatlab.owner"].endswith(f":{pid}")]

@@ -211,7 +211,7 @@ def our_containers():
     if docker_problem(IMAGE):
         return []
     boxes = docker_api().containers(all=True, filters={"label": "flatlab.owner"})
-    return [box for box in boxes if f":{os.getpid()}:" in box["Labels"]["flatlab.owner"]]
+    return [box for box in boxes if box["Labels"]["flatlab.owner"].endswith(f":{os.getpid()}")]
 
 
 def disk_use(folders):

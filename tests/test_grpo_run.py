@@ -61,7 +61,7 @@ def alive_containers(pid):
     if docker_problem(IMAGE):
         return []
     boxes = docker_api().containers(all=True, filters={"label": "flatlab.owner"})
-    return [box["Id"] for box in boxes if f":{pid}:" in box["Labels"]["flatlab.owner"]]
+    return [box["Id"] for box in boxes if box["Labels"]["flatlab.owner"].endswith(f":{pid}")]
 
 
 def processes_of(pid):

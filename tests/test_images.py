@@ -11,7 +11,6 @@ from flatlab.errors import SandboxFault, UserError
 from flatlab.sandbox import images
 from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.docker import docker_api
-from flatlab.sandbox.images import Needs
 from flatlab.sandbox.sandbox import Sandbox
 from flatlab.sandbox.warm_pool import WARM_POOL
 from helpers import block
@@ -112,10 +111,6 @@ for folder in sys.path:
 """
 
 
-def needs_of(task):
-    return Needs(task.name, task.public, requirements=task.requirements)
-
-
 @pytest.fixture
 def big_task(tmp_path):
     (tmp_path / "big.bin").write_bytes(b"7" * (9 << 20))
@@ -132,9 +127,7 @@ def big_task(tmp_path):
 
 @needs_docker
 def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
-    assert (
-        images.prepared_image(needs_of(load_task("titanic", "", "")), IMAGE, False, None) == IMAGE
-    )
+    assert images.prepared_image(load_task("titanic", "", ""), IMAGE, False) == IMAGE
     with Env(big_task, "docker") as world:
         assert "data/big.bin (9437184 bytes)" in world.reset() and world.sandbox.image.startswith(
             "flatlab/flatlab-test:"
@@ -151,7 +144,7 @@ def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
     monkeypatch.undo()
     images.found_images.clear()  # as a later process
     monkeypatch.setattr(images, "build_image", lambda *_: pytest.fail("built again"))
-    assert images.prepared_image(needs_of(big_task), IMAGE, False, None) == first
+    assert images.prepared_image(big_task, IMAGE, False) == first
     monkeypatch.undo()
     docker_api().remove_image(first, force=True)  # by somebody else
     with Env(big_task, "docker") as world:
@@ -168,11 +161,10 @@ def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
 
 
 @needs_docker
-def test_requirements_are_installed_once_or_named(big_task, tmp_path):
+def test_requirements_are_installed_once_or_named(big_task, tmp_path, monkeypatch):
     needed = tmp_path / "requirements.txt"
     needed.write_text("# ours\nnumpy>=1\nflatlab-test==1.0  # not there\n-e git+x\n")
     task = replace(big_task, public={}, requirements=needed)
-    assert images.requirement_names(needed) == ["numpy", "flatlab-test"]
     with pytest.raises(
         UserError,
         match="needs the packages in .*requirements.txt; with --network they are installed once",
@@ -182,12 +174,13 @@ def test_requirements_are_installed_once_or_named(big_task, tmp_path):
     assert images.missing_requirements(box, needed) == ["flatlab-test"]
     box.close()
 
-    def with_pip(network):  # the stand-in of the image has none
-        box = Sandbox("docker")
+    def with_pip(*args, network=False, **options):  # the stand-in of the image has none
+        box = Sandbox(*args, **options)
         box.put({"pip/__main__.py": PIP.encode()})
         return box
 
-    name = images.prepared_image(needs_of(task), IMAGE, True, with_pip)
+    monkeypatch.setattr(images, "Sandbox", with_pip)
+    name = images.prepared_image(task, IMAGE, True)
     assert name.startswith("flatlab/flatlab-test:")
     box = Sandbox("docker", image=name)
     assert images.missing_requirements(box, needed) == []
@@ -195,7 +188,7 @@ def test_requirements_are_installed_once_or_named(big_task, tmp_path):
     needed.write_text("broken\n")
     images.found_images.clear()
     with pytest.raises(UserError, match="cannot be installed in the image .no such package"):
-        images.prepared_image(needs_of(task), IMAGE, True, with_pip)
+        images.prepared_image(task, IMAGE, True)
 
 
 @pytest.mark.parametrize("backend", backends("namespaces", "landlock"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from flatlab.episode.task import Task
 from flatlab.errors import UserError
 from flatlab.sandbox.backend import IMAGE
-from flatlab.sandbox.images import Needs, task_sandbox
+from flatlab.sandbox.images import task_sandbox
 from flatlab.sandbox.sandbox import KINDS, Sandbox, pick_backend
 
 
@@ -59,15 +59,12 @@ def open_sandbox(
     Sandbox.premounted). limits: memory, disk, cpus, processes. Raises SandboxFault, and UserError
     if the task's requirements are missing.
     """
-    # A file that is mounted could not be removed, so an artefact is never mounted.
-    replaceable = frozenset(path for path in task.public if task.is_artefact(path))
-    needs = Needs(task.name, task.public, replaceable, task.requirements)
     hide = set()
     if backend != "docker":  # a container shows no folder of this machine
         hide = {str(path.resolve().parent) for path in task.hidden.values()}
     return task_sandbox(
         backend,
-        needs,
+        task,
         image,
         network,
         {"PYTHONHASHSEED": str(seed % 2**32)},

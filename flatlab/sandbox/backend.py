@@ -16,7 +16,6 @@ from flatlab.sandbox.guest.config import Config
 IMAGE = "aigym/mlgym-agent:latest"
 WORKSPACE = "/home/agent/workspace"
 TOOLS = "/opt/flatlab/bin"
-LIFE = 24 * 3600  # seconds after which a sandbox ends by itself
 GRACE = 2  # seconds between SIGTERM and SIGKILL
 
 
@@ -45,7 +44,7 @@ class Connection:
     """A started sandbox as its backend sees it."""
 
     stream: object  # has recv, sendall, settimeout, shutdown and close, as a socket
-    stop: Callable[[], None]  # releases what is left after the stream was closed
+    stop: Callable[[], None]  # closes the stream, which ends the sandbox
     errors: Callable[[], str]  # what the program inside has written to stderr so far
     container: str | None = None  # its id
 
@@ -61,7 +60,6 @@ class Backend:
     writable: tuple[str, ...] | None = ()
 
 
-PACKAGE_FOLDERS = ("/usr/lib/python3*/*-packages", "/usr/local/lib/python3*/*-packages")
 GUEST_MODULES = ("config", "isolate", "files", "main")  # in the order of their imports
 DEFAULT_ENV = {
     "LANG": "C.UTF-8",
@@ -118,7 +116,6 @@ def guest_config(isolation: str, env: dict[str, str], **fields) -> Config:
         "programs": {name: alone.format(name) for name in ("validate", "submit")},
         "path": "",
         "grace": GRACE,
-        "life": LIFE,
     }
     return Config(isolation=isolation, env=DEFAULT_ENV | env, **shared | fields)
 

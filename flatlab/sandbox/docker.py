@@ -7,14 +7,11 @@ import os
 import secrets
 import socket
 import threading
-import time
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
 from flatlab.errors import SandboxFault
 from flatlab.sandbox.backend import (
-    PACKAGE_FOLDERS,
     Backend,
     Connection,
     Spec,
@@ -23,7 +20,7 @@ from flatlab.sandbox.backend import (
 )
 
 STARTS = threading.Semaphore(8)  # a daemon that is asked for more at once only gets slower
-GONE_BY = 30  # seconds in which an ended container removes itself; after that it is removed here
+UNSTARTED = "5m"  # a container that is not running by then is a leftover
 CACHE = "/opt/flatlab/huggingface"  # where the Hugging Face cache of this machine is mounted
 CACHE_LINKS = "/home/agent/.cache/huggingface"  # a writable folder with links into it
 CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
@@ -33,16 +30,6 @@ FIND_PYTHON = (
     "p=/home/agent/miniconda3/envs/mlgym_generic/bin; [ -d $p ] && PATH=$p:$PATH; export PATH; "
     'exec python3 -I -S -c "$0"'
 )
-ended: deque[tuple[float, str]] = deque()  # (when, name) of closed or failed containers
-
-
-def conda_folders() -> tuple[str, ...]:
-    """Patterns of package folders in images with conda."""
-    folders = []
-    for conda in ("/home/agent/miniconda3", "/opt/conda"):
-        for part in ("", "envs/*/", "pkgs/*/"):
-            folders.append(f"{conda}/{part}lib/python3*/site-packages")
-    return tuple(folders)
 
 
 class AttachedStream:
@@ -93,11 +80,10 @@ class AttachedStream:
 
 def start_docker(spec: Spec) -> Connection:
     """Starts a container that removes itself when the program in it ends. Raises SandboxFault."""
-    from docker.errors import APIError, DockerException
+    from docker.errors import DockerException
 
     api = docker_api()
     name = f"flatlab-{secrets.token_hex(8)}"
-    remove_ended(api)
     env = spec.env
     if spec.hf_cache:
         env = {"HF_HOME": CACHE_LINKS, "HF_HUB_OFFLINE": "1", **env}
@@ -106,7 +92,6 @@ def start_docker(spec: Spec) -> Connection:
         env,
         limits={"CORE": 0, "FSIZE": spec.disk},
         hidden_data=spec.hide_package_data,
-        package_folders=PACKAGE_FOLDERS + conda_folders(),
         copies=[[CACHE, CACHE_LINKS]] if spec.hf_cache else [],
     )
     boot, text = boot_program(config)
@@ -121,7 +106,7 @@ def start_docker(spec: Spec) -> Connection:
                 stdin_open=True,
                 hostname="sandbox",
                 working_dir="/",
-                labels={"flatlab.owner": owner_label()},
+                labels={"flatlab.owner": f"{socket.gethostname()}:{os.getpid()}"},
                 host_config=host_config(api, spec),
                 # An empty network namespace, without half a second of CPU time.
                 network_disabled=not spec.network,
@@ -131,15 +116,14 @@ def start_docker(spec: Spec) -> Connection:
             stream = AttachedStream(api.attach_socket(container, params=params))
             api.start(container)
         stream.sendall(text)
-    except (APIError, DockerException, OSError) as error:
-        ended.appendleft((0.0, name))  # created but not started, it would stay
+    except (DockerException, OSError) as error:
+        with suppress(DockerException, OSError):  # it may not be there, or no daemon is
+            api.remove_container(name, force=True)
         reason = " ".join(str(error).split())[:300]
         raise SandboxFault(f"Docker did not start a container: {reason}") from error
 
-    def stop():  # the program inside has seen the end of the connection; its end ends the container
-        ended.append((time.monotonic(), name))
-
-    return Connection(stream, stop, stream.errors, container)
+    # The program inside sees the end of the connection; its end ends and removes the container.
+    return Connection(stream, stream.close, stream.errors, container)
 
 
 def host_config(api, spec: Spec):
@@ -169,51 +153,16 @@ def host_config(api, spec: Spec):
     )
 
 
-def remove_ended(api) -> None:
-    """Removes containers that failed to start, and those that should have removed themselves."""
-    from docker.errors import APIError, DockerException
-
-    while ended and ended[0][0] < time.monotonic() - GONE_BY:
-        try:
-            when, name = ended.popleft()
-            api.remove_container(name, force=True)
-        except (IndexError, APIError):  # another thread was quicker; it is gone, as usual
-            continue
-        except (DockerException, OSError):  # no daemon: later
-            ended.append((when, name))
-            return
-
-
-def owner_label(pid: int | None = None) -> str:
-    """host:pid:start time of a process; the start time tells a reused pid from the same process."""
-    pid = pid or os.getpid()
-    started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{socket.gethostname()}:{pid}:{started}"
-
-
-def owner_is_dead(owner: str) -> bool:
-    """Whether the label names a process of this machine that has ended."""
-    host, pid, _ = owner.rsplit(":", 2)
-    if host != socket.gethostname():
-        return False
-    try:
-        return owner_label(int(pid)) != owner
-    except OSError:
-        return True
-
-
 @functools.cache
 def docker_api():
-    """The connection to the daemon. Removes containers whose owners on this machine are dead."""
+    """The connection to the daemon. Removes containers of ours that were never started."""
     import docker
 
     api = docker.APIClient(
         **docker.utils.kwargs_from_env(), version="auto", timeout=5, max_pool_size=64
     )
-    for box in api.containers(all=True, filters={"label": "flatlab.owner"}):
-        if owner_is_dead(box["Labels"]["flatlab.owner"]):
-            with suppress(docker.errors.APIError):  # it is removing itself right now
-                api.remove_container(box["Id"], force=True)
+    with suppress(docker.errors.APIError):  # another process does the same right now
+        api.prune_containers({"label": "flatlab.owner", "until": UNSTARTED})
     api.timeout = 120
     return api
 

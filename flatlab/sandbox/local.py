@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import shutil
 import socket
@@ -14,8 +13,6 @@ from pathlib import Path
 
 from flatlab.errors import SandboxFault
 from flatlab.sandbox.backend import (
-    LIFE,
-    PACKAGE_FOLDERS,
     WORKSPACE,
     Backend,
     Connection,
@@ -23,6 +20,7 @@ from flatlab.sandbox.backend import (
     boot_program,
     guest_config,
 )
+from flatlab.sandbox.guest.files import package_data
 
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
@@ -65,25 +63,13 @@ def local_view(hide: tuple[str, ...], network: bool) -> list[tuple[str, str]]:
     return view
 
 
-def package_folders(names: tuple[str, ...]) -> list[str]:
-    """Folders with these names in the Python packages that a local sandbox sees."""
-    places = list(PACKAGE_FOLDERS)
-    for prefix in (sys.prefix, sys.base_prefix):
-        for place in {prefix, os.path.realpath(prefix)}:
-            for part in ("", "envs/*/", "pkgs/*/"):
-                places.append(f"{glob.escape(place)}/{part}lib/python3*/site-packages")
-    found = set()
-    for place in places:
-        for name in names:
-            found.update(glob.glob(f"{place}/{name}"))
-    return sorted(found)
-
-
 def start_namespaces(spec: Spec) -> Connection:
     view = local_view(spec.hide, spec.network)
     for path, source in spec.premounted.items():
         view.append((f"{WORKSPACE}/{path}", os.path.realpath(source)))
-    view += [(path, "") for path in package_folders(spec.hide_package_data)]
+    prefixes = {sys.prefix, sys.base_prefix}
+    prefixes |= {os.path.realpath(prefix) for prefix in prefixes}
+    view += [(path, "") for path in package_data(spec.hide_package_data, prefixes)]
     user = 65534 if os.geteuid() == 0 else 1000
     return start_process("namespaces", spec, view, user, limits={"NPROC": spec.processes})
 
@@ -125,7 +111,7 @@ def check_hidden(view: list[tuple[str, str]]) -> None:
 
 def start_process(isolation, spec: Spec, view, user: int, limits=None, env=None, **fields):
     """Starts a Python that isolates itself. Raises SandboxFault if there can be no process."""
-    shared = {"AS": spec.memory, "FSIZE": spec.disk, "NOFILE": 1024, "CORE": 0, "CPU": LIFE}
+    shared = {"AS": spec.memory, "FSIZE": spec.disk, "NOFILE": 1024, "CORE": 0}
     config = guest_config(
         isolation,
         env=(env or {}) | spec.env,
@@ -161,7 +147,7 @@ def start_process(isolation, spec: Spec, view, user: int, limits=None, env=None,
         ours.sendall(text)
     except OSError:  # it has ended; the first answer will not come, and `errors` says why
         pass
-    return Connection(ours, partial(end, process), partial(read_errors, process))
+    return Connection(ours, partial(end, ours, process), partial(read_errors, process))
 
 
 def read_errors(process) -> str:
@@ -169,8 +155,9 @@ def read_errors(process) -> str:
     return (data or b"").decode("utf-8", "replace")
 
 
-def end(process) -> None:
-    """Waits for a process that has seen the end of its connection; kills it after 10 s."""
+def end(stream, process) -> None:
+    """Ends the connection and waits for the process, which sees that; kills it after 10 s."""
+    stream.close()
     process.stderr.close()
     try:
         process.wait(10)

@@ -119,7 +119,7 @@ class Sandbox:
         self.premounted = set(spec.premounted) if kind.can_premount else set()
         self._lock = threading.Lock()
         self._received = bytearray()
-        self._broken = ""
+        self.broken = ""  # why no call can be answered any more
         self._is_closed = False
         self._connection = kind.start(spec)
         self._stream = self._connection.stream
@@ -131,19 +131,14 @@ class Sandbox:
             self.close()
             raise
 
-    @property
-    def broken(self) -> str:
-        """Why no call can be answered any more; empty while it works."""
-        return self._broken
-
     def call(
         self, name: str, blob: bytes = b"", wait: float = 60.0, **fields
     ) -> tuple[dict, bytes]:
         """One request to the program inside. Raises ArtefactError if "get" fails."""
         head = json.dumps({"call": name, **fields}).encode()
         with self._lock:
-            if self._broken:
-                raise SandboxFault(self._broken)
+            if self.broken:
+                raise SandboxFault(self.broken)
             deadline = time.monotonic() + wait
             try:
                 self._stream.settimeout(wait)
@@ -177,10 +172,10 @@ class Sandbox:
         return data
 
     def _fail(self, error: Exception):
-        if not self._broken:  # else another thread has closed it: there is nothing left to read
+        if not self.broken:  # else another thread has closed it: there is nothing left to read
             text = f"the sandbox does not answer: {error} {self._connection.errors()[-500:]}"
-            self._broken = " ".join(text.split())
-        raise SandboxFault(self._broken) from error
+            self.broken = " ".join(text.split())
+        raise SandboxFault(self.broken) from error
 
     def run(
         self, command: str | list[str], timeout: float, user: str = "agent", stdin: bytes = b""
@@ -257,10 +252,9 @@ class Sandbox:
         if self._is_closed:
             return
         self._is_closed = True
-        self._broken = self._broken or "the sandbox is closed"
+        self.broken = self.broken or "the sandbox is closed"
         with suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)
-        self._stream.close()
         self._connection.stop()
 
 

@@ -13,15 +13,13 @@ Config = namedtuple(
         "env",  # environment variables of commands
         "limits",  # name of an RLIMIT without the prefix -> number
         "grace",  # seconds between SIGTERM and SIGKILL
-        "life",  # seconds after which the sandbox ends by itself
         "uid",  # user of the commands; docker: found in the image
         "gid",
         "disk",  # bytes of each tmpfs (namespaces)
         "network",  # whether this machine's network is left open (local sandboxes)
         "view",  # [path, real path] pairs to show read-only; an empty real path hides (local)
-        "hidden_data",  # folders in `package_folders` to empty at the start (docker)
-        "package_folders",  # patterns of folders with Python packages
+        "hidden_data",  # folders of Python packages to empty at the start (docker)
         "copies",  # [source, target] folders: targets get links to the files of the source
     ],
-    defaults=[1000, 1000, 0, False, (), (), (), ()],
+    defaults=[1000, 1000, 0, False, (), (), ()],
 )

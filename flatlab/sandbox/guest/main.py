@@ -29,8 +29,8 @@ from flatlab.sandbox.guest.config import Config
 # own save nothing: then the older state stays.
 PRELUDE = b"""unset BASH_ENV
 trap '{ printf "%s\\0" "$PWD"; unset PWD OLDPWD SHLVL flatlab; export -p; } >&99 2>/dev/null' EXIT
+IFS= read -rd '' -u97 flatlab || true
 """
-READ_COMMAND = b"IFS= read -rd '' -u97 flatlab || true\n"
 SHELL_FDS = (0, 1, 2, 97, 98, 99)  # stdin, stdout, stderr, command, prelude, saved state
 MESSAGES = {
     errno.ENOENT: "is not there",
@@ -86,7 +86,6 @@ class Runner:
         os.dup2(2, 1)
         os.umask(0o022)
         self.config = config
-        self.ends = time.monotonic() + config.life
         self.home = os.path.dirname(config.workspace)
         # Docker and namespaces: a signal to -1 reaches the processes of this sandbox only.
         self.has_own_processes = config.isolation != "landlock"
@@ -105,6 +104,8 @@ class Runner:
         path = config.tools + ":" + (config.path or os.environ.get("PATH", os.defpath))
         self.environ = dict(os.environ, **config.env, PATH=path, HOME=self.home)
         self.bash = find_program("bash", path)
+        if not self.bash:
+            raise OSError("there is no bash")
         self.make_folders()
         self.write_programs(path)
         if config.isolation == "landlock":
@@ -114,10 +115,12 @@ class Runner:
         self.set_signals()
 
     def hide_package_data(self):
-        ours = os.path.dirname(os.path.dirname(sys.executable)) + "/lib/python3*/*-packages"
-        for place in [ours, *self.config.package_folders]:
-            for name in self.config.hidden_data:
-                files.empty(place + "/" + name)
+        """Raises OSError, and then no sandbox starts."""
+        ours = os.path.dirname(os.path.dirname(sys.executable))
+        prefixes = (ours, "/home/agent/miniconda3", "/opt/conda")
+        for folder in files.package_data(self.config.hidden_data, prefixes):
+            for name in os.listdir(folder):
+                files.remove(os.path.join(folder, name))
 
     def make_folders(self):
         config = self.config
@@ -159,12 +162,6 @@ class Runner:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGALRM, self.end_of_life)
-        signal.setitimer(signal.ITIMER_REAL, self.config.life + 1, 60)
-
-    def end_of_life(self, *_):
-        if time.monotonic() >= self.ends:  # commands may send this signal, too
-            self.leave()
 
     def leave(self):
         if not self.has_own_processes:
@@ -225,14 +222,9 @@ class Runner:
             text = command.encode("utf-8", "replace").replace(b"\0", b"")
             saved = memory_file()
             # The command is in a file: it may be of any length, and no process list shows it.
-            if self.bash:
-                prelude = PRELUDE + READ_COMMAND
-                command = [self.bash, "-c", 'eval "$flatlab"']
-                env = dict(env, BASH_ENV="/dev/fd/98")
-            else:
-                prelude = PRELUDE
-                command = ["sh", "-c", ". /dev/fd/98\n. /dev/fd/97"]
-            fds += [memory_file(text), memory_file(prelude + self.exports), saved]
+            command = [self.bash, "-c", 'eval "$flatlab"']
+            env = dict(env, BASH_ENV="/dev/fd/98")
+            fds += [memory_file(text), memory_file(PRELUDE + self.exports), saved]
         try:
             pid = os.fork()
         except BlockingIOError:  # the commands have used up all processes
