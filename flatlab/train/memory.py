@@ -13,7 +13,7 @@ from flatlab.errors import UserError
 
 MOST_TOKENS = 8192  # a larger micro-batch is hardly faster
 LEAST_TOKENS = 256
-SHARE_OF_FREE = 0.6  # the rest is for the optimizer, the episodes and other programs
+SHARE_OF_FREE = 0.5  # the rest is for the optimizer, the episodes and other programs
 SURE_OF_FREE = 0.1  # a pass that needs less is not tried
 LOGITS_BUFFERS = 5  # of the size of a chunk of logits, in Policy.logprobs
 
