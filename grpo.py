@@ -752,11 +752,6 @@ def fill_in(cfg: Config, tasks: list[Task], is_tiny: bool) -> None:
         if getattr(cfg, name) is None:
             setattr(cfg, name, value)
     cfg.task_weights = cfg.task_weights or (1.0,) * len(tasks)
-    if cfg.model.max_reply_tokens >= cfg.model.context:
-        raise UserError(
-            f"--max-reply-tokens {cfg.model.max_reply_tokens} leaves no room for a prompt in "
-            f"--context {cfg.model.context}."
-        )
 
 
 def prepare(cfg: Config, dist):

@@ -33,7 +33,6 @@ import contextlib
 import difflib
 import inspect
 import itertools
-import json
 import math
 import random
 import signal
@@ -60,12 +59,12 @@ from flatlab.options import (
 )
 from flatlab.runs import page, stats, trackers
 from flatlab.runs.cli import check_numbers, one_sentence, parse_config
-from flatlab.runs.reader import duration, read_run
-from flatlab.runs.store import open_run, plain, write_whole
+from flatlab.runs.reader import read_run
+from flatlab.runs.store import open_run, write_whole
 from flatlab.runs.views import plot_now_and_then
-from flatlab.tree import parsing, prompts, selection
+from flatlab.tree import endpoint, parsing, prompts, selection
 from flatlab.tree.tree import Choice, Node, Tree, code_in, results, stable
-from policy import Policy, resolve_model
+from policy import Policy, default_model, resolve_model
 from tasks import load_task
 
 
@@ -89,16 +88,13 @@ class Config:
     nodes: int = 12  # executed nodes per tree; failed ones count
     tokens: int | None = None  # sampled tokens per tree, those for strategies included
     minutes: float | None = None  # wall time per tree, in minutes
-    patience: int | None = None  # stop after this many nodes in a row without a better one
-    target: float | None = None  # stop at this validation score
     # strategies
-    sampling_mode: tuple[str, ...] = ("tail",)  # none, uniform, tail, local or sequence
-    # cot: the model reasons before it lists; multi: two strategies per request
-    vs_variant: Literal["standard", "cot", "multi"] = "standard"
+    sampling_mode: tuple[Literal["none", "uniform", "tail", "local", "sequence"], ...] = ("tail",)
+    vs_variant: Literal["standard", "cot"] = "standard"  # cot: the model reasons before it lists
     k: int = 5  # strategies per request
     tau: float = 0.1  # tail: ask for strategies less probable than this; drop the others
-    # which strategy is taken: the first, the most probable, or one drawn by its probability
-    use_probability: Literal["no", "order", "sample"] = "no"
+    # order: the most probable strategy is taken first, else the one that was listed first
+    use_probability: Literal["no", "order"] = "no"
     scope: Literal["parent", "global"] = "parent"  # global: prompts summarise the whole tree
     reflection: bool = False  # one more request per node: what has the tree taught so far?
     # selection
@@ -184,8 +180,7 @@ def sampling_mode(t: Tree, node: Node) -> str:
 
 def told(t: Tree, node: Node, parents: list[Node]) -> str:
     """What a node is told after the task. parents: the nodes it builds on, none for a draft."""
-    known = [node.decision.get("reflection", ""), summary(t)]
-    known = "\n".join(text for text in known if text)
+    known = "\n".join(filter(None, [node.decision.get("reflection"), summary(t)]))
     return prompts.situation(node, parents, summary_chars(t.cfg), known)
 
 
@@ -196,12 +191,11 @@ def told(t: Tree, node: Node, parents: list[Node]) -> str:
 async def chat(t: Tree, account, messages: list, *purpose, limit=None) -> str:
     """One reply of at most `limit` tokens; "" if the prompt leaves no room for one.
 
-    account: the node or choice whose token counts grow. purpose: what the seed is made of.
+    account: the node or choice whose token count grows. purpose: what the seed is made of.
     """
     options = t.cfg.model
     prompt = t.policy.render(messages)
-    room = min(limit or options.max_reply_tokens, options.max_reply_tokens)
-    room = min(room, options.context - len(prompt))
+    room = min(limit or math.inf, options.max_reply_tokens, options.context - len(prompt))
     if room < 32:
         return ""
     seed = stable(t.seed, *purpose)
@@ -209,14 +203,13 @@ async def chat(t: Tree, account, messages: list, *purpose, limit=None) -> str:
         sample = await t.policy.sample(prompt, room, temperature=options.temperature, seed=seed)
     except OverflowError:  # by the count of an endpoint
         return ""
-    count(account, sample, prompt)
+    account.tokens += reply_tokens(sample)
     return sample.text
 
 
-def count(account, sample, prompt: list[int]) -> None:
-    """Adds the tokens of a request to a node or choice, as counted by an endpoint or by us."""
-    account.prompt_tokens += getattr(sample, "prompt_tokens", len(prompt))
-    account.tokens += getattr(sample, "reply_tokens", len(sample.tokens))
+def reply_tokens(sample) -> int:
+    """The sampled tokens of a reply; an endpoint counts its own."""
+    return getattr(sample, "reply_tokens", len(sample.tokens))
 
 
 def summary_chars(cfg: Config) -> int:
@@ -231,37 +224,32 @@ def summary(t: Tree) -> str:
 async def list_ideas(t: Tree, node: Node) -> list:
     """Up to k (strategy, probability) for the children of node.parent, in the order of their use.
 
-    If too few came, one more request is made (with --vs-variant multi, as many as k needs). Under
-    `tail`, strategies with a stated probability above tau do not count; they only fill up what is
-    missing in the end, the least probable first.
+    If too few came, one more request is made. Under `tail`, strategies with a stated probability
+    above tau do not count; they only fill up what is missing in the end, the least probable first.
     """
     cfg = t.cfg
-    multi = cfg.vs_variant == "multi"
     k = max(cfg.k, cfg.branching) if cfg.select == "bfs" else cfg.k
     parent = t.nearest_kept(node.parent)
     siblings = [child for child in t.children(node.parent) if child is not node]
-    mode = node.sampling_mode
-    asked = (mode, k, cfg.tau, cfg.vs_variant)
+    asked = (node.sampling_mode, k, cfg.tau, cfg.vs_variant)
     request = prompts.ask(t.task, *asked, parent, siblings, summary(t))
     messages = [{"role": "user", "content": request}]
     found = {}
     above = {}
-    for call in range(1 + (math.ceil(k / 2) if multi else 1)):
+    for call in range(2):
         reply = await chat(t, node, messages, t.request_of(node), "ideas", call)
         for idea, stated in parsing.parse(reply):
             group = above if is_above_tau(node, stated, cfg.tau) else found
             group.setdefault(parsing.same(idea), (idea, stated))
-        missing = k - len(found)
-        if missing <= 0:
+        if len(found) >= k:
             break
-        more = prompts.MORE.format(k=min(2, missing) if multi else missing)
+        more = prompts.MORE.format(k=k - len(found))
         messages.append({"role": "assistant", "content": reply})
         messages.append({"role": "user", "content": more})
     for key, idea in sorted(above.items(), key=lambda item: item[1][1]):
         found.setdefault(key, idea)
     ideas = list(found.values())[:k]
-    rng = random.Random(stable(t.seed, t.request_of(node), "order"))
-    return parsing.in_order(ideas, cfg.use_probability, rng)
+    return parsing.most_probable_first(ideas) if cfg.use_probability == "order" else ideas
 
 
 def is_above_tau(node: Node, stated: float | None, tau: float) -> bool:
@@ -318,7 +306,7 @@ class Attempt(env.Env):
 
 
 class CountingPolicy:
-    """The policy as one node uses it: the node's token counts grow while it still runs."""
+    """The policy as one node uses it: the node's token count grows while it still runs."""
 
     def __init__(self, policy, node: Node):
         self.policy = policy
@@ -329,7 +317,7 @@ class CountingPolicy:
 
     async def sample(self, tokens, *args, **kwargs):
         sample = await self.policy.sample(tokens, *args, **kwargs)
-        count(self.node, sample, tokens)
+        self.node.tokens += reply_tokens(sample)
         return sample
 
 
@@ -383,7 +371,7 @@ async def expand(t: Tree, node: Node) -> None:
     if node.second:
         parents.append(t.nodes[node.second])
     parents = [parent for parent in parents if parent is not t.root]
-    for node.attempts in (1, 2):
+    for _ in range(2):
         episode, files = await play(t, node, parents)
         if episode.status != "fault":
             break
@@ -399,12 +387,11 @@ async def expand(t: Tree, node: Node) -> None:
     if t.cfg.engine != "api":  # the tokens of an endpoint are not the model's
         transcript["segments"] = [asdict(segment) for segment in episode.segments]
     t.run.save_episodes(node.order, [transcript])
-    node.time = time.time()
     node.seconds = time.monotonic() - start
     node.elapsed = t.elapsed()
-    t.run.log(asdict(node) | {"depth": node.depth}, "journal.jsonl")  # from here on it counts
+    t.run.log(asdict(node), "journal.jsonl")  # from here on it counts
     t.finished.append(node)
-    save_result(t)
+    t.run.result(**results(t), **known_test(t), status="running")
     faults = [other.status == "fault" for other in t.finished[-3:]]
     if len(faults) == 3 and all(faults):
         raise UserError(
@@ -446,123 +433,98 @@ def difference(old: dict, new: dict) -> str:
 
 async def decide(t: Tree) -> Node | None:
     """The next node; None if the budget is spent or the rule has nothing to start now."""
-    async with t.deciding:
-        if t.spent():
-            return None
-        rng = random.Random(stable(t.seed, "select", t.started()))
-        choice = None
-        if t.cfg.select not in SELF_DEBUGGING:
-            choice = selection.failed_leaf(t, rng)
-        if choice is None:
-            rule = SELECT[t.cfg.select]
-            constants = selection.constants(t.cfg.select, rule, t.cfg.rule_args)
-            choice = rule(t, rng, **constants)
-            if inspect.isawaitable(choice):
-                choice = await choice
-        return t.start(choice) if choice else None
+    if t.spent():
+        return None
+    rng = random.Random(stable(t.seed, "select", t.started()))
+    choice = None
+    if t.cfg.select not in SELF_DEBUGGING:
+        choice = selection.failed_leaf(t, rng)
+    if choice is None:
+        rule = SELECT[t.cfg.select]
+        choice = rule(t, rng, **selection.constants(t.cfg.select, rule, t.cfg.rule_args))
+        if inspect.isawaitable(choice):
+            choice = await choice
+    return t.start(choice) if choice else None
 
 
-async def advance(t: Tree) -> Node | None:
-    """Grows the tree by one node, or closes it if nothing can start and nothing is running."""
-    node = await decide(t)
-    if node:
-        await expand(t, node)
-        t.blocked = False
-    elif t.in_flight == 1:  # this call is the only one
-        await close(t)
-    else:
-        t.blocked = True
-    return node
+async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> None:
+    """Grows a tree until it is complete. Each running node holds one of the slots."""
+    while True:
+        await slots.acquire()
+        node = await decide(t)
+        if node:
+            group.create_task(run_node(t, node, slots))
+            continue
+        slots.release()
+        if not t.running():
+            break
+        t.node_ended.clear()
+        await t.node_ended.wait()
+    await close(t)
 
 
-def next_tree(trees: list[Tree]) -> Tree | None:
-    """The tree with the fewest running nodes, of those that can start one or be closed."""
-    able = []
-    for t in trees:
-        waits = t.blocked or t.spent()
-        if not t.closed and not (t.in_flight and waits):
-            able.append(t)
-    return min(able, key=lambda t: t.in_flight, default=None)
+async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> None:
+    await expand(t, node)
+    print(node_line(t, node), flush=True)
+    slots.release()
+    t.node_ended.set()
 
 
 async def search(trees: list[Tree], policy, workers: int) -> None:
-    """Grows all trees until each is complete, with at most `workers` nodes at the same time."""
-    for t in trees:
-        t.policy = policy
-        t.run.result(status="running")
-    began = time.monotonic()
-    left = sum(t.cfg.nodes - t.executed() for t in trees)
-    done = 0
-    running = {}
+    """Grows all trees until each is complete, with at most `workers` nodes at the same time.
+
+    The trees take turns, because a semaphore serves those who wait in order. After Ctrl-C or an
+    error every sandbox is closed before this returns.
+    """
+    slots = asyncio.Semaphore(workers)
     try:
-        while not all(t.closed for t in trees):
-            while len(running) < workers and (t := next_tree(trees)):
-                t.in_flight += 1
-                running[asyncio.create_task(advance(t))] = t
-            ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in ended:
-                t = running.pop(task)
-                t.in_flight -= 1
-                node = task.result()
-                if node:
-                    done += 1
-                    seconds_left = (time.monotonic() - began) / done * max(0, left - done)
-                    print(node_line(t, node, seconds_left), flush=True)
-    finally:  # Ctrl-C or an error: every sandbox is closed before this returns
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            for t in trees:
+                t.policy = policy
+                t.run.result(status="running")
+                group.create_task(grow(t, slots, group))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 async def close(t: Tree) -> None:
     """Scores the best node by validation on the test part, unless that was done before."""
     best = t.best()
-    known = t.run.results()
-    test = {"test_score": None, "test_minus_validation": None, "test_error": ""}
-    if known.get("tested_id") == best.id:
-        test = {key: known[key] for key in test}
-    elif len(t.task.splits) == 1:
-        test["test_score"] = best.score
-    elif best is not t.root and not best.kept:
-        test["test_error"] = "the files of the best node could not be kept"
-    elif best is not t.root:
-        score = await test_score(t, best)
-        # Valid on the validation part and not on the test part: worth the baseline.
-        value = score.value if score.valid else t.task.baseline
-        test["test_score"] = value
-        test["test_minus_validation"] = value - best.score
-        test["test_error"] = score.message
-    t.run.result(
-        **results(t) | {"stopped_by": t.spent() or "tree"} | test,
-        tested_id=best.id,
-        status="finished",
-    )
+    test = known_test(t)
+    if test["tested_id"] is None:
+        test["tested_id"] = best.id
+        if len(t.task.splits) == 1:
+            test["test_score"] = best.score
+        elif best is not t.root and not best.kept:
+            test["test_error"] = "the files of the best node could not be kept"
+        elif best is not t.root:
+            score = await test_score(t, best)
+            # Valid on the validation part and not on the test part: worth the baseline.
+            value = score.value if score.valid else t.task.baseline
+            test["test_score"] = value
+            test["test_minus_validation"] = value - best.score
+            test["test_error"] = score.message
+    stopped = {"stopped_by": t.spent() or "tree", "status": "finished"}
+    t.run.result(**results(t) | stopped | test)
     t.closed = True
 
 
-def save_result(t: Tree) -> None:
-    """Writes result.json of a running search, without the test score of an earlier best node."""
-    found = results(t)
-    if t.run.results().get("tested_id") not in (None, found["best_id"]):
-        found |= {"test_score": None, "test_minus_validation": None, "test_error": ""}
-        found["tested_id"] = None
-    t.run.result(**found, status="running")
+def known_test(t: Tree) -> dict:
+    """What result.json says about the test score, if it is that of the best node of today."""
+    known = t.run.results()
+    test = {"tested_id": None, "test_score": None, "test_minus_validation": None, "test_error": ""}
+    if known.get("tested_id") == t.best().id:
+        return {key: known[key] for key in test}
+    return test
 
 
 async def test_score(t: Tree, node: Node) -> Score:
-    for attempt in (1, 2):
-        box = Attempt(t, node.seed)
-        try:
-            await in_thread(box.restore, t.files_of(node), False)
-            return await in_thread(box.score, t.task.splits[-1])
-        except SandboxFault as fault:
-            if attempt == 2:
-                raise UserError(
-                    f"The sandbox for the test score broke twice ({fault}). Run the same command "
-                    "again to repeat it."
-                ) from None
-        finally:
-            await asyncio.shield(in_thread(box.close))
+    box = Attempt(t, node.seed)
+    try:
+        await in_thread(box.restore, t.files_of(node), False)
+        return await in_thread(box.score, t.task.splits[-1])
+    finally:
+        await asyncio.shield(in_thread(box.close))
 
 
 # ------------------------------------------------------------------ start and end
@@ -572,8 +534,6 @@ MAY_CHANGE = (
     "nodes",
     "tokens",
     "minutes",
-    "patience",
-    "target",
     "workers",
     "url",
     "mlgym_root",
@@ -583,22 +543,13 @@ MAY_CHANGE = (
 )
 
 # Bounds of numbers; all others must not be negative.
-BOUNDS = {
-    "nodes": (1, 1e6),
-    "tokens": (1, None),
+COUNTS = ("nodes", "tokens", "workers", "k", "max_turns", "depth", "branching")
+BOUNDS = dict.fromkeys(COUNTS, (1, None)) | {
     "minutes": (1e-9, None),
-    "patience": (1, None),
-    "workers": (1, 1000),
-    "k": (1, 50),
     "tau": (1e-9, 1),
-    "max_turns": (1, 1e6),
-    "depth": (1, 1e6),
-    "branching": (1, 1e6),
     "debug_prob": (0, 1),
-    "episode_minutes": (0.01, 1e6),
+    "episode_minutes": (0.01, None),
     "gpu_memory": (0.01, 1),
-    "temperature": (0, 100),
-    "target": (-math.inf, math.inf),
 }
 
 
@@ -607,9 +558,8 @@ def check_choices(cfg: Config) -> None:
     check_numbers(cfg, BOUNDS, (0, math.inf))
     if not (cfg.tasks.task and cfg.sampling_mode and cfg.seed):
         raise UserError("--task, --sampling-mode and --seed need at least one value each.")
-    check_name("--select", cfg.select, SELECT)
-    for mode in cfg.sampling_mode:
-        check_name("--sampling-mode", mode, ("none", *prompts.ASK))
+    if cfg.select not in SELECT:
+        raise UserError(f"--select {cfg.select} does not exist; choose one of {', '.join(SELECT)}.")
     selection.constants(cfg.select, SELECT[cfg.select], cfg.rule_args)
     room = sum(cfg.branching**level for level in range(1, cfg.depth + 1))
     if cfg.select == "bfs" and room < cfg.nodes:
@@ -621,11 +571,6 @@ def check_choices(cfg: Config) -> None:
         raise UserError("--engine api needs --model: the name under which the endpoint knows it.")
 
 
-def check_name(flag: str, name: str, known) -> None:
-    if name not in known:
-        raise UserError(f"{flag} {name} does not exist; choose one of {', '.join(known)}.")
-
-
 def prepare(cfg: Config):
     """Derives what is left open in the config and checks everything before a model is loaded.
 
@@ -635,24 +580,15 @@ def prepare(cfg: Config):
     check_choices(cfg)
     trackers.check(cfg.trackers.tensorboard, cfg.trackers.wandb)
     roots = cfg.tasks.mlgym_root, cfg.tasks.mledojo_root
-    tasks = [load_task(name, *roots) for name in dict.fromkeys(cfg.tasks.task)]
+    tasks = [load_task(name, *roots) for name in cfg.tasks.task]
     if cfg.select in WITHOUT_MODE:
         cfg.sampling_mode = ("none",)
     path = None
     if cfg.engine != "api":
-        if not cfg.model.model:
-            import torch
-
-            cuda = torch.cuda.is_available()
-            cfg.model.model = "Qwen/Qwen3-4B-Instruct-2507" if cuda else "tiny"
+        cfg.model.model = cfg.model.model or default_model()
         path = resolve_model(cfg.model.model)
     is_tiny = path is not None and path.is_tiny
     derive(cfg.model, is_tiny)
-    if cfg.model.max_reply_tokens >= cfg.model.context:
-        raise UserError(
-            f"--max-reply-tokens {cfg.model.max_reply_tokens} leaves no room for a prompt in "
-            f"--context {cfg.model.context}."
-        )
     box = cfg.sandbox
     box.backend, why = env.pick_backend(box.backend, box.image, is_tiny)
     for task in tasks:
@@ -663,8 +599,7 @@ def prepare(cfg: Config):
 
 def open_trees(cfg: Config, tasks: list) -> tuple[list[Tree], Path | None]:
     """One tree for each task, sampling mode and seed, and the directory of the grid or None."""
-    cells = itertools.product(tasks, dict.fromkeys(cfg.sampling_mode), dict.fromkeys(cfg.seed))
-    cells = list(cells)
+    cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
     model = cfg.model.model.strip("/").removesuffix("/best").split("/")[-1]
     kind = "search" if cfg.select == "bfs" else f"search-{cfg.select}"
     grid = None
@@ -695,9 +630,8 @@ def open_trees(cfg: Config, tasks: list) -> tuple[list[Tree], Path | None]:
 def make_policy(cfg: Config, path):
     options = {"context": cfg.model.context, "temperature": cfg.model.temperature}
     if cfg.engine == "api":
-        from flatlab.tree.endpoint import Endpoint
-
-        return Endpoint(cfg.url, cfg.model.model, **options)
+        endpoint.check(cfg.url)
+        return endpoint.Endpoint(cfg.url, cfg.model.model, **options)
     if cfg.engine == "hf":
         from policy import Transformers
 
@@ -712,28 +646,26 @@ def make_policy(cfg: Config, path):
     )
 
 
-ROW = "{:<14} {:<8} {:>4} {:>7} {:<10} {:<9} {:>9} {:>9} {:>6} {:>7}  {}"
-TITLES = ("task", "mode", "seed", "nodes", "node", "op", "score", "best", "sec", "left", "strategy")
+ROW = "{:<14} {:<8} {:>4} {:>7} {:<10} {:<9} {:>9} {:>9} {:>6}  {}"
+TITLES = ("task", "mode", "seed", "nodes", "node", "op", "score", "best", "sec", "strategy")
 
 
-def node_line(t: Tree, node: Node, seconds_left: float) -> str:
+def node_line(t: Tree, node: Node) -> str:
     """One line of the terminal. mode: the sampling mode that was used for this node."""
+    score = "fault" if node.status == "fault" else "failed"
     if node.valid:
         score = f"{node.score:.4f}"
-    else:
-        score = "fault" if node.status == "fault" else "failed"
     note = "  (fell back to the root)" if node.decision.get("fell_back") else ""
     return ROW.format(
         t.task.name[:14],
         node.sampling_mode,
         t.seed,
         f"{len(t.finished)}/{t.cfg.nodes}",
-        node.id if len(node.id) <= 10 else f"…{node.id[-9:]}",
+        node.id[-10:],
         node.op,
         score,
         f"{t.best().score:.4f}",
         f"{node.seconds:.1f}",
-        duration(seconds_left),
         node.idea[:60] + note,
     )
 
@@ -743,36 +675,25 @@ def banner(cfg: Config, trees: list[Tree], where: Path, is_tiny: bool, why: str)
     for task in {t.task.name: t.task for t in trees}.values():
         if degenerate(task):
             print(f"warning  {task.name}: {degenerate(task)}")
-    seeds = ", ".join(map(str, cfg.seed))
     note = ""
     if is_tiny:
         note = "  (a stand-in that only knows the built-in tasks: for trying things out)"
-    before = sum(t.closed for t in trees)
-    finished = f"; {before} of them finished before" if before else ""
-    nodes = sum(len(t.finished) for t in trees)
-    print(f"tasks    {', '.join(cfg.tasks.task)}   modes {', '.join(cfg.sampling_mode)}", end="")
-    print(f"   seeds {seeds}")
+    print(f"tasks    {', '.join(cfg.tasks.task)}   modes {', '.join(cfg.sampling_mode)}")
     print(f"model    {cfg.model.model}{note}")
     print(f"sandbox  {why}")
-    number = "1 tree" if len(trees) == 1 else f"{len(trees)} trees"
-    print(f"plan     {number} of {cfg.nodes} nodes, rule {cfg.select}, ", end="")
-    print(f"{cfg.workers} nodes at once{finished}")
+    finished = sum(t.closed for t in trees)
+    print(f"plan     {len(trees)} trees of {cfg.nodes} nodes ({finished} of them finished before)")
+    print(f"rule     {cfg.select}, {cfg.workers} nodes at once")
     if cfg.select in WITHOUT_MODE:
         print(f"note     {cfg.select} uses no sampling mode and runs one node of a tree at a time")
-    print(f"run      {where}   ({nodes} nodes finished)", flush=True)
+    print(f"run      {where}", flush=True)
 
 
 def report(trees: list[Tree], grid: Path | None, where: Path) -> None:
     """The table of a finished search, and for a single tree its pictures and its best node."""
     cells = [t.run.results() for t in trees]
-    rows = stats.grid_table(cells)
-    table = stats.text_of(rows) + "\n"
-    print(f"\n{table}")
-    if grid:  # viz.py draws the pictures of a grid; they take minutes
-        content = plain({"cells": cells, "table": rows}, finite=True)
-        write_whole(grid / "result.json", json.dumps(content, indent=1) + "\n")
-        write_whole(grid / "table.txt", table)
-    else:
+    print(f"\n{stats.text_of(stats.grid_table(cells))}\n")
+    if not grid:  # viz.py draws the pictures of a grid; they take minutes
         plot_now_and_then(trees[0].run, always=True)
         page.write([read_run(where)], where / "report.html")
         print_best(trees[0], cells[0])
@@ -783,20 +704,17 @@ def report(trees: list[Tree], grid: Path | None, where: Path) -> None:
 def print_best(t: Tree, cell: dict) -> None:
     """The best node and the mean over all nodes, with the part of the task that scored them."""
     best = t.best()
-    part = "validation"
-    scores = f"validation {best.score:.4f}, test -"
-    if cell["test_score"] is not None:
-        scores = f"validation {best.score:.4f}, test {cell['test_score']:.4f}"
+    test = stats.shown(cell["test_score"])
+    part = "test" if cell["selected_on_test"] else "validation"
+    scores = f"{part} {best.score:.4f}, test {test}"
     if cell["selected_on_test"]:
-        part = "test"
-        scores = f"test {best.score:.4f} (the task has no validation part: chosen on it)"
+        scores = f"test {test} (the task has no validation part: chosen on it)"
     print(f"best     {best.id}: {scores}, baseline {cell['baseline']:.4f}   {best.idea}")
-    if cell["node_stderr"] is not None:
-        print(
-            f"nodes    {cell['node_mean']:.4f} ± {cell['node_stderr']:.4f} on average ({part}, "
-            f"n={cell['nodes'] - cell['faults']}, failed nodes count as the baseline), "
-            f"{cell['valid_share']:.0%} valid"
-        )
+    print(
+        f"nodes    {stats.shown(cell['node_mean'])} ± {stats.shown(cell['node_stderr'])} on average"
+        f" ({part}, n={cell['nodes'] - cell['faults']}, failed nodes count as the baseline), "
+        f"{stats.shown(cell['valid_share'], '.0%')} valid"
+    )
 
 
 def mark_unfinished(trees: list[Tree], status: str) -> None:

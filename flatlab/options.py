@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from flatlab.errors import UserError
 from flatlab.sandbox.backend import IMAGE
 
 
@@ -59,7 +60,10 @@ def flat(config) -> dict:
 
 
 def derive(model: ModelOptions, is_tiny: bool) -> None:
-    """Fills in the options that depend on the model."""
+    """Fills in the options that depend on the model.
+
+    Raises UserError if a reply may be as long as the whole context.
+    """
     defaults = {
         "context": 2048 if is_tiny else 16384,
         "max_reply_tokens": 160 if is_tiny else 2048,
@@ -68,3 +72,8 @@ def derive(model: ModelOptions, is_tiny: bool) -> None:
     for name, value in defaults.items():
         if getattr(model, name) is None:
             setattr(model, name, value)
+    if model.max_reply_tokens >= model.context:
+        raise UserError(
+            f"--max-reply-tokens {model.max_reply_tokens} leaves no room for a prompt in "
+            f"--context {model.context}."
+        )

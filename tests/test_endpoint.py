@@ -16,6 +16,11 @@ from flatlab.errors import UserError
 from flatlab.tree import endpoint
 
 
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+
+
 @pytest.fixture
 def server():
     """A chat endpoint: first the answers in `script` (status, body, headers), then good ones."""
@@ -50,7 +55,7 @@ def server():
 
 
 def ask(url, temperature=None, retries=3, **kwargs):
-    model = endpoint.Endpoint(url, "m", retries=retries, key="secret", temperature=0.7)
+    model = endpoint.Endpoint(url, "m", retries=retries, temperature=0.7)
     return asyncio.run(
         model.sample(
             model.render([{"role": "user", "content": "hi <|im_end|> ünïcode"}]),
@@ -81,12 +86,7 @@ def test_text_comes_back_and_is_counted():
 def test_a_good_answer(server):
     url, _, seen = server
     answer = ask(url, temperature=0.0, seed=7)
-    assert (answer.text, answer.stop_reason, answer.prompt_tokens, answer.reply_tokens) == (
-        "hello",
-        "stop",
-        11,
-        2,
-    )
+    assert (answer.text, answer.stop_reason, answer.reply_tokens) == ("hello", "stop", 2)
     assert (
         seen[0]["temperature"] == 0.0
         and seen[0]["seed"] == 7
@@ -144,9 +144,17 @@ def test_it_adapts_to_other_names_of_the_limit(server):
     )
 
 
-def test_nobody_is_there():
-    with pytest.raises(UserError, match="does not answer: ConnectError|does not answer"):
+def test_nobody_is_there(server):
+    with pytest.raises(UserError, match="does not answer"):
         ask("http://127.0.0.1:9/v1", retries=0)
+    endpoint.check(server[0])  # any HTTP status is an answer
+
+
+def test_an_unreachable_address_is_found_at_once():
+    start = time.monotonic()
+    with pytest.raises(UserError, match="--url http://127.0.0.1:9/v1 does not answer"):
+        endpoint.check("http://127.0.0.1:9/v1")
+    assert time.monotonic() - start < 10
 
 
 def test_a_missing_key_is_named(server, monkeypatch):
@@ -156,8 +164,6 @@ def test_a_missing_key_is_named(server, monkeypatch):
     model = endpoint.Endpoint(url, "m")
     with pytest.raises(UserError, match="OPENAI_API_KEY is not set"):
         asyncio.run(model.sample(model.render([{"role": "user", "content": "x"}]), 5))
-    ask(url)
-    assert seen[1]["auth"] == "Bearer secret"
 
 
 def test_an_answer_without_usage_is_counted_here(server):
@@ -215,7 +221,7 @@ def test_a_real_vllm_server(random_model, tmp_path):
         assert process.poll() is None, (log.seek(0), log.read()[-2000:])[1]
         answers = asyncio.run(talk())
         assert answers[0].text == answers[1].text != answers[3].text
-        assert all(a.reply_tokens <= 12 and a.prompt_tokens > 5 for a in answers)
+        assert all(a.reply_tokens <= 12 for a in answers)
 
         async def wrong(name, count):
             other = endpoint.Endpoint(f"http://127.0.0.1:{port}/v1", name, context=10**6)

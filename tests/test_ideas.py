@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from flatlab.tree import parsing, prompts
-from flatlab.tree.tree import Node, diversity
+from flatlab.tree.tree import Node, idea_distance
 from tasks import load_task
 
 TASK = load_task("titanic", "", "")
@@ -33,16 +33,14 @@ REPLIES = {
         ("a forest", 0.05),
         ("ridge", 0.07),
     ],
-    '<idea p="0.03">a forest</idea><idea p="4%">ridge</idea>': [
-        ("a forest", 0.03),
-        ("ridge", 0.04),
-    ],
     '```json\n{"responses": [{"text": "a forest", "probability": 0.05}, '
     '{"text": "ridge", "probability": "<5%"}]}\n```': [
         ("a forest", 0.05),
         ("ridge", 0.05),
     ],
-    '[{"strategy": "a forest", "p": 0.2}, {"strategy": "ridge", "confi': [("a forest", 0.2)],
+    '[{"strategy": "a forest", "probability": 0.2}, {"strategy": "ridge", "confi': [
+        ("a forest", 0.2)
+    ],
     "Here are some:\n1. a forest (p=0.05)\n2. ridge (3%)\n- knn, probability: 0.01": [
         ("a forest", 0.05),
         ("ridge", 0.03),
@@ -183,12 +181,8 @@ def test_ten_thousand_hostile_replies():
 
 
 def test_order_of_use():
-    listed = [("a", 0.1), ("b", 0.6), ("c", None), ("d", 0.3)]
-    rng = random.Random(0)
-    assert parsing.in_order(listed, "no", rng) == listed
-    assert [idea for idea, _ in parsing.in_order(listed, "order", rng)] == ["b", "d", "a", "c"]
-    first = [parsing.in_order([("a", 0.25), ("b", 0.75)], "sample", rng)[0][0] for _ in range(4000)]
-    assert first.count("b") / 4000 == pytest.approx(0.75, abs=0.03)
+    listed = [("a", 0.1), ("b", 0.6), ("c", None), ("d", 0.3), ("e", 0.1)]
+    assert "".join(idea for idea, _ in parsing.most_probable_first(listed)) == "bdaec"
 
 
 def test_prompts_say_what_they_should():
@@ -222,7 +216,6 @@ def test_prompts_say_what_they_should():
     )
     assert "Probability" not in prompts.ask(TASK, "sequence", 5, 0.1, "standard", root, [])
     assert 'begins with "Reasoning:"' in prompts.ask(TASK, "uniform", 5, 0.1, "cot", root, [])
-    assert "List 2 reasonable" in prompts.ask(TASK, "uniform", 5, 0.1, "multi", root, [])
     local = prompts.ask(TASK, "local", 3, 0.1, "standard", good, [])
     assert (
         "The strategy so far: score 0.7\nStrategy: ridge" in local
@@ -251,15 +244,8 @@ def test_fields_and_families():
     assert prompts.families("plan inner loops, l1 l2") == {"other"} and prompts.families(
         "XGBoost and a Neural network"
     ) == {"trees", "neural"}
-    nodes = [
-        Node("0.0", idea="a b", code={"s.py": "import os\nfrom csv import reader"}),
-        Node("0.1", idea="b c"),
-    ]
-    assert diversity(nodes) == {
-        "families": 1,
-        "imports": 2,
-        "idea_distance": pytest.approx(2 / 3),
-    }
+    assert idea_distance(["a b", "b c"]) == pytest.approx(2 / 3)
+    assert idea_distance(["a b"]) is None
 
 
 def test_a_deeply_nested_reply_is_no_error():

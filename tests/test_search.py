@@ -276,22 +276,6 @@ def test_other_budgets(tmp_path):
         score_of=lambda node: 0.6,
     )
     assert result(t)["stopped_by"] == "minutes" and 1 <= result(t)["nodes"] < 12
-    t = run(
-        tmp_path / "patience",
-        nodes=12,
-        patience=3,
-        workers=1,
-        score_of=lambda node: 0.9 if node.id == "0.1" else 0.6,
-    )
-    assert (result(t)["stopped_by"], result(t)["nodes"]) == ("patience", 5)
-    t = run(
-        tmp_path / "target",
-        nodes=12,
-        target=0.8,
-        workers=1,
-        score_of=lambda node: 0.9 if node.id == "0.1" else 0.6,
-    )
-    assert (result(t)["stopped_by"], result(t)["nodes"]) == ("target", 2)
 
 
 # ------------------------------------------------------------------ faults
@@ -306,12 +290,8 @@ def test_a_fault_is_tried_once_more_and_is_never_a_score(tmp_path):
 
     t = run(tmp_path, score_of=broken_once, nodes=12, workers=1)
     by_id = {row["id"]: row for row in rows(t)}
-    assert (by_id["0.1"]["attempts"], by_id["0.1"]["score"]) == (2, 0.6)
-    assert (by_id["0.2"]["attempts"], by_id["0.2"]["status"], by_id["0.2"]["score"]) == (
-        2,
-        "fault",
-        None,
-    )
+    assert by_id["0.1"]["score"] == 0.6
+    assert (by_id["0.2"]["status"], by_id["0.2"]["score"], tries["0.2"]) == ("fault", None, 2)
     assert by_id["0.2.0"]["op"] == "draft"  # nothing was left there: it starts from the files above
     assert (result(t)["faults"], result(t)["failed"], result(t)["nodes"]) == (1, 0, 12)
 
@@ -466,19 +446,13 @@ def test_modes(tmp_path):
             and bool(row["idea"]) == (mode != "none")
             and len(row["ideas"]) == (0 if mode == "none" else 5)
         )
-        assert (
-            row["probability"] == (None if mode == "none" else 0.02)
-            and result(t)["without_idea"] == 0
-        )
+        assert row["probability"] == (None if mode == "none" else 0.02)
 
 
 def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones(tmp_path):
     model = Model(lambda prompt, seed: "Strategy: the only one\nProbability: 5%")
     t = run(tmp_path, model=model, nodes=3, workers=3, score_of=lambda node: 0.6)
-    assert (
-        sorted(r["idea"] for r in rows(t)) == ["", "", "the only one"]
-        and result(t)["without_idea"] == 2
-    )
+    assert sorted(r["idea"] for r in rows(t)) == ["", "", "the only one"]
     assert len(model.prompts) == 2 and "List 4 more" in model.prompts[1]
     t = run(
         tmp_path / "prose",
@@ -487,17 +461,6 @@ def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones(tmp_path
         score_of=lambda node: 0.6,
     )
     assert {r["idea"] for r in rows(t)} == {""}
-
-
-def test_multi_asks_two_at_a_time(tmp_path):
-    turns = []
-
-    def two(prompt, seed):
-        turns.append(prompt)
-        return f"Strategy: plan {2 * len(turns)}\nStrategy: plan {2 * len(turns) + 1}"
-
-    t = run(tmp_path, model=Model(two), vs_variant="multi", nodes=1, k=5)
-    assert len(turns) == 3 and len(rows(t)[0]["ideas"]) == 5 and "List 1 more" in turns[2]
 
 
 def test_adaptive_prompts_know_the_siblings_and_exploit_asks_for_variations(tmp_path):
@@ -721,7 +684,7 @@ BAD_INPUT = {
     "--task titanik": "Unknown task 'titanik'; did you mean titanic",
     "--nodes 50": "has 12 nodes, not --nodes 50",
     "--tau 7": "--tau must be from",
-    "--workers 0": "--workers must be from 1",
+    "--workers 0": "--workers must be at least 1",
     "--minutes -1": "--minutes must be at least",
     "--debug-prob nan": "--debug-prob must be from 0 to 1, not nan",
     "--select ucb --rule-args c=-1": "c must be at least 0",
@@ -730,9 +693,10 @@ BAD_INPUT = {
     "--select ucb --rule-args c=x": "'x' is not a number",
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
     "--select best": "--select best does not exist; choose one of bfs",
-    "--sampling-mode weird": "--sampling-mode weird does not exist; choose one of none",
-    "--engine api --model x --url localhost:8000/v1": "is not an address",
-    "--engine api --model x --url http://localhost:port/v1": "is not an address",
+    "--select signals --rule-args unknown=1": "has no 'unknown'; it has drafts, variance, regret",
+    "--engine api --model x --url localhost:8000/v1": "--url localhost:8000/v1 does not answer",
+    "--engine api --model x --url http://localhost:port/v1": "does not answer",
+    "--engine api --model x --url http://127.0.0.1:9/v1": "does not answer",
     "--engine api": "--engine api needs --model",
     "no-such.yaml": "no-such.yaml",
     "--model /no/such/model": "/no/such/model",
@@ -866,11 +830,8 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
     for path, text in before.items():
         whole = text[: text.rfind(b"\n") + 1]
         assert path.read_bytes().startswith(whole) and len(read_rows(path)) == 4
-    saved = json.loads((tmp_path / "logs/grid/result.json").read_text())
-    assert [(r["method"], r["n"], r["nodes"]) for r in saved["table"]] == [
-        ("none", 1, 4),
-        ("tail", 1, 4),
-    ]
+    table = [line.split() for line in out.splitlines() if line.startswith("titanic  ")]
+    assert [line[1:3] for line in table[-2:]] == [["none", "1"], ["tail", "1"]]
     start = time.monotonic()
     out, err = script(tmp_path, *command).communicate(timeout=60)
     assert "2 of them finished before" in out and time.monotonic() - start < 20
@@ -973,7 +934,7 @@ def test_result_json_and_the_terminal_name_the_modes_that_were_used(tmp_path):
     )
     assert result(t)["sampling_mode"] == "tail"
     assert result(t)["sampling_modes_used"] == {"tail": 3, "local": 3}
-    assert " local " in search.node_line(t, t.finished[-1], 0.0)
+    assert " local " in search.node_line(t, t.finished[-1])
     table = stats.text_of(stats.grid_table([result(t)]))
     assert "replaced the sampling mode of some nodes" in table and "tail 3, local 3" in table
 
@@ -1004,7 +965,7 @@ def test_a_scientist_that_falls_back_to_the_root_says_so(tmp_path):
     t = run(tmp_path, model=model, select="scientist", nodes=2, workers=3)
     assert result(t)["fell_back"] == 2
     assert all("fell back to the root" in row["decision"]["reason"] for row in rows(t))
-    assert "fell back to the root" in search.node_line(t, t.finished[0], 0.0)
+    assert "fell back to the root" in search.node_line(t, t.finished[0])
 
 
 def test_the_scientist_sees_every_result_before_it_decides(tmp_path):
@@ -1030,7 +991,7 @@ def test_reflections_stay_within_a_budget_of_tokens(tmp_path):
 
 def test_columns_survive_long_ids(tmp_path):
     t = run(tmp_path, nodes=30, workers=1, select="linear", modes=("none",))
-    lines = [search.node_line(t, node, 0.0) for node in t.finished]
+    lines = [search.node_line(t, node) for node in t.finished]
     assert len({line.index(node.op) for line, node in zip(lines, t.finished)}) == 1
 
 
@@ -1067,11 +1028,13 @@ def test_rules_without_a_sampling_mode_run_one_node_at_a_time(tmp_path, monkeypa
         return [node for tree in trees for node in tree.nodes.values()]
 
     trees = []
-    monkeypatch.setattr(search, "next_tree", lambda found, real=search.next_tree: see(found, real))
+    grow = search.grow
 
-    def see(found, real):
-        trees[:] = found
-        return real(found)
+    async def see(t, *rest):
+        trees.append(t)
+        await grow(t, *rest)
+
+    monkeypatch.setattr(search, "grow", see)
 
     model = Model(lambda prompt, seed: "Parent: 0\nStrategy: again")
     run(tmp_path, model=model, select=select, modes=("none",), nodes=5, workers=4, delay=delay)

@@ -10,21 +10,30 @@ client repeats requests that failed for a passing reason (429, 5xx, timeouts, no
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 
 from flatlab.episode.episode import Sample
 from flatlab.errors import UserError
 
-ADDRESS = re.compile(r"https?://[^/:\s]+(:\d+)?(/\S*)?$")
 TOO_LONG = ("context length", "context_length", "maximum context")  # how endpoints say it
 PIECE = 3  # characters; see Endpoint
 
 
 @dataclass(frozen=True)
 class Answer(Sample):
-    prompt_tokens: int  # as the endpoint counts them
-    reply_tokens: int
+    reply_tokens: int  # as the endpoint counts them
+
+
+def check(url: str) -> None:
+    """Raises UserError if nothing answers at this address within 5 seconds."""
+    import httpx
+
+    try:
+        httpx.get(url, timeout=5)
+    except httpx.ReadTimeout:
+        return  # slow, but there
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UserError(f"--url {url} does not answer: {error}") from None
 
 
 class Endpoint:
@@ -32,16 +41,15 @@ class Endpoint:
 
     An endpoint takes text, while the rest of the system counts tokens. A "token" here is a piece of
     at most 3 characters, or the opening of a turn. The turns and their texts can be read back from
-    such a list, and its length is a safe estimate of the number of real tokens. That number comes
-    with every answer.
+    such a list, and its length is a safe estimate of the number of real tokens.
+
+    The API key is $OPENAI_API_KEY; local servers take any.
 
     Args:
         url: address of the endpoint, with its /v1.
         context: tokens of prompt and reply together.
         retries: number of times a request is repeated, with growing pauses or after the time that
             the endpoint asks for (Retry-After).
-        timeout: seconds for one request.
-        key: API key; default: $OPENAI_API_KEY.
     """
 
     ROLES = ("system", "user", "assistant")  # tokens 0, 1, 2
@@ -53,26 +61,17 @@ class Endpoint:
         context: int = 16384,
         temperature: float = 1.0,
         retries: int = 10,
-        timeout: float = 600.0,
-        key: str | None = None,
     ):
         import openai
 
-        if not ADDRESS.match(url):
-            raise UserError(
-                f"--url {url} is not an address; one looks like http://localhost:8000/v1"
-            )
         self.url = url
         self.model = model
         self.context = context
         self.temperature = temperature
         self.version = 0
-        self.key = key or os.environ.get("OPENAI_API_KEY")
+        self.key = os.environ.get("OPENAI_API_KEY")
         self.client = openai.AsyncOpenAI(
-            base_url=url,
-            api_key=self.key or "none",  # local servers take any
-            max_retries=retries,
-            timeout=timeout,
+            base_url=url, api_key=self.key or "none", max_retries=retries
         )
         self.limit_name = "max_tokens"
         self.takes_seed = True
@@ -122,15 +121,12 @@ class Endpoint:
         Raises OverflowError if the endpoint finds the prompt too long, and UserError if it refuses
         the request or cannot be reached.
         """
-        completion = await self.request(
-            {
-                "model": self.model,
-                "messages": self.messages(tokens),
-                "temperature": self.temperature if temperature is None else temperature,
-            },
-            max_tokens,
-            seed,
-        )
+        body = {
+            "model": self.model,
+            "messages": self.messages(tokens),
+            "temperature": self.temperature if temperature is None else temperature,
+        }
+        completion = await self.request(body, max_tokens, seed)
         try:
             choice = completion.choices[0]
             text = choice.message.content or ""
@@ -146,7 +142,6 @@ class Endpoint:
             text=text,
             stop_reason="length" if choice.finish_reason == "length" else "stop",
             version=0,
-            prompt_tokens=usage.prompt_tokens if usage else len(tokens),
             reply_tokens=usage.completion_tokens if usage else len(reply),
         )
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
-from statistics import fmean
 
 REPLY_CHARS = 20_000  # what follows in a reply is not read
 IDEA_CHARS = 300
@@ -38,14 +36,6 @@ def same(idea: str) -> str:
     return re.sub(r"\W", "", idea.lower())
 
 
-def first_of(item: dict, keys: tuple, kind=object):
-    """The first value of that type among `keys`, or None."""
-    for key in keys:
-        if key in item and isinstance(item[key], kind):
-            return item[key]
-    return None
-
-
 def in_json(text):
     """Flat JSON objects, one by one: this also reads a list that was cut off."""
     for blob in re.findall(r"\{[^{}]*\}", text):
@@ -53,27 +43,17 @@ def in_json(text):
             item = json.loads(blob)
         except (ValueError, RecursionError):
             continue
-        idea = first_of(item, ("text", "strategy", "idea", "response"), str)
-        if idea:
-            yield idea, first_of(item, ("probability", "p", "confidence"))
+        idea = item.get("text") or item.get("strategy")
+        if isinstance(idea, str):
+            yield idea, item.get("probability")
 
 
-TAG = re.compile(r"<(response|idea|strategy)\b([^<>]{0,80})>", re.I)
-PROBABILITY_TAG = re.compile(r"<probability>([^<]*)", re.I)
-PROBABILITY_ATTRIBUTE = re.compile(r"\bp(?:robability)?\s*=\s*[\"']?([^\"'\s>]+)", re.I)
-TEXT_TAG = re.compile(r"<text>([^<]*)", re.I)
-OTHER_TAGS = re.compile(r"<probability>[^<]*|<[^<>]*>", re.I)
+TAGS = re.compile(r"<text>([^<]*)(?:</text>\s*<probability>([^<]*))?", re.I)
 
 
 def in_tags(text):
-    """<response><text>...</text><probability>...</probability>, or <idea p="0.1">...</idea>."""
-    for start in TAG.finditer(text):
-        body = text[start.end() : start.end() + 2000]
-        body = re.split(rf"</?{start[1]}\b", body, maxsplit=1, flags=re.I)[0]
-        stated = PROBABILITY_TAG.search(body) or PROBABILITY_ATTRIBUTE.search(start[2])
-        inner = TEXT_TAG.search(body)
-        idea = inner[1] if inner else OTHER_TAGS.sub(" ", body)
-        yield idea, stated[1] if stated else None
+    """<text>...</text><probability>...</probability>, inside of <response> or not."""
+    yield from TAGS.findall(text)
 
 
 LABEL = re.compile(r"(?:[-*•]|\d{1,3}[.)])?\s*(?:strategy|idea)\s*\d{0,3}\s*:\s*(.+)", re.I)
@@ -112,8 +92,6 @@ NUMBER_OR_RATIO = re.compile(
 
 def probability(stated) -> float | None:
     """0.05, "5%", "<0.1", "1/20", "~ .07" -> a number from 0 to 1; anything else -> None."""
-    if isinstance(stated, bool):
-        return None
     text = str(stated).strip().lower()[:40].replace(",", ".")
     found = NUMBER_OR_RATIO.match(text)
     if not found:
@@ -126,25 +104,9 @@ def probability(stated) -> float | None:
     return value if value <= 1 else None
 
 
-def in_order(ideas: list, use: str, rng: random.Random) -> list:
-    """The ideas in the order in which they are used (--use-probability).
-
-    no: as listed. order: the most probable first, those without a stated probability last. sample:
-    drawn by probability without replacement; without a stated one, with the mean of the others.
-    """
-    if use == "order":
-        stated = [-1.0 if p is None else p for _, p in ideas]
-        places = sorted(range(len(ideas)), key=lambda i: -stated[i])
-        return [ideas[i] for i in places]
-    if use == "sample":
-        # Sorting by u^(1/w), largest first, draws by weight (Efraimidis and Spirakis 2006).
-        known = [p for _, p in ideas if p is not None]
-        missing = fmean(known) if known else 1.0
-        weights = [max(1e-6, missing if p is None else p) for _, p in ideas]
-        keys = [math.log(max(rng.random(), 1e-300)) / weight for weight in weights]
-        places = sorted(range(len(ideas)), key=lambda i: -keys[i])
-        return [ideas[i] for i in places]
-    return list(ideas)
+def most_probable_first(ideas: list) -> list:
+    """The ideas by stated probability; those without one come last."""
+    return sorted(ideas, key=lambda idea: -1.0 if idea[1] is None else idea[1], reverse=True)
 
 
 # ------------------------------------------------------------------ decisions

@@ -31,7 +31,7 @@ FORM = (
     "Probability: <number from 0 to 1>"
 )
 LIST_FORM = "Answer with this line for each:\nStrategy: <one sentence>"
-# If too few came, and for --vs-variant multi.
+# If too few came.
 MORE = "List {k} more, different from all above, in the same form."
 SIBLINGS = 8  # a prompt names at most so many strategies that were tried already
 
@@ -60,7 +60,7 @@ def ask(
         known.append("Tried already, do not repeat:")
         known += [f"Strategy: {node.idea}\nScore: {short_score(node)}" for node in tried]
     what = "the most common strategy" if root else "the strategy so far"
-    request = [ASK[mode].format(k=2 if variant == "multi" else k, tau=tau, what=what)]
+    request = [ASK[mode].format(k=k, tau=tau, what=what)]
     if variant == "cot":
         request.append(THINK)
     request.append(LIST_FORM if mode == "sequence" else FORM)

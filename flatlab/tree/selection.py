@@ -213,7 +213,7 @@ def softmax(t, rng, drafts=3, c=1.41, trend_weight=0.5, visit_alpha=0.5, tau=0.5
     return explore_or_exploit(values, bonus, rng.choices(list(values), weights)[0])
 
 
-def variance(t, q, node):
+def spread_of_children(t, q, node):
     """Standard deviation of Q over the children; 1 with fewer than two scored ones."""
     known = child_values(t, q, node.id)
     if len(known) < 2:
@@ -221,12 +221,12 @@ def variance(t, q, node):
     return stdev(known)
 
 
-def regret(t, q, node):
+def below_the_best(t, q, node):
     """The best Q of the tree minus the best below this node."""
     return max(q.values()) - best_child_value(t, q, node.id)
 
 
-def coverage(t, q, node):
+def unused_families(t, q, node):
     """The share of model families that no child's idea names."""
     used = set()
     for child in t.children(node.id):
@@ -242,31 +242,35 @@ def shallow(t, q, node):
 
 
 # (tree, Q, candidate) -> the larger, the more it deserves a child
-SIGNALS = {"variance": variance, "regret": regret, "coverage": coverage, "depth": shallow}
+SIGNALS = {
+    "variance": spread_of_children,
+    "regret": below_the_best,
+    "coverage": unused_families,
+    "depth": shallow,
+}
 
 
-def signals(t, rng, drafts=3, names=("regret", "depth"), exploit_quantile=0.75):
-    """The arg-max of the sum of `names` in SIGNALS, each normalised over the candidates.
+def signals(
+    t, rng, drafts=3, variance=0.0, regret=1.0, coverage=0.0, depth=1.0, exploit_quantile=0.75
+):
+    """The arg-max of the weighted sum of SIGNALS, each normalised over the candidates.
 
     The phase is "exploit" if the chosen node is at or above that quantile of all scored nodes.
     """
-    unknown = set(names) - set(SIGNALS)
-    if unknown:
-        raise UserError(f"Unknown signal {min(unknown)!r}; there are {', '.join(SIGNALS)}.")
     q = quality(t)
     options = candidates(t, drafts)
     if not options:
         return None
+    weights = {"variance": variance, "regret": regret, "coverage": coverage, "depth": depth}
     scores = {node.id: 0.0 for node in options}
-    for name in names:
-        raw = {node.id: SIGNALS[name](t, q, node) for node in options}
-        signal = normalised(raw)
+    for name, weight in weights.items():
+        signal = normalised({node.id: SIGNALS[name](t, q, node) for node in options})
         for id in scores:
-            scores[id] += signal[id]
+            scores[id] += weight * signal[id]
     id = max(scores, key=scores.get)
     known = [q[node.id] for node in t.scored()]
     exploits = known and q[id] >= np.quantile(known, exploit_quantile, method="higher")
-    return Choice(id, "exploit" if exploits else "explore", " + ".join(names), scores)
+    return Choice(id, "exploit" if exploits else "explore", "largest sum of signals", scores)
 
 
 def uct(total: float, visits: int, parent_visits: int, c: float) -> float:
@@ -281,7 +285,6 @@ def mcts(t, rng, c=0.25):
 
     Nodes that failed or still run count as visits with value 0.
     """
-
     q = quality(t)
 
     def visits(id):
@@ -313,12 +316,11 @@ def evolution(t, rng, drafts=5, crossover_prob=0.5, population=10):
     With probability crossover_prob a second parent is drawn, and the child combines both.
     """
     options = candidates(t, drafts)
-    pool = [node for node in options if node.id != "0"]
     if not options:
         return None
-    if not pool:
+    if options == [t.root]:
         return Choice("0", reason="draft")
-    pool = sorted(pool, key=lambda node: node.improvement, reverse=True)[:population]
+    pool = sorted(options, key=lambda node: node.improvement, reverse=True)[:population]
     q = quality(t)
     fitness = {node.id: math.exp(q[node.id]) for node in pool}
     first = rng.choices(list(fitness), list(fitness.values()))[0]
@@ -354,8 +356,8 @@ RULES = {
 def constants(name: str, rule, rule_args: tuple[str, ...]) -> dict:
     """The keyword arguments for a rule from the `name=value` pairs of --rule-args.
 
-    A value has the type of the default; a list is written a,b. Raises UserError for an unknown name
-    and for a value that is no number, negative, or 0 where a count is wanted.
+    A value has the type of the default. Raises UserError for an unknown name and for a value that
+    is no number, negative, or 0 where a count is wanted.
     """
     parameters = inspect.signature(rule).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
@@ -366,9 +368,6 @@ def constants(name: str, rule, rule_args: tuple[str, ...]) -> dict:
             known = ", ".join(defaults) or "none"
             raise UserError(f"--rule-args {text}: rule {name} has no {key!r}; it has {known}.")
         kind = type(defaults[key])
-        if kind is tuple:
-            values[key] = tuple(value.split(","))
-            continue
         try:
             values[key] = kind(value)
         except ValueError:

@@ -20,10 +20,9 @@ from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
 
-from flatlab.episode.task import Task, improvement
+from flatlab.episode.task import Task
 from flatlab.errors import UserError
 from flatlab.sandbox.sandbox import readable
-from flatlab.tree import prompts
 
 # Files with these suffixes are copied into the journal as text: at most CODE_FILES of them, each of
 # at most CODE_BYTES.
@@ -57,12 +56,9 @@ class Node:
     seconds: float = 0.0
     elapsed: float = 0.0  # seconds of the whole search when this node ended
     tokens: int = 0  # sampled
-    prompt_tokens: int = 0
     seed: int = 0
-    attempts: int = 0
     kept: bool = False  # its files are in nodes/<order>.tar
     decision: dict = field(default_factory=dict)  # rule, phase, scores of the candidates, reason
-    time: float = 0.0
 
     @property
     def depth(self) -> int:
@@ -81,7 +77,6 @@ class Choice:
     idea: str = ""  # the strategy, if the rule provides one
     notes: dict = field(default_factory=dict)  # goes to the journal as it is
     tokens: int = 0  # sampled for this decision
-    prompt_tokens: int = 0
 
 
 def stable(*parts) -> int:
@@ -109,11 +104,8 @@ class Tree:
         self.nodes = {"0": self.root}
         self.finished: list[Node] = []  # in order of completion
         self.pending_ideas: dict[str, list | asyncio.Future] = {}  # by request, see request_of
-        # Of the scheduler in search.py:
-        self.in_flight = 0
-        self.blocked = False  # the rule waits for a running node
-        self.closed = False
-        self.deciding = asyncio.Lock()
+        self.node_ended = asyncio.Event()
+        self.closed = False  # complete, and its best node is scored on the test part
         self.began: float | None = None  # clock of this process
         self.seconds_before = 0.0  # of earlier processes
         for row in run.rows("journal.jsonl"):
@@ -133,7 +125,6 @@ class Tree:
         node.op = self.operator(choice)
         node.idea = choice.idea
         node.tokens = choice.tokens
-        node.prompt_tokens = choice.prompt_tokens
         node.seed = stable(self.seed, node.id)
         node.decision = {
             "rule": self.cfg.select,
@@ -225,35 +216,26 @@ class Tree:
 
     def spent(self) -> str:
         """The name of the budget that is used up; "" while none is."""
-        cfg = self.cfg
-        best = self.best()
-        since_best = len(self.finished)
-        if best is not self.root:
-            since_best -= self.finished.index(best) + 1
         budgets = {
-            "nodes": (self.executed(), cfg.nodes),
-            "tokens": (self.tokens(), cfg.tokens),
-            "minutes": (self.elapsed() / 60, cfg.minutes),
-            "patience": (since_best, cfg.patience),
+            "nodes": (self.executed(), self.cfg.nodes),
+            "tokens": (self.tokens(), self.cfg.tokens),
+            "minutes": (self.elapsed() / 60, self.cfg.minutes),
         }
         for name, (used, limit) in budgets.items():
             if limit is not None and used >= limit:
                 return name
-        if cfg.target is not None and best.improvement >= improvement(cfg.target, self.task):
-            return "target"
         return ""
 
 
 def node_of(row: dict, run) -> Node:
     """The node of a journal row. Raises UserError for a row of another version of search.py."""
-    values = {key: value for key, value in row.items() if key != "depth"}
-    unknown = sorted(set(values) - {f.name for f in fields(Node)})
+    unknown = sorted(set(row) - {f.name for f in fields(Node)})
     if unknown:
         raise UserError(
             f"{run.dir / 'journal.jsonl'} was written by another version of search.py "
             f"(it holds {', '.join(unknown)}): choose another --name."
         )
-    return Node(**values)
+    return Node(**row)
 
 
 def code_in(files: bytes, task: Task) -> dict[str, str]:
@@ -273,29 +255,14 @@ def code_in(files: bytes, task: Task) -> dict[str, str]:
     return code
 
 
-def diversity(nodes: list[Node]) -> dict:
-    """Distinct model families and imports of a tree, and the mean distance of its ideas.
-
-    The distance of two ideas is 1 - |common words| / |all words| (Jaccard).
-    """
-    ideas = [node.idea for node in nodes if node.idea]
-    families = set()
-    for idea in ideas:
-        families |= prompts.families(idea)
-    imports = set()
-    for node in nodes:
-        for text in node.code.values():
-            imports.update(re.findall(r"^\s*(?:import|from)\s+(\w+)", text, re.M))
+def idea_distance(ideas: list[str]) -> float | None:
+    """Mean over all pairs of 1 - |common words| / |all words| (Jaccard); None without a pair."""
     words = [set(re.findall(r"\w+", idea.lower())) for idea in ideas]
     distances = []
     for a, b in combinations(words, 2):
         if a | b:
             distances.append(1 - len(a & b) / len(a | b))
-    return {
-        "families": len(families),
-        "imports": len(imports),
-        "idea_distance": fmean(distances) if distances else None,
-    }
+    return fmean(distances) if distances else None
 
 
 def results(t: Tree) -> dict:
@@ -319,20 +286,17 @@ def results(t: Tree) -> dict:
         "nodes": len(done),
         "failed": sum(not node.valid for node in done) - faults,
         "faults": faults,
-        "without_idea": sum(not node.idea and node.sampling_mode != "none" for node in done),
         "above_tau": sum(node.above_tau for node in done),
         "fell_back": sum(bool(node.decision.get("fell_back")) for node in done),
         "tokens": t.tokens(),
-        "prompt_tokens": sum(node.prompt_tokens for node in t.nodes.values()),
         "seconds": t.elapsed(),
         "stopped_by": t.spent(),
         "best_id": best.id,
         "best_score": best.score,
         "improvement": best.improvement,
-        "best_path": [node.id for node in t.path(best.id)],
         "node_mean": fmean(scores) if scores else None,
         "node_stderr": stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None,
         "valid_share": len(t.scored()) / len(scores) if scores else None,
         "selected_on_test": len(t.task.splits) == 1,
-        "diversity": diversity(done),
+        "idea_distance": idea_distance([node.idea for node in done if node.idea]),
     }
