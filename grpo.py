@@ -66,6 +66,7 @@ from flatlab.train.batch import (
     gather_groups,
     micro_batches,
     sequences_of,
+    stop_if_interrupted,
     to_tensors,
     use_values,
 )
@@ -456,6 +457,7 @@ def update(
             # With --kl 0 the guard still wants to know the KL, so one micro-batch measures it.
             measure_kl = cfg.kl > 0 or number == epoch == 0
             micro_loss(policy, micro, cfg, meter, epoch == 0, measure_kl).backward()
+            stop_if_interrupted()
         dist.sum_gradients(policy.parameters())
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm).item()
         if grad_norm <= SKIP_GRAD_NORM:  # False for NaN

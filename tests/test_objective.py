@@ -448,5 +448,22 @@ def test_micro_batches_count_a_common_prompt_once():
     assert sorted(len(part) for part in micro_batches([*batch, *other], 1000)) == [2, 8]
 
 
+def test_an_interrupted_update_ends_after_the_micro_batch():
+    from flatlab.train.batch import stop_if_interrupted
+
+    done = []
+
+    async def update():
+        done.append("first")
+        asyncio.current_task().cancel()  # as asyncio does after Ctrl-C
+        stop_if_interrupted()
+        done.append("second")
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(update())
+    assert done == ["first"]
+    stop_if_interrupted()  # without a loop nothing happens
+
+
 def test_improvement_is_the_only_scale(task):
     assert grpo.continuous(improvement(0.7, task), None, []) == pytest.approx(0.5)

@@ -2,6 +2,7 @@
 tensors. No formulas here.
 """
 
+import asyncio
 import itertools
 import random
 from bisect import bisect
@@ -174,6 +175,19 @@ def cost(part: list[TrainSequence]) -> int:
     shared = common_prompt([(s.tokens, s.mask) for s in part])
     longest = max(len(s.tokens) for s in part)
     return shared + len(part) * (longest - shared)
+
+
+def stop_if_interrupted() -> None:
+    """Raises CancelledError after Ctrl-C, so that an update ends with the micro-batch at hand.
+
+    asyncio cancels the task, which otherwise notices it only when it waits for something.
+    """
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return
+    if task and task.cancelling():
+        raise asyncio.CancelledError
 
 
 @dataclass

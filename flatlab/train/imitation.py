@@ -17,7 +17,14 @@ from flatlab.episode.episode import Episode, History, Sample, trimmed
 from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
 from flatlab.runs.reader import duration, read_rows
-from flatlab.train.batch import TrainSequence, flatten, micro_batches, sequences_of, to_tensors
+from flatlab.train.batch import (
+    TrainSequence,
+    flatten,
+    micro_batches,
+    sequences_of,
+    stop_if_interrupted,
+    to_tensors,
+)
 from flatlab.train.console import say
 
 EPISODES_PER_UPDATE = 8
@@ -127,4 +134,5 @@ def imitate(policy, sequences: list[TrainSequence], cfg) -> float:
         loss = -(policy.logprobs(batch.pairs)[0] * batch.advantage).sum() / total
         loss.backward()
         mean += loss.item()
+        stop_if_interrupted()
     return mean
