@@ -136,9 +136,8 @@ async def scientist(t: Tree, rng) -> Choice | None:
     )
     messages = [{"role": "user", "content": look}]
     reply = await chat(t, choice, messages, "look", t.started())
-    numbers = parsing.NUMBER.findall(parsing.fields(reply).get("inspect", ""))
-    inspected = [int(number) for number in numbers]
-    inspected = [number for number in inspected if 0 < number < len(nodes)][:3]
+    numbers = map(int, parsing.NUMBER.findall(parsing.fields(reply).get("inspect", "")))
+    inspected = [number for number in numbers if 0 < number < len(nodes)][:3]
     details = prompts.details(nodes, inspected, summary_chars(t.cfg))
     messages.append({"role": "assistant", "content": reply})
     messages.append({"role": "user", "content": prompts.CHOOSE.format(details=details)})
@@ -739,11 +738,11 @@ def main() -> None:
             print(ROW.format(*TITLES), flush=True)
             asyncio.run(search(todo, policy, cfg.workers))
     except KeyboardInterrupt:
-        mark_unfinished(trees, "interrupted")
+        mark_unfinished(todo, "interrupted")
         print(f"\ninterrupted; the same command continues {where}", file=sys.stderr)
-        sys.exit(130)
-    except UserError as error:
-        mark_unfinished(trees, f"stopped: {error}")
+        raise
+    except (UserError, SandboxFault) as error:
+        mark_unfinished(todo, f"stopped: {error}")
         raise
     report(trees, grid, where)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from flatlab.tree import parsing, prompts
-from flatlab.tree.tree import Node, idea_distance
+from flatlab.tree.tree import Node
 from tasks import load_task
 
 TASK = load_task("titanic", "", "")
@@ -244,8 +244,6 @@ def test_fields_and_families():
     assert prompts.families("plan inner loops, l1 l2") == {"other"} and prompts.families(
         "XGBoost and a Neural network"
     ) == {"trees", "neural"}
-    assert idea_distance(["a b", "b c"]) == pytest.approx(2 / 3)
-    assert idea_distance(["a b"]) is None
 
 
 def test_a_deeply_nested_reply_is_no_error():

@@ -207,9 +207,8 @@ def softmax(t, rng, drafts=3, c=1.41, trend_weight=0.5, visit_alpha=0.5, tau=0.5
         bonus[id] = visit_bonus(t, c, id)
         bonus[id] += trend_weight * max(0.0, trend(t, q, id))
         bonus[id] -= visit_alpha * math.log(1 + len(t.children(id)))
-    scores = [values[id] + bonus[id] for id in values]
-    top = max(scores)
-    weights = [math.exp((score - top) / max(tau, 1e-9)) for score in scores]
+    scores = np.array([values[id] + bonus[id] for id in values])
+    weights = np.exp((scores - scores.max()) / max(tau, 1e-9))
     return explore_or_exploit(values, bonus, rng.choices(list(values), weights)[0])
 
 

@@ -11,12 +11,10 @@ import asyncio
 import hashlib
 import io
 import itertools
-import re
 import tarfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field, fields
-from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -98,9 +96,8 @@ class Tree:
         self.cfg = cfg
         self.run = run
         self.policy = None
-        self.root = Node("0", op="baseline", score=task.baseline, status="baseline")
-        self.root.improvement = 0.0
-        self.root.valid = True
+        self.root = Node("0", op="baseline", score=task.baseline, improvement=0.0, valid=True)
+        self.root.status = "baseline"
         self.nodes = {"0": self.root}
         self.finished: list[Node] = []  # in order of completion
         self.pending_ideas: dict[str, list | asyncio.Future] = {}  # by request, see request_of
@@ -119,20 +116,25 @@ class Tree:
     def start(self, choice: Choice) -> Node:
         """Adds the node that was chosen; from now on the rules see it as running."""
         names = (f"{choice.parent}.{number}" for number in itertools.count())
-        node = Node(next(name for name in names if name not in self.nodes), choice.parent)
-        node.second = choice.second
-        node.order = self.started()
-        node.op = self.operator(choice)
-        node.idea = choice.idea
-        node.tokens = choice.tokens
-        node.seed = stable(self.seed, node.id)
-        node.decision = {
+        id = next(name for name in names if name not in self.nodes)
+        decision = {
             "rule": self.cfg.select,
             "phase": choice.phase,
             "scores": choice.scores,
             "reason": choice.reason,
-        } | choice.notes
-        self.nodes[node.id] = node
+        }
+        node = Node(
+            id,
+            choice.parent,
+            choice.second,
+            order=self.started(),
+            op=self.operator(choice),
+            idea=choice.idea,
+            tokens=choice.tokens,
+            seed=stable(self.seed, id),
+            decision=decision | choice.notes,
+        )
+        self.nodes[id] = node
         return node
 
     def operator(self, choice: Choice) -> str:
@@ -255,16 +257,6 @@ def code_in(files: bytes, task: Task) -> dict[str, str]:
     return code
 
 
-def idea_distance(ideas: list[str]) -> float | None:
-    """Mean over all pairs of 1 - |common words| / |all words| (Jaccard); None without a pair."""
-    words = [set(re.findall(r"\w+", idea.lower())) for idea in ideas]
-    distances = []
-    for a, b in combinations(words, 2):
-        if a | b:
-            distances.append(1 - len(a & b) / len(a | b))
-    return fmean(distances) if distances else None
-
-
 def results(t: Tree) -> dict:
     """The content of result.json, at any moment. Failed nodes count as the baseline."""
     best = t.best()
@@ -298,5 +290,4 @@ def results(t: Tree) -> dict:
         "node_stderr": stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None,
         "valid_share": len(t.scored()) / len(scores) if scores else None,
         "selected_on_test": len(t.task.splits) == 1,
-        "idea_distance": idea_distance([node.idea for node in done if node.idea]),
     }
