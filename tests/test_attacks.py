@@ -532,20 +532,19 @@ def test_order_of_rows_is_not_worth_anything(backend):
 
 
 @attack("answers through the grader's error text")
-@pytest.mark.parametrize(
-    "row", ["0", "", "\u0000", "'; import os", "{answers}", "%s" * 50, "9" * 5000]
-)
-def test_messages_depend_on_no_answer(tmp_path, row):
+def test_messages_depend_on_no_answer(tmp_path):
     """The same wrong value for each of two ids with different answers gets the same message."""
-    task = load_task("titanic", "", "")
-    lines = task.hidden["answers.csv"].read_text().splitlines()[1:]
-    said = []
-    for label in "01":
-        key = next(line.split(",")[0] for line in lines if line.endswith("," + label))
-        submission = f"id,survived\n{key},{row}\n".encode()
-        said.append(grade_here(task, submission, tmp_path)[1].replace(f"id {key} ", "id "))
-    first_missing = [text.split("the first is")[0] for text in said]
-    assert first_missing[0] == first_missing[1] and said[0]
+    cases = ["0", "", "\u0000", "'; import os", "{answers}", "%s" * 50, "9" * 5000]
+    for row in cases:
+        task = load_task("titanic", "", "")
+        lines = task.hidden["answers.csv"].read_text().splitlines()[1:]
+        said = []
+        for label in "01":
+            key = next(line.split(",")[0] for line in lines if line.endswith("," + label))
+            submission = f"id,survived\n{key},{row}\n".encode()
+            said.append(grade_here(task, submission, tmp_path)[1].replace(f"id {key} ", "id "))
+        first_missing = [text.split("the first is")[0] for text in said]
+        assert first_missing[0] == first_missing[1] and said[0]
 
 
 # ---- answers in packages
@@ -631,23 +630,21 @@ def test_ten_gigabytes(backend):
 
 
 @attack("an artefact that is a link, a device, a FIFO, a socket or a folder")
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_strange_artefacts(shared, backend):
+    cases = [
         "ln -s data/train.csv submission.csv",
         "ln -s /proc/self/mem submission.csv",
         "mkfifo submission.csv",
         "mkdir submission.csv",
         "mknod submission.csv c 1 5; ln -s /dev/zero submission.csv",
         "python3 -c 'import socket; socket.socket(1).bind(\"submission.csv\")'",
-    ],
-)
-def test_strange_artefacts(shared, backend, make):
-    world = shared(backend, "", "titanic")
-    world.sandbox.remove(["submission.csv"])
-    score, said = play(world, make)
-    world.sandbox.remove(["submission.csv"])
-    assert not score.valid and score.message.startswith("no submission")
+    ]
+    for make in cases:
+        world = shared(backend, "", "titanic")
+        world.sandbox.remove(["submission.csv"])
+        score, said = play(world, make)
+        world.sandbox.remove(["submission.csv"])
+        assert not score.valid and score.message.startswith("no submission")
 
 
 @attack("a stale artefact")

@@ -46,9 +46,8 @@ def writes(value):
 # ----------------------------------------------------------------------------------------- replies
 
 
-@pytest.mark.parametrize(
-    "reply, action",
-    [
+def test_replies():
+    cases = [
         ('{"action": "get_history"}', {"action": "get_history"}),
         ('Now.\n```json\n{"action": "reset", "params": {}}\n```\nDone.', {"action": "reset"}),
         (
@@ -72,10 +71,9 @@ def writes(value):
         ('{"action": "reset", "params": 7}', None),
         ("", None),
         ("```bash\nls\n```", None),
-    ],
-)
-def test_replies(reply, action):
-    assert json_action(reply) == action
+    ]
+    for reply, action in cases:
+        assert json_action(reply) == action
 
 
 def test_a_thought_that_never_ends_is_rejected(world):

@@ -74,15 +74,15 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize("reply, action", ACCEPTED)
-def test_accepted(reply, action):
-    assert extract_action(reply) == (action, "")
+def test_accepted():
+    for reply, action in ACCEPTED:
+        assert extract_action(reply) == (action, "")
 
 
-@pytest.mark.parametrize("reply, why", REJECTED)
-def test_rejected_with_a_reason(reply, why):
-    action, reason = extract_action(reply)
-    assert action is None and why in reason and reason.endswith((".", ")"))
+def test_rejected_with_a_reason():
+    for reply, why in REJECTED:
+        action, reason = extract_action(reply)
+        assert action is None and why in reason and reason.endswith((".", ")"))
 
 
 def test_any_multi_line_text_survives_in_a_heredoc():
@@ -286,14 +286,18 @@ def test_the_same_artefact_is_graded_once(world, monkeypatch):
 
 @pytest.mark.fault(26, "the grader raises or says NaN")
 @pytest.mark.attack("answers in the grader's traceback")
-@pytest.mark.parametrize(
-    "guess, why",
-    [("crash", "printed no result"), ("exit", "printed no result"), ("nan", "not a finite number")],
-)
-def test_grader_that_fails_on_an_artefact_is_invalid_and_says_no_secret(world, guess, why):
-    do(world, f"echo {guess} > guess.txt")
-    step = do(world, "validate")
-    assert step.status == "invalid" and why in step.observation and CANARY not in step.observation
+def test_grader_that_fails_on_an_artefact_is_invalid_and_says_no_secret(world):
+    cases = [
+        ("crash", "printed no result"),
+        ("exit", "printed no result"),
+        ("nan", "not a finite number"),
+    ]
+    for guess, why in cases:
+        do(world, f"echo {guess} > guess.txt")
+        step = do(world, "validate")
+        assert (
+            step.status == "invalid" and why in step.observation and CANARY not in step.observation
+        )
 
 
 @pytest.mark.fault(26, "the grader hangs")
@@ -363,20 +367,19 @@ def test_grading_sandbox_that_breaks_is_a_fault(world, monkeypatch):
 
 
 @pytest.mark.fault(24, "hostile artefact")
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_artefact_must_be_a_plain_small_file(world):
+    cases = [
         "ln -s /etc/passwd guess.txt",
         "mkfifo guess.txt",
         "mkdir guess.txt",
         "truncate -s 200M guess.txt",
         "mkdir /tmp/d; echo a > /tmp/guess.txt; cd ..; mv workspace old; ln -s /tmp workspace",
-    ],
-)
-def test_artefact_must_be_a_plain_small_file(world, make):
-    do(world, make)
-    step = do(world, "validate")
-    assert step.status == "invalid" and "no submission" in step.observation
+    ]
+    for make in cases:
+        world.reset()
+        do(world, make)
+        step = do(world, "validate")
+        assert step.status == "invalid" and "no submission" in step.observation
 
 
 @pytest.mark.fault(23, "the agent edits grader or data")
@@ -650,29 +653,22 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
     assert play(task, FakePolicy(block("ls"))).fault == "no more containers"
 
 
-@pytest.mark.parametrize(
-    "replies, options",
-    [
+def test_every_way_out_scores_once_and_closes(task, monkeypatch):
+    cases = [
         ([block("submit")], {}),
         ([block("ls")], {"max_turns": 1}),
         ([block("ls")], {"time_limit": 0.0}),
         ([block("ls")], {"max_reply_tokens": 99_999}),
-    ],
-)
-def test_every_way_out_scores_once_and_closes(task, replies, options, monkeypatch):
+    ]
     calls = []
-    monkeypatch.setattr(
-        Env,
-        "score",
-        lambda self, split=None: (
-            calls.append(split) or Score(None, "hits", "validation", False, "")
-        ),
-    )
-    monkeypatch.setattr(
-        Env, "close", lambda self, close=Env.close: calls.append("close") or close(self)
-    )
-    play(task, FakePolicy(*replies), score_test=True, **options)
-    assert calls == [None, "test", "close"]
+    no_score = Score(None, "hits", "validation", False, "")
+    monkeypatch.setattr(Env, "score", lambda self, split=None: calls.append(split) or no_score)
+    close = Env.close
+    monkeypatch.setattr(Env, "close", lambda self: calls.append("close") or close(self))
+    for replies, options in cases:
+        calls.clear()
+        play(task, FakePolicy(*replies), score_test=True, **options)
+        assert calls == [None, "test", "close"]
 
 
 @pytest.mark.fault(21, "an episode is cancelled")

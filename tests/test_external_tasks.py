@@ -246,9 +246,8 @@ def test_mlgym_task_of_the_user(mlgym):
     ) == {"key.csv"}
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
+def test_mlgym_says_what_is_wrong(mlgym):
+    cases = [
         (
             "3SATTime",
             "data/3SATTime/data is missing; task 3SATTime needs it: MLGym does not publish",
@@ -259,12 +258,11 @@ def test_mlgym_task_of_the_user(mlgym):
         ),
         ("other", "metric and higher_is_better"),
         ("battelOfSexes", "did you mean battleOfSexes"),
-    ],
-)
-def test_mlgym_says_what_is_wrong(mlgym, name, message):
-    with pytest.raises(UserError, match=message) as caught:
-        load_task(name, mlgym)
-    assert "\n" not in str(caught.value)
+    ]
+    for name, message in cases:
+        with pytest.raises(UserError, match=message) as caught:
+            load_task(name, mlgym)
+        assert "\n" not in str(caught.value)
 
 
 def test_mlgym_starter_missing(mlgym):
@@ -314,9 +312,8 @@ def row_strategy(history, first=row_strategy):
     assert message == "" and score == pytest.approx(0.5, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    "source, message",
-    [
+def test_proxy_refuses(mlgym, tmp_path):
+    cases = [
         (
             "def row_strategy(history): return 1 / 0",
             "strategy.py line 1: ZeroDivisionError: division by zero",
@@ -349,11 +346,12 @@ def row_strategy(history, first=row_strategy):
             "disturbed",
         ),
         ("#" * 2_000_000, "larger"),
-    ],
-)
-def test_proxy_refuses(mlgym, tmp_path, source, message):
-    score, said = play(mlgym, tmp_path / "a", source)
-    assert score is None and message in said
+    ]
+    for number, (source, message) in enumerate(cases):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        score, said = play(mlgym, folder / "a", source)
+        assert score is None and message in said
 
 
 def test_proxy_keeps_the_grader_out_of_reach(mlgym, tmp_path):
@@ -474,9 +472,8 @@ def test_dojo_position(dojo, tmp_path):
     assert said == {"score": 3, "position": (2 / 4 + 2 / 2) / 2}  # third of four, first of two
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
+def test_dojo_refuses(dojo, tmp_path):
+    cases = [
         (answers(lambda i: i, range(10)), "200 rows of ['id', 'y'] are needed"),
         (answers(lambda i: i, header="id,z"), "are needed"),
         (answers(lambda i: i, range(1, ROWS + 1)), "other ids"),
@@ -485,13 +482,12 @@ def test_dojo_position(dojo, tmp_path):
         ("", "cannot be read"),
         ("\xff\x00,", "are needed"),
         ('id,y\n"', "cannot be read"),
-    ],
-)
-def test_dojo_refuses(dojo, tmp_path, text, message):
-    score, said = grade(
-        load_task("mine", mledojo_root=dojo), tmp_path / "a", {"submission.csv": text.encode()}
-    )
-    assert score is None and message in said
+    ]
+    for text, message in cases:
+        score, said = grade(
+            load_task("mine", mledojo_root=dojo), tmp_path / "a", {"submission.csv": text.encode()}
+        )
+        assert score is None and message in said
 
 
 def test_dojo_without_ids_has_one_part(dojo, tmp_path):
@@ -526,9 +522,8 @@ def test_dojo_sample_that_cannot_be_graded(dojo):
         load_task("mine", mledojo_root=dojo)
 
 
-@pytest.mark.parametrize(
-    "path, message",
-    [
+def test_dojo_says_what_is_missing(dojo, tmp_path):
+    cases = [
         ("data/prepared/mine/data/private", "private is missing; let MLE-Dojo prepare mine again"),
         (
             "data/prepared/mine/data/public/sample_submission.csv",
@@ -537,12 +532,12 @@ def test_dojo_sample_that_cannot_be_graded(dojo):
         ("data/prepared/mine/data/private/test_answer.csv", "private/test_answer.csv is missing"),
         ("mledojo", "set .MLEDOJO_REPO to a checkout"),
         ("data/prepared/mine", "no <name>/data/public"),
-    ],
-)
-def test_dojo_says_what_is_missing(dojo, tmp_path, path, message):
-    (tmp_path / "MLE-Dojo" / path).rename(tmp_path / "away")
-    with pytest.raises(UserError, match=message):
-        load_task("mine", mledojo_root=dojo)
+    ]
+    for path, message in cases:
+        (tmp_path / "MLE-Dojo" / path).rename(tmp_path / "away")
+        with pytest.raises(UserError, match=message):
+            load_task("mine", mledojo_root=dojo)
+        (tmp_path / "away").rename(tmp_path / "MLE-Dojo" / path)
 
 
 def test_dojo_metric_that_cannot_be_loaded(dojo, tmp_path):
@@ -610,9 +605,8 @@ def test_real_mlgym_every_task():
 
 
 @real_mlgym
-@pytest.mark.parametrize(
-    "name, strategy, exact, error",
-    [
+def test_real_mlgym_games(in_a_sandbox):
+    cases = [
         ("battleOfSexes", None, 1.0227, 0.02),
         ("battleOfSexes", "0", 1.44, 0.02),
         ("prisonersDilemma", None, 2.3716, 0.03),
@@ -620,17 +614,16 @@ def test_real_mlgym_every_task():
         ("blotto", None, -0.248, 0.02),
         ("blotto", "[30] * 4 + [0] * 2", 0.25, 0.02),
         ("blotto", "[20] * 6", -0.005, 0.02),
-    ],
-)
-def test_real_mlgym_games(in_a_sandbox, name, strategy, exact, error):
-    task = load_task(name, MLGYM)
-    source = (
-        task.public["strategy.py"].read_bytes()
-        if strategy is None
-        else f"def row_strategy(history): return {strategy}".encode()
-    )
-    score, message = in_a_sandbox(task, {"strategy.py": source})
-    assert message == "" and score == pytest.approx(exact, abs=error)
+    ]
+    for name, strategy, exact, error in cases:
+        task = load_task(name, MLGYM)
+        source = (
+            task.public["strategy.py"].read_bytes()
+            if strategy is None
+            else f"def row_strategy(history): return {strategy}".encode()
+        )
+        score, message = in_a_sandbox(task, {"strategy.py": source})
+        assert message == "" and score == pytest.approx(exact, abs=error)
 
 
 @real_mlgym
@@ -638,9 +631,9 @@ def test_real_mlgym_games(in_a_sandbox, name, strategy, exact, error):
     "published for MLGym: the opponent edited, in its blotto; "
     "exits, other modules and random numbers"
 )
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_real_mlgym_blotto_cannot_be_tampered_with(in_a_sandbox):
+    """Each of these scores 1.0 or 99 in MLGym itself."""
+    cases = [
         "import os\nprint('{\"Score\": 99}', flush=True)\nos._exit(0)",
         "import json\njson.dumps = lambda *_: '{\"Score\": 99}'\n"
         "def row_strategy(history): return [20] * 6",
@@ -651,12 +644,10 @@ def test_real_mlgym_games(in_a_sandbox, name, strategy, exact, error):
         "    random.setstate(state)\n"
         "    return [0 if i == other.index(max(other)) else soldiers + 1 for i, soldiers in "
         "enumerate(other)]",
-    ],
-)
-def test_real_mlgym_blotto_cannot_be_tampered_with(in_a_sandbox, source):
-    """Each of these scores 1.0 or 99 in MLGym itself."""
-    score, message = in_a_sandbox(load_task("blotto", MLGYM), {"strategy.py": source.encode()})
-    assert score is None or score < 0
+    ]
+    for source in cases:
+        score, message = in_a_sandbox(load_task("blotto", MLGYM), {"strategy.py": source.encode()})
+        assert score is None or score < 0
 
 
 @real_mlgym

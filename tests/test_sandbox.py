@@ -74,9 +74,8 @@ def test_cwd_and_exported_variables_stay(box):
 
 
 @pytest.mark.fault(10, "exit, exec, kill $$, broken syntax, odd shell options")
-@pytest.mark.parametrize(
-    "command",
-    [
+def test_no_command_breaks_the_next_one(box):
+    cases = [
         "exit 3",
         "exec true",
         "exec >&-",
@@ -98,13 +97,12 @@ def test_cwd_and_exported_variables_stay(box):
         "export BASH_ENV=/nowhere ENV=/nowhere",
         "ulimit -n 3",
         "umask 777",
-    ],
-)
-def test_no_command_breaks_the_next_one(box, command):
-    box.run(f"cd {box.workspace}; export KEPT=yes PATH='{out(box, 'echo $PATH')}'", 10)
-    box.run(command, 10)
-    assert box.run("echo fine", 10).output.endswith("fine\n")
-    box.call("state", cwd=box.workspace)
+    ]
+    for command in cases:
+        box.run(f"cd {box.workspace}; export KEPT=yes PATH='{out(box, 'echo $PATH')}'", 10)
+        box.run(command, 10)
+        assert box.run("echo fine", 10).output.endswith("fine\n")
+        box.call("state", cwd=box.workspace)
 
 
 def test_deleted_cwd_goes_back_to_the_workspace(box):
@@ -146,9 +144,10 @@ def test_no_process_is_left_for_a_command(isolated):
 
 
 @pytest.mark.fault(10, "a command of 1 MB")
-@pytest.mark.parametrize("size", [10, 200_000, 1_000_000])
-def test_commands_of_any_length(box, size):
-    assert out(box, "x='" + "y\n" * (size // 2) + "'; echo ${#x}") == str(size)
+def test_commands_of_any_length(box):
+    cases = [10, 200_000, 1_000_000]
+    for size in cases:
+        assert out(box, "x='" + "y\n" * (size // 2) + "'; echo ${#x}") == str(size)
 
 
 @pytest.mark.fault(7, "progress bars, ANSI codes, invalid UTF-8, NUL")
@@ -293,20 +292,20 @@ def test_where_memory_is_short_the_command_goes(isolated):
 
 
 @pytest.mark.fault(12, "fork bomb")
-@pytest.mark.parametrize(
-    "bomb",
-    [
+def test_fork_bomb(isolated):
+    cases = [
         "for i in $(seq 300); do sleep 60 & done; wait",
         ":(){ :|:& };:; sleep 60",
         "python3 -c 'import os\nwhile 1:\n try: os.fork()\n except OSError: pass'",
-    ],
-)
-def test_fork_bomb(isolated, bomb):
-    box = Sandbox(isolated, processes=64)
-    start = time.monotonic()
-    assert box.run(bomb, 1).timed_out and time.monotonic() - start < 8
-    assert out(box, "echo alive") == "alive" and int(out(box, "ls -d /proc/[0-9]* | wc -l")) < 12
-    box.close()
+    ]
+    for bomb in cases:
+        box = Sandbox(isolated, processes=64)
+        start = time.monotonic()
+        assert box.run(bomb, 1).timed_out and time.monotonic() - start < 8
+        assert (
+            out(box, "echo alive") == "alive" and int(out(box, "ls -d /proc/[0-9]* | wc -l")) < 12
+        )
+        box.close()
 
 
 @pytest.mark.fault(13, "full disk")
@@ -471,9 +470,8 @@ def test_put_and_get(box):
 
 
 @pytest.mark.fault(24, "links, devices, sockets, sparse files instead of an artefact")
-@pytest.mark.parametrize(
-    "make, path, why",
-    [
+def test_get_refuses_what_is_not_a_plain_small_file(box):
+    cases = [
         ("true", "absent", "is not there"),
         ("true", "no/where/absent", "is not there"),
         ("ln -sf /etc/passwd link", "link", "is a link"),
@@ -490,14 +488,13 @@ def test_put_and_get(box):
             "sock",
             "No such device",
         ),
-    ],
-)
-def test_get_refuses_what_is_not_a_plain_small_file(box, make, path, why):
-    box.run(f"cd {box.workspace}; {make}", 10)
-    start = time.monotonic()
-    with pytest.raises(ArtefactError, match=why):
-        box.get(path, max_bytes=1 << 20)
-    assert time.monotonic() - start < 2 and out(box, "echo alive") == "alive"
+    ]
+    for make, path, why in cases:
+        box.run(f"cd {box.workspace}; {make}", 10)
+        start = time.monotonic()
+        with pytest.raises(ArtefactError, match=why):
+            box.get(path, max_bytes=1 << 20)
+        assert time.monotonic() - start < 2 and out(box, "echo alive") == "alive"
 
 
 def test_put_never_writes_through_links(isolated):

@@ -18,10 +18,9 @@ def check_needs(
     """Raises UserError if the task needs a network, a cache or a GPU that its sandbox lacks."""
     is_docker = backend == "docker"
     if task.needs_network and not network and not (hf_cache and is_docker):
-        choice = ", or mount what it needs with --hf-cache" if is_docker else ""
         raise UserError(
-            f"Task {task.name} takes data from the network while it runs: "
-            f"allow it with --network{choice}."
+            f"Task {task.name} takes data from the network while it runs: allow it with "
+            "--network, or in Docker mount what it needs with --hf-cache."
         )
     if hf_cache and not Path(hf_cache).expanduser().is_dir():
         raise UserError(f"There is no folder {hf_cache} to mount as the Hugging Face cache.")
@@ -66,7 +65,6 @@ def open_sandbox(
         backend,
         task,
         image,
-        network,
         {"PYTHONHASHSEED": str(seed % 2**32)},
         network=network and task.needs_network,
         gpu=task.needs_gpu,

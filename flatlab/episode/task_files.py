@@ -12,12 +12,9 @@ TASKS_DIR = Path(__file__).resolve().parents[2] / "configs" / "tasks"
 
 def nearest(name: str, known: list[str]) -> str:
     """A hint for a misspelt name: the closest known names, then all of them."""
-    lowered = {other.lower(): other for other in known}
-    close = difflib.get_close_matches(name.lower(), list(lowered), n=3, cutoff=0.4)
-    everything = ", ".join(known)
-    if not close:
-        return f"known names: {everything}"
-    return f"did you mean {' or '.join(lowered[match] for match in close)}? Known: {everything}"
+    close = difflib.get_close_matches(name, known, cutoff=0.4)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"{hint}Known names: {', '.join(known)}"
 
 
 def read_yaml(path: Path) -> dict:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from contextlib import suppress
-from pathlib import Path
 
 from flatlab.cache import content_key
 from flatlab.errors import SandboxFault, UserError
@@ -22,17 +21,14 @@ building = threading.Lock()
 found_images: dict[tuple, str] = {}  # saves reading the files and asking the daemon again
 
 
-def task_sandbox(
-    backend: str, task, image: str, install: bool, env: dict[str, str], **options
-) -> Sandbox:
+def task_sandbox(backend: str, task, image: str, env: dict[str, str], **options) -> Sandbox:
     """A new sandbox for a Task; Sandbox.premounted says which of its files are in place.
 
-    install: whether missing requirements may be downloaded, once, into an image for the task.
-    env: variables that differ between sandboxes. options: fields of Spec. Raises UserError if
-    requirements are missing.
+    env: variables that differ between sandboxes. options: fields of Spec. Raises UserError if the
+    sandbox lacks packages that the task requires.
     """
     if get_backend(backend).is_container:
-        prepared = prepared_image(task, image, install)
+        prepared = prepared_image(task, image)
         premounted = task.public if prepared != image else {}
         try:
             return WARM_POOL.take(backend, env, image=prepared, premounted=premounted, **options)
@@ -45,26 +41,28 @@ def task_sandbox(
         if file.stat().st_size > MOUNT_BYTES and not task.is_artefact(path):
             large[path] = file
     box = Sandbox(backend, env=env, premounted=large, **options)
-    if task.requirements and missing_requirements(box, task.requirements):
+    try:
+        check_requirements(box, task)
+    except UserError:
         box.close()
-        raise UserError(needs_packages(task))
+        raise
     return box
 
 
-def prepared_image(task, image: str, install: bool) -> str:
-    """An image with the task's large files and requirements in it, made from `image` if needed.
+def prepared_image(task, image: str) -> str:
+    """An image with the task's large files in it, made from `image` if needed.
 
-    It is made once and found later; older ones of the task are removed. Raises UserError if
-    packages are missing and `install` is False.
+    It is made once and found later; older ones of the task are removed. Raises UserError if the
+    image lacks packages that the task requires.
     """
-    asked = (task.name, image, str(task.public), str(task.requirements), install)
+    asked = (task.name, image, str(task.public), str(task.requirements))
     with building:
-        prepared = found_images.get(asked) or find_image(task, image, install)
+        prepared = found_images.get(asked) or find_image(task, image)
         found_images[asked] = prepared
     return prepared
 
 
-def find_image(task, image: str, install: bool) -> str:
+def find_image(task, image: str) -> str:
     """See prepared_image."""
     is_large = sum(path.stat().st_size for path in task.public.values()) > BAKE_BYTES
     files = task.public if is_large else {}
@@ -78,19 +76,16 @@ def find_image(task, image: str, install: bool) -> str:
     name = re.sub(r"[^a-z0-9]+", "-", task.name.lower()).strip("-") or "task"
     repository = f"flatlab/{name}"
     if not api.images(f"{repository}:{key}"):
-        build_image(api, task, files, image, f"{repository}:{key}", install)
+        build_image(api, task, files, image, f"{repository}:{key}")
         remove_others(api, repository, key)
     return f"{repository}:{key}"
 
 
-def build_image(api, task, files: dict, image: str, name: str, install: bool) -> None:
-    """Commits a container that got the files and the requirements."""
-    box = Sandbox("docker", image=image, network=install, disk=MOST_DISK)
+def build_image(api, task, files: dict, image: str, name: str) -> None:
+    """Commits a container that has the packages and got the files."""
+    box = Sandbox("docker", image=image, disk=MOST_DISK)
     try:
-        if task.requirements and missing_requirements(box, task.requirements):
-            if not install:
-                raise UserError(needs_packages(task))
-            install_requirements(box, task.requirements)
+        check_requirements(box, task)
         box.put(files)
         api.commit(box.container, *name.split(":"))
     finally:
@@ -117,26 +112,14 @@ for line in sys.stdin:
 """
 
 
-def missing_requirements(box: Sandbox, requirements: Path) -> list[str]:
-    """Packages in a requirements.txt that the Python in a sandbox lacks in any version."""
+def check_requirements(box: Sandbox, task) -> None:
+    """Raises UserError if the Python in a sandbox has no version of a required package."""
+    if not task.requirements:
+        return
     argv = ["python3", "-c", PRINT_MISSING]
-    return box.program(argv, 60, stdin=requirements.read_bytes())[0].decode().split()
-
-
-def needs_packages(task) -> str:
-    return (
-        f"Task {task.name} needs the packages in {task.requirements}; with --network they are "
-        "installed once, into a Docker image for the task."
-    )
-
-
-def install_requirements(box: Sandbox, requirements: Path) -> None:
-    """Installs for all users of the sandbox. Raises UserError with pip's last line."""
-    options = ["--no-cache-dir", "--break-system-packages", "-r", "/dev/stdin"]
-    argv = ["python3", "-m", "pip", "install", *options]
-    result = box.run(argv, 3600, user="root", stdin=requirements.read_bytes())
-    if result.exit_code:
-        last = (result.output.strip().splitlines() or ["no message"])[-1]
+    missing = box.program(argv, 60, stdin=task.requirements.read_bytes())[0].decode().split()
+    if missing:
         raise UserError(
-            f"The packages in {requirements} cannot be installed in the image ({last})."
+            f"Task {task.name} needs packages that its sandbox lacks: {', '.join(missing)}. "
+            f"Install {task.requirements} in a Docker image and name it with --image."
         )

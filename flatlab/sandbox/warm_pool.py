@@ -16,14 +16,13 @@ class WarmPool:
     """Queues of starting or started sandboxes, one per set of options. Each is used once."""
 
     IDLE = 30.0  # seconds without a `take` after which unused sandboxes are closed
-    MOST = 4  # sandboxes ahead per set of options, unless `expect` asks for more
+    AHEAD = 2  # sandboxes per set of options, unless `expect` asks for more
 
     def __init__(self, make=Sandbox):
         self.make = make
         self.lock = threading.Lock()
         self.options: dict[str, tuple[str, dict]] = {}  # key -> (backend, options)
         self.queues: dict[str, deque[Future]] = {}
-        self.wanted: Counter[str] = Counter()  # how often `take` found an empty queue, up to MOST
         self.taken: Counter[str] = Counter()  # since the last `expect`
         self.timer: threading.Timer | None = None
         atexit.register(self.close)
@@ -35,10 +34,8 @@ class WarmPool:
             self.options[key] = (backend, options)
             queue = self.queues.setdefault(key, deque())
             self.taken[key] += 1
-            if not queue:
-                self.wanted[key] = min(self.MOST, self.wanted[key] + 1)
             waiting = queue.popleft() if queue else None
-            self._fill(key, self.wanted[key])
+            self._fill(key, self.AHEAD)
             self._restart_timer(self.IDLE)
         if waiting:
             with suppress(SandboxFault):  # it did not start, or has died since
@@ -71,7 +68,6 @@ class WarmPool:
         with self.lock:
             futures = [future for queue in self.queues.values() for future in queue]
             self.queues.clear()
-            self.wanted.clear()
         for future in futures:
             future.add_done_callback(close_result)
 
