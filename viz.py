@@ -34,7 +34,7 @@ from flatlab.runs.reader import (
 )
 from flatlab.runs.stats import aligned, shown
 from flatlab.runs.store import open_run  # noqa: F401
-from flatlab.runs.views import final_table, plot
+from flatlab.runs.views import final_table, plot, result_text
 
 
 @dataclass
@@ -161,12 +161,6 @@ def summary(directory) -> str:
         if key != "final":
             lines.append(clean(f"{key:22} {result_text(value)}"))
     return "\n".join(lines)
-
-
-def result_text(value) -> str:
-    if isinstance(value, dict):
-        return "  ".join(f"{key} {result_text(part)}" for key, part in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def step_summary(rows: list[dict]) -> list[str]:

@@ -20,12 +20,14 @@ from pathlib import Path
 
 import numpy as np
 
-from flatlab.runs import plots, search_plots
+from flatlab.runs import compare, plots, search_plots
 from flatlab.runs.reader import RunData, number, transcripts
 from flatlab.runs.store import plain, write_whole
-from flatlab.runs.views import final_table
+from flatlab.runs.views import final_table, result_text
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "report.html"
+LISTED = ("id", "outcome", "status", "score", "tokens", "seconds")
+LISTED += ("task", "op", "sampling_mode", "second")
 BLOCK = 1 << 20  # characters of texts that are compressed together
 LONGEST = 200_000  # characters of one text; the run directory has all of it
 
@@ -52,7 +54,7 @@ def page(runs: list[RunData]) -> str:
         "runs": [run_of(run) for run in runs],
         "plots": pictures(runs),
         "items": index,
-        "table": table_of(runs),
+        "table": compare.table(runs) if len(runs) > 1 else final_table(runs[0]),
     }
     template = TEMPLATE.read_text()
     style, script = hash_of("style", template), hash_of("script", template)
@@ -144,21 +146,17 @@ def pack(texts: list[dict]) -> tuple[list[str], list[tuple[int, int]]]:
 def items_of(run: RunData, place: int, items: list[dict]) -> list[dict]:
     """What the list, the tree and the filters need of each transcript."""
     places = search_plots.layout(run.rows) if run.kind == "search" else {}
-    several_tasks = len({item.get("task") for item in items}) > 1
     scores = [item["score"] for item in items if item["score"] is not None]
     limits = search_plots.colour_limits(run, scores)
     rows = []
     for item in items:
-        row = {key: item[key] for key in ("id", "outcome", "status", "score", "tokens", "seconds")}
-        row |= {"run": place, "turns": len(item["turns"])}
+        row = {"run": place, "turns": len(item["turns"])}
+        row |= {key: item.get(key) for key in LISTED}
         if item["score"] is not None:
             row["shade"] = shade_of(item["score"], limits, run.higher_is_better)
-        if several_tasks:
-            row["task"] = item.get("task")
         if run.kind == "search":
             y, x, parent = places.get(item["id"], (0.0, 0, "0"))
             row |= {"x": x, "y": y, "parent": parent, "idea": item["idea"][:160]}
-            row |= {key: item[key] for key in ("op", "sampling_mode", "second")}
         rows.append({key: value for key, value in row.items() if value not in (None, "")})
     return rows
 
@@ -183,26 +181,9 @@ def run_of(run: RunData) -> dict:
         "status": run.status,
         "path": search_plots.best_path(run) if search else [],
         "root": list(search_plots.layout(run.rows)["0"][:2]) if search else None,
-        "result": [[k, text_of(v)] for k, v in run.result.items() if k != "final"],
-        "config": [[key, text_of(value)] for key, value in run.config.items()],
+        "result": [[k, result_text(v)] for k, v in run.result.items() if k != "final"],
+        "config": [[key, result_text(value)] for key, value in run.config.items()],
     }
-
-
-def text_of(value) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {text_of(v)}" for key, v in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(text_of, value))
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
-def table_of(runs: list[RunData]) -> str:
-    """The comparison of the runs, or of the adapters at the end of one training run."""
-    from flatlab.runs import compare
-
-    if len(runs) > 1:
-        return compare.table(runs)
-    return final_table(runs[0])
 
 
 # ------------------------------------------------------------------ pictures
@@ -216,8 +197,6 @@ def pictures(runs: list[RunData]) -> list[dict]:
     if len(runs) == 1:
         panels = plots.TRAINING if runs[0].kind == "grpo" else search_plots.SEARCH
         return [panel_picture(panel, runs[0]) for panel in panels]
-    from flatlab.runs import compare
-
     with tempfile.TemporaryDirectory() as folder:
         return [file_picture(path) for path in compare.plot_many(runs, Path(folder))]
 

@@ -171,17 +171,13 @@ def draw_score(axis, groups):
     draw_key(axis, groups, f"{key}_mean", "mean", BLUE)
     if alone:
         draw_key(axis, groups, "score_best", "best of the step", ORANGE)
-    evaluated = [key for key in (f"eval_{key}_mean", f"eval_{key}") if has_key(groups, key)]
-    for eval_key in evaluated[:1]:
+    eval_key = "eval_score_mean" if key == "score" else "eval_improvement"
+    if any(eval_key in row for group in groups for run in group.runs for row in run.rows):
         draw_key(axis, groups, eval_key, "evaluation episodes", PINK, dashed=True)
     run = only_run(groups)
     if run and adapters_text(run):
         axis.plot([], [], " ", label=adapters_text(run))
     draw_baseline(axis, groups)
-
-
-def has_key(groups, key: str) -> bool:
-    return any(key in row for group in groups for run in group.runs for row in run.rows)
 
 
 def adapters_text(run: RunData) -> str:
@@ -313,8 +309,7 @@ def draw_panels(figure, panels, groups: list[Group]):
 
 def save(figure, path: Path) -> Path:
     """Writes under a temporary name first: a viewer never sees half a picture."""
-    metadata = {"CreationDate": None} if path.suffix == ".pdf" else None
-    figure.savefig(temporary(path), format=path.suffix[1:], dpi=110, metadata=metadata)
+    figure.savefig(temporary(path), format=path.suffix[1:], dpi=110)
     os.replace(temporary(path), path)
     return path
 

@@ -84,8 +84,6 @@ def draw_best(axis_name):
         for group in groups:
             curves = [best_so_far(run, axis_name) for run in group.runs]
             xs = sorted({x for points in curves for x, _ in points})
-            if not xs:
-                continue
             middle, low, high = spread([values_at(points, xs) for points in curves])
             label = "best so far" if len(groups) == 1 else None
             look = {"color": group.colour, "linewidth": 2.2, "label": label}
@@ -103,7 +101,10 @@ def draw_distribution(axis, groups):
 
     The line is the median of valid and failed nodes; failed ones count as the baseline.
     """
-    nodes = [(group, run, row) for group in groups for run in group.runs for row in run.rows]
+    nodes = []
+    for group in groups:
+        for run in group.runs:
+            nodes += [(group, run, row) for row in run.rows]
     what = "operator"
     if len(groups) > 1:
         what = "group"
@@ -111,8 +112,12 @@ def draw_distribution(axis, groups):
         what = "sampling mode"
     parts = {}
     for group, run, row in nodes:
-        names = {"group": group.label, "sampling mode": row["sampling_mode"], "operator": row["op"]}
-        parts.setdefault(names[what] or "none", []).append((group, run, row))
+        name = row["op"]
+        if what == "group":
+            name = group.label
+        elif what == "sampling mode":
+            name = row["sampling_mode"] or "none"
+        parts.setdefault(name, []).append((group, run, row))
     rng = random.Random(0)
     names = []
     for place, (name, members) in enumerate(parts.items()):
@@ -156,7 +161,8 @@ def lineage(id: str) -> list[int]:
 def layout(rows: list[dict]) -> dict[str, tuple[float, int, str]]:
     """id -> (place from top to bottom, depth, parent id), in the order of a printed tree."""
     parents = {"0": ""}
-    parents |= {row["id"]: row["id"].rpartition(".")[0] for row in rows if row["id"] != "0"}
+    for row in rows:
+        parents[row["id"]] = row["id"].rpartition(".")[0]
     children = {id: [] for id in parents}
     for id, parent in parents.items():
         if parent:

@@ -50,9 +50,9 @@ def open_tensorboard(directory):
         for name, value in scalars(row).items():
             writer.add_scalar(name, value, step, when)
         for index, item in enumerate(list(episodes)[:SHOWN]):
-            text = f"score {score_of(item)}, {item.get('status')}\n\n{talk(item)}"
+            text = f"{item.get('status')}\n\n{talk(item)}"
             # TensorBoard shows indented text as it is, not as Markdown
-            indented = "\n".join(f"    {line}" for line in readable(text).split("\n"))
+            indented = "\n".join(f"    {line}" for line in text.split("\n"))
             writer.add_text(f"transcripts/{index}", indented, step, when)
         writer.flush()
 
@@ -82,9 +82,9 @@ def open_wandb(directory, config: dict):
         step = step_of(row)
         values = scalars(row) | {"step": step}
         if episodes:
-            table = wandb.Table(columns=["step", "status", "score", "transcript"])
+            table = wandb.Table(columns=["step", "status", "transcript"])
             for item in list(episodes)[:SHOWN]:
-                table.add_data(step, str(item.get("status")), score_of(item), readable(talk(item)))
+                table.add_data(step, str(item.get("status")), talk(item))
             values["transcripts"] = table
         run.log(values)
 
@@ -93,8 +93,7 @@ def open_wandb(directory, config: dict):
 
 def step_of(row: dict) -> int:
     """The x axis: the training step, or the order in which nodes were started."""
-    step = number(row.get("step"))
-    return int(number(row.get("order")) or 0) if step is None else int(step)
+    return row.get("step", row.get("order", 0))
 
 
 def scalars(row: dict) -> dict[str, float]:
@@ -109,19 +108,9 @@ def scalars(row: dict) -> dict[str, float]:
 
 def talk(item: dict) -> str:
     """A transcript as plain text. Rows of journal.jsonl call the turns `actions`."""
-    turns = item.get("turns") if isinstance(item.get("turns"), list) else item.get("actions") or []
     lines = []
-    for turn in turns:
+    for turn in item.get("turns") or item.get("actions") or []:
         lines.append(f"{turn.get('reply') or turn.get('action') or ''}")
         lines.append(f"> {turn.get('observation') or ''}")
-    return "\n".join(lines)
-
-
-def readable(text: str) -> str:
-    """Without lone surrogates, which neither tracker can send."""
-    return text.encode(errors="replace").decode()
-
-
-def score_of(item: dict) -> float | None:
-    score = item.get("score")
-    return number(score.get("value")) if isinstance(score, dict) else number(score)
+    # neither tracker can send lone surrogates
+    return "\n".join(lines).encode(errors="replace").decode()

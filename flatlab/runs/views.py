@@ -17,9 +17,10 @@ def plot(run_dir, format="png") -> list[Path]:
     Training: curves. Search: tree and search. Raises UserError if there is nothing to draw.
     """
     run = run_dir if isinstance(run_dir, RunData) else read_run(run_dir)
-    groups = [plots.Group(run.name, plots.BLUE, [run])]
-    draw = plot_training if run.kind == "grpo" else plot_search
-    return draw(run, groups, format)
+    group = plots.Group(run.name, plots.BLUE, [run])
+    if run.kind == "grpo":
+        return plot_training(run, [group], format)
+    return plot_search(run, [group], format)
 
 
 def plot_training(run: RunData, groups, format: str) -> list[Path]:
@@ -27,18 +28,21 @@ def plot_training(run: RunData, groups, format: str) -> list[Path]:
         plots.draw_panels(figure, plots.TRAINING, groups)
         window = plots.window_of(run.rows)
         title = plots.shorten(plots.heading(run), 160)
-        figure.suptitle(f"{title}   (bold: running mean of {window} steps)", fontsize=10)
-        return [plots.save(figure, run.dir / f"curves.{format}")]
+        title += f"   (bold: running mean of {window} steps)"
+        figure.suptitle(title, fontsize=10)
+        path = run.dir / f"curves.{format}"
+        return [plots.save(figure, path)]
 
 
 def plot_search(run: RunData, groups, format: str) -> list[Path]:
     with plots.figure_of(*search_plots.tree_size(run)) as figure:
         search_plots.draw_tree(figure, run)
-        figure.suptitle(plots.shorten(plots.heading(run), 120), fontsize=10)
+        title = plots.shorten(plots.heading(run), 120)
+        figure.suptitle(title, fontsize=10)
         tree = plots.save(figure, run.dir / f"tree.{format}")
     with plots.figure_of(15, 5) as figure:
         plots.draw_panels(figure, search_plots.SEARCH, groups)
-        figure.suptitle(plots.shorten(plots.heading(run), 160))
+        figure.suptitle(title)
         return [tree, plots.save(figure, run.dir / f"search.{format}")]
 
 
@@ -47,7 +51,8 @@ def plot_now_and_then(run: Run, always: bool = False) -> None:
     start = time.monotonic()
     if always or start > run.plot_again:
         plot(run.dir)
-        run.plot_again = time.monotonic() + 20 * (time.monotonic() - start)
+        now = time.monotonic()
+        run.plot_again = now + 20 * (now - start)
 
 
 def final_table(run: RunData) -> str:
@@ -57,3 +62,10 @@ def final_table(run: RunData) -> str:
     """
     final = run.result.get("final")
     return metrics.final_table(final, str(run.result["metric"])) if final else ""
+
+
+def result_text(value) -> str:
+    """A value of result.json for people; nested ones as "key value  key value"."""
+    if isinstance(value, dict):
+        return "  ".join(f"{key} {result_text(part)}" for key, part in value.items())
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
