@@ -18,8 +18,6 @@ import time
 import zlib
 from pathlib import Path
 
-import numpy as np
-
 from flatlab.runs import compare, plots, search_plots
 from flatlab.runs.reader import RunData, number, transcripts
 from flatlab.runs.store import plain, write_whole
@@ -78,7 +76,9 @@ def hash_of(tag: str, template: str) -> str:
 def script_json(value) -> str:
     """JSON for a script element: nothing in it can end the element or open a comment."""
     text = json.dumps(plain(value, finite=True))  # ASCII: U+2028 and U+2029 are escaped as well
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    text = text.replace("<", "\\u003c")
+    text = text.replace(">", "\\u003e")
+    return text.replace("&", "\\u0026")
 
 
 # ------------------------------------------------------------------ long texts
@@ -97,7 +97,10 @@ def texts_of(item: dict) -> dict:
     """What the page shows of one transcript once it is opened."""
     decision = item.get("decision") or {}
     code = item.get("code") or {}
-    notes = {key: cut(decision[key]) for key in ("reflection", "memory") if decision.get(key)}
+    notes = {}
+    for key in ("reflection", "memory"):
+        if decision.get(key):
+            notes[key] = cut(decision[key])
     found = {
         "prompt": cut(item["prompt"]),
         "error": cut(item["error"]),
@@ -106,7 +109,7 @@ def texts_of(item: dict) -> dict:
         "code": {str(name): cut(text) for name, text in code.items()},
         "reason": cut(decision.get("reason")),
         "notes": notes,
-        "ideas": [[cut(text), number(value)] for text, value in item.get("ideas") or []],
+        "ideas": item.get("ideas"),
         "turns": [turn_of(turn) for turn in item["turns"]],
     }
     return {key: value for key, value in found.items() if value}
@@ -156,7 +159,8 @@ def items_of(run: RunData, place: int, items: list[dict]) -> list[dict]:
             row["shade"] = shade_of(item["score"], limits, run.higher_is_better)
         if run.kind == "search":
             y, x, parent = places.get(item["id"], (0.0, 0, "0"))
-            row |= {"x": x, "y": y, "parent": parent, "idea": item["idea"][:160]}
+            row |= {"x": x, "y": y, "parent": parent}
+            row["idea"] = item["idea"][:160]
         rows.append({key: value for key, value in row.items() if value not in (None, "")})
     return rows
 
@@ -164,13 +168,18 @@ def items_of(run: RunData, place: int, items: list[dict]) -> list[dict]:
 def shade_of(score: float, limits: tuple[float, float], higher_is_better: bool) -> float:
     """0 for the worst colour, 1 for the best."""
     low, high = limits
-    shade = float(np.clip((score - low) / (high - low), 0, 1))
+    shade = (score - low) / (high - low)
+    shade = min(1.0, max(0.0, shade))
     return round(shade if higher_is_better else 1 - shade, 3)
 
 
 def run_of(run: RunData) -> dict:
     """What the page says about a run."""
-    search = run.kind == "search"
+    path, root = [], None
+    if run.kind == "search":
+        path = search_plots.best_path(run)
+        root = search_plots.layout(run.rows)["0"][:2]
+    result = run.result.items()
     return {
         "name": run.name,
         "kind": run.kind,
@@ -179,9 +188,9 @@ def run_of(run: RunData) -> dict:
         "lower": not run.higher_is_better,
         "baseline": run.baseline,
         "status": run.status,
-        "path": search_plots.best_path(run) if search else [],
-        "root": list(search_plots.layout(run.rows)["0"][:2]) if search else None,
-        "result": [[k, result_text(v)] for k, v in run.result.items() if k != "final"],
+        "path": path,
+        "root": root,
+        "result": [[key, result_text(value)] for key, value in result if key != "final"],
         "config": [[key, result_text(value)] for key, value in run.config.items()],
     }
 

@@ -122,8 +122,11 @@ def draw_distribution(axis, groups):
     names = []
     for place, (name, members) in enumerate(parts.items()):
         colour = members[0][0].colour if what == "group" else COLOURS[place % len(COLOURS)]
-        scores = [row["score"] for _, _, row in members if row["score"] is not None]
-        counted = [score for _, run, row in members for score in counted_scores(run, [row])]
+        scores, counted = [], []
+        for _, run, row in members:
+            counted += counted_scores(run, [row])
+            if row["score"] is not None:
+                scores.append(row["score"])
         xs = [place + rng.uniform(-0.22, 0.22) for _ in scores]
         axis.scatter(xs, scores, s=16, alpha=0.5, color=colour, linewidths=0)
         if counted:
@@ -190,8 +193,10 @@ def best_path(run: RunData) -> list[str]:
         score = row["score"]
         if score is not None and (best is None or is_better(run, score, best)):
             best_id, best = row["id"], score
-    parts = best_id.split(".")
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+    path = [best_id]
+    while "." in path[0]:
+        path.insert(0, path[0].rpartition(".")[0])
+    return path
 
 
 def colour_limits(run: RunData, scores: list[float]) -> tuple[float, float]:
@@ -204,7 +209,8 @@ def colour_limits(run: RunData, scores: list[float]) -> tuple[float, float]:
     low, high = sorted([ordered[len(ordered) // 10], ordered[-1]])
     if high > low:
         return low, high
-    return low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
+    margin = 0.5 * (abs(low) or 1)
+    return low - margin, high + margin
 
 
 def tree_size(run: RunData) -> tuple[float, float]:
@@ -234,11 +240,14 @@ def draw_tree(figure, run: RunData):
         row = rows.get(id, {})
         if parent:
             y0, x0, _ = places[parent]
-            colour, width = (BLACK, 2.6) if id in path else ("#bbbbbb", 1)
-            axis.plot([x0, x], [y0, y], color=colour, linewidth=width, zorder=1)
+            look = {"color": "#bbbbbb", "linewidth": 1}
+            if id in path:
+                look = {"color": BLACK, "linewidth": 2.6}
+            axis.plot([x0, x], [y0, y], zorder=1, **look)
         if row.get("second") in places:
             y0, x0, _ = places[row["second"]]
-            axis.plot([x0, x], [y0, y], ":", color=PINK, linewidth=1, zorder=1)
+            look = {"color": PINK, "linestyle": ":", "linewidth": 1}
+            axis.plot([x0, x], [y0, y], zorder=1, **look)
         score = run.baseline if id == "0" else row.get("score")
         draw_node(axis, id, row, score, (x, y), shade, id in path)
         if len(places) <= CROWDED or id in path:
