@@ -35,7 +35,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import exp, log1p
+from math import log1p
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Literal
@@ -53,6 +53,7 @@ from flatlab.options import (
     TrackerOptions,
     derive,
     flat,
+    set_defaults,
 )
 from flatlab.runs import trackers
 from flatlab.train import distributed, guard, imitation, memory, metrics
@@ -81,7 +82,7 @@ from flatlab.train.checkpoint import (
     timing,
     write_step,
 )
-from flatlab.train.console import banner, farewell, print_step, progress, say
+from flatlab.train.console import banner, farewell, print_step, say
 from policy import Policy, default_model, resolve_model
 from tasks import load_task
 
@@ -466,7 +467,7 @@ def update(
             skipped += 1
         optimizer.zero_grad()
     total, mean, largest = meter.over_ranks(dist)
-    shares = ("kl", "entropy", "clip_share", "clip_share_first", "dropped_share")
+    shares = ("kl", "entropy", "clip_share", "dropped_share")
     return {
         "loss": total["loss"] / cfg.epochs,
         "lost_tokens": total["lost_tokens"],
@@ -474,7 +475,6 @@ def update(
         "logprob_diff_mean": mean["logprob_diff"],
         "logprob_diff_max": largest["logprob_diff"],
         "skipped": skipped,
-        "ratio_max": exp(min(largest["log_ratio"], 50.0)),
         **{name: mean[name] for name in shares},
     }
 
@@ -521,10 +521,9 @@ def micro_loss(
         clip_share=is_clipped & kept,
         dropped_share=known & ~kept,
         lost_tokens=~known,
-        log_ratio=difference,
     )
     if first_epoch:
-        meter.add(logprob_diff=difference, clip_share_first=is_clipped & kept)
+        meter.add(logprob_diff=difference)
     return loss.sum()
 
 
@@ -606,10 +605,10 @@ async def begin(policy, tasks, cfg: Config, run, dist, state: State) -> None:
 
 def plan_step(tasks, cfg: Config, step: int, rows: list[dict]):
     """The tasks of the step's groups, and of the groups that replace those with equal rewards."""
-    weights = [
-        weight * metrics.learning_signal(rows, task.name, cfg.curriculum)
-        for weight, task in zip(cfg.task_weights, tasks)
-    ]
+    weights = cfg.task_weights
+    if cfg.curriculum:
+        signals = [metrics.learning_signal(rows, task.name) for task in tasks]
+        weights = [weight * signal for weight, signal in zip(weights, signals)]
     plan = choose_tasks(tasks, weights, cfg.groups, f"{cfg.seed} {step}")
     if cfg.advantage == "ppo":  # which also learns from equal rewards
         return plan, []
@@ -639,7 +638,8 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> str:
         policy.set_reference(Path("logs", cfg.name, start))
 
     while state.step < cfg.steps and not state.stopped:
-        step, watch, engine_seconds = state.step, metrics.Stopwatch(), policy.engine_seconds
+        step = state.step
+        watch = metrics.Stopwatch()
 
         # sample: P groups of G episodes from the current policy; faults leave their group
         plan, replacements = plan_step(tasks, cfg, step, rows)
@@ -647,7 +647,6 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> str:
         groups = await play_groups(
             policy, plan, cfg.group_size, cfg, seed, dist, state.recent, replacements
         )
-        engine_seconds = policy.engine_seconds - engine_seconds
         watch.lap("sample")
         played = gather_groups(groups, dist)
         row = {"step": step, **metrics.step_metrics(played, tasks)}
@@ -687,7 +686,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> str:
         # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
         row["bytes_between_ranks"] = dist.sent()
         if run:
-            row |= timing(policy, watch.seconds, engine_seconds, played)
+            row |= timing(policy, watch.seconds, played)
             write_step(policy, optimizer, cfg, run, state, played, row)
             print_step(run, row)
 
@@ -704,22 +703,25 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> str:
 
 # Settings that may change when a run is resumed.
 MAY_CHANGE = ("steps", "keep_checkpoints", "concurrency", "tensorboard", "wandb")
+AT_LEAST_ONE = (
+    "groups",
+    "max_turns",
+    "concurrency",
+    "sft_updates",
+    "is_cap",
+    "epochs",
+    "lora_rank",
+    "lora_alpha",
+    "eval_every",
+    "keep_checkpoints",
+)
 AT_LEAST = {  # all other numbers: 0
-    "groups": 1,
+    **dict.fromkeys(AT_LEAST_ONE, 1),
     "group_size": 2,
-    "max_turns": 1,
     "temperature": 0.01,
     "episode_minutes": 0.01,
-    "concurrency": 1,
-    "sft_updates": 1,
     "sft_share": 1e-6,
-    "is_cap": 1,
-    "epochs": 1,
     "max_grad_norm": 1e-6,
-    "lora_rank": 1,
-    "lora_alpha": 1,
-    "eval_every": 1,
-    "keep_checkpoints": 1,
 }
 
 
@@ -750,9 +752,7 @@ def fill_in(cfg: Config, tasks: list[Task], is_tiny: bool) -> None:
         "max_groups": 2 * cfg.groups,
         "name": f"grpo-{'+'.join(cfg.tasks.task)}-{model}-{cfg.seed}",
     }
-    for name, value in derived.items():
-        if getattr(cfg, name) is None:
-            setattr(cfg, name, value)
+    set_defaults(cfg, derived)
     cfg.task_weights = cfg.task_weights or (1.0,) * len(tasks)
 
 
@@ -817,8 +817,8 @@ def main() -> None:
                     run.dir, run.config, cfg.trackers.tensorboard, cfg.trackers.wandb
                 )
                 banner(cfg, tasks, path, why, run)
-            with progress("engine   is starting"):
-                policy = load_policy(cfg, path, dist)
+            say(dist, "engine   is starting")
+            policy = load_policy(cfg, path, dist)
             stopped = asyncio.run(train(policy, tasks, cfg, run, dist))
     except KeyboardInterrupt:
         if run:

@@ -28,7 +28,6 @@ import logging
 import os
 import re
 import sys
-import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +127,6 @@ class Policy(ChatTokens):
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         logging.getLogger("vllm").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         import torch
@@ -146,10 +144,6 @@ class Policy(ChatTokens):
         if self.device == "cpu":
             # compiling a helper of vLLM's sampler would take 3 s and a C++ compiler
             torch._dynamo.config.disable = True
-            if share_base:
-                share_base = False
-                message = "share_base needs a GPU: engine and trainer have a copy each on a CPU"
-                print(message, file=sys.stderr)
         # Limits of the log-prob difference between engine and trainer, in nats. Rounding alone
         # makes about 1e-6 (fp32) or 0.1 on a rare token (bf16), a broken sync far more. Over the
         # many tokens of a step the mean is tested, since the largest difference has a long tail.
@@ -207,21 +201,6 @@ class Policy(ChatTokens):
         self._ids = itertools.count()
         self._futures = {}
         self._pump = None
-        self.engine_seconds = 0.0  # time spent inside the engine so far
-
-    def _sampling_params(self, max_tokens: int, temperature: float | None, seed: int | None):
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=self.temperature if temperature is None else temperature,
-            seed=seed,
-            logprobs=0,
-            detokenize=False,
-            stop_token_ids=sorted(self.stop_tokens),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
 
     async def sample(
         self,
@@ -236,6 +215,9 @@ class Policy(ChatTokens):
         Raises ValueError if prompt and reply could exceed the context: such a request is never
         sent.
         """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
         check_room(tokens, max_tokens, self.context)
         request_id, version = str(next(self._ids)), self.version
         future = asyncio.get_running_loop().create_future()
@@ -243,7 +225,15 @@ class Policy(ChatTokens):
         # The salt separates what the prefix cache holds of different weights, also while requests
         # are in flight.
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"v{version}"}
-        params = self._sampling_params(max_tokens, temperature, seed)
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature if temperature is None else temperature,
+            seed=seed,
+            logprobs=0,
+            detokenize=False,
+            stop_token_ids=sorted(self.stop_tokens),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         self.engine.add_request(request_id, prompt, params)
         if self._pump is None or self._pump.done():
             self._pump = asyncio.ensure_future(self._step_engine())
@@ -264,10 +254,7 @@ class Policy(ChatTokens):
         """
         try:
             while self.engine.has_unfinished_requests():
-                begin = time.perf_counter()
-                outputs = self.engine.step()
-                self.engine_seconds += time.perf_counter() - begin
-                for output in outputs:
+                for output in self.engine.step():
                     future = self._futures.get(output.request_id)
                     if output.finished and future and not future.done():
                         future.set_result(output.outputs[0])
@@ -304,6 +291,8 @@ class Policy(ChatTokens):
 
         from flatlab.train.lora_sync import on_weights_of, served_model
 
+        if share_base and self.device == "cpu":
+            raise UserError("--share-base needs a GPU.")
         if share_base:
             try:
                 served = served_model(self.engine)
@@ -572,7 +561,7 @@ class Transformers(ChatTokens):
 
     def __init__(self, path: ModelPath, context: int = 4096, temperature: float = 1.0):
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
         quiet()
         super().__init__(AutoTokenizer.from_pretrained(path.base), stop_of(path.base))
@@ -583,6 +572,7 @@ class Transformers(ChatTokens):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         model = AutoModelForCausalLM.from_pretrained(path.base, dtype=dtype)
+        model.generation_config = GenerationConfig()  # instead of the model's own top_p and so on
         self.model = model.to(self.device)
         if path.adapter:
             from peft import PeftModel
@@ -610,28 +600,26 @@ class Transformers(ChatTokens):
     ) -> Sample:
         import torch
 
-        generator = torch.Generator(self.device)
-        if seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(seed)
-        reply, logprobs, cache = [], [], None
-        following = torch.tensor([tokens], device=self.device)
-        with torch.inference_mode():
-            while len(reply) < max_tokens and not (reply and reply[-1] in self.stop_tokens):
-                output = self.model(
-                    following, past_key_values=cache, use_cache=True, logits_to_keep=1
-                )
-                cache = output.past_key_values
-                logits = output.logits[0, -1].float()
-                if temperature:
-                    logp = (logits / temperature).log_softmax(-1)
-                    following = torch.multinomial(logp.exp(), 1, generator=generator)
-                else:
-                    logp = logits.log_softmax(-1)
-                    following = logp.argmax(keepdim=True)
-                reply.append(following.item())
-                logprobs.append(logp[reply[-1]].item())
-                following = following[None]
+        prompt = torch.tensor([tokens], device=self.device)
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
+        with torch.random.fork_rng():
+            if seed is None:
+                torch.seed()
+            else:
+                torch.manual_seed(seed)
+            output = self.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=max_tokens,
+                eos_token_id=sorted(self.stop_tokens),
+                pad_token_id=min(self.stop_tokens),
+                return_dict_in_generate=True,
+                output_scores=True,
+                **(sampling if temperature else {"do_sample": False}),
+            )
+        reply = output.sequences[0, len(tokens) :]
+        logp = torch.cat(output.scores).float().log_softmax(-1)
+        logprobs = logp.gather(1, reply[:, None])[:, 0].tolist()
+        reply = reply.tolist()
         reason = "stop" if reply[-1] in self.stop_tokens else "length"
         return Sample(reply, logprobs, self.decode(reply), reason, 0)

@@ -69,11 +69,16 @@ def derive(model: ModelOptions, is_tiny: bool) -> None:
         "max_reply_tokens": 160 if is_tiny else 2048,
         "max_observation_tokens": 256 if is_tiny else 2048,
     }
-    for name, value in defaults.items():
-        if getattr(model, name) is None:
-            setattr(model, name, value)
+    set_defaults(model, defaults)
     if model.max_reply_tokens >= model.context:
         raise UserError(
             f"--max-reply-tokens {model.max_reply_tokens} leaves no room for a prompt in "
             f"--context {model.context}."
         )
+
+
+def set_defaults(options, defaults: dict) -> None:
+    """Replaces the options that are None by their defaults (name -> value)."""
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)

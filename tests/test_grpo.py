@@ -7,12 +7,11 @@ import errno
 import json
 import math
 import os
-import random
 import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import stdev
 
 import pytest
 import torch
@@ -70,7 +69,7 @@ class Keep:
 
 @pytest.mark.parametrize("loss", list(grpo.LOSSES))
 def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(policy, loss):
-    """The denominator is counted before splitting: one pass over everything equals many small ones."""
+    """The denominator is counted before splitting: one pass over all equals many small ones."""
     randomise(policy)
     batch = random_pieces(policy, (12, 1.0), (30, -0.5), (21, 0.7), (8, -1.2))
     randomise(policy, 0.005, seed=2)  # now the ratios are not all 1
@@ -174,10 +173,10 @@ def test_every_loss_raises_what_is_rewarded(policy, loss, advantage):
         good, bad = (
             policy.logprobs([(p.tokens, p.mask)])[0].sum().item() - sum(p.old) for p in batch
         )
-    assert good > bad and row["skipped"] == 0 and row["ratio_max"] > 1
+    assert good > bad and row["skipped"] == 0
 
 
-# ---------------------------------------------------------------------------------------------- alarms and guard
+# ------------------------------------------------------------------------------ alarms and guard
 
 
 def row(step, **values):
@@ -192,7 +191,6 @@ def row(step, **values):
         "kl": 0.01,
         "grad_norm": 0.1,
         "clip_share": 0.0,
-        "ratio_max": 1.0,
         "zero_variance_share": 0.2,
         "fault_share": 0.0,
         "logprob_diff_mean": 1e-7,
@@ -205,28 +203,25 @@ def row(step, **values):
 HEALTHY = [row(i) for i in range(12)]
 
 
-@pytest.mark.parametrize(
-    "values, expected",
-    [
-        ({}, []),
-        ({"entropy": 0.05}, ["the entropy collapsed"]),
-        ({"entropy": 1.5}, ["the entropy explodes"]),
-        ({"reply_tokens": 260.0}, ["replies are much longer"]),
-        ({"reply_tokens": 20.0}, ["replies shrink"]),
-        ({"ratio_max": 50.0}, ["ratio"]),
-        ({"clip_share": 0.4}, ["clipped"]),
-        ({"logprob_diff_mean": 1e-4}, ["drift apart"]),
-        ({"grad_norm": 3.0}, ["gradient"]),
-        ({"grad_norm": float("nan"), "skipped": 1}, ["gradient", "skipped"]),
-        ({"zero_variance_share": 1.0}, ["equal rewards"]),
-        ({"fault_share": 0.3}, ["sandboxes broke"]),
-        ({"clip_share_first": 0.3}, ["narrower than the engine's rounding"]),
-        ({"lost_tokens": 2}, ["not finite"]),
-    ],
+ALARMS = (
+    ({}, []),
+    ({"entropy": 0.05}, ["the entropy collapsed"]),
+    ({"entropy": 1.5}, ["the entropy explodes"]),
+    ({"clip_share": 0.4}, ["clipped"]),
+    ({"logprob_diff_mean": 1e-4}, ["drift apart"]),
+    ({"grad_norm": 3.0}, ["gradient"]),
+    ({"grad_norm": float("nan"), "skipped": 1}, ["gradient", "skipped"]),
+    ({"zero_variance_share": 1.0}, ["equal rewards"]),
+    ({"fault_share": 0.3}, ["sandboxes broke"]),
+    ({"lost_tokens": 2}, ["not finite"]),
 )
-def test_alarms(values, expected):
-    found = guard.alarms(row(12, **values), HEALTHY)
-    assert len(found) == len(expected) and all(e in f for e, f in zip(expected, found)), found
+
+
+def test_alarms():
+    for values, expected in ALARMS:
+        found = guard.alarms(row(12, **values), HEALTHY)
+        assert len(found) == len(expected), (values, found)
+        assert all(e in f for e, f in zip(expected, found)), found
 
 
 def test_alarms_need_no_history_and_no_update():
@@ -242,69 +237,30 @@ def test_a_row_without_numbers_does_not_spoil_what_is_usual():
     assert [a[:19] for a in guard.alarms(row(3, entropy=0.01), before)] == ["the entropy collaps"]
 
 
-def test_with_several_tasks_the_fall_of_one_is_an_alarm():
-    def both(i, bad):
-        return row(
-            i,
-            **{
-                f"{name}.{key}": value
-                for name, mean in (("a", 0.9), ("b", 0.1 if bad else 0.5))
-                for key, value in (
-                    ("clipped_improvement_mean", mean),
-                    ("clipped_improvement_std", 0.3),
-                    ("episodes", 16),
-                )
-            },
-        )
-
-    rows = [both(i, i > 9) for i in range(16)]
-    assert guard.alarms(rows[9], rows[:9]) == [] and guard.collapse(rows) == ""
-    assert [a.partition(" (")[0] for a in guard.alarms(rows[15], rows[:15])] == [
-        "b: mean improvement of 5 steps fell from 0.500"
-    ]
-
-
 def evaluated(step, gain, stderr=0.05):
     return row(step, eval_clipped_improvement=gain, eval_clipped_improvement_stderr=stderr)
 
 
-@pytest.mark.parametrize(
-    "rows, reason",
-    [
-        (HEALTHY, ""),
-        ([evaluated(9, 0.5), *HEALTHY, evaluated(19, 0.35)], ""),  # 2.1 standard errors
-        (
-            [evaluated(9, 0.5), *HEALTHY, evaluated(19, 0.1)],
-            "held-out improvement fell from 0.500 (step 9) to 0.100",
-        ),
-        ([evaluated(9, 0.5, 0.0), *HEALTHY, evaluated(19, 0.45, 0.0)], ""),
-        ([evaluated(9, 0.5, 0.0), *HEALTHY, evaluated(19, 0.0, 0.0)], "held-out improvement fell"),
-        (
-            [*HEALTHY, *(row(i, clipped_improvement_mean=0.2) for i in range(12, 17))],
-            "mean improvement of 5 steps fell",
-        ),
-        ([*HEALTHY, *(row(i, clipped_improvement_mean=0.45) for i in range(12, 17))], ""),
-        (
-            [*HEALTHY, *(row(i, reply_tokens=300.0) for i in range(12, 17))],
-            "replies were more than three times as long as usual (80",
-        ),
-        (
-            [
-                *HEALTHY,
-                *(row(i, reply_tokens=300.0, clipped_improvement_mean=0.55) for i in range(12, 17)),
-            ],
-            "",
-        ),
-        ([*HEALTHY, *(row(i, reply_tokens=300.0 if i < 16 else 80.0) for i in range(12, 17))], ""),
-        ([row(0, kl=2.0), row(1, kl=2.0)], ""),
-        ([row(i, kl=2.0) for i in range(3)], "KL to the reference"),
-        ([row(i, skipped=1) for i in range(3)], "three updates"),
-        ([row(0, skipped=1), row(1), row(2, skipped=1)], ""),
-    ],
+COLLAPSES = (
+    (HEALTHY, ""),
+    ([evaluated(9, 0.5), *HEALTHY, evaluated(19, 0.35)], ""),  # 2.1 standard errors
+    (
+        [evaluated(9, 0.5), *HEALTHY, evaluated(19, 0.1)],
+        "held-out improvement fell from 0.500 (step 9) to 0.100",
+    ),
+    ([evaluated(9, 0.5, 0.0), *HEALTHY, evaluated(19, 0.45, 0.0)], ""),
+    ([evaluated(9, 0.5, 0.0), *HEALTHY, evaluated(19, 0.0, 0.0)], "held-out improvement fell"),
+    ([row(0, kl=2.0), row(1, kl=2.0)], ""),
+    ([row(i, kl=2.0) for i in range(3)], "KL to the reference"),
+    ([row(i, skipped=1) for i in range(3)], "three updates"),
+    ([row(0, skipped=1), row(1), row(2, skipped=1)], ""),
 )
-def test_what_counts_as_a_collapse(rows, reason):
-    found = guard.collapse(rows)
-    assert found.startswith(reason) if reason else found == ""
+
+
+def test_what_counts_as_a_collapse():
+    for rows, reason in COLLAPSES:
+        found = guard.collapse(rows)
+        assert found.startswith(reason) if reason else found == "", (found, reason)
 
 
 def test_best_is_chosen_with_confidence():
@@ -342,27 +298,6 @@ def test_nothing_valid_and_one_wild_score_are_no_better_than_a_bad_policy():
     assert guard.better(good, poor) and not guard.better(poor, good)
 
 
-def test_a_policy_that_stays_good_has_not_collapsed_under_the_percentile_reward():
-    """Its reward falls to one half when it no longer improves; the guard goes by the improvement."""
-    generator, recent, rows = random.Random(0), [], []
-    for step in range(80):
-        level = -0.7 + 1.3 * min(step / 30, 1.0)
-        gains = [level + generator.gauss(0, 0.25) for _ in range(32)]
-        rewards = [grpo.percentile(g, None, recent or [g]) for g in gains]
-        recent = [*recent, *gains][-256:]
-        clipped = [max(-1.0, min(1.0, g)) for g in gains]
-        rows.append(
-            row(
-                step,
-                reward_mean=fmean(rewards),
-                clipped_improvement_mean=fmean(clipped),
-                clipped_improvement_std=stdev(clipped),
-            )
-        )
-        assert guard.collapse(rows) == ""
-    assert max(r["reward_mean"] for r in rows) > rows[-1]["reward_mean"] + 0.15
-
-
 def test_the_guard_restores_the_best_adapter_halves_the_rate_and_in_the_end_stops(
     policy, tmp_path, monkeypatch
 ):
@@ -392,7 +327,7 @@ def test_the_guard_restores_the_best_adapter_halves_the_rate_and_in_the_end_stop
     assert fresh.stopped == "it fell" and fresh.restores == 0
 
 
-# ---------------------------------------------------------------------------------------------- whole runs, played episodes
+# ------------------------------------------------------------ whole runs, played episodes
 # The model, the engine and the updates are real; the episode is one reply, and its score a function
 # of that reply. So the runs take seconds and every bit of them is a function of the seed (one
 # request at a time: batches change the rounding).
@@ -443,8 +378,6 @@ def same_but_times(a, b):
         "version",
         "tokens_per_second",
         "memory_gb",
-        "engine_idle_share",
-        "env_wait_share",
     }
 
     def rest(rows):
@@ -835,13 +768,9 @@ def test_the_part_that_is_scored_is_named():
 
 def test_a_curriculum_goes_where_something_is_to_be_learned():
     rows = [{"a.zero_variance_share": 1.0, "b.zero_variance_share": 0.25}] * 3
-    assert metrics.learning_signal(rows, "a") == pytest.approx(0.1) and metrics.learning_signal(
-        rows, "b"
-    ) == pytest.approx(0.85)
-    assert (
-        metrics.learning_signal(rows, "new") == 1.1
-        and metrics.learning_signal(rows, "a", wanted=False) == 1.1
-    )
+    assert metrics.learning_signal(rows, "a") == pytest.approx(0.1)
+    assert metrics.learning_signal(rows, "b") == pytest.approx(0.85)
+    assert metrics.learning_signal(rows, "new") == 1.1
 
 
 def test_ppo_learns_its_value_head(policy, random_model, play):

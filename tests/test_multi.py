@@ -64,7 +64,8 @@ size = dist.sent()
 assert weight.grad.tolist() == [1, 2, 3] and size == 12 and dist.sent() == 0, (weight.grad, size)
 assert dist.sum(1.5, dist.rank) == [1.5 * dist.world, dist.world * (dist.world - 1) / 2]
 assert dist.gather("x" * (1 + dist.rank)) == ["x" * (1 + r) for r in range(dist.world)]
-print(f"rank {dist.rank} of {dist.world}\\n", end="", flush=True)    # one write: the ranks share a pipe
+# one write, because the ranks share a pipe
+print(f"rank {dist.rank} of {dist.world}\\n", end="", flush=True)
 """
 
 

@@ -23,7 +23,7 @@ CFG = configure(training.CFG, max_turns=4, max_reply_tokens=10)
 ONE = torch.zeros(4, dtype=torch.long)  # all tokens in one sequence
 
 
-# ---------------------------------------------------------------------------------------------- rewards
+# ------------------------------------------------------------------------------ rewards
 
 
 def rewards(name, task, recent, *scores):
@@ -37,33 +37,31 @@ def task():
     return replace(load_task("titanic"), baseline=0.6, reference=0.8)
 
 
-@pytest.mark.parametrize(
-    "name, expected",
-    [  # improvements -0.5, 0, 0.5, 1, 1.75
-        ("continuous", [-0.5, 0, 0.5, 1, 1]),
-        ("tiered", [0, 0, 0.2, 1, 1]),
-        ("binary", [0, 0, 1, 1, 1]),
-        ("percentile", [0.125, 0.5, 0.75, 1, 1]),
-    ],
-)  # among -0.5, 0, 0, 0.7; equal ones count half
-def test_rewards_by_hand(task, name, expected):
+def test_rewards_by_hand(task):
+    by_hand = {  # improvements -0.5, 0, 0.5, 1, 1.75
+        "continuous": [-0.5, 0, 0.5, 1, 1],
+        "tiered": [0, 0, 0.2, 1, 1],
+        "binary": [0, 0, 1, 1, 1],
+        "percentile": [0.125, 0.5, 0.75, 1, 1],  # among -0.5, 0, 0, 0.7; equal ones count half
+    }
     exact = replace(task, baseline=0.0, reference=1.0)
-    found = rewards(name, exact, [-0.5, 0.0, 0.0, 0.7], -0.5, 0.0, 0.5, 1.0, 1.75)
-    assert found == pytest.approx(expected)
+    for name, expected in by_hand.items():
+        found = rewards(name, exact, [-0.5, 0.0, 0.0, 0.7], -0.5, 0.0, 0.5, 1.0, 1.75)
+        assert found == pytest.approx(expected), name
 
 
-@pytest.mark.parametrize("name", list(grpo.REWARDS))
-def test_rewards_rise_with_the_improvement_and_nothing_is_never_better(task, name):
+def test_rewards_rise_with_the_improvement_and_nothing_is_never_better(task):
     """In either direction of the metric."""
     recent = [0.1, -2.0, 0.4, 0.9]
     mirrored = replace(task, baseline=-0.6, reference=-0.8, higher_is_better=False)
     scores = [s / 50 for s in range(51)]
-    found = rewards(name, task, recent, *scores)
-    assert found == sorted(found) and found[0] < found[-1]
-    assert rewards(name, mirrored, recent, *(-s for s in scores)) == pytest.approx(found)
-    assert rewards(name, task, recent, None)[0] <= min(found)
-    low, high = rewards(name, task, recent, task.baseline, task.reference)
-    assert low < high
+    for name in grpo.REWARDS:
+        found = rewards(name, task, recent, *scores)
+        assert found == sorted(found) and found[0] < found[-1], name
+        assert rewards(name, mirrored, recent, *(-s for s in scores)) == pytest.approx(found)
+        assert rewards(name, task, recent, None)[0] <= min(found), name
+        low, high = rewards(name, task, recent, task.baseline, task.reference)
+        assert low < high, name
 
 
 def test_percentile_compares_within_the_group_where_nothing_else_is_known(task):
@@ -106,15 +104,15 @@ def block(text):
     return f"```bash\n{text}\n```"
 
 
-@pytest.mark.parametrize("name", list(grpo.REWARDS))
-def test_validate_then_submit_is_not_paid(name):
+def test_validate_then_submit_is_not_paid():
     """The predecessor's runs collapsed into `validate`, `submit`: a shared workspace still held a
     sibling's file. Here the short episode gets what nothing is worth, also right after a sibling
     has written a good file, and is pushed down.
     """
     task = load_task("titanic")
     rule = (
-        "python3 -c \"import csv; rows = list(csv.DictReader(open('data/test.csv'))); print('id,survived'); "
+        "python3 -c \"import csv; rows = list(csv.DictReader(open('data/test.csv'))); "
+        "print('id,survived'); "
         "[print(r['id'] + ',' + str(int({}))) for r in rows]\" > submission.csv"
     )
 
@@ -138,20 +136,21 @@ def test_validate_then_submit_is_not_paid(name):
     )
     assert not any(e.score.valid for e in exploits)
     played = Group(0, task, [good, bad, *exploits], [])
-    found = grpo.rewards_of(played, configure(CFG, reward=name), [0.0, 0.5])
-    assert all(r == grpo.NO_SUBMISSION for r in found[2:]) and min(found[:2]) >= max(found[2:])
-    for estimate in (grpo.group, grpo.group_nostd, grpo.rloo):
-        advantages = estimate(found)
-        assert advantages[0] > 0 and all(a < 0 for a in advantages[2:])
+    for name in grpo.REWARDS:
+        found = grpo.rewards_of(played, configure(CFG, reward=name), [0.0, 0.5])
+        assert all(r == grpo.NO_SUBMISSION for r in found[2:]) and min(found[:2]) >= max(found[2:])
+        for estimate in (grpo.group, grpo.group_nostd, grpo.rloo):
+            advantages = estimate(found)
+            assert advantages[0] > 0 and all(a < 0 for a in advantages[2:]), (name, estimate)
 
 
-@pytest.mark.parametrize("name", list(grpo.REWARDS))
-def test_the_built_in_rewards_do_not_look_at_the_episode(name):
+def test_the_built_in_rewards_do_not_look_at_the_episode():
     """They are functions of the score alone: turns, tokens, errors cannot be traded for it."""
-    assert isinstance(grpo.REWARDS[name](0.5, None, [0.1, 0.7]), float)
+    for reward in grpo.REWARDS.values():
+        assert isinstance(reward(0.5, None, [0.1, 0.7]), float)
 
 
-# ---------------------------------------------------------------------------------------------- advantages
+# ------------------------------------------------------------------------------ advantages
 
 
 def test_group_advantages_by_hand():
@@ -209,7 +208,7 @@ def test_cut_replies_can_be_masked():
     assert sequences_of(finished([[0, 1, 1]], ["length"]), [1.0], mask_truncated=True) == []
 
 
-# ---------------------------------------------------------------------------------------------- losses
+# ------------------------------------------------------------------------------ losses
 
 
 def logs(*values):
@@ -317,23 +316,22 @@ def test_weights_by_hand():
         ) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", list(grpo.LOSSES))
-def test_on_samples_of_the_current_policy_every_loss_has_the_policy_gradient(name):
+def test_on_samples_of_the_current_policy_every_loss_has_the_policy_gradient():
     torch.manual_seed(0)
-    loss = grpo.LOSSES[name]
-    logp, advantage = torch.randn(5).requires_grad_(), torch.randn(5)
-    value, is_clipped = loss.function(
-        logp,
-        logp.detach(),
-        advantage,
-        torch.tensor([0, 0, 1, 1, 1]),
-        configure(CFG, clip_low=loss.clip_low, clip_high=loss.clip_high),
-    )
-    value.sum().backward()
-    assert torch.allclose(logp.grad, -advantage) and not is_clipped.any()
+    for loss in grpo.LOSSES.values():
+        logp, advantage = torch.randn(5).requires_grad_(), torch.randn(5)
+        value, is_clipped = loss.function(
+            logp,
+            logp.detach(),
+            advantage,
+            torch.tensor([0, 0, 1, 1, 1]),
+            configure(CFG, clip_low=loss.clip_low, clip_high=loss.clip_high),
+        )
+        value.sum().backward()
+        assert torch.allclose(logp.grad, -advantage) and not is_clipped.any()
 
 
-# ---------------------------------------------------------------------------------------------- the batch of a step
+# ------------------------------------------------------------------------------ the batch of a step
 
 
 def played(task, *episodes_and_rewards):

@@ -83,19 +83,14 @@ def write_step(policy, optimizer, cfg, run, state: State, groups: list[Group], r
         save_tensors(tensors, folder / "trainer.pt")
 
 
-def timing(policy, seconds: dict, engine_seconds: float, groups: list[Group]) -> dict:
-    """The row's numbers about time and memory. seconds: of each phase; engine_seconds: inside the
-    engine.
-    """
-    episodes = [e for g in groups for e in g.played]
-    episode_seconds = sum(e.seconds for e in episodes)
+def timing(policy, seconds: dict, groups: list[Group]) -> dict:
+    """The row's numbers about time and memory. seconds: of each phase."""
+    reply_tokens = sum(e.reply_tokens for g in groups for e in g.played)
     return {
         "version": policy.version,
         "seconds": seconds["sample"] + seconds["train"] + seconds["sync"],
         **{f"seconds_{phase}": value for phase, value in seconds.items()},
-        "engine_idle_share": 1 - engine_seconds / seconds["sample"],
-        "env_wait_share": sum(e.seconds_env for e in episodes) / max(1e-9, episode_seconds),
-        "tokens_per_second": sum(e.reply_tokens for e in episodes) / seconds["sample"],
+        "tokens_per_second": reply_tokens / seconds["sample"],
         "memory_gb": policy.peak_memory(),
         "time": time.time(),
     }

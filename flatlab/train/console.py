@@ -2,34 +2,12 @@
 of store.step_line.
 """
 
-import threading
-import time
-from contextlib import contextmanager
-from pathlib import Path
-
 from flatlab.episode.sanity import degenerate
 from flatlab.episode.task import Task
 from flatlab.runs import page
 from flatlab.runs.reader import read_run
 from flatlab.runs.views import plot_now_and_then
 from flatlab.train import metrics
-
-
-@contextmanager
-def progress(text: str, seconds: float = 8.0):
-    """Prints the text and the time so far every few seconds, until the block ends."""
-    done = threading.Event()
-    start = time.monotonic()
-
-    def repeat() -> None:
-        while not done.wait(seconds):
-            print(f"{text} ({time.monotonic() - start:.0f} s)", flush=True)
-
-    threading.Thread(target=repeat, daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
 
 
 def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
@@ -56,17 +34,13 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
     if path.is_tiny:
         stand_in = "  (a stand-in that knows only the built-in tasks: for trials, not for results)"
     print(
-        f"model    {short(path.adapter or path.base)}{stand_in}\n"
+        f"model    {path.adapter or path.base}{stand_in}\n"
         f"sandbox  {why}\n"
         f"plan     {cfg.steps} steps x {cfg.groups} groups x {cfg.group_size} episodes, "
         f"{cfg.advantage} advantage, {cfg.loss} loss\n"
         f"run      {run.dir}   (python viz.py {run.dir})",
         flush=True,
     )
-
-
-def short(path) -> str:
-    return str(path).replace(str(Path.home()), "~", 1)
 
 
 def say(dist, text: str) -> None:

@@ -28,18 +28,13 @@ def latest_steps(rows: list[dict]) -> dict:
 
     Their episodes were sampled before the update of the last of these steps, or earlier.
     """
-    mean, variance = window_mean(rows[-4:])
+    latest = rows[-4:]
+    variances = [row["clipped_improvement_std"] ** 2 / row["episodes"] for row in latest]
     return {
         "step": rows[-1]["step"] - 1,
-        "clipped_improvement": mean,
-        "clipped_improvement_stderr": sqrt(variance),
+        "clipped_improvement": fmean(row["clipped_improvement_mean"] for row in latest),
+        "clipped_improvement_stderr": sqrt(sum(variances)) / len(latest),
     }
-
-
-def window_mean(rows: list[dict]) -> tuple[float, float]:
-    """(mean clipped improvement over the rows, variance of that mean)."""
-    variances = [row["clipped_improvement_std"] ** 2 / row["episodes"] for row in rows]
-    return fmean(row["clipped_improvement_mean"] for row in rows), sum(variances) / len(rows) ** 2
 
 
 # ------------------------------------------------------------------------------ alarms
@@ -55,27 +50,10 @@ ALARMS = (  # key of the row, predicate of (value, median of the twenty steps be
         lambda x, usual: x > 2 * usual + 0.2,
         "the entropy explodes: lower --lr or raise --kl",
     ),
-    ("reply_tokens", lambda x, usual: x > 2.5 * usual, "replies are much longer than usual"),
-    (
-        "reply_tokens",
-        lambda x, usual: x < usual / 3,
-        "replies shrink: does the reward pay for doing less?",
-    ),
-    (
-        "ratio_max",
-        lambda x, usual: x > 20,
-        "the ratio of a token to its sampling probability is extreme",
-    ),
     (
         "clip_share",
         lambda x, usual: x > 0.5 or x > 0.2 and x > 2 * usual,
         "many tokens are clipped: the update is too large",
-    ),
-    (
-        "clip_share_first",
-        lambda x, usual: x > 0.2,
-        "tokens are clipped before the first update: the clip range is narrower than the "
-        "engine's rounding",
     ),
     (
         "logprob_diff_mean",
@@ -109,21 +87,11 @@ def alarms(row: dict, rows: list[dict]) -> list[str]:
         if suspicious(row[key], usual):
             comparison = f", usually {usual:.3g}" if lately else ""
             found.append(f"{text} ({key} {row[key]:.3g}{comparison})")
-    ending = ".clipped_improvement_mean"
-    for name in [key.removesuffix(ending) for key in row if key.endswith(ending)]:
-        fall = improvement_fell([own_row(r, name) for r in [*rows, row] if name + ending in r])
-        if fall:
-            found.append(f"{name}: {fall}")
     return found
 
 
 def is_finite(value) -> bool:
     return isinstance(value, (int, float)) and isfinite(value)
-
-
-def own_row(row: dict, name: str) -> dict:
-    """A row of several tasks as if it were that of one of them."""
-    return {key.removeprefix(f"{name}."): value for key, value in row.items()}
 
 
 # ------------------------------------------------------------------------------ collapse
@@ -135,15 +103,9 @@ def collapse(rows: list[dict], best: dict | None = None) -> str:
     rows: since the last restore. best: the evaluation of the adapter that a restore would go back
     to.
 
-    Scores also fall by chance. A fall of sampled scores counts from four standard errors on, since
-    many overlapping windows are compared; a fall of the evaluation counts from three. With several
-    tasks the mixture of tasks may have changed, so only the evaluation counts.
+    Scores also fall by chance, so a fall of the evaluation counts from three standard errors on.
     """
-    reason = broken_updates(rows[-3:]) or evaluation_fell(rows, best)
-    several_tasks = any("." in key for key in rows[-1])
-    if reason or several_tasks:
-        return reason
-    return improvement_fell(rows) or replies_ran_away(rows)
+    return broken_updates(rows[-3:]) or evaluation_fell(rows, best)
 
 
 def broken_updates(rows: list[dict]) -> str:
@@ -176,37 +138,3 @@ def evaluation_of(row: dict) -> dict | None:
         return None
     keys = ("clipped_improvement", "clipped_improvement_stderr")
     return {"step": row["step"]} | {key: row[f"eval_{key}"] for key in keys}
-
-
-def improvement_fell(rows: list[dict], window: int = 5) -> str:
-    if len(rows) < 2 * window:
-        return ""
-    ends = range(window, len(rows) + 1)
-    means = [window_mean(rows[end - window : end]) for end in ends]
-    top = max(range(len(means)), key=lambda i: means[i][0])
-    fall = means[top][0] - means[-1][0]
-    error = sqrt(means[top][1] + means[-1][1])
-    if error == 0 or fall <= 4 * error:
-        return ""
-    return (
-        f"mean improvement of {window} steps fell from {means[top][0]:.3f} "
-        f"(steps to {rows[ends[top] - 1]['step']}) to {means[-1][0]:.3f}"
-    )
-
-
-def replies_ran_away(rows: list[dict], window: int = 5) -> str:
-    """Long replies have to score more than the best window of short ones."""
-    if len(rows) < 2 * window:
-        return ""
-    windows = [rows[end - window : end] for end in range(window, len(rows) + 1)]
-    usual = median(row["reply_tokens"] for row in rows[: 2 * window])
-    short = [
-        window_mean(w)[0] for w in windows if all(row["reply_tokens"] < 2 * usual for row in w)
-    ]
-    all_long = all(row["reply_tokens"] > 3 * usual for row in windows[-1])
-    if not short or not all_long or window_mean(windows[-1])[0] > max(short):
-        return ""
-    return (
-        f"replies were more than three times as long as usual ({usual:.0f} tokens) for {window} "
-        "steps, and scored no better"
-    )

@@ -46,11 +46,8 @@ def standard_error(values: list[float]) -> float | None:
 
 PER_TASK = (  # numbers that a row of several tasks also holds for each task
     "groups",
-    "episodes",
-    "reward_mean",
     "score_mean",
     "clipped_improvement_mean",
-    "clipped_improvement_std",
     "valid_share",
     "zero_variance_share",
 )
@@ -204,13 +201,12 @@ def final_comparison(played: dict[str, list[Group]], tasks: list[Task]) -> dict:
     """
     results = {}
     for name, groups in played.items():
-        results[name] = evaluation(groups, tasks)
+        result = evaluation(groups, tasks)
         if name != "untrained":
-            results[name] |= paired_difference(groups, played["untrained"], tasks)
+            result |= paired_difference(groups, played["untrained"], tasks)
         if name != "best":  # the test part is read for the selected adapter alone
-            tested = [key for key in results[name] if "test_score" in key]
-            for key in tested:
-                del results[name][key]
+            result = {key: value for key, value in result.items() if "test_score" not in key}
+        results[name] = result
     return results
 
 
@@ -280,13 +276,13 @@ def adapter_label(name: str, final: dict) -> str:
 # ------------------------------------------------------------------------------ history
 
 
-def learning_signal(rows: list[dict], name: str, wanted: bool = True, window: int = 10) -> float:
+def learning_signal(rows: list[dict], name: str) -> float:
     """Curriculum: 0.1 + share of a task's latest groups that had different rewards; 1.1 for a task
     not yet played.
     """
     key = f"{name}.zero_variance_share"
-    seen = [row[key] for row in rows if key in row][-window:]
-    return 1.1 - fmean(seen) if seen and wanted else 1.1
+    seen = [row[key] for row in rows if key in row][-10:]
+    return 1.1 - fmean(seen) if seen else 1.1
 
 
 def remember(recent: dict, groups: list[Group], most: int = 256) -> dict:

@@ -33,15 +33,13 @@ def padded(batch, start: int, device: str):
     Padding follows the tokens, where causal attention never looks.
     """
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
-    longest = max(len(tokens) for tokens, _ in batch) - start
-    ids = torch.zeros(len(batch), longest, dtype=torch.long)
-    where = torch.zeros(len(batch), longest, dtype=torch.bool)
-    for row, (tokens, mask) in enumerate(batch):
-        length = len(tokens) - start
-        ids[row, :length] = torch.tensor(tokens[start:])
-        where[row, :length] = torch.tensor(mask[start:], dtype=torch.bool)
-    return ids.to(device), where.to(device)
+    ids = [torch.tensor(tokens[start:]) for tokens, _ in batch]
+    where = [torch.tensor(mask[start:], dtype=torch.bool) for _, mask in batch]
+    padded_ids = pad_sequence(ids, batch_first=True)
+    padded_where = pad_sequence(where, batch_first=True)
+    return padded_ids.to(device), padded_where.to(device)
 
 
 def hidden_states(trunk, batch, device: str, share: bool = True):
@@ -64,5 +62,7 @@ def hidden_states(trunk, batch, device: str, share: bool = True):
             layer.keys = layer.keys.expand(len(batch), -1, -1, -1)
             layer.values = layer.values.expand(len(batch), -1, -1, -1)
     output = trunk(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
-    hidden = output.last_hidden_state
-    return hidden[:, :-1][where[:, 1:]], ids[:, 1:][where[:, 1:]]
+    before = output.last_hidden_state[:, :-1]
+    targets = ids[:, 1:]
+    trained = where[:, 1:]
+    return before[trained], targets[trained]
