@@ -21,9 +21,11 @@ def common_prompt(batch: list[tuple[list[int], list[int]]]) -> int:
     first, _ = batch[0]
     shared = len(first)
     for tokens, mask in batch:
-        shared = max(0, min(shared, mask.index(1) - 1))
+        usable = mask.index(1) - 1
+        shared = max(0, min(shared, usable))
         if tokens[:shared] != first[:shared]:
-            shared = next(i for i in range(shared) if tokens[i] != first[i])
+            different = (i for i in range(shared) if tokens[i] != first[i])
+            shared = next(different)
     return shared
 
 
@@ -50,14 +52,17 @@ def hidden_states(trunk, batch, device: str, share: bool = True):
     """
     import torch
 
-    start = common_prompt(batch) if share and len(batch) > 1 else 0
+    start = 0
+    if share and len(batch) > 1:
+        start = common_prompt(batch)
     if start < WORTH_IT:
         start = 0
     ids, where = padded(batch, start, device)
     cache = None
     if start:
         prompt = torch.tensor([batch[0][0][:start]], device=device)
-        cache = trunk(input_ids=prompt, use_cache=True).past_key_values
+        output = trunk(input_ids=prompt, use_cache=True)
+        cache = output.past_key_values
         for layer in cache.layers:
             layer.keys = layer.keys.expand(len(batch), -1, -1, -1)
             layer.values = layer.values.expand(len(batch), -1, -1, -1)
