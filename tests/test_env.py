@@ -680,6 +680,8 @@ def test_cancelled_episode_closes_its_sandbox(task, monkeypatch):
 
     async def main():
         job = asyncio.ensure_future(run_episode(Env(task, LOCAL), FakePolicy(block("sleep 20"))))
+        while not opened:
+            await asyncio.sleep(0.05)
         await asyncio.sleep(0.6)
         job.cancel()
         with pytest.raises(asyncio.CancelledError):
