@@ -366,11 +366,16 @@ class Policy(ChatTokens):
         """Makes the adapter in `folder` the reference of the KL term; without a call it is the base
         model, i.e. the adapter is off.
         """
-        trained = [p.data.clone() for p in self.parameters()]
+        trained = [p.data for p in self.parameters()]
+        self._use([values.clone() for values in trained])
         self.load(folder)
-        self._reference = [p.data.clone() for p in self.parameters()]
-        for p, values in zip(self.parameters(), trained):
-            p.data.copy_(values)
+        self._reference = [p.data for p in self.parameters()]
+        self._use(trained)
+
+    def _use(self, tensors: list) -> None:
+        """Replaces the trainable tensors; the engine's follow with the next sync."""
+        for p, values in zip(self.parameters(), tensors):
+            p.data = values
 
     @contextlib.contextmanager
     def _reference_adapter(self):
@@ -381,12 +386,10 @@ class Policy(ChatTokens):
             return
         trained = [p.data for p in self.parameters()]
         try:
-            for p, values in zip(self.parameters(), self._reference):
-                p.data = values
+            self._use(self._reference)
             yield
         finally:
-            for p, values in zip(self.parameters(), trained):
-                p.data = values
+            self._use(trained)
 
     def peak_memory(self) -> float:
         """Peak memory in GiB: of the GPU since the last call, engine included; without one of this
@@ -461,21 +464,19 @@ class Policy(ChatTokens):
         """
         import torch
 
-        trained = [p.detach().clone() for p in self.parameters()]
+        trained = [p.data for p in self.parameters()]
         generator = torch.Generator().manual_seed(0)
         random = [torch.randn(p.shape, generator=generator) * 0.02 for p in trained]
-        zeros = [torch.zeros_like(p) for p in trained]
+        adapters = {
+            "random adapter": [values.to(self.model.device) for values in random],
+            "adapter of zeros": [torch.zeros_like(p) for p in trained],
+            "trained adapter": trained,
+        }
         differences = {}
-        for name, values in (
-            ("random adapter", random),
-            ("adapter of zeros", zeros),
-            ("trained adapter", trained),
-        ):
-            with torch.no_grad():
-                for p, value in zip(self.parameters(), values):
-                    p.copy_(value)
+        for name, tensors in adapters.items():
+            self._use(tensors)
             self.sync()
-            differences[name] = await self.logprob_diff(base=values is zeros)
+            differences[name] = await self.logprob_diff(base=name == "adapter of zeros")
         largest = max(differences.values())
         if largest > self.max_diff_limit:
             import vllm
@@ -568,7 +569,6 @@ class Transformers(ChatTokens):
         self.path = path
         self.context = context
         self.temperature = temperature
-        self.version = 0
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         model = AutoModelForCausalLM.from_pretrained(path.base, dtype=dtype)

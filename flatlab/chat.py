@@ -22,7 +22,7 @@ class ChatTokens:
         """Messages ({"role", "content"}) to prompt tokens, ending where the next reply begins."""
         frame = self._frame([message["role"] for message in messages])
         tokens = list(frame[0])
-        for message, after in zip(messages, frame[1:]):
+        for message, after in zip(messages, frame[1:], strict=True):
             tokens += self.encode(message["content"]) + after
         return tokens
 
@@ -42,20 +42,13 @@ class ChatTokens:
         """The template's own tokens around the contents of such messages: len(roles) + 1 lists."""
         key = tuple(roles)
         if key not in self._frames:
-            marks = []
-            messages = []
-            for i, role in enumerate(roles):
-                marks.append(f"\x02{i}\x02")
-                messages.append({"role": role, "content": marks[-1]})
+            mark = "\x02"
+            messages = [{"role": role, "content": mark} for role in roles]
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-            pieces = []
-            for mark in marks:
-                piece, text = text.split(mark)
-                pieces.append(piece)
-            pieces.append(text)
             self._frames[key] = [
-                self.tokenizer(piece, add_special_tokens=False).input_ids for piece in pieces
+                self.tokenizer(piece, add_special_tokens=False).input_ids
+                for piece in text.split(mark)
             ]
         return self._frames[key]

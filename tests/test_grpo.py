@@ -791,8 +791,10 @@ def test_ppo_learns_its_value_head(policy, random_model, play):
 
 
 def test_groups_without_tokens_travel():
-    from flatlab.train.batch import without_tokens
+    from flatlab.train.batch import gather_groups
 
     episode = env.Episode("t", 0, segments=[env.Segment([1], [1], [0.0])])
     group = Group(0, TASK, [episode], [0.5])
-    assert without_tokens([group])[0].episodes[0].segments == [] and episode.segments
+    assert (
+        gather_groups([group], SingleProcess())[0].episodes[0].segments == [] and episode.segments
+    )

@@ -62,18 +62,13 @@ def choose_tasks(tasks: list[Task], weights: list[float], groups: int, seed: str
     return [tasks[min(bisect(ends, x), len(tasks) - 1)] for x in positions]
 
 
-def without_tokens(groups: list[Group]) -> list[Group]:
-    """Copies of the groups without their segments, to travel between ranks."""
+def gather_groups(groups: list[Group], dist) -> list[Group]:
+    """The groups of all ranks by number, on every rank, without their tokens."""
     copies = []
     for g in groups:
         episodes = [replace(e, segments=[]) for e in g.episodes]
         copies.append(replace(g, episodes=episodes))
-    return copies
-
-
-def gather_groups(groups: list[Group], dist) -> list[Group]:
-    """The groups of all ranks by number, on every rank, without their tokens."""
-    parts = dist.gather(without_tokens(groups))
+    parts = dist.gather(copies)
     return sorted((g for part in parts for g in part), key=lambda g: g.number)
 
 
@@ -117,16 +112,20 @@ def use_values(policy, batch: list[list[TrainSequence]], gae, cfg, dist) -> None
     batch: the sequences of each episode. The value head's target is advantage + value, before the
     whitening.
     """
-    values = value_estimates(policy, flatten(batch), cfg)
-    for sequences in batch:
-        if not sequences:
-            continue
+    import torch
+
+    for part in micro_batches(flatten(batch), cfg.micro_tokens):
+        pairs = [(s.tokens, s.mask) for s in part]
+        with torch.no_grad():
+            values = iter(policy.logprobs(pairs, values=True)[2].tolist())
+        for s in part:
+            s.target = [next(values) for _ in s.old]
+    for sequences in filter(None, batch):
         reward = sequences[-1].advantage[-1]
-        before = [value for s in sequences for value in values[id(s)]]
-        advantages = iter(gae(reward, before))
+        advantages = iter(gae(reward, [value for s in sequences for value in s.target]))
         for s in sequences:
             s.advantage = [next(advantages) for _ in s.old]
-            s.target = [a + value for a, value in zip(s.advantage, values[id(s)])]
+            s.target = [a + value for a, value in zip(s.advantage, s.target)]
     everything = [a for s in flatten(batch) for a in s.advantage]
     squares = sum(a * a for a in everything)
     n, total, squares = dist.sum(len(everything), sum(everything), squares)
@@ -134,20 +133,6 @@ def use_values(policy, batch: list[list[TrainSequence]], gae, cfg, dist) -> None
     deviation = max(squares / max(n, 1) - mean**2, 0.0) ** 0.5
     for s in flatten(batch):
         s.advantage = [(a - mean) / (deviation + 1e-8) for a in s.advantage]
-
-
-def value_estimates(policy, sequences: list[TrainSequence], cfg) -> dict[int, list[float]]:
-    """id of a sequence -> the value head's estimate before each of its trained tokens."""
-    import torch
-
-    values = {}
-    with torch.no_grad():
-        for part in micro_batches(sequences, cfg.micro_tokens):
-            pairs = [(s.tokens, s.mask) for s in part]
-            estimates = iter(policy.logprobs(pairs, values=True)[2].tolist())
-            for s in part:
-                values[id(s)] = [next(estimates) for _ in s.old]
-    return values
 
 
 def micro_batches(sequences: list[TrainSequence], limit: int):
@@ -225,27 +210,23 @@ class Meter:
     """
 
     def __init__(self):
-        self.sums: dict[str, float] = {}
-        self.counts: dict[str, int] = {}
-        self.maxima: dict[str, float] = {}
+        self.rows: dict[str, list] = {}  # (sum, count, maximum) of each micro-batch
 
     def add(self, **columns) -> None:
         for name, column in columns.items():
             column = column.detach().double()
-            self.sums[name] = self.sums.get(name, 0.0) + column.sum().item()
-            self.counts[name] = self.counts.get(name, 0) + column.numel()
-            largest = column.max().item()
-            self.maxima[name] = max(self.maxima.get(name, 0.0), largest)
+            row = (column.sum().item(), column.numel(), column.max().item())
+            self.rows.setdefault(name, []).append(row)
 
     def over_ranks(self, dist) -> tuple[dict, dict, dict]:
         """(sums, means, maxima) by name, the same on every rank. A rank may have had nothing to
         add.
         """
-        own = (self.sums, self.counts, self.maxima)
-        parts = [part for part in dist.gather(own) if part[0]]
-        names = parts[0][0]
-        sums = {name: sum(part[0][name] for part in parts) for name in names}
-        counts = {name: sum(part[1][name] for part in parts) for name in names}
-        means = {name: sums[name] / counts[name] for name in names}
-        maxima = {name: max(part[2][name] for part in parts) for name in names}
+        sums, means, maxima = {}, {}, {}
+        parts = [part for part in dist.gather(self.rows) if part]
+        for name in parts[0]:
+            totals, counts, largest = zip(*[row for part in parts for row in part[name]])
+            sums[name] = sum(totals)
+            means[name] = sums[name] / sum(counts)
+            maxima[name] = max(largest)
         return sums, means, maxima

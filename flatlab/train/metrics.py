@@ -81,7 +81,6 @@ def episode_metrics(groups: list[Group]) -> dict:
     rewards = [r for g in groups for r in g.rewards]
     improvements = [counted_improvement(e.score, g.task) for g in groups for e in g.played]
     clipped = [clipped_improvement(e.score, g.task) for g in groups for e in g.played]
-    turns = [t for e in episodes for t in e.turns]
     faults = sum(len(g.episodes) - len(g.played) for g in groups)
     return {
         "reward_mean": fmean(rewards),
@@ -95,8 +94,6 @@ def episode_metrics(groups: list[Group]) -> dict:
         "zero_variance_share": fmean(not g.informative for g in groups),
         "turns": fmean(len(e.turns) for e in episodes),
         "reply_tokens": fmean(e.reply_tokens for e in episodes),
-        "cut_share": fmean(t["stop_reason"] == "length" for t in turns) if turns else 0.0,
-        "rejected_share": fmean(t["status"] == "rejected" for t in turns) if turns else 0.0,
         "faults": faults,
         "fault_share": faults / (faults + len(episodes)),
         "seconds_env": sum(e.seconds_env for e in episodes),

@@ -68,7 +68,6 @@ class Endpoint:
         self.model = model
         self.context = context
         self.temperature = temperature
-        self.version = 0
         self.key = os.environ.get("OPENAI_API_KEY")
         self.client = openai.AsyncOpenAI(
             base_url=url, api_key=self.key or "none", max_retries=retries
