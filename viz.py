@@ -200,7 +200,7 @@ def node_summary(run: RunData) -> list[str]:
     lines = [["operator", "nodes", *outcomes, "mean", "best", "sec", "tokens"]]
     for op in dict.fromkeys(row["op"] for row in run.rows):
         rows = [row for row in run.rows if row["op"] == op]
-        ended = [search_plots.outcome_of(row) for row in rows]
+        ended = [row["outcome"] for row in rows]
         scores = [row["score"] for row in rows if row["score"] is not None]
         best = max(scores, default=None) if run.higher_is_better else min(scores, default=None)
         counted = search_plots.counted_scores(run, rows)

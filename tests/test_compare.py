@@ -206,7 +206,7 @@ def test_the_mean_over_several_tasks_is_an_improvement():
 
 def test_failed_nodes_count_as_the_baseline_and_faults_do_not():
     run = searched(scores=(0.7, None, None))
-    run.rows[2]["status"] = "fault"
+    run.rows[2]["outcome"] = "fault"
     assert counted_scores(run, run.rows) == [0.7, 0.5]
     summary = viz.node_summary(run)
     assert summary[1].split() == ["draft", "3", "1", "1", "1", "0.6", "0.7", "1.0", "100"]

@@ -59,7 +59,9 @@ def test_intervals_cover_the_mean_as_often_as_they_promise(count, draws):
 
 
 def test_ranks_with_ties():
-    assert stats.ranks({"a": 3, "b": 1, "c": 3}) == {"a": 1.5, "c": 1.5, "b": 3}
+    rows = [{"task": "t", "method": m, "improvement": i} for m, i in zip("abc", (3, 1, 3))]
+    stats.add_ranks(rows)
+    assert [(row["rank"], row["rank_tasks"]) for row in rows] == [(1.5, 1), (3.0, 1), (1.5, 1)]
 
 
 def test_a_run_without_any_score_counts_with_the_baseline():

@@ -19,6 +19,7 @@ from flatlab.runs.plots import (
     PAGE_WIDTH,
     TRAINING,
     Group,
+    cut,
     draw_panels,
     evaluated_score,
     figure_of,
@@ -108,10 +109,6 @@ def differing_keys(configs: list[dict]) -> list[str]:
     return sorted(found, key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST))
 
 
-def cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
 def value_text(value) -> str:
     """The last part of a path; numbers short."""
     if isinstance(value, float):
@@ -137,7 +134,7 @@ def cell_of(run: RunData, method: str) -> dict:
 
 def search_cell(run: RunData) -> dict:
     curve = search_plots.best_so_far(run, "nodes")
-    outcomes = [search_plots.outcome_of(row) for row in run.rows]
+    outcomes = [row["outcome"] for row in run.rows]
     return {
         "best_score": curve[-1][1] if curve else math.nan,
         "test_score": number(run.result.get("test_score")),

@@ -69,9 +69,9 @@ def series(rows: list[dict], key: str) -> np.ndarray:
 
 def mean(values) -> float:
     """Mean of the numbers that are there; NaN for none."""
-    values = np.asarray(values, float)
-    values = values[np.isfinite(values)]
-    return float(values.mean()) if len(values) else np.nan
+    import pandas
+
+    return float(pandas.Series(values, dtype=float).mean())
 
 
 def running_mean(values, window: int) -> np.ndarray:
@@ -174,8 +174,8 @@ def draw_score(axis, groups):
     eval_key = "eval_score_mean" if key == "score" else "eval_improvement"
     if any(eval_key in row for group in groups for run in group.runs for row in run.rows):
         draw_key(axis, groups, eval_key, "evaluation episodes", PINK, dashed=True)
-    run = only_run(groups)
-    if run and adapters_text(run):
+    run = groups[0].runs[0]
+    if alone and len(groups[0].runs) == 1 and adapters_text(run):
         axis.plot([], [], " ", label=adapters_text(run))
     draw_baseline(axis, groups)
 
@@ -213,11 +213,6 @@ def draw_baseline(axis, groups):
         axis.axhline(run.baseline, color=GREY, linestyle=":", linewidth=1.5, label=name)
 
 
-def only_run(groups) -> RunData | None:
-    runs = [run for group in groups for run in group.runs]
-    return runs[0] if len(runs) == 1 else None
-
-
 def draw_logprob_diff(axis, groups):
     draw_key(axis, groups, "logprob_diff_max", "largest of the step", PINK)
     axis.axhspan(1e-7, 1e-4, color=GREEN, alpha=0.08, linewidth=0, label="goal in fp32: below 1e-4")
@@ -251,11 +246,14 @@ TRAINING = [  # title, x axis, y axis, what draws it
 # ------------------------------------------------------------------ figures and files
 
 
+def cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
 def shorten(text, limit: int) -> str:
     """Any text as a label: one line, only characters that fonts have, and no formulas."""
     text = re.sub("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", "·", str(text))
-    text = text if len(text) <= limit else text[: limit - 1] + "…"
-    return text.replace("$", r"\$")
+    return cut(text, limit).replace("$", r"\$")
 
 
 def wrapped(text, width: int, limit: int = 120) -> str:

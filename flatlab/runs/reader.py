@@ -84,15 +84,10 @@ class RunData:
         return self.dir.resolve().name
 
     @property
-    def running(self) -> bool:
-        """True while a living process writes this run."""
-        return self.result.get("status") == "running" and locked(self.dir)
-
-    @property
     def status(self) -> str:
         """The status in result.json; "killed" if it is "running" but no process writes."""
         status = str(self.result.get("status") or "unknown")
-        return "killed" if status == "running" and not self.running else status
+        return "killed" if status == "running" and not locked(self.dir) else status
 
     @property
     def tasks(self) -> str:
@@ -170,7 +165,22 @@ NODE |= {"error": "", "diff": "", "code": {}, "decision": {}, "actions": [], "id
 def node_row(row: dict) -> dict:
     """A row of the journal with the keys that the views count on. score: None for all failures."""
     score = None if row.get("valid") is False else number(row.get("score"))
-    return NODE | row | {"score": score}
+    return (
+        NODE
+        | row
+        | {
+            "score": score,
+            "outcome": outcome_of(row.get("status"), score is not None),
+            "tokens": number(row.get("tokens")),
+            "seconds": number(row.get("seconds")),
+        }
+    )
+
+
+def outcome_of(status: str | None, is_valid: bool) -> str:
+    if status == "fault":
+        return "fault"
+    return "valid" if is_valid else "failed"
 
 
 # ------------------------------------------------------------------ transcripts
@@ -190,19 +200,15 @@ def transcripts(run: RunData, step: int | None = None) -> list[dict]:
         if path.stem.isdigit() and step in (None, int(path.stem)):
             for index, row in enumerate(read_rows(path)):
                 items.append(episode_item(row, int(path.stem), index))
-    return sorted(items, key=lambda item: (item["step"], item["index"]))
+    return items
 
 
 def episode_item(row: dict, step: int, index: int) -> dict:
     score = row.get("score") or {}
-    outcome = "valid" if score.get("valid") else "failed"
-    if row["status"] == "fault":
-        outcome = "fault"
+    outcome = outcome_of(row["status"], bool(score.get("valid")))
     error = row.get("fault") or (score.get("message") if outcome == "failed" else "")
     return {
         "id": f"{step}.{index}",
-        "step": step,
-        "index": index,
         "task": row["task"],
         "outcome": outcome,
         "status": row["status"],
@@ -216,17 +222,8 @@ def episode_item(row: dict, step: int, index: int) -> dict:
 
 
 def node_item(row: dict, directory: Path) -> dict:
-    outcome = "failed" if row["score"] is None else "valid"
-    if row["status"] == "fault":
-        outcome = "fault"
     path = directory / "episodes" / f"{row.get('order', 0):06d}.jsonl"
-    return row | {
-        "outcome": outcome,
-        "turns": row["actions"],
-        "tokens": number(row.get("tokens")),
-        "seconds": number(row.get("seconds")),
-        "prompt": prompt_of(path, row["id"]),
-    }
+    return row | {"turns": row["actions"], "prompt": prompt_of(path, row["id"])}
 
 
 def prompt_of(path: Path, node: str) -> str:

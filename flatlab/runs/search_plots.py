@@ -19,32 +19,26 @@ from flatlab.runs.plots import (
     PINK,
     RED,
     draw_baseline,
+    series,
     shorten,
     spread,
     wrapped,
 )
-from flatlab.runs.reader import RunData, number
+from flatlab.runs.reader import RunData
 
 # ------------------------------------------------------------------ numbers
 
 
-def is_better(run: RunData, a: float, b: float) -> bool:
-    return a > b if run.higher_is_better else a < b
-
-
 def best_so_far(run: RunData, axis: str) -> list[tuple[float, float]]:
     """(x, best score up to there), first the baseline. axis: "nodes" or "tokens"."""
-    best = run.baseline
-    tokens = 0.0
-    points = [] if best is None else [(0.0, best)]
-    for count, row in enumerate(run.rows, 1):
-        tokens += number(row.get("tokens")) or 0.0
-        score = row["score"]
-        if score is not None and (best is None or is_better(run, score, best)):
-            best = score
-        if best is not None:
-            points.append((tokens if axis == "tokens" else float(count), best))
-    return points
+    rows = [{"score": run.baseline, "tokens": 0}, *run.rows]
+    better = np.fmax if run.higher_is_better else np.fmin
+    best = better.accumulate(series(rows, "score"))
+    xs = np.arange(len(rows), dtype=float)
+    if axis == "tokens":
+        xs = np.nancumsum(series(rows, "tokens"))
+    known = np.isfinite(best)
+    return list(zip(xs[known].tolist(), best[known].tolist()))
 
 
 def values_at(points: list[tuple[float, float]], xs) -> np.ndarray:
@@ -65,15 +59,9 @@ def counted_scores(run: RunData, rows: list[dict]) -> list[float]:
     scores = []
     for row in rows:
         score = run.baseline if row["score"] is None else row["score"]
-        if row["status"] != "fault" and score is not None:
+        if row["outcome"] != "fault" and score is not None:
             scores.append(score)
     return scores
-
-
-def outcome_of(row: dict) -> str:
-    if row["status"] == "fault":
-        return "fault"
-    return "failed" if row["score"] is None else "valid"
 
 
 # ------------------------------------------------------------------ panels of a search
@@ -132,7 +120,7 @@ def draw_distribution(axis, groups):
         if counted:
             ends = place - 0.32, place + 0.32
             axis.hlines(median(counted), *ends, color=colour, linewidth=2.5)
-        failed = sum(outcome_of(row) == "failed" for _, _, row in members)
+        failed = sum(row["outcome"] == "failed" for _, _, row in members)
         names.append(f"{wrapped(name, 22, 66)}\nN={len(members)}, {failed} failed")
     look = {"fontsize": 8}
     if len(names) > 3:
@@ -188,12 +176,10 @@ def layout(rows: list[dict]) -> dict[str, tuple[float, int, str]]:
 
 def best_path(run: RunData) -> list[str]:
     """From the root to the best node; recomputed, so that it is right while the run goes on."""
-    best_id, best = "0", run.baseline
-    for row in run.rows:
-        score = row["score"]
-        if score is not None and (best is None or is_better(run, score, best)):
-            best_id, best = row["id"], score
-    path = [best_id]
+    rows = [{"id": "0", "score": run.baseline}, *run.rows]
+    valid = [row for row in rows if row["score"] is not None]
+    pick = max if run.higher_is_better else min
+    path = [pick(valid, key=lambda row: row["score"], default=rows[0])["id"]]
     while "." in path[0]:
         path.insert(0, path[0].rpartition(".")[0])
     return path
@@ -302,7 +288,7 @@ def draw_tree_legend(figure, axis, rows):
     for op, mark in SHAPES.items():
         if any(row["op"] == op for row in rows):
             axis.scatter([], [], marker=mark, color="white", edgecolors=BLACK, label=op)
-    outcomes = Counter(map(outcome_of, rows))
+    outcomes = Counter(row["outcome"] for row in rows)
     axis.scatter([], [], marker="x", color=RED, label=f"failed: {outcomes['failed']}")
     if outcomes["fault"]:
         label = f"fault (sandbox broke): {outcomes['fault']}"

@@ -54,14 +54,6 @@ def permutation_p(a, b) -> float | None:
     return float(found.pvalue)
 
 
-def ranks(values: dict) -> dict:
-    """Name -> place, 1 for the largest value; equal values share the mean of their places."""
-    from scipy import stats
-
-    places = stats.rankdata([-value for value in values.values()])
-    return dict(zip(values, map(float, places)))
-
-
 # ------------------------------------------------------------------ the table of a grid
 
 
@@ -151,15 +143,18 @@ def modes_of(group: list[dict]) -> dict:
 
 
 def add_ranks(rows: list[dict]) -> None:
-    """Adds `rank`, the mean place of the method over its tasks, and `rank_tasks`, their number."""
-    places = {}
-    for task in dict.fromkeys(row["task"] for row in rows):
-        values = {row["method"]: row["improvement"] for row in rows if row["task"] == task}
-        for method, place in ranks(values).items():
-            places.setdefault(method, []).append(place)
+    """Adds `rank`, the mean place of the method over its tasks, and `rank_tasks`, their number.
+
+    The largest improvement of a task has place 1; equal ones share the mean of their places.
+    """
+    import pandas
+
+    frame = pandas.DataFrame(rows, columns=["task", "method", "improvement"])
+    frame["place"] = frame.groupby("task")["improvement"].rank(ascending=False)
+    ranks = frame.groupby("method")["place"].agg(["mean", "size"]).to_dict()
     for row in rows:
-        row["rank"] = fmean(places[row["method"]])
-        row["rank_tasks"] = len(places[row["method"]])
+        row["rank"] = ranks["mean"][row["method"]]
+        row["rank_tasks"] = ranks["size"][row["method"]]
 
 
 # ------------------------------------------------------------------ as text

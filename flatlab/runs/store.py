@@ -323,13 +323,13 @@ class Run:
         folders = [p for p in (self.dir / "checkpoints").iterdir() if p.name.isdigit()]
         return sorted((int(folder.name), folder) for folder in folders)
 
-    def step_line(self, row: dict, header_every=20) -> str:
+    def step_line(self, row: dict) -> str:
         """step_line() with a header now and then, and the ETA from the latest steps."""
         self.seconds = (self.seconds + [row.get("seconds") or 0.0])[-20:]
         self.lines += 1
         left = self.config.get("steps", 0) - row["step"] - 1
         eta = left * sum(self.seconds) / len(self.seconds) if left > 0 else None
-        return step_line(row, self.lines % header_every == 1, eta)
+        return step_line(row, self.lines % 20 == 1, eta)
 
 
 # ------------------------------------------------------------------ terminal

@@ -28,8 +28,7 @@ def check(tensorboard: bool, wandb: bool) -> None:
 
 
 def opened(directory, config: dict, tensorboard: bool, wandb: bool) -> list:
-    """The trackers that were asked for. Raises UserError if a package is missing."""
-    check(tensorboard, wandb)
+    """The trackers that were asked for. check() has found their packages."""
     found = []
     if tensorboard:
         found.append(open_tensorboard(directory))
