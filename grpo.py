@@ -31,7 +31,6 @@ Letters: P groups, G episodes each, N trained tokens of a micro-batch.
 """
 
 import asyncio
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,7 +54,7 @@ from flatlab.options import (
     flat,
     set_defaults,
 )
-from flatlab.runs import trackers
+from flatlab.runs import compare, trackers
 from flatlab.train import distributed, guard, imitation, memory, metrics
 from flatlab.train.batch import (
     Group,
@@ -586,7 +585,7 @@ async def begin(policy, tasks, cfg: Config, run, dist, state: State) -> None:
         if not cfg.eval_episodes:
             return
         groups = await evaluate(policy, tasks, cfg, dist, selection_seed(cfg))
-        state.recent = metrics.remember(state.recent, groups)
+        metrics.remember(state.recent, groups)
         result = metrics.evaluation(groups, tasks)
         keep_best(policy, run, dist, state, result | {"step": -1})
         if run:
@@ -669,7 +668,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> str:
 
         # judge: an evaluation now and then, alarms, a way back from a collapse
         state.step = step + 1
-        state.recent = metrics.remember(state.recent, played)
+        metrics.remember(state.recent, played)
         if cfg.eval_episodes and (state.step % cfg.eval_every == 0 or state.step == cfg.steps):
             judged = await evaluate(policy, tasks, cfg, dist, selection_seed(cfg))
             result = metrics.evaluation(judged, tasks)
@@ -743,7 +742,7 @@ def check(cfg: Config, tasks: list[Task]) -> None:
 def fill_in(cfg: Config, tasks: list[Task], is_tiny: bool) -> None:
     """Replaces None by what the model, the loss and the tasks suggest."""
     derive(cfg.model, is_tiny)
-    model = cfg.model.model.strip("/").removesuffix("/best").split("/")[-1]
+    model = compare.value_text(cfg.model.model)
     derived = {
         "lr": 1e-3 if is_tiny else 2e-5,
         "sft_lr": 1e-3 if is_tiny else 2e-4,
@@ -803,10 +802,6 @@ def main() -> None:
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
     dist = distributed.join(timeout=24 * 3600)
     run = None
-    # SIGTERM ends the run like Ctrl-C. `nohup ... &` starts processes with SIGINT ignored, hence
-    # the first line.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         tasks, path, why, run = prepare(cfg, dist)
         if dist.gather(bool(run and is_finished(run, cfg)))[0]:

@@ -35,7 +35,6 @@ import inspect
 import itertools
 import math
 import random
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -57,7 +56,7 @@ from flatlab.options import (
     derive,
     flat,
 )
-from flatlab.runs import page, stats, trackers
+from flatlab.runs import compare, page, stats, trackers
 from flatlab.runs.cli import check_numbers, one_sentence, parse_config
 from flatlab.runs.reader import read_run
 from flatlab.runs.store import open_run, write_whole
@@ -199,7 +198,7 @@ async def chat(t: Tree, account, messages: list, *purpose, limit=None) -> str:
         return ""
     seed = stable(t.seed, *purpose)
     try:
-        sample = await t.policy.sample(prompt, room, temperature=options.temperature, seed=seed)
+        sample = await t.policy.sample(prompt, room, seed=seed)
     except OverflowError:  # by the count of an endpoint
         return ""
     account.tokens += reply_tokens(sample)
@@ -341,7 +340,6 @@ async def play(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes
             max_turns=cfg.max_turns,
             max_reply_tokens=cfg.model.max_reply_tokens,
             max_observation_tokens=cfg.model.max_observation_tokens,
-            temperature=cfg.model.temperature,
             time_limit=time_limit,
             keep_open=True,
             extra_user_text=told(t, node, parents),
@@ -599,7 +597,7 @@ def prepare(cfg: Config):
 def open_trees(cfg: Config, tasks: list) -> tuple[list[Tree], Path | None]:
     """One tree for each task, sampling mode and seed, and the directory of the grid or None."""
     cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
-    model = cfg.model.model.strip("/").removesuffix("/best").split("/")[-1]
+    model = compare.value_text(cfg.model.model)
     kind = "search" if cfg.select == "bfs" else f"search-{cfg.select}"
     grid = None
     if len(cells) > 1:
@@ -728,9 +726,6 @@ def main() -> None:
     trees, grid, path, is_tiny, why = prepare(cfg)
     where = grid or trees[0].run.dir
     banner(cfg, trees, where, is_tiny, why)
-    # `nohup ... &` makes a process ignore SIGINT. SIGTERM ends a search in the same way as Ctrl-C.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     todo = [t for t in trees if not t.closed]
     try:
         if todo:

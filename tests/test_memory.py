@@ -1,5 +1,6 @@
 """flatlab/train/memory.py: a micro-batch that fits, before the first episode."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -97,10 +98,10 @@ def test_the_limits_of_control_groups_count(tmp_path):
     (tmp_path / "memory.max").write_text(f"{8 * GIB}\n")
     (tmp_path / "memory.current").write_text(f"{5 * GIB}\n")
     (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {2 * GIB}\n")
-    files = [tmp_path / name for name in ("memory.max", "memory.current", "memory.stat")]
-    assert memory.left_in_cgroup(*files, "inactive_file") == 5 * GIB
-    files[0].write_text("max\n")
-    assert memory.left_in_cgroup(*files, "inactive_file") is None
+    names = ("memory.max", "memory.current", "inactive_file")
+    assert memory.left_in_cgroup(tmp_path, *names) == 5 * GIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.left_in_cgroup(tmp_path, *names) == sys.maxsize
 
 
 def test_the_kernel_says_how_much_is_free(monkeypatch):

@@ -194,11 +194,6 @@ def test_signals_by_hand():
     )
 
 
-def test_uct_by_hand_and_unvisited_first():
-    assert selection.uct(1.5, 2, 5, 0.25) == pytest.approx(0.75 + 0.25 * math.sqrt(math.log(5) / 2))
-    assert selection.uct(0.0, 0, 5, 0.25) == math.inf
-
-
 def test_mcts_improves_the_best_branch_and_counts_failures_as_the_worst():
     t = three("mcts", branching=3)
     choice = choose(t)

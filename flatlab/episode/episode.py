@@ -151,7 +151,7 @@ class Limits:
     deadline: float  # time.monotonic()
 
 
-async def play(env, policy, episode: Episode, limits: Limits, temperature: float | None) -> str:
+async def play(env, policy, episode: Episode, limits: Limits) -> str:
     """Plays turns until something ends them. Fills episode.turns and .segments.
 
     Returns the episode's status.
@@ -167,7 +167,6 @@ async def play(env, policy, episode: Episode, limits: Limits, temperature: float
             reply = policy.sample(
                 list(history.segment.tokens),
                 limits.max_reply_tokens,
-                temperature=temperature,
                 seed=(episode.seed * 1009 + turn) % 2**31,
             )
             sample = await asyncio.wait_for(reply, limits.deadline - start)
@@ -218,7 +217,6 @@ async def run_episode(
     max_turns: int = 10,
     max_reply_tokens: int = 512,
     max_observation_tokens: int = 512,
-    temperature: float | None = None,
     time_limit: float = 600.0,
     extra_user_text: str = "",
     score_test: bool = False,
@@ -230,7 +228,6 @@ async def run_episode(
         env: An Env. If its sandbox is running already, the episode continues from there. It is
             closed at the end unless keep_open is True.
         policy: Samples the replies.
-        temperature: None means the policy's own.
         time_limit: Seconds from the prompt to the scoring; a slow start of the sandbox is free.
         extra_user_text: Appended to the prompt.
         score_test: Whether to grade on the last split, too.
@@ -246,7 +243,7 @@ async def run_episode(
         limits = Limits(
             max_turns, max_reply_tokens, max_observation_tokens, time.monotonic() + time_limit
         )
-        episode.status = await play(env, policy, episode, limits, temperature)
+        episode.status = await play(env, policy, episode, limits)
         episode.score = await in_thread(env.score)
         if score_test:
             episode.test_score = await in_thread(env.score, env.task.splits[-1])

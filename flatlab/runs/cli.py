@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import math
+import signal
 import sys
 from pathlib import Path
 
@@ -110,8 +111,11 @@ def one_sentence(main):
     """Runs main(). An error that the user can fix is printed as one sentence, with exit code 2.
 
     These are UserError and a full disk, also where they were raised in a task of a TaskGroup. A
-    sandbox that broke ends with exit code 1, Ctrl-C with 130.
+    sandbox that broke ends with exit code 1, Ctrl-C and SIGTERM with 130.
     """
+    # `nohup ... &` starts processes with SIGINT ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     code = 2
     try:
         main()

@@ -117,10 +117,9 @@ def broken_updates(rows: list[dict]) -> str:
 
 
 def evaluation_fell(rows: list[dict], best: dict | None) -> str:
-    last = evaluation_of(rows[-1])
-    if not last:
+    if "eval_clipped_improvement" not in rows[-1]:
         return ""
-    earlier = [evaluation_of(row) for row in rows[:-1] if evaluation_of(row)]
+    *earlier, last = [evaluation_of(row) for row in rows if "eval_clipped_improvement" in row]
     top = max([*earlier, best or last], key=lambda e: e["clipped_improvement"])
     fall = top["clipped_improvement"] - last["clipped_improvement"]
     variances = [(e["clipped_improvement_stderr"] or 0.0) ** 2 for e in (top, last)]
@@ -133,8 +132,6 @@ def evaluation_fell(rows: list[dict], best: dict | None) -> str:
     )
 
 
-def evaluation_of(row: dict) -> dict | None:
-    if "eval_clipped_improvement" not in row:
-        return None
+def evaluation_of(row: dict) -> dict:
     keys = ("clipped_improvement", "clipped_improvement_stderr")
     return {"step": row["step"]} | {key: row[f"eval_{key}"] for key in keys}

@@ -30,31 +30,15 @@ class LoraLinear(UnquantizedLinearMethod):
         super().__init__()
         self.rank = rank
 
-    def create_weights(
-        self,
-        layer,
-        input_size_per_partition,
-        output_partition_sizes,
-        input_size,
-        output_size,
-        params_dtype,
-        **extra,
-    ):
-        super().create_weights(
-            layer,
-            input_size_per_partition,
-            output_partition_sizes,
-            input_size,
-            output_size,
-            params_dtype,
-            **extra,
-        )
-        stacked_rank = len(output_partition_sizes) * self.rank
-        lora_a = torch.zeros(stacked_rank, input_size_per_partition, dtype=params_dtype)
-        lora_b = torch.zeros(sum(output_partition_sizes), stacked_rank, dtype=params_dtype)
+    def create_weights(self, layer, *args, **kwargs):
+        super().create_weights(layer, *args, **kwargs)
+        rows, columns = layer.weight.shape
+        dtype = layer.weight.dtype
+        stacked_rank = len(layer.output_partition_sizes) * self.rank
+        lora_a = torch.zeros(stacked_rank, columns, dtype=dtype)
+        lora_b = torch.zeros(rows, stacked_rank, dtype=dtype)
         layer.register_buffer("lora_a", lora_a, persistent=False)
         layer.register_buffer("lora_b", lora_b, persistent=False)
-        layer.lora_part_sizes = list(output_partition_sizes)
 
     def apply(self, layer, x, bias=None):
         y = super().apply(layer, x, bias)
@@ -119,7 +103,7 @@ class AdapterCopy:
         path, _, leaf = name.rpartition(".")
         row = 0
         for i, part in enumerate(packed.get(leaf, [leaf])):
-            rows = module.lora_part_sizes[i]
+            rows = module.output_partition_sizes[i]
             layer = layers.pop(f"{path}.{part}", None)
             if layer is not None:
                 a = layer.lora_A["default"].weight

@@ -49,35 +49,36 @@ def free_bytes(device: str, processes: int = 1) -> int:
     return min([available, *cgroup_bytes()]) // processes
 
 
+# controllers of a control group (version 2, version 1) -> its folder, and where the numbers are
+CGROUPS = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
 def cgroup_bytes() -> list[int]:
     """What is left of each memory limit that this process's control groups set."""
     left = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            root, limit, usage, cache = "", "memory.max", "memory.current", "inactive_file"
-        elif controllers == "memory":  # version 1
-            root, limit, usage = "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache = "total_inactive_file"
-        else:
-            continue
-        root = Path("/sys/fs/cgroup", root)
-        folder = root / path.strip("/")
-        for group in [folder, *folder.parents]:
-            if group.is_relative_to(root) and (group / limit).is_file():
-                left.append(
-                    left_in_cgroup(group / limit, group / usage, group / "memory.stat", cache)
-                )
-    return [number for number in left if number is not None]
+        if controllers in CGROUPS:
+            folder, *names = CGROUPS[controllers]
+            group = Path("/sys/fs/cgroup", folder, path.strip("/"))
+            for above in [group, *group.parents]:
+                if (above / names[0]).is_file():
+                    left.append(left_in_cgroup(above, *names))
+    return left
 
 
-def left_in_cgroup(limit: Path, usage: Path, statistics: Path, cache: str) -> int | None:
+def left_in_cgroup(group: Path, limit: str, usage: str, cache: str) -> int:
     """Limit minus usage, in bytes; the page cache that can be dropped is not counted as usage."""
-    most = limit.read_text().strip()
+    most = (group / limit).read_text().strip()
     if most == "max":
-        return None
-    stat = dict(line.split() for line in statistics.read_text().splitlines())
-    return int(most) - int(usage.read_text()) + int(stat.get(cache, 0))
+        return sys.maxsize
+    lines = (group / "memory.stat").read_text().splitlines()
+    stat = dict(line.split() for line in lines)
+    used = int((group / usage).read_text()) - int(stat.get(cache, 0))
+    return int(most) - used
 
 
 def fit_micro_tokens(policy, wanted: int | None, recompute_layers: bool, processes: int = 1) -> int:

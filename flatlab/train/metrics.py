@@ -282,13 +282,9 @@ def learning_signal(rows: list[dict], name: str) -> float:
     return 1.1 - fmean(seen) if seen else 1.1
 
 
-def remember(recent: dict, groups: list[Group], most: int = 256) -> dict:
-    """task name -> improvements of its latest valid episodes, those of `groups` included, `most` at
-    most.
-    """
-    new = {name: list(values) for name, values in recent.items()}
+def remember(recent: dict, groups: list[Group]) -> None:
+    """Adds the improvements of the valid episodes to those of their task; keeps the latest 256."""
     for g in groups:
-        values = new.setdefault(g.task.name, [])
+        values = recent.setdefault(g.task.name, [])
         values += [improvement(e.score.value, g.task) for e in g.played if e.score.valid]
-        del values[:-most]
-    return new
+        del values[:-256]

@@ -74,19 +74,16 @@ class Endpoint:
         )
         self.limit_name = "max_tokens"
         self.takes_seed = True
-        self.pieces = list(self.ROLES)
-        self.numbers: dict[str, int] = {}
+        # a token's number is its place here; no piece is as long as the name of a role
+        self.numbers = {role: number for number, role in enumerate(self.ROLES)}
 
     def encode(self, text: str) -> list[int]:
         pieces = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
-        for piece in pieces:
-            if piece not in self.numbers:
-                self.numbers[piece] = len(self.pieces)
-                self.pieces.append(piece)
-        return [self.numbers[piece] for piece in pieces]
+        return [self.numbers.setdefault(piece, len(self.numbers)) for piece in pieces]
 
     def decode(self, tokens: list[int]) -> str:
-        return "".join(self.pieces[token] for token in tokens if token >= len(self.ROLES))
+        pieces = list(self.numbers)
+        return "".join(pieces[token] for token in tokens if token >= len(self.ROLES))
 
     def render(self, messages: list[dict]) -> list[int]:
         """The tokens of a conversation, ending with the opening of the reply."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from statistics import stdev
+from statistics import fmean, stdev
 
 import numpy as np
 
@@ -272,15 +272,10 @@ def signals(
     return Choice(id, "exploit" if exploits else "explore", "largest sum of signals", scores)
 
 
-def uct(total: float, visits: int, parent_visits: int, c: float) -> float:
-    """Mean value + c sqrt(ln N_parent / N); infinite for a child that was never visited."""
-    if not visits:
-        return math.inf
-    return total / visits + c * math.sqrt(math.log(parent_visits) / visits)
-
-
 def mcts(t, rng, c=0.25):
     """From the root down by UCT to the first node with fewer than --branching children.
+
+    UCT: mean value + c sqrt(ln N_parent / N), N visits.
 
     Nodes that failed or still run count as visits with value 0.
     """
@@ -298,8 +293,8 @@ def mcts(t, rng, c=0.25):
         for child in t.children(id):
             if child.kept and t.failures(child) <= t.cfg.debug_depth:
                 values = visits(child.id)
-                total = sum(values)
-                level[child.id] = uct(total, len(values), len(visits(id)), c)
+                bonus = c * math.sqrt(math.log(len(visits(id))) / len(values))
+                level[child.id] = fmean(values) + bonus
         if not level and t.running():
             return None
         if not level:

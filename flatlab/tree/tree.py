@@ -202,8 +202,8 @@ class Tree:
 
     def failures(self, node: Node) -> int:
         """Number of failed nodes in a row that end with this one."""
-        upwards = reversed(self.path(node.id))
-        return sum(1 for _ in itertools.takewhile(lambda n: not n.valid, upwards))
+        valid = [above.valid for above in reversed(self.path(node.id))]
+        return valid.index(True)  # the root is valid
 
     def best(self) -> Node:
         """The best node, the root included; of equal ones the earliest."""
