@@ -188,8 +188,7 @@ def alarms(rows: list[dict]) -> list[str]:
     """What the run itself found suspicious, the latest ones."""
     found = []
     for row in rows:
-        texts = row.get("alarms")
-        for text in texts if isinstance(texts, list) else ():
+        for text in row.get("alarms") or ():
             found.append(f"step {row['step']}: {clean(text)}")
     return ["", f"alarms: {len(found)}", *found[-5:]] if found else []
 

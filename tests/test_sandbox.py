@@ -231,8 +231,9 @@ def test_time_limit_kills_everything(box):
 
 
 def test_sigterm_comes_first_and_is_no_timeout_by_itself(box):
+    start = time.monotonic()
     result = box.run("trap 'echo saved; exit 0' TERM; sleep 30 & wait", 0.3)
-    assert result.timed_out and "saved" in result.output and result.seconds < 2
+    assert result.timed_out and "saved" in result.output and time.monotonic() - start < 2
     assert not box.run("kill -TERM $$", 5).timed_out
 
 
@@ -407,7 +408,8 @@ os._exit(5)
 @pytest.mark.attack("forging the runner's frames")
 def test_printed_frames_are_only_text(box):
     result = box.run(f"exec python3 - <<'E'\n{FORGE}\nE", 10)
-    assert result.exit_code == 5 and "FAKE" in result.output and result.cwd == box.workspace
+    assert result.exit_code == 5 and "FAKE" in result.output
+    assert box.call("state")[0]["cwd"] == box.workspace
     assert box.run("echo next; exit 6", 10).exit_code == 6
 
 

@@ -32,14 +32,14 @@ def load_task(
 
 def task_sources(mlgym_root: str | Path | None, mledojo_root: str | Path | None) -> list[tuple]:
     """(function that lists names, function that loads one, root) of each place tasks come from."""
-    if mlgym_root is None:
-        mlgym_root = os.environ.get("MLGYM_ROOT")
-    if mledojo_root is None:
-        mledojo_root = os.environ.get("MLEDOJO_ROOT")
     sources = []
-    if mlgym_root:
-        sources.append((mlgym_names, load_mlgym, Path(mlgym_root).expanduser().resolve()))
-    if mledojo_root:
-        sources.append((mledojo_names, load_mledojo, Path(mledojo_root).expanduser().resolve()))
+    for names, load, root, variable in (
+        (mlgym_names, load_mlgym, mlgym_root, "MLGYM_ROOT"),
+        (mledojo_names, load_mledojo, mledojo_root, "MLEDOJO_ROOT"),
+    ):
+        if root is None:
+            root = os.environ.get(variable)
+        if root:
+            sources.append((names, load, Path(root).expanduser().resolve()))
     sources.append((builtin_names, load_builtin, TASKS_DIR))
     return sources

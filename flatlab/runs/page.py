@@ -76,9 +76,9 @@ def hash_of(tag: str, template: str) -> str:
 def script_json(value) -> str:
     """JSON for a script element: nothing in it can end the element or open a comment."""
     text = json.dumps(plain(value, finite=True))  # ASCII: U+2028 and U+2029 are escaped as well
-    text = text.replace("<", "\\u003c")
-    text = text.replace(">", "\\u003e")
-    return text.replace("&", "\\u0026")
+    for sign in "<>&":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text
 
 
 # ------------------------------------------------------------------ long texts

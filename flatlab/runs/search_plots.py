@@ -89,10 +89,7 @@ def draw_distribution(axis, groups):
 
     The line is the median of valid and failed nodes; failed ones count as the baseline.
     """
-    nodes = []
-    for group in groups:
-        for run in group.runs:
-            nodes += [(group, run, row) for row in run.rows]
+    nodes = [(group, run, row) for group in groups for run in group.runs for row in run.rows]
     what = "operator"
     if len(groups) > 1:
         what = "group"
@@ -100,12 +97,9 @@ def draw_distribution(axis, groups):
         what = "sampling mode"
     parts = {}
     for group, run, row in nodes:
-        name = row["op"]
-        if what == "group":
-            name = group.label
-        elif what == "sampling mode":
-            name = row["sampling_mode"] or "none"
-        parts.setdefault(name, []).append((group, run, row))
+        mode = row["sampling_mode"] or "none"
+        names = {"group": group.label, "sampling mode": mode, "operator": row["op"]}
+        parts.setdefault(names[what], []).append((group, run, row))
     rng = random.Random(0)
     names = []
     for place, (name, members) in enumerate(parts.items()):

@@ -93,8 +93,6 @@ def pick_backend(
 class Result:
     exit_code: int
     output: str  # stdout and stderr in order, readable; head and tail of a long one
-    cwd: str  # where the next command starts
-    seconds: float
     timed_out: bool
 
 
@@ -177,43 +175,33 @@ class Sandbox:
             self.broken = " ".join(text.split())
         raise SandboxFault(self.broken) from error
 
-    def run(
-        self, command: str | list[str], timeout: float, user: str = "agent", stdin: bytes = b""
-    ) -> Result:
+    def run(self, command: str | list[str], timeout: float) -> Result:
         """Runs a shell command (str) or a program (list of arguments).
 
         Shell commands run in bash and keep cwd and exported variables for the next one.
         """
-        keep = [KEEP_BYTES, KEEP_BYTES]
-        reply, blob = self._run(command, timeout, user, stdin, keep=keep)
+        reply, blob = self._run(command, timeout, keep=[KEEP_BYTES, KEEP_BYTES])
         head = blob[: reply["head"]]
         tail = blob[reply["head"] :]
         gap = b""
         if reply["dropped"]:
             gap = f"\n[... {reply['dropped']} bytes left out ...]\n".encode()
-        return Result(
-            reply["code"],
-            clean(head + gap + tail),
-            reply["cwd"],
-            reply["seconds"],
-            reply["timed_out"],
-        )
+        return Result(reply["code"], clean(head + gap + tail), reply["timed_out"])
 
     def program(
-        self,
-        argv: list[str],
-        timeout: float,
-        user: str = "agent",
-        stdin: bytes = b"",
-        limit: int = 1 << 20,
+        self, argv: list[str], timeout: float, stdin: bytes = b"", limit: int = 1 << 20
     ) -> tuple[bytes, dict]:
-        """(first `limit` bytes of stdout, reply: code, timed_out, dropped) of a program."""
-        reply, blob = self._run(argv, timeout, user, stdin, keep=[limit, 0], stderr=False)
+        """Runs a program as root, or as the user of a sandbox without one.
+
+        Returns the first `limit` bytes of its stdout, and the reply: code, timed_out, dropped.
+        """
+        options = {"user": "root", "keep": [limit, 0], "stderr": False}
+        reply, blob = self._run(argv, timeout, stdin, **options)
         return blob, reply
 
-    def _run(self, command, timeout, user, stdin, **fields) -> tuple[dict, bytes]:
+    def _run(self, command, timeout, stdin=b"", **fields) -> tuple[dict, bytes]:
         wait = timeout + GRACE + 20
-        return self.call("run", stdin, wait, command=command, timeout=timeout, user=user, **fields)
+        return self.call("run", stdin, wait, command=command, timeout=timeout, **fields)
 
     def put(self, files: dict[str, bytes | Path], user: str = "agent", mode: int = 0o644) -> None:
         """Writes files with paths relative to the workspace, owned by "agent" or "root"."""
@@ -236,7 +224,7 @@ class Sandbox:
         # paths: root must run none of the agent's.
         argv = ["/usr/bin/xargs", "-0", "-r", "/bin/rm", "-rf", "--"]
         stdin = b"".join(name + b"\0" for name in names)
-        code = self.program(argv, 60, user="root", stdin=stdin)[1]["code"]
+        code = self.program(argv, 60, stdin)[1]["code"]
         if code:
             raise SandboxFault(f"files in the workspace cannot be removed (exit code {code})")
 

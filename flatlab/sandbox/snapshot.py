@@ -111,7 +111,7 @@ def pack(box: Sandbox, paths: list[str], place: str) -> bytes:
     names = [os.path.join(".", os.path.relpath(path, place)) for path in paths]
     argv = ["/bin/tar", "-C", place, *PACK_OPTIONS, "-T", "-", "-cf", "-"]
     stdin = b"\0".join(os.fsencode(name) for name in names)
-    data, reply = box.program(argv, 120, user="root", stdin=stdin, limit=COPY_BYTES)
+    data, reply = box.program(argv, 120, stdin, COPY_BYTES)
     if reply["code"] or reply["dropped"]:
         raise SandboxFault(
             f"the files cannot be copied: more than {COPY_BYTES >> 20} MB, or tar failed"
@@ -121,5 +121,5 @@ def pack(box: Sandbox, paths: list[str], place: str) -> bytes:
 
 def unpack(box: Sandbox, files: bytes, place: str) -> None:
     argv = ["/bin/tar", "-C", place, *UNPACK_OPTIONS, "-xpf", "-"]
-    if box.program(argv, 120, user="root", stdin=files)[1]["code"]:
+    if box.program(argv, 120, files)[1]["code"]:
         raise SandboxFault("the copied files cannot be unpacked")

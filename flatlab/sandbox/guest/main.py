@@ -211,7 +211,7 @@ class Runner:
             os.kill(pid, signal.SIGKILL)
         return bool(found)
 
-    def start(self, command, stdin=b"", user="agent", stderr=True):
+    def start(self, command, stdin, user, stderr):
         """Starts a shell command (str) or a program (list). Returns a Child."""
         output, end = os.pipe()
         null = os.open(os.devnull, os.O_RDWR)
@@ -268,28 +268,26 @@ class Runner:
             isolate.restrict(self.landlock_rules)
         os.execvpe(argv[0], argv, dict(env, PWD=place))
 
-    def run(self, blob, command, timeout, user="agent", keep=(32768, 32768), stderr=True):
+    def run(self, blob, command, timeout, keep, user="agent", stderr=True):
         """Runs a command with `blob` as stdin; keep: bytes of head and tail of the output.
 
         After the time limit: SIGTERM to its process group, a grace period, then SIGKILL for
         everything in the sandbox. Background jobs of a command that ends in time live on; what
         they print after 0.1 s is dropped.
         """
-        begin = time.monotonic()
+        limit = time.monotonic() + timeout
         child = self.start(command, blob, user, stderr)
         output = Output(*keep)
-        timed_out = self.wait(child, output, begin + timeout)
+        timed_out = self.wait(child, output, limit)
         output.cut()
         if child.saved is not None:
             self.take_state(child.saved)
         code = self.exit_codes.pop(child.pid)
         reply = {
             "code": 137 if code is None else code,
-            "cwd": self.cwd,
             "timed_out": timed_out,
             "head": len(output.head),
             "dropped": output.total - len(output.head) - len(output.tail),
-            "seconds": time.monotonic() - begin,
         }
         return reply, bytes(output.head + output.tail)
 
