@@ -92,10 +92,8 @@ def show(item: dict) -> str:
 def list_lines(run: RunData) -> list[str]:
     """Episodes by step, or the nodes as a tree with the path to the best one marked."""
     items = transcripts(run)
-    return episode_lines(items) if run.kind == "grpo" else node_lines(run, items)
-
-
-def episode_lines(items: list[dict]) -> list[str]:
+    if run.kind == "search":
+        return node_lines(run, items)
     lines = [["episode", "score", "turns", "tokens", "sec", "status"]]
     for item in items:
         cells = [item["id"], score_text(item), str(len(item["turns"]))]
@@ -167,10 +165,8 @@ def step_summary(rows: list[dict]) -> list[str]:
     """Means of the first and the last steps, and the extremes, of every number in the rows."""
     import pandas
 
-    frame = pandas.DataFrame(rows).select_dtypes(["number"])
-    frame = frame.drop(columns=["step", "time", "version"], errors="ignore").dropna(
-        axis=1, how="all"
-    )
+    frame = pandas.DataFrame(rows).select_dtypes("number").dropna(axis=1, how="all")
+    frame = frame.drop(columns=["step", "time", "version"], errors="ignore")
     window = plots.window_of(rows)
     columns = {
         f"first {window}": frame.head(window).mean(),
@@ -235,18 +231,15 @@ def refresh(runs: list[RunData], options: Options) -> list[Path]:
     else:
         from flatlab.runs import compare
 
-        folder = options.runs[0] if len(options.runs) == 1 else folder_of(options.runs)
+        folder = options.runs[0]
+        if len(options.runs) > 1:
+            folder = Path(os.path.commonpath([path.resolve().parent for path in options.runs]))
         paths = compare.plot_many(runs, folder, options.format)
     if options.report:
         from flatlab.runs import page
 
         paths = [*paths, page.write(runs, folder / "report.html")]
     return paths
-
-
-def folder_of(paths: tuple[Path, ...]) -> Path:
-    """The directory that holds all of these."""
-    return Path(os.path.commonpath([Path(path).resolve().parent for path in paths]))
 
 
 # ------------------------------------------------------------------ start

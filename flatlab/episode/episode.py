@@ -173,8 +173,7 @@ async def play(env, policy, episode: Episode, limits: Limits) -> str:
             left = max(1.0, limits.deadline - time.monotonic())
             step = await in_thread(env.step, sample.text, left)
             history.add(sample, step.observation)
-            seconds_model = time.monotonic() - start - step.seconds
-            episode.turns.append(turn_record(sample, step, seconds_model))
+            episode.turns.append(turn_record(sample, step))
             if step.done:
                 return "submit"
         return "turn_limit"
@@ -187,7 +186,7 @@ async def play(env, policy, episode: Episode, limits: Limits) -> str:
             episode.segments.append(trimmed(history.segment))
 
 
-def turn_record(sample: Sample, step, seconds_model: float) -> dict:
+def turn_record(sample: Sample, step) -> dict:
     """A turn as it is in the transcript."""
     return {
         "reply": sample.text,
@@ -199,7 +198,6 @@ def turn_record(sample: Sample, step, seconds_model: float) -> dict:
         "version": sample.version,
         "reply_tokens": len(sample.tokens),
         "seconds_env": step.seconds,
-        "seconds_model": seconds_model,
     }
 
 

@@ -93,8 +93,7 @@ def request_info(env, request: dict, timeout: float) -> Outcome:
 
 
 def validate_code(env, request: dict, timeout: float) -> Outcome:
-    observation, status = run_code(env, request, timeout, keep=False)
-    return observation, status, None
+    return *run_code(env, request, timeout, keep=False), None
 
 
 def execute_code(env, request: dict, timeout: float) -> Outcome:

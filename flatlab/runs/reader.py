@@ -121,13 +121,10 @@ def read_run(directory) -> RunData:
     if not (path / "config.yaml").is_file():
         raise UserError(f"{path} is not a run directory: it has no config.yaml.")
     config = read_mapping(path / "config.yaml")
-    steps, nodes = [], []
-    for row in read_rows(path / "metrics.jsonl"):
-        if isinstance(row.get("step"), int):
-            steps.append(row)
-    for row in read_rows(path / "journal.jsonl"):
-        if row.get("id") and isinstance(row["id"], str):
-            nodes.append(node_row(row))
+    rows = read_rows(path / "metrics.jsonl")
+    steps = [row for row in rows if isinstance(row.get("step"), int)]
+    rows = read_rows(path / "journal.jsonl")
+    nodes = [node_row(row) for row in rows if isinstance(row.get("id"), str)]
     if not steps and not nodes:
         what = "node" if "sampling_mode" in config else "step"
         raise UserError(f"{path} has no finished {what} yet: nothing to show.")

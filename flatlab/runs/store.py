@@ -275,11 +275,10 @@ class Run:
             if path.stem.isdigit() and int(path.stem) > step:
                 path.unlink()
 
-    def save_episodes(self, step: int, episodes: list[dict]) -> Path:
+    def save_episodes(self, step: int, episodes: list[dict]):
         path = self.dir / "episodes" / f"{step:06d}.jsonl"
         write_whole(path, "".join(map(json_line, episodes)))
-        self.episodes = episodes if self.trackers else []
-        return path
+        self.episodes = episodes
 
     def results(self) -> dict:
         return read_mapping(self.dir / "result.json", default={})

@@ -101,7 +101,7 @@ def scalars(row: dict) -> dict[str, float]:
     for key, value in row.items():
         is_curve = key not in ("step", "order", "time") and not isinstance(value, bool)
         if is_curve and number(value) is not None:
-            found[key] = number(value)
+            found[key] = value
     return found
 
 

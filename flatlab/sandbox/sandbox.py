@@ -118,7 +118,6 @@ class Sandbox:
         self._lock = threading.Lock()
         self._received = bytearray()
         self.broken = ""  # why no call can be answered any more
-        self._is_closed = False
         self._connection = kind.start(spec)
         self._stream = self._connection.stream
         self.container = self._connection.container
@@ -237,9 +236,6 @@ class Sandbox:
 
     def close(self) -> None:
         """Ends the sandbox. A call that waits in another thread raises a SandboxFault."""
-        if self._is_closed:
-            return
-        self._is_closed = True
         self.broken = self.broken or "the sandbox is closed"
         with suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)
