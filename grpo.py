@@ -246,9 +246,9 @@ def per_budget(length, tokens, episodes, cfg):
 @dataclass(frozen=True)
 class Loss:
     function: Callable
-    weight: Callable = per_token
-    clip_low: float = 0.0  # the bounds that hold unless --clip-low and --clip-high are given
-    clip_high: float = 0.0
+    weight: Callable
+    clip_low: float  # the bounds that hold unless --clip-low and --clip-high are given
+    clip_high: float
 
 
 REWARDS = {

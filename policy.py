@@ -176,9 +176,9 @@ class Policy(ChatTokens):
     def _build_engine(self, rank: int, seed: int, max_batch: int, gpu_memory: float) -> None:
         from vllm import EngineArgs, LLMEngine
 
-        from flatlab.train.lora_sync import METHOD, LoraMethod
+        from flatlab.train.lora_sync import METHOD, LoraLinear
 
-        LoraMethod.rank = rank
+        LoraLinear.rank = rank
         if self.device == "cpu":
             # with vLLM's block size of 128 a hit in the prefix cache loses up to 127 tokens
             machine = {"dtype": "float32", "enforce_eager": True, "block_size": 32}

@@ -2,8 +2,10 @@
 collapse. No torch.
 """
 
-from math import isfinite, sqrt
+from math import sqrt
 from statistics import fmean, median
+
+from flatlab.runs.reader import number
 
 KL_LIMIT = 1.0  # nats per token; three steps above it are a collapse
 
@@ -82,16 +84,13 @@ def alarms(row: dict, rows: list[dict]) -> list[str]:
     for key, suspicious, text in ALARMS:
         if key not in row:
             continue
-        lately = [r[key] for r in rows[-20:] if is_finite(r.get(key))]
+        values = [number(r.get(key)) for r in rows[-20:]]
+        lately = [value for value in values if value is not None]
         usual = median(lately) if lately else row[key]
         if suspicious(row[key], usual):
             comparison = f", usually {usual:.3g}" if lately else ""
             found.append(f"{text} ({key} {row[key]:.3g}{comparison})")
     return found
-
-
-def is_finite(value) -> bool:
-    return isinstance(value, (int, float)) and isfinite(value)
 
 
 # ------------------------------------------------------------------------------ collapse

@@ -26,9 +26,7 @@ class LoraLinear(UnquantizedLinearMethod):
     parts, with alpha / rank already multiplied in. Both are zero until the first push.
     """
 
-    def __init__(self, rank: int):
-        super().__init__()
-        self.rank = rank
+    rank = 16  # of the adapter; set it before the engine is built
 
     def create_weights(self, layer, *args, **kwargs):
         super().create_weights(layer, *args, **kwargs)
@@ -49,8 +47,6 @@ class LoraLinear(UnquantizedLinearMethod):
 class LoraMethod(QuantizationConfig):
     """Tells vLLM to use LoraLinear in every linear layer. It quantises nothing."""
 
-    rank = 16  # of the adapter; set it before the engine is built
-
     def get_name(self):
         return METHOD
 
@@ -70,7 +66,7 @@ class LoraMethod(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer, prefix):
-        return LoraLinear(self.rank) if isinstance(layer, LinearBase) else None
+        return LoraLinear() if isinstance(layer, LinearBase) else None
 
 
 class AdapterCopy:

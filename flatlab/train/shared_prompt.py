@@ -9,6 +9,8 @@ Letters: B sequences, P tokens of the common prompt, R tokens after it (padded),
 D hidden size.
 """
 
+import os
+
 WORTH_IT = 16  # tokens: a shorter common prompt is not split off
 
 
@@ -18,30 +20,11 @@ def common_prompt(batch: list[tuple[list[int], list[int]]]) -> int:
     One token less than that, because the last token of the prompt predicts the first trained one,
     so it is computed for each sequence.
     """
-    first, _ = batch[0]
-    shared = len(first)
-    for tokens, mask in batch:
-        usable = mask.index(1) - 1
-        shared = max(0, min(shared, usable))
-        if tokens[:shared] != first[:shared]:
-            different = (i for i in range(shared) if tokens[i] != first[i])
-            shared = next(different)
-    return shared
-
-
-def padded(batch, start: int, device: str):
-    """Returns the tokens from `start` on, (B, R), and where the loss is, (B, R) bool.
-
-    Padding follows the tokens, where causal attention never looks.
-    """
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-
-    ids = [torch.tensor(tokens[start:]) for tokens, _ in batch]
-    where = [torch.tensor(mask[start:], dtype=torch.bool) for _, mask in batch]
-    padded_ids = pad_sequence(ids, batch_first=True)
-    padded_where = pad_sequence(where, batch_first=True)
-    return padded_ids.to(device), padded_where.to(device)
+    first_trained = min(mask.index(1) for _, mask in batch)
+    texts = [tokens for tokens, _ in batch]
+    common = os.path.commonprefix(texts)
+    shared = min(len(common), first_trained - 1)
+    return max(0, shared)
 
 
 def hidden_states(trunk, batch, device: str, share: bool = True):
@@ -51,13 +34,21 @@ def hidden_states(trunk, batch, device: str, share: bool = True):
     share: False computes every sequence whole, as gradient checkpointing requires.
     """
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     start = 0
     if share and len(batch) > 1:
         start = common_prompt(batch)
     if start < WORTH_IT:
         start = 0
-    ids, where = padded(batch, start, device)
+    # padding follows the tokens, where causal attention never looks
+    texts = []
+    masks = []
+    for tokens, mask in batch:
+        texts.append(torch.tensor(tokens[start:]))
+        masks.append(torch.tensor(mask[start:], dtype=torch.bool))
+    ids = pad_sequence(texts, batch_first=True).to(device)  # (B, R)
+    where = pad_sequence(masks, batch_first=True).to(device)
     cache = None
     if start:
         prompt = torch.tensor([batch[0][0][:start]], device=device)
