@@ -177,8 +177,9 @@ def test_numbers_and_texts_survive_the_way_through_json(tmp_path):
     run.log({"step": np.int64(3), "a": np.float32(0.5), "nan": math.nan, "inf": math.inf})
     assert run.rows() == [{"step": 3, "a": 0.5, "nan": None, "inf": None}]
     text = "line\nline\u2028 \ud800 é \x00"
-    path = run.save_episodes(7, [{"text": text}, {"text": "b"}])
-    assert path.name == "000007.jsonl" and reader.read_rows(path) == [{"text": text}, {"text": "b"}]
+    run.save_episodes(7, [{"text": text}, {"text": "b"}])
+    found = reader.read_rows(tmp_path / "episodes/000007.jsonl")
+    assert found == [{"text": text}, {"text": "b"}]
 
 
 def test_result_is_merged(tmp_path):
