@@ -259,6 +259,7 @@ def test_the_band_of_best_so_far_never_leaves_the_possible_range():
     assert ys.max() <= 1.0 and ys.min() >= 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_all_pictures_of_a_mixed_crowd(tmp_path):
     crowd = [

@@ -390,7 +390,13 @@ def same_but_times(a, b):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"reward": "percentile", "eval_episodes": 4, "eval_every": 2}]
+    "options",
+    [
+        {},
+        pytest.param(
+            {"reward": "percentile", "eval_episodes": 4, "eval_every": 2}, marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_4_steps_are_2_and_2_steps(play, policy, options):
     """Bit for bit: adapter, optimiser, rows, transcripts; with a history of scores and an
@@ -624,6 +630,7 @@ def test_a_full_disk_at_checkpoint_time_and_again_with_room(play, policy, monkey
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a small disk")
 def test_a_disk_that_is_really_full(play, policy, tmp_path):
     """torch.save and safetensors have errors of their own for it; here it is one error, nothing is

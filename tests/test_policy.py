@@ -443,6 +443,7 @@ print(json.dumps([list(reply.token_ids), logprobs]))
 """
 
 
+@pytest.mark.slow
 def test_the_adapter_loads_in_plain_vllm(policy, random_model, tmp_path):
     randomise(policy)
     policy.sync()

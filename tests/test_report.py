@@ -465,6 +465,7 @@ def test_hostile_text_stays_text(tmp_path, browser):
     ]
 
 
+@pytest.mark.slow
 @needs_browser
 def test_large_runs_open_in_two_seconds(tmp_path, browser):
     big = training_run(

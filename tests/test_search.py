@@ -795,6 +795,7 @@ def test_help_is_quick(tmp_path):
     assert "--sampling-mode" in out and time.monotonic() - start < 5
 
 
+@pytest.mark.slow
 def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
     """Real engine, sandboxes, graders: killed in the middle, resumed, called when finished."""
     command = [

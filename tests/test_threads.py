@@ -21,7 +21,8 @@ def unset(monkeypatch):
 
 def run_in_fresh_process(code):
     command = [sys.executable, "-c", code]
-    environment = {name: value for name, value in os.environ.items() if name not in NAMES}
+    kept = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "LD_LIBRARY_PATH")  # no setting of a library's
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
     environment["HF_HUB_OFFLINE"] = "1"
     return subprocess.run(
         command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=120

@@ -308,6 +308,7 @@ def test_runs_of_an_earlier_version_are_refused(tmp_path, name, row):
         reader.read_run(tmp_path)
 
 
+@pytest.mark.slow
 def test_several_runs_and_strangers_among_them(tmp_path):
     searched(tmp_path / "a")
     searched(tmp_path / "b")
