@@ -297,9 +297,14 @@ def half(config, boot_program=sandbox_backend.boot_program):
 @fault(20, "our process is killed while a sandbox starts")
 def test_owner_dies_before_the_sandbox_has_read_its_program(backend, monkeypatch):
     started = []
+
+    def close_only(stream, process):
+        stream.close()
+        started.append(process)
+
     monkeypatch.setattr(docker, "boot_program", half)
     monkeypatch.setattr(local, "boot_program", half)
-    monkeypatch.setattr(local, "end", started.append)
+    monkeypatch.setattr(local, "end", close_only)
     monkeypatch.setattr(Sandbox, "_answer", lambda *_: ({"workspace": ""}, b""))
     box = Sandbox(backend)
     if backend == "docker":
