@@ -78,7 +78,7 @@ $(READY): $(REQUIREMENTS)
 	    else echo '$(CPU_WHEELS) does not answer: going on with the package index that pip knows'; fi; \
 	fi; \
 	$(HEARTBEAT) \
-	.venv/bin/python -m pip install --no-compile --disable-pip-version-check $$extra -r $(REQUIREMENTS) 2>&1 | \
+	.venv/bin/python -m pip install --disable-pip-version-check $$extra -r $(REQUIREMENTS) 2>&1 | \
 	    sed -u -E -e '/^(Requirement already|Looking in|WARNING: Location)/d' -e '/ ━/d' \
 	        -e '/^(Collecting|Processing) /s/ \(from .*//' || \
 	    { echo 'Set-up failed: pip could not install $(REQUIREMENTS), see above. The same command tries again.' >&2; \
