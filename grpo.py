@@ -626,9 +626,11 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> str:
     )
     state, rows = resume(policy, optimizer, run, dist)
     dist.broadcast(policy.parameters())
-    difference = await policy.verify()
+    found = await policy.verify()
     say(
-        dist, f"engine   agrees with the trainer: log-probs differ by at most {difference:.1g} nats"
+        dist,
+        f"engine   agrees with the trainer: log-probs differ by {found.mean:.1g} nats on average, "
+        f"at most {found.largest:.1g}, under an adapter that moves them by {found.moved:.1g}",
     )
     if state.step == 0:
         await begin(policy, tasks, cfg, run, dist, state)
@@ -841,6 +843,7 @@ def load_policy(cfg: Config, path, dist) -> Policy:
         value_head=cfg.advantage == "ppo",
         gradient_checkpointing=cfg.gradient_checkpointing,
         share_base=cfg.share_base,
+        compile=cfg.model.compile,
     )
     cfg.micro_tokens = memory.fit_micro_tokens(
         policy, cfg.micro_tokens, cfg.gradient_checkpointing, dist.world

@@ -12,9 +12,9 @@ How it departs from the usual set-up:
 2. Tokens in, tokens out. A sampled reply is kept as the engine's tokens with the engine's
    log-probs; an observation is appended as new tokens. Nothing is decoded and tokenised again, and
    text can never turn into control tokens.
-3. `verify()` compares engine and trainer on a probe before training: with a random adapter, with
-   one of zeros and with the trained one. A stale or broken sync is the most expensive silent fault
-   of such a system, so it stops the run.
+3. `verify()` compares engine and trainer on a probe before training: with a random adapter that
+   changes the model visibly, with one of zeros and with the trained one. A stale or broken sync is
+   the most expensive silent fault of such a system, so it stops the run.
 
 Letters: B sequences, T tokens, N loss positions, D hidden size, V vocabulary.
 All knowledge of vLLM's insides is in flatlab/train/lora_sync.py.
@@ -27,6 +27,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 import warnings
 from dataclasses import dataclass
@@ -39,6 +40,15 @@ from flatlab.train.tensors import save_tensors
 
 LORA_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TINY = Path(__file__).resolve().parent / "configs" / "tiny"  # the stand-in model
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far engine and trainer are apart on sampled tokens, in nats."""
+
+    mean: float  # of |log p(engine) - log p(trainer)|
+    largest: float
+    moved: float  # mean |log p(with adapter) - log p(base model)|, both of the trainer
 
 
 @dataclass(frozen=True)
@@ -103,8 +113,8 @@ class Policy(ChatTokens):
     activations in the backward pass: a third slower, memory of one layer only. share_base: on a
     GPU the trainer uses the engine's copy of the base weights. The mapping is tested on a CPU with
     a stand-in for the engine; it has not been run on a GPU yet. `verify()` would stop a run in
-    which it is wrong. trains: False for search and evaluation: the trainer's copy of the model
-    stays out of the GPU.
+    which it is wrong. compile: compile the engine on a CPU, too, with g++; on a GPU it always is.
+    trains: False for search and evaluation: the trainer's copy of the model stays out of the GPU.
     """
 
     def __init__(
@@ -120,6 +130,7 @@ class Policy(ChatTokens):
         value_head: bool = False,
         gradient_checkpointing: bool = False,
         share_base: bool = False,
+        compile: bool = False,
         trains: bool = True,
     ):
         # in this process: the engine runs only when it is stepped
@@ -142,12 +153,14 @@ class Policy(ChatTokens):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         if self.device == "cpu":
-            # compiling a helper of vLLM's sampler would take 3 s and a C++ compiler
-            torch._dynamo.config.disable = True
+            if compile and not shutil.which("g++"):
+                raise UserError("--compile needs a C++ compiler, g++ (apt install g++).")
+            # compiling even a helper of vLLM's sampler would take 3 s and a C++ compiler
+            torch._dynamo.config.disable = not compile
         # Limits of the log-prob difference between engine and trainer, in nats. Rounding alone
-        # makes about 1e-6 (fp32) or 0.1 on a rare token (bf16), a broken sync far more. Over the
-        # many tokens of a step the mean is tested, since the largest difference has a long tail.
-        self.max_diff_limit = 1e-4 if self.dtype == torch.float32 else 0.5
+        # makes about 1e-6 (fp32) or 0.1 on a rare token (bf16), a broken sync far more. In bf16 and
+        # over the many tokens of a step only the mean is judged: the largest has a long tail.
+        self.max_diff_limit = 1e-4 if self.dtype == torch.float32 else float("inf")
         self.mean_diff_limit = 1e-4 if self.dtype == torch.float32 else 0.05
         if path.adapter:
             adapter = json.loads((Path(path.adapter) / "adapter_config.json").read_text())
@@ -155,7 +168,7 @@ class Policy(ChatTokens):
             lora_alpha = adapter["lora_alpha"]
 
         # The engine comes first because it reseeds the global generators.
-        self._build_engine(lora_rank, seed, max_batch, gpu_memory)
+        self._build_engine(lora_rank, seed, max_batch, gpu_memory, compile)
         torch.manual_seed(seed)
         device = self.device if trains else "cpu"
         self._build_trainer(lora_rank, lora_alpha, gradient_checkpointing, share_base, device)
@@ -173,7 +186,9 @@ class Policy(ChatTokens):
 
     # -------------------------------------------------------------------------- sampling
 
-    def _build_engine(self, rank: int, seed: int, max_batch: int, gpu_memory: float) -> None:
+    def _build_engine(
+        self, rank: int, seed: int, max_batch: int, gpu_memory: float, compile: bool
+    ) -> None:
         from vllm import EngineArgs, LLMEngine
 
         from flatlab.train.lora_sync import METHOD, LoraLinear
@@ -181,7 +196,7 @@ class Policy(ChatTokens):
         LoraLinear.rank = rank
         if self.device == "cpu":
             # with vLLM's block size of 128 a hit in the prefix cache loses up to 127 tokens
-            machine = {"dtype": "float32", "enforce_eager": True, "block_size": 32}
+            machine = {"dtype": "float32", "enforce_eager": not compile, "block_size": 32}
         else:
             machine = {"dtype": "bfloat16", "gpu_memory_utilization": gpu_memory}
         arguments = EngineArgs(
@@ -435,59 +450,96 @@ class Policy(ChatTokens):
                 "of another policy."
             )
 
-    async def logprob_diff(self, tokens: int = 24, base: bool = False) -> float:
-        """Largest |log p(engine) - log p(trainer)| over a few freshly sampled tokens, in nats.
-
-        base: the trainer computes with its adapter off.
-        """
+    async def agreement(self, tokens: int = 24) -> Agreement:
+        """Samples a few replies of up to `tokens` tokens and compares their log-probs."""
         import torch
 
-        texts = ("Print the first ten primes.", "ls -la\n", "score: 0.5")
-        prompts = [self.render([{"role": "user", "content": text}]) for text in texts]
+        prompts = self._probes()
         requests = [self.sample(prompt, tokens, seed=i) for i, prompt in enumerate(prompts)]
         samples = await asyncio.gather(*requests)
         batch = [
             (prompt + s.tokens, [0] * len(prompt) + [1] * len(s.tokens))
             for prompt, s in zip(prompts, samples)
         ]
-        with torch.no_grad(), self.model.disable_adapter() if base else contextlib.nullcontext():
-            trainer, _ = self.logprobs(batch)
+        trainer, base = self._with_and_without(batch)
         engine = torch.tensor([logp for s in samples for logp in s.logprobs])
-        return (trainer.cpu() - engine).abs().max().item()
+        difference = (trainer.cpu() - engine).abs()
+        moved = (trainer - base).abs().mean()
+        return Agreement(difference.mean().item(), difference.max().item(), moved.item())
 
-    async def verify(self) -> float:
-        """Compares engine and trainer with a random adapter, with one of zeros (against the base
-        model) and with the trained one. Returns the largest difference of a log-prob, in nats.
+    def _probes(self) -> list[list[int]]:
+        texts = ("Print the first ten primes.", "ls -la\n", "score: 0.5")
+        return [self.render([{"role": "user", "content": text}]) for text in texts]
 
-        Raises UserError if it is too large: training on such samples would be wrong from the first
-        step.
+    def _with_and_without(self, batch) -> tuple:
+        """The trainer's log-probs with its adapter and without, (N,) each, no gradient."""
+        import torch
+
+        with torch.no_grad():
+            trainer, _ = self.logprobs(batch)
+            with self.model.disable_adapter():
+                base, _ = self.logprobs(batch)
+        return trainer, base
+
+    def _random_adapter(self) -> list:
+        """Random weights that move log-probs by 0.1 to 1 nat: enough to see whether a sync arrived,
+        and not so much that the model is driven to where rounding errors explode.
         """
         import torch
 
         trained = [p.data for p in self.parameters()]
         generator = torch.Generator().manual_seed(0)
-        random = [torch.randn(p.shape, generator=generator) * 0.02 for p in trained]
+        tensors = []
+        for p in trained:
+            values = torch.randn(p.shape, generator=generator) / (10 * p.shape[-1] ** 0.5)
+            tensors.append(values.to(p.device))
+        batch = [(prompt, [0] + [1] * (len(prompt) - 1)) for prompt in self._probes()]
+        for _ in range(8):
+            self._use(tensors)
+            trainer, base = self._with_and_without(batch)
+            moved = (trainer - base).abs().mean().item()
+            if 0.1 <= moved <= 1:
+                break
+            # The change is that of B times A, so each gets the square root of the correction.
+            tensors = [values * (0.3 / moved) ** 0.5 for values in tensors]
+        self._use(trained)
+        return tensors
+
+    async def verify(self) -> Agreement:
+        """Compares engine and trainer with a random adapter, with one of zeros and with the trained
+        one. Returns what was found with the random one.
+
+        Raises UserError if they disagree: training on such samples would be wrong from the first
+        step. fp32 is judged by the largest difference, bf16 by the mean.
+        """
+        import torch
+
+        trained = [p.data for p in self.parameters()]
         adapters = {
-            "random adapter": [values.to(self.model.device) for values in random],
+            "random adapter": self._random_adapter(),
             "adapter of zeros": [torch.zeros_like(p) for p in trained],
             "trained adapter": trained,
         }
-        differences = {}
+        found = {}
         for name, tensors in adapters.items():
             self._use(tensors)
             self.sync()
-            differences[name] = await self.logprob_diff(base=name == "adapter of zeros")
-        largest = max(differences.values())
-        if largest > self.max_diff_limit:
+            found[name] = await self.agreement()
+        if any(
+            a.mean > self.mean_diff_limit or a.largest > self.max_diff_limit for a in found.values()
+        ):
             import vllm
 
-            found = ", ".join(f"{value:.2g} with the {name}" for name, value in differences.items())
-            raise UserError(
-                f"Engine and trainer disagree: log-probs differ by {found}; the limit is "
-                f"{self.max_diff_limit:g} nats (vLLM {vllm.__version__}, {self.dtype}); not "
-                "training on samples of another policy"
+            numbers = ", ".join(
+                f"{a.mean:.2g} (at most {a.largest:.2g}) with the {name}"
+                for name, a in found.items()
             )
-        return largest
+            raise UserError(
+                f"Engine and trainer disagree: log-probs differ by {numbers}; the limits are "
+                f"{self.mean_diff_limit:g} nats ({self.max_diff_limit:g}), see vLLM "
+                f"{vllm.__version__} and {self.dtype}; not training on samples of another policy"
+            )
+        return found["random adapter"]
 
     # -------------------------------------------------------------------------- disk
 

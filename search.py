@@ -639,6 +639,7 @@ def make_policy(cfg: Config, path):
         seed=cfg.seed[0],
         max_batch=max(8, cfg.workers),
         gpu_memory=cfg.gpu_memory,
+        compile=cfg.model.compile,
         trains=False,
     )
 

@@ -30,6 +30,8 @@ class ModelOptions:
     # longer command outputs keep head and tail; default: 2048, stand-in 256
     max_observation_tokens: int | None = None
     temperature: float = 1.0  # sampling temperature
+    # compile the engine on a CPU, too: needs g++ and up to a minute at the start
+    compile: bool = False
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import bench
 from flatlab.errors import UserError
 from flatlab.train.lora_sync import on_weights_of
 from flatlab.train.shared_prompt import common_prompt
-from policy import resolve_model
+from policy import Policy, resolve_model
 
 CHAT = [
     {"role": "system", "content": "You are a test."},
@@ -105,7 +106,9 @@ def test_the_temperature_is_in_the_log_probs_of_both(policy, monkeypatch):
 def test_verify_passes_and_leaves_the_adapter_alone(policy):
     randomise(policy)
     before = [p.clone() for p in policy.parameters()]
-    assert asyncio.run(policy.verify()) < 1e-4
+    found = asyncio.run(policy.verify())
+    assert found.mean <= found.largest < 1e-4
+    assert 0.1 <= found.moved <= 1
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters()))
     assert largest_gap(policy, [policy.render(CHAT)]) < 1e-4
 
@@ -458,6 +461,30 @@ def test_the_adapter_loads_in_plain_vllm(policy, random_model, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     tokens, logprobs = json.loads(done.stdout.splitlines()[-1])
     assert tokens == ours.tokens and logprobs == pytest.approx(ours.logprobs, abs=1e-4)
+
+
+COMPILED = """
+import asyncio, sys
+from policy import Policy, resolve_model
+policy = Policy(resolve_model(sys.argv[1]), context=512, lora_rank=8, compile=True)
+found = asyncio.run(policy.verify())
+assert found.largest < 1e-4 < 0.1 < found.moved, found
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
+def test_a_compiled_engine_agrees_with_the_trainer(random_model):
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED, random_model], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_compile_without_a_compiler_is_one_sentence(random_model, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match=r"--compile needs a C\+\+ compiler"):
+        Policy(resolve_model(random_model), compile=True)
 
 
 def test_a_sync_while_requests_are_in_flight(policy):
