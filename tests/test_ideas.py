@@ -63,46 +63,47 @@ REPLIES = {
 }
 
 
-@pytest.mark.parametrize("reply", REPLIES)
-def test_replies(reply):
-    assert parsing.parse(reply) == REPLIES[reply]
+def test_replies():
+    for reply, found in REPLIES.items():
+        assert parsing.parse(reply) == found, reply
 
 
-@pytest.mark.parametrize(
-    "text, value",
-    [
-        ("0.05", 0.05),
-        (0.05, 0.05),
-        (1, 1.0),
-        ("5%", 0.05),
-        ("<0.1", 0.1),
-        ("< 10 %", 0.1),
-        ("1/20", 0.05),
-        ("~0.07", 0.07),
-        (".5", 0.5),
-        ("0,05", 0.05),
-        ("1e-3", 0.001),
-        ("p=0.2", 0.2),
-        ("0", 0.0),
-        ("100%", 1.0),
-        ("7", None),
-        ("-0.1", None),
-        ("1/0", 0.0),
-        ("nan", None),
-        ("inf", None),
-        ("low", None),
-        ("", None),
-        (None, None),
-        (True, None),
-        ([], None),
-        ({"a": 1}, None),
-        ("9" * 400, None),
-        ("1e99", None),
-        ("²", None),
-    ],
+PROBABILITIES = (
+    ("0.05", 0.05),
+    (0.05, 0.05),
+    (1, 1.0),
+    ("5%", 0.05),
+    ("<0.1", 0.1),
+    ("< 10 %", 0.1),
+    ("1/20", 0.05),
+    ("~0.07", 0.07),
+    (".5", 0.5),
+    ("0,05", 0.05),
+    ("1e-3", 0.001),
+    ("p=0.2", 0.2),
+    ("0", 0.0),
+    ("100%", 1.0),
+    ("7", None),
+    ("-0.1", None),
+    ("1/0", 0.0),
+    ("nan", None),
+    ("inf", None),
+    ("low", None),
+    ("", None),
+    (None, None),
+    (True, None),
+    ([], None),
+    ({"a": 1}, None),
+    ("9" * 400, None),
+    ("1e99", None),
+    ("²", None),
 )
-def test_probabilities(text, value):
-    assert parsing.probability(text) == (None if value is None else pytest.approx(value))
+
+
+def test_probabilities():
+    for text, value in PROBABILITIES:
+        expected = None if value is None else pytest.approx(value)
+        assert parsing.probability(text) == expected, text
 
 
 def test_ten_thousand_hostile_replies():

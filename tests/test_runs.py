@@ -263,9 +263,14 @@ for step in itertools.count():
 """
 
 
+FAST_MOMENTS = (7, 31, 37, 43, 49)
+ALL_MOMENTS = (0, 7, 14, *range(30, 54))  # one turn of the loop has 24 moments
+
+
 @pytest.mark.parametrize(
-    "moment", [0, 7, 14, *range(30, 54)]
-)  # one turn of the loop has 24 moments
+    "moment",
+    [n if n in FAST_MOMENTS else pytest.param(n, marks=pytest.mark.slow) for n in ALL_MOMENTS],
+)
 def test_kill_9_leaves_only_whole_files(tmp_path, moment):
     done = python("-c", WRITER, tmp_path, moment)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -355,17 +360,14 @@ def test_flags_and_presets_of_nested_options_are_flat(tmp_path):
     cli.check_numbers(Nested(), {}, (0, None))  # None is derived later
 
 
-@pytest.mark.parametrize(
-    "old, new",
-    [
+def test_an_old_flag_names_the_new_one(tmp_path):
+    for old, new in (
         (["--max-actions", "3"], "--max-turns"),
         (["--node_minutes=3"], "--episode-minutes"),
         (["--no-checkpoints"], "--keep-checkpoints"),
-    ],
-)
-def test_an_old_flag_names_the_new_one(old, new, tmp_path):
-    with pytest.raises(UserError, match=f"is called {new} now"):
-        cli.parse_config(Nested, old)
+    ):
+        with pytest.raises(UserError, match=f"is called {new} now"):
+            cli.parse_config(Nested, old)
     preset = tmp_path / "preset.yaml"
     preset.write_text("node_minutes: 3\n")
     with pytest.raises(UserError, match="--node-minutes is called --episode-minutes now"):

@@ -199,14 +199,15 @@ def result(t):
 ONE_OF_EACH = [(name, 1) for name in search.SELECT if name != "scientist"] + [("bfs", 4)]
 
 
-@pytest.mark.parametrize("select, workers", ONE_OF_EACH)
-def test_budget_k_executes_k(tmp_path, select, workers):
-    log = []
-    t = run(tmp_path, log=log, select=select, workers=workers, nodes=11)
-    assert len(rows(t)) == len({r["id"] for r in rows(t)}) == 11 == result(t)["nodes"]
-    assert len(log) == 11
-    assert (result(t)["status"], result(t)["stopped_by"]) == ("finished", "nodes")
-    assert all(r["decision"]["rule"] == select and r["decision"]["reason"] for r in rows(t))
+def test_budget_k_executes_k(tmp_path):
+    for select, workers in ONE_OF_EACH:
+        log = []
+        folder = tmp_path / f"{select}-{workers}"
+        t = run(folder, log=log, select=select, workers=workers, nodes=11)
+        assert len(rows(t)) == len({r["id"] for r in rows(t)}) == 11 == result(t)["nodes"], select
+        assert len(log) == 11, select
+        assert (result(t)["status"], result(t)["stopped_by"]) == ("finished", "nodes")
+        assert all(r["decision"]["rule"] == select and r["decision"]["reason"] for r in rows(t))
 
 
 def test_failures_are_counted_everywhere_and_the_root_is_the_best_of_nothing(tmp_path):
@@ -706,14 +707,16 @@ BAD_INPUT = {
 }
 
 
-@pytest.mark.parametrize("flags", BAD_INPUT)
-def test_bad_input_is_one_sentence_before_a_model_is_loaded(tmp_path, monkeypatch, flags):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as error:
-        cfg = parse_config(search.Config, flags.split())
-        trees, _, path, *_ = search.prepare(cfg)
-        search.make_policy(cfg, path)
-    assert BAD_INPUT[flags] in str(error.value) and "\n" not in str(error.value)
+def test_bad_input_is_one_sentence_before_a_model_is_loaded(tmp_path, monkeypatch):
+    for number, (flags, sentence) in enumerate(BAD_INPUT.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        with pytest.raises(UserError) as error:
+            cfg = parse_config(search.Config, flags.split())
+            trees, _, path, *_ = search.prepare(cfg)
+            search.make_policy(cfg, path)
+        assert sentence in str(error.value) and "\n" not in str(error.value), flags
 
 
 def test_bad_input_ends_with_exit_code_2(tmp_path):
@@ -1005,9 +1008,9 @@ def test_a_journal_of_another_version_is_refused_with_one_sentence(tmp_path):
         run(tmp_path, nodes=2, workers=1)
 
 
-@pytest.mark.parametrize("select", ["linear", "scientist"])
-def test_rules_without_a_sampling_mode_say_so_at_the_start(tmp_path, monkeypatch, capsys, select):
+def test_rules_without_a_sampling_mode_say_so_at_the_start(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    select = "scientist"
     cfg = search_config(select=select, model="tiny", backend="local")
     trees, grid, path, is_tiny, why = search.prepare(cfg)
     search.banner(cfg, trees, trees[0].run.dir, is_tiny, why)

@@ -93,36 +93,36 @@ def test_plot_is_not_redrawn_all_the_time(tmp_path, monkeypatch):
     assert drawn == [run.dir] * 2
 
 
-@pytest.mark.parametrize(
-    "files, sentence",
-    [
-        (None, "does not exist"),
-        ({}, "no config.yaml"),
-        ({"photo.jpg": "x"}, "no config.yaml"),
-        ({"config.yaml": "a: 1"}, "no finished step"),
-        ({"config.yaml": "sampling_mode: tail"}, "no finished node"),
-        ({"config.yaml": "a: 1", "journal.jsonl": '{"id": "0.0"}\n[1]\n'}, "line 2 is not"),
-        ({"config.yaml": "a: [1", "metrics.jsonl": '{"step": 0}\n'}, "config.yaml is damaged"),
-        (
-            {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\nrubbish\n{"step": 2}\n'},
-            "line 2 is not",
-        ),
-        ({"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0'}, "no finished step"),
-        (
-            {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\n', "result.json": "{"},
-            "result.json is damaged",
-        ),
-    ],
+BROKEN = (
+    (None, "does not exist"),
+    ({}, "no config.yaml"),
+    ({"photo.jpg": "x"}, "no config.yaml"),
+    ({"config.yaml": "a: 1"}, "no finished step"),
+    ({"config.yaml": "sampling_mode: tail"}, "no finished node"),
+    ({"config.yaml": "a: 1", "journal.jsonl": '{"id": "0.0"}\n[1]\n'}, "line 2 is not"),
+    ({"config.yaml": "a: [1", "metrics.jsonl": '{"step": 0}\n'}, "config.yaml is damaged"),
+    (
+        {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\nrubbish\n{"step": 2}\n'},
+        "line 2 is not",
+    ),
+    ({"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0'}, "no finished step"),
+    (
+        {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\n', "result.json": "{"},
+        "result.json is damaged",
+    ),
 )
-def test_broken_empty_and_foreign_directories_are_one_sentence(tmp_path, files, sentence):
-    directory = tmp_path / "run"
-    if files is not None:
-        directory.mkdir()
-        for name, text in files.items():
-            (directory / name).write_text(text)
-    with pytest.raises(UserError, match=sentence) as caught:
-        viz.summary(directory)
-    assert str(directory) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_broken_empty_and_foreign_directories_are_one_sentence(tmp_path):
+    for number, (files, sentence) in enumerate(BROKEN):
+        directory = tmp_path / str(number)
+        if files is not None:
+            directory.mkdir()
+            for name, text in files.items():
+                (directory / name).write_text(text)
+        with pytest.raises(UserError, match=sentence) as caught:
+            viz.summary(directory)
+        assert str(directory) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_user_error_is_exit_code_2(tmp_path):
