@@ -70,11 +70,9 @@ from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.sandbox import Sandbox, pick_backend, readable
-from flatlab.sandbox.warm_pool import WARM_POOL
 
 __all__ = [
     "IMAGE",
-    "WARM_POOL",
     "Env",
     "Episode",
     "SandboxFault",

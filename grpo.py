@@ -654,9 +654,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> str:
         if not cfg.eval_episodes:  # the sampled episodes judge the adapter before its update
             keep_best(policy, run, dist, state, guard.latest_steps([*rows, row]))
 
-        # learn: from the groups whose rewards differ; meanwhile the next step's sandboxes start
-        if step + 1 < cfg.steps:
-            env.WARM_POOL.expect(min(cfg.concurrency, len(plan) * cfg.group_size // dist.world))
+        # learn: from the groups whose rewards differ
         warm = min(1.0, (step - state.since + 1) / (cfg.warmup + 1))
         for setting in optimizer.param_groups:
             setting["lr"] = cfg.lr * state.lr_scale * warm

@@ -158,7 +158,7 @@ def sandbox_times(task, backend, numbers):
     many = time.perf_counter() - begin
     busy = f"5 steps and a grading each; {machine_cpu() - cpu:.1f} CPU seconds"
     rows = [
-        (f"{backend}: first reset", ms(first), "to the first prompt, no warm sandbox"),
+        (f"{backend}: first reset", ms(first), "to the first prompt"),
         (f"{backend}: one step, `true`", ms(step), "median of 200, 20 ms apart"),
         (f"{backend}: reset", ms(reset), "median of 7, a second apart"),
         (f"{backend}: fork", ms(fork), "median of 7"),
@@ -251,7 +251,6 @@ def episodes_in_a_row(backend, count, say=lambda done: None, disk=False):
 
     Returns the resources after the first tenth of the episodes and at the end.
     """
-    from flatlab.sandbox.warm_pool import WARM_POOL
     from tasks import load_task
 
     task = load_task("titanic", "", "")
@@ -261,7 +260,6 @@ def episodes_in_a_row(backend, count, say=lambda done: None, disk=False):
             begin = resources(disk)
         play(task, backend, 3 + n % 300, FAILING if n % 10 == 5 else EPISODE)
         say(n + 1)
-    WARM_POOL.close()
     time.sleep(1)
     return begin, resources(disk)
 

@@ -19,7 +19,6 @@ from flatlab.episode.actions import extract_action
 from flatlab.episode.grading import Score
 from flatlab.episode.task import Task
 from flatlab.errors import SandboxFault
-from flatlab.sandbox import images
 from flatlab.sandbox.sandbox import Sandbox
 from helpers import LOCAL, FakePolicy, block, do
 from tasks import load_task
@@ -642,14 +641,14 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
             self.close()
             return super().run(*args, **kwargs)
 
-    monkeypatch.setattr(images, "Sandbox", Breaking)
+    monkeypatch.setattr(machine, "Sandbox", Breaking)
     episode = play(task, FakePolicy(block("ls")))
     assert episode.status == "fault" and episode.score is None and "closed" in episode.fault
 
     def no_start(*args, **kwargs):
         raise SandboxFault("no more containers")
 
-    monkeypatch.setattr(images, "Sandbox", no_start)
+    monkeypatch.setattr(machine, "Sandbox", no_start)
     assert play(task, FakePolicy(block("ls"))).fault == "no more containers"
 
 
@@ -773,10 +772,9 @@ def test_what_was_handed_in_cannot_turn_its_grading_into_a_fault(task, backend):
             world.score()
 
 
-def test_containers_of_two_tasks_are_of_one_kind(monkeypatch):
-    """So one that was started ahead for a task serves another; folders are hidden locally only."""
-    monkeypatch.setattr(machine, "task_sandbox", lambda *_, **options: options)
-    one, two = load_task("titanic", "", ""), load_task("battleOfSexes", "", "")
-    assert machine.open_sandbox(one, "docker") == machine.open_sandbox(two, "docker")
-    hidden = machine.open_sandbox(one, "local")["hide"]
-    assert str(one.hidden["answers.csv"].parent) in hidden
+def test_folders_of_hidden_files_are_hidden(monkeypatch):
+    made = {}
+    monkeypatch.setattr(machine, "Sandbox", lambda *_, **options: made.update(options))
+    task = load_task("titanic", "", "")
+    machine.open_sandbox(task, "namespaces")
+    assert str(task.hidden["answers.csv"].parent) in made["hide"]

@@ -21,11 +21,11 @@ import pytest
 import bench
 from backends import ISOLATED, containers_of, needs_docker
 from env import Env, run_episode
+from flatlab.episode import machine
 from flatlab.errors import SandboxFault, UserError
 from flatlab.sandbox import backend as sandbox_backend
-from flatlab.sandbox import docker, images, local, sandbox, snapshot
+from flatlab.sandbox import docker, local, sandbox, snapshot
 from flatlab.sandbox.sandbox import Sandbox
-from flatlab.sandbox.warm_pool import WARM_POOL, WarmPool
 from helpers import PROJECT, FakePolicy, block
 from tasks import load_task
 
@@ -51,7 +51,7 @@ def world(task, backend):
 
 
 def ours():
-    """Containers of this process, those that were started ahead included."""
+    """Containers of this process."""
     return containers_of(os.getpid())
 
 
@@ -216,12 +216,10 @@ def wire(tmp_path, monkeypatch):
         pytest.skip("needs Docker's own socket")
     wire = Wire(tmp_path / "d.sock")
     monkeypatch.setenv("DOCKER_HOST", f"unix://{wire.path}")
-    WARM_POOL.close()
     for cached in (docker.docker_api, sandbox.pick_backend):
         cached.cache_clear()
     yield wire
     wire.cut()
-    WARM_POOL.close()
     for cached in (docker.docker_api, sandbox.pick_backend):
         cached.cache_clear()
 
@@ -264,7 +262,7 @@ def test_container_that_was_made_but_not_started(wire, moment, monkeypatch):
     with pytest.raises(SandboxFault, match="Docker did not start a container"):
         Sandbox("docker")
     wire.cut_at = b"\0never\0"
-    monkeypatch.setattr(docker, "UNSTARTED", "0s")  # else a leftover may be five minutes old
+    monkeypatch.setattr(docker, "LEFTOVER", "0s")  # else a leftover may be five minutes old
     docker.docker_api.cache_clear()
     docker.docker_api()
     assert not [box for box in ours() if box["State"] == "created"]
@@ -316,118 +314,6 @@ def test_owner_dies_before_the_sandbox_has_read_its_program(backend, monkeypatch
         assert started[0].wait(10) == 1
 
 
-# ---- warm pool
-
-
-def started_ahead(pool):
-    """Sandboxes of a pool that have started and wait."""
-    futures = [future for queue in pool.queues.values() for future in queue]
-    return [future.result() for future in futures if future.done()]
-
-
-class FakeBox:
-    def __init__(self, *_, **options):
-        self.options = options
-        self.closed = False
-
-    def call(self, *_, **__):
-        pass
-
-    def close(self):
-        self.closed = True
-
-
-@needs_docker
-@fault(15, "a container that was started ahead dies before it is taken")
-def test_dead_containers_of_the_pool_are_not_used(task):
-    WARM_POOL.close()
-    with Env(task, "docker") as world:
-        world.reset()
-        assert wait_for(lambda: started_ahead(WARM_POOL))
-        box = started_ahead(WARM_POOL)[0]
-        docker.docker_api().kill(box.container)
-        time.sleep(0.5)
-        world.reset()
-        assert world.step(block("echo alive")).observation == "alive" and world.sandbox is not box
-
-
-@needs_docker
-def test_sandboxes_of_the_next_step_start_before_they_are_asked_for(task):
-    WARM_POOL.close()
-    WARM_POOL.taken.clear()  # what other tests took is not expected again
-    with Env(task, "docker") as world:
-        world.reset()
-    WARM_POOL.expect(6)
-    assert wait_for(lambda: len(started_ahead(WARM_POOL)) >= 6)
-    ahead = set(started_ahead(WARM_POOL))
-    worlds = [Env(task, "docker", seed=n) for n in range(6)]
-    for world in worlds:
-        world.reset()
-    assert {world.sandbox for world in worlds} <= ahead
-    assert worlds[3].step(block("echo $PYTHONHASHSEED")).observation == "3"
-    WARM_POOL.expect(6)  # nobody takes these
-    for world in worlds:
-        world.close()
-    WARM_POOL.close()
-    assert wait_for(lambda: not ours(), 60)
-
-
-def test_no_more_are_started_ahead_than_are_expected():
-    pool = WarmPool(FakeBox)
-    for n in range(12):
-        pool.take("docker", {}, image=n)
-    pool.close()
-    pool.expect(8)
-    assert wait_for(lambda: len(started_ahead(pool)) == 8)
-    pool.close()
-    for n in range(30):
-        pool.take("docker", {}, image=n % 3)
-    pool.close()
-    pool.expect(32)
-    assert wait_for(lambda: len(started_ahead(pool)) == 32)
-    assert sorted(map(len, pool.queues.values())) == [10, 11, 11]
-    pool.close()
-
-
-def test_a_pool_that_closes_ends_what_is_still_starting():
-    made, may_start = [], threading.Event()
-
-    def slow(*_, **options):
-        may_start.wait(10)
-        made.append(FakeBox())
-        return made[-1]
-
-    pool = WarmPool(slow)
-    pool.taken["kind"] = 1
-    pool.options["kind"] = ("docker", {})
-    pool.expect(3)
-    pool.close()
-    may_start.set()
-    assert wait_for(lambda: len(made) == 3 and all(box.closed for box in made))
-
-
-def test_a_failed_start_in_the_pool_is_tried_again_by_the_taker():
-    def fails_ahead(*_, env=None):
-        if env is None:
-            raise SandboxFault("no daemon")
-        return FakeBox()
-
-    pool = WarmPool(fails_ahead)
-    for _ in range(3):
-        assert isinstance(pool.take("docker", {}), FakeBox)
-    pool.close()
-
-
-@fault(19, "containers that were started ahead and are not needed")
-def test_idle_sandboxes_of_the_pool_end(monkeypatch):
-    monkeypatch.setattr(WarmPool, "IDLE", 0.3)
-    pool = WarmPool(FakeBox)
-    pool.take("docker", {})
-    assert wait_for(lambda: started_ahead(pool))
-    box = started_ahead(pool)[0]
-    assert wait_for(lambda: box.closed) and not started_ahead(pool)
-
-
 @needs_docker
 @fault(17, "no image")
 def test_missing_image_is_a_fault_that_names_it(task):
@@ -458,7 +344,6 @@ def test_many_sandboxes_at_once(task, backend):
     barrier, before = threading.Barrier(count), threading.active_count()
     with ThreadPoolExecutor(count) as pool:
         assert list(pool.map(episode, range(count))) == [("ok", True, True)] * count
-    WARM_POOL.close()
     assert wait_for(lambda: not ours(), 120)
     assert wait_for(lambda: threading.active_count() <= before + 2, 60)
 
@@ -552,7 +437,7 @@ def test_one_broken_episode_leaves_the_others_alone(task, monkeypatch):
                 self.close()
             return super().run(*args, **kwargs)
 
-    monkeypatch.setattr(images, "Sandbox", Sometimes)
+    monkeypatch.setattr(machine, "Sandbox", Sometimes)
 
     async def main():
         return await asyncio.gather(

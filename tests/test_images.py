@@ -1,5 +1,8 @@
 """What a task needs of its sandboxes: network, caches, large files and packages in an image."""
 
+import os
+import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +11,9 @@ import pytest
 from backends import ISOLATED, backends, needs_docker
 from env import Env, check_needs
 from flatlab.errors import SandboxFault, UserError
-from flatlab.sandbox import images
+from flatlab.sandbox import docker, images
 from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.docker import docker_api
-from flatlab.sandbox.warm_pool import WARM_POOL
 from helpers import block
 from tasks import load_task
 
@@ -98,6 +100,21 @@ def test_hf_cache_is_mounted_read_only_and_found(tmp_path):
 # ---- images for a task
 
 
+def leftovers():
+    """Images of this process that have lost their name."""
+    label = f"flatlab.owner={socket.gethostname()}:{os.getpid()}"
+    return docker_api().images(filters={"dangling": True, "label": label})
+
+
+def remove_leftovers():
+    """As a later process does at its first use of Docker, when their containers have ended."""
+    deadline = time.monotonic() + 10
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(docker, "LEFTOVER", "0s")
+        while leftovers() and time.monotonic() < deadline:
+            docker_api.cache_clear()
+
+
 @pytest.fixture
 def big_task(tmp_path):
     (tmp_path / "big.bin").write_bytes(b"7" * (9 << 20))
@@ -110,6 +127,7 @@ def big_task(tmp_path):
     for image in api.images("flatlab/flatlab-test"):
         for tag in image["RepoTags"]:
             api.remove_image(tag, force=True)
+    remove_leftovers()
 
 
 @needs_docker
@@ -135,7 +153,6 @@ def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
     monkeypatch.undo()
     docker_api().remove_image(first, force=True)  # by somebody else
     with Env(big_task, "docker") as world:
-        WARM_POOL.close()
         with pytest.raises(SandboxFault):
             world.reset()
         assert "data/big.bin" in world.reset()
@@ -155,8 +172,21 @@ def test_missing_requirements_of_an_image_are_named(big_task, tmp_path):
     with pytest.raises(UserError, match="lacks: flatlab-test. Install .*requirements.txt in a"):
         Env(task, "docker").reset()
     needed.write_text("# nothing\n")
+    task = replace(task, public={"data/small": needed})
     with Env(task, "docker") as world:
-        assert world.reset() and world.sandbox.image.startswith("flatlab/flatlab-test:")
+        assert "data/small (10 bytes)" in world.reset()
+        assert world.sandbox.image.startswith("flatlab/flatlab-test:")
+
+
+@needs_docker
+@pytest.mark.fault(20, "an image that lost its name while a container used it")
+def test_images_without_a_name_are_removed_at_the_next_start(big_task):
+    with Env(big_task, "docker") as world:
+        world.reset()
+        docker_api().remove_image(world.sandbox.image, force=True)
+        assert leftovers()
+    remove_leftovers()
+    assert not leftovers()
 
 
 @pytest.mark.parametrize("backend", backends("namespaces", "landlock"))

@@ -19,6 +19,7 @@ import pytest
 import env
 from backends import EVERYWHERE, ISOLATED, backends, containers_of, missing, needs_docker
 from flatlab.errors import ArtefactError, SandboxFault, UserError
+from flatlab.sandbox import backend as sandbox_backend
 from flatlab.sandbox import docker, local, sandbox, snapshot
 from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.sandbox import Sandbox
@@ -535,16 +536,17 @@ def test_any_number_of_files_is_removed(box):
 
 
 @pytest.mark.attack("a tar, rm or xargs of the agent's own, first in root's PATH")
-def test_root_runs_no_program_of_the_agent(isolated):
+def test_root_runs_no_program_of_the_agent(isolated, monkeypatch):
+    monkeypatch.setattr(sandbox_backend, "TOOLS", "/home/agent/bin")  # comes first in PATH
     boxes = [Sandbox(isolated) for _ in range(2)]
     for box in boxes:
         script = "'#!/bin/bash\\necho $0 $(id -u) >> /tmp/owned\\n'"
         box.run(
-            f"mkdir ~/bin; for n in tar rm xargs python3; do printf {script} > ~/bin/$n; done; "
+            "mv ~/bin ~/old; mkdir ~/bin; for n in tar rm xargs python3; "
+            f"do printf {script} > ~/bin/$n; done; "
             "chmod 755 ~/bin/*; /bin/echo kept > f",
             5,
         )
-        box.call("configure", env={"PATH": f"{Path(box.workspace).parent}/bin:/usr/bin:/bin"})
     assert "tar" in out(boxes[0], "tar; cat /tmp/owned; : > /tmp/owned")  # ours is found first
     files = snapshot.take(boxes[0])
     snapshot.put_back(boxes[1], files)
@@ -619,7 +621,7 @@ def test_killed_owner_leaves_nothing(backend):
 @pytest.mark.fault(20, "a container that was made but never started by a process that was killed")
 @needs_docker
 def test_containers_that_were_never_started_are_removed_at_the_next_start(monkeypatch):
-    monkeypatch.setattr(docker, "UNSTARTED", "1s")
+    monkeypatch.setattr(docker, "LEFTOVER", "1s")
     api = docker.docker_api()
     labels = {"flatlab.owner": "elsewhere:1"}
     left = api.create_container(IMAGE, ["true"], labels=labels)["Id"]

@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 
 from flatlab.episode.task import Task
-from flatlab.errors import UserError
+from flatlab.errors import SandboxFault, UserError
 from flatlab.sandbox.backend import IMAGE
-from flatlab.sandbox.images import task_sandbox
-from flatlab.sandbox.sandbox import KINDS, Sandbox, pick_backend
+from flatlab.sandbox.images import check_requirements, found_images, prepared_image
+from flatlab.sandbox.sandbox import KINDS, Sandbox, get_backend, pick_backend
+
+MOUNT_BYTES = 16 << 20  # larger public files are mounted into a local sandbox, not copied
 
 
 def check_needs(
@@ -54,22 +56,36 @@ def open_sandbox(
 ) -> Sandbox:
     """Opens a sandbox for an agent or for a grading.
 
-    It holds none of the task's hidden files. Large public files may be in place already (see
+    It holds none of the task's hidden files. Public files may be in place already (see
     Sandbox.premounted). limits: memory, disk, cpus, processes. Raises SandboxFault, and UserError
     if the task's requirements are missing.
     """
-    hide = set()
-    if backend != "docker":  # a container shows no folder of this machine
-        hide = {str(path.resolve().parent) for path in task.hidden.values()}
-    return task_sandbox(
-        backend,
-        task,
-        image,
-        {"PYTHONHASHSEED": str(seed % 2**32)},
-        network=network and task.needs_network,
-        gpu=task.needs_gpu,
-        hf_cache=hf_cache,
-        hide=tuple(sorted(hide)),
-        hide_package_data=task.hide_package_data,
+    options = {
+        "env": {"PYTHONHASHSEED": str(seed % 2**32)},
+        "network": network and task.needs_network,
+        "gpu": task.needs_gpu,
+        "hf_cache": hf_cache,
+        "hide": tuple({str(path.resolve().parent) for path in task.hidden.values()}),
+        "hide_package_data": task.hide_package_data,
         **limits,
-    )
+    }
+    if get_backend(backend).is_container:
+        prepared = prepared_image(task, image)
+        premounted = task.public if prepared != image else {}
+        try:
+            return Sandbox(backend, image=prepared, premounted=premounted, **options)
+        except SandboxFault:
+            found_images.clear()  # somebody may have removed the image: the next call looks again
+            raise
+    large = {}
+    for path, file in task.public.items():
+        # A file that is mounted could not be removed, so an artefact is never mounted.
+        if file.stat().st_size > MOUNT_BYTES and not task.is_artefact(path):
+            large[path] = file
+    box = Sandbox(backend, premounted=large, **options)
+    try:
+        check_requirements(box, task)
+    except UserError:
+        box.close()
+        raise
+    return box

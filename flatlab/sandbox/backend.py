@@ -54,7 +54,7 @@ class Backend:
     start: Callable[[Spec], Connection]
     covers: str  # one line: what it isolates, and what it does not
     is_complete: bool = True  # False: only the stand-in model uses it unless it is asked for
-    is_container: bool = False  # has images and GPUs, starts slowly enough to start ahead
+    is_container: bool = False  # has images and GPUs
     can_premount: bool = True  # Spec.premounted works
     # Where commands can write beside their home; () nowhere, None: depends on the image.
     writable: tuple[str, ...] | None = ()

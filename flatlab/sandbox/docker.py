@@ -20,7 +20,7 @@ from flatlab.sandbox.backend import (
 )
 
 STARTS = threading.Semaphore(8)  # a daemon that is asked for more at once only gets slower
-UNSTARTED = "5m"  # a container that is not running by then is a leftover
+LEFTOVER = "5m"  # older containers that do not run, and images without a name, are leftovers
 CACHE = "/opt/flatlab/huggingface"  # where the Hugging Face cache of this machine is mounted
 CACHE_LINKS = "/home/agent/.cache/huggingface"  # a writable folder with links into it
 CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
@@ -155,15 +155,21 @@ def host_config(api, spec: Spec):
 
 @functools.cache
 def docker_api():
-    """The connection to the daemon. Removes containers of ours that were never started."""
+    """The connection to the daemon.
+
+    Removes what killed processes left: containers that were never started, images without a name.
+    """
     import docker
 
     api = docker.APIClient(
         **docker.utils.kwargs_from_env(), version="auto", timeout=5, max_pool_size=64
     )
+    ours = {"label": "flatlab.owner", "until": LEFTOVER}
     with suppress(docker.errors.APIError):  # another process does the same right now
-        api.prune_containers({"label": "flatlab.owner", "until": UNSTARTED})
+        api.prune_containers(ours)
     api.timeout = 120
+    with suppress(docker.errors.APIError):
+        api.prune_images(ours)
     return api
 
 

@@ -77,7 +77,7 @@ class Output:
 
 
 class Runner:
-    """`run`, `sweep`, `state` and `configure` answer requests: they return (reply, bytes)."""
+    """`run`, `sweep` and `state` answer requests: they return (reply, bytes)."""
 
     def __init__(self, config):
         self.requests = os.dup(0)  # copies that no command inherits
@@ -369,11 +369,6 @@ class Runner:
             self.exports = blob
         return {"cwd": self.cwd}, self.exports
 
-    def configure(self, blob, env):
-        """Adds to the environment variables of commands."""
-        self.environ.update(env)
-        return {}, b""
-
     # ------------------------------------------------------------------------------------- protocol
 
     def receive(self, count):
@@ -397,7 +392,6 @@ class Runner:
             "run": self.run,
             "sweep": self.sweep,
             "state": self.state,
-            "configure": self.configure,
             "put": self.files.put,
             "get": self.files.get,
             "listing": self.files.listing,
