@@ -483,10 +483,9 @@ def test_dojo_refuses(dojo, tmp_path):
         ("\xff\x00,", "are needed"),
         ('id,y\n"', "cannot be read"),
     ]
+    task = load_task("mine", mledojo_root=dojo)
     for text, message in cases:
-        score, said = grade(
-            load_task("mine", mledojo_root=dojo), tmp_path / "a", {"submission.csv": text.encode()}
-        )
+        score, said = grade(task, tmp_path / "a", {"submission.csv": text.encode()})
         assert score is None and message in said
 
 

@@ -318,7 +318,17 @@ def test_seeds_differ_and_matter(tmp_path):
     assert shape(a) != shape(b) and len({n.seed for n in a.nodes.values()}) == 13
 
 
-@pytest.mark.parametrize("select", ["bfs", "ucb", "open_ended", "softmax", "mcts", "evolution"])
+@pytest.mark.parametrize(
+    "select",
+    [
+        "bfs",
+        "open_ended",
+        "evolution",
+        pytest.param("ucb", marks=pytest.mark.slow),
+        pytest.param("softmax", marks=pytest.mark.slow),
+        pytest.param("mcts", marks=pytest.mark.slow),
+    ],
+)
 def test_a_cut_journal_is_continued_to_the_same_tree(tmp_path, select):
     """After kill -9 nothing in the journal is run again, and the rest comes out the same."""
     whole = run(tmp_path / "whole", select=select, workers=1, nodes=9)
@@ -917,8 +927,15 @@ def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_
 # ------------------------------------------------------------------ what was really done
 
 
-@pytest.mark.parametrize("select", ["ucb", "open_ended", "softmax", "signals"])
-@pytest.mark.parametrize("mode", ["tail", "uniform"])
+@pytest.mark.parametrize(
+    "select, mode",
+    [
+        ("ucb", "tail"),
+        ("open_ended", "uniform"),
+        pytest.param("softmax", "tail", marks=pytest.mark.slow),
+        pytest.param("signals", "uniform", marks=pytest.mark.slow),
+    ],
+)
 def test_only_children_of_a_node_with_a_strategy_ask_for_variations(tmp_path, select, mode):
     """Drafts keep the sampling mode that was chosen, also when the rule exploits."""
     t = run(tmp_path, select=select, modes=(mode,), nodes=14, workers=2)

@@ -49,11 +49,11 @@ def test_no_interval_below_three_values_and_its_method_is_named():
     assert stats.mean_interval([2.0] * 3) == (2.0, 2.0)
 
 
-@pytest.mark.parametrize("count, draws", [(3, 1000), (5, 1000), (10, 1000), (25, 1000)])
-def test_intervals_cover_the_mean_as_often_as_they_promise(count, draws):
+@pytest.mark.parametrize("count", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_intervals_cover_the_mean_as_often_as_they_promise(count):
     """95 % of normal samples; the minimum and maximum of two values would cover half of them."""
     rng = np.random.default_rng(0)
-    intervals = [stats.mean_interval(rng.normal(size=count)) for _ in range(draws)]
+    intervals = [stats.mean_interval(rng.normal(size=count)) for _ in range(500)]
     coverage = np.mean([low <= 0 <= high for low, high in intervals])
     assert 0.90 <= coverage <= 0.98
 
