@@ -1,9 +1,11 @@
 """Fakes and short forms that several test files share. Importing this file starts nothing."""
 
 import asyncio
+import sys
 from pathlib import Path
 
 from flatlab.episode.episode import Sample
+from flatlab.runs.cli import one_sentence
 
 PROJECT = Path(__file__).resolve().parents[1]
 LOCAL = "local"
@@ -17,6 +19,20 @@ def block(text):
 def do(world, text):
     """The step of an environment for one bash block."""
     return world.step(block(text))
+
+
+def run_here(main, *flags, monkeypatch, capsys):
+    """Runs main() of a script in this process, as its command line does.
+
+    Returns the exit code, stdout and stderr.
+    """
+    monkeypatch.setattr(sys, "argv", ["script.py", *map(str, flags)])
+    code = 0
+    try:
+        one_sentence(main)
+    except SystemExit as end:
+        code = end.code
+    return code, *capsys.readouterr()
 
 
 class FakePolicy:

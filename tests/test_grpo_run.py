@@ -15,21 +15,14 @@ from pathlib import Path
 
 import pytest
 
+import grpo
 from backends import backends
+from flatlab.errors import UserError
+from helpers import run_here
 
 ROOT = Path(__file__).parents[1]
-SMALL = [
-    "--steps",
-    "3",
-    "--groups",
-    "2",
-    "--group-size",
-    "4",
-    "--eval-episodes",
-    "4",
-    "--concurrency",
-    "8",
-]
+SMALL = "--groups 2 --group-size 4 --eval-episodes 2 --concurrency 8 --steps".split()
+A_RUN = [*SMALL, *"2 --model tiny --task titanic --backend local --name a".split()]
 
 
 def start(folder, *flags, script="grpo.py", before=None, **environment):
@@ -81,9 +74,7 @@ def processes_of(pid):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, tiny_model):
     folder = tmp_path_factory.mktemp("run")
-    code, out, err = run(
-        folder, *SMALL, "--model", "tiny", "--task", "titanic", "--backend", "local", "--name", "a"
-    )
+    code, out, err = run(folder, *A_RUN)
     assert code == 0, err
     return folder, out
 
@@ -92,21 +83,18 @@ def test_a_run_leaves_everything_behind(finished):
     folder, out = finished
     logs = folder / "logs" / "a"
     metrics, result = rows(logs / "metrics.jsonl"), json.loads((logs / "result.json").read_text())
-    assert [row["step"] for row in metrics] == [0, 1, 2]
+    assert [row["step"] for row in metrics] == [0, 1]
     assert result["status"] == "finished" and result["task"] == "titanic"
     final = result["final"]
-    assert 0 < result["before"]["score_mean"] < 1 and final["n"] == 4 and final["steps"] == 3
-    assert "test_score_mean" in final["best"] and final["last"]["difference_n"] == 4
+    assert 0 < result["before"]["score_mean"] < 1 and final["n"] == 2 and final["steps"] == 2
+    assert "test_score_mean" in final["best"] and final["last"]["difference_n"] == 2
     assert all(row["faults"] == 0 and row["version"] > 0 for row in metrics)
     learned = [row for row in metrics if "logprob_diff_max" in row]
     assert learned and all(row["logprob_diff_max"] < 1e-4 for row in learned)
-    episodes = rows(logs / "episodes" / "000002.jsonl")
-    groups = metrics[2]["groups"]  # two, and up to four when some had equal rewards
-    assert (
-        2 <= groups <= 4
-        and len(episodes) == 4 * groups
-        and {e["group"] for e in episodes} == set(range(groups))
-    )
+    episodes = rows(logs / "episodes" / "000001.jsonl")
+    groups = metrics[1]["groups"]  # two, and up to four when some had equal rewards
+    assert 2 <= groups <= 4 and len(episodes) == 4 * groups
+    assert {e["group"] for e in episodes} == set(range(groups))
     assert all(e["status"] != "fault" and e["turns"] and e["turns"][0]["reply"] for e in episodes)
     assert (logs / "curves.png").stat().st_size > 10_000
     for name in ("config.yaml", "command.txt", "git.txt", "env.txt"):
@@ -114,7 +102,7 @@ def test_a_run_leaves_everything_behind(finished):
     assert (logs / "report.html").stat().st_size > 10_000
     assert "stand-in" in out and "curves.png" in out and "engine   agrees" in out
     assert "warning  titanic" not in out  # that of MLGym is degenerate, this one is not
-    assert "\nuntrained " in out and "\nlast (step 2)" in out and "\nbest " in out
+    assert "\nuntrained " in out and "\nlast (step 1)" in out and "\nbest " in out
 
 
 def test_the_adapter_loads_in_plain_peft(finished):
@@ -123,7 +111,7 @@ def test_the_adapter_loads_in_plain_peft(finished):
     from transformers import AutoModelForCausalLM
 
     folder, _ = finished
-    best = folder / "logs" / "a" / "checkpoints" / "000002"
+    best = folder / "logs" / "a" / "checkpoints" / "000001"
     base = json.loads((best / "adapter_config.json").read_text())["base_model_name_or_path"]
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(best))
     with torch.no_grad():
@@ -132,19 +120,46 @@ def test_the_adapter_loads_in_plain_peft(finished):
             assert not torch.equal(trained, model(torch.arange(20)[None]).logits)
 
 
-def test_the_same_command_again_finds_it_finished_and_another_config_is_refused(finished):
-    folder, _ = finished
-    before = (folder / "logs/a/metrics.jsonl").read_bytes()
-    flags = [*SMALL, "--model", "tiny", "--task", "titanic", "--backend", "local", "--name", "a"]
-    (folder / "vllm.py").write_text("raise SystemExit('the engine was loaded')")
-    alone = {"PYTHONPATH": str(folder)}
-    code, out, err = run(folder, *flags, **alone)
+@pytest.fixture
+def again(finished, monkeypatch, capsys):
+    """again(*flags) runs the script in this process, in the folder of the finished run.
+
+    Returns the exit code, stdout and stderr; an engine that is loaded is an error.
+    """
+
+    def load_policy(*_):
+        raise UserError("the engine was loaded")
+
+    monkeypatch.chdir(finished[0])
+    monkeypatch.setattr(grpo, "load_policy", load_policy)
+    return lambda *flags: run_here(grpo.main, *flags, monkeypatch=monkeypatch, capsys=capsys)
+
+
+def test_the_same_command_again_finds_it_finished_and_another_config_is_refused(again):
+    metrics = Path("logs/a/metrics.jsonl")
+    before = metrics.read_bytes()
+    code, out, err = again(*A_RUN)
     assert code == 0 and "\nuntrained " in out and "adapter: logs/a/best" in out, err
-    assert (folder / "logs/a/metrics.jsonl").read_bytes() == before
-    code, out, err = run(folder, *flags, "--lr", "0.5", **alone)
+    assert metrics.read_bytes() == before
+    code, out, err = again(*A_RUN, "--lr", "0.5")
     assert code == 2 and "lr: 0.001 there, 0.5 now" in err and len(err.strip().splitlines()) == 1
-    code, out, err = run(folder, *flags, "--steps", "4", **alone)
+    code, out, err = again(*A_RUN, "--steps", "4")
     assert "the engine was loaded" in err  # there is something left to do
+
+
+def test_a_run_without_its_checkpoints_is_not_erased(again):
+    logs = Path("logs/a")
+    before = (logs / "metrics.jsonl").read_bytes()
+    (logs / "checkpoints").rename("elsewhere")
+    try:
+        code, _, err = again(*A_RUN)
+        assert code == 2 and "no checkpoint to continue from" in err
+        assert (logs / "metrics.jsonl").read_bytes() == before
+        assert len(list((logs / "episodes").glob("*.jsonl"))) == 2
+    finally:
+        if (logs / "checkpoints").exists():
+            (logs / "checkpoints").rmdir()
+        Path("elsewhere").rename(logs / "checkpoints")
 
 
 @pytest.mark.slow
@@ -165,28 +180,16 @@ def test_a_copy_with_a_changed_advantage_is_a_small_diff_and_runs(tmp_path, tiny
         if file.name not in ("logs", ".git", ".venv", "mine.py"):
             (tmp_path / file.name).symlink_to(file)
     (tmp_path / "mine.py").write_text(mine)
+    flags = [*SMALL, *"1 --model tiny --backend local --name mine".split()]
     done = subprocess.run(
-        [
-            sys.executable,
-            tmp_path / "mine.py",
-            *SMALL,
-            "--steps",
-            "1",
-            "--model",
-            "tiny",
-            "--backend",
-            "local",
-            "--name",
-            "mine",
-        ],
+        [sys.executable, tmp_path / "mine.py", *flags],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=600,
     )
-    assert (
-        done.returncode == 0 and rows(tmp_path / "logs/mine/metrics.jsonl")[0]["grad_norm"] > 0
-    ), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert rows(tmp_path / "logs/mine/metrics.jsonl")[0]["grad_norm"] > 0
 
 
 @pytest.mark.slow
@@ -198,39 +201,18 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
         assert process.returncode == 0, err
         return out
 
-    done("search.py", "--name", "tree", "--nodes", "8", "--branching", "8")
-    out = done(
-        "grpo.py",
-        *SMALL,
-        "--sft",
-        "logs/tree",
-        "--sft-updates",
-        "4",
-        "--steps",
-        "1",
-        "--name",
-        "learned",
-    )
+    done("search.py", *"--name tree --nodes 8 --branching 8".split())
+    imitate = "1 --sft logs/tree --sft-updates 4 --name learned".split()
+    out = done("grpo.py", *SMALL, *imitate)
     assert "after imitation: score" in out
     result = json.loads((tmp_path / "logs/learned/result.json").read_text())
-    assert result["imitated"]["n"] == result["before"]["n"] == 4 and result["best"]["step"] in (
-        -1,
-        0,
-    )
+    assert result["imitated"]["n"] == result["before"]["n"] == 2
+    assert result["best"]["step"] in (-1, 0)
     losses = [float(loss) for loss in re.findall(r"of 4: ([0-9.]+) nats per token", out)]
     assert len(losses) == 4 and losses[-1] < losses[0]
     assert rows(tmp_path / "logs/learned/metrics.jsonl")[0]["kl"] < 1e-5
-    done(
-        "search.py",
-        "--name",
-        "again",
-        "--nodes",
-        "1",
-        "--branching",
-        "1",
-        "--model",
-        "logs/learned/checkpoints/000000",
-    )
+    trained = "logs/learned/checkpoints/000000"
+    done("search.py", *f"--name again --nodes 1 --branching 1 --model {trained}".split())
     before, after = (
         rows(next((tmp_path / f"logs/{name}/episodes").glob("000000.jsonl")))[0]["segments"][0]
         for name in ("tree", "again")
@@ -240,49 +222,11 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
     )  # same prompt, another policy
 
 
-def test_a_run_without_its_checkpoints_is_not_erased(finished):
-    folder, _ = finished
-    logs = folder / "logs" / "a"
-    before = (logs / "metrics.jsonl").read_bytes()
-    (logs / "checkpoints").rename(folder / "elsewhere")
-    try:
-        code, _, err = run(
-            folder,
-            *SMALL,
-            "--model",
-            "tiny",
-            "--task",
-            "titanic",
-            "--backend",
-            "local",
-            "--name",
-            "a",
-        )
-        assert code == 2 and "no checkpoint to continue from" in err
-        assert (logs / "metrics.jsonl").read_bytes() == before and len(
-            list((logs / "episodes").glob("*.jsonl"))
-        ) == 3
-    finally:
-        if (logs / "checkpoints").exists():
-            (logs / "checkpoints").rmdir()
-        (folder / "elsewhere").rename(logs / "checkpoints")
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", backends("docker", "local"))
 def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tiny_model, backend):
-    flags = [
-        *SMALL,
-        "--model",
-        "tiny",
-        "--task",
-        "battleOfSexes",
-        "--backend",
-        backend,
-        "--name",
-        "k",
-        "--eval-episodes",
-        "0",
-    ]
+    other = f"3 --model tiny --task battleOfSexes --backend {backend} --name k --eval-episodes 0"
+    flags = [*SMALL, *other.split()]
     logs = tmp_path / "logs" / "k"
     process = start(tmp_path, *flags)
     while len(rows(logs / "metrics.jsonl") if (logs / "metrics.jsonl").exists() else []) < 1:
@@ -295,25 +239,18 @@ def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tin
     time.sleep(3)
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
     assert not alive_containers(process.pid)
-    for path in logs.rglob("*.json*"):  # whatever is there is whole
-        if (
-            not path.name.startswith(".tmp")
-            and path.suffix in (".json", ".jsonl")
-            and ".tmp-" not in str(path)
-        ):
-            text = path.read_text()
-            [
-                json.loads(line) for line in text.splitlines()
-            ] if path.suffix == ".jsonl" else json.loads(text)
+    for path in logs.rglob("*.json"):  # whatever is there is whole
+        if ".tmp-" not in str(path):
+            json.loads(path.read_text())
+    for path in logs.rglob("*.jsonl"):
+        if ".tmp-" not in str(path):
+            rows(path)
     code, out, err = run(tmp_path, *flags)
     assert code == 0 and "resumed after step" in out, err
     assert [row["step"] for row in rows(logs / "metrics.jsonl")] == [0, 1, 2]
     assert not list(logs.rglob(".tmp-*"))
-    assert sorted(p.name for p in (logs / "episodes").iterdir()) == [
-        "000000.jsonl",
-        "000001.jsonl",
-        "000002.jsonl",
-    ]
+    steps = sorted(path.stem for path in (logs / "episodes").iterdir())
+    assert steps == ["000000", "000001", "000002"]
 
 
 def ignore_sigint():
@@ -322,15 +259,11 @@ def ignore_sigint():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "before",
-    [
-        None,
-        pytest.param(ignore_sigint, id="in the background of a script", marks=pytest.mark.slow),
-    ],
+    "before", [None, pytest.param(ignore_sigint, id="in the background of a script")]
 )
 def test_sigterm_is_an_orderly_end(tmp_path, tiny_model, before):
-    flags = [*SMALL, "--model", "tiny", "--backend", "local", "--name", "t", "--eval-episodes", "0"]
-    process = start(tmp_path, *flags, "--steps", "50", before=before)
+    flags = "50 --model tiny --backend local --name t --eval-episodes 0".split()
+    process = start(tmp_path, *SMALL, *flags, before=before)
     while not (tmp_path / "logs/t/metrics.jsonl").exists():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
@@ -344,43 +277,36 @@ def test_sigterm_is_an_orderly_end(tmp_path, tiny_model, before):
     assert json.loads((tmp_path / "logs/t/result.json").read_text())["status"] == "interrupted"
 
 
-@pytest.mark.parametrize(
-    "flags, environment, expected",
-    [
-        (["--task", "titanik"], {}, "did you mean titanic"),
-        (["--model", "no/such-model"], {}, "Unknown model 'no/such-model'"),
-        (["--name", "x", "--model", "tiny"], {}, "Cannot write the run directory logs/x"),
-        (
-            ["--backend", "docker"],
-            {"DOCKER_HOST": "unix:///nowhere.sock"},
-            "No Docker daemon answers",
-        ),
-        (["--group-size", "1"], {}, "--group-size must be at least 2"),
-        (["--sandboxes", "8"], {}, "--sandboxes is called --concurrency now"),
-        (["--loss", "reinforce"], {}, "dapo"),
-        (["--eval-episodes", "1"], {}, "--eval-episodes must be 0 or at least 2"),
-        (["--kl", "-0.05"], {}, "--kl must be at least 0, not -0.05"),
-        (["--lr", "nan"], {}, "--lr must be at least 0, not nan"),
-        (
-            ["--task", "titanic", "diabetes", "--task-weights", "0", "0"],
-            {},
-            "--task-weights needs one number per task, none below 0",
-        ),
-        (["--learning-rate", "1"], {}, "Unrecognized options: --learning-rate"),
-        (["--lora-rank", "0", "--model", "tiny"], {}, "--lora-rank must be at least 1"),
-        (["nothing.yaml"], {}, "nothing.yaml"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_code_2_before_any_model(
-    tmp_path, flags, environment, expected
-):
-    if "--name" in flags:
-        (tmp_path / "logs").write_text("a file where the folder should be")
-    begin = time.monotonic()
-    code, out, err = run(tmp_path, "--steps", "1", *flags, timeout=60, **environment)
-    assert code == 2 and expected in " ".join(err.split()), err
-    assert "Traceback" not in err and "model    " not in out
-    assert time.monotonic() - begin < 30
+BAD_INPUT = {
+    "--task titanik": "did you mean titanic",
+    "--model no/such-model": "Unknown model 'no/such-model'",
+    "--name x --model tiny": "Cannot write the run directory logs/x",
+    "--sandboxes 8": "--sandboxes is called --concurrency now",
+    "--loss reinforce": "dapo",
+    "--eval-episodes 1": "--eval-episodes must be 0 or at least 2",
+    "--kl -0.05": "--kl must be at least 0, not -0.05",
+    "--lr nan": "--lr must be at least 0, not nan",
+    "--task titanic diabetes --task-weights 0 0": "--task-weights needs one number per task",
+    "--learning-rate 1": "Unrecognized options: --learning-rate",
+    "--lora-rank 0 --model tiny": "--lora-rank must be at least 1",
+    "nothing.yaml": "nothing.yaml",
+}
+
+
+def test_bad_input_is_one_sentence_and_code_2_before_any_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(grpo, "load_policy", None)
+    Path("logs").write_text("a file where the folder should be")
+    for flags, expected in BAD_INPUT.items():
+        code, out, err = run_here(grpo.main, *flags.split(), monkeypatch=monkeypatch, capsys=capsys)
+        assert code == 2 and expected in " ".join(err.split()), (flags, err)
+        assert "Traceback" not in err and "model    " not in out
+
+
+def test_bad_input_ends_with_exit_code_2(tmp_path):
+    code, out, err = run(tmp_path, "--group-size", "1", timeout=60)
+    assert code == 2 and out == ""
+    assert err.startswith("--group-size must be at least 2") and err.count("\n") == 1
 
 
 def test_help_answers_at_once():
@@ -396,25 +322,14 @@ def test_help_answers_at_once():
 
 @pytest.mark.slow
 def test_without_a_daemon_auto_says_so_and_goes_on(tmp_path, tiny_model):
-    code, out, err = run(
-        tmp_path,
-        *SMALL,
-        "--steps",
-        "1",
-        "--model",
-        "tiny",
-        "--eval-episodes",
-        "0",
-        DOCKER_HOST="unix:///nowhere.sock",
-    )
+    flags = "1 --model tiny --eval-episodes 0".split()
+    code, out, err = run(tmp_path, *SMALL, *flags, DOCKER_HOST="unix:///nowhere.sock")
     assert code == 0, err
     line = next(line for line in out.splitlines() if line.startswith("sandbox"))
     assert "local" in line and "No Docker daemon answers" in line
 
 
 def test_a_tracker_that_is_not_installed_leaves_no_run_directory(tmp_path, monkeypatch):
-    import grpo
-    from flatlab.errors import UserError
     from flatlab.runs import trackers
     from flatlab.train.distributed import SingleProcess
     from training import configure
@@ -432,25 +347,10 @@ def test_tensorboard_gets_every_step(tmp_path, tiny_model):
     pytest.importorskip("tensorboard", reason="optional: pip install tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    code, out, err = run(
-        tmp_path,
-        *SMALL,
-        "--model",
-        "tiny",
-        "--backend",
-        "local",
-        "--name",
-        "t",
-        "--steps",
-        "2",
-        "--eval-episodes",
-        "0",
-        "--tensorboard",
-    )
+    flags = "2 --model tiny --backend local --name t --eval-episodes 0 --tensorboard".split()
+    code, out, err = run(tmp_path, *SMALL, *flags)
     assert code == 0, err
     events = EventAccumulator(str(tmp_path / "logs/t/tensorboard"), {"scalars": 0, "tensors": 0})
     events.Reload()
-    assert [e.step for e in events.Scalars("reward_mean")] == [
-        0,
-        1,
-    ] and "transcripts/0" in events.Tags()["tensors"]
+    assert [e.step for e in events.Scalars("reward_mean")] == [0, 1]
+    assert "transcripts/0" in events.Tags()["tensors"]

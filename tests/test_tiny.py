@@ -13,8 +13,8 @@ from tasks import load_task
 from tools import make_tiny
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "tiny"
-EPISODES = 32  # per task
-LOWEST_VALID_SHARE = 0.6
+EPISODES = 20  # per task
+LOWEST_VALID_SHARE = 0.5
 ADVICE = "If the prompts changed on purpose: run `python tools/make_tiny.py`, commit configs/tiny."
 
 
