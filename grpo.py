@@ -81,7 +81,7 @@ from flatlab.train.checkpoint import (
     timing,
     write_step,
 )
-from flatlab.train.console import banner, farewell, print_step, say
+from flatlab.train.console import Progress, banner, farewell, print_step, say
 from policy import Policy, default_model, resolve_model
 from tasks import load_task
 
@@ -358,14 +358,14 @@ def rewards_of(group: Group, cfg: Config, recent: list[float]) -> list[float]:
 
 
 async def play_groups(
-    policy, plan, size, cfg, seed, dist, recent=None, replacements=(), test=False
+    policy, plan, size, cfg, seed, dist, recent=None, replacements=(), test=False, progress=None
 ) -> list[Group]:
     """Plays a group of `size` episodes per task of `plan`; returns the groups of this rank by
     number.
 
     A group of equal rewards is followed by the next one of `replacements`. Up to cfg.concurrency
     episodes are in flight at once. Every rank plays its part of both lists. test: also score the
-    test part.
+    test part. progress: counts the episodes that have ended.
     """
     recent = recent or {}
     slots = asyncio.Semaphore(cfg.concurrency)
@@ -374,7 +374,10 @@ async def play_groups(
 
     async def play(task, number):
         async with slots:
-            return await play_episode(policy, task, cfg, seed * 100_003 + number, test)
+            episode = await play_episode(policy, task, cfg, seed * 100_003 + number, test)
+        if progress:
+            progress.done += 1
+        return episode
 
     async def fill(number):
         # If one episode is cancelled or raises, the others are cancelled too, and every sandbox is
@@ -534,7 +537,10 @@ async def evaluate(policy, tasks, cfg: Config, dist, seed: int, test=False) -> l
     same seed.
     """
     plan = [tasks[i % len(tasks)] for i in range(cfg.eval_episodes)]
-    return gather_groups(await play_groups(policy, plan, 1, cfg, seed, dist, test=test), dist)
+    total = len(plan[dist.rank :: dist.world])
+    async with Progress(dist, "evaluate", total) as progress:
+        groups = await play_groups(policy, plan, 1, cfg, seed, dist, test=test, progress=progress)
+    return gather_groups(groups, dist)
 
 
 def selection_seed(cfg: Config) -> int:
@@ -579,27 +585,26 @@ async def compare_adapters(policy, tasks, cfg: Config, run, dist, state: State) 
 
 
 async def begin(policy, tasks, cfg: Config, run, dist, state: State) -> None:
-    """Before the first step: evaluates the untrained adapter, then imitates the runs of --sft."""
+    """Before the first step: imitates the runs of --sft, then evaluates what training starts from.
 
-    async def judge(key, when):
-        if not cfg.eval_episodes:
-            return
-        groups = await evaluate(policy, tasks, cfg, dist, selection_seed(cfg))
-        metrics.remember(state.recent, groups)
-        result = metrics.evaluation(groups, tasks)
-        keep_best(policy, run, dist, state, result | {"step": -1})
-        if run:
-            run.result(**{key: result})
-        say(dist, metrics.evaluation_line(when, result, metrics.split_of(tasks)))
-
+    The adapter before an imitation is evaluated once, in the comparison at the end.
+    """
     save_adapter(policy, run, dist, "untrained")
-    await judge("before", "before training")
+    when = "before training"
     if cfg.sft:
         imitation.warm_start(policy, tasks, cfg, dist)
         dist.broadcast(policy.parameters())
         policy.sync()
         save_adapter(policy, run, dist, "imitated")
-        await judge("imitated", "after imitation")
+        when = "after imitation"
+    if cfg.eval_episodes:
+        groups = await evaluate(policy, tasks, cfg, dist, selection_seed(cfg))
+        metrics.remember(state.recent, groups)
+        result = metrics.evaluation(groups, tasks)
+        keep_best(policy, run, dist, state, result | {"step": -1})
+        if run:
+            run.result(before=result)
+        say(dist, metrics.evaluation_line(when, result, metrics.split_of(tasks)))
 
 
 def plan_step(tasks, cfg: Config, step: int, rows: list[dict]):

@@ -482,8 +482,8 @@ class Policy(ChatTokens):
         return trainer, base
 
     def _random_adapter(self) -> list:
-        """Random weights that move log-probs by 0.1 to 1 nat: enough to see whether a sync arrived,
-        and not so much that the model is driven to where rounding errors explode.
+        """Random weights that move the log-probs of a text by 0.3 to 1 nat: enough to see whether a
+        sync arrived, and not so much that the model turns into noise, where rounding errors grow.
         """
         import torch
 
@@ -498,10 +498,10 @@ class Policy(ChatTokens):
             self._use(tensors)
             trainer, base = self._with_and_without(batch)
             moved = (trainer - base).abs().mean().item()
-            if 0.1 <= moved <= 1:
+            if 0.3 <= moved <= 1:
                 break
             # The change is that of B times A, so each gets the square root of the correction.
-            tensors = [values * (0.3 / moved) ** 0.5 for values in tensors]
+            tensors = [values * (0.6 / moved) ** 0.5 for values in tensors]
         self._use(trained)
         return tensors
 

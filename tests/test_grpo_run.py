@@ -206,7 +206,7 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
     out = done("grpo.py", *SMALL, *imitate)
     assert "after imitation: score" in out
     result = json.loads((tmp_path / "logs/learned/result.json").read_text())
-    assert result["imitated"]["n"] == result["before"]["n"] == 2
+    assert result["before"]["n"] == result["final"]["imitated"]["n"] == 2
     assert result["best"]["step"] in (-1, 0)
     losses = [float(loss) for loss in re.findall(r"of 4: ([0-9.]+) nats per token", out)]
     assert len(losses) == 4 and losses[-1] < losses[0]

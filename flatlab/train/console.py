@@ -2,10 +2,13 @@
 of store.step_line.
 """
 
+import asyncio
+import time
+
 from flatlab.episode.sanity import degenerate
 from flatlab.episode.task import Task
 from flatlab.runs import page
-from flatlab.runs.reader import read_run
+from flatlab.runs.reader import duration, read_run
 from flatlab.runs.views import plot_now_and_then
 from flatlab.train import metrics
 
@@ -47,6 +50,35 @@ def say(dist, text: str) -> None:
     """Prints on rank 0 only."""
     if dist.rank == 0:
         print(text, flush=True)
+
+
+class Progress:
+    """`async with Progress(dist, "evaluate", 64) as progress:` prints a line every 8 seconds.
+
+    Whoever ends one of the `total` episodes adds 1 to progress.done.
+    """
+
+    def __init__(self, dist, what: str, total: int):
+        self.dist = dist
+        self.what = what
+        self.total = total
+        self.done = 0
+
+    async def __aenter__(self):
+        self.start = time.monotonic()
+        self.lines = asyncio.create_task(self.tell())
+        return self
+
+    async def __aexit__(self, *_):
+        self.lines.cancel()
+
+    async def tell(self):
+        while True:
+            await asyncio.sleep(8)
+            seconds = time.monotonic() - self.start
+            left = seconds / self.done * (self.total - self.done) if self.done else None
+            count = f"{self.done} of {self.total} episodes"
+            say(self.dist, f"{self.what:8} {count}, {duration(seconds)}, ETA {duration(left)}")
 
 
 def print_step(run, row: dict) -> None:
