@@ -478,7 +478,7 @@ async def search(trees: list[Tree], policy, workers: int) -> None:
         async with asyncio.TaskGroup() as group:
             for t in trees:
                 t.policy = policy
-                t.run.result(status="running")
+                t.run.result(**results(t), **known_test(t), status="running")
                 group.create_task(grow(t, slots, group))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None

@@ -22,14 +22,12 @@ from typing import Literal
 import tyro
 
 from flatlab.errors import UserError
-from flatlab.runs import plots, search_plots
+from flatlab.runs import compare, page, plots, search_plots
 from flatlab.runs.cli import check_numbers, one_sentence, parse_config  # noqa: F401
 from flatlab.runs.reader import (
     RunData,
     find_runs,
-    number,
     read_rows,  # noqa: F401
-    read_run,
     transcripts,
 )
 from flatlab.runs.stats import aligned, shown
@@ -51,7 +49,6 @@ class Options:
 # ------------------------------------------------------------------ terminal
 
 UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-ID_WIDTH = 24  # characters of a node's id in a list; of longer ones the end is shown
 FACTS = ("outcome", "score", "status", "task", "op", "sampling_mode", "parent", "second")
 FACTS += ("probability", "idea", "tokens", "seconds", "error")
 
@@ -71,16 +68,13 @@ def show(item: dict) -> str:
     for key in FACTS:
         if item.get(key) not in (None, ""):
             lines.append(f"{key:14} {result_text(item[key])}")
-    reason = (item.get("decision") or {}).get("reason")
-    if reason:
-        lines.append(f"{'decision':14} {reason}")
+    if item.get("decision"):
+        lines.append(f"{'decision':14} {item['decision'].get('reason', '')}")
     for place, turn in enumerate(item["turns"], 1):
-        seconds = number(turn.get("seconds_env")) or 0.0
-        status = turn.get("status", "")
-        lines.append(f"\n── {place} of {len(item['turns'])}   {status}   {seconds:.1f} s")
-        lines.append(str(turn.get("reply") or turn.get("action") or ""))
-        seen = str(turn.get("observation") or "")
-        lines.append(textwrap.indent(seen, "  │ ", lambda line: True))
+        facts = f"{turn['status']}   {turn['seconds_env']:.1f} s"
+        lines.append(f"\n── {place} of {len(item['turns'])}   {facts}")
+        lines.append(turn["reply"])
+        lines.append(textwrap.indent(turn["observation"], "  │ ", lambda line: True))
     if item.get("diff"):
         lines.append(f"\n── difference to the parent's code\n{item['diff']}")
     return clean("\n".join(lines))
@@ -143,17 +137,15 @@ def best_of(run: RunData) -> dict:
 # ------------------------------------------------------------------ summaries
 
 
-def summary(directory) -> str:
-    """The table that `python viz.py logs/<run>` prints. UserError if there is nothing to show."""
-    run = directory if isinstance(directory, RunData) else read_run(directory)
+def summary(run: RunData) -> str:
+    """The table that `python viz.py logs/<run>` prints."""
     lines = [plots.heading(run), ""]
     if run.kind == "grpo":
-        lines += step_summary(run.rows)
-        lines += alarms(run.rows)
+        lines += [step_summary(run.rows), *alarms(run.rows)]
         table = final_table(run)
         lines += ["", table] if table else []
     else:
-        lines += node_summary(run)
+        lines += [node_summary(run), "", f"best node  {search_plots.best_path(run)[-1]}"]
     lines.append("")
     for key, value in (run.result | {"status": run.status}).items():
         if key != "final":
@@ -161,23 +153,20 @@ def summary(directory) -> str:
     return "\n".join(lines)
 
 
-def step_summary(rows: list[dict]) -> list[str]:
+def step_summary(rows: list[dict]) -> str:
     """Means of the first and the last steps, and the extremes, of every number in the rows."""
     import pandas
 
     frame = pandas.DataFrame(rows).select_dtypes("number").dropna(axis=1, how="all")
     frame = frame.drop(columns=["step", "time", "version"], errors="ignore")
     window = plots.window_of(rows)
-    columns = {
+    means = {
         f"first {window}": frame.head(window).mean(),
         f"last {window}": frame.tail(window).mean(),
         "lowest": frame.min(),
         "highest": frame.max(),
     }
-    lines = [["mean of steps", *columns]]
-    for key in frame.columns:
-        lines.append([key, *(f"{values[key]:.4g}" for values in columns.values())])
-    return aligned(lines, left=1)
+    return pandas.DataFrame(means).to_string(float_format="{:.4g}".format)
 
 
 def alarms(rows: list[dict]) -> list[str]:
@@ -189,35 +178,24 @@ def alarms(rows: list[dict]) -> list[str]:
     return ["", f"alarms: {len(found)}", *found[-5:]] if found else []
 
 
-def node_summary(run: RunData) -> list[str]:
+def node_summary(run: RunData) -> str:
     """Operators and how their nodes ended."""
-    outcomes = ["valid", "failed", "fault"]
-    lines = [["operator", "nodes", *outcomes, "mean", "best", "sec", "tokens"]]
-    for op in dict.fromkeys(row["op"] for row in run.rows):
-        rows = [row for row in run.rows if row["op"] == op]
-        ended = [row["outcome"] for row in rows]
-        scores = [row["score"] for row in rows if row["score"] is not None]
-        best = max(scores, default=None) if run.higher_is_better else min(scores, default=None)
-        counted = search_plots.counted_scores(run, rows)
-        lines.append(
-            [
-                clean(op),
-                str(len(rows)),
-                *(str(ended.count(outcome)) for outcome in outcomes),
-                shown(plots.mean(counted) if counted else None, ".4g"),
-                shown(best, ".4g"),
-                f"{plots.mean(plots.series(rows, 'seconds')):.1f}",
-                f"{plots.mean(plots.series(rows, 'tokens')):.0f}",
-            ]
-        )
-    note = "mean: of valid and failed nodes; a failed one counts as the baseline"
-    return [*aligned(lines, left=1), note, "", f"best path  {best_path_text(run)}"]
+    import pandas
 
-
-def best_path_text(run: RunData) -> str:
-    """The ids from the root to the best node; of a long path only its end."""
-    ids = search_plots.best_path(run)[-12:]
-    return " > ".join(id if len(id) <= ID_WIDTH else f"…{id[1 - ID_WIDTH :]}" for id in ids)
+    nodes = pandas.DataFrame(run.rows).astype({"score": float, "counted": float})
+    for outcome in ("failed", "fault"):
+        nodes[outcome] = nodes["outcome"] == outcome
+    table = nodes.groupby("op", sort=False).agg(
+        nodes=("id", "size"),
+        failed=("failed", "sum"),
+        faults=("fault", "sum"),
+        mean=("counted", "mean"),
+        best=("score", "max" if run.higher_is_better else "min"),
+        sec=("seconds", "mean"),
+        tokens=("tokens", "mean"),
+    )
+    table = table.rename_axis(None).to_string(float_format="{:.4g}".format, na_rep="-")
+    return f"{table}\nmean: of valid and failed nodes; a failed one counts as the baseline"
 
 
 # ------------------------------------------------------------------ pictures and pages
@@ -229,15 +207,11 @@ def refresh(runs: list[RunData], options: Options) -> list[Path]:
         folder = runs[0].dir
         paths = plot(runs[0], options.format)
     else:
-        from flatlab.runs import compare
-
         folder = options.runs[0]
         if len(options.runs) > 1:
             folder = Path(os.path.commonpath([path.resolve().parent for path in options.runs]))
         paths = compare.plot_many(runs, folder, options.format)
     if options.report:
-        from flatlab.runs import page
-
         paths = [*paths, page.write(runs, folder / "report.html")]
     return paths
 
@@ -259,8 +233,6 @@ def main(options: Options):
     if len(runs) == 1:
         print(summary(runs[0]))
     else:
-        from flatlab.runs import compare
-
         print(compare.table(runs))
     print("", *(f"wrote {path}" for path in refresh(runs, options)), sep="\n")
 

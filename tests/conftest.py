@@ -137,3 +137,11 @@ def tiny_model():
     from policy import resolve_model
 
     return resolve_model("tiny")
+
+
+@pytest.fixture
+def quick_provenance(monkeypatch):
+    """git and nvidia-smi are not asked when a run directory is opened."""
+    from flatlab.runs import store
+
+    monkeypatch.setattr(store, "output_of", lambda *command: " ".join(command))

@@ -1,11 +1,14 @@
 """Fakes and short forms that several test files share. Importing this file starts nothing."""
 
 import asyncio
+import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from flatlab.episode.episode import Sample
 from flatlab.runs.cli import one_sentence
+from flatlab.tree.tree import Node
 
 PROJECT = Path(__file__).resolve().parents[1]
 LOCAL = "local"
@@ -84,3 +87,89 @@ def search_config(**flags):
         assert hasattr(owner, name), name
         setattr(owner, name, value)
     return config
+
+
+def python(*arguments):
+    """Runs `python ARGUMENTS` in the root of the project."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=60)
+
+
+# ------------------------------------------------------------------ what runs leave behind
+
+CONFIG = {"task": "titanic", "model": "tiny", "seed": 1, "steps": 5, "lr": 1e-5}
+RESULT = {
+    "metric": "accuracy",
+    "higher_is_better": True,
+    "baseline": 0.6,
+    "reference": 0.8,
+    "selected_on_test": False,
+}
+
+
+def step_row(step, **more):
+    """A row of metrics.jsonl with a few of its keys."""
+    row = {"step": step, "reward_mean": 0.1 * step, "reward_std": 0.2, "score_mean": 0.7}
+    return row | {"seconds": 2.0} | more
+
+
+def turn(reply="hello", observation="seen hello", status="ok", score=None, action=None):
+    """A turn of a transcript."""
+    texts = {"reply": reply, "action": action, "observation": observation, "status": status}
+    return texts | {"score": score, "seconds_env": 0.25}
+
+
+def episode(value, reply="hello", status="submit", observation="seen hello"):
+    """A row of episodes/NNNNNN.jsonl: value None failed, status "fault" broke."""
+    score = {"value": value, "valid": value is not None, "message": "no file"}
+    return {
+        "task": "titanic",
+        "prompt": "Predict who survived.",
+        "turns": [turn(reply, observation)] * 2,
+        "status": status,
+        "score": None if status == "fault" else score,
+        "fault": "it broke" if status == "fault" else "",
+        "seconds": 1.5,
+        "reply_tokens": 9,
+    }
+
+
+def node(id, score, op="draft", **more):
+    """A row of journal.jsonl; score None: a node that failed."""
+    turns = [
+        turn(f"I try {id}", f"output of {id}", action="python3 solve.py"),
+        turn("```bash\nvalidate\n```", "validation", "validate", score, "validate"),
+    ]
+    found = Node(
+        id,
+        parent=id.rpartition(".")[0],
+        order=int(id.replace(".", "")),
+        op=op,
+        sampling_mode="tail",
+        idea=f"idea {id}",
+        score=score,
+        improvement=score,
+        valid=score is not None,
+        status="turn_limit" if score is None else "validated",
+        error="KeyError: 'missing'" if score is None else "",
+        code={"solve.py": f"import csv\nprint('{id}')\n"},
+        diff="-old line\n+new line\n",
+        actions=turns,
+        tokens=50,
+        seconds=1.0,
+        elapsed=2.0,
+        decision={"rule": "ucb", "reason": "highest bound", "scores": {"0": 1.0}},
+    )
+    return asdict(found) | more
+
+
+def search_result(rows, **more):
+    """What result.json says about these nodes."""
+    failed = [row for row in rows if not row["valid"] and row["status"] != "fault"]
+    scores = [RESULT["baseline"], *(row["score"] for row in rows if row["valid"])]
+    best = (max if more.get("higher_is_better", True) else min)(scores)
+    counts = {"nodes": len(rows), "failed": len(failed), "tokens": sum(r["tokens"] for r in rows)}
+    counts["faults"] = sum(row["status"] == "fault" for row in rows)
+    best_id = "0" if len(scores) == 1 else "0.0"
+    tests = {"best_score": best, "best_id": best_id, "test_score": None}
+    return RESULT | counts | tests | {"test_minus_validation": None} | more

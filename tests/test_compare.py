@@ -10,7 +10,8 @@ import viz
 from flatlab.runs import compare, plots, views
 from flatlab.runs.reader import RunData, node_row
 from flatlab.runs.search_plots import SEARCH as PANELS
-from flatlab.runs.search_plots import best_so_far, counted_scores, values_at
+from flatlab.runs.search_plots import best_so_far
+from helpers import RESULT, node, search_result, step_row
 
 GRPO = {
     "task": ["titanic"],
@@ -24,65 +25,20 @@ SEARCH = {"task": "titanic", "sampling_mode": "tail", "select": "ucb", "model": 
 
 
 def trained(seed=0, scores=(0.6, 0.7), **config):
-    rows = [
-        {
-            "step": i,
-            "score_mean": s,
-            "reward_mean": s,
-            "reward_std": 0.1,
-            "valid_share": 0.75,
-            "reply_tokens": 10.0,
-            "faults": 1,
-            "episodes": 8,
-            "seconds": 2.0,
-        }
-        for i, s in enumerate(scores)
-    ]
-    result = {
-        "metric": "accuracy",
-        "higher_is_better": True,
-        "baseline": 0.5,
-        "before": {"score_mean": 0.5, "score_stderr": 0.1, "n": 8},
-    }
-    return RunData(
-        Path(f"logs/g{seed}"),
-        "grpo",
-        GRPO | {"seed": seed, "name": f"g{seed}"} | config,
-        rows,
-        result,
-    )
+    counts = {"valid_share": 0.75, "reply_tokens": 10.0, "faults": 1, "episodes": 8}
+    rows = [step_row(i, score_mean=score, **counts) for i, score in enumerate(scores)]
+    config = GRPO | {"seed": seed, "name": f"g{seed}"} | config
+    return RunData(Path(f"logs/g{seed}"), "grpo", config, rows, RESULT | {"baseline": 0.5})
 
 
-def searched(seed=0, scores=(0.6, None, 0.7), higher=True, baseline=0.5, **config):
-    rows = [
-        {
-            "id": f"0.{i}",
-            "op": "draft",
-            "sampling_mode": "tail",
-            "score": s,
-            "valid": s is not None,
-            "status": "submit",
-            "tokens": 100,
-            "elapsed": 60.0 * (i + 1),
-            "seconds": 1.0,
-            "idea": "a random forest",
-            "code": {"a.py": "import os\n"},
-        }
-        for i, s in enumerate(scores)
-    ]
-    return RunData(
-        Path(f"logs/s{seed}"),
-        "search",
-        SEARCH | {"seed": seed, "name": f"s{seed}"} | config,
-        [node_row(row) for row in rows],
-        {
-            "metric": "m",
-            "higher_is_better": higher,
-            "baseline": baseline,
-            "reference": None,
-            "best_score": 9.0,
-        },
-    )
+def searched(seed=0, scores=(0.6, None, 0.7), higher=True, **config):
+    rows = [node(f"0.{i}", s, tokens=100, elapsed=60.0 * i) for i, s in enumerate(scores)]
+    result = search_result(rows, metric="m", higher_is_better=higher, baseline=0.5)
+    if scores == (None,) * len(scores):
+        result["best_score"] = 0.5
+    config = SEARCH | {"seed": seed, "name": f"s{seed}"} | config
+    rows = [node_row(row, 0.5) for row in rows]
+    return RunData(Path(f"logs/s{seed}"), "search", config, rows, result)
 
 
 def test_groups_are_runs_of_the_same_config_but_for_the_seed():
@@ -158,7 +114,7 @@ def test_training_runs_are_ranked_by_a_named_adapter():
     [row] = compare.comparison([ended(0), ended(1, untrained=True)], "grpo")
     assert row["adapter"] == "1 best, 1 untrained" and row["mean"] == pytest.approx(0.55)
     [row] = compare.comparison([trained()], "grpo")  # not finished
-    assert row["adapter"] == "last steps" and row["mean"] == pytest.approx(0.7)
+    assert row["adapter"] == "1 last steps" and row["mean"] == pytest.approx(0.7)
     assert "1 best, 1 untrained" in compare.table([ended(0), ended(1, untrained=True)])
 
 
@@ -168,12 +124,6 @@ def test_the_best_adapter_is_called_untrained_where_it_is():
     assert "no evaluation during training was better" in lines
     lines = views.final_table(ended())
     assert "best (step 1)" in lines and "+0.1000" in lines and "best (the untr" not in lines
-    for run, words in ((ended(untrained=True), "best (untrained) 0.5"), (ended(), "best 0.6")):
-        with plots.figure_of(6, 4) as figure:
-            plots.draw_panel(figure.subplots(), plots.TRAINING[0], groups_alone(run))
-            legend = figure.axes[0].get_legend()
-            texts = " ".join(text.get_text() for text in legend.get_texts())
-        assert words in " ".join(texts.split())
 
 
 def groups_alone(run):
@@ -184,16 +134,14 @@ def test_the_part_that_was_selected_on_is_named():
     run = ended()
     run.result["final"]["split"] = "test"
     run.result["selected_on_test"] = True
-    for key in ("test_score_mean",):
-        del run.result["final"]["best"][key]
+    del run.result["final"]["best"]["test_score_mean"]
     assert "validation" not in views.final_table(run)
-    assert "validation" not in plots.adapters_text(run)
 
 
 def test_the_mean_over_several_tasks_is_an_improvement():
     run = trained(scores=(0.1, 0.2))
-    rows = [{"step": r["step"], "improvement_mean": r["score_mean"]} for r in run.rows]
-    result = {"metric": "improvement", "baseline": 0.0, "reference": 1.0}
+    rows = [r | {"improvement_mean": r.pop("score_mean")} for r in run.rows]
+    result = RESULT | {"metric": "improvement", "baseline": 0.0, "reference": 1.0}
     config = run.config | {"task": ["titanic", "digits"]}
     run = replace(run, rows=rows, config=config, result=result)
     [row] = compare.comparison([run], "grpo")
@@ -206,10 +154,10 @@ def test_the_mean_over_several_tasks_is_an_improvement():
 
 def test_failed_nodes_count_as_the_baseline_and_faults_do_not():
     run = searched(scores=(0.7, None, None))
-    run.rows[2]["outcome"] = "fault"
-    assert counted_scores(run, run.rows) == [0.7, 0.5]
-    summary = viz.node_summary(run)
-    assert summary[1].split() == ["draft", "3", "1", "1", "1", "0.6", "0.7", "1.0", "100"]
+    run.rows[2] = node_row(run.rows[2] | {"status": "fault"}, 0.5)
+    assert [row["counted"] for row in run.rows] == [0.7, 0.5, None]
+    summary = viz.node_summary(run).splitlines()
+    assert summary[1].split() == ["draft", "3", "1", "1", "0.6", "0.7", "1", "100"]
     with plots.figure_of(4, 3) as figure:
         axis = figure.subplots()
         plots.draw_panel(axis, PANELS[2], compare.groups_of([run])["search", "titanic"])
@@ -228,15 +176,13 @@ def test_failures_and_runs_without_any_score_are_counted():
     assert len(rows) == 1 and (rows[0]["n"], rows[0]["failed"], rows[0]["nodes"]) == (2, 3, 5)
     assert rows[0]["mean"] == pytest.approx((0.7 + 0.5) / 2)  # nothing valid counts as the baseline
     text = compare.table([searched(0), searched(1, scores=(None, None)), trained()])
-    assert "3 of 5" in text and "failed episodes" in text and "4 of 16" in text
+    assert "3 of 5" in text and "4 of 16" in text
 
 
 def test_best_so_far_follows_the_direction_and_starts_at_the_baseline():
     down = best_so_far(searched(scores=(0.6, 0.3, None, 0.4), higher=False), "nodes")
-    assert down == [(0.0, 0.5), (1.0, 0.5), (2.0, 0.3), (3.0, 0.3), (4.0, 0.3)]
-    assert best_so_far(searched(), "tokens")[-1] == (300.0, 0.7)
-    assert values_at(down, [1.5, 99.0]).tolist() == [0.5, 0.3]
-    assert math.isnan(values_at(down[1:], [0.5])[0])
+    assert down.to_dict() == {0: 0.5, 1: 0.5, 2: 0.3, 3: 0.3, 4: 0.3}
+    assert best_so_far(searched(), "tokens").to_dict() == {0: 0.5, 100: 0.6, 200: 0.6, 300: 0.7}
 
 
 def test_spread_by_hand_and_its_band_stays_in_the_range_of_the_runs():
@@ -271,7 +217,6 @@ def test_all_pictures_of_a_mixed_crowd(tmp_path):
         searched(0, sampling_mode="none"),
         searched(0, task="a $ b $ c/d"),
         searched(5, scores=(None,)),
-        searched(6, baseline=None),
     ]
     paths = compare.plot_many(crowd, tmp_path, "pdf")
     assert {p.name for p in paths} == {

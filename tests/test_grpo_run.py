@@ -281,7 +281,6 @@ BAD_INPUT = {
     "--task titanik": "did you mean titanic",
     "--model no/such-model": "Unknown model 'no/such-model'",
     "--name x --model tiny": "Cannot write the run directory logs/x",
-    "--sandboxes 8": "--sandboxes is called --concurrency now",
     "--loss reinforce": "dapo",
     "--eval-episodes 1": "--eval-episodes must be 0 or at least 2",
     "--kl -0.05": "--kl must be at least 0, not -0.05",

@@ -16,7 +16,9 @@ import pytest
 
 from flatlab.errors import UserError
 from flatlab.runs import page, reader, store
+from helpers import RESULT, episode, node, search_result, step_row, turn
 
+pytestmark = pytest.mark.usefixtures("quick_provenance")
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
@@ -27,11 +29,6 @@ HOSTILE = (
     "</script><script>document.title='owned'</script><img src=http://example.com/x "
     "onerror=\"document.title='owned'\"> <!-- \u2028 ${1} &amp; \ud800 @@DATA@@"
 )
-
-
-@pytest.fixture(autouse=True)
-def quick_provenance(monkeypatch):
-    monkeypatch.setattr(store, "output_of", lambda *command: " ".join(command))
 
 
 class Browser:
@@ -182,64 +179,10 @@ def browser(tmp_path_factory):
     opened.close()
 
 
-def node(id, score, op="draft", **more):
-    turns = [
-        {
-            "reply": f"I try {id}",
-            "action": "python3 solve.py",
-            "observation": f"output of {id}",
-            "status": "ok",
-            "score": None,
-            "seconds_env": 0.5,
-        },
-        {
-            "reply": "```bash\nvalidate\n```",
-            "action": "validate",
-            "observation": "validation",
-            "status": "validate",
-            "score": score,
-            "seconds_env": 0.1,
-        },
-    ]
-    return {
-        "id": id,
-        "parent": id.rpartition(".")[0],
-        "second": None,
-        "order": int(id.replace(".", "")),
-        "op": op,
-        "sampling_mode": "tail",
-        "idea": f"idea {id}",
-        "score": score,
-        "improvement": score,
-        "valid": score is not None,
-        "status": "validated" if score is not None else "turn_limit",
-        "error": "" if score is not None else "KeyError: 'missing'",
-        "code": {"solve.py": f"import csv\nprint('{id}')\n"},
-        "diff": "-old line\n+new line\n",
-        "actions": turns,
-        "tokens": 50,
-        "seconds": 1.0,
-        "elapsed": 2.0,
-        "decision": {"rule": "ucb", "reason": "highest bound", "scores": {"0": 1.0}},
-    } | more
-
-
 def search_run(folder, nodes, **result):
-    run = store.open_run(
-        folder,
-        {"task": "titanic", "sampling_mode": "tail", "select": "ucb", "seed": 0, "model": "tiny"}
-        | {"name": Path(folder).name},
-    )
-    run.result(
-        **{
-            "status": "finished",
-            "metric": "accuracy",
-            "higher_is_better": True,
-            "baseline": 0.6,
-            "reference": 0.8,
-        }
-        | result
-    )
+    config = {"task": "titanic", "sampling_mode": "tail", "select": "ucb", "seed": 0}
+    run = store.open_run(folder, config | {"model": "tiny", "name": Path(folder).name})
+    run.result(**search_result(nodes, status="finished", **result))
     (run.dir / "journal.jsonl").write_text("".join(map(store.json_line, nodes)))
     run.lock.close()
     return reader.read_run(folder)
@@ -247,43 +190,12 @@ def search_run(folder, nodes, **result):
 
 def training_run(folder, episodes_per_step):
     run = store.open_run(folder, {"task": "titanic", "seed": 0, "steps": len(episodes_per_step)})
-    run.result(metric="accuracy", higher_is_better=True, baseline=0.6)
+    run.result(**RESULT)
     for step, episodes in enumerate(episodes_per_step):
-        run.log(
-            {"step": step, "reward_mean": 0.1, "reward_std": 0.1, "score_mean": 0.7, "seconds": 1.0}
-        )
+        run.log(step_row(step))
         run.save_episodes(step, episodes)
     run.lock.close()
     return reader.read_run(folder)
-
-
-def episode(value, text="hello", status="submit"):
-    turn = {
-        "reply": text,
-        "action": None,
-        "observation": f"seen {text}",
-        "status": "ok",
-        "score": None,
-        "seconds_env": 0.2,
-    }
-    return {
-        "task": "titanic",
-        "seed": 1,
-        "prompt": "Predict who survived.",
-        "turns": [turn, turn],
-        "status": status,
-        "seconds": 2.0,
-        "reply_tokens": 7,
-        "score": None
-        if status == "fault"
-        else {
-            "value": value,
-            "metric": "accuracy",
-            "split": "validation",
-            "valid": value is not None,
-            "message": "no file",
-        },
-    }
 
 
 # ------------------------------------------------------------------ without a browser
@@ -299,7 +211,7 @@ def test_hostile_text_can_not_end_the_data_block(tmp_path):
     assert html.count("<script") == 3 and "owned" not in html.replace(data, "")
 
 
-def test_all_texts_are_in_the_page_and_only_very_long_ones_are_cut(tmp_path):
+def test_all_texts_are_in_the_page(tmp_path):
     html = page.page(
         [
             training_run(
@@ -317,10 +229,8 @@ def test_all_texts_are_in_the_page_and_only_very_long_ones_are_cut(tmp_path):
     assert [item["id"] for item in index] == ["0.0", "0.1", "0.2"] and [
         item["outcome"] for item in index
     ] == ["valid", "failed", "valid"]
-    assert (
-        texts[0]["turns"][0]["reply"] == "a" * 150_000
-        and "characters left out" in texts[2]["turns"][0]["reply"]
-    )
+    assert texts[0]["turns"][0]["reply"] == "a" * 150_000
+    assert texts[2]["turns"][0]["reply"] == "b" * 300_000
     assert "score" not in index[1] and texts[1]["error"] == "no file"
 
 
@@ -359,7 +269,7 @@ def test_click_search_filter_and_compare_nodes(tmp_path, browser):
     path = page.write([search_run(tmp_path / "run", nodes)], tmp_path / "report.html")
     browser.open(path)
     assert browser.js("document.querySelectorAll('.tree .node').length") == 5
-    assert browser.js("document.querySelectorAll('.plots img').length") == 3
+    assert browser.js("document.querySelectorAll('.plots img').length") == 1
     assert browser.js(
         "[...document.querySelectorAll('.node.best')].map(n => n.dataset.id || '0')"
     ) == ["0", "0.0", "0.0.0"]
@@ -434,7 +344,7 @@ def test_hostile_text_stays_text(tmp_path, browser):
         diff=HOSTILE,
         status=HOSTILE,
         ideas=[[HOSTILE, 0.1]],
-        actions=[{"reply": HOSTILE, "action": HOSTILE, "observation": HOSTILE, "status": HOSTILE}],
+        actions=[turn(HOSTILE, HOSTILE, HOSTILE, action=HOSTILE)],
         decision={"reason": HOSTILE, "scores": {HOSTILE: 1.0}, "memory": HOSTILE},
     )
     browser.open(

@@ -10,32 +10,14 @@ from pathlib import Path
 
 import pytest
 
+import helpers
 from flatlab.errors import UserError
 from flatlab.runs import cli, reader, store
+from helpers import python, step_row
 
 ROOT = Path(store.__file__).parents[2]
-CONFIG = {"task": "titanic", "model": "tiny", "seed": 1, "steps": 5, "lr": 1e-5, "hidden": (8, 16)}
-
-
-@pytest.fixture(autouse=True)
-def quick_provenance(monkeypatch):
-    """git, nvidia-smi and docker need not be asked in each of these tests."""
-    monkeypatch.setattr(store, "output_of", lambda *command: " ".join(command))
-
-
-def row(step, **more):
-    return {
-        "step": step,
-        "reward_mean": 0.1 * step,
-        "reward_std": 0.2,
-        "score_mean": 0.7,
-        "seconds": 2.0,
-    } | more
-
-
-def python(*arguments, **more):
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, **more)
+CONFIG = helpers.CONFIG | {"hidden": (8, 16)}
+pytestmark = pytest.mark.usefixtures("quick_provenance")
 
 
 # ------------------------------------------------------------------ resume and refuse
@@ -61,16 +43,16 @@ def test_new_run_says_what_ran_before_the_first_step(tmp_path):
 
 def test_same_config_resumes_and_keeps_the_rows(tmp_path):
     run = store.open_run(tmp_path, CONFIG)
-    run.log(row(0))
+    run.log(step_row(0))
     run.lock.close()
     again = store.open_run(tmp_path, CONFIG | {"steps": 9})
-    assert again.rows() == [row(0)]
+    assert again.rows() == [step_row(0)]
     assert again.config["steps"] == reader.read_mapping(tmp_path / "config.yaml")["steps"] == 9
 
 
 def test_other_config_is_refused_with_the_difference(tmp_path):
     run = store.open_run(tmp_path, CONFIG)
-    run.log(row(0))
+    run.log(step_row(0))
     run.lock.close()
     with pytest.raises(
         UserError, match=r"lr: 1e-05 there, 2e-05 now; new: \(absent\) there, 1 now"
@@ -149,18 +131,18 @@ def test_resumed_run_appends_its_command_once(tmp_path, monkeypatch):
 
 def test_cut_last_line_does_not_count_and_is_replaced(tmp_path):
     run = store.open_run(tmp_path, CONFIG)
-    run.log(row(0))
+    run.log(step_row(0))
     with open(tmp_path / "metrics.jsonl", "a") as out:
         out.write('{"step": 1, "rew')
-    assert run.rows() == [row(0)]
-    run.log(row(1))
-    assert run.rows() == [row(0), row(1)]
+    assert run.rows() == [step_row(0)]
+    run.log(step_row(1))
+    assert run.rows() == [step_row(0), step_row(1)]
 
 
 def test_resume_drops_rows_and_episodes_after_the_checkpoint(tmp_path):
     run = store.open_run(tmp_path, CONFIG)
     for step in range(4):
-        run.log(row(step))
+        run.log(step_row(step))
         run.save_episodes(step, [{"step": step}])
     run.truncate_after(1)
     assert [r["step"] for r in run.rows()] == [0, 1]
@@ -358,17 +340,3 @@ def test_flags_and_presets_of_nested_options_are_flat(tmp_path):
             Nested(Sandbox("local", 0.0)), {"episode_minutes": (0.01, None)}, (0, None)
         )
     cli.check_numbers(Nested(), {}, (0, None))  # None is derived later
-
-
-def test_an_old_flag_names_the_new_one(tmp_path):
-    for old, new in (
-        (["--max-actions", "3"], "--max-turns"),
-        (["--node_minutes=3"], "--episode-minutes"),
-        (["--no-checkpoints"], "--keep-checkpoints"),
-    ):
-        with pytest.raises(UserError, match=f"is called {new} now"):
-            cli.parse_config(Nested, old)
-    preset = tmp_path / "preset.yaml"
-    preset.write_text("node_minutes: 3\n")
-    with pytest.raises(UserError, match="--node-minutes is called --episode-minutes now"):
-        cli.parse_config(Nested, [str(preset)])

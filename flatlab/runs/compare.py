@@ -6,7 +6,6 @@ says how many runs and failures are in each of its cells.
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 
@@ -14,14 +13,12 @@ import numpy as np
 
 from flatlab.runs import search_plots, stats
 from flatlab.runs.plots import (
-    BLUE,
     COLOURS,
     PAGE_WIDTH,
     TRAINING,
     Group,
     cut,
     draw_panels,
-    evaluated_score,
     figure_of,
     mean,
     save,
@@ -31,7 +28,7 @@ from flatlab.runs.plots import (
     window_of,
     wrapped,
 )
-from flatlab.runs.reader import RunData, number
+from flatlab.runs.reader import RunData
 
 # Settings that do not change what is measured
 NOT_OF_THE_GROUP = set(
@@ -64,12 +61,11 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[Group]]:
         config = {key: run.config[key] for key in sorted({*run.config} - NOT_OF_THE_GROUP)}
         groups = places.setdefault((run.kind, run.tasks), {})
         groups.setdefault(repr(config), []).append(run)
-    found = {}
     for place, groups in places.items():
         members = list(groups.values())
-        labels = zip(names(members), colours(len(members)), members)
-        found[place] = [Group(*parts) for parts in labels]
-    return found
+        parts = zip(names(members), colours(len(members)), members)
+        places[place] = [Group(*part) for part in parts]
+    return places
 
 
 def colours(count: int) -> list[str]:
@@ -120,66 +116,35 @@ def value_text(value) -> str:
 
 
 def cell_of(run: RunData, method: str) -> dict:
-    """A run as stats.grid_table() wants it."""
-    cell = {
-        "task": run.tasks,
-        "method": method,
-        "higher_is_better": run.higher_is_better,
-        "baseline": run.baseline or 0.0,
-        "reference": number(run.result.get("reference")),
-        "selected_on_test": bool(run.result.get("selected_on_test")),
-    }
-    return cell | (search_cell(run) if run.kind == "search" else training_cell(run))
-
-
-def search_cell(run: RunData) -> dict:
-    curve = search_plots.best_so_far(run, "nodes")
-    outcomes = [row["outcome"] for row in run.rows]
-    return {
-        "best_score": curve[-1][1] if curve else math.nan,
-        "test_score": number(run.result.get("test_score")),
-        "test_minus_validation": number(run.result.get("test_minus_validation")),
-        "best_id": run.result.get("best_id", "0"),
-        "sampling_modes_used": run.result.get("sampling_modes_used"),
-        "nodes": len(run.rows),
-        "failed": outcomes.count("failed"),
-        "faults": outcomes.count("fault"),
-        "tokens": int(np.nansum(series(run.rows, "tokens"))),
-        "seconds": float(np.nan_to_num(series(run.rows, "elapsed")).max()),
-    }
+    """A run as stats.grid_table() wants it; the result of a search is such a cell already."""
+    cell = run.result if run.kind == "search" else run.result | training_cell(run)
+    return cell | {"task": run.tasks, "method": method}
 
 
 def training_cell(run: RunData) -> dict:
-    """The best adapter of a finished run, or the mean of the last steps of one that is not."""
+    """The best adapter of a finished run, or the mean of the last steps of one that is not.
+
+    Counts are sums over the steps; the row of a step holds means over its episodes.
+    """
     final = run.result.get("final")
     if final:
-        score = evaluated_score(final["best"])[0]
-        test = evaluated_score(final["best"], test=True)[0]
-        adapter = "untrained" if final.get("best_is_untrained") else "best"
+        score = final["best"].get("score_mean", final["best"]["improvement"])
+        test = final["best"].get("test_score_mean")
+        adapter = "untrained" if final["best_is_untrained"] else "best"
     else:
-        key = score_key([Group("", BLUE, [run])])
-        last = series(run.rows, f"{key}_mean")[-window_of(run.rows) :]
+        last = series(run.rows, f"{score_key(run)}_mean")[-window_of(run.rows) :]
         score, test, adapter = mean(last), None, "last steps"
-    score = math.nan if score is None else score
-    return training_counts(run) | {
-        "best_score": score,
-        "test_score": test,
-        "test_minus_validation": None if test is None else test - score,
-        "best_id": adapter,
-        "adapter": adapter,
-    }
-
-
-def training_counts(run: RunData) -> dict:
-    """Sums over the steps; the row of a step holds means over its episodes."""
     sizes = series(run.rows, "episodes")
     valid = series(run.rows, "valid_share")
     return {
+        "best_score": score,
+        "test_score": test,
+        "test_minus_validation": None if test is None else test - score,
+        "adapter": adapter,
         "nodes": round(np.nansum(sizes)),
         "failed": round(np.nansum((1 - valid) * sizes)),
         "faults": round(np.nansum(series(run.rows, "faults"))),
         "tokens": round(np.nansum(series(run.rows, "reply_tokens") * sizes)),
-        "seconds": float(np.nansum(series(run.rows, "seconds"))),
     }
 
 
@@ -193,43 +158,37 @@ def comparison(runs: list[RunData], kind: str) -> list[dict]:
 
 
 def table(runs: list[RunData]) -> str:
-    """What `python viz.py logs/*` prints."""
-    parts = []
-    for kind, what, done in (("grpo", "trained", "episodes"), ("search", "searched", "nodes")):
-        rows = comparison(runs, kind)
-        if rows:
-            parts.append(stats.text_of(rows, what, done))
-    return "\n\n".join(parts)
+    """What `python viz.py logs/*` prints: training runs first, then searches."""
+    tables = [comparison(runs, kind) for kind in PANELS]
+    return "\n\n".join(stats.text_of(rows) for rows in tables if rows)
 
 
 # ------------------------------------------------------------------ pictures
 
 
-def draw_heat_map(axis, figure, rows, done):
-    """Methods down, the best rank first; tasks to the right.
+def draw_heat_map(axis, figure, rows):
+    """Methods down, the best mean improvement first; tasks to the right.
 
     Colour: improvement; text: mean score, N, failures.
     """
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    rank = {row["method"]: row["rank"] for row in rows}
-    methods = sorted(rank, key=lambda method: rank[method])
-    values = np.full((len(methods), len(tasks)), np.nan)
-    for row in rows:
-        values[methods.index(row["method"]), tasks.index(row["task"])] = row["improvement"]
-    limit = max(0.1, np.nanmax(np.abs(values), initial=0.0))
+    import pandas
+
+    values = pandas.DataFrame(rows).pivot(index="method", columns="task", values="improvement")
+    order = values.mean(axis=1).sort_values(ascending=False).index
+    values = values.loc[order]
+    limit = max(0.1, np.nanmax(np.abs(values)))
     image = axis.imshow(values, cmap="PuOr_r", vmin=-limit, vmax=limit, aspect="auto")
     for row in rows:
         spread = "" if row["std"] is None else f" ± {row['std']:.3g}"
-        faults = f", {row['faults']} faults" if row["faults"] else ""
-        text = f"{row['mean']:.4g}{spread}   N={row['n']}   {row['adapter'] or ''}\n"
-        text += f"{row['failed']} of {row['nodes']} {done} failed{faults}"
+        text = f"{row['mean']:.4g}{spread}   N={row['n']}   {row['adapter']}\n"
+        text += f"{row['failed']} of {row['nodes']} failed, {row['faults']} faults"
         colour = "white" if abs(row["improvement"]) > 0.7 * limit else "black"
-        look = {"ha": "center", "va": "center", "fontsize": 8 if len(tasks) < 3 else 6.5}
-        place = tasks.index(row["task"]), methods.index(row["method"])
-        axis.text(*place, text, color=colour, **look)
-    axis.set_xticks(range(len(tasks)), [wrapped(task, 24) for task in tasks])
-    labels = [wrapped(method, 36) for method in methods]
-    axis.set_yticks(range(len(methods)), labels, fontsize=9 if len(methods) < 13 else 7)
+        place = values.columns.get_loc(row["task"]), order.get_loc(row["method"])
+        axis.text(*place, text, color=colour, ha="center", va="center", fontsize=7)
+    tasks = [wrapped(task, 24) for task in values.columns]
+    methods = [wrapped(method, 36) for method in order]
+    axis.set_xticks(range(len(tasks)), tasks)
+    axis.set_yticks(range(len(methods)), methods, fontsize=8)
     axis.grid(False)
     axis.set_title("Mean score ± standard deviation, N runs, failures", loc="left")
     figure.colorbar(image, ax=axis, label="improvement (0 baseline, 1 reference)")
@@ -237,38 +196,41 @@ def draw_heat_map(axis, figure, rows, done):
 
 def draw_group_legend(figure, groups: list[Group]):
     """The names of the groups below a figure."""
-    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     handles = []
     for group in groups:
         label = wrapped(f"{group.label} (N={len(group.runs)})", 56)
-        handles.append(Line2D([], [], color=group.colour, linewidth=3, label=label))
-    size = 10 if len(groups) <= 9 else 8
-    columns = min(3, len(groups))
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=size)
+        handles.append(Patch(color=group.colour, label=label))
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(groups)))
+
+
+def plot_groups(groups: list[Group], title: str, path: Path) -> Path:
+    """All panels of one kind in one picture."""
+    panels = PANELS[groups[0].runs[0].kind]
+    lines = sum(1 + len(group.label) // 56 for group in groups) / 3  # of the legend
+    height = 1 + 3.8 * len(panels) / 3 + 0.2 * lines
+    with figure_of(PAGE_WIDTH, height) as figure:
+        draw_panels(figure, panels, groups)
+        figure.suptitle(title)
+        if sum(len(group.runs) for group in groups) > 1:
+            draw_group_legend(figure, groups)
+        return save(figure, path)
 
 
 def plot_many(runs: list[RunData], folder: Path, format="png") -> list[Path]:
     """Overlays per kind and task, and per kind a heat map over tasks."""
     paths = []
-    grouped = groups_of(runs)
-    for (kind, task), groups in grouped.items():
+    for (kind, task), groups in groups_of(runs).items():
         title = f"{shorten(task, 60)}: mean over seeds, band: ± standard deviation of the seeds"
         if kind == "grpo":
             title += ", running mean of a sixth of the steps; dotted: not all runs went on"
-        lines = sum(1 + len(group.label) // 56 for group in groups) / 3  # of the legend
-        height = (8.5 if kind == "grpo" else 5) + 0.2 * lines
-        with figure_of(PAGE_WIDTH, height) as figure:
-            draw_panels(figure, PANELS[kind], groups)
-            figure.suptitle(title)
-            draw_group_legend(figure, groups)
-            name = re.sub(r"[^A-Za-z0-9_.-]", "-", task)
-            paths.append(save(figure, folder / f"compare-{kind}-{name}.{format}"))
-    for kind in sorted({kind for kind, _ in grouped}):
+        name = re.sub(r"[^A-Za-z0-9_.-]", "-", task)
+        paths.append(plot_groups(groups, title, folder / f"compare-{kind}-{name}.{format}"))
+    for kind in PANELS:
         rows = comparison(runs, kind)
         if len(rows) > 1:
             with figure_of(PAGE_WIDTH, max(4.5, 0.55 * len(rows) + 1.5)) as figure:
-                done = "episodes" if kind == "grpo" else "nodes"
-                draw_heat_map(figure.subplots(), figure, rows, done)
+                draw_heat_map(figure.subplots(), figure, rows)
                 paths.append(save(figure, folder / f"grid-{kind}.{format}"))
     return paths

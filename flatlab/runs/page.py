@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import json
 import re
 import tempfile
@@ -19,15 +18,14 @@ import zlib
 from pathlib import Path
 
 from flatlab.runs import compare, plots, search_plots
-from flatlab.runs.reader import RunData, number, transcripts
+from flatlab.runs.reader import RunData, transcripts
 from flatlab.runs.store import plain, write_whole
-from flatlab.runs.views import final_table, result_text
+from flatlab.runs.views import final_table, plot_curves, result_text
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "report.html"
 LISTED = ("id", "outcome", "status", "score", "tokens", "seconds")
 LISTED += ("task", "op", "sampling_mode", "second")
 BLOCK = 1 << 20  # characters of texts that are compressed together
-LONGEST = 200_000  # characters of one text; the run directory has all of it
 
 
 def write(runs: list[RunData], path: Path) -> Path:
@@ -84,43 +82,21 @@ def script_json(value) -> str:
 # ------------------------------------------------------------------ long texts
 
 
-def cut(text) -> str:
-    """Very long texts without their middle."""
-    text = str(text or "")
-    if len(text) <= LONGEST:
-        return text
-    note = f"\n[... {len(text) - LONGEST} characters left out: see episodes/ ...]\n"
-    return text[: LONGEST // 2] + note + text[-LONGEST // 2 :]
-
-
 def texts_of(item: dict) -> dict:
     """What the page shows of one transcript once it is opened."""
-    decision = item.get("decision") or {}
-    code = item.get("code") or {}
-    notes = {}
-    for key in ("reflection", "memory"):
-        if decision.get(key):
-            notes[key] = cut(decision[key])
-    found = {
-        "prompt": cut(item["prompt"]),
-        "error": cut(item["error"]),
-        "idea": cut(item.get("idea")),
-        "diff": cut(item.get("diff")),
-        "code": {str(name): cut(text) for name, text in code.items()},
-        "reason": cut(decision.get("reason")),
-        "notes": notes,
-        "ideas": item.get("ideas"),
-        "turns": [turn_of(turn) for turn in item["turns"]],
-    }
+    decision = item.get("decision", {})
+    found = {key: item.get(key) for key in ("prompt", "error", "idea", "diff", "code", "ideas")}
+    found["reason"] = decision.get("reason")
+    found["notes"] = {key: decision[key] for key in ("reflection", "memory") if decision.get(key)}
+    found["turns"] = [turn_of(turn) for turn in item["turns"]]
     return {key: value for key, value in found.items() if value}
 
 
 def turn_of(turn: dict) -> dict:
-    found = {key: cut(turn.get(key)) for key in ("reply", "observation", "status")}
-    found["score"] = number(turn.get("score"))
-    found["seconds"] = number(turn.get("seconds_env"))
-    if turn.get("action") and str(turn["action"]) not in found["reply"]:
-        found["action"] = cut(turn["action"])
+    keys = ("reply", "observation", "status", "score", "seconds_env")
+    found = {key: turn[key] for key in keys}
+    if turn["action"] and turn["action"] not in turn["reply"]:
+        found["action"] = turn["action"]
     return found
 
 
@@ -148,19 +124,19 @@ def pack(texts: list[dict]) -> tuple[list[str], list[tuple[int, int]]]:
 
 def items_of(run: RunData, place: int, items: list[dict]) -> list[dict]:
     """What the list, the tree and the filters need of each transcript."""
-    places = search_plots.layout(run.rows) if run.kind == "search" else {}
-    scores = [item["score"] for item in items if item["score"] is not None]
-    limits = search_plots.colour_limits(run, scores)
+    places, limits = {}, None
+    if run.kind == "search":
+        places = search_plots.layout(run.rows)
+        limits = search_plots.colour_limits(run)
     rows = []
     for item in items:
         row = {"run": place, "turns": len(item["turns"])}
         row |= {key: item.get(key) for key in LISTED}
-        if item["score"] is not None:
-            row["shade"] = shade_of(item["score"], limits, run.higher_is_better)
-        if run.kind == "search":
-            y, x, parent = places.get(item["id"], (0.0, 0, "0"))
-            row |= {"x": x, "y": y, "parent": parent}
-            row["idea"] = item["idea"][:160]
+        if places:
+            y, x, parent = places[item["id"]]
+            row |= {"x": x, "y": y, "parent": parent, "idea": item["idea"][:160]}
+            if item["score"] is not None:
+                row["shade"] = shade_of(item["score"], limits, run.higher_is_better)
         rows.append({key: value for key, value in row.items() if value not in (None, "")})
     return rows
 
@@ -184,7 +160,7 @@ def run_of(run: RunData) -> dict:
         "name": run.name,
         "kind": run.kind,
         "heading": plots.heading(run),
-        "metric": str(run.result.get("metric", "score")),
+        "metric": run.result["metric"],
         "lower": not run.higher_is_better,
         "baseline": run.baseline,
         "status": run.status,
@@ -199,30 +175,15 @@ def run_of(run: RunData) -> dict:
 
 
 def pictures(runs: list[RunData]) -> list[dict]:
-    """One run: a picture per panel, so that they can stand below each other on a phone.
-
-    Several runs: the pictures that compare them.
-    """
-    if len(runs) == 1:
-        panels = plots.TRAINING if runs[0].kind == "grpo" else search_plots.SEARCH
-        return [panel_picture(panel, runs[0]) for panel in panels]
+    """The curves of one run, or the pictures that compare several."""
     with tempfile.TemporaryDirectory() as folder:
-        return [file_picture(path) for path in compare.plot_many(runs, Path(folder))]
+        if len(runs) == 1:
+            paths = [plot_curves(runs[0], Path(folder) / "curves.png")]
+        else:
+            paths = compare.plot_many(runs, Path(folder))
+        return [picture(path) for path in paths]
 
 
-def panel_picture(panel, run: RunData) -> dict:
-    title = f"{panel[0]} against {panel[1]}" if panel[0] == "Best so far" else panel[0]
-    group = plots.Group(run.name, plots.BLUE, [run])
-    with plots.figure_of(6, 3.8) as figure:
-        plots.draw_panel(figure.subplots(), panel, [group])
-        out = io.BytesIO()
-        figure.savefig(out, format="png", dpi=110)
-    return {"title": title, "src": data_address(out.getvalue()), "wide": False}
-
-
-def file_picture(path: Path) -> dict:
-    return {"title": path.stem, "src": data_address(path.read_bytes()), "wide": True}
-
-
-def data_address(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
+def picture(path: Path) -> dict:
+    png = base64.b64encode(path.read_bytes()).decode()
+    return {"title": path.stem, "src": f"data:image/png;base64,{png}"}

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from flatlab.runs.reader import RunData, duration, number
-from flatlab.runs.stats import shown
 from flatlab.runs.store import temporary
 
 # The colours of Okabe and Ito: distinct with any kind of colour vision, and in grey print
@@ -35,13 +34,10 @@ STYLE = {
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
     "axes.grid": True,
-    "axes.axisbelow": True,
     "grid.alpha": 0.25,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.fontsize": 8.5,
-    "legend.framealpha": 0.7,
-    "figure.dpi": 110,
     "pdf.fonttype": 42,
     "svg.fonttype": "none",
 }
@@ -104,20 +100,20 @@ def spread(columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def by_step(group: Group, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """All steps of the group's runs, shape (steps,), and their values there, (runs, steps)."""
-    tables = []
+    """The steps at which some run has this key, shape (steps,), and its values, (runs, steps)."""
+    import pandas
+
+    curves = []
     for run in group.runs:
         steps = [row["step"] for row in run.rows]
-        tables.append(dict(zip(steps, series(run.rows, key))))
-    steps = sorted(set().union(*tables))
-    values = [[table.get(step, np.nan) for step in steps] for table in tables]
-    return np.array(steps), np.array(values)
+        curves.append(pandas.Series(series(run.rows, key), steps))
+    frame = pandas.DataFrame(curves).sort_index(axis=1).dropna(axis=1, how="all")
+    return frame.columns.to_numpy(), frame.to_numpy()
 
 
-def score_key(groups: list[Group]) -> str:
-    """ "score", or "improvement" for runs on several tasks, whose scores have different units."""
-    keys = {key for group in groups for run in group.runs for row in run.rows for key in row}
-    return "improvement" if "improvement_mean" in keys and "score_mean" not in keys else "score"
+def score_key(run: RunData) -> str:
+    """ "score", or "improvement" for a run on several tasks, whose scores have different units."""
+    return "score" if "score_mean" in run.rows[0] else "improvement"
 
 
 # ------------------------------------------------------------------ panels of a training run
@@ -127,90 +123,52 @@ def draw_key(axis, groups, key, label="", colour=None, dashed=False):
     """One quantity per step. `colour` is for a single group; several have their own."""
     alone = len(groups) == 1
     style = "--" if dashed else "-"
+    found = False
     for group in groups:
         steps, columns = by_step(group, key)
-        measured = np.isfinite(columns).any(0)  # evaluations come every few steps only
-        steps, columns = steps[measured], columns[:, measured]
-        if not len(steps):
-            continue
-        look = {"color": colour if colour and alone else group.colour, "linestyle": style}
-        name = label if alone else None
-        if len(group.runs) == 1:
-            draw_run(axis, steps, columns[0], name, look)
-        else:
-            draw_runs(axis, steps, columns, name, look)
-    if not alone and label:
-        # the groups are named below the figure; here only the line style needs a name
-        axis.plot([], [], color=GREY, linestyle=style, label=label)
+        if len(steps):
+            found = True
+            draw_group(axis, steps, columns, colour if alone else group.colour, style)
+    if found and label:  # several groups are named below the figure
+        axis.plot([], [], color=colour if alone else GREY, linestyle=style, label=label)
 
 
-def draw_run(axis, steps, values, label, look):
-    marker = "." if len(steps) < 40 else None
-    axis.plot(steps, values, alpha=0.3, linewidth=1, marker=marker, **look)
-    smooth = running_mean(values, window_of(steps))
-    axis.plot(steps, smooth, linewidth=2.2, label=label, **look)
+def draw_group(axis, steps, columns, colour, style):
+    """Mean and band; of a single run its running mean and, thin, its values.
 
-
-def draw_runs(axis, steps, columns, label, look):
-    """Mean and band. Dotted where not all runs went on, so that none vanishes without a trace."""
+    Dotted where not all runs went on, so that none vanishes without a trace.
+    """
+    if len(columns) == 1:
+        look = {"color": colour, "alpha": 0.3, "linewidth": 1}
+        marker = "." if len(steps) < 40 else None
+        axis.plot(steps, columns[0], style, marker=marker, **look)
     window = window_of(steps)
     middle, low, high = (running_mean(curve, window) for curve in spread(columns))
     complete = np.flatnonzero(np.isfinite(columns).all(0))
     count = complete[-1] + 1 if len(complete) else 0
     rest = slice(max(0, count - 1), None)
-    dotted = look | {"linestyle": ":"}
-    axis.plot(steps[rest], middle[rest], linewidth=1, alpha=0.6, **dotted)
-    shade = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
+    axis.plot(steps[rest], middle[rest], ":", color=colour, linewidth=1, alpha=0.6)
+    shade = {"color": colour, "alpha": 0.15, "linewidth": 0}
     axis.fill_between(steps[:count], low[:count], high[:count], **shade)
-    axis.plot(steps[:count], middle[:count], linewidth=2.2, label=label, **look)
+    axis.plot(steps[:count], middle[:count], style, color=colour, linewidth=2.2)
 
 
 def draw_score(axis, groups):
-    key = score_key(groups)
-    alone = len(groups) == 1
+    key = score_key(groups[0].runs[0])
     draw_key(axis, groups, f"{key}_mean", "mean", BLUE)
-    if alone:
+    if len(groups) == 1:
         draw_key(axis, groups, "score_best", "best of the step", ORANGE)
     eval_key = "eval_score_mean" if key == "score" else "eval_improvement"
-    if any(eval_key in row for group in groups for run in group.runs for row in run.rows):
-        draw_key(axis, groups, eval_key, "evaluation episodes", PINK, dashed=True)
-    run = groups[0].runs[0]
-    if alone and len(groups[0].runs) == 1 and adapters_text(run):
-        axis.plot([], [], " ", label=adapters_text(run))
+    draw_key(axis, groups, eval_key, "evaluation episodes", PINK, dashed=True)
     draw_baseline(axis, groups)
-
-
-def adapters_text(run: RunData) -> str:
-    """The comparison of the adapters at the end of a run, for a legend; "" before the end."""
-    final = run.result.get("final")
-    if not final:
-        return ""
-    lines = [f"at the end, {final['split']}, N={final['n']}:"]
-    for name in ("untrained", "imitated", "last", "best"):
-        if name in final:
-            value, error = evaluated_score(final[name])
-            is_untrained = name == "best" and final.get("best_is_untrained")
-            note = " (untrained)" if is_untrained else ""
-            lines.append(f"{name}{note} {shown(value, '.4g')} ± {shown(error, '.2g')}")
-    return "\n".join(lines)
-
-
-def evaluated_score(result: dict, test=False) -> tuple[float | None, float | None]:
-    """(mean, standard error) of an evaluation; of the improvement if tasks have other units."""
-    part = "test_" if test else ""
-    value = number(result.get(f"{part}score_mean"))
-    if value is not None:
-        return value, number(result.get(f"{part}score_stderr"))
-    return number(result.get(f"{part}improvement")), number(result.get(f"{part}improvement_stderr"))
 
 
 def draw_baseline(axis, groups):
     run = groups[0].runs[0]
     better = "higher is better" if run.higher_is_better else "lower is better"
-    axis.set_ylabel(f"{shorten(run.result.get('metric', 'score'), 40)}, {better}")
-    if run.baseline is not None:
-        name = f"baseline {run.baseline:.4g}"
-        axis.axhline(run.baseline, color=GREY, linestyle=":", linewidth=1.5, label=name)
+    axis.set_ylabel(f"{shorten(run.result['metric'], 40)}, {better}")
+    name = f"baseline {run.baseline:.4g}"
+    axis.axhline(run.baseline, color=GREY, linestyle=":", linewidth=1.5, label=name)
 
 
 def draw_logprob_diff(axis, groups):
@@ -224,8 +182,7 @@ def keys(*curves):
 
     def draw(axis, groups):
         for place, (key, label, colour) in enumerate(curves):
-            dashed = len(groups) > 1 and place > 0
-            draw_key(axis, groups, key, label if len(curves) > 1 else "", colour, dashed)
+            draw_key(axis, groups, key, label, colour, dashed=place > 0)
 
     return draw
 

@@ -62,8 +62,8 @@ def duration(seconds: float | None) -> str:
 
 # ------------------------------------------------------------------ runs
 
-# A row with one of these keys was written before they were renamed.
-OLD_KEYS = {"gain", "gain_mean", "logprob_gap_max", "mode"}
+# What result.json holds from the first step or node on
+NEEDED = {"metric", "higher_is_better", "baseline", "reference", "selected_on_test"}
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,16 @@ class RunData:
     @property
     def tasks(self) -> str:
         """The name of the task, or several joined by "+"."""
-        found = self.config.get("task") or self.result.get("task") or "?"
-        return "+".join(map(str, found)) if isinstance(found, list) else str(found)
+        found = self.config["task"]
+        return "+".join(found) if isinstance(found, list) else found
 
     @property
     def higher_is_better(self) -> bool:
-        return self.result.get("higher_is_better") is not False
+        return self.result["higher_is_better"]
 
     @property
-    def baseline(self) -> float | None:
-        return number(self.result.get("baseline"))
+    def baseline(self) -> float:
+        return self.result["baseline"]
 
 
 def locked(directory) -> bool:
@@ -121,17 +121,22 @@ def read_run(directory) -> RunData:
     if not (path / "config.yaml").is_file():
         raise UserError(f"{path} is not a run directory: it has no config.yaml.")
     config = read_mapping(path / "config.yaml")
-    rows = read_rows(path / "metrics.jsonl")
-    steps = [row for row in rows if isinstance(row.get("step"), int)]
-    rows = read_rows(path / "journal.jsonl")
-    nodes = [node_row(row) for row in rows if isinstance(row.get("id"), str)]
-    if not steps and not nodes:
-        what = "node" if "sampling_mode" in config else "step"
+    kind, rows = "grpo", read_rows(path / "metrics.jsonl")
+    if "sampling_mode" in config:
+        kind, rows = "search", read_rows(path / "journal.jsonl")
+    if not rows:
+        what = "step" if kind == "grpo" else "node"
         raise UserError(f"{path} has no finished {what} yet: nothing to show.")
-    if OLD_KEYS & {*(nodes or steps)[0]}:
-        raise UserError(f"{path} was made by an earlier version; git.txt in it names the commit.")
-    result = read_mapping(path / "result.json", default={})
-    return RunData(path, "search" if nodes else "grpo", config, nodes or steps, result)
+    result = read_mapping(path / "result.json")
+    missing = ", ".join(sorted(NEEDED - {*result}))
+    if missing:
+        raise UserError(
+            f"{path} was made by another version: its result.json has no {missing}. "
+            "git.txt names the commit."
+        )
+    if kind == "search":
+        rows = [node_row(row, result["baseline"]) for row in rows]
+    return RunData(path, kind, config, rows, result)
 
 
 def find_runs(paths) -> tuple[list[RunData], list[str]]:
@@ -154,27 +159,17 @@ def find_runs(paths) -> tuple[list[RunData], list[str]]:
     return found, errors
 
 
-# What the views count on, for nodes of a row that lacks it.
-NODE = {"parent": "", "second": None, "op": "", "sampling_mode": "", "idea": "", "status": ""}
-NODE |= {"error": "", "diff": "", "code": {}, "decision": {}, "actions": [], "ideas": []}
+def node_row(row: dict, baseline: float) -> dict:
+    """A row of the journal with its outcome and the score that tables count.
+
+    counted: a failed node has the baseline's score, a fault None.
+    """
+    outcome = outcome_of(row["status"], row["valid"])
+    counted = {"valid": row["score"], "failed": baseline, "fault": None}[outcome]
+    return row | {"outcome": outcome, "counted": counted}
 
 
-def node_row(row: dict) -> dict:
-    """A row of the journal with the keys that the views count on. score: None for all failures."""
-    score = None if row.get("valid") is False else number(row.get("score"))
-    return (
-        NODE
-        | row
-        | {
-            "score": score,
-            "outcome": outcome_of(row.get("status"), score is not None),
-            "tokens": number(row.get("tokens")),
-            "seconds": number(row.get("seconds")),
-        }
-    )
-
-
-def outcome_of(status: str | None, is_valid: bool) -> str:
+def outcome_of(status: str, is_valid: bool) -> str:
     if status == "fault":
         return "fault"
     return "valid" if is_valid else "failed"
@@ -201,31 +196,23 @@ def transcripts(run: RunData, step: int | None = None) -> list[dict]:
 
 
 def episode_item(row: dict, step: int, index: int) -> dict:
-    score = row.get("score") or {}
-    outcome = outcome_of(row["status"], bool(score.get("valid")))
-    error = row.get("fault") or (score.get("message") if outcome == "failed" else "")
+    score = row["score"] or {"valid": False, "value": None, "message": row["fault"]}
     return {
         "id": f"{step}.{index}",
         "task": row["task"],
-        "outcome": outcome,
+        "outcome": outcome_of(row["status"], score["valid"]),
         "status": row["status"],
-        "score": number(score.get("value")) if outcome == "valid" else None,
+        "score": score["value"] if score["valid"] else None,
         "turns": row["turns"],
-        "tokens": number(row.get("reply_tokens")),
-        "seconds": number(row.get("seconds")),
-        "error": str(error or ""),
-        "prompt": row.get("prompt", ""),
+        "tokens": row["reply_tokens"],
+        "seconds": row["seconds"],
+        "error": "" if score["valid"] else score["message"],
+        "prompt": row["prompt"],
     }
 
 
 def node_item(row: dict, directory: Path) -> dict:
-    path = directory / "episodes" / f"{row.get('order', 0):06d}.jsonl"
-    return row | {"turns": row["actions"], "prompt": prompt_of(path, row["id"])}
-
-
-def prompt_of(path: Path, node: str) -> str:
-    """What the model was told, from the node's own transcript; "" if that is missing."""
-    for row in read_rows(path):
-        if row.get("node") == node:
-            return str(row.get("prompt") or "")
-    return ""
+    """prompt: what the model was told, from the node's own transcript; "" if that is missing."""
+    episodes = read_rows(directory / "episodes" / f"{row['order']:06d}.jsonl")
+    prompts = [episode["prompt"] for episode in episodes if episode["node"] == row["id"]]
+    return row | {"turns": row["actions"], "prompt": "".join(prompts)}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from statistics import median
 
 import numpy as np
 
@@ -26,102 +25,72 @@ from flatlab.runs.plots import (
 )
 from flatlab.runs.reader import RunData
 
-# ------------------------------------------------------------------ numbers
+# ------------------------------------------------------------------ panels of a search
 
 
-def best_so_far(run: RunData, axis: str) -> list[tuple[float, float]]:
-    """(x, best score up to there), first the baseline. axis: "nodes" or "tokens"."""
+def best_so_far(run: RunData, axis: str):
+    """The best score after each number of nodes or tokens, first the baseline, as pandas.Series."""
+    import pandas
+
     rows = [{"score": run.baseline, "tokens": 0}, *run.rows]
     better = np.fmax if run.higher_is_better else np.fmin
     best = better.accumulate(series(rows, "score"))
-    xs = np.arange(len(rows), dtype=float)
+    xs = np.arange(len(rows))
     if axis == "tokens":
-        xs = np.nancumsum(series(rows, "tokens"))
-    known = np.isfinite(best)
-    return list(zip(xs[known].tolist(), best[known].tolist()))
-
-
-def values_at(points: list[tuple[float, float]], xs) -> np.ndarray:
-    """The last y at or before each x, as a step curve shows it; NaN before the first point.
-
-    A run that has ended keeps its value.
-    """
-    at = np.array([x for x, _ in points])
-    values = np.array([np.nan, *(y for _, y in points)])
-    return values[np.searchsorted(at, xs, side="right")]
-
-
-def counted_scores(run: RunData, rows: list[dict]) -> list[float]:
-    """The scores of nodes as every table counts them: a failed node has the baseline's score.
-
-    Faults of the sandbox are left out, and so are failed nodes of a run without a baseline.
-    """
-    scores = []
-    for row in rows:
-        score = run.baseline if row["score"] is None else row["score"]
-        if row["outcome"] != "fault" and score is not None:
-            scores.append(score)
-    return scores
-
-
-# ------------------------------------------------------------------ panels of a search
+        xs = np.cumsum(series(rows, "tokens"))
+    # a fault may have sampled nothing
+    return pandas.Series(best, xs).groupby(level=0).last()
 
 
 def draw_best(axis_name):
     def draw(axis, groups):
+        import pandas
+
         for group in groups:
             curves = [best_so_far(run, axis_name) for run in group.runs]
-            xs = sorted({x for points in curves for x, _ in points})
-            middle, low, high = spread([values_at(points, xs) for points in curves])
+            # a run that has ended keeps its value
+            frame = pandas.concat(curves, axis=1).sort_index().ffill()
+            middle, low, high = spread(frame.T)
             label = "best so far" if len(groups) == 1 else None
             look = {"color": group.colour, "linewidth": 2.2, "label": label}
-            axis.step(xs, middle, where="post", **look)
-            if len(group.runs) > 1:
-                shade = {"color": group.colour, "alpha": 0.15, "linewidth": 0}
-                axis.fill_between(xs, low, high, step="post", **shade)
+            axis.step(frame.index, middle, where="post", **look)
+            shade = {"color": group.colour, "alpha": 0.15, "linewidth": 0}
+            axis.fill_between(frame.index, low, high, step="post", **shade)
         draw_baseline(axis, groups)
 
     return draw
 
 
 def draw_distribution(axis, groups):
-    """Scores of all nodes by group, else by sampling mode, else by operator.
+    """Scores of all nodes by group, those of a single group by operator.
 
     The line is the median of valid and failed nodes; failed ones count as the baseline.
     """
-    nodes = [(group, run, row) for group in groups for run in group.runs for row in run.rows]
-    what = "operator"
-    if len(groups) > 1:
-        what = "group"
-    elif len({row["sampling_mode"] for _, _, row in nodes}) > 1:
-        what = "sampling mode"
+    import pandas
+
     parts = {}
-    for group, run, row in nodes:
-        mode = row["sampling_mode"] or "none"
-        names = {"group": group.label, "sampling mode": mode, "operator": row["op"]}
-        parts.setdefault(names[what], []).append((group, run, row))
+    for group in groups:
+        for row in sum((run.rows for run in group.runs), []):
+            name = row["op"] if len(groups) == 1 else group.label
+            parts.setdefault(name, []).append(row)
+    colours = COLOURS if len(groups) == 1 else [group.colour for group in groups]
     rng = random.Random(0)
     names = []
-    for place, (name, members) in enumerate(parts.items()):
-        colour = members[0][0].colour if what == "group" else COLOURS[place % len(COLOURS)]
-        scores, counted = [], []
-        for _, run, row in members:
-            counted += counted_scores(run, [row])
-            if row["score"] is not None:
-                scores.append(row["score"])
-        xs = [place + rng.uniform(-0.22, 0.22) for _ in scores]
+    for place, (name, rows) in enumerate(parts.items()):
+        colour = colours[place]
+        xs = [place + rng.uniform(-0.22, 0.22) for _ in rows]
+        scores = series(rows, "score")
         axis.scatter(xs, scores, s=16, alpha=0.5, color=colour, linewidths=0)
-        if counted:
-            ends = place - 0.32, place + 0.32
-            axis.hlines(median(counted), *ends, color=colour, linewidth=2.5)
-        failed = sum(row["outcome"] == "failed" for _, _, row in members)
-        names.append(f"{wrapped(name, 22, 66)}\nN={len(members)}, {failed} failed")
+        median = pandas.Series(series(rows, "counted")).median()
+        ends = place - 0.32, place + 0.32
+        axis.hlines(median, *ends, color=colour, linewidth=2.5)
+        failed = sum(row["outcome"] == "failed" for row in rows)
+        names.append(f"{wrapped(name, 22, 66)}\nN={len(rows)}, {failed} failed")
     look = {"fontsize": 8}
-    if len(names) > 3:
+    if len(names) > 4:
         look = {"fontsize": 6, "rotation": 35, "ha": "right"}
     axis.set_xticks(range(len(names)), names, **look)
     axis.set_xlim(-0.6, len(names) - 0.4)
-    axis.set_title(f"Scores by {what}")
     draw_baseline(axis, groups)
     axis.plot([], [], color=GREY, linewidth=2.5, label="median, failed = baseline")
 
@@ -134,7 +103,7 @@ SEARCH = [
 
 # ------------------------------------------------------------------ the tree
 
-SHAPES = {"draft": "o", "improve": "^", "debug": "s", "crossover": "D"}
+SHAPES = {"baseline": "*", "draft": "o", "improve": "^", "debug": "s", "crossover": "D"}
 CROWDED = 90  # nodes; from there on only the path to the best has names
 
 
@@ -145,52 +114,44 @@ def lineage(id: str) -> list[int]:
 
 def layout(rows: list[dict]) -> dict[str, tuple[float, int, str]]:
     """id -> (place from top to bottom, depth, parent id), in the order of a printed tree."""
-    parents = {"0": ""}
-    for row in rows:
-        parents[row["id"]] = row["id"].rpartition(".")[0]
-    children = {id: [] for id in parents}
-    for id, parent in parents.items():
-        if parent:
-            children[parent].append(id)
-    order, stack = [], ["0"]
-    while stack:  # not recursive: a chain may be long
-        order.append(stack.pop())
-        stack += sorted(children[order[-1]], key=lineage, reverse=True)
-    depth = {"0": 0}
-    for id in order[1:]:
-        depth[id] = depth[parents[id]] + 1
-    leaves = [id for id in order if not children[id]]
+    ids = sorted(["0", *(row["id"] for row in rows)], key=lineage)
+    children = {id: [] for id in ids}
+    for id in ids[1:]:
+        children[parent_of(id)].append(id)
+    leaves = [id for id in ids if not children[id]]
     place = {id: float(index) for index, id in enumerate(leaves)}
-    for id in reversed(order):
+    for id in reversed(ids):
         if children[id]:
             first, last = children[id][0], children[id][-1]
             place[id] = (place[first] + place[last]) / 2
-    return {id: (place[id], depth[id], parents[id]) for id in order}
+    return {id: (place[id], id.count("."), parent_of(id)) for id in ids}
+
+
+def parent_of(id: str) -> str:
+    return id.rpartition(".")[0]
 
 
 def best_path(run: RunData) -> list[str]:
     """From the root to the best node; recomputed, so that it is right while the run goes on."""
-    rows = [{"id": "0", "score": run.baseline}, *run.rows]
-    valid = [row for row in rows if row["score"] is not None]
+    valid = [row for row in run.rows if row["score"] is not None]
     pick = max if run.higher_is_better else min
-    path = [pick(valid, key=lambda row: row["score"], default=rows[0])["id"]]
-    while "." in path[0]:
-        path.insert(0, path[0].rpartition(".")[0])
+    root = {"id": "0", "score": run.baseline}
+    best = pick([root, *valid], key=lambda row: row["score"])
+    path = [best["id"]]
+    while path[0] != "0":
+        path.insert(0, parent_of(path[0]))
     return path
 
 
-def colour_limits(run: RunData, scores: list[float]) -> tuple[float, float]:
-    """Range of the colours for these scores and the baseline.
+def colour_limits(run: RunData) -> tuple[float, float]:
+    """Range of the colours for the scores and the baseline.
 
     The worst tenth of the scores may lie outside, so that one wild node cannot hide the rest.
     """
-    scores = scores + ([] if run.baseline is None else [run.baseline])
-    ordered = sorted(scores or [0.0, 1.0], reverse=not run.higher_is_better)
-    low, high = sorted([ordered[len(ordered) // 10], ordered[-1]])
-    if high > low:
-        return low, high
-    margin = 0.5 * (abs(low) or 1)
-    return low - margin, high + margin
+    scores = [run.baseline, *series(run.rows, "score")]
+    ends = (0.1, 1.0) if run.higher_is_better else (0.0, 0.9)
+    low, high = np.nanquantile(scores, ends).tolist()
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
 def tree_size(run: RunData) -> tuple[float, float]:
@@ -210,66 +171,68 @@ def draw_tree(figure, run: RunData):
     from matplotlib.colors import Normalize
 
     axis = figure.subplots()
-    rows = {row["id"]: row for row in run.rows}
+    root = {"id": "0", "op": "baseline", "score": run.baseline, "second": None}
+    rows = {row["id"]: row for row in [root, *run.rows]}
     places = layout(run.rows)
     path = best_path(run)
     colour_map = "viridis" if run.higher_is_better else "viridis_r"
-    scores = [row["score"] for row in run.rows if row["score"] is not None]
-    shade = ScalarMappable(Normalize(*colour_limits(run, scores)), colour_map)
+    shade = ScalarMappable(Normalize(*colour_limits(run)), colour_map)
     for id, (y, x, parent) in places.items():
-        row = rows.get(id, {})
+        row = rows[id]
         if parent:
-            y0, x0, _ = places[parent]
             look = {"color": "#bbbbbb", "linewidth": 1}
             if id in path:
                 look = {"color": BLACK, "linewidth": 2.6}
-            axis.plot([x0, x], [y0, y], zorder=1, **look)
-        if row.get("second") in places:
-            y0, x0, _ = places[row["second"]]
+            draw_edge(axis, places[parent], places[id], look)
+        if row["second"]:
             look = {"color": PINK, "linestyle": ":", "linewidth": 1}
-            axis.plot([x0, x], [y0, y], zorder=1, **look)
-        score = run.baseline if id == "0" else row.get("score")
-        draw_node(axis, id, row, score, (x, y), shade, id in path)
+            draw_edge(axis, places[row["second"]], places[id], look)
+        draw_node(axis, row, (x, y), shade, id in path)
         if len(places) <= CROWDED or id in path:
-            draw_name(axis, id, row, score, (x, y), id in path)
+            draw_name(axis, row, (x, y), id in path)
     depth = max(x for _, x, _ in places.values())
     axis.set(xticks=range(depth + 1), yticks=[], xlabel="depth")
     axis.grid(False)
     axis.spines["left"].set_visible(False)
     axis.invert_yaxis()
     axis.margins(x=0.06, y=0.08 if len(places) < 30 else 0.03)
-    metric = shorten(run.result.get("metric", "score"), 40)
     better = "higher is better" if run.higher_is_better else "lower is better"
-    figure.colorbar(shade, ax=axis, label=f"{metric}, {better}", pad=0.01)
+    label = f"{shorten(run.result['metric'], 40)}, {better}"
+    figure.colorbar(shade, ax=axis, label=label, pad=0.01)
     draw_tree_legend(figure, axis, run.rows)
 
 
-def draw_node(axis, id, row, score, at, shade, on_path):
-    if score is None:
-        mark = "+" if row.get("status") == "fault" else "x"
-        axis.scatter(*at, s=75, marker=mark, color=RED, linewidths=1.8, zorder=3)
+def draw_edge(axis, start, end, look):
+    ys, xs, _ = zip(start, end)
+    axis.plot(xs, ys, zorder=1, **look)
+
+
+def draw_node(axis, row, at, shade, on_path):
+    if row["score"] is None:
+        mark = "+" if row["outcome"] == "fault" else "x"
+        look = {"color": RED, "linewidths": 1.8}
+        axis.scatter(*at, s=75, marker=mark, zorder=3, **look)
         return
-    root = id == "0"
     axis.scatter(
         *at,
-        s=260 if root else 110,
-        marker="*" if root else SHAPES.get(row.get("op"), "o"),
-        color=shade.to_rgba(score),
+        s=260 if row["id"] == "0" else 110,
+        marker=SHAPES[row["op"]],
+        color=shade.to_rgba(row["score"]),
         edgecolors=BLACK,
         linewidths=1.8 if on_path else 0.5,
         zorder=3,
     )
 
 
-def draw_name(axis, id, row, score, at, on_path):
+def draw_name(axis, row, at, on_path):
     """Id and score above a node."""
-    name = id if len(id) < 9 else f"node {row.get('order', '?')}"
-    name = "baseline" if id == "0" else shorten(name, 12)
-    value = "" if score is None else f"  {score:.4g}"
+    name = "baseline" if row["id"] == "0" else row["id"]
+    name = name if len(name) < 12 else f"…{name[-8:]}"
+    value = "" if row["score"] is None else f"  {row['score']:.4g}"
     axis.annotate(
         name + value,
         at,
-        (0, 11 if id == "0" else 8),
+        (0, 8),
         textcoords="offset points",
         ha="center",
         fontsize=8,
@@ -279,9 +242,10 @@ def draw_name(axis, id, row, score, at, on_path):
 
 
 def draw_tree_legend(figure, axis, rows):
+    look = {"color": "white", "edgecolors": BLACK}
     for op, mark in SHAPES.items():
         if any(row["op"] == op for row in rows):
-            axis.scatter([], [], marker=mark, color="white", edgecolors=BLACK, label=op)
+            axis.scatter([], [], marker=mark, label=op, **look)
     outcomes = Counter(row["outcome"] for row in rows)
     axis.scatter([], [], marker="x", color=RED, label=f"failed: {outcomes['failed']}")
     if outcomes["fault"]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import time
 from pathlib import Path
 
 from flatlab.errors import UserError
@@ -43,16 +42,15 @@ def open_tensorboard(directory):
 
     writer = SummaryWriter(str(Path(directory) / "tensorboard"))
 
-    def tracker(row: dict, episodes=()):
+    def tracker(row: dict, episodes: list[dict]):
         step = step_of(row)
-        when = number(row.get("time")) or time.time()
         for name, value in scalars(row).items():
-            writer.add_scalar(name, value, step, when)
-        for index, item in enumerate(list(episodes)[:SHOWN]):
-            text = f"{item.get('status')}\n\n{talk(item)}"
+            writer.add_scalar(name, value, step)
+        for index, item in enumerate(episodes[:SHOWN]):
+            text = f"{item['status']}\n\n{talk(item)}"
             # TensorBoard shows indented text as it is, not as Markdown
             indented = "\n".join(f"    {line}" for line in text.split("\n"))
-            writer.add_text(f"transcripts/{index}", indented, step, when)
+            writer.add_text(f"transcripts/{index}", indented, step)
         writer.flush()
 
     return tracker
@@ -77,15 +75,12 @@ def open_wandb(directory, config: dict):
     )
     run.define_metric("*", step_metric="step")  # nodes end in another order than they start
 
-    def tracker(row: dict, episodes=()):
+    def tracker(row: dict, episodes: list[dict]):
         step = step_of(row)
-        values = scalars(row) | {"step": step}
-        if episodes:
-            table = wandb.Table(columns=["step", "status", "transcript"])
-            for item in list(episodes)[:SHOWN]:
-                table.add_data(step, str(item.get("status")), talk(item))
-            values["transcripts"] = table
-        run.log(values)
+        table = wandb.Table(columns=["step", "status", "transcript"])
+        for item in episodes[:SHOWN]:
+            table.add_data(step, item["status"], talk(item))
+        run.log(scalars(row) | {"step": step, "transcripts": table})
 
     return tracker
 
@@ -106,10 +101,9 @@ def scalars(row: dict) -> dict[str, float]:
 
 
 def talk(item: dict) -> str:
-    """A transcript as plain text. Rows of journal.jsonl call the turns `actions`."""
+    """A transcript as plain text."""
     lines = []
-    for turn in item.get("turns") or item.get("actions") or []:
-        lines.append(f"{turn.get('reply') or turn.get('action') or ''}")
-        lines.append(f"> {turn.get('observation') or ''}")
+    for turn in item["turns"]:
+        lines += [turn["reply"], f"> {turn['observation']}"]
     # neither tracker can send lone surrogates
     return "\n".join(lines).encode(errors="replace").decode()
