@@ -62,7 +62,6 @@ from flatlab.episode.task import Task
 from flatlab.episode.texts import (
     first_message,
     position_text,
-    run_status,
     run_text,
     score_text,
 )
@@ -132,7 +131,7 @@ class Env:
         self.options = {"seed": seed, "image": image, "network": network, "hf_cache": hf_cache}
         self.limits = {"memory": 4 << 30, **limits}
         self.sandbox: Sandbox | None = None
-        self.grading: Sandbox | None = None  # the one of the latest grading
+        self.opened: list[Sandbox] = []  # also those of gradings
         self.closed = False
         self.history = []  # actions so far, for MLE-Dojo's get_history
         check_needs(task, self.backend, network, hf_cache)
@@ -144,17 +143,20 @@ class Env:
         self.close()
 
     def make_sandbox(self) -> Sandbox:
-        """A new sandbox, for the agent or for a grading."""
-        return open_sandbox(self.task, self.backend, **self.options, **self.limits)
+        """A new sandbox, for the agent or for a grading. `close` ends it."""
+        if not self.closed:
+            box = open_sandbox(self.task, self.backend, **self.options, **self.limits)
+            self.opened.append(box)
+        if self.closed:  # perhaps by another thread in the meantime
+            self.close()
+            raise SandboxFault("the environment is closed")
+        return box
 
     def open(self) -> Sandbox:
         """Replaces the agent's sandbox by a new one."""
         if self.sandbox:
             self.sandbox.close()
         self.sandbox = self.make_sandbox()
-        if self.closed:  # by another thread in the meantime
-            self.sandbox.close()
-            raise SandboxFault("the environment is closed")
         return self.sandbox
 
     def reset(self) -> str:
@@ -208,7 +210,7 @@ class Env:
             text = score_text(score, self.task) + position_text(score)
             return text, "validate" if score.valid else "invalid", score
         result = self.sandbox.run(action, timeout)
-        return run_text(result, timeout, self.limits["memory"]), run_status(result), None
+        return *run_text(result, timeout, self.limits["memory"]), None
 
     def score(self, split: str | None = None) -> Score:
         """Grades the artefacts as they are now.
@@ -221,17 +223,7 @@ class Env:
             artefacts = collect(self.task, self.sandbox)
         except ArtefactError as error:
             return Score(None, self.task.metric, split, False, f"no submission, {error}")
-        return grade(self.task, artefacts, split, self.grading_sandbox)
-
-    def grading_sandbox(self) -> Sandbox:
-        """A new sandbox for a grading, which may take half an hour: `close` ends it, too."""
-        if not self.closed:
-            self.grading = self.make_sandbox()
-        if self.closed:
-            if self.grading:
-                self.grading.close()
-            raise SandboxFault("the environment is closed")
-        return self.grading
+        return grade(self.task, artefacts, split, self.make_sandbox)
 
     def snapshot(self) -> bytes:
         """All files that were written, as one tar. Ends the background processes of the sandbox."""
@@ -269,9 +261,8 @@ class Env:
     def close(self) -> None:
         """Ends the sandbox and a running grading. Calls in other threads raise SandboxFault."""
         self.closed = True
-        for box in (self.sandbox, self.grading):
-            if box:
-                box.close()
+        for box in self.opened:
+            box.close()
 
 
 def action_name(action: str | None) -> str:

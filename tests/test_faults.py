@@ -286,9 +286,9 @@ def test_daemon_that_hangs(wire, task, monkeypatch):
         wire.hang = False
 
 
-def half(config, boot_program=sandbox_backend.boot_program):
+def half(*args, boot_program=sandbox_backend.boot_program, **fields):
     """A program that its owner sends in part only."""
-    boot, text = boot_program(config)
+    boot, text = boot_program(*args, **fields)
     return boot, text[:1000]
 
 

@@ -30,10 +30,9 @@ from tasks import load_task
 @pytest.fixture(scope="module", params=EVERYWHERE)
 def box(request):
     """One sandbox for all tests that leave it usable."""
-    with_backend = Sandbox(request.param)
-    with_backend.backend = request.param
-    yield with_backend
-    with_backend.close()
+    box = Sandbox(request.param)
+    yield box
+    box.close()
 
 
 @pytest.fixture(params=ISOLATED)
@@ -331,7 +330,7 @@ def test_no_rights(box):
     status = out(box, "grep -E '^(Cap(Eff|Prm|Inh|Amb)|NoNewPrivs)' /proc/self/status")
     assert set(status.replace("\t", " ").split()[1::2]) == {"0" * 16, "1"}
     # With Landlock, if no other user can reach the Python: the number of root, no capability.
-    assert out(box, "id -u") != "0" or box.backend == "landlock"
+    assert out(box, "id -u") != "0" or box.backend is local.LANDLOCK
     for command in (
         "touch /usr/x",
         "touch /etc/x",
@@ -361,7 +360,7 @@ def test_no_network(box):
             assert out(
                 box, f"python3 - <<'E'\n{code.format('STREAM', host, number)}\nE"
             ).startswith("refused")
-    if box.backend != "landlock":
+    if box.backend is not local.LANDLOCK:
         assert out(box, f"python3 - <<'E'\n{code.format('DGRAM', '1.1.1.1', 53)}\nE").startswith(
             "refused"
         )

@@ -12,7 +12,6 @@ throw-away copy.
 
 import atexit
 import ctypes
-import functools
 import json
 import os
 import pickle
@@ -32,8 +31,8 @@ PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38  # linux/prctl
 libc = ctypes.CDLL(None)
 
 # Runs in the child. The channel is moved away from fds 0 and 1, so that print() and input() cannot
-# disturb it. A request is a pickle of (function, arguments) from the trusted side; a reply is a
-# line: "=" and JSON, or "!" and text.
+# disturb it. A request is a pickle of (function, [arguments, ...]) from the trusted side; a
+# reply is a line: "=" and JSON, or "!" and text.
 CHILD = r"""
 import json, os, pickle, sys, traceback, types
 requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -60,8 +59,9 @@ def serve(source):
     exec(compile(source, file, "exec"), module.__dict__)
     encode = json.JSONEncoder(default=plain).encode
     while True:
-        name, arguments = pickle.load(requests)
-        replies.write(b"=" + encode(getattr(module, name)(*arguments)).encode() + b"\n")
+        name, calls = pickle.load(requests)
+        results = [getattr(module, name)(*arguments) for arguments in calls]
+        replies.write(b"=" + encode(results).encode() + b"\n")
         replies.flush()
 
 try:
@@ -77,26 +77,22 @@ except BaseException as error:      # SystemExit, too: its author reads whatever
 def fail(message):
     """Ends the grader here; its last line is the message for the agent."""
     print(json.dumps({"error": message[:ERROR_CHARS]}), flush=True)
-    stop(child)
+    stop()
     os._exit(0)
 
 
-class Invalid(Exception):
-    """The artefact cannot be graded. The agent reads the text."""
-
-
-def read_source(path, name, max_bytes):
-    """The text of the agent's file, which messages call `name`. Raises Invalid."""
+def read_source():
+    """The text of the agent's file."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(max_bytes + 1)
+        with open(os.path.join(FOLDER, AGENT), "rb") as file:
+            data = file.read(MAX_BYTES + 1)
         text = data.decode("utf-8-sig")
     except OSError as error:
-        raise Invalid(f"{name} cannot be read: {error.strerror}") from error
+        fail(f"{NAME} cannot be read: {error.strerror}")
     except UnicodeDecodeError as error:
-        raise Invalid(f"{name} is not a text file: {error}") from error
-    if len(data) > max_bytes:
-        raise Invalid(f"{name} is larger than {max_bytes} bytes")
+        fail(f"{NAME} is not a text file: {error}")
+    if len(data) > MAX_BYTES:
+        fail(f"{NAME} is larger than {MAX_BYTES} bytes")
     return text
 
 
@@ -112,12 +108,12 @@ def lower_privileges(change_user):
             os.setuid(NOBODY)
 
 
-def start_child(program, *args):
-    """Starts a Python program without rights, in which no foreign code runs yet."""
+def start_child():
+    """Starts CHILD without rights; no foreign code runs in it yet."""
 
     def start(change_user):
         return subprocess.Popen(
-            [sys.executable, "-I", "-c", program, *args],
+            [sys.executable, "-I", "-c", CHILD, NAME],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -143,30 +139,22 @@ def delete_everything():
             os.unlink(entry.path)
 
 
-def hide_process():
-    """Not even a process of the same user may look into this one from here on."""
-    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-
-
 child = None
 
 
-def stop(process):
-    if process:
+def stop():
+    if child:
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 def begin():
     """Starts the child and sends it the source, with nothing left to read here."""
     global child
-    try:
-        source = read_source(os.path.join(FOLDER, AGENT), NAME, MAX_BYTES)
-    except Invalid as error:
-        fail(str(error))
-    child = start_child(CHILD, NAME)
-    atexit.register(stop, child)
-    hide_process()
+    source = read_source()
+    child = start_child()
+    atexit.register(stop)
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process of the same user may look into this one
     delete_everything()
     child.stdin.write(pickle.dumps(source))
     sys.excepthook = lambda kind, error, _: fail(
@@ -174,16 +162,17 @@ def begin():
     )
 
 
-def call(name, *arguments):
-    """Calls the agent's function in the child. It returns JSON values; a tuple becomes a list."""
+def call_many(name, calls):
+    """Calls the agent's function in the child, once for each tuple of arguments.
+
+    Returns the results as a list of JSON values; a tuple becomes a list.
+    """
     if child is None:
         begin()
-    try:
-        child.stdin.write(pickle.dumps((name, arguments), 5))
+    with suppress(BrokenPipeError):  # it has ended: the line is what it said before
+        child.stdin.write(pickle.dumps((name, calls), 5))
         child.stdin.flush()
-        line = child.stdout.readline(MAX_REPLY)
-    except BrokenPipeError:
-        line = child.stdout.readline(MAX_REPLY)  # what it said before it ended
+    line = child.stdout.readline(MAX_REPLY)
     if line[:1] == b"!":
         fail(line[1:].decode("utf-8", "replace").strip())
     if not line:
@@ -191,7 +180,10 @@ def call(name, *arguments):
     try:
         if line[:1] != b"=" or line[-1:] != b"\n":
             raise ValueError
-        return json.loads(line[1:])
+        results = json.loads(line[1:])
+        if type(results) is not list or len(results) != len(calls):
+            raise ValueError
+        return results
     except (ValueError, RecursionError):
         fail(f"{NAME} disturbed the process that runs it")
 
@@ -200,4 +192,4 @@ def __getattr__(name):
     """Any function of the agent's module, by name."""
     if name.startswith("__"):
         raise AttributeError(name)
-    return functools.partial(call, name)
+    return lambda *arguments: call_many(name, [arguments])[0]

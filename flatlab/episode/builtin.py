@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from flatlab.episode.task import Task
-from flatlab.episode.task_files import TASKS_DIR, nearest, read_yaml, tree_files
+from flatlab.episode.task_files import TASKS_DIR, nearest, proxies, read_yaml, tree_files
 from flatlab.errors import UserError
 
 
@@ -28,6 +28,7 @@ class TaskYaml(BaseModel):
     data: list[str] = []  # files that go to data/ in the workspace
     starter_code: list[str] = []  # files that go to the root of the workspace
     hidden: list[str] = []  # files that only a grading sandbox gets
+    imported: list[str] = []  # Python artefacts that the grader imports, see Task.proxies
     hide_package_data: list[str] = []  # folders of Python packages with answers, see Task
     step_timeout: float = Field(60.0, gt=0)  # seconds for one action
     grade_timeout: float = Field(60.0, gt=0)  # seconds for one grading
@@ -75,7 +76,7 @@ def load_builtin(root: Path, name: str) -> Task:
     hidden = find_files(folder, [spec.grader, *spec.hidden], "")
     # -I: Python imports nothing from the workspace.
     grader = ["python3", "-I", Path(spec.grader).name, *map(str, spec.grader_args)]
-    renamed = ("description", "grader", "grader_args", "data", "starter_code", "hidden")
+    renamed = ("description", "grader", "grader_args", "data", "starter_code", "hidden", "imported")
     fields = spec.model_dump(exclude=set(renamed))
     for key in ("artefacts", "splits", "hide_package_data"):
         fields[key] = tuple(fields[key])
@@ -85,6 +86,7 @@ def load_builtin(root: Path, name: str) -> Task:
         public=public,
         hidden=hidden,
         grader=(*grader, "--split", "{split}"),
+        proxies=proxies(spec.imported),
         **fields,
     )
     for path in public | hidden:

@@ -10,7 +10,7 @@ import re
 from contextlib import suppress
 
 from flatlab.episode.grading import Score
-from flatlab.episode.texts import position_text, run_status, run_text, score_text
+from flatlab.episode.texts import position_text, run_text, score_text
 from flatlab.errors import ArtefactError, SandboxFault
 
 ACTIONS_TEXT = """\
@@ -20,6 +20,7 @@ name, metadata or all),
 validate_code (code: is run, what it submits is dropped), execute_code (code: is run, what it \
 submits is scored),
 get_history, reset. Code runs in the workspace and writes submission.csv there."""
+SUBMISSION = "submission.csv"
 SAMPLE_LINES = 4  # of the sample submission, with its header
 LISTED_FILES = 200
 ALL_FILES = 10**6
@@ -139,14 +140,12 @@ def run_code(env, request: dict, timeout: float, keep: bool) -> tuple[str, str]:
     if not code.strip():
         return "Nothing was run. The action needs code.", "rejected"
     box = env.sandbox
-    artefacts = list(env.task.artefacts)
     before = {}
-    for path in artefacts:
-        with suppress(ArtefactError):
-            before[path] = box.get(path)
+    with suppress(ArtefactError):
+        before[SUBMISSION] = box.get(SUBMISSION)
     name = f"execution_{len(env.history) + 1}.py"
     try:
-        box.remove(artefacts)
+        box.remove([SUBMISSION])
         box.put({name: code.encode("utf-8", "replace")})
     except SandboxFault as fault:
         if box.broken:
@@ -155,12 +154,12 @@ def run_code(env, request: dict, timeout: float, keep: bool) -> tuple[str, str]:
         text = f"Nothing was run. {name} cannot be written into {box.workspace}: {fault}"
         return text, "rejected"
     result = box.run(["sh", "-c", 'cd "$0" && exec python3 "$1"', box.workspace, name], timeout)
-    present = {path for path, _ in box.call("listing", most=ALL_FILES)[0]["files"]}
-    if not keep or result.exit_code or not present & set(artefacts):
+    sizes = dict(box.call("listing", most=ALL_FILES)[0]["files"])
+    if not keep or result.exit_code or SUBMISSION not in sizes:
         try:
-            box.remove(artefacts)
+            box.remove([SUBMISSION])
             box.put(before)
         except SandboxFault:  # the code has made a folder of the artefact's place
             if box.broken:
                 raise
-    return run_text(result, timeout, env.limits["memory"]), run_status(result)
+    return run_text(result, timeout, env.limits["memory"])

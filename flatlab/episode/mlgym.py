@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from flatlab.episode.task import Task
-from flatlab.episode.task_files import TASKS_DIR, read_yaml, tree_files
+from flatlab.episode.task_files import TASKS_DIR, proxies, read_yaml, tree_files
 from flatlab.errors import UserError
 
 GRADE_WITH_ANY_CONFIG = """
@@ -63,10 +63,6 @@ def load_mlgym(root: Path, name: str) -> Task:
         ) from error
     artefacts = spec.get("artefacts", artefacts)
     public, hidden, docs = find_files(root, name, spec)
-    proxies = {}
-    if kind == "PythonSubmissionTasks":
-        for file in artefacts:
-            proxies[file] = (TASKS_DIR / "proxy.py", file.removesuffix(".py") + "_agent.py")
     requirements = None
     if not spec.get("use_generic_conda", True):
         requirements = root / spec["requirements_path"]
@@ -89,7 +85,7 @@ def load_mlgym(root: Path, name: str) -> Task:
         needs_gpu=spec.get("needs_gpu", False),
         needs_network=spec.get("needs_network", False),
         source="mlgym",
-        proxies=proxies,
+        proxies=proxies(artefacts if kind == "PythonSubmissionTasks" else []),
         requirements=requirements,
         degenerate=spec.get("degenerate", ""),
         trivial=spec.get("trivial", {}),

@@ -113,9 +113,8 @@ def csv_rules(train_file: Path, test_file: Path) -> dict[str, str]:
 
 def at_the_top(score: float, task: Task) -> bool:
     """Whether the score of a trivial rule leaves no room above it."""
-    if task.reference is not None and improvement(score, task) >= AT_THE_TOP:
-        return True
-    perfect = PERFECT.get(task.metric)
-    if perfect is None:
-        return False
-    return improvement(score, (task.baseline, task.higher_is_better, perfect)) >= AT_THE_TOP
+    for top in (task.reference, PERFECT.get(task.metric)):
+        measure = (task.baseline, task.higher_is_better, top)
+        if top is not None and improvement(score, measure) >= AT_THE_TOP:
+            return True
+    return False

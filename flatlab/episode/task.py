@@ -85,7 +85,7 @@ def parse_grade(stdout: str, task: Task) -> tuple[float | None, str]:
     if "error" in grade:
         return None, str(grade["error"])[:MESSAGE_CHARS]
     by_lower_case = {key.lower(): value for key, value in grade.items()}
-    value = grade.get(task.metric, by_lower_case.get(task.metric.lower()))
+    value = by_lower_case.get(task.metric.lower())
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None, f"The grader's result has no number called {task.metric}."
     try:

@@ -44,3 +44,9 @@ def tree_files(path: Path, prefix: str, hint: str) -> dict[str, Path]:
         if file.is_file() and "__pycache__" not in file.parts:
             files[f"{prefix}/{file.relative_to(path).as_posix()}"] = file
     return files
+
+
+def proxies(artefacts: list[str]) -> dict[str, tuple[Path, str]]:
+    """Task.proxies for Python artefacts that the grader imports."""
+    proxy = TASKS_DIR / "proxy.py"
+    return {name: (proxy, name.removesuffix(".py") + "_agent.py") for name in artefacts}

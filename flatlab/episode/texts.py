@@ -36,25 +36,18 @@ def first_message(
     return "\n".join(lines)
 
 
-def run_text(result: Result, timeout: float, memory: int) -> str:
-    """What the agent sees after a command. timeout in seconds, memory in bytes."""
+def run_text(result: Result, timeout: float, memory: int) -> tuple[str, str]:
+    """(what the agent sees after a command, status of the turn). Seconds and bytes."""
     output = result.output.rstrip("\n") or "(no output)"
     if result.timed_out:
         note = f"[stopped at the time limit of {timeout:.0f} s, with all background processes]"
-    elif result.exit_code == KILLED:
+        return f"{output}\n{note}", "timeout"
+    if not result.exit_code:
+        return output, "ok"
+    note = f"[exit code {result.exit_code}]"
+    if result.exit_code == KILLED:
         note = f"[exit code 137: killed, perhaps over the memory limit of {memory >> 20} MB]"
-    elif result.exit_code:
-        note = f"[exit code {result.exit_code}]"
-    else:
-        return output
-    return f"{output}\n{note}"
-
-
-def run_status(result: Result) -> str:
-    """The status of a turn that ran a command."""
-    if result.timed_out:
-        return "timeout"
-    return "error" if result.exit_code else "ok"
+    return f"{output}\n{note}", "error"
 
 
 def score_text(score: Score, task: Task) -> str:

@@ -11,12 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flatlab.sandbox.guest.config import Config
-
 IMAGE = "aigym/mlgym-agent:latest"
 WORKSPACE = "/home/agent/workspace"
 TOOLS = "/opt/flatlab/bin"
-GRACE = 2  # seconds between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True)
@@ -107,20 +104,15 @@ def guest_modules() -> list[tuple[str, str]]:
 MODULES = guest_modules()
 
 
-def guest_config(isolation: str, env: dict[str, str], **fields) -> Config:
-    """The config of the program inside, with the defaults that all backends share."""
+def boot_program(isolation: str, env: dict[str, str], **fields) -> tuple[str, bytes]:
+    """(program for `python3 -c`, what it then reads from stdin). fields: others of its Config."""
     alone = 'echo "{0} works only as the single word in a bash block of its own." >&2; exit 1'
     shared = {
+        "isolation": isolation,
         "workspace": WORKSPACE,
         "tools": TOOLS,
         "programs": {name: alone.format(name) for name in ("validate", "submit")},
-        "path": "",
-        "grace": GRACE,
+        "env": DEFAULT_ENV | env,
     }
-    return Config(isolation=isolation, env=DEFAULT_ENV | env, **shared | fields)
-
-
-def boot_program(config: Config) -> tuple[str, bytes]:
-    """(program for `python3 -c`, what it then reads from stdin)."""
-    text = json.dumps([config._asdict(), MODULES]).encode()
+    text = json.dumps([shared | fields, MODULES]).encode()
     return BOOT.format(size=len(text)), text

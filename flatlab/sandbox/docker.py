@@ -16,7 +16,6 @@ from flatlab.sandbox.backend import (
     Connection,
     Spec,
     boot_program,
-    guest_config,
 )
 
 STARTS = threading.Semaphore(8)  # a daemon that is asked for more at once only gets slower
@@ -87,14 +86,13 @@ def start_docker(spec: Spec) -> Connection:
     env = spec.env
     if spec.hf_cache:
         env = {"HF_HOME": CACHE_LINKS, "HF_HUB_OFFLINE": "1", **env}
-    config = guest_config(
+    boot, text = boot_program(
         "docker",
         env,
         limits={"CORE": 0, "FSIZE": spec.disk},
         hidden_data=spec.hide_package_data,
         copies=[[CACHE, CACHE_LINKS]] if spec.hf_cache else [],
     )
-    boot, text = boot_program(config)
     try:
         with STARTS:
             container = api.create_container(
@@ -175,10 +173,8 @@ def docker_api():
 
 def docker_problem(image: str) -> str:
     """Why Docker cannot be used with this image, as one sentence; empty if it can."""
-    try:
-        import docker
-    except ImportError:
-        return "The Python package docker is not installed."
+    import docker
+
     where = os.environ.get("DOCKER_HOST", "/var/run/docker.sock")
     try:
         docker_api().inspect_image(image)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,12 +19,12 @@ from flatlab.sandbox.backend import (
     Connection,
     Spec,
     boot_program,
-    guest_config,
 )
 from flatlab.sandbox.guest.files import package_data
 
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
+USER = 65534 if os.geteuid() == 0 else 1000  # of the commands
 ETC = (
     "alternatives",
     "ld.so.cache",
@@ -70,8 +71,7 @@ def start_namespaces(spec: Spec) -> Connection:
     prefixes = {sys.prefix, sys.base_prefix}
     prefixes |= {os.path.realpath(prefix) for prefix in prefixes}
     view += [(path, "") for path in package_data(spec.hide_package_data, prefixes)]
-    user = 65534 if os.geteuid() == 0 else 1000
-    return start_process("namespaces", spec, view, user, limits={"NPROC": spec.processes})
+    return start_process("namespaces", spec, view, limits={"NPROC": spec.processes})
 
 
 def start_landlock(spec: Spec) -> Connection:
@@ -79,7 +79,7 @@ def start_landlock(spec: Spec) -> Connection:
     check_hidden(view)
     home = tempfile.mkdtemp(prefix="flatlab-")
     os.chmod(home, 0o755)
-    user = 65534 if os.geteuid() == 0 else 1000
+    user = USER
     for prefix in (sys.prefix, sys.base_prefix):
         for folder in Path(prefix).resolve().parents:
             if not folder.stat().st_mode & 1:
@@ -109,10 +109,10 @@ def check_hidden(view: list[tuple[str, str]]) -> None:
                 )
 
 
-def start_process(isolation, spec: Spec, view, user: int, limits=None, env=None, **fields):
+def start_process(isolation, spec: Spec, view, user=USER, limits=None, env=None, **fields):
     """Starts a Python that isolates itself. Raises SandboxFault if there can be no process."""
     shared = {"AS": spec.memory, "FSIZE": spec.disk, "NOFILE": 1024, "CORE": 0}
-    config = guest_config(
+    boot, text = boot_program(
         isolation,
         env=(env or {}) | spec.env,
         uid=user,
@@ -124,7 +124,6 @@ def start_process(isolation, spec: Spec, view, user: int, limits=None, env=None,
         limits=shared | (limits or {}),
         **fields,
     )
-    boot, text = boot_program(config)
     ours, theirs = socket.socketpair()
     try:
         process = subprocess.Popen(
@@ -143,10 +142,8 @@ def start_process(isolation, spec: Spec, view, user: int, limits=None, env=None,
     finally:
         theirs.close()
     os.set_blocking(process.stderr.fileno(), False)
-    try:
+    with suppress(OSError):  # it has ended; the first answer will not come, `errors` says why
         ours.sendall(text)
-    except OSError:  # it has ended; the first answer will not come, and `errors` says why
-        pass
     return Connection(ours, partial(end, ours, process), partial(read_errors, process))
 
 

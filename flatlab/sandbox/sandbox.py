@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatlab.errors import ArtefactError, SandboxFault, UserError
-from flatlab.sandbox.backend import GRACE, IMAGE, Backend, Spec
+from flatlab.sandbox.backend import IMAGE, Backend, Spec
 from flatlab.sandbox.docker import DOCKER, docker_problem
+from flatlab.sandbox.guest.config import GRACE
 from flatlab.sandbox.local import LANDLOCK, NAMESPACES
 
 KEEP_BYTES = 32_768  # of a command's output: this much of its head and of its tail
@@ -108,17 +109,14 @@ class Sandbox:
     """
 
     def __init__(self, backend: str, **options):
-        kind = get_backend(backend)  # an unknown name must not mean no isolation
-        if backend == "local":
-            backend = local_kind()
+        self.backend = get_backend(backend)
         spec = Spec(**options)
-        self.backend = backend
         self.image = spec.image
-        self.premounted = set(spec.premounted) if kind.can_premount else set()
+        self.premounted = set(spec.premounted) if self.backend.can_premount else set()
         self._lock = threading.Lock()
         self._received = bytearray()
         self.broken = ""  # why no call can be answered any more
-        self._connection = kind.start(spec)
+        self._connection = self.backend.start(spec)
         self._stream = self._connection.stream
         self.container = self._connection.container
         try:
@@ -194,8 +192,7 @@ class Sandbox:
 
         Returns the first `limit` bytes of its stdout, and the reply: code, timed_out, dropped.
         """
-        options = {"user": "root", "keep": [limit, 0], "stderr": False}
-        reply, blob = self._run(argv, timeout, stdin, **options)
+        reply, blob = self._run(argv, timeout, stdin, user="root", keep=[limit, 0])
         return blob, reply
 
     def _run(self, command, timeout, stdin=b"", **fields) -> tuple[dict, bytes]:

@@ -15,7 +15,7 @@ import tarfile
 from pathlib import PurePosixPath
 
 from flatlab.errors import SandboxFault
-from flatlab.sandbox.sandbox import BACKENDS, COPY_BYTES, Sandbox
+from flatlab.sandbox.sandbox import COPY_BYTES, Sandbox
 
 STATE = ".flatlab-state"
 REST = ".flatlab-rest.tar"
@@ -94,14 +94,13 @@ def home(box: Sandbox) -> str:
 
 def top_folder(box: Sandbox) -> str:
     """The folder that holds everything a sandbox can write to."""
-    return home(box) if BACKENDS[box.backend].writable == () else "/"
+    return home(box) if box.backend.writable == () else "/"
 
 
 def writable_roots(box: Sandbox) -> list[str]:
     """Files and folders that commands can write to; everything below them may have changed."""
-    writable = BACKENDS[box.backend].writable
-    if writable is not None:
-        return [home(box), *writable]
+    if box.backend.writable is not None:
+        return [home(box), *box.backend.writable]
     if box.image not in roots_of:
         roots_of[box.image] = box.call("writable", root="/")[0]["roots"]
     return roots_of[box.image] + ["/dev/shm"]

@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 
+GRACE = 2  # seconds between SIGTERM and SIGKILL
 Config = namedtuple(
     "Config",
     [
@@ -9,10 +10,9 @@ Config = namedtuple(
         "workspace",  # where commands start; its parent is the home of the agent
         "tools",  # folder of `programs`, first in PATH
         "programs",  # name -> shell script
-        "path",  # PATH behind `tools`; empty: the one that this program was started with
         "env",  # environment variables of commands
         "limits",  # name of an RLIMIT without the prefix -> number
-        "grace",  # seconds between SIGTERM and SIGKILL
+        "path",  # PATH behind `tools`; empty: the one that this program was started with
         "uid",  # user of the commands; docker: found in the image
         "gid",
         "disk",  # bytes of each tmpfs (namespaces)
@@ -21,5 +21,5 @@ Config = namedtuple(
         "hidden_data",  # folders of Python packages to empty at the start (docker)
         "copies",  # [source, target] folders: targets get links to the files of the source
     ],
-    defaults=[1000, 1000, 0, False, (), (), ()],
+    defaults=["", 1000, 1000, 0, False, (), (), ()],
 )

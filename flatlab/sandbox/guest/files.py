@@ -70,15 +70,12 @@ class Files:
             fd = os.open(name, flags, dir_fd=at)
         finally:
             os.close(at)
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise ValueError("is not a regular file")
         with open(fd, "rb") as file:
-            data = b""
-            if info.st_size <= limit:
-                data = file.read(limit + 1)  # it may still grow
-        if info.st_size > limit or len(data) > limit:
+            data = file.read(limit + 1)
+        if len(data) > limit:
             raise ValueError(f"is larger than {limit} bytes")
         return {}, data
 

@@ -22,7 +22,7 @@ from collections import namedtuple
 from contextlib import suppress
 
 from flatlab.sandbox.guest import files, isolate
-from flatlab.sandbox.guest.config import Config
+from flatlab.sandbox.guest.config import GRACE, Config
 
 # What a shell command runs first; then follow the variables that the last command exported. On exit
 # it saves its folder and its exported variables to fd 99. `exec`, `kill $$` or an EXIT trap of its
@@ -80,8 +80,8 @@ class Runner:
     """`run`, `sweep` and `state` answer requests: they return (reply, bytes)."""
 
     def __init__(self, config):
-        self.requests = os.dup(0)  # copies that no command inherits
-        self.replies = os.dup(1)
+        self.requests = os.fdopen(os.dup(0), "rb")  # copies that no command inherits
+        self.replies = os.fdopen(os.dup(1), "wb")
         os.dup2(os.open(os.devnull, os.O_RDWR), 0)
         os.dup2(2, 1)
         os.umask(0o022)
@@ -211,11 +211,14 @@ class Runner:
             os.kill(pid, signal.SIGKILL)
         return bool(found)
 
-    def start(self, command, stdin, user, stderr):
-        """Starts a shell command (str) or a program (list). Returns a Child."""
+    def start(self, command, stdin, user):
+        """Starts a shell command (str) or a program (list), whose stderr is dropped for root.
+
+        Returns a Child.
+        """
         output, end = os.pipe()
         null = os.open(os.devnull, os.O_RDWR)
-        fds = [memory_file(stdin) if stdin else null, end, end if stderr else null]
+        fds = [memory_file(stdin) if stdin else null, end, null if user == "root" else end]
         env = self.environ
         saved = None
         if isinstance(command, str):
@@ -268,7 +271,7 @@ class Runner:
             isolate.restrict(self.landlock_rules)
         os.execvpe(argv[0], argv, dict(env, PWD=place))
 
-    def run(self, blob, command, timeout, keep, user="agent", stderr=True):
+    def run(self, blob, command, timeout, keep, user="agent"):
         """Runs a command with `blob` as stdin; keep: bytes of head and tail of the output.
 
         After the time limit: SIGTERM to its process group, a grace period, then SIGKILL for
@@ -276,7 +279,7 @@ class Runner:
         they print after 0.1 s is dropped.
         """
         limit = time.monotonic() + timeout
-        child = self.start(command, blob, user, stderr)
+        child = self.start(command, blob, user)
         output = Output(*keep)
         timed_out = self.wait(child, output, limit)
         output.cut()
@@ -303,7 +306,7 @@ class Runner:
         while True:
             left = max(0.0, limit - time.monotonic())
             ready = [fd for fd, _ in poll.poll(int(left * 1000) + 1)]
-            if self.requests in ready:
+            if self.requests.fileno() in ready:
                 self.leave()
             if child.output in ready:
                 chunk = os.read(child.output, 65536)
@@ -331,7 +334,7 @@ class Runner:
             else:
                 phase = "terminated"
                 timed_out = True
-                limit = now + self.config.grace
+                limit = now + GRACE
                 with suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGTERM)
         if is_open:
@@ -372,19 +375,16 @@ class Runner:
     # ------------------------------------------------------------------------------------- protocol
 
     def receive(self, count):
-        data = bytearray()
-        while len(data) < count:
-            chunk = os.read(self.requests, min(count - len(data), 1 << 20))
-            if not chunk:
-                self.leave()
-            data += chunk
-        return bytes(data)
+        data = self.requests.read(count)
+        if len(data) < count:
+            self.leave()
+        return data
 
     def send(self, reply, blob=b""):
         head = json.dumps(reply).encode()
-        view = memoryview(struct.pack(">II", len(head), len(blob)) + head + blob)
-        while view:
-            view = view[os.write(self.replies, view) :]
+        self.replies.write(struct.pack(">II", len(head), len(blob)) + head)
+        self.replies.write(blob)
+        self.replies.flush()
 
     def serve(self):
         """Answers requests, one at a time, until the owner is gone."""
@@ -401,11 +401,11 @@ class Runner:
         }
         while True:
             poll = select.poll()
-            for fd in [self.requests, self.wake] + self.strays:
+            for fd in [self.requests, self.wake, *self.strays]:
                 poll.register(fd, select.POLLIN)
             ready = [fd for fd, _ in poll.poll()]
             self.drain(ready)
-            if self.requests in ready:
+            if self.requests.fileno() in ready:
                 sizes = struct.unpack(">II", self.receive(8))
                 request = json.loads(self.receive(sizes[0]))
                 blob = self.receive(sizes[1])
