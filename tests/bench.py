@@ -4,6 +4,8 @@
                                       MLGym's own shell too if $MLGYM_ROOT is a checkout
     python tests/bench.py soak        1,000 episodes in a row: memory, threads, files, containers
     python tests/bench.py train       a GRPO step beside TRL's at the same tokens (pip install trl)
+    python tests/bench.py engine      tokens per second of the engine with an adapter, three ways
+    python tests/bench.py agent       agents of several turns beside TRL's (pip install trl)
     python tests/bench.py sync        the trained adapter into the running engine, three ways
     python tests/bench.py rollout     episodes of several turns: continuous, lock-step, serial
     python tests/bench.py search      a grid of trees on one engine beside the same trees in turn
@@ -54,7 +56,8 @@ def ms(value):
 
 
 def this_machine():
-    return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return f"{os.cpu_count()} cores, {threads} threads, load {os.getloadavg()[0]:.1f}"
 
 
 def run_script(script, *args, **options):
@@ -71,6 +74,82 @@ def run_script(script, *args, **options):
         errors = [line for line in lines if "Error" in line] or lines
         return None, errors[-1][:200]
     return done.stdout.strip().splitlines()[-1], None
+
+
+RESULT = "result: "  # begins the lines that `ask` waits for
+
+
+class Contestant:
+    """A script of this folder that runs on command; `last_error` says why it ended."""
+
+    def __init__(self, script, *args):
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / script), *map(str, args)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"},
+        )
+        self.results = []
+        self.start = self.next_result()
+
+    def run(self):
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        self.results.append(self.next_result())
+
+    def next_result(self):
+        for line in self.process.stdout:
+            if line.startswith(RESULT):
+                return json.loads(line.removeprefix(RESULT))
+        raise RuntimeError(self.last_error())
+
+    def last_error(self):
+        self.errors.seek(0)
+        lines = [line for line in self.errors.read().splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line] or lines or ["no message"]
+        return errors[-1][:200]
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+        self.errors.close()
+
+
+def compete(commands, rounds):
+    """Runs the scripts of `commands` ({name: argv}) in turn, so that all see the same machine.
+
+    Returns their results without a first round, {name: (start, [result, ...])}, and the errors of
+    those that failed, {name: text}.
+    """
+    running = {}
+    failed = {}
+    try:
+        for name, command in commands.items():
+            try:
+                running[name] = Contestant(*command)
+            except RuntimeError as error:
+                failed[name] = str(error)
+        for _ in range(rounds + 1):
+            for name in list(running):
+                try:
+                    running[name].run()
+                except (RuntimeError, BrokenPipeError):
+                    failed[name] = running[name].last_error()
+                    running.pop(name).close()
+        return {name: (c.start, c.results[1:]) for name, c in running.items()}, failed
+    finally:
+        for contestant in running.values():
+            contestant.close()
+
+
+def spread(values, digits=2):
+    """Median and range."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 # ---- env
@@ -292,16 +371,20 @@ def random_policy(folder, context=2048, sizes=None, **options):
 
     model = conftest.make_model(Path(folder) / "model", **(sizes or {}))
     policy = Policy(ModelPath(model, None, False), context=context, **options)
-    make = policy._params
-
-    def endless(*args):
-        params = make(*args)
-        params.ignore_eos = True
-        params.stop_token_ids = []
-        return params
-
-    policy._params = endless
+    make_endless(policy)
     return policy, model
+
+
+def make_endless(policy):
+    """From now on every reply of the policy reaches its limit."""
+    policy.stop_tokens = set()
+    add_request = policy.engine.add_request
+
+    def endless(request_id, prompt, params):
+        params.ignore_eos = True
+        add_request(request_id, prompt, params)
+
+    policy.engine.add_request = endless
 
 
 STEP_EPISODES = 16
@@ -405,6 +488,119 @@ def train(args):
     sizes = f"{STEP_PROMPTS} groups of {STEP_EPISODES // STEP_PROMPTS}, {STEP_TOKENS} tokens each"
     model = "random Qwen3 of 0.8 M parameters, LoRA rank 16"
     return f"{this_machine()}; {model}, {sizes}, median of {args.steps} steps", rows
+
+
+# ---- engine
+
+ENGINES = {
+    "vllm": "vLLM's own LoRA, from adapter files, eager",
+    "eager": "ours, eager",
+    "compiled": "ours, compiled",
+}
+
+
+def engine(args):
+    """Tokens per second of the engine with an adapter: vLLM's own LoRA, ours, ours compiled."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        import conftest
+        from policy import TINY
+
+        models = {
+            "stand-in": TINY,
+            "random, 0.8 M": conftest.make_model(Path(folder) / "model"),
+        }
+        for label, model in models.items():
+            commands = {way: ("bench_engine.py", model, way) for way in ENGINES}
+            done, failed = compete(commands, args.steps)
+            rows += engine_rows(label, done, failed)
+    sizes = "16 requests of 128 tokens"
+    return f"{this_machine()}; {sizes}; median (range) of {args.steps} rounds in turn", rows
+
+
+def engine_rows(label, done, failed):
+    rows = [(f"{label}: {ENGINES[way]}", "fails", why) for way, why in failed.items()]
+    for way, (start, results) in done.items():
+        rates = [r["tokens"] / r["seconds"] for r in results]
+        cpu = statistics.median(r["cpu_seconds"] for r in results)
+        note = f"started in {start['start']:.0f} s; {cpu:.2f} CPU seconds a run"
+        if way != "vllm" and "vllm" in done:
+            ratios, cpu_ratio = compared(done["vllm"][1], results)
+            note += f"; {spread(ratios)} x, {cpu_ratio:.2f} x in CPU seconds"
+        rows.append((f"{label}: {ENGINES[way]}", f"{spread(rates, 0)} tokens/s", note))
+    return rows
+
+
+def compared(others, ours):
+    """How many times slower the others' rounds are, one by one; the ratio of CPU seconds."""
+    ratios = [theirs["seconds"] / own["seconds"] for theirs, own in zip(others, ours)]
+    cpu = [theirs["cpu_seconds"] / own["cpu_seconds"] for theirs, own in zip(others, ours)]
+    return ratios, statistics.median(cpu)
+
+
+# ---- agent
+
+AGENTS = {
+    "ours": "ours",
+    "factory": "TRL environment_factory, a tool",
+    "factory-async": "TRL environment_factory, an async tool",
+    "rollout": "TRL rollout_func, commands in threads",
+    "continuous": "TRL rollout_func, continuous batching",
+}
+AGENT_GOALS = {"factory": 4.0, "rollout": 1.5}
+
+
+def agent(args):
+    """A training step of agents with several turns whose commands wait: ours and TRL's."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        model = args.model
+        if model == "tiny":
+            import conftest
+
+            model = conftest.make_model(Path(folder) / "model")
+        floor = Contestant("bench_agent.py", model, 0, "even", "floor")
+        floor.close()
+        least = floor.start
+        parts = f"sampling {least['sampling']:.2f} s, training {least['training']:.2f} s"
+        rows.append(("matrix products", f"{least['seconds']:.2f} s", f"{parts}; {least['note']}"))
+        for waits in ("even", "uneven"):
+            chosen = args.only.split(",") if args.only else AGENTS
+            commands = {
+                name: ("bench_agent.py", model, args.steps + 1, waits, name) for name in chosen
+            }
+            done, failed = compete(commands, args.steps)
+            for name, why in failed.items():
+                rows.append((f"{waits} waits: {AGENTS[name]}", "fails", why))
+            rows += agent_rows(waits, done, least["seconds"])
+    shown = "random Qwen3 of 0.8 M parameters" if args.model == "tiny" else Path(model).name
+    work = "16 rollouts of 4 turns of 24 tokens, then a step"
+    return f"{this_machine()}; {shown}, {work}; median (range) of {args.steps} rounds in turn", rows
+
+
+def agent_rows(waits, done, least):
+    rows = []
+    work = {(r["calls"], r["trained"]) for _, results in done.values() for r in results}
+    for name, (_, results) in done.items():
+        seconds = [r["seconds"] for r in results]
+        cpu = statistics.median(r["cpu_seconds"] for r in results)
+        last = results[-1]
+        note = f"{cpu:.2f} CPU seconds, of them matrix products {least / cpu:.0%}"
+        note += f"; {last['calls']} commands, {last['trained']} of {last['tokens']} tokens trained"
+        if "sampling" in last:
+            sampling = statistics.median(r["sampling"] for r in results)
+            note += f"; sampling {sampling:.2f} s"
+        elif len(work) > 1:
+            note += "; no ratio: not the same work"
+        elif "ours" in done:
+            ratios, cpu_ratio = compared(results, done["ours"][1])
+            note += f"; {spread(ratios)} x ours, {cpu_ratio:.1f} x in CPU seconds"
+            goal = AGENT_GOALS.get(name)
+            if goal:
+                reached = "reached" if statistics.median(ratios) >= goal else "missed"
+                note += f"; goal {goal:g} x {reached}"
+        rows.append((f"{waits} waits: {AGENTS[name]}", f"{spread(seconds)} s", note))
+    return rows
 
 
 # ---- sync
@@ -736,6 +932,8 @@ SECTIONS = {
     "env": env,
     "soak": soak,
     "train": train,
+    "engine": engine,
+    "agent": agent,
     "sync": sync,
     "rollout": rollout,
     "search": search_grid,
@@ -769,11 +967,11 @@ def main():
     add("--write", action="store_true", help="write the table into tests/BENCHMARKS.md")
     add("--backend", default="auto", help="for soak")
     add("--count", type=int, default=1000, help="for soak: number of episodes")
-    add("--steps", type=int, default=5, help="for train, objectives (20) and stability (200)")
+    add("--steps", type=int, default=5, help="for train, engine, agent, objectives, stability")
     add("--seeds", default="0,1,2", help=f"{runs} comma-separated seeds")
-    add("--model", default="tiny", help=f"{runs} the model")
+    add("--model", default="tiny", help=f"{runs} the model; for agent: instead of a random one")
     add("--jobs", type=int, default=1, help=f"{runs} number of runs at a time")
-    add("--only", default="", help=f"{runs} comma-separated names of variants")
+    add("--only", default="", help=f"{runs} comma-separated names of variants; also for agent")
     add("--flags", default="", help=f"{runs} more flags of grpo.py")
     args = parser.parse_args()
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from policy import Policy
+from policy import ModelPath, Policy
 
 
 def peak_kib():
@@ -29,7 +29,8 @@ def main(model, tokens, way):
     policy.dtype = torch.float32
     policy.temperature = 1.0
     policy.value_head = None
-    policy._build_trainer(model, 8, 16, way == "recomputed", False, "cpu")
+    policy.path = ModelPath(model, None, False)
+    policy._build_trainer(8, 16, way == "recomputed", False, "cpu")
     lengths = [1024] * (tokens // 1024)
     if way in ("padded", "recomputed"):
         lengths = [tokens // 16 * k for k in (1, 2, 3, 4)]
