@@ -620,10 +620,8 @@ def plan_step(tasks, cfg: Config, step: int, rows: list[dict]):
     return plan, choose_tasks(tasks, weights, more, f"{cfg.seed} {step} replacements")
 
 
-async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> str:
-    """All steps and evaluations. Only rank 0 has a run to write. Returns why the guard ended the
-    run, or "".
-    """
+async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
+    """All steps and evaluations. Only rank 0 has a run to write."""
     import torch
 
     optimizer = torch.optim.AdamW(
@@ -661,9 +659,9 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> str:
 
         # learn: from the groups whose rewards differ
         warm = min(1.0, (step - state.since + 1) / (cfg.warmup + 1))
-        for setting in optimizer.param_groups:
-            setting["lr"] = cfg.lr * state.lr_scale * warm
         row["lr"] = cfg.lr * state.lr_scale * warm
+        for setting in optimizer.param_groups:
+            setting["lr"] = row["lr"]
         row |= update(policy, optimizer, make_batch(policy, groups, cfg, dist), cfg, dist)
         watch.lap("train")
 
@@ -688,7 +686,6 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> str:
         watch.lap("judge")
 
         # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
-        row["bytes_between_ranks"] = dist.sent()
         if run:
             row |= timing(policy, watch.seconds, played)
             write_step(policy, optimizer, cfg, run, state, played, row)
@@ -700,7 +697,6 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> str:
             run.result(final=final)
     if run:
         run.result(status=f"stopped: {state.stopped}" if state.stopped else "finished")
-    return state.stopped
 
 
 # ------------------------------------------------------------------------------ start
@@ -719,20 +715,18 @@ AT_LEAST_ONE = (
     "eval_every",
     "keep_checkpoints",
 )
-AT_LEAST = {  # all other numbers: 0
-    **dict.fromkeys(AT_LEAST_ONE, 1),
-    "group_size": 2,
-    "temperature": 0.01,
-    "episode_minutes": 0.01,
-    "sft_share": 1e-6,
-    "max_grad_norm": 1e-6,
+BOUNDS = dict.fromkeys(AT_LEAST_ONE, (1, None)) | {  # all other numbers: 0
+    "group_size": (2, None),
+    "temperature": (0.01, None),
+    "episode_minutes": (0.01, None),
+    "sft_share": (1e-6, None),
+    "max_grad_norm": (1e-6, None),
 }
 
 
 def check(cfg: Config, tasks: list[Task]) -> None:
     """Raises UserError for settings that are wrong."""
-    bounds = {name: (least, None) for name, least in AT_LEAST.items()}
-    viz.check_numbers(cfg, bounds, otherwise=(0, None))
+    viz.check_numbers(cfg, BOUNDS, otherwise=(0, None))
     if cfg.eval_episodes == 1:
         raise UserError("--eval-episodes must be 0 or at least 2: one has no standard error.")
     weights = cfg.task_weights or (1.0,) * len(tasks)
@@ -809,9 +803,7 @@ def main() -> None:
     run = None
     try:
         tasks, path, why, run = prepare(cfg, dist)
-        if dist.gather(bool(run and is_finished(run, cfg)))[0]:
-            stopped = run.results()["status"].partition("stopped: ")[2] if run else ""
-        else:
+        if not dist.gather(bool(run and is_finished(run, cfg)))[0]:
             if run:
                 run.trackers = trackers.opened(
                     run.dir, run.config, cfg.trackers.tensorboard, cfg.trackers.wandb
@@ -819,7 +811,7 @@ def main() -> None:
                 banner(cfg, tasks, path, why, run)
             say(dist, "engine   is starting")
             policy = load_policy(cfg, path, dist)
-            stopped = asyncio.run(train(policy, tasks, cfg, run, dist))
+            asyncio.run(train(policy, tasks, cfg, run, dist))
     except KeyboardInterrupt:
         if run:
             run.result(status="interrupted")
@@ -828,8 +820,9 @@ def main() -> None:
         sys.exit(130)
     if run:
         farewell(run)
-    if stopped and dist.world == 1:  # torchrun would restart a job that failed
-        sys.exit(f"Stopped: {stopped}. The best adapter so far is in best/.")
+        stopped = run.results()["status"].partition("stopped: ")[2]
+        if stopped and dist.world == 1:  # torchrun would restart a job that failed
+            sys.exit(f"Stopped: {stopped}. The best adapter so far is in best/.")
 
 
 def load_policy(cfg: Config, path, dist) -> Policy:

@@ -63,7 +63,7 @@ from flatlab.runs.store import open_run, write_whole
 from flatlab.runs.views import plot_now_and_then
 from flatlab.tree import endpoint, parsing, prompts, selection
 from flatlab.tree.tree import Choice, Node, Tree, code_in, results, stable
-from policy import Policy, default_model, resolve_model
+from policy import Policy, Transformers, default_model, resolve_model
 from tasks import load_task
 
 
@@ -143,10 +143,7 @@ async def scientist(t: Tree, rng) -> Choice | None:
     decision = parsing.fields(await chat(t, choice, messages, "choose", t.started()))
     phase = decision.get("mode", "").lower()
     choice.phase = phase if phase in ("explore", "exploit") else ""
-    choice.notes = {
-        "memory": decision.get("memory", ""),
-        "inspected": [nodes[number].id for number in inspected],
-    }
+    choice.notes = {"memory": decision.get("memory", "")}
     parent = parsing.NUMBER.search(decision.get("parent", ""))
     if parent and int(parent[0]) < len(nodes):
         choice.parent = nodes[int(parent[0])].id
@@ -198,16 +195,27 @@ async def chat(t: Tree, account, messages: list, *purpose, limit=None) -> str:
         return ""
     seed = stable(t.seed, *purpose)
     try:
-        sample = await t.policy.sample(prompt, room, seed=seed)
+        sample = await CountingPolicy(t.policy, account).sample(prompt, room, seed=seed)
     except OverflowError:  # by the count of an endpoint
         return ""
-    account.tokens += reply_tokens(sample)
     return sample.text
 
 
-def reply_tokens(sample) -> int:
-    """The sampled tokens of a reply; an endpoint counts its own."""
-    return getattr(sample, "reply_tokens", len(sample.tokens))
+class CountingPolicy:
+    """The policy as a node or a choice uses it: its token count grows while it still runs."""
+
+    def __init__(self, policy, account):
+        self.policy = policy
+        self.account = account
+
+    def __getattr__(self, name):
+        return getattr(self.policy, name)
+
+    async def sample(self, tokens, *args, **kwargs):
+        sample = await self.policy.sample(tokens, *args, **kwargs)
+        # an endpoint counts the tokens of a reply itself
+        self.account.tokens += getattr(sample, "reply_tokens", len(sample.tokens))
+        return sample
 
 
 def summary_chars(cfg: Config) -> int:
@@ -229,8 +237,9 @@ async def list_ideas(t: Tree, node: Node) -> list:
     k = max(cfg.k, cfg.branching) if cfg.select == "bfs" else cfg.k
     parent = t.nearest_kept(node.parent)
     siblings = [child for child in t.children(node.parent) if child is not node]
-    asked = (node.sampling_mode, k, cfg.tau, cfg.vs_variant)
-    request = prompts.ask(t.task, *asked, parent, siblings, summary(t))
+    request = prompts.ask(
+        t.task, node.sampling_mode, k, cfg.tau, cfg.vs_variant, parent, siblings, summary(t)
+    )
     messages = [{"role": "user", "content": request}]
     found = {}
     above = {}
@@ -278,10 +287,9 @@ async def reflect(t: Tree, node: Node) -> str:
     tree = prompts.tree_lines([t.root, *t.finished])
     tree = prompts.clip(tree, summary_chars(t.cfg))
     request = prompts.REFLECT.format(about=prompts.about(t.task), tree=tree)
+    messages = [{"role": "user", "content": request}]
     limit = max(32, t.cfg.model.context // 16)
-    return await chat(
-        t, node, [{"role": "user", "content": request}], node.id, "reflect", limit=limit
-    )
+    return await chat(t, node, messages, node.id, "reflect", limit=limit)
 
 
 # ------------------------------------------------------------------ one node
@@ -301,22 +309,6 @@ class Attempt(env.Env):
         scored = cfg.end_on == "validate" and step.score is not None and step.score.valid
         out_of_tokens = cfg.tokens is not None and self.tree.tokens() >= cfg.tokens
         return replace(step, done=step.done or scored or out_of_tokens)
-
-
-class CountingPolicy:
-    """The policy as one node uses it: the node's token count grows while it still runs."""
-
-    def __init__(self, policy, node: Node):
-        self.policy = policy
-        self.node = node
-
-    def __getattr__(self, name):
-        return getattr(self.policy, name)
-
-    async def sample(self, tokens, *args, **kwargs):
-        sample = await self.policy.sample(tokens, *args, **kwargs)
-        self.node.tokens += reply_tokens(sample)
-        return sample
 
 
 async def play(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes]:
@@ -377,7 +369,8 @@ async def expand(t: Tree, node: Node) -> None:
     # Nothing below waits, so the rules see the node finish at once and complete.
     node.kept = bool(files)
     outcome(t, node, episode)
-    node.code = code_in(files, t.task)
+    if files:
+        node.code = code_in(files, t.task)
     if parents:
         node.diff = difference(parents[0].code, node.code)
     transcript = episode.to_dict() | {"node": node.id, "group": node.parent, "segments": []}
@@ -389,8 +382,7 @@ async def expand(t: Tree, node: Node) -> None:
     t.run.log(asdict(node), "journal.jsonl")  # from here on it counts
     t.finished.append(node)
     t.run.result(**results(t), **known_test(t), status="running")
-    faults = [other.status == "fault" for other in t.finished[-3:]]
-    if len(faults) == 3 and all(faults):
+    if [other.status for other in t.finished[-3:]] == ["fault"] * 3:
         raise UserError(
             "Three sandboxes in a row broke, so the search stops. Run the same command again to "
             f"continue. The last one: {node.error}"
@@ -572,10 +564,10 @@ def prepare(cfg: Config):
     """Derives what is left open in the config and checks everything before a model is loaded.
 
     Returns the trees, the directory of the grid (None for a single tree), the model's path (None
-    for an endpoint), whether it is the stand-in, and a sentence about the choice of the sandbox.
+    for an endpoint), and a sentence about the choice of the sandbox.
     """
     check_choices(cfg)
-    trackers.check(cfg.trackers.tensorboard, cfg.trackers.wandb)
+    trackers.check(**asdict(cfg.trackers))
     roots = cfg.tasks.mlgym_root, cfg.tasks.mledojo_root
     tasks = [load_task(name, *roots) for name in cfg.tasks.task]
     if cfg.select in WITHOUT_MODE:
@@ -591,7 +583,7 @@ def prepare(cfg: Config):
     for task in tasks:
         env.check_needs(task, box.backend, box.network, box.hf_cache)
     trees, grid = open_trees(cfg, tasks)
-    return trees, grid, path, is_tiny, why
+    return trees, grid, path, why
 
 
 def open_trees(cfg: Config, tasks: list) -> tuple[list[Tree], Path | None]:
@@ -601,21 +593,18 @@ def open_trees(cfg: Config, tasks: list) -> tuple[list[Tree], Path | None]:
     kind = "search" if cfg.select == "bfs" else f"search-{cfg.select}"
     grid = None
     if len(cells) > 1:
-        grid = Path("logs") / (cfg.name or f"{kind}-grid-{model}")
+        grid = Path("logs", cfg.name or f"{kind}-grid-{model}")
         if (grid / "config.yaml").exists():
             raise UserError(f"{grid} is a single run, not a grid: choose another --name.")
     trees = []
     for task, mode, seed in cells:
+        directory = Path("logs", cfg.name or f"{kind}-{task.name}-{mode}-{model}-{seed}")
         if grid:
             directory = grid / f"{task.name}-{mode}-{seed}"
-        else:
-            name = cfg.name or f"{kind}-{task.name}-{mode}-{model}-{seed}"
-            directory = Path("logs") / name
         cell = {"task": task.name, "sampling_mode": mode, "seed": seed, "name": directory.name}
         run = open_run(directory, flat(cfg) | cell, MAY_CHANGE)
         (run.dir / "nodes").mkdir(exist_ok=True)
-        to = cfg.trackers
-        run.trackers = trackers.opened(run.dir, run.config, to.tensorboard, to.wandb)
+        run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
         t = Tree(task, mode, seed, cfg, run)
         known = run.results()
         if known.get("status") == "finished":  # with a larger budget it goes on
@@ -630,8 +619,6 @@ def make_policy(cfg: Config, path):
         endpoint.check(cfg.url)
         return endpoint.Endpoint(cfg.url, cfg.model.model, **options)
     if cfg.engine == "hf":
-        from policy import Transformers
-
         return Transformers(path, **options)
     return Policy(
         path,
@@ -668,13 +655,13 @@ def node_line(t: Tree, node: Node) -> str:
     )
 
 
-def banner(cfg: Config, trees: list[Tree], where: Path, is_tiny: bool, why: str) -> None:
+def banner(cfg: Config, trees: list[Tree], where: Path, path, why: str) -> None:
     """What is about to run, in a few lines."""
     for task in {t.task.name: t.task for t in trees}.values():
         if degenerate(task):
             print(f"warning  {task.name}: {degenerate(task)}")
     note = ""
-    if is_tiny:
+    if path and path.is_tiny:
         note = "  (a stand-in that only knows the built-in tasks: for trying things out)"
     print(f"tasks    {', '.join(cfg.tasks.task)}   modes {', '.join(cfg.sampling_mode)}")
     print(f"model    {cfg.model.model}{note}")
@@ -715,30 +702,26 @@ def print_best(t: Tree, cell: dict) -> None:
     )
 
 
-def mark_unfinished(trees: list[Tree], status: str) -> None:
-    for t in trees:
-        if not t.closed:
-            t.run.result(status=status)
-
-
 def main() -> None:
     threads.configure()
     cfg = parse_config(Config, sys.argv[1:])
-    trees, grid, path, is_tiny, why = prepare(cfg)
+    trees, grid, path, why = prepare(cfg)
     where = grid or trees[0].run.dir
-    banner(cfg, trees, where, is_tiny, why)
+    banner(cfg, trees, where, path, why)
     todo = [t for t in trees if not t.closed]
     try:
         if todo:
             policy = make_policy(cfg, path)
             print(ROW.format(*TITLES), flush=True)
             asyncio.run(search(todo, policy, cfg.workers))
-    except KeyboardInterrupt:
-        mark_unfinished(todo, "interrupted")
-        print(f"\ninterrupted; the same command continues {where}", file=sys.stderr)
-        raise
-    except (UserError, SandboxFault) as error:
-        mark_unfinished(todo, f"stopped: {error}")
+    except (KeyboardInterrupt, UserError, SandboxFault) as error:
+        status = f"stopped: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            status = "interrupted"
+            print(f"\ninterrupted; the same command continues {where}", file=sys.stderr)
+        for t in todo:
+            if not t.closed:
+                t.run.result(status=status)
         raise
     report(trees, grid, where)
 

@@ -98,10 +98,10 @@ def test_the_limits_of_control_groups_count(tmp_path):
     (tmp_path / "memory.max").write_text(f"{8 * GIB}\n")
     (tmp_path / "memory.current").write_text(f"{5 * GIB}\n")
     (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {2 * GIB}\n")
-    names = ("memory.max", "memory.current", "inactive_file")
-    assert memory.left_in_cgroup(tmp_path, *names) == 5 * GIB
+    assert memory.left_in_cgroup(tmp_path) == 5 * GIB
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.left_in_cgroup(tmp_path, *names) == sys.maxsize
+    assert memory.left_in_cgroup(tmp_path) == sys.maxsize
+    assert memory.left_in_cgroup(tmp_path / "elsewhere") == sys.maxsize
 
 
 def test_the_kernel_says_how_much_is_free(monkeypatch):

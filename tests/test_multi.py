@@ -60,8 +60,7 @@ assert weight.tolist() == [0, 0, 0]
 if dist.rank == 0:
     weight.grad = torch.tensor([1.0, 2.0, 3.0])         # rank 1 had nothing to learn from
 dist.sum_gradients([weight])
-size = dist.sent()
-assert weight.grad.tolist() == [1, 2, 3] and size == 12 and dist.sent() == 0, (weight.grad, size)
+assert weight.grad.tolist() == [1, 2, 3], weight.grad
 assert dist.sum(1.5, dist.rank) == [1.5 * dist.world, dist.world * (dist.world - 1) / 2]
 assert dist.gather("x" * (1 + dist.rank)) == ["x" * (1 + r) for r in range(dist.world)]
 # one write, because the ranks share a pipe
@@ -102,7 +101,7 @@ def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model, a
                 ranks=count,
             )
         )
-        assert code == 0 and ("ranks    each sends" in out) == (count == 2), (out, err[-3000:])
+        assert code == 0, (out, err[-3000:])
     one, two = (tmp_path / name / "logs/m" for name in ("one", "two"))
     a, b = rows(one / "metrics.jsonl"), rows(two / "metrics.jsonl")
     assert [r["step"] for r in a] == [r["step"] for r in b] == list(range(STEPS))
@@ -118,7 +117,6 @@ def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model, a
             "lr",
         ):
             assert x[key] == pytest.approx(y[key], rel=1e-3, abs=1e-5), (x["step"], key)
-        assert x["bytes_between_ranks"] == 0 and y["bytes_between_ranks"] > 100_000
         assert ["back to the adapter" in str(r["alarms"]) for r in (x, y)] == [x["step"] == 3] * 2
     assert a[-1]["eval_score_mean"] == pytest.approx(b[-1]["eval_score_mean"], abs=1e-4)
     for step in range(STEPS):

@@ -44,7 +44,11 @@ def resume(policy, optimizer, run, dist) -> tuple[State, list[dict]]:
     saved = None
     if folder is not None:
         saved = torch.load(folder / "trainer.pt", map_location=policy.device, weights_only=True)
-        check_format(saved, folder)
+        if set(saved.get("state", {})) != {f.name for f in fields(State)}:
+            raise UserError(
+                f"The checkpoint {folder} was written by another version of grpo.py: "
+                "choose another --name, or continue it with that version."
+            )
     if run:
         run.truncate_after(step)
     rows = dist.gather(run.rows() if run else None)[0]
@@ -56,17 +60,6 @@ def resume(policy, optimizer, run, dist) -> tuple[State, list[dict]]:
     if run:
         print(f"resumed after step {step} from {folder}", flush=True)
     return State(**saved["state"]), rows
-
-
-def check_format(saved: dict, folder: Path) -> None:
-    expected = {f.name for f in fields(State)}
-    state = saved.get("state", {})
-    best = state.get("best") or {"clipped_improvement": 0.0}
-    if set(state) != expected or "clipped_improvement" not in best:
-        raise UserError(
-            f"The checkpoint {folder} was written by another version of grpo.py: "
-            "choose another --name, or continue it with that version."
-        )
 
 
 def write_step(policy, optimizer, cfg, run, state: State, groups: list[Group], row: dict) -> None:
@@ -87,7 +80,6 @@ def timing(policy, seconds: dict, groups: list[Group]) -> dict:
     """The row's numbers about time and memory. seconds: of each phase."""
     reply_tokens = sum(e.reply_tokens for g in groups for e in g.played)
     return {
-        "version": policy.version,
         "seconds": seconds["sample"] + seconds["train"] + seconds["sync"],
         **{f"seconds_{phase}": value for phase, value in seconds.items()},
         "tokens_per_second": reply_tokens / seconds["sample"],

@@ -82,9 +82,6 @@ class Progress:
 
 
 def print_step(run, row: dict) -> None:
-    sent = row["bytes_between_ranks"]
-    if sent and not run.lines:
-        print(f"ranks    each sends {sent / 1e6:.1f} MB per step: LoRA gradients and transcripts")
     print(run.step_line(row))
     for alarm in row["alarms"]:
         print(f"      ! {alarm}")

@@ -35,10 +35,6 @@ class SingleProcess:
     def gather(self, thing) -> list:
         return [thing]
 
-    def sent(self) -> int:
-        """Bytes that this rank contributed since the last call: gradients and gathered objects."""
-        return 0
-
 
 class Ranks(SingleProcess):
     """One of several processes started by torchrun.
@@ -52,7 +48,6 @@ class Ranks(SingleProcess):
         meeting = distributed.rendezvous("env://", timeout=timedelta(seconds=120))
         store, self.rank, self.world = next(meeting)
         store = distributed.PrefixStore("flatlab", store)
-        self.bytes = 0
         self.group = distributed.ProcessGroupGloo(
             store, self.rank, self.world, timedelta(seconds=timeout)
         )
@@ -75,12 +70,13 @@ class Ranks(SingleProcess):
         import torch
 
         for p in parameters:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
         flat = torch.cat([p.grad.flatten() for p in parameters]).cpu()
         self.group.allreduce([flat]).wait()
-        for p, part in zip(parameters, flat.split([p.numel() for p in parameters])):
+        parts = flat.split([p.numel() for p in parameters])
+        for p, part in zip(parameters, parts):
             p.grad.copy_(part.view_as(p))
-        self.bytes += flat.numel() * flat.element_size()
 
     def broadcast(self, tensors) -> None:
         """Overwrites the tensors with those of rank 0."""
@@ -95,19 +91,14 @@ class Ranks(SingleProcess):
 
         mine = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.world)]
-        self.group.allgather([sizes], [torch.tensor([mine.numel()])]).wait()
-        self.bytes += mine.numel()
+        size = torch.tensor([mine.numel()])
+        self.group.allgather([sizes], [size]).wait()
         longest = max(int(size) for size in sizes)
         buffers = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
         padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
         self.group.allgather([buffers], [padded]).wait()
         contents = [buffer[: int(size)] for buffer, size in zip(buffers, sizes)]
         return [pickle.loads(content.numpy().tobytes()) for content in contents]
-
-    def sent(self) -> int:
-        sent = self.bytes
-        self.bytes = 0
-        return sent
 
 
 def join(timeout: float) -> SingleProcess:

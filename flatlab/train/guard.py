@@ -108,9 +108,11 @@ def collapse(rows: list[dict], best: dict | None = None) -> str:
 
 
 def broken_updates(rows: list[dict]) -> str:
-    if len(rows) == 3 and all(row.get("skipped") for row in rows):
+    if len(rows) < 3:
+        return ""
+    if all(row.get("skipped") for row in rows):
         return "three updates in a row were skipped"
-    if len(rows) == 3 and all((row.get("kl") or 0) > KL_LIMIT for row in rows):
+    if all((row.get("kl") or 0) > KL_LIMIT for row in rows):
         return f"KL to the reference was above {KL_LIMIT:g} nats per token for three steps"
     return ""
 
@@ -132,5 +134,4 @@ def evaluation_fell(rows: list[dict], best: dict | None) -> str:
 
 
 def evaluation_of(row: dict) -> dict:
-    keys = ("clipped_improvement", "clipped_improvement_stderr")
-    return {"step": row["step"]} | {key: row[f"eval_{key}"] for key in keys}
+    return {key.removeprefix("eval_"): value for key, value in row.items()}

@@ -9,6 +9,8 @@ once.
 import sys
 from pathlib import Path
 
+import psutil
+
 from flatlab.errors import UserError
 
 MOST_TOKENS = 8192  # a larger micro-batch is hardly faster
@@ -44,41 +46,22 @@ def free_bytes(device: str, processes: int = 1) -> int:
         import torch
 
         return torch.cuda.mem_get_info()[0]
-    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    return min([available, *cgroup_bytes()]) // processes
+    # the control group of this process (version 2) and those above it
+    path = Path("/proc/self/cgroup").read_text().partition("0::/")[2].strip()
+    group = Path("/sys/fs/cgroup", path)
+    left = [left_in_cgroup(above) for above in (group, *group.parents)]
+    return min(psutil.virtual_memory().available, *left) // processes
 
 
-# controllers of a control group (version 2, version 1) -> its folder, and where the numbers are
-CGROUPS = {
-    "": ("", "memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-
-
-def cgroup_bytes() -> list[int]:
-    """What is left of each memory limit that this process's control groups set."""
-    left = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in CGROUPS:
-            folder, *names = CGROUPS[controllers]
-            group = Path("/sys/fs/cgroup", folder, path.strip("/"))
-            for above in [group, *group.parents]:
-                if (above / names[0]).is_file():
-                    left.append(left_in_cgroup(above, *names))
-    return left
-
-
-def left_in_cgroup(group: Path, limit: str, usage: str, cache: str) -> int:
+def left_in_cgroup(group: Path) -> int:
     """Limit minus usage, in bytes; the page cache that can be dropped is not counted as usage."""
-    most = (group / limit).read_text().strip()
-    if most == "max":
+    limit = group / "memory.max"
+    if not limit.is_file() or limit.read_text().strip() == "max":
         return sys.maxsize
     lines = (group / "memory.stat").read_text().splitlines()
     stat = dict(line.split() for line in lines)
-    used = int((group / usage).read_text()) - int(stat.get(cache, 0))
-    return int(most) - used
+    used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
+    return int(limit.read_text()) - used
 
 
 def fit_micro_tokens(policy, wanted: int | None, recompute_layers: bool, processes: int = 1) -> int:

@@ -64,11 +64,8 @@ def ask(
     if variant == "cot":
         request.append(THINK)
     request.append(LIST_FORM if mode == "sequence" else FORM)
-    return paragraphs(about(task), "\n".join(known), "\n".join(request))
-
-
-def paragraphs(*texts: str) -> str:
-    return "\n\n".join(text for text in texts if text)
+    parts = [about(task), "\n".join(known), "\n".join(request)]
+    return "\n\n".join(filter(None, parts))
 
 
 def about(task: Task) -> str:
@@ -97,9 +94,8 @@ def short_score(node) -> str:
     if node.valid:
         return f"{node.score:.4g}"
     lines = node.error.strip().splitlines()
-    last = lines[-1][:100] if lines else ""
-    if last:
-        return f"none, {last}"
+    if lines:
+        return f"none, {lines[-1][:100]}"
     return "none" if node.status else "not known yet"
 
 
@@ -134,7 +130,7 @@ def situation(node, parents: list, limit: int, summary: str = "") -> str:
         parts[-1] += "\n" + TO_DO.get(node.op, TO_DO[phase])
     text = "\n\n".join(parts)
     strategy = f"Strategy: {node.idea}" if node.idea else ""
-    return "\n".join(part for part in (text, strategy) if part)
+    return "\n".join(filter(None, [text, strategy]))
 
 
 def attempt(parent, files_are_here: bool, limit: int) -> str:
@@ -163,7 +159,7 @@ def summary_of_tree(nodes: list) -> str:
     if not nodes:
         return ""
     scored = sorted((node for node in nodes if node.valid), key=lambda node: node.improvement)
-    failed = [node for node in nodes if not node.valid and node.status]
+    failed = [node for node in nodes if not node.valid]
     lines = [
         f"{len(nodes)} experiments so far, {len(failed)} of them without a score. "
         "The best and the worst:"
@@ -172,11 +168,8 @@ def summary_of_tree(nodes: list) -> str:
     worst = scored[:-3][:2]
     lines += [f"- {score_of(node)}: {strategy_of(node)}" for node in [*best, *worst]]
     lines += [f"- failed: {strategy_of(node)}" for node in failed[-2:]]
-    tried = set()
-    for node in nodes:
-        if node.idea:
-            tried |= families(node.idea)
-    unused = sorted(set(FAMILIES) - tried)
+    tried = [families(node.idea) for node in nodes if node.idea]
+    unused = sorted(set(FAMILIES).difference(*tried))
     if unused:
         lines.append(f"Not tried yet: {', '.join(unused)}.")
     return "\n".join(lines)

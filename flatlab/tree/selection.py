@@ -32,8 +32,7 @@ from flatlab.tree.tree import Choice, Node, Tree
 def normalised(values: dict) -> dict:
     """(v - min) / (max - min) for each value; 0.5 if all are equal."""
     low = min(values.values())
-    high = max(values.values())
-    spread = high - low
+    spread = max(values.values()) - low
     if spread == 0:
         return dict.fromkeys(values, 0.5)
     return {key: (value - low) / spread for key, value in values.items()}
@@ -45,19 +44,10 @@ def quality(t: Tree) -> dict[str, float]:
     return normalised({node.id: node.improvement for node in known})
 
 
-def child_values(t: Tree, q: dict, id: str) -> list[float]:
-    """Q of the scored children of a node."""
-    return [q[child.id] for child in t.children(id) if child.id in q]
-
-
 def best_child_value(t: Tree, q: dict, id: str) -> float:
     """The highest Q among the scored children of a node; its own Q if there are none."""
-    return max(child_values(t, q, id), default=q[id])
-
-
-def candidate_values(t: Tree, q: dict, drafts: int) -> dict[str, float]:
-    """The value of each candidate, by id."""
-    return {node.id: best_child_value(t, q, node.id) for node in candidates(t, drafts)}
+    known = [q[child.id] for child in t.children(id) if child.id in q]
+    return max(known, default=q[id])
 
 
 def candidates(t: Tree, drafts: int) -> list[Node]:
@@ -81,8 +71,8 @@ def failed_leaf(t: Tree, rng) -> Choice | None:
     """
     leaves = []
     for node in t.finished:
-        is_failed_leaf = node.kept and not node.valid and not t.children(node.id)
-        if is_failed_leaf and t.failures(node) <= t.cfg.debug_depth:
+        is_leaf = node.kept and not t.children(node.id)
+        if is_leaf and 0 < t.failures(node) <= t.cfg.debug_depth:
             leaves.append(node.id)
     if leaves and rng.random() < t.cfg.debug_prob:
         reason = f"one of {len(leaves)} failed leaves, drawn for debugging"
@@ -90,10 +80,18 @@ def failed_leaf(t: Tree, rng) -> Choice | None:
     return None
 
 
-def visit_bonus(t: Tree, c: float, id: str) -> float:
-    """c sqrt(ln N / (n + 1)); the + 1 is the visit of the node itself."""
-    visits = len(t.children(id)) + 1
-    return c * math.sqrt(math.log(max(1, t.executed())) / visits)
+def values_and_bonuses(t: Tree, drafts: int, c: float, trend_weight: float = 0.0):
+    """Two dicts by id of the candidates: the best Q among the children, and the bonus
+    c sqrt(ln N / (n + 1)) + trend_weight max(trend, 0); the + 1 is the visit of the node itself.
+    """
+    q = quality(t)
+    values, bonuses = {}, {}
+    for node in candidates(t, drafts):
+        visits = len(t.children(node.id)) + 1
+        bonus = c * math.sqrt(math.log(max(1, t.executed())) / visits)
+        bonuses[node.id] = bonus + trend_weight * max(0.0, trend(t, q, node.id))
+        values[node.id] = best_child_value(t, q, node.id)
+    return values, bonuses
 
 
 def trend(t: Tree, q: dict, id: str) -> float:
@@ -160,9 +158,7 @@ def greedy(t, rng, drafts=5):
 
 def ucb(t, rng, drafts=3, c=1.41):
     """The arg-max of Q + c sqrt(ln N / (n + 1)) (UCB1, Auer et al. 2002)."""
-    values = candidate_values(t, quality(t), drafts)
-    bonus = {id: visit_bonus(t, c, id) for id in values}
-    return explore_or_exploit(values, bonus)
+    return explore_or_exploit(*values_and_bonuses(t, drafts, c))
 
 
 def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
@@ -179,16 +175,10 @@ def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
         if last.improvement >= (parent.improvement or 0.0):
             reason = f"committed to this path for {left} more"
             return Choice(last.id, "explore", reason, notes={"commit": left - 1})
-    q = quality(t)
-    values = candidate_values(t, q, drafts)
-    rise = {id: max(0.0, trend(t, q, id)) for id in values}
-    bonus = {}
-    for id in values:
-        bonus[id] = visit_bonus(t, c, id) + trend_weight * rise[id]
-    choice = explore_or_exploit(values, bonus)
+    choice = explore_or_exploit(*values_and_bonuses(t, drafts, c, trend_weight))
     # At most one commitment at a time, one that is still running included.
     still_running = left and not last.status
-    if choice and rise[choice.parent] > 0 and not still_running:
+    if choice and not still_running and trend(t, quality(t), choice.parent) > 0:
         choice.notes = {"commit": commitment}
     return choice
 
@@ -198,14 +188,10 @@ def softmax(t, rng, drafts=3, c=1.41, trend_weight=0.5, visit_alpha=0.5, tau=0.5
 
     S = Q + c sqrt(ln N / (n + 1)) + trend_weight max(trend, 0) - visit_alpha ln(1 + n)
     """
-    q = quality(t)
-    values = candidate_values(t, q, drafts)
+    values, bonus = values_and_bonuses(t, drafts, c, trend_weight)
     if not values:
         return None
-    bonus = {}
-    for id in values:
-        bonus[id] = visit_bonus(t, c, id)
-        bonus[id] += trend_weight * max(0.0, trend(t, q, id))
+    for id in bonus:
         bonus[id] -= visit_alpha * math.log(1 + len(t.children(id)))
     scores = np.array([values[id] + bonus[id] for id in values])
     weights = np.exp((scores - scores.max()) / max(tau, 1e-9))
@@ -214,10 +200,8 @@ def softmax(t, rng, drafts=3, c=1.41, trend_weight=0.5, visit_alpha=0.5, tau=0.5
 
 def spread_of_children(t, q, node):
     """Standard deviation of Q over the children; 1 with fewer than two scored ones."""
-    known = child_values(t, q, node.id)
-    if len(known) < 2:
-        return 1.0
-    return stdev(known)
+    known = [q[child.id] for child in t.children(node.id) if child.id in q]
+    return stdev(known) if len(known) > 1 else 1.0
 
 
 def below_the_best(t, q, node):
@@ -236,8 +220,7 @@ def unused_families(t, q, node):
 
 def shallow(t, q, node):
     """1 / (depth (n + 1) + 1): near the root, with few children."""
-    visits = len(t.children(node.id)) + 1
-    return 1 / (node.depth * visits + 1)
+    return 1 / (node.depth * (len(t.children(node.id)) + 1) + 1)
 
 
 # (tree, Q, candidate) -> the larger, the more it deserves a child
@@ -318,11 +301,12 @@ def evolution(t, rng, drafts=5, crossover_prob=0.5, population=10):
     q = quality(t)
     fitness = {node.id: math.exp(q[node.id]) for node in pool}
     first = rng.choices(list(fitness), list(fitness.values()))[0]
+    choice = Choice(first, scores=fitness, reason="mutation")
     others = {id: weight for id, weight in fitness.items() if id != first}
-    if not others or rng.random() >= crossover_prob:
-        return Choice(first, scores=fitness, reason="mutation")
-    second = rng.choices(list(others), list(others.values()))[0]
-    return Choice(first, scores=fitness, second=second, reason="crossover")
+    if others and rng.random() < crossover_prob:
+        choice.second = rng.choices(list(others), list(others.values()))[0]
+        choice.reason = "crossover"
+    return choice
 
 
 def linear(t, rng):

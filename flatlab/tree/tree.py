@@ -123,27 +123,24 @@ class Tree:
             "scores": choice.scores,
             "reason": choice.reason,
         }
-        node = Node(
+        parent = self.nearest_kept(choice.parent)
+        op = "improve" if parent.valid else "debug"
+        if parent is self.root:
+            op = "draft"
+        if choice.second:
+            op = "crossover"
+        self.nodes[id] = Node(
             id,
             choice.parent,
             choice.second,
             order=self.started(),
-            op=self.operator(choice),
+            op=op,
             idea=choice.idea,
             tokens=choice.tokens,
             seed=stable(self.seed, id),
             decision=decision | choice.notes,
         )
-        self.nodes[id] = node
-        return node
-
-    def operator(self, choice: Choice) -> str:
-        parent = self.nearest_kept(choice.parent)
-        if choice.second:
-            return "crossover"
-        if parent is self.root:
-            return "draft"
-        return "improve" if parent.valid else "debug"
+        return self.nodes[id]
 
     def request_of(self, node: Node) -> str:
         """The key of the request for strategies that serves this node.
@@ -243,8 +240,6 @@ def node_of(row: dict, run) -> Node:
 def code_in(files: bytes, task: Task) -> dict[str, str]:
     """The programs in a tar of a workspace, without the task's own. Nothing is unpacked to disk."""
     code = {}
-    if not files:
-        return code
     with tarfile.open(fileobj=io.BytesIO(files)) as tar:
         for member in tar:
             name = member.name.removeprefix("./")
@@ -270,7 +265,6 @@ def results(t: Tree) -> dict:
         "higher_is_better": t.task.higher_is_better,
         "baseline": t.task.baseline,
         "reference": t.task.reference,
-        "model": t.cfg.model.model,
         "sampling_mode": t.sampling_mode,
         "sampling_modes_used": dict(Counter(node.sampling_mode for node in done)),
         "select": t.cfg.select,
