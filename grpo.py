@@ -33,7 +33,7 @@ Letters: P groups, G episodes each, N trained tokens of a micro-batch.
 import asyncio
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import log1p
 from pathlib import Path
 from statistics import fmean, stdev
@@ -773,7 +773,7 @@ def prepare(cfg: Config, dist):
     fill_in(cfg, tasks, path.is_tiny)
     if dist.rank > 0:
         return tasks, path, why, None
-    trackers.check(cfg.trackers.tensorboard, cfg.trackers.wandb)
+    trackers.check(**asdict(cfg.trackers))
     run = viz.open_run(f"logs/{cfg.name}", flat(cfg), resume_ok_keys=MAY_CHANGE)
     if run.rows() and not run.checkpoints():
         raise UserError(
@@ -805,9 +805,7 @@ def main() -> None:
         tasks, path, why, run = prepare(cfg, dist)
         if not dist.gather(bool(run and is_finished(run, cfg)))[0]:
             if run:
-                run.trackers = trackers.opened(
-                    run.dir, run.config, cfg.trackers.tensorboard, cfg.trackers.wandb
-                )
+                run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
                 banner(cfg, tasks, path, why, run)
             say(dist, "engine   is starting")
             policy = load_policy(cfg, path, dist)

@@ -246,7 +246,8 @@ async def list_ideas(t: Tree, node: Node) -> list:
     for call in range(2):
         reply = await chat(t, node, messages, t.request_of(node), "ideas", call)
         for idea, stated in parsing.parse(reply):
-            group = above if is_above_tau(node, stated, cfg.tau) else found
+            is_above = node.sampling_mode == "tail" and (stated or 0) > cfg.tau
+            group = above if is_above else found
             group.setdefault(parsing.same(idea), (idea, stated))
         if len(found) >= k:
             break
@@ -257,10 +258,6 @@ async def list_ideas(t: Tree, node: Node) -> list:
         found.setdefault(key, idea)
     ideas = list(found.values())[:k]
     return parsing.most_probable_first(ideas) if cfg.use_probability == "order" else ideas
-
-
-def is_above_tau(node: Node, stated: float | None, tau: float) -> bool:
-    return node.sampling_mode == "tail" and stated is not None and stated > tau
 
 
 async def propose(t: Tree, node: Node) -> None:
@@ -277,7 +274,6 @@ async def propose(t: Tree, node: Node) -> None:
         number = int(node.id.rpartition(".")[2]) if t.cfg.select == "bfs" else 0
         if number < len(node.ideas):
             node.idea, node.probability = node.ideas[number]
-            node.above_tau = is_above_tau(node, node.probability, t.cfg.tau)
     if t.cfg.reflection and t.finished:
         node.decision["reflection"] = await reflect(t, node)
 

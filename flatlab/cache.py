@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
+
+from flatlab.runs.store import write_whole
 
 HASHED_BYTES = 64 << 20  # larger files enter a content key by name, size and time only
 
@@ -18,9 +19,7 @@ def cache_dir() -> Path:
 def store(path: Path, value: dict) -> None:
     """Writes a JSON file of the cache, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as part:
-        json.dump(value, part, indent=1)
-    Path(part.name).replace(path)
+    write_whole(path, json.dumps(value, indent=1))
 
 
 def content_key(*parts: str | Path) -> str:

@@ -183,8 +183,8 @@ def row(step, **values):
     return {
         "step": step,
         "reward_mean": 0.5,
-        "clipped_improvement_mean": 0.5,
-        "clipped_improvement_std": 0.3,
+        "clipped_improvement": 0.5,
+        "clipped_improvement_stderr": 0.05,
         "episodes": 32,
         "entropy": 0.3,
         "reply_tokens": 80.0,
@@ -612,9 +612,7 @@ def test_all_sandboxes_break(play):
     async def always(*args, **kwargs):
         return await one_reply(*args, faulty=lambda seed: True, **kwargs)
 
-    with pytest.raises(
-        grpo.UserError, match="Every sandbox of this step broke: the container died"
-    ):
+    with pytest.raises(grpo.UserError, match="Every sandbox broke: the container died"):
         play(steps=3, episode=always)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -207,7 +208,7 @@ def test_budget_k_executes_k(tmp_path):
         assert len(rows(t)) == len({r["id"] for r in rows(t)}) == 11 == result(t)["nodes"], select
         assert len(log) == 11, select
         assert (result(t)["status"], result(t)["stopped_by"]) == ("finished", "nodes")
-        assert all(r["decision"]["rule"] == select and r["decision"]["reason"] for r in rows(t))
+        assert all(r["decision"]["reason"] for r in rows(t))
 
 
 def test_failures_are_counted_everywhere_and_the_root_is_the_best_of_nothing(tmp_path):
@@ -556,7 +557,16 @@ def test_the_scientist_reads_inspects_and_chooses(tmp_path):
 
 
 def test_a_grid_shares_the_workers_and_gives_one_table(tmp_path):
-    log = []
+    starts_and_ends = []
+
+    def starts(node):
+        starts_and_ends.append(1)
+        return 0.2
+
+    def ends(node):
+        starts_and_ends.append(-1)
+        return by_seed(node)
+
     trees = run(
         tmp_path,
         tasks=(TASK, replace(TASK, name="other", higher_is_better=False)),
@@ -564,11 +574,12 @@ def test_a_grid_shares_the_workers_and_gives_one_table(tmp_path):
         seeds=(0, 1, 2),
         nodes=4,
         workers=12,
-        log=log,
-        delay=lambda node: 0.2,
+        delay=starts,
+        score_of=ends,
     )
-    # the trees take turns: the first twelve nodes are the first one of each tree
-    assert len(log) == 48 and len({tuple(cell) for *cell, _, _ in log[:12]}) == 12
+    running = list(itertools.accumulate(starts_and_ends))
+    assert len(running) == 2 * 48 and running[-1] == 0
+    assert 4 < max(running) <= 12  # nodes of several trees at once: a tree has four
     table = stats.grid_table([result(t) for t in trees])
     assert [(r["task"], r["method"], r["n"], r["nodes"]) for r in table] == [
         (a, b, 3, 12) for a in ("titanic", "other") for b in ("none", "tail")
@@ -971,8 +982,8 @@ def test_ideas_above_tau_are_asked_for_again_and_marked(tmp_path):
     model = Model(answer)
     t = run(tmp_path, model=model, nodes=3, k=3, workers=1, score_of=lambda node: 0.6)
     assert "List 2 more" in model.prompts[1]
-    found = {row["idea"]: row["above_tau"] for row in rows(t)}
-    assert found == {"rare": False, "odd": False, "common": True}
+    found = {row["idea"]: row["probability"] for row in rows(t)}
+    assert found == {"rare": 0.05, "odd": 0.02, "common": 0.4}
     assert result(t)["above_tau"] == 1
     other = run(tmp_path / "u", modes=("uniform",), model=Model(answer), nodes=2, k=2, workers=1)
     assert {row["idea"] for row in rows(other)} == {"usual", "rare"}

@@ -5,9 +5,10 @@ tensors. No formulas here.
 import asyncio
 import itertools
 import random
-from bisect import bisect
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from flatlab.episode.episode import Episode
 from flatlab.episode.task import Task
@@ -55,11 +56,10 @@ def choose_tasks(tasks: list[Task], weights: list[float], groups: int, seed: str
     """The tasks of a step's groups, in proportion to the weights; the remainder is drawn
     (systematic sampling).
     """
-    start = random.Random(seed).random()
-    unit = sum(weights) / max(groups, 1)
-    ends = list(itertools.accumulate(weights))
-    positions = [(i + start) * unit for i in range(groups)]
-    return [tasks[min(bisect(ends, x), len(tasks) - 1)] for x in positions]
+    ends = np.cumsum(weights) / sum(weights) * groups
+    positions = np.arange(groups) + random.Random(seed).random()
+    numbers = np.searchsorted(ends[:-1], positions, side="right")
+    return [tasks[number] for number in numbers]
 
 
 def gather_groups(groups: list[Group], dist) -> list[Group]:

@@ -16,15 +16,14 @@ from flatlab.train import metrics
 def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
     """Prints the first lines of the run and writes what its result.json begins with."""
     warnings = [f"{task.name}: {degenerate(task)}" for task in tasks if degenerate(task)]
-    one = tasks[0] if len(tasks) == 1 else None
+    scale = {"metric": "improvement", "higher_is_better": True, "baseline": 0.0, "reference": 1.0}
+    if len(tasks) == 1:
+        scale = {key: getattr(tasks[0], key) for key in scale}
     run.result(
         status="running",
         final=None,  # of an earlier end, if the run continues
         task=" ".join(task.name for task in tasks),
-        metric=one.metric if one else "improvement",
-        higher_is_better=one.higher_is_better if one else True,
-        baseline=one.baseline if one else 0.0,
-        reference=one.reference if one else 1.0,
+        **scale,
         selected_on_test=any(len(task.splits) == 1 for task in tasks),
         degenerate="; ".join(warnings) or None,
     )

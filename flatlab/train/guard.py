@@ -31,10 +31,10 @@ def latest_steps(rows: list[dict]) -> dict:
     Their episodes were sampled before the update of the last of these steps, or earlier.
     """
     latest = rows[-4:]
-    variances = [row["clipped_improvement_std"] ** 2 / row["episodes"] for row in latest]
+    variances = [(row["clipped_improvement_stderr"] or 0.0) ** 2 for row in latest]
     return {
         "step": rows[-1]["step"] - 1,
-        "clipped_improvement": fmean(row["clipped_improvement_mean"] for row in latest),
+        "clipped_improvement": fmean(row["clipped_improvement"] for row in latest),
         "clipped_improvement_stderr": sqrt(sum(variances)) / len(latest),
     }
 

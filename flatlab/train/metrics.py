@@ -44,60 +44,30 @@ def standard_error(values: list[float]) -> float | None:
 
 # ------------------------------------------------------------------------------ the row of a step
 
-PER_TASK = (  # numbers that a row of several tasks also holds for each task
-    "groups",
-    "score_mean",
-    "clipped_improvement_mean",
-    "valid_share",
-    "zero_variance_share",
-)
-
 
 def step_metrics(groups: list[Group], tasks: list[Task]) -> dict:
-    """The row's numbers about the episodes of a step. Raises UserError if every episode was a
-    fault.
-    """
-    if not any(g.played for g in groups):
-        raise UserError(f"Every sandbox of this step broke: {groups[0].episodes[0].fault}")
-    row = episode_metrics(groups)
-    if len(tasks) == 1:
-        return row | score_metrics(groups, tasks[0])
-    for task in tasks:
-        own = [g for g in groups if g.task.name == task.name]
-        if any(g.played for g in own):
-            numbers = episode_metrics(own) | score_metrics(own, task)
-            row |= {f"{task.name}.{key}": numbers[key] for key in PER_TASK}
-    return row
-
-
-def score_metrics(groups: list[Group], task: Task) -> dict:
-    scores = [counted_score(e.score, task) for g in groups for e in g.played]
-    best = max if task.higher_is_better else min
-    return {"score_mean": fmean(scores), "score_best": best(scores)}
-
-
-def episode_metrics(groups: list[Group]) -> dict:
+    """The row's numbers about the episodes of a step: those of an evaluation, and more."""
+    row = evaluation(groups, tasks)
     episodes = [e for g in groups for e in g.played]
     rewards = [r for g in groups for r in g.rewards]
-    improvements = [counted_improvement(e.score, g.task) for g in groups for e in g.played]
-    clipped = [clipped_improvement(e.score, g.task) for g in groups for e in g.played]
-    faults = sum(len(g.episodes) - len(g.played) for g in groups)
-    return {
+    row |= {
+        "episodes": row.pop("n"),
+        "improvement_mean": row.pop("improvement"),
         "reward_mean": fmean(rewards),
         "reward_std": stdev(rewards) if len(rewards) > 1 else 0.0,
-        "improvement_mean": fmean(improvements),
-        "clipped_improvement_mean": fmean(clipped),
-        "clipped_improvement_std": stdev(clipped) if len(clipped) > 1 else 0.0,
-        "episodes": len(episodes),
-        "valid_share": fmean(e.score.valid for e in episodes),
-        "groups": len(groups),
-        "zero_variance_share": fmean(not g.informative for g in groups),
         "turns": fmean(len(e.turns) for e in episodes),
         "reply_tokens": fmean(e.reply_tokens for e in episodes),
-        "faults": faults,
-        "fault_share": faults / (faults + len(episodes)),
+        "fault_share": row["faults"] / (row["faults"] + len(episodes)),
         "seconds_env": sum(e.seconds_env for e in episodes),
     }
+    parts = {"": groups}
+    for g in groups:
+        if g.played and len(tasks) > 1:
+            parts.setdefault(f"{g.task.name}.", []).append(g)
+    for prefix, part in parts.items():
+        row[f"{prefix}groups"] = len(part)
+        row[f"{prefix}zero_variance_share"] = fmean(not g.informative for g in part)
+    return row
 
 
 class Stopwatch:
@@ -117,14 +87,13 @@ class Stopwatch:
 
 
 def evaluation(groups: list[Group], tasks: list[Task]) -> dict:
-    """Means and standard errors over the episodes of an evaluation; with several tasks the scores
-    of each task.
+    """Means and standard errors over episodes; with several tasks the scores of each task.
 
     Raises UserError if every episode was a fault.
     """
     played = [(e, g.task) for g in groups for e in g.played]
     if not played:
-        raise UserError(f"Every sandbox of the evaluation broke: {groups[0].episodes[0].fault}")
+        raise UserError(f"Every sandbox broke: {groups[0].episodes[0].fault}")
     improvements = [counted_improvement(e.score, task) for e, task in played]
     clipped = [clipped_improvement(e.score, task) for e, task in played]
     result = {
@@ -147,7 +116,13 @@ def score_summary(episodes: list, task: Task) -> dict:
     if not episodes:
         return {}
     scores = [counted_score(e.score, task) for e in episodes]
-    result = {"score_mean": fmean(scores), "score_stderr": standard_error(scores)}
+    best = max if task.higher_is_better else min
+    result = {
+        "score_mean": fmean(scores),
+        "score_stderr": standard_error(scores),
+        "score_best": best(scores),
+        "valid_share": fmean(e.score.valid for e in episodes),
+    }
     if all(e.test_score for e in episodes):
         tested = [counted_score(e.test_score, task) for e in episodes]
         result |= {
@@ -259,15 +234,15 @@ def final_table(final: dict, metric: str) -> str:
 
 def adapter_label(name: str, final: dict) -> str:
     """'last (step 29)', 'best (step 29, the last)', 'best (the untrained adapter)'."""
+    if name not in ("last", "best"):
+        return name
     if name == "best" and final["best_is_untrained"]:
         return "best (the untrained adapter)"
-    if name == "best" and final["best_is_last"]:
-        return f"best (step {final['best']['step']}, the last)"
-    if name == "best" and final["best"]["step"] < 0:
-        return "best (the imitated adapter)"
-    if name in ("last", "best"):
-        return f"{name} (step {final[name]['step']})"
-    return name
+    step = final[name]["step"]
+    if step < 0:
+        return f"{name} (the imitated adapter)"
+    same = ", the last" if name == "best" and final["best_is_last"] else ""
+    return f"{name} (step {step}{same})"
 
 
 # ------------------------------------------------------------------------------ history

@@ -41,7 +41,6 @@ class Node:
     sampling_mode: str = "none"  # how this node's strategy was asked for
     idea: str = ""  # its strategy
     probability: float | None = None  # as the model stated it
-    above_tau: bool = False  # mode tail, but the stated probability is above --tau
     ideas: list = field(default_factory=list)  # all (strategy, probability) of the same request
     score: float | None = None  # on the validation part
     improvement: float | None = None  # see flatlab.episode.task.improvement; None: failed
@@ -56,7 +55,7 @@ class Node:
     tokens: int = 0  # sampled
     seed: int = 0
     kept: bool = False  # its files are in nodes/<order>.tar
-    decision: dict = field(default_factory=dict)  # rule, phase, scores of the candidates, reason
+    decision: dict = field(default_factory=dict)  # phase, scores of the candidates, reason
 
     @property
     def depth(self) -> int:
@@ -118,7 +117,6 @@ class Tree:
         names = (f"{choice.parent}.{number}" for number in itertools.count())
         id = next(name for name in names if name not in self.nodes)
         decision = {
-            "rule": self.cfg.select,
             "phase": choice.phase,
             "scores": choice.scores,
             "reason": choice.reason,
@@ -259,6 +257,7 @@ def results(t: Tree) -> dict:
     graded = [node for node in done if node.status != "fault"]
     scores = [node.score if node.valid else t.task.baseline for node in graded]
     faults = len(done) - len(graded)
+    tails = [node for node in done if node.sampling_mode == "tail"]
     return {
         "task": t.task.name,
         "metric": t.task.metric,
@@ -272,7 +271,7 @@ def results(t: Tree) -> dict:
         "nodes": len(done),
         "failed": sum(not node.valid for node in done) - faults,
         "faults": faults,
-        "above_tau": sum(node.above_tau for node in done),
+        "above_tau": sum((node.probability or 0) > t.cfg.tau for node in tails),
         "fell_back": sum(bool(node.decision.get("fell_back")) for node in done),
         "tokens": t.tokens(),
         "seconds": t.elapsed(),
