@@ -352,10 +352,10 @@ async def expand(t: Tree, node: Node) -> None:
     if t.began is None:
         t.began = start
     await propose(t, node)
-    parents = [t.nearest_kept(node.parent)]
+    parent = t.nearest_kept(node.parent)
+    parents = [] if parent is t.root else [parent]
     if node.second:
         parents.append(t.nodes[node.second])
-    parents = [parent for parent in parents if parent is not t.root]
     for _ in range(2):
         episode, files = await play(t, node, parents)
         if episode.status != "fault":
@@ -369,7 +369,7 @@ async def expand(t: Tree, node: Node) -> None:
         node.code = code_in(files, t.task)
     if parents:
         node.diff = difference(parents[0].code, node.code)
-    transcript = episode.to_dict() | {"node": node.id, "group": node.parent, "segments": []}
+    transcript = episode.to_dict() | {"node": node.id}
     if t.cfg.engine != "api":  # the tokens of an endpoint are not the model's
         transcript["segments"] = [asdict(segment) for segment in episode.segments]
     t.run.save_episodes(node.order, [transcript])

@@ -83,20 +83,17 @@ def sequences_of(
     """
     sequences, reply = [], -1
     for segment in episode.segments:
-        mask, replies, before = list(segment.mask), [], 0
-        for i, m in enumerate(segment.mask):
+        mask, own, before = [], [], 0
+        for m in segment.mask:
             if m and not before:
                 reply += 1
             before = m
-            if not m:
-                continue
-            if mask_truncated and episode.turns[reply]["stop_reason"] == "length":
-                mask[i] = 0
-            else:
-                replies.append(reply)
-        if replies:
+            is_cut = mask_truncated and episode.turns[reply]["stop_reason"] == "length"
+            mask.append(int(m and not is_cut))
+            if mask[-1]:
+                own.append(advantages[reply])
+        if own:
             old = [logp for logp, m in zip(segment.logprobs, mask) if m]
-            own = [advantages[number] for number in replies]
             sequences.append(TrainSequence(segment.tokens, mask, old, own))
     return sequences
 

@@ -84,11 +84,10 @@ def alarms(row: dict, rows: list[dict]) -> list[str]:
     for key, suspicious, text in ALARMS:
         if key not in row:
             continue
-        values = [number(r.get(key)) for r in rows[-20:]]
-        lately = [value for value in values if value is not None]
-        usual = median(lately) if lately else row[key]
+        known = [r for r in rows[-20:] if number(r.get(key)) is not None]
+        usual = median(r[key] for r in known or [row])
         if suspicious(row[key], usual):
-            comparison = f", usually {usual:.3g}" if lately else ""
+            comparison = f", usually {usual:.3g}" if known else ""
             found.append(f"{text} ({key} {row[key]:.3g}{comparison})")
     return found
 

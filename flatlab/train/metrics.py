@@ -254,7 +254,7 @@ def learning_signal(rows: list[dict], name: str) -> float:
     """
     key = f"{name}.zero_variance_share"
     seen = [row[key] for row in rows if key in row][-10:]
-    return 1.1 - fmean(seen) if seen else 1.1
+    return 1.1 - fmean(seen or [0.0])
 
 
 def remember(recent: dict, groups: list[Group]) -> None:

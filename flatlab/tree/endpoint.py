@@ -105,13 +105,7 @@ class Endpoint:
             turns.append({"role": self.ROLES[tokens[start]], "content": content})
         return turns
 
-    async def sample(
-        self,
-        tokens: list[int],
-        max_tokens: int,
-        temperature: float | None = None,
-        seed: int | None = None,
-    ) -> Answer:
+    async def sample(self, tokens: list[int], max_tokens: int, seed: int | None = None) -> Answer:
         """One reply.
 
         Raises OverflowError if the endpoint finds the prompt too long, and UserError if it refuses
@@ -120,7 +114,7 @@ class Endpoint:
         body = {
             "model": self.model,
             "messages": self.messages(tokens),
-            "temperature": self.temperature if temperature is None else temperature,
+            "temperature": self.temperature,
         }
         completion = await self.request(body, max_tokens, seed)
         try:

@@ -51,7 +51,7 @@ def ask(
     mode: a key of ASK. siblings: the other children of the parent.
     """
     root = parent.op == "baseline"
-    known = [summary] if summary else []
+    known = [summary]
     if not root:
         idea = parent.idea or "not named"
         known.append(f"The strategy so far: {score_of(parent)}\nStrategy: {idea}")
@@ -64,7 +64,7 @@ def ask(
     if variant == "cot":
         request.append(THINK)
     request.append(LIST_FORM if mode == "sequence" else FORM)
-    parts = [about(task), "\n".join(known), "\n".join(request)]
+    parts = [about(task), "\n".join(filter(None, known)), "\n".join(request)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -122,13 +122,13 @@ def situation(node, parents: list, limit: int, summary: str = "") -> str:
     parents: the nodes it builds on (none for a draft); of their code and errors it is shown at most
     about `limit` characters, and nothing of their conversations.
     """
-    parts = [summary] if summary else []
+    parts = [summary]
     for parent in parents:
         parts.append(attempt(parent, parent is parents[0], limit // len(parents)))
     if parents:
         phase = "explore" if node.decision.get("phase") == "explore" else "exploit"
         parts[-1] += "\n" + TO_DO.get(node.op, TO_DO[phase])
-    text = "\n\n".join(parts)
+    text = "\n\n".join(filter(None, parts))
     strategy = f"Strategy: {node.idea}" if node.idea else ""
     return "\n".join(filter(None, [text, strategy]))
 

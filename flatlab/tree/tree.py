@@ -14,7 +14,7 @@ import itertools
 import tarfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -105,7 +105,13 @@ class Tree:
         self.began: float | None = None  # clock of this process
         self.seconds_before = 0.0  # of earlier processes
         for row in run.rows("journal.jsonl"):
-            node = node_of(row, run)
+            try:
+                node = Node(**row)
+            except TypeError as error:
+                raise UserError(
+                    f"{run.dir / 'journal.jsonl'} was written by another version of search.py "
+                    f"({error}): choose another --name."
+                ) from None
             self.nodes[node.id] = node
             self.finished.append(node)
             self.seconds_before = node.elapsed
@@ -222,17 +228,6 @@ class Tree:
             if limit is not None and used >= limit:
                 return name
         return ""
-
-
-def node_of(row: dict, run) -> Node:
-    """The node of a journal row. Raises UserError for a row of another version of search.py."""
-    unknown = sorted(set(row) - {f.name for f in fields(Node)})
-    if unknown:
-        raise UserError(
-            f"{run.dir / 'journal.jsonl'} was written by another version of search.py "
-            f"(it holds {', '.join(unknown)}): choose another --name."
-        )
-    return Node(**row)
 
 
 def code_in(files: bytes, task: Task) -> dict[str, str]:
