@@ -815,7 +815,7 @@ def main() -> None:
             run.result(status="interrupted")
             message = f"interrupted; the same command continues {run.dir} after its last whole step"
             print(f"\n{message}", file=sys.stderr)
-        sys.exit(130)
+        raise
     if run:
         farewell(run)
         stopped = run.results()["status"].partition("stopped: ")[2]

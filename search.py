@@ -497,10 +497,10 @@ async def close(t: Tree) -> None:
 def known_test(t: Tree) -> dict:
     """What result.json says about the test score, if it is that of the best node of today."""
     known = t.run.results()
-    test = {"tested_id": None, "test_score": None, "test_minus_validation": None, "test_error": ""}
-    if known.get("tested_id") == t.best().id:
-        return {key: known[key] for key in test}
-    return test
+    if known.get("tested_id") != t.best().id:
+        known = {}
+    keys = ("tested_id", "test_score", "test_minus_validation", "test_error")
+    return {key: known.get(key) for key in keys}
 
 
 async def test_score(t: Tree, node: Node) -> Score:

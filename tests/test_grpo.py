@@ -424,7 +424,7 @@ def test_4_steps_are_2_and_2_steps(play, policy, options):
     assert same_but_times(whole, halves)
     a, b = trainer("whole"), trainer("halves")
     assert str(a["optimizer"]) == str(b["optimizer"])
-    assert {**a["state"], "version": 0} == {**b["state"], "version": 0}
+    assert a["state"] == b["state"]
     for step in range(4):
         texts = [
             [

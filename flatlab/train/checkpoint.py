@@ -22,7 +22,6 @@ class State:
     """
 
     step: int = 0  # the next one
-    version: int = 0  # number of syncs so far
     lr_scale: float = 1.0
     since: int = 0  # step of the last restore: warm-up and guard start there
     restores: int = 0
@@ -56,7 +55,6 @@ def resume(policy, optimizer, run, dist) -> tuple[State, list[dict]]:
         return State(), rows
     policy.load(folder)
     optimizer.load_state_dict(saved["optimizer"])
-    policy.version = saved["state"]["version"]
     if run:
         print(f"resumed after step {step} from {folder}", flush=True)
     return State(**saved["state"]), rows
@@ -69,7 +67,6 @@ def write_step(policy, optimizer, cfg, run, state: State, groups: list[Group], r
     transcripts = [e.to_dict() | {"group": g.number} for g in groups for e in g.episodes]
     run.save_episodes(row["step"], transcripts)
     run.log(row)
-    state.version = policy.version
     with run.checkpoint(row["step"], keep=cfg.keep_checkpoints) as folder:
         policy.save(folder)
         tensors = {"optimizer": optimizer.state_dict(), "state": asdict(state)}

@@ -72,18 +72,15 @@ def about(task: Task) -> str:
     """The task, with the first line of each of its files: for calls that have no sandbox."""
     files = [f"{name}: {first_line(path)}" for name, path in list(task.public.items())[:20]]
     listing = "\n".join(["Files:", *files, ""]) if files else ""
-    return f"{task.prompt}\n\n{listing}{measure(task)}"
+    way = "higher" if task.higher_is_better else "lower"
+    measure = f"Metric: {task.metric}, {way} is better. Baseline: {task.baseline:.4g}"
+    return f"{task.prompt}\n\n{listing}{measure}"
 
 
 def first_line(path) -> str:
     with path.open("rb") as file:
         head = file.read(400).split(b"\n")[0]
     return "" if b"\0" in head else head.decode(errors="replace")[:80].strip()
-
-
-def measure(task: Task) -> str:
-    way = "higher" if task.higher_is_better else "lower"
-    return f"Metric: {task.metric}, {way} is better. Baseline: {task.baseline:.4g}"
 
 
 def score_of(node) -> str:
