@@ -41,15 +41,18 @@ def bytes_needed(tokens: int, model_config, element_size: int, recompute_layers:
 
 
 def free_bytes(device: str, processes: int = 1) -> int:
-    """Memory that one of `processes` processes on this machine may still take."""
+    """Memory that one of `processes` processes on this machine may still take.
+
+    On a CPU this is the memory of the machine or of the control group. Limits of control groups
+    version 1 are not read.
+    """
     if device != "cpu":
         import torch
 
         return torch.cuda.mem_get_info()[0]
-    # the control group of this process (version 2) and those above it
     path = Path("/proc/self/cgroup").read_text().partition("0::/")[2].strip()
     group = Path("/sys/fs/cgroup", path)
-    left = [left_in_cgroup(above) for above in (group, *group.parents)]
+    left = [left_in_cgroup(folder) for folder in (group, *group.parents)]
     return min(psutil.virtual_memory().available, *left) // processes
 
 
