@@ -1,6 +1,7 @@
 """Fakes and short forms that several test files share. Importing this file starts nothing."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -30,11 +31,15 @@ def run_here(main, *flags, monkeypatch, capsys):
     Returns the exit code, stdout and stderr.
     """
     monkeypatch.setattr(sys, "argv", ["script.py", *map(str, flags)])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     code = 0
     try:
         one_sentence(main)
     except SystemExit as end:
         code = end.code
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return code, *capsys.readouterr()
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from flatlab.episode.task import improvement
-from flatlab.tree import prompts
+from flatlab.tree import parsing
 from policy import TINY
 from tasks import load_task
 from tools import expert, make_tiny
@@ -92,7 +92,7 @@ def test_lists_of_strategies_are_read_by_the_search(name):
     known = {words for _, words, _ in world.table.solutions}
     for _ in range(50):
         (_, question), (_, answer) = expert.list_strategies(rng, world)
-        found = prompts.parse(answer)
+        found = parsing.parse(answer)
         assert (
             len(found) == int(re.search(r"List (\d+)", question)[1])
             and {words for words, _ in found} <= known
