@@ -152,7 +152,9 @@ class Policy(ChatTokens):
         self._reference = None  # tensors of set_reference
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        if self.device == "cpu":
+        if self.device == "cuda":
+            check_capability(torch.cuda.get_device_capability())
+        else:
             if compile and not shutil.which("g++"):
                 raise UserError("--compile needs a C++ compiler, g++ (apt install g++).")
             # compiling even a helper of vLLM's sampler would take 3 s and a C++ compiler
@@ -198,7 +200,11 @@ class Policy(ChatTokens):
             # with vLLM's block size of 128 a hit in the prefix cache loses up to 127 tokens
             machine = {"dtype": "float32", "enforce_eager": not compile, "block_size": 32}
         else:
-            machine = {"dtype": "bfloat16", "gpu_memory_utilization": gpu_memory}
+            machine = {
+                "dtype": "bfloat16",
+                "gpu_memory_utilization": gpu_memory,
+                "max_num_batched_tokens": 8192,  # vLLM's 2048 would take many steps to prefill
+            }
         arguments = EngineArgs(
             model=self.path.base,
             tokenizer=self.path.base,
@@ -296,6 +302,9 @@ class Policy(ChatTokens):
         )
         base = self._base_model(share_base, device)
         self.model = get_peft_model(base, config)  # adapters stay fp32 whatever the base is
+        for module in self.model.modules():
+            if hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = False  # else q, k and v keep fp32 copies of x
         self.model.eval()  # no dropout: trainer and engine compute the same function
         self.share_prompt = not gradient_checkpointing  # which keeps no keys and values
         if gradient_checkpointing:
@@ -353,7 +362,10 @@ class Policy(ChatTokens):
         from flatlab.train.shared_prompt import hidden_states
 
         causal_lm = self.model.get_base_model()
-        with self._reference_adapter() if base else contextlib.nullcontext():
+        reference = self._reference_adapter() if base else contextlib.nullcontext()
+        # On a GPU the fp32 adapter is rounded to bf16 where it is used, as the engine's copy is.
+        on_gpu = self.device == "cuda"
+        with reference, torch.autocast(self.device, torch.bfloat16, enabled=on_gpu):
             hidden, targets = hidden_states(
                 causal_lm.base_model, batch, self.device, self.share_prompt
             )
@@ -361,11 +373,13 @@ class Policy(ChatTokens):
         chunk = chunk or max(1, 2**26 // len(head))
 
         def score(h, target):
-            logp = torch.log_softmax((h @ head.T).float() / self.temperature, dim=-1)
+            logits = (h @ head.T).float() / self.temperature
+            log_z = logits.logsumexp(-1)
             # With a gradient, the entropy would keep tensors of all chunks in memory.
             with torch.no_grad():
-                entropy = -(logp.exp() * logp).sum(-1)
-            return logp.gather(-1, target[:, None])[:, 0], entropy
+                p = (logits - log_z[:, None]).exp_()
+                entropy = log_z - p.mul_(logits).sum(-1)
+            return logits.gather(-1, target[:, None])[:, 0] - log_z, entropy
 
         scored = [
             checkpoint(score, h, target, use_reentrant=False)
@@ -582,6 +596,16 @@ class Policy(ChatTokens):
                 f"The adapter in {folder} has layers that this model lacks, e.g. "
                 f"{result.unexpected_keys[0]}"
             )
+
+
+def check_capability(capability: tuple[int, int]) -> None:
+    """Raises UserError for a GPU that cannot compute in bf16."""
+    if capability < (8, 0):
+        found = ".".join(map(str, capability))
+        raise UserError(
+            f"This GPU has compute capability {found}, and bf16 needs 8.0 (A100, RTX 30 or newer): "
+            'hide it with CUDA_VISIBLE_DEVICES="" to run on the CPU.'
+        )
 
 
 def stop_of(base: str) -> int | list[int] | None:

@@ -17,8 +17,12 @@ def available_cores() -> int:
 
 
 def configure() -> None:
-    """Sets the environment variables of OpenMP and of torch's C++ log, unless the user has."""
+    """Sets the environment variables of OpenMP, of torch's C++ log and of its memory on a GPU,
+    unless the user has.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", str(available_cores()))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Micro-batches differ in length; without this, memory of a GPU is lost between them.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # vLLM's CPU engine prints where it binds memory as a C++ warning.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

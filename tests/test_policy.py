@@ -13,7 +13,7 @@ import bench
 from flatlab.errors import UserError
 from flatlab.train.lora_sync import on_weights_of
 from flatlab.train.shared_prompt import common_prompt
-from policy import Policy, resolve_model
+from policy import Policy, check_capability, resolve_model
 
 CHAT = [
     {"role": "system", "content": "You are a test."},
@@ -465,7 +465,7 @@ def test_the_adapter_loads_in_plain_vllm(policy, random_model, tmp_path):
 
 COMPILED = """
 import asyncio, sys
-from policy import Policy, resolve_model
+from policy import Policy, check_capability, resolve_model
 policy = Policy(resolve_model(sys.argv[1]), context=512, lora_rank=8, compile=True)
 found = asyncio.run(policy.verify())
 assert found.largest < 1e-4 < 0.1 < found.moved, found
@@ -479,6 +479,13 @@ def test_a_compiled_engine_agrees_with_the_trainer(random_model):
         [sys.executable, "-c", COMPILED, random_model], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_gpu_without_bf16_is_refused():
+    check_capability((8, 0))
+    check_capability((12, 0))
+    with pytest.raises(UserError, match="compute capability 7.5, and bf16 needs 8.0"):
+        check_capability((7, 5))
 
 
 def test_compile_without_a_compiler_is_one_sentence(random_model, monkeypatch):

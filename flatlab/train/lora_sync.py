@@ -122,11 +122,11 @@ class AdapterCopy:
     @torch.no_grad()
     def largest_difference(self) -> float:
         """Largest |engine - trainer| over all weights, after rounding; 0.0 if the push arrived."""
+        slots = self.engine_a + self.engine_b
         expected = [*self.trainer_a, *torch._foreach_mul(self.trainer_b, self.scalings)]
-        differences = [
-            (slot - own.to(slot.dtype)).abs().max()
-            for slot, own in zip(self.engine_a + self.engine_b, expected)
-        ]
+        rounded = [torch.empty_like(slot) for slot in slots]
+        torch._foreach_copy_(rounded, expected)
+        differences = torch._foreach_norm(torch._foreach_sub(slots, rounded), torch.inf)
         return torch.stack(differences).max().item()
 
 
