@@ -57,6 +57,12 @@ def test_intervals_cover_the_mean_as_often_as_they_promise(count):
     assert 0.90 <= coverage <= 0.98
 
 
+def test_ranks_with_ties():
+    rows = [{"task": "t", "method": m, "improvement": i} for m, i in zip("abc", (3, 1, 3))]
+    stats.add_ranks(rows)
+    assert [row["rank"] for row in rows] == [1.5, 3.0, 1.5]
+
+
 def test_a_run_without_any_score_counts_with_the_baseline():
     good = [cell("t", "tail", x, x) for x in (0.93, 0.94, 0.96)]
     (row,) = stats.grid_table(good)
@@ -81,6 +87,7 @@ def test_methods_are_compared_within_a_task():
     rows = {(r["task"], r["method"]): r for r in stats.grid_table(cells)}
     improvements = [rows["down", method]["improvement"] for method in ("none", "tail")]
     assert improvements == [pytest.approx(0.1 / 0.7), pytest.approx(0.2 / 0.7)]
+    assert (rows["up", "tail"]["rank"], rows["up", "none"]["rank"]) == (1, 2)
     assert rows["up", "none"]["p"] is None and rows["up", "tail"]["p"] == pytest.approx(1 / 3)
     text = stats.text_of(list(rows.values()))
     assert "against none" in text and "adapter" not in text

@@ -4,6 +4,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -282,3 +283,12 @@ def test_tensorboard_can_read_it(tmp_path):
     events.Reload()
     assert [event.step for event in events.Scalars("reward_mean")] == [0, 1]
     assert "transcripts/0/text_summary" in events.Tags()["tensors"]
+
+
+def test_the_curves_say_when_best_is_the_untrained_adapter():
+    mean = {"score_mean": 0.5, "score_stderr": 0.1, "improvement": 0.0, "improvement_stderr": 0.0}
+    final = {"split": "validation", "n": 4, "untrained": mean, "last": mean, "best": mean}
+    final["best_is_untrained"] = True
+    text = plots.adapters_text(SimpleNamespace(result={"final": final}))
+    assert "N=4" in text and "best (untrained) 0.5 ± 0.1" in text
+    assert plots.adapters_text(SimpleNamespace(result={})) == ""

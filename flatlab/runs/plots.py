@@ -160,7 +160,25 @@ def draw_score(axis, groups):
         draw_key(axis, groups, "score_best", "best of the step", ORANGE)
     eval_key = "eval_score_mean" if key == "score" else "eval_improvement"
     draw_key(axis, groups, eval_key, "evaluation episodes", PINK, dashed=True)
+    if len(groups) == 1 and len(groups[0].runs) == 1:
+        axis.plot([], [], " ", label=adapters_text(groups[0].runs[0]))  # "" stays out of a legend
     draw_baseline(axis, groups)
+
+
+def adapters_text(run: RunData) -> str:
+    """The comparison of the adapters at the end of a run, for a legend; "" before the end."""
+    final = run.result.get("final")
+    if not final:
+        return ""
+    lines = [f"at the end, {final['split']}, N={final['n']}:"]
+    for name in ("untrained", "imitated", "last", "best"):
+        if name in final:
+            result = final[name]
+            value = result.get("score_mean", result["improvement"])
+            error = result.get("score_stderr", result["improvement_stderr"])
+            note = " (untrained)" if name == "best" and final["best_is_untrained"] else ""
+            lines.append(f"{name}{note} {value:.4g} ± {error:.2g}")
+    return "\n".join(lines)
 
 
 def draw_baseline(axis, groups):

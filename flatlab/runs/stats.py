@@ -68,7 +68,7 @@ def cell_improvement(cell: dict) -> float:
 
 
 def grid_table(cells: list[dict]) -> list[dict]:
-    """One row per task and method; p compares the methods of a task with "none".
+    """One row per task and method; p and rank compare the methods within a task.
 
     cells: contents of result.json of searches, or the same keys from compare.cell_of(). `method` is
     the label of the group a run belongs to, its sampling mode by default.
@@ -85,7 +85,22 @@ def grid_table(cells: list[dict]) -> list[dict]:
         if plain and method != "none":
             row["p"] = permutation_p(scores[task, method], plain)
         rows.append(row)
+    add_ranks(rows)
     return rows
+
+
+def add_ranks(rows: list[dict]) -> None:
+    """Adds `rank`, the mean place of the method over its tasks.
+
+    The largest improvement of a task has place 1; equal ones share the mean of their places.
+    """
+    import pandas
+
+    frame = pandas.DataFrame(rows, columns=["task", "method", "improvement"])
+    frame["place"] = frame.groupby("task")["improvement"].rank(ascending=False)
+    ranks = frame.groupby("method")["place"].mean()
+    for row in rows:
+        row["rank"] = ranks[row["method"]]
 
 
 def row_of(task: str, method: str, group: list[dict]) -> dict:
@@ -163,6 +178,7 @@ def texts_of(row: dict) -> dict[str, str]:
         "improvement": shown(row["improvement"], "+.2f"),
         "test-valid.": shown(row["test_minus_validation"], "+.4f"),
         "p": shown(row["p"], ".3f"),
+        "rank": shown(row["rank"], ".2f"),
         "adapter": row["adapter"] or "-",
         "empty": str(row["empty"]),
         "failed": f"{row['failed']} of {row['nodes']}",
@@ -186,6 +202,7 @@ def notes(rows: list[dict]) -> list[str]:
         "mean: the test score if there is one, else the score that was selected on",
         "improvement of the mean: 0 baseline, 1 reference (without one: baseline doubled)",
         "95 % interval of the mean: Student's t; none below N = 3",
+        "rank: mean place of the method over its tasks, by improvement",
         "failed: nodes or episodes without a valid submission, each counts as the baseline; "
         "empty: runs with no valid one",
     ]
