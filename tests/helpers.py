@@ -1,6 +1,7 @@
 """Fakes and short forms that several test files share. Importing this file starts nothing."""
 
 import asyncio
+import gc
 import signal
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def run_here(main, *flags, monkeypatch, capsys):
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    gc.collect()  # drawing leaves cycles of frames that hold the run and its lock
     return code, *capsys.readouterr()
 
 
