@@ -57,7 +57,8 @@ def ms(value):
 
 def this_machine():
     threads = os.environ.get("OMP_NUM_THREADS")
-    return f"{os.cpu_count()} cores, {threads} threads, load {os.getloadavg()[0]:.1f}"
+    load = os.getloadavg()[0]
+    return f"{os.cpu_count()} cores, OMP_NUM_THREADS={threads}, load {load:.1f}"
 
 
 def run_script(script, *args, **options):
@@ -95,8 +96,8 @@ class Contestant:
         self.results = []
         self.start = self.next_result()
 
-    def run(self):
-        self.process.stdin.write("go\n")
+    def run(self, what):
+        self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
         self.results.append(self.next_result())
 
@@ -122,8 +123,8 @@ class Contestant:
 def compete(commands, rounds):
     """Runs the scripts of `commands` ({name: argv}) in turn, so that all see the same machine.
 
-    Returns their results without a first round, {name: (start, [result, ...])}, and the errors of
-    those that failed, {name: text}.
+    rounds: a line of input for each. The first one warms up and is left out. Returns the results,
+    {name: (start, [result, ...])}, and the errors of those that failed, {name: text}.
     """
     running = {}
     failed = {}
@@ -133,10 +134,11 @@ def compete(commands, rounds):
                 running[name] = Contestant(*command)
             except RuntimeError as error:
                 failed[name] = str(error)
-        for _ in range(rounds + 1):
+        for what in rounds:
             for name in list(running):
                 try:
-                    running[name].run()
+                    running[name].run(what)
+                    print(name, what, running[name].results[-1], file=sys.stderr, flush=True)
                 except (RuntimeError, BrokenPipeError):
                     failed[name] = running[name].last_error()
                     running.pop(name).close()
@@ -512,7 +514,7 @@ def engine(args):
         }
         for label, model in models.items():
             commands = {way: ("bench_engine.py", model, way) for way in ENGINES}
-            done, failed = compete(commands, args.steps)
+            done, failed = compete(commands, ["run"] * (args.steps + 1))
             rows += engine_rows(label, done, failed)
     sizes = "16 requests of 128 tokens"
     return f"{this_machine()}; {sizes}; median (range) of {args.steps} rounds in turn", rows
@@ -542,6 +544,7 @@ def compared(others, ours):
 
 AGENTS = {
     "ours": "ours",
+    "compiled": "ours, engine compiled",
     "factory": "TRL environment_factory, a tool",
     "factory-async": "TRL environment_factory, an async tool",
     "rollout": "TRL rollout_func, commands in threads",
@@ -559,20 +562,21 @@ def agent(args):
             import conftest
 
             model = conftest.make_model(Path(folder) / "model")
-        floor = Contestant("bench_agent.py", model, 0, "even", "floor")
+        floor = Contestant("bench_agent.py", model, 0, "floor")
         floor.close()
         least = floor.start
         parts = f"sampling {least['sampling']:.2f} s, training {least['training']:.2f} s"
         rows.append(("matrix products", f"{least['seconds']:.2f} s", f"{parts}; {least['note']}"))
-        for waits in ("even", "uneven"):
-            chosen = args.only.split(",") if args.only else AGENTS
-            commands = {
-                name: ("bench_agent.py", model, args.steps + 1, waits, name) for name in chosen
-            }
-            done, failed = compete(commands, args.steps)
-            for name, why in failed.items():
-                rows.append((f"{waits} waits: {AGENTS[name]}", "fails", why))
-            rows += agent_rows(waits, done, least["seconds"])
+        rounds = ["even"] * (args.steps + 1) + ["uneven"] * args.steps
+        chosen = args.only.split(",") if args.only else AGENTS
+        commands = {name: ("bench_agent.py", model, len(rounds), name) for name in chosen}
+        done, failed = compete(commands, rounds)
+        for name, why in failed.items():
+            rows.append((AGENTS[name], "fails", why))
+        even = {name: results[: args.steps] for name, (_, results) in done.items()}
+        uneven = {name: results[args.steps :] for name, (_, results) in done.items()}
+        rows += agent_rows("even", even, least["seconds"])
+        rows += agent_rows("uneven", uneven, least["seconds"])
     shown = "random Qwen3 of 0.8 M parameters" if args.model == "tiny" else Path(model).name
     work = "16 rollouts of 4 turns of 24 tokens, then a step"
     return f"{this_machine()}; {shown}, {work}; median (range) of {args.steps} rounds in turn", rows
@@ -580,8 +584,8 @@ def agent(args):
 
 def agent_rows(waits, done, least):
     rows = []
-    work = {(r["calls"], r["trained"]) for _, results in done.values() for r in results}
-    for name, (_, results) in done.items():
+    work = {(r["calls"], r["trained"]) for results in done.values() for r in results}
+    for name, results in done.items():
         seconds = [r["seconds"] for r in results]
         cpu = statistics.median(r["cpu_seconds"] for r in results)
         last = results[-1]
@@ -593,7 +597,7 @@ def agent_rows(waits, done, least):
         elif len(work) > 1:
             note += "; no ratio: not the same work"
         elif "ours" in done:
-            ratios, cpu_ratio = compared(results, done["ours"][1])
+            ratios, cpu_ratio = compared(results, done["ours"])
             note += f"; {spread(ratios)} x ours, {cpu_ratio:.1f} x in CPU seconds"
             goal = AGENT_GOALS.get(name)
             if goal:

@@ -1,16 +1,16 @@
 """Runs agents of several turns with one trainer, a step for each line of its standard input.
 
-    python tests/bench_agent.py MODEL STEPS WAITS VARIANT     bench.py runs this in its own process
+    python tests/bench_agent.py MODEL STEPS VARIANT     bench.py runs this in its own process
 
 It prints one JSON line when it is ready and one after each step. Every variant does the same work:
 16 rollouts (2 prompts of 8), each of 4 replies of 24 tokens with a command after each but the last,
-then one training step. A command waits and does not compute.
+then one training step. A command waits and does not compute: after the line "even" 0.1 s each,
+after the line "uneven" 0.02, 0.05 or 0.4 s by a table that is the same for every variant.
 
-WAITS: "even" (0.1 s each) or "uneven" (0.02, 0.05 or 0.4 s, the same table for every variant).
-VARIANT: "ours" (the functions of grpo.py), or of TRL "factory" (environment_factory, a tool),
-"factory-async" (an async tool), "rollout" (rollout_func that calls the tools of a turn at once in
-threads) or "continuous" (the same with the continuous batching of transformers). "floor" prints
-the seconds of the model's own matrix products instead.
+VARIANT: "ours" (the functions of grpo.py), "compiled" (the same with a compiled engine), or of TRL
+"factory" (environment_factory, a tool), "factory-async" (an async tool), "rollout" (rollout_func
+that calls the tools of a turn at once in threads) or "continuous" (the same with the continuous
+batching of transformers). "floor" prints the seconds of the model's own matrix products instead.
 """
 
 import asyncio
@@ -51,25 +51,28 @@ TEMPLATE = (
 )
 
 
-def make_waits(kind):
+WAITS = {"even": (0.1,), "uneven": (0.02, 0.05, 0.4)}  # seconds
+
+
+def make_waits(choices):
     """Seconds of every command, by rollout and turn."""
     rng = random.Random(0)
-    choices = {"even": (0.1,), "uneven": (0.02, 0.05, 0.4)}[kind]
     return [[rng.choice(choices) for _ in range(TURNS - 1)] for _ in range(EPISODES)]
 
 
 class Work:
     """The clock of a step, and what it has done, to check that all variants do the same."""
 
-    def __init__(self, waits):
-        self.waits = waits
+    def __init__(self):
         self.numbers = itertools.cycle(range(EPISODES))  # of the rollouts, as they are made
         print_result(start=time.perf_counter() - BEGIN)
 
     def begin(self):
         """Waits for its turn."""
-        if not sys.stdin.readline():
+        kind = sys.stdin.readline().strip()
+        if not kind:
             sys.exit()
+        self.waits = make_waits(WAITS[kind])
         self.calls = 0
         self.trained = 0
         self.tokens = 0
@@ -95,7 +98,7 @@ def print_result(**result):
 # ---- ours
 
 
-def run_ours(model, steps, waits):
+def run_ours(model, steps, compiled):
     import torch
 
     import grpo
@@ -112,7 +115,7 @@ def run_ours(model, steps, waits):
 
         def __init__(self, task, *_):
             self.task = task
-            self.left = list(work.waits[next(work.numbers)])
+            self.left = work.waits[next(work.numbers)]
 
         def reset(self):
             return self.task.prompt
@@ -131,11 +134,15 @@ def run_ours(model, steps, waits):
             pass
 
     policy = Policy(
-        ModelPath(model, None, False), context=CONTEXT, lora_rank=RANK, lora_alpha=2 * RANK
+        ModelPath(model, None, False),
+        context=CONTEXT,
+        lora_rank=RANK,
+        lora_alpha=2 * RANK,
+        compile=compiled,
     )
     policy.tokenizer.chat_template = TEMPLATE
     make_endless(policy)
-    work = Work(make_waits(waits))
+    work = Work()
     grpo.env.Env = World
     cfg = grpo.Config(
         group_size=EPISODES // PROMPTS,
@@ -171,14 +178,14 @@ def run_ours(model, steps, waits):
 
 @contextlib.contextmanager
 def profiled():
-    """With $BENCH_PROFILE=FILE, writes a profile of what runs inside."""
+    """With $BENCH_PROFILE=FILE, writes a profile of what runs inside, in CPU seconds."""
     path = os.environ.get("BENCH_PROFILE")
     if not path:
         yield
         return
     import cProfile
 
-    with cProfile.Profile() as profile:
+    with cProfile.Profile(time.process_time) as profile:
         yield
     profile.dump_stats(path)
 
@@ -198,7 +205,7 @@ def environments(work):
 
     class Environment:
         def __init__(self):
-            self._waits = work.waits[next(work.numbers)]
+            self._number = next(work.numbers)
 
         def reset(self, **row):
             self._turn = 0
@@ -207,7 +214,7 @@ def environments(work):
             return random.random()
 
         def _next_wait(self):
-            seconds = self._waits[self._turn]
+            seconds = work.waits[self._number][self._turn]
             self._turn += 1
             work.calls += 1
             return seconds
@@ -272,7 +279,7 @@ def make_rollout(make_world):
     return rollout
 
 
-def run_trl(model, steps, waits, variant):
+def run_trl(model, steps, variant):
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     import trl
     from datasets import Dataset
@@ -294,7 +301,7 @@ def run_trl(model, steps, waits, variant):
         def on_step_end(self, *args, **kwargs):
             work.end()
 
-    work = Work(make_waits(waits))
+    work = Work()
     world, async_world = environments(work)
     if variant.startswith("factory"):
         grpo_trainer.parse_response = call_the_tool
@@ -407,17 +414,17 @@ def floor(model):
     }
 
 
-def main(model, steps, waits, variant):
+def main(model, steps, variant):
     from flatlab import threads
 
     threads.configure()
     if variant == "floor":
         print_result(**floor(model))
-    elif variant == "ours":
-        run_ours(model, steps, waits)
+    elif variant in ("ours", "compiled"):
+        run_ours(model, steps, variant == "compiled")
     else:
-        run_trl(model, steps, waits, variant)
+        run_trl(model, steps, variant)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
