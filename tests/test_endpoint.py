@@ -211,11 +211,12 @@ def test_a_real_vllm_server(random_model, tmp_path):
         url = f"http://127.0.0.1:{port}/v1"
         model = endpoint.Endpoint(url, "m", context=2048)
         frozen = endpoint.Endpoint(url, "m", context=2048, temperature=0.0)
-        prompt = model.render([{"role": "user", "content": "hi"}])
+        hi = [{"role": "user", "content": "hi"}]
 
         async def talk():
             settings = ((frozen, 1), (frozen, 2), (model, 1), (model, 2))
-            return await asyncio.gather(*(m.sample(prompt, 12, seed=s) for m, s in settings))
+            asked = (m.sample(m.render(hi), 12, seed=s) for m, s in settings)
+            return await asyncio.gather(*asked)
 
         assert process.poll() is None, (log.seek(0), log.read()[-2000:])[1]
         answers = asyncio.run(talk())
