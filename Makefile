@@ -81,7 +81,7 @@ $(READY): $(REQUIREMENTS)
 	$(HEARTBEAT) \
 	.venv/bin/python -m pip install --no-compile --disable-pip-version-check $$extra -r $(REQUIREMENTS) 2>&1 | \
 	    sed -u -E -e '/^(Requirement already|Looking in|WARNING: Location)/d' -e '/ ━/d' \
-	        -e '/^(Collecting|Processing) /s/ \(from .*//' || \
+	        -e '/^(Collecting|Processing) /s/ \(from .*//' -e '/^Successfully installed/d' || \
 	    { echo 'Set-up failed: pip could not install $(REQUIREMENTS), see above. The same command tries again.' >&2; \
 	      [ $(DEVICE)$$extra != cpu ] || echo 'For a CPU, torch 2.13.0+cpu must come from $(CPU_WHEELS)' \
 	          'or from a mirror named in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS.' >&2; exit 2; }
