@@ -36,7 +36,7 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
     if path.is_tiny:
         stand_in = "  (a stand-in that knows only the built-in tasks: for trials, not for results)"
     print(
-        f"model    {path.adapter or path.base}{stand_in}\n"
+        f"model    {cfg.model.model}{stand_in}\n"
         f"sandbox  {why}\n"
         f"plan     {cfg.steps} steps x {cfg.groups} groups x {cfg.group_size} episodes, "
         f"{cfg.advantage} advantage, {cfg.loss} loss\n"
