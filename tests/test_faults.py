@@ -111,9 +111,11 @@ def test_no_snapshot_lies_in_the_sandbox(world):
 # ---- copies
 
 
-MANIFEST = r"""
-find /home/agent /tmp /var/tmp /dev/shm -xdev ! -path '*/.venv/*' \
-  \( -type f -printf '%p %y %m %U %G %s %T@ ' -exec md5sum {} \; \
+# The folders above the interpreter are there for its mount, and not the agent's.
+MOUNTED = "".join(f"! -path '{folder}' " for folder in Path(sys.prefix).parents)
+MANIFEST = rf"""
+find /home/agent /tmp /var/tmp /dev/shm -xdev ! -path '*/.venv/*' {MOUNTED}\
+  \( -type f -printf '%p %y %m %U %G %s %T@ ' -exec md5sum {{}} \; \
   -o -printf '%p %y %m %U %G %T@ %l\n' \) 2>/dev/null | LC_ALL=C sort
 """
 WORK = [

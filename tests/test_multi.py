@@ -162,6 +162,7 @@ def main(model: str, steps: str, advantage: str = "group") -> None:
     import grpo
     import viz
     from flatlab.train import distributed, guard
+    from helpers import RESULT
     from policy import ModelPath, Policy
     from training import CFG, TASK, configure, one_reply
 
@@ -187,6 +188,8 @@ def main(model: str, steps: str, advantage: str = "group") -> None:
         if dist.rank == 0
         else None
     )
+    if run:
+        run.result(**RESULT)
     policy = Policy(
         ModelPath(model, None, False),
         context=512,

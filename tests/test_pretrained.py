@@ -21,7 +21,7 @@ CONVERSATION = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder():
     try:
         return get_smollm2.get_model()
@@ -29,7 +29,7 @@ def folder():
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # the end of one vLLM engine breaks others in its process
 def smollm2(folder):
     return Policy(ModelPath(str(folder), None, False), context=1024, max_batch=8)
 
