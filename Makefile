@@ -9,6 +9,8 @@ DEVICE := $(or $(patsubst .venv/ready-%,%,$(firstword $(wildcard .venv/ready-*))
     $(shell timeout 20 nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu))
 REQUIREMENTS := $(if $(filter gpu,$(DEVICE)),requirements.txt,requirements-cpu.txt)
 READY := .venv/ready-$(DEVICE)
+# The oldest NVIDIA driver for CUDA 13, which vllm 0.32 is built for.
+DRIVER := 580
 
 # The first Python that fits (vllm has packages for these). Only asked for when the environment has to be made.
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -68,6 +70,11 @@ clean:
 $(READY): $(REQUIREMENTS)
 	@'$(PYTHON)' -c '$(FITS)' 2>/dev/null || \
 	    { echo 'Set-up needs Python 3.11, 3.12 or 3.13: install one, or say which: make PYTHON=/path/to/it' >&2; exit 2; }
+	@if [ $(DEVICE) = gpu ]; then \
+	    version=$$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1); \
+	    if [ "$${version%%.*}" -lt $(DRIVER) ]; then \
+	        echo "vllm needs an NVIDIA driver of version $(DRIVER) or newer, and here it is $$version." >&2; \
+	        echo 'Update the driver, or use the CPU: make DEVICE=cpu' >&2; exit 2; fi; fi
 	@echo 'Set-up 1/3: virtual environment .venv ($(DEVICE))'
 	@$(HEARTBEAT) .venv/bin/python -m pip --version >/dev/null 2>&1 || '$(PYTHON)' -m venv --clear .venv || \
 	    { echo 'Set-up needs the venv module of Python (Debian, Ubuntu: apt install python3-venv).' >&2; exit 2; }

@@ -322,7 +322,8 @@ class Config:
     micro_tokens: int | None = None  # tokens per training pass, with padding; default: what fits
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time
     gpu_memory: float = 0.45  # share of the GPU for the engine: its weights and its KV cache
-    share_base: bool = False  # engine and trainer share the base weights (GPU only, never run yet)
+    # engine and trainer share the base weights (GPU); default: if they compute the same log-probs
+    share_base: bool | None = None
     # evaluation
     eval_episodes: int = 64  # episodes per evaluation, on seeds never trained on; 0: none
     eval_every: int = 10  # steps between evaluations; also before the first and after the last
@@ -629,7 +630,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
     )
     state, rows = resume(policy, optimizer, run, dist)
     dist.broadcast(policy.parameters())
-    found = await policy.verify()
+    found = (await policy.verify())["random adapter"]
     say(
         dist,
         f"engine   agrees with the trainer: log-probs differ by {found.mean:.1g} nats on average, "
@@ -838,6 +839,7 @@ def load_policy(cfg: Config, path, dist) -> Policy:
         gradient_checkpointing=cfg.gradient_checkpointing,
         share_base=cfg.share_base,
         compile=cfg.model.compile,
+        exact=cfg.model.exact,
     )
     cfg.micro_tokens = memory.fit_micro_tokens(
         policy, cfg.micro_tokens, cfg.gradient_checkpointing, dist.world

@@ -110,10 +110,10 @@ class Policy(ChatTokens):
     holds an adapter, whose own are used. max_batch: requests that the engine works on at once.
     gpu_memory: share of the GPU that the engine may take. value_head: a linear value estimate on
     the last hidden states, trained with the adapter (PPO). gradient_checkpointing: recompute the
-    activations in the backward pass: a third slower, memory of one layer only. share_base: on a
-    GPU the trainer uses the engine's copy of the base weights. The mapping is tested on a CPU with
-    a stand-in for the engine; it has not been run on a GPU yet. `verify()` would stop a run in
-    which it is wrong. compile: compile the engine on a CPU, too, with g++; on a GPU it always is.
+    activations in the backward pass: a third slower, memory of one layer only. share_base: the
+    trainer uses the engine's copy of the base weights (GPU only; default there: yes, if it computes
+    the same log-probs). compile: compile the engine on a CPU, too, with g++; on a GPU it always is.
+    exact: on a GPU, replies do not depend on what else is in the batch (slower).
     trains: False for search and evaluation: the trainer's copy of the model stays out of the GPU.
     """
 
@@ -129,8 +129,9 @@ class Policy(ChatTokens):
         gpu_memory: float = 0.45,
         value_head: bool = False,
         gradient_checkpointing: bool = False,
-        share_base: bool = False,
+        share_base: bool | None = None,
         compile: bool = False,
+        exact: bool = False,
         trains: bool = True,
     ):
         # in this process: the engine runs only when it is stepped
@@ -154,7 +155,11 @@ class Policy(ChatTokens):
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         if self.device == "cuda":
             check_capability(torch.cuda.get_device_capability())
+            if exact:
+                os.environ["VLLM_BATCH_INVARIANT"] = "1"
         else:
+            if exact:
+                raise UserError("--exact needs a GPU: a CPU has no batch-invariant kernels.")
             if compile and not shutil.which("g++"):
                 raise UserError("--compile needs a C++ compiler, g++ (apt install g++).")
             # compiling even a helper of vLLM's sampler would take 3 s and a C++ compiler
@@ -169,11 +174,20 @@ class Policy(ChatTokens):
             lora_rank = adapter["r"]
             lora_alpha = adapter["lora_alpha"]
 
+        from flatlab.train.lora_sync import AdapterCopy
+
         # The engine comes first because it reseeds the global generators.
         self._build_engine(lora_rank, seed, max_batch, gpu_memory, compile)
         torch.manual_seed(seed)
         device = self.device if trains else "cpu"
+        if share_base is None:
+            share_base = trains and self.device == "cuda"
         self._build_trainer(lora_rank, lora_alpha, gradient_checkpointing, share_base, device)
+        self.adapter_copy = AdapterCopy(self.engine, self.model)
+        if share_base and not self._shared_base_agrees():
+            print("The shared base weights compute other log-probs: two copies.", file=sys.stderr)
+            self._build_trainer(lora_rank, lora_alpha, gradient_checkpointing, False, device)
+            self.adapter_copy = AdapterCopy(self.engine, self.model)
         self.value_head = None
         if value_head:  # V = 0 everywhere at the start: the first advantages are plain returns
             self.value_head = torch.nn.Linear(self.model.config.hidden_size, 1, device=self.device)
@@ -181,9 +195,6 @@ class Policy(ChatTokens):
             torch.nn.init.zeros_(self.value_head.bias)
         if path.adapter:
             self.load(path.adapter)
-        from flatlab.train.lora_sync import AdapterCopy
-
-        self.adapter_copy = AdapterCopy(self.engine, self.model)
         self.adapter_copy.push()
 
     # -------------------------------------------------------------------------- sampling
@@ -191,9 +202,11 @@ class Policy(ChatTokens):
     def _build_engine(
         self, rank: int, seed: int, max_batch: int, gpu_memory: float, compile: bool
     ) -> None:
+        import torch
         from vllm import EngineArgs, LLMEngine
 
         from flatlab.train.lora_sync import METHOD, LoraLinear
+        from flatlab.train.memory import kv_cache_bytes
 
         LoraLinear.rank = rank
         if self.device == "cpu":
@@ -203,6 +216,9 @@ class Policy(ChatTokens):
             machine = {
                 "dtype": "bfloat16",
                 "gpu_memory_utilization": gpu_memory,
+                "kv_cache_memory_bytes": kv_cache_bytes(
+                    self.path.base, gpu_memory, torch.cuda.mem_get_info()[1], self.context
+                ),
                 "max_num_batched_tokens": 8192,  # vLLM's 2048 would take many steps to prefill
             }
         arguments = EngineArgs(
@@ -302,13 +318,16 @@ class Policy(ChatTokens):
         )
         base = self._base_model(share_base, device)
         self.model = get_peft_model(base, config)  # adapters stay fp32 whatever the base is
-        for module in self.model.modules():
-            if hasattr(module, "cast_input_dtype_enabled"):
-                module.cast_input_dtype_enabled = False  # else q, k and v keep fp32 copies of x
+        self.set_autocast(self.device == "cuda")
         self.model.eval()  # no dropout: trainer and engine compute the same function
         self.share_prompt = not gradient_checkpointing  # which keeps no keys and values
         if gradient_checkpointing:
             self.recompute_layers()
+
+    def _shared_base_agrees(self) -> bool:
+        """Whether engine and trainer agree with the initial adapter, which changes nothing."""
+        self.adapter_copy.push()
+        return asyncio.run(self.agreement()).mean <= self.mean_diff_limit
 
     def _base_model(self, share_base: bool, device: str):
         from transformers import AutoModelForCausalLM
@@ -327,6 +346,14 @@ class Policy(ChatTokens):
                 )
                 print(message, file=sys.stderr)
         return AutoModelForCausalLM.from_pretrained(self.path.base, dtype=self.dtype).to(device)
+
+    def set_autocast(self, on: bool) -> None:
+        """Autocast rounds the fp32 adapter to bf16 where it is used, as the engine's copy is."""
+        self.autocast = on
+        for module in self.model.modules():
+            if hasattr(module, "cast_input_dtype_enabled"):
+                # With it peft casts the input instead: q, k and v each keep a copy in fp32.
+                module.cast_input_dtype_enabled = not on
 
     def recompute_layers(self) -> None:
         """Gradient checkpointing: only the inputs of the layers are kept for the backward pass."""
@@ -363,9 +390,7 @@ class Policy(ChatTokens):
 
         causal_lm = self.model.get_base_model()
         reference = self._reference_adapter() if base else contextlib.nullcontext()
-        # On a GPU the fp32 adapter is rounded to bf16 where it is used, as the engine's copy is.
-        on_gpu = self.device == "cuda"
-        with reference, torch.autocast(self.device, torch.bfloat16, enabled=on_gpu):
+        with reference, torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
             hidden, targets = hidden_states(
                 causal_lm.base_model, batch, self.device, self.share_prompt
             )
@@ -519,9 +544,9 @@ class Policy(ChatTokens):
         self._use(trained)
         return tensors
 
-    async def verify(self) -> Agreement:
+    async def verify(self) -> dict[str, Agreement]:
         """Compares engine and trainer with a random adapter, with one of zeros and with the trained
-        one. Returns what was found with the random one.
+        one. Returns what was found with each.
 
         Raises UserError if they disagree: training on such samples would be wrong from the first
         step. fp32 is judged by the largest difference, bf16 by the mean.
@@ -553,7 +578,7 @@ class Policy(ChatTokens):
                 f"{self.mean_diff_limit:g} nats ({self.max_diff_limit:g}), see vLLM "
                 f"{vllm.__version__} and {self.dtype}; not training on samples of another policy"
             )
-        return found["random adapter"]
+        return found
 
     # -------------------------------------------------------------------------- disk
 

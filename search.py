@@ -623,6 +623,7 @@ def make_policy(cfg: Config, path):
         max_batch=max(8, cfg.workers),
         gpu_memory=cfg.gpu_memory,
         compile=cfg.model.compile,
+        exact=cfg.model.exact,
         trains=False,
     )
 

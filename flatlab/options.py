@@ -32,6 +32,7 @@ class ModelOptions:
     temperature: float = 1.0  # sampling temperature
     # compile the engine on a CPU, too: needs g++ and up to a minute at the start
     compile: bool = False
+    exact: bool = False  # GPU: the same seeds give the same episodes in any batch; slower
 
 
 @dataclass

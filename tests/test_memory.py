@@ -108,3 +108,13 @@ def test_the_kernel_says_how_much_is_free(monkeypatch):
     monkeypatch.undo()
     free = memory.free_bytes("cpu")
     assert 0 < memory.free_bytes("cpu", processes=4) < free < 2**50
+
+
+def test_the_kv_cache_gets_what_the_weights_leave(random_model):
+    """Two numbers (k, v) of 2 bytes for 4 layers of 2 heads of 32: 1 KiB a token."""
+    total = 8 << 30
+    left = memory.kv_cache_bytes(random_model, 0.5, total, 2048)
+    weights = (4 << 30) - memory.ENGINE_OWN - left
+    assert 1_400_000 < weights < 2_000_000  # 0.8 M parameters in bf16
+    with pytest.raises(UserError, match="one context of 4000000 tokens needs 3.8"):
+        memory.kv_cache_bytes(random_model, 0.5, total, 4_000_000)

@@ -106,7 +106,7 @@ def test_the_temperature_is_in_the_log_probs_of_both(policy, monkeypatch):
 def test_verify_passes_and_leaves_the_adapter_alone(policy):
     randomise(policy)
     before = [p.clone() for p in policy.parameters()]
-    found = asyncio.run(policy.verify())
+    found = asyncio.run(policy.verify())["random adapter"]
     assert found.mean <= found.largest < 1e-4
     assert 0.1 <= found.moved <= 1
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters()))
@@ -467,7 +467,7 @@ COMPILED = """
 import asyncio, sys
 from policy import Policy, check_capability, resolve_model
 policy = Policy(resolve_model(sys.argv[1]), context=512, lora_rank=8, compile=True)
-found = asyncio.run(policy.verify())
+found = asyncio.run(policy.verify())["random adapter"]
 assert found.largest < 1e-4 < 0.1 < found.moved, found
 """
 
@@ -486,6 +486,11 @@ def test_a_gpu_without_bf16_is_refused():
     check_capability((12, 0))
     with pytest.raises(UserError, match="compute capability 7.5, and bf16 needs 8.0"):
         check_capability((7, 5))
+
+
+def test_exact_needs_a_gpu(random_model):
+    with pytest.raises(UserError, match="--exact needs a GPU"):
+        Policy(resolve_model(random_model), exact=True)
 
 
 def test_compile_without_a_compiler_is_one_sentence(random_model, monkeypatch):

@@ -106,4 +106,4 @@ def test_a_reply_that_was_cut_is_closed_by_the_template(smollm2):
 
 @pytest.mark.slow
 def test_engine_and_trainer_agree(smollm2):
-    assert asyncio.run(smollm2.verify()).largest <= 1e-4
+    assert max(a.largest for a in asyncio.run(smollm2.verify()).values()) <= 1e-4

@@ -17,6 +17,7 @@ MOST_TOKENS = 8192  # a larger micro-batch is hardly faster
 LEAST_TOKENS = 256
 SHARE_OF_FREE = 0.5  # the rest is for the optimizer, the episodes and other programs
 SURE_OF_FREE = 0.1  # a pass that needs less is not tried
+ENGINE_OWN = 5 << 29  # 2.5 GiB: CUDA graphs, activations of a prefill of 8192 tokens
 LOGITS_BUFFERS = 5  # of the size of a chunk of logits, in Policy.logprobs
 
 # Activations that the backward pass of one decoder layer keeps, in numbers per token: inputs and
@@ -38,6 +39,31 @@ def bytes_needed(tokens: int, model_config, element_size: int, recompute_layers:
     kept = layers * hidden + layer if recompute_layers else layers * layer
     logits = min(tokens * model_config.vocab_size, 2**26)
     return tokens * kept * element_size + LOGITS_BUFFERS * logits * 4
+
+
+def kv_cache_bytes(base: str, share: float, total: int, context: int) -> int:
+    """Bytes of the engine's KV cache: its share of a GPU of `total` bytes, without the weights in
+    bf16 and ENGINE_OWN. vLLM would measure instead, which fails if anything else frees memory.
+
+    Raises UserError if not even one whole context fits.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(base)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    weights = 2 * sum(p.numel() for p in model.parameters())
+    left = int(share * total) - weights - ENGINE_OWN
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    if left < context * per_token:
+        raise UserError(
+            f"--gpu-memory {share:g} of {total / 2**30:.1f} GiB leaves {left / 2**30:.1f} GiB for "
+            f"the KV cache, and one context of {context} tokens needs "
+            f"{context * per_token / 2**30:.1f}: raise it, or lower --context."
+        )
+    return left
 
 
 def free_bytes(device: str, processes: int = 1) -> int:

@@ -1,0 +1,29 @@
+"""tools/gpu_check.py: on a CPU the same code runs with the stand-in."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECK = Path(__file__).parents[1] / "tools" / "gpu_check.py"
+
+
+@pytest.mark.slow
+def test_every_part_runs_here_or_says_why_not(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(CHECK)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = (tmp_path / "logs/gpu-check/table.md").read_text().splitlines()[4:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert not [row for row in rows if row[1] == row[0] and row[2] == "failed"]
+    assert {row[0] for row in rows if row[2] == "skipped"} == {"shared-base", "autocast", "exact"}
+    assert any("prompt computed once" in row[1] for row in rows)
+
+
+def test_an_unknown_part_is_one_sentence(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(CHECK), "--parts", "x"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith("Unknown part x; there are parity")

@@ -1,0 +1,427 @@
+"""The first hour on a GPU: checks and measures what a machine without one cannot.
+
+    python tools/gpu_check.py                        all parts, one after the other
+    python tools/gpu_check.py --parts parity sync    some of them
+
+Each part runs in a process of its own, so that it survives the crash of another. The table is
+printed and written to logs/gpu-check/table.md after every part; paste it into tests/BENCHMARKS.md.
+Without a GPU the same code runs with the small stand-in model, as a test of itself. Parts that need
+what is not there (vLLM, a GPU) say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from flatlab import threads
+from flatlab.errors import UserError
+from flatlab.runs.cli import one_sentence, parse_config
+from flatlab.runs.store import write_whole
+
+ROOT = Path(__file__).resolve().parents[1]
+MINUTES = 15  # time limit of a part
+REQUESTS = 32
+TOKENS = 128  # of a request
+PROMPT = 256  # tokens
+EPISODES = 8
+
+
+@dataclass
+class Config:
+    parts: tuple[str, ...] = ()  # names of parts; default: all
+    model: str | None = None  # default: a random model with the shape of Qwen3-0.6B; CPU: tiny
+    part: str = ""  # runs one part in this process and prints its rows as JSON
+
+
+# ------------------------------------------------------------------------------ models
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def random_model(folder: Path) -> str:
+    """A random model with the shape of Qwen3-0.6B and the tokenizer of the stand-in."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "configs" / "tiny")
+    config = Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=1024,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def make_policy(model: str, **options):
+    from policy import Policy, resolve_model
+
+    return Policy(resolve_model(model), context=2048, max_batch=REQUESTS, **options)
+
+
+def gib(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def allocated() -> int:
+    """Bytes of GPU memory in use; 0 without a GPU."""
+    import torch
+
+    return torch.cuda.memory_allocated() if has_gpu() else 0
+
+
+def prompt_of(policy, number: int) -> list[int]:
+    """Different prompts of about PROMPT tokens."""
+    text = f"{number} " + "x" * 20 * PROMPT
+    return policy.render([{"role": "user", "content": text}])[:PROMPT]
+
+
+async def sample_all(policy, tokens: int, round_number: int) -> list:
+    requests = []
+    for i in range(REQUESTS):
+        seed = 1000 * round_number + i
+        requests.append(policy.sample(prompt_of(policy, i), tokens, seed=seed))
+    return await asyncio.gather(*requests)
+
+
+def tokens_per_second(policy) -> float:
+    """Median of three rounds after a warm-up."""
+    rates = []
+    for number in range(4):
+        begin = time.perf_counter()
+        samples = asyncio.run(sample_all(policy, TOKENS, number))
+        seconds = time.perf_counter() - begin
+        rates.append(sum(len(sample.tokens) for sample in samples) / seconds)
+    return median(rates[1:])
+
+
+def update_batch(policy) -> list:
+    """EPISODES sequences with a common prompt, as pairs (tokens, mask)."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    prompt = prompt_of(policy, 0)
+    batch = []
+    for _ in range(EPISODES):
+        reply = torch.randint(0, len(policy.tokenizer), (TOKENS,), generator=generator).tolist()
+        batch.append((prompt + reply, [0] * len(prompt) + [1] * len(reply)))
+    return batch
+
+
+def timed_update(policy, batch) -> tuple:
+    """(log-probs, gradients, seconds, peak bytes) of one forward and backward pass."""
+    import torch
+
+    def once():
+        policy.model.zero_grad()
+        logp = policy.logprobs(batch)[0]
+        logp.mean().backward()
+        if has_gpu():
+            torch.cuda.synchronize()
+        return logp.detach()
+
+    once()
+    if has_gpu():
+        torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    logp = once()
+    seconds = time.perf_counter() - begin
+    peak = torch.cuda.max_memory_allocated() if has_gpu() else 0
+    grads = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+    return logp, grads, seconds, peak
+
+
+# ------------------------------------------------------------------------------ parts
+# Each returns rows (what, value, note).
+
+
+def parity(model: str) -> list:
+    """Engine against trainer, and what the engine does per second."""
+    before = allocated()
+    policy = make_policy(model)
+    used = allocated() - before
+    rows = []
+    for name, found in asyncio.run(policy.verify()).items():
+        text = f"mean {found.mean:.2g}, largest {found.largest:.2g} nats"
+        rows.append((f"log-prob difference, {name}", text, f"moved by {found.moved:.2g}"))
+    rate = tokens_per_second(policy)
+    note = f"{REQUESTS} requests of {TOKENS} tokens; memory {gib(used)}"
+    return [*rows, ("sampling with the adapter", f"{rate:.0f} tokens/s", note)]
+
+
+def engine_rate(engine, prompts: list) -> float:
+    """Tokens per second of an LLMEngine: median of three rounds after a warm-up."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    rates = []
+    for number in range(4):
+        begin = time.perf_counter()
+        for i, prompt in enumerate(prompts):
+            params = SamplingParams(
+                max_tokens=TOKENS,
+                ignore_eos=True,
+                seed=i,
+                logprobs=0,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            request = {"prompt_token_ids": prompt, "cache_salt": str(number)}
+            engine.add_request(f"{number}-{i}", request, params)
+        while engine.has_unfinished_requests():
+            engine.step()
+        rates.append(TOKENS * len(prompts) / (time.perf_counter() - begin))
+    return median(rates[1:])
+
+
+def without_adapter(model: str) -> list:
+    """The engine without LoRA: the bound for the one with it."""
+    from vllm import EngineArgs, LLMEngine
+
+    policy = make_policy(model)
+    prompts = [prompt_of(policy, i) for i in range(REQUESTS)]
+    rate = engine_rate(policy.engine, prompts)
+    options = {"enforce_eager": True, "dtype": "float32", "block_size": 32}
+    if has_gpu():
+        options = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3}
+    arguments = EngineArgs(
+        model=policy.path.base,
+        max_model_len=2048,
+        max_num_seqs=REQUESTS,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        **options,
+    )
+    plain = engine_rate(LLMEngine.from_engine_args(arguments), prompts)
+    note = f"with the adapter {rate:.0f}: {rate / plain:.2f} x"
+    return [("sampling without an adapter", f"{plain:.0f} tokens/s", note)]
+
+
+def sync(model: str) -> list:
+    """20 syncs while requests are in flight, under CUDA graphs on a GPU."""
+    import torch
+
+    policy = make_policy(model)
+    took = []
+
+    async def go():
+        running = asyncio.ensure_future(sample_all(policy, 4 * TOKENS, 0))
+        for _ in range(20):
+            await asyncio.sleep(0.02)
+            with torch.no_grad():
+                for p in policy.parameters():
+                    p.add_(torch.randn_like(p) * 1e-3)
+            begin = time.perf_counter()
+            policy.sync()
+            took.append(time.perf_counter() - begin)
+        await running
+        return await policy.agreement()
+
+    found = asyncio.run(go())
+    text = f"mean {found.mean:.2g}, largest {found.largest:.2g} nats"
+    return [
+        ("sync with its check", f"{1000 * median(took):.1f} ms", "median of 20, requests running"),
+        ("log-prob difference after 20 syncs", text, f"limit of the mean {policy.mean_diff_limit}"),
+    ]
+
+
+def shared_base(model: str) -> list:
+    """One copy of the base weights for engine and trainer."""
+    if not has_gpu():
+        return [("shared base weights", "skipped", "needs a GPU")]
+    rows = []
+    policy = make_policy(model, share_base=True)
+    own = sum(p.numel() * p.element_size() for p in policy.model.parameters())
+    found = asyncio.run(policy.verify())["random adapter"]
+    text = f"mean {found.mean:.2g}, largest {found.largest:.2g} nats"
+    rows.append(("shared base weights: difference", text, f"saves about {gib(own)}"))
+    return rows
+
+
+def autocast(model: str) -> list:
+    """The trainer's forward under bf16 autocast against fp32 LoRA."""
+    if not has_gpu():
+        return [("autocast", "skipped", "needs a GPU")]
+    policy = make_policy(model)
+    batch = update_batch(policy)
+    rows = []
+    for on in (True, False):
+        policy.set_autocast(on)
+        _, _, seconds, peak = timed_update(policy, batch)
+        found = asyncio.run(policy.verify())["random adapter"]
+        what = f"update, autocast {'on' if on else 'off'}"
+        note = f"peak {gib(peak)}; difference {found.mean:.2g} nats on average"
+        rows.append((what, f"{seconds:.3f} s", note))
+    return rows
+
+
+def shared_prompt(model: str) -> list:
+    """A group's update with its prompt computed once, against padded rows."""
+    policy = make_policy(model)
+    batch = update_batch(policy)
+    logp, grads, seconds, peak = timed_update(policy, batch)
+    policy.share_prompt = False
+    other, other_grads, padded, padded_peak = timed_update(policy, batch)
+    difference = (logp - other).abs().max().item()
+    relative = ((grads - other_grads).norm() / other_grads.norm()).item()
+    note = f"log-probs {difference:.1g}, gradients {relative:.1g} apart"
+    size = f"{EPISODES} episodes of {PROMPT} + {TOKENS} tokens"
+    return [
+        ("update, prompt computed once", f"{seconds:.3f} s", f"{size}; peak {gib(peak)}; {note}"),
+        ("update, padded", f"{padded:.3f} s", f"{padded / seconds:.2f} x; peak {gib(padded_peak)}"),
+    ]
+
+
+def memory_probe(model: str) -> list:
+    """How many tokens a training pass holds, and that running out of memory is survived."""
+    from flatlab.train import memory
+
+    policy = make_policy(model)
+    free = memory.free_bytes(policy.device)
+    tokens = memory.fit_micro_tokens(policy, None, False)
+    asked = memory.fit_micro_tokens(policy, 2**20, False)
+    note = f"{gib(free)} were free; asked for {2**20}: {asked}"
+    return [("tokens of a training pass", str(tokens), note)]
+
+
+def exact(model: str) -> list:
+    """Batch invariance: the same seeds give the same replies in any batch."""
+    if not has_gpu():
+        return [("batch invariance", "skipped", "needs a GPU")]
+    policy = make_policy(model)
+    prompt = prompt_of(policy, 0)
+    alone = asyncio.run(policy.sample(prompt, TOKENS, seed=0))
+    together = asyncio.run(sample_all(policy, TOKENS, 0))[0]
+    found = asyncio.run(policy.verify())["random adapter"]
+    same = "the same" if alone.tokens == together.tokens else "different"
+    note = f"difference {found.mean:.2g} nats on average; {tokens_per_second(policy):.0f} tokens/s"
+    return [("a reply alone and in a batch", same, note)]
+
+
+def training(model: str) -> list:
+    """Three steps of grpo.py, end to end."""
+    flags = "--task titanic --steps 3 --groups 2 --eval-episodes 8 --eval-every 3".split()
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "grpo.py"), *flags, "--model", model, "--name", "check"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise UserError(last_line(done.stderr))
+        text = Path(folder, "logs/check/metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    worst = max(row.get("logprob_diff_mean", 0.0) for row in rows)
+    seconds = ", ".join(f"{row['seconds']:.1f}" for row in rows)
+    return [("3 steps of titanic", f"{seconds} s", f"log-prob difference {worst:.2g} on average")]
+
+
+# name -> (function, environment variables)
+PARTS = {
+    "parity": (parity, {}),
+    "runner-v1": (parity, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    "runner-v2": (parity, {"VLLM_USE_V2_MODEL_RUNNER": "1"}),
+    "without-adapter": (without_adapter, {}),
+    "sync": (sync, {}),
+    "shared-base": (shared_base, {}),
+    "autocast": (autocast, {}),
+    "shared-prompt": (shared_prompt, {}),
+    "memory": (memory_probe, {}),
+    "exact": (exact, {"VLLM_BATCH_INVARIANT": "1"}),
+    "training": (training, {}),
+}
+
+
+# ------------------------------------------------------------------------------ start
+
+
+def last_line(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()] or ["no message"]
+    return lines[-1][:300]
+
+
+def run_part(name: str, model: str) -> list:
+    """The rows of a part, from a process of its own; one row with the reason if it fails."""
+    environment = {**os.environ, **PARTS[name][1]}
+    command = [sys.executable, __file__, "--part", name, "--model", model]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60 * MINUTES
+        )
+    except subprocess.TimeoutExpired:
+        return [(name, "failed", f"took longer than {MINUTES} minutes")]
+    if done.returncode:
+        return [(name, "failed", last_line(done.stderr))]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def table_of(rows: list) -> str:
+    lines = ["| part | what | value | note |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def describe() -> str:
+    import torch
+    import vllm
+
+    name = torch.cuda.get_device_name() if has_gpu() else "no GPU: small shapes on the CPU"
+    return f"{name}, torch {torch.__version__}, vLLM {vllm.__version__}"
+
+
+def main() -> None:
+    threads.configure()
+    cfg = parse_config(Config, sys.argv[1:])
+    if cfg.part:
+        print("\n" + json.dumps(PARTS[cfg.part][0](cfg.model)))
+        return
+    unknown = set(cfg.parts) - set(PARTS)
+    if unknown:
+        raise UserError(f"Unknown part {sorted(unknown)[0]}; there are {', '.join(PARTS)}.")
+    folder = Path("logs/gpu-check")
+    folder.mkdir(parents=True, exist_ok=True)
+    heading = describe()
+    print(heading, flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = cfg.model or (random_model(Path(scratch)) if has_gpu() else "tiny")
+        rows = []
+        for name in cfg.parts or PARTS:
+            begin = time.monotonic()
+            found = run_part(name, model)
+            rows += [(name, *row) for row in found]
+            write_whole(folder / "table.md", f"{heading}\n\n{table_of(rows)}")
+            for what, value, note in found:
+                print(f"{name:16} {what}: {value}   ({note})")
+            print(f"{name:16} took {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"\nPaste {folder}/table.md into tests/BENCHMARKS.md, with the date and the command.")
+
+
+if __name__ == "__main__":
+    one_sentence(main)
