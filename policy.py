@@ -210,8 +210,15 @@ class Policy(ChatTokens):
 
         LoraLinear.rank = rank
         if self.device == "cpu":
-            # with vLLM's block size of 128 a hit in the prefix cache loses up to 127 tokens
-            machine = {"dtype": "float32", "enforce_eager": not compile, "block_size": 32}
+            machine = {
+                "dtype": "float32",
+                "enforce_eager": not compile,
+                # with vLLM's block size of 128 a hit in the prefix cache loses up to 127 tokens
+                "block_size": 32,
+                # A prompt that is split over two steps breaks requests with a seed on a CPU.
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(self.context, 4096),
+            }
         else:
             machine = {
                 "dtype": "bfloat16",

@@ -488,6 +488,17 @@ def test_a_gpu_without_bf16_is_refused():
         check_capability((7, 5))
 
 
+def test_more_new_prompts_than_fit_into_one_step(policy):
+    """vLLM would split a prompt over two steps, and fail on a CPU if the request has a seed."""
+    prompts = [[number] + [7] * 600 for number in range(5, 25)]
+
+    async def go():
+        return await asyncio.gather(*(policy.sample(p, 4, seed=1) for p in prompts))
+
+    assert all(sample.tokens for sample in asyncio.run(go()))
+    assert largest_gap(policy, prompts, tokens=4) < 1e-4
+
+
 def test_exact_needs_a_gpu(random_model):
     with pytest.raises(UserError, match="--exact needs a GPU"):
         Policy(resolve_model(random_model), exact=True)
