@@ -13,7 +13,7 @@ import bench
 from flatlab.errors import UserError
 from flatlab.train.lora_sync import on_weights_of
 from flatlab.train.shared_prompt import common_prompt
-from policy import Policy, check_capability, resolve_model
+from policy import Agreement, Policy, check_capability, resolve_model
 
 CHAT = [
     {"role": "system", "content": "You are a test."},
@@ -131,6 +131,15 @@ def test_verify_refuses_a_broken_sync_with_both_numbers(policy, monkeypatch, fau
         else r"disagree.*the random adapter.*the adapter of zeros.*the trained adapter"
     )
     with pytest.raises(UserError, match=said):
+        asyncio.run(policy.verify())
+
+
+def test_verify_refuses_log_probs_that_are_no_numbers(policy, monkeypatch):
+    async def broken():
+        return Agreement(float("nan"), float("nan"), 0.5)
+
+    monkeypatch.setattr(policy, "agreement", broken)
+    with pytest.raises(UserError, match="Engine and trainer disagree"):
         asyncio.run(policy.verify())
 
 
@@ -465,7 +474,7 @@ def test_the_adapter_loads_in_plain_vllm(policy, random_model, tmp_path):
 
 COMPILED = """
 import asyncio, sys
-from policy import Policy, check_capability, resolve_model
+from policy import Agreement, Policy, check_capability, resolve_model
 policy = Policy(resolve_model(sys.argv[1]), context=512, lora_rank=8, compile=True)
 found = asyncio.run(policy.verify())["random adapter"]
 assert found.largest < 1e-4 < 0.1 < found.moved, found
