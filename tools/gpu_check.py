@@ -102,6 +102,14 @@ def prompt_of(policy, number: int) -> list[int]:
     return policy.render([{"role": "user", "content": text}])[:PROMPT]
 
 
+def prompts_of(policy) -> list:
+    return [prompt_of(policy, i) for i in range(REQUESTS)]
+
+
+def difference_text(found) -> str:
+    return f"mean {found.mean:.2g}, largest {found.largest:.2g} nats"
+
+
 async def sample_all(policy, tokens: int, round_number: int) -> list:
     requests = []
     for i in range(REQUESTS):
@@ -110,14 +118,28 @@ async def sample_all(policy, tokens: int, round_number: int) -> list:
     return await asyncio.gather(*requests)
 
 
-def tokens_per_second(policy) -> float:
-    """Median of three rounds after a warm-up."""
+def engine_rate(engine, prompts: list) -> float:
+    """Tokens per second of an LLMEngine: median of three rounds after a warm-up."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
     rates = []
     for number in range(4):
         begin = time.perf_counter()
-        samples = asyncio.run(sample_all(policy, TOKENS, number))
-        seconds = time.perf_counter() - begin
-        rates.append(sum(len(sample.tokens) for sample in samples) / seconds)
+        for i, prompt in enumerate(prompts):
+            params = SamplingParams(
+                max_tokens=TOKENS,
+                ignore_eos=True,
+                seed=i,
+                logprobs=0,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            request = {"prompt_token_ids": prompt, "cache_salt": str(number)}
+            engine.add_request(f"{number}-{i}", request, params)
+        while engine.has_unfinished_requests():
+            engine.step()
+        rates.append(TOKENS * len(prompts) / (time.perf_counter() - begin))
     return median(rates[1:])
 
 
@@ -168,9 +190,9 @@ def parity(model: str) -> list:
     used = allocated() - before
     rows = []
     for name, found in asyncio.run(policy.verify()).items():
-        text = f"mean {found.mean:.2g}, largest {found.largest:.2g} nats"
-        rows.append((f"log-prob difference, {name}", text, f"moved by {found.moved:.2g}"))
-    rate = tokens_per_second(policy)
+        note = f"moved by {found.moved:.2g}"
+        rows.append((f"log-prob difference, {name}", difference_text(found), note))
+    rate = engine_rate(policy.engine, prompts_of(policy))
     note = f"{REQUESTS} requests of {TOKENS} tokens; memory {gib(used)}"
     return [*rows, ("sampling with the adapter", f"{rate:.0f} tokens/s", note)]
 
@@ -182,45 +204,16 @@ def runner(model: str) -> list:
     return parity(model)
 
 
-def engine_rate(engine, prompts: list) -> float:
-    """Tokens per second of an LLMEngine: median of three rounds after a warm-up."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    rates = []
-    for number in range(4):
-        begin = time.perf_counter()
-        for i, prompt in enumerate(prompts):
-            params = SamplingParams(
-                max_tokens=TOKENS,
-                ignore_eos=True,
-                seed=i,
-                logprobs=0,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            request = {"prompt_token_ids": prompt, "cache_salt": str(number)}
-            engine.add_request(f"{number}-{i}", request, params)
-        while engine.has_unfinished_requests():
-            engine.step()
-        rates.append(TOKENS * len(prompts) / (time.perf_counter() - begin))
-    return median(rates[1:])
-
-
 def without_adapter(model: str) -> list:
     """The engine without LoRA: the bound for the one with it."""
     from vllm import EngineArgs, LLMEngine
 
+    from policy import cpu_engine_options
+
     policy = make_policy(model)
-    prompts = [prompt_of(policy, i) for i in range(REQUESTS)]
+    prompts = prompts_of(policy)
     rate = engine_rate(policy.engine, prompts)
-    options = {
-        "enforce_eager": True,
-        "dtype": "float32",
-        "block_size": 32,
-        "enable_chunked_prefill": False,  # as in Policy
-        "max_num_batched_tokens": 4096,
-    }
+    options = cpu_engine_options(2048)
     if has_gpu():
         options = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3}
     arguments = EngineArgs(
@@ -257,7 +250,7 @@ def sync(model: str) -> list:
         return await policy.agreement()
 
     found = asyncio.run(go())
-    text = f"mean {found.mean:.2g}, largest {found.largest:.2g} nats"
+    text = difference_text(found)
     return [
         ("sync with its check", f"{1000 * median(took):.1f} ms", "median of 20, requests running"),
         ("log-prob difference after 20 syncs", text, f"limit of the mean {policy.mean_diff_limit}"),
@@ -272,7 +265,7 @@ def shared_base(model: str) -> list:
     policy = make_policy(model, share_base=True)
     own = sum(p.numel() * p.element_size() for p in policy.model.parameters())
     found = asyncio.run(policy.verify())["random adapter"]
-    text = f"mean {found.mean:.2g}, largest {found.largest:.2g} nats"
+    text = difference_text(found)
     rows.append(("shared base weights: difference", text, f"saves about {gib(own)}"))
     return rows
 
@@ -333,7 +326,8 @@ def exact(model: str) -> list:
     together = asyncio.run(sample_all(policy, TOKENS, 0))[0]
     found = asyncio.run(policy.verify())["random adapter"]
     same = "the same" if alone.tokens == together.tokens else "different"
-    note = f"difference {found.mean:.2g} nats on average; {tokens_per_second(policy):.0f} tokens/s"
+    rate = engine_rate(policy.engine, prompts_of(policy))
+    note = f"difference {found.mean:.2g} nats on average; {rate:.0f} tokens/s"
     return [("a reply alone and in a batch", same, note)]
 
 
