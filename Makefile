@@ -71,8 +71,8 @@ $(READY): $(REQUIREMENTS)
 	@'$(PYTHON)' -c '$(FITS)' 2>/dev/null || \
 	    { echo 'Set-up needs Python 3.11, 3.12 or 3.13: install one, or say which: make PYTHON=/path/to/it' >&2; exit 2; }
 	@if [ $(DEVICE) = gpu ]; then \
-	    version=$$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1); \
-	    if [ "$${version%%.*}" -lt $(DRIVER) ]; then \
+	    version=$$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1); \
+	    if [ -n "$$version" ] && [ "$${version%%.*}" -lt $(DRIVER) ]; then \
 	        echo "vllm needs an NVIDIA driver of version $(DRIVER) or newer, and here it is $$version." >&2; \
 	        echo 'Update the driver, or use the CPU: make DEVICE=cpu' >&2; exit 2; fi; fi
 	@echo 'Set-up 1/3: virtual environment .venv ($(DEVICE))'
