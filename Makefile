@@ -53,7 +53,8 @@ real: $(READY)
 	@model=$$(.venv/bin/python tools/get_smollm2.py) && \
 	.venv/bin/python tools/demonstrations.py --task battleOfSexes && \
 	.venv/bin/python grpo.py configs/grpo-cpu.yaml --task battleOfSexes --model "$$model" \
-	    --sft logs/demonstrations-battleOfSexes --name real $(ARGS)
+	    --sft logs/demonstrations-battleOfSexes --sft-updates 16 --steps 6 --eval-every 6 \
+	    --eval-episodes 24 --name real $(ARGS)
 
 test: $(READY)
 	@.venv/bin/python -m pytest tests $(ARGS)

@@ -643,14 +643,13 @@ def plan_step(tasks, cfg: Config, step: int, rows: list[dict]):
     return plan, choose_tasks(tasks, weights, more, f"{cfg.seed} {step} replacements")
 
 
-async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
-    """All steps and evaluations. Only rank 0 has a run to write."""
+async def train(policy, tasks: list[Task], cfg: Config, run, dist, pool=()) -> None:
+    """All steps and evaluations. Only rank 0 has a run to write. pool: Starts of --start-from."""
     import torch
 
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=cfg.lr, betas=(0.9, 0.99), weight_decay=0.0
     )
-    pool = starts.load(cfg.start_from, tasks, summary_chars(cfg))
     state, rows = resume(policy, optimizer, run, dist)
     dist.broadcast(policy.parameters())
     found = (await policy.verify())["random adapter"]
@@ -785,8 +784,8 @@ def prepare(cfg: Config, dist):
     """Completes the config, opens the run directory and raises UserError for whatever is wrong,
     before the model loads.
 
-    Returns the tasks, the model's path, why this sandbox was chosen, and the run (None except on
-    rank 0).
+    Returns the tasks, the model's path, why this sandbox was chosen, the run (None except on
+    rank 0), and the Starts of --start-from.
     """
     options = cfg.tasks
     tasks = [load_task(name, options.mlgym_root, options.mledojo_root) for name in options.task]
@@ -799,9 +798,9 @@ def prepare(cfg: Config, dist):
     for task in tasks:
         env.check_needs(task, box.backend, box.network, box.hf_cache)
     fill_in(cfg, tasks, path.is_tiny)
-    starts.load(cfg.start_from, tasks, summary_chars(cfg))  # its errors, before the model loads
+    pool = starts.load(cfg.start_from, tasks, summary_chars(cfg))
     if dist.rank > 0:
-        return tasks, path, why, None
+        return tasks, path, why, None, pool
     trackers.check(**asdict(cfg.trackers))
     run = viz.open_run(f"logs/{cfg.name}", flat(cfg), resume_ok_keys=MAY_CHANGE)
     if run.rows() and not run.checkpoints():
@@ -809,7 +808,7 @@ def prepare(cfg: Config, dist):
             f"{run.dir} has steps but no checkpoint to continue from, and starting anew would "
             "erase them: choose another --name, or remove it."
         )
-    return tasks, path, why, run
+    return tasks, path, why, run, pool
 
 
 def is_finished(run, cfg: Config) -> bool:
@@ -831,14 +830,14 @@ def main() -> None:
     dist = distributed.join(timeout=24 * 3600)
     run = None
     try:
-        tasks, path, why, run = prepare(cfg, dist)
+        tasks, path, why, run, pool = prepare(cfg, dist)
         if not dist.gather(bool(run and is_finished(run, cfg)))[0]:
             if run:
                 run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
                 banner(cfg, tasks, path, why, run)
             say(dist, "engine   is starting")
             policy = load_policy(cfg, path, dist)
-            asyncio.run(train(policy, tasks, cfg, run, dist))
+            asyncio.run(train(policy, tasks, cfg, run, dist, pool))
     except KeyboardInterrupt:
         if run:
             run.result(status="interrupted")

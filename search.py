@@ -802,14 +802,17 @@ def print_best(t: Tree, cell: dict) -> None:
     ± after the score of a node is the standard error that the grader gives.
     """
     best = t.best()
-    test = plus_minus(cell["test_score"], cell.get("test_stderr"))
-    part = "test" if cell["selected_on_test"] else "validation"
-    scores = f"{part} {plus_minus(best.score, best.stderr)}, test {test}"
+    test = f"test {plus_minus(cell['test_score'], cell.get('test_stderr'))}"
     if cell["selected_on_test"]:
-        scores = f"test {test} (the task has no validation part: chosen on it)"
-    elif cell.get("selection_score") is not None:
-        selected = plus_minus(cell["selection_score"], cell["selection_stderr"])
-        scores = scores.replace(", test", f", selection {selected}, test")
+        part = "test"
+        scores = f"{test} (the task has no validation part: chosen on it)"
+    else:
+        part = "validation"
+        scores = f"{part} {plus_minus(best.score, best.stderr)}, "
+        if cell.get("selection_score") is not None:
+            selected = plus_minus(cell["selection_score"], cell["selection_stderr"])
+            scores += f"selection {selected}, "
+        scores += test
     print(f"best     {best.id}: {scores}, baseline {cell['baseline']:.4f}   {best.idea}")
     print(
         f"nodes    {stats.shown(cell['node_mean'])} ± {stats.shown(cell['node_stderr'])} on average"

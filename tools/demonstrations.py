@@ -13,7 +13,6 @@ directory.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import sys
 import time
@@ -44,23 +43,21 @@ class Config:
 
 
 def short_titanic_table() -> expert.Table:
-    """Rules of one line; programs of about 70 tokens, which a small pretrained model can copy.
+    """Rules of one or two conditions; programs of about 80 tokens, which a small model can copy.
 
-    Accuracy: nobody survives 0.68, women 0.78, all three columns 0.79 at most.
+    Accuracy: nobody survives 0.68, first class 0.71, women 0.78.
     """
     groups = {
         "women": "r['sex'] == 'female'",
-        "children": "r['age'] == 'child'",
+        "women outside third class": "r['sex'] == 'female' and r['class'] != '3rd'",
+        "women of first class": "r['sex'] == 'female' and r['class'] == '1st'",
+        "women of second class": "r['sex'] == 'female' and r['class'] == '2nd'",
         "first class": "r['class'] == '1st'",
         "second class": "r['class'] == '2nd'",
         "passengers": "r['class'] != 'crew'",
         "all but third class": "r['class'] != '3rd'",
     }
-    rules = [(8.0, words, test) for words, test in groups.items()]
-    for (words, test), (other, other_test) in itertools.permutations(groups.items(), 2):
-        rules.append((1.0, f"{words} and {other}", f"{test} or {other_test}"))
-        rules.append((1.0, f"{words} of {other}", f"{test} and {other_test}"))
-    solutions = [(weight, words, short_program(rule)) for weight, words, rule in rules]
+    solutions = [(1.0, words, short_program(rule)) for words, rule in groups.items()]
     return expert.Table(
         looks=("ls data", "head -n 3 data/train.csv"),
         solutions=tuple(solutions),

@@ -20,6 +20,7 @@ from flatlab.runs.plots import (
     cut,
     draw_panels,
     figure_of,
+    grid_of,
     mean,
     save,
     score_key,
@@ -209,7 +210,7 @@ def plot_groups(groups: list[Group], title: str, path: Path) -> Path:
     """All panels of one kind in one picture."""
     panels = PANELS[groups[0].runs[0].kind]
     lines = sum(1 + len(group.label) // 56 for group in groups) / 3  # of the legend
-    height = 1 + 3.8 * (len(panels) // 3) + 0.2 * lines
+    height = 1 + 3.8 * grid_of(panels)[0] + 0.2 * lines
     with figure_of(PAGE_WIDTH, height) as figure:
         draw_panels(figure, panels, groups)
         figure.suptitle(title)

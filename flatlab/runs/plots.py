@@ -273,10 +273,15 @@ def draw_legend(axis):
         axis.legend()
 
 
-def draw_panels(figure, panels, groups: list[Group]):
-    """All panels of one kind, in rows of three or four."""
+def grid_of(panels) -> tuple[int, int]:
+    """(rows, columns) of a picture: three panels in a row, or four."""
     columns = 4 if len(panels) % 3 else 3
-    axes = figure.subplots(len(panels) // columns, columns).ravel()
+    return len(panels) // columns, columns
+
+
+def draw_panels(figure, panels, groups: list[Group]):
+    """All panels of one kind."""
+    axes = figure.subplots(*grid_of(panels)).ravel()
     for axis, panel in zip(axes, panels):
         draw_panel(axis, panel, groups)
 

@@ -170,6 +170,16 @@ def host_config(api, spec: Spec):
     )
 
 
+def engine_options() -> dict:
+    """Where the daemon is, as arguments of docker-py's clients; ssh:// becomes a tunnel."""
+    import docker
+
+    options = docker.utils.kwargs_from_env()
+    if options.get("base_url", "").startswith("ssh://"):
+        options = {"base_url": open_tunnel(options["base_url"])}
+    return options
+
+
 @functools.cache
 def docker_api():
     """The connection to the daemon.
@@ -178,10 +188,7 @@ def docker_api():
     """
     import docker
 
-    options = docker.utils.kwargs_from_env()
-    if options.get("base_url", "").startswith("ssh://"):
-        options = {"base_url": open_tunnel(options["base_url"])}
-    api = docker.APIClient(**options, version="auto", timeout=5, max_pool_size=64)
+    api = docker.APIClient(**engine_options(), version="auto", timeout=5, max_pool_size=64)
     ours = {"label": "flatlab.owner", "until": LEFTOVER}
     with suppress(docker.errors.APIError):  # another process does the same right now
         api.prune_containers(ours)

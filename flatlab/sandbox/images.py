@@ -14,7 +14,7 @@ from pathlib import Path
 from flatlab.cache import content_key
 from flatlab.errors import UserError
 from flatlab.sandbox.backend import WORKSPACE
-from flatlab.sandbox.docker import docker_api, docker_problem
+from flatlab.sandbox.docker import docker_api, docker_problem, engine_options
 from flatlab.sandbox.sandbox import Sandbox
 
 BAKE_BYTES = 8 << 20  # public files beyond this total are baked into an image once
@@ -137,7 +137,7 @@ def foreign_image(
     if base and (problem := docker_problem(base)):
         raise UserError(problem)
     try:
-        client = docker.from_env(timeout=BUILD_SECONDS)
+        client = docker.DockerClient(**engine_options(), timeout=BUILD_SECONDS)
         if base:
             image = client.images.get(base)
         else:
