@@ -19,7 +19,7 @@ from backends import missing
 from env import Env
 from flatlab.errors import SandboxFault, UserError
 from flatlab.sandbox import docker, images, sandbox, snapshot
-from flatlab.sandbox.backend import IMAGE
+from flatlab.sandbox.backend import IMAGE, WORKSPACE
 from flatlab.sandbox.docker import docker_api, missing_limits
 from flatlab.sandbox.sandbox import Sandbox, pick_backend
 from helpers import PROJECT, do
@@ -382,6 +382,16 @@ box = Sandbox("docker")
 print(box.container, flush=True)
 box.run("setsid sleep 600 & sleep 600", 600)
 """
+
+
+def test_a_foreign_image_is_prepared(engine, tmp_path):
+    name, _ = images.foreign_image(tmp_path, "engine test", base=IMAGE, workdir="/srv/work")
+    box = Sandbox("docker", image=name)
+    try:
+        assert box.run("readlink /srv/work", 10).output.strip() == WORKSPACE
+    finally:
+        box.close()
+        docker_api().remove_image(name, force=True)
 
 
 def test_no_container_outlives_its_owner(engine):

@@ -47,7 +47,7 @@ def short_titanic_table() -> expert.Table:
 
     Accuracy: nobody survives 0.68, first class 0.71, women 0.78.
     """
-    groups = {
+    rules = {
         "women": "r['sex'] == 'female'",
         "women outside third class": "r['sex'] == 'female' and r['class'] != '3rd'",
         "women of first class": "r['sex'] == 'female' and r['class'] == '1st'",
@@ -57,10 +57,9 @@ def short_titanic_table() -> expert.Table:
         "passengers": "r['class'] != 'crew'",
         "all but third class": "r['class'] != '3rd'",
     }
-    solutions = [(1.0, words, short_program(rule)) for words, rule in groups.items()]
     return expert.Table(
         looks=("ls data", "head -n 3 data/train.csv"),
-        solutions=tuple(solutions),
+        solutions=tuple((1.0, words, short_program(rule)) for words, rule in rules.items()),
         mistakes=(
             (2, "r['id']", "r['ID']"),
             (2, "'id,survived'", "'id,label'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import shutil
 import subprocess
 import tempfile
@@ -23,6 +24,7 @@ OPTIONS = {
 }
 
 
+@functools.cache
 def open_tunnel(url: str) -> str:
     """A local address for ssh://[user@]host[:port][/path/of/the/socket], until this process ends.
 
