@@ -478,7 +478,8 @@ def update(
         return {}
     meter, skipped = Meter(), 0
     for epoch in range(cfg.epochs):
-        for number, part in enumerate(micro_batches(batch, cfg.micro_tokens)):
+        parts = micro_batches(batch, cfg.micro_tokens, policy.packs)
+        for number, part in enumerate(parts):
             micro = to_tensors(part, policy.device)
             # With --kl 0 the guard still wants to know the KL, so one micro-batch measures it.
             measure_kl = cfg.kl > 0 or number == epoch == 0

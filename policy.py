@@ -311,6 +311,8 @@ class Policy(ChatTokens):
     ) -> None:
         from peft import LoraConfig, get_peft_model
 
+        from flatlab.train.packing import can_pack
+
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,
@@ -322,7 +324,9 @@ class Policy(ChatTokens):
         self.model = get_peft_model(base, config)  # adapters stay fp32 whatever the base is
         self.set_autocast(self.device == "cuda")
         self.model.eval()  # no dropout: trainer and engine compute the same function
-        self.share_prompt = not gradient_checkpointing  # which keeps no keys and values
+        self.packs = can_pack(self.model)
+        if self.packs:
+            base.set_attn_implementation("packed")
         if gradient_checkpointing:
             self.recompute_layers()
 
@@ -386,34 +390,16 @@ class Policy(ChatTokens):
         backward pass too, where they are recomputed.
         """
         import torch
-        from torch.utils.checkpoint import checkpoint
 
-        from flatlab.train.shared_prompt import hidden_states
+        from flatlab.train.packing import TokenLogProbs, hidden_states
 
         causal_lm = self.model.get_base_model()
         reference = self._reference_adapter() if base else contextlib.nullcontext()
         with reference, torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
-            hidden, targets = hidden_states(
-                causal_lm.base_model, batch, self.device, self.share_prompt
-            )
+            hidden, targets = hidden_states(causal_lm.base_model, batch, self.device, self.packs)
         head = causal_lm.get_output_embeddings().weight  # (V, D), frozen
         chunk = chunk or max(1, 2**26 // len(head))
-
-        def score(h, target):
-            logits = (h @ head.T).float() / self.temperature
-            log_z = logits.logsumexp(-1)
-            # With a gradient, the entropy would keep tensors of all chunks in memory.
-            with torch.no_grad():
-                p = (logits - log_z[:, None]).exp_()
-                entropy = log_z - p.mul_(logits).sum(-1)
-            return logits.gather(-1, target[:, None])[:, 0] - log_z, entropy
-
-        scored = [
-            checkpoint(score, h, target, use_reentrant=False)
-            for h, target in zip(hidden.split(chunk), targets.split(chunk))
-        ]
-        logp = torch.cat([logp for logp, _ in scored])
-        entropy = torch.cat([entropy for _, entropy in scored])
+        logp, entropy = TokenLogProbs.apply(hidden, targets, head, self.temperature, chunk)
         if values:
             return logp, entropy, self.value_head(hidden.float())[:, 0]
         return logp, entropy

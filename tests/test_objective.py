@@ -364,6 +364,8 @@ def test_ppo_whitens_its_advantages_and_sets_targets(task):
     episode = finished([[0, 1, 1, 0, 1]], ["stop", "stop"])
 
     class Values:
+        packs = True
+
         def logprobs(self, pairs, values):
             return None, None, torch.tensor([0.1, 0.2, 0.3] * len(pairs))
 
@@ -429,10 +431,11 @@ def test_micro_batches_keep_everything_and_the_limit():
     from flatlab.train.batch import micro_batches
 
     batch = [TrainSequence([0] * n, [1] * n, [], []) for n in (5, 90, 10, 40, 41, 100, 7)]
-    parts = list(micro_batches(batch, 100))
-    assert sorted(len(p.tokens) for part in parts for p in part) == [5, 7, 10, 40, 41, 90, 100]
-    assert all(len(part) * max(len(p.tokens) for p in part) <= 100 for part in parts)
-    assert len(parts) < len(batch) and list(micro_batches([], 100)) == []
+    for packed, size in ((True, sum), (False, lambda lengths: len(lengths) * max(lengths))):
+        parts = [[len(s.tokens) for s in part] for part in micro_batches(batch, 100, packed)]
+        assert sorted(n for part in parts for n in part) == [5, 7, 10, 40, 41, 90, 100]
+        assert all(size(part) <= 100 for part in parts)
+        assert len(parts) < len(batch) and list(micro_batches([], 100, packed)) == []
 
 
 def test_micro_batches_count_a_common_prompt_once():

@@ -11,8 +11,8 @@ import torch
 
 import bench
 from flatlab.errors import UserError
+from flatlab.train.batch import common_prompt
 from flatlab.train.lora_sync import on_weights_of
-from flatlab.train.shared_prompt import common_prompt
 from policy import Agreement, Policy, check_capability, resolve_model
 
 CHAT = [
@@ -260,12 +260,12 @@ def test_a_common_prompt_that_is_computed_once_changes_no_number(policy):
     ]
     assert common_prompt(batch) == 39
     shared = loss_and_grads(policy, batch)
-    policy.share_prompt = False
+    alone = torch.cat([policy.logprobs([pair])[0] for pair in batch])
+    policy.packs = False
     try:
         padded = loss_and_grads(policy, batch)
-        alone = torch.cat([policy.logprobs([pair])[0] for pair in batch])
     finally:
-        policy.share_prompt = True
+        policy.packs = True
     assert torch.allclose(padded[0], shared[0], atol=1e-5)
     assert torch.allclose(alone, shared[0], atol=1e-5)
     assert torch.allclose(padded[1], shared[1], atol=1e-5)

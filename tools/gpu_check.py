@@ -304,7 +304,7 @@ def shared_prompt(model: str) -> list:
     policy = make_policy(model)
     batch = update_batch(policy)
     logp, grads, seconds, peak = timed_update(policy, batch)
-    policy.share_prompt = False
+    policy.packs = False
     other, other_grads, padded, padded_peak = timed_update(policy, batch)
     difference = (logp - other).abs().max().item()
     relative = ((grads - other_grads).norm() / other_grads.norm()).item()

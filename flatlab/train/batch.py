@@ -4,6 +4,7 @@ tensors. No formulas here.
 
 import asyncio
 import itertools
+import os
 import random
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +13,6 @@ import numpy as np
 
 from flatlab.episode.episode import Episode
 from flatlab.episode.task import Task
-from flatlab.train.shared_prompt import common_prompt
 from flatlab.train.starts import Start
 
 ALIKE = 128  # tokens: sequences that differ in these are in different micro-batches
@@ -113,7 +113,7 @@ def use_values(policy, batch: list[list[TrainSequence]], gae, cfg, dist) -> None
     """
     import torch
 
-    for part in micro_batches(flatten(batch), cfg.micro_tokens):
+    for part in micro_batches(flatten(batch), cfg.micro_tokens, policy.packs):
         pairs = [(s.tokens, s.mask) for s in part]
         with torch.no_grad():
             values = iter(policy.logprobs(pairs, values=True)[2].tolist())
@@ -134,7 +134,7 @@ def use_values(policy, batch: list[list[TrainSequence]], gae, cfg, dist) -> None
         s.advantage = [(a - mean) / (deviation + 1e-8) for a in s.advantage]
 
 
-def micro_batches(sequences: list[TrainSequence], limit: int):
+def micro_batches(sequences: list[TrainSequence], limit: int, packed: bool = True):
     """Yields parts that cost the trainer at most `limit` tokens, see `cost`.
 
     Sequences that begin alike come together, in order of length. One that is longer than the limit
@@ -147,18 +147,34 @@ def micro_batches(sequences: list[TrainSequence], limit: int):
     for _, alike in itertools.groupby(sorted(sequences, key=beginning), key=beginning):
         part = []
         for sequence in sorted(alike, key=lambda s: len(s.tokens)):
-            if part and cost([*part, sequence]) > limit:
+            if part and cost([*part, sequence], packed) > limit:
                 yield part
                 part = []
             part.append(sequence)
         yield part
 
 
-def cost(part: list[TrainSequence]) -> int:
-    """Tokens of a forward pass: the common prompt once, then a padded row for each sequence."""
+def cost(part: list[TrainSequence], packed: bool = True) -> int:
+    """Tokens of a forward pass: the common prompt once and the rest of each sequence; if not
+    packed, a padded row for each sequence.
+    """
+    lengths = [len(s.tokens) for s in part]
+    if not packed:
+        return len(part) * max(lengths)
     shared = common_prompt([(s.tokens, s.mask) for s in part])
-    longest = max(len(s.tokens) for s in part)
-    return shared + len(part) * (longest - shared)
+    return sum(lengths) - shared * (len(part) - 1)
+
+
+def common_prompt(batch: list[tuple[list[int], list[int]]]) -> int:
+    """Returns how many leading tokens all sequences share before the first trained one.
+
+    batch: pairs (tokens, mask). One token less than that, because the last token of the prompt
+    predicts the first trained one, so it is computed for each sequence.
+    """
+    first_trained = min(mask.index(1) for _, mask in batch)
+    common = os.path.commonprefix([tokens for tokens, _ in batch])
+    shared = min(len(common), first_trained - 1)
+    return max(0, shared)
 
 
 def stop_if_interrupted() -> None:

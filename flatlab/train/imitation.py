@@ -126,7 +126,7 @@ def imitate(policy, sequences: list[TrainSequence], cfg) -> float:
     """
     total = sum(a for s in sequences for a in s.advantage) or 1.0
     mean = 0.0
-    for part in micro_batches(sequences, cfg.micro_tokens):
+    for part in micro_batches(sequences, cfg.micro_tokens, policy.packs):
         batch = to_tensors(part, policy.device)
         loss = -(policy.logprobs(batch.pairs)[0] * batch.advantage).sum() / total
         loss.backward()

@@ -1,0 +1,135 @@
+"""The trainer's forward pass without padding: one row holds the common prompt once, then the rest
+of every sequence.
+
+Linear layers see the row as it is. Attention runs sequence by sequence, so each one sees the
+prompt and itself; positions are those it has on its own. The result equals that of a padded batch
+up to rounding.
+
+Letters: B sequences, P tokens of the common prompt, N trained tokens, T tokens of the row, H heads,
+K tokens of a head, D hidden size, V vocabulary.
+"""
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from flatlab.train.batch import common_prompt
+
+
+def can_pack(model) -> bool:
+    """Whether attention is the only layer that mixes positions, and every position sees all before
+    it.
+    """
+    config = model.config
+    kinds = getattr(config, "layer_types", None) or []
+    window = getattr(config, "sliding_window", None)
+    is_plain = set(kinds) <= {"full_attention"} and not window
+    return is_plain and config._attn_implementation == "sdpa"
+
+
+def attend(module, query, key, value, attention_mask, blocks=None, **options):
+    """Attention over a packed row. query, key, value: (1, H, T, K). Returns (1, T, H, K), None.
+
+    blocks: (tokens, mask) of the prompt and of each sequence. A mask has a row for each token of
+    the sequence and a column for each of prompt and sequence. Without blocks it is plain attention.
+    """
+    if blocks is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    lengths = [length for length, _ in blocks]
+    queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
+    outputs = []
+    for i, (length, mask) in enumerate(blocks):
+        if length == 0:
+            continue
+        k, v = keys[i], values[i]
+        if mask is not None:
+            k = torch.cat([keys[0], k], dim=2)
+            v = torch.cat([values[0], v], dim=2)
+        output, _ = sdpa_attention_forward(module, queries[i], k, v, mask, **options)
+        outputs.append(output)
+    return torch.cat(outputs, dim=1), None
+
+
+AttentionInterface.register("packed", attend)
+
+
+def hidden_states(trunk, batch, device: str, packed: bool = True):
+    """Returns the hidden state before each trained token, (N, D), and these tokens, (N,).
+
+    trunk: a transformers model without its head. batch: B pairs (tokens, mask) of equal lengths.
+    packed: False computes a padded row for each sequence, for models that can_pack() refuses.
+    """
+    if not packed:
+        return padded_hidden_states(trunk, batch, device)
+    prompt = common_prompt(batch) if len(batch) > 1 else 0
+    row = batch[0][0][:prompt]
+    positions = list(range(prompt))
+    blocks = [(prompt, None)]
+    before = []
+    targets = []
+    for tokens, mask in batch:
+        start = len(row) - prompt  # token t of this sequence is at start + t
+        trained = [t for t in range(prompt + 1, len(tokens)) if mask[t]]
+        before += [start + t - 1 for t in trained]
+        targets += [tokens[t] for t in trained]
+        row = row + tokens[prompt:]
+        positions += range(prompt, len(tokens))
+        blocks.append((len(tokens) - prompt, causal_mask(len(tokens), prompt, device)))
+    output = trunk(
+        input_ids=torch.tensor([row], device=device),
+        position_ids=torch.tensor([positions], device=device),
+        use_cache=False,
+        blocks=blocks,
+    )
+    return output.last_hidden_state[0, before], torch.tensor(targets, device=device)
+
+
+def causal_mask(length: int, prompt: int, device: str):
+    """True where a token after the prompt may look; None if there is no prompt, for SDPA's own."""
+    if prompt == 0:
+        return None
+    everything = torch.ones(length - prompt, length, dtype=torch.bool, device=device)
+    return everything.tril(prompt)[None, None]
+
+
+def padded_hidden_states(trunk, batch, device: str):
+    """As hidden_states(). Padding follows the tokens, where causal attention never looks."""
+    ids = [torch.tensor(tokens) for tokens, _ in batch]
+    masks = [torch.tensor(mask, dtype=torch.bool) for _, mask in batch]
+    ids = pad_sequence(ids, batch_first=True).to(device)
+    trained = pad_sequence(masks, batch_first=True).to(device)[:, 1:]
+    output = trunk(input_ids=ids, use_cache=False)
+    return output.last_hidden_state[:, :-1][trained], ids[:, 1:][trained]
+
+
+class TokenLogProbs(torch.autograd.Function):
+    """log p = z_y - log sum exp z of tokens y, and the entropy, z = W h / temperature.
+
+    d log p / d h = (W_y - sum_v p_v W_v) / temperature is computed in the forward pass, while the
+    probabilities of a chunk exist. So no logits are kept, and none are computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, targets, head, temperature, chunk):
+        """hidden: (N, D). targets: (N,). head: (V, D), frozen. Returns two (N,) tensors in nats."""
+        logps, entropies, slopes = [], [], []
+        for h, target in zip(hidden.split(chunk), targets.split(chunk)):
+            logits = (h @ head.T).float() / temperature
+            log_z = logits.logsumexp(-1)
+            p = (logits - log_z[:, None]).exp_()
+            logps.append(logits.gather(-1, target[:, None])[:, 0] - log_z)
+            entropies.append(log_z - torch.einsum("nv,nv->n", p, logits))
+            if ctx.needs_input_grad[0]:
+                p[torch.arange(len(target)), target] -= 1
+                slopes.append((p.to(head.dtype) @ head) / -temperature)
+        if slopes:
+            ctx.save_for_backward(torch.cat(slopes))
+        entropy = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy)
+        return torch.cat(logps), entropy
+
+    @staticmethod
+    def backward(ctx, grad_logp, _):
+        (slope,) = ctx.saved_tensors
+        return (grad_logp[:, None] * slope).to(slope.dtype), None, None, None, None
