@@ -13,6 +13,7 @@ import bench
 from flatlab.errors import UserError
 from flatlab.train.batch import common_prompt
 from flatlab.train.lora_sync import on_weights_of
+from flatlab.train.packing import can_pack, hidden_states
 from policy import Agreement, Policy, check_capability, resolve_model
 
 CHAT = [
@@ -271,6 +272,27 @@ def test_a_common_prompt_that_is_computed_once_changes_no_number(policy):
     assert torch.allclose(padded[1], shared[1], atol=1e-5)
     for a, b in zip(padded[2], shared[2]):
         assert (a - b).norm() <= 1e-5 * a.norm() + 1e-7
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_sliding_window_is_not_packed(window):
+    """Packed attention would look past the window; the padded rows equal each sequence alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("mistral", sliding_window=window, **sizes, **heads)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    packed = can_pack(model)
+    assert packed == (window is None)
+    if packed:
+        model.set_attn_implementation("packed")
+    prompt = list(range(5, 25))
+    batch = [(prompt + [7, 8, 9], [0] * 20 + [1] * 3), (prompt + [10], [0] * 20 + [1])]
+    hidden, targets = hidden_states(model.base_model, batch, "cpu", packed)
+    rows = [model.base_model(torch.tensor([tokens])).last_hidden_state[0] for tokens, _ in batch]
+    assert targets.tolist() == [7, 8, 9, 10]
+    assert torch.allclose(hidden, torch.cat([rows[0][19:22], rows[1][19:20]]), atol=1e-5)
 
 
 def test_a_common_prompt_ends_before_the_first_trained_token():

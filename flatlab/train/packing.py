@@ -22,10 +22,12 @@ def can_pack(model) -> bool:
     it.
     """
     config = model.config
+    if getattr(config, "sliding_window", None):
+        return False
     kinds = getattr(config, "layer_types", None) or []
-    window = getattr(config, "sliding_window", None)
-    is_plain = set(kinds) <= {"full_attention"} and not window
-    return is_plain and config._attn_implementation == "sdpa"
+    if set(kinds) - {"full_attention"}:
+        return False
+    return config._attn_implementation == "sdpa"
 
 
 def attend(module, query, key, value, attention_mask, blocks=None, **options):
@@ -37,16 +39,17 @@ def attend(module, query, key, value, attention_mask, blocks=None, **options):
     if blocks is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     lengths = [length for length, _ in blocks]
-    queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
+    queries = query.split(lengths, dim=2)
+    keys = key.split(lengths, dim=2)
+    values = value.split(lengths, dim=2)
     outputs = []
-    for i, (length, mask) in enumerate(blocks):
+    for q, k, v, (length, mask) in zip(queries, keys, values, blocks):
         if length == 0:
             continue
-        k, v = keys[i], values[i]
         if mask is not None:
             k = torch.cat([keys[0], k], dim=2)
             v = torch.cat([values[0], v], dim=2)
-        output, _ = sdpa_attention_forward(module, queries[i], k, v, mask, **options)
+        output, _ = sdpa_attention_forward(module, q, k, v, mask, **options)
         outputs.append(output)
     return torch.cat(outputs, dim=1), None
 
@@ -75,7 +78,8 @@ def hidden_states(trunk, batch, device: str, packed: bool = True):
         targets += [tokens[t] for t in trained]
         row = row + tokens[prompt:]
         positions += range(prompt, len(tokens))
-        blocks.append((len(tokens) - prompt, causal_mask(len(tokens), prompt, device)))
+        mask = causal_mask(len(tokens), prompt, device)
+        blocks.append((len(tokens) - prompt, mask))
     output = trunk(
         input_ids=torch.tensor([row], device=device),
         position_ids=torch.tensor([positions], device=device),
@@ -95,12 +99,14 @@ def causal_mask(length: int, prompt: int, device: str):
 
 def padded_hidden_states(trunk, batch, device: str):
     """As hidden_states(). Padding follows the tokens, where causal attention never looks."""
-    ids = [torch.tensor(tokens) for tokens, _ in batch]
-    masks = [torch.tensor(mask, dtype=torch.bool) for _, mask in batch]
-    ids = pad_sequence(ids, batch_first=True).to(device)
-    trained = pad_sequence(masks, batch_first=True).to(device)[:, 1:]
+    ids = pad_sequence([torch.tensor(tokens) for tokens, _ in batch], batch_first=True)
+    masks = pad_sequence([torch.tensor(mask) for _, mask in batch], batch_first=True)
+    ids = ids.to(device)
+    trained = masks[:, 1:].bool()
     output = trunk(input_ids=ids, use_cache=False)
-    return output.last_hidden_state[:, :-1][trained], ids[:, 1:][trained]
+    before = output.last_hidden_state[:, :-1]
+    targets = ids[:, 1:]
+    return before[trained], targets[trained]
 
 
 class TokenLogProbs(torch.autograd.Function):
@@ -113,7 +119,9 @@ class TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, targets, head, temperature, chunk):
         """hidden: (N, D). targets: (N,). head: (V, D), frozen. Returns two (N,) tensors in nats."""
-        logps, entropies, slopes = [], [], []
+        logps = []
+        entropies = []
+        slopes = []
         for h, target in zip(hidden.split(chunk), targets.split(chunk)):
             logits = (h @ head.T).float() / temperature
             log_z = logits.logsumexp(-1)
@@ -121,8 +129,9 @@ class TokenLogProbs(torch.autograd.Function):
             logps.append(logits.gather(-1, target[:, None])[:, 0] - log_z)
             entropies.append(log_z - torch.einsum("nv,nv->n", p, logits))
             if ctx.needs_input_grad[0]:
-                p[torch.arange(len(target)), target] -= 1
-                slopes.append((p.to(head.dtype) @ head) / -temperature)
+                p[range(len(target)), target] -= 1
+                slope = p.to(head.dtype) @ head
+                slopes.append(slope / -temperature)
         if slopes:
             ctx.save_for_backward(torch.cat(slopes))
         entropy = torch.cat(entropies)
@@ -132,4 +141,5 @@ class TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logp, _):
         (slope,) = ctx.saved_tensors
-        return (grad_logp[:, None] * slope).to(slope.dtype), None, None, None, None
+        grad_hidden = grad_logp[:, None] * slope
+        return grad_hidden.to(slope.dtype), None, None, None, None
