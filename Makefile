@@ -34,7 +34,7 @@ HEARTBEAT := ( while sleep 10 >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do ec
 
 help:
 	@echo 'make run    set up what is missing, then train: python grpo.py --task titanic $$(ARGS)'
-	@echo 'make real   a pretrained model (135M) imitates demonstrations of battleOfSexes, then GRPO (20 minutes)'
+	@echo 'make real   a pretrained model (135M) imitates demonstrations of battleOfSexes, then GRPO (15 minutes)'
 	@echo 'make test   set up what is missing, then test:  python -m pytest tests $$(ARGS)'
 	@echo 'make test-all  the slow tests too, in every kind of sandbox that works here'
 	@echo 'make lint   ruff: style and format'
@@ -53,7 +53,7 @@ real: $(READY)
 	@model=$$(.venv/bin/python tools/get_smollm2.py) && \
 	.venv/bin/python tools/demonstrations.py --task battleOfSexes && \
 	.venv/bin/python grpo.py configs/grpo-cpu.yaml --task battleOfSexes --model "$$model" \
-	    --sft logs/demonstrations-battleOfSexes --eval-episodes 32 --name real $(ARGS)
+	    --sft logs/demonstrations-battleOfSexes --eval-episodes 24 --name real $(ARGS)
 
 test: $(READY)
 	@.venv/bin/python -m pytest tests $(ARGS)
