@@ -110,29 +110,19 @@ def padded_hidden_states(trunk, batch, device: str):
 
 
 class TokenLogProbs(torch.autograd.Function):
-    """log p = z_y - log sum exp z of tokens y, and the entropy, z = W h / temperature.
-
-    d log p / d h = (W_y - sum_v p_v W_v) / temperature is computed in the forward pass, while the
-    probabilities of a chunk exist. So no logits are kept, and none are computed twice.
-    """
+    """Log-probabilities of tokens and entropies, without keeping logits for the backward pass."""
 
     @staticmethod
     def forward(ctx, hidden, targets, head, temperature, chunk):
-        """hidden: (N, D). targets: (N,). head: (V, D), frozen. Returns two (N,) tensors in nats."""
-        logps = []
-        entropies = []
-        slopes = []
-        for h, target in zip(hidden.split(chunk), targets.split(chunk)):
-            logits = (h @ head.T).float() / temperature
-            log_z = logits.logsumexp(-1)
-            p = (logits - log_z[:, None]).exp_()
-            logps.append(logits.gather(-1, target[:, None])[:, 0] - log_z)
-            entropies.append(log_z - torch.einsum("nv,nv->n", p, logits))
-            if ctx.needs_input_grad[0]:
-                p[range(len(target)), target] -= 1
-                slope = p.to(head.dtype) @ head
-                slopes.append(slope / -temperature)
-        if slopes:
+        """hidden: (N, D). targets: (N,). head: (V, D), frozen. Returns two (N,) tensors in nats.
+
+        Logits exist for `chunk` tokens at a time.
+        """
+        learns = ctx.needs_input_grad[0]
+        chunks = zip(hidden.split(chunk), targets.split(chunk))
+        scored = [score(h, target, head, temperature, learns) for h, target in chunks]
+        logps, entropies, slopes = zip(*scored)
+        if learns:
             ctx.save_for_backward(torch.cat(slopes))
         entropy = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy)
@@ -143,3 +133,19 @@ class TokenLogProbs(torch.autograd.Function):
         (slope,) = ctx.saved_tensors
         grad_hidden = grad_logp[:, None] * slope
         return grad_hidden.to(slope.dtype), None, None, None, None
+
+
+def score(h, target, head, temperature, learns: bool):
+    """log p = z_y - log sum exp z of tokens y with z = W h / temperature; the entropy; and, if it
+    learns, d log p / d h = (W_y - sum_v p_v W_v) / temperature, while the probabilities are there.
+    """
+    logits = (h @ head.T).float().div_(temperature)
+    log_z = logits.logsumexp(-1)
+    logp = logits.gather(-1, target[:, None])[:, 0] - log_z
+    p = (logits - log_z[:, None]).exp_()
+    entropy = log_z - torch.einsum("nv,nv->n", p, logits)
+    if not learns:
+        return logp, entropy, None
+    p[range(len(target)), target] -= 1
+    slope = p.to(head.dtype) @ head
+    return logp, entropy, slope / -temperature
