@@ -386,8 +386,8 @@ class Policy(ChatTokens):
         batch: B pairs (tokens, mask) of equal lengths. base: of the reference of the KL term, see
         set_reference; without gradient. Returns two (N,) tensors, N = sum of all masks, sequence by
         sequence; with `values` a third one, the value head's estimates before each token. The
-        (., V) logits exist for `chunk` positions at a time only (default: 256 MiB of them), in the
-        backward pass too, where they are recomputed.
+        (., V) logits exist for `chunk` positions at a time only (default: 256 MiB of them), and
+        none are kept for the backward pass.
         """
         import torch
 

@@ -78,8 +78,8 @@ def hidden_states(trunk, batch, device: str, packed: bool = True):
         targets += [tokens[t] for t in trained]
         row = row + tokens[prompt:]
         positions += range(prompt, len(tokens))
-        mask = causal_mask(len(tokens), prompt, device)
-        blocks.append((len(tokens) - prompt, mask))
+        sees = causal_mask(len(tokens), prompt, device)
+        blocks.append((len(tokens) - prompt, sees))
     output = trunk(
         input_ids=torch.tensor([row], device=device),
         position_ids=torch.tensor([positions], device=device),
