@@ -421,7 +421,7 @@ async def one_reply(env, policy, *, seed, max_reply_tokens, **_):
     )
 
 
-def our_steps(folder, steps):
+def our_steps(folder, steps, compile):
     """(seconds of each step, of its sampling, log-prob difference, GiB) of grpo.py's functions."""
     import torch
 
@@ -429,7 +429,7 @@ def our_steps(folder, steps):
     from flatlab.train.distributed import SingleProcess
     from tasks import load_task
 
-    policy, _ = random_policy(folder, lora_rank=16, lora_alpha=32, context=512)
+    policy, _ = random_policy(folder, lora_rank=16, lora_alpha=32, context=512, compile=compile)
     task = load_task("titanic", "", "")
     dist = SingleProcess()
     cfg = grpo.Config()
@@ -467,16 +467,20 @@ def our_steps(folder, steps):
 
 
 def train(args):
-    """A step at equal tokens, without the first: ours, TRL with generate(), TRL with vLLM."""
+    """A step at equal tokens, without the first: ours, TRL with generate(), TRL with vLLM.
+
+    With --only compiled our engine is compiled; vLLM within TRL is compiled as it is.
+    """
     steps = args.steps + 1
     with tempfile.TemporaryDirectory() as folder:
-        took, sampling, difference, memory = our_steps(folder, steps)
+        took, sampling, difference, memory = our_steps(folder, steps, args.only == "compiled")
+        label = "ours, engine compiled" if args.only == "compiled" else "ours"
         ours = statistics.median(took[1:])
         share = statistics.median(s / t for s, t in zip(sampling[1:], took[1:]))
         rate = STEP_EPISODES * STEP_TOKENS / ours
         note = f"sampling {share:.0%}; {rate:.0f} tokens per second; peak memory {memory:.1f} GiB"
         rows = [
-            ("ours: a step", f"{ours:.2f} s", note),
+            (f"{label}: a step", f"{ours:.2f} s", note),
             ("ours: largest log-prob difference", f"{difference:.1g} nats", "all sampled tokens"),
         ]
         sizes = (steps, STEP_PROMPTS, STEP_EPISODES, STEP_TOKENS)
@@ -1057,7 +1061,8 @@ def main():
         help="not for pretrained; agent: instead of a random one",
     )
     add("--jobs", type=int, default=1, help=f"{runs} number of runs at a time")
-    add("--only", default="", help=f"{runs} comma-separated names of variants; also for agent")
+    only = f"{runs} comma-separated names of variants; also for agent; train: compiled"
+    add("--only", default="", help=only)
     add("--flags", default="", help=f"{runs} more flags of grpo.py")
     args = parser.parse_args()
 
