@@ -790,9 +790,9 @@ def memory(args):
                 note = f"all logits at once: fails, {error}"
             what = f"{tokens} tokens, vocabulary {vocabulary}"
             rows.append((what, f"{mib:.0f} MiB, {took:.1f} s", note))
-        for way in ("padded", "recomputed"):
+        for way in ("packed", "padded", "recomputed"):
             mib, took = peak(folder, 8192, 2048, way)
-            what = f"4 sequences of 512 to 2048 tokens, {way}"
+            what = f"4 sequences of 512 to 2048 tokens, the first 256 in common, {way}"
             rows.append((what, f"{mib:.0f} MiB, {took:.1f} s", ""))
     return f"{this_machine()}; random Qwen3, hidden size 128, 4 layers, float32", rows
 

@@ -2,8 +2,9 @@
 
     python tests/bench_peak.py MODEL TOKENS WAY     bench.py runs this in a process of its own
 
-WAY: "chunked" (ours) or "whole" (all logits at once) on sequences of 1024 tokens; "padded",
-"packed" or "recomputed" on four sequences of different lengths.
+WAY: "chunked" (ours) or "whole" (all logits at once) on sequences of 1024 tokens; "packed",
+"padded" or "recomputed" (packed, with gradient checkpointing) on four sequences of different
+lengths that share a prompt.
 """
 
 import resource
@@ -32,12 +33,16 @@ def main(model, tokens, way):
     policy.path = ModelPath(model, None, False)
     policy._build_trainer(8, 16, way == "recomputed", False, "cpu")
     lengths = [1024] * (tokens // 1024)
-    if way in ("padded", "recomputed"):
+    shared = 1
+    if way not in ("chunked", "whole"):
         lengths = [tokens // 16 * k for k in (1, 2, 3, 4)]
+        shared = tokens // 32
+        policy.packs = way != "padded"
+    prompt = torch.randint(0, 250, (shared,)).tolist()
     batch = []
     for length in lengths:
-        mask = [0] + [1] * (length - 1)
-        batch.append((torch.randint(0, 250, (length,)).tolist(), mask))
+        mask = [0] * shared + [1] * (length - shared)
+        batch.append((prompt + torch.randint(0, 250, (length - shared,)).tolist(), mask))
     policy.logprobs(batch[:1])[0].sum().backward()
     before = peak_kib()
     begin = time.perf_counter()
