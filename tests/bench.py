@@ -473,8 +473,9 @@ def train(args):
     """
     steps = args.steps + 1
     with tempfile.TemporaryDirectory() as folder:
-        took, sampling, difference, memory = our_steps(folder, steps, args.only == "compiled")
-        label = "ours, engine compiled" if args.only == "compiled" else "ours"
+        compiled = args.only == "compiled"
+        took, sampling, difference, memory = our_steps(folder, steps, compiled)
+        label = "ours, engine compiled" if compiled else "ours"
         ours = statistics.median(took[1:])
         share = statistics.median(s / t for s, t in zip(sampling[1:], took[1:]))
         rate = STEP_EPISODES * STEP_TOKENS / ours
