@@ -33,12 +33,16 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from flatlab import threads
 from flatlab.chat import ChatTokens
 from flatlab.episode.episode import Sample
 from flatlab.errors import UserError
 from flatlab.train.tensors import save_tensors
 
 LORA_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# Below this number of parameters, on a CPU, a decoding step of the engine is faster on one thread:
+# waking a second one for each operation costs more than it saves.
+ONE_THREAD = 5_000_000
 TINY = Path(__file__).resolve().parent / "configs" / "tiny"  # the stand-in model
 
 
@@ -240,6 +244,7 @@ class Policy(ChatTokens):
         self._ids = itertools.count()
         self._futures = {}
         self._pump = None
+        self._prompts_wait = False  # the next step of the engine reads prompts
 
     async def sample(
         self,
@@ -272,10 +277,12 @@ class Policy(ChatTokens):
             detokenize=False,
             stop_token_ids=sorted(self.stop_tokens),
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # a copy takes a millisecond, and no one else has this object
         )
         self.engine.add_request(request_id, prompt, params)
+        self._prompts_wait = True
         if self._pump is None or self._pump.done():
-            self._pump = asyncio.ensure_future(self._step_engine())
+            self._pump = asyncio.ensure_future(self._run_engine())
         try:
             output = await future
         except asyncio.CancelledError:
@@ -287,13 +294,20 @@ class Policy(ChatTokens):
         logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, reply)]
         return Sample(reply, logprobs, self.decode(reply), output.finish_reason, version)
 
-    async def _step_engine(self) -> None:
+    def step_engine(self) -> list:
+        """One step of the engine, on one thread if the model is small and no prompt is read."""
+        count = None if self._prompts_wait else self._decode_threads
+        self._prompts_wait = False
+        with threads.at_most(count):
+            return self.engine.step()
+
+    async def _run_engine(self) -> None:
         """Steps the engine while it has work; between steps other coroutines send requests and
         observations.
         """
         try:
             while self.engine.has_unfinished_requests():
-                for output in self.engine.step():
+                for output in self.step_engine():
                     future = self._futures.get(output.request_id)
                     if output.finished and future and not future.done():
                         future.set_result(output.outputs[0])
@@ -310,7 +324,9 @@ class Policy(ChatTokens):
         self, rank: int, alpha: int, gradient_checkpointing: bool, share_base: bool, device: str
     ) -> None:
         from peft import LoraConfig, get_peft_model
+        from peft.tuners.lora import LoraLayer
 
+        from flatlab.train import lora_layers
         from flatlab.train.packing import can_pack
 
         config = LoraConfig(
@@ -324,6 +340,11 @@ class Policy(ChatTokens):
         self.model = get_peft_model(base, config)  # adapters stay fp32 whatever the base is
         self.set_autocast(self.device == "cuda")
         self.model.eval()  # no dropout: trainer and engine compute the same function
+        self.adapter_layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
+        if self.device == "cpu":
+            lora_layers.use_in(self.adapter_layers)
+        size = sum(p.numel() for p in base.parameters())
+        self._decode_threads = 1 if size < ONE_THREAD else None
         self.packs = can_pack(self.model)
         if self.packs:
             base.set_attn_implementation("packed")
@@ -420,10 +441,23 @@ class Policy(ChatTokens):
             p.data = values
 
     @contextlib.contextmanager
+    def _without_adapter(self):
+        """Inside, the trainer computes with the base model. peft's own disable_adapter() searches
+        all modules at each use.
+        """
+        for layer in self.adapter_layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in self.adapter_layers:
+                layer.enable_adapters(True)
+
+    @contextlib.contextmanager
     def _reference_adapter(self):
         """Inside, the trainer computes with the reference adapter. No gradient may pass through."""
         if self._reference is None:
-            with self.model.disable_adapter():
+            with self._without_adapter():
                 yield
             return
         trained = [p.data for p in self.parameters()]
@@ -504,7 +538,7 @@ class Policy(ChatTokens):
 
         with torch.no_grad():
             trainer, _ = self.logprobs(batch)
-            with self.model.disable_adapter():
+            with self._without_adapter():
                 base, _ = self.logprobs(batch)
         return trainer, base
 

@@ -6,6 +6,7 @@ process, spinning threads keep others from the work they wait for, and a run bec
 slower. With the passive policy a waiting thread sleeps.
 """
 
+import contextlib
 import os
 
 
@@ -26,3 +27,17 @@ def configure() -> None:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # vLLM's CPU engine prints where it binds memory as a C++ warning.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+@contextlib.contextmanager
+def at_most(count: int | None):
+    """Inside, PyTorch computes with at most `count` threads; None: no limit."""
+    import torch
+
+    before = torch.get_num_threads()
+    # vLLM's CPU engine replaces torch.set_num_threads by a function that only prints a warning.
+    torch._C.set_num_threads(min(count or before, before))
+    try:
+        yield
+    finally:
+        torch._C.set_num_threads(before)

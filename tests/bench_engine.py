@@ -24,7 +24,7 @@ RANK = 16
 
 
 def own_lora(model):
-    """An engine with vLLM's own LoRA, and the request that names the adapter of the files."""
+    """An engine with vLLM's own LoRA, its step, and the request that names the adapter's files."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -50,7 +50,8 @@ def own_lora(model):
         max_loras=1,
         max_lora_rank=RANK,
     )
-    return LLMEngine.from_engine_args(arguments), LoRARequest("adapter", 1, folder)
+    engine = LLMEngine.from_engine_args(arguments)
+    return engine, engine.step, LoRARequest("adapter", 1, folder)
 
 
 def our_engine(model, compiled):
@@ -58,10 +59,10 @@ def our_engine(model, compiled):
 
     path = ModelPath(model, None, False)
     policy = Policy(path, context=CONTEXT, lora_rank=RANK, compile=compiled, trains=False)
-    return policy.engine, None
+    return policy.engine, policy.step_engine, None
 
 
-def run(engine, adapter, number):
+def run(engine, step, adapter, number):
     """Samples all requests; returns the number of tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -80,7 +81,7 @@ def run(engine, adapter, number):
         engine.add_request(f"{number}-{i}", prompt, params, lora_request=adapter)
     tokens = 0
     while engine.has_unfinished_requests():
-        for output in engine.step():
+        for output in step():
             tokens += len(output.outputs[0].token_ids)
     return tokens
 
@@ -97,16 +98,16 @@ def main(model, way):
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if way == "vllm":
-        engine, adapter = own_lora(model)
+        engine, step, adapter = own_lora(model)
     else:
-        engine, adapter = our_engine(model, way == "compiled")
+        engine, step, adapter = our_engine(model, way == "compiled")
     print_result(start=time.perf_counter() - BEGIN)
     for number in itertools.count():
         if not sys.stdin.readline():
             return
         seconds = time.perf_counter()
         cpu_seconds = time.process_time()
-        tokens = run(engine, adapter, number)
+        tokens = run(engine, step, adapter, number)
         print_result(
             seconds=time.perf_counter() - seconds,
             cpu_seconds=time.process_time() - cpu_seconds,

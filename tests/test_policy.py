@@ -11,6 +11,7 @@ import torch
 
 import bench
 from flatlab.errors import UserError
+from flatlab.train import lora_layers
 from flatlab.train.batch import common_prompt
 from flatlab.train.lora_sync import on_weights_of
 from flatlab.train.packing import can_pack, hidden_states
@@ -258,6 +259,8 @@ def test_a_common_prompt_that_is_computed_once_changes_no_number(policy):
         ([*prompt, 7, 8, 9, 10, 11], [0] * 40 + [1, 1, 0, 1, 1]),
         ([*prompt, 12], [0] * 40 + [1]),
         ([*prompt, 7, 20, 21], [0] * 41 + [1, 1]),
+        # longer than the prompt: another way through the attention
+        ([*prompt, *range(9, 59)], [0] * 45 + [1] * 45),
     ]
     assert common_prompt(batch) == 39
     shared = loss_and_grads(policy, batch)
@@ -272,6 +275,20 @@ def test_a_common_prompt_that_is_computed_once_changes_no_number(policy):
     assert torch.allclose(padded[1], shared[1], atol=1e-5)
     for a, b in zip(padded[2], shared[2]):
         assert (a - b).norm() <= 1e-5 * a.norm() + 1e-7
+
+
+def test_the_lora_layers_compute_what_pefts_own_do(policy):
+    randomise(policy)
+    ours = loss_and_grads(policy, BATCH)
+    for layer in policy.adapter_layers:
+        del layer.forward
+    try:
+        theirs = loss_and_grads(policy, BATCH)
+    finally:
+        lora_layers.use_in(policy.adapter_layers)
+    assert torch.allclose(ours[0], theirs[0], atol=1e-5)
+    for a, b in zip(theirs[2], ours[2]):
+        assert a.norm() > 0 and (a - b).norm() <= 1e-5 * a.norm()
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -417,6 +434,21 @@ def test_a_seed_fixes_the_reply_and_the_version_is_stamped(policy):
     assert a.tokens == b.tokens != c.tokens
     policy.sync()
     assert asyncio.run(go(7)).version == a.version + 1
+
+
+def test_a_small_model_decodes_on_one_thread(policy, monkeypatch):
+    threads = torch.get_num_threads()
+    step = policy.engine.step
+    seen = []
+
+    def recorded():
+        seen.append(torch.get_num_threads())
+        return step()
+
+    monkeypatch.setattr(policy.engine, "step", recorded)
+    asyncio.run(policy.sample(policy.render(CHAT), 4, seed=1))
+    assert seen[0] == threads and len(seen) > 1 and set(seen[1:]) == {1}
+    assert torch.get_num_threads() == threads
 
 
 def test_a_request_that_cannot_fit_is_refused(policy):

@@ -49,6 +49,18 @@ def test_torch_gets_no_more_threads_than_cores_are_ours():
     assert done.stdout.strip() == "1", done.stderr
 
 
+def test_a_limit_holds_inside_and_ends_with_an_error():
+    import torch
+
+    before = torch.get_num_threads()
+    with pytest.raises(ValueError), threads.at_most(1):
+        assert torch.get_num_threads() == 1
+        raise ValueError
+    with threads.at_most(None), threads.at_most(before + 1):
+        assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == before
+
+
 @pytest.mark.slow
 def test_the_engine_says_nothing_about_its_memory():
     code = (

@@ -1,4 +1,5 @@
-"""The engine's side of the adapter: LoRA as a linear method of vLLM, and the copy into it.
+"""The engine's side of the adapter: LoRA as a linear method of vLLM, and the copy into it. A faster
+RMSNorm for a CPU.
 
 vLLM's own LoRA support serves many adapters that are read from files. Here there is one adapter and
 it changes at every step, so each linear layer of the engine holds A and B as two buffers and adds
@@ -8,15 +9,28 @@ graphs and compiled code stay valid.
 This module imports vLLM; import it late. Tested with vLLM 0.32.0, CPU build.
 """
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.platforms import current_platform
 
+from flatlab import threads
 from flatlab.errors import UserError
 
 METHOD = "flatlab_lora"  # the name of the linear method in EngineArgs(quantization=...)
+FEW_ROWS = 64
+
+
+def threads_for(x):
+    """On a CPU one thread for a small product of few rows: it ends before a second one wakes."""
+    if x.is_cpu and len(x) <= FEW_ROWS and not torch.compiler.is_compiling():
+        return threads.at_most(1)
+    return contextlib.nullcontext()
 
 
 class LoraLinear(UnquantizedLinearMethod):
@@ -40,7 +54,8 @@ class LoraLinear(UnquantizedLinearMethod):
 
     def apply(self, layer, x, bias=None):
         y = super().apply(layer, x, bias)
-        return y + F.linear(F.linear(x, layer.lora_a), layer.lora_b)
+        with threads_for(x):
+            return y.addmm_(F.linear(x, layer.lora_a), layer.lora_b.T)
 
 
 @register_quantization_config(METHOD)
@@ -67,6 +82,29 @@ class LoraMethod(QuantizationConfig):
 
     def get_quant_method(self, layer, prefix):
         return LoraLinear() if isinstance(layer, LinearBase) else None
+
+
+class FusedRMSNorm(RMSNorm):
+    """On a CPU, vLLM's own kernel instead of the five PyTorch calls that an eager engine makes.
+
+    The kernel expects contiguous rows. q and k are views of the stacked qkv, so they are copied.
+    """
+
+    def forward_cpu(self, x, residual=None):
+        if not self.has_weight or self.variance_size_override or self.weight.dtype != x.dtype:
+            return super().forward_cpu(x, residual)
+        with threads_for(x):
+            if residual is None:
+                y = torch.empty(x.shape, dtype=x.dtype)
+                torch.ops._C.rms_norm(y, x.contiguous(), self.weight, self.variance_epsilon)
+                return y
+            # in place
+            torch.ops._C.fused_add_rms_norm(x, residual, self.weight, self.variance_epsilon)
+            return x, residual
+
+
+if current_platform.is_cpu():
+    RMSNorm.register_oot(FusedRMSNorm)
 
 
 class AdapterCopy:

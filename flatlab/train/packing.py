@@ -34,7 +34,8 @@ def attend(module, query, key, value, attention_mask, blocks=None, **options):
     """Attention over a packed row. query, key, value: (1, H, T, K). Returns (1, T, H, K), None.
 
     blocks: (tokens, mask) of the prompt and of each sequence. A mask has a row for each token of
-    the sequence and a column for each of prompt and sequence. Without blocks it is plain attention.
+    the sequence and a column for each of prompt and sequence; None: see causal_mask. Without blocks
+    it is plain attention.
     """
     if blocks is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -43,14 +44,16 @@ def attend(module, query, key, value, attention_mask, blocks=None, **options):
     keys = key.split(lengths, dim=2)
     values = value.split(lengths, dim=2)
     outputs = []
-    for q, k, v, (length, mask) in zip(queries, keys, values, blocks):
+    for i, (q, k, v, (length, mask)) in enumerate(zip(queries, keys, values, blocks)):
         if length == 0:
             continue
-        if mask is not None:
+        if i > 0:
             k = torch.cat([keys[0], k], dim=2)
             v = torch.cat([values[0], v], dim=2)
+            if mask is None:
+                q = torch.cat([queries[0], q], dim=2)
         output, _ = sdpa_attention_forward(module, q, k, v, mask, **options)
-        outputs.append(output)
+        outputs.append(output[:, -length:])
     return torch.cat(outputs, dim=1), None
 
 
@@ -90,8 +93,12 @@ def hidden_states(trunk, batch, device: str, packed: bool = True):
 
 
 def causal_mask(length: int, prompt: int, device: str):
-    """True where a token after the prompt may look; None if there is no prompt, for SDPA's own."""
-    if prompt == 0:
+    """True where a token after the prompt may look.
+
+    None if the prompt is the shorter part: SDPA's own causal attention, which computes the prompt's
+    queries once more but skips the masked half, is then the faster way.
+    """
+    if prompt < length - prompt:
         return None
     everything = torch.ones(length - prompt, length, dtype=torch.bool, device=device)
     return everything.tril(prompt)[None, None]
