@@ -128,7 +128,9 @@ def run_ours(model, steps, compiled):
             return Step(OBSERVATION, False, None, "ok", 0.0)
 
         def score(self):
-            return Score(random.random(), self.task.metric, "validation", True, "")
+            # close to the baseline, where the reward is not clipped and no two are equal
+            value = self.task.baseline + 0.01 * random.random()
+            return Score(value, self.task.metric, "validation", True, "")
 
         def close(self):
             pass
