@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import subprocess
+import statistics
 import sys
 import tempfile
 import time
@@ -303,9 +304,15 @@ def shared_prompt(model: str) -> list:
     """A group's update with its prompt computed once, against padded rows."""
     policy = make_policy(model)
     batch = update_batch(policy)
-    logp, grads, seconds, peak = timed_update(policy, batch)
-    policy.packs = False
-    other, other_grads, padded, padded_peak = timed_update(policy, batch)
+    runs = {True: [], False: []}
+    for _ in range(3):  # in turn: the speed of a machine changes
+        for packs, done in runs.items():
+            policy.packs = packs
+            done.append(timed_update(policy, batch))
+    logp, grads, _, peak = runs[True][0]
+    other, other_grads, _, padded_peak = runs[False][0]
+    seconds = statistics.median(run[2] for run in runs[True])
+    padded = statistics.median(run[2] for run in runs[False])
     difference = (logp - other).abs().max().item()
     relative = ((grads - other_grads).norm() / other_grads.norm()).item()
     note = f"log-probs {difference:.1g}, gradients {relative:.1g} apart"
