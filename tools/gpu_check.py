@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
