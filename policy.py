@@ -277,7 +277,7 @@ class Policy(ChatTokens):
             detokenize=False,
             stop_token_ids=sorted(self.stop_tokens),
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # a copy takes a millisecond, and no one else has this object
+            skip_clone=True,  # the object is of this request alone
         )
         self.engine.add_request(request_id, prompt, params)
         self._prompts_wait = True

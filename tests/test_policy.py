@@ -235,6 +235,13 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(tmp_path):
     assert long - short < 900, (short, long)
 
 
+@pytest.mark.slow
+def test_a_packed_row_needs_less_memory_than_padded_ones(tmp_path):
+    packed, _ = bench.peak(tmp_path, 4096, 2048, "packed")
+    padded, _ = bench.peak(tmp_path, 4096, 2048, "padded")
+    assert packed < 0.9 * padded, (packed, padded)
+
+
 def loss_and_grads(policy, batch):
     policy.model.zero_grad()
     logp, entropy = policy.logprobs(batch)
