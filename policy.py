@@ -187,6 +187,8 @@ class Policy(ChatTokens):
         if share_base is None:
             share_base = trains and self.device == "cuda"
         self._build_trainer(lora_rank, lora_alpha, gradient_checkpointing, share_base, device)
+        size = sum(p.numel() for p in self.model.parameters())
+        self._decode_threads = 1 if self.device == "cpu" and size < ONE_THREAD else None
         self.adapter_copy = AdapterCopy(self.engine, self.model)
         if share_base and not self._shared_base_agrees():
             print("The shared base weights compute other log-probs: two copies.", file=sys.stderr)
@@ -343,8 +345,6 @@ class Policy(ChatTokens):
         self.adapter_layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
         if self.device == "cpu":
             lora_layers.use_in(self.adapter_layers)
-        size = sum(p.numel() for p in base.parameters())
-        self._decode_threads = 1 if size < ONE_THREAD else None
         self.packs = can_pack(self.model)
         if self.packs:
             base.set_attn_implementation("packed")
