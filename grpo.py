@@ -42,7 +42,6 @@ from statistics import fmean, stdev
 from typing import Literal
 
 import env
-import viz
 from flatlab import threads
 from flatlab.episode.episode import run_episode
 from flatlab.episode.task import Task, improvement
@@ -57,6 +56,8 @@ from flatlab.options import (
     set_defaults,
 )
 from flatlab.runs import compare, trackers
+from flatlab.runs.cli import check_numbers, one_sentence, parse_config
+from flatlab.runs.store import open_run
 from flatlab.train import distributed, guard, imitation, memory, metrics, starts
 from flatlab.train.batch import (
     Group,
@@ -351,15 +352,14 @@ def rewards_of(group: Group, cfg: Config, recent: list[float]) -> list[float]:
     """One reward per episode that is not a fault. Without recent results the group's own stand in
     for them.
     """
-    values = [improvement(e.score.value, group.task) for e in group.played if e.score.valid]
-    known = recent or values
+    known = recent or group.improvements
     rewards = []
     for e in group.played:
+        reward = NO_SUBMISSION
         if e.score.valid:
             value = improvement(e.score.value, group.task)
-            rewards.append(REWARDS[cfg.reward](value, e, known))
-        else:
-            rewards.append(NO_SUBMISSION)
+            reward = REWARDS[cfg.reward](value, e, known)
+        rewards.append(reward)
     return rewards
 
 
@@ -753,7 +753,7 @@ BOUNDS = dict.fromkeys(AT_LEAST_ONE, (1, None)) | {  # all other numbers: 0
 
 def check(cfg: Config, tasks: list[Task]) -> None:
     """Raises UserError for settings that are wrong."""
-    viz.check_numbers(cfg, BOUNDS, otherwise=(0, None))
+    check_numbers(cfg, BOUNDS, otherwise=(0, None))
     if cfg.eval_episodes == 1:
         raise UserError("--eval-episodes must be 0 or at least 2: one has no standard error.")
     weights = cfg.task_weights or (1.0,) * len(tasks)
@@ -803,7 +803,7 @@ def prepare(cfg: Config, dist):
     if dist.rank > 0:
         return tasks, path, why, None, pool
     trackers.check(**asdict(cfg.trackers))
-    run = viz.open_run(f"logs/{cfg.name}", flat(cfg), resume_ok_keys=MAY_CHANGE)
+    run = open_run(f"logs/{cfg.name}", flat(cfg), resume_ok_keys=MAY_CHANGE)
     if run.rows() and not run.checkpoints():
         raise UserError(
             f"{run.dir} has steps but no checkpoint to continue from, and starting anew would "
@@ -826,7 +826,7 @@ def is_finished(run, cfg: Config) -> bool:
 
 def main() -> None:
     threads.configure()
-    cfg = viz.parse_config(Config, sys.argv[1:])
+    cfg = parse_config(Config, sys.argv[1:])
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
     dist = distributed.join(timeout=24 * 3600)
     run = None
@@ -877,4 +877,4 @@ def load_policy(cfg: Config, path, dist) -> Policy:
 
 
 if __name__ == "__main__":
-    viz.one_sentence(main)
+    one_sentence(main)

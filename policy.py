@@ -145,10 +145,9 @@ class Policy(ChatTokens):
         logging.getLogger("vllm").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         import torch
-        from transformers import AutoTokenizer
 
         quiet()
-        super().__init__(AutoTokenizer.from_pretrained(path.base), stop_of(path.base))
+        super().__init__(path.base)
         self.path = path
         self.context = context
         self.temperature = temperature
@@ -671,15 +670,6 @@ def check_capability(capability: tuple[int, int]) -> None:
         )
 
 
-def stop_of(base: str) -> int | list[int] | None:
-    """The end tokens in a model's generation_config.json, or None."""
-    from transformers import GenerationConfig
-
-    with contextlib.suppress(OSError):  # there is no such file
-        return GenerationConfig.from_pretrained(base).eos_token_id
-    return None
-
-
 def check_room(tokens: list[int], max_tokens: int, context: int) -> None:
     """Raises ValueError if prompt and reply could exceed the context."""
     if len(tokens) + max_tokens > context:
@@ -701,10 +691,10 @@ class Transformers(ChatTokens):
 
     def __init__(self, path: ModelPath, context: int = 4096, temperature: float = 1.0):
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
         quiet()
-        super().__init__(AutoTokenizer.from_pretrained(path.base), stop_of(path.base))
+        super().__init__(path.base)
         self.path = path
         self.context = context
         self.temperature = temperature

@@ -146,14 +146,13 @@ async def scientist(t: Tree, rng) -> Choice | None:
         notes="".join(f"Note: {note}\n" for note in notes[-5:]),
         left=t.cfg.nodes - t.executed(),
     )
-    messages = [{"role": "user", "content": look}]
-    reply = await chat(t, choice, messages, "look", t.started())
+    talk = []
+    reply = await chat(t, choice, talk, look, "look", t.started())
     numbers = map(int, parsing.NUMBER.findall(parsing.fields(reply).get("inspect", "")))
     inspected = [number for number in numbers if 0 < number < len(nodes)][:3]
     details = prompts.details(nodes, inspected, summary_chars(t.cfg))
-    messages.append({"role": "assistant", "content": reply})
-    messages.append({"role": "user", "content": prompts.CHOOSE.format(details=details)})
-    decision = parsing.fields(await chat(t, choice, messages, "choose", t.started()))
+    request = prompts.CHOOSE.format(details=details)
+    decision = parsing.fields(await chat(t, choice, talk, request, "choose", t.started()))
     phase = decision.get("mode", "").lower()
     choice.phase = phase if phase in ("explore", "exploit") else ""
     choice.notes = {"memory": decision.get("memory", "")}
@@ -196,62 +195,55 @@ def told(t: Tree, node: Node, parents: list[Node]) -> str:
 # ------------------------------------------------------------------ requests to the model
 
 
-async def chat(t: Tree, account, messages: list, *purpose, limit=None) -> str:
-    """One reply of at most `limit` tokens; "" if the prompt leaves no room for one.
+async def chat(t: Tree, account, talk: list, request: str, *purpose, limit=None) -> str:
+    """Asks for a reply of at most `limit` tokens; "" if the prompt leaves no room for one.
 
-    account: the node or choice whose token count grows. purpose: what the seed is made of.
+    account: the node or choice whose token count grows. talk: the messages before the request;
+    request and reply are appended. purpose: what the seed is made of.
     """
     options = t.cfg.model
-    prompt = t.policy.render(messages)
+    talk.append({"role": "user", "content": request})
+    prompt = t.policy.render(talk)
     room = min(limit or math.inf, options.max_reply_tokens, options.context - len(prompt))
-    if room < 32:
-        return ""
-    seed = stable(t.seed, *purpose)
-    try:
-        sample = await CountingPolicy(t.policy, account).sample(prompt, room, seed=seed)
-    except OverflowError:  # by the count of an endpoint
-        return ""
-    return sample.text
+    reply = ""
+    if room >= 32:
+        seed = stable(t.seed, *purpose)
+        with contextlib.suppress(OverflowError):  # by the count of an endpoint
+            sample = await CountingPolicy(t, account).sample(prompt, room, seed=seed)
+            reply = sample.text
+    talk.append({"role": "assistant", "content": reply})
+    return reply
 
 
 class CountingPolicy:
-    """The policy as a node or a choice uses it: its token count grows while it still runs."""
+    """The policy as a node or a choice uses it: its token count grows while it still runs.
 
-    def __init__(self, policy, account):
-        self.policy = policy
-        self.account = account
-
-    def __getattr__(self, name):
-        return getattr(self.policy, name)
-
-    async def sample(self, tokens, *args, **kwargs):
-        sample = await self.policy.sample(tokens, *args, **kwargs)
-        # an endpoint counts the tokens of a reply itself
-        self.account.tokens += getattr(sample, "reply_tokens", len(sample.tokens))
-        return sample
-
-
-class UncopyingPolicy(CountingPolicy):
-    """It samples a reply once more if its program nearly repeats one that another node ran.
-
-    This happens at most once per node, and never when it debugs: a repair resembles its parent.
+    refuses_copies: a reply whose program nearly repeats one that another node ran is sampled once
+    more, at most once per node, and never when it debugs: a repair resembles its parent.
     """
 
-    def __init__(self, t: Tree, node: Node):
-        super().__init__(t.policy, node)
+    def __init__(self, t: Tree, account, refuses_copies: bool = False):
         self.tree = t
+        self.account = account
+        self.refuses_copies = refuses_copies and account.op != "debug"
+
+    def __getattr__(self, name):
+        return getattr(self.tree.policy, name)
 
     async def sample(self, tokens, *args, seed, **kwargs):
-        sample = await super().sample(tokens, *args, seed=seed, **kwargs)
-        if self.account.refused or self.account.op == "debug":
+        sample = await self.tree.policy.sample(tokens, *args, seed=seed, **kwargs)
+        # an endpoint counts the tokens of a reply itself
+        self.account.tokens += getattr(sample, "reply_tokens", len(sample.tokens))
+        if not self.refuses_copies:
             return sample
         program, _ = extract_action(sample.text)
         limit = self.tree.cfg.max_similarity
         found = copies.near_copy(program or "", self.tree.finished, limit)
         if found is None:
             return sample
+        self.refuses_copies = False
         self.account.refused.append(found)
-        return await super().sample(tokens, *args, seed=stable(seed, "again"), **kwargs)
+        return await self.sample(tokens, *args, seed=stable(seed, "again"), **kwargs)
 
 
 def summary(t: Tree) -> str:
@@ -275,20 +267,18 @@ async def list_ideas(t: Tree, node: Node) -> list:
     request = prompts.ask(
         t.task, node.sampling_mode, k, cfg.tau, cfg.vs_variant, parent, siblings, summary(t)
     )
-    messages = [{"role": "user", "content": request}]
+    talk = []
     found = {}
     above = {}
     for call in range(2):
-        reply = await chat(t, node, messages, t.request_of(node), "ideas", call)
+        reply = await chat(t, node, talk, request, t.request_of(node), "ideas", call)
         for idea, stated in parsing.parse(reply):
             is_above = node.sampling_mode == "tail" and (stated or 0) > cfg.tau
             group = above if is_above else found
             group.setdefault(parsing.same(idea), (idea, stated))
         if len(found) >= k:
             break
-        more = prompts.MORE.format(k=k - len(found))
-        messages.append({"role": "assistant", "content": reply})
-        messages.append({"role": "user", "content": more})
+        request = prompts.MORE.format(k=k - len(found))
     for key, idea in sorted(above.items(), key=lambda item: item[1][1]):
         found.setdefault(key, idea)
     ideas = list(found.values())[:k]
@@ -318,9 +308,8 @@ async def reflect(t: Tree, node: Node) -> str:
     tree = prompts.tree_lines([t.root, *t.finished])
     tree = prompts.clip(tree, summary_chars(t.cfg))
     request = prompts.REFLECT.format(about=prompts.about(t.task), tree=tree)
-    messages = [{"role": "user", "content": request}]
     limit = max(32, t.cfg.model.context // 16)
-    return await chat(t, node, messages, node.id, "reflect", limit=limit)
+    return await chat(t, node, [], request, node.id, "reflect", limit=limit)
 
 
 async def learn(t: Tree, node: Node) -> dict:
@@ -330,9 +319,8 @@ async def learn(t: Tree, node: Node) -> dict:
     """
     parent = t.nearest_kept(node.parent)
     request = prompts.lesson(t.task, node, parent, summary_chars(t.cfg))
-    messages = [{"role": "user", "content": request}]
     limit = max(32, t.cfg.model.context // 32)
-    text = parsing.sentence(await chat(t, node, messages, node.id, "lesson", limit=limit))
+    text = parsing.sentence(await chat(t, node, [], request, node.id, "lesson", limit=limit))
     effect = (node.improvement or 0.0) - (parent.improvement or 0.0)
     return {"task": t.task.name, "effect": effect, "text": text} if text else {}
 
@@ -382,7 +370,7 @@ async def play(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes
     if cfg.minutes is not None:
         time_limit = max(1.0, min(time_limit, 60 * cfg.minutes - t.elapsed()))
     node.refused = []
-    policy = CountingPolicy(t.policy, node) if cfg.max_similarity == 1 else UncopyingPolicy(t, node)
+    policy = CountingPolicy(t, node, refuses_copies=cfg.max_similarity < 1)
     box = Attempt(t, node.seed)
     try:
         episode = await run_episode(
@@ -401,8 +389,6 @@ async def play(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes
             # Files that are too large are not kept: the score counts, but nothing is built on it.
             with contextlib.suppress(SandboxFault):
                 files = await in_thread(box.snapshot)
-    except SandboxFault as fault:
-        episode = Episode(t.task.name, node.seed, status="fault", fault=str(fault))
     finally:
         await asyncio.shield(in_thread(box.close))
     return episode, files
@@ -445,7 +431,7 @@ async def expand(t: Tree, node: Node) -> None:
     node.elapsed = t.elapsed()
     t.run.log(asdict(node), "journal.jsonl")  # from here on it counts
     t.finished.append(node)
-    t.run.result(**results(t), **known_test(t), status="running")
+    t.run.result(**results(t), status="running")
     if [other.status for other in t.finished[-3:]] == ["fault"] * 3:
         raise UserError(
             "Three sandboxes in a row broke, so the search stops. Run the same command again to "
@@ -537,7 +523,8 @@ async def search(trees: list[Tree], policy, workers: int) -> None:
         async with asyncio.TaskGroup() as group:
             for t in trees:
                 t.policy = policy
-                t.run.result(**results(t), **known_test(t), status="running")
+                # the test score of an earlier best node does not stay
+                t.run.result(**results(t), **dict.fromkeys(OUTCOME), status="running")
                 group.create_task(grow(t, slots, group))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
@@ -607,14 +594,6 @@ async def hidden_score(t: Tree, node: Node, split: str) -> dict:
     known.setdefault(node.id, {})[split] = found
     t.run.result(hidden_scores=known)
     return found
-
-
-def known_test(t: Tree) -> dict:
-    """What result.json says about the test score, if it is that of the best node of today."""
-    known = t.run.results()
-    if known.get("tested_id") != t.best().id:
-        known = {}
-    return {key: known.get(key) for key in OUTCOME}
 
 
 # ------------------------------------------------------------------ start and end

@@ -47,8 +47,7 @@ def list_tasks(mlgym_root: str | None, mledojo_root: str | None) -> None:
                 print(f"{name:40} {root}")
                 continue
             task = load(root, name)
-            way = "higher" if task.higher_is_better else "lower"
-            print(f"{name:40} {task.metric}, {way} is better, baseline {task.baseline:.4g}")
+            print(f"{name:40} {task.metric}, {task.direction}, baseline {task.baseline:.4g}")
 
 
 def print_row(task: Task, name: str, score: float | None, note: str = "") -> None:
@@ -61,8 +60,7 @@ def print_row(task: Task, name: str, score: float | None, note: str = "") -> Non
 def check(task: Task, backend: str) -> None:
     """Scores the trivial rules of a task, prints them, and keeps the result for `degenerate`."""
     split = task.splits[0]
-    way = "higher" if task.higher_is_better else "lower"
-    print(f"{task.name} ({task.source}): {task.metric}, {way} is better, on the {split} part\n")
+    print(f"{task.name} ({task.source}): {task.metric}, {task.direction}, on the {split} part\n")
     print(f"{'':32}{'score':>12}{'improvement':>13}")
     print_row(task, "baseline", task.baseline)
     if task.reference is not None:

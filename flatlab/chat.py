@@ -1,13 +1,21 @@
 """Text to tokens with a model's chat template; text never turns into control tokens."""
 
+import contextlib
+
 
 class ChatTokens:
-    """What the policies share: a Hugging Face tokenizer and the tokens that end a turn."""
+    """The tokenizer of a Hugging Face model, and the tokens that end a turn."""
 
-    def __init__(self, tokenizer, stop: int | list[int] | None):
-        """stop: the token or tokens that end a turn; default: the tokenizer's own."""
-        stop = stop or tokenizer.eos_token_id
-        self.tokenizer = tokenizer
+    def __init__(self, model: str):
+        """model: folder or name. Its generation_config.json names the end tokens, if there is one;
+        else its tokenizer does.
+        """
+        from transformers import AutoTokenizer, GenerationConfig
+
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        stop = self.tokenizer.eos_token_id
+        with contextlib.suppress(OSError):  # there is no such file
+            stop = GenerationConfig.from_pretrained(model).eos_token_id or stop
         self.stop_tokens = {stop} if isinstance(stop, int) else set(stop)
         self._frames = {}
 

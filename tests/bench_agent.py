@@ -383,13 +383,12 @@ def floor(model):
     KL term. A group's prompt counts once. Attention and the adapter are left out.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from flatlab.chat import ChatTokens
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = TEMPLATE
-    chat = ChatTokens(tokenizer, None)
+    chat = ChatTokens(model)
+    chat.tokenizer.chat_template = TEMPLATE
     prompt = len(chat.render([{"role": "user", "content": "Write. 0"}]))
     after = len(chat.observation_tokens(OBSERVATION, False))
     model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -18,9 +18,9 @@ import torch
 
 import env
 import grpo
-import viz
 from flatlab.errors import UserError
 from flatlab.runs import store
+from flatlab.runs.reader import read_rows
 from flatlab.train import console, guard, metrics
 from flatlab.train.batch import Group, TrainSequence
 from flatlab.train.checkpoint import State, restore
@@ -359,7 +359,7 @@ def play(policy, tmp_path, monkeypatch):
             task_weights=(1.0,) * len(tasks),
             **{"eval_episodes": 0, "kl": 0.05, "concurrency": 8, **fields},
         )
-        run = viz.open_run(
+        run = store.open_run(
             f"logs/{name}", {"task": list(cfg.tasks.task), "steps": cfg.steps}, ("steps",)
         )
         try:
@@ -561,7 +561,7 @@ def test_a_checkpoint_of_an_older_format_is_refused_in_one_sentence(play):
         torch.save({**saved, "state": state}, path)
         with pytest.raises(UserError, match="000000 was written by another version of grpo.py"):
             play(steps=2)
-    assert len(viz.read_rows("logs/a/metrics.jsonl")) == 1
+    assert len(read_rows("logs/a/metrics.jsonl")) == 1
 
 
 def test_after_imitation_the_kl_is_measured_against_the_imitated_policy(play):
@@ -652,7 +652,7 @@ def test_a_disk_that_is_really_full(play, policy, tmp_path):
         with pytest.raises(OSError) as full:
             play(steps=9, keep_checkpoints=9)
         assert full.value.errno == errno.ENOSPC
-        kept = [row["step"] for row in viz.read_rows("logs/a/metrics.jsonl")]
+        kept = [row["step"] for row in read_rows("logs/a/metrics.jsonl")]
         assert kept == list(range(len(kept))) and not list(logs.rglob(".tmp-*"))
         subprocess.run(["mount", "-o", "remount,size=200m", logs], check=True)
         assert [row["step"] for row in play(steps=len(kept) + 2, keep_checkpoints=9)] == list(
@@ -717,7 +717,7 @@ def test_a_sync_that_breaks_in_the_middle_of_a_run_ends_it(play, policy, monkeyp
     monkeypatch.setattr(policy.adapter_copy, "push", push)
     with pytest.raises(UserError, match="sync did not arrive: the engine's LoRA weights differ"):
         play(steps=4)
-    assert not viz.read_rows(
+    assert not read_rows(
         "logs/a/metrics.jsonl"
     )  # nor is a step recorded with an engine that lags behind
     monkeypatch.setattr(policy.adapter_copy, "largest_difference", lambda: 0.0)
@@ -726,7 +726,7 @@ def test_a_sync_that_breaks_in_the_middle_of_a_run_ends_it(play, policy, monkeyp
         grpo.UserError, match="Engine and trainer disagree by .* the last sync did not arrive"
     ):
         play("b", steps=4)  # the second net: the samples' own log-probs
-    assert [r["step"] for r in viz.read_rows("logs/b/metrics.jsonl")] == [0]
+    assert [r["step"] for r in read_rows("logs/b/metrics.jsonl")] == [0]
 
 
 def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
@@ -765,7 +765,7 @@ def test_a_run_on_a_degenerate_task_begins_with_a_warning(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(store, "describe_machine", lambda: "")
     task = replace(TASK, degenerate="the sex rule is the label")
-    run = viz.open_run("logs/a", {"steps": 1})
+    run = store.open_run("logs/a", {"steps": 1})
     console.banner(CFG, [task], ModelPath("x", None, True), "local", run)
     assert "warning  titanic: the sex rule is the label" in capsys.readouterr().out
     assert "the sex rule is the label" in run.results()["degenerate"]

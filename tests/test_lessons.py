@@ -78,7 +78,7 @@ def sampled(op, replies, limit=0.95, times=1):
     replies = iter(replies)
     t.policy = Model(lambda prompt, seed: next(replies))
     node = SimpleNamespace(op=op, refused=[], tokens=0)
-    policy = search.UncopyingPolicy(t, node)
+    policy = search.CountingPolicy(t, node, refuses_copies=True)
     found = [asyncio.run(policy.sample([1], 10_000, seed=i)).text for i in range(times)]
     return node, found, t.policy
 
@@ -281,7 +281,7 @@ def reply_with_program(prompt, seed):
 async def play_one_program(t, node, parents):
     """A search.play without a sandbox: one reply, sampled as the real one samples it."""
     node.refused = []
-    policy = search.UncopyingPolicy(t, node)
+    policy = search.CountingPolicy(t, node, refuses_copies=True)
     sample = await policy.sample(
         policy.render([{"role": "<program>", "content": ""}]), 2000, seed=node.seed
     )

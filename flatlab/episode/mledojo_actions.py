@@ -75,7 +75,6 @@ def request_info(env, request: dict, timeout: float) -> Outcome:
     workspace = env.sandbox.workspace
     files = env.sandbox.call("listing", most=LISTED_FILES)[0]["files"]
     sample = task.public["data/sample_submission.csv"].read_text("utf-8", "replace")
-    way = "higher" if task.higher_is_better else "lower"
     facts = {
         "overview": task.prompt,
         "sample_submission": "".join(sample.splitlines(True)[:SAMPLE_LINES]),
@@ -83,7 +82,7 @@ def request_info(env, request: dict, timeout: float) -> Outcome:
         "data_path": f"{workspace}/data",
         "output_path": workspace,
         "name": task.name,
-        "metadata": f"{task.metric}: {way} is better, baseline {task.baseline:.4f}",
+        "metadata": f"{task.metric}: {task.direction}, baseline {task.baseline:.4f}",
     }
     facts["all"] = "\n\n".join(f"{name}:\n{fact}" for name, fact in facts.items())
     wanted = str(request.get("info_type", "overview"))

@@ -48,6 +48,10 @@ class Task:
     # in a child process.
     proxies: dict[str, tuple[Path, str]] = field(default_factory=dict)
 
+    @property
+    def direction(self) -> str:
+        return "higher is better" if self.higher_is_better else "lower is better"
+
     def is_artefact(self, path: str) -> bool:
         """Whether the workspace path belongs to an artefact.
 

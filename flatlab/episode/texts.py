@@ -54,9 +54,8 @@ def score_text(score: Score, task: Task) -> str:
     """What the agent sees after `validate`."""
     if not score.valid:
         return f"No score: {score.message}"
-    way = "higher" if task.higher_is_better else "lower"
     value = f"{score.split} {score.metric}: {score.value:.4f}"
-    return f"{value} (baseline {task.baseline:.4f}, {way} is better)"
+    return f"{value} (baseline {task.baseline:.4f}, {task.direction})"
 
 
 def position_text(score: Score) -> str:

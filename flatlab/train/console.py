@@ -30,8 +30,7 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
     for warning in warnings:
         print(f"warning  {warning}")
     for task in tasks:
-        way = "higher" if task.higher_is_better else "lower"
-        print(f"task     {task.name}: {task.metric}, {way} is better, baseline {task.baseline:.4g}")
+        print(f"task     {task.name}: {task.metric}, {task.direction}, baseline {task.baseline:.4g}")
     stand_in = ""
     if path.is_tiny:
         stand_in = "  (a stand-in that knows only the built-in tasks: for trials, not for results)"

@@ -90,15 +90,15 @@ class Ranks(SingleProcess):
         import torch
 
         mine = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.world)]
-        size = torch.tensor([mine.numel()])
-        self.group.allgather([sizes], [size]).wait()
-        longest = max(int(size) for size in sizes)
-        buffers = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
-        padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
-        self.group.allgather([buffers], [padded]).wait()
-        contents = [buffer[: int(size)] for buffer, size in zip(buffers, sizes)]
-        return [pickle.loads(content.numpy().tobytes()) for content in contents]
+        sizes = [0] * self.world
+        sizes[self.rank] = len(mine)
+        sizes = [int(size) for size in self.sum(*sizes)]
+        # Every rank adds its part to zeros.
+        everything = torch.zeros(sum(sizes), dtype=torch.uint8)
+        parts = everything.split(sizes)
+        parts[self.rank].copy_(mine)
+        self.group.allreduce([everything]).wait()
+        return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
 
 def join(timeout: float) -> SingleProcess:

@@ -77,8 +77,7 @@ def start_rows(groups: list[Group]) -> list[dict]:
     rows = []
     for g in groups:
         name, own = (g.start.name, g.start.improvement) if g.start else ("the bare task", 0.0)
-        values = [improvement(e.score.value, g.task) for e in g.played if e.score.valid]
-        better = sum(value > own for value in values)
+        better = sum(value > own for value in g.improvements)
         rows.append({"start": name, "episodes": len(g.played), "better": better})
     return rows
 
@@ -284,5 +283,5 @@ def remember(recent: dict, groups: list[Group]) -> None:
     """Adds the improvements of the valid episodes to those of their task; keeps the latest 256."""
     for g in groups:
         values = recent.setdefault(g.task.name, [])
-        values += [improvement(e.score.value, g.task) for e in g.played if e.score.valid]
+        values += g.improvements
         del values[:-256]

@@ -72,8 +72,7 @@ def about(task: Task) -> str:
     """The task, with the first line of each of its files: for calls that have no sandbox."""
     files = [f"{name}: {first_line(path)}" for name, path in list(task.public.items())[:20]]
     listing = "\n".join(["Files:", *files, ""]) if files else ""
-    way = "higher" if task.higher_is_better else "lower"
-    measure = f"Metric: {task.metric}, {way} is better. Baseline: {task.baseline:.4g}"
+    measure = f"Metric: {task.metric}, {task.direction}. Baseline: {task.baseline:.4g}"
     return f"{task.prompt}\n\n{listing}{measure}"
 
 
