@@ -160,7 +160,7 @@ def test_a_lost_rank_ends_the_job_and_it_resumes(tmp_path, random_model):
 
 def main(model: str, steps: str, advantage: str = "group") -> None:
     import grpo
-    import viz
+    from flatlab.runs.store import open_run
     from flatlab.train import distributed, guard
     from helpers import RESULT
     from policy import ModelPath, Policy
@@ -184,7 +184,7 @@ def main(model: str, steps: str, advantage: str = "group") -> None:
     )
     grpo.run_episode = one_reply
     run = (
-        viz.open_run("logs/m", {"task": ["titanic"], "steps": cfg.steps}, ("steps",))
+        open_run("logs/m", {"task": ["titanic"], "steps": cfg.steps}, ("steps",))
         if dist.rank == 0
         else None
     )

@@ -30,7 +30,8 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
     for warning in warnings:
         print(f"warning  {warning}")
     for task in tasks:
-        print(f"task     {task.name}: {task.metric}, {task.direction}, baseline {task.baseline:.4g}")
+        measure = f"{task.metric}, {task.direction}"
+        print(f"task     {task.name}: {measure}, baseline {task.baseline:.4g}")
     stand_in = ""
     if path.is_tiny:
         stand_in = "  (a stand-in that knows only the built-in tasks: for trials, not for results)"
