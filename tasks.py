@@ -8,40 +8,63 @@ python tasks.py titanic --export harbor DIR     write the task as a Harbor task 
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from flatlab.cache import store
-from flatlab.episode import loaders
-from flatlab.episode.builtin import load_builtin
+from flatlab.episode.builtin import builtin_names, load_builtin
 from flatlab.episode.grading import grade
 from flatlab.episode.machine import open_sandbox, sandbox_kind
+from flatlab.episode.mledojo import load_mledojo, mledojo_names
+from flatlab.episode.mlgym import load_mlgym, mlgym_names
 from flatlab.episode.sanity import at_the_top, csv_rules, degenerate, sanity_file, trivial_rules
 from flatlab.episode.task import Task, improvement
+from flatlab.episode.task_files import TASKS_DIR, nearest
 from flatlab.errors import UserError
-
-__all__ = ["Task", "UserError", "degenerate", "improvement", "load_task"]
 
 
 def load_task(
     name: str, mlgym_root: str | Path | None = None, mledojo_root: str | Path | None = None
 ) -> Task:
-    """Loads a Harbor task folder if `name` is the path of one, else the task of that name.
+    """Loads a Harbor task folder if `name` is the path of one, else the task called `name`.
 
-    See loaders.load_task for where a name is looked up. Raises UserError, which says what to do.
+    Looks in the MLGym checkout, then in the folder that MLE-Dojo prepared, then in configs/tasks.
+    A root of None means $MLGYM_ROOT or $MLEDOJO_ROOT; "" means none. Raises UserError, which says
+    what to do.
     """
     if (Path(name) / "task.toml").is_file():
         from integrations.harbor.load import load_harbor
 
         return load_harbor(Path(name))
-    return loaders.load_task(name, mlgym_root, mledojo_root)
+    known = []
+    for names, load, root in task_sources(mlgym_root, mledojo_root):
+        if name in names(root):
+            return load(root, name)
+        known += names(root)
+    raise UserError(f"Unknown task {name!r}; {nearest(name, sorted(set(known)))}.")
+
+
+def task_sources(mlgym_root: str | Path | None, mledojo_root: str | Path | None) -> list[tuple]:
+    """(function that lists names, function that loads one, root) of each place tasks come from."""
+    sources = []
+    for names, load, root, variable in (
+        (mlgym_names, load_mlgym, mlgym_root, "MLGYM_ROOT"),
+        (mledojo_names, load_mledojo, mledojo_root, "MLEDOJO_ROOT"),
+    ):
+        if root is None:
+            root = os.environ.get(variable)
+        if root:
+            sources.append((names, load, Path(root).expanduser().resolve()))
+    sources.append((builtin_names, load_builtin, TASKS_DIR))
+    return sources
 
 
 def list_tasks(mlgym_root: str | None, mledojo_root: str | None) -> None:
     """Prints one line per task. Only built-in ones are loaded: others may be large."""
-    for names, load, root in loaders.task_sources(mlgym_root, mledojo_root):
+    for names, load, root in task_sources(mlgym_root, mledojo_root):
         for name in names(root):
             if load is not load_builtin:
                 print(f"{name:40} {root}")

@@ -17,7 +17,7 @@ import pytest
 
 from backends import ISOLATED
 from env import Env
-from flatlab.episode.task import parse_grade
+from flatlab.episode.task import last_json_object, parse_grade
 from flatlab.episode.task_files import TASKS_DIR, read_yaml
 from helpers import block
 from tasks import load_task
@@ -449,7 +449,7 @@ def grade_here(task, submission, folder):
     (folder / "submission.csv").write_bytes(submission)
     argv = [sys.executable, *task.grader_argv("validation")[1:]]
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=30)
-    return parse_grade(done.stdout, task)
+    return parse_grade(last_json_object(done.stdout), task)
 
 
 @hostile_attacks

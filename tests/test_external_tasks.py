@@ -26,7 +26,7 @@ from flatlab.episode import grading
 from flatlab.episode.builtin import builtin_names
 from flatlab.episode.mlgym import mlgym_names
 from flatlab.episode.sanity import at_the_top, csv_rules, degenerate, sanity_file
-from flatlab.episode.task import parse_grade
+from flatlab.episode.task import last_json_object, parse_grade
 from flatlab.episode.task_files import TASKS_DIR
 from flatlab.errors import SandboxFault, UserError
 from flatlab.runs.cli import one_sentence
@@ -58,7 +58,7 @@ def grade(task, folder, artefacts, split=None):
         for part in task.grader_argv(split or task.splits[-1])
     ]
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60)
-    return parse_grade(done.stdout, task)
+    return parse_grade(last_json_object(done.stdout), task)
 
 
 def content(root):

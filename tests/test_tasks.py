@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from flatlab.episode import loaders
+import tasks
 from flatlab.episode.builtin import builtin_names
-from flatlab.episode.task import improvement, parse_grade, parse_stderr
+from flatlab.episode.task import finite_number, improvement, last_json_object, parse_grade
 from flatlab.episode.task_files import TASKS_DIR
 from flatlab.errors import UserError
 from helpers import LOCAL
@@ -83,7 +83,7 @@ def test_unknown_task_lists_the_nearest_names():
 def titanic_copy(tmp_path, monkeypatch):
     shutil.copytree(TASKS_DIR / "titanic", tmp_path / "titanic")
     shutil.copy(TASKS_DIR / "grade_csv.py", tmp_path)
-    monkeypatch.setattr(loaders, "TASKS_DIR", tmp_path)
+    monkeypatch.setattr(tasks, "TASKS_DIR", tmp_path)
     return tmp_path / "titanic"
 
 
@@ -140,7 +140,7 @@ def test_the_smallest_task_yaml(titanic_copy):
 def small(tmp_path, monkeypatch):
     """small(name, rows) makes the small version of a copy of a built-in task."""
     shutil.copytree(TASKS_DIR, tmp_path, dirs_exist_ok=True)
-    monkeypatch.setattr(loaders, "TASKS_DIR", tmp_path)
+    monkeypatch.setattr(tasks, "TASKS_DIR", tmp_path)
     return lambda name, rows: make_small(load_task(name), rows, LOCAL)
 
 
@@ -202,32 +202,33 @@ def test_parse_grade():
         ('{"Accuracy": 1}', 1.0, ""),
         ('{"error": "no good"}', None, "no good"),
         ('{"accuracy": 0.9, "error": "no good"}', None, "no good"),
-        ('{"accuracy": NaN}', None, "finite"),
-        ('{"accuracy": ' + "9" * 400 + "}", None, "finite"),
-        ('{"accuracy": -Infinity}', None, "finite"),
-        ('{"accuracy": "0.9"}', None, "no number"),
-        ('{"accuracy": true}', None, "no number"),
-        ('{"rmse": 1}', None, "no number"),
+        ('{"accuracy": NaN}', None, "no finite number"),
+        ('{"accuracy": ' + "9" * 400 + "}", None, "no finite number"),
+        ('{"accuracy": -Infinity}', None, "no finite number"),
+        ('{"accuracy": "0.9"}', None, "no finite number"),
+        ('{"accuracy": true}', None, "no finite number"),
+        ('{"rmse": 1}', None, "no finite number"),
         ("0.9", None, "no result"),
         ('[{"accuracy": 1}]', None, "no result"),
         ("", None, "no result"),
         ('{"a":' * 100_000, None, "no result"),
     ]
     for stdout, score, message in cases:
-        got = parse_grade(stdout, load_task("titanic"))
+        got = parse_grade(last_json_object(stdout), load_task("titanic"))
         assert got[0] == score and message in got[1]
 
 
-def test_parse_stderr():
-    assert parse_stderr('{"accuracy": 0.5, "stderr": 0.02}') == 0.02
-    assert parse_stderr('{"accuracy": 0.5, "stderr": 0}') == 0
-    for text in ("null", "true", "-1", "NaN", "Infinity", '"0.1"', "[1]"):
-        assert parse_stderr('{"accuracy": 0.5, "stderr": ' + text + "}") is None
-    assert parse_stderr('{"accuracy": 0.5}') is None and parse_stderr("") is None
+def test_a_standard_error_is_a_finite_number_or_absent():
+    for text, stderr in (("0.02", 0.02), ("0", 0.0), ("1e-3", 0.001)):
+        assert finite_number(last_json_object('{"stderr": ' + text + "}"), "stderr") == stderr
+    # The last one is an integer that no float can hold; it once ended the whole run.
+    for text in ("null", "true", "NaN", "-Infinity", '"0.1"', "[1]", "9" * 400):
+        assert finite_number(last_json_object('{"stderr": ' + text + "}"), "stderr") is None
+    assert finite_number({}, "stderr") is None
 
 
 def test_parse_grade_bounds_the_message():
-    assert len(parse_grade(json.dumps({"error": "x" * 10_000}), load_task("titanic"))[1]) <= 500
+    assert len(parse_grade({"error": "x" * 10_000}, load_task("titanic"))[1]) <= 500
 
 
 def test_improvement_knows_direction_and_unit():

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from flatlab.episode.task import (
     WHOLE_WORKSPACE,
     Task,
+    finite_number,
+    last_json_object,
     parse_grade,
-    parse_position,
-    parse_stderr,
 )
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.sandbox import snapshot
@@ -120,10 +120,10 @@ def run_grader(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox
     if reply["timed_out"]:
         message = f"The grading took longer than {task.grade_timeout:.0f} seconds."
         return Score(None, task.metric, split, False, message)
-    text = stdout.decode("utf-8", "replace")
-    value, message = parse_grade(text, task)
-    position = parse_position(text, task)
-    stderr = parse_stderr(text)
+    found = last_json_object(stdout.decode("utf-8", "replace"))
+    value, message = parse_grade(found, task)
+    position = finite_number(found, "position")
+    stderr = finite_number(found, "stderr")
     return Score(value, task.metric, split, value is not None, message, position, stderr)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -83,52 +84,37 @@ def matches(path: str, artefact: str) -> bool:
     return path.count("/") == artefact.count("/") and fnmatchcase(path, artefact)
 
 
-def parse_grade(stdout: str, task: Task) -> tuple[float | None, str]:
-    """Reads the score from the last line of a grader's stdout that is a JSON object.
+def parse_grade(grade: dict, task: Task) -> tuple[float | None, str]:
+    """(score, "") of what a grader printed, or (None, a sentence that is safe to show the agent).
 
-    Returns (score, "") or (None, a sentence that is safe to show the agent). See parse_stderr.
+    grade: see last_json_object.
     """
-    grade = last_json_object(stdout)
-    if grade is None:
+    if not grade:
         return None, "The grader printed no result."
     if "error" in grade:
         return None, str(grade["error"])[:MESSAGE_CHARS]
     by_lower_case = {key.lower(): value for key, value in grade.items()}
-    value = by_lower_case.get(task.metric.lower())
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None, f"The grader's result has no number called {task.metric}."
-    try:
-        value = float(value)
-    except OverflowError:  # an integer beyond all floats
-        value = math.inf
-    if not math.isfinite(value):
-        return None, f"The {task.metric} is not a finite number."
+    value = finite_number(by_lower_case, task.metric.lower())
+    if value is None:
+        return None, f"The grader's result has no finite number called {task.metric}."
     return value, ""
 
 
-def parse_position(stdout: str, task: Task) -> float | None:
-    """The place on the leaderboards, 0 to 1, for MLE-Dojo's competitions; None for other tasks."""
-    if task.source != "mledojo":
+def finite_number(grade: dict, key: str) -> float | None:
+    """The number under a key; None if there is none that a float can hold."""
+    value = grade.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    value = (last_json_object(stdout) or {}).get("position")
-    return float(value) if isinstance(value, (int, float)) else None
+    return float(value) if abs(value) <= sys.float_info.max else None
 
 
-def parse_stderr(stdout: str) -> float | None:
-    """The standard error of the score; None if the grader gives none."""
-    value = (last_json_object(stdout) or {}).get("stderr")
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and 0 <= value < math.inf else None
-
-
-def last_json_object(text: str) -> dict | None:
+def last_json_object(text: str) -> dict:
+    """The last line of a grader's stdout that is a JSON object; {} if there is none."""
     for line in reversed(text.splitlines()):
         if line.strip().startswith("{"):
-            try:
+            with suppress(ValueError, RecursionError):
                 return json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-    return None
+    return {}
 
 
 def improvement(score: float, task: Task | tuple[float, bool, float | None]) -> float:

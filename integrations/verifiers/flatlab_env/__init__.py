@@ -16,11 +16,11 @@ import verifiers.v1 as vf
 
 from env import Env, in_thread
 from flatlab.episode.episode import Episode, Limits, play
-from flatlab.episode.loaders import load_task
 from flatlab.episode.task import improvement
 from flatlab.errors import SandboxFault
 from flatlab.sandbox.backend import IMAGE
 from flatlab.tree.endpoint import Endpoint
+from tasks import load_task
 
 __all__ = ["FlatlabEnv", "FlatlabHarness", "FlatlabTaskset"]
 
