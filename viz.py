@@ -24,15 +24,8 @@ import tyro
 
 from flatlab.errors import UserError
 from flatlab.runs import compare, export, page, plots, search_plots
-from flatlab.runs.cli import check_numbers, one_sentence, parse_config  # noqa: F401
-from flatlab.runs.reader import (
-    RunData,
-    find_runs,
-    read_rows,  # noqa: F401
-    transcripts,
-)
+from flatlab.runs.reader import RunData, find_runs, transcripts
 from flatlab.runs.stats import aligned, shown
-from flatlab.runs.store import open_run  # noqa: F401
 from flatlab.runs.views import final_table, plot, result_text
 from flatlab.train.metrics import starts_table
 

@@ -7,6 +7,7 @@ import pytest
 
 import viz
 from flatlab.errors import UserError
+from flatlab.runs import store
 from helpers import (
     CONFIG,
     PROJECT,
@@ -49,7 +50,7 @@ STEP = [
 
 @pytest.fixture
 def training(tmp_path):
-    run = viz.open_run(tmp_path / "training", CONFIG)
+    run = store.open_run(tmp_path / "training", CONFIG)
     run.result(**RESULT)
     run.save_episodes(0, STEP)
     run.log(step_row(0))
@@ -59,7 +60,7 @@ def training(tmp_path):
 @pytest.fixture
 def tree(tmp_path):
     """Two nodes that answered the same prompt, a third that answered another."""
-    run = viz.open_run(tmp_path / "tree", CONFIG | {"sampling_mode": "none"})
+    run = store.open_run(tmp_path / "tree", CONFIG | {"sampling_mode": "none"})
     rows = [
         node("0.0", 0.7, order=0),
         node("0.1", None, order=1),

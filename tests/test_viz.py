@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_provenance")
 
 
 def filled(tmp_path, steps=6):
-    run = viz.open_run(tmp_path / "run", CONFIG)
+    run = store.open_run(tmp_path / "run", CONFIG)
     run.result(**RESULT)
     for step in range(steps):
         run.log(step_row(step, entropy=1.0, kl=0.01, logprob_diff_max=1e-6, faults=0))
@@ -39,7 +39,7 @@ def test_command_prints_the_table_and_writes_the_plot(tmp_path, capsys):
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_plot_of_rows_with_holes(tmp_path):
-    run = viz.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG)
     run.result(**RESULT)
     run.log({"step": 0})
     viz.plot(reader.read_run(tmp_path))
@@ -121,7 +121,7 @@ def test_a_closed_pipe_is_no_traceback():
 
 
 def test_step_line_is_aligned_with_its_titles_and_tells_the_rest_of_the_time(tmp_path):
-    run = viz.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG)
     first = run.step_line(step_row(0, seconds=30.0, valid_share=0.5, faults=0, kl=1e-3))
     titles, line = first.split("\n")
     assert len(titles) == len(line) <= 120
@@ -131,12 +131,11 @@ def test_step_line_is_aligned_with_its_titles_and_tells_the_rest_of_the_time(tmp
     assert "\n" not in second and len(second) == len(titles) and second.endswith("-")
 
 
-def test_the_step_line_of_several_tasks_shows_an_improvement():
-    titles, line = store.step_line({"step": 3, "improvement_mean": -0.6788}, header=True).split(
-        "\n"
-    )
+def test_the_step_line_of_several_tasks_shows_an_improvement(tmp_path):
+    run = store.open_run(tmp_path, CONFIG)
+    titles, line = run.step_line({"step": 3, "improvement_mean": -0.6788}).split("\n")
     assert "score" not in titles and "improvement" in titles and "-0.6788" in line
-    assert len(titles) == len(line) == len(store.step_line(step_row(3)))
+    assert len(titles) == len(line) == len(run.step_line(step_row(3)))
 
 
 def test_running_mean_by_hand():

@@ -21,7 +21,6 @@ from flatlab.runs.plots import (
     draw_panels,
     figure_of,
     grid_of,
-    mean,
     save,
     score_key,
     series,
@@ -134,7 +133,7 @@ def training_cell(run: RunData) -> dict:
         adapter = "untrained" if final["best_is_untrained"] else "best"
     else:
         last = series(run.rows, f"{score_key(run)}_mean")[-window_of(run.rows) :]
-        score, test, adapter = mean(last), None, "last steps"
+        score, test, adapter = float(np.nanmean(last)), None, "last steps"
     sizes = series(run.rows, "episodes")
     valid = series(run.rows, "valid_share")
     return {

@@ -20,7 +20,7 @@ import yaml
 
 from flatlab.episode.episode import worth_imitating
 from flatlab.errors import UserError
-from flatlab.runs.reader import RunData, read_rows, transcripts
+from flatlab.runs.reader import RunData, transcripts
 from flatlab.runs.store import plain, write_whole
 
 MESSAGES = {"list": [{"name": "role", "dtype": "string"}, {"name": "content", "dtype": "string"}]}
@@ -52,7 +52,7 @@ def export(runs: list[RunData], folder: Path) -> dict[str, int]:
         rows["episodes"] += map(episode_row, items)
         rows["sft"] += sft_rows(items)
         rows["dpo"] += dpo_rows(items)
-        rows["tokens"] += token_rows(run, items)
+        rows["tokens"] += token_rows(items)
     folder.mkdir(parents=True, exist_ok=True)
     for table in TABLES:
         if rows[table]:
@@ -99,7 +99,7 @@ def graded(run: RunData) -> list[dict]:
             clipped = max(-1.0, min(1.0, item["improvement"] or 0.0))
             reward = clipped if item["outcome"] == "valid" else -1.0
             item |= {"task": run.tasks, "group": item["prompt"], "reward": reward}
-        if item["reward"] is None:
+        if item.get("reward") is None:
             raise UserError(
                 f"{run.dir} recorded no rewards, because an older version made it: "
                 "--export needs a run of this version."
@@ -176,15 +176,12 @@ def dpo_rows(items: list[dict]):
         }
 
 
-def token_rows(run: RunData, items: list[dict]):
+def token_rows(items: list[dict]):
     """The sequences as they were sampled. Training runs keep none in their transcripts."""
-    if run.kind != "search":
-        return
     for item in items:
-        for episode in read_rows(run.dir / "episodes" / f"{item['order']:06d}.jsonl"):
-            for segment in episode.get("segments", ()) if episode["node"] == item["id"] else ():
-                yield source(item) | {
-                    "input_ids": segment["tokens"],
-                    "assistant_masks": segment["mask"],
-                    "logprobs": segment["logprobs"],
-                }
+        for segment in item.get("segments", ()):
+            yield source(item) | {
+                "input_ids": segment["tokens"],
+                "assistant_masks": segment["mask"],
+                "logprobs": segment["logprobs"],
+            }

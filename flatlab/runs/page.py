@@ -17,6 +17,8 @@ import time
 import zlib
 from pathlib import Path
 
+import numpy as np
+
 from flatlab.runs import compare, plots, search_plots
 from flatlab.runs.reader import RunData, transcripts
 from flatlab.runs.store import plain, write_whole
@@ -27,7 +29,7 @@ LISTED = ("id", "outcome", "status", "score", "stderr", "tokens", "seconds")
 LISTED += ("task", "op", "sampling_mode", "second")
 TEXTS = ("prompt", "error", "idea", "diff", "code", "ideas", "refused", "lesson")
 LONG = ("final", "hidden_scores")  # of the result: not in its table
-BLOCK = 1 << 20  # characters of texts that are compressed together
+BLOCK = 32  # texts that are compressed together
 
 
 def write(runs: list[RunData], path: Path) -> Path:
@@ -43,9 +45,8 @@ def page(runs: list[RunData]) -> str:
         items = transcripts(run)
         index += items_of(run, place, items)
         texts += map(texts_of, items)
-    blocks, where = pack(texts)
-    for row, place in zip(index, where):
-        row["at"] = place
+    for place, row in enumerate(index):
+        row["at"] = divmod(place, BLOCK)
     data = {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         "made": time.strftime("%Y-%m-%d %H:%M"),
@@ -56,11 +57,11 @@ def page(runs: list[RunData]) -> str:
     }
     template = TEMPLATE.read_text()
     style, script = hash_of("style", template), hash_of("script", template)
-    block_tags = [f'<script type="text/plain" class="block">{block}</script>' for block in blocks]
+    tags = [f'<script type="text/plain" class="block">{block}</script>' for block in pack(texts)]
     parts = {
         "POLICY": f"default-src 'none'; img-src data:; style-src {style}; script-src {script}",
         "DATA": script_json(data),
-        "BLOCKS": "\n".join(block_tags),
+        "BLOCKS": "\n".join(tags),
     }
     # in one pass, because the data may hold these words
     return re.sub(r"@@(POLICY|DATA|BLOCKS)@@", lambda found: parts[found[1]], template)
@@ -102,23 +103,13 @@ def turn_of(turn: dict) -> dict:
     return found
 
 
-def pack(texts: list[dict]) -> tuple[list[str], list[tuple[int, int]]]:
-    """Blocks of compressed JSON lists, and for each text its (block, place)."""
-    groups, where = [[]], []
-    size = 0
-    for text in texts:
-        line = json.dumps(plain(text, finite=True))
-        if groups[-1] and size + len(line) > BLOCK:
-            groups.append([])
-            size = 0
-        where.append((len(groups) - 1, len(groups[-1])))
-        groups[-1].append(line)
-        size += len(line)
+def pack(texts: list[dict]) -> list[str]:
+    """Compressed JSON lists of BLOCK texts each."""
     blocks = []
-    for lines in filter(None, groups):
-        compressed = zlib.compress(f"[{','.join(lines)}]".encode(), 6)
-        blocks.append(base64.b64encode(compressed).decode())
-    return blocks, where
+    for start in range(0, len(texts), BLOCK):
+        block = json.dumps(plain(texts[start : start + BLOCK], finite=True))
+        blocks.append(base64.b64encode(zlib.compress(block.encode())).decode())
+    return blocks
 
 
 # ------------------------------------------------------------------ the index
@@ -127,6 +118,7 @@ def pack(texts: list[dict]) -> tuple[list[str], list[tuple[int, int]]]:
 def items_of(run: RunData, place: int, items: list[dict]) -> list[dict]:
     """What the list, the tree and the filters need of each transcript."""
     places, limits = {}, None
+    shades = (0, 1) if run.higher_is_better else (1, 0)  # 0: the worst colour
     if run.kind == "search":
         places = search_plots.layout(run.rows)
         limits = search_plots.colour_limits(run)
@@ -138,17 +130,9 @@ def items_of(run: RunData, place: int, items: list[dict]) -> list[dict]:
             y, x, parent = places[item["id"]]
             row |= {"x": x, "y": y, "parent": parent, "idea": item["idea"][:160]}
             if item["score"] is not None:
-                row["shade"] = shade_of(item["score"], limits, run.higher_is_better)
+                row["shade"] = round(float(np.interp(item["score"], limits, shades)), 3)
         rows.append({key: value for key, value in row.items() if value not in (None, "")})
     return rows
-
-
-def shade_of(score: float, limits: tuple[float, float], higher_is_better: bool) -> float:
-    """0 for the worst colour, 1 for the best."""
-    low, high = limits
-    shade = (score - low) / (high - low)
-    shade = min(1.0, max(0.0, shade))
-    return round(shade if higher_is_better else 1 - shade, 3)
 
 
 def run_of(run: RunData) -> dict:

@@ -59,15 +59,7 @@ class Group:
 
 def series(rows: list[dict], key: str) -> np.ndarray:
     """One number per row, shape (rows,); NaN where a row has none."""
-    values = [number(row.get(key)) for row in rows]
-    return np.array([np.nan if value is None else value for value in values], float)
-
-
-def mean(values) -> float:
-    """Mean of the numbers that are there; NaN for none."""
-    import pandas
-
-    return float(pandas.Series(values, dtype=float).mean())
+    return np.array([number(row.get(key)) for row in rows], float)
 
 
 def running_mean(values, window: int) -> np.ndarray:

@@ -60,6 +60,14 @@ def duration(seconds: float | None) -> str:
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
 
 
+def filled(form: str, row: dict) -> str:
+    """The form with the numbers of a row; "-" if one of them is missing or None."""
+    try:
+        return form.format_map(row)
+    except (KeyError, TypeError):
+        return "-"
+
+
 # ------------------------------------------------------------------ runs
 
 # What result.json holds from the first step or node on
@@ -198,25 +206,23 @@ def transcripts(run: RunData, step: int | None = None) -> list[dict]:
 
 def episode_item(row: dict, step: int, index: int) -> dict:
     score = row["score"] or {"valid": False, "value": None, "message": row["fault"]}
-    return {
+    return row | {
         "id": f"{step}.{index}",
         "group": f"{step}.{row.get('group')}",
-        "reward": row.get("reward"),
-        "task": row["task"],
-        "start": row.get("start"),
         "outcome": outcome_of(row["status"], score["valid"]),
-        "status": row["status"],
         "score": score["value"] if score["valid"] else None,
-        "turns": row["turns"],
         "tokens": row["reply_tokens"],
-        "seconds": row["seconds"],
         "error": "" if score["valid"] else score["message"],
-        "prompt": row["prompt"],
     }
 
 
 def node_item(row: dict, directory: Path) -> dict:
-    """prompt: what the model was told, from the node's own transcript; "" if that is missing."""
+    """prompt: what the model was told; segments: the sequences as they were sampled. Both are from
+    the node's own transcript, and empty if that is missing.
+    """
     episodes = read_rows(directory / "episodes" / f"{row['order']:06d}.jsonl")
-    prompts = [episode["prompt"] for episode in episodes if episode["node"] == row["id"]]
-    return row | {"turns": row["actions"], "prompt": "".join(prompts)}
+    found = {"prompt": "", "segments": []}
+    for episode in episodes:
+        if episode["node"] == row["id"]:
+            found |= episode
+    return row | {"turns": row["actions"], "prompt": found["prompt"], "segments": found["segments"]}

@@ -6,13 +6,13 @@ runs are in it. search.py and viz.py print this table.
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from statistics import fmean, stdev
 
 import numpy as np
 
 from flatlab.episode.task import improvement
+from flatlab.runs.reader import filled
 
 SPLITS = 200_000  # permutation test: up to this many splits are all tried, else so many at random
 
@@ -26,13 +26,10 @@ def mean_interval(values) -> tuple[float, float] | None:
     """
     from scipy import stats
 
-    values = np.asarray(values, float)
     if len(values) < 3:
         return None
-    if values.std() == 0:
-        return float(values[0]), float(values[0])
-    found = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
-    return float(found.low), float(found.high)
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    return fmean(values) - float(half), fmean(values) + float(half)
 
 
 def permutation_p(a, b) -> float | None:
@@ -104,7 +101,7 @@ def add_ranks(rows: list[dict]) -> None:
 
 
 def row_of(task: str, method: str, group: list[dict]) -> dict:
-    """The row of one task and method. Keys: see the titles in texts_of()."""
+    """The row of one task and method. Keys: see COLUMNS."""
     scores = [final_score(cell) for cell in group]
     chosen_on_test = any(cell["selected_on_test"] for cell in group)
     adapters = Counter(cell["adapter"] for cell in group if "adapter" in cell)
@@ -125,7 +122,7 @@ def row_of(task: str, method: str, group: list[dict]) -> dict:
         "untested": sum(map(is_untested, group)),
         "empty": sum(cell["nodes"] == cell["failed"] + cell["faults"] for cell in group),
         "selected_on_test": chosen_on_test,
-        "adapter": ", ".join(f"{count} {name}" for name, count in adapters.items()),
+        "adapter": ", ".join(f"{count} {name}" for name, count in adapters.items()) or None,
         "modes_used": modes_of(group),
     }
     seconds = sum(cell.get("seconds", 0) for cell in group)  # not known of training runs
@@ -174,41 +171,34 @@ def shown(value: float | None, form: str = ".4f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def interval_text(interval: tuple[float, float] | None) -> str:
-    return "-" if interval is None else "{:.4f} to {:.4f}".format(*interval)
-
-
-def texts_of(row: dict) -> dict[str, str]:
-    """Title -> cell of the table for people."""
-    return {
-        "task": textwrap.shorten(row["task"], 24, placeholder="…"),
-        "method": row["method"],
-        "N": str(row["n"]),
-        "mean": shown(row["mean"]),
-        "std": shown(row["std"]),
-        "95 % interval": interval_text(row["interval"]),
-        "improvement": shown(row["improvement"], "+.2f"),
-        "per minute": shown(row["per_minute"], "+.3f"),
-        "validation": shown(row["validation"]),
-        "selection": shown(row["selection"]),
-        "s.e.": shown(row["stderr"]),
-        "test-valid.": shown(row["test_minus_validation"], "+.4f"),
-        "p": shown(row["p"], ".3f"),
-        "rank": shown(row["rank"], ".2f"),
-        "adapter": row["adapter"] or "-",
-        "empty": str(row["empty"]),
-        "failed": f"{row['failed']} of {row['nodes']}",
-        "faults": str(row["faults"]),
-        "tokens": str(row["tokens"]),
-    }
+COLUMNS = {  # of the table for people: title -> how a row is printed, see filled()
+    "task": "{task:.24}",
+    "method": "{method}",
+    "N": "{n}",
+    "mean": "{mean:.4f}",
+    "std": "{std:.4f}",
+    "95 % interval": "{interval[0]:.4f} to {interval[1]:.4f}",
+    "improvement": "{improvement:+.2f}",
+    "per minute": "{per_minute:+.3f}",
+    "validation": "{validation:.4f}",
+    "selection": "{selection:.4f}",
+    "s.e.": "{stderr:.4f}",
+    "test-valid.": "{test_minus_validation:+.4f}",
+    "p": "{p:.3f}",
+    "rank": "{rank:.2f}",
+    "adapter": "{adapter:s}",
+    "empty": "{empty}",
+    "failed": "{failed} of {nodes}",
+    "faults": "{faults}",
+    "tokens": "{tokens}",
+}
 
 
 def text_of(rows: list[dict]) -> str:
     """The table for people, without columns in which nothing is known, and its notes."""
-    texts = list(map(texts_of, rows))
-    titles = [title for title in texts[0] if any(text[title] != "-" for text in texts)]
-    lines = [titles]
-    lines += [[text[title] for title in titles] for text in texts]
+    columns = [[title, *(filled(form, row) for row in rows)] for title, form in COLUMNS.items()]
+    known = [column for column in columns if set(column[1:]) != {"-"}]
+    lines = list(zip(*known))
     return "\n".join(aligned(lines) + [f"  {note}" for note in notes(rows)])
 
 

@@ -30,11 +30,12 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 
 import yaml
 
 from flatlab.errors import UserError
-from flatlab.runs.reader import duration, read_mapping, read_rows
+from flatlab.runs.reader import duration, filled, read_mapping, read_rows
 
 HERE = Path(__file__).resolve().parents[2]
 
@@ -243,8 +244,7 @@ class Run:
         self.lock = lock
         self.trackers = []
         self.episodes = []
-        self.lines = 0  # printed by this process
-        self.seconds = []  # of the latest steps, for the ETA
+        self.seconds = []  # of each step of this process, for the ETA
         self.plot_again = 0.0
 
     def log(self, row: dict, file="metrics.jsonl"):
@@ -323,56 +323,43 @@ class Run:
         return sorted((int(folder.name), folder) for folder in folders)
 
     def step_line(self, row: dict) -> str:
-        """step_line() with a header now and then, and the ETA from the latest steps."""
-        self.seconds = (self.seconds + [row.get("seconds") or 0.0])[-20:]
-        self.lines += 1
+        """One aligned line for one step, now and then under a line of titles. The ETA is from the
+        latest steps.
+        """
+        columns = COLUMNS
+        if "improvement_mean" in row and "score_mean" not in row:
+            columns = [*COLUMNS[:2], IMPROVEMENT, *COLUMNS[4:]]
+        self.seconds.append(row.get("seconds") or 0.0)
         left = self.config.get("steps", 0) - row["step"] - 1
-        eta = left * sum(self.seconds) / len(self.seconds) if left > 0 else None
-        return step_line(row, self.lines % 20 == 1, eta)
+        eta = left * fmean(self.seconds[-20:]) if left > 0 else None
+        cells = [f"{filled(form, row):>{width}}" for _, width, form in columns]
+        line = " ".join([*cells, f"{duration(eta):>6}"])
+        if len(self.seconds) % 20 != 1:
+            return line
+        titles = [f"{title:>{width}}" for title, width, _ in columns]
+        return " ".join([*titles, "   ETA"]) + f"\n{line}"
 
 
 # ------------------------------------------------------------------ terminal
 
-# title, width, the row's keys, how to print them; the order never changes
+# title, width, how a row is printed, see filled(); the order never changes
 COLUMNS = [
-    ("step", 4, ("step",), "{:.0f}"),
-    ("reward", 10, ("reward_mean", "reward_std"), "{:.2f}±{:.2f}"),
-    ("score", 6, ("score_mean",), "{:.4g}"),
-    ("best", 6, ("score_best",), "{:.4g}"),
-    ("valid", 5, ("valid_share",), "{:.0%}"),
-    ("same", 4, ("zero_variance_share",), "{:.0%}"),  # groups of equal rewards: no signal
-    ("fault", 5, ("faults",), "{:.0f}"),
-    ("turns", 5, ("turns",), "{:.1f}"),
-    ("tokens", 6, ("reply_tokens",), "{:.0f}"),
-    ("kl", 7, ("kl",), "{:.1e}"),
-    ("lp diff", 7, ("logprob_diff_max",), "{:.1e}"),
-    ("grad", 5, ("grad_norm",), "{:.3f}"),
-    ("tok/s", 5, ("tokens_per_second",), "{:.0f}"),
-    ("GiB", 4, ("memory_gb",), "{:.1f}"),  # peak memory of the GPU, or of this process without one
-    ("sec", 5, ("seconds",), "{:.1f}"),
-    (
-        "smpl/env/train",
-        14,
-        ("seconds_sample", "seconds_env", "seconds_train"),
-        "{:.1f}/{:.1f}/{:.1f}",
-    ),
+    ("step", 4, "{step:.0f}"),
+    ("reward", 10, "{reward_mean:.2f}±{reward_std:.2f}"),
+    ("score", 6, "{score_mean:.4g}"),
+    ("best", 6, "{score_best:.4g}"),
+    ("valid", 5, "{valid_share:.0%}"),
+    ("same", 4, "{zero_variance_share:.0%}"),  # groups of equal rewards: no signal
+    ("fault", 5, "{faults:.0f}"),
+    ("turns", 5, "{turns:.1f}"),
+    ("tokens", 6, "{reply_tokens:.0f}"),
+    ("kl", 7, "{kl:.1e}"),
+    ("lp diff", 7, "{logprob_diff_max:.1e}"),
+    ("grad", 5, "{grad_norm:.3f}"),
+    ("tok/s", 5, "{tokens_per_second:.0f}"),
+    ("GiB", 4, "{memory_gb:.1f}"),  # peak memory of the GPU, or of this process without one
+    ("sec", 5, "{seconds:.1f}"),
+    ("smpl/env/train", 14, "{seconds_sample:.1f}/{seconds_env:.1f}/{seconds_train:.1f}"),
 ]
-
-
 # several tasks have scores in different units: this stands instead of score and best
-IMPROVEMENT = ("improvement", 13, ("improvement_mean",), "{:+.4f}")
-
-
-def step_line(row: dict, header=False, eta: float | None = None) -> str:
-    """One aligned line for one step, under a line of titles if `header`. eta: in seconds."""
-    columns = COLUMNS
-    if "improvement_mean" in row and "score_mean" not in row:
-        columns = [*COLUMNS[:2], IMPROVEMENT, *COLUMNS[4:]]
-    titles, cells = [], []
-    for title, width, keys, form in columns:
-        values = [row.get(key) for key in keys]
-        cell = "-" if None in values else form.format(*values)
-        titles.append(f"{title:>{width}}")
-        cells.append(f"{cell:>{width}}")
-    line = " ".join(cells) + f" {duration(eta):>6}"
-    return " ".join(titles) + "    ETA\n" + line if header else line
+IMPROVEMENT = ("improvement", 13, "{improvement_mean:+.4f}")

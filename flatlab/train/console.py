@@ -1,5 +1,5 @@
 """What a training run prints before its first step and at its end; the steps in between are lines
-of store.step_line.
+of Run.step_line.
 """
 
 import asyncio
