@@ -36,7 +36,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from math import log1p
+from math import inf, log1p
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Literal
@@ -742,18 +742,18 @@ AT_LEAST_ONE = (
     "eval_every",
     "keep_checkpoints",
 )
-BOUNDS = dict.fromkeys(AT_LEAST_ONE, (1, None)) | {  # all other numbers: 0
-    "group_size": (2, None),
-    "temperature": (0.01, None),
-    "episode_minutes": (0.01, None),
-    "sft_share": (1e-6, None),
-    "max_grad_norm": (1e-6, None),
+BOUNDS = dict.fromkeys(AT_LEAST_ONE, (1, inf)) | {  # all other numbers: 0
+    "group_size": (2, inf),
+    "temperature": (0.01, inf),
+    "episode_minutes": (0.01, inf),
+    "sft_share": (1e-6, inf),
+    "max_grad_norm": (1e-6, inf),
 }
 
 
 def check(cfg: Config, tasks: list[Task]) -> None:
     """Raises UserError for settings that are wrong."""
-    check_numbers(cfg, BOUNDS, otherwise=(0, None))
+    check_numbers(cfg, BOUNDS, otherwise=(0, inf))
     if cfg.eval_episodes == 1:
         raise UserError("--eval-episodes must be 0 or at least 2: one has no standard error.")
     weights = cfg.task_weights or (1.0,) * len(tasks)

@@ -615,13 +615,13 @@ MAY_CHANGE = (
 
 # Bounds of numbers; all others must not be negative.
 COUNTS = ("nodes", "tokens", "workers", "k", "max_turns", "depth", "branching")
-BOUNDS = dict.fromkeys(COUNTS, (1, None)) | {
-    "minutes": (1e-9, None),
+BOUNDS = dict.fromkeys(COUNTS, (1, math.inf)) | {
+    "minutes": (1e-9, math.inf),
     "tau": (1e-9, 1),
     "debug_prob": (0, 1),
     "max_similarity": (0, 1),
     "merge_share": (0, 1),
-    "episode_minutes": (0.01, None),
+    "episode_minutes": (0.01, math.inf),
     "gpu_memory": (0.01, 1),
 }
 

@@ -13,6 +13,7 @@ directory.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import sys
 import time
@@ -146,7 +147,7 @@ def main() -> None:
     if unknown:
         known = " and ".join(TABLES)
         raise UserError(f"The expert knows {known}, not {', '.join(sorted(unknown))}.")
-    check_numbers(cfg, {"episodes": (1, None)}, (0, None))
+    check_numbers(cfg, {"episodes": (1, math.inf)}, (0, math.inf))
     cfg.name = cfg.name or f"demonstrations-{'+'.join(cfg.task)}"
     # The commands are the expert's own, so the fast local sandbox is as good as Docker here.
     wanted = "local" if cfg.backend == "auto" else cfg.backend

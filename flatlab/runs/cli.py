@@ -88,8 +88,8 @@ def check_renamed(flags: list[str]) -> None:
 def check_numbers(config, bounds: dict, otherwise: tuple) -> None:
     """Raises UserError for a number that is out of its bounds; NaN always is.
 
-    bounds: field name -> (lowest, highest), highest None where there is no limit; `otherwise` holds
-    for the fields that are not named. None stands for "derived" and is not checked.
+    bounds: field name -> (lowest, highest); `otherwise` holds for the fields that are not named.
+    None stands for "derived" and is not checked.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -97,15 +97,10 @@ def check_numbers(config, bounds: dict, otherwise: tuple) -> None:
             check_numbers(value, bounds, otherwise)
         elif isinstance(value, (int, float)):
             low, high = bounds.get(field.name, otherwise)
-            check_number(field.name, value, low, high)
-
-
-def check_number(name: str, value: float, low: float, high: float | None) -> None:
-    """Raises UserError unless low <= value <= high."""
-    if low <= value <= (math.inf if high is None else high):
-        return
-    wanted = f"at least {low}" if high in (None, math.inf) else f"from {low:g} to {high:g}"
-    raise UserError(f"--{name.replace('_', '-')} must be {wanted}, not {value}.")
+            wanted = f"at least {low}" if high == math.inf else f"from {low:g} to {high:g}"
+            if not low <= value <= high:
+                name = field.name.replace("_", "-")
+                raise UserError(f"--{name} must be {wanted}, not {value}.")
 
 
 def one_sentence(main):

@@ -28,8 +28,9 @@ def mean_interval(values) -> tuple[float, float] | None:
 
     if len(values) < 3:
         return None
-    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-    return fmean(values) - float(half), fmean(values) + float(half)
+    middle = fmean(values)
+    half = float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+    return middle - half, middle + half
 
 
 def permutation_p(a, b) -> float | None:
