@@ -106,6 +106,7 @@ def row_of(task: str, method: str, group: list[dict]) -> dict:
     scores = [final_score(cell) for cell in group]
     chosen_on_test = any(cell["selected_on_test"] for cell in group)
     adapters = Counter(cell["adapter"] for cell in group if "adapter" in cell)
+    known = ", ".join(f"{count} {name}" for name, count in adapters.items())
     row = {
         "task": task,
         "method": method,
@@ -123,7 +124,7 @@ def row_of(task: str, method: str, group: list[dict]) -> dict:
         "untested": sum(map(is_untested, group)),
         "empty": sum(cell["nodes"] == cell["failed"] + cell["faults"] for cell in group),
         "selected_on_test": chosen_on_test,
-        "adapter": ", ".join(f"{count} {name}" for name, count in adapters.items()) or None,
+        "adapter": known or None,
         "modes_used": modes_of(group),
     }
     seconds = sum(cell.get("seconds", 0) for cell in group)  # not known of training runs
