@@ -205,6 +205,16 @@ def test_the_band_of_best_so_far_never_leaves_the_possible_range():
     assert ys.max() <= 1.0 and ys.min() >= 0.5
 
 
+def test_the_heat_map_names_adapters_of_training_runs_only():
+    for runs, adapter in (([searched(), searched(select="tree")], ""), ([ended()], "1 best")):
+        with plots.figure_of(9, 5) as figure:
+            axis = figure.subplots()
+            compare.draw_heat_map(axis, figure, compare.comparison(runs, runs[0].kind))
+        for text in axis.texts:
+            first = text.get_text().splitlines()[0]
+            assert first.endswith(f"N=1   {adapter}")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_all_pictures_of_a_mixed_crowd(tmp_path):

@@ -289,7 +289,7 @@ def test_grader_that_fails_on_an_artefact_is_invalid_and_says_no_secret(world):
     cases = [
         ("crash", "printed no result"),
         ("exit", "printed no result"),
-        ("nan", "not a finite number"),
+        ("nan", "no finite number"),
     ]
     for guess, why in cases:
         do(world, f"echo {guess} > guess.txt")

@@ -337,7 +337,7 @@ def test_flags_and_presets_of_nested_options_are_flat(tmp_path):
     assert config == Nested(Sandbox("local", 5.0), max_turns=3)
     with pytest.raises(UserError, match="--episode-minutes must be at least 0.01, not 0.0."):
         cli.check_numbers(
-            Nested(Sandbox("local", 0.0)), {"episode_minutes": (0.01, math.inf)}, (0, None)
+            Nested(Sandbox("local", 0.0)), {"episode_minutes": (0.01, math.inf)}, (0, math.inf)
         )
     cli.check_numbers(Nested(), {}, (0, math.inf))  # None is derived later
 

@@ -180,7 +180,7 @@ def draw_heat_map(axis, figure, rows):
     image = axis.imshow(values, cmap="PuOr_r", vmin=-limit, vmax=limit, aspect="auto")
     for row in rows:
         spread = "" if row["std"] is None else f" ± {row['std']:.3g}"
-        text = f"{row['mean']:.4g}{spread}   N={row['n']}   {row['adapter']}\n"
+        text = f"{row['mean']:.4g}{spread}   N={row['n']}   {row['adapter'] or ''}\n"
         text += f"{row['failed']} of {row['nodes']} failed, {row['faults']} faults"
         colour = "white" if abs(row["improvement"]) > 0.7 * limit else "black"
         place = values.columns.get_loc(row["task"]), order.get_loc(row["method"])
