@@ -206,7 +206,8 @@ def test_the_band_of_best_so_far_never_leaves_the_possible_range():
 
 
 def test_the_heat_map_names_adapters_of_training_runs_only():
-    for runs, adapter in (([searched(), searched(select="tree")], ""), ([ended()], "1 best")):
+    searches = [searched(), searched(select="tree")]
+    for runs, adapter in ((searches, ""), ([ended()], "1 best")):
         with plots.figure_of(9, 5) as figure:
             axis = figure.subplots()
             compare.draw_heat_map(axis, figure, compare.comparison(runs, runs[0].kind))

@@ -126,6 +126,8 @@ def training_cell(run: RunData) -> dict:
 
     Counts are sums over the steps; the row of a step holds means over its episodes.
     """
+    import pandas
+
     final = run.result.get("final")
     if final:
         score = final["best"].get("score_mean", final["best"]["improvement"])
@@ -133,7 +135,8 @@ def training_cell(run: RunData) -> dict:
         adapter = "untrained" if final["best_is_untrained"] else "best"
     else:
         last = series(run.rows, f"{score_key(run)}_mean")[-window_of(run.rows) :]
-        score, test, adapter = float(np.nanmean(last)), None, "last steps"
+        # pandas, because numpy warns if no step has a score
+        score, test, adapter = float(pandas.Series(last).mean()), None, "last steps"
     sizes = series(run.rows, "episodes")
     valid = series(run.rows, "valid_share")
     return {

@@ -198,9 +198,12 @@ COLUMNS = {  # of the table for people: title -> how a row is printed, see fille
 
 def text_of(rows: list[dict]) -> str:
     """The table for people, without columns in which nothing is known, and its notes."""
-    columns = [[title, *(filled(form, row) for row in rows)] for title, form in COLUMNS.items()]
-    known = [column for column in columns if set(column[1:]) != {"-"}]
-    lines = list(zip(*known))
+    columns = []
+    for title, form in COLUMNS.items():
+        cells = [filled(form, row) for row in rows]
+        if set(cells) != {"-"}:
+            columns.append([title, *cells])
+    lines = list(zip(*columns))
     return "\n".join(aligned(lines) + [f"  {note}" for note in notes(rows)])
 
 
