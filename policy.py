@@ -470,12 +470,12 @@ class Policy(ChatTokens):
         """Peak memory in GiB: of the GPU since the last call, engine included; without one of this
         process.
         """
-        import resource
-
         import torch
 
+        from flatlab.train.memory import peak_bytes
+
         if self.device == "cpu":
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            return peak_bytes() / 2**30
         peak = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()
         return peak

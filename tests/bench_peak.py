@@ -7,7 +7,6 @@ WAY: "chunked" (ours) or "whole" (all logits at once) on sequences of 1024 token
 lengths that share a prompt.
 """
 
-import resource
 import sys
 import time
 from pathlib import Path
@@ -16,11 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from flatlab.train.memory import peak_bytes
 from policy import ModelPath, Policy
-
-
-def peak_kib():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def main(model, tokens, way):
@@ -44,7 +40,7 @@ def main(model, tokens, way):
         mask = [0] * shared + [1] * (length - shared)
         batch.append((prompt + torch.randint(0, 250, (length - shared,)).tolist(), mask))
     policy.logprobs(batch[:1])[0].sum().backward()
-    before = peak_kib()
+    before = peak_bytes()
     begin = time.perf_counter()
     if way == "whole":
         ids = torch.tensor([tokens for tokens, _ in batch])
@@ -53,7 +49,7 @@ def main(model, tokens, way):
     else:
         logp, _ = policy.logprobs(batch)
     logp.sum().backward()
-    print((peak_kib() - before) / 1024, time.perf_counter() - begin)
+    print((peak_bytes() - before) / 2**20, time.perf_counter() - begin)
 
 
 if __name__ == "__main__":

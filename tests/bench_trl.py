@@ -6,9 +6,11 @@ bench.py runs this in a process of its own. VLLM: 1 for vLLM in TRL's process, 0
 """
 
 import json
-import resource
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import trl
@@ -16,6 +18,8 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+
+from flatlab.train.memory import peak_bytes
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -79,7 +83,7 @@ def main(model, steps, prompts, episodes, tokens, vllm):
     clock = Clock()
     trainer.add_callback(clock)
     trainer.train()
-    memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = peak_bytes()
     if has_gpu:
         memory = torch.cuda.max_memory_allocated()
     note = f"TRL {trl.__version__}; peak memory {memory / 2**30:.1f} GiB"

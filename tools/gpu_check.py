@@ -221,14 +221,17 @@ def without_adapter(model: str) -> list:
     """The engine without LoRA: the bound for the one with it."""
     from vllm import EngineArgs, LLMEngine
 
+    from flatlab.train.memory import cpu_kv_cache_bytes
     from policy import cpu_engine_options
 
     policy = make_policy(model)
     prompts = prompts_of(policy)
     rate = engine_rate(policy.engine, prompts)
-    options = cpu_engine_options(2048)
-    if has_gpu():
-        options = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3}
+    options = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3}
+    if not has_gpu():
+        options = cpu_engine_options(2048)
+        cache = cpu_kv_cache_bytes(policy.path.base, 2048, REQUESTS)
+        options["kv_cache_memory_bytes"] = cache  # else vLLM asks for 92 % of the memory
     arguments = EngineArgs(
         model=policy.path.base,
         max_model_len=2048,

@@ -6,6 +6,7 @@ the size is estimated first, from the model's dimensions and the memory that is 
 once.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -81,6 +82,14 @@ def cpu_kv_cache_bytes(base: str, context: int, requests: int) -> int:
     one = context * kv_bytes_per_token(AutoConfig.from_pretrained(base), element_size=4)
     room = min(CPU_KV_CACHE, free_bytes("cpu") // 4)
     return max(one, min(requests * one, room))
+
+
+def peak_bytes() -> int:
+    """Peak memory of this process. The maximum of getrusage() would not do: it starts at that of
+    the process that started this one.
+    """
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
 
 
 def free_bytes(device: str, processes: int = 1) -> int:
