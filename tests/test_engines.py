@@ -402,7 +402,7 @@ def test_no_container_outlives_its_owner(engine):
     assert container in {box["Id"] for box in docker_api().containers()}
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60  # rootless podman on a busy machine
     while container in {box["Id"] for box in docker_api().containers(all=True)}:
         assert time.monotonic() < deadline
         time.sleep(0.2)
