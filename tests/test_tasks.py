@@ -18,7 +18,7 @@ import pytest
 
 import tasks
 from flatlab.episode.builtin import builtin_names
-from flatlab.episode.task import finite_number, improvement, last_json_object, parse_grade
+from flatlab.episode.task import improvement, last_json_object, parse_grade, standard_error
 from flatlab.episode.task_files import TASKS_DIR
 from flatlab.errors import UserError
 from helpers import LOCAL
@@ -220,11 +220,11 @@ def test_parse_grade():
 
 def test_a_standard_error_is_a_finite_number_or_absent():
     for text, stderr in (("0.02", 0.02), ("0", 0.0), ("1e-3", 0.001)):
-        assert finite_number(last_json_object('{"stderr": ' + text + "}"), "stderr") == stderr
+        assert standard_error(last_json_object('{"stderr": ' + text + "}")) == stderr
     # The last one is an integer that no float can hold; it once ended the whole run.
-    for text in ("null", "true", "NaN", "-Infinity", '"0.1"', "[1]", "9" * 400):
-        assert finite_number(last_json_object('{"stderr": ' + text + "}"), "stderr") is None
-    assert finite_number({}, "stderr") is None
+    for text in ("null", "true", "-1", "NaN", "Infinity", "-Infinity", '"0.1"', "[1]", "9" * 400):
+        assert standard_error(last_json_object('{"stderr": ' + text + "}")) is None
+    assert standard_error({}) is None
 
 
 def test_parse_grade_bounds_the_message():

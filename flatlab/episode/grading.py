@@ -11,6 +11,7 @@ from flatlab.episode.task import (
     finite_number,
     last_json_object,
     parse_grade,
+    standard_error,
 )
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.sandbox import snapshot
@@ -122,8 +123,8 @@ def run_grader(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox
         return Score(None, task.metric, split, False, message)
     found = last_json_object(stdout.decode("utf-8", "replace"))
     value, message = parse_grade(found, task)
-    position = finite_number(found, "position")
-    stderr = finite_number(found, "stderr")
+    position = finite_number(found, "position") if task.source == "mledojo" else None
+    stderr = standard_error(found)
     return Score(value, task.metric, split, value is not None, message, position, stderr)
 
 

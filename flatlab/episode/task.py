@@ -108,6 +108,12 @@ def finite_number(grade: dict, key: str) -> float | None:
     return float(value) if abs(value) <= sys.float_info.max else None
 
 
+def standard_error(grade: dict) -> float | None:
+    """Of the score; None if the grader gives none, or a negative one."""
+    value = finite_number(grade, "stderr")
+    return None if value is None or value < 0 else value
+
+
 def last_json_object(text: str) -> dict:
     """The last line of a grader's stdout that is a JSON object; {} if there is none."""
     for line in reversed(text.splitlines()):

@@ -97,9 +97,9 @@ def check_numbers(config, bounds: dict, otherwise: tuple) -> None:
             check_numbers(value, bounds, otherwise)
         elif isinstance(value, (int, float)):
             low, high = bounds.get(field.name, otherwise)
-            wanted = f"at least {low}" if high == math.inf else f"from {low:g} to {high:g}"
             if not low <= value <= high:
                 name = field.name.replace("_", "-")
+                wanted = f"at least {low}" if high == math.inf else f"from {low:g} to {high:g}"
                 raise UserError(f"--{name} must be {wanted}, not {value}.")
 
 

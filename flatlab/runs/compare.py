@@ -6,8 +6,10 @@ says how many runs and failures are in each of its cells.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -126,8 +128,6 @@ def training_cell(run: RunData) -> dict:
 
     Counts are sums over the steps; the row of a step holds means over its episodes.
     """
-    import pandas
-
     final = run.result.get("final")
     if final:
         score = final["best"].get("score_mean", final["best"]["improvement"])
@@ -135,8 +135,9 @@ def training_cell(run: RunData) -> dict:
         adapter = "untrained" if final["best_is_untrained"] else "best"
     else:
         last = series(run.rows, f"{score_key(run)}_mean")[-window_of(run.rows) :]
-        # pandas, because numpy warns if no step has a score
-        score, test, adapter = float(pandas.Series(last).mean()), None, "last steps"
+        known = last[~np.isnan(last)]
+        score = fmean(known) if len(known) else math.nan
+        test, adapter = None, "last steps"
     sizes = series(run.rows, "episodes")
     valid = series(run.rows, "valid_share")
     return {

@@ -20,7 +20,7 @@ import yaml
 
 from flatlab.episode.episode import worth_imitating
 from flatlab.errors import UserError
-from flatlab.runs.reader import RunData, transcripts
+from flatlab.runs.reader import RunData, own_transcript, transcripts
 from flatlab.runs.store import plain, write_whole
 
 MESSAGES = {"list": [{"name": "role", "dtype": "string"}, {"name": "content", "dtype": "string"}]}
@@ -52,7 +52,7 @@ def export(runs: list[RunData], folder: Path) -> dict[str, int]:
         rows["episodes"] += map(episode_row, items)
         rows["sft"] += sft_rows(items)
         rows["dpo"] += dpo_rows(items)
-        rows["tokens"] += token_rows(items)
+        rows["tokens"] += token_rows(run, items)
     folder.mkdir(parents=True, exist_ok=True)
     for table in TABLES:
         if rows[table]:
@@ -176,10 +176,12 @@ def dpo_rows(items: list[dict]):
         }
 
 
-def token_rows(items: list[dict]):
+def token_rows(run: RunData, items: list[dict]):
     """The sequences as they were sampled. Training runs keep none in their transcripts."""
+    if run.kind != "search":
+        return
     for item in items:
-        for segment in item.get("segments", ()):
+        for segment in own_transcript(item, run.dir)["segments"]:
             yield source(item) | {
                 "input_ids": segment["tokens"],
                 "assistant_masks": segment["mask"],

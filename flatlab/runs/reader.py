@@ -217,12 +217,14 @@ def episode_item(row: dict, step: int, index: int) -> dict:
 
 
 def node_item(row: dict, directory: Path) -> dict:
-    """prompt: what the model was told; segments: the sequences as they were sampled. Both are from
-    the node's own transcript, and empty if that is missing.
-    """
-    episodes = read_rows(directory / "episodes" / f"{row['order']:06d}.jsonl")
+    """prompt: what the model was told; "" if the node's transcript is missing."""
+    return row | {"turns": row["actions"], "prompt": own_transcript(row, directory)["prompt"]}
+
+
+def own_transcript(node: dict, directory: Path) -> dict:
+    """prompt and segments, the sequences as they were sampled; both are empty if it is missing."""
     found = {"prompt": "", "segments": []}
-    for episode in episodes:
-        if episode["node"] == row["id"]:
+    for episode in read_rows(directory / "episodes" / f"{node['order']:06d}.jsonl"):
+        if episode["node"] == node["id"]:
             found |= episode
-    return row | {"turns": row["actions"], "prompt": found["prompt"], "segments": found["segments"]}
+    return found
