@@ -187,9 +187,7 @@ def clipped(logp, old, advantage, sequence, cfg):
     """
     ratio = (logp - old).exp()
     ratio = ratio * (cfg.is_cap / ratio.detach()).clamp(max=1)
-    clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    is_clipped = clipped_ratio * advantage < ratio * advantage
-    return -(ratio * advantage).minimum(clipped_ratio * advantage), is_clipped
+    return larger_loss(ratio, advantage, cfg)
 
 
 def sequence_clipped(logp, old, advantage, sequence, cfg):
@@ -199,9 +197,7 @@ def sequence_clipped(logp, old, advantage, sequence, cfg):
     """
     current = logp.detach()
     ratio = geometric_mean(current - old, sequence).exp() * (logp - current).exp()
-    clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    is_clipped = clipped_ratio * advantage < ratio * advantage
-    return -(ratio * advantage).minimum(clipped_ratio * advantage), is_clipped
+    return larger_loss(ratio, advantage, cfg)
 
 
 def clipped_weight(logp, old, advantage, sequence, cfg):
@@ -211,6 +207,13 @@ def clipped_weight(logp, old, advantage, sequence, cfg):
     ratio = (logp - old).exp().detach()
     clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     return -clipped_ratio * advantage * logp, clipped_ratio != ratio
+
+
+def larger_loss(ratio, advantage, cfg):
+    """max(-r A, -clip(r, 1 - low, 1 + high) A), and whether it is that of the clipped ratio."""
+    clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    is_clipped = clipped_ratio * advantage < ratio * advantage
+    return -(ratio * advantage).minimum(clipped_ratio * advantage), is_clipped
 
 
 def kl_to_base(logp, base):
@@ -281,7 +284,7 @@ LOSSES = {
 
 @dataclass
 class Config:
-    """None stands for "derived" and 0 for zero."""
+    """None stands for the default that the comment names; 0 is zero."""
 
     name: str | None = None  # run directory logs/<name>; default: grpo-<task>-<model>-<seed>
     seed: int = 0  # seed of sampling, initial adapter and choice of tasks
@@ -294,7 +297,8 @@ class Config:
     sft_share: float = 0.25  # best share of their episodes above the baseline; 1: all of these
     sft_updates: int = 32  # optimizer steps of this imitation, on up to 8 episodes each
     sft_lr: float | None = None  # learning rate of this imitation; default: 2e-4, stand-in 1e-3
-    # search or grid (logs/<search>): every other group starts from one of its nodes
+    # search or grid (logs/<search>): every other group starts from one of its nodes; default: none
+    # does
     start_from: str | None = None
     # sampling
     groups: int = 4  # P: groups per step
@@ -307,7 +311,7 @@ class Config:
     reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
     advantage: Literal[*ADVANTAGES] = "group"  # what an episode is compared with
     credit: Literal[*CREDITS] = "episode"  # runnable: a reply that could not be run gets no praise
-    loss: Literal[*LOSSES] = "dapo"  # each loss names its paper in its docstring
+    loss: Literal[*LOSSES] = "dapo"  # policy-gradient loss; LOSSES shows what each one consists of
     mask_truncated: bool = False  # no loss on replies that reached the length limit
     clip_low: float | None = None  # ratios are clipped below 1 - clip_low; default: see LOSSES
     clip_high: float | None = None  # ratios are clipped above 1 + clip_high; default: see LOSSES
@@ -322,10 +326,10 @@ class Config:
     warmup: int = 4  # steps until the full learning rate
     epochs: int = 1  # passes over the batch of a step
     max_grad_norm: float = 1.0  # a larger gradient is scaled down to this norm
-    lora_rank: int = 16  # rank of A and B
+    lora_rank: int = 16  # rank of the LoRA matrices
     lora_alpha: int = 32  # LoRA is scaled by alpha / rank
     # memory
-    micro_tokens: int | None = None  # tokens per training pass, with padding; default: what fits
+    micro_tokens: int | None = None  # tokens per training pass; default: what fits into the memory
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time
     gpu_memory: float = 0.45  # share of the GPU for the engine: its weights and its KV cache
     # engine and trainer share the base weights (GPU); default: if they compute the same log-probs
@@ -419,9 +423,6 @@ async def play_groups(
 async def play_episode(policy, task: Task, cfg: Config, seed: int, test: bool, start=None):
     box = cfg.sandbox
     world = env.Env(task, box.backend, seed, box.image, box.network, box.hf_cache)
-    state = {}
-    if start:
-        state = {"files": start.files.read_bytes(), "extra_user_text": start.texts[0]}
     return await run_episode(
         world,
         policy,
@@ -431,7 +432,8 @@ async def play_episode(policy, task: Task, cfg: Config, seed: int, test: bool, s
         time_limit=60 * box.episode_minutes,
         max_reply_tokens=cfg.model.max_reply_tokens,
         max_observation_tokens=cfg.model.max_observation_tokens,
-        **state,
+        files=start.files.read_bytes() if start else b"",
+        extra_user_text=start.texts[0] if start else "",
     )
 
 
@@ -537,8 +539,8 @@ def micro_loss(
         meter.add(kl=kl)
         if cfg.kl:
             loss = loss + cfg.kl * kl
-    for value in values:
-        loss = loss + VALUE_WEIGHT * (value - micro.target) ** 2 / 2
+    if cfg.advantage == "ppo":
+        loss = loss + VALUE_WEIGHT * (values[0] - micro.target) ** 2 / 2
     loss = loss * micro.weight * kept
 
     meter.add(
@@ -729,7 +731,19 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist, pool=()) -> N
 # ------------------------------------------------------------------------------ start
 
 # Settings that may change when a run is resumed.
-MAY_CHANGE = ("steps", "keep_checkpoints", "concurrency", "tensorboard", "wandb")
+MAY_CHANGE = (
+    "steps",
+    "keep_checkpoints",
+    "concurrency",
+    "micro_tokens",
+    "gradient_checkpointing",
+    "gpu_memory",
+    "mlgym_root",
+    "mledojo_root",
+    "tensorboard",
+    "wandb",
+)
+# Lowest and highest values; all other numbers must not be negative.
 AT_LEAST_ONE = (
     "groups",
     "max_turns",
@@ -742,12 +756,13 @@ AT_LEAST_ONE = (
     "eval_every",
     "keep_checkpoints",
 )
-BOUNDS = dict.fromkeys(AT_LEAST_ONE, (1, inf)) | {  # all other numbers: 0
+BOUNDS = dict.fromkeys(AT_LEAST_ONE, (1, inf)) | {
     "group_size": (2, inf),
     "temperature": (0.01, inf),
     "episode_minutes": (0.01, inf),
-    "sft_share": (1e-6, inf),
+    "sft_share": (1e-6, 1),
     "max_grad_norm": (1e-6, inf),
+    "gpu_memory": (0.01, 1),
 }
 
 
@@ -761,6 +776,8 @@ def check(cfg: Config, tasks: list[Task]) -> None:
         raise UserError(
             "--task-weights needs one number per task, none below 0 and at least one above 0."
         )
+    if cfg.max_groups is not None and cfg.max_groups < cfg.groups:
+        raise UserError(f"--max-groups {cfg.max_groups} is less than --groups {cfg.groups}.")
     if cfg.advantage == "ppo" and cfg.credit != "episode":
         raise UserError("--advantage ppo assigns credit to every token itself: leave out --credit.")
 

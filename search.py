@@ -71,59 +71,6 @@ from flatlab.tree.tree import Choice, Node, Tree, code_in, results, stable
 from policy import Policy, Transformers, default_model, resolve_model
 from tasks import load_task
 
-
-@dataclass
-class Config:
-    # Several values of task, sampling_mode or seed make a grid of trees that share one engine.
-
-    tasks: TaskOptions = field(default_factory=TaskOptions)
-    model: ModelOptions = field(default_factory=ModelOptions)
-    sandbox: SandboxOptions = field(default_factory=SandboxOptions)
-    trackers: TrackerOptions = field(default_factory=TrackerOptions)
-
-    # run directory logs/<name>; default: search-<rule>-<task>-<mode>-<model>-<seed>
-    name: str | None = None
-    seed: tuple[int, ...] = (0,)  # seed of choices and samples; several: one tree each
-    workers: int = 4  # nodes that run at the same time, over all trees
-    engine: Literal["vllm", "hf", "api"] = "vllm"  # hf: transformers; api: an OpenAI-style endpoint
-    url: str = "http://localhost:8000/v1"  # address of that endpoint; key: $OPENAI_API_KEY
-    gpu_memory: float = 0.85  # share of the GPU for the engine (weights and KV cache)
-    # budget of each tree; None: no limit
-    nodes: int = 12  # executed nodes per tree; failed ones count
-    tokens: int | None = None  # sampled tokens per tree, those for strategies included
-    minutes: float | None = None  # wall time per tree, in minutes
-    # strategies
-    sampling_mode: tuple[Literal["none", "uniform", "tail", "local", "sequence"], ...] = ("tail",)
-    vs_variant: Literal["standard", "cot"] = "standard"  # cot: the model reasons before it lists
-    k: int = 5  # strategies per request
-    tau: float = 0.1  # tail: ask for strategies less probable than this; drop the others
-    # order: the most probable strategy is taken first, else the one that was listed first
-    use_probability: Literal["no", "order"] = "no"
-    scope: Literal["parent", "global"] = "parent"  # global: prompts summarise the whole tree
-    reflection: bool = False  # one more request per node: what has the tree taught so far?
-    # one more request per node: what changed and what did it do? All prompts show the best answers.
-    # Runs named here (--lessons logs/*) are where it starts from; default: no lessons
-    lessons: tuple[str, ...] | None = None
-    # a reply whose program is more similar than this to an earlier one's is sampled once more; 1:
-    # never
-    max_similarity: float = 1.0
-    # selection
-    # rule that picks the node to build on: bfs, random, greedy, ucb, open_ended, softmax, signals,
-    # mcts, evolution, linear, scientist, or your own (a key of SELECT)
-    select: str = "bfs"
-    rule_args: tuple[str, ...] = ()  # constants of the rule, as in --rule-args c=0.5 drafts=4
-    branching: int = 3  # bfs, mcts: children per node
-    depth: int = 2  # bfs: levels below the root
-    # probability of debugging a failed leaf instead (not with bfs, mcts, linear, scientist)
-    debug_prob: float = 0.5
-    merge_share: float = 0.0  # last share of the budget, in which the best of two branches combine
-    # part that decides, at the end, between nodes within one standard error of the best
-    final_choice: Literal["selection", "validation"] = "selection"
-    # episodes
-    max_turns: int = 15  # replies per node
-    end_on: Literal["validate", "submit"] = "validate"  # validate: end at the first valid score
-
-
 # ==================================== the idea: edit here ====================================
 # A selection rule is a function of (tree, rng, constants with defaults) that returns a Choice, or
 # None to wait for a running node. Write one here, or change one of flatlab/tree/selection.py, and
@@ -192,6 +139,67 @@ def told(t: Tree, node: Node, parents: list[Node]) -> str:
 
 
 # ==================================== end of the idea ========================================
+
+
+@dataclass
+class Config:
+    """Several values of task, sampling_mode or seed make a grid of trees that share one engine."""
+
+    tasks: TaskOptions = field(default_factory=TaskOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    sandbox: SandboxOptions = field(default_factory=SandboxOptions)
+    trackers: TrackerOptions = field(default_factory=TrackerOptions)
+
+    # run directory logs/<name>; default: search-<task>-<mode>-<model>-<seed>, after "search" the
+    # rule unless it is bfs
+    name: str | None = None
+    seed: tuple[int, ...] = (0,)  # seed of choices and samples; several: one tree each
+    workers: int = 4  # nodes that run at the same time, over all trees
+    engine: Literal["vllm", "hf", "api"] = "vllm"  # hf: transformers; api: an OpenAI-style endpoint
+    url: str = "http://localhost:8000/v1"  # address of that endpoint; key: $OPENAI_API_KEY
+    gpu_memory: float = 0.85  # share of the GPU for the engine (weights and KV cache)
+    # budget of each tree; None: no limit
+    nodes: int = 12  # executed nodes per tree; failed ones count
+    tokens: int | None = None  # sampled tokens per tree, those for strategies included
+    minutes: float | None = None  # wall time per tree, in minutes
+    # strategies
+
+    # how strategies are asked for. none: not at all; sequence: as a list; uniform: equally probable
+    # ones; tail: each less probable than tau; local: variations of the parent's
+    sampling_mode: tuple[Literal["none", "uniform", "tail", "local", "sequence"], ...] = ("tail",)
+    # the request for strategies and their probabilities (verbalized sampling); cot: the model
+    # reasons before it lists them
+    vs_variant: Literal["standard", "cot"] = "standard"
+    k: int = 5  # strategies per request
+    # tail: ask for strategies less probable than this; others are used only if too few came
+    tau: float = 0.1
+    # order: the most probable strategy is taken first, else the one that was listed first
+    use_probability: Literal["no", "order"] = "no"
+    scope: Literal["parent", "global"] = "parent"  # global: prompts summarise the whole tree
+    reflection: bool = False  # one more request per node: what has the tree taught so far?
+    # one more request per node: what changed and what did it do? All prompts show the best answers.
+    # Runs named here (--lessons logs/*) are where it starts from; default: no lessons
+    lessons: tuple[str, ...] | None = None
+    # a reply whose program is more similar than this to an earlier one's is sampled once more; 1:
+    # never
+    max_similarity: float = 1.0
+    # selection
+
+    select: Literal[*SELECT] = "bfs"  # rule that picks the node to build on
+    rule_args: tuple[str, ...] = ()  # constants of the rule, as in --rule-args c=0.5 drafts=4
+    branching: int = 3  # bfs, mcts: children per node
+    depth: int = 2  # bfs: levels below the root
+    # probability of debugging a failed leaf instead (not with bfs, mcts, linear, scientist)
+    debug_prob: float = 0.5
+    merge_share: float = 0.0  # last share of the budget, in which the best of two branches combine
+    # what decides, at the end, between nodes within one standard error of the best. selection: the
+    # mean of validation and selection score; validation: that score alone
+    final_choice: Literal["selection", "validation"] = "selection"
+    # episodes
+    max_turns: int = 15  # replies per node
+    end_on: Literal["validate", "submit"] = "validate"  # validate: end at the first valid score
+
+
 # ------------------------------------------------------------------ requests to the model
 
 
@@ -530,8 +538,15 @@ async def search(trees: list[Tree], policy, workers: int) -> None:
         raise errors.exceptions[0] from None
 
 
-OUTCOME = ("tested_id", "selection_score", "selection_stderr")
-OUTCOME += ("test_score", "test_stderr", "test_minus_validation", "test_error")
+OUTCOME = (
+    "tested_id",
+    "selection_score",
+    "selection_stderr",
+    "test_score",
+    "test_stderr",
+    "test_minus_validation",
+    "test_error",
+)
 
 
 async def close(t: Tree) -> None:
@@ -604,6 +619,7 @@ MAY_CHANGE = (
     "tokens",
     "minutes",
     "workers",
+    "gpu_memory",
     "final_choice",
     "url",
     "mlgym_root",
@@ -631,8 +647,6 @@ def check_choices(cfg: Config) -> None:
     check_numbers(cfg, BOUNDS, (0, math.inf))
     if not (cfg.tasks.task and cfg.sampling_mode and cfg.seed):
         raise UserError("--task, --sampling-mode and --seed need at least one value each.")
-    if cfg.select not in SELECT:
-        raise UserError(f"--select {cfg.select} does not exist; choose one of {', '.join(SELECT)}.")
     selection.constants(cfg.select, SELECT[cfg.select], cfg.rule_args)
     room = sum(cfg.branching**level for level in range(1, cfg.depth + 1))
     if cfg.select == "bfs" and room < cfg.nodes:
@@ -751,7 +765,7 @@ def banner(cfg: Config, trees: list[Tree], where: Path, path, why: str) -> None:
             print(f"warning  {task.name}: {degenerate(task)}")
     note = ""
     if path and path.is_tiny:
-        note = "  (a stand-in that only knows the built-in tasks: for trying things out)"
+        note = "  (a stand-in for trials; it knows titanic and battleOfSexes only)"
     print(f"tasks    {', '.join(cfg.tasks.task)}   modes {', '.join(cfg.sampling_mode)}")
     print(f"model    {cfg.model.model}{note}")
     print(f"sandbox  {why}")

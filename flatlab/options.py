@@ -1,6 +1,7 @@
 """The options that grpo.py and search.py share. Each class is one box in `--help`; flags stay flat.
 
-None stands for "derived from the model or the task": `derive` fills it in. 0 is only ever zero.
+None stands for the default that the comment names; `derive` fills in those that depend on the
+model. 0 is only ever zero.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class SandboxOptions:
     backend: Literal["auto", "docker", "local"] = "auto"
     image: str = IMAGE  # Docker image of the sandboxes
     network: bool = False  # give network access to tasks that ask for it
-    # Hugging Face cache of this machine to mount read-only instead (docker)
+    # docker: Hugging Face cache, mounted read-only, with which a task needs no network; a folder of
+    # the machine that runs Docker
     hf_cache: str | None = None
     episode_minutes: float = 30.0  # time limit of one episode, in minutes
 

@@ -806,7 +806,7 @@ BAD_INPUT = {
     "--select ucb --rule-args drafts=0": "drafts must be at least 1",
     "--select ucb --rule-args c=x": "'x' is not a number",
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
-    "--select best": "--select best does not exist; choose one of bfs",
+    "--select signals --rule-args regret=0 depth=0": "one of variance, regret, coverage, depth",
     "--select signals --rule-args unknown=1": "has no 'unknown'; it has drafts, variance, regret",
     "--engine api --model x --url localhost:8000/v1": "--url localhost:8000/v1 does not answer",
     "--engine api --model x --url http://localhost:port/v1": "does not answer",
@@ -827,6 +827,13 @@ def test_bad_input_is_one_sentence_before_a_model_is_loaded(tmp_path, monkeypatc
             trees, _, path, *_ = search.prepare(cfg)
             search.make_policy(cfg, path)
         assert sentence in str(error.value) and "\n" not in str(error.value), flags
+
+
+def test_an_unknown_rule_is_refused_with_the_names_of_all(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse_config(search.Config, ["--select", "best"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert end.value.code == 2 and all(repr(name) in said for name in search.SELECT)
 
 
 def test_bad_input_ends_with_exit_code_2(tmp_path):

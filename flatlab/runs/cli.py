@@ -89,7 +89,7 @@ def check_numbers(config, bounds: dict, otherwise: tuple) -> None:
     """Raises UserError for a number that is out of its bounds; NaN always is.
 
     bounds: field name -> (lowest, highest); `otherwise` holds for the fields that are not named.
-    None stands for "derived" and is not checked.
+    None is not checked.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -34,7 +34,7 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
         print(f"task     {task.name}: {measure}, baseline {task.baseline:.4g}")
     stand_in = ""
     if path.is_tiny:
-        stand_in = "  (a stand-in that knows only the built-in tasks: for trials, not for results)"
+        stand_in = "  (a stand-in for trials; it knows titanic and battleOfSexes only)"
     print(
         f"model    {cfg.model.model}{stand_in}\n"
         f"sandbox  {why}\n"

@@ -367,7 +367,7 @@ def constants(name: str, rule, rule_args: tuple[str, ...]) -> dict:
     """The keyword arguments for a rule from the `name=value` pairs of --rule-args.
 
     A value has the type of the default. Raises UserError for an unknown name and for a value that
-    is no number, negative, or 0 where a count is wanted.
+    is no number, negative, or 0 where a count is wanted, and for signals without any weight.
     """
     parameters = inspect.signature(rule).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
@@ -385,6 +385,8 @@ def constants(name: str, rule, rule_args: tuple[str, ...]) -> dict:
         lowest = 1 if kind is int else 0
         if not lowest <= values[key] < math.inf:
             raise UserError(f"--rule-args {text}: {key} must be at least {lowest}.")
+    if rule is signals and not any((defaults | values)[signal] for signal in SIGNALS):
+        raise UserError(f"--rule-args: one of {', '.join(SIGNALS)} must be above 0.")
     return values
 
 
