@@ -760,6 +760,7 @@ BOUNDS = dict.fromkeys(AT_LEAST_ONE, (1, inf)) | {
     "group_size": (2, inf),
     "temperature": (0.01, inf),
     "episode_minutes": (0.01, inf),
+    "seed": (0, 2**32 - 1),
     "sft_share": (1e-6, 1),
     "max_grad_norm": (1e-6, inf),
     "gpu_memory": (0.01, 1),
@@ -856,6 +857,8 @@ def main() -> None:
             say(dist, "engine   is starting")
             policy = load_policy(cfg, path, dist)
             asyncio.run(train(policy, tasks, cfg, run, dist, pool))
+        elif run:
+            run.keep_old_config()
     except KeyboardInterrupt:
         if run:
             run.result(status="interrupted")

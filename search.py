@@ -339,7 +339,7 @@ def earlier_lessons(cfg: Config, run: Run) -> list[dict]:
     Raises UserError if none of the paths is a search.
     """
     path = run.dir / "lessons.json"
-    if cfg.lessons and not run.rows("journal.jsonl"):
+    if cfg.lessons and not path.exists() and not run.rows("journal.jsonl"):
         runs, errors = find_runs(cfg.lessons)
         if not runs:
             raise UserError(f"--lessons: {' '.join(errors) or 'no run was found.'}")
@@ -620,7 +620,6 @@ MAY_CHANGE = (
     "minutes",
     "workers",
     "gpu_memory",
-    "final_choice",
     "url",
     "mlgym_root",
     "mledojo_root",
@@ -638,6 +637,7 @@ BOUNDS = dict.fromkeys(COUNTS, (1, math.inf)) | {
     "max_similarity": (0, 1),
     "merge_share": (0, 1),
     "episode_minutes": (0.01, math.inf),
+    "seed": (0, 2**32 - 1),
     "gpu_memory": (0.01, 1),
 }
 
@@ -708,8 +708,10 @@ def open_trees(cfg: Config, tasks: list) -> tuple[list[Tree], Path | None]:
         t.lessons = earlier_lessons(cfg, run)
         known = run.results()
         if known.get("status") == "finished":  # with a larger budget it goes on
+            t.seconds_before = known["seconds"]  # also those without a node, at the end
             t.closed = bool(t.spent()) or known["stopped_by"] == "tree"
         if t.closed:
+            run.keep_old_config()
             t.chosen = t.nodes[known["tested_id"]]
         trees.append(t)
     return trees, grid

@@ -115,6 +115,8 @@ def make_small(task: Task, rows: int, backend: str) -> Task:
     of the new train.csv. Raises UserError for a task with other files, for too few rows, and if the
     folder exists.
     """
+    if rows < 1:
+        raise UserError(f"--shrink must be at least 1, not {rows}.")
     if CSV_TASK != {*task.public, *task.hidden}:
         raise UserError(f"--shrink needs a task with {', '.join(sorted(CSV_TASK))} and no more.")
     folder = task.hidden["answers.csv"].parent

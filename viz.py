@@ -122,10 +122,12 @@ def pick(run: RunData, id: str) -> dict:
 
 
 def best_of(run: RunData) -> dict:
-    """The transcript with the best score."""
+    """The transcript with the best score; with several tasks, that with the largest reward."""
     valid = [item for item in transcripts(run) if item["score"] is not None]
     if not valid:
         raise UserError(f"{run.dir} has no transcript with a score.")
+    if isinstance(run.config["task"], list) and len(run.config["task"]) > 1:
+        return max(valid, key=lambda item: item["reward"])
     pick_best = max if run.higher_is_better else min
     return pick_best(valid, key=lambda item: item["score"])
 
@@ -219,7 +221,7 @@ def main(options: Options):
     if not options.runs:
         raise UserError("Name one or more run directories: python viz.py logs/<run>")
     runs, errors = find_runs(options.runs)
-    if not runs or errors and len(options.runs) == 1:
+    if not runs:
         raise UserError("\n".join(errors) or "No run directory was found.")
     for sentence in errors:
         print(sentence, file=sys.stderr)

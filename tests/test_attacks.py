@@ -725,6 +725,19 @@ def test_strange_trees_are_no_fault(backend):
             assert child.prompt().encode()
 
 
+@attack("a link in a circle, so that a child is scored for the artefact of its parent")
+def test_a_link_in_a_circle_hides_no_artefact(backend):
+    task = replace(load_task("titanic", "", ""), artefacts=("*.csv",))
+    with Env(task, backend) as world:
+        world.reset()
+        world.step(block(CSV[0].values[2]))
+        world.step(block("ln -s loop loop"))
+        assert world.score().valid
+        with world.fork() as child:
+            child.step(block("rm -f loop"))
+            assert child.step("```bash\nvalidate\n```").status == "invalid"
+
+
 @attack("deleting everything")
 @pytest.mark.fault(14, "rm -rf / by the agent")
 def test_rm_rf(backend):

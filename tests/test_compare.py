@@ -65,6 +65,23 @@ def test_groups_are_runs_of_the_same_config_but_for_the_seed():
     }
 
 
+def test_a_group_has_the_same_name_on_every_task():
+    """Ranks are means over tasks, so another rule on another task is no run of the same group."""
+    found = compare.groups_of(
+        [
+            searched(select="bfs"),
+            searched(select="bfs", sampling_mode="none"),
+            searched(select="mcts", task="digits"),
+            searched(select="bfs", task="digits"),
+        ]
+    )
+    labels = {place: [group.label for group in groups] for place, groups in found.items()}
+    assert labels == {
+        ("search", "titanic"): ["bfs tail", "bfs none"],
+        ("search", "digits"): ["bfs tail", "mcts tail"],
+    }
+
+
 def test_names_are_unique_even_when_they_are_cut():
     configs = [searched(i, model="m" * 100 + str(i)) for i in range(3)]
     labels = [g.label for g in compare.groups_of(configs)["search", "titanic"]]

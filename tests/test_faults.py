@@ -154,6 +154,20 @@ def test_a_copy_equals_its_parent(world, last):
             assert third.sandbox.run(MANIFEST, 60).output == ours
 
 
+@fault(28, "a folder renamed in which a large file of the task is mounted")
+@pytest.mark.parametrize("backend", ISOLATED)
+def test_a_copy_of_a_renamed_folder_with_a_mount(backend, monkeypatch):
+    """The copy cannot remove the mount, so it keeps the file where it was."""
+    monkeypatch.setattr(machine, "MOUNT_BYTES", 1000)
+    with Env(load_task("titanic", "", ""), backend) as world:
+        world.reset()
+        world.step(block("mv data input; cp input/*.csv . && ls"))
+        files = world.snapshot()
+        world.restore(files, False)
+        seen = world.step(block("ls . data")).observation
+        assert "input" in seen and "train.csv" in seen
+
+
 @fault(28, "a copy that is too large")
 def test_a_copy_that_is_too_large_is_a_fault(world, monkeypatch):
     monkeypatch.setattr(snapshot, "COPY_BYTES", 1 << 20)

@@ -111,6 +111,8 @@ def test_what_cannot_be_given_is_one_sentence(folder):
         ("[[environment.mcp_servers]]\nname = 'a'", r"environment\.mcp_servers \(task\.toml\)"),
         ("tpu = {type = 'v4', topology = '2x2'}", r"environment\.tpu"),
         ("memory_mb = 65536", "more than 4096 MB"),
+        ("memory = '8G'", "more than 4096 MB"),
+        ("memory_mb = 'much'", "an amount of memory that is no number"),
         ("[verifier.environment]\ncpus = 1", r"verifier\.environment"),
     ):
         text = settings.replace("memory_mb = 2048", "") if "memory" in more else settings

@@ -178,8 +178,9 @@ def test_a_search_starts_with_the_lessons_of_earlier_ones_and_keeps_them(tmp_pat
     opened = open_run(tmp_path / "logs/second", {"seed": 0})
     cfg = search_config(lessons=(str(first.run.dir), "logs/second", str(tmp_path / "logs/none")))
     assert [row["text"] for row in search.earlier_lessons(cfg, opened)] == texts
-    opened.log({"id": "0.0"}, "journal.jsonl")  # a node has run: the same lessons from now on
     shutil.rmtree(first.run.dir)
+    assert [row["text"] for row in search.earlier_lessons(cfg, opened)] == texts
+    opened.log({"id": "0.0"}, "journal.jsonl")
     assert [row["text"] for row in search.earlier_lessons(cfg, opened)] == texts
     opened.lock.close()
     empty = open_run(tmp_path / "logs/third", {"seed": 0})
@@ -213,6 +214,16 @@ def test_merges_combine_the_best_of_two_branches_and_no_pair_twice():
         assert node.op == "crossover" and choice.phase == "exploit"
         pairs.append((node.parent, node.second))
     assert pairs == [("0.1", "0.0.0"), ("0.1", "0.2"), ("0.0.0", "0.2")]
+    assert selection.merge(t) is None
+
+
+def test_a_pair_that_changed_places_is_not_merged_again():
+    t = make("greedy")
+    put(t, "0", 0.5), put(t, "0", 0.4)
+    failed = t.start(selection.merge(t))
+    t.finished.append(failed)
+    assert (failed.parent, failed.second) == ("0.0", "0.1")
+    t.nodes["0.1"].improvement = 0.9  # the better one of the two from now on
     assert selection.merge(t) is None
 
 

@@ -126,6 +126,32 @@ def test_resumed_run_appends_its_command_once(tmp_path, monkeypatch):
     ]
 
 
+def test_the_provenance_of_a_resumed_run_is_new_unless_it_is_that_of_the_last_start(tmp_path):
+    path = tmp_path / "git.txt"
+    for text in ("abc\nchanged: x.py", "abc", "abc", "abc\nchanged: x.py"):
+        store.write_provenance(path, text)
+    assert path.read_text().count("abc") == 3 and path.read_text().count("changed") == 2
+
+
+def test_a_start_that_was_killed_at_once_can_be_repeated(tmp_path, monkeypatch):
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write_whole", killed)
+        with pytest.raises(KeyboardInterrupt):
+            store.open_run(tmp_path, CONFIG)
+    store.open_run(tmp_path, CONFIG).lock.close()
+
+
+def test_a_finished_run_keeps_the_config_that_it_was_made_with(tmp_path):
+    store.open_run(tmp_path, CONFIG | {"steps": 9}).lock.close()
+    run = store.open_run(tmp_path, CONFIG | {"steps": 3})
+    run.keep_old_config()
+    assert reader.read_mapping(tmp_path / "config.yaml")["steps"] == 9
+    run.lock.close()
+
+
 # ------------------------------------------------------------------ rows
 
 

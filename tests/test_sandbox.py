@@ -444,6 +444,16 @@ def test_sandboxes_are_strangers(isolated):
         box.close()
 
 
+def test_a_landlock_sandbox_leaves_nothing_behind():
+    if missing("landlock"):
+        pytest.skip(missing("landlock"))
+    with closing(Sandbox("landlock")) as box:
+        home = Path(box.workspace).parents[1]
+        assert box.run("echo x > /dev/shm/flatlab-left", 5).exit_code
+        assert box.run("mkdir -p a/b/c; chmod 000 a/b a", 5).exit_code == 0 and home.exists()
+    assert not home.exists() and not Path("/dev/shm/flatlab-left").exists()
+
+
 def test_a_later_local_sandbox_is_empty():
     if missing("namespaces"):
         pytest.skip(missing("namespaces"))

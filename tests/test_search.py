@@ -24,11 +24,11 @@ from flatlab.episode.grading import Score
 from flatlab.errors import SandboxFault, UserError
 from flatlab.runs import search_plots, stats, store
 from flatlab.runs.cli import parse_config
-from flatlab.runs.reader import RunData, read_rows
+from flatlab.runs.reader import RunData, read_mapping, read_rows
 from flatlab.runs.store import open_run
 from flatlab.sandbox import snapshot
 from flatlab.tree import selection
-from flatlab.tree.tree import Tree
+from flatlab.tree.tree import Tree, results
 from helpers import search_config
 from tasks import load_task
 
@@ -367,6 +367,22 @@ def test_other_budgets(tmp_path):
         score_of=lambda node: 0.6,
     )
     assert result(t)["stopped_by"] == "minutes" and 1 <= result(t)["nodes"] < 12
+
+
+def test_a_finished_tree_stays_as_it_is(tmp_path, monkeypatch):
+    """Its time may have run out while it waited for a slot, after its last node."""
+    monkeypatch.chdir(tmp_path)
+    cfg = search_config(name="a", minutes=1.0, model="tiny")
+    [tree] = search.open_trees(cfg, [TASK])[0]
+    ended = {"tested_id": "0", "seconds": 61.0, "stopped_by": "minutes", "status": "finished"}
+    tree.run.result(**results(tree) | ended)
+    tree.run.lock.close()
+    [tree] = search.open_trees(replace(cfg, nodes=3), [TASK])[0]
+    assert tree.closed and read_mapping(tree.run.dir / "config.yaml")["nodes"] == cfg.nodes
+    tree.run.lock.close()
+    [tree] = search.open_trees(replace(cfg, minutes=2.0), [TASK])[0]
+    assert not tree.closed and not tree.spent()
+    tree.run.lock.close()
 
 
 # ------------------------------------------------------------------ faults
@@ -800,6 +816,7 @@ BAD_INPUT = {
     "--tau 7": "--tau must be from",
     "--workers 0": "--workers must be at least 1",
     "--minutes -1": "--minutes must be at least",
+    "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
     "--debug-prob nan": "--debug-prob must be from 0 to 1, not nan",
     "--select ucb --rule-args c=-1": "c must be at least 0",
     "--select ucb --rule-args c=nan": "c must be at least 0",

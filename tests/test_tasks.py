@@ -181,6 +181,8 @@ def test_a_task_that_cannot_shrink_is_left_alone(small, tmp_path):
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UserError, match="needs a task with answers.csv"):
         small("battleOfSexes", 50)
+    with pytest.raises(UserError, match="--shrink must be at least 1, not 0"):
+        small("digits", 0)
     with pytest.raises(UserError, match="--shrink 9 leaves out a label of digits"):
         small("digits", 9)
     assert sorted(tmp_path.iterdir()) == before

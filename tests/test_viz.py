@@ -299,6 +299,22 @@ def test_tensorboard_can_read_it(tmp_path):
     assert "transcripts/0/text_summary" in events.Tags()["tensors"]
 
 
+def test_two_searches_are_two_runs_at_wandb_and_a_resumed_one_is_not(tmp_path):
+    first, second = tmp_path / "logs/a/titanic-0", tmp_path / "logs/b/titanic-0"
+    first.mkdir(parents=True), second.mkdir(parents=True)
+    ids = [trackers.wandb_id(folder) for folder in (first, second, first)]
+    assert ids[0] != ids[1] and ids[0] == ids[2]
+
+
+def test_the_best_episode_of_several_tasks_is_that_of_the_largest_reward(tmp_path):
+    run = store.open_run(tmp_path, CONFIG | {"task": ["titanic", "battleOfSexes"]})
+    run.result(**RESULT)
+    episodes = [episode(0.791, "a") | {"reward": 1.0}, episode(0.8, "b") | {"reward": 0.1}]
+    run.save_episodes(0, episodes)
+    run.log(step_row(0))
+    assert viz.best_of(reader.read_run(tmp_path))["reward"] == 1.0
+
+
 def test_the_curves_say_when_best_is_the_untrained_adapter():
     mean = {"score_mean": 0.5, "score_stderr": 0.1, "improvement": 0.0, "improvement_stderr": 0.0}
     final = {"split": "validation", "n": 4, "untrained": mean, "last": mean, "best": mean}

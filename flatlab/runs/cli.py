@@ -92,14 +92,14 @@ def check_numbers(config, bounds: dict, otherwise: tuple) -> None:
     None is not checked.
     """
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            check_numbers(value, bounds, otherwise)
-        elif isinstance(value, (int, float)):
-            low, high = bounds.get(field.name, otherwise)
-            if not low <= value <= high:
+        found = getattr(config, field.name)
+        if dataclasses.is_dataclass(found):
+            check_numbers(found, bounds, otherwise)
+        low, high = bounds.get(field.name, otherwise)
+        for value in found if isinstance(found, tuple) else (found,):
+            if isinstance(value, (int, float)) and not low <= value <= high:
                 name = field.name.replace("_", "-")
-                wanted = f"at least {low}" if high == math.inf else f"from {low:g} to {high:g}"
+                wanted = f"at least {low}" if high == math.inf else f"from {low} to {high}"
                 raise UserError(f"--{name} must be {wanted}, not {value}.")
 
 

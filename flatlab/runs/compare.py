@@ -34,7 +34,7 @@ from flatlab.runs.reader import RunData
 
 # Settings that do not change what is measured
 NOT_OF_THE_GROUP = set(
-    """seed name workers concurrency keep_checkpoints price url eval_episodes backend
+    """task seed name workers concurrency keep_checkpoints price url eval_episodes backend
     mlgym_root mledojo_root tensorboard wandb""".split()
 )
 # Settings that follow from another one unless the user sets them: key -> the other one
@@ -42,7 +42,6 @@ DERIVED_FROM = {
     "clip_low": "loss",
     "clip_high": "loss",
     "max_groups": "groups",
-    "task_weights": "task",
     "lr": "model",
     "context": "model",
     "max_reply_tokens": "model",
@@ -57,17 +56,32 @@ PANELS = {"grpo": TRAINING, "search": search_plots.SEARCH}
 
 
 def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[Group]]:
-    """(kind, task) -> groups, named by the settings in which they differ."""
-    places = {}
+    """(kind, task) -> groups, named by the settings in which they differ.
+
+    A group has the same name and colour on every task, because ranks are means over tasks.
+    """
+    methods = {}
     for run in runs:
-        config = {key: run.config[key] for key in sorted({*run.config} - NOT_OF_THE_GROUP)}
-        groups = places.setdefault((run.kind, run.tasks), {})
-        groups.setdefault(repr(config), []).append(run)
-    for place, groups in places.items():
-        members = list(groups.values())
-        parts = zip(names(members), colours(len(members)), members)
-        places[place] = [Group(*part) for part in parts]
+        same = methods.setdefault(run.kind, {})
+        same.setdefault(repr(sorted(method_of(run.config).items())), []).append(run)
+    places = {}
+    for kind, same in methods.items():
+        members = list(same.values())
+        for name, colour, found in zip(names(members), colours(len(members)), members):
+            by_task = {}
+            for run in found:
+                by_task.setdefault(run.tasks, []).append(run)
+            for task, group in by_task.items():
+                places.setdefault((kind, task), []).append(Group(name, colour, group))
     return places
+
+
+def method_of(config: dict) -> dict:
+    """The settings that tell groups apart, whatever their task."""
+    found = {key: value for key, value in config.items() if key not in NOT_OF_THE_GROUP}
+    if len({*found.get("task_weights", ())}) < 2:  # equal ones, as many as there are tasks
+        found.pop("task_weights", None)
+    return found
 
 
 def colours(count: int) -> list[str]:
@@ -82,7 +96,7 @@ def colours(count: int) -> list[str]:
 
 def names(groups: list[list[RunData]]) -> list[str]:
     """A unique name for each group: the settings in which they differ, the important ones first."""
-    configs = [runs[0].config for runs in groups]
+    configs = [method_of(runs[0].config) for runs in groups]
     keys = differing_keys(configs)
     found = []
     for config, runs in zip(configs, groups):
@@ -101,7 +115,7 @@ def differing_keys(configs: list[dict]) -> list[str]:
     keys = []
     for key in configs[0]:
         values = {repr(config.get(key)) for config in configs}
-        if key not in NOT_OF_THE_GROUP and len(values) > 1:
+        if len(values) > 1:
             keys.append(key)
     found = [key for key in keys if DERIVED_FROM.get(key) not in keys]
     return sorted(found, key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST))

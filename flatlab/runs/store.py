@@ -151,7 +151,7 @@ def write_provenance(path: Path, text: str) -> None:
     """Writes `text`. A resumed run appends it if it is new: the file tells the whole story."""
     text = text.strip()
     before = path.read_text(errors="replace") if path.exists() else ""
-    if text in before:
+    if f"\n{before.strip()}".endswith(f"\n{text}"):
         return
     if before:
         before += time.strftime("\n===== resumed %Y-%m-%d %H:%M:%S\n")
@@ -222,14 +222,17 @@ def open_run(directory, config: dict, resume_ok_keys=("steps",)) -> Run:
             )
         (path / "result.json").unlink(missing_ok=True)  # no step was made: nothing to keep
     sweep(path)
+    place = path / "config.yaml"
+    old = place.read_bytes() if place.exists() else None
+    # First, because a directory without it is no run directory.
+    write_whole(place, yaml.safe_dump(new, sort_keys=False, allow_unicode=True))
     (path / "episodes").mkdir(exist_ok=True)
     (path / "checkpoints").mkdir(exist_ok=True)
-    write_whole(path / "config.yaml", yaml.safe_dump(new, sort_keys=False, allow_unicode=True))
     command = shlex.join([Path(sys.executable).name, *sys.argv])
     write_provenance(path / "command.txt", command)
     write_provenance(path / "git.txt", describe_git())
     write_provenance(path / "env.txt", describe_machine())
-    return Run(path, new, lock)
+    return Run(path, new, lock, old)
 
 
 class Run:
@@ -238,14 +241,19 @@ class Run:
     Each function in `trackers` gets every row and its transcripts, see trackers.py.
     """
 
-    def __init__(self, directory: Path, config: dict, lock):
+    def __init__(self, directory: Path, config: dict, lock, old_config: bytes | None):
         self.dir = directory
         self.config = config
+        self.old_config = old_config
         self.lock = lock
         self.trackers = []
         self.episodes = []
         self.seconds = []  # of each step of this process, for the ETA
         self.plot_again = 0.0
+
+    def keep_old_config(self):
+        """Takes back what this start changed in config.yaml: the run was finished already."""
+        write_whole(self.dir / "config.yaml", self.old_config)
 
     def log(self, row: dict, file="metrics.jsonl"):
         """Appends one row, which is on the disk when this returns."""

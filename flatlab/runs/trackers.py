@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import uuid
 from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.runs.reader import number
+from flatlab.runs.store import write_whole
 
 SHOWN = 8  # transcripts per row
 
@@ -63,14 +65,15 @@ def open_wandb(directory, config: dict):
     """
     import wandb
 
-    name = Path(directory).resolve().name
+    path = Path(directory).resolve()
+    is_single = path.parent.name == "logs"
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "flatlab"),
-        name=name,
+        name=path.name if is_single else f"{path.parent.name}/{path.name}",
         config=config,
         dir=str(directory),
         reinit="create_new",
-        id=name[:64],
+        id=wandb_id(path),
         resume="allow",
     )
     run.define_metric("*", step_metric="step")  # nodes end in another order than they start
@@ -83,6 +86,14 @@ def open_wandb(directory, config: dict):
         run.log(scalars(row) | {"step": step, "transcripts": table})
 
     return tracker
+
+
+def wandb_id(directory: Path) -> str:
+    """The id of a run at W&B, drawn once. Two grids have cells of the same name."""
+    path = directory / "wandb_id.txt"
+    if not path.exists():
+        write_whole(path, uuid.uuid4().hex)
+    return path.read_text()
 
 
 def step_of(row: dict) -> int:

@@ -170,9 +170,9 @@ NAMESPACES = Backend(
 )
 LANDLOCK = Backend(
     start_landlock,
-    "Landlock: only the workspace is writable, project and home hidden, no TCP; not covered: "
-    "processes are visible, UDP and local sockets are open, no limits in total, and hidden data "
-    "of Python packages",
+    "Landlock: only the workspace is writable, project and home hidden, no TCP, no "
+    "shared memory; not covered: processes are visible, UDP and local sockets are open, no limits "
+    "in total, and hidden data of Python packages",
     is_complete=False,
     can_premount=False,
 )

@@ -100,11 +100,11 @@ def merge(t: Tree) -> Choice | None:
     q = quality(t)
     kept = sorted((node.id for node in t.scored() if node.kept), key=q.get)
     best = {id.split(".")[1]: id for id in kept}  # the last of a branch stays
-    known = {(node.parent, node.second) for node in t.nodes.values()}
+    known = [{node.parent, node.second} for node in t.nodes.values()]
     scores = {}
     for first, second in combinations(sorted(best.values(), key=q.get, reverse=True), 2):
         overlap = branches(t, first) & branches(t, second)
-        if not overlap and (first, second) not in known:
+        if not overlap and {first, second} not in known:
             scores[first, second] = q[first] + q[second]
     if not scores:
         return None

@@ -81,7 +81,18 @@ def refuse(folder: Path, spec: dict, environment: dict) -> None:
         section, name = key.split(".")
         if spec.get(section, {}).get(name):
             asked.append(f"{key} (task.toml)")
-    if environment.get("memory_mb", 0) > MEMORY_MB:
-        asked.append(f"more than {MEMORY_MB} MB of memory")
+    try:
+        if megabytes(environment) > MEMORY_MB:
+            asked.append(f"more than {MEMORY_MB} MB of memory")
+    except (ValueError, KeyError):
+        asked.append("an amount of memory that is no number")
     if asked:
         raise UserError(f"{folder} asks for what a sandbox here lacks: {', '.join(asked)}.")
+
+
+def megabytes(environment: dict) -> float:
+    """The memory that a task asks for, also in the older spelling, memory = "8G"."""
+    old = environment.get("memory")
+    if old:
+        return float(old[:-1]) * {"K": 1 / 1024, "M": 1, "G": 1024}[old[-1].upper()]
+    return float(environment.get("memory_mb", 0))

@@ -3,6 +3,7 @@
 Standard library only, Python 3.8 or newer.
 """
 
+import errno
 import glob
 import os
 import stat
@@ -86,12 +87,12 @@ class Files:
         while left:  # not os.walk: before Python 3.12 it fails in a thousand nested folders
             with suppress(OSError):  # removed by a background job, or closed to us
                 for entry in os.scandir(left.pop()):
-                    if not entry.is_dir():
+                    if entry.is_dir(follow_symlinks=False):
+                        left.append(entry.path)
+                    elif not os.path.isdir(entry.path):  # links to folders are not listed
                         with suppress(OSError):
                             size = entry.stat(follow_symlinks=False).st_size
                             rows.append((os.path.relpath(entry.path, self.workspace), size))
-                    elif not entry.is_symlink():  # links to folders are not listed
-                        left.append(entry.path)
         return {"files": sorted(rows)[:most], "count": len(rows)}, b""
 
     def writable(self, blob, root):
@@ -142,22 +143,41 @@ class Files:
         return {"paths": paths, "folders": folders}, b""
 
     def prune(self, blob, folders):
-        """Removes everything in folders beyond the given names: {folder: names}."""
+        """Removes everything in folders beyond the given names: {folder: names}.
+
+        A mount stays, with the folders above it: it is a file of the task, and a command that
+        renames such a folder takes the mount along.
+        """
         for folder, names in folders.items():
             if os.path.isdir(folder) and not os.path.islink(folder):
                 for name in set(os.listdir(folder)) - set(names):
-                    remove(os.path.join(folder, name))
+                    path = os.path.join(folder, name)
+                    try:
+                        remove(path)
+                    except OSError:
+                        if not holds_mount(path):
+                            raise
         return {}, b""
 
 
 def remove(path):
     """Removes a file, or a folder however deep it is. Raises OSError."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        code = os.spawnv(os.P_WAIT, "/bin/rm", ["rm", "-rf", "--", path])
-        if code:
-            raise OSError(f"{path} cannot be removed")
-    else:
-        os.unlink(path)
+    if not os.path.isdir(path) or os.path.islink(path):
+        return os.unlink(path)
+    remove_all = ["rm", "-rf", "--", path]
+    if os.spawnv(os.P_WAIT, "/bin/rm", remove_all):
+        # A command may have closed folders to its own user.
+        os.spawnv(os.P_WAIT, "/bin/chmod", ["chmod", "-R", "u+rwx", "--", path])
+        if os.spawnv(os.P_WAIT, "/bin/rm", remove_all):
+            raise OSError(errno.EBUSY, f"{path} cannot be removed")
+
+
+def holds_mount(path):
+    """Whether something is mounted at a path or below it."""
+    with open("/proc/self/mountinfo") as file:
+        places = [line.split(" ")[4] for line in file]
+    path = path.replace(" ", "\\040")  # as mountinfo writes it
+    return any(f"{place}/".startswith(f"{path}/") for place in places)
 
 
 def package_data(names, prefixes):

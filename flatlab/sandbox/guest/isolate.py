@@ -216,7 +216,7 @@ def make_landlock_rules(config):
     attributes = struct.pack("3Q", all_rights, tcp, 3)  # files, TCP, signals and abstract sockets
     attributes = attributes[: 24 if abi >= 6 else 16]
     rules = libc("syscall", LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0)
-    devices = ["/dev/" + name for name in ("null", "zero", "full", "random", "urandom", "shm")]
+    devices = ["/dev/" + name for name in ("null", "zero", "full", "random", "urandom")]
     read_rights = 0x000D
     allowed = [("/proc", read_rights)]
     allowed += [(source, read_rights) for _, source in config.view if source]

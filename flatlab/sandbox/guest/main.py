@@ -413,7 +413,7 @@ class Runner:
                 try:
                     reply = calls[name](blob, **request)
                 except OSError as error:
-                    reply = ({"error": MESSAGES.get(error.errno, error.strerror)}, b"")
+                    reply = ({"error": MESSAGES.get(error.errno) or error.strerror}, b"")
                 except (ValueError, RuntimeError) as error:  # RecursionError, too
                     reply = ({"error": str(error)}, b"")
                 self.send(*reply)
