@@ -10,7 +10,7 @@ import viz
 from flatlab.runs import compare, plots, views
 from flatlab.runs.reader import RunData, node_row
 from flatlab.runs.search_plots import SEARCH as PANELS
-from flatlab.runs.search_plots import best_so_far
+from flatlab.runs.search_plots import best_so_far, draw_distribution
 from helpers import RESULT, node, search_result, step_row
 
 GRPO = {
@@ -194,6 +194,15 @@ def test_failures_and_runs_without_any_score_are_counted():
     assert rows[0]["mean"] == pytest.approx((0.7 + 0.5) / 2)  # nothing valid counts as the baseline
     text = compare.table([searched(0), searched(1, scores=(None, None)), trained()])
     assert "3 of 5" in text and "4 of 16" in text
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_the_distribution_of_faults_alone_is_empty(tmp_path):
+    run = searched(scores=(0.6, None))
+    run.rows[1] |= {"op": "debug", "status": "fault", "outcome": "fault", "counted": None}
+    axis = plots.figure_of(4, 3).add_subplot()
+    draw_distribution(axis, [plots.Group("tail", "#000000", [run])])
+    assert [text.get_text() for text in axis.get_xticklabels()][1].startswith("debug\nN=1")
 
 
 def test_best_so_far_follows_the_direction_and_starts_at_the_baseline():

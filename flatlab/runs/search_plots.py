@@ -67,8 +67,6 @@ def draw_distribution(axis, groups):
 
     The line is the median of valid and failed nodes; failed ones count as the baseline.
     """
-    import pandas
-
     parts = {}
     for group in groups:
         for row in sum((run.rows for run in group.runs), []):
@@ -82,9 +80,11 @@ def draw_distribution(axis, groups):
         xs = [place + rng.uniform(-0.22, 0.22) for _ in rows]
         scores = series(rows, "score")
         axis.scatter(xs, scores, s=16, alpha=0.5, color=colour, linewidths=0)
-        median = pandas.Series(series(rows, "counted")).median()
-        ends = place - 0.32, place + 0.32
-        axis.hlines(median, *ends, color=colour, linewidth=2.5)
+        counted = series(rows, "counted")
+        known = counted[~np.isnan(counted)]
+        if len(known):
+            ends = place - 0.32, place + 0.32
+            axis.hlines(np.median(known), *ends, color=colour, linewidth=2.5)
         failed = sum(row["outcome"] == "failed" for row in rows)
         names.append(f"{wrapped(name, 22, 66)}\nN={len(rows)}, {failed} failed")
     look = {"fontsize": 8}
