@@ -197,12 +197,14 @@ def test_failures_and_runs_without_any_score_are_counted():
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_the_distribution_of_faults_alone_is_empty(tmp_path):
+def test_the_distribution_of_faults_alone_is_empty():
     run = searched(scores=(0.6, None))
     run.rows[1] |= {"op": "debug", "status": "fault", "outcome": "fault", "counted": None}
-    axis = plots.figure_of(4, 3).add_subplot()
-    draw_distribution(axis, [plots.Group("tail", "#000000", [run])])
-    assert [text.get_text() for text in axis.get_xticklabels()][1].startswith("debug\nN=1")
+    with plots.figure_of(4, 3) as figure:
+        axis = figure.add_subplot()
+        draw_distribution(axis, [plots.Group("tail", "#000000", [run])])
+        labels = [text.get_text() for text in axis.get_xticklabels()]
+    assert labels[1].startswith("debug\nN=1")
 
 
 def test_best_so_far_follows_the_direction_and_starts_at_the_baseline():
