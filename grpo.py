@@ -487,6 +487,8 @@ def update(
             measure_kl = cfg.kl > 0 or number == epoch == 0
             micro_loss(policy, micro, cfg, meter, epoch == 0, measure_kl).backward()
             stop_if_interrupted()
+        if epoch == 0:
+            policy.check_samples(meter.mean("logprob_diff"))
         dist.sum_gradients(policy.parameters())
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm).item()
         if grad_norm <= SKIP_GRAD_NORM:  # False for NaN
@@ -526,8 +528,6 @@ def micro_loss(
     logp = logp.masked_fill(~known, 0.0)
     old = micro.old.masked_fill(~known, 0.0)
     difference = (logp.detach() - old).abs()
-    if first_epoch:
-        policy.check_samples(difference)
 
     kept = known
     if cfg.sequence_mask is not None:
@@ -747,6 +747,7 @@ MAY_CHANGE = (
 AT_LEAST_ONE = (
     "groups",
     "max_turns",
+    "max_reply_tokens",
     "concurrency",
     "sft_updates",
     "is_cap",
@@ -817,6 +818,8 @@ def prepare(cfg: Config, dist):
     for task in tasks:
         env.check_needs(task, box.backend, box.network, box.hf_cache)
     fill_in(cfg, tasks, path.is_tiny)
+    if cfg.sft:
+        imitation.best_episodes(cfg.sft, tasks, cfg.sft_share)
     pool = starts.load(cfg.start_from, tasks, summary_chars(cfg))
     if dist.rank > 0:
         return tasks, path, why, None, pool

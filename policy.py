@@ -37,9 +37,12 @@ from flatlab import threads
 from flatlab.chat import ChatTokens
 from flatlab.episode.episode import Sample
 from flatlab.errors import UserError
+from flatlab.train.memory import CPU_BLOCK
 from flatlab.train.tensors import save_tensors
 
 LORA_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# Settings of an adapter_config.json that would change what an adapter computes
+FOREIGN_LORA = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 # Below this number of parameters, on a CPU, a decoding step of the engine is faster on one thread:
 # waking a second one for each operation costs more than it saves.
 ONE_THREAD = 5_000_000
@@ -148,6 +151,7 @@ class Policy(ChatTokens):
 
         quiet()
         super().__init__(path.base)
+        check_context(path.base, context)
         self.path = path
         self.context = context
         self.temperature = temperature
@@ -174,6 +178,9 @@ class Policy(ChatTokens):
         self.mean_diff_limit = 1e-4 if self.dtype == torch.float32 else 0.05
         if path.adapter:
             adapter = json.loads((Path(path.adapter) / "adapter_config.json").read_text())
+            foreign = [name for name in FOREIGN_LORA if adapter.get(name)]
+            if foreign:
+                raise UserError(f"The adapter {path.adapter} is no plain LoRA: {foreign[0]}.")
             lora_rank = adapter["r"]
             lora_alpha = adapter["lora_alpha"]
 
@@ -498,11 +505,10 @@ class Policy(ChatTokens):
         self.version += 1
         self.engine.reset_prefix_cache()  # frees stale blocks when idle; the salt makes it correct
 
-    def check_samples(self, difference) -> None:
-        """Raises UserError if |log p(trainer) - log p(engine)| of sampled tokens, (N,), is too
-        large on average.
+    def check_samples(self, mean: float) -> None:
+        """Raises UserError if the mean |log p(trainer) - log p(engine)| of the sampled tokens of a
+        step, in nats, is too large.
         """
-        mean = difference.mean()
         if mean > self.mean_diff_limit:
             raise UserError(
                 f"Engine and trainer disagree by {mean:.2g} nats per token (limit "
@@ -628,12 +634,13 @@ class Policy(ChatTokens):
         """
         import torch
         from peft import set_peft_model_state_dict
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         try:
             weights = load_file(Path(folder) / "adapter_model.safetensors")
             result = set_peft_model_state_dict(self.model, weights)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"Cannot load the adapter in {folder}: {reason}") from None
         head = Path(folder) / "value_head.pt"
@@ -653,7 +660,7 @@ def cpu_engine_options(context: int, compile: bool = False) -> dict:
         "dtype": "float32",
         "enforce_eager": not compile,
         # with vLLM's block size of 128 a hit in the prefix cache loses up to 127 tokens
-        "block_size": 32,
+        "block_size": CPU_BLOCK,
         # A prompt that is split over two steps breaks requests with a seed on a CPU.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(context, 4096),
@@ -668,6 +675,15 @@ def check_capability(capability: tuple[int, int]) -> None:
             f"This GPU has compute capability {found}, and bf16 needs 8.0 (A100, RTX 30 or newer): "
             'hide it with CUDA_VISIBLE_DEVICES="" to run on the CPU.'
         )
+
+
+def check_context(base: str, context: int) -> None:
+    """Raises UserError if the context is longer than what the model knows."""
+    from transformers import AutoConfig
+
+    most = getattr(AutoConfig.from_pretrained(base), "max_position_embeddings", None)
+    if most and context > most:
+        raise UserError(f"--context {context} is more than {base} has positions: use {most}.")
 
 
 def check_room(tokens: list[int], max_tokens: int, context: int) -> None:
@@ -695,6 +711,7 @@ class Transformers(ChatTokens):
 
         quiet()
         super().__init__(path.base)
+        check_context(path.base, context)
         self.path = path
         self.context = context
         self.temperature = temperature

@@ -629,7 +629,7 @@ MAY_CHANGE = (
 )
 
 # Bounds of numbers; all others must not be negative.
-COUNTS = ("nodes", "tokens", "workers", "k", "max_turns", "depth", "branching")
+COUNTS = ("nodes", "tokens", "workers", "k", "max_turns", "max_reply_tokens", "depth", "branching")
 BOUNDS = dict.fromkeys(COUNTS, (1, math.inf)) | {
     "minutes": (1e-9, math.inf),
     "tau": (1e-9, 1),

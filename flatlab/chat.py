@@ -2,21 +2,24 @@
 
 import contextlib
 
+from flatlab.errors import UserError
+
 
 class ChatTokens:
     """The tokenizer of a Hugging Face model, and the tokens that end a turn."""
 
     def __init__(self, model: str):
-        """model: folder or name. Its generation_config.json names the end tokens, if there is one;
-        else its tokenizer does.
+        """model: folder or name. Its tokenizer names an end token, and its generation_config.json,
+        if there is one, may name others.
         """
         from transformers import AutoTokenizer, GenerationConfig
 
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        stop = self.tokenizer.eos_token_id
+        more = None
         with contextlib.suppress(OSError):  # there is no such file
-            stop = GenerationConfig.from_pretrained(model).eos_token_id or stop
-        self.stop_tokens = {stop} if isinstance(stop, int) else set(stop)
+            more = GenerationConfig.from_pretrained(model).eos_token_id
+        more = more if isinstance(more, list) else [more]
+        self.stop_tokens = {self.tokenizer.eos_token_id, *more} - {None}
         self._frames = {}
 
     def encode(self, text: str) -> list[int]:
@@ -46,8 +49,17 @@ class ChatTokens:
             before = before[1:]
         return before + self.encode(text) + after
 
+    def end_of_turn(self) -> int:
+        """The token with which the template ends a reply; the tokenizer's if it has none."""
+        _, _, before, _ = self._frame(["user", "assistant", "user"])
+        is_stop = bool(before) and before[0] in self.stop_tokens
+        return before[0] if is_stop else self.tokenizer.eos_token_id
+
     def _frame(self, roles: list[str]) -> list[list[int]]:
         """The template's own tokens around the contents of such messages: len(roles) + 1 lists."""
+        if not self.tokenizer.chat_template:
+            model = self.tokenizer.name_or_path
+            raise UserError(f"{model} has no chat template: choose an instruct model.")
         key = tuple(roles)
         if key not in self._frames:
             mark = "\x02"

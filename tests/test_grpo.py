@@ -553,6 +553,16 @@ def test_the_percentile_reward_starts_from_the_evaluation_before_training(play):
     assert without[0]["zero_variance_share"] < 1 and "loss" in without[0]
 
 
+def test_a_resumed_run_knows_the_evaluation_of_the_adapter_in_best(play):
+    """best/ is written before the checkpoint: after kill -9 it may be newer."""
+    play(steps=1, eval_episodes=2, eval_every=1, guard="off")
+    file = Path("logs/a/best/evaluation.json")
+    newer = json.loads(file.read_text()) | {"step": 7, "clipped_improvement": 9.0}
+    file.write_text(json.dumps(newer))
+    play(steps=2, eval_episodes=2, eval_every=1, guard="off")
+    assert result_of()["final"]["best"]["step"] == 7
+
+
 def test_a_checkpoint_of_an_older_format_is_refused_in_one_sentence(play):
     play(steps=1)
     path = Path("logs/a/checkpoints/000000/trainer.pt")

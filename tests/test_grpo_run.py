@@ -332,6 +332,8 @@ BAD_INPUT = {
     "--gpu-memory 45": "--gpu-memory must be from 0.01 to 1, not 45",
     "--max-groups 1": "--max-groups 1 is less than --groups 4",
     "nothing.yaml": "nothing.yaml",
+    "--max-reply-tokens 0": "--max-reply-tokens must be at least 1",
+    "--sft logs/typo": "there is no run directory logs/typo",
 }
 
 

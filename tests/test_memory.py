@@ -58,10 +58,11 @@ def test_the_size_is_derived_from_model_and_memory(capsys):
     trainer = Trainer()
     assert memory.fit_micro_tokens(trainer, None, False) == 2048
     assert trainer.tried == [2048] and trainer.weight.grad is None
-    assert memory.fit_micro_tokens(trainer, None, False, processes=4) == 512
-    assert trainer.tried == [2048, 512]
     assert memory.fit_micro_tokens(trainer, None, True) == memory.MOST_TOKENS
     assert capsys.readouterr().err == ""
+    assert memory.fit_micro_tokens(trainer, None, False, processes=4) == 512
+    assert trainer.tried == [2048, memory.MOST_TOKENS, 512]
+    assert "an episode of 2048 tokens needs about" in capsys.readouterr().err
 
 
 def test_a_small_part_of_the_memory_is_not_tried(monkeypatch):
@@ -123,11 +124,12 @@ def test_the_kv_cache_gets_what_the_weights_leave(random_model):
 
 
 def test_the_kv_cache_on_a_cpu_holds_all_requests_if_they_fit(random_model, monkeypatch):
-    """Four bytes a number: 2 KiB a token, so 2 MiB for a context of 1024."""
+    """Four bytes a number: 2 KiB a token, so 2 MiB for a context of 1024, and vLLM's own block."""
+    block = memory.CPU_BLOCK * 2048
     monkeypatch.setattr(memory, "free_bytes", lambda device: 8 * GIB)
-    assert memory.cpu_kv_cache_bytes(random_model, 1024, 64) == 128 * 2**20
+    assert memory.cpu_kv_cache_bytes(random_model, 1024, 64) == 128 * 2**20 + block
     assert memory.cpu_kv_cache_bytes(random_model, 1024, 10**6) == 2 * GIB
-    assert memory.cpu_kv_cache_bytes(random_model, 4 * 2**20, 64) == 8 * GIB
+    assert memory.cpu_kv_cache_bytes(random_model, 4 * 2**20, 64) == 8 * GIB + block
 
 
 def test_the_peak_is_of_this_process_and_not_of_the_one_that_started_it():

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,6 +104,21 @@ def test_the_temperature_is_in_the_log_probs_of_both(policy, monkeypatch):
     randomise(policy)
     policy.sync()
     assert largest_gap(policy, [policy.render(CHAT)]) < 1e-4
+
+
+def test_what_would_fail_later_is_refused_before_the_engine_starts(tiny_model, tmp_path):
+    with pytest.raises(UserError, match="--context 9999999 is more than .* positions: use 4096"):
+        Policy(tiny_model, context=9_999_999)
+    config = {"r": 16, "lora_alpha": 16, "use_rslora": True}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="is no plain LoRA: use_rslora"):
+        Policy(replace(tiny_model, adapter=str(tmp_path)), context=256)
+
+
+def test_a_model_without_a_chat_template_is_refused(policy, monkeypatch):
+    monkeypatch.setattr(policy.tokenizer, "chat_template", None)
+    with pytest.raises(UserError, match="has no chat template"):
+        policy.render(CHAT)
 
 
 def test_verify_passes_and_leaves_the_adapter_alone(policy):

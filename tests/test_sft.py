@@ -3,6 +3,7 @@ that imitation works.
 """
 
 import asyncio
+import copy
 import json
 from types import SimpleNamespace
 
@@ -120,6 +121,23 @@ def test_tokens_and_masks_are_those_of_rl(policy):
         * (len(t["reply"]) + (t["stop_reason"] == "stop"))
     ]
     assert piece.advantage == wanted
+
+
+def test_replies_end_as_the_template_ends_them(policy, monkeypatch):
+    """The tokenizer of Gemma or Phi-3, for example, has another end of text than of a turn."""
+    end = policy.tokenizer.eos_token_id
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
+    monkeypatch.setattr(policy, "tokenizer", tokenizer)
+    monkeypatch.setattr(policy, "stop_tokens", {end, 0})
+    assert tokenizer.eos_token_id == 0 and policy.end_of_turn() == end
+
+
+def test_no_episode_that_fits_is_one_sentence(policy, run, monkeypatch):
+    cfg = configure(CFG, sft=(run(episode(0.78, turn("```bash\nsubmit\n```"))),))
+    monkeypatch.setattr(policy, "context", 8)
+    with pytest.raises(UserError, match="--sft: no episode fits into --context 8"):
+        imitation.warm_start(policy, [TASK], cfg, SingleProcess())
 
 
 def test_an_episode_that_does_not_fit_is_cut(policy):

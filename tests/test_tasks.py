@@ -206,6 +206,7 @@ def test_parse_grade():
         ('{"accuracy": 0.9, "error": "no good"}', None, "no good"),
         ('{"accuracy": NaN}', None, "no finite number"),
         ('{"accuracy": ' + "9" * 400 + "}", None, "no finite number"),
+        ('{"accuracy": 1e308}', None, "no finite number"),
         ('{"accuracy": -Infinity}', None, "no finite number"),
         ('{"accuracy": "0.9"}', None, "no finite number"),
         ('{"accuracy": true}', None, "no finite number"),

@@ -102,7 +102,7 @@ class History:
             return text
         tail = self.limit // 3
         first = self.policy.decode(tokens[: self.limit - tail])
-        last = self.policy.decode(tokens[-tail:])
+        last = self.policy.decode(tokens[len(tokens) - tail :])
         return f"{first}\n[... {len(tokens) - self.limit} tokens left out ...]\n{last}"
 
     def fit(self, budget: int) -> Segment | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+LARGEST = 1e100  # scores beyond it count as none: their squares and sums would be infinite
 MESSAGE_CHARS = 500  # of a grader's error message, which the agent reads
 WHOLE_WORKSPACE = ("./",)  # artefacts: all that was written, changed or removed in the workspace
 
@@ -101,11 +101,11 @@ def parse_grade(grade: dict, task: Task) -> tuple[float | None, str]:
 
 
 def finite_number(grade: dict, key: str) -> float | None:
-    """The number under a key; None if there is none that a float can hold."""
+    """The number under a key; None if there is none, or one of which there is no mean."""
     value = grade.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if abs(value) <= sys.float_info.max else None
+    return float(value) if abs(value) <= LARGEST else None
 
 
 def standard_error(grade: dict) -> float | None:

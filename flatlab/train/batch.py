@@ -238,6 +238,11 @@ class Meter:
             row = (column.sum().item(), column.numel(), column.max().item())
             self.rows.setdefault(name, []).append(row)
 
+    def mean(self, name: str) -> float:
+        """Of what this rank added; 0 if it had nothing to add."""
+        totals, counts, _ = zip(*self.rows.get(name, [(0.0, 1, 0.0)]))
+        return sum(totals) / sum(counts)
+
     def over_ranks(self, dist) -> tuple[dict, dict, dict]:
         """(sums, means, maxima) by name, the same on every rank. A rank may have had nothing to
         add.

@@ -5,6 +5,7 @@ Every rank calls these functions. Only rank 0 has a `run` and writes.
 """
 
 import hashlib
+import json
 import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -13,6 +14,8 @@ from flatlab.errors import UserError
 from flatlab.train import guard
 from flatlab.train.batch import Group
 from flatlab.train.tensors import save_tensors
+
+EVALUATION = "evaluation.json"  # beside the adapter in best/
 
 
 @dataclass
@@ -57,7 +60,13 @@ def resume(policy, optimizer, run, dist) -> tuple[State, list[dict]]:
     optimizer.load_state_dict(saved["optimizer"])
     if run:
         print(f"resumed after step {step} from {folder}", flush=True)
-    return State(**saved["state"]), rows
+    state = State(**saved["state"])
+    # A run that was killed before its checkpoint may have saved a better adapter already.
+    evaluation = Path(run.dir, "best", EVALUATION) if run else None
+    if evaluation and evaluation.exists():
+        state.best = json.loads(evaluation.read_text())
+    state.best = dist.gather(state.best)[0]
+    return state, rows
 
 
 def write_step(policy, optimizer, cfg, run, state: State, groups: list[Group], row: dict) -> None:
@@ -100,11 +109,13 @@ def timing(policy, seconds: dict, groups: list[Group]) -> dict:
 # ------------------------------------------------------------------------------ adapters
 
 
-def save_adapter(policy, run, dist, name: str) -> None:
+def save_adapter(policy, run, dist, name: str, evaluation: dict | None = None) -> None:
     """Saves the adapter as <run>/<name>; afterwards every rank finds it there."""
     if run:
         with run.whole_directory(name) as folder:
             policy.save(folder)
+            if evaluation:
+                (folder / EVALUATION).write_text(json.dumps(evaluation))
     dist.gather(None)
 
 
@@ -112,7 +123,7 @@ def keep_best(policy, run, dist, state: State, result: dict) -> None:
     """Saves the adapter as best/ if its evaluation is better than the best one so far."""
     if guard.better(result, state.best):
         state.best = result
-        save_adapter(policy, run, dist, "best")
+        save_adapter(policy, run, dist, "best", result)
         if run:
             run.result(best=result)
 

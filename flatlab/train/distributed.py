@@ -109,5 +109,8 @@ def join(timeout: float) -> SingleProcess:
         return SingleProcess()
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     local = int(os.environ["LOCAL_RANK"])
-    os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[local] if devices else str(local)
+    if devices is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(local)
+    elif devices:  # an empty one hides all GPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[local]
     return Ranks(timeout)

@@ -70,7 +70,7 @@ def sequences_from(transcript: dict, policy, max_observation_tokens: int) -> lis
     for turn in transcript["turns"]:
         tokens = policy.encode(turn["reply"])
         if turn["stop_reason"] == "stop":
-            tokens.append(policy.tokenizer.eos_token_id)
+            tokens.append(policy.end_of_turn())
         try:
             ended = history.fit(policy.context - len(tokens))
         except OverflowError:
@@ -98,6 +98,9 @@ def warm_start(policy, tasks: list[Task], cfg, dist) -> None:
         sequences_from(transcript, policy, cfg.model.max_observation_tokens)
         for transcript in best_episodes(cfg.sft, tasks, cfg.sft_share)
     ]
+    episodes = [sequences for sequences in episodes if sequences]
+    if not episodes:
+        raise UserError(f"--sft: no episode fits into --context {policy.context}.")
     say(dist, f"imitate  {len(episodes)} episodes, {cfg.sft_updates} updates")
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=cfg.sft_lr, betas=(0.9, 0.99), weight_decay=0.0

@@ -6,6 +6,7 @@ the size is estimated first, from the model's dimensions and the memory that is 
 once.
 """
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ LEAST_TOKENS = 256
 SHARE_OF_FREE = 0.5  # the rest is for the optimizer, the episodes and other programs
 SURE_OF_FREE = 0.1  # a pass that needs less is not tried
 ENGINE_OWN = 5 << 29  # 2.5 GiB: CUDA graphs, activations of a prefill of 8192 tokens
+CPU_BLOCK = 32  # tokens of a block of the KV cache
 CPU_KV_CACHE = 4 << 30  # 4 GiB: requests that do not fit wait, or are computed again
 LOGITS_BUFFERS = 5  # of the size of a chunk of logits, in Policy.logprobs
 
@@ -75,13 +77,16 @@ def kv_bytes_per_token(config, element_size: int) -> int:
 
 def cpu_kv_cache_bytes(base: str, context: int, requests: int) -> int:
     """Bytes of the engine's KV cache in fp32 on a CPU: `requests` whole contexts, or as many as fit
-    into CPU_KV_CACHE and a quarter of the free memory, but at least one.
+    into CPU_KV_CACHE and a quarter of the free memory, but at least one. vLLM keeps one block for
+    itself.
     """
     from transformers import AutoConfig
 
-    one = context * kv_bytes_per_token(AutoConfig.from_pretrained(base), element_size=4)
+    per_token = kv_bytes_per_token(AutoConfig.from_pretrained(base), element_size=4)
+    blocks = math.ceil(context / CPU_BLOCK)
+    one, all_of_them = [(n * blocks + 1) * CPU_BLOCK * per_token for n in (1, requests)]
     room = min(CPU_KV_CACHE, free_bytes("cpu") // 4)
-    return max(one, min(requests * one, room))
+    return max(one, min(all_of_them, room))
 
 
 def peak_bytes() -> int:
@@ -148,6 +153,14 @@ def fit_micro_tokens(policy, wanted: int | None, recompute_layers: bool, process
             )
         say(f"a training pass over {tokens} tokens runs out of memory")
         tokens //= 2
+    longest = bytes_needed(policy.context, config, element_size, recompute_layers)
+    if longest > SHARE_OF_FREE * free:
+        print(
+            f"memory: an episode of {policy.context} tokens needs about {longest / 2**30:.1f} GiB "
+            f"of {free / 2**30:.1f} free, in a pass of its own: --gradient-checkpointing or a "
+            "smaller --context avoids that the run ends there.",
+            file=sys.stderr,
+        )
     return tokens
 
 
@@ -162,7 +175,7 @@ def can_train(policy, tokens: int) -> bool:
     length = min(tokens, policy.context)
     sequence = ([0] * length, [0] + [1] * (length - 1))
     try:
-        logprobs = policy.logprobs([sequence] * (tokens // length))[0]
+        logprobs = policy.logprobs([sequence] * math.ceil(tokens / length))[0]
         logprobs.mean().backward()
         return True
     except (MemoryError, RuntimeError) as error:
