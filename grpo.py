@@ -743,7 +743,6 @@ MAY_CHANGE = (
     "tensorboard",
     "wandb",
 )
-# Lowest and highest values; all other numbers must not be negative.
 AT_LEAST_ONE = (
     "groups",
     "max_turns",
@@ -757,6 +756,7 @@ AT_LEAST_ONE = (
     "eval_every",
     "keep_checkpoints",
 )
+# Lowest and highest values; all other numbers must not be negative.
 BOUNDS = dict.fromkeys(AT_LEAST_ONE, (1, inf)) | {
     "group_size": (2, inf),
     "temperature": (0.01, inf),
@@ -818,7 +818,7 @@ def prepare(cfg: Config, dist):
     for task in tasks:
         env.check_needs(task, box.backend, box.network, box.hf_cache)
     fill_in(cfg, tasks, path.is_tiny)
-    if cfg.sft:
+    if cfg.sft and not Path("logs", cfg.name, "imitated").exists():
         imitation.best_episodes(cfg.sft, tasks, cfg.sft_share)
     pool = starts.load(cfg.start_from, tasks, summary_chars(cfg))
     if dist.rank > 0:

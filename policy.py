@@ -64,6 +64,13 @@ class ModelPath:
     adapter: str | None  # folder of a trained LoRA adapter (`logs/<run>/best`), or None
     is_tiny: bool  # the stand-in model
 
+    @property
+    def note(self) -> str:
+        """What the banners say after the model's name."""
+        if self.is_tiny:
+            return "  (a stand-in for trials; it knows titanic and battleOfSexes only)"
+        return ""
+
 
 def default_model() -> str:
     """A real instruct model if there is a GPU, else the stand-in."""

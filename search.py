@@ -765,9 +765,7 @@ def banner(cfg: Config, trees: list[Tree], where: Path, path, why: str) -> None:
     for task in {t.task.name: t.task for t in trees}.values():
         if degenerate(task):
             print(f"warning  {task.name}: {degenerate(task)}")
-    note = ""
-    if path and path.is_tiny:
-        note = "  (a stand-in for trials; it knows titanic and battleOfSexes only)"
+    note = path.note if path else ""
     print(f"tasks    {', '.join(cfg.tasks.task)}   modes {', '.join(cfg.sampling_mode)}")
     print(f"model    {cfg.model.model}{note}")
     print(f"sandbox  {why}")

@@ -44,8 +44,7 @@ class ChatTokens:
         ended: the model ended its turn itself, so that token is already there.
         """
         _, _, before, after = self._frame(["user", "assistant", "user"])
-        starts_with_stop = bool(before) and before[0] in self.stop_tokens
-        if ended and starts_with_stop:
+        if ended and before[:1] == [self.end_of_turn()]:
             before = before[1:]
         return before + self.encode(text) + after
 

@@ -5,16 +5,19 @@ that imitation works.
 import asyncio
 import copy
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import training
+from flatlab.chat import ChatTokens
 from flatlab.episode.episode import History
 from flatlab.errors import UserError
 from flatlab.train import imitation
 from flatlab.train.distributed import SingleProcess
+from helpers import PROJECT
 from training import TASK, configure
 
 CFG = configure(training.CFG, micro_tokens=4096, sft_lr=3e-3, sft_updates=6)
@@ -131,6 +134,18 @@ def test_replies_end_as_the_template_ends_them(policy, monkeypatch):
     monkeypatch.setattr(policy, "tokenizer", tokenizer)
     monkeypatch.setattr(policy, "stop_tokens", {end, 0})
     assert tokenizer.eos_token_id == 0 and policy.end_of_turn() == end
+
+
+def test_both_end_tokens_end_a_reply(tmp_path):
+    """A fine-tuned model may keep the generation_config.json of its base model."""
+    folder = shutil.copytree(PROJECT / "configs/tiny", tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    assert ChatTokens(str(folder)).stop_tokens == {0, 2}
+
+
+def test_a_small_limit_of_observations_holds(policy):
+    for limit in (0, 1, 2):
+        assert History(policy, "Do it.", limit).cap("0123456789" * 3).endswith("left out ...]\n")
 
 
 def test_no_episode_that_fits_is_one_sentence(policy, run, monkeypatch):

@@ -32,11 +32,8 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
     for task in tasks:
         measure = f"{task.metric}, {task.direction}"
         print(f"task     {task.name}: {measure}, baseline {task.baseline:.4g}")
-    stand_in = ""
-    if path.is_tiny:
-        stand_in = "  (a stand-in for trials; it knows titanic and battleOfSexes only)"
     print(
-        f"model    {cfg.model.model}{stand_in}\n"
+        f"model    {cfg.model.model}{path.note}\n"
         f"sandbox  {why}\n"
         f"plan     {cfg.steps} steps x {cfg.groups} groups x {cfg.group_size} episodes, "
         f"{cfg.advantage} advantage, {cfg.loss} loss\n"

@@ -94,5 +94,6 @@ def megabytes(environment: dict) -> float:
     """The memory that a task asks for, also in the older spelling, memory = "8G"."""
     old = environment.get("memory")
     if old:
-        return float(old[:-1]) * {"K": 1 / 1024, "M": 1, "G": 1024}[old[-1].upper()]
+        units = {"K": 1 / 1024, "M": 1, "G": 1024}
+        return float(old[:-1]) * units[old[-1].upper()]
     return float(environment.get("memory_mb", 0))
