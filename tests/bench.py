@@ -1054,7 +1054,8 @@ def main():
     add("--write", action="store_true", help="write the table into tests/BENCHMARKS.md")
     add("--backend", default="auto", help="for soak")
     add("--count", type=int, default=1000, help="for soak: episodes; for rules: seeds")
-    add("--steps", type=int, default=5, help="for train, engine, agent, objectives, stability")
+    steps = "for train, engine, agent, objectives (5 if not given) and stability (200)"
+    add("--steps", type=int, help=steps)
     add("--seeds", default="0,1,2", help=f"{runs} comma-separated seeds")
     add(
         "--model",
@@ -1066,6 +1067,8 @@ def main():
     add("--only", default="", help=only)
     add("--flags", default="", help=f"{runs} more flags of grpo.py")
     args = parser.parse_args()
+    if args.steps is None:
+        args.steps = 200 if args.section == "stability" else 5
 
     from flatlab import threads
 

@@ -112,12 +112,16 @@ def test_what_cannot_be_given_is_one_sentence(folder):
         ("tpu = {type = 'v4', topology = '2x2'}", r"environment\.tpu"),
         ("memory_mb = 65536", "more than 4096 MB"),
         ("memory = '8G'", "more than 4096 MB"),
-        ("memory_mb = 'much'", "an amount of memory that is no number"),
+        ("memory = 'much'", "an amount of memory that is no number"),
         ("[verifier.environment]\ncpus = 1", r"verifier\.environment"),
     ):
         text = settings.replace("memory_mb = 2048", "") if "memory" in more else settings
         (folder / "task.toml").write_text(text + more)
         with pytest.raises(UserError, match=f"asks for what a sandbox here lacks: {words}"):
+            load_task(str(folder))
+    for text in (settings + "gpus = '1'", settings.replace("30.0", "'long'")):
+        (folder / "task.toml").write_text(text)
+        with pytest.raises(UserError, match=r"in task\.toml must be a number"):
             load_task(str(folder))
     (folder / "task.toml").write_text(settings + "memory_mb")
     with pytest.raises(UserError, match="cannot be read as a Harbor task"):

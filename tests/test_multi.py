@@ -17,6 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from flatlab.errors import UserError
+from flatlab.train import distributed
+
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
@@ -72,6 +75,14 @@ def test_the_exchange(tmp_path):
     (tmp_path / "exchange.py").write_text(EXCHANGE)
     code, out, err = finish(torchrun(tmp_path, "exchange.py", ranks=2))
     assert code == 0 and all(f"rank {r} of 2" in out for r in range(2)), (out, err)
+
+
+def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError, match=r"more processes here than there are GPUs \(1\)"):
+        distributed.join(timeout=1)
 
 
 STEPS = 6  # of the comparison: the limit of the KL is 0, so that the guard restores after step 3

@@ -17,6 +17,8 @@ import os
 import pickle
 from datetime import timedelta
 
+from flatlab.errors import UserError
+
 
 class SingleProcess:
     """A single process: there is nothing to exchange."""
@@ -104,13 +106,18 @@ class Ranks(SingleProcess):
 def join(timeout: float) -> SingleProcess:
     """A SingleProcess, or one of torchrun's Ranks. Call it before anything touches CUDA: a rank
     sees only its own GPU.
+
+    Raises UserError if there are GPUs, but fewer than ranks.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return SingleProcess()
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    import torch
+
     local = int(os.environ["LOCAL_RANK"])
-    if devices is None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(local)
-    elif devices:  # an empty one hides all GPUs
+    count = torch.cuda.device_count()  # asks the driver's library, CUDA is not initialised
+    if count:
+        if local >= count:
+            raise UserError(f"torchrun starts more processes here than there are GPUs ({count}).")
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
         os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[local]
     return Ranks(timeout)

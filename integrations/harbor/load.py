@@ -20,6 +20,7 @@ REFUSED_KEYS = """environment.tpu environment.mcp_servers environment.healthchec
     environment.allowed_hosts environment.env agent.network_mode verifier.network_mode verifier.env
     verifier.environment verifier.collect""".split()
 REFUSED_FILES = "environment/docker-compose.yaml tests/Dockerfile trajectory.json steps".split()
+NUMBERS = "environment.gpus environment.memory_mb agent.timeout_sec verifier.timeout_sec".split()
 MEMORY_MB = 4096
 SECONDS = 600.0  # the format's limit for the tests, and here for one action without another limit
 # Lines that mark a file of a benchmark for those who filter training data.
@@ -81,6 +82,10 @@ def refuse(folder: Path, spec: dict, environment: dict) -> None:
         section, name = key.split(".")
         if spec.get(section, {}).get(name):
             asked.append(f"{key} (task.toml)")
+    for key in NUMBERS:
+        section, name = key.split(".")
+        if not isinstance(spec.get(section, {}).get(name, 0), int | float):
+            raise UserError(f"{folder}: {key} in task.toml must be a number.")
     try:
         if megabytes(environment) > MEMORY_MB:
             asked.append(f"more than {MEMORY_MB} MB of memory")
