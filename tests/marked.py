@@ -106,7 +106,8 @@ def marked(args):
             attacks.append((row.what, said, f"`{row.test}`"))
         else:
             faults.append((f"{row.number}. {row.what}", said, f"`{row.test}`"))
-    system = f"Python {platform.python_version()}, {platform.system()} {platform.release()}"
+    kernel = platform.release().partition("-")[0]
+    system = f"Python {platform.python_version()}, {platform.system()} {kernel}"
     checkout = "with" if os.environ.get("MLGYM_ROOT") else "without"
     lines = [
         FIRST_TITLE,
