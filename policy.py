@@ -167,7 +167,7 @@ class Policy(ChatTokens):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         if self.device == "cuda":
-            check_capability(torch.cuda.get_device_capability())
+            check_capability(torch.cuda.get_device_capability(), exact and trains)
             print("gpu      not yet measured on a GPU: run python tools/gpu_check.py", flush=True)
             if exact:
                 os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -214,7 +214,7 @@ class Policy(ChatTokens):
             torch.nn.init.zeros_(self.value_head.bias)
         if path.adapter:
             self.load(path.adapter)
-        self.adapter_copy.push()
+        self.sync()
 
     # -------------------------------------------------------------------------- sampling
 
@@ -252,6 +252,7 @@ class Policy(ChatTokens):
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
+            additional_config={"lora_rank": rank},  # vLLM's cache of compiled models goes by it
             use_tqdm_on_load=False,
             **machine,
         )
@@ -374,12 +375,15 @@ class Policy(ChatTokens):
 
         from flatlab.train.lora_sync import on_weights_of, served_model
 
+        self.shares_base = False
         if share_base and self.device == "cpu":
             raise UserError("--share-base needs a GPU.")
         if share_base:
             try:
                 served = served_model(self.engine)
-                return on_weights_of(served, self.path.base, self.dtype, self.device)
+                base = on_weights_of(served, self.path.base, self.dtype, self.device)
+                self.shares_base = True
+                return base
             except (AttributeError, KeyError, RuntimeError, ValueError) as error:
                 message = (
                     f"base weights cannot be shared ({error}): engine and trainer have a copy each"
@@ -674,13 +678,19 @@ def cpu_engine_options(context: int, compile: bool = False) -> dict:
     }
 
 
-def check_capability(capability: tuple[int, int]) -> None:
-    """Raises UserError for a GPU that cannot compute in bf16."""
+def check_capability(capability: tuple[int, int], trains_exactly: bool) -> None:
+    """Raises UserError for a GPU that cannot compute in bf16, or not train with --exact."""
+    found = ".".join(map(str, capability))
     if capability < (8, 0):
-        found = ".".join(map(str, capability))
         raise UserError(
             f"This GPU has compute capability {found}, and bf16 needs 8.0 (A100, RTX 30 or newer): "
-            'hide it with CUDA_VISIBLE_DEVICES="" to run on the CPU.'
+            "use the CPU (make clean, then make setup DEVICE=cpu)."
+        )
+    # vLLM replaces torch's matrix products there by some that have no backward pass.
+    if trains_exactly and capability < (9, 0):
+        raise UserError(
+            f"This GPU has compute capability {found}, and training with --exact needs 9.0 (H100 "
+            "or newer): leave it out. search.py --exact works."
         )
 
 

@@ -25,7 +25,7 @@ def test_every_part_runs_here_or_says_why_not(tmp_path):
     skipped = {row[0] for row in rows if row[2] == "skipped"}
     if not model_folder().is_dir():
         skipped.remove("pretrained")
-    assert skipped == {"runner-v1", "runner-v2", "shared-base", "autocast", "exact"}
+    assert skipped == {"runner-v1", "runner-v2", "shared-base", "own-base", "autocast", "exact"}
     assert any("prompt computed once" in row[1] for row in rows)
 
 

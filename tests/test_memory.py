@@ -95,6 +95,9 @@ def test_a_model_that_does_not_fit_is_one_sentence():
 def test_other_errors_are_not_taken_for_full_memory():
     with pytest.raises(RuntimeError, match="shape"):
         memory.fit_micro_tokens(Trainer(most=0, error="shape mismatch"), None, False)
+    illegal = "CUDA error: an illegal memory access was encountered"
+    with pytest.raises(RuntimeError, match="illegal"):
+        memory.fit_micro_tokens(Trainer(most=0, error=illegal), None, False)
 
 
 def test_the_limits_of_control_groups_count(tmp_path):

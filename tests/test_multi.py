@@ -78,7 +78,7 @@ def test_the_exchange(tmp_path):
 
 
 def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(UserError, match=r"more processes here than there are GPUs \(1\)"):

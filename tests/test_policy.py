@@ -567,11 +567,23 @@ def test_a_compiled_engine_agrees_with_the_trainer(random_model):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_a_compiled_engine_is_of_one_rank(policy, monkeypatch):
+    """vLLM keeps compiled models on the disk, and the rank is a shape in them."""
+    config = policy.engine.vllm_config
+    rank = policy.adapter_layers[0].r["default"]
+    assert config.additional_config == {"lora_rank": rank}
+    of_this_rank = config.compute_hash()
+    monkeypatch.setattr(config, "additional_config", {"lora_rank": rank + 1})
+    assert config.compute_hash() != of_this_rank
+
+
 def test_a_gpu_without_bf16_is_refused():
-    check_capability((8, 0))
-    check_capability((12, 0))
-    with pytest.raises(UserError, match="compute capability 7.5, and bf16 needs 8.0"):
-        check_capability((7, 5))
+    check_capability((8, 0), trains_exactly=False)
+    check_capability((12, 0), trains_exactly=True)
+    with pytest.raises(UserError, match=r"compute capability 7\.5, and bf16 needs 8\.0"):
+        check_capability((7, 5), trains_exactly=False)
+    with pytest.raises(UserError, match=r"compute capability 8\.6, .* --exact needs 9\.0"):
+        check_capability((8, 6), trains_exactly=True)
 
 
 def test_more_new_prompts_than_fit_into_one_step(policy):

@@ -224,10 +224,10 @@ def without_adapter(model: str) -> list:
     from flatlab.train.memory import cpu_kv_cache_bytes
     from policy import cpu_engine_options
 
-    policy = make_policy(model)
+    policy = make_policy(model, trains=False)
     prompts = prompts_of(policy)
     rate = engine_rate(policy.engine, prompts)
-    options = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3}
+    options = {"dtype": "bfloat16", "gpu_memory_utilization": 0.45}
     if not has_gpu():
         options = cpu_engine_options(2048)
         cache = cpu_kv_cache_bytes(policy.path.base, 2048, REQUESTS)
@@ -275,15 +275,24 @@ def sync(model: str) -> list:
 
 def shared_base(model: str) -> list:
     """One copy of the base weights for engine and trainer."""
+    return base_weights(model, share_base=True)
+
+
+def own_base(model: str) -> list:
+    """A copy of the base weights for each."""
+    return base_weights(model, share_base=False)
+
+
+def base_weights(model: str, share_base: bool) -> list:
     if not has_gpu():
-        return [("shared base weights", "skipped", "needs a GPU")]
-    rows = []
-    policy = make_policy(model, share_base=True)
-    own = sum(p.numel() * p.element_size() for p in policy.model.parameters())
+        return [("base weights", "skipped", "needs a GPU")]
+    before = allocated()
+    policy = make_policy(model, share_base=share_base)
+    used = allocated() - before
+    if policy.shares_base != share_base:
+        raise UserError("The engine's base weights cannot be shared.")
     found = asyncio.run(policy.verify())["random adapter"]
-    text = difference_text(found)
-    rows.append(("shared base weights: difference", text, f"saves about {gib(own)}"))
-    return rows
+    return [("difference", difference_text(found), f"memory {gib(used)}")]
 
 
 def autocast(model: str) -> list:
@@ -342,20 +351,33 @@ def exact(model: str) -> list:
     """Batch invariance: the same seeds give the same replies in any batch."""
     if not has_gpu():
         return [("batch invariance", "skipped", "needs a GPU")]
-    policy = make_policy(model)
+    import torch
+
+    policy = make_policy(model, exact=True)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(torch.randn_like(p) * 1e-2)
+    policy.sync()
     prompt = prompt_of(policy, 0)
     alone = asyncio.run(policy.sample(prompt, TOKENS, seed=0))
     together = asyncio.run(sample_all(policy, TOKENS, 0))[0]
     found = asyncio.run(policy.verify())["random adapter"]
     same = "the same" if alone.tokens == together.tokens else "different"
     rate = engine_rate(policy.engine, prompts_of(policy))
+    _, _, seconds, _ = timed_update(policy, update_batch(policy))
     note = f"difference {found.mean:.2g} nats on average; {rate:.0f} tokens/s"
-    return [("a reply alone and in a batch", same, note)]
+    return [
+        ("a reply alone and in a batch", same, note),
+        ("update", f"{seconds:.3f} s", f"{EPISODES} episodes of {PROMPT} + {TOKENS} tokens"),
+    ]
 
 
 def training(model: str) -> list:
-    """Three steps of grpo.py, end to end."""
-    flags = "--task titanic --steps 3 --groups 2 --eval-episodes 8 --eval-every 3".split()
+    """Three steps of grpo.py, end to end. A random model's episodes all get the same reward, from
+    which only PPO learns.
+    """
+    flags = """--task titanic --steps 3 --groups 2 --eval-episodes 8 --eval-every 3 --advantage ppo
+        --context 2048 --max-turns 3 --max-reply-tokens 128 --backend local""".split()
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, str(ROOT / "grpo.py"), *flags, "--model", model, "--name", "check"],
@@ -367,7 +389,10 @@ def training(model: str) -> list:
             raise UserError(last_line(done.stderr))
         text = Path(folder, "logs/check/metrics.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
-    worst = max(row.get("logprob_diff_mean", 0.0) for row in rows)
+    trained = [row["logprob_diff_mean"] for row in rows if "logprob_diff_mean" in row]
+    if not trained:
+        raise UserError("No step had anything to learn from.")
+    worst = max(trained)
     seconds = ", ".join(f"{row['seconds']:.1f}" for row in rows)
     return [("3 steps of titanic", f"{seconds} s", f"log-prob difference {worst:.2g} on average")]
 
@@ -381,10 +406,11 @@ PARTS = {
     "without-adapter": (without_adapter, {}),
     "sync": (sync, {}),
     "shared-base": (shared_base, {}),
+    "own-base": (own_base, {}),
     "autocast": (autocast, {}),
     "shared-prompt": (shared_prompt, {}),
     "memory": (memory_probe, {}),
-    "exact": (exact, {"VLLM_BATCH_INVARIANT": "1"}),
+    "exact": (exact, {}),
     "training": (training, {}),
 }
 

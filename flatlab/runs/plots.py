@@ -173,10 +173,15 @@ def adapters_text(run: RunData) -> str:
     return "\n".join(lines)
 
 
+def score_label(run: RunData) -> str:
+    """The metric and its direction."""
+    better = "higher is better" if run.higher_is_better else "lower is better"
+    return f"{shorten(run.result['metric'], 40)}, {better}"
+
+
 def draw_baseline(axis, groups):
     run = groups[0].runs[0]
-    better = "higher is better" if run.higher_is_better else "lower is better"
-    axis.set_ylabel(f"{shorten(run.result['metric'], 40)}, {better}")
+    axis.set_ylabel(score_label(run))
     name = f"baseline {run.baseline:.4g}"
     axis.axhline(run.baseline, color=GREY, linestyle=":", linewidth=1.5, label=name)
 

@@ -18,8 +18,8 @@ from flatlab.runs.plots import (
     PINK,
     RED,
     draw_baseline,
+    score_label,
     series,
-    shorten,
     spread,
     wrapped,
 )
@@ -222,9 +222,7 @@ def draw_tree(figure, run: RunData):
     axis.spines["left"].set_visible(False)
     axis.invert_yaxis()
     axis.margins(x=0.06, y=0.08 if len(places) < 30 else 0.03)
-    better = "higher is better" if run.higher_is_better else "lower is better"
-    label = f"{shorten(run.result['metric'], 40)}, {better}"
-    figure.colorbar(shade, ax=axis, label=label, pad=0.01)
+    figure.colorbar(shade, ax=axis, label=score_label(run), pad=0.01)
     draw_tree_legend(figure, axis, run.rows)
 
 

@@ -45,7 +45,7 @@ def resume(policy, optimizer, run, dist) -> tuple[State, list[dict]]:
     step, folder = dist.gather(newest[0] if newest else (-1, None))[0]
     saved = None
     if folder is not None:
-        saved = torch.load(folder / "trainer.pt", map_location=policy.device, weights_only=True)
+        saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
         if set(saved.get("state", {})) != {f.name for f in fields(State)}:
             raise UserError(
                 f"The checkpoint {folder} was written by another version of grpo.py: "

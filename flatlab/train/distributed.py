@@ -114,10 +114,14 @@ def join(timeout: float) -> SingleProcess:
     import torch
 
     local = int(os.environ["LOCAL_RANK"])
-    count = torch.cuda.device_count()  # asks the driver's library, CUDA is not initialised
-    if count:
-        if local >= count:
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        visible = [str(index) for index in range(torch.cuda.device_count())]
+    else:
+        visible = given.split(",") if given else []
+    if visible:  # without a GPU every rank computes on the CPU
+        if local >= len(visible):
+            count = len(visible)
             raise UserError(f"torchrun starts more processes here than there are GPUs ({count}).")
-        devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[local]
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local]
     return Ranks(timeout)

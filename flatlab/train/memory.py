@@ -21,7 +21,15 @@ SHARE_OF_FREE = 0.5  # the rest is for the optimizer, the episodes and other pro
 SURE_OF_FREE = 0.1  # a pass that needs less is not tried
 ENGINE_OWN = 5 << 29  # 2.5 GiB: CUDA graphs, activations of a prefill of 8192 tokens
 CPU_BLOCK = 32  # tokens of a block of the KV cache
+GPU_BLOCK = 64  # the same on a GPU, at most: vLLM chooses it
 CPU_KV_CACHE = 4 << 30  # 4 GiB: requests that do not fit wait, or are computed again
+# What torch says when memory ran out: on a GPU, in cuBLAS, on a CPU, in oneDNN.
+OUT_OF_MEMORY = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "can't allocate memory",
+    "could not create a memory",
+)
 LOGITS_BUFFERS = 5  # of the size of a chunk of logits, in Policy.logprobs
 
 # Activations that the backward pass of one decoder layer keeps, in numbers per token: inputs and
@@ -60,11 +68,12 @@ def kv_cache_bytes(base: str, share: float, total: int, context: int) -> int:
     weights = 2 * sum(p.numel() for p in model.parameters())
     left = int(share * total) - weights - ENGINE_OWN
     per_token = kv_bytes_per_token(config, element_size=2)
-    if left < context * per_token:
+    needed = (context + GPU_BLOCK) * per_token  # vLLM keeps one block for itself
+    if left < needed:
         raise UserError(
             f"--gpu-memory {share:g} of {total / 2**30:.1f} GiB leaves {left / 2**30:.1f} GiB for "
             f"the KV cache, and one context of {context} tokens needs "
-            f"{context * per_token / 2**30:.1f}: raise it, or lower --context."
+            f"{needed / 2**30:.1f}: raise it, or lower --context."
         )
     return left
 
@@ -179,7 +188,8 @@ def can_train(policy, tokens: int) -> bool:
         logprobs.mean().backward()
         return True
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "memory" not in str(error):
+        text = str(error)
+        if not isinstance(error, MemoryError) and not any(word in text for word in OUT_OF_MEMORY):
             raise
         return False
     finally:
