@@ -5,6 +5,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -223,6 +224,9 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
     assert (
         before["tokens"][:50] == after["tokens"][:50] and before["logprobs"] != after["logprobs"]
     )  # same prompt, another policy
+    shutil.rmtree(tmp_path / "logs/tree")  # a resumed run imitates nothing again
+    done("grpo.py", *SMALL, "2", *imitate[1:])
+    assert len(rows(tmp_path / "logs/learned/metrics.jsonl")) == 2
 
 
 @pytest.mark.slow

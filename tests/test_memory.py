@@ -124,6 +124,10 @@ def test_the_kv_cache_gets_what_the_weights_leave(random_model):
     assert 1_400_000 < weights < 2_000_000  # 0.8 M parameters in bf16
     with pytest.raises(UserError, match="one context of 4000000 tokens needs 3.8"):
         memory.kv_cache_bytes(random_model, 0.5, total, 4_000_000)
+    room = left // 1024  # tokens; one block of them is vLLM's own
+    assert memory.kv_cache_bytes(random_model, 0.5, total, room - memory.GPU_BLOCK) == left
+    with pytest.raises(UserError, match="one context of"):
+        memory.kv_cache_bytes(random_model, 0.5, total, room)
 
 
 def test_the_kv_cache_on_a_cpu_holds_all_requests_if_they_fit(random_model, monkeypatch):

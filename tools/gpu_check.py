@@ -97,6 +97,15 @@ def allocated() -> int:
     return torch.cuda.memory_allocated() if has_gpu() else 0
 
 
+def move_adapter(policy, size: float) -> None:
+    """Adds normal noise of this standard deviation to the trained weights."""
+    import torch
+
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(torch.randn_like(p) * size)
+
+
 def prompt_of(policy, number: int) -> list[int]:
     """Different prompts of about PROMPT tokens."""
     text = f"{number} " + "x" * 20 * PROMPT
@@ -247,8 +256,6 @@ def without_adapter(model: str) -> list:
 
 def sync(model: str) -> list:
     """20 syncs while requests are in flight, under CUDA graphs on a GPU."""
-    import torch
-
     policy = make_policy(model)
     took = []
 
@@ -256,9 +263,7 @@ def sync(model: str) -> list:
         running = asyncio.ensure_future(sample_all(policy, 4 * TOKENS, 0))
         for _ in range(20):
             await asyncio.sleep(0.02)
-            with torch.no_grad():
-                for p in policy.parameters():
-                    p.add_(torch.randn_like(p) * 1e-3)
+            move_adapter(policy, 1e-3)
             begin = time.perf_counter()
             policy.sync()
             took.append(time.perf_counter() - begin)
@@ -351,12 +356,8 @@ def exact(model: str) -> list:
     """Batch invariance: the same seeds give the same replies in any batch."""
     if not has_gpu():
         return [("batch invariance", "skipped", "needs a GPU")]
-    import torch
-
     policy = make_policy(model, exact=True)
-    with torch.no_grad():
-        for p in policy.parameters():
-            p.add_(torch.randn_like(p) * 1e-2)
+    move_adapter(policy, 1e-2)
     policy.sync()
     prompt = prompt_of(policy, 0)
     alone = asyncio.run(policy.sample(prompt, TOKENS, seed=0))

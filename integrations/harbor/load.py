@@ -79,20 +79,23 @@ def refuse(folder: Path, spec: dict, environment: dict) -> None:
     """Raises UserError if the folder asks for something that a sandbox cannot give."""
     asked = [name for name in REFUSED_FILES if (folder / name).exists()]
     for key in REFUSED_KEYS:
-        section, name = key.split(".")
-        if spec.get(section, {}).get(name):
+        if value_of(spec, key):
             asked.append(f"{key} (task.toml)")
     for key in NUMBERS:
-        section, name = key.split(".")
-        if not isinstance(spec.get(section, {}).get(name, 0), int | float):
+        if not isinstance(value_of(spec, key, 0), int | float):
             raise UserError(f"{folder}: {key} in task.toml must be a number.")
     try:
         if megabytes(environment) > MEMORY_MB:
             asked.append(f"more than {MEMORY_MB} MB of memory")
-    except (ValueError, KeyError):
+    except (KeyError, TypeError, ValueError):
         asked.append("an amount of memory that is no number")
     if asked:
         raise UserError(f"{folder} asks for what a sandbox here lacks: {', '.join(asked)}.")
+
+
+def value_of(spec: dict, key: str, default=None):
+    section, name = key.split(".")
+    return spec.get(section, {}).get(name, default)
 
 
 def megabytes(environment: dict) -> float:
