@@ -55,7 +55,7 @@ from flatlab.options import (
     flat,
     set_defaults,
 )
-from flatlab.runs import compare, trackers
+from flatlab.runs import trackers
 from flatlab.runs.cli import check_numbers, one_sentence, parse_config
 from flatlab.runs.store import open_run
 from flatlab.train import distributed, guard, imitation, memory, metrics, starts
@@ -84,8 +84,9 @@ from flatlab.train.checkpoint import (
     timing,
     write_step,
 )
-from flatlab.train.console import Progress, banner, farewell, print_step, say
 from flatlab.tree.prompts import summary_chars
+from flatlab.view import compare
+from flatlab.view.console import Progress, banner, farewell, print_step
 from policy import Policy, default_model, resolve_model
 from tasks import load_task
 
@@ -630,7 +631,7 @@ async def begin(policy, tasks, cfg: Config, run, dist, state: State) -> None:
         keep_best(policy, run, dist, state, result | {"step": -1})
         if run:
             run.result(before=result)
-        say(dist, metrics.evaluation_line(when, result, metrics.split_of(tasks)))
+        dist.say(metrics.evaluation_line(when, result, metrics.split_of(tasks)))
 
 
 def plan_step(tasks, cfg: Config, step: int, rows: list[dict]):
@@ -656,8 +657,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist, pool=()) -> N
     state, rows = resume(policy, optimizer, run, dist)
     dist.broadcast(policy.parameters())
     found = (await policy.verify())["random adapter"]
-    say(
-        dist,
+    dist.say(
         f"engine   agrees with the trainer: log-probs differ by {found.mean:.1g} nats on average, "
         f"at most {found.largest:.1g}, under an adapter that moves them by {found.moved:.1g}",
     )
@@ -857,7 +857,7 @@ def main() -> None:
             if run:
                 run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
                 banner(cfg, tasks, path, why, run)
-            say(dist, "engine   is starting")
+            dist.say("engine   is starting")
             policy = load_policy(cfg, path, dist)
             asyncio.run(train(policy, tasks, cfg, run, dist, pool))
         elif run:
@@ -895,7 +895,7 @@ def load_policy(cfg: Config, path, dist) -> Policy:
     cfg.micro_tokens = memory.fit_micro_tokens(
         policy, cfg.micro_tokens, cfg.gradient_checkpointing, dist.world
     )
-    say(dist, f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
+    dist.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
     return policy
 
 

@@ -45,12 +45,13 @@ from pathlib import Path
 from typing import Literal
 
 import env
-from flatlab import threads
+from flatlab import endpoint, threads
 from flatlab.episode.actions import extract_action
 from flatlab.episode.episode import Episode, in_thread, run_episode
 from flatlab.episode.sanity import degenerate
 from flatlab.episode.task import improvement
 from flatlab.errors import SandboxFault, UserError
+from flatlab.files import read_mapping, write_whole
 from flatlab.options import (
     ModelOptions,
     SandboxOptions,
@@ -59,15 +60,16 @@ from flatlab.options import (
     derive,
     flat,
 )
-from flatlab.runs import compare, page, stats, trackers
+from flatlab.runs import trackers
 from flatlab.runs.cli import check_numbers, one_sentence, parse_config
-from flatlab.runs.reader import find_runs, read_mapping, read_run
-from flatlab.runs.store import Run, open_run, write_whole
-from flatlab.runs.views import plot_now_and_then
+from flatlab.runs.reader import find_runs, read_run
+from flatlab.runs.store import Run, open_run
 from flatlab.train.metrics import plus_minus
-from flatlab.tree import copies, endpoint, parsing, prompts, selection
+from flatlab.tree import copies, parsing, prompts, selection
 from flatlab.tree.prompts import summary_chars
 from flatlab.tree.tree import Choice, Node, Tree, code_in, results, stable
+from flatlab.view import compare, page, stats
+from flatlab.view.views import plot_now_and_then
 from policy import Policy, Transformers, default_model, resolve_model
 from tasks import load_task
 

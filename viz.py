@@ -23,11 +23,11 @@ from typing import Literal
 import tyro
 
 from flatlab.errors import UserError
-from flatlab.runs import compare, export, page, plots, search_plots
 from flatlab.runs.reader import RunData, find_runs, transcripts
-from flatlab.runs.stats import aligned, shown
-from flatlab.runs.views import final_table, plot, result_text
 from flatlab.train.metrics import starts_table
+from flatlab.view import compare, export, page, plots, search_plots
+from flatlab.view.stats import aligned, shown
+from flatlab.view.views import final_table, plot, result_text
 
 
 @dataclass

@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from flatlab.runs.store import write_whole
+from flatlab.files import write_whole
 
 HASHED_BYTES = 64 << 20  # larger files enter a content key by name, size and time only
 

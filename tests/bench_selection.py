@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flatlab.runs.stats import mean_interval
 from flatlab.tree.selection import FINALISTS
+from flatlab.view.stats import mean_interval
 
 TASKS = Path(__file__).resolve().parents[1] / "configs" / "tasks"
 MODELS = 400

@@ -18,7 +18,8 @@ import pytest
 from backends import ISOLATED
 from env import Env
 from flatlab.episode.task import last_json_object, parse_grade
-from flatlab.episode.task_files import TASKS_DIR, read_yaml
+from flatlab.episode.task_files import TASKS_DIR
+from flatlab.files import read_mapping
 from helpers import block
 from tasks import load_task
 
@@ -511,7 +512,7 @@ RUN_CODE = (
 def test_mlgym_tasks_with_weak_graders_are_marked():
     """Not covered: a grader averages a column that the agent writes, others import or unpickle what
     it wrote. Every result says so instead."""
-    facts = read_yaml(TASKS_DIR / "mlgym.yaml")
+    facts = read_mapping(TASKS_DIR / "mlgym.yaml")
     assert "fills in itself" in facts["imageCaptioningCOCO"]["degenerate"]
     words = "the grader runs code that the agent wrote, so a score can be made up"
     for name in RUN_CODE:

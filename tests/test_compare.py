@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import viz
-from flatlab.runs import compare, plots, views
 from flatlab.runs.reader import RunData, node_row
-from flatlab.runs.search_plots import SEARCH as PANELS
-from flatlab.runs.search_plots import best_so_far, draw_distribution
+from flatlab.view import compare, plots, views
+from flatlab.view.search_plots import SEARCH as PANELS
+from flatlab.view.search_plots import best_so_far, draw_distribution
 from helpers import RESULT, node, search_result, step_row
 
 GRPO = {

@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from flatlab import endpoint
 from flatlab.errors import UserError
 from flatlab.runs import reader
-from flatlab.tree import endpoint
 from helpers import PROJECT, served
 from policy import LORA_LAYERS, TINY
 

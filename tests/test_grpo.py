@@ -21,10 +21,11 @@ import grpo
 from flatlab.errors import UserError
 from flatlab.runs import store
 from flatlab.runs.reader import read_rows
-from flatlab.train import console, guard, metrics
+from flatlab.train import guard, metrics
 from flatlab.train.batch import Group, TrainSequence
 from flatlab.train.checkpoint import State, restore
 from flatlab.train.distributed import SingleProcess
+from flatlab.view import console
 from policy import ModelPath
 from tasks import load_task
 from training import CFG, NOTHING, TASK, configure, group_of, one_reply, valid

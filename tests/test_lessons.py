@@ -12,11 +12,11 @@ import viz
 from flatlab.episode.episode import Episode
 from flatlab.episode.grading import Score
 from flatlab.errors import UserError
-from flatlab.runs import page, search_plots, stats
 from flatlab.runs.cli import parse_config
 from flatlab.runs.store import open_run
 from flatlab.tree import copies, parsing, prompts, selection
 from flatlab.tree.tree import Tree
+from flatlab.view import page, search_plots, stats
 from helpers import block, search_config
 from test_rules import make, put
 from test_search import (  # noqa: F401

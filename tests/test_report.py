@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from flatlab.errors import UserError
-from flatlab.runs import page, reader, store
+from flatlab.runs import reader, store
+from flatlab.view import page
 from helpers import RESULT, episode, node, search_result, step_row, turn
 
 pytestmark = pytest.mark.usefixtures("quick_provenance")

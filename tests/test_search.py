@@ -22,13 +22,15 @@ import search
 from flatlab.episode.episode import Episode
 from flatlab.episode.grading import Score
 from flatlab.errors import SandboxFault, UserError
-from flatlab.runs import search_plots, stats, store
+from flatlab.files import read_mapping
+from flatlab.runs import store
 from flatlab.runs.cli import parse_config
-from flatlab.runs.reader import RunData, read_mapping, read_rows
+from flatlab.runs.reader import RunData, read_rows
 from flatlab.runs.store import open_run
 from flatlab.sandbox import snapshot
 from flatlab.tree import selection
 from flatlab.tree.tree import Tree, results
+from flatlab.view import search_plots, stats
 from helpers import search_config
 from tasks import load_task
 

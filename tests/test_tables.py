@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from flatlab.runs import stats
+from flatlab.view import stats
 
 
 def cell(task, method, test, best=None, nodes=12, failed=0, faults=0, baseline=0.7, higher=True):

@@ -107,7 +107,7 @@ def test_a_wrong_yaml_is_one_clear_sentence(titanic_copy):
         ("artefacts: [submission.csv]", "artefacts: [5]", "artefacts.0: .*string, not '5'"),
         ("artefacts: [submission.csv]", "artefacts: [../x]", "does not lie in the workspace"),
         ("baseline: 0.678182", "baseline: high", "baseline: .*number, not 'high'"),
-        ("metric: accuracy", "metric: [", "Cannot read"),
+        ("metric: accuracy", "metric: [", "is damaged"),
         ("data: [train.csv, test.csv]", "data: [7]", "data.0: .*string"),
         ("reference: 0.790909", "reference: .nan", "reference: .*finite number"),
         ("grade_timeout: 30", "grade_timeout: -3", "grade_timeout: .*greater than 0, not '-3'"),

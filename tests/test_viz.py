@@ -12,7 +12,8 @@ import pytest
 
 import viz
 from flatlab.errors import UserError
-from flatlab.runs import plots, reader, store, trackers, views
+from flatlab.runs import reader, store, trackers
+from flatlab.view import plots, views
 from helpers import CONFIG, PROJECT, RESULT, episode, node, python, search_result, step_row
 
 pytestmark = pytest.mark.usefixtures("quick_provenance")

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from flatlab import threads
 from flatlab.errors import UserError
+from flatlab.files import write_whole
 from flatlab.runs.cli import one_sentence, parse_config
-from flatlab.runs.store import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 MINUTES = 15  # time limit of a part

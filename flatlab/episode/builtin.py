@@ -7,8 +7,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from flatlab.episode.task import Task
-from flatlab.episode.task_files import TASKS_DIR, nearest, proxies, read_yaml, tree_files
+from flatlab.episode.task_files import TASKS_DIR, nearest, proxies, tree_files
 from flatlab.errors import UserError
+from flatlab.files import read_mapping
 
 
 class TaskYaml(BaseModel):
@@ -48,7 +49,7 @@ class TaskYaml(BaseModel):
 
 def read_task_yaml(path: Path) -> TaskYaml:
     """Reads and checks a task.yaml. Raises UserError naming the file and the first wrong key."""
-    spec = read_yaml(path)
+    spec = read_mapping(path)
     known = list(TaskYaml.model_fields)
     for key in spec:
         if key not in known:

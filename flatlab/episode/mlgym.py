@@ -10,8 +10,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from flatlab.episode.task import Task
-from flatlab.episode.task_files import TASKS_DIR, proxies, read_yaml, tree_files
+from flatlab.episode.task_files import TASKS_DIR, proxies, tree_files
 from flatlab.errors import UserError
+from flatlab.files import read_mapping
 
 GRADE_WITH_ANY_CONFIG = """
 for file in config.yaml src/config.yaml *.yaml src/*.yaml
@@ -44,7 +45,7 @@ def mlgym_names(root: Path) -> list[str]:
 def load_mlgym(root: Path, name: str) -> Task:
     """Loads a task of an MLGym checkout. Raises UserError naming what is wrong or missing."""
     path = root / "configs" / "tasks" / f"{name}.yaml"
-    spec = read_yaml(path) | read_yaml(TASKS_DIR / "mlgym.yaml").get(name, {})
+    spec = read_mapping(path) | read_mapping(TASKS_DIR / "mlgym.yaml").get(name, {})
     if "broken" in spec:
         raise UserError(f"MLGym's task {name} {spec['broken']}.")
     kind = spec.get("task_entrypoint", "CSVSubmissionTasks")
@@ -100,7 +101,7 @@ def find_files(root: Path, name: str, spec: dict) -> tuple[dict, dict, list[str]
         hint = f"`git checkout -- {starter}` in {root} restores it"
         files |= tree_files(root / starter, Path(starter).name, hint)
     for config in spec.get("dataset_configs", []):
-        data = read_yaml(root / "configs" / config)
+        data = read_mapping(root / "configs" / config)
         docs.append(f"{data.get('name', config).upper()}\n{data.get('description', '').strip()}")
         if data.get("is_local"):
             folder = root / data.get("data_path", "data")

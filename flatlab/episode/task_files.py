@@ -17,19 +17,6 @@ def nearest(name: str, known: list[str]) -> str:
     return f"{hint}Known names: {', '.join(known)}"
 
 
-def read_yaml(path: Path) -> dict:
-    """Reads a YAML file of keys and values. Raises UserError naming the file."""
-    import yaml
-
-    try:
-        spec = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"Cannot read {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(spec, dict):
-        raise UserError(f"{path} must be a mapping of keys to values.")
-    return spec
-
-
 def tree_files(path: Path, prefix: str, hint: str) -> dict[str, Path]:
     """Maps workspace paths to the files at `path`, a file or a folder.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import tyro
 
 from flatlab.errors import SandboxFault, UserError
-from flatlab.runs.reader import read_mapping
+from flatlab.files import read_mapping
 
 # Old flags and preset keys -> their names of today. An old one is an error that names the new one.
 RENAMED_FLAGS = {

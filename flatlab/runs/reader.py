@@ -7,29 +7,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from flatlab.errors import UserError
-
-
-def read_mapping(path: Path, default: dict | None = None) -> dict:
-    """The 'name: value' pairs of a .yaml or .json file; `default` if the file does not exist.
-
-    Raises UserError if the file is missing without a default, damaged, or holds something else.
-    """
-    if default is not None and not path.exists():
-        return default
-    parse = json.loads if path.suffix == ".json" else yaml.safe_load
-    try:
-        content = parse(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"Cannot read {path}: {error.strerror}.") from None
-    except (ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} is damaged: {reason}.") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} should hold 'name: value' pairs.")
-    return content
+from flatlab.files import read_mapping
 
 
 def read_rows(path) -> list[dict]:

@@ -35,7 +35,8 @@ from statistics import fmean
 import yaml
 
 from flatlab.errors import UserError
-from flatlab.runs.reader import duration, filled, read_mapping, read_rows
+from flatlab.files import read_mapping, temporary, to_disk, write_whole
+from flatlab.runs.reader import duration, filled, read_rows
 
 HERE = Path(__file__).resolve().parents[2]
 
@@ -63,27 +64,6 @@ def plain(value, finite=False):
 def json_line(row: dict) -> str:
     """One line of ASCII: no lone surrogate or odd line separator can break the file."""
     return json.dumps(plain(row, finite=True)) + "\n"
-
-
-def temporary(final: Path) -> Path:
-    """The name under which `final` is written first. It carries the process id, see sweep()."""
-    return final.with_name(f".tmp-{os.getpid()}-{final.name}")
-
-
-def to_disk(path: Path) -> None:
-    """fsync of a file, or of a directory, which keeps the names in it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Readers see the old file or the new one, also after kill -9 or a power cut."""
-    temp = temporary(path)
-    temp.write_bytes(content.encode() if isinstance(content, str) else content)
-    to_disk(temp)
-    os.replace(temp, path)
-    to_disk(path.parent)
 
 
 def sweep(directory: Path) -> None:

@@ -12,8 +12,8 @@ import uuid
 from pathlib import Path
 
 from flatlab.errors import UserError
+from flatlab.files import write_whole
 from flatlab.runs.reader import number
-from flatlab.runs.store import write_whole
 
 SHOWN = 8  # transcripts per row
 

@@ -25,6 +25,11 @@ class SingleProcess:
 
     rank, world = 0, 1
 
+    def say(self, text: str) -> None:
+        """Prints on rank 0 only."""
+        if self.rank == 0:
+            print(text, flush=True)
+
     def sum(self, *numbers: float) -> list[float]:
         return list(numbers)
 

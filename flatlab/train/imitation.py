@@ -25,7 +25,6 @@ from flatlab.train.batch import (
     stop_if_interrupted,
     to_tensors,
 )
-from flatlab.train.console import say
 
 EPISODES_PER_UPDATE = 8
 MOST_EPISODES = 1024  # of a task
@@ -101,7 +100,7 @@ def warm_start(policy, tasks: list[Task], cfg, dist) -> None:
     episodes = [sequences for sequences in episodes if sequences]
     if not episodes:
         raise UserError(f"--sft: no episode fits into --context {policy.context}.")
-    say(dist, f"imitate  {len(episodes)} episodes, {cfg.sft_updates} updates")
+    dist.say(f"imitate  {len(episodes)} episodes, {cfg.sft_updates} updates")
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=cfg.sft_lr, betas=(0.9, 0.99), weight_decay=0.0
     )
@@ -120,7 +119,7 @@ def warm_start(policy, tasks: list[Task], cfg, dist) -> None:
         seconds = (time.perf_counter() - start) / done * (cfg.sft_updates - done)
         width = len(str(cfg.sft_updates))
         count = f"{done:>{width}} of {cfg.sft_updates}"
-        say(dist, f"imitate  {count}: {loss:.3f} nats per token, ETA {duration(seconds)}")
+        dist.say(f"imitate  {count}: {loss:.3f} nats per token, ETA {duration(seconds)}")
 
 
 def imitate(policy, sequences: list[TrainSequence], cfg) -> float:

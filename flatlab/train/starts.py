@@ -16,7 +16,8 @@ from types import SimpleNamespace
 
 from flatlab.episode.task import Task
 from flatlab.errors import UserError
-from flatlab.runs.reader import read_mapping, read_rows
+from flatlab.files import read_mapping
+from flatlab.runs.reader import read_rows
 from flatlab.tree.prompts import situation
 
 

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import verifiers.v1 as vf
 
 from env import Env, in_thread
+from flatlab.endpoint import Endpoint
 from flatlab.episode.episode import Episode, Limits, play
 from flatlab.episode.task import improvement
 from flatlab.errors import SandboxFault
 from flatlab.sandbox.backend import IMAGE
-from flatlab.tree.endpoint import Endpoint
 from tasks import load_task
 
 __all__ = ["FlatlabEnv", "FlatlabHarness", "FlatlabTaskset"]

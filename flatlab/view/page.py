@@ -19,10 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
-from flatlab.runs import compare, plots, search_plots
+from flatlab.files import write_whole
 from flatlab.runs.reader import RunData, transcripts
-from flatlab.runs.store import plain, write_whole
-from flatlab.runs.views import final_table, plot_curves, result_text
+from flatlab.runs.store import plain
+from flatlab.view import compare, plots, search_plots
+from flatlab.view.views import final_table, plot_curves, result_text
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "report.html"
 LISTED = ("id", "outcome", "status", "score", "stderr", "tokens", "seconds")

@@ -20,8 +20,9 @@ import yaml
 
 from flatlab.episode.episode import worth_imitating
 from flatlab.errors import UserError
+from flatlab.files import write_whole
 from flatlab.runs.reader import RunData, own_transcript, transcripts
-from flatlab.runs.store import plain, write_whole
+from flatlab.runs.store import plain
 
 MESSAGES = {"list": [{"name": "role", "dtype": "string"}, {"name": "content", "dtype": "string"}]}
 SOURCE = {"run": "string", "id": "string", "task": "string", "reward": "float64"}

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from flatlab.files import temporary
 from flatlab.runs.reader import RunData, duration, number
-from flatlab.runs.store import temporary
 
 # The colours of Okabe and Ito: distinct with any kind of colour vision, and in grey print
 BLACK = "#000000"

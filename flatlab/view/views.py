@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from flatlab.runs import compare, plots, search_plots
 from flatlab.runs.reader import RunData, read_run
 from flatlab.runs.store import Run
 from flatlab.train import metrics
+from flatlab.view import compare, plots, search_plots
 
 
 def plot(run: RunData, format="png") -> list[Path]:

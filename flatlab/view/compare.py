@@ -13,8 +13,9 @@ from statistics import fmean
 
 import numpy as np
 
-from flatlab.runs import search_plots, stats
-from flatlab.runs.plots import (
+from flatlab.runs.reader import RunData
+from flatlab.view import search_plots, stats
+from flatlab.view.plots import (
     COLOURS,
     PAGE_WIDTH,
     TRAINING,
@@ -30,7 +31,6 @@ from flatlab.runs.plots import (
     window_of,
     wrapped,
 )
-from flatlab.runs.reader import RunData
 
 # Settings that do not change what is measured
 NOT_OF_THE_GROUP = set(

@@ -7,10 +7,10 @@ import time
 
 from flatlab.episode.sanity import degenerate
 from flatlab.episode.task import Task
-from flatlab.runs import page
 from flatlab.runs.reader import duration, read_run
-from flatlab.runs.views import plot_now_and_then
 from flatlab.train import metrics
+from flatlab.view import page
+from flatlab.view.views import plot_now_and_then
 
 
 def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
@@ -42,12 +42,6 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
     )
 
 
-def say(dist, text: str) -> None:
-    """Prints on rank 0 only."""
-    if dist.rank == 0:
-        print(text, flush=True)
-
-
 class Progress:
     """`async with Progress(dist, "evaluate", 64) as progress:` prints a line every 8 seconds.
 
@@ -74,7 +68,7 @@ class Progress:
             seconds = time.monotonic() - self.start
             left = seconds / self.done * (self.total - self.done) if self.done else None
             count = f"{self.done} of {self.total} episodes"
-            say(self.dist, f"{self.what:8} {count}, {duration(seconds)}, ETA {duration(left)}")
+            self.dist.say(f"{self.what:8} {count}, {duration(seconds)}, ETA {duration(left)}")
 
 
 def print_step(run, row: dict) -> None:

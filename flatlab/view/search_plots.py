@@ -10,7 +10,9 @@ from collections import Counter
 
 import numpy as np
 
-from flatlab.runs.plots import (
+from flatlab.runs.reader import RunData
+from flatlab.tree import copies
+from flatlab.view.plots import (
     BLACK,
     COLOURS,
     GREY,
@@ -23,8 +25,6 @@ from flatlab.runs.plots import (
     spread,
     wrapped,
 )
-from flatlab.runs.reader import RunData
-from flatlab.tree import copies
 
 # ------------------------------------------------------------------ panels of a search
 

@@ -1,0 +1,52 @@
+"""Files that are complete or absent, and files of 'name: value' pairs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import yaml
+
+from flatlab.errors import UserError
+
+
+def temporary(final: Path) -> Path:
+    """The name under which `final` is written first. It carries the process id, see sweep()."""
+    return final.with_name(f".tmp-{os.getpid()}-{final.name}")
+
+
+def to_disk(path: Path) -> None:
+    """fsync of a file, or of a directory, which keeps the names in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Readers see the old file or the new one, also after kill -9 or a power cut."""
+    temp = temporary(path)
+    temp.write_bytes(content.encode() if isinstance(content, str) else content)
+    to_disk(temp)
+    os.replace(temp, path)
+    to_disk(path.parent)
+
+
+def read_mapping(path: Path, default: dict | None = None) -> dict:
+    """The 'name: value' pairs of a .yaml or .json file; `default` if the file does not exist.
+
+    Raises UserError if the file is missing without a default, damaged, or holds something else.
+    """
+    if default is not None and not path.exists():
+        return default
+    parse = json.loads if path.suffix == ".json" else yaml.safe_load
+    try:
+        content = parse(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror}.") from None
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is damaged: {reason}.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} should hold 'name: value' pairs.")
+    return content
