@@ -58,7 +58,7 @@ from flatlab.options import (
 from flatlab.runs import trackers
 from flatlab.runs.cli import check_numbers, one_sentence, parse_config
 from flatlab.runs.store import open_run
-from flatlab.train import distributed, guard, imitation, memory, metrics, starts
+from flatlab.train import distributed, guard, imitation, memory, metrics
 from flatlab.train.batch import (
     Group,
     Meter,
@@ -84,7 +84,6 @@ from flatlab.train.checkpoint import (
     timing,
     write_step,
 )
-from flatlab.tree.prompts import summary_chars
 from flatlab.view import compare
 from flatlab.view.console import Progress, banner, farewell, print_step
 from policy import Policy, default_model, resolve_model
@@ -298,9 +297,6 @@ class Config:
     sft_share: float = 0.25  # best share of their episodes above the baseline; 1: all of these
     sft_updates: int = 32  # optimizer steps of this imitation, on up to 8 episodes each
     sft_lr: float | None = None  # learning rate of this imitation; default: 2e-4, stand-in 1e-3
-    # search or grid (logs/<search>): every other group starts from one of its nodes; default: none
-    # does
-    start_from: str | None = None
     # sampling
     groups: int = 4  # P: groups per step
     # upper bound on the groups per step, when groups with equal rewards are replaced; default: 2 P
@@ -377,7 +373,6 @@ async def play_groups(
     dist,
     recent=None,
     replacements=(),
-    begins=None,
     test=False,
     progress=None,
 ) -> list[Group]:
@@ -385,19 +380,17 @@ async def play_groups(
     number.
 
     A group of equal rewards is followed by the next one of `replacements`. Up to cfg.concurrency
-    episodes are in flight at once. Every rank plays its part of both lists. begins: the Start of a
-    group by its number; the others start from the bare task. test: also score the test part.
-    progress: counts the episodes that have ended.
+    episodes are in flight at once. Every rank plays its part of both lists. test: also score the
+    test part. progress: counts the episodes that have ended.
     """
     recent = recent or {}
-    begins = begins or {}
     slots = asyncio.Semaphore(cfg.concurrency)
     planned = [*plan, *replacements]
     spare = iter(range(len(plan), len(planned))[dist.rank :: dist.world])
 
-    async def play(task, number, start):
+    async def play(task, number):
         async with slots:
-            episode = await play_episode(policy, task, cfg, seed * 100_003 + number, test, start)
+            episode = await play_episode(policy, task, cfg, seed * 100_003 + number, test)
         if progress:
             progress.done += 1
         return episode
@@ -406,11 +399,11 @@ async def play_groups(
         # If one episode is cancelled or raises, the others are cancelled too, and every sandbox is
         # closed.
         async with asyncio.TaskGroup() as together:
-            task, start = planned[number], begins.get(number)
+            task = planned[number]
             numbers = range(number * size, (number + 1) * size)
-            plays = [together.create_task(play(task, i, start)) for i in numbers]
-        group = Group(number, task, [p.result() for p in plays], [], start)
-        group.rewards = rewards_of(group, cfg, recent.get(group.task.name, []))
+            plays = [together.create_task(play(task, i)) for i in numbers]
+        group = Group(number, task, [p.result() for p in plays], [])
+        group.rewards = rewards_of(group, cfg, recent.get(task.name, []))
         following = None if group.informative else next(spare, None)
         return [group] if following is None else [group, *await fill(following)]
 
@@ -421,7 +414,7 @@ async def play_groups(
     return sorted(groups, key=lambda group: group.number)
 
 
-async def play_episode(policy, task: Task, cfg: Config, seed: int, test: bool, start=None):
+async def play_episode(policy, task: Task, cfg: Config, seed: int, test: bool):
     box = cfg.sandbox
     world = env.Env(task, box.backend, seed, box.image, box.network, box.hf_cache)
     return await run_episode(
@@ -433,8 +426,6 @@ async def play_episode(policy, task: Task, cfg: Config, seed: int, test: bool, s
         time_limit=60 * box.episode_minutes,
         max_reply_tokens=cfg.model.max_reply_tokens,
         max_observation_tokens=cfg.model.max_observation_tokens,
-        files=start.files.read_bytes() if start else b"",
-        extra_user_text=start.texts[0] if start else "",
     )
 
 
@@ -647,8 +638,8 @@ def plan_step(tasks, cfg: Config, step: int, rows: list[dict]):
     return plan, choose_tasks(tasks, weights, more, f"{cfg.seed} {step} replacements")
 
 
-async def train(policy, tasks: list[Task], cfg: Config, run, dist, pool=()) -> None:
-    """All steps and evaluations. Only rank 0 has a run to write. pool: Starts of --start-from."""
+async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
+    """All steps and evaluations. Only rank 0 has a run to write."""
     import torch
 
     optimizer = torch.optim.AdamW(
@@ -674,15 +665,12 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist, pool=()) -> N
         # sample: P groups of G episodes from the current policy; faults leave their group
         plan, replacements = plan_step(tasks, cfg, step, rows)
         seed = cfg.seed * 10_007 + step
-        begins = starts.draw(pool, [*plan, *replacements], cfg.seed, step, rows)
         groups = await play_groups(
-            policy, plan, cfg.group_size, cfg, seed, dist, state.recent, replacements, begins
+            policy, plan, cfg.group_size, cfg, seed, dist, state.recent, replacements
         )
         watch.lap("sample")
         played = gather_groups(groups, dist)
         row = {"step": step, **metrics.step_metrics(played, tasks)}
-        if pool:
-            row["starts"] = metrics.start_rows(played)
         if not cfg.eval_episodes:  # the sampled episodes judge the adapter before its update
             keep_best(policy, run, dist, state, guard.latest_steps([*rows, row]))
 
@@ -804,8 +792,8 @@ def prepare(cfg: Config, dist):
     """Completes the config, opens the run directory and raises UserError for whatever is wrong,
     before the model loads.
 
-    Returns the tasks, the model's path, why this sandbox was chosen, the run (None except on
-    rank 0), and the Starts of --start-from.
+    Returns the tasks, the model's path, why this sandbox was chosen, and the run (None except on
+    rank 0).
     """
     options = cfg.tasks
     tasks = [load_task(name, options.mlgym_root, options.mledojo_root) for name in options.task]
@@ -820,9 +808,8 @@ def prepare(cfg: Config, dist):
     fill_in(cfg, tasks, path.is_tiny)
     if cfg.sft and not Path("logs", cfg.name, "imitated").exists():
         imitation.best_episodes(cfg.sft, tasks, cfg.sft_share)
-    pool = starts.load(cfg.start_from, tasks, summary_chars(cfg))
     if dist.rank > 0:
-        return tasks, path, why, None, pool
+        return tasks, path, why, None
     trackers.check(**asdict(cfg.trackers))
     run = open_run(f"logs/{cfg.name}", flat(cfg), resume_ok_keys=MAY_CHANGE)
     if run.rows() and not run.checkpoints():
@@ -830,7 +817,7 @@ def prepare(cfg: Config, dist):
             f"{run.dir} has steps but no checkpoint to continue from, and starting anew would "
             "erase them: choose another --name, or remove it."
         )
-    return tasks, path, why, run, pool
+    return tasks, path, why, run
 
 
 def is_finished(run, cfg: Config) -> bool:
@@ -852,14 +839,14 @@ def main() -> None:
     dist = distributed.join(timeout=24 * 3600)
     run = None
     try:
-        tasks, path, why, run, pool = prepare(cfg, dist)
+        tasks, path, why, run = prepare(cfg, dist)
         if not dist.gather(bool(run and is_finished(run, cfg)))[0]:
             if run:
                 run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
                 banner(cfg, tasks, path, why, run)
             dist.say("engine   is starting")
             policy = load_policy(cfg, path, dist)
-            asyncio.run(train(policy, tasks, cfg, run, dist, pool))
+            asyncio.run(train(policy, tasks, cfg, run, dist))
         elif run:
             run.keep_old_config()
     except KeyboardInterrupt:

@@ -24,7 +24,6 @@ import tyro
 
 from flatlab.errors import UserError
 from flatlab.runs.reader import RunData, find_runs, transcripts
-from flatlab.train.metrics import starts_table
 from flatlab.view import compare, export, page, plots, search_plots
 from flatlab.view.stats import aligned, shown
 from flatlab.view.views import final_table, plot, result_text
@@ -45,7 +44,7 @@ class Options:
 # ------------------------------------------------------------------ terminal
 
 UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-FACTS = ("outcome", "score", "status", "task", "start", "op", "sampling_mode", "parent", "second")
+FACTS = ("outcome", "score", "status", "task", "op", "sampling_mode", "parent", "second")
 FACTS += ("probability", "idea", "tokens", "seconds", "error", "refused", "lesson")
 
 
@@ -140,8 +139,8 @@ def summary(run: RunData) -> str:
     lines = [plots.heading(run), ""]
     if run.kind == "grpo":
         lines += [step_summary(run.rows), *alarms(run.rows)]
-        for table in (final_table(run), starts_table(run.rows)):
-            lines += ["", table] if table else []
+        if table := final_table(run):
+            lines += ["", table]
     else:
         lines += [node_summary(run), "", f"best node  {search_plots.best_path(run)[-1]}"]
     lines.append("")

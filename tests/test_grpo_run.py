@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import chdir, suppress
+from contextlib import suppress
 from difflib import unified_diff
 from pathlib import Path
 
@@ -19,9 +19,7 @@ import pytest
 import grpo
 from backends import backends
 from flatlab.errors import UserError
-from flatlab.train import starts
 from helpers import run_here
-from tasks import load_task
 
 ROOT = Path(__file__).parents[1]
 SMALL = "--groups 2 --group-size 4 --eval-episodes 2 --concurrency 8 --steps".split()
@@ -258,44 +256,6 @@ def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tin
     assert not list(logs.rglob(".tmp-*"))
     steps = sorted(path.stem for path in (logs / "episodes").iterdir())
     assert steps == ["000000", "000001", "000002"]
-
-
-@pytest.mark.slow
-def test_groups_start_from_the_nodes_of_a_search_also_after_kill_9(tmp_path, tiny_model):
-    tree = "--nodes 3 --depth 1 --task titanic --backend local --name tree".split()
-    process = start(tmp_path, *tree, script="search.py")
-    _, err = process.communicate(timeout=1200)
-    assert process.returncode == 0, err
-    (tmp_path / "logs" / "tree" / "nodes" / "000000.tar").unlink()
-    flags = "2 --task titanic --backend local --eval-episodes 0 --start-from logs/tree --name a"
-    flags = [*SMALL, *flags.split()]
-    logs = tmp_path / "logs" / "a"
-    process = start(tmp_path, *flags)
-    while not (logs / "checkpoints" / "000000").exists():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.02)
-    process.kill()
-    process.wait()
-    code, out, err = run(tmp_path, *flags, timeout=1200)
-    assert code == 0 and "resumed after step" in out and "the bare task" in out, err
-    task = load_task("titanic", "", "")
-    with chdir(tmp_path):
-        pool = starts.load("logs/tree", [task], 1536)
-    assert len(pool) == 2
-    metrics = rows(logs / "metrics.jsonl")
-    for step, row in enumerate(metrics):
-        # What is drawn is a function of seed, step and the rows before: nothing else is needed.
-        drawn = starts.draw(pool, [task] * 4, 0, step, metrics[:step])
-        episodes = rows(logs / "episodes" / f"{step:06d}.jsonl")
-        for number, counted in enumerate(row["starts"]):
-            place = drawn.get(number)
-            own = [e for e in episodes if e["group"] == number]
-            assert {e["start"] for e in own} == {place and place.name}
-            assert len({e["prompt"] for e in own}) == 1 and counted["episodes"] == len(own) == 4
-            assert counted["start"] == (place.name if place else "the bare task")
-            told = place.texts[0] if place else "attempt left its files here"
-            assert (told in own[0]["prompt"]) == bool(place)
-        assert len(drawn) == 2 and len(row["starts"]) >= 2
 
 
 def ignore_sigint():

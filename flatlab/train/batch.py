@@ -13,7 +13,6 @@ import numpy as np
 
 from flatlab.episode.episode import Episode
 from flatlab.episode.task import Task, improvement
-from flatlab.train.starts import Start
 
 ALIKE = 128  # tokens: sequences that differ in these are in different micro-batches
 
@@ -28,7 +27,6 @@ class Group:
     task: Task
     episodes: list[Episode]
     rewards: list[float]  # of the episodes that are not faults, in their order
-    start: Start | None = None  # what all its episodes started from; None: the bare task
 
     @property
     def played(self) -> list[Episode]:

@@ -82,15 +82,12 @@ def write_step(policy, optimizer, cfg, run, state: State, groups: list[Group], r
 
 
 def transcripts(group: Group) -> list[dict]:
-    """The episodes of a group with its number, where it started, and their rewards; the reward of a
-    fault is None.
-    """
-    place = {"group": group.number, "start": group.start and group.start.name}
+    """The episodes of a group with its number and their rewards; the reward of a fault is None."""
     rewards = iter(group.rewards)
     lines = []
     for episode in group.episodes:
         reward = None if episode.status == "fault" else next(rewards)
-        lines.append(episode.to_dict() | place | {"reward": reward})
+        lines.append(episode.to_dict() | {"group": group.number, "reward": reward})
     return lines
 
 

@@ -70,28 +70,6 @@ def step_metrics(groups: list[Group], tasks: list[Task]) -> dict:
     return row
 
 
-def start_rows(groups: list[Group]) -> list[dict]:
-    """Of each group: its start, its episodes, and how many of these scored better than the node (or
-    than the baseline, from the bare task).
-    """
-    rows = []
-    for g in groups:
-        name, own = (g.start.name, g.start.improvement) if g.start else ("the bare task", 0.0)
-        better = sum(value > own for value in g.improvements)
-        rows.append({"start": name, "episodes": len(g.played), "better": better})
-    return rows
-
-
-def starts_table(rows: list[dict]) -> str:
-    """Where the groups of a run with --start-from started, for the terminal; else ""."""
-    import pandas
-
-    groups = [group for row in rows for group in row.get("starts", [])]
-    if not groups:
-        return ""
-    return pandas.DataFrame(groups).assign(groups=1).groupby("start").sum().to_string()
-
-
 class Stopwatch:
     """Seconds of the phases of a step: `lap("sample")` stores the time since the lap before."""
 

@@ -86,8 +86,6 @@ def farewell(run) -> None:
     result = run.results()
     if result.get("final"):
         print(f"\n{metrics.final_table(result['final'], result['metric'])}\n")
-    if table := metrics.starts_table(run.rows()):
-        print(f"{table}\n")
     plot_now_and_then(run, always=True)
     if run.rows():
         page.write([read_run(run.dir)], run.dir / "report.html")
