@@ -161,7 +161,8 @@ def gae(reward, values, lam=1.0):
     return advantages[::-1]
 
 
-# Credit: the advantage of each reply of an episode. turns: as in episodes/*.jsonl.
+# Credit: the advantage of each reply of an episode. turns: as in episodes/*.jsonl. A reply with
+# None is not trained: no loss and no KL on its tokens, and the mean over tokens leaves them out.
 
 
 def whole_episode(advantage, turns):
@@ -172,6 +173,11 @@ def whole_episode(advantage, turns):
 def runnable(advantage, turns):
     """Replies from which nothing could be run share the blame, not the praise."""
     return [min(advantage, 0.0) if turn["status"] == "rejected" else advantage for turn in turns]
+
+
+def complete(advantage, turns):
+    """Replies that were cut at the length limit are not trained (DAPO's overlong filtering)."""
+    return [None if turn["stop_reason"] == "length" else advantage for turn in turns]
 
 
 # Losses. All arguments have shape (N,). Return the loss per token and whether the token was
@@ -270,7 +276,7 @@ ADVANTAGES = {
     "rloo": rloo,
     "ppo": list,  # the rewards themselves; gae() follows
 }
-CREDITS = {"episode": whole_episode, "runnable": runnable}
+CREDITS = {"episode": whole_episode, "runnable": runnable, "complete": complete}
 LOSSES = {
     "grpo": Loss(clipped, per_episode, 0.2, 0.2),
     "dr_grpo": Loss(clipped, per_budget, 0.2, 0.2),
@@ -290,7 +296,6 @@ class Config:
     seed: int = 0  # seed of sampling, initial adapter and choice of tasks
     steps: int = 30  # optimizer steps; a larger number continues a finished run
     task_weights: tuple[float, ...] = ()  # share of the groups for each task; default: equal
-    curriculum: bool = False  # more groups for tasks whose groups had different rewards lately
     # runs (logs/<run> of grpo.py or search.py) whose best episodes are imitated before the first
     # step
     sft: tuple[str, ...] = ()
@@ -307,9 +312,10 @@ class Config:
     # objective
     reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
     advantage: Literal[*ADVANTAGES] = "group"  # what an episode is compared with
-    credit: Literal[*CREDITS] = "episode"  # runnable: a reply that could not be run gets no praise
+    # runnable: a reply that could not be run gets no praise; complete: no loss on replies that
+    # reached the length limit
+    credit: Literal[*CREDITS] = "episode"
     loss: Literal[*LOSSES] = "dapo"  # policy-gradient loss; LOSSES shows what each one consists of
-    mask_truncated: bool = False  # no loss on replies that reached the length limit
     clip_low: float | None = None  # ratios are clipped below 1 - clip_low; default: see LOSSES
     clip_high: float | None = None  # ratios are clipped above 1 + clip_high; default: see LOSSES
     # upper bound on a token's importance weight (truncated importance sampling; not gspo, cispo)
@@ -334,10 +340,9 @@ class Config:
     # evaluation
     eval_episodes: int = 64  # episodes per evaluation, on seeds never trained on; 0: none
     eval_every: int = 10  # steps between evaluations; also before the first and after the last
-    # restore: a collapsed policy returns to the best adapter with half the rate; stop: the run ends
+    # restore: a collapsed policy returns to the best adapter with half the rate, at most three
+    # times; stop: the run ends
     guard: Literal["restore", "stop", "off"] = "restore"
-    max_restores: int = 3  # how many times the guard may restore before it stops the run
-    keep_checkpoints: int = 2  # how many of the newest checkpoints are kept, besides best/
     # shared with search.py
 
     tasks: TaskOptions = field(default_factory=TaskOptions)
@@ -441,7 +446,7 @@ def make_batch(policy, groups: list[Group], cfg: Config, dist) -> list[TrainSequ
         if g.informative or cfg.advantage == "ppo":
             for e, advantage in zip(g.played, ADVANTAGES[cfg.advantage](g.rewards)):
                 credit = CREDITS[cfg.credit](advantage, e.turns)
-                batch.append(sequences_of(e, credit, cfg.mask_truncated))
+                batch.append(sequences_of(e, credit))
     # The denominators are those of the whole batch, before it is split into ranks and
     # micro-batches.
     lengths = [sum(len(s.old) for s in sequences) for sequences in batch]
@@ -625,17 +630,13 @@ async def begin(policy, tasks, cfg: Config, run, dist, state: State) -> None:
         dist.say(metrics.evaluation_line(when, result, metrics.split_of(tasks)))
 
 
-def plan_step(tasks, cfg: Config, step: int, rows: list[dict]):
+def plan_step(tasks, cfg: Config, step: int):
     """The tasks of the step's groups, and of the groups that replace those with equal rewards."""
-    weights = cfg.task_weights
-    if cfg.curriculum:
-        signals = [metrics.learning_signal(rows, task.name) for task in tasks]
-        weights = [weight * signal for weight, signal in zip(weights, signals)]
-    plan = choose_tasks(tasks, weights, cfg.groups, f"{cfg.seed} {step}")
+    plan = choose_tasks(tasks, cfg.task_weights, cfg.groups, f"{cfg.seed} {step}")
     if cfg.advantage == "ppo":  # which also learns from equal rewards
         return plan, []
     more = cfg.max_groups - cfg.groups
-    return plan, choose_tasks(tasks, weights, more, f"{cfg.seed} {step} replacements")
+    return plan, choose_tasks(tasks, cfg.task_weights, more, f"{cfg.seed} {step} replacements")
 
 
 async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
@@ -663,7 +664,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
         watch = metrics.Stopwatch()
 
         # sample: P groups of G episodes from the current policy; faults leave their group
-        plan, replacements = plan_step(tasks, cfg, step, rows)
+        plan, replacements = plan_step(tasks, cfg, step)
         seed = cfg.seed * 10_007 + step
         groups = await play_groups(
             policy, plan, cfg.group_size, cfg, seed, dist, state.recent, replacements
@@ -721,7 +722,6 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
 # Settings that may change when a run is resumed.
 MAY_CHANGE = (
     "steps",
-    "keep_checkpoints",
     "concurrency",
     "micro_tokens",
     "gradient_checkpointing",
@@ -742,7 +742,6 @@ AT_LEAST_ONE = (
     "lora_rank",
     "lora_alpha",
     "eval_every",
-    "keep_checkpoints",
 )
 # Lowest and highest values; all other numbers must not be negative.
 BOUNDS = dict.fromkeys(AT_LEAST_ONE, (1, inf)) | {

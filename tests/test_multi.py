@@ -180,6 +180,7 @@ def main(model: str, steps: str, advantage: str = "group") -> None:
     dist = distributed.join(timeout=120)
     Path(f"rank{dist.rank}.pid").write_text(str(os.getpid()))
     guard.KL_LIMIT = 0  # the guard restores after three steps
+    guard.MAX_RESTORES = 1
     cfg = configure(
         CFG,
         kl=0.05,
@@ -190,7 +191,6 @@ def main(model: str, steps: str, advantage: str = "group") -> None:
         concurrency=1,
         eval_episodes=3,
         advantage=advantage,
-        max_restores=1 if int(steps) == STEPS else 0,
         guard="restore" if int(steps) == STEPS else "off",
     )
     grpo.run_episode = one_reply

@@ -198,14 +198,16 @@ def test_tokens_get_the_advantage_of_their_reply_across_segments():
     assert first.old == pytest.approx([-0.1, -0.2, -0.4]) and second.mask == [0, 0, 0, 0, 1, 1]
 
 
-def test_cut_replies_can_be_masked():
+def test_replies_that_reached_the_length_limit_can_be_left_out():
     episode = finished([[0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1]])
-    first, second = sequences_of(episode, [1.0, 2.0, 3.0], mask_truncated=True)
-    assert (
-        first.mask == [0, 1, 1, 0, 0] and first.advantage == [1, 1] and second.advantage == [3, 3]
-    )
+    credit = grpo.complete(2.0, episode.turns)
+    assert credit == [2.0, None, 2.0]
+    first, second = sequences_of(episode, credit)
+    assert first.mask == [0, 1, 1, 0, 0]
+    assert first.advantage == [2, 2]
+    assert second.advantage == [2, 2]
     assert episode.segments[0].mask == [0, 1, 1, 0, 1]  # the episode itself stays as it was
-    assert sequences_of(finished([[0, 1, 1]], ["length"]), [1.0], mask_truncated=True) == []
+    assert sequences_of(finished([[0, 1, 1]], ["length"]), [None]) == []
 
 
 # ------------------------------------------------------------------------------ losses

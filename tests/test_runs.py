@@ -353,7 +353,7 @@ class Sandbox:
 class Nested:
     sandbox: Sandbox = field(default_factory=Sandbox)
     max_turns: int | None = None
-    keep_checkpoints: int = 2
+    eval_every: int = 10
 
 
 def test_flags_and_presets_of_nested_options_are_flat(tmp_path):

@@ -77,14 +77,12 @@ def gather_groups(groups: list[Group], dist) -> list[Group]:
     return sorted((g for part in parts for g in part), key=lambda g: g.number)
 
 
-def sequences_of(
-    episode: Episode, advantages: list[float], mask_truncated: bool = False
-) -> list[TrainSequence]:
+def sequences_of(episode: Episode, advantages: list[float | None]) -> list[TrainSequence]:
     """The trained segments of an episode. advantages: one number per reply, given to each of its
-    tokens.
+    tokens; a reply with None is not trained.
 
     Replies are told apart by the mask: an observation lies between two of them, and none is trained
-    twice. mask_truncated: leave out replies that reached the length limit.
+    twice.
     """
     sequences, reply = [], -1
     for segment in episode.segments:
@@ -93,8 +91,7 @@ def sequences_of(
             if m and not before:
                 reply += 1
             before = m
-            is_cut = mask_truncated and episode.turns[reply]["stop_reason"] == "length"
-            mask.append(int(m and not is_cut))
+            mask.append(int(m and advantages[reply] is not None))
             if mask[-1]:
                 own.append(advantages[reply])
         if own:

@@ -75,7 +75,7 @@ def write_step(policy, optimizer, cfg, run, state: State, groups: list[Group], r
     """
     run.save_episodes(row["step"], [line for group in groups for line in transcripts(group)])
     run.log(row)
-    with run.checkpoint(row["step"], keep=cfg.keep_checkpoints) as folder:
+    with run.checkpoint(row["step"]) as folder:
         policy.save(folder)
         tensors = {"optimizer": optimizer.state_dict(), "state": asdict(state)}
         save_tensors(tensors, folder / "trainer.pt")
@@ -130,7 +130,7 @@ def restore(policy, optimizer, cfg, state: State, reason: str) -> str:
     did.
     """
     best = Path("logs", cfg.name, "best")
-    if cfg.guard == "stop" or state.restores == cfg.max_restores or not best.is_dir():
+    if cfg.guard == "stop" or state.restores == guard.MAX_RESTORES or not best.is_dir():
         state.stopped = reason
         return f"stopped: {reason}"
     policy.load(best)

@@ -8,6 +8,7 @@ from statistics import fmean, median
 from flatlab.runs.reader import number
 
 KL_LIMIT = 1.0  # nats per token; three steps above it are a collapse
+MAX_RESTORES = 3  # the next collapse stops the run
 
 
 # ------------------------------------------------------------------------------ selection

@@ -248,15 +248,6 @@ def adapter_label(name: str, final: dict) -> str:
 # ------------------------------------------------------------------------------ history
 
 
-def learning_signal(rows: list[dict], name: str) -> float:
-    """Curriculum: 0.1 + share of a task's latest groups that had different rewards; 1.1 for a task
-    not yet played.
-    """
-    key = f"{name}.zero_variance_share"
-    seen = [row[key] for row in rows if key in row][-10:]
-    return 1.1 - fmean(seen or [0.0])
-
-
 def remember(recent: dict, groups: list[Group]) -> None:
     """Adds the improvements of the valid episodes to those of their task; keeps the latest 256."""
     for g in groups:

@@ -34,8 +34,8 @@ from flatlab.view.plots import (
 
 # Settings that do not change what is measured
 NOT_OF_THE_GROUP = set(
-    """task seed name workers concurrency keep_checkpoints price url eval_episodes backend
-    mlgym_root mledojo_root tensorboard wandb""".split()
+    """task seed name workers concurrency price url eval_episodes backend mlgym_root mledojo_root
+    tensorboard wandb""".split()
 )
 # Settings that follow from another one unless the user sets them: key -> the other one
 DERIVED_FROM = {
