@@ -26,8 +26,7 @@ How it departs from what is usual:
 3. The journal is the checkpoint: ids, decisions, strategies and counts are rebuilt from it, files
    from nodes/<order>.tar.
 4. Seeds come from (seed, node id), so bfs grows the same tree with any number of workers (unless
-   something depends on what happened meanwhile: --scope global, --reflection, --lessons,
-   --max-similarity, --merge-share).
+   something depends on what happened meanwhile: --scope global, --reflection).
 """
 
 import asyncio
@@ -35,7 +34,6 @@ import contextlib
 import difflib
 import inspect
 import itertools
-import json
 import math
 import random
 import sys
@@ -46,12 +44,11 @@ from typing import Literal
 
 import env
 from flatlab import endpoint, threads
-from flatlab.episode.actions import extract_action
 from flatlab.episode.episode import Episode, in_thread, run_episode
 from flatlab.episode.sanity import degenerate
 from flatlab.episode.task import improvement
 from flatlab.errors import SandboxFault, UserError
-from flatlab.files import read_mapping, write_whole
+from flatlab.files import write_whole
 from flatlab.options import (
     ModelOptions,
     SandboxOptions,
@@ -62,10 +59,10 @@ from flatlab.options import (
 )
 from flatlab.runs import trackers
 from flatlab.runs.cli import check_numbers, one_sentence, parse_config
-from flatlab.runs.reader import find_runs, read_run
-from flatlab.runs.store import Run, open_run
+from flatlab.runs.reader import read_run
+from flatlab.runs.store import open_run
 from flatlab.train.metrics import plus_minus
-from flatlab.tree import copies, parsing, prompts, selection
+from flatlab.tree import parsing, prompts, selection
 from flatlab.tree.prompts import summary_chars
 from flatlab.tree.tree import Choice, Node, Tree, code_in, results, stable
 from flatlab.view import compare, page, stats
@@ -179,12 +176,6 @@ class Config:
     use_probability: Literal["no", "order"] = "no"
     scope: Literal["parent", "global"] = "parent"  # global: prompts summarise the whole tree
     reflection: bool = False  # one more request per node: what has the tree taught so far?
-    # one more request per node: what changed and what did it do? All prompts show the best answers.
-    # Runs named here (--lessons logs/*) are where it starts from; default: no lessons
-    lessons: tuple[str, ...] | None = None
-    # a reply whose program is more similar than this to an earlier one's is sampled once more; 1:
-    # never
-    max_similarity: float = 1.0
     # selection
 
     select: Literal[*SELECT] = "bfs"  # rule that picks the node to build on
@@ -193,7 +184,6 @@ class Config:
     depth: int = 2  # bfs: levels below the root
     # probability of debugging a failed leaf instead (not with bfs, mcts, linear, scientist)
     debug_prob: float = 0.5
-    merge_share: float = 0.0  # last share of the budget, in which the best of two branches combine
     # what decides, at the end, between nodes within one standard error of the best. selection: the
     # mean of validation and selection score; validation: that score alone
     final_choice: Literal["selection", "validation"] = "selection"
@@ -219,49 +209,32 @@ async def chat(t: Tree, account, talk: list, request: str, *purpose, limit=None)
     if room >= 32:
         seed = stable(t.seed, *purpose)
         with contextlib.suppress(OverflowError):  # by the count of an endpoint
-            sample = await CountingPolicy(t, account).sample(prompt, room, seed=seed)
+            sample = await CountingPolicy(t.policy, account).sample(prompt, room, seed=seed)
             reply = sample.text
     talk.append({"role": "assistant", "content": reply})
     return reply
 
 
 class CountingPolicy:
-    """The policy as a node or a choice uses it: its token count grows while it still runs.
+    """The policy as a node or a choice uses it: its token count grows while it still runs."""
 
-    refuses_copies: a reply whose program nearly repeats one that another node ran is sampled once
-    more, at most once per node, and never when it debugs: a repair resembles its parent.
-    """
-
-    def __init__(self, t: Tree, account, refuses_copies: bool = False):
-        self.tree = t
+    def __init__(self, policy, account):
+        self.policy = policy
         self.account = account
-        self.refuses_copies = refuses_copies and account.op != "debug"
 
     def __getattr__(self, name):
-        return getattr(self.tree.policy, name)
+        return getattr(self.policy, name)
 
-    async def sample(self, tokens, *args, seed, **kwargs):
-        sample = await self.tree.policy.sample(tokens, *args, seed=seed, **kwargs)
+    async def sample(self, *args, **kwargs):
+        sample = await self.policy.sample(*args, **kwargs)
         # an endpoint counts the tokens of a reply itself
         self.account.tokens += getattr(sample, "reply_tokens", len(sample.tokens))
-        if not self.refuses_copies:
-            return sample
-        program, _ = extract_action(sample.text)
-        limit = self.tree.cfg.max_similarity
-        found = copies.near_copy(program or "", self.tree.finished, limit)
-        if found is None:
-            return sample
-        self.refuses_copies = False
-        self.account.refused.append(found)
-        return await self.sample(tokens, *args, seed=stable(seed, "again"), **kwargs)
+        return sample
 
 
 def summary(t: Tree) -> str:
     """What prompts say about other branches, if anything."""
-    tree = prompts.summary_of_tree(t.finished) if t.cfg.scope == "global" else ""
-    known = [*t.lessons, *(node.lesson for node in t.finished if node.lesson)]
-    lessons = prompts.lesson_lines(t.task, known, summary_chars(t.cfg) // 2)
-    return "\n".join(filter(None, [tree, lessons]))
+    return prompts.summary_of_tree(t.finished) if t.cfg.scope == "global" else ""
 
 
 async def list_ideas(t: Tree, node: Node) -> list:
@@ -322,34 +295,6 @@ async def reflect(t: Tree, node: Node) -> str:
     return await chat(t, node, [], request, node.id, "reflect", limit=limit)
 
 
-async def learn(t: Tree, node: Node) -> dict:
-    """The lesson of a finished node against its parent, in the form that Node.lesson keeps.
-
-    effect: the difference of the improvements; a node without a score counts as the baseline.
-    """
-    parent = t.nearest_kept(node.parent)
-    request = prompts.lesson(t.task, node, parent, summary_chars(t.cfg))
-    limit = max(32, t.cfg.model.context // 32)
-    text = parsing.sentence(await chat(t, node, [], request, node.id, "lesson", limit=limit))
-    effect = (node.improvement or 0.0) - (parent.improvement or 0.0)
-    return {"task": t.task.name, "effect": effect, "text": text} if text else {}
-
-
-def earlier_lessons(cfg: Config, run: Run) -> list[dict]:
-    """The lessons of the runs in --lessons. The run keeps them, so that it resumes with the same.
-
-    Raises UserError if none of the paths is a search.
-    """
-    path = run.dir / "lessons.json"
-    if cfg.lessons and not path.exists() and not run.rows("journal.jsonl"):
-        runs, errors = find_runs(cfg.lessons)
-        if not runs:
-            raise UserError(f"--lessons: {' '.join(errors) or 'no run was found.'}")
-        found = [row["lesson"] for other in runs for row in other.rows if row.get("lesson")]
-        write_whole(path, json.dumps({"lessons": found}))
-    return read_mapping(path, {}).get("lessons", [])
-
-
 # ------------------------------------------------------------------ one node
 
 
@@ -379,13 +324,11 @@ async def play(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes
     time_limit = 60 * cfg.sandbox.episode_minutes
     if cfg.minutes is not None:
         time_limit = max(1.0, min(time_limit, 60 * cfg.minutes - t.elapsed()))
-    node.refused = []
-    policy = CountingPolicy(t, node, refuses_copies=cfg.max_similarity < 1)
     box = Attempt(t, node.seed)
     try:
         episode = await run_episode(
             box,
-            policy,
+            CountingPolicy(t.policy, node),
             seed=node.seed,
             max_turns=cfg.max_turns,
             max_reply_tokens=cfg.model.max_reply_tokens,
@@ -429,8 +372,6 @@ async def expand(t: Tree, node: Node) -> None:
         done.code = code_in(files, t.task)
     if parents:
         done.diff = difference(parents[0].code, done.code)
-    if t.cfg.lessons is not None and done.status != "fault":
-        done.lesson = await learn(t, done)
     # Nothing below waits, so the rules see the node finish at once and complete.
     vars(node).update(vars(done))
     transcript = episode.to_dict() | {"node": node.id}
@@ -487,9 +428,7 @@ async def decide(t: Tree) -> Node | None:
         return None
     rng = random.Random(stable(t.seed, "select", t.started()))
     choice = None
-    if t.cfg.merge_share and max(t.used().values()) >= 1 - t.cfg.merge_share:
-        choice = selection.merge(t)
-    if choice is None and t.cfg.select not in SELF_DEBUGGING:
+    if t.cfg.select not in SELF_DEBUGGING:
         choice = selection.failed_leaf(t, rng)
     if choice is None:
         rule = SELECT[t.cfg.select]
@@ -627,7 +566,6 @@ MAY_CHANGE = (
     "mledojo_root",
     "tensorboard",
     "wandb",
-    "lessons",
 )
 
 # Bounds of numbers; all others must not be negative.
@@ -636,8 +574,6 @@ BOUNDS = dict.fromkeys(COUNTS, (1, math.inf)) | {
     "minutes": (1e-9, math.inf),
     "tau": (1e-9, 1),
     "debug_prob": (0, 1),
-    "max_similarity": (0, 1),
-    "merge_share": (0, 1),
     "episode_minutes": (0.01, math.inf),
     "seed": (0, 2**32 - 1),
     "gpu_memory": (0.01, 1),
@@ -707,7 +643,6 @@ def open_trees(cfg: Config, tasks: list) -> tuple[list[Tree], Path | None]:
         (run.dir / "nodes").mkdir(exist_ok=True)
         run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
         t = Tree(task, mode, seed, cfg, run)
-        t.lessons = earlier_lessons(cfg, run)
         known = run.results()
         if known.get("status") == "finished":  # with a larger budget it goes on
             t.seconds_before = known["seconds"]  # also those without a node, at the end

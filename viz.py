@@ -45,7 +45,7 @@ class Options:
 
 UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 FACTS = ("outcome", "score", "status", "task", "op", "sampling_mode", "parent", "second")
-FACTS += ("probability", "idea", "tokens", "seconds", "error", "refused", "lesson")
+FACTS += ("probability", "idea", "tokens", "seconds", "error")
 
 
 def clean(text) -> str:

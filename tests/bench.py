@@ -1004,7 +1004,7 @@ def attacks_and_faults(args):
 
 
 def rules(args):
-    """Rules, cost, copies and merges in a simulation."""
+    """Selection rules in a simulation."""
     import bench_rules
 
     return bench_rules.rules(args)

@@ -1,4 +1,4 @@
-"""Selection rules in a simulation: which rule, and what copies and merges add to it.
+"""Selection rules in a simulation.
 
 bench.py runs this as its section `rules`. The decisions are those of search.py, made by
 search.decide() on a real Tree. The researcher is simulated: model families with a start and a
@@ -22,21 +22,14 @@ from helpers import search_config
 
 NODES = 24  # of a budget; the budget of minutes pays for as many nodes of average cost
 MINUTES = 24.0
-FACTORS = {
-    "no copies": {"max_similarity": 0.95},
-    "merge": {"merge_share": 0.25},
-}
 RULES = [name for name in search.SELECT if name != "scientist"]
 # Rates of the researcher by sampling mode: (copies, skew of the families; 0 is uniform)
 MODES = {"none": (0.35, 2.0), "sequence": (0.2, 1.0), "tail": (0.1, 0.0)}
 FAILS = 0.2
 IMPROVES = 0.35
 REPAIRS = 0.5
-MERGES = 0.4  # share of the merges that are better than both parents; and further ones
-FEWER = (0.2, 0.1, 0.0)
+MERGES = 0.4  # share of the crossovers that are better than both parents
 NOISE = 0.05  # of a validation score, in improvements
-BASE = ("bfs", ())  # the default of search.py
-AGAIN = 0.2  # cost of a second sample, as a share of the node's
 
 
 @dataclass
@@ -105,7 +98,7 @@ def attempt(t, node, rng):
         other = t.nodes[node.second]
         value = max(value, other.truth)
         top = max(ceiling, t.world.ceiling[other.idea]) + 0.1
-        if rng.random() < t.merges:
+        if rng.random() < MERGES:
             return family, value + rng.uniform(0.1, 0.5) * max(0.0, top - value), None
     elif rng.random() < IMPROVES:
         return family, value + rng.uniform(0.1, 0.5) * max(0.0, ceiling - value), None
@@ -119,10 +112,6 @@ def play(t, node):
     cost = t.world.cost[family]
     if node.second:
         cost += t.world.cost[t.nodes[node.second].idea]
-    if twin and t.cfg.max_similarity < 1:
-        node.refused = [(twin.id, 1.0)]
-        family, truth, twin = attempt(t, node, rng)
-        cost = t.world.cost[family] + AGAIN * cost
     cost *= rng.uniform(0.7, 1.3)
     node.idea, node.truth, node.kept, node.status = family, truth, True, "submit"
     if truth is not None:
@@ -134,13 +123,12 @@ def play(t, node):
     t.finished.append(node)
 
 
-async def regret(kind, mode, seed, select, merges, **flags):
+async def regret(kind, mode, seed, select, **budget):
     """How far the best node by validation stays below the best possible value."""
     task = SimpleNamespace(baseline=0.0, name="simulated")
-    cfg = search_config(select=select, branching=3, depth=5, **flags)
+    cfg = search_config(select=select, branching=3, depth=5, **budget)
     t = SimulatedTree(task, mode, seed, cfg, NoRun())
     t.world = world(kind, seed)
-    t.merges = merges
     t.root.truth = 0.0
     while node := await search.decide(t):
         play(t, node)
@@ -151,15 +139,12 @@ BUDGETS = {"nodes": {"nodes": NODES}, "cost": {"nodes": 10**6, "minutes": MINUTE
 KINDS = ("even", "rugged")
 
 
-def cell(mode, select, factors, budget, seeds, merges=MERGES):
+def cell(mode, select, budget, seeds):
     """The regret of each world and seed."""
-    flags = dict(BUDGETS[budget])
-    for name in factors:
-        flags |= FACTORS[name]
 
     async def run():
         worlds = itertools.product(KINDS, seeds)
-        return [await regret(kind, mode, s, select, merges, **flags) for kind, s in worlds]
+        return [await regret(kind, mode, s, select, **BUDGETS[budget]) for kind, s in worlds]
 
     return asyncio.run(run())
 
@@ -175,19 +160,12 @@ def mean_of(lists):
     return [statistics.fmean(values) for values in zip(*lists)]
 
 
-def minus(lists, others):
-    return [a - b for a, b in zip(mean_of(lists), mean_of(others))]
-
-
-def effect(grid, chosen, name):
-    """Regret with a factor minus regret without it, over the chosen rules and other factors."""
-    having = [values for key, values in grid.items() if key[0] in chosen and name in key[1]]
-    lacking = [values for key, values in grid.items() if key[0] in chosen and name not in key[1]]
-    return interval(minus(having, lacking))
+def minus(values, others):
+    return [a - b for a, b in zip(values, others)]
 
 
 def rules(args):
-    """All rules with all subsets of the factors, and the sampling modes as controls."""
+    """All rules, and the sampling modes as controls."""
     seeds = range(args.count)
     start = time.perf_counter()
     rows = []
@@ -199,34 +177,15 @@ def rules(args):
 
 
 def rows_of(budget, seeds):
-    subsets = [s for size in range(3) for s in itertools.combinations(FACTORS, size)]
-    grid = {}
-    for select, subset in itertools.product(RULES, subsets):
-        grid[select, subset] = cell("tail", select, subset, budget, seeds)
+    by_rule = {select: cell("tail", select, budget, seeds) for select in RULES}
+    tail = mean_of(by_rule.values())
     rows = []
-    plain = [grid[select, ()] for select in RULES]
     for mode in ("none", "sequence"):
-        without = [cell(mode, select, (), budget, seeds) for select in RULES]
-        copies = [cell(mode, select, ("no copies",), budget, seeds) for select in RULES]
-        note = f"{interval(minus(without, plain))} against tail"
-        note += f"; no copies {interval(minus(copies, without))}"
-        rows.append((f"{budget}: {mode}, all rules", interval(mean_of(without)), note))
-    rows.append((f"{budget}: tail, all rules", interval(mean_of(plain)), ""))
-    for select in RULES:
-        note = "; ".join(f"{name} {effect(grid, [select], name)}" for name in FACTORS)
-        rows.append((f"{budget}: {select}", interval(grid[select, ()]), note))
-    for name in FACTORS:
-        rows.append((f"{budget}: effect of {name}", effect(grid, RULES, name), "all rules"))
-    for share in FEWER:
-        merged = [cell("tail", s, ("merge",), budget, seeds, share) for s in RULES]
-        without = [cell("tail", s, (), budget, seeds, share) for s in RULES]
-        note = (
-            f"all rules; {share:.0%} of the merges are better than both parents, not {MERGES:.0%}"
-        )
-        rows.append((f"{budget}: effect of merge", interval(minus(merged, without)), note))
-    best = sorted(grid, key=lambda key: statistics.fmean(grid[key]))[:5]
-    for select, subset in best:
-        change = interval(minus([grid[select, subset]], [grid[BASE]]))
-        note = f"{' + '.join([select, *subset])}; {change} against {BASE[0]}"
-        rows.append((f"{budget}: of the five best", interval(grid[select, subset]), note))
+        values = mean_of(cell(mode, select, budget, seeds) for select in RULES)
+        note = f"{interval(minus(values, tail))} against tail"
+        rows.append((f"{budget}: {mode}, all rules", interval(values), note))
+    rows.append((f"{budget}: tail, all rules", interval(tail), ""))
+    for select, values in by_rule.items():
+        note = f"{interval(minus(values, by_rule['bfs']))} against bfs"
+        rows.append((f"{budget}: {select}", interval(values), note))
     return rows

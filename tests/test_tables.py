@@ -127,3 +127,14 @@ def test_tasks_without_a_validation_part_are_named():
     cells = [cell("mlgym", "none", None, 0.8) | {"selected_on_test": True}]
     text = stats.text_of(stats.grid_table(cells))
     assert "validation" not in text and "mlgym: this task has only a test part" in text
+
+
+def test_the_table_shows_the_improvement_per_minute():
+    """The mean improvement divided by the mean minutes."""
+    cells = [cell("t", "tail", 0.9, 0.9, baseline=0.5) | {"seconds": s} for s in (60.0, 180.0)]
+    (row,) = stats.grid_table(cells)
+    assert row["per_minute"] == pytest.approx(row["improvement"] / 2)
+    assert "per minute" in stats.text_of([row])
+    (row,) = stats.grid_table([cell("t", "tail", 0.9, 0.9)])
+    assert row["per_minute"] is None
+    assert "per minute" not in stats.text_of([row]).split("mean:")[0]

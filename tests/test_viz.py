@@ -13,7 +13,7 @@ import pytest
 import viz
 from flatlab.errors import UserError
 from flatlab.runs import reader, store, trackers
-from flatlab.view import plots, views
+from flatlab.view import plots, search_plots, views
 from helpers import CONFIG, PROJECT, RESULT, episode, node, python, search_result, step_row
 
 pytestmark = pytest.mark.usefixtures("quick_provenance")
@@ -209,6 +209,17 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     assert printed(capsys, directory, best=True).startswith("0.0.0  0.3")
     assert "best node  0.0.0" in printed(capsys, directory)
     assert {p.name for p in directory.glob("*.png")} == {"tree.png", "search.png"}
+
+
+def test_blanks_and_comments_make_no_program_different(tmp_path):
+    run = store.open_run(tmp_path, CONFIG | {"sampling_mode": "none"})
+    run.result(**RESULT)
+    programs = [{"a.py": "x = 1"}, {}, {"a.py": "x  = 1  # one"}, {"a.py": "x = 2"}]
+    for order, code in enumerate(programs):
+        row = node(f"0.{order}", 0.6, code=code)
+        run.log(row | {"refused": [["0.0", 1.0]], "lesson": {}}, "journal.jsonl")  # of old runs
+    data = reader.read_run(tmp_path)
+    assert search_plots.different_programs(data) == [0, 1, 1, 1, 2]
 
 
 def test_long_ids_shift_no_column_and_ranges_are_sorted(tmp_path, capsys):

@@ -109,14 +109,7 @@ def most_probable_first(ideas: list) -> list:
     return sorted(ideas, key=lambda idea: -1.0 if idea[1] is None else idea[1], reverse=True)
 
 
-# ------------------------------------------------------------------ lessons and decisions
-
-
-def sentence(text: str) -> str:
-    """The first line of a reply, without its thought and list sign."""
-    reply = text.rsplit("</think>", 1)[-1].strip("*-• \n")
-    return reply.partition("\n")[0][:IDEA_CHARS]
-
+# ------------------------------------------------------------------ decisions
 
 NUMBER = re.compile(r"\d{1,6}")
 FIELD = re.compile(r"\W{0,4}(inspect|parent|strategy|mode|memory)\W{0,3}:\s*(.+)", re.I)

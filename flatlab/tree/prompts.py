@@ -185,44 +185,6 @@ REFLECT = (
     "Answer in at most five short sentences."
 )
 
-# ------------------------------------------------------------------ lessons
-
-LESSON = (
-    "{about}\n\nBefore: {before}\nAfter: {after}\nStrategy: {idea}\nThe change:\n{change}\n\n"
-    "What changed, and what did it do to the score? Answer in one sentence."
-)
-LESSONS = 8  # a prompt holds at most so many
-
-
-def lesson(task: Task, node, parent, limit: int) -> str:
-    """The prompt for the lesson of a finished node; its change has about `limit` characters."""
-    change = node.diff or "\n".join(node.code.values())
-    return LESSON.format(
-        about=about(task),
-        before=score_of(parent),
-        after=score_of(node),
-        idea=strategy_of(node),
-        change=clip(f"{change}\n{node.error}".strip(), limit),
-    )
-
-
-def lesson_lines(task: Task, lessons: list[dict], limit: int) -> str:
-    """The lessons of this task, then those of others, each by the size of its effect; "" for none.
-
-    Each is told once. The text is cut at `limit` characters.
-    """
-    order = sorted(lessons, key=lambda row: -abs(row["effect"]))
-    order.sort(key=lambda row: row["task"] != task.name)
-    lines = {}
-    for row in order:
-        note = f"improvement {row['effect']:+.2f}"
-        if row["task"] != task.name:
-            note += f", task {row['task']}"
-        lines.setdefault(row["text"], f"- {row['text']} ({note})")
-    told = list(lines.values())[:LESSONS]
-    return "\n".join(["Lessons so far:", *told])[:limit] if told else ""
-
-
 # ------------------------------------------------------------------ the scientist
 
 LOOK = """{about}

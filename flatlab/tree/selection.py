@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from itertools import combinations
 from statistics import fmean, stdev
 
 import numpy as np
@@ -81,35 +80,6 @@ def failed_leaf(t: Tree, rng) -> Choice | None:
         reason = f"one of {len(leaves)} failed leaves, drawn for debugging"
         return Choice(rng.choice(leaves), reason=reason)
     return None
-
-
-def branches(t: Tree, id: str) -> set[str]:
-    """The children of the root whose work is in a node: its own branch and those merged into it."""
-    found = {id.split(".")[1]}
-    for node in t.path(id):
-        if node.second:
-            found |= branches(t, node.second)
-    return found
-
-
-def merge(t: Tree) -> Choice | None:
-    """Combines the best nodes of two branches, the pair with the largest sum of Q first.
-
-    A pair is combined once. None if no pair is left.
-    """
-    q = quality(t)
-    kept = sorted((node.id for node in t.scored() if node.kept), key=q.get)
-    best = {id.split(".")[1]: id for id in kept}  # the last of a branch stays
-    known = [{node.parent, node.second} for node in t.nodes.values()]
-    scores = {}
-    for first, second in combinations(sorted(best.values(), key=q.get, reverse=True), 2):
-        overlap = branches(t, first) & branches(t, second)
-        if not overlap and {first, second} not in known:
-            scores[first, second] = q[first] + q[second]
-    if not scores:
-        return None
-    first, second = max(scores, key=scores.get)
-    return Choice(first, "exploit", "merges the best of two branches", second=second)
 
 
 def values_and_bonuses(t: Tree, drafts: int, c: float, trend_weight: float = 0.0):

@@ -50,8 +50,6 @@ class Node:
     error: str = ""
     code: dict = field(default_factory=dict)  # file name -> text
     diff: str = ""  # of the code, against the parent's
-    refused: list = field(default_factory=list)  # near-copies: (id of the earlier node, similarity)
-    lesson: dict = field(default_factory=dict)  # task, effect on the improvement, text
     actions: list = field(default_factory=list)  # the turns of the episode
     seconds: float = 0.0
     elapsed: float = 0.0  # seconds of the whole search when this node ended
@@ -101,7 +99,6 @@ class Tree:
         self.root = Node("0", op="baseline", score=task.baseline, improvement=0.0, valid=True)
         self.root.status = "baseline"
         self.nodes = {"0": self.root}
-        self.lessons: list[dict] = []  # of earlier searches
         self.finished: list[Node] = []  # in order of completion
         self.pending_ideas: dict[str, list | asyncio.Future] = {}  # by request, see request_of
         self.node_ended = asyncio.Event()
@@ -223,20 +220,15 @@ class Tree:
         now = 0.0 if self.began is None else time.monotonic() - self.began
         return self.seconds_before + now
 
-    def used(self) -> dict[str, float]:
-        """The used share of each budget that has a limit."""
+    def spent(self) -> str:
+        """The name of the budget that is used up; "" while none is."""
         budgets = {
             "nodes": (self.executed(), self.cfg.nodes),
             "tokens": (self.tokens(), self.cfg.tokens),
             "minutes": (self.elapsed() / 60, self.cfg.minutes),
         }
-        limited = {name: pair for name, pair in budgets.items() if pair[1] is not None}
-        return {name: used / limit for name, (used, limit) in limited.items()}
-
-    def spent(self) -> str:
-        """The name of the budget that is used up; "" while none is."""
-        for name, share in self.used().items():
-            if share >= 1:
+        for name, (used, limit) in budgets.items():
+            if limit is not None and used >= limit:
                 return name
         return ""
 
@@ -279,7 +271,6 @@ def results(t: Tree) -> dict:
         "faults": faults,
         "above_tau": sum((node.probability or 0) > t.cfg.tau for node in tails),
         "fell_back": sum(bool(node.decision.get("fell_back")) for node in done),
-        "refused": sum(len(node.refused) for node in done),
         "tokens": t.tokens(),
         "seconds": t.elapsed(),
         "stopped_by": t.spent(),

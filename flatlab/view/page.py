@@ -28,7 +28,7 @@ from flatlab.view.views import final_table, plot_curves, result_text
 TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "report.html"
 LISTED = ("id", "outcome", "status", "score", "stderr", "tokens", "seconds")
 LISTED += ("task", "op", "sampling_mode", "second")
-TEXTS = ("prompt", "error", "idea", "diff", "code", "ideas", "refused", "lesson")
+TEXTS = ("prompt", "error", "idea", "diff", "code", "ideas")
 LONG = ("final", "hidden_scores")  # of the result: not in its table
 BLOCK = 32  # texts that are compressed together
 
@@ -153,7 +153,6 @@ def run_of(run: RunData) -> dict:
         "status": run.status,
         "path": path,
         "root": root,
-        "lessons": [[row["id"], row["lesson"]] for row in run.rows if row.get("lesson")],
         "result": [[key, result_text(value)] for key, value in result if key not in LONG],
         "config": [[key, result_text(value)] for key, value in run.config.items()],
     }

@@ -6,12 +6,12 @@ Panels take groups, as in plots.py.
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 
 import numpy as np
 
 from flatlab.runs.reader import RunData
-from flatlab.tree import copies
 from flatlab.view.plots import (
     BLACK,
     COLOURS,
@@ -97,26 +97,27 @@ def draw_distribution(axis, groups):
 
 
 def draw_diversity(axis, groups):
-    """Different programs after each number of nodes, and refused near-copies; lines per run."""
+    """A line per run."""
     for group in groups:
         for run in group.runs:
-            _, refused = axis.plot(diversity(run), color=group.colour)
-            refused.set_linestyle(":")
-    axis.plot([], color=GREY, label="different programs")
-    axis.plot([], ":", color=GREY, label="refused near-copies")
+            axis.plot(different_programs(run), color=group.colour)
 
 
-def diversity(run: RunData) -> list[tuple[int, int]]:
-    """Both counts after 0, 1, 2, ... nodes. Blanks and comments make no program different."""
-    programs = []
-    refused = 0
-    counts = [(0, 0)]
+COMMENT = re.compile(r"(^|\s)#.*", re.M)
+
+
+def different_programs(run: RunData) -> list[int]:
+    """How many different programs there are after 0, 1, 2, ... nodes.
+
+    Blanks and comments make no program different.
+    """
+    programs = set()
+    counts = [0]
     for row in run.rows:
-        program = copies.tokens("\n".join(row["code"].values()))
-        if program and program not in programs:
-            programs.append(program)
-        refused += len(row.get("refused", ()))
-        counts.append((len(programs), refused))
+        text = COMMENT.sub("", "\n".join(row["code"].values()))
+        if program := "".join(text.split()):
+            programs.add(program)
+        counts.append(len(programs))
     return counts
 
 
@@ -124,7 +125,7 @@ SEARCH = [
     ("Best so far", "executed nodes", "score", draw_best("nodes")),
     ("Best so far", "sampled tokens", "score", draw_best("tokens")),
     ("Scores", "", "score", draw_distribution),
-    ("Diversity", "executed nodes", "nodes", draw_diversity),
+    ("Diversity", "executed nodes", "different programs", draw_diversity),
 ]
 
 # ------------------------------------------------------------------ the tree
