@@ -56,8 +56,9 @@ from flatlab.options import (
     set_defaults,
 )
 from flatlab.runs import trackers
-from flatlab.runs.cli import check_numbers, one_sentence, parse_config
-from flatlab.runs.store import open_run
+from flatlab.runs.cli import check_distinct, check_numbers, one_sentence, parse_config
+from flatlab.runs.fingerprint import fingerprint
+from flatlab.runs.store import open_run, run_directory
 from flatlab.train import distributed, guard, imitation, memory, metrics
 from flatlab.train.batch import (
     Group,
@@ -292,7 +293,7 @@ LOSSES = {
 class Config:
     """None stands for the default that the comment names; 0 is zero."""
 
-    name: str | None = None  # run directory logs/<name>; default: grpo-<task>-<model>-<seed>
+    name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
     seed: int = 0  # seed of sampling, initial adapter and choice of tasks
     steps: int = 30  # optimizer steps; a larger number continues a finished run
     task_weights: tuple[float, ...] = ()  # share of the groups for each task; default: equal
@@ -719,6 +720,8 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
 
 # ------------------------------------------------------------------------------ start
 
+SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
+
 # Settings that may change when a run is resumed.
 MAY_CHANGE = (
     "steps",
@@ -758,6 +761,7 @@ BOUNDS = dict.fromkeys(AT_LEAST_ONE, (1, inf)) | {
 def check(cfg: Config, tasks: list[Task]) -> None:
     """Raises UserError for settings that are wrong."""
     check_numbers(cfg, BOUNDS, otherwise=(0, inf))
+    check_distinct("--task", cfg.tasks.task)
     if cfg.eval_episodes == 1:
         raise UserError("--eval-episodes must be 0 or at least 2: one has no standard error.")
     weights = cfg.task_weights or (1.0,) * len(tasks)
@@ -781,7 +785,7 @@ def fill_in(cfg: Config, tasks: list[Task], is_tiny: bool) -> None:
         "clip_low": LOSSES[cfg.loss].clip_low,
         "clip_high": LOSSES[cfg.loss].clip_high,
         "max_groups": 2 * cfg.groups,
-        "name": f"grpo-{'+'.join(task.name for task in tasks)}-{model}-{cfg.seed}",
+        "name": f"{SCRIPT}-{'+'.join(task.name for task in tasks)}-{model}-{cfg.seed}",
     }
     set_defaults(cfg, derived)
     cfg.task_weights = cfg.task_weights or (1.0,) * len(tasks)
@@ -810,7 +814,13 @@ def prepare(cfg: Config, dist):
     if dist.rank > 0:
         return tasks, path, why, None
     trackers.check(**asdict(cfg.trackers))
-    run = open_run(f"logs/{cfg.name}", flat(cfg), resume_ok_keys=MAY_CHANGE)
+    run = open_run(
+        run_directory(cfg.name),
+        flat(cfg),
+        fingerprint(__file__, tasks, path),
+        MAY_CHANGE,
+        lambda run: is_finished(run, cfg),
+    )
     if run.rows() and not run.checkpoints():
         raise UserError(
             f"{run.dir} has steps but no checkpoint to continue from, and starting anew would "
@@ -839,15 +849,15 @@ def main() -> None:
     run = None
     try:
         tasks, path, why, run = prepare(cfg, dist)
-        if not dist.gather(bool(run and is_finished(run, cfg)))[0]:
+        if dist.gather(bool(run and run.finished))[0]:
+            dist.say(f"logs/{cfg.name} was finished before: nothing was run.")
+        else:
             if run:
                 run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
                 banner(cfg, tasks, path, why, run)
             dist.say("engine   is starting")
             policy = load_policy(cfg, path, dist)
             asyncio.run(train(policy, tasks, cfg, run, dist))
-        elif run:
-            run.keep_old_config()
     except KeyboardInterrupt:
         if run:
             run.result(status="interrupted")

@@ -58,9 +58,10 @@ from flatlab.options import (
     flat,
 )
 from flatlab.runs import trackers
-from flatlab.runs.cli import check_numbers, one_sentence, parse_config
+from flatlab.runs.cli import check_distinct, check_numbers, one_sentence, parse_config
+from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.reader import read_run
-from flatlab.runs.store import open_run
+from flatlab.runs.store import Run, open_run, run_directory
 from flatlab.train.metrics import plus_minus
 from flatlab.tree import parsing, prompts, selection
 from flatlab.tree.prompts import summary_chars
@@ -149,8 +150,8 @@ class Config:
     sandbox: SandboxOptions = field(default_factory=SandboxOptions)
     trackers: TrackerOptions = field(default_factory=TrackerOptions)
 
-    # run directory logs/<name>; default: search-<task>-<mode>-<model>-<seed>, after "search" the
-    # rule unless it is bfs
+    # run directory logs/<name>; default: <script>-<task>-<mode>-<model>-<seed>, after the script's
+    # name the rule unless it is bfs
     name: str | None = None
     seed: tuple[int, ...] = (0,)  # seed of choices and samples; several: one tree each
     workers: int = 4  # nodes that run at the same time, over all trees
@@ -585,6 +586,9 @@ def check_choices(cfg: Config) -> None:
     check_numbers(cfg, BOUNDS, (0, math.inf))
     if not (cfg.tasks.task and cfg.sampling_mode and cfg.seed):
         raise UserError("--task, --sampling-mode and --seed need at least one value each.")
+    check_distinct("--task", cfg.tasks.task)
+    check_distinct("--sampling-mode", cfg.sampling_mode)
+    check_distinct("--seed", cfg.seed)
     selection.constants(cfg.select, SELECT[cfg.select], cfg.rule_args)
     room = sum(cfg.branching**level for level in range(1, cfg.depth + 1))
     if cfg.select == "bfs" and room < cfg.nodes:
@@ -619,39 +623,62 @@ def prepare(cfg: Config):
     box.backend, why = env.pick_backend(box.backend, image, is_tiny)
     for task in tasks:
         env.check_needs(task, box.backend, box.network, box.hf_cache)
-    trees, grid = open_trees(cfg, tasks)
+    made_by = fingerprint(__file__, tasks, path)
+    trees, grid = open_trees(cfg, tasks, made_by)
     return trees, grid, path, why
 
 
-def open_trees(cfg: Config, tasks: list) -> tuple[list[Tree], Path | None]:
+def open_trees(cfg: Config, tasks: list, made_by: dict) -> tuple[list[Tree], Path | None]:
     """One tree for each task, sampling mode and seed, and the directory of the grid or None."""
     cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
     model = compare.value_text(cfg.model.model)
-    kind = "search" if cfg.select == "bfs" else f"search-{cfg.select}"
+    # The name begins with that of the script: a copy of this file makes runs of its own.
+    kind = Path(__file__).stem if cfg.select == "bfs" else f"{Path(__file__).stem}-{cfg.select}"
     grid = None
     if len(cells) > 1:
-        grid = Path("logs", cfg.name or f"{kind}-grid-{model}")
+        grid = run_directory(cfg.name or f"{kind}-grid-{model}")
         if (grid / "config.yaml").exists():
             raise UserError(f"{grid} is a single run, not a grid: choose another --name.")
     trees = []
     for task, mode, seed in cells:
-        directory = Path("logs", cfg.name or f"{kind}-{task.name}-{mode}-{model}-{seed}")
+        directory = run_directory(cfg.name or f"{kind}-{task.name}-{mode}-{model}-{seed}")
         if grid:
             directory = grid / f"{task.name}-{mode}-{seed}"
         cell = {"task": task.name, "sampling_mode": mode, "seed": seed, "name": directory.name}
-        run = open_run(directory, flat(cfg) | cell, MAY_CHANGE)
-        (run.dir / "nodes").mkdir(exist_ok=True)
-        run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
+        task_made_by = made_by | {"tasks": {task.name: made_by["tasks"][task.name]}}
+        run = open_run(
+            directory,
+            flat(cfg) | cell,
+            task_made_by,
+            MAY_CHANGE,
+            lambda run: is_finished(run, cfg),
+        )
         t = Tree(task, mode, seed, cfg, run)
-        known = run.results()
-        if known.get("status") == "finished":  # with a larger budget it goes on
-            t.seconds_before = known["seconds"]  # also those without a node, at the end
-            t.closed = bool(t.spent()) or known["stopped_by"] == "tree"
+        result = run.results()
+        if result.get("status") == "finished":  # with a larger budget it goes on
+            t.seconds_before = result["seconds"]  # also those without a node, at the end
+        t.closed = run.finished
         if t.closed:
-            run.keep_old_config()
-            t.chosen = t.nodes[known["tested_id"]]
+            t.chosen = t.nodes[result["tested_id"]]
+        else:
+            (run.dir / "nodes").mkdir(exist_ok=True)
+            run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
         trees.append(t)
     return trees, grid
+
+
+def is_finished(run: Run, cfg: Config) -> bool:
+    """Whether a search has scored its best node and has nothing left of its budget."""
+    result = run.results()
+    if result.get("status") != "finished":
+        return False
+    budgets = [
+        (result["nodes"], cfg.nodes),
+        (result["tokens"], cfg.tokens),
+        (result["seconds"] / 60, cfg.minutes),
+    ]
+    is_spent = any(limit is not None and used >= limit for used, limit in budgets)
+    return is_spent or result["stopped_by"] == "tree"
 
 
 def make_policy(cfg: Config, path):
@@ -756,8 +783,11 @@ def main() -> None:
     cfg = parse_config(Config, sys.argv[1:])
     trees, grid, path, why = prepare(cfg)
     where = grid or trees[0].run.dir
-    banner(cfg, trees, where, path, why)
     todo = [t for t in trees if not t.closed]
+    if todo:
+        banner(cfg, trees, where, path, why)
+    else:
+        print(f"{where} was finished before: nothing was run.")
     try:
         if todo:
             policy = make_policy(cfg, path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flatlab.files import write_whole
 
-HASHED_BYTES = 64 << 20  # larger files enter a content key by name, size and time only
+REMEMBERED_BYTES = 64 << 20  # the digest of a larger file is kept in the cache
 
 
 def cache_dir() -> Path:
@@ -26,14 +26,23 @@ def content_key(*parts: str | Path) -> str:
     """A short name for the content of texts and files. It changes if one of them does."""
     digest = hashlib.sha256()
     for part in parts:
-        data = file_content(part) if isinstance(part, Path) else part.encode()
+        text = file_digest(part) if isinstance(part, Path) else part
+        data = text.encode()
         digest.update(b"%d " % len(data) + data)
     return digest.hexdigest()[:16]
 
 
-def file_content(path: Path) -> bytes:
-    """The bytes of a file, or for a large one its name, size and time of change."""
+def file_digest(path: Path) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of a file's content.
+
+    A large file is read once: the cache keeps its digest under its path, size and time of change.
+    """
     facts = path.stat()
-    if facts.st_size <= HASHED_BYTES:
-        return path.read_bytes()
-    return f"{path.name} {facts.st_size} {facts.st_mtime_ns}".encode()
+    with open(path, "rb") as file:
+        if facts.st_size <= REMEMBERED_BYTES:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        key = content_key(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}")
+        kept = cache_dir() / "digests" / f"{key}.json"
+        if not kept.exists():
+            store(kept, {"digest": hashlib.file_digest(file, "sha256").hexdigest()[:16]})
+    return json.loads(kept.read_text())["digest"]

@@ -361,9 +361,7 @@ def play(policy, tmp_path, monkeypatch):
             task_weights=(1.0,) * len(tasks),
             **{"eval_episodes": 0, "kl": 0.05, "concurrency": 8, **fields},
         )
-        run = store.open_run(
-            f"logs/{name}", {"task": list(cfg.tasks.task), "steps": cfg.steps}, ("steps",)
-        )
+        run = store.open_run(f"logs/{name}", {"task": list(cfg.tasks.task), "steps": cfg.steps})
         try:
             asyncio.run(grpo.train(policy, list(tasks), cfg, run, SingleProcess()))
             return run.rows()

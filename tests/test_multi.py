@@ -194,11 +194,7 @@ def main(model: str, steps: str, advantage: str = "group") -> None:
         guard="restore" if int(steps) == STEPS else "off",
     )
     grpo.run_episode = one_reply
-    run = (
-        open_run("logs/m", {"task": ["titanic"], "steps": cfg.steps}, ("steps",))
-        if dist.rank == 0
-        else None
-    )
+    run = open_run("logs/m", {"task": ["titanic"], "steps": cfg.steps}) if dist.rank == 0 else None
     if run:
         run.result(**RESULT)
     policy = Policy(

@@ -146,8 +146,7 @@ def test_a_start_that_was_killed_at_once_can_be_repeated(tmp_path, monkeypatch):
 
 def test_a_finished_run_keeps_the_config_that_it_was_made_with(tmp_path):
     store.open_run(tmp_path, CONFIG | {"steps": 9}).lock.close()
-    run = store.open_run(tmp_path, CONFIG | {"steps": 3})
-    run.keep_old_config()
+    run = store.open_run(tmp_path, CONFIG | {"steps": 3}, is_finished=lambda run: True)
     assert reader.read_mapping(tmp_path / "config.yaml")["steps"] == 9
     run.lock.close()
 

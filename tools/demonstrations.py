@@ -29,7 +29,8 @@ from flatlab.episode.episode import Episode, Sample
 from flatlab.episode.task import improvement
 from flatlab.errors import UserError
 from flatlab.runs.cli import check_numbers, one_sentence, parse_config
-from flatlab.runs.store import open_run
+from flatlab.runs.fingerprint import fingerprint
+from flatlab.runs.store import open_run, run_directory
 from tasks import load_task
 from tools import expert
 
@@ -155,8 +156,14 @@ def main() -> None:
         backend, _ = env.pick_backend(wanted, model_is_tiny=True)
     except UserError:
         backend, _ = env.pick_backend(cfg.backend)
-    run = open_run(Path("logs", cfg.name), asdict(cfg))
-    if run.results().get("status") != "finished":
+    tasks = [load_task(name) for name in cfg.task]
+    run = open_run(
+        run_directory(cfg.name),
+        asdict(cfg),
+        fingerprint(__file__, tasks),
+        is_finished=lambda run: run.results().get("status") == "finished",
+    )
+    if not run.finished:
         transcripts = []
         for name in cfg.task:
             episodes = demonstrate(name, cfg, backend)

@@ -103,6 +103,13 @@ def check_numbers(config, bounds: dict, otherwise: tuple) -> None:
                 raise UserError(f"--{name} must be {wanted}, not {value}.")
 
 
+def check_distinct(flag: str, values) -> None:
+    """Raises UserError for a value that is given twice."""
+    for value in values:
+        if values.count(value) > 1:
+            raise UserError(f"{flag} names {value} more than once.")
+
+
 def one_sentence(main):
     """Runs main(). An error that the user can fix is printed as one sentence, with exit code 2.
 

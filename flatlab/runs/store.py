@@ -1,7 +1,8 @@
 """Writes the run directory. reader.py reads it.
 
 A run directory holds
-    config.yaml command.txt git.txt env.txt   what ran; a resumed run appends what changed
+    config.yaml command.txt git.txt env.txt   what ran; a resumed run appends what changed.
+                                              config.yaml also holds digests, see fingerprint.py
     metrics.jsonl                             one row per step of grpo.py
     journal.jsonl                             one row per node of search.py
     episodes/000012.jsonl                     all transcripts of step 12, nothing cut
@@ -36,6 +37,7 @@ import yaml
 
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, temporary, to_disk, write_whole
+from flatlab.runs.fingerprint import changed
 from flatlab.runs.reader import duration, filled, read_rows
 
 HERE = Path(__file__).resolve().parents[2]
@@ -183,36 +185,106 @@ def lock_directory(path: Path):
     return lock
 
 
-def open_run(directory, config: dict, resume_ok_keys=("steps",)) -> Run:
-    """Creates a run directory, or continues the one that is there if its config is the same.
+def run_directory(name: str) -> Path:
+    """logs/<name>. Raises UserError for a name that leads out of logs/ or is empty."""
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts:
+        raise UserError(f"--name must be the name of a folder in logs/, not {name!r}.")
+    return Path("logs", *parts)
 
-    config: a flat dict of plain values. Keys in `resume_ok_keys` may change between starts. Raises
-    UserError if the directory cannot be written, is in use by another process, holds something else
-    than a run, or holds steps that were made with another config.
+
+def open_run(
+    directory,
+    config: dict,
+    made_by: dict | None = None,
+    may_change: tuple[str, ...] = ("steps",),
+    is_finished=lambda run: False,
+) -> Run:
+    """Creates a run directory, or continues the one that is there if the same made it.
+
+    config: a flat dict of plain values. Keys in `may_change` may differ between starts, and so may
+    the name: a run that was renamed or copied goes on. made_by: see fingerprint(). Other code is
+    refused if the run is finished; otherwise it continues the run and a warning names the files.
+    is_finished: a function of the Run. Nothing is written into a finished run.
+
+    Raises UserError if the directory cannot be written, is in use by another process, holds
+    something else than a run, or holds steps or nodes that were made by something else.
     """
     path = Path(directory)
     lock = lock_directory(path)
+    sweep(path)
     # through YAML, so that it compares equal to what is read back
     new = yaml.safe_load(yaml.safe_dump(plain(config)))
-    found = difference(read_mapping(path / "config.yaml", default=new), new, resume_ok_keys)
-    if found:
-        if any(path.glob("checkpoints/[0-9]*")) or any(map(read_rows, path.glob("*.jsonl"))):
+    old = read_mapping(path / "config.yaml", default=dict(new))
+    before = old.pop("fingerprint", None)
+    differing = difference(old, new, ("name", *may_change))
+    run = Run(path, new, lock)
+    run.finished = is_finished(run)
+    has_rows = any(map(read_rows, path.glob("*.jsonl")))
+    if run.finished or has_rows or run.checkpoints():
+        if differing:
             raise UserError(
-                f"{path} was made with another config ({'; '.join(found)}): choose another --name."
+                f"{path} was made with another config ({'; '.join(differing)}): "
+                "choose another --name."
             )
-        (path / "result.json").unlink(missing_ok=True)  # no step was made: nothing to keep
-    sweep(path)
-    place = path / "config.yaml"
-    old = place.read_bytes() if place.exists() else None
+        codes = continued_by(run, before, made_by) if made_by else []
+        if run.finished:
+            return run
+    else:
+        codes = [made_by["code"]] if made_by else []
+        if differing:
+            (path / "result.json").unlink(missing_ok=True)  # no step was made: nothing to keep
+    if made_by:
+        run.code_number = len(codes) - 1
+        new["fingerprint"] = plain(made_by | {"code": codes})
     # First, because a directory without it is no run directory.
-    write_whole(place, yaml.safe_dump(new, sort_keys=False, allow_unicode=True))
+    text = yaml.safe_dump(new, sort_keys=False, allow_unicode=True)
+    write_whole(path / "config.yaml", text)
     (path / "episodes").mkdir(exist_ok=True)
     (path / "checkpoints").mkdir(exist_ok=True)
     command = shlex.join([Path(sys.executable).name, *sys.argv])
     write_provenance(path / "command.txt", command)
     write_provenance(path / "git.txt", describe_git())
     write_provenance(path / "env.txt", describe_machine())
-    return Run(path, new, lock, old)
+    return run
+
+
+def continued_by(run: Run, before: dict | None, now: dict) -> list[dict]:
+    """The digests of each code that has worked on the run, today's last.
+
+    before: the fingerprint in config.yaml. Raises UserError if the task or the model is another
+    one, and if the run is finished and the code is another one.
+    """
+    if before is None:
+        raise UserError(
+            f"{run.dir} was made by an earlier version of this project, which did not record its "
+            "code: choose another --name."
+        )
+    for name, digests in now["tasks"].items():
+        if parts := changed(before["tasks"].get(name, {}), digests):
+            raise UserError(
+                f"{run.dir} was made with another version of the task {name} (now different: "
+                f"{parts}): choose another --name."
+            )
+    if files := changed(before["model"], now["model"]):
+        raise UserError(
+            f"{run.dir} was made with another version of the model (now different: {files}): "
+            "choose another --name."
+        )
+    files = changed(before["code"][-1], now["code"])
+    if not files:
+        return before["code"]
+    if run.finished:
+        raise UserError(
+            f"{run.dir} is finished and was made by other code (now different: {files}): "
+            "choose another --name for a run with today's code."
+        )
+    print(
+        f"warning  {run.dir} was begun by other code (now different: {files}). Today's code "
+        f"continues it, and marks its rows with made_by: {len(before['code'])}",
+        flush=True,
+    )
+    return [*before["code"], now["code"]]
 
 
 class Run:
@@ -221,23 +293,22 @@ class Run:
     Each function in `trackers` gets every row and its transcripts, see trackers.py.
     """
 
-    def __init__(self, directory: Path, config: dict, lock, old_config: bytes | None):
+    def __init__(self, directory: Path, config: dict, lock):
         self.dir = directory
         self.config = config
-        self.old_config = old_config
         self.lock = lock
+        self.finished = False  # before this start: nothing is left to do
+        self.code_number = None  # place of today's code in the fingerprint of config.yaml
         self.trackers = []
         self.episodes = []
         self.seconds = []  # of each step of this process, for the ETA
         self.plot_again = 0.0
 
-    def keep_old_config(self):
-        """Takes back what this start changed in config.yaml: the run was finished already."""
-        write_whole(self.dir / "config.yaml", self.old_config)
-
     def log(self, row: dict, file="metrics.jsonl"):
-        """Appends one row, which is on the disk when this returns."""
+        """Appends one row, which is on the disk when this returns. made_by: number of its code."""
         path = self.dir / file
+        if self.code_number is not None:
+            row = row | {"made_by": self.code_number}
         with open(path, "ab+") as out:
             end = out.seek(0, os.SEEK_END)
             if end:
@@ -307,7 +378,7 @@ class Run:
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """(step, folder), oldest first. Every one listed is complete."""
-        folders = [p for p in (self.dir / "checkpoints").iterdir() if p.name.isdigit()]
+        folders = [p for p in self.dir.glob("checkpoints/*") if p.name.isdigit()]
         return sorted((int(folder.name), folder) for folder in folders)
 
     def step_line(self, row: dict) -> str:

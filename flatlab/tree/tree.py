@@ -57,6 +57,7 @@ class Node:
     seed: int = 0
     kept: bool = False  # its files are in nodes/<order>.tar
     decision: dict = field(default_factory=dict)  # phase, scores of the candidates, reason
+    made_by: int | None = None  # number of the code, see flatlab/runs/fingerprint.py
 
     @property
     def depth(self) -> int:
