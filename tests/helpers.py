@@ -87,6 +87,54 @@ class FakePolicy:
         return Sample(said, [-0.5] * len(said), text, self.stop_reason, 7)
 
 
+def make_model(folder: Path, vocabulary=0, **sizes) -> str:
+    """Saves an untrained Qwen3 with a byte tokenizer and a ChatML template; returns the folder.
+
+    It has 0.8 M parameters; `sizes` overrides fields of its config.
+    """
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_only = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bytes_only,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            **{
+                "vocab_size": vocabulary or len(tokenizer),
+                "hidden_size": 128,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "intermediate_size": 384,
+                "tie_word_embeddings": True,
+                "max_position_embeddings": 4096,
+                "eos_token_id": tokenizer.eos_token_id,
+                "pad_token_id": tokenizer.pad_token_id,
+                "bos_token_id": None,
+                **sizes,
+            }
+        )
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def search_config(**flags):
     """A Config of search.py from flat options, as they are written on the command line."""
     import search

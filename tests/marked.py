@@ -112,7 +112,7 @@ def marked(args):
     lines = [
         FIRST_TITLE,
         "",
-        f"Written by `python tests/bench.py table`, {date.today()}, {system}, {checkout} a",
+        f"Written by `python tests/bench table`, {date.today()}, {system}, {checkout} a",
         "checkout of MLGym. In parentheses: the kinds of sandbox.",
         *table("Attacks: none gains a point", attacks),
         *table("Faults: each is a status, never a score", faults),

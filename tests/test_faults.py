@@ -1,7 +1,7 @@
 """What breaks under a sandbox: a fault is a status, never a score, and nothing is left behind.
 
 The marker `fault` names what is broken, here and in test_sandbox.py and test_env.py;
-`python tests/bench.py table` lists all of them in tests/README.md.
+`python tests/bench table` lists all of them in tests/README.md.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-import bench
 from backends import ISOLATED, containers_of, needs_docker
+from bench.sandboxes import EPISODE, FAILING, episodes_in_a_row, play
 from env import Env, run_episode
 from flatlab.episode import machine
 from flatlab.errors import SandboxFault, UserError
@@ -30,7 +30,7 @@ from helpers import PROJECT, FakePolicy, block
 from tasks import load_task
 
 fault = pytest.mark.fault
-TITANIC = bench.EPISODE[2].format(n=7)
+TITANIC = EPISODE[2].format(n=7)
 
 
 @pytest.fixture(params=ISOLATED)
@@ -368,11 +368,11 @@ def test_many_sandboxes_at_once(task, backend):
 @fault(
     19,
     "60 episodes in a row, every tenth of an agent that fails: memory, threads, file descriptors, "
-    "containers, folders (1,000: python tests/bench.py soak)",
+    "containers, folders (1,000: python tests/bench soak)",
 )
 def test_nothing_grows(backend):
-    assert bench.play(load_task("titanic", "", ""), backend, 0, bench.FAILING) is None
-    before, after = bench.episodes_in_a_row(backend, 60)
+    assert play(load_task("titanic", "", ""), backend, 0, FAILING) is None
+    before, after = episodes_in_a_row(backend, 60)
     assert after["memory (kB)"] < before["memory (kB)"] + 4096, (before, after)
     for name in (
         "threads",

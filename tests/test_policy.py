@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import bench
+from bench.peak import peak
 from flatlab.errors import UserError
 from flatlab.train import lora_layers
 from flatlab.train.batch import common_prompt
@@ -246,15 +246,15 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(tmp_path):
     The vocabulary has 32,768 tokens. The activations of this model grow by about 600 MiB with any
     vocabulary.
     """
-    short, _ = bench.peak(tmp_path, 2048, 32768, "chunked")
-    long, _ = bench.peak(tmp_path, 8192, 32768, "chunked")
+    short, _ = peak(tmp_path, 2048, 32768, "chunked")
+    long, _ = peak(tmp_path, 8192, 32768, "chunked")
     assert long - short < 900, (short, long)
 
 
 @pytest.mark.slow
 def test_a_packed_row_needs_less_memory_than_padded_ones(tmp_path):
-    packed, _ = bench.peak(tmp_path, 4096, 2048, "packed")
-    padded, _ = bench.peak(tmp_path, 4096, 2048, "padded")
+    packed, _ = peak(tmp_path, 4096, 2048, "packed")
+    padded, _ = peak(tmp_path, 4096, 2048, "padded")
     assert packed < 0.9 * padded, (packed, padded)
 
 

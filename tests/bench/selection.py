@@ -1,6 +1,5 @@
-"""Simulates the choice at the end of a search: by validation alone, or with the selection part.
-
-    python tests/bench.py selection     bench.py calls measured()
+"""The section `selection`: the choice at the end of a search, by validation alone or with the
+selection part.
 
 It is a simulation. The nodes are MODELS small models of random settings, fitted to random parts of
 a task's training data. Their predictions for the hidden rows are real, so nodes that agree share
@@ -12,17 +11,15 @@ The regret of a rule is the best true quality minus that of its node. Intervals 
 trials of a task share its models.
 """
 
-import csv
 import random
-from collections import Counter
-from pathlib import Path
 
 import numpy as np
+import pandas
 
+from bench.measure import PROJECT
 from flatlab.tree.selection import FINALISTS
 from flatlab.view.stats import mean_interval
 
-TASKS = Path(__file__).resolve().parents[1] / "configs" / "tasks"
 MODELS = 400
 TRIALS = 4000
 NODES = (12, 50, 200)
@@ -30,27 +27,18 @@ PARTS = ("validation", "selection", "test")
 
 
 def read_task(name):
-    """(train inputs, train target, hidden inputs, hidden target, is a regression, part sizes)."""
-
-    def rows(file):
-        with open(TASKS / name / f"{file}.csv", newline="") as lines:
-            return list(csv.DictReader(lines))
-
-    answers = rows("answers")
-    target = list(answers[0])[-1]
-    truth = {row["id"]: row[target] for row in answers}
-    train, test = rows("train"), rows("test")
-    columns = [key for key in test[0] if key != "id"]
-    table = np.array([[row[key] for key in columns] for row in train + test])
-    try:
-        inputs = table.astype(float)
-    except ValueError:  # one column of 0 and 1 for each value
-        inputs = np.hstack([column[:, None] == np.unique(column) for column in table.T])
-    first, second = np.split(inputs.astype(float), [len(train)])
-    seen = np.array([row[target] for row in train], float)
-    hidden = np.array([truth[row["id"]] for row in test], float)
-    sizes = Counter(row["part"] for row in answers)
-    return first, seen, second, hidden, name == "diabetes", sizes
+    """(train inputs, train target, hidden inputs, hidden target, part sizes) of a task."""
+    folder = PROJECT / "configs" / "tasks" / name
+    train = pandas.read_csv(folder / "train.csv")
+    test = pandas.read_csv(folder / "test.csv")
+    answers = pandas.read_csv(folder / "answers.csv")
+    target = answers.columns[-1]
+    columns = test.columns.drop("id")
+    inputs = pandas.get_dummies(pandas.concat([train, test])[columns]).to_numpy(float)
+    first, second = np.split(inputs, [len(train)])
+    truth = answers.set_index("id")[target][test["id"]]
+    sizes = answers["part"].value_counts()
+    return first, train[target].to_numpy(float), second, truth.to_numpy(float), sizes
 
 
 def random_model(rng, is_regression):
@@ -84,17 +72,18 @@ def random_model(rng, is_regression):
 
 def predictions(name):
     """(predictions of MODELS models for the hidden rows, answers, is a regression, part sizes)."""
-    seen, target, hidden, truth, is_regression, sizes = read_task(name)
+    seen, target, hidden, truth, sizes = read_task(name)
+    is_regression = name == "diabetes"
     rng = random.Random(0)
-    found = []
+    predicted = []
     for _ in range(MODELS):
         rows = rng.sample(range(len(seen)), int(rng.uniform(0.3, 1) * len(seen)))
         width = max(1, int(rng.uniform(0.3, 1) * seen.shape[1]))
         columns = rng.sample(range(seen.shape[1]), width)
         model = random_model(rng, is_regression)
         model.fit(seen[np.ix_(rows, columns)], target[rows])
-        found.append(model.predict(hidden[:, columns]))
-    return np.array(found), truth, is_regression, sizes
+        predicted.append(model.predict(hidden[:, columns]))
+    return np.array(predicted), truth, is_regression, sizes
 
 
 def scores(predicted, truth, is_regression, counts):
@@ -108,11 +97,11 @@ def scores(predicted, truth, is_regression, counts):
 
 
 # A rule gets arrays over the nodes, validation and selection scores, and the standard errors of the
-# validation scores. It returns the place of the node it chooses; of equal ones the earliest.
+# validation scores. It returns the index of the node it chooses; of equal ones the earliest.
 
 
 def near_the_best(validation, errors):
-    """Places of the FINALISTS best nodes within one standard error of the best, in order."""
+    """Indices of the FINALISTS best nodes within one standard error of the best, in order."""
     best = validation.argmax()
     near = np.flatnonzero(validation >= validation[best] - errors[best])
     top = np.argsort(-validation[near], kind="stable")[:FINALISTS]
@@ -146,7 +135,7 @@ RULES = {
 
 
 def simulate(name):
-    """(scores of each trial's nodes by rule, facts) of a task: rows of measured()."""
+    """(scores of each trial's nodes by rule, facts) of a task."""
     predicted, truth, is_regression, sizes = predictions(name)
     count = len(truth)
     rng = np.random.default_rng(0)
@@ -158,26 +147,26 @@ def simulate(name):
     errors = drawn["validation"].std(axis=1)
     rows = []
     for nodes in NODES:
-        found = {rule: [] for rule in RULES}
+        chosen_by = {rule: [] for rule in RULES}
         for trial in range(TRIALS):
             chosen = rng.choice(MODELS, nodes, replace=False)
             parts = {part: drawn[part][chosen, trial] for part in PARTS}
             best = true[chosen].max()
             for rule, choose in RULES.items():
-                place = choose(parts["validation"], parts["selection"], errors[chosen])
-                regret = best - true[chosen[place]]
-                found[rule].append((parts["test"][place], regret))
-        rows += rows_of(f"{name}, {nodes} nodes", found)
+                index = choose(parts["validation"], parts["selection"], errors[chosen])
+                regret = best - true[chosen[index]]
+                chosen_by[rule].append((parts["test"][index], regret))
+        rows += rows_of(f"{name}, {nodes} nodes", chosen_by)
     noise = {part: drawn[part].std(axis=1)[true.argmax()] for part in PARTS}
     text = ", ".join(f"{part} {sizes[part]} rows ± {noise[part]:.4f}" for part in PARTS)
     return rows, f"{name}: {text}"
 
 
-def rows_of(what, found):
+def rows_of(what, chosen_by):
     """A row per rule: mean test score, regret, and its difference to that of validation alone."""
-    base = np.array(found["validation alone"])
+    base = np.array(chosen_by["validation alone"])
     rows = []
-    for rule, values in found.items():
+    for rule, values in chosen_by.items():
         test, regret = np.array(values).mean(axis=0)
         low, high = mean_interval(np.array(values)[:, 1] - base[:, 1])
         note = f"regret {(low + high) / 2:+.5f} ({low:+.5f} to {high:+.5f})"
@@ -186,12 +175,13 @@ def rows_of(what, found):
     return rows
 
 
-def measured():
-    """(headline, rows) for bench.py."""
-    rows, facts = [], []
+def selection(args):
+    """The rules on three tasks."""
+    rows = []
+    facts = []
     for name in ("titanic", "digits", "diabetes"):
-        found, fact = simulate(name)
-        rows += found
+        more, fact = simulate(name)
+        rows += more
         facts.append((fact, "", "standard error of the best model's score by part"))
     headline = f"a simulation: {MODELS} real models, {TRIALS} trials, at most {FINALISTS} finalists"
     return headline, facts + rows

@@ -1,10 +1,10 @@
-"""Selection rules in a simulation.
+"""The section `rules`: selection rules in a simulation.
 
-bench.py runs this as its section `rules`. The decisions are those of search.py, made by
-search.decide() on a real Tree. The researcher is simulated: model families with a start and a
-ceiling, steps that improve or not, failures, copies of earlier nodes, noise of the validation
-score, and costs. All its rates are the assumptions below, so the result says how the rules treat
-such a world, and nothing about a model. Nodes run one at a time.
+The decisions are those of search.py, made by search.decide() on a real Tree. The researcher is
+simulated: model families with a start and a ceiling, steps that improve or not, failures, copies of
+earlier nodes, noise of the validation score, and costs. All its rates are the assumptions below, so
+the result says how the rules treat such a world, and nothing about a model. Nodes run one at a
+time.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class NoRun:
 
 
 def draft_family(t, rng, copies_skew):
-    weights = [1 / (place + 1) ** copies_skew for place in range(len(t.world.order))]
+    weights = [1 / (rank + 1) ** copies_skew for rank in range(len(t.world.order))]
     return rng.choices(t.world.order, weights)[0]
 
 

@@ -1,18 +1,19 @@
-"""Starts a vLLM engine with an adapter and times it, once for each line of its standard input.
+"""The section `engine`: tokens per second of a vLLM engine with an adapter, three ways in turn.
 
-    python tests/bench_engine.py MODEL WAY     bench.py runs this in a process of its own
+    python -m bench.engine MODEL WAY     one contestant: a run for each line of its standard input
 
 WAY: "vllm" (vLLM's own LoRA, from adapter files), "eager" or "compiled" (the engine of a Policy).
 """
 
 import itertools
-import json
 import os
+import statistics
 import sys
 import tempfile
 import time
+from pathlib import Path
 
-from bench import RESULT  # and the project is on sys.path
+from bench.measure import compared, compete, print_result, spread, this_machine
 
 BEGIN = time.perf_counter()
 
@@ -21,6 +22,47 @@ PROMPT = 40
 TOKENS = 128
 CONTEXT = 512
 RANK = 16
+
+ENGINES = {
+    "vllm": "vLLM's own LoRA, from adapter files, eager",
+    "eager": "ours, eager",
+    "compiled": "ours, compiled",
+}
+
+
+# ---- the section
+
+
+def engine(args):
+    """Tokens per second of the engine with an adapter: vLLM's own LoRA, ours, ours compiled."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        from helpers import make_model
+        from policy import TINY
+
+        models = {"stand-in": TINY, "random, 0.8 M": make_model(Path(folder) / "model")}
+        for label, model in models.items():
+            commands = {way: ("engine", model, way) for way in ENGINES}
+            done, failed = compete(commands, ["run"] * (args.steps + 1))
+            rows += engine_rows(label, done, failed)
+    sizes = "16 requests of 128 tokens"
+    return f"{this_machine()}; {sizes}; median (range) of {args.steps} rounds in turn", rows
+
+
+def engine_rows(label, done, failed):
+    rows = [(f"{label}: {ENGINES[way]}", "fails", why) for way, why in failed.items()]
+    for way, (start, results) in done.items():
+        rates = [r["tokens"] / r["seconds"] for r in results]
+        cpu = statistics.median(r["cpu_seconds"] for r in results)
+        note = f"started in {start['start']:.0f} s; {cpu:.2f} CPU seconds a run"
+        if way != "vllm" and "vllm" in done:
+            ratios, cpu_ratio = compared(done["vllm"][1], results)
+            note += f"; {spread(ratios)} x, {cpu_ratio:.2f} x in CPU seconds"
+        rows.append((f"{label}: {ENGINES[way]}", f"{spread(rates, 0)} tokens/s", note))
+    return rows
+
+
+# ---- a contestant
 
 
 def own_lora(model):
@@ -84,10 +126,6 @@ def run(engine, step, adapter, number):
         for output in step():
             tokens += len(output.outputs[0].token_ids)
     return tokens
-
-
-def print_result(**result):
-    print("\n" + RESULT + json.dumps(result), flush=True)
 
 
 def main(model, way):

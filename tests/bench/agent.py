@@ -1,46 +1,53 @@
-"""Runs agents of several turns with one trainer, a step for each line of its standard input.
+"""The sections `agent` and `train`: the training steps of ours and of TRL's, in turn.
 
-    python tests/bench_agent.py MODEL STEPS VARIANT     bench.py runs this in its own process
+    python -m bench.agent MODEL STEPS TURNS TOKENS VARIANT     one contestant
 
-It prints one JSON line when it is ready and one after each step. Every variant does the same work:
-16 rollouts (2 prompts of 8), each of 4 replies of 24 tokens with a command after each but the last,
-then one training step. A command waits and does not compute: after the line "even" 0.1 s each,
-after the line "uneven" 0.02, 0.05 or 0.4 s by a table that is the same for every variant.
+A contestant prints a result when it is ready and after each step, which it begins when a line
+arrives. All variants do the same work: 16 rollouts (2 prompts of 8), each of TURNS replies of
+TOKENS tokens with a command after each but the last, then one training step. A command waits and
+does not compute: after the line "even" 0.1 s each, after the line "uneven" 0.02, 0.05 or 0.4 s by a
+table that is the same for every variant.
 
 VARIANT: "ours" (the functions of grpo.py), "compiled" (the same with a compiled engine), or of TRL
-"factory" (environment_factory, a tool), "factory-async" (an async tool), "rollout" (rollout_func
-that calls the tools of a turn at once in threads) or "continuous" (the same with the continuous
-batching of transformers). "floor" prints the seconds of the model's own matrix products instead.
+"factory" (environment_factory, a tool), "rollout" (rollout_func that calls the tools of a turn at
+once in threads), "generate" (no tools) or "vllm" (the same with vLLM in its process). "floor"
+prints the seconds of the model's own matrix products instead.
 """
 
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import random
+import statistics
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
-from bench import RESULT, make_endless, median_seconds  # and the project is on sys.path
+from bench.measure import (
+    Contestant,
+    compared,
+    compete,
+    median_seconds,
+    print_result,
+    spread,
+    this_machine,
+)
 
 BEGIN = time.perf_counter()
 
 PROMPTS = 2
 EPISODES = 16
-TURNS = 4
-TOKENS = 24  # of a reply
 CONTEXT = 1024
 KL = 0.05
 RATE = 1e-4
 RANK = 16
 OBSERVATION = "result " * 4
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-# Without these sizes the cache of continuous batching takes most of the memory.
-CACHE = {"page_size": 32, "num_blocks": 256, "max_batch_tokens": 4096}
+WAITS = {"even": (0.1,), "uneven": (0.02, 0.05, 0.4)}  # seconds
 
 # One template for all. It leaves the list of tools out, so that all prompts are equally long.
 TEMPLATE = (
@@ -50,29 +57,109 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+LABELS = {
+    "ours": "ours",
+    "compiled": "ours, engine compiled",
+    "factory": "TRL environment_factory, a tool",
+    "rollout": "TRL rollout_func, commands in threads",
+    "generate": "TRL with generate()",
+    "vllm": "TRL with vLLM in its process",
+}
+GOALS = {"factory": 4.0, "rollout": 1.5, "generate": 1.3}
 
-WAITS = {"even": (0.1,), "uneven": (0.02, 0.05, 0.4)}  # seconds
+
+# ---- the sections
 
 
-def make_waits(choices):
-    """Seconds of every command, by rollout and turn."""
-    rng = random.Random(0)
-    return [[rng.choice(choices) for _ in range(TURNS - 1)] for _ in range(EPISODES)]
+def agent(args):
+    """A training step of agents with several turns whose commands wait: ours and TRL's."""
+    variants = ("ours", "compiled", "factory", "rollout")
+    return race(args, variants, turns=4, tokens=24, waits=("even", "uneven"))
+
+
+def train(args):
+    """A training step of single replies: ours and TRL's."""
+    variants = ("ours", "compiled", "generate", "vllm")
+    return race(args, variants, turns=1, tokens=256, waits=("even",))
+
+
+def race(args, variants, turns, tokens, waits):
+    """(headline, rows) of args.steps rounds for each kind of wait."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        model = args.model
+        if model == "tiny":
+            from helpers import make_model
+
+            model = make_model(Path(folder) / "model")
+        floor = Contestant("agent", model, 0, turns, tokens, "floor")
+        floor.close()
+        least = floor.start
+        parts = f"sampling {least['sampling']:.2f} s, training {least['training']:.2f} s"
+        rows.append(("matrix products", f"{least['seconds']:.2f} s", f"{parts}; {least['note']}"))
+        rounds = [waits[0], *(kind for kind in waits for _ in range(args.steps))]
+        chosen = args.only.split(",") if args.only else variants
+        commands = {name: ("agent", model, len(rounds), turns, tokens, name) for name in chosen}
+        done, failed = compete(commands, rounds)
+    for name, error in failed.items():
+        rows.append((LABELS[name], "fails", error))
+    for number, kind in enumerate(waits):
+        part = slice(number * args.steps, (number + 1) * args.steps)
+        results = {name: steps[part] for name, (_, steps) in done.items()}
+        rows += rows_of(kind if turns > 1 else "no", results, least["seconds"])
+    shown = "random Qwen3 of 0.8 M parameters" if args.model == "tiny" else Path(model).name
+    work = f"{EPISODES} rollouts of {turns} turns of {tokens} tokens, then a step"
+    return f"{this_machine()}; {shown}, {work}; median (range) of {args.steps} rounds in turn", rows
+
+
+def rows_of(waits, done, least):
+    """A row per variant. least: seconds of the matrix products."""
+    rows = []
+    work = {(step["calls"], step["trained"]) for steps in done.values() for step in steps}
+    for name, steps in done.items():
+        seconds = [step["seconds"] for step in steps]
+        cpu = statistics.median(step["cpu_seconds"] for step in steps)
+        last = steps[-1]
+        note = f"{cpu:.2f} CPU seconds, of them matrix products {least / cpu:.0%}"
+        note += f"; {last['calls']} commands, {last['trained']} of {last['tokens']} tokens trained"
+        note += f"; peak memory {last['memory']:.1f} GiB"
+        if "sampling" in last:
+            sampling = statistics.median(step["sampling"] for step in steps)
+            difference = max(step["difference"] for step in steps)
+            note += f"; sampling {sampling:.2f} s; log-probs differ by {difference:.1g} nats"
+        elif len(work) > 1:
+            note += "; no ratio: not the same work"
+        elif "ours" in done:
+            ratios, cpu_ratio = compared(steps, done["ours"])
+            note += f"; {spread(ratios)} x ours, {cpu_ratio:.1f} x in CPU seconds"
+            goal = GOALS.get(name)
+            if goal:
+                reached = "reached" if statistics.median(ratios) >= goal else "missed"
+                note += f"; goal {goal:g} x {reached}"
+        rows.append((f"{waits} waits: {LABELS[name]}", f"{spread(seconds)} s", note))
+    return rows
+
+
+# ---- a contestant
 
 
 class Work:
     """The clock of a step, and what it has done, to check that all variants do the same."""
 
-    def __init__(self):
+    def __init__(self, turns):
+        self.turns = turns
         self.numbers = itertools.cycle(range(EPISODES))  # of the rollouts, as they are made
         print_result(start=time.perf_counter() - BEGIN)
 
     def begin(self):
-        """Waits for its turn."""
+        """Waits for its turn, and draws the seconds of every command, by rollout and turn."""
         kind = sys.stdin.readline().strip()
         if not kind:
             sys.exit()
-        self.waits = make_waits(WAITS[kind])
+        rng = random.Random(0)
+        self.waits = []
+        for _ in range(EPISODES):
+            self.waits.append([rng.choice(WAITS[kind]) for _ in range(self.turns - 1)])
         self.calls = 0
         self.trained = 0
         self.tokens = 0
@@ -80,28 +167,27 @@ class Work:
         self.cpu_seconds = time.process_time()
 
     def end(self, **parts):
+        from flatlab.train.memory import peak_bytes
+
         print_result(
             seconds=time.perf_counter() - self.seconds,
             cpu_seconds=time.process_time() - self.cpu_seconds,
             calls=self.calls,
             trained=self.trained,
             tokens=self.tokens,
+            memory=peak_bytes() / 2**30,
             **parts,
         )
-
-
-def print_result(**result):
-    """Prints a line that bench.py tells apart from what TRL prints."""
-    print("\n" + RESULT + json.dumps(result), flush=True)
 
 
 # ---- ours
 
 
-def run_ours(model, steps, compiled):
+def run_ours(model, steps, turns, tokens, compiled):
     import torch
 
     import grpo
+    from bench.models import make_endless
     from env import Step
     from flatlab.episode.grading import Score
     from flatlab.train.distributed import SingleProcess
@@ -144,18 +230,18 @@ def run_ours(model, steps, compiled):
     )
     policy.tokenizer.chat_template = TEMPLATE
     make_endless(policy)
-    work = Work()
+    work = Work(turns)
     grpo.env.Env = World
     cfg = grpo.Config(
         group_size=EPISODES // PROMPTS,
-        max_turns=TURNS,
+        max_turns=turns,
         clip_low=0.2,
         clip_high=0.28,
         kl=KL,
         micro_tokens=8192,
         lr=RATE,
     )
-    cfg.model.max_reply_tokens = TOKENS
+    cfg.model.max_reply_tokens = tokens
     cfg.model.max_observation_tokens = 256
     task = load_task("titanic", "", "")
     plan = [replace(task, prompt=f"Write. {i}") for i in range(PROMPTS)]
@@ -168,28 +254,13 @@ def run_ours(model, steps, compiled):
             groups = await grpo.play_groups(policy, plan, cfg.group_size, cfg, step, dist)
             sampling = time.perf_counter() - work.seconds
             batch = grpo.make_batch(policy, groups, cfg, dist)
-            grpo.update(policy, optimizer, batch, cfg, dist)
+            row = grpo.update(policy, optimizer, batch, cfg, dist)
             policy.sync()
             work.trained = sum(sum(s.mask) for s in batch)
             work.tokens = sum(len(s.tokens) for s in batch)
-            work.end(sampling=sampling)
+            work.end(sampling=sampling, difference=row["logprob_diff_max"])
 
-    with profiled():
-        asyncio.run(run())
-
-
-@contextlib.contextmanager
-def profiled():
-    """With $BENCH_PROFILE=FILE, writes a profile of what runs inside, in CPU seconds."""
-    path = os.environ.get("BENCH_PROFILE")
-    if not path:
-        yield
-        return
-    import cProfile
-
-    with cProfile.Profile(time.process_time) as profile:
-        yield
-    profile.dump_stats(path)
+    asyncio.run(run())
 
 
 # ---- TRL
@@ -202,10 +273,10 @@ def call_the_tool(*_, **__):
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def environments(work):
-    """Two environments of TRL: one with a tool, one with an async tool."""
+def make_environment(work):
+    """An environment of TRL with one tool, whose commands wait."""
 
-    class Environment:
+    class World:
         def __init__(self):
             self._number = next(work.numbers)
 
@@ -215,36 +286,22 @@ def environments(work):
         def get_reward(self):
             return random.random()
 
-        def _next_wait(self):
-            seconds = work.waits[self._number][self._turn]
-            self._turn += 1
-            work.calls += 1
-            return seconds
-
-    class World(Environment):
         def bash(self, command: str) -> str:
             """Runs a command.
 
             Args:
                 command: the command
             """
-            time.sleep(self._next_wait())
+            seconds = work.waits[self._number][self._turn]
+            self._turn += 1
+            work.calls += 1
+            time.sleep(seconds)
             return OBSERVATION
 
-    class AsyncWorld(Environment):
-        async def bash(self, command: str) -> str:
-            """Runs a command.
-
-            Args:
-                command: the command
-            """
-            await asyncio.sleep(self._next_wait())
-            return OBSERVATION
-
-    return World, AsyncWorld
+    return World
 
 
-def make_rollout(make_world):
+def make_rollout(make_world, turns):
     """A rollout_func whose rollouts take turns together, with the commands of a turn at once."""
     pool = ThreadPoolExecutor(EPISODES)
 
@@ -256,7 +313,7 @@ def make_rollout(make_world):
             world.reset()
         completions = [[] for _ in prompts]
         masks = [[] for _ in prompts]
-        for turn in range(TURNS):
+        for turn in range(turns):
             if turn:
                 for i, text in enumerate(pool.map(lambda world: world.bash("true"), worlds)):
                     after = encode(
@@ -281,7 +338,33 @@ def make_rollout(make_world):
     return rollout
 
 
-def run_trl(model, steps, variant):
+def reward(completions, **_):
+    return [random.random() for _ in completions]
+
+
+def variant_options(variant, world, turns, tokens):
+    """(arguments of TRL's trainer, fields of its config) of a variant."""
+    exactly = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    fields = {"generation_kwargs": exactly, "max_completion_length": tokens}
+    if variant == "factory":
+        return {"environment_factory": world}, fields | {"max_completion_length": CONTEXT}
+    if variant == "rollout":
+        arguments = {
+            "rollout_func": make_rollout(world, turns),
+            "reward_funcs": lambda score, **_: score,
+        }
+        return arguments, fields | {"max_completion_length": CONTEXT}
+    if variant == "vllm":
+        fields |= {
+            "generation_kwargs": {"ignore_eos": True},
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_gpu_memory_utilization": 0.3,
+        }
+    return {"reward_funcs": reward}, fields
+
+
+def run_trl(model, steps, turns, tokens, variant):
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     import trl
     from datasets import Dataset
@@ -303,30 +386,16 @@ def run_trl(model, steps, variant):
         def on_step_end(self, *args, **kwargs):
             work.end()
 
-    work = Work()
-    world, async_world = environments(work)
-    if variant.startswith("factory"):
+    work = Work(turns)
+    arguments, fields = variant_options(variant, make_environment(work), turns, tokens)
+    if variant == "factory":
         grpo_trainer.parse_response = call_the_tool
-        make = async_world if variant == "factory-async" else world
-        options = {"environment_factory": make}
-    else:
-        options = {
-            "rollout_func": make_rollout(world),
-            "reward_funcs": lambda score, **_: score,
-        }
-    generation = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
-    if variant == "continuous":  # which ignores min_new_tokens
-        generation = {"max_new_tokens": TOKENS, "eos_token_id": -1}
     config = trl.GRPOConfig(
         output_dir="trl",
         per_device_train_batch_size=EPISODES,
         num_generations=EPISODES // PROMPTS,
         max_steps=steps,
-        max_completion_length=CONTEXT,
-        max_tool_calling_iterations=TURNS - 1,
-        generation_kwargs=generation,
-        use_transformers_continuous_batching=variant == "continuous",
-        transformers_continuous_batching_config=CACHE if variant == "continuous" else None,
+        max_tool_calling_iterations=turns - 1 or None,
         learning_rate=RATE,
         beta=KL,
         temperature=1.0,
@@ -337,6 +406,7 @@ def run_trl(model, steps, variant):
         logging_steps=1,
         disable_tqdm=True,
         gradient_checkpointing=False,
+        **fields,
     )
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = TEMPLATE
@@ -352,7 +422,7 @@ def run_trl(model, steps, variant):
         train_dataset=data,
         peft_config=lora,
         processing_class=tokenizer,
-        **options,
+        **arguments,
     )
     trainer.add_callback(Steps())
     trainer.train()
@@ -376,7 +446,7 @@ def matrix_seconds(layers, rows):
         return median_seconds(once, 5)
 
 
-def floor(model):
+def floor(model, turns, tokens):
     """Seconds of the matrix products that a step cannot do without, and what they consist of.
 
     Sampling computes every token once, training once forward, once backward and once more for the
@@ -394,10 +464,10 @@ def floor(model):
     model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     head = model.get_output_embeddings()
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    sampled = EPISODES * TURNS * TOKENS
-    read = PROMPTS * prompt + EPISODES * (TURNS - 1) * after
+    sampled = EPISODES * turns * tokens
+    read = PROMPTS * prompt + EPISODES * (turns - 1) * after
 
-    decode = TURNS * TOKENS * matrix_seconds([*layers, head], EPISODES)
+    decode = turns * tokens * matrix_seconds([*layers, head], EPISODES)
     block = EPISODES * after
     forward = matrix_seconds(layers, block) / block
     scored = matrix_seconds([head], block) / block
@@ -415,17 +485,17 @@ def floor(model):
     }
 
 
-def main(model, steps, variant):
+def main(model, steps, turns, tokens, variant):
     from flatlab import threads
 
     threads.configure()
     if variant == "floor":
-        print_result(**floor(model))
+        print_result(**floor(model, turns, tokens))
     elif variant in ("ours", "compiled"):
-        run_ours(model, steps, variant == "compiled")
+        run_ours(model, steps, turns, tokens, variant == "compiled")
     else:
-        run_trl(model, steps, variant)
+        run_trl(model, steps, turns, tokens, variant)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5])

@@ -1,0 +1,100 @@
+"""Measures what the design promises; `--write` also puts the table into tests/BENCHMARKS.md.
+
+    python tests/bench env         sandboxes: steps, resets, forks, gradings, many episodes;
+                                   MLGym's own shell too if $MLGYM_ROOT is a checkout
+    python tests/bench soak        1,000 episodes in a row: memory, threads, files, containers
+    python tests/bench train       a GRPO step of single replies beside TRL's (pip install trl)
+    python tests/bench agent       agents of several turns beside TRL's (pip install trl)
+    python tests/bench engine      tokens per second of the engine with an adapter, three ways
+    python tests/bench sync        the trained adapter into the running engine, three ways
+    python tests/bench search      a grid of trees on one engine beside the same trees in turn
+    python tests/bench rules       selection rules in a simulated world
+    python tests/bench selection   the choice at the end of a search, simulated
+    python tests/bench memory      peak memory of the loss; padding, recomputed layers
+    python tests/bench objectives  losses and advantages on the built-in tasks; an hour
+    python tests/bench stability   200 steps with the defaults and without guard and KL; hours
+    python tests/bench pretrained  SmolLM2 imitates, then GRPO, on two tasks; hours
+    python tests/bench table       runs the tests of attacks and faults, writes tests/README.md
+
+A section is a function in SECTIONS that returns (headline, rows); a row is (what, value, note).
+"""
+
+import argparse
+import platform
+import sys
+from datetime import date
+from importlib import import_module
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:1] = [str(TESTS.parent), str(TESTS)]
+
+SECTIONS = {
+    "env": "bench.sandboxes.env",
+    "soak": "bench.sandboxes.soak",
+    "train": "bench.agent.train",
+    "agent": "bench.agent.agent",
+    "engine": "bench.engine.engine",
+    "sync": "bench.models.sync",
+    "search": "bench.models.search_grid",
+    "rules": "bench.rules.rules",
+    "selection": "bench.selection.selection",
+    "memory": "bench.peak.memory",
+    "objectives": "bench.learning.objectives",
+    "stability": "bench.learning.stability",
+    "pretrained": "bench.learning.pretrained",
+    "table": "marked.marked",
+}
+
+
+def write(section, command, headline, lines):
+    """Replaces the section in tests/BENCHMARKS.md, or adds it."""
+    path = TESTS / "BENCHMARKS.md"
+    text = path.read_text(encoding="utf-8")
+    title = f"\n## {section}\n"
+    about = f"`{command}`, {date.today()}, {platform.machine()}, {headline}"
+    body = "\n".join(lines)
+    before, _, rest = text.partition(title)
+    _, mark, after = rest.partition("\n## ")
+    path.write_text(f"{before}{title}\n{about}\n\n{body}\n{mark}{after}", encoding="utf-8")
+
+
+def main():
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "python tests/bench", description=__doc__, formatter_class=form
+    )
+    add = parser.add_argument
+    runs = "for objectives, stability and pretrained:"
+    add("section", choices=SECTIONS)
+    add("--write", action="store_true", help="write the table into tests/BENCHMARKS.md")
+    add("--backend", default="auto", help="for soak")
+    add("--count", type=int, default=1000, help="for soak: episodes; for rules: seeds")
+    steps = "for train, engine, agent, objectives (5 if not given) and stability (200)"
+    add("--steps", type=int, help=steps)
+    add("--seeds", default="0,1,2", help=f"{runs} comma-separated seeds")
+    model = "not for pretrained; train, agent: instead of a random one"
+    add("--model", default="tiny", help=model)
+    add("--jobs", type=int, default=1, help=f"{runs} number of runs at a time")
+    add("--only", default="", help=f"{runs} comma-separated variants; also for train and agent")
+    add("--flags", default="", help=f"{runs} more flags of grpo.py")
+    args = parser.parse_args()
+    if args.steps is None:
+        args.steps = 200 if args.section == "stability" else 5
+
+    from flatlab import threads
+
+    threads.configure()
+    module, _, function = SECTIONS[args.section].rpartition(".")
+    headline, rows = getattr(import_module(module), function)(args)
+    lines = ["| what | measured | note |", "|---|---|---|"]
+    for row in rows:
+        lines.append(f"| {' | '.join(map(str, row))} |")
+    print(f"{args.section}: {headline}")
+    print("\n".join(lines))
+    if args.write:
+        write(args.section, "python tests/bench " + " ".join(sys.argv[1:]), headline, lines)
+
+
+if __name__ == "__main__":
+    main()

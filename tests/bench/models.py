@@ -1,0 +1,140 @@
+"""The sections `sync` and `search`: a policy on an untrained model, and trees on the stand-in."""
+
+import asyncio
+import contextlib
+import itertools
+import tempfile
+import time
+from pathlib import Path
+
+from bench.measure import median_seconds, ms, this_machine
+
+
+def random_policy(folder, context=2048, sizes=None, **options):
+    """A Policy on an untrained model, whose replies always reach their limit; and its folder."""
+    from helpers import make_model
+    from policy import ModelPath, Policy
+
+    model = make_model(Path(folder) / "model", **(sizes or {}))
+    policy = Policy(ModelPath(model, None, False), context=context, **options)
+    make_endless(policy)
+    return policy, model
+
+
+def make_endless(policy):
+    """From now on every reply of the policy reaches its limit."""
+    policy.stop_tokens = set()
+    add_request = policy.engine.add_request
+
+    def endless(request_id, prompt, params):
+        params.ignore_eos = True
+        add_request(request_id, prompt, params)
+
+    policy.engine.add_request = endless
+
+
+# ---- sync
+
+LARGER = {
+    "hidden_size": 512,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+}
+
+
+def sync(args):
+    """The trained adapter into the engine: in place, through files, and merging alone."""
+    rows = []
+    for name, sizes in (("stand-in size", {}), ("36 M parameters", LARGER)):
+        with tempfile.TemporaryDirectory() as folder:
+            rows += sync_rows(name, sizes, folder)
+    return f"{this_machine()}, medians", rows
+
+
+def sync_rows(name, sizes, folder):
+    import torch
+    from vllm import EngineArgs, LLMEngine
+    from vllm.lora.request import LoRARequest
+
+    policy, _ = random_policy(folder, sizes=sizes, lora_rank=16, lora_alpha=32, context=512)
+    options = {"enable_lora": True, "max_lora_rank": 16, "enforce_eager": True}
+    options["kv_cache_memory_bytes"] = 2**28
+    model = policy.path.base
+    vllm = LLMEngine.from_engine_args(EngineArgs(model, dtype="float32", **options))
+    adapter = f"{folder}/adapter"
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.normal_(std=0.02)
+
+    def through_files():
+        policy.save(adapter)
+        vllm.remove_lora(1)
+        vllm.add_lora(LoRARequest("policy", 1, adapter))
+
+    def merge():
+        policy.model.merge_adapter()
+        policy.model.unmerge_adapter()
+
+    count = sum(p.numel() for p in policy.parameters()) / 1e6
+    in_place = median_seconds(policy.sync, 20)
+    note = (
+        f"{count:.2f} M LoRA parameters; bit-exact: {policy.adapter_copy.largest_difference() == 0}"
+    )
+    files = median_seconds(through_files, 5)
+    merging = median_seconds(merge, 5)
+    return [
+        (f"{name}: in place", ms(in_place), note),
+        (f"{name}: save and reload", ms(files), f"{files / in_place:.0f} x"),
+        (f"{name}: merge and unmerge", ms(merging), f"{merging / in_place:.0f} x"),
+    ]
+
+
+# ---- search
+
+
+def search_grid(args):
+    """A grid of trees on one engine beside the same trees in turn; each action waits a second."""
+    import search
+
+    class Waits(search.Attempt):
+        def step(self, reply, timeout=None):
+            self.sandbox.run("sleep 1", 10)
+            return super().step(reply, timeout)
+
+    search.Attempt = Waits
+    tasks = ("titanic", "battleOfSexes")
+    modes = ("none", "tail")
+
+    def config(**changes):
+        made = search.Config(nodes=6, **changes)
+        made.model.model = "tiny"
+        made.sandbox.backend = "local"
+        return made
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        whole = config(sampling_mode=modes, name="grid", workers=4)
+        whole.tasks.task = tasks
+        grid, _, path, *_ = search.prepare(whole)
+        policy = search.make_policy(whole, path)
+
+        def run(trees, workers):
+            begin = time.perf_counter()
+            asyncio.run(search.search(trees, policy, workers))
+            return time.perf_counter() - begin
+
+        one = 0.0
+        for task, mode in itertools.product(tasks, modes):
+            single = config(sampling_mode=(mode,), workers=1)
+            single.tasks.task = (task,)
+            one += run(search.prepare(single)[0], 1)
+        together = run(grid, 4)
+        nodes = f"{sum(len(tree.finished) for tree in grid)} nodes"
+    rows = [
+        ("4 trees in turn, one node at a time", f"{one:.1f} s", nodes),
+        ("the same grid, --workers 4", f"{together:.1f} s", nodes),
+        ("ratio", f"{one / together:.1f} x", ""),
+    ]
+    return f"{this_machine()}; stand-in, local sandboxes, every action waits for a second", rows
