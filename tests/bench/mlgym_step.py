@@ -1,6 +1,6 @@
 """Prints the median seconds of MLGymEnv.communicate("true"): MLGym's own class and container.
 
-    python tests/bench_mlgym.py CHECKOUT IMAGE      bench.py runs this in a process of its own
+    python -m bench.mlgym_step CHECKOUT IMAGE      the section `env` runs this in its own process
 
 Packages that MLGym imports and this measurement does not need are replaced by empty ones.
 """
