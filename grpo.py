@@ -87,7 +87,7 @@ from flatlab.train.checkpoint import (
 )
 from flatlab.view import compare
 from flatlab.view.console import Progress, banner, farewell, print_step
-from policy import Policy, default_model, resolve_model
+from policy import ModelPath, Policy, default_model, lora_settings, resolve_model
 from tasks import load_task
 
 # ================================== the idea: edit here ==================================
@@ -330,8 +330,9 @@ class Config:
     warmup: int = 4  # steps until the full learning rate
     epochs: int = 1  # passes over the batch of a step
     max_grad_norm: float = 1.0  # a larger gradient is scaled down to this norm
-    lora_rank: int = 16  # rank of the LoRA matrices
-    lora_alpha: int = 32  # LoRA is scaled by alpha / rank
+    lora_rank: int | None = None  # of the LoRA matrices; default: 16, or that of --model's adapter
+    # LoRA is scaled by alpha / rank; default: 32, or that of --model's adapter
+    lora_alpha: int | None = None
     # memory
     micro_tokens: int | None = None  # tokens per training pass; default: what fits into the memory
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time
@@ -775,11 +776,15 @@ def check(cfg: Config, tasks: list[Task]) -> None:
         raise UserError("--advantage ppo assigns credit to every token itself: leave out --credit.")
 
 
-def fill_in(cfg: Config, tasks: list[Task], is_tiny: bool) -> None:
+def fill_in(cfg: Config, tasks: list[Task], path: ModelPath) -> None:
     """Replaces None by what the model, the loss and the tasks suggest."""
-    derive(cfg.model, is_tiny)
+    is_tiny = path.is_tiny
+    derive(cfg.model, is_tiny, path.positions)
     model = compare.value_text(cfg.model.model)
+    lora = lora_settings(path, cfg.lora_rank, cfg.lora_alpha)
     derived = {
+        "lora_rank": lora["r"],
+        "lora_alpha": lora["lora_alpha"],
         "lr": 1e-3 if is_tiny else 2e-5,
         "sft_lr": 1e-3 if is_tiny else 2e-4,
         "clip_low": LOSSES[cfg.loss].clip_low,
@@ -808,7 +813,7 @@ def prepare(cfg: Config, dist):
     box.backend, why = env.pick_backend(box.backend, image, path.is_tiny)
     for task in tasks:
         env.check_needs(task, box.backend, box.network, box.hf_cache)
-    fill_in(cfg, tasks, path.is_tiny)
+    fill_in(cfg, tasks, path)
     if cfg.sft and not Path("logs", cfg.name, "imitated").exists():
         imitation.best_episodes(cfg.sft, tasks, cfg.sft_share)
     if dist.rank > 0:

@@ -23,7 +23,6 @@ All knowledge of vLLM's insides is in flatlab/train/lora_sync.py.
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import os
 import re
@@ -37,15 +36,19 @@ from flatlab import threads
 from flatlab.chat import ChatTokens
 from flatlab.episode.episode import Sample
 from flatlab.errors import UserError
+from flatlab.files import read_mapping
 from flatlab.train.memory import CPU_BLOCK
 from flatlab.train.tensors import save_tensors
 
 LORA_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# Settings of an adapter_config.json that would change what an adapter computes
+# Settings of an adapter_config.json: those that are needed, and those that would change what the
+# adapter computes.
+LORA_SETTINGS = ("base_model_name_or_path", "r", "lora_alpha", "target_modules")
 FOREIGN_LORA = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 # Below this number of parameters, on a CPU, a decoding step of the engine is faster on one thread:
 # waking a second one for each operation costs more than it saves.
 ONE_THREAD = 5_000_000
+ADAPTER_FILE = "adapter_model.safetensors"
 TINY = Path(__file__).resolve().parent / "configs" / "tiny"  # the stand-in model
 
 
@@ -63,6 +66,7 @@ class ModelPath:
     base: str  # folder or Hugging Face name of the causal LM
     adapter: str | None  # folder of a trained LoRA adapter (`logs/<run>/best`), or None
     is_tiny: bool  # the stand-in model
+    positions: int | None = None  # upper bound on the context; None: the model has none
 
     @property
     def note(self) -> str:
@@ -80,32 +84,92 @@ def default_model() -> str:
 
 
 def resolve_model(name: str) -> ModelPath:
-    """Finds the model before anything heavy is loaded. Raises UserError if it does not exist."""
-    if name == "tiny":
-        return ModelPath(str(TINY), None, True)
+    """Finds the model before its weights are loaded. Raises UserError if the model or its adapter
+    does not exist, or if one of the files is missing or damaged.
+    """
+    base, adapter, is_tiny = name, None, False
     folder = Path(name).expanduser()
-    if (folder / "adapter_config.json").is_file():
-        base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    if name == "tiny":
+        base, is_tiny = str(TINY), True
+    elif (folder / "adapter_config.json").is_file():
+        adapter = str(folder)
+        base = adapter_settings(adapter)["base_model_name_or_path"]
+        is_tiny = Path(base).name == "tiny"
         if base.startswith("/") and not Path(base).is_dir():
             raise UserError(f"The adapter {folder} was trained on {base}, which no longer exists.")
-        return ModelPath(base, str(folder), Path(base).name == "tiny")
+    elif folder.is_dir():
+        base, is_tiny = str(folder), folder.resolve() == TINY
+    return ModelPath(base, adapter, is_tiny, check_model(base))
+
+
+def check_model(base: str) -> int | None:
+    """Reads the config and the tokenizer of a model. Returns the number of its positions, or None
+    if the config names none.
+
+    Raises UserError if a file is missing or damaged, or if there is no chat template.
+    """
+    from transformers import AutoConfig
+
+    quiet()
+    folder = Path(base)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(
                 f"{folder} holds neither a model (config.json) nor an adapter "
                 "(adapter_config.json)."
             )
-        return ModelPath(str(folder), None, folder.resolve() == TINY)
-    from transformers import AutoConfig
-
+        if not any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):
+            raise UserError(f"{folder} holds no weights (*.safetensors).")
     try:
-        AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"Unknown model {name!r}: there is no such folder, and neither the Hugging Face hub "
-            f"nor its local cache has it ({type(error).__name__}). Try --model tiny."
-        ) from None
-    return ModelPath(name, None, False)
+        config = AutoConfig.from_pretrained(base)
+        ChatTokens(base)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged file may raise anything
+        if isinstance(error, OSError) and not folder.is_dir():
+            raise UserError(
+                f"Unknown model {base!r}: there is no such folder, and neither the Hugging Face "
+                f"hub nor its local cache has it ({type(error).__name__}). Try --model tiny."
+            ) from None
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"Cannot load the model {base}: {reason}") from None
+    return getattr(config, "max_position_embeddings", None)
+
+
+def adapter_settings(folder: str) -> dict:
+    """The adapter_config.json of a plain LoRA adapter. Raises UserError if there is no such adapter
+    in the folder.
+    """
+    file = Path(folder, "adapter_config.json")
+    settings = read_mapping(file)
+    missing = [name for name in LORA_SETTINGS if not settings.get(name)]
+    if missing:
+        raise UserError(f"{file} has no {missing[0]}: it is not the file of a LoRA adapter.")
+    foreign = [name for name in FOREIGN_LORA if settings.get(name)]
+    if foreign:
+        raise UserError(f"The adapter {folder} is no plain LoRA: {foreign[0]}.")
+    if not Path(folder, ADAPTER_FILE).is_file():
+        raise UserError(f"The adapter {folder} has no weights ({ADAPTER_FILE}).")
+    return settings
+
+
+def lora_settings(path: ModelPath, rank: int | None = None, alpha: int | None = None) -> dict:
+    """r, lora_alpha and target_modules of the adapter that is trained: those of the adapter in
+    `path`, if there is one, and otherwise `rank` (16), `alpha` (32) and LORA_LAYERS.
+
+    Raises UserError if rank or alpha differ from those of the adapter.
+    """
+    if not path.adapter:
+        return {"r": rank or 16, "lora_alpha": alpha or 32, "target_modules": LORA_LAYERS}
+    adapter = adapter_settings(path.adapter)
+    own = {name: adapter[name] for name in ("r", "lora_alpha", "target_modules")}
+    for flag, given, name in (("rank", rank, "r"), ("alpha", alpha, "lora_alpha")):
+        if given not in (None, own[name]):
+            raise UserError(
+                f"--lora-{flag} {given} differs from that of the adapter {path.adapter}, "
+                f"{own[name]}: leave it out."
+            )
+    return own
 
 
 def quiet() -> None:
@@ -120,8 +184,8 @@ class Policy(ChatTokens):
     """One causal LM, twice: sampled by vLLM, trained through LoRA.
 
     path: from `resolve_model`. context: tokens of prompt and reply together, at most. temperature:
-    of sampling; the trainer's log-probs use the same. lora_rank, lora_alpha: ignored if the path
-    holds an adapter, whose own are used. max_batch: requests that the engine works on at once.
+    of sampling; the trainer's log-probs use the same. lora_rank, lora_alpha: see lora_settings.
+    max_batch: requests that the engine works on at once.
     gpu_memory: share of the GPU that the engine may take. value_head: a linear value estimate on
     the last hidden states, trained with the adapter (PPO). gradient_checkpointing: recompute the
     activations in the backward pass: a third slower, memory of one layer only. share_base: the
@@ -136,8 +200,8 @@ class Policy(ChatTokens):
         path: ModelPath,
         context: int = 4096,
         temperature: float = 1.0,
-        lora_rank: int = 16,
-        lora_alpha: int = 32,
+        lora_rank: int | None = None,
+        lora_alpha: int | None = None,
         seed: int = 0,
         max_batch: int = 64,
         gpu_memory: float = 0.45,
@@ -158,7 +222,6 @@ class Policy(ChatTokens):
 
         quiet()
         super().__init__(path.base)
-        check_context(path.base, context)
         self.path = path
         self.context = context
         self.temperature = temperature
@@ -183,29 +246,23 @@ class Policy(ChatTokens):
         # over the many tokens of a step only the mean is judged: the largest has a long tail.
         self.max_diff_limit = 1e-4 if self.dtype == torch.float32 else float("inf")
         self.mean_diff_limit = 1e-4 if self.dtype == torch.float32 else 0.05
-        if path.adapter:
-            adapter = json.loads((Path(path.adapter) / "adapter_config.json").read_text())
-            foreign = [name for name in FOREIGN_LORA if adapter.get(name)]
-            if foreign:
-                raise UserError(f"The adapter {path.adapter} is no plain LoRA: {foreign[0]}.")
-            lora_rank = adapter["r"]
-            lora_alpha = adapter["lora_alpha"]
+        lora = lora_settings(path, lora_rank, lora_alpha)
 
         from flatlab.train.lora_sync import AdapterCopy
 
         # The engine comes first because it reseeds the global generators.
-        self._build_engine(lora_rank, seed, max_batch, gpu_memory, compile)
+        self._build_engine(lora["r"], seed, max_batch, gpu_memory, compile)
         torch.manual_seed(seed)
         device = self.device if trains else "cpu"
         if share_base is None:
             share_base = trains and self.device == "cuda"
-        self._build_trainer(lora_rank, lora_alpha, gradient_checkpointing, share_base, device)
+        self._build_trainer(lora, gradient_checkpointing, share_base, device)
         size = sum(p.numel() for p in self.model.parameters())
         self._decode_threads = 1 if self.device == "cpu" and size < ONE_THREAD else None
         self.adapter_copy = AdapterCopy(self.engine, self.model)
         if share_base and not self._shared_base_agrees():
             print("The shared base weights compute other log-probs: two copies.", file=sys.stderr)
-            self._build_trainer(lora_rank, lora_alpha, gradient_checkpointing, False, device)
+            self._build_trainer(lora, gradient_checkpointing, False, device)
             self.adapter_copy = AdapterCopy(self.engine, self.model)
         self.value_head = None
         if value_head:  # V = 0 everywhere at the start: the first advantages are plain returns
@@ -337,7 +394,7 @@ class Policy(ChatTokens):
     # -------------------------------------------------------------------------- training
 
     def _build_trainer(
-        self, rank: int, alpha: int, gradient_checkpointing: bool, share_base: bool, device: str
+        self, lora: dict, gradient_checkpointing: bool, share_base: bool, device: str
     ) -> None:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
@@ -345,13 +402,7 @@ class Policy(ChatTokens):
         from flatlab.train import lora_layers
         from flatlab.train.packing import can_pack
 
-        config = LoraConfig(
-            r=rank,
-            lora_alpha=alpha,
-            lora_dropout=0.0,
-            target_modules=LORA_LAYERS,
-            task_type="CAUSAL_LM",
-        )
+        config = LoraConfig(**lora, lora_dropout=0.0, task_type="CAUSAL_LM")
         base = self._base_model(share_base, device)
         self.model = get_peft_model(base, config)  # adapters stay fp32 whatever the base is
         self.set_autocast(self.device == "cuda")
@@ -640,29 +691,25 @@ class Policy(ChatTokens):
             save_tensors(self.value_head.state_dict(), Path(folder) / "value_head.pt")
 
     def load(self, folder) -> None:
-        """Reads an adapter written by `save`; call `sync()` afterwards. Raises UserError if it does
-        not fit.
+        """Reads an adapter written by `save`; call `sync()` afterwards. Raises UserError if its
+        tensors are not those of this model's adapter.
         """
         import torch
-        from peft import set_peft_model_state_dict
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         try:
-            weights = load_file(Path(folder) / "adapter_model.safetensors")
-            result = set_peft_model_state_dict(self.model, weights)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"Cannot load the adapter in {folder}: {reason}") from None
+            weights = load_file(Path(folder, ADAPTER_FILE))
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"Cannot load the adapter in {folder}: {error}") from None
+        own = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        check_tensors(weights, own, folder)
+        set_peft_model_state_dict(self.model, weights)
         head = Path(folder) / "value_head.pt"
         if self.value_head and head.is_file():
             state = torch.load(head, map_location=self.device, weights_only=True)
             self.value_head.load_state_dict(state)
-        if result.unexpected_keys:
-            raise UserError(
-                f"The adapter in {folder} has layers that this model lacks, e.g. "
-                f"{result.unexpected_keys[0]}"
-            )
 
 
 def cpu_engine_options(context: int, compile: bool = False) -> dict:
@@ -694,13 +741,21 @@ def check_capability(capability: tuple[int, int], trains_exactly: bool) -> None:
         )
 
 
-def check_context(base: str, context: int) -> None:
-    """Raises UserError if the context is longer than what the model knows."""
-    from transformers import AutoConfig
-
-    most = getattr(AutoConfig.from_pretrained(base), "max_position_embeddings", None)
-    if most and context > most:
-        raise UserError(f"--context {context} is more than {base} has positions: use {most}.")
+def check_tensors(weights: dict, own: dict, folder) -> None:
+    """Raises UserError if an adapter's tensors (name -> tensor) have other names or shapes than
+    those of the model's `own` adapter.
+    """
+    for name in sorted({*weights, *own}):
+        if name not in weights:
+            raise UserError(f"The adapter in {folder} has no tensor {name}.")
+        if name not in own:
+            raise UserError(f"The adapter in {folder} has a layer that this model lacks: {name}.")
+        shape, expected = tuple(weights[name].shape), tuple(own[name].shape)
+        if shape != expected:
+            raise UserError(
+                f"The adapter in {folder} does not fit this model: {name} has the shape {shape} "
+                f"instead of {expected}."
+            )
 
 
 def check_room(tokens: list[int], max_tokens: int, context: int) -> None:
@@ -728,7 +783,6 @@ class Transformers(ChatTokens):
 
         quiet()
         super().__init__(path.base)
-        check_context(path.base, context)
         self.path = path
         self.context = context
         self.temperature = temperature

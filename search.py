@@ -617,7 +617,7 @@ def prepare(cfg: Config):
         cfg.model.model = cfg.model.model or default_model()
         path = resolve_model(cfg.model.model)
     is_tiny = path is not None and path.is_tiny
-    derive(cfg.model, is_tiny)
+    derive(cfg.model, is_tiny, path and path.positions)
     box = cfg.sandbox
     image = tasks[0].image or box.image
     box.backend, why = env.pick_backend(box.backend, image, is_tiny)

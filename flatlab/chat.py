@@ -10,11 +10,13 @@ class ChatTokens:
 
     def __init__(self, model: str):
         """model: folder or name. Its tokenizer names an end token, and its generation_config.json,
-        if there is one, may name others.
+        if there is one, may name others. Raises UserError if it has no chat template.
         """
         from transformers import AutoTokenizer, GenerationConfig
 
         self.tokenizer = AutoTokenizer.from_pretrained(model)
+        if not self.tokenizer.chat_template:
+            raise UserError(f"{model} has no chat template: choose an instruct model.")
         more = None
         with contextlib.suppress(OSError):  # there is no such file
             more = GenerationConfig.from_pretrained(model).eos_token_id
@@ -56,9 +58,6 @@ class ChatTokens:
 
     def _frame(self, roles: list[str]) -> list[list[int]]:
         """The template's own tokens around the contents of such messages: len(roles) + 1 lists."""
-        if not self.tokenizer.chat_template:
-            model = self.tokenizer.name_or_path
-            raise UserError(f"{model} has no chat template: choose an instruct model.")
         key = tuple(roles)
         if key not in self._frames:
             mark = "\x02"

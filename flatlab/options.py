@@ -6,6 +6,7 @@ model. 0 is only ever zero.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -26,9 +27,11 @@ class ModelOptions:
     # Hugging Face name, folder, logs/<run>/best, or tiny (the stand-in); default: Qwen3-4B with a
     # GPU, else tiny
     model: str | None = None
-    context: int | None = None  # tokens of prompt and reply together; default: 16384, stand-in 2048
-    max_reply_tokens: int | None = None  # tokens per reply; default: 2048, stand-in 160
-    # longer command outputs keep head and tail; default: 2048, stand-in 256
+    # tokens of prompt and reply together; default: 16384 or what the model can, stand-in 2048
+    context: int | None = None
+    # tokens per reply; default: 2048, at most a quarter of the context; stand-in 160
+    max_reply_tokens: int | None = None
+    # longer command outputs keep head and tail; default: as max_reply_tokens; stand-in 256
     max_observation_tokens: int | None = None
     temperature: float = 1.0  # sampling temperature
     # compile the engine on a CPU, too: needs g++ and up to a minute at the start
@@ -64,15 +67,22 @@ def flat(config) -> dict:
     return values
 
 
-def derive(model: ModelOptions, is_tiny: bool) -> None:
-    """Fills in the options that depend on the model.
+def derive(model: ModelOptions, is_tiny: bool, positions: int | None = None) -> None:
+    """Fills in the options that depend on the model. positions: of the model; None: no limit.
 
-    Raises UserError if a reply may be as long as the whole context.
+    Raises UserError if the model has fewer positions than the context, or if a reply may be as long
+    as the whole context.
     """
+    positions = positions or math.inf
+    set_defaults(model, {"context": min(2048 if is_tiny else 16384, positions)})
+    if model.context > positions:
+        raise UserError(
+            f"--context {model.context} is more than {model.model} has positions: use {positions}."
+        )
+    quarter = model.context // 4
     defaults = {
-        "context": 2048 if is_tiny else 16384,
-        "max_reply_tokens": 160 if is_tiny else 2048,
-        "max_observation_tokens": 256 if is_tiny else 2048,
+        "max_reply_tokens": min(160 if is_tiny else 2048, quarter),
+        "max_observation_tokens": min(256 if is_tiny else 2048, quarter),
     }
     set_defaults(model, defaults)
     if model.max_reply_tokens >= model.context:

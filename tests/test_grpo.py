@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import subprocess
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from statistics import stdev
@@ -20,6 +20,7 @@ import torch
 import env
 import grpo
 from flatlab.errors import UserError
+from flatlab.options import ModelOptions, derive
 from flatlab.runs import store
 from flatlab.runs.reader import read_rows
 from flatlab.train import guard, metrics
@@ -769,10 +770,22 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
 
 def test_none_is_derived_and_zero_is_zero():
     cfg = configure(grpo.Config(), model="tiny", lr=0.0, clip_low=0.0)
-    grpo.fill_in(cfg, [TASK], True)
+    grpo.fill_in(cfg, [TASK], ModelPath("tiny", None, True, 4096))
+    assert (cfg.lora_rank, cfg.lora_alpha) == (16, 32)
     assert cfg.lr == 0 and cfg.clip_low == 0
     assert cfg.clip_high == 0.28 and cfg.max_groups == 8 and cfg.model.context == 2048
     assert cfg.name == "grpo-titanic-tiny-0"
+
+
+def test_the_lengths_fit_the_model():
+    lengths = {}
+    for positions in (None, 8192, 512):
+        options = ModelOptions(model="m")
+        derive(options, False, positions)
+        lengths[positions] = astuple(options)[1:4]
+    assert lengths == {None: (16384, 2048, 2048), 8192: (8192, 2048, 2048), 512: (512, 128, 128)}
+    with pytest.raises(UserError, match="--context 600 is more than m has positions: use 512"):
+        derive(ModelOptions(model="m", context=600), False, 512)
 
 
 def test_a_run_on_a_degenerate_task_begins_with_a_warning(tmp_path, monkeypatch, capsys):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import grpo
+import search
 from backends import backends
 from flatlab.errors import UserError
 from helpers import run_here
@@ -278,6 +279,17 @@ def test_bad_input_is_one_sentence_and_code_2_before_any_model(tmp_path, monkeyp
         code, out, err = run_here(grpo.main, *flags.split(), monkeypatch=monkeypatch, capsys=capsys)
         assert code == 2 and expected in " ".join(err.split()), (flags, err)
         assert "Traceback" not in err and "model    " not in out
+
+
+@pytest.mark.parametrize("script", [grpo, search])
+def test_a_bad_model_leaves_no_run_directory(script, random_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(random_model, "m")
+    Path("m/chat_template.jinja").unlink()
+    flags = "--model m --task titanic --backend local".split()
+    code, _, err = run_here(script.main, *flags, monkeypatch=monkeypatch, capsys=capsys)
+    assert (code, err) == (2, "m has no chat template: choose an instruct model.\n")
+    assert not Path("logs").exists()
 
 
 def test_bad_input_ends_with_exit_code_2(tmp_path):

@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from flatlab.train import lora_layers
 from flatlab.train.batch import common_prompt
 from flatlab.train.lora_sync import on_weights_of
 from flatlab.train.packing import can_pack, hidden_states
-from policy import Agreement, Policy, check_capability, resolve_model
+from policy import Agreement, Policy, check_capability, lora_settings, resolve_model
 
 CHAT = [
     {"role": "system", "content": "You are a test."},
@@ -104,21 +103,6 @@ def test_the_temperature_is_in_the_log_probs_of_both(policy, monkeypatch):
     randomise(policy)
     policy.sync()
     assert largest_gap(policy, [policy.render(CHAT)]) < 1e-4
-
-
-def test_what_would_fail_later_is_refused_before_the_engine_starts(tiny_model, tmp_path):
-    with pytest.raises(UserError, match="--context 9999999 is more than .* positions: use 4096"):
-        Policy(tiny_model, context=9_999_999)
-    config = {"r": 16, "lora_alpha": 16, "use_rslora": True}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="is no plain LoRA: use_rslora"):
-        Policy(replace(tiny_model, adapter=str(tmp_path)), context=256)
-
-
-def test_a_model_without_a_chat_template_is_refused(policy, monkeypatch):
-    monkeypatch.setattr(policy.tokenizer, "chat_template", None)
-    with pytest.raises(UserError, match="has no chat template"):
-        policy.render(CHAT)
 
 
 def test_verify_passes_and_leaves_the_adapter_alone(policy):
@@ -512,6 +496,43 @@ def test_save_and_load(policy, tmp_path):
     assert path.adapter == str(tmp_path) and path.base == policy.path.base
 
 
+def test_an_adapter_with_other_tensors_is_refused_by_the_name_of_one(policy, tmp_path):
+    """And the adapter in use stays as it is."""
+    from safetensors.torch import load_file, save_file
+
+    randomise(policy)
+    before = [p.clone() for p in policy.parameters()]
+    policy.save(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    weights = load_file(file)
+    name = sorted(weights)[3]
+    rest = {key: values for key, values in weights.items() if key != name}
+    changed = {
+        f"has no tensor {name}": rest,
+        "has a layer that this model lacks: z": weights | {"z": torch.zeros(1)},
+        rf"{name} has the shape \(2, 3\) instead of": weights | {name: torch.zeros(2, 3)},
+    }
+    for message, tensors in changed.items():
+        save_file(tensors, file)
+        with pytest.raises(UserError, match=message):
+            policy.load(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters()))
+
+
+def test_rank_alpha_and_layers_are_those_of_the_adapter(policy, tmp_path):
+    assert lora_settings(policy.path, rank=4)["r"] == 4
+    assert lora_settings(policy.path)["lora_alpha"] == 32
+    policy.save(tmp_path)
+    change_json(tmp_path / "adapter_config.json", target_modules=["q_proj"])
+    path = resolve_model(str(tmp_path))
+    own = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    assert lora_settings(path) == lora_settings(path, rank=8, alpha=16) == own
+    with pytest.raises(UserError, match="--lora-rank 4 differs from that of the adapter .*, 8"):
+        lora_settings(path, rank=4)
+    with pytest.raises(UserError, match="--lora-alpha 32 differs from that of the adapter .*, 16"):
+        lora_settings(path, alpha=32)
+
+
 PLAIN = """
 import json, os, sys
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
@@ -628,13 +649,53 @@ def test_a_sync_while_requests_are_in_flight(policy):
     assert (score(policy, prompt, new)[0] - torch.tensor(new.logprobs)).abs().max() < 1e-4
 
 
-def test_models_that_cannot_be_used_get_one_sentence(tmp_path):
-    with pytest.raises(UserError, match="Unknown model 'no/such-model'"):
-        resolve_model("no/such-model")
-    with pytest.raises(UserError, match="neither a model"):
-        resolve_model(str(tmp_path))
-    (tmp_path / "adapter_config.json").write_text(
-        json.dumps({"base_model_name_or_path": "/nowhere/model"})
-    )
-    with pytest.raises(UserError, match="no longer exists"):
-        resolve_model(str(tmp_path))
+def change_json(path, **fields):
+    """Overwrites fields of a JSON file; those that are None are removed."""
+    values = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def refused(folder):
+    """What resolve_model() says about the folder of a model or an adapter, one line."""
+    with pytest.raises(UserError) as error:
+        resolve_model(str(folder))
+    assert len(str(error.value).splitlines()) == 1
+    return str(error.value)
+
+
+def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
+    assert "Unknown model 'no/such-model'" in refused("no/such-model")
+    assert "neither a model" in refused(tmp_path)
+    folder = tmp_path / "model"
+    shutil.copytree(random_model, folder)
+    assert resolve_model(str(folder)).positions == 4096
+    (folder / "chat_template.jinja").unlink()
+    assert "has no chat template" in refused(folder)
+    (folder / "model.safetensors").rename(tmp_path / "away")
+    assert "holds no weights" in refused(folder)
+    (tmp_path / "away").rename(folder / "model.safetensors")
+    change_json(folder / "config.json", model_type="quux")
+    assert "has model type `quux`" in refused(folder)
+    (folder / "config.json").write_text("{no json")
+    assert "is not a valid JSON file" in refused(folder)
+
+
+def test_an_adapter_that_cannot_be_used_is_one_sentence(policy, tmp_path):
+    file = tmp_path / "adapter_config.json"
+    policy.save(tmp_path)
+    kept = file.read_text()
+    changes = {
+        "has no base_model_name_or_path": {"base_model_name_or_path": None},
+        "no longer exists": {"base_model_name_or_path": "/nowhere/model"},
+        "has no r: ": {"r": None},
+        "is no plain LoRA: use_rslora": {"use_rslora": True},
+    }
+    for message, fields in changes.items():
+        change_json(file, **fields)
+        assert message in refused(tmp_path)
+        file.write_text(kept)
+    file.write_text("{no json")
+    assert "adapter_config.json is damaged" in refused(tmp_path)
+    file.write_text(kept)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    assert "has no weights (adapter_model.safetensors)" in refused(tmp_path)
