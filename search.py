@@ -612,12 +612,12 @@ def prepare(cfg: Config):
     tasks = [load_task(name, *roots) for name in cfg.tasks.task]
     if cfg.select in WITHOUT_MODE:
         cfg.sampling_mode = ("none",)
-    path = None
+    path, is_tiny, positions = None, False, None
     if cfg.engine != "api":
         cfg.model.model = cfg.model.model or default_model()
         path = resolve_model(cfg.model.model)
-    is_tiny = path is not None and path.is_tiny
-    derive(cfg.model, is_tiny, path and path.positions)
+        is_tiny, positions = path.is_tiny, path.positions
+    derive(cfg.model, is_tiny, positions)
     box = cfg.sandbox
     image = tasks[0].image or box.image
     box.backend, why = env.pick_backend(box.backend, image, is_tiny)
