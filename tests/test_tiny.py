@@ -1,4 +1,6 @@
-"""Tests of the stand-in model in configs/tiny: it loads, and it knows the prompts of today."""
+"""Tests of the stand-in model in configs/tiny: it loads, it knows the prompts of today, and its
+builder runs.
+"""
 
 import asyncio
 from pathlib import Path
@@ -100,3 +102,13 @@ def test_a_strategy_has_the_same_tokens_at_the_end_of_the_prompt_and_in_the_repl
     tokens = tokenizer(line).input_ids
     assert tokenizer(f"of the task.\n\n{line}").input_ids[-len(tokens) :] == tokens
     assert tokenizer(f"{line}\n```bash\nls").input_ids[: len(tokens)] == tokens
+
+
+@pytest.mark.slow
+def test_a_small_model_is_built(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    config = make_tiny.Config(out=tmp_path, steps=2, transcripts=24, batch=8)
+    make_tiny.build(config)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == config.vocab
+    assert "--steps 2" in (tmp_path / "README.md").read_text()
