@@ -81,5 +81,6 @@ def test_a_broken_sandbox_by_hand_is_one_sentence(monkeypatch, capsys):
 def test_bad_input_by_hand_is_one_sentence():
     argv = [sys.executable, "env.py", "--task", "titanik"]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=PROJECT, timeout=60)
-    assert done.returncode == 2 and "did you mean titanic" in done.stderr
+    assert done.returncode == 2
+    assert "did you mean titanic" in done.stderr
     assert len(done.stderr.strip().split("\n")) == 1

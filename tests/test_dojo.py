@@ -81,11 +81,9 @@ def test_a_thought_that_never_ends_is_rejected(world):
         "<think>Perhaps\n```json\n"
         '{"action": "execute_code", "params": {"code": "open(\'f\', \'w\')"}}\n```\n'
     )
-    assert (
-        step.status == "rejected"
-        and "Nothing was run" in step.observation
-        and "f\n" not in do(world, "ls").observation
-    )
+    assert step.status == "rejected"
+    assert "Nothing was run" in step.observation
+    assert "f\n" not in do(world, "ls").observation
 
 
 # -------------------------------------------------------------------------------- the five actions
@@ -108,14 +106,13 @@ def test_request_info(world):
     )
     assert "lower is better" in act(world, "request_info", info_type="metadata").observation
     everything = act(world, "request_info", info_type="all")
-    assert (
-        everything.status == "ok"
-        and "output_path:" in everything.observation
-        and "private" not in everything.observation
-    )
+    assert everything.status == "ok"
+    assert "output_path:" in everything.observation
+    assert "private" not in everything.observation
     assert act(world, "request_info", info_type="answers").status == "rejected"
     step = act(world, "delete_everything")
-    assert step.status == "rejected" and "there are request_info, validate_code" in step.observation
+    assert step.status == "rejected"
+    assert "there are request_info, validate_code" in step.observation
 
 
 def test_code_is_run_and_scored_with_its_place(world):
@@ -123,30 +120,23 @@ def test_code_is_run_and_scored_with_its_place(world):
     assert (step.observation, step.status, step.score) == ("written", "ok", None)
     assert world.score().message.startswith("no submission")  # only tried
     step = act(world, "execute_code", code=writes("i + 3"))
-    assert (
-        step.status == "validate"
-        and step.score.value == 3
-        and step.score.position == (2 / 4 + 2 / 2) / 2
-    )
-    assert (
-        "validation score: 3.0000" in step.observation
-        and "\nposition: 0.7500" in step.observation
-        and "best so far: 3.0000" in step.observation
-    )
+    assert step.status == "validate"
+    assert step.score.value == 3
+    assert step.score.position == (2 / 4 + 2 / 2) / 2
+    assert "validation score: 3.0000" in step.observation
+    assert "\nposition: 0.7500" in step.observation
+    assert "best so far: 3.0000" in step.observation
     step = act(world, "execute_code", code=writes("i + 9"))
-    assert (
-        step.score.value == 9
-        and step.score.position == 0
-        and "best so far: 3.0000" in step.observation
-    )
+    assert step.score.value == 9
+    assert step.score.position == 0
+    assert "best so far: 3.0000" in step.observation
     step = act(world, "validate_code", code=writes("i"))  # what was submitted comes back
-    assert world.score().value == 9 and "\nposition: 0.0000" in do(world, "validate").observation
+    assert world.score().value == 9
+    assert "\nposition: 0.0000" in do(world, "validate").observation
     step = act(world, "execute_code", code="print(open('submission.csv').read())")
-    assert (
-        step.status == "error"
-        and "FileNotFoundError" in step.observation
-        and world.score().value == 9
-    )
+    assert step.status == "error"
+    assert "FileNotFoundError" in step.observation
+    assert world.score().value == 9
     rows = [json.loads(line) for line in act(world, "get_history").observation.split("\n")]
     assert [(row["action"], row["score"]) for row in rows] == [
         ("validate_code", None),
@@ -157,10 +147,8 @@ def test_code_is_run_and_scored_with_its_place(world):
         ("execute_code", None),
     ]
     step = act(world, "reset")
-    assert (
-        "Predict y." in step.observation
-        and act(world, "get_history").observation == "Nothing was run yet."
-    )
+    assert "Predict y." in step.observation
+    assert act(world, "get_history").observation == "Nothing was run yet."
     assert world.score().message.startswith("no submission")
 
 
@@ -181,21 +169,21 @@ def test_history_shows_bash_blocks_and_what_they_validated(world):
 
 
 def test_code_that_fails_or_takes_too_long(world):
-    assert (
-        act(world, "execute_code", code=" ").status == "rejected"
-        and act(world, "execute_code").status == "rejected"
-    )
+    assert act(world, "execute_code", code=" ").status == "rejected"
+    assert act(world, "execute_code").status == "rejected"
     step = act(world, "execute_code", code="print(1 / 0)")
-    assert step.status == "error" and "ZeroDivisionError" in step.observation and step.score is None
+    assert step.status == "error"
+    assert "ZeroDivisionError" in step.observation
+    assert step.score is None
     step = world.step(
         json.dumps({"action": "execute_code", "params": {"code": "import time; time.sleep(30)"}}),
         timeout=0.5,
     )
     assert step.status == "timeout"
     step = act(world, "execute_code", code="open('submission.csv', 'w').write('id,y\\n1,2\\n')")
-    assert (
-        step.status == "invalid" and "200 rows" in step.observation and step.score.position is None
-    )
+    assert step.status == "invalid"
+    assert "200 rows" in step.observation
+    assert step.score.position is None
 
 
 @pytest.mark.fault(14, "the agent makes the place of its program a folder, or moves the workspace")
@@ -210,10 +198,8 @@ def test_code_that_fails_or_takes_too_long(world):
 def test_no_place_for_the_program_is_no_fault(world, spoil):
     do(world, spoil)
     step = act(world, "execute_code", code="print(1)")
-    assert (
-        step.status == "rejected"
-        and "Nothing was run. execution_2.py cannot be written" in step.observation
-    )
+    assert step.status == "rejected"
+    assert "Nothing was run. execution_2.py cannot be written" in step.observation
     assert do(world, "echo alive").observation == "alive"
     world.reset()
     assert act(
@@ -231,9 +217,7 @@ def test_position_is_kept_with_the_score(world):
     grades.clear()
     act(world, "execute_code", code=writes("i + 3"))
     before = len(grades)
-    assert (
-        world.score().position == 0.75
-        and len(grades) == before
-        and world.score("test").position == 0.75
-    )
+    assert world.score().position == 0.75
+    assert len(grades) == before
+    assert world.score("test").position == 0.75
     assert world.sandbox.get("submission.csv") == answers(lambda i: i + 3).encode()

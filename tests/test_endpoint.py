@@ -77,9 +77,8 @@ def test_text_comes_back_and_is_counted():
         {"role": "assistant", "content": "my reply"},
         {"role": "user", "content": "what was printed"},
     ]
-    assert (
-        len(model.encode("x" * 300)) == 100 and model.decode(model.encode("any text")) == "any text"
-    )
+    assert len(model.encode("x" * 300)) == 100
+    assert model.decode(model.encode("any text")) == "any text"
     assert model.encode("user") != [1]  # text is never a turn
 
 
@@ -87,22 +86,22 @@ def test_a_good_answer(server):
     url, _, seen = server
     answer = ask(url, temperature=0.0, seed=7)
     assert (answer.text, answer.stop_reason, answer.reply_tokens) == ("hello", "stop", 2)
-    assert (
-        seen[0]["temperature"] == 0.0
-        and seen[0]["seed"] == 7
-        and seen[0]["auth"] == "Bearer secret"
-        and seen[0]["max_tokens"] == 50
-    )
+    assert seen[0]["temperature"] == 0.0
+    assert seen[0]["seed"] == 7
+    assert seen[0]["auth"] == "Bearer secret"
+    assert seen[0]["max_tokens"] == 50
     assert seen[0]["messages"] == [{"role": "user", "content": "hi <|im_end|> ünïcode"}]
     ask(url)
-    assert seen[1]["temperature"] == 0.7 and "seed" not in seen[1]
+    assert seen[1]["temperature"] == 0.7
+    assert "seed" not in seen[1]
 
 
 def test_passing_failures_are_repeated_after_the_time_the_endpoint_asks_for(server):
     url, script, seen = server
     script += [(429, {}, {"retry-after": "1"}), (503, b"busy", {"retry-after": "0.1"})]
     begin = time.monotonic()
-    assert ask(url).text == "hello" and len(seen) == 3
+    assert ask(url).text == "hello"
+    assert len(seen) == 3
     assert 1 <= time.monotonic() - begin < 6
     script += [(502, b"away", {"retry-after": "0.01"})] * 3
     with pytest.raises(UserError, match="refuses.*502, away"):
@@ -137,11 +136,9 @@ def test_it_adapts_to_other_names_of_the_limit(server):
         (400, {"error": "unknown field seed"}, {}),
     ]
     assert ask(url, seed=1).text == "hello"
-    assert (
-        seen[2]["max_completion_tokens"] == 50
-        and "seed" not in seen[2]
-        and "max_tokens" not in seen[2]
-    )
+    assert seen[2]["max_completion_tokens"] == 50
+    assert "seed" not in seen[2]
+    assert "max_tokens" not in seen[2]
 
 
 def test_nobody_is_there(server):
@@ -267,5 +264,6 @@ def test_search_uses_a_served_adapter(vllm_server, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     run = reader.read_run(tmp_path / "logs" / "served")
-    assert len(run.rows) == 2 and run.status == "finished"
+    assert len(run.rows) == 2
+    assert run.status == "finished"
     assert all(row["outcome"] != "fault" and row["actions"] for row in run.rows)

@@ -81,7 +81,9 @@ def test_accepted():
 def test_rejected_with_a_reason():
     for reply, why in REJECTED:
         action, reason = extract_action(reply)
-        assert action is None and why in reason and reason.endswith((".", ")"))
+        assert action is None
+        assert why in reason
+        assert reason.endswith((".", ")"))
 
 
 def test_any_multi_line_text_survives_in_a_heredoc():
@@ -203,17 +205,13 @@ def world(task, backend):
 def test_prompt_shows_task_format_and_real_files(task, backend):
     with Env(task, backend) as world:
         prompt = world.reset()
-        assert (
-            prompt.startswith(task.prompt)
-            and "```bash" in prompt
-            and "validate" in prompt
-            and "submit" in prompt
-        )
-        assert (
-            prompt.endswith("Files:\ndata/hint.txt (8 bytes)")
-            and "answers" not in prompt
-            and "grade" not in prompt
-        )
+        assert prompt.startswith(task.prompt)
+        assert "```bash" in prompt
+        assert "validate" in prompt
+        assert "submit" in prompt
+        assert prompt.endswith("Files:\ndata/hint.txt (8 bytes)")
+        assert "answers" not in prompt
+        assert "grade" not in prompt
         do(world, "touch new")
         assert world.prompt().endswith("new (0 bytes)")
         assert do(world, "ls -A . data; id -u").observation.splitlines()[:5] == [
@@ -241,36 +239,40 @@ def test_observations(world):
         None,
     )
     step = world.step("I would like to run ls.")
-    assert (
-        step.status == "rejected"
-        and step.observation == "Nothing was run. There is no ```bash block in the reply."
-    )
+    assert step.status == "rejected"
+    assert step.observation == "Nothing was run. There is no ```bash block in the reply."
     step = world.step(block("echo begun; sleep 30"), timeout=0.2)
-    assert (
-        step.status == "timeout"
-        and step.observation.startswith("begun\n[stopped at the time limit")
-        and step.seconds < 5
-    )
+    assert step.status == "timeout"
+    assert step.observation.startswith("begun\n[stopped at the time limit")
+    assert step.seconds < 5
     assert "memory limit" in do(world, "kill -9 $$").observation
-    assert do(world, "submit").done and not do(world, "echo submit").done
+    assert do(world, "submit").done
+    assert not do(world, "echo submit").done
     for text in ("validate; ls", "validate now", "echo x && submit", "submit || true"):
         step = do(world, text)
-        assert not step.done and step.score is None and "block of its own" in step.observation
+        assert not step.done
+        assert step.score is None
+        assert "block of its own" in step.observation
 
 
 def test_validate_without_artefact_is_no_submission(world):
     step = do(world, "validate")
-    assert step.status == "invalid" and step.score.value is None and not step.score.valid
-    assert "no submission, guess.txt is not there" in step.observation and not step.done
+    assert step.status == "invalid"
+    assert step.score.value is None
+    assert not step.score.valid
+    assert "no submission, guess.txt is not there" in step.observation
+    assert not step.done
     assert world.score("test").message == step.score.message
 
 
 def test_validate_grades_in_a_fresh_sandbox(world):
     do(world, "echo a c e > guess.txt")
     step = do(world, "validate")
-    assert step.status == "validate" and step.score == Score(2.0, "hits", "validation", True, "")
+    assert step.status == "validate"
+    assert step.score == Score(2.0, "hits", "validation", True, "")
     assert step.observation == "validation hits: 2.0000 (baseline 0.0000, higher is better)"
-    assert world.score("test").value == 1.0 and world.score("test").split == "test"
+    assert world.score("test").value == 1.0
+    assert world.score("test").split == "test"
 
 
 def test_the_same_artefact_is_graded_once(world, monkeypatch):
@@ -294,9 +296,9 @@ def test_grader_that_fails_on_an_artefact_is_invalid_and_says_no_secret(world):
     for guess, why in cases:
         do(world, f"echo {guess} > guess.txt")
         step = do(world, "validate")
-        assert (
-            step.status == "invalid" and why in step.observation and CANARY not in step.observation
-        )
+        assert step.status == "invalid"
+        assert why in step.observation
+        assert CANARY not in step.observation
 
 
 @pytest.mark.fault(26, "the grader hangs")
@@ -319,9 +321,8 @@ def test_a_grading_that_failed_is_tried_again_and_a_score_stays(task, backend, t
         assert "longer than" in world.score().message
         world.task = task
         first = world.score()
-        assert (
-            first.valid and [world.score() for _ in range(3)] == [first] * 3
-        )  # the luck of a random grader
+        assert first.valid
+        assert [world.score() for _ in range(3)] == [first] * 3  # the luck of a random grader
 
 
 @pytest.mark.fault(21, "the end while a grading runs")
@@ -345,9 +346,9 @@ def test_close_ends_a_grading(task, backend):
     begin = time.monotonic()
     world.close()
     thread.join(10)
-    assert (
-        not thread.is_alive() and time.monotonic() - begin < 10 and len(world.opened) == 2
-    )  # and none was begun anew
+    assert not thread.is_alive()
+    assert time.monotonic() - begin < 10
+    assert len(world.opened) == 2  # and none was begun anew
     assert isinstance(seen[0], SandboxFault)
     with pytest.raises(SandboxFault, match="closed"):
         world.make_sandbox()
@@ -378,7 +379,8 @@ def test_artefact_must_be_a_plain_small_file(world):
         world.reset()
         do(world, make)
         step = do(world, "validate")
-        assert step.status == "invalid" and "no submission" in step.observation
+        assert step.status == "invalid"
+        assert "no submission" in step.observation
 
 
 @pytest.mark.fault(23, "the agent edits grader or data")
@@ -441,7 +443,8 @@ def test_two_episodes_never_see_each_others_files(task, backend):
             "cat /proc/*/cmdline | tr '\\0' ' '",
         )
         assert not any(word in seen.observation for word in ("mine7", "7mine", "guess", "13579"))
-        assert not two.score().valid and one.score().valid
+        assert not two.score().valid
+        assert one.score().valid
 
 
 @pytest.mark.fault(22, "the agent looks for answers")
@@ -499,15 +502,13 @@ def test_fork_is_equal_and_independent(world):
             line
             for line in do(twin, manifest).observation.splitlines()
             if not line.startswith(" d")
-        ] == same and len(same) > 5
-        assert (
-            not twin.score().valid and world.score().valid
-        )  # the parent's artefact does not count
+        ] == same
+        assert len(same) > 5
+        assert not twin.score().valid
+        assert world.score().valid  # the parent's artefact does not count
         do(twin, "echo b > only_here; rm ~/workspace/link")
-        assert (
-            "only_here" not in do(world, "ls -R ~/workspace").observation
-            and do(world, "test -L ~/workspace/link").status == "ok"
-        )
+        assert "only_here" not in do(world, "ls -R ~/workspace").observation
+        assert do(world, "test -L ~/workspace/link").status == "ok"
     with world.fork(clear_artefacts=False) as twin:
         assert twin.score() == world.score()
     assert do(world, "echo alive").observation == "alive"
@@ -524,10 +525,8 @@ def check_tokens(episode, policy):
     """Segments hold what was requested; each reply is trained on once, with its own log-probs."""
     assert sum(sum(s.mask) for s in episode.segments) == episode.reply_tokens
     for segment in episode.segments:
-        assert (
-            len(segment.tokens) == len(segment.mask) == len(segment.logprobs)
-            and segment.mask[-1] == 1
-        )
+        assert len(segment.tokens) == len(segment.mask) == len(segment.logprobs)
+        assert segment.mask[-1] == 1
         assert all((lp == -0.5) == bool(m) for lp, m in zip(segment.logprobs, segment.mask))
     assert all(
         any(s.tokens[: len(r)] == r for s in episode.segments)
@@ -541,17 +540,13 @@ def test_episode_until_submit(task, backend):
     episode = play(
         task, policy, backend=backend, max_turns=9, score_test=True, extra_user_text="Be quick."
     )
-    assert (
-        episode.status == "submit"
-        and episode.score.value == 2.0
-        and episode.test_score.value == 0.0
-    )
+    assert episode.status == "submit"
+    assert episode.score.value == 2.0
+    assert episode.test_score.value == 0.0
     assert [turn["status"] for turn in episode.turns] == ["ok", "rejected", "validate", "submit"]
-    assert (
-        episode.prompt.endswith("\n\nBe quick.")
-        and episode.turns[2]["score"] == 2.0
-        and episode.turns[0]["version"] == 7
-    )
+    assert episode.prompt.endswith("\n\nBe quick.")
+    assert episode.turns[2]["score"] == 2.0
+    assert episode.turns[0]["version"] == 7
     assert len(episode.segments) == 1
     tokens = policy.render([{"content": episode.prompt}])
     mask = [0] * len(tokens)
@@ -559,7 +554,8 @@ def test_episode_until_submit(task, backend):
         reply = [*policy.encode(turn["reply"]), 1]
         after = policy.observation_tokens(turn["observation"], True) if i < 3 else []
         tokens, mask = tokens + reply + after, mask + [1] * len(reply) + [0] * len(after)
-    assert episode.segments[0].tokens == tokens and episode.segments[0].mask == mask
+    assert episode.segments[0].tokens == tokens
+    assert episode.segments[0].mask == mask
     check_tokens(episode, policy)
     assert json.loads(json.dumps(episode.to_dict()))["turns"][0]["reply"] == block(
         "echo a b > guess.txt"
@@ -568,16 +564,18 @@ def test_episode_until_submit(task, backend):
 
 def test_turn_limit_scores_what_is_there(task):
     episode = play(task, FakePolicy(block("echo a >> guess.txt")), max_turns=3)
-    assert episode.status == "turn_limit" and len(episode.turns) == 3 and episode.score.value == 1.0
+    assert episode.status == "turn_limit"
+    assert len(episode.turns) == 3
+    assert episode.score.value == 1.0
 
 
 def test_reply_cut_at_the_length_limit_is_closed(task):
     policy = FakePolicy("```bash\necho cut", stop_reason="length")
     episode = play(task, policy, max_turns=2)
-    assert [turn["status"] for turn in episode.turns] == [
-        "rejected"
-    ] * 2 and "cut off" in episode.turns[0]["observation"]
-    assert policy.requests[1][-1] == 3 and 1 in policy.requests[1]
+    assert [turn["status"] for turn in episode.turns] == ["rejected"] * 2
+    assert "cut off" in episode.turns[0]["observation"]
+    assert policy.requests[1][-1] == 3
+    assert 1 in policy.requests[1]
     check_tokens(episode, policy)
 
 
@@ -586,14 +584,11 @@ def test_long_observations_are_capped_head_and_tail(task):
     policy = FakePolicy(block("seq 1000"), block("submit"))
     episode = play(task, policy, max_observation_tokens=90)
     shown = policy.decode([t for t in policy.requests[1][len(policy.requests[0]) :] if t > 10])
-    assert (
-        shown.split("```")[-1].startswith("1\n2\n3\n")
-        and shown.endswith("999\n1000")
-        and "tokens left out" in shown
-    )
-    assert (
-        len(shown) < 200 and episode.turns[0]["observation"].count("\n") == 999
-    )  # the record has all of it
+    assert shown.split("```")[-1].startswith("1\n2\n3\n")
+    assert shown.endswith("999\n1000")
+    assert "tokens left out" in shown
+    assert len(shown) < 200
+    assert episode.turns[0]["observation"].count("\n") == 999  # the record has all of it
 
 
 def test_old_observations_are_shortened_and_start_a_new_segment(task):
@@ -601,26 +596,29 @@ def test_old_observations_are_shortened_and_start_a_new_segment(task):
         *(block(f"seq {i}00 {i}99") for i in range(1, 8)), block("submit"), context=2600
     )
     episode = play(task, policy, max_reply_tokens=100, max_observation_tokens=1000)
-    assert episode.status == "submit" and len(episode.segments) > 1 and len(policy.requests) == 8
+    assert episode.status == "submit"
+    assert len(episode.segments) > 1
+    assert len(policy.requests) == 8
     assert max(map(len, policy.requests)) <= 2500
     check_tokens(episode, policy)
     last = policy.decode([t for t in policy.requests[-1] if t > 10])
-    assert "100 [...]" in last and "799" in last
+    assert "100 [...]" in last
+    assert "799" in last
 
 
 @pytest.mark.fault(32, "context overflow")
 def test_what_cannot_fit_is_never_sent(task):
     policy = FakePolicy(block("ls"), context=300)
     episode = play(task, policy, max_reply_tokens=200)
-    assert (
-        episode.status == "context_limit"
-        and not policy.requests
-        and not episode.segments
-        and not episode.score.valid
-    )
+    assert episode.status == "context_limit"
+    assert not policy.requests
+    assert not episode.segments
+    assert not episode.score.valid
     policy = FakePolicy(block("echo a > guess.txt; echo " + "y" * 300), context=1200)
     episode = play(task, policy, max_reply_tokens=400, max_turns=50)
-    assert episode.status == "context_limit" and episode.turns and episode.score.value == 1.0
+    assert episode.status == "context_limit"
+    assert episode.turns
+    assert episode.score.value == 1.0
     check_tokens(episode, policy)
 
 
@@ -630,7 +628,8 @@ def test_what_cannot_fit_is_never_sent(task):
 def test_time_limit(task, reply, wait):
     start = time.monotonic()
     episode = play(task, FakePolicy(reply, wait=wait), time_limit=1.0)
-    assert episode.status == "time_limit" and time.monotonic() - start < 8
+    assert episode.status == "time_limit"
+    assert time.monotonic() - start < 8
     assert episode.score.valid == (wait == 0.0)
 
 
@@ -643,7 +642,9 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
 
     monkeypatch.setattr(machine, "Sandbox", Breaking)
     episode = play(task, FakePolicy(block("ls")))
-    assert episode.status == "fault" and episode.score is None and "closed" in episode.fault
+    assert episode.status == "fault"
+    assert episode.score is None
+    assert "closed" in episode.fault
 
     def no_start(*args, **kwargs):
         raise SandboxFault("no more containers")
@@ -711,10 +712,8 @@ def test_env_time_of_one_episode_overlaps_with_the_others(task):
         )
 
     start = time.monotonic()
-    assert (
-        all(e.status == "turn_limit" for e in asyncio.run(main()))
-        and time.monotonic() - start < 4.5
-    )
+    assert all(e.status == "turn_limit" for e in asyncio.run(main()))
+    assert time.monotonic() - start < 4.5
 
 
 def test_an_env_that_was_handed_in_goes_on_and_stays_open(task):
@@ -725,7 +724,8 @@ def test_an_env_that_was_handed_in_goes_on_and_stays_open(task):
         episode = asyncio.run(
             run_episode(world, FakePolicy(block("ls")), max_turns=1, keep_open=True)
         )
-        assert "guess.txt (2 bytes)" in episode.prompt and episode.score.value == 1.0
+        assert "guess.txt (2 bytes)" in episode.prompt
+        assert episode.score.value == 1.0
         assert do(world, "cat guess.txt").observation == "a"
 
 
@@ -745,7 +745,8 @@ def test_built_in_tasks(name, backend):
         world.reset()
         assert do(world, SOLUTIONS[name]).status == "ok"
         score = do(world, "validate").score
-        assert score.valid and math.isclose(
+        assert score.valid
+        assert math.isclose(
             score.value, {"titanic": 0.7782, "battleOfSexes": 1.44}[name], abs_tol=0.02
         )
         assert world.score("test").valid

@@ -188,13 +188,16 @@ def test_mlgym_game(mlgym):
         True,
         0.5,
     )
-    assert set(task.public) == {"strategy.py"} and set(task.hidden) == {"target.py", "evaluate.py"}
-    assert (
-        task.splits == ("test",) and task.artefacts == ("strategy.py",) and task.step_timeout == 100
-    )
-    assert task.prompt.startswith("What to {do}.") and "copies of the history" in task.prompt
+    assert set(task.public) == {"strategy.py"}
+    assert set(task.hidden) == {"target.py", "evaluate.py"}
+    assert task.splits == ("test",)
+    assert task.artefacts == ("strategy.py",)
+    assert task.step_timeout == 100
+    assert task.prompt.startswith("What to {do}.")
+    assert "copies of the history" in task.prompt
     files = task.grading_files({"strategy.py": b"mine"})
-    assert files["strategy_agent.py"] == b"mine" and files["strategy.py"] == TASKS_DIR / "proxy.py"
+    assert files["strategy_agent.py"] == b"mine"
+    assert files["strategy.py"] == TASKS_DIR / "proxy.py"
     assert files["target.py"] == task.hidden["target.py"]
 
 
@@ -202,9 +205,8 @@ def test_mlgym_answers_are_hidden_and_folders_kept(mlgym):
     task = load_task("titanic", mlgym)
     assert set(task.public) == {"data/train.csv", "data/deep/test.csv"}
     assert set(task.hidden) == {"data/ground_truth.csv", "evaluate.py"}
-    assert (
-        task.baseline == 0.75 and "SET\nIts columns." in task.prompt
-    )  # the key of the baseline is Accuracy
+    assert task.baseline == 0.75
+    assert "SET\nIts columns." in task.prompt  # the key of the baseline is Accuracy
 
 
 def test_mlgym_split_that_is_not_there_yet(mlgym):
@@ -213,13 +215,15 @@ def test_mlgym_split_that_is_not_there_yet(mlgym):
     for name in ("train", "answer"):
         write(mlgym, {f"data/regressionKaggleHousePrice/data/{name}.csv": "x"})
     task = load_task("regressionKaggleHousePrice", mlgym)
-    assert set(task.public) == {"baseline.py", "data/train.csv"} and task.metric == "r2"
+    assert set(task.public) == {"baseline.py", "data/train.csv"}
+    assert task.metric == "r2"
     assert "data/answer.csv" in task.hidden
 
 
 def test_mlgym_folders_as_artefacts(mlgym, tmp_path):
     task = load_task("rlMetaMaze", mlgym)
-    assert task.requirements == mlgym / "data/rl/requirements.txt" and task.metric == "Reward Mean"
+    assert task.requirements == mlgym / "data/rl/requirements.txt"
+    assert task.metric == "Reward Mean"
     assert set(task.public) == {"src/train.py", "src/config.yaml"}
     assert all(map(task.is_artefact, ("checkpoints/a-0.pkl", "src/deep/net.py", "my.yaml")))
     assert not any(map(task.is_artefact, ("evaluate.py", "data/my.yaml", "src")))
@@ -235,16 +239,15 @@ def test_mlgym_folders_as_artefacts(mlgym, tmp_path):
 
 def test_mlgym_needs(mlgym):
     task = load_task("imageClassificationFMnist", mlgym)
-    assert (
-        task.needs_network and not task.needs_gpu and set(task.public) == {"sample_submission.csv"}
-    )
+    assert task.needs_network
+    assert not task.needs_gpu
+    assert set(task.public) == {"sample_submission.csv"}
 
 
 def test_mlgym_task_of_the_user(mlgym):
     task = load_task("mine", mlgym)
-    assert (task.metric, task.higher_is_better, task.baseline) == ("mae", False, 3) and set(
-        task.hidden
-    ) == {"key.csv"}
+    assert (task.metric, task.higher_is_better, task.baseline) == ("mae", False, 3)
+    assert set(task.hidden) == {"key.csv"}
 
 
 def test_mlgym_says_what_is_wrong(mlgym):
@@ -275,7 +278,8 @@ def test_mlgym_starter_missing(mlgym):
 def test_roots_come_first_and_from_the_environment(mlgym, monkeypatch, tmp_path):
     assert load_task("titanic").source == "built-in"
     monkeypatch.setenv("MLGYM_ROOT", str(mlgym))
-    assert load_task("titanic").source == "mlgym" and load_task("digits").source == "built-in"
+    assert load_task("titanic").source == "mlgym"
+    assert load_task("digits").source == "built-in"
     assert load_task("titanic", mlgym_root="").source == "built-in"
     with pytest.raises(UserError, match="not a checkout of MLGym"):
         load_task("titanic", mlgym_root=tmp_path)
@@ -291,7 +295,8 @@ def play(mlgym, folder, source):
 def test_proxy_plays(mlgym, tmp_path):
     begin = time.perf_counter()
     score, message = play(mlgym, tmp_path / "a", "def row_strategy(history): return 0")
-    assert message == "" and score == pytest.approx(0.5, abs=0.05)
+    assert message == ""
+    assert score == pytest.approx(0.5, abs=0.05)
     assert time.perf_counter() - begin < 5  # 3,000 moves: 0.2 s on an idle machine
     assert list((tmp_path / "a").iterdir()) == []  # nothing was left to read
     score, message = play(
@@ -310,7 +315,8 @@ def row_strategy(history, first=row_strategy):
     return move
 """,
     )
-    assert message == "" and score == pytest.approx(0.5, abs=0.05)
+    assert message == ""
+    assert score == pytest.approx(0.5, abs=0.05)
 
 
 def test_proxy_refuses(mlgym, tmp_path):
@@ -352,7 +358,8 @@ def test_proxy_refuses(mlgym, tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         score, said = play(mlgym, folder / "a", source)
-        assert score is None and message in said
+        assert score is None
+        assert message in said
 
 
 def test_proxy_keeps_the_grader_out_of_reach(mlgym, tmp_path):
@@ -401,7 +408,8 @@ def row_strategy(history):
     return move
 """,
     )
-    assert said == "" and score == pytest.approx(0.5, abs=0.05)
+    assert said == ""
+    assert score == pytest.approx(0.5, abs=0.05)
 
 
 def test_proxy_passes_arguments_and_tuples(tmp_path):
@@ -439,13 +447,12 @@ def test_dojo_loads(dojo):
         "data/sample_submission.csv",
         "data/images/1.png",
     }
-    assert (
-        not any("private" in path for path in task.public)
-        and "private/test_answer.csv" in task.hidden
-    )
+    assert not any("private" in path for path in task.public)
+    assert "private/test_answer.csv" in task.hidden
     assert task.splits == ("validation", "selection", "test")
     assert task.reference == pytest.approx((2.5 + 4) / 2)
-    assert "Predict y." in task.prompt and "Lower scores are better" in task.prompt
+    assert "Predict y." in task.prompt
+    assert "Lower scores are better" in task.prompt
 
 
 @pytest.mark.slow
@@ -456,7 +463,8 @@ def test_dojo_parts(dojo, tmp_path):
     part = [
         grade(task, tmp_path / "a", {"submission.csv": text}, split)[0] for split in task.splits
     ]
-    assert task.baseline == part[0] and len(set(part)) == 3
+    assert task.baseline == part[0]
+    assert len(set(part)) == 3
     assert all(70 < score < 130 for score in part)
     for wrong in (3, 4):  # one wrong value shows in exactly one of them
         text = answers(lambda i, wrong=wrong: i + (i == wrong)).encode()
@@ -503,7 +511,8 @@ def test_dojo_refuses(dojo, tmp_path):
     task = load_task("mine", mledojo_root=dojo)
     for text, message in cases:
         score, said = grade(task, tmp_path / "a", {"submission.csv": text.encode()})
-        assert score is None and message in said
+        assert score is None
+        assert message in said
 
 
 def test_dojo_without_ids_has_one_part(dojo, tmp_path):
@@ -521,7 +530,8 @@ def test_dojo_without_ids_has_one_part(dojo, tmp_path):
         ).replace("list(submission.columns) != columns", "False")
     )
     task = load_task("mine", mledojo_root=dojo)
-    assert task.splits == ("test",) and task.baseline == (ROWS - 1) / 2
+    assert task.splits == ("test",)
+    assert task.baseline == (ROWS - 1) / 2
     assert grade(task, tmp_path / "a", {"submission.csv": answers(lambda i: i + 1).encode()}) == (
         1,
         "",
@@ -531,7 +541,8 @@ def test_dojo_without_ids_has_one_part(dojo, tmp_path):
 def test_dojo_sample_that_cannot_be_graded(dojo):
     write(dojo / "mine/data", {"public/sample_submission.csv": "id,y\n1,2\n"})
     task = load_task("mine", mledojo_root=dojo)
-    assert task.baseline == 5 and task.reference == 3.25  # the last place
+    assert task.baseline == 5
+    assert task.reference == 3.25  # the last place
     for board in ("private", "public"):
         (dojo / f"mine/data/private/{board}_leaderboard.csv").unlink()
     with pytest.raises(UserError, match="sample submission of mine cannot be graded.*200 rows"):
@@ -595,12 +606,10 @@ def test_real_mlgym_every_task():
     for name in mlgym_names(Path(MLGYM)):
         try:
             task = load_task(name, MLGYM)
-            assert (
-                task.name == name
-                and task.metric
-                and task.splits == ("test",)
-                and "evaluate.py" in task.hidden
-            )
+            assert task.name == name
+            assert task.metric
+            assert task.splits == ("test",)
+            assert "evaluate.py" in task.hidden
             assert not any(
                 word in path
                 for path in task.public
@@ -609,7 +618,8 @@ def test_real_mlgym_every_task():
             loaded.append(name)
         except UserError as error:
             refused[name] = str(error)
-    assert len(loaded) + len(refused) == 19 and len(loaded) >= 14
+    assert len(loaded) + len(refused) == 19
+    assert len(loaded) >= 14
     assert {"regressionHousePrice", "regressionHousingPrice"} <= set(refused)
     for name in set(refused) - {"regressionHousePrice", "regressionHousingPrice"}:
         assert (
@@ -639,7 +649,8 @@ def test_real_mlgym_games(in_a_sandbox):
             else f"def row_strategy(history): return {strategy}".encode()
         )
         score, message = in_a_sandbox(task, {"strategy.py": source})
-        assert message == "" and score == pytest.approx(exact, abs=error)
+        assert message == ""
+        assert score == pytest.approx(exact, abs=error)
 
 
 @real_mlgym
@@ -696,9 +707,8 @@ def test_real_mlgym_house_price(in_a_sandbox, tmp_path):
     score, message = in_a_sandbox(
         task, {"submission.csv": (tmp_path / "submission.csv").read_bytes()}
     )
-    assert message == "" and score == pytest.approx(task.baseline, abs=1e-9) == pytest.approx(
-        0.8799891, abs=1e-6
-    )
+    assert message == ""
+    assert score == pytest.approx(task.baseline, abs=1e-9) == pytest.approx(0.8799891, abs=1e-6)
 
 
 @real_mlgym
@@ -720,7 +730,8 @@ def test_real_mlgym_3sat(in_a_sandbox, tmp_path):
         write(root, {path: Path(MLGYM, path).read_bytes()})
     write(root, {"data/3SATTime/data/dataset.pkl": pickle.dumps(data)})
     task = load_task("3SATTime", root)
-    assert set(task.public) == {"heuristic.py", "solver.py"} and not task.higher_is_better
+    assert set(task.public) == {"heuristic.py", "solver.py"}
+    assert not task.higher_is_better
     source, said = task.public["heuristic.py"].read_bytes(), []
     for name, files in (
         ("plain", task.public | task.hidden),
@@ -732,12 +743,11 @@ def test_real_mlgym_3sat(in_a_sandbox, tmp_path):
             [sys.executable, "evaluate.py"], cwd=tmp_path / name, capture_output=True, text=True
         )
         said.append(json.loads(done.stdout))
-    assert (
-        said[0]["Correct"] == said[1]["Correct"] == 40
-        and said[0]["Decisions"] == said[1]["Decisions"] > 40
-    )
+    assert said[0]["Correct"] == said[1]["Correct"] == 40
+    assert said[0]["Decisions"] == said[1]["Decisions"] > 40
     score, message = in_a_sandbox(task, {"heuristic.py": source + b"\n# by an agent\n"})
-    assert message == "" and 0 < score < 60
+    assert message == ""
+    assert 0 < score < 60
 
 
 @real_dojo
@@ -753,7 +763,8 @@ def test_real_dojo_every_metric_loads():
     argv = [sys.executable, "-W", "ignore", "-c", code, *paths]
     done = subprocess.run(argv, cwd=TASKS_DIR, capture_output=True, text=True)
     said = done.stdout.split("\n")
-    assert len(paths) > 190 and said.count("True") + said.count("False") >= len(paths) - 2
+    assert len(paths) > 190
+    assert said.count("True") + said.count("False") >= len(paths) - 2
 
 
 @real_dojo
@@ -782,11 +793,9 @@ def test_real_dojo_titanic(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("MLEDOJO_REPO", DOJO)
     task = load_task("titanic", mledojo_root=tmp_path / "prepared")
-    assert (
-        task.splits == ("validation", "selection", "test")
-        and task.higher_is_better
-        and 0.55 < task.baseline < 0.7
-    )
+    assert task.splits == ("validation", "selection", "test")
+    assert task.higher_is_better
+    assert 0.55 < task.baseline < 0.7
     assert 0.75 < task.reference < 0.85
     answer = task.hidden["private/test_answer.csv"].read_bytes()
     assert grade(task, tmp_path / "a", {"submission.csv": answer}) == (1, "")
@@ -816,19 +825,20 @@ def test_trivial_rules_of_classes_and_numbers(tmp_path):
     train = "id,x,y\n" + "".join(f"{i},{i},{i * i}\n" for i in range(1, 101))
     found = trivial(tmp_path, train, "id,x\n500,1\n501,100\n")
     values = [float(line.split(",")[1]) for line in found["by x alone"].splitlines()[1:]]
-    assert (
-        values[0] < 300
-        and values[1] > 8000
-        and set(found) == {"always 3383.5", "always 2550.5", "by x alone"}
-    )
+    assert values[0] < 300
+    assert values[1] > 8000
+    assert set(found) == {"always 3383.5", "always 2550.5", "by x alone"}
     assert trivial(tmp_path, "id,a,b\n1,2,3\n", "id\n1\n") == {}
 
 
 def test_at_the_top():
     task = load_task("titanic")
-    assert not at_the_top(0.778, task) and at_the_top(0.79, task) and at_the_top(1, task)
+    assert not at_the_top(0.778, task)
+    assert at_the_top(0.79, task)
+    assert at_the_top(1, task)
     task = replace(task, reference=None)
-    assert not at_the_top(0.9, task) and at_the_top(1, task)
+    assert not at_the_top(0.9, task)
+    assert at_the_top(1, task)
 
 
 def test_degenerate_is_what_was_found_or_is_known(mlgym):

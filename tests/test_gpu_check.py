@@ -33,4 +33,5 @@ def test_an_unknown_part_is_one_sentence(tmp_path):
     done = subprocess.run(
         [sys.executable, str(CHECK), "--parts", "x"], cwd=tmp_path, capture_output=True, text=True
     )
-    assert done.returncode == 2 and done.stderr.startswith("Unknown part x; there are parity")
+    assert done.returncode == 2
+    assert done.stderr.startswith("Unknown part x; there are parity")

@@ -51,12 +51,15 @@ def said(world, text):
 @needs_docker
 def test_an_episode_in_a_folder():
     task = load_task(str(FOLDER))
-    assert task.prompt.startswith("Write the sorted words") and "canary" not in task.prompt
+    assert task.prompt.startswith("Write the sorted words")
+    assert "canary" not in task.prompt
     assert (task.splits, task.source, task.needs_network) == (("test",), "harbor", False)
     with Env(task, "docker") as world:
-        assert "link.txt" in world.reset() and "expected" not in world.prompt()
+        assert "link.txt" in world.reset()
+        assert "expected" not in world.prompt()
         seen = said(world, "ls /tests /solution /logs; find / -name expected.txt 2>/dev/null")
-        assert seen.count("No such file") == 3 and "\n/" not in seen
+        assert seen.count("No such file") == 3
+        assert "\n/" not in seen
         assert said(world, "cat /app/words.txt") == "pear\nfig\napple"
         assert world.score().message == ("no submission, the workspace is still as it was given")
         said(world, SORT)
@@ -102,7 +105,8 @@ def test_tests_that_write_no_reward(folder):
         world.reset()
         said(world, "touch new")
         score = world.score()
-    assert not score.valid and score.message == "The tests wrote no reward."
+    assert not score.valid
+    assert score.message == "The tests wrote no reward."
 
 
 def test_what_cannot_be_given_is_one_sentence(folder):
@@ -138,7 +142,8 @@ def test_several_containers_are_refused_with_exit_code_2(folder):
     done = subprocess.run(
         [sys.executable, "env.py", "--task", str(folder)], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
     assert "lacks: environment/docker-compose.yaml." in done.stderr
 
 
@@ -147,7 +152,8 @@ def test_needs_of_a_folder(folder):
     text = (folder / "task.toml").read_text().replace('network_mode = "no-network"', "gpus = 1")
     (folder / "task.toml").write_text(text)
     task = load_task(str(folder))
-    assert task.needs_gpu and task.needs_network  # a public network is the format's default
+    assert task.needs_gpu
+    assert task.needs_network  # a public network is the format's default
     with pytest.raises(UserError, match="allow it with --network"):
         check_needs(task, "docker")
     with pytest.raises(UserError, match="has a Docker image of its own: use --backend docker"):

@@ -160,7 +160,8 @@ def test_ten_thousand_hostile_replies():
                 and all(word in reply for word in re.findall(r"\w+", idea))
                 or "\\" in reply
             )
-            assert len(idea) <= 300 and (p is None or 0 <= p <= 1)
+            assert len(idea) <= 300
+            assert p is None or 0 <= p <= 1
     for reply in (
         "<" * 10**6,
         "{" * 10**6,
@@ -207,30 +208,25 @@ def test_prompts_say_what_they_should():
         error="Traceback\nKeyError: 'x'",
     )
     text = prompts.ask(TASK, "tail", 5, 0.1, "standard", root, [bad])
-    assert (
-        "List 5 unusual strategies, each with a probability below 0.1." in text
-        and "Baseline: 0.6" in text
-    )
-    assert "data/train.csv: id," in text and TASK.prompt.strip()[:40] in text
-    assert (
-        "Strategy: a forest\nScore: none, KeyError: 'x'" in text and "Probability: <number" in text
-    )
+    assert "List 5 unusual strategies, each with a probability below 0.1." in text
+    assert "Baseline: 0.6" in text
+    assert "data/train.csv: id," in text
+    assert TASK.prompt.strip()[:40] in text
+    assert "Strategy: a forest\nScore: none, KeyError: 'x'" in text
+    assert "Probability: <number" in text
     assert "Probability" not in prompts.ask(TASK, "sequence", 5, 0.1, "standard", root, [])
     assert 'begins with "Reasoning:"' in prompts.ask(TASK, "uniform", 5, 0.1, "cot", root, [])
     local = prompts.ask(TASK, "local", 3, 0.1, "standard", good, [])
-    assert (
-        "The strategy so far: score 0.7\nStrategy: ridge" in local
-        and "variations of the strategy so far" in local
-    )
+    assert "The strategy so far: score 0.7\nStrategy: ridge" in local
+    assert "variations of the strategy so far" in local
     child = Node("0.0.0", "0.0", op="improve", idea="lasso", decision={"phase": "explore"})
     assert prompts.situation(child, [good], 1500) == (
         "An earlier attempt left its files here. Score: 0.7\nIts strategy: ridge\n"
         "Its solve.py:\nimport csv\nTry something different.\nStrategy: lasso"
     )
     debug = prompts.situation(Node("0.1.0", "0.1", op="debug", idea="a forest"), [bad], 1500)
-    assert "KeyError" in debug and debug.endswith(
-        "Fix the error and keep the strategy.\nStrategy: a forest"
-    )
+    assert "KeyError" in debug
+    assert debug.endswith("Fix the error and keep the strategy.\nStrategy: a forest")
     assert prompts.situation(Node("0.2", "0", op="draft"), [], 1500) == ""
     long = replace(good, code={"a.py": "x" * 10**6, "b.py": "y" * 10**6})
     assert len(prompts.situation(child, [long, long], 3000)) < 4000
@@ -242,9 +238,8 @@ def test_fields_and_families():
         "strategy": "go on",
         "mode": "Explore",
     }
-    assert prompts.families("plan inner loops, l1 l2") == {"other"} and prompts.families(
-        "XGBoost and a Neural network"
-    ) == {"trees", "neural"}
+    assert prompts.families("plan inner loops, l1 l2") == {"other"}
+    assert prompts.families("XGBoost and a Neural network") == {"trees", "neural"}
 
 
 def test_a_deeply_nested_reply_is_no_error():

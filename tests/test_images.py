@@ -92,9 +92,8 @@ def test_hf_cache_is_mounted_read_only_and_found(tmp_path):
         )
         assert do(world, writes)[1] == "error"
         assert said(world, "ls $HF_HOME/hub").split() == ["models--x", "new"]
-    assert (tmp_path / "hub/models--x/config.json").read_text() == "{}" and not (
-        tmp_path / "hub/new"
-    ).exists()
+    assert (tmp_path / "hub/models--x/config.json").read_text() == "{}"
+    assert not (tmp_path / "hub/new").exists()
 
 
 # ---- images for a task
@@ -134,18 +133,16 @@ def big_task(tmp_path):
 def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
     assert images.prepared_image(load_task("titanic", "", ""), IMAGE) == IMAGE
     with Env(big_task, "docker") as world:
-        assert "data/big.bin (9437184 bytes)" in world.reset() and world.sandbox.image.startswith(
-            "flatlab/flatlab-test:"
-        )
+        assert "data/big.bin (9437184 bytes)" in world.reset()
+        assert world.sandbox.image.startswith("flatlab/flatlab-test:")
         assert do(world, "echo x >> data/big.bin; ls -l data")[1] == "ok"
         first = world.sandbox.image
     for name in ("build_image", "content_key"):
         monkeypatch.setattr(images, name, lambda *_: pytest.fail("looked for again"))
     with Env(big_task, "docker") as world:
         world.reset()
-        assert world.sandbox.image == first and said(world, "stat -c %s data/big.bin") == str(
-            9 << 20
-        )
+        assert world.sandbox.image == first
+        assert said(world, "stat -c %s data/big.bin") == str(9 << 20)
     monkeypatch.undo()
     images.found_images.clear()  # as a later process
     monkeypatch.setattr(images, "build_image", lambda *_: pytest.fail("built again"))
@@ -161,7 +158,8 @@ def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
     images.found_images.clear()
     with Env(big_task, "docker") as world:
         world.reset()
-        assert world.sandbox.image != first and said(world, "head -c 3 data/big.bin") == "888"
+        assert world.sandbox.image != first
+        assert said(world, "head -c 3 data/big.bin") == "888"
 
 
 @needs_docker

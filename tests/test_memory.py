@@ -57,7 +57,8 @@ def test_the_estimate_agrees_with_what_was_measured():
 def test_the_size_is_derived_from_model_and_memory(capsys):
     trainer = Trainer()
     assert memory.fit_micro_tokens(trainer, None, False) == 2048
-    assert trainer.tried == [2048] and trainer.weight.grad is None
+    assert trainer.tried == [2048]
+    assert trainer.weight.grad is None
     assert memory.fit_micro_tokens(trainer, None, True) == memory.MOST_TOKENS
     assert capsys.readouterr().err == ""
     assert memory.fit_micro_tokens(trainer, None, False, processes=4) == 512

@@ -135,7 +135,8 @@ def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model, a
             [e["turns"][0]["reply"] for e in rows(run / f"episodes/{step:06d}.jsonl")]
             for run in (one, two)
         ]
-        assert texts[0] == texts[1] and len(texts[0]) == 12
+        assert texts[0] == texts[1]
+        assert len(texts[0]) == 12
     weights = [
         load_file(run / f"checkpoints/{STEPS - 1:06d}/adapter_model.safetensors")
         for run in (one, two)
@@ -144,7 +145,8 @@ def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model, a
     assert (
         max((w.abs().max() for k, w in weights[0].items() if "lora_B" in k)) > 1e-3
     )  # something was learned
-    assert "m" == two.name and not list(two.glob(".tmp*"))
+    assert "m" == two.name
+    assert not list(two.glob(".tmp*"))
 
 
 @pytest.mark.slow

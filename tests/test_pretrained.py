@@ -56,7 +56,8 @@ def test_it_is_a_llama_with_a_foreign_template(smollm2):
     tokens = smollm2.render([{"role": "user", "content": "Hello."}])
     text = smollm2.tokenizer.decode(tokens)
     assert text.startswith(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\nHello.")
-    assert len(smollm2.tokenizer) == 49152 and smollm2.stop_tokens == {2}
+    assert len(smollm2.tokenizer) == 49152
+    assert smollm2.stop_tokens == {2}
 
 
 @pytest.mark.slow

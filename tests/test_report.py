@@ -207,9 +207,11 @@ def test_hostile_text_can_not_end_the_data_block(tmp_path):
         [search_run(tmp_path / "run", [node("0.0", 0.7, idea=HOSTILE, error=HOSTILE)])]
     )
     data = html.split('id="data">')[1].split("</script>")[0]
-    assert not set("<>&") & set(data) and "\u2028" not in data
+    assert not set("<>&") & set(data)
+    assert "\u2028" not in data
     assert json.loads(data)["items"][0]["idea"] == HOSTILE[:160]
-    assert html.count("<script") == 3 and "owned" not in html.replace(data, "")
+    assert html.count("<script") == 3
+    assert "owned" not in html.replace(data, "")
 
 
 def test_all_texts_are_in_the_page(tmp_path):
@@ -227,12 +229,12 @@ def test_all_texts_are_in_the_page(tmp_path):
     ]
     index = json.loads(html.split('id="data">')[1].split("</script>")[0])["items"]
     texts = [blocks[item["at"][0]][item["at"][1]] for item in index]
-    assert [item["id"] for item in index] == ["0.0", "0.1", "0.2"] and [
-        item["outcome"] for item in index
-    ] == ["valid", "failed", "valid"]
+    assert [item["id"] for item in index] == ["0.0", "0.1", "0.2"]
+    assert [item["outcome"] for item in index] == ["valid", "failed", "valid"]
     assert texts[0]["turns"][0]["reply"] == "a" * 150_000
     assert texts[2]["turns"][0]["reply"] == "b" * 300_000
-    assert "score" not in index[1] and texts[1]["error"] == "no file"
+    assert "score" not in index[1]
+    assert texts[1]["error"] == "no file"
 
 
 def test_colours_know_the_direction(tmp_path):
@@ -248,7 +250,8 @@ def test_colours_know_the_direction(tmp_path):
         0,
         reader.transcripts(record),
     )
-    assert up[0]["shade"] < up[1]["shade"] == 1.0 and down[0]["shade"] == 1.0 > down[1]["shade"]
+    assert up[0]["shade"] < up[1]["shade"] == 1.0
+    assert down[0]["shade"] == 1.0 > down[1]["shade"]
 
 
 def test_nothing_to_show_is_a_sentence(tmp_path):
@@ -297,9 +300,9 @@ def test_click_search_filter_and_compare_nodes(tmp_path, browser):
     browser.js("document.querySelector('tr.row[data-index=\"1\"]').click()")
     browser.until("document.querySelectorAll('#detail .column').length == 2")
     both = browser.js("document.getElementById('detail').innerText")
-    assert (
-        "KeyError: 'missing'" in both and "- needle in the code" in both and "+ import csv" in both
-    )
+    assert "KeyError: 'missing'" in both
+    assert "- needle in the code" in both
+    assert "+ import csv" in both
     browser.open(path, "#0/0.0.0~0/0.1")  # such an address can be sent around
     browser.until("document.querySelectorAll('#detail .column').length == 2")
     browser.js("document.getElementById('close').click()")
@@ -326,9 +329,8 @@ def test_two_runs_on_one_page(tmp_path, browser):
     browser.open(page.write(records, tmp_path / "report.html"), "#0/0.0~1/0.0")
     browser.until("document.querySelectorAll('#detail .column').length == 2")
     assert browser.js("document.querySelectorAll('.tree').length") == 2
-    assert "one 0.0" in browser.js("document.body.innerText") and "two 0.0" in browser.js(
-        "document.body.innerText"
-    )
+    assert "one 0.0" in browser.js("document.body.innerText")
+    assert "two 0.0" in browser.js("document.body.innerText")
     assert browser.complaints() == []
 
 
@@ -355,14 +357,10 @@ def test_hostile_text_stays_text(tmp_path, browser):
     browser.until("document.querySelector('#detail .column') !== null")
     browser.js("document.querySelectorAll('details').forEach(d => d.open = true)")
     browser.until("document.getElementById('detail').innerText.split('owned').length > 8")
-    assert (
-        browser.js("document.title") == "run"
-        and browser.js("document.querySelectorAll('script').length") == 3
-    )
-    assert (
-        browser.js("[...document.images].every(i => i.src.startsWith('data:'))")
-        and browser.complaints() == []
-    )
+    assert browser.js("document.title") == "run"
+    assert browser.js("document.querySelectorAll('script').length") == 3
+    assert browser.js("[...document.images].every(i => i.src.startsWith('data:'))")
+    assert browser.complaints() == []
     # and if a hole were found: the page's policy runs no script but its own, and requests nothing
     hole = '<img src=http://127.0.0.1:9/x onerror="document.title=1">'
     hole += '<svg onload="document.title=1"></svg>'
@@ -397,10 +395,8 @@ def test_large_runs_open_in_two_seconds(tmp_path, browser):
         for i, id in enumerate(ids)
     ]
     assert browser.open(page.write([search_run(tmp_path / "b", many)], tmp_path / "b.html")) < 2
-    assert (
-        browser.js("document.querySelectorAll('.tree .node').length") == 501
-        and browser.complaints() == []
-    )
+    assert browser.js("document.querySelectorAll('.tree .node').length") == 501
+    assert browser.complaints() == []
 
 
 @needs_browser

@@ -127,7 +127,8 @@ def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
     t = make("open_ended", rule_args=("drafts=1", "commitment=2", "c=0"))
     put(t, "0", 0.5)
     choice = choose(t)
-    assert choice.notes == {"commit": 2} and choice.parent == "0.0"
+    assert choice.notes == {"commit": 2}
+    assert choice.parent == "0.0"
     seen = []
     for score in (0.6, 0.7, 0.8):
         node = t.start(choice)
@@ -176,7 +177,8 @@ def test_softmax_by_hand():
 
 def test_signals_by_hand():
     t = three("signals", rule_args=("depth=0",))
-    assert choose(t).scores == {"0.0": 0.0, "0.1": 1.0} and choose(t).phase == "explore"
+    assert choose(t).scores == {"0.0": 0.0, "0.1": 1.0}
+    assert choose(t).phase == "explore"
     t = three("signals", rule_args=("regret=1",))
     put(t, "0.1", 0.2, idea="boosted trees and kNN")
     q, node = selection.quality(t), t.nodes["0.1"]
@@ -198,10 +200,8 @@ def test_mcts_improves_the_best_branch_and_counts_failures_as_the_worst():
     t = three("mcts", branching=3)
     choice = choose(t)
     bonus = 0.25 * math.sqrt(math.log(4))
-    assert (
-        choice.scores == pytest.approx({"0.0": 1 + bonus, "0.1": 0.5 + bonus, "0.2": bonus})
-        and choice.parent == "0.0"
-    )
+    assert choice.scores == pytest.approx({"0.0": 1 + bonus, "0.1": 0.5 + bonus, "0.2": bonus})
+    assert choice.parent == "0.0"
     assert t.start(choice).op == "improve"
     for _ in range(2):
         put(t, "0.0", None)
@@ -223,9 +223,8 @@ def test_evolution_prefers_the_fit_and_crosses():
     for score in (0.0, 1.0, 0.5):
         put(t, "0", score)
     choices = [choose(t, seed) for seed in range(2000)]
-    assert {c.parent for c in choices} == {"0.1", "0.2"} and all(
-        c.second and c.second != c.parent for c in choices
-    )
+    assert {c.parent for c in choices} == {"0.1", "0.2"}
+    assert all(c.second and c.second != c.parent for c in choices)
     assert sum(c.parent == "0.1" for c in choices) / 2000 == pytest.approx(
         math.e / (math.e + math.exp(0.5)), abs=0.04
     )
@@ -246,7 +245,8 @@ def test_linear_is_a_chain():
 def test_random_is_random():
     t = three("random")
     draws = [choose(t, seed).parent for seed in range(500)]
-    assert set(draws) == {"0.0", "0.1"} and 180 < draws.count("0.0") < 320
+    assert set(draws) == {"0.0", "0.1"}
+    assert 180 < draws.count("0.0") < 320
 
 
 # ------------------------------------------------------------------ failures

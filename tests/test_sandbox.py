@@ -61,7 +61,8 @@ def test_exit_code_output_and_time(box):
         "to stdout\nto stderr\n",
         False,
     )
-    assert box.run("false", 10).exit_code == 1 and box.run("true", 10).exit_code == 0
+    assert box.run("false", 10).exit_code == 1
+    assert box.run("true", 10).exit_code == 0
 
 
 def test_cwd_and_exported_variables_stay(box):
@@ -140,7 +141,8 @@ def test_no_process_is_left_for_a_command(isolated):
     with closing(Sandbox(isolated, processes=24)) as box:
         for _ in range(3):
             box.run(f"echo a > f; python3 -c '{USE_UP}' 2> /dev/null; exit 0", 10)
-            assert box.get("f") == b"a\n" and out(box, "echo alive") == "alive"
+            assert box.get("f") == b"a\n"
+            assert out(box, "echo alive") == "alive"
 
 
 @pytest.mark.fault(10, "a command of 1 MB")
@@ -154,7 +156,8 @@ def test_commands_of_any_length(box):
 def test_text_arrives_and_returns_unharmed(box):
     text = "tab\t 'single' \"double\" \\back $x `y` Ünïcödé 日本 😀\n  indented\n"
     box.run(f"cat > t.txt <<'END'\n{text}END", 10)
-    assert box.get("t.txt").decode() == text and box.run("cat t.txt", 10).output == text
+    assert box.get("t.txt").decode() == text
+    assert box.run("cat t.txt", 10).output == text
     assert out(box, "printf 'a\\xffb\\0c'") == "a\ufffdbc"
     assert out(box, "printf '\\033[31mred\\033[0m \\033]0;title\\007end'") == "red end"
     assert (
@@ -185,18 +188,15 @@ def test_endless_output_needs_constant_memory(box):
 
     before = peak()
     result = box.run("echo first; yes", 1.5)
-    assert (
-        result.timed_out
-        and result.output.startswith("first\ny\n")
-        and "bytes left out" in result.output
-    )
-    assert len(result.output) < 4 * sandbox.KEEP_BYTES and peak() < before + 4096  # kB
+    assert result.timed_out
+    assert result.output.startswith("first\ny\n")
+    assert "bytes left out" in result.output
+    assert len(result.output) < 4 * sandbox.KEEP_BYTES
+    assert peak() < before + 4096  # kB
     tail = box.run("seq 2000000", 20)
-    assert (
-        tail.output.endswith("1999999\n2000000\n")
-        and tail.output.startswith("1\n2\n")
-        and not tail.timed_out
-    )
+    assert tail.output.endswith("1999999\n2000000\n")
+    assert tail.output.startswith("1\n2\n")
+    assert not tail.timed_out
 
 
 def test_one_endless_line_is_cleaned_quickly(box):
@@ -222,18 +222,19 @@ def test_time_limit_kills_everything(box):
         "trap '' TERM; while :; do sleep 0.05; done",
         0.5,
     )
-    assert (
-        result.timed_out
-        and result.output.startswith("partial\n")
-        and time.monotonic() - start < 0.5 + sandbox.GRACE + 2
-    )
-    assert running(box, "98765") == 0 and out(box, "echo alive") == "alive"
+    assert result.timed_out
+    assert result.output.startswith("partial\n")
+    assert time.monotonic() - start < 0.5 + sandbox.GRACE + 2
+    assert running(box, "98765") == 0
+    assert out(box, "echo alive") == "alive"
 
 
 def test_sigterm_comes_first_and_is_no_timeout_by_itself(box):
     start = time.monotonic()
     result = box.run("trap 'echo saved; exit 0' TERM; sleep 30 & wait", 0.3)
-    assert result.timed_out and "saved" in result.output and time.monotonic() - start < 2
+    assert result.timed_out
+    assert "saved" in result.output
+    assert time.monotonic() - start < 2
     assert not box.run("kill -TERM $$", 5).timed_out
 
 
@@ -241,7 +242,8 @@ def test_sigterm_comes_first_and_is_no_timeout_by_itself(box):
 def test_background_job_lives_on_but_holds_nothing_up(box):
     start = time.monotonic()
     result = box.run("sleep 97531 & echo started", 10)
-    assert result.output == "started\n" and time.monotonic() - start < 2
+    assert result.output == "started\n"
+    assert time.monotonic() - start < 2
     while running(box, "97531") == 0:  # until then the job is still a copy of the shell
         assert time.monotonic() - start < 20
     box.run("(while :; do echo noise; done) & sleep 97531", 0.2)
@@ -265,7 +267,8 @@ def test_call_in_another_thread_ends_when_the_sandbox_is_closed(isolated):
     time.sleep(0.3)
     box.close()
     thread.join(5)
-    assert seen and not thread.is_alive()
+    assert seen
+    assert not thread.is_alive()
     with pytest.raises(SandboxFault):
         box.run("true", 1)
     box.close()
@@ -278,17 +281,16 @@ def test_call_in_another_thread_ends_when_the_sandbox_is_closed(isolated):
 def test_memory_bomb(isolated):
     box = Sandbox(isolated, memory=256 << 20)
     result = box.run("python3 -c 'x = bytearray(1 << 30); print(len(x))'", 20)
-    assert result.exit_code and str(1 << 30) not in result.output
+    assert result.exit_code
+    assert str(1 << 30) not in result.output
     assert out(box, "echo alive") == "alive"
     box.close()
 
 
 def test_where_memory_is_short_the_command_goes(isolated):
     box = Sandbox(isolated)
-    assert (
-        out(box, "cat /proc/self/oom_score_adj") == "1000"
-        and int(out(box, "cat /proc/$PPID/oom_score_adj")) < 1000
-    )
+    assert out(box, "cat /proc/self/oom_score_adj") == "1000"
+    assert int(out(box, "cat /proc/$PPID/oom_score_adj")) < 1000
     box.close()
 
 
@@ -302,10 +304,10 @@ def test_fork_bomb(isolated):
     for bomb in cases:
         box = Sandbox(isolated, processes=64)
         start = time.monotonic()
-        assert box.run(bomb, 1).timed_out and time.monotonic() - start < 8
-        assert (
-            out(box, "echo alive") == "alive" and int(out(box, "ls -d /proc/[0-9]* | wc -l")) < 12
-        )
+        assert box.run(bomb, 1).timed_out
+        assert time.monotonic() - start < 8
+        assert out(box, "echo alive") == "alive"
+        assert int(out(box, "ls -d /proc/[0-9]* | wc -l")) < 12
         box.close()
 
 
@@ -313,7 +315,8 @@ def test_fork_bomb(isolated):
 def test_disk(isolated):
     box = Sandbox(isolated, disk=16 << 20)
     result = box.run("head -c 100M /dev/zero > big", 20)
-    assert result.exit_code and int(out(box, "stat -c %s big")) <= 16 << 20
+    assert result.exit_code
+    assert int(out(box, "stat -c %s big")) <= 16 << 20
     if isolated == "namespaces":  # in sum, too
         assert "No space left" in out(
             box, "for i in 1 2 3; do head -c 10M /dev/zero > part$i; done"
@@ -408,7 +411,8 @@ os._exit(5)
 @pytest.mark.attack("forging the runner's frames")
 def test_printed_frames_are_only_text(box):
     result = box.run(f"exec python3 - <<'E'\n{FORGE}\nE", 10)
-    assert result.exit_code == 5 and "FAKE" in result.output
+    assert result.exit_code == 5
+    assert "FAKE" in result.output
     assert box.call("state")[0]["cwd"] == box.workspace
     assert box.run("echo next; exit 6", 10).exit_code == 6
 
@@ -450,8 +454,10 @@ def test_a_landlock_sandbox_leaves_nothing_behind():
     with closing(Sandbox("landlock")) as box:
         home = Path(box.workspace).parents[1]
         assert box.run(f"echo x > /dev/shm/{home.name}", 5).exit_code
-        assert box.run("mkdir -p a/b/c; chmod 000 a/b a", 5).exit_code == 0 and home.exists()
-    assert not home.exists() and not Path("/dev/shm", home.name).exists()
+        assert box.run("mkdir -p a/b/c; chmod 000 a/b a", 5).exit_code == 0
+        assert home.exists()
+    assert not home.exists()
+    assert not Path("/dev/shm", home.name).exists()
 
 
 def test_a_later_local_sandbox_is_empty():
@@ -475,7 +481,8 @@ def test_put_and_get(box):
     box.put(
         {"deep/er/file.bin": bytes(range(256)) * 5000, "empty": b"", "script": PROJECT / "env.py"}
     )
-    assert box.get("deep/er/file.bin") == bytes(range(256)) * 5000 and box.get("empty") == b""
+    assert box.get("deep/er/file.bin") == bytes(range(256)) * 5000
+    assert box.get("empty") == b""
     assert box.get("script") == (PROJECT / "env.py").read_bytes()
     writes = "stat -c %U empty deep/er >/dev/null && touch deep/er/x && echo writable"
     assert out(box, f"echo more >> empty; cat empty; {writes}") == "more\nwritable"
@@ -506,7 +513,8 @@ def test_get_refuses_what_is_not_a_plain_small_file(box):
         start = time.monotonic()
         with pytest.raises(ArtefactError, match=why):
             box.get(path, max_bytes=1 << 20)
-        assert time.monotonic() - start < 2 and out(box, "echo alive") == "alive"
+        assert time.monotonic() - start < 2
+        assert out(box, "echo alive") == "alive"
 
 
 def test_put_never_writes_through_links(isolated):
@@ -533,12 +541,11 @@ def test_any_number_of_files_is_removed(box):
     names = [
         path for path, _ in box.call("listing", most=10**6)[0]["files"] if path.startswith("many/")
     ]
-    assert len(names) == 20_000 and sum(map(len, names)) > 2 << 20  # more than one argv holds
+    assert len(names) == 20_000
+    assert sum(map(len, names)) > 2 << 20  # more than one argv holds
     box.remove([*names, "pointer/", "absent", "odd\nname"])
-    assert (
-        out(box, "ls -A many; ls -d pointer").split("\n")[0] == "x"
-        and out(box, "echo alive") == "alive"
-    )
+    assert out(box, "ls -A many; ls -d pointer").split("\n")[0] == "x"
+    assert out(box, "echo alive") == "alive"
     with pytest.raises(SandboxFault, match="cannot be removed"):
         box.remove(["many/."])
     assert out(box, "echo alive") == "alive"
@@ -561,9 +568,8 @@ def test_root_runs_no_program_of_the_agent(isolated, monkeypatch):
     snapshot.put_back(boxes[1], files)
     boxes[1].remove(["f"])
     for box in boxes:
-        assert out(box, "cat /tmp/owned") == "" and out(box, "ls") == (
-            "f" if box is boxes[0] else ""
-        )
+        assert out(box, "cat /tmp/owned") == ""
+        assert out(box, "ls") == ("f" if box is boxes[0] else "")
         box.close()
 
 
@@ -623,7 +629,8 @@ def test_killed_owner_leaves_nothing(backend):
     owner.wait()
     while (processes(marker) or containers_of(owner.pid)) and time.monotonic() < deadline + 10:
         time.sleep(0.05)
-    assert not processes(marker) and not containers_of(owner.pid)
+    assert not processes(marker)
+    assert not containers_of(owner.pid)
     assert backend != "landlock" or not Path(place).exists()
 
 
@@ -639,7 +646,8 @@ def test_containers_that_were_never_started_are_removed_at_the_next_start(monkey
     docker.docker_api.cache_clear()
     docker.docker_api()
     ids = {box["Id"] for box in api.containers(all=True, filters={"label": "flatlab.owner"})}
-    assert left not in ids and running.container in ids
+    assert left not in ids
+    assert running.container in ids
     running.close()
 
 
@@ -652,7 +660,8 @@ def test_closed_container_is_gone():
     deadline = time.monotonic() + 5
     while mine & {box["Id"] for box in containers_of(os.getpid())} and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(mine) == 1 and not mine & {box["Id"] for box in containers_of(os.getpid())}
+    assert len(mine) == 1
+    assert not mine & {box["Id"] for box in containers_of(os.getpid())}
 
 
 @pytest.mark.fault(15, "the container dies")
@@ -742,17 +751,19 @@ def test_namespaces_of_an_ordinary_user(tmp_path):
     user, kills, reads, writes, caps, nested, project, _, state, slow, put, closed = json.loads(
         done.stdout
     )
-    assert (
-        user == [0, "1000"]
-        and kills[1].endswith("alive")
-        and reads[0]
-        and writes[0]
-        and nested[0]
-        and project[0]
-    )
-    assert caps[1].split()[1] == "0" * 16 and state == [0, "1\n/tmp"] and put == [0, "x"]
-    assert slow[0] == 1 and int(slow[1]) < 6
-    assert closed[0] == ["f", "g", "h"] and closed[1] == [
+    assert user == [0, "1000"]
+    assert kills[1].endswith("alive")
+    assert reads[0]
+    assert writes[0]
+    assert nested[0]
+    assert project[0]
+    assert caps[1].split()[1] == "0" * 16
+    assert state == [0, "1\n/tmp"]
+    assert put == [0, "x"]
+    assert slow[0] == 1
+    assert int(slow[1]) < 6
+    assert closed[0] == ["f", "g", "h"]
+    assert closed[1] == [
         "d",
         "444",
         "f",
@@ -793,12 +804,10 @@ def test_auto_falls_back_only_to_complete_isolation(no_daemon):
     local = replace(sandbox.BACKENDS["namespaces"], covers="all covered")
     no_daemon.setattr(sandbox, "get_backend", lambda name: local)
     name, line = sandbox.pick_backend("auto", IMAGE, False)
-    assert (
-        name == "local"
-        and "all covered" in line
-        and "No Docker daemon" in line
-        and "\n" not in line
-    )
+    assert name == "local"
+    assert "all covered" in line
+    assert "No Docker daemon" in line
+    assert "\n" not in line
     sandbox.pick_backend.cache_clear()
     local = replace(local, covers="half covered", is_complete=False)
     with pytest.raises(UserError, match="half covered"):
@@ -826,7 +835,8 @@ def test_local_falls_back_to_landlock_and_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sandbox.BACKENDS, "namespaces", refusing["namespaces"])
     sandbox.local_kind.cache_clear()
     found = sandbox.get_backend("local")
-    assert not found.is_complete and "not covered" in found.covers
+    assert not found.is_complete
+    assert "not covered" in found.covers
     monkeypatch.setitem(sandbox.BACKENDS, "landlock", refusing["landlock"])
     sandbox.local_kind.cache_clear()
     with pytest.raises(UserError, match="cannot isolate"):

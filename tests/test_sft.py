@@ -112,10 +112,8 @@ def test_tokens_and_masks_are_those_of_rl(policy):
             t["observation"],
         )
     [piece] = imitation.sequences_from(episode(0.78, *turns), policy, 64)
-    assert (
-        piece.tokens == history.segment.tokens[: len(piece.tokens)]
-        and piece.mask == history.segment.mask[: len(piece.mask)]
-    )
+    assert piece.tokens == history.segment.tokens[: len(piece.tokens)]
+    assert piece.mask == history.segment.mask[: len(piece.mask)]
     assert sum(piece.mask) == sum(history.segment.mask)
     wanted = [
         a
@@ -133,7 +131,8 @@ def test_replies_end_as_the_template_ends_them(policy, monkeypatch):
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
     monkeypatch.setattr(policy, "tokenizer", tokenizer)
     monkeypatch.setattr(policy, "stop_tokens", {end, 0})
-    assert tokenizer.eos_token_id == 0 and policy.end_of_turn() == end
+    assert tokenizer.eos_token_id == 0
+    assert policy.end_of_turn() == end
 
 
 def test_both_end_tokens_end_a_reply(tmp_path):
@@ -158,11 +157,9 @@ def test_no_episode_that_fits_is_one_sentence(policy, run, monkeypatch):
 def test_an_episode_that_does_not_fit_is_cut(policy):
     turns = [turn(c * 700, "o" * 50) for c in "abcd"]
     pieces = imitation.sequences_from(episode(0.78, *turns), policy, 64)
-    assert (
-        pieces
-        and all(len(p.tokens) <= policy.context for p in pieces)
-        and sum(len(p.old) for p in pieces) < 4 * 701
-    )
+    assert pieces
+    assert all(len(p.tokens) <= policy.context for p in pieces)
+    assert sum(len(p.old) for p in pieces) < 4 * 701
 
 
 def test_imitation_raises_the_probability_of_the_replies(policy, run, capsys):
@@ -185,8 +182,10 @@ def test_imitation_raises_the_probability_of_the_replies(policy, run, capsys):
         after = policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
     assert after > before + 0.1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "imitate  2 episodes, 6 updates" and len(lines) == 7
-    assert lines[1].startswith("imitate  1 of 6: ") and "nats per token, ETA 0m" in lines[1]
+    assert lines[0] == "imitate  2 episodes, 6 updates"
+    assert len(lines) == 7
+    assert lines[1].startswith("imitate  1 of 6: ")
+    assert "nats per token, ETA 0m" in lines[1]
 
 
 def test_the_whole_share_is_all_that_beat_the_baseline(run):
@@ -212,7 +211,8 @@ def test_the_reference_is_the_imitated_adapter_not_the_base_model(policy, tmp_pa
     trained = some_logprobs(policy, base=False)
     assert torch.equal(some_logprobs(policy, base=True), imitated)
     assert torch.equal(some_logprobs(policy, base=False), trained)
-    assert not torch.allclose(imitated, raw) and not torch.allclose(imitated, trained)
+    assert not torch.allclose(imitated, raw)
+    assert not torch.allclose(imitated, trained)
     found = asyncio.run(policy.verify()).values()
     assert max(a.largest for a in found) <= policy.max_diff_limit
 
