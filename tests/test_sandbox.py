@@ -253,27 +253,6 @@ def test_background_job_lives_on_but_holds_nothing_up(box):
     assert running(box, "97531") == 0
 
 
-def test_call_in_another_thread_ends_when_the_sandbox_is_closed(isolated):
-    box, seen = Sandbox(isolated), []
-
-    def wait():
-        try:
-            box.run("sleep 60", 60)
-        except SandboxFault as fault:
-            seen.append(fault)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    time.sleep(0.3)
-    box.close()
-    thread.join(5)
-    assert seen
-    assert not thread.is_alive()
-    with pytest.raises(SandboxFault):
-        box.run("true", 1)
-    box.close()
-
-
 # ---- limits
 
 
@@ -331,7 +310,7 @@ def test_disk(isolated):
 @pytest.mark.attack("mounting, namespaces, devices, /etc/shadow")
 def test_no_rights(box):
     status = out(box, "grep -E '^(Cap(Eff|Prm|Inh|Amb)|NoNewPrivs)' /proc/self/status")
-    assert set(status.replace("\t", " ").split()[1::2]) == {"0" * 16, "1"}
+    assert set(status.split()[1::2]) == {"0" * 16, "1"}
     # With Landlock, if no other user can reach the Python: the number of root, no capability.
     assert out(box, "id -u") != "0" or box.backend is local.LANDLOCK
     for command in (
@@ -430,24 +409,6 @@ def test_local_sandbox_shows_nothing_of_the_machine(backend, tmp_path):
         assert box.run("pip --version || python -c 'import yaml'", 20).exit_code == 0
 
 
-@pytest.mark.fault(27, "two sandboxes at once")
-def test_sandboxes_are_strangers(isolated):
-    boxes = [Sandbox(isolated) for _ in range(3)]
-    for number, box in enumerate(boxes):
-        box.run(
-            f"echo {number} > mine; echo {number} > /tmp/mine; "
-            f"export ME={number}; sleep 8642{number} &",
-            5,
-        )
-    for number, box in enumerate(boxes):
-        assert (
-            out(box, "cat mine /tmp/mine; echo $ME; ls | wc -l")
-            == f"{number}\n{number}\n{number}\n1"
-        )
-        assert running(box, "8642") == 1
-        box.close()
-
-
 def test_a_landlock_sandbox_leaves_nothing_behind():
     if missing("landlock"):
         pytest.skip(missing("landlock"))
@@ -458,20 +419,6 @@ def test_a_landlock_sandbox_leaves_nothing_behind():
         assert home.exists()
     assert not home.exists()
     assert not Path("/dev/shm", home.name).exists()
-
-
-def test_a_later_local_sandbox_is_empty():
-    if missing("namespaces"):
-        pytest.skip(missing("namespaces"))
-    for _ in range(2):
-        box = Sandbox("namespaces")
-        assert (
-            out(
-                box, "ls -A . ~ /tmp /dev/shm | sort -u; echo x | tee a ~/b /tmp/c /dev/shm/d"
-            ).split()[-1]
-            == "x"
-        )
-        box.close()
 
 
 # ---- files
@@ -598,17 +545,9 @@ box.run("sleep {marker}", 600)
 
 
 def processes(marker):
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            found += (
-                [folder.name]
-                if marker in (folder / "cmdline").read_text(errors="replace").split("\0")[1:2]
-                else []
-            )
-        except OSError:
-            continue
-    return found
+    """Ids of the processes whose first argument is the marker."""
+    done = subprocess.run(["pgrep", "-f", f"^sleep {marker}$"], capture_output=True, text=True)
+    return done.stdout.split()
 
 
 @pytest.mark.fault(20, "our process is killed")
@@ -620,7 +559,7 @@ def test_killed_owner_leaves_nothing(backend):
         stdout=subprocess.PIPE,
         text=True,
     )
-    place = owner.stdout.readline().strip()
+    workspace = owner.stdout.readline().strip()
     deadline = time.monotonic() + 10
     while len(processes(marker)) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -631,7 +570,7 @@ def test_killed_owner_leaves_nothing(backend):
         time.sleep(0.05)
     assert not processes(marker)
     assert not containers_of(owner.pid)
-    assert backend != "landlock" or not Path(place).exists()
+    assert backend != "landlock" or not Path(workspace).exists()
 
 
 @pytest.mark.fault(20, "a container that was made but never started by a process that was killed")
@@ -649,19 +588,6 @@ def test_containers_that_were_never_started_are_removed_at_the_next_start(monkey
     assert left not in ids
     assert running.container in ids
     running.close()
-
-
-@needs_docker
-def test_closed_container_is_gone():
-    others = {box["Id"] for box in containers_of(os.getpid())}
-    box = Sandbox("docker")
-    mine = {box["Id"] for box in containers_of(os.getpid())} - others
-    box.close()
-    deadline = time.monotonic() + 5
-    while mine & {box["Id"] for box in containers_of(os.getpid())} and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(mine) == 1
-    assert not mine & {box["Id"] for box in containers_of(os.getpid())}
 
 
 @pytest.mark.fault(15, "the container dies")
@@ -748,9 +674,8 @@ def test_namespaces_of_an_ordinary_user(tmp_path):
     if "not permitted" in done.stderr and "unshare" in done.stderr:
         pytest.skip("ordinary users have no namespaces here")
     assert done.returncode == 0, done.stderr
-    user, kills, reads, writes, caps, nested, project, _, state, slow, put, closed = json.loads(
-        done.stdout
-    )
+    said = json.loads(done.stdout)
+    user, kills, reads, writes, caps, nested, project, _, state, slow, put, closed = said
     assert user == [0, "1000"]
     assert kills[1].endswith("alive")
     assert reads[0]
@@ -763,15 +688,7 @@ def test_namespaces_of_an_ordinary_user(tmp_path):
     assert slow[0] == 1
     assert int(slow[1]) < 6
     assert closed[0] == ["f", "g", "h"]
-    assert closed[1] == [
-        "d",
-        "444",
-        "f",
-        "600",
-        "h",
-        "644",
-        "2",
-    ]  # what it may not read is left out
+    assert " ".join(closed[1]) == "d 444 f 600 h 644 2"  # what it may not read is left out
 
 
 # ---- choosing
