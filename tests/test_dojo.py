@@ -5,7 +5,7 @@ import json
 import pytest
 
 from backends import ISOLATED
-from competition import ROWS, answers, make_competition
+from competition import ROWS, make_competition
 from env import Env
 from flatlab.episode.grading import grades
 from flatlab.episode.mledojo_actions import json_action
@@ -76,39 +76,22 @@ def test_replies():
         assert json_action(reply) == action
 
 
-def test_a_thought_that_never_ends_is_rejected(world):
-    step = world.step(
-        "<think>Perhaps\n```json\n"
-        '{"action": "execute_code", "params": {"code": "open(\'f\', \'w\')"}}\n```\n'
-    )
-    assert step.status == "rejected"
-    assert "Nothing was run" in step.observation
-    assert "f\n" not in do(world, "ls").observation
-
-
 # -------------------------------------------------------------------------------- the five actions
 
 
 def test_request_info(world):
     assert "execute_code" in world.prompt()
-    assert "Predict y." in act(world, "request_info").observation
-    assert (
-        act(world, "request_info", info_type="sample_submission").observation
-        == "id,y\n0,0\n1,0\n2,0\n"
-    )
-    assert (
-        "data/images/1.png (4 bytes)"
-        in act(world, "request_info", info_type="data_structure").observation
-    )
-    assert (
-        act(world, "request_info", info_type="data_path").observation
-        == f"{world.sandbox.workspace}/data"
-    )
-    assert "lower is better" in act(world, "request_info", info_type="metadata").observation
-    everything = act(world, "request_info", info_type="all")
-    assert everything.status == "ok"
-    assert "output_path:" in everything.observation
-    assert "private" not in everything.observation
+
+    def info(**params):
+        return act(world, "request_info", **params).observation
+
+    assert "Predict y." in info()
+    assert info(info_type="sample_submission") == "id,y\n0,0\n1,0\n2,0\n"
+    assert "data/images/1.png (4 bytes)" in info(info_type="data_structure")
+    assert info(info_type="data_path") == f"{world.sandbox.workspace}/data"
+    assert "lower is better" in info(info_type="metadata")
+    assert "output_path:" in info(info_type="all")
+    assert "private" not in info(info_type="all")
     assert act(world, "request_info", info_type="answers").status == "rejected"
     step = act(world, "delete_everything")
     assert step.status == "rejected"
@@ -122,10 +105,14 @@ def test_code_is_run_and_scored_with_its_place(world):
     step = act(world, "execute_code", code=writes("i + 3"))
     assert step.status == "validate"
     assert step.score.value == 3
-    assert step.score.position == (2 / 4 + 2 / 2) / 2
+    assert step.score.position == 0.75  # third of four, first of two
     assert "validation score: 3.0000" in step.observation
     assert "\nposition: 0.7500" in step.observation
     assert "best so far: 3.0000" in step.observation
+    before = len(grades)
+    assert world.score().position == 0.75
+    assert len(grades) == before
+    assert world.score("test").position == 0.75
     step = act(world, "execute_code", code=writes("i + 9"))
     assert step.score.value == 9
     assert step.score.position == 0
@@ -211,13 +198,3 @@ def test_no_place_for_the_program_is_no_fault(world, spoil):
     world.sandbox.close()  # a broken sandbox is one
     with pytest.raises(SandboxFault):
         act(world, "execute_code", code="print(1)")
-
-
-def test_position_is_kept_with_the_score(world):
-    grades.clear()
-    act(world, "execute_code", code=writes("i + 3"))
-    before = len(grades)
-    assert world.score().position == 0.75
-    assert len(grades) == before
-    assert world.score("test").position == 0.75
-    assert world.sandbox.get("submission.csv") == answers(lambda i: i + 3).encode()

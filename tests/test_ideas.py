@@ -109,57 +109,18 @@ def test_probabilities():
 def test_ten_thousand_hostile_replies():
     """No exception, no time lost, and whatever is returned stands in the reply."""
     rng = random.Random(0)
-    parts = [
-        "Strategy: ",
-        "Probability: ",
-        "<response>",
-        "</response>",
-        "<text>",
-        "</text>",
-        "<probability>",
-        "{",
-        "}",
-        "[",
-        "]",
-        '"text": ',
-        '"a"',
-        ",",
-        "\n",
-        "0.1",
-        "5%",
-        "1/0",
-        "NaN",
-        "-",
-        "1. ",
-        "* ",
-        "**",
-        "(",
-        ")",
-        "p=",
-        "```",
-        "\0",
-        "\ud800",
-        "é",
-        "١",
-        "<think>",
-        "</think>",
-        " ",
-        ":",
-        "x" * 50,
-    ]
+    parts = """<response> </response> <text> </text> <probability> { } [ ] "a" , 0.1 5% 1/0 NaN - *
+        ** ( ) p= ``` \0 \ud800 é ١ <think> </think> :""".split()
+    parts += ["Strategy: ", "Probability: ", '"text": ', "\n", "1. ", " ", "x" * 50]
     start = time.monotonic()
     for _ in range(10_000):
-        reply = (
-            "".join(rng.choices(parts, k=rng.randrange(60)))
-            if rng.random() < 0.8
-            else "".join(map(chr, rng.choices(range(1, 0x500), k=200)))
-        )
+        reply = "".join(rng.choices(parts, k=rng.randrange(60)))
+        if rng.random() < 0.2:
+            reply = "".join(map(chr, rng.choices(range(1, 0x500), k=200)))
         for idea, p in parsing.parse(reply):
-            assert (
-                parsing.same(idea)
-                and all(word in reply for word in re.findall(r"\w+", idea))
-                or "\\" in reply
-            )
+            if "\\" not in reply:
+                assert parsing.same(idea)
+                assert all(word in reply for word in re.findall(r"\w+", idea))
             assert len(idea) <= 300
             assert p is None or 0 <= p <= 1
     for reply in (

@@ -26,20 +26,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 def torchrun(folder, *command, ranks=2):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    launcher = (
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-        ]
-        if ranks > 1
-        else [sys.executable]
-    )
+    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split()
+    if ranks == 1:
+        launcher = []
     return subprocess.Popen(
-        [*launcher, *map(str, command)],
+        [sys.executable, *launcher, *map(str, command)],
         cwd=folder,
         env=environment,
         text=True,
@@ -74,7 +65,8 @@ print(f"rank {dist.rank} of {dist.world}\\n", end="", flush=True)
 def test_the_exchange(tmp_path):
     (tmp_path / "exchange.py").write_text(EXCHANGE)
     code, out, err = finish(torchrun(tmp_path, "exchange.py", ranks=2))
-    assert code == 0 and all(f"rank {r} of 2" in out for r in range(2)), (out, err)
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
 
 
 def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
@@ -117,16 +109,8 @@ def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model, a
     a, b = rows(one / "metrics.jsonl"), rows(two / "metrics.jsonl")
     assert [r["step"] for r in a] == [r["step"] for r in b] == list(range(STEPS))
     for x, y in zip(a, b):
-        for key in (
-            "reward_mean",
-            "loss",
-            "kl",
-            "entropy",
-            "grad_norm",
-            "episodes",
-            "groups",
-            "lr",
-        ):
+        numbers = "reward_mean loss kl entropy grad_norm episodes groups lr"
+        for key in numbers.split():
             assert x[key] == pytest.approx(y[key], rel=1e-3, abs=1e-5), (x["step"], key)
         assert ["back to the adapter" in str(r["alarms"]) for r in (x, y)] == [x["step"] == 3] * 2
     assert a[-1]["eval_score_mean"] == pytest.approx(b[-1]["eval_score_mean"], abs=1e-4)
@@ -142,10 +126,8 @@ def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model, a
         for run in (one, two)
     ]
     assert all(torch.allclose(weights[0][k], weights[1][k], atol=1e-4) for k in weights[0])
-    assert (
-        max((w.abs().max() for k, w in weights[0].items() if "lora_B" in k)) > 1e-3
-    )  # something was learned
-    assert "m" == two.name
+    learned = [w.abs().max() for name, w in weights[0].items() if "lora_B" in name]
+    assert max(learned) > 1e-3
     assert not list(two.glob(".tmp*"))
 
 
