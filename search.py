@@ -38,6 +38,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -65,6 +66,9 @@ from flatlab.runs.store import Run, open_run, run_directory
 from flatlab.train.metrics import plus_minus
 from flatlab.tree import parsing, prompts, selection
 from flatlab.tree.prompts import summary_chars
+from flatlab.tree.requests import CountingPolicy, chat
+from flatlab.tree.scientist import scientist
+from flatlab.tree.selection import Rule, candidates, explore_or_exploit, values_and_bonuses
 from flatlab.tree.tree import Choice, Node, Tree, code_in, results, stable
 from flatlab.view import compare, page, stats
 from flatlab.view.views import plot_now_and_then
@@ -72,59 +76,119 @@ from policy import Policy, Transformers, default_model, resolve_model
 from tasks import load_task
 
 # ==================================== the idea: edit here ====================================
-# A selection rule is a function of (tree, rng, constants with defaults) that returns a Choice, or
-# None to wait for a running node. Write one here, or change one of flatlab/tree/selection.py, and
-# add it to SELECT. `flatlab.tree.tree.Tree` is what it sees.
+
+# Selection rules: functions of (tree, rng, constants with defaults) that return a Choice, or None
+# to wait for a running node. flatlab.tree.tree.Tree is what a rule sees. More rules to copy from
+# are in flatlab/tree/selection.py.
 
 
-async def scientist(t: Tree, rng) -> Choice | None:
-    """The model reads the tree, inspects some nodes, and names the next parent and strategy.
+def bfs(t, rng):
+    """Level by level, --branching children each, --depth levels.
 
-    It sees every result before it decides, and it keeps its last five notes.
+    Failed nodes get children, too (to debug them), so the set of nodes is known from the start.
     """
-    if t.running():
+    level = ["0"]
+    left = t.cfg.nodes
+    for _ in range(t.cfg.depth):
+        below = [f"{id}.{i}" for id in level for i in range(t.cfg.branching)][:left]
+        for id in below:
+            parent = t.nodes.get(id.rpartition(".")[0])
+            if id not in t.nodes and parent and parent.status:
+                return Choice(parent.id, reason="next in level order")
+        level = below
+        left -= len(below)
+    return None
+
+
+def check_bfs(cfg, constants):
+    """Raises UserError if a complete tree has fewer nodes than the budget."""
+    nodes = sum(cfg.branching**level for level in range(1, cfg.depth + 1))
+    if nodes < cfg.nodes:
+        raise UserError(
+            f"A bfs tree with --branching {cfg.branching} and --depth {cfg.depth} has {nodes} "
+            f"nodes, not --nodes {cfg.nodes}."
+        )
+
+
+def greedy(t, rng, drafts=5):
+    """Drafts, then always the best node (AIDE, arXiv 2502.13138)."""
+    scores = {node.id: node.improvement for node in candidates(t, drafts)}
+    if not scores:
         return None
-    choice = Choice("0")
-    nodes = [t.root, *t.finished]
-    notes = [node.decision["memory"] for node in t.finished if node.decision.get("memory")]
-    look = prompts.LOOK.format(
-        about=prompts.about(t.task),
-        tree=prompts.tree_lines(nodes),
-        notes="".join(f"Note: {note}\n" for note in notes[-5:]),
-        left=t.cfg.nodes - t.executed(),
-    )
-    talk = []
-    reply = await chat(t, choice, talk, look, "look", t.started())
-    numbers = map(int, parsing.NUMBER.findall(parsing.fields(reply).get("inspect", "")))
-    inspected = [number for number in numbers if 0 < number < len(nodes)][:3]
-    details = prompts.details(nodes, inspected, summary_chars(t.cfg))
-    request = prompts.CHOOSE.format(details=details)
-    decision = parsing.fields(await chat(t, choice, talk, request, "choose", t.started()))
-    phase = decision.get("mode", "").lower()
-    choice.phase = phase if phase in ("explore", "exploit") else ""
-    choice.notes = {"memory": decision.get("memory", "")}
-    parent = parsing.NUMBER.search(decision.get("parent", ""))
-    if parent and int(parent[0]) < len(nodes):
-        choice.parent = nodes[int(parent[0])].id
-        choice.idea = decision.get("strategy", "")
-        choice.reason = "chosen by the model"
-    else:
-        choice.reason = "fell back to the root: the reply named no experiment that exists"
-        choice.notes["fell_back"] = True
-    return choice
+    best = max(scores, key=scores.get)
+    return Choice(best, scores=scores, reason="best so far" if t.scored() else "draft")
 
 
-SELECT = selection.RULES | {"scientist": scientist}
-SELF_DEBUGGING = {"bfs", "mcts", "linear", "scientist"}  # they choose failed nodes themselves
-WITHOUT_MODE = {"linear", "scientist"}  # they ask for no lists, and run one node at a time
+def ucb(t, rng, drafts=3, c=1.41):
+    """The arg-max of Q + c sqrt(ln N / (n + 1)) (UCB1, Auer et al. 2002)."""
+    return explore_or_exploit(*values_and_bonuses(t, drafts, c))
+
+
+SELECT = {
+    "bfs": Rule(bfs, debugs_itself=True, asks_once=True, check=check_bfs),
+    "greedy": Rule(greedy),
+    "ucb": Rule(ucb),
+    **selection.RULES,
+    "scientist": Rule(scientist, debugs_itself=True, uses_mode=False),
+}
+
+# Operators: how a node builds on its parent. The first one that applies to a choice is taken.
+
+
+@dataclass(frozen=True)
+class Operator:
+    applies: Callable  # (choice, parent whose files the node starts from) -> bool
+    sentence: str  # what the model is told after the parent's code; "" for nothing
+    mark: str  # its marker in pictures, one of matplotlib's
+    explores: str = ""  # the sentence instead if the rule wants to explore
+    asks: bool = True  # whether the model lists strategies for it, see sampling_mode
+
+
+OPERATORS = {
+    "crossover": Operator(lambda choice, parent: choice.second, "Combine both.", "D", asks=False),
+    "draft": Operator(lambda choice, parent: parent.op == "baseline", "", "o"),
+    "debug": Operator(
+        lambda choice, parent: not parent.valid,
+        "Fix the error and keep the strategy.",
+        "s",
+        asks=False,
+    ),
+    "improve": Operator(
+        lambda choice, parent: True, "Improve on it.", "^", explores="Try something different."
+    ),
+}
+
+# Requests to the model; the stand-in was trained on these texts. Verbalized sampling (arXiv
+# 2510.01171): asked for one answer, a model gives the typical one. Asked for several with their
+# probabilities, it describes its distribution, and one can ask for the tail of it.
+
+STRATEGY = "\nAnswer with this line for each:\nStrategy: <one sentence>"
+STRATEGY_AND_PROBABILITY = """
+Answer with these two lines for each:
+Strategy: <one sentence>
+Probability: <number from 0 to 1>"""
+ASK = {  # for strategies, by sampling mode
+    "uniform": "List {k} reasonable strategies, all equally probable." + STRATEGY_AND_PROBABILITY,
+    "tail": "List {k} unusual strategies, each with a probability below {tau:g}."
+    + STRATEGY_AND_PROBABILITY,
+    "local": "List {k} variations of {what}, with their probabilities." + STRATEGY_AND_PROBABILITY,
+    "sequence": "List {k} different strategies." + STRATEGY,
+}
+MORE = "List {k} more, different from all above, in the same form."  # if too few came
+REFLECT = """{about}
+
+{tree}
+
+What worked, what failed and why, and what should be tried next? Answer in at most five short \
+sentences."""
 
 
 def sampling_mode(t: Tree, node: Node) -> str:
-    """How the strategy of this node is asked for: "none", or a request in prompts.ASK.
+    """How the strategy of this node is asked for: "none", or a key of ASK.
 
     `local` asks for variations, so only a child of a node with a strategy may get it.
     """
-    if node.op in ("debug", "crossover") or t.cfg.select in WITHOUT_MODE:
+    if not (OPERATORS[node.op].asks and t.rule.uses_mode):
         return "none"
     exploits = node.decision["phase"] == "exploit" and t.nearest_kept(node.parent).idea
     if exploits and t.sampling_mode in ("uniform", "tail"):
@@ -132,10 +196,24 @@ def sampling_mode(t: Tree, node: Node) -> str:
     return t.sampling_mode
 
 
-def told(t: Tree, node: Node, parents: list[Node]) -> str:
+def strategy_request(mode: str, k: int, tau: float, parent: Node) -> str:
+    """Asks for k strategies for children of `parent`, in one of the modes of ASK."""
+    is_root = parent.op == "baseline"
+    what = "the most common strategy" if is_root else "the strategy so far"
+    return ASK[mode].format(k=k, tau=tau, what=what)
+
+
+def sentence_of(node: Node) -> str:
+    """What the operator of a node says after the code of the nodes that it builds on."""
+    operator = OPERATORS[node.op]
+    explores = operator.explores and node.decision.get("phase") == "explore"
+    return operator.explores if explores else operator.sentence
+
+
+def node_message(t: Tree, node: Node, parents: list[Node]) -> str:
     """What a node is told after the task. parents: the nodes it builds on, none for a draft."""
-    known = "\n".join(filter(None, [node.decision.get("reflection"), summary(t)]))
-    return prompts.situation(node, parents, summary_chars(t.cfg), known)
+    notes = "\n".join(filter(None, [node.decision.get("reflection"), summary(t)]))
+    return prompts.situation(node, parents, sentence_of(node), summary_chars(t.cfg), notes)
 
 
 # ==================================== end of the idea ========================================
@@ -196,43 +274,6 @@ class Config:
 # ------------------------------------------------------------------ requests to the model
 
 
-async def chat(t: Tree, account, talk: list, request: str, *purpose, limit=None) -> str:
-    """Asks for a reply of at most `limit` tokens; "" if the prompt leaves no room for one.
-
-    account: the node or choice whose token count grows. talk: the messages before the request;
-    request and reply are appended. purpose: what the seed is made of.
-    """
-    options = t.cfg.model
-    talk.append({"role": "user", "content": request})
-    prompt = t.policy.render(talk)
-    room = min(limit or math.inf, options.max_reply_tokens, options.context - len(prompt))
-    reply = ""
-    if room >= 32:
-        seed = stable(t.seed, *purpose)
-        with contextlib.suppress(OverflowError):  # by the count of an endpoint
-            sample = await CountingPolicy(t.policy, account).sample(prompt, room, seed=seed)
-            reply = sample.text
-    talk.append({"role": "assistant", "content": reply})
-    return reply
-
-
-class CountingPolicy:
-    """The policy as a node or a choice uses it: its token count grows while it still runs."""
-
-    def __init__(self, policy, account):
-        self.policy = policy
-        self.account = account
-
-    def __getattr__(self, name):
-        return getattr(self.policy, name)
-
-    async def sample(self, *args, **kwargs):
-        sample = await self.policy.sample(*args, **kwargs)
-        # an endpoint counts the tokens of a reply itself
-        self.account.tokens += getattr(sample, "reply_tokens", len(sample.tokens))
-        return sample
-
-
 def summary(t: Tree) -> str:
     """What prompts say about other branches, if anything."""
     return prompts.summary_of_tree(t.finished) if t.cfg.scope == "global" else ""
@@ -245,12 +286,11 @@ async def list_ideas(t: Tree, node: Node) -> list:
     above tau do not count; they only fill up what is missing in the end, the least probable first.
     """
     cfg = t.cfg
-    k = max(cfg.k, cfg.branching) if cfg.select == "bfs" else cfg.k
+    k = max(cfg.k, cfg.branching) if t.rule.asks_once else cfg.k
     parent = t.nearest_kept(node.parent)
     siblings = [child for child in t.children(node.parent) if child is not node]
-    request = prompts.ask(
-        t.task, node.sampling_mode, k, cfg.tau, cfg.vs_variant, parent, siblings, summary(t)
-    )
+    wanted = strategy_request(node.sampling_mode, k, cfg.tau, parent)
+    request = prompts.ask(t.task, wanted, parent, siblings, summary(t))
     talk = []
     found = {}
     above = {}
@@ -262,7 +302,7 @@ async def list_ideas(t: Tree, node: Node) -> list:
             group.setdefault(parsing.same(idea), (idea, stated))
         if len(found) >= k:
             break
-        request = prompts.MORE.format(k=k - len(found))
+        request = MORE.format(k=k - len(found))
     for key, idea in sorted(above.items(), key=lambda item: item[1][1]):
         found.setdefault(key, idea)
     ideas = list(found.values())[:k]
@@ -271,16 +311,17 @@ async def list_ideas(t: Tree, node: Node) -> list:
 
 async def propose(t: Tree, node: Node) -> None:
     """Gives the node its strategy. If there are fewer than children, the rest get none."""
-    if node.op == "debug" and t.cfg.select != "scientist":
+    if node.op == "debug" and not node.idea:
         node.idea = t.nearest_kept(node.parent).idea
     node.sampling_mode = sampling_mode(t, node)
     if node.sampling_mode != "none":
         request = t.request_of(node)
-        if request not in t.pending_ideas:
-            t.pending_ideas[request] = asyncio.ensure_future(list_ideas(t, node))
-        ideas = t.pending_ideas[request]
-        node.ideas = ideas if isinstance(ideas, list) else await ideas
-        number = int(node.id.rpartition(".")[2]) if t.cfg.select == "bfs" else 0
+        if request not in t.ideas:
+            if request not in t.requests:
+                t.requests[request] = asyncio.ensure_future(list_ideas(t, node))
+            t.ideas[request] = await t.requests[request]
+        node.ideas = t.ideas[request]
+        number = int(node.id.rpartition(".")[2]) if t.rule.asks_once else 0
         if number < len(node.ideas):
             node.idea, node.probability = node.ideas[number]
     if t.cfg.reflection and t.finished:
@@ -291,7 +332,7 @@ async def reflect(t: Tree, node: Node) -> str:
     """What the tree has taught, in at most 1/16 of the context: the prompts of the node hold it."""
     tree = prompts.tree_lines([t.root, *t.finished])
     tree = prompts.clip(tree, summary_chars(t.cfg))
-    request = prompts.REFLECT.format(about=prompts.about(t.task), tree=tree)
+    request = REFLECT.format(about=prompts.about(t.task), tree=tree)
     limit = max(32, t.cfg.model.context // 16)
     return await chat(t, node, [], request, node.id, "reflect", limit=limit)
 
@@ -337,7 +378,7 @@ async def play(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes
             time_limit=time_limit,
             keep_open=True,
             files=t.files_of(parents[0]) if parents else b"",
-            extra_user_text=told(t, node, parents),
+            extra_user_text=node_message(t, node, parents),
         )
         if episode.status != "fault":
             # Files that are too large are not kept: the score counts, but nothing is built on it.
@@ -429,14 +470,21 @@ async def decide(t: Tree) -> Node | None:
         return None
     rng = random.Random(stable(t.seed, "select", t.started()))
     choice = None
-    if t.cfg.select not in SELF_DEBUGGING:
+    if not t.rule.debugs_itself:
         choice = selection.failed_leaf(t, rng)
     if choice is None:
-        rule = SELECT[t.cfg.select]
-        choice = rule(t, rng, **selection.constants(t.cfg.select, rule, t.cfg.rule_args))
+        constants = selection.constants(t.cfg.select, t.rule, t.cfg.rule_args)
+        choice = t.rule.function(t, rng, **constants)
         if inspect.isawaitable(choice):
             choice = await choice
-    return t.start(choice) if choice else None
+    return start(t, choice) if choice else None
+
+
+def start(t: Tree, choice: Choice) -> Node:
+    """Adds the chosen node to the tree, with the first operator that applies."""
+    parent = t.nearest_kept(choice.parent)
+    op = next(name for name, operator in OPERATORS.items() if operator.applies(choice, parent))
+    return t.start(choice, op, OPERATORS[op].mark)
 
 
 async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> None:
@@ -589,13 +637,10 @@ def check_choices(cfg: Config) -> None:
     check_distinct("--task", cfg.tasks.task)
     check_distinct("--sampling-mode", cfg.sampling_mode)
     check_distinct("--seed", cfg.seed)
-    selection.constants(cfg.select, SELECT[cfg.select], cfg.rule_args)
-    room = sum(cfg.branching**level for level in range(1, cfg.depth + 1))
-    if cfg.select == "bfs" and room < cfg.nodes:
-        raise UserError(
-            f"A bfs tree with --branching {cfg.branching} and --depth {cfg.depth} has {room} "
-            f"nodes, not --nodes {cfg.nodes}."
-        )
+    rule = SELECT[cfg.select]
+    constants = selection.constants(cfg.select, rule, cfg.rule_args)
+    if rule.check:
+        rule.check(cfg, constants)
     if cfg.engine == "api" and not cfg.model.model:
         raise UserError("--engine api needs --model: the name under which the endpoint knows it.")
 
@@ -610,7 +655,7 @@ def prepare(cfg: Config):
     trackers.check(**asdict(cfg.trackers))
     roots = cfg.tasks.mlgym_root, cfg.tasks.mledojo_root
     tasks = [load_task(name, *roots) for name in cfg.tasks.task]
-    if cfg.select in WITHOUT_MODE:
+    if not SELECT[cfg.select].uses_mode:
         cfg.sampling_mode = ("none",)
     path, is_tiny, positions = None, False, None
     if cfg.engine != "api":
@@ -633,7 +678,9 @@ def open_trees(cfg: Config, tasks: list, made_by: dict) -> tuple[list[Tree], Pat
     cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
     model = compare.value_text(cfg.model.model)
     # The name begins with that of the script: a copy of this file makes runs of its own.
-    kind = Path(__file__).stem if cfg.select == "bfs" else f"{Path(__file__).stem}-{cfg.select}"
+    kind = Path(__file__).stem
+    if cfg.select != Config.select:
+        kind += f"-{cfg.select}"
     grid = None
     if len(cells) > 1:
         grid = run_directory(cfg.name or f"{kind}-grid-{model}")
@@ -653,7 +700,7 @@ def open_trees(cfg: Config, tasks: list, made_by: dict) -> tuple[list[Tree], Pat
             MAY_CHANGE,
             lambda run: is_finished(run, cfg),
         )
-        t = Tree(task, mode, seed, cfg, run)
+        t = Tree(task, mode, seed, cfg, run, SELECT[cfg.select])
         result = run.results()
         if result.get("status") == "finished":  # with a larger budget it goes on
             t.seconds_before = result["seconds"]  # also those without a node, at the end
@@ -736,7 +783,7 @@ def banner(cfg: Config, trees: list[Tree], where: Path, path, why: str) -> None:
     finished = sum(t.closed for t in trees)
     print(f"plan     {len(trees)} trees of {cfg.nodes} nodes ({finished} of them finished before)")
     print(f"rule     {cfg.select}, {cfg.workers} nodes at once")
-    if cfg.select in WITHOUT_MODE:
+    if not SELECT[cfg.select].uses_mode:
         print(f"note     {cfg.select} uses no sampling mode and runs one node of a tree at a time")
     print(f"run      {where}", flush=True)
 

@@ -17,6 +17,9 @@ loss = grpo.LOSSES["tis"]
 value, clipped = loss.function(logp, torch.tensor([0.0, -2.0]), torch.ones(2), None, cfg)
 assert clipped.tolist() == [False, True] and loss.weight(1, 4, 1, cfg) == 0.25
 assert "epsilon_greedy" in search.SELECT
+parent = type("Parent", (), {"code": {"a.py": "x" * 5000}, "op": "improve", "valid": True})
+assert search.OPERATORS["simplify"].applies(None, parent)
+assert "expert" in search.strategy_request("sequence", 3, 0.1, parent)
 assert get_backend("gvisor").is_container and pick_backend("gvisor")[0] == "gvisor"
 """
 
@@ -50,7 +53,7 @@ def test_the_diffs_of_the_documentation(tmp_path):
         else:
             apply(tmp_path / file, diff)
             count += 1
-    assert count == 6
+    assert count == 8
     done = subprocess.run(
         [sys.executable, "-c", ADDED], cwd=tmp_path, capture_output=True, text=True
     )

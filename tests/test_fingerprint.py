@@ -297,13 +297,13 @@ def chain(t, rng):
     return None if t.running() else Choice([t.root, *t.finished][-1].id)
 
 
-SELECT = """
+SELECT = {
+    "chain": Rule(chain),"""
     copied(
         project,
         "search.py",
         "mysearch.py",
-        ("\nSELECT = ", rule),
-        ('"scientist": scientist}', '"scientist": scientist, "chain": chain}'),
+        ("\nSELECT = {", rule),
     )
     code, _, err = start(project, "mysearch.py", "--select", "chain", *SEARCH)
     assert code == 0, err

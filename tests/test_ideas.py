@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+import search
 from flatlab.tree import parsing, prompts
 from flatlab.tree.tree import Node
 from tasks import load_task
@@ -168,29 +169,29 @@ def test_prompts_say_what_they_should():
         status="turn_limit",
         error="Traceback\nKeyError: 'x'",
     )
-    text = prompts.ask(TASK, "tail", 5, 0.1, "standard", root, [bad])
+    text = prompts.ask(TASK, search.strategy_request("tail", 5, 0.1, root), root, [bad])
     assert "List 5 unusual strategies, each with a probability below 0.1." in text
     assert "Baseline: 0.6" in text
     assert "data/train.csv: id," in text
     assert TASK.prompt.strip()[:40] in text
     assert "Strategy: a forest\nScore: none, KeyError: 'x'" in text
     assert "Probability: <number" in text
-    assert "Probability" not in prompts.ask(TASK, "sequence", 5, 0.1, "standard", root, [])
-    assert 'begins with "Reasoning:"' in prompts.ask(TASK, "uniform", 5, 0.1, "cot", root, [])
-    local = prompts.ask(TASK, "local", 3, 0.1, "standard", good, [])
+    assert "Probability" not in search.strategy_request("sequence", 5, 0.1, root)
+    local = prompts.ask(TASK, search.strategy_request("local", 3, 0.1, good), good, [])
     assert "The strategy so far: score 0.7\nStrategy: ridge" in local
     assert "variations of the strategy so far" in local
     child = Node("0.0.0", "0.0", op="improve", idea="lasso", decision={"phase": "explore"})
-    assert prompts.situation(child, [good], 1500) == (
+    assert prompts.situation(child, [good], search.sentence_of(child), 1500) == (
         "An earlier attempt left its files here. Score: 0.7\nIts strategy: ridge\n"
         "Its solve.py:\nimport csv\nTry something different.\nStrategy: lasso"
     )
-    debug = prompts.situation(Node("0.1.0", "0.1", op="debug", idea="a forest"), [bad], 1500)
+    repair = Node("0.1.0", "0.1", op="debug", idea="a forest")
+    debug = prompts.situation(repair, [bad], search.sentence_of(repair), 1500)
     assert "KeyError" in debug
     assert debug.endswith("Fix the error and keep the strategy.\nStrategy: a forest")
-    assert prompts.situation(Node("0.2", "0", op="draft"), [], 1500) == ""
+    assert prompts.situation(Node("0.2", "0", op="draft"), [], "", 1500) == ""
     long = replace(good, code={"a.py": "x" * 10**6, "b.py": "y" * 10**6})
-    assert len(prompts.situation(child, [long, long], 3000)) < 4000
+    assert len(prompts.situation(child, [long, long], "", 3000)) < 4000
 
 
 def test_fields_and_families():

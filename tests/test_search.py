@@ -182,7 +182,7 @@ def run(
             for seed in seeds:
                 opened = open_run(Path(folder) / f"{task.name}-{mode}-{seed}", {"seed": seed})
                 (opened.dir / "nodes").mkdir(exist_ok=True)
-                trees.append(Tree(task, mode, seed, cfg, opened))
+                trees.append(Tree(task, mode, seed, cfg, opened, search.SELECT[cfg.select]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "play", fake_play(score_of, delay, log, large, stderr))
         patch.setattr(search, "Attempt", attempt)
@@ -375,14 +375,15 @@ def test_a_finished_tree_stays_as_it_is(tmp_path, monkeypatch):
     """Its time may have run out while it waited for a slot, after its last node."""
     monkeypatch.chdir(tmp_path)
     cfg = search_config(name="a", minutes=1.0, model="tiny")
-    [tree] = search.open_trees(cfg, [TASK])[0]
+    made_by = {"code": {}, "tasks": {TASK.name: {}}, "model": {}}
+    [tree] = search.open_trees(cfg, [TASK], made_by)[0]
     ended = {"tested_id": "0", "seconds": 61.0, "stopped_by": "minutes", "status": "finished"}
     tree.run.result(**results(tree) | ended)
     tree.run.lock.close()
-    [tree] = search.open_trees(replace(cfg, nodes=3), [TASK])[0]
+    [tree] = search.open_trees(replace(cfg, nodes=3), [TASK], made_by)[0]
     assert tree.closed and read_mapping(tree.run.dir / "config.yaml")["nodes"] == cfg.nodes
     tree.run.lock.close()
-    [tree] = search.open_trees(replace(cfg, minutes=2.0), [TASK])[0]
+    [tree] = search.open_trees(replace(cfg, minutes=2.0), [TASK], made_by)[0]
     assert not tree.closed and not tree.spent()
     tree.run.lock.close()
 
@@ -737,7 +738,7 @@ def real_tree(folder, **config):
     )
     opened = open_run(folder, {"seed": 0})
     (opened.dir / "nodes").mkdir(exist_ok=True)
-    return Tree(load_task("titanic"), "tail", 0, cfg, opened)
+    return Tree(load_task("titanic"), "tail", 0, cfg, opened, search.SELECT[cfg.select])
 
 
 def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code_and_diff(tmp_path):
@@ -886,7 +887,8 @@ def test_presets_are_flat_and_so_is_config_yaml(tmp_path, monkeypatch):
         saved = yaml.safe_load((tmp_path / "logs" / preset.stem / "config.yaml").read_text())
         assert saved["nodes"] == cfg.nodes and saved["backend"] == "local"
         assert saved["max_reply_tokens"] == 160 and saved["task"] == "titanic"
-        assert not any(isinstance(value, dict) for value in saved.values())
+        nested = [key for key, value in saved.items() if isinstance(value, dict)]
+        assert nested == ["fingerprint"]
         trees[0].run.lock.close()
 
 
@@ -899,16 +901,18 @@ def newest(t, rng, drafts=2):
     return Choice(nodes[-1].id, reason="the newest one") if nodes else None
 
 
-SELECT = selection.RULES | {"newest": newest, """
-    assert text.count("SELECT = selection.RULES | {") == 1
-    (tmp_path / "mine.py").write_text(text.replace("SELECT = selection.RULES | {", rule))
+SELECT = {
+    "newest": Rule(newest),"""
+    assert text.count("\nSELECT = {") == 1
+    (tmp_path / "mine.py").write_text(text.replace("\nSELECT = {", rule))
     spec = importlib.util.spec_from_file_location("mine", tmp_path / "mine.py")
     mine = importlib.util.module_from_spec(spec)
     sys.modules["mine"] = mine
     spec.loader.exec_module(mine)
     cfg = parse_config(mine.Config, ["--select", "newest", "--rule-args", "drafts=1"])
     mine.check_choices(cfg)
-    t = Tree(TASK, "none", 0, cfg, SimpleNamespace(rows=lambda file: []))
+    run = SimpleNamespace(rows=lambda file: [])
+    t = Tree(TASK, "none", 0, cfg, run, mine.SELECT["newest"])
     for parent in ("0", "0.0", "0.0.0"):
         node = asyncio.run(mine.decide(t))
         assert node.parent == parent

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import env
+import search
 from flatlab.episode.episode import run_episode
 from flatlab.tree import parsing, prompts
 from tasks import load_task
@@ -73,7 +74,7 @@ def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
 def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode):
     task = load_task("titanic", "", "")
     root = SimpleNamespace(op="baseline", idea="", valid=True, score=task.baseline)
-    question = prompts.ask(task, mode, 5, 0.1, "standard", root, [])
+    question = prompts.ask(task, search.strategy_request(mode, 5, 0.1, root), root, [])
     tokens = tiny_policy.render([{"role": "user", "content": question}])
 
     async def ask_all():

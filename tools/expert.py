@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from tqdm import tqdm
 
 import env
+import search
 from flatlab.episode.task import Task, improvement
 from flatlab.tree import prompts
 from tasks import load_task
@@ -320,7 +321,7 @@ def request(rng: random.Random, world: World, kind: str, words: str, program: st
         for name, code in parents[0].code.items():
             if name not in world.task.artefacts:  # those were removed
                 files += f"\n{name} ({len(code)} bytes)"
-    return f"{files}\n\n{prompts.situation(node, parents, 1500)}"
+    return f"{files}\n\n{prompts.situation(node, parents, search.sentence_of(node), 1500)}"
 
 
 def copy_lesson(rng: random.Random, world: World) -> list[tuple[str, str]]:
@@ -355,7 +356,8 @@ def list_strategies(rng: random.Random, world: World) -> list[tuple[str, str]]:
         lines.append(f"Strategy: {words}")
         if mode != "sequence":
             lines.append(f"Probability: {probability:.2f}")
-    question = prompts.ask(world.task, mode, k, 0.1, variant, parent, siblings)
+    wanted = search.strategy_request(mode, k, 0.1, parent)
+    question = prompts.ask(world.task, wanted, parent, siblings)
     reasoning = REASONING if variant == "cot" else ""
     return [("user", question), ("assistant", reasoning + "\n".join(lines))]
 

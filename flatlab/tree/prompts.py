@@ -1,9 +1,5 @@
-"""What a search says to the model. parsing.py reads the replies.
-
-Verbalized sampling (arXiv 2510.01171): a model that is asked for one answer gives the typical one.
-Asked for several answers with their probabilities, it describes its distribution, and one can ask
-for the tail of it. `tail`, `uniform` and `local` do that in three ways; `sequence` is a plain list
-without probabilities, for comparison.
+"""What the prompts of a search tell about the task and the nodes of the tree. The requests
+themselves are in search.py; parsing.py reads the replies.
 
 All texts are short and made of lines, because a model with a context of 2048 tokens gets the same
 ones. A `node` is a search node or anything with the same fields (idea, score, op, valid, status,
@@ -16,56 +12,24 @@ import re
 
 from flatlab.episode.task import Task
 
-# ------------------------------------------------------------------ asking for strategies
-
-ASK = {
-    "uniform": "List {k} reasonable strategies, all equally probable.",
-    "tail": "List {k} unusual strategies, each with a probability below {tau:g}.",
-    "local": "List {k} variations of {what}, with their probabilities.",
-    "sequence": "List {k} different strategies.",
-}
-THINK = 'First think in one line that begins with "Reasoning:".'
-FORM = (
-    "Answer with these two lines for each:\n"
-    "Strategy: <one sentence>\n"
-    "Probability: <number from 0 to 1>"
-)
-LIST_FORM = "Answer with this line for each:\nStrategy: <one sentence>"
-# If too few came.
-MORE = "List {k} more, different from all above, in the same form."
-SIBLINGS = 8  # a prompt names at most so many strategies that were tried already
+SIBLINGS = 8  # largest number of strategies of siblings in a prompt
 
 
-def ask(
-    task: Task,
-    mode: str,
-    k: int,
-    tau: float,
-    variant: str,
-    parent,
-    siblings: list,
-    summary: str = "",
-) -> str:
-    """The prompt for k strategies for a child of `parent`, which may be the root.
+def ask(task: Task, request: str, parent, siblings: list, summary: str = "") -> str:
+    """The prompt for strategies for a child of `parent`, which may be the root.
 
-    mode: a key of ASK. siblings: the other children of the parent.
+    siblings: the other children of the parent.
     """
-    root = parent.op == "baseline"
-    known = [summary]
-    if not root:
+    parts = [summary]
+    if parent.op != "baseline":
         idea = parent.idea or "not named"
-        known.append(f"The strategy so far: {score_of(parent)}\nStrategy: {idea}")
+        parts.append(f"The strategy so far: {score_of(parent)}\nStrategy: {idea}")
     tried = [node for node in siblings if node.idea][-SIBLINGS:]
     if tried:
-        known.append("Tried already, do not repeat:")
-        known += [f"Strategy: {node.idea}\nScore: {short_score(node)}" for node in tried]
-    what = "the most common strategy" if root else "the strategy so far"
-    request = [ASK[mode].format(k=k, tau=tau, what=what)]
-    if variant == "cot":
-        request.append(THINK)
-    request.append(LIST_FORM if mode == "sequence" else FORM)
-    parts = [about(task), "\n".join(filter(None, known)), "\n".join(request)]
-    return "\n\n".join(filter(None, parts))
+        parts.append("Tried already, do not repeat:")
+        parts += [f"Strategy: {node.idea}\nScore: {short_score(node)}" for node in tried]
+    context = "\n".join(filter(None, parts))
+    return "\n\n".join(filter(None, [about(task), context, request]))
 
 
 def about(task: Task) -> str:
@@ -109,26 +73,18 @@ def clip(text: str, limit: int) -> str:
 
 # ------------------------------------------------------------------ the first message of a node
 
-TO_DO = {
-    "debug": "Fix the error and keep the strategy.",
-    "crossover": "Combine both.",
-    "explore": "Try something different.",
-    "exploit": "Improve on it.",
-}
 
-
-def situation(node, parents: list, limit: int, summary: str = "") -> str:
+def situation(node, parents: list, sentence: str, limit: int, summary: str = "") -> str:
     """What a node is told after the task. Its strategy is the last line.
 
     parents: the nodes it builds on (none for a draft); of their code and errors it is shown at most
-    about `limit` characters, and nothing of their conversations.
+    about `limit` characters, and nothing of their conversations. sentence: what to do with them.
     """
     parts = [summary]
     for parent in parents:
         parts.append(attempt(parent, parent is parents[0], limit // len(parents)))
-    if parents:
-        phase = "explore" if node.decision.get("phase") == "explore" else "exploit"
-        parts[-1] += "\n" + TO_DO.get(node.op, TO_DO[phase])
+    if parents and sentence:
+        parts[-1] += f"\n{sentence}"
     text = "\n\n".join(filter(None, parts))
     strategy = f"Strategy: {node.idea}" if node.idea else ""
     return "\n".join(filter(None, [text, strategy]))
@@ -178,26 +134,6 @@ def summary_of_tree(nodes: list) -> str:
 
 def strategy_of(node) -> str:
     return node.idea or "no strategy named"
-
-
-REFLECT = (
-    "{about}\n\n{tree}\n\nWhat worked, what failed and why, and what should be tried next? "
-    "Answer in at most five short sentences."
-)
-
-# ------------------------------------------------------------------ the scientist
-
-LOOK = """{about}
-The tree:
-{tree}
-{notes}{left} experiments are left. Which of them do you want to look at? Answer with one line:
-Inspect: <numbers, or none>"""
-CHOOSE = """{details}
-Now choose the next experiment. Answer with these lines:
-Parent: <number>
-Strategy: <one sentence>
-Mode: <explore or exploit>
-Memory: <one sentence to remember>"""
 
 
 def tree_lines(nodes: list) -> str:

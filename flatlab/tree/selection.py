@@ -1,4 +1,5 @@
-"""Which node gets the next child: the selection rules of search.py, one function each in RULES.
+"""Which node gets the next child: what selection rules share, and the rules of search.py besides
+those that stand in its block.
 
 A rule is called as rule(tree, rng, **constants). It returns a Choice, or None if nothing can start
 before a running node has ended (if none is running, the tree is complete). Its constants are
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import fmean, stdev
 
 import numpy as np
@@ -27,6 +30,18 @@ from flatlab.tree import prompts
 from flatlab.tree.tree import Choice, Node, Tree
 
 DEBUG_DEPTH = 3  # failures in a row after which a branch is given up
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A selection rule, and what sets it apart from the others."""
+
+    function: Callable  # (tree, rng, constants with defaults) -> Choice, or None to wait
+    debugs_itself: bool = False  # it chooses failed nodes itself: --debug-prob does not apply
+    asks_once: bool = False  # one request for strategies serves all children of a node
+    uses_mode: bool = True  # False: it asks for no strategies, and runs one node at a time
+    check: Callable | None = None  # (Config, constants), raises UserError if the rule cannot work
+
 
 # ------------------------------------------------------------------ what the rules share
 
@@ -122,24 +137,6 @@ def explore_or_exploit(values: dict, bonus: dict, chosen: str | None = None) -> 
 # ------------------------------------------------------------------ the rules
 
 
-def bfs(t, rng):
-    """Level by level, --branching children each, --depth levels.
-
-    Failed nodes get children, too (to debug them), so the set of nodes is known from the start.
-    """
-    level = ["0"]
-    left = t.cfg.nodes
-    for _ in range(t.cfg.depth):
-        below = [f"{id}.{i}" for id in level for i in range(t.cfg.branching)][:left]
-        for id in below:
-            parent = t.nodes.get(id.rpartition(".")[0])
-            if id not in t.nodes and parent and parent.status:
-                return Choice(parent.id, reason="next in level order")
-        level = below
-        left -= len(below)
-    return None
-
-
 def uniform_choice(t, rng, drafts=3):
     """Drafts, then any candidate with equal probability."""
     options = candidates(t, drafts)
@@ -147,20 +144,6 @@ def uniform_choice(t, rng, drafts=3):
         return None
     scores = {node.id: 1 / len(options) for node in options}
     return Choice(rng.choice(options).id, scores=scores, reason=f"drawn from {len(options)}")
-
-
-def greedy(t, rng, drafts=5):
-    """Drafts, then always the best node (AIDE, arXiv 2502.13138)."""
-    scores = {node.id: node.improvement for node in candidates(t, drafts)}
-    if not scores:
-        return None
-    best = max(scores, key=scores.get)
-    return Choice(best, scores=scores, reason="best so far" if t.scored() else "draft")
-
-
-def ucb(t, rng, drafts=3, c=1.41):
-    """The arg-max of Q + c sqrt(ln N / (n + 1)) (UCB1, Auer et al. 2002)."""
-    return explore_or_exploit(*values_and_bonuses(t, drafts, c))
 
 
 def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
@@ -257,6 +240,11 @@ def signals(
     return Choice(id, "exploit" if exploits else "explore", "largest sum of signals", scores)
 
 
+def check_signals(cfg, constants: dict) -> None:
+    if not any(constants[name] for name in SIGNALS):
+        raise UserError(f"--rule-args: one of {', '.join(SIGNALS)} must be above 0.")
+
+
 def mcts(t, rng, c=0.25):
     """From the root down by UCT to the first node with fewer than --branching children.
 
@@ -320,28 +308,25 @@ def linear(t, rng):
 
 
 RULES = {
-    "bfs": bfs,
-    "random": uniform_choice,
-    "greedy": greedy,
-    "ucb": ucb,
-    "open_ended": open_ended,
-    "softmax": softmax,
-    "signals": signals,
-    "mcts": mcts,
-    "evolution": evolution,
-    "linear": linear,
+    "random": Rule(uniform_choice),
+    "open_ended": Rule(open_ended),
+    "softmax": Rule(softmax),
+    "signals": Rule(signals, check=check_signals),
+    "mcts": Rule(mcts, debugs_itself=True),
+    "evolution": Rule(evolution),
+    "linear": Rule(linear, debugs_itself=True, uses_mode=False),
 }
 
 
-def constants(name: str, rule, rule_args: tuple[str, ...]) -> dict:
-    """The keyword arguments for a rule from the `name=value` pairs of --rule-args.
+def constants(name: str, rule: Rule, rule_args: tuple[str, ...]) -> dict:
+    """The keyword arguments of a rule: its defaults, or the `name=value` pairs of --rule-args.
 
     A value has the type of the default. Raises UserError for an unknown name and for a value that
-    is no number, negative, or 0 where a count is wanted, and for signals without any weight.
+    is no number, negative, or 0 where a count is wanted.
     """
-    parameters = inspect.signature(rule).parameters.values()
+    parameters = inspect.signature(rule.function).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    values = {}
+    values = dict(defaults)
     for text in rule_args:
         key, _, value = text.partition("=")
         if key not in defaults:
@@ -355,8 +340,6 @@ def constants(name: str, rule, rule_args: tuple[str, ...]) -> dict:
         lowest = 1 if kind is int else 0
         if not lowest <= values[key] < math.inf:
             raise UserError(f"--rule-args {text}: {key} must be at least {lowest}.")
-    if rule is signals and not any((defaults | values)[signal] for signal in SIGNALS):
-        raise UserError(f"--rule-args: one of {', '.join(SIGNALS)} must be above 0.")
     return values
 
 

@@ -37,7 +37,8 @@ class Node:
     parent: str = ""
     second: str | None = None  # the other parent of a crossover
     order: int = -1  # number of nodes started before; the journal is in order of completion
-    op: str = ""  # baseline (the root), draft, improve, debug or crossover
+    op: str = ""  # baseline (the root), or a key of OPERATORS in search.py
+    mark: str = "*"  # its marker in pictures
     sampling_mode: str = "none"  # how this node's strategy was asked for
     idea: str = ""  # its strategy
     probability: float | None = None  # as the model stated it
@@ -88,20 +89,23 @@ class Tree:
     """All nodes of one task, sampling mode and seed, the running ones included.
 
     cfg: the Config of search.py. run: the open run directory; the tree is rebuilt from its journal.
+    rule: the Rule that selects parents.
     """
 
-    def __init__(self, task: Task, sampling_mode: str, seed: int, cfg, run):
+    def __init__(self, task: Task, sampling_mode: str, seed: int, cfg, run, rule):
         self.task = task
         self.sampling_mode = sampling_mode
         self.seed = seed
         self.cfg = cfg
         self.run = run
+        self.rule = rule
         self.policy = None
         self.root = Node("0", op="baseline", score=task.baseline, improvement=0.0, valid=True)
         self.root.status = "baseline"
         self.nodes = {"0": self.root}
         self.finished: list[Node] = []  # in order of completion
-        self.pending_ideas: dict[str, list | asyncio.Future] = {}  # by request, see request_of
+        self.ideas: dict[str, list] = {}  # strategies by request, see request_of
+        self.requests: dict[str, asyncio.Future] = {}  # the same while the model lists them
         self.node_ended = asyncio.Event()
         self.closed = False  # complete, and its best node is scored on the test part
         self.chosen: Node | None = None  # the best node once the tree is closed
@@ -119,9 +123,9 @@ class Tree:
             self.finished.append(node)
             self.seconds_before = node.elapsed
             if node.ideas:
-                self.pending_ideas[self.request_of(node)] = node.ideas
+                self.ideas[self.request_of(node)] = node.ideas
 
-    def start(self, choice: Choice) -> Node:
+    def start(self, choice: Choice, op: str, mark: str) -> Node:
         """Adds the node that was chosen; from now on the rules see it as running."""
         names = (f"{choice.parent}.{number}" for number in itertools.count())
         id = next(name for name in names if name not in self.nodes)
@@ -130,18 +134,13 @@ class Tree:
             "scores": choice.scores,
             "reason": choice.reason,
         }
-        parent = self.nearest_kept(choice.parent)
-        op = "improve" if parent.valid else "debug"
-        if parent is self.root:
-            op = "draft"
-        if choice.second:
-            op = "crossover"
         self.nodes[id] = Node(
             id,
             choice.parent,
             choice.second,
             order=self.started(),
             op=op,
+            mark=mark,
             idea=choice.idea,
             tokens=choice.tokens,
             seed=stable(self.seed, id),
@@ -152,10 +151,10 @@ class Tree:
     def request_of(self, node: Node) -> str:
         """The key of the request for strategies that serves this node.
 
-        bfs asks once for all children of a node. The other rules ask for each child, and show the
-        model the earlier ones.
+        A rule may ask once for all children of a node. Otherwise each child has a request of its
+        own, which shows the model the earlier ones.
         """
-        return node.parent if self.cfg.select == "bfs" else node.id
+        return node.parent if self.rule.asks_once else node.id
 
     def started(self) -> int:
         return 1 + max(node.order for node in self.nodes.values())

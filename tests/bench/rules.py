@@ -127,7 +127,7 @@ async def regret(kind, mode, seed, select, **budget):
     """How far the best node by validation stays below the best possible value."""
     task = SimpleNamespace(baseline=0.0, name="simulated")
     cfg = search_config(select=select, branching=3, depth=5, **budget)
-    t = SimulatedTree(task, mode, seed, cfg, NoRun())
+    t = SimulatedTree(task, mode, seed, cfg, NoRun(), search.SELECT[select])
     t.world = world(kind, seed)
     t.root.truth = 0.0
     while node := await search.decide(t):
