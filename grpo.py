@@ -82,6 +82,7 @@ from flatlab.train.checkpoint import (
     restore,
     resume,
     save_adapter,
+    save_groups,
     timing,
     write_step,
 )
@@ -581,11 +582,12 @@ def final_seed(cfg: Config) -> int:
 async def compare_adapters(policy, tasks, cfg: Config, run, dist, state: State) -> dict:
     """Plays the same fresh seeds with the untrained, the imitated, the last and the best adapter.
 
-    Adapters with equal weights are played once. The test part is scored for the best one alone.
+    Adapters with equal weights are played once: `file` in the results names their episodes. The
+    test part is scored for the best one alone.
     """
     folders = dist.gather(final_adapters(run) if run else None)[0]
     weights = {name: digest(folder) for name, folder in folders.items()}
-    played = {}  # by digest
+    played, files = {}, {}  # by digest
     for name in ("best", *folders):
         if weights[name] not in played:
             policy.load(folders[name])
@@ -593,7 +595,11 @@ async def compare_adapters(policy, tasks, cfg: Config, run, dist, state: State) 
             played[weights[name]] = await evaluate(
                 policy, tasks, cfg, dist, final_seed(cfg), test=name == "best"
             )
+            save_groups(run, f"final-{name}", played[weights[name]])
+            files[weights[name]] = f"episodes/final-{name}.jsonl"
     results = metrics.final_comparison({name: played[weights[name]] for name in folders}, tasks)
+    for name, result in results.items():
+        result["file"] = files[weights[name]]
     results["last"]["step"] = state.step - 1
     results["best"]["step"] = state.best["step"]
     return {
@@ -624,11 +630,13 @@ async def begin(policy, tasks, cfg: Config, run, dist, state: State) -> None:
         when = "after imitation"
     if cfg.eval_episodes:
         groups = await evaluate(policy, tasks, cfg, dist, selection_seed(cfg))
+        save_groups(run, "before", groups)
         metrics.remember(state.recent, groups)
         result = metrics.evaluation(groups, tasks)
         keep_best(policy, run, dist, state, result | {"step": -1})
         if run:
             run.result(before=result)
+            run.track({"step": -1} | metrics.evaluation_columns(result))
         dist.say(metrics.evaluation_line(when, result, metrics.split_of(tasks)))
 
 
@@ -694,8 +702,9 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
         metrics.remember(state.recent, played)
         if cfg.eval_episodes and (state.step % cfg.eval_every == 0 or state.step == cfg.steps):
             judged = await evaluate(policy, tasks, cfg, dist, selection_seed(cfg))
+            save_groups(run, f"eval-{step:06d}", judged)
             result = metrics.evaluation(judged, tasks)
-            row |= {f"eval_{key}": value for key, value in result.items()}
+            row |= metrics.evaluation_columns(result)
             keep_best(policy, run, dist, state, result | {"step": step})
         row["alarms"] = guard.alarms(row, rows)
         rows.append(row)
@@ -715,6 +724,7 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
         final = await compare_adapters(policy, tasks, cfg, run, dist, state)
         if run:
             run.result(final=final)
+            run.track(metrics.final_row(final, run.results()["metric"]))
     if run:
         run.result(status=f"stopped: {state.stopped}" if state.stopped else "finished")
 

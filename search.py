@@ -62,7 +62,7 @@ from flatlab.runs import trackers
 from flatlab.runs.cli import check_distinct, check_numbers, one_sentence, parse_config
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.reader import read_run
-from flatlab.runs.store import Run, open_run, run_directory
+from flatlab.runs.store import Run, open_run, packed_tokens, run_directory
 from flatlab.train.metrics import plus_minus
 from flatlab.tree import parsing, prompts, selection
 from flatlab.tree.prompts import summary_chars
@@ -416,10 +416,9 @@ async def expand(t: Tree, node: Node) -> None:
         done.diff = difference(parents[0].code, done.code)
     # Nothing below waits, so the rules see the node finish at once and complete.
     vars(node).update(vars(done))
-    transcript = episode.to_dict() | {"node": node.id}
-    if t.cfg.engine != "api":  # the tokens of an endpoint are not the model's
-        transcript["segments"] = [asdict(segment) for segment in episode.segments]
-    t.run.save_episodes(node.order, [transcript])
+    # the tokens of an endpoint are not the model's
+    tokens = b"" if t.cfg.engine == "api" else packed_tokens([episode])
+    t.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id}], tokens)
     node.seconds = time.monotonic() - start
     node.elapsed = t.elapsed()
     t.run.log(asdict(node), "journal.jsonl")  # from here on it counts

@@ -3,7 +3,8 @@
     python viz.py logs/<run>                 summary, pictures and report.html of one run
     python viz.py logs/*                     compare runs; those that differ by seed are a group
     python viz.py logs/<run> --list          episodes, or the tree of a search
-    python viz.py logs/<run> --episode 12.3  a transcript: step 12, number 3; of a search: 0.2.1
+    python viz.py logs/<run> --episode 12.3  a transcript: step 12, number 3; also before.3 and
+                                             eval-9.3 (evaluations), final-best.3, a node 0.2.1
     python viz.py logs/<run> --best          the transcript with the best score
     python viz.py logs/<run> --export DIR    tables for the datasets library and TRL's trainers
 
@@ -34,7 +35,7 @@ class Options:
     # run directories logs/<name>; the directory of a grid stands for its cells
     runs: tyro.conf.Positional[tuple[Path, ...]]
     list: bool = False  # print one line per episode, or the tree
-    episode: str = ""  # print one transcript: STEP.INDEX, or the id of the node
+    episode: str = ""  # print one transcript: its id, as --list shows it
     best: bool = False  # print the transcript with the best score
     format: Literal["png", "pdf", "svg"] = "png"  # file format of the pictures
     report: bool = True  # write report.html
@@ -44,8 +45,8 @@ class Options:
 # ------------------------------------------------------------------ terminal
 
 UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-FACTS = ("outcome", "score", "status", "task", "op", "sampling_mode", "parent", "second")
-FACTS += ("probability", "idea", "tokens", "seconds", "error")
+FACTS = ("outcome", "score", "test_score", "status", "task", "seed", "op", "sampling_mode")
+FACTS += ("parent", "second", "probability", "idea", "tokens", "seconds", "error")
 
 
 def clean(text) -> str:
@@ -79,8 +80,8 @@ def show(item: dict) -> str:
 
 
 def list_lines(run: RunData) -> list[str]:
-    """Episodes by step, or the nodes as a tree with the path to the best one marked."""
-    items = transcripts(run)
+    """All episodes by file, or the nodes as a tree with the path to the best one marked."""
+    items = transcripts(run, file_filter=bool)
     if run.kind == "search":
         return node_lines(run, items)
     lines = [["episode", "score", "turns", "tokens", "sec", "status"]]
@@ -109,19 +110,22 @@ def node_lines(run: RunData, items: list[dict]) -> list[str]:
 
 def pick(run: RunData, id: str) -> dict:
     """The transcript with this id. The UserError for an unknown one names the range."""
-    step = id.partition(".")[0]
-    items = transcripts(run, int(step) if run.kind == "grpo" and step.isdigit() else None)
+    file = id.rpartition(".")[0]
+    items = transcripts(run, file_filter=lambda name: name == file) or transcripts(run)
     for item in items:
         if item["id"] == id:
             return item
-    near = items or transcripts(run)
-    ids = sorted((item["id"] for item in near), key=search_plots.lineage)
+    ids = [item["id"] for item in items]
+    if run.kind == "search":
+        ids.sort(key=search_plots.lineage)
     there = f"there are {ids[0]} to {ids[-1]}" if ids else "there is none at all"
     raise UserError(f"{run.dir} has no transcript '{id}'; {there}.")
 
 
 def best_of(run: RunData) -> dict:
-    """The transcript with the best score; with several tasks, that with the largest reward."""
+    """The transcript of training, or the node, with the best score; with several tasks, that with
+    the largest reward.
+    """
     valid = [item for item in transcripts(run) if item["score"] is not None]
     if not valid:
         raise UserError(f"{run.dir} has no transcript with a score.")

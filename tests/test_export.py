@@ -6,8 +6,10 @@ import json
 import pytest
 
 import viz
+from flatlab.episode.episode import Episode, Segment
 from flatlab.errors import UserError
 from flatlab.runs import store
+from flatlab.runs.store import packed_tokens
 from helpers import (
     CONFIG,
     PROJECT,
@@ -70,8 +72,8 @@ def tree(tmp_path):
     run.result(**search_result(rows))
     for row in rows:
         prompt = "Improve." if row["id"] == "0.2" else "Predict."
-        transcript = {"node": row["id"], "prompt": prompt, "segments": [SEGMENT]}
-        run.save_episodes(row["order"], [transcript])
+        tokens = packed_tokens([Episode("titanic", 0, segments=[Segment(**SEGMENT)])])
+        run.save_episodes(row["order"], [{"node": row["id"], "prompt": prompt}], tokens)
         run.log(row, "journal.jsonl")
     return run
 

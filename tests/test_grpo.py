@@ -12,7 +12,7 @@ import subprocess
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, stdev
 
 import pytest
 import torch
@@ -22,12 +22,13 @@ import grpo
 from flatlab.errors import UserError
 from flatlab.options import ModelOptions, derive
 from flatlab.runs import store
-from flatlab.runs.reader import read_rows
+from flatlab.runs.reader import read_rows, segments_of
 from flatlab.train import guard, metrics
-from flatlab.train.batch import Group, TrainSequence
+from flatlab.train.batch import Group, TrainSequence, gather_groups
 from flatlab.train.checkpoint import State, restore
 from flatlab.train.distributed import SingleProcess
 from flatlab.view import console
+from helpers import RESULT
 from policy import ModelPath
 from tasks import load_task
 from training import CFG, NOTHING, TASK, configure, group_of, one_reply, valid
@@ -346,7 +347,7 @@ def play(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "describe_machine", lambda: "")
     start = [p.detach().clone() for p in policy.parameters()]
 
-    def play(name="a", episode=one_reply, tasks=(TASK,), begin=start, **fields):
+    def play(name="a", episode=one_reply, tasks=(TASK,), begin=start, trackers=(), **fields):
         with torch.no_grad():
             for p, s in zip(policy.parameters(), begin):
                 p.copy_(s)
@@ -363,6 +364,8 @@ def play(policy, tmp_path, monkeypatch):
             **{"eval_episodes": 0, "kl": 0.05, "concurrency": 8, **fields},
         )
         run = store.open_run(f"logs/{name}", {"task": list(cfg.tasks.task), "steps": cfg.steps})
+        run.result(**RESULT)
+        run.trackers += trackers
         try:
             asyncio.run(grpo.train(policy, list(tasks), cfg, run, SingleProcess()))
             return run.rows()
@@ -522,6 +525,37 @@ def test_the_untrained_adapter_is_that_of_the_start_also_after_a_resume(play, po
     policy.load(Path("logs/a/untrained"))
     assert all(torch.equal(a, b) for a, b in zip(start, policy.parameters()))
     assert result_of()["final"]["steps"] == 4 and result_of()["final"]["last"]["step"] == 3
+
+
+def test_a_run_that_continues_keeps_its_evaluations_and_compares_anew(play):
+    def names():
+        return sorted(path.stem for path in Path("logs/a/episodes").glob("*.jsonl"))
+
+    options = {"eval_episodes": 4, "eval_every": 1, "guard": "off"}
+    play(steps=2, episode=Watched(0.6, 0.7, 0.65), **options)
+    finals = ["final-best", "final-last", "final-untrained"]
+    assert names() == ["000000", "000001", "before", "eval-000000", "eval-000001", *finals]
+    before = Path("logs/a/episodes/before.jsonl").read_bytes()
+    play(steps=3, episode=Watched(0.75), **options)  # best is the last adapter now
+    steps = ["000000", "000001", "000002", "before", "eval-000000", "eval-000001", "eval-000002"]
+    assert names() == [*steps, "final-best", "final-untrained"]
+    assert Path("logs/a/episodes/before.jsonl").read_bytes() == before
+    final = result_of()["final"]
+    assert final["last"]["file"] == final["best"]["file"] == "episodes/final-best.jsonl"
+    assert final["untrained"]["file"] == "episodes/final-untrained.jsonl"
+
+
+def test_trackers_get_every_evaluation_and_the_table_at_the_end(play):
+    rows = []
+    options = {"eval_episodes": 2, "eval_every": 2, "guard": "off"}
+    play(steps=2, trackers=[lambda row, episodes: rows.append(row)], **options)
+    assert [row["step"] for row in rows] == [-1, 0, 1, 1]
+    result = result_of()
+    assert rows[0]["eval_score_mean"] == result["before"]["score_mean"]
+    assert "eval_score_mean" in rows[2]
+    assert rows[3]["final/untrained/score_mean"] == result["final"]["untrained"]["score_mean"]
+    assert rows[3]["final/best/difference"] == result["final"]["best"]["difference"]
+    assert rows[3]["table"] == metrics.final_table(result["final"], "accuracy")
 
 
 def test_paired_differences_by_hand():
@@ -762,6 +796,9 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
     assert last["eval_improvement"] == pytest.approx(sum(halves) / 2)
     assert "score_mean" not in last and "eval_score_mean" not in last  # units differ
     result = result_of()
+    before = read_rows("logs/a/episodes/before.jsonl")
+    assert fmean(e["improvement"] for e in before) == result["before"]["improvement"]
+    assert [e["baseline"] for e in before] == [TASK.baseline, other.baseline] * 2
     line = metrics.evaluation_line("x", result["before"], "validation")
     assert line.startswith("x: improvement ") and ", titanic 0." in line
     table = metrics.final_table(result["final"], "improvement")
@@ -823,11 +860,20 @@ def test_ppo_learns_its_value_head(policy, random_model, play):
         policy.value_head = None
 
 
-def test_groups_without_tokens_travel():
-    from flatlab.train.batch import gather_groups
-
-    episode = env.Episode("t", 0, segments=[env.Segment([1], [1], [0.0])])
-    group = Group(0, TASK, [episode], [0.5])
-    assert (
-        gather_groups([group], SingleProcess())[0].episodes[0].segments == [] and episode.segments
-    )
+def test_groups_travel_with_their_tokens_packed(tmp_path):
+    """Each rank packs its own; what they send, one after the other, is one file."""
+    logprob = -0.1234567890123456789
+    sampled = [env.Segment([1, 2], [0, 1], [0.0, logprob]), env.Segment([3], [1], [math.nan])]
+    episodes = [env.Episode("t", 0, segments=sampled), env.Episode("t", 1, status="fault")]
+    group = Group(0, TASK, episodes, [0.5])
+    (copy,) = gather_groups([group], SingleProcess())
+    assert [e.segments for e in copy.episodes] == [[], []]
+    assert episodes[0].segments == sampled
+    path = tmp_path / "episodes" / "before.tokens.jsonl.gz"
+    path.parent.mkdir()
+    path.write_bytes(copy.tokens + copy.tokens)
+    kept = [
+        {"tokens": [1, 2], "mask": [0, 1], "logprobs": [0.0, logprob]},
+        {"tokens": [3], "mask": [1], "logprobs": [None]},  # JSON has no NaN
+    ]
+    assert segments_of(tmp_path, "before") == [kept, [], kept, []]

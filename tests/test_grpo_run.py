@@ -2,6 +2,7 @@
 -9.
 """
 
+import gzip
 import json
 import os
 import re
@@ -12,8 +13,10 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
+from pytest import approx
 
 import grpo
 import search
@@ -107,19 +110,134 @@ def test_a_run_leaves_everything_behind(finished):
     assert "\nuntrained " in out and "\nlast (step 1)" in out and "\nbest " in out
 
 
-def test_the_adapter_loads_in_plain_peft(finished):
+# ------------------------------------------------------------------ numbers from the files alone
+
+
+def unpacked(path):
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+def counted(episode, part="score"):
+    """The score as tables count it: without a valid submission the baseline."""
+    return episode[part]["value"] if episode[part]["valid"] else episode["baseline"]
+
+
+def mean_and_error(values):
+    return fmean(values), stdev(values) / len(values) ** 0.5
+
+
+def evaluation_of(episodes):
+    """An evaluation as result.json has it."""
+    played = [e for e in episodes if e["status"] != "fault"]
+    scores = [counted(e) for e in played]
+    improvements = [e["improvement"] or 0.0 for e in played]
+    clipped = [max(-1, min(1, e["improvement"])) if e["score"]["valid"] else -1 for e in played]
+    result = {
+        "n": len(played),
+        "faults": len(episodes) - len(played),
+        "valid_share": fmean(e["score"]["valid"] for e in played),
+        "score_best": max(scores),
+    }
+    columns = {"score": scores, "improvement": improvements, "clipped_improvement": clipped}
+    if all(e["test_score"] for e in played):
+        columns["test_score"] = [counted(e, "test_score") for e in played]
+    for name, values in columns.items():
+        mean = "_mean" if "score" in name else ""
+        result[f"{name}{mean}"], result[f"{name}_stderr"] = mean_and_error(values)
+    return result
+
+
+def test_every_headline_follows_from_the_episodes(finished):
+    logs = finished[0] / "logs" / "a"
+    result = json.loads((logs / "result.json").read_text())
+    row = rows(logs / "metrics.jsonl")[-1]
+    before = evaluation_of(rows(logs / "episodes" / "before.jsonl"))
+    last = evaluation_of(rows(logs / "episodes" / "eval-000001.jsonl"))
+    assert result["before"] == approx(before)
+    assert {key: row[f"eval_{key}"] for key in last} == approx(last)
+    step = result["best"].pop("step")
+    assert result["best"] == approx(last if step == 1 else before)
+
+    final = result["final"]
+    files = {name: final[name].pop("file") for name in ("untrained", "last", "best")}
+    episodes = {name: rows(logs / file) for name, file in files.items()}
+    reference = {e["seed"]: counted(e) for e in episodes["untrained"]}
+    for name in ("untrained", "last", "best"):
+        expected = evaluation_of(episodes[name])
+        if name != "best":
+            expected = {key: expected[key] for key in expected if "test_score" not in key}
+        if name != "untrained":
+            pairs = [counted(e) - reference[e["seed"]] for e in episodes[name]]
+            expected["difference"], expected["difference_stderr"] = mean_and_error(pairs)
+            expected["difference_n"] = len(pairs)
+            final[name].pop("step")
+        assert final[name] == approx(expected)
+    assert (files["best"] == files["untrained"]) == final["best_is_untrained"]
+    assert (files["best"] == files["last"]) == final["best_is_last"]
+    judged = rows(logs / "episodes" / "before.jsonl")
+    assert not {e["seed"] for e in judged} & set(reference)
+
+
+def test_the_loss_of_a_step_follows_from_the_files(finished):
+    """The group advantage, DAPO's loss and the KL term, with plain transformers and peft."""
     import torch
+    import yaml
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    folder, _ = finished
-    best = folder / "logs" / "a" / "checkpoints" / "000001"
-    base = json.loads((best / "adapter_config.json").read_text())["base_model_name_or_path"]
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(best))
-    with torch.no_grad():
-        trained = model(torch.arange(20)[None]).logits
-        with model.disable_adapter():
-            assert not torch.equal(trained, model(torch.arange(20)[None]).logits)
+    logs = finished[0] / "logs" / "a"
+    cfg = yaml.safe_load((logs / "config.yaml").read_text())
+    row = rows(logs / "metrics.jsonl")[1]
+    episodes = rows(logs / "episodes" / "000001.jsonl")
+    sampled = unpacked(logs / "episodes" / "000001.tokens.jsonl.gz")
+    assert len(sampled) == len(episodes)
+
+    adapter = logs / "checkpoints" / "000000"  # before the update of step 1
+    base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, str(adapter)).eval()
+
+    def logprobs(tokens, mask):
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1] / cfg["temperature"]
+        chosen = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        return chosen[mask[1:].bool()]
+
+    losses, kls, differences, clips = [], [], [], []
+    for episode, line in zip(episodes, sampled):
+        group = [e["reward"] for e in episodes if e["group"] == episode["group"]]
+        if len(set(group)) == 1:
+            continue
+        advantage = (episode["reward"] - fmean(group)) / stdev(group)
+        trained = sum(sum(segment["mask"]) for segment in line["segments"])
+        assert trained == episode["reply_tokens"]
+        for segment in line["segments"]:
+            tokens, mask = torch.tensor(segment["tokens"]), torch.tensor(segment["mask"])
+            old = torch.tensor(segment["logprobs"])[mask.bool()]
+            logp = logprobs(tokens, mask)
+            with model.disable_adapter():
+                reference = logprobs(tokens, mask)
+            ratio = (logp - old).exp().clamp(max=cfg["is_cap"])
+            clipped = ratio.clamp(1 - cfg["clip_low"], 1 + cfg["clip_high"])
+            kl = (reference - logp).exp() - (reference - logp) - 1
+            losses.append(-torch.minimum(ratio * advantage, clipped * advantage) + cfg["kl"] * kl)
+            kls.append(kl)
+            differences.append((logp - old).abs())
+            clips.append(clipped * advantage < ratio * advantage)
+    assert row["loss"] == approx(torch.cat(losses).mean().item(), rel=1e-5)
+    assert row["kl"] == approx(torch.cat(kls).mean().item(), rel=1e-2)
+    assert row["kl"] > 1e-6  # the adapter of step 0 is not the base model
+    assert row["logprob_diff_max"] == approx(torch.cat(differences).max().item(), abs=5e-6)
+    assert row["clip_share"] == torch.cat(clips).double().mean()
+
+
+def test_the_episodes_of_a_step_are_of_one_version(finished):
+    folder = finished[0] / "logs" / "a" / "episodes"
+    versions = [
+        {turn["version"] for episode in rows(file) for turn in episode["turns"]}
+        for file in sorted(folder.glob("00000?.jsonl"))
+    ]
+    assert versions[0] == {min(versions[0])} and versions[1] == {min(versions[0]) + 1}
 
 
 @pytest.fixture
@@ -157,7 +275,7 @@ def test_a_run_without_its_checkpoints_is_not_erased(again):
         code, _, err = again(*A_RUN)
         assert code == 2 and "no checkpoint to continue from" in err
         assert (logs / "metrics.jsonl").read_bytes() == before
-        assert len(list((logs / "episodes").glob("*.jsonl"))) == 2
+        assert len(list((logs / "episodes").glob("0*.jsonl"))) == 2
     finally:
         if (logs / "checkpoints").exists():
             (logs / "checkpoints").rmdir()
@@ -186,7 +304,7 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
     trained = "logs/learned/checkpoints/000000"
     done("search.py", *f"--name again --nodes 1 --branching 1 --model {trained}".split())
     before, after = (
-        rows(next((tmp_path / f"logs/{name}/episodes").glob("000000.jsonl")))[0]["segments"][0]
+        unpacked(tmp_path / f"logs/{name}/episodes/000000.tokens.jsonl.gz")[0]["segments"][0]
         for name in ("tree", "again")
     )
     assert (
@@ -224,7 +342,7 @@ def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tin
     assert code == 0 and "resumed after step" in out and "up to 1024 tokens" in out, err
     assert [row["step"] for row in rows(logs / "metrics.jsonl")] == [0, 1, 2]
     assert not list(logs.rglob(".tmp-*"))
-    steps = sorted(path.stem for path in (logs / "episodes").iterdir())
+    steps = sorted(path.stem for path in (logs / "episodes").glob("*.jsonl"))
     assert steps == ["000000", "000001", "000002"]
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from flatlab.errors import UserError
+from flatlab.runs.reader import segments_of
 from flatlab.train import distributed
 
 ROOT = Path(__file__).parents[1]
@@ -121,6 +122,12 @@ def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model, a
         ]
         assert texts[0] == texts[1]
         assert len(texts[0]) == 12
+        tokens = [
+            [segment["tokens"] for [segment] in segments_of(run, f"{step:06d}")]
+            for run in (one, two)
+        ]
+        assert tokens[0] == tokens[1]
+        assert len(tokens[0]) == 12
     weights = [
         load_file(run / f"checkpoints/{STEPS - 1:06d}/adapter_model.safetensors")
         for run in (one, two)

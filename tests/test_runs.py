@@ -164,6 +164,19 @@ def test_cut_last_line_does_not_count_and_is_replaced(tmp_path):
     assert run.rows() == [step_row(0), step_row(1)]
 
 
+def test_resume_drops_the_evaluations_of_dropped_steps_and_the_final_comparison(tmp_path):
+    run = store.open_run(tmp_path, CONFIG)
+    names = [0, 1, "before", "eval-000000", "eval-000001", "final-best", "final-last"]
+    for name in names:
+        run.save_episodes(name, [{}], tokens=b"x")
+    run.truncate_after(0)
+    kept = ["000000", "before", "eval-000000"]
+    files = [f"{name}.{end}" for name in kept for end in ("jsonl", "tokens.jsonl.gz")]
+    assert sorted(path.name for path in (tmp_path / "episodes").iterdir()) == files
+    run.truncate_after(-1)  # the run begins anew
+    assert not any((tmp_path / "episodes").iterdir())
+
+
 def test_resume_drops_rows_and_episodes_after_the_checkpoint(tmp_path):
     run = store.open_run(tmp_path, CONFIG)
     for step in range(4):

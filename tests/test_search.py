@@ -25,7 +25,7 @@ from flatlab.errors import SandboxFault, UserError
 from flatlab.files import read_mapping
 from flatlab.runs import store
 from flatlab.runs.cli import parse_config
-from flatlab.runs.reader import RunData, read_rows
+from flatlab.runs.reader import RunData, read_rows, segments_of
 from flatlab.runs.store import open_run
 from flatlab.sandbox import snapshot
 from flatlab.tree import selection
@@ -771,10 +771,8 @@ def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code_and_diff(tm
         and abs(result(t)["test_minus_validation"]) < 0.1
     )
     episode = json.loads((t.run.dir / "episodes" / "000000.jsonl").read_text())
-    assert (
-        episode["node"] == "0.0"
-        and sum(episode["segments"][0]["mask"]) == episode["reply_tokens"] > 0
-    )
+    [[segment]] = segments_of(t.run.dir, "000000")
+    assert episode["node"] == "0.0" and sum(segment["mask"]) == episode["reply_tokens"] > 0
     t.run.lock.close()
 
 

@@ -84,6 +84,15 @@ def test_the_best_different_valid_episodes_that_beat_the_baseline(run):
     assert imitation.best_episodes([deeper], [TASK], 0.01)[0]["node"] == "0.1"
 
 
+def test_evaluations_are_not_imitated(run):
+    """Their seeds select the best adapter and compare adapters at the end."""
+    trained = run(episode(0.75, turn("trained")))
+    for name in ("before", "eval-000009", "final-untrained", "final-best"):
+        run(episode(0.79, turn(name)), file=f"a/episodes/{name}.jsonl")
+    (chosen,) = imitation.best_episodes([trained], [TASK], 1.0)
+    assert chosen["turns"][0]["reply"] == "trained"
+
+
 def test_nothing_to_imitate_is_one_sentence(run, tmp_path):
     with pytest.raises(UserError, match="no run directory"):
         imitation.best_episodes([str(tmp_path / "nowhere")], [TASK], 0.5)

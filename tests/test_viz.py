@@ -194,6 +194,30 @@ def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
             printed(capsys, directory, **options)
 
 
+def test_episodes_of_evaluations_are_listed_and_shown_and_nowhere_else(tmp_path, capsys):
+    directory = with_episodes(tmp_path)
+    run = reader.read_run(directory)
+    training = reader.transcripts(run)
+    writer = store.Run(directory, CONFIG, None)
+    test_score = {"value": 0.85, "valid": True}
+    best = episode(0.95, "a final reply") | {"seed": -7, "test_score": test_score}
+    for name in ("final-best", "eval-000009", "before"):
+        writer.save_episodes(name, [episode(None), best])
+    lines = printed(capsys, directory, list=True).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == [
+        *(item["id"] for item in training),
+        *("before.0", "before.1", "eval-9.0", "eval-9.1", "final-best.0", "final-best.1"),
+    ]
+    text = printed(capsys, directory, episode="final-best.1")
+    assert "a final reply" in text
+    facts = dict(line.split(maxsplit=1) for line in text.splitlines()[1:7])
+    assert facts["score"] == "0.95" and facts["test_score"] == "0.85" and facts["seed"] == "-7"
+    with pytest.raises(UserError, match="no transcript 'eval-9.5'; there are eval-9.0 to eval-9.1"):
+        printed(capsys, directory, episode="eval-9.5")
+    assert reader.transcripts(run) == training  # what the page and the export show
+    assert printed(capsys, directory, best=True).startswith("1.1  0.9")
+
+
 def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     directory = searched(tmp_path / "run")
     tree = printed(capsys, directory, list=True).splitlines()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +15,15 @@ from flatlab.files import read_mapping
 
 
 def read_rows(path) -> list[dict]:
-    """All complete lines of a jsonl file; [] without a file. UserError if a line is damaged."""
+    """All complete lines of a jsonl file, also of one with gzip; [] without a file. UserError if a
+    line is damaged.
+    """
     rows = []
     try:
-        for line in Path(path).read_bytes().split(b"\n")[:-1]:
+        content = Path(path).read_bytes()
+        if Path(path).suffix == ".gz":
+            content = gzip.decompress(content)
+        for line in content.split(b"\n")[:-1]:
             rows.append(dict(json.loads(line)))
     except FileNotFoundError:
         return []
@@ -165,31 +173,37 @@ def outcome_of(status: str, is_valid: bool) -> str:
 # ------------------------------------------------------------------ transcripts
 
 
-def transcripts(run: RunData, step: int | None = None) -> list[dict]:
-    """All episodes or nodes of a run in one form, in the order of steps and of nodes.
+def transcripts(run: RunData, file_filter: Callable = str.isdigit) -> list[dict]:
+    """The episodes or nodes of a run in one form, in the order of the files and of nodes.
 
-    Keys: id ("12.3" = step and place in it; "0.2.1" = node), outcome ("valid", "failed", "fault"),
-    status, score (None unless valid), tokens, seconds, error, prompt, turns. Episodes also have
-    group ("12.0" = step and number) and reward (None for a fault); nodes also parent, op,
-    sampling_mode, idea, code, diff, decision. `step`: only the episodes of this step.
+    file_filter: predicate of the names of the files as ids show them: "12" (a step of training),
+    "before", "eval-9", "final-best"; by default the steps. A search has nodes alone.
+
+    Keys: id ("12.3", "eval-9.3" = file and place in it; "0.2.1" = node), outcome ("valid",
+    "failed", "fault"), status, score (None unless valid), tokens, seconds, error, prompt, turns.
+    Episodes also have seed, group ("12.0" = file and number), test_score (as score) and reward
+    (None for a fault); nodes also parent, op, sampling_mode, idea, code, diff, decision.
     """
     if run.kind == "search":
         return [node_item(row, run.dir) for row in run.rows]
     items = []
     for path in sorted((run.dir / "episodes").glob("*.jsonl")):
-        if path.stem.isdigit() and step in (None, int(path.stem)):
+        name = re.sub(r"0*(\d+)$", r"\1", path.stem)
+        if file_filter(name):
             for index, row in enumerate(read_rows(path)):
-                items.append(episode_item(row, int(path.stem), index))
+                items.append(episode_item(row, name, index))
     return items
 
 
-def episode_item(row: dict, step: int, index: int) -> dict:
+def episode_item(row: dict, name: str, index: int) -> dict:
     score = row["score"] or {"valid": False, "value": None, "message": row["fault"]}
+    test_score = row.get("test_score") or {"value": None}
     return row | {
-        "id": f"{step}.{index}",
-        "group": f"{step}.{row.get('group')}",
+        "id": f"{name}.{index}",
+        "group": f"{name}.{row.get('group')}",
         "outcome": outcome_of(row["status"], score["valid"]),
         "score": score["value"] if score["valid"] else None,
+        "test_score": test_score["value"],
         "tokens": row["reply_tokens"],
         "error": "" if score["valid"] else score["message"],
     }
@@ -197,13 +211,16 @@ def episode_item(row: dict, step: int, index: int) -> dict:
 
 def node_item(row: dict, directory: Path) -> dict:
     """prompt: what the model was told; "" if the node's transcript is missing."""
-    return row | {"turns": row["actions"], "prompt": own_transcript(row, directory)["prompt"]}
+    prompt = ""
+    for episode in read_rows(directory / "episodes" / f"{row['order']:06d}.jsonl"):
+        if episode["node"] == row["id"]:
+            prompt = episode["prompt"]
+    return row | {"turns": row["actions"], "prompt": prompt}
 
 
-def own_transcript(node: dict, directory: Path) -> dict:
-    """prompt and segments, the sequences as they were sampled; both are empty if it is missing."""
-    found = {"prompt": "", "segments": []}
-    for episode in read_rows(directory / "episodes" / f"{node['order']:06d}.jsonl"):
-        if episode["node"] == node["id"]:
-            found |= episode
-    return found
+def segments_of(directory: Path, name: str) -> list[list[dict]]:
+    """The sequences of each episode in episodes/<name>.jsonl as they were sampled: tokens, mask and
+    logprobs, see Segment. [] if none were written: an endpoint shows no tokens.
+    """
+    rows = read_rows(directory / "episodes" / f"{name}.tokens.jsonl.gz")
+    return [row["segments"] for row in rows]

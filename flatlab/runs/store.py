@@ -5,7 +5,11 @@ A run directory holds
                                               config.yaml also holds digests, see fingerprint.py
     metrics.jsonl                             one row per step of grpo.py
     journal.jsonl                             one row per node of search.py
-    episodes/000012.jsonl                     all transcripts of step 12, nothing cut
+    episodes/000012.jsonl                     all transcripts of step (or node) 12, nothing cut
+    episodes/before.jsonl                     those of the evaluation before the first step,
+    episodes/eval-000012.jsonl                of the evaluation after the update of step 12,
+    episodes/final-best.jsonl ...             and of the adapters that are compared at the end
+    episodes/000012.tokens.jsonl.gz ...       the sampled sequences of each of these files
     result.json                               kept current while the run goes on
     checkpoints/000012/  best/  nodes/        each appears complete or not at all
     curves.png  tree.png  report.html ...     views, safe to delete
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import gzip
 import importlib.metadata
 import json
 import math
@@ -66,6 +71,15 @@ def plain(value, finite=False):
 def json_line(row: dict) -> str:
     """One line of ASCII: no lone surrogate or odd line separator can break the file."""
     return json.dumps(plain(row, finite=True)) + "\n"
+
+
+def packed_tokens(episodes: list) -> bytes:
+    """The segments of these Episodes as gzip'ed lines, one per episode.
+
+    Several of these, one after the other, are a valid gzip file, too.
+    """
+    lines = [json_line({"segments": [vars(s) for s in e.segments]}) for e in episodes]
+    return gzip.compress("".join(lines).encode(), compresslevel=1, mtime=0)  # 10 times as fast as 9
 
 
 def sweep(directory: Path) -> None:
@@ -318,25 +332,40 @@ class Run:
             out.write(json_line(row).encode())
             out.flush()
             os.fsync(out.fileno())
+        self.track(row, self.episodes)
+
+    def track(self, row: dict, episodes=()):
+        """Hands a row to the trackers; log() does so with its rows."""
         for tracker in self.trackers:
-            tracker(row, self.episodes)
+            tracker(row, episodes)
 
     def rows(self, file="metrics.jsonl") -> list[dict]:
         return read_rows(self.dir / file)
 
     def truncate_after(self, step: int):
-        """On resume: removes the steps after the checkpoint's `step` (-1: all of them)."""
+        """On resume: removes the steps after the checkpoint's `step` (-1: all of them), with their
+        episodes, and those of the comparison at the end.
+        """
         rows = self.rows()
         kept = [row for row in rows if row.get("step", -1) <= step]
         if kept != rows:
             write_whole(self.dir / "metrics.jsonl", "".join(map(json_line, kept)))
-        for path in (self.dir / "episodes").glob("*.jsonl"):
-            if path.stem.isdigit() and int(path.stem) > step:
+        for path in (self.dir / "episodes").iterdir():
+            name = path.name.partition(".")[0]
+            number = name.removeprefix("eval-")
+            is_later = number.isdigit() and int(number) > step
+            if step < 0 or is_later or name.startswith("final-"):
                 path.unlink()
 
-    def save_episodes(self, step: int, episodes: list[dict]):
-        path = self.dir / "episodes" / f"{step:06d}.jsonl"
-        write_whole(path, "".join(map(json_line, episodes)))
+    def save_episodes(self, name: int | str, episodes: list[dict], tokens: bytes = b""):
+        """Writes episodes/<name>.jsonl and, with the packed_tokens of these episodes, the file
+        beside it. An int is the number of a step or node.
+        """
+        if isinstance(name, int):
+            name = f"{name:06d}"
+        if tokens:
+            write_whole(self.dir / "episodes" / f"{name}.tokens.jsonl.gz", tokens)
+        write_whole(self.dir / "episodes" / f"{name}.jsonl", "".join(map(json_line, episodes)))
         self.episodes = episodes
 
     def results(self) -> dict:

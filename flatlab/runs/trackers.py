@@ -48,11 +48,13 @@ def open_tensorboard(directory):
         step = step_of(row)
         for name, value in scalars(row).items():
             writer.add_scalar(name, value, step)
+        texts = {"table": row["table"]} if "table" in row else {}
         for index, item in enumerate(episodes[:SHOWN]):
-            text = f"{item['status']}\n\n{talk(item)}"
+            texts[f"transcripts/{index}"] = f"{item['status']}\n\n{talk(item)}"
+        for name, text in texts.items():
             # TensorBoard shows indented text as it is, not as Markdown
             indented = "\n".join(f"    {line}" for line in text.split("\n"))
-            writer.add_text(f"transcripts/{index}", indented, step)
+            writer.add_text(name, indented, step)
         writer.flush()
 
     return tracker

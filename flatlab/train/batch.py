@@ -13,6 +13,7 @@ import numpy as np
 
 from flatlab.episode.episode import Episode
 from flatlab.episode.task import Task, improvement
+from flatlab.runs.store import packed_tokens
 
 ALIKE = 128  # tokens: sequences that differ in these are in different micro-batches
 
@@ -27,6 +28,7 @@ class Group:
     task: Task
     episodes: list[Episode]
     rewards: list[float]  # of the episodes that are not faults, in their order
+    tokens: bytes = b""  # packed_tokens of all its episodes, once it is gathered
 
     @property
     def played(self) -> list[Episode]:
@@ -68,11 +70,11 @@ def choose_tasks(tasks: list[Task], weights: list[float], groups: int, seed: str
 
 
 def gather_groups(groups: list[Group], dist) -> list[Group]:
-    """The groups of all ranks by number, on every rank, without their tokens."""
+    """The groups of all ranks by number, on every rank, with their tokens packed."""
     copies = []
     for g in groups:
         episodes = [replace(e, segments=[]) for e in g.episodes]
-        copies.append(replace(g, episodes=episodes))
+        copies.append(replace(g, episodes=episodes, tokens=packed_tokens(g.episodes)))
     parts = dist.gather(copies)
     return sorted((g for part in parts for g in part), key=lambda g: g.number)
 

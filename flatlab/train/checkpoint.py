@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from flatlab.episode.task import improvement
 from flatlab.errors import UserError
 from flatlab.train import guard
 from flatlab.train.batch import Group
@@ -73,7 +74,7 @@ def write_step(policy, optimizer, cfg, run, state: State, groups: list[Group], r
     """Writes transcripts, row and checkpoint, in this order: a step counts once its checkpoint is
     there.
     """
-    run.save_episodes(row["step"], [line for group in groups for line in transcripts(group)])
+    save_groups(run, row["step"], groups)
     run.log(row)
     with run.checkpoint(row["step"]) as folder:
         policy.save(folder)
@@ -81,13 +82,25 @@ def write_step(policy, optimizer, cfg, run, state: State, groups: list[Group], r
         save_tensors(tensors, folder / "trainer.pt")
 
 
+def save_groups(run, name: int | str, groups: list[Group]) -> None:
+    """Writes the episodes of these groups and their tokens, see Run.save_episodes."""
+    if run:
+        lines = [line for group in groups for line in transcripts(group)]
+        run.save_episodes(name, lines, b"".join(group.tokens for group in groups))
+
+
 def transcripts(group: Group) -> list[dict]:
-    """The episodes of a group with its number and their rewards; the reward of a fault is None."""
+    """The episodes of a group with its number and what is made of their scores: reward (None for a
+    fault), baseline, and improvement (None unless valid).
+    """
     rewards = iter(group.rewards)
     lines = []
     for episode in group.episodes:
-        reward = None if episode.status == "fault" else next(rewards)
-        lines.append(episode.to_dict() | {"group": group.number, "reward": reward})
+        line = episode.to_dict() | {"group": group.number, "baseline": group.task.baseline}
+        line["reward"] = None if episode.status == "fault" else next(rewards)
+        is_valid = episode.score and episode.score.valid
+        line["improvement"] = improvement(episode.score.value, group.task) if is_valid else None
+        lines.append(line)
     return lines
 
 

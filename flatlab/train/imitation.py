@@ -40,7 +40,8 @@ def best_episodes(runs: list[str], tasks: list[Task], share: float) -> list[dict
     for run in runs:
         if not Path(run).is_dir():
             raise UserError(f"--sft: there is no run directory {run}.")
-        for file in sorted(Path(run).rglob("episodes/*.jsonl")):
+        # the names of evaluations begin with a letter: their seeds select and compare adapters
+        for file in sorted(Path(run).rglob("episodes/[0-9]*.jsonl")):
             for episode in read_rows(file):
                 score, task = episode.get("score"), by_name.get(episode.get("task"))
                 if not task or not score or not score["valid"]:

@@ -112,6 +112,11 @@ def evaluation(groups: list[Group], tasks: list[Task]) -> dict:
     return result
 
 
+def evaluation_columns(result: dict) -> dict:
+    """An evaluation as columns of a row."""
+    return {f"eval_{key}": value for key, value in result.items()}
+
+
 def score_summary(episodes: list, task: Task) -> dict:
     if not episodes:
         return {}
@@ -166,6 +171,8 @@ def plus_minus(mean: float | None, error: float | None, sign: str = "") -> str:
 
 # ------------------------------------------------------------------------------ the end of a run
 
+ADAPTERS = ("untrained", "imitated", "last", "best")
+
 
 def final_comparison(played: dict[str, list[Group]], tasks: list[Task]) -> dict:
     """The evaluation of each adapter (name -> its episodes on the same seeds) and its difference to
@@ -212,7 +219,7 @@ def final_table(final: dict, metric: str) -> str:
         "same ones for every adapter",
         f"{'adapter':30} {metric:>17}  valid   difference to the untrained adapter",
     ]
-    for name in ("untrained", "imitated", "last", "best"):
+    for name in ADAPTERS:
         if name in final:
             result = final[name]
             value = mean_text(result).partition(" ")[2]
@@ -230,6 +237,17 @@ def final_table(final: dict, metric: str) -> str:
     if final["best_is_untrained"]:
         lines.append("best is the untrained adapter: no evaluation during training was better.")
     return "\n".join(lines)
+
+
+def final_row(final: dict, metric: str) -> dict:
+    """The same comparison as a row for trackers: the numbers of each adapter, such as
+    "final/best/score_mean", and `table`, its text.
+    """
+    row = {"step": final["steps"] - 1, "table": final_table(final, metric)}
+    for name in ADAPTERS:
+        for key, value in final.get(name, {}).items():
+            row[f"final/{name}/{key}"] = value
+    return row
 
 
 def adapter_label(name: str, final: dict) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy  # YAML would write a shared object as a reference
 import json
+from itertools import chain
 from pathlib import Path
 
 import yaml
@@ -21,7 +22,7 @@ import yaml
 from flatlab.episode.episode import worth_imitating
 from flatlab.errors import UserError
 from flatlab.files import write_whole
-from flatlab.runs.reader import RunData, own_transcript, transcripts
+from flatlab.runs.reader import RunData, segments_of, transcripts
 from flatlab.runs.store import plain
 
 MESSAGES = {"list": [{"name": "role", "dtype": "string"}, {"name": "content", "dtype": "string"}]}
@@ -178,11 +179,11 @@ def dpo_rows(items: list[dict]):
 
 
 def token_rows(run: RunData, items: list[dict]):
-    """The sequences as they were sampled. Training runs keep none in their transcripts."""
+    """The sequences of a search as they were sampled."""
     if run.kind != "search":
         return
     for item in items:
-        for segment in own_transcript(item, run.dir)["segments"]:
+        for segment in chain(*segments_of(run.dir, f"{item['order']:06d}")):
             yield source(item) | {
                 "input_ids": segment["tokens"],
                 "assistant_masks": segment["mask"],
