@@ -335,7 +335,10 @@ class Policy(ChatTokens):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        check_room(tokens, max_tokens, self.context)
+        if len(tokens) + max_tokens > self.context:
+            raise ValueError(
+                f"{len(tokens)} prompt tokens + {max_tokens} reply tokens > context {self.context}"
+            )
         request_id, version = str(next(self._ids)), self.version
         future = asyncio.get_running_loop().create_future()
         self._futures[request_id] = future
@@ -756,87 +759,3 @@ def check_tensors(weights: dict, own: dict, folder) -> None:
                 f"The adapter in {folder} does not fit this model: {name} has the shape {shape} "
                 f"instead of {expected}."
             )
-
-
-def check_room(tokens: list[int], max_tokens: int, context: int) -> None:
-    """Raises ValueError if prompt and reply could exceed the context."""
-    if len(tokens) + max_tokens > context:
-        raise ValueError(
-            f"{len(tokens)} prompt tokens + {max_tokens} reply tokens > context {context}"
-        )
-
-
-# ------------------------------------------------------------------------------ without training
-
-
-class Transformers(ChatTokens):
-    """The same interface with transformers alone (search and evaluation), for machines and models
-    that vLLM does not serve.
-
-    One request at a time. Log-probs are of the sampling distribution, so the episodes can be
-    trained on elsewhere.
-    """
-
-    def __init__(self, path: ModelPath, context: int = 4096, temperature: float = 1.0):
-        import torch
-        from transformers import AutoModelForCausalLM, GenerationConfig
-
-        quiet()
-        super().__init__(path.base)
-        self.path = path
-        self.context = context
-        self.temperature = temperature
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(path.base, dtype=dtype)
-        model.generation_config = GenerationConfig()  # instead of the model's own top_p and so on
-        self.model = model.to(self.device)
-        if path.adapter:
-            from peft import PeftModel
-
-            self.model = PeftModel.from_pretrained(self.model, path.adapter)
-        self._one_at_a_time = asyncio.Lock()
-
-    async def sample(
-        self,
-        tokens: list[int],
-        max_tokens: int,
-        temperature: float | None = None,
-        seed: int | None = None,
-    ) -> Sample:
-        """Samples one reply to `tokens`; the same seed gives the same reply. Raises ValueError if
-        it cannot fit.
-        """
-        check_room(tokens, max_tokens, self.context)
-        temperature = self.temperature if temperature is None else temperature
-        async with self._one_at_a_time:
-            return await asyncio.to_thread(self._sample, tokens, max_tokens, temperature, seed)
-
-    def _sample(
-        self, tokens: list[int], max_tokens: int, temperature: float, seed: int | None
-    ) -> Sample:
-        import torch
-
-        prompt = torch.tensor([tokens], device=self.device)
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
-        with torch.random.fork_rng():
-            if seed is None:
-                torch.seed()
-            else:
-                torch.manual_seed(seed)
-            output = self.model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=max_tokens,
-                eos_token_id=sorted(self.stop_tokens),
-                pad_token_id=min(self.stop_tokens),
-                return_dict_in_generate=True,
-                output_scores=True,
-                **(sampling if temperature else {"do_sample": False}),
-            )
-        reply = output.sequences[0, len(tokens) :]
-        logp = torch.cat(output.scores).float().log_softmax(-1)
-        logprobs = logp.gather(1, reply[:, None])[:, 0].tolist()
-        reply = reply.tolist()
-        reason = "stop" if reply[-1] in self.stop_tokens else "length"
-        return Sample(reply, logprobs, self.decode(reply), reason, 0)

@@ -72,7 +72,7 @@ from flatlab.tree.selection import Rule, candidates, explore_or_exploit, values_
 from flatlab.tree.tree import Choice, Node, Tree, code_in, results, stable
 from flatlab.view import compare, page, stats
 from flatlab.view.views import plot_now_and_then
-from policy import Policy, Transformers, default_model, resolve_model
+from policy import Policy, default_model, resolve_model
 from tasks import load_task
 
 # ==================================== the idea: edit here ====================================
@@ -233,7 +233,7 @@ class Config:
     name: str | None = None
     seed: tuple[int, ...] = (0,)  # seed of choices and samples; several: one tree each
     workers: int = 4  # nodes that run at the same time, over all trees
-    engine: Literal["vllm", "hf", "api"] = "vllm"  # hf: transformers; api: an OpenAI-style endpoint
+    engine: Literal["vllm", "api"] = "vllm"  # api: an OpenAI-compatible endpoint
     url: str = "http://localhost:8000/v1"  # address of that endpoint; key: $OPENAI_API_KEY
     gpu_memory: float = 0.85  # share of the GPU for the engine (weights and KV cache)
     # budget of each tree; None: no limit
@@ -732,8 +732,6 @@ def make_policy(cfg: Config, path):
     if cfg.engine == "api":
         endpoint.check(cfg.url)
         return endpoint.Endpoint(cfg.url, cfg.model.model, **options)
-    if cfg.engine == "hf":
-        return Transformers(path, **options)
     return Policy(
         path,
         **options,

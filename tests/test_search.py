@@ -980,16 +980,13 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["vllm", "hf"])
-def test_a_trained_adapter_is_searched_with(tmp_path, policy, engine):
+def test_a_trained_adapter_is_searched_with(tmp_path, policy):
     """An untrained model writes noise: its only node fails and is counted all the same."""
     policy.save(tmp_path / "best")
     process = script(
         tmp_path,
         "--model",
         str(tmp_path / "best"),
-        "--engine",
-        engine,
         "--sampling-mode",
         "none",
         "--nodes",

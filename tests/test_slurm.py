@@ -43,7 +43,7 @@ GresTypes=gpu
 NodeName={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=1000 Gres=gpu:2 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
-SEARCH = "search.py --task titanic --engine hf --backend local --nodes 1 --sampling-mode none"
+SEARCH = "search.py --task titanic --backend local --nodes 1 --sampling-mode none"
 TRAIN = (
     "--task titanic --backend local --steps 1 --groups 2 --group-size 2 --eval-episodes 0 "
     "--max-turns 2 --name ranks"
