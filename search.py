@@ -245,14 +245,9 @@ class Config:
     # how strategies are asked for. none: not at all; sequence: as a list; uniform: equally probable
     # ones; tail: each less probable than tau; local: variations of the parent's
     sampling_mode: tuple[Literal["none", "uniform", "tail", "local", "sequence"], ...] = ("tail",)
-    # the request for strategies and their probabilities (verbalized sampling); cot: the model
-    # reasons before it lists them
-    vs_variant: Literal["standard", "cot"] = "standard"
     k: int = 5  # strategies per request
     # tail: ask for strategies less probable than this; others are used only if too few came
     tau: float = 0.1
-    # order: the most probable strategy is taken first, else the one that was listed first
-    use_probability: Literal["no", "order"] = "no"
     scope: Literal["parent", "global"] = "parent"  # global: prompts summarise the whole tree
     reflection: bool = False  # one more request per node: what has the tree taught so far?
     # selection
@@ -263,9 +258,6 @@ class Config:
     depth: int = 2  # bfs: levels below the root
     # probability of debugging a failed leaf instead (not with bfs, mcts, linear, scientist)
     debug_prob: float = 0.5
-    # what decides, at the end, between nodes within one standard error of the best. selection: the
-    # mean of validation and selection score; validation: that score alone
-    final_choice: Literal["selection", "validation"] = "selection"
     # episodes
     max_turns: int = 15  # replies per node
     end_on: Literal["validate", "submit"] = "validate"  # validate: end at the first valid score
@@ -305,8 +297,7 @@ async def list_ideas(t: Tree, node: Node) -> list:
         request = MORE.format(k=k - len(found))
     for key, idea in sorted(above.items(), key=lambda item: item[1][1]):
         found.setdefault(key, idea)
-    ideas = list(found.values())[:k]
-    return parsing.most_probable_first(ideas) if cfg.use_probability == "order" else ideas
+    return list(found.values())[:k]
 
 
 async def propose(t: Tree, node: Node) -> None:
@@ -563,7 +554,7 @@ async def choose(t: Tree) -> Node:
 
     Ties go to the node with fewer sampled tokens, then to the earlier one.
     """
-    if t.cfg.final_choice == "validation" or "selection" not in t.task.splits:
+    if "selection" not in t.task.splits:
         return t.best()
     ranks = {}
     for node in selection.finalists(t):

@@ -144,11 +144,6 @@ def test_ten_thousand_hostile_replies():
     assert time.monotonic() - start < 20
 
 
-def test_order_of_use():
-    listed = [("a", 0.1), ("b", 0.6), ("c", None), ("d", 0.3), ("e", 0.1)]
-    assert "".join(idea for idea, _ in parsing.most_probable_first(listed)) == "bdaec"
-
-
 def test_prompts_say_what_they_should():
     root = Node("0", op="baseline", score=0.68, valid=True)
     good = Node(

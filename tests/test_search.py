@@ -286,11 +286,10 @@ def test_the_selection_part_decides_between_nodes_within_one_standard_error(tmp_
 
 def test_without_the_selection_part_the_best_by_validation_is_chosen(tmp_path, monkeypatch):
     hidden = {("selection", "0.0"): 0.70}
-    t, read = finish(tmp_path / "a", monkeypatch, hidden, final_choice="validation")
-    assert read == [("test", "0.0")] and result(t)["selection_score"] is None
     task = replace(TASK, splits=("validation", "test"))
-    t, read = finish(tmp_path / "b", monkeypatch, hidden, tasks=[task])
-    assert read == [("test", "0.0")] and result(t)["selection_score"] is None
+    t, read = finish(tmp_path, monkeypatch, hidden, tasks=[task])
+    assert read == [("test", "0.0")]
+    assert result(t)["selection_score"] is None
 
 
 def test_of_equal_nodes_the_cheaper_and_then_the_earlier_is_chosen(tmp_path, monkeypatch):

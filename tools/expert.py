@@ -154,7 +154,6 @@ TABLES = {"titanic": titanic_table, "battleOfSexes": battle_table}
 # A strategy is a line of its own, the same in the prompt and in the reply. The BPE cuts such a line
 # into the same tokens everywhere, so following a strategy means copying a line.
 STRATEGY = "Strategy: {}\n"
-REASONING = "Reasoning: the common ones first, then what nobody would try.\n"  # --vs-variant cot
 PROSE = "The table shows it all.\nThat should do."  # a reply without a bash block
 # Percentages of the episodes. All kinds but "free" occur in a search.
 SHARES = {"free": 38, "draft": 25, "child": 10, "debug": 6, "crossover": 3, "list": 18}
@@ -335,9 +334,8 @@ def copy_lesson(rng: random.Random, world: World) -> list[tuple[str, str]]:
 
 def list_strategies(rng: random.Random, world: World) -> list[tuple[str, str]]:
     """Answers prompts.ask with k different strategies and their probabilities."""
-    variant = rng.choices(["standard", "cot", "multi"], [8, 1, 1])[0]
     table = world.table
-    k = 2 if variant == "multi" else rng.choice([3, 5, 5, 5])
+    k = rng.choice([2, 3, 3, 5, 5, 5, 5, 5, 5])
     mode = rng.choice(["uniform", "tail", "local", "sequence"])
     parent = SimpleNamespace(op="baseline", idea="", valid=True, score=world.task.baseline)
     if rng.random() < 0.5:
@@ -358,8 +356,7 @@ def list_strategies(rng: random.Random, world: World) -> list[tuple[str, str]]:
             lines.append(f"Probability: {probability:.2f}")
     wanted = search.strategy_request(mode, k, 0.1, parent)
     question = prompts.ask(world.task, wanted, parent, siblings)
-    reasoning = REASONING if variant == "cot" else ""
-    return [("user", question), ("assistant", reasoning + "\n".join(lines))]
+    return [("user", question), ("assistant", "\n".join(lines))]
 
 
 def most_similar(rng: random.Random, table: Table, idea: str, left: list[str]) -> list[str]:

@@ -104,11 +104,6 @@ def probability(stated) -> float | None:
     return value if value <= 1 else None
 
 
-def most_probable_first(ideas: list) -> list:
-    """The ideas by stated probability; those without one come last."""
-    return sorted(ideas, key=lambda idea: -1.0 if idea[1] is None else idea[1], reverse=True)
-
-
 # ------------------------------------------------------------------ decisions
 
 NUMBER = re.compile(r"\d{1,6}")
