@@ -1,4 +1,4 @@
-"""Compares many runs: overlaid curves, a table and a heat map.
+"""Compares many runs: overlaid curves and a table.
 
 Runs with the same config but for the seed are one group. No run is dropped: every table and picture
 says how many runs and failures are in each of its cells.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 
@@ -67,7 +68,7 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[Group]]:
     places = {}
     for kind, same in methods.items():
         members = list(same.values())
-        for name, colour, found in zip(names(members), colours(len(members)), members):
+        for name, colour, found in zip(names(members), cycle(COLOURS), members):
             by_task = {}
             for run in found:
                 by_task.setdefault(run.tasks, []).append(run)
@@ -82,16 +83,6 @@ def method_of(config: dict) -> dict:
     if len({*found.get("task_weights", ())}) < 2:  # equal ones, as many as there are tasks
         found.pop("task_weights", None)
     return found
-
-
-def colours(count: int) -> list[str]:
-    """Colours that can be told apart; beyond the palette, equal steps through a colour map."""
-    if count <= len(COLOURS):
-        return COLOURS[:count]
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    return [to_hex(colour) for colour in colormaps["turbo"](np.linspace(0.03, 0.97, count))]
 
 
 def names(groups: list[list[RunData]]) -> list[str]:
@@ -184,34 +175,6 @@ def table(runs: list[RunData]) -> str:
 # ------------------------------------------------------------------ pictures
 
 
-def draw_heat_map(axis, figure, rows):
-    """Methods down, the best mean improvement first; tasks to the right.
-
-    Colour: improvement; text: mean score, N, failures.
-    """
-    import pandas
-
-    values = pandas.DataFrame(rows).pivot(index="method", columns="task", values="improvement")
-    order = values.mean(axis=1).sort_values(ascending=False).index
-    values = values.loc[order]
-    limit = max(0.1, np.nanmax(np.abs(values)))
-    image = axis.imshow(values, cmap="PuOr_r", vmin=-limit, vmax=limit, aspect="auto")
-    for row in rows:
-        spread = "" if row["std"] is None else f" ± {row['std']:.3g}"
-        text = f"{row['mean']:.4g}{spread}   N={row['n']}   {row['adapter'] or ''}\n"
-        text += f"{row['failed']} of {row['nodes']} failed, {row['faults']} faults"
-        colour = "white" if abs(row["improvement"]) > 0.7 * limit else "black"
-        place = values.columns.get_loc(row["task"]), order.get_loc(row["method"])
-        axis.text(*place, text, color=colour, ha="center", va="center", fontsize=7)
-    tasks = [wrapped(task, 24) for task in values.columns]
-    methods = [wrapped(method, 36) for method in order]
-    axis.set_xticks(range(len(tasks)), tasks)
-    axis.set_yticks(range(len(methods)), methods, fontsize=8)
-    axis.grid(False)
-    axis.set_title("Mean score ± standard deviation, N runs, failures", loc="left")
-    figure.colorbar(image, ax=axis, label="improvement (0 baseline, 1 reference)")
-
-
 def draw_group_legend(figure, groups: list[Group]):
     """The names of the groups below a figure."""
     from matplotlib.patches import Patch
@@ -237,18 +200,14 @@ def plot_groups(groups: list[Group], title: str, path: Path) -> Path:
 
 
 def plot_many(runs: list[RunData], folder: Path, format="png") -> list[Path]:
-    """Overlays per kind and task, and per kind a heat map over tasks."""
+    """Overlays per kind and task."""
     paths = []
     for (kind, task), groups in groups_of(runs).items():
         title = f"{shorten(task, 60)}: mean over seeds, band: ± standard deviation of the seeds"
         if kind == "grpo":
             title += ", running mean of a sixth of the steps; dotted: not all runs went on"
+        if len(groups) > len(COLOURS):
+            title += f"; colours repeat after {len(COLOURS)} groups"
         name = re.sub(r"[^A-Za-z0-9_.-]", "-", task)
         paths.append(plot_groups(groups, title, folder / f"compare-{kind}-{name}.{format}"))
-    for kind in PANELS:
-        rows = comparison(runs, kind)
-        if len(rows) > 1:
-            with figure_of(PAGE_WIDTH, max(4.5, 0.55 * len(rows) + 1.5)) as figure:
-                draw_heat_map(figure.subplots(), figure, rows)
-                paths.append(save(figure, folder / f"grid-{kind}.{format}"))
     return paths

@@ -76,7 +76,7 @@ def draw_distribution(axis, groups):
     rng = random.Random(0)
     names = []
     for place, (name, rows) in enumerate(parts.items()):
-        colour = colours[place]
+        colour = colours[place % len(colours)]
         xs = [place + rng.uniform(-0.22, 0.22) for _ in rows]
         scores = series(rows, "score")
         axis.scatter(xs, scores, s=16, alpha=0.5, color=colour, linewidths=0)
