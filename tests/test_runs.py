@@ -378,10 +378,3 @@ def test_flags_and_presets_of_nested_options_are_flat(tmp_path):
             Nested(Sandbox("local", 0.0)), {"episode_minutes": (0.01, math.inf)}, (0, math.inf)
         )
     cli.check_numbers(Nested(), {}, (0, math.inf))  # None is derived later
-
-
-def test_old_flags_name_the_new_ones(tmp_path):
-    for flag in ("--sandboxes=3", "--no-cut-replies", "--max_ratio"):
-        with pytest.raises(UserError, match=r"is called --\S+ now; see --help"):
-            cli.check_renamed([flag])
-    cli.check_renamed(["--concurrency", "3", "sandboxes"])

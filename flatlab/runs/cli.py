@@ -15,45 +15,19 @@ import tyro
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import read_mapping
 
-# Old flags and preset keys -> their names of today. An old one is an error that names the new one.
-RENAMED_FLAGS = {
-    "max-actions": "max-turns",
-    "node-minutes": "episode-minutes",
-    "sandboxes": "concurrency",
-    "cut-replies": "mask-truncated",
-    "max-ratio": "is-cap",
-    "max-drift": "sequence-mask",
-    "restores": "max-restores",
-    "checkpoints": "keep-checkpoints",
-    "checkpointing": "gradient-checkpointing",
-    "breadth": "rule-args drafts=NUMBER",
-    "drafts": "rule-args drafts=NUMBER",
-    "ucb-c": "rule-args c=NUMBER",
-    "uct-c": "rule-args c=NUMBER",
-    "trend-weight": "rule-args trend_weight=NUMBER",
-    "commitment": "rule-args commitment=NUMBER",
-    "softmax-tau": "rule-args tau=NUMBER",
-    "visit-alpha": "rule-args visit_alpha=NUMBER",
-    "signals": "rule-args NAME=WEIGHT",
-    "exploit-quantile": "rule-args exploit_quantile=NUMBER",
-    "crossover-prob": "rule-args crossover_prob=NUMBER",
-    "population": "rule-args population=NUMBER",
-}
-
 
 def parse_config(config_class, argv: list[str]):
     """Parses `script.py [preset.yaml] [--flag value ...]` into config_class.
 
     The preset is turned into flags that stand in front of the others, so that tyro checks both in
     the same way and the command line wins. Fields of nested dataclasses are flags without a prefix.
-    The docstring of the script heads its --help. Raises UserError for an unreadable preset and for
-    a flag that was renamed; tyro itself exits with code 2 for any other wrong flag.
+    The docstring of the script heads its --help. Raises UserError for an unreadable preset; tyro
+    itself exits with code 2 for a wrong flag.
     """
     flags = list(argv)
     if flags and not flags[0].startswith("-"):
         preset = read_mapping(Path(flags.pop(0)))
         flags = preset_flags(preset) + flags
-    check_renamed(flags)
     return tyro.cli(
         config_class,
         args=flags,
@@ -75,14 +49,6 @@ def preset_flags(preset: dict) -> list[str]:
             values = value if isinstance(value, list) else [value]
             flags += [f"--{name}", *map(str, values)]
     return flags
-
-
-def check_renamed(flags: list[str]) -> None:
-    """Raises UserError for a flag that has another name now."""
-    for flag in flags:
-        name = flag.partition("=")[0].removeprefix("--").removeprefix("no-").replace("_", "-")
-        if flag.startswith("--") and name in RENAMED_FLAGS:
-            raise UserError(f"--{name} is called --{RENAMED_FLAGS[name]} now; see --help.")
 
 
 def check_numbers(config, bounds: dict, otherwise: tuple) -> None:
