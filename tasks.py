@@ -2,14 +2,12 @@
 
 python tasks.py                 list all tasks
 python tasks.py titanic         score the trivial rules of a task; is one of them at the top?
-python tasks.py titanic --shrink 200      make titanic-200, a task with fewer rows
 python tasks.py titanic --export harbor DIR     write the task as a Harbor task folder
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -20,7 +18,7 @@ from flatlab.episode.grading import grade
 from flatlab.episode.machine import open_sandbox, sandbox_kind
 from flatlab.episode.mledojo import load_mledojo, mledojo_names
 from flatlab.episode.mlgym import load_mlgym, mlgym_names
-from flatlab.episode.sanity import at_the_top, csv_rules, degenerate, sanity_file, trivial_rules
+from flatlab.episode.sanity import at_the_top, degenerate, sanity_file, trivial_rules
 from flatlab.episode.task import Task, improvement
 from flatlab.episode.task_files import TASKS_DIR, nearest
 from flatlab.errors import UserError
@@ -102,72 +100,6 @@ def check(task: Task, backend: str) -> None:
     print(f"\ndegenerate: {found}" if found else "\nnot degenerate, as far as these rules tell")
 
 
-# ------------------------------------------------------------------ a small version
-
-CSV_TASK = {"data/train.csv", "data/test.csv", "answers.csv", "grade_csv.py"}
-
-
-def make_small(task: Task, rows: int, backend: str) -> Task:
-    """Writes the task <name>-<rows> beside the folder of `task` and returns it.
-
-    train.csv and test.csv have at most `rows` rows each; all parts of the answers shrink alike.
-    The baseline is what a constant scores on the first split: the most frequent label or the mean
-    of the new train.csv. Raises UserError for a task with other files, for too few rows, and if the
-    folder exists.
-    """
-    if rows < 1:
-        raise UserError(f"--shrink must be at least 1, not {rows}.")
-    if CSV_TASK != {*task.public, *task.hidden}:
-        raise UserError(f"--shrink needs a task with {', '.join(sorted(CSV_TASK))} and no more.")
-    folder = task.hidden["answers.csv"].parent
-    small = folder.with_name(f"{task.name}-{rows}")
-    if (small / "task.yaml").exists():
-        raise UserError(f"{small} exists already: remove it to make it again.")
-    tables = small_tables(folder, rows, task.metric)
-    small.mkdir(exist_ok=True)
-    for name, table in tables.items():
-        table.to_csv(small / name, index=False, lineterminator="\n")
-    rule, text = next(iter(csv_rules(small / "train.csv", small / "test.csv").items()))
-    graded = replace(task, hidden=task.hidden | {"answers.csv": small / "answers.csv"})
-    make_sandbox = partial(open_sandbox, graded, sandbox_kind(backend))
-    score = grade(graded, {"submission.csv": text.encode()}, task.splits[0], make_sandbox)
-    if not score.valid:
-        raise UserError(f"The rule {rule!r} has no score on {small}: {score.message}")
-    lines = (folder / "task.yaml").read_text(encoding="utf-8").splitlines()
-    lines = [line for line in lines if not line.startswith("baseline:")]
-    lines.append(f"baseline: {score.value}  # {rule}\n")
-    # With this file it is a task.
-    (small / "task.yaml").write_text("\n".join(lines), encoding="utf-8")
-    print(f"made {small}\n")
-    return load_builtin(small.parent, small.name)
-
-
-def small_tables(folder: Path, rows: int, metric: str) -> dict:
-    """File name -> table with fewer rows. Raises UserError if a label would be left out."""
-    import pandas
-
-    names = ("train.csv", "test.csv", "answers.csv")
-    read = partial(pandas.read_csv, dtype=str, keep_default_na=False)
-    train, test, answers = [read(folder / name) for name in names]
-    key, part, target = answers.columns
-    kept = evenly(answers, rows, [part, target])
-    if metric == "accuracy" and set(kept[target]) != set(answers[target]):
-        raise UserError(f"--shrink {rows} leaves out a label of {folder.name}: keep more rows.")
-    train = evenly(train, rows, [target])
-    test = test[test[key].isin(kept[key])]
-    return dict(zip(names, (train, test, kept)))
-
-
-def evenly(table, rows: int, columns: list[str]):
-    """At most `rows` rows, spread evenly over the table's order by `columns` (systematic sampling).
-
-    So every label keeps its share. The rows stay in the order of the file.
-    """
-    count = min(rows, len(table))
-    places = [i * len(table) // count for i in range(count)]
-    return table.sort_values(columns, kind="stable").iloc[places].sort_index()
-
-
 # ------------------------------------------------------------------ start
 
 
@@ -177,7 +109,6 @@ def main(
     mlgym_root: str | None = None,
     mledojo_root: str | None = None,
     backend: str = "auto",
-    shrink: int | None = None,
     export: tuple[Literal["harbor"], str] | None = None,
 ) -> None:
     """List all tasks, or score the trivial rules of one: is one of them already at the top?
@@ -187,7 +118,6 @@ def main(
         mlgym_root: MLGym checkout; default: $MLGYM_ROOT.
         mledojo_root: Folder of competitions prepared by MLE-Dojo; default: $MLEDOJO_ROOT.
         backend: docker, local or auto.
-        shrink: Rows of train.csv and of test.csv in a small version of a CSV task, which is made.
         export: Write the task to a new folder instead, in Harbor's format: `harbor DIR`.
     """
     if export:
@@ -195,10 +125,7 @@ def main(
 
         export_harbor(load_task(task, mlgym_root, mledojo_root), Path(export[1]))
     elif task:
-        loaded = load_task(task, mlgym_root, mledojo_root)
-        if shrink is not None:
-            loaded = make_small(loaded, shrink, backend)
-        check(loaded, backend)
+        check(load_task(task, mlgym_root, mledojo_root), backend)
     else:
         list_tasks(mlgym_root, mledojo_root)
 

@@ -21,8 +21,7 @@ from flatlab.episode.builtin import builtin_names
 from flatlab.episode.task import improvement, last_json_object, parse_grade, standard_error
 from flatlab.episode.task_files import TASKS_DIR
 from flatlab.errors import UserError
-from helpers import LOCAL
-from tasks import load_task, make_small
+from tasks import load_task
 
 
 @pytest.fixture(autouse=True)
@@ -131,67 +130,6 @@ def test_the_smallest_task_yaml(titanic_copy):
     task = load_task("titanic")
     assert (task.baseline, task.reference, task.splits) == (0.0, None, ("validation", "test"))
     assert (task.step_timeout, task.grade_timeout) == (60.0, 60.0)
-
-
-# ------------------------------------------------------------------------------------- small tasks
-
-
-@pytest.fixture
-def small(tmp_path, monkeypatch):
-    """small(name, rows) makes the small version of a copy of a built-in task."""
-    shutil.copytree(TASKS_DIR, tmp_path, dirs_exist_ok=True)
-    monkeypatch.setattr(tasks, "TASKS_DIR", tmp_path)
-    return lambda name, rows: make_small(load_task(name), rows, LOCAL)
-
-
-def test_a_small_task_has_fewer_rows_in_the_same_form(small, tmp_path):
-    task, whole = small("titanic", 200), load_task("titanic")
-    assert task == load_task("titanic-200")  # found as any task of one's own
-    assert (task.prompt, task.grader, task.reference) == (
-        whole.prompt,
-        whole.grader,
-        whole.reference,
-    )
-    old, new = ({f.name: read_csv(f) for f in t.public.values()} for t in (whole, task))
-    for name in ("train.csv", "test.csv"):
-        assert len(new[name]) == 200
-        ids = {row["id"]: row for row in old[name]}
-        assert all(ids[row["id"]] == row for row in new[name])  # the rows are as they were
-        order = [int(row["id"]) for row in new[name]]
-        assert order == sorted(order)
-    answers = read_csv(task.hidden["answers.csv"])
-    assert [row["id"] for row in answers] == [row["id"] for row in new["test.csv"]]
-    survived = Counter(row["part"] for row in answers if row["survived"] == "1")
-    # of 100, 50 and 50, as in the whole task
-    assert survived == {"validation": 32, "selection": 16, "test": 16}
-    assert sum(row["survived"] == "1" for row in new["train.csv"]) == 64
-    nobody = "id,survived\n" + "".join(f"{row['id']},0\n" for row in answers)
-    found = grade(task, tmp_path / "graded", {"submission.csv": nobody})
-    assert task.baseline == found["accuracy"] == 0.68 != whole.baseline
-
-
-def test_a_small_task_of_numbers(small):
-    task = small("diabetes", 100)
-    truth = [float(row["progression"]) for row in read_csv(task.public["data/train.csv"])]
-    assert len(truth) == 100 and -0.01 < task.baseline <= 0  # r2 of their mean
-    assert len(read_csv(task.hidden["answers.csv"])) == 100
-
-
-def test_a_task_that_cannot_shrink_is_left_alone(small, tmp_path):
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(UserError, match="needs a task with answers.csv"):
-        small("battleOfSexes", 50)
-    with pytest.raises(UserError, match="--shrink must be at least 1, not 0"):
-        small("digits", 0)
-    with pytest.raises(UserError, match="--shrink 9 leaves out a label of digits"):
-        small("digits", 9)
-    assert sorted(tmp_path.iterdir()) == before
-    with pytest.raises(UserError, match="'always .*' has no score"):
-        small("diabetes", 1)  # one row has no part for validation
-    assert "diabetes-1" not in builtin_names(tmp_path)
-    small("digits", 100)
-    with pytest.raises(UserError, match="digits-100 exists already"):
-        small("digits", 100)
 
 
 # ------------------------------------------------------------------------------------------ scores
