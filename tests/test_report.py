@@ -1,20 +1,20 @@
 """The page in a real browser: click, search, compare; no text becomes markup, no request leaves."""
 
 import base64
-import fcntl
 import json
-import os
-import select
 import shutil
 import subprocess
 import time
 import zlib
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
+from subprocess import DEVNULL
+from urllib.request import urlopen
 
 import pytest
+from websockets.sync.client import connect
 
-from flatlab.errors import UserError
 from flatlab.runs import reader, store
 from flatlab.view import page
 from helpers import RESULT, episode, node, search_result, step_row, turn
@@ -33,63 +33,32 @@ HOSTILE = (
 
 
 class Browser:
-    """Chromium without a window, driven through a pipe: JSON messages that end with a zero byte."""
+    """Chromium without a window, driven by its debugging protocol."""
 
     def __init__(self, folder):
-        (near, self.out), (self.inp, far) = os.pipe(), os.pipe()
-        to_it, from_it = (fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (near, far))  # not 3, 4
-        flags = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--no-first-run",
-            "--remote-debugging-pipe",
-            "--disable-background-networking",
-            f"--user-data-dir={folder}",
-            "about:blank",
-        ]
-        command = [
-            "bash",
-            "-c",
-            f'exec "$@" 3<&{to_it} 4>&{from_it} {to_it}<&- {from_it}>&-',
-            "bash",
-            CHROMIUM,
-            *flags,
-        ]
-        self.process = subprocess.Popen(
-            command, pass_fds=(to_it, from_it), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        for end in near, far, to_it, from_it:
-            os.close(end)
-        self.ids, self.buffer, self.events, self.session = count(1), b"", [], None
-        target = next(
-            t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"
-        )
-        self.session = self.call(
-            "Target.attachToTarget", targetId=target["targetId"], flatten=True
-        )["sessionId"]
-        for domain in "Page", "Runtime", "Network", "Log":
+        flags = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run"
+        flags += " --disable-background-networking --remote-debugging-port=0"
+        command = [CHROMIUM, *flags.split(), f"--user-data-dir={folder}", "about:blank"]
+        self.process = subprocess.Popen(command, stdout=DEVNULL, stderr=DEVNULL)
+        file = Path(folder, "DevToolsActivePort")
+        while not file.exists() or not file.read_text():
+            assert self.process.poll() is None
+            time.sleep(0.05)
+        port = file.read_text().split()[0]
+        with urlopen(f"http://127.0.0.1:{port}/json") as answer:
+            (tab,) = (tab for tab in json.load(answer) if tab["type"] == "page")
+        self.stack = ExitStack()
+        self.socket = self.stack.enter_context(connect(tab["webSocketDebuggerUrl"], max_size=None))
+        self.ids = count(1)
+        self.events = []
+        for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
-
-    def message(self, seconds):
-        while b"\0" not in self.buffer:
-            if not select.select([self.inp], [], [], seconds)[0]:
-                raise TimeoutError("the browser does not answer")
-            if not (chunk := os.read(self.inp, 1 << 16)):
-                raise EOFError("the browser has ended")
-            self.buffer += chunk
-        line, _, self.buffer = self.buffer.partition(b"\0")
-        return json.loads(line)
 
     def call(self, method, **params):
         number = next(self.ids)
-        request = {"id": number, "method": method, "params": params} | (
-            {"sessionId": self.session} if self.session else {}
-        )
-        os.write(self.out, json.dumps(request).encode() + b"\0")
+        self.socket.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:
-            answer = self.message(60)
+            answer = json.loads(self.socket.recv(timeout=60))
             if answer.get("id") == number:
                 assert "error" not in answer, answer
                 return answer["result"]
@@ -129,48 +98,24 @@ class Browser:
     def complaints(self):
         """Console errors and warnings, exceptions, and requests for anything but the page."""
         self.js("1")
-        found = []
+        complaints = []
         for event in self.events:
-            method, params = event.get("method"), event.get("params", {})
-            bad = method == "Runtime.consoleAPICalled" and params["type"] in (
-                "error",
-                "warning",
-                "assert",
-            )
-            if bad or method == "Runtime.exceptionThrown":
-                found.append(params)
-            if method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
-                found.append(params)
-            if method == "Network.requestWillBeSent" and not params["request"]["url"].startswith(
-                ("file:", "data:", "about:")
-            ):
-                found.append(params["request"]["url"])
-        return found
-
-    def screenshot(self, path, width=1300, height=1000, dark=False, whole=False):
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
-        self.call(
-            "Emulation.setEmulatedMedia",
-            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
-        )
-        time.sleep(0.2)
-        Path(path).write_bytes(
-            base64.b64decode(
-                self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
-            )
-        )
+            method, params = event["method"], event["params"]
+            bad = method == "Runtime.exceptionThrown"
+            if method == "Runtime.consoleAPICalled":
+                bad = params["type"] in ("error", "warning", "assert")
+            if method == "Log.entryAdded":
+                bad = params["entry"]["level"] in ("error", "warning")
+            if method == "Network.requestWillBeSent":
+                bad = not params["request"]["url"].startswith(("file:", "data:", "about:"))
+            if bad:
+                complaints.append(params)
+        return complaints
 
     def close(self):
-        os.close(self.out)
+        self.stack.close()
         self.process.kill()
         self.process.wait()
-        os.close(self.inp)
 
 
 @pytest.fixture(scope="module")
@@ -238,25 +183,11 @@ def test_all_texts_are_in_the_page(tmp_path):
 
 
 def test_colours_know_the_direction(tmp_path):
-    up = page.items_of(
-        record := search_run(tmp_path / "a", [node("0.0", 0.5), node("0.1", 0.9)]),
-        0,
-        reader.transcripts(record),
-    )
-    down = page.items_of(
-        record := search_run(
-            tmp_path / "b", [node("0.0", 0.5), node("0.1", 0.9)], higher_is_better=False
-        ),
-        0,
-        reader.transcripts(record),
-    )
-    assert up[0]["shade"] < up[1]["shade"] == 1.0
-    assert down[0]["shade"] == 1.0 > down[1]["shade"]
-
-
-def test_nothing_to_show_is_a_sentence(tmp_path):
-    with pytest.raises(UserError, match="no config.yaml"):
-        reader.read_run(tmp_path)
+    for higher, shades in ((True, [0, 1]), (False, [1, 0])):
+        nodes = [node("0.0", 0.5), node("0.1", 0.9)]
+        record = search_run(tmp_path / str(higher), nodes, higher_is_better=higher)
+        items = page.items_of(record, 0, reader.transcripts(record))
+        assert [round(item["shade"]) for item in items] == shades
 
 
 # ------------------------------------------------------------------ in a browser
