@@ -3,13 +3,16 @@
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from flatlab.episode.episode import Sample
@@ -152,6 +155,47 @@ def python(*arguments):
     """Runs `python ARGUMENTS` in the root of the project."""
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=60)
+
+
+def completion(text):
+    """What a chat endpoint answers."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": text}}
+    choice["finish_reason"] = "stop"
+    usage = {"prompt_tokens": 11, "completion_tokens": 2, "total_tokens": 13}
+    named = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}
+    return named | {"choices": [choice], "usage": usage}
+
+
+@contextlib.contextmanager
+def chat_server(answer):
+    """The address of an endpoint. answer(body, headers): (status, body, headers) of a reply."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            status, body, headers = answer(asked, self.headers)
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            self.send_response(status)
+            for name, value in (headers | {"content-length": str(len(data))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self):
+            self.send_error(404)
+
+        def log_message(self, *_):
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{http.server_port}/v1"
+    finally:
+        http.shutdown()
+        http.server_close()
 
 
 @contextlib.contextmanager

@@ -1,19 +1,16 @@
 """endpoint.py against a server that misbehaves on purpose, and against a real vLLM server."""
 
 import asyncio
-import json
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from flatlab import endpoint
 from flatlab.errors import UserError
 from flatlab.runs import reader
-from helpers import PROJECT, served
+from helpers import PROJECT, chat_server, completion, served
 from policy import LORA_LAYERS, TINY
 
 
@@ -27,32 +24,12 @@ def server():
     """A chat endpoint: first the answers in `script` (status, body, headers), then good ones."""
     script, seen = [], []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            seen.append(
-                json.loads(self.rfile.read(int(self.headers["content-length"])))
-                | {"auth": self.headers.get("authorization")}
-            )
-            good = {
-                "choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}],
-                "usage": {"prompt_tokens": 11, "completion_tokens": 2},
-            }
-            status, body, headers = script.pop(0) if script else (200, good, {})
-            data = body if isinstance(body, bytes) else json.dumps(body).encode()
-            self.send_response(status)
-            for name, value in (headers | {"content-length": str(len(data))}).items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(data)
+    def answer(body, headers):
+        seen.append(body | {"auth": headers["authorization"]})
+        return script.pop(0) if script else (200, completion("hello"), {})
 
-        def log_message(self, *_):
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{http.server_port}/v1", script, seen
-    http.shutdown()
-    http.server_close()
+    with chat_server(answer) as url:
+        yield url, script, seen
 
 
 def ask(url, temperature=0.7, retries=3, **kwargs):

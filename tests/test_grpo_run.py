@@ -11,16 +11,16 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, stdev
 
+import psutil
 import pytest
 from pytest import approx
 
 import grpo
 import search
-from backends import backends
+from backends import backends, containers_of
 from flatlab.errors import UserError
 from helpers import run_here
 
@@ -49,30 +49,6 @@ def run(folder, *flags, timeout=600, **environment):
 
 def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def alive_containers(pid):
-    from flatlab.sandbox.backend import IMAGE
-    from flatlab.sandbox.docker import docker_api, docker_problem
-
-    if docker_problem(IMAGE):
-        return []
-    boxes = docker_api().containers(all=True, filters={"label": "flatlab.owner"})
-    return [box["Id"] for box in boxes if box["Labels"]["flatlab.owner"].endswith(f":{pid}")]
-
-
-def processes_of(pid):
-    """All descendants of a process: what starts its sandboxes, and their runners."""
-    children = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(
-                int(stat.parent.name)
-            )
-    found = [pid]
-    for parent in found:
-        found += children.get(parent, [])
-    return found[1:]
 
 
 @pytest.fixture(scope="module")
@@ -326,12 +302,12 @@ def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tin
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.02)
     time.sleep(0.3)  # the second step has begun: sandboxes are open
-    children = processes_of(process.pid)
+    children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
     time.sleep(3)
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
-    assert not alive_containers(process.pid)
+    assert not [child for child in children if child.is_running()]
+    assert not containers_of(process.pid)
     for path in logs.rglob("*.json"):  # whatever is there is whole
         if ".tmp-" not in str(path):
             json.loads(path.read_text())

@@ -10,14 +10,13 @@ import threading
 import time
 import tomllib
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
 
 from backends import containers_of, missing
-from helpers import PROJECT, block, served
+from helpers import PROJECT, block, chat_server, completion, served
 
 VENV = os.path.abspath(os.environ.get("VERIFIERS_VENV", ""))
 CONFIG = PROJECT / "integrations/verifiers/eval.toml"
@@ -35,38 +34,9 @@ pytestmark = [
 ]
 
 
-@contextlib.contextmanager
-def chat_server(answer):
-    """The address of an endpoint that replies answer(messages)."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            message = {"role": "assistant", "content": answer(body["messages"])}
-            choice = {"index": 0, "finish_reason": "stop", "message": message}
-            usage = {"prompt_tokens": 9, "completion_tokens": 9, "total_tokens": 18}
-            reply = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}
-            data = json.dumps(reply | {"choices": [choice], "usage": usage}).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def do_GET(self):
-            self.send_error(404)
-
-        def log_message(self, *_):
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{http.server_port}/v1"
-    finally:
-        http.shutdown()
-        http.server_close()
+def replying(answer):
+    """An endpoint that replies answer(messages)."""
+    return chat_server(lambda body, _: (200, completion(answer(body["messages"])), {}))
 
 
 class VfEval:
@@ -130,7 +100,7 @@ def replaying(conversations: list[list[dict]]):
         with lock:
             return replies[json.dumps(messages)].pop()
 
-    with chat_server(answer) as url:
+    with replying(answer) as url:
         yield url
     assert not any(replies.values())
 
@@ -181,7 +151,7 @@ def test_what_was_done_before_a_limit_of_verifiers_counts(tmp_path, flags, stopp
     def answer(messages):
         return EVERYBODY_DIES if len(messages) == 1 else block(f"sleep {seconds}")
 
-    with chat_server(answer) as url:
+    with replying(answer) as url:
         run = VfEval(tmp_path, url, 1, *flags)
         assert run.wait() == 0, run.log.read_text()[-3000:]
     (trace,) = run.episodes()
@@ -192,7 +162,7 @@ def test_what_was_done_before_a_limit_of_verifiers_counts(tmp_path, flags, stopp
 
 
 def asleep(asked: list):
-    """An answer of chat_server: a command that takes long."""
+    """An answer of replying(): a command that takes long."""
 
     def answer(messages):
         asked.append(messages)
@@ -203,7 +173,7 @@ def asleep(asked: list):
 
 def test_ctrl_c_leaves_no_sandbox(tmp_path):
     asked = []
-    with chat_server(asleep(asked)) as url:
+    with replying(asleep(asked)) as url:
         run = VfEval(tmp_path, url, 4)
         assert run.wait(lambda: len(asked) == 4 and run.sandboxes()) is None
         run.process.send_signal(signal.SIGINT)
@@ -214,7 +184,7 @@ def test_ctrl_c_leaves_no_sandbox(tmp_path):
 @pytest.mark.skipif(bool(missing("local")), reason=missing("local"))
 def test_a_broken_sandbox_is_replaced_once_and_then_an_error(tmp_path):
     asked = []
-    with chat_server(asleep(asked)) as url:
+    with replying(asleep(asked)) as url:
         run = VfEval(tmp_path, url, 1, backend="local")
         for _ in range(2):
             assert run.wait(lambda: asked and run.sandboxes()) is None
