@@ -1,5 +1,6 @@
 """configs/slurm.sbatch on a real Slurm of one node, started here and stopped by its processes."""
 
+import getpass
 import json
 import os
 import re
@@ -7,15 +8,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
-from helpers import PROJECT, python
+from helpers import PROJECT, SBIN, Services, free_port, python
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
-missing = [name for name in PROGRAMS if not shutil.which(name, path=f"{os.defpath}:/usr/sbin")]
+missing = [name for name in PROGRAMS if not shutil.which(name, path=SBIN)]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(missing), reason=f"no Slurm here: {', '.join(missing)} missing"),
@@ -50,67 +49,48 @@ TRAIN = (
 )
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-class Cluster:
+class Cluster(Services):
     """A Slurm of one node with two pretended GPUs, and a project folder with logs of its own."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.project = folder / "project"
-        self.processes = []
+    def __init__(self):
+        super().__init__()
+        self.project = self.folder / "project"
         for name in ("state", "spool", "project/logs"):
-            (folder / name).mkdir(parents=True)
+            (self.folder / name).mkdir(parents=True)
         for path in PROJECT.iterdir():
             if path.name not in ("logs", ".venv"):
                 (self.project / path.name).symlink_to(path)
         (self.project / ".venv").symlink_to(sys.prefix)
-        self.environment = os.environ | {
-            "PATH": f"{os.environ['PATH']}:/usr/sbin",
-            "SLURM_CONF": str(folder / "slurm.conf"),
-        }
+        self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf")}
         config = CONFIG.format(
             host=socket.gethostname().partition(".")[0],
-            user=subprocess.check_output(["id", "-un"], text=True).strip(),
-            folder=folder,
+            user=getpass.getuser(),
+            folder=self.folder,
             control_port=free_port(),
             node_port=free_port(),
         )
-        (folder / "slurm.conf").write_text(config)
-        (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
+        (self.folder / "slurm.conf").write_text(config)
+        gpus = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
+        (self.folder / "gres.conf").write_text(gpus)
 
-    def start(self):
+    def begin(self):
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "seed")]
         files += [f"--log-file={self.folder}/munge.log", f"--socket={self.folder}/munge.socket"]
-        self.spawn("munged", "--foreground", "--force", *files)
-        self.spawn("slurmctld", "-D", "-i")
-        self.spawn("slurmd", "-D")
-        self.wait_for("idle", "sinfo", "--noheader", "--format=%T")
-
-    def spawn(self, *command):
-        log = open(self.folder / f"{command[0]}.out", "wb")
-        with log:
-            process = subprocess.Popen(
-                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
-        self.processes.append(process)
-
-    def wait_for(self, text, *command, seconds=60):
-        deadline = time.monotonic() + seconds
-        while (done := self.call(*command)).returncode or done.stdout.strip() != text:
-            logs = [path.read_text()[-500:] for path in self.folder.glob("*.out")]
-            assert time.monotonic() < deadline, "\n".join(logs)
-            time.sleep(0.5)
+        self.start("munged", "--foreground", "--force", *files)
+        self.start("slurmctld", "-D", "-i", **self.environment)
+        self.start("slurmd", "-D", **self.environment)
+        self.wait_for(lambda: self.call("sinfo", "--noheader", "--format=%T").stdout == "idle\n")
 
     def call(self, *command):
         return subprocess.run(
-            command, cwd=self.project, env=self.environment, capture_output=True, text=True
+            command,
+            cwd=self.project,
+            env=os.environ | {"PATH": SBIN} | self.environment,
+            capture_output=True,
+            text=True,
         )
 
     def submit(self, *arguments):
@@ -118,7 +98,7 @@ class Cluster:
         options = ("--parsable", "--nodes=1", "--cpus-per-task=2")
         done = self.call("sbatch", *options, *arguments)
         assert not done.returncode, done.stderr
-        self.wait_for("", "squeue", "--noheader", seconds=400)
+        self.wait_for(lambda: not self.call("squeue", "--noheader").stdout, seconds=400)
         outputs = list((self.project / "logs").glob("slurm-*.out"))
         texts = [path.read_text() for path in outputs]
         for path in outputs:
@@ -127,23 +107,18 @@ class Cluster:
 
     def stop(self):
         self.call("scancel", "--full", "--user", str(os.getuid()))
-        for process in reversed(self.processes):
-            process.terminate()
-            process.wait(20)
+        super().stop()
+        shutil.rmtree(self.folder)
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    # Sockets need a short path.
-    folder = Path(subprocess.check_output(["mktemp", "-d", "/tmp/slurm-XXXX"], text=True).strip())
-    folder.chmod(0o755)
-    cluster = Cluster(folder)
+    cluster = Cluster()
     try:
-        cluster.start()
+        cluster.begin()
         yield cluster
     finally:
         cluster.stop()
-        shutil.rmtree(folder)
 
 
 def test_grid_runs_a_cell_a_job_and_skips_finished_ones(cluster):
