@@ -298,26 +298,16 @@ def test_a_search_with_a_missing_tracker_leaves_no_run_directory(tmp_path, monke
 
 def test_trackers_get_each_row_with_its_transcripts(tmp_path):
     run, got = store.open_run(tmp_path, CONFIG), []
-    run.trackers.append(
-        lambda row, episodes: got.append(
-            (trackers.step_of(row), trackers.scalars(row), [trackers.talk(e) for e in episodes])
-        )
-    )
-    run.save_episodes(3, [episode(0.5, "hello")])
-    run.log(step_row(3, alarms=["x"], name="y", flag=True))
-    assert got == [
-        (
-            3,
-            {
-                "reward_mean": pytest.approx(0.3),
-                "reward_std": 0.2,
-                "score_mean": 0.7,
-                "seconds": 2.0,
-            },
-            [got[0][2][0]],
-        )
-    ]
-    assert got[0][2][0].startswith("hello\n> seen hello")
+    run.trackers.append(lambda row, episodes: got.append((row, episodes)))
+    run.save_episodes(3, [episode(0.5, "hello \ud800")])
+    run.log(step_row(3, alarms=["x"], name="y", flag=True, table="a b"))
+    [(row, episodes)] = got
+    assert trackers.step_of(row) == 3
+    numbers = {"reward_mean": pytest.approx(0.3), "reward_std": 0.2}
+    assert trackers.scalars(row) == numbers | {"score_mean": 0.7, "seconds": 2.0}
+    texts = trackers.texts(row, episodes)
+    assert texts["table"] == "a b"
+    assert texts["transcripts/0"].startswith("submit\n\nhello ?\n> seen hello")
 
 
 def test_tensorboard_can_read_it(tmp_path):

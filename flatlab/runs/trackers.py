@@ -10,6 +10,7 @@ import importlib.util
 import os
 import uuid
 from pathlib import Path
+from textwrap import indent
 
 from flatlab.errors import UserError
 from flatlab.files import write_whole
@@ -48,13 +49,9 @@ def open_tensorboard(directory):
         step = step_of(row)
         for name, value in scalars(row).items():
             writer.add_scalar(name, value, step)
-        texts = {"table": row["table"]} if "table" in row else {}
-        for index, item in enumerate(episodes[:SHOWN]):
-            texts[f"transcripts/{index}"] = f"{item['status']}\n\n{talk(item)}"
-        for name, text in texts.items():
+        for name, text in texts(row, episodes).items():
             # TensorBoard shows indented text as it is, not as Markdown
-            indented = "\n".join(f"    {line}" for line in text.split("\n"))
-            writer.add_text(name, indented, step)
+            writer.add_text(name, indent(text, "    ", lambda line: True), step)
         writer.flush()
 
     return tracker
@@ -63,7 +60,8 @@ def open_tensorboard(directory):
 def open_wandb(directory, config: dict):
     """A tracker that logs to Weights & Biases. WANDB_MODE=offline needs no account.
 
-    A resumed run continues the same W&B run.
+    A resumed run continues the same W&B run. Every cell of a grid has one of its own, which
+    `sync_tensorboard` cannot do: it follows one run per process, and it sends no texts.
     """
     import wandb
 
@@ -81,11 +79,9 @@ def open_wandb(directory, config: dict):
     run.define_metric("*", step_metric="step")  # nodes end in another order than they start
 
     def tracker(row: dict, episodes: list[dict]):
-        step = step_of(row)
-        table = wandb.Table(columns=["step", "status", "transcript"])
-        for item in episodes[:SHOWN]:
-            table.add_data(step, item["status"], talk(item))
-        run.log(scalars(row) | {"step": step, "transcripts": table})
+        rows = [[name, text] for name, text in texts(row, episodes).items()]
+        table = wandb.Table(["name", "text"], rows)
+        run.log(scalars(row) | {"step": step_of(row), "texts": table})
 
     return tracker
 
@@ -113,10 +109,13 @@ def scalars(row: dict) -> dict[str, float]:
     return found
 
 
-def talk(item: dict) -> str:
-    """A transcript as plain text."""
-    lines = []
-    for turn in item["turns"]:
-        lines += [turn["reply"], f"> {turn['observation']}"]
-    # neither tracker can send lone surrogates
-    return "\n".join(lines).encode(errors="replace").decode()
+def texts(row: dict, episodes: list[dict]) -> dict[str, str]:
+    """The first transcripts of a row, and its table if it has one."""
+    found = {"table": row["table"]} if "table" in row else {}
+    for index, item in enumerate(episodes[:SHOWN]):
+        lines = [item["status"], ""]
+        for turn in item["turns"]:
+            lines += [turn["reply"], f"> {turn['observation']}"]
+        # neither tracker can send lone surrogates
+        found[f"transcripts/{index}"] = "\n".join(lines).encode(errors="replace").decode()
+    return found
