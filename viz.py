@@ -6,7 +6,7 @@
     python viz.py logs/<run> --episode 12.3  a transcript: step 12, number 3; also before.3 and
                                              eval-9.3 (evaluations), final-best.3, a node 0.2.1
     python viz.py logs/<run> --best          the transcript with the best score
-    python viz.py logs/<run> --export DIR    tables for the datasets library and TRL's trainers
+    python viz.py logs/<run> --export FILE   all replies as JSON lines, for datasets and TRL
 
 flatlab/runs/store.py describes what is in a run directory.
 """
@@ -39,7 +39,7 @@ class Options:
     best: bool = False  # print the transcript with the best score
     format: Literal["png", "pdf", "svg"] = "png"  # file format of the pictures
     report: bool = True  # write report.html
-    export: Path | None = None  # write episodes, SFT and DPO pairs to this new folder
+    export: Path | None = None  # write all replies to this new file of JSON lines
 
 
 # ------------------------------------------------------------------ terminal
@@ -229,7 +229,8 @@ def main(options: Options):
     for sentence in errors:
         print(sentence, file=sys.stderr)
     if options.export:
-        return print(exported(runs, options.export))
+        lines = export.export(runs, options.export)
+        return print(f"wrote {options.export}: {lines} replies")
     parts = texts(runs, options)
     if parts:
         return print("\n\n".join(parts))
@@ -238,14 +239,6 @@ def main(options: Options):
     else:
         print(compare.table(runs))
     print("", *(f"wrote {path}" for path in refresh(runs, options)), sep="\n")
-
-
-def exported(runs: list[RunData], folder: Path) -> str:
-    """Writes the runs' tables and says what is in them."""
-    lines = [f"wrote {folder}: load_dataset('{folder}', TABLE, split='train')", ""]
-    for table, rows in export.export(runs, folder).items():
-        lines.append(f"{table:9} {rows:6} rows")
-    return "\n".join(lines)
 
 
 def texts(runs: list[RunData], options: Options) -> list[str]:
