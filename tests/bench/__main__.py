@@ -8,8 +8,6 @@
     python tests/bench engine      tokens per second of the engine with an adapter, three ways
     python tests/bench sync        the trained adapter into the running engine, three ways
     python tests/bench search      a grid of trees on one engine beside the same trees in turn
-    python tests/bench rules       selection rules in a simulated world
-    python tests/bench selection   the choice at the end of a search, simulated
     python tests/bench memory      peak memory of the loss; padding, recomputed layers
     python tests/bench objectives  losses and advantages on the built-in tasks; an hour
     python tests/bench stability   200 steps with the defaults and without guard and KL; hours
@@ -37,8 +35,6 @@ SECTIONS = {
     "engine": "bench.engine.engine",
     "sync": "bench.models.sync",
     "search": "bench.models.search_grid",
-    "rules": "bench.rules.rules",
-    "selection": "bench.selection.selection",
     "memory": "bench.peak.memory",
     "objectives": "bench.learning.objectives",
     "stability": "bench.learning.stability",
@@ -69,7 +65,7 @@ def main():
     add("section", choices=SECTIONS)
     add("--write", action="store_true", help="write the table into tests/BENCHMARKS.md")
     add("--backend", default="auto", help="for soak")
-    add("--count", type=int, default=1000, help="for soak: episodes; for rules: seeds")
+    add("--count", type=int, default=1000, help="for soak: episodes")
     steps = "for train, engine, agent, objectives (5 if not given) and stability (200)"
     add("--steps", type=int, help=steps)
     add("--seeds", default="0,1,2", help=f"{runs} comma-separated seeds")

@@ -10,8 +10,7 @@ table that is the same for every variant.
 
 VARIANT: "ours" (the functions of grpo.py), "compiled" (the same with a compiled engine), or of TRL
 "factory" (environment_factory, a tool), "rollout" (rollout_func that calls the tools of a turn at
-once in threads), "generate" (no tools) or "vllm" (the same with vLLM in its process). "floor"
-prints the seconds of the model's own matrix products instead.
+once in threads), "generate" (no tools) or "vllm" (the same with vLLM in its process).
 """
 
 import asyncio
@@ -28,10 +27,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.measure import (
-    Contestant,
     compared,
     compete,
-    median_seconds,
     print_result,
     spread,
     this_machine,
@@ -92,11 +89,6 @@ def race(args, variants, turns, tokens, waits):
             from helpers import make_model
 
             model = make_model(Path(folder) / "model")
-        floor = Contestant("agent", model, 0, turns, tokens, "floor")
-        floor.close()
-        least = floor.start
-        parts = f"sampling {least['sampling']:.2f} s, training {least['training']:.2f} s"
-        rows.append(("matrix products", f"{least['seconds']:.2f} s", f"{parts}; {least['note']}"))
         rounds = [waits[0], *(kind for kind in waits for _ in range(args.steps))]
         chosen = args.only.split(",") if args.only else variants
         commands = {name: ("agent", model, len(rounds), turns, tokens, name) for name in chosen}
@@ -106,21 +98,20 @@ def race(args, variants, turns, tokens, waits):
     for number, kind in enumerate(waits):
         part = slice(number * args.steps, (number + 1) * args.steps)
         results = {name: steps[part] for name, (_, steps) in done.items()}
-        rows += rows_of(kind if turns > 1 else "no", results, least["seconds"])
+        rows += rows_of(kind if turns > 1 else "no", results)
     shown = "random Qwen3 of 0.8 M parameters" if args.model == "tiny" else Path(model).name
     work = f"{EPISODES} rollouts of {turns} turns of {tokens} tokens, then a step"
     return f"{this_machine()}; {shown}, {work}; median (range) of {args.steps} rounds in turn", rows
 
 
-def rows_of(waits, done, least):
-    """A row per variant. least: seconds of the matrix products."""
+def rows_of(waits, done):
     rows = []
     work = {(step["calls"], step["trained"]) for steps in done.values() for step in steps}
     for name, steps in done.items():
         seconds = [step["seconds"] for step in steps]
         cpu = statistics.median(step["cpu_seconds"] for step in steps)
         last = steps[-1]
-        note = f"{cpu:.2f} CPU seconds, of them matrix products {least / cpu:.0%}"
+        note = f"{cpu:.2f} CPU seconds"
         note += f"; {last['calls']} commands, {last['trained']} of {last['tokens']} tokens trained"
         note += f"; peak memory {last['memory']:.1f} GiB"
         if "sampling" in last:
@@ -428,70 +419,11 @@ def run_trl(model, steps, turns, tokens, variant):
     trainer.train()
 
 
-# ---- the floor
-
-
-def matrix_seconds(layers, rows):
-    """Seconds in which torch multiplies `rows` rows with each of these weights, median of 5."""
-    import torch
-
-    inputs = [torch.randn(rows, layer.in_features) for layer in layers]
-
-    def once():
-        for x, layer in zip(inputs, layers):
-            torch.nn.functional.linear(x, layer.weight)
-
-    with torch.no_grad():
-        once()
-        return median_seconds(once, 5)
-
-
-def floor(model, turns, tokens):
-    """Seconds of the matrix products that a step cannot do without, and what they consist of.
-
-    Sampling computes every token once, training once forward, once backward and once more for the
-    KL term. A group's prompt counts once. Attention and the adapter are left out.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from flatlab.chat import ChatTokens
-
-    chat = ChatTokens(model)
-    chat.tokenizer.chat_template = TEMPLATE
-    prompt = len(chat.render([{"role": "user", "content": "Write. 0"}]))
-    after = len(chat.observation_tokens(OBSERVATION, False))
-    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    head = model.get_output_embeddings()
-    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    sampled = EPISODES * turns * tokens
-    read = PROMPTS * prompt + EPISODES * (turns - 1) * after
-
-    decode = turns * tokens * matrix_seconds([*layers, head], EPISODES)
-    block = EPISODES * after
-    forward = matrix_seconds(layers, block) / block
-    scored = matrix_seconds([head], block) / block
-    prefill = read * forward
-    one_pass = (read + sampled) * forward + sampled * scored
-    weights = sum(layer.weight.numel() for layer in layers)
-    count = weights + head.weight.numel()
-    decode_rate = 2 * count * sampled / decode / 1e9
-    rate = 2 * weights / forward / 1e9
-    return {
-        "seconds": decode + prefill + 3 * one_pass,
-        "sampling": decode + prefill,
-        "training": 3 * one_pass,
-        "note": f"{decode_rate:.0f} GFLOP/s at {EPISODES} rows, {rate:.0f} at {block} rows",
-    }
-
-
 def main(model, steps, turns, tokens, variant):
     from flatlab import threads
 
     threads.configure()
-    if variant == "floor":
-        print_result(**floor(model, turns, tokens))
-    elif variant in ("ours", "compiled"):
+    if variant in ("ours", "compiled"):
         run_ours(model, steps, turns, tokens, variant == "compiled")
     else:
         run_trl(model, steps, turns, tokens, variant)
