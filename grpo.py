@@ -478,14 +478,14 @@ def update(
 
     if not dist.sum(len(batch))[0]:
         return {}
-    meter, skipped = Meter(), 0
+    meter, skipped, grad_norms = Meter(), 0, []
     for epoch in range(cfg.epochs):
         parts = micro_batches(batch, cfg.micro_tokens, policy.packs)
         for number, part in enumerate(parts):
             micro = to_tensors(part, policy.device)
             # With --kl 0 the guard still wants to know the KL, so one micro-batch measures it.
             measure_kl = cfg.kl > 0 or number == epoch == 0
-            micro_loss(policy, micro, cfg, meter, epoch == 0, measure_kl).backward()
+            micro_loss(policy, micro, cfg, meter, epoch, measure_kl).backward()
             stop_if_interrupted()
         if epoch == 0:
             policy.check_samples(meter.mean("logprob_diff"))
@@ -496,22 +496,23 @@ def update(
         else:
             skipped += 1
         optimizer.zero_grad()
+        grad_norms.append(grad_norm)
     total, mean, largest = meter.over_ranks(dist)
+    kept = [total[f"kept_{epoch}"] for epoch in range(cfg.epochs)]
     shares = ("kl", "entropy", "clip_share", "dropped_share")
     return {
         "loss": total["loss"] / cfg.epochs,
         "lost_tokens": total["lost_tokens"],
-        "grad_norm": grad_norm,
+        "grad_norm": fmean(grad_norms),
         "logprob_diff_mean": mean["logprob_diff"],
         "logprob_diff_max": largest["logprob_diff"],
         "skipped": skipped,
+        "empty_epochs": kept.count(0),
         **{name: mean[name] for name in shares},
     }
 
 
-def micro_loss(
-    policy, micro: MicroBatch, cfg: Config, meter: Meter, first_epoch: bool, measure_kl: bool
-):
+def micro_loss(policy, micro: MicroBatch, cfg: Config, meter: Meter, epoch: int, measure_kl: bool):
     """The loss of a micro-batch, a scalar with gradient; its numbers go to the meter."""
     import torch
 
@@ -549,8 +550,9 @@ def micro_loss(
         clip_share=is_clipped & kept,
         dropped_share=known & ~kept,
         lost_tokens=~known,
+        **{f"kept_{epoch}": kept},
     )
-    if first_epoch:
+    if epoch == 0:
         meter.add(logprob_diff=difference)
     return loss.sum()
 

@@ -152,8 +152,24 @@ def test_sequences_that_drifted_are_dropped_whole(policy):
     row = grpo.update(policy, a, [moved, batch[1]], configure(CFG, sequence_mask=0.05))
     grpo.update(policy, b, [batch[1]], CFG)
     policy.mean_diff_limit = limit
-    assert row["dropped_share"] == pytest.approx(8 / 24)
+    assert row["dropped_share"] == pytest.approx(8 / 24) and row["empty_epochs"] == 0
     assert all(torch.allclose(x, y, atol=1e-7) for x, y in zip(a.grads, b.grads))
+
+
+def test_an_epoch_without_a_sequence_is_counted_and_the_gradient_is_the_mean_over_epochs(policy):
+    """The first update moves every sequence beyond the mask, so the second epoch has none left."""
+    batch = random_pieces(policy, (12, 1.0), (20, -0.5))
+    norms = []
+    for epochs in (1, 2):
+        optimizer = torch.optim.SGD(policy.parameters(), lr=100.0)
+        start = [p.detach().clone() for p in policy.parameters()]
+        row = grpo.update(
+            policy, optimizer, batch, configure(CFG, sequence_mask=1e-3, epochs=epochs)
+        )
+        policy._use(start)
+        norms.append(row["grad_norm"])
+    assert row["empty_epochs"] == 1 and row["dropped_share"] == pytest.approx(0.5)
+    assert norms[1] == pytest.approx(norms[0] / 2)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +216,7 @@ def row(step, **values):
         "logprob_diff_mean": 1e-7,
         "lost_tokens": 0,
         "skipped": 0,
+        "empty_epochs": 0,
         **values,
     }
 
@@ -215,6 +232,7 @@ ALARMS = (
     ({"logprob_diff_mean": 1e-4}, ["drift apart"]),
     ({"grad_norm": 3.0}, ["gradient"]),
     ({"grad_norm": float("nan"), "skipped": 1}, ["gradient", "skipped"]),
+    ({"grad_norm": 0.0, "empty_epochs": 1}, ["an epoch had no sequence left"]),
     ({"zero_variance_share": 1.0}, ["equal rewards"]),
     ({"fault_share": 0.3}, ["sandboxes broke"]),
     ({"lost_tokens": 2}, ["not finite"]),
@@ -239,6 +257,12 @@ def test_a_row_without_numbers_does_not_spoil_what_is_usual():
     before = [row(0), row(1, grad_norm=float("nan"), entropy=float("nan")), row(2)]
     assert guard.alarms(row(3), before) == []
     assert [a[:19] for a in guard.alarms(row(3, entropy=0.01), before)] == ["the entropy collaps"]
+
+
+def test_a_gradient_is_compared_with_steps_that_had_one():
+    without = [row(step, grad_norm=0.0) for step in range(3)]
+    assert guard.alarms(row(3, grad_norm=0.0), without) == []
+    assert guard.alarms(row(3, grad_norm=0.1), without) == []
 
 
 def evaluated(step, gain, stderr=0.05):

@@ -2,7 +2,7 @@
 collapse. No torch.
 """
 
-from math import sqrt
+from math import isnan, sqrt
 from statistics import fmean, median
 
 from flatlab.runs.reader import number
@@ -63,7 +63,16 @@ ALARMS = (  # key of the row, predicate of (value, median of the twenty steps be
         lambda x, usual: x > 10 * usual + 1e-6,
         "engine and trainer drift apart",
     ),
-    ("grad_norm", lambda x, usual: not x < 10 * usual, "the gradient is much larger than usual"),
+    (
+        "grad_norm",
+        lambda x, usual: isnan(x) or x > 10 * usual > 0,
+        "the gradient is much larger than usual",
+    ),
+    (
+        "empty_epochs",
+        lambda x, usual: x > 0,
+        "an epoch had no sequence left: lower --lr, or raise --sequence-mask",
+    ),
     (
         "lost_tokens",
         lambda x, usual: x > 0,
