@@ -56,7 +56,7 @@ from flatlab.options import (
     set_defaults,
 )
 from flatlab.runs import trackers
-from flatlab.runs.cli import check_distinct, check_numbers, one_sentence, parse_config
+from flatlab.runs.cli import check_distinct, check_numbers, one_sentence, parse_config, recorded_end
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.store import open_run, run_directory
 from flatlab.train import distributed, guard, imitation, memory, metrics
@@ -863,24 +863,17 @@ def main() -> None:
     cfg = parse_config(Config, sys.argv[1:])
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
     dist = distributed.join(timeout=24 * 3600)
-    run = None
-    try:
-        tasks, path, why, run = prepare(cfg, dist)
-        if dist.gather(bool(run and run.finished))[0]:
-            dist.say(f"logs/{cfg.name} was finished before: nothing was run.")
-        else:
+    tasks, path, why, run = prepare(cfg, dist)
+    if dist.gather(bool(run and run.finished))[0]:
+        dist.say(f"logs/{cfg.name} was finished before: nothing was run.")
+    else:
+        with recorded_end([run] if run else [], f"logs/{cfg.name} after its last whole step"):
             if run:
                 run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
                 banner(cfg, tasks, path, why, run)
             dist.say("engine   is starting")
             policy = load_policy(cfg, path, dist)
             asyncio.run(train(policy, tasks, cfg, run, dist))
-    except KeyboardInterrupt:
-        if run:
-            run.result(status="interrupted")
-            message = f"interrupted; the same command continues {run.dir} after its last whole step"
-            print(f"\n{message}", file=sys.stderr)
-        raise
     if run:
         farewell(run)
         stopped = run.results()["status"].partition("stopped: ")[2]

@@ -59,7 +59,7 @@ from flatlab.options import (
     flat,
 )
 from flatlab.runs import trackers
-from flatlab.runs.cli import check_distinct, check_numbers, one_sentence, parse_config
+from flatlab.runs.cli import check_distinct, check_numbers, one_sentence, parse_config, recorded_end
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.reader import read_run
 from flatlab.runs.store import Run, open_run, packed_tokens, run_directory
@@ -823,20 +823,11 @@ def main() -> None:
         banner(cfg, trees, where, path, why)
     else:
         print(f"{where} was finished before: nothing was run.")
-    try:
+    with recorded_end([t.run for t in todo], where):
         if todo:
             policy = make_policy(cfg, path)
             print(ROW.format(*TITLES), flush=True)
             asyncio.run(search(todo, policy, cfg.workers))
-    except (KeyboardInterrupt, UserError, SandboxFault) as error:
-        status = f"stopped: {error}"
-        if isinstance(error, KeyboardInterrupt):
-            status = "interrupted"
-            print(f"\ninterrupted; the same command continues {where}", file=sys.stderr)
-        for t in todo:
-            if not t.closed:
-                t.run.result(status=status)
-        raise
     report(trees, grid, where)
 
 

@@ -24,10 +24,14 @@ def to_disk(path: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Readers see the old file or the new one, also after kill -9 or a power cut."""
+    """Readers see the old file or the new one, also after a full disk, kill -9 or a power cut."""
     temp = temporary(path)
-    temp.write_bytes(content.encode() if isinstance(content, str) else content)
-    to_disk(temp)
+    try:
+        temp.write_bytes(content.encode() if isinstance(content, str) else content)
+        to_disk(temp)
+    except OSError:
+        temp.unlink(missing_ok=True)
+        raise
     os.replace(temp, path)
     to_disk(path.parent)
 

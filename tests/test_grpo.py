@@ -27,7 +27,7 @@ from flatlab.train import guard, metrics
 from flatlab.train.batch import Group, TrainSequence, gather_groups
 from flatlab.train.checkpoint import State, restore
 from flatlab.train.distributed import SingleProcess
-from flatlab.view import console
+from flatlab.view import console, views
 from helpers import RESULT
 from policy import ModelPath
 from tasks import load_task
@@ -528,6 +528,21 @@ def test_where_best_is_the_untrained_adapter_every_line_says_so(play):
     assert final["best"]["difference"] == 0 and final["best"]["difference_stderr"] == 0
     table = metrics.final_table(final, "accuracy")
     assert "best (the untrained adapter)" in table and "best is the untrained adapter" in table
+
+
+def test_without_a_step_the_adapter_of_the_start_is_evaluated(play, monkeypatch, capsys):
+    play(steps=0, eval_episodes=4)
+    result = result_of()
+    final = result["final"]
+    assert result["status"] == "finished" and final["steps"] == 0 and final["best_is_untrained"]
+    monkeypatch.setattr(console, "plot_now_and_then", views.plot_now_and_then)
+    run = store.open_run("logs/a", {"task": ["titanic"], "steps": 0})
+    run.result(metric="accuracy")
+    console.farewell(run)
+    said = capsys.readouterr().out
+    assert "last (the untrained adapter)" in said and "imitated" not in said
+    assert "No step was made: there are no curves" in said
+    assert not list(run.dir.glob("*.png")) and not list(run.dir.glob("*.html"))
 
 
 def test_where_best_is_the_last_adapter_it_is_played_once(play, policy, capsys):

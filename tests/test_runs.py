@@ -1,7 +1,9 @@
 """A run directory is whole after kill -9, has one writer, and refuses another config."""
 
+import errno
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import helpers
-from flatlab.errors import UserError
+from flatlab import files
+from flatlab.errors import SandboxFault, UserError
 from flatlab.runs import cli, reader, store
 from helpers import python, step_row
 
@@ -207,6 +210,63 @@ def test_result_is_merged(tmp_path):
     run.result(a=1, b=2)
     run.result(b=3)
     assert run.results() == {"a": 1, "b": 3}
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
+    run = store.open_run(tmp_path, CONFIG)
+    run.result(status="running")
+    monkeypatch.setattr(files, "to_disk", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        run.result(status="finished")
+    assert run.results() == {"status": "running"}
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+ENDS = {
+    "failed: Take another name.": UserError("Take another name."),
+    "failed: The sandbox broke: gone": ExceptionGroup("tasks", [SandboxFault("gone")]),
+    "failed: No space left on device. Ev": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    "failed: ZeroDivisionError('a bug')": ZeroDivisionError("a bug"),
+    "interrupted": KeyboardInterrupt(),
+}
+
+
+@pytest.mark.parametrize("status", ENDS)
+def test_a_run_says_what_ended_it(tmp_path, status, monkeypatch):
+    runs = [store.open_run(tmp_path / name, CONFIG) for name in "ab"]
+    runs[0].result(status="running")
+    runs[1].result(status="finished")
+    with pytest.raises(type(ENDS[status])), cli.recorded_end(runs, tmp_path):
+        raise ENDS[status]
+    assert runs[0].results()["status"].startswith(status)
+    assert runs[1].results()["status"] == "finished"
+    monkeypatch.setattr(files, "to_disk", full_disk)  # no room for that either
+    with pytest.raises(UserError, match="another"), cli.recorded_end(runs[:1], tmp_path):
+        raise UserError("another")
+    assert runs[0].results()["status"].startswith(status)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda run: run.log({"step": 0}),
+        lambda run: run.save_episodes(0, []),
+        lambda run: run.result(status="finished"),
+        lambda run: run.whole_directory("best").__enter__(),
+        lambda run: run.checkpoint(0).__enter__(),
+    ],
+)
+def test_a_directory_that_was_removed_ends_the_run_in_a_sentence(tmp_path, write):
+    run = store.open_run(tmp_path / "a", CONFIG)
+    shutil.rmtree(run.dir)
+    removed = "a was removed while the run went on"
+    with pytest.raises(UserError, match=removed), cli.recorded_end([run], run.dir):
+        write(run)
+    assert not run.dir.exists()
 
 
 # ------------------------------------------------------------------ whole or absent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import math
@@ -76,6 +77,52 @@ def check_distinct(flag: str, values) -> None:
             raise UserError(f"{flag} names {value} more than once.")
 
 
+def first_cause(error: BaseException) -> BaseException:
+    """The first error of a TaskGroup; any other error is itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def sentence_of(error: BaseException) -> str:
+    """What a person is told about an error that is not a bug; "" for a bug."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, SandboxFault):
+        return f"The sandbox broke: {error}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"{error.strerror}. Everything written so far is complete; "
+            "run the same command again to continue."
+        )
+    return ""
+
+
+@contextlib.contextmanager
+def recorded_end(runs: list, where):
+    """Writes what ended the block to the result.json of the runs that are not finished: the status
+    "interrupted", or "failed: <why>". A full disk may leave the status as it was.
+
+    where: directory of the run or grid. Raises UserError if the directory of a run is gone.
+    """
+    try:
+        yield
+    except BaseException as error:
+        cause = first_cause(error)
+        status = f"failed: {sentence_of(cause) or repr(cause)}"
+        if isinstance(cause, KeyboardInterrupt):
+            status = "interrupted"
+            if runs:
+                print(f"\ninterrupted; the same command continues {where}", file=sys.stderr)
+        for run in runs:
+            if not run.dir.is_dir():
+                raise UserError(f"{run.dir} was removed while the run went on.") from None
+            with contextlib.suppress(OSError):
+                if run.results().get("status") != "finished":
+                    run.result(status=status)
+        raise
+
+
 def one_sentence(main):
     """Runs main(). An error that the user can fix is printed as one sentence, with exit code 2.
 
@@ -85,7 +132,6 @@ def one_sentence(main):
     # `nohup ... &` starts processes with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    code = 2
     try:
         try:
             main()
@@ -97,19 +143,9 @@ def one_sentence(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
-        while isinstance(error, ExceptionGroup):
-            error = error.exceptions[0]
-        if isinstance(error, UserError):
-            sentence = str(error)
-        elif isinstance(error, SandboxFault):
-            sentence = f"The sandbox broke: {error}"
-            code = 1
-        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            sentence = (
-                f"{error.strerror}. Everything written so far is complete; "
-                "run the same command again to continue."
-            )
-        else:
+        cause = first_cause(error)
+        sentence = sentence_of(cause)
+        if not sentence:
             raise
         print(sentence, file=sys.stderr)
-        sys.exit(code)
+        sys.exit(1 if isinstance(cause, SandboxFault) else 2)

@@ -382,7 +382,7 @@ class Run:
         final = self.dir / name
         temp = temporary(final)
         old = final.with_name(f".old-{final.name}")
-        temp.mkdir(parents=True)
+        temp.mkdir()
         try:
             yield temp
         except BaseException:  # also Ctrl-C

@@ -258,7 +258,8 @@ def adapter_label(name: str, final: dict) -> str:
         return "best (the untrained adapter)"
     step = final[name]["step"]
     if step < 0:
-        return f"{name} (the imitated adapter)"
+        start = "imitated" if "imitated" in final else "untrained"
+        return f"{name} (the {start} adapter)"
     same = ", the last" if name == "best" and final["best_is_last"] else ""
     return f"{name} (step {step}{same})"
 

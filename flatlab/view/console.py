@@ -81,14 +81,16 @@ def print_step(run, row: dict) -> None:
 
 def farewell(run) -> None:
     """Prints the comparison of the adapters and where everything lies; draws the curves and the
-    page.
+    page, if there is a step.
     """
     result = run.results()
     if result.get("final"):
         print(f"\n{metrics.final_table(result['final'], result['metric'])}\n")
+    if not run.rows():
+        print(f"No step was made: there are no curves. Everything: {run.dir}")
+        return
     plot_now_and_then(run, always=True)
-    if run.rows():
-        page.write([read_run(run.dir)], run.dir / "report.html")
+    page.write([read_run(run.dir)], run.dir / "report.html")
     print(
         f"curves: {run.dir}/curves.png   page: {run.dir}/report.html   "
         f"transcripts: {run.dir}/episodes/   adapter: {run.dir}/best"

@@ -7,7 +7,7 @@ functions.
 
 from __future__ import annotations
 
-import os
+import io
 import re
 import textwrap
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flatlab.files import temporary
+from flatlab.files import write_whole
 from flatlab.runs.reader import RunData, duration, number
 
 # The colours of Okabe and Ito: distinct with any kind of colour vision, and in grey print
@@ -284,9 +284,10 @@ def draw_panels(figure, panels, groups: list[Group]):
 
 
 def save(figure, path: Path) -> Path:
-    """Writes under a temporary name first: a viewer never sees half a picture."""
-    figure.savefig(temporary(path), format=path.suffix[1:], dpi=110)
-    os.replace(temporary(path), path)
+    """Writes the whole picture or, if the disk is full, leaves the old one."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:], dpi=110)
+    write_whole(path, picture.getvalue())
     return path
 
 
