@@ -55,11 +55,14 @@ def run_here(main, *flags, monkeypatch, capsys):
 
 
 class FakePolicy:
-    """Says scripted replies, the last one again and again.
+    """Says scripted replies, the last one again and again; one is a text or f(prompt, seed).
 
     One token per character; 1 ends a reply, 2 and 3 open and close a user turn. `requests` holds
-    all prompts.
+    the tokens of all prompts, `limits` the lengths that were allowed.
     """
+
+    version = 7
+    marks = {1: "", 2: "<user>", 3: ""}
 
     def __init__(self, *replies, context=100_000, stop_reason="stop", wait=0.0):
         self.replies = list(replies)
@@ -67,15 +70,25 @@ class FakePolicy:
         self.stop_reason = stop_reason
         self.wait = wait
         self.requests = []
+        self.limits = []
+
+    @property
+    def prompts(self):
+        return list(map(self.decode, self.requests))
 
     def render(self, messages):
-        return [2, *self.encode(messages[0]["content"]), 3]
+        tokens = []
+        for message in messages:
+            text = self.encode(message["content"])
+            tokens += [*text, 1] if message["role"] == "assistant" else [2, *text, 3]
+        return tokens
 
     def encode(self, text):
+        text.encode()  # as every real tokenizer: not what cannot be encoded
         return [ord(c) + 10 for c in text]
 
     def decode(self, tokens):
-        return "".join(chr(token - 10) for token in tokens)
+        return "".join(self.marks.get(token, chr(max(0, token - 10))) for token in tokens)
 
     def observation_tokens(self, text, ended):
         end = [] if ended else [1]
@@ -84,12 +97,15 @@ class FakePolicy:
     async def sample(self, tokens, max_tokens, temperature=1.0, seed=None):
         assert len(tokens) + max_tokens <= self.context
         self.requests.append(list(tokens))
+        self.limits.append(max_tokens)
         await asyncio.sleep(self.wait)
         text = self.replies[min(len(self.requests), len(self.replies)) - 1]
+        if callable(text):
+            text = text(self.decode(tokens), seed)[:max_tokens]
         said = self.encode(text)
         if self.stop_reason == "stop":
             said.append(1)
-        return Sample(said, [-0.5] * len(said), text, self.stop_reason, 7)
+        return Sample(said, [-0.5] * len(said), text, self.stop_reason, self.version)
 
 
 def make_model(folder: Path, vocabulary=0, **sizes) -> str:

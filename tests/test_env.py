@@ -478,7 +478,7 @@ def test_episode_until_submit(task, backend):
     assert episode.turns[2]["score"] == 2.0
     assert episode.turns[0]["version"] == 7
     assert len(episode.segments) == 1
-    tokens = policy.render([{"content": episode.prompt}])
+    tokens = policy.render([{"role": "user", "content": episode.prompt}])
     mask = [0] * len(tokens)
     for i, turn in enumerate(episode.turns):
         reply = [*policy.encode(turn["reply"]), 1]

@@ -1,7 +1,6 @@
 """search.py with a fake model and fake episodes, then in real sandboxes, then the real script."""
 
 import asyncio
-import importlib.util
 import itertools
 import json
 import os
@@ -31,7 +30,7 @@ from flatlab.sandbox import snapshot
 from flatlab.tree import selection
 from flatlab.tree.tree import Tree, results
 from flatlab.view import search_plots, stats
-from helpers import search_config
+from helpers import FakePolicy, search_config
 from tasks import load_task
 
 HERE = Path(__file__).parents[1]
@@ -43,42 +42,6 @@ def no_provenance(monkeypatch):
     """What the machine and git say takes a second per run directory."""
     monkeypatch.setattr(store, "describe_git", lambda: "")
     monkeypatch.setattr(store, "describe_machine", lambda: "")
-
-
-class Model:
-    """A model that counts characters as tokens and takes its replies from answer(prompt, seed)."""
-
-    context, version = 100_000, 0
-
-    def __init__(self, answer):
-        self.answer, self.prompts, self.limits = answer, [], []
-
-    def render(self, messages):
-        return [ord(c) for c in "".join(f"<{m['role']}>{m['content']}" for m in messages)]
-
-    def encode(self, text):
-        text.encode()  # as every real tokenizer: not what cannot be encoded
-        return [ord(c) for c in text]
-
-    def decode(self, tokens):
-        return "".join(map(chr, tokens))
-
-    def observation_tokens(self, text, ended):
-        return self.encode(f"<user>{text}")
-
-    async def sample(self, tokens, max_tokens, temperature=None, seed=None):
-        prompt = self.decode(tokens)
-        self.prompts.append(prompt)
-        self.limits.append(max_tokens)
-        await asyncio.sleep(0)
-        text = self.answer(prompt, seed)[:max_tokens]
-        return SimpleNamespace(
-            tokens=self.encode(text),
-            logprobs=[0.0] * len(text),
-            text=text,
-            stop_reason="stop",
-            version=0,
-        )
 
 
 def lists(prompt, seed):
@@ -187,7 +150,7 @@ def run(
         patch.setattr(search, "play", fake_play(score_of, delay, log, large, stderr))
         patch.setattr(search, "Attempt", attempt)
         try:
-            asyncio.run(search.search(trees, model or Model(lists), cfg.workers))
+            asyncio.run(search.search(trees, model or FakePolicy(lists), cfg.workers))
         finally:
             for t in trees:
                 t.run.lock.close()
@@ -464,7 +427,7 @@ def test_resumed_bfs_does_not_ask_again_for_ideas_that_it_has(tmp_path):
         b"".join((whole.run.dir / "journal.jsonl").read_bytes().splitlines(keepends=True)[:2])
     )
     shutil.copytree(whole.run.dir / "nodes", cut / "nodes")
-    model = Model(lists)
+    model = FakePolicy(lists)
     run(tmp_path / "cut", workers=1, model=model)
     assert sum("Strategy: <one" in p for p in model.prompts) == sum(
         n.valid for n in whole.children("0")
@@ -543,11 +506,14 @@ def test_time_runs_out_between_two_looks_at_the_clock(tmp_path, monkeypatch):
     )
 
 
-def test_a_long_chain_has_short_file_names(tmp_path):
+def test_a_long_chain_has_short_file_names_and_columns_in_line(tmp_path):
     t = run(
         tmp_path, nodes=150, workers=1, select="linear", modes=("none",), score_of=lambda node: 0.6
     )
-    assert len(rows(t)) == 150 and len(list((t.run.dir / "nodes").glob("*.tar"))) == 150
+    assert len(rows(t)) == 150
+    assert len(list((t.run.dir / "nodes").glob("*.tar"))) == 150
+    lines = [search.node_line(t, node) for node in t.finished]
+    assert len({line.index(node.op) for line, node in zip(lines, t.finished)}) == 1
 
 
 # ------------------------------------------------------------------ ideas
@@ -555,7 +521,7 @@ def test_a_long_chain_has_short_file_names(tmp_path):
 
 def test_modes(tmp_path):
     for mode in ("none", "local", "uniform", "tail", "sequence"):
-        model = Model(lists)
+        model = FakePolicy(lists)
         t = run(tmp_path, modes=(mode,), model=model, nodes=4, workers=1, score_of=lambda node: 0.6)
         asked = [p for p in model.prompts if "Answer with th" in p]
         assert len(asked) == (0 if mode == "none" else 2)
@@ -569,13 +535,13 @@ def test_modes(tmp_path):
 
 
 def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones(tmp_path):
-    model = Model(lambda prompt, seed: "Strategy: the only one\nProbability: 5%")
+    model = FakePolicy(lambda prompt, seed: "Strategy: the only one\nProbability: 5%")
     t = run(tmp_path, model=model, nodes=3, workers=3, score_of=lambda node: 0.6)
     assert sorted(r["idea"] for r in rows(t)) == ["", "", "the only one"]
     assert len(model.prompts) == 2 and "List 4 more" in model.prompts[1]
     t = run(
         tmp_path / "prose",
-        model=Model(lambda prompt, seed: "I like XGBoost."),
+        model=FakePolicy(lambda prompt, seed: "I like XGBoost."),
         nodes=3,
         score_of=lambda node: 0.6,
     )
@@ -583,7 +549,7 @@ def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones(tmp_path
 
 
 def test_adaptive_prompts_know_the_siblings_and_exploit_asks_for_variations(tmp_path):
-    model = Model(lists)
+    model = FakePolicy(lists)
     t = run(
         tmp_path,
         model=model,
@@ -601,22 +567,19 @@ def test_adaptive_prompts_know_the_siblings_and_exploit_asks_for_variations(tmp_
 
 
 def test_global_scope_and_reflection(tmp_path):
-    model = Model(
-        lambda prompt, seed: "Trees are best." if "What worked" in prompt else lists(prompt, seed)
-    )
-    t = run(
-        tmp_path,
-        model=model,
-        scope="global",
-        reflection=True,
-        nodes=4,
-        workers=1,
-        score_of=lambda node: 0.6,
-    )
-    assert "1 experiments so far" not in model.prompts[0] and any(
-        "experiments so far" in p for p in model.prompts
-    )
-    assert rows(t)[-1]["decision"]["reflection"] == "Trees are best."
+    """A reflection stays within a budget: the prompts of a small context have to hold it."""
+
+    def answer(prompt, seed):
+        return "x" * 5000 if "What worked" in prompt else lists(prompt, seed)
+
+    model = FakePolicy(answer)
+    options = {"scope": "global", "reflection": True, "nodes": 4, "workers": 1, "context": 3200}
+    t = run(tmp_path, model=model, score_of=lambda node: 0.6, **options)
+    assert "1 experiments so far" not in model.prompts[0]
+    assert any("experiments so far" in prompt for prompt in model.prompts)
+    asked = zip(model.prompts, model.limits)
+    assert [limit for prompt, limit in asked if "What worked" in prompt] == [200] * 3
+    assert rows(t)[-1]["decision"]["reflection"] == "x" * 200
 
 
 def test_the_scientist_reads_inspects_and_chooses(tmp_path):
@@ -629,7 +592,7 @@ def test_the_scientist_reads_inspects_and_chooses(tmp_path):
             )
         return "Inspect: 1, 77"
 
-    model = Model(answer)
+    model = FakePolicy(answer)
     t = run(
         tmp_path,
         model=model,
@@ -648,16 +611,14 @@ def test_the_scientist_reads_inspects_and_chooses(tmp_path):
     assert later[-1]["tokens"] > 10
     details = model.prompts[-1].partition("77<user>")[2]
     assert details.startswith("1: ") and "77: " not in details
-    t = run(
-        tmp_path / "babble",
-        model=Model(lambda prompt, seed: "hm"),
-        select="scientist",
-        nodes=3,
-        score_of=lambda node: 0.6,
-    )
-    assert {r["parent"] for r in rows(t)} == {"0"} and "named no experiment" in rows(t)[0][
-        "decision"
-    ]["reason"]
+    model = FakePolicy(lambda prompt, seed: "hm")
+    t = run(tmp_path / "babble", model=model, select="scientist", nodes=2, workers=3)
+    assert result(t)["fell_back"] == 2
+    assert {row["parent"] for row in rows(t)} == {"0"}
+    for row in rows(t):
+        assert "named no experiment" in row["decision"]["reason"]
+        assert "fell back to the root" in row["decision"]["reason"]
+    assert "fell back to the root" in search.node_line(t, t.finished[0])
 
 
 # ------------------------------------------------------------------ grids
@@ -742,7 +703,7 @@ def real_tree(folder, **config):
 
 def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code_and_diff(tmp_path):
     t = real_tree(tmp_path / "run", nodes=6, branching=3, depth=2, k=3)
-    model = Model(scripted)
+    model = FakePolicy(scripted)
     asyncio.run(search.search([t], model, 3))
     by_id = {row["id"]: row for row in rows(t)}
     assert [by_id[id]["valid"] for id in ("0.0", "0.1", "0.2")] == [True, True, False]
@@ -784,7 +745,7 @@ def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code_and_diff(tm
 )
 def test_a_budget_ends_a_node_that_is_running(tmp_path, budget, reply, stopped):
     t, begin = real_tree(tmp_path / "run", nodes=5, **budget), time.monotonic()
-    asyncio.run(search.search([t], Model(lambda prompt, seed: reply), 1))
+    asyncio.run(search.search([t], FakePolicy(lambda prompt, seed: reply), 1))
     assert (
         len(rows(t)) == 1
         and rows(t)[0]["status"] in ("stopped", "time_limit")
@@ -889,35 +850,6 @@ def test_presets_are_flat_and_so_is_config_yaml(tmp_path, monkeypatch):
         trees[0].run.lock.close()
 
 
-def test_a_rule_is_added_in_a_copy_of_the_script(tmp_path):
-    """One function and one line, in one file."""
-    text = (HERE / "search.py").read_text()
-    rule = """
-def newest(t, rng, drafts=2):
-    nodes = selection.candidates(t, drafts)
-    return Choice(nodes[-1].id, reason="the newest one") if nodes else None
-
-
-SELECT = {
-    "newest": Rule(newest),"""
-    assert text.count("\nSELECT = {") == 1
-    (tmp_path / "mine.py").write_text(text.replace("\nSELECT = {", rule))
-    spec = importlib.util.spec_from_file_location("mine", tmp_path / "mine.py")
-    mine = importlib.util.module_from_spec(spec)
-    sys.modules["mine"] = mine
-    spec.loader.exec_module(mine)
-    cfg = parse_config(mine.Config, ["--select", "newest", "--rule-args", "drafts=1"])
-    mine.check_choices(cfg)
-    run = SimpleNamespace(rows=lambda file: [])
-    t = Tree(TASK, "none", 0, cfg, run, mine.SELECT["newest"])
-    for parent in ("0", "0.0", "0.0.0"):
-        node = asyncio.run(mine.decide(t))
-        assert node.parent == parent
-        node.status, node.kept, node.valid, node.improvement = "validated", True, True, 0.5
-        t.finished.append(node)
-    del sys.modules["mine"]
-
-
 def test_rules_that_ask_for_no_ideas_have_no_mode(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trees, *_ = search.prepare(
@@ -929,34 +861,11 @@ def test_rules_that_ask_for_no_ideas_have_no_mode(tmp_path, monkeypatch):
     trees[0].run.lock.close()
 
 
-def test_help_is_quick(tmp_path):
-    start = time.monotonic()
-    out, _ = script(tmp_path, "--help").communicate(timeout=60)
-    assert "--sampling-mode" in out and time.monotonic() - start < 5
-
-
 @pytest.mark.slow
 def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
     """Real engine, sandboxes, graders: killed in the middle, resumed, called when finished."""
-    command = [
-        "--task",
-        "titanic",
-        "--sampling-mode",
-        "none",
-        "tail",
-        "--backend",
-        "local",
-        "--model",
-        "tiny",
-        "--nodes",
-        "4",
-        "--max-turns",
-        "4",
-        "--workers",
-        "2",
-        "--name",
-        "grid",
-    ]
+    command = "--task titanic --sampling-mode none tail --backend local --model tiny --nodes 4"
+    command = f"{command} --max-turns 4 --workers 2 --name grid".split()
     process = script(tmp_path, *command, start_new_session=True)
     for line in process.stdout:
         if "2/4" in line:
@@ -982,25 +891,9 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
 def test_a_trained_adapter_is_searched_with(tmp_path, policy):
     """An untrained model writes noise: its only node fails and is counted all the same."""
     policy.save(tmp_path / "best")
-    process = script(
-        tmp_path,
-        "--model",
-        str(tmp_path / "best"),
-        "--sampling-mode",
-        "none",
-        "--nodes",
-        "1",
-        "--max-turns",
-        "2",
-        "--backend",
-        "local",
-        "--context",
-        "2048",
-        "--max-reply-tokens",
-        "32",
-        "--name",
-        "x",
-    )
+    flags = "--sampling-mode none --nodes 1 --max-turns 2 --backend local --context 2048"
+    flags += f" --max-reply-tokens 32 --name x --model {tmp_path}/best"
+    process = script(tmp_path, *flags.split())
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert [row["status"] for row in read_rows(tmp_path / "logs/x/journal.jsonl")] == ["turn_limit"]
@@ -1012,19 +905,8 @@ def test_a_trained_adapter_is_searched_with(tmp_path, policy):
 
 @pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(tmp_path):
-    process = script(
-        tmp_path,
-        "--backend",
-        "local",
-        "--model",
-        "tiny",
-        "--nodes",
-        "12",
-        "--max-turns",
-        "4",
-        "--name",
-        "x",
-    )
+    flags = "--backend local --model tiny --nodes 12 --max-turns 4 --name x"
+    process = script(tmp_path, *flags.split())
     for line in process.stdout:
         if "1/12" in line:
             break
@@ -1041,7 +923,7 @@ def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_
 ):
     monkeypatch.setattr(snapshot, "COPY_BYTES", 1000)
     t = real_tree(tmp_path / "run", nodes=4, branching=3, depth=2, k=3)
-    asyncio.run(search.search([t], Model(scripted), 3))
+    asyncio.run(search.search([t], FakePolicy(scripted), 3))
     by_id = {row["id"]: row for row in rows(t)}
     assert by_id["0.0"]["valid"] and not by_id["0.0"]["kept"] and by_id["0.0.0"]["op"] == "draft"
     assert "could not be kept" in result(t)["test_error"] and result(t)["test_score"] is None
@@ -1094,50 +976,25 @@ def test_ideas_above_tau_are_asked_for_again_and_marked(tmp_path):
     def answer(prompt, seed):
         return replies["more, different" in prompt]
 
-    model = Model(answer)
+    model = FakePolicy(answer)
     t = run(tmp_path, model=model, nodes=3, k=3, workers=1, score_of=lambda node: 0.6)
     assert "List 2 more" in model.prompts[1]
     found = {row["idea"]: row["probability"] for row in rows(t)}
     assert found == {"rare": 0.05, "odd": 0.02, "common": 0.4}
     assert result(t)["above_tau"] == 1
-    other = run(tmp_path / "u", modes=("uniform",), model=Model(answer), nodes=2, k=2, workers=1)
+    other = run(
+        tmp_path / "u", modes=("uniform",), model=FakePolicy(answer), nodes=2, k=2, workers=1
+    )
     assert {row["idea"] for row in rows(other)} == {"usual", "rare"}
     assert result(other)["above_tau"] == 0
 
 
-def test_a_scientist_that_falls_back_to_the_root_says_so(tmp_path):
-    model = Model(lambda prompt, seed: "hm")
-    t = run(tmp_path, model=model, select="scientist", nodes=2, workers=3)
-    assert result(t)["fell_back"] == 2
-    assert all("fell back to the root" in row["decision"]["reason"] for row in rows(t))
-    assert "fell back to the root" in search.node_line(t, t.finished[0])
-
-
 def test_the_scientist_sees_every_result_before_it_decides(tmp_path):
-    model = Model(lambda prompt, seed: "Parent: 0\nStrategy: again")
+    model = FakePolicy(lambda prompt, seed: "Parent: 0\nStrategy: again")
     run(tmp_path, model=model, select="scientist", nodes=4, workers=4, delay=lambda node: 0.02)
     trees = [p for p in model.prompts if "Now choose" in p]
     for number, prompt in enumerate(trees):
         assert f"\n{number}: " in prompt and f"\n{number + 1}: " not in prompt
-
-
-def test_reflections_stay_within_a_budget_of_tokens(tmp_path):
-    """The prompts of a model with a small context have to hold them."""
-
-    def answer(prompt, seed):
-        return "x" * 5000 if "What worked" in prompt else lists(prompt, seed)
-
-    model = Model(answer)
-    t = run(tmp_path, model=model, reflection=True, nodes=3, workers=1, context=3200)
-    asked = [limit for prompt, limit in zip(model.prompts, model.limits) if "What worked" in prompt]
-    assert asked == [200, 200]
-    assert len(rows(t)[-1]["decision"]["reflection"]) == 200
-
-
-def test_columns_survive_long_ids(tmp_path):
-    t = run(tmp_path, nodes=30, workers=1, select="linear", modes=("none",))
-    lines = [search.node_line(t, node) for node in t.finished]
-    assert len({line.index(node.op) for line, node in zip(lines, t.finished)}) == 1
 
 
 def test_a_journal_of_another_version_is_refused_with_one_sentence(tmp_path):
@@ -1181,7 +1038,7 @@ def test_rules_without_a_sampling_mode_run_one_node_at_a_time(tmp_path, monkeypa
 
     monkeypatch.setattr(search, "grow", see)
 
-    model = Model(lambda prompt, seed: "Parent: 0\nStrategy: again")
+    model = FakePolicy(lambda prompt, seed: "Parent: 0\nStrategy: again")
     run(tmp_path, model=model, select=select, modes=("none",), nodes=5, workers=4, delay=delay)
     assert running == [1] * 5
 
