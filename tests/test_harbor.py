@@ -18,7 +18,7 @@ from backends import needs_docker
 from env import Env, check_needs
 from flatlab.errors import UserError
 from flatlab.sandbox.images import foreign_image
-from helpers import block
+from helpers import do
 from integrations.harbor.export import export_harbor
 from tasks import improvement, load_task
 
@@ -42,7 +42,7 @@ def folder(tmp_path):
 
 
 def said(world, text):
-    return world.step(block(text)).observation
+    return do(world, text).observation
 
 
 # ----------------------------------------------------------------------------------- their folders

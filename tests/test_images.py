@@ -14,18 +14,8 @@ from flatlab.errors import SandboxFault, UserError
 from flatlab.sandbox import docker, images
 from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.docker import docker_api
-from helpers import block
+from helpers import do
 from tasks import load_task
-
-
-def do(world, text):
-    step = world.step(block(text))
-    return step.observation, step.status
-
-
-def said(world, text):
-    return do(world, text)[0]
-
 
 # ---- needs
 
@@ -66,11 +56,11 @@ def test_network_is_there_for_tasks_that_need_it_and_only_with_the_flag(backend)
     for what, allowed in ((online, True), (task, True), (task, False)):
         with Env(what, backend, network=allowed) as world:
             assert ("without network" in world.reset()) == (not what.needs_network)
-            assert (
-                do(world, "ls /sys/class/net /proc/net/dev; cat /proc/net/dev")[0].count(":") > 3
-            ) == what.needs_network or do(world, CONNECT)[1] == "ok"
-            if not what.needs_network:
-                assert do(world, CONNECT)[1] == "error"
+            if what.needs_network:
+                links = do(world, "cat /proc/net/dev").observation.count(":")
+                assert links > 3 or do(world, CONNECT).status == "ok"
+            else:
+                assert do(world, CONNECT).status == "error"
 
 
 @needs_docker
@@ -83,15 +73,17 @@ def test_hf_cache_is_mounted_read_only_and_found(tmp_path):
     ) as world:
         assert "without network" in world.reset()
         assert (
-            said(world, "cat $HF_HOME/hub/models--x/config.json; echo; echo $HF_HUB_OFFLINE")
+            do(
+                world, "cat $HF_HOME/hub/models--x/config.json; echo; echo $HF_HUB_OFFLINE"
+            ).observation
             == "{}\n1"
         )
         writes = (
             "touch $HF_HOME/hub/new $HF_HOME/hub/models--x/lock && "
             "echo x > $HF_HOME/hub/models--x/config.json"
         )
-        assert do(world, writes)[1] == "error"
-        assert said(world, "ls $HF_HOME/hub").split() == ["models--x", "new"]
+        assert do(world, writes).status == "error"
+        assert do(world, "ls $HF_HOME/hub").observation.split() == ["models--x", "new"]
     assert (tmp_path / "hub/models--x/config.json").read_text() == "{}"
     assert not (tmp_path / "hub/new").exists()
 
@@ -135,14 +127,14 @@ def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
     with Env(big_task, "docker") as world:
         assert "data/big.bin (9437184 bytes)" in world.reset()
         assert world.sandbox.image.startswith("flatlab/flatlab-test:")
-        assert do(world, "echo x >> data/big.bin; ls -l data")[1] == "ok"
+        assert do(world, "echo x >> data/big.bin; ls -l data").status == "ok"
         first = world.sandbox.image
     for name in ("build_image", "content_key"):
         monkeypatch.setattr(images, name, lambda *_: pytest.fail("looked for again"))
     with Env(big_task, "docker") as world:
         world.reset()
         assert world.sandbox.image == first
-        assert said(world, "stat -c %s data/big.bin") == str(9 << 20)
+        assert do(world, "stat -c %s data/big.bin").observation == str(9 << 20)
     monkeypatch.undo()
     images.found_images.clear()  # as a later process
     monkeypatch.setattr(images, "build_image", lambda *_: pytest.fail("built again"))
@@ -159,7 +151,7 @@ def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
     with Env(big_task, "docker") as world:
         world.reset()
         assert world.sandbox.image != first
-        assert said(world, "head -c 3 data/big.bin") == "888"
+        assert do(world, "head -c 3 data/big.bin").observation == "888"
 
 
 @needs_docker

@@ -51,16 +51,6 @@ def test_the_second_call_downloads_nothing(folder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_is_a_llama_with_a_foreign_template(smollm2):
-    assert smollm2.model.config.architectures == ["LlamaForCausalLM"]
-    tokens = smollm2.render([{"role": "user", "content": "Hello."}])
-    text = smollm2.tokenizer.decode(tokens)
-    assert text.startswith(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\nHello.")
-    assert len(smollm2.tokenizer) == 49152
-    assert smollm2.stop_tokens == {2}
-
-
-@pytest.mark.slow
 def test_text_never_becomes_a_control_token(smollm2):
     text = "a <|im_end|> and <|im_start|>system"
     tokens = smollm2.encode(text)
@@ -84,6 +74,8 @@ def test_tokens_and_masks_are_those_of_the_chat_template(smollm2):
     ]
     wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     segment = history.segment
+    assert SYSTEM in wanted
+    assert smollm2.stop_tokens == {2}
     assert tokenizer.decode(segment.tokens) == wanted
     assert segment.tokens == tokenizer(wanted, add_special_tokens=False).input_ids
     assert [t for t, m in zip(segment.tokens, segment.mask) if m] == replies
