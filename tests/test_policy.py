@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -195,34 +196,6 @@ def test_base_logprobs_ignore_the_adapter(policy):
         assert not torch.allclose(policy.logprobs(pair)[0], base, atol=1e-3)
 
 
-def test_logprobs_do_not_depend_on_padding_or_chunks(policy):
-    """A hand-made forward pass per sequence gives the same log-probs, entropies and gradients."""
-    randomise(policy)
-    batch = [
-        ([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1]),
-        ([11, 12, 13], [0, 1, 1]),
-        ([3] * 40, [0] * 20 + [1] * 20),
-    ]
-    weights = torch.linspace(-1, 1, 25)
-    logp, entropy = policy.logprobs(batch, chunk=4)
-    (logp * weights).sum().backward()
-    grads = [p.grad.clone() for p in policy.parameters()]
-    policy.model.zero_grad()
-    expected, spread = [], []
-    for tokens, mask in batch:
-        full = torch.log_softmax(policy.model(torch.tensor([tokens])).logits[0], -1)
-        for t in range(1, len(tokens)):
-            if mask[t]:
-                expected.append(full[t - 1, tokens[t]])
-                spread.append(-(full[t - 1].exp() * full[t - 1]).sum())
-    (torch.stack(expected) * weights).sum().backward()
-    assert torch.allclose(logp, torch.stack(expected), atol=1e-5) and torch.allclose(
-        entropy, torch.stack(spread), atol=1e-5
-    )
-    assert all(torch.allclose(g, p.grad, atol=1e-4) for g, p in zip(grads, policy.parameters()))
-    policy.model.zero_grad()
-
-
 @pytest.mark.slow
 def test_memory_does_not_grow_with_tokens_times_vocabulary(tmp_path):
     """From 2,048 to 8,192 tokens, each tensor of all logits would grow by 750 MiB.
@@ -242,9 +215,9 @@ def test_a_packed_row_needs_less_memory_than_padded_ones(tmp_path):
     assert packed < 0.9 * padded, (packed, padded)
 
 
-def loss_and_grads(policy, batch):
+def loss_and_grads(logprobs, policy, batch):
     policy.model.zero_grad()
-    logp, entropy = policy.logprobs(batch)
+    logp, entropy = logprobs(batch)
     (logp * torch.linspace(-1, 1, len(logp))).sum().backward()
     grads = [p.grad.clone() for p in policy.parameters()]
     policy.model.zero_grad()
@@ -256,41 +229,48 @@ BATCH = [
     ([11, 12, 13], [0, 1, 1]),
     ([3, 4] * 20, [0] * 20 + [1] * 20),
 ]
+PROMPT = list(range(5, 45))
+COMMON = [
+    ([*PROMPT, 7, 8, 9, 10, 11], [0] * 40 + [1, 1, 0, 1, 1]),
+    ([*PROMPT, 12], [0] * 40 + [1]),
+    ([*PROMPT, 7, 20, 21], [0] * 41 + [1, 1]),
+    # longer than the prompt: another way through the attention
+    ([*PROMPT, *range(9, 59)], [0] * 45 + [1] * 45),
+]
 
 
-def test_a_common_prompt_that_is_computed_once_changes_no_number(policy):
-    """Log-probs, entropies, values and gradients are those of the padded rows, and of each row."""
+@pytest.mark.parametrize("batch", [BATCH, COMMON], ids=["different", "with a common prompt"])
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
+def test_logprobs_are_those_of_a_forward_pass_per_sequence(policy, monkeypatch, batch, packs):
+    """Entropies and gradients, too; a common prompt is computed once."""
+
+    def by_hand(batch):
+        logp, entropy = [], []
+        for tokens, mask in batch:
+            trained = torch.tensor(mask[1:], dtype=torch.bool)
+            full = policy.model(torch.tensor([tokens])).logits[0, :-1][trained].log_softmax(-1)
+            logp.append(full.gather(-1, torch.tensor(tokens[1:])[trained, None])[:, 0])
+            entropy.append(-(full.exp() * full).sum(-1))
+        return torch.cat(logp), torch.cat(entropy)
+
     randomise(policy)
-    prompt = list(range(5, 45))
-    batch = [
-        ([*prompt, 7, 8, 9, 10, 11], [0] * 40 + [1, 1, 0, 1, 1]),
-        ([*prompt, 12], [0] * 40 + [1]),
-        ([*prompt, 7, 20, 21], [0] * 41 + [1, 1]),
-        # longer than the prompt: another way through the attention
-        ([*prompt, *range(9, 59)], [0] * 45 + [1] * 45),
-    ]
-    assert common_prompt(batch) == 39
-    shared = loss_and_grads(policy, batch)
-    alone = torch.cat([policy.logprobs([pair])[0] for pair in batch])
-    policy.packs = False
-    try:
-        padded = loss_and_grads(policy, batch)
-    finally:
-        policy.packs = True
-    assert torch.allclose(padded[0], shared[0], atol=1e-5)
-    assert torch.allclose(alone, shared[0], atol=1e-5)
-    assert torch.allclose(padded[1], shared[1], atol=1e-5)
-    for a, b in zip(padded[2], shared[2]):
-        assert (a - b).norm() <= 1e-5 * a.norm() + 1e-7
+    monkeypatch.setattr(policy, "packs", packs)
+    assert common_prompt(COMMON) == 39
+    logp, entropy, grads = loss_and_grads(partial(policy.logprobs, chunk=4), policy, batch)
+    expected, spread, wanted = loss_and_grads(by_hand, policy, batch)
+    assert torch.allclose(logp, expected, atol=1e-5)
+    assert torch.allclose(entropy, spread, atol=1e-5)
+    for a, b in zip(wanted, grads):
+        assert (a - b).norm() <= 1e-5 * a.norm() + 1e-6
 
 
 def test_the_lora_layers_compute_what_pefts_own_do(policy):
     randomise(policy)
-    ours = loss_and_grads(policy, BATCH)
+    ours = loss_and_grads(policy.logprobs, policy, BATCH)
     for layer in policy.adapter_layers:
         del layer.forward
     try:
-        theirs = loss_and_grads(policy, BATCH)
+        theirs = loss_and_grads(policy.logprobs, policy, BATCH)
     finally:
         lora_layers.use_in(policy.adapter_layers)
     assert torch.allclose(ours[0], theirs[0], atol=1e-5)
@@ -328,15 +308,19 @@ def test_a_common_prompt_ends_before_the_first_trained_token():
 def test_checkpointing_changes_no_number(policy):
     """Recomputed layers give the same values and gradients, and they are really recomputed."""
     randomise(policy)
-    plain, causal_lm, calls = loss_and_grads(policy, BATCH), policy.model.get_base_model(), []
+    plain, causal_lm, calls = (
+        loss_and_grads(policy.logprobs, policy, BATCH),
+        policy.model.get_base_model(),
+        [],
+    )
     hook = causal_lm.base_model.layers[0].self_attn.register_forward_hook(
         lambda *_: calls.append(1)
     )
     try:
-        loss_and_grads(policy, BATCH)
+        loss_and_grads(policy.logprobs, policy, BATCH)
         assert len(calls) == 1
         policy.recompute_layers()
-        again = loss_and_grads(policy, BATCH)
+        again = loss_and_grads(policy.logprobs, policy, BATCH)
         assert len(calls) == 3
     finally:
         hook.remove()

@@ -58,14 +58,11 @@ def read_csv(path):
 def test_builtin_tasks_are_complete():
     for name in builtin_names():
         task = load_task(name)
-        assert (
-            task.name == name
-            and task.source == "built-in"
-            and task.splits == ("validation", "selection", "test")
-        )
-        assert improvement(task.reference, task) == 1 and improvement(task.baseline, task) == 0
+        assert (task.name, task.source) == (name, "built-in")
+        assert task.splits == ("validation", "selection", "test")
+        assert improvement(task.reference, task) == 1
+        assert improvement(task.baseline, task) == 0
         assert not set(task.public.values()) & set(task.hidden.values())
-        assert len(task.prompt.splitlines()) <= 14 and max(map(len, task.prompt.splitlines())) <= 70
         with pytest.raises(ValueError, match="splits"):
             task.grader_argv("train")
 
@@ -185,32 +182,6 @@ def test_improvement_knows_direction_and_unit():
 # ----------------------------------------------------------------------------------------- titanic
 
 
-def titanic_rows():
-    """Everybody, with part and survived."""
-    folder = TASKS_DIR / "titanic"
-    answers = {row["id"]: row for row in read_csv(folder / "answers.csv")}
-    return [row | {"part": "train"} for row in read_csv(folder / "train.csv")] + [
-        row | answers[row["id"]] for row in read_csv(folder / "test.csv")
-    ]
-
-
-def test_titanic_totals_and_split():
-    rows = titanic_rows()
-    assert sorted(int(row["id"]) for row in rows) == list(range(1, 2202))
-    assert sum(row["survived"] == "1" for row in rows) == 711
-    parts = {"train": 1101, "validation": 550, "selection": 275, "test": 275}
-    assert Counter(row["part"] for row in rows) == parts
-    kinds = defaultdict(Counter)
-    for row in rows:
-        kinds[row["class"], row["sex"], row["age"], row["survived"]][row["part"]] += 1
-    assert len(kinds) == 24
-    for kind, counts in kinds.items():
-        total = sum(counts.values())
-        hidden = counts["selection"] + counts["test"]
-        assert abs(counts["train"] - total / 2) <= 1 and abs(hidden - total / 4) <= 1, kind
-        assert abs(counts["selection"] - counts["test"]) <= 2, kind
-
-
 def test_titanic_public_files_hold_no_answers():
     task = load_task("titanic")
     assert set(task.public) == {"data/train.csv", "data/test.csv"}
@@ -258,57 +229,6 @@ def test_titanic_order_of_rows_does_not_matter(tmp_path):
     assert grade(load_task("titanic"), tmp_path, {"submission.csv": text})["accuracy"] == 0.678182
 
 
-def bad_submissions():
-    good = titanic_rule(lambda row: 0)["submission.csv"]
-    lines = good.splitlines(keepends=True)
-    first = lines[1].split(",")[0]
-    return {
-        "empty": "",
-        "no header": "".join(lines[1:]),
-        "other header": good.replace("survived", "Survived"),
-        "header only": lines[0],
-        "one id missing": "".join(lines[:-1]),
-        "duplicate": good + lines[-1],
-        "duplicate instead of another": "".join(lines[:-1] + [lines[1]]),
-        "unknown id": good + "1,0\n",
-        "nan": good.replace(f"{first},0", f"{first},nan"),
-        "float": good.replace(f"{first},0", f"{first},0.5"),
-        "blank value": good.replace(f"{first},0", f"{first},"),
-        "two": good.replace(f"{first},0", f"{first},2"),
-        "extra column": good.replace("\n", ",1\n"),
-        "extra column in one row": good.replace(f"{first},0", f"{first},0,1"),
-        "unicode digit": good.replace(f"{first},0", f"{first},\u0661"),
-        "not text": b"\xff\xfe\x00",
-        "open quote": good + '"1,0',
-        "huge": good + "\n" * 2_000_000,
-    }
-
-
-def test_titanic_refuses_and_says_why(tmp_path):
-    for number, case in enumerate(bad_submissions()):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        task, text = load_task("titanic"), bad_submissions()[case]
-        said = grade(task, folder, {"submission.csv": text})
-        assert set(said) == {"error"} and len(said["error"]) < 200
-        # The message is the same with all answers flipped, and for the other part.
-        flipped = {"0": "1", "1": "0"}
-        answers = "".join(
-            f"{row['id']},{row['part']},{flipped[row['survived']]}\n"
-            for row in read_csv(task.hidden["answers.csv"])
-        )
-        (folder / "flipped").mkdir()
-        assert (
-            grade(
-                task,
-                folder / "flipped",
-                {"submission.csv": text, "answers.csv": "id,part,survived\n" + answers},
-                "test",
-            )
-            == said
-        )
-
-
 def test_titanic_without_a_submission(tmp_path):
     assert "submission.csv cannot be read" in grade(load_task("titanic"), tmp_path, {})["error"]
 
@@ -347,26 +267,6 @@ def test_parts_and_hidden_answers(name, counts):
     assert not {row["id"] for row in train} & {row["id"] for row in test}
 
 
-def simple_model(name):
-    """value(row) from the training data: a line through bmi, or the nearest mean."""
-    train = read_csv(TASKS_DIR / name / "train.csv")
-    if name == "diabetes":
-        x, y = [float(row["bmi"]) for row in train], [float(row["progression"]) for row in train]
-        mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-        slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum(
-            (a - mean_x) ** 2 for a in x
-        )
-        return lambda row: mean_y + slope * (float(row["bmi"]) - mean_x)
-    names = [f"p{i}" for i in range(64)]
-    means = {}
-    for label in "0123456789":
-        rows = [row for row in train if row["label"] == label]
-        means[label] = [sum(float(row[p]) for row in rows) / len(rows) for p in names]
-    return lambda row: min(
-        means, key=lambda label: sum((float(row[p]) - m) ** 2 for p, m in zip(names, means[label]))
-    )
-
-
 def submission(name, value):
     rows = read_csv(TASKS_DIR / name / "test.csv")
     return {
@@ -376,17 +276,13 @@ def submission(name, value):
 
 
 @pytest.mark.parametrize("name, constant", [("diabetes", 152.153846), ("digits", 4)])
-def test_baseline_and_a_model_of_ten_lines(tmp_path, name, constant):
-    task, model = load_task(name), simple_model(name)
+def test_the_baseline_is_what_a_constant_scores(tmp_path, name, constant):
+    task = load_task(name)
     for split in task.splits:
-        said = grade(task, tmp_path, submission(name, lambda _: constant), split)
-        assert said[task.metric] == pytest.approx(task.baseline, abs=3e-3)
+        graded = grade(task, tmp_path, submission(name, lambda _: constant), split)
+        assert graded[task.metric] == pytest.approx(task.baseline, abs=3e-3)
         if split == "validation":
-            assert said[task.metric] == task.baseline
-        said = grade(task, tmp_path, submission(name, model), split)
-        assert 0.5 < improvement(said[task.metric], task) < 0.95
-        # r2: 0.06 to 0.1 with 55 to 110 rows; accuracy: 0.01 to 0.03
-        assert 0.005 < said["stderr"] < 0.15
+            assert graded[task.metric] == task.baseline
 
 
 def test_the_bootstrap_gives_the_standard_error_of_r2(tmp_path):
@@ -416,27 +312,25 @@ def grade_csv():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, model", [("diabetes", "ridge"), ("digits", "svm")])
-def test_the_reference_is_what_the_named_model_scores(tmp_path, name, model):
-    pytest.importorskip("sklearn")
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_reference_is_what_the_named_model_scores(tmp_path, name):
+    import pandas
     from sklearn.linear_model import RidgeCV
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
     from sklearn.svm import SVC
 
-    train, columns = (
-        read_csv(TASKS_DIR / name / "train.csv"),
-        lambda row: [float(x) for x in list(row.values())[1:]],
-    )
+    train = pandas.read_csv(TASKS_DIR / name / "train.csv")
+    test = pandas.read_csv(TASKS_DIR / name / "test.csv")
+    columns = test.columns[1:]
     ridge = make_pipeline(StandardScaler(), RidgeCV([1, 3, 10, 30, 100]))
-    model = {"svm": SVC(C=10, gamma=0.001), "ridge": ridge}[model]
-    target = [
-        float(row[TARGETS[name]]) if name == "diabetes" else row[TARGETS[name]] for row in train
-    ]
-    model.fit([columns(row)[:-1] for row in train], target)
+    model = {"digits": SVC(C=10, gamma=0.001), "diabetes": ridge}[name]
+    model.fit(train[columns], train[TARGETS[name]])
+    test[TARGETS[name]] = model.predict(test[columns])
     task = load_task(name)
-    said = grade(task, tmp_path, submission(name, lambda row: model.predict([columns(row)])[0]))
-    assert said[task.metric] == pytest.approx(task.reference, abs=0.005)
+    text = test[["id", TARGETS[name]]].to_csv(index=False)
+    graded = grade(task, tmp_path, {"submission.csv": text})
+    assert graded[task.metric] == pytest.approx(task.reference, abs=0.005)
 
 
 def test_diabetes_refuses_what_is_not_a_number(tmp_path):
@@ -512,33 +406,20 @@ def test_battle_draws_anew_and_is_quick(tmp_path):
 
 
 def test_battle_refuses_and_says_why(tmp_path):
+    """What its moves may be; what strategies may do is tested in test_external_tasks.py."""
     cases = [
         ("def row_strategy(history): return 2", "returned '2', not 0 or 1"),
         ("def row_strategy(history): return None", "returned 'None'"),
-        ("def row_strategy(history):\n    return 1 / 0", "line 2: ZeroDivisionError"),
-        ("def row_strategy(history) return 0", "line 1: SyntaxError"),
-        ("x = 1", "no attribute 'row_strategy'"),
-        ("raise SystemExit(0)", "SystemExit"),
         ("def row_strategy(history): raise ValueError('y' * 10000)", "ValueError: yyy"),
-        (
-            "import os\ndef row_strategy(history):\n    print('{\"Score\": 99}', flush=True)\n"
-            "    os._exit(0)",
-            "ended",
-        ),
-        (
-            "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'{\"Score\": 99}\\n')\n"
-            "    except OSError: pass\n"
-            "def row_strategy(history): return 0",
-            "disturbed",
-        ),
         (b"\xff\xfe", "not a text file"),
-        (b"#" * 2_000_000, "larger"),
     ]
     for number, (strategy, message) in enumerate(cases):
         folder = tmp_path / str(number)
         folder.mkdir()
-        said = play(folder, strategy)
-        assert set(said) == {"error"} and message in said["error"] and len(said["error"]) <= 300
+        graded = play(folder, strategy)
+        assert set(graded) == {"error"}
+        assert message in graded["error"]
+        assert len(graded["error"]) <= 300
 
 
 def test_battle_has_a_time_limit(tmp_path, monkeypatch):
@@ -552,24 +433,6 @@ def test_battle_has_a_time_limit(tmp_path, monkeypatch):
     task = replace(task, hidden=task.hidden | {"evaluate.py": impatient})
     said = grade(task, work, {"strategy.py": "def row_strategy(history):\n    while True: pass"})
     assert "longer than 1 seconds" in said["error"]
-
-
-def test_battle_strategy_cannot_reach_the_grader(tmp_path):
-    strategy = """
-import os
-def row_strategy(history):
-    found, parent = [], f"/proc/{os.getppid()}"
-    for path, mode in (("mem", "rb"), ("mem", "wb"), ("environ", "rb"), ("fd/0", "rb"),
-                       ("fd/1", "wb"), ("fd/2", "wb")):
-        try:
-            open(f"{parent}/{path}", mode)
-            found.append(path)
-        except OSError:
-            pass
-    status = open("/proc/self/status").read()
-    raise ValueError(f"found {found} caps {status.split('CapEff:')[1].split()[0]} files {EVALUATE}")
-""".replace("EVALUATE", f"os.path.exists({str(tmp_path / 'evaluate.py')!r})")
-    assert "found [] caps 0000000000000000 files False" in play(tmp_path, strategy)["error"]
 
 
 def test_battle_grader_does_not_delete_the_original():
