@@ -1,6 +1,6 @@
 """The world of an agent: what it sees, what it may do, and how its work is graded.
 
-    with Env(load_task("titanic")) as env:
+    with Env(load_task("titanic")) as env:              # also: async with
         print(env.reset())                              # the prompt
         print(env.step("```bash\nls\n```").observation)
         print(env.score())                              # grades the artefact as it is now
@@ -47,25 +47,20 @@ Not covered:
 
 from __future__ import annotations
 
-import json
+import asyncio
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from flatlab.episode import mledojo_actions
-from flatlab.episode.actions import extract_action
+from flatlab.episode.actions import act_bash
 from flatlab.episode.episode import Episode, Segment, in_thread, run_episode
 from flatlab.episode.grading import Score, collect, grade
 from flatlab.episode.machine import check_needs, open_sandbox, sandbox_kind
 from flatlab.episode.task import WHOLE_WORKSPACE, Task
-from flatlab.episode.texts import (
-    first_message,
-    position_text,
-    run_text,
-    score_text,
-)
+from flatlab.episode.texts import first_message, score_text
 from flatlab.errors import ArtefactError, SandboxFault
+from flatlab.options import SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.sandbox import Sandbox, pick_backend, readable
@@ -106,37 +101,27 @@ class Env:
 
     Args:
         task: From load_task.
-        backend: "docker", "local", "auto", or a kind of local sandbox.
+        sandbox: SandboxOptions, or the name of a backend.
         seed: Python's hash seed in the sandbox.
-        image: Docker image.
-        network: Whether a task that needs the network gets it.
-        hf_cache: Hugging Face cache of this machine, mounted read-only (Docker only).
         limits: memory and disk in bytes, cpus, processes (see flatlab.sandbox.backend.Spec).
 
     Raises UserError if the task needs something this machine lacks (a GPU, the network, a
     package). Every method may raise SandboxFault; nothing an agent does raises anything else.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        backend: str = "auto",
-        seed: int = 0,
-        image: str = IMAGE,
-        network: bool = False,
-        hf_cache: str | None = None,
-        **limits,
-    ):
+    def __init__(self, task: Task, sandbox: SandboxOptions | str = "auto", seed: int = 0, **limits):
+        options = SandboxOptions(sandbox) if isinstance(sandbox, str) else sandbox
+        kind = sandbox_kind(options.backend, task.image or options.image)
         self.task = task
-        self.backend = sandbox_kind(backend, task.image or image)
-        self.options = {"seed": seed, "image": image, "network": network, "hf_cache": hf_cache}
+        self.options = replace(options, backend=kind)
+        self.seed = seed
         self.limits = {"memory": 4 << 30, **limits}
         self.sandbox: Sandbox | None = None
         self.opened: list[Sandbox] = []  # also those of gradings
         self.closed = False
-        self.history = []  # actions so far, for MLE-Dojo's get_history
+        self.history = []  # what a task's own actions note about the episode
         self.given: dict[str, bytes] = {}  # the artefacts at the start, for WHOLE_WORKSPACE
-        check_needs(task, self.backend, network, hf_cache)
+        check_needs(task, self.options)
 
     def __enter__(self) -> Env:
         return self
@@ -144,10 +129,16 @@ class Env:
     def __exit__(self, *_) -> None:
         self.close()
 
+    async def __aenter__(self) -> Env:
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await asyncio.shield(in_thread(self.close))
+
     def make_sandbox(self) -> Sandbox:
         """A new sandbox, for the agent or for a grading. `close` ends it."""
         if not self.closed:
-            box = open_sandbox(self.task, self.backend, **self.options, **self.limits)
+            box = open_sandbox(self.task, self.options, self.seed, **self.limits)
             self.opened.append(box)
         if self.closed:  # perhaps by another thread in the meantime
             self.close()
@@ -181,11 +172,8 @@ class Env:
         """The first message for the workspace as it is now."""
         reply = self.sandbox.call("listing", most=LISTED_FILES)[0]
         files = [(readable(path), size) for path, size in reply["files"]]
-        task = self.task
-        if task.source == "mledojo":
-            task = replace(task, prompt=f"{task.prompt}\n\n{mledojo_actions.ACTIONS_TEXT}")
-        has_network = self.options["network"] and task.needs_network
-        return first_message(task, self.sandbox.workspace, files, reply["count"], has_network)
+        has_network = self.options.network and self.task.needs_network
+        return first_message(self.task, self.sandbox.workspace, files, reply["count"], has_network)
 
     def step(self, reply: str, timeout: float | None = None) -> Step:
         """Runs the action of one reply.
@@ -194,33 +182,10 @@ class Env:
         """
         begin = time.monotonic()
         timeout = min(timeout or self.task.step_timeout, self.task.step_timeout)
-        request = mledojo_actions.json_action(reply) if self.task.source == "mledojo" else None
-        if request:
-            action = json.dumps(request)
-            observation, status, score = mledojo_actions.act(self, request, timeout)
-        else:
-            action, problem = extract_action(reply)
-            observation, status, score = self.act(action, problem, timeout)
-        name = request["action"] if request else action_name(action)
-        mledojo_actions.remember(self.history, name, status, score)
+        act = self.task.act or act_bash
+        action, observation, status, score = act(self, reply, timeout)
         seconds = time.monotonic() - begin
         return Step(readable(observation), status == "submit", score, status, seconds, action)
-
-    def act(
-        self, action: str | None, problem: str, timeout: float
-    ) -> tuple[str, str, Score | None]:
-        """(observation, status, score) of a bash block, or of a reply without one."""
-        if action is None:
-            return f"Nothing was run. {problem}", "rejected", None
-        name = action_name(action)
-        if name == "submit":
-            return "Submitted.", "submit", None
-        if name == "validate":
-            score = self.score()
-            text = score_text(score, self.task) + position_text(score)
-            return text, "validate" if score.valid else "invalid", score
-        result = self.sandbox.run(action, timeout)
-        return *run_text(result, timeout, self.limits["memory"]), None
 
     def score(self, split: str | None = None) -> Score:
         """Grades the artefacts as they are now.
@@ -266,7 +231,7 @@ class Env:
 
         See `restore` for clear_artefacts.
         """
-        twin = Env(self.task, self.backend, **self.options, **self.limits)
+        twin = Env(self.task, self.options, self.seed, **self.limits)
         try:
             twin.restore(self.snapshot(), clear_artefacts)
         except BaseException:
@@ -281,10 +246,20 @@ class Env:
             box.close()
 
 
-def action_name(action: str | None) -> str:
-    """ "validate", "submit", or "bash" for any other action."""
-    word = (action or "").strip()
-    return word if word in ("validate", "submit") else "bash"
+def open_tasks(
+    options: TaskOptions, sandbox: SandboxOptions, model_is_tiny: bool = False
+) -> tuple[list[Task], str]:
+    """Loads the tasks and decides on the kind of their sandboxes, which `sandbox` then names.
+
+    Returns the tasks and a sentence about that choice. Raises UserError if a task does not exist
+    or needs something that its sandbox lacks.
+    """
+    tasks = [load_task(name, options.mlgym_root, options.mledojo_root) for name in options.task]
+    image = tasks[0].image or sandbox.image
+    sandbox.backend, why = pick_backend(sandbox.backend, image, model_is_tiny)
+    for task in tasks:
+        check_needs(task, sandbox)
+    return tasks, why
 
 
 # ---------------------------------------------------------------------------------------- by hand
@@ -341,7 +316,7 @@ def by_hand(
     """
     loaded = load_task(task, mlgym_root, mledojo_root)
     kind, why = pick_backend(backend, loaded.image or image, True)
-    with Env(loaded, kind, 0, image, network, hf_cache) as env:
+    with Env(loaded, SandboxOptions(kind, image, network, hf_cache)) as env:
         print(f"[sandbox: {why}]\n\n{HOW_TO_PLAY}\n{env.reset()}\n")
         done = False
         while not done:

@@ -36,10 +36,10 @@ import asyncio
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from math import inf, log1p
+from math import log1p
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Literal
+from typing import Annotated, Literal
 
 import env
 from flatlab import threads
@@ -47,16 +47,25 @@ from flatlab.episode.episode import run_episode
 from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
 from flatlab.options import (
+    Bounds,
+    Count,
+    EpisodeOptions,
+    GpuShare,
     ModelOptions,
+    Positive,
+    Resumable,
     SandboxOptions,
+    Seed,
     TaskOptions,
     TrackerOptions,
+    check_numbers,
     derive,
     flat,
+    may_change,
     set_defaults,
 )
 from flatlab.runs import trackers
-from flatlab.runs.cli import check_distinct, check_numbers, one_sentence, parse_config, recorded_end
+from flatlab.runs.cli import check_distinct, one_sentence, parse_config, recorded_end
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.store import open_run, run_directory
 from flatlab.train import distributed, guard, imitation, memory, metrics
@@ -255,7 +264,7 @@ def per_episode(length, tokens, episodes, cfg):
 
 def per_budget(length, tokens, episodes, cfg):
     """All tokens weigh the same: one over the most tokens an episode may have (Dr. GRPO)."""
-    return 1 / (episodes * cfg.max_turns * cfg.model.max_reply_tokens)
+    return 1 / (episodes * cfg.episode.max_turns * cfg.episode.max_reply_tokens)
 
 
 @dataclass(frozen=True)
@@ -295,23 +304,24 @@ class Config:
     """None stands for the default that the comment names; 0 is zero."""
 
     name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
-    seed: int = 0  # seed of sampling, initial adapter and choice of tasks
-    steps: int = 30  # optimizer steps; a larger number continues a finished run
+    seed: Seed = 0  # seed of sampling, initial adapter and choice of tasks
+    # optimizer steps; a larger number continues a finished run
+    steps: Resumable[int] = 30
     task_weights: tuple[float, ...] = ()  # share of the groups for each task; default: equal
     # runs (logs/<run> of grpo.py or search.py) whose best episodes are imitated before the first
     # step
     sft: tuple[str, ...] = ()
-    sft_share: float = 0.25  # best share of their episodes above the baseline; 1: all of these
-    sft_updates: int = 32  # optimizer steps of this imitation, on up to 8 episodes each
+    # best share of their episodes above the baseline; 1: all of these
+    sft_share: Annotated[float, Bounds(1e-6, 1)] = 0.25
+    sft_updates: Count = 32  # optimizer steps of this imitation, on up to 8 episodes each
     sft_lr: float | None = None  # learning rate of this imitation; default: 2e-4, stand-in 1e-3
-    # sampling
-    groups: int = 4  # P: groups per step
+
+    groups: Count = 4  # P: groups per step
     # upper bound on the groups per step, when groups with equal rewards are replaced; default: 2 P
     max_groups: int | None = None
-    group_size: int = 8  # G: episodes per group, compared with each other
-    max_turns: int = 8  # replies per episode
-    concurrency: int = 32  # episodes in flight at once, at most
-    # objective
+    group_size: Annotated[int, Bounds(2)] = 8  # G: episodes per group, compared with each other
+    concurrency: Resumable[Count] = 32  # episodes in flight at once, at most
+
     reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
     advantage: Literal[*ADVANTAGES] = "group"  # what an episode is compared with
     # runnable: a reply that could not be run gets no praise; complete: no loss on replies that
@@ -321,36 +331,40 @@ class Config:
     clip_low: float | None = None  # ratios are clipped below 1 - clip_low; default: see LOSSES
     clip_high: float | None = None  # ratios are clipped above 1 + clip_high; default: see LOSSES
     # upper bound on a token's importance weight (truncated importance sampling; not gspo, cispo)
-    is_cap: float = 2.0
+    is_cap: Annotated[float, Bounds(1)] = 2.0
     # drop sequences whose geometric mean ratio leaves [1 / (1 + x), 1 + x]; default: keep all
     sequence_mask: float | None = None
     # weight of the KL to the reference: the policy of the first step, after an imitation
     kl: float = 0.05
-    # learning
+
     lr: float | None = None  # learning rate of AdamW; default: 2e-5, stand-in 1e-3
     warmup: int = 4  # steps until the full learning rate
-    epochs: int = 1  # passes over the batch of a step
-    max_grad_norm: float = 1.0  # a larger gradient is scaled down to this norm
-    lora_rank: int | None = None  # of the LoRA matrices; default: 16, or that of --model's adapter
+    epochs: Count = 1  # passes over the batch of a step
+    max_grad_norm: Positive = 1.0  # a larger gradient is scaled down to this norm
+    # rank of the LoRA matrices; default: 16, or that of --model's adapter
+    lora_rank: Count | None = None
     # LoRA is scaled by alpha / rank; default: 32, or that of --model's adapter
-    lora_alpha: int | None = None
-    # memory
-    micro_tokens: int | None = None  # tokens per training pass; default: what fits into the memory
-    gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time
-    gpu_memory: float = 0.45  # share of the GPU for the engine: its weights and its KV cache
+    lora_alpha: Count | None = None
+
+    # tokens per training pass; default: what fits into the memory
+    micro_tokens: Resumable[int | None] = None
+    # recompute activations: less memory, a third more time
+    gradient_checkpointing: Resumable[bool] = False
+    # share of the GPU for the engine: its weights and its KV cache
+    gpu_memory: GpuShare = 0.45
     # engine and trainer share the base weights (GPU); default: if they compute the same log-probs
     share_base: bool | None = None
-    # evaluation
+
     eval_episodes: int = 64  # episodes per evaluation, on seeds never trained on; 0: none
-    eval_every: int = 10  # steps between evaluations; also before the first and after the last
+    eval_every: Count = 10  # steps between evaluations; also before the first and after the last
     # restore: a collapsed policy returns to the best adapter with half the rate, at most three
     # times; stop: the run ends
     guard: Literal["restore", "stop", "off"] = "restore"
-    # shared with search.py
 
     tasks: TaskOptions = field(default_factory=TaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     sandbox: SandboxOptions = field(default_factory=SandboxOptions)
+    episode: EpisodeOptions = field(default_factory=EpisodeOptions)
     trackers: TrackerOptions = field(default_factory=TrackerOptions)
 
 
@@ -423,18 +437,8 @@ async def play_groups(
 
 
 async def play_episode(policy, task: Task, cfg: Config, seed: int, test: bool):
-    box = cfg.sandbox
-    world = env.Env(task, box.backend, seed, box.image, box.network, box.hf_cache)
-    return await run_episode(
-        world,
-        policy,
-        seed=seed,
-        score_test=test,
-        max_turns=cfg.max_turns,
-        time_limit=60 * box.episode_minutes,
-        max_reply_tokens=cfg.model.max_reply_tokens,
-        max_observation_tokens=cfg.model.max_observation_tokens,
-    )
+    async with env.Env(task, cfg.sandbox, seed) as world:
+        return await run_episode(world, policy, cfg.episode, seed, score_test=test)
 
 
 # ------------------------------------------------------------------------------ learn
@@ -735,45 +739,10 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
 
 SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
-# Settings that may change when a run is resumed.
-MAY_CHANGE = (
-    "steps",
-    "concurrency",
-    "micro_tokens",
-    "gradient_checkpointing",
-    "gpu_memory",
-    "mlgym_root",
-    "mledojo_root",
-    "tensorboard",
-    "wandb",
-)
-AT_LEAST_ONE = (
-    "groups",
-    "max_turns",
-    "max_reply_tokens",
-    "concurrency",
-    "sft_updates",
-    "is_cap",
-    "epochs",
-    "lora_rank",
-    "lora_alpha",
-    "eval_every",
-)
-# Lowest and highest values; all other numbers must not be negative.
-BOUNDS = dict.fromkeys(AT_LEAST_ONE, (1, inf)) | {
-    "group_size": (2, inf),
-    "temperature": (0.01, inf),
-    "episode_minutes": (0.01, inf),
-    "seed": (0, 2**32 - 1),
-    "sft_share": (1e-6, 1),
-    "max_grad_norm": (1e-6, inf),
-    "gpu_memory": (0.01, 1),
-}
-
 
 def check(cfg: Config, tasks: list[Task]) -> None:
     """Raises UserError for settings that are wrong."""
-    check_numbers(cfg, BOUNDS, otherwise=(0, inf))
+    check_numbers(cfg)
     check_distinct("--task", cfg.tasks.task)
     if cfg.eval_episodes == 1:
         raise UserError("--eval-episodes must be 0 or at least 2: one has no standard error.")
@@ -835,7 +804,7 @@ def prepare(cfg: Config, dist):
         run_directory(cfg.name),
         flat(cfg),
         fingerprint(__file__, tasks, path),
-        MAY_CHANGE,
+        may_change(cfg),
         lambda run: is_finished(run, cfg),
     )
     if run.rows() and not run.checkpoints():

@@ -34,14 +34,13 @@ import contextlib
 import difflib
 import inspect
 import itertools
-import math
 import random
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import env
 from flatlab import endpoint, threads
@@ -51,15 +50,25 @@ from flatlab.episode.task import improvement
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import write_whole
 from flatlab.options import (
+    Bounds,
+    Count,
+    EpisodeOptions,
+    GpuShare,
     ModelOptions,
+    Positive,
+    Resumable,
     SandboxOptions,
+    Seed,
+    Share,
     TaskOptions,
     TrackerOptions,
+    check_numbers,
     derive,
     flat,
+    may_change,
 )
 from flatlab.runs import trackers
-from flatlab.runs.cli import check_distinct, check_numbers, one_sentence, parse_config, recorded_end
+from flatlab.runs.cli import check_distinct, one_sentence, parse_config, recorded_end
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.reader import read_run
 from flatlab.runs.store import Run, open_run, packed_tokens, run_directory
@@ -73,7 +82,6 @@ from flatlab.tree.tree import Choice, Node, Tree, code_in, results, stable
 from flatlab.view import compare, page, stats
 from flatlab.view.views import plot_now_and_then
 from policy import Policy, default_model, resolve_model
-from tasks import load_task
 
 # ==================================== the idea: edit here ====================================
 
@@ -226,40 +234,41 @@ class Config:
     tasks: TaskOptions = field(default_factory=TaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     sandbox: SandboxOptions = field(default_factory=SandboxOptions)
+    episode: EpisodeOptions = field(default_factory=lambda: EpisodeOptions(max_turns=15))
     trackers: TrackerOptions = field(default_factory=TrackerOptions)
 
     # run directory logs/<name>; default: <script>-<task>-<mode>-<model>-<seed>, after the script's
     # name the rule unless it is bfs
     name: str | None = None
-    seed: tuple[int, ...] = (0,)  # seed of choices and samples; several: one tree each
-    workers: int = 4  # nodes that run at the same time, over all trees
+    seed: tuple[Seed, ...] = (0,)  # seed of choices and samples; several: one tree each
+    workers: Resumable[Count] = 4  # nodes that run at the same time, over all trees
     engine: Literal["vllm", "api"] = "vllm"  # api: an OpenAI-compatible endpoint
-    url: str = "http://localhost:8000/v1"  # address of that endpoint; key: $OPENAI_API_KEY
-    gpu_memory: float = 0.85  # share of the GPU for the engine (weights and KV cache)
-    # budget of each tree; None: no limit
-    nodes: int = 12  # executed nodes per tree; failed ones count
-    tokens: int | None = None  # sampled tokens per tree, those for strategies included
-    minutes: float | None = None  # wall time per tree, in minutes
-    # strategies
+    # address of that endpoint; key: $OPENAI_API_KEY
+    url: Resumable[str] = "http://localhost:8000/v1"
+    # share of the GPU for the engine (weights and KV cache)
+    gpu_memory: GpuShare = 0.85
+
+    nodes: Resumable[Count] = 12  # executed nodes per tree; failed ones count
+    # sampled tokens per tree, those for strategies included; default: no limit
+    tokens: Resumable[Count | None] = None
+    minutes: Resumable[Positive | None] = None  # wall time per tree, in minutes; default: no limit
 
     # how strategies are asked for. none: not at all; sequence: as a list; uniform: equally probable
     # ones; tail: each less probable than tau; local: variations of the parent's
     sampling_mode: tuple[Literal["none", "uniform", "tail", "local", "sequence"], ...] = ("tail",)
-    k: int = 5  # strategies per request
+    k: Count = 5  # strategies per request
     # tail: ask for strategies less probable than this; others are used only if too few came
-    tau: float = 0.1
+    tau: Annotated[float, Bounds(1e-9, 1)] = 0.1
     scope: Literal["parent", "global"] = "parent"  # global: prompts summarise the whole tree
     reflection: bool = False  # one more request per node: what has the tree taught so far?
-    # selection
 
     select: Literal[*SELECT] = "bfs"  # rule that picks the node to build on
     rule_args: tuple[str, ...] = ()  # constants of the rule, as in --rule-args c=0.5 drafts=4
-    branching: int = 3  # bfs, mcts: children per node
-    depth: int = 2  # bfs: levels below the root
+    branching: Count = 3  # bfs, mcts: children per node
+    depth: Count = 2  # bfs: levels below the root
     # probability of debugging a failed leaf instead (not with bfs, mcts, linear, scientist)
-    debug_prob: float = 0.5
-    # episodes
-    max_turns: int = 15  # replies per node
+    debug_prob: Share = 0.5
+
     end_on: Literal["validate", "submit"] = "validate"  # validate: end at the first valid score
 
 
@@ -332,12 +341,23 @@ async def reflect(t: Tree, node: Node) -> str:
 
 
 class Attempt(env.Env):
-    """The environment of a node. It also ends at the first valid score and when tokens run out."""
+    """The environment of a node: it starts from the files of the first parent, and the prompt also
+    tells about the parents. It also ends at the first valid score and when tokens run out.
+    """
 
-    def __init__(self, t: Tree, seed: int):
-        box = t.cfg.sandbox
-        super().__init__(t.task, box.backend, seed, box.image, box.network, box.hf_cache)
+    def __init__(self, t: Tree, node: Node, parents: list[Node]):
+        super().__init__(t.task, t.cfg.sandbox, node.seed)
         self.tree = t
+        self.parents = parents
+        self.message = node_message(t, node, parents)
+
+    def reset(self):
+        if self.parents:
+            self.restore(self.tree.files_of(self.parents[0]))
+            prompt = self.prompt()
+        else:
+            prompt = super().reset()
+        return f"{prompt}\n\n{self.message}" if self.message else prompt
 
     def step(self, reply, timeout=None):
         step = super().step(reply, timeout)
@@ -352,31 +372,18 @@ async def play(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes
 
     If the sandbox breaks, the status of the episode is "fault".
     """
-    cfg = t.cfg
+    options = t.cfg.episode
+    if t.cfg.minutes is not None:
+        left = max(1 / 60, t.cfg.minutes - t.elapsed())
+        options = replace(options, episode_minutes=min(options.episode_minutes, left))
+    policy = CountingPolicy(t.policy, node)
     files = b""
-    time_limit = 60 * cfg.sandbox.episode_minutes
-    if cfg.minutes is not None:
-        time_limit = max(1.0, min(time_limit, 60 * cfg.minutes - t.elapsed()))
-    box = Attempt(t, node.seed)
-    try:
-        episode = await run_episode(
-            box,
-            CountingPolicy(t.policy, node),
-            seed=node.seed,
-            max_turns=cfg.max_turns,
-            max_reply_tokens=cfg.model.max_reply_tokens,
-            max_observation_tokens=cfg.model.max_observation_tokens,
-            time_limit=time_limit,
-            keep_open=True,
-            files=t.files_of(parents[0]) if parents else b"",
-            extra_user_text=node_message(t, node, parents),
-        )
+    async with Attempt(t, node, parents) as world:
+        episode = await run_episode(world, policy, options, node.seed)
         if episode.status != "fault":
             # Files that are too large are not kept: the score counts, but nothing is built on it.
             with contextlib.suppress(SandboxFault):
-                files = await in_thread(box.snapshot)
-    finally:
-        await asyncio.shield(in_thread(box.close))
+                files = await in_thread(world.snapshot)
     return episode, files
 
 
@@ -577,12 +584,9 @@ async def hidden_score(t: Tree, node: Node, split: str) -> dict:
     known = known_scores(t)
     if split in known.get(node.id, {}):
         return known[node.id][split]
-    box = Attempt(t, node.seed)
-    try:
-        await in_thread(box.restore, t.files_of(node), False)
-        score = await in_thread(box.score, split)
-    finally:
-        await asyncio.shield(in_thread(box.close))
+    async with env.Env(t.task, t.cfg.sandbox, node.seed) as world:
+        await in_thread(world.restore, t.files_of(node), False)
+        score = await in_thread(world.score, split)
     # Valid on the validation part and not on this one: worth the baseline.
     value = score.value if score.valid else t.task.baseline
     found = {"score": value, "stderr": score.stderr, "error": score.message}
@@ -593,35 +597,10 @@ async def hidden_score(t: Tree, node: Node, split: str) -> dict:
 
 # ------------------------------------------------------------------ start and end
 
-# These may change when a search is resumed.
-MAY_CHANGE = (
-    "nodes",
-    "tokens",
-    "minutes",
-    "workers",
-    "gpu_memory",
-    "url",
-    "mlgym_root",
-    "mledojo_root",
-    "tensorboard",
-    "wandb",
-)
-
-# Bounds of numbers; all others must not be negative.
-COUNTS = ("nodes", "tokens", "workers", "k", "max_turns", "max_reply_tokens", "depth", "branching")
-BOUNDS = dict.fromkeys(COUNTS, (1, math.inf)) | {
-    "minutes": (1e-9, math.inf),
-    "tau": (1e-9, 1),
-    "debug_prob": (0, 1),
-    "episode_minutes": (0.01, math.inf),
-    "seed": (0, 2**32 - 1),
-    "gpu_memory": (0.01, 1),
-}
-
 
 def check_choices(cfg: Config) -> None:
     """Raises UserError for settings that do not exist or do not fit together."""
-    check_numbers(cfg, BOUNDS, (0, math.inf))
+    check_numbers(cfg)
     if not (cfg.tasks.task and cfg.sampling_mode and cfg.seed):
         raise UserError("--task, --sampling-mode and --seed need at least one value each.")
     check_distinct("--task", cfg.tasks.task)
@@ -643,8 +622,6 @@ def prepare(cfg: Config):
     """
     check_choices(cfg)
     trackers.check(**asdict(cfg.trackers))
-    roots = cfg.tasks.mlgym_root, cfg.tasks.mledojo_root
-    tasks = [load_task(name, *roots) for name in cfg.tasks.task]
     if not SELECT[cfg.select].uses_mode:
         cfg.sampling_mode = ("none",)
     path, is_tiny, positions = None, False, None
@@ -652,12 +629,8 @@ def prepare(cfg: Config):
         cfg.model.model = cfg.model.model or default_model()
         path = resolve_model(cfg.model.model)
         is_tiny, positions = path.is_tiny, path.positions
-    derive(cfg.model, is_tiny, positions)
-    box = cfg.sandbox
-    image = tasks[0].image or box.image
-    box.backend, why = env.pick_backend(box.backend, image, is_tiny)
-    for task in tasks:
-        env.check_needs(task, box.backend, box.network, box.hf_cache)
+    derive(cfg.model, cfg.episode, is_tiny, positions)
+    tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny)
     made_by = fingerprint(__file__, tasks, path)
     trees, grid = open_trees(cfg, tasks, made_by)
     return trees, grid, path, why
@@ -687,7 +660,7 @@ def open_trees(cfg: Config, tasks: list, made_by: dict) -> tuple[list[Tree], Pat
             directory,
             flat(cfg) | cell,
             task_made_by,
-            MAY_CHANGE,
+            may_change(cfg),
             lambda run: is_finished(run, cfg),
         )
         t = Tree(task, mode, seed, cfg, run, SELECT[cfg.select])

@@ -22,6 +22,7 @@ from flatlab.episode.sanity import at_the_top, degenerate, sanity_file, trivial_
 from flatlab.episode.task import Task, improvement
 from flatlab.episode.task_files import TASKS_DIR, nearest
 from flatlab.errors import UserError
+from flatlab.options import SandboxOptions
 
 
 def load_task(
@@ -88,7 +89,7 @@ def check(task: Task, backend: str) -> None:
         is_median = task.source == "mledojo"
         name = "median of the leaderboards" if is_median else "reference"
         print_row(task, name, task.reference)
-    make_sandbox = partial(open_sandbox, task, sandbox_kind(backend))
+    make_sandbox = partial(open_sandbox, task, SandboxOptions(sandbox_kind(backend)))
     reason = None
     for rule, artefacts in trivial_rules(task).items():
         score = grade(task, artefacts, split, make_sandbox)

@@ -1,25 +1,44 @@
 """The options that grpo.py and search.py share. Each class is one box in `--help`; flags stay flat.
 
 None stands for the default that the comment names; `derive` fills in those that depend on the
-model. 0 is only ever zero.
+model. 0 is only ever zero. An annotation holds what check_numbers() and open_run() need to know:
+the bounds of a number, and whether an option may change when a run is resumed.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Annotated, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 from flatlab.errors import UserError
 from flatlab.sandbox.backend import IMAGE
 
 
+class Bounds(NamedTuple):
+    """Lowest and highest value of a number. Without bounds it must not be negative."""
+
+    low: float
+    high: float = math.inf
+
+
+MAY_CHANGE = "may change when a run is resumed"
+T = TypeVar("T")
+Resumable = Annotated[T, MAY_CHANGE]
+Count = Annotated[int, Bounds(1)]
+Positive = Annotated[float, Bounds(1e-6)]
+Share = Annotated[float, Bounds(0, 1)]
+GpuShare = Annotated[float, Bounds(0.01, 1), MAY_CHANGE]
+Seed = Annotated[int, Bounds(0, 2**32 - 1)]
+
+
 @dataclass
 class TaskOptions:
     task: tuple[str, ...] = ("titanic",)  # names, see `python tasks.py`, or Harbor task folders
-    mlgym_root: str | None = None  # MLGym checkout; default: $MLGYM_ROOT
+    # MLGym checkout; default: $MLGYM_ROOT
+    mlgym_root: Resumable[str | None] = None
     # folder of prepared MLE-Dojo competitions; default: $MLEDOJO_ROOT
-    mledojo_root: str | None = None
+    mledojo_root: Resumable[str | None] = None
 
 
 @dataclass
@@ -29,11 +48,7 @@ class ModelOptions:
     model: str | None = None
     # tokens of prompt and reply together; default: 16384 or what the model can, stand-in 2048
     context: int | None = None
-    # tokens per reply; default: 2048, at most a quarter of the context; stand-in 160
-    max_reply_tokens: int | None = None
-    # longer command outputs keep head and tail; default: as max_reply_tokens; stand-in 256
-    max_observation_tokens: int | None = None
-    temperature: float = 1.0  # sampling temperature
+    temperature: Annotated[float, Bounds(0.01)] = 1.0  # sampling temperature
     # compile the engine on a CPU, too: needs g++ and up to a minute at the start
     compile: bool = False
     exact: bool = False  # GPU: the same seeds give the same episodes in any batch; slower
@@ -48,13 +63,24 @@ class SandboxOptions:
     # docker: Hugging Face cache, mounted read-only, with which a task needs no network; a folder of
     # the machine that runs Docker
     hf_cache: str | None = None
-    episode_minutes: float = 30.0  # time limit of one episode, in minutes
+
+
+@dataclass
+class EpisodeOptions:
+    max_turns: Count = 8  # replies per episode
+    # tokens per reply; default: 2048, at most a quarter of the context; stand-in 160
+    max_reply_tokens: Count | None = None
+    # longer command outputs keep head and tail; default: as max_reply_tokens; stand-in 256
+    max_observation_tokens: int | None = None
+    episode_minutes: Annotated[float, Bounds(0.01)] = 30.0  # time limit of one episode, in minutes
 
 
 @dataclass
 class TrackerOptions:
-    tensorboard: bool = False  # also write rows and transcripts to logs/<run>/tensorboard
-    wandb: bool = False  # also send them to Weights & Biases; WANDB_MODE=offline needs no account
+    # also write rows and transcripts to logs/<run>/tensorboard
+    tensorboard: Resumable[bool] = False
+    # also send them to Weights & Biases; WANDB_MODE=offline needs no account
+    wandb: Resumable[bool] = False
 
 
 def flat(config) -> dict:
@@ -67,7 +93,42 @@ def flat(config) -> dict:
     return values
 
 
-def derive(model: ModelOptions, is_tiny: bool, positions: int | None = None) -> None:
+def notes_of(config) -> dict[str, list]:
+    """Name of each field, those of nested groups included -> what its annotation holds."""
+    notes = {}
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        notes |= notes_of(value) if is_dataclass(value) else {name: metadata_in(hint)}
+    return notes
+
+
+def metadata_in(hint) -> list:
+    """What stands in Annotated[...], also inside of a union."""
+    own = list(getattr(hint, "__metadata__", ()))
+    return own + [note for part in get_args(hint) for note in metadata_in(part)]
+
+
+def may_change(config) -> set[str]:
+    """Names of the options that may change when a run is resumed."""
+    return {name for name, notes in notes_of(config).items() if MAY_CHANGE in notes}
+
+
+def check_numbers(config) -> None:
+    """Raises UserError for a number that is out of its bounds; NaN always is, None never."""
+    values = flat(config)
+    for name, notes in notes_of(config).items():
+        low, high = next((note for note in notes if isinstance(note, Bounds)), Bounds(0))
+        value = values[name]
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, (int, float)) and not low <= number <= high:
+                flag = name.replace("_", "-")
+                wanted = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+                raise UserError(f"--{flag} must be {wanted}, not {number}.")
+
+
+def derive(
+    model: ModelOptions, episode: EpisodeOptions, is_tiny: bool, positions: int | None = None
+) -> None:
     """Fills in the options that depend on the model. positions: of the model; None: no limit.
 
     Raises UserError if the model has fewer positions than the context, or if a reply may be as long
@@ -84,10 +145,10 @@ def derive(model: ModelOptions, is_tiny: bool, positions: int | None = None) -> 
         "max_reply_tokens": min(160 if is_tiny else 2048, quarter),
         "max_observation_tokens": min(256 if is_tiny else 2048, quarter),
     }
-    set_defaults(model, defaults)
-    if model.max_reply_tokens >= model.context:
+    set_defaults(episode, defaults)
+    if episode.max_reply_tokens >= model.context:
         raise UserError(
-            f"--max-reply-tokens {model.max_reply_tokens} leaves no room for a prompt in "
+            f"--max-reply-tokens {episode.max_reply_tokens} leaves no room for a prompt in "
             f"--context {model.context}."
         )
 

@@ -13,7 +13,6 @@ directory.
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import sys
 import time
@@ -28,7 +27,8 @@ import env
 from flatlab.episode.episode import Episode, Sample
 from flatlab.episode.task import improvement
 from flatlab.errors import UserError
-from flatlab.runs.cli import check_numbers, one_sentence, parse_config
+from flatlab.options import Count, EpisodeOptions, check_numbers
+from flatlab.runs.cli import one_sentence, parse_config
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.store import open_run, run_directory
 from tasks import load_task
@@ -38,7 +38,7 @@ from tools import expert
 @dataclass
 class Config:
     task: tuple[str, ...] = ("battleOfSexes",)  # one or more of the tasks that the expert knows
-    episodes: int = 96  # of each task
+    episodes: Count = 96  # of each task
     seed: int = 0  # of the expert's choices
     backend: Literal["auto", "docker", "local"] = "auto"  # auto: the fastest that works here
     name: str | None = None  # run directory logs/<name>; default: demonstrations-<task>
@@ -113,10 +113,9 @@ async def play(world: expert.World, seed: int, number: int) -> Episode:
     rng = random.Random(f"{seed} {world.task.name} {number}")
     talk = expert.solve(rng, world, "free")
     replies = [text for role, text in talk if role == "assistant"]
-    box = env.Env(world.task, world.backend, seed=seed * 100_003 + number)
-    return await env.run_episode(
-        box, Script(replies), seed=number, max_turns=len(replies), max_observation_tokens=10**9
-    )
+    options = EpisodeOptions(len(replies), max_reply_tokens=512, max_observation_tokens=10**9)
+    async with env.Env(world.task, world.backend, seed * 100_003 + number) as box:
+        return await env.run_episode(box, Script(replies), options, number)
 
 
 def demonstrate(name: str, cfg: Config, backend: str) -> list[Episode]:
@@ -148,7 +147,7 @@ def main() -> None:
     if unknown:
         known = " and ".join(TABLES)
         raise UserError(f"The expert knows {known}, not {', '.join(sorted(unknown))}.")
-    check_numbers(cfg, {"episodes": (1, math.inf)}, (0, math.inf))
+    check_numbers(cfg)
     cfg.name = cfg.name or f"demonstrations-{'+'.join(cfg.task)}"
     # The commands are the expert's own, so the fast local sandbox is as good as Docker here.
     wanted = "local" if cfg.backend == "auto" else cfg.backend

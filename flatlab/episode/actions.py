@@ -1,4 +1,4 @@
-"""What an agent's reply asks for: the text of its one bash block.
+"""What an agent's reply asks for, the text of its one bash block, and what comes of it.
 
 The block starts at a line ```bash and ends at the last closing fence of the reply, so a heredoc
 inside it may hold fences of its own, as a README does.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import re
 from typing import NamedTuple
+
+from flatlab.episode.grading import Score
+from flatlab.episode.texts import position_text, run_text, score_text
 
 FENCE = re.compile(r" {0,3}(`{3,})[ \t]*([^`]*?)[ \t]*$")
 SHELLS = ("bash", "sh", "shell")
@@ -19,6 +22,30 @@ class Fence(NamedTuple):
     line: int
     ticks: int
     language: str  # empty for a fence that may close a block
+
+
+def act_bash(env, reply: str, timeout: float) -> tuple[str | None, str, str, Score | None]:
+    """Runs the bash block of a reply: (action, observation, status, score of a grading or None).
+
+    env: an Env whose sandbox runs. timeout: seconds.
+    """
+    action, problem = extract_action(reply)
+    if action is None:
+        return None, f"Nothing was run. {problem}", "rejected", None
+    if action_name(action) == "submit":
+        return action, "Submitted.", "submit", None
+    if action_name(action) == "validate":
+        score = env.score()
+        text = score_text(score, env.task) + position_text(score)
+        return action, text, "validate" if score.valid else "invalid", score
+    result = env.sandbox.run(action, timeout)
+    return action, *run_text(result, timeout, env.limits["memory"]), None
+
+
+def action_name(action: str | None) -> str:
+    """ "validate", "submit", or "bash" for any other action."""
+    word = (action or "").strip()
+    return word if word in ("validate", "submit") else "bash"
 
 
 def extract_action(reply: str) -> tuple[str | None, str]:

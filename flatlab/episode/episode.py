@@ -1,18 +1,21 @@
 """One episode, from the prompt to the score: tokens, turns, and the loop around them.
 
 `env` is an Env of env.py. `policy` is a Policy of policy.py, or anything with its `context`,
-`render`, `encode`, `decode`, `observation_tokens` and `sample`.
+`render`, `encode`, `decode`, `observation_tokens` and `sample`. A copy of a script may bring its
+own loop and its own history: they are arguments of run_episode().
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 
 from flatlab.episode.grading import Score
 from flatlab.errors import SandboxFault
+from flatlab.options import EpisodeOptions
 
 # Threads wait for sandboxes and do not compute. They are started as needed.
 THREADS = ThreadPoolExecutor(128, "sandbox")
@@ -141,36 +144,26 @@ async def in_thread(function, *args):
     return await asyncio.get_running_loop().run_in_executor(THREADS, function, *args)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What ends an episode, and how much of it the model reads and writes."""
-
-    max_turns: int
-    max_reply_tokens: int
-    max_observation_tokens: int
-    deadline: float  # time.monotonic()
-
-
-async def play(env, policy, episode: Episode, limits: Limits) -> str:
+async def play(env, policy, episode: Episode, options: EpisodeOptions, history: History) -> str:
     """Plays turns until something ends them. Fills episode.turns and .segments.
 
     Returns the episode's status.
     """
-    history = History(policy, episode.prompt, limits.max_observation_tokens)
+    deadline = time.monotonic() + 60 * options.episode_minutes
     try:
-        for turn in range(limits.max_turns):
+        for turn in range(options.max_turns):
             start = time.monotonic()
-            if start >= limits.deadline:
+            if start >= deadline:
                 return "time_limit"
-            if ended := history.fit(policy.context - limits.max_reply_tokens):
+            if ended := history.fit(policy.context - options.max_reply_tokens):
                 episode.segments.append(trimmed(ended))
             reply = policy.sample(
                 list(history.segment.tokens),
-                limits.max_reply_tokens,
+                options.max_reply_tokens,
                 seed=(episode.seed * 1009 + turn) % 2**31,
             )
-            sample = await asyncio.wait_for(reply, limits.deadline - start)
-            left = max(1.0, limits.deadline - time.monotonic())
+            sample = await asyncio.wait_for(reply, deadline - start)
+            left = max(1.0, deadline - time.monotonic())
             step = await in_thread(env.step, sample.text, left)
             history.add(sample, step.observation)
             episode.turns.append(turn_record(sample, step))
@@ -215,42 +208,32 @@ def trimmed(segment: Segment) -> Segment:
 async def run_episode(
     env,
     policy,
-    *,
+    options: EpisodeOptions,
     seed: int = 0,
-    max_turns: int = 10,
-    max_reply_tokens: int = 512,
-    max_observation_tokens: int = 512,
-    time_limit: float = 600.0,
-    files: bytes = b"",
-    extra_user_text: str = "",
     score_test: bool = False,
-    keep_open: bool = False,
+    play: Callable = play,
+    history: Callable = History,
 ) -> Episode:
     """Plays one episode to its end and scores it exactly once, however it ends.
 
     Args:
-        env: An Env. If its sandbox is running already, the episode continues from there. It is
-            closed at the end unless keep_open is True.
+        env: An Env. If its sandbox is running already, the episode continues from there.
         policy: Samples the replies.
-        time_limit: Seconds from the prompt to the scoring; a slow start of the sandbox is free.
-        files: A snapshot to start from instead of the task's files; its artefacts are removed.
-        extra_user_text: Appended to the prompt.
+        options: Limits. The time limit begins with the prompt, so a slow start of the sandbox is
+            free.
         score_test: Whether to grade on the last split, too.
+        play: The agent's loop, see `play`.
+        history: Makes the tokens that the model reads, see History.
 
-    A sandbox that breaks ends the episode with status "fault". Raises what the policy raises, and
-    CancelledError, after closing the environment.
+    A sandbox that breaks ends the episode with status "fault". Raises what the policy raises. The
+    environment stays open: use it as `async with`.
     """
     episode = Episode(env.task.name, seed)
     begin = time.monotonic()
     try:
-        if files:
-            await in_thread(env.restore, files)
-        prompt = await in_thread(env.prompt if env.sandbox else env.reset)
-        episode.prompt = f"{prompt}\n\n{extra_user_text}" if extra_user_text else prompt
-        limits = Limits(
-            max_turns, max_reply_tokens, max_observation_tokens, time.monotonic() + time_limit
-        )
-        episode.status = await play(env, policy, episode, limits)
+        episode.prompt = await in_thread(env.prompt if env.sandbox else env.reset)
+        tokens = history(policy, episode.prompt, options.max_observation_tokens)
+        episode.status = await play(env, policy, episode, options, tokens)
         episode.score = await in_thread(env.score)
         if score_test:
             episode.test_score = await in_thread(env.score, env.task.splits[-1])
@@ -259,8 +242,5 @@ async def run_episode(
         episode.score = None
         episode.test_score = None
         episode.fault = str(fault)
-    finally:
-        if not keep_open:
-            await asyncio.shield(in_thread(env.close))
     episode.seconds = time.monotonic() - begin
     return episode

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flatlab.episode.task import Task
 from flatlab.errors import SandboxFault, UserError
+from flatlab.options import SandboxOptions
 from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.images import check_requirements, found_images, prepared_image
 from flatlab.sandbox.sandbox import KINDS, Sandbox, get_backend, pick_backend
@@ -14,14 +15,13 @@ from flatlab.sandbox.sandbox import KINDS, Sandbox, get_backend, pick_backend
 MOUNT_BYTES = 16 << 20  # larger public files are mounted into a local sandbox, not copied
 
 
-def check_needs(
-    task: Task, backend: str, network: bool = False, hf_cache: str | None = None
-) -> None:
+def check_needs(task: Task, options: SandboxOptions) -> None:
     """Raises UserError if the task needs a network, a cache or a GPU that its sandbox lacks."""
-    is_docker = backend == "docker"
-    if task.image and not get_backend(backend).is_container:
+    hf_cache = options.hf_cache
+    is_docker = options.backend == "docker"
+    if task.image and not get_backend(options.backend).is_container:
         raise UserError(f"Task {task.name} has a Docker image of its own: use --backend docker.")
-    if task.needs_network and not network and not (hf_cache and is_docker):
+    if task.needs_network and not options.network and not (hf_cache and is_docker):
         raise UserError(
             f"Task {task.name} takes data from the network while it runs: allow it with "
             "--network, or in Docker mount what it needs with --hf-cache."
@@ -47,27 +47,20 @@ def sandbox_kind(backend: str, image: str = IMAGE) -> str:
     return backend if backend in KINDS else pick_backend(backend, image)[0]
 
 
-def open_sandbox(
-    task: Task,
-    backend: str,
-    seed: int = 0,
-    image: str = IMAGE,
-    network: bool = False,
-    hf_cache: str | None = None,
-    **limits,
-) -> Sandbox:
+def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -> Sandbox:
     """Opens a sandbox for an agent or for a grading.
 
     It holds none of the task's hidden files. Public files may be in place already (see
     Sandbox.premounted). limits: memory, disk, cpus, processes. Raises SandboxFault, and UserError
     if the task's requirements are missing.
     """
-    image = task.image or image
-    options = {
+    backend = options.backend
+    image = task.image or options.image
+    settings = {
         "env": {"PYTHONHASHSEED": str(seed % 2**32)},
-        "network": network and task.needs_network,
+        "network": options.network and task.needs_network,
         "gpu": task.needs_gpu,
-        "hf_cache": hf_cache,
+        "hf_cache": options.hf_cache,
         "hide": tuple({str(path.resolve().parent) for path in task.hidden.values()}),
         "hide_package_data": task.hide_package_data,
         **limits,
@@ -76,7 +69,7 @@ def open_sandbox(
         prepared = prepared_image(task, image)
         premounted = task.public if prepared != image else {}
         try:
-            return Sandbox(backend, image=prepared, premounted=premounted, **options)
+            return Sandbox(backend, image=prepared, premounted=premounted, **settings)
         except SandboxFault:
             found_images.clear()  # somebody may have removed the image: the next call looks again
             raise
@@ -85,7 +78,7 @@ def open_sandbox(
         # A file that is mounted could not be removed, so an artefact is never mounted.
         if file.stat().st_size > MOUNT_BYTES and not task.is_artefact(path):
             large[path] = file
-    box = Sandbox(backend, premounted=large, **options)
+    box = Sandbox(backend, premounted=large, **settings)
     try:
         check_requirements(box, task)
     except UserError:

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from flatlab.cache import cache_dir, content_key, store
+from flatlab.episode import mledojo_actions
 from flatlab.episode.task import Task, last_json_object
 from flatlab.episode.task_files import TASKS_DIR, tree_files
 from flatlab.errors import UserError
@@ -70,6 +71,8 @@ def load_mledojo(root: Path, name: str) -> Task:
         step_timeout=600.0,
         grade_timeout=600.0,
         source="mledojo",
+        act=mledojo_actions.act,
+        actions_text=mledojo_actions.ACTIONS_TEXT,
     )
 
 

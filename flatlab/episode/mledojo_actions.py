@@ -1,6 +1,8 @@
 """MLE-Dojo's five actions, for agents that know them: a JSON object instead of a bash block.
 
 {"action": "execute_code", "params": {"code": "..."}}
+
+The tasks of MLE-Dojo bring them as Task.act.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import re
 from contextlib import suppress
 
+from flatlab.episode.actions import act_bash, action_name
 from flatlab.episode.grading import Score
 from flatlab.episode.texts import position_text, run_text, score_text
 from flatlab.errors import ArtefactError, SandboxFault
@@ -48,12 +51,30 @@ def json_action(reply: str) -> dict | None:
         return None
 
 
-def act(env, request: dict, timeout: float) -> Outcome:
-    """Runs one of the five actions in an environment. timeout: seconds, for code."""
+def act(env, reply: str, timeout: float) -> tuple[str | None, str, str, Score | None]:
+    """Runs the JSON action or the bash block of a reply: (action, observation, status, score).
+
+    timeout: seconds, for code.
+    """
+    request = json_action(reply)
+    if request is None:
+        action, *outcome = act_bash(env, reply, timeout)
+        name = action_name(action)
+    else:
+        action = json.dumps(request)
+        name = request["action"]
+        outcome = run_action(env, request, timeout)
+    observation, status, score = outcome
+    remember(env.history, name, status, score)
+    return action, observation, status, score
+
+
+def run_action(env, request: dict, timeout: float) -> Outcome:
+    """Runs one of the five actions."""
     name = request["action"]
     if name not in ACTIONS:
-        known = ", ".join(ACTIONS)
-        text = f"Nothing was run. There is no action {name[:40]!r}; there are {known}."
+        names = ", ".join(ACTIONS)
+        text = f"Nothing was run. There is no action {name[:40]!r}; there are {names}."
         return text, "rejected", None
     return ACTIONS[name](env, request, timeout)
 

@@ -16,9 +16,11 @@ def first_message(
 
     files: (path, size in bytes) of the files to list; count: how many there are.
     """
+    prompt = [task.prompt.rstrip(), ""]
+    if task.actions_text:
+        prompt += [task.actions_text.rstrip(), ""]
     lines = [
-        task.prompt.rstrip(),
-        "",
+        *prompt,
         "Reply with one block of bash commands:",
         "```bash",
         "ls",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
-import math
 import os
 import signal
 import sys
@@ -52,22 +50,6 @@ def preset_flags(preset: dict) -> list[str]:
     return flags
 
 
-def check_numbers(config, bounds: dict, otherwise: tuple) -> None:
-    """Raises UserError for a number that is out of its bounds; NaN always is.
-
-    bounds: field name -> (lowest, highest); `otherwise` holds for the fields that are not named.
-    None is not checked.
-    """
-    for field in dataclasses.fields(config):
-        found = getattr(config, field.name)
-        if dataclasses.is_dataclass(found):
-            check_numbers(found, bounds, otherwise)
-        low, high = bounds.get(field.name, otherwise)
-        for value in found if isinstance(found, tuple) else (found,):
-            if isinstance(value, (int, float)) and not low <= value <= high:
-                name = field.name.replace("_", "-")
-                wanted = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-                raise UserError(f"--{name} must be {wanted}, not {value}.")
 
 
 def check_distinct(flag: str, values) -> None:

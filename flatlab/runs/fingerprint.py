@@ -23,7 +23,7 @@ MOST_FILES = 100  # of a task; the files of a larger one are summed up by folder
 # Fields of a Task that change neither an episode nor its score, or that name files
 NOT_COMPARED = set(
     """name source degenerate trivial needs_gpu needs_network public hidden proxies requirements
-    """.split()
+    act""".split()
 )
 
 

@@ -34,6 +34,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -211,7 +212,7 @@ def open_run(
     directory,
     config: dict,
     made_by: dict | None = None,
-    may_change: tuple[str, ...] = ("steps",),
+    may_change: Collection[str] = ("steps",),
     is_finished=lambda run: False,
 ) -> Run:
     """Creates a run directory, or continues the one that is there if the same made it.

@@ -95,16 +95,14 @@ def warm_start(policy, tasks: list[Task], cfg, dist) -> None:
     import torch
 
     episodes = [
-        sequences_from(transcript, policy, cfg.model.max_observation_tokens)
+        sequences_from(transcript, policy, cfg.episode.max_observation_tokens)
         for transcript in best_episodes(cfg.sft, tasks, cfg.sft_share)
     ]
     episodes = [sequences for sequences in episodes if sequences]
     if not episodes:
         raise UserError(f"--sft: no episode fits into --context {policy.context}.")
     dist.say(f"imitate  {len(episodes)} episodes, {cfg.sft_updates} updates")
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=cfg.sft_lr, betas=(0.9, 0.99), weight_decay=0.0
-    )
+    optimizer = policy.make_optimizer(cfg.sft_lr)
     rng = random.Random(cfg.seed)
     waiting = []
     start = time.perf_counter()

@@ -16,10 +16,10 @@ async def chat(t: Tree, account, talk: list, request: str, *purpose, limit=None)
     account: the node or choice whose token count grows. talk: the messages before the request;
     request and reply are appended. purpose: what the seed is made of.
     """
-    options = t.cfg.model
     talk.append({"role": "user", "content": request})
     prompt = t.policy.render(talk)
-    room = min(limit or math.inf, options.max_reply_tokens, options.context - len(prompt))
+    most = t.cfg.episode.max_reply_tokens
+    room = min(limit or math.inf, most, t.cfg.model.context - len(prompt))
     reply = ""
     if room >= LEAST_ROOM:
         seed = stable(t.seed, *purpose)
