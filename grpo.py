@@ -98,7 +98,6 @@ from flatlab.train.checkpoint import (
 from flatlab.view import compare
 from flatlab.view.console import Progress, banner, farewell, print_step
 from policy import ModelPath, Policy, default_model, lora_settings, resolve_model
-from tasks import load_task
 
 # ================================== the idea: edit here ==================================
 
@@ -657,11 +656,7 @@ def plan_step(tasks, cfg: Config, step: int):
 
 async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
     """All steps and evaluations. Only rank 0 has a run to write."""
-    import torch
-
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=cfg.lr, betas=(0.9, 0.99), weight_decay=0.0
-    )
+    optimizer = policy.make_optimizer(cfg.lr)
     state, rows = resume(policy, optimizer, run, dist)
     dist.broadcast(policy.parameters())
     found = (await policy.verify())["random adapter"]
@@ -740,14 +735,15 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
 SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
 
-def check(cfg: Config, tasks: list[Task]) -> None:
+def check(cfg: Config) -> None:
     """Raises UserError for settings that are wrong."""
     check_numbers(cfg)
     check_distinct("--task", cfg.tasks.task)
     if cfg.eval_episodes == 1:
         raise UserError("--eval-episodes must be 0 or at least 2: one has no standard error.")
-    weights = cfg.task_weights or (1.0,) * len(tasks)
-    if len(weights) != len(tasks) or min(weights) < 0 or sum(weights) == 0:
+    count = len(cfg.tasks.task)
+    weights = cfg.task_weights or (1.0,) * count
+    if len(weights) != count or min(weights) < 0 or sum(weights) == 0:
         raise UserError(
             "--task-weights needs one number per task, none below 0 and at least one above 0."
         )
@@ -760,7 +756,7 @@ def check(cfg: Config, tasks: list[Task]) -> None:
 def fill_in(cfg: Config, tasks: list[Task], path: ModelPath) -> None:
     """Replaces None by what the model, the loss and the tasks suggest."""
     is_tiny = path.is_tiny
-    derive(cfg.model, is_tiny, path.positions)
+    derive(cfg.model, cfg.episode, is_tiny, path.positions)
     model = compare.value_text(cfg.model.model)
     lora = lora_settings(path, cfg.lora_rank, cfg.lora_alpha)
     derived = {
@@ -784,16 +780,10 @@ def prepare(cfg: Config, dist):
     Returns the tasks, the model's path, why this sandbox was chosen, and the run (None except on
     rank 0).
     """
-    options = cfg.tasks
-    tasks = [load_task(name, options.mlgym_root, options.mledojo_root) for name in options.task]
-    check(cfg, tasks)
+    check(cfg)
     cfg.model.model = cfg.model.model or default_model()
     path = resolve_model(cfg.model.model)
-    box = cfg.sandbox
-    image = tasks[0].image or box.image
-    box.backend, why = env.pick_backend(box.backend, image, path.is_tiny)
-    for task in tasks:
-        env.check_needs(task, box.backend, box.network, box.hf_cache)
+    tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, path.is_tiny)
     fill_in(cfg, tasks, path)
     if cfg.sft and not Path("logs", cfg.name, "imitated").exists():
         imitation.best_episodes(cfg.sft, tasks, cfg.sft_share)

@@ -466,6 +466,12 @@ class Policy(ChatTokens):
         head = self.value_head.parameters() if self.value_head else ()
         return [*(p for p in self.model.parameters() if p.requires_grad), *head]
 
+    def make_optimizer(self, lr: float):
+        """AdamW on the trainable tensors."""
+        import torch
+
+        return torch.optim.AdamW(self.parameters(), lr, betas=(0.9, 0.99), weight_decay=0.0)
+
     def logprobs(
         self,
         batch: list[tuple[list[int], list[int]]],

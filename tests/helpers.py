@@ -17,7 +17,8 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from flatlab.episode.episode import Sample
+from flatlab.episode.episode import Sample, run_episode
+from flatlab.options import EpisodeOptions
 from flatlab.runs.cli import one_sentence
 from flatlab.tree.tree import Node
 
@@ -52,6 +53,14 @@ def run_here(main, *flags, monkeypatch, capsys):
             signal.signal(number, handler)
     gc.collect()  # drawing leaves cycles of frames that hold the run and its lock
     return code, *capsys.readouterr()
+
+
+async def play_once(world, policy, seed=0, score_test=False, **options):
+    """One episode in an Env, which is closed afterwards. options: those of EpisodeOptions."""
+    limits = {"max_turns": 10, "max_reply_tokens": 512, "max_observation_tokens": 512}
+    async with world:
+        options = EpisodeOptions(**limits | options)
+        return await run_episode(world, policy, options, seed, score_test)
 
 
 class FakePolicy:

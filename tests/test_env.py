@@ -19,8 +19,9 @@ from flatlab.episode.actions import extract_action
 from flatlab.episode.grading import Score
 from flatlab.episode.task import Task
 from flatlab.errors import SandboxFault
+from flatlab.options import EpisodeOptions, SandboxOptions
 from flatlab.sandbox.sandbox import Sandbox
-from helpers import LOCAL, FakePolicy, block, do
+from helpers import LOCAL, FakePolicy, block, do, play_once
 from tasks import load_task
 
 CANARY = "canary,4b1d,of,the,hidden,answers"
@@ -450,7 +451,7 @@ def test_a_fork_is_independent_and_has_no_artefact(world):
 
 
 def play(task, policy, backend=LOCAL, **options):
-    return asyncio.run(run_episode(Env(task, backend), policy, **options))
+    return asyncio.run(play_once(Env(task, backend), policy, **options))
 
 
 def check_tokens(episode, policy):
@@ -467,14 +468,11 @@ def check_tokens(episode, policy):
 
 def test_episode_until_submit(task, backend):
     policy = FakePolicy(block("echo a b > guess.txt"), "prose", block("validate"), block("submit"))
-    episode = play(
-        task, policy, backend=backend, max_turns=9, score_test=True, extra_user_text="Be quick."
-    )
+    episode = play(task, policy, backend=backend, max_turns=9, score_test=True)
     assert episode.status == "submit"
     assert episode.score.value == 2.0
     assert episode.test_score.value == 0.0
     assert [turn["status"] for turn in episode.turns] == ["ok", "rejected", "validate", "submit"]
-    assert episode.prompt.endswith("\n\nBe quick.")
     assert episode.turns[2]["score"] == 2.0
     assert episode.turns[0]["version"] == 7
     assert len(episode.segments) == 1
@@ -557,7 +555,7 @@ def test_what_cannot_fit_is_never_sent(task):
 )
 def test_time_limit(task, reply, wait):
     start = time.monotonic()
-    episode = play(task, FakePolicy(reply, wait=wait), time_limit=1.0)
+    episode = play(task, FakePolicy(reply, wait=wait), episode_minutes=1 / 60)
     assert episode.status == "time_limit"
     assert time.monotonic() - start < 8
     assert episode.score.valid == (wait == 0.0)
@@ -587,7 +585,7 @@ def test_every_way_out_scores_once_and_closes(task, monkeypatch):
     cases = [
         ([block("submit")], {}),
         ([block("ls")], {"max_turns": 1}),
-        ([block("ls")], {"time_limit": 0.0}),
+        ([block("ls")], {"episode_minutes": 0.0}),
         ([block("ls")], {"max_reply_tokens": 99_999}),
     ]
     calls = []
@@ -609,7 +607,7 @@ def test_cancelled_episode_closes_its_sandbox(task, monkeypatch):
     )
 
     async def main():
-        job = asyncio.ensure_future(run_episode(Env(task, LOCAL), FakePolicy(block("sleep 20"))))
+        job = asyncio.ensure_future(play_once(Env(task, LOCAL), FakePolicy(block("sleep 20"))))
         while not opened:
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.6)
@@ -627,7 +625,7 @@ def test_cancelled_episode_closes_its_sandbox(task, monkeypatch):
 def test_env_time_of_one_episode_overlaps_with_the_others(task):
     async def main():
         policy = FakePolicy(block("sleep 1"))
-        episodes = (run_episode(Env(task, LOCAL), policy, max_turns=1) for _ in range(8))
+        episodes = (play_once(Env(task, LOCAL), policy, max_turns=1) for _ in range(8))
         return await asyncio.gather(*episodes)
 
     start = time.monotonic()
@@ -637,12 +635,9 @@ def test_env_time_of_one_episode_overlaps_with_the_others(task):
 
 def test_an_env_that_was_handed_in_goes_on_and_stays_open(task):
     with Env(task, LOCAL) as world:
-        asyncio.run(
-            run_episode(world, FakePolicy(block("echo a > guess.txt")), max_turns=1, keep_open=True)
-        )
-        episode = asyncio.run(
-            run_episode(world, FakePolicy(block("ls")), max_turns=1, keep_open=True)
-        )
+        options = EpisodeOptions(1, max_reply_tokens=512, max_observation_tokens=512)
+        asyncio.run(run_episode(world, FakePolicy(block("echo a > guess.txt")), options))
+        episode = asyncio.run(run_episode(world, FakePolicy(block("ls")), options))
         assert "guess.txt (2 bytes)" in episode.prompt
         assert episode.score.value == 1.0
         assert do(world, "cat guess.txt").observation == "a"
@@ -689,5 +684,5 @@ def test_folders_of_hidden_files_are_hidden(monkeypatch):
     made = {}
     monkeypatch.setattr(machine, "Sandbox", lambda *_, **options: made.update(options))
     task = load_task("titanic", "", "")
-    machine.open_sandbox(task, "namespaces")
+    machine.open_sandbox(task, SandboxOptions("namespaces"))
     assert str(task.hidden["answers.csv"].parent) in made["hide"]

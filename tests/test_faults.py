@@ -20,13 +20,14 @@ import pytest
 
 from backends import ISOLATED, containers_of, needs_docker
 from bench.sandboxes import EPISODE, FAILING, episodes_in_a_row, play
-from env import Env, run_episode
+from env import Env
 from flatlab.episode import machine
 from flatlab.errors import SandboxFault, UserError
+from flatlab.options import SandboxOptions
 from flatlab.sandbox import backend as sandbox_backend
 from flatlab.sandbox import docker, local, sandbox, snapshot
 from flatlab.sandbox.sandbox import Sandbox
-from helpers import PROJECT, FakePolicy, block
+from helpers import PROJECT, FakePolicy, block, play_once
 from tasks import load_task
 
 fault = pytest.mark.fault
@@ -264,7 +265,7 @@ def test_daemon_restarted_in_an_episode(wire, task):
         return await real(*args, **kwargs)
 
     policy.sample = sample
-    episode = asyncio.run(run_episode(Env(task, "docker"), policy))
+    episode = asyncio.run(play_once(Env(task, "docker"), policy))
     assert (episode.status, episode.score) == ("fault", None) and len(episode.turns) == 1
 
 
@@ -334,7 +335,7 @@ def test_owner_dies_before_the_sandbox_has_read_its_program(backend, monkeypatch
 @fault(17, "no image")
 def test_missing_image_is_a_fault_that_names_it(task):
     with pytest.raises(SandboxFault, match="flatlab/nothing"):
-        Env(task, "docker", image="flatlab/nothing:here").reset()
+        Env(task, SandboxOptions("docker", image="flatlab/nothing:here")).reset()
 
 
 # ---- the machine
@@ -393,7 +394,7 @@ async def main():
     print("started", flush=True)
     task = load_task("titanic", "", "")
     worlds = [Env(task, {backend!r}) for _ in range(6)]
-    await asyncio.gather(*(run_episode(world, policy, max_turns=50) for world in worlds))
+    await asyncio.gather(*(play_once(world, policy, max_turns=50) for world in worlds))
 asyncio.run(main())
 """
 
@@ -427,7 +428,7 @@ def test_a_slow_start_is_not_the_agents_time(task, monkeypatch):
 
     monkeypatch.setattr(Env, "open", slow)
     policy = FakePolicy(block(TITANIC), block("submit"))
-    episode = asyncio.run(run_episode(Env(task, "local"), policy, time_limit=0.9))
+    episode = asyncio.run(play_once(Env(task, "local"), policy, episode_minutes=0.015))
     assert (
         episode.status == "submit"
         and episode.score.valid
@@ -458,7 +459,7 @@ def test_one_broken_episode_leaves_the_others_alone(task, monkeypatch):
     async def main():
         return await asyncio.gather(
             *(
-                run_episode(Env(task, "local"), FakePolicy(block(TITANIC), block("submit")))
+                play_once(Env(task, "local"), FakePolicy(block(TITANIC), block("submit")))
                 for _ in range(6)
             )
         )

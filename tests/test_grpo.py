@@ -20,7 +20,7 @@ import torch
 import env
 import grpo
 from flatlab.errors import UserError
-from flatlab.options import ModelOptions, derive
+from flatlab.options import EpisodeOptions, ModelOptions, derive
 from flatlab.runs import store
 from flatlab.runs.reader import read_rows, segments_of
 from flatlab.train import guard, metrics
@@ -483,7 +483,7 @@ class Watched:
         self.scores = scores
         self.trained, self.selection, self.final = [], [], []
 
-    async def __call__(self, world, policy, *, seed, score_test=False, **rest):
+    async def __call__(self, world, policy, options, seed, score_test=False):
         score = None
         if seed >= 0:
             self.trained.append(seed)
@@ -493,7 +493,7 @@ class Watched:
         else:
             self.final.append((seed, score_test))
         assert not score_test or seed < -150_000
-        return await one_reply(world, policy, seed=seed, score_test=score_test, score=score, **rest)
+        return await one_reply(world, policy, options, seed, score_test, score=score)
 
 
 def test_the_end_of_a_run_compares_the_adapters_on_the_same_fresh_seeds(play):
@@ -753,15 +753,10 @@ def test_without_evaluation_best_is_the_adapter_whose_episodes_were_good(play, p
     """Not the one after the next update, which may have ruined it."""
     played, real = [], grpo.update
 
-    async def scored(task, policy, *, seed, **rest):
+    async def scored(world, policy, options, seed, score_test):
         step = seed // 100_003 - CFG.seed * 10_007
-        return await one_reply(
-            task,
-            policy,
-            seed=seed,
-            score=(0.60, 0.68, 0.74, 0.79, 0.40)[step] + 0.001 * (seed % 2),
-            **rest,
-        )
+        score = (0.60, 0.68, 0.74, 0.79, 0.40)[step] + 0.001 * (seed % 2)
+        return await one_reply(world, policy, options, seed, score=score)
 
     def update(*args):
         played.append([p.detach().clone() for p in policy.parameters()])
@@ -856,12 +851,12 @@ def test_none_is_derived_and_zero_is_zero():
 def test_the_lengths_fit_the_model():
     lengths = {}
     for positions in (None, 8192, 512):
-        options = ModelOptions(model="m")
-        derive(options, False, positions)
-        lengths[positions] = astuple(options)[1:4]
+        model, episode = ModelOptions(model="m"), EpisodeOptions()
+        derive(model, episode, False, positions)
+        lengths[positions] = (model.context, *astuple(episode)[1:3])
     assert lengths == {None: (16384, 2048, 2048), 8192: (8192, 2048, 2048), 512: (512, 128, 128)}
     with pytest.raises(UserError, match="--context 600 is more than m has positions: use 512"):
-        derive(ModelOptions(model="m", context=600), False, 512)
+        derive(ModelOptions(model="m", context=600), EpisodeOptions(), False, 512)
 
 
 def test_a_run_on_a_degenerate_task_begins_with_a_warning(tmp_path, monkeypatch, capsys):

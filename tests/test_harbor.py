@@ -17,6 +17,7 @@ import pytest
 from backends import needs_docker
 from env import Env, check_needs
 from flatlab.errors import UserError
+from flatlab.options import SandboxOptions
 from flatlab.sandbox.images import foreign_image
 from helpers import do
 from integrations.harbor.export import export_harbor
@@ -155,9 +156,9 @@ def test_needs_of_a_folder(folder):
     assert task.needs_gpu
     assert task.needs_network  # a public network is the format's default
     with pytest.raises(UserError, match="allow it with --network"):
-        check_needs(task, "docker")
+        check_needs(task, SandboxOptions("docker"))
     with pytest.raises(UserError, match="has a Docker image of its own: use --backend docker"):
-        check_needs(task, "namespaces")
+        check_needs(task, SandboxOptions("namespaces"))
 
 
 @needs_docker

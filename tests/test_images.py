@@ -11,6 +11,7 @@ import pytest
 from backends import ISOLATED, backends, needs_docker
 from env import Env, check_needs
 from flatlab.errors import SandboxFault, UserError
+from flatlab.options import SandboxOptions
 from flatlab.sandbox import docker, images
 from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.docker import docker_api
@@ -22,25 +23,25 @@ from tasks import load_task
 
 def test_needs_are_honoured_or_refused(tmp_path, monkeypatch):
     task = load_task("titanic", "", "")
-    check_needs(task, "local")
+    check_needs(task, SandboxOptions("local"))
     online = replace(task, needs_network=True)
     with pytest.raises(
         UserError,
         match="takes data from the network.*--network, or in Docker mount what it needs",
     ):
-        check_needs(online, "docker")
+        check_needs(online, SandboxOptions("docker"))
     with pytest.raises(UserError, match="allow it with --network"):
-        check_needs(online, "local", hf_cache=str(tmp_path))
-    check_needs(online, "local", network=True)
-    check_needs(online, "docker", hf_cache=str(tmp_path))
+        check_needs(online, SandboxOptions("local", hf_cache=str(tmp_path)))
+    check_needs(online, SandboxOptions("local", network=True))
+    check_needs(online, SandboxOptions("docker", hf_cache=str(tmp_path)))
     with pytest.raises(UserError, match="no folder .*absent"):
-        check_needs(online, "docker", hf_cache=str(tmp_path / "absent"))
+        check_needs(online, SandboxOptions("docker", hf_cache=str(tmp_path / "absent")))
     with pytest.raises(UserError, match="only Docker gives one"):
-        check_needs(replace(task, needs_gpu=True), "local")
+        check_needs(replace(task, needs_gpu=True), SandboxOptions("local"))
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     monkeypatch.setattr(Path, "exists", lambda self: False)
     with pytest.raises(UserError, match="no /dev/nvidiactl"):
-        check_needs(replace(task, needs_gpu=True), "docker")
+        check_needs(replace(task, needs_gpu=True), SandboxOptions("docker"))
 
 
 CONNECT = (
@@ -54,7 +55,7 @@ def test_network_is_there_for_tasks_that_need_it_and_only_with_the_flag(backend)
     task = load_task("titanic", "", "")
     online = replace(task, needs_network=True)
     for what, allowed in ((online, True), (task, True), (task, False)):
-        with Env(what, backend, network=allowed) as world:
+        with Env(what, SandboxOptions(backend, network=allowed)) as world:
             assert ("without network" in world.reset()) == (not what.needs_network)
             if what.needs_network:
                 links = do(world, "cat /proc/net/dev").observation.count(":")
@@ -68,9 +69,8 @@ def test_hf_cache_is_mounted_read_only_and_found(tmp_path):
     (tmp_path / "hub/models--x").mkdir(parents=True)
     tmp_path.chmod(0o755)
     (tmp_path / "hub/models--x/config.json").write_text("{}")
-    with Env(
-        replace(load_task("titanic", "", ""), needs_network=True), "docker", hf_cache=str(tmp_path)
-    ) as world:
+    task = replace(load_task("titanic", "", ""), needs_network=True)
+    with Env(task, SandboxOptions("docker", hf_cache=str(tmp_path))) as world:
         assert "without network" in world.reset()
         assert (
             do(

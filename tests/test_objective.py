@@ -12,6 +12,7 @@ import torch
 
 import env
 import grpo
+import helpers
 import training
 from flatlab.episode.task import improvement
 from flatlab.train.batch import Group, TrainSequence, sequences_of
@@ -117,11 +118,9 @@ def test_validate_then_submit_is_not_paid():
     )
 
     def play(*replies):
-        return asyncio.run(
-            env.run_episode(
-                env.Env(task, "local"), Scripted(*map(block, replies)), max_turns=len(replies)
-            )
-        )
+        policy = Scripted(*map(block, replies))
+        world = env.Env(task, "local")
+        return asyncio.run(helpers.play_once(world, policy, max_turns=len(replies)))
 
     good = play(rule.format("r['sex'] == 'female'"), "validate", "submit")
     bad = play(rule.format("r['sex'] == 'male'"), "validate", "submit")
@@ -386,7 +385,7 @@ def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
     """Equal rewards: another group, until P informative ones or the bound; seeds never repeat."""
     seeds = []
 
-    async def run_episode(world, policy, *, seed, **_):
+    async def run_episode(world, policy, options, seed, score_test):
         seeds.append(seed)
         number = (seed - 7 * 100_003) // 4
         await asyncio.sleep(0)

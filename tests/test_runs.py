@@ -3,18 +3,21 @@
 import errno
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 
 import helpers
-from flatlab import files
+from flatlab import files, options
 from flatlab.errors import SandboxFault, UserError
+from flatlab.options import Bounds, EpisodeOptions, Positive, Resumable
 from flatlab.runs import cli, reader, store
 from helpers import python, step_row
 
@@ -416,25 +419,32 @@ def test_what_a_person_can_mend_is_one_sentence_wherever_it_happened(capsys):
 
 
 @dataclass
-class Sandbox:
-    backend: str = "auto"
-    episode_minutes: float = 30.0
-
-
-@dataclass
 class Nested:
-    sandbox: Sandbox = field(default_factory=Sandbox)
-    max_turns: int | None = None
-    eval_every: int = 10
+    episode: EpisodeOptions = field(default_factory=EpisodeOptions)
+    tau: Annotated[float, Bounds(0, 1)] = 0.5
+    steps: Resumable[int] = 1
+    minutes: Resumable[Positive | None] = None
 
 
 def test_flags_and_presets_of_nested_options_are_flat(tmp_path):
     preset = tmp_path / "preset.yaml"
-    preset.write_text("backend: local\nmax_turns: 3\n")
+    preset.write_text("tau: 0.1\nmax_turns: 3\n")
     config = cli.parse_config(Nested, [str(preset), "--episode-minutes", "5"])
-    assert config == Nested(Sandbox("local", 5.0), max_turns=3)
-    with pytest.raises(UserError, match="--episode-minutes must be at least 0.01, not 0.0."):
-        cli.check_numbers(
-            Nested(Sandbox("local", 0.0)), {"episode_minutes": (0.01, math.inf)}, (0, math.inf)
-        )
-    cli.check_numbers(Nested(), {}, (0, math.inf))  # None is derived later
+    assert config == Nested(EpisodeOptions(3, episode_minutes=5.0), 0.1)
+
+
+def test_the_bounds_and_marks_beside_an_option_hold():
+    options.check_numbers(Nested())  # None is derived later
+    assert options.may_change(Nested()) == {"steps", "minutes"}
+    wrong = {
+        "--episode-minutes must be at least 0.01, not 0.0": {
+            "episode": EpisodeOptions(1, 1, 1, 0.0)
+        },
+        "--max-turns must be at least 1, not 0": {"episode": EpisodeOptions(0)},
+        "--tau must be from 0 to 1, not nan": {"tau": math.nan},
+        "--steps must be at least 0, not -1": {"steps": -1},
+        "--minutes must be at least 1e-06, not 0.0": {"minutes": 0.0},
+    }
+    for sentence, fields in wrong.items():
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            options.check_numbers(Nested(**fields))

@@ -10,8 +10,8 @@ import pytest
 
 import env
 import search
-from flatlab.episode.episode import run_episode
 from flatlab.tree import parsing, prompts
+from helpers import play_once
 from tasks import load_task
 from tools import make_tiny
 
@@ -61,7 +61,7 @@ def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
         episodes = []
         for seed in range(EPISODES):
             world = env.Env(task, backend, seed=seed)
-            episodes.append(run_episode(world, tiny_policy, seed=seed, **limits))
+            episodes.append(play_once(world, tiny_policy, seed, **limits))
         return await asyncio.gather(*episodes)
 
     episodes = asyncio.run(play_all())

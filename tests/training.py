@@ -18,7 +18,7 @@ def configure(cfg, **fields):
     """A copy of the config with these flags, those of the nested options included."""
     cfg = copy.deepcopy(cfg)
     for name, value in fields.items():
-        places = [cfg, cfg.tasks, cfg.model, cfg.sandbox, cfg.trackers]
+        places = [cfg, cfg.tasks, cfg.model, cfg.sandbox, cfg.episode, cfg.trackers]
         place = next(place for place in places[1:] + [cfg] if hasattr(place, name))
         setattr(place, name, value)
     return cfg
@@ -55,12 +55,10 @@ def group_of(task, *scores):
     return Group(0, task, episodes, [])
 
 
-async def one_reply(
-    world, policy, *, seed, max_reply_tokens, score_test=False, faulty=None, score=None, **_
-):
+async def one_reply(world, policy, options, seed, score_test=False, *, faulty=None, score=None):
     """Replaces env.run_episode: the more letters in the reply, the higher the score."""
     prompt = policy.render([{"role": "user", "content": "say something"}])
-    sample = await policy.sample(prompt, max_reply_tokens, seed=seed % 2**31)
+    sample = await policy.sample(prompt, options.max_reply_tokens, seed=seed % 2**31)
     text = sample.text.encode()
     letters = sum(chr(c).isalpha() for c in text) / max(1, len(text))
     value = valid(score or 0.5 + letters / 2, world.task)

@@ -50,8 +50,6 @@ def preset_flags(preset: dict) -> list[str]:
     return flags
 
 
-
-
 def check_distinct(flag: str, values) -> None:
     """Raises UserError for a value that is given twice."""
     for value in values:

@@ -225,15 +225,15 @@ def run_ours(model, steps, turns, tokens, compiled):
     grpo.env.Env = World
     cfg = grpo.Config(
         group_size=EPISODES // PROMPTS,
-        max_turns=turns,
         clip_low=0.2,
         clip_high=0.28,
         kl=KL,
         micro_tokens=8192,
         lr=RATE,
     )
-    cfg.model.max_reply_tokens = tokens
-    cfg.model.max_observation_tokens = 256
+    cfg.episode.max_turns = turns
+    cfg.episode.max_reply_tokens = tokens
+    cfg.episode.max_observation_tokens = 256
     task = load_task("titanic", "", "")
     plan = [replace(task, prompt=f"Write. {i}") for i in range(PROMPTS)]
     dist = SingleProcess()
