@@ -170,7 +170,7 @@ def search_config(**flags):
     import search
 
     config = search.Config()
-    groups = [config.tasks, config.model, config.sandbox, config.trackers]
+    groups = [config.tasks, config.model, config.sandbox, config.episode, config.trackers]
     for name, value in flags.items():
         owner = next((group for group in groups if hasattr(group, name)), config)
         assert hasattr(owner, name), name

@@ -1,6 +1,7 @@
 """search.py with a fake model and fake episodes, then in real sandboxes, then the real script."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -12,7 +13,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -109,19 +109,24 @@ TESTED = []  # (split, node id) of each score on a hidden part
 HIDDEN = {}  # (split, node id) -> that score, or the error it raises; 0.75 if it is not named
 
 
-def attempt(*_):
-    seen = []
+class FakeEnv(contextlib.AbstractAsyncContextManager):
+    """Scores the files of a node on a hidden part."""
 
-    def score(split):
-        place = split, seen[-1].decode().strip("\0")
-        value = HIDDEN.get(place, 0.75)
+    def __init__(self, *_):
+        self.name = ""
+
+    async def __aexit__(self, *_):
+        pass
+
+    def restore(self, files, *_):
+        self.name = files.decode().strip("\0")
+
+    def score(self, split):
+        value = HIDDEN.get((split, self.name), 0.75)
         if not isinstance(value, float):
             raise value("it broke")
-        TESTED.append(place)
+        TESTED.append((split, self.name))
         return Score(value, "accuracy", split, True, "", stderr=0.03)
-
-    restore = lambda files, *_: seen.append(files)  # noqa: E731
-    return SimpleNamespace(restore=restore, close=lambda: None, score=score)
 
 
 def run(
@@ -148,7 +153,7 @@ def run(
                 trees.append(Tree(task, mode, seed, cfg, opened, search.SELECT[cfg.select]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "play", fake_play(score_of, delay, log, large, stderr))
-        patch.setattr(search, "Attempt", attempt)
+        patch.setattr(search.env, "Env", FakeEnv)
         try:
             asyncio.run(search.search(trees, model or FakePolicy(lists), cfg.workers))
         finally:

@@ -6,7 +6,6 @@ machine that verifiers starts for an episode (its runtime) stays empty.
 """
 
 import math
-import time
 import zlib
 from dataclasses import asdict
 from functools import cache
@@ -16,9 +15,10 @@ import verifiers.v1 as vf
 
 from env import Env, in_thread
 from flatlab.endpoint import Endpoint
-from flatlab.episode.episode import Episode, Limits, play
+from flatlab.episode.episode import Episode, History, play
 from flatlab.episode.task import improvement
 from flatlab.errors import SandboxFault
+from flatlab.options import EpisodeOptions, SandboxOptions
 from flatlab.sandbox.backend import IMAGE
 from tasks import load_task
 
@@ -134,21 +134,19 @@ class FlatlabHarness(vf.Harness[FlatlabHarnessConfig]):
         reply_tokens = ctx.sampling.max_tokens or options.max_reply_tokens
         limit = trace.agent.config.timeout.rollout or math.inf  # a command must not outlast it
         seconds = min(limit, 60 * options.episode_minutes)
-        box = (options.backend, seed, options.image, options.network, options.hf_cache)
+        sandbox = SandboxOptions(options.backend, options.image, options.network, options.hf_cache)
+        limits = EpisodeOptions(
+            options.max_turns, reply_tokens, options.max_observation_tokens, seconds / 60
+        )
         try:
-            world = await in_thread(Env, load(data.task), *box)
+            world = await in_thread(Env, load(data.task), sandbox, seed)
             trace.state.world = world
             prompt = await in_thread(world.reset)
             if data.system_prompt:
                 prompt = f"{prompt}\n\n{data.system_prompt}"
-            limits = Limits(
-                options.max_turns,
-                reply_tokens,
-                options.max_observation_tokens,
-                time.monotonic() + seconds,
-            )
             episode = Episode(data.task, seed, prompt)
-            trace.info["status"] = await play(world, policy, episode, limits)
+            history = History(policy, prompt, limits.max_observation_tokens)
+            trace.info["status"] = await play(world, policy, episode, limits, history)
         except SandboxFault as fault:
             raise vf.SandboxError(str(fault)) from fault
         finally:
