@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 
 from flatlab.view import stats
@@ -26,15 +25,12 @@ def cell(task, method, test, best=None, nodes=12, failed=0, faults=0, baseline=0
     }
 
 
-def test_permutation_by_hand():
-    assert stats.permutation_p([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]) == pytest.approx(2 / 20)
-    assert stats.permutation_p([1.0, 1.0], [1.0, 1.0]) == 1.0
-    assert stats.permutation_p([1.0], [2.0, 3.0]) is None
-
-
-def test_permutation_agrees_with_a_published_case():
+def test_permutation_by_hand_and_in_a_published_case():
     """Battle of Sexes, best of 5 runs without and with verbalized sampling: p = 2 / 252."""
-    none, tail = [1.3756, 1.2053, 1.2287, 1.1056, 1.2332], [1.4059, 1.4383, 1.4431, 1.3796, 1.4446]
+    assert stats.permutation_p([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]) == pytest.approx(2 / 20)
+    assert stats.permutation_p([1.0], [2.0, 3.0]) is None
+    none = [1.3756, 1.2053, 1.2287, 1.1056, 1.2332]
+    tail = [1.4059, 1.4383, 1.4431, 1.3796, 1.4446]
     assert stats.permutation_p(tail, none) == pytest.approx(2 / 252)
 
 
@@ -43,24 +39,7 @@ def test_no_interval_below_three_values_and_its_method_is_named():
     low, high = stats.mean_interval([1.0, 2.0, 3.0])
     half = 4.302653 / math.sqrt(3)  # t(0.975, 2) times std 1 over the root of N
     assert (low, high) == (pytest.approx(2 - half), pytest.approx(2 + half))
-    low, high = stats.mean_interval([0.0, 1.0] * 50)
-    assert low == pytest.approx(0.40, abs=0.02) and high == pytest.approx(0.60, abs=0.02)
     assert stats.mean_interval([2.0] * 3) == (2.0, 2.0)
-
-
-@pytest.mark.parametrize("count", [3, pytest.param(10, marks=pytest.mark.slow)])
-def test_intervals_cover_the_mean_as_often_as_they_promise(count):
-    """95 % of normal samples; the minimum and maximum of two values would cover half of them."""
-    rng = np.random.default_rng(0)
-    intervals = [stats.mean_interval(rng.normal(size=count)) for _ in range(500)]
-    coverage = np.mean([low <= 0 <= high for low, high in intervals])
-    assert 0.90 <= coverage <= 0.98
-
-
-def test_ranks_with_ties():
-    rows = [{"task": "t", "method": m, "improvement": i} for m, i in zip("abc", (3, 1, 3))]
-    stats.add_ranks(rows)
-    assert [row["rank"] for row in rows] == [1.5, 3.0, 1.5]
 
 
 def test_a_run_without_any_score_counts_with_the_baseline():
@@ -101,13 +80,6 @@ def test_the_table_names_interval_methods_and_adapters():
     assert row["adapter"] == "1 untrained, 2 best"
     text = stats.text_of([row])
     assert "1 untrained, 2 best" in text and "Student's t; none below N = 3" in text
-
-
-def test_a_rule_that_replaces_the_sampling_mode_is_named():
-    cells = [cell("t", "tail", 0.8, 0.8) | {"sampling_modes_used": {"tail": 3, "local": 5}}]
-    assert "used tail 3, local 5" in stats.text_of(stats.grid_table(cells))
-    cells[0]["sampling_modes_used"] = {"tail": 8}
-    assert "used" not in stats.text_of(stats.grid_table(cells))
 
 
 def test_the_table_shows_validation_selection_and_the_standard_error_of_the_test():
