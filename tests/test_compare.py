@@ -1,6 +1,5 @@
 """Many runs: groups without their seed, tables that drop nothing."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -213,15 +212,6 @@ def test_best_so_far_follows_the_direction_and_starts_at_the_baseline():
     down = best_so_far(searched(scores=(0.6, 0.3, None, 0.4), higher=False), "nodes")
     assert down.to_dict() == {0: 0.5, 1: 0.5, 2: 0.3, 3: 0.3, 4: 0.3}
     assert best_so_far(searched(), "tokens").to_dict() == {0: 0.5, 100: 0.6, 200: 0.6, 300: 0.7}
-
-
-def test_spread_by_hand_and_its_band_stays_in_the_range_of_the_runs():
-    middle, low, high = plots.spread([[1.0, math.nan], [3.0, 5.0]])
-    assert middle.tolist() == [2.0, 5.0]
-    assert low.tolist() == [1.0, 5.0] and high.tolist() == [3.0, 5.0]  # the std is 1.41
-    middle, low, high = plots.spread([[1.0], [2.0], [3.0], [2.0], [2.0]])
-    std = math.sqrt(0.5)
-    assert (low[0], high[0]) == (pytest.approx(2 - std), pytest.approx(2 + std))
 
 
 def test_the_band_of_best_so_far_never_leaves_the_possible_range():

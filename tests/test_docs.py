@@ -1,8 +1,12 @@
-"""README.md and docs/: links lead somewhere, and quoted messages are those of the code."""
+"""README.md, docs/ and --help: links lead somewhere, quoted messages are those of the code, and
+help comes at once.
+"""
 
 import re
 
-from helpers import PROJECT
+import pytest
+
+from helpers import PROJECT, python
 
 PAGES = [*PROJECT.glob("*.md"), *PROJECT.glob("docs/*.md"), *PROJECT.glob("tests/*.md")]
 
@@ -26,13 +30,6 @@ def test_every_link_leads_to_a_file_and_a_title():
     assert not wrong
 
 
-def test_every_page_is_linked_from_the_readme():
-    text = (PROJECT / "README.md").read_text()
-    assert [
-        page.name for page in PROJECT.glob("docs/*.md") if f"docs/{page.name}" not in text
-    ] == []
-
-
 def test_troubleshooting_quotes_messages_that_exist():
     scripts = [*PROJECT.glob("*.py"), *PROJECT.glob("flatlab/**/*.py"), PROJECT / "Makefile"]
     # Pieces of one message stand on several lines of the code, each in its own quotes.
@@ -43,3 +40,12 @@ def test_troubleshooting_quotes_messages_that_exist():
         for part in re.split(r"\.\.\.| N\b", message):
             if not re.fullmatch(r"[\d.]*", part.strip()):
                 assert part.strip() in code, f"no code says {part.strip()!r}"
+
+
+@pytest.mark.parametrize("script", ["grpo.py", "search.py", "viz.py", "env.py", "tasks.py"])
+def test_help_loads_nothing_heavy(script):
+    done = python("-X", "importtime", script, "--help")
+    assert done.returncode == 0
+    assert "usage:" in done.stdout
+    for package in ("torch", "vllm", "transformers", "docker", "pandas", "scipy", "matplotlib"):
+        assert f"| {package}\n" not in done.stderr
