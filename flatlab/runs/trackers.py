@@ -66,10 +66,9 @@ def open_wandb(directory, config: dict):
     import wandb
 
     path = Path(directory).resolve()
-    is_single = path.parent.name == "logs"
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "flatlab"),
-        name=path.name if is_single else f"{path.parent.name}/{path.name}",
+        name=f"{path.parent.name}/{path.name}".removeprefix("logs/"),
         config=config,
         dir=str(directory),
         reinit="create_new",
