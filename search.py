@@ -266,7 +266,8 @@ class Config:
     rule_args: tuple[str, ...] = ()  # constants of the rule, as in --rule-args c=0.5 drafts=4
     branching: Count = 3  # bfs, mcts: children per node
     depth: Count = 2  # bfs: levels below the root
-    # probability of debugging a failed leaf instead (not with bfs, mcts, linear, scientist)
+    # probability of debugging a failed leaf instead (not with bfs, mcts, linear, scientist,
+    # evaluation)
     debug_prob: Share = 0.5
 
     end_on: Literal["validate", "submit"] = "validate"  # validate: end at the first valid score
@@ -537,7 +538,12 @@ OUTCOME = (
 
 
 async def close(t: Tree) -> None:
-    """Chooses the best node and scores it on the test part."""
+    """Chooses the best node and scores it on the test part. An evaluation does neither."""
+    stopped = {"stopped_by": t.spent() or "tree", "status": "finished"}
+    if t.rule.is_evaluation:
+        t.run.result(**results(t) | stopped)
+        t.closed = True
+        return
     t.chosen = best = await choose(t)
     test = dict.fromkeys(OUTCOME) | {"tested_id": best.id}
     if len(t.task.splits) == 1:
@@ -551,7 +557,6 @@ async def close(t: Tree) -> None:
     if selected := known_scores(t).get(best.id, {}).get("selection"):
         test["selection_score"] = selected["score"]
         test["selection_stderr"] = selected["stderr"]
-    stopped = {"stopped_by": t.spent() or "tree", "status": "finished"}
     t.run.result(**results(t) | stopped | test)
     t.closed = True
 
@@ -669,7 +674,7 @@ def open_trees(cfg: Config, tasks: list, made_by: dict) -> tuple[list[Tree], Pat
             t.seconds_before = result["seconds"]  # also those without a node, at the end
         t.closed = run.finished
         if t.closed:
-            t.chosen = t.nodes[result["tested_id"]]
+            t.chosen = t.nodes.get(result["tested_id"])
         else:
             (run.dir / "nodes").mkdir(exist_ok=True)
             run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
@@ -744,46 +749,50 @@ def banner(cfg: Config, trees: list[Tree], where: Path, path, why: str) -> None:
     finished = sum(t.closed for t in trees)
     print(f"plan     {len(trees)} trees of {cfg.nodes} nodes ({finished} of them finished before)")
     print(f"rule     {cfg.select}, {cfg.workers} nodes at once")
-    if not SELECT[cfg.select].uses_mode:
+    rule = SELECT[cfg.select]
+    if not (rule.uses_mode or rule.is_evaluation):
         print(f"note     {cfg.select} uses no sampling mode and runs one node of a tree at a time")
     print(f"run      {where}", flush=True)
 
 
 def report(trees: list[Tree], grid: Path | None, where: Path) -> None:
     """The table of a finished search, and for a single tree its pictures and its best node."""
-    cells = [t.run.results() for t in trees]
-    print(f"\n{stats.text_of(stats.grid_table(cells))}\n")
+    runs = [read_run(t.run.dir) for t in trees]
+    print(f"\n{compare.table(runs)}\n")
     if not grid:  # viz.py draws the pictures of a grid; they take minutes
         plot_now_and_then(trees[0].run, always=True)
-        page.write([read_run(where)], where / "report.html")
-        print_best(trees[0], cells[0])
-        print(f"tree: {where}/tree.png   page: {where}/report.html", end="   ")
+        page.write(runs, where / "report.html")
+        print_best(trees[0], runs[0].result)
+        print(f"pictures: {where}/*.png   page: {where}/report.html", end="   ")
     print(f"everything: {where}   (python viz.py {where})")
 
 
 def print_best(t: Tree, cell: dict) -> None:
-    """The best node and the mean over all nodes, with the part of the task that scored them.
+    """The best node, and the mean over all nodes or the episodes of an evaluation.
 
     ± after the score of a node is the standard error that the grader gives.
     """
-    best = t.best()
+    if not t.rule.is_evaluation:
+        print_best_node(t.best(), cell)
+    kind = "episodes" if t.rule.is_evaluation else "nodes"
+    print(
+        f"mean     {plus_minus(cell['node_mean'], cell['node_stderr'])} over "
+        f"{cell['nodes'] - cell['faults']} {kind} ({cell['split']}; failed ones count as the "
+        f"baseline, {cell['baseline']:.4f}), {stats.shown(cell['valid_share'], '.0%')} valid"
+    )
+
+
+def print_best_node(best: Node, cell: dict) -> None:
     test = f"test {plus_minus(cell['test_score'], cell.get('test_stderr'))}"
     if cell["selected_on_test"]:
-        part = "test"
         scores = f"{test} (the task has no validation part: chosen on it)"
     else:
-        part = "validation"
-        scores = f"{part} {plus_minus(best.score, best.stderr)}, "
+        scores = f"{cell['split']} {plus_minus(best.score, best.stderr)}, "
         if cell.get("selection_score") is not None:
             selected = plus_minus(cell["selection_score"], cell["selection_stderr"])
             scores += f"selection {selected}, "
         scores += test
     print(f"best     {best.id}: {scores}, baseline {cell['baseline']:.4f}   {best.idea}")
-    print(
-        f"nodes    {stats.shown(cell['node_mean'])} ± {stats.shown(cell['node_stderr'])} on average"
-        f" ({part}, n={cell['nodes'] - cell['faults']}, failed nodes count as the baseline), "
-        f"{stats.shown(cell['valid_share'], '.0%')} valid"
-    )
 
 
 def main() -> None:

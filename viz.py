@@ -116,7 +116,7 @@ def pick(run: RunData, id: str) -> dict:
         if item["id"] == id:
             return item
     ids = [item["id"] for item in items]
-    if run.kind == "search":
+    if run.kind != "grpo":
         ids.sort(key=search_plots.lineage)
     there = f"there are {ids[0]} to {ids[-1]}" if ids else "there is none at all"
     raise UserError(f"{run.dir} has no transcript '{id}'; {there}.")
@@ -146,7 +146,9 @@ def summary(run: RunData) -> str:
         if table := final_table(run):
             lines += ["", table]
     else:
-        lines += [node_summary(run), "", f"best node  {search_plots.best_path(run)[-1]}"]
+        lines.append(node_summary(run))
+    if run.kind == "search":
+        lines += ["", f"best node  {search_plots.best_path(run)[-1]}"]
     lines.append("")
     for key, value in (run.result | {"status": run.status}).items():
         if key != "final":

@@ -1,5 +1,6 @@
 """Many runs: groups without their seed, tables that drop nothing."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,12 @@ import viz
 from flatlab.runs.reader import RunData, node_row
 from flatlab.view import compare, plots, views
 from flatlab.view.search_plots import SEARCH as PANELS
-from flatlab.view.search_plots import best_so_far, draw_distribution
+from flatlab.view.search_plots import (
+    best_so_far,
+    colour_limits,
+    draw_distribution,
+    draw_tree,
+)
 from helpers import RESULT, node, search_result, step_row
 
 GRPO = {
@@ -23,11 +29,19 @@ GRPO = {
 SEARCH = {"task": "titanic", "sampling_mode": "tail", "select": "ucb", "model": "tiny"}
 
 
+FOLDERS = itertools.count()
+
+
+def folder(name):
+    """A run directory of its own, as every run has one."""
+    return Path(f"logs/{next(FOLDERS)}/{name}")
+
+
 def trained(seed=0, scores=(0.6, 0.7), **config):
     counts = {"valid_share": 0.75, "reply_tokens": 10.0, "faults": 1, "episodes": 8}
     rows = [step_row(i, score_mean=score, **counts) for i, score in enumerate(scores)]
     config = GRPO | {"seed": seed, "name": f"g{seed}"} | config
-    return RunData(Path(f"logs/g{seed}"), "grpo", config, rows, RESULT | {"baseline": 0.5})
+    return RunData(folder(f"g{seed}"), "grpo", config, rows, RESULT | {"baseline": 0.5})
 
 
 def searched(seed=0, scores=(0.6, None, 0.7), higher=True, **config):
@@ -37,7 +51,7 @@ def searched(seed=0, scores=(0.6, None, 0.7), higher=True, **config):
         result["best_score"] = 0.5
     config = SEARCH | {"seed": seed, "name": f"s{seed}"} | config
     rows = [node_row(row, 0.5) for row in rows]
-    return RunData(Path(f"logs/s{seed}"), "search", config, rows, result)
+    return RunData(folder(f"s{seed}"), "search", config, rows, result)
 
 
 def test_groups_are_runs_of_the_same_config_but_for_the_seed():
@@ -177,8 +191,9 @@ def test_failed_nodes_count_as_the_baseline_and_faults_do_not():
     with plots.figure_of(4, 3) as figure:
         axis = figure.subplots()
         plots.draw_panel(axis, PANELS[2], compare.groups_of([run])["search", "titanic"])
-        [median] = [lines.get_segments()[0][0][1] for lines in axis.collections[1:]]
-    assert median == pytest.approx(0.6)
+        _, line, _ = axis.collections  # dots, mean, band
+        mean = line.get_segments()[0][0][1]
+    assert mean == pytest.approx(0.6)
 
 
 def test_colours_repeat_beyond_seven_groups():
@@ -262,3 +277,193 @@ def test_the_mean_is_solid_only_where_all_runs_are():
             for style in ("-", ":")
         )
     assert solid == [1] and dotted == [5]
+
+
+# ------------------------------------------------------------------ what made a run
+
+CODE = {"flatlab/tree/tree.py": "t1", "search.py": "s1"}
+MINE = {"flatlab/tree/tree.py": "t1", "mine.py": "s2"}
+
+
+def made_by(run, *code, model="m1", **task):
+    """The run with a fingerprint: its versions of the code, parts of its task."""
+    parts = {"grader": "g1", "baseline": repr(run.baseline), "data/train.csv": "d1"} | task
+    tasks = {run.tasks: parts}
+    model_files = {"model.safetensors": model}
+    found = {"code": list(code or [CODE]), "tasks": tasks, "model": model_files}
+    return replace(run, fingerprint=found)
+
+
+def labels(runs):
+    """Task -> [(name of the group, names of its runs)]."""
+    found = {}
+    for (_, task), groups in compare.groups_of(runs).items():
+        found[task] = [(group.label, [run.name for run in group.runs]) for group in groups]
+    return found
+
+
+def test_an_original_and_its_modified_copy_are_rows_of_their_own():
+    runs = [made_by(searched(0)), made_by(searched(1)), made_by(searched(0), MINE)]
+    assert labels(runs) == {"titanic": [("search.py", ["s0", "s1"]), ("mine.py", ["s0"])]}
+    edited = made_by(searched(2), CODE | {"search.py": "s3"})
+    found = labels([made_by(searched(0)), edited, made_by(searched(3), MINE)])
+    assert found == {
+        "titanic": [
+            ("search.py of s0", ["s0"]),
+            ("search.py of s2", ["s2"]),
+            ("mine.py", ["s3"]),
+        ]
+    }
+
+
+def test_the_files_that_differ_follow_the_settings_that_differ():
+    mine = MINE | {"flatlab/tree/tree.py": "t2", "mine_too.py": "e2"}
+    runs = [made_by(searched(0)), made_by(searched(0, sampling_mode="none"), mine)]
+    assert [label for label, _ in labels(runs)["titanic"]] == [
+        "tail search.py, flatlab/tree/tree.py",
+        "none mine.py, mine_too.py and 1 more",
+    ]
+
+
+def test_runs_without_a_fingerprint_are_a_row_of_their_own():
+    found = labels([searched(0), searched(1), made_by(searched(2))])
+    assert found["titanic (no fingerprint)"] == [("no fingerprint", ["s0", "s1"])]
+    assert len(found) == 2
+
+
+def test_a_model_whose_files_changed_is_another_model():
+    runs = [made_by(searched(0)), made_by(searched(1), model="m2")]
+    assert labels(runs) == {
+        "titanic": [("model.safetensors of s0", ["s0"]), ("model.safetensors of s1", ["s1"])]
+    }
+    other = made_by(searched(1, model="logs/x/best"), model="m2")
+    assert labels([runs[0], other]) == {"titanic": [("tiny", ["s0"]), ("x", ["s1"])]}
+
+
+def test_versions_of_a_task_are_tasks_of_their_own():
+    low = searched(1)
+    low = made_by(replace(low, result=low.result | {"baseline": 0.4}))
+    assert labels([made_by(searched(0)), low]) == {
+        "titanic (baseline 0.5)": [("tail", ["s0"])],
+        "titanic (baseline 0.4)": [("tail", ["s1"])],
+    }
+    runs = [made_by(searched(0)), made_by(searched(1), grader="g2"), made_by(searched(2))]
+    assert labels(runs) == {
+        "titanic (grader of s0)": [("tail", ["s0", "s2"])],
+        "titanic (grader of s1)": [("tail", ["s1"])],
+    }
+    larger = made_by(searched(1), **{"data/more.csv": "d2"})
+    assert [*labels([made_by(searched(0)), larger])] == [
+        "titanic (without data/more.csv)",
+        "titanic (data/more.csv)",
+    ]
+    assert [row["rank"] for row in compare.comparison(runs, "search")] == [1.0, 1.0]
+
+
+def test_a_seed_that_occurs_twice_counts_once():
+    runs = [made_by(searched(seed)) for seed in (0, 1, 2)]
+    again = [replace(runs[0], dir=Path(f"logs/{name}")) for name in ("t1", "a1")]
+    (row,) = compare.comparison([*runs, *again], "search")
+    assert (row["n"], row["nodes"]) == (3, 9)
+    text = compare.table([*runs, *again])
+    assert "titanic tail: seed 0 counts once, as a1; not counted: s0, t1" in text
+    assert "counts once" not in compare.table(runs)
+
+
+def test_a_run_whose_code_changed_is_marked_as_mixed(tmp_path):
+    mixed = made_by(searched(1), CODE, CODE | {"search.py": "s9"})
+    assert mixed.changed_files == ["search.py"]
+    assert labels([mixed]) == {"titanic": [("tail mixed", ["s1"])]}
+    found = labels([made_by(searched(0)), mixed])["titanic"]
+    assert found == [("search.py of s0", ["s0"]), ("search.py of s1 mixed", ["s1"])]
+    sentence = "s1 is mixed: while it went on, its code changed (search.py)"
+    assert sentence in compare.table([mixed]) and sentence in compare.table([searched(), mixed])
+    assert plots.heading(mixed).endswith("mixed code (search.py)")
+    assert "mixed" not in plots.heading(made_by(searched(0)))
+
+
+def evaluation(seed, scores, **config):
+    """An evaluation with one episode per score."""
+    run = searched(seed, scores, select="evaluation", sampling_mode="none", **config)
+    counted = [row["counted"] for row in run.rows]
+    means = {"node_mean": sum(counted) / len(counted), "node_stderr": 0.01, "split": "validation"}
+    best = {"best_id": None, "best_score": None, "evaluation": True}
+    return replace(run, kind="evaluation", result=run.result | means | best)
+
+
+def test_evaluations_are_compared_by_their_means():
+    """Both have the same best episode."""
+    runs = [evaluation(0, (0.9, 0.6)), evaluation(0, (0.9, 0.8, None), model="logs/trained/best")]
+    rows = compare.comparison([*runs, searched(0)], "evaluation")
+    assert [(row["method"], row["rank"]) for row in rows] == [("tiny", 1.0), ("trained", 2.0)]
+    assert [row["mean"] for row in rows] == [0.75, pytest.approx(2.2 / 3)]
+    assert [row["stderr"] for row in rows] == [0.01, 0.01]
+    tables = compare.table([*runs, searched(0)]).split("\n\n")
+    assert len(tables) == 2 and "mean: over the episodes" in tables[1]
+    assert "mean: the test score" in tables[0] and "tiny" not in tables[0]
+    assert plots.heading(runs[0]).endswith("mean 0.7500 ± 0.0100 (validation)")
+
+
+def test_x_labels_do_not_overlap_and_the_legend_has_the_names(tmp_path):
+    for count in (4, 7):
+        runs = [searched(0, model=f"long-model-{i}", depth=i, max_turns=i) for i in range(count)]
+        groups = compare.groups_of(runs)["search", "titanic"]
+        with plots.figure_of(plots.PAGE_WIDTH, 5) as figure:
+            plots.draw_panels(figure, PANELS, groups)
+            compare.draw_group_legend(figure, groups)
+            figure.savefig(tmp_path / "x.png")
+            [axis] = [axis for axis in figure.axes if axis.get_title() == "Scores"]
+            boxes = [text.get_window_extent() for text in axis.get_xticklabels()]
+            [legend] = figure.legends
+            names = [text.get_text() for text in legend.get_texts()]
+        assert all(left.x1 <= right.x0 for left, right in zip(boxes, boxes[1:]))
+        assert names[1].startswith("2: long-model-1 depth=1 max_turns=1")
+
+
+# ------------------------------------------------------------------ the picture of a tree
+
+
+def tree_axes(run):
+    """The axes of a tree and of its bar of colours, the bar, and the names in the legend."""
+    with plots.figure_of(9, 5) as figure:
+        draw_tree(figure, run)
+        [legend] = figure.legends
+        tree, bar = figure.axes
+        return tree, bar, [text.get_text() for text in legend.get_texts()]
+
+
+def test_operators_of_a_copied_script_have_marks_of_their_own():
+    run = searched(scores=(0.6, 0.7, 0.8))
+    run.rows[0] |= {"mark": "o"}
+    run.rows[1] |= {"op": "distill", "mark": "v"}
+    run.rows[2] |= {"op": "restart", "mark": "P"}
+    tree, _, names = tree_axes(run)
+    assert names[:3] == ["draft", "distill", "restart"]
+    shapes = [marks.get_paths()[0].vertices.tolist() for marks in tree.collections[:4]]
+    assert all(shapes.count(shape) == 1 for shape in shapes)  # the first one is the baseline's
+
+
+def test_the_bar_of_a_tree_has_an_arrow_where_scores_lie_outside():
+    for scores, higher, arrow in (
+        ((0.1, *[0.6, 0.7] * 10), True, "min"),
+        ((0.9, *[0.3, 0.4] * 10), False, "max"),
+    ):
+        run = searched(scores=scores, higher=higher)
+        run = replace(run, result=run.result | {"baseline": 0.45 if higher else 0.5})
+        low, high = colour_limits(run)
+        assert (min(scores) < low) == (arrow == "min") and (max(scores) > high) == (arrow == "max")
+        _, bar, _ = tree_axes(run)
+        assert bar._colorbar.extend == arrow
+    _, bar, _ = tree_axes(searched(scores=(0.5, 0.5)))
+    assert bar._colorbar.extend == "neither"
+
+
+def test_no_line_crosses_a_label_of_a_tree():
+    """A label is white behind its letters and is drawn after the lines, before the marks."""
+    tree, _, _ = tree_axes(searched())
+    last_line = max(line.get_zorder() for line in tree.lines if len(line.get_xdata()))
+    first_mark = min(mark.get_zorder() for mark in tree.collections if len(mark.get_offsets()))
+    assert len(tree.texts) == 4
+    for label in tree.texts:
+        assert last_line < label.get_zorder() < first_mark
+        assert label.get_bbox_patch().get_facecolor() == (1, 1, 1, 1)

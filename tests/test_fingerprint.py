@@ -313,6 +313,39 @@ SELECT = {
 
 
 @pytest.mark.slow
+def test_a_copy_of_search_with_another_operator_is_drawn_and_has_a_row_of_its_own(project):
+    operator = """OPERATORS = {
+    "distill": Operator(lambda choice, parent: choice.parent == "0", "Make it shorter.", "v"),"""
+    copied(project, "search.py", "distill.py", ("OPERATORS = {", operator))
+    code, _, err = start(project, "distill.py", *SEARCH)
+    assert code == 0, err
+    [run] = project.glob("logs/distill-titanic-*")
+    assert "distill" in [row["op"] for row in read_rows(run / "journal.jsonl")]
+    assert (run / "tree.png").exists()
+    [original] = project.glob("logs/search-titanic-*")
+    done = subprocess.run(
+        [sys.executable, "viz.py", original, run], cwd=project, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    methods = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("titanic")]
+    assert methods == ["search.py", "distill.py"]
+
+
+@pytest.mark.slow
+def test_an_evaluation_ends_with_its_mean_and_is_not_run_twice(project):
+    flags = ("--select", "evaluation", "--nodes", "4", "--name", "evaluation")
+    code, out, err = start(project, "search.py", *flags)
+    assert code == 0, err
+    result = json.loads((project / "logs/evaluation/result.json").read_text())
+    assert result["test_score"] is None
+    said = [line for line in out.splitlines() if line.startswith(("mean ", "best "))]
+    assert [line.split()[1] for line in said] == [f"{result['node_mean']:.4f}"]
+    code, out, err = start(project, "search.py", *flags)
+    assert code == 0, err
+    assert out.splitlines()[0] == "logs/evaluation was finished before: nothing was run."
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file, old, new, message",
     [

@@ -252,6 +252,37 @@ def test_click_search_filter_and_compare_nodes(tmp_path, browser):
 
 
 @needs_browser
+def test_operators_of_a_copied_script_have_marks_of_their_own(tmp_path, browser):
+    nodes = [
+        node("0.0", 0.7, mark="o"),
+        node("0.1", 0.8, "distill", mark="v"),
+        node("0.2", 0.6, "restart", mark="P"),
+        node("0.3", 0.6, "merge", mark="d"),  # a mark that only matplotlib has
+    ]
+    browser.open(page.write([search_run(tmp_path / "run", nodes)], tmp_path / "report.html"))
+    shapes = browser.js(
+        "[...document.querySelectorAll('.node[data-id] path')].map(p => p.getAttribute('d'))"
+    )
+    assert len(set(shapes)) == 4
+    legend = browser.js("document.querySelector('.legend').innerText")
+    assert "distill" in legend and "restart" in legend
+    assert browser.complaints() == []
+
+
+@needs_browser
+def test_the_page_of_an_evaluation_says_its_mean_and_shows_no_tree(tmp_path, browser):
+    numbers = {"node_mean": 0.5, "node_stderr": 0.1, "split": "validation", "evaluation": True}
+    nodes = [node("0.0", 0.4), node("0.1", 0.6)]
+    run = search_run(tmp_path / "run", nodes, **numbers)
+    browser.open(page.write([run], tmp_path / "report.html"))
+    said = browser.js("document.getElementById('subtitle').innerText")
+    assert "N=2 episodes" in said and "mean 0.5000 ± 0.1000 (validation)" in said
+    assert browser.js("document.querySelectorAll('.tree').length") == 0
+    assert browser.js("document.querySelector('#transcripts h2').innerText") == "Episodes"
+    assert browser.complaints() == []
+
+
+@needs_browser
 def test_two_runs_on_one_page(tmp_path, browser):
     records = [
         search_run(tmp_path / name, [node("0.0", 0.7), node("0.1", None)])

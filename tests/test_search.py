@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -174,6 +175,11 @@ def result(t):
     return json.loads((t.run.dir / "result.json").read_text())
 
 
+def cell(t):
+    """The tree as a cell of the table."""
+    return result(t) | {"method": t.sampling_mode}
+
+
 # ------------------------------------------------------------------ budgets
 
 
@@ -203,8 +209,57 @@ def test_failures_are_counted_everywhere_and_the_root_is_the_best_of_nothing(tmp
     )
     assert r["node_mean"] == 0.5 and r["valid_share"] == 0
     assert all(row["score"] is None and "no submission" in row["error"] for row in rows(t))
-    (table,) = stats.grid_table([r])
+    (table,) = stats.grid_table([cell(t)])
     assert (table["mean"], table["empty"], table["failed"]) == (0.5, 1, 12)
+
+
+def test_the_result_of_an_evaluation_is_the_mean_over_its_episodes(tmp_path, capsys):
+    TESTED.clear()
+    scores = {"0.0": 0.9, "0.1": None, "0.2": 0.3, "0.3": 0.4}  # baseline 0.5, reference 1
+    t = run(
+        tmp_path,
+        score_of=lambda node: scores[node.id],
+        select="evaluation",
+        modes=("none",),
+        nodes=4,
+    )
+    r = result(t)
+    assert TESTED == []  # nothing is chosen, so neither the selection nor the test part is read
+    assert {row["parent"] for row in rows(t)} == {"0"}
+    assert (r["evaluation"], r["best_id"], r["best_score"], r["test_score"]) == (True, *[None] * 3)
+    assert r["node_mean"] == pytest.approx((0.9 + 0.5 + 0.3 + 0.4) / 4)
+    assert r["improvement"] == pytest.approx((r["node_mean"] - 0.5) / 0.5)
+    (table,) = stats.grid_table([cell(t)])
+    assert (table["mean"], table["stderr"]) == (r["node_mean"], r["node_stderr"])
+    assert table["improvement"] == pytest.approx(r["improvement"])
+    assert (table["untested"], table["validation"], table["per_minute"]) == (0, None, None)
+    text = stats.text_of([table])
+    assert "test score" not in text and "standard error of that mean over the episodes" in text
+    capsys.readouterr()
+    search.print_best(t, r)
+    said = capsys.readouterr().out
+    assert said.startswith(f"mean     0.5250 ± {r['node_stderr']:.4f} over 4 episodes (validation;")
+
+
+def test_an_evaluation_of_a_task_with_a_test_part_only_is_not_optimistic(tmp_path):
+    task = replace(TASK, splits=("test",))
+    t = run(tmp_path, tasks=(task,), select="evaluation", modes=("none",), nodes=3)
+    assert not result(t)["selected_on_test"] and result(t)["split"] == "test"
+
+
+def test_an_evaluation_whose_sandboxes_all_broke_has_no_mean(tmp_path):
+    broken = run(
+        tmp_path, score_of=lambda node: "fault", select="evaluation", modes=("none",), nodes=2
+    )
+    assert result(broken)["node_mean"] is None
+    (table,) = stats.grid_table([cell(broken)])
+    assert math.isnan(table["mean"]) and "nan" in stats.text_of([table])
+
+
+@pytest.mark.parametrize("options", [{"scope": "global"}, {"reflection": True}])
+def test_episodes_of_an_evaluation_know_nothing_of_each_other(options):
+    with pytest.raises(UserError, match="leave out --scope global and --reflection"):
+        search.check_choices(search_config(select="evaluation", **options))
 
 
 def test_the_best_by_validation_is_tested_once(tmp_path):
@@ -653,7 +708,7 @@ def test_a_grid_shares_the_workers_and_gives_one_table(tmp_path):
     running = list(itertools.accumulate(starts_and_ends))
     assert len(running) == 2 * 48 and running[-1] == 0
     assert 4 < max(running) <= 12  # nodes of several trees at once: a tree has four
-    table = stats.grid_table([result(t) for t in trees])
+    table = stats.grid_table(map(cell, trees))
     assert [(r["task"], r["method"], r["n"], r["nodes"]) for r in table] == [
         (a, b, 3, 12) for a in ("titanic", "other") for b in ("none", "tail")
     ]
@@ -967,7 +1022,7 @@ def test_result_json_and_the_terminal_name_the_modes_that_were_used(tmp_path):
     assert result(t)["sampling_mode"] == "tail"
     assert result(t)["sampling_modes_used"] == {"tail": 3, "local": 3}
     assert " local " in search.node_line(t, t.finished[-1])
-    table = stats.text_of(stats.grid_table([result(t)]))
+    table = stats.text_of(stats.grid_table([cell(t)]))
     assert "replaced the sampling mode of some nodes" in table and "tail 3, local 3" in table
 
 
@@ -1055,4 +1110,4 @@ def test_a_task_with_a_test_part_only_is_not_said_to_have_a_validation_score(tmp
     capsys.readouterr()
     search.print_best(t, result(t))
     said = capsys.readouterr().out
-    assert "test 0.6000" in said and "validation 0." not in said and "(test, n=4" in said
+    assert "test 0.6000" in said and "validation 0." not in said and "4 nodes (test;" in said

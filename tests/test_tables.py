@@ -1,6 +1,7 @@
 """The table of a grid drops nothing; its statistics agree with numbers worked out by hand."""
 
 import math
+import re
 
 import pytest
 
@@ -93,6 +94,19 @@ def test_the_table_shows_validation_selection_and_the_standard_error_of_the_test
     assert "selection" in text and "s.e.: standard error" in text
     (row,) = stats.grid_table(cells[2:])
     assert "selection" not in stats.text_of([row]) and "s.e." not in stats.text_of([row])
+
+
+def test_names_that_do_not_fit_go_on_in_the_next_line():
+    long = "long-model-name-Instruct max_turns=12 temperature=0.7 lr=0.001"
+    rows = stats.grid_table([cell("a" * 40, long, 0.8, 0.8), cell("b", "short", 0.7, 0.7)])
+    lines = stats.text_of(rows).splitlines()[:5]
+    assert len({len(line) for line in lines}) == 1
+    assert [re.split(" {2,}", line)[:2] for line in lines[1:]] == [
+        ["a" * 36, "long-model-name-Instruct"],
+        ["a" * 4, "max_turns=12 temperature=0.7"],
+        ["", "lr=0.001"],
+        ["b", "short"],
+    ]
 
 
 def test_tasks_without_a_validation_part_are_named():

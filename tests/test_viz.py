@@ -141,8 +141,8 @@ def with_episodes(tmp_path):
     return run.dir
 
 
-def searched(folder, **more):
-    run = store.open_run(folder, CONFIG | {"sampling_mode": "tail"})
+def searched(folder, seed=1, **more):
+    run = store.open_run(folder, CONFIG | {"sampling_mode": "tail", "seed": seed})
     rows = [
         node("0.0", 0.4),
         node("0.1", None),
@@ -249,7 +249,7 @@ def test_long_ids_shift_no_column_and_ranges_are_sorted(tmp_path, capsys):
 @pytest.mark.slow
 def test_several_runs_and_strangers_among_them(tmp_path):
     searched(tmp_path / "a")
-    searched(tmp_path / "b")
+    searched(tmp_path / "b", seed=2)
     (tmp_path / "notes").mkdir()
     (tmp_path / "file.txt").write_text("x")
     done = python("viz.py", *sorted(tmp_path.iterdir()), "--no-report", "--format", "pdf")

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flatlab.errors import UserError
@@ -65,7 +65,9 @@ NEEDED = {"metric", "higher_is_better", "baseline", "reference", "selected_on_te
 class RunData:
     """A run as it is on the disk.
 
-    kind "grpo": rows are training steps; kind "search": rows are nodes, in order of completion.
+    kind "grpo": rows are training steps; "search": rows are nodes, in order of completion;
+    "evaluation": the same, but the nodes are independent episodes. fingerprint: of the code, the
+    tasks and the model that made the run; {} if it was not recorded.
     """
 
     dir: Path
@@ -73,6 +75,7 @@ class RunData:
     config: dict
     rows: list[dict]
     result: dict
+    fingerprint: dict = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -98,6 +101,13 @@ class RunData:
     def baseline(self) -> float:
         return self.result["baseline"]
 
+    @property
+    def changed_files(self) -> list[str]:
+        """The files of the code that changed while the run was going on; [] if none did."""
+        versions = self.fingerprint.get("code", [])
+        files = sorted(set().union(*versions))
+        return [file for file in files if len({code.get(file) for code in versions}) > 1]
+
 
 def locked(directory) -> bool:
     """True if the process named in the lock file lives. Taking the lock could stop a writer."""
@@ -116,6 +126,7 @@ def read_run(directory) -> RunData:
     if not (path / "config.yaml").is_file():
         raise UserError(f"{path} is not a run directory: it has no config.yaml.")
     config = read_mapping(path / "config.yaml")
+    fingerprint = config.pop("fingerprint", {})
     kind, rows = "grpo", read_rows(path / "metrics.jsonl")
     if "sampling_mode" in config:
         kind, rows = "search", read_rows(path / "journal.jsonl")
@@ -131,7 +142,8 @@ def read_run(directory) -> RunData:
         )
     if kind == "search":
         rows = [node_row(row, result["baseline"]) for row in rows]
-    return RunData(path, kind, config, rows, result)
+        kind = "evaluation" if result.get("evaluation") else "search"
+    return RunData(path, kind, config, rows, result, fingerprint)
 
 
 def find_runs(paths) -> tuple[list[RunData], list[str]]:
@@ -157,11 +169,11 @@ def find_runs(paths) -> tuple[list[RunData], list[str]]:
 def node_row(row: dict, baseline: float) -> dict:
     """A row of the journal with its outcome and the score that tables count.
 
-    counted: a failed node has the baseline's score, a fault None.
+    counted: a failed node has the baseline's score, a fault None. Older journals have no marks.
     """
     outcome = outcome_of(row["status"], row["valid"])
     counted = {"valid": row["score"], "failed": baseline, "fault": None}[outcome]
-    return row | {"outcome": outcome, "counted": counted}
+    return {"mark": "o"} | row | {"outcome": outcome, "counted": counted}
 
 
 def outcome_of(status: str, is_valid: bool) -> str:
@@ -184,7 +196,7 @@ def transcripts(run: RunData, file_filter: Callable = str.isdigit) -> list[dict]
     Episodes also have seed, group ("12.0" = file and number), test_score (as score) and reward
     (None for a fault); nodes also parent, op, sampling_mode, idea, code, diff, decision.
     """
-    if run.kind == "search":
+    if run.kind != "grpo":
         return [node_item(row, run.dir) for row in run.rows]
     items = []
     for path in sorted((run.dir / "episodes").glob("*.jsonl")):

@@ -39,7 +39,9 @@ class Rule:
     function: Callable  # (tree, rng, constants with defaults) -> Choice, or None to wait
     debugs_itself: bool = False  # it chooses failed nodes itself: --debug-prob does not apply
     asks_once: bool = False  # one request for strategies serves all children of a node
-    uses_mode: bool = True  # False: it asks for no strategies, and runs one node at a time
+    uses_mode: bool = True  # False: it asks for no strategies
+    # The nodes are independent episodes: none is chosen, and their mean is the result.
+    is_evaluation: bool = False
     check: Callable | None = None  # (Config, constants), raises UserError if the rule cannot work
 
 
@@ -307,6 +309,20 @@ def linear(t, rng):
     return Choice(parent, "exploit", "goes on")
 
 
+def evaluation(t, rng):
+    """No search: every node is an episode of its own, and their mean is the result."""
+    return Choice("0", reason="an episode of its own")
+
+
+def check_evaluation(cfg, constants):
+    """Raises UserError if prompts would show an episode what another one did."""
+    if cfg.scope == "global" or cfg.reflection:
+        raise UserError(
+            "--select evaluation needs episodes that know nothing of each other: "
+            "leave out --scope global and --reflection."
+        )
+
+
 RULES = {
     "random": Rule(uniform_choice),
     "open_ended": Rule(open_ended),
@@ -315,6 +331,13 @@ RULES = {
     "mcts": Rule(mcts, debugs_itself=True),
     "evolution": Rule(evolution),
     "linear": Rule(linear, debugs_itself=True, uses_mode=False),
+    "evaluation": Rule(
+        evaluation,
+        debugs_itself=True,
+        uses_mode=False,
+        is_evaluation=True,
+        check=check_evaluation,
+    ),
 }
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 
-from flatlab.episode.task import Task
+from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
 from flatlab.sandbox.sandbox import readable
 
@@ -249,14 +249,18 @@ def code_in(files: bytes, task: Task) -> dict[str, str]:
 
 
 def results(t: Tree) -> dict:
-    """The content of result.json, at any moment. Failed nodes count as the baseline."""
+    """The content of result.json, at any moment. Failed nodes count as the baseline.
+
+    An evaluation has no best node, and its improvement is that of the mean.
+    """
     best = t.best()
     done = t.finished
     graded = [node for node in done if node.status != "fault"]
     scores = [node.score if node.valid else t.task.baseline for node in graded]
     faults = len(done) - len(graded)
     tails = [node for node in done if node.sampling_mode == "tail"]
-    return {
+    mean = fmean(scores) if scores else None
+    summary = {
         "task": t.task.name,
         "metric": t.task.metric,
         "higher_is_better": t.task.higher_is_better,
@@ -278,8 +282,15 @@ def results(t: Tree) -> dict:
         "best_score": best.score,
         "best_stderr": best.stderr,
         "improvement": best.improvement,
-        "node_mean": fmean(scores) if scores else None,
+        "split": t.task.splits[0],
+        "node_mean": mean,
         "node_stderr": stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None,
         "valid_share": len(t.scored()) / len(scores) if scores else None,
         "selected_on_test": len(t.task.splits) == 1,
+        "evaluation": t.rule.is_evaluation,
     }
+    if t.rule.is_evaluation:
+        summary |= dict.fromkeys(("best_id", "best_score", "best_stderr"))
+        summary["improvement"] = None if mean is None else improvement(mean, t.task)
+        summary["selected_on_test"] = False
+    return summary

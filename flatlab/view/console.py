@@ -9,7 +9,7 @@ from flatlab.episode.sanity import degenerate
 from flatlab.episode.task import Task
 from flatlab.runs.reader import duration, read_run
 from flatlab.train import metrics
-from flatlab.view import page
+from flatlab.view import compare, page
 from flatlab.view.views import plot_now_and_then
 
 
@@ -90,7 +90,10 @@ def farewell(run) -> None:
         print(f"No step was made: there are no curves. Everything: {run.dir}")
         return
     plot_now_and_then(run, always=True)
-    page.write([read_run(run.dir)], run.dir / "report.html")
+    record = read_run(run.dir)
+    page.write([record], run.dir / "report.html")
+    for sentence in compare.remarks([record]):
+        print(sentence)
     print(
         f"curves: {run.dir}/curves.png   page: {run.dir}/report.html   "
         f"transcripts: {run.dir}/episodes/   adapter: {run.dir}/best"

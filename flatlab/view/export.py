@@ -39,7 +39,7 @@ def reply_rows(run: RunData, item: dict):
     if item["outcome"] == "fault":
         return
     reward = item.get("reward")
-    if run.kind == "search":
+    if run.kind != "grpo":
         reward = max(-1.0, min(1.0, item["improvement"])) if item["valid"] else -1.0
     messages = [{"role": "user", "content": item["prompt"]}]
     for number, turn in enumerate(item["turns"]):

@@ -27,7 +27,7 @@ from flatlab.view.views import final_table, plot_curves, result_text
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "report.html"
 LISTED = ("id", "outcome", "status", "score", "stderr", "tokens", "seconds")
-LISTED += ("task", "op", "sampling_mode", "second")
+LISTED += ("task", "op", "mark", "sampling_mode", "second")
 TEXTS = ("prompt", "error", "idea", "diff", "code", "ideas")
 LONG = ("final", "hidden_scores")  # of the result: not in its table
 BLOCK = 32  # texts that are compressed together

@@ -11,13 +11,14 @@ import io
 import re
 import textwrap
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from flatlab.files import write_whole
 from flatlab.runs.reader import RunData, duration, number
+from flatlab.train.metrics import plus_minus
 
 # The colours of Okabe and Ito: distinct with any kind of colour vision, and in grey print
 BLACK = "#000000"
@@ -38,6 +39,7 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.fontsize": 8.5,
+    "legend.framealpha": 0.6,  # dots below a legend stay visible
     "pdf.fonttype": 42,
     "svg.fonttype": "none",
 }
@@ -47,11 +49,15 @@ STEPS = "training step"
 
 @dataclass
 class Group:
-    """Runs with the same config but for the seed."""
+    """Runs that differ by their seeds only.
+
+    runs: one of each seed, the first by name. runs_of_seeds: all of them, a list for each seed.
+    """
 
     label: str
     colour: str
     runs: list[RunData]
+    runs_of_seeds: list[list[RunData]] = field(default_factory=list)
 
 
 # ------------------------------------------------------------------ numbers
@@ -271,15 +277,15 @@ def draw_legend(axis):
 
 
 def grid_of(panels) -> tuple[int, int]:
-    """(rows, columns) of a picture: three panels in a row, or four."""
-    columns = 4 if len(panels) % 3 else 3
+    """(rows, columns) of a picture: three panels in a row, or four, or a single one."""
+    columns = min(len(panels), 4 if len(panels) % 3 else 3)
     return len(panels) // columns, columns
 
 
 def draw_panels(figure, panels, groups: list[Group]):
     """All panels of one kind."""
-    axes = figure.subplots(*grid_of(panels)).ravel()
-    for axis, panel in zip(axes, panels):
+    axes = figure.subplots(*grid_of(panels), squeeze=False)
+    for axis, panel in zip(axes.flat, panels):
         draw_panel(axis, panel, groups)
 
 
@@ -292,16 +298,25 @@ def save(figure, path: Path) -> Path:
 
 
 def heading(run: RunData) -> str:
-    """One line about a run: name, task, mode, rule, seed, model, length."""
+    """One line about a run: name, task, mode, rule, seed, model, length; of an evaluation its mean;
+    whether its code changed.
+    """
     facts = [run.name, f"task {run.tasks}"]
-    for key, name in (("sampling_mode", "mode"), ("select", "rule"), ("seed", "seed")):
-        if run.config.get(key) is not None:
-            facts.append(f"{name} {run.config[key]}")
+    keys = {"seed": "seed"}
+    if run.kind == "search":
+        keys = {"sampling_mode": "mode", "select": "rule", "seed": "seed"}
+    for key, name in keys.items():
+        facts.append(f"{name} {run.config.get(key)}")
     if run.config.get("model"):
         facts.append(f"model {Path(str(run.config['model'])).name}")
+    what = {"grpo": "steps", "search": "nodes", "evaluation": "episodes"}[run.kind]
+    seconds = np.nan_to_num(series(run.rows, "elapsed")).max()
     if run.kind == "grpo":
-        what, seconds = "steps", np.nansum(series(run.rows, "seconds"))
-    else:
-        what, seconds = "nodes", np.nan_to_num(series(run.rows, "elapsed")).max()
+        seconds = np.nansum(series(run.rows, "seconds"))
     facts.append(f"N={len(run.rows)} {what} in {duration(float(seconds))}")
+    if run.kind == "evaluation":
+        mean = plus_minus(run.result["node_mean"], run.result["node_stderr"])
+        facts.append(f"mean {mean} ({run.result['split']})")
+    if run.changed_files:
+        facts.append(f"mixed code ({cut(', '.join(run.changed_files), 50)})")
     return "   ".join(facts)

@@ -12,6 +12,7 @@ from collections import Counter
 import numpy as np
 
 from flatlab.runs.reader import RunData
+from flatlab.train.metrics import standard_error
 from flatlab.view.plots import (
     BLACK,
     COLOURS,
@@ -63,16 +64,19 @@ def draw_best(axis_name):
 
 
 def draw_distribution(axis, groups):
-    """Scores of all nodes by group, those of a single group by operator.
+    """Scores of all nodes by the number of their group, those of a single search by operator.
 
-    The line is the median of valid and failed nodes; failed ones count as the baseline.
+    The line is the mean of valid and failed nodes, in a band of one standard error; failed ones
+    count as the baseline.
     """
+    by_operator = len(groups) == 1 and groups[0].runs[0].kind == "search"
     parts = {}
-    for group in groups:
+    for number, group in enumerate(groups, 1):
+        label = str(number) if len(groups) > 1 else group.label
         for row in sum((run.rows for run in group.runs), []):
-            name = row["op"] if len(groups) == 1 else group.label
+            name = row["op"] if by_operator else label
             parts.setdefault(name, []).append(row)
-    colours = COLOURS if len(groups) == 1 else [group.colour for group in groups]
+    colours = COLOURS if by_operator else [group.colour for group in groups]
     rng = random.Random(0)
     names = []
     for place, (name, rows) in enumerate(parts.items()):
@@ -84,16 +88,17 @@ def draw_distribution(axis, groups):
         known = counted[~np.isnan(counted)]
         if len(known):
             ends = place - 0.32, place + 0.32
-            axis.hlines(np.median(known), *ends, color=colour, linewidth=2.5)
+            mean = np.mean(known)
+            error = standard_error(known.tolist()) or 0.0
+            axis.hlines(mean, *ends, color=colour, linewidth=2.5)
+            axis.fill_between(ends, mean - error, mean + error, color=colour, alpha=0.2)
         failed = sum(row["outcome"] == "failed" for row in rows)
-        names.append(f"{wrapped(name, 22, 66)}\nN={len(rows)}, {failed} failed")
-    look = {"fontsize": 8}
-    if len(names) > 4:
-        look = {"fontsize": 6, "rotation": 35, "ha": "right"}
-    axis.set_xticks(range(len(names)), names, **look)
+        names.append(f"{wrapped(name, 10)}\nN={len(rows)}\n{failed} failed")
+    rotation = 0 if len(names) < 6 else 90  # so that they do not overlap
+    axis.set_xticks(range(len(names)), names, fontsize=8, rotation=rotation)
     axis.set_xlim(-0.6, len(names) - 0.4)
     draw_baseline(axis, groups)
-    axis.plot([], [], color=GREY, linewidth=2.5, label="median, failed = baseline")
+    axis.plot([], [], color=GREY, linewidth=2.5, label="mean ± standard error, failed = baseline")
 
 
 def draw_diversity(axis, groups):
@@ -121,16 +126,17 @@ def different_programs(run: RunData) -> list[int]:
     return counts
 
 
+SCORES = ("Scores", "", "score", draw_distribution)
+EVALUATION = [SCORES]
 SEARCH = [
     ("Best so far", "executed nodes", "score", draw_best("nodes")),
     ("Best so far", "sampled tokens", "score", draw_best("tokens")),
-    ("Scores", "", "score", draw_distribution),
+    SCORES,
     ("Diversity", "executed nodes", "different programs", draw_diversity),
 ]
 
 # ------------------------------------------------------------------ the tree
 
-SHAPES = {"baseline": "*", "draft": "o", "improve": "^", "debug": "s", "crossover": "D"}
 CROWDED = 90  # nodes; from there on only the path to the best has names
 
 
@@ -198,12 +204,13 @@ def draw_tree(figure, run: RunData):
     from matplotlib.colors import Normalize
 
     axis = figure.subplots()
-    root = {"id": "0", "op": "baseline", "score": run.baseline, "second": None}
+    root = {"id": "0", "mark": "*", "score": run.baseline, "second": None}
     rows = {row["id"]: row for row in [root, *run.rows]}
     places = layout(run.rows)
     path = best_path(run)
     colour_map = "viridis" if run.higher_is_better else "viridis_r"
-    shade = ScalarMappable(Normalize(*colour_limits(run)), colour_map)
+    low, high = colour_limits(run)
+    shade = ScalarMappable(Normalize(low, high), colour_map)
     for id, (y, x, parent) in places.items():
         row = rows[id]
         if parent:
@@ -223,7 +230,11 @@ def draw_tree(figure, run: RunData):
     axis.spines["left"].set_visible(False)
     axis.invert_yaxis()
     axis.margins(x=0.06, y=0.08 if len(places) < 30 else 0.03)
-    figure.colorbar(shade, ax=axis, label=score_label(run), pad=0.01)
+    scores = [run.baseline, *series(run.rows, "score")]
+    arrow = "min" if np.nanmin(scores) < low else "neither"
+    if np.nanmax(scores) > high:
+        arrow = "max"
+    figure.colorbar(shade, ax=axis, label=score_label(run), pad=0.01, extend=arrow)
     draw_tree_legend(figure, axis, run.rows)
 
 
@@ -241,7 +252,7 @@ def draw_node(axis, row, at, shade, on_path):
     axis.scatter(
         *at,
         s=260 if row["id"] == "0" else 110,
-        marker=SHAPES[row["op"]],
+        marker=row["mark"],
         color=shade.to_rgba(row["score"]),
         edgecolors=BLACK,
         linewidths=1.8 if on_path else 0.5,
@@ -250,7 +261,7 @@ def draw_node(axis, row, at, shade, on_path):
 
 
 def draw_name(axis, row, at, on_path):
-    """Id and score above a node."""
+    """Id and score above a node, on white: no line crosses them."""
     name = "baseline" if row["id"] == "0" else row["id"]
     name = name if len(name) < 12 else f"…{name[-8:]}"
     value = "" if row["score"] is None else f"  {row['score']:.4g}"
@@ -262,15 +273,15 @@ def draw_name(axis, row, at, on_path):
         ha="center",
         fontsize=8,
         fontweight="bold" if on_path else "normal",
-        zorder=4,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        zorder=2,
     )
 
 
 def draw_tree_legend(figure, axis, rows):
     look = {"color": "white", "edgecolors": BLACK}
-    for op, mark in SHAPES.items():
-        if any(row["op"] == op for row in rows):
-            axis.scatter([], [], marker=mark, label=op, **look)
+    for op, mark in {row["op"]: row["mark"] for row in rows}.items():
+        axis.scatter([], [], marker=mark, label=op, **look)
     outcomes = Counter(row["outcome"] for row in rows)
     axis.scatter([], [], marker="x", color=RED, label=f"failed: {outcomes['failed']}")
     if outcomes["fault"]:

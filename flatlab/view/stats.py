@@ -6,7 +6,10 @@ runs are in it. search.py and viz.py print this table.
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections import Counter
+from itertools import zip_longest
 from statistics import fmean, stdev
 
 import numpy as np
@@ -15,6 +18,7 @@ from flatlab.episode.task import improvement
 from flatlab.runs.reader import filled
 
 SPLITS = 200_000  # permutation test: up to this many splits are all tried, else so many at random
+WIDTH = 36  # characters of a cell; longer names go on in the next line
 
 
 def mean_interval(values) -> tuple[float, float] | None:
@@ -56,7 +60,11 @@ def permutation_p(a, b) -> float | None:
 
 
 def final_score(cell: dict) -> float:
-    """What a run is worth: the test score of its best node or adapter, else validation."""
+    """What a run is worth: of an evaluation the mean over its episodes (NaN if all are faults),
+    else the test score of the best node or adapter, or its validation score without one.
+    """
+    if cell.get("evaluation"):
+        return math.nan if cell["node_mean"] is None else cell["node_mean"]
     return cell["best_score"] if cell["test_score"] is None else cell["test_score"]
 
 
@@ -68,13 +76,12 @@ def cell_improvement(cell: dict) -> float:
 def grid_table(cells: list[dict]) -> list[dict]:
     """One row per task and method; p and rank compare the methods within a task.
 
-    cells: contents of result.json of searches, or the same keys from compare.cell_of(). `method` is
-    the label of the group a run belongs to, its sampling mode by default.
+    cells: contents of result.json with the keys that compare.cell_of() adds. `method` is the label
+    of the group a run belongs to.
     """
     groups = {}
     for cell in cells:
-        method = cell.get("method") or cell["sampling_mode"]
-        groups.setdefault((cell["task"], method), []).append(cell)
+        groups.setdefault((cell["task"], cell["method"]), []).append(cell)
     scores = {place: list(map(final_score, group)) for place, group in groups.items()}
     rows = []
     for (task, method), group in groups.items():
@@ -104,6 +111,7 @@ def add_ranks(rows: list[dict]) -> None:
 def row_of(task: str, method: str, group: list[dict]) -> dict:
     """The row of one task and method. Keys: see COLUMNS."""
     scores = [final_score(cell) for cell in group]
+    is_evaluation = bool(group[0].get("evaluation"))
     chosen_on_test = any(cell["selected_on_test"] for cell in group)
     adapters = Counter(cell["adapter"] for cell in group if "adapter" in cell)
     known = ", ".join(f"{count} {name}" for name, count in adapters.items())
@@ -116,7 +124,7 @@ def row_of(task: str, method: str, group: list[dict]) -> dict:
         "interval": mean_interval(scores),
         "validation": None if chosen_on_test else mean_of(group, "best_score"),
         "selection": mean_of(group, "selection_score"),
-        "stderr": mean_of(group, "test_stderr"),
+        "stderr": mean_of(group, "node_stderr" if is_evaluation else "test_stderr"),
         "test_minus_validation": mean_of(group, "test_minus_validation"),
         "improvement": fmean(map(cell_improvement, group)),
         "per_minute": None,
@@ -124,11 +132,12 @@ def row_of(task: str, method: str, group: list[dict]) -> dict:
         "untested": sum(map(is_untested, group)),
         "empty": sum(cell["nodes"] == cell["failed"] + cell["faults"] for cell in group),
         "selected_on_test": chosen_on_test,
+        "evaluation": is_evaluation,
         "adapter": known or None,
         "modes_used": modes_of(group),
     }
     seconds = sum(cell.get("seconds", 0) for cell in group)  # not known of training runs
-    if seconds:
+    if seconds and not is_evaluation:
         row["per_minute"] = 60 * len(group) * row["improvement"] / seconds
     for key in ("nodes", "failed", "faults", "tokens"):
         row[key] = sum(cell[key] for cell in group)
@@ -143,8 +152,9 @@ def mean_of(cells: list[dict], key: str) -> float | None:
 
 def is_untested(cell: dict) -> bool:
     """True if the best node is not the baseline and was not scored on the test part."""
-    tested = cell["test_score"] is not None or cell["selected_on_test"]
-    return not tested and cell.get("best_id") != "0"
+    if cell.get("evaluation") or cell["selected_on_test"]:
+        return False
+    return cell["test_score"] is None and cell.get("best_id") != "0"
 
 
 def modes_of(group: list[dict]) -> dict:
@@ -169,12 +179,18 @@ def aligned(lines: list[list[str]], left: int = 2) -> list[str]:
     return found
 
 
+def wrapped_row(cells: list[str]) -> list[list[str]]:
+    """A row of cells as several rows of cells that are at most WIDTH wide."""
+    columns = [textwrap.wrap(cell, WIDTH, break_on_hyphens=False) for cell in cells]
+    return [list(row) for row in zip_longest(*columns, fillvalue="")]
+
+
 def shown(value: float | None, form: str = ".4f") -> str:
     return "-" if value is None else format(value, form)
 
 
 COLUMNS = {  # of the table for people: title -> how a row is printed, see filled()
-    "task": "{task:.24}",
+    "task": "{task}",
     "method": "{method}",
     "N": "{n}",
     "mean": "{mean:.4f}",
@@ -203,16 +219,25 @@ def text_of(rows: list[dict]) -> str:
         cells = [filled(form, row) for row in rows]
         if set(cells) != {"-"}:
             columns.append([title, *cells])
-    lines = list(zip(*columns))
+    lines = []
+    for cells in zip(*columns):
+        lines += wrapped_row(cells)
     return "\n".join(aligned(lines) + [f"  {note}" for note in notes(rows)])
 
 
 def notes(rows: list[dict]) -> list[str]:
     """What the columns mean and what the means do not say, one sentence each."""
+    mean = "mean: the test score if there is one, else the score that was selected on"
+    stderr = "s.e.: standard error of a test score over the rows or games of that part"
+    improvement = "improvement of the mean: 0 baseline, 1 reference (or |baseline| without one)"
+    if rows[0]["evaluation"]:
+        mean = "mean: over the episodes, on the part that validate shows; no episode was chosen"
+        stderr = "s.e.: standard error of that mean over the episodes"
+    else:
+        improvement += "; per minute: divided by the minutes of a search"
     found = [
-        "mean: the test score if there is one, else the score that was selected on",
-        "improvement of the mean: 0 baseline, 1 reference (without one: baseline doubled); "
-        "per minute: divided by the minutes of a search",
+        mean,
+        improvement,
         "95 % interval of the mean: Student's t; none below N = 3",
         "rank: mean place of the method over its tasks, by improvement",
         "failed: nodes or episodes without a valid submission, each counts as the baseline; "
@@ -221,7 +246,7 @@ def notes(rows: list[dict]) -> list[str]:
     if any(row["adapter"] for row in rows):
         found.append("adapter: the one whose score is shown; last steps: the run is not finished")
     if any(row["stderr"] is not None for row in rows):
-        found.append("s.e.: standard error of a test score over the rows or games of that part")
+        found.append(stderr)
     if any(row["p"] is not None for row in rows):
         found.append("p: permutation test against none, two-sided")
     for row in rows:

@@ -13,13 +13,14 @@ from flatlab.view import compare, plots, search_plots
 
 def plot(run: RunData, format="png") -> list[Path]:
     """Draws the pictures of one run into its directory: curves, or the tree and search."""
-    if run.kind == "grpo":
-        return [plot_curves(run, run.dir / f"curves.{format}")]
+    curves = "curves" if run.kind == "grpo" else "search"
+    paths = [plot_curves(run, run.dir / f"{curves}.{format}")]
+    if run.kind != "search":
+        return paths
     with plots.figure_of(*search_plots.tree_size(run)) as figure:
         search_plots.draw_tree(figure, run)
         figure.suptitle(plots.shorten(plots.heading(run), 120), fontsize=10)
-        tree = plots.save(figure, run.dir / f"tree.{format}")
-    return [tree, plot_curves(run, run.dir / f"search.{format}")]
+        return [plots.save(figure, run.dir / f"tree.{format}"), *paths]
 
 
 def plot_curves(run: RunData, path: Path) -> Path:
