@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import gc
 import json
 import os
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -165,17 +166,21 @@ def make_model(folder: Path, vocabulary=0, **sizes) -> str:
     return str(folder)
 
 
-def search_config(**flags):
-    """A Config of search.py from flat options, as they are written on the command line."""
-    import search
-
-    config = search.Config()
-    groups = [config.tasks, config.model, config.sandbox, config.episode, config.trackers]
+def configure(config, **flags):
+    """A copy of a Config with flat options, as they are written on the command line."""
+    config = copy.deepcopy(config)
+    groups = [getattr(config, field.name) for field in fields(config)]
     for name, value in flags.items():
         owner = next((group for group in groups if hasattr(group, name)), config)
         assert hasattr(owner, name), name
         setattr(owner, name, value)
     return config
+
+
+def search_config(**flags):
+    import search
+
+    return configure(search.Config(), **flags)
 
 
 def python(*arguments):

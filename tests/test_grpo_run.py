@@ -22,7 +22,7 @@ import grpo
 import search
 from backends import backends, containers_of
 from flatlab.errors import UserError
-from helpers import run_here
+from helpers import configure, run_here
 
 ROOT = Path(__file__).parents[1]
 SMALL = "--groups 2 --group-size 4 --eval-episodes 2 --concurrency 8 --steps".split()
@@ -404,7 +404,6 @@ def test_without_a_daemon_auto_says_so_and_goes_on(tmp_path, tiny_model):
 def test_a_tracker_that_is_not_installed_leaves_no_run_directory(tmp_path, monkeypatch):
     from flatlab.runs import trackers
     from flatlab.train.distributed import SingleProcess
-    from training import configure
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)

@@ -164,9 +164,9 @@ def main(model: str, steps: str, advantage: str = "group") -> None:
     import grpo
     from flatlab.runs.store import open_run
     from flatlab.train import distributed, guard
-    from helpers import RESULT
+    from helpers import RESULT, configure
     from policy import ModelPath, Policy
-    from training import CFG, TASK, configure, one_reply
+    from training import CFG, TASK, one_reply
 
     dist = distributed.join(timeout=120)
     Path(f"rank{dist.rank}.pid").write_text(str(os.getpid()))

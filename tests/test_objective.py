@@ -17,8 +17,9 @@ import training
 from flatlab.episode.task import improvement
 from flatlab.train.batch import Group, TrainSequence, sequences_of
 from flatlab.train.distributed import SingleProcess
+from helpers import configure
 from tasks import load_task
-from training import NOTHING, configure, group_of, valid
+from training import NOTHING, group_of, valid
 
 CFG = configure(training.CFG, max_turns=4, max_reply_tokens=10)
 ONE = torch.zeros(4, dtype=torch.long)  # all tokens in one sequence

@@ -17,18 +17,12 @@ from flatlab.train.batch import common_prompt
 from flatlab.train.lora_sync import on_weights_of
 from flatlab.train.packing import can_pack, hidden_states
 from policy import Agreement, Policy, check_capability, lora_settings, resolve_model
+from training import has_weights, randomise, weights_of
 
 CHAT = [
     {"role": "system", "content": "You are a test."},
     {"role": "user", "content": "List 3 files.\n\n  - a"},
 ]
-
-
-def randomise(policy, seed=0, std=0.05):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in policy.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * std)
 
 
 def score(policy, prompt, sample, **kwargs):
@@ -108,11 +102,11 @@ def test_the_temperature_is_in_the_log_probs_of_both(policy, monkeypatch):
 
 def test_verify_passes_and_leaves_the_adapter_alone(policy):
     randomise(policy)
-    before = [p.clone() for p in policy.parameters()]
+    before = weights_of(policy)
     found = asyncio.run(policy.verify())["random adapter"]
     assert found.mean <= found.largest < 1e-4
     assert 0.1 <= found.moved <= 1
-    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters()))
+    assert has_weights(policy, before)
     assert largest_gap(policy, [policy.render(CHAT)]) < 1e-4
 
 
@@ -485,7 +479,7 @@ def test_an_adapter_with_other_tensors_is_refused_by_the_name_of_one(policy, tmp
     from safetensors.torch import load_file, save_file
 
     randomise(policy)
-    before = [p.clone() for p in policy.parameters()]
+    before = weights_of(policy)
     policy.save(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     weights = load_file(file)
@@ -500,7 +494,7 @@ def test_an_adapter_with_other_tensors_is_refused_by_the_name_of_one(policy, tmp
         save_file(tensors, file)
         with pytest.raises(UserError, match=message):
             policy.load(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters()))
+    assert has_weights(policy, before)
 
 
 def test_rank_alpha_and_layers_are_those_of_the_adapter(policy, tmp_path):

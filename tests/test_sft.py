@@ -17,8 +17,8 @@ from flatlab.episode.episode import History
 from flatlab.errors import UserError
 from flatlab.train import imitation
 from flatlab.train.distributed import SingleProcess
-from helpers import PROJECT
-from training import TASK, configure
+from helpers import PROJECT, configure
+from training import TASK, randomise
 
 CFG = configure(training.CFG, micro_tokens=4096, sft_lr=3e-3, sft_updates=6)
 
@@ -212,10 +212,10 @@ def some_logprobs(policy, base):
 
 def test_the_reference_is_the_imitated_adapter_not_the_base_model(policy, tmp_path):
     raw = some_logprobs(policy, base=True)
-    move(policy, 1)
+    randomise(policy, 1)
     policy.save(tmp_path)
     imitated = some_logprobs(policy, base=False)
-    move(policy, 2)
+    randomise(policy, 2)
     policy.set_reference(tmp_path)
     trained = some_logprobs(policy, base=False)
     assert torch.equal(some_logprobs(policy, base=True), imitated)
@@ -224,11 +224,3 @@ def test_the_reference_is_the_imitated_adapter_not_the_base_model(policy, tmp_pa
     assert not torch.allclose(imitated, trained)
     found = asyncio.run(policy.verify()).values()
     assert max(a.largest for a in found) <= policy.max_diff_limit
-
-
-def move(policy, seed):
-    """Adds noise to the adapter."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in policy.parameters():
-            p.add_(torch.randn(p.shape, generator=generator) * 0.02)

@@ -2,26 +2,34 @@
 function of that reply.
 """
 
-import copy
 from dataclasses import replace
+
+import torch
 
 import env
 import grpo
 from flatlab.episode.grading import Score
 from flatlab.train.batch import Group
+from helpers import configure
 from tasks import load_task
 
 TASK = load_task("titanic", "", "")
 
 
-def configure(cfg, **fields):
-    """A copy of the config with these flags, those of the nested options included."""
-    cfg = copy.deepcopy(cfg)
-    for name, value in fields.items():
-        places = [cfg, cfg.tasks, cfg.model, cfg.sandbox, cfg.episode, cfg.trackers]
-        place = next(place for place in places[1:] + [cfg] if hasattr(place, name))
-        setattr(place, name, value)
-    return cfg
+def randomise(policy, seed=0, std=0.05):
+    """Adds noise to the adapter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * std)
+
+
+def weights_of(policy):
+    return [p.detach().clone() for p in policy.parameters()]
+
+
+def has_weights(policy, weights):
+    return all(map(torch.equal, weights, policy.parameters()))
 
 
 CFG = configure(
