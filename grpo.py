@@ -81,10 +81,8 @@ from flatlab.train.batch import (
     sequences_of,
     stop_if_interrupted,
     to_tensors,
-    use_values,
 )
 from flatlab.train.checkpoint import (
-    State,
     digest,
     final_adapters,
     keep_best,
@@ -267,6 +265,12 @@ def per_budget(length, tokens, episodes, cfg):
 
 
 @dataclass(frozen=True)
+class Advantage:
+    function: Callable
+    value_head: bool = False  # the model estimates values; gae() makes the advantages of tokens
+
+
+@dataclass(frozen=True)
 class Loss:
     function: Callable
     weight: Callable
@@ -281,10 +285,10 @@ REWARDS = {
     "binary": binary,
 }
 ADVANTAGES = {
-    "group": group,
-    "group_nostd": group_nostd,
-    "rloo": rloo,
-    "ppo": list,  # the rewards themselves; gae() follows
+    "group": Advantage(group),
+    "group_nostd": Advantage(group_nostd),
+    "rloo": Advantage(rloo),
+    "ppo": Advantage(list, value_head=True),  # the rewards themselves
 }
 CREDITS = {"episode": whole_episode, "runnable": runnable, "complete": complete}
 LOSSES = {
@@ -367,6 +371,21 @@ class Config:
     trackers: TrackerOptions = field(default_factory=TrackerOptions)
 
 
+@dataclass
+class State:
+    """What a checkpoint holds besides adapter and optimizer. A field that is added here outlives
+    kill -9. All randomness is a function of seed and step, so there is no generator to save.
+    """
+
+    step: int = 0  # the next one
+    lr_scale: float = 1.0
+    since: int = 0  # step of the last restore: warm-up and guard start there
+    restores: int = 0
+    stopped: str = ""  # why the guard ended the run
+    best: dict | None = None  # evaluation of the adapter in best/
+    recent: dict = field(default_factory=dict)  # for `percentile`, see metrics.remember
+
+
 # ------------------------------------------------------------------------------ sample
 
 
@@ -385,33 +404,35 @@ def rewards_of(group: Group, cfg: Config, recent: list[float]) -> list[float]:
     return rewards
 
 
-async def play_groups(
-    policy,
-    plan,
-    size,
-    cfg,
-    seed,
-    dist,
-    recent=None,
-    replacements=(),
-    test=False,
-    progress=None,
-) -> list[Group]:
-    """Plays a group of `size` episodes per task of `plan`; returns the groups of this rank by
-    number.
+@dataclass
+class Plan:
+    """Groups to play."""
 
-    A group of equal rewards is followed by the next one of `replacements`. Up to cfg.concurrency
-    episodes are in flight at once. Every rank plays its part of both lists. test: also score the
-    test part. progress: counts the episodes that have ended.
+    tasks: list[Task]  # of each group
+    size: int  # episodes of a group
+    seed: int
+    replacements: list[Task] = field(default_factory=list)  # of groups after equal rewards
+    test: bool = False  # whether to score the test part, too
+
+
+async def play_groups(
+    policy, plan: Plan, cfg: Config, job, recent=None, progress=None
+) -> list[Group]:
+    """Plays the groups of a plan; returns those of this rank by number.
+
+    A group of equal rewards is followed by the next replacement. Up to cfg.concurrency episodes are
+    in flight at once. Every rank plays its part of both lists. recent: latest improvements by task,
+    see the rewards. progress: counts the episodes that have ended.
     """
     recent = recent or {}
     slots = asyncio.Semaphore(cfg.concurrency)
-    planned = [*plan, *replacements]
-    spare = iter(range(len(plan), len(planned))[dist.rank :: dist.world])
+    planned = [*plan.tasks, *plan.replacements]
+    spare = iter(range(len(plan.tasks), len(planned))[job.rank :: job.world])
 
     async def play(task, number):
-        async with slots:
-            episode = await play_episode(policy, task, cfg, seed * 100_003 + number, test)
+        seed = plan.seed * 100_003 + number
+        async with slots, env.Env(task, cfg.sandbox, seed) as world:
+            episode = await run_episode(world, policy, cfg.episode, seed, plan.test)
         if progress:
             progress.done += 1
         return episode
@@ -421,7 +442,7 @@ async def play_groups(
         # closed.
         async with asyncio.TaskGroup() as together:
             task = planned[number]
-            numbers = range(number * size, (number + 1) * size)
+            numbers = range(number * plan.size, (number + 1) * plan.size)
             plays = [together.create_task(play(task, i)) for i in numbers]
         group = Group(number, task, [p.result() for p in plays], [])
         group.rewards = rewards_of(group, cfg, recent.get(task.name, []))
@@ -429,40 +450,66 @@ async def play_groups(
         return [group] if following is None else [group, *await fill(following)]
 
     async with asyncio.TaskGroup() as together:
-        numbers = range(len(plan))[dist.rank :: dist.world]
+        numbers = range(len(plan.tasks))[job.rank :: job.world]
         mine = [together.create_task(fill(number)) for number in numbers]
     groups = [group for done in mine for group in done.result()]
     return sorted(groups, key=lambda group: group.number)
 
 
-async def play_episode(policy, task: Task, cfg: Config, seed: int, test: bool):
-    async with env.Env(task, cfg.sandbox, seed) as world:
-        return await run_episode(world, policy, cfg.episode, seed, score_test=test)
-
-
 # ------------------------------------------------------------------------------ learn
 
 
-def make_batch(policy, groups: list[Group], cfg: Config, dist) -> list[TrainSequence]:
+def make_batch(policy, groups: list[Group], cfg: Config, job) -> list[TrainSequence]:
     """Every trained token of the groups with different rewards, with its advantage and its weight
     in the mean.
     """
+    rule = ADVANTAGES[cfg.advantage]
     batch = []  # the sequences of each episode
     for g in groups:
-        if g.informative or cfg.advantage == "ppo":
-            for e, advantage in zip(g.played, ADVANTAGES[cfg.advantage](g.rewards)):
+        if g.informative or rule.value_head:  # values also learn from equal rewards
+            for e, advantage in zip(g.played, rule.function(g.rewards)):
                 credit = CREDITS[cfg.credit](advantage, e.turns)
                 batch.append(sequences_of(e, credit))
     # The denominators are those of the whole batch, before it is split into ranks and
     # micro-batches.
     lengths = [sum(len(s.old) for s in sequences) for sequences in batch]
-    tokens, episodes = dist.sum(sum(lengths), len(lengths))
+    tokens, episodes = job.sum(sum(lengths), len(lengths))
     for sequences, length in zip(batch, lengths):
         for s in sequences:
             s.weight = LOSSES[cfg.loss].weight(length, tokens, episodes, cfg)
-    if cfg.advantage == "ppo":
-        use_values(policy, batch, gae, cfg, dist)
+    if rule.value_head:
+        use_values(policy, batch, cfg, job)
     return flatten(batch)
+
+
+def use_values(policy, batch: list[list[TrainSequence]], cfg: Config, job) -> None:
+    """Replaces the reward of each episode by gae(reward, values), whitened over the batch of all
+    ranks.
+
+    batch: the sequences of each episode. The value head's target is advantage + value, before the
+    whitening.
+    """
+    import torch
+
+    for part in micro_batches(flatten(batch), cfg.micro_tokens, policy.packs):
+        pairs = [(s.tokens, s.mask) for s in part]
+        with torch.no_grad():
+            values = iter(policy.logprobs(pairs, values=True)[2].tolist())
+        for s in part:
+            s.target = [next(values) for _ in s.old]
+    for sequences in filter(None, batch):
+        reward = sequences[-1].advantage[-1]
+        advantages = iter(gae(reward, [value for s in sequences for value in s.target]))
+        for s in sequences:
+            s.advantage = [next(advantages) for _ in s.old]
+            s.target = [a + value for a, value in zip(s.advantage, s.target)]
+    everything = [a for s in flatten(batch) for a in s.advantage]
+    squares = sum(a * a for a in everything)
+    n, total, squares = job.sum(len(everything), sum(everything), squares)
+    mean = total / max(n, 1)
+    deviation = max(squares / max(n, 1) - mean**2, 0.0) ** 0.5
+    for s in flatten(batch):
+        s.advantage = [(a - mean) / (deviation + 1e-8) for a in s.advantage]
 
 
 def update(
@@ -470,7 +517,7 @@ def update(
     optimizer,
     batch: list[TrainSequence],
     cfg: Config,
-    dist=distributed.SingleProcess(),  # noqa: B008
+    job=distributed.SingleProcess(),  # noqa: B008
 ) -> dict:
     """Makes cfg.epochs passes over the batch, one optimizer step each. Returns numbers for the row.
 
@@ -479,7 +526,7 @@ def update(
     """
     import torch
 
-    if not dist.sum(len(batch))[0]:
+    if not job.sum(len(batch))[0]:
         return {}
     meter, skipped, grad_norms = Meter(), 0, []
     for epoch in range(cfg.epochs):
@@ -492,7 +539,7 @@ def update(
             stop_if_interrupted()
         if epoch == 0:
             policy.check_samples(meter.mean("logprob_diff"))
-        dist.sum_gradients(policy.parameters())
+        job.sum_gradients(policy.parameters())
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm).item()
         if grad_norm <= SKIP_GRAD_NORM:  # False for NaN
             optimizer.step()
@@ -500,7 +547,7 @@ def update(
             skipped += 1
         optimizer.zero_grad()
         grad_norms.append(grad_norm)
-    total, mean, largest = meter.over_ranks(dist)
+    total, mean, largest = meter.over_ranks(job)
     kept = [total[f"kept_{epoch}"] for epoch in range(cfg.epochs)]
     shares = ("kl", "entropy", "clip_share", "dropped_share")
     return {
@@ -523,7 +570,8 @@ def micro_loss(policy, micro: MicroBatch, cfg: Config, meter: Meter, epoch: int,
     if measure_kl:
         with torch.no_grad():
             base = policy.logprobs(micro.pairs, base=True)[0]
-    logp, entropy, *values = policy.logprobs(micro.pairs, values=cfg.advantage == "ppo")
+    has_values = ADVANTAGES[cfg.advantage].value_head
+    logp, entropy, *values = policy.logprobs(micro.pairs, values=has_values)
 
     # A token whose log-prob is not finite is left out.
     known = logp.isfinite() & micro.old.isfinite()
@@ -543,7 +591,7 @@ def micro_loss(policy, micro: MicroBatch, cfg: Config, meter: Meter, epoch: int,
         meter.add(kl=kl)
         if cfg.kl:
             loss = loss + cfg.kl * kl
-    if cfg.advantage == "ppo":
+    if has_values:
         loss = loss + VALUE_WEIGHT * (values[0] - micro.target) ** 2 / 2
     loss = loss * micro.weight * kept
 
@@ -563,15 +611,16 @@ def micro_loss(policy, micro: MicroBatch, cfg: Config, meter: Meter, epoch: int,
 # ------------------------------------------------------------------------------ evaluate
 
 
-async def evaluate(policy, tasks, cfg: Config, dist, seed: int, test=False) -> list[Group]:
+async def evaluate(policy, tasks, cfg: Config, job, seed: int, test=False) -> list[Group]:
     """cfg.eval_episodes episodes at the sampling temperature, one per group, the same ones for the
     same seed.
     """
-    plan = [tasks[i % len(tasks)] for i in range(cfg.eval_episodes)]
-    total = len(plan[dist.rank :: dist.world])
-    async with Progress(dist, "evaluate", total) as progress:
-        groups = await play_groups(policy, plan, 1, cfg, seed, dist, test=test, progress=progress)
-    return gather_groups(groups, dist)
+    played = [tasks[i % len(tasks)] for i in range(cfg.eval_episodes)]
+    plan = Plan(played, 1, seed, test=test)
+    total = len(played[job.rank :: job.world])
+    async with Progress(job, "evaluate", total) as progress:
+        groups = await play_groups(policy, plan, cfg, job, progress=progress)
+    return gather_groups(groups, job)
 
 
 def selection_seed(cfg: Config) -> int:
@@ -584,13 +633,13 @@ def final_seed(cfg: Config) -> int:
     return -2 - 2 * cfg.seed
 
 
-async def compare_adapters(policy, tasks, cfg: Config, run, dist, state: State) -> dict:
+async def compare_adapters(policy, tasks, cfg: Config, job, state: State) -> dict:
     """Plays the same fresh seeds with the untrained, the imitated, the last and the best adapter.
 
     Adapters with equal weights are played once: `file` in the results names their episodes. The
     test part is scored for the best one alone.
     """
-    folders = dist.gather(final_adapters(run) if run else None)[0]
+    folders = job.first(final_adapters(job.run) if job.run else None)
     weights = {name: digest(folder) for name, folder in folders.items()}
     played, files = {}, {}  # by digest
     for name in ("best", *folders):
@@ -598,9 +647,9 @@ async def compare_adapters(policy, tasks, cfg: Config, run, dist, state: State) 
             policy.load(folders[name])
             policy.sync()
             played[weights[name]] = await evaluate(
-                policy, tasks, cfg, dist, final_seed(cfg), test=name == "best"
+                policy, tasks, cfg, job, final_seed(cfg), test=name == "best"
             )
-            save_groups(run, f"final-{name}", played[weights[name]])
+            save_groups(job, f"final-{name}", played[weights[name]])
             files[weights[name]] = f"episodes/final-{name}.jsonl"
     results = metrics.final_comparison({name: played[weights[name]] for name in folders}, tasks)
     for name, result in results.items():
@@ -620,52 +669,54 @@ async def compare_adapters(policy, tasks, cfg: Config, run, dist, state: State) 
 # ------------------------------------------------------------------------------ train
 
 
-async def begin(policy, tasks, cfg: Config, run, dist, state: State) -> None:
+async def begin(policy, tasks, cfg: Config, job, state: State) -> None:
     """Before the first step: imitates the runs of --sft, then evaluates what training starts from.
 
     The adapter before an imitation is evaluated once, in the comparison at the end.
     """
-    save_adapter(policy, run, dist, "untrained")
+    save_adapter(policy, job, "untrained")
     when = "before training"
     if cfg.sft:
-        imitation.warm_start(policy, tasks, cfg, dist)
-        dist.broadcast(policy.parameters())
+        imitation.warm_start(policy, tasks, cfg, job)
+        job.broadcast(policy.parameters())
         policy.sync()
-        save_adapter(policy, run, dist, "imitated")
+        save_adapter(policy, job, "imitated")
         when = "after imitation"
     if cfg.eval_episodes:
-        groups = await evaluate(policy, tasks, cfg, dist, selection_seed(cfg))
-        save_groups(run, "before", groups)
+        groups = await evaluate(policy, tasks, cfg, job, selection_seed(cfg))
+        save_groups(job, "before", groups)
         metrics.remember(state.recent, groups)
         result = metrics.evaluation(groups, tasks)
-        keep_best(policy, run, dist, state, result | {"step": -1})
-        if run:
-            run.result(before=result)
-            run.track({"step": -1} | metrics.evaluation_columns(result))
-        dist.say(metrics.evaluation_line(when, result, metrics.split_of(tasks)))
+        keep_best(policy, job, state, result | {"step": -1})
+        job.result(before=result)
+        if job.run:
+            job.run.track({"step": -1} | metrics.evaluation_columns(result))
+        job.say(metrics.evaluation_line(when, result, metrics.split_of(tasks)))
 
 
-def plan_step(tasks, cfg: Config, step: int):
-    """The tasks of the step's groups, and of the groups that replace those with equal rewards."""
-    plan = choose_tasks(tasks, cfg.task_weights, cfg.groups, f"{cfg.seed} {step}")
-    if cfg.advantage == "ppo":  # which also learns from equal rewards
-        return plan, []
-    more = cfg.max_groups - cfg.groups
-    return plan, choose_tasks(tasks, cfg.task_weights, more, f"{cfg.seed} {step} replacements")
+def plan_step(tasks, cfg: Config, step: int) -> Plan:
+    """The groups of a step, and those that replace groups from which nothing can be learned."""
+    plan = Plan([], cfg.group_size, cfg.seed * 10_007 + step)
+    plan.tasks = choose_tasks(tasks, cfg.task_weights, cfg.groups, f"{cfg.seed} {step}")
+    if not ADVANTAGES[cfg.advantage].value_head:
+        more = cfg.max_groups - cfg.groups
+        seed = f"{cfg.seed} {step} replacements"
+        plan.replacements = choose_tasks(tasks, cfg.task_weights, more, seed)
+    return plan
 
 
-async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
+async def train(policy, tasks: list[Task], cfg: Config, job) -> None:
     """All steps and evaluations. Only rank 0 has a run to write."""
     optimizer = policy.make_optimizer(cfg.lr)
-    state, rows = resume(policy, optimizer, run, dist)
-    dist.broadcast(policy.parameters())
+    state, rows = resume(policy, optimizer, job, State)
+    job.broadcast(policy.parameters())
     found = (await policy.verify())["random adapter"]
-    dist.say(
+    job.say(
         f"engine   agrees with the trainer: log-probs differ by {found.mean:.1g} nats on average, "
         f"at most {found.largest:.1g}, under an adapter that moves them by {found.moved:.1g}",
     )
     if state.step == 0:
-        await begin(policy, tasks, cfg, run, dist, state)
+        await begin(policy, tasks, cfg, job, state)
     if cfg.sft or policy.path.adapter:  # else the reference of the KL term is the base model
         start = "imitated" if cfg.sft else "untrained"
         policy.set_reference(Path("logs", cfg.name, start))
@@ -675,23 +726,19 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
         watch = metrics.Stopwatch()
 
         # sample: P groups of G episodes from the current policy; faults leave their group
-        plan, replacements = plan_step(tasks, cfg, step)
-        seed = cfg.seed * 10_007 + step
-        groups = await play_groups(
-            policy, plan, cfg.group_size, cfg, seed, dist, state.recent, replacements
-        )
+        groups = await play_groups(policy, plan_step(tasks, cfg, step), cfg, job, state.recent)
         watch.lap("sample")
-        played = gather_groups(groups, dist)
+        played = gather_groups(groups, job)
         row = {"step": step, **metrics.step_metrics(played, tasks)}
         if not cfg.eval_episodes:  # the sampled episodes judge the adapter before its update
-            keep_best(policy, run, dist, state, guard.latest_steps([*rows, row]))
+            keep_best(policy, job, state, guard.latest_steps([*rows, row]))
 
         # learn: from the groups whose rewards differ
         warm = min(1.0, (step - state.since + 1) / (cfg.warmup + 1))
         row["lr"] = cfg.lr * state.lr_scale * warm
         for setting in optimizer.param_groups:
             setting["lr"] = row["lr"]
-        row |= update(policy, optimizer, make_batch(policy, groups, cfg, dist), cfg, dist)
+        row |= update(policy, optimizer, make_batch(policy, groups, cfg, job), cfg, job)
         watch.lap("train")
 
         # sync: the trained adapter into the running engine
@@ -702,11 +749,11 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
         state.step = step + 1
         metrics.remember(state.recent, played)
         if cfg.eval_episodes and (state.step % cfg.eval_every == 0 or state.step == cfg.steps):
-            judged = await evaluate(policy, tasks, cfg, dist, selection_seed(cfg))
-            save_groups(run, f"eval-{step:06d}", judged)
+            judged = await evaluate(policy, tasks, cfg, job, selection_seed(cfg))
+            save_groups(job, f"eval-{step:06d}", judged)
             result = metrics.evaluation(judged, tasks)
             row |= metrics.evaluation_columns(result)
-            keep_best(policy, run, dist, state, result | {"step": step})
+            keep_best(policy, job, state, result | {"step": step})
         row["alarms"] = guard.alarms(row, rows)
         rows.append(row)
         best = state.best if cfg.eval_episodes else None
@@ -716,18 +763,17 @@ async def train(policy, tasks: list[Task], cfg: Config, run, dist) -> None:
         watch.lap("judge")
 
         # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
-        if run:
+        if job.run:
             row |= timing(policy, watch.seconds, played)
-            write_step(policy, optimizer, cfg, run, state, played, row)
-            print_step(run, row)
+            write_step(policy, optimizer, job, state, played, row)
+            print_step(job.run, row)
 
     if cfg.eval_episodes:
-        final = await compare_adapters(policy, tasks, cfg, run, dist, state)
-        if run:
-            run.result(final=final)
-            run.track(metrics.final_row(final, run.results()["metric"]))
-    if run:
-        run.result(status=f"stopped: {state.stopped}" if state.stopped else "finished")
+        final = await compare_adapters(policy, tasks, cfg, job, state)
+        job.result(final=final)
+        if job.run:
+            job.run.track(metrics.final_row(final, job.run.results()["metric"]))
+    job.result(status=f"stopped: {state.stopped}" if state.stopped else "finished")
 
 
 # ------------------------------------------------------------------------------ start
@@ -749,8 +795,10 @@ def check(cfg: Config) -> None:
         )
     if cfg.max_groups is not None and cfg.max_groups < cfg.groups:
         raise UserError(f"--max-groups {cfg.max_groups} is less than --groups {cfg.groups}.")
-    if cfg.advantage == "ppo" and cfg.credit != "episode":
-        raise UserError("--advantage ppo assigns credit to every token itself: leave out --credit.")
+    if ADVANTAGES[cfg.advantage].value_head and cfg.credit != "episode":
+        raise UserError(
+            f"--advantage {cfg.advantage} assigns credit to every token itself: leave out --credit."
+        )
 
 
 def fill_in(cfg: Config, tasks: list[Task], path: ModelPath) -> None:
@@ -773,12 +821,11 @@ def fill_in(cfg: Config, tasks: list[Task], path: ModelPath) -> None:
     cfg.task_weights = cfg.task_weights or (1.0,) * len(tasks)
 
 
-def prepare(cfg: Config, dist):
+def prepare(cfg: Config, job):
     """Completes the config, opens the run directory and raises UserError for whatever is wrong,
     before the model loads.
 
-    Returns the tasks, the model's path, why this sandbox was chosen, and the run (None except on
-    rank 0).
+    Returns the tasks, the model's path, and why this sandbox was chosen.
     """
     check(cfg)
     cfg.model.model = cfg.model.model or default_model()
@@ -787,10 +834,10 @@ def prepare(cfg: Config, dist):
     fill_in(cfg, tasks, path)
     if cfg.sft and not Path("logs", cfg.name, "imitated").exists():
         imitation.best_episodes(cfg.sft, tasks, cfg.sft_share)
-    if dist.rank > 0:
-        return tasks, path, why, None
+    if job.rank > 0:
+        return tasks, path, why
     trackers.check(**asdict(cfg.trackers))
-    run = open_run(
+    job.run = run = open_run(
         run_directory(cfg.name),
         flat(cfg),
         fingerprint(__file__, tasks, path),
@@ -802,7 +849,7 @@ def prepare(cfg: Config, dist):
             f"{run.dir} has steps but no checkpoint to continue from, and starting anew would "
             "erase them: choose another --name, or remove it."
         )
-    return tasks, path, why, run
+    return tasks, path, why
 
 
 def is_finished(run, cfg: Config) -> bool:
@@ -821,26 +868,27 @@ def main() -> None:
     threads.configure()
     cfg = parse_config(Config, sys.argv[1:])
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
-    dist = distributed.join(timeout=24 * 3600)
-    tasks, path, why, run = prepare(cfg, dist)
-    if dist.gather(bool(run and run.finished))[0]:
-        dist.say(f"logs/{cfg.name} was finished before: nothing was run.")
+    job = distributed.join(timeout=24 * 3600)
+    tasks, path, why = prepare(cfg, job)
+    run = job.run
+    if job.first(bool(run and run.finished)):
+        job.say(f"logs/{cfg.name} was finished before: nothing was run.")
     else:
         with recorded_end([run] if run else [], f"logs/{cfg.name} after its last whole step"):
             if run:
                 run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
                 banner(cfg, tasks, path, why, run)
-            dist.say("engine   is starting")
-            policy = load_policy(cfg, path, dist)
-            asyncio.run(train(policy, tasks, cfg, run, dist))
+            job.say("engine   is starting")
+            policy = load_policy(cfg, path, job)
+            asyncio.run(train(policy, tasks, cfg, job))
     if run:
         farewell(run)
         stopped = run.results()["status"].partition("stopped: ")[2]
-        if stopped and dist.world == 1:  # torchrun would restart a job that failed
+        if stopped and job.world == 1:  # torchrun would restart a job that failed
             sys.exit(f"Stopped: {stopped}. The best adapter so far is in best/.")
 
 
-def load_policy(cfg: Config, path, dist) -> Policy:
+def load_policy(cfg: Config, path, job) -> Policy:
     """The model, and how many tokens a training pass over it can hold: see cfg.micro_tokens."""
     policy = Policy(
         path,
@@ -851,16 +899,16 @@ def load_policy(cfg: Config, path, dist) -> Policy:
         seed=cfg.seed,
         max_batch=cfg.concurrency,
         gpu_memory=cfg.gpu_memory,
-        value_head=cfg.advantage == "ppo",
+        value_head=ADVANTAGES[cfg.advantage].value_head,
         gradient_checkpointing=cfg.gradient_checkpointing,
         share_base=cfg.share_base,
         compile=cfg.model.compile,
         exact=cfg.model.exact,
     )
     cfg.micro_tokens = memory.fit_micro_tokens(
-        policy, cfg.micro_tokens, cfg.gradient_checkpointing, dist.world
+        policy, cfg.micro_tokens, cfg.gradient_checkpointing, job.world
     )
-    dist.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
+    job.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
     return policy
 
 

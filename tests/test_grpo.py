@@ -25,7 +25,7 @@ from flatlab.runs import store
 from flatlab.runs.reader import read_rows, segments_of
 from flatlab.train import guard, metrics
 from flatlab.train.batch import Group, TrainSequence, gather_groups
-from flatlab.train.checkpoint import State, restore
+from flatlab.train.checkpoint import restore
 from flatlab.train.distributed import SingleProcess
 from flatlab.view import console, views
 from helpers import RESULT, configure
@@ -313,7 +313,7 @@ def test_the_guard_restores_the_best_adapter_halves_the_rate_and_in_the_end_stop
     monkeypatch.chdir(tmp_path)
     policy.save("logs/a/best")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0)
-    state, cfg = State(step=7, best={"step": 3}), configure(CFG, name="a")
+    state, cfg = grpo.State(step=7, best={"step": 3}), configure(CFG, name="a")
     for times in (1, 2, 3):
         randomise(policy, std=1.0)
         optimizer.state[policy.parameters()[0]] = {"step": 1}
@@ -329,7 +329,7 @@ def test_the_guard_restores_the_best_adapter_halves_the_rate_and_in_the_end_stop
         restore(policy, optimizer, cfg, state, "it fell") == "stopped: it fell"
         and state.stopped == "it fell"
     )
-    fresh = State(step=7, best={"step": 3})
+    fresh = grpo.State(step=7, best={"step": 3})
     restore(policy, optimizer, configure(cfg, guard="stop"), fresh, "it fell")
     assert fresh.stopped == "it fell" and fresh.restores == 0
 
@@ -370,7 +370,7 @@ def play(policy, tmp_path, monkeypatch):
         run.result(**RESULT)
         run.trackers += trackers
         try:
-            asyncio.run(grpo.train(policy, list(tasks), cfg, run, SingleProcess()))
+            asyncio.run(grpo.train(policy, list(tasks), cfg, SingleProcess(run)))
             return run.rows()
         finally:
             run.lock.close()

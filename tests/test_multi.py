@@ -185,9 +185,9 @@ def main(model: str, steps: str, advantage: str = "group") -> None:
         guard="restore" if int(steps) == STEPS else "off",
     )
     grpo.run_episode = one_reply
-    run = open_run("logs/m", {"task": ["titanic"], "steps": cfg.steps}) if dist.rank == 0 else None
-    if run:
-        run.result(**RESULT)
+    if dist.rank == 0:
+        dist.run = open_run("logs/m", {"task": ["titanic"], "steps": cfg.steps})
+    dist.result(**RESULT)
     policy = Policy(
         ModelPath(model, None, False),
         context=512,
@@ -196,7 +196,7 @@ def main(model: str, steps: str, advantage: str = "group") -> None:
         seed=dist.rank,  # rank 0's counts
         value_head=advantage == "ppo",
     )
-    asyncio.run(grpo.train(policy, [TASK], cfg, run, dist))
+    asyncio.run(grpo.train(policy, [TASK], cfg, dist))
 
 
 if __name__ == "__main__":

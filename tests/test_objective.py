@@ -121,7 +121,7 @@ def test_group_advantages_by_hand():
     )  # mean 2, std 2 sqrt 2
     assert grpo.group_nostd([0.0, 1.0, 5.0]) == pytest.approx([-2, -1, 3])
     assert grpo.rloo([0.0, 1.0, 5.0]) == pytest.approx([-3, -1.5, 4.5])  # 0 - 3, 1 - 2.5, 5 - 0.5
-    assert grpo.ADVANTAGES["ppo"]([0.3, -1.0]) == [0.3, -1.0]
+    assert grpo.ADVANTAGES["ppo"].function([0.3, -1.0]) == [0.3, -1.0]
 
 
 def test_gae_by_hand():
@@ -346,7 +346,7 @@ def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
     def play(*more):
         seeds.clear()
         return asyncio.run(
-            grpo.play_groups(None, [task] * 2, 4, cfg, 7, SingleProcess(), replacements=more)
+            grpo.play_groups(None, grpo.Plan([task] * 2, 4, 7, more), cfg, SingleProcess())
         )
 
     assert [g.number for g in play()] == [0, 1]

@@ -69,13 +69,13 @@ def choose_tasks(tasks: list[Task], weights: list[float], groups: int, seed: str
     return [tasks[number] for number in numbers]
 
 
-def gather_groups(groups: list[Group], dist) -> list[Group]:
+def gather_groups(groups: list[Group], job) -> list[Group]:
     """The groups of all ranks by number, on every rank, with their tokens packed."""
     copies = []
     for g in groups:
         episodes = [replace(e, segments=[]) for e in g.episodes]
         copies.append(replace(g, episodes=episodes, tokens=packed_tokens(g.episodes)))
-    parts = dist.gather(copies)
+    parts = job.gather(copies)
     return sorted((g for part in parts for g in part), key=lambda g: g.number)
 
 
@@ -104,36 +104,6 @@ def sequences_of(episode: Episode, advantages: list[float | None]) -> list[Train
 
 def flatten(batch: list[list[TrainSequence]]) -> list[TrainSequence]:
     return [sequence for sequences in batch for sequence in sequences]
-
-
-def use_values(policy, batch: list[list[TrainSequence]], gae, cfg, dist) -> None:
-    """PPO: replaces the reward of each episode by gae(reward, values), whitened over the batch of
-    all ranks.
-
-    batch: the sequences of each episode. The value head's target is advantage + value, before the
-    whitening.
-    """
-    import torch
-
-    for part in micro_batches(flatten(batch), cfg.micro_tokens, policy.packs):
-        pairs = [(s.tokens, s.mask) for s in part]
-        with torch.no_grad():
-            values = iter(policy.logprobs(pairs, values=True)[2].tolist())
-        for s in part:
-            s.target = [next(values) for _ in s.old]
-    for sequences in filter(None, batch):
-        reward = sequences[-1].advantage[-1]
-        advantages = iter(gae(reward, [value for s in sequences for value in s.target]))
-        for s in sequences:
-            s.advantage = [next(advantages) for _ in s.old]
-            s.target = [a + value for a, value in zip(s.advantage, s.target)]
-    everything = [a for s in flatten(batch) for a in s.advantage]
-    squares = sum(a * a for a in everything)
-    n, total, squares = dist.sum(len(everything), sum(everything), squares)
-    mean = total / max(n, 1)
-    deviation = max(squares / max(n, 1) - mean**2, 0.0) ** 0.5
-    for s in flatten(batch):
-        s.advantage = [(a - mean) / (deviation + 1e-8) for a in s.advantage]
 
 
 def micro_batches(sequences: list[TrainSequence], limit: int, packed: bool = True):
@@ -240,12 +210,12 @@ class Meter:
         totals, counts, _ = zip(*self.rows.get(name, [(0.0, 1, 0.0)]))
         return sum(totals) / sum(counts)
 
-    def over_ranks(self, dist) -> tuple[dict, dict, dict]:
+    def over_ranks(self, job) -> tuple[dict, dict, dict]:
         """(sums, means, maxima) by name, the same on every rank. A rank may have had nothing to
         add.
         """
         sums, means, maxima = {}, {}, {}
-        parts = [part for part in dist.gather(self.rows) if part]
+        parts = [part for part in job.gather(self.rows) if part]
         for name in parts[0]:
             totals, counts, largest = zip(*[row for part in parts for row in part[name]])
             sums[name] = sum(totals)

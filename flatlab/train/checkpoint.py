@@ -1,14 +1,17 @@
 """What outlives a step of training: the row, the transcripts, checkpoints and adapters; and how a
 run resumes from them.
 
-Every rank calls these functions. Only rank 0 has a `run` and writes.
+Every rank calls these functions with its job, see distributed.py. Only that of rank 0 has a run to
+write. state: the State of grpo.py.
 """
 
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from flatlab.episode.task import improvement
 from flatlab.errors import UserError
@@ -19,62 +22,48 @@ from flatlab.train.tensors import save_tensors
 EVALUATION = "evaluation.json"  # beside the adapter in best/
 
 
-@dataclass
-class State:
-    """What a checkpoint holds besides adapter and optimizer. All randomness is a function of seed
-    and step, so there is no generator to save.
-    """
-
-    step: int = 0  # the next one
-    lr_scale: float = 1.0
-    since: int = 0  # step of the last restore: warm-up and guard start there
-    restores: int = 0
-    stopped: str = ""  # why the guard ended the run
-    best: dict | None = None  # evaluation of the adapter in best/
-    recent: dict = field(default_factory=dict)  # for `percentile`, see metrics.remember
-
-
-def resume(policy, optimizer, run, dist) -> tuple[State, list[dict]]:
+def resume(policy, optimizer, job, new_state: Callable) -> tuple[Any, list[dict]]:
     """Loads the newest checkpoint and removes what was written after it. Returns the state and the
     rows up to it.
 
-    Raises UserError for a checkpoint of an older format.
+    new_state: State of grpo.py. Raises UserError for a checkpoint with other fields.
     """
     import torch
 
+    run = job.run
     newest = run.checkpoints()[-1:] if run else []
-    step, folder = dist.gather(newest[0] if newest else (-1, None))[0]
+    step, folder = job.first(newest[0] if newest else (-1, None))
     saved = None
     if folder is not None:
         saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-        if set(saved.get("state", {})) != {f.name for f in fields(State)}:
+        if set(saved.get("state", {})) != {f.name for f in fields(new_state)}:
             raise UserError(
                 f"The checkpoint {folder} was written by another version of grpo.py: "
                 "choose another --name, or continue it with that version."
             )
     if run:
         run.truncate_after(step)
-    rows = dist.gather(run.rows() if run else None)[0]
+    rows = job.first(run.rows() if run else None)
     if saved is None:
-        return State(), rows
+        return new_state(), rows
     policy.load(folder)
     optimizer.load_state_dict(saved["optimizer"])
-    if run:
-        print(f"resumed after step {step} from {folder}", flush=True)
-    state = State(**saved["state"])
+    job.say(f"resumed after step {step} from {folder}")
+    state = new_state(**saved["state"])
     # A run that was killed before its checkpoint may have saved a better adapter already.
-    evaluation = Path(run.dir, "best", EVALUATION) if run else None
-    if evaluation and evaluation.exists():
+    evaluation = folder.parents[1] / "best" / EVALUATION
+    if run and evaluation.exists():
         state.best = json.loads(evaluation.read_text())
-    state.best = dist.gather(state.best)[0]
+    state.best = job.first(state.best)
     return state, rows
 
 
-def write_step(policy, optimizer, cfg, run, state: State, groups: list[Group], row: dict) -> None:
+def write_step(policy, optimizer, job, state, groups: list[Group], row: dict) -> None:
     """Writes transcripts, row and checkpoint, in this order: a step counts once its checkpoint is
     there.
     """
-    save_groups(run, row["step"], groups)
+    save_groups(job, row["step"], groups)
+    run = job.run
     run.log(row)
     with run.checkpoint(row["step"]) as folder:
         policy.save(folder)
@@ -82,11 +71,11 @@ def write_step(policy, optimizer, cfg, run, state: State, groups: list[Group], r
         save_tensors(tensors, folder / "trainer.pt")
 
 
-def save_groups(run, name: int | str, groups: list[Group]) -> None:
+def save_groups(job, name: int | str, groups: list[Group]) -> None:
     """Writes the episodes of these groups and their tokens, see Run.save_episodes."""
-    if run:
+    if job.run:
         lines = [line for group in groups for line in transcripts(group)]
-        run.save_episodes(name, lines, b"".join(group.tokens for group in groups))
+        job.run.save_episodes(name, lines, b"".join(group.tokens for group in groups))
 
 
 def transcripts(group: Group) -> list[dict]:
@@ -119,26 +108,25 @@ def timing(policy, seconds: dict, groups: list[Group]) -> dict:
 # ------------------------------------------------------------------------------ adapters
 
 
-def save_adapter(policy, run, dist, name: str, evaluation: dict | None = None) -> None:
+def save_adapter(policy, job, name: str, evaluation: dict | None = None) -> None:
     """Saves the adapter as <run>/<name>; afterwards every rank finds it there."""
-    if run:
-        with run.whole_directory(name) as folder:
+    if job.run:
+        with job.run.whole_directory(name) as folder:
             policy.save(folder)
             if evaluation:
                 (folder / EVALUATION).write_text(json.dumps(evaluation))
-    dist.gather(None)
+    job.gather(None)
 
 
-def keep_best(policy, run, dist, state: State, result: dict) -> None:
+def keep_best(policy, job, state, result: dict) -> None:
     """Saves the adapter as best/ if its evaluation is better than the best one so far."""
     if guard.better(result, state.best):
         state.best = result
-        save_adapter(policy, run, dist, "best", result)
-        if run:
-            run.result(best=result)
+        save_adapter(policy, job, "best", result)
+        job.result(best=result)
 
 
-def restore(policy, optimizer, cfg, state: State, reason: str) -> str:
+def restore(policy, optimizer, cfg, state, reason: str) -> str:
     """Goes back to the best adapter with half the learning rate, or stops the run. Returns what it
     did.
     """

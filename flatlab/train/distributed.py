@@ -21,14 +21,29 @@ from flatlab.errors import UserError
 
 
 class SingleProcess:
-    """A single process: there is nothing to exchange."""
+    """A job of one process: there is nothing to exchange.
+
+    run: the open run directory; None on all ranks but rank 0, which alone writes.
+    """
 
     rank, world = 0, 1
+
+    def __init__(self, run=None):
+        self.run = run
 
     def say(self, text: str) -> None:
         """Prints on rank 0 only."""
         if self.rank == 0:
             print(text, flush=True)
+
+    def result(self, **fields) -> None:
+        """Merges the fields into result.json."""
+        if self.run:
+            self.run.result(**fields)
+
+    def first(self, thing):
+        """The thing of rank 0, on every rank."""
+        return self.gather(thing)[0]
 
     def sum(self, *numbers: float) -> list[float]:
         return list(numbers)
@@ -52,6 +67,7 @@ class Ranks(SingleProcess):
     def __init__(self, timeout: float):
         from torch import distributed
 
+        super().__init__()
         meeting = distributed.rendezvous("env://", timeout=timedelta(seconds=120))
         store, self.rank, self.world = next(meeting)
         store = distributed.PrefixStore("flatlab", store)

@@ -85,7 +85,7 @@ def sequences_from(transcript: dict, policy, max_observation_tokens: int) -> lis
     return sequences_of(Episode(transcript["task"], 0, segments=segments, turns=kept), wanted)
 
 
-def warm_start(policy, tasks: list[Task], cfg, dist) -> None:
+def warm_start(policy, tasks: list[Task], cfg, job) -> None:
     """Minimises -log p of the replies with cfg.sft_updates steps of AdamW at cfg.sft_lr; prints a
     line per step.
 
@@ -101,7 +101,7 @@ def warm_start(policy, tasks: list[Task], cfg, dist) -> None:
     episodes = [sequences for sequences in episodes if sequences]
     if not episodes:
         raise UserError(f"--sft: no episode fits into --context {policy.context}.")
-    dist.say(f"imitate  {len(episodes)} episodes, {cfg.sft_updates} updates")
+    job.say(f"imitate  {len(episodes)} episodes, {cfg.sft_updates} updates")
     optimizer = policy.make_optimizer(cfg.sft_lr)
     rng = random.Random(cfg.seed)
     waiting = []
@@ -118,7 +118,7 @@ def warm_start(policy, tasks: list[Task], cfg, dist) -> None:
         seconds = (time.perf_counter() - start) / done * (cfg.sft_updates - done)
         width = len(str(cfg.sft_updates))
         count = f"{done:>{width}} of {cfg.sft_updates}"
-        dist.say(f"imitate  {count}: {loss:.3f} nats per token, ETA {duration(seconds)}")
+        job.say(f"imitate  {count}: {loss:.3f} nats per token, ETA {duration(seconds)}")
 
 
 def imitate(policy, sequences: list[TrainSequence], cfg) -> float:

@@ -43,13 +43,13 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
 
 
 class Progress:
-    """`async with Progress(dist, "evaluate", 64) as progress:` prints a line every 8 seconds.
+    """`async with Progress(job, "evaluate", 64) as progress:` prints a line every 8 seconds.
 
     Whoever ends one of the `total` episodes adds 1 to progress.done.
     """
 
-    def __init__(self, dist, what: str, total: int):
-        self.dist = dist
+    def __init__(self, job, what: str, total: int):
+        self.job = job
         self.what = what
         self.total = total
         self.done = 0
@@ -68,7 +68,7 @@ class Progress:
             seconds = time.monotonic() - self.start
             left = seconds / self.done * (self.total - self.done) if self.done else None
             count = f"{self.done} of {self.total} episodes"
-            self.dist.say(f"{self.what:8} {count}, {duration(seconds)}, ETA {duration(left)}")
+            self.job.say(f"{self.what:8} {count}, {duration(seconds)}, ETA {duration(left)}")
 
 
 def print_step(run, row: dict) -> None:

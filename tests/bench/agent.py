@@ -242,7 +242,9 @@ def run_ours(model, steps, turns, tokens, compiled):
     async def run():
         for step in range(steps):
             work.begin()
-            groups = await grpo.play_groups(policy, plan, cfg.group_size, cfg, step, dist)
+            groups = await grpo.play_groups(
+                policy, grpo.Plan(plan, cfg.group_size, step), cfg, dist
+            )
             sampling = time.perf_counter() - work.seconds
             batch = grpo.make_batch(policy, groups, cfg, dist)
             row = grpo.update(policy, optimizer, batch, cfg, dist)
