@@ -392,15 +392,6 @@ def test_bad_input_ends_with_exit_code_2(tmp_path):
     assert err.startswith("--group-size must be at least 2") and err.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_without_a_daemon_auto_says_so_and_goes_on(tmp_path, tiny_model):
-    flags = "1 --model tiny --eval-episodes 0".split()
-    code, out, err = run(tmp_path, *SMALL, *flags, DOCKER_HOST="unix:///nowhere.sock")
-    assert code == 0, err
-    line = next(line for line in out.splitlines() if line.startswith("sandbox"))
-    assert "local" in line and "No Docker daemon answers" in line
-
-
 def test_a_tracker_that_is_not_installed_leaves_no_run_directory(tmp_path, monkeypatch):
     from flatlab.runs import trackers
     from flatlab.train.distributed import SingleProcess

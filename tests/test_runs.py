@@ -208,13 +208,6 @@ def test_numbers_and_texts_survive_the_way_through_json(tmp_path):
     assert found == [{"text": text}, {"text": "b"}]
 
 
-def test_result_is_merged(tmp_path):
-    run = store.open_run(tmp_path, CONFIG)
-    run.result(a=1, b=2)
-    run.result(b=3)
-    assert run.results() == {"a": 1, "b": 3}
-
-
 def full_disk(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
