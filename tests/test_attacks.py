@@ -520,7 +520,9 @@ def test_answers_of_mlgyms_house_prices_are_nowhere(backend):
         "find / -name 'answer*.csv' 2>/dev/null; cp data/answer.csv submission.csv",
         "ls data",
     )
-    assert not score.valid and score.message.startswith("no submission") and "train.csv" in said
+    assert not score.valid
+    assert score.message.startswith("no submission")
+    assert "train.csv" in said
     assert not [line for line in said.splitlines() if line.startswith("/")], said
 
 
@@ -638,7 +640,8 @@ def test_ten_gigabytes(backend):
         "titanic",
         "truncate -s 10G submission.csv || head -c 900M /dev/zero > submission.csv",
     )
-    assert not score.valid and ("larger than" in score.message or "not there" in score.message)
+    assert not score.valid
+    assert "larger than" in score.message or "not there" in score.message
 
 
 @attack("an artefact that is a link, a device, a FIFO, a socket or a folder")
@@ -676,7 +679,9 @@ def test_no_way_to_root(backend):
         "unshare -r id; nsenter -t 1 -a id",
         "id -u; id",
     )
-    assert "uid=0" not in said and "euid=0" not in said and "UID0" not in said
+    assert "uid=0" not in said
+    assert "euid=0" not in said
+    assert "UID0" not in said
 
 
 @pytest.mark.slow
@@ -715,12 +720,14 @@ def test_strange_trees_are_no_fault(backend):
         before = world.score()
         deep = world.step(block(DEEP.format(2100) + "touch $'\\xff.py' $'\\xfe.out'; ls"))
         deep.observation.encode()
-        assert world.score() == before and before.valid
+        assert world.score() == before
+        assert before.valid
         world.step(block("ln -s data folder.out"))  # is no file, so it is not handed in
         assert world.score() == before
         world.step(block("ln -s data/train.csv $'\\xfd.out'"))
         found = world.step("```bash\nvalidate\n```")
-        assert found.status == "invalid" and "is a link" in found.observation
+        assert found.status == "invalid"
+        assert "is a link" in found.observation
         assert found.observation.encode()
         world.step(block("rm -rf *.out d; " + DEEP.format(1200)))
         with world.fork() as child:
@@ -751,4 +758,5 @@ def test_rm_rf(backend):
         own = "rm -rf ~/* ~/.* . 2>/dev/null"
         world.step(block(f"{system}; {own}; mkdir -p ~/workspace"))
         assert world.score().message.startswith("no submission")
-        assert not world.step(block("submit")).score and not world.score("test").valid
+        assert not world.step(block("submit")).score
+        assert not world.score("test").valid

@@ -98,7 +98,8 @@ def test_a_group_has_the_same_name_on_every_task():
 def test_names_are_unique_even_when_they_are_cut():
     configs = [searched(i, model="m" * 100 + str(i)) for i in range(3)]
     labels = [g.label for g in compare.groups_of(configs)["search", "titanic"]]
-    assert len(set(labels)) == 3 and max(map(len, labels)) <= 90
+    assert len(set(labels)) == 3
+    assert max(map(len, labels)) <= 90
 
 
 def test_labels_are_the_settings_that_a_user_chose():
@@ -142,18 +143,23 @@ def ended(seed=0, untrained=False, **config):
 
 def test_training_runs_are_ranked_by_a_named_adapter():
     [row] = compare.comparison([ended(0), ended(1, untrained=True)], "grpo")
-    assert row["adapter"] == "1 best, 1 untrained" and row["mean"] == pytest.approx(0.55)
+    assert row["adapter"] == "1 best, 1 untrained"
+    assert row["mean"] == pytest.approx(0.55)
     [row] = compare.comparison([trained()], "grpo")  # not finished
-    assert row["adapter"] == "1 last steps" and row["mean"] == pytest.approx(0.7)
+    assert row["adapter"] == "1 last steps"
+    assert row["mean"] == pytest.approx(0.7)
     assert "1 best, 1 untrained" in compare.table([ended(0), ended(1, untrained=True)])
 
 
 def test_the_best_adapter_is_called_untrained_where_it_is():
     lines = views.final_table(ended(untrained=True))
-    assert "best (the untrained adapter)" in lines and "fresh seeds" in lines
+    assert "best (the untrained adapter)" in lines
+    assert "fresh seeds" in lines
     assert "no evaluation during training was better" in lines
     lines = views.final_table(ended())
-    assert "best (step 1)" in lines and "+0.1000" in lines and "best (the untr" not in lines
+    assert "best (step 1)" in lines
+    assert "+0.1000" in lines
+    assert "best (the untr" not in lines
 
 
 def groups_alone(run):
@@ -175,11 +181,13 @@ def test_the_mean_over_several_tasks_is_an_improvement():
     config = run.config | {"task": ["titanic", "digits"]}
     run = replace(run, rows=rows, config=config, result=result)
     [row] = compare.comparison([run], "grpo")
-    assert row["task"] == "titanic+digits" and row["improvement"] == pytest.approx(0.2)
+    assert row["task"] == "titanic+digits"
+    assert row["improvement"] == pytest.approx(0.2)
     with plots.figure_of(6, 4) as figure:
         axis = figure.subplots()
         plots.draw_panel(axis, plots.TRAINING[0], groups_alone(run))
-        assert "improvement" in axis.get_ylabel() and axis.lines[0].get_ydata()[1] == 0.2
+        assert "improvement" in axis.get_ylabel()
+        assert axis.lines[0].get_ydata()[1] == 0.2
 
 
 def test_failed_nodes_count_as_the_baseline_and_faults_do_not():
@@ -206,10 +214,12 @@ def test_colours_repeat_beyond_seven_groups():
 
 def test_failures_and_runs_without_any_score_are_counted():
     rows = compare.comparison([searched(0), searched(1, scores=(None, None))], "search")
-    assert len(rows) == 1 and (rows[0]["n"], rows[0]["failed"], rows[0]["nodes"]) == (2, 3, 5)
+    assert len(rows) == 1
+    assert (rows[0]["n"], rows[0]["failed"], rows[0]["nodes"]) == (2, 3, 5)
     assert rows[0]["mean"] == pytest.approx((0.7 + 0.5) / 2)  # nothing valid counts as the baseline
     text = compare.table([searched(0), searched(1, scores=(None, None)), trained()])
-    assert "3 of 5" in text and "4 of 16" in text
+    assert "3 of 5" in text
+    assert "4 of 16" in text
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -237,7 +247,8 @@ def test_the_band_of_best_so_far_never_leaves_the_possible_range():
         PANELS[0][3](axis, compare.groups_of(runs)["search", "titanic"])
         [band] = axis.collections
     ys = band.get_paths()[0].vertices[:, 1]
-    assert ys.max() <= 1.0 and ys.min() >= 0.5
+    assert ys.max() <= 1.0
+    assert ys.min() >= 0.5
 
 
 @pytest.mark.slow
@@ -276,7 +287,8 @@ def test_the_mean_is_solid_only_where_all_runs_are():
             [line.get_xdata()[-1] for line in axis.lines if line.get_linestyle() == style]
             for style in ("-", ":")
         )
-    assert solid == [1] and dotted == [5]
+    assert solid == [1]
+    assert dotted == [5]
 
 
 # ------------------------------------------------------------------ what made a run
@@ -377,7 +389,8 @@ def test_a_run_whose_code_changed_is_marked_as_mixed(tmp_path):
     found = labels([made_by(searched(0)), mixed])["titanic"]
     assert found == [("search.py of s0", ["s0"]), ("search.py of s1 mixed", ["s1"])]
     sentence = "s1 is mixed: while it went on, its code changed (search.py)"
-    assert sentence in compare.table([mixed]) and sentence in compare.table([searched(), mixed])
+    assert sentence in compare.table([mixed])
+    assert sentence in compare.table([searched(), mixed])
     assert plots.heading(mixed).endswith("mixed code (search.py)")
     assert "mixed" not in plots.heading(made_by(searched(0)))
 
@@ -399,8 +412,10 @@ def test_evaluations_are_compared_by_their_means():
     assert [row["mean"] for row in rows] == [0.75, pytest.approx(2.2 / 3)]
     assert [row["stderr"] for row in rows] == [0.01, 0.01]
     tables = compare.table([*runs, searched(0)]).split("\n\n")
-    assert len(tables) == 2 and "mean: over the episodes" in tables[1]
-    assert "mean: the test score" in tables[0] and "tiny" not in tables[0]
+    assert len(tables) == 2
+    assert "mean: over the episodes" in tables[1]
+    assert "mean: the test score" in tables[0]
+    assert "tiny" not in tables[0]
     assert plots.heading(runs[0]).endswith("mean 0.7500 ± 0.0100 (validation)")
 
 
@@ -451,7 +466,8 @@ def test_the_bar_of_a_tree_has_an_arrow_where_scores_lie_outside():
         run = searched(scores=scores, higher=higher)
         run = replace(run, result=run.result | {"baseline": 0.45 if higher else 0.5})
         low, high = colour_limits(run)
-        assert (min(scores) < low) == (arrow == "min") and (max(scores) > high) == (arrow == "max")
+        assert (min(scores) < low) == (arrow == "min")
+        assert (max(scores) > high) == (arrow == "max")
         _, bar, _ = tree_axes(run)
         assert bar._colorbar.extend == arrow
     _, bar, _ = tree_axes(searched(scores=(0.5, 0.5)))

@@ -82,7 +82,8 @@ def test_no_command_is_a_fault(world):
         world.reset()
         world.step(block(command))
         step = world.step(block("echo alive"))
-        assert step.status == "ok" and step.observation == "alive"
+        assert step.status == "ok"
+        assert step.observation == "alive"
         assert world.score().message.startswith("no submission")
 
 
@@ -94,7 +95,8 @@ def test_words_of_docker_are_only_words(world):
             "echo 'the sandbox does not answer' >&2; exit 137"
         )
     )
-    assert step.status == "error" and "is not running" in step.observation
+    assert step.status == "error"
+    assert "is not running" in step.observation
     assert world.step(block("echo alive")).observation == "alive"
 
 
@@ -106,7 +108,8 @@ def test_no_snapshot_lies_in_the_sandbox(world):
     names = snapshot.STATE.strip("."), snapshot.REST.strip(".")
     found = f"-name '*{names[0]}*' -o -name '*{names[1]}*' -o -name '*.tar' -newer data/train.csv"
     said = world.step(block(f"find / {found} 2>/dev/null; ls -A ~ /tmp")).observation
-    assert "flatlab-" not in said.replace("flatlab-test", "") and "workspace" in said
+    assert "flatlab-" not in said.replace("flatlab-test", "")
+    assert "workspace" in said
 
 
 # ---- copies
@@ -138,12 +141,10 @@ def test_a_copy_equals_its_parent(world, last):
     world.step(block(last), timeout=0.3)
     with world.fork(clear_artefacts=False) as twin:
         ours, theirs = (copy.sandbox.run(MANIFEST, 60).output for copy in (world, twin))
-        assert (
-            ours == theirs
-            and "odd name" in ours
-            and "site-packages/pkg/__init__.py" in ours
-            and "data/test.csv" not in ours
-        )
+        assert ours == theirs
+        assert "odd name" in ours
+        assert "site-packages/pkg/__init__.py" in ours
+        assert "data/test.csv" not in ours
         assert (
             twin.step(block('pwd; echo "$KEPT"')).observation
             == f"{twin.sandbox.workspace}/deep\na\nb"
@@ -166,7 +167,8 @@ def test_a_copy_of_a_renamed_folder_with_a_mount(backend, monkeypatch):
         files = world.snapshot()
         world.restore(files, False)
         seen = world.step(block("ls . data")).observation
-        assert "input" in seen and "train.csv" in seen
+        assert "input" in seen
+        assert "train.csv" in seen
 
 
 @fault(28, "a copy that is too large")
@@ -266,7 +268,8 @@ def test_daemon_restarted_in_an_episode(wire, task):
 
     policy.sample = sample
     episode = asyncio.run(play_once(Env(task, "docker"), policy))
-    assert (episode.status, episode.score) == ("fault", None) and len(episode.turns) == 1
+    assert (episode.status, episode.score) == ("fault", None)
+    assert len(episode.turns) == 1
 
 
 @needs_docker
@@ -413,7 +416,8 @@ def test_ctrl_c(backend, moment):
     process.send_signal(signal.SIGINT)
     begin = time.monotonic()
     process.communicate(timeout=30)
-    assert process.returncode not in (0, None) and time.monotonic() - begin < 15
+    assert process.returncode not in (0, None)
+    assert time.monotonic() - begin < 15
     assert wait_for(lambda: not containers_of(process.pid), 15)
     assert not [
         folder for folder in Path("/tmp").glob("flatlab-*") if str(process.pid) in folder.name
@@ -429,11 +433,9 @@ def test_a_slow_start_is_not_the_agents_time(task, monkeypatch):
     monkeypatch.setattr(Env, "open", slow)
     policy = FakePolicy(block(TITANIC), block("submit"))
     episode = asyncio.run(play_once(Env(task, "local"), policy, episode_minutes=0.015))
-    assert (
-        episode.status == "submit"
-        and episode.score.valid
-        and sum(turn["seconds_env"] for turn in episode.turns) < 0.9
-    )
+    assert episode.status == "submit"
+    assert episode.score.valid
+    assert sum(turn["seconds_env"] for turn in episode.turns) < 0.9
 
 
 @fault(33, "one of several episodes breaks")

@@ -64,16 +64,22 @@ def test_a_run_leaves_everything_behind(finished):
     logs = folder / "logs" / "a"
     metrics, result = rows(logs / "metrics.jsonl"), json.loads((logs / "result.json").read_text())
     assert [row["step"] for row in metrics] == [0, 1]
-    assert result["status"] == "finished" and result["task"] == "titanic"
+    assert result["status"] == "finished"
+    assert result["task"] == "titanic"
     final = result["final"]
-    assert 0 < result["before"]["score_mean"] < 1 and final["n"] == 2 and final["steps"] == 2
-    assert "test_score_mean" in final["best"] and final["last"]["difference_n"] == 2
+    assert 0 < result["before"]["score_mean"] < 1
+    assert final["n"] == 2
+    assert final["steps"] == 2
+    assert "test_score_mean" in final["best"]
+    assert final["last"]["difference_n"] == 2
     assert all(row["faults"] == 0 for row in metrics)
     learned = [row for row in metrics if "logprob_diff_max" in row]
-    assert learned and all(row["logprob_diff_max"] < 1e-4 for row in learned)
+    assert learned
+    assert all(row["logprob_diff_max"] < 1e-4 for row in learned)
     episodes = rows(logs / "episodes" / "000001.jsonl")
     groups = metrics[1]["groups"]  # two, and up to four when some had equal rewards
-    assert 2 <= groups <= 4 and len(episodes) == 4 * groups
+    assert 2 <= groups <= 4
+    assert len(episodes) == 4 * groups
     assert {e["group"] for e in episodes} == set(range(groups))
     assert all(e["reward"] == -1 or e["score"]["valid"] for e in episodes)
     assert all(e["status"] != "fault" and e["turns"] and e["turns"][0]["reply"] for e in episodes)
@@ -81,9 +87,13 @@ def test_a_run_leaves_everything_behind(finished):
     for name in ("config.yaml", "command.txt", "git.txt", "env.txt"):
         assert (logs / name).stat().st_size > 0
     assert (logs / "report.html").stat().st_size > 10_000
-    assert "stand-in" in out and "curves.png" in out and "engine   agrees" in out
+    assert "stand-in" in out
+    assert "curves.png" in out
+    assert "engine   agrees" in out
     assert "warning  titanic" not in out  # that of MLGym is degenerate, this one is not
-    assert "\nuntrained " in out and "\nlast (step 1)" in out and "\nbest " in out
+    assert "\nuntrained " in out
+    assert "\nlast (step 1)" in out
+    assert "\nbest " in out
 
 
 # ------------------------------------------------------------------ numbers from the files alone
@@ -213,7 +223,8 @@ def test_the_episodes_of_a_step_are_of_one_version(finished):
         {turn["version"] for episode in rows(file) for turn in episode["turns"]}
         for file in sorted(folder.glob("00000?.jsonl"))
     ]
-    assert versions[0] == {min(versions[0])} and versions[1] == {min(versions[0]) + 1}
+    assert versions[0] == {min(versions[0])}
+    assert versions[1] == {min(versions[0]) + 1}
 
 
 @pytest.fixture
@@ -238,7 +249,9 @@ def test_the_same_command_again_finds_it_finished_and_another_config_is_refused(
     assert code == 0 and "\nuntrained " in out and "adapter: logs/a/best" in out, err
     assert metrics.read_bytes() == before
     code, out, err = again(*A_RUN, "--lr", "0.5")
-    assert code == 2 and "lr: 0.001 there, 0.5 now" in err and len(err.strip().splitlines()) == 1
+    assert code == 2
+    assert "lr: 0.001 there, 0.5 now" in err
+    assert len(err.strip().splitlines()) == 1
     code, out, err = again(*A_RUN, "--steps", "4")
     assert "the engine was loaded" in err  # there is something left to do
 
@@ -249,7 +262,8 @@ def test_a_run_without_its_checkpoints_is_not_erased(again):
     (logs / "checkpoints").rename("elsewhere")
     try:
         code, _, err = again(*A_RUN)
-        assert code == 2 and "no checkpoint to continue from" in err
+        assert code == 2
+        assert "no checkpoint to continue from" in err
         assert (logs / "metrics.jsonl").read_bytes() == before
         assert len(list((logs / "episodes").glob("0*.jsonl"))) == 2
     finally:
@@ -275,7 +289,8 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
     assert result["before"]["n"] == result["final"]["imitated"]["n"] == 2
     assert result["best"]["step"] in (-1, 0)
     losses = [float(loss) for loss in re.findall(r"of 4: ([0-9.]+) nats per token", out)]
-    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
     assert rows(tmp_path / "logs/learned/metrics.jsonl")[0]["kl"] < 1e-5
     trained = "logs/learned/checkpoints/000000"
     done("search.py", *f"--name again --nodes 1 --branching 1 --model {trained}".split())
@@ -283,9 +298,8 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
         unpacked(tmp_path / f"logs/{name}/episodes/000000.tokens.jsonl.gz")[0]["segments"][0]
         for name in ("tree", "again")
     )
-    assert (
-        before["tokens"][:50] == after["tokens"][:50] and before["logprobs"] != after["logprobs"]
-    )  # same prompt, another policy
+    assert before["tokens"][:50] == after["tokens"][:50]
+    assert before["logprobs"] != after["logprobs"]  # same prompt, another policy
     shutil.rmtree(tmp_path / "logs/tree")  # a resumed run imitates nothing again
     done("grpo.py", *SMALL, "2", *imitate[1:])
     assert len(rows(tmp_path / "logs/learned/metrics.jsonl")) == 2
@@ -338,11 +352,9 @@ def test_sigterm_is_an_orderly_end(tmp_path, tiny_model, before):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert (
-        process.returncode == 130
-        and "the same command continues logs/t" in err
-        and "Traceback" not in err
-    )
+    assert process.returncode == 130
+    assert "the same command continues logs/t" in err
+    assert "Traceback" not in err
     assert json.loads((tmp_path / "logs/t/result.json").read_text())["status"] == "interrupted"
 
 
@@ -372,7 +384,8 @@ def test_bad_input_is_one_sentence_and_code_2_before_any_model(tmp_path, monkeyp
     for flags, expected in BAD_INPUT.items():
         code, out, err = run_here(grpo.main, *flags.split(), monkeypatch=monkeypatch, capsys=capsys)
         assert code == 2 and expected in " ".join(err.split()), (flags, err)
-        assert "Traceback" not in err and "model    " not in out
+        assert "Traceback" not in err
+        assert "model    " not in out
 
 
 @pytest.mark.parametrize("script", [grpo, search])
@@ -388,8 +401,10 @@ def test_a_bad_model_leaves_no_run_directory(script, random_model, tmp_path, mon
 
 def test_bad_input_ends_with_exit_code_2(tmp_path):
     code, out, err = run(tmp_path, "--group-size", "1", timeout=60)
-    assert code == 2 and out == ""
-    assert err.startswith("--group-size must be at least 2") and err.count("\n") == 1
+    assert code == 2
+    assert out == ""
+    assert err.startswith("--group-size must be at least 2")
+    assert err.count("\n") == 1
 
 
 def test_a_tracker_that_is_not_installed_leaves_no_run_directory(tmp_path, monkeypatch):

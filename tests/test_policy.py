@@ -177,7 +177,8 @@ def test_the_base_is_never_touched(policy):
                 p.zero_()
     policy.sync()
     again = asyncio.run(sample())  # B = 0: the engine's base model alone, as before the syncs
-    assert again.tokens == fresh.tokens and again.logprobs == fresh.logprobs
+    assert again.tokens == fresh.tokens
+    assert again.logprobs == fresh.logprobs
 
 
 def test_base_logprobs_ignore_the_adapter(policy):
@@ -269,7 +270,8 @@ def test_the_lora_layers_compute_what_pefts_own_do(policy):
         lora_layers.use_in(policy.adapter_layers)
     assert torch.allclose(ours[0], theirs[0], atol=1e-5)
     for a, b in zip(theirs[2], ours[2]):
-        assert a.norm() > 0 and (a - b).norm() <= 1e-5 * a.norm()
+        assert a.norm() > 0
+        assert (a - b).norm() <= 1e-5 * a.norm()
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -321,9 +323,8 @@ def test_checkpointing_changes_no_number(policy):
         causal_lm.gradient_checkpointing_disable()
         for layer in causal_lm.base_model.layers:
             layer.training = False
-    assert torch.equal(plain[0], again[0]) and all(
-        torch.allclose(a, b, atol=1e-6) for a, b in zip(plain[2], again[2])
-    )
+    assert torch.equal(plain[0], again[0])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(plain[2], again[2]))
 
 
 def engine_like(model, pad=3):
@@ -407,7 +408,9 @@ def test_requests_enter_a_running_batch_and_can_be_cancelled(policy):
         return await first, late, order
 
     first, late, first_was_done = asyncio.run(go())
-    assert not first_was_done and len(late.tokens) <= 4 and len(first.logprobs) == len(first.tokens)
+    assert not first_was_done
+    assert len(late.tokens) <= 4
+    assert len(first.logprobs) == len(first.tokens)
     assert not policy.engine.has_unfinished_requests()
 
 
@@ -432,7 +435,9 @@ def test_a_small_model_decodes_on_one_thread(policy, monkeypatch):
 
     monkeypatch.setattr(policy.engine, "step", recorded)
     asyncio.run(policy.sample(policy.render(CHAT), 4, seed=1))
-    assert seen[0] == threads and len(seen) > 1 and set(seen[1:]) == {1}
+    assert seen[0] == threads
+    assert len(seen) > 1
+    assert set(seen[1:]) == {1}
     assert torch.get_num_threads() == threads
 
 
@@ -471,7 +476,8 @@ def test_save_and_load(policy, tmp_path):
         policy.load(tmp_path)
         assert torch.equal(policy.logprobs(pair)[0], trained)
     path = resolve_model(str(tmp_path))
-    assert path.adapter == str(tmp_path) and path.base == policy.path.base
+    assert path.adapter == str(tmp_path)
+    assert path.base == policy.path.base
 
 
 def test_an_adapter_with_other_tensors_is_refused_by_the_name_of_one(policy, tmp_path):
@@ -545,7 +551,8 @@ def test_the_adapter_loads_in_plain_vllm(policy, random_model, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     tokens, logprobs = json.loads(done.stdout.splitlines()[-1])
-    assert tokens == ours.tokens and logprobs == pytest.approx(ours.logprobs, abs=1e-4)
+    assert tokens == ours.tokens
+    assert logprobs == pytest.approx(ours.logprobs, abs=1e-4)
 
 
 COMPILED = """
@@ -623,7 +630,8 @@ def test_a_sync_while_requests_are_in_flight(policy):
 
     version = policy.version
     old, new = asyncio.run(go())
-    assert (old.version, new.version) == (version, version + 1) and old.tokens
+    assert (old.version, new.version) == (version, version + 1)
+    assert old.tokens
     assert (score(policy, prompt, new)[0] - torch.tensor(new.logprobs)).abs().max() < 1e-4
 
 

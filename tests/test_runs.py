@@ -39,11 +39,9 @@ def test_new_run_says_what_ran_before_the_first_step(tmp_path):
     }
     assert reader.read_mapping(run.dir / "config.yaml") == {**CONFIG, "hidden": [8, 16]}
     git = (run.dir / "git.txt").read_text()
-    assert (
-        git.startswith("git rev-parse HEAD")
-        and "git status --short" in git
-        and "git diff HEAD" in git
-    )
+    assert git.startswith("git rev-parse HEAD")
+    assert "git status --short" in git
+    assert "git diff HEAD" in git
     assert "tyro==" in (run.dir / "env.txt").read_text()
 
 
@@ -136,7 +134,8 @@ def test_the_provenance_of_a_resumed_run_is_new_unless_it_is_that_of_the_last_st
     path = tmp_path / "git.txt"
     for text in ("abc\nchanged: x.py", "abc", "abc", "abc\nchanged: x.py"):
         store.write_provenance(path, text)
-    assert path.read_text().count("abc") == 3 and path.read_text().count("changed") == 2
+    assert path.read_text().count("abc") == 3
+    assert path.read_text().count("changed") == 2
 
 
 def test_a_start_that_was_killed_at_once_can_be_repeated(tmp_path, monkeypatch):
@@ -356,7 +355,8 @@ def test_kill_9_leaves_only_whole_files(tmp_path, moment):
             len(r["text"]) for r in reader.read_rows(tmp_path / "episodes" / "000000.jsonl")
         ] == [9_000] * 5
         assert (tmp_path / "best" / "a").stat().st_size == 5_000
-        assert run.checkpoints() and run.rows()[0] == {"step": 0}
+        assert run.checkpoints()
+        assert run.rows()[0] == {"step": 0}
     for _, folder in run.checkpoints():
         assert [p.stat().st_size for p in folder.iterdir()] == [5_000] * 2
     assert isinstance(run.results(), dict)
@@ -393,7 +393,8 @@ def test_bad_presets(tmp_path, capsys):
     preset.write_text("lrr: 1")
     with pytest.raises(SystemExit) as caught:
         cli.parse_config(Options, [str(preset)])
-    assert caught.value.code == 2 and "--lr" in capsys.readouterr().err
+    assert caught.value.code == 2
+    assert "--lr" in capsys.readouterr().err
 
 
 def test_what_a_person_can_mend_is_one_sentence_wherever_it_happened(capsys):
@@ -406,7 +407,8 @@ def test_what_a_person_can_mend_is_one_sentence_wherever_it_happened(capsys):
     ):
         with pytest.raises(SystemExit) as end:
             cli.one_sentence(main)
-        assert end.value.code == 2 and capsys.readouterr().err.startswith(said)
+        assert end.value.code == 2
+        assert capsys.readouterr().err.startswith(said)
     with pytest.raises(ZeroDivisionError):
         cli.one_sentence(lambda: 1 / 0)
 

@@ -50,10 +50,8 @@ def test_a_run_without_any_score_counts_with_the_baseline():
         good + [cell("t", "tail", None, failed=12), cell("t", "tail", None, failed=11, faults=1)]
     )
     assert (row["n"], with_failures["n"], with_failures["empty"]) == (3, 5, 2)
-    assert (
-        with_failures["mean"] == pytest.approx((0.93 + 0.94 + 0.96 + 0.7 + 0.7) / 5)
-        and row["mean"] > 0.94
-    )
+    assert with_failures["mean"] == pytest.approx((0.93 + 0.94 + 0.96 + 0.7 + 0.7) / 5)
+    assert row["mean"] > 0.94
     assert (with_failures["failed"], with_failures["nodes"], with_failures["faults"]) == (23, 60, 1)
 
 
@@ -68,9 +66,11 @@ def test_methods_are_compared_within_a_task():
     improvements = [rows["down", method]["improvement"] for method in ("none", "tail")]
     assert improvements == [pytest.approx(0.1 / 0.7), pytest.approx(0.2 / 0.7)]
     assert (rows["up", "tail"]["rank"], rows["up", "none"]["rank"]) == (1, 2)
-    assert rows["up", "none"]["p"] is None and rows["up", "tail"]["p"] == pytest.approx(1 / 3)
+    assert rows["up", "none"]["p"] is None
+    assert rows["up", "tail"]["p"] == pytest.approx(1 / 3)
     text = stats.text_of(list(rows.values()))
-    assert "against none" in text and "adapter" not in text
+    assert "against none" in text
+    assert "adapter" not in text
     assert len({len(line) for line in text.splitlines()[:5]}) == 1
 
 
@@ -80,7 +80,8 @@ def test_the_table_names_interval_methods_and_adapters():
     (row,) = stats.grid_table(cells)
     assert row["adapter"] == "1 untrained, 2 best"
     text = stats.text_of([row])
-    assert "1 untrained, 2 best" in text and "Student's t; none below N = 3" in text
+    assert "1 untrained, 2 best" in text
+    assert "Student's t; none below N = 3" in text
 
 
 def test_the_table_shows_validation_selection_and_the_standard_error_of_the_test():
@@ -91,9 +92,11 @@ def test_the_table_shows_validation_selection_and_the_standard_error_of_the_test
     found = row["validation"], row["selection"], row["stderr"]
     assert found == (pytest.approx((0.8 + 0.82 + 0.7) / 3), 0.78, 0.02)
     text = stats.text_of([row])
-    assert "selection" in text and "s.e.: standard error" in text
+    assert "selection" in text
+    assert "s.e.: standard error" in text
     (row,) = stats.grid_table(cells[2:])
-    assert "selection" not in stats.text_of([row]) and "s.e." not in stats.text_of([row])
+    assert "selection" not in stats.text_of([row])
+    assert "s.e." not in stats.text_of([row])
 
 
 def test_names_that_do_not_fit_go_on_in_the_next_line():
@@ -112,7 +115,8 @@ def test_names_that_do_not_fit_go_on_in_the_next_line():
 def test_tasks_without_a_validation_part_are_named():
     cells = [cell("mlgym", "none", None, 0.8) | {"selected_on_test": True}]
     text = stats.text_of(stats.grid_table(cells))
-    assert "validation" not in text and "mlgym: this task has only a test part" in text
+    assert "validation" not in text
+    assert "mlgym: this task has only a test part" in text
 
 
 def test_the_table_shows_the_improvement_per_minute():

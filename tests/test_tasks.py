@@ -153,7 +153,8 @@ def test_parse_grade():
     ]
     for stdout, score, message in cases:
         got = parse_grade(last_json_object(stdout), load_task("titanic"))
-        assert got[0] == score and message in got[1]
+        assert got[0] == score
+        assert message in got[1]
 
 
 def test_a_standard_error_is_a_finite_number_or_absent():
@@ -217,10 +218,8 @@ def test_titanic_stored_scores_are_what_the_grader_says(tmp_path):
         assert died["accuracy"] == share
         assert died["stderr"] == pytest.approx(math.sqrt(share * (1 - share) / rows[split]))
         assert sex["accuracy"] == pytest.approx(0.776, abs=0.01)
-        assert (
-            best["accuracy"] == best_of[split]
-            and died["accuracy"] < sex["accuracy"] < best["accuracy"]
-        )
+        assert best["accuracy"] == best_of[split]
+        assert died["accuracy"] < sex["accuracy"] < best["accuracy"]
 
 
 def test_titanic_without_a_submission(tmp_path):
@@ -345,7 +344,8 @@ def test_diabetes_refuses_what_is_not_a_number(tmp_path):
         )
         lines[5] = lines[5].split(",")[0] + "," + value
         said = grade(task, folder, {"submission.csv": "\n".join(lines)})
-        assert message in said["error"] and len(said["error"]) < 200
+        assert message in said["error"]
+        assert len(said["error"]) < 200
 
 
 def test_digits_names_the_labels(tmp_path):
@@ -396,7 +396,8 @@ def test_battle_draws_anew_and_is_quick(tmp_path):
     assert len(scores) > 1
     assert (time.perf_counter() - start) / 4 < 3  # 0.1 to 0.2 s on an idle machine
     stored = load_task("battleOfSexes")
-    assert stored.baseline == 0.725 and math.isclose(stored.reference, 1.44)
+    assert stored.baseline == 0.725
+    assert math.isclose(stored.reference, 1.44)
 
 
 def test_battle_refuses_and_says_why(tmp_path):
@@ -433,7 +434,8 @@ def test_battle_grader_does_not_delete_the_original():
     folder = TASKS_DIR / "battleOfSexes"
     argv = [sys.executable, "evaluate.py", "--split", "test"]
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
-    assert done.returncode and (folder / "evaluate.py").exists()
+    assert done.returncode
+    assert (folder / "evaluate.py").exists()
 
 
 def test_battle_simulate_agrees_with_the_grader(tmp_path):

@@ -111,7 +111,8 @@ def test_rewards_of_a_real_model_are_those_of_a_search(tmp_path):
         run = VfEval(tmp_path, url, 8, **TINY)
         assert run.wait() == 0, run.log.read_text()[-3000:]
     traces = run.episodes()
-    assert len(traces) == 8 and all(trace["ok"] for trace in traces)
+    assert len(traces) == 8
+    assert all(trace["ok"] for trace in traces)
     agents = [trace["timing"]["agent"] for trace in traces]
     assert max(agent["start"] for agent in agents) < min(agent["end"] for agent in agents)
     assert all(trace["metrics"]["faults"] == 0 for trace in traces)
@@ -135,7 +136,8 @@ def test_rewards_of_a_real_model_are_those_of_a_search(tmp_path):
         assert trace["metrics"]["turns"] == len(replies)
         reward = sum(reward["score"] for reward in trace["rewards"].values())
         evaluated[tuple(replies), bool(trace["metrics"]["valid"]), reward] += 1
-    assert evaluated == searched and len({reward for *_, reward in evaluated}) > 1
+    assert evaluated == searched
+    assert len({reward for *_, reward in evaluated}) > 1
 
 
 @pytest.mark.parametrize(
@@ -155,8 +157,10 @@ def test_what_was_done_before_a_limit_of_verifiers_counts(tmp_path, flags, stopp
         run = VfEval(tmp_path, url, 1, *flags)
         assert run.wait() == 0, run.log.read_text()[-3000:]
     (trace,) = run.episodes()
-    assert trace["ok"] and trace["stop_condition"] == stopped_by
-    assert trace["metrics"]["valid"] == 1 and trace["info"]["score"]["value"] > 0.5
+    assert trace["ok"]
+    assert trace["stop_condition"] == stopped_by
+    assert trace["metrics"]["valid"] == 1
+    assert trace["info"]["score"]["value"] > 0.5
     agent = trace["timing"]["agent"]
     assert agent["end"] - agent["start"] < 30
 
@@ -193,9 +197,11 @@ def test_a_broken_sandbox_is_replaced_once_and_then_an_error(tmp_path):
                 process.kill()
         assert run.wait() == 0, run.log.read_text()[-3000:]
     (trace,) = run.episodes()
-    assert not trace["ok"] and trace["stop_condition"] == "sandbox_error"
+    assert not trace["ok"]
+    assert trace["stop_condition"] == "sandbox_error"
     assert [error["type"] for error in trace["errors"]] == ["SandboxError"] * 2
-    assert trace["metrics"]["faults"] == 2 and not any(trace["rewards"].values())
+    assert trace["metrics"]["faults"] == 2
+    assert not any(trace["rewards"].values())
 
 
 def test_nothing_is_paid_for_or_uploaded(tmp_path):
@@ -208,7 +214,8 @@ def test_nothing_is_paid_for_or_uploaded(tmp_path):
         assert config["env"]["agent"]["runtime"]["type"] == "subprocess"
         assert config["env"]["agent"]["harness"]["id"] == "flatlab-env"
         if source[0] == "@":
-            assert not config["push"] and "localhost" in config["client"]["base_url"]
+            assert not config["push"]
+            assert "localhost" in config["client"]["base_url"]
 
 
 def test_prime_rls_file_has_the_keys_of_our_package():

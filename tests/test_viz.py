@@ -32,7 +32,8 @@ def filled(tmp_path, steps=6):
 def test_command_prints_the_table_and_writes_the_plot(tmp_path, capsys):
     run = filled(tmp_path)
     said = printed(capsys, run.dir)
-    assert "reward_mean" in said and "baseline" in said
+    assert "reward_mean" in said
+    assert "baseline" in said
     assert f"wrote {run.dir}/curves.png" in said
     assert (run.dir / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -91,12 +92,14 @@ def test_broken_empty_and_foreign_directories_are_one_sentence(tmp_path):
                 (directory / name).write_text(text)
         with pytest.raises(UserError, match=sentence) as caught:
             reader.read_run(directory)
-        assert str(directory) in str(caught.value) and "\n" not in str(caught.value)
+        assert str(directory) in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_user_error_is_exit_code_2(tmp_path):
     done = python("viz.py", tmp_path)
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_closed_pipe_is_no_traceback():
@@ -118,15 +121,21 @@ def test_step_line_is_aligned_with_its_titles_and_tells_the_rest_of_the_time(tmp
     titles, line = first.split("\n")
     assert len(titles) == len(line) <= 120
     assert line.endswith("2m00s")  # four more steps
-    assert line[titles.index("valid") :][:5] == "  50%" and "0.00±0.20" in line and " - " in line
+    assert line[titles.index("valid") :][:5] == "  50%"
+    assert "0.00±0.20" in line
+    assert " - " in line
     second = run.step_line(step_row(4))
-    assert "\n" not in second and len(second) == len(titles) and second.endswith("-")
+    assert "\n" not in second
+    assert len(second) == len(titles)
+    assert second.endswith("-")
 
 
 def test_the_step_line_of_several_tasks_shows_an_improvement(tmp_path):
     run = store.open_run(tmp_path, CONFIG)
     titles, line = run.step_line({"step": 3, "improvement_mean": -0.6788}).split("\n")
-    assert "score" not in titles and "improvement" in titles and "-0.6788" in line
+    assert "score" not in titles
+    assert "improvement" in titles
+    assert "-0.6788" in line
     assert len(titles) == len(line) == len(run.step_line(step_row(3)))
 
 
@@ -164,13 +173,13 @@ def printed(capsys, *arguments, **options):
 def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
     directory = with_episodes(tmp_path)
     text = printed(capsys, directory, episode="1.1")
-    assert "0.9" in text and "best reply" in text and "2 of 2   ok   0.2 s" in text
+    assert "0.9" in text
+    assert "best reply" in text
+    assert "2 of 2   ok   0.2 s" in text
     assert not set("\x1b\x07\u202e") & set(text)
-    assert (
-        "  0.1" in (lines := printed(capsys, directory, list=True))
-        and "failed" in lines
-        and len(lines.splitlines()) == 7
-    )
+    assert "  0.1" in (lines := printed(capsys, directory, list=True))
+    assert "failed" in lines
+    assert len(lines.splitlines()) == 7
     assert printed(capsys, directory, best=True).startswith("1.1  0.9")
     for options, sentence in (
         ({"episode": "7.0"}, "0.0 to 1.2"),
@@ -197,7 +206,9 @@ def test_episodes_of_evaluations_are_listed_and_shown_and_nowhere_else(tmp_path,
     text = printed(capsys, directory, episode="final-best.1")
     assert "a final reply" in text
     facts = dict(line.split(maxsplit=1) for line in text.splitlines()[1:7])
-    assert facts["score"] == "0.95" and facts["test_score"] == "0.85" and facts["seed"] == "-7"
+    assert facts["score"] == "0.95"
+    assert facts["test_score"] == "0.85"
+    assert facts["seed"] == "-7"
     with pytest.raises(UserError, match="no transcript 'eval-9.5'; there are eval-9.0 to eval-9.1"):
         printed(capsys, directory, episode="eval-9.5")
     assert reader.transcripts(run) == training  # what the page and the export show
@@ -215,7 +226,9 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
         ["failed", "draft", "0.1"],
     ]
     text = printed(capsys, directory, episode="0.0.0")
-    assert "output of 0.0.0" in text and "highest bound" in text and "+new" in text
+    assert "output of 0.0.0" in text
+    assert "highest bound" in text
+    assert "+new" in text
     assert printed(capsys, directory, best=True).startswith("0.0.0  0.3")
     assert "best node  0.0.0" in printed(capsys, directory)
     assert {p.name for p in directory.glob("*.png")} == {"tree.png", "search.png"}
@@ -253,9 +266,11 @@ def test_several_runs_and_strangers_among_them(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "file.txt").write_text("x")
     done = python("viz.py", *sorted(tmp_path.iterdir()), "--no-report", "--format", "pdf")
-    assert done.returncode == 0 and done.stdout.count("wrote") == 1
+    assert done.returncode == 0
+    assert done.stdout.count("wrote") == 1
     assert (tmp_path / "compare-search-titanic.pdf").exists()
-    assert done.stderr.count("\n") == 1 and "notes is not a run directory" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "notes is not a run directory" in done.stderr
     assert python("viz.py", tmp_path / "file.txt").returncode == 2
     # a directory of runs stands for them, as a grid does
     assert python("viz.py", tmp_path).stdout.count("2 of 8") == 1
@@ -308,7 +323,8 @@ def test_two_searches_are_two_runs_at_wandb_and_a_resumed_one_is_not(tmp_path):
     first, second = tmp_path / "logs/a/titanic-0", tmp_path / "logs/b/titanic-0"
     first.mkdir(parents=True), second.mkdir(parents=True)
     ids = [trackers.wandb_id(folder) for folder in (first, second, first)]
-    assert ids[0] != ids[1] and ids[0] == ids[2]
+    assert ids[0] != ids[1]
+    assert ids[0] == ids[2]
 
 
 def test_the_best_episode_of_several_tasks_is_that_of_the_largest_reward(tmp_path):
@@ -325,5 +341,6 @@ def test_the_curves_say_when_best_is_the_untrained_adapter():
     final = {"split": "validation", "n": 4, "untrained": mean, "last": mean, "best": mean}
     final["best_is_untrained"] = True
     text = plots.adapters_text(SimpleNamespace(result={"final": final}))
-    assert "N=4" in text and "best (untrained) 0.5 ± 0.1" in text
+    assert "N=4" in text
+    assert "best (untrained) 0.5 ± 0.1" in text
     assert plots.adapters_text(SimpleNamespace(result={})) == ""
