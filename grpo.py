@@ -102,6 +102,8 @@ from policy import ModelPath, Policy, default_model, lora_settings, resolve_mode
 NO_SUBMISSION = -1.0  # no reward below is smaller, so it never pays to submit nothing
 SKIP_GRAD_NORM = 100.0  # an update with a larger gradient norm, or with NaN, is skipped
 VALUE_WEIGHT = 0.1  # ppo: weight of the value head's squared error
+ENTROPY_BONUS = 0.0  # weight of the entropy in the loss, which rewards it
+SHOWN = ()  # further numbers of a step's row that get a column and a curve
 
 
 # Rewards of a valid submission. improvement: 0 at the task's baseline, 1 at its reference. episode:
@@ -571,7 +573,9 @@ def micro_loss(policy, micro: MicroBatch, cfg: Config, meter: Meter, epoch: int,
         with torch.no_grad():
             base = policy.logprobs(micro.pairs, base=True)[0]
     has_values = ADVANTAGES[cfg.advantage].value_head
-    logp, entropy, *values = policy.logprobs(micro.pairs, values=has_values)
+    logp, entropy, *values = policy.logprobs(
+        micro.pairs, values=has_values, entropy_learns=ENTROPY_BONUS > 0
+    )
 
     # A token whose log-prob is not finite is left out.
     known = logp.isfinite() & micro.old.isfinite()
@@ -591,6 +595,8 @@ def micro_loss(policy, micro: MicroBatch, cfg: Config, meter: Meter, epoch: int,
         meter.add(kl=kl)
         if cfg.kl:
             loss = loss + cfg.kl * kl
+    if ENTROPY_BONUS:
+        loss = loss - ENTROPY_BONUS * entropy.masked_fill(~known, 0.0)
     if has_values:
         loss = loss + VALUE_WEIGHT * (values[0] - micro.target) ** 2 / 2
     loss = loss * micro.weight * kept
@@ -878,6 +884,7 @@ def main() -> None:
             if run:
                 run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
                 banner(cfg, tasks, path, why, run)
+                run.result(shown=SHOWN)
             job.say("engine   is starting")
             policy = load_policy(cfg, path, job)
             asyncio.run(train(policy, tasks, cfg, job))

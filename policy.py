@@ -478,12 +478,14 @@ class Policy(ChatTokens):
         base: bool = False,
         chunk: int | None = None,
         values: bool = False,
+        entropy_learns: bool = False,
     ):
-        """Log-probability and entropy (nats, without gradient) of the tokens whose mask is 1.
+        """Log-probability and entropy (nats) of the tokens whose mask is 1.
 
         batch: B pairs (tokens, mask) of equal lengths. base: of the reference of the KL term, see
         set_reference; without gradient. Returns two (N,) tensors, N = sum of all masks, sequence by
         sequence; with `values` a third one, the value head's estimates before each token. The
+        entropy has a gradient only with entropy_learns, which costs one more matrix product. The
         (., V) logits exist for `chunk` positions at a time only (default: 256 MiB of them), and
         none are kept for the backward pass.
         """
@@ -497,7 +499,9 @@ class Policy(ChatTokens):
             hidden, targets = hidden_states(causal_lm.base_model, batch, self.device, self.packs)
         head = causal_lm.get_output_embeddings().weight  # (V, D), frozen
         chunk = chunk or max(1, 2**26 // len(head))
-        logp, entropy = TokenLogProbs.apply(hidden, targets, head, self.temperature, chunk)
+        logp, entropy = TokenLogProbs.apply(
+            hidden, targets, head, self.temperature, chunk, entropy_learns
+        )
         if values:
             return logp, entropy, self.value_head(hidden.float())[:, 0]
         return logp, entropy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ADDED = """
-import grpo, search, torch
+import asyncio, grpo, search, torch
 from flatlab.sandbox.sandbox import get_backend, pick_backend
 cfg = grpo.Config(reward="thrifty", loss="tis")
 assert grpo.REWARDS["thrifty"](0.5, type("E", (), {"turns": [1, 2]}), []) == 0.46
@@ -16,6 +16,16 @@ logp = torch.zeros(2, requires_grad=True)
 loss = grpo.LOSSES["tis"]
 value, clipped = loss.function(logp, torch.tensor([0.0, -2.0]), torch.ones(2), None, cfg)
 assert clipped.tolist() == [False, True] and loss.weight(1, 4, 1, cfg) == 0.25
+assert grpo.ENTROPY_BONUS == 0.01 and grpo.SHOWN == ("longest",)
+class World:
+    def step(self, reply, timeout=None):
+        return "a step of the sandbox"
+async def replies(world, policy, episode, options, history):
+    return [world.step(text) for text in ("ls", "recall")]
+grpo.play = replies
+episode = type("Episode", (), {"turns": [{"reply": "first\\nsecond"}]})
+usual, recalled = asyncio.run(grpo.with_memory(World(), None, episode, None, None))
+assert usual == "a step of the sandbox" and recalled.observation == "first"
 assert "epsilon_greedy" in search.SELECT
 parent = type("Parent", (), {"code": {"a.py": "x" * 5000}, "op": "improve", "valid": True})
 assert search.OPERATORS["simplify"].applies(None, parent)
@@ -53,7 +63,7 @@ def test_the_diffs_of_the_documentation(tmp_path):
         else:
             apply(tmp_path / file, diff)
             count += 1
-    assert count == 8
+    assert count == 11
     done = subprocess.run(
         [sys.executable, "-c", ADDED], cwd=tmp_path, capture_output=True, text=True
     )

@@ -210,10 +210,11 @@ def test_a_packed_row_needs_less_memory_than_padded_ones(tmp_path):
     assert packed < 0.9 * padded, (packed, padded)
 
 
-def loss_and_grads(logprobs, policy, batch):
+def loss_and_grads(logprobs, policy, batch, bonus=0.0):
     policy.model.zero_grad()
     logp, entropy = logprobs(batch)
-    (logp * torch.linspace(-1, 1, len(logp))).sum().backward()
+    loss = logp + bonus * entropy if bonus else logp
+    (loss * torch.linspace(-1, 1, len(logp))).sum().backward()
     grads = [p.grad.clone() for p in policy.parameters()]
     policy.model.zero_grad()
     return logp.detach(), entropy.detach(), grads
@@ -236,7 +237,10 @@ COMMON = [
 
 @pytest.mark.parametrize("batch", [BATCH, COMMON], ids=["different", "with a common prompt"])
 @pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
-def test_logprobs_are_those_of_a_forward_pass_per_sequence(policy, monkeypatch, batch, packs):
+@pytest.mark.parametrize("bonus", [0.0, 0.7], ids=["", "entropy learns"])
+def test_logprobs_are_those_of_a_forward_pass_per_sequence(
+    policy, monkeypatch, batch, packs, bonus
+):
     """Entropies and gradients, too; a common prompt is computed once."""
 
     def by_hand(batch):
@@ -251,8 +255,9 @@ def test_logprobs_are_those_of_a_forward_pass_per_sequence(policy, monkeypatch, 
     randomise(policy)
     monkeypatch.setattr(policy, "packs", packs)
     assert common_prompt(COMMON) == 39
-    logp, entropy, grads = loss_and_grads(partial(policy.logprobs, chunk=4), policy, batch)
-    expected, spread, wanted = loss_and_grads(by_hand, policy, batch)
+    ours = partial(policy.logprobs, chunk=4, entropy_learns=bonus > 0)
+    logp, entropy, grads = loss_and_grads(ours, policy, batch, bonus)
+    expected, spread, wanted = loss_and_grads(by_hand, policy, batch, bonus)
     assert torch.allclose(logp, expected, atol=1e-5)
     assert torch.allclose(entropy, spread, atol=1e-5)
     for a, b in zip(wanted, grads):

@@ -12,7 +12,7 @@ import pytest
 import viz
 from flatlab.errors import UserError
 from flatlab.runs import reader, store, trackers
-from flatlab.view import plots, search_plots, views
+from flatlab.view import compare, plots, search_plots, views
 from helpers import CONFIG, PROJECT, RESULT, episode, node, python, search_result, step_row
 
 pytestmark = pytest.mark.usefixtures("quick_provenance")
@@ -128,6 +128,19 @@ def test_step_line_is_aligned_with_its_titles_and_tells_the_rest_of_the_time(tmp
     assert "\n" not in second
     assert len(second) == len(titles)
     assert second.endswith("-")
+
+
+def test_a_number_that_a_script_names_gets_a_column_and_a_curve(tmp_path, monkeypatch):
+    run = filled(tmp_path)
+    run.result(shown=["longest"])
+    titles, line = run.step_line(step_row(6, longest=7)).split("\n")
+    assert titles.split()[-2:] == ["longest", "ETA"]
+    assert line.split()[-2:] == ["7", "-"]
+    drawn = []
+    monkeypatch.setattr(compare, "draw_panels", lambda figure, panels, groups: drawn.extend(panels))
+    views.plot(reader.read_run(run.dir))
+    assert [panel[0] for panel in drawn][-1] == "longest"
+    assert len(drawn) == len(plots.TRAINING) + 1
 
 
 def test_the_step_line_of_several_tasks_shows_an_improvement(tmp_path):

@@ -418,6 +418,8 @@ class Run:
         columns = COLUMNS
         if "improvement_mean" in row and "score_mean" not in row:
             columns = [*COLUMNS[:2], IMPROVEMENT, *COLUMNS[4:]]
+        for key in self.results().get("shown", ()):
+            columns = [*columns, (key, max(8, len(key)), f"{{{key}:.4g}}")]
         self.seconds.append(row.get("seconds") or 0.0)
         left = self.config.get("steps", 0) - row["step"] - 1
         eta = left * fmean(self.seconds[-20:]) if left > 0 else None

@@ -120,39 +120,52 @@ class TokenLogProbs(torch.autograd.Function):
     """Log-probabilities of tokens and entropies, without keeping logits for the backward pass."""
 
     @staticmethod
-    def forward(ctx, hidden, targets, head, temperature, chunk):
+    def forward(ctx, hidden, targets, head, temperature, chunk, entropy_learns):
         """hidden: (N, D). targets: (N,). head: (V, D), frozen. Returns two (N,) tensors in nats.
 
-        Logits exist for `chunk` tokens at a time.
+        Logits exist for `chunk` tokens at a time. entropy_learns: the entropy has a gradient, too.
         """
         learns = ctx.needs_input_grad[0]
+        entropy_learns = learns and entropy_learns
         chunks = zip(hidden.split(chunk), targets.split(chunk))
-        scored = [score(h, target, head, temperature, learns) for h, target in chunks]
-        logps, entropies, slopes = zip(*scored)
+        settings = (head, temperature, learns, entropy_learns)
+        scored = [token_logprobs(h, target, *settings) for h, target in chunks]
+        logps, entropies, slopes, entropy_slopes = zip(*scored)
         if learns:
-            ctx.save_for_backward(torch.cat(slopes))
+            parts = [slopes, entropy_slopes] if entropy_learns else [slopes]
+            ctx.save_for_backward(*map(torch.cat, parts))
         entropy = torch.cat(entropies)
-        ctx.mark_non_differentiable(entropy)
+        if not entropy_learns:
+            ctx.mark_non_differentiable(entropy)
         return torch.cat(logps), entropy
 
     @staticmethod
-    def backward(ctx, grad_logp, _):
-        (slope,) = ctx.saved_tensors
+    def backward(ctx, grad_logp, grad_entropy):
+        slope, *entropy_slope = ctx.saved_tensors
         grad_hidden = grad_logp[:, None] * slope
-        return grad_hidden.to(slope.dtype), None, None, None, None
+        if entropy_slope:
+            grad_hidden += grad_entropy[:, None] * entropy_slope[0]
+        return grad_hidden.to(slope.dtype), None, None, None, None, None
 
 
-def score(h, target, head, temperature, learns: bool):
-    """log p = z_y - log sum exp z of tokens y with z = W h / temperature; the entropy; and, if it
-    learns, d log p / d h = (W_y - sum_v p_v W_v) / temperature, while the probabilities are there.
+def token_logprobs(h, target, head, temperature, learns: bool, entropy_learns: bool):
+    """log p = z_y - log sum exp z of tokens y with z = W h / temperature, and the entropy H.
+
+    If they learn, also d log p / d h = (W_y - sum_v p_v W_v) / temperature and
+    d H / d h = -sum_v p_v (z_v - sum_u p_u z_u) W_v / temperature, while the probabilities are
+    there; else None.
     """
     logits = (h @ head.T).float().div_(temperature)
     log_z = logits.logsumexp(-1)
     logp = logits.gather(-1, target[:, None])[:, 0] - log_z
     p = (logits - log_z[:, None]).exp_()
-    entropy = log_z - torch.einsum("nv,nv->n", p, logits)
-    if not learns:
-        return logp, entropy, None
-    p[range(len(target)), target] -= 1
-    slope = p.to(head.dtype) @ head
-    return logp, entropy, slope / -temperature
+    mean = torch.einsum("nv,nv->n", p, logits)
+    entropy = log_z - mean
+    slope = entropy_slope = None
+    if entropy_learns:
+        weights = p * (logits - mean[:, None])
+        entropy_slope = weights.to(head.dtype) @ head / -temperature
+    if learns:
+        p[range(len(target)), target] -= 1
+        slope = p.to(head.dtype) @ head / -temperature
+    return logp, entropy, slope, entropy_slope

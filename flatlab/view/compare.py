@@ -19,14 +19,17 @@ import numpy as np
 from flatlab.runs.reader import RunData
 from flatlab.view import search_plots, stats
 from flatlab.view.plots import (
+    BLUE,
     COLOURS,
     PAGE_WIDTH,
+    STEPS,
     TRAINING,
     Group,
     cut,
     draw_panels,
     figure_of,
     grid_of,
+    keys,
     save,
     score_key,
     series,
@@ -291,7 +294,9 @@ def draw_group_legend(figure, groups: list[Group]):
 
 def plot_groups(groups: list[Group], title: str, path: Path) -> Path:
     """All panels of one kind in one picture."""
-    panels = PANELS[groups[0].runs[0].kind]
+    panels = list(PANELS[groups[0].runs[0].kind])
+    shown = [key for group in groups for run in group.runs for key in run.result.get("shown", ())]
+    panels += [(key, STEPS, key, keys((key, "", BLUE))) for key in dict.fromkeys(shown)]
     lines = sum(1 + len(group.label) // 56 for group in groups) / 3  # of the legend
     height = 1 + 3.8 * grid_of(panels)[0] + 0.2 * lines
     width = PAGE_WIDTH if len(panels) > 1 else 10.0

@@ -278,8 +278,8 @@ def draw_legend(axis):
 
 def grid_of(panels) -> tuple[int, int]:
     """(rows, columns) of a picture: three panels in a row, or four, or a single one."""
-    columns = min(len(panels), 4 if len(panels) % 3 else 3)
-    return len(panels) // columns, columns
+    columns = min(len(panels), 4 if len(panels) == 4 else 3)
+    return -(-len(panels) // columns), columns
 
 
 def draw_panels(figure, panels, groups: list[Group]):
@@ -287,6 +287,8 @@ def draw_panels(figure, panels, groups: list[Group]):
     axes = figure.subplots(*grid_of(panels), squeeze=False)
     for axis, panel in zip(axes.flat, panels):
         draw_panel(axis, panel, groups)
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
 
 
 def save(figure, path: Path) -> Path:
