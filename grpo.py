@@ -871,8 +871,8 @@ def is_finished(run, cfg: Config) -> bool:
 
 
 def main() -> None:
-    threads.configure()
     cfg = parse_config(Config, sys.argv[1:])
+    threads.configure()
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
     job = distributed.join(timeout=24 * 3600)
     tasks, path, why = prepare(cfg, job)

@@ -796,8 +796,8 @@ def print_best_node(best: Node, cell: dict) -> None:
 
 
 def main() -> None:
-    threads.configure()
     cfg = parse_config(Config, sys.argv[1:])
+    threads.configure()
     trees, grid, path, why = prepare(cfg)
     where = grid or trees[0].run.dir
     todo = [t for t in trees if not t.closed]
