@@ -106,7 +106,8 @@ class Env:
         limits: memory and disk in bytes, cpus, processes (see flatlab.sandbox.backend.Spec).
 
     Raises UserError if the task needs something this machine lacks (a GPU, the network, a
-    package). Every method may raise SandboxFault; nothing an agent does raises anything else.
+    package). Every method may raise SandboxFault, and a grading UserError if the grader is broken;
+    nothing an agent does raises anything else.
     """
 
     def __init__(self, task: Task, sandbox: SandboxOptions | str = "auto", seed: int = 0, **limits):

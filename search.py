@@ -249,7 +249,8 @@ class Config:
     gpu_memory: GpuShare = 0.85
 
     nodes: Resumable[Count] = 12  # executed nodes per tree; failed ones count
-    # sampled tokens per tree, those for strategies included; default: no limit
+    # sampled tokens per tree, those for strategies included; default: no limit. Requests under
+    # way are finished, so several workers take more
     tokens: Resumable[Count | None] = None
     minutes: Resumable[Positive | None] = None  # wall time per tree, in minutes; default: no limit
 
@@ -447,6 +448,7 @@ def outcome(t: Tree, node: Node, episode: Episode) -> None:
     failed = ("error", "timeout", "rejected")
     bad = [turn["observation"] for turn in episode.turns if turn["status"] in failed]
     message = score.message if score else episode.fault
+    node.grader_output = score.grader_output if score else ""
     node.error = prompts.clip("\n".join([*bad[-1:], message]), 2000)
 
 
@@ -534,6 +536,7 @@ OUTCOME = (
     "test_stderr",
     "test_minus_validation",
     "test_error",
+    "test_reads",
 )
 
 
@@ -554,6 +557,7 @@ async def close(t: Tree) -> None:
         found = await hidden_score(t, best, t.task.splits[-1])
         test |= {f"test_{key}": value for key, value in found.items()}
         test["test_minus_validation"] = found["score"] - best.score
+    test["test_reads"] = test_reads(t)
     if selected := known_scores(t).get(best.id, {}).get("selection"):
         test["selection_score"] = selected["score"]
         test["selection_stderr"] = selected["stderr"]
@@ -581,6 +585,11 @@ def known_scores(t: Tree) -> dict:
     return t.run.results().get("hidden_scores", {})
 
 
+def test_reads(t: Tree) -> int:
+    """The number of nodes that were scored on the test part; more --nodes may choose another."""
+    return sum(t.task.splits[-1] in parts for parts in known_scores(t).values())
+
+
 async def hidden_score(t: Tree, node: Node, split: str) -> dict:
     """The score of a node's files on a part that the search does not see, its stderr and error.
 
@@ -594,7 +603,8 @@ async def hidden_score(t: Tree, node: Node, split: str) -> dict:
         score = await in_thread(world.score, split)
     # Valid on the validation part and not on this one: worth the baseline.
     value = score.value if score.valid else t.task.baseline
-    found = {"score": value, "stderr": score.stderr, "error": score.message}
+    error = "\n".join(filter(None, [score.message, score.grader_output]))
+    found = {"score": value, "stderr": score.stderr, "error": error}
     known.setdefault(node.id, {})[split] = found
     t.run.result(hidden_scores=known)
     return found
@@ -752,6 +762,12 @@ def banner(cfg: Config, trees: list[Tree], where: Path, path, why: str) -> None:
     rule = SELECT[cfg.select]
     if not (rule.uses_mode or rule.is_evaluation):
         print(f"note     {cfg.select} uses no sampling mode and runs one node of a tree at a time")
+    for t in trees:
+        if not t.closed and test_reads(t):
+            print(
+                f"note     {t.run.dir} has read the test part before and will read it again if "
+                "another node becomes the best"
+            )
     print(f"run      {where}", flush=True)
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Literal
 
 from flatlab.cache import store
 from flatlab.episode.builtin import builtin_names, load_builtin
-from flatlab.episode.grading import grade
+from flatlab.episode.grading import Score, grade
 from flatlab.episode.machine import open_sandbox, sandbox_kind
 from flatlab.episode.mledojo import load_mledojo, mledojo_names
 from flatlab.episode.mlgym import load_mlgym, mlgym_names
@@ -68,8 +69,12 @@ def list_tasks(mlgym_root: str | None, mledojo_root: str | None) -> None:
             if load is not load_builtin:
                 print(f"{name:40} {root}")
                 continue
-            task = load(root, name)
-            print(f"{name:40} {task.metric}, {task.direction}, baseline {task.baseline:.4g}")
+            try:
+                task = load(root, name)
+                text = f"{task.metric}, {task.direction}, baseline {task.baseline:.4g}"
+            except UserError as error:  # the other tasks are listed
+                text = f"cannot be used: {error}"
+            print(f"{name:40} {text}")
 
 
 def print_row(task: Task, name: str, score: float | None, note: str = "") -> None:
@@ -79,8 +84,17 @@ def print_row(task: Task, name: str, score: float | None, note: str = "") -> Non
     print(f"{name:32}{numbers:25}  {note}".rstrip())
 
 
+def print_score(task: Task, rule: str, score: Score) -> None:
+    print_row(task, rule, score.value, score.message)
+    if score.grader_output:
+        print(indent(score.grader_output, "    "))
+
+
 def check(task: Task, backend: str) -> None:
-    """Scores the trivial rules of a task, prints them, and keeps the result for `degenerate`."""
+    """Scores the trivial rules of a task, prints them, and keeps the result for `degenerate`.
+
+    The first rule is scored on all parts. Raises UserError if the grader is broken.
+    """
     split = task.splits[0]
     print(f"{task.name} ({task.source}): {task.metric}, {task.direction}, on the {split} part\n")
     print(f"{'':32}{'score':>12}{'improvement':>13}")
@@ -90,15 +104,23 @@ def check(task: Task, backend: str) -> None:
         name = "median of the leaderboards" if is_median else "reference"
         print_row(task, name, task.reference)
     make_sandbox = partial(open_sandbox, task, SandboxOptions(sandbox_kind(backend)))
+    verdict = "No rule has a score: give the task a `trivial:` one."
     reason = None
-    for rule, artefacts in trivial_rules(task).items():
+    rules = list(trivial_rules(task))
+    for rule, artefacts in rules:
         score = grade(task, artefacts, split, make_sandbox)
-        print_row(task, rule, score.value, score.message)
+        print_score(task, rule, score)
+        if score.valid:
+            verdict = "not degenerate, as far as these rules tell"
         if not reason and score.valid and at_the_top(score.value, task):
             reason = f"the rule {rule!r} scores {score.value:.4g}"
+    rule, artefacts = rules[0]
+    for split in task.splits[1:]:
+        print_score(task, f"{rule}, {split}", grade(task, artefacts, split, make_sandbox))
     store(sanity_file(task), {"degenerate": reason})
-    found = degenerate(task)
-    print(f"\ndegenerate: {found}" if found else "\nnot degenerate, as far as these rules tell")
+    if found := degenerate(task):
+        verdict = f"degenerate: {found}"
+    print(f"\n{verdict}")
 
 
 # ------------------------------------------------------------------ start

@@ -25,9 +25,11 @@ class Answer(Sample):
 
 
 def check(url: str) -> None:
-    """Raises UserError if nothing answers at this address within 5 seconds."""
+    """Raises UserError for an address without a scheme, or if nothing answers within 5 seconds."""
     import httpx
 
+    if not url.startswith(("http://", "https://")):
+        raise UserError(f"--url {url} needs a scheme: http://{url}, say.")
     try:
         httpx.get(url, timeout=5)
     except httpx.ReadTimeout:

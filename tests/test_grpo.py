@@ -214,6 +214,7 @@ ALARMS = (
     ({"grad_norm": 0.0, "empty_epochs": 1}, ["an epoch had no sequence left"]),
     ({"zero_variance_share": 1.0}, ["equal rewards"]),
     ({"fault_share": 0.3}, ["sandboxes broke"]),
+    ({"ungraded_share": 0.5}, ["grader often gives no result"]),
     ({"lost_tokens": 2}, ["not finite"]),
 )
 

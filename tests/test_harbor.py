@@ -211,7 +211,7 @@ def test_an_exported_task_comes_back(tmp_path):
     with Env(load_task(str(tmp_path / "exported")), "docker") as world:
         world.reset()
         said(world, "touch nothing")
-        assert world.score().value == 0
+        assert world.score().value == -1
         said(world, SOLVE)
         assert world.score().value == pytest.approx(improvement(0.774545, task))
 
@@ -232,5 +232,5 @@ def test_the_harbor_package_runs_an_exported_task(tmp_path, agent, score):
     done = subprocess.run(argv, env=os.environ | paths, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     (rewards,) = (tmp_path / "jobs").rglob("reward.json")
-    expected = improvement(score, task) if score else 0
+    expected = improvement(score, task) if score else -1
     assert json.loads(rewards.read_text())["reward"] == pytest.approx(expected)

@@ -505,6 +505,21 @@ def test_the_test_score_of_an_earlier_best_node_does_not_stay(tmp_path):
     )
 
 
+def test_a_second_look_at_the_test_part_is_counted_and_said(tmp_path, capsys):
+    scores = {"0.0": 0.6, "0.1": 0.7, "0.2": 0.8, "0.0.0": 0.5}
+    reads = []
+    for nodes in (1, 2, 4):
+        t = run(tmp_path, nodes=nodes, workers=1, score_of=lambda node: scores[node.id])
+        reads.append(result(t)["test_reads"])
+    assert reads == [1, 2, 3] and result(t)["best_id"] == "0.2"
+    said = stats.text_of(stats.grid_table([cell(t)]))
+    assert "more --nodes has read the test part 3 times" in said
+    t.closed = False
+    capsys.readouterr()
+    search.banner(t.cfg, [t], t.run.dir, None, "")
+    assert "has read the test part before and will read it again if" in capsys.readouterr().out
+
+
 def test_nothing_is_built_on_a_node_whose_files_are_too_large(tmp_path):
     """Nor is it chosen again and again."""
     for select in ("greedy", "ucb", "mcts", "evolution"):
@@ -674,7 +689,7 @@ def test_a_grid_shares_the_workers_and_gives_one_table(tmp_path):
 
     trees = run(
         tmp_path,
-        tasks=(TASK, replace(TASK, name="other", higher_is_better=False)),
+        tasks=(TASK, replace(TASK, name="other", higher_is_better=False, reference=0.0)),
         modes=("none", "tail"),
         seeds=(0, 1, 2),
         nodes=4,
@@ -823,7 +838,7 @@ BAD_INPUT = {
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
     "--select signals --rule-args regret=0 depth=0": "one of variance, regret, coverage, depth",
     "--select signals --rule-args unknown=1": "has no 'unknown'; it has drafts, variance, regret",
-    "--engine api --model x --url localhost:8000/v1": "--url localhost:8000/v1 does not answer",
+    "--engine api --model x --url localhost:8000/v1": "localhost:8000/v1 needs a scheme: http://",
     "--engine api --model x --url http://localhost:port/v1": "does not answer",
     "--engine api --model x --url http://127.0.0.1:9/v1": "does not answer",
     "--engine api": "--engine api needs --model",

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from backends import containers_of, missing
+from flatlab.episode.task import clipped_improvement
 from helpers import PROJECT, block, chat_server, completion, served
 
 VENV = os.path.abspath(os.environ.get("VERIFIERS_VENV", ""))
@@ -129,13 +130,15 @@ def test_rewards_of_a_real_model_are_those_of_a_search(tmp_path):
     for row in rows:
         replies = tuple(turn["reply"] for turn in row["actions"])
         improvement = row["improvement"] if row["valid"] else 0.0  # the baseline, as in tables
-        searched[replies, row["valid"], improvement] += 1
+        reward = clipped_improvement(row["improvement"])  # as in training
+        searched[replies, row["valid"], improvement, reward] += 1
     evaluated = Counter()
     for trace in traces:
         replies = [m["content"] for m in conversation(trace) if m["role"] == "assistant"]
         assert trace["metrics"]["turns"] == len(replies)
         reward = sum(reward["score"] for reward in trace["rewards"].values())
-        evaluated[tuple(replies), bool(trace["metrics"]["valid"]), reward] += 1
+        metrics = trace["metrics"]
+        evaluated[tuple(replies), bool(metrics["valid"]), metrics["improvement"], reward] += 1
     assert evaluated == searched
     assert len({reward for *_, reward in evaluated}) > 1
 

@@ -74,11 +74,17 @@ except BaseException as error:      # SystemExit, too: its author reads whatever
 """
 
 
-def fail(message):
+def fail(message, code=0):
     """Ends the grader here; its last line is the message for the agent."""
     print(json.dumps({"error": message[:ERROR_CHARS]}), flush=True)
     stop()
-    os._exit(0)
+    os._exit(code)
+
+
+def raised(kind, error, trace):
+    """Ends a grader that raised an error: it may not like a result, or may itself be broken."""
+    sys.__excepthook__(kind, error, trace)
+    fail(f"the grader refused what {NAME} returned: {kind.__name__}: {error}", code=1)
 
 
 def read_source():
@@ -157,9 +163,7 @@ def begin():
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process of the same user may look into this one
     delete_everything()
     child.stdin.write(pickle.dumps(source))
-    sys.excepthook = lambda kind, error, _: fail(
-        f"the grader refused what {NAME} returned: {kind.__name__}: {error}"
-    )
+    sys.excepthook = raised
 
 
 def call_many(name, calls):

@@ -187,6 +187,7 @@ def turn_record(sample: Sample, step) -> dict:
         "observation": step.observation,
         "status": step.status,
         "score": step.score.value if step.score else None,
+        "grader_output": step.score.grader_output if step.score else "",
         "stop_reason": sample.stop_reason,
         "version": sample.version,
         "reply_tokens": len(sample.tokens),
@@ -225,8 +226,8 @@ async def run_episode(
         play: The agent's loop, see `play`.
         history: Makes the tokens that the model reads, see History.
 
-    A sandbox that breaks ends the episode with status "fault". Raises what the policy raises. The
-    environment stays open: use it as `async with`.
+    A sandbox that breaks ends the episode with status "fault". Raises what the policy raises, and
+    UserError if the task's grader is broken. The environment stays open: use it as `async with`.
     """
     episode = Episode(env.task.name, seed)
     begin = time.monotonic()

@@ -1,26 +1,39 @@
-"""Grading: the artefacts leave the agent's sandbox; a fresh one with pristine files grades them."""
+"""Grading: the artefacts leave the agent's sandbox; a fresh one with pristine files grades them.
+
+A grader gives a score or a reason why there is none, and exits with 0. If it does neither, the
+artefact is no submission, and what the grader said is kept for the user. The first time this
+happens, the task's trivial rules are graded to find out whether the grader works at all.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import sys
+import threading
 from dataclasses import dataclass
 
+from flatlab.episode.sanity import EMPTY, trivial_rules
 from flatlab.episode.task import (
     WHOLE_WORKSPACE,
     Task,
     finite_number,
+    is_plain,
     last_json_object,
     parse_grade,
     standard_error,
 )
-from flatlab.errors import ArtefactError, SandboxFault
+from flatlab.errors import ArtefactError, SandboxFault, UserError
 from flatlab.sandbox import snapshot
-from flatlab.sandbox.sandbox import ARTEFACT_BYTES, COPY_BYTES
+from flatlab.sandbox.sandbox import ARTEFACT_BYTES, COPY_BYTES, clean
 
 MODEL_BYTES = 2 << 30  # limit of the artefacts of a task that needs a GPU: weights of a model
 MOST_FILES = 20_000  # in a workspace whose folders are artefacts
 KEPT_GRADES = 10_000
+PRINTED_BYTES = 1 << 20  # of a grader's stdout: its tail
+OUTPUT_CHARS = 4000  # of stdout and of stderr in Score.grader_output
+SENTENCE_CHARS = 800  # of Score.grader_output in a sentence
 CANNOT_START = (126, 127)  # exit codes of a shell
+KILLED = 137  # exit code of a process that got SIGKILL, from the kernel if memory is short
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,9 @@ class Score:
     message: str  # why it is not valid; safe to show the agent
     position: float | None = None  # MLE-Dojo: share of the leaderboards that is not better
     stderr: float | None = None  # standard error of the value; None: unknown
+    # How a grader ended and what it printed if it gave neither a score nor a reason. Answers may be
+    # in it, so no agent reads it.
+    grader_output: str = ""
 
 
 def collect(task: Task, sandbox) -> dict[str, bytes]:
@@ -71,11 +87,6 @@ def artefact_paths(task: Task, sandbox) -> list[str]:
     return paths
 
 
-def is_plain(artefact: str) -> bool:
-    """Whether an artefact is the name of one file, neither a folder nor a pattern."""
-    return not artefact.endswith("/") and not any(sign in artefact for sign in "*?[")
-
-
 # Equal artefacts are graded once. That also fixes the luck of a grader that draws random numbers.
 grades: dict[tuple, Score] = {}
 
@@ -83,19 +94,20 @@ grades: dict[tuple, Score] = {}
 def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> Score:
     """Grades artefacts in a fresh sandbox that holds the pristine files.
 
-    make_sandbox() opens one. Raises SandboxFault if the sandbox breaks twice, and ArtefactError if
-    the artefacts do not fit into it.
+    make_sandbox() opens one. Raises SandboxFault if the sandbox breaks twice, ArtefactError if the
+    artefacts do not fit into it, and UserError if the grader is broken, see check_grader.
     """
     digest = hashlib.sha256()
     for path, data in sorted(artefacts.items()):
         digest.update(b"%r %d " % (path.encode("utf-8", "surrogateescape"), len(data)) + data)
-    key = (task.name, task.grader, str(task.hidden), split, digest.digest())
+    key = (*grader_key(task, split), digest.digest())
     if key in grades:
         return grades[key]
-    try:
-        score = run_grader(task, artefacts, split, make_sandbox)
-    except SandboxFault:
-        score = run_grader(task, artefacts, split, make_sandbox)
+    score, _ = run_grader(task, artefacts, split, make_sandbox)
+    if score.grader_output:
+        check_grader(task, split, make_sandbox)
+    else:
+        checked.add(grader_key(task, split))
     if not score.valid:  # not kept: a grading that was too slow may be in time when it is repeated
         return score
     if len(grades) >= KEPT_GRADES:
@@ -103,12 +115,53 @@ def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> 
     return grades.setdefault(key, score)
 
 
-def run_grader(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> Score:
-    """The score of one run of the grader, in a sandbox of its own. Raises SandboxFault."""
+def grader_key(task: Task, split: str) -> tuple:
+    return (task.name, task.grader, str(task.hidden), split)
+
+
+checked: set[tuple] = set()  # keys of graders that work, or of which the user was warned
+check_lock = threading.Lock()
+
+
+def check_grader(task: Task, split: str, make_sandbox) -> None:
+    """Finds out who is to blame for the first grading without a result, the artefact or the grader.
+
+    Grades the trivial rules until one has a result: then the grader works. If none has one, raises
+    UserError. If there is no rule but the empty submission, or if a grading was killed, perhaps
+    because the machine is busy, a warning is printed once.
+    """
+    key = grader_key(task, split)
+    with check_lock:
+        if key in checked:
+            return
+        for rule, artefacts in trivial_rules(task):
+            score, was_killed = run_grader(task, artefacts, split, make_sandbox)
+            said = " ".join(score.grader_output.split())[-SENTENCE_CHARS:]
+            problem = f"it gives {rule!r} no result on the {split} part: {said}"
+            if said and rule != EMPTY and not was_killed:
+                continue
+            if said:
+                warning = f"warning  The grader of task {task.name} may be broken: {problem}"
+                print(warning, file=sys.stderr, flush=True)
+            checked.add(key)
+            return
+        raise UserError(f"The grader of task {task.name} is broken: {problem}")
+
+
+def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> tuple[Score, bool]:
+    """(score, whether the grader was killed). Raises SandboxFault if the sandbox breaks twice."""
+    try:
+        return run_once(task, artefacts, split, make_sandbox)
+    except SandboxFault:
+        return run_once(task, artefacts, split, make_sandbox)
+
+
+def run_once(task: Task, artefacts: dict, split: str, make_sandbox) -> tuple[Score, bool]:
     sandbox = make_sandbox()
     try:
         lay_out(task, artefacts, sandbox)
-        stdout, reply = sandbox.program(task.grader_argv(split), task.grade_timeout)
+        argv = task.grader_argv(split)
+        stdout, reply = sandbox.program(argv, task.grade_timeout, keep=(0, PRINTED_BYTES))
         # An artefact may have ended the grader with the same exit code, so this is checked.
         if (
             reply["code"] in CANNOT_START
@@ -118,19 +171,34 @@ def run_grader(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox
             raise SandboxFault(f"the grader does not start: {' '.join(task.grader)}")
     finally:
         sandbox.close()
-    if reply["timed_out"]:
-        message = f"The grading took longer than {task.grade_timeout:.0f} seconds."
-        return Score(None, task.metric, split, False, message)
     found = last_json_object(stdout.decode("utf-8", "replace"))
     value, message = parse_grade(found, task)
+    if reply["timed_out"]:
+        value, message = None, f"The grading took longer than {task.grade_timeout:.0f} seconds."
+    elif value is not None and reply["code"]:
+        value, message = None, "The grader failed after it had printed a score."
+    is_answer = not reply["code"] and (value is not None or "error" in found)
+    output = "" if is_answer else output_text(stdout, reply)
     position = finite_number(found, "position") if task.source == "mledojo" else None
     stderr = standard_error(found)
-    return Score(value, task.metric, split, value is not None, message, position, stderr)
+    is_valid = value is not None
+    score = Score(value, task.metric, split, is_valid, message, position, stderr, output)
+    return score, reply["timed_out"] or reply["code"] == KILLED
+
+
+def output_text(stdout: bytes, reply: dict) -> str:
+    """How a grader ended, and the tails of what it printed."""
+    how = "stopped at the time limit" if reply["timed_out"] else f"exit code {reply['code']}"
+    lines = [how]
+    for name, text in (("stdout", clean(stdout)), ("stderr", reply["stderr"])):
+        tail = text.strip()[-OUTPUT_CHARS:]
+        lines.append(f"{name}: {tail or '(nothing)'}")
+    return "\n".join(lines)
 
 
 def lay_out(task: Task, artefacts: dict[str, bytes], sandbox) -> None:
     """Puts the agent's artefacts and the host's version of all other files into the workspace."""
-    if task.artefacts == WHOLE_WORKSPACE:
+    if task.artefacts == WHOLE_WORKSPACE and artefacts:
         snapshot.put_workspace(sandbox, artefacts)
         sandbox.remove([path.split("/")[0] for path in task.hidden])  # what the agent has put there
         artefacts = {}

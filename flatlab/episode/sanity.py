@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from flatlab.cache import cache_dir, content_key
-from flatlab.episode.task import Task, improvement
+from flatlab.episode.task import Task, improvement, is_plain
 
 AT_THE_TOP = 0.98  # improvement towards the reference, or towards a perfect score
 PERFECT = {"accuracy": 1.0, "validation_accuracy": 100.0, "r2": 1.0}
 FEW = 20  # a numeric target with more values is a regression
 LEAVES = 10  # of the decision tree that sees one column
+EMPTY = "an empty submission"  # stands in for the rules of a task that has none
 
 
 def degenerate(task: Task) -> str | None:
@@ -40,27 +42,33 @@ def sanity_file(task: Task) -> Path:
     return cache_dir() / "sanity" / f"{task.name}-{key}.json"
 
 
-def trivial_rules(task: Task) -> dict[str, dict[str, bytes]]:
-    """Name of a rule -> its artefacts.
+def trivial_rules(task: Task) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Yields the name and the artefacts of each rule; of an empty submission if there is none."""
+    rule = None
+    for rule in rules_of(task):
+        yield rule
+    if rule is None:
+        yield EMPTY, {name: b"" for name in task.artefacts if is_plain(name)}
 
-    The rules are the task's own ones, the public files as they are, the sample submission, and
-    those of csv_rules for data/train.csv and data/test.csv.
-    """
-    rules = {}
+
+def rules_of(task: Task) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """The task's own rules, the public files as they are, the sample submission, and csv_rules."""
     for name, text in task.trivial.items():
-        rules[name] = {task.artefacts[0]: text.encode()}
+        yield name, {task.artefacts[0]: text.encode()}
     if set(task.artefacts) <= set(task.public):
-        rules["as given"] = {name: task.public[name].read_bytes() for name in task.artefacts}
+        yield "as given", {name: task.public[name].read_bytes() for name in task.artefacts}
     if task.artefacts != ("submission.csv",):
-        return rules
+        return
     for path, file in task.public.items():
         if Path(path).name == "sample_submission.csv":
-            rules[path] = {"submission.csv": file.read_bytes()}
+            yield path, {"submission.csv": file.read_bytes()}
     if {"data/train.csv", "data/test.csv"} <= set(task.public):
-        with suppress(ValueError):  # pandas' own errors: these are no tables
+        found = {}
+        # These are no tables (pandas' own errors), or pandas is missing (integrations/verifiers).
+        with suppress(ValueError, ImportError):
             found = csv_rules(task.public["data/train.csv"], task.public["data/test.csv"])
-            rules |= {name: {"submission.csv": text.encode()} for name, text in found.items()}
-    return rules
+        for name, text in found.items():
+            yield name, {"submission.csv": text.encode()}
 
 
 def csv_rules(train_file: Path, test_file: Path) -> dict[str, str]:

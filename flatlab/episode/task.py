@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from flatlab.errors import UserError
+
 LARGEST = 1e100  # scores beyond it count as none: their squares and sums would be infinite
 MESSAGE_CHARS = 500  # of a grader's error message, which the agent reads
 WHOLE_WORKSPACE = ("./",)  # artefacts: all that was written, changed or removed in the workspace
@@ -54,6 +56,14 @@ class Task:
     # in a child process.
     proxies: dict[str, tuple[Path, str]] = field(default_factory=dict)
 
+    def __post_init__(self):
+        """Raises UserError if the reference is not better than the baseline."""
+        if self.reference is not None and improvement(self.reference, self) <= 0:
+            raise UserError(
+                f"Task {self.name}: the reference {self.reference:g} must be better than the "
+                f"baseline {self.baseline:g}, and {self.direction}."
+            )
+
     @property
     def direction(self) -> str:
         return "higher is better" if self.higher_is_better else "lower is better"
@@ -87,6 +97,11 @@ def matches(path: str, artefact: str) -> bool:
     if artefact.endswith("/"):
         return path.startswith(artefact)
     return path.count("/") == artefact.count("/") and fnmatchcase(path, artefact)
+
+
+def is_plain(artefact: str) -> bool:
+    """Whether an artefact is the name of one file, neither a folder nor a pattern."""
+    return not artefact.endswith("/") and not any(sign in artefact for sign in "*?[")
 
 
 def parse_grade(grade: dict, task: Task) -> tuple[float | None, str]:
@@ -143,3 +158,12 @@ def improvement(score: float, task: Task | tuple[float, bool, float | None]) -> 
     difference = score - baseline if higher_is_better else baseline - score
     unit = abs(baseline) if reference is None else abs(reference - baseline)
     return difference / (unit or 1.0)
+
+
+def clipped_improvement(value: float | None) -> float:
+    """An improvement clipped to [-1, 1]; -1 for None, which is no valid submission.
+
+    If a failure counted 0, a policy that submits nothing would win against a poor one. Without the
+    clipping a single extreme score would decide.
+    """
+    return -1.0 if value is None else max(-1.0, min(1.0, value))

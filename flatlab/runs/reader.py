@@ -217,7 +217,7 @@ def episode_item(row: dict, name: str, index: int) -> dict:
         "score": score["value"] if score["valid"] else None,
         "test_score": test_score["value"],
         "tokens": row["reply_tokens"],
-        "error": "" if score["valid"] else score["message"],
+        "error": "" if score["valid"] else with_grader_output(score["message"], score),
     }
 
 
@@ -227,7 +227,13 @@ def node_item(row: dict, directory: Path) -> dict:
     for episode in read_rows(directory / "episodes" / f"{row['order']:06d}.jsonl"):
         if episode["node"] == row["id"]:
             prompt = episode["prompt"]
-    return row | {"turns": row["actions"], "prompt": prompt}
+    error = with_grader_output(row["error"], row)
+    return row | {"turns": row["actions"], "prompt": prompt, "error": error}
+
+
+def with_grader_output(error: str, row: dict) -> str:
+    """The error for the user: with what a grader printed that gave neither score nor reason."""
+    return "\n".join(filter(None, [error, row.get("grader_output")]))
 
 
 def segments_of(directory: Path, name: str) -> list[list[dict]]:

@@ -186,14 +186,15 @@ class Sandbox:
         return Result(reply["code"], clean(head + gap + tail), reply["timed_out"])
 
     def program(
-        self, argv: list[str], timeout: float, stdin: bytes = b"", limit: int = 1 << 20
+        self, argv: list[str], timeout: float, stdin: bytes = b"", keep: tuple = (1 << 20, 0)
     ) -> tuple[bytes, dict]:
         """Runs a program as root, or as the user of a sandbox without one.
 
-        Returns the first `limit` bytes of its stdout, and the reply: code, timed_out, dropped.
+        keep: bytes of the head and of the tail of its stdout. Returns these bytes, and the reply:
+        code, timed_out, dropped, and stderr (the last 8 kB of it, as text).
         """
-        reply, blob = self._run(argv, timeout, stdin, user="root", keep=[limit, 0])
-        return blob, reply
+        reply, blob = self._run(argv, timeout, stdin, user="root", keep=keep)
+        return blob, reply | {"stderr": clean(reply["stderr"].encode())}
 
     def _run(self, command, timeout, stdin=b"", **fields) -> tuple[dict, bytes]:
         wait = timeout + GRACE + 20

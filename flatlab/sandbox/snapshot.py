@@ -132,7 +132,7 @@ def pack(box: Sandbox, paths: list[str], place: str, error=SandboxFault) -> byte
     names = [os.path.join(".", os.path.relpath(path, place)) for path in paths]
     argv = ["/bin/tar", "-C", place, *PACK_OPTIONS, "-T", "-", "-cf", "-"]
     stdin = b"\0".join(os.fsencode(name) for name in names)
-    data, reply = box.program(argv, 120, stdin, COPY_BYTES)
+    data, reply = box.program(argv, 120, stdin, (COPY_BYTES, 0))
     if reply["code"] or reply["dropped"]:
         raise error(f"the files cannot be copied: more than {COPY_BYTES >> 20} MB, or tar failed")
     return data

@@ -85,6 +85,11 @@ ALARMS = (  # key of the row, predicate of (value, median of the twenty steps be
         "all groups had equal rewards: there is nothing to compare",
     ),
     ("fault_share", lambda x, usual: x > 0.2, "many sandboxes broke"),
+    (
+        "ungraded_share",
+        lambda x, usual: x > 0.2,
+        "the grader often gives no result: grader_output in episodes/ is what it printed",
+    ),
 )
 
 

@@ -10,7 +10,7 @@ import time
 from math import sqrt
 from statistics import fmean, stdev
 
-from flatlab.episode.task import Task, improvement
+from flatlab.episode.task import Task, clipped_improvement, improvement
 from flatlab.errors import UserError
 from flatlab.train.batch import Group
 
@@ -23,18 +23,6 @@ def counted_score(score, task: Task) -> float:
 def counted_improvement(score, task: Task) -> float:
     """The improvement as tables count it: without a valid submission 0, the baseline."""
     return improvement(score.value, task) if score.valid else 0.0
-
-
-def clipped_improvement(score, task: Task) -> float:
-    """What guard and selection use: the improvement clipped to [-1, 1], and -1 without a valid
-    submission.
-
-    If a failure counted 0, a policy that submits nothing would win against a poor one. Without the
-    clipping a single extreme score would decide.
-    """
-    if not score.valid:
-        return -1.0
-    return max(-1.0, min(1.0, improvement(score.value, task)))
 
 
 def standard_error(values: list[float]) -> float | None:
@@ -58,6 +46,7 @@ def step_metrics(groups: list[Group], tasks: list[Task]) -> dict:
         "turns": fmean(len(e.turns) for e in episodes),
         "reply_tokens": fmean(e.reply_tokens for e in episodes),
         "fault_share": row["faults"] / (row["faults"] + len(episodes)),
+        "ungraded_share": fmean(bool(e.score.grader_output) for e in episodes),
         "seconds_env": sum(e.seconds_env for e in episodes),
     }
     parts = {"": groups}
@@ -95,7 +84,8 @@ def evaluation(groups: list[Group], tasks: list[Task]) -> dict:
     if not played:
         raise UserError(f"Every sandbox broke: {groups[0].episodes[0].fault}")
     improvements = [counted_improvement(e.score, task) for e, task in played]
-    clipped = [clipped_improvement(e.score, task) for e, task in played]
+    values = [improvement(e.score.value, task) if e.score.valid else None for e, task in played]
+    clipped = list(map(clipped_improvement, values))  # guard and selection use these
     result = {
         "n": len(played),
         "faults": sum(len(g.episodes) for g in groups) - len(played),

@@ -49,6 +49,7 @@ class Node:
     valid: bool = False
     status: str = ""  # of the episode, or validated, stopped; fault: the sandbox broke twice
     error: str = ""
+    grader_output: str = ""  # see Score; no prompt may hold it
     code: dict = field(default_factory=dict)  # file name -> text
     diff: str = ""  # of the code, against the parent's
     actions: list = field(default_factory=list)  # the turns of the episode
@@ -273,6 +274,7 @@ def results(t: Tree) -> dict:
         "nodes": len(done),
         "failed": sum(not node.valid for node in done) - faults,
         "faults": faults,
+        "ungraded": sum(bool(node.grader_output) for node in done),
         "above_tau": sum((node.probability or 0) > t.cfg.tau for node in tails),
         "fell_back": sum(bool(node.decision.get("fell_back")) for node in done),
         "tokens": t.tokens(),

@@ -18,6 +18,7 @@ import json
 from pathlib import Path
 
 from flatlab.episode.episode import worth_imitating
+from flatlab.episode.task import clipped_improvement
 from flatlab.errors import UserError
 from flatlab.files import write_whole
 from flatlab.runs.reader import RunData, transcripts
@@ -40,7 +41,7 @@ def reply_rows(run: RunData, item: dict):
         return
     reward = item.get("reward")
     if run.kind != "grpo":
-        reward = max(-1.0, min(1.0, item["improvement"])) if item["valid"] else -1.0
+        reward = clipped_improvement(item["improvement"])
     messages = [{"role": "user", "content": item["prompt"]}]
     for number, turn in enumerate(item["turns"]):
         reply = {"role": "assistant", "content": turn["reply"]}

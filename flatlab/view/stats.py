@@ -130,6 +130,8 @@ def row_of(task: str, method: str, group: list[dict]) -> dict:
         "per_minute": None,
         "p": None,
         "untested": sum(map(is_untested, group)),
+        "ungraded": sum(cell.get("ungraded") or 0 for cell in group),
+        "test_reads": max(cell.get("test_reads") or 0 for cell in group),
         "empty": sum(cell["nodes"] == cell["failed"] + cell["faults"] for cell in group),
         "selected_on_test": chosen_on_test,
         "evaluation": is_evaluation,
@@ -256,6 +258,17 @@ def notes(rows: list[dict]) -> list[str]:
                 f"{row['task']} {row['method']}: the selection rule replaced the sampling mode of "
                 f"some nodes; used {used}"
             )
+    ungraded = sum(row["ungraded"] for row in rows)
+    if ungraded:
+        found.append(
+            f"the grader gave no result for {ungraded} failed nodes: what it printed is in the "
+            "journal (grader_output)"
+        )
+    reads = max(row["test_reads"] for row in rows)
+    if reads > 1:
+        found.append(
+            f"a search that went on with more --nodes has read the test part {reads} times"
+        )
     untested = sum(row["untested"] for row in rows)
     if untested:
         found.append(f"runs without a test score: {untested}; the mean has their validation score")

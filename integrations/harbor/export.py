@@ -4,8 +4,7 @@ import json
 import shlex
 from pathlib import Path
 
-from flatlab.episode.grading import is_plain
-from flatlab.episode.task import Task, improvement
+from flatlab.episode.task import Task, improvement, is_plain
 from flatlab.errors import UserError
 from flatlab.sandbox.backend import IMAGE
 
@@ -39,15 +38,15 @@ TEST = """\
 #!/bin/bash
 cd /tests/workspace
 {copies}\
-{grader} | python3 -I ../reward.py {metric} {baseline} {improvement}
+{grader} > /tmp/grade.txt
+python3 -I ../reward.py {metric} {baseline} {improvement} $? < /tmp/grade.txt
 """
 
 
 def export_harbor(task: Task, folder: Path) -> None:
-    """Writes a built-in task to a new folder. The reward is the improvement on the last split.
+    """Writes a built-in task to a new folder. The reward is that of reward.py on the last split.
 
-    A result that is not valid gets 0, the baseline. Raises UserError for another kind of task, and
-    for a folder that exists.
+    Raises UserError for another kind of task, and for a folder that exists.
     """
     is_special = task.needs_gpu or task.needs_network or not all(map(is_plain, task.artefacts))
     if task.source != "built-in" or is_special:

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 
 REWARD = "/logs/verifier/reward"
 
@@ -21,8 +22,9 @@ os.rename(".flatlab", "/flatlab")
 os.rename("/flatlab/tests", "/tests")
 subprocess.run(["chmod", "-R", "755", "/tests"], check=True)
 os.makedirs("/logs/verifier", exist_ok=True)
-subprocess.run(["bash", "/tests/test.sh"], stdout=subprocess.DEVNULL)
+subprocess.run(["bash", "/tests/test.sh"], stdout=sys.stderr)
 try:
     print(json.dumps({"reward": read_reward()}))
 except (OSError, ValueError):
     print(json.dumps({"error": "The tests wrote no reward."}))
+    sys.exit(1)  # the tests may be broken

@@ -38,7 +38,9 @@ MESSAGES = {
     errno.ENOTDIR: "does not lie in a plain folder",
 }
 
-Child = namedtuple("Child", "pid output saved")  # output: a pipe; saved: a file, for shells only
+# output, errors: pipes, or one pipe for both; saved: a file, for shells only
+Child = namedtuple("Child", "pid output errors saved")
+ERROR_BYTES = 8192  # tail of the stderr of root's programs
 
 
 def memory_file(data=b""):
@@ -212,13 +214,14 @@ class Runner:
         return bool(found)
 
     def start(self, command, stdin, user):
-        """Starts a shell command (str) or a program (list), whose stderr is dropped for root.
+        """Starts a shell command (str) or a program (list). Returns a Child.
 
-        Returns a Child.
+        Root's programs have a pipe of their own for stderr.
         """
         output, end = os.pipe()
-        null = os.open(os.devnull, os.O_RDWR)
-        fds = [memory_file(stdin) if stdin else null, end, null if user == "root" else end]
+        errors, errors_end = os.pipe() if user == "root" else (output, end)
+        stdin_fd = memory_file(stdin) if stdin else os.open(os.devnull, os.O_RDWR)
+        fds = [stdin_fd, end, errors_end]
         env = self.environ
         saved = None
         if isinstance(command, str):
@@ -241,10 +244,11 @@ class Runner:
             finally:
                 os._exit(127)
         self.exit_codes[pid] = None
-        for fd in {null, *fds} - {saved}:
+        for fd in set(fds) - {saved}:
             os.close(fd)
-        os.set_blocking(output, False)
-        return Child(pid, output, saved)
+        for fd in {output, errors}:
+            os.set_blocking(fd, False)
+        return Child(pid, output, errors, saved)
 
     def execute(self, argv, env, user, fds):
         """In the child: a session, user and folder of its own, then the command."""
@@ -281,8 +285,10 @@ class Runner:
         limit = time.monotonic() + timeout
         child = self.start(command, blob, user)
         output = Output(*keep)
-        timed_out = self.wait(child, output, limit)
+        errors = Output(0, ERROR_BYTES)
+        timed_out = self.wait(child, {child.errors: errors, child.output: output}, limit)
         output.cut()
+        errors.cut()
         if child.saved is not None:
             self.take_state(child.saved)
         code = self.exit_codes.pop(child.pid)
@@ -291,16 +297,20 @@ class Runner:
             "timed_out": timed_out,
             "head": len(output.head),
             "dropped": output.total - len(output.head) - len(output.tail),
+            "stderr": errors.tail.decode("utf-8", "replace"),
         }
         return reply, bytes(output.head + output.tail)
 
-    def wait(self, child, output, limit):
-        """Collects output until the command has ended. Returns whether it exceeded its limit."""
+    def wait(self, child, outputs, limit):
+        """Collects output until the command has ended. Returns whether it exceeded its limit.
+
+        outputs: pipe -> Output.
+        """
         poll = select.poll()
-        poll.register(child.output, select.POLLIN)
+        for fd in outputs:
+            poll.register(fd, select.POLLIN)
         poll.register(self.wake, select.POLLIN)
         poll.register(self.requests, 0)  # only whether it was closed
-        is_open = True
         timed_out = False
         phase = "running"  # then "terminated" and "killed" after a time limit; "ended" at the end
         while True:
@@ -308,12 +318,13 @@ class Runner:
             ready = [fd for fd, _ in poll.poll(int(left * 1000) + 1)]
             if self.requests.fileno() in ready:
                 self.leave()
-            if child.output in ready:
-                chunk = os.read(child.output, 65536)
-                output.add(chunk)
+            for fd in outputs.keys() & set(ready):
+                chunk = os.read(fd, 65536)
+                outputs[fd].add(chunk)
                 if not chunk:
-                    is_open = False
-                    poll.unregister(child.output)
+                    poll.unregister(fd)
+                    os.close(fd)
+                    del outputs[fd]
             self.drain(ready)
             now = time.monotonic()
             if phase != "ended" and self.exit_codes[child.pid] is not None:
@@ -321,7 +332,7 @@ class Runner:
                     self.sweep()
                 phase = "ended"
                 limit = now + (1 if timed_out else 0.1)
-            if phase == "ended" and not is_open:
+            if phase == "ended" and not outputs:
                 break
             if now < limit:
                 continue
@@ -337,10 +348,7 @@ class Runner:
                 limit = now + GRACE
                 with suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGTERM)
-        if is_open:
-            self.strays.append(child.output)
-        else:
-            os.close(child.output)
+        self.strays += outputs
         return timed_out
 
     def drain(self, ready):

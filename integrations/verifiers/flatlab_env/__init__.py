@@ -5,6 +5,7 @@ request to the model goes to the address that verifiers provides, which records 
 machine that verifiers starts for an episode (its runtime) stays empty.
 """
 
+import asyncio
 import math
 import zlib
 from dataclasses import asdict
@@ -16,7 +17,7 @@ import verifiers.v1 as vf
 from env import Env, in_thread
 from flatlab.endpoint import Endpoint
 from flatlab.episode.episode import Episode, History, play
-from flatlab.episode.task import improvement
+from flatlab.episode.task import clipped_improvement, improvement
 from flatlab.errors import SandboxFault
 from flatlab.options import EpisodeOptions, SandboxOptions
 from flatlab.sandbox.backend import IMAGE
@@ -54,14 +55,18 @@ class FlatlabTask(vf.Task[FlatlabData, FlatlabState]):
         except SandboxFault as fault:
             raise vf.SandboxError(str(fault)) from fault
         trace.info["score"] = asdict(score)
-        value = world.task.baseline if score.value is None else score.value
-        trace.info["improvement"] = improvement(value, world.task)
+        trace.info["improvement"] = improvement(score.value, world.task) if score.valid else None
 
     @vf.reward
+    async def reward(self, trace: vf.Trace) -> float:
+        """As in grpo.py: the improvement, clipped to [-1, 1]; -1 without a valid submission."""
+        return clipped_improvement(trace.info["improvement"])
+
+    @vf.metric
     async def improvement(self, trace: vf.Trace) -> float:
         """0 at the task's baseline, which is also what no valid submission counts; 1 at its
         reference. On the part that `validate` shows."""
-        return trace.info["improvement"]
+        return trace.info["improvement"] or 0.0
 
     @vf.metric
     async def valid(self, trace: vf.Trace) -> float:
@@ -156,7 +161,7 @@ class FlatlabHarness(vf.Harness[FlatlabHarnessConfig]):
     async def cleanup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
         """Ends the sandbox, also of an episode that was cancelled."""
         if trace.state.world is not None:
-            await in_thread(trace.state.world.close)
+            await asyncio.shield(in_thread(trace.state.world.close))
 
 
 # ------------------------------------------------------------------ defaults that cost nothing
