@@ -164,7 +164,7 @@ class Env:
         return self.prompt()
 
     def note_given(self) -> None:
-        """If the whole workspace is the artefact, as it is now it does not count."""
+        """Remembers the initial workspace: without changes it is not a submission."""
         if self.task.artefacts == WHOLE_WORKSPACE:
             with suppress(ArtefactError):  # it holds a link, say: no artefact at all
                 self.given = collect(self.task, self.sandbox)

@@ -99,7 +99,7 @@ from policy import ModelPath, Policy, default_model, lora_settings, resolve_mode
 
 # ================================== the idea: edit here ==================================
 
-NO_SUBMISSION = -1.0  # no reward below is smaller, so it never pays to submit nothing
+NO_SUBMISSION = -1.0  # reward without a valid submission; no reward may fall below it
 SKIP_GRAD_NORM = 100.0  # an update with a larger gradient norm, or with NaN, is skipped
 VALUE_WEIGHT = 0.1  # ppo: weight of the value head's squared error
 ENTROPY_BONUS = 0.0  # weight of the entropy in the loss, which rewards it
@@ -392,16 +392,18 @@ class State:
 
 
 def rewards_of(group: Group, cfg: Config, recent: list[float]) -> list[float]:
-    """One reward per episode that is not a fault. Without recent results the group's own stand in
-    for them.
+    """One reward per episode that is not a fault.
+
+    recent: improvements of the task's latest valid episodes. If there are none yet, the group's own
+    improvements are used.
     """
-    known = recent or group.improvements
+    latest = recent or group.improvements
     rewards = []
     for e in group.played:
         reward = NO_SUBMISSION
         if e.score.valid:
             value = improvement(e.score.value, group.task)
-            reward = REWARDS[cfg.reward](value, e, known)
+            reward = REWARDS[cfg.reward](value, e, latest)
         rewards.append(reward)
     return rewards
 

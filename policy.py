@@ -147,7 +147,7 @@ def adapter_settings(folder: str) -> dict:
         raise UserError(f"{file} has no {missing[0]}: it is not the file of a LoRA adapter.")
     foreign = [name for name in FOREIGN_LORA if settings.get(name)]
     if foreign:
-        raise UserError(f"The adapter {folder} is no plain LoRA: {foreign[0]}.")
+        raise UserError(f"The adapter {folder} uses {foreign[0]}, which is not supported.")
     if not Path(folder, ADAPTER_FILE).is_file():
         raise UserError(f"The adapter {folder} has no weights ({ADAPTER_FILE}).")
     return settings
@@ -231,7 +231,6 @@ class Policy(ChatTokens):
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         if self.device == "cuda":
             check_capability(torch.cuda.get_device_capability(), exact and trains)
-            print("gpu      not yet measured on a GPU: run python tools/gpu_check.py", flush=True)
             if exact:
                 os.environ["VLLM_BATCH_INVARIANT"] = "1"
         else:
@@ -389,7 +388,7 @@ class Policy(ChatTokens):
                         future.set_result(output.outputs[0])
                 await asyncio.sleep(0)
         except Exception as error:
-            # Every waiting episode must hear of a broken engine, or it would wait forever.
+            # All pending requests fail; otherwise their episodes would wait forever.
             for future in self._futures.values():
                 if not future.done():
                     future.set_exception(error)
@@ -666,7 +665,7 @@ class Policy(ChatTokens):
             self._use(tensors)
             self.sync()
             found[name] = await self.agreement()
-        # NaN is no agreement, so the comparison is not turned round.
+        # Written as <= so that NaN fails.
         agrees = [
             a.mean <= self.mean_diff_limit and a.largest <= self.max_diff_limit
             for a in found.values()

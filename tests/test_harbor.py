@@ -117,8 +117,8 @@ def test_what_cannot_be_given_is_one_sentence(folder):
         ("tpu = {type = 'v4', topology = '2x2'}", r"environment\.tpu"),
         ("memory_mb = 65536", "more than 4096 MB"),
         ("memory = '8G'", "more than 4096 MB"),
-        ("memory = 'much'", "an amount of memory that is no number"),
-        ("memory = 8", "an amount of memory that is no number"),
+        ("memory = 'much'", "an amount of memory that is not a number"),
+        ("memory = 8", "an amount of memory that is not a number"),
         ("[verifier.environment]\ncpus = 1", r"verifier\.environment"),
     ):
         text = settings.replace("memory_mb = 2048", "") if "memory" in more else settings

@@ -679,7 +679,7 @@ def test_an_adapter_that_cannot_be_used_is_one_sentence(policy, tmp_path):
         "has no base_model_name_or_path": {"base_model_name_or_path": None},
         "no longer exists": {"base_model_name_or_path": "/nowhere/model"},
         "has no r: ": {"r": None},
-        "is no plain LoRA: use_rslora": {"use_rslora": True},
+        "uses use_rslora, which is not supported": {"use_rslora": True},
     }
     for message, fields in changes.items():
         change_json(file, **fields)

@@ -43,7 +43,7 @@ def check_needs(task: Task, options: SandboxOptions) -> None:
 
 
 def sandbox_kind(backend: str, image: str = IMAGE) -> str:
-    """A kind of sandbox as it is, and for "auto" the one that pick_backend chooses."""
+    """Resolves "auto" to a concrete kind of sandbox."""
     return backend if backend in KINDS else pick_backend(backend, image)[0]
 
 

@@ -121,7 +121,7 @@ def parse_grade(grade: dict, task: Task) -> tuple[float | None, str]:
 
 
 def finite_number(grade: dict, key: str) -> float | None:
-    """The number under a key; None if there is none, or one of which there is no mean."""
+    """The number under a key; None if it is absent, not finite, or beyond LARGEST."""
     value = grade.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -150,7 +150,7 @@ def improvement(score: float, task: Task | tuple[float, bool, float | None]) -> 
 
     with + if higher is better, and unit = |reference - baseline|, or |baseline| without a
     reference, or 1 if that is 0. `task` is a Task or (baseline, higher_is_better, reference).
-    Only this function knows the direction of a metric; rewards, selection and tables call it.
+    Rewards, selection and tables call it.
     """
     if isinstance(task, Task):
         task = (task.baseline, task.higher_is_better, task.reference)

@@ -42,7 +42,8 @@ def fingerprint(script: str, tasks: list[Task], model=None) -> dict:
 
 def changed(old: dict, new: dict) -> str:
     """The keys whose digests differ, as "a, b"; "" if none does."""
-    return ", ".join(key for key in sorted({*old, *new}) if old.get(key) != new.get(key))
+    keys = sorted({*old, *new})
+    return ", ".join(key for key in keys if old.get(key) != new.get(key))
 
 
 def digest(text: str) -> str:
@@ -63,13 +64,15 @@ def code_digests(script: Path) -> dict[str, str]:
     digests = {}
     while waiting:
         path = waiting.pop()
-        name = next(str(path.relative_to(root)) for root in roots if path.is_relative_to(root))
+        root = next(root for root in roots if path.is_relative_to(root))
+        name = str(path.relative_to(root))
         if name in digests or name.startswith(VIEW):
             continue
         tree = ast.parse(path.read_bytes())
         digests[name] = digest(ast.dump(tree))
         for module in imported_modules(tree):
-            files = [root.joinpath(*module.split(".")).with_suffix(".py") for root in roots]
+            relative = Path(*module.split(".")).with_suffix(".py")
+            files = [root / relative for root in roots]
             waiting += [file for file in files if file.is_file()][:1]
     return dict(sorted(digests.items()))
 
@@ -101,10 +104,11 @@ def task_digests(task: Task) -> dict[str, str]:
     file_digests = {path: file_digest(file) for path, file in sorted(files.items())}
     if len(file_digests) <= MOST_FILES:
         return digests | file_digests
-    folders = {}
+    lines = {}
     for path, value in file_digests.items():
-        folders.setdefault(path.partition("/")[0], []).append(f"{path} {value}")
-    return digests | {folder: digest("\n".join(lines)) for folder, lines in folders.items()}
+        folder = path.partition("/")[0]
+        lines.setdefault(folder, []).append(f"{path} {value}")
+    return digests | {folder: digest("\n".join(text)) for folder, text in lines.items()}
 
 
 def model_digests(model) -> dict[str, str]:
@@ -123,6 +127,9 @@ def model_digests(model) -> dict[str, str]:
 
 def folder_digests(folder: Path, prefix: str) -> dict[str, str]:
     """Digests of the files in a folder, without notes for people and hidden files."""
-    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
-    kept = [path for path in files if path.suffix != ".md" and path.name[0] != "."]
-    return {f"{prefix}{path.name}": file_digest(path) for path in kept}
+    digests = {}
+    for path in sorted(folder.iterdir()):
+        is_for_people = path.suffix == ".md" or path.name.startswith(".")
+        if path.is_file() and not is_for_people:
+            digests[prefix + path.name] = file_digest(path)
+    return digests

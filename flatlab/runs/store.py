@@ -252,7 +252,7 @@ def open_run(
     if made_by:
         run.code_number = len(codes) - 1
         new["fingerprint"] = plain(made_by | {"code": codes})
-    # First, because a directory without it is no run directory.
+    # First, because a directory without it is not a run directory.
     text = yaml.safe_dump(new, sort_keys=False, allow_unicode=True)
     write_whole(path / "config.yaml", text)
     (path / "episodes").mkdir(exist_ok=True)

@@ -150,7 +150,7 @@ def common_prompt(batch: list[tuple[list[int], list[int]]]) -> int:
 
 
 def stop_if_interrupted() -> None:
-    """Raises CancelledError after Ctrl-C, so that an update ends with the micro-batch at hand.
+    """Raises CancelledError after Ctrl-C, so that an update ends after the current micro-batch.
 
     asyncio cancels the task, which otherwise notices it only when it waits for something.
     """

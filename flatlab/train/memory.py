@@ -99,9 +99,7 @@ def cpu_kv_cache_bytes(base: str, context: int, requests: int) -> int:
 
 
 def peak_bytes() -> int:
-    """Peak memory of this process. The maximum of getrusage() would not do: it starts at that of
-    the process that started this one.
-    """
+    """Peak memory of this process, from /proc: getrusage() would report the parent's peak."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
 

@@ -60,7 +60,7 @@ def step_metrics(groups: list[Group], tasks: list[Task]) -> dict:
 
 
 class Stopwatch:
-    """Seconds of the phases of a step: `lap("sample")` stores the time since the lap before."""
+    """Seconds of the phases of a step: `lap("sample")` stores the time since the last lap."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}

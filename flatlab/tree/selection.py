@@ -345,7 +345,7 @@ def constants(name: str, rule: Rule, rule_args: tuple[str, ...]) -> dict:
     """The keyword arguments of a rule: its defaults, or the `name=value` pairs of --rule-args.
 
     A value has the type of the default. Raises UserError for an unknown name and for a value that
-    is no number, negative, or 0 where a count is wanted.
+    is not a number, negative, or 0 where a count is wanted.
     """
     parameters = inspect.signature(rule.function).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}

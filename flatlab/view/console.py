@@ -45,7 +45,7 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
 class Progress:
     """`async with Progress(job, "evaluate", 64) as progress:` prints a line every 8 seconds.
 
-    Whoever ends one of the `total` episodes adds 1 to progress.done.
+    Add 1 to progress.done when one of the `total` episodes ends.
     """
 
     def __init__(self, job, what: str, total: int):

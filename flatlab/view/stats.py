@@ -17,7 +17,7 @@ import numpy as np
 from flatlab.episode.task import improvement
 from flatlab.runs.reader import filled
 
-SPLITS = 200_000  # permutation test: up to this many splits are all tried, else so many at random
+SPLITS = 200_000  # permutation test: all splits up to this number, else this many random ones
 WIDTH = 36  # characters of a cell; longer names go on in the next line
 
 

@@ -50,7 +50,9 @@ def export_harbor(task: Task, folder: Path) -> None:
     """
     is_special = task.needs_gpu or task.needs_network or not all(map(is_plain, task.artefacts))
     if task.source != "built-in" or is_special:
-        raise UserError(f"{task.name} is no built-in task of plain files without GPU and network.")
+        raise UserError(
+            f"{task.name} is not a built-in task of plain files without GPU and network."
+        )
     if folder.exists():
         raise UserError(f"{folder} exists: name a folder that does not.")
     copies = ""

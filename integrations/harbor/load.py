@@ -88,7 +88,7 @@ def refuse(folder: Path, spec: dict, environment: dict) -> None:
         if megabytes(environment) > MEMORY_MB:
             asked.append(f"more than {MEMORY_MB} MB of memory")
     except (KeyError, TypeError, ValueError):
-        asked.append("an amount of memory that is no number")
+        asked.append("an amount of memory that is not a number")
     if asked:
         raise UserError(f"{folder} asks for what a sandbox here lacks: {', '.join(asked)}.")
 
