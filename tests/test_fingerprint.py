@@ -88,7 +88,7 @@ def test_each_part_of_a_task_is_named(tmp_path):
         "prompt": {"prompt": task.prompt + "!"},
         "baseline": {"baseline": 0.5},
         "reference": {"reference": 0.9},
-        "higher_is_better": {"higher_is_better": False},
+        "metric": {"metric": "auc"},
         "grader": {"grader": (*task.grader, "--strict")},
         "answers.csv": {"hidden": task.hidden | {"answers.csv": answers}},
     }

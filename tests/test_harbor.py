@@ -195,7 +195,7 @@ def test_export_of_built_in_tasks(tmp_path):
     assert "sklearn/datasets/data" in (tmp_path / "diabetes/environment/Dockerfile").read_text()
     with pytest.raises(UserError, match="exists: name a folder that does not"):
         export_harbor(load_task("titanic"), tmp_path / "titanic")
-    with pytest.raises(UserError, match="is no built-in task"):
+    with pytest.raises(UserError, match="is not a built-in task"):
         export_harbor(replace(load_task("titanic"), source="mlgym"), tmp_path / "new")
 
 
