@@ -123,6 +123,27 @@ def test_the_files_of_a_model_and_of_its_adapter_count(tmp_path):
     assert fingerprint.changed(before, after) == "adapter/weights.safetensors"
 
 
+def test_a_model_of_the_hub_counts_with_its_revision(tmp_path):
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    model = tmp_path / "hub/models--org--m"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs/main").write_text(revision)
+    (model / "snapshots" / revision).mkdir(parents=True)
+    shutil.copy(ROOT / "configs/tiny/config.json", model / "snapshots" / revision)
+    program = (
+        "from flatlab.runs import fingerprint; from policy import ModelPath;"
+        "print(fingerprint.model_digests(ModelPath('org/m', None, False)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.stdout == f"{{'revision': '{revision}'}}\n", done.stderr
+
+
 def test_a_large_file_is_read_once(tmp_path, monkeypatch):
     from flatlab import cache
 

@@ -117,9 +117,10 @@ def model_digests(model) -> dict[str, str]:
     if Path(model.base).is_dir():
         digests |= folder_digests(Path(model.base), "")
     else:
-        from transformers import AutoConfig
+        from transformers.utils import cached_file
 
-        digests["revision"] = str(AutoConfig.from_pretrained(model.base)._commit_hash)
+        # The hub's cache keeps each file under snapshots/<revision>/.
+        digests["revision"] = Path(cached_file(model.base, "config.json")).parent.name
     if model.adapter:
         digests |= folder_digests(Path(model.adapter), "adapter/")
     return digests
