@@ -62,12 +62,10 @@ from flatlab.episode.texts import first_message, score_text
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.options import SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
-from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.sandbox import Sandbox, pick_backend, readable
 from tasks import load_task
 
 __all__ = [
-    "IMAGE",
     "Env",
     "Episode",
     "SandboxFault",
@@ -297,27 +295,21 @@ def ask_and_echo(prompt: str) -> str:
 
 def by_hand(
     task: str = "titanic",
-    backend: str = "auto",
-    image: str = IMAGE,
     mlgym_root: str | None = None,
     mledojo_root: str | None = None,
-    network: bool = False,
-    hf_cache: str | None = None,
+    sandbox: SandboxOptions = SandboxOptions(),  # noqa: B008
 ) -> None:
     """Play an episode at the terminal, as an agent does. `submit` or Ctrl-D ends it.
 
     Args:
         task: Name of the task, see `python tasks.py`, or a Harbor task folder.
-        backend: docker, local or auto.
-        image: Docker image of the sandboxes.
         mlgym_root: MLGym checkout; default: $MLGYM_ROOT.
         mledojo_root: Folder of competitions prepared by MLE-Dojo; default: $MLEDOJO_ROOT.
-        network: Give network access to tasks that ask for it.
-        hf_cache: Hugging Face cache of this machine to mount read-only (Docker).
+        sandbox: The kind of sandbox and what it offers.
     """
     loaded = load_task(task, mlgym_root, mledojo_root)
-    kind, why = pick_backend(backend, loaded.image or image, True)
-    with Env(loaded, SandboxOptions(kind, image, network, hf_cache)) as env:
+    kind, why = pick_backend(sandbox.backend, loaded.image or sandbox.image, True)
+    with Env(loaded, replace(sandbox, backend=kind)) as env:
         print(f"[sandbox: {why}]\n\n{HOW_TO_PLAY}\n{env.reset()}\n")
         done = False
         while not done:
@@ -338,4 +330,4 @@ if __name__ == "__main__":
 
     from flatlab.runs.cli import one_sentence
 
-    one_sentence(lambda: tyro.cli(by_hand))
+    one_sentence(lambda: tyro.cli(by_hand, config=(tyro.conf.OmitArgPrefixes,)))

@@ -8,6 +8,7 @@ python tasks.py titanic --export harbor DIR     write the task as a Harbor task 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from textwrap import indent
@@ -16,7 +17,7 @@ from typing import Literal
 from flatlab.cache import store
 from flatlab.episode.builtin import builtin_names, load_builtin
 from flatlab.episode.grading import Score, grade
-from flatlab.episode.machine import open_sandbox, sandbox_kind
+from flatlab.episode.machine import check_needs, open_sandbox, sandbox_kind
 from flatlab.episode.mledojo import load_mledojo, mledojo_names
 from flatlab.episode.mlgym import load_mlgym, mlgym_names
 from flatlab.episode.sanity import at_the_top, degenerate, sanity_file, trivial_rules
@@ -90,11 +91,15 @@ def print_score(task: Task, rule: str, score: Score) -> None:
         print(indent(score.grader_output, "    "))
 
 
-def check(task: Task, backend: str) -> None:
+def check(task: Task, options: SandboxOptions) -> None:
     """Scores the trivial rules of a task, prints them, and keeps the result for `degenerate`.
 
-    The first rule is scored on all parts. Raises UserError if the grader is broken.
+    The first rule is scored on all parts. Raises UserError if the grader is broken, or if the
+    sandbox lacks something that the task needs.
     """
+    kind = sandbox_kind(options.backend, task.image or options.image)
+    options = replace(options, backend=kind)
+    check_needs(task, options)
     split = task.splits[0]
     print(f"{task.name} ({task.source}): {task.metric}, {task.direction}, on the {split} part\n")
     print(f"{'':32}{'score':>12}{'improvement':>13}")
@@ -103,7 +108,7 @@ def check(task: Task, backend: str) -> None:
         is_median = task.source == "mledojo"
         name = "median of the leaderboards" if is_median else "reference"
         print_row(task, name, task.reference)
-    make_sandbox = partial(open_sandbox, task, SandboxOptions(sandbox_kind(backend)))
+    make_sandbox = partial(open_sandbox, task, options)
     verdict = "No rule has a score: give the task a `trivial:` one."
     reason = None
     rules = list(trivial_rules(task))
@@ -131,7 +136,7 @@ def main(
     /,
     mlgym_root: str | None = None,
     mledojo_root: str | None = None,
-    backend: str = "auto",
+    sandbox: SandboxOptions = SandboxOptions(),  # noqa: B008
     export: tuple[Literal["harbor"], str] | None = None,
 ) -> None:
     """List all tasks, or score the trivial rules of one: is one of them already at the top?
@@ -140,7 +145,7 @@ def main(
         task: Name of the task, or a Harbor task folder. Without one, all tasks are listed.
         mlgym_root: MLGym checkout; default: $MLGYM_ROOT.
         mledojo_root: Folder of competitions prepared by MLE-Dojo; default: $MLEDOJO_ROOT.
-        backend: docker, local or auto.
+        sandbox: The kind of sandbox and what it offers.
         export: Write the task to a new folder instead, in Harbor's format: `harbor DIR`.
     """
     if export:
@@ -148,7 +153,7 @@ def main(
 
         export_harbor(load_task(task, mlgym_root, mledojo_root), Path(export[1]))
     elif task:
-        check(load_task(task, mlgym_root, mledojo_root), backend)
+        check(load_task(task, mlgym_root, mledojo_root), sandbox)
     else:
         list_tasks(mlgym_root, mledojo_root)
 
@@ -158,4 +163,4 @@ if __name__ == "__main__":
 
     from flatlab.runs.cli import one_sentence
 
-    one_sentence(lambda: tyro.cli(main))
+    one_sentence(lambda: tyro.cli(main, config=(tyro.conf.OmitArgPrefixes,)))

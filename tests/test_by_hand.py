@@ -10,6 +10,7 @@ import pytest
 import env
 from env import Env
 from flatlab.errors import SandboxFault
+from flatlab.options import SandboxOptions
 from flatlab.runs.cli import one_sentence
 from helpers import LOCAL, PROJECT
 from tasks import load_task
@@ -20,7 +21,7 @@ EVERYBODY_DIED = "sed -E 's/,.*//; s/$/,0/; 1s/.*/id,survived/' data/test.csv > 
 def by_hand(capsys, monkeypatch, task, *lines):
     """What an episode at the terminal prints for lines that are piped in."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
-    env.by_hand(task, LOCAL)
+    env.by_hand(task, sandbox=SandboxOptions(LOCAL))
     return capsys.readouterr().out
 
 
@@ -73,7 +74,7 @@ def test_a_broken_sandbox_by_hand_is_one_sentence(monkeypatch, capsys):
 
     monkeypatch.setattr(Env, "reset", broken)
     with pytest.raises(SystemExit) as end:
-        one_sentence(lambda: env.by_hand("titanic", LOCAL))
+        one_sentence(lambda: env.by_hand("titanic", sandbox=SandboxOptions(LOCAL)))
     assert end.value.code == 1
     assert capsys.readouterr().err == "The sandbox broke: no daemon\n"
 

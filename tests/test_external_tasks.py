@@ -27,6 +27,7 @@ from flatlab.episode.sanity import at_the_top, csv_rules, degenerate, sanity_fil
 from flatlab.episode.task import last_json_object, parse_grade
 from flatlab.episode.task_files import TASKS_DIR
 from flatlab.errors import SandboxFault, UserError
+from flatlab.options import SandboxOptions
 from flatlab.runs.cli import one_sentence
 from tasks import load_task
 
@@ -742,7 +743,7 @@ def test_degenerate_is_what_was_found_or_is_known(mlgym):
     ],
 )
 def test_command(tmp_path, capsys, name, words):
-    tasks.main(name, backend="local")
+    tasks.main(name, sandbox=SandboxOptions("local"))
     said = capsys.readouterr().out
     assert all(word in said for word in words)
     assert len(list((tmp_path / "cache/flatlab/sanity").glob("*.json"))) == 1
@@ -762,6 +763,6 @@ def test_command_with_a_sandbox_that_breaks_says_one_sentence(monkeypatch, capsy
 
     monkeypatch.setattr(tasks, "open_sandbox", broken)
     with pytest.raises(SystemExit) as end:
-        one_sentence(lambda: tasks.main("titanic", backend="local"))
+        one_sentence(lambda: tasks.main("titanic", sandbox=SandboxOptions("local")))
     assert end.value.code == 1
     assert capsys.readouterr().err == "The sandbox broke: no daemon\n"

@@ -114,8 +114,10 @@ def test_a_broken_grader_stops_the_run_with_what_it_said(make_task, how):
         graded(make_task(code), "41")
     sentence = str(caught.value)
     start = "The grader of task near is broken: it gives 'forty' no result on the validation part: "
-    assert sentence.startswith(start) and said in sentence
-    assert "\n" not in sentence and len(sentence) < 1100
+    assert sentence.startswith(start)
+    assert said in sentence
+    assert "\n" not in sentence
+    assert len(sentence) < 1100
 
 
 def test_a_grader_that_is_broken_on_the_test_part_alone_is_found(make_task):
@@ -130,7 +132,8 @@ def test_an_episode_with_a_broken_grader_raises_and_closes_its_sandbox(make_task
     policy = FakePolicy(block("echo 41 > answer.txt"), block("validate"))
     with pytest.raises(UserError, match="ZeroDivisionError"):
         asyncio.run(play_once(world, policy))
-    assert world.closed and len(policy.requests) == 2
+    assert world.closed
+    assert len(policy.requests) == 2
 
 
 def test_a_grader_of_a_game_that_raises_is_not_taken_for_a_refused_move(tmp_path):
@@ -167,7 +170,8 @@ def test_an_artefact_that_crashes_an_honest_grader_is_no_submission(make_task, b
         for text, message in messages.items():
             do(world, f"echo {text} > answer.txt")
             step = do(world, "validate")
-            assert step.observation == f"No score: {message}" and not step.score.valid
+            assert step.observation == f"No score: {message}"
+            assert not step.score.valid
             assert step.score.grader_output.startswith("exit code ")
             assert (SECRET in step.score.grader_output) == (text == "crash")
         do(world, "echo 41 > answer.txt")
@@ -195,7 +199,8 @@ def test_without_a_trivial_rule_there_is_a_warning_and_the_run_goes_on(make_task
         assert not graded(task, "crash")[0].valid
     said = capsys.readouterr().err
     warning = "warning  The grader of task near may be broken: it gives 'an empty submission' no"
-    assert said.count(warning) == 1 and "exit code 5" in said
+    assert said.count(warning) == 1
+    assert "exit code 5" in said
     grading.checked.clear()
     assert not graded(make_task(trivial={}), "crash")[0].valid
     assert capsys.readouterr().err == ""  # it gave the empty submission a reason
@@ -212,9 +217,11 @@ def test_without_a_trivial_rule_there_is_a_warning_and_the_run_goes_on(make_task
 def test_a_grader_that_was_killed_is_not_called_broken(make_task, capsys, code, words):
     task = make_task(code, grade_timeout=1.0)
     score, _ = graded(task, "41")
-    assert not score.valid and words in score.grader_output
+    assert not score.valid
+    assert words in score.grader_output
     said = capsys.readouterr().err
-    assert "may be broken: it gives 'forty' no result" in said and words in said
+    assert "may be broken: it gives 'forty' no result" in said
+    assert words in said
 
 
 def test_a_score_after_300_mb_of_noise_counts(make_task):
@@ -289,15 +296,17 @@ def change(path, old, new):
 
 def check(capsys, monkeypatch, *flags):
     """(exit code, stdout, stderr) of `python tasks.py FLAGS`."""
-    return run_here(
-        lambda: tasks.main(*flags, backend=LOCAL), monkeypatch=monkeypatch, capsys=capsys
-    )
+    options = SandboxOptions(LOCAL)
+    main = lambda: tasks.main(*flags, sandbox=options)  # noqa: E731
+    return run_here(main, monkeypatch=monkeypatch, capsys=capsys)
 
 
 def test_the_task_of_the_documentation_is_checked_on_all_parts(folder, capsys, monkeypatch):
     code, out, _ = check(capsys, monkeypatch, "median")
-    assert code == 0 and "the first number                      2.0000         0.80" in out
-    assert "the first number, test" in out and out.endswith("as far as these rules tell\n")
+    assert code == 0
+    assert "the first number                      2.0000         0.80" in out
+    assert "the first number, test" in out
+    assert out.endswith("as far as these rules tell\n")
     (rule,) = trivial_rules(load_task("median"))
     assert rule == ("the first number", {"answer.txt": b"3"})
 
@@ -305,20 +314,25 @@ def test_the_task_of_the_documentation_is_checked_on_all_parts(folder, capsys, m
 def test_the_check_finds_a_grader_that_crashes(folder, capsys, monkeypatch):
     change(folder / "evaluate.py", "import sys", "import sys, numbers_of_mine")
     code, out, err = check(capsys, monkeypatch, "median")
-    assert code == 2 and "not degenerate" not in out and err.count("\n") == 1
-    assert "The grader of task median is broken" in err and "No module named 'numbers_of_" in err
+    assert code == 2
+    assert "not degenerate" not in out
+    assert err.count("\n") == 1
+    assert "The grader of task median is broken" in err
+    assert "No module named 'numbers_of_" in err
 
 
 def test_without_trivial_rules_the_check_grades_an_empty_artefact(folder, capsys, monkeypatch):
     path = folder / "task.yaml"
     path.write_text(re.sub("trivial:.*\n.*\n", "", path.read_text()))
     code, out, _ = check(capsys, monkeypatch, "median")
-    assert code == 0 and "answer.txt is not a number" in out
+    assert code == 0
+    assert "answer.txt is not a number" in out
     assert out.endswith("\nNo rule has a score: give the task a `trivial:` one.\n")
     change(folder / "evaluate.py", "import sys", "import sys, numbers_of_mine")
     grading.checked.clear()
     code, out, err = check(capsys, monkeypatch, "median")
-    assert "No module named 'numbers_of_mine'" in out and "may be broken" in err
+    assert "No module named 'numbers_of_mine'" in out
+    assert "may be broken" in err
 
 
 @pytest.mark.parametrize("reference", [10, 12.5])
@@ -332,12 +346,22 @@ def test_a_reference_that_is_not_better_than_the_baseline_is_refused(folder, ref
     )
 
 
+def test_the_check_names_what_the_sandbox_lacks(folder, capsys, monkeypatch):
+    change(folder / "task.yaml", "reference: 0 ", "needs_network: true #")
+    code, out, err = check(capsys, monkeypatch, "median")
+    assert code == 2
+    assert "allow it with --network" in err
+
+
 def test_a_broken_folder_does_not_hide_the_other_tasks(folder, capsys, monkeypatch):
     (folder / "truth.json").unlink()
     code, out, _ = check(capsys, monkeypatch)
     battle, median = out.splitlines()
-    assert code == 0 and battle.startswith("battleOfSexes") and "Score, higher is better" in battle
-    assert median.startswith("median") and "cannot be used: The file or folder" in median
+    assert code == 0
+    assert battle.startswith("battleOfSexes")
+    assert "Score, higher is better" in battle
+    assert median.startswith("median")
+    assert "cannot be used: The file or folder" in median
 
 
 # ------------------------------------------------------------------ rewards in other places
