@@ -10,39 +10,7 @@
 An episode of a model is `run_episode` in flatlab/episode/episode.py; sandboxes are in
 flatlab/sandbox, gradings in flatlab/episode/grading.py.
 
-Covered (tests/test_env.py, test_sandbox.py, test_attacks.py and test_faults.py try to break each
-line in every backend of the machine):
-- Answers and graders are absent from the agent's sandbox. A grading runs in a fresh sandbox with
-  the pristine files.
-- An artefact is a regular file below a size limit, with no link on its path, written by this
-  episode. It never replaces a file of the grader.
-- Two sandboxes share no files and no processes. A local sandbox shows nothing of the project, the
-  home folder, or the rest of /tmp.
-- There is no network, and no way to more privileges: an unprivileged user, no capabilities,
-  no_new_privs.
-- The program that runs commands in the sandbox cannot be killed, traced, or imitated by output.
-- Time limits hold, also for commands that ignore SIGTERM, become daemons, keep the output pipe
-  open, print endlessly, or wait for input.
-- Memory, number of processes, and file size are limited; in a local sandbox also the size of the
-  workspace, /tmp and /dev/shm. All of it is gone at the end.
-- If the owner is killed, no process and no container is left.
-
-Not covered:
-- Holes in the kernel or in Docker, hardware side channels, and the load of the machine.
-- local: memory is limited per process, not in total. If flatlab runs as an ordinary user, commands
-  run as the same user as the program that starts them: they cannot kill or trace it, but they can
-  lower its limits, which ends the episode as a fault.
-- local without namespaces (Landlock instead): other processes are visible, UDP and sockets in the
-  file system are open, and processes, memory and disk are not limited in total. `pick_backend`
-  chooses it by itself only for the stand-in model. Data in Python packages stays visible, and
-  scikit-learn ships the answers of digits and diabetes.
-- docker: the disk is limited per file, not in total.
-- A fork copies files, the working directory and exported variables, but no running processes.
-- Tasks with network access or a Hugging Face cache: their test labels are one download away, and
-  a local sandbox can then reach the services of this machine.
-- MLGym graders that run the agent's code (its src/, baseline.py, pickled checkpoints) in their own
-  process: such a score can be made up. configs/tasks/mlgym.yaml marks these tasks `degenerate`,
-  and every result says so.
+docs/sandboxes.md lists what the sandboxes cover and what they do not.
 """
 
 from __future__ import annotations
