@@ -183,10 +183,12 @@ def search_config(**flags):
     return configure(search.Config(), **flags)
 
 
-def python(*arguments):
-    """Runs `python ARGUMENTS` in the root of the project."""
+def python(*arguments, cwd=PROJECT, timeout=600, **options):
+    """Runs `python ARGUMENTS`, in the root of the project if no other folder is named."""
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, cwd=cwd, timeout=timeout, capture_output=True, text=True, **options
+    )
 
 
 def completion(text):

@@ -612,7 +612,7 @@ DIABETES = {
     ],
 )
 def test_scikit_learn_holds_no_answers_and_still_trains(backend, facts):
-    with Env(load_task(facts["name"], "", ""), backend) as world:
+    with Env(load_task(facts["name"]), backend) as world:
         world.reset()
         step = world.step(block(LOADED.format(**facts)))
         if "ModuleNotFoundError" in step.observation:
@@ -687,7 +687,7 @@ def test_no_way_to_root(backend):
 @pytest.mark.slow
 @attack("filling the disk")
 def test_full_disk_is_no_fault(backend):
-    task = load_task("titanic", "", "")
+    task = load_task("titanic")
     with Env(task, backend, disk=64 << 20) as world:
         world.reset()
         for folder in (".", "/tmp", "/dev/shm"):
@@ -713,7 +713,7 @@ EOF
 )
 def test_strange_trees_are_no_fault(backend):
     """The artefacts are patterns, so the whole workspace is listed and kept for a child."""
-    task = replace(load_task("titanic", "", ""), artefacts=("submission.csv", "*.out"))
+    task = replace(load_task("titanic"), artefacts=("submission.csv", "*.out"))
     with Env(task, backend) as world:
         world.reset()
         world.step(block(CSV[0].values[2]))
@@ -737,7 +737,7 @@ def test_strange_trees_are_no_fault(backend):
 
 @attack("a link in a circle, so that a child is scored for the artefact of its parent")
 def test_a_link_in_a_circle_hides_no_artefact(backend):
-    task = replace(load_task("titanic", "", ""), artefacts=("*.csv",))
+    task = replace(load_task("titanic"), artefacts=("*.csv",))
     with Env(task, backend) as world:
         world.reset()
         world.step(block(CSV[0].values[2]))
@@ -751,7 +751,7 @@ def test_a_link_in_a_circle_hides_no_artefact(backend):
 @attack("deleting everything")
 @pytest.mark.fault(14, "rm -rf / by the agent")
 def test_rm_rf(backend):
-    task = load_task("titanic", "", "")
+    task = load_task("titanic")
     with Env(task, backend) as world:
         world.reset()
         system = "rm -rf /home /opt /tmp /var /dev /etc 2>/dev/null"

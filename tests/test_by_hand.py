@@ -1,7 +1,6 @@
 """An episode by hand at the terminal: python env.py."""
 
 import io
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from env import Env
 from flatlab.errors import SandboxFault
 from flatlab.options import SandboxOptions
 from flatlab.runs.cli import one_sentence
-from helpers import LOCAL, PROJECT
+from helpers import LOCAL, python
 from tasks import load_task
 
 EVERYBODY_DIED = "sed -E 's/,.*//; s/$/,0/; 1s/.*/id,survived/' data/test.csv > submission.csv"
@@ -60,7 +59,7 @@ def test_the_last_lines_name_the_part_also_without_a_score(capsys, monkeypatch):
 
 
 def test_a_task_with_a_test_part_only_never_says_validation(capsys, monkeypatch):
-    task = replace(load_task("titanic", "", ""), prompt="Predict.", splits=("test",))
+    task = replace(load_task("titanic"), prompt="Predict.", splits=("test",))
     monkeypatch.setattr(env, "load_task", lambda *_: task)
     said = by_hand(capsys, monkeypatch, "any", EVERYBODY_DIED, "validate")
     assert "test accuracy: 0.6764" in said
@@ -80,8 +79,7 @@ def test_a_broken_sandbox_by_hand_is_one_sentence(monkeypatch, capsys):
 
 
 def test_bad_input_by_hand_is_one_sentence():
-    argv = [sys.executable, "env.py", "--task", "titanik"]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=PROJECT, timeout=60)
+    done = python("env.py", "--task", "titanik")
     assert done.returncode == 2
     assert "did you mean titanic" in done.stderr
     assert len(done.stderr.strip().split("\n")) == 1

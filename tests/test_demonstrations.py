@@ -37,7 +37,7 @@ def test_transcripts_are_played_scored_and_mixed(run):
 
 def test_they_can_be_imitated(run):
     folder, _ = run
-    best = imitation.best_episodes([str(folder)], [load_task("battleOfSexes", "", "")], 1.0)
+    best = imitation.best_episodes([str(folder)], [load_task("battleOfSexes")], 1.0)
     assert best
     assert all(e["score"]["value"] > 0.725 for e in best)
 

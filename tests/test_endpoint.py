@@ -1,8 +1,6 @@
 """endpoint.py against a server that misbehaves on purpose, and against a real vLLM server."""
 
 import asyncio
-import subprocess
-import sys
 import time
 
 import pytest
@@ -10,7 +8,7 @@ import pytest
 from flatlab import endpoint
 from flatlab.errors import UserError
 from flatlab.runs import reader
-from helpers import PROJECT, chat_server, completion, served
+from helpers import PROJECT, chat_server, completion, python, served
 from policy import LORA_LAYERS, TINY
 
 
@@ -240,9 +238,7 @@ def test_search_uses_a_served_adapter(vllm_server, tmp_path):
     command += " --context 2048 --max-reply-tokens 160 --max-observation-tokens 256"
     command += " --nodes 2 --max-turns 2 --backend local --name served"
     script, *flags = command.split()
-    done = subprocess.run(
-        [sys.executable, PROJECT / script, *flags], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = python(PROJECT / script, *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     run = reader.read_run(tmp_path / "logs" / "served")
     assert len(run.rows) == 2

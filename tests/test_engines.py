@@ -282,7 +282,7 @@ def test_episode_has_the_same_scores_everywhere(engine):
     assert kind == "docker"
     assert f"image {IMAGE}" in line
     assert ("without limits on" in line) == bool(missing_limits(docker_api()))
-    task = load_task("titanic", "", "")
+    task = load_task("titanic")
     with Env(task, "docker") as world:
         assert "without network" in world.reset()
         do(world, "mkdir -p d; cd d; export KEPT=yes")
@@ -323,7 +323,7 @@ def test_isolation_and_limits(engine):
 
 def test_public_files_are_baked_into_an_image(engine, tmp_path):
     (tmp_path / "big.bin").write_bytes(b"7" * (9 << 20))
-    task = load_task("titanic", "", "")
+    task = load_task("titanic")
     task = replace(task, name="flatlab test", public={"data/big.bin": tmp_path / "big.bin"})
     with Env(task, "docker") as world:
         assert "data/big.bin (9437184 bytes)" in world.reset()

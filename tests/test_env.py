@@ -659,6 +659,6 @@ def test_what_was_handed_in_cannot_turn_its_grading_into_a_fault(task, backend):
 def test_folders_of_hidden_files_are_hidden(monkeypatch):
     made = {}
     monkeypatch.setattr(machine, "Sandbox", lambda *_, **options: made.update(options))
-    task = load_task("titanic", "", "")
+    task = load_task("titanic")
     machine.open_sandbox(task, SandboxOptions("namespaces"))
     assert str(task.hidden["answers.csv"].parent) in made["hide"]

@@ -2,9 +2,9 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+
+from helpers import python
 
 ROOT = Path(__file__).parents[1]
 ADDED = """
@@ -64,7 +64,5 @@ def test_the_diffs_of_the_documentation(tmp_path):
             apply(tmp_path / file, diff)
             count += 1
     assert count == 11
-    done = subprocess.run(
-        [sys.executable, "-c", ADDED], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = python("-c", ADDED, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-1500:]

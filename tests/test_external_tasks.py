@@ -29,6 +29,7 @@ from flatlab.episode.task_files import TASKS_DIR
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import SandboxOptions
 from flatlab.runs.cli import one_sentence
+from helpers import python
 from tasks import load_task
 
 MLGYM, DOJO = os.environ.get("MLGYM_ROOT"), os.environ.get("MLEDOJO_REPO")
@@ -38,8 +39,6 @@ real_dojo = pytest.mark.skipif(not DOJO, reason="set MLEDOJO_REPO to a checkout 
 
 @pytest.fixture(autouse=True)
 def only_what_a_test_names(tmp_path, monkeypatch):
-    for name in ("MLGYM_ROOT", "MLEDOJO_ROOT", "MLEDOJO_REPO"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(grading, "grades", {})
 
@@ -425,7 +424,7 @@ def test_proxy_passes_arguments_and_tuples(tmp_path):
             "    return 7, None\n",
         },
     )
-    done = subprocess.run([sys.executable, "main.py"], cwd=tmp_path, capture_output=True, text=True)
+    done = python("main.py", cwd=tmp_path)
     assert done.stdout == "fine\n", done
 
 
@@ -479,9 +478,7 @@ def test_dojo_position_and_standard_error(dojo, tmp_path):
 
     def graded(value, split):
         lay_out(task, tmp_path / "a", {"submission.csv": answers(value).encode()})
-        argv = [sys.executable, *task.grader_argv(split)[1:]]
-        done = subprocess.run(argv, cwd=tmp_path / "a", capture_output=True, text=True, check=True)
-        return json.loads(done.stdout)
+        return json.loads(python(*task.grader_argv(split)[1:], cwd=tmp_path / "a").stdout)
 
     position = (2 / 4 + 2 / 2) / 2  # third of four, first of two
     assert graded(lambda i: i + 3, "test") == {"score": 3, "stderr": 0, "position": position}
@@ -659,7 +656,7 @@ def test_real_mlgym_house_price(in_a_sandbox, tmp_path):
     task = load_task("regressionKaggleHousePrice", MLGYM)
     for path, source in task.public.items():
         write(tmp_path, {path: source.read_bytes()})
-    subprocess.run([sys.executable, "baseline.py"], cwd=tmp_path, capture_output=True, check=True)
+    python("baseline.py", cwd=tmp_path)
     score, message = in_a_sandbox(
         task, {"submission.csv": (tmp_path / "submission.csv").read_bytes()}
     )
@@ -677,8 +674,7 @@ def test_real_dojo_every_metric_loads():
         "    except ImportError as error: print(error)"
     )
     paths = sorted(map(str, Path(DOJO).glob("mledojo/competitions/*/utils/metric.py")))
-    argv = [sys.executable, "-W", "ignore", "-c", code, *paths]
-    done = subprocess.run(argv, cwd=TASKS_DIR, capture_output=True, text=True)
+    done = python("-W", "ignore", "-c", code, *paths, cwd=TASKS_DIR)
     said = done.stdout.split("\n")
     assert len(paths) > 190
     assert said.count("True") + said.count("False") >= len(paths) - 2

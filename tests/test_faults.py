@@ -41,7 +41,7 @@ def backend(request):
 
 @pytest.fixture
 def task():
-    return load_task("titanic", "", "")
+    return load_task("titanic")
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_a_copy_equals_its_parent(world, last):
 def test_a_copy_of_a_renamed_folder_with_a_mount(backend, monkeypatch):
     """The copy cannot remove the mount, so it keeps the file where it was."""
     monkeypatch.setattr(machine, "MOUNT_BYTES", 1000)
-    with Env(load_task("titanic", "", ""), backend) as world:
+    with Env(load_task("titanic"), backend) as world:
         world.reset()
         world.step(block("mv data input; cp input/*.csv . && ls"))
         files = world.snapshot()
@@ -375,7 +375,7 @@ def test_many_sandboxes_at_once(task, backend):
     "containers, folders (1,000: python tests/bench soak)",
 )
 def test_nothing_grows(backend):
-    assert play(load_task("titanic", "", ""), backend, 0, FAILING) is None
+    assert play(load_task("titanic"), backend, 0, FAILING) is None
     before, after = episodes_in_a_row(backend, 60)
     assert after["memory (kB)"] < before["memory (kB)"] + 4096, (before, after)
     for name in (

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,9 +43,7 @@ def code_of(folder, script="grpo.py"):
         "import json, sys; from pathlib import Path; from flatlab.runs import fingerprint;"
         "print(json.dumps(fingerprint.code_digests(Path(sys.argv[1]).absolute())))"
     )
-    command = [sys.executable, "-c", program, script]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    return json.loads(helpers.python("-c", program, script, cwd=folder).stdout)
 
 
 def test_code_is_the_script_and_what_it_imports(unpacked):
@@ -80,7 +76,7 @@ def test_a_copy_counts_with_the_modules_beside_it(unpacked):
 
 
 def test_each_part_of_a_task_is_named(tmp_path):
-    task = load_task("titanic", "", "")
+    task = load_task("titanic")
     before = fingerprint.task_digests(task)
     answers = tmp_path / "answers.csv"
     answers.write_bytes(task.hidden["answers.csv"].read_bytes() + b"\n")
@@ -99,7 +95,7 @@ def test_each_part_of_a_task_is_named(tmp_path):
 
 def test_a_task_of_many_files_is_summed_up_by_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint, "MOST_FILES", 1)
-    task = load_task("titanic", "", "")
+    task = load_task("titanic")
     digests = fingerprint.task_digests(task)
     assert "data" in digests
     assert "data/train.csv" not in digests
@@ -271,11 +267,8 @@ def project(unpacked, tmp_path_factory):
 
 
 def start(folder, script, *flags):
-    command = [sys.executable, script, "--task", "titanic", "--backend", "local", *flags]
-    environment = os.environ | {"MLGYM_ROOT": ""}
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=600, env=environment
-    )
+    flags = ("--task", "titanic", "--backend", "local", *flags)
+    done = helpers.python(script, *flags, cwd=folder, env=os.environ | {"MLGYM_ROOT": ""})
     return done.returncode, done.stdout, done.stderr
 
 
@@ -345,9 +338,7 @@ def test_a_copy_of_search_with_another_operator_is_drawn_and_has_a_row_of_its_ow
     assert "distill" in [row["op"] for row in read_rows(run / "journal.jsonl")]
     assert (run / "tree.png").exists()
     [original] = project.glob("logs/search-titanic-*")
-    done = subprocess.run(
-        [sys.executable, "viz.py", original, run], cwd=project, capture_output=True, text=True
-    )
+    done = helpers.python("viz.py", original, run, cwd=project)
     assert done.returncode == 0, done.stderr
     methods = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("titanic")]
     assert methods == ["search.py", "distill.py"]

@@ -1,23 +1,18 @@
 """tools/gpu_check.py: on a CPU the same code runs with the stand-in."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from helpers import PROJECT, python
 from tools.get_smollm2 import model_folder
 
-CHECK = Path(__file__).parents[1] / "tools" / "gpu_check.py"
+CHECK = PROJECT / "tools" / "gpu_check.py"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes long on a GPU: run it by itself")
 def test_every_part_runs_here_or_says_why_not(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(CHECK)], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = python(CHECK, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = (tmp_path / "logs/gpu-check/table.md").read_text().splitlines()[4:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -30,8 +25,6 @@ def test_every_part_runs_here_or_says_why_not(tmp_path):
 
 
 def test_an_unknown_part_is_one_sentence(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(CHECK), "--parts", "x"], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = python(CHECK, "--parts", "x", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("Unknown part x; there are parity")

@@ -35,28 +35,28 @@ from training import (
     CFG,
     NOTHING,
     TASK,
+    all_close,
     group_of,
     has_weights,
     one_reply,
+    pair,
     randomise,
     valid,
     weights_of,
 )
 
 
-def random_pieces(policy, *lengths_and_advantages, weight=None):
+def random_pieces(policy, *lengths_and_advantages):
     generator, pieces = torch.Generator().manual_seed(0), []
     for n, a in lengths_and_advantages:
-        tokens, mask = (
-            torch.randint(0, 250, (n,), generator=generator).tolist(),
-            [0] * 4 + [1] * (n - 4),
-        )
+        tokens = torch.randint(0, 250, (n,), generator=generator).tolist()
+        tokens, mask = pair(tokens[:4], tokens[4:])
         with torch.no_grad():
             old = policy.logprobs([(tokens, mask)])[0].tolist()
         pieces.append(TrainSequence(tokens, mask, old, [a] * len(old)))
     total = sum(len(p.old) for p in pieces)
     for p in pieces:
-        p.weight = weight or 1 / total
+        p.weight = 1 / total
     return pieces
 
 
@@ -89,14 +89,15 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(policy, lo
     assert a["loss"] == pytest.approx(b["loss"], abs=1e-5) and a["kl"] == pytest.approx(
         b["kl"], abs=1e-6
     )
-    assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(whole.grads, parts.grads))
+    assert all_close(whole.grads, parts.grads, 1e-6)
     assert max(g.abs().max() for g in whole.grads) > 1e-4
 
 
 def test_samples_of_another_policy_are_not_trained_on(policy):
     before = weights_of(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0)
-    piece = TrainSequence(list(range(20)), [0] * 10 + [1] * 10, [-1.0] * 10, [1.0] * 10, weight=0.1)
+    tokens, mask = pair(range(10), range(10, 20))
+    piece = TrainSequence(tokens, mask, [-1.0] * 10, [1.0] * 10, weight=0.1)
     with pytest.raises(grpo.UserError, match="sync did not arrive"):
         grpo.update(policy, optimizer, [piece], CFG)
     assert has_weights(policy, before)
@@ -107,21 +108,19 @@ def test_a_token_whose_log_prob_is_no_number_is_left_out(policy):
     """NaN from the engine: the update is that of the other tokens, and the row says so."""
     randomise(policy)
     batch = random_pieces(policy, (12, 1.0), (20, -0.5))
-    damaged = [replace(batch[0], old=[*batch[0].old[:-1], float("nan")]), batch[1]]
-    without = [
-        replace(
-            batch[0],
-            mask=[*batch[0].mask[:-1], 0],
-            old=batch[0].old[:-1],
-            advantage=batch[0].advantage[:-1],
-        ),
-        batch[1],
-    ]
+    first, second = batch
+    damaged = replace(first, old=[*first.old[:-1], math.nan])
+    shorter = replace(
+        first,
+        mask=[*first.mask[:-1], 0],
+        old=first.old[:-1],
+        advantage=first.advantage[:-1],
+    )
     a, b = Keep(policy), Keep(policy)
-    row = grpo.update(policy, a, damaged, configure(CFG, kl=0.05))
-    grpo.update(policy, b, without, configure(CFG, kl=0.05))
+    row = grpo.update(policy, a, [damaged, second], configure(CFG, kl=0.05))
+    grpo.update(policy, b, [shorter, second], configure(CFG, kl=0.05))
     assert row["lost_tokens"] == 1 and math.isfinite(row["grad_norm"]) and row["skipped"] == 0
-    assert all(torch.allclose(x, y, atol=1e-7) for x, y in zip(a.grads, b.grads))
+    assert all_close(a.grads, b.grads, 1e-7)
     assert "not finite" in " ".join(guard.alarms(row, []))
 
 
@@ -156,7 +155,7 @@ def test_sequences_that_drifted_are_dropped_whole(policy):
     grpo.update(policy, b, [batch[1]], CFG)
     policy.mean_diff_limit = limit
     assert row["dropped_share"] == pytest.approx(8 / 24) and row["empty_epochs"] == 0
-    assert all(torch.allclose(x, y, atol=1e-7) for x, y in zip(a.grads, b.grads))
+    assert all_close(a.grads, b.grads, 1e-7)
 
 
 def test_an_epoch_without_a_sequence_is_counted_and_the_gradient_is_the_mean_over_epochs(policy):

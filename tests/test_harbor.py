@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from env import Env, check_needs
 from flatlab.errors import UserError
 from flatlab.options import SandboxOptions
 from flatlab.sandbox.images import foreign_image
-from helpers import do
+from helpers import do, python
 from integrations.harbor.export import export_harbor
 from tasks import improvement, load_task
 
@@ -140,9 +139,7 @@ def test_what_cannot_be_given_is_one_sentence(folder):
 
 def test_several_containers_are_refused_with_exit_code_2(folder):
     (folder / "environment/docker-compose.yaml").write_text("services: {}")
-    done = subprocess.run(
-        [sys.executable, "env.py", "--task", str(folder)], cwd=ROOT, capture_output=True, text=True
-    )
+    done = python("env.py", "--task", folder)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "lacks: environment/docker-compose.yaml." in done.stderr
@@ -203,11 +200,7 @@ def test_export_of_built_in_tasks(tmp_path):
 @needs_docker
 def test_an_exported_task_comes_back(tmp_path):
     task = load_task("titanic")
-    subprocess.run(
-        [sys.executable, "tasks.py", "titanic", "--export", "harbor", tmp_path / "exported"],
-        cwd=ROOT,
-        check=True,
-    )
+    python("tasks.py", "titanic", "--export", "harbor", tmp_path / "exported")
     with Env(load_task(str(tmp_path / "exported")), "docker") as world:
         world.reset()
         said(world, "touch nothing")

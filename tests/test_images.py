@@ -22,7 +22,7 @@ from tasks import load_task
 
 
 def test_needs_are_honoured_or_refused(tmp_path, monkeypatch):
-    task = load_task("titanic", "", "")
+    task = load_task("titanic")
     check_needs(task, SandboxOptions("local"))
     online = replace(task, needs_network=True)
     with pytest.raises(
@@ -52,7 +52,7 @@ CONNECT = (
 
 @pytest.mark.parametrize("backend", ISOLATED)
 def test_network_is_there_for_tasks_that_need_it_and_only_with_the_flag(backend):
-    task = load_task("titanic", "", "")
+    task = load_task("titanic")
     online = replace(task, needs_network=True)
     for what, allowed in ((online, True), (task, True), (task, False)):
         with Env(what, SandboxOptions(backend, network=allowed)) as world:
@@ -69,7 +69,7 @@ def test_hf_cache_is_mounted_read_only_and_found(tmp_path):
     (tmp_path / "hub/models--x").mkdir(parents=True)
     tmp_path.chmod(0o755)
     (tmp_path / "hub/models--x/config.json").write_text("{}")
-    task = replace(load_task("titanic", "", ""), needs_network=True)
+    task = replace(load_task("titanic"), needs_network=True)
     with Env(task, SandboxOptions("docker", hf_cache=str(tmp_path))) as world:
         assert "without network" in world.reset()
         assert (
@@ -110,7 +110,7 @@ def remove_leftovers():
 def big_task(tmp_path):
     (tmp_path / "big.bin").write_bytes(b"7" * (9 << 20))
     yield replace(
-        load_task("titanic", "", ""),
+        load_task("titanic"),
         name="flatlab test",
         public={"data/big.bin": tmp_path / "big.bin"},
     )
@@ -123,7 +123,7 @@ def big_task(tmp_path):
 
 @needs_docker
 def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
-    assert images.prepared_image(load_task("titanic", "", ""), IMAGE) == IMAGE
+    assert images.prepared_image(load_task("titanic"), IMAGE) == IMAGE
     with Env(big_task, "docker") as world:
         assert "data/big.bin (9437184 bytes)" in world.reset()
         assert world.sandbox.image.startswith("flatlab/flatlab-test:")
@@ -184,6 +184,6 @@ def test_missing_requirements_of_a_local_sandbox_are_named(tmp_path, backend):
     (tmp_path / "requirements.txt").write_text("flatlab-nowhere\n")
     with pytest.raises(UserError, match="needs packages .* lacks: flatlab-nowhere"):
         Env(
-            replace(load_task("titanic", "", ""), requirements=tmp_path / "requirements.txt"),
+            replace(load_task("titanic"), requirements=tmp_path / "requirements.txt"),
             backend,
         ).reset()

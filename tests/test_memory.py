@@ -1,8 +1,6 @@
 """flatlab/train/memory.py: a micro-batch that fits, before the first episode."""
 
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 
 from flatlab.errors import UserError
 from flatlab.train import memory
+from helpers import python
 
 GIB = 2**30
 SMOLLM2 = SimpleNamespace(
@@ -143,7 +142,5 @@ def test_the_kv_cache_on_a_cpu_holds_all_requests_if_they_fit(random_model, monk
 def test_the_peak_is_of_this_process_and_not_of_the_one_that_started_it():
     ballast = torch.ones(GIB // 16)  # 256 MiB
     code = "from flatlab.train.memory import peak_bytes; print(peak_bytes())"
-    root = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, check=True)
-    assert 2**20 < int(done.stdout) < 4 * len(ballast) / 2
+    assert 2**20 < int(python("-c", code).stdout) < 4 * len(ballast) / 2
     assert memory.peak_bytes() > 4 * len(ballast)

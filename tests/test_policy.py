@@ -3,8 +3,6 @@
 import asyncio
 import json
 import shutil
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -16,8 +14,9 @@ from flatlab.train import lora_layers
 from flatlab.train.batch import common_prompt
 from flatlab.train.lora_sync import on_weights_of
 from flatlab.train.packing import can_pack, hidden_states
+from helpers import python
 from policy import Agreement, Policy, check_capability, lora_settings, resolve_model
-from training import has_weights, randomise, weights_of
+from training import all_close, has_weights, pair, randomise, weights_of
 
 CHAT = [
     {"role": "system", "content": "You are a test."},
@@ -27,9 +26,12 @@ CHAT = [
 
 def score(policy, prompt, sample, **kwargs):
     with torch.no_grad():
-        return policy.logprobs(
-            [(prompt + sample.tokens, [0] * len(prompt) + [1] * len(sample.tokens))], **kwargs
-        )
+        return policy.logprobs([pair(prompt, sample.tokens)], **kwargs)
+
+
+def gap(policy, prompt, sample):
+    """How far a reply's log-probs are from the trainer's."""
+    return (score(policy, prompt, sample)[0] - torch.tensor(sample.logprobs)).abs().max().item()
 
 
 def largest_gap(policy, prompts, tokens=24):
@@ -38,11 +40,7 @@ def largest_gap(policy, prompts, tokens=24):
             *(policy.sample(p, tokens, seed=i) for i, p in enumerate(prompts))
         )
 
-    gaps = [
-        (score(policy, p, s)[0] - torch.tensor(s.logprobs)).abs().max().item()
-        for p, s in zip(prompts, asyncio.run(go()))
-    ]
-    return max(gaps)
+    return max(gap(policy, p, s) for p, s in zip(prompts, asyncio.run(go())))
 
 
 def test_render_is_the_chat_template(policy):
@@ -183,12 +181,12 @@ def test_the_base_is_never_touched(policy):
 
 def test_base_logprobs_ignore_the_adapter(policy):
     prompt, reply = policy.render(CHAT), policy.encode("hello")
-    pair = [(prompt + reply, [0] * len(prompt) + [1] * len(reply))]
+    batch = [pair(prompt, reply)]
     with torch.no_grad():
-        base = policy.logprobs(pair)[0]
+        base = policy.logprobs(batch)[0]
         randomise(policy)
-        assert torch.equal(policy.logprobs(pair, base=True)[0], base)
-        assert not torch.allclose(policy.logprobs(pair)[0], base, atol=1e-3)
+        assert torch.equal(policy.logprobs(batch, base=True)[0], base)
+        assert not torch.allclose(policy.logprobs(batch)[0], base, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -223,15 +221,15 @@ def loss_and_grads(logprobs, policy, batch, bonus=0.0):
 BATCH = [
     ([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1]),
     ([11, 12, 13], [0, 1, 1]),
-    ([3, 4] * 20, [0] * 20 + [1] * 20),
+    pair([3, 4] * 10, [3, 4] * 10),
 ]
 PROMPT = list(range(5, 45))
 COMMON = [
     ([*PROMPT, 7, 8, 9, 10, 11], [0] * 40 + [1, 1, 0, 1, 1]),
-    ([*PROMPT, 12], [0] * 40 + [1]),
-    ([*PROMPT, 7, 20, 21], [0] * 41 + [1, 1]),
+    pair(PROMPT, [12]),
+    pair([*PROMPT, 7], [20, 21]),
     # longer than the prompt: another way through the attention
-    ([*PROMPT, *range(9, 59)], [0] * 45 + [1] * 45),
+    pair([*PROMPT, *range(9, 14)], range(14, 59)),
 ]
 
 
@@ -293,17 +291,18 @@ def test_a_sliding_window_is_not_packed(window):
     if packed:
         model.set_attn_implementation("packed")
     prompt = list(range(5, 25))
-    batch = [(prompt + [7, 8, 9], [0] * 20 + [1] * 3), (prompt + [10], [0] * 20 + [1])]
+    batch = [pair(prompt, [7, 8, 9]), pair(prompt, [10])]
     hidden, targets = hidden_states(model.base_model, batch, "cpu", packed)
     rows = [model.base_model(torch.tensor([tokens])).last_hidden_state[0] for tokens, _ in batch]
     assert targets.tolist() == [7, 8, 9, 10]
-    assert torch.allclose(hidden, torch.cat([rows[0][19:22], rows[1][19:20]]), atol=1e-5)
+    expected = torch.cat([rows[0][19:22], rows[1][19:20]])
+    assert torch.allclose(hidden, expected, atol=1e-5)
 
 
 def test_a_common_prompt_ends_before_the_first_trained_token():
-    assert common_prompt([([1, 2, 3, 4], [0, 0, 1, 1]), ([1, 2, 3, 5], [0, 0, 0, 1])]) == 1
-    assert common_prompt([([1, 2, 3], [0, 0, 1]), ([1, 9, 3], [0, 0, 1])]) == 1
-    assert common_prompt([([1, 2], [1, 1]), ([1, 2], [0, 1])]) == 0
+    assert common_prompt([pair([1, 2], [3, 4]), pair([1, 2, 3], [5])]) == 1
+    assert common_prompt([pair([1, 2], [3]), pair([1, 9], [3])]) == 1
+    assert common_prompt([pair([], [1, 2]), pair([1], [2])]) == 0
 
 
 def test_checkpointing_changes_no_number(policy):
@@ -329,7 +328,7 @@ def test_checkpointing_changes_no_number(policy):
         for layer in causal_lm.base_model.layers:
             layer.training = False
     assert torch.equal(plain[0], again[0])
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(plain[2], again[2]))
+    assert all_close(plain[2], again[2], 1e-6)
 
 
 def engine_like(model, pad=3):
@@ -473,13 +472,13 @@ def test_a_broken_engine_reaches_every_waiting_episode(policy, monkeypatch):
 def test_save_and_load(policy, tmp_path):
     randomise(policy)
     prompt, reply = policy.render(CHAT), policy.encode("hello")
-    pair = [(prompt + reply, [0] * len(prompt) + [1] * len(reply))]
+    batch = [pair(prompt, reply)]
     with torch.no_grad():
-        trained = policy.logprobs(pair)[0]
+        trained = policy.logprobs(batch)[0]
         policy.save(tmp_path)
         randomise(policy, seed=9)
         policy.load(tmp_path)
-        assert torch.equal(policy.logprobs(pair)[0], trained)
+        assert torch.equal(policy.logprobs(batch)[0], trained)
     path = resolve_model(str(tmp_path))
     assert path.adapter == str(tmp_path)
     assert path.base == policy.path.base
@@ -549,11 +548,7 @@ def test_the_adapter_loads_in_plain_vllm(policy, random_model, tmp_path):
     policy.save(tmp_path / "adapter")
     prompt = policy.render(CHAT)
     ours = asyncio.run(policy.sample(prompt, 12, temperature=0))
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN, random_model, str(tmp_path / "adapter"), json.dumps(prompt)],
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", PLAIN, random_model, tmp_path / "adapter", json.dumps(prompt))
     assert done.returncode == 0, done.stderr[-3000:]
     tokens, logprobs = json.loads(done.stdout.splitlines()[-1])
     assert tokens == ours.tokens
@@ -572,9 +567,7 @@ assert found.largest < 1e-4 < 0.1 < found.moved, found
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
 def test_a_compiled_engine_agrees_with_the_trainer(random_model):
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED, random_model], capture_output=True, text=True
-    )
+    done = python("-c", COMPILED, random_model)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -637,7 +630,7 @@ def test_a_sync_while_requests_are_in_flight(policy):
     old, new = asyncio.run(go())
     assert (old.version, new.version) == (version, version + 1)
     assert old.tokens
-    assert (score(policy, prompt, new)[0] - torch.tensor(new.logprobs)).abs().max() < 1e-4
+    assert gap(policy, prompt, new) < 1e-4
 
 
 def change_json(path, **fields):

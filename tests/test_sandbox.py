@@ -740,7 +740,7 @@ def test_auto_falls_back_only_to_complete_isolation(no_daemon):
     with pytest.raises(UserError, match="Unknown backend"):
         sandbox.pick_backend("bubblewrap")
     with pytest.raises(UserError, match="Unknown backend 'dokcer'"):
-        env.Env(load_task("titanic", "", ""), "dokcer")
+        env.Env(load_task("titanic"), "dokcer")
     no_daemon.undo()
     # Without isolation, the end of a grading would end all processes of this user.
     with pytest.raises(UserError, match="Unknown kind of sandbox"):

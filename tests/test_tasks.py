@@ -21,13 +21,8 @@ from flatlab.episode.builtin import builtin_names
 from flatlab.episode.task import improvement, last_json_object, parse_grade, standard_error
 from flatlab.episode.task_files import TASKS_DIR
 from flatlab.errors import UserError
+from helpers import python
 from tasks import load_task
-
-
-@pytest.fixture(autouse=True)
-def built_in_tasks_only(monkeypatch):
-    for name in ("MLGYM_ROOT", "MLEDOJO_ROOT"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def grade(task, folder, artefacts, split="validation"):
@@ -235,13 +230,7 @@ TARGETS = {"diabetes": "progression", "digits": "label"}
 @pytest.mark.parametrize("name", ["titanic", "diabetes", "digits"])
 def test_data_is_what_make_data_writes(tmp_path, name):
     pytest.importorskip("sklearn")
-    argv = [
-        sys.executable,
-        str(TASKS_DIR.parents[1] / "tools" / "make_data.py"),
-        name,
-        str(tmp_path),
-    ]
-    subprocess.run(argv, check=True)
+    python("tools/make_data.py", name, tmp_path)
     for file in ("train.csv", "test.csv", "answers.csv"):
         assert (tmp_path / file).read_bytes() == (TASKS_DIR / name / file).read_bytes()
 
@@ -432,16 +421,12 @@ def test_battle_has_a_time_limit(tmp_path, monkeypatch):
 
 def test_battle_grader_does_not_delete_the_original():
     folder = TASKS_DIR / "battleOfSexes"
-    argv = [sys.executable, "evaluate.py", "--split", "test"]
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
-    assert done.returncode
+    assert python("evaluate.py", "--split", "test", cwd=folder).returncode
     assert (folder / "evaluate.py").exists()
 
 
 def test_battle_simulate_agrees_with_the_grader(tmp_path):
     shutil.copy(load_task("battleOfSexes").public["simulate.py"], tmp_path)
     (tmp_path / "strategy.py").write_text("def row_strategy(history): return 0")
-    said = subprocess.run(
-        [sys.executable, "simulate.py"], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    said = python("simulate.py", cwd=tmp_path)
     assert float(said.stdout.split()[1]) == pytest.approx(1.44, abs=0.06)

@@ -1,23 +1,18 @@
 """OpenMP threads: passive waiting, and no more threads than cores."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from flatlab import threads
-from helpers import PROJECT
+from helpers import python
 
 
 def run_in_fresh_process(code):
-    command = [sys.executable, "-c", code]
     kept = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "LD_LIBRARY_PATH")  # no setting of a library's
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     environment["HF_HUB_OFFLINE"] = "1"
-    return subprocess.run(
-        command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=120
-    )
+    return python("-c", code, env=environment)
 
 
 def test_torch_gets_no_more_threads_than_cores_are_ours_and_they_sleep_while_they_wait():

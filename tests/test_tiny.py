@@ -52,7 +52,7 @@ def tiny_policy(tiny_model):
 @pytest.mark.parametrize("name", ["titanic", "battleOfSexes"])
 def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
     """vLLM plays episodes in real sandboxes. A changed prompt is what makes this fail."""
-    task = load_task(name, "", "")
+    task = load_task(name)
     backend = make_tiny.any_backend()
 
     limits = {"max_reply_tokens": 160, "max_observation_tokens": 256}
@@ -72,7 +72,7 @@ def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
 
 @pytest.mark.parametrize("mode", ["uniform", "tail", "sequence"])
 def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode):
-    task = load_task("titanic", "", "")
+    task = load_task("titanic")
     root = SimpleNamespace(op="baseline", idea="", valid=True, score=task.baseline)
     question = prompts.ask(task, search.strategy_request(mode, 5, 0.1, root), root, [])
     tokens = tiny_policy.render([{"role": "user", "content": question}])

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import tomllib
@@ -17,7 +16,7 @@ import pytest
 
 from backends import containers_of, missing
 from flatlab.episode.task import clipped_improvement
-from helpers import PROJECT, block, chat_server, completion, served
+from helpers import PROJECT, block, chat_server, completion, python, served
 
 VENV = os.path.abspath(os.environ.get("VERIFIERS_VENV", ""))
 CONFIG = PROJECT / "integrations/verifiers/eval.toml"
@@ -121,9 +120,7 @@ def test_rewards_of_a_real_model_are_those_of_a_search(tmp_path):
         flags = [f"--{name}={value}" for name, value in TINY.items()]
         command = [f"{PROJECT}/search.py", f"{PROJECT}/configs/evaluate.yaml", "--task=titanic"]
         command += ["--engine=api", f"--url={url}", "--model=m", "--nodes=8", "--name=replay"]
-        done = subprocess.run(
-            [sys.executable, *command, *flags], cwd=tmp_path, capture_output=True, text=True
-        )
+        done = python(*command, *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = map(json.loads, (tmp_path / "logs/replay/journal.jsonl").read_text().splitlines())
     searched = Counter()

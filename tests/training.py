@@ -28,6 +28,15 @@ def weights_of(policy):
     return [p.detach().clone() for p in policy.parameters()]
 
 
+def all_close(tensors, others, atol):
+    return all(torch.allclose(a, b, atol=atol) for a, b in zip(tensors, others))
+
+
+def pair(prompt, reply):
+    """Tokens and mask of a sequence whose last part is trained on."""
+    return [*prompt, *reply], [0] * len(prompt) + [1] * len(reply)
+
+
 def has_weights(policy, weights):
     return all(map(torch.equal, weights, policy.parameters()))
 
