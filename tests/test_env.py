@@ -127,12 +127,9 @@ import json, sys
 answers = open("answers.txt").read().split()
 part = {"validation": answers[:4], "test": answers[4:]}[sys.argv[1]]
 guess = open("guess.txt").read().split()
-if guess[0] == "crash": raise ValueError("the answers are " + " ".join(answers))
 if guess[0] == "hang": import time; time.sleep(60)
-if guess[0] == "exit": sys.exit(3)
 print("some words", file=sys.stderr)
-hits = len([answer for answer in part if answer in guess])
-print(json.dumps({"hits": float("nan") if guess[0] == "nan" else hits}))
+print(json.dumps({"hits": len([answer for answer in part if answer in guess])}))
 """
 
 
@@ -250,22 +247,6 @@ def test_the_same_artefact_is_graded_once(world, monkeypatch):
     monkeypatch.undo()
     do(world, "echo a b c > guess.txt")
     assert world.score().value == 3.0
-
-
-@pytest.mark.fault(26, "the grader raises or says NaN")
-@pytest.mark.attack("answers in the grader's traceback")
-def test_grader_that_fails_on_an_artefact_is_invalid_and_says_no_secret(world):
-    cases = [
-        ("crash", "printed no result"),
-        ("exit", "printed no result"),
-        ("nan", "no finite number"),
-    ]
-    for guess, why in cases:
-        do(world, f"echo {guess} > guess.txt")
-        step = do(world, "validate")
-        assert step.status == "invalid"
-        assert why in step.observation
-        assert CANARY not in step.observation
 
 
 @pytest.mark.fault(26, "the grader hangs")

@@ -130,13 +130,8 @@ def test_a_model_of_the_hub_counts_with_its_revision(tmp_path):
         "from flatlab.runs import fingerprint; from policy import ModelPath;"
         "print(fingerprint.model_digests(ModelPath('org/m', None, False)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
-    )
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = helpers.python("-c", program, env=environment)
     assert done.stdout == f"{{'revision': '{revision}'}}\n", done.stderr
 
 

@@ -4,8 +4,6 @@ import asyncio
 import json
 import re
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -27,7 +25,17 @@ from flatlab.runs.reader import read_run, transcripts
 from flatlab.runs.store import open_run
 from flatlab.tree.tree import Tree
 from flatlab.view import stats
-from helpers import LOCAL, PROJECT, FakePolicy, block, do, play_once, run_here, search_config
+from helpers import (
+    LOCAL,
+    PROJECT,
+    FakePolicy,
+    block,
+    do,
+    play_once,
+    python,
+    run_here,
+    search_config,
+)
 from tasks import load_task
 
 SECRET = "the answer is 42"
@@ -138,7 +146,7 @@ def test_an_episode_with_a_broken_grader_raises_and_closes_its_sandbox(make_task
 
 def test_a_grader_of_a_game_that_raises_is_not_taken_for_a_refused_move(tmp_path):
     """Its errors reach the agent as {"error": ...}, through the proxy of the strategy."""
-    task = load_task("battleOfSexes", "", "")
+    task = load_task("battleOfSexes")
     grader = tmp_path / "evaluate.py"
     text = task.hidden["evaluate.py"].read_text()
     grader.write_text(text.replace("stdev(points)", "stdev(pointz)"))
@@ -157,7 +165,8 @@ def backend(request):
 
 
 @pytest.mark.attack("stopping a run by an artefact that crashes its honest grader")
-@pytest.mark.attack("answers in what a grader that crashed has printed")
+@pytest.mark.attack("answers in what a grader that crashed has printed or in its traceback")
+@pytest.mark.fault(26, "the grader raises or says NaN")
 @pytest.mark.fault(26, "a grader that fails after it has printed a score")
 def test_an_artefact_that_crashes_an_honest_grader_is_no_submission(make_task, backend):
     messages = {
@@ -274,8 +283,6 @@ def test_the_journal_keeps_what_the_grader_said_and_no_prompt_has_it(
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """configs/tasks with the task of the documentation, `median`."""
-    for name in ("MLGYM_ROOT", "MLEDOJO_ROOT"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tasks, "TASKS_DIR", tmp_path / "tasks")
     shutil.copytree(TASKS_DIR / "battleOfSexes", tmp_path / "tasks" / "battleOfSexes")
@@ -385,6 +392,5 @@ def test_the_reward_of_the_bridges_is_that_of_training():
 def test_the_reward_of_an_exported_task(tmp_path, printed, code, reward):
     script = (PROJECT / "integrations/harbor/reward.py").read_text()
     script = script.replace("/logs/verifier", str(tmp_path))
-    argv = [sys.executable, "-c", script, "distance", "10.0", "-0.1", str(code)]
-    subprocess.run(argv, input=printed, text=True, check=True)
+    python("-c", script, "distance", "10.0", "-0.1", code, input=printed)
     assert json.loads((tmp_path / "reward.json").read_text())["reward"] == reward

@@ -86,9 +86,8 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(policy, lo
     a = grpo.update(policy, whole, batch, configure(cfg, micro_tokens=10_000))
     b = grpo.update(policy, parts, batch, configure(cfg, micro_tokens=30))
     policy.mean_diff_limit = limit
-    assert a["loss"] == pytest.approx(b["loss"], abs=1e-5) and a["kl"] == pytest.approx(
-        b["kl"], abs=1e-6
-    )
+    assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+    assert a["kl"] == pytest.approx(b["kl"], abs=1e-6)
     assert all_close(whole.grads, parts.grads, 1e-6)
     assert max(g.abs().max() for g in whole.grads) > 1e-4
 
@@ -119,7 +118,9 @@ def test_a_token_whose_log_prob_is_no_number_is_left_out(policy):
     a, b = Keep(policy), Keep(policy)
     row = grpo.update(policy, a, [damaged, second], configure(CFG, kl=0.05))
     grpo.update(policy, b, [shorter, second], configure(CFG, kl=0.05))
-    assert row["lost_tokens"] == 1 and math.isfinite(row["grad_norm"]) and row["skipped"] == 0
+    assert row["lost_tokens"] == 1
+    assert math.isfinite(row["grad_norm"])
+    assert row["skipped"] == 0
     assert all_close(a.grads, b.grads, 1e-7)
     assert "not finite" in " ".join(guard.alarms(row, []))
 
@@ -139,7 +140,8 @@ def test_an_update_with_a_gradient_that_is_no_number_or_too_large_is_skipped(pol
 
     monkeypatch.setattr(policy, "logprobs", broken)
     row = grpo.update(policy, optimizer, batch, CFG)
-    assert row["skipped"] == 1 and row["lost_tokens"] == 1
+    assert row["skipped"] == 1
+    assert row["lost_tokens"] == 1
     assert has_weights(policy, before)
     assert all(p.grad is None or not p.grad.abs().max() for p in policy.parameters())
 
@@ -154,7 +156,8 @@ def test_sequences_that_drifted_are_dropped_whole(policy):
     row = grpo.update(policy, a, [moved, batch[1]], configure(CFG, sequence_mask=0.05))
     grpo.update(policy, b, [batch[1]], CFG)
     policy.mean_diff_limit = limit
-    assert row["dropped_share"] == pytest.approx(8 / 24) and row["empty_epochs"] == 0
+    assert row["dropped_share"] == pytest.approx(8 / 24)
+    assert row["empty_epochs"] == 0
     assert all_close(a.grads, b.grads, 1e-7)
 
 
@@ -170,7 +173,8 @@ def test_an_epoch_without_a_sequence_is_counted_and_the_gradient_is_the_mean_ove
         )
         policy._use(start)
         norms.append(row["grad_norm"])
-    assert row["empty_epochs"] == 1 and row["dropped_share"] == pytest.approx(0.5)
+    assert row["empty_epochs"] == 1
+    assert row["dropped_share"] == pytest.approx(0.5)
     assert norms[1] == pytest.approx(norms[0] / 2)
 
 
@@ -275,7 +279,9 @@ def test_best_is_chosen_with_confidence():
         {"clipped_improvement": 0.50, "clipped_improvement_stderr": 0.02},
         {"clipped_improvement": 0.52, "clipped_improvement_stderr": 0.20},
     )
-    assert guard.better(sure, None) and guard.better(sure, lucky) and not guard.better(lucky, sure)
+    assert guard.better(sure, None)
+    assert guard.better(sure, lucky)
+    assert not guard.better(lucky, sure)
 
 
 def judged(task, *values):
@@ -286,12 +292,10 @@ def judged(task, *values):
 
 def test_nothing_valid_and_one_wild_score_are_no_better_than_a_bad_policy():
     bad, nothing = judged(TASK, *[0.63] * 60, *[None] * 4), judged(TASK, *[None] * 64)
-    assert (
-        nothing["clipped_improvement"] == -1
-        and nothing["score_mean"] == TASK.baseline
-        and not guard.better(nothing, bad)
-        and guard.better(bad, nothing)
-    )
+    assert nothing["clipped_improvement"] == -1
+    assert nothing["score_mean"] == TASK.baseline
+    assert not guard.better(nothing, bad)
+    assert guard.better(bad, nothing)
     fallen = row(
         19,
         eval_clipped_improvement=nothing["clipped_improvement"],
@@ -302,7 +306,8 @@ def test_nothing_valid_and_one_wild_score_are_no_better_than_a_bad_policy():
     )
     task = load_task("diabetes")
     good, poor = judged(task, *[0.40] * 63, -60.0), judged(task, *[0.10] * 64)
-    assert guard.better(good, poor) and not guard.better(poor, good)
+    assert guard.better(good, poor)
+    assert not guard.better(poor, good)
 
 
 def test_the_guard_restores_the_best_adapter_halves_the_rate_and_in_the_end_stops(
@@ -319,19 +324,16 @@ def test_the_guard_restores_the_best_adapter_halves_the_rate_and_in_the_end_stop
         optimizer.state[policy.parameters()[0]] = {"step": 1}
         assert "back to the adapter of step 3" in restore(policy, optimizer, cfg, state, "it fell")
         assert has_weights(policy, kept)
-        assert (
-            state.lr_scale == 0.5**times
-            and state.since == 7
-            and not optimizer.state
-            and not state.stopped
-        )
-    assert (
-        restore(policy, optimizer, cfg, state, "it fell") == "stopped: it fell"
-        and state.stopped == "it fell"
-    )
+        assert state.lr_scale == 0.5**times
+        assert state.since == 7
+        assert not optimizer.state
+        assert not state.stopped
+    assert restore(policy, optimizer, cfg, state, "it fell") == "stopped: it fell"
+    assert state.stopped == "it fell"
     fresh = grpo.State(step=7, best={"step": 3})
     restore(policy, optimizer, configure(cfg, guard="stop"), fresh, "it fell")
-    assert fresh.stopped == "it fell" and fresh.restores == 0
+    assert fresh.stopped == "it fell"
+    assert fresh.restores == 0
 
 
 # ------------------------------------------------------------ whole runs, played episodes
@@ -425,7 +427,9 @@ def test_4_steps_are_2_and_2_steps(play, policy, options):
     with pytest.raises(ExceptionGroup):
         play("halves", steps=4, episode=dies, **options)
     halves = play("halves", steps=4, **options)
-    assert [r["step"] for r in halves] == [0, 1, 2, 3] and halves[:2] == first and len(first) == 2
+    assert [r["step"] for r in halves] == [0, 1, 2, 3]
+    assert halves[:2] == first
+    assert len(first) == 2
     if "reward" not in options:
         assert has_weights(policy, weights)
     assert same_but_times(whole, halves)
@@ -476,21 +480,29 @@ def test_the_end_of_a_run_compares_the_adapters_on_the_same_fresh_seeds(play):
     rows = play(steps=4, episode=episodes, eval_episodes=4, eval_every=2, guard="off")
     assert [("eval_score_mean" in r) for r in rows] == [False, True, False, True]
     seeds = [seed for seed, _ in episodes.final]
-    assert len(seeds) == 12 and len(set(seeds)) == 4  # best, untrained, last
+    assert len(seeds) == 12
+    assert len(set(seeds)) == 4  # best, untrained, last
     assert not set(seeds) & {*episodes.trained, *episodes.selection}
     assert [test for _, test in episodes.final] == [True] * 4 + [False] * 8
     result = result_of()
     final = result["final"]
-    assert result["best"]["step"] == final["best"]["step"] == 1 and final["last"]["step"] == 3
-    assert final["n"] == 4 and final["steps"] == 4 and final["split"] == "validation"
-    assert not final["best_is_untrained"] and "test_score_mean" in final["best"]
+    assert result["best"]["step"] == final["best"]["step"] == 1
+    assert final["last"]["step"] == 3
+    assert final["n"] == 4
+    assert final["steps"] == 4
+    assert final["split"] == "validation"
+    assert not final["best_is_untrained"]
+    assert "test_score_mean" in final["best"]
     assert "test_score_mean" not in final["last"] | final["untrained"]
     for name in ("best", "last"):
         difference = final[name]["score_mean"] - final["untrained"]["score_mean"]
         assert final[name]["difference"] == pytest.approx(difference)
-        assert final[name]["difference_n"] == 4 and final[name]["difference_stderr"] >= 0
+        assert final[name]["difference_n"] == 4
+        assert final[name]["difference_stderr"] >= 0
     table = metrics.final_table(final, "accuracy")
-    assert "best (step 1)" in table and "last (step 3)" in table and "test part" in table
+    assert "best (step 1)" in table
+    assert "last (step 3)" in table
+    assert "test part" in table
     assert "is the untrained" not in table
 
 
@@ -498,33 +510,42 @@ def test_where_best_is_the_untrained_adapter_every_line_says_so(play):
     episodes = Watched(0.8, 0.6)
     play(steps=2, episode=episodes, eval_episodes=4, eval_every=2, guard="off")
     final = result_of()["final"]
-    assert final["best_is_untrained"] and len(episodes.final) == 8  # best and untrained: once
+    assert final["best_is_untrained"]
+    assert len(episodes.final) == 8  # best and untrained: once
     assert final["best"]["score_mean"] == final["untrained"]["score_mean"]
-    assert final["best"]["difference"] == 0 and final["best"]["difference_stderr"] == 0
+    assert final["best"]["difference"] == 0
+    assert final["best"]["difference_stderr"] == 0
     table = metrics.final_table(final, "accuracy")
-    assert "best (the untrained adapter)" in table and "best is the untrained adapter" in table
+    assert "best (the untrained adapter)" in table
+    assert "best is the untrained adapter" in table
 
 
 def test_without_a_step_the_adapter_of_the_start_is_evaluated(play, monkeypatch, capsys):
     play(steps=0, eval_episodes=4)
     result = result_of()
     final = result["final"]
-    assert result["status"] == "finished" and final["steps"] == 0 and final["best_is_untrained"]
+    assert result["status"] == "finished"
+    assert final["steps"] == 0
+    assert final["best_is_untrained"]
     monkeypatch.setattr(console, "plot_now_and_then", views.plot_now_and_then)
     run = store.open_run("logs/a", {"task": ["titanic"], "steps": 0})
     run.result(metric="accuracy")
     console.farewell(run)
     said = capsys.readouterr().out
-    assert "last (the untrained adapter)" in said and "imitated" not in said
+    assert "last (the untrained adapter)" in said
+    assert "imitated" not in said
     assert "No step was made: there are no curves" in said
-    assert not list(run.dir.glob("*.png")) and not list(run.dir.glob("*.html"))
+    assert not list(run.dir.glob("*.png"))
+    assert not list(run.dir.glob("*.html"))
 
 
 def test_where_best_is_the_last_adapter_it_is_played_once(play, policy, capsys):
     episodes = Watched(0.6, 0.8)
     play(steps=2, episode=episodes, eval_episodes=4, eval_every=2, guard="off")
     final = result_of()["final"]
-    assert len(episodes.final) == 8 and final["best_is_last"] and not final["best_is_untrained"]
+    assert len(episodes.final) == 8
+    assert final["best_is_last"]
+    assert not final["best_is_untrained"]
     assert final["best"]["difference"] == final["last"]["difference"]
     assert "best (step 1, the last)" in metrics.final_table(final, "accuracy")
 
@@ -538,7 +559,8 @@ def test_the_untrained_adapter_is_that_of_the_start_also_after_a_resume(play, po
     play(steps=4, episode=Watched(0.8), **options)
     policy.load(Path("logs/a/untrained"))
     assert has_weights(policy, start)
-    assert result_of()["final"]["steps"] == 4 and result_of()["final"]["last"]["step"] == 3
+    assert result_of()["final"]["steps"] == 4
+    assert result_of()["final"]["last"]["step"] == 3
 
 
 def test_a_run_that_continues_keeps_its_evaluations_and_compares_anew(play):
@@ -587,19 +609,23 @@ def test_paired_differences_by_hand():
     found = metrics.paired_difference(
         played(0.7, 0.8, None, 0.9), played(0.6, 0.6, 0.5, 0.9), [TASK]
     )
-    assert found["difference"] == pytest.approx(0.1) and found["difference_n"] == 3
+    assert found["difference"] == pytest.approx(0.1)
+    assert found["difference_n"] == 3
     assert found["difference_stderr"] == pytest.approx(stdev([0.1, 0.2, 0.0]) / 3**0.5)
     one = metrics.paired_difference(played(0.7, None), played(0.6, 0.6), [TASK])
-    assert one["difference_stderr"] is None and one["difference_n"] == 1
+    assert one["difference_stderr"] is None
+    assert one["difference_n"] == 1
     nothing = [group_of(TASK, NOTHING)]
     assert metrics.paired_difference(nothing, played(TASK.baseline), [TASK])["difference"] == 0
 
 
 def test_the_percentile_reward_starts_from_the_evaluation_before_training(play):
     rows = play(steps=1, reward="percentile", eval_episodes=8)
-    assert rows[0]["zero_variance_share"] < 1 and "loss" in rows[0]
+    assert rows[0]["zero_variance_share"] < 1
+    assert "loss" in rows[0]
     without = play("b", steps=1, reward="percentile")
-    assert without[0]["zero_variance_share"] < 1 and "loss" in without[0]
+    assert without[0]["zero_variance_share"] < 1
+    assert "loss" in without[0]
 
 
 def test_a_resumed_run_knows_the_evaluation_of_the_adapter_in_best(play):
@@ -651,9 +677,8 @@ def test_30_percent_of_the_sandboxes_break(play):
         return await one_reply(*args, faulty=lambda seed: seed % 10 < 3, **kwargs)
 
     rows = play(steps=3, episode=sometimes)
-    assert sum(r["faults"] for r in rows) >= 4 and all(
-        r["episodes"] + r["faults"] == 4 * r["groups"] for r in rows
-    )
+    assert sum(r["faults"] for r in rows) >= 4
+    assert all(r["episodes"] + r["faults"] == 4 * r["groups"] for r in rows)
     assert all(r["reward_mean"] > -1 for r in rows)  # a fault is no reward, not a bad one
     assert any("many sandboxes broke" in a for r in rows for a in r["alarms"])
     lines = [json.loads(line) for line in Path("logs/a/episodes/000000.jsonl").open()]
@@ -683,9 +708,8 @@ def test_a_full_disk_at_checkpoint_time_and_again_with_room(play, policy, monkey
         play(steps=3)
     assert [p.name for p in Path("logs/a/checkpoints").iterdir()] == ["000000"]
     monkeypatch.setattr(policy, "save", real)
-    assert [r["step"] for r in play(steps=3)] == [0, 1, 2] and not list(
-        Path("logs").rglob(".tmp-*")
-    )
+    assert [r["step"] for r in play(steps=3)] == [0, 1, 2]
+    assert not list(Path("logs").rglob(".tmp-*"))
 
 
 @pytest.mark.slow
@@ -750,8 +774,10 @@ def test_the_guard_in_a_run(play, monkeypatch):
     monkeypatch.setattr(guard, "MAX_RESTORES", 1)
     rows = play(steps=12)
     said = [a for r in rows for a in r["alarms"] if "KL to the reference" in a]
-    assert "back to the adapter of step" in said[0] and said[-1].startswith("stopped: KL")
-    assert result_of()["status"].startswith("stopped: KL to the reference") and len(rows) < 12
+    assert "back to the adapter of step" in said[0]
+    assert said[-1].startswith("stopped: KL")
+    assert result_of()["status"].startswith("stopped: KL to the reference")
+    assert len(rows) < 12
     assert json.loads(Path("logs/a/result.json").read_text())["status"].startswith("stopped: KL")
 
 
@@ -796,23 +822,29 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
     assert last["eval_n"] == 4
     halves = [metrics.improvement(last[f"eval_{t.name}.score_mean"], t) for t in (TASK, other)]
     assert last["eval_improvement"] == pytest.approx(sum(halves) / 2)
-    assert "score_mean" not in last and "eval_score_mean" not in last  # units differ
+    assert "score_mean" not in last
+    assert "eval_score_mean" not in last  # units differ
     result = result_of()
     before = read_rows("logs/a/episodes/before.jsonl")
     assert fmean(e["improvement"] for e in before) == result["before"]["improvement"]
     assert [e["baseline"] for e in before] == [TASK.baseline, other.baseline] * 2
     line = metrics.evaluation_line("x", result["before"], "validation")
-    assert line.startswith("x: improvement ") and ", titanic 0." in line
+    assert line.startswith("x: improvement ")
+    assert ", titanic 0." in line
     table = metrics.final_table(result["final"], "improvement")
-    assert "titanic" in table and "improvement" in table
+    assert "titanic" in table
+    assert "improvement" in table
 
 
 def test_none_is_derived_and_zero_is_zero():
     cfg = configure(grpo.Config(), model="tiny", lr=0.0, clip_low=0.0)
     grpo.fill_in(cfg, [TASK], ModelPath("tiny", None, True, 4096))
     assert (cfg.lora_rank, cfg.lora_alpha) == (16, 32)
-    assert cfg.lr == 0 and cfg.clip_low == 0
-    assert cfg.clip_high == 0.28 and cfg.max_groups == 8 and cfg.model.context == 2048
+    assert cfg.lr == 0
+    assert cfg.clip_low == 0
+    assert cfg.clip_high == 0.28
+    assert cfg.max_groups == 8
+    assert cfg.model.context == 2048
     assert cfg.name == "grpo-titanic-tiny-0"
 
 
@@ -852,7 +884,8 @@ def test_ppo_learns_its_value_head(policy, random_model, play):
     try:
         with torch.no_grad():
             values = policy.logprobs([([1, 2, 3, 4], [0, 1, 1, 1])], values=True)[2]
-            assert values.shape == (3,) and not values.any()
+            assert values.shape == (3,)
+            assert not values.any()
         start = [p.detach().clone() for p in policy.value_head.parameters()]
         rows = play(steps=3, advantage="ppo")
         assert all(r["skipped"] == 0 for r in rows)

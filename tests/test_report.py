@@ -265,7 +265,8 @@ def test_operators_of_a_copied_script_have_marks_of_their_own(tmp_path, browser)
     )
     assert len(set(shapes)) == 4
     legend = browser.js("document.querySelector('.legend').innerText")
-    assert "distill" in legend and "restart" in legend
+    assert "distill" in legend
+    assert "restart" in legend
     assert browser.complaints() == []
 
 
@@ -276,7 +277,8 @@ def test_the_page_of_an_evaluation_says_its_mean_and_shows_no_tree(tmp_path, bro
     run = search_run(tmp_path / "run", nodes, **numbers)
     browser.open(page.write([run], tmp_path / "report.html"))
     said = browser.js("document.getElementById('subtitle').innerText")
-    assert "N=2 episodes" in said and "mean 0.5000 ± 0.1000 (validation)" in said
+    assert "N=2 episodes" in said
+    assert "mean 0.5000 ± 0.1000 (validation)" in said
     assert browser.js("document.querySelectorAll('.tree').length") == 0
     assert browser.js("document.querySelector('#transcripts h2').innerText") == "Episodes"
     assert browser.complaints() == []
