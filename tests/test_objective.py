@@ -362,14 +362,18 @@ def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
 def test_tasks_share_the_groups_by_weight():
     from flatlab.train.batch import choose_tasks
 
-    a, b, c = (replace(load_task("titanic"), name=n) for n in "abc")
-    plans = [choose_tasks([a, b, c], [2, 1, 1], 4, f"0 {step}") for step in range(50)]
-    assert all([t.name for t in plan].count("a") == 2 and len(plan) == 4 for plan in plans)
-    few = [choose_tasks([a, b], [3, 1], 2, f"0 {step}") for step in range(200)]
-    assert 0.17 < sum(t.name == "b" for plan in few for t in plan) / 400 < 0.33
-    assert choose_tasks([a, b], [3, 1], 2, "0 5") == choose_tasks([a, b], [3, 1], 2, "0 5")
-    assert {t.name for t in choose_tasks([a, b, c], [1, 0, 1], 8, "1")} == {"a", "c"}
-    assert choose_tasks([a, b], [3, 1], 0, "0") == []
+    a, b, c = (replace(load_task("titanic"), name=name) for name in "abc")
+
+    def names(tasks, weights, count, seed):
+        return [task.name for task in choose_tasks(tasks, weights, count, seed)]
+
+    plans = [names([a, b, c], [2, 1, 1], 4, str(step)) for step in range(50)]
+    assert {len(plan) for plan in plans} == {4}
+    assert {plan.count("a") for plan in plans} == {2}
+    few = [name for step in range(200) for name in names([a, b], [3, 1], 2, str(step))]
+    assert 0.17 < few.count("b") / 400 < 0.33
+    assert set(names([a, b, c], [1, 0, 1], 8, "1")) == {"a", "c"}
+    assert names([a, b], [3, 1], 0, "0") == []
 
 
 def test_micro_batches_keep_everything_and_the_limit():

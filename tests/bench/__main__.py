@@ -7,7 +7,6 @@
     python tests/bench agent       agents of several turns beside TRL's (pip install trl)
     python tests/bench engine      tokens per second of the engine with an adapter, three ways
     python tests/bench sync        the trained adapter into the running engine, three ways
-    python tests/bench search      a grid of trees on one engine beside the same trees in turn
     python tests/bench memory      peak memory of the loss; padding, recomputed layers
     python tests/bench objectives  losses and advantages on the built-in tasks; an hour
     python tests/bench stability   200 steps with the defaults and without guard and KL; hours
@@ -34,7 +33,6 @@ SECTIONS = {
     "agent": "bench.agent.agent",
     "engine": "bench.engine.engine",
     "sync": "bench.models.sync",
-    "search": "bench.models.search_grid",
     "memory": "bench.peak.memory",
     "objectives": "bench.learning.objectives",
     "stability": "bench.learning.stability",

@@ -1,10 +1,6 @@
-"""The sections `sync` and `search`: a policy on an untrained model, and trees on the stand-in."""
+"""A policy on an untrained model, and the section `sync`."""
 
-import asyncio
-import contextlib
-import itertools
 import tempfile
-import time
 from pathlib import Path
 
 from bench.measure import median_seconds, ms, this_machine
@@ -90,51 +86,3 @@ def sync_rows(name, sizes, folder):
         (f"{name}: save and reload", ms(files), f"{files / in_place:.0f} x"),
         (f"{name}: merge and unmerge", ms(merging), f"{merging / in_place:.0f} x"),
     ]
-
-
-# ---- search
-
-
-def search_grid(args):
-    """A grid of trees on one engine beside the same trees in turn; each action waits a second."""
-    import search
-
-    class Waits(search.Attempt):
-        def step(self, reply, timeout=None):
-            self.sandbox.run("sleep 1", 10)
-            return super().step(reply, timeout)
-
-    search.Attempt = Waits
-    tasks = ("titanic", "battleOfSexes")
-    modes = ("none", "tail")
-
-    def config(**changes):
-        made = search.Config(nodes=6, **changes)
-        made.model.model = "tiny"
-        made.sandbox.backend = "local"
-        return made
-
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        whole = config(sampling_mode=modes, name="grid", workers=4)
-        whole.tasks.task = tasks
-        grid, _, path, *_ = search.prepare(whole)
-        policy = search.make_policy(whole, path)
-
-        def run(trees, workers):
-            begin = time.perf_counter()
-            asyncio.run(search.search(trees, policy, workers))
-            return time.perf_counter() - begin
-
-        one = 0.0
-        for task, mode in itertools.product(tasks, modes):
-            single = config(sampling_mode=(mode,), workers=1)
-            single.tasks.task = (task,)
-            one += run(search.prepare(single)[0], 1)
-        together = run(grid, 4)
-        nodes = f"{sum(len(tree.finished) for tree in grid)} nodes"
-    rows = [
-        ("4 trees in turn, one node at a time", f"{one:.1f} s", nodes),
-        ("the same grid, --workers 4", f"{together:.1f} s", nodes),
-        ("ratio", f"{one / together:.1f} x", ""),
-    ]
-    return f"{this_machine()}; stand-in, local sandboxes, every action waits for a second", rows
