@@ -245,6 +245,18 @@ def test_failed_leaves_are_debugged_up_to_a_depth_and_faults_are_not():
     assert node.op == "draft"  # nothing was left: it starts from the root's files
 
 
+def test_nothing_is_built_on_a_node_whose_files_are_too_large():
+    """Nor is it chosen again and again."""
+    for select in ("greedy", "ucb", "mcts", "evolution"):
+        t = make(select, nodes=14)
+        while not t.spent():
+            choice = decide(t, t.started())
+            assert choice.parent != "0.1", select
+            node = put(t, choice.parent, 0.6)
+            if node.id == "0.1":
+                node.improvement, node.kept = 0.99, False
+
+
 def test_every_rule_decides_the_same_for_m_and_minus_m_and_where_all_nodes_fail():
     for select in RULES:
         higher, lower = decisions_of(select, TASK), decisions_of(select, MIRRORED)

@@ -523,21 +523,6 @@ def test_a_second_look_at_the_test_part_is_counted_and_said(tmp_path, capsys):
     assert "has read the test part before and will read it again if" in capsys.readouterr().out
 
 
-def test_nothing_is_built_on_a_node_whose_files_are_too_large(tmp_path):
-    """Nor is it chosen again and again."""
-    for select in ("greedy", "ucb", "mcts", "evolution"):
-        t = run(
-            tmp_path / select,
-            nodes=14,
-            workers=1,
-            select=select,
-            large=".1",
-            score_of=lambda node: 0.99 if node.id == "0.1" else 0.6,
-        )
-        assert len(rows(t)) == 14 and not any(row["parent"] == "0.1" for row in rows(t)), select
-        assert any(row["parent"] not in ("0", "0.1") for row in rows(t)), select
-
-
 def test_time_runs_out_between_two_looks_at_the_clock(tmp_path, monkeypatch):
     """Nothing is running then, and the tree is closed all the same."""
     looks, real = [], Tree.spent
