@@ -71,6 +71,7 @@ BROKEN = {
 def nothing_is_known_of_any_grader(monkeypatch):
     monkeypatch.setattr(grading, "grades", {})
     monkeypatch.setattr(grading, "checked", set())
+    monkeypatch.setattr(grading, "scored", {})
 
 
 @pytest.fixture
@@ -132,6 +133,20 @@ def test_a_grader_that_is_broken_on_the_test_part_alone_is_found(make_task):
     task = make_task("if sys.argv[2] == 'test': raise KeyError('test')")
     assert graded(task, "41")[0].value == 1
     with pytest.raises(UserError, match="on the test part: .*KeyError: 'test'"):
+        graded(task, "41", "test")
+
+
+def test_what_has_a_score_on_one_part_shows_whether_the_other_part_can_be_graded(make_task):
+    """Also without a trivial rule, or with one that crashes an honest grader."""
+    for trivial in ({}, {"of another form": "crash"}):
+        task = make_task(trivial=trivial)
+        assert graded(task, "41")[0].valid
+        assert graded(task, "crash", "test")[1] == 2
+        for memory in (grading.checked, grading.scored, grading.grades):
+            memory.clear()
+    task = make_task("if sys.argv[2] == 'test': raise KeyError('test')", trivial={})
+    assert graded(task, "41")[0].valid
+    with pytest.raises(UserError, match="'a submission with a score' no result on the test part"):
         graded(task, "41", "test")
 
 

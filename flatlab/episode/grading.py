@@ -8,11 +8,12 @@ happens, the task's trivial rules are graded to find out whether the grader work
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import threading
 from dataclasses import dataclass
 
-from flatlab.episode.sanity import EMPTY, trivial_rules
+from flatlab.episode.sanity import EMPTY, rules_of, trivial_rules
 from flatlab.episode.task import (
     WHOLE_WORKSPACE,
     Task,
@@ -108,6 +109,8 @@ def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> 
         check_grader(task, split, make_sandbox)
     else:
         checked.add(grader_key(task, split))
+    if score.valid and len(task.splits) > 1:
+        scored.setdefault(grader_key(task), artefacts)
     if not score.valid:  # not kept: a grading that was too slow may be in time when it is repeated
         return score
     if len(grades) >= KEPT_GRADES:
@@ -115,26 +118,32 @@ def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> 
     return grades.setdefault(key, score)
 
 
-def grader_key(task: Task, split: str) -> tuple:
+def grader_key(task: Task, split: str = "") -> tuple:
     return (task.name, task.grader, str(task.hidden), split)
 
 
-checked: set[tuple] = set()  # keys of graders that work, or of which the user was warned
+scored: dict[tuple, dict[str, bytes]] = {}  # grader -> a submission with a score on some part
+checked: set[tuple] = set()  # graders and parts that work, or of which the user was warned
 check_lock = threading.Lock()
 
 
 def check_grader(task: Task, split: str, make_sandbox) -> None:
     """Finds out who is to blame for the first grading without a result, the artefact or the grader.
 
-    Grades the trivial rules until one has a result: then the grader works. If none has one, raises
-    UserError. If there is no rule but the empty submission, or if a grading was killed, perhaps
-    because the machine is busy, a warning is printed once.
+    Grades what it should be able to grade, a submission that has a score on another part and the
+    trivial rules, until one has a result: then the grader works. If none has one, raises UserError.
+    If there is nothing but the empty submission, or if a grading was killed, perhaps because the
+    machine is busy, a warning is printed once.
     """
     key = grader_key(task, split)
     with check_lock:
         if key in checked:
             return
-        for rule, artefacts in trivial_rules(task):
+        known = trivial_rules(task)
+        if grader_key(task) in scored:
+            scored_elsewhere = ("a submission with a score", scored[grader_key(task)])
+            known = itertools.chain([scored_elsewhere], rules_of(task))
+        for rule, artefacts in known:
             score, was_killed = run_grader(task, artefacts, split, make_sandbox)
             said = " ".join(score.grader_output.split())[-SENTENCE_CHARS:]
             problem = f"it gives {rule!r} no result on the {split} part: {said}"
