@@ -756,8 +756,13 @@ def banner(cfg: Config, trees: list[Tree], where: Path, path, why: str) -> None:
     print(f"tasks    {', '.join(cfg.tasks.task)}   modes {', '.join(cfg.sampling_mode)}")
     print(f"model    {cfg.model.model}{note}")
     print(f"sandbox  {why}")
+    count = "1 tree" if len(trees) == 1 else f"{len(trees)} trees"
     finished = sum(t.closed for t in trees)
-    print(f"plan     {len(trees)} trees of {cfg.nodes} nodes ({finished} of them finished before)")
+    note = f" ({finished} of them finished before)" if finished else ""
+    print(f"plan     {count} of {cfg.nodes} nodes{note}")
+    for t in trees:
+        if t.finished and not t.closed:
+            print(f"resumed  {t.run.dir} after {len(t.finished)} nodes")
     print(f"rule     {cfg.select}, {cfg.workers} nodes at once")
     rule = SELECT[cfg.select]
     if not (rule.uses_mode or rule.is_evaluation):

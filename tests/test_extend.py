@@ -27,8 +27,9 @@ episode = type("Episode", (), {"turns": [{"reply": "first\\nsecond"}]})
 usual, recalled = asyncio.run(grpo.with_memory(World(), None, episode, None, None))
 assert usual == "a step of the sandbox" and recalled.observation == "first"
 assert "epsilon_greedy" in search.SELECT
-parent = type("Parent", (), {"code": {"a.py": "x" * 5000}, "op": "improve", "valid": True})
-assert search.OPERATORS["simplify"].applies(None, parent)
+parent = type("Parent", (), {"code": {"a.py": "x"}, "op": "improve", "valid": True})
+choice = search.Choice("0.0", "exploit")
+assert search.OPERATORS["simplify"].applies(choice, parent)
 assert "expert" in search.strategy_request("sequence", 3, 0.1, parent)
 assert get_backend("gvisor").is_container and pick_backend("gvisor")[0] == "gvisor"
 """

@@ -137,7 +137,6 @@ def test_grid_runs_a_cell_a_job_and_skips_finished_ones(cluster):
     again = cluster.submit(*command)
     assert "was finished before: nothing was run" in again[0]
     assert "1/1" not in again[0]
-    assert "(0 of them finished before)" in again[1]
     assert "1/1" in again[1]
     assert journals[0].stat().st_mtime_ns == kept
 

@@ -101,7 +101,7 @@ def load_builtin(root: Path, name: str) -> Task:
 def find_files(folder: Path, names: list[str], prefix: str) -> dict[str, Path]:
     """Maps workspace paths to files of the task's folder. Raises UserError if one is missing."""
     files = {}
-    hint = f"`git checkout -- {folder}` restores it"
+    hint = f"task.yaml in {folder} names it"
     for name in names:
         files |= tree_files((folder / name).resolve(), prefix + Path(name).name, hint)
     return files

@@ -238,8 +238,9 @@ def open_run(
     has_rows = any(map(read_rows, path.glob("*.jsonl")))
     if run.finished or has_rows or run.checkpoints():
         if differing:
+            more = f"; and {len(differing) - 8} more" if len(differing) > 8 else ""
             raise UserError(
-                f"{path} was made with another config ({'; '.join(differing)}): "
+                f"{path} was made with another config ({'; '.join(differing[:8])}{more}): "
                 "choose another --name."
             )
         codes = continued_by(run, before, made_by) if made_by else []
