@@ -39,6 +39,13 @@ def replying(answer):
     return chat_server(lambda body, _: (200, completion(answer(body["messages"])), {}))
 
 
+def is_alive(process):
+    """Whether a process runs; one that was killed and not yet waited for does not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 class VfEval:
     """A running `vf-eval @ eval.toml`. It remembers all processes that it started."""
 
@@ -73,7 +80,7 @@ class VfEval:
 
     def sandboxes(self) -> list:
         """The containers, or else the processes, of the episodes that run now."""
-        running = [process for process in self.started if process.is_running()]
+        running = list(filter(is_alive, self.started))
         return containers_of(self.process.pid) or running
 
     def nothing_is_left(self):
