@@ -70,8 +70,8 @@ BROKEN = {
 @pytest.fixture(autouse=True)
 def nothing_is_known_of_any_grader(monkeypatch):
     monkeypatch.setattr(grading, "grades", {})
-    monkeypatch.setattr(grading, "checked", set())
-    monkeypatch.setattr(grading, "scored", {})
+    monkeypatch.setattr(grading, "checked_graders", set())
+    monkeypatch.setattr(grading, "scored_submissions", {})
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_what_has_a_score_on_one_part_shows_whether_the_other_part_can_be_graded
         task = make_task(trivial=trivial)
         assert graded(task, "41")[0].valid
         assert graded(task, "crash", "test")[1] == 2
-        for memory in (grading.checked, grading.scored, grading.grades):
+        for memory in (grading.checked_graders, grading.scored_submissions, grading.grades):
             memory.clear()
     task = make_task("if sys.argv[2] == 'test': raise KeyError('test')", trivial={})
     assert graded(task, "41")[0].valid
@@ -205,7 +205,7 @@ def test_an_artefact_that_crashes_an_honest_grader_is_no_submission(make_task, b
 def test_the_trivial_rule_is_graded_once(make_task):
     assert graded(make_task(), "crash")[1] == 2
     assert graded(make_task(), "crash")[1] == 1
-    grading.checked.clear()
+    grading.checked_graders.clear()
     assert graded(make_task(), " ")[0].message == "answer.txt is empty"
     assert graded(make_task(), "crash")[1] == 1  # the reason above shows that the grader works
 
@@ -225,7 +225,7 @@ def test_without_a_trivial_rule_there_is_a_warning_and_the_run_goes_on(make_task
     warning = "warning  The grader of task near may be broken: it gives 'an empty submission' no"
     assert said.count(warning) == 1
     assert "exit code 5" in said
-    grading.checked.clear()
+    grading.checked_graders.clear()
     assert not graded(make_task(trivial={}), "crash")[0].valid
     assert capsys.readouterr().err == ""  # it gave the empty submission a reason
 
@@ -351,7 +351,7 @@ def test_without_trivial_rules_the_check_grades_an_empty_artefact(folder, capsys
     assert "answer.txt is not a number" in out
     assert out.endswith("\nNo rule has a score: give the task a `trivial:` one.\n")
     change(folder / "evaluate.py", "import sys", "import sys, numbers_of_mine")
-    grading.checked.clear()
+    grading.checked_graders.clear()
     code, out, err = check(capsys, monkeypatch, "median")
     assert "No module named 'numbers_of_mine'" in out
     assert "may be broken" in err

@@ -108,9 +108,9 @@ def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> 
     if score.grader_output:
         check_grader(task, split, make_sandbox)
     else:
-        checked.add(grader_key(task, split))
+        checked_graders.add(grader_key(task, split))
     if score.valid and len(task.splits) > 1:
-        scored.setdefault(grader_key(task), artefacts)
+        scored_submissions.setdefault(grader_key(task), artefacts)
     if not score.valid:  # not kept: a grading that was too slow may be in time when it is repeated
         return score
     if len(grades) >= KEPT_GRADES:
@@ -122,8 +122,8 @@ def grader_key(task: Task, split: str = "") -> tuple:
     return (task.name, task.grader, str(task.hidden), split)
 
 
-scored: dict[tuple, dict[str, bytes]] = {}  # grader -> a submission with a score on some part
-checked: set[tuple] = set()  # graders and parts that work, or of which the user was warned
+scored_submissions: dict[tuple, dict[str, bytes]] = {}  # of each grader, one with a score
+checked_graders: set[tuple] = set()  # those that work, or of which the user was warned
 check_lock = threading.Lock()
 
 
@@ -137,22 +137,22 @@ def check_grader(task: Task, split: str, make_sandbox) -> None:
     """
     key = grader_key(task, split)
     with check_lock:
-        if key in checked:
+        if key in checked_graders:
             return
-        known = trivial_rules(task)
-        if grader_key(task) in scored:
-            scored_elsewhere = ("a submission with a score", scored[grader_key(task)])
-            known = itertools.chain([scored_elsewhere], rules_of(task))
-        for rule, artefacts in known:
+        submissions = trivial_rules(task)
+        if grader_key(task) in scored_submissions:
+            first = ("a submission with a score", scored_submissions[grader_key(task)])
+            submissions = itertools.chain([first], rules_of(task))
+        for name, artefacts in submissions:
             score, was_killed = run_grader(task, artefacts, split, make_sandbox)
-            said = " ".join(score.grader_output.split())[-SENTENCE_CHARS:]
-            problem = f"it gives {rule!r} no result on the {split} part: {said}"
-            if said and rule != EMPTY and not was_killed:
+            output = " ".join(score.grader_output.split())[-SENTENCE_CHARS:]
+            problem = f"it gives {name!r} no result on the {split} part: {output}"
+            if output and name != EMPTY and not was_killed:
                 continue
-            if said:
+            if output:
                 warning = f"warning  The grader of task {task.name} may be broken: {problem}"
                 print(warning, file=sys.stderr, flush=True)
-            checked.add(key)
+            checked_graders.add(key)
             return
         raise UserError(f"The grader of task {task.name} is broken: {problem}")
 
