@@ -56,7 +56,7 @@ def main(model, tokens, way):
     import torch
 
     from flatlab.train.memory import peak_bytes
-    from policy import ModelPath, Policy
+    from policy import ModelPath, Policy, lora_settings
 
     torch.manual_seed(0)
     policy = Policy.__new__(Policy)  # the trainer without an engine
@@ -65,7 +65,8 @@ def main(model, tokens, way):
     policy.temperature = 1.0
     policy.value_head = None
     policy.path = ModelPath(model, None, False)
-    policy._build_trainer(8, 16, way == "recomputed", False, "cpu")
+    lora = lora_settings(policy.path, 8, 16)
+    policy._build_trainer(lora, way == "recomputed", False, "cpu")
     lengths = [1024] * (tokens // 1024)
     shared = 1
     if way not in ("chunked", "whole"):
