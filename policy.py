@@ -401,7 +401,6 @@ class Policy(ChatTokens):
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
-        from flatlab.train import lora_layers
         from flatlab.train.packing import can_pack
 
         config = LoraConfig(**lora, lora_dropout=0.0, task_type="CAUSAL_LM")
@@ -410,8 +409,6 @@ class Policy(ChatTokens):
         self.set_autocast(self.device == "cuda")
         self.model.eval()  # no dropout: trainer and engine compute the same function
         self.adapter_layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
-        if self.device == "cpu":
-            lora_layers.use_in(self.adapter_layers)
         self.packs = can_pack(self.model)
         if self.packs:
             base.set_attn_implementation("packed")
