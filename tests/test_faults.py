@@ -389,8 +389,8 @@ def test_nothing_grows(backend):
 
 INTERRUPTED = """
 import asyncio, sys; sys.path[:0] = [{project!r}, {project!r} + "/tests"]
-from helpers import FakePolicy, block
-from env import Env, run_episode
+from helpers import FakePolicy, block, play_once
+from env import Env
 from tasks import load_task
 async def main():
     policy = FakePolicy(block("sleep 0.3; ls"))
@@ -415,8 +415,8 @@ def test_ctrl_c(backend, moment):
     time.sleep(moment)
     process.send_signal(signal.SIGINT)
     begin = time.monotonic()
-    process.communicate(timeout=30)
-    assert process.returncode not in (0, None)
+    _, err = process.communicate(timeout=30)
+    assert err.splitlines()[-1] == "KeyboardInterrupt", err
     assert time.monotonic() - begin < 15
     assert wait_for(lambda: not containers_of(process.pid), 15)
     assert not [
