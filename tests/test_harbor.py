@@ -1,6 +1,8 @@
 """Harbor task folders, in both directions: one made here (harbor_task/), and ours for Harbor."""
 
+import os
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +27,17 @@ SOLVE = (
     'awk -F, \'NR == 1 {print "id,survived"} NR > 1 {print $1 "," ($3 == "female")}\' '
     "data/test.csv > submission.csv"
 )
+
+
+HARBOR = os.path.abspath(os.environ.get("HARBOR_VENV", ""))
+READ = """
+import sys
+from harbor.models.task.task import Task
+task = Task(sys.argv[1])
+config = task.config
+print(task.name, config.artifacts, config.verifier.environment_mode.value)
+print(config.environment.network_mode.value, task.instruction.splitlines()[-1])
+"""
 
 
 @pytest.fixture
@@ -186,6 +199,22 @@ def test_export_of_built_in_tasks(tmp_path):
         export_harbor(load_task("titanic"), tmp_path / "titanic")
     with pytest.raises(UserError, match="is not a built-in task"):
         export_harbor(replace(load_task("titanic"), source="mlgym"), tmp_path / "new")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "HARBOR_VENV" not in os.environ, reason="set HARBOR_VENV, see tests/README.md"
+)
+def test_the_harbor_package_reads_an_exported_task(tmp_path):
+    """That of Harbor itself, which also looks for the tests."""
+    export_harbor(load_task("titanic"), tmp_path / "titanic")
+    command = [f"{HARBOR}/bin/python", "-c", READ, tmp_path / "titanic"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "flatlab/titanic ['/app/submission.csv'] separate",
+        "no-network All paths are relative to /app, where you work.",
+    ]
 
 
 @pytest.mark.slow
