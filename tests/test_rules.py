@@ -195,10 +195,12 @@ def test_mcts_improves_the_best_branch_and_counts_failures_as_the_worst():
     assert choose(t).parent == "0.1"
 
 
-def test_greedy_drafts_then_improves_the_best():
-    t = make("greedy", rule_args=("drafts=2",))
+@pytest.mark.parametrize("task", [TASK, MIRRORED], ids=["higher", "lower"])
+def test_greedy_drafts_then_improves_the_best(task):
+    t = make("greedy", task, rule_args=("drafts=2",))
     assert choose(t).parent == "0"
-    put(t, "0", 0.1), put(t, "0", 0.3)
+    put(t, "0", 0.1)
+    put(t, "0", 0.3)
     assert choose(t).parent == "0.1"
 
 

@@ -221,6 +221,13 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeyp
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
+def test_result_json_keeps_what_was_written_before(tmp_path):
+    run = store.open_run(tmp_path, CONFIG)
+    run.result(status="running", nodes=1)
+    run.result(nodes=2)
+    assert run.results() == {"status": "running", "nodes": 2}
+
+
 ENDS = {
     "failed: Take another name.": UserError("Take another name."),
     "failed: The sandbox broke: gone": ExceptionGroup("tasks", [SandboxFault("gone")]),

@@ -372,6 +372,9 @@ def test_other_budgets(tmp_path):
     options = {"nodes": 12, "workers": 1, "modes": ("none",), "score_of": equal}
     t = run(tmp_path / "few", tokens=35, **options)  # ten a node
     assert (result(t)["stopped_by"], result(t)["nodes"], result(t)["tokens"]) == ("tokens", 4, 40)
+    t = run(tmp_path / "enough", tokens=1000, **options)
+    assert (result(t)["stopped_by"], result(t)["nodes"]) == ("nodes", 12)
+
     t = run(tmp_path / "minutes", minutes=0.003, delay=lambda node: 0.05, **options)
     assert result(t)["stopped_by"] == "minutes"
     assert 1 <= result(t)["nodes"] < 12
