@@ -156,6 +156,16 @@ def rloo(rewards):
     return [scale * (r - fmean(rewards)) for r in rewards]
 
 
+def max_rl(rewards):
+    """A_i = (r_i - mean(r)) / (mean(r) - NO_SUBMISSION): MaxRL, arXiv 2602.02710.
+
+    MaxRL divides by the mean of rewards that are not negative, so rewards count from NO_SUBMISSION,
+    the lowest one, here.
+    """
+    mean = fmean(rewards)
+    return [(r - mean) / (mean - NO_SUBMISSION) for r in rewards]
+
+
 def gae(reward, values, lam=1.0):
     """A_t = sum_k lam^k d_(t+k), d_t = V_(t+1) - V_t, at the last token r - V_t (arXiv 1506.02438,
     eq. 16, gamma 1).
@@ -198,12 +208,23 @@ def clipped(logp, old, advantage, sequence, cfg):
     """max(-r A, -clip(r, 1 - low, 1 + high) A), r = exp(logp - old): PPO, arXiv 1707.06347, eq. 7.
     DAPO: high > low.
 
-    r above cfg.is_cap counts as cfg.is_cap but keeps its gradient: with A < 0 nothing else bounds
-    it.
+    r is truncated: with A < 0 nothing else bounds it.
     """
-    ratio = (logp - old).exp()
-    ratio = ratio * (cfg.is_cap / ratio.detach()).clamp(max=1)
-    return larger_loss(ratio, advantage, cfg)
+    return larger_loss(truncated_ratio(logp, old, cfg), advantage, cfg)
+
+
+def masked(logp, old, advantage, sequence, cfg):
+    """-r A, or 0 for a token whose probability has risen by more than high (A > 0) or fallen by
+    more than low (A < 0): DPPO with the binary total variation, arXiv 2602.04879.
+
+    A bound on the ratio holds rare tokens back and lets likely ones move far.
+    """
+    moved = (logp.exp() - old.exp()).detach()
+    rose = (advantage > 0) & (moved > cfg.clip_high)
+    fell = (advantage < 0) & (moved < -cfg.clip_low)
+    is_masked = rose | fell
+    loss = -truncated_ratio(logp, old, cfg) * advantage
+    return loss.masked_fill(is_masked, 0.0), is_masked
 
 
 def sequence_clipped(logp, old, advantage, sequence, cfg):
@@ -223,6 +244,12 @@ def clipped_weight(logp, old, advantage, sequence, cfg):
     ratio = (logp - old).exp().detach()
     clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     return -clipped_ratio * advantage * logp, clipped_ratio != ratio
+
+
+def truncated_ratio(logp, old, cfg):
+    """r = exp(logp - old). Above cfg.is_cap it counts as cfg.is_cap and keeps its gradient."""
+    ratio = (logp - old).exp()
+    return ratio * (cfg.is_cap / ratio.detach()).clamp(max=1)
 
 
 def larger_loss(ratio, advantage, cfg):
@@ -290,6 +317,7 @@ ADVANTAGES = {
     "group": Advantage(group),
     "group_nostd": Advantage(group_nostd),
     "rloo": Advantage(rloo),
+    "max_rl": Advantage(max_rl),
     "ppo": Advantage(list, value_head=True),  # the rewards themselves
 }
 CREDITS = {"episode": whole_episode, "runnable": runnable, "complete": complete}
@@ -297,6 +325,7 @@ LOSSES = {
     "grpo": Loss(clipped, per_episode, 0.2, 0.2),
     "dr_grpo": Loss(clipped, per_budget, 0.2, 0.2),
     "dapo": Loss(clipped, per_token, 0.2, 0.28),
+    "dppo": Loss(masked, per_token, 0.2, 0.2),
     "gspo": Loss(sequence_clipped, per_episode, 3e-4, 4e-4),
     "cispo": Loss(clipped_weight, per_token, 1.0, 4.0),  # 1 - 1 = 0: no lower bound
 }
@@ -333,8 +362,12 @@ class Config:
     # reached the length limit
     credit: Literal[*CREDITS] = "episode"
     loss: Literal[*LOSSES] = "dapo"  # policy-gradient loss; LOSSES shows what each one consists of
-    clip_low: float | None = None  # ratios are clipped below 1 - clip_low; default: see LOSSES
-    clip_high: float | None = None  # ratios are clipped above 1 + clip_high; default: see LOSSES
+    # ratios are clipped below 1 - clip_low; dppo: most that a probability may fall; default: see
+    # LOSSES
+    clip_low: float | None = None
+    # ratios are clipped above 1 + clip_high; dppo: most that a probability may rise; default: see
+    # LOSSES
+    clip_high: float | None = None
     # upper bound on a token's importance weight (truncated importance sampling; not gspo, cispo)
     is_cap: Annotated[float, Bounds(1)] = 2.0
     # drop sequences whose geometric mean ratio leaves [1 / (1 + x), 1 + x]; default: keep all

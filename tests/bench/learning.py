@@ -16,9 +16,12 @@ OBJECTIVES = {
     "grpo": "--loss grpo",
     "dr_grpo": "--loss dr_grpo --advantage group_nostd",
     "dapo": "--loss dapo",
+    "dapo-epochs": "--loss dapo --epochs 4",
+    "dppo-epochs": "--loss dppo --epochs 4",
     "gspo": "--loss gspo --epochs 2",
     "cispo": "--loss cispo",
     "rloo": "--advantage rloo",
+    "max_rl": "--advantage max_rl",
     "ppo": "--advantage ppo",
 }
 STABILITY = {
