@@ -106,7 +106,7 @@ def test_validate_then_submit_is_not_paid():
         found = grpo.rewards_of(played, configure(CFG, reward=name), [0.0, 0.5])
         assert all(r == grpo.NO_SUBMISSION for r in found[2:])
         assert min(found[:2]) >= max(found[2:])
-        for estimate in (grpo.group, grpo.group_nostd, grpo.rloo):
+        for estimate in (grpo.group, grpo.group_nostd, grpo.rloo, grpo.max_rl):
             advantages = estimate(found)
             assert advantages[0] > 0 and all(a < 0 for a in advantages[2:]), (name, estimate)
 
@@ -122,6 +122,13 @@ def test_group_advantages_by_hand():
     assert grpo.group_nostd([0.0, 1.0, 5.0]) == pytest.approx([-2, -1, 3])
     assert grpo.rloo([0.0, 1.0, 5.0]) == pytest.approx([-3, -1.5, 4.5])  # 0 - 3, 1 - 2.5, 5 - 0.5
     assert grpo.ADVANTAGES["ppo"].function([0.3, -1.0]) == [0.3, -1.0]
+
+
+def test_max_rl_advantages_by_hand():
+    """From -1 on, the rewards are 0, 1 and 2 with mean 1; a rare success weighs more."""
+    assert grpo.max_rl([-1.0, 0.0, 1.0]) == pytest.approx([-1, 0, 1])
+    assert grpo.max_rl([1.0, -1.0, -1.0, -1.0]) == pytest.approx([3, -1, -1, -1])
+    assert grpo.max_rl([1.0, 1.0, 1.0, -1.0]) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1])
 
 
 def test_gae_by_hand():
@@ -193,13 +200,14 @@ def test_the_clipped_loss_by_hand():
     assert low.tolist() == pytest.approx([-2.0, -1.2, 1.5, 0.8])
 
 
-def test_a_ratio_is_truncated_but_keeps_its_gradient():
+@pytest.mark.parametrize("function", [grpo.clipped, grpo.masked])
+def test_a_ratio_is_truncated_but_keeps_its_gradient(function):
     new, old, negative = logs(0.9).requires_grad_(), logs(0.1), torch.tensor([-1.0])
-    loss, _ = grpo.clipped(new, old, negative, ONE[:1], CFG)  # ratio 9, A < 0: nothing clips it
+    loss, _ = function(new, old, negative, ONE[:1], CFG)  # ratio 9, A < 0: nothing clips it
     loss.sum().backward()
     assert loss.item() == pytest.approx(2.0)
     assert new.grad.item() == pytest.approx(2.0)
-    loss, _ = grpo.clipped(new, old, negative, ONE[:1], configure(CFG, is_cap=100.0))
+    loss, _ = function(new, old, negative, ONE[:1], configure(CFG, is_cap=100.0))
     assert loss.item() == pytest.approx(9.0)
 
 
@@ -236,6 +244,24 @@ def test_cispo_by_hand():
     loss.sum().backward()
     assert new.grad.tolist() == pytest.approx([-5.0, 0.5, -2.0])
     assert is_clipped.tolist() == [True, False, False]
+
+
+def test_dppo_by_hand():
+    """Only a probability that moved too far in the direction of its advantage is masked."""
+    old = logs(0.5, 0.5, 0.5, 0.5, 0.001)
+    new = logs(0.75, 0.75, 0.25, 0.25, 0.0015).requires_grad_()
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
+    cfg = configure(CFG, clip_low=0.2, clip_high=0.2)
+    loss, is_masked = grpo.masked(new, old, advantage, torch.zeros(5), cfg)
+    assert is_masked.tolist() == [True, False, False, True, False]
+    assert loss.tolist() == pytest.approx([0, 1.5, -0.5, 0, -1.5])
+    loss.sum().backward()
+    assert new.grad.tolist() == pytest.approx([0, 1.5, -0.5, 0, -1.5])
+    _, is_clipped = grpo.clipped(new, old, advantage, torch.zeros(5), CFG)
+    assert is_clipped.tolist() == [True, False, False, True, True]  # the rare token, too
+    wide = configure(cfg, clip_low=0.3, clip_high=0.2)
+    _, is_masked = grpo.masked(new, old, advantage, torch.zeros(5), wide)
+    assert is_masked.tolist() == [True, False, False, False, False]
 
 
 def test_kl_by_hand_and_its_gradient_pulls_towards_the_base():
