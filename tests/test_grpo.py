@@ -41,6 +41,7 @@ from training import (
     one_reply,
     pair,
     randomise,
+    scored_group,
     valid,
     weights_of,
 )
@@ -275,8 +276,7 @@ def test_best_is_chosen_with_confidence():
 
 def judged(task, *values):
     """An evaluation of episodes with these scores, None: nothing valid."""
-    scores = [NOTHING if v is None else valid(v, task) for v in values]
-    return metrics.evaluation([group_of(task, *scores)], [task])
+    return metrics.evaluation([scored_group(task, *values)], [task])
 
 
 def test_nothing_valid_and_one_wild_score_are_no_better_than_a_bad_policy():

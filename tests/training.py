@@ -72,6 +72,11 @@ def group_of(task, *scores):
     return Group(0, task, episodes, [])
 
 
+def scored_group(task, *scores):
+    """A group of episodes with these scores, None: nothing valid."""
+    return group_of(task, *(NOTHING if score is None else valid(score, task) for score in scores))
+
+
 async def one_reply(world, policy, options, seed, score_test=False, *, faulty=None, score=None):
     """Replaces env.run_episode: the more letters in the reply, the higher the score."""
     prompt = policy.render([{"role": "user", "content": "say something"}])
