@@ -3,7 +3,9 @@
 import contextlib
 import itertools
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -61,58 +63,61 @@ def searched(seed=0, scores=(0.6, None, 0.7), higher=True, **config):
     return RunData(folder(f"s{seed}"), "search", config, rows, result)
 
 
-def labels(runs):
-    """Task -> [(name of the group, names of its runs)]."""
-    named = {}
+def groups_by_task(runs):
+    """Task -> ["name of the group: names of its runs", ...]."""
+    shown = {}
     for (_, task), groups in compare.groups_of(runs).items():
-        named[task] = [(group.label, [run.name for run in group.runs]) for group in groups]
-    return named
-
-
-def labels_of(runs):
-    """The names of the groups, in a row."""
-    return [label for groups in labels(runs).values() for label, _ in groups]
+        shown[task] = []
+        for group in groups:
+            names = " ".join(run.name for run in group.runs)
+            shown[task].append(f"{group.label}: {names}")
+    return shown
 
 
 def test_groups_are_runs_of_the_same_config_but_for_the_seed():
-    runs = [searched(0), searched(1), searched(2, sampling_mode="none"), searched(3, task="digits")]
-    assert labels(runs) == {
-        "titanic": [("tail", ["s0", "s1"]), ("none", ["s2"])],
-        "digits": [("tail", ["s3"])],
+    runs = [searched(0), searched(1)]
+    runs += [searched(2, sampling_mode="none"), searched(3, task="digits")]
+    assert groups_by_task(runs) == {
+        "titanic": ["tail: s0 s1", "none: s2"],
+        "digits": ["tail: s3"],
     }
-    runs = [trained(0), trained(1), trained(2, lr=2e-3), trained(3, lr=2e-3, steps=9)]
-    assert labels(runs)["titanic"] == [
-        ("lr=0.001 steps=2", ["g0", "g1"]),
-        ("lr=0.002 steps=2", ["g2"]),
-        ("lr=0.002 steps=9", ["g3"]),
-    ]
+    settings = [{}, {}, {"lr": 2e-3}, {"lr": 2e-3, "steps": 9}]
+    runs = [trained(seed, **changed) for seed, changed in enumerate(settings)]
+    assert groups_by_task(runs) == {
+        "titanic": ["lr=0.001 steps=2: g0 g1", "lr=0.002 steps=2: g2", "lr=0.002 steps=9: g3"]
+    }
 
 
 def test_a_group_has_the_same_name_on_every_task():
     """Ranks are means over tasks, so another rule on another task is no run of the same group."""
     runs = [
-        searched(select="bfs"),
-        searched(select="bfs", sampling_mode="none"),
-        searched(select="mcts", task="digits"),
-        searched(select="bfs", task="digits"),
+        searched(0, select="bfs"),
+        searched(1, select="bfs", sampling_mode="none"),
+        searched(2, select="mcts", task="digits"),
+        searched(3, select="bfs", task="digits"),
     ]
-    assert labels_of(runs) == ["bfs tail", "bfs none", "bfs tail", "mcts tail"]
+    assert groups_by_task(runs) == {
+        "titanic": ["bfs tail: s0", "bfs none: s1"],
+        "digits": ["bfs tail: s3", "mcts tail: s2"],
+    }
 
 
 def test_names_are_unique_even_when_they_are_cut():
-    labels = labels_of([searched(i, model="m" * 100 + str(i)) for i in range(3)])
-    assert len(set(labels)) == 3
-    assert max(map(len, labels)) <= 90
+    runs = [searched(i, model="m" * 100 + str(i)) for i in range(3)]
+    [names] = groups_by_task(runs).values()
+    assert len(set(names)) == 3
+    assert max(map(len, names)) <= 90 + len(": s0")
 
 
 def test_labels_are_the_settings_that_a_user_chose():
     """Loss, reward, rule and mode first; what follows from them is not repeated."""
     grpo = {"loss": "grpo", "clip_high": 0.2, "max_groups": 4, "kl": 0.1, "reward": "tiered"}
     dapo = {"loss": "dapo", "clip_high": 0.28, "max_groups": 4, "kl": 0.0, "reward": "binary"}
-    runs = [trained(0, **grpo), trained(1, **dapo)]
-    assert labels_of(runs) == ["grpo reward=tiered kl=0.1", "dapo reward=binary kl=0"]
-    runs = [trained(0, **dapo), trained(1, **dapo | {"clip_high": 0.3})]
-    assert labels_of(runs) == ["clip_high=0.28", "clip_high=0.3"]
+    shown = groups_by_task([trained(0, **grpo), trained(1, **dapo)])
+    assert shown["titanic"] == ["grpo reward=tiered kl=0.1: g0", "dapo reward=binary kl=0: g1"]
+    wide = dapo | {"clip_high": 0.3}
+    shown = groups_by_task([trained(0, **dapo), trained(1, **wide)])
+    assert shown["titanic"] == ["clip_high=0.28: g0", "clip_high=0.3: g1"]
 
 
 def evaluated(score, **more):
@@ -140,13 +145,14 @@ def ended(seed=0, untrained=False, **config):
 
 
 def test_training_runs_are_ranked_by_a_named_adapter():
-    [row] = compare.comparison([ended(0), ended(1, untrained=True)], "grpo")
+    runs = [ended(0), ended(1, untrained=True)]
+    [row] = compare.comparison(runs, "grpo")
     assert row["adapter"] == "1 best, 1 untrained"
     assert row["mean"] == pytest.approx(0.55)
     [row] = compare.comparison([trained()], "grpo")  # not finished
     assert row["adapter"] == "1 last steps"
     assert row["mean"] == pytest.approx(0.7)
-    assert "1 best, 1 untrained" in compare.table([ended(0), ended(1, untrained=True)])
+    assert "1 best, 1 untrained" in compare.table(runs)
 
 
 def test_the_part_that_was_selected_on_is_named():
@@ -158,16 +164,17 @@ def test_the_part_that_was_selected_on_is_named():
 
 
 def test_the_mean_over_several_tasks_is_an_improvement():
-    run = trained(scores=(0.1, 0.2))
-    rows = [r | {"improvement_mean": r.pop("score_mean")} for r in run.rows]
-    result = RESULT | {"metric": "improvement", "baseline": 0.0, "reference": 1.0}
-    config = run.config | {"task": ["titanic", "digits"]}
-    run = replace(run, rows=rows, config=config, result=result)
+    run = trained(task=["titanic", "digits"])
+    for row, improvement in zip(run.rows, (0.1, 0.2)):
+        del row["score_mean"]
+        row["improvement_mean"] = improvement
+    run.result.update(metric="improvement", baseline=0.0, reference=1.0)
     [row] = compare.comparison([run], "grpo")
     assert row["task"] == "titanic+digits"
     assert row["improvement"] == pytest.approx(0.2)
+    group = plots.Group(run.name, plots.BLUE, [run])
     with new_axis() as axis:
-        plots.draw_panel(axis, plots.TRAINING[0], [plots.Group(run.name, plots.BLUE, [run])])
+        plots.draw_panel(axis, plots.TRAINING[0], [group])
         assert "improvement" in axis.get_ylabel()
         assert axis.lines[0].get_ydata()[1] == 0.2
 
@@ -176,18 +183,19 @@ def test_failed_nodes_count_as_the_baseline_and_faults_do_not():
     run = searched(scores=(0.7, None, None))
     run.rows[2] = node_row(run.rows[2] | {"status": "fault"}, 0.5)
     assert [row["counted"] for row in run.rows] == [0.7, 0.5, None]
-    summary = viz.node_summary(run).splitlines()
-    assert summary[1].split() == ["draft", "3", "1", "1", "0.6", "0.7", "1", "100"]
+    _, draft, *_ = viz.node_summary(run).splitlines()
+    assert draft.split() == "draft 3 1 1 0.6 0.7 1 100".split()
+    [group] = compare.groups_of([run])["search", "titanic"]
     with new_axis() as axis:
-        plots.draw_panel(axis, PANELS[2], compare.groups_of([run])["search", "titanic"])
+        plots.draw_panel(axis, PANELS[2], [group])
         _, line, _ = axis.collections  # dots, mean, band
-        mean = line.get_segments()[0][0][1]
-    assert mean == pytest.approx(0.6)
+        [mean_line] = line.get_segments()
+    assert mean_line[0][1] == pytest.approx(0.6)
 
 
 def test_colours_repeat_beyond_seven_groups():
     """And no group is left out."""
-    runs = [trained(i, lr=10.0**-i, kl=i / 10, model=f"a/long-model-name-{i}") for i in range(12)]
+    runs = [trained(i, model=f"a/long-model-name-{i}") for i in range(12)]
     groups = compare.groups_of(runs)["grpo", "titanic"]
     assert len({group.label for group in groups}) == 12
     assert [group.colour for group in groups] == [*plots.COLOURS, *plots.COLOURS[:5]]
@@ -204,20 +212,23 @@ def test_the_distribution_of_faults_alone_is_empty():
 
 
 def test_best_so_far_follows_the_direction_and_starts_at_the_baseline():
-    down = best_so_far(searched(scores=(0.6, 0.3, None, 0.4), higher=False), "nodes")
-    assert down.to_dict() == {0: 0.5, 1: 0.5, 2: 0.3, 3: 0.3, 4: 0.3}
-    assert best_so_far(searched(), "tokens").to_dict() == {0: 0.5, 100: 0.6, 200: 0.6, 300: 0.7}
+    down = searched(scores=(0.6, 0.3, None, 0.4), higher=False)
+    assert best_so_far(down, "nodes").to_list() == [0.5, 0.5, 0.3, 0.3, 0.3]
+    by_tokens = best_so_far(searched(), "tokens")
+    assert by_tokens.to_dict() == {0: 0.5, 100: 0.6, 200: 0.6, 300: 0.7}
 
 
 def test_the_band_of_best_so_far_never_leaves_the_possible_range():
     """Accuracy 1 is the top and the baseline the bottom, whatever the standard deviation is."""
-    runs = [searched(i, scores=(score,)) for i, score in enumerate((1.0, 1.0, 1.0, None))]
+    runs = [searched(seed, (1.0,)) for seed in range(3)]
+    runs.append(searched(3, (None,)))
+    groups = compare.groups_of(runs)["search", "titanic"]
     with new_axis() as axis:
-        PANELS[0][3](axis, compare.groups_of(runs)["search", "titanic"])
+        plots.draw_panel(axis, PANELS[0], groups)
         [band] = axis.collections
-    ys = band.get_paths()[0].vertices[:, 1]
-    assert ys.max() <= 1.0
-    assert ys.min() >= 0.5
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert 0.5 <= heights.min()
+    assert heights.max() <= 1.0
 
 
 @pytest.mark.slow
@@ -241,12 +252,13 @@ def test_all_pictures_of_a_mixed_crowd(tmp_path):
 
 def test_the_mean_is_solid_only_where_all_runs_are():
     """Else a run that was stopped would vanish from the mean without a word."""
-    [group] = compare.groups_of([trained(0), trained(1)])["grpo", "titanic"]
-    group.runs[1].rows.extend({"step": i, "score_mean": 0.9} for i in range(2, 6))
+    runs = [trained(0), trained(1, scores=(0.6, 0.7, 0.9, 0.9))]
+    [group] = compare.groups_of(runs)["grpo", "titanic"]
     with new_axis() as axis:
         plots.draw_key(axis, [group], "score_mean")
         ends = {line.get_linestyle(): line.get_xdata()[-1] for line in axis.lines}
-    assert (ends["-"], ends[":"]) == (1, 5)
+    assert ends["-"] == 1
+    assert ends[":"] == 3
 
 
 # ------------------------------------------------------------------ what made a run
@@ -257,132 +269,136 @@ MINE = {"flatlab/tree/tree.py": "t1", "mine.py": "s2"}
 
 def made_by(run, *code, model="m1", **task):
     """The run with a fingerprint: its versions of the code, parts of its task."""
-    parts = {"grader": "g1", "baseline": repr(run.baseline), "data/train.csv": "d1"} | task
-    tasks = {run.tasks: parts}
-    model_files = {"model.safetensors": model}
-    found = {"code": list(code or [CODE]), "tasks": tasks, "model": model_files}
-    return replace(run, fingerprint=found)
+    parts = {"grader": "g1", "baseline": repr(run.baseline), "data/train.csv": "d1"}
+    made = {
+        "code": list(code or [CODE]),
+        "tasks": {run.tasks: parts | task},
+        "model": {"model.safetensors": model},
+    }
+    return replace(run, fingerprint=made)
 
 
 def test_an_original_and_its_modified_copy_are_rows_of_their_own():
-    runs = [made_by(searched(0)), made_by(searched(1)), made_by(searched(0), MINE)]
-    assert labels(runs) == {"titanic": [("search.py", ["s0", "s1"]), ("mine.py", ["s0"])]}
+    originals = [made_by(searched(0)), made_by(searched(1))]
+    copy = made_by(searched(3), MINE)
     edited = made_by(searched(2), CODE | {"search.py": "s3"})
-    found = labels([made_by(searched(0)), edited, made_by(searched(3), MINE)])
-    assert found == {
-        "titanic": [
-            ("search.py of s0", ["s0"]),
-            ("search.py of s2", ["s2"]),
-            ("mine.py", ["s3"]),
-        ]
-    }
+    shown = groups_by_task([*originals, copy])
+    assert shown == {"titanic": ["search.py: s0 s1", "mine.py: s3"]}
+    shown = groups_by_task([originals[0], edited, copy])
+    assert shown == {"titanic": ["search.py of s0: s0", "search.py of s2: s2", "mine.py: s3"]}
 
 
 def test_the_files_that_differ_follow_the_settings_that_differ():
     mine = MINE | {"flatlab/tree/tree.py": "t2", "mine_too.py": "e2"}
     runs = [made_by(searched(0)), made_by(searched(0, sampling_mode="none"), mine)]
-    assert [label for label, _ in labels(runs)["titanic"]] == [
-        "tail search.py, flatlab/tree/tree.py",
-        "none mine.py, mine_too.py and 1 more",
+    assert groups_by_task(runs)["titanic"] == [
+        "tail search.py, flatlab/tree/tree.py: s0",
+        "none mine.py, mine_too.py and 1 more: s0",
     ]
 
 
 def test_runs_without_a_fingerprint_are_a_row_of_their_own():
-    found = labels([searched(0), searched(1), made_by(searched(2))])
-    assert found["titanic (no fingerprint)"] == [("no fingerprint", ["s0", "s1"])]
-    assert len(found) == 2
+    shown = groups_by_task([searched(0), searched(1), made_by(searched(2))])
+    assert shown["titanic (no fingerprint)"] == ["no fingerprint: s0 s1"]
+    assert len(shown) == 2
 
 
 def test_a_model_whose_files_changed_is_another_model():
-    runs = [made_by(searched(0)), made_by(searched(1), model="m2")]
-    assert labels(runs) == {
-        "titanic": [("model.safetensors of s0", ["s0"]), ("model.safetensors of s1", ["s1"])]
-    }
+    first = made_by(searched(0))
+    changed = made_by(searched(1), model="m2")
+    shown = groups_by_task([first, changed])["titanic"]
+    assert shown == ["model.safetensors of s0: s0", "model.safetensors of s1: s1"]
     other = made_by(searched(1, model="logs/x/best"), model="m2")
-    assert labels([runs[0], other]) == {"titanic": [("tiny", ["s0"]), ("x", ["s1"])]}
+    assert groups_by_task([first, other])["titanic"] == ["tiny: s0", "x: s1"]
 
 
 def test_versions_of_a_task_are_tasks_of_their_own():
+    first = made_by(searched(0))
     low = searched(1)
-    low = made_by(replace(low, result=low.result | {"baseline": 0.4}))
-    assert labels([made_by(searched(0)), low]) == {
-        "titanic (baseline 0.5)": [("tail", ["s0"])],
-        "titanic (baseline 0.4)": [("tail", ["s1"])],
+    low.result["baseline"] = 0.4
+    assert groups_by_task([first, made_by(low)]) == {
+        "titanic (baseline 0.5)": ["tail: s0"],
+        "titanic (baseline 0.4)": ["tail: s1"],
     }
-    runs = [made_by(searched(0)), made_by(searched(1), grader="g2"), made_by(searched(2))]
-    assert labels(runs) == {
-        "titanic (grader of s0)": [("tail", ["s0", "s2"])],
-        "titanic (grader of s1)": [("tail", ["s1"])],
+    runs = [first, made_by(searched(1), grader="g2"), made_by(searched(2))]
+    assert groups_by_task(runs) == {
+        "titanic (grader of s0)": ["tail: s0 s2"],
+        "titanic (grader of s1)": ["tail: s1"],
     }
     larger = made_by(searched(1), **{"data/more.csv": "d2"})
-    assert [*labels([made_by(searched(0)), larger])] == [
+    assert set(groups_by_task([first, larger])) == {
         "titanic (without data/more.csv)",
         "titanic (data/more.csv)",
-    ]
-    assert [row["rank"] for row in compare.comparison(runs, "search")] == [1.0, 1.0]
+    }
+    assert {row["rank"] for row in compare.comparison(runs, "search")} == {1.0}
 
 
 def test_a_seed_that_occurs_twice_counts_once():
     runs = [made_by(searched(seed)) for seed in (0, 1, 2)]
     again = [replace(runs[0], dir=Path(f"logs/{name}")) for name in ("t1", "a1")]
     (row,) = compare.comparison([*runs, *again], "search")
-    assert (row["n"], row["nodes"], row["failed"]) == (3, 9, 3)
+    assert row["n"] == 3
+    assert row["nodes"] == 9
     text = compare.table([*runs, *again])
     assert "titanic tail: seed 0 counts once, as a1; not counted: s0, t1" in text
     assert "counts once" not in compare.table(runs)
 
 
-def test_a_run_whose_code_changed_is_marked_as_mixed(tmp_path):
+def test_a_run_whose_code_changed_is_marked_as_mixed():
+    pure = made_by(searched(0))
     mixed = made_by(searched(1), CODE, CODE | {"search.py": "s9"})
     assert mixed.changed_files == ["search.py"]
-    assert labels([mixed]) == {"titanic": [("tail mixed", ["s1"])]}
-    found = labels([made_by(searched(0)), mixed])["titanic"]
-    assert found == [("search.py of s0", ["s0"]), ("search.py of s1 mixed", ["s1"])]
+    assert groups_by_task([mixed])["titanic"] == ["tail mixed: s1"]
+    shown = groups_by_task([pure, mixed])["titanic"]
+    assert shown == ["search.py of s0: s0", "search.py of s1 mixed: s1"]
     sentence = "s1 is mixed: while it went on, its code changed (search.py)"
     assert sentence in compare.table([mixed])
-    assert sentence in compare.table([searched(), mixed])
+    assert sentence in compare.table([pure, mixed])
     assert plots.heading(mixed).endswith("mixed code (search.py)")
-    assert "mixed" not in plots.heading(made_by(searched(0)))
+    assert "mixed" not in plots.heading(pure)
 
 
-def evaluation(seed, scores, **config):
+def evaluation(*scores, **config):
     """An evaluation with one episode per score."""
-    run = searched(seed, scores, select="evaluation", sampling_mode="none", **config)
-    counted = [row["counted"] for row in run.rows]
-    means = {"node_mean": sum(counted) / len(counted), "node_stderr": 0.01, "split": "validation"}
-    best = {"best_id": None, "best_score": None, "evaluation": True}
-    return replace(run, kind="evaluation", result=run.result | means | best)
+    run = searched(0, scores, select="evaluation", sampling_mode="none", **config)
+    mean = fmean(row["counted"] for row in run.rows)
+    run.result.update(evaluation=True, split="validation", node_mean=mean, node_stderr=0.01)
+    run.result.update(best_id=None, best_score=None)
+    return replace(run, kind="evaluation")
 
 
 def test_evaluations_are_compared_by_their_means():
     """Both have the same best episode."""
-    runs = [evaluation(0, (0.9, 0.6)), evaluation(0, (0.9, 0.8, None), model="logs/trained/best")]
-    rows = compare.comparison([*runs, searched(0)], "evaluation")
-    assert [(row["method"], row["rank"]) for row in rows] == [("tiny", 1.0), ("trained", 2.0)]
-    assert [row["mean"] for row in rows] == [0.75, pytest.approx(2.2 / 3)]
-    assert [row["stderr"] for row in rows] == [0.01, 0.01]
-    tables = compare.table([*runs, searched(0)]).split("\n\n")
-    assert len(tables) == 2
-    assert "mean: over the episodes" in tables[1]
-    assert "mean: the test score" in tables[0]
-    assert "tiny" not in tables[0]
+    runs = [evaluation(0.9, 0.6), evaluation(0.9, 0.8, None, model="logs/trained/best")]
+    tiny, other = compare.comparison([*runs, searched(0)], "evaluation")
+    assert tiny["method"] == "tiny"
+    assert other["method"] == "trained"
+    assert other["rank"] == 2.0
+    assert tiny["mean"] == 0.75
+    assert other["mean"] == pytest.approx(2.2 / 3)
+    assert tiny["stderr"] == 0.01
+    searches, evaluations = compare.table([*runs, searched(0)]).split("\n\n")
+    assert "mean: over the episodes" in evaluations
+    assert "mean: the test score" in searches
+    assert "tiny" not in searches
     assert plots.heading(runs[0]).endswith("mean 0.7500 ± 0.0100 (validation)")
 
 
-def test_x_labels_do_not_overlap_and_the_legend_has_the_names(tmp_path):
-    for count in (4, 7):
-        runs = [searched(0, model=f"long-model-{i}", depth=i, max_turns=i) for i in range(count)]
-        groups = compare.groups_of(runs)["search", "titanic"]
-        with plots.figure_of(plots.PAGE_WIDTH, 5) as figure:
-            plots.draw_panels(figure, PANELS, groups)
-            compare.draw_group_legend(figure, groups)
-            figure.savefig(tmp_path / "x.png")
-            [axis] = [axis for axis in figure.axes if axis.get_title() == "Scores"]
-            boxes = [text.get_window_extent() for text in axis.get_xticklabels()]
-            [legend] = figure.legends
-            names = [text.get_text() for text in legend.get_texts()]
-        assert all(left.x1 <= right.x0 for left, right in zip(boxes, boxes[1:]))
-        assert names[1].startswith("2: long-model-1 depth=1 max_turns=1")
+@pytest.mark.parametrize("count", [4, 7])
+def test_x_labels_do_not_overlap_and_the_legend_has_the_names(tmp_path, count):
+    runs = [searched(0, model=f"long-model-{i}", depth=i, max_turns=i) for i in range(count)]
+    groups = compare.groups_of(runs)["search", "titanic"]
+    with plots.figure_of(plots.PAGE_WIDTH, 5) as figure:
+        plots.draw_panels(figure, PANELS, groups)
+        compare.draw_group_legend(figure, groups)
+        figure.savefig(tmp_path / "x.png")
+        [axis] = [axis for axis in figure.axes if axis.get_title() == "Scores"]
+        boxes = [text.get_window_extent() for text in axis.get_xticklabels()]
+        [legend] = figure.legends
+        names = [text.get_text() for text in legend.get_texts()]
+    for left, right in pairwise(boxes):
+        assert left.x1 <= right.x0
+    assert names[1].startswith("2: long-model-1 depth=1 max_turns=1")
 
 
 # ------------------------------------------------------------------ the picture of a tree
@@ -408,20 +424,22 @@ def test_operators_of_a_copied_script_have_marks_of_their_own():
     assert all(shapes.count(shape) == 1 for shape in shapes)  # the first one is the baseline's
 
 
-def test_the_bar_of_a_tree_has_an_arrow_where_scores_lie_outside():
-    for scores, higher, arrow in (
-        ((0.1, *[0.6, 0.7] * 10), True, "min"),
-        ((0.9, *[0.3, 0.4] * 10), False, "max"),
-    ):
-        run = searched(scores=scores, higher=higher)
-        run = replace(run, result=run.result | {"baseline": 0.45 if higher else 0.5})
-        low, high = colour_limits(run)
-        assert (min(scores) < low) == (arrow == "min")
-        assert (max(scores) > high) == (arrow == "max")
-        _, bar, _ = tree_axes(run)
-        assert bar._colorbar.extend == arrow
-    _, bar, _ = tree_axes(searched(scores=(0.5, 0.5)))
-    assert bar._colorbar.extend == "neither"
+@pytest.mark.parametrize(
+    "scores, higher, baseline, arrow",
+    [
+        ((0.1, *[0.6, 0.7] * 10), True, 0.45, "min"),
+        ((0.9, *[0.3, 0.4] * 10), False, 0.5, "max"),
+        ((0.5, 0.5), True, 0.5, "neither"),
+    ],
+)
+def test_the_bar_of_a_tree_has_an_arrow_where_scores_lie_outside(scores, higher, baseline, arrow):
+    run = searched(scores=scores, higher=higher)
+    run.result["baseline"] = baseline
+    low, high = colour_limits(run)
+    assert (min(scores) < low) == (arrow == "min")
+    assert (max(scores) > high) == (arrow == "max")
+    _, bar, _ = tree_axes(run)
+    assert bar._colorbar.extend == arrow
 
 
 def test_no_line_crosses_a_label_of_a_tree():
