@@ -13,8 +13,7 @@ from flatlab.tree.tree import Choice, Tree
 from helpers import search_config
 from tasks import load_task
 
-TASK = replace(load_task("titanic", "", ""), baseline=0.0, reference=1.0, higher_is_better=True)
-RULES = [name for name in search.SELECT if name != "scientist"]
+TASK = replace(load_task("titanic", "", ""), baseline=0.0, reference=1.0)
 MIRRORED = replace(TASK, reference=-1.0, higher_is_better=False)
 
 
@@ -34,10 +33,13 @@ def put(t, parent, score, idea="", status="validated"):
 
 
 def end(t, node, score, idea="", status="validated"):
-    node.idea, node.status, node.kept = idea, status, status != "fault"
+    node.idea = idea
+    node.status = status
+    node.kept = status != "fault"
     if score is not None:
         node.score = score if t.task.higher_is_better else -score
-        node.improvement, node.valid = improvement(node.score, t.task), True
+        node.improvement = improvement(node.score, t.task)
+        node.valid = True
     t.finished.append(node)
     return node
 
@@ -71,54 +73,57 @@ def test_bfs_goes_level_by_level_and_failed_nodes_get_children_too():
     t = make("bfs", branching=2, depth=2, nodes=6)
     order = []
     while choice := choose(t):
-        node = put(t, choice.parent, None if len(order) == 0 else 0.5)
-        order.append((node.id, node.op))
-    drafts, debugs, improves = order[:2], order[2:4], order[4:]
-    assert drafts == [("0.0", "draft"), ("0.1", "draft")]
-    assert debugs == [("0.0.0", "debug"), ("0.0.1", "debug")]
-    assert improves == [("0.1.0", "improve"), ("0.1.1", "improve")]
+        node = put(t, choice.parent, 0.5 if order else None)
+        order.append(f"{node.id} {node.op}")
+    assert order[:2] == ["0.0 draft", "0.1 draft"]
+    assert order[2:4] == ["0.0.0 debug", "0.0.1 debug"]
+    assert order[4:] == ["0.1.0 improve", "0.1.1 improve"]
 
 
 def test_bfs_with_a_smaller_budget_takes_the_first_nodes_in_level_order_whatever_finishes_first():
     t = make("bfs", branching=3, depth=2, nodes=5)
-    running = [search.start(t, choose(t)) for _ in range(3)]
+    first, second, _ = [search.start(t, choose(t)) for _ in range(3)]
     assert choose(t) is None  # 0.0 is not finished: 0.0.0 has to wait
-    end(t, running[1], None)
+    end(t, second, None)
     assert choose(t) is None  # 0.1.x lie outside of the budget
-    end(t, running[0], None)
-    assert [search.start(t, choose(t)).id for _ in range(2)] == ["0.0.0", "0.0.1"]
+    end(t, first, None)
+    assert search.start(t, choose(t)).id == "0.0.0"
+    assert search.start(t, choose(t)).id == "0.0.1"
     assert choose(t) is None
 
 
 def test_ucb_by_hand():
-    choice = choose(three("ucb", rule_args=("c=1.41",)))
+    t = three("ucb", rule_args=("c=1.41",))
+    choice = choose(t)
     bonus = 1.41 * math.sqrt(math.log(3) / 1)  # N = 3, n = 0
     assert choice.scores == pytest.approx({"0.0": 1 + bonus, "0.1": 0.5 + bonus})
-    assert (choice.parent, choice.phase) == ("0.0", "explore")
-    assert choose(three("ucb", rule_args=("c=0.5",))).phase == "exploit"
-    t = three("ucb", rule_args=("c=1.41",))
+    assert choice.parent == "0.0"
+    assert choice.phase == "explore"
     put(t, "0.0", 0.2)  # Q = 0.25: now the value of 0.0 is that of its child
     choice = choose(t)
-    assert choice.scores["0.0"] == pytest.approx(0.25 + 1.41 * math.sqrt(math.log(4) / 2))
+    bonus = 1.41 * math.sqrt(math.log(4) / 2)
+    assert choice.scores["0.0"] == pytest.approx(0.25 + bonus)
     assert choice.parent == "0.1"
+    assert choose(three("ucb", rule_args=("c=0.5",))).phase == "exploit"
 
 
-def test_first_the_breadth_of_the_root():
-    for select in ("random", "ucb", "open_ended", "softmax", "signals"):
-        t = make(select, rule_args=("drafts=2",))
-        for score in (0.3, 0.5):
-            assert choose(t).parent == "0"
-            put(t, "0", score)
-        assert choose(t).parent != "0"
+@pytest.mark.parametrize("select", ["random", "ucb", "open_ended", "softmax", "signals"])
+def test_first_the_breadth_of_the_root(select):
+    t = make(select, rule_args=("drafts=2",))
+    for score in (0.3, 0.5):
+        assert choose(t).parent == "0"
+        put(t, "0", score)
+    assert choose(t).parent != "0"
 
 
 def test_trend_by_hand():
     t = make("open_ended")
-    put(t, "0", 0.5), put(t, "0.0", 1.0), put(t, "0.0.0", 0.75)
+    put(t, "0", 0.5)
+    put(t, "0.0", 1.0)
+    put(t, "0.0.0", 0.75)
     # Q: 0, 0.5, 1, 0.75; steps 0.5, 0.5, -0.25 with weights 1, 2, 3
-    assert selection.trend(t, selection.quality(t), "0.0.0.0") == pytest.approx(
-        (0.5 + 1.0 - 0.75) / 6
-    )
+    trend = (0.5 + 1.0 - 0.75) / 6
+    assert selection.trend(t, selection.quality(t), "0.0.0.0") == pytest.approx(trend)
     assert selection.trend(t, selection.quality(t), "0") == 0
 
 
@@ -136,27 +141,31 @@ def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
     assert seen == [1, 0, 2]  # two committed nodes, then scored anew
 
 
-def test_open_ended_drops_the_commitment_when_a_child_is_worse_or_fails():
-    for score in (0.1, None):
-        t = make("open_ended", rule_args=("drafts=1", "commitment=3", "c=0"))
-        put(t, "0", 0.5)
-        node = search.start(t, choose(t))
-        assert choose(t).notes == {}  # while it runs there is no second commitment
-        end(t, node, score)
-        assert "committed" not in choose(t).reason
+@pytest.mark.parametrize("score", [0.1, None])
+def test_open_ended_drops_the_commitment_when_a_child_is_worse_or_fails(score):
+    t = make("open_ended", rule_args=("drafts=1", "commitment=3", "c=0"))
+    put(t, "0", 0.5)
+    node = search.start(t, choose(t))
+    assert choose(t).notes == {}  # while it runs there is no second commitment
+    end(t, node, score)
+    assert "committed" not in choose(t).reason
 
 
 def test_softmax_by_hand():
     t = three("softmax", rule_args=("c=0", "tau=0.5"))
     put(t, "0.0", 0.8)
-    # S(0.0) = 1 + 0.5 * 1 - 0.5 ln 2, S(0.1) = 0.5 + 0.5 * 0.5,
-    # S(0.0.0) = 1 + 0.5 * (1 * 1 + 2 * 0) / 3
-    expected = {"0.0": 1.5 - 0.5 * math.log(2), "0.1": 0.75, "0.0.0": 1 + 1 / 6}
-    assert choose(t).scores == pytest.approx(expected)
-    weights = {id: math.exp(s / 0.5) for id, s in expected.items()}
-    draws = [choose(t, seed).parent for seed in range(4000)]
+    scores = {
+        "0.0": 1.5 - 0.5 * math.log(2),  # 1 + 0.5 * 1 - 0.5 ln 2
+        "0.1": 0.75,  # 0.5 + 0.5 * 0.5
+        "0.0.0": 1 + 1 / 6,  # 1 + 0.5 * (1 * 1 + 2 * 0) / 3
+    }
+    assert choose(t).scores == pytest.approx(scores)
+    weights = {id: math.exp(score / 0.5) for id, score in scores.items()}
+    total = sum(weights.values())
+    parents = [choose(t, seed).parent for seed in range(4000)]
     for id, weight in weights.items():
-        assert draws.count(id) / 4000 == pytest.approx(weight / sum(weights.values()), abs=0.03)
+        share = parents.count(id) / 4000
+        assert share == pytest.approx(weight / total, abs=0.03)
 
 
 def test_signals_by_hand():
@@ -165,33 +174,33 @@ def test_signals_by_hand():
     assert choose(t).phase == "explore"
     t = three("signals", rule_args=("regret=1",))
     put(t, "0.1", 0.2, idea="boosted trees and kNN")
-    q, node = selection.quality(t), t.nodes["0.1"]
-    assert selection.SIGNALS["regret"](t, q, node) == pytest.approx(1 - 0.25)
-    assert selection.SIGNALS["depth"](t, q, node) == pytest.approx(1 / (1 * 2 + 1))
-    assert selection.SIGNALS["coverage"](t, q, node) == pytest.approx(1 - 2 / 9)
-    assert selection.SIGNALS["variance"](t, q, node) == 1.0
+
+    def signal(name):
+        return selection.SIGNALS[name](t, selection.quality(t), t.nodes["0.1"])
+
+    assert signal("regret") == pytest.approx(1 - 0.25)
+    assert signal("depth") == pytest.approx(1 / (1 * 2 + 1))
+    assert signal("coverage") == pytest.approx(1 - 2 / 9)
+    assert signal("variance") == 1.0
     put(t, "0.1", 0.4)
-    assert selection.SIGNALS["variance"](t, selection.quality(t), node) == pytest.approx(
-        0.25 / math.sqrt(2)
-    )
+    assert signal("variance") == pytest.approx(0.25 / math.sqrt(2))
     # normalised over 0.0, 0.1, 0.1.0, 0.1.1: regret 0, .5, .75, .5 and depth 1/2, 1/4, 1/3, 1/3
-    assert choose(t).scores == pytest.approx(
-        {"0.0": 1.0, "0.1": 2 / 3, "0.1.0": 1 + 1 / 3, "0.1.1": 1.0}
-    )
+    scores = {"0.0": 1.0, "0.1": 2 / 3, "0.1.0": 4 / 3, "0.1.1": 1.0}
+    assert choose(t).scores == pytest.approx(scores)
 
 
 def test_mcts_improves_the_best_branch_and_counts_failures_as_the_worst():
     t = three("mcts", branching=3)
     choice = choose(t)
     bonus = 0.25 * math.sqrt(math.log(4))
-    assert choice.scores == pytest.approx({"0.0": 1 + bonus, "0.1": 0.5 + bonus, "0.2": bonus})
+    scores = {"0.0": 1 + bonus, "0.1": 0.5 + bonus, "0.2": bonus}
+    assert choice.scores == pytest.approx(scores)
     assert choice.parent == "0.0"
     assert search.start(t, choice).op == "improve"
     for _ in range(2):
         put(t, "0.0", None)
-    assert choose(t).scores["0.0"] == pytest.approx(
-        1 / 4 + 0.25 * math.sqrt(math.log(7) / 4)
-    )  # one of four visits still runs
+    bonus = 0.25 * math.sqrt(math.log(7) / 4)
+    assert choose(t).scores["0.0"] == pytest.approx(1 / 4 + bonus)  # one of four visits still runs
     assert choose(t).parent == "0.1"
 
 
@@ -209,21 +218,19 @@ def test_evolution_prefers_the_fit_and_crosses():
     for score in (0.0, 1.0, 0.5):
         put(t, "0", score)
     choices = [choose(t, seed) for seed in range(2000)]
-    assert {c.parent for c in choices} == {"0.1", "0.2"}
-    assert all(c.second and c.second != c.parent for c in choices)
-    assert sum(c.parent == "0.1" for c in choices) / 2000 == pytest.approx(
-        math.e / (math.e + math.exp(0.5)), abs=0.04
-    )
+    parents = [choice.parent for choice in choices]
+    assert set(parents) == {"0.1", "0.2"}
+    for choice in choices:
+        assert {choice.parent, choice.second} == {"0.1", "0.2"}
+    fitter = math.e / (math.e + math.exp(0.5))
+    assert parents.count("0.1") / 2000 == pytest.approx(fitter, abs=0.04)
     assert search.start(t, choices[0]).op == "crossover"
 
 
 def test_linear_is_a_chain():
     t = make("linear")
-    assert [put(t, choose(t).parent, score).id for score in (0.5, None, 0.2)] == [
-        "0.0",
-        "0.0.0",
-        "0.0.0.0",
-    ]
+    for score, id in ((0.5, "0.0"), (None, "0.0.0"), (0.2, "0.0.0.0")):
+        assert put(t, choose(t).parent, score).id == id
     search.start(t, choose(t))
     assert choose(t) is None
 
@@ -235,36 +242,34 @@ def test_failed_leaves_are_debugged_up_to_a_depth_and_faults_are_not():
     t = make("greedy", rule_args=("drafts=1",), debug_prob=1.0)
     put(t, "0", None)
     for id in ("0.0", "0.0.0", "0.0.0.0"):
-        choice = decide(t)
-        assert choice.parent == id
-        node = put(t, id, None)
-        assert node.op == "debug"
+        assert decide(t).parent == id
+        assert put(t, id, None).op == "debug"
     assert decide(t).parent == "0"  # four failures in a row: given up
     t = make("greedy", rule_args=("drafts=1",), debug_prob=1.0)
     put(t, "0", None, status="fault")
     assert decide(t).parent == "0"
-    node = search.start(t, Choice("0.0"))
-    assert node.op == "draft"  # nothing was left: it starts from the root's files
+    assert search.start(t, Choice("0.0")).op == "draft"  # it starts from the root's files
 
 
-def test_nothing_is_built_on_a_node_whose_files_are_too_large():
+@pytest.mark.parametrize("select", ["greedy", "ucb", "mcts", "evolution"])
+def test_nothing_is_built_on_a_node_whose_files_are_too_large(select):
     """Nor is it chosen again and again."""
-    for select in ("greedy", "ucb", "mcts", "evolution"):
-        t = make(select, nodes=14)
-        while not t.spent():
-            choice = decide(t, t.started())
-            assert choice.parent != "0.1", select
-            node = put(t, choice.parent, 0.6)
-            if node.id == "0.1":
-                node.improvement, node.kept = 0.99, False
+    t = make(select, nodes=14)
+    while not t.spent():
+        choice = decide(t, t.started())
+        assert choice.parent != "0.1"
+        node = put(t, choice.parent, 0.6)
+        if node.id == "0.1":
+            node.improvement = 0.99
+            node.kept = False
 
 
-def test_every_rule_decides_the_same_for_m_and_minus_m_and_where_all_nodes_fail():
-    for select in RULES:
-        higher, lower = decisions_of(select, TASK), decisions_of(select, MIRRORED)
-        assert len(higher) == 30, select
-        assert higher == lower, select
-        assert len(decisions_of(select, TASK, fail_share=1)) == 30, select
+@pytest.mark.parametrize("select", [name for name in search.SELECT if name != "scientist"])
+def test_every_rule_decides_the_same_for_m_and_minus_m_and_where_all_nodes_fail(select):
+    higher = decisions_of(select, TASK)
+    assert len(higher) == 30
+    assert decisions_of(select, MIRRORED) == higher
+    assert len(decisions_of(select, TASK, fail_share=1)) == 30
 
 
 def decisions_of(select, task, fail_share=0.5):
@@ -277,7 +282,8 @@ def decisions_of(select, task, fail_share=0.5):
     decisions = []
     while not t.spent():
         choice = decide(t, t.started())
-        decisions.append((choice.parent, choice.second, choice.phase, choice.scores))
+        decisions.append(replace(choice, reason=""))
         score = None if rng.random() < fail_share else rng.uniform(-1, 2)
-        put(t, choice.parent, score, idea=rng.choice(["ridge", "xgboost", "a network"]))
+        idea = rng.choice(["ridge", "xgboost", "a network"])
+        put(t, choice.parent, score, idea)
     return decisions
