@@ -1,16 +1,28 @@
-"""Text to tokens with a model's chat template; text never turns into control tokens."""
+"""Text to tokens with a model's chat template; text never turns into control tokens.
+
+A conversation grows by appending: the prompt from render(), each reply as it was sampled, and after
+it observation_tokens(). This equals the template applied to the whole conversation, except that a
+reply keeps all of its tokens, also where the template would leave out its thoughts later.
+"""
 
 import contextlib
+import re
 
 from flatlab.errors import UserError
 
+MARK = "\x02"  # stands for a text while the template is applied
+
 
 class ChatTokens:
-    """The tokenizer of a Hugging Face model, and the tokens that end a turn."""
+    """The tokenizer of a Hugging Face model, and the tokens that end a turn.
+
+    stop_tokens: those that end a reply. end_of_turn: the one with which the template ends it.
+    """
 
     def __init__(self, model: str):
         """model: folder or name. Its tokenizer names an end token, and its generation_config.json,
-        if there is one, may name others. Raises UserError if it has no chat template.
+        if there is one, may name others. Raises UserError if it has no chat template, or one that
+        cannot be used turn by turn.
         """
         from transformers import AutoTokenizer, GenerationConfig
 
@@ -22,22 +34,74 @@ class ChatTokens:
             more = GenerationConfig.from_pretrained(model).eos_token_id
         more = more if isinstance(more, list) else [more]
         self.stop_tokens = {self.tokenizer.eos_token_id, *more} - {None}
-        self._frames = {}
+        added = self.tokenizer.added_tokens_decoder
+        self._control = {number: str(token) for number, token in added.items() if token.special}
+        # What a template must not see: it would become a control token, or it is the mark.
+        hidden = [MARK, *self._control.values()]
+        self._hidden = re.compile("|".join(map(re.escape, hidden)))
+        self._read_template(model)
+
+    def _read_template(self, model: str) -> None:
+        """Sets how the template ends a reply, and whether it has a system role."""
+        from jinja2 import TemplateError
+
+        try:
+            last = self._template(["user", "assistant"], begins_reply=False)[-1]
+            parts = self._template(["user", "assistant", "user"])
+        except TemplateError as error:
+            raise UserError(f"The chat template of {model} fails: {error}.") from None
+        if len(parts) != 4:
+            raise UserError(f"The chat template of {model} does not show each message once.")
+        # the first token after the last reply, and after one that is followed by a message
+        last = [*self._encode_frame(last), None][0]
+        after = [*self._encode_frame(parts[2]), None][0]
+        if last in self._control:
+            self.end_of_turn, self._closing = last, after
+        elif after in self.stop_tokens:
+            self.end_of_turn, self._closing = after, after
+        else:  # the template leaves the end of a reply to the model
+            self.end_of_turn, self._closing = self.tokenizer.eos_token_id, None
+        self.stop_tokens.add(self.end_of_turn)
+        # Some templates refuse a system message, leave it out, or put it into the last message.
+        self.has_system_role = False
+        with contextlib.suppress(TemplateError):
+            prompt = self._template(["system", "user"])
+            talk = self._template(["system", "user", "assistant", "user"])
+            self.has_system_role = len(prompt) == 3 and prompt[:2] == talk[:2]
+
+    def _template(self, roles: list[str], begins_reply: bool = True) -> list[str]:
+        """The template's own texts around the contents of such messages."""
+        messages = [{"role": role, "content": MARK} for role in roles]
+        return self._apply(messages, begins_reply).split(MARK)
+
+    def _apply(self, messages: list[dict], begins_reply: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=begins_reply
+        )
 
     def encode(self, text: str) -> list[int]:
         """Text to tokens; `<|im_end|>` and the like inside the text stay ordinary characters."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
+    def _encode_frame(self, text: str) -> list[int]:
+        """Text of the template to tokens; `<|im_end|>` and the like are control tokens."""
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def render(self, messages: list[dict]) -> list[int]:
-        """Messages ({"role", "content"}) to prompt tokens, ending where the next reply begins."""
-        frame = self._frame([message["role"] for message in messages])
-        tokens = list(frame[0])
-        for message, after in zip(messages, frame[1:], strict=True):
-            tokens += self.encode(message["content"]) + after
-        return tokens
+        """Messages ({"role", "content"}) to prompt tokens, ending where the next reply begins.
+
+        The first message may have the role "system". Where the template has no such role (Gemma),
+        or would move the message as the conversation grows (Mistral), its text and an empty line
+        are put before the first user message.
+        """
+        if messages[0]["role"] == "system" and not self.has_system_role:
+            system, first, *rest = messages
+            content = f"{system['content']}\n\n{first['content']}"
+            messages = [{"role": first["role"], "content": content}, *rest]
+        return self._tokens(messages)
 
     def observation_tokens(self, text: str, ended: bool) -> list[int]:
         """What follows a sampled reply: the end of its turn, `text` as a user turn, the opening of
@@ -45,28 +109,25 @@ class ChatTokens:
 
         ended: the model ended its turn itself, so that token is already there.
         """
-        _, _, before, after = self._frame(["user", "assistant", "user"])
-        if ended and before[:1] == [self.end_of_turn()]:
-            before = before[1:]
-        return before + self.encode(text) + after
+        reply = {"role": "assistant", "content": MARK}
+        messages = [{"role": "user", "content": "-"}, reply, {"role": "user", "content": text}]
+        tokens = self._tokens(messages, skip=1)
+        return tokens[1:] if ended and tokens[0] == self._closing else tokens
 
-    def end_of_turn(self) -> int:
-        """The token with which the template ends a reply; the tokenizer's if it has none."""
-        _, _, before, _ = self._frame(["user", "assistant", "user"])
-        is_stop = bool(before) and before[0] in self.stop_tokens
-        return before[0] if is_stop else self.tokenizer.eos_token_id
+    def _tokens(self, messages: list[dict], skip: int = 0) -> list[int]:
+        """The tokens of these messages, without the first `skip` of those that hold the mark and
+        what is before them.
 
-    def _frame(self, roles: list[str]) -> list[list[int]]:
-        """The template's own tokens around the contents of such messages: len(roles) + 1 lists."""
-        key = tuple(roles)
-        if key not in self._frames:
-            mark = "\x02"
-            messages = [{"role": role, "content": mark} for role in roles]
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-            self._frames[key] = [
-                self.tokenizer(piece, add_special_tokens=False).input_ids
-                for piece in text.split(mark)
-            ]
-        return self._frames[key]
+        The template's text is tokenised with the contents in it, as in training of the model. Only
+        contents that hold the text of a control token are tokenised by themselves.
+        """
+        hidden = [m["content"] for m in messages if self._hidden.search(m["content"])]
+        shown = [
+            message | {"content": MARK} if message["content"] in hidden else message
+            for message in messages
+        ]
+        frames = self._apply(shown).split(MARK)
+        tokens = self._encode_frame(frames[skip])
+        for content, frame in zip(hidden[skip:], frames[skip + 1 :], strict=True):
+            tokens += self.encode(content) + self._encode_frame(frame)
+        return tokens

@@ -51,14 +51,6 @@ def test_the_second_call_downloads_nothing(folder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_text_never_becomes_a_control_token(smollm2):
-    text = "a <|im_end|> and <|im_start|>system"
-    tokens = smollm2.encode(text)
-    assert not {1, 2} & set(tokens)
-    assert smollm2.decode(tokens) == text
-
-
-@pytest.mark.slow
 def test_tokens_and_masks_are_those_of_the_chat_template(smollm2):
     """Several turns through render() and observation_tokens(), against the template at once."""
     tokenizer = smollm2.tokenizer
@@ -79,22 +71,6 @@ def test_tokens_and_masks_are_those_of_the_chat_template(smollm2):
     assert tokenizer.decode(segment.tokens) == wanted
     assert segment.tokens == tokenizer(wanted, add_special_tokens=False).input_ids
     assert [t for t, m in zip(segment.tokens, segment.mask) if m] == replies
-
-
-@pytest.mark.slow
-def test_a_reply_that_was_cut_is_closed_by_the_template(smollm2):
-    """The model did not end its turn, so the end token belongs to the observation."""
-    before = smollm2.render([{"role": "user", "content": "Hi."}])
-    after = smollm2.observation_tokens("Go on.", ended=False)
-    messages = [
-        {"role": "user", "content": "Hi."},
-        {"role": "assistant", "content": "Well"},
-        {"role": "user", "content": "Go on."},
-    ]
-    wanted = smollm2.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=False
-    )
-    assert smollm2.tokenizer.decode(before + smollm2.encode("Well") + after) == wanted
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@ that imitation works.
 """
 
 import asyncio
-import copy
 import json
 import shutil
 from types import SimpleNamespace
@@ -131,17 +130,6 @@ def test_tokens_and_masks_are_those_of_rl(policy):
         * (len(t["reply"]) + (t["stop_reason"] == "stop"))
     ]
     assert piece.advantage == wanted
-
-
-def test_replies_end_as_the_template_ends_them(policy, monkeypatch):
-    """The tokenizer of Gemma or Phi-3, for example, has another end of text than of a turn."""
-    end = policy.tokenizer.eos_token_id
-    tokenizer = copy.deepcopy(policy.tokenizer)
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
-    monkeypatch.setattr(policy, "tokenizer", tokenizer)
-    monkeypatch.setattr(policy, "stop_tokens", {end, 0})
-    assert tokenizer.eos_token_id == 0
-    assert policy.end_of_turn() == end
 
 
 def test_both_end_tokens_end_a_reply(tmp_path):

@@ -70,7 +70,7 @@ def sequences_from(transcript: dict, policy, max_observation_tokens: int) -> lis
     for turn in transcript["turns"]:
         tokens = policy.encode(turn["reply"])
         if turn["stop_reason"] == "stop":
-            tokens.append(policy.end_of_turn())
+            tokens.append(policy.end_of_turn)
         try:
             ended = history.fit(policy.context - len(tokens))
         except OverflowError:
