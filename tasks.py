@@ -3,6 +3,7 @@
 python tasks.py                 list all tasks
 python tasks.py titanic         score the trivial rules of a task; is one of them at the top?
 python tasks.py titanic --export harbor DIR     write the task as a Harbor task folder
+python tasks.py rlMetaMaze --build-image        make a Docker image with the task's requirements
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from flatlab.episode.task import Task, improvement
 from flatlab.episode.task_files import TASKS_DIR, nearest
 from flatlab.errors import UserError
 from flatlab.options import SandboxOptions
+from flatlab.sandbox.images import install_requirements
 
 
 def load_task(
@@ -128,6 +130,14 @@ def check(task: Task, options: SandboxOptions) -> None:
     print(f"\n{verdict}")
 
 
+def install(task: Task, options: SandboxOptions) -> None:
+    """Makes a Docker image with the task's requirements from the one of --image."""
+    if not task.requirements:
+        raise UserError(f"Task {task.name} has no requirements: it needs no image of its own.")
+    tag = install_requirements(task, options.image)
+    print(f"{task.name}: image {tag} is used instead of {options.image} from now on.")
+
+
 # ------------------------------------------------------------------ start
 
 
@@ -138,6 +148,7 @@ def main(
     mledojo_root: str | None = None,
     sandbox: SandboxOptions = SandboxOptions(),  # noqa: B008
     export: tuple[Literal["harbor"], str] | None = None,
+    build_image: bool = False,
 ) -> None:
     """List all tasks, or score the trivial rules of one: is one of them already at the top?
 
@@ -147,11 +158,14 @@ def main(
         mledojo_root: Folder of competitions prepared by MLE-Dojo; default: $MLEDOJO_ROOT.
         sandbox: The kind of sandbox and what it offers.
         export: Write the task to a new folder instead, in Harbor's format: `harbor DIR`.
+        build_image: Install the task's requirements.txt in --image; later runs use the result.
     """
     if export:
         from integrations.harbor.export import export_harbor
 
         export_harbor(load_task(task, mlgym_root, mledojo_root), Path(export[1]))
+    elif task and build_image:
+        install(load_task(task, mlgym_root, mledojo_root), sandbox)
     elif task:
         check(load_task(task, mlgym_root, mledojo_root), sandbox)
     else:

@@ -1,11 +1,15 @@
 """What a task needs of its sandboxes: network, caches, large files and packages in an image."""
 
+import json
 import os
+import shutil
 import socket
 import time
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import pip
 import pytest
 
 from backends import ISOLATED, backends, needs_docker
@@ -15,7 +19,7 @@ from flatlab.options import SandboxOptions
 from flatlab.sandbox import docker, images
 from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.docker import docker_api
-from helpers import do
+from helpers import do, python
 from tasks import load_task
 
 # ---- needs
@@ -159,7 +163,7 @@ def test_missing_requirements_of_an_image_are_named(big_task, tmp_path):
     needed = tmp_path / "requirements.txt"
     needed.write_text("# ours\nnumpy>=1\nflatlab-test==1.0  # not there\n-e git+x\n")
     task = replace(big_task, public={}, requirements=needed)
-    with pytest.raises(UserError, match="lacks: flatlab-test. Install .*requirements.txt in a"):
+    with pytest.raises(UserError, match="lacks: flatlab-test. `python tasks.py .*--build"):
         Env(task, "docker").reset()
     needed.write_text("# nothing\n")
     task = replace(task, public={"data/small": needed})
@@ -187,3 +191,103 @@ def test_missing_requirements_of_a_local_sandbox_are_named(tmp_path, backend):
             replace(load_task("titanic"), requirements=tmp_path / "requirements.txt"),
             backend,
         ).reset()
+
+
+# ---- python tasks.py NAME --build-image
+
+
+WITH_WHEEL = "flatlab/with-wheel:1"
+
+
+def write_wheel(path, name):
+    """A wheel of version 1.0 with an empty module."""
+    about = f"{name}-1.0.dist-info"
+    files = {
+        f"{name}.py": "",
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{about}/RECORD": f"{name}.py,,\n{about}/METADATA,,\n{about}/WHEEL,,\n",
+    }
+    with zipfile.ZipFile(path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(file, text)
+
+
+SPEC = {
+    "description": "Import a package.",
+    "task_entrypoint": "CSVSubmissionTasks",
+    "metric": "score",
+    "higher_is_better": True,
+    "baseline_scores": [{"score": 0}],
+    "starter_code": ["evaluate.py"],
+    "use_generic_conda": False,
+    "requirements_path": "requirements.txt",
+}
+
+
+@pytest.fixture(scope="module")
+def image_with_wheel(tmp_path_factory):
+    """An image with pip and a wheel, so that no network is needed."""
+    folder = tmp_path_factory.mktemp("image")
+    hidden = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(pip.__file__).parent, folder / "pip", ignore=hidden)
+    write_wheel(folder, "flatlab_one")
+    (folder / "Dockerfile").write_text(f"FROM {IMAGE}\nCOPY . /srv\nENV PYTHONPATH=/srv\n")
+    list(docker_api().build(str(folder), WITH_WHEEL, forcerm=True, decode=True))
+    yield WITH_WHEEL
+    docker_api().remove_image(WITH_WHEEL, force=True)
+
+
+@pytest.fixture
+def checkout(tmp_path, image_with_wheel):
+    """An MLGym checkout with one task."""
+    (tmp_path / "configs/tasks").mkdir(parents=True)
+    (tmp_path / "configs/tasks/needy.yaml").write_text(json.dumps(SPEC))
+    (tmp_path / "evaluate.py").write_text("")
+    (tmp_path / "requirements.txt").write_text("--no-index\n--find-links /srv\nflatlab_one>=1\n")
+    tag = images.package_tag(load_task("needy", tmp_path), image_with_wheel)
+    yield tmp_path
+    api = docker_api()
+    for image in api.images("flatlab/needy") + api.images(tag):
+        api.remove_image(image["RepoTags"][0], force=True)
+
+
+def build(root, image=WITH_WHEEL):
+    """`python tasks.py needy --build-image` as it ended."""
+    return python("tasks.py", "needy", "--mlgym-root", root, "--image", image, "--build-image")
+
+
+@needs_docker
+def test_one_command_builds_the_image_with_the_requirements_of_a_task(checkout):
+    task = load_task("needy", checkout)
+    options = SandboxOptions("docker", image=WITH_WHEEL)
+    with pytest.raises(UserError, match="flatlab_one. `python tasks.py needy --build-image`"):
+        Env(task, options).reset()
+    done = build(checkout)
+    assert done.returncode == 0, done.stderr
+    assert "Successfully installed flatlab_one-1.0" in done.stdout
+    assert "image flatlab-requirements:" in done.stdout.splitlines()[-1]
+    with Env(task, options) as world:
+        world.reset()
+        assert do(world, "python3 -c 'import flatlab_one'").status == "ok"
+    images.found_images.clear()  # as a later process
+    with task.requirements.open("a") as file:
+        file.write("flatlab_two\n")
+    with pytest.raises(UserError, match="flatlab_one, flatlab_two"):
+        Env(task, options).reset()
+
+
+@needs_docker
+def test_an_image_that_pip_cannot_make_is_one_sentence(checkout):
+    (checkout / "requirements.txt").write_text("--no-index\nflatlab_two\n")
+    done = build(checkout)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "cannot be installed in flatlab/with-wheel:1: ERROR: No matching" in done.stderr
+    assert not docker_api().images(images.package_tag(load_task("needy", checkout), WITH_WHEEL))
+    done = build(checkout, image="absent:1")
+    assert done.returncode == 2
+    assert done.stderr.startswith("Docker runs but has no image absent:1")
+    done = python("tasks.py", "titanic", "--build-image")
+    assert done.returncode == 2
+    assert done.stderr == "Task titanic has no requirements: it needs no image of its own.\n"

@@ -7,6 +7,8 @@ from __future__ import annotations
 import io
 import re
 import shlex
+import shutil
+import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -14,12 +16,13 @@ from pathlib import Path
 from flatlab.cache import content_key
 from flatlab.errors import UserError
 from flatlab.sandbox.backend import WORKSPACE
-from flatlab.sandbox.docker import docker_api, docker_problem, engine_options
+from flatlab.sandbox.docker import FIND_PYTHON, docker_api, docker_problem, engine_options
 from flatlab.sandbox.sandbox import Sandbox
 
 BAKE_BYTES = 8 << 20  # public files beyond this total are baked into an image once
 MOST_DISK = 1 << 40  # bytes of a file while an image is built
 BUILD_SECONDS = 600
+PACKAGES = "flatlab-requirements"  # repository of the images that install_requirements makes
 
 building = threading.Lock()
 found_images: dict[tuple, str] = {}  # saves reading the files and asking the daemon again
@@ -41,15 +44,18 @@ def prepared_image(task, image: str) -> str:
 def find_image(task, image: str) -> str:
     """See prepared_image."""
     sources = [*task.public.values()]
-    if task.requirements:
-        sources.append(task.requirements)
-    elif sum(path.stat().st_size for path in sources) <= BAKE_BYTES:
+    if not task.requirements and sum(path.stat().st_size for path in sources) <= BAKE_BYTES:
         return image
     api = docker_api()
-    key = content_key(api.inspect_image(image)["Id"], *task.public, *sources)
+    base = image
+    if task.requirements:
+        sources.append(task.requirements)
+        tag = package_tag(task, image)
+        base = tag if api.images(tag) else image
+    key = content_key(api.inspect_image(base)["Id"], *task.public, *sources)
     repository = repository_name(task.name)
     if not api.images(f"{repository}:{key}"):
-        build_image(api, task, image, f"{repository}:{key}")
+        build_image(api, task, base, f"{repository}:{key}")
         remove_others(api, repository, key)
     return f"{repository}:{key}"
 
@@ -59,11 +65,12 @@ def repository_name(task: str) -> str:
     return f"flatlab/{name}"
 
 
-def build_image(api, task, image: str, name: str) -> None:
+def build_image(api, task, base: str, name: str) -> None:
     """Commits a container that has the packages and got the files."""
-    box = Sandbox("docker", image=image, disk=MOST_DISK)
+    box = Sandbox("docker", image=base, disk=MOST_DISK)
     try:
-        check_requirements(box, task)
+        if not base.startswith(PACKAGES):
+            check_requirements(box, task)
         box.put(task.public)
         # Nothing runs in it; podman cannot pause a container without a cgroup.
         api.commit(box.container, *name.split(":"), pause=False)
@@ -102,8 +109,64 @@ def check_requirements(box: Sandbox, task) -> None:
     if missing:
         raise UserError(
             f"Task {task.name} needs packages that its sandbox lacks: {', '.join(missing)}. "
-            f"Install {task.requirements} in a Docker image and name it with --image."
+            f"`python tasks.py {task.name} --build-image`, with the same options, makes a Docker "
+            "image that has them."
         )
+
+
+# Only sandboxes use the image, so pip may change the Python of its system.
+INSTALL = """
+FROM {base}
+LABEL flatlab.owner=requirements
+USER root
+COPY requirements.txt /opt/flatlab/requirements.txt
+RUN {find_python} export PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore; \\
+    python3 -m pip install --no-cache-dir -r /opt/flatlab/requirements.txt
+"""
+
+
+def package_tag(task, image: str) -> str:
+    """Name of `image` with the task's requirements installed, whether it exists or not."""
+    key = content_key(docker_api().inspect_image(image)["Id"], task.requirements)
+    return f"{PACKAGES}:{key}"
+
+
+def install_requirements(task, image: str) -> str:
+    """Makes an image from `image` with the task's requirements, and prints what pip prints.
+
+    It is tagged by its content, and prepared_image finds it. Returns its name. Raises UserError if
+    Docker cannot build it or pip fails.
+    """
+    from docker.errors import DockerException
+
+    if problem := docker_problem(image):
+        raise UserError(problem)
+    api = docker_api()
+    tag = package_tag(task, image)
+    base = api.inspect_image(image)["Id"]
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(task.requirements, Path(folder, "requirements.txt"))
+        text = INSTALL.format(base=base, find_python=FIND_PYTHON)
+        Path(folder, "Dockerfile").write_text(text)
+        try:
+            failure = print_build(api.build(folder, tag, forcerm=True, decode=True))
+        except (DockerException, OSError) as error:
+            failure = " ".join(str(error).split())[:300]
+    if failure:
+        raise UserError(f"{task.requirements} cannot be installed in {image}: {failure}")
+    return tag
+
+
+def print_build(events) -> str:
+    """Prints the events of a build as they come. Returns why it failed, or ""."""
+    errors = []
+    for event in events:
+        text = re.sub(r"\x1b\[[0-9;]*m", "", event.get("stream", ""))
+        print(text, end="", flush=True)
+        errors += re.findall(r"^ERROR.*|^error.*|.*No module named.*", text, re.MULTILINE)
+        if "error" in event:
+            return errors[-1] if errors else event["error"]
+    return ""
 
 
 # The working directory of a foreign image becomes the workspace, and its path a link to that.
