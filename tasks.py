@@ -135,7 +135,7 @@ def install(task: Task, options: SandboxOptions) -> None:
     if not task.requirements:
         raise UserError(f"Task {task.name} has no requirements: it needs no image of its own.")
     tag = install_requirements(task, options.image)
-    print(f"{task.name}: image {tag} is used instead of {options.image} from now on.")
+    print(f"{task.name}: from now on image {tag} is used instead of {options.image}.")
 
 
 # ------------------------------------------------------------------ start

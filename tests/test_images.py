@@ -257,6 +257,7 @@ def build(root, image=WITH_WHEEL):
     return python("tasks.py", "needy", "--mlgym-root", root, "--image", image, "--build-image")
 
 
+@pytest.mark.slow
 @needs_docker
 def test_one_command_builds_the_image_with_the_requirements_of_a_task(checkout):
     task = load_task("needy", checkout)

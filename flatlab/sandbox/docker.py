@@ -28,10 +28,10 @@ SHARED_PROCESSES = 16  # how many times Spec.processes, where all containers sha
 CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
 
 # Uses the first python3 of the image; MLGym's image has its packages in this environment.
-FIND_PYTHON = (
+SET_PATH = (
     "p=/home/agent/miniconda3/envs/mlgym_generic/bin; [ -d $p ] && PATH=$p:$PATH; export PATH; "
 )
-START = FIND_PYTHON + 'exec python3 -I -S -c "$0"'
+FIND_PYTHON = SET_PATH + 'exec python3 -I -S -c "$0"'
 
 
 class AttachedStream:
@@ -102,7 +102,7 @@ def start_docker(spec: Spec) -> Connection:
                 spec.image,
                 [boot],
                 name=name,
-                entrypoint=["/bin/sh", "-c", START],
+                entrypoint=["/bin/sh", "-c", FIND_PYTHON],
                 user="0",
                 stdin_open=True,
                 hostname="sandbox",

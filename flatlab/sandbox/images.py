@@ -16,7 +16,7 @@ from pathlib import Path
 from flatlab.cache import content_key
 from flatlab.errors import UserError
 from flatlab.sandbox.backend import WORKSPACE
-from flatlab.sandbox.docker import FIND_PYTHON, docker_api, docker_problem, engine_options
+from flatlab.sandbox.docker import SET_PATH, docker_api, docker_problem, engine_options
 from flatlab.sandbox.sandbox import Sandbox
 
 BAKE_BYTES = 8 << 20  # public files beyond this total are baked into an image once
@@ -120,7 +120,7 @@ FROM {base}
 LABEL flatlab.owner=requirements
 USER root
 COPY requirements.txt /opt/flatlab/requirements.txt
-RUN {find_python} export PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore; \\
+RUN {set_path} export PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore; \\
     python3 -m pip install --no-cache-dir -r /opt/flatlab/requirements.txt
 """
 
@@ -146,7 +146,7 @@ def install_requirements(task, image: str) -> str:
     base = api.inspect_image(image)["Id"]
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(task.requirements, Path(folder, "requirements.txt"))
-        text = INSTALL.format(base=base, find_python=FIND_PYTHON)
+        text = INSTALL.format(base=base, set_path=SET_PATH)
         Path(folder, "Dockerfile").write_text(text)
         try:
             failure = print_build(api.build(folder, tag, forcerm=True, decode=True))
