@@ -67,6 +67,7 @@ from flatlab.options import (
 from flatlab.runs import trackers
 from flatlab.runs.cli import check_distinct, one_sentence, parse_config, recorded_end
 from flatlab.runs.fingerprint import fingerprint
+from flatlab.runs.reader import value_text
 from flatlab.runs.store import open_run, run_directory
 from flatlab.train import distributed, guard, imitation, memory, metrics
 from flatlab.train.batch import (
@@ -93,7 +94,6 @@ from flatlab.train.checkpoint import (
     timing,
     write_step,
 )
-from flatlab.view import compare
 from flatlab.view.console import Progress, banner, farewell, print_step
 from policy import ModelPath, Policy, default_model, lora_settings, resolve_model
 
@@ -846,7 +846,7 @@ def fill_in(cfg: Config, tasks: list[Task], path: ModelPath) -> None:
     """Replaces None by what the model, the loss and the tasks suggest."""
     is_tiny = path.is_tiny
     derive(cfg.model, cfg.episode, is_tiny, path.positions)
-    model = compare.value_text(cfg.model.model)
+    model = value_text(cfg.model.model)
     lora = lora_settings(path, cfg.lora_rank, cfg.lora_alpha)
     derived = {
         "lora_rank": lora["r"],

@@ -31,7 +31,6 @@ How it departs from what is usual:
 
 import asyncio
 import contextlib
-import difflib
 import inspect
 import itertools
 import random
@@ -40,17 +39,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import env
-from flatlab import endpoint, threads
+from flatlab import endpoint, options, threads
 from flatlab.episode.episode import Episode, in_thread, run_episode
-from flatlab.episode.sanity import degenerate
 from flatlab.episode.task import improvement
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import write_whole
 from flatlab.options import (
-    Bounds,
     Count,
     EpisodeOptions,
     GpuShare,
@@ -62,25 +59,17 @@ from flatlab.options import (
     Share,
     TaskOptions,
     TrackerOptions,
-    check_numbers,
-    derive,
-    flat,
-    may_change,
 )
-from flatlab.runs import trackers
-from flatlab.runs.cli import check_distinct, one_sentence, parse_config, recorded_end
+from flatlab.runs import cli, trackers
 from flatlab.runs.fingerprint import fingerprint
-from flatlab.runs.reader import read_run
+from flatlab.runs.reader import value_text
 from flatlab.runs.store import Run, open_run, packed_tokens, run_directory
-from flatlab.train.metrics import plus_minus
 from flatlab.tree import parsing, prompts, selection
-from flatlab.tree.prompts import summary_chars
 from flatlab.tree.requests import CountingPolicy, chat
 from flatlab.tree.scientist import scientist
-from flatlab.tree.selection import Rule, candidates, explore_or_exploit, values_and_bonuses
-from flatlab.tree.tree import Choice, Node, Tree, code_in, results, stable
-from flatlab.view import compare, page, stats
-from flatlab.view.views import plot_now_and_then
+from flatlab.tree.selection import Rule
+from flatlab.tree.tree import Choice, Node, Tree, code_in, difference, results, stable
+from flatlab.view import search_console
 from policy import Policy, default_model, resolve_model
 
 # ==================================== the idea: edit here ====================================
@@ -120,7 +109,7 @@ def check_bfs(cfg, constants):
 
 def greedy(t, rng, drafts=5):
     """Drafts, then always the best node (AIDE, arXiv 2502.13138)."""
-    scores = {node.id: node.improvement for node in candidates(t, drafts)}
+    scores = {node.id: node.improvement for node in selection.candidates(t, drafts)}
     if not scores:
         return None
     best = max(scores, key=scores.get)
@@ -129,7 +118,8 @@ def greedy(t, rng, drafts=5):
 
 def ucb(t, rng, drafts=3, c=1.41):
     """The arg-max of Q + c sqrt(ln N / (n + 1)) (UCB1, Auer et al. 2002)."""
-    return explore_or_exploit(*values_and_bonuses(t, drafts, c))
+    values, bonuses = selection.values_and_bonuses(t, drafts, c)
+    return selection.explore_or_exploit(values, bonuses)
 
 
 SELECT = {
@@ -221,7 +211,7 @@ def sentence_of(node: Node) -> str:
 def node_message(t: Tree, node: Node, parents: list[Node]) -> str:
     """What a node is told after the task. parents: the nodes it builds on, none for a draft."""
     notes = "\n".join(filter(None, [node.decision.get("reflection"), summary(t)]))
-    return prompts.situation(node, parents, sentence_of(node), summary_chars(t.cfg), notes)
+    return prompts.situation(node, parents, sentence_of(node), prompts.summary_chars(t.cfg), notes)
 
 
 # ==================================== end of the idea ========================================
@@ -259,7 +249,7 @@ class Config:
     sampling_mode: tuple[Literal["none", "uniform", "tail", "local", "sequence"], ...] = ("tail",)
     k: Count = 5  # strategies per request
     # tail: ask for strategies less probable than this; others are used only if too few came
-    tau: Annotated[float, Bounds(1e-9, 1)] = 0.1
+    tau: Share = 0.1
     scope: Literal["parent", "global"] = "parent"  # global: prompts summarise the whole tree
     reflection: bool = False  # one more request per node: what has the tree taught so far?
 
@@ -295,20 +285,20 @@ async def list_ideas(t: Tree, node: Node) -> list:
     wanted = strategy_request(node.sampling_mode, k, cfg.tau, parent)
     request = prompts.ask(t.task, wanted, parent, siblings, summary(t))
     talk = []
-    found = {}
-    above = {}
+    ideas = {}
+    likely = {}
     for call in range(2):
         reply = await chat(t, node, talk, request, t.request_of(node), "ideas", call)
         for idea, stated in parsing.parse(reply):
-            is_above = node.sampling_mode == "tail" and (stated or 0) > cfg.tau
-            group = above if is_above else found
+            is_likely = node.sampling_mode == "tail" and (stated or 0) > cfg.tau
+            group = likely if is_likely else ideas
             group.setdefault(parsing.same(idea), (idea, stated))
-        if len(found) >= k:
+        if len(ideas) >= k:
             break
-        request = MORE.format(k=k - len(found))
-    for key, idea in sorted(above.items(), key=lambda item: item[1][1]):
-        found.setdefault(key, idea)
-    return list(found.values())[:k]
+        request = MORE.format(k=k - len(ideas))
+    for key, idea in sorted(likely.items(), key=lambda item: item[1][1]):
+        ideas.setdefault(key, idea)
+    return list(ideas.values())[:k]
 
 
 async def propose(t: Tree, node: Node) -> None:
@@ -333,7 +323,7 @@ async def propose(t: Tree, node: Node) -> None:
 async def reflect(t: Tree, node: Node) -> str:
     """What the tree has taught, in at most 1/16 of the context: the prompts of the node hold it."""
     tree = prompts.tree_lines([t.root, *t.finished])
-    tree = prompts.clip(tree, summary_chars(t.cfg))
+    tree = prompts.clip(tree, prompts.summary_chars(t.cfg))
     request = REFLECT.format(about=prompts.about(t.task), tree=tree)
     limit = max(32, t.cfg.model.context // 16)
     return await chat(t, node, [], request, node.id, "reflect", limit=limit)
@@ -374,14 +364,14 @@ async def play(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes
 
     If the sandbox breaks, the status of the episode is "fault".
     """
-    options = t.cfg.episode
+    limits = t.cfg.episode
     if t.cfg.minutes is not None:
-        left = max(1 / 60, t.cfg.minutes - t.elapsed())
-        options = replace(options, episode_minutes=min(options.episode_minutes, left))
+        minutes = max(1 / 60, t.cfg.minutes - t.elapsed())
+        limits = replace(limits, episode_minutes=min(limits.episode_minutes, minutes))
     policy = CountingPolicy(t.policy, node)
     files = b""
     async with Attempt(t, node, parents) as world:
-        episode = await run_episode(world, policy, options, node.seed)
+        episode = await run_episode(world, policy, limits, node.seed)
         if episode.status != "fault":
             # Files that are too large are not kept: the score counts, but nothing is built on it.
             with contextlib.suppress(SandboxFault):
@@ -408,14 +398,12 @@ async def expand(t: Tree, node: Node) -> None:
             break
     if files:
         await in_thread(write_whole, t.tar_of(node), files)
-    done = replace(node, kept=bool(files))  # a copy: the rules still see the node as running
-    outcome(t, done, episode)
-    if files:
-        done.code = code_in(files, t.task)
-    if parents:
-        done.diff = difference(parents[0].code, done.code)
+        node.code = code_in(files, t.task)
     # Nothing below waits, so the rules see the node finish at once and complete.
-    vars(node).update(vars(done))
+    node.kept = bool(files)
+    if parents:
+        node.diff = difference(parents[0].code, node.code)
+    record_episode(t, node, episode)
     # the tokens of an endpoint are not the model's
     tokens = b"" if t.cfg.engine == "api" else packed_tokens([episode])
     t.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id}], tokens)
@@ -431,7 +419,7 @@ async def expand(t: Tree, node: Node) -> None:
         )
 
 
-def outcome(t: Tree, node: Node, episode: Episode) -> None:
+def record_episode(t: Tree, node: Node, episode: Episode) -> None:
     """Copies what came of an episode into its node."""
     node.actions = episode.turns
     node.status = episode.status
@@ -450,15 +438,6 @@ def outcome(t: Tree, node: Node, episode: Episode) -> None:
     message = score.message if score else episode.fault
     node.grader_output = score.grader_output if score else ""
     node.error = prompts.clip("\n".join([*bad[-1:], message]), 2000)
-
-
-def difference(old: dict, new: dict) -> str:
-    """A unified diff of the files in `new` against those of the same name in `old`."""
-    lines = []
-    for name, text in new.items():
-        before = old.get(name, "").splitlines(keepends=True)
-        lines += difflib.unified_diff(before, text.splitlines(keepends=True), name, name)
-    return "".join(lines)
 
 
 # ------------------------------------------------------------------ the search
@@ -505,7 +484,7 @@ async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> N
 
 async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> None:
     await expand(t, node)
-    print(node_line(t, node), flush=True)
+    print(search_console.node_line(t, node), flush=True)
     slots.release()
     t.node_ended.set()
 
@@ -521,47 +500,20 @@ async def search(trees: list[Tree], policy, workers: int) -> None:
         async with asyncio.TaskGroup() as group:
             for t in trees:
                 t.policy = policy
-                # the test score of an earlier best node does not stay
-                t.run.result(**results(t), **dict.fromkeys(OUTCOME), status="running")
+                t.run.result(**results(t), status="running")
                 group.create_task(grow(t, slots, group))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
-OUTCOME = (
-    "tested_id",
-    "selection_score",
-    "selection_stderr",
-    "test_score",
-    "test_stderr",
-    "test_minus_validation",
-    "test_error",
-    "test_reads",
-)
-
-
 async def close(t: Tree) -> None:
     """Chooses the best node and scores it on the test part. An evaluation does neither."""
-    stopped = {"stopped_by": t.spent() or "tree", "status": "finished"}
-    if t.rule.is_evaluation:
-        t.run.result(**results(t) | stopped)
-        t.closed = True
-        return
-    t.chosen = best = await choose(t)
-    test = dict.fromkeys(OUTCOME) | {"tested_id": best.id}
-    if len(t.task.splits) == 1:
-        test |= {"test_score": best.score, "test_stderr": best.stderr}
-    elif best is not t.root and not best.kept:
-        test["test_error"] = "the files of the best node could not be kept"
-    elif best is not t.root:
-        found = await hidden_score(t, best, t.task.splits[-1])
-        test |= {f"test_{key}": value for key, value in found.items()}
-        test["test_minus_validation"] = found["score"] - best.score
-    test["test_reads"] = test_reads(t)
-    if selected := known_scores(t).get(best.id, {}).get("selection"):
-        test["selection_score"] = selected["score"]
-        test["selection_stderr"] = selected["stderr"]
-    t.run.result(**results(t) | stopped | test)
+    stopped_by = t.spent() or "tree"
+    if not t.rule.is_evaluation:
+        t.chosen = await choose(t)
+        if t.chosen.kept and not t.task.selected_on_test:
+            await hidden_score(t, t.chosen, t.task.splits[-1])
+    t.run.result(**results(t) | {"stopped_by": stopped_by, "status": "finished"})
     t.closed = True
 
 
@@ -574,40 +526,28 @@ async def choose(t: Tree) -> Node:
         return t.best()
     ranks = {}
     for node in selection.finalists(t):
-        found = await hidden_score(t, node, "selection")
-        value = improvement((node.score + found["score"]) / 2, t.task)
+        selection_score = await hidden_score(t, node, "selection")
+        value = improvement((node.score + selection_score) / 2, t.task)
         ranks[node.id] = (value, -node.tokens, -node.order)
     return t.nodes[max(ranks, key=ranks.get)] if ranks else t.best()
 
 
-def known_scores(t: Tree) -> dict:
-    """node id -> part -> what hidden_score() found; result.json keeps it."""
-    return t.run.results().get("hidden_scores", {})
-
-
-def test_reads(t: Tree) -> int:
-    """The number of nodes that were scored on the test part; more --nodes may choose another."""
-    return sum(t.task.splits[-1] in parts for parts in known_scores(t).values())
-
-
-async def hidden_score(t: Tree, node: Node, split: str) -> dict:
-    """The score of a node's files on a part that the search does not see, its stderr and error.
+async def hidden_score(t: Tree, node: Node, split: str) -> float:
+    """The score of a node's files on a part that the search does not see.
 
     A part is scored once per node, also if the search is killed and resumed.
     """
-    known = known_scores(t)
-    if split in known.get(node.id, {}):
-        return known[node.id][split]
-    async with env.Env(t.task, t.cfg.sandbox, node.seed) as world:
-        await in_thread(world.restore, t.files_of(node), False)
-        score = await in_thread(world.score, split)
-    # Valid on the validation part and not on this one: worth the baseline.
-    value = score.value if score.valid else t.task.baseline
-    error = "\n".join(filter(None, [score.message, score.grader_output]))
-    found = {"score": value, "stderr": score.stderr, "error": error}
-    known.setdefault(node.id, {})[split] = found
-    t.run.result(hidden_scores=known)
-    return found
+    parts = t.hidden_scores.setdefault(node.id, {})
+    if split not in parts:
+        async with env.Env(t.task, t.cfg.sandbox, node.seed) as world:
+            await in_thread(world.restore, t.files_of(node), False)
+            score = await in_thread(world.score, split)
+        # Valid on the validation part and not on this one: worth the baseline.
+        value = score.value if score.valid else t.task.baseline
+        error = "\n".join(filter(None, [score.message, score.grader_output]))
+        parts[split] = {"score": value, "stderr": score.stderr, "error": error}
+        t.run.result(hidden_scores=t.hidden_scores)
+    return parts[split]["score"]
 
 
 # ------------------------------------------------------------------ start and end
@@ -615,12 +555,12 @@ async def hidden_score(t: Tree, node: Node, split: str) -> dict:
 
 def check_choices(cfg: Config) -> None:
     """Raises UserError for settings that do not exist or do not fit together."""
-    check_numbers(cfg)
+    options.check_numbers(cfg)
     if not (cfg.tasks.task and cfg.sampling_mode and cfg.seed):
         raise UserError("--task, --sampling-mode and --seed need at least one value each.")
-    check_distinct("--task", cfg.tasks.task)
-    check_distinct("--sampling-mode", cfg.sampling_mode)
-    check_distinct("--seed", cfg.seed)
+    cli.check_distinct("--task", cfg.tasks.task)
+    cli.check_distinct("--sampling-mode", cfg.sampling_mode)
+    cli.check_distinct("--seed", cfg.seed)
     rule = SELECT[cfg.select]
     constants = selection.constants(cfg.select, rule, cfg.rule_args)
     if rule.check:
@@ -644,7 +584,7 @@ def prepare(cfg: Config):
         cfg.model.model = cfg.model.model or default_model()
         path = resolve_model(cfg.model.model)
         is_tiny, positions = path.is_tiny, path.positions
-    derive(cfg.model, cfg.episode, is_tiny, positions)
+    options.derive(cfg.model, cfg.episode, is_tiny, positions)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny)
     made_by = fingerprint(__file__, tasks, path)
     trees, grid = open_trees(cfg, tasks, made_by)
@@ -654,7 +594,7 @@ def prepare(cfg: Config):
 def open_trees(cfg: Config, tasks: list, made_by: dict) -> tuple[list[Tree], Path | None]:
     """One tree for each task, sampling mode and seed, and the directory of the grid or None."""
     cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
-    model = compare.value_text(cfg.model.model)
+    model = value_text(cfg.model.model)
     # The name begins with that of the script: a copy of this file makes runs of its own.
     kind = Path(__file__).stem
     if cfg.select != Config.select:
@@ -673,9 +613,9 @@ def open_trees(cfg: Config, tasks: list, made_by: dict) -> tuple[list[Tree], Pat
         task_made_by = made_by | {"tasks": {task.name: made_by["tasks"][task.name]}}
         run = open_run(
             directory,
-            flat(cfg) | cell,
+            options.flat(cfg) | cell,
             task_made_by,
-            may_change(cfg),
+            options.may_change(cfg),
             lambda run: is_finished(run, cfg),
         )
         t = Tree(task, mode, seed, cfg, run, SELECT[cfg.select])
@@ -707,13 +647,13 @@ def is_finished(run: Run, cfg: Config) -> bool:
 
 
 def make_policy(cfg: Config, path):
-    options = {"context": cfg.model.context, "temperature": cfg.model.temperature}
+    settings = {"context": cfg.model.context, "temperature": cfg.model.temperature}
     if cfg.engine == "api":
         endpoint.check(cfg.url)
-        return endpoint.Endpoint(cfg.url, cfg.model.model, **options)
+        return endpoint.Endpoint(cfg.url, cfg.model.model, **settings)
     return Policy(
         path,
-        **options,
+        **settings,
         seed=cfg.seed[0],
         max_batch=max(8, cfg.workers),
         gpu_memory=cfg.gpu_memory,
@@ -723,116 +663,22 @@ def make_policy(cfg: Config, path):
     )
 
 
-ROW = "{:<14} {:<8} {:>4} {:>7} {:<10} {:<9} {:>9} {:>9} {:>6}  {}"
-TITLES = ("task", "mode", "seed", "nodes", "node", "op", "score", "best", "sec", "strategy")
-
-
-def node_line(t: Tree, node: Node) -> str:
-    """One line of the terminal. mode: the sampling mode that was used for this node."""
-    score = "fault" if node.status == "fault" else "failed"
-    if node.valid:
-        score = f"{node.score:.4f}"
-    note = "  (fell back to the root)" if node.decision.get("fell_back") else ""
-    return ROW.format(
-        t.task.name[:14],
-        node.sampling_mode,
-        t.seed,
-        f"{len(t.finished)}/{t.cfg.nodes}",
-        node.id[-10:],
-        node.op,
-        score,
-        f"{t.best().score:.4f}",
-        f"{node.seconds:.1f}",
-        node.idea[:60] + note,
-    )
-
-
-def banner(cfg: Config, trees: list[Tree], where: Path, path, why: str) -> None:
-    """What is about to run, in a few lines."""
-    for task in {t.task.name: t.task for t in trees}.values():
-        if degenerate(task):
-            print(f"warning  {task.name}: {degenerate(task)}")
-    note = path.note if path else ""
-    print(f"tasks    {', '.join(cfg.tasks.task)}   modes {', '.join(cfg.sampling_mode)}")
-    print(f"model    {cfg.model.model}{note}")
-    print(f"sandbox  {why}")
-    count = "1 tree" if len(trees) == 1 else f"{len(trees)} trees"
-    finished = sum(t.closed for t in trees)
-    note = f" ({finished} of them finished before)" if finished else ""
-    print(f"plan     {count} of {cfg.nodes} nodes{note}")
-    for t in trees:
-        if t.finished and not t.closed:
-            print(f"resumed  {t.run.dir} after {len(t.finished)} nodes")
-    print(f"rule     {cfg.select}, {cfg.workers} nodes at once")
-    rule = SELECT[cfg.select]
-    if not (rule.uses_mode or rule.is_evaluation):
-        print(f"note     {cfg.select} uses no sampling mode and runs one node of a tree at a time")
-    for t in trees:
-        if not t.closed and test_reads(t):
-            print(
-                f"note     {t.run.dir} has read the test part before and will read it again if "
-                "another node becomes the best"
-            )
-    print(f"run      {where}", flush=True)
-
-
-def report(trees: list[Tree], grid: Path | None, where: Path) -> None:
-    """The table of a finished search, and for a single tree its pictures and its best node."""
-    runs = [read_run(t.run.dir) for t in trees]
-    print(f"\n{compare.table(runs)}\n")
-    if not grid:  # viz.py draws the pictures of a grid; they take minutes
-        plot_now_and_then(trees[0].run, always=True)
-        page.write(runs, where / "report.html")
-        print_best(trees[0], runs[0].result)
-        print(f"pictures: {where}/*.png   page: {where}/report.html", end="   ")
-    print(f"everything: {where}   (python viz.py {where})")
-
-
-def print_best(t: Tree, cell: dict) -> None:
-    """The best node, and the mean over all nodes or the episodes of an evaluation.
-
-    ± after the score of a node is the standard error that the grader gives.
-    """
-    if not t.rule.is_evaluation:
-        print_best_node(t.best(), cell)
-    kind = "episodes" if t.rule.is_evaluation else "nodes"
-    print(
-        f"mean     {plus_minus(cell['node_mean'], cell['node_stderr'])} over "
-        f"{cell['nodes'] - cell['faults']} {kind} ({cell['split']}; failed ones count as the "
-        f"baseline, {cell['baseline']:.4f}), {stats.shown(cell['valid_share'], '.0%')} valid"
-    )
-
-
-def print_best_node(best: Node, cell: dict) -> None:
-    test = f"test {plus_minus(cell['test_score'], cell.get('test_stderr'))}"
-    if cell["selected_on_test"]:
-        scores = f"{test} (the task has no validation part: chosen on it)"
-    else:
-        scores = f"{cell['split']} {plus_minus(best.score, best.stderr)}, "
-        if cell.get("selection_score") is not None:
-            selected = plus_minus(cell["selection_score"], cell["selection_stderr"])
-            scores += f"selection {selected}, "
-        scores += test
-    print(f"best     {best.id}: {scores}, baseline {cell['baseline']:.4f}   {best.idea}")
-
-
 def main() -> None:
-    cfg = parse_config(Config, sys.argv[1:])
+    cfg = cli.parse_config(Config, sys.argv[1:])
     threads.configure()
     trees, grid, path, why = prepare(cfg)
     where = grid or trees[0].run.dir
     todo = [t for t in trees if not t.closed]
     if todo:
-        banner(cfg, trees, where, path, why)
+        search_console.banner(cfg, trees, where, path, why)
     else:
         print(f"{where} was finished before: nothing was run.")
-    with recorded_end([t.run for t in todo], where):
+    with cli.recorded_end([t.run for t in todo], where):
         if todo:
             policy = make_policy(cfg, path)
-            print(ROW.format(*TITLES), flush=True)
             asyncio.run(search(todo, policy, cfg.workers))
-    report(trees, grid, where)
+    search_console.report(trees, where)
 
 
 if __name__ == "__main__":
-    one_sentence(main)
+    cli.one_sentence(main)

@@ -21,6 +21,7 @@ from pathlib import Path
 from flatlab.episode.episode import Sample, run_episode
 from flatlab.options import EpisodeOptions
 from flatlab.runs.cli import one_sentence
+from flatlab.runs.reader import read_rows
 from flatlab.tree.tree import Node
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -308,6 +309,13 @@ def served(model, folder, *flags):
 
 # ------------------------------------------------------------------ what runs leave behind
 
+
+def segments_of(directory, name):
+    """The sampled sequences of each episode in episodes/<name>.jsonl, see Segment."""
+    rows = read_rows(Path(directory) / "episodes" / f"{name}.tokens.jsonl.gz")
+    return [row["segments"] for row in rows]
+
+
 CONFIG = {"task": "titanic", "model": "tiny", "seed": 1, "steps": 5, "lr": 1e-5}
 RESULT = {
     "metric": "accuracy",
@@ -378,9 +386,12 @@ def search_result(rows, **more):
     """What result.json says about these nodes."""
     failed = [row for row in rows if not row["valid"] and row["status"] != "fault"]
     scores = [RESULT["baseline"], *(row["score"] for row in rows if row["valid"])]
-    best = (max if more.get("higher_is_better", True) else min)(scores)
+    pick = max if more.get("higher_is_better", True) else min
+    best = pick(scores)
     counts = {"nodes": len(rows), "failed": len(failed), "tokens": sum(r["tokens"] for r in rows)}
     counts["faults"] = sum(row["status"] == "fault" for row in rows)
-    best_id = "0" if len(scores) == 1 else "0.0"
+    root = {"id": "0", "score": RESULT["baseline"]}
+    valid = [row for row in rows if row["valid"]]
+    best_id = pick([root, *valid], key=lambda row: row["score"])["id"]
     tests = {"best_score": best, "best_id": best_id, "test_score": None}
     return RESULT | counts | tests | {"test_minus_validation": None} | more

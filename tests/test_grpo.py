@@ -22,13 +22,13 @@ import grpo
 from flatlab.errors import UserError
 from flatlab.options import EpisodeOptions, ModelOptions, derive
 from flatlab.runs import store
-from flatlab.runs.reader import read_rows, segments_of
+from flatlab.runs.reader import read_rows
 from flatlab.train import guard, metrics
 from flatlab.train.batch import Group, TrainSequence, gather_groups
 from flatlab.train.checkpoint import restore
 from flatlab.train.distributed import SingleProcess
 from flatlab.view import console, views
-from helpers import RESULT, configure
+from helpers import RESULT, configure, segments_of
 from policy import ModelPath
 from tasks import load_task
 from training import (

@@ -202,9 +202,7 @@ def test_export_of_built_in_tasks(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    "HARBOR_VENV" not in os.environ, reason="set HARBOR_VENV, see tests/README.md"
-)
+@pytest.mark.skipif("HARBOR_VENV" not in os.environ, reason="set HARBOR_VENV, see tests/README.md")
 def test_the_harbor_package_reads_an_exported_task(tmp_path):
     """That of Harbor itself, which also looks for the tests."""
     export_harbor(load_task("titanic"), tmp_path / "titanic")

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from flatlab.errors import UserError
-from flatlab.runs.reader import segments_of
 from flatlab.train import distributed
+from helpers import segments_of
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]

@@ -5,14 +5,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import viz
 from flatlab.errors import UserError
 from flatlab.runs import reader, store, trackers
-from flatlab.view import compare, plots, search_plots, views
+from flatlab.view import plots, search_plots, views
 from helpers import CONFIG, PROJECT, RESULT, episode, node, python, search_result, step_row
 
 pytestmark = pytest.mark.usefixtures("quick_provenance")
@@ -137,7 +136,7 @@ def test_a_number_that_a_script_names_gets_a_column_and_a_curve(tmp_path, monkey
     assert titles.split()[-2:] == ["longest", "ETA"]
     assert line.split()[-2:] == ["7", "-"]
     drawn = []
-    monkeypatch.setattr(compare, "draw_panels", lambda figure, panels, groups: drawn.extend(panels))
+    monkeypatch.setattr(plots, "draw_panels", lambda figure, panels, groups: drawn.extend(panels))
     views.plot(reader.read_run(run.dir))
     assert [panel[0] for panel in drawn][-1] == "longest"
     assert len(drawn) == len(plots.TRAINING) + 1
@@ -260,7 +259,7 @@ def test_blanks_and_comments_make_no_program_different(tmp_path):
 
 def test_long_ids_shift_no_column_and_ranges_are_sorted(tmp_path, capsys):
     run = store.open_run(tmp_path, CONFIG | {"sampling_mode": "none"})
-    run.result(**RESULT)
+    run.result(**RESULT, best_id="0")
     chain = ["0" + ".0" * depth for depth in range(1, 31)]
     deep = chain[-1]
     for order, id in enumerate(["0.10", "0.2", "0.1", *chain]):
@@ -347,13 +346,3 @@ def test_the_best_episode_of_several_tasks_is_that_of_the_largest_reward(tmp_pat
     run.save_episodes(0, episodes)
     run.log(step_row(0))
     assert viz.best_of(reader.read_run(tmp_path))["reward"] == 1.0
-
-
-def test_the_curves_say_when_best_is_the_untrained_adapter():
-    mean = {"score_mean": 0.5, "score_stderr": 0.1, "improvement": 0.0, "improvement_stderr": 0.0}
-    final = {"split": "validation", "n": 4, "untrained": mean, "last": mean, "best": mean}
-    final["best_is_untrained"] = True
-    text = plots.adapters_text(SimpleNamespace(result={"final": final}))
-    assert "N=4" in text
-    assert "best (untrained) 0.5 ± 0.1" in text
-    assert plots.adapters_text(SimpleNamespace(result={})) == ""

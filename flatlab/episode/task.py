@@ -68,6 +68,11 @@ class Task:
     def direction(self) -> str:
         return "higher is better" if self.higher_is_better else "lower is better"
 
+    @property
+    def selected_on_test(self) -> bool:
+        """Whether it has a test part only, so that the best is chosen by the score it reports."""
+        return len(self.splits) == 1
+
     def is_artefact(self, path: str) -> bool:
         """Whether the workspace path belongs to an artefact.
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import stdev
 
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
@@ -45,6 +46,30 @@ def duration(seconds: float | None) -> str:
         return "-"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def count(number: int, noun: str) -> str:
+    """'1 node', '2 nodes'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def value_text(value) -> str:
+    """A setting in a name: the last part of a path; numbers short."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).rstrip("/").removesuffix("/best").split("/")[-1]
+
+
+def standard_error(values: list[float]) -> float | None:
+    """Standard error of the mean; None below two values."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def plus_minus(mean: float | None, error: float | None, sign: str = "") -> str:
+    """'0.7512 ± 0.0101'; "-" without a mean."""
+    if mean is None:
+        return "-"
+    return f"{mean:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def filled(form: str, row: dict) -> str:
@@ -169,11 +194,11 @@ def find_runs(paths) -> tuple[list[RunData], list[str]]:
 def node_row(row: dict, baseline: float) -> dict:
     """A row of the journal with its outcome and the score that tables count.
 
-    counted: a failed node has the baseline's score, a fault None. Older journals have no marks.
+    counted: a failed node has the baseline's score, a fault None.
     """
     outcome = outcome_of(row["status"], row["valid"])
     counted = {"valid": row["score"], "failed": baseline, "fault": None}[outcome]
-    return {"mark": "o"} | row | {"outcome": outcome, "counted": counted}
+    return row | {"outcome": outcome, "counted": counted}
 
 
 def outcome_of(status: str, is_valid: bool) -> str:
@@ -234,11 +259,3 @@ def node_item(row: dict, directory: Path) -> dict:
 def with_grader_output(error: str, row: dict) -> str:
     """The error for the user: with what a grader printed that gave neither score nor reason."""
     return "\n".join(filter(None, [error, row.get("grader_output")]))
-
-
-def segments_of(directory: Path, name: str) -> list[list[dict]]:
-    """The sequences of each episode in episodes/<name>.jsonl as they were sampled: tokens, mask and
-    logprobs, see Segment. [] if none were written: an endpoint shows no tokens.
-    """
-    rows = read_rows(directory / "episodes" / f"{name}.tokens.jsonl.gz")
-    return [row["segments"] for row in rows]

@@ -7,11 +7,11 @@ counts as the baseline.
 """
 
 import time
-from math import sqrt
 from statistics import fmean, stdev
 
 from flatlab.episode.task import Task, clipped_improvement, improvement
 from flatlab.errors import UserError
+from flatlab.runs.reader import plus_minus, standard_error
 from flatlab.train.batch import Group
 
 
@@ -23,11 +23,6 @@ def counted_score(score, task: Task) -> float:
 def counted_improvement(score, task: Task) -> float:
     """The improvement as tables count it: without a valid submission 0, the baseline."""
     return improvement(score.value, task) if score.valid else 0.0
-
-
-def standard_error(values: list[float]) -> float | None:
-    """Standard error of the mean; None below two values."""
-    return stdev(values) / sqrt(len(values)) if len(values) > 1 else None
 
 
 # ------------------------------------------------------------------------------ the row of a step
@@ -151,12 +146,6 @@ def mean_text(result: dict) -> str:
     if "score_mean" in result:
         return f"score {plus_minus(result['score_mean'], result['score_stderr'])}"
     return f"improvement {plus_minus(result['improvement'], result['improvement_stderr'])}"
-
-
-def plus_minus(mean: float | None, error: float | None, sign: str = "") -> str:
-    if mean is None:
-        return "-"
-    return f"{mean:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 # ------------------------------------------------------------------------------ the end of a run

@@ -8,6 +8,7 @@ node left are in nodes/ beside the journal.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import hashlib
 import io
 import itertools
@@ -16,10 +17,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
+from flatlab.runs.reader import standard_error
 from flatlab.sandbox.sandbox import readable
 
 # Files with these suffixes are copied into the journal as text: at most CODE_FILES of them, each of
@@ -112,6 +114,8 @@ class Tree:
         self.chosen: Node | None = None  # the best node once the tree is closed
         self.began: float | None = None  # clock of this process
         self.seconds_before = 0.0  # of earlier processes
+        # node id -> part -> score, stderr and error on a part that the search does not see
+        self.hidden_scores: dict[str, dict] = run.results().get("hidden_scores", {})
         for row in run.rows("journal.jsonl"):
             try:
                 node = Node(**row)
@@ -214,6 +218,10 @@ class Tree:
         included, and of equal ones the earliest."""
         return self.chosen or max([self.root, *self.scored()], key=lambda node: node.improvement)
 
+    def test_reads(self) -> int:
+        """How many nodes were scored on the test part; with more --nodes another may be chosen."""
+        return sum(self.task.splits[-1] in parts for parts in self.hidden_scores.values())
+
     def tokens(self) -> int:
         return sum(node.tokens for node in self.nodes.values())
 
@@ -247,6 +255,15 @@ def code_in(files: bytes, task: Task) -> dict[str, str]:
             if name not in task.public or text != task.public[name].read_bytes():
                 code[readable(name)] = text.decode(errors="replace")
     return code
+
+
+def difference(old: dict, new: dict) -> str:
+    """A unified diff of the files in `new` against those of the same name in `old`."""
+    lines = []
+    for name, text in new.items():
+        before = old.get(name, "").splitlines(keepends=True)
+        lines += difflib.unified_diff(before, text.splitlines(keepends=True), name, name)
+    return "".join(lines)
 
 
 def results(t: Tree) -> dict:
@@ -286,13 +303,39 @@ def results(t: Tree) -> dict:
         "improvement": best.improvement,
         "split": t.task.splits[0],
         "node_mean": mean,
-        "node_stderr": stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None,
+        "node_stderr": standard_error(scores),
         "valid_share": len(t.scored()) / len(scores) if scores else None,
-        "selected_on_test": len(t.task.splits) == 1,
+        "selected_on_test": t.task.selected_on_test,
         "evaluation": t.rule.is_evaluation,
     }
     if t.rule.is_evaluation:
         summary |= dict.fromkeys(("best_id", "best_score", "best_stderr"))
         summary["improvement"] = None if mean is None else improvement(mean, t.task)
         summary["selected_on_test"] = False
-    return summary
+    return summary | hidden_results(t)
+
+
+def hidden_results(t: Tree) -> dict:
+    """What result.json says about the chosen node on the parts that the search does not see: None
+    before the end, for the root, and in an evaluation.
+    """
+    node = t.chosen
+    parts = t.hidden_scores.get(node.id, {}) if node else {}
+    selection = parts.get("selection", {})
+    test = parts.get(t.task.splits[-1], {})
+    difference = test["score"] - node.score if test else None
+    error = test.get("error")
+    if node and t.task.selected_on_test:
+        test = {"score": node.score, "stderr": node.stderr}
+    elif node and not node.kept and node is not t.root:
+        error = "the files of the best node could not be kept"
+    return {
+        "tested_id": node.id if node else None,
+        "selection_score": selection.get("score"),
+        "selection_stderr": selection.get("stderr"),
+        "test_score": test.get("score"),
+        "test_stderr": test.get("stderr"),
+        "test_minus_validation": difference,
+        "test_error": error,
+        "test_reads": t.test_reads(),
+    }

@@ -10,33 +10,16 @@ from __future__ import annotations
 import math
 import re
 import textwrap
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 
-from flatlab.runs.reader import RunData
-from flatlab.view import search_plots, stats
-from flatlab.view.plots import (
-    BLUE,
-    COLOURS,
-    PAGE_WIDTH,
-    STEPS,
-    TRAINING,
-    Group,
-    cut,
-    draw_panels,
-    figure_of,
-    grid_of,
-    keys,
-    save,
-    score_key,
-    series,
-    shorten,
-    window_of,
-    wrapped,
-)
+from flatlab.runs.fingerprint import digest
+from flatlab.runs.reader import RunData, value_text
+from flatlab.view import plots, search_plots, stats
+from flatlab.view.plots import COLOURS, RunGroup, cut, series, shorten
 
 # Settings that do not change what is measured
 NOT_OF_THE_GROUP = set(
@@ -53,166 +36,111 @@ DERIVED_FROM = {
     "max_reply_tokens": "model",
     "max_observation_tokens": "model",
     "micro_tokens": "model",
+    "weights": "model",
 }
 FIRST = ("loss", "reward", "advantage", "select", "sampling_mode", "model")  # in labels
 SAY_THE_VALUE = {"loss", "select", "sampling_mode", "model"}  # clear without "key="
 PANELS = {
-    "grpo": TRAINING,
+    "grpo": plots.TRAINING,
     "search": search_plots.SEARCH,
     "evaluation": search_plots.EVALUATION,
+}
+
+TITLES = {
+    "grpo": "mean over seeds, running mean of a sixth of the steps, band: ± standard deviation of "
+    "the seeds; dotted: not all runs went on",
+    "search": "mean over seeds, band: ± standard deviation of the seeds",
+    "evaluation": "episodes of evaluations",
 }
 
 # ------------------------------------------------------------------ groups
 
 
-def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[Group]]:
-    """(kind, task) -> groups, named by what they differ in.
+def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
+    """(kind, task) -> groups, labelled by what they differ in.
 
-    A group has the same name and colour on every task, because ranks are means over tasks. Versions
-    of a task that differ are tasks of their own: their scores cannot be compared.
+    A group has the same label and colour on every task, because ranks are means over tasks.
+    Versions of a task that differ are tasks of their own: their scores cannot be compared.
     """
-    tasks = task_names(runs)
-    methods = {}
-    for run in runs:
-        made_by = method_of(run.config), code_of(run), run.fingerprint.get("model")
-        methods.setdefault(run.kind, {}).setdefault(repr(made_by), []).append(run)
-    places = {}
-    for kind, same in methods.items():
-        members = list(same.values())
-        for name, colour, found in zip(names(members), cycle(COLOURS), members):
+    tasks = {}
+    for name in dict.fromkeys(run.tasks for run in runs):
+        versions = split([run for run in runs if run.tasks == name], task_facts)
+        for label, same in versions.items():
+            tasks |= {run.dir: f"{name} ({label})" if label else name for run in same}
+    groups = {}
+    for kind in PANELS:
+        methods = split([run for run in runs if run.kind == kind], method_facts)
+        for (label, same), colour in zip(methods.items(), cycle(COLOURS)):
+            setting = same[0].config.get("sampling_mode" if kind == "search" else "model")
+            label = label or value_text(setting or same[0].name)
+            if same[0].changed_files:
+                label += " mixed"
             by_task = {}
-            for run in sorted(found, key=lambda run: run.name):
-                by_seed = by_task.setdefault(tasks[run.dir], {})
-                by_seed.setdefault(run.config["seed"], []).append(run)
-            for task, by_seed in by_task.items():
-                runs_of_seeds = list(by_seed.values())
-                group = Group(name, colour, [first for first, *_ in runs_of_seeds], runs_of_seeds)
-                places.setdefault((kind, task), []).append(group)
-    return places
+            for run in sorted(same, key=lambda run: run.name):
+                group = by_task.setdefault(tasks[run.dir], RunGroup(label, colour, []))
+                seeds = [other.config["seed"] for other in group.runs]
+                counted = group.repeated if run.config["seed"] in seeds else group.runs
+                counted.append(run)
+            for task, group in by_task.items():
+                groups.setdefault((kind, task), []).append(group)
+    return groups
 
 
-def method_of(config: dict) -> dict:
-    """The settings that tell groups apart, whatever their task."""
-    found = {key: config[key] for key in sorted(config) if key not in NOT_OF_THE_GROUP}
-    if len({*found.get("task_weights", ())}) < 2:  # equal ones, as many as there are tasks
-        found.pop("task_weights", None)
-    return found
-
-
-def names(groups: list[list[RunData]]) -> list[str]:
-    """A unique name for each group: the settings in which they differ, the important ones first,
-    and then what differs in their code and their model.
+def split(runs: list[RunData], facts_of: Callable) -> dict[str, list[RunData]]:
+    """Label -> the runs that have the same facts. The label names the facts that are not the same
+    in all runs; "" if there are none.
     """
-    firsts = [runs[0] for runs in groups]
-    configs = [method_of(run.config) for run in firsts]
-    keys = differing_keys(configs)
-    codes = version_names(firsts, [code_of(run) for run in firsts])
-    models = [""] * len(firsts)
-    if "model" not in keys:
-        models = version_names(firsts, [run.fingerprint.get("model", {}) for run in firsts])
-    found = []
-    for run, config, code, model in zip(firsts, configs, codes, models):
+    by_facts = {}
+    for run in runs:
+        by_facts.setdefault(repr(facts_of(run)), []).append(run)
+    facts = [facts_of(same[0]) for same in by_facts.values()]
+    keys = []
+    for key in dict.fromkeys(key for fact in facts for key in fact):
+        if len({repr(fact.get(key)) for fact in facts}) > 1:
+            keys.append(key)
+    keys = [key for key in keys if DERIVED_FROM.get(key) not in keys]
+    # files of the main folder come before others
+    keys.sort(key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST) + key.count("/"))
+    labelled = {}
+    for fact, same in zip(facts, by_facts.values()):
         parts = []
         for key in keys:
-            value = value_text(config.get(key))
-            parts.append(value if key in SAY_THE_VALUE else f"{key}={value}")
-        mode = config.get("sampling_mode") if run.kind == "search" else None
-        default = mode or config.get("model") or run.name
-        parts += dict.fromkeys((code, model))
-        name = " ".join(filter(None, parts)) or value_text(default)
-        if run.changed_files:
-            name += " mixed"
-        name = cut(name, 90)
-        found.append(name if name not in found else f"{cut(name, 50)} ({run.name})")
-    return found
+            value = value_text(fact.get(key))
+            if key in fact:
+                parts.append(value if key in SAY_THE_VALUE else f"{key}={value}")
+        label = cut(" ".join(parts), 60)
+        if label in labelled:
+            label = f"{cut(label, 40)} ({same[0].name})"
+        labelled[label] = same
+    return labelled
 
 
-def differing_keys(configs: list[dict]) -> list[str]:
-    """Settings that are not the same in all configs, without those that follow from another one."""
-    keys = []
-    for key in configs[0]:
-        values = {repr(config.get(key)) for config in configs}
-        if len(values) > 1:
-            keys.append(key)
-    found = [key for key in keys if DERIVED_FROM.get(key) not in keys]
-    return sorted(found, key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST))
+def method_facts(run: RunData) -> dict:
+    """What tells groups apart, whatever their task: settings, files of the code, and the model.
 
-
-def code_of(run: RunData) -> dict[str, str]:
-    """File -> digest; a mixed run has all digests of a file, joined."""
-    files = {}
-    for version in run.fingerprint.get("code", []):
-        for file, digest in version.items():
-            files.setdefault(file, {})[digest] = None
-    return {file: " ".join(digests) for file, digests in files.items()}
-
-
-def task_of(run: RunData) -> dict[str, str]:
-    """Part -> digest of the run's tasks. The baseline of a single one stands with its value."""
-    tasks = run.fingerprint.get("tasks", {})
-    parts = {}
-    for task, digests in tasks.items():
-        prefix = f"{task} " if len(tasks) > 1 else ""
-        parts |= {f"{prefix}{part}": digest for part, digest in digests.items()}
-    parts.pop("baseline", None)
-    return parts | {f"baseline {run.baseline:.4g}": repr(run.baseline)}
-
-
-def task_names(runs: list[RunData]) -> dict[Path, str]:
-    """Run directory -> name of its task, with what differs if the task has several versions."""
-    names = {}
-    for task in {run.tasks: None for run in runs}:
-        same = [run for run in runs if run.tasks == task]
-        for run, text in zip(same, version_names(same, list(map(task_of, same)))):
-            names[run.dir] = f"{task} ({text})" if text else task
-    return names
-
-
-def version_names(runs: list[RunData], fingerprints: list[dict[str, str]]) -> list[str]:
-    """What tells the fingerprint of each run from the others; "" if all are equal.
-
-    These are the parts that are not the same in all. If different versions of the same parts are
-    left, the name of a run says which: "mine.py", but "search.py of run-1", "search.py of run-2".
+    Files and the model are the first digits of their digests; a mixed run has several of a file.
     """
-    shared = set.intersection(*(set(version.items()) for version in fingerprints))
-    differing = {part for version in fingerprints for part in dict(version.items() - shared)}
-    if not differing:
-        return [""] * len(runs)
-    texts, owners = [], {}
-    for run, version in zip(runs, fingerprints):
-        text = list_parts(differing & version.keys())
-        if not text:
-            text = f"without {list_parts(differing)}" if run.fingerprint else "no fingerprint"
-        texts.append(text)
-        owners.setdefault(text, {}).setdefault(repr(version), run.name)
-    names = []
-    for text, version in zip(texts, fingerprints):
-        is_unique = len(owners[text]) == 1
-        names.append(text if is_unique else f"{text} of {owners[text][repr(version)]}")
-    return names
+    facts = {key: run.config[key] for key in sorted(run.config) if key not in NOT_OF_THE_GROUP}
+    if len({*facts.get("task_weights", ())}) < 2:  # equal ones, as many as there are tasks
+        facts.pop("task_weights", None)
+    for version in run.fingerprint.get("code", []):
+        for file, value in version.items():
+            digests = facts.get(file, "").split()
+            facts[file] = " ".join(dict.fromkeys([*digests, value[:6]]))
+    facts["weights"] = digest(repr(run.fingerprint.get("model")))[:6]
+    return facts
 
 
-def list_parts(parts: set[str]) -> str:
-    """At most two names and the number of the others; files of the main folder come first."""
-    names = sorted(parts, key=lambda part: (part.count("/"), part))
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return ", ".join(names[:2]) + more
-
-
-def value_text(value) -> str:
-    """The last part of a path; numbers short."""
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value).rstrip("/").removesuffix("/best").split("/")[-1]
+def task_facts(run: RunData) -> dict:
+    """What the tasks of a run consist of: the first digits of digests, and the baseline."""
+    facts = {}
+    for task, digests in run.fingerprint.get("tasks", {}).items():
+        for part, value in digests.items():
+            facts[f"{task} {part}".removeprefix(f"{run.tasks} ")] = value[:6]
+    return facts | {"baseline": run.baseline}
 
 
 # ------------------------------------------------------------------ the table
-
-
-def cell_of(run: RunData, task: str, method: str) -> dict:
-    """A run as stats.grid_table() wants it."""
-    numbers = training_cell(run) if run.kind == "grpo" else {}
-    return run.result | numbers | {"task": task, "method": method}
 
 
 def training_cell(run: RunData) -> dict:
@@ -226,30 +154,31 @@ def training_cell(run: RunData) -> dict:
         test = final["best"].get("test_score_mean")
         adapter = "untrained" if final["best_is_untrained"] else "best"
     else:
-        last = series(run.rows, f"{score_key(run)}_mean")[-window_of(run.rows) :]
-        known = last[~np.isnan(last)]
-        score = fmean(known) if len(known) else math.nan
+        last = series(run.rows, f"{plots.score_key(run)}_mean")[-plots.window_of(run.rows) :]
+        score = math.nan if np.isnan(last).all() else np.nanmean(last)
         test, adapter = None, "last steps"
-    sizes = series(run.rows, "episodes")
-    valid = series(run.rows, "valid_share")
+    episodes = series(run.rows, "episodes")
+    failed = episodes * (1 - series(run.rows, "valid_share"))
+    tokens = episodes * series(run.rows, "reply_tokens")
     return {
         "best_score": score,
         "test_score": test,
-        "test_minus_validation": None if test is None else test - score,
         "adapter": adapter,
-        "nodes": round(np.nansum(sizes)),
-        "failed": round(np.nansum((1 - valid) * sizes)),
+        "nodes": round(np.nansum(episodes)),
+        "failed": round(np.nansum(failed)),
         "faults": round(np.nansum(series(run.rows, "faults"))),
-        "tokens": round(np.nansum(series(run.rows, "reply_tokens") * sizes)),
+        "tokens": round(np.nansum(tokens)),
     }
 
 
 def comparison(runs: list[RunData], kind: str) -> list[dict]:
     """A row per task and group, see stats.grid_table()."""
     cells = []
-    for (found_kind, task), groups in groups_of(runs).items():
-        if found_kind == kind:
-            cells += [cell_of(run, task, group.label) for group in groups for run in group.runs]
+    for (group_kind, task), groups in groups_of(runs).items():
+        for group in groups if group_kind == kind else ():
+            for run in group.runs:
+                numbers = training_cell(run) if kind == "grpo" else {}
+                cells.append(run.result | numbers | {"task": task, "method": group.label})
     return stats.grid_table(cells)
 
 
@@ -262,61 +191,55 @@ def table(runs: list[RunData]) -> str:
 
 def remarks(runs: list[RunData]) -> list[str]:
     """The runs that do not count because of their seed, and those whose code changed."""
-    found = []
+    sentences = []
     for (_, task), groups in groups_of(runs).items():
         for group in groups:
-            for first, *others in group.runs_of_seeds:
-                if others:
-                    found.append(
-                        f"{task} {group.label}: seed {first.config['seed']} counts once, as "
-                        f"{first.name}; not counted: {', '.join(run.name for run in others)}"
-                    )
+            if repeated := ", ".join(run.name for run in group.repeated):
+                sentences.append(
+                    f"{task} {group.label}: every seed counts once; not counted: {repeated}"
+                )
     for run in runs:
         if run.changed_files:
             files = ", ".join(run.changed_files)
-            found.append(f"{run.name} is mixed: while it went on, its code changed ({files})")
-    return found
+            sentences.append(f"{run.name} is mixed: while it went on, its code changed ({files})")
+    return sentences
 
 
 # ------------------------------------------------------------------ pictures
 
 
-def draw_group_legend(figure, groups: list[Group]):
-    """The numbers and names of the groups below a figure."""
+def draw_group_legend(figure, groups: list[RunGroup]):
+    """The numbers and labels of the groups below a figure."""
     from matplotlib.patches import Patch
 
     handles = []
     for number, group in enumerate(groups, 1):
-        label = wrapped(f"{number}: {group.label} (N={len(group.runs)})", 56)
+        label = shorten(f"{number}: {group.label} (N={len(group.runs)})", 80)
         handles.append(Patch(color=group.colour, label=label))
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(groups)))
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(2, len(groups)))
 
 
-def plot_groups(groups: list[Group], title: str, path: Path) -> Path:
+def plot_groups(groups: list[RunGroup], title: str, path: Path) -> Path:
     """All panels of one kind in one picture."""
-    panels = list(PANELS[groups[0].runs[0].kind])
-    shown = [key for group in groups for run in group.runs for key in run.result.get("shown", ())]
-    panels += [(key, STEPS, key, keys((key, "", BLUE))) for key in dict.fromkeys(shown)]
-    lines = sum(1 + len(group.label) // 56 for group in groups) / 3  # of the legend
-    height = 1 + 3.8 * grid_of(panels)[0] + 0.2 * lines
-    width = PAGE_WIDTH if len(panels) > 1 else 10.0
-    with figure_of(width, height) as figure:
-        draw_panels(figure, panels, groups)
+    runs = [run for group in groups for run in group.runs]
+    panels = list(PANELS[runs[0].kind])
+    for key in dict.fromkeys(key for run in runs for key in run.result.get("shown", ())):
+        panels.append((key, plots.STEPS, key, plots.curve(key, plots.BLUE)))
+    height = 1 + 3.8 * plots.grid_of(panels)[0] + 0.1 * len(groups)
+    width = plots.PAGE_WIDTH if len(panels) > 1 else 10.0
+    with plots.figure_of(width, height) as figure:
+        plots.draw_panels(figure, panels, groups)
         figure.suptitle(textwrap.fill(title, int(12 * width)))
-        if sum(len(group.runs) for group in groups) > 1:
+        if len(runs) > 1:
             draw_group_legend(figure, groups)
-        return save(figure, path)
+        return plots.save(figure, path)
 
 
 def plot_many(runs: list[RunData], folder: Path, format="png") -> list[Path]:
     """Overlays per kind and task."""
     paths = []
     for (kind, task), groups in groups_of(runs).items():
-        title = f"{shorten(task, 60)}: mean over seeds, band: ± standard deviation of the seeds"
-        if kind == "evaluation":
-            title = f"{shorten(task, 60)}: episodes of evaluations"
-        if kind == "grpo":
-            title += ", running mean of a sixth of the steps; dotted: not all runs went on"
+        title = f"{shorten(task, 60)}: {TITLES[kind]}"
         if len(groups) > len(COLOURS):
             title += f"; colours repeat after {len(COLOURS)} groups"
         name = re.sub(r"[^A-Za-z0-9_.-]", "-", task)

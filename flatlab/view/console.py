@@ -7,7 +7,7 @@ import time
 
 from flatlab.episode.sanity import degenerate
 from flatlab.episode.task import Task
-from flatlab.runs.reader import duration, read_run
+from flatlab.runs.reader import count, duration, read_run
 from flatlab.train import metrics
 from flatlab.view import compare, page
 from flatlab.view.views import plot_now_and_then
@@ -24,7 +24,7 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
         final=None,  # of an earlier end, if the run continues
         task=" ".join(task.name for task in tasks),
         **scale,
-        selected_on_test=any(len(task.splits) == 1 for task in tasks),
+        selected_on_test=any(task.selected_on_test for task in tasks),
         degenerate="; ".join(warnings) or None,
     )
     for warning in warnings:
@@ -35,7 +35,8 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
     print(
         f"model    {cfg.model.model}{path.note}\n"
         f"sandbox  {why}\n"
-        f"plan     {cfg.steps} steps x {cfg.groups} groups x {cfg.group_size} episodes, "
+        f"plan     {count(cfg.steps, 'step')} x {count(cfg.groups, 'group')} x "
+        f"{count(cfg.group_size, 'episode')}, "
         f"{cfg.advantage} advantage, {cfg.loss} loss\n"
         f"run      {run.dir}   (python viz.py {run.dir})",
         flush=True,

@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from flatlab.files import write_whole
-from flatlab.runs.reader import RunData, duration, number
-from flatlab.train.metrics import plus_minus
+from flatlab.runs.reader import RunData, duration, number, plus_minus
 
 # The colours of Okabe and Ito: distinct with any kind of colour vision, and in grey print
 BLACK = "#000000"
@@ -34,12 +33,13 @@ STYLE = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
     "axes.grid": True,
     "grid.alpha": 0.25,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "legend.fontsize": 8.5,
-    "legend.framealpha": 0.6,  # dots below a legend stay visible
+    "legend.fontsize": 8,
+    "legend.frameon": False,
     "pdf.fonttype": 42,
     "svg.fonttype": "none",
 }
@@ -48,16 +48,16 @@ STEPS = "training step"
 
 
 @dataclass
-class Group:
-    """Runs that differ by their seeds only.
+class RunGroup:
+    """Runs that differ by their seeds only: one of each seed, the first by name.
 
-    runs: one of each seed, the first by name. runs_of_seeds: all of them, a list for each seed.
+    repeated: further runs of the same seeds. They do not count.
     """
 
     label: str
     colour: str
     runs: list[RunData]
-    runs_of_seeds: list[list[RunData]] = field(default_factory=list)
+    repeated: list[RunData] = field(default_factory=list)
 
 
 # ------------------------------------------------------------------ numbers
@@ -97,14 +97,14 @@ def spread(columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return middle.to_numpy(), low.to_numpy(), high.to_numpy()
 
 
-def by_step(group: Group, key: str) -> tuple[np.ndarray, np.ndarray]:
+def by_step(group: RunGroup, key: str) -> tuple[np.ndarray, np.ndarray]:
     """The steps at which some run has this key, shape (steps,), and its values, (runs, steps)."""
     import pandas
 
-    curves = []
-    for run in group.runs:
-        steps = [row["step"] for row in run.rows]
-        curves.append(pandas.Series(series(run.rows, key), steps))
+    curves = [
+        pandas.Series(series(run.rows, key), [row["step"] for row in run.rows])
+        for run in group.runs
+    ]
     frame = pandas.DataFrame(curves).sort_index(axis=1).dropna(axis=1, how="all")
     return frame.columns.to_numpy(), frame.to_numpy()
 
@@ -117,18 +117,17 @@ def score_key(run: RunData) -> str:
 # ------------------------------------------------------------------ panels of a training run
 
 
-def draw_key(axis, groups, key, label="", colour=None, dashed=False):
+def draw_key(axis, groups, key, label="", colour=GREY, style="-"):
     """One quantity per step. `colour` is for a single group; several have their own."""
     alone = len(groups) == 1
-    style = "--" if dashed else "-"
-    found = False
     for group in groups:
         steps, columns = by_step(group, key)
-        if len(steps):
-            found = True
-            draw_group(axis, steps, columns, colour if alone else group.colour, style)
-    if found and label:  # several groups are named below the figure
-        axis.plot([], [], color=colour if alone else GREY, linestyle=style, label=label)
+        if not len(steps):
+            continue
+        draw_group(axis, steps, columns, colour if alone else group.colour, style)
+        if label:  # several groups are named below the figure
+            axis.plot([], [], style, color=colour if alone else GREY, label=label)
+            label = ""
 
 
 def draw_group(axis, steps, columns, colour, style):
@@ -137,17 +136,16 @@ def draw_group(axis, steps, columns, colour, style):
     Dotted where not all runs went on, so that none vanishes without a trace.
     """
     if len(columns) == 1:
-        look = {"color": colour, "alpha": 0.3, "linewidth": 1}
         marker = "." if len(steps) < 40 else None
-        axis.plot(steps, columns[0], style, marker=marker, **look)
+        axis.plot(steps, columns[0], style, marker=marker, color=colour, alpha=0.3, linewidth=1)
     window = window_of(steps)
     middle, low, high = (running_mean(curve, window) for curve in spread(columns))
     complete = np.flatnonzero(np.isfinite(columns).all(0))
     count = complete[-1] + 1 if len(complete) else 0
     rest = slice(max(0, count - 1), None)
     axis.plot(steps[rest], middle[rest], ":", color=colour, linewidth=1, alpha=0.6)
-    shade = {"color": colour, "alpha": 0.15, "linewidth": 0}
-    axis.fill_between(steps[:count], low[:count], high[:count], **shade)
+    band = {"color": colour, "alpha": 0.15, "linewidth": 0}
+    axis.fill_between(steps[:count], low[:count], high[:count], **band)
     axis.plot(steps[:count], middle[:count], style, color=colour, linewidth=2.2)
 
 
@@ -157,26 +155,8 @@ def draw_score(axis, groups):
     if len(groups) == 1:
         draw_key(axis, groups, "score_best", "best of the step", ORANGE)
     eval_key = "eval_score_mean" if key == "score" else "eval_improvement"
-    draw_key(axis, groups, eval_key, "evaluation episodes", PINK, dashed=True)
-    if len(groups) == 1 and len(groups[0].runs) == 1:
-        axis.plot([], [], " ", label=adapters_text(groups[0].runs[0]))  # "" stays out of a legend
+    draw_key(axis, groups, eval_key, "evaluation", PINK, "--")
     draw_baseline(axis, groups)
-
-
-def adapters_text(run: RunData) -> str:
-    """The comparison of the adapters at the end of a run, for a legend; "" before the end."""
-    final = run.result.get("final")
-    if not final:
-        return ""
-    lines = [f"at the end, {final['split']}, N={final['n']}:"]
-    for name in ("untrained", "imitated", "last", "best"):
-        if name in final:
-            result = final[name]
-            value = result.get("score_mean", result["improvement"])
-            error = result.get("score_stderr", result["improvement_stderr"])
-            note = " (untrained)" if name == "best" and final["best_is_untrained"] else ""
-            lines.append(f"{name}{note} {value:.4g} ± {error:.2g}")
-    return "\n".join(lines)
 
 
 def score_label(run: RunData) -> str:
@@ -193,31 +173,28 @@ def draw_baseline(axis, groups):
 
 
 def draw_logprob_diff(axis, groups):
-    draw_key(axis, groups, "logprob_diff_max", "largest of the step", PINK)
-    axis.axhspan(1e-7, 1e-4, color=GREEN, alpha=0.08, linewidth=0, label="goal in fp32: below 1e-4")
+    draw_key(axis, groups, "logprob_diff_max", "largest", PINK)
+    axis.axhspan(1e-7, 1e-4, color=GREEN, alpha=0.08, linewidth=0, label="goal in fp32")
     axis.set_yscale("log")
 
 
-def keys(*curves):
-    """A panel of plain curves: (key, label, colour)."""
-
-    def draw(axis, groups):
-        for place, (key, label, colour) in enumerate(curves):
-            draw_key(axis, groups, key, label, colour, dashed=place > 0)
-
-    return draw
+def draw_shares(axis, groups):
+    draw_key(axis, groups, "valid_share", "valid episodes", BLUE)
+    draw_key(axis, groups, "zero_variance_share", "groups of equal rewards", RED, "--")
+    axis.set_ylim(-0.03, 1.03)
 
 
-SHARES = keys(
-    ("valid_share", "episodes with a valid artefact", BLUE),
-    ("zero_variance_share", "groups with equal rewards", RED),
-)
+def curve(key, colour):
+    """A panel of a single quantity."""
+    return lambda axis, groups: draw_key(axis, groups, key, "", colour)
+
+
 TRAINING = [  # title, x axis, y axis, what draws it
     ("Score", STEPS, "score", draw_score),
-    ("Reward", STEPS, "reward per episode", keys(("reward_mean", "", GREEN))),
-    ("Shares", STEPS, "share, 0 to 1", SHARES),
-    ("Length", STEPS, "sampled tokens per episode", keys(("reply_tokens", "", BLUE))),
-    ("Entropy", STEPS, "nats per token", keys(("entropy", "", BLUE))),
+    ("Reward", STEPS, "reward per episode", curve("reward_mean", GREEN)),
+    ("Shares", STEPS, "share, 0 to 1", draw_shares),
+    ("Length", STEPS, "sampled tokens per episode", curve("reply_tokens", BLUE)),
+    ("Entropy", STEPS, "nats per token", curve("entropy", BLUE)),
     ("Engine against trainer", STEPS, "log-prob difference, nats", draw_logprob_diff),
 ]
 
@@ -252,37 +229,26 @@ def figure_of(width: float, height: float):
 
 
 def draw_panel(axis, panel, groups):
+    """The legend stands above the axes, beside the title: it never covers the data."""
     title, x, y, draw = panel
     axis.set(title=title, xlabel=x, ylabel=y)
     axis.margins(y=0.1)
     draw(axis, groups)
-    if y.startswith("share"):
-        axis.set_ylim(-0.03, 1.03)
     if not axis.has_data():
         axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center", color=GREY)
     if x in (STEPS, "executed nodes"):
         axis.locator_params(axis="x", integer=True)
-    draw_legend(axis)
-
-
-def draw_legend(axis):
-    """A large legend stands above the curves, not over them."""
-    labels = axis.get_legend_handles_labels()[1]
-    if len(labels) > 4:
-        low, high = axis.get_ylim()
-        axis.set_ylim(low, high + 0.55 * (high - low))
-        axis.legend(loc="upper center", ncols=2, fontsize=7.5, frameon=False)
-    elif labels:
-        axis.legend()
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
 
 
 def grid_of(panels) -> tuple[int, int]:
-    """(rows, columns) of a picture: three panels in a row, or four, or a single one."""
-    columns = min(len(panels), 4 if len(panels) == 4 else 3)
+    """(rows, columns) of a picture: up to four panels in a row, more in rows of three."""
+    columns = len(panels) if len(panels) <= 4 else 3
     return -(-len(panels) // columns), columns
 
 
-def draw_panels(figure, panels, groups: list[Group]):
+def draw_panels(figure, panels, groups: list[RunGroup]):
     """All panels of one kind."""
     axes = figure.subplots(*grid_of(panels), squeeze=False)
     for axis, panel in zip(axes.flat, panels):
@@ -303,14 +269,13 @@ def heading(run: RunData) -> str:
     """One line about a run: name, task, mode, rule, seed, model, length; of an evaluation its mean;
     whether its code changed.
     """
+    config = run.config
     facts = [run.name, f"task {run.tasks}"]
-    keys = {"seed": "seed"}
     if run.kind == "search":
-        keys = {"sampling_mode": "mode", "select": "rule", "seed": "seed"}
-    for key, name in keys.items():
-        facts.append(f"{name} {run.config.get(key)}")
-    if run.config.get("model"):
-        facts.append(f"model {Path(str(run.config['model'])).name}")
+        facts += [f"mode {config['sampling_mode']}", f"rule {config.get('select')}"]
+    facts.append(f"seed {config.get('seed')}")
+    if config.get("model"):
+        facts.append(f"model {Path(config['model']).name}")
     what = {"grpo": "steps", "search": "nodes", "evaluation": "episodes"}[run.kind]
     seconds = np.nan_to_num(series(run.rows, "elapsed")).max()
     if run.kind == "grpo":

@@ -8,24 +8,14 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from itertools import cycle
+from statistics import fmean
 
 import numpy as np
 
-from flatlab.runs.reader import RunData
-from flatlab.train.metrics import standard_error
-from flatlab.view.plots import (
-    BLACK,
-    COLOURS,
-    GREY,
-    PAGE_WIDTH,
-    PINK,
-    RED,
-    draw_baseline,
-    score_label,
-    series,
-    spread,
-    wrapped,
-)
+from flatlab.runs.reader import RunData, standard_error
+from flatlab.view import plots
+from flatlab.view.plots import BLACK, COLOURS, PINK, RED, draw_baseline, series
 
 # ------------------------------------------------------------------ panels of a search
 
@@ -37,9 +27,7 @@ def best_so_far(run: RunData, axis: str):
     rows = [{"score": run.baseline, "tokens": 0}, *run.rows]
     better = np.fmax if run.higher_is_better else np.fmin
     best = better.accumulate(series(rows, "score"))
-    xs = np.arange(len(rows))
-    if axis == "tokens":
-        xs = np.cumsum(series(rows, "tokens"))
+    xs = np.cumsum(series(rows, "tokens")) if axis == "tokens" else range(len(rows))
     # a fault may have sampled nothing
     return pandas.Series(best, xs).groupby(level=0).last()
 
@@ -52,12 +40,10 @@ def draw_best(axis_name):
             curves = [best_so_far(run, axis_name) for run in group.runs]
             # a run that has ended keeps its value
             frame = pandas.concat(curves, axis=1).sort_index().ffill()
-            middle, low, high = spread(frame.T)
-            label = "best so far" if len(groups) == 1 else None
-            look = {"color": group.colour, "linewidth": 2.2, "label": label}
-            axis.step(frame.index, middle, where="post", **look)
-            shade = {"color": group.colour, "alpha": 0.15, "linewidth": 0}
-            axis.fill_between(frame.index, low, high, step="post", **shade)
+            middle, low, high = plots.spread(frame.T)
+            axis.step(frame.index, middle, where="post", color=group.colour, linewidth=2.2)
+            band = {"color": group.colour, "alpha": 0.15, "linewidth": 0}
+            axis.fill_between(frame.index, low, high, step="post", **band)
         draw_baseline(axis, groups)
 
     return draw
@@ -66,39 +52,39 @@ def draw_best(axis_name):
 def draw_distribution(axis, groups):
     """Scores of all nodes by the number of their group, those of a single search by operator.
 
-    The line is the mean of valid and failed nodes, in a band of one standard error; failed ones
-    count as the baseline.
+    The cross is the mean of valid and failed nodes with its standard error; failed ones count as
+    the baseline.
     """
-    by_operator = len(groups) == 1 and groups[0].runs[0].kind == "search"
-    parts = {}
-    for number, group in enumerate(groups, 1):
-        label = str(number) if len(groups) > 1 else group.label
-        for row in sum((run.rows for run in group.runs), []):
-            name = row["op"] if by_operator else label
-            parts.setdefault(name, []).append(row)
-    colours = COLOURS if by_operator else [group.colour for group in groups]
+    columns = []  # (name, colour, rows)
+    if len(groups) == 1 and groups[0].runs[0].kind == "search":
+        operators = {}
+        for row in rows_of(groups[0]):
+            operators.setdefault(row["op"], []).append(row)
+        for (op, rows), colour in zip(operators.items(), cycle(COLOURS)):
+            columns.append((op, colour, rows))
+    else:
+        for number, group in enumerate(groups, 1):
+            columns.append((str(number), group.colour, rows_of(group)))
     rng = random.Random(0)
     names = []
-    for place, (name, rows) in enumerate(parts.items()):
-        colour = colours[place % len(colours)]
-        xs = [place + rng.uniform(-0.22, 0.22) for _ in rows]
-        scores = series(rows, "score")
-        axis.scatter(xs, scores, s=16, alpha=0.5, color=colour, linewidths=0)
-        counted = series(rows, "counted")
-        known = counted[~np.isnan(counted)]
-        if len(known):
-            ends = place - 0.32, place + 0.32
-            mean = np.mean(known)
-            error = standard_error(known.tolist()) or 0.0
-            axis.hlines(mean, *ends, color=colour, linewidth=2.5)
-            axis.fill_between(ends, mean - error, mean + error, color=colour, alpha=0.2)
+    for x, (name, colour, rows) in enumerate(columns):
+        xs = [x + rng.uniform(-0.22, 0.22) for _ in rows]
+        axis.scatter(xs, series(rows, "score"), s=16, alpha=0.5, color=colour, linewidths=0)
+        counted = [row["counted"] for row in rows if row["counted"] is not None]
+        if counted:
+            error = standard_error(counted) or 0.0
+            axis.errorbar(x, fmean(counted), error, 0.32, color=colour, linewidth=2.5)
         failed = sum(row["outcome"] == "failed" for row in rows)
-        names.append(f"{wrapped(name, 10)}\nN={len(rows)}\n{failed} failed")
+        names.append(f"{plots.wrapped(name, 10)}\nN={len(rows)}\n{failed} failed")
     rotation = 0 if len(names) < 6 else 90  # so that they do not overlap
     axis.set_xticks(range(len(names)), names, fontsize=8, rotation=rotation)
     axis.set_xlim(-0.6, len(names) - 0.4)
     draw_baseline(axis, groups)
-    axis.plot([], [], color=GREY, linewidth=2.5, label="mean ± standard error, failed = baseline")
+
+
+def rows_of(group) -> list[dict]:
+    """The nodes of all runs of a group."""
+    return [row for run in group.runs for row in run.rows]
 
 
 def draw_diversity(axis, groups):
@@ -126,7 +112,7 @@ def different_programs(run: RunData) -> list[int]:
     return counts
 
 
-SCORES = ("Scores", "", "score", draw_distribution)
+SCORES = ("Scores", "cross: mean ± s.e., failed = baseline", "score", draw_distribution)
 EVALUATION = [SCORES]
 SEARCH = [
     ("Best so far", "executed nodes", "score", draw_best("nodes")),
@@ -138,6 +124,9 @@ SEARCH = [
 # ------------------------------------------------------------------ the tree
 
 CROWDED = 90  # nodes; from there on only the path to the best has names
+FAILURES = {"failed": "x", "fault": "+"}  # outcome -> mark
+PATH = {"color": BLACK, "linewidth": 2.6}
+SECOND = {"color": PINK, "linestyle": ":", "linewidth": 1}
 
 
 def lineage(id: str) -> list[int]:
@@ -146,18 +135,19 @@ def lineage(id: str) -> list[int]:
 
 
 def layout(rows: list[dict]) -> dict[str, tuple[float, int, str]]:
-    """id -> (place from top to bottom, depth, parent id), in the order of a printed tree."""
+    """id -> (place from top to bottom, depth, parent id), in the order of a printed tree.
+
+    Leaves have the places 0, 1, 2 ...; a parent stands in the middle of its children.
+    """
     ids = sorted(["0", *(row["id"] for row in rows)], key=lineage)
     children = {id: [] for id in ids}
     for id in ids[1:]:
         children[parent_of(id)].append(id)
-    leaves = [id for id in ids if not children[id]]
-    place = {id: float(index) for index, id in enumerate(leaves)}
+    y = dict(zip([id for id in ids if not children[id]], range(len(ids))))
     for id in reversed(ids):
         if children[id]:
-            first, last = children[id][0], children[id][-1]
-            place[id] = (place[first] + place[last]) / 2
-    return {id: (place[id], id.count("."), parent_of(id)) for id in ids}
+            y[id] = (y[children[id][0]] + y[children[id][-1]]) / 2
+    return {id: (y[id], id.count("."), parent_of(id)) for id in ids}
 
 
 def parent_of(id: str) -> str:
@@ -166,11 +156,7 @@ def parent_of(id: str) -> str:
 
 def best_path(run: RunData) -> list[str]:
     """From the root to the node that was chosen, or to the best one while the run goes on."""
-    valid = [row for row in run.rows if row["score"] is not None]
-    pick = max if run.higher_is_better else min
-    root = {"id": "0", "score": run.baseline}
-    best = pick([root, *valid], key=lambda row: row["score"])
-    path = [run.result.get("tested_id") or best["id"]]
+    path = [run.result["best_id"]]
     while path[0] != "0":
         path.insert(0, parent_of(path[0]))
     return path
@@ -189,13 +175,11 @@ def colour_limits(run: RunData) -> tuple[float, float]:
 
 def tree_size(run: RunData) -> tuple[float, float]:
     """Width and height in inches."""
-    places = layout(run.rows).values()
-    leaves = max(y for y, _, _ in places) + 1
-    depth = max(x for _, x, _ in places) + 1
-    line = 0.5 if len(places) <= CROWDED else 0.2
-    width = max(9.0, 1.5 * depth)
-    height = max(4.0, line * leaves + 1.5)
-    return min(PAGE_WIDTH, width), min(40.0, height)
+    ys, xs, _ = zip(*layout(run.rows).values())
+    line = 0.5 if len(ys) <= CROWDED else 0.2
+    width = max(9.0, 1.5 * (max(xs) + 1))
+    height = max(4.0, line * (max(ys) + 1) + 1.5)
+    return min(plots.PAGE_WIDTH, width), min(40.0, height)
 
 
 def draw_tree(figure, run: RunData):
@@ -205,36 +189,30 @@ def draw_tree(figure, run: RunData):
 
     axis = figure.subplots()
     root = {"id": "0", "mark": "*", "score": run.baseline, "second": None}
-    rows = {row["id"]: row for row in [root, *run.rows]}
     places = layout(run.rows)
     path = best_path(run)
-    colour_map = "viridis" if run.higher_is_better else "viridis_r"
     low, high = colour_limits(run)
+    colour_map = "viridis" if run.higher_is_better else "viridis_r"
     shade = ScalarMappable(Normalize(low, high), colour_map)
-    for id, (y, x, parent) in places.items():
-        row = rows[id]
+    for row in [root, *run.rows]:
+        y, x, parent = places[row["id"]]
+        on_path = row["id"] in path
         if parent:
-            look = {"color": "#bbbbbb", "linewidth": 1}
-            if id in path:
-                look = {"color": BLACK, "linewidth": 2.6}
-            draw_edge(axis, places[parent], places[id], look)
+            look = PATH if on_path else {"color": "#bbbbbb", "linewidth": 1}
+            draw_edge(axis, places[parent], places[row["id"]], look)
         if row["second"]:
-            look = {"color": PINK, "linestyle": ":", "linewidth": 1}
-            draw_edge(axis, places[row["second"]], places[id], look)
-        draw_node(axis, row, (x, y), shade, id in path)
-        if len(places) <= CROWDED or id in path:
-            draw_name(axis, row, (x, y), id in path)
-    depth = max(x for _, x, _ in places.values())
-    axis.set(xticks=range(depth + 1), yticks=[], xlabel="depth")
+            draw_edge(axis, places[row["second"]], places[row["id"]], SECOND)
+        draw_node(axis, row, (x, y), shade, on_path)
+        if len(places) <= CROWDED or on_path:
+            draw_name(axis, row, (x, y), on_path)
+    axis.set(yticks=[], xlabel="depth")
+    axis.locator_params(axis="x", integer=True)
     axis.grid(False)
     axis.spines["left"].set_visible(False)
     axis.invert_yaxis()
-    axis.margins(x=0.06, y=0.08 if len(places) < 30 else 0.03)
-    scores = [run.baseline, *series(run.rows, "score")]
-    arrow = "min" if np.nanmin(scores) < low else "neither"
-    if np.nanmax(scores) > high:
-        arrow = "max"
-    figure.colorbar(shade, ax=axis, label=score_label(run), pad=0.01, extend=arrow)
+    axis.margins(x=0.06, y=0.05)
+    worse = "min" if run.higher_is_better else "max"  # scores beyond the limit may lie there
+    figure.colorbar(shade, ax=axis, label=plots.score_label(run), pad=0.01, extend=worse)
     draw_tree_legend(figure, axis, run.rows)
 
 
@@ -244,50 +222,44 @@ def draw_edge(axis, start, end, look):
 
 
 def draw_node(axis, row, at, shade, on_path):
+    mark = marker_of(row["mark"])
+    look = {"color": RED, "linewidths": 1.8, "s": 75}
     if row["score"] is None:
-        mark = "+" if row["outcome"] == "fault" else "x"
-        look = {"color": RED, "linewidths": 1.8}
-        axis.scatter(*at, s=75, marker=mark, zorder=3, **look)
-        return
-    axis.scatter(
-        *at,
-        s=260 if row["id"] == "0" else 110,
-        marker=row["mark"],
-        color=shade.to_rgba(row["score"]),
-        edgecolors=BLACK,
-        linewidths=1.8 if on_path else 0.5,
-        zorder=3,
-    )
+        mark = FAILURES[row["outcome"]]
+    else:
+        look = {"color": shade.to_rgba(row["score"]), "edgecolors": BLACK}
+        look |= {"linewidths": 1.8 if on_path else 0.5, "s": 260 if row["id"] == "0" else 110}
+    axis.scatter(*at, marker=mark, zorder=3, **look)
+
+
+def marker_of(mark: str) -> str:
+    """A hexagon instead of a mark that matplotlib does not have."""
+    from matplotlib.markers import MarkerStyle
+
+    return mark if mark in MarkerStyle.markers else "h"
 
 
 def draw_name(axis, row, at, on_path):
     """Id and score above a node, on white: no line crosses them."""
     name = "baseline" if row["id"] == "0" else row["id"]
     name = name if len(name) < 12 else f"…{name[-8:]}"
-    value = "" if row["score"] is None else f"  {row['score']:.4g}"
-    axis.annotate(
-        name + value,
-        at,
-        (0, 8),
-        textcoords="offset points",
-        ha="center",
-        fontsize=8,
-        fontweight="bold" if on_path else "normal",
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-        zorder=2,
-    )
+    if row["score"] is not None:
+        name += f"  {row['score']:.4g}"
+    weight = "bold" if on_path else "normal"
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    look = {"ha": "center", "fontsize": 8, "fontweight": weight, "bbox": box, "zorder": 2}
+    axis.annotate(name, at, (0, 8), textcoords="offset points", **look)
 
 
 def draw_tree_legend(figure, axis, rows):
-    look = {"color": "white", "edgecolors": BLACK}
     for op, mark in {row["op"]: row["mark"] for row in rows}.items():
-        axis.scatter([], [], marker=mark, label=op, **look)
+        look = {"color": "white", "edgecolors": BLACK}
+        axis.scatter([], [], marker=marker_of(mark), label=op, **look)
     outcomes = Counter(row["outcome"] for row in rows)
-    axis.scatter([], [], marker="x", color=RED, label=f"failed: {outcomes['failed']}")
-    if outcomes["fault"]:
-        label = f"fault (sandbox broke): {outcomes['fault']}"
-        axis.scatter([], [], marker="+", color=RED, label=label)
+    for outcome, mark in FAILURES.items():
+        label = f"{outcome}: {outcomes[outcome]}"
+        axis.scatter([], [], marker=mark, color=RED, label=label)
     if any(row["second"] for row in rows):
-        axis.plot([], [], color=PINK, linestyle=":", label="second parent")
-    axis.plot([], [], color=BLACK, linewidth=2.6, label="path to the best")
-    figure.legend(loc="outside lower center", ncols=7, frameon=False)
+        axis.plot([], [], label="second parent", **SECOND)
+    axis.plot([], [], label="path to the best", **PATH)
+    figure.legend(loc="outside lower center", ncols=7)

@@ -7,9 +7,7 @@ runs are in it. search.py and viz.py print this table.
 from __future__ import annotations
 
 import math
-import textwrap
 from collections import Counter
-from itertools import zip_longest
 from statistics import fmean, stdev
 
 import numpy as np
@@ -18,7 +16,6 @@ from flatlab.episode.task import improvement
 from flatlab.runs.reader import filled
 
 SPLITS = 200_000  # permutation test: all splits up to this number, else this many random ones
-WIDTH = 36  # characters of a cell; longer names go on in the next line
 
 
 def mean_interval(values) -> tuple[float, float] | None:
@@ -68,11 +65,6 @@ def final_score(cell: dict) -> float:
     return cell["best_score"] if cell["test_score"] is None else cell["test_score"]
 
 
-def cell_improvement(cell: dict) -> float:
-    task = cell["baseline"], cell["higher_is_better"], cell["reference"]
-    return improvement(final_score(cell), task)
-
-
 def grid_table(cells: list[dict]) -> list[dict]:
     """One row per task and method; p and rank compare the methods within a task.
 
@@ -82,74 +74,67 @@ def grid_table(cells: list[dict]) -> list[dict]:
     groups = {}
     for cell in cells:
         groups.setdefault((cell["task"], cell["method"]), []).append(cell)
-    scores = {place: list(map(final_score, group)) for place, group in groups.items()}
     rows = []
     for (task, method), group in groups.items():
-        row = row_of(task, method, group)
-        plain = scores.get((task, "none"))
-        if plain and method != "none":
-            row["p"] = permutation_p(scores[task, method], plain)
-        rows.append(row)
+        unaided = groups.get((task, "none"), []) if method != "none" else []
+        rows.append({"task": task, "method": method} | row_of(group, unaided))
     add_ranks(rows)
     return rows
 
 
 def add_ranks(rows: list[dict]) -> None:
-    """Adds `rank`, the mean place of the method over its tasks.
+    """Adds `rank`, the mean place of the method over its tasks; None if it is alone on them.
 
     The largest improvement of a task has place 1; equal ones share the mean of their places.
     """
     import pandas
 
     frame = pandas.DataFrame(rows, columns=["task", "method", "improvement"])
-    frame["place"] = frame.groupby("task")["improvement"].rank(ascending=False)
-    ranks = frame.groupby("method")["place"].mean()
+    tasks = frame.groupby("task")["improvement"]
+    frame["place"] = tasks.rank(ascending=False).where(tasks.transform("size") > 1)
+    ranks = frame.dropna().groupby("method")["place"].mean()
     for row in rows:
-        row["rank"] = ranks[row["method"]]
+        row["rank"] = ranks.get(row["method"])
 
 
-def row_of(task: str, method: str, group: list[dict]) -> dict:
-    """The row of one task and method. Keys: see COLUMNS."""
-    scores = [final_score(cell) for cell in group]
-    is_evaluation = bool(group[0].get("evaluation"))
-    chosen_on_test = any(cell["selected_on_test"] for cell in group)
+def row_of(group: list[dict], unaided: list[dict]) -> dict:
+    """The numbers of one task and method. unaided: the cells of sampling mode none."""
+    first = group[0]
+    scores = list(map(final_score, group))
+    scale = first["baseline"], first["higher_is_better"], first["reference"]
+    improvements = [improvement(score, scale) for score in scores]
+    is_evaluation = bool(first.get("evaluation"))
     adapters = Counter(cell["adapter"] for cell in group if "adapter" in cell)
-    known = ", ".join(f"{count} {name}" for name, count in adapters.items())
+    # not known of training runs, and an evaluation does not improve
+    seconds = 0 if is_evaluation else sum(cell.get("seconds", 0) for cell in group)
     row = {
-        "task": task,
-        "method": method,
         "n": len(group),
         "mean": fmean(scores),
         "std": stdev(scores) if len(scores) > 1 else None,
         "interval": mean_interval(scores),
-        "validation": None if chosen_on_test else mean_of(group, "best_score"),
+        "validation": None if first["selected_on_test"] else mean_of(group, "best_score"),
         "selection": mean_of(group, "selection_score"),
         "stderr": mean_of(group, "node_stderr" if is_evaluation else "test_stderr"),
-        "test_minus_validation": mean_of(group, "test_minus_validation"),
-        "improvement": fmean(map(cell_improvement, group)),
-        "per_minute": None,
-        "p": None,
+        "improvement": fmean(improvements),
+        "per_minute": 60 * sum(improvements) / seconds if seconds else None,
+        "p": permutation_p(scores, list(map(final_score, unaided))),
         "untested": sum(map(is_untested, group)),
-        "ungraded": sum(cell.get("ungraded") or 0 for cell in group),
         "test_reads": max(cell.get("test_reads") or 0 for cell in group),
         "empty": sum(cell["nodes"] == cell["failed"] + cell["faults"] for cell in group),
-        "selected_on_test": chosen_on_test,
+        "selected_on_test": first["selected_on_test"],
         "evaluation": is_evaluation,
-        "adapter": known or None,
-        "modes_used": modes_of(group),
+        "adapter": ", ".join(f"{count} {name}" for name, count in adapters.items()) or None,
+        "modes_used": sum((Counter(cell.get("sampling_modes_used")) for cell in group), Counter()),
     }
-    seconds = sum(cell.get("seconds", 0) for cell in group)  # not known of training runs
-    if seconds and not is_evaluation:
-        row["per_minute"] = 60 * len(group) * row["improvement"] / seconds
-    for key in ("nodes", "failed", "faults", "tokens"):
-        row[key] = sum(cell[key] for cell in group)
+    for key in ("nodes", "failed", "faults", "tokens", "ungraded"):
+        row[key] = sum(cell.get(key) or 0 for cell in group)
     return row
 
 
 def mean_of(cells: list[dict], key: str) -> float | None:
-    """The mean over the cells that know this number; None if none does."""
-    known = [cell[key] for cell in cells if cell.get(key) is not None]
-    return fmean(known) if known else None
+    """The mean over the cells that have this number; None if none does."""
+    values = [cell[key] for cell in cells if cell.get(key) is not None]
+    return fmean(values) if values else None
 
 
 def is_untested(cell: dict) -> bool:
@@ -159,32 +144,17 @@ def is_untested(cell: dict) -> bool:
     return cell["test_score"] is None and cell.get("best_id") != "0"
 
 
-def modes_of(group: list[dict]) -> dict:
-    """Sampling mode -> number of nodes whose ideas were really asked for in this mode."""
-    counts = Counter()
-    for cell in group:
-        counts.update(cell.get("sampling_modes_used"))
-    return dict(counts)
-
-
 # ------------------------------------------------------------------ as text
 
 
 def aligned(lines: list[list[str]], left: int = 2) -> list[str]:
     """Rows of cells as lines of equal width; the first `left` columns are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*lines)]
-    found = []
-    for line in lines:
-        cells = [cell.ljust(w) for cell, w in zip(line[:left], widths)]
-        cells += [cell.rjust(w) for cell, w in zip(line[left:], widths[left:])]
-        found.append("  ".join(cells))
-    return found
-
-
-def wrapped_row(cells: list[str]) -> list[list[str]]:
-    """A row of cells as several rows of cells that are at most WIDTH wide."""
-    columns = [textwrap.wrap(cell, WIDTH, break_on_hyphens=False) for cell in cells]
-    return [list(row) for row in zip_longest(*columns, fillvalue="")]
+    signs = ["<" if place < left else ">" for place in range(len(widths))]
+    return [
+        "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(line, signs, widths))
+        for line in lines
+    ]
 
 
 def shown(value: float | None, form: str = ".4f") -> str:
@@ -203,7 +173,6 @@ COLUMNS = {  # of the table for people: title -> how a row is printed, see fille
     "validation": "{validation:.4f}",
     "selection": "{selection:.4f}",
     "s.e.": "{stderr:.4f}",
-    "test-valid.": "{test_minus_validation:+.4f}",
     "p": "{p:.3f}",
     "rank": "{rank:.2f}",
     "adapter": "{adapter:s}",
@@ -212,70 +181,58 @@ COLUMNS = {  # of the table for people: title -> how a row is printed, see fille
     "faults": "{faults}",
     "tokens": "{tokens}",
 }
+MEANINGS = {
+    "mean": "the test score, or without one the score that was selected on; of evaluations that "
+    "over the episodes, none of which was chosen",
+    "95 % interval": "of the mean, Student's t; none below N = 3",
+    "improvement": "of the mean: 0 baseline, 1 reference (or |baseline| without one)",
+    "per minute": "the improvement divided by the minutes of a search",
+    "s.e.": "standard error of a test score over the rows or games of that part, of an evaluation "
+    "over its episodes",
+    "p": "permutation test against none, two-sided",
+    "rank": "mean place by improvement over the tasks of several methods",
+    "adapter": "the one whose score is shown; last steps: the run is not finished",
+    "empty": "runs without any valid submission",
+    "failed": "nodes or episodes without a valid submission; each counts as the baseline",
+}
 
 
 def text_of(rows: list[dict]) -> str:
     """The table for people, without columns in which nothing is known, and its notes."""
-    columns = []
-    for title, form in COLUMNS.items():
-        cells = [filled(form, row) for row in rows]
-        if set(cells) != {"-"}:
-            columns.append([title, *cells])
-    lines = []
-    for cells in zip(*columns):
-        lines += wrapped_row(cells)
-    return "\n".join(aligned(lines) + [f"  {note}" for note in notes(rows)])
+    columns = {title: [filled(form, row) for row in rows] for title, form in COLUMNS.items()}
+    columns = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
+    lines = aligned([[*columns], *zip(*columns.values())])
+    lines += [f"  {title}: {MEANINGS[title]}" for title in columns if title in MEANINGS]
+    return "\n".join(lines + [f"  {note}" for note in notes(rows)])
 
 
 def notes(rows: list[dict]) -> list[str]:
-    """What the columns mean and what the means do not say, one sentence each."""
-    mean = "mean: the test score if there is one, else the score that was selected on"
-    stderr = "s.e.: standard error of a test score over the rows or games of that part"
-    improvement = "improvement of the mean: 0 baseline, 1 reference (or |baseline| without one)"
-    if rows[0]["evaluation"]:
-        mean = "mean: over the episodes, on the part that validate shows; no episode was chosen"
-        stderr = "s.e.: standard error of that mean over the episodes"
-    else:
-        improvement += "; per minute: divided by the minutes of a search"
-    found = [
-        mean,
-        improvement,
-        "95 % interval of the mean: Student's t; none below N = 3",
-        "rank: mean place of the method over its tasks, by improvement",
-        "failed: nodes or episodes without a valid submission, each counts as the baseline; "
-        "empty: runs with no valid one",
-    ]
-    if any(row["adapter"] for row in rows):
-        found.append("adapter: the one whose score is shown; last steps: the run is not finished")
-    if any(row["stderr"] is not None for row in rows):
-        found.append(stderr)
-    if any(row["p"] is not None for row in rows):
-        found.append("p: permutation test against none, two-sided")
+    """What the means do not say, one sentence each."""
+    sentences = []
     for row in rows:
         if "local" in row["modes_used"] and row["method"] != "local":
             used = ", ".join(f"{mode} {count}" for mode, count in row["modes_used"].items())
-            found.append(
+            sentences.append(
                 f"{row['task']} {row['method']}: the selection rule replaced the sampling mode of "
                 f"some nodes; used {used}"
             )
-    ungraded = sum(row["ungraded"] for row in rows)
-    if ungraded:
-        found.append(
+    if ungraded := sum(row["ungraded"] for row in rows):
+        sentences.append(
             f"the grader gave no result for {ungraded} failed nodes: what it printed is in the "
             "journal (grader_output)"
         )
     reads = max(row["test_reads"] for row in rows)
     if reads > 1:
-        found.append(
+        sentences.append(
             f"a search that went on with more --nodes has read the test part {reads} times"
         )
-    untested = sum(row["untested"] for row in rows)
-    if untested:
-        found.append(f"runs without a test score: {untested}; the mean has their validation score")
-    chosen = sorted({row["task"] for row in rows if row["selected_on_test"]})
-    if chosen:
-        found.append(
+    if untested := sum(row["untested"] for row in rows):
+        sentences.append(
+            f"runs without a test score: {untested}; the mean has their validation score"
+        )
+    if chosen := sorted({row["task"] for row in rows if row["selected_on_test"]}):
+        sentences.append(
             f"{', '.join(chosen)}: this task has only a test part, so the best was chosen on it "
             "and the mean is optimistic"
         )
-    return found
+    return sentences

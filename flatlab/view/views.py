@@ -25,7 +25,7 @@ def plot(run: RunData, format="png") -> list[Path]:
 
 def plot_curves(run: RunData, path: Path) -> Path:
     """All panels of one run."""
-    group = plots.Group(run.name, plots.BLUE, [run])
+    group = plots.RunGroup(run.name, plots.BLUE, [run])
     title = plots.shorten(plots.heading(run), 160)
     if run.kind == "grpo":
         title += f"   (bold: running mean of {plots.window_of(run.rows)} steps)"

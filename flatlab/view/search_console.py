@@ -1,0 +1,90 @@
+"""What a search prints: what is about to run, a line per node, and the table at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flatlab.episode.sanity import degenerate
+from flatlab.runs.reader import count, plus_minus, read_run
+from flatlab.tree.tree import Node, Tree
+
+
+def banner(cfg, trees: list[Tree], where: Path, path, why: str) -> None:
+    """Prints the first lines. path: of the model, None for an endpoint. why: of the sandbox."""
+    for task in {t.task.name: t.task for t in trees}.values():
+        if degenerate(task):
+            print(f"warning  {task.name}: {degenerate(task)}")
+    finished = sum(t.closed for t in trees)
+    note = f" ({finished} of them finished before)" if finished else ""
+    print(
+        f"tasks    {', '.join(cfg.tasks.task)}   modes {', '.join(cfg.sampling_mode)}\n"
+        f"model    {cfg.model.model}{path.note if path else ''}\n"
+        f"sandbox  {why}\n"
+        f"plan     {count(len(trees), 'tree')} of {count(cfg.nodes, 'node')}{note}\n"
+        f"rule     {cfg.select}, {count(cfg.workers, 'node')} at once"
+    )
+    rule = trees[0].rule
+    if not (rule.uses_mode or rule.is_evaluation):
+        print(f"note     {cfg.select} uses no sampling mode and runs one node of a tree at a time")
+    for t in trees:
+        if t.finished and not t.closed:
+            print(f"resumed  {t.run.dir} after {count(len(t.finished), 'node')}")
+        if t.test_reads() and not t.closed:
+            print(
+                f"note     {t.run.dir} has read the test part before and will read it again if "
+                "another node becomes the best"
+            )
+    print(f"run      {where}")
+    print(ROW.format(*TITLES), flush=True)
+
+
+ROW = "{:<14} {:<8} {:>4} {:>7} {:<10} {:<9} {:>9} {:>9} {:>6}  {}"
+TITLES = ("task", "mode", "seed", "nodes", "node", "op", "score", "best", "sec", "strategy")
+
+
+def node_line(t: Tree, node: Node) -> str:
+    """One line of the terminal. mode: the sampling mode that was used for this node."""
+    score = "fault" if node.status == "fault" else "failed"
+    if node.valid:
+        score = f"{node.score:.4f}"
+    note = "  (fell back to the root)" if node.decision.get("fell_back") else ""
+    return ROW.format(
+        t.task.name[:14],
+        node.sampling_mode,
+        t.seed,
+        f"{len(t.finished)}/{t.cfg.nodes}",
+        node.id[-10:],
+        node.op,
+        score,
+        "-" if t.rule.is_evaluation else f"{t.best().score:.4f}",
+        f"{node.seconds:.1f}",
+        node.idea[:60] + note,
+    )
+
+
+def report(trees: list[Tree], where: Path) -> None:
+    """The table of a finished search, and for a single tree its pictures and its best node.
+
+    where: directory of the run or grid.
+    """
+    from flatlab.view import compare, page, views  # slow: matplotlib and pandas follow
+
+    runs = [read_run(t.run.dir) for t in trees]
+    print(f"\n{compare.table(runs)}\n")
+    if where == runs[0].dir:  # viz.py draws the pictures of a grid; they take minutes
+        views.plot_now_and_then(trees[0].run, always=True)
+        page.write(runs, where / "report.html")
+        print_best(trees[0], runs[0].result)
+        print(f"pictures: {where}/*.png   page: {where}/report.html", end="   ")
+    print(f"everything: {where}   (python viz.py {where})")
+
+
+def print_best(t: Tree, result: dict) -> None:
+    """The best node, whose scores are in the table, and the mean over all nodes or episodes."""
+    best = t.best()
+    kind = "episodes"
+    if not t.rule.is_evaluation:
+        kind = "nodes"
+        print(f"best     {best.id}, baseline {result['baseline']:.4f}   {best.idea}")
+    mean = plus_minus(result["node_mean"], result["node_stderr"])
+    print(f"mean     {mean} over all {kind} but faults ({result['split']}; failed: the baseline)")
