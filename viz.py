@@ -66,9 +66,9 @@ def show(item: dict) -> str:
             lines.append(f"{key:14} {result_text(item[key])}")
     if item.get("decision"):
         lines.append(f"{'decision':14} {item['decision'].get('reason', '')}")
-    for place, turn in enumerate(item["turns"], 1):
+    for number, turn in enumerate(item["turns"], 1):
         facts = f"{turn['status']}   {turn['seconds_env']:.1f} s"
-        lines.append(f"\n── {place} of {len(item['turns'])}   {facts}")
+        lines.append(f"\n── {number} of {len(item['turns'])}   {facts}")
         lines.append(turn["reply"])
         lines.append(textwrap.indent(turn["observation"], "  │ ", lambda line: True))
     if item.get("diff"):
@@ -123,16 +123,11 @@ def pick(run: RunData, id: str) -> dict:
 
 
 def best_of(run: RunData) -> dict:
-    """The transcript of training, or the node, with the best score; with several tasks, that with
-    the largest reward.
-    """
+    """The transcript of training, or the node, with the largest improvement."""
     valid = [item for item in transcripts(run) if item["score"] is not None]
     if not valid:
         raise UserError(f"{run.dir} has no transcript with a score.")
-    if isinstance(run.config["task"], list) and len(run.config["task"]) > 1:
-        return max(valid, key=lambda item: item["reward"])
-    pick_best = max if run.higher_is_better else min
-    return pick_best(valid, key=lambda item: item["score"])
+    return max(valid, key=lambda item: item["improvement"])
 
 
 # ------------------------------------------------------------------ summaries
@@ -173,12 +168,11 @@ def step_summary(rows: list[dict]) -> str:
 
 
 def alarms(rows: list[dict]) -> list[str]:
-    """What the run itself found suspicious, the latest ones."""
-    found = []
+    """What the run itself reported as suspicious, the latest ones."""
+    lines = []
     for row in rows:
-        for text in row.get("alarms") or ():
-            found.append(f"step {row['step']}: {clean(text)}")
-    return ["", f"alarms: {len(found)}", *found[-5:]] if found else []
+        lines += [f"step {row['step']}: {clean(text)}" for text in row.get("alarms", ())]
+    return ["", f"alarms: {len(lines)}", *lines[-5:]] if lines else []
 
 
 def node_summary(run: RunData) -> str:

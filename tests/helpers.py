@@ -347,6 +347,7 @@ def episode(value, reply="hello", status="submit", observation="seen hello"):
         "turns": [turn(reply, observation)] * 2,
         "status": status,
         "score": None if status == "fault" else score,
+        "improvement": value,
         "fault": "it broke" if status == "fault" else "",
         "seconds": 1.5,
         "reply_tokens": 9,

@@ -21,6 +21,9 @@ class NoRun:
     def rows(self, file):
         return []
 
+    def results(self):
+        return {}
+
 
 def make(select, task=TASK, **config):
     cfg = search_config(select=select, **config)

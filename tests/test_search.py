@@ -40,7 +40,7 @@ ONE_PART = replace(TASK, splits=("test",))
 @pytest.fixture(autouse=True)
 def no_provenance(monkeypatch):
     """What the machine and git say takes a second per run directory."""
-    monkeypatch.setattr(store, "describe_git", lambda: "")
+    monkeypatch.setattr(store, "describe_git", lambda code: "")
     monkeypatch.setattr(store, "describe_machine", lambda: "")
 
 

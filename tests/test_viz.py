@@ -11,7 +11,7 @@ import pytest
 import viz
 from flatlab.errors import UserError
 from flatlab.runs import reader, store, trackers
-from flatlab.view import plots, search_plots, views
+from flatlab.view import console, plots, search_plots, views
 from helpers import CONFIG, PROJECT, RESULT, episode, node, python, search_result, step_row
 
 pytestmark = pytest.mark.usefixtures("quick_provenance")
@@ -116,14 +116,14 @@ def test_a_closed_pipe_is_no_traceback():
 
 def test_step_line_is_aligned_with_its_titles_and_tells_the_rest_of_the_time(tmp_path):
     run = store.open_run(tmp_path, CONFIG)
-    first = run.step_line(step_row(0, seconds=30.0, valid_share=0.5, faults=0, kl=1e-3))
+    first = console.step_line(run, step_row(0, seconds=30.0, valid_share=0.5, faults=0, kl=1e-3))
     titles, line = first.split("\n")
     assert len(titles) == len(line) <= 120
     assert line.endswith("2m00s")  # four more steps
     assert line[titles.index("valid") :][:5] == "  50%"
     assert "0.00±0.20" in line
     assert " - " in line
-    second = run.step_line(step_row(4))
+    second = console.step_line(run, step_row(4))
     assert "\n" not in second
     assert len(second) == len(titles)
     assert second.endswith("-")
@@ -132,7 +132,7 @@ def test_step_line_is_aligned_with_its_titles_and_tells_the_rest_of_the_time(tmp
 def test_a_number_that_a_script_names_gets_a_column_and_a_curve(tmp_path, monkeypatch):
     run = filled(tmp_path)
     run.result(shown=["longest"])
-    titles, line = run.step_line(step_row(6, longest=7)).split("\n")
+    titles, line = console.step_line(run, step_row(6, longest=7)).split("\n")
     assert titles.split()[-2:] == ["longest", "ETA"]
     assert line.split()[-2:] == ["7", "-"]
     drawn = []
@@ -144,11 +144,11 @@ def test_a_number_that_a_script_names_gets_a_column_and_a_curve(tmp_path, monkey
 
 def test_the_step_line_of_several_tasks_shows_an_improvement(tmp_path):
     run = store.open_run(tmp_path, CONFIG)
-    titles, line = run.step_line({"step": 3, "improvement_mean": -0.6788}).split("\n")
+    titles, line = console.step_line(run, {"step": 3, "improvement_mean": -0.6788}).split("\n")
     assert "score" not in titles
     assert "improvement" in titles
     assert "-0.6788" in line
-    assert len(titles) == len(line) == len(run.step_line(step_row(3)))
+    assert len(titles) == len(line) == len(console.step_line(run, step_row(3)))
 
 
 # --------------------------------------------- terminal views and other kinds of runs
@@ -172,6 +172,7 @@ def searched(folder, seed=1, **more):
     ]
     run.result(**search_result(rows, metric="loss", higher_is_better=False, **more))
     for row in rows:
+        row["improvement"] = None if row["score"] is None else -row["score"]
         run.log(row, "journal.jsonl")
     run.lock.close()
     return run.dir
@@ -339,10 +340,13 @@ def test_two_searches_are_two_runs_at_wandb_and_a_resumed_one_is_not(tmp_path):
     assert ids[0] == ids[2]
 
 
-def test_the_best_episode_of_several_tasks_is_that_of_the_largest_reward(tmp_path):
+def test_the_best_episode_of_several_tasks_is_that_of_the_largest_improvement(tmp_path):
     run = store.open_run(tmp_path, CONFIG | {"task": ["titanic", "battleOfSexes"]})
     run.result(**RESULT)
-    episodes = [episode(0.791, "a") | {"reward": 1.0}, episode(0.8, "b") | {"reward": 0.1}]
+    episodes = [
+        episode(0.791, "a") | {"improvement": 1.0},
+        episode(0.8, "b") | {"improvement": 0.1},
+    ]
     run.save_episodes(0, episodes)
     run.log(step_row(0))
-    assert viz.best_of(reader.read_run(tmp_path))["reward"] == 1.0
+    assert viz.best_of(reader.read_run(tmp_path))["improvement"] == 1.0

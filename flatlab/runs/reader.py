@@ -115,8 +115,8 @@ class RunData:
     @property
     def tasks(self) -> str:
         """The name of the task, or several joined by "+"."""
-        found = self.config["task"]
-        return "+".join(found) if isinstance(found, list) else found
+        task = self.config["task"]
+        return "+".join(task) if isinstance(task, list) else task
 
     @property
     def higher_is_better(self) -> bool:
@@ -177,7 +177,7 @@ def find_runs(paths) -> tuple[list[RunData], list[str]]:
     The directory of a grid stands for its cells. Among several paths plain files are skipped,
     because logs/* also names the pictures that viz.py wrote there.
     """
-    found, errors = [], []
+    runs, errors = [], []
     paths = [path for path in map(Path, paths) if len(paths) == 1 or not path.is_file()]
     for path in paths:
         directories = [path]
@@ -185,10 +185,10 @@ def find_runs(paths) -> tuple[list[RunData], list[str]]:
             directories = sorted(cell.parent for cell in path.glob("*/config.yaml")) or [path]
         for directory in directories:
             try:
-                found.append(read_run(directory))
+                runs.append(read_run(directory))
             except UserError as error:
                 errors.append(str(error))
-    return found, errors
+    return runs, errors
 
 
 def node_row(row: dict, baseline: float) -> dict:
@@ -216,7 +216,7 @@ def transcripts(run: RunData, file_filter: Callable = str.isdigit) -> list[dict]
     file_filter: predicate of the names of the files as ids show them: "12" (a step of training),
     "before", "eval-9", "final-best"; by default the steps. A search has nodes alone.
 
-    Keys: id ("12.3", "eval-9.3" = file and place in it; "0.2.1" = node), outcome ("valid",
+    Keys: id ("12.3", "eval-9.3" = file and number; "0.2.1" = node), outcome ("valid",
     "failed", "fault"), status, score (None unless valid), tokens, seconds, error, prompt, turns.
     Episodes also have seed, group ("12.0" = file and number), test_score (as score) and reward
     (None for a fault); nodes also parent, op, sampling_mode, idea, code, diff, decision.

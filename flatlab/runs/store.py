@@ -37,14 +37,13 @@ import time
 from collections.abc import Collection
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
 
 import yaml
 
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, temporary, to_disk, write_whole
 from flatlab.runs.fingerprint import changed
-from flatlab.runs.reader import duration, filled, read_rows
+from flatlab.runs.reader import read_rows
 
 HERE = Path(__file__).resolve().parents[2]
 
@@ -117,14 +116,14 @@ def output_of(*command) -> str:
     return (done.stdout or done.stderr).decode(errors="replace").strip()
 
 
-def describe_git() -> str:
-    """The commit, uncommitted changes, and new scripts that git does not track yet."""
+def describe_git(code: Collection[str]) -> str:
+    """The commit, uncommitted changes, and the files of the code that git does not track yet."""
     parts = [
         output_of("git", "rev-parse", "HEAD"),
         output_of("git", "status", "--short"),
         output_of("git", "diff", "HEAD"),
     ]
-    new = output_of("git", "ls-files", "--others", "--exclude-standard", "*.py", "*.yaml")
+    new = output_of("git", "ls-files", "--others", "--", *code) if code else ""
     for name in new.splitlines():
         if (HERE / name).is_file():
             text = (HERE / name).read_text(errors="replace")
@@ -158,14 +157,14 @@ def write_provenance(path: Path, text: str) -> None:
 # ------------------------------------------------------------------ writing a run
 
 
-def difference(old: dict, new: dict, ignore=()) -> list[str]:
+def differences(old: dict, new: dict, ignore: Collection[str]) -> list[str]:
     """One text per key that differs: 'lr: 1e-05 there, 2e-05 now'."""
-    found = []
+    texts = []
     for key in sorted({*old, *new} - {*ignore}):
         there, now = old.get(key, "(absent)"), new.get(key, "(absent)")
         if there != now:
-            found.append(f"{key}: {there} there, {now} now")
-    return found
+            texts.append(f"{key}: {there} there, {now} now")
+    return texts
 
 
 def lock_directory(path: Path):
@@ -232,10 +231,10 @@ def open_run(
     new = yaml.safe_load(yaml.safe_dump(plain(config)))
     old = read_mapping(path / "config.yaml", default=dict(new))
     before = old.pop("fingerprint", None)
-    differing = difference(old, new, ("name", *may_change))
+    differing = differences(old, new, ("name", *may_change))
     run = Run(path, new, lock)
     run.finished = is_finished(run)
-    has_rows = any(map(read_rows, path.glob("*.jsonl")))
+    has_rows = any(b"\n" in file.read_bytes() for file in path.glob("*.jsonl"))
     if run.finished or has_rows or run.checkpoints():
         if differing:
             more = f"; and {len(differing) - 8} more" if len(differing) > 8 else ""
@@ -260,7 +259,7 @@ def open_run(
     (path / "checkpoints").mkdir(exist_ok=True)
     command = shlex.join([Path(sys.executable).name, *sys.argv])
     write_provenance(path / "command.txt", command)
-    write_provenance(path / "git.txt", describe_git())
+    write_provenance(path / "git.txt", describe_git(codes[-1] if codes else ()))
     write_provenance(path / "env.txt", describe_machine())
     return run
 
@@ -314,7 +313,7 @@ class Run:
         self.config = config
         self.lock = lock
         self.finished = False  # before this start: nothing is left to do
-        self.code_number = None  # place of today's code in the fingerprint of config.yaml
+        self.code_number = None  # index of today's code in the fingerprint of config.yaml
         self.trackers = []
         self.episodes = []
         self.seconds = []  # of each step of this process, for the ETA
@@ -411,47 +410,3 @@ class Run:
         """(step, folder), oldest first. Every one listed is complete."""
         folders = [p for p in self.dir.glob("checkpoints/*") if p.name.isdigit()]
         return sorted((int(folder.name), folder) for folder in folders)
-
-    def step_line(self, row: dict) -> str:
-        """One aligned line for one step, now and then under a line of titles. The ETA is from the
-        latest steps.
-        """
-        columns = COLUMNS
-        if "improvement_mean" in row and "score_mean" not in row:
-            columns = [*COLUMNS[:2], IMPROVEMENT, *COLUMNS[4:]]
-        for key in self.results().get("shown", ()):
-            columns = [*columns, (key, max(8, len(key)), f"{{{key}:.4g}}")]
-        self.seconds.append(row.get("seconds") or 0.0)
-        left = self.config.get("steps", 0) - row["step"] - 1
-        eta = left * fmean(self.seconds[-20:]) if left > 0 else None
-        cells = [f"{filled(form, row):>{width}}" for _, width, form in columns]
-        line = " ".join([*cells, f"{duration(eta):>6}"])
-        if len(self.seconds) % 20 != 1:
-            return line
-        titles = [f"{title:>{width}}" for title, width, _ in columns]
-        return " ".join([*titles, "   ETA"]) + f"\n{line}"
-
-
-# ------------------------------------------------------------------ terminal
-
-# title, width, how a row is printed, see filled(); the order never changes
-COLUMNS = [
-    ("step", 4, "{step:.0f}"),
-    ("reward", 10, "{reward_mean:.2f}±{reward_std:.2f}"),
-    ("score", 6, "{score_mean:.4g}"),
-    ("best", 6, "{score_best:.4g}"),
-    ("valid", 5, "{valid_share:.0%}"),
-    ("same", 4, "{zero_variance_share:.0%}"),  # groups of equal rewards: no signal
-    ("fault", 5, "{faults:.0f}"),
-    ("turns", 5, "{turns:.1f}"),
-    ("tokens", 6, "{reply_tokens:.0f}"),
-    ("kl", 7, "{kl:.1e}"),
-    ("lp diff", 7, "{logprob_diff_max:.1e}"),
-    ("grad", 5, "{grad_norm:.3f}"),
-    ("tok/s", 5, "{tokens_per_second:.0f}"),
-    ("GiB", 4, "{memory_gb:.1f}"),  # peak memory of the GPU, or of this process without one
-    ("sec", 5, "{seconds:.1f}"),
-    ("smpl/env/train", 14, "{seconds_sample:.1f}/{seconds_env:.1f}/{seconds_train:.1f}"),
-]
-# several tasks have scores in different units: this stands instead of score and best
-IMPROVEMENT = ("improvement", 13, "{improvement_mean:+.4f}")

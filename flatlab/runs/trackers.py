@@ -30,13 +30,9 @@ def check(tensorboard: bool, wandb: bool) -> None:
 
 
 def opened(directory, config: dict, tensorboard: bool, wandb: bool) -> list:
-    """The trackers that were asked for. check() has found their packages."""
-    found = []
-    if tensorboard:
-        found.append(open_tensorboard(directory))
-    if wandb:
-        found.append(open_wandb(directory, config))
-    return found
+    """The trackers that were asked for; check() comes first."""
+    trackers = [open_tensorboard(directory)] if tensorboard else []
+    return [*trackers, open_wandb(directory, config)] if wandb else trackers
 
 
 def open_tensorboard(directory):
@@ -100,21 +96,21 @@ def step_of(row: dict) -> int:
 
 def scalars(row: dict) -> dict[str, float]:
     """The numbers of a row that can be drawn as curves."""
-    found = {}
+    numbers = {}
     for key, value in row.items():
         is_curve = key not in ("step", "order", "time") and not isinstance(value, bool)
         if is_curve and number(value) is not None:
-            found[key] = value
-    return found
+            numbers[key] = value
+    return numbers
 
 
 def texts(row: dict, episodes: list[dict]) -> dict[str, str]:
     """The first transcripts of a row, and its table if it has one."""
-    found = {"table": row["table"]} if "table" in row else {}
+    content = {"table": row["table"]} if "table" in row else {}
     for index, item in enumerate(episodes[:SHOWN]):
         lines = [item["status"], ""]
         for turn in item["turns"]:
             lines += [turn["reply"], f"> {turn['observation']}"]
         # neither tracker can send lone surrogates
-        found[f"transcripts/{index}"] = "\n".join(lines).encode(errors="replace").decode()
-    return found
+        content[f"transcripts/{index}"] = "\n".join(lines).encode(errors="replace").decode()
+    return content

@@ -15,19 +15,19 @@ IDEA_CHARS = 300
 def parse(text: str) -> list[tuple[str, float | None]]:
     """(strategy, stated probability or None) of each strategy in a reply.
 
-    Reads JSON objects, tags, or lines, whichever is found first. A reply without strategies gives
-    []. Duplicates and repeated templates ("<one sentence>") are dropped.
+    Reads JSON objects, tags, or lines, the first of these that hold strategies. A reply without
+    strategies gives []. Duplicates and repeated templates ("<one sentence>") are dropped.
     """
     text = text.rsplit("</think>", 1)[-1][:REPLY_CHARS]
     for read in (in_json, in_tags, in_lines):
-        found = {}
+        ideas = {}
         for idea, stated in read(text):
             idea = " ".join(idea.split())[:IDEA_CHARS].strip("*\"' ")
             key = same(idea)
             if key and not idea.startswith("<"):
-                found.setdefault(key, (idea, probability(stated)))
-        if found:
-            return list(found.values())
+                ideas.setdefault(key, (idea, probability(stated)))
+        if ideas:
+            return list(ideas.values())
     return []
 
 
@@ -93,14 +93,14 @@ NUMBER_OR_RATIO = re.compile(
 def probability(stated) -> float | None:
     """0.05, "5%", "<0.1", "1/20", "~ .07" -> a number from 0 to 1; anything else -> None."""
     text = str(stated).strip().lower()[:40].replace(",", ".")
-    found = NUMBER_OR_RATIO.match(text)
-    if not found:
+    parts = NUMBER_OR_RATIO.match(text)
+    if not parts:
         return None
-    value = float(found[1])
-    if found[2] == "%":
+    value = float(parts[1])
+    if parts[2] == "%":
         value /= 100
-    elif found[3]:
-        value /= float(found[3]) or math.inf
+    elif parts[3]:
+        value /= float(parts[3]) or math.inf
     return value if value <= 1 else None
 
 
@@ -112,9 +112,8 @@ FIELD = re.compile(r"\W{0,4}(inspect|parent|strategy|mode|memory)\W{0,3}:\s*(.+)
 
 def fields(text: str) -> dict[str, str]:
     """The `Name: value` lines of a reply; names in lower case, the last one wins."""
-    found = {}
+    values = {}
     for line in text[:REPLY_CHARS].splitlines():
-        match = FIELD.match(line)
-        if match:
-            found[match[1].lower()] = match[2].strip("* ")[:IDEA_CHARS]
-    return found
+        if match := FIELD.match(line):
+            values[match[1].lower()] = match[2].strip("* ")[:IDEA_CHARS]
+    return values

@@ -173,8 +173,5 @@ FAMILIES = {
 
 def families(text: str) -> set[str]:
     """The model families that a strategy names as whole words; {"other"} if it names none."""
-    found = set()
-    for name, words in FAMILIES.items():
-        if re.search(rf"\b({words})\b", text, re.I):
-            found.add(name)
-    return found or {"other"}
+    names = {name for name, words in FAMILIES.items() if re.search(rf"\b({words})\b", text, re.I)}
+    return names or {"other"}

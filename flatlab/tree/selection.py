@@ -21,9 +21,9 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import mul
 from statistics import fmean, stdev
-
-import numpy as np
 
 from flatlab.errors import UserError
 from flatlab.tree import prompts
@@ -59,14 +59,13 @@ def normalised(values: dict) -> dict:
 
 def quality(t: Tree) -> dict[str, float]:
     """Q of the root and of every scored node, by id."""
-    known = [t.root, *t.scored()]
-    return normalised({node.id: node.improvement for node in known})
+    return normalised({node.id: node.improvement for node in [t.root, *t.scored()]})
 
 
 def best_child_value(t: Tree, q: dict, id: str) -> float:
     """The highest Q among the scored children of a node; its own Q if there are none."""
-    known = [q[child.id] for child in t.children(id) if child.id in q]
-    return max(known, default=q[id])
+    values = [q[child.id] for child in t.children(id) if child.id in q]
+    return max(values, default=q[id])
 
 
 def candidates(t: Tree, drafts: int) -> list[Node]:
@@ -115,12 +114,10 @@ def values_and_bonuses(t: Tree, drafts: int, c: float, trend_weight: float = 0.0
 
 def trend(t: Tree, q: dict, id: str) -> float:
     """sum_i(i delta_i) / sum_i(i), delta_i: the i-th step of Q on the path from the root."""
-    known = [q[node.id] for node in t.path(id) if node.id in q]
-    steps = np.diff(known)
-    if not len(steps):
-        return 0.0
+    values = [q[node.id] for node in t.path(id) if node.id in q]
+    steps = [after - before for before, after in pairwise(values)]
     weights = range(1, len(steps) + 1)
-    return float(np.average(steps, weights=weights))
+    return sum(map(mul, weights, steps)) / (sum(weights) or 1)
 
 
 def explore_or_exploit(values: dict, bonus: dict, chosen: str | None = None) -> Choice | None:
@@ -180,15 +177,15 @@ def softmax(t, rng, drafts=3, c=1.41, trend_weight=0.5, visit_alpha=0.5, tau=0.5
         return None
     for id in bonus:
         bonus[id] -= visit_alpha * math.log(1 + len(t.children(id)))
-    scores = np.array([values[id] + bonus[id] for id in values])
-    weights = np.exp((scores - scores.max()) / max(tau, 1e-9))
+    scores = [values[id] + bonus[id] for id in values]
+    weights = [math.exp((score - max(scores)) / max(tau, 1e-9)) for score in scores]
     return explore_or_exploit(values, bonus, rng.choices(list(values), weights)[0])
 
 
 def spread_of_children(t, q, node):
     """Standard deviation of Q over the children; 1 with fewer than two scored ones."""
-    known = [q[child.id] for child in t.children(node.id) if child.id in q]
-    return stdev(known) if len(known) > 1 else 1.0
+    values = [q[child.id] for child in t.children(node.id) if child.id in q]
+    return stdev(values) if len(values) > 1 else 1.0
 
 
 def below_the_best(t, q, node):
@@ -237,8 +234,8 @@ def signals(
         for id in scores:
             scores[id] += weight * signal[id]
     id = max(scores, key=scores.get)
-    known = [q[node.id] for node in t.scored()]
-    exploits = known and q[id] >= np.quantile(known, exploit_quantile, method="higher")
+    below = sum(q[node.id] <= q[id] for node in t.scored())
+    exploits = below and below - 1 >= exploit_quantile * (len(t.scored()) - 1)
     return Choice(id, "exploit" if exploits else "explore", "largest sum of signals", scores)
 
 
@@ -353,8 +350,8 @@ def constants(name: str, rule: Rule, rule_args: tuple[str, ...]) -> dict:
     for text in rule_args:
         key, _, value = text.partition("=")
         if key not in defaults:
-            known = ", ".join(defaults) or "none"
-            raise UserError(f"--rule-args {text}: rule {name} has no {key!r}; it has {known}.")
+            names = ", ".join(defaults) or "none"
+            raise UserError(f"--rule-args {text}: rule {name} has no {key!r}; it has {names}.")
         kind = type(defaults[key])
         try:
             values[key] = kind(value)

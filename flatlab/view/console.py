@@ -1,13 +1,13 @@
-"""What a training run prints before its first step and at its end; the steps in between are lines
-of Run.step_line.
-"""
+"""What a training run prints: before its first step, a line per step, and at its end."""
 
 import asyncio
+import shlex
 import time
+from statistics import fmean
 
 from flatlab.episode.sanity import degenerate
 from flatlab.episode.task import Task
-from flatlab.runs.reader import count, duration, read_run
+from flatlab.runs.reader import count, duration, filled, read_run
 from flatlab.train import metrics
 from flatlab.view import compare, page
 from flatlab.view.views import plot_now_and_then
@@ -38,7 +38,7 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
         f"plan     {count(cfg.steps, 'step')} x {count(cfg.groups, 'group')} x "
         f"{count(cfg.group_size, 'episode')}, "
         f"{cfg.advantage} advantage, {cfg.loss} loss\n"
-        f"run      {run.dir}   (python viz.py {run.dir})",
+        f"run      {run.dir}   (python viz.py {shlex.quote(str(run.dir))})",
         flush=True,
     )
 
@@ -73,11 +73,53 @@ class Progress:
 
 
 def print_step(run, row: dict) -> None:
-    print(run.step_line(row))
+    print(step_line(run, row))
     for alarm in row["alarms"]:
         print(f"      ! {alarm}")
     print(end="", flush=True)
     plot_now_and_then(run)
+
+
+def step_line(run, row: dict) -> str:
+    """One aligned line for one step, now and then under a line of titles. The ETA is from the
+    latest steps.
+    """
+    columns = COLUMNS
+    if "improvement_mean" in row and "score_mean" not in row:
+        columns = [*COLUMNS[:2], IMPROVEMENT, *COLUMNS[4:]]
+    for key in run.results().get("shown", ()):
+        columns = [*columns, (f"{key:>8}", f"{{{key}:.4g}}")]
+    run.seconds.append(row.get("seconds") or 0.0)
+    steps = run.config.get("steps", 0) - row["step"] - 1
+    eta = steps * fmean(run.seconds[-20:]) if steps > 0 else None
+    cells = [f"{filled(form, row):>{len(title)}}" for title, form in columns]
+    line = " ".join([*cells, f"{duration(eta):>6}"])
+    if len(run.seconds) % 20 != 1:
+        return line
+    return " ".join([*dict(columns), "   ETA"]) + f"\n{line}"
+
+
+# title, as wide as its column, and how a row is printed, see filled(); the order never changes
+COLUMNS = [
+    ("step", "{step:.0f}"),
+    ("    reward", "{reward_mean:.2f}±{reward_std:.2f}"),
+    (" score", "{score_mean:.4g}"),
+    ("  best", "{score_best:.4g}"),
+    ("valid", "{valid_share:.0%}"),
+    ("same", "{zero_variance_share:.0%}"),  # groups of equal rewards: no signal
+    ("fault", "{faults:.0f}"),
+    ("turns", "{turns:.1f}"),
+    ("tokens", "{reply_tokens:.0f}"),
+    ("     kl", "{kl:.1e}"),
+    ("lp diff", "{logprob_diff_max:.1e}"),
+    (" grad", "{grad_norm:.3f}"),
+    ("tok/s", "{tokens_per_second:.0f}"),
+    (" GiB", "{memory_gb:.1f}"),  # peak memory of the GPU, or of this process without one
+    ("  sec", "{seconds:.1f}"),
+    ("smpl/env/train", "{seconds_sample:.1f}/{seconds_env:.1f}/{seconds_train:.1f}"),
+]
+# several tasks have scores in different units: this stands instead of score and best
+IMPROVEMENT = ("  improvement", "{improvement_mean:+.4f}")
 
 
 def farewell(run) -> None:

@@ -42,12 +42,12 @@ def write(runs: list[RunData], path: Path) -> Path:
 def page(runs: list[RunData]) -> str:
     """The whole page as text."""
     index, texts = [], []
-    for place, run in enumerate(runs):
+    for number, run in enumerate(runs):
         items = transcripts(run)
-        index += items_of(run, place, items)
+        index += items_of(run, number, items)
         texts += map(texts_of, items)
-    for place, row in enumerate(index):
-        row["at"] = divmod(place, BLOCK)
+    for number, row in enumerate(index):
+        row["at"] = divmod(number, BLOCK)
     data = {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         "made": time.strftime("%Y-%m-%d %H:%M"),
@@ -65,7 +65,7 @@ def page(runs: list[RunData]) -> str:
         "BLOCKS": "\n".join(tags),
     }
     # in one pass, because the data may hold these words
-    return re.sub(r"@@(POLICY|DATA|BLOCKS)@@", lambda found: parts[found[1]], template)
+    return re.sub(r"@@(POLICY|DATA|BLOCKS)@@", lambda mark: parts[mark[1]], template)
 
 
 def hash_of(tag: str, template: str) -> str:
@@ -89,19 +89,19 @@ def script_json(value) -> str:
 def texts_of(item: dict) -> dict:
     """What the page shows of one transcript once it is opened."""
     decision = item.get("decision", {})
-    found = {key: item.get(key) for key in TEXTS}
-    found["reason"] = decision.get("reason")
-    found["notes"] = {key: decision[key] for key in ("reflection", "memory") if decision.get(key)}
-    found["turns"] = [turn_of(turn) for turn in item["turns"]]
-    return {key: value for key, value in found.items() if value}
+    texts = {key: item.get(key) for key in TEXTS}
+    texts["reason"] = decision.get("reason")
+    texts["notes"] = {key: decision[key] for key in ("reflection", "memory") if decision.get(key)}
+    texts["turns"] = [turn_of(turn) for turn in item["turns"]]
+    return {key: value for key, value in texts.items() if value}
 
 
 def turn_of(turn: dict) -> dict:
     keys = ("reply", "observation", "status", "score", "seconds_env")
-    found = {key: turn[key] for key in keys}
+    texts = {key: turn[key] for key in keys}
     if turn["action"] and turn["action"] not in turn["reply"]:
-        found["action"] = turn["action"]
-    return found
+        texts["action"] = turn["action"]
+    return texts
 
 
 def pack(texts: list[dict]) -> list[str]:
@@ -116,19 +116,19 @@ def pack(texts: list[dict]) -> list[str]:
 # ------------------------------------------------------------------ the index
 
 
-def items_of(run: RunData, place: int, items: list[dict]) -> list[dict]:
+def items_of(run: RunData, number: int, items: list[dict]) -> list[dict]:
     """What the list, the tree and the filters need of each transcript."""
-    places, limits = {}, None
+    tree, limits = {}, None
     shades = (0, 1) if run.higher_is_better else (1, 0)  # 0: the worst colour
     if run.kind == "search":
-        places = search_plots.layout(run.rows)
+        tree = search_plots.layout(run.rows)
         limits = search_plots.colour_limits(run)
     rows = []
     for item in items:
-        row = {"run": place, "turns": len(item["turns"])}
+        row = {"run": number, "turns": len(item["turns"])}
         row |= {key: item.get(key) for key in LISTED}
-        if places:
-            y, x, parent = places[item["id"]]
+        if tree:
+            y, x, parent = tree[item["id"]]
             row |= {"x": x, "y": y, "parent": parent, "idea": item["idea"][:160]}
             if item["score"] is not None:
                 row["shade"] = round(float(np.interp(item["score"], limits, shades)), 3)

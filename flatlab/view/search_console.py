@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from flatlab.episode.sanity import degenerate
@@ -76,15 +77,16 @@ def report(trees: list[Tree], where: Path) -> None:
         page.write(runs, where / "report.html")
         print_best(trees[0], runs[0].result)
         print(f"pictures: {where}/*.png   page: {where}/report.html", end="   ")
-    print(f"everything: {where}   (python viz.py {where})")
+    print(f"everything: {where}   (python viz.py {shlex.quote(str(where))})")
 
 
 def print_best(t: Tree, result: dict) -> None:
     """The best node, whose scores are in the table, and the mean over all nodes or episodes."""
-    best = t.best()
-    kind = "episodes"
+    noun = "episode"
     if not t.rule.is_evaluation:
-        kind = "nodes"
+        noun = "node"
+        best = t.best()
         print(f"best     {best.id}, baseline {result['baseline']:.4f}   {best.idea}")
     mean = plus_minus(result["node_mean"], result["node_stderr"])
-    print(f"mean     {mean} over all {kind} but faults ({result['split']}; failed: the baseline)")
+    graded = count(result["nodes"] - result["faults"], noun)
+    print(f"mean     {mean} over {graded} ({result['split']}; failed ones count as the baseline)")

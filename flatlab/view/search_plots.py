@@ -137,7 +137,7 @@ def lineage(id: str) -> list[int]:
 def layout(rows: list[dict]) -> dict[str, tuple[float, int, str]]:
     """id -> (place from top to bottom, depth, parent id), in the order of a printed tree.
 
-    Leaves have the places 0, 1, 2 ...; a parent stands in the middle of its children.
+    Leaves have the positions 0, 1, 2 ...; a parent stands in the middle of its children.
     """
     ids = sorted(["0", *(row["id"] for row in rows)], key=lineage)
     children = {id: [] for id in ids}
@@ -189,21 +189,21 @@ def draw_tree(figure, run: RunData):
 
     axis = figure.subplots()
     root = {"id": "0", "mark": "*", "score": run.baseline, "second": None}
-    places = layout(run.rows)
+    positions = layout(run.rows)
     path = best_path(run)
     low, high = colour_limits(run)
     colour_map = "viridis" if run.higher_is_better else "viridis_r"
     shade = ScalarMappable(Normalize(low, high), colour_map)
     for row in [root, *run.rows]:
-        y, x, parent = places[row["id"]]
+        y, x, parent = positions[row["id"]]
         on_path = row["id"] in path
         if parent:
             look = PATH if on_path else {"color": "#bbbbbb", "linewidth": 1}
-            draw_edge(axis, places[parent], places[row["id"]], look)
+            draw_edge(axis, positions[parent], positions[row["id"]], look)
         if row["second"]:
-            draw_edge(axis, places[row["second"]], places[row["id"]], SECOND)
+            draw_edge(axis, positions[row["second"]], positions[row["id"]], SECOND)
         draw_node(axis, row, (x, y), shade, on_path)
-        if len(places) <= CROWDED or on_path:
+        if len(positions) <= CROWDED or on_path:
             draw_name(axis, row, (x, y), on_path)
     axis.set(yticks=[], xlabel="depth")
     axis.locator_params(axis="x", integer=True)

@@ -47,10 +47,10 @@ def permutation_p(a, b) -> float | None:
     def difference(x, y, axis):
         return np.abs(np.mean(x, axis=axis) - np.mean(y, axis=axis))
 
-    found = stats.permutation_test(
+    test = stats.permutation_test(
         (a, b), difference, n_resamples=SPLITS, batch=20_000, alternative="greater", rng=0
     )
-    return float(found.pvalue)
+    return float(test.pvalue)
 
 
 # ------------------------------------------------------------------ the table of a grid
