@@ -22,7 +22,10 @@ import grpo
 import search
 from backends import backends, containers_of
 from flatlab.errors import UserError
-from helpers import configure, run_here
+from flatlab.files import read_mapping
+from flatlab.runs import trackers
+from flatlab.runs.reader import read_rows as rows
+from helpers import run_here
 
 ROOT = Path(__file__).parents[1]
 SMALL = "--groups 2 --group-size 4 --eval-episodes 2 --concurrency 8 --steps".split()
@@ -47,10 +50,6 @@ def run(folder, *flags, timeout=600, **environment):
     return process.returncode, out, err
 
 
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, tiny_model):
     folder = tmp_path_factory.mktemp("run")
@@ -62,32 +61,32 @@ def finished(tmp_path_factory, tiny_model):
 def test_a_run_leaves_everything_behind(finished):
     folder, out = finished
     logs = folder / "logs" / "a"
-    metrics, result = rows(logs / "metrics.jsonl"), json.loads((logs / "result.json").read_text())
+    metrics = rows(logs / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [0, 1]
+    assert [row["faults"] for row in metrics] == [0, 0]
+    assert max(row.get("logprob_diff_max", 0) for row in metrics) < 1e-4
+    result = read_mapping(logs / "result.json")
     assert result["status"] == "finished"
     assert result["task"] == "titanic"
-    assert (result["final"]["n"], result["final"]["steps"]) == (2, 2)
-    assert all(row["faults"] == 0 for row in metrics)
-    differences = [row.get("logprob_diff_max") for row in metrics]
-    assert max(filter(None, differences)) < 1e-4
+    assert result["final"]["n"] == result["final"]["steps"] == 2
     episodes = rows(logs / "episodes" / "000001.jsonl")
     groups = metrics[1]["groups"]  # two, and up to four when some had equal rewards
     assert 2 <= groups <= 4
     assert len(episodes) == 4 * groups
     assert {e["group"] for e in episodes} == set(range(groups))
-    assert all(e["reward"] == -1 or e["score"]["valid"] for e in episodes)
-    assert all(e["status"] != "fault" and e["turns"] and e["turns"][0]["reply"] for e in episodes)
-    assert (logs / "curves.png").stat().st_size > 10_000
+    for episode in episodes:
+        assert episode["reward"] == -1 or episode["score"]["valid"]
+        assert episode["status"] != "fault"
+        assert episode["turns"][0]["reply"]
     for name in ("config.yaml", "command.txt", "git.txt", "env.txt"):
         assert (logs / name).stat().st_size > 0
-    assert (logs / "report.html").stat().st_size > 10_000
-    assert "stand-in" in out
-    assert "curves.png" in out
-    assert "engine   agrees" in out
+    for name in ("curves.png", "report.html"):
+        assert (logs / name).stat().st_size > 10_000
+    for text in ("stand-in", "curves.png", "engine   agrees"):
+        assert text in out
+    for adapter in ("untrained", "last (step 1)", "best"):
+        assert f"\n{adapter} " in out
     assert "warning  titanic" not in out  # that of MLGym is degenerate, this one is not
-    assert "\nuntrained " in out
-    assert "\nlast (step 1)" in out
-    assert "\nbest " in out
 
 
 # ------------------------------------------------------------------ numbers from the files alone
@@ -109,29 +108,31 @@ def mean_and_error(values):
 def evaluation_of(episodes):
     """An evaluation as result.json has it."""
     played = [e for e in episodes if e["status"] != "fault"]
-    scores = [counted(e) for e in played]
+    is_valid = [e["score"]["valid"] for e in played]
     improvements = [e["improvement"] or 0.0 for e in played]
-    clipped = [max(-1, min(1, e["improvement"])) if e["score"]["valid"] else -1 for e in played]
+    clipped = [max(-1, min(1, gain)) if ok else -1 for gain, ok in zip(improvements, is_valid)]
+    columns = {"improvement": improvements, "clipped_improvement": clipped}
     result = {
         "n": len(played),
         "faults": len(episodes) - len(played),
-        "valid_share": fmean(e["score"]["valid"] for e in played),
-        "score_best": max(scores),
+        "valid_share": fmean(is_valid),
+        "score_best": max(counted(e) for e in played),
     }
-    columns = {"score": scores, "improvement": improvements, "clipped_improvement": clipped}
-    if all(e["test_score"] for e in played):
-        columns["test_score"] = [counted(e, "test_score") for e in played]
+    for part in ("score", "test_score"):
+        if all(e[part] for e in played):
+            columns[f"{part}_mean"] = [counted(e, part) for e in played]
     for name, values in columns.items():
-        mean = "_mean" if "score" in name else ""
-        result[f"{name}{mean}"], result[f"{name}_stderr"] = mean_and_error(values)
+        error = f"{name.removesuffix('_mean')}_stderr"
+        result[name], result[error] = mean_and_error(values)
     return result
 
 
 def test_every_headline_follows_from_the_episodes(finished):
     logs = finished[0] / "logs" / "a"
-    result = json.loads((logs / "result.json").read_text())
+    result = read_mapping(logs / "result.json")
     row = rows(logs / "metrics.jsonl")[-1]
-    before = evaluation_of(rows(logs / "episodes" / "before.jsonl"))
+    judged = rows(logs / "episodes" / "before.jsonl")
+    before = evaluation_of(judged)
     last = evaluation_of(rows(logs / "episodes" / "eval-000001.jsonl"))
     assert result["before"] == approx(before)
     assert {key: row[f"eval_{key}"] for key in last} == approx(last)
@@ -154,7 +155,6 @@ def test_every_headline_follows_from_the_episodes(finished):
         assert final[name] == approx(expected)
     assert (files["best"] == files["untrained"]) == final["best_is_untrained"]
     assert (files["best"] == files["last"]) == final["best_is_last"]
-    judged = rows(logs / "episodes" / "before.jsonl")
     assert not {e["seed"] for e in judged} & set(reference)
 
 
@@ -212,13 +212,12 @@ def test_the_loss_of_a_step_follows_from_the_files(finished):
 
 
 def test_the_episodes_of_a_step_are_of_one_version(finished):
-    folder = finished[0] / "logs" / "a" / "episodes"
-    versions = [
+    first, second = (
         {turn["version"] for episode in rows(file) for turn in episode["turns"]}
-        for file in sorted(folder.glob("00000?.jsonl"))
-    ]
-    assert versions[0] == {min(versions[0])}
-    assert versions[1] == {min(versions[0]) + 1}
+        for file in sorted((finished[0] / "logs/a/episodes").glob("00000?.jsonl"))
+    )
+    assert len(first) == 1
+    assert second == {version + 1 for version in first}
 
 
 @pytest.fixture
@@ -240,13 +239,16 @@ def test_the_same_command_again_finds_it_finished_and_another_config_is_refused(
     metrics = Path("logs/a/metrics.jsonl")
     before = metrics.read_bytes()
     code, out, err = again(*A_RUN)
-    assert code == 0 and "\nuntrained " in out and "adapter: logs/a/best" in out, err
+    assert code == 0, err
+    assert out.splitlines()[0] == "logs/a was finished before: nothing was run."
+    assert "\nuntrained " in out
+    assert "adapter: logs/a/best" in out
     assert metrics.read_bytes() == before
-    code, out, err = again(*A_RUN, "--lr", "0.5")
+    code, _, err = again(*A_RUN, "--lr", "0.5")
     assert code == 2
     assert "lr: 0.001 there, 0.5 now" in err
-    assert len(err.strip().splitlines()) == 1
-    code, out, err = again(*A_RUN, "--steps", "4")
+    assert err.count("\n") == 1
+    _, _, err = again(*A_RUN, "--steps", "4")
     assert "the engine was loaded" in err  # there is something left to do
 
 
@@ -256,46 +258,47 @@ def test_a_run_without_its_checkpoints_is_not_erased(again):
     (logs / "checkpoints").rename("elsewhere")
     try:
         code, _, err = again(*A_RUN)
-        assert code == 2
-        assert "no checkpoint to continue from" in err
-        assert (logs / "metrics.jsonl").read_bytes() == before
-        assert len(list((logs / "episodes").glob("0*.jsonl"))) == 2
     finally:
-        if (logs / "checkpoints").exists():
-            (logs / "checkpoints").rmdir()
+        shutil.rmtree(logs / "checkpoints", ignore_errors=True)
         Path("elsewhere").rename(logs / "checkpoints")
+    assert code == 2
+    assert "no checkpoint to continue from" in err
+    assert (logs / "metrics.jsonl").read_bytes() == before
+    assert len(list((logs / "episodes").glob("0*.jsonl"))) == 2
 
 
 @pytest.mark.slow
 def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
-    def done(script, *flags):
-        flags += ("--sampling-mode", "none", "--depth", "1") if script == "search.py" else ()
-        process = start(tmp_path, "--task", "titanic", "--backend", "local", *flags, script=script)
+    def done(script, flags):
+        common = "--task titanic --backend local"
+        if script == "search.py":
+            common += " --sampling-mode none --depth 1"
+        process = start(tmp_path, *f"{common} {flags}".split(), script=script)
         out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
         return out
 
-    done("search.py", *"--name tree --nodes 8 --branching 8".split())
-    imitate = "1 --sft logs/tree --sft-updates 4 --name learned".split()
-    out = done("grpo.py", *SMALL, *imitate)
+    def first_segment(name):
+        return unpacked(tmp_path / f"logs/{name}/episodes/000000.tokens.jsonl.gz")[0]["segments"][0]
+
+    done("search.py", "--name tree --nodes 8 --branching 8")
+    imitate = "--sft logs/tree --sft-updates 4 --name learned"
+    out = done("grpo.py", f"{' '.join(SMALL)} 1 {imitate}")
     assert "after imitation: score" in out
-    result = json.loads((tmp_path / "logs/learned/result.json").read_text())
+    result = read_mapping(tmp_path / "logs/learned/result.json")
     assert result["before"]["n"] == result["final"]["imitated"]["n"] == 2
     assert result["best"]["step"] in (-1, 0)
-    losses = [float(loss) for loss in re.findall(r"of 4: ([0-9.]+) nats per token", out)]
+    losses = re.findall(r"of 4: ([0-9.]+) nats per token", out)
     assert len(losses) == 4
-    assert losses[-1] < losses[0]
+    assert float(losses[-1]) < float(losses[0])
     assert rows(tmp_path / "logs/learned/metrics.jsonl")[0]["kl"] < 1e-5
-    trained = "logs/learned/checkpoints/000000"
-    done("search.py", *f"--name again --nodes 1 --branching 1 --model {trained}".split())
-    before, after = (
-        unpacked(tmp_path / f"logs/{name}/episodes/000000.tokens.jsonl.gz")[0]["segments"][0]
-        for name in ("tree", "again")
-    )
+    adapter = "logs/learned/checkpoints/000000"
+    done("search.py", f"--name again --nodes 1 --branching 1 --model {adapter}")
+    before, after = first_segment("tree"), first_segment("again")
     assert before["tokens"][:50] == after["tokens"][:50]
     assert before["logprobs"] != after["logprobs"]  # same prompt, another policy
     shutil.rmtree(tmp_path / "logs/tree")  # a resumed run imitates nothing again
-    done("grpo.py", *SMALL, "2", *imitate[1:])
+    done("grpo.py", f"{' '.join(SMALL)} 2 {imitate}")
     assert len(rows(tmp_path / "logs/learned/metrics.jsonl")) == 2
 
 
@@ -305,8 +308,9 @@ def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tin
     other = f"3 --model tiny --task battleOfSexes --backend {backend} --name k --eval-episodes 0"
     flags = [*SMALL, *other.split()]
     logs = tmp_path / "logs" / "k"
+    metrics = logs / "metrics.jsonl"
     process = start(tmp_path, *flags)
-    while len(rows(logs / "metrics.jsonl") if (logs / "metrics.jsonl").exists() else []) < 1:
+    while not metrics.exists() or not rows(metrics):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.02)
     time.sleep(0.3)  # the second step has begun: sandboxes are open
@@ -316,15 +320,14 @@ def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tin
     time.sleep(3)
     assert not [child for child in children if child.is_running()]
     assert not containers_of(process.pid)
-    for path in logs.rglob("*.json"):  # whatever is there is whole
-        if ".tmp-" not in str(path):
-            json.loads(path.read_text())
-    for path in logs.rglob("*.jsonl"):
-        if ".tmp-" not in str(path):
-            rows(path)
+    for path in logs.rglob("*.json*"):  # whatever is there is whole
+        if ".tmp-" not in str(path) and path.suffix != ".gz":
+            rows(path) if path.suffix == ".jsonl" else read_mapping(path)
     code, out, err = run(tmp_path, *flags, "--micro-tokens", "1024")  # this may change
-    assert code == 0 and "resumed after step" in out and "up to 1024 tokens" in out, err
-    assert [row["step"] for row in rows(logs / "metrics.jsonl")] == [0, 1, 2]
+    assert code == 0, err
+    assert "resumed after step" in out
+    assert "up to 1024 tokens" in out
+    assert [row["step"] for row in rows(metrics)] == [0, 1, 2]
     assert not list(logs.rglob(".tmp-*"))
     steps = sorted(path.stem for path in (logs / "episodes").glob("*.jsonl"))
     assert steps == ["000000", "000001", "000002"]
@@ -349,7 +352,7 @@ def test_sigterm_is_an_orderly_end(tmp_path, tiny_model, before):
     assert process.returncode == 130
     assert "the same command continues logs/t" in err
     assert "Traceback" not in err
-    assert json.loads((tmp_path / "logs/t/result.json").read_text())["status"] == "interrupted"
+    assert read_mapping(tmp_path / "logs/t/result.json")["status"] == "interrupted"
 
 
 BAD_INPUT = {
@@ -382,14 +385,25 @@ def test_bad_input_is_one_sentence_and_code_2_before_any_model(tmp_path, monkeyp
         assert "model    " not in out
 
 
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("--model m", "m has no chat template: choose an instruct model.\n"),
+        ("--model tiny --wandb", "--wandb needs a package that is missing: pip install wandb\n"),
+    ],
+)
 @pytest.mark.parametrize("script", [grpo, search])
-def test_a_bad_model_leaves_no_run_directory(script, random_model, tmp_path, monkeypatch, capsys):
+def test_what_is_missing_leaves_no_run_directory(
+    script, flags, sentence, random_model, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     shutil.copytree(random_model, "m")
     Path("m/chat_template.jinja").unlink()
-    flags = "--model m --task titanic --backend local".split()
+    flags = f"{flags} --task titanic --backend local".split()
     code, _, err = run_here(script.main, *flags, monkeypatch=monkeypatch, capsys=capsys)
-    assert (code, err) == (2, "m has no chat template: choose an instruct model.\n")
+    assert code == 2
+    assert err == sentence
     assert not Path("logs").exists()
 
 
@@ -399,15 +413,3 @@ def test_bad_input_ends_with_exit_code_2(tmp_path):
     assert out == ""
     assert err.startswith("--group-size must be at least 2")
     assert err.count("\n") == 1
-
-
-def test_a_tracker_that_is_not_installed_leaves_no_run_directory(tmp_path, monkeypatch):
-    from flatlab.runs import trackers
-    from flatlab.train.distributed import SingleProcess
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    cfg = configure(grpo.Config(), model="tiny", backend="local", wandb=True)
-    with pytest.raises(UserError, match="--wandb needs a package that is missing: pip install"):
-        grpo.prepare(cfg, SingleProcess())
-    assert not (tmp_path / "logs").exists()

@@ -756,6 +756,7 @@ BAD_INPUT = {
     "--workers 0": "--workers must be at least 1",
     "--minutes -1": "--minutes must be at least",
     "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
+    "--seed 0 0": "--seed names 0 more than once.",
     "--debug-prob nan": "--debug-prob must be from 0 to 1, not nan",
     "--select ucb --rule-args c=-1": "c must be at least 0",
     "--select ucb --rule-args c=nan": "c must be at least 0",
