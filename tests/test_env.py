@@ -4,8 +4,8 @@ import asyncio
 import json
 import random
 import string
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -73,17 +73,17 @@ REJECTED = [
 ]
 
 
-def test_accepted():
-    for reply, action in ACCEPTED:
-        assert extract_action(reply) == (action, "")
+@pytest.mark.parametrize("reply, action", ACCEPTED)
+def test_accepted(reply, action):
+    assert extract_action(reply) == (action, "")
 
 
-def test_rejected_with_a_reason():
-    for reply, why in REJECTED:
-        action, reason = extract_action(reply)
-        assert action is None
-        assert why in reason
-        assert reason.endswith((".", ")"))
+@pytest.mark.parametrize("reply, why", REJECTED)
+def test_rejected_with_a_reason(reply, why):
+    action, reason = extract_action(reply)
+    assert action is None
+    assert why in reason
+    assert reason.endswith((".", ")"))
 
 
 def test_any_multi_line_text_survives_in_a_heredoc():
@@ -136,13 +136,10 @@ print(json.dumps({"hits": len([answer for answer in part if answer in guess])}))
 @pytest.fixture
 def task(tmp_path):
     """Guess words; the first four are the validation part."""
-    for name, text in {
-        "grade.py": GRADER,
-        "answers.txt": f"a b c d e {CANARY}\n",
-        "starter.txt": "x\n",
-        "hint.txt": "letters\n",
-    }.items():
-        (tmp_path / name).write_text(text)
+    (tmp_path / "grade.py").write_text(GRADER)
+    (tmp_path / "answers.txt").write_text(f"a b c d e {CANARY}\n")
+    (tmp_path / "starter.txt").write_text("x\n")
+    (tmp_path / "hint.txt").write_text("letters\n")
     return Task(
         name=f"words {tmp_path.name}",
         prompt="Write words to guess.txt.",
@@ -152,7 +149,7 @@ def task(tmp_path):
         reference=4.0,
         artefacts=("guess.txt",),
         public={"data/hint.txt": tmp_path / "hint.txt"},
-        hidden={"grade.py": tmp_path / "grade.py", "answers.txt": tmp_path / "answers.txt"},
+        hidden={name: tmp_path / name for name in ("grade.py", "answers.txt")},
         grader=("python3", "-I", "grade.py", "{split}"),
         splits=("validation", "test"),
         step_timeout=20.0,
@@ -176,9 +173,8 @@ def test_prompt_shows_task_format_and_real_files(task, backend):
     with Env(task, backend) as world:
         prompt = world.reset()
         assert prompt.startswith(task.prompt)
-        assert "```bash" in prompt
-        assert "validate" in prompt
-        assert "submit" in prompt
+        for word in ("```bash", "validate", "submit"):
+            assert word in prompt
         assert prompt.endswith("Files:\ndata/hint.txt (8 bytes)")
         assert "answers" not in prompt
         assert "grade" not in prompt
@@ -196,12 +192,10 @@ def test_many_files_are_listed_in_part(world):
 def test_observations(world):
     assert do(world, "true").observation == "(no output)"
     step = do(world, "echo out; echo err >&2; exit 3")
-    assert (step.observation, step.status, step.done, step.score) == (
-        "out\nerr\n[exit code 3]",
-        "error",
-        False,
-        None,
-    )
+    assert step.observation == "out\nerr\n[exit code 3]"
+    assert step.status == "error"
+    assert not step.done
+    assert step.score is None
     step = world.step("I would like to run ls.")
     assert step.status == "rejected"
     assert step.observation == "Nothing was run. There is no ```bash block in the reply."
@@ -211,21 +205,25 @@ def test_observations(world):
     assert step.seconds < 5
     assert "memory limit" in do(world, "kill -9 $$").observation
     assert do(world, "submit").done
-    assert not do(world, "echo submit").done
-    for text in ("validate; ls", "validate now", "echo x && submit", "submit || true"):
-        step = do(world, text)
-        assert not step.done
-        assert step.score is None
-        assert "block of its own" in step.observation
+
+
+@pytest.mark.parametrize(
+    "text", ["validate; ls", "validate now", "echo x && submit", "submit || true"]
+)
+def test_validate_and_submit_have_a_block_of_their_own(world, text):
+    step = do(world, text)
+    assert not step.done
+    assert step.score is None
+    assert "block of its own" in step.observation
 
 
 def test_validate_without_artefact_is_no_submission(world):
     step = do(world, "validate")
     assert step.status == "invalid"
-    assert step.score.value is None
-    assert not step.score.valid
-    assert "no submission, guess.txt is not there" in step.observation
     assert not step.done
+    assert not step.score.valid
+    assert step.score.value is None
+    assert "no submission, guess.txt is not there" in step.observation
     assert world.score("test").message == step.score.message
 
 
@@ -235,8 +233,7 @@ def test_validate_grades_in_a_fresh_sandbox(world):
     assert step.status == "validate"
     assert step.score == Score(2.0, "hits", "validation", True, "")
     assert step.observation == "validation hits: 2.0000 (baseline 0.0000, higher is better)"
-    assert world.score("test").value == 1.0
-    assert world.score("test").split == "test"
+    assert world.score("test") == Score(1.0, "hits", "test", True, "")
 
 
 def test_the_same_artefact_is_graded_once(world, monkeypatch):
@@ -275,28 +272,20 @@ def test_a_grading_that_failed_is_tried_again_and_a_score_stays(task, backend, t
 
 @pytest.mark.fault(21, "the end while a grading runs")
 def test_close_ends_a_grading(task, backend):
-    world, seen = Env(replace(task, grade_timeout=100.0), backend), []
+    world = Env(replace(task, grade_timeout=100.0), backend)
     world.reset()
     do(world, "echo hang > guess.txt")
-
-    def score():
-        try:
-            seen.append(world.score())
-        except SandboxFault as fault:
-            seen.append(fault)
-
-    thread = threading.Thread(target=score)
-    thread.start()
-    while len(world.opened) < 2:
-        time.sleep(0.02)
-    time.sleep(0.5)
-    begin = time.monotonic()
-    world.close()
-    thread.join(10)
-    assert not thread.is_alive()
+    with ThreadPoolExecutor(1) as pool:
+        score = pool.submit(world.score)
+        while len(world.opened) < 2:
+            time.sleep(0.02)
+        time.sleep(0.5)
+        begin = time.monotonic()
+        world.close()
+        with pytest.raises(SandboxFault):
+            score.result(timeout=10)
     assert time.monotonic() - begin < 10
     assert len(world.opened) == 2  # and none was begun anew
-    assert isinstance(seen[0], SandboxFault)
     with pytest.raises(SandboxFault, match="closed"):
         world.make_sandbox()
 
@@ -326,11 +315,10 @@ def test_nothing_in_the_workspace_reaches_the_grader(world, task):
     )
     do(world, "echo '{\"hits\": 99}'")
     assert do(world, "validate").score.value == 0.0
-    swapped = replace(
-        task, name="swap", artefacts=("guess.txt", "grade.py", "answers.txt", "data/hint.txt")
-    )
+    artefacts = ("guess.txt", "grade.py", "answers.txt", "data/hint.txt")
+    swapped = replace(task, name="swap", artefacts=artefacts)
     do(world, "echo changed >> data/hint.txt")
-    files = {path: world.sandbox.get(path) for path in swapped.artefacts}
+    files = {path: world.sandbox.get(path) for path in artefacts}
     assert env.grade(swapped, files, "validation", world.make_sandbox).value == 0.0
 
 
@@ -398,12 +386,8 @@ def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
         )
         names = "find / -name answers.txt -o -name grade.py 2>/dev/null"
         assert do(world, f"{search}; {names}; true").observation == "/tmp/decoy"
-        assert (
-            do(world, "env; cat /proc/*/cmdline /proc/*/environ 2>/dev/null").observation.count(
-                CANARY[:10]
-            )
-            == 0
-        )
+        known = do(world, "env; cat /proc/*/cmdline /proc/*/environ 2>/dev/null").observation
+        assert CANARY[:10] not in known
 
 
 # ------------------------------------------------------------------------------------------- forks
@@ -438,9 +422,9 @@ def check_tokens(episode, policy):
     """Segments hold what was requested; each reply is trained on once, with its own log-probs."""
     assert sum(sum(s.mask) for s in episode.segments) == episode.reply_tokens
     for segment in episode.segments:
-        assert len(segment.tokens) == len(segment.mask) == len(segment.logprobs)
+        assert len(segment.tokens) == len(segment.mask)
         assert segment.mask[-1] == 1
-        assert all((lp == -0.5) == bool(m) for lp, m in zip(segment.logprobs, segment.mask))
+        assert segment.logprobs == [-0.5 if bit else 0.0 for bit in segment.mask]
     for request in policy.requests:
         if any(s.mask[len(request) :] for s in episode.segments):
             assert any(s.tokens[: len(request)] == request for s in episode.segments)
@@ -455,26 +439,21 @@ def test_episode_until_submit(task, backend):
     assert [turn["status"] for turn in episode.turns] == ["ok", "rejected", "validate", "submit"]
     assert episode.turns[2]["score"] == 2.0
     assert episode.turns[0]["version"] == 7
-    assert len(episode.segments) == 1
     tokens = policy.render([{"role": "user", "content": episode.prompt}])
     mask = [0] * len(tokens)
-    for i, turn in enumerate(episode.turns):
+    for turn in episode.turns:
         reply = [*policy.encode(turn["reply"]), 1]
-        after = policy.observation_tokens(turn["observation"], True) if i < 3 else []
-        tokens, mask = tokens + reply + after, mask + [1] * len(reply) + [0] * len(after)
-    assert episode.segments[0].tokens == tokens
-    assert episode.segments[0].mask == mask
+        tokens += reply
+        mask += [1] * len(reply)
+        if turn["status"] != "submit":
+            after = policy.observation_tokens(turn["observation"], True)
+            tokens += after
+            mask += [0] * len(after)
+    [segment] = episode.segments
+    assert segment.tokens == tokens
+    assert segment.mask == mask
     check_tokens(episode, policy)
-    assert json.loads(json.dumps(episode.to_dict()))["turns"][0]["reply"] == block(
-        "echo a b > guess.txt"
-    )
-
-
-def test_turn_limit_scores_what_is_there(task):
-    episode = play(task, FakePolicy(block("echo a >> guess.txt")), max_turns=3)
-    assert episode.status == "turn_limit"
-    assert len(episode.turns) == 3
-    assert episode.score.value == 1.0
+    json.dumps(episode.to_dict())
 
 
 def test_reply_cut_at_the_length_limit_is_closed(task):
@@ -491,8 +470,8 @@ def test_reply_cut_at_the_length_limit_is_closed(task):
 def test_long_observations_are_capped_head_and_tail(task):
     policy = FakePolicy(block("seq 1000"), block("submit"))
     episode = play(task, policy, max_observation_tokens=90)
-    shown = policy.decode([t for t in policy.requests[1][len(policy.requests[0]) :] if t > 10])
-    assert shown.split("```")[-1].startswith("1\n2\n3\n")
+    shown = policy.prompts[1].removeprefix(policy.prompts[0])
+    assert shown.split("```")[-1].startswith("<user>1\n2\n3\n")
     assert shown.endswith("999\n1000")
     assert "tokens left out" in shown
     assert len(shown) < 200
@@ -500,18 +479,16 @@ def test_long_observations_are_capped_head_and_tail(task):
 
 
 def test_old_observations_are_shortened_and_start_a_new_segment(task):
-    policy = FakePolicy(
-        *(block(f"seq {i}00 {i}99") for i in range(1, 8)), block("submit"), context=2600
-    )
+    commands = [block(f"seq {i}00 {i}99") for i in range(1, 8)]
+    policy = FakePolicy(*commands, block("submit"), context=2600)
     episode = play(task, policy, max_reply_tokens=100, max_observation_tokens=1000)
     assert episode.status == "submit"
     assert len(episode.segments) > 1
     assert len(policy.requests) == 8
     assert max(map(len, policy.requests)) <= 2500
     check_tokens(episode, policy)
-    last = policy.decode([t for t in policy.requests[-1] if t > 10])
-    assert "100 [...]" in last
-    assert "799" in last
+    assert "100 [...]" in policy.prompts[-1]
+    assert "799" in policy.prompts[-1]
 
 
 @pytest.mark.fault(32, "context overflow")
@@ -561,34 +538,32 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
     assert play(task, FakePolicy(block("ls"))).fault == "no more containers"
 
 
-def test_every_way_out_scores_once_and_closes(task, monkeypatch):
-    cases = [
-        ([block("submit")], {}),
-        ([block("ls")], {"max_turns": 1}),
-        ([block("ls")], {"episode_minutes": 0.0}),
-        ([block("ls")], {"max_reply_tokens": 99_999}),
-    ]
+@pytest.mark.parametrize(
+    "reply, options",
+    [
+        ("submit", {}),
+        ("ls", {"max_turns": 1}),
+        ("ls", {"episode_minutes": 0.0}),
+        ("ls", {"max_reply_tokens": 99_999}),
+    ],
+)
+def test_every_way_out_scores_once_and_closes(task, monkeypatch, reply, options):
     calls = []
     no_score = Score(None, "hits", "validation", False, "")
-    monkeypatch.setattr(Env, "score", lambda self, split=None: calls.append(split) or no_score)
     close = Env.close
+    monkeypatch.setattr(Env, "score", lambda self, split=None: calls.append(split) or no_score)
     monkeypatch.setattr(Env, "close", lambda self: calls.append("close") or close(self))
-    for replies, options in cases:
-        calls.clear()
-        play(task, FakePolicy(*replies), score_test=True, **options)
-        assert calls == [None, "test", "close"]
+    play(task, FakePolicy(block(reply)), score_test=True, **options)
+    assert calls == [None, "test", "close"]
 
 
 @pytest.mark.fault(21, "an episode is cancelled")
-def test_cancelled_episode_closes_its_sandbox(task, monkeypatch):
-    opened = []
-    monkeypatch.setattr(
-        Env, "open", lambda self, open_=Env.open: opened.append(open_(self)) or opened[-1]
-    )
+def test_cancelled_episode_closes_its_sandbox(task):
+    world = Env(task, LOCAL)
 
     async def main():
-        job = asyncio.ensure_future(play_once(Env(task, LOCAL), FakePolicy(block("sleep 20"))))
-        while not opened:
+        job = asyncio.ensure_future(play_once(world, FakePolicy(block("sleep 20"))))
+        while not world.opened:
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.6)
         job.cancel()
@@ -597,9 +572,9 @@ def test_cancelled_episode_closes_its_sandbox(task, monkeypatch):
 
     start = time.monotonic()
     asyncio.run(main())
-    with pytest.raises(SandboxFault):
-        opened[0].run("true", 1)
     assert time.monotonic() - start < 10
+    with pytest.raises(SandboxFault):
+        world.opened[0].run("true", 1)
 
 
 def test_env_time_of_one_episode_overlaps_with_the_others(task):
@@ -609,8 +584,9 @@ def test_env_time_of_one_episode_overlaps_with_the_others(task):
         return await asyncio.gather(*episodes)
 
     start = time.monotonic()
-    assert [episode.status for episode in asyncio.run(main())] == ["turn_limit"] * 8
+    episodes = asyncio.run(main())
     assert time.monotonic() - start < 4.5
+    assert {episode.status for episode in episodes} == {"turn_limit"}
 
 
 def test_an_env_that_was_handed_in_goes_on_and_stays_open(task):
