@@ -332,10 +332,10 @@ def step_row(step, **more):
     return row | {"seconds": 2.0} | more
 
 
-def turn(reply="hello", observation="seen hello", status="ok", score=None, action=None):
+def turn(reply="hello", observation="seen hello", status="ok", score=None, **more):
     """A turn of a transcript."""
-    texts = {"reply": reply, "action": action, "observation": observation, "status": status}
-    return texts | {"score": score, "stop_reason": "stop", "seconds_env": 0.25}
+    texts = {"reply": reply, "action": None, "observation": observation, "status": status}
+    return texts | {"score": score, "stop_reason": "stop", "seconds_env": 0.25} | more
 
 
 def episode(value, reply="hello", status="submit", observation="seen hello"):
@@ -358,7 +358,7 @@ def node(id, score, op="draft", **more):
     """A row of journal.jsonl; score None: a node that failed."""
     turns = [
         turn(f"I try {id}", f"output of {id}", action="python3 solve.py"),
-        turn("```bash\nvalidate\n```", "validation", "validate", score, "validate"),
+        turn("```bash\nvalidate\n```", "validation", "validate", score, action="validate"),
     ]
     found = Node(
         id,

@@ -5,49 +5,33 @@ that imitation works.
 import asyncio
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import training
 from flatlab.chat import ChatTokens
-from flatlab.episode.episode import History
+from flatlab.episode.episode import History, Sample
 from flatlab.errors import UserError
 from flatlab.train import imitation
 from flatlab.train.distributed import SingleProcess
-from helpers import PROJECT, configure
+from helpers import PROJECT, configure, turn
 from training import TASK, randomise
 
 CFG = configure(training.CFG, micro_tokens=4096, sft_lr=3e-3, sft_updates=6)
 
 
-def turn(reply, observation="done", status="ok", stop_reason="stop"):
-    return {
-        "reply": reply,
-        "observation": observation,
-        "status": status,
-        "stop_reason": stop_reason,
-        "action": "x",
-    }
-
-
-def episode(score, *turns, task="titanic", prompt="Do it.", valid=True, **more):
-    return {
+def episode(score, *turns, task="titanic", valid=True, **more):
+    result = {"value": score, "metric": "accuracy", "split": "validation", "valid": valid}
+    whole = {
         "task": task,
         "seed": 0,
-        "prompt": prompt,
+        "prompt": "Do it.",
         "turns": list(turns),
         "status": "submit",
-        "score": {
-            "value": score,
-            "metric": "accuracy",
-            "split": "validation",
-            "valid": valid,
-            "message": "",
-        },
-        **more,
+        "score": result,
     }
+    return whole | more
 
 
 @pytest.fixture
@@ -61,6 +45,12 @@ def run(tmp_path):
     return write
 
 
+def chosen_replies(where, share):
+    """The first replies of the episodes that are imitated."""
+    chosen = imitation.best_episodes([where], [TASK], share)
+    return [e["turns"][0]["reply"] for e in chosen]
+
+
 def test_the_best_different_valid_episodes_that_beat_the_baseline(run):
     where = run(
         episode(0.70, turn("b")),
@@ -71,25 +61,22 @@ def test_the_best_different_valid_episodes_that_beat_the_baseline(run):
         episode(0.79, turn("x"), task="other"),
         episode(0.75, turn("c")),
         episode(0.74, turn("d")),
-        {**episode(0.9, turn("e")), "score": None, "status": "fault"},
+        episode(None, turn("e")) | {"score": None, "status": "fault"},
     )
-    chosen = imitation.best_episodes([where], [TASK], 0.5)
-    assert [e["turns"][0]["reply"] for e in chosen] == ["a", "c"]
-    assert [e["turns"][0]["reply"] for e in imitation.best_episodes([where], [TASK], 0.01)] == ["a"]
-    deeper = run(
-        episode(0.79, turn("a node of a search"), node="0.1", segments=[]),
-        file="a/tail-0/episodes/000001.jsonl",
-    )
-    assert imitation.best_episodes([deeper], [TASK], 0.01)[0]["node"] == "0.1"
+    assert chosen_replies(where, 1.0) == ["a", "c", "d", "b"]
+    assert chosen_replies(where, 0.5) == ["a", "c"]
+    assert chosen_replies(where, 0.01) == ["a"]
+    node = episode(0.79, turn("a node of a search"), node="0.1", segments=[])
+    deeper = run(node, file="a/tail-0/episodes/000001.jsonl")
+    assert chosen_replies(deeper, 0.01) == ["a node of a search"]
 
 
 def test_evaluations_are_not_imitated(run):
     """Their seeds select the best adapter and compare adapters at the end."""
-    trained = run(episode(0.75, turn("trained")))
+    where = run(episode(0.75, turn("trained")))
     for name in ("before", "eval-000009", "final-untrained", "final-best"):
         run(episode(0.79, turn(name)), file=f"a/episodes/{name}.jsonl")
-    (chosen,) = imitation.best_episodes([trained], [TASK], 1.0)
-    assert chosen["turns"][0]["reply"] == "trained"
+    assert chosen_replies(where, 1.0) == ["trained"]
 
 
 def test_nothing_to_imitate_is_one_sentence(run, tmp_path):
@@ -109,27 +96,18 @@ def test_tokens_and_masks_are_those_of_rl(policy):
         turn("last", "four"),
     ]
     history = History(policy, "Do it.", 64)
+    advantage = []
     for t in turns:
-        tokens = policy.encode(t["reply"]) + [policy.tokenizer.eos_token_id] * (
-            t["stop_reason"] == "stop"
-        )
-        history.add(
-            SimpleNamespace(
-                tokens=tokens, logprobs=[0.0] * len(tokens), stop_reason=t["stop_reason"]
-            ),
-            t["observation"],
-        )
+        has_ended = t["stop_reason"] == "stop"
+        tokens = policy.encode(t["reply"]) + [policy.tokenizer.eos_token_id] * has_ended
+        sample = Sample(tokens, [0.0] * len(tokens), t["reply"], t["stop_reason"], 0)
+        history.add(sample, t["observation"])
+        advantage += [float(has_ended and t["status"] == "ok")] * len(tokens)
     [piece] = imitation.sequences_from(episode(0.78, *turns), policy, 64)
     assert piece.tokens == history.segment.tokens[: len(piece.tokens)]
     assert piece.mask == history.segment.mask[: len(piece.mask)]
     assert sum(piece.mask) == sum(history.segment.mask)
-    wanted = [
-        a
-        for t in turns
-        for a in [float(t["status"] == "ok" and t["stop_reason"] == "stop")]
-        * (len(t["reply"]) + (t["stop_reason"] == "stop"))
-    ]
-    assert piece.advantage == wanted
+    assert piece.advantage == advantage
 
 
 def test_both_end_tokens_end_a_reply(tmp_path):
@@ -160,36 +138,23 @@ def test_an_episode_that_does_not_fit_is_cut(policy):
 
 
 def test_imitation_raises_the_probability_of_the_replies(policy, run, capsys):
-    where = run(
-        *(
-            episode(
-                0.78, turn("```bash\npython3 best.py\n```", "ok"), turn(f"```bash\nsubmit\n``` {i}")
-            )
-            for i in range(8)
-        )
-    )
-    cfg = configure(CFG, sft=(where,))
-    [piece] = imitation.sequences_from(
-        episode(0.78, turn("```bash\npython3 best.py\n```")), policy, 64
-    )
-    with torch.no_grad():
-        before = policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
+    first = turn("```bash\npython3 best.py\n```", "ok")
+    ends = [turn(f"```bash\nsubmit\n``` {i}") for i in range(8)]
+    cfg = configure(CFG, sft=(run(*(episode(0.78, first, end) for end in ends)),))
+    [piece] = imitation.sequences_from(episode(0.78, first), policy, 64)
+
+    def mean_logprob():
+        with torch.no_grad():
+            return policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
+
+    before = mean_logprob()
     imitation.warm_start(policy, [TASK], cfg, SingleProcess())
-    with torch.no_grad():
-        after = policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
-    assert after > before + 0.1
+    assert mean_logprob() > before + 0.1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "imitate  2 episodes, 6 updates"
     assert len(lines) == 7
     assert lines[1].startswith("imitate  1 of 6: ")
     assert "nats per token, ETA 0m" in lines[1]
-
-
-def test_the_whole_share_is_all_that_beat_the_baseline(run):
-    scores = (0.5, 0.7, 0.72, 0.74, 0.76)
-    where = run(*(episode(score, turn(str(score))) for score in scores))
-    assert len(imitation.best_episodes([where], [TASK], 1.0)) == 4
-    assert len(imitation.best_episodes([where], [TASK], 0.5)) == 2
 
 
 def some_logprobs(policy, base):
