@@ -4,13 +4,8 @@ import io
 import sys
 from dataclasses import replace
 
-import pytest
-
 import env
-from env import Env
-from flatlab.errors import SandboxFault
 from flatlab.options import SandboxOptions
-from flatlab.runs.cli import one_sentence
 from helpers import LOCAL, python
 from tasks import load_task
 
@@ -65,17 +60,6 @@ def test_a_task_with_a_test_part_only_never_says_validation(capsys, monkeypatch)
     assert "test accuracy: 0.6764" in said
     assert said.splitlines()[-1].startswith("[test part] test accuracy: 0.6764")
     assert "validation" not in said
-
-
-def test_a_broken_sandbox_by_hand_is_one_sentence(monkeypatch, capsys):
-    def broken(*_):
-        raise SandboxFault("no daemon")
-
-    monkeypatch.setattr(Env, "reset", broken)
-    with pytest.raises(SystemExit) as end:
-        one_sentence(lambda: env.by_hand("titanic", sandbox=SandboxOptions(LOCAL)))
-    assert end.value.code == 1
-    assert capsys.readouterr().err == "The sandbox broke: no daemon\n"
 
 
 def test_bad_input_by_hand_is_one_sentence():

@@ -4,7 +4,6 @@ The real ones: MLGYM_ROOT=<checkout of MLGym>, MLEDOJO_REPO=<checkout of MLE-Doj
 """
 
 import csv
-import hashlib
 import json
 import math
 import os
@@ -26,9 +25,8 @@ from flatlab.episode.mlgym import mlgym_names
 from flatlab.episode.sanity import at_the_top, csv_rules, degenerate, sanity_file
 from flatlab.episode.task import last_json_object, parse_grade
 from flatlab.episode.task_files import TASKS_DIR
-from flatlab.errors import SandboxFault, UserError
+from flatlab.errors import UserError
 from flatlab.options import SandboxOptions
-from flatlab.runs.cli import one_sentence
 from helpers import python
 from tasks import load_task
 
@@ -60,12 +58,8 @@ def grade(task, folder, artefacts, split=None):
 
 
 def content(root):
-    """A hash of everything under a folder."""
-    rows = [
-        (str(path), path.read_bytes() if path.is_file() else b"")
-        for path in sorted(root.rglob("*"))
-    ]
-    return hashlib.sha256(repr(rows).encode()).hexdigest()
+    """All files under a folder."""
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 # ----------------------------------------------------------------------------------- a small MLGym
@@ -180,12 +174,10 @@ def mlgym(tmp_path):
 
 def test_mlgym_game(mlgym):
     task = load_task("battleOfSexes", mlgym)
-    assert (task.source, task.metric, task.higher_is_better, task.baseline) == (
-        "mlgym",
-        "Score",
-        True,
-        0.5,
-    )
+    assert task.source == "mlgym"
+    assert task.metric == "Score"
+    assert task.higher_is_better
+    assert task.baseline == 0.5
     assert set(task.public) == {"strategy.py"}
     assert set(task.hidden) == {"target.py", "evaluate.py"}
     assert task.splits == ("test",)
@@ -223,16 +215,18 @@ def test_mlgym_folders_as_artefacts(mlgym, tmp_path):
     assert task.requirements == mlgym / "data/rl/requirements.txt"
     assert task.metric == "Reward Mean"
     assert set(task.public) == {"src/train.py", "src/config.yaml"}
-    assert all(map(task.is_artefact, ("checkpoints/a-0.pkl", "src/deep/net.py", "my.yaml")))
-    assert not any(map(task.is_artefact, ("evaluate.py", "data/my.yaml", "src")))
-    files = {"checkpoints/a.pkl": b"", "src/config.yaml": b"four"}
+    for path in ("checkpoints/a-0.pkl", "src/deep/net.py", "my.yaml"):
+        assert task.is_artefact(path)
+    for path in ("evaluate.py", "data/my.yaml", "src"):
+        assert not task.is_artefact(path)
+    bare = {"checkpoints/a.pkl": b""}
+    files = bare | {"src/config.yaml": b"four"}
     assert "src/train.py" not in task.grading_files(files)  # the agent has removed it
     assert grade(task, tmp_path / "a", files) == (4, "")
     assert grade(task, tmp_path / "b", files | {"config.yaml": b"seven.."}) == (7, "")
-    assert grade(task, tmp_path / "c", {"checkpoints/a.pkl": b""}) == (
-        None,
-        "there is no configuration (*.yaml)",
-    )
+    score, message = grade(task, tmp_path / "c", bare)
+    assert score is None
+    assert message == "there is no configuration (*.yaml)"
 
 
 def test_mlgym_needs(mlgym):
@@ -248,23 +242,22 @@ def test_mlgym_task_of_the_user(mlgym):
     assert set(task.hidden) == {"key.csv"}
 
 
-def test_mlgym_says_what_is_wrong(mlgym):
-    cases = [
-        (
-            "3SATTime",
-            "data/3SATTime/data is missing; task 3SATTime needs it: MLGym does not publish",
-        ),
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("3SATTime", "data/3SATTime/data is missing; task 3SATTime needs it: MLGym does not"),
         (
             "regressionHousePrice",
             "never published.*regressionKaggleHousePrice is the one that works",
         ),
         ("other", "metric and higher_is_better"),
         ("battelOfSexes", "did you mean battleOfSexes"),
-    ]
-    for name, message in cases:
-        with pytest.raises(UserError, match=message) as caught:
-            load_task(name, mlgym)
-        assert "\n" not in str(caught.value)
+    ],
+)
+def test_mlgym_says_what_is_wrong(mlgym, name, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load_task(name, mlgym)
+    assert "\n" not in str(caught.value)
 
 
 def test_mlgym_starter_missing(mlgym):
@@ -290,17 +283,7 @@ def play(mlgym, folder, source):
     return grade(load_task("battleOfSexes", mlgym), folder, {"strategy.py": source.encode()})
 
 
-def test_proxy_plays(mlgym, tmp_path):
-    begin = time.perf_counter()
-    score, message = play(mlgym, tmp_path / "a", "def row_strategy(history): return 0")
-    assert message == ""
-    assert score == pytest.approx(0.5, abs=0.05)
-    assert time.perf_counter() - begin < 5  # 3,000 moves: 0.2 s on an idle machine
-    assert list((tmp_path / "a").iterdir()) == []  # nothing was left to read
-    score, message = play(
-        mlgym,
-        tmp_path / "b",
-        """
+LENGTHS = """
 def row_strategy(history):
     assert len(history) < 10
     assert all(type(pair) is tuple and pair[0] == i % 2 for i, pair in enumerate(history))
@@ -311,10 +294,17 @@ def row_strategy(history, first=row_strategy):
     move = len(history) % 2
     first(history)
     return move
-""",
-    )
+"""
+
+
+@pytest.mark.parametrize("source", ["def row_strategy(history): return 0", LENGTHS])
+def test_proxy_plays(mlgym, tmp_path, source):
+    begin = time.perf_counter()
+    score, message = play(mlgym, tmp_path / "a", source)
     assert message == ""
     assert score == pytest.approx(0.5, abs=0.05)
+    assert time.perf_counter() - begin < 5  # 3,000 moves: 0.2 s on an idle machine
+    assert list((tmp_path / "a").iterdir()) == []  # nothing was left to read
 
 
 def test_proxy_refuses(mlgym, tmp_path):
@@ -358,56 +348,6 @@ def test_proxy_refuses(mlgym, tmp_path):
         score, said = play(mlgym, folder / "a", source)
         assert score is None
         assert message in said
-
-
-def test_proxy_keeps_the_grader_out_of_reach(mlgym, tmp_path):
-    """Tries to read the partner, and the grader's memory, frames and modules; says what it got."""
-    folder = tmp_path / "a"
-    score, said = play(
-        mlgym,
-        folder,
-        """
-import os, sys
-def row_strategy(history):
-    found, parent = [], f"/proc/{os.getppid()}"
-    for path in (f"{parent}/mem", f"{parent}/environ", f"{parent}/fd/0", f"{parent}/fd/1",
-                 FOLDER + "/target.py", FOLDER + "/evaluate.py", FOLDER + "/strategy_agent.py"):
-        try:
-            open(path, "rb")
-            found.append(path)
-        except OSError:
-            pass
-    try:
-        import target
-        found.append("target")
-    except ImportError:
-        pass
-    frame = sys._getframe()
-    while frame:
-        found += [frame.f_code.co_filename] if "evaluate" in frame.f_code.co_filename else []
-        frame = frame.f_back
-    status = open("/proc/self/status").read()
-    raise ValueError(f"found {found} caps {status.split('CapEff:')[1].split()[0]}")
-""".replace("FOLDER", repr(str(folder))),
-    )
-    assert "found [] caps 0000000000000000" in said
-
-
-def test_proxy_shares_no_random_numbers(mlgym, tmp_path):
-    score, said = play(
-        mlgym,
-        tmp_path / "a",
-        """
-import random
-def row_strategy(history):
-    state = random.getstate()       # what the partner would draw next, if it drew in this process
-    move = random.randint(0, 1)
-    random.setstate(state)
-    return move
-""",
-    )
-    assert said == ""
-    assert score == pytest.approx(0.5, abs=0.05)
 
 
 def test_proxy_passes_arguments_and_tuples(tmp_path):
@@ -457,19 +397,18 @@ def test_dojo_loads(dojo):
 def test_dojo_parts(dojo, tmp_path):
     """Each part is graded on its own ids only, and they make up the whole."""
     task = load_task("mine", mledojo_root=dojo)
-    text = answers(lambda i: 0).encode()
-    part = [
-        grade(task, tmp_path / "a", {"submission.csv": text}, split)[0] for split in task.splits
-    ]
-    assert task.baseline == part[0]
-    assert len(set(part)) == 3
-    assert all(70 < score < 130 for score in part)
+
+    def scores(value):
+        files = {"submission.csv": answers(value).encode()}
+        return [grade(task, tmp_path / "a", files, split)[0] for split in task.splits]
+
+    zeros = scores(lambda i: 0)
+    assert zeros[0] == task.baseline
+    assert len(set(zeros)) == 3
+    assert 70 < min(zeros) < max(zeros) < 130
     for wrong in (3, 4):  # one wrong value shows in exactly one of them
-        text = answers(lambda i, wrong=wrong: i + (i == wrong)).encode()
-        assert sorted(
-            grade(task, tmp_path / "a", {"submission.csv": text}, split)[0] > 0
-            for split in task.splits
-        ) == [False, False, True]
+        one_wrong = scores(lambda i, wrong=wrong: i + (i == wrong))
+        assert sorted(score > 0 for score in one_wrong) == [False, False, True]
 
 
 def test_dojo_position_and_standard_error(dojo, tmp_path):
@@ -488,8 +427,9 @@ def test_dojo_position_and_standard_error(dojo, tmp_path):
 
 
 @pytest.mark.slow
-def test_dojo_refuses(dojo, tmp_path):
-    cases = [
+@pytest.mark.parametrize(
+    "text, message",
+    [
         (answers(lambda i: i, range(10)), "200 rows of ['id', 'y'] are needed"),
         (answers(lambda i: i, header="id,z"), "are needed"),
         (answers(lambda i: i, range(1, ROWS + 1)), "other ids"),
@@ -498,35 +438,30 @@ def test_dojo_refuses(dojo, tmp_path):
         ("", "cannot be read"),
         ("\xff\x00,", "are needed"),
         ('id,y\n"', "cannot be read"),
-    ]
+    ],
+)
+def test_dojo_refuses(dojo, tmp_path, text, message):
     task = load_task("mine", mledojo_root=dojo)
-    for text, message in cases:
-        score, said = grade(task, tmp_path / "a", {"submission.csv": text.encode()})
-        assert score is None
-        assert message in said
+    score, said = grade(task, tmp_path / "a", {"submission.csv": text.encode()})
+    assert score is None
+    assert message in said
 
 
 def test_dojo_without_ids_has_one_part(dojo, tmp_path):
-    write(
-        dojo / "mine/data",
-        {
-            "private/test_answer.csv": answers(lambda i: i, header="row,y"),
-            "public/sample_submission.csv": answers(lambda i: 0, header="other,y"),
-        },
-    )
-    metric = dojo.parent.parent / "mledojo/competitions/mine/utils/metric.py"
-    metric.write_text(
-        METRIC.replace(
-            'submission["id"].values != ground_truth["id"].values', "np.array([False])"
-        ).replace("list(submission.columns) != columns", "False")
-    )
+    files = {
+        "private/test_answer.csv": answers(lambda i: i, header="row,y"),
+        "public/sample_submission.csv": answers(lambda i: 0, header="other,y"),
+    }
+    write(dojo / "mine/data", files)
+    ids = 'submission["id"].values != ground_truth["id"].values'
+    unchecked = METRIC.replace(ids, "np.array([False])")
+    unchecked = unchecked.replace("list(submission.columns) != columns", "False")
+    write(dojo.parents[1], {"mledojo/competitions/mine/utils/metric.py": unchecked})
     task = load_task("mine", mledojo_root=dojo)
     assert task.splits == ("test",)
     assert task.baseline == (ROWS - 1) / 2
-    assert grade(task, tmp_path / "a", {"submission.csv": answers(lambda i: i + 1).encode()}) == (
-        1,
-        "",
-    )
+    handed_in = {"submission.csv": answers(lambda i: i + 1).encode()}
+    assert grade(task, tmp_path / "a", handed_in) == (1, "")
 
 
 def test_dojo_sample_that_cannot_be_graded(dojo):
@@ -540,8 +475,9 @@ def test_dojo_sample_that_cannot_be_graded(dojo):
         load_task("mine", mledojo_root=dojo)
 
 
-def test_dojo_says_what_is_missing(dojo, tmp_path):
-    cases = [
+@pytest.mark.parametrize(
+    "path, message",
+    [
         ("data/prepared/mine/data/private", "private is missing; let MLE-Dojo prepare mine again"),
         (
             "data/prepared/mine/data/public/sample_submission.csv",
@@ -550,12 +486,12 @@ def test_dojo_says_what_is_missing(dojo, tmp_path):
         ("data/prepared/mine/data/private/test_answer.csv", "private/test_answer.csv is missing"),
         ("mledojo", "set .MLEDOJO_REPO to a checkout"),
         ("data/prepared/mine", "no <name>/data/public"),
-    ]
-    for path, message in cases:
-        (tmp_path / "MLE-Dojo" / path).rename(tmp_path / "away")
-        with pytest.raises(UserError, match=message):
-            load_task("mine", mledojo_root=dojo)
-        (tmp_path / "away").rename(tmp_path / "MLE-Dojo" / path)
+    ],
+)
+def test_dojo_says_what_is_missing(dojo, tmp_path, path, message):
+    (tmp_path / "MLE-Dojo" / path).rename(tmp_path / "away")
+    with pytest.raises(UserError, match=message):
+        load_task("mine", mledojo_root=dojo)
 
 
 def test_dojo_metric_that_cannot_be_loaded(dojo, tmp_path):
@@ -582,22 +518,22 @@ def in_a_sandbox(request):
 
 @real_mlgym
 def test_real_mlgym_every_task():
-    before, loaded, refused = content(Path(MLGYM, "configs")), [], {}
+    before = content(Path(MLGYM, "configs"))
+    loaded = []
+    refused = {}
     for name in mlgym_names(Path(MLGYM)):
         try:
             task = load_task(name, MLGYM)
-            assert task.name == name
-            assert task.metric
-            assert task.splits == ("test",)
-            assert "evaluate.py" in task.hidden
-            assert not any(
-                word in path
-                for path in task.public
-                for word in ("answer", "ground_truth", "target.py")
-            )
-            loaded.append(name)
         except UserError as error:
             refused[name] = str(error)
+            continue
+        loaded.append(name)
+        assert task.name == name
+        assert task.metric
+        assert task.splits == ("test",)
+        assert "evaluate.py" in task.hidden
+        for word in ("answer", "ground_truth", "target.py"):
+            assert word not in " ".join(task.public)
     assert len(loaded) + len(refused) == 19
     assert len(loaded) >= 14
     never_published = {"regressionHousePrice", "regressionHousingPrice"}
@@ -610,8 +546,9 @@ def test_real_mlgym_every_task():
 
 
 @real_mlgym
-def test_real_mlgym_games(in_a_sandbox):
-    cases = [
+@pytest.mark.parametrize(
+    "name, strategy, exact, error",
+    [
         ("battleOfSexes", None, 1.0227, 0.02),
         ("battleOfSexes", "0", 1.44, 0.02),
         ("prisonersDilemma", None, 2.3716, 0.03),
@@ -619,15 +556,16 @@ def test_real_mlgym_games(in_a_sandbox):
         ("blotto", None, -0.248, 0.02),
         ("blotto", "[30] * 4 + [0] * 2", 0.25, 0.02),
         ("blotto", "[20] * 6", -0.005, 0.02),
-    ]
-    for name, strategy, exact, error in cases:
-        task = load_task(name, MLGYM)
-        source = f"def row_strategy(history): return {strategy}".encode()
-        if strategy is None:
-            source = task.public["strategy.py"].read_bytes()
-        score, message = in_a_sandbox(task, {"strategy.py": source})
-        assert message == ""
-        assert score == pytest.approx(exact, abs=error)
+    ],
+)
+def test_real_mlgym_games(in_a_sandbox, name, strategy, exact, error):
+    task = load_task(name, MLGYM)
+    source = f"def row_strategy(history): return {strategy}".encode()
+    if strategy is None:
+        source = task.public["strategy.py"].read_bytes()
+    score, message = in_a_sandbox(task, {"strategy.py": source})
+    assert message == ""
+    assert score == pytest.approx(exact, abs=error)
 
 
 @real_mlgym
@@ -635,18 +573,14 @@ def test_real_mlgym_titanic(in_a_sandbox):
     task = load_task("titanic", MLGYM)
     with open(task.public["data/test.csv"], newline="") as file:
         rows = list(csv.DictReader(file))
-    text = "PassengerId,Survived\n" + "".join(
-        f"{row['PassengerId']},{int(row['Sex'] == 'female')}\n" for row in rows
-    )
-    assert in_a_sandbox(task, {"submission.csv": text.encode()}) == (1.0, "")
+    lines = ["PassengerId,Survived"]
+    twice = lines + [f"{rows[0]['PassengerId']},0"] * len(rows)  # worth 1.0 in MLGym
+    lines += [f"{row['PassengerId']},{int(row['Sex'] == 'female')}" for row in rows]
+    assert in_a_sandbox(task, {"submission.csv": "\n".join(lines).encode()}) == (1.0, "")
     assert "women" in degenerate(task)
-    text = "PassengerId,Survived\n" + f"{rows[0]['PassengerId']},0\n" * len(
-        rows
-    )  # worth 1.0 in MLGym
-    assert in_a_sandbox(task, {"submission.csv": text.encode()}) == (
-        None,
-        "a PassengerId is there twice",
-    )
+    score, message = in_a_sandbox(task, {"submission.csv": "\n".join(twice).encode()})
+    assert score is None
+    assert message == "a PassengerId is there twice"
 
 
 @real_mlgym
@@ -690,23 +624,20 @@ def trivial(tmp_path, train, test):
 
 def test_trivial_rules_of_classes_and_numbers(tmp_path):
     colour = ("blue", "red", "red")
-    train = "id,name,colour,x,y\n" + "".join(
-        f"{i},n{i},{colour[i % 3]},{i % 30},{int(i % 3 > 0)}\n" for i in range(99)
-    )
-    found = trivial(
-        tmp_path, train, "id,name,colour,x\n500,n,blue,1\n501,n,green,\n"
-    )  # green: never seen
-    assert found == {
+    lines = ["id,name,colour,x,y"]
+    lines += [f"{i},n{i},{colour[i % 3]},{i % 30},{int(i % 3 > 0)}" for i in range(99)]
+    test = "id,name,colour,x\n500,n,blue,1\n501,n,green,\n"  # green: never seen
+    assert trivial(tmp_path, "\n".join(lines), test) == {
         "always 1": "id,y\n500,1\n501,1\n",
         "always 0": "id,y\n500,0\n501,0\n",
         "by colour alone": "id,y\n500,0\n501,1\n",
     }
-    train = "id,x,y\n" + "".join(f"{i},{i},{i * i}\n" for i in range(1, 101))
-    found = trivial(tmp_path, train, "id,x\n500,1\n501,100\n")
-    values = [float(line.split(",")[1]) for line in found["by x alone"].splitlines()[1:]]
-    assert values[0] < 300
-    assert values[1] > 8000
-    assert set(found) == {"always 3383.5", "always 2550.5", "by x alone"}
+    lines = ["id,x,y"] + [f"{i},{i},{i * i}" for i in range(1, 101)]
+    rules = trivial(tmp_path, "\n".join(lines), "id,x\n500,1\n501,100\n")
+    assert set(rules) == {"always 3383.5", "always 2550.5", "by x alone"}
+    low, high = (line.split(",")[1] for line in rules["by x alone"].splitlines()[1:])
+    assert float(low) < 300
+    assert float(high) > 8000
     assert trivial(tmp_path, "id,a,b\n1,2,3\n", "id\n1\n") == {}
 
 
@@ -731,17 +662,9 @@ def test_degenerate_is_what_was_found_or_is_known(mlgym):
     assert "women survive" in degenerate(load_task("titanic", mlgym))
 
 
-@pytest.mark.parametrize(
-    "name, words",
-    [
-        ("titanic", ["by sex alone", "not degenerate"]),
-        ("battleOfSexes", ["always 0", "degenerate: always 0"]),
-    ],
-)
-def test_command(tmp_path, capsys, name, words):
-    tasks.main(name, sandbox=SandboxOptions("local"))
-    said = capsys.readouterr().out
-    assert all(word in said for word in words)
+def test_command_names_the_rule_that_is_at_the_top(tmp_path, capsys):
+    tasks.main("battleOfSexes", sandbox=SandboxOptions("local"))
+    assert "degenerate: always 0" in capsys.readouterr().out
     assert len(list((tmp_path / "cache/flatlab/sanity").glob("*.json"))) == 1
 
 
@@ -751,14 +674,3 @@ def test_command_without_a_name_lists_all_tasks(mlgym, capsys):
     assert ["mine", str(mlgym)] in [line.split() for line in lines]
     assert "accuracy, higher is better, baseline 0.6782" in "\n".join(lines)
     assert len(lines) == len(mlgym_names(mlgym)) + len(builtin_names())
-
-
-def test_command_with_a_sandbox_that_breaks_says_one_sentence(monkeypatch, capsys):
-    def broken(*_, **__):
-        raise SandboxFault("no daemon")
-
-    monkeypatch.setattr(tasks, "open_sandbox", broken)
-    with pytest.raises(SystemExit) as end:
-        one_sentence(lambda: tasks.main("titanic", sandbox=SandboxOptions("local")))
-    assert end.value.code == 1
-    assert capsys.readouterr().err == "The sandbox broke: no daemon\n"

@@ -382,18 +382,34 @@ def test_bad_presets(preset, capsys):
     assert "--tau" in capsys.readouterr().err
 
 
-def test_what_a_person_can_mend_is_one_sentence_wherever_it_happened(capsys):
-    def parallel():
-        raise ExceptionGroup("tasks", [ExceptionGroup("more", [UserError("Take another name.")])])
+def parallel():
+    raise ExceptionGroup("tasks", [ExceptionGroup("more", [UserError("Take another name.")])])
 
-    for main, said in (
-        (parallel, "Take another name.\n"),
-        (lambda: open("/dev/full", "w").write("x" * 10**6), "No space left on device. Everything"),
-    ):
-        with pytest.raises(SystemExit) as end:
-            cli.one_sentence(main)
-        assert end.value.code == 2
-        assert capsys.readouterr().err.startswith(said)
+
+def full():
+    open("/dev/full", "w").write("x" * 10**6)
+
+
+def broken():
+    raise SandboxFault("no daemon")
+
+
+@pytest.mark.parametrize(
+    "main, code, sentence",
+    [
+        (parallel, 2, "Take another name.\n"),
+        (full, 2, "No space left on device. Everything"),
+        (broken, 1, "The sandbox broke: no daemon\n"),
+    ],
+)
+def test_what_a_person_can_mend_is_one_sentence_wherever_it_happened(main, code, sentence, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.one_sentence(main)
+    assert end.value.code == code
+    assert capsys.readouterr().err.startswith(sentence)
+
+
+def test_a_bug_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
         cli.one_sentence(lambda: 1 / 0)
 
