@@ -452,14 +452,3 @@ def test_the_bar_of_a_tree_has_an_arrow_where_scores_lie_outside(scores, higher,
     assert (max(scores) > high) == (arrow == "max")
     _, bar, _ = tree_axes(run)
     assert bar._colorbar.extend == arrow
-
-
-def test_no_line_crosses_a_label_of_a_tree():
-    """A label is white behind its letters and is drawn after the lines, before the marks."""
-    tree, _, _ = tree_axes(searched())
-    last_line = max(line.get_zorder() for line in tree.lines if len(line.get_xdata()))
-    first_mark = min(mark.get_zorder() for mark in tree.collections if len(mark.get_offsets()))
-    assert len(tree.texts) == 4
-    for label in tree.texts:
-        assert last_line < label.get_zorder() < first_mark
-        assert label.get_bbox_patch().get_facecolor() == (1, 1, 1, 1)

@@ -51,12 +51,6 @@ def test_the_second_call_answers_at_once(run, monkeypatch, capsys):
     assert capsys.readouterr().out.strip() == "logs/demonstrations-battleOfSexes"
 
 
-def test_an_unknown_task_is_one_sentence(tmp_path):
-    done = subprocess.run([*TOOL, "--task", "digits"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.strip() == "The expert knows titanic and battleOfSexes, not digits."
-
-
 def test_programs_of_titanic_fit_into_the_recipe():
     """About three characters are a token, and a reply of configs/grpo-cpu.yaml has at most 128."""
     for _, _, program in demonstrations.short_titanic_table().solutions:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -319,19 +318,6 @@ def test_isolation_and_limits(engine):
         docker_api().remove_container(box.container, force=True)
         box.run("sleep 20", 20)
     box.close()
-
-
-def test_public_files_are_baked_into_an_image(engine, tmp_path):
-    (tmp_path / "big.bin").write_bytes(b"7" * (9 << 20))
-    task = load_task("titanic")
-    task = replace(task, name="flatlab test", public={"data/big.bin": tmp_path / "big.bin"})
-    with Env(task, "docker") as world:
-        assert "data/big.bin (9437184 bytes)" in world.reset()
-        assert world.sandbox.image.startswith("flatlab/flatlab-test:")
-        first = world.sandbox.image
-    images.found_images.clear()  # as a later process
-    assert images.prepared_image(task, IMAGE) == first
-    docker_api().remove_image(first, force=True)
 
 
 OWNER = """

@@ -361,24 +361,3 @@ def test_large_runs_open_in_two_seconds(tmp_path, browser):
     assert browser.open(page.write([search_run(tmp_path / "b", many)], tmp_path / "b.html")) < 2
     assert browser.js("document.querySelectorAll('.tree .node').length") == 501
     assert browser.complaints() == []
-
-
-@needs_browser
-def test_the_page_fits_a_phone(tmp_path, browser):
-    path = page.write(
-        [search_run(tmp_path / "run", [node("0.0", 0.7), node("0.1", None)])],
-        tmp_path / "report.html",
-    )
-    browser.call(
-        "Emulation.setDeviceMetricsOverride",
-        width=390,
-        height=800,
-        deviceScaleFactor=1,
-        mobile=True,
-    )
-    try:
-        browser.open(path, "#0/0.0")
-        browser.until("document.querySelector('#detail .column') !== null")
-        assert browser.js("document.documentElement.scrollWidth") <= 390
-    finally:
-        browser.call("Emulation.clearDeviceMetricsOverride")

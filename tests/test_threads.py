@@ -34,14 +34,3 @@ def test_a_limit_holds_inside_and_ends_with_an_error():
     with threads.at_most(None), threads.at_most(before + 1):
         assert torch.get_num_threads() == before
     assert torch.get_num_threads() == before
-
-
-@pytest.mark.slow
-def test_the_engine_says_nothing_about_its_memory():
-    code = (
-        "from flatlab import threads; threads.configure()\n"
-        "from policy import Policy, resolve_model; Policy(resolve_model('tiny'), context=512)"
-    )
-    done = run_in_fresh_process(code)
-    assert done.returncode == 0, done.stderr
-    assert "NUMA" not in done.stderr
