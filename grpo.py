@@ -33,6 +33,7 @@ Letters: P groups, G episodes each, N trained tokens of a micro-batch.
 """
 
 import asyncio
+import copy
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -42,7 +43,7 @@ from statistics import fmean, stdev
 from typing import Annotated, Literal
 
 import env
-from flatlab import threads
+from flatlab import options, threads
 from flatlab.episode.episode import run_episode
 from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
@@ -58,18 +59,13 @@ from flatlab.options import (
     Seed,
     TaskOptions,
     TrackerOptions,
-    check_numbers,
-    derive,
-    flat,
-    may_change,
-    set_defaults,
 )
 from flatlab.runs import trackers
 from flatlab.runs.cli import check_distinct, one_sentence, parse_config, recorded_end
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.reader import value_text
 from flatlab.runs.store import open_run, run_directory
-from flatlab.train import distributed, guard, imitation, memory, metrics
+from flatlab.train import checkpoint, distributed, guard, imitation, memory, metrics
 from flatlab.train.batch import (
     Group,
     Meter,
@@ -80,21 +76,10 @@ from flatlab.train.batch import (
     gather_groups,
     micro_batches,
     sequences_of,
-    stop_if_interrupted,
     to_tensors,
 )
-from flatlab.train.checkpoint import (
-    digest,
-    final_adapters,
-    keep_best,
-    restore,
-    resume,
-    save_adapter,
-    save_groups,
-    timing,
-    write_step,
-)
-from flatlab.view.console import Progress, banner, farewell, print_step
+from flatlab.train.overlap import Slots, run_beside, stop_if_interrupted
+from flatlab.view import console
 from policy import ModelPath, Policy, default_model, lora_settings, resolve_model
 
 # ================================== the idea: edit here ==================================
@@ -354,7 +339,13 @@ class Config:
     # upper bound on the groups per step, when groups with equal rewards are replaced; default: 2 P
     max_groups: int | None = None
     group_size: Annotated[int, Bounds(2)] = 8  # G: episodes per group, compared with each other
-    concurrency: Resumable[Count] = 32  # episodes in flight at once, at most
+    # steps whose episodes play while earlier ones are learned; the first token of an episode is at
+    # most so many updates old
+    ahead: int = 0
+    # episodes in flight at once, at most; default: 32 for each of the 1 + ahead steps
+    concurrency: Resumable[Count | None] = None
+    # requests that the engine works on at once; default: as concurrency
+    max_batch: Resumable[Count | None] = None
 
     reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
     advantage: Literal[*ADVANTAGES] = "group"  # what an episode is compared with
@@ -450,6 +441,7 @@ class Plan:
     seed: int
     replacements: list[Task] = field(default_factory=list)  # of groups after equal rewards
     test: bool = False  # whether to score the test part, too
+    order: int = -1  # free sandboxes go to the lowest one: evaluations, then step by step
 
 
 async def play_groups(
@@ -458,17 +450,18 @@ async def play_groups(
     """Plays the groups of a plan; returns those of this rank by number.
 
     A group of equal rewards is followed by the next replacement. Up to cfg.concurrency episodes are
-    in flight at once. Every rank plays its part of both lists. recent: latest improvements by task,
-    see the rewards. progress: counts the episodes that have ended.
+    in flight at once, those of other plans included. Every rank plays its part of both lists.
+    recent: latest improvements by task, see the rewards. progress: counts the episodes that have
+    ended.
     """
     recent = recent or {}
-    slots = asyncio.Semaphore(cfg.concurrency)
+    job.slots = slots = job.slots or Slots(cfg.concurrency)
     planned = [*plan.tasks, *plan.replacements]
     spare = iter(range(len(plan.tasks), len(planned))[job.rank :: job.world])
 
     async def play(task, number):
         seed = plan.seed * 100_003 + number
-        async with slots, env.Env(task, cfg.sandbox, seed) as world:
+        async with slots.slot(plan.order), env.Env(task, cfg.sandbox, seed) as world:
             episode = await run_episode(world, policy, cfg.episode, seed, plan.test)
         if progress:
             progress.done += 1
@@ -587,16 +580,21 @@ def update(
     total, mean, largest = meter.over_ranks(job)
     kept = [total[f"kept_{epoch}"] for epoch in range(cfg.epochs)]
     shares = ("kl", "entropy", "clip_share", "dropped_share")
-    return {
+    row = {
         "loss": total["loss"] / cfg.epochs,
         "lost_tokens": total["lost_tokens"],
         "grad_norm": fmean(grad_norms),
-        "logprob_diff_mean": mean["logprob_diff"],
-        "logprob_diff_max": largest["logprob_diff"],
         "skipped": skipped,
         "empty_epochs": kept.count(0),
+        "lag_mean": mean["lag"],
+        "lag_max": largest["lag"],
+        "judged_tokens": total["judged"],
         **{name: mean[name] for name in shares},
     }
+    if total["judged"]:
+        row["logprob_diff_mean"] = mean["logprob_diff"]
+        row["logprob_diff_max"] = largest["logprob_diff"]
+    return row
 
 
 def micro_loss(policy, micro: MicroBatch, cfg: Config, meter: Meter, epoch: int, measure_kl: bool):
@@ -613,25 +611,24 @@ def micro_loss(policy, micro: MicroBatch, cfg: Config, meter: Meter, epoch: int,
     )
 
     # A token whose log-prob is not finite is left out.
-    known = logp.isfinite() & micro.old.isfinite()
+    is_finite = logp.isfinite() & micro.old.isfinite()
     if base is not None:
-        known &= base.isfinite()
-    logp = logp.masked_fill(~known, 0.0)
-    old = micro.old.masked_fill(~known, 0.0)
-    difference = (logp.detach() - old).abs()
+        is_finite &= base.isfinite()
+    logp = logp.masked_fill(~is_finite, 0.0)
+    old = micro.old.masked_fill(~is_finite, 0.0)
 
-    kept = known
+    kept = is_finite
     if cfg.sequence_mask is not None:
         drift = geometric_mean(logp.detach() - old, micro.sequence).abs()
-        kept = known & (drift <= log1p(cfg.sequence_mask))
+        kept = is_finite & (drift <= log1p(cfg.sequence_mask))
     loss, is_clipped = LOSSES[cfg.loss].function(logp, old, micro.advantage, micro.sequence, cfg)
     if base is not None:
-        kl = kl_to_base(logp, base).masked_fill(~known, 0.0)
+        kl = kl_to_base(logp, base).masked_fill(~is_finite, 0.0)
         meter.add(kl=kl)
         if cfg.kl:
             loss = loss + cfg.kl * kl
     if ENTROPY_BONUS:
-        loss = loss - ENTROPY_BONUS * entropy.masked_fill(~known, 0.0)
+        loss = loss - ENTROPY_BONUS * entropy.masked_fill(~is_finite, 0.0)
     if has_values:
         loss = loss + VALUE_WEIGHT * (values[0] - micro.target) ** 2 / 2
     loss = loss * micro.weight * kept
@@ -640,27 +637,38 @@ def micro_loss(policy, micro: MicroBatch, cfg: Config, meter: Meter, epoch: int,
         loss=loss,
         entropy=entropy,
         clip_share=is_clipped & kept,
-        dropped_share=known & ~kept,
-        lost_tokens=~known,
+        dropped_share=is_finite & ~kept,
+        lost_tokens=~is_finite,
         **{f"kept_{epoch}": kept},
     )
     if epoch == 0:
-        meter.add(logprob_diff=difference)
+        # The engine's log-probs are those of the trainer for tokens of the current version only.
+        lag = policy.version - micro.version
+        is_current = lag == 0
+        difference = (logp.detach() - old).abs()[is_current]
+        meter.add(lag=lag, judged=is_current, logprob_diff=difference)
     return loss.sum()
 
 
 # ------------------------------------------------------------------------------ evaluate
 
 
-async def evaluate(policy, tasks, cfg: Config, job, seed: int, test=False) -> list[Group]:
+def evaluate(policy, tasks, cfg: Config, job, seed: int, test=False) -> list[Group]:
     """cfg.eval_episodes episodes at the sampling temperature, one per group, the same ones for the
-    same seed.
+    same seed. No update happens meanwhile, so all of them are of one policy.
     """
-    played = [tasks[i % len(tasks)] for i in range(cfg.eval_episodes)]
-    plan = Plan(played, 1, seed, test=test)
-    total = len(played[job.rank :: job.world])
-    async with Progress(job, "evaluate", total) as progress:
-        groups = await play_groups(policy, plan, cfg, job, progress=progress)
+    planned = [tasks[i % len(tasks)] for i in range(cfg.eval_episodes)]
+    plan = Plan(planned, 1, seed, test=test)
+
+    async def play():
+        total = len(planned[job.rank :: job.world])
+        async with console.Progress(job, "evaluate", total) as progress:
+            return await play_groups(policy, plan, cfg, job, progress=progress)
+
+    groups = job.wait(play())
+    assert {turn["version"] for g in groups for e in g.episodes for turn in e.turns} <= {
+        policy.version
+    }
     return gather_groups(groups, job)
 
 
@@ -674,23 +682,23 @@ def final_seed(cfg: Config) -> int:
     return -2 - 2 * cfg.seed
 
 
-async def compare_adapters(policy, tasks, cfg: Config, job, state: State) -> dict:
+def compare_adapters(policy, tasks, cfg: Config, job, state: State) -> dict:
     """Plays the same fresh seeds with the untrained, the imitated, the last and the best adapter.
 
     Adapters with equal weights are played once: `file` in the results names their episodes. The
     test part is scored for the best one alone.
     """
-    folders = job.first(final_adapters(job.run) if job.run else None)
-    weights = {name: digest(folder) for name, folder in folders.items()}
+    folders = job.first(checkpoint.final_adapters(job.run) if job.run else None)
+    weights = {name: checkpoint.digest(folder) for name, folder in folders.items()}
     played, files = {}, {}  # by digest
     for name in ("best", *folders):
         if weights[name] not in played:
             policy.load(folders[name])
-            policy.sync()
-            played[weights[name]] = await evaluate(
+            job.call(policy.sync)
+            played[weights[name]] = evaluate(
                 policy, tasks, cfg, job, final_seed(cfg), test=name == "best"
             )
-            save_groups(job, f"final-{name}", played[weights[name]])
+            checkpoint.save_groups(job, f"final-{name}", played[weights[name]])
             files[weights[name]] = f"episodes/final-{name}.jsonl"
     results = metrics.final_comparison({name: played[weights[name]] for name in folders}, tasks)
     for name, result in results.items():
@@ -710,25 +718,25 @@ async def compare_adapters(policy, tasks, cfg: Config, job, state: State) -> dic
 # ------------------------------------------------------------------------------ train
 
 
-async def begin(policy, tasks, cfg: Config, job, state: State) -> None:
+def begin(policy, tasks, cfg: Config, job, state: State) -> None:
     """Before the first step: imitates the runs of --sft, then evaluates what training starts from.
 
     The adapter before an imitation is evaluated once, in the comparison at the end.
     """
-    save_adapter(policy, job, "untrained")
+    checkpoint.save_adapter(policy, job, "untrained")
     when = "before training"
     if cfg.sft:
         imitation.warm_start(policy, tasks, cfg, job)
         job.broadcast(policy.parameters())
-        policy.sync()
-        save_adapter(policy, job, "imitated")
+        job.call(policy.sync)
+        checkpoint.save_adapter(policy, job, "imitated")
         when = "after imitation"
     if cfg.eval_episodes:
-        groups = await evaluate(policy, tasks, cfg, job, selection_seed(cfg))
-        save_groups(job, "before", groups)
+        groups = evaluate(policy, tasks, cfg, job, selection_seed(cfg))
+        checkpoint.save_groups(job, "before", groups)
         metrics.remember(state.recent, groups)
         result = metrics.evaluation(groups, tasks)
-        keep_best(policy, job, state, result | {"step": -1})
+        checkpoint.keep_best(policy, job, state, result | {"step": -1})
         job.result(before=result)
         if job.run:
             job.run.track({"step": -1} | metrics.evaluation_columns(result))
@@ -737,7 +745,7 @@ async def begin(policy, tasks, cfg: Config, job, state: State) -> None:
 
 def plan_step(tasks, cfg: Config, step: int) -> Plan:
     """The groups of a step, and those that replace groups from which nothing can be learned."""
-    plan = Plan([], cfg.group_size, cfg.seed * 10_007 + step)
+    plan = Plan([], cfg.group_size, cfg.seed * 10_007 + step, order=step)
     plan.tasks = choose_tasks(tasks, cfg.task_weights, cfg.groups, f"{cfg.seed} {step}")
     if not ADVANTAGES[cfg.advantage].value_head:
         more = cfg.max_groups - cfg.groups
@@ -746,33 +754,47 @@ def plan_step(tasks, cfg: Config, step: int) -> Plan:
     return plan
 
 
-async def train(policy, tasks: list[Task], cfg: Config, job) -> None:
-    """All steps and evaluations. Only rank 0 has a run to write."""
+def start_steps(policy, tasks, cfg: Config, job, state: State, playing: dict) -> None:
+    """Lets the groups of the next step and of the cfg.ahead steps after it play.
+
+    playing: futures of their groups by step. A step that plays already goes on.
+    """
+    for step in range(state.step, min(state.step + cfg.ahead + 1, cfg.steps)):
+        if step not in playing:
+            plan = plan_step(tasks, cfg, step)
+            recent = copy.deepcopy(state.recent)
+            playing[step] = job.start(play_groups(policy, plan, cfg, job, recent))
+
+
+def train(policy, tasks: list[Task], cfg: Config, job) -> None:
+    """All steps and evaluations, in the trainer's thread: see run_beside. The event loop samples
+    meanwhile, also for later steps. Only rank 0 has a run to write.
+    """
     optimizer = policy.make_optimizer(cfg.lr)
-    state, rows = resume(policy, optimizer, job, State)
+    state, rows = checkpoint.resume(policy, optimizer, job, State)
     job.broadcast(policy.parameters())
-    found = (await policy.verify())["random adapter"]
-    job.say(
-        f"engine   agrees with the trainer: log-probs differ by {found.mean:.1g} nats on average, "
-        f"at most {found.largest:.1g}, under an adapter that moves them by {found.moved:.1g}",
-    )
+    agreement = job.wait(policy.verify())["random adapter"]
+    job.say(f"engine   agrees with the trainer: {agreement}")
     if state.step == 0:
-        await begin(policy, tasks, cfg, job, state)
+        begin(policy, tasks, cfg, job, state)
     if cfg.sft or policy.path.adapter:  # else the reference of the KL term is the base model
         start = "imitated" if cfg.sft else "untrained"
         policy.set_reference(Path("logs", cfg.name, start))
 
+    playing = {}
     while state.step < cfg.steps and not state.stopped:
         step = state.step
         watch = metrics.Stopwatch()
 
-        # sample: P groups of G episodes from the current policy; faults leave their group
-        groups = await play_groups(policy, plan_step(tasks, cfg, step), cfg, job, state.recent)
+        # sample: P groups of G episodes from the current policy, or from one that is at most
+        # cfg.ahead updates older; faults leave their group
+        start_steps(policy, tasks, cfg, job, state, playing)
+        groups = playing.pop(step).result()
         watch.lap("sample")
         played = gather_groups(groups, job)
         row = {"step": step, **metrics.step_metrics(played, tasks)}
         if not cfg.eval_episodes:  # the sampled episodes judge the adapter before its update
-            keep_best(policy, job, state, guard.latest_steps([*rows, row]))
+            checkpoint.keep_best(policy, job, state, guard.latest_steps([*rows, row]))
 
         # learn: from the groups whose rewards differ
         warm = min(1.0, (step - state.since + 1) / (cfg.warmup + 1))
@@ -783,34 +805,36 @@ async def train(policy, tasks: list[Task], cfg: Config, job) -> None:
         watch.lap("train")
 
         # sync: the trained adapter into the running engine
-        policy.sync()
+        job.call(policy.sync)
         watch.lap("sync")
 
         # judge: an evaluation now and then, alarms, a way back from a collapse
         state.step = step + 1
         metrics.remember(state.recent, played)
         if cfg.eval_episodes and (state.step % cfg.eval_every == 0 or state.step == cfg.steps):
-            judged = await evaluate(policy, tasks, cfg, job, selection_seed(cfg))
-            save_groups(job, f"eval-{step:06d}", judged)
+            judged = evaluate(policy, tasks, cfg, job, selection_seed(cfg))
+            checkpoint.save_groups(job, f"eval-{step:06d}", judged)
             result = metrics.evaluation(judged, tasks)
             row |= metrics.evaluation_columns(result)
-            keep_best(policy, job, state, result | {"step": step})
+            checkpoint.keep_best(policy, job, state, result | {"step": step})
         row["alarms"] = guard.alarms(row, rows)
         rows.append(row)
         best = state.best if cfg.eval_episodes else None
         reason = "" if cfg.guard == "off" else guard.collapse(rows[state.since :], best)
-        if reason:
-            row["alarms"].append(restore(policy, optimizer, cfg, state, reason))
+        if reason:  # episodes of the collapsed policy are played again
+            job.cancel()
+            playing.clear()
+            row["alarms"].append(checkpoint.restore(policy, optimizer, cfg, job, state, reason))
         watch.lap("judge")
 
         # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
         if job.run:
-            row |= timing(policy, watch.seconds, played)
-            write_step(policy, optimizer, job, state, played, row)
-            print_step(job.run, row)
+            row |= checkpoint.timing(policy, watch.seconds, played)
+            checkpoint.write_step(policy, optimizer, job, state, played, row)
+            console.print_step(job.run, row)
 
     if cfg.eval_episodes:
-        final = await compare_adapters(policy, tasks, cfg, job, state)
+        final = compare_adapters(policy, tasks, cfg, job, state)
         job.result(final=final)
         if job.run:
             job.run.track(metrics.final_row(final, job.run.results()["metric"]))
@@ -824,7 +848,7 @@ SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
 def check(cfg: Config) -> None:
     """Raises UserError for settings that are wrong."""
-    check_numbers(cfg)
+    options.check_numbers(cfg)
     check_distinct("--task", cfg.tasks.task)
     if cfg.eval_episodes == 1:
         raise UserError("--eval-episodes must be 0 or at least 2: one has no standard error.")
@@ -845,7 +869,7 @@ def check(cfg: Config) -> None:
 def fill_in(cfg: Config, tasks: list[Task], path: ModelPath) -> None:
     """Replaces None by what the model, the loss and the tasks suggest."""
     is_tiny = path.is_tiny
-    derive(cfg.model, cfg.episode, is_tiny, path.positions)
+    options.derive(cfg.model, cfg.episode, is_tiny, path.positions)
     model = value_text(cfg.model.model)
     lora = lora_settings(path, cfg.lora_rank, cfg.lora_alpha)
     derived = {
@@ -856,9 +880,11 @@ def fill_in(cfg: Config, tasks: list[Task], path: ModelPath) -> None:
         "clip_low": LOSSES[cfg.loss].clip_low,
         "clip_high": LOSSES[cfg.loss].clip_high,
         "max_groups": 2 * cfg.groups,
+        "concurrency": 32 * (1 + cfg.ahead),
         "name": f"{SCRIPT}-{'+'.join(task.name for task in tasks)}-{model}-{cfg.seed}",
     }
-    set_defaults(cfg, derived)
+    options.set_defaults(cfg, derived)
+    options.set_defaults(cfg, {"max_batch": cfg.concurrency})
     cfg.task_weights = cfg.task_weights or (1.0,) * len(tasks)
 
 
@@ -880,9 +906,9 @@ def prepare(cfg: Config, job):
     trackers.check(**asdict(cfg.trackers))
     job.run = run = open_run(
         run_directory(cfg.name),
-        flat(cfg),
+        options.flat(cfg),
         fingerprint(__file__, tasks, path),
-        may_change(cfg),
+        options.may_change(cfg),
         lambda run: is_finished(run, cfg),
     )
     if run.rows() and not run.checkpoints():
@@ -918,13 +944,13 @@ def main() -> None:
         with recorded_end([run] if run else [], f"logs/{cfg.name} after its last whole step"):
             if run:
                 run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
-                banner(cfg, tasks, path, why, run)
+                console.banner(cfg, tasks, path, why, run)
                 run.result(shown=SHOWN)
             job.say("engine   is starting")
             policy = load_policy(cfg, path, job)
-            asyncio.run(train(policy, tasks, cfg, job))
+            run_beside(job, train, policy, tasks, cfg, job)
     if run:
-        farewell(run)
+        console.farewell(run)
         stopped = run.results()["status"].partition("stopped: ")[2]
         if stopped and job.world == 1:  # torchrun would restart a job that failed
             sys.exit(f"Stopped: {stopped}. The best adapter so far is in best/.")
@@ -939,7 +965,7 @@ def load_policy(cfg: Config, path, job) -> Policy:
         lora_rank=cfg.lora_rank,
         lora_alpha=cfg.lora_alpha,
         seed=cfg.seed,
-        max_batch=cfg.concurrency,
+        max_batch=cfg.max_batch,
         gpu_memory=cfg.gpu_memory,
         value_head=ADVANTAGES[cfg.advantage].value_head,
         gradient_checkpointing=cfg.gradient_checkpointing,

@@ -28,6 +28,7 @@ import os
 import re
 import shutil
 import sys
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,12 @@ class Agreement:
     mean: float  # of |log p(engine) - log p(trainer)|
     largest: float
     moved: float  # mean |log p(with adapter) - log p(base model)|, both of the trainer
+
+    def __str__(self):
+        return (
+            f"log-probs differ by {self.mean:.1g} nats on average, at most {self.largest:.1g}, "
+            f"under an adapter that moves them by {self.moved:.1g}"
+        )
 
 
 @dataclass(frozen=True)
@@ -226,6 +233,8 @@ class Policy(ChatTokens):
         self.context = context
         self.temperature = temperature
         self.version = 0
+        self._busy = 0.0  # seconds in steps of the engine since _last_look
+        self._last_look = time.perf_counter()
         self._reference = None  # tensors of set_reference
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
@@ -373,8 +382,18 @@ class Policy(ChatTokens):
         """One step of the engine, on one thread if the model is small and no prompt is read."""
         count = None if self._prompts_wait else self._decode_threads
         self._prompts_wait = False
+        begin = time.perf_counter()
         with threads.at_most(count):
-            return self.engine.step()
+            outputs = self.engine.step()
+        self._busy += time.perf_counter() - begin
+        return outputs
+
+    def idle_share(self) -> float:
+        """Share of the time since the last call in which the engine made no step."""
+        now = time.perf_counter()
+        share = 1 - self._busy / (now - self._last_look)
+        self._last_look, self._busy = now, 0.0
+        return share
 
     async def _run_engine(self) -> None:
         """Steps the engine while it has work; between steps other coroutines send requests and

@@ -29,6 +29,17 @@ def configure() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
+def use_all() -> None:
+    """Lets a new thread compute with as many threads as OMP_NUM_THREADS says.
+
+    PyTorch gives a thread, at its first use, the number that any thread has set last.
+    """
+    import torch
+
+    torch.get_num_threads()
+    torch._C.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
 @contextlib.contextmanager
 def at_most(count: int | None):
     """Inside, PyTorch computes with at most `count` threads; None: no limit."""

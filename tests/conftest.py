@@ -99,3 +99,52 @@ def quick_provenance(monkeypatch):
     from flatlab.runs import store
 
     monkeypatch.setattr(store, "output_of", lambda *command: " ".join(command))
+
+
+@pytest.fixture
+def play(policy, tmp_path, monkeypatch):
+    """play(steps=4, ...) -> rows: one run of grpo.train in a fresh or known directory, from a fresh
+    adapter.
+    """
+    import torch
+
+    import grpo
+    from flatlab.runs import store
+    from flatlab.train.distributed import SingleProcess
+    from flatlab.train.overlap import run_beside
+    from flatlab.view import console
+    from helpers import RESULT, configure
+    from training import CFG, TASK, one_reply, weights_of
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(console, "plot_now_and_then", lambda run: None)
+    monkeypatch.setattr(store, "describe_machine", lambda: "")
+    start = weights_of(policy)
+
+    def play(name="a", episode=one_reply, tasks=(TASK,), begin=start, trackers=(), **fields):
+        with torch.no_grad():
+            for p, s in zip(policy.parameters(), begin):
+                p.copy_(s)
+        policy.version = 0
+        monkeypatch.setattr(grpo, "run_episode", episode)
+        cfg = configure(
+            CFG,
+            name=name,
+            groups=2,
+            max_groups=3,
+            group_size=4,
+            task=tuple(t.name for t in tasks),
+            task_weights=(1.0,) * len(tasks),
+            **{"eval_episodes": 0, "kl": 0.05, "concurrency": 8, **fields},
+        )
+        run = store.open_run(f"logs/{name}", {"task": list(cfg.tasks.task), "steps": cfg.steps})
+        run.result(**RESULT)
+        run.trackers += trackers
+        try:
+            job = SingleProcess(run)
+            run_beside(job, grpo.train, policy, list(tasks), cfg, job)
+            return run.rows()
+        finally:
+            run.lock.close()
+
+    return play

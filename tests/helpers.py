@@ -335,7 +335,7 @@ def step_row(step, **more):
 def turn(reply="hello", observation="seen hello", status="ok", score=None, **more):
     """A turn of a transcript."""
     texts = {"reply": reply, "action": None, "observation": observation, "status": status}
-    return texts | {"score": score, "stop_reason": "stop", "seconds_env": 0.25} | more
+    return texts | {"score": score, "stop_reason": "stop", "seconds_env": 0.25, "version": 0} | more
 
 
 def episode(value, reply="hello", status="submit", observation="seen hello"):

@@ -2,7 +2,6 @@
 the real engine.
 """
 
-import asyncio
 import errno
 import json
 import math
@@ -28,7 +27,7 @@ from flatlab.train.batch import Group, TrainSequence, gather_groups
 from flatlab.train.checkpoint import restore
 from flatlab.train.distributed import SingleProcess
 from flatlab.view import console, views
-from helpers import RESULT, configure, segments_of
+from helpers import configure, segments_of
 from policy import ModelPath
 from tasks import load_task
 from training import (
@@ -311,16 +310,18 @@ def test_the_guard_restores_the_best_adapter_halves_the_rate_and_in_the_end_stop
     for times in (1, 2, 3):
         randomise(policy, std=1.0)
         optimizer.state[policy.parameters()[0]] = {"step": 1}
-        assert "back to the adapter of step 3" in restore(policy, optimizer, cfg, state, "it fell")
+        assert "back to the adapter of step 3" in restore(
+            policy, optimizer, cfg, SingleProcess(), state, "it fell"
+        )
         assert has_weights(policy, kept)
         assert state.lr_scale == 0.5**times
         assert state.since == 7
         assert not optimizer.state
         assert not state.stopped
-    assert restore(policy, optimizer, cfg, state, "it fell") == "stopped: it fell"
+    assert restore(policy, optimizer, cfg, SingleProcess(), state, "it fell") == "stopped: it fell"
     assert state.stopped == "it fell"
     fresh = grpo.State(step=7, best={"step": 3})
-    restore(policy, optimizer, configure(cfg, guard="stop"), fresh, "it fell")
+    restore(policy, optimizer, configure(cfg, guard="stop"), SingleProcess(), fresh, "it fell")
     assert fresh.stopped == "it fell"
     assert fresh.restores == 0
 
@@ -331,49 +332,12 @@ def test_the_guard_restores_the_best_adapter_halves_the_rate_and_in_the_end_stop
 # rounding.
 
 
-@pytest.fixture
-def play(policy, tmp_path, monkeypatch):
-    """play(steps=4, ...) -> rows: one run of grpo.train in a fresh or known directory, from a fresh
-    adapter.
-    """
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(console, "plot_now_and_then", lambda run: None)
-    monkeypatch.setattr(store, "describe_machine", lambda: "")
-    start = weights_of(policy)
-
-    def play(name="a", episode=one_reply, tasks=(TASK,), begin=start, trackers=(), **fields):
-        with torch.no_grad():
-            for p, s in zip(policy.parameters(), begin):
-                p.copy_(s)
-        policy.version = 0
-        monkeypatch.setattr(grpo, "run_episode", episode)
-        cfg = configure(
-            CFG,
-            name=name,
-            groups=2,
-            max_groups=3,
-            group_size=4,
-            task=tuple(t.name for t in tasks),
-            task_weights=(1.0,) * len(tasks),
-            **{"eval_episodes": 0, "kl": 0.05, "concurrency": 8, **fields},
-        )
-        run = store.open_run(f"logs/{name}", {"task": list(cfg.tasks.task), "steps": cfg.steps})
-        run.result(**RESULT)
-        run.trackers += trackers
-        try:
-            asyncio.run(grpo.train(policy, list(tasks), cfg, SingleProcess(run)))
-            return run.rows()
-        finally:
-            run.lock.close()
-
-    return play
-
-
 def same_but_times(a, b):
     timed = {
         "time",
         "tokens_per_second",
         "memory_gb",
+        "engine_idle_share",
     }
 
     def rest(rows):

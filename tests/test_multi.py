@@ -6,7 +6,6 @@ run of grpo.train with the real engine, where an episode is one reply and the re
 letters.
 """
 
-import asyncio
 import json
 import os
 import signal
@@ -164,6 +163,7 @@ def main(model: str, steps: str, advantage: str = "group") -> None:
     import grpo
     from flatlab.runs.store import open_run
     from flatlab.train import distributed, guard
+    from flatlab.train.overlap import run_beside
     from helpers import RESULT, configure
     from policy import ModelPath, Policy
     from training import CFG, TASK, one_reply
@@ -196,7 +196,7 @@ def main(model: str, steps: str, advantage: str = "group") -> None:
         seed=dist.rank,  # rank 0's counts
         value_head=advantage == "ppo",
     )
-    asyncio.run(grpo.train(policy, [TASK], cfg, dist))
+    run_beside(dist, grpo.train, policy, [TASK], cfg, dist)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ predecessor's agents exploited.
 
 import asyncio
 import math
+import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -20,9 +22,9 @@ from flatlab.train.batch import (
     cost,
     micro_batches,
     sequences_of,
-    stop_if_interrupted,
 )
 from flatlab.train.distributed import SingleProcess
+from flatlab.train.overlap import EventLoop, run_beside, stop_if_interrupted
 from helpers import FakePolicy, block, configure
 from tasks import load_task
 from training import scored_group, valid
@@ -181,7 +183,7 @@ def finished(*masks, stop=("stop", "stop", "stop")):
         places = list(range(len(mask)))
         old = [-0.1 * place for place in places]
         segments.append(env.Segment(places, mask, old))
-    turns = [{"stop_reason": reason, "status": "ok"} for reason in stop]
+    turns = [{"stop_reason": reason, "status": "ok", "version": 0} for reason in stop]
     return env.Episode("t", 0, segments=segments, turns=turns)
 
 
@@ -455,16 +457,16 @@ def test_micro_batches_count_a_common_prompt_once():
 
 
 def test_an_interrupted_update_ends_after_the_micro_batch():
-
     done = []
 
-    async def update():
+    def update():
         done.append("first")
-        asyncio.current_task().cancel()  # as asyncio does after Ctrl-C
-        stop_if_interrupted()
-        done.append("second")
+        signal.raise_signal(signal.SIGINT)
+        while True:
+            stop_if_interrupted()
+            time.sleep(0.01)
 
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(update())
+    with pytest.raises(KeyboardInterrupt):
+        run_beside(EventLoop(), update)
     assert done == ["first"]
-    stop_if_interrupted()  # without a loop nothing happens
+    stop_if_interrupted()  # the next run is not interrupted

@@ -48,6 +48,7 @@ CFG = configure(
     clip_low=0.2,
     clip_high=0.28,
     micro_tokens=10_000,
+    concurrency=32,
     max_groups=3,
     task_weights=(1.0,),
     max_reply_tokens=6,

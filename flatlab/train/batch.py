@@ -2,7 +2,6 @@
 tensors. No formulas here.
 """
 
-import asyncio
 import itertools
 import os
 import random
@@ -55,6 +54,7 @@ class TrainSequence:
     mask: list[int]  # 1: trained
     old: list[float]  # log-probability of the token when it was sampled
     advantage: list[float]
+    version: list[int] = field(default_factory=list)  # syncs before the token was sampled
     target: list[float] = field(default_factory=list)  # of the value head; ppo only
     weight: float = 0.0  # of each of its tokens in the mean over the batch
 
@@ -88,7 +88,7 @@ def sequences_of(episode: Episode, advantages: list[float | None]) -> list[Train
     """
     sequences, reply = [], -1
     for segment in episode.segments:
-        mask, own, before = [], [], 0
+        mask, own, versions, before = [], [], [], 0
         for m in segment.mask:
             if m and not before:
                 reply += 1
@@ -96,9 +96,10 @@ def sequences_of(episode: Episode, advantages: list[float | None]) -> list[Train
             mask.append(int(m and advantages[reply] is not None))
             if mask[-1]:
                 own.append(advantages[reply])
+                versions.append(episode.turns[reply]["version"])
         if own:
             old = [logp for logp, m in zip(segment.logprobs, mask) if m]
-            sequences.append(TrainSequence(segment.tokens, mask, old, own))
+            sequences.append(TrainSequence(segment.tokens, mask, old, own, versions))
     return sequences
 
 
@@ -149,19 +150,6 @@ def common_prompt(batch: list[tuple[list[int], list[int]]]) -> int:
     return max(0, shared)
 
 
-def stop_if_interrupted() -> None:
-    """Raises CancelledError after Ctrl-C, so that an update ends after the current micro-batch.
-
-    asyncio cancels the task, which otherwise notices it only when it waits for something.
-    """
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no event loop runs
-        return
-    if task and task.cancelling():
-        raise asyncio.CancelledError
-
-
 @dataclass
 class MicroBatch:
     """Sequences as tensors of shape (N,), N trained tokens."""
@@ -169,6 +157,7 @@ class MicroBatch:
     pairs: list[tuple]  # (tokens, mask) per sequence, for policy.logprobs
     old: Any
     advantage: Any
+    version: Any
     target: Any
     weight: Any
     sequence: Any  # 0, 1, ...: the sequence that the token is in
@@ -185,6 +174,7 @@ def to_tensors(part: list[TrainSequence], device) -> MicroBatch:
         pairs=[(s.tokens, s.mask) for s in part],
         old=column(s.old for s in part),
         advantage=column(s.advantage for s in part),
+        version=column((s.version or [0] * len(s.old) for s in part), torch.long),
         target=column(s.target or [0.0] * len(s.old) for s in part),
         weight=column([s.weight] * len(s.old) for s in part),
         sequence=column(numbers, torch.long),
@@ -201,6 +191,8 @@ class Meter:
 
     def add(self, **columns) -> None:
         for name, column in columns.items():
+            if not len(column):
+                continue
             column = column.detach().double()
             row = (column.sum().item(), column.numel(), column.max().item())
             self.rows.setdefault(name, []).append(row)
@@ -215,9 +207,10 @@ class Meter:
         add.
         """
         sums, means, maxima = {}, {}, {}
-        parts = [part for part in job.gather(self.rows) if part]
-        for name in parts[0]:
-            totals, counts, largest = zip(*[row for part in parts for row in part[name]])
+        parts = job.gather(self.rows)
+        for name in dict.fromkeys(name for part in parts for name in part):
+            rows = [row for part in parts for row in part.get(name, [])]
+            totals, counts, largest = zip(*rows)
             sums[name] = sum(totals)
             means[name] = sums[name] / sum(counts)
             maxima[name] = max(largest)

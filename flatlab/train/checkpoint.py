@@ -94,12 +94,16 @@ def transcripts(group: Group) -> list[dict]:
 
 
 def timing(policy, seconds: dict, groups: list[Group]) -> dict:
-    """The row's numbers about time and memory. seconds: of each phase."""
+    """The row's numbers about time and memory. seconds: of each phase; of "sample" those in which
+    the trainer waited for episodes.
+    """
     reply_tokens = sum(e.reply_tokens for g in groups for e in g.played)
+    whole = seconds["sample"] + seconds["train"] + seconds["sync"]
     return {
-        "seconds": seconds["sample"] + seconds["train"] + seconds["sync"],
+        "seconds": whole,
         **{f"seconds_{phase}": value for phase, value in seconds.items()},
-        "tokens_per_second": reply_tokens / seconds["sample"],
+        "tokens_per_second": reply_tokens / whole,
+        "engine_idle_share": policy.idle_share(),
         "memory_gb": policy.peak_memory(),
         "time": time.time(),
     }
@@ -126,7 +130,7 @@ def keep_best(policy, job, state, result: dict) -> None:
         job.result(best=result)
 
 
-def restore(policy, optimizer, cfg, state, reason: str) -> str:
+def restore(policy, optimizer, cfg, job, state, reason: str) -> str:
     """Goes back to the best adapter with half the learning rate, or stops the run. Returns what it
     did.
     """
@@ -135,7 +139,7 @@ def restore(policy, optimizer, cfg, state, reason: str) -> str:
         state.stopped = reason
         return f"stopped: {reason}"
     policy.load(best)
-    policy.sync()
+    job.call(policy.sync)
     optimizer.state.clear()
     state.restores += 1
     state.lr_scale /= 2

@@ -18,9 +18,10 @@ import pickle
 from datetime import timedelta
 
 from flatlab.errors import UserError
+from flatlab.train.overlap import EventLoop
 
 
-class SingleProcess:
+class SingleProcess(EventLoop):
     """A job of one process: there is nothing to exchange.
 
     run: the open run directory; None on all ranks but rank 0, which alone writes.
@@ -29,7 +30,9 @@ class SingleProcess:
     rank, world = 0, 1
 
     def __init__(self, run=None):
+        super().__init__()
         self.run = run
+        self.slots = None  # of the sandboxes of this process
 
     def say(self, text: str) -> None:
         """Prints on rank 0 only."""

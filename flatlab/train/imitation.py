@@ -22,9 +22,9 @@ from flatlab.train.batch import (
     flatten,
     micro_batches,
     sequences_of,
-    stop_if_interrupted,
     to_tensors,
 )
+from flatlab.train.overlap import stop_if_interrupted
 
 EPISODES_PER_UPDATE = 8
 MOST_EPISODES = 1024  # of a task

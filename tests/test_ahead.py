@@ -1,0 +1,216 @@
+"""`grpo.py --ahead`: the episodes of the next steps play while a step is learned. With the real
+engine; an episode is two replies with waits between them.
+"""
+
+import asyncio
+import random
+import signal
+import time
+from collections import Counter
+from itertools import count
+
+import pytest
+
+import grpo
+from flatlab.runs.reader import read_rows
+from flatlab.train import guard, overlap
+from training import one_reply, randomise
+
+WAITS = (0.0, 0.05, 0.3)  # seconds
+
+
+async def waiting_reply(world, policy, options, seed, *more, waits=WAITS, after=None, **others):
+    """An episode of one reply, before and after which the agent waits."""
+    rng = random.Random(seed)
+    await asyncio.sleep(rng.choice(waits))
+    episode = await one_reply(world, policy, options, seed, *more, **others)
+    if after:
+        after(seed, episode)
+    await asyncio.sleep(rng.choice(waits))
+    return episode
+
+
+def episodes_of(steps, name="a"):
+    return [read_rows(f"logs/{name}/episodes/{step:06d}.jsonl") for step in range(steps)]
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_the_lag_is_bounded_and_every_planned_group_is_trained_once(play, ahead):
+    rows = play(episode=waiting_reply, steps=6, ahead=ahead, concurrency=32)
+    assert [row["step"] for row in rows] == list(range(6))
+    lags = [row["lag_max"] for row in rows]
+    assert max(lags) == ahead
+    versions = []
+    for step, episodes in enumerate(episodes_of(6)):
+        assert len(episodes) >= 8
+        assert [e["seed"] for e in episodes] == [step * 100_003 + i for i in range(len(episodes))]
+        versions.append({turn["version"] for e in episodes for turn in e["turns"]})
+    start = min(versions[0])
+    for step, sampled in enumerate(versions):
+        assert sampled <= {start + v for v in range(max(0, step - ahead), step + 1)}
+
+
+def test_with_nothing_ahead_all_tokens_are_current(play):
+    rows = play(episode=waiting_reply, steps=3)
+    assert [row["lag_max"] for row in rows] == [0, 0, 0]
+    assert all(row["judged_tokens"] > 0 for row in rows)
+
+
+def test_engine_and_trainer_are_compared_on_current_tokens_only(play, policy):
+    """The check would end the run: an update moves the log-probs by more than its limit."""
+    rows = play(episode=waiting_reply, steps=5, ahead=2, lr=0.05, concurrency=32)
+    stale = [row for row in rows if row["judged_tokens"] == 0]
+    assert stale
+    assert all("logprob_diff_mean" not in row for row in stale)
+    fresh = [row["logprob_diff_max"] for row in rows if row["judged_tokens"]]
+    assert fresh and max(fresh) < policy.max_diff_limit
+
+
+def test_faults_and_equal_rewards_change_nothing_about_the_plan(play):
+    """Replacement groups are played for the step whose groups they replace."""
+    scores = count()
+
+    async def episode(world, policy, options, seed, *more):
+        equal = 0.7 if next(scores) % 3 else None
+        faulty = lambda seed: seed % 7 == 0  # noqa: E731
+        return await waiting_reply(world, policy, options, seed, *more, faulty=faulty, score=equal)
+
+    rows = play(episode=episode, steps=5, ahead=2, concurrency=12)
+    seeds = Counter(e["seed"] for episodes in episodes_of(5) for e in episodes)
+    assert set(seeds.values()) == {1}
+    assert sum(row["faults"] for row in rows) > 0
+    assert max(row["groups"] for row in rows) == 3
+    assert max(row["lag_max"] for row in rows) <= 2
+
+
+def test_an_evaluation_is_of_one_version(play):
+    play(episode=waiting_reply, steps=4, ahead=2, eval_episodes=6, eval_every=2, concurrency=8)
+    for name in ("eval-000001", "eval-000003"):
+        episodes = read_rows(f"logs/a/episodes/{name}.jsonl")
+        assert len({turn["version"] for e in episodes for turn in e["turns"]}) == 1
+    trained = episodes_of(4)[3]
+    assert len({turn["version"] for e in trained for turn in e["turns"]}) > 1
+
+
+def test_a_restore_plays_the_episodes_of_the_collapsed_policy_again(play, monkeypatch):
+    monkeypatch.setattr(guard, "KL_LIMIT", 0)
+    begun = Counter()
+
+    async def episode(world, policy, options, seed, *more):
+        begun[seed] += 1
+        return await waiting_reply(world, policy, options, seed, *more)
+
+    rows = play(episode=episode, steps=6, ahead=2, concurrency=32, eval_episodes=2, eval_every=2)
+    restored = [row["step"] for row in rows if "back to the adapter" in str(row["alarms"])]
+    assert restored == [3]
+    trained = Counter(e["seed"] for episodes in episodes_of(6) for e in episodes)
+    assert set(trained.values()) == {1}
+    again = {seed for seed in trained if begun[seed] == 2}
+    later = {e["seed"] for episodes in episodes_of(6)[4:] for e in episodes}
+    assert again and again <= later
+    assert rows[4]["lag_max"] == 0, "the episodes of step 4 are of the restored policy"
+
+
+def test_ctrl_c_in_an_update_and_the_same_command_again(play, monkeypatch):
+    micro_loss, calls = grpo.micro_loss, count()
+
+    def interrupted(*args):
+        if next(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.5)  # the main thread handles the signal
+        return micro_loss(*args)
+
+    monkeypatch.setattr(grpo, "micro_loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        play(episode=waiting_reply, steps=4, ahead=2)
+    done = len(read_rows("logs/a/metrics.jsonl"))
+    assert done < 4
+    calls_before = next(calls)
+    assert calls_before == 4, "the update ended after the micro-batch"
+    rows = play(episode=waiting_reply, steps=4, ahead=2)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert not overlap.INTERRUPTED.is_set()
+
+
+def test_a_failed_later_step_ends_the_run_and_all_episodes(play):
+    ended = []
+
+    async def episode(world, policy, options, seed, *more):
+        try:
+            if seed // 100_003 == 2:  # a group of step 2
+                raise ZeroDivisionError
+            return await waiting_reply(world, policy, options, seed, *more)
+        finally:
+            ended.append(seed)
+
+    with pytest.raises(ExceptionGroup):
+        play(episode=episode, steps=6, ahead=2)
+    assert [row["step"] for row in read_rows("logs/a/metrics.jsonl")] == [0, 1]
+    begun = [seed for seed in ended if seed // 100_003 == 4]
+    assert len(begun) == 8, "the episodes in flight were cancelled"
+
+
+def test_a_sync_while_a_reply_is_sampled(policy):
+    """The tokens before it are those of the old adapter, the ones after it are not."""
+    prompt = policy.render([{"role": "user", "content": "count"}])
+
+    async def sample(changes):
+        reply = asyncio.ensure_future(policy.sample(prompt, 60, seed=3))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        if changes:
+            randomise(policy, std=0.3)
+            policy.sync()
+        return await reply
+
+    undisturbed = asyncio.run(sample(False))
+    changed = asyncio.run(sample(True))
+    pairs = zip(undisturbed.logprobs, changed.logprobs)
+    same = [a == pytest.approx(b, abs=1e-5) for a, b in pairs]
+    assert all(same[:5])
+    assert not all(same)
+    assert changed.version == undisturbed.version == policy.version - 1
+
+
+def test_free_slots_go_to_the_earliest_step():
+    slots, order = overlap.Slots(1), []
+
+    async def hold(step):
+        async with slots.slot(step):
+            order.append(step)
+            await asyncio.sleep(0.01)
+
+    async def main():
+        first = asyncio.create_task(hold(5))
+        await asyncio.sleep(0)
+        waiting = [asyncio.create_task(hold(step)) for step in (3, 2, -1, 2)]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        await asyncio.gather(first, *waiting, return_exceptions=True)
+
+    asyncio.run(main())
+    assert order == [5, -1, 2, 3]
+    assert slots.free == 1
+
+
+@pytest.mark.slow
+def test_kill_9_with_groups_in_flight_and_the_same_command_again(tmp_path, tiny_model):
+    from test_grpo_run import A_RUN, start
+
+    flags = [*A_RUN, "--steps", "6", "--ahead", "2", "--eval-episodes", "0"]
+    process = start(tmp_path, *flags)
+    metrics = tmp_path / "logs/a/metrics.jsonl"
+    while not metrics.exists() or len(read_rows(metrics)) < 2:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    process = start(tmp_path, *flags)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and "resumed after step" in out, err
+    rows = read_rows(metrics)
+    assert [row["step"] for row in rows] == list(range(6))
+    assert max(row["lag_max"] for row in rows) <= 2
+    folder = tmp_path / "logs/a/episodes"
+    seeds = Counter(e["seed"] for step in range(6) for e in read_rows(folder / f"{step:06d}.jsonl"))
+    assert set(seeds.values()) == {1}
