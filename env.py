@@ -16,19 +16,21 @@ docs/sandboxes.md lists what the sandboxes cover and what they do not.
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 from flatlab.episode.actions import act_bash
 from flatlab.episode.episode import Episode, Segment, in_thread, run_episode
 from flatlab.episode.grading import Score, collect, grade
 from flatlab.episode.machine import check_needs, open_sandbox, sandbox_kind
 from flatlab.episode.task import WHOLE_WORKSPACE, Task
-from flatlab.episode.texts import first_message, score_text
+from flatlab.episode.texts import FORMS, score_text, short_message
 from flatlab.errors import ArtefactError, SandboxFault
-from flatlab.options import SandboxOptions, TaskOptions
+from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.sandbox import Sandbox, pick_backend, readable
 from tasks import load_task
@@ -46,7 +48,6 @@ __all__ = [
     "run_episode",
 ]
 
-LISTED_FILES = 60  # in the prompt
 ALL_FILES = 10**9
 
 # ------------------------------------------------------------------------------------ environment
@@ -86,6 +87,8 @@ class Env:
         self.sandbox: Sandbox | None = None
         self.opened: list[Sandbox] = []  # also those of gradings
         self.closed = False
+        self.message = ""  # more that the first message tells, at its end
+        self.ends_at_score = False  # whether a valid score ends the episode, for the texts
         self.history = []  # what a task's own actions note about the episode
         self.given: dict[str, bytes] = {}  # the artefacts at the start, for WHOLE_WORKSPACE
         check_needs(task, self.options)
@@ -121,7 +124,7 @@ class Env:
         return self.sandbox
 
     def reset(self) -> str:
-        """Starts over in a new sandbox with the task's public files. Returns the prompt."""
+        """Starts over in a new sandbox with the task's public files. Returns prompt()."""
         self.history = []
         box = self.open()
         files = self.task.public.items()
@@ -136,11 +139,17 @@ class Env:
                 self.given = collect(self.task, self.sandbox)
 
     def prompt(self) -> str:
-        """The first message for the workspace as it is now."""
-        reply = self.sandbox.call("listing", most=LISTED_FILES)[0]
-        files = [(readable(path), size) for path, size in reply["files"]]
-        has_network = self.options.network and self.task.needs_network
-        return first_message(self.task, self.sandbox.workspace, files, reply["count"], has_network)
+        """The first message for the workspace as it is now, in the short form."""
+        return short_message(self)
+
+    def files(self, most: int) -> tuple[list[tuple[str, int]], int]:
+        """The first `most` (path, size in bytes) of the workspace, and the count of all."""
+        reply = self.sandbox.call("listing", most=most)[0]
+        return [(readable(path), size) for path, size in reply["files"]], reply["count"]
+
+    @property
+    def has_network(self) -> bool:
+        return self.options.network and self.task.needs_network
 
     def step(self, reply: str, timeout: float | None = None) -> Step:
         """Runs the action of one reply.
@@ -234,6 +243,7 @@ def open_tasks(
 HOW_TO_PLAY = """\
 Type a command and press Enter to run it. For several lines, type ```bash, the lines, and ```.
 `validate` shows the score; `submit` or Ctrl-D ends the episode.
+Below is what an agent reads. The limits of turns and minutes that it names hold for agents only.
 """
 
 
@@ -253,6 +263,13 @@ def read_reply(ask) -> str:
     return "\n".join(lines)
 
 
+def full_texts(env: Env) -> str:
+    """What an agent with an endless context reads before its first reply."""
+    form, options = FORMS["full"], EpisodeOptions()
+    reader = SimpleNamespace(context=math.inf, encode=list)
+    return f"{form.system(env, options)}\n\n{form.message(env, options, reader)}"
+
+
 def ask_and_echo(prompt: str) -> str:
     """input(), which also shows lines that are piped in rather than typed. Raises EOFError."""
     line = input(prompt)
@@ -265,6 +282,7 @@ def by_hand(
     task: str = "titanic",
     mlgym_root: str | None = None,
     mledojo_root: str | None = None,
+    short: bool = False,
     sandbox: SandboxOptions = SandboxOptions(),  # noqa: B008
 ) -> None:
     """Play an episode at the terminal, as an agent does. `submit` or Ctrl-D ends it.
@@ -273,12 +291,14 @@ def by_hand(
         task: Name of the task, see `python tasks.py`, or a Harbor task folder.
         mlgym_root: MLGym checkout; default: $MLGYM_ROOT.
         mledojo_root: Folder of competitions prepared by MLE-Dojo; default: $MLEDOJO_ROOT.
+        short: Show the texts that the stand-in reads, not those of every other model.
         sandbox: The kind of sandbox and what it offers.
     """
     loaded = load_task(task, mlgym_root, mledojo_root)
     kind, why = pick_backend(sandbox.backend, loaded.image or sandbox.image, True)
     with Env(loaded, replace(sandbox, backend=kind)) as env:
-        print(f"[sandbox: {why}]\n\n{HOW_TO_PLAY}\n{env.reset()}\n")
+        prompt = env.reset()
+        print(f"[sandbox: {why}]\n\n{HOW_TO_PLAY}\n{prompt if short else full_texts(env)}\n")
         done = False
         while not done:
             try:

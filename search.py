@@ -342,19 +342,18 @@ class Attempt(env.Env):
         self.tree = t
         self.parents = parents
         self.message = node_message(t, node, parents)
+        self.ends_at_score = t.cfg.end_on == "validate"
 
     def reset(self):
-        if self.parents:
-            self.restore(self.tree.files_of(self.parents[0]))
-            prompt = self.prompt()
-        else:
-            prompt = super().reset()
-        return f"{prompt}\n\n{self.message}" if self.message else prompt
+        if not self.parents:
+            return super().reset()
+        self.restore(self.tree.files_of(self.parents[0]))
+        return self.prompt()
 
     def step(self, reply, timeout=None):
         step = super().step(reply, timeout)
         cfg = self.tree.cfg
-        scored = cfg.end_on == "validate" and step.score is not None and step.score.valid
+        scored = self.ends_at_score and step.score is not None and step.score.valid
         out_of_tokens = cfg.tokens is not None and self.tree.tokens() >= cfg.tokens
         return replace(step, done=step.done or scored or out_of_tokens)
 

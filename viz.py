@@ -24,7 +24,7 @@ from typing import Literal
 import tyro
 
 from flatlab.errors import UserError
-from flatlab.runs.reader import RunData, find_runs, transcripts
+from flatlab.runs.reader import RunData, find_runs, observed, transcripts
 from flatlab.view import compare, export, page, plots, search_plots
 from flatlab.view.stats import aligned, shown
 from flatlab.view.views import final_table, plot, result_text
@@ -70,7 +70,7 @@ def show(item: dict) -> str:
         facts = f"{turn['status']}   {turn['seconds_env']:.1f} s"
         lines.append(f"\n── {number} of {len(item['turns'])}   {facts}")
         lines.append(turn["reply"])
-        lines.append(textwrap.indent(turn["observation"], "  │ ", lambda line: True))
+        lines.append(textwrap.indent(observed(turn), "  │ ", lambda line: True))
     if item.get("diff"):
         lines.append(f"\n── difference to the parent's code\n{item['diff']}")
     return clean("\n".join(lines))

@@ -61,7 +61,7 @@ async def play_once(world, policy, seed=0, score_test=False, **options):
     """One episode in an Env, which is closed afterwards. options: those of EpisodeOptions."""
     limits = {"max_turns": 10, "max_reply_tokens": 512, "max_observation_tokens": 512}
     async with world:
-        options = EpisodeOptions(**limits | options)
+        options = EpisodeOptions(**limits | {"texts": "short"} | options)
         return await run_episode(world, policy, options, seed, score_test)
 
 
@@ -181,7 +181,7 @@ def configure(config, **flags):
 def search_config(**flags):
     import search
 
-    return configure(search.Config(), **flags)
+    return configure(search.Config(), **{"texts": "short"} | flags)
 
 
 def python(*arguments, cwd=PROJECT, timeout=600, **options):

@@ -12,10 +12,10 @@ from tasks import load_task
 EVERYBODY_DIED = "sed -E 's/,.*//; s/$/,0/; 1s/.*/id,survived/' data/test.csv > submission.csv"
 
 
-def by_hand(capsys, monkeypatch, task, *lines):
+def by_hand(capsys, monkeypatch, task, *lines, short=False):
     """What an episode at the terminal prints for lines that are piped in."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
-    env.by_hand(task, sandbox=SandboxOptions(LOCAL))
+    env.by_hand(task, short=short, sandbox=SandboxOptions(LOCAL))
     return capsys.readouterr().out
 
 
@@ -32,7 +32,7 @@ def test_an_episode_by_hand_echoes_what_is_piped_in_and_names_each_part(capsys, 
     for words in (
         "[sandbox: ",
         "Type a command and press Enter",
-        "Files:",
+        "Files in /home/agent/workspace:\nsimulate.py",
         "$ ```bash\n> cat > strategy.py <<X\n",
         "> ```\n(no output)\n[ok, ",
         "$ no_such\n",

@@ -591,7 +591,7 @@ def test_env_time_of_one_episode_overlaps_with_the_others(task):
 
 def test_an_env_that_was_handed_in_goes_on_and_stays_open(task):
     with Env(task, LOCAL) as world:
-        options = EpisodeOptions(1, max_reply_tokens=512, max_observation_tokens=512)
+        options = EpisodeOptions(1, 512, 512, texts="short")
         asyncio.run(run_episode(world, FakePolicy(block("echo a > guess.txt")), options))
         episode = asyncio.run(run_episode(world, FakePolicy(block("ls")), options))
         assert "guess.txt (2 bytes)" in episode.prompt

@@ -13,11 +13,13 @@ import training
 from flatlab.chat import ChatTokens
 from flatlab.episode.episode import History, Sample
 from flatlab.errors import UserError
+from flatlab.options import EpisodeOptions
 from flatlab.train import imitation
 from flatlab.train.distributed import SingleProcess
 from helpers import PROJECT, configure, turn
 from training import TASK, randomise
 
+LIMITS = EpisodeOptions(max_observation_tokens=64)
 CFG = configure(training.CFG, micro_tokens=4096, sft_lr=3e-3, sft_updates=6)
 
 
@@ -103,7 +105,7 @@ def test_tokens_and_masks_are_those_of_rl(policy):
         sample = Sample(tokens, [0.0] * len(tokens), t["reply"], t["stop_reason"], 0)
         history.add(sample, t["observation"])
         advantage += [float(has_ended and t["status"] == "ok")] * len(tokens)
-    [piece] = imitation.sequences_from(episode(0.78, *turns), policy, 64)
+    [piece] = imitation.sequences_from(episode(0.78, *turns), policy, LIMITS)
     assert piece.tokens == history.segment.tokens[: len(piece.tokens)]
     assert piece.mask == history.segment.mask[: len(piece.mask)]
     assert sum(piece.mask) == sum(history.segment.mask)
@@ -131,7 +133,7 @@ def test_no_episode_that_fits_is_one_sentence(policy, run, monkeypatch):
 
 def test_an_episode_that_does_not_fit_is_cut(policy):
     turns = [turn(c * 700, "o" * 50) for c in "abcd"]
-    pieces = imitation.sequences_from(episode(0.78, *turns), policy, 64)
+    pieces = imitation.sequences_from(episode(0.78, *turns), policy, LIMITS)
     assert pieces
     assert all(len(p.tokens) <= policy.context for p in pieces)
     assert sum(len(p.old) for p in pieces) < 4 * 701
@@ -141,7 +143,7 @@ def test_imitation_raises_the_probability_of_the_replies(policy, run, capsys):
     first = turn("```bash\npython3 best.py\n```", "ok")
     ends = [turn(f"```bash\nsubmit\n``` {i}") for i in range(8)]
     cfg = configure(CFG, sft=(run(*(episode(0.78, first, end) for end in ends)),))
-    [piece] = imitation.sequences_from(episode(0.78, first), policy, 64)
+    [piece] = imitation.sequences_from(episode(0.78, first), policy, LIMITS)
 
     def mean_logprob():
         with torch.no_grad():

@@ -21,6 +21,7 @@ from helpers import PROJECT, block, chat_server, completion, python, served
 VENV = os.path.abspath(os.environ.get("VERIFIERS_VENV", ""))
 CONFIG = PROJECT / "integrations/verifiers/eval.toml"
 TINY = {"context": 2048, "max-reply-tokens": 160, "max-observation-tokens": 256, "max-turns": 8}
+TINY |= {"texts": "short"}
 EVERYBODY_DIES = block(
     "sed 1d data/test.csv | cut -d, -f1 | sed 's/$/,0/' | sed '1i id,survived' > submission.csv"
 )
@@ -158,7 +159,7 @@ def test_what_was_done_before_a_limit_of_verifiers_counts(tmp_path, flags, stopp
     seconds = 0 if stopped_by == "max_turns" else 100
 
     def answer(messages):
-        return EVERYBODY_DIES if len(messages) == 1 else block(f"sleep {seconds}")
+        return EVERYBODY_DIES if len(messages) == 2 else block(f"sleep {seconds}")
 
     with replying(answer) as url:
         run = VfEval(tmp_path, url, 1, *flags)

@@ -14,11 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 
 from flatlab.episode.grading import Score
+from flatlab.episode.texts import FORMS
 from flatlab.errors import SandboxFault
 from flatlab.options import EpisodeOptions
 
 # Threads wait for sandboxes and do not compute. They are started as needed.
 THREADS = ThreadPoolExecutor(128, "sandbox")
+THOUGHT_ENDS = "</think>"
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Segment:
 class Episode:
     task: str
     seed: int
-    prompt: str = ""
+    system: str = ""  # the system message, if there is one
+    prompt: str = ""  # the first message of the user
     segments: list[Segment] = field(default_factory=list)  # see History.fit for why several
     turns: list[dict] = field(default_factory=list)
     status: str = ""  # "submit", "turn_limit", "context_limit", "time_limit", "fault"
@@ -73,10 +76,12 @@ class Episode:
 class History:
     """The tokens of an episode: the prompt, then replies as sampled, each with its observation."""
 
-    def __init__(self, policy, prompt: str, max_observation_tokens: int):
+    def __init__(self, policy, prompt: str, max_observation_tokens: int, system: str = ""):
         self.policy = policy
         self.limit = max_observation_tokens
-        self.prompt = policy.render([{"role": "user", "content": prompt}])
+        self.messages = [{"role": "system", "content": system}] if system else []
+        self.messages.append({"role": "user", "content": prompt})
+        self.prompt = policy.render(self.messages)
         self.turns = []  # [sample, observation, its tokens]
         self.segment = Segment([], [], [])
         self.append(self.prompt)
@@ -87,9 +92,9 @@ class History:
         self.segment.mask += [int(logprobs is not None)] * len(tokens)
         self.segment.logprobs += logprobs or [0.0] * len(tokens)
 
-    def add(self, sample: Sample, observation: str) -> None:
-        """Appends a reply and its observation. A long observation keeps head and tail."""
-        text = self.cap(observation)
+    def add(self, sample: Sample, observation: str, note: str = "") -> None:
+        """Appends a reply and what follows it. A long observation keeps head and tail."""
+        text = "\n".join(filter(None, [self.cap(observation), note]))
         after = self.policy.observation_tokens(text, sample.stop_reason == "stop")
         self.turns.append([sample, text, after])
         self.append(sample.tokens, sample.logprobs)
@@ -108,14 +113,22 @@ class History:
         last = self.policy.decode(tokens[len(tokens) - tail :])
         return f"{first}\n[... {len(tokens) - self.limit} tokens left out ...]\n{last}"
 
+    def remembered(self) -> list[int]:
+        """The tokens that the next reply follows."""
+        tokens = list(self.prompt)
+        for sample, _, after in self.turns:
+            tokens += sample.tokens + after
+        return tokens
+
     def fit(self, budget: int) -> Segment | None:
         """Cuts observations, oldest first, to one line until at most `budget` tokens are left.
 
-        Returns the segment that this ends, if any. The new segment repeats the replies but does
-        not train on them again. Raises OverflowError if the rest is still too long.
+        Returns the segment that ends because the next reply follows other tokens, if any. The new
+        segment repeats the replies but does not train on them again. Raises OverflowError if the
+        rest is still too long.
         """
-        excess = len(self.segment.tokens) - budget
-        was_cut = False
+        tokens = self.remembered()
+        excess = len(tokens) - budget
         for turn in self.turns:
             if excess <= 0:
                 break
@@ -124,24 +137,59 @@ class History:
             short = self.policy.observation_tokens(line, sample.stop_reason == "stop")
             if len(short) < len(after):
                 excess -= len(after) - len(short)
-                was_cut = True
                 turn[1:] = [line, short]
+                tokens = self.remembered()
         if excess > 0:
             raise OverflowError
-        if not was_cut:
+        if tokens == self.segment.tokens:
             return None
         ended = self.segment
         self.segment = Segment([], [], [])
-        self.append(self.prompt)
-        for sample, _, after in self.turns:
-            self.append(sample.tokens)
-            self.append(after)
+        self.append(tokens)
         return ended
+
+
+class WithoutThoughts(History):
+    """--thoughts drop: a reply follows the earlier ones without their thoughts, as the templates of
+    thinking models have it.
+
+    What was sampled is what is trained on, after the tokens that it was sampled after. So the
+    segment ends with every reply that has a thought, and a long episode costs more to train.
+    """
+
+    def remembered(self) -> list[int]:
+        if not any(THOUGHT_ENDS in sample.text for sample, *_ in self.turns):
+            return super().remembered()
+        messages = list(self.messages)
+        for sample, text, _ in self.turns:
+            answer = sample.text.rpartition(THOUGHT_ENDS)[2].lstrip("\n")
+            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "user", "content": text})
+        return self.policy.render(messages)
+
+
+HISTORIES = {"keep": History, "drop": WithoutThoughts}
 
 
 async def in_thread(function, *args):
     """Awaits a blocking call."""
     return await asyncio.get_running_loop().run_in_executor(THREADS, function, *args)
+
+
+async def start(
+    env, policy, episode: Episode, options: EpisodeOptions, history: Callable | None = None
+) -> History:
+    """Opens the sandbox if it is not open, and writes the first messages.
+
+    Returns the history that begins with them. history: see run_episode.
+    """
+    if not env.sandbox:
+        await in_thread(env.reset)
+    texts = FORMS[options.texts]
+    episode.system = texts.system(env, options)
+    episode.prompt = await in_thread(texts.message, env, options, policy)
+    make = history or HISTORIES[options.thoughts]
+    return make(policy, episode.prompt, options.max_observation_tokens, episode.system)
 
 
 async def play(env, policy, episode: Episode, options: EpisodeOptions, history: History) -> str:
@@ -150,8 +198,9 @@ async def play(env, policy, episode: Episode, options: EpisodeOptions, history: 
     Returns the episode's status.
     """
     deadline = time.monotonic() + 60 * options.episode_minutes
+    note = FORMS[options.texts].note
     try:
-        for turn in range(options.max_turns):
+        for number in range(options.max_turns):
             start = time.monotonic()
             if start >= deadline:
                 return "time_limit"
@@ -160,13 +209,17 @@ async def play(env, policy, episode: Episode, options: EpisodeOptions, history: 
             reply = policy.sample(
                 list(history.segment.tokens),
                 options.max_reply_tokens,
-                seed=(episode.seed * 1009 + turn) % 2**31,
+                seed=(episode.seed * 1009 + number) % 2**31,
             )
             sample = await asyncio.wait_for(reply, deadline - start)
             left = max(1.0, deadline - time.monotonic())
             step = await in_thread(env.step, sample.text, left)
-            history.add(sample, step.observation)
-            episode.turns.append(turn_record(sample, step))
+            turn = turn_record(sample, step)
+            episode.turns.append(turn)
+            if not step.done:
+                left = deadline - time.monotonic()
+                turn["note"] = note(env.task, episode.turns, options.max_turns - number - 1, left)
+            history.add(sample, step.observation, turn["note"])
             if step.done:
                 return "submit"
         return "turn_limit"
@@ -185,6 +238,7 @@ def turn_record(sample: Sample, step) -> dict:
         "reply": sample.text,
         "action": step.action,
         "observation": step.observation,
+        "note": "",  # what the model read after the observation
         "status": step.status,
         "score": step.score.value if step.score else None,
         "grader_output": step.score.grader_output if step.score else "",
@@ -213,18 +267,19 @@ async def run_episode(
     seed: int = 0,
     score_test: bool = False,
     play: Callable = play,
-    history: Callable = History,
+    history: Callable | None = None,
 ) -> Episode:
     """Plays one episode to its end and scores it exactly once, however it ends.
 
     Args:
         env: An Env. If its sandbox is running already, the episode continues from there.
         policy: Samples the replies.
-        options: Limits. The time limit begins with the prompt, so a slow start of the sandbox is
-            free.
+        options: Limits and texts. The time limit begins with the prompt, so a slow start of the
+            sandbox is free.
         score_test: Whether to grade on the last split, too.
         play: The agent's loop, see `play`.
-        history: Makes the tokens that the model reads, see History.
+        history: Makes the tokens that the model reads, see History. The default is that of
+            options.thoughts.
 
     A sandbox that breaks ends the episode with status "fault". Raises what the policy raises, and
     UserError if the task's grader is broken. The environment stays open: use it as `async with`.
@@ -232,8 +287,7 @@ async def run_episode(
     episode = Episode(env.task.name, seed)
     begin = time.monotonic()
     try:
-        episode.prompt = await in_thread(env.prompt if env.sandbox else env.reset)
-        tokens = history(policy, episode.prompt, options.max_observation_tokens)
+        tokens = await start(env, policy, episode, options, history)
         episode.status = await play(env, policy, episode, options, tokens)
         episode.score = await in_thread(env.score)
         if score_test:

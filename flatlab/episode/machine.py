@@ -1,8 +1,11 @@
-"""Sandboxes for a task: whether this machine can provide one, and opening one."""
+"""Sandboxes for a task: whether this machine can provide one, opening one, and what is in it."""
 
 from __future__ import annotations
 
+import json
 import os
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 from flatlab.episode.task import Task
@@ -85,3 +88,37 @@ def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -
         box.close()
         raise
     return box
+
+
+@dataclass(frozen=True)
+class Software:
+    """What every sandbox of an image has."""
+
+    python: str  # version
+    packages: dict[str, str]  # name in lower case -> version
+    cores: int  # of the machine
+
+
+LOOK = """
+import importlib.metadata, json, os, platform
+names = {}
+for one in importlib.metadata.distributions():
+    if one.metadata and one.metadata["Name"]:
+        names[one.metadata["Name"].lower()] = one.version
+print(json.dumps([platform.python_version(), names, len(os.sched_getaffinity(0))]))
+"""
+LOOK_SECONDS = 60
+looking = threading.Lock()
+looked_up: dict[tuple, Software] = {}  # by backend and image
+
+
+def software_of(box: Sandbox) -> Software:
+    """Python's packages in a sandbox, looked up once per image. Raises SandboxFault."""
+    key = (box.backend, box.image)
+    with looking:
+        if key not in looked_up:
+            result = box.run(["python3", "-I", "-c", LOOK], LOOK_SECONDS)
+            if result.exit_code:
+                raise SandboxFault(f"python3 cannot list its packages: {result.output[-500:]}")
+            looked_up[key] = Software(*json.loads(result.output))
+    return looked_up[key]

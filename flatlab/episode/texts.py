@@ -1,21 +1,32 @@
-"""What the agent reads: the first message, the output of a command, the answer to `validate`."""
+"""What an agent reads: the first messages, what comes of an action, and a note after it.
+
+There are two forms, see FORMS at the end. The stand-in was trained on the short one, so its words
+stay as they are. Every other model reads the full one, which also tells the limits of the episode.
+Arguments: `env` is an Env whose sandbox runs, `options` are EpisodeOptions.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
 from flatlab.episode.grading import Score
-from flatlab.episode.task import Task
+from flatlab.episode.machine import Software, software_of
+from flatlab.episode.task import WHOLE_WORKSPACE, Task
+from flatlab.sandbox.backend import Spec
 from flatlab.sandbox.sandbox import Result
 
 KILLED = 137  # exit code of a process that got SIGKILL
+LISTED_FILES = 60  # in the first message
+
+# ------------------------------------------------------------------ the short form
 
 
-def first_message(
-    task: Task, workspace: str, files: list, count: int, network: bool = False
-) -> str:
-    """The prompt: the task, how to reply, and what is in the workspace.
-
-    files: (path, size in bytes) of the files to list; count: how many there are.
-    """
+def short_message(env, *_) -> str:
+    """The first message: the task, how to reply, and what is in the workspace."""
+    task = env.task
+    files, count = env.files(LISTED_FILES)
     prompt = [task.prompt.rstrip(), ""]
     if task.actions_text:
         prompt += [task.actions_text.rstrip(), ""]
@@ -25,7 +36,7 @@ def first_message(
         "```bash",
         "ls",
         "```",
-        f"They run in {workspace}{'' if network else ' without network'}, "
+        f"They run in {env.sandbox.workspace}{'' if env.has_network else ' without network'}, "
         "and you see what they print.",
         f"A block with only the word validate scores your {' and '.join(task.artefacts)}; "
         "one with only submit ends the task.",
@@ -35,7 +46,178 @@ def first_message(
     lines += [f"{path} ({size} bytes)" for path, size in files]
     if count > len(files):
         lines.append(f"... and {count - len(files)} more")
-    return "\n".join(lines)
+    return with_message("\n".join(lines), env)
+
+
+def with_message(text: str, env) -> str:
+    return f"{text}\n\n{env.message}" if env.message else text
+
+
+def nothing(*_) -> str:
+    return ""
+
+
+# ------------------------------------------------------------------ the full form
+
+SYSTEM = """\
+You are a machine-learning engineer. You work alone on one task, in a Linux sandbox: you reply \
+with bash commands, they are run, and you read what they print.
+
+You may think first. Every reply holds exactly one block of commands:
+```bash
+ls -l
+```
+They start in {workspace}. Files, the working directory and exported variables stay from one reply \
+to the next. There is no keyboard: a command that asks a question gets no answer. Of long outputs \
+you see the first and the last lines.
+
+A block with only the word validate scores {artefact} and shows the score. {after_a_score}
+A block with only the word submit ends the task. The task also ends when the turns or the time are \
+used up. Whatever ends it, {artefact} is then scored as it is."""
+GOES_ON = "You may then improve it and validate again."
+ENDS = "The first valid score ends the task, so validate only when you are done."
+
+# The first message is shortened in this order: each row is tried until it is short enough. Most
+# packages, first lines of a table, and files. At last the description loses lines.
+SIZES = ((40, 3, 60), (12, 3, 60), (0, 3, 60), (0, 1, 60), (0, 0, 60), (0, 0, 20), (0, 0, 5))
+SHARE = 0.5  # of the context, at most, for the system message and the first one
+TABLES = (".csv", ".tsv", ".jsonl")
+TABLE_LINES = 3
+LINE_CHARS = 200  # longer lines of a table are not shown
+LEFT_OUT = "[some lines of the description are left out]"
+# Packages that are named, in this order; others are counted.
+PACKAGES = """numpy pandas scipy scikit-learn torch xgboost lightgbm catboost tensorflow keras jax
+flax transformers datasets tokenizers accelerate peft timm torchvision torchaudio gymnasium
+stable-baselines3 polars statsmodels nltk spacy gensim sentence-transformers opencv-python
+opencv-python-headless pillow scikit-image networkx numba optuna imbalanced-learn matplotlib joblib
+tqdm pyarrow""".split()
+
+
+def full_system(env, options) -> str:
+    """The system message: the role, the form of a reply, what `validate` and `submit` do."""
+    is_workspace = env.task.artefacts == WHOLE_WORKSPACE
+    return SYSTEM.format(
+        workspace=env.sandbox.workspace,
+        artefact="the workspace" if is_workspace else " and ".join(env.task.artefacts),
+        after_a_score=ENDS if env.ends_at_score else GOES_ON,
+    )
+
+
+def full_message(env, options, policy) -> str:
+    """The first message: the task, its score, the files, the limits and the packages.
+
+    It takes at most SHARE of the context, together with the system message and without
+    Env.message. Only whole lines are left out.
+    """
+    room = SHARE * policy.context - len(policy.encode(full_system(env, options)))
+    for text in shorter_and_shorter(env, options):
+        if len(policy.encode(text)) <= room:
+            break
+    return with_message(text, env)
+
+
+def shorter_and_shorter(env, options) -> Iterator[str]:
+    files, count = env.files(LISTED_FILES)
+    tables = {path: first_lines(env.task, path, size) for path, size in files}
+    software = software_of(env.sandbox)
+    limits = limits_text(env, options, software)
+    description = env.task.prompt.strip()
+
+    def message(packages: int, lines: int, most: int) -> str:
+        listed = []
+        for path, size in files[:most]:
+            listed.append(f"{path} ({size} bytes)")
+            listed += [f"  {line}" for line in tables[path][:lines]]
+        if count > most:
+            listed.append(f"... and {count - most} more")
+        parts = [
+            description,
+            env.task.actions_text.strip(),
+            f"Score: {env.task.metric}, {env.task.direction}, baseline {env.task.baseline:.4f}.",
+            "\n".join([f"Files in {env.sandbox.workspace}:", *listed]),
+            f"{limits}\n{packages_text(software, packages)}",
+        ]
+        return "\n\n".join(filter(None, parts))
+
+    for size in SIZES:
+        yield message(*size)
+    lines = description.split("\n")
+    while len(lines) > 1:
+        third = len(lines) * 2 // 3
+        del lines[third]
+        description = "\n".join([*lines[:third], LEFT_OUT, *lines[third:]])
+        yield message(*SIZES[-1])
+
+
+def first_lines(task: Task, path: str, size: int) -> list[str]:
+    """Of a table that is as the task gave it. size: of the file in the workspace, in bytes."""
+    source = task.public.get(path)
+    if not source or Path(path).suffix not in TABLES or source.stat().st_size != size:
+        return []
+    lines = []
+    with source.open(encoding="utf-8", errors="replace") as file:
+        while len(lines) < TABLE_LINES and (line := file.readline(LINE_CHARS)):
+            if len(line) == LINE_CHARS:
+                return [*lines, f"[a line of {LINE_CHARS} characters or more]"]
+            lines.append(line.rstrip())
+    return lines
+
+
+def limits_text(env, options, software: Software) -> str:
+    """What an episode may use."""
+    cores = software.cores
+    memory = f"{env.limits['memory'] / 2**30:g} GB of memory"
+    if env.sandbox.backend.is_container:
+        cores = min(cores, env.limits.get("cpus", Spec.cpus))
+    else:
+        memory += " for each process"
+    gpu = "the GPUs that nvidia-smi lists" if env.task.needs_gpu else "no GPU"
+    return (
+        f"Limits: {counted(options.max_turns, 'turn')} (a reply and its output), "
+        f"{options.episode_minutes:g} minutes in all, {env.task.step_timeout:g} seconds for the "
+        "commands of a reply.\n"
+        f"Machine: {counted(cores, 'CPU core')}, {memory}, {gpu}, "
+        f"{'a' if env.has_network else 'no'} network."
+    )
+
+
+def packages_text(software: Software, most: int) -> str:
+    """The version of Python and of up to `most` packages."""
+    names = [name for name in PACKAGES if name in software.packages][:most]
+    listed = "".join(f"{name} {software.packages[name]}, " for name in names)
+    others = counted(len(software.packages) - len(names), "more package" if names else "package")
+    return f"Python {software.python} with {listed}{others}."
+
+
+def full_facts(env, options) -> str:
+    """What a request beside the episodes is told about them, see search.py."""
+    software = software_of(env.sandbox)
+    return f"{limits_text(env, options, software)}\n{packages_text(software, SIZES[1][0])}"
+
+
+def full_note(task: Task, turns: list[dict], turns_left: int, seconds_left: float) -> str:
+    """The last line of an observation. turns: those of the transcript so far.
+
+    The time is rounded to minutes, so episodes of equal actions read the same texts unless one of
+    them is slower by about a minute.
+    """
+    minutes = round(seconds_left / 60)
+    time = counted(minutes, "minute") if minutes else "less than a minute"
+    left = f"{counted(turns_left, 'turn')} and {time} left."
+    if turns_left == 1:
+        left = f"The next reply is the last one: 1 turn and {time} left."
+    scores = [turn["score"] for turn in turns if turn["score"] is not None]
+    if not scores:
+        return f"[{left} No valid score so far.]"
+    best = max(scores) if task.higher_is_better else min(scores)
+    return f"[{left} Best {task.splits[0]} {task.metric} so far: {best:.4f}.]"
+
+
+def counted(number: float, what: str) -> str:
+    return f"{number:g} {what}{'' if number == 1 else 's'}"
+
+
+# ------------------------------------------------------------------ both forms
 
 
 def run_text(result: Result, timeout: float, memory: int) -> tuple[str, str]:
@@ -65,3 +247,19 @@ def position_text(score: Score) -> str:
     if score.position is None:
         return ""
     return f"\nposition: {score.position:.4f} (share of the leaderboards that is not better)"
+
+
+@dataclass(frozen=True)
+class Form:
+    """The texts in which the forms differ. A text of "" is left out."""
+
+    system: Callable  # (env, options) -> the system message
+    message: Callable  # (env, options, policy) -> the first message of the user
+    note: Callable  # (task, turns, turns left, seconds left) -> the last line of an observation
+    facts: Callable | None  # (env, options) -> what the other requests of a search are told
+
+
+FORMS = {
+    "short": Form(nothing, short_message, nothing, None),
+    "full": Form(full_system, full_message, full_note, full_facts),
+}

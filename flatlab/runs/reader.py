@@ -217,7 +217,8 @@ def transcripts(run: RunData, file_filter: Callable = str.isdigit) -> list[dict]
     "before", "eval-9", "final-best"; by default the steps. A search has nodes alone.
 
     Keys: id ("12.3", "eval-9.3" = file and number; "0.2.1" = node), outcome ("valid",
-    "failed", "fault"), status, score (None unless valid), tokens, seconds, error, prompt, turns.
+    "failed", "fault"), status, score (None unless valid), tokens, seconds, error, system and
+    prompt (the first messages), turns.
     Episodes also have seed, group ("12.0" = file and number), test_score (as score) and reward
     (None for a fault); nodes also parent, op, sampling_mode, idea, code, diff, decision.
     """
@@ -247,13 +248,18 @@ def episode_item(row: dict, name: str, index: int) -> dict:
 
 
 def node_item(row: dict, directory: Path) -> dict:
-    """prompt: what the model was told; "" if the node's transcript is missing."""
-    prompt = ""
+    """system, prompt: what the model was told; "" if the node's transcript is missing."""
+    told = {"system": "", "prompt": ""}
     for episode in read_rows(directory / "episodes" / f"{row['order']:06d}.jsonl"):
         if episode["node"] == row["id"]:
-            prompt = episode["prompt"]
+            told = {key: episode.get(key, "") for key in told}
     error = with_grader_output(row["error"], row)
-    return row | {"turns": row["actions"], "prompt": prompt, "error": error}
+    return row | told | {"turns": row["actions"], "error": error}
+
+
+def observed(turn: dict) -> str:
+    """What the model read after a reply, without a limit of its length."""
+    return "\n".join(filter(None, [turn["observation"], turn.get("note")]))
 
 
 def with_grader_output(error: str, row: dict) -> str:

@@ -13,9 +13,10 @@ import random
 import time
 from pathlib import Path
 
-from flatlab.episode.episode import Episode, History, Sample, trimmed, worth_imitating
+from flatlab.episode.episode import HISTORIES, Episode, Sample, trimmed, worth_imitating
 from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
+from flatlab.options import EpisodeOptions
 from flatlab.runs.reader import duration, read_rows
 from flatlab.train.batch import (
     TrainSequence,
@@ -61,11 +62,16 @@ def best_episodes(runs: list[str], tasks: list[Task], share: float) -> list[dict
     return chosen
 
 
-def sequences_from(transcript: dict, policy, max_observation_tokens: int) -> list[TrainSequence]:
+def sequences_from(transcript: dict, policy, options: EpisodeOptions) -> list[TrainSequence]:
     """The transcript as it would have been sampled, cut where the context ends. Advantage 1:
     imitated.
     """
-    history = History(policy, transcript["prompt"], max_observation_tokens)
+    history = HISTORIES[options.thoughts](
+        policy,
+        transcript["prompt"],
+        options.max_observation_tokens,
+        transcript.get("system", ""),
+    )
     segments, kept = [], []
     for turn in transcript["turns"]:
         tokens = policy.encode(turn["reply"])
@@ -78,7 +84,7 @@ def sequences_from(transcript: dict, policy, max_observation_tokens: int) -> lis
         if ended:
             segments.append(ended)
         sample = Sample(tokens, [0.0] * len(tokens), turn["reply"], turn["stop_reason"], 0)
-        history.add(sample, turn["observation"])
+        history.add(sample, turn["observation"], turn.get("note", ""))
         kept.append(turn)
     segments = [trimmed(s) for s in [*segments, history.segment] if any(s.mask)]
     wanted = [float(worth_imitating(turn)) for turn in kept]
@@ -95,7 +101,7 @@ def warm_start(policy, tasks: list[Task], cfg, job) -> None:
     import torch
 
     episodes = [
-        sequences_from(transcript, policy, cfg.episode.max_observation_tokens)
+        sequences_from(transcript, policy, cfg.episode)
         for transcript in best_episodes(cfg.sft, tasks, cfg.sft_share)
     ]
     episodes = [sequences for sequences in episodes if sequences]

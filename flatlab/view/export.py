@@ -21,7 +21,7 @@ from flatlab.episode.episode import worth_imitating
 from flatlab.episode.task import clipped_improvement
 from flatlab.errors import UserError
 from flatlab.files import write_whole
-from flatlab.runs.reader import RunData, transcripts
+from flatlab.runs.reader import RunData, observed, transcripts
 
 
 def export(runs: list[RunData], path: Path) -> int:
@@ -43,6 +43,8 @@ def reply_rows(run: RunData, item: dict):
     if run.kind != "grpo":
         reward = clipped_improvement(item["improvement"])
     messages = [{"role": "user", "content": item["prompt"]}]
+    if item.get("system"):
+        messages.insert(0, {"role": "system", "content": item["system"]})
     for number, turn in enumerate(item["turns"]):
         reply = {"role": "assistant", "content": turn["reply"]}
         yield {
@@ -56,4 +58,4 @@ def reply_rows(run: RunData, item: dict):
             "prompt": list(messages),
             "completion": [reply],
         }
-        messages += [reply, {"role": "user", "content": turn["observation"]}]
+        messages += [reply, {"role": "user", "content": observed(turn)}]

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from flatlab.files import write_whole
-from flatlab.runs.reader import RunData, transcripts
+from flatlab.runs.reader import RunData, observed, transcripts
 from flatlab.runs.store import plain
 from flatlab.view import compare, plots, search_plots
 from flatlab.view.views import final_table, plot_curves, result_text
@@ -28,7 +28,7 @@ from flatlab.view.views import final_table, plot_curves, result_text
 TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "report.html"
 LISTED = ("id", "outcome", "status", "score", "stderr", "tokens", "seconds")
 LISTED += ("task", "op", "mark", "sampling_mode", "second")
-TEXTS = ("prompt", "error", "idea", "diff", "code", "ideas")
+TEXTS = ("system", "prompt", "error", "idea", "diff", "code", "ideas")
 LONG = ("final", "hidden_scores")  # of the result: not in its table
 BLOCK = 32  # texts that are compressed together
 
@@ -97,8 +97,8 @@ def texts_of(item: dict) -> dict:
 
 
 def turn_of(turn: dict) -> dict:
-    keys = ("reply", "observation", "status", "score", "seconds_env")
-    texts = {key: turn[key] for key in keys}
+    keys = ("reply", "status", "score", "seconds_env")
+    texts = {key: turn[key] for key in keys} | {"observation": observed(turn)}
     if turn["action"] and turn["action"] not in turn["reply"]:
         texts["action"] = turn["action"]
     return texts

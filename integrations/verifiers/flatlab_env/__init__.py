@@ -16,7 +16,7 @@ import verifiers.v1 as vf
 
 from env import Env, in_thread
 from flatlab.endpoint import Endpoint
-from flatlab.episode.episode import Episode, History, play
+from flatlab.episode.episode import Episode, play, start
 from flatlab.episode.task import clipped_improvement, improvement
 from flatlab.errors import SandboxFault
 from flatlab.options import EpisodeOptions, SandboxOptions
@@ -112,6 +112,8 @@ class FlatlabHarnessConfig(vf.HarnessConfig):
     """Longer command outputs keep head and tail."""
     episode_minutes: float = 30.0
     """Time limit of the agent in minutes, from the prompt on."""
+    texts: Literal["full", "short"] = "full"
+    """Form of what the agent reads: full, or the short one that the stand-in was trained on."""
 
 
 class FlatlabHarness(vf.Harness[FlatlabHarnessConfig]):
@@ -141,16 +143,18 @@ class FlatlabHarness(vf.Harness[FlatlabHarnessConfig]):
         seconds = min(limit, 60 * options.episode_minutes)
         sandbox = SandboxOptions(options.backend, options.image, options.network, options.hf_cache)
         limits = EpisodeOptions(
-            options.max_turns, reply_tokens, options.max_observation_tokens, seconds / 60
+            options.max_turns,
+            reply_tokens,
+            options.max_observation_tokens,
+            seconds / 60,
+            options.texts,
         )
         try:
             world = await in_thread(Env, load(data.task), sandbox, seed)
             trace.state.world = world
-            prompt = await in_thread(world.reset)
-            if data.system_prompt:
-                prompt = f"{prompt}\n\n{data.system_prompt}"
-            episode = Episode(data.task, seed, prompt)
-            history = History(policy, prompt, limits.max_observation_tokens)
+            world.message = data.system_prompt or ""
+            episode = Episode(data.task, seed)
+            history = await start(world, policy, episode, limits)
             trace.info["status"] = await play(world, policy, episode, limits, history)
         except SandboxFault as fault:
             raise vf.SandboxError(str(fault)) from fault
