@@ -45,6 +45,7 @@ import env
 from flatlab import endpoint, options, threads
 from flatlab.episode.episode import Episode, in_thread, run_episode
 from flatlab.episode.task import improvement
+from flatlab.episode.texts import FORMS
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import write_whole
 from flatlab.options import (
@@ -267,6 +268,27 @@ class Config:
 # ------------------------------------------------------------------ requests to the model
 
 
+def about(t: Tree) -> str:
+    """The task as requests tell it; in the full form of the texts also what is left of the budget.
+
+    A rule that asks once has the same nodes with any number of workers, so it asks without this.
+    """
+    facts = t.facts
+    if facts and not t.rule.asks_once:
+        facts += f"\nAfter this attempt {t.cfg.nodes - t.executed()} of {t.cfg.nodes} are left."
+    return prompts.about(t.task, facts)
+
+
+async def facts_of(t: Tree) -> str:
+    """What requests tell about the sandboxes, found in one of them; "" in the short form."""
+    facts = FORMS[t.cfg.episode.texts].facts
+    if facts is None:
+        return ""
+    async with env.Env(t.task, t.cfg.sandbox, t.seed) as world:
+        await in_thread(world.reset)
+        return await in_thread(facts, world, t.cfg.episode)
+
+
 def summary(t: Tree) -> str:
     """What prompts say about other branches, if anything."""
     return prompts.summary_of_tree(t.finished) if t.cfg.scope == "global" else ""
@@ -283,7 +305,7 @@ async def list_ideas(t: Tree, node: Node) -> list:
     parent = t.nearest_kept(node.parent)
     siblings = [child for child in t.children(node.parent) if child is not node]
     wanted = strategy_request(node.sampling_mode, k, cfg.tau, parent)
-    request = prompts.ask(t.task, wanted, parent, siblings, summary(t))
+    request = prompts.ask(about(t), wanted, parent, siblings, summary(t))
     talk = []
     ideas = {}
     likely = {}
@@ -324,7 +346,7 @@ async def reflect(t: Tree, node: Node) -> str:
     """What the tree has taught, in at most 1/16 of the context: the prompts of the node hold it."""
     tree = prompts.tree_lines([t.root, *t.finished])
     tree = prompts.clip(tree, prompts.summary_chars(t.cfg))
-    request = REFLECT.format(about=prompts.about(t.task), tree=tree)
+    request = REFLECT.format(about=about(t), tree=tree)
     limit = max(32, t.cfg.model.context // 16)
     return await chat(t, node, [], request, node.id, "reflect", limit=limit)
 
@@ -467,6 +489,7 @@ def start(t: Tree, choice: Choice) -> Node:
 
 async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> None:
     """Grows a tree until it is complete. Each running node holds one of the slots."""
+    t.facts = await facts_of(t)
     while True:
         await slots.acquire()
         node = await decide(t)

@@ -164,7 +164,9 @@ def test_prompts_say_what_they_should():
         status="turn_limit",
         error="Traceback\nKeyError: 'x'",
     )
-    text = prompts.ask(TASK, search.strategy_request("tail", 5, 0.1, root), root, [bad])
+    text = prompts.ask(
+        prompts.about(TASK), search.strategy_request("tail", 5, 0.1, root), root, [bad]
+    )
     assert "List 5 unusual strategies, each with a probability below 0.1." in text
     assert "Baseline: 0.6" in text
     assert "data/train.csv: id," in text
@@ -172,7 +174,9 @@ def test_prompts_say_what_they_should():
     assert "Strategy: a forest\nScore: none, KeyError: 'x'" in text
     assert "Probability: <number" in text
     assert "Probability" not in search.strategy_request("sequence", 5, 0.1, root)
-    local = prompts.ask(TASK, search.strategy_request("local", 3, 0.1, good), good, [])
+    local = prompts.ask(
+        prompts.about(TASK), search.strategy_request("local", 3, 0.1, good), good, []
+    )
     assert "The strategy so far: score 0.7\nStrategy: ridge" in local
     assert "variations of the strategy so far" in local
     child = Node("0.0.0", "0.0", op="improve", idea="lasso", decision={"phase": "explore"})

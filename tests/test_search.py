@@ -716,6 +716,28 @@ def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code_and_diff(tm
     assert sum(segment["mask"]) == episode["reply_tokens"] > 0
 
 
+def test_the_full_form_tells_requests_the_limits_and_what_is_left(tmp_path):
+    model = FakePolicy(lambda prompt, seed: scripted(prompt.rpartition("it is.")[2], seed))
+    t = real_tree(tmp_path / "run", model, 1, nodes=3, texts="full", select="ucb", k=3)
+    asked = [prompt for prompt in model.prompts if "Answer with th" in prompt]
+    assert "Limits: 4 turns" in asked[0]
+    assert "numpy" in asked[0]
+    assert "After this attempt 2 of 3 are left." in asked[0]
+    assert "After this attempt 1 of 3 are left." in asked[1]
+    [episode] = read_rows(t.run.dir / "episodes/000000.jsonl")
+    assert "The first valid score ends the task" in episode["system"]
+    assert episode["turns"][0]["note"].startswith("[3 turns and 30 minutes left.")
+    assert "turns and" not in "".join(node.error for node in t.finished)
+
+
+def test_requests_of_a_rule_that_asks_once_do_not_depend_on_what_runs(tmp_path):
+    model = FakePolicy(lambda prompt, seed: scripted(prompt.rpartition("it is.")[2], seed))
+    real_tree(tmp_path / "run", model, 3, nodes=3, texts="full", branching=3, depth=1, k=3)
+    [asked] = [prompt for prompt in model.prompts if "Answer with th" in prompt]
+    assert "Limits: 4 turns" in asked
+    assert "After this attempt" not in asked
+
+
 @pytest.mark.parametrize(
     "budget, reply, stopped",
     [

@@ -74,7 +74,8 @@ def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
 def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode):
     task = load_task("titanic")
     root = SimpleNamespace(op="baseline", idea="", valid=True, score=task.baseline)
-    question = prompts.ask(task, search.strategy_request(mode, 5, 0.1, root), root, [])
+    wanted = search.strategy_request(mode, 5, 0.1, root)
+    question = prompts.ask(prompts.about(task), wanted, root, [])
     tokens = tiny_policy.render([{"role": "user", "content": question}])
 
     async def ask_all():

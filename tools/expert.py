@@ -355,7 +355,7 @@ def list_strategies(rng: random.Random, world: World) -> list[tuple[str, str]]:
         if mode != "sequence":
             lines.append(f"Probability: {probability:.2f}")
     wanted = search.strategy_request(mode, k, 0.1, parent)
-    question = prompts.ask(world.task, wanted, parent, siblings)
+    question = prompts.ask(prompts.about(world.task), wanted, parent, siblings)
     return [("user", question), ("assistant", "\n".join(lines))]
 
 

@@ -190,9 +190,10 @@ def packages_text(software: Software, most: int) -> str:
 
 
 def full_facts(env, options) -> str:
-    """What a request beside the episodes is told about them, see search.py."""
+    """What the requests of a search tell about its episodes."""
     software = software_of(env.sandbox)
-    return f"{limits_text(env, options, software)}\n{packages_text(software, SIZES[1][0])}"
+    limits = limits_text(env, options, software)
+    return f"Every attempt has a sandbox.\n{limits}\n{packages_text(software, SIZES[1][0])}"
 
 
 def full_note(task: Task, turns: list[dict], turns_left: int, seconds_left: float) -> str:

@@ -15,10 +15,10 @@ from flatlab.episode.task import Task
 SIBLINGS = 8  # largest number of strategies of siblings in a prompt
 
 
-def ask(task: Task, request: str, parent, siblings: list, summary: str = "") -> str:
+def ask(about: str, request: str, parent, siblings: list, summary: str = "") -> str:
     """The prompt for strategies for a child of `parent`, which may be the root.
 
-    siblings: the other children of the parent.
+    about: the task. siblings: the other children of the parent.
     """
     parts = [summary]
     if parent.op != "baseline":
@@ -29,15 +29,18 @@ def ask(task: Task, request: str, parent, siblings: list, summary: str = "") -> 
         parts.append("Tried already, do not repeat:")
         parts += [f"Strategy: {node.idea}\nScore: {short_score(node)}" for node in tried]
     context = "\n".join(filter(None, parts))
-    return "\n\n".join(filter(None, [about(task), context, request]))
+    return "\n\n".join(filter(None, [about, context, request]))
 
 
-def about(task: Task) -> str:
-    """The task, with the first line of each of its files: for calls that have no sandbox."""
+def about(task: Task, facts: str = "") -> str:
+    """The task, with the first line of each of its files: for calls that have no sandbox.
+
+    facts: what the full form of the texts tells about one.
+    """
     files = [f"{name}: {first_line(path)}" for name, path in list(task.public.items())[:20]]
     listing = "\n".join(["Files:", *files, ""]) if files else ""
     measure = f"Metric: {task.metric}, {task.direction}. Baseline: {task.baseline:.4g}"
-    return f"{task.prompt}\n\n{listing}{measure}"
+    return "\n".join(filter(None, [f"{task.prompt}\n\n{listing}{measure}", facts]))
 
 
 def first_line(path) -> str:

@@ -33,7 +33,7 @@ async def scientist(t: Tree, rng) -> Choice | None:
     nodes = [t.root, *t.finished]
     notes = [node.decision["memory"] for node in t.finished if node.decision.get("memory")]
     look = LOOK.format(
-        about=prompts.about(t.task),
+        about=prompts.about(t.task, t.facts),
         tree=prompts.tree_lines(nodes),
         notes="".join(f"Note: {note}\n" for note in notes[-NOTES:]),
         left=t.cfg.nodes - t.executed(),

@@ -103,6 +103,7 @@ class Tree:
         self.run = run
         self.rule = rule
         self.policy = None
+        self.facts = ""  # what requests tell about the sandboxes, in the full form of the texts
         self.root = Node("0", op="baseline", score=task.baseline, improvement=0.0, valid=True)
         self.root.status = "baseline"
         self.nodes = {"0": self.root}
