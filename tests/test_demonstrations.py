@@ -1,13 +1,16 @@
 """tools/demonstrations.py: episodes of the scripted expert as a run that can be imitated."""
 
+import asyncio
 import json
 import subprocess
 import sys
 
 import pytest
 
+from env import Env
+from flatlab.files import read_mapping
 from flatlab.train import imitation
-from helpers import LOCAL, PROJECT
+from helpers import LOCAL, PROJECT, FakePolicy, play_once
 from tasks import load_task
 from tools import demonstrations
 
@@ -33,6 +36,18 @@ def test_transcripts_are_played_scored_and_mixed(run):
     assert min(scores) < 1.0 < max(scores)
     assert len(scores) < len(episodes)
     assert "better than the baseline of 0.725" in done.stderr
+
+
+def test_they_have_the_texts_that_a_model_reads(run):
+    folder, _ = run
+    recipe = read_mapping(PROJECT / "configs/grpo-cpu.yaml")
+    options = {"max_turns": recipe["max_turns"], "texts": "full"}
+    world = Env(load_task("battleOfSexes", "", ""), LOCAL)
+    episode = asyncio.run(play_once(world, FakePolicy("hm"), **options))
+    shown = [json.loads(line) for line in (folder / "episodes/000000.jsonl").open()]
+    assert {(e["system"], e["prompt"]) for e in shown} == {(episode.system, episode.prompt)}
+    assert {e["turns"][0]["note"] for e in shown} == {episode.turns[0]["note"]}
+    assert max(len(e["turns"]) for e in shown) == recipe["max_turns"]
 
 
 def test_they_can_be_imitated(run):

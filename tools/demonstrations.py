@@ -6,8 +6,8 @@
 A pretrained model of 135 million parameters submits nothing valid by itself, so there is nothing to
 reinforce. Imitating a few of these episodes is its cold start. The expert is deliberately mediocre:
 it writes good and bad solutions, makes mistakes, and repairs some (see expert.py). Its episodes are
-played and scored like those of a model, in real sandboxes. The last line of the output is the run
-directory.
+played and scored like those of a model, in the same kind of sandbox and with the same texts: give
+--max-turns and --texts as for the training. The last line of the output is the run directory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -40,7 +39,11 @@ class Config:
     task: tuple[str, ...] = ("battleOfSexes",)  # one or more of the tasks that the expert knows
     episodes: Count = 96  # of each task
     seed: int = 0  # of the expert's choices
-    backend: Literal["auto", "docker", "local"] = "auto"  # auto: the fastest that works here
+    max_turns: Count = (
+        3  # replies per episode, as in configs/grpo-cpu.yaml; longer ones are redrawn
+    )
+    texts: Literal["full", "short"] = "full"  # form of what the agent reads
+    backend: Literal["auto", "docker", "local"] = "auto"  # auto: as grpo.py chooses for this model
     name: str | None = None  # run directory logs/<name>; default: demonstrations-<task>
 
 
@@ -82,6 +85,7 @@ EOF
 python3 solve.py > submission.csv"""
 
 
+AT_ONCE = 16  # episodes
 TABLES = {"titanic": short_titanic_table, "battleOfSexes": expert.battle_table}
 
 
@@ -97,7 +101,7 @@ class Script:
         return [0] * len(text.split())
 
     def render(self, messages: list[dict]) -> list[int]:
-        return self.encode(messages[0]["content"])
+        return [token for message in messages for token in self.encode(message["content"])]
 
     def observation_tokens(self, text: str, ended: bool) -> list[int]:
         return self.encode(text)
@@ -108,26 +112,40 @@ class Script:
         return Sample(said, [0.0] * len(said), text, "stop", 0)
 
 
-async def play(world: expert.World, seed: int, number: int) -> Episode:
+def draw(world: expert.World, cfg: Config, number: int) -> list[str]:
+    """The replies of an episode that ends in time."""
+    rng = random.Random(f"{cfg.seed} {world.task.name} {number}")
+    while True:
+        talk = expert.solve(rng, world, "free")
+        replies = [text for role, text in talk if role == "assistant"]
+        if len(replies) <= cfg.max_turns:
+            return replies
+
+
+async def play(world: expert.World, cfg: Config, number: int) -> Episode:
     """One episode of the expert, replayed and scored in a sandbox of its own."""
-    rng = random.Random(f"{seed} {world.task.name} {number}")
-    talk = expert.solve(rng, world, "free")
-    replies = [text for role, text in talk if role == "assistant"]
-    options = EpisodeOptions(len(replies), max_reply_tokens=512, max_observation_tokens=10**9)
-    async with env.Env(world.task, world.backend, seed * 100_003 + number) as box:
+    replies = await env.in_thread(draw, world, cfg, number)
+    options = EpisodeOptions(cfg.max_turns, 512, 10**9, texts=cfg.texts)
+    async with env.Env(world.task, world.backend, cfg.seed * 100_003 + number) as box:
         return await env.run_episode(box, Script(replies), options, number)
 
 
-def demonstrate(name: str, cfg: Config, backend: str) -> list[Episode]:
+async def demonstrate(name: str, cfg: Config, backend: str) -> list[Episode]:
     """All episodes of one task; broken sandboxes are left out."""
-    world = expert.World(load_task(name, "", ""), TABLES[name](), backend)
-    episodes = []
-    printed = time.monotonic()
-    for number in range(cfg.episodes):
-        episodes.append(asyncio.run(play(world, cfg.seed, number)))
-        if time.monotonic() - printed > 10:
-            printed = time.monotonic()
-            print(f"{name}: {number + 1} of {cfg.episodes} episodes", file=sys.stderr, flush=True)
+    world = await env.in_thread(expert.World, load_task(name, "", ""), TABLES[name](), backend)
+    slots = asyncio.Semaphore(AT_ONCE)
+    done = 0
+
+    async def one(number):
+        nonlocal done
+        async with slots:
+            episode = await play(world, cfg, number)
+        done += 1
+        if done % 24 == 0:
+            print(f"{name}: {done} of {cfg.episodes} episodes", file=sys.stderr, flush=True)
+        return episode
+
+    episodes = await asyncio.gather(*map(one, range(cfg.episodes)))
     return [episode for episode in episodes if episode.score]
 
 
@@ -149,12 +167,7 @@ def main() -> None:
         raise UserError(f"The expert knows {known}, not {', '.join(sorted(unknown))}.")
     check_numbers(cfg)
     cfg.name = cfg.name or f"demonstrations-{'+'.join(cfg.task)}"
-    # The commands are the expert's own, so the fast local sandbox is as good as Docker here.
-    wanted = "local" if cfg.backend == "auto" else cfg.backend
-    try:
-        backend, _ = env.pick_backend(wanted, model_is_tiny=True)
-    except UserError:
-        backend, _ = env.pick_backend(cfg.backend)
+    backend, _ = env.pick_backend(cfg.backend)
     tasks = [load_task(name) for name in cfg.task]
     run = open_run(
         run_directory(cfg.name),
@@ -165,7 +178,7 @@ def main() -> None:
     if not run.finished:
         transcripts = []
         for name in cfg.task:
-            episodes = demonstrate(name, cfg, backend)
+            episodes = asyncio.run(demonstrate(name, cfg, backend))
             transcripts += [episode.to_dict() for episode in episodes]
             print(describe(name, episodes), file=sys.stderr, flush=True)
         run.save_episodes(0, transcripts)
