@@ -72,7 +72,7 @@ class Scripted(ChatTokens):
     async def sample(self, tokens, max_tokens, temperature=None, seed=None):
         self.requests.append(tokens)
         text = next(self.replies)
-        said = [*self.encode(text), self.end_of_turn()]
+        said = [*self.encode(text), self.end_of_turn]
         return Sample(said, [-1.0] * len(said), text, "stop", 0)
 
 
@@ -277,7 +277,7 @@ def test_dropped_thoughts_are_trained_after_the_tokens_that_they_were_sampled_af
     policy, episode = thinking(titanic, "drop")
     assert len(episode.segments) == 3
     for segment, request, text in zip(episode.segments, policy.requests, TALK):
-        said = [*policy.encode(text), policy.end_of_turn()]
+        said = [*policy.encode(text), policy.end_of_turn]
         assert segment.tokens == request + said
         assert segment.mask == [0] * len(request) + [1] * len(said)
 
