@@ -464,7 +464,7 @@ async def play_groups(
         async with slots.slot(plan.order), env.Env(task, cfg.sandbox, seed) as world:
             episode = await run_episode(world, policy, cfg.episode, seed, plan.test)
         if progress:
-            progress.done += 1
+            progress.add()
         return episode
 
     async def fill(number):
@@ -662,8 +662,8 @@ def evaluate(policy, tasks, cfg: Config, job, seed: int, test=False) -> list[Gro
 
     async def play():
         total = len(planned[job.rank :: job.world])
-        async with console.Progress(job, "evaluate", total) as progress:
-            return await play_groups(policy, plan, cfg, job, progress=progress)
+        progress = console.Progress(job, "evaluate", total)
+        return await play_groups(policy, plan, cfg, job, progress=progress)
 
     groups = job.wait(play())
     assert {turn["version"] for g in groups for e in g.episodes for turn in e.turns} <= {

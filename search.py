@@ -69,7 +69,7 @@ from flatlab.tree import parsing, prompts, selection
 from flatlab.tree.requests import CountingPolicy, chat
 from flatlab.tree.scientist import scientist
 from flatlab.tree.selection import Rule
-from flatlab.tree.tree import Choice, Node, Tree, code_in, difference, results, stable
+from flatlab.tree.tree import Choice, Node, Tree, code_in, difference, results, spent, stable
 from flatlab.view import search_console
 from policy import Policy, default_model, resolve_model
 
@@ -594,64 +594,59 @@ def check_choices(cfg: Config) -> None:
 def prepare(cfg: Config):
     """Derives what is left open in the config and checks everything before a model is loaded.
 
-    Returns the trees, the directory of the grid (None for a single tree), the model's path (None
-    for an endpoint), and a sentence about the choice of the sandbox.
+    Returns the trees, the directory of the run or grid, the model's path (None for an endpoint),
+    and a sentence about the choice of the sandbox.
     """
     check_choices(cfg)
     trackers.check(**asdict(cfg.trackers))
     if not SELECT[cfg.select].uses_mode:
         cfg.sampling_mode = ("none",)
-    path, is_tiny, positions = None, False, None
+    path = None
     if cfg.engine != "api":
         cfg.model.model = cfg.model.model or default_model()
         path = resolve_model(cfg.model.model)
-        is_tiny, positions = path.is_tiny, path.positions
-    options.derive(cfg.model, cfg.episode, is_tiny, positions)
+    is_tiny = path is not None and path.is_tiny
+    options.derive(cfg.model, cfg.episode, is_tiny, path and path.positions)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny)
     made_by = fingerprint(__file__, tasks, path)
-    trees, grid = open_trees(cfg, tasks, made_by)
-    return trees, grid, path, why
+    trees, where = open_trees(cfg, tasks, made_by)
+    return trees, where, path, why
 
 
-def open_trees(cfg: Config, tasks: list, made_by: dict) -> tuple[list[Tree], Path | None]:
-    """One tree for each task, sampling mode and seed, and the directory of the grid or None."""
+def open_trees(cfg: Config, tasks: list, made_by: dict) -> tuple[list[Tree], Path]:
+    """One tree for each task, sampling mode and seed, and the directory of the run or grid."""
     cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
     model = value_text(cfg.model.model)
     # The name begins with that of the script: a copy of this file makes runs of its own.
     kind = Path(__file__).stem
     if cfg.select != Config.select:
         kind += f"-{cfg.select}"
-    grid = None
-    if len(cells) > 1:
-        grid = run_directory(cfg.name or f"{kind}-grid-{model}")
-        if (grid / "config.yaml").exists():
-            raise UserError(f"{grid} is a single run, not a grid: choose another --name.")
+    name = f"{kind}-grid-{model}"
+    if len(cells) == 1:
+        [(task, mode, seed)] = cells
+        name = f"{kind}-{task.name}-{mode}-{model}-{seed}"
+    where = run_directory(cfg.name or name)
+    if len(cells) > 1 and (where / "config.yaml").exists():
+        raise UserError(f"{where} is a single run, not a grid: choose another --name.")
     trees = []
     for task, mode, seed in cells:
-        directory = run_directory(cfg.name or f"{kind}-{task.name}-{mode}-{model}-{seed}")
-        if grid:
-            directory = grid / f"{task.name}-{mode}-{seed}"
+        directory = where
+        if len(cells) > 1:
+            directory = where / f"{task.name}-{mode}-{seed}"
         cell = {"task": task.name, "sampling_mode": mode, "seed": seed, "name": directory.name}
-        task_made_by = made_by | {"tasks": {task.name: made_by["tasks"][task.name]}}
         run = open_run(
             directory,
             options.flat(cfg) | cell,
-            task_made_by,
+            made_by | {"tasks": {task.name: made_by["tasks"][task.name]}},
             options.may_change(cfg),
             lambda run: is_finished(run, cfg),
         )
         t = Tree(task, mode, seed, cfg, run, SELECT[cfg.select])
-        result = run.results()
-        if result.get("status") == "finished":  # with a larger budget it goes on
-            t.seconds_before = result["seconds"]  # also those without a node, at the end
-        t.closed = run.finished
-        if t.closed:
-            t.chosen = t.nodes.get(result["tested_id"])
-        else:
+        if not t.closed:
             (run.dir / "nodes").mkdir(exist_ok=True)
             run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
         trees.append(t)
-    return trees, grid
+    return trees, where
 
 
 def is_finished(run: Run, cfg: Config) -> bool:
@@ -659,13 +654,8 @@ def is_finished(run: Run, cfg: Config) -> bool:
     result = run.results()
     if result.get("status") != "finished":
         return False
-    budgets = [
-        (result["nodes"], cfg.nodes),
-        (result["tokens"], cfg.tokens),
-        (result["seconds"] / 60, cfg.minutes),
-    ]
-    is_spent = any(limit is not None and used >= limit for used, limit in budgets)
-    return is_spent or result["stopped_by"] == "tree"
+    used = result["nodes"], result["tokens"], result["seconds"]
+    return result["stopped_by"] == "tree" or spent(cfg, *used) != ""
 
 
 def make_policy(cfg: Config, path):
@@ -688,8 +678,7 @@ def make_policy(cfg: Config, path):
 def main() -> None:
     cfg = cli.parse_config(Config, sys.argv[1:])
     threads.configure()
-    trees, grid, path, why = prepare(cfg)
-    where = grid or trees[0].run.dir
+    trees, where, path, why = prepare(cfg)
     todo = [t for t in trees if not t.closed]
     if todo:
         search_console.banner(cfg, trees, where, path, why)

@@ -24,9 +24,9 @@ from typing import Literal
 import tyro
 
 from flatlab.errors import UserError
-from flatlab.runs.reader import RunData, find_runs, observed, transcripts
+from flatlab.runs.reader import RunData, filled, find_runs, observed, transcripts
 from flatlab.view import compare, export, page, plots, search_plots
-from flatlab.view.stats import aligned, shown
+from flatlab.view.stats import aligned
 from flatlab.view.views import final_table, plot, result_text
 
 
@@ -86,9 +86,9 @@ def list_lines(run: RunData) -> list[str]:
         return node_lines(run, items)
     lines = [["episode", "score", "turns", "tokens", "sec", "status"]]
     for item in items:
-        cells = [item["id"], score_text(item), str(len(item["turns"]))]
-        cells += [shown(item["tokens"], ".0f"), shown(item["seconds"], ".1f")]
-        lines.append([*cells, clean(item["status"])])
+        turns = str(len(item["turns"]))
+        numbers = [filled("{tokens:.0f}", item), filled("{seconds:.1f}", item)]
+        lines.append([item["id"], score_text(item), turns, *numbers, clean(item["status"])])
     return aligned(lines, left=0)
 
 
@@ -96,7 +96,7 @@ def node_lines(run: RunData, items: list[dict]) -> list[str]:
     """Columns of equal width first, then the tree: long ids shift nothing."""
     by_id = {item["id"]: item for item in items}
     path = search_plots.best_path(run)
-    lines = [f"* {shown(run.baseline, '.4g'):>8}  {'baseline':<9}  0"]
+    lines = [f"* {run.baseline:>8.4g}  {'baseline':<9}  0"]
     for id, (_, depth, _) in search_plots.layout(run.rows).items():
         if id in by_id:
             item = by_id[id]
@@ -217,11 +217,9 @@ def refresh(runs: list[RunData], options: Options) -> list[Path]:
 
 
 def main(options: Options):
-    if not options.runs:
-        raise UserError("Name one or more run directories: python viz.py logs/<run>")
     runs, errors = find_runs(options.runs)
     if not runs:
-        raise UserError("\n".join(errors) or "No run directory was found.")
+        raise UserError("\n".join(errors) or "Name run directories: python viz.py logs/<run>")
     for sentence in errors:
         print(sentence, file=sys.stderr)
     if options.export:

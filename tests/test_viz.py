@@ -58,7 +58,7 @@ def test_plot_is_not_redrawn_all_the_time(tmp_path, monkeypatch):
 
 
 BROKEN = (
-    (None, "does not exist"),
+    (None, "no config.yaml"),
     ({}, "no config.yaml"),
     ({"photo.jpg": "x"}, "no config.yaml"),
     ({"config.yaml": "a: 1"}, "no finished step"),

@@ -69,6 +69,12 @@ class Task:
         return "higher is better" if self.higher_is_better else "lower is better"
 
     @property
+    def scale(self) -> dict:
+        """What a score of the task means, for result.json."""
+        keys = ("metric", "higher_is_better", "baseline", "reference")
+        return {key: getattr(self, key) for key in keys}
+
+    @property
     def selected_on_test(self) -> bool:
         """Whether it has a test part only, so that the best is chosen by the score it reports."""
         return len(self.splits) == 1

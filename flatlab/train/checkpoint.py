@@ -5,7 +5,6 @@ Every rank calls these functions with its job, see distributed.py. Only that of 
 write. state: the State of grpo.py.
 """
 
-import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -154,9 +153,3 @@ def final_adapters(run) -> dict[str, Path]:
     checkpoints = [folder for _, folder in run.checkpoints()]
     last = [*folders.values(), *checkpoints][-1]
     return folders | {"last": last, "best": run.dir / "best"}
-
-
-def digest(adapter: Path) -> str:
-    """Equal for adapters with equal weights."""
-    content = (adapter / "adapter_model.safetensors").read_bytes()
-    return hashlib.sha256(content).hexdigest()

@@ -111,12 +111,11 @@ class Tree:
         self.ideas: dict[str, list] = {}  # strategies by request, see request_of
         self.requests: dict[str, asyncio.Future] = {}  # the same while the model lists them
         self.node_ended = asyncio.Event()
-        self.closed = False  # complete, and its best node is scored on the test part
-        self.chosen: Node | None = None  # the best node once the tree is closed
+        result = run.results()
+        # node id -> part -> score, stderr and error on a part that the search does not see
+        self.hidden_scores: dict[str, dict] = result.get("hidden_scores", {})
         self.began: float | None = None  # clock of this process
         self.seconds_before = 0.0  # of earlier processes
-        # node id -> part -> score, stderr and error on a part that the search does not see
-        self.hidden_scores: dict[str, dict] = run.results().get("hidden_scores", {})
         for row in run.rows("journal.jsonl"):
             try:
                 node = Node(**row)
@@ -130,6 +129,10 @@ class Tree:
             self.seconds_before = node.elapsed
             if node.ideas:
                 self.ideas[self.request_of(node)] = node.ideas
+        if result.get("status") == "finished":  # with a larger budget it goes on
+            self.seconds_before = result["seconds"]  # also those without a node, at the end
+        self.closed = run.finished  # complete, and its best node is scored on the test part
+        self.chosen = self.nodes.get(result["tested_id"]) if self.closed else None
 
     def start(self, choice: Choice, op: str, mark: str) -> Node:
         """Adds the node that was chosen; from now on the rules see it as running."""
@@ -231,16 +234,16 @@ class Tree:
         return self.seconds_before + now
 
     def spent(self) -> str:
-        """The name of the budget that is used up; "" while none is."""
-        budgets = {
-            "nodes": (self.executed(), self.cfg.nodes),
-            "tokens": (self.tokens(), self.cfg.tokens),
-            "minutes": (self.elapsed() / 60, self.cfg.minutes),
-        }
-        for name, (used, limit) in budgets.items():
-            if limit is not None and used >= limit:
-                return name
-        return ""
+        return spent(self.cfg, self.executed(), self.tokens(), self.elapsed())
+
+
+def spent(cfg, nodes: int, tokens: int, seconds: float) -> str:
+    """The name of the budget that is used up; "" while none is."""
+    for name, used in {"nodes": nodes, "tokens": tokens, "minutes": seconds / 60}.items():
+        limit = getattr(cfg, name)
+        if limit is not None and used >= limit:
+            return name
+    return ""
 
 
 def code_in(files: bytes, task: Task) -> dict[str, str]:
@@ -277,14 +280,11 @@ def results(t: Tree) -> dict:
     graded = [node for node in done if node.status != "fault"]
     scores = [node.score if node.valid else t.task.baseline for node in graded]
     faults = len(done) - len(graded)
-    tails = [node for node in done if node.sampling_mode == "tail"]
+    above_tau = [(n.probability or 0) > t.cfg.tau for n in done if n.sampling_mode == "tail"]
     mean = fmean(scores) if scores else None
     summary = {
         "task": t.task.name,
-        "metric": t.task.metric,
-        "higher_is_better": t.task.higher_is_better,
-        "baseline": t.task.baseline,
-        "reference": t.task.reference,
+        **t.task.scale,
         "sampling_mode": t.sampling_mode,
         "sampling_modes_used": dict(Counter(node.sampling_mode for node in done)),
         "select": t.cfg.select,
@@ -293,7 +293,7 @@ def results(t: Tree) -> dict:
         "failed": sum(not node.valid for node in done) - faults,
         "faults": faults,
         "ungraded": sum(bool(node.grader_output) for node in done),
-        "above_tau": sum((node.probability or 0) > t.cfg.tau for node in tails),
+        "above_tau": sum(above_tau),
         "fell_back": sum(bool(node.decision.get("fell_back")) for node in done),
         "tokens": t.tokens(),
         "seconds": t.elapsed(),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -229,7 +228,7 @@ def plot_groups(groups: list[RunGroup], title: str, path: Path) -> Path:
     width = plots.PAGE_WIDTH if len(panels) > 1 else 10.0
     with plots.figure_of(width, height) as figure:
         plots.draw_panels(figure, panels, groups)
-        figure.suptitle(textwrap.fill(title, int(12 * width)))
+        plots.set_title(figure, title)
         if len(runs) > 1:
             draw_group_legend(figure, groups)
         return plots.save(figure, path)
@@ -239,7 +238,7 @@ def plot_many(runs: list[RunData], folder: Path, format="png") -> list[Path]:
     """Overlays per kind and task."""
     paths = []
     for (kind, task), groups in groups_of(runs).items():
-        title = f"{shorten(task, 60)}: {TITLES[kind]}"
+        title = f"{cut(task, 60)}: {TITLES[kind]}"
         if len(groups) > len(COLOURS):
             title += f"; colours repeat after {len(COLOURS)} groups"
         name = re.sub(r"[^A-Za-z0-9_.-]", "-", task)

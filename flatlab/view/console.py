@@ -1,6 +1,5 @@
 """What a training run prints: before its first step, a line per step, and at its end."""
 
-import asyncio
 import shlex
 import time
 from statistics import fmean
@@ -8,9 +7,8 @@ from statistics import fmean
 from flatlab.episode.sanity import degenerate
 from flatlab.episode.task import Task
 from flatlab.runs.reader import count, duration, filled, read_run
-from flatlab.train import metrics
 from flatlab.view import compare, page
-from flatlab.view.views import plot_now_and_then
+from flatlab.view.views import final_table, plot_now_and_then
 
 
 def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
@@ -18,7 +16,7 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
     warnings = [f"{task.name}: {degenerate(task)}" for task in tasks if degenerate(task)]
     scale = {"metric": "improvement", "higher_is_better": True, "baseline": 0.0, "reference": 1.0}
     if len(tasks) == 1:
-        scale = {key: getattr(tasks[0], key) for key in scale}
+        scale = tasks[0].scale
     run.result(
         status="running",
         final=None,  # of an earlier end, if the run continues
@@ -44,32 +42,26 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
 
 
 class Progress:
-    """`async with Progress(job, "evaluate", 64) as progress:` prints a line every 8 seconds.
-
-    Add 1 to progress.done when one of the `total` episodes ends.
-    """
+    """Prints how many of the `total` episodes have ended, at most every 8 seconds."""
 
     def __init__(self, job, what: str, total: int):
         self.job = job
         self.what = what
         self.total = total
         self.done = 0
+        self.start = self.told = time.monotonic()
 
-    async def __aenter__(self):
-        self.start = time.monotonic()
-        self.lines = asyncio.create_task(self.tell())
-        return self
-
-    async def __aexit__(self, *_):
-        self.lines.cancel()
-
-    async def tell(self):
-        while True:
-            await asyncio.sleep(8)
-            seconds = time.monotonic() - self.start
-            left = seconds / self.done * (self.total - self.done) if self.done else None
-            count = f"{self.done} of {self.total} episodes"
-            self.job.say(f"{self.what:8} {count}, {duration(seconds)}, ETA {duration(left)}")
+    def add(self) -> None:
+        """One more episode has ended."""
+        self.done += 1
+        now = time.monotonic()
+        if now - self.told < 8:
+            return
+        self.told = now
+        seconds = now - self.start
+        eta = duration(seconds / self.done * (self.total - self.done))
+        episodes = f"{self.done} of {self.total} episodes"
+        self.job.say(f"{self.what:8} {episodes}, {duration(seconds)}, ETA {eta}")
 
 
 def print_step(run, row: dict) -> None:
@@ -126,14 +118,13 @@ def farewell(run) -> None:
     """Prints the comparison of the adapters and where everything lies; draws the curves and the
     page, if there is a step.
     """
-    result = run.results()
-    if result.get("final"):
-        print(f"\n{metrics.final_table(result['final'], result['metric'])}\n")
     if not run.rows():
         print(f"No step was made: there are no curves. Everything: {run.dir}")
         return
-    plot_now_and_then(run, always=True)
     record = read_run(run.dir)
+    if table := final_table(record):
+        print(f"\n{table}\n")
+    plot_now_and_then(run, always=True)
     page.write([record], run.dir / "report.html")
     for sentence in compare.remarks([record]):
         print(sentence)

@@ -211,11 +211,6 @@ def shorten(text, limit: int) -> str:
     return cut(text, limit).replace("$", r"\$")
 
 
-def wrapped(text, width: int, limit: int = 120) -> str:
-    """A label in lines of at most `width` characters."""
-    return textwrap.fill(shorten(text, limit), width)
-
-
 @contextmanager
 def figure_of(width: float, height: float):
     """A matplotlib Figure without display or global state, in our style."""
@@ -255,6 +250,12 @@ def draw_panels(figure, panels, groups: list[RunGroup]):
         draw_panel(axis, panel, groups)
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
+
+
+def set_title(figure, text: str):
+    """The heading of a whole figure, in as many lines as it needs."""
+    width = int(12 * figure.get_figwidth())
+    figure.suptitle(textwrap.fill(shorten(text, 400), width), fontsize=10)
 
 
 def save(figure, path: Path) -> Path:

@@ -75,7 +75,7 @@ def draw_distribution(axis, groups):
             error = standard_error(counted) or 0.0
             axis.errorbar(x, fmean(counted), error, 0.32, color=colour, linewidth=2.5)
         failed = sum(row["outcome"] == "failed" for row in rows)
-        names.append(f"{plots.wrapped(name, 10)}\nN={len(rows)}\n{failed} failed")
+        names.append(f"{plots.shorten(name, 12)}\nN={len(rows)}\n{failed} failed")
     rotation = 0 if len(names) < 6 else 90  # so that they do not overlap
     axis.set_xticks(range(len(names)), names, fontsize=8, rotation=rotation)
     axis.set_xlim(-0.6, len(names) - 0.4)
@@ -143,10 +143,12 @@ def layout(rows: list[dict]) -> dict[str, tuple[float, int, str]]:
     children = {id: [] for id in ids}
     for id in ids[1:]:
         children[parent_of(id)].append(id)
-    y = dict(zip([id for id in ids if not children[id]], range(len(ids))))
+    leaves = [id for id in ids if not children[id]]
+    y = dict(zip(leaves, range(len(leaves))))
     for id in reversed(ids):
         if children[id]:
-            y[id] = (y[children[id][0]] + y[children[id][-1]]) / 2
+            first, last = children[id][0], children[id][-1]
+            y[id] = (y[first] + y[last]) / 2
     return {id: (y[id], id.count("."), parent_of(id)) for id in ids}
 
 
@@ -222,14 +224,19 @@ def draw_edge(axis, start, end, look):
 
 
 def draw_node(axis, row, at, shade, on_path):
-    mark = marker_of(row["mark"])
-    look = {"color": RED, "linewidths": 1.8, "s": 75}
     if row["score"] is None:
         mark = FAILURES[row["outcome"]]
-    else:
-        look = {"color": shade.to_rgba(row["score"]), "edgecolors": BLACK}
-        look |= {"linewidths": 1.8 if on_path else 0.5, "s": 260 if row["id"] == "0" else 110}
-    axis.scatter(*at, marker=mark, zorder=3, **look)
+        axis.scatter(*at, marker=mark, color=RED, linewidths=1.8, s=75, zorder=3)
+        return
+    axis.scatter(
+        *at,
+        marker=marker_of(row["mark"]),
+        color=shade.to_rgba(row["score"]),
+        edgecolors=BLACK,
+        linewidths=1.8 if on_path else 0.5,
+        s=260 if row["id"] == "0" else 110,
+        zorder=3,
+    )
 
 
 def marker_of(mark: str) -> str:
@@ -245,10 +252,17 @@ def draw_name(axis, row, at, on_path):
     name = name if len(name) < 12 else f"…{name[-8:]}"
     if row["score"] is not None:
         name += f"  {row['score']:.4g}"
-    weight = "bold" if on_path else "normal"
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-    look = {"ha": "center", "fontsize": 8, "fontweight": weight, "bbox": box, "zorder": 2}
-    axis.annotate(name, at, (0, 8), textcoords="offset points", **look)
+    axis.annotate(
+        name,
+        at,
+        (0, 8),
+        textcoords="offset points",
+        ha="center",
+        fontsize=8,
+        fontweight="bold" if on_path else "normal",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        zorder=2,
+    )
 
 
 def draw_tree_legend(figure, axis, rows):

@@ -157,10 +157,6 @@ def aligned(lines: list[list[str]], left: int = 2) -> list[str]:
     ]
 
 
-def shown(value: float | None, form: str = ".4f") -> str:
-    return "-" if value is None else format(value, form)
-
-
 COLUMNS = {  # of the table for people: title -> how a row is printed, see filled()
     "task": "{task}",
     "method": "{method}",
@@ -182,8 +178,8 @@ COLUMNS = {  # of the table for people: title -> how a row is printed, see fille
     "tokens": "{tokens}",
 }
 MEANINGS = {
-    "mean": "the test score, or without one the score that was selected on; of evaluations that "
-    "over the episodes, none of which was chosen",
+    "mean": "the test score, or without one the score that was selected on; of evaluations "
+    "the mean over the episodes, none of which was chosen",
     "95 % interval": "of the mean, Student's t; none below N = 3",
     "improvement": "of the mean: 0 baseline, 1 reference (or |baseline| without one)",
     "per minute": "the improvement divided by the minutes of a search",

@@ -19,14 +19,14 @@ def plot(run: RunData, format="png") -> list[Path]:
         return paths
     with plots.figure_of(*search_plots.tree_size(run)) as figure:
         search_plots.draw_tree(figure, run)
-        figure.suptitle(plots.shorten(plots.heading(run), 120), fontsize=10)
+        plots.set_title(figure, plots.heading(run))
         return [plots.save(figure, run.dir / f"tree.{format}"), *paths]
 
 
 def plot_curves(run: RunData, path: Path) -> Path:
     """All panels of one run."""
     group = plots.RunGroup(run.name, plots.BLUE, [run])
-    title = plots.shorten(plots.heading(run), 160)
+    title = plots.heading(run)
     if run.kind == "grpo":
         title += f"   (bold: running mean of {plots.window_of(run.rows)} steps)"
     return compare.plot_groups([group], title, path)
