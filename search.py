@@ -138,7 +138,7 @@ SELECT = {
 class Operator:
     applies: Callable  # (choice, parent whose files the node starts from) -> bool
     sentence: str  # what the model is told after the parent's code; "" for nothing
-    mark: str  # its marker in pictures, one of matplotlib's
+    mark: str  # its marker in pictures, one of matplotlib's; others become a hexagon
     explores: str = ""  # the sentence instead if the rule wants to explore
     asks: bool = True  # whether the model lists strategies for it, see sampling_mode
 

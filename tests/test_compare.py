@@ -121,6 +121,11 @@ def test_labels_are_the_settings_that_a_user_chose():
     assert shown["titanic"] == ["clip_high=0.28: g0", "clip_high=0.3: g1"]
 
 
+def test_a_label_says_nothing_of_a_setting_that_is_not_set():
+    runs = [searched(rule_args=[]), searched(rule_args=["c=0.5", "drafts=4"])]
+    assert groups_by_task(runs)["titanic"] == ["tail: s0", "c=0.5 drafts=4: s0"]
+
+
 def evaluated(score, **more):
     numbers = {"score_mean": score, "score_stderr": 0.01, "n": 64, "valid_share": 1.0}
     return numbers | {"improvement": score - 0.5, "improvement_stderr": 0.01} | more

@@ -54,7 +54,9 @@ def count(number: int, noun: str) -> str:
 
 
 def value_text(value) -> str:
-    """A setting in a name: the last part of a path; numbers short."""
+    """A setting in a name: the last part of a path; numbers short; of a list all parts."""
+    if isinstance(value, list):
+        return " ".join(map(value_text, value))
     if isinstance(value, float):
         return f"{value:g}"
     return str(value).rstrip("/").removesuffix("/best").split("/")[-1]

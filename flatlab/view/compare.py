@@ -38,7 +38,7 @@ DERIVED_FROM = {
     "weights": "model",
 }
 FIRST = ("loss", "reward", "advantage", "select", "sampling_mode", "model")  # in labels
-SAY_THE_VALUE = {"loss", "select", "sampling_mode", "model"}  # clear without "key="
+SAY_THE_VALUE = {"loss", "select", "sampling_mode", "model", "rule_args"}  # clear without "key="
 PANELS = {
     "grpo": plots.TRAINING,
     "search": search_plots.SEARCH,
@@ -104,8 +104,8 @@ def split(runs: list[RunData], facts_of: Callable) -> dict[str, list[RunData]]:
     for fact, same in zip(facts, by_facts.values()):
         parts = []
         for key in keys:
-            value = value_text(fact.get(key))
-            if key in fact:
+            if fact.get(key) not in (None, []):
+                value = value_text(fact[key])
                 parts.append(value if key in SAY_THE_VALUE else f"{key}={value}")
         label = cut(" ".join(parts), 60)
         if label in labelled:

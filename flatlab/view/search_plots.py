@@ -276,4 +276,4 @@ def draw_tree_legend(figure, axis, rows):
     if any(row["second"] for row in rows):
         axis.plot([], [], label="second parent", **SECOND)
     axis.plot([], [], label="path to the best", **PATH)
-    figure.legend(loc="outside lower center", ncols=7)
+    figure.legend(loc="outside lower center", ncols=8)
