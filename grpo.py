@@ -43,7 +43,7 @@ from statistics import fmean, stdev
 from typing import Annotated, Literal
 
 import env
-from flatlab import options, threads
+from flatlab import cache, options, threads
 from flatlab.episode.episode import run_episode
 from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
@@ -689,7 +689,8 @@ def compare_adapters(policy, tasks, cfg: Config, job, state: State) -> dict:
     test part is scored for the best one alone.
     """
     folders = job.first(checkpoint.final_adapters(job.run) if job.run else None)
-    weights = {name: checkpoint.digest(folder) for name, folder in folders.items()}
+    file = "adapter_model.safetensors"
+    weights = {name: cache.file_digest(folder / file) for name, folder in folders.items()}
     played, files = {}, {}  # by digest
     for name in ("best", *folders):
         if weights[name] not in played:
