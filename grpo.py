@@ -944,7 +944,7 @@ def main() -> None:
     else:
         with recorded_end([run] if run else [], f"logs/{cfg.name} after its last whole step"):
             if run:
-                run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
+                run.trackers = trackers.open_trackers(run.dir, run.config, **asdict(cfg.trackers))
                 console.banner(cfg, tasks, path, why, run)
                 run.result(shown=SHOWN)
             job.say("engine   is starting")

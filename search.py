@@ -69,7 +69,7 @@ from flatlab.tree import parsing, prompts, selection
 from flatlab.tree.requests import CountingPolicy, chat
 from flatlab.tree.scientist import scientist
 from flatlab.tree.selection import Rule
-from flatlab.tree.tree import Choice, Node, Tree, code_in, difference, results, spent, stable
+from flatlab.tree.tree import Choice, Node, Tree, code_in, difference, results, seed_from, spent
 from flatlab.view import search_console
 from policy import Policy, default_model, resolve_model
 
@@ -86,15 +86,15 @@ def bfs(t, rng):
     Failed nodes get children, too (to debug them), so the set of nodes is known from the start.
     """
     level = ["0"]
-    left = t.cfg.nodes
+    budget = t.cfg.nodes
     for _ in range(t.cfg.depth):
-        below = [f"{id}.{i}" for id in level for i in range(t.cfg.branching)][:left]
+        below = [f"{id}.{i}" for id in level for i in range(t.cfg.branching)][:budget]
         for id in below:
             parent = t.nodes.get(id.rpartition(".")[0])
             if id not in t.nodes and parent and parent.status:
                 return Choice(parent.id, reason="next in level order")
         level = below
-        left -= len(below)
+        budget -= len(below)
     return None
 
 
@@ -468,7 +468,7 @@ async def decide(t: Tree) -> Node | None:
     """The next node; None if the budget is spent or the rule has nothing to start now."""
     if t.spent():
         return None
-    rng = random.Random(stable(t.seed, "select", t.started()))
+    rng = random.Random(seed_from(t.seed, "select", t.started()))
     choice = None
     if not t.rule.debugs_itself:
         choice = selection.failed_leaf(t, rng)
@@ -644,7 +644,7 @@ def open_trees(cfg: Config, tasks: list, made_by: dict) -> tuple[list[Tree], Pat
         t = Tree(task, mode, seed, cfg, run, SELECT[cfg.select])
         if not t.closed:
             (run.dir / "nodes").mkdir(exist_ok=True)
-            run.trackers = trackers.opened(run.dir, run.config, **asdict(cfg.trackers))
+            run.trackers = trackers.open_trackers(run.dir, run.config, **asdict(cfg.trackers))
         trees.append(t)
     return trees, where
 

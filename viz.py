@@ -24,9 +24,9 @@ from typing import Literal
 import tyro
 
 from flatlab.errors import UserError
-from flatlab.runs.reader import RunData, filled, find_runs, observed, transcripts
+from flatlab.runs.reader import RunData, fill, find_runs, observed, transcripts
 from flatlab.view import compare, export, page, plots, search_plots
-from flatlab.view.stats import aligned
+from flatlab.view.stats import align
 from flatlab.view.views import final_table, plot, result_text
 
 
@@ -87,9 +87,9 @@ def list_lines(run: RunData) -> list[str]:
     lines = [["episode", "score", "turns", "tokens", "sec", "status"]]
     for item in items:
         turns = str(len(item["turns"]))
-        numbers = [filled("{tokens:.0f}", item), filled("{seconds:.1f}", item)]
+        numbers = [fill("{tokens:.0f}", item), fill("{seconds:.1f}", item)]
         lines.append([item["id"], score_text(item), turns, *numbers, clean(item["status"])])
-    return aligned(lines, left=0)
+    return align(lines, left=0)
 
 
 def node_lines(run: RunData, items: list[dict]) -> list[str]:

@@ -302,7 +302,7 @@ def test_tensorboard_can_read_it(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = store.open_run(tmp_path, CONFIG)
-    run.trackers = trackers.opened(run.dir, CONFIG, tensorboard=True, wandb=False)
+    run.trackers = trackers.open_trackers(run.dir, CONFIG, tensorboard=True, wandb=False)
     for step in range(2):
         run.save_episodes(step, [episode(0.5, "\ud800 hello")])
         run.log(step_row(step))

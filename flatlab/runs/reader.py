@@ -74,7 +74,7 @@ def plus_minus(mean: float | None, error: float | None, sign: str = "") -> str:
     return f"{mean:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
-def filled(form: str, row: dict) -> str:
+def fill(form: str, row: dict) -> str:
     """The form with the numbers of a row; "-" if one of them is missing or None."""
     try:
         return form.format_map(row)

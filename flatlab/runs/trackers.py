@@ -1,7 +1,7 @@
 """Sends the rows of a run to TensorBoard or Weights & Biases as well. Both packages are optional.
 
 A tracker is a function of (row, transcripts). The ones in `run.trackers` get every row while it is
-made, see opened().
+made, see open_trackers().
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check(tensorboard: bool, wandb: bool) -> None:
             raise UserError(f"--{name} needs a package that is missing: pip install {name}")
 
 
-def opened(directory, config: dict, tensorboard: bool, wandb: bool) -> list:
+def open_trackers(directory, config: dict, tensorboard: bool, wandb: bool) -> list:
     """The trackers that were asked for; check() comes first."""
     trackers = [open_tensorboard(directory)] if tensorboard else []
     return [*trackers, open_wandb(directory, config)] if wandb else trackers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 
-from flatlab.tree.tree import Tree, stable
+from flatlab.tree.tree import Tree, seed_from
 
 LEAST_ROOM = 32  # tokens: a request whose reply would have less room is not sent
 
@@ -22,7 +22,7 @@ async def chat(t: Tree, account, talk: list, request: str, *purpose, limit=None)
     room = min(limit or math.inf, most, t.cfg.model.context - len(prompt))
     reply = ""
     if room >= LEAST_ROOM:
-        seed = stable(t.seed, *purpose)
+        seed = seed_from(t.seed, *purpose)
         with contextlib.suppress(OverflowError):  # by the count of an endpoint
             sample = await CountingPolicy(t.policy, account).sample(prompt, room, seed=seed)
             reply = sample.text

@@ -48,7 +48,7 @@ class Rule:
 # ------------------------------------------------------------------ what the rules share
 
 
-def normalised(values: dict) -> dict:
+def normalise(values: dict) -> dict:
     """(v - min) / (max - min) for each value; 0.5 if all are equal."""
     low = min(values.values())
     spread = max(values.values()) - low
@@ -59,7 +59,7 @@ def normalised(values: dict) -> dict:
 
 def quality(t: Tree) -> dict[str, float]:
     """Q of the root and of every scored node, by id."""
-    return normalised({node.id: node.improvement for node in [t.root, *t.scored()]})
+    return normalise({node.id: node.improvement for node in [t.root, *t.scored()]})
 
 
 def best_child_value(t: Tree, q: dict, id: str) -> float:
@@ -230,7 +230,7 @@ def signals(
     weights = {"variance": variance, "regret": regret, "coverage": coverage, "depth": depth}
     scores = {node.id: 0.0 for node in options}
     for name, weight in weights.items():
-        signal = normalised({node.id: SIGNALS[name](t, q, node) for node in options})
+        signal = normalise({node.id: SIGNALS[name](t, q, node) for node in options})
         for id in scores:
             scores[id] += weight * signal[id]
     id = max(scores, key=scores.get)

@@ -82,7 +82,7 @@ class Choice:
     tokens: int = 0  # sampled for this decision
 
 
-def stable(*parts) -> int:
+def seed_from(*parts) -> int:
     """A 31-bit seed from printable values, the same in every process."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
@@ -152,7 +152,7 @@ class Tree:
             mark=mark,
             idea=choice.idea,
             tokens=choice.tokens,
-            seed=stable(self.seed, id),
+            seed=seed_from(self.seed, id),
             decision=decision | choice.notes,
         )
         return self.nodes[id]

@@ -6,9 +6,10 @@ from statistics import fmean
 
 from flatlab.episode.sanity import degenerate
 from flatlab.episode.task import Task
-from flatlab.runs.reader import count, duration, filled, read_run
+from flatlab.runs.reader import count, duration, fill, read_run
+from flatlab.train import metrics
 from flatlab.view import compare, page
-from flatlab.view.views import final_table, plot_now_and_then
+from flatlab.view.views import plot_now_and_then
 
 
 def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
@@ -84,14 +85,14 @@ def step_line(run, row: dict) -> str:
     run.seconds.append(row.get("seconds") or 0.0)
     steps = run.config.get("steps", 0) - row["step"] - 1
     eta = steps * fmean(run.seconds[-20:]) if steps > 0 else None
-    cells = [f"{filled(form, row):>{len(title)}}" for title, form in columns]
+    cells = [f"{fill(form, row):>{len(title)}}" for title, form in columns]
     line = " ".join([*cells, f"{duration(eta):>6}"])
     if len(run.seconds) % 20 != 1:
         return line
     return " ".join([*dict(columns), "   ETA"]) + f"\n{line}"
 
 
-# title, as wide as its column, and how a row is printed, see filled(); the order never changes
+# title, as wide as its column, and how a row is printed, see fill(); the order never changes
 COLUMNS = [
     ("step", "{step:.0f}"),
     ("    reward", "{reward_mean:.2f}±{reward_std:.2f}"),
@@ -118,12 +119,13 @@ def farewell(run) -> None:
     """Prints the comparison of the adapters and where everything lies; draws the curves and the
     page, if there is a step.
     """
+    result = run.results()
+    if result.get("final"):
+        print(f"\n{metrics.final_table(result['final'], result['metric'])}\n")
     if not run.rows():
         print(f"No step was made: there are no curves. Everything: {run.dir}")
         return
     record = read_run(run.dir)
-    if table := final_table(record):
-        print(f"\n{table}\n")
     plot_now_and_then(run, always=True)
     page.write([record], run.dir / "report.html")
     for sentence in compare.remarks([record]):

@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from flatlab.episode.task import improvement
-from flatlab.runs.reader import filled
+from flatlab.runs.reader import fill
 
 SPLITS = 200_000  # permutation test: all splits up to this number, else this many random ones
 
@@ -147,7 +147,7 @@ def is_untested(cell: dict) -> bool:
 # ------------------------------------------------------------------ as text
 
 
-def aligned(lines: list[list[str]], left: int = 2) -> list[str]:
+def align(lines: list[list[str]], left: int = 2) -> list[str]:
     """Rows of cells as lines of equal width; the first `left` columns are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     signs = ["<" if place < left else ">" for place in range(len(widths))]
@@ -157,7 +157,7 @@ def aligned(lines: list[list[str]], left: int = 2) -> list[str]:
     ]
 
 
-COLUMNS = {  # of the table for people: title -> how a row is printed, see filled()
+COLUMNS = {  # of the table for people: title -> how a row is printed, see fill()
     "task": "{task}",
     "method": "{method}",
     "N": "{n}",
@@ -195,9 +195,9 @@ MEANINGS = {
 
 def text_of(rows: list[dict]) -> str:
     """The table for people, without columns in which nothing is known, and its notes."""
-    columns = {title: [filled(form, row) for row in rows] for title, form in COLUMNS.items()}
+    columns = {title: [fill(form, row) for row in rows] for title, form in COLUMNS.items()}
     columns = {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
-    lines = aligned([[*columns], *zip(*columns.values())])
+    lines = align([[*columns], *zip(*columns.values())])
     lines += [f"  {title}: {MEANINGS[title]}" for title in columns if title in MEANINGS]
     return "\n".join(lines + [f"  {note}" for note in notes(rows)])
 
