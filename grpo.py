@@ -974,6 +974,8 @@ def load_policy(cfg: Config, path, job) -> Policy:
         compile=cfg.model.compile,
         exact=cfg.model.exact,
     )
+    if policy.adapts_attention_only:
+        job.say("adapter  is on the attention layers alone: the experts are not trained")
     cfg.micro_tokens = memory.fit_micro_tokens(
         policy, cfg.micro_tokens, cfg.gradient_checkpointing, job.world
     )

@@ -38,10 +38,10 @@ from flatlab.chat import ChatTokens
 from flatlab.episode.episode import Sample
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
+from flatlab.loading import check_model, loading, quiet
 from flatlab.train.memory import CPU_BLOCK
 from flatlab.train.tensors import save_tensors
 
-LORA_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Settings of an adapter_config.json: those that are needed, and those that would change what the
 # adapter computes.
 LORA_SETTINGS = ("base_model_name_or_path", "r", "lora_alpha", "target_modules")
@@ -109,40 +109,6 @@ def resolve_model(name: str) -> ModelPath:
     return ModelPath(base, adapter, is_tiny, check_model(base))
 
 
-def check_model(base: str) -> int | None:
-    """Reads the config and the tokenizer of a model. Returns the number of its positions, or None
-    if the config names none.
-
-    Raises UserError if a file is missing or damaged, or if there is no chat template.
-    """
-    from transformers import AutoConfig
-
-    quiet()
-    folder = Path(base)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise UserError(
-                f"{folder} holds neither a model (config.json) nor an adapter "
-                "(adapter_config.json)."
-            )
-        if not any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):
-            raise UserError(f"{folder} holds no weights (*.safetensors).")
-    try:
-        config = AutoConfig.from_pretrained(base)
-        ChatTokens(base)
-    except UserError:
-        raise
-    except Exception as error:  # a damaged file may raise anything
-        if isinstance(error, OSError) and not folder.is_dir():
-            raise UserError(
-                f"Unknown model {base!r}: there is no such folder, and neither the Hugging Face "
-                f"hub nor its local cache has it ({type(error).__name__}). Try --model tiny."
-            ) from None
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"Cannot load the model {base}: {reason}") from None
-    return getattr(config, "max_position_embeddings", None)
-
-
 def adapter_settings(folder: str) -> dict:
     """The adapter_config.json of a plain LoRA adapter. Raises UserError if there is no such adapter
     in the folder.
@@ -162,12 +128,12 @@ def adapter_settings(folder: str) -> dict:
 
 def lora_settings(path: ModelPath, rank: int | None = None, alpha: int | None = None) -> dict:
     """r, lora_alpha and target_modules of the adapter that is trained: those of the adapter in
-    `path`, if there is one, and otherwise `rank` (16), `alpha` (32) and LORA_LAYERS.
+    `path`, if there is one, and otherwise `rank` (16), `alpha` (32) and None, see layers_to_adapt.
 
     Raises UserError if rank or alpha differ from those of the adapter.
     """
     if not path.adapter:
-        return {"r": rank or 16, "lora_alpha": alpha or 32, "target_modules": LORA_LAYERS}
+        return {"r": rank or 16, "lora_alpha": alpha or 32, "target_modules": None}
     adapter = adapter_settings(path.adapter)
     own = {name: adapter[name] for name in ("r", "lora_alpha", "target_modules")}
     for flag, given, name in (("rank", rank, "r"), ("alpha", alpha, "lora_alpha")):
@@ -177,14 +143,6 @@ def lora_settings(path: ModelPath, rank: int | None = None, alpha: int | None = 
                 f"{own[name]}: leave it out."
             )
     return own
-
-
-def quiet() -> None:
-    """Silences the progress bars and messages of transformers."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
 
 
 class Policy(ChatTokens):
@@ -221,9 +179,10 @@ class Policy(ChatTokens):
     ):
         # in this process: the engine runs only when it is stepped
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        # what fails while a model loads becomes one sentence, see loading()
+        level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        logging.getLogger("vllm").setLevel(logging.ERROR)
+        logging.getLogger("vllm").setLevel(level)
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         import torch
 
@@ -259,12 +218,14 @@ class Policy(ChatTokens):
         from flatlab.train.lora_sync import AdapterCopy
 
         # The engine comes first because it reseeds the global generators.
-        self._build_engine(lora["r"], seed, max_batch, gpu_memory, compile)
+        with loading("vLLM", path.base):
+            self._build_engine(lora["r"], seed, max_batch, gpu_memory, compile)
         torch.manual_seed(seed)
         device = self.device if trains else "cpu"
         if share_base is None:
             share_base = trains and self.device == "cuda"
-        self._build_trainer(lora, gradient_checkpointing, share_base, device)
+        with loading("transformers", path.base):
+            self._build_trainer(lora, gradient_checkpointing, share_base, device)
         size = sum(p.numel() for p in self.model.parameters())
         self._decode_threads = 1 if self.device == "cpu" and size < ONE_THREAD else None
         self.adapter_copy = AdapterCopy(self.engine, self.model)
@@ -420,10 +381,14 @@ class Policy(ChatTokens):
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
+        from flatlab.train.lora_sync import has_experts, layers_to_adapt
         from flatlab.train.packing import can_pack
 
-        config = LoraConfig(**lora, lora_dropout=0.0, task_type="CAUSAL_LM")
         base = self._base_model(share_base, device)
+        self.adapts_attention_only = has_experts(base)
+        if not lora["target_modules"]:
+            lora["target_modules"] = layers_to_adapt(self.engine, base)
+        config = LoraConfig(**lora, lora_dropout=0.0, task_type="CAUSAL_LM")
         self.model = get_peft_model(base, config)  # adapters stay fp32 whatever the base is
         self.set_autocast(self.device == "cuda")
         self.model.eval()  # no dropout: trainer and engine compute the same function
@@ -440,17 +405,21 @@ class Policy(ChatTokens):
         return asyncio.run(self.agreement()).mean <= self.mean_diff_limit
 
     def _base_model(self, share_base: bool, device: str):
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-        from flatlab.train.lora_sync import on_weights_of, served_model
+        from flatlab.train.lora_sync import on_weights_of, served_model, trainer_config
 
+        config = AutoConfig.from_pretrained(self.path.base)
+        if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+            config._attn_implementation = "eager"  # the only one that caps (Gemma 2)
         self.shares_base = False
         if share_base and self.device == "cpu":
             raise UserError("--share-base needs a GPU.")
         if share_base:
             try:
                 served = served_model(self.engine)
-                base = on_weights_of(served, self.path.base, self.dtype, self.device)
+                with trainer_config(self.engine):
+                    base = on_weights_of(served, config, self.dtype, self.device)
                 self.shares_base = True
                 return base
             except (AttributeError, KeyError, RuntimeError, ValueError) as error:
@@ -458,7 +427,11 @@ class Policy(ChatTokens):
                     f"base weights cannot be shared ({error}): engine and trainer have a copy each"
                 )
                 print(message, file=sys.stderr)
-        return AutoModelForCausalLM.from_pretrained(self.path.base, dtype=self.dtype).to(device)
+        with trainer_config(self.engine):
+            base = AutoModelForCausalLM.from_pretrained(
+                self.path.base, config=config, dtype=self.dtype
+            )
+        return base.to(device)
 
     def set_autocast(self, on: bool) -> None:
         """Autocast rounds the fp32 adapter to bf16 where it is used, as the engine's copy is."""
@@ -470,11 +443,14 @@ class Policy(ChatTokens):
 
     def recompute_layers(self) -> None:
         """Gradient checkpointing: only the inputs of the layers are kept for the backward pass."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
         model = self.model.get_base_model()
         model.gradient_checkpointing_enable({"use_reentrant": False})
         # A layer recomputes only in training mode. Its parts stay in evaluation mode.
-        for layer in model.base_model.layers:
-            layer.training = True
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.training = True
 
     def parameters(self) -> list:
         """The trainable tensors: LoRA A and B of every layer, and those of the value head."""
@@ -506,17 +482,15 @@ class Policy(ChatTokens):
         """
         import torch
 
-        from flatlab.train.packing import TokenLogProbs, hidden_states
+        from flatlab.train.packing import TokenLogProbs, head_of, hidden_states
 
         causal_lm = self.model.get_base_model()
         reference = self._reference_adapter() if base else contextlib.nullcontext()
         with reference, torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
             hidden, targets = hidden_states(causal_lm.base_model, batch, self.device, self.packs)
-        head = causal_lm.get_output_embeddings().weight  # (V, D), frozen
-        chunk = chunk or max(1, 2**26 // len(head))
-        logp, entropy = TokenLogProbs.apply(
-            hidden, targets, head, self.temperature, chunk, entropy_learns
-        )
+        head = head_of(causal_lm, self.temperature)
+        chunk = chunk or max(1, 2**26 // len(head.weight))
+        logp, entropy = TokenLogProbs.apply(hidden, targets, head, chunk, entropy_learns)
         if values:
             return logp, entropy, self.value_head(hidden.float())[:, 0]
         return logp, entropy

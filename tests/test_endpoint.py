@@ -9,7 +9,7 @@ from flatlab import endpoint
 from flatlab.errors import UserError
 from flatlab.runs import reader
 from helpers import PROJECT, chat_server, completion, python, served
-from policy import LORA_LAYERS, TINY
+from policy import TINY
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +158,7 @@ def adapter(tmp_path_factory):
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     config = LoraConfig(
-        r=16, lora_alpha=32, target_modules=LORA_LAYERS, task_type="CAUSAL_LM", lora_dropout=0.0
+        r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.0
     )
     model = get_peft_model(base, config).eval()
     for name, weight in model.named_parameters():

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from flatlab.errors import UserError
 from flatlab.train import memory
 from helpers import python
 
 GIB = 2**30
-SMOLLM2 = SimpleNamespace(
+SMOLLM2 = LlamaConfig(
     hidden_size=576, intermediate_size=1536, num_hidden_layers=30, vocab_size=49152
 )
 

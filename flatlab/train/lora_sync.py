@@ -10,9 +10,13 @@ This module imports vLLM; import it late. Tested with vLLM 0.32.0, CPU build.
 """
 
 import contextlib
+import copy
+import dataclasses
 
 import torch
 import torch.nn.functional as F
+from transformers.pytorch_utils import Conv1D
+from vllm.config import CompilationConfig, CompilationMode, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
@@ -53,9 +57,11 @@ class LoraLinear(UnquantizedLinearMethod):
         layer.register_buffer("lora_b", lora_b, persistent=False)
 
     def apply(self, layer, x, bias=None):
-        y = super().apply(layer, x, bias)
-        with threads_for(x):
-            return y.addmm_(F.linear(x, layer.lora_a), layer.lora_b.T)
+        rows = x.flatten(0, -2)  # transformers' own layers keep a batch dimension
+        y = super().apply(layer, rows, bias)
+        with threads_for(rows):
+            y.addmm_(F.linear(rows, layer.lora_a), layer.lora_b.T)
+        return y.unflatten(0, x.shape[:-1])
 
 
 @register_quantization_config(METHOD)
@@ -122,36 +128,26 @@ class AdapterCopy:
         self.trainer_a = []
         self.trainer_b = []
         self.scalings = []  # alpha / rank of each layer
-        layers = {}
-        for name, module in model.named_modules():
-            if hasattr(module, "lora_A"):
-                layers[name.removeprefix("base_model.model.")] = module
-        served = served_model(engine)
-        for name, module in served.named_modules():
-            if hasattr(module, "lora_a"):
-                self._place(name, module, served.packed_modules_mapping, layers)
-        if layers:
-            missing = ", ".join(sorted(layers)[:3])
-            raise UserError(f"The engine does not serve these LoRA layers: {missing}.")
+        named = model.get_base_model().named_modules()
+        layers = {name: module for name, module in named if hasattr(module, "lora_A")}
+        served = served_parts(engine, layers)
+        for name, layer in layers.items():
+            if name not in served:
+                raise UserError(f"The engine does not serve the LoRA layer {name}.")
+            self._place(layer, *served[name])
 
-    def _place(self, name: str, module, packed: dict, layers: dict) -> None:
-        """Takes from `layers` what `module` holds. vLLM stacks q, k, v, and gate, up."""
-        path, _, leaf = name.rpartition(".")
-        row = 0
-        for i, part in enumerate(packed.get(leaf, [leaf])):
-            rows = module.output_partition_sizes[i]
-            layer = layers.pop(f"{path}.{part}", None)
-            if layer is not None:
-                a = layer.lora_A["default"].weight
-                b = layer.lora_B["default"].weight
-                rank = len(a)
-                columns = slice(i * rank, (i + 1) * rank)
-                self.engine_a.append(module.lora_a[columns])
-                self.engine_b.append(module.lora_b[row : row + rows, columns])
-                self.trainer_a.append(a)
-                self.trainer_b.append(b)
-                self.scalings.append(layer.scaling["default"])
-            row += rows
+    def _place(self, layer, module, number: int) -> None:
+        """Adds the layer as part `number` of an engine's layer, which stacks q, k, v, say."""
+        a = layer.lora_A["default"].weight
+        b = layer.lora_B["default"].weight
+        rank = len(a)
+        columns = slice(number * rank, (number + 1) * rank)
+        row = sum(module.output_partition_sizes[:number])
+        self.engine_a.append(module.lora_a[columns])
+        self.engine_b.append(module.lora_b[row : row + len(b), columns])
+        self.trainer_a.append(a)
+        self.trainer_b.append(b)
+        self.scalings.append(layer.scaling["default"])
 
     @torch.no_grad()
     def push(self) -> None:
@@ -170,22 +166,82 @@ class AdapterCopy:
         return torch.stack(differences).max().item()
 
 
+@contextlib.contextmanager
+def trainer_config(engine):
+    """Inside, any transformers model can be built. vLLM serves some families through transformers'
+    own classes, and changes these so that they ask for a vLLM config and compile themselves.
+    """
+    config = copy.copy(engine.vllm_config)
+    config.compilation_config = CompilationConfig(mode=CompilationMode.NONE)
+    with set_current_vllm_config(config):
+        yield
+
+
 def served_model(engine):
     """The engine's PyTorch model."""
     return engine.apply_model(lambda model: model)[0]
 
 
-def on_weights_of(served, base: str, dtype, device):
-    """A transformers model of `base` whose parameters are views of a vLLM model's: one copy in
+def served_parts(engine, names) -> dict[str, tuple]:
+    """Those of these linear layers of a transformers model that the engine serves: name -> the
+    engine's layer that holds it, and its number in that stack.
+    """
+    served = served_model(engine)
+    parts = {}
+    for name, module in served.named_modules():
+        if hasattr(module, "lora_a"):
+            path, _, leaf = name.rpartition(".")
+            stacked = stacks_of(served).get(leaf, [leaf])
+            parts |= {f"{path}.{part}": (module, i) for i, part in enumerate(stacked)}
+    own_name = {name: name if name in parts else vllm_name(served, name) for name in names}
+    return {name: parts[own] for name, own in own_name.items() if own in parts}
+
+
+def vllm_name(served, name: str) -> str:
+    """vLLM's name of a layer of a transformers model, if it has another one (gpt-oss)."""
+    mapper = getattr(served, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return name
+    unstacked = dataclasses.replace(mapper, orig_to_new_stacked={})
+    return str(unstacked.map_name(f"{name}.weight")).removesuffix(".weight")
+
+
+def stacks_of(served) -> dict[str, list[str]]:
+    """Name of a stacked layer -> names of its parts, as in {"qkv_proj": ["q_proj", ...]}."""
+    return getattr(served, "packed_modules_mapping", {})
+
+
+def layers_to_adapt(engine, model) -> list[str]:
+    """The last parts of the names of the linear layers that engine and trainer have in common.
+
+    Of a mixture of experts the attention layers alone: vLLM computes all experts in one kernel.
+    Raises UserError if there are none.
+    """
+    linear = (torch.nn.Linear, Conv1D)
+    names = [name for name, module in model.named_modules() if isinstance(module, linear)]
+    names = [name.split(".") for name in served_parts(engine, names)]
+    if has_experts(model):
+        names = [name for name in names if "att" in name[-2]]
+    if not names:
+        raise UserError("Engine and trainer have no linear layer in common: no place for LoRA.")
+    return sorted({name[-1] for name in names})
+
+
+def has_experts(model) -> bool:
+    """Whether a transformers model is a mixture of experts."""
+    return any(name.endswith("experts") for name, _ in model.named_modules())
+
+
+def on_weights_of(served, config, dtype, device):
+    """A transformers model of this config whose parameters are views of a vLLM model's: one copy in
     memory.
 
     vLLM stacks the rows of q, k, v and of gate, up; the vocabulary is padded at its end. Raises
     KeyError or ValueError if the two do not fit together. Never merge into, move or cast the
     result.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(base)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     weights = {name: p.data for name, p in served.named_parameters()}
@@ -194,9 +250,7 @@ def on_weights_of(served, base: str, dtype, device):
     for name, p in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         path, _, part = owner.rpartition(".")
-        stacked = next(
-            (whole for whole, parts in served.packed_modules_mapping.items() if part in parts), part
-        )
+        stacked = next((whole for whole, parts in stacks_of(served).items() if part in parts), part)
         whole = weights[f"{path}.{stacked}.{leaf}"]
         start = first_row.get((path, stacked, leaf), 0)
         view = whole[start : start + len(p)]

@@ -45,9 +45,11 @@ def bytes_needed(tokens: int, model_config, element_size: int, recompute_layers:
     recompute_layers: gradient checkpointing, which keeps the input of each layer and one layer's
     activations. LoRA's own activations are in fp32 and small.
     """
+    model_config = model_config.get_text_config()
     hidden = model_config.hidden_size
     layers = model_config.num_hidden_layers
-    layer = HIDDEN_BUFFERS * hidden + MLP_BUFFERS * model_config.intermediate_size
+    inner = getattr(model_config, "intermediate_size", None) or 4 * hidden
+    layer = HIDDEN_BUFFERS * hidden + MLP_BUFFERS * inner
     kept = layers * hidden + layer if recompute_layers else layers * layer
     logits = min(tokens * model_config.vocab_size, 2**26)
     return tokens * kept * element_size + LOGITS_BUFFERS * logits * 4
@@ -80,8 +82,11 @@ def kv_cache_bytes(base: str, share: float, total: int, context: int) -> int:
 
 def kv_bytes_per_token(config, element_size: int) -> int:
     """Bytes of one token's keys and values in all layers."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * element_size
+    config = config.get_text_config()
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * config.num_hidden_layers * kv_heads * head_dim * element_size
 
 
 def cpu_kv_cache_bytes(base: str, context: int, requests: int) -> int:

@@ -9,6 +9,8 @@ Letters: B sequences, P tokens of the common prompt, N trained tokens, T tokens 
 K tokens of a head, D hidden size, V vocabulary.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
@@ -21,7 +23,7 @@ def can_pack(model) -> bool:
     """Whether attention is the only layer that mixes positions, and every position sees all before
     it.
     """
-    config = model.config
+    config = model.config.get_text_config()
     if getattr(config, "sliding_window", None):
         return False
     kinds = getattr(config, "layer_types", None) or []
@@ -116,20 +118,45 @@ def padded_hidden_states(trunk, batch, device: str):
     return before[trained], targets[trained]
 
 
+class Head(NamedTuple):
+    """What turns a hidden state h into logits: z = (W h + b) / s, or c tanh((W h + b) / (s c))."""
+
+    weight: torch.Tensor  # W: (V, D), frozen
+    bias: torch.Tensor | None  # b: (V,)
+    divisor: float  # s: of the model times the sampling temperature
+    cap: float | None  # c: of the model divided by the temperature (arXiv:2408.00118, section 2)
+
+
+def head_of(causal_lm, temperature: float) -> Head:
+    """The head of a transformers model. Granite divides its logits, Cohere multiplies them, and
+    Gemma 2 caps them.
+    """
+    config = causal_lm.config.get_text_config()
+    output = causal_lm.get_output_embeddings()
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    factor = getattr(config, "logit_scale", None) or 1.0
+    cap = getattr(config, "final_logit_softcapping", None)
+    return Head(
+        output.weight,
+        getattr(output, "bias", None),
+        temperature * divisor / factor,
+        cap / temperature if cap else None,
+    )
+
+
 class TokenLogProbs(torch.autograd.Function):
     """Log-probabilities of tokens and entropies, without keeping logits for the backward pass."""
 
     @staticmethod
-    def forward(ctx, hidden, targets, head, temperature, chunk, entropy_learns):
-        """hidden: (N, D). targets: (N,). head: (V, D), frozen. Returns two (N,) tensors in nats.
+    def forward(ctx, hidden, targets, head, chunk, entropy_learns):
+        """hidden: (N, D). targets: (N,). head: a Head. Returns two (N,) tensors in nats.
 
         Logits exist for `chunk` tokens at a time. entropy_learns: the entropy has a gradient, too.
         """
         learns = ctx.needs_input_grad[0]
         entropy_learns = learns and entropy_learns
         chunks = zip(hidden.split(chunk), targets.split(chunk))
-        settings = (head, temperature, learns, entropy_learns)
-        scored = [token_logprobs(h, target, *settings) for h, target in chunks]
+        scored = [token_logprobs(h, y, head, learns, entropy_learns) for h, y in chunks]
         logps, entropies, slopes, entropy_slopes = zip(*scored)
         if learns:
             parts = [slopes, entropy_slopes] if entropy_learns else [slopes]
@@ -145,17 +172,21 @@ class TokenLogProbs(torch.autograd.Function):
         grad_hidden = grad_logp[:, None] * slope
         if entropy_slope:
             grad_hidden += grad_entropy[:, None] * entropy_slope[0]
-        return grad_hidden.to(slope.dtype), None, None, None, None, None
+        return grad_hidden.to(slope.dtype), None, None, None, None
 
 
-def token_logprobs(h, target, head, temperature, learns: bool, entropy_learns: bool):
-    """log p = z_y - log sum exp z of tokens y with z = W h / temperature, and the entropy H.
+def token_logprobs(h, target, head: Head, learns: bool, entropy_learns: bool):
+    """log p = z_y - log sum exp z of tokens y with the logits z of `head`, and the entropy H.
 
-    If they learn, also d log p / d h = (W_y - sum_v p_v W_v) / temperature and
-    d H / d h = -sum_v p_v (z_v - sum_u p_u z_u) W_v / temperature, while the probabilities are
-    there; else None.
+    If they learn, also the slopes from d log p / d z_v = 1[v = y] - p_v and
+    d H / d z_v = -p_v (z_v - sum_u p_u z_u), while the probabilities are there; else None.
     """
-    logits = (h @ head.T).float().div_(temperature)
+    logits = (h @ head.weight.T).float()
+    if head.bias is not None:
+        logits += head.bias
+    logits.div_(head.divisor)
+    if head.cap:
+        logits.div_(head.cap).tanh_().mul_(head.cap)
     log_z = logits.logsumexp(-1)
     logp = logits.gather(-1, target[:, None])[:, 0] - log_z
     p = (logits - log_z[:, None]).exp_()
@@ -163,9 +194,15 @@ def token_logprobs(h, target, head, temperature, learns: bool, entropy_learns: b
     entropy = log_z - mean
     slope = entropy_slope = None
     if entropy_learns:
-        weights = p * (logits - mean[:, None])
-        entropy_slope = weights.to(head.dtype) @ head / -temperature
+        entropy_slope = -slope_of(p * (logits - mean[:, None]), logits, head)
     if learns:
         p[range(len(target)), target] -= 1
-        slope = p.to(head.dtype) @ head / -temperature
+        slope = -slope_of(p, logits, head)
     return logp, entropy, slope, entropy_slope
+
+
+def slope_of(weights, logits, head: Head):
+    """sum_v w_v d z_v / d h, with d z_v / d h = (1 - (z_v / c)^2) W_v / s. weights: (N, V)."""
+    if head.cap:
+        weights = weights * (1 - (logits / head.cap) ** 2)
+    return weights.to(head.weight.dtype) @ head.weight / head.divisor

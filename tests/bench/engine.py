@@ -73,12 +73,10 @@ def own_lora(model):
     from vllm import EngineArgs, LLMEngine
     from vllm.lora.request import LoRARequest
 
-    from policy import LORA_LAYERS
-
     torch._dynamo.config.disable = True  # as in Policy: nothing is compiled
     folder = tempfile.mkdtemp()
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LORA_LAYERS)
+    config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
     get_peft_model(base, config, adapter_name="default").save_pretrained(folder)
     arguments = EngineArgs(
         model=model,

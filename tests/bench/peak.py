@@ -54,9 +54,10 @@ def memory(args):
 
 def main(model, tokens, way):
     import torch
+    from transformers import AutoModelForCausalLM
 
     from flatlab.train.memory import peak_bytes
-    from policy import ModelPath, Policy, lora_settings
+    from policy import Policy
 
     torch.manual_seed(0)
     policy = Policy.__new__(Policy)  # the trainer without an engine
@@ -64,8 +65,8 @@ def main(model, tokens, way):
     policy.dtype = torch.float32
     policy.temperature = 1.0
     policy.value_head = None
-    policy.path = ModelPath(model, None, False)
-    lora = lora_settings(policy.path, 8, 16)
+    policy._base_model = lambda *_: AutoModelForCausalLM.from_pretrained(model)
+    lora = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
     policy._build_trainer(lora, way == "recomputed", False, "cpu")
     lengths = [1024] * (tokens // 1024)
     shared = 1

@@ -1,0 +1,152 @@
+"""Tiny random models of many families, and the whole circle of training with each of them.
+
+    python tests/families.py      reads names of FAMILIES, answers each with a line of JSON
+
+The answer holds what test_models.py asks for, or the sentence that refuses the model. Each family
+has a process of its own, forked after the imports: the end of one vLLM engine breaks the next.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+PROJECT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(PROJECT))
+TINY = PROJECT / "configs" / "tiny"
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+}
+HEAD = {"head_dim": 32}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GRANITE = {
+    "logits_scaling": 8.0,
+    "residual_multiplier": 0.5,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+}
+# name -> class of the transformers config, its fields beside SIZES
+FAMILIES = {
+    "Qwen 2.5": ("Qwen2Config", {}),
+    "Qwen 3": ("Qwen3Config", HEAD),
+    "Llama 3": ("LlamaConfig", {}),
+    "Mistral": ("MistralConfig", HEAD | {"sliding_window": 32}),
+    "Gemma 2": ("Gemma2Config", GEMMA),
+    "Gemma 3": ("Gemma3TextConfig", GEMMA),
+    "Phi 2": ("PhiConfig", {}),
+    "Phi 3 and 4": ("Phi3Config", {}),
+    "Granite 3": ("GraniteConfig", GRANITE),
+    "Command R": ("CohereConfig", {}),
+    "OLMo 2": ("Olmo2Config", {}),
+    "OLMo 3": ("Olmo3Config", {}),
+    "SmolLM 3": ("SmolLM3Config", {}),
+    "GLM 4": ("Glm4Config", HEAD),
+    "GPT-2": ("GPT2Config", {}),
+    "GPT-NeoX": ("GPTNeoXConfig", {}),
+    "StarCoder 2": ("Starcoder2Config", {}),
+    "Qwen 3 MoE": ("Qwen3MoeConfig", HEAD | EXPERTS),
+    "Mixtral": ("MixtralConfig", LOCAL_EXPERTS),
+    "gpt-oss": ("GptOssConfig", HEAD | LOCAL_EXPERTS),
+}
+
+
+def save(name: str, folder: str) -> None:
+    """An untrained model of the family, with the tokenizer of the stand-in."""
+    import torch
+    import transformers
+
+    config_class, fields = FAMILIES[name]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    config = getattr(transformers, config_class)(
+        vocab_size=json.loads((TINY / "config.json").read_text())["vocab_size"],
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        **SIZES | fields,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+async def circle(policy) -> dict:
+    """verify(), three updates with syncs, verify() again."""
+    optimizer = policy.make_optimizer(1e-2)
+    before = await policy.verify()
+    prompt = policy.render([{"role": "user", "content": "hello there"}])
+    for _ in range(3):
+        samples = await asyncio.gather(*(policy.sample(prompt, 24, seed=i) for i in range(4)))
+        batch = [(prompt + s.tokens, [0] * len(prompt) + [1] * len(s.tokens)) for s in samples]
+        logp, _ = policy.logprobs(batch)
+        (-logp.mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        policy.sync()
+    after = await policy.verify()
+    found = [*before.values(), *after.values()]
+    return {
+        "largest": max(a.largest for a in found),
+        "moved": after["trained adapter"].moved,
+        "attention only": policy.adapts_attention_only,
+        "layers": sorted(policy.model.peft_config["default"].target_modules),
+    }
+
+
+def answer(name: str) -> dict:
+    from flatlab.errors import UserError
+    from policy import Policy, resolve_model
+
+    folder = tempfile.mkdtemp()
+    try:
+        save(name, folder)
+        return asyncio.run(circle(Policy(resolve_model(folder), context=256, max_batch=8)))
+    except UserError as error:
+        return {"refused": str(error)}
+    finally:
+        shutil.rmtree(folder)
+
+
+def in_own_process(name: str, out) -> None:
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        if status:
+            print(json.dumps({"failed": name}), file=out, flush=True)
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    print(json.dumps(answer(name)), file=out, flush=True)
+    os._exit(0)
+
+
+def main() -> None:
+    import peft  # noqa: F401
+    import vllm.model_executor.models.transformers
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    import flatlab.train.lora_sync
+    import flatlab.train.packing  # noqa: F401
+
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # only the answers go to stdout
+    for line in sys.stdin:
+        in_own_process(line.strip(), out)
+
+
+if __name__ == "__main__":
+    main()
