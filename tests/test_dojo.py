@@ -36,6 +36,12 @@ def act(world, action, **params):
     return world.step(json.dumps({"action": action, "params": params}))
 
 
+def history(world):
+    """ "action status score" of each row of the history."""
+    rows = map(json.loads, act(world, "get_history").observation.split("\n"))
+    return [f"{row['action']} {row['status']} {row['score']}" for row in rows]
+
+
 def writes(value):
     return (
         f"with open('submission.csv', 'w') as f:\n    f.write('id,y\\n' + "
@@ -46,33 +52,35 @@ def writes(value):
 # ----------------------------------------------------------------------------------------- replies
 
 
+REPLIES = [
+    ('{"action": "get_history"}', {"action": "get_history"}),
+    ('Now.\n```json\n{"action": "reset", "params": {}}\n```\nDone.', {"action": "reset"}),
+    (
+        '<think>```json\n{"action": "reset"}\n```</think>{"action": "get_history"}',
+        {"action": "get_history"},
+    ),
+    (
+        '{"action": "execute_code", "params": {"code": "a\nb"}}',
+        {"action": "execute_code", "code": "a\nb"},
+    ),
+    (
+        '{"action": "execute_code", "code": "print(\'<think>\')"}',
+        {"action": "execute_code", "code": "print('<think>')"},
+    ),
+    ('<think>I could say\n```json\n{"action": "reset"}\n```\nbut', None),
+    ('<think>{"action": "reset"}', None),
+    ('```json\n{"action": "reset"}\n```\n```json\n{"action": "reset"}\n```', None),
+    ("[1]", None),
+    ('{"params": 1}', None),
+    ("{" * 100_000, None),
+    ('{"action": "reset", "params": 7}', None),
+    ("", None),
+    ("```bash\nls\n```", None),
+]
+
+
 def test_replies():
-    cases = [
-        ('{"action": "get_history"}', {"action": "get_history"}),
-        ('Now.\n```json\n{"action": "reset", "params": {}}\n```\nDone.', {"action": "reset"}),
-        (
-            '<think>```json\n{"action": "reset"}\n```</think>{"action": "get_history"}',
-            {"action": "get_history"},
-        ),
-        (
-            '{"action": "execute_code", "params": {"code": "a\nb"}}',
-            {"action": "execute_code", "code": "a\nb"},
-        ),
-        (
-            '{"action": "execute_code", "code": "print(\'<think>\')"}',
-            {"action": "execute_code", "code": "print('<think>')"},
-        ),
-        ('<think>I could say\n```json\n{"action": "reset"}\n```\nbut', None),
-        ('<think>{"action": "reset"}', None),
-        ('```json\n{"action": "reset"}\n```\n```json\n{"action": "reset"}\n```', None),
-        ("[1]", None),
-        ('{"params": 1}', None),
-        ("{" * 100_000, None),
-        ('{"action": "reset", "params": 7}', None),
-        ("", None),
-        ("```bash\nls\n```", None),
-    ]
-    for reply, action in cases:
+    for reply, action in REPLIES:
         assert json_action(reply) == action
 
 
@@ -100,15 +108,16 @@ def test_request_info(world):
 
 def test_code_is_run_and_scored_with_its_place(world):
     step = act(world, "validate_code", code=writes("i"))
-    assert (step.observation, step.status, step.score) == ("written", "ok", None)
+    assert step.observation == "written"
+    assert step.status == "ok"
+    assert step.score is None
     assert world.score().message.startswith("no submission")  # only tried
     step = act(world, "execute_code", code=writes("i + 3"))
     assert step.status == "validate"
     assert step.score.value == 3
     assert step.score.position == 0.75  # third of four, first of two
-    assert "validation score: 3.0000" in step.observation
-    assert "\nposition: 0.7500" in step.observation
-    assert "best so far: 3.0000" in step.observation
+    for text in ("validation score: 3.0000", "\nposition: 0.7500", "best so far: 3.0000"):
+        assert text in step.observation
     before = len(grades)
     assert world.score().position == 0.75
     assert len(grades) == before
@@ -117,24 +126,22 @@ def test_code_is_run_and_scored_with_its_place(world):
     assert step.score.value == 9
     assert step.score.position == 0
     assert "best so far: 3.0000" in step.observation
-    step = act(world, "validate_code", code=writes("i"))  # what was submitted comes back
+    act(world, "validate_code", code=writes("i"))  # what was submitted comes back
     assert world.score().value == 9
     assert "\nposition: 0.0000" in do(world, "validate").observation
     step = act(world, "execute_code", code="print(open('submission.csv').read())")
     assert step.status == "error"
     assert "FileNotFoundError" in step.observation
     assert world.score().value == 9
-    rows = [json.loads(line) for line in act(world, "get_history").observation.split("\n")]
-    assert [(row["action"], row["score"]) for row in rows] == [
-        ("validate_code", None),
-        ("execute_code", 3),
-        ("execute_code", 9),
-        ("validate_code", None),
-        ("validate", 9),
-        ("execute_code", None),
+    assert history(world) == [
+        "validate_code ok None",
+        "execute_code validate 3.0",
+        "execute_code validate 9.0",
+        "validate_code ok None",
+        "validate validate 9.0",
+        "execute_code error None",
     ]
-    step = act(world, "reset")
-    assert "Predict y." in step.observation
+    assert "Predict y." in act(world, "reset").observation
     assert act(world, "get_history").observation == "Nothing was run yet."
     assert world.score().message.startswith("no submission")
 
@@ -145,12 +152,7 @@ def test_history_shows_bash_blocks_and_what_they_validated(world):
     do(world, "exit 3")
     world.step("no block")
     do(world, "validate")
-    rows = [json.loads(line) for line in act(world, "get_history").observation.split("\n")]
-    assert [(row["step"], row["action"], row["status"]) for row in rows] == [
-        (1, "bash", "ok"),
-        (2, "bash", "error"),
-        (3, "validate", "invalid"),
-    ]
+    assert history(world) == ["bash ok None", "bash error None", "validate invalid None"]
     world.reset()
     assert act(world, "get_history").observation == "Nothing was run yet."
 
@@ -162,11 +164,8 @@ def test_code_that_fails_or_takes_too_long(world):
     assert step.status == "error"
     assert "ZeroDivisionError" in step.observation
     assert step.score is None
-    step = world.step(
-        json.dumps({"action": "execute_code", "params": {"code": "import time; time.sleep(30)"}}),
-        timeout=0.5,
-    )
-    assert step.status == "timeout"
+    slow = {"action": "execute_code", "code": "import time; time.sleep(30)"}
+    assert world.step(json.dumps(slow), timeout=0.5).status == "timeout"
     step = act(world, "execute_code", code="open('submission.csv', 'w').write('id,y\\n1,2\\n')")
     assert step.status == "invalid"
     assert "200 rows" in step.observation
@@ -189,12 +188,8 @@ def test_no_place_for_the_program_is_no_fault(world, spoil):
     assert "Nothing was run. execution_2.py cannot be written" in step.observation
     assert do(world, "echo alive").observation == "alive"
     world.reset()
-    assert act(
-        world,
-        "execute_code",
-        code="import os, shutil; os.chdir('/'); shutil.rmtree('/home/agent/workspace', True); "
-        "print(2)",
-    ).status in ("ok", "invalid", "error")
+    remove = "import os, shutil; os.chdir('/'); shutil.rmtree('/home/agent/workspace', True)"
+    assert act(world, "execute_code", code=remove).status in ("ok", "invalid", "error")
     world.sandbox.close()  # a broken sandbox is one
     with pytest.raises(SandboxFault):
         act(world, "execute_code", code="print(1)")

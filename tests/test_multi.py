@@ -6,7 +6,6 @@ run of grpo.train with the real engine, where an episode is one reply and the re
 letters.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from flatlab.errors import UserError
+from flatlab.runs.reader import read_rows as rows
 from flatlab.train import distributed
 from helpers import segments_of
 
@@ -80,8 +80,26 @@ def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
 STEPS = 6  # of the comparison: the limit of the KL is 0, so that the guard restores after step 3
 
 
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+class Finished:
+    """What a run of STEPS steps on this number of ranks left."""
+
+    def __init__(self, folder, ranks, *arguments):
+        from safetensors.torch import load_file
+
+        folder.mkdir()
+        program = ROOT / "tests/test_multi.py"
+        code, out, err = finish(torchrun(folder, program, *arguments, ranks=ranks))
+        assert code == 0, (out, err[-3000:])
+        run = folder / "logs/m"
+        self.rows = rows(run / "metrics.jsonl")
+        self.texts = []
+        self.tokens = []
+        for step in range(STEPS):
+            episodes = rows(run / f"episodes/{step:06d}.jsonl")
+            self.texts.append([e["turns"][0]["reply"] for e in episodes])
+            self.tokens.append([s["tokens"] for [s] in segments_of(run, f"{step:06d}")])
+        last = run / f"checkpoints/{STEPS - 1:06d}"
+        self.weights = load_file(last / "adapter_model.safetensors")
 
 
 @pytest.mark.slow
@@ -89,74 +107,46 @@ def rows(path):
 def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model, advantage):
     """Rows, transcripts, evaluations and adapter, also past a restore of the guard; three groups,
     so that one rank has more than the other."""
-    import torch
-    from safetensors.torch import load_file
-
-    for name, count in (("one", 1), ("two", 2)):
-        (tmp_path / name).mkdir()
-        code, out, err = finish(
-            torchrun(
-                tmp_path / name,
-                ROOT / "tests/test_multi.py",
-                random_model,
-                STEPS,
-                advantage,
-                ranks=count,
-            )
-        )
-        assert code == 0, (out, err[-3000:])
-    one, two = (tmp_path / name / "logs/m" for name in ("one", "two"))
-    a, b = rows(one / "metrics.jsonl"), rows(two / "metrics.jsonl")
-    assert [r["step"] for r in a] == [r["step"] for r in b] == list(range(STEPS))
-    for x, y in zip(a, b):
-        numbers = "reward_mean loss kl entropy grad_norm episodes groups lr"
-        for key in numbers.split():
-            assert x[key] == pytest.approx(y[key], rel=1e-3, abs=1e-5), (x["step"], key)
-        assert ["back to the adapter" in str(r["alarms"]) for r in (x, y)] == [x["step"] == 3] * 2
-    assert a[-1]["eval_score_mean"] == pytest.approx(b[-1]["eval_score_mean"], abs=1e-4)
-    for step in range(STEPS):
-        texts = [
-            [e["turns"][0]["reply"] for e in rows(run / f"episodes/{step:06d}.jsonl")]
-            for run in (one, two)
-        ]
-        assert texts[0] == texts[1]
-        assert len(texts[0]) == 12
-        tokens = [
-            [segment["tokens"] for [segment] in segments_of(run, f"{step:06d}")]
-            for run in (one, two)
-        ]
-        assert tokens[0] == tokens[1]
-        assert len(tokens[0]) == 12
-    weights = [
-        load_file(run / f"checkpoints/{STEPS - 1:06d}/adapter_model.safetensors")
-        for run in (one, two)
-    ]
-    assert all(torch.allclose(weights[0][k], weights[1][k], atol=1e-4) for k in weights[0])
-    learned = [w.abs().max() for name, w in weights[0].items() if "lora_B" in name]
+    one = Finished(tmp_path / "one", 1, random_model, STEPS, advantage)
+    two = Finished(tmp_path / "two", 2, random_model, STEPS, advantage)
+    assert len(one.rows) == len(two.rows) == STEPS
+    for step, (a, b) in enumerate(zip(one.rows, two.rows)):
+        for key in "step reward_mean loss kl entropy grad_norm episodes groups lr".split():
+            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), (step, key)
+        for row in (a, b):
+            assert ("back to the adapter" in str(row["alarms"])) == (step == 3)
+    last = one.rows[-1]["eval_score_mean"]
+    assert last == pytest.approx(two.rows[-1]["eval_score_mean"], abs=1e-4)
+    assert one.texts == two.texts
+    assert one.tokens == two.tokens
+    assert {len(step) for step in one.tokens} == {12}
+    for name, weight in one.weights.items():
+        assert (weight - two.weights[name]).abs().max() < 1e-4
+    learned = [weight.abs().max() for name, weight in one.weights.items() if "lora_B" in name]
     assert max(learned) > 1e-3
-    assert not list(two.glob(".tmp*"))
+    assert not list(tmp_path.glob("two/logs/m/.tmp*"))
 
 
 @pytest.mark.slow
 def test_a_lost_rank_ends_the_job_and_it_resumes(tmp_path, random_model):
-    job = torchrun(tmp_path, ROOT / "tests/test_multi.py", random_model, 40)
+    program = ROOT / "tests/test_multi.py"
+    job = torchrun(tmp_path, program, random_model, 40)
     metrics = tmp_path / "logs/m/metrics.jsonl"
     while not metrics.exists() or len(rows(metrics)) < 2:
         assert job.poll() is None, job.communicate()[1][-3000:]
         time.sleep(0.1)
-    victim = int((tmp_path / "rank1.pid").read_text())
-    os.kill(victim, signal.SIGKILL)
+    os.kill(int((tmp_path / "rank1.pid").read_text()), signal.SIGKILL)
     begin = time.monotonic()
     code, _, err = finish(job, timeout=90)
-    assert code != 0 and time.monotonic() - begin < 60, err[-3000:]
+    assert code != 0, err[-3000:]
+    assert time.monotonic() - begin < 60
     survivor = int((tmp_path / "rank0.pid").read_text())
     assert not Path(f"/proc/{survivor}").exists()
     done = len(rows(metrics))
-    code, out, err = finish(
-        torchrun(tmp_path, ROOT / "tests/test_multi.py", random_model, done + 1)
-    )
-    assert code == 0 and "resumed after step" in out, err[-3000:]
-    assert [r["step"] for r in rows(metrics)] == list(range(done + 1))
+    code, out, err = finish(torchrun(tmp_path, program, random_model, done + 1))
+    assert code == 0, err[-3000:]
+    assert "resumed after step" in out
+    assert [row["step"] for row in rows(metrics)] == list(range(done + 1))
 
 
 def main(model: str, steps: str, advantage: str = "group") -> None:
