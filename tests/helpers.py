@@ -99,7 +99,8 @@ class FakePolicy:
         return [ord(c) + 10 for c in text]
 
     def decode(self, tokens):
-        return "".join(self.marks.get(token, chr(max(0, token - 10))) for token in tokens)
+        letters = [self.marks.get(token, chr(max(0, token - 10))) for token in tokens]
+        return "".join(letters)
 
     def observation_tokens(self, text, ended):
         end = [] if ended else [1]
@@ -129,7 +130,8 @@ def make_model(folder: Path, vocabulary=0, **sizes) -> str:
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_only = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    vocab = {letter: number for number, letter in enumerate(alphabet)}
+    bytes_only = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytes_only.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
@@ -389,7 +391,8 @@ def search_result(rows, **more):
     scores = [RESULT["baseline"], *(row["score"] for row in rows if row["valid"])]
     pick = max if more.get("higher_is_better", True) else min
     best = pick(scores)
-    counts = {"nodes": len(rows), "failed": len(failed), "tokens": sum(r["tokens"] for r in rows)}
+    counts = {"nodes": len(rows), "failed": len(failed)}
+    counts["tokens"] = sum(row["tokens"] for row in rows)
     counts["faults"] = sum(row["status"] == "fault" for row in rows)
     root = {"id": "0", "score": RESULT["baseline"]}
     valid = [row for row in rows if row["valid"]]

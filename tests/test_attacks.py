@@ -417,6 +417,11 @@ def with_first(rows, rest):
     return [rows[0], rows[1].split(",")[0] + rest, *rows[2:]]
 
 
+def with_all(rows, value):
+    """The rows with another value behind every id."""
+    return [rows[0], *(row.split(",")[0] + value for row in rows[1:])]
+
+
 HOSTILE = [
     ("no header", lambda rows: rows[1:]),
     ("an unknown id", lambda rows: rows + ["1,0"]),
@@ -430,10 +435,10 @@ HOSTILE = [
     ("one longer row", lambda rows: with_first(rows, ",0,1")),
     ("an open quote", lambda rows: rows + ['"1,0']),
     ("two million lines", lambda rows: rows + [""] * 2_000_000),
-    ("duplicate ids", lambda rows: [rows[0]] + [rows[1]] * (len(rows) - 1)),
+    ("duplicate ids", lambda rows: [rows[0], *rows[1:2] * (len(rows) - 1)]),
     ("one id twice", lambda rows: rows + [rows[1]]),
-    ("NaN", lambda rows: [rows[0]] + [row.split(",")[0] + ",nan" for row in rows[1:]]),
-    ("infinity", lambda rows: [rows[0]] + [row.split(",")[0] + ",inf" for row in rows[1:]]),
+    ("NaN", lambda rows: with_all(rows, ",nan")),
+    ("infinity", lambda rows: with_all(rows, ",inf")),
     ("extra columns", lambda rows: [row + ",1" for row in rows]),
     ("another header", lambda rows: ["a,b"] + rows[1:]),
     ("missing rows", lambda rows: rows[:2]),
@@ -451,7 +456,9 @@ HOSTILE_BYTES = [
 
 def hostile_files(rows):
     """(what, content) of hostile versions of an honest submission."""
-    files = [(what, "\n".join([*change(rows), ""]).encode()) for what, change in HOSTILE]
+    files = []
+    for what, change in HOSTILE:
+        files.append((what, "\n".join([*change(rows), ""]).encode()))
     return files + HOSTILE_BYTES
 
 

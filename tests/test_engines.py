@@ -281,8 +281,7 @@ def test_episode_has_the_same_scores_everywhere(engine):
     assert kind == "docker"
     assert f"image {IMAGE}" in line
     assert ("without limits on" in line) == bool(missing_limits(docker_api()))
-    task = load_task("titanic")
-    with Env(task, "docker") as world:
+    with Env(load_task("titanic"), "docker") as world:
         assert "without network" in world.reset()
         do(world, "mkdir -p d; cd d; export KEPT=yes")
         with world.fork() as twin:

@@ -90,7 +90,8 @@ def test_any_multi_line_text_survives_in_a_heredoc():
     rng = random.Random(0)
     alphabet = string.printable.replace("\r", "") + "`'\"\\$<#éß😀" * 4
     for _ in range(500):
-        body = "".join(rng.choices(alphabet + "\n" * 20, k=rng.randrange(200))).replace("MARK", "")
+        letters = rng.choices(alphabet + "\n" * 20, k=rng.randrange(200))
+        body = "".join(letters).replace("MARK", "")
         command = f"cat > 'x' <<'MARK'\n{body}\n```\n```python\nMARK\necho \"$x\""
         assert extract_action(f"Text.\n{block(command)}\nMore.") == (command, ""), body
 

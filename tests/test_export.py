@@ -1,6 +1,5 @@
 """viz.py --export: the replies of runs, read by datasets and trained on by TRL."""
 
-import json
 import re
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 import viz
 from flatlab.errors import UserError
 from flatlab.runs import store
+from flatlab.runs.reader import read_rows
 from helpers import (
     CONFIG,
     PROJECT,
@@ -53,7 +53,9 @@ def training(tmp_path):
 @pytest.fixture
 def tree(tmp_path):
     run = store.open_run(tmp_path / "tree", CONFIG | {"sampling_mode": "none"})
-    rows = [node("0.0", 0.7, order=0), node("0.1", None, order=1), node("0.2", 0.9, order=2)]
+    rows = []
+    for order, score in enumerate((0.7, None, 0.9)):
+        rows.append(node(f"0.{order}", score, order=order))
     rows[2]["improvement"] = 7.5
     run.result(**search_result(rows))
     for row in rows:
@@ -68,8 +70,8 @@ def export(tmp_path, *runs):
     return file
 
 
-def rows_of(file):
-    return [json.loads(line) for line in file.read_text().split("\n")[:-1]]
+def exported(tmp_path, *runs):
+    return read_rows(export(tmp_path, *runs))
 
 
 def texts(messages):
@@ -77,26 +79,27 @@ def texts(messages):
 
 
 def test_a_line_is_a_reply_with_what_was_said_before_it(tmp_path, training, capsys):
-    rows = rows_of(export(tmp_path, training))
+    rows = exported(tmp_path, training)
     assert "out.jsonl: 6 replies" in capsys.readouterr().out
-    assert [row["id"] for row in rows] == ["0.0", "0.0", "0.1", "0.1", "0.3", "0.4"]  # no fault
+    assert [row["id"] for row in rows] == "0.0 0.0 0.1 0.1 0.3 0.4".split()  # no fault
     assert [row["group"] for row in rows] == ["0.0"] * 4 + ["0.1"] * 2
     assert [row["reward"] for row in rows] == [0.5, 0.5, -1.0, -1.0, 0.3, 0.3]
-    assert rows[1]["turn"] == 1
-    assert texts(rows[1]["prompt"]) == ["Predict who survived.", "look", "output of look"]
-    assert [message["role"] for message in rows[1]["prompt"]] == ["user", "assistant", "user"]
-    assert rows[1]["completion"] == [{"role": "assistant", "content": "good"}]
+    second = rows[1]
+    assert second["turn"] == 1
+    assert texts(second["prompt"]) == ["Predict who survived.", "look", "output of look"]
+    assert [message["role"] for message in second["prompt"]] == ["user", "assistant", "user"]
+    assert second["completion"] == [{"role": "assistant", "content": "good"}]
 
 
 def test_a_rejected_reply_is_nothing_to_imitate(tmp_path, training):
     row = played(0.5, "look", "good")
     row["turns"][0]["status"] = "rejected"
     training.save_episodes(0, [row])
-    assert [row["imitate"] for row in rows_of(export(tmp_path, training))] == [False, True]
+    assert [row["imitate"] for row in exported(tmp_path, training)] == [False, True]
 
 
 def test_nodes_of_a_search(tmp_path, tree):
-    rows = rows_of(export(tmp_path, tree))
+    rows = exported(tmp_path, tree)
     by_id = {row["id"]: row["reward"] for row in rows}
     assert by_id == {"0.0": 0.7, "0.1": -1.0, "0.2": 1.0}  # clipped; -1: failed
     assert {row["task"] for row in rows} == {"titanic"}
@@ -105,7 +108,7 @@ def test_nodes_of_a_search(tmp_path, tree):
 
 def test_any_text_is_one_line_of_utf_8(tmp_path, training):
     training.save_episodes(0, [played(1.0, HOSTILE)])
-    [row] = rows_of(export(tmp_path, training))
+    [row] = exported(tmp_path, training)
     assert texts(row["completion"]) == [HOSTILE.replace("\ud800", "?")]
 
 

@@ -87,7 +87,8 @@ def kept_update(policy, batch, cfg):
 def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(policy, loss, monkeypatch):
     """The denominator is counted before splitting: one pass over all equals many small ones."""
     randomise(policy)
-    batch = random_pieces(policy, (12, 1.0), (30, -0.5), (21, 0.7), (8, -1.2))
+    advantages = {12: 1.0, 30: -0.5, 21: 0.7, 8: -1.2}
+    batch = random_pieces(policy, *advantages.items())
     randomise(policy, 2, 0.005)  # now the ratios are not all 1
     monkeypatch.setattr(policy, "mean_diff_limit", 9.0)
     cfg = configure(CFG, loss=loss, kl=0.05, max_grad_norm=1e9)
@@ -227,7 +228,8 @@ def test_alarms_need_no_history_and_no_update():
 
 
 def test_a_row_without_numbers_does_not_spoil_what_is_usual():
-    before = [row(0), row(1, grad_norm=math.nan, entropy=math.nan), row(2)]
+    damaged = row(1, grad_norm=math.nan, entropy=math.nan)
+    before = [row(0), damaged, row(2)]
     assert guard.alarms(row(3), before) == []
     [alarm] = guard.alarms(row(3, entropy=0.01), before)
     assert alarm.startswith("the entropy collaps")
@@ -752,7 +754,11 @@ def test_none_is_derived_and_zero_is_zero():
     assert cfg.name == "grpo-titanic-tiny-0"
 
 
-LENGTHS = {None: (16384, 2048, 2048), 8192: (8192, 2048, 2048), 512: (512, 128, 128)}
+LENGTHS = {
+    None: (16384, 2048, 2048),
+    8192: (8192, 2048, 2048),
+    512: (512, 128, 128),
+}
 
 
 @pytest.mark.parametrize("positions", LENGTHS)
@@ -793,7 +799,7 @@ def test_ppo_learns_its_value_head(policy, play, monkeypatch):
     torch.nn.init.zeros_(head.bias)
     monkeypatch.setattr(policy, "value_head", head)
     with torch.no_grad():
-        values = policy.logprobs([([1, 2, 3, 4], [0, 1, 1, 1])], values=True)[2]
+        _, _, values = policy.logprobs([pair([1], [2, 3, 4])], values=True)
     assert values.tolist() == [0, 0, 0]
     rows = play(steps=3, advantage="ppo")
     assert [row["skipped"] for row in rows] == [0, 0, 0]
@@ -804,7 +810,8 @@ def test_ppo_learns_its_value_head(policy, play, monkeypatch):
 def test_groups_travel_with_their_tokens_packed(tmp_path):
     """Each rank packs its own; what they send, one after the other, is one file."""
     logprob = -0.1234567890123456789
-    sampled = [env.Segment([1, 2], [0, 1], [0.0, logprob]), env.Segment([3], [1], [math.nan])]
+    sampled = [env.Segment([1, 2], [0, 1], [0.0, logprob])]
+    sampled.append(env.Segment([3], [1], [math.nan]))
     episodes = [env.Episode("t", 0, segments=sampled), env.Episode("t", 1, status="fault")]
     (copy,) = gather_groups([Group(0, TASK, episodes, [0.5])], SingleProcess())
     assert [e.segments for e in copy.episodes] == [[], []]

@@ -2,7 +2,6 @@
 -9.
 """
 
-import gzip
 import json
 import os
 import re
@@ -92,10 +91,6 @@ def test_a_run_leaves_everything_behind(finished):
 # ------------------------------------------------------------------ numbers from the files alone
 
 
-def unpacked(path):
-    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
-
-
 def counted(episode, part="score"):
     """The score as tables count it: without a valid submission the baseline."""
     return episode[part]["value"] if episode[part]["valid"] else episode["baseline"]
@@ -110,7 +105,7 @@ def evaluation_of(episodes):
     played = [e for e in episodes if e["status"] != "fault"]
     is_valid = [e["score"]["valid"] for e in played]
     improvements = [e["improvement"] or 0.0 for e in played]
-    clipped = [max(-1, min(1, gain)) if ok else -1 for gain, ok in zip(improvements, is_valid)]
+    clipped = [max(-1, min(1, e["improvement"])) if e["score"]["valid"] else -1 for e in played]
     columns = {"improvement": improvements, "clipped_improvement": clipped}
     result = {
         "n": len(played),
@@ -169,7 +164,7 @@ def test_the_loss_of_a_step_follows_from_the_files(finished):
     cfg = yaml.safe_load((logs / "config.yaml").read_text())
     row = rows(logs / "metrics.jsonl")[1]
     episodes = rows(logs / "episodes" / "000001.jsonl")
-    sampled = unpacked(logs / "episodes" / "000001.tokens.jsonl.gz")
+    sampled = rows(logs / "episodes" / "000001.tokens.jsonl.gz")
     assert len(sampled) == len(episodes)
 
     adapter = logs / "checkpoints" / "000000"  # before the update of step 1
@@ -279,7 +274,7 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
         return out
 
     def first_segment(name):
-        return unpacked(tmp_path / f"logs/{name}/episodes/000000.tokens.jsonl.gz")[0]["segments"][0]
+        return rows(tmp_path / f"logs/{name}/episodes/000000.tokens.jsonl.gz")[0]["segments"][0]
 
     done("search.py", "--name tree --nodes 8 --branching 8")
     imitate = "--sft logs/tree --sft-updates 4 --name learned"

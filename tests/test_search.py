@@ -159,7 +159,10 @@ def run(
 
 
 def shape(t):
-    return {n.id: (n.op, n.idea, n.probability, n.score, n.seed) for n in t.nodes.values()}
+    nodes = {}
+    for node in t.nodes.values():
+        nodes[node.id] = (node.op, node.idea, node.probability, node.score, node.seed)
+    return nodes
 
 
 def rows(t):
@@ -278,7 +281,8 @@ def test_the_selection_part_decides_between_nodes_within_one_standard_error(tmp_
     assert r["test_score"] == 0.74
     assert r["selection_stderr"] == r["test_stderr"] == 0.03
     assert r["test_minus_validation"] == pytest.approx(0.74 - 0.79)
-    assert search_plots.best_path(RunData(t.run.dir, "search", {}, rows(t), r)) == ["0", "0.1"]
+    run = RunData(t.run.dir, "search", {}, rows(t), r)
+    assert search_plots.best_path(run) == ["0", "0.1"]
     # The mean of both parts counts: 0.0 stays ahead if it loses less than it had gained.
     t = finished(tmp_path / "b", hidden | {("selection", "0.0"): 0.755})
     assert result(t)["best_id"] == "0.0"
@@ -429,7 +433,7 @@ def test_a_cut_journal_is_continued_to_the_same_tree(tmp_path, select):
     """After kill -9 nothing in the journal is run again, and the rest comes out the same."""
     options = {"select": select, "workers": 1, "nodes": 9}
     whole = run(tmp_path / "whole", **options)
-    for kept, torn in ((0, b""), (1, b'{"id": "0.'), (4, b"{}"), (8, b""), (9, b"")):
+    for kept, torn in {0: b"", 1: b'{"id": "0.', 4: b"{}", 8: b"", 9: b""}.items():
         log = []
         again = run(cut_run(whole, tmp_path / str(kept), kept, torn), log=log, **options)
         assert len(log) == 9 - kept

@@ -17,7 +17,7 @@ from flatlab.options import EpisodeOptions
 from flatlab.train import imitation
 from flatlab.train.distributed import SingleProcess
 from helpers import PROJECT, configure, turn
-from training import TASK, randomise
+from training import TASK, pair, randomise
 
 LIMITS = EpisodeOptions(max_observation_tokens=64)
 CFG = configure(training.CFG, micro_tokens=4096, sft_lr=3e-3, sft_updates=6)
@@ -142,7 +142,8 @@ def test_an_episode_that_does_not_fit_is_cut(policy):
 def test_imitation_raises_the_probability_of_the_replies(policy, run, capsys):
     first = turn("```bash\npython3 best.py\n```", "ok")
     ends = [turn(f"```bash\nsubmit\n``` {i}") for i in range(8)]
-    cfg = configure(CFG, sft=(run(*(episode(0.78, first, end) for end in ends)),))
+    where = run(*(episode(0.78, first, end) for end in ends))
+    cfg = configure(CFG, sft=(where,))
     [piece] = imitation.sequences_from(episode(0.78, first), policy, LIMITS)
 
     def mean_logprob():
@@ -162,7 +163,7 @@ def test_imitation_raises_the_probability_of_the_replies(policy, run, capsys):
 def some_logprobs(policy, base):
     tokens = policy.render([{"role": "user", "content": "one two three"}])
     with torch.no_grad():
-        return policy.logprobs([(tokens, [0] + [1] * (len(tokens) - 1))], base=base)[0]
+        return policy.logprobs([pair(tokens[:1], tokens[1:])], base=base)[0]
 
 
 def test_the_reference_is_the_imitated_adapter_not_the_base_model(policy, tmp_path):

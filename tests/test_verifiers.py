@@ -149,17 +149,15 @@ def test_rewards_of_a_real_model_are_those_of_a_search(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, stopped_by",
+    "flags, then, stopped_by",
     [
-        (("--env.agent.max-turns", 2), "max_turns"),
-        (("--env.agent.timeout.rollout", 8), "agent_timeout"),
+        (("--env.agent.max-turns", 2), "true", "max_turns"),
+        (("--env.agent.timeout.rollout", 8), "sleep 100", "agent_timeout"),
     ],
 )
-def test_what_was_done_before_a_limit_of_verifiers_counts(tmp_path, flags, stopped_by):
-    seconds = 0 if stopped_by == "max_turns" else 100
-
+def test_what_was_done_before_a_limit_of_verifiers_counts(tmp_path, flags, then, stopped_by):
     def answer(messages):
-        return EVERYBODY_DIES if len(messages) == 2 else block(f"sleep {seconds}")
+        return EVERYBODY_DIES if len(messages) == 1 else block(then)
 
     with replying(answer) as url:
         run = VfEval(tmp_path, url, 1, *flags)

@@ -207,7 +207,8 @@ def test_episodes_of_evaluations_are_listed_and_shown_and_nowhere_else(tmp_path,
     best = episode(0.95, "a final reply") | {"seed": -7, "test_score": {"value": 0.85}}
     for name in ("final-best", "eval-000009", "before"):
         writer.save_episodes(name, [episode(None), best])
-    ids = [line.split()[0] for line in printed(capsys, directory, list=True).splitlines()[2:]]
+    _, _, *lines = printed(capsys, directory, list=True).splitlines()
+    ids = [line.split()[0] for line in lines]
     assert ids[: len(training)] == [item["id"] for item in training]
     evaluated = "before.0 before.1 eval-9.0 eval-9.1 final-best.0 final-best.1"
     assert ids[len(training) :] == evaluated.split()

@@ -125,7 +125,8 @@ def compete(commands, rounds):
                 except (RuntimeError, BrokenPipeError) as error:
                     failed[name] = str(error)
                     running.pop(name).close()
-        return {name: (c.start, c.results[1:]) for name, c in running.items()}, failed
+        results = {name: (c.start, c.results[1:]) for name, c in running.items()}
+        return results, failed
     finally:
         for contestant in running.values():
             contestant.close()
