@@ -9,6 +9,7 @@ from helpers import python
 ROOT = Path(__file__).parents[1]
 ADDED = """
 import asyncio, grpo, search, torch
+from types import SimpleNamespace
 from flatlab.sandbox.sandbox import get_backend, pick_backend
 cfg = grpo.Config(reward="thrifty", loss="tis")
 assert grpo.REWARDS["thrifty"](0.5, type("E", (), {"turns": [1, 2]}), []) == 0.46
@@ -26,6 +27,9 @@ grpo.play = replies
 episode = type("Episode", (), {"turns": [{"reply": "first\\nsecond"}]})
 usual, recalled = asyncio.run(grpo.with_memory(World(), None, episode, None, None))
 assert usual == "a step of the sandbox" and recalled.observation == "first"
+box = SimpleNamespace(workspace="/w")
+told = SimpleNamespace(task=grpo.env.load_task("titanic"), sandbox=box, ends_at_score=False)
+assert grpo.texts.FORMS["full"].system(told, None).endswith("\\nTry the simplest rule first.")
 assert "epsilon_greedy" in search.SELECT
 parent = type("Parent", (), {"code": {"a.py": "x"}, "op": "improve", "valid": True})
 choice = search.Choice("0.0", "exploit")
@@ -64,6 +68,6 @@ def test_the_diffs_of_the_documentation(tmp_path):
         else:
             apply(tmp_path / file, diff)
             count += 1
-    assert count == 11
+    assert count == 12
     done = python("-c", ADDED, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-1500:]

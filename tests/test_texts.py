@@ -11,6 +11,7 @@ from flatlab.chat import ChatTokens
 from flatlab.episode import machine, texts
 from flatlab.episode.episode import Sample
 from flatlab.options import EpisodeOptions, ModelOptions, derive
+from flatlab.runs.reader import observed
 from flatlab.sandbox.sandbox import Sandbox
 from flatlab.train import imitation
 from helpers import LOCAL, PROJECT, FakePolicy, block, play_once
@@ -158,7 +159,8 @@ def test_a_note_tells_what_is_left_and_the_best_score(titanic):
     policy = FakePolicy(NOBODY, block("validate"), block("ls"))
     episode = episode_of(titanic, policy, **FULL)
     assert episode.status == "turn_limit"
-    first, second, _ = [turn["note"] for turn in episode.turns]
+    first, second, last = [turn["note"] for turn in episode.turns]
+    assert last == ""  # nobody reads it
     assert first == "[2 turns and 30 minutes left. No valid score so far.]"
     assert second == (
         "[The next reply is the last one: 1 turn and 30 minutes left. "
@@ -257,8 +259,7 @@ def conversation(episode):
     ]
     for turn in episode.turns:
         messages.append({"role": "assistant", "content": turn["reply"]})
-        text = f"{turn['observation']}\n{turn['note']}"
-        messages.append({"role": "user", "content": text})
+        messages.append({"role": "user", "content": observed(turn)})
     return messages
 
 

@@ -216,9 +216,10 @@ async def play(env, policy, episode: Episode, options: EpisodeOptions, history: 
             step = await in_thread(env.step, sample.text, left)
             turn = turn_record(sample, step)
             episode.turns.append(turn)
-            if not step.done:
+            turns_left = options.max_turns - number - 1
+            if turns_left and not step.done:
                 left = deadline - time.monotonic()
-                turn["note"] = note(env.task, episode.turns, options.max_turns - number - 1, left)
+                turn["note"] = note(env.task, episode.turns, turns_left, left)
             history.add(sample, step.observation, turn["note"])
             if step.done:
                 return "submit"
