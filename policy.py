@@ -72,7 +72,7 @@ class Agreement:
 class ModelPath:
     base: str  # folder or Hugging Face name of the causal LM
     adapter: str | None  # folder of a trained LoRA adapter (`logs/<run>/best`), or None
-    is_tiny: bool  # the stand-in model
+    is_tiny: bool  # the stand-in model, which its config says
     positions: int | None = None  # upper bound on the context; None: the model has none
 
     @property
@@ -94,19 +94,20 @@ def resolve_model(name: str) -> ModelPath:
     """Finds the model before its weights are loaded. Raises UserError if the model or its adapter
     does not exist, or if one of the files is missing or damaged.
     """
-    base, adapter, is_tiny = name, None, False
+    base, adapter = name, None
     folder = Path(name).expanduser()
     if name == "tiny":
-        base, is_tiny = str(TINY), True
+        base = str(TINY)
     elif (folder / "adapter_config.json").is_file():
         adapter = str(folder)
         base = adapter_settings(adapter)["base_model_name_or_path"]
-        is_tiny = Path(base).name == "tiny"
         if base.startswith("/") and not Path(base).is_dir():
             raise UserError(f"The adapter {folder} was trained on {base}, which no longer exists.")
     elif folder.is_dir():
-        base, is_tiny = str(folder), folder.resolve() == TINY
-    return ModelPath(base, adapter, is_tiny, check_model(base))
+        base = str(folder)
+    config = check_model(base)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return ModelPath(base, adapter, getattr(config, "stand_in", False), positions)
 
 
 def adapter_settings(folder: str) -> dict:

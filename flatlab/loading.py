@@ -20,9 +20,8 @@ def quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def check_model(base: str) -> int | None:
-    """Reads the config and the tokenizer of a model. Returns the number of its positions, or None
-    if the config names none.
+def check_model(base: str):
+    """Reads the config and the tokenizer of a model. Returns the config.
 
     Raises UserError if a file is missing or damaged, if there is no chat template, or if the
     weights are quantised.
@@ -51,7 +50,7 @@ def check_model(base: str) -> int | None:
             f"The weights of {base} are quantised ({method}), and LoRA is trained on plain ones "
             "here: choose a version in bf16."
         )
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    return config
 
 
 def check_files(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """What an agent reads: both forms of the texts, in real sandboxes, and thoughts in the history."""
 
 import asyncio
+import shutil
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -15,6 +16,7 @@ from flatlab.runs.reader import observed
 from flatlab.sandbox.sandbox import Sandbox
 from flatlab.train import imitation
 from helpers import LOCAL, PROJECT, FakePolicy, block, play_once
+from policy import resolve_model
 from tasks import load_task
 
 FULL = {"texts": "full", "max_turns": 3}
@@ -94,6 +96,15 @@ def test_the_form_follows_from_the_model_unless_it_is_given():
         options = EpisodeOptions(texts=given)
         derive(ModelOptions("m"), options, is_tiny)
         assert options.texts == form
+
+
+def test_the_stand_in_is_known_by_its_config_and_not_by_the_name_of_its_folder(
+    random_model, tmp_path
+):
+    copy = shutil.copytree(PROJECT / "configs/tiny", tmp_path / "copy")
+    other = shutil.copytree(random_model, tmp_path / "tiny")
+    assert resolve_model(str(copy)).is_tiny
+    assert not resolve_model(str(other)).is_tiny
 
 
 def test_the_full_form_tells_the_limits_of_the_episode(world):

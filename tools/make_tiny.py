@@ -102,6 +102,7 @@ def new_model(config: Config, tokenizer):
             bos_token_id=None,
             eos_token_id=end,
             pad_token_id=pad,
+            stand_in=True,  # so that this model gets the texts and settings that it was made for
         )
     )
 
