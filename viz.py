@@ -204,9 +204,7 @@ def refresh(runs: list[RunData], options: Options) -> list[Path]:
         folder = runs[0].dir
         paths = plot(runs[0], options.format)
     else:
-        folder = options.runs[0]
-        if len(options.runs) > 1:
-            folder = Path(os.path.commonpath([path.resolve().parent for path in options.runs]))
+        folder = Path(os.path.commonpath([run.dir.resolve() for run in runs]))
         paths = compare.plot_many(runs, folder, options.format)
     if options.report:
         paths = [*paths, page.write(runs, folder / "report.html")]

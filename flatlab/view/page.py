@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from flatlab.files import write_whole
-from flatlab.runs.reader import RunData, observed, transcripts
+from flatlab.runs.reader import RunData, transcripts
 from flatlab.runs.store import plain
 from flatlab.view import compare, plots, search_plots
 from flatlab.view.views import final_table, plot_curves, result_text
@@ -28,7 +28,7 @@ from flatlab.view.views import final_table, plot_curves, result_text
 TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "report.html"
 LISTED = ("id", "outcome", "status", "score", "stderr", "tokens", "seconds")
 LISTED += ("task", "op", "mark", "sampling_mode", "second")
-TEXTS = ("system", "prompt", "error", "idea", "diff", "code", "ideas")
+TEXTS = ("system", "prompt", "error", "idea", "diff", "code", "ideas", "decision", "turns")
 LONG = ("final", "hidden_scores")  # of the result: not in its table
 BLOCK = 32  # texts that are compressed together
 
@@ -45,7 +45,7 @@ def page(runs: list[RunData]) -> str:
     for number, run in enumerate(runs):
         items = transcripts(run)
         index += items_of(run, number, items)
-        texts += map(texts_of, items)
+        texts += [{key: item[key] for key in TEXTS if item.get(key)} for item in items]
     for number, row in enumerate(index):
         row["at"] = divmod(number, BLOCK)
     data = {
@@ -84,24 +84,6 @@ def script_json(value) -> str:
 
 
 # ------------------------------------------------------------------ long texts
-
-
-def texts_of(item: dict) -> dict:
-    """What the page shows of one transcript once it is opened."""
-    decision = item.get("decision", {})
-    texts = {key: item.get(key) for key in TEXTS}
-    texts["reason"] = decision.get("reason")
-    texts["notes"] = {key: decision[key] for key in ("reflection", "memory") if decision.get(key)}
-    texts["turns"] = [turn_of(turn) for turn in item["turns"]]
-    return {key: value for key, value in texts.items() if value}
-
-
-def turn_of(turn: dict) -> dict:
-    keys = ("reply", "status", "score", "seconds_env")
-    texts = {key: turn[key] for key in keys} | {"observation": observed(turn)}
-    if turn["action"] and turn["action"] not in turn["reply"]:
-        texts["action"] = turn["action"]
-    return texts
 
 
 def pack(texts: list[dict]) -> list[str]:
