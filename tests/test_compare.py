@@ -457,3 +457,12 @@ def test_the_bar_of_a_tree_has_an_arrow_where_scores_lie_outside(scores, higher,
     assert (max(scores) > high) == (arrow == "max")
     _, bar, _ = tree_axes(run)
     assert bar._colorbar.extend == arrow
+
+
+def test_a_long_heading_goes_on_in_the_next_line():
+    text = "a long name of a run   task titanic   " * 8
+    with plots.figure_of(9, 5) as figure:
+        plots.set_title(figure, text)
+        lines = figure.get_suptitle().splitlines()
+    assert len(lines) > 1
+    assert " ".join(lines).split() == text.split()

@@ -133,6 +133,20 @@ def test_the_provenance_of_a_resumed_run_is_new_unless_it_is_that_of_the_last_st
     assert path.read_text().count("changed") == 2
 
 
+def test_git_txt_holds_the_untracked_files_of_the_code_and_no_others(tmp_path, monkeypatch):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / "mine.py").write_text("made_this_run = 1")
+    (tmp_path / "other.py").write_text("has_nothing_to_do_with_it = 1")
+    monkeypatch.undo()  # what git says, see quick_provenance
+    monkeypatch.setattr(store, "HERE", tmp_path)
+    store.output_of.cache_clear()
+    text = store.describe_git(["mine.py", "flatlab/gone.py"])
+    store.output_of.cache_clear()
+    assert "made_this_run" in text
+    assert "?? other.py" in text
+    assert "has_nothing_to_do_with_it" not in text
+
+
 def test_a_start_that_was_killed_at_once_can_be_repeated(tmp_path, monkeypatch):
     def killed(*args):
         raise KeyboardInterrupt
