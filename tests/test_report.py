@@ -277,7 +277,7 @@ def test_the_page_of_an_evaluation_says_its_mean_and_shows_no_tree(tmp_path, bro
     run = search_run(tmp_path / "run", nodes, **numbers)
     browser.open(page.write([run], tmp_path / "report.html"))
     said = browser.js("document.getElementById('subtitle').innerText")
-    assert "N=2 episodes" in said
+    assert "2 episodes" in said
     assert "mean 0.5000 ± 0.1000 (validation)" in said
     assert browser.js("document.querySelectorAll('.tree').length") == 0
     assert browser.js("document.querySelector('#transcripts h2').innerText") == "Episodes"

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from flatlab.files import write_whole
-from flatlab.runs.reader import RunData, duration, number, plus_minus
+from flatlab.runs.reader import RunData, count, duration, number, plus_minus
 
 # The colours of Okabe and Ito: distinct with any kind of colour vision, and in grey print
 BLACK = "#000000"
@@ -277,11 +277,11 @@ def heading(run: RunData) -> str:
     facts.append(f"seed {config.get('seed')}")
     if config.get("model"):
         facts.append(f"model {Path(config['model']).name}")
-    what = {"grpo": "steps", "search": "nodes", "evaluation": "episodes"}[run.kind]
+    noun = {"grpo": "step", "search": "node", "evaluation": "episode"}[run.kind]
     seconds = np.nan_to_num(series(run.rows, "elapsed")).max()
     if run.kind == "grpo":
         seconds = np.nansum(series(run.rows, "seconds"))
-    facts.append(f"N={len(run.rows)} {what} in {duration(float(seconds))}")
+    facts.append(f"{count(len(run.rows), noun)} in {duration(float(seconds))}")
     if run.kind == "evaluation":
         mean = plus_minus(run.result["node_mean"], run.result["node_stderr"])
         facts.append(f"mean {mean} ({run.result['split']})")
