@@ -234,7 +234,7 @@ def draw_panel(axis, panel, groups):
     if x in (STEPS, "executed nodes"):
         axis.locator_params(axis="x", integer=True)
     if axis.get_legend_handles_labels()[1]:
-        axis.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
+        axis.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2, ncols=2)
 
 
 def grid_of(panels) -> tuple[int, int]:
