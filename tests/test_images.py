@@ -4,12 +4,12 @@ import json
 import os
 import shutil
 import socket
+import sysconfig
 import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
-import pip
 import pytest
 
 from backends import ISOLATED, backends, needs_docker
@@ -230,7 +230,8 @@ def image_with_wheel(tmp_path_factory):
     """An image with pip and a wheel, so that no network is needed."""
     folder = tmp_path_factory.mktemp("image")
     hidden = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(pip.__file__).parent, folder / "pip", ignore=hidden)
+    # not `import pip`: setuptools, which vLLM imports, could not be imported after it
+    shutil.copytree(Path(sysconfig.get_path("purelib"), "pip"), folder / "pip", ignore=hidden)
     write_wheel(folder, "flatlab_one")
     (folder / "Dockerfile").write_text(f"FROM {IMAGE}\nCOPY . /srv\nENV PYTHONPATH=/srv\n")
     list(docker_api().build(str(folder), WITH_WHEEL, forcerm=True, decode=True))
