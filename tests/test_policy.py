@@ -30,29 +30,35 @@ def score(policy, prompt, sample, **kwargs):
 
 def gap(policy, prompt, sample):
     """How far a reply's log-probs are from the trainer's."""
-    return (score(policy, prompt, sample)[0] - torch.tensor(sample.logprobs)).abs().max().item()
+    logprobs = score(policy, prompt, sample)[0]
+    return (logprobs - torch.tensor(sample.logprobs)).abs().max().item()
+
+
+def samples(policy, prompts, tokens):
+    """A reply to each prompt, with the number of the prompt as its seed."""
+
+    async def go():
+        asked = (policy.sample(p, tokens, seed=i) for i, p in enumerate(prompts))
+        return await asyncio.gather(*asked)
+
+    return asyncio.run(go())
 
 
 def largest_gap(policy, prompts, tokens=24):
-    async def go():
-        return await asyncio.gather(
-            *(policy.sample(p, tokens, seed=i) for i, p in enumerate(prompts))
-        )
-
-    return max(gap(policy, p, s) for p, s in zip(prompts, asyncio.run(go())))
+    replies = samples(policy, prompts, tokens)
+    return max(gap(policy, prompt, reply) for prompt, reply in zip(prompts, replies))
 
 
 def test_engine_and_trainer_agree_before_and_after_syncs(policy):
-    prompts = [
-        policy.render([{"role": "user", "content": text}]) for text in ("a", "b" * 300, "c\n" * 80)
-    ]
+    prompts = []
+    for text in ("a", "b" * 300, "c\n" * 80):
+        prompts.append(policy.render([{"role": "user", "content": text}]))
     assert largest_gap(policy, prompts) < 1e-4
     for seed in range(3):
         randomise(policy, seed)
         policy.sync()
-        assert (
-            largest_gap(policy, prompts) < 1e-4
-        )  # the same prompts: a prefix cached under old weights would show
+        # the same prompts: a prefix cached under old weights would show
+        assert largest_gap(policy, prompts) < 1e-4
 
 
 def test_without_the_sync_they_do_not_agree(policy):
@@ -71,31 +77,33 @@ def test_the_temperature_is_in_the_log_probs_of_both(policy, monkeypatch):
 def test_verify_passes_and_leaves_the_adapter_alone(policy):
     randomise(policy)
     before = weights_of(policy)
-    found = asyncio.run(policy.verify())["random adapter"]
-    assert found.mean <= found.largest < 1e-4
-    assert 0.1 <= found.moved <= 1
+    agreement = asyncio.run(policy.verify())["random adapter"]
+    assert agreement.mean <= agreement.largest < 1e-4
+    assert 0.1 <= agreement.moved <= 1
     assert has_weights(policy, before)
     assert largest_gap(policy, [policy.render(CHAT)]) < 1e-4
 
 
-@pytest.mark.parametrize(
-    "fault", ["nothing arrives", "one layer is missing", "scaling is forgotten"]
-)
-def test_verify_refuses_a_broken_sync_with_both_numbers(policy, monkeypatch, fault):
-    copy = policy.adapter_copy
-    if fault == "nothing arrives":
-        monkeypatch.setattr(copy, "push", lambda: None)
-    elif fault == "one layer is missing":
-        for name in ("engine_a", "engine_b", "trainer_a", "trainer_b", "scalings"):
-            monkeypatch.setattr(copy, name, getattr(copy, name)[:-1])
-    else:
-        monkeypatch.setattr(copy, "scalings", [1.0] * len(copy.scalings))
-    said = (
-        r"differ from the trainer's by"
-        if fault == "nothing arrives"
-        else r"disagree.*the random adapter.*the adapter of zeros.*the trained adapter"
-    )
-    with pytest.raises(UserError, match=said):
+def forget_a_layer(copy, monkeypatch):
+    for name in ("engine_a", "engine_b", "trainer_a", "trainer_b", "scalings"):
+        monkeypatch.setattr(copy, name, getattr(copy, name)[:-1])
+
+
+def forget_scaling(copy, monkeypatch):
+    monkeypatch.setattr(copy, "scalings", [1.0] * len(copy.scalings))
+
+
+@pytest.mark.parametrize("forget", [forget_a_layer, forget_scaling])
+def test_verify_refuses_a_broken_sync_with_all_numbers(policy, monkeypatch, forget):
+    forget(policy.adapter_copy, monkeypatch)
+    numbers = "disagree.*the random adapter.*the adapter of zeros.*the trained adapter"
+    with pytest.raises(UserError, match=numbers):
+        asyncio.run(policy.verify())
+
+
+def test_verify_refuses_a_sync_that_does_not_arrive(policy, monkeypatch):
+    monkeypatch.setattr(policy.adapter_copy, "push", lambda: None)
+    with pytest.raises(UserError, match="differ from the trainer's by"):
         asyncio.run(policy.verify())
 
 
@@ -111,17 +119,16 @@ def test_verify_refuses_log_probs_that_are_no_numbers(policy, monkeypatch):
 def test_verify_refuses_a_stale_prefix_cache(policy, monkeypatch):
     """Without the salt and the reset, the engine would continue from keys of the old weights."""
     real = policy.engine.add_request
-    monkeypatch.setattr(
-        policy.engine,
-        "add_request",
-        lambda name, prompt, *rest, **options: real(
-            name, {"prompt_token_ids": prompt["prompt_token_ids"]}, *rest, **options
-        ),
-    )
-    monkeypatch.setattr(policy.engine, "reset_prefix_cache", lambda: True)
-    with pytest.raises(UserError, match="not training on samples of another policy"):
-        asyncio.run(policy.verify())
-    monkeypatch.undo()
+
+    def without_salt(name, prompt, *rest, **options):
+        tokens = {"prompt_token_ids": prompt["prompt_token_ids"]}
+        return real(name, tokens, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(policy.engine, "add_request", without_salt)
+        patch.setattr(policy.engine, "reset_prefix_cache", lambda: True)
+        with pytest.raises(UserError, match="not training on samples of another policy"):
+            asyncio.run(policy.verify())
     policy.engine.reset_prefix_cache()
 
 
@@ -129,22 +136,19 @@ def test_the_base_is_never_touched(policy):
     def base():
         return [p.clone() for p in policy.model.parameters() if not p.requires_grad]
 
-    before, prompt = base(), policy.render(CHAT)
-
-    async def sample():
-        return await policy.sample(prompt, 16, seed=1)
-
-    fresh = asyncio.run(sample())
+    before = base()
+    prompt = policy.render(CHAT)
+    [fresh] = samples(policy, [prompt], 16)
     for seed in range(100):
         randomise(policy, seed)
         policy.sync()
-    assert all(torch.equal(a, b) for a, b in zip(before, base()))
+    assert all(map(torch.equal, before, base()))
     with torch.no_grad():
         for name, p in policy.model.named_parameters():
             if "lora_B" in name:
                 p.zero_()
     policy.sync()
-    again = asyncio.run(sample())  # B = 0: the engine's base model alone, as before the syncs
+    [again] = samples(policy, [prompt], 16)  # B = 0: the engine's base model alone
     assert again.tokens == fresh.tokens
     assert again.logprobs == fresh.logprobs
 
@@ -166,15 +170,15 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(tmp_path):
     The vocabulary has 32,768 tokens. The activations of this model grow by about 600 MiB with any
     vocabulary.
     """
-    short, _ = peak(tmp_path, 2048, 32768, "chunked")
-    long, _ = peak(tmp_path, 8192, 32768, "chunked")
+    short = peak(tmp_path, 2048, 32768, "chunked")
+    long = peak(tmp_path, 8192, 32768, "chunked")
     assert long - short < 900, (short, long)
 
 
 @pytest.mark.slow
 def test_a_packed_row_needs_less_memory_than_padded_ones(tmp_path):
-    packed, _ = peak(tmp_path, 4096, 2048, "packed")
-    padded, _ = peak(tmp_path, 4096, 2048, "padded")
+    packed = peak(tmp_path, 4096, 2048, "packed")
+    padded = peak(tmp_path, 4096, 2048, "padded")
     assert packed < 0.9 * padded, (packed, padded)
 
 
@@ -189,13 +193,13 @@ def loss_and_grads(logprobs, policy, batch, bonus=0.0):
 
 
 BATCH = [
-    ([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1]),
+    (list(range(5, 11)), [0, 0, 1, 1, 0, 1]),
     ([11, 12, 13], [0, 1, 1]),
     pair([3, 4] * 10, [3, 4] * 10),
 ]
 PROMPT = list(range(5, 45))
 COMMON = [
-    ([*PROMPT, 7, 8, 9, 10, 11], [0] * 40 + [1, 1, 0, 1, 1]),
+    ([*PROMPT, *range(7, 12)], [0] * 40 + [1, 1, 0, 1, 1]),
     pair(PROMPT, [12]),
     pair([*PROMPT, 7], [20, 21]),
     # longer than the prompt: another way through the attention
@@ -215,8 +219,10 @@ def test_logprobs_are_those_of_a_forward_pass_per_sequence(
         logp, entropy = [], []
         for tokens, mask in batch:
             trained = torch.tensor(mask[1:], dtype=torch.bool)
-            full = policy.model(torch.tensor([tokens])).logits[0, :-1][trained].log_softmax(-1)
-            logp.append(full.gather(-1, torch.tensor(tokens[1:])[trained, None])[:, 0])
+            ids = torch.tensor(tokens)
+            logits = policy.model(ids[None]).logits[0, :-1]
+            full = logits[trained].log_softmax(-1)
+            logp.append(full.gather(-1, ids[1:][trained, None])[:, 0])
             entropy.append(-(full.exp() * full).sum(-1))
         return torch.cat(logp), torch.cat(entropy)
 
@@ -254,36 +260,37 @@ def test_a_sliding_window_is_not_packed(window):
     assert torch.allclose(hidden, expected, atol=1e-5)
 
 
-def test_a_common_prompt_ends_before_the_first_trained_token():
-    assert common_prompt([pair([1, 2], [3, 4]), pair([1, 2, 3], [5])]) == 1
-    assert common_prompt([pair([1, 2], [3]), pair([1, 9], [3])]) == 1
-    assert common_prompt([pair([], [1, 2]), pair([1], [2])]) == 0
+@pytest.mark.parametrize(
+    "first, second, length",
+    [
+        (pair([1, 2], [3, 4]), pair([1, 2, 3], [5]), 1),
+        (pair([1, 2], [3]), pair([1, 9], [3]), 1),
+        (pair([], [1, 2]), pair([1], [2]), 0),
+    ],
+)
+def test_a_common_prompt_ends_before_the_first_trained_token(first, second, length):
+    assert common_prompt([first, second]) == length
 
 
 def test_checkpointing_changes_no_number(policy):
     """Recomputed layers give the same values and gradients, and they are really recomputed."""
     randomise(policy)
-    plain, causal_lm, calls = (
-        loss_and_grads(policy.logprobs, policy, BATCH),
-        policy.model.get_base_model(),
-        [],
-    )
-    hook = causal_lm.base_model.layers[0].self_attn.register_forward_hook(
-        lambda *_: calls.append(1)
-    )
+    logp, _, grads = loss_and_grads(policy.logprobs, policy, BATCH)
+    causal_lm = policy.model.get_base_model()
+    layers = causal_lm.base_model.layers
+    calls = []
+    hook = layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
     try:
-        loss_and_grads(policy.logprobs, policy, BATCH)
-        assert len(calls) == 1
         policy.recompute_layers()
-        again = loss_and_grads(policy.logprobs, policy, BATCH)
-        assert len(calls) == 3
+        again, _, again_grads = loss_and_grads(policy.logprobs, policy, BATCH)
     finally:
         hook.remove()
         causal_lm.gradient_checkpointing_disable()
-        for layer in causal_lm.base_model.layers:
+        for layer in layers:
             layer.training = False
-    assert torch.equal(plain[0], again[0])
-    assert all_close(plain[2], again[2], 1e-6)
+    assert len(calls) == 2
+    assert torch.equal(logp, again)
+    assert all_close(grads, again_grads, 1e-6)
 
 
 def engine_like(model, pad=3):
@@ -351,20 +358,19 @@ def test_weights_that_do_not_fit_are_refused(random_model):
 
 
 def test_requests_enter_a_running_batch_and_can_be_cancelled(policy):
+    prompt = policy.render(CHAT)
+
     async def go():
-        first = asyncio.ensure_future(policy.sample(policy.render(CHAT), 400, temperature=0.0))
-        doomed = asyncio.ensure_future(policy.sample(policy.render(CHAT), 400, temperature=0.0))
+        first = asyncio.ensure_future(policy.sample(prompt, 400, temperature=0.0))
+        doomed = asyncio.ensure_future(policy.sample(prompt, 400, temperature=0.0))
         await asyncio.sleep(0.2)  # both are being generated
-        late = await policy.sample(
-            policy.render(CHAT), 4, seed=3
-        )  # joins, finishes while they go on
-        order = first.done()
+        late = await policy.sample(prompt, 4, seed=3)  # joins, finishes while they go on
+        assert not first.done()
         doomed.cancel()
         await asyncio.gather(doomed, return_exceptions=True)
-        return await first, late, order
+        return await first, late
 
-    first, late, first_was_done = asyncio.run(go())
-    assert not first_was_done
+    first, late = asyncio.run(go())
     assert len(late.tokens) <= 4
     assert len(first.logprobs) == len(first.tokens)
     assert not policy.engine.has_unfinished_requests()
@@ -404,21 +410,20 @@ def test_a_request_that_cannot_fit_is_refused(policy):
 
 
 def test_a_broken_engine_reaches_every_waiting_episode(policy, monkeypatch):
+    prompt = policy.render(CHAT)
+
     def broken():
         raise RuntimeError("engine on fire")
 
     async def go():
-        waiting = [asyncio.ensure_future(policy.sample(policy.render(CHAT), 8)) for _ in range(3)]
+        waiting = [asyncio.ensure_future(policy.sample(prompt, 8)) for _ in range(3)]
         await asyncio.sleep(0)
         monkeypatch.setattr(policy.engine, "step", broken)
         return await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10)
 
-    results = asyncio.run(go())
-    assert [str(r) for r in results] == ["engine on fire"] * 3
+    assert [str(error) for error in asyncio.run(go())] == ["engine on fire"] * 3
     monkeypatch.undo()
-    asyncio.run(
-        policy.sample(policy.render(CHAT), 4)
-    )  # what was left in the queue is worked off, nothing hangs
+    samples(policy, [prompt], 4)  # what was left in the queue is worked off, nothing hangs
 
 
 def test_save_and_load(policy, tmp_path):
@@ -545,11 +550,6 @@ def test_a_gpu_without_bf16_is_refused():
 def test_more_new_prompts_than_fit_into_one_step(policy):
     """vLLM would split a prompt over two steps, and fail on a CPU if the request has a seed."""
     prompts = [[number] + [7] * 600 for number in range(5, 25)]
-
-    async def go():
-        return await asyncio.gather(*(policy.sample(p, 4, seed=1) for p in prompts))
-
-    assert all(sample.tokens for sample in asyncio.run(go()))
     assert largest_gap(policy, prompts, tokens=4) < 1e-4
 
 
@@ -567,20 +567,21 @@ def test_compile_without_a_compiler_is_one_sentence(random_model, monkeypatch):
 def test_a_sync_while_requests_are_in_flight(policy):
     """The old request keeps its version; a new one with the same prompt sees the new weights."""
     prompt = policy.render(CHAT)
+    version = policy.version
 
     async def go():
-        old = asyncio.ensure_future(policy.sample(prompt, 200, seed=1))
+        old = asyncio.ensure_future(policy.sample(prompt, 200, temperature=0.0))
         for _ in range(20):
             await asyncio.sleep(0)
+        assert not old.done()
         randomise(policy, 5)
         policy.sync()
         new = await policy.sample(prompt, 24, seed=2)
-        assert not old.done() or len((await old).tokens) < 200  # else it was not in flight any more
         return await old, new
 
-    version = policy.version
     old, new = asyncio.run(go())
-    assert (old.version, new.version) == (version, version + 1)
+    assert old.version == version
+    assert new.version == version + 1
     assert old.tokens
     assert gap(policy, prompt, new) < 1e-4
 
@@ -588,7 +589,8 @@ def test_a_sync_while_requests_are_in_flight(policy):
 def change_json(path, **fields):
     """Overwrites fields of a JSON file; those that are None are removed."""
     values = json.loads(path.read_text()) | fields
-    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    kept = {name: value for name, value in values.items() if value is not None}
+    path.write_text(json.dumps(kept))
 
 
 def refused(folder):

@@ -7,9 +7,7 @@
     python tests/bench agent       agents of several turns beside TRL's (pip install trl)
     python tests/bench engine      tokens per second of the engine with an adapter, three ways
     python tests/bench sync        the trained adapter into the running engine, three ways
-    python tests/bench memory      peak memory of the loss; padding, recomputed layers
     python tests/bench objectives  losses and advantages on the built-in tasks; an hour
-    python tests/bench stability   200 steps with the defaults and without guard and KL; hours
     python tests/bench pretrained  SmolLM2 imitates, then GRPO, on two tasks; hours
     python tests/bench table       runs the tests of attacks and faults, writes tests/README.md
 
@@ -33,9 +31,7 @@ SECTIONS = {
     "agent": "bench.agent.agent",
     "engine": "bench.engine.engine",
     "sync": "bench.models.sync",
-    "memory": "bench.peak.memory",
     "objectives": "bench.learning.objectives",
-    "stability": "bench.learning.stability",
     "pretrained": "bench.learning.pretrained",
     "table": "marked.marked",
 }
@@ -59,13 +55,12 @@ def main():
         "python tests/bench", description=__doc__, formatter_class=form
     )
     add = parser.add_argument
-    runs = "for objectives, stability and pretrained:"
+    runs = "for objectives and pretrained:"
     add("section", choices=SECTIONS)
     add("--write", action="store_true", help="write the table into tests/BENCHMARKS.md")
     add("--backend", default="auto", help="for soak")
     add("--count", type=int, default=1000, help="for soak: episodes")
-    steps = "for train, engine, agent, objectives (5 if not given) and stability (200)"
-    add("--steps", type=int, help=steps)
+    add("--steps", type=int, default=5, help="for train, engine, agent and objectives")
     add("--seeds", default="0,1,2", help=f"{runs} comma-separated seeds")
     model = "not for pretrained; train, agent: instead of a random one"
     add("--model", default="tiny", help=model)
@@ -73,8 +68,6 @@ def main():
     add("--only", default="", help=f"{runs} comma-separated variants; also for train and agent")
     add("--flags", default="", help=f"{runs} more flags of grpo.py")
     args = parser.parse_args()
-    if args.steps is None:
-        args.steps = 200 if args.section == "stability" else 5
 
     from flatlab import threads
 

@@ -1,4 +1,4 @@
-"""The sections `objectives`, `stability` and `pretrained`: whole runs of grpo.py in this folder.
+"""The sections `objectives` and `pretrained`: whole runs of grpo.py in this folder.
 
 A run that was finished before is read and not repeated. `python viz.py logs/*` compares them.
 """
@@ -23,10 +23,6 @@ OBJECTIVES = {
     "rloo": "--advantage rloo",
     "max_rl": "--advantage max_rl",
     "ppo": "--advantage ppo",
-}
-STABILITY = {
-    "defaults": "",
-    "no-guard-no-kl": "--guard off --kl 0",
 }
 PRETRAINED = ("battleOfSexes", "titanic")
 
@@ -82,25 +78,15 @@ def row_of_run(final):
     return " -> ".join(texts), note
 
 
-def on_tasks(tasks, flags_of, args):
-    """Runs the variants of `flags_of`, or those of --only, on each task."""
-    chosen = args.only.split(",") if args.only else flags_of
+def objectives(args):
+    """Every loss and estimator, or those of --only, --steps steps, on both built-in tasks."""
+    chosen = args.only.split(",") if args.only else OBJECTIVES
     variants = {}
-    for task in tasks:
+    for task in ("titanic", "battleOfSexes"):
         for name in chosen:
             common = f"--task {task} --model {args.model} --steps {args.steps}"
-            variants[f"{task}-{name}"] = f"{common} {flags_of[name]}"
+            variants[f"{task}-{name}"] = f"{common} {OBJECTIVES[name]}"
     return run_all(variants, args)
-
-
-def objectives(args):
-    """Every loss and estimator, --steps steps, on both built-in tasks."""
-    return on_tasks(("titanic", "battleOfSexes"), OBJECTIVES, args)
-
-
-def stability(args):
-    """The defaults, and the same without what holds a policy together."""
-    return on_tasks(("titanic",), STABILITY, args)
 
 
 def pretrained(args):
