@@ -16,19 +16,17 @@ docs/sandboxes.md lists what the sandboxes cover and what they do not.
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 from flatlab.episode.actions import act_bash
 from flatlab.episode.episode import Episode, Segment, in_thread, run_episode
 from flatlab.episode.grading import Score, collect, grade
 from flatlab.episode.machine import check_needs, open_sandbox, sandbox_kind
 from flatlab.episode.task import WHOLE_WORKSPACE, Task
-from flatlab.episode.texts import FORMS, score_text, short_message
+from flatlab.episode.texts import FORMS, score_text, short_message, with_message
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
@@ -140,7 +138,7 @@ class Env:
 
     def prompt(self) -> str:
         """The first message for the workspace as it is now, in the short form."""
-        return short_message(self)
+        return with_message(short_message(self), self)
 
     def files(self, most: int) -> tuple[list[tuple[str, int]], int]:
         """The first `most` (path, size in bytes) of the workspace, and the count of all."""
@@ -266,8 +264,7 @@ def read_reply(ask) -> str:
 def full_texts(env: Env) -> str:
     """What an agent with an endless context reads before its first reply."""
     form, options = FORMS["full"], EpisodeOptions()
-    reader = SimpleNamespace(context=math.inf, encode=list)
-    return f"{form.system(env, options)}\n\n{form.message(env, options, reader)}"
+    return f"{form.system(env, options)}\n\n{next(form.messages(env, options))}"
 
 
 def ask_and_echo(prompt: str) -> str:

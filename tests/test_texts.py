@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import threading
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -59,6 +60,12 @@ def world(titanic):
         yield world
 
 
+def full_message(world, policy=None):
+    system = texts.full_system(world, OPTIONS)
+    versions = texts.full_messages(world, OPTIONS)
+    return texts.first_message(world, versions, policy or FakePolicy(), system)
+
+
 def episode_of(task, policy, **options):
     return asyncio.run(play_once(Env(task, LOCAL), policy, **options))
 
@@ -71,6 +78,11 @@ class Scripted(ChatTokens):
         self.replies = iter(replies)
         self.context = context
         self.requests = []
+        self.threads = set()
+
+    def encode(self, text):
+        self.threads.add(threading.current_thread())
+        return super().encode(text)
 
     async def sample(self, tokens, max_tokens, temperature=None, seed=None):
         self.requests.append(tokens)
@@ -108,7 +120,7 @@ def test_the_stand_in_is_known_by_its_config_and_not_by_the_name_of_its_folder(
 
 
 def test_the_full_form_tells_the_limits_of_the_episode(world):
-    message = texts.full_message(world, OPTIONS, FakePolicy())
+    message = full_message(world)
     assert "3 turns" in message
     assert "30 minutes in all" in message
     assert "60 seconds for the commands of a reply" in message
@@ -116,14 +128,14 @@ def test_the_full_form_tells_the_limits_of_the_episode(world):
 
 
 def test_the_full_form_shows_files_with_their_size_and_the_first_lines_of_tables(world, titanic):
-    message = texts.full_message(world, OPTIONS, FakePolicy())
+    message = full_message(world)
     size = titanic.public["data/train.csv"].stat().st_size
     lines = f"data/train.csv ({size} bytes)\n  id,class,sex,age,survived\n  1,3rd,male,adult,0\n"
     assert lines in message
 
 
 def test_packages_are_those_of_the_sandbox(world):
-    message = texts.full_message(world, OPTIONS, FakePolicy())
+    message = full_message(world)
     assert (
         f"numpy {version('numpy')}, " in message
     )  # a local sandbox has the Python of this process
@@ -159,8 +171,16 @@ def test_a_first_score_that_ends_the_episode_is_told(world, monkeypatch):
 def test_more_that_an_environment_tells_ends_both_forms(world, monkeypatch):
     monkeypatch.setattr(world, "message", "Begin with the simplest rule.")
     for form in texts.FORMS.values():
-        text = form.message(world, OPTIONS, FakePolicy())
+        versions = form.messages(world, OPTIONS)
+        text = texts.first_message(world, versions, FakePolicy(), "")
         assert text.endswith("\n\nBegin with the simplest rule.")
+
+
+def test_one_thread_alone_uses_the_tokenizer(titanic):
+    """Two at once may read each other's settings, and then text becomes control tokens."""
+    policy = Scripted(block("submit"))
+    episode_of(titanic, policy, **FULL)
+    assert policy.threads == {threading.current_thread()}
 
 
 # ------------------------------------------------------------------ notes
@@ -209,11 +229,11 @@ def test_a_short_context_shortens_whole_parts_in_a_fixed_order(titanic, tmp_path
     seen = []
     with Env(task, LOCAL) as world:
         world.reset()
-        whole = texts.full_message(world, OPTIONS, FakePolicy()).split("\n")
+        whole = full_message(world).split("\n")
         system = texts.full_system(world, OPTIONS)
         policy = Scripted()
         for policy.context in (8192, 4096, 3584, 3072, 2560, 2048, 1536, 1200):
-            message = texts.full_message(world, OPTIONS, policy)
+            message = full_message(world, policy)
             assert len(policy.encode(system) + policy.encode(message)) <= policy.context / 2
             lines = message.split("\n")
             new = [line for line in lines if line not in whole]

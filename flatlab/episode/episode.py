@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 
 from flatlab.episode.grading import Score
-from flatlab.episode.texts import FORMS
+from flatlab.episode.texts import FORMS, first_message
 from flatlab.errors import SandboxFault
 from flatlab.options import EpisodeOptions
 
@@ -185,9 +185,11 @@ async def start(
     """
     if not env.sandbox:
         await in_thread(env.reset)
-    texts = FORMS[options.texts]
-    episode.system = texts.system(env, options)
-    episode.prompt = await in_thread(texts.message, env, options, policy)
+    form = FORMS[options.texts]
+    episode.system = form.system(env, options)
+    versions = await in_thread(form.messages, env, options)
+    # not in a thread, because a tokenizer serves one at a time
+    episode.prompt = first_message(env, versions, policy, episode.system)
     make = history or HISTORIES[options.thoughts]
     return make(policy, episode.prompt, options.max_observation_tokens, episode.system)
 
@@ -218,8 +220,8 @@ async def play(env, policy, episode: Episode, options: EpisodeOptions, history: 
             episode.turns.append(turn)
             turns_left = options.max_turns - number - 1
             if turns_left and not step.done:
-                left = deadline - time.monotonic()
-                turn["note"] = note(env.task, episode.turns, turns_left, left)
+                seconds_left = deadline - time.monotonic()
+                turn["note"] = note(env.task, episode.turns, turns_left, seconds_left)
             history.add(sample, step.observation, turn["note"])
             if step.done:
                 return "submit"

@@ -7,7 +7,7 @@ Arguments: `env` is an Env whose sandbox runs, `options` are EpisodeOptions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +19,16 @@ from flatlab.sandbox.sandbox import Result
 
 KILLED = 137  # exit code of a process that got SIGKILL
 LISTED_FILES = 60  # in the first message
+SHARE = 0.5  # of the context: the system message and the first one, at most
 
 # ------------------------------------------------------------------ the short form
 
 
-def short_message(env, *_) -> str:
+def short_messages(env, options) -> list[str]:
+    return [short_message(env)]
+
+
+def short_message(env) -> str:
     """The first message: the task, how to reply, and what is in the workspace."""
     task = env.task
     files, count = env.files(LISTED_FILES)
@@ -46,11 +51,7 @@ def short_message(env, *_) -> str:
     lines += [f"{path} ({size} bytes)" for path, size in files]
     if count > len(files):
         lines.append(f"... and {count - len(files)} more")
-    return with_message("\n".join(lines), env)
-
-
-def with_message(text: str, env) -> str:
-    return f"{text}\n\n{env.message}" if env.message else text
+    return "\n".join(lines)
 
 
 def nothing(*_) -> str:
@@ -77,10 +78,16 @@ used up. Whatever ends it, {artefact} is then scored as it is."""
 GOES_ON = "You may then improve it and validate again."
 ENDS = "The first valid score ends the task, so validate only when you are done."
 
-# The first message is shortened in this order: each row is tried until it is short enough. Most
-# packages, first lines of a table, and files. At last the description loses lines.
-SIZES = ((40, 3, 60), (12, 3, 60), (0, 3, 60), (0, 1, 60), (0, 0, 60), (0, 0, 20), (0, 0, 5))
-SHARE = 0.5  # of the context, at most, for the system message and the first one
+# How the first message is shortened: packages, first lines of a table, and files, at most.
+SIZES = (
+    (40, 3, LISTED_FILES),
+    (12, 3, LISTED_FILES),
+    (0, 3, LISTED_FILES),
+    (0, 1, LISTED_FILES),
+    (0, 0, LISTED_FILES),
+    (0, 0, 20),
+    (0, 0, 5),
+)
 TABLES = (".csv", ".tsv", ".jsonl")
 TABLE_LINES = 3
 LINE_CHARS = 200  # longer lines of a table are not shown
@@ -103,27 +110,18 @@ def full_system(env, options) -> str:
     )
 
 
-def full_message(env, options, policy) -> str:
+def full_messages(env, options) -> Iterator[str]:
     """The first message: the task, its score, the files, the limits and the packages.
 
-    It takes at most SHARE of the context, together with the system message and without
-    Env.message. Only whole lines are left out.
+    Shorter versions follow: first by the rows of SIZES, then the description loses lines.
     """
-    room = SHARE * policy.context - len(policy.encode(full_system(env, options)))
-    for text in shorter_and_shorter(env, options):
-        if len(policy.encode(text)) <= room:
-            break
-    return with_message(text, env)
-
-
-def shorter_and_shorter(env, options) -> Iterator[str]:
     files, count = env.files(LISTED_FILES)
     tables = {path: first_lines(env.task, path, size) for path, size in files}
     software = software_of(env.sandbox)
     limits = limits_text(env, options, software)
-    description = env.task.prompt.strip()
+    score = f"Score: {env.task.metric}, {env.task.direction}, baseline {env.task.baseline:.4f}."
 
-    def message(packages: int, lines: int, most: int) -> str:
+    def message(description: str, packages: int, lines: int, most: int) -> str:
         listed = []
         for path, size in files[:most]:
             listed.append(f"{path} ({size} bytes)")
@@ -133,20 +131,24 @@ def shorter_and_shorter(env, options) -> Iterator[str]:
         parts = [
             description,
             env.task.actions_text.strip(),
-            f"Score: {env.task.metric}, {env.task.direction}, baseline {env.task.baseline:.4f}.",
+            score,
             "\n".join([f"Files in {env.sandbox.workspace}:", *listed]),
             f"{limits}\n{packages_text(software, packages)}",
         ]
         return "\n\n".join(filter(None, parts))
 
-    for size in SIZES:
-        yield message(*size)
-    lines = description.split("\n")
-    while len(lines) > 1:
-        third = len(lines) * 2 // 3
-        del lines[third]
-        description = "\n".join([*lines[:third], LEFT_OUT, *lines[third:]])
-        yield message(*SIZES[-1])
+    def versions() -> Iterator[str]:
+        description = env.task.prompt.strip()
+        for size in SIZES:
+            yield message(description, *size)
+        lines = description.split("\n")
+        while len(lines) > 1:
+            cut = len(lines) * 2 // 3
+            del lines[cut]
+            shorter = "\n".join([*lines[:cut], LEFT_OUT, *lines[cut:]])
+            yield message(shorter, *SIZES[-1])
+
+    return versions()
 
 
 def first_lines(task: Task, path: str, size: int) -> list[str]:
@@ -221,6 +223,21 @@ def counted(number: float, what: str) -> str:
 # ------------------------------------------------------------------ both forms
 
 
+def first_message(env, versions: Iterable[str], policy, system: str) -> str:
+    """The first of the versions that, with the system message, takes at most SHARE of the context;
+    else the last one. Env.message follows it.
+    """
+    room = SHARE * policy.context - len(policy.encode(system))
+    for text in versions:
+        if len(policy.encode(text)) <= room:
+            break
+    return with_message(text, env)
+
+
+def with_message(text: str, env) -> str:
+    return f"{text}\n\n{env.message}" if env.message else text
+
+
 def run_text(result: Result, timeout: float, memory: int) -> tuple[str, str]:
     """(what the agent sees after a command, status of the turn). Seconds and bytes."""
     output = result.output.rstrip("\n") or "(no output)"
@@ -255,12 +272,12 @@ class Form:
     """The texts in which the forms differ. A text of "" is left out."""
 
     system: Callable  # (env, options) -> the system message
-    message: Callable  # (env, options, policy) -> the first message of the user
+    messages: Callable  # (env, options) -> the first message, and shorter versions of it
     note: Callable  # (task, turns, turns left, seconds left) -> the last line of an observation
     facts: Callable | None  # (env, options) -> what the other requests of a search are told
 
 
 FORMS = {
-    "short": Form(nothing, short_message, nothing, None),
-    "full": Form(full_system, full_message, full_note, full_facts),
+    "short": Form(nothing, short_messages, nothing, None),
+    "full": Form(full_system, full_messages, full_note, full_facts),
 }
