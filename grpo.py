@@ -141,16 +141,6 @@ def rloo(rewards):
     return [scale * (r - fmean(rewards)) for r in rewards]
 
 
-def max_rl(rewards):
-    """A_i = (r_i - mean(r)) / (mean(r) - NO_SUBMISSION): MaxRL, arXiv 2602.02710.
-
-    MaxRL divides by the mean of rewards that are not negative, so rewards count from NO_SUBMISSION,
-    the lowest one, here.
-    """
-    mean = fmean(rewards)
-    return [(r - mean) / (mean - NO_SUBMISSION) for r in rewards]
-
-
 def gae(reward, values, lam=1.0):
     """A_t = sum_k lam^k d_(t+k), d_t = V_(t+1) - V_t, at the last token r - V_t (arXiv 1506.02438,
     eq. 16, gamma 1).
@@ -302,7 +292,6 @@ ADVANTAGES = {
     "group": Advantage(group),
     "group_nostd": Advantage(group_nostd),
     "rloo": Advantage(rloo),
-    "max_rl": Advantage(max_rl),
     "ppo": Advantage(list, value_head=True),  # the rewards themselves
 }
 CREDITS = {"episode": whole_episode, "runnable": runnable, "complete": complete}

@@ -132,7 +132,7 @@ def test_validate_then_submit_is_not_paid():
         paid = grpo.rewards_of(played, configure(CFG, reward=name), [0.0, 0.5])
         assert set(paid[2:]) == {grpo.NO_SUBMISSION}
         assert min(paid[:2]) >= grpo.NO_SUBMISSION
-        for estimate in (grpo.group, grpo.group_nostd, grpo.rloo, grpo.max_rl):
+        for estimate in (grpo.group, grpo.group_nostd, grpo.rloo):
             advantages = estimate(paid)
             assert advantages[0] > 0, (name, estimate)
             assert max(advantages[2:]) < 0, (name, estimate)
@@ -148,13 +148,6 @@ def test_group_advantages_by_hand():
     assert grpo.group_nostd(scores) == approx("-2 -1 3")
     assert grpo.rloo(scores) == approx("-3 -1.5 4.5")  # 0 - 3, 1 - 2.5, 5 - 0.5
     assert grpo.ADVANTAGES["ppo"].function(scores) == scores
-
-
-def test_max_rl_advantages_by_hand():
-    """From -1 on, the rewards are 0, 1 and 2 with mean 1; a rare success weighs more."""
-    assert grpo.max_rl(floats("-1 0 1")) == approx("-1 0 1")
-    assert grpo.max_rl(floats("1 -1 -1 -1")) == approx("3 -1 -1 -1")
-    assert grpo.max_rl(floats("1 1 -1 -1")) == approx("1 1 -1 -1")
 
 
 def test_gae_by_hand():

@@ -21,7 +21,6 @@ OBJECTIVES = {
     "gspo": "--loss gspo --epochs 2",
     "cispo": "--loss cispo",
     "rloo": "--advantage rloo",
-    "max_rl": "--advantage max_rl",
     "ppo": "--advantage ppo",
 }
 PRETRAINED = ("battleOfSexes", "titanic")
