@@ -18,7 +18,10 @@ from dataclasses import asdict, fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+
 from flatlab.episode.episode import Sample, run_episode
+from flatlab.errors import UserError
 from flatlab.options import EpisodeOptions
 from flatlab.runs.cli import one_sentence
 from flatlab.runs.reader import read_rows
@@ -31,6 +34,11 @@ LOCAL = "local"
 def block(text):
     """A reply with one bash block."""
     return f"```bash\n{text}\n```"
+
+
+def user_error(sentence):
+    """The block raises a UserError with this sentence, a regular expression."""
+    return pytest.raises(UserError, match=sentence)
 
 
 def do(world, text):

@@ -7,7 +7,7 @@ import string
 import pytest
 
 from flatlab.chat import ChatTokens
-from flatlab.errors import UserError
+from helpers import user_error
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -214,7 +214,7 @@ def test_text_never_becomes_a_control_token(chat_of, name):
 
 
 def test_a_template_that_cannot_be_used_is_one_sentence(chat_of):
-    with pytest.raises(UserError, match="The chat template of .* fails: No chats, please"):
+    with user_error("The chat template of .* fails: No chats, please"):
         chat_of("", "{{ raise_exception('No chats, please') }}")
-    with pytest.raises(UserError, match="does not show each message once"):
+    with user_error("does not show each message once"):
         chat_of("", "{% for m in messages %}{{ m.content[0].text }}{% endfor %}")

@@ -6,9 +6,8 @@ import time
 import pytest
 
 from flatlab import endpoint
-from flatlab.errors import UserError
 from flatlab.runs import reader
-from helpers import PROJECT, chat_server, completion, python, served
+from helpers import PROJECT, chat_server, completion, python, served, user_error
 from policy import TINY
 
 
@@ -77,7 +76,7 @@ def test_passing_failures_are_repeated_after_the_time_the_endpoint_asks_for(serv
     assert len(seen) == 3
     assert 1 <= time.monotonic() - begin < 6
     script += [(502, b"away", {"retry-after": "0.01"})] * 3
-    with pytest.raises(UserError, match="refuses.*502, away"):
+    with user_error("refuses.*502, away"):
         ask(url, retries=2)
     assert len(seen) == 6
 
@@ -86,7 +85,7 @@ def test_passing_failures_are_repeated_after_the_time_the_endpoint_asks_for(serv
 def test_a_request_that_is_refused_is_not_repeated(server, status):
     url, script, seen = server
     script.append((status, {"error": {"message": "no such thing"}}, {}))
-    with pytest.raises(UserError, match=f"refuses.*{status}.*no such thing"):
+    with user_error(f"refuses.*{status}.*no such thing"):
         ask(url)
     assert len(seen) == 1
 
@@ -102,7 +101,7 @@ def test_a_prompt_that_is_too_long_is_no_user_error(server):
 def test_nonsense_is_no_answer(server, nonsense):
     url, script, _ = server
     script.append((200, nonsense, {}))
-    with pytest.raises(UserError, match="does not answer"):
+    with user_error("does not answer"):
         ask(url)
 
 
@@ -118,19 +117,17 @@ def test_it_adapts_to_other_names_of_the_limit(server):
 
 
 def test_nobody_is_there(server):
-    with pytest.raises(UserError, match="does not answer"):
+    with user_error("does not answer"):
         ask("http://127.0.0.1:9/v1", retries=0)
     start = time.monotonic()
-    with pytest.raises(UserError, match="--url http://127.0.0.1:9/v1 does not answer"):
+    with user_error("--url http://127.0.0.1:9/v1 does not answer"):
         endpoint.check("http://127.0.0.1:9/v1")
     assert time.monotonic() - start < 10
     endpoint.check(server[0])  # any HTTP status is an answer
 
 
 def test_an_address_without_a_scheme_is_named():
-    with pytest.raises(
-        UserError, match=r"--url localhost:8123/v1 needs a scheme: http://localhost"
-    ):
+    with user_error(r"--url localhost:8123/v1 needs a scheme: http://localhost"):
         endpoint.check("localhost:8123/v1")
 
 
@@ -138,7 +135,7 @@ def test_a_missing_key_is_named(server, monkeypatch):
     url, script, _ = server
     monkeypatch.delenv("OPENAI_API_KEY")
     script.append((401, {"error": "no key"}, {}))
-    with pytest.raises(UserError, match="OPENAI_API_KEY is not set"):
+    with user_error("OPENAI_API_KEY is not set"):
         ask(url)
 
 
@@ -193,7 +190,7 @@ def test_a_real_vllm_server(vllm_server):
     assert frozen.reply_tokens <= 12
     assert reply(0.0, 2).text == frozen.text
     assert reply(1.0, 2).text != frozen.text
-    with pytest.raises(UserError, match="refuses"):
+    with user_error("refuses"):
         reply(1.0, 1, name="another")
     with pytest.raises(OverflowError):
         reply(1.0, 1, text="x" * 5000)

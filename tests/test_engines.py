@@ -16,12 +16,12 @@ import pytest
 
 from backends import missing
 from env import Env
-from flatlab.errors import SandboxFault, UserError
+from flatlab.errors import SandboxFault
 from flatlab.sandbox import docker, images, sandbox, snapshot
 from flatlab.sandbox.backend import IMAGE, WORKSPACE
 from flatlab.sandbox.docker import docker_api, missing_limits
 from flatlab.sandbox.sandbox import Sandbox, pick_backend
-from helpers import PROJECT, SBIN, Services, do, free_port
+from helpers import PROJECT, SBIN, Services, do, free_port, user_error
 from tasks import load_task
 
 pytestmark = pytest.mark.slow
@@ -360,9 +360,7 @@ def test_a_host_without_ssh_or_daemon_is_one_sentence(monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "ssh://nobody@127.0.0.1:1")
     forget_engine()
     try:
-        with pytest.raises(
-            UserError, match=r"^No Docker daemon answers at ssh://\S+ \(ssh: .+\)\.$"
-        ):
+        with user_error(r"^No Docker daemon answers at ssh://\S+ \(ssh: .+\)\.$"):
             sandbox.pick_backend("docker")
     finally:
         forget_engine()

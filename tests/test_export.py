@@ -5,7 +5,6 @@ import re
 import pytest
 
 import viz
-from flatlab.errors import UserError
 from flatlab.runs import store
 from flatlab.runs.reader import read_rows
 from helpers import (
@@ -18,6 +17,7 @@ from helpers import (
     search_result,
     step_row,
     turn,
+    user_error,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_provenance")
@@ -114,7 +114,7 @@ def test_any_text_is_one_line_of_utf_8(tmp_path, training):
 
 def test_a_file_is_not_overwritten(tmp_path, training):
     (tmp_path / "out.jsonl").write_text("mine")
-    with pytest.raises(UserError, match="exists already: name a new file"):
+    with user_error("exists already: name a new file"):
         export(tmp_path, training)
 
 

@@ -27,7 +27,7 @@ from flatlab.episode.task import last_json_object, parse_grade
 from flatlab.episode.task_files import TASKS_DIR
 from flatlab.errors import UserError
 from flatlab.options import SandboxOptions
-from helpers import python
+from helpers import python, user_error
 from tasks import load_task
 
 MLGYM, DOJO = os.environ.get("MLGYM_ROOT"), os.environ.get("MLEDOJO_REPO")
@@ -200,7 +200,7 @@ def test_mlgym_answers_are_hidden_and_folders_kept(mlgym):
 
 
 def test_mlgym_split_that_is_not_there_yet(mlgym):
-    with pytest.raises(UserError, match=r"data is missing; `python _generate_split.py` in .*help"):
+    with user_error(r"data is missing; `python _generate_split.py` in .*help"):
         load_task("regressionKaggleHousePrice", mlgym)
     for name in ("train", "answer"):
         write(mlgym, {f"data/regressionKaggleHousePrice/data/{name}.csv": "x"})
@@ -255,14 +255,14 @@ def test_mlgym_task_of_the_user(mlgym):
     ],
 )
 def test_mlgym_says_what_is_wrong(mlgym, name, message):
-    with pytest.raises(UserError, match=message) as caught:
+    with user_error(message) as caught:
         load_task(name, mlgym)
     assert "\n" not in str(caught.value)
 
 
 def test_mlgym_starter_missing(mlgym):
     (mlgym / "data/battleOfSexes/target.py").unlink()
-    with pytest.raises(UserError, match="target.py is missing; `git checkout"):
+    with user_error("target.py is missing; `git checkout"):
         load_task("battleOfSexes", mlgym)
 
 
@@ -272,7 +272,7 @@ def test_roots_come_first_and_from_the_environment(mlgym, monkeypatch, tmp_path)
     assert load_task("titanic").source == "mlgym"
     assert load_task("digits").source == "built-in"
     assert load_task("titanic", mlgym_root="").source == "built-in"
-    with pytest.raises(UserError, match="not a checkout of MLGym"):
+    with user_error("not a checkout of MLGym"):
         load_task("titanic", mlgym_root=tmp_path)
 
 
@@ -471,7 +471,7 @@ def test_dojo_sample_that_cannot_be_graded(dojo):
     assert task.reference == 3.25  # the last place
     for board in ("private", "public"):
         (dojo / f"mine/data/private/{board}_leaderboard.csv").unlink()
-    with pytest.raises(UserError, match="sample submission of mine cannot be graded.*200 rows"):
+    with user_error("sample submission of mine cannot be graded.*200 rows"):
         load_task("mine", mledojo_root=dojo)
 
 
@@ -490,13 +490,13 @@ def test_dojo_sample_that_cannot_be_graded(dojo):
 )
 def test_dojo_says_what_is_missing(dojo, tmp_path, path, message):
     (tmp_path / "MLE-Dojo" / path).rename(tmp_path / "away")
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         load_task("mine", mledojo_root=dojo)
 
 
 def test_dojo_metric_that_cannot_be_loaded(dojo, tmp_path):
     write(tmp_path / "MLE-Dojo", {"mledojo/competitions/mine/utils/metric.py": "import not_there"})
-    with pytest.raises(UserError, match="No module named 'not_there'"):
+    with user_error("No module named 'not_there'"):
         load_task("mine", mledojo_root=dojo)
 
 

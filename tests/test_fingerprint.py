@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 import helpers
-from flatlab.errors import UserError
 from flatlab.runs import fingerprint, store
 from flatlab.runs.reader import read_mapping, read_rows
-from helpers import step_row
+from helpers import step_row, user_error
 from policy import ModelPath
 from tasks import load_task
 
@@ -188,7 +187,7 @@ def test_a_finished_run_of_the_same_makers_is_opened_and_left_alone(begun):
 
 def test_a_finished_run_of_other_code_is_refused(begun):
     folder = begun(finished=True)
-    with pytest.raises(UserError, match=r"finished and was made by other code .*: mine.py, new.py"):
+    with user_error(r"finished and was made by other code .*: mine.py, new.py"):
         again(folder, code={"mine.py": "changed", "new.py": "1"})
 
 
@@ -210,9 +209,9 @@ def test_an_unfinished_run_goes_on_with_other_code_and_marks_its_rows(begun, cap
 @pytest.mark.parametrize("finished", [True, False])
 def test_another_task_or_model_is_refused(begun, finished):
     folder = begun(finished)
-    with pytest.raises(UserError, match="version of the task titanic .*: baseline.*--name"):
+    with user_error("version of the task titanic .*: baseline.*--name"):
         again(folder, tasks={"titanic": {"baseline": "x"}})
-    with pytest.raises(UserError, match="version of the model .*: w.*--name"):
+    with user_error("version of the model .*: w.*--name"):
         again(folder, model={"w": "x"})
 
 
@@ -220,7 +219,7 @@ def test_a_run_without_a_fingerprint_is_refused(tmp_path, quick_provenance):
     run = store.open_run(tmp_path, helpers.CONFIG)
     run.log(step_row(0))
     run.lock.close()
-    with pytest.raises(UserError, match="earlier version"):
+    with user_error("earlier version"):
         again(tmp_path)
 
 
@@ -237,7 +236,7 @@ def test_a_renamed_or_copied_run_goes_on(begun):
 
 @pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/../../x", "", "."])
 def test_a_name_that_is_no_folder_of_logs_is_refused(name):
-    with pytest.raises(UserError, match="--name must be the name of a folder in logs/"):
+    with user_error("--name must be the name of a folder in logs/"):
         store.run_directory(name)
 
 

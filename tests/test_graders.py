@@ -35,6 +35,7 @@ from helpers import (
     python,
     run_here,
     search_config,
+    user_error,
 )
 from tasks import load_task
 
@@ -132,7 +133,7 @@ def test_a_broken_grader_stops_the_run_with_what_it_said(make_task, how):
 def test_a_grader_that_is_broken_on_the_test_part_alone_is_found(make_task):
     task = make_task("if sys.argv[2] == 'test': raise KeyError('test')")
     assert graded(task, "41")[0].value == 1
-    with pytest.raises(UserError, match="on the test part: .*KeyError: 'test'"):
+    with user_error("on the test part: .*KeyError: 'test'"):
         graded(task, "41", "test")
 
 
@@ -147,14 +148,14 @@ def test_what_has_a_score_on_one_part_shows_that_the_other_part_can_be_graded(ma
 def test_what_has_a_score_on_one_part_shows_that_the_other_part_cannot_be_graded(make_task):
     task = make_task("if sys.argv[2] == 'test': raise KeyError('test')", trivial={})
     assert graded(task, "41")[0].valid
-    with pytest.raises(UserError, match="'a submission with a score' no result on the test part"):
+    with user_error("'a submission with a score' no result on the test part"):
         graded(task, "41", "test")
 
 
 def test_an_episode_with_a_broken_grader_raises_and_closes_its_sandbox(make_task):
     world = Env(make_task("1 / 0"), LOCAL)
     policy = FakePolicy(block("echo 41 > answer.txt"), block("validate"))
-    with pytest.raises(UserError, match="ZeroDivisionError"):
+    with user_error("ZeroDivisionError"):
         asyncio.run(play_once(world, policy))
     assert world.closed
     assert len(policy.requests) == 2
@@ -168,7 +169,7 @@ def test_a_grader_of_a_game_that_raises_is_not_taken_for_a_refused_move(tmp_path
     grader.write_text(text.replace("stdev(points)", "stdev(pointz)"))
     task = replace(task, hidden=task.hidden | {"evaluate.py": grader})
     files = {"strategy.py": b"def row_strategy(history): return 0"}
-    with pytest.raises(UserError, match="last move.* no result .*name 'pointz' is not defined"):
+    with user_error("last move.* no result .*name 'pointz' is not defined"):
         grade(task, files, "validation", lambda: open_sandbox(task, SandboxOptions(LOCAL)))
 
 
@@ -362,7 +363,7 @@ def test_without_trivial_rules_the_check_grades_an_empty_artefact(folder, capsys
 def test_a_reference_that_is_not_better_than_the_baseline_is_refused(folder, reference):
     change(folder / "task.yaml", "reference: 0 ", f"reference: {reference} ")
     words = f"the reference {reference:g} must be better than the baseline 10, and lower is"
-    with pytest.raises(UserError, match=words):
+    with user_error(words):
         load_task("median")
 
 

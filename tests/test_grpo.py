@@ -18,7 +18,6 @@ import torch
 
 import env
 import grpo
-from flatlab.errors import UserError
 from flatlab.files import read_mapping
 from flatlab.options import EpisodeOptions, ModelOptions, derive
 from flatlab.runs import store
@@ -28,7 +27,7 @@ from flatlab.train.batch import Group, TrainSequence, gather_groups
 from flatlab.train.checkpoint import restore
 from flatlab.train.distributed import SingleProcess
 from flatlab.view import console, views
-from helpers import configure, segments_of
+from helpers import configure, segments_of, user_error
 from policy import ModelPath
 from tasks import load_task
 from training import (
@@ -581,7 +580,7 @@ def test_a_checkpoint_of_an_older_format_is_refused_in_one_sentence(play):
     saved = torch.load(path, weights_only=True)
     for state in ({**saved["state"], "rng": 1}, {}):
         torch.save({**saved, "state": state}, path)
-        with pytest.raises(UserError, match="000000 was written by another version of grpo.py"):
+        with user_error("000000 was written by another version of grpo.py"):
             play(steps=2)
     assert len(read_rows("logs/a/metrics.jsonl")) == 1
 
@@ -618,7 +617,7 @@ def test_30_percent_of_the_sandboxes_break(play):
 
 
 def test_all_sandboxes_break(play):
-    with pytest.raises(UserError, match="Every sandbox broke: the container died"):
+    with user_error("Every sandbox broke: the container died"):
         play(steps=3, episode=partial(one_reply, faulty=lambda seed: True))
 
 
@@ -702,7 +701,7 @@ def test_a_sync_that_breaks_in_the_middle_of_a_run_ends_it(play, policy, monkeyp
         return real() if len(calls) <= 2 else None  # the self-test's two arrive
 
     monkeypatch.setattr(policy.adapter_copy, "push", push)
-    with pytest.raises(UserError, match="sync did not arrive: the engine's LoRA weights differ"):
+    with user_error("sync did not arrive: the engine's LoRA weights differ"):
         play(steps=4)
     assert not read_rows("logs/a/metrics.jsonl")  # no step of an engine that lags behind
     monkeypatch.setattr(policy.adapter_copy, "largest_difference", lambda: 0.0)
@@ -771,7 +770,7 @@ def test_the_lengths_fit_the_model(positions):
 
 
 def test_a_context_that_is_too_long_is_refused():
-    with pytest.raises(UserError, match="--context 600 is more than m has positions: use 512"):
+    with user_error("--context 600 is more than m has positions: use 512"):
         derive(ModelOptions(model="m", context=600), EpisodeOptions(), False, 512)
 
 

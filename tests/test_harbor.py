@@ -10,10 +10,9 @@ import pytest
 
 from backends import needs_docker
 from env import Env, check_needs
-from flatlab.errors import UserError
 from flatlab.options import SandboxOptions
 from flatlab.sandbox.images import foreign_image
-from helpers import do, python
+from helpers import do, python, user_error
 from integrations.harbor.export import export_harbor
 from tasks import improvement, load_task
 
@@ -127,18 +126,18 @@ def test_what_cannot_be_given_is_one_sentence(folder):
     ):
         text = settings.replace("memory_mb = 2048", "") if "memory" in more else settings
         (folder / "task.toml").write_text(text + more)
-        with pytest.raises(UserError, match=f"asks for what a sandbox here lacks: {words}"):
+        with user_error(f"asks for what a sandbox here lacks: {words}"):
             load_task(str(folder))
     for text in (settings + "gpus = '1'", settings.replace("30.0", "'long'")):
         (folder / "task.toml").write_text(text)
-        with pytest.raises(UserError, match=r"in task\.toml must be a number"):
+        with user_error(r"in task\.toml must be a number"):
             load_task(str(folder))
     (folder / "task.toml").write_text(settings + "memory_mb")
-    with pytest.raises(UserError, match="cannot be read as a Harbor task"):
+    with user_error("cannot be read as a Harbor task"):
         load_task(str(folder))
     (folder / "task.toml").write_text(settings)
     (folder / "tests/test.sh").unlink()
-    with pytest.raises(UserError, match=r"cannot be read as a Harbor task: .*tests/test\.sh"):
+    with user_error(r"cannot be read as a Harbor task: .*tests/test\.sh"):
         load_task(str(folder))
 
 
@@ -157,23 +156,23 @@ def test_needs_of_a_folder(folder):
     task = load_task(str(folder))
     assert task.needs_gpu
     assert task.needs_network  # a public network is the format's default
-    with pytest.raises(UserError, match="allow it with --network"):
+    with user_error("allow it with --network"):
         check_needs(task, SandboxOptions("docker"))
-    with pytest.raises(UserError, match="has a Docker image of its own: use --backend docker"):
+    with user_error("has a Docker image of its own: use --backend docker"):
         check_needs(task, SandboxOptions("namespaces"))
 
 
 @needs_docker
 def test_images_that_cannot_be_built(tmp_path):
-    with pytest.raises(UserError, match="cannot build the image of task empty"):
+    with user_error("cannot build the image of task empty"):
         foreign_image(tmp_path, "empty")
     (tmp_path / "Dockerfile").write_text("FROM scratch\nWORKDIR /app\n")
-    with pytest.raises(UserError, match="which must have python3, bash and tar"):
+    with user_error("which must have python3, bash and tar"):
         foreign_image(tmp_path, "bare")
     (tmp_path / "Dockerfile").write_text("FROM aigym/mlgym-agent:latest\n")
-    with pytest.raises(UserError, match="has no working directory"):
+    with user_error("has no working directory"):
         foreign_image(tmp_path, "rootless")
-    with pytest.raises(UserError, match="has no image absent:1; get it with `docker pull"):
+    with user_error("has no image absent:1; get it with `docker pull"):
         foreign_image(tmp_path, "named", "absent:1")
 
 
@@ -195,9 +194,9 @@ def test_export_of_built_in_tasks(tmp_path):
         ROOT / "configs/tasks/proxy.py"
     ).read_bytes()
     assert "sklearn/datasets/data" in (tmp_path / "diabetes/environment/Dockerfile").read_text()
-    with pytest.raises(UserError, match="exists: name a folder that does not"):
+    with user_error("exists: name a folder that does not"):
         export_harbor(load_task("titanic"), tmp_path / "titanic")
-    with pytest.raises(UserError, match="is not a built-in task"):
+    with user_error("is not a built-in task"):
         export_harbor(replace(load_task("titanic"), source="mlgym"), tmp_path / "new")
 
 

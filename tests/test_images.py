@@ -14,12 +14,12 @@ import pytest
 
 from backends import ISOLATED, backends, needs_docker
 from env import Env, check_needs
-from flatlab.errors import SandboxFault, UserError
+from flatlab.errors import SandboxFault
 from flatlab.options import SandboxOptions
 from flatlab.sandbox import docker, images
 from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.docker import docker_api
-from helpers import do, python
+from helpers import do, python, user_error
 from tasks import load_task
 
 # ---- needs
@@ -29,22 +29,21 @@ def test_needs_are_honoured_or_refused(tmp_path, monkeypatch):
     task = load_task("titanic")
     check_needs(task, SandboxOptions("local"))
     online = replace(task, needs_network=True)
-    with pytest.raises(
-        UserError,
-        match="takes data from the network.*--network, or in Docker mount what it needs",
+    with user_error(
+        "takes data from the network.*--network, or in Docker mount what it needs",
     ):
         check_needs(online, SandboxOptions("docker"))
-    with pytest.raises(UserError, match="allow it with --network"):
+    with user_error("allow it with --network"):
         check_needs(online, SandboxOptions("local", hf_cache=str(tmp_path)))
     check_needs(online, SandboxOptions("local", network=True))
     check_needs(online, SandboxOptions("docker", hf_cache=str(tmp_path)))
-    with pytest.raises(UserError, match="no folder .*absent"):
+    with user_error("no folder .*absent"):
         check_needs(online, SandboxOptions("docker", hf_cache=str(tmp_path / "absent")))
-    with pytest.raises(UserError, match="only Docker gives one"):
+    with user_error("only Docker gives one"):
         check_needs(replace(task, needs_gpu=True), SandboxOptions("local"))
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     monkeypatch.setattr(Path, "exists", lambda self: False)
-    with pytest.raises(UserError, match="no /dev/nvidiactl"):
+    with user_error("no /dev/nvidiactl"):
         check_needs(replace(task, needs_gpu=True), SandboxOptions("docker"))
 
 
@@ -163,7 +162,7 @@ def test_missing_requirements_of_an_image_are_named(big_task, tmp_path):
     needed = tmp_path / "requirements.txt"
     needed.write_text("# ours\nnumpy>=1\nflatlab-test==1.0  # not there\n-e git+x\n")
     task = replace(big_task, public={}, requirements=needed)
-    with pytest.raises(UserError, match="lacks: flatlab-test. `python tasks.py .*--build"):
+    with user_error("lacks: flatlab-test. `python tasks.py .*--build"):
         Env(task, "docker").reset()
     needed.write_text("# nothing\n")
     task = replace(task, public={"data/small": needed})
@@ -186,7 +185,7 @@ def test_images_without_a_name_are_removed_at_the_next_start(big_task):
 @pytest.mark.parametrize("backend", backends("namespaces", "landlock"))
 def test_missing_requirements_of_a_local_sandbox_are_named(tmp_path, backend):
     (tmp_path / "requirements.txt").write_text("flatlab-nowhere\n")
-    with pytest.raises(UserError, match="needs packages .* lacks: flatlab-nowhere"):
+    with user_error("needs packages .* lacks: flatlab-nowhere"):
         Env(
             replace(load_task("titanic"), requirements=tmp_path / "requirements.txt"),
             backend,
@@ -263,7 +262,7 @@ def build(root, image=WITH_WHEEL):
 def test_one_command_builds_the_image_with_the_requirements_of_a_task(checkout):
     task = load_task("needy", checkout)
     options = SandboxOptions("docker", image=WITH_WHEEL)
-    with pytest.raises(UserError, match="flatlab_one. `python tasks.py needy --build-image`"):
+    with user_error("flatlab_one. `python tasks.py needy --build-image`"):
         Env(task, options).reset()
     done = build(checkout)
     assert done.returncode == 0, done.stderr
@@ -275,7 +274,7 @@ def test_one_command_builds_the_image_with_the_requirements_of_a_task(checkout):
     images.found_images.clear()  # as a later process
     with task.requirements.open("a") as file:
         file.write("flatlab_two\n")
-    with pytest.raises(UserError, match="flatlab_one, flatlab_two"):
+    with user_error("flatlab_one, flatlab_two"):
         Env(task, options).reset()
 
 

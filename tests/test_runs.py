@@ -19,7 +19,7 @@ from flatlab import files, options
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import Bounds, EpisodeOptions, Positive, Resumable
 from flatlab.runs import cli, reader, store
-from helpers import python, step_row
+from helpers import python, step_row, user_error
 
 ROOT = Path(store.__file__).parents[2]
 CONFIG = helpers.CONFIG | {"hidden": (8, 16)}
@@ -57,7 +57,7 @@ def begun(tmp_path):
 
 def test_other_config_is_refused_with_the_difference(begun):
     difference = r"lr: 1e-05 there, 2e-05 now; new: \(absent\) there, 1 now"
-    with pytest.raises(UserError, match=difference):
+    with user_error(difference):
         store.open_run(begun, CONFIG | {"lr": 2e-5, "new": 1, "steps": 9})
     assert reader.read_mapping(begun / "config.yaml")["lr"] == 1e-5
 
@@ -75,7 +75,7 @@ def test_checkpoint_alone_also_protects_its_config(tmp_path):
     with run.checkpoint(0):
         pass
     run.lock.close()
-    with pytest.raises(UserError, match="another config"):
+    with user_error("another config"):
         store.open_run(tmp_path, CONFIG | {"lr": 1.0})
 
 
@@ -88,7 +88,7 @@ def test_second_writer_is_refused_and_lock_dies_with_its_process(tmp_path):
     other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "1\n"
-        with pytest.raises(UserError, match=f"being written by process {other.pid}"):
+        with user_error(f"being written by process {other.pid}"):
             store.open_run(tmp_path / "run", {"a": 1})
     finally:
         other.kill()
@@ -99,19 +99,19 @@ def test_second_writer_is_refused_and_lock_dies_with_its_process(tmp_path):
 
 def test_two_writers_in_one_process_are_refused_too(tmp_path):
     run = store.open_run(tmp_path, CONFIG)
-    with pytest.raises(UserError, match=f"process {os.getpid()}"):
+    with user_error(f"process {os.getpid()}"):
         store.open_run(run.dir, CONFIG)
 
 
 def test_unwritable_place_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="Cannot write the run directory .*: Not a directory"):
+    with user_error("Cannot write the run directory .*: Not a directory"):
         store.open_run(tmp_path / "file" / "run", CONFIG)  # holds for root as well
 
 
 def test_foreign_directory_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(UserError, match="thesis.tex"):
+    with user_error("thesis.tex"):
         store.open_run(tmp_path, CONFIG)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -239,7 +239,7 @@ def test_a_run_says_what_ended_it(tmp_path, status, monkeypatch):
     assert runs[0].results()["status"].startswith(status)
     assert runs[1].results()["status"] == "finished"
     monkeypatch.setattr(files, "to_disk", full_disk)  # no room for that either
-    with pytest.raises(UserError, match="another"), cli.recorded_end(runs[:1], tmp_path):
+    with user_error("another"), cli.recorded_end(runs[:1], tmp_path):
         raise UserError("another")
     assert runs[0].results()["status"].startswith(status)
 
@@ -258,7 +258,7 @@ def test_a_directory_that_was_removed_ends_the_run_in_a_sentence(tmp_path, write
     run = store.open_run(tmp_path / "a", CONFIG)
     shutil.rmtree(run.dir)
     removed = "a was removed while the run went on"
-    with pytest.raises(UserError, match=removed), cli.recorded_end([run], run.dir):
+    with user_error(removed), cli.recorded_end([run], run.dir):
         write(run)
     assert not run.dir.exists()
 
@@ -384,10 +384,10 @@ def test_preset_first_and_flags_win_and_nested_options_are_flat(preset):
 
 
 def test_bad_presets(preset, capsys):
-    with pytest.raises(UserError, match="Cannot read .*nothing.yaml: No such file"):
+    with user_error("Cannot read .*nothing.yaml: No such file"):
         cli.parse_config(Nested, [str(preset.with_name("nothing.yaml"))])
     preset.write_text("just words")
-    with pytest.raises(UserError, match="'name: value'"):
+    with user_error("'name: value'"):
         cli.parse_config(Nested, [str(preset)])
     preset.write_text("taw: 1")
     with pytest.raises(SystemExit) as caught:
@@ -439,7 +439,7 @@ WRONG = {
 
 @pytest.mark.parametrize("sentence", WRONG)
 def test_the_bounds_beside_an_option_hold(sentence):
-    with pytest.raises(UserError, match=re.escape(sentence)):
+    with user_error(re.escape(sentence)):
         options.check_numbers(Nested(**WRONG[sentence]))
 
 

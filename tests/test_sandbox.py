@@ -18,12 +18,12 @@ import pytest
 
 import env
 from backends import EVERYWHERE, ISOLATED, backends, containers_of, missing, needs_docker
-from flatlab.errors import ArtefactError, SandboxFault, UserError
+from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.sandbox import backend as sandbox_backend
 from flatlab.sandbox import docker, local, sandbox, snapshot
 from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.sandbox import Sandbox
-from helpers import PROJECT
+from helpers import PROJECT, user_error
 from tasks import load_task
 
 
@@ -692,12 +692,10 @@ def no_daemon(monkeypatch):
 @pytest.mark.fault(17, "no daemon")
 def test_no_daemon(no_daemon):
     start = time.monotonic()
-    with pytest.raises(
-        UserError, match="^No Docker daemon answers at unix:///nowhere/docker.sock.$"
-    ):
+    with user_error("^No Docker daemon answers at unix:///nowhere/docker.sock.$"):
         sandbox.pick_backend("docker")
     no_daemon.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
-    with pytest.raises(UserError, match="No Docker daemon answers at tcp://127.0.0.1:1"):
+    with user_error("No Docker daemon answers at tcp://127.0.0.1:1"):
         sandbox.pick_backend("docker")
     assert time.monotonic() - start < 6
 
@@ -712,19 +710,19 @@ def test_auto_falls_back_only_to_complete_isolation(no_daemon):
     assert "\n" not in line
     sandbox.pick_backend.cache_clear()
     kind = replace(kind, covers="half covered", is_complete=False)
-    with pytest.raises(UserError, match="half covered"):
+    with user_error("half covered"):
         sandbox.pick_backend("auto", IMAGE, False)
     assert sandbox.pick_backend("auto", IMAGE, True)[0] == "local"
     assert sandbox.pick_backend("local", IMAGE, False) == ("local", "local, half covered")
 
 
 def test_an_unknown_kind_of_sandbox_is_refused():
-    with pytest.raises(UserError, match="Unknown backend"):
+    with user_error("Unknown backend"):
         sandbox.pick_backend("bubblewrap")
-    with pytest.raises(UserError, match="Unknown backend 'dokcer'"):
+    with user_error("Unknown backend 'dokcer'"):
         env.Env(load_task("titanic"), "dokcer")
     # Without isolation, the end of a grading would end all processes of this user.
-    with pytest.raises(UserError, match="Unknown kind of sandbox"):
+    with user_error("Unknown kind of sandbox"):
         Sandbox("none")
 
 
@@ -743,7 +741,7 @@ def test_local_falls_back_to_landlock_and_says_what_is_missing(monkeypatch):
     assert "not covered" in found.covers
     monkeypatch.setitem(sandbox.BACKENDS, "landlock", refusing["landlock"])
     sandbox.local_kind.cache_clear()
-    with pytest.raises(UserError, match="cannot isolate"):
+    with user_error("cannot isolate"):
         sandbox.get_backend("local")
     sandbox.local_kind.cache_clear()
 
@@ -758,7 +756,7 @@ def test_landlock_that_cannot_hide_a_folder_leaves_none_behind(monkeypatch, tmp_
 @pytest.mark.fault(17, "image missing, socket without permission")
 @needs_docker
 def test_docker_image_and_permission(monkeypatch):
-    with pytest.raises(UserError, match="no image flatlab/nothing:here; get it with"):
+    with user_error("no image flatlab/nothing:here; get it with"):
         sandbox.pick_backend("docker", "flatlab/nothing:here")
     assert sandbox.pick_backend("docker") == ("docker", f"docker, image {IMAGE}")
     from docker import errors

@@ -29,7 +29,7 @@ from flatlab.sandbox import snapshot
 from flatlab.tree import selection
 from flatlab.tree.tree import Tree, results
 from flatlab.view import search_console, search_plots, stats
-from helpers import FakePolicy, block, search_config, segments_of
+from helpers import FakePolicy, block, search_config, segments_of, user_error
 from tasks import load_task
 
 HERE = Path(__file__).parents[1]
@@ -256,7 +256,7 @@ def test_an_evaluation_whose_sandboxes_all_broke_has_no_mean(tmp_path):
 
 @pytest.mark.parametrize("options", [{"scope": "global"}, {"reflection": True}])
 def test_episodes_of_an_evaluation_know_nothing_of_each_other(options):
-    with pytest.raises(UserError, match="leave out --scope global and --reflection"):
+    with user_error("leave out --scope global and --reflection"):
         search.check_choices(search_config(select="evaluation", **options))
 
 
@@ -393,7 +393,7 @@ def test_a_fault_is_tried_once_more_and_is_never_a_score(tmp_path):
 
 
 def test_three_faults_in_a_row_stop_the_search_with_a_sentence(tmp_path):
-    with pytest.raises(UserError, match="Three sandboxes in a row broke"):
+    with user_error("Three sandboxes in a row broke"):
         run(tmp_path, score_of=lambda node: "fault", nodes=12)
 
 
@@ -827,7 +827,7 @@ def test_a_grid_is_not_written_over_a_run(tmp_path, monkeypatch):
     (single / "config.yaml").write_text("seed: 0\n")
     (single / "result.json").write_text('{"test_score": 0.7}')
     cfg = search_config(name="x", seed=(0, 1), model="tiny", backend="local")
-    with pytest.raises(UserError, match="logs/x is a single run, not a grid"):
+    with user_error("logs/x is a single run, not a grid"):
         search.prepare(cfg)
     assert (single / "result.json").read_text() == '{"test_score": 0.7}'
     assert len(list(single.iterdir())) == 2
@@ -957,7 +957,7 @@ def test_a_journal_of_another_version_is_refused_with_one_sentence(tmp_path):
     journal = tmp_path / "titanic-tail-0" / "journal.jsonl"
     old = journal.read_text().replace('"improvement"', '"gain"')
     journal.write_text(old.replace('"sampling_mode"', '"mode"'))
-    with pytest.raises(UserError, match="another version of search.py .*'mode'"):
+    with user_error("another version of search.py .*'mode'"):
         run(tmp_path, nodes=2, workers=1)
 
 

@@ -12,11 +12,10 @@ import torch
 import training
 from flatlab.chat import ChatTokens
 from flatlab.episode.episode import History, Sample
-from flatlab.errors import UserError
 from flatlab.options import EpisodeOptions
 from flatlab.train import imitation
 from flatlab.train.distributed import SingleProcess
-from helpers import PROJECT, configure, turn
+from helpers import PROJECT, configure, turn, user_error
 from training import TASK, pair, randomise
 
 LIMITS = EpisodeOptions(max_observation_tokens=64)
@@ -82,9 +81,9 @@ def test_evaluations_are_not_imitated(run):
 
 
 def test_nothing_to_imitate_is_one_sentence(run, tmp_path):
-    with pytest.raises(UserError, match="no run directory"):
+    with user_error("no run directory"):
         imitation.best_episodes([str(tmp_path / "nowhere")], [TASK], 0.5)
-    with pytest.raises(UserError, match="beats the baseline"):
+    with user_error("beats the baseline"):
         imitation.best_episodes([run(episode(0.5, turn("a")))], [TASK], 0.5)
 
 
@@ -127,7 +126,7 @@ def test_a_small_limit_of_observations_holds(policy):
 def test_no_episode_that_fits_is_one_sentence(policy, run, monkeypatch):
     cfg = configure(CFG, sft=(run(episode(0.78, turn("```bash\nsubmit\n```"))),))
     monkeypatch.setattr(policy, "context", 8)
-    with pytest.raises(UserError, match="--sft: no episode fits into --context 8"):
+    with user_error("--sft: no episode fits into --context 8"):
         imitation.warm_start(policy, [TASK], cfg, SingleProcess())
 
 

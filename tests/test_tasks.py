@@ -20,8 +20,7 @@ import tasks
 from flatlab.episode.builtin import builtin_names
 from flatlab.episode.task import improvement, last_json_object, parse_grade, standard_error
 from flatlab.episode.task_files import TASKS_DIR
-from flatlab.errors import UserError
-from helpers import python
+from helpers import python, user_error
 from tasks import load_task
 from tools import make_data
 
@@ -64,10 +63,10 @@ def test_builtin_tasks_are_complete():
 
 
 def test_unknown_task_lists_the_nearest_names():
-    with pytest.raises(UserError, match="did you mean titanic"):
+    with user_error("did you mean titanic"):
         load_task("Titanc")
     for name in ("", "../tasks/titanic", "no such thing"):
-        with pytest.raises(UserError, match="battleOfSexes"):
+        with user_error("battleOfSexes"):
             load_task(name)
 
 
@@ -85,7 +84,7 @@ def test_a_missing_file_is_named(titanic_copy):
         shutil.copytree(TASKS_DIR / "titanic", titanic_copy, dirs_exist_ok=True)
         shutil.copy(TASKS_DIR / "grade_csv.py", titanic_copy.parent)
         (titanic_copy / name).unlink()
-        with pytest.raises(UserError, match=f"{Path(name).name} is missing"):
+        with user_error(f"{Path(name).name} is missing"):
             load_task("titanic")
 
 
@@ -110,7 +109,7 @@ def test_a_wrong_yaml_is_one_clear_sentence(titanic_copy):
         path = titanic_copy / "task.yaml"
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
-        with pytest.raises(UserError, match=message) as caught:
+        with user_error(message) as caught:
             load_task("titanic")
         assert "\n" not in str(caught.value)
 

@@ -9,10 +9,19 @@ from pathlib import Path
 import pytest
 
 import viz
-from flatlab.errors import UserError
 from flatlab.runs import reader, store, trackers
 from flatlab.view import console, plots, search_plots, views
-from helpers import CONFIG, PROJECT, RESULT, episode, node, python, search_result, step_row
+from helpers import (
+    CONFIG,
+    PROJECT,
+    RESULT,
+    episode,
+    node,
+    python,
+    search_result,
+    step_row,
+    user_error,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_provenance")
 
@@ -89,7 +98,7 @@ def test_broken_empty_and_foreign_directories_are_one_sentence(tmp_path, files, 
         directory.mkdir()
         for name, text in files.items():
             (directory / name).write_text(text)
-    with pytest.raises(UserError, match=sentence) as caught:
+    with user_error(sentence) as caught:
         reader.read_run(directory)
     assert str(directory) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -195,7 +204,7 @@ def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
     assert lines.count("\n") == 7
     assert printed(capsys, directory, best=True).startswith("1.1  0.9")
     for id, sentence in (("7.0", "0.0 to 1.2"), ("1.9", "1.0 to 1.2")):
-        with pytest.raises(UserError, match=sentence):
+        with user_error(sentence):
             printed(capsys, directory, episode=id)
 
 
@@ -218,7 +227,7 @@ def test_episodes_of_evaluations_are_listed_and_shown_and_nowhere_else(tmp_path,
     assert facts["score"] == "0.95"
     assert facts["test_score"] == "0.85"
     assert facts["seed"] == "-7"
-    with pytest.raises(UserError, match="no transcript 'eval-9.5'; there are eval-9.0 to eval-9.1"):
+    with user_error("no transcript 'eval-9.5'; there are eval-9.0 to eval-9.1"):
         printed(capsys, directory, episode="eval-9.5")
     assert reader.transcripts(run) == training  # what the page and the export show
     assert printed(capsys, directory, best=True).startswith("1.1  0.9")
@@ -259,7 +268,7 @@ def test_long_ids_shift_no_column_and_ranges_are_sorted(tmp_path, capsys):
     said = printed(capsys, tmp_path, list=True)
     assert {line.find("draft") for line in said.splitlines()} <= {-1, 12}
     assert chain[-1] in said
-    with pytest.raises(UserError, match="there are 0.0 to 0.10"):
+    with user_error("there are 0.0 to 0.10"):
         printed(capsys, tmp_path, episode="7")
 
 
