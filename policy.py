@@ -655,7 +655,8 @@ class Policy(ChatTokens):
         for name, tensors in adapters.items():
             self._use(tensors)
             self.sync()
-            found[name] = await self.agreement()
+            with loading("vLLM", self.path.base):
+                found[name] = await self.agreement()
         # Written as <= so that NaN fails.
         agrees = [
             a.mean <= self.mean_diff_limit and a.largest <= self.max_diff_limit

@@ -80,7 +80,7 @@ def check_files(folder: Path) -> None:
 def loading(program: str, base: str):
     """Whatever fails inside becomes one sentence: no model ends in a traceback.
 
-    program: what loads the model `base`. The error stays as the cause of the UserError.
+    program: what loads or tries the model `base`. The error stays as the cause of the UserError.
     """
     try:
         yield
@@ -88,7 +88,7 @@ def loading(program: str, base: str):
         raise
     except Exception as error:
         reason = first_line(error)
-        raise UserError(f"{program} cannot load the model {base}: {reason}. {READ}") from error
+        raise UserError(f"{program} cannot run the model {base}: {reason}. {READ}") from error
 
 
 def first_line(error: Exception) -> str:

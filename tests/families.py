@@ -18,6 +18,8 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERR
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PROJECT))
 TINY = PROJECT / "configs" / "tiny"
+# after which Policy keeps two copies of the base weights
+SHARING_ERRORS = (AttributeError, KeyError, RuntimeError, ValueError)
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -36,6 +38,14 @@ GRANITE = {
     "residual_multiplier": 0.5,
     "embedding_multiplier": 12.0,
     "attention_multiplier": 0.1,
+}
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 64,
+    "q_lora_rank": 64,
 }
 # name -> class of the transformers config, its fields beside SIZES
 FAMILIES = {
@@ -59,6 +69,8 @@ FAMILIES = {
     "Qwen 3 MoE": ("Qwen3MoeConfig", HEAD | EXPERTS),
     "Mixtral": ("MixtralConfig", LOCAL_EXPERTS),
     "gpt-oss": ("GptOssConfig", HEAD | LOCAL_EXPERTS),
+    "DeepSeek 3": ("DeepseekV3Config", DEEPSEEK),
+    "Qwen 3 Next": ("Qwen3NextConfig", HEAD | EXPERTS),
 }
 
 
@@ -105,14 +117,46 @@ async def circle(policy) -> dict:
     }
 
 
+async def share_weights(policy) -> dict:
+    """verify() with a trainer whose base weights are those of the engine, or why there is none."""
+    from transformers import AutoConfig
+
+    from flatlab.train.lora_sync import AdapterCopy, on_weights_of, served_model, trainer_config
+
+    served = served_model(policy.engine)
+    config = AutoConfig.from_pretrained(policy.path.base)
+    try:
+        with trainer_config(policy.engine):
+            base = on_weights_of(served, config, policy.dtype, "cpu")
+    except SHARING_ERRORS as error:
+        return {"not shared": repr(error)}
+    policy._base_model = lambda *_: base
+    lora = {"r": 16, "lora_alpha": 32, "target_modules": None}
+    policy._build_trainer(lora, False, True, "cpu")
+    policy.adapter_copy = AdapterCopy(policy.engine, policy.model)
+    found = await policy.verify()
+    return {"shared": max(a.largest for a in found.values())}
+
+
+def keep_weights(method, layer) -> None:
+    """As on a GPU: on a CPU vLLM would pack the weights in a way that nothing else can read."""
+    import torch
+
+    layer.cpu_linear = torch.nn.functional.linear
+
+
 def answer(name: str) -> dict:
     from flatlab.errors import UserError
+    from flatlab.train.lora_sync import LoraLinear
     from policy import Policy, resolve_model
 
+    LoraLinear.process_weights_after_loading = keep_weights
     folder = tempfile.mkdtemp()
     try:
         save(name, folder)
-        return asyncio.run(circle(Policy(resolve_model(folder), context=256, max_batch=8)))
+        policy = Policy(resolve_model(folder), context=256, max_batch=8)
+        found = asyncio.run(circle(policy))
+        return found | asyncio.run(share_weights(policy))
     except UserError as error:
         return {"refused": str(error)}
     finally:

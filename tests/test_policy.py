@@ -10,6 +10,7 @@ import torch
 
 from bench.peak import peak
 from flatlab.errors import UserError
+from flatlab.loading import loading
 from flatlab.train.batch import common_prompt
 from flatlab.train.lora_sync import on_weights_of
 from flatlab.train.packing import can_pack, hidden_states
@@ -607,15 +608,44 @@ def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(random_model, folder)
     assert resolve_model(str(folder)).positions == 4096
+    index = folder / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"lm_head.weight": "model-2.safetensors"}}')
+    assert "model-2.safetensors is missing or damaged" in refused(folder)
+    index.unlink()
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    assert "model.safetensors is missing or damaged" in refused(folder)
+    weights.unlink()
+    assert "holds no weights" in refused(folder)
+    weights.write_bytes(whole)
+    change_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
+    assert "are quantised (mxfp4)" in refused(folder)
+    change_json(folder / "config.json", quantization_config=None)
     (folder / "chat_template.jinja").unlink()
     assert "has no chat template" in refused(folder)
-    (folder / "model.safetensors").rename(tmp_path / "away")
-    assert "holds no weights" in refused(folder)
-    (tmp_path / "away").rename(folder / "model.safetensors")
+    (folder / "tokenizer.json").unlink()
+    assert "Cannot load the model" in refused(folder)
     change_json(folder / "config.json", model_type="quux")
     assert "has model type `quux`" in refused(folder)
     (folder / "config.json").write_text("{no json")
     assert "is not a valid JSON file" in refused(folder)
+
+
+def test_what_fails_while_a_model_loads_becomes_one_sentence():
+    """vLLM's config is checked by pydantic, which first counts the errors."""
+    text = """1 validation error for ModelConfig
+  Value error, Model architectures ['X'] are not supported. [type=value_error, input_value=1]
+    For further information visit https://errors.pydantic.dev"""
+    for error, reason in (
+        (ValueError(text), "Model architectures ['X'] are not supported"),
+        (KeyError("block_dim"), "KeyError('block_dim')"),
+    ):
+        with pytest.raises(UserError) as raised, loading("vLLM", "some/model"):
+            raise error
+        sentence, _, rest = str(raised.value).partition(". ")
+        assert sentence == f"vLLM cannot run the model some/model: {reason}"
+        assert rest == "docs/models.md says which models work and what they need."
 
 
 def test_an_adapter_that_cannot_be_used_is_one_sentence(policy, tmp_path):
