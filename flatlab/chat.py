@@ -34,8 +34,11 @@ class ChatTokens:
             more = GenerationConfig.from_pretrained(model).eos_token_id
         more = more if isinstance(more, list) else [more]
         self.stop_tokens = {self.tokenizer.eos_token_id, *more} - {None}
-        added = self.tokenizer.added_tokens_decoder
-        self._control = {number: str(token) for number, token in added.items() if token.special}
+        self._control = {
+            number: str(token)
+            for number, token in self.tokenizer.added_tokens_decoder.items()
+            if token.special
+        }
         # What a template must not see: it would become a control token, or it is the mark.
         hidden = [MARK, *self._control.values()]
         self._hidden = re.compile("|".join(map(re.escape, hidden)))
@@ -52,15 +55,16 @@ class ChatTokens:
             raise UserError(f"The chat template of {model} fails: {error}.") from None
         if len(parts) != 4:
             raise UserError(f"The chat template of {model} does not show each message once.")
-        # the first token after the last reply, and after one that is followed by a message
-        last = [*self._encode_frame(last), None][0]
-        after = [*self._encode_frame(parts[2]), None][0]
+        last = self._first_token(last)  # after the last reply
+        after = self._first_token(parts[2])  # after a reply that is followed by a message
+        self.end_of_turn = self.tokenizer.eos_token_id
+        self._closing = None
         if last in self._control:
-            self.end_of_turn, self._closing = last, after
+            self.end_of_turn = last
+            self._closing = after
         elif after in self.stop_tokens:
-            self.end_of_turn, self._closing = after, after
-        else:  # the template leaves the end of a reply to the model
-            self.end_of_turn, self._closing = self.tokenizer.eos_token_id, None
+            self.end_of_turn = after
+            self._closing = after
         self.stop_tokens.add(self.end_of_turn)
         # Some templates refuse a system message, leave it out, or put it into the last message.
         self.has_system_role = False
@@ -86,6 +90,10 @@ class ChatTokens:
     def _encode_frame(self, text: str) -> list[int]:
         """Text of the template to tokens; `<|im_end|>` and the like are control tokens."""
         return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def _first_token(self, text: str) -> int | None:
+        tokens = self._encode_frame(text)
+        return tokens[0] if tokens else None
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -121,11 +129,13 @@ class ChatTokens:
         The template's text is tokenised with the contents in it, as in training of the model. Only
         contents that hold the text of a control token are tokenised by themselves.
         """
-        hidden = [m["content"] for m in messages if self._hidden.search(m["content"])]
-        shown = [
-            message | {"content": MARK} if message["content"] in hidden else message
-            for message in messages
-        ]
+        hidden = []
+        shown = []
+        for message in messages:
+            if self._hidden.search(message["content"]):
+                hidden.append(message["content"])
+                message = message | {"content": MARK}
+            shown.append(message)
         frames = self._apply(shown).split(MARK)
         tokens = self._encode_frame(frames[skip])
         for content, frame in zip(hidden[skip:], frames[skip + 1 :], strict=True):

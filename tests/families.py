@@ -64,7 +64,7 @@ FAMILIES = {
     "SmolLM 3": ("SmolLM3Config", {}),
     "GLM 4": ("Glm4Config", HEAD),
     "GPT-2": ("GPT2Config", {}),
-    "GPT-NeoX": ("GPTNeoXConfig", {}),
+    "GPT-NeoX": ("GPTNeoXConfig", {"num_key_value_heads": 4}),
     "StarCoder 2": ("Starcoder2Config", {}),
     "Qwen 3 MoE": ("Qwen3MoeConfig", HEAD | EXPERTS),
     "Mixtral": ("MixtralConfig", LOCAL_EXPERTS),

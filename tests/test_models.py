@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -11,6 +12,10 @@ from families import FAMILIES
 from helpers import PROJECT
 
 ATTENTION_ONLY = {"Qwen 3 MoE", "Mixtral", "gpt-oss"}
+TWO_COPIES = {"Gemma 2", "Gemma 3", "GPT-2", "GPT-NeoX", *ATTENTION_ONLY}
+REFUSED = {
+    "Qwen 3 Next": "vLLM cannot run the model .*: Assertion failed, Chunked prefill is required",
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +38,20 @@ def circle(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
 def test_engine_and_trainer_agree_before_and_after_training(circle, name):
+    """And with the base weights of the engine, where docs/models.md says that these are shared."""
     answer = circle(name)
-    assert "refused" not in answer
     assert answer["largest"] <= 2e-5
-    assert answer["moved"] > 1e-3
+    assert answer["moved"] > 0.01
     assert answer["attention only"] == (name in ATTENTION_ONLY)
+    if name in TWO_COPIES:
+        assert "not shared" in answer
+    else:
+        assert answer["shared"] <= 2e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_does_not_work_is_refused_by_one_sentence(circle, name):
+    assert re.match(REFUSED[name], circle(name)["refused"])

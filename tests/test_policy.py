@@ -321,12 +321,14 @@ def engine_like(model, pad=3):
     return Served(), weights
 
 
-def test_the_trainer_can_stand_on_the_engines_weights(random_model):
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_trainer_can_stand_on_the_engines_weights(random_model, tied):
     """Tests the mapping: same numbers, no second copy, gradients reach the adapter."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    own = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(random_model, tie_word_embeddings=tied)
+    own = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     served, weights = engine_like(own)
     shared = on_weights_of(served, own.config, torch.float32, "cpu")
     ids = torch.arange(40)[None]

@@ -251,7 +251,7 @@ def on_weights_of(served, config, dtype, device):
         owner, _, leaf = name.rpartition(".")
         path, _, part = owner.rpartition(".")
         stacked = next((whole for whole, parts in stacks_of(served).items() if part in parts), part)
-        whole = weights[f"{path}.{stacked}.{leaf}"]
+        whole = weights[f"{path}.{stacked}.{leaf}".removeprefix(".")]  # "lm_head.weight"
         start = first_row.get((path, stacked, leaf), 0)
         view = whole[start : start + len(p)]
         if view.shape != p.shape or view.dtype != dtype:
