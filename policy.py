@@ -646,16 +646,16 @@ class Policy(ChatTokens):
         import torch
 
         trained = [p.data for p in self.parameters()]
-        adapters = {
-            "random adapter": self._random_adapter(),
-            "adapter of zeros": [torch.zeros_like(p) for p in trained],
-            "trained adapter": trained,
-        }
         found = {}
-        for name, tensors in adapters.items():
-            self._use(tensors)
-            self.sync()
-            with loading("vLLM", self.path.base):
+        with loading("Engine or trainer", self.path.base):
+            adapters = {
+                "random adapter": self._random_adapter(),
+                "adapter of zeros": [torch.zeros_like(p) for p in trained],
+                "trained adapter": trained,
+            }
+            for name, tensors in adapters.items():
+                self._use(tensors)
+                self.sync()
                 found[name] = await self.agreement()
         # Written as <= so that NaN fails.
         agrees = [

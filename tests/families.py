@@ -40,6 +40,7 @@ GRANITE = {
     "attention_multiplier": 0.1,
 }
 DEEPSEEK = {
+    "num_key_value_heads": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_group": 1,
@@ -113,8 +114,17 @@ async def circle(policy) -> dict:
         "largest": max(a.largest for a in found),
         "moved": after["trained adapter"].moved,
         "attention only": policy.adapts_attention_only,
-        "layers": sorted(policy.model.peft_config["default"].target_modules),
+        "without adapter": linear_layers_left(policy.model.get_base_model()),
     }
+
+
+def linear_layers_left(model) -> list[str]:
+    """Names of the linear layers that have no adapter and are not part of one."""
+    from torch.nn import Linear
+    from transformers.pytorch_utils import Conv1D
+
+    names = [name for name, m in model.named_modules() if isinstance(m, (Linear, Conv1D))]
+    return [name for name in names if "lora_" not in name and "base_layer" not in name]
 
 
 async def share_weights(policy) -> dict:

@@ -193,6 +193,7 @@ def served_parts(engine, names) -> dict[str, tuple]:
             path, _, leaf = name.rpartition(".")
             stacked = stacks_of(served).get(leaf, [leaf])
             parts |= {f"{path}.{part}": (module, i) for i, part in enumerate(stacked)}
+            parts[name] = (module, 0)  # some transformers models stack in the same way (GLM 4)
     own_name = {name: name if name in parts else vllm_name(served, name) for name in names}
     return {name: parts[own] for name, own in own_name.items() if own in parts}
 
