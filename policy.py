@@ -560,6 +560,10 @@ class Policy(ChatTokens):
 
         Raises UserError if the engine does not hold it afterwards.
         """
+        import torch
+
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # the trainer's thread uses another stream
         self.adapter_copy.push()
         off = self.adapter_copy.largest_difference()
         if off:

@@ -3,7 +3,6 @@ engine; an episode is two replies with waits between them.
 """
 
 import asyncio
-import random
 import signal
 import time
 from collections import Counter
@@ -14,20 +13,7 @@ import pytest
 import grpo
 from flatlab.runs.reader import read_rows
 from flatlab.train import guard, overlap
-from training import one_reply, randomise
-
-WAITS = (0.0, 0.05, 0.3)  # seconds
-
-
-async def waiting_reply(world, policy, options, seed, *more, waits=WAITS, after=None, **others):
-    """An episode of one reply, before and after which the agent waits."""
-    rng = random.Random(seed)
-    await asyncio.sleep(rng.choice(waits))
-    episode = await one_reply(world, policy, options, seed, *more, **others)
-    if after:
-        after(seed, episode)
-    await asyncio.sleep(rng.choice(waits))
-    return episode
+from training import randomise, waiting_reply
 
 
 def episodes_of(steps, name="a"):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -149,14 +150,32 @@ def test_a_lost_rank_ends_the_job_and_it_resumes(tmp_path, random_model):
     assert [row["step"] for row in rows(metrics)] == list(range(done + 1))
 
 
-def main(model: str, steps: str, advantage: str = "group") -> None:
+@pytest.mark.slow
+def test_two_ranks_with_unequal_waits_sample_ahead(tmp_path, random_model):
+    """The episodes of rank 1 wait ten times longer, so its trainer is late in every exchange."""
+    code, out, err = finish(
+        torchrun(tmp_path, ROOT / "tests/test_multi.py", random_model, STEPS, "group", 2, ranks=2)
+    )
+    assert code == 0, (out, err[-3000:])
+    run = tmp_path / "logs/m"
+    result = rows(run / "metrics.jsonl")
+    assert [row["step"] for row in result] == list(range(STEPS))
+    assert 1 <= max(row["lag_max"] for row in result) <= 2
+    for step in range(STEPS):
+        episodes = rows(run / f"episodes/{step:06d}.jsonl")
+        assert [e["seed"] - 100_003 * step for e in episodes] == list(range(12))
+    restored = [row["step"] for row in result if "back to the adapter" in str(row["alarms"])]
+    assert restored == [3], "the guard acts on both ranks at the same step"
+
+
+def main(model: str, steps: str, advantage: str = "group", ahead: str = "0") -> None:
     import grpo
     from flatlab.runs.store import open_run
     from flatlab.train import distributed, guard
     from flatlab.train.overlap import run_beside
     from helpers import RESULT, configure
     from policy import ModelPath, Policy
-    from training import CFG, TASK, one_reply
+    from training import CFG, TASK, one_reply, waiting_reply
 
     dist = distributed.join(timeout=120)
     Path(f"rank{dist.rank}.pid").write_text(str(os.getpid()))
@@ -169,12 +188,15 @@ def main(model: str, steps: str, advantage: str = "group") -> None:
         steps=int(steps),
         groups=3,
         group_size=4,
-        concurrency=1,
+        ahead=int(ahead),
+        concurrency=1 if ahead == "0" else 24,
         eval_episodes=3,
         advantage=advantage,
         guard="restore" if int(steps) == STEPS else "off",
     )
     grpo.run_episode = one_reply
+    if ahead != "0":
+        grpo.run_episode = partial(waiting_reply, waits=(0.03 * 10**dist.rank,))
     if dist.rank == 0:
         dist.run = open_run("logs/m", {"task": ["titanic"], "steps": cfg.steps})
     dist.result(**RESULT)

@@ -2,6 +2,8 @@
 function of that reply.
 """
 
+import asyncio
+import random
 from dataclasses import replace
 
 import torch
@@ -113,3 +115,15 @@ async def one_reply(world, policy, options, seed, score_test=False, *, faulty=No
         "version": sample.version,
     }
     return replace(episode, segments=[segment], turns=[turn])
+
+
+WAITS = (0.0, 0.05, 0.3)  # seconds
+
+
+async def waiting_reply(world, policy, options, seed, *more, waits=WAITS, **others):
+    """An episode of one reply, before and after which the agent waits."""
+    rng = random.Random(seed)
+    await asyncio.sleep(rng.choice(waits))
+    episode = await one_reply(world, policy, options, seed, *more, **others)
+    await asyncio.sleep(rng.choice(waits))
+    return episode

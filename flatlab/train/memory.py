@@ -136,14 +136,23 @@ def left_in_cgroup(group: Path) -> int:
     return int(limit.read_text()) - used
 
 
-def fit_micro_tokens(policy, wanted: int | None, recompute_layers: bool, processes: int = 1) -> int:
+def fit_micro_tokens(
+    policy,
+    wanted: int | None,
+    recompute_layers: bool,
+    processes: int = 1,
+    beside_engine: bool = False,
+) -> int:
     """The number of tokens of a micro-batch that fits into memory, at most `wanted`.
 
-    wanted: None for the largest size that is useful. Prints a sentence each time it has to be
+    wanted: None for the largest size that is useful. beside_engine: on a GPU the engine needs
+    ENGINE_OWN at the same time. Prints a sentence each time it has to be
     halved. Raises UserError if not even LEAST_TOKENS fit.
     """
     tokens = wanted or MOST_TOKENS
     free = free_bytes(policy.device, processes)
+    if beside_engine and policy.device != "cpu":
+        free -= ENGINE_OWN
     config = policy.model.config
     element_size = policy.dtype.itemsize
 

@@ -80,6 +80,8 @@ def step_line(run, row: dict) -> str:
     columns = COLUMNS
     if "improvement_mean" in row and "score_mean" not in row:
         columns = [*COLUMNS[:2], IMPROVEMENT, *COLUMNS[4:]]
+    if run.config.get("ahead"):
+        columns = [*columns, *OVERLAP]
     for key in run.results().get("shown", ()):
         columns = [*columns, (f"{key:>8}", f"{{{key}:.4g}}")]
     run.seconds.append(row.get("seconds") or 0.0)
@@ -113,6 +115,8 @@ COLUMNS = [
 ]
 # several tasks have scores in different units: this stands instead of score and best
 IMPROVEMENT = ("  improvement", "{improvement_mean:+.4f}")
+# of a run whose later steps play while one is learned
+OVERLAP = [("    lag", "{lag_mean:.1f} {lag_max:.0f}"), ("idle", "{engine_idle_share:.0%}")]
 
 
 def farewell(run) -> None:

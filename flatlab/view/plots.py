@@ -184,6 +184,13 @@ def draw_shares(axis, groups):
     axis.set_ylim(-0.03, 1.03)
 
 
+def draw_overlap(axis, groups):
+    draw_key(axis, groups, "lag_max", "oldest token, updates", RED)
+    draw_key(axis, groups, "lag_mean", "mean lag, updates", ORANGE)
+    draw_key(axis, groups, "engine_idle_share", "idle share of the engine", BLUE, "--")
+    axis.set_ylim(bottom=-0.03)
+
+
 def curve(key, colour):
     """A panel of a single quantity."""
     return lambda axis, groups: draw_key(axis, groups, key, "", colour)
@@ -197,6 +204,8 @@ TRAINING = [  # title, x axis, y axis, what draws it
     ("Entropy", STEPS, "nats per token", curve("entropy", BLUE)),
     ("Engine against trainer", STEPS, "log-prob difference, nats", draw_logprob_diff),
 ]
+# of runs whose later steps play while one is learned
+OVERLAP = ("Lag", STEPS, "updates; share, 0 to 1", draw_overlap)
 
 # ------------------------------------------------------------------ figures and files
 
