@@ -5,6 +5,7 @@
     python tests/bench soak        1,000 episodes in a row: memory, threads, files, containers
     python tests/bench train       a GRPO step of single replies beside TRL's (pip install trl)
     python tests/bench agent       agents of several turns beside TRL's (pip install trl)
+    python tests/bench ahead       steps that play while one is learned, with waits of all kinds
     python tests/bench engine      tokens per second of the engine with an adapter, three ways
     python tests/bench sync        the trained adapter into the running engine, three ways
     python tests/bench objectives  losses and advantages on the built-in tasks; an hour
@@ -29,6 +30,7 @@ SECTIONS = {
     "soak": "bench.sandboxes.soak",
     "train": "bench.agent.train",
     "agent": "bench.agent.agent",
+    "ahead": "bench.agent.ahead",
     "engine": "bench.engine.engine",
     "sync": "bench.models.sync",
     "objectives": "bench.learning.objectives",

@@ -1,19 +1,21 @@
-"""The sections `agent` and `train`: the training steps of ours and of TRL's, in turn.
+"""The sections `agent`, `train` and `ahead`: the training steps of ours and of TRL's, in turn.
 
     python -m bench.agent MODEL STEPS TURNS TOKENS VARIANT     one contestant
 
 A contestant prints a result when it is ready and after each step, which it begins when a line
 arrives. All variants do the same work: 16 rollouts (2 prompts of 8), each of TURNS replies of
 TOKENS tokens with a command after each but the last, then one training step. A command waits and
-does not compute: after the line "even" 0.1 s each, after the line "uneven" 0.02, 0.05 or 0.4 s by a
-table that is the same for every variant.
+does not compute, by tables that are the same for every variant: after the line "even" 0.1 s, after
+"uneven" 0.02, 0.05 or 0.4 s, after "heavy" a log-normal time with a median of 0.1 s and a 99th
+percentile of 1 s, after "slow" ten times that.
 
-VARIANT: "ours" (the functions of grpo.py), "compiled" (the same with a compiled engine), or of TRL
+VARIANT: "ours" (the functions of grpo.py), "compiled" (the same with a compiled engine), "ahead0",
+"ahead1", ... (BLOCK steps in a row with --ahead 0, 1, ...; the mean of all but the first two, in
+which the pipeline fills), or of TRL
 "factory" (environment_factory, a tool), "rollout" (rollout_func that calls the tools of a turn at
 once in threads), "generate" (no tools) or "vllm" (the same with vLLM in its process).
 """
 
-import asyncio
 import contextlib
 import itertools
 import os
@@ -25,6 +27,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from bench.measure import (
     compared,
@@ -44,7 +47,15 @@ RATE = 1e-4
 RANK = 16
 OBSERVATION = "result " * 4
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-WAITS = {"even": (0.1,), "uneven": (0.02, 0.05, 0.4)}  # seconds
+BLOCK = 10  # steps of a round of "ahead"
+FILLING = 2  # of them, not counted
+# draws the seconds of a command
+WAITS = {
+    "even": lambda rng: 0.1,
+    "uneven": lambda rng: rng.choice((0.02, 0.05, 0.4)),
+    "heavy": lambda rng: 0.1 * rng.lognormvariate(0, 0.99),
+    "slow": lambda rng: rng.lognormvariate(0, 0.99),
+}
 
 # One template for all. It leaves the list of tools out, so that all prompts are equally long.
 TEMPLATE = (
@@ -57,6 +68,10 @@ TEMPLATE = (
 LABELS = {
     "ours": "ours",
     "compiled": "ours, engine compiled",
+    "ahead0": "ours, a row of steps",
+    "ahead1": "ours, --ahead 1",
+    "ahead2": "ours, --ahead 2",
+    "ahead4": "ours, --ahead 4",
     "factory": "TRL environment_factory, a tool",
     "rollout": "TRL rollout_func, commands in threads",
     "generate": "TRL with generate()",
@@ -70,8 +85,14 @@ GOALS = {"factory": 4.0, "rollout": 1.5, "generate": 1.3}
 
 def agent(args):
     """A training step of agents with several turns whose commands wait: ours and TRL's."""
-    variants = ("ours", "compiled", "factory", "rollout")
+    variants = ("ours", "compiled", "ahead1", "ahead2", "factory", "rollout")
     return race(args, variants, turns=4, tokens=24, waits=("even", "uneven"))
+
+
+def ahead(args):
+    """The steps of ours with --ahead 0, 1, 2 and 4."""
+    variants = ("ahead0", "ahead1", "ahead2", "ahead4")
+    return race(args, variants, turns=4, tokens=24, waits=("even", "uneven", "heavy", "slow"))
 
 
 def train(args):
@@ -118,6 +139,17 @@ def rows_of(waits, done):
             sampling = statistics.median(step["sampling"] for step in steps)
             difference = max(step["difference"] for step in steps)
             note += f"; sampling {sampling:.2f} s; log-probs differ by {difference:.1g} nats"
+        elif "lag" in last:
+            lag, waited, idle = (
+                statistics.median(step[key] for step in steps) for key in ("lag", "waited", "idle")
+            )
+            note += f"; mean lag {lag:.2f}; the trainer waited {waited:.2f} s"
+            note += f"; engine idle {idle:.0%}"
+            if name != "ahead0" and "ahead0" in done:
+                faster = statistics.median(
+                    base["seconds"] / step["seconds"] for base, step in zip(done["ahead0"], steps)
+                )
+                note += f"; {faster:.2f} x as fast as ahead 0"
         elif len(work) > 1:
             note += "; no ratio: not the same work"
         elif "ours" in done:
@@ -139,30 +171,33 @@ class Work:
 
     def __init__(self, turns):
         self.turns = turns
-        self.numbers = itertools.cycle(range(EPISODES))  # of the rollouts, as they are made
+        self.rounds = 0
+        self.numbers = itertools.count()
         print_result(start=time.perf_counter() - BEGIN)
 
-    def begin(self):
+    def begin(self, steps=1):
         """Waits for its turn, and draws the seconds of every command, by rollout and turn."""
         kind = sys.stdin.readline().strip()
         if not kind:
             sys.exit()
-        rng = random.Random(0)
+        rng = random.Random(self.rounds)
+        self.rounds += 1
+        self.numbers = itertools.count()  # of the rollouts, as they are made
         self.waits = []
-        for _ in range(EPISODES):
-            self.waits.append([rng.choice(WAITS[kind]) for _ in range(self.turns - 1)])
+        for _ in range(steps * EPISODES):
+            self.waits.append([WAITS[kind](rng) for _ in range(self.turns - 1)])
         self.calls = 0
         self.trained = 0
         self.tokens = 0
         self.seconds = time.perf_counter()
         self.cpu_seconds = time.process_time()
 
-    def end(self, **parts):
+    def end(self, seconds=None, steps=1, **parts):
         from flatlab.train.memory import peak_bytes
 
         print_result(
-            seconds=time.perf_counter() - self.seconds,
-            cpu_seconds=time.process_time() - self.cpu_seconds,
+            seconds=seconds or time.perf_counter() - self.seconds,
+            cpu_seconds=(time.process_time() - self.cpu_seconds) / steps,
             calls=self.calls,
             trained=self.trained,
             tokens=self.tokens,
@@ -174,7 +209,7 @@ class Work:
 # ---- ours
 
 
-def run_ours(model, steps, turns, tokens, compiled):
+def run_ours(model, rounds, turns, tokens, variant):
     import torch
 
     import grpo
@@ -182,20 +217,23 @@ def run_ours(model, steps, turns, tokens, compiled):
     from env import Step
     from flatlab.episode.grading import Score
     from flatlab.train.distributed import SingleProcess
+    from flatlab.train.overlap import run_beside
     from policy import ModelPath, Policy
     from tasks import load_task
 
     class World:
         """Stands in for Env: commands that wait, and a random score."""
 
-        sandbox = None
+        sandbox = SimpleNamespace(workspace="/workspace")
+        has_network = False
+        message = ""
 
         def __init__(self, task, *_):
             self.task = task
-            self.left = work.waits[next(work.numbers)]
+            self.left = list(work.waits[next(work.numbers) % len(work.waits)])
 
-        def reset(self):
-            return self.task.prompt
+        def files(self, most):
+            return [], 0
 
         def step(self, reply, timeout):
             if not self.left:
@@ -209,15 +247,21 @@ def run_ours(model, steps, turns, tokens, compiled):
             value = self.task.baseline + 0.01 * random.random()
             return Score(value, self.task.metric, "validation", True, "")
 
-        def close(self):
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *_):
             pass
 
+    is_row = variant.startswith("ahead")
+    ahead = int(variant[5:]) if is_row else 0
     policy = Policy(
         ModelPath(model, None, False),
         context=CONTEXT,
         lora_rank=RANK,
         lora_alpha=2 * RANK,
-        compile=compiled,
+        compile=variant == "compiled",
+        max_batch=EPISODES * (1 + ahead),
     )
     policy.tokenizer.chat_template = TEMPLATE
     make_endless(policy)
@@ -230,30 +274,63 @@ def run_ours(model, steps, turns, tokens, compiled):
         kl=KL,
         micro_tokens=8192,
         lr=RATE,
+        concurrency=EPISODES * (1 + ahead),
     )
     cfg.episode.max_turns = turns
     cfg.episode.max_reply_tokens = tokens
     cfg.episode.max_observation_tokens = 256
+    cfg.episode.texts = "short"
     task = load_task("titanic", "", "")
     plan = [replace(task, prompt=f"Write. {i}") for i in range(PROMPTS)]
-    dist = SingleProcess()
+    job = SingleProcess()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE)
 
-    async def run():
-        for step in range(steps):
+    def learn(groups):
+        batch = grpo.make_batch(policy, groups, cfg, job)
+        row = grpo.update(policy, optimizer, batch, cfg, job)
+        job.call(policy.sync)
+        work.trained = sum(sum(s.mask) for s in batch)
+        work.tokens = sum(len(s.tokens) for s in batch)
+        return row
+
+    def start(step):
+        steps = grpo.Plan(plan, cfg.group_size, step, order=step)
+        return job.start(grpo.play_groups(policy, steps, cfg, job))
+
+    def single_steps():
+        for step in range(rounds):
             work.begin()
-            groups = await grpo.play_groups(
-                policy, grpo.Plan(plan, cfg.group_size, step), cfg, dist
-            )
+            groups = start(step).result()
             sampling = time.perf_counter() - work.seconds
-            batch = grpo.make_batch(policy, groups, cfg, dist)
-            row = grpo.update(policy, optimizer, batch, cfg, dist)
-            policy.sync()
-            work.trained = sum(sum(s.mask) for s in batch)
-            work.tokens = sum(len(s.tokens) for s in batch)
+            row = learn(groups)
             work.end(sampling=sampling, difference=row["logprob_diff_max"])
 
-    asyncio.run(run())
+    def rows_of_steps():
+        for number in range(rounds):
+            work.begin(BLOCK + ahead)
+            playing, ends, lags, waits = [], [], [], []
+            for step in range(BLOCK):
+                while len(playing) <= step + ahead:
+                    playing.append(start(number * 1000 + len(playing)))
+                begin = time.perf_counter()
+                groups = playing[step].result()
+                waits.append(time.perf_counter() - begin)
+                lags.append(learn(groups)["lag_mean"])
+                ends.append(time.perf_counter())
+                if step == FILLING - 1:
+                    policy.idle_share()
+            idle = policy.idle_share()
+            job.cancel()
+            work.calls = EPISODES * (turns - 1)  # of a step
+            work.end(
+                seconds=(ends[-1] - ends[FILLING - 1]) / (BLOCK - FILLING),
+                steps=BLOCK,
+                lag=statistics.fmean(lags[FILLING:]),
+                waited=statistics.fmean(waits[FILLING:]),
+                idle=idle,
+            )
+
+    run_beside(job, rows_of_steps if is_row else single_steps)
 
 
 # ---- TRL
@@ -425,8 +502,8 @@ def main(model, steps, turns, tokens, variant):
     from flatlab import threads
 
     threads.configure()
-    if variant in ("ours", "compiled"):
-        run_ours(model, steps, turns, tokens, variant == "compiled")
+    if variant in ("ours", "compiled") or variant.startswith("ahead"):
+        run_ours(model, steps, turns, tokens, variant)
     else:
         run_trl(model, steps, turns, tokens, variant)
 
