@@ -373,6 +373,42 @@ def exact(model: str) -> list:
     ]
 
 
+def ahead(model: str) -> list:
+    """Sampling beside updates in the trainer's thread, as with grpo.py --ahead."""
+    from flatlab.train.distributed import SingleProcess
+    from flatlab.train.overlap import run_beside
+
+    policy = make_policy(model)
+    batch = update_batch(policy)
+    job = SingleProcess()
+    rates, updates, peaks = [], [], []
+
+    async def sampling_rate(number: int) -> float:
+        begin = time.perf_counter()
+        samples = await sample_all(policy, TOKENS, number)
+        return sum(len(s.tokens) for s in samples) / (time.perf_counter() - begin)
+
+    def learn():
+        for number in range(3):
+            rates.append(job.wait(sampling_rate(number)))
+        updates.append(timed_update(policy, batch)[2])
+        beside = job.start(sampling_rate(3))
+        while not beside.done():
+            _, _, seconds, peak = timed_update(policy, batch)
+            updates.append(seconds)
+            peaks.append(peak)
+        rates.append(beside.result())
+
+    run_beside(job, learn)
+    alone, *during = updates
+    found = asyncio.run(policy.verify())["random adapter"]
+    return [
+        ("sampling beside updates", f"{rates[3]:.0f} tokens/s", f"alone {median(rates[1:3]):.0f}"),
+        ("update beside sampling", f"{median(during):.3f} s", f"alone {alone:.3f}"),
+        ("both", f"peak {gib(max(peaks))}", f"afterwards {difference_text(found)}"),
+    ]
+
+
 def training(model: str) -> list:
     """Three steps of grpo.py, end to end. A random model's episodes all get the same reward, from
     which only PPO learns.
@@ -412,6 +448,7 @@ PARTS = {
     "shared-prompt": (shared_prompt, {}),
     "memory": (memory_probe, {}),
     "exact": (exact, {}),
+    "ahead": (ahead, {}),
     "training": (training, {}),
 }
 
