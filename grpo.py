@@ -893,7 +893,7 @@ def prepare(cfg: Config, job):
         imitation.best_episodes(cfg.sft, tasks, cfg.sft_share)
     if job.rank > 0:
         return tasks, path, why
-    trackers.check(**asdict(cfg.trackers))
+    trackers.check_packages(**asdict(cfg.trackers))
     job.run = run = open_run(
         run_directory(cfg.name),
         options.flat(cfg),

@@ -598,7 +598,7 @@ def prepare(cfg: Config):
     and a sentence about the choice of the sandbox.
     """
     check_choices(cfg)
-    trackers.check(**asdict(cfg.trackers))
+    trackers.check_packages(**asdict(cfg.trackers))
     if not SELECT[cfg.select].uses_mode:
         cfg.sampling_mode = ("none",)
     path = None

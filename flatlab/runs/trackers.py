@@ -19,7 +19,7 @@ from flatlab.runs.reader import number
 SHOWN = 8  # transcripts per row
 
 
-def check(tensorboard: bool, wandb: bool) -> None:
+def check_packages(tensorboard: bool, wandb: bool) -> None:
     """Raises UserError, with the pip command, if a tracker was asked for that is not installed.
 
     The scripts call this before they create a run directory.
@@ -30,7 +30,7 @@ def check(tensorboard: bool, wandb: bool) -> None:
 
 
 def open_trackers(directory, config: dict, tensorboard: bool, wandb: bool) -> list:
-    """The trackers that were asked for; check() comes first."""
+    """The trackers that were asked for; check_packages() comes first."""
     trackers = [open_tensorboard(directory)] if tensorboard else []
     return [*trackers, open_wandb(directory, config)] if wandb else trackers
 

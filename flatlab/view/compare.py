@@ -63,12 +63,12 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
     """
     tasks = {}
     for name in dict.fromkeys(run.tasks for run in runs):
-        versions = split([run for run in runs if run.tasks == name], task_facts)
+        versions = distinguish([run for run in runs if run.tasks == name], task_facts)
         for label, same in versions.items():
             tasks |= {run.dir: f"{name} ({label})" if label else name for run in same}
     groups = {}
     for kind in PANELS:
-        methods = split([run for run in runs if run.kind == kind], method_facts)
+        methods = distinguish([run for run in runs if run.kind == kind], method_facts)
         for (label, same), colour in zip(methods.items(), cycle(COLOURS)):
             setting = same[0].config.get("sampling_mode" if kind == "search" else "model")
             label = label or value_text(setting or same[0].name)
@@ -85,7 +85,7 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
     return groups
 
 
-def split(runs: list[RunData], facts_of: Callable) -> dict[str, list[RunData]]:
+def distinguish(runs: list[RunData], facts_of: Callable) -> dict[str, list[RunData]]:
     """Label -> the runs that have the same facts. The label names the facts that are not the same
     in all runs; "" if there are none.
     """
@@ -93,13 +93,7 @@ def split(runs: list[RunData], facts_of: Callable) -> dict[str, list[RunData]]:
     for run in runs:
         by_facts.setdefault(repr(facts_of(run)), []).append(run)
     facts = [facts_of(same[0]) for same in by_facts.values()]
-    keys = []
-    for key in dict.fromkeys(key for fact in facts for key in fact):
-        if len({repr(fact.get(key)) for fact in facts}) > 1:
-            keys.append(key)
-    keys = [key for key in keys if DERIVED_FROM.get(key) not in keys]
-    # files of the main folder come before others
-    keys.sort(key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST) + key.count("/"))
+    keys = differing_keys(facts)
     labelled = {}
     for fact, same in zip(facts, by_facts.values()):
         parts = []
@@ -109,9 +103,25 @@ def split(runs: list[RunData], facts_of: Callable) -> dict[str, list[RunData]]:
                 parts.append(value if key in SAY_THE_VALUE else f"{key}={value}")
         label = cut(" ".join(parts), 60)
         if label in labelled:
-            label = f"{cut(label, 40)} ({same[0].name})"
+            label = f"{cut(label, 40)} ({same[0].name})".lstrip()
         labelled[label] = same
     return labelled
+
+
+def differing_keys(facts: list[dict]) -> list[str]:
+    """The keys that are not equal in all, without those that follow from another one.
+
+    The settings of FIRST come first, then the others, then files, those of the main folder first.
+    """
+    keys = []
+    for key in dict.fromkeys(key for fact in facts for key in fact):
+        if len({repr(fact.get(key)) for fact in facts}) > 1:
+            keys.append(key)
+
+    def rank(key):
+        return FIRST.index(key) if key in FIRST else len(FIRST) + key.count("/")
+
+    return sorted([key for key in keys if DERIVED_FROM.get(key) not in keys], key=rank)
 
 
 def method_facts(run: RunData) -> dict:

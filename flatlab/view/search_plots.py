@@ -27,7 +27,9 @@ def best_so_far(run: RunData, axis: str):
     rows = [{"score": run.baseline, "tokens": 0}, *run.rows]
     better = np.fmax if run.higher_is_better else np.fmin
     best = better.accumulate(series(rows, "score"))
-    xs = np.cumsum(series(rows, "tokens")) if axis == "tokens" else range(len(rows))
+    xs = range(len(rows))
+    if axis == "tokens":
+        xs = np.cumsum(series(rows, "tokens"))
     # a fault may have sampled nothing
     return pandas.Series(best, xs).groupby(level=0).last()
 
@@ -56,7 +58,8 @@ def draw_distribution(axis, groups):
     the baseline.
     """
     columns = []  # (name, colour, rows)
-    if len(groups) == 1 and groups[0].runs[0].kind == "search":
+    by_operator = len(groups) == 1 and groups[0].runs[0].kind == "search"
+    if by_operator:
         operators = {}
         for row in rows_of(groups[0]):
             operators.setdefault(row["op"], []).append(row)
@@ -69,7 +72,8 @@ def draw_distribution(axis, groups):
     names = []
     for x, (name, colour, rows) in enumerate(columns):
         xs = [x + rng.uniform(-0.22, 0.22) for _ in rows]
-        axis.scatter(xs, series(rows, "score"), s=16, alpha=0.5, color=colour, linewidths=0)
+        scores = series(rows, "score")
+        axis.scatter(xs, scores, s=16, alpha=0.5, color=colour, linewidths=0)
         counted = [row["counted"] for row in rows if row["counted"] is not None]
         if counted:
             error = standard_error(counted) or 0.0
@@ -266,8 +270,9 @@ def draw_name(axis, row, at, on_path):
 
 
 def draw_tree_legend(figure, axis, rows):
-    for op, mark in {row["op"]: row["mark"] for row in rows}.items():
-        look = {"color": "white", "edgecolors": BLACK}
+    marks = {row["op"]: row["mark"] for row in rows}
+    look = {"color": "white", "edgecolors": BLACK}
+    for op, mark in marks.items():
         axis.scatter([], [], marker=marker_of(mark), label=op, **look)
     outcomes = Counter(row["outcome"] for row in rows)
     for outcome, mark in FAILURES.items():
