@@ -45,6 +45,12 @@ def test_an_episode_by_hand_echoes_what_is_piped_in_and_names_each_part(capsys, 
         assert words in said, (words, said)
 
 
+def test_the_short_form_by_hand_is_what_the_stand_in_reads(capsys, monkeypatch):
+    said = by_hand(capsys, monkeypatch, "titanic", "submit", short=True)
+    assert "Reply with one block of bash commands:\n" in said
+    assert "You are" not in said
+
+
 def test_the_last_lines_name_the_part_also_without_a_score(capsys, monkeypatch):
     said = by_hand(capsys, monkeypatch, "titanic", "submit")
     first, middle, last = said.splitlines()[-3:]
