@@ -157,7 +157,8 @@ def test_rewards_of_a_real_model_are_those_of_a_search(tmp_path):
 )
 def test_what_was_done_before_a_limit_of_verifiers_counts(tmp_path, flags, then, stopped_by):
     def answer(messages):
-        return EVERYBODY_DIES if len(messages) == 1 else block(then)
+        is_first = messages[-2]["role"] == "system"
+        return EVERYBODY_DIES if is_first else block(then)
 
     with replying(answer) as url:
         run = VfEval(tmp_path, url, 1, *flags)
