@@ -642,7 +642,7 @@ class Policy(ChatTokens):
 
     async def verify(self) -> dict[str, Agreement]:
         """Compares engine and trainer with a random adapter, with one of zeros and with the trained
-        one. Returns what was found with each.
+        one. Returns the Agreement with each.
 
         Raises UserError if they disagree: training on such samples would be wrong from the first
         step. fp32 is judged by the largest difference, bf16 by the mean.
@@ -650,7 +650,7 @@ class Policy(ChatTokens):
         import torch
 
         trained = [p.data for p in self.parameters()]
-        found = {}
+        agreements = {}
         with loading("Engine or trainer", self.path.base):
             adapters = {
                 "random adapter": self._random_adapter(),
@@ -660,25 +660,25 @@ class Policy(ChatTokens):
             for name, tensors in adapters.items():
                 self._use(tensors)
                 self.sync()
-                found[name] = await self.agreement()
+                agreements[name] = await self.agreement()
         # Written as <= so that NaN fails.
         agrees = [
             a.mean <= self.mean_diff_limit and a.largest <= self.max_diff_limit
-            for a in found.values()
+            for a in agreements.values()
         ]
         if not all(agrees):
             import vllm
 
             numbers = ", ".join(
                 f"{a.mean:.2g} (at most {a.largest:.2g}) with the {name}"
-                for name, a in found.items()
+                for name, a in agreements.items()
             )
             raise UserError(
                 f"Engine and trainer disagree: log-probs differ on average by {numbers}; the limit "
                 f"is {self.mean_diff_limit:g} nats (vLLM {vllm.__version__}, {self.dtype}); not "
                 "training on samples of another policy"
             )
-        return found
+        return agreements
 
     # -------------------------------------------------------------------------- disk
 
@@ -735,16 +735,16 @@ def cpu_engine_options(context: int, compile: bool = False) -> dict:
 
 def check_capability(capability: tuple[int, int], trains_exactly: bool) -> None:
     """Raises UserError for a GPU that cannot compute in bf16, or not train with --exact."""
-    found = ".".join(map(str, capability))
+    has = ".".join(map(str, capability))
     if capability < (8, 0):
         raise UserError(
-            f"This GPU has compute capability {found}, and bf16 needs 8.0 (A100, RTX 30 or newer): "
+            f"This GPU has compute capability {has}, and bf16 needs 8.0 (A100, RTX 30 or newer): "
             "use the CPU (make clean, then make setup DEVICE=cpu)."
         )
     # vLLM replaces torch's matrix products there by some that have no backward pass.
     if trains_exactly and capability < (9, 0):
         raise UserError(
-            f"This GPU has compute capability {found}, and training with --exact needs 9.0 (H100 "
+            f"This GPU has compute capability {has}, and training with --exact needs 9.0 (H100 "
             "or newer): leave it out. search.py --exact works."
         )
 

@@ -42,12 +42,12 @@ def load_task(
         from integrations.harbor.load import load_harbor
 
         return load_harbor(Path(name))
-    known = []
+    all_names = []
     for names, load, root in task_sources(mlgym_root, mledojo_root):
         if name in names(root):
             return load(root, name)
-        known += names(root)
-    raise UserError(f"Unknown task {name!r}; {nearest(name, sorted(set(known)))}.")
+        all_names += names(root)
+    raise UserError(f"Unknown task {name!r}; {nearest(name, sorted(set(all_names)))}.")
 
 
 def task_sources(mlgym_root: str | Path | None, mledojo_root: str | Path | None) -> list[tuple]:
@@ -125,8 +125,8 @@ def check(task: Task, options: SandboxOptions) -> None:
     for split in task.splits[1:]:
         print_score(task, f"{rule}, {split}", grade(task, artefacts, split, make_sandbox))
     store(sanity_file(task), {"degenerate": reason})
-    if found := degenerate(task):
-        verdict = f"degenerate: {found}"
+    if reason := degenerate(task):
+        verdict = f"degenerate: {reason}"
     print(f"\n{verdict}")
 
 

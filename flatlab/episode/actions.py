@@ -74,11 +74,11 @@ def extract_action(reply: str) -> tuple[str | None, str]:
 
 def find_fences(text: str) -> list[Fence]:
     """The lines of the text that are fences."""
-    found = []
+    fences = []
     for number, line in enumerate(text.split("\n")):
         if match := FENCE.match(line):
-            found.append(Fence(number, len(match[1]), match[2].lower()))
-    return found
+            fences.append(Fence(number, len(match[1]), match[2].lower()))
+    return fences
 
 
 def find_start(fences: list[Fence]) -> tuple[Fence | None, str]:

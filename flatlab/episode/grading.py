@@ -61,14 +61,14 @@ def collect(task: Task, sandbox) -> dict[str, bytes]:
     if task.artefacts == WHOLE_WORKSPACE:
         return snapshot.take_workspace(sandbox)
     limit, left = (MODEL_BYTES, MODEL_BYTES) if task.needs_gpu else (ARTEFACT_BYTES, COPY_BYTES)
-    found = {}
+    files = {}
     for path in artefact_paths(task, sandbox):
-        found[path] = sandbox.get(path, min(left, limit))
-        left -= len(found[path])
+        files[path] = sandbox.get(path, min(left, limit))
+        left -= len(files[path])
     public = task.public
-    if found and all(path in public and public[path].read_bytes() == found[path] for path in found):
-        raise ArtefactError(f"{next(iter(found))} is still as it was given")
-    return found
+    if files and all(path in public and public[path].read_bytes() == files[path] for path in files):
+        raise ArtefactError(f"{next(iter(files))} is still as it was given")
+    return files
 
 
 def artefact_paths(task: Task, sandbox) -> list[str]:
@@ -180,16 +180,16 @@ def run_once(task: Task, artefacts: dict, split: str, make_sandbox) -> tuple[Sco
             raise SandboxFault(f"the grader does not start: {' '.join(task.grader)}")
     finally:
         sandbox.close()
-    found = last_json_object(stdout.decode("utf-8", "replace"))
-    value, message = parse_grade(found, task)
+    printed = last_json_object(stdout.decode("utf-8", "replace"))
+    value, message = parse_grade(printed, task)
     if reply["timed_out"]:
         value, message = None, f"The grading took longer than {task.grade_timeout:.0f} seconds."
     elif value is not None and reply["code"]:
         value, message = None, "The grader failed after it had printed a score."
-    is_answer = not reply["code"] and (value is not None or "error" in found)
+    is_answer = not reply["code"] and (value is not None or "error" in printed)
     output = "" if is_answer else output_text(stdout, reply)
-    position = finite_number(found, "position") if task.source == "mledojo" else None
-    stderr = standard_error(found)
+    position = finite_number(printed, "position") if task.source == "mledojo" else None
+    stderr = standard_error(printed)
     is_valid = value is not None
     score = Score(value, task.metric, split, is_valid, message, position, stderr, output)
     return score, reply["timed_out"] or reply["code"] == KILLED

@@ -63,11 +63,11 @@ def rules_of(task: Task) -> Iterator[tuple[str, dict[str, bytes]]]:
         if Path(path).name == "sample_submission.csv":
             yield path, {"submission.csv": file.read_bytes()}
     if {"data/train.csv", "data/test.csv"} <= set(task.public):
-        found = {}
+        texts = {}
         # These are no tables (pandas' own errors), or pandas is missing (integrations/verifiers).
         with suppress(ValueError, ImportError):
-            found = csv_rules(task.public["data/train.csv"], task.public["data/test.csv"])
-        for name, text in found.items():
+            texts = csv_rules(task.public["data/train.csv"], task.public["data/test.csv"])
+        for name, text in texts.items():
             yield name, {"submission.csv": text.encode()}
 
 

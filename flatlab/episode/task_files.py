@@ -10,11 +10,11 @@ from flatlab.errors import UserError
 TASKS_DIR = Path(__file__).resolve().parents[2] / "configs" / "tasks"
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """A hint for a misspelt name: the closest known names, then all of them."""
-    close = difflib.get_close_matches(name, known, cutoff=0.4)
+def nearest(name: str, names: list[str]) -> str:
+    """A hint for a misspelt name: the closest names, then all of them."""
+    close = difflib.get_close_matches(name, names, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{hint}Known names: {', '.join(known)}"
+    return f"{hint}Known names: {', '.join(names)}"
 
 
 def tree_files(path: Path, prefix: str, hint: str) -> dict[str, Path]:

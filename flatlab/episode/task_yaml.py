@@ -49,10 +49,10 @@ class TaskYaml(BaseModel):
 def read_task_yaml(path: Path) -> TaskYaml:
     """Reads and checks a task.yaml. Raises UserError naming the file and the first wrong key."""
     spec = read_mapping(path)
-    known = list(TaskYaml.model_fields)
+    keys = list(TaskYaml.model_fields)
     for key in spec:
-        if key not in known:
-            raise UserError(f"{path}: unknown key {key!r}; {nearest(str(key), known)}.")
+        if key not in keys:
+            raise UserError(f"{path}: unknown key {key!r}; {nearest(str(key), keys)}.")
     try:
         return TaskYaml(**spec)
     except ValidationError as error:

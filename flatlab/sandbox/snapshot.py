@@ -127,10 +127,10 @@ def writable_roots(box: Sandbox) -> list[str]:
     return roots_of[box.image] + ["/dev/shm"]
 
 
-def pack(box: Sandbox, paths: list[str], place: str, error=SandboxFault) -> bytes:
-    """A tar of files and folders, relative to `place`. Raises `error` if it is too large."""
-    names = [os.path.join(".", os.path.relpath(path, place)) for path in paths]
-    argv = ["/bin/tar", "-C", place, *PACK_OPTIONS, "-T", "-", "-cf", "-"]
+def pack(box: Sandbox, paths: list[str], folder: str, error=SandboxFault) -> bytes:
+    """A tar of files and folders, relative to `folder`. Raises `error` if it is too large."""
+    names = [os.path.join(".", os.path.relpath(path, folder)) for path in paths]
+    argv = ["/bin/tar", "-C", folder, *PACK_OPTIONS, "-T", "-", "-cf", "-"]
     stdin = b"\0".join(os.fsencode(name) for name in names)
     data, reply = box.program(argv, 120, stdin, (COPY_BYTES, 0))
     if reply["code"] or reply["dropped"]:
@@ -138,7 +138,7 @@ def pack(box: Sandbox, paths: list[str], place: str, error=SandboxFault) -> byte
     return data
 
 
-def unpack(box: Sandbox, files: bytes, place: str, error=SandboxFault) -> None:
-    argv = ["/bin/tar", "-C", place, *UNPACK_OPTIONS, "-xpf", "-"]
+def unpack(box: Sandbox, files: bytes, folder: str, error=SandboxFault) -> None:
+    argv = ["/bin/tar", "-C", folder, *UNPACK_OPTIONS, "-xpf", "-"]
     if box.program(argv, 120, files)[1]["code"]:
         raise error("the copied files cannot be unpacked")

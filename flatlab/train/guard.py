@@ -95,16 +95,16 @@ ALARMS = (  # key of the row, predicate of (value, median of the twenty steps be
 
 def alarms(row: dict, rows: list[dict]) -> list[str]:
     """What is suspicious in a row, one sentence each. rows: the ones before it."""
-    found = []
+    sentences = []
     for key, suspicious, text in ALARMS:
         if key not in row:
             continue
-        known = [r for r in rows[-20:] if number(r.get(key)) is not None]
-        usual = median(r[key] for r in known or [row])
+        earlier = [r for r in rows[-20:] if number(r.get(key)) is not None]
+        usual = median(r[key] for r in earlier or [row])
         if suspicious(row[key], usual):
-            comparison = f", usually {usual:.3g}" if known else ""
-            found.append(f"{text} ({key} {row[key]:.3g}{comparison})")
-    return found
+            comparison = f", usually {usual:.3g}" if earlier else ""
+            sentences.append(f"{text} ({key} {row[key]:.3g}{comparison})")
+    return sentences
 
 
 # ------------------------------------------------------------------------------ collapse

@@ -37,7 +37,7 @@ def best_episodes(runs: list[str], tasks: list[Task], share: float) -> list[dict
     Raises UserError if there is none, or if a run does not exist.
     """
     by_name = {task.name: task for task in tasks}
-    found = {name: {} for name in by_name}
+    best_of = {name: {} for name in by_name}
     for run in runs:
         if not Path(run).is_dir():
             raise UserError(f"--sft: there is no run directory {run}.")
@@ -50,9 +50,9 @@ def best_episodes(runs: list[str], tasks: list[Task], share: float) -> list[dict
                 value = improvement(score["value"], task)
                 if value > 0:
                     replies = "\n".join(turn["reply"] for turn in episode["turns"])
-                    found[task.name][replies] = (value, episode)
+                    best_of[task.name][replies] = (value, episode)
     chosen = []
-    for episodes in found.values():
+    for episodes in best_of.values():
         ranked = sorted(episodes.values(), key=lambda pair: -pair[0])
         count = min(MOST_EPISODES, max(1, round(share * len(ranked))))
         chosen += [episode for _, episode in ranked[:count]]

@@ -97,7 +97,7 @@ class Files:
 
     def writable(self, blob, root):
         """The topmost files and folders below a root that commands may write to."""
-        found = []
+        roots = []
         device = os.lstat(root).st_dev
         left = [root]
         while left:
@@ -107,10 +107,10 @@ class Files:
                     continue
                 by_group = info.st_mode & 0o020 and info.st_gid == self.config.gid
                 if info.st_uid == self.config.uid or info.st_mode & 0o002 or by_group:
-                    found.append(entry.path)
+                    roots.append(entry.path)
                 elif stat.S_ISDIR(info.st_mode):
                     left.append(entry.path)
-        return {"roots": found}, b""
+        return {"roots": roots}, b""
 
     def written(self, blob, roots):
         """Paths that are new or changed below roots, and the entries of the folders among them.
@@ -175,17 +175,17 @@ def remove(path):
 def holds_mount(path):
     """Whether something is mounted at a path or below it."""
     with open("/proc/self/mountinfo") as file:
-        places = [line.split(" ")[4] for line in file]
+        mounts = [line.split(" ")[4] for line in file]
     path = path.replace(" ", "\\040")  # as mountinfo writes it
-    return any(f"{place}/".startswith(f"{path}/") for place in places)
+    return any(f"{mount}/".startswith(f"{path}/") for mount in mounts)
 
 
 def package_data(names, prefixes):
     """Folders with these names in the packages of each Python; conda environments included."""
-    found = set()
+    folders = set()
     for prefix in ("/usr", "/usr/local", *prefixes):
         for part in ("", "envs/*/", "pkgs/*/"):
             packages = f"{glob.escape(prefix)}/{part}lib/python3*/*-packages"
             for name in names:
-                found.update(glob.glob(f"{packages}/{name}"))
-    return found
+                folders.update(glob.glob(f"{packages}/{name}"))
+    return folders

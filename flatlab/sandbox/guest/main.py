@@ -144,10 +144,10 @@ class Runner:
         if not find_program("python", path):
             programs["python"] = 'exec python3 "$@"'
         for name, text in programs.items():
-            place = self.config.tools + "/" + name
-            with open(place, "w") as file:
+            program = self.config.tools + "/" + name
+            with open(program, "w") as file:
                 file.write("#!/bin/sh\n" + text + "\n")
-            os.chmod(place, 0o755)
+            os.chmod(program, 0o755)
 
     def set_limits(self):
         """Resource limits; commands inherit them."""
@@ -208,10 +208,10 @@ class Runner:
             except ProcessLookupError:
                 return False
             return True
-        found = descendants()
-        for pid in found:
+        pids = descendants()
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        return bool(found)
+        return bool(pids)
 
     def start(self, command, stdin, user):
         """Starts a shell command (str) or a program (list). Returns a Child.
@@ -267,13 +267,13 @@ class Runner:
             os.setgroups([])
             os.setgid(self.config.gid)
             os.setuid(self.config.uid)
-        for place in (self.cwd, self.config.workspace, "/"):
+        for folder in (self.cwd, self.config.workspace, "/"):
             with suppress(OSError, ValueError):  # deleted, or not a path at all
-                os.chdir(place)
+                os.chdir(folder)
                 break
         if self.landlock_rules is not None:
             isolate.restrict(self.landlock_rules)
-        os.execvpe(argv[0], argv, dict(env, PWD=place))
+        os.execvpe(argv[0], argv, dict(env, PWD=folder))
 
     def run(self, blob, command, timeout, keep, user="agent"):
         """Runs a command with `blob` as stdin; keep: bytes of head and tail of the output.
@@ -434,10 +434,10 @@ def descendants():
         with suppress(OSError), open(f"/proc/{pid}/stat") as file:  # it may just have ended
             parent = int(file.read().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(pid))
-    found = [os.getpid()]
-    for pid in found:
-        found += children.get(pid, [])
-    return found[1:]
+    pids = [os.getpid()]
+    for pid in pids:
+        pids += children.get(pid, [])
+    return pids[1:]
 
 
 def main(fields):
