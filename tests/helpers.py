@@ -36,6 +36,11 @@ def block(text):
     return f"```bash\n{text}\n```"
 
 
+def slow(*case):
+    """A case of a test that runs with the slow tests only."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def user_error(sentence):
     """The block raises a UserError with this sentence, a regular expression."""
     return pytest.raises(UserError, match=sentence)
@@ -370,7 +375,7 @@ def node(id, score, op="draft", **more):
         turn(f"I try {id}", f"output of {id}", action="python3 solve.py"),
         turn("```bash\nvalidate\n```", "validation", "validate", score, action="validate"),
     ]
-    found = Node(
+    row = Node(
         id,
         parent=id.rpartition(".")[0],
         order=int(id.replace(".", "")),
@@ -390,7 +395,7 @@ def node(id, score, op="draft", **more):
         elapsed=2.0,
         decision={"rule": "ucb", "reason": "highest bound", "scores": {"0": 1.0}},
     )
-    return asdict(found) | more
+    return asdict(row) | more
 
 
 def search_result(rows, **more):

@@ -95,13 +95,13 @@ def marked(args):
     """Runs the marked tests and writes tests/README.md; returns (headline, rows)."""
     import pytest
 
-    found = Marked()
+    marked_tests = Marked()
     options = ["-q", "-p", "no:cacheprovider", "--all", "--all-backends", str(HERE)]
-    pytest.main(options, plugins=[found])
+    pytest.main(options, plugins=[marked_tests])
     attacks = []
     faults = []
-    for row in sorted(found.outcomes):
-        said = outcome_text(found.outcomes[row])
+    for row in sorted(marked_tests.outcomes):
+        said = outcome_text(marked_tests.outcomes[row])
         if row.kind == "attack":
             attacks.append((row.what, said, f"`{row.test}`"))
         else:

@@ -387,8 +387,8 @@ def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
         )
         names = "find / -name answers.txt -o -name grade.py 2>/dev/null"
         assert do(world, f"{search}; {names}; true").observation == "/tmp/decoy"
-        known = do(world, "env; cat /proc/*/cmdline /proc/*/environ 2>/dev/null").observation
-        assert CANARY[:10] not in known
+        shown = do(world, "env; cat /proc/*/cmdline /proc/*/environ 2>/dev/null").observation
+        assert CANARY[:10] not in shown
 
 
 # ------------------------------------------------------------------------------------------- forks

@@ -27,7 +27,7 @@ from flatlab.options import SandboxOptions
 from flatlab.sandbox import backend as sandbox_backend
 from flatlab.sandbox import docker, local, sandbox, snapshot
 from flatlab.sandbox.sandbox import Sandbox
-from helpers import PROJECT, FakePolicy, block, do, play_once, user_error
+from helpers import PROJECT, FakePolicy, block, do, play_once, slow, user_error
 from tasks import load_task
 
 fault = pytest.mark.fault
@@ -270,9 +270,7 @@ def test_daemon_restarted_in_an_episode(wire, task):
 
 @needs_docker
 @fault(17, "the connection is cut between making and starting a container")
-@pytest.mark.parametrize(
-    "moment", [b"/start HTTP", pytest.param(b"/attach?", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("moment", [b"/start HTTP", slow(b"/attach?")])
 def test_container_that_was_made_but_not_started(wire, moment, monkeypatch):
     wire.cut_at = moment
     with pytest.raises(SandboxFault, match="Docker did not start a container"):
@@ -375,10 +373,6 @@ def test_nothing_grows(backend, task):
     for name in ("threads", "file descriptors", "folders in /tmp"):
         assert after[name] <= before[name] + 10  # a leak would be 60; connections come and go
     assert wait_for(lambda: not ours())
-
-
-def slow(case):
-    return pytest.param(case, marks=pytest.mark.slow)
 
 
 INTERRUPTED = """

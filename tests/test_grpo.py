@@ -27,7 +27,7 @@ from flatlab.train.batch import Group, TrainSequence, gather_groups
 from flatlab.train.checkpoint import restore
 from flatlab.train.distributed import SingleProcess
 from flatlab.view import console, views
-from helpers import configure, segments_of, user_error
+from helpers import configure, segments_of, slow, user_error
 from policy import ModelPath
 from tasks import load_task
 from training import (
@@ -348,9 +348,7 @@ def without_times(rows):
     "options",
     [
         {},
-        pytest.param(
-            {"reward": "percentile", "eval_episodes": 4, "eval_every": 2}, marks=pytest.mark.slow
-        ),
+        slow({"reward": "percentile", "eval_episodes": 4, "eval_every": 2}),
     ],
 )
 def test_4_steps_are_2_and_2_steps(play, policy, options):

@@ -65,8 +65,8 @@ REPLIES = {
 
 
 def test_replies():
-    for reply, found in REPLIES.items():
-        assert parsing.parse(reply) == found, reply
+    for reply, strategies in REPLIES.items():
+        assert parsing.parse(reply) == strategies, reply
 
 
 PROBABILITIES = (

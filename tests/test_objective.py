@@ -173,9 +173,9 @@ def finished(*masks, stop=("stop", "stop", "stop")):
     """An episode whose segments have these masks."""
     segments = []
     for mask in map(bits, masks):
-        places = list(range(len(mask)))
-        old = [-0.1 * place for place in places]
-        segments.append(env.Segment(places, mask, old))
+        tokens = list(range(len(mask)))
+        old = [-0.1 * token for token in tokens]
+        segments.append(env.Segment(tokens, mask, old))
     turns = [{"stop_reason": reason, "status": "ok", "version": 0} for reason in stop]
     return env.Episode("t", 0, segments=segments, turns=turns)
 

@@ -519,8 +519,8 @@ COMPILED = """
 import asyncio, sys
 from policy import Agreement, Policy, check_capability, resolve_model
 policy = Policy(resolve_model(sys.argv[1]), context=512, lora_rank=8, compile=True)
-found = asyncio.run(policy.verify())["random adapter"]
-assert found.largest < 1e-4 < 0.1 < found.moved, found
+agreement = asyncio.run(policy.verify())["random adapter"]
+assert agreement.largest < 1e-4 < 0.1 < agreement.moved, agreement
 """
 
 

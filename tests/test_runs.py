@@ -19,7 +19,7 @@ from flatlab import files, options
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import Bounds, EpisodeOptions, Positive, Resumable
 from flatlab.runs import cli, reader, store
-from helpers import python, step_row, user_error
+from helpers import python, slow, step_row, user_error
 
 ROOT = Path(store.__file__).parents[2]
 CONFIG = helpers.CONFIG | {"hidden": (8, 16)}
@@ -195,8 +195,8 @@ def test_numbers_and_texts_survive_the_way_through_json(tmp_path):
     assert run.rows() == [{"step": 3, "a": 0.5, "nan": None, "inf": None}]
     text = "line\nline\u2028 \ud800 é \x00"
     run.save_episodes(7, [{"text": text}, {"text": "b"}])
-    found = reader.read_rows(tmp_path / "episodes/000007.jsonl")
-    assert found == [{"text": text}, {"text": "b"}]
+    episodes = reader.read_rows(tmp_path / "episodes/000007.jsonl")
+    assert episodes == [{"text": text}, {"text": "b"}]
 
 
 def full_disk(*_):
@@ -340,7 +340,7 @@ ALL_MOMENTS = (0, 7, 14, *range(30, 54))  # one turn of the loop has 24 moments
 
 @pytest.mark.parametrize(
     "moment",
-    [n if n in FAST_MOMENTS else pytest.param(n, marks=pytest.mark.slow) for n in ALL_MOMENTS],
+    [n if n in FAST_MOMENTS else slow(n) for n in ALL_MOMENTS],
 )
 def test_kill_9_leaves_only_whole_files(tmp_path, moment):
     done = python("-c", WRITER, tmp_path, moment)

@@ -736,9 +736,9 @@ def test_local_falls_back_to_landlock_and_says_what_is_missing(monkeypatch):
     refusing = {name: replace(sandbox.BACKENDS[name], start=refuse) for name in sandbox.LOCAL}
     monkeypatch.setitem(sandbox.BACKENDS, "namespaces", refusing["namespaces"])
     sandbox.local_kind.cache_clear()
-    found = sandbox.get_backend("local")
-    assert not found.is_complete
-    assert "not covered" in found.covers
+    kind = sandbox.get_backend("local")
+    assert not kind.is_complete
+    assert "not covered" in kind.covers
     monkeypatch.setitem(sandbox.BACKENDS, "landlock", refusing["landlock"])
     sandbox.local_kind.cache_clear()
     with user_error("cannot isolate"):

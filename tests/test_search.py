@@ -29,7 +29,7 @@ from flatlab.sandbox import snapshot
 from flatlab.tree import selection
 from flatlab.tree.tree import Tree, results
 from flatlab.view import search_console, search_plots, stats
-from helpers import FakePolicy, block, search_config, segments_of, user_error
+from helpers import FakePolicy, block, search_config, segments_of, slow, user_error
 from tasks import load_task
 
 HERE = Path(__file__).parents[1]
@@ -425,9 +425,9 @@ def cut_run(whole, folder, kept, torn=b""):
         "bfs",
         "open_ended",
         "evolution",
-        pytest.param("ucb", marks=pytest.mark.slow),
-        pytest.param("softmax", marks=pytest.mark.slow),
-        pytest.param("mcts", marks=pytest.mark.slow),
+        slow("ucb"),
+        slow("softmax"),
+        slow("mcts"),
     ],
 )
 def test_a_cut_journal_is_continued_to_the_same_tree(tmp_path, select):
@@ -911,8 +911,8 @@ def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_
     [
         ("ucb", "tail"),
         ("open_ended", "uniform"),
-        pytest.param("softmax", "tail", marks=pytest.mark.slow),
-        pytest.param("signals", "uniform", marks=pytest.mark.slow),
+        slow("softmax", "tail"),
+        slow("signals", "uniform"),
     ],
 )
 def test_only_children_of_a_node_with_a_strategy_ask_for_variations(tmp_path, select, mode):

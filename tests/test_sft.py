@@ -177,5 +177,5 @@ def test_the_reference_is_the_imitated_adapter_not_the_base_model(policy, tmp_pa
     assert torch.equal(some_logprobs(policy, base=False), trained)
     assert not torch.allclose(imitated, raw)
     assert not torch.allclose(imitated, trained)
-    found = asyncio.run(policy.verify()).values()
-    assert max(a.largest for a in found) <= policy.max_diff_limit
+    agreements = asyncio.run(policy.verify()).values()
+    assert max(a.largest for a in agreements) <= policy.max_diff_limit

@@ -20,7 +20,7 @@ import tasks
 from flatlab.episode.builtin import builtin_names
 from flatlab.episode.task import improvement, last_json_object, parse_grade, standard_error
 from flatlab.episode.task_files import TASKS_DIR
-from helpers import python, user_error
+from helpers import python, slow, user_error
 from tasks import load_task
 from tools import make_data
 
@@ -336,8 +336,8 @@ def play(folder, strategy, split="validation"):
 
 BATTLES = [
     ("def row_strategy(history): return 0", 1.44),
-    ("def row_strategy(history): return 1", 0.82),
-    ("import random\ndef row_strategy(history): return random.randint(0, 1)", 0.725),
+    slow("def row_strategy(history): return 1", 0.82),
+    slow("import random\ndef row_strategy(history): return random.randint(0, 1)", 0.725),
     # opens with 1, then 0: meets 0 with probability 0.2 in nine rounds
     ("def row_strategy(history): return 0 if history else 1", (1 + 9 * 0.2 * 2) / 10),
     # needs a true history: plays 0 as long as length, tuples and the partner's moves are right
@@ -350,7 +350,7 @@ BATTLES = [
         "    return 0 if ok else 1",
         1.44,
     ),
-    ("def row_strategy(history):\n    print('{\"Score\": 9}')\n    return False", 1.44),
+    slow("def row_strategy(history):\n    print('{\"Score\": 9}')\n    return False", 1.44),
 ]
 
 
