@@ -231,7 +231,8 @@ def test_the_result_of_an_evaluation_is_the_mean_over_its_episodes(tmp_path, cap
     assert table["untested"] == 0
     text = stats.text_of([table])
     assert "validation" not in text.splitlines()[0]
-    assert search_console.node_line(t, t.finished[0]).split()[6:8] == ["0.9000", "-"]  # no best
+    line = search_console.node_line(t, t.nodes["0.0"])
+    assert line.split()[6:8] == ["0.9000", "-"]  # no best
     capsys.readouterr()
     search_console.print_best(t, r)
     line = f"mean     0.5250 ± {r['node_stderr']:.4f} over 4 episodes (validation;"
