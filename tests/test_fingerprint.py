@@ -18,7 +18,11 @@ from tasks import load_task
 ROOT = Path(__file__).parents[1]
 TRAIN = "--steps 1 --groups 1 --max-groups 1 --group-size 2 --eval-episodes 2 --max-turns 2".split()
 SEARCH = "--nodes 3 --max-turns 2 --sampling-mode none".split()
-FRESH = {"code": {"mine.py": "a"}, "tasks": {"titanic": {"baseline": "b"}}, "model": {"w": "c"}}
+FRESH = {
+    "code": {"mine.py": "a"},
+    "tasks": {"titanic": {"baseline": "b"}},
+    "model": {"w": "c"},
+}
 
 
 # ------------------------------------------------------------------ digests

@@ -796,7 +796,8 @@ def test_ppo_learns_its_value_head(policy, play, monkeypatch):
     torch.nn.init.zeros_(head.bias)
     monkeypatch.setattr(policy, "value_head", head)
     with torch.no_grad():
-        _, _, values = policy.logprobs([pair([1], [2, 3, 4])], values=True)
+        batch = [pair([1], [2, 3, 4])]
+        _, _, values = policy.logprobs(batch, values=True)
     assert values.tolist() == [0, 0, 0]
     rows = play(steps=3, advantage="ppo")
     assert [row["skipped"] for row in rows] == [0, 0, 0]

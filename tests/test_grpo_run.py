@@ -105,7 +105,10 @@ def evaluation_of(episodes):
     played = [e for e in episodes if e["status"] != "fault"]
     is_valid = [e["score"]["valid"] for e in played]
     improvements = [e["improvement"] or 0.0 for e in played]
-    clipped = [max(-1, min(1, e["improvement"])) if e["score"]["valid"] else -1 for e in played]
+    clipped = []
+    for e in played:
+        improvement = e["improvement"] if e["score"]["valid"] else -1
+        clipped.append(max(-1, min(1, improvement)))
     columns = {"improvement": improvements, "clipped_improvement": clipped}
     result = {
         "n": len(played),

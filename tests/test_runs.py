@@ -191,7 +191,8 @@ def test_numbers_and_texts_survive_the_way_through_json(tmp_path):
     import numpy as np
 
     run = store.open_run(tmp_path, CONFIG)
-    run.log({"step": np.int64(3), "a": np.float32(0.5)} | {"nan": math.nan, "inf": math.inf})
+    numbers = {"step": np.int64(3), "a": np.float32(0.5)}
+    run.log(numbers | {"nan": math.nan, "inf": math.inf})
     assert run.rows() == [{"step": 3, "a": 0.5, "nan": None, "inf": None}]
     text = "line\nline\u2028 \ud800 é \x00"
     run.save_episodes(7, [{"text": text}, {"text": "b"}])

@@ -435,7 +435,8 @@ def test_a_cut_journal_is_continued_to_the_same_tree(tmp_path, select):
     """After kill -9 nothing in the journal is run again, and the rest comes out the same."""
     options = {"select": select, "workers": 1, "nodes": 9}
     whole = run(tmp_path / "whole", **options)
-    for kept, torn in {0: b"", 1: b'{"id": "0.', 4: b"{}", 8: b"", 9: b""}.items():
+    torn_lines = {0: b"", 1: b'{"id": "0.', 4: b"{}", 8: b"", 9: b""}
+    for kept, torn in torn_lines.items():
         log = []
         again = run(cut_run(whole, tmp_path / str(kept), kept, torn), log=log, **options)
         assert len(log) == 9 - kept
@@ -895,7 +896,8 @@ def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(snapshot, "COPY_BYTES", 1000)
-    t = real_tree(tmp_path / "run", FakePolicy(scripted), 3, nodes=4, branching=3, depth=2, k=3)
+    model = FakePolicy(scripted)
+    t = real_tree(tmp_path / "run", model, 3, nodes=4, branching=3, depth=2, k=3)
     nodes = by_id(t)
     assert nodes["0.0"]["valid"]
     assert not nodes["0.0"]["kept"]
