@@ -56,6 +56,7 @@ FAMILIES = {
     "Mistral": ("MistralConfig", HEAD | {"sliding_window": 32}),
     "Gemma 2": ("Gemma2Config", GEMMA),
     "Gemma 3": ("Gemma3TextConfig", GEMMA),
+    "Gemma 4": ("Gemma4TextConfig", HEAD),
     "Phi 2": ("PhiConfig", {}),
     "Phi 3 and 4": ("Phi3Config", {}),
     "Granite 3": ("GraniteConfig", GRANITE),

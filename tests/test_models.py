@@ -12,7 +12,7 @@ from families import FAMILIES
 from helpers import PROJECT
 
 ATTENTION_ONLY = {"Qwen 3 MoE", "Mixtral", "gpt-oss"}
-TWO_COPIES = {"Gemma 2", "Gemma 3", "GPT-2", "GPT-NeoX", *ATTENTION_ONLY}
+TWO_COPIES = {"Gemma 2", "Gemma 3", "Gemma 4", "GPT-2", "GPT-NeoX", *ATTENTION_ONLY}
 REFUSED = {
     "DeepSeek 3": "Engine and trainer disagree: log-probs differ on average by",
     "Qwen 3 Next": "vLLM cannot run the model .*: Assertion failed, Chunked prefill is required",

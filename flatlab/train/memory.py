@@ -82,11 +82,13 @@ def kv_cache_bytes(base: str, share: float, total: int, context: int) -> int:
 
 def kv_bytes_per_token(config, element_size: int) -> int:
     """Bytes of one token's keys and values in all layers."""
-    config = config.get_text_config()
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return 2 * config.num_hidden_layers * kv_heads * head_dim * element_size
+    numbers = 0
+    for layer in config.get_text_config().per_layer_config:  # they differ in Gemma 4
+        heads = layer.num_attention_heads
+        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+        numbers += 2 * kv_heads * head_dim
+    return numbers * element_size
 
 
 def cpu_kv_cache_bytes(base: str, context: int, requests: int) -> int:
