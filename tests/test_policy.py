@@ -13,7 +13,7 @@ from flatlab.errors import UserError
 from flatlab.loading import loading
 from flatlab.train.batch import common_prompt
 from flatlab.train.lora_sync import on_weights_of
-from flatlab.train.packing import can_pack, hidden_states
+from flatlab.train.packing import Head, TokenLogProbs, can_pack, hidden_states
 from helpers import python
 from policy import Agreement, Policy, check_capability, lora_settings, resolve_model
 from training import all_close, has_weights, pair, randomise, weights_of
@@ -237,6 +237,30 @@ def test_logprobs_are_those_of_a_forward_pass_per_sequence(
     assert torch.allclose(entropy, spread, atol=1e-5)
     for a, b in zip(wanted, grads):
         assert (a - b).norm() <= 1e-5 * a.norm() + 1e-6
+
+
+def test_log_probs_of_capped_logits_and_their_gradients():
+    """A head with bias, divisor and cap (Phi 2, Granite, Gemma 2) against plain autograd."""
+    torch.manual_seed(0)
+    head = Head(torch.randn(20, 8), torch.randn(20), divisor=1.7, cap=2.5)
+    targets = torch.randint(0, 20, (6,))
+
+    def by_hand(hidden):
+        logits = (hidden @ head.weight.T + head.bias) / head.divisor
+        logp = (head.cap * torch.tanh(logits / head.cap)).log_softmax(-1)
+        return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+    def ours(hidden):
+        return TokenLogProbs.apply(hidden, targets, head, 4, True)
+
+    start = torch.randn(6, 8)
+    results = []
+    for function in (ours, by_hand):
+        hidden = start.clone().requires_grad_()
+        logp, entropy = function(hidden)
+        (logp * torch.arange(6) + 0.7 * entropy).sum().backward()
+        results.append([logp.detach(), entropy.detach(), hidden.grad])
+    assert all_close(*results, 1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 4])
