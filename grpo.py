@@ -8,7 +8,8 @@
 * Not yet measured on a GPU: run tools/gpu_check.py there first.
 
 The same command again resumes a run. One step:
-1. sample P groups of G episodes: each episode in its own sandbox, all in flight on one engine
+1. sample P groups of G episodes: each episode in its own sandbox, all in flight on one engine;
+   with --ahead the next steps are sampled at the same time
 2. score every finished episode on the validation part; the reward is a function of its
    improvement over the baseline
 3. advantage = how much better than the own group; equal rewards teach nothing, so another group

@@ -19,7 +19,7 @@ from flatlab.errors import SandboxFault
 from flatlab.options import EpisodeOptions
 
 # Threads wait for sandboxes and do not compute. They are started as needed.
-THREADS = ThreadPoolExecutor(128, "sandbox")
+THREADS = ThreadPoolExecutor(512, "sandbox")
 THOUGHT_ENDS = "</think>"
 
 

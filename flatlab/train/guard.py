@@ -29,7 +29,8 @@ def lower_bound(result: dict) -> float:
 def latest_steps(rows: list[dict]) -> dict:
     """Replaces an evaluation in runs without any: the mean improvement of the last four steps.
 
-    Their episodes were sampled before the update of the last of these steps, or earlier.
+    Their episodes were sampled before the update of the last of these steps, or earlier; with
+    --ahead N by policies that are up to N updates older.
     """
     latest = rows[-4:]
     variances = [(row["clipped_improvement_stderr"] or 0.0) ** 2 for row in latest]
