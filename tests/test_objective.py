@@ -454,7 +454,7 @@ def test_an_interrupted_update_ends_after_the_micro_batch():
 
     def update():
         done.append("first")
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # in this thread: the loop sleeps
         while True:
             stop_if_interrupted()
             time.sleep(0.01)

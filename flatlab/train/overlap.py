@@ -92,13 +92,17 @@ async def _run_beside(loop: EventLoop, train, args: tuple) -> None:
     loop.loop = asyncio.get_running_loop()
     training = loop.loop.run_in_executor(TRAINER, train, *args)
     try:
-        await asyncio.shield(training)
+        while not training.done():
+            # A signal that arrives in another thread is handled when the loop wakes up.
+            await asyncio.wait([training], timeout=1)
+        training.result()
     finally:
         INTERRUPTED.set()
         while not training.done():
             await loop.end_tasks()
             await asyncio.wait([training], timeout=0.1)
         await loop.end_tasks()
+        training.exception()  # asyncio prints those that nobody looked at
         INTERRUPTED.clear()
         loop.loop = None
 
