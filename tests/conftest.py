@@ -1,6 +1,7 @@
 """Options, marks and fixtures of the tests: a random Qwen3, and one real engine per session."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -25,6 +26,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # A shell that starts the tests with & lets them and their processes ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--all-backends"):
         os.environ["FLATLAB_ALL_BACKENDS"] = "1"  # read by backends.py
     config.addinivalue_line("markers", "slow: runs with --all (make test-all) only")
