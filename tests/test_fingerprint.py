@@ -309,7 +309,7 @@ def test_a_copy_of_search_with_another_rule_and_operator_has_a_run_and_a_row_of_
     done = helpers.python("viz.py", original, run, cwd=project)
     assert done.returncode == 0, done.stderr
     table = [line for line in done.stdout.splitlines() if line.startswith("titanic")]
-    methods = [line.split()[1:3] for line in table]
+    methods = [line.replace("=", " ").split()[1:3] for line in table]
     assert methods == [["bfs", "search.py"], ["chain", "mine2.py"]]
 
 
