@@ -81,7 +81,7 @@ from flatlab.train.batch import (
 )
 from flatlab.train.overlap import Slots, run_beside, stop_if_interrupted
 from flatlab.view import console
-from policy import ModelPath, Policy, default_model, lora_settings, resolve_model
+from policy import ADAPTER_FILE, ModelPath, Policy, default_model, lora_settings, resolve_model
 
 # ================================== the idea: edit here ==================================
 
@@ -679,8 +679,7 @@ def compare_adapters(policy, tasks, cfg: Config, job, state: State) -> dict:
     test part is scored for the best one alone.
     """
     folders = job.first(checkpoint.final_adapters(job.run) if job.run else None)
-    file = "adapter_model.safetensors"
-    weights = {name: cache.file_digest(folder / file) for name, folder in folders.items()}
+    weights = {name: cache.file_digest(folder / ADAPTER_FILE) for name, folder in folders.items()}
     played, files = {}, {}  # by digest
     for name in ("best", *folders):
         if weights[name] not in played:
