@@ -215,6 +215,7 @@ def run_ours(model, rounds, turns, tokens, variant):
     import grpo
     from bench.models import make_endless
     from env import Step
+    from flatlab.episode import texts
     from flatlab.episode.grading import Score
     from flatlab.train.distributed import SingleProcess
     from flatlab.train.overlap import run_beside
@@ -255,6 +256,9 @@ def run_ours(model, rounds, turns, tokens, variant):
 
     is_row = variant.startswith("ahead")
     ahead = int(variant[5:]) if is_row else 0
+    def prompt_only(env, options):
+        return [env.task.prompt]
+
     policy = Policy(
         ModelPath(model, None, False),
         context=CONTEXT,
@@ -279,7 +283,9 @@ def run_ours(model, rounds, turns, tokens, variant):
     cfg.episode.max_turns = turns
     cfg.episode.max_reply_tokens = tokens
     cfg.episode.max_observation_tokens = 256
-    cfg.episode.texts = "short"
+    # The messages are those of the other variants.
+    texts.FORMS["bare"] = replace(texts.FORMS["short"], messages=prompt_only)
+    cfg.episode.texts = "bare"
     task = load_task("titanic", "", "")
     plan = [replace(task, prompt=f"Write. {i}") for i in range(PROMPTS)]
     job = SingleProcess()
