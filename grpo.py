@@ -760,6 +760,8 @@ def train(policy, tasks: list[Task], cfg: Config, job) -> None:
     """All steps and evaluations, in the trainer's thread: see run_beside. The event loop samples
     meanwhile, also for later steps. Only rank 0 has a run to write.
     """
+    # Beside a small model's engine, which decodes on one core, an update waits less without it.
+    threads.use_all(but=policy.decode_threads if cfg.ahead else 0)
     optimizer = policy.make_optimizer(cfg.lr)
     state, rows = checkpoint.resume(policy, optimizer, job, State)
     job.broadcast(policy.parameters())

@@ -228,7 +228,7 @@ class Policy(ChatTokens):
         with loading("transformers", path.base):
             self._build_trainer(lora, gradient_checkpointing, share_base, device)
         size = sum(p.numel() for p in self.model.parameters())
-        self._decode_threads = 1 if self.device == "cpu" and size < ONE_THREAD else None
+        self.decode_threads = 1 if self.device == "cpu" and size < ONE_THREAD else 0  # 0: all
         self.adapter_copy = AdapterCopy(self.engine, self.model)
         if share_base and not self._shared_base_agrees():
             print("The shared base weights compute other log-probs: two copies.", file=sys.stderr)
@@ -342,7 +342,7 @@ class Policy(ChatTokens):
 
     def step_engine(self) -> list:
         """One step of the engine, on one thread if the model is small and no prompt is read."""
-        count = None if self._prompts_wait else self._decode_threads
+        count = 0 if self._prompts_wait else self.decode_threads
         self._prompts_wait = False
         begin = time.perf_counter()
         with threads.at_most(count):

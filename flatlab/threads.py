@@ -29,20 +29,21 @@ def configure() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def use_all() -> None:
-    """Lets a new thread compute with as many threads as OMP_NUM_THREADS says.
+def use_all(but: int = 0) -> None:
+    """Lets the calling thread compute with as many threads as OMP_NUM_THREADS says, less `but`,
+    and with one at least.
 
     PyTorch gives a thread, at its first use, the number that any thread has set last.
     """
     import torch
 
     torch.get_num_threads()
-    torch._C.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch._C.set_num_threads(max(1, int(os.environ["OMP_NUM_THREADS"]) - but))
 
 
 @contextlib.contextmanager
-def at_most(count: int | None):
-    """Inside, PyTorch computes with at most `count` threads; None: no limit."""
+def at_most(count: int):
+    """Inside, PyTorch computes with at most `count` threads; 0: no limit."""
     import torch
 
     before = torch.get_num_threads()

@@ -31,6 +31,6 @@ def test_a_limit_holds_inside_and_ends_with_an_error():
     with pytest.raises(ValueError), threads.at_most(1):
         assert torch.get_num_threads() == 1
         raise ValueError
-    with threads.at_most(None), threads.at_most(before + 1):
+    with threads.at_most(0), threads.at_most(before + 1):
         assert torch.get_num_threads() == before
     assert torch.get_num_threads() == before

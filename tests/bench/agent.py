@@ -215,6 +215,7 @@ def run_ours(model, rounds, turns, tokens, variant):
     import grpo
     from bench.models import make_endless
     from env import Step
+    from flatlab import threads
     from flatlab.episode import texts
     from flatlab.episode.grading import Score
     from flatlab.train.distributed import SingleProcess
@@ -256,6 +257,7 @@ def run_ours(model, rounds, turns, tokens, variant):
 
     is_row = variant.startswith("ahead")
     ahead = int(variant[5:]) if is_row else 0
+
     def prompt_only(env, options):
         return [env.task.prompt]
 
@@ -312,6 +314,7 @@ def run_ours(model, rounds, turns, tokens, variant):
             work.end(sampling=sampling, difference=row["logprob_diff_max"])
 
     def rows_of_steps():
+        threads.use_all(but=policy.decode_threads if ahead else 0)  # as train() does
         for number in range(rounds):
             work.begin(BLOCK + ahead)
             playing, ends, lags, waits = [], [], [], []
