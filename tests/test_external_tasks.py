@@ -229,6 +229,12 @@ def test_mlgym_folders_as_artefacts(mlgym, tmp_path):
     assert message == "there is no configuration (*.yaml)"
 
 
+def test_mlgym_requirements_that_are_missing(mlgym):
+    (mlgym / "data/rl/requirements.txt").unlink()
+    with user_error(r"names requirements that are missing: .*data/rl/requirements.txt"):
+        load_task("rlMetaMaze", mlgym)
+
+
 def test_mlgym_needs(mlgym):
     task = load_task("imageClassificationFMnist", mlgym)
     assert task.needs_network

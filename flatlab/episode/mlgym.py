@@ -66,7 +66,9 @@ def load_mlgym(root: Path, name: str) -> Task:
     public, hidden, docs = find_files(root, name, spec)
     requirements = None
     if not spec.get("use_generic_conda", True):
-        requirements = root / spec["requirements_path"]
+        requirements = root / str(spec.get("requirements_path"))
+        if not requirements.is_file():
+            raise UserError(f"{path} names requirements that are missing: {requirements}.")
     note = f"evaluate.py is not in the workspace: it runs elsewhere. {spec.get('note', '')}".strip()
     timeout = float(spec.get("training_timeout") or 3600)
     return Task(
