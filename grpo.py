@@ -683,7 +683,7 @@ def compare_adapters(policy, tasks, cfg: Config, job, state: State) -> dict:
     played, files = {}, {}  # by digest
     for name in ("best", *folders):
         if weights[name] not in played:
-            policy.load(folders[name])
+            policy.load_adapter(folders[name])
             job.call(policy.sync)
             played[weights[name]] = evaluate(
                 policy, tasks, cfg, job, final_seed(cfg), test=name == "best"
@@ -838,7 +838,7 @@ def train(policy, tasks: list[Task], cfg: Config, job) -> None:
 SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
 
-def check(cfg: Config) -> None:
+def check_config(cfg: Config) -> None:
     """Raises UserError for settings that are wrong."""
     options.check_numbers(cfg)
     check_distinct("--task", cfg.tasks.task)
@@ -886,7 +886,7 @@ def prepare(cfg: Config, job):
 
     Returns the tasks, the model's path, and why this sandbox was chosen.
     """
-    check(cfg)
+    check_config(cfg)
     cfg.model.model = cfg.model.model or default_model()
     path = resolve_model(cfg.model.model)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, path.is_tiny)

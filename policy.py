@@ -240,7 +240,7 @@ class Policy(ChatTokens):
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
         if path.adapter:
-            self.load(path.adapter)
+            self.load_adapter(path.adapter)
         self.sync()
 
     # -------------------------------------------------------------------------- sampling
@@ -502,7 +502,7 @@ class Policy(ChatTokens):
         """
         trained = [p.data for p in self.parameters()]
         self._use([values.clone() for values in trained])
-        self.load(folder)
+        self.load_adapter(folder)
         self._reference = [p.data for p in self.parameters()]
         self._use(trained)
 
@@ -698,7 +698,7 @@ class Policy(ChatTokens):
         if self.value_head:
             save_tensors(self.value_head.state_dict(), Path(folder) / "value_head.pt")
 
-    def load(self, folder) -> None:
+    def load_adapter(self, folder) -> None:
         """Reads an adapter written by `save`; call `sync()` afterwards. Raises UserError if its
         tensors are not those of this model's adapter.
         """

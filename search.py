@@ -575,7 +575,7 @@ async def hidden_score(t: Tree, node: Node, split: str) -> float:
 # ------------------------------------------------------------------ start and end
 
 
-def check_choices(cfg: Config) -> None:
+def check_config(cfg: Config) -> None:
     """Raises UserError for settings that do not exist or do not fit together."""
     options.check_numbers(cfg)
     if not (cfg.tasks.task and cfg.sampling_mode and cfg.seed):
@@ -597,7 +597,7 @@ def prepare(cfg: Config):
     Returns the trees, the directory of the run or grid, the model's path (None for an endpoint),
     and a sentence about the choice of the sandbox.
     """
-    check_choices(cfg)
+    check_config(cfg)
     trackers.check_packages(**asdict(cfg.trackers))
     if not SELECT[cfg.select].uses_mode:
         cfg.sampling_mode = ("none",)
@@ -661,7 +661,7 @@ def is_finished(run: Run, cfg: Config) -> bool:
 def make_policy(cfg: Config, path):
     settings = {"context": cfg.model.context, "temperature": cfg.model.temperature}
     if cfg.engine == "api":
-        endpoint.check(cfg.url)
+        endpoint.check_url(cfg.url)
         return endpoint.Endpoint(cfg.url, cfg.model.model, **settings)
     return Policy(
         path,

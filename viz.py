@@ -49,7 +49,7 @@ FACTS = ("outcome", "score", "test_score", "status", "task", "seed", "op", "samp
 FACTS += ("parent", "second", "probability", "idea", "tokens", "seconds", "error")
 
 
-def clean(text) -> str:
+def printable(text) -> str:
     """Without the characters that steer a terminal: a transcript may hold anything."""
     return re.sub(UNSAFE, "·", str(text).replace("\r\n", "\n"))
 
@@ -73,7 +73,7 @@ def show(item: dict) -> str:
         lines.append(textwrap.indent(observed(turn), "  │ ", lambda line: True))
     if item.get("diff"):
         lines.append(f"\n── difference to the parent's code\n{item['diff']}")
-    return clean("\n".join(lines))
+    return printable("\n".join(lines))
 
 
 # ------------------------------------------------------------------ lists and single transcripts
@@ -88,7 +88,7 @@ def list_lines(run: RunData) -> list[str]:
     for item in items:
         turns = str(len(item["turns"]))
         numbers = [fill("{tokens:.0f}", item), fill("{seconds:.1f}", item)]
-        lines.append([item["id"], score_text(item), turns, *numbers, clean(item["status"])])
+        lines.append([item["id"], score_text(item), turns, *numbers, printable(item["status"])])
     return align(lines, left=0)
 
 
@@ -102,9 +102,9 @@ def node_lines(run: RunData, items: list[dict]) -> list[str]:
             item = by_id[id]
             mark = "*" if id in path else " "
             indent = "  " * min(depth, 20)
-            text = " ".join(clean(item["idea"] or item["status"]).split())
-            line = f"{mark} {score_text(item):>8}  {clean(item['op']):<9}  {indent}{clean(id)}"
-            lines.append(f"{line}  {text[:60]}")
+            text = " ".join(printable(item["idea"] or item["status"]).split())
+            name = f"{printable(item['op']):<9}  {indent}{printable(id)}"
+            lines.append(f"{mark} {score_text(item):>8}  {name}  {text[:60]}")
     return lines
 
 
@@ -147,7 +147,7 @@ def summary(run: RunData) -> str:
     lines.append("")
     for key, value in (run.result | {"status": run.status}).items():
         if key != "final":
-            lines.append(clean(f"{key:22} {result_text(value)}"))
+            lines.append(printable(f"{key:22} {result_text(value)}"))
     return "\n".join(lines)
 
 
@@ -171,7 +171,7 @@ def alarms(rows: list[dict]) -> list[str]:
     """What the run itself reported as suspicious, the latest ones."""
     lines = []
     for row in rows:
-        lines += [f"step {row['step']}: {clean(text)}" for text in row.get("alarms", ())]
+        lines += [f"step {row['step']}: {printable(text)}" for text in row.get("alarms", ())]
     return ["", f"alarms: {len(lines)}", *lines[-5:]] if lines else []
 
 

@@ -24,7 +24,7 @@ class Answer(Sample):
     reply_tokens: int  # as the endpoint counts them
 
 
-def check(url: str) -> None:
+def check_url(url: str) -> None:
     """Raises UserError for an address without a scheme, or if nothing answers within 5 seconds."""
     import httpx
 

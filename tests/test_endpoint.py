@@ -121,14 +121,14 @@ def test_nobody_is_there(server):
         ask("http://127.0.0.1:9/v1", retries=0)
     start = time.monotonic()
     with user_error("--url http://127.0.0.1:9/v1 does not answer"):
-        endpoint.check("http://127.0.0.1:9/v1")
+        endpoint.check_url("http://127.0.0.1:9/v1")
     assert time.monotonic() - start < 10
-    endpoint.check(server[0])  # any HTTP status is an answer
+    endpoint.check_url(server[0])  # any HTTP status is an answer
 
 
 def test_an_address_without_a_scheme_is_named():
     with user_error(r"--url localhost:8123/v1 needs a scheme: http://localhost"):
-        endpoint.check("localhost:8123/v1")
+        endpoint.check_url("localhost:8123/v1")
 
 
 def test_a_missing_key_is_named(server, monkeypatch):

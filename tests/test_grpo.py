@@ -509,7 +509,7 @@ def test_a_run_that_continues_keeps_its_evaluations_and_compares_anew(play, poli
     assert final["last"]["step"] == 2
     assert final["last"]["file"] == final["best"]["file"] == "episodes/final-best.jsonl"
     assert final["untrained"]["file"] == "episodes/final-untrained.jsonl"
-    policy.load(Path("logs/a/untrained"))
+    policy.load_adapter(Path("logs/a/untrained"))
     assert has_weights(policy, start)
 
 
@@ -664,7 +664,7 @@ def test_without_evaluation_best_is_the_adapter_whose_episodes_were_good(play, p
     monkeypatch.setattr(grpo, "update", update)
     play(steps=5, episode=scored, guard="off")
     assert result_of()["best"]["step"] == 2  # the adapter of step 2 played step 3
-    policy.load(Path("logs/a/best"))
+    policy.load_adapter(Path("logs/a/best"))
     assert has_weights(policy, played[3])
 
 

@@ -461,7 +461,7 @@ def test_save_and_load(policy, tmp_path):
         trained = policy.logprobs(batch)[0]
         policy.save(tmp_path)
         randomise(policy, seed=9)
-        policy.load(tmp_path)
+        policy.load_adapter(tmp_path)
         assert torch.equal(policy.logprobs(batch)[0], trained)
     path = resolve_model(str(tmp_path))
     assert path.adapter == str(tmp_path)
@@ -487,7 +487,7 @@ def test_an_adapter_with_other_tensors_is_refused_by_the_name_of_one(policy, tmp
     for message, tensors in changed.items():
         save_file(tensors, file)
         with pytest.raises(UserError, match=message):
-            policy.load(tmp_path)
+            policy.load_adapter(tmp_path)
     assert has_weights(policy, before)
 
 

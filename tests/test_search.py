@@ -258,7 +258,7 @@ def test_an_evaluation_whose_sandboxes_all_broke_has_no_mean(tmp_path):
 @pytest.mark.parametrize("options", [{"scope": "global"}, {"reflection": True}])
 def test_episodes_of_an_evaluation_know_nothing_of_each_other(options):
     with user_error("leave out --scope global and --reflection"):
-        search.check_choices(search_config(select="evaluation", **options))
+        search.check_config(search_config(select="evaluation", **options))
 
 
 THREE = {"0.0": 0.80, "0.1": 0.79, "0.2": 0.70}  # one standard error, 0.02, is below the third

@@ -25,7 +25,7 @@ from flatlab.episode.task import (
 )
 from flatlab.errors import ArtefactError, SandboxFault, UserError
 from flatlab.sandbox import snapshot
-from flatlab.sandbox.sandbox import ARTEFACT_BYTES, COPY_BYTES, clean
+from flatlab.sandbox.sandbox import ARTEFACT_BYTES, COPY_BYTES, plain_text
 
 MODEL_BYTES = 2 << 30  # limit of the artefacts of a task that needs a GPU: weights of a model
 MOST_FILES = 20_000  # in a workspace whose folders are artefacts
@@ -199,7 +199,7 @@ def output_text(stdout: bytes, reply: dict) -> str:
     """How a grader ended, and the tails of what it printed."""
     how = "stopped at the time limit" if reply["timed_out"] else f"exit code {reply['code']}"
     lines = [how]
-    for name, text in (("stdout", clean(stdout)), ("stderr", reply["stderr"])):
+    for name, text in (("stdout", plain_text(stdout)), ("stderr", reply["stderr"])):
         tail = text.strip()[-OUTPUT_CHARS:]
         lines.append(f"{name}: {tail or '(nothing)'}")
     return "\n".join(lines)

@@ -31,7 +31,7 @@ JSON_BLOCK = re.compile(r"^ {0,3}```[ \t]*json[ \t]*\n(.*?)^ {0,3}```[ \t]*$", r
 NOT_IN_HISTORY = ("request_info", "get_history", "reset", "submit")
 
 # Every action returns (observation, status, score or None).
-Outcome = tuple[str, str, Score | None]
+ActionResult = tuple[str, str, Score | None]
 
 
 def json_action(reply: str) -> dict | None:
@@ -58,18 +58,18 @@ def act(env, reply: str, timeout: float) -> tuple[str | None, str, str, Score | 
     """
     request = json_action(reply)
     if request is None:
-        action, *outcome = act_bash(env, reply, timeout)
+        action, *result = act_bash(env, reply, timeout)
         name = action_name(action)
     else:
         action = json.dumps(request)
         name = request["action"]
-        outcome = run_action(env, request, timeout)
-    observation, status, score = outcome
+        result = run_action(env, request, timeout)
+    observation, status, score = result
     remember(env.history, name, status, score)
     return action, observation, status, score
 
 
-def run_action(env, request: dict, timeout: float) -> Outcome:
+def run_action(env, request: dict, timeout: float) -> ActionResult:
     """Runs one of the five actions."""
     name = request["action"]
     if name not in ACTIONS:
@@ -91,7 +91,7 @@ def remember(history: list[dict], name: str, status: str, score: Score | None) -
 # ------------------------------------------------------------------------------------ the actions
 
 
-def request_info(env, request: dict, timeout: float) -> Outcome:
+def request_info(env, request: dict, timeout: float) -> ActionResult:
     task = env.task
     workspace = env.sandbox.workspace
     files = env.sandbox.call("listing", most=LISTED_FILES)[0]["files"]
@@ -113,11 +113,11 @@ def request_info(env, request: dict, timeout: float) -> Outcome:
     return facts[wanted], "ok", None
 
 
-def validate_code(env, request: dict, timeout: float) -> Outcome:
+def validate_code(env, request: dict, timeout: float) -> ActionResult:
     return *run_code(env, request, timeout, keep=False), None
 
 
-def execute_code(env, request: dict, timeout: float) -> Outcome:
+def execute_code(env, request: dict, timeout: float) -> ActionResult:
     observation, status = run_code(env, request, timeout, keep=True)
     if status != "ok":
         return observation, status, None
@@ -132,12 +132,12 @@ def execute_code(env, request: dict, timeout: float) -> Outcome:
     return text, "validate" if score.valid else "invalid", score
 
 
-def get_history(env, request: dict, timeout: float) -> Outcome:
+def get_history(env, request: dict, timeout: float) -> ActionResult:
     rows = [json.dumps(row) for row in env.history]
     return "\n".join(rows) or "Nothing was run yet.", "ok", None
 
 
-def reset(env, request: dict, timeout: float) -> Outcome:
+def reset(env, request: dict, timeout: float) -> ActionResult:
     return env.reset(), "ok", None
 
 

@@ -183,7 +183,7 @@ class Sandbox:
         gap = b""
         if reply["dropped"]:
             gap = f"\n[... {reply['dropped']} bytes left out ...]\n".encode()
-        return Result(reply["code"], clean(head + gap + tail), reply["timed_out"])
+        return Result(reply["code"], plain_text(head + gap + tail), reply["timed_out"])
 
     def program(
         self, argv: list[str], timeout: float, stdin: bytes = b"", keep: tuple = (1 << 20, 0)
@@ -194,7 +194,7 @@ class Sandbox:
         code, timed_out, dropped, and stderr (the last 8 kB of it, as text).
         """
         reply, blob = self._run(argv, timeout, stdin, user="root", keep=keep)
-        return blob, reply | {"stderr": clean(reply["stderr"].encode())}
+        return blob, reply | {"stderr": plain_text(reply["stderr"].encode())}
 
     def _run(self, command, timeout, stdin=b"", **fields) -> tuple[dict, bytes]:
         wait = timeout + GRACE + 20
@@ -246,7 +246,7 @@ ANSI = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
-def clean(data: bytes) -> str:
+def plain_text(data: bytes) -> str:
     """Terminal output as readable text.
 
     Without ANSI codes and control characters; of a progress bar only the last state.

@@ -45,7 +45,7 @@ def resume(policy, optimizer, job, new_state: Callable) -> tuple[Any, list[dict]
     rows = job.first(run.rows() if run else None)
     if saved is None:
         return new_state(), rows
-    policy.load(folder)
+    policy.load_adapter(folder)
     optimizer.load_state_dict(saved["optimizer"])
     job.say(f"resumed after step {step} from {folder}")
     state = new_state(**saved["state"])
@@ -137,7 +137,7 @@ def restore(policy, optimizer, cfg, job, state, reason: str) -> str:
     if cfg.guard == "stop" or state.restores == guard.MAX_RESTORES or not best.is_dir():
         state.stopped = reason
         return f"stopped: {reason}"
-    policy.load(best)
+    policy.load_adapter(best)
     job.call(policy.sync)
     optimizer.state.clear()
     state.restores += 1
