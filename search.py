@@ -31,6 +31,7 @@ How it departs from what is usual:
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import itertools
 import random
@@ -85,17 +86,22 @@ def bfs(t, rng):
 
     Failed nodes get children, too (to debug them), so the set of nodes is known from the start.
     """
-    level = ["0"]
-    budget = t.cfg.nodes
-    for _ in range(t.cfg.depth):
-        below = [f"{id}.{i}" for id in level for i in range(t.cfg.branching)][:budget]
-        for id in below:
-            parent = t.nodes.get(id.rpartition(".")[0])
-            if id not in t.nodes and parent and parent.status:
-                return Choice(parent.id, reason="next in level order")
-        level = below
-        budget -= len(below)
+    for id, parent in level_order(t.cfg.branching, t.cfg.depth, t.cfg.nodes):
+        if id not in t.nodes and parent in t.nodes and t.nodes[parent].status:
+            return Choice(parent, reason="next in level order")
     return None
+
+
+@functools.cache
+def level_order(branching, depth, nodes):
+    """The ids of the first nodes of a complete tree, each with that of its parent."""
+    pairs = []
+    level = ["0"]
+    for _ in range(depth):
+        below = [(f"{id}.{i}", id) for id in level for i in range(branching)]
+        pairs += below[: nodes - len(pairs)]
+        level = [id for id, _ in below[:nodes]]
+    return pairs
 
 
 def check_bfs(cfg, constants):
@@ -334,6 +340,7 @@ async def propose(t: Tree, node: Node) -> None:
             if request not in t.requests:
                 t.requests[request] = asyncio.ensure_future(list_ideas(t, node))
             t.ideas[request] = await t.requests[request]
+            t.requests.pop(request, None)
         node.ideas = t.ideas[request]
         number = int(node.id.rpartition(".")[2]) if t.rule.asks_once else 0
         if number < len(node.ideas):
@@ -430,8 +437,8 @@ async def expand(t: Tree, node: Node) -> None:
     t.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id}], tokens)
     node.seconds = time.monotonic() - start
     node.elapsed = t.elapsed()
-    t.run.log(asdict(node), "journal.jsonl")  # from here on it counts
-    t.finished.append(node)
+    t.run.log(dict(vars(node)), "journal.jsonl")  # from here on it counts
+    t.end(node)
     t.run.result(**results(t), status="running")
     if [other.status for other in t.finished[-3:]] == ["fault"] * 3:
         raise UserError(

@@ -32,20 +32,20 @@ def make(select, task=TASK, **config):
     return Tree(task, "tail", 0, cfg, NoRun(), search.SELECT[select])
 
 
-def put(t, parent, score, idea="", status="validated"):
+def put(t, parent, score, **more):
     """A finished child; score None: failed. For MIRRORED the sign of the score is turned."""
-    return end(t, search.start(t, Choice(parent)), score, idea, status)
+    return end(t, search.start(t, Choice(parent)), score, **more)
 
 
-def end(t, node, score, idea="", status="validated"):
+def end(t, node, score, idea="", status="validated", kept=True):
     node.idea = idea
     node.status = status
-    node.kept = status != "fault"
+    node.kept = kept and status != "fault"
     if score is not None:
         node.score = score if t.task.higher_is_better else -score
         node.improvement = improvement(node.score, t.task)
         node.valid = True
-    t.finished.append(node)
+    t.end(node)
     return node
 
 
@@ -128,8 +128,8 @@ def test_trend_by_hand():
     put(t, "0.0.0", 0.75)
     # Q: 0, 0.5, 1, 0.75; steps 0.5, 0.5, -0.25 with weights 1, 2, 3
     trend = (0.5 + 1.0 - 0.75) / 6
-    assert selection.trend(t, selection.quality(t), "0.0.0.0") == pytest.approx(trend)
-    assert selection.trend(t, selection.quality(t), "0") == 0
+    assert selection.trend(t, "0.0.0.0") == pytest.approx(trend)
+    assert selection.trend(t, "0") == 0
 
 
 def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
@@ -263,10 +263,9 @@ def test_nothing_is_built_on_a_node_whose_files_are_too_large(select):
     while not t.spent():
         choice = decide(t, t.started())
         assert choice.parent != "0.1"
-        node = put(t, choice.parent, 0.6)
-        if node.id == "0.1":
-            node.improvement = 0.99
-            node.kept = False
+        node = search.start(t, choice)
+        too_large = node.id == "0.1"
+        end(t, node, 0.99 if too_large else 0.6, kept=not too_large)
 
 
 @pytest.mark.parametrize("select", [name for name in search.SELECT if name != "scientist"])
@@ -290,5 +289,5 @@ def decisions_of(select, task, fail_share=0.5):
         decisions.append(replace(choice, reason=""))
         score = None if rng.random() < fail_share else rng.uniform(-1, 2)
         idea = rng.choice(["ridge", "xgboost", "a network"])
-        put(t, choice.parent, score, idea)
+        put(t, choice.parent, score, idea=idea)
     return decisions

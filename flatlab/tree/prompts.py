@@ -8,6 +8,7 @@ code, error, id, parent). The stand-in model was trained on these exact texts.
 
 from __future__ import annotations
 
+import functools
 import re
 
 from flatlab.episode.task import Task
@@ -174,6 +175,7 @@ FAMILIES = {
 }
 
 
+@functools.lru_cache(10_000)  # a rule may ask for those of all nodes at every node
 def families(text: str) -> set[str]:
     """The model families that a strategy names as whole words; {"other"} if it names none."""
     names = {name for name, words in FAMILIES.items() if re.search(rf"\b({words})\b", text, re.I)}

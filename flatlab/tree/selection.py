@@ -17,19 +17,16 @@ Letters: N executed nodes, n children of a candidate, q its value.
 
 from __future__ import annotations
 
+import heapq
 import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
-from operator import mul
 from statistics import fmean, stdev
 
 from flatlab.errors import UserError
 from flatlab.tree import prompts
-from flatlab.tree.tree import Choice, Node, Tree
-
-DEBUG_DEPTH = 3  # failures in a row after which a branch is given up
+from flatlab.tree.tree import DEBUG_DEPTH, Choice, Node, Tree
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,8 @@ def quality(t: Tree) -> dict[str, float]:
 
 def best_child_value(t: Tree, q: dict, id: str) -> float:
     """The highest Q among the scored children of a node; its own Q if there are none."""
-    values = [q[child.id] for child in t.children(id) if child.id in q]
-    return max(values, default=q[id])
+    best = t.best_child.get(id)
+    return q[best.id if best else id]
 
 
 def candidates(t: Tree, drafts: int) -> list[Node]:
@@ -87,11 +84,7 @@ def failed_leaf(t: Tree, rng) -> Choice | None:
 
     A leaf that ends more than DEBUG_DEPTH failures in a row is given up.
     """
-    leaves = []
-    for node in t.finished:
-        is_leaf = node.kept and not t.children(node.id)
-        if is_leaf and 0 < t.failures(node) <= DEBUG_DEPTH:
-            leaves.append(node.id)
+    leaves = list(t.failed_leaves)
     if leaves and rng.random() < t.cfg.debug_prob:
         reason = f"one of {len(leaves)} failed leaves, drawn for debugging"
         return Choice(rng.choice(leaves), reason=reason)
@@ -103,21 +96,25 @@ def values_and_bonuses(t: Tree, drafts: int, c: float, trend_weight: float = 0.0
     c sqrt(ln N / (n + 1)) + trend_weight max(trend, 0); the + 1 is the visit of the node itself.
     """
     q = quality(t)
+    log_n = math.log(max(1, t.executed()))
     values, bonuses = {}, {}
     for node in candidates(t, drafts):
         visits = len(t.children(node.id)) + 1
-        bonus = c * math.sqrt(math.log(max(1, t.executed())) / visits)
-        bonuses[node.id] = bonus + trend_weight * max(0.0, trend(t, q, node.id))
+        bonuses[node.id] = c * math.sqrt(log_n / visits)
         values[node.id] = best_child_value(t, q, node.id)
+    if trend_weight:
+        for id in bonuses:
+            bonuses[id] += trend_weight * max(0.0, trend(t, id))
     return values, bonuses
 
 
-def trend(t: Tree, q: dict, id: str) -> float:
+def trend(t: Tree, id: str) -> float:
     """sum_i(i delta_i) / sum_i(i), delta_i: the i-th step of Q on the path from the root."""
-    values = [q[node.id] for node in t.path(id) if node.id in q]
-    steps = [after - before for before, after in pairwise(values)]
-    weights = range(1, len(steps) + 1)
-    return sum(map(mul, weights, steps)) / (sum(weights) or 1)
+    steps, total, _ = t.rises[id]
+    spread = t.best_scored.improvement - t.lowest
+    if not steps or spread == 0:
+        return 0.0
+    return total / spread / (steps * (steps + 1) / 2)
 
 
 def explore_or_exploit(values: dict, bonus: dict, chosen: str | None = None) -> Choice | None:
@@ -162,7 +159,7 @@ def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
     choice = explore_or_exploit(*values_and_bonuses(t, drafts, c, trend_weight))
     # At most one commitment at a time, one that is still running included.
     still_running = left and not last.status
-    if choice and not still_running and trend(t, quality(t), choice.parent) > 0:
+    if choice and not still_running and trend(t, choice.parent) > 0:
         choice.notes = {"commit": commitment}
     return choice
 
@@ -178,7 +175,8 @@ def softmax(t, rng, drafts=3, c=1.41, trend_weight=0.5, visit_alpha=0.5, tau=0.5
     for id in bonus:
         bonus[id] -= visit_alpha * math.log(1 + len(t.children(id)))
     scores = [values[id] + bonus[id] for id in values]
-    weights = [math.exp((score - max(scores)) / max(tau, 1e-9)) for score in scores]
+    highest = max(scores)
+    weights = [math.exp((score - highest) / max(tau, 1e-9)) for score in scores]
     return explore_or_exploit(values, bonus, rng.choices(list(values), weights)[0])
 
 
@@ -190,7 +188,7 @@ def spread_of_children(t, q, node):
 
 def below_the_best(t, q, node):
     """The best Q of the tree minus the best below this node."""
-    return max(q.values()) - best_child_value(t, q, node.id)
+    return q[t.best_scored.id] - best_child_value(t, q, node.id)
 
 
 def unused_families(t, q, node):
@@ -230,9 +228,10 @@ def signals(
     weights = {"variance": variance, "regret": regret, "coverage": coverage, "depth": depth}
     scores = {node.id: 0.0 for node in options}
     for name, weight in weights.items():
-        signal = normalise({node.id: SIGNALS[name](t, q, node) for node in options})
-        for id in scores:
-            scores[id] += weight * signal[id]
+        if weight:
+            signal = normalise({node.id: SIGNALS[name](t, q, node) for node in options})
+            for id in scores:
+                scores[id] += weight * signal[id]
     id = max(scores, key=scores.get)
     below = sum(q[node.id] <= q[id] for node in t.scored())
     exploits = below and below - 1 >= exploit_quantile * (len(t.scored()) - 1)
@@ -252,20 +251,19 @@ def mcts(t, rng, c=0.25):
     Nodes that failed or still run count as visits with value 0.
     """
     q = quality(t)
-
-    def visits(id):
-        """The value of each visit: of the node itself and of all nodes below it."""
-        below = [other for other in t.nodes if f"{other}.".startswith(f"{id}.")]
-        return [q.get(other, 0.0) for other in below]
-
+    # the value of each visit: of the node itself and of all nodes below it
+    visits = {id: [q.get(id, 0.0)] for id in t.nodes}
+    for node in reversed(t.nodes.values()):  # children come after their parents
+        if node.parent:
+            visits[node.parent] += visits[node.id]
     id = "0"
     scores = {}
     while len(t.children(id)) >= t.cfg.branching:
         level = {}
         for child in t.children(id):
             if child.kept and t.failures(child) <= DEBUG_DEPTH:
-                values = visits(child.id)
-                bonus = c * math.sqrt(math.log(len(visits(id))) / len(values))
+                values = visits[child.id]
+                bonus = c * math.sqrt(math.log(len(visits[id])) / len(values))
                 level[child.id] = fmean(values) + bonus
         if not level and t.running():
             return None
@@ -286,7 +284,7 @@ def evolution(t, rng, drafts=5, crossover_prob=0.5, population=10):
         return None
     if options == [t.root]:
         return Choice("0", reason="draft")
-    pool = sorted(options, key=lambda node: node.improvement, reverse=True)[:population]
+    pool = heapq.nlargest(population, options, key=lambda node: node.improvement)
     q = quality(t)
     fitness = {node.id: math.exp(q[node.id]) for node in pool}
     first = rng.choices(list(fitness), list(fitness.values()))[0]

@@ -10,19 +10,22 @@ from __future__ import annotations
 import asyncio
 import difflib
 import hashlib
+import heapq
 import io
-import itertools
+import math
 import tarfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
-from statistics import fmean
 
 from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
-from flatlab.runs.reader import standard_error
 from flatlab.sandbox.sandbox import readable
+
+DEBUG_DEPTH = 3  # failures in a row after which a branch is given up
+SCORES = 20  # scores of candidates in a row of the journal, the highest ones: they may be thousands
 
 # Files with these suffixes are copied into the journal as text: at most CODE_FILES of them, each of
 # at most CODE_BYTES.
@@ -33,7 +36,11 @@ CODE_BYTES = 50_000
 
 @dataclass
 class Node:
-    """One attempt, and one row of journal.jsonl. A node with status "" is still running."""
+    """One attempt, and one row of journal.jsonl. A node with status "" is still running.
+
+    Once it has ended, `ideas`, `grader_output`, `diff`, `actions` and the scores in `decision` are
+    in the journal only.
+    """
 
     id: str  # lineage: "0.2.1" is the second child of the third child of the root "0"
     parent: str = ""
@@ -88,8 +95,30 @@ def seed_from(*parts) -> int:
     return int.from_bytes(digest[:4], "big") >> 1
 
 
+class RunningMean:
+    """Mean and standard error of values that come one by one (Welford, Technometrics 1962)."""
+
+    def __init__(self):
+        self.n = 0
+        self.mean = 0.0
+        self.squares = 0.0  # sum of (value - mean)^2
+
+    def add(self, value: float) -> None:
+        difference = value - self.mean
+        self.n += 1
+        self.mean += difference / self.n
+        self.squares += difference * (value - self.mean)
+
+    def standard_error(self) -> float | None:
+        """None below two values."""
+        return math.sqrt(self.squares / (self.n - 1) / self.n) if self.n > 1 else None
+
+
 class Tree:
     """All nodes of one task, sampling mode and seed, the running ones included.
+
+    add() and end() keep what rules and result.json need of all nodes, so that nothing is counted
+    again for each node.
 
     cfg: the Config of search.py. run: the open run directory; the tree is rebuilt from its journal.
     rule: the Rule that selects parents.
@@ -106,8 +135,27 @@ class Tree:
         self.facts = ""  # what requests tell about the sandboxes, in the full form of the texts
         self.root = Node("0", op="baseline", score=task.baseline, improvement=0.0, valid=True)
         self.root.status = "baseline"
-        self.nodes = {"0": self.root}
+        self.nodes: dict[str, Node] = {}
+        self.active: dict[str, Node] = {}  # the running ones
         self.finished: list[Node] = []  # in order of completion
+        self.valid: list[Node] = []  # the valid ones among them
+        self.best_scored = self.root
+        self.lowest = 0.0  # improvement, the root's included
+        self.next_order = 0
+        # by id of the parent
+        self.children_of: dict[str, list[Node]] = {}
+        self.next_number: Counter[str] = Counter()  # of the next child
+        self.best_child: dict[str, Node] = {}  # among the valid ones
+        # by id: number of steps i between scored nodes on the path from the root, sum of i times
+        # the rise of the improvement in step i, and the last improvement
+        self.rises: dict[str, tuple] = {"0": (0, 0.0, 0.0)}
+        # those that may be debugged: their files are kept, they have no children and end at most
+        # DEBUG_DEPTH failures in a row
+        self.failed_leaves: dict[str, Node] = {}
+        self.counts: Counter[str] = Counter()  # of finished nodes, for result.json
+        self.modes: Counter[str] = Counter()  # the same by sampling mode
+        self.mean = RunningMean()  # of the scores; failed nodes count as the baseline
+        self.add(self.root)
         self.ideas: dict[str, list] = {}  # strategies by request, see request_of
         self.requests: dict[str, asyncio.Future] = {}  # the same while the model lists them
         self.node_ended = asyncio.Event()
@@ -124,11 +172,11 @@ class Tree:
                     f"{run.dir / 'journal.jsonl'} was written by another version of search.py "
                     f"({error}): choose another --name."
                 ) from None
-            self.nodes[node.id] = node
-            self.finished.append(node)
             self.seconds_before = node.elapsed
             if node.ideas:
                 self.ideas[self.request_of(node)] = node.ideas
+            self.add(node)
+            self.end(node)
         if result.get("status") == "finished":  # with a larger budget it goes on
             self.seconds_before = result["seconds"]  # also those without a node, at the end
         self.closed = run.finished  # complete, and its best node is scored on the test part
@@ -136,16 +184,18 @@ class Tree:
 
     def start(self, choice: Choice, op: str, mark: str) -> Node:
         """Adds the node that was chosen; from now on the rules see it as running."""
-        names = (f"{choice.parent}.{number}" for number in itertools.count())
-        id = next(name for name in names if name not in self.nodes)
+        parent = choice.parent
+        # A search that was killed may have lost the nodes between others.
+        while (id := f"{parent}.{self.next_number[parent]}") in self.nodes:
+            self.next_number[parent] += 1
         decision = {
             "phase": choice.phase,
-            "scores": choice.scores,
+            "scores": dict(heapq.nlargest(SCORES, choice.scores.items(), key=itemgetter(1))),
             "reason": choice.reason,
         }
-        self.nodes[id] = Node(
+        node = Node(
             id,
-            choice.parent,
+            parent,
             choice.second,
             order=self.started(),
             op=op,
@@ -155,7 +205,54 @@ class Tree:
             seed=seed_from(self.seed, id),
             decision=decision | choice.notes,
         )
-        return self.nodes[id]
+        self.add(node)
+        self.active[id] = node
+        return node
+
+    def add(self, node: Node) -> None:
+        self.nodes[node.id] = node
+        self.children_of[node.id] = []
+        self.next_order = max(self.next_order, node.order + 1)
+        if node.parent:
+            self.children_of[node.parent].append(node)
+            self.failed_leaves.pop(node.parent, None)
+
+    def end(self, node: Node) -> None:
+        """Counts a node that has ended, and forgets what only the journal needs of it."""
+        self.active.pop(node.id, None)
+        self.finished.append(node)
+        self.rises[node.id] = self.rises[node.parent]
+        if node.valid:
+            self.add_score(node)
+        elif node.kept and self.failures(node) <= DEBUG_DEPTH:
+            self.failed_leaves[node.id] = node
+        if node.status != "fault":
+            self.mean.add(node.score if node.valid else self.task.baseline)
+        is_above_tau = (node.probability or 0) > self.cfg.tau
+        self.modes[node.sampling_mode] += 1
+        self.counts["faults"] += node.status == "fault"
+        self.counts["ungraded"] += bool(node.grader_output)
+        self.counts["above_tau"] += node.sampling_mode == "tail" and is_above_tau
+        self.counts["fell_back"] += bool(node.decision.get("fell_back"))
+        self.counts["tokens"] += node.tokens
+        self.ideas.pop(node.id, None)  # those that were listed for this node alone
+        node.ideas = []
+        node.actions = []
+        node.grader_output = ""
+        node.diff = ""
+        node.decision.pop("scores", None)
+
+    def add_score(self, node: Node) -> None:
+        self.valid.append(node)
+        self.lowest = min(self.lowest, node.improvement)
+        if node.improvement > self.best_scored.improvement:
+            self.best_scored = node
+        best = self.best_child.setdefault(node.parent, node)
+        if node.improvement > best.improvement:
+            self.best_child[node.parent] = node
+        steps, total, before = self.rises[node.parent]
+        total += (steps + 1) * (node.improvement - before)
+        self.rises[node.id] = (steps + 1, total, node.improvement)
 
     def request_of(self, node: Node) -> str:
         """The key of the request for strategies that serves this node.
@@ -166,38 +263,31 @@ class Tree:
         return node.parent if self.rule.asks_once else node.id
 
     def started(self) -> int:
-        return 1 + max(node.order for node in self.nodes.values())
+        return self.next_order
 
     def executed(self) -> int:
         """Finished and running nodes, without the root."""
         return len(self.nodes) - 1
 
     def children(self, id: str) -> list[Node]:
-        return [node for node in self.nodes.values() if node.parent == id]
+        return self.children_of[id]
 
     def running(self) -> bool:
         return len(self.finished) < self.executed()
 
     def scored(self) -> list[Node]:
         """Valid nodes without the root, in order of completion."""
-        return [node for node in self.finished if node.valid]
-
-    def path(self, id: str) -> list[Node]:
-        """The nodes from the root to `id`."""
-        nodes = [self.nodes[id]]
-        while nodes[-1].parent:
-            nodes.append(self.nodes[nodes[-1].parent])
-        return nodes[::-1]
+        return self.valid
 
     def nearest_kept(self, id: str) -> Node:
         """The node whose files the children of `id` start from.
 
         This is `id` itself, or the next one above it whose files were kept, or the root.
         """
-        for node in reversed(self.path(id)):
-            if node.kept:
-                return node
-        return self.root
+        node = self.nodes[id]
+        while not node.kept and node is not self.root:
+            node = self.nodes[node.parent]
+        return node
 
     def tar_of(self, node: Node) -> Path:
         """The file is named by order, because an id may be longer than a file name."""
@@ -214,20 +304,23 @@ class Tree:
 
     def failures(self, node: Node) -> int:
         """Number of failed nodes in a row that end with this one."""
-        valid = [above.valid for above in reversed(self.path(node.id))]
-        return valid.index(True)  # the root is valid
+        count = 0
+        while not node.valid:  # the root is valid
+            count += 1
+            node = self.nodes[node.parent]
+        return count
 
     def best(self) -> Node:
         """The node that was chosen at the end; before that the best one by validation, the root
         included, and of equal ones the earliest."""
-        return self.chosen or max([self.root, *self.scored()], key=lambda node: node.improvement)
+        return self.chosen or self.best_scored
 
     def test_reads(self) -> int:
         """How many nodes were scored on the test part; with more --nodes another may be chosen."""
         return sum(self.task.splits[-1] in parts for parts in self.hidden_scores.values())
 
     def tokens(self) -> int:
-        return sum(node.tokens for node in self.nodes.values())
+        return self.counts["tokens"] + sum(node.tokens for node in self.active.values())
 
     def elapsed(self) -> float:
         now = 0.0 if self.began is None else time.monotonic() - self.began
@@ -249,7 +342,7 @@ def spent(cfg, nodes: int, tokens: int, seconds: float) -> str:
 def code_in(files: bytes, task: Task) -> dict[str, str]:
     """The programs in a tar of a workspace, without the task's own. Nothing is unpacked to disk."""
     code = {}
-    with tarfile.open(fileobj=io.BytesIO(files)) as tar:
+    with tarfile.open(fileobj=io.BytesIO(files), mode="r:") as tar:
         for member in tar:
             name = member.name.removeprefix("./")
             is_code = member.isreg() and Path(name).suffix in CODE
@@ -276,25 +369,20 @@ def results(t: Tree) -> dict:
     An evaluation has no best node, and its improvement is that of the mean.
     """
     best = t.best()
-    done = t.finished
-    graded = [node for node in done if node.status != "fault"]
-    scores = [node.score if node.valid else t.task.baseline for node in graded]
-    faults = len(done) - len(graded)
-    above_tau = [(n.probability or 0) > t.cfg.tau for n in done if n.sampling_mode == "tail"]
-    mean = fmean(scores) if scores else None
+    nodes = len(t.finished)
+    faults = t.counts["faults"]
+    mean = t.mean.mean if t.mean.n else None
     summary = {
         "task": t.task.name,
         **t.task.scale,
         "sampling_mode": t.sampling_mode,
-        "sampling_modes_used": dict(Counter(node.sampling_mode for node in done)),
+        "sampling_modes_used": dict(t.modes),
         "select": t.cfg.select,
         "seed": t.seed,
-        "nodes": len(done),
-        "failed": sum(not node.valid for node in done) - faults,
+        "nodes": nodes,
+        "failed": nodes - len(t.valid) - faults,
         "faults": faults,
-        "ungraded": sum(bool(node.grader_output) for node in done),
-        "above_tau": sum(above_tau),
-        "fell_back": sum(bool(node.decision.get("fell_back")) for node in done),
+        **{key: t.counts[key] for key in ("ungraded", "above_tau", "fell_back")},
         "tokens": t.tokens(),
         "seconds": t.elapsed(),
         "stopped_by": t.spent(),
@@ -304,8 +392,8 @@ def results(t: Tree) -> dict:
         "improvement": best.improvement,
         "split": t.task.splits[0],
         "node_mean": mean,
-        "node_stderr": standard_error(scores),
-        "valid_share": len(t.scored()) / len(scores) if scores else None,
+        "node_stderr": t.mean.standard_error(),
+        "valid_share": len(t.valid) / t.mean.n if t.mean.n else None,
         "selected_on_test": t.task.selected_on_test,
         "evaluation": t.rule.is_evaluation,
     }
