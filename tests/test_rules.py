@@ -2,6 +2,7 @@
 
 import math
 import random
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import search
 from flatlab.episode.task import improvement
 from flatlab.tree import selection
-from flatlab.tree.tree import Choice, Tree
+from flatlab.tree.tree import Choice, Tree, results
 from helpers import search_config
 from tasks import load_task
 
@@ -280,8 +281,13 @@ def decisions_of(select, task, fail_share=0.5):
     """What a rule decides until its budget of 30 nodes is spent, for random scores whose sign turns
     with the task's.
     """
+    return grown(select, 30, task, fail_share)[1]
+
+
+def grown(select, nodes, task=TASK, fail_share=0.5):
+    """A tree with so many nodes of random scores, and what the rule decided."""
     every_signal = ("variance=1", "coverage=1") if select == "signals" else ()
-    t = make(select, task, nodes=30, branching=4, depth=3, rule_args=every_signal)
+    t = make(select, task, nodes=nodes, branching=4, depth=6, rule_args=every_signal)
     rng = random.Random(7)
     decisions = []
     while not t.spent():
@@ -290,4 +296,48 @@ def decisions_of(select, task, fail_share=0.5):
         score = None if rng.random() < fail_share else rng.uniform(-1, 2)
         idea = rng.choice(["ridge", "xgboost", "a network"])
         put(t, choice.parent, score, idea=idea)
-    return decisions
+    return t, decisions
+
+
+# ------------------------------------------------------------------ large trees
+
+
+def lines_run(call):
+    """Number of lines of Python that a call executes; each round of a loop counts."""
+    count = 0
+
+    def trace(frame, event, value):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_the_books_of_a_node_take_as_many_steps_in_a_small_tree_as_in_a_large_one():
+    def one_more():
+        put(t, "0.0", None)
+        t.best()
+        results(t)
+
+    steps = []
+    for nodes in (50, 400):
+        t, _ = grown("random", nodes)
+        steps.append(lines_run(one_more))
+    assert steps[1] <= 1.1 * steps[0]
+
+
+@pytest.mark.parametrize("select", [name for name in search.SELECT if name != "scientist"])
+def test_a_decision_among_eight_times_as_many_nodes_takes_at_most_eight_times_as_many_steps(select):
+    steps = []
+    for nodes in (50, 400):
+        t, _ = grown(select, nodes)
+        t.cfg.nodes += 1
+        steps.append(lines_run(lambda: decide(t)))  # noqa: B023
+    assert steps[1] <= 8 * steps[0]

@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -23,11 +25,11 @@ from flatlab.errors import SandboxFault, UserError
 from flatlab.files import read_mapping
 from flatlab.runs import store
 from flatlab.runs.cli import parse_config
-from flatlab.runs.reader import RunData, read_rows
+from flatlab.runs.reader import RunData, read_rows, standard_error
 from flatlab.runs.store import open_run
 from flatlab.sandbox import snapshot
 from flatlab.tree import selection
-from flatlab.tree.tree import Tree, results
+from flatlab.tree.tree import SCORES, Tree, results
 from flatlab.view import search_console, search_plots, stats
 from helpers import FakePolicy, block, search_config, segments_of, slow, user_error
 from tasks import load_task
@@ -442,6 +444,27 @@ def test_a_cut_journal_is_continued_to_the_same_tree(tmp_path, select):
         assert len(log) == 9 - kept
         assert shape(again) == shape(whole)
         assert [r["decision"] for r in rows(again)] == [r["decision"] for r in rows(whole)]
+
+
+def test_the_counts_of_a_continued_search_are_those_of_its_journal(tmp_path):
+    run(tmp_path, nodes=15, select="random")
+    t = run(tmp_path, nodes=30, select="random", large=".1")
+    r = result(t)
+    counted = [row["score"] if row["valid"] else TASK.baseline for row in rows(t)]
+    modes = Counter(row["sampling_mode"] for row in rows(t))
+    assert r["nodes"] == len(counted) == 30
+    assert r["failed"] == sum(not row["valid"] for row in rows(t))
+    assert r["tokens"] == sum(row["tokens"] for row in rows(t))
+    assert r["sampling_modes_used"] == modes
+    assert r["node_mean"] == pytest.approx(fmean(counted))
+    assert r["node_stderr"] == pytest.approx(standard_error(counted))
+
+
+def test_the_journal_holds_what_a_tree_forgets_and_the_scores_of_a_few_candidates(tmp_path):
+    t = run(tmp_path, nodes=60, select="random", score_of=equal, workers=1)
+    assert all(row["actions"] and row["ideas"] for row in rows(t))
+    assert not any(node.actions or node.ideas for node in t.finished)
+    assert len(rows(t)[-1]["decision"]["scores"]) == SCORES < len(t.scored())
 
 
 def test_resumed_bfs_does_not_ask_again_for_ideas_that_it_has(tmp_path):

@@ -6,6 +6,7 @@
     python tests/bench train       a GRPO step of single replies beside TRL's (pip install trl)
     python tests/bench agent       agents of several turns beside TRL's (pip install trl)
     python tests/bench ahead       steps that play while one is learned, with waits of all kinds
+    python tests/bench growth      own work of searches and trainings, by the length of the run
     python tests/bench engine      tokens per second of the engine with an adapter, three ways
     python tests/bench sync        the trained adapter into the running engine, three ways
     python tests/bench objectives  losses and advantages on the built-in tasks; an hour
@@ -31,6 +32,7 @@ SECTIONS = {
     "train": "bench.agent.train",
     "agent": "bench.agent.agent",
     "ahead": "bench.agent.ahead",
+    "growth": "bench.growth.growth",
     "engine": "bench.engine.engine",
     "sync": "bench.models.sync",
     "objectives": "bench.learning.objectives",
@@ -67,7 +69,8 @@ def main():
     model = "not for pretrained; train, agent: instead of a random one"
     add("--model", default="tiny", help=model)
     add("--jobs", type=int, default=1, help=f"{runs} number of runs at a time")
-    add("--only", default="", help=f"{runs} comma-separated variants; also for train and agent")
+    also = "also for train, agent and growth"
+    add("--only", default="", help=f"{runs} comma-separated variants; {also}")
     add("--flags", default="", help=f"{runs} more flags of grpo.py")
     args = parser.parse_args()
 

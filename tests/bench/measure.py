@@ -63,6 +63,12 @@ def run_module(name, *arguments, timeout):
     return done.stdout.strip().splitlines()[-1], None
 
 
+def result_of(name, *arguments, timeout):
+    """The same for a module that ends with print_result: (result, None) or (None, error)."""
+    line, error = run_module(name, *arguments, timeout=timeout)
+    return (None, error) if error else (json.loads(line.removeprefix(RESULT)), None)
+
+
 def print_result(**result):
     """Prints a line that a Contestant tells apart from everything else that is printed."""
     print("\n" + RESULT + json.dumps(result), flush=True)

@@ -1,0 +1,304 @@
+"""What a run costs beside its model and its sandboxes, and whether that grows with its length.
+
+python -m bench.growth search RULE NODES      a search with a fake model and fake episodes
+python -m bench.growth training STEPS         rows and transcripts of training, and their page
+"""
+
+import asyncio
+import contextlib
+import gc
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from bench.measure import ENVIRONMENT, PROJECT, print_result, result_of, this_machine
+
+FEW, MANY = 300, 3000  # nodes
+STEPS, GROUPS, GROUP = 2000, 8, 5  # of training
+WINDOW = 100  # nodes or steps before the moments that are compared
+TURNS = 4
+OPTIONS = {"bfs": {"depth": 8}}  # whose tree is large enough
+
+
+def growth(args):
+    """The sections of all rules, then that of training."""
+    from search import SELECT
+
+    rows = []
+    only = args.only.split(",") if args.only else [*SELECT, "training"]
+    for rule in SELECT:
+        if rule in only:
+            rows.append(search_row(rule))
+    if "training" in only:
+        rows += training_rows()
+    return this_machine(), rows
+
+
+def search_row(rule):
+    result, error = result_of("growth", "search", rule, MANY, timeout=900)
+    if error:
+        return rule, "failed", error
+    few, many = result["ms"]
+    value = f"{few:.1f} ms a node at {FEW} nodes, {many:.1f} at {MANY}: {many / few:.2f} times"
+    cpu = "of CPU {:.1f} and {:.1f} ms".format(*result["cpu_ms"])
+    return rule, value, f"{cpu}; {result['kb']:.1f} kB a node; depth {result['depth']}"
+
+
+def resident():
+    """Bytes of memory of this process."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def training_rows():
+    result, error = result_of("growth", "training", STEPS, timeout=3000)
+    if error:
+        return [("training", "failed", error)]
+    few, many = result["ms"]
+    cpu = "of CPU {:.1f} and {:.1f} ms".format(*result["cpu_ms"])
+    step = f"{few:.1f} ms at step {STEPS // 10}, {many:.1f} at {STEPS}: {many / few:.2f} times"
+    disk = f"of {result['disk'] / 1e6:.0f} MB of transcripts"
+    return [
+        ("books of a training step", step, f"{cpu}; {result['kb']:.2f} kB an episode"),
+        ("viz.py", f"{result['viz']:.1f} s", f"{STEPS} steps of {GROUPS * GROUP} episodes"),
+        (
+            "its page",
+            f"{result['page'] / 1e6:.1f} MB",
+            f"of {result['disk'] / 1e6:.0f} MB of transcripts",
+        ),
+    ]
+
+
+def fake_turn(rng, words):
+    """A turn with so many random numbers in its reply and in its observation."""
+    words = " ".join(str(rng.random()) for _ in range(words))
+    return {
+        "reply": words,
+        "action": words[:100],
+        "observation": words,
+        "status": "ok",
+        "score": None,
+        "stop_reason": "stop",
+        "reply_tokens": 100,
+        "seconds_env": 0.1,
+        "version": 0,
+    }
+
+
+# ------------------------------------------------------------------ searches
+
+
+class FakeModel:
+    """Answers every request of a search at once, with the same kind of text."""
+
+    def render(self, messages):
+        return [0] * 10
+
+    async def sample(self, tokens, limit, seed=0):
+        from flatlab.episode.episode import Sample
+
+        rng = random.Random(seed)
+        lines = [f"Inspect: 1\nParent: {rng.randrange(FEW)}\nMode: explore\nMemory: a note"]
+        lines += [f"Strategy: plan {rng.random()}\nProbability: 0.0{i}" for i in range(1, 6)]
+        return Sample([0] * 50, [0.0] * 50, "\n".join(lines), "stop", 0)
+
+
+async def fake_play(t, node, parents):
+    """An episode without a sandbox. A third of the nodes fail, the others change their parent's
+    score a little."""
+    from flatlab.episode.episode import Episode
+    from flatlab.episode.grading import Score
+
+    rng = random.Random(node.seed)
+    for _ in range(rng.randrange(20)):  # so that nodes end in another order than they started
+        await asyncio.sleep(0)
+    node.tokens += 100
+    turns = [fake_turn(rng, 40) for _ in range(TURNS)]
+    score = Score(None, t.task.metric, "validation", False, "no submission")
+    if rng.random() > 0.3:
+        parent = t.nearest_kept(node.parent)
+        value = parent.score if parent.valid else t.task.baseline
+        score = replace(score, value=value + rng.gauss(0, 0.01), valid=True, message="")
+    episode = Episode(t.task.name, node.seed, status="submit", turns=turns, score=score)
+    return episode, b"\0" * 10240  # an empty tar
+
+
+class NoSandbox(contextlib.nullcontext):
+    """The environment in which the finalists are scored."""
+
+    def __init__(self, *_):
+        super().__init__(self)
+
+    def restore(self, *_):
+        pass
+
+    def score(self, split):
+        from flatlab.episode.grading import Score
+
+        return Score(0.7, "accuracy", split, True, "")
+
+
+def search(rule, nodes):
+    """Prints the ms and the memory of a node, as the last WINDOW nodes before FEW and MANY have
+    them."""
+    import search
+    from flatlab.runs.store import open_run
+    from flatlab.tree.tree import Tree
+    from helpers import search_config
+    from tasks import load_task
+
+    search.play = fake_play
+    search.env.Env = NoSandbox
+    config = {"context": 100_000, "max_reply_tokens": 1000} | OPTIONS.get(rule, {})
+    cfg = search_config(backend="local", select=rule, nodes=nodes, workers=4, **config)
+    marks = {}
+    ends = []  # of the nodes: seconds, seconds of CPU
+    run_node = search.run_node
+
+    async def timed(t, node, slots):
+        await run_node(t, node, slots)
+        ends.append((time.perf_counter(), time.process_time()))
+        if len(ends) in (nodes // 3, nodes):
+            marks[len(ends)] = resident()
+
+    search.run_node = timed
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+        run = open_run(Path(folder, "run"), {})
+        (run.dir / "nodes").mkdir()
+        tree = Tree(load_task("titanic", "", ""), "tail", 0, cfg, run, search.SELECT[rule])
+        asyncio.run(search.search([tree], FakeModel(), cfg.workers))
+    few, many = window_ms(ends, FEW), window_ms(ends, nodes)
+    low, high = sorted(marks)
+    print_result(
+        ms=(few[0], many[0]),
+        cpu_ms=(few[1], many[1]),
+        kb=(marks[high] - marks[low]) / (high - low) / 1000,
+        depth=max(node.depth for node in tree.finished),
+    )
+
+
+def window_ms(ends, last):
+    """Mean duration and CPU time of the WINDOW nodes that end with number `last`."""
+    begin, end = ends[last - 1 - WINDOW], ends[last - 1]
+    return [1000 * (after - before) / WINDOW for before, after in zip(begin, end)]
+
+
+# ------------------------------------------------------------------ training
+
+
+class FakeTrainer:
+    """What a checkpoint takes from the policy and from the optimizer."""
+
+    def save(self, folder):
+        (folder / "adapter.bin").write_bytes(b"\0" * 100_000)
+
+    def state_dict(self):
+        return {}
+
+    def idle_share(self):
+        return 0.1
+
+    def peak_memory(self):
+        return 1.0
+
+
+def fake_groups(task, step):
+    """The groups of a step, whose scores rise slowly."""
+    from flatlab.episode.episode import Episode, Segment
+    from flatlab.episode.grading import Score
+    from flatlab.train.batch import Group, gather_groups
+    from flatlab.train.distributed import SingleProcess
+
+    rng = random.Random(step)
+    groups = []
+    for number in range(GROUPS):
+        episodes = []
+        for _ in range(GROUP):
+            value = rng.gauss(0.7 + step / 20_000, 0.05)
+            score = Score(value, task.metric, "validation", True, "")
+            turns = [fake_turn(rng, 10) for _ in range(TURNS)]
+            segments = [Segment([1] * 500, [0] * 100 + [1] * 400, [0.0] * 500)]
+            episode = Episode(task.name, step, status="submit", score=score, turns=turns)
+            episodes.append(replace(episode, segments=segments))
+        groups.append(Group(number, task, episodes, [e.score.value for e in episodes]))
+    return gather_groups(groups, SingleProcess())
+
+
+def training(steps):
+    """Prints the ms that a step costs beside sampling and learning, and what viz.py makes of it."""
+    import grpo
+    from flatlab.runs.store import open_run
+    from flatlab.train import distributed
+    from tasks import load_task
+
+    task = load_task("titanic", "", "")
+    trainer, state = FakeTrainer(), grpo.State()
+    rows, seconds, marks = [], [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"task": ["titanic"], "model": "fake", "seed": 0, "steps": steps}
+        job = distributed.SingleProcess(open_run(Path(folder, "run"), config))
+        job.result(status="running", **task.scale, selected_on_test=False)
+        with contextlib.redirect_stdout(None):
+            for step in range(steps):
+                groups = fake_groups(task, step)
+                begin = time.perf_counter(), time.process_time()
+                books(trainer, job, state, rows, groups, task, step)
+                end = time.perf_counter(), time.process_time()
+                seconds.append([after - before for before, after in zip(begin, end)])
+                if step + 1 in (steps // 3, steps):
+                    marks[step + 1] = resident()
+        job.result(status="finished")
+        run = job.run.dir
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, PROJECT / "viz.py", run], env=ENVIRONMENT, check=True)
+        viz = time.perf_counter() - begin
+        few, many = [
+            [1000 * statistics.median(column) for column in zip(*seconds[last - WINDOW : last])]
+            for last in (steps // 10, steps)
+        ]
+        low, high = sorted(marks)
+        print_result(
+            ms=(few[0], many[0]),
+            cpu_ms=(few[1], many[1]),
+            kb=(marks[high] - marks[low]) / (high - low) / (GROUPS * GROUP) / 1000,
+            viz=viz,
+            page=(run / "report.html").stat().st_size,
+            disk=sum(path.stat().st_size for path in (run / "episodes").glob("*.jsonl")),
+        )
+
+
+def books(trainer, job, state, rows, groups, task, step):
+    """What grpo.train does in a step beside sampling, learning and sync."""
+    from flatlab.train import checkpoint, guard, metrics
+    from flatlab.view import console
+
+    row = {"step": step, **metrics.step_metrics(groups, [task]), "lr": 1e-5, "loss": 0.1}
+    state.step = step + 1
+    metrics.remember(state.recent, groups)
+    if state.step % 10 == 0:
+        checkpoint.save_groups(job, f"eval-{step:06d}", groups)
+        result = metrics.evaluation(groups, [task])
+        row |= metrics.evaluation_columns(result)
+        checkpoint.keep_best(trainer, job, state, result | {"step": step})
+    row["alarms"] = guard.alarms(row, rows)
+    rows.append(row)
+    guard.collapse(rows[state.since :], state.best)
+    lap = {"sample": 10.0, "train": 10.0, "sync": 0.1, "judge": 0.0}
+    row |= checkpoint.timing(trainer, lap, groups)
+    checkpoint.write_step(trainer, trainer, job, state, groups, row)
+    console.print_step(job.run, row)
+
+
+if __name__ == "__main__":
+    what, *arguments = sys.argv[1:]
+    if what == "search":
+        search(arguments[0], int(arguments[1]))
+    else:
+        training(int(arguments[0]))
