@@ -68,11 +68,7 @@ def training_rows():
     return [
         ("books of a training step", step, f"{cpu}; {result['kb']:.2f} kB an episode"),
         ("viz.py", f"{result['viz']:.1f} s", f"{STEPS} steps of {GROUPS * GROUP} episodes"),
-        (
-            "its page",
-            f"{result['page'] / 1e6:.1f} MB",
-            f"of {result['disk'] / 1e6:.0f} MB of transcripts",
-        ),
+        ("its page", f"{result['page'] / 1e6:.1f} MB", disk),
     ]
 
 
