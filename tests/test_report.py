@@ -2,6 +2,7 @@
 
 import base64
 import json
+import random
 import shutil
 import subprocess
 import time
@@ -180,6 +181,43 @@ def test_all_texts_are_in_the_page(tmp_path):
     assert texts[2]["turns"][0]["reply"] == "b" * 300_000
     assert "score" not in index[1]
     assert texts[1]["error"] == "no file"
+
+
+def sampled(run, monkeypatch, limit):
+    """The data of a page that may hold so many bytes of transcripts, and how many it holds."""
+    monkeypatch.setattr(page, "PAGE_BYTES", limit)
+    html = page.page([run])
+    data, *blocks = html.split('id="data">')[1].split('class="block">')
+    data = json.loads(data.split("</script>")[0])
+    size = len(page.script_json(data["items"]))
+    return data, size + sum(len(block.split("</script>")[0]) for block in blocks)
+
+
+def test_the_page_of_a_long_training_shows_a_sample_of_its_steps_and_says_so(tmp_path, monkeypatch):
+    rng = random.Random(0)
+    steps = [[episode(0.7, str(rng.random()) * 30) for _ in range(5)] for _ in range(40)]
+    run = training_run(tmp_path / "run", steps)
+    whole, size = sampled(run, monkeypatch, 10_000_000)
+    assert len(whole["items"]) == 200
+    assert whole["sample"] == ""
+    data, part = sampled(run, monkeypatch, size // 3)
+    assert part < 1.1 * size / 3
+    shown = {item["id"].partition(".")[0] for item in data["items"]}
+    assert shown == {*map(str, range(0, 40, 4)), "39"}
+    assert "every 4th step and some more, 11 of 40" in data["sample"]
+
+
+def test_the_page_of_a_large_search_has_all_nodes_and_the_texts_of_the_best(tmp_path, monkeypatch):
+    rng = random.Random(0)
+    nodes = [node(f"0.{i}", 0.6, diff=str(rng.random()) * 30) for i in range(60)]
+    nodes.append(node("0.37.0", 0.9))
+    run = search_run(tmp_path / "run", nodes)
+    data, _ = sampled(run, monkeypatch, 25_000)
+    assert len(data["items"]) == 61
+    texts = {item["id"] for item in data["items"] if "at" in item}
+    assert {"0.37", "0.37.0"} < texts
+    assert f"{len(texts)} of 61" in data["sample"]
+    assert len(texts) < 40
 
 
 def test_colours_know_the_direction(tmp_path):

@@ -222,15 +222,24 @@ def transcripts(run: RunData, file_filter: Callable = str.isdigit) -> list[dict]
     Episodes also have seed, group ("12.0" = file and number), test_score (as score) and reward
     (None for a fault); nodes also parent, op, sampling_mode, idea, code, diff, decision.
     """
+    return [item for part in transcript_parts(run, file_filter) for item in read_part(run, part)]
+
+
+def transcript_parts(run: RunData, file_filter: Callable = str.isdigit) -> list:
+    """What transcripts() reads one after the other: rows of nodes, or files as (name, path)."""
     if run.kind != "grpo":
-        return [node_item(row, run.dir) for row in run.rows]
-    items = []
-    for path in sorted((run.dir / "episodes").glob("*.jsonl")):
-        name = re.sub(r"0*(\d+)$", r"\1", path.stem)
-        if file_filter(name):
-            for index, row in enumerate(read_rows(path)):
-                items.append(episode_item(row, name, index))
-    return items
+        return run.rows
+    paths = sorted((run.dir / "episodes").glob("*.jsonl"))
+    files = [(re.sub(r"0*(\d+)$", r"\1", path.stem), path) for path in paths]
+    return [(name, path) for name, path in files if file_filter(name)]
+
+
+def read_part(run: RunData, part) -> list[dict]:
+    """The transcripts of one of transcript_parts()."""
+    if run.kind != "grpo":
+        return [node_item(part, run.dir)]
+    name, path = part
+    return [episode_item(row, name, index) for index, row in enumerate(read_rows(path))]
 
 
 def episode_item(row: dict, name: str, index: int) -> dict:

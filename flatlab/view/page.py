@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from flatlab.files import write_whole
-from flatlab.runs.reader import RunData, transcripts
+from flatlab.runs.reader import RunData, read_part, transcript_parts
 from flatlab.runs.store import plain
 from flatlab.view import compare, plots, search_plots
 from flatlab.view.views import final_table, plot_curves, result_text
@@ -31,6 +31,7 @@ LISTED += ("task", "op", "mark", "sampling_mode", "second")
 TEXTS = ("system", "prompt", "error", "idea", "diff", "code", "ideas", "decision", "turns")
 LONG = ("final", "hidden_scores")  # of the result: not in its table
 BLOCK = 32  # texts that are compressed together
+PAGE_BYTES = 10_000_000  # about the largest page: of longer runs it holds a sample
 
 
 def write(runs: list[RunData], path: Path) -> Path:
@@ -41,24 +42,23 @@ def write(runs: list[RunData], path: Path) -> Path:
 
 def page(runs: list[RunData]) -> str:
     """The whole page as text."""
-    index, texts = [], []
+    index, blocks, notes = [], [], []
     for number, run in enumerate(runs):
-        items = transcripts(run)
-        index += items_of(run, number, items)
-        texts += [{key: item[key] for key in TEXTS if item.get(key)} for item in items]
-    for number, row in enumerate(index):
-        row["at"] = divmod(number, BLOCK)
+        rows, note = sample(run, number, blocks, PAGE_BYTES / len(runs))
+        index += rows
+        notes += [note] if note else []
     data = {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "runs": [run_of(run) for run in runs],
         "plots": pictures(runs),
         "items": index,
+        "sample": " ".join(notes),
         "table": compare.table(runs) if len(runs) > 1 else final_table(runs[0]),
     }
     template = TEMPLATE.read_text()
     style, script = hash_of("style", template), hash_of("script", template)
-    tags = [f'<script type="text/plain" class="block">{block}</script>' for block in pack(texts)]
+    tags = [f'<script type="text/plain" class="block">{block}</script>' for block in blocks]
     parts = {
         "POLICY": f"default-src 'none'; img-src data:; style-src {style}; script-src {script}",
         "DATA": script_json(data),
@@ -84,6 +84,59 @@ def script_json(value) -> str:
 
 
 # ------------------------------------------------------------------ long texts
+
+
+def sample(run: RunData, number: int, blocks: list[str], limit: float) -> tuple[list[dict], str]:
+    """Adds the texts of a run to the blocks: all, or those of every second, fourth, ... step or
+    node, so that index and texts take at most about `limit` bytes.
+
+    number: of the run on the page. Returns the rows of the index and a sentence about what is not
+    shown. The last step and the path to the best node always are. The index of a search is
+    complete, because the tree needs it.
+    """
+    parts = transcript_parts(run)
+    noun = "step"
+    always = {*range(len(parts))[-1:]}
+    index = {}  # number of the part -> its rows
+    if run.kind != "grpo":
+        noun = "node"
+        rows = items_of(run, number, [row | {"turns": row["actions"]} for row in parts])
+        index = {i: [row] for i, row in enumerate(rows)}
+        path = best_path(run)
+        always = {i for i, row in enumerate(parts) if row["id"] in path}
+    shown = set()
+    first = len(blocks)
+    stride = 2 << len(parts).bit_length()
+    # each round about doubles the size
+    while stride > 1 and (not shown or 2 * size_of(index, blocks[first:]) <= limit):
+        stride //= 2
+        new = sorted((always | {*range(0, len(parts), stride)}) - shown)
+        shown.update(new)
+        items = {i: read_part(run, parts[i]) for i in new}
+        for i in new:
+            index[i] = index.get(i) or items_of(run, number, items[i])
+        texts = [texts_of(item) for i in new for item in items[i]]
+        rows = [row for i in new for row in index[i]]
+        for place, row in enumerate(rows):
+            row["at"] = (len(blocks) + place // BLOCK, place % BLOCK)
+        blocks += pack(texts)
+    note = ""
+    if len(shown) < len(parts):
+        note = (
+            f"{run.name} is long: this page shows the transcripts of every {stride}th {noun} and "
+            f"some more, {len(shown)} of {len(parts)}. "
+            f"python viz.py {run.dir} --list lists all, and --episode prints one."
+        )
+    return [row for i in sorted(index) for row in index[i]], note
+
+
+def size_of(index: dict, blocks: list[str]) -> int:
+    """Bytes on the page."""
+    return len(script_json(list(index.values()))) + sum(map(len, blocks))
+
+
+def texts_of(item: dict) -> dict:
+    return {key: item[key] for key in TEXTS if item.get(key)}
 
 
 def pack(texts: list[dict]) -> list[str]:
@@ -118,12 +171,14 @@ def items_of(run: RunData, number: int, items: list[dict]) -> list[dict]:
     return rows
 
 
+def best_path(run: RunData) -> list[str]:
+    """The nodes from the root to the best one of a search; [] of other runs."""
+    return search_plots.best_path(run) if run.kind == "search" else []
+
+
 def run_of(run: RunData) -> dict:
     """What the page says about a run."""
-    path, root = [], None
-    if run.kind == "search":
-        path = search_plots.best_path(run)
-        root = search_plots.layout(run.rows)["0"][:2]
+    root = search_plots.layout(run.rows)["0"][:2] if run.kind == "search" else None
     result = run.result.items()
     return {
         "name": run.name,
@@ -133,7 +188,7 @@ def run_of(run: RunData) -> dict:
         "lower": not run.higher_is_better,
         "baseline": run.baseline,
         "status": run.status,
-        "path": path,
+        "path": best_path(run),
         "root": root,
         "result": [[key, result_text(value)] for key, value in result if key not in LONG],
         "config": [[key, result_text(value)] for key, value in run.config.items()],
