@@ -22,7 +22,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import stdev
 
 from flatlab.errors import UserError
 from flatlab.tree import prompts
@@ -243,6 +243,15 @@ def check_signals(cfg, constants: dict) -> None:
         raise UserError(f"--rule-args: one of {', '.join(SIGNALS)} must be above 0.")
 
 
+def mean_quality(t: Tree, id: str) -> float:
+    """Mean Q of a node and all nodes below it; those that failed or still run have 0."""
+    below = t.subtrees[id]
+    spread = t.best_scored.improvement - t.lowest
+    if spread == 0:
+        return 0.5 * below.scored / below.nodes
+    return (below.improvement - below.scored * t.lowest) / spread / below.nodes
+
+
 def mcts(t, rng, c=0.25):
     """From the root down by UCT to the first node with fewer than --branching children.
 
@@ -250,21 +259,15 @@ def mcts(t, rng, c=0.25):
 
     Nodes that failed or still run count as visits with value 0.
     """
-    q = quality(t)
-    # the value of each visit: of the node itself and of all nodes below it
-    visits = {id: [q.get(id, 0.0)] for id in t.nodes}
-    for node in reversed(t.nodes.values()):  # children come after their parents
-        if node.parent:
-            visits[node.parent] += visits[node.id]
     id = "0"
     scores = {}
     while len(t.children(id)) >= t.cfg.branching:
         level = {}
         for child in t.children(id):
             if child.kept and t.failures(child) <= DEBUG_DEPTH:
-                values = visits[child.id]
-                bonus = c * math.sqrt(math.log(len(visits[id])) / len(values))
-                level[child.id] = fmean(values) + bonus
+                visits = t.subtrees[child.id].nodes
+                bonus = c * math.sqrt(math.log(t.subtrees[id].nodes) / visits)
+                level[child.id] = mean_quality(t, child.id) + bonus
         if not level and t.running():
             return None
         if not level:

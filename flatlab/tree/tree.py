@@ -16,8 +16,10 @@ import math
 import tarfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from operator import itemgetter
+from itertools import takewhile
+from operator import itemgetter, not_
 from pathlib import Path
 
 from flatlab.episode.task import Task, improvement
@@ -114,6 +116,15 @@ class RunningMean:
         return math.sqrt(self.squares / (self.n - 1) / self.n) if self.n > 1 else None
 
 
+@dataclass(slots=True)
+class Subtree:
+    """Sums over a node and all nodes below it."""
+
+    nodes: int = 0  # the running ones included
+    scored: int = 0
+    improvement: float = 0.0  # of the scored ones
+
+
 class Tree:
     """All nodes of one task, sampling mode and seed, the running ones included.
 
@@ -142,6 +153,7 @@ class Tree:
         self.best_scored = self.root
         self.lowest = 0.0  # improvement, the root's included
         self.next_order = 0
+        self.subtrees: dict[str, Subtree] = {}
         # by id of the parent
         self.children_of: dict[str, list[Node]] = {}
         self.next_number: Counter[str] = Counter()  # of the next child
@@ -212,6 +224,9 @@ class Tree:
     def add(self, node: Node) -> None:
         self.nodes[node.id] = node
         self.children_of[node.id] = []
+        self.subtrees[node.id] = Subtree()
+        for above in self.upwards(node):
+            self.subtrees[above.id].nodes += 1
         self.next_order = max(self.next_order, node.order + 1)
         if node.parent:
             self.children_of[node.parent].append(node)
@@ -253,6 +268,9 @@ class Tree:
         steps, total, before = self.rises[node.parent]
         total += (steps + 1) * (node.improvement - before)
         self.rises[node.id] = (steps + 1, total, node.improvement)
+        for above in self.upwards(node):
+            self.subtrees[above.id].scored += 1
+            self.subtrees[above.id].improvement += node.improvement
 
     def request_of(self, node: Node) -> str:
         """The key of the request for strategies that serves this node.
@@ -279,15 +297,20 @@ class Tree:
         """Valid nodes without the root, in order of completion."""
         return self.valid
 
+    def upwards(self, node: Node) -> Iterator[Node]:
+        """The node, its parent, and so on to the root."""
+        while node is not self.root:
+            yield node
+            node = self.nodes[node.parent]
+        yield node
+
     def nearest_kept(self, id: str) -> Node:
         """The node whose files the children of `id` start from.
 
         This is `id` itself, or the next one above it whose files were kept, or the root.
         """
-        node = self.nodes[id]
-        while not node.kept and node is not self.root:
-            node = self.nodes[node.parent]
-        return node
+        kept = (node for node in self.upwards(self.nodes[id]) if node.kept)
+        return next(kept, self.root)
 
     def tar_of(self, node: Node) -> Path:
         """The file is named by order, because an id may be longer than a file name."""
@@ -304,11 +327,8 @@ class Tree:
 
     def failures(self, node: Node) -> int:
         """Number of failed nodes in a row that end with this one."""
-        count = 0
-        while not node.valid:  # the root is valid
-            count += 1
-            node = self.nodes[node.parent]
-        return count
+        valid = (above.valid for above in self.upwards(node))
+        return sum(1 for _ in takewhile(not_, valid))
 
     def best(self) -> Node:
         """The node that was chosen at the end; before that the best one by validation, the root
