@@ -27,16 +27,13 @@ OPTIONS = {"bfs": {"depth": 8}}  # whose tree is large enough
 
 
 def growth(args):
-    """The sections of all rules, then that of training."""
+    """A row for each rule, then those of training."""
     from search import SELECT
 
     rows = []
-    only = args.only.split(",") if args.only else [*SELECT, "training"]
-    for rule in SELECT:
-        if rule in only:
-            rows.append(search_row(rule))
-    if "training" in only:
-        rows += training_rows()
+    for what in args.only.split(",") if args.only else [*SELECT, "training"]:
+        rows += training_rows() if what == "training" else [search_row(what)]
+        print(rows[-1], file=sys.stderr, flush=True)
     return this_machine(), rows
 
 
