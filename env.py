@@ -30,7 +30,8 @@ from flatlab.episode.texts import FORMS, score_text, short_message, with_message
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
-from flatlab.sandbox.sandbox import Sandbox, pick_backend, readable
+from flatlab.sandbox.hosts import join, leave
+from flatlab.sandbox.sandbox import Sandbox, get_backend, pick_backend, readable
 from tasks import load_task
 
 __all__ = [
@@ -84,6 +85,7 @@ class Env:
         self.limits = {"memory": 4 << 30, **limits}
         self.sandbox: Sandbox | None = None
         self.opened: list[Sandbox] = []  # also those of gradings
+        self.host = ""  # where all of them are, once there is one; see flatlab/sandbox/hosts.py
         self.closed = False
         self.message = ""  # more that the first message tells, at its end
         self.ends_at_score = False  # whether a valid score ends the episode, for the texts
@@ -106,7 +108,9 @@ class Env:
     def make_sandbox(self) -> Sandbox:
         """A new sandbox, for the agent or for a grading. `close` ends it."""
         if not self.closed:
-            box = open_sandbox(self.task, self.options, self.seed, **self.limits)
+            if get_backend(self.options.backend).is_container:
+                self.host = join(self, self.host)
+            box = open_sandbox(self.task, self.options, self.seed, self.host, **self.limits)
             self.opened.append(box)
         if self.closed:  # perhaps by another thread in the meantime
             self.close()
@@ -206,6 +210,7 @@ class Env:
         See `restore` for clear_artefacts.
         """
         twin = Env(self.task, self.options, self.seed, **self.limits)
+        twin.host = self.host
         try:
             twin.restore(self.snapshot(), clear_artefacts)
         except BaseException:
@@ -218,6 +223,7 @@ class Env:
         self.closed = True
         for box in self.opened:
             box.close()
+        leave(self, self.host)
 
 
 def open_tasks(

@@ -66,6 +66,7 @@ from flatlab.runs.cli import check_distinct, one_sentence, parse_config, recorde
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.reader import value_text
 from flatlab.runs.store import open_run, run_directory
+from flatlab.sandbox.hosts import is_lost
 from flatlab.train import checkpoint, distributed, guard, imitation, memory, metrics
 from flatlab.train.batch import (
     Group,
@@ -449,13 +450,20 @@ async def play_groups(
     planned = [*plan.tasks, *plan.replacements]
     spare = iter(range(len(plan.tasks), len(planned))[job.rank :: job.world])
 
-    async def play(task, number):
-        seed = plan.seed * 100_003 + number
-        async with slots.slot(plan.order), env.Env(task, cfg.sandbox, seed) as world:
+    async def attempts(task, seed):
+        """An episode; before it, its faults on hosts that were lost."""
+        async with env.Env(task, cfg.sandbox, seed) as world:
             episode = await run_episode(world, policy, cfg.episode, seed, plan.test)
+        if episode.status == "fault" and await env.in_thread(is_lost, world.host):
+            return [episode, *await attempts(task, seed)]
+        return [episode]
+
+    async def play(task, number):
+        async with slots.slot(plan.order):
+            episodes = await attempts(task, plan.seed * 100_003 + number)
         if progress:
             progress.add()
-        return episode
+        return episodes
 
     async def fill(number):
         # If one episode is cancelled or raises, the others are cancelled too, and every sandbox is
@@ -464,7 +472,7 @@ async def play_groups(
             task = planned[number]
             numbers = range(number * plan.size, (number + 1) * plan.size)
             plays = [together.create_task(play(task, i)) for i in numbers]
-        group = Group(number, task, [p.result() for p in plays], [])
+        group = Group(number, task, [e for p in plays for e in p.result()], [])
         group.rewards = rewards_of(group, cfg, recent.get(task.name, []))
         following = None if group.informative else next(spare, None)
         return [group] if following is None else [group, *await fill(following)]

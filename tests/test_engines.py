@@ -262,7 +262,7 @@ def engine(request, rootfs):
 
 
 def containers_left():
-    return docker_api().containers(all=True, filters={"label": "flatlab.owner"})
+    return docker_api("").containers(all=True, filters={"label": "flatlab.owner"})
 
 
 def forget_engine():
@@ -280,7 +280,7 @@ def test_episode_has_the_same_scores_everywhere(engine):
     kind, line = pick_backend()
     assert kind == "docker"
     assert f"image {IMAGE}" in line
-    assert ("without limits on" in line) == bool(missing_limits(docker_api()))
+    assert ("without limits on" in line) == bool(missing_limits(docker_api("")))
     with Env(load_task("titanic"), "docker") as world:
         assert "without network" in world.reset()
         do(world, "mkdir -p d; cd d; export KEPT=yes")
@@ -295,7 +295,7 @@ def test_episode_has_the_same_scores_everywhere(engine):
 
 
 def test_isolation_and_limits(engine):
-    missing = missing_limits(docker_api())
+    missing = missing_limits(docker_api(""))
     box = Sandbox("docker", memory=256 << 20, processes=24, disk=16 << 20)
     status = box.run("id -u; grep -E '^(CapEff|NoNewPrivs)' /proc/self/status", 10).output.split()
     assert status[0] != "0"
@@ -314,7 +314,7 @@ def test_isolation_and_limits(engine):
     assert "Resource temporarily unavailable" in bomb.output
     assert box.run("echo alive", 10).output == "alive\n"
     with pytest.raises(SandboxFault):
-        docker_api().remove_container(box.container, force=True)
+        docker_api("").remove_container(box.container, force=True)
         box.run("sleep 20", 20)
     box.close()
 
@@ -337,7 +337,7 @@ def test_a_foreign_image_is_prepared(engine, tmp_path):
         box.close()
         while containers_left():  # podman does not remove the image of one that is ending
             time.sleep(0.1)
-        docker_api().remove_image(name, force=True)
+        docker_api("").remove_image(name, force=True)
 
 
 def test_no_container_outlives_its_owner(engine):
@@ -345,11 +345,11 @@ def test_no_container_outlives_its_owner(engine):
         [sys.executable, "-c", OWNER], cwd=PROJECT, stdout=subprocess.PIPE, text=True
     )
     container = owner.stdout.readline().strip()
-    assert container in {box["Id"] for box in docker_api().containers()}
+    assert container in {box["Id"] for box in docker_api("").containers()}
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     deadline = time.monotonic() + 60  # rootless podman on a busy machine
-    while container in {box["Id"] for box in docker_api().containers(all=True)}:
+    while container in {box["Id"] for box in docker_api("").containers(all=True)}:
         assert time.monotonic() < deadline
         time.sleep(0.2)
 

@@ -278,7 +278,7 @@ def test_container_that_was_made_but_not_started(wire, moment, monkeypatch):
     wire.cut_at = b"\0never\0"
     monkeypatch.setattr(docker, "LEFTOVER", "0s")  # else a leftover may be five minutes old
     docker.docker_api.cache_clear()
-    docker.docker_api()
+    docker.docker_api("")
     assert not [box for box in ours() if box["State"] == "created"]
 
 

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flatlab.errors import SandboxFault
@@ -19,7 +19,7 @@ from flatlab.sandbox.backend import (
 )
 from flatlab.sandbox.ssh import open_tunnel
 
-STARTS = threading.Semaphore(8)  # a daemon that is asked for more at once only gets slower
+STARTS = 8  # at once; a daemon that is asked for more only gets slower
 LEFTOVER = "5m"  # older containers that do not run, and images without a name, are leftovers
 CACHE = "/opt/flatlab/huggingface"  # where the Hugging Face cache of this machine is mounted
 CACHE_LINKS = "/home/agent/.cache/huggingface"  # a writable folder with links into it
@@ -84,7 +84,7 @@ def start_docker(spec: Spec) -> Connection:
     """Starts a container that removes itself when the program in it ends. Raises SandboxFault."""
     from docker.errors import DockerException
 
-    api = docker_api()
+    api = docker_api(spec.host)
     name = f"flatlab-{secrets.token_hex(8)}"
     env = spec.env
     if spec.hf_cache:
@@ -93,11 +93,11 @@ def start_docker(spec: Spec) -> Connection:
         boot, text = boot_program(
             "docker",
             env,
-            limits={"CORE": 0, "FSIZE": spec.disk, **process_limits(spec)},
+            limits={"CORE": 0, "FSIZE": spec.disk, **process_limits(api, spec)},
             hidden_data=spec.hide_package_data,
             copies=[[CACHE, CACHE_LINKS]] if spec.hf_cache else [],
         )
-        with STARTS:
+        with starts(api):
             container = api.create_container(
                 spec.image,
                 [boot],
@@ -107,7 +107,7 @@ def start_docker(spec: Spec) -> Connection:
                 stdin_open=True,
                 hostname="sandbox",
                 working_dir="/",
-                labels={"flatlab.owner": f"{socket.gethostname()}:{os.getpid()}"},
+                labels={"flatlab.owner": owner()},
                 host_config=host_config(api, spec),
                 # An empty network namespace, without half a second of CPU time.
                 network_disabled=not spec.network,
@@ -127,9 +127,19 @@ def start_docker(spec: Spec) -> Connection:
     return Connection(stream, stream.close, stream.errors, container)
 
 
-def process_limits(spec: Spec) -> dict[str, int]:
+def owner() -> str:
+    """The label of this process's containers."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+@functools.cache
+def starts(api) -> threading.Semaphore:
+    return threading.Semaphore(STARTS)
+
+
+def process_limits(api, spec: Spec) -> dict[str, int]:
     """Resource limits in place of those that the engine cannot set for a whole container."""
-    missing = missing_limits(docker_api())
+    missing = missing_limits(api)
     limits = {}
     if "memory" in missing:
         limits["AS"] = spec.memory
@@ -170,25 +180,29 @@ def host_config(api, spec: Spec):
     )
 
 
-def engine_options() -> dict:
-    """Where the daemon is, as arguments of docker-py's clients; ssh:// becomes a tunnel."""
+def engine_options(host: str) -> dict:
+    """Where the daemon is, as arguments of docker-py's clients; ssh:// becomes a tunnel.
+
+    host: its address; "": that of $DOCKER_HOST, or the default.
+    """
     import docker
 
-    options = docker.utils.kwargs_from_env()
+    environment = os.environ | ({"DOCKER_HOST": host} if host else {})
+    options = docker.utils.kwargs_from_env(environment)
     if options.get("base_url", "").startswith("ssh://"):
         options = {"base_url": open_tunnel(options["base_url"])}
     return options
 
 
 @functools.cache
-def docker_api():
-    """The connection to the daemon.
+def docker_api(host: str):
+    """The connection to a daemon, see engine_options.
 
     Removes what killed processes left: containers that were never started, images without a name.
     """
     import docker
 
-    api = docker.APIClient(**engine_options(), version="auto", timeout=5, max_pool_size=64)
+    api = docker.APIClient(**engine_options(host), version="auto", timeout=5, max_pool_size=64)
     ours = {"label": "flatlab.owner", "until": LEFTOVER}
     with suppress(docker.errors.APIError):  # another process does the same right now
         api.prune_containers(ours)
@@ -196,6 +210,18 @@ def docker_api():
     with suppress(docker.errors.APIError):
         api.prune_images(ours)
     return api
+
+
+@contextmanager
+def engine_faults():
+    """Turns what docker-py raises in the block into a SandboxFault."""
+    from docker.errors import DockerException
+    from requests import RequestException
+
+    try:
+        yield
+    except (DockerException, RequestException) as error:
+        raise SandboxFault(f"Docker does not answer: {error}") from error
 
 
 @functools.cache
@@ -221,14 +247,22 @@ def missing_limits(api) -> set[str]:
     return missing
 
 
-def docker_problem(image: str) -> str:
+def engine_version(api) -> str:
+    """Such as "Engine 20.10.24" or "Podman Engine 4.3.1"."""
+    engine = api.version()["Components"][0]
+    return f"{engine['Name']} {engine['Version']}"
+
+
+def docker_problem(image: str, host: str = "") -> str:
     """Why Docker cannot be used with this image, as one sentence; empty if it can."""
     import docker
 
-    where = os.environ.get("DOCKER_HOST", "/var/run/docker.sock")
+    where = host or os.environ.get("DOCKER_HOST", "/var/run/docker.sock")
     try:
-        docker_api().inspect_image(image)
+        docker_api(host).inspect_image(image)
     except docker.errors.ImageNotFound:
+        if host:
+            return f"Docker at {host} has no image {image}: `docker --host {host} pull {image}`."
         return f"Docker runs but has no image {image}; get it with `docker pull {image}`."
     except (docker.errors.DockerException, OSError) as error:
         if where.startswith("ssh://"):
@@ -242,9 +276,9 @@ def docker_problem(image: str) -> str:
     return ""
 
 
-def docker_note() -> str:
+def docker_note(host: str) -> str:
     """What the engine's sandboxes lack, for the line about the choice; empty if nothing."""
-    missing = missing_limits(docker_api())
+    missing = missing_limits(docker_api(host))
     if not missing:
         return ""
     return f", without limits on {', '.join(sorted(missing))} in total (see docs/sandboxes.md)"

@@ -7,6 +7,7 @@ import functools
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,17 +25,34 @@ OPTIONS = {
 }
 
 
-@functools.cache
-def open_tunnel(url: str) -> str:
-    """A local address for ssh://[user@]host[:port][/path/of/the/socket], until this process ends.
+opening = threading.Lock()
+clients: dict[str, subprocess.Popen] = {}  # by url
 
-    All requests share one connection of the ssh client, which reads ~/.ssh/config. Raises
-    OSError with the client's last line if it does not connect.
-    """
-    parts = urlsplit(url)
+
+@functools.cache
+def local_socket(url: str) -> Path:
     folder = tempfile.mkdtemp(prefix="flatlab-ssh-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    local = Path(folder) / "docker.sock"
+    return Path(folder) / "docker.sock"
+
+
+def open_tunnel(url: str) -> str:
+    """A local address for ssh://[user@]host[:port][/path/of/the/socket], always the same one.
+
+    All requests share one connection of the ssh client, which reads ~/.ssh/config. If it has ended,
+    the next call connects again. Raises OSError with the client's last line if it does not connect.
+    """
+    local = local_socket(url)
+    with opening:
+        if url not in clients or clients[url].poll() is not None:
+            local.unlink(missing_ok=True)
+            clients[url] = start_client(url, local)
+    return f"unix://{local}"
+
+
+def start_client(url: str, local: Path) -> subprocess.Popen:
+    """Starts the ssh client that forwards the socket, until this process ends."""
+    parts = urlsplit(url)
     command = ["ssh", "-T", "-L", f"{local}:{parts.path.rstrip('/') or SOCKET}"]
     for name, value in OPTIONS.items():
         command += ["-o", f"{name}={value}"]
@@ -49,4 +67,4 @@ def open_tunnel(url: str) -> str:
         lines = client.communicate()[1].strip().splitlines() or ["it ended without a message"]
         raise OSError(f"ssh: {lines[-1]}")
     atexit.register(client.terminate)
-    return f"unix://{local}"
+    return client

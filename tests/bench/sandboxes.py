@@ -134,7 +134,7 @@ def disk_use(folders):
         blocks += sum(path.lstat().st_blocks for path in folder.rglob("*"))
     used = {"kB in /tmp": blocks // 2}
     if not docker_problem(IMAGE):
-        usage = docker_api().df()
+        usage = docker_api("").df()
         written = sum(box.get("SizeRw") or 0 for box in usage["Containers"] or [])
         used["kB in Docker"] = (usage["LayersSize"] + written) // 1024
     return used
