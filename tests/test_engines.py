@@ -14,24 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from backends import missing
+from engines import Engines, forget_engine, lacking, start_dockerd
 from env import Env
 from flatlab.errors import SandboxFault
-from flatlab.sandbox import docker, images, sandbox, snapshot
+from flatlab.sandbox import docker, images, sandbox
 from flatlab.sandbox.backend import IMAGE, WORKSPACE
 from flatlab.sandbox.docker import docker_api, missing_limits
 from flatlab.sandbox.sandbox import Sandbox, pick_backend
-from helpers import PROJECT, SBIN, Services, do, free_port, user_error
+from helpers import PROJECT, SBIN, do, free_port, user_error
 from tasks import load_task
 
 pytestmark = pytest.mark.slow
-# The image's Python, bash and tools without what is large: 70 MB instead of 1 GB.
-LEFT_OUT = (
-    "usr/include usr/share usr/lib/python3 usr/lib/python3*/dist-packages usr/lib/gcc "
-    "usr/lib/git-core usr/bin/*-linux-gnu-* usr/lib/*/*.a usr/lib/*/*san.so* "
-    "usr/lib/*/openblas* usr/lib/*/lapack usr/lib/*/perl"
-)
-KEPT = "bin sbin lib lib64 etc usr var home opt root tmp"
 # Limits of resources that every user may set, and a runtime that works with all cgroups.
 PODMAN_CONF = """
 [containers]
@@ -64,12 +57,6 @@ with open("submission.csv", "w") as file:
 END"""
 
 
-def lacking(*programs):
-    """Which of the programs are missing, as the reason to skip a test; empty if none."""
-    absent = [name for name in programs if not shutil.which(name, path=SBIN)]
-    return f"{', '.join(absent)} missing" if absent else ""
-
-
 def ordinary_user():
     """The name of a user whom podman can map other users for: this one, or as root, any."""
     lines = Path("/etc/subuid").read_text().splitlines() if os.path.exists("/etc/subuid") else []
@@ -78,40 +65,6 @@ def ordinary_user():
         if name != "root" and mine in ("root", name):
             return name
     pytest.skip("no ordinary user has a line in /etc/subuid")
-
-
-class Engines(Services):
-    """Services that also remove what container engines leave behind."""
-
-    bridge = ""  # a network interface that is removed at the end
-
-    def stop(self):
-        super().stop()
-        if self.bridge:
-            ip = shutil.which("ip", path=SBIN)
-            subprocess.run([ip, "link", "delete", self.bridge], check=True)
-        for pid in self.folder.glob("run/libpod/tmp/pause.pid"):  # keeps podman's user namespace
-            os.kill(int(pid.read_text()), signal.SIGKILL)
-        mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
-        for mount in reversed(mounts):
-            if mount.startswith(f"{self.folder}/"):
-                subprocess.run(["umount", "--lazy", mount], check=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="module")
-def rootfs(tmp_path_factory):
-    """A tar of a small part of the image."""
-    if missing("docker"):
-        pytest.skip(missing("docker"))
-    path = tmp_path_factory.mktemp("rootfs") / "small.tar"
-    options = [f"--exclude={name}" for name in LEFT_OUT.split()]
-    command = ["tar", "-C", "/", "-c", "--one-file-system", *options, *KEPT.split()]
-    with open(path, "wb") as file:
-        run = ["docker", "run", "--rm", "--network=none", IMAGE, *command]
-        subprocess.run(run, stdout=file, check=True)
-    path.chmod(0o644)
-    return path
 
 
 def start_podman(services, rootfs, user):
@@ -144,32 +97,6 @@ def start_podman(services, rootfs, user):
     services.start(*command, "system", "service", "--time=0", address, **environment)
     services.wait_for((folder / "socket").exists)
     return address
-
-
-def start_dockerd(services, rootfs, *options):
-    """Starts a Docker daemon of its own. Returns the path of its socket."""
-    folder = services.folder
-    # With --bridge=none, it would remove the bridge docker0 of another daemon.
-    services.bridge = folder.name
-    ip = shutil.which("ip", path=SBIN)
-    subprocess.run([ip, "link", "add", services.bridge, "type", "bridge"], check=True)
-    subprocess.run([ip, "address", "add", "10.213.7.1/24", "dev", services.bridge], check=True)
-    services.start(
-        "dockerd",
-        f"--host=unix://{folder}/socket",
-        f"--data-root={folder}/data",
-        f"--exec-root={folder}/exec",
-        f"--pidfile={folder}/pid",
-        f"--bridge={services.bridge}",
-        "--iptables=false",
-        "--ip-forward=false",
-        *options,
-    )
-    address = f"unix://{folder}/socket"
-    docker = ["docker", "--host", address]
-    services.wait_for(lambda: not subprocess.run([*docker, "info"], capture_output=True).returncode)
-    subprocess.run([*docker, "import", rootfs, IMAGE], check=True, stdout=subprocess.DEVNULL)
-    return folder / "socket"
 
 
 def start_sshd(services):
@@ -263,14 +190,6 @@ def engine(request, rootfs):
 
 def containers_left():
     return docker_api("").containers(all=True, filters={"label": "flatlab.owner"})
-
-
-def forget_engine():
-    """What was found out about the engine before, or about its images, does not hold any more."""
-    snapshot.roots_of.clear()
-    docker_api.cache_clear()
-    pick_backend.cache_clear()
-    images.found_images.clear()
 
 
 # ------------------------------------------------------------------------------------- behaviour

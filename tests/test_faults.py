@@ -7,19 +7,18 @@ The marker `fault` names what is broken, here and in test_sandbox.py and test_en
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from backends import ISOLATED, containers_of, needs_docker
 from bench.sandboxes import EPISODE, FAILING, episodes_in_a_row, play
+from engines import Wire
 from env import Env
 from flatlab.episode import machine
 from flatlab.errors import SandboxFault
@@ -176,52 +175,6 @@ def test_a_copy_that_is_too_large_is_a_fault(world, monkeypatch):
 
 
 # ---- Docker
-
-
-class Wire:
-    """Stands in front of Docker's socket: can cut it, as a restart of the daemon does, or hang."""
-
-    def __init__(self, path):
-        self.path, self.real, self.open, self.hang = path, "/var/run/docker.sock", [], False
-        self.cut_at = b"\0never\0"
-        self.server = socket.socket(socket.AF_UNIX)
-        self.listen()
-
-    def listen(self):
-        with suppress(FileNotFoundError):
-            os.unlink(self.path)
-        self.server = socket.socket(socket.AF_UNIX)
-        self.server.bind(str(self.path))
-        self.server.listen(64)
-        threading.Thread(target=self.accept, args=(self.server,), daemon=True).start()
-
-    def accept(self, server):
-        with suppress(OSError):
-            while True:
-                near = server.accept()[0]
-                far = socket.socket(socket.AF_UNIX)
-                far.connect(self.real)
-                self.open += [near, far]
-                for source, target in ((near, far), (far, near)):
-                    threading.Thread(target=self.copy, args=(source, target), daemon=True).start()
-
-    def copy(self, source, target):
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                if self.cut_at in data:
-                    break
-                if not self.hang:
-                    target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-
-    def cut(self):
-        for end in (self.server, *self.open):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-        self.open.clear()
-        with suppress(FileNotFoundError):
-            os.unlink(self.path)
 
 
 @pytest.fixture

@@ -248,9 +248,10 @@ def missing_limits(api) -> set[str]:
 
 
 def engine_version(api) -> str:
-    """Such as "Engine 20.10.24" or "Podman Engine 4.3.1"."""
+    """Such as "Docker Engine 20.10.24" or "Podman Engine 4.3.1"."""
     engine = api.version()["Components"][0]
-    return f"{engine['Name']} {engine['Version']}"
+    docker = "Docker " * (engine["Name"] == "Engine")
+    return f"{docker}{engine['Name']} {engine['Version']}"
 
 
 def docker_problem(image: str, host: str = "") -> str:

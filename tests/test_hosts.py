@@ -1,0 +1,287 @@
+"""Sandboxes on several Docker hosts: the daemon of this machine and a second one, or one daemon
+behind two wires that can be cut.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from itertools import count
+
+import pytest
+
+from backends import needs_docker
+from bench.sandboxes import EPISODE
+from engines import Engines, Wire, forget_engine, lacking, run_dockerd, start_dockerd
+from env import Env
+from flatlab.errors import SandboxFault
+from flatlab.runs.reader import read_rows
+from flatlab.sandbox import hosts, sandbox
+from flatlab.sandbox.hosts import Host, room
+from helpers import PROJECT, FakePolicy, block, do, play_once, python, user_error
+from tasks import load_task
+
+TITANIC = EPISODE[2].format(n=7)
+FIRST = "unix:///var/run/docker.sock"
+
+
+def spread(machines, episodes):
+    """The number of episodes on each host after so many have chosen one."""
+    for _ in range(episodes):
+        max(machines, key=room).sandboxes += 1
+    return [host.sandboxes for host in machines]
+
+
+def test_episodes_fill_the_free_slots_and_then_share_the_load_per_core():
+    machines = [Host("a", cores=2), Host("b", cores=4), Host("c", cores=16)]
+    assert spread(machines, 12) == [0, 0, 12]
+    assert spread(machines, 10) == [2, 4, 16]
+    assert spread(machines, 22) == [4, 8, 32]
+
+
+def test_episodes_of_this_and_of_other_processes_count():
+    class Episode:
+        pass
+
+    mine = [Episode(), Episode()]
+    busy = Host("a", cores=8, sandboxes=3)
+    busy.episodes.update(mine)
+    assert room(busy) == 3
+    mine.clear()  # never closed, but gone
+    assert room(busy) == 5
+
+
+def test_several_addresses_are_separated_by_commas(monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", "ssh://me@box, tcp://10.0.0.5:2375,")
+    assert hosts.addresses() == ["ssh://me@box", "tcp://10.0.0.5:2375"]
+    monkeypatch.setenv("DOCKER_HOST", "ssh://me@box")
+    assert hosts.addresses() == [""]
+    monkeypatch.delenv("DOCKER_HOST")
+    assert hosts.addresses() == [""]
+
+
+# ---- one daemon behind two wires
+
+
+@pytest.fixture
+def wires(tmp_path, monkeypatch):
+    if not os.path.exists("/var/run/docker.sock") or os.environ.get("DOCKER_HOST"):
+        pytest.skip("needs Docker's own socket")
+    wires = [Wire(tmp_path / "a.sock"), Wire(tmp_path / "b.sock")]
+    monkeypatch.setenv("DOCKER_HOST", ",".join(map(address_of, wires)))
+    forget_engine()
+    yield wires
+    for wire in wires:
+        wire.cut()
+    monkeypatch.undo()
+    forget_engine()
+
+
+def address_of(wire):
+    return f"unix://{wire.path}"
+
+
+@needs_docker
+def test_an_episode_its_forks_and_its_gradings_stay_on_their_host(wires):
+    task = load_task("titanic")
+    with Env(task, "docker") as one, Env(task, "docker") as two:
+        one.reset()
+        two.reset()
+        assert {one.host, two.host} == set(map(address_of, wires))
+        do(two, TITANIC)
+        with two.fork(clear_artefacts=False) as twin:
+            assert twin.score().valid
+            assert {box.host for box in [*two.opened, *twin.opened]} == {two.host}
+            assert len(twin.opened) == 2
+        assert len(hosts.host_of(two.host).episodes) == 1
+    assert len(hosts.host_of(two.host).episodes) == 0
+
+
+@needs_docker
+@pytest.mark.fault(34, "one of several Docker hosts dies, and comes back")
+def test_a_host_that_dies_is_left_out_until_it_is_back(wires, monkeypatch):
+    task = load_task("titanic")
+    dead, alive = map(address_of, wires)
+    with Env(task, "docker") as first, Env(task, "docker") as second, Env(task, "docker") as third:
+        first.reset()
+        assert first.host == dead
+        assert not hosts.is_lost(dead)
+        wires[0].cut()
+        with pytest.raises(SandboxFault):
+            do(first, "ls")
+        assert hosts.is_lost(dead)
+        second.reset()
+        third.reset()
+        assert (second.host, third.host) == (alive, alive)
+    wires[0].listen()
+    with Env(task, "docker") as again:
+        again.reset()
+        assert again.host == alive  # it is not yet time
+    monkeypatch.setattr(hosts.host_of(dead), "retry_at", 0.1)
+    with Env(task, "docker") as again:
+        again.reset()
+        assert again.host == dead
+    for wire in wires:
+        wire.cut()
+    with pytest.raises(SandboxFault, match="Docker did not start a container"):
+        Env(task, "docker").reset()
+    assert not hosts.is_lost(alive)
+
+
+@needs_docker
+def test_the_line_names_each_host_and_whether_it_answers(wires):
+    dead, alive = map(address_of, wires)
+    wires[0].cut()
+    line = sandbox.pick_backend("auto")[1]
+    assert f"on {dead} (does not answer) and {alive} ({os.cpu_count()} cores, Docker " in line
+    wires[1].cut()
+    forget_engine()
+    with user_error(f"^No Docker daemon answers at {dead}. No Docker daemon answers at {alive}.$"):
+        sandbox.pick_backend("auto")
+
+
+@needs_docker
+def test_a_host_without_the_image_is_one_sentence(wires):
+    done = python("env.py", "--task", "titanic", "--image", "flatlab/nothing:here")
+    assert done.returncode == 2
+    for wire in wires:
+        assert f"Docker at {address_of(wire)} has no image flatlab/nothing:here" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+SEARCH = "--task titanic --model tiny --sampling-mode none --nodes 12 --workers 8".split()
+SEARCH += ["--backend", "docker"]
+
+
+def script(name, *flags, cwd):
+    return subprocess.Popen(
+        [sys.executable, PROJECT / name, *flags],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(condition, seconds=120):
+    """Whether the condition becomes true in this time."""
+    pause = threading.Event()
+    return next((True for _ in range(5 * seconds) if condition() or pause.wait(0.2)), False)
+
+
+@pytest.mark.slow
+@needs_docker
+@pytest.mark.fault(34, "all Docker hosts die in the middle of a search")
+def test_without_any_host_a_search_stops_and_the_same_command_continues_it(wires, tmp_path):
+    process = script("search.py", *SEARCH, "--name", "s", cwd=tmp_path)
+    journal = tmp_path / "logs/s/journal.jsonl"
+    assert wait_for(lambda: journal.exists() and len(read_rows(journal)) >= 2)
+    for wire in wires:
+        wire.cut()
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 2, said
+    assert "Run the same command again to continue." in said
+    for wire in wires:
+        wire.listen()
+    process = script("search.py", *SEARCH, "--name", "s", "--nodes", "20", cwd=tmp_path)
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    assert len(read_rows(journal)) == 20
+
+
+# ---- two daemons
+
+
+@pytest.fixture(scope="module")
+def second(rootfs):
+    """A second daemon, which can be killed and started again."""
+    reason = lacking("dockerd", "ip") or ("only root can start dockerd" if os.geteuid() else "")
+    if reason or os.environ.get("DOCKER_HOST"):
+        pytest.skip(reason or "needs Docker's own socket")
+    services = Engines()
+    patch = pytest.MonkeyPatch()
+    try:
+        services.address = f"unix://{start_dockerd(services, rootfs)}"
+        patch.setenv("DOCKER_HOST", f"{FIRST},{services.address}")
+        forget_engine()
+        yield services
+    finally:
+        patch.undo()
+        forget_engine()
+        services.stop()
+
+
+def containers(address, *options):
+    """The containers of flatlab at an address."""
+    command = ["docker", "--host", address, "ps", "--quiet", "--filter", "label=flatlab.owner"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    return done.stdout.split()
+
+
+def kill(services):
+    services.running[-1].kill()
+    services.running[-1].wait()
+
+
+def nothing_is_left(services):
+    """Whether no container is left once the second daemon runs again."""
+    run_dockerd(services)
+    addresses = (FIRST, services.address)
+    return wait_for(lambda: not any(containers(at, "--all") for at in addresses), 30)
+
+
+@pytest.mark.slow
+def test_32_episodes_run_on_two_daemons(second):
+    numbers = count(3)
+
+    def replies():
+        number = next(numbers)
+        return [block(command.format(n=number)) for command in EPISODE]
+
+    async def main():
+        worlds = [Env(load_task("titanic"), "docker") for _ in range(32)]
+        plays = [play_once(world, FakePolicy(*replies())) for world in worlds]
+        return await asyncio.gather(*plays)
+
+    episodes = asyncio.run(main())
+    assert all(episode.score and episode.score.valid for episode in episodes)
+    on_second = sum(episode.host == second.address for episode in episodes)
+    assert on_second == 16
+    assert wait_for(lambda: not containers(FIRST, "--all"), 30)
+    assert wait_for(lambda: not containers(second.address, "--all"), 30)
+
+
+TRAIN = "--task titanic --model tiny --steps 2 --groups 4 --max-groups 4 --eval-episodes 0".split()
+TRAIN += ["--backend", "docker", "--concurrency", "32", "--name", "t"]
+
+
+@pytest.mark.slow
+@pytest.mark.fault(34, "one of two Docker daemons is killed in the middle of a training step")
+def test_a_training_step_loses_nothing_with_a_host(second, tmp_path):
+    process = script("grpo.py", *TRAIN, cwd=tmp_path)
+    assert wait_for(lambda: len(containers(second.address)) >= 8)
+    kill(second)
+    said = process.communicate(timeout=400)[0]
+    assert process.returncode == 0, said
+    rows = read_rows(tmp_path / "logs/t/metrics.jsonl")
+    assert [row["episodes"] for row in rows] == [32, 32]
+    assert rows[0]["faults_by_host"] == {second.address: rows[0]["faults"]}
+    assert rows[0]["faults"] >= 8
+    assert rows[1]["faults"] == 0
+    assert nothing_is_left(second)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(34, "one of two Docker daemons is killed in the middle of a search")
+def test_a_search_loses_nothing_with_a_host(second, tmp_path):
+    process = script("search.py", *SEARCH, "--name", "s", cwd=tmp_path)
+    assert wait_for(lambda: len(containers(second.address)) >= 2)
+    kill(second)
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    rows = read_rows(tmp_path / "logs/s/journal.jsonl")
+    assert len(rows) == 12
+    assert all(row["status"] != "fault" for row in rows)
+    assert sum(row["faults_by_host"].get(second.address, 0) for row in rows) >= 1
+    assert nothing_is_left(second)
