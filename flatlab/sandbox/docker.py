@@ -214,14 +214,13 @@ def docker_api(host: str):
 
 @contextmanager
 def engine_faults():
-    """Turns what docker-py raises in the block into a SandboxFault."""
+    """Turns what docker-py and ssh raise in the block into a SandboxFault."""
     from docker.errors import DockerException
-    from requests import RequestException
 
     try:
         yield
-    except (DockerException, RequestException) as error:
-        raise SandboxFault(f"Docker does not answer: {error}") from error
+    except (DockerException, OSError) as error:
+        raise SandboxFault(f"Docker cannot start a sandbox: {error}") from error
 
 
 @functools.cache

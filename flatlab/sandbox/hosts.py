@@ -129,16 +129,18 @@ def hosts_problem(image: str) -> str:
     return " ".join(filter(None, problems))
 
 
-def hosts_note() -> str:
+def hosts_note(image: str) -> str:
     """What the line about the choice says of the engine, or of each host."""
     if addresses() == [""]:
         return docker_note("")
-    return f", on {' and '.join(map(describe, addresses()))}"
+    return f", on {' and '.join(describe(address, image) for address in addresses())}"
 
 
-def describe(address: str) -> str:
+def describe(address: str, image: str) -> str:
     host = host_of(address)
     if host.retry_at:
         return f"{address} (does not answer)"
-    version = engine_version(docker_api(address))
-    return f"{address} ({host.cores} cores, {version}{docker_note(address)})"
+    api = docker_api(address)
+    digits = api.inspect_image(image)["Id"].removeprefix("sha256:")[:12]
+    facts = f"{host.cores} cores, {engine_version(api)}, image {digits}{docker_note(address)}"
+    return f"{address} ({facts})"

@@ -74,7 +74,7 @@ def pick_backend(
     if backend != "local":
         problem = hosts_problem(image)
         if not problem:
-            return "docker", f"docker, image {image}{hosts_note()}"
+            return "docker", f"docker, image {image}{hosts_note(image)}"
     if backend == "docker" or addresses() != [""]:  # who names several hosts wants Docker
         raise UserError(problem)
     local = get_backend("local")
