@@ -134,7 +134,7 @@ def test_the_line_names_each_host_and_whether_it_answers(wires):
     dead, alive = map(address_of, wires)
     wires[0].cut()
     line = sandbox.pick_backend("auto")[1]
-    assert f"on {dead} (does not answer) and {alive} ({os.cpu_count()} cores, Docker " in line
+    assert f"on {dead} (does not answer) and {alive} ({os.cpu_count()} cores, Engine " in line
     wires[1].cut()
     forget_engine()
     with user_error(f"^No Docker daemon answers at {dead}. No Docker daemon answers at {alive}.$"):

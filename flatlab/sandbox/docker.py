@@ -246,13 +246,6 @@ def missing_limits(api) -> set[str]:
     return missing
 
 
-def engine_version(api) -> str:
-    """Such as "Docker Engine 20.10.24" or "Podman Engine 4.3.1"."""
-    engine = api.version()["Components"][0]
-    docker = "Docker " * (engine["Name"] == "Engine")
-    return f"{docker}{engine['Name']} {engine['Version']}"
-
-
 def docker_problem(image: str, host: str = "") -> str:
     """Why Docker cannot be used with this image, as one sentence; empty if it can."""
     import docker

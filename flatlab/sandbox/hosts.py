@@ -23,7 +23,6 @@ from flatlab.sandbox.docker import (
     engine_faults,
     engine_info,
     engine_options,
-    engine_version,
     owner,
 )
 
@@ -141,6 +140,7 @@ def describe(address: str, image: str) -> str:
     if host.retry_at:
         return f"{address} (does not answer)"
     api = docker_api(address)
+    engine = api.version()["Components"][0]
+    version = f"{engine['Name']} {engine['Version']}"
     digits = api.inspect_image(image)["Id"].removeprefix("sha256:")[:12]
-    facts = f"{host.cores} cores, {engine_version(api)}, image {digits}{docker_note(address)}"
-    return f"{address} ({facts})"
+    return f"{address} ({host.cores} cores, {version}, image {digits}{docker_note(address)})"

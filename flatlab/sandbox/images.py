@@ -138,30 +138,24 @@ def install_requirements(task, image: str) -> str:
     It is tagged by its content, and prepared_image finds it. With several hosts, each one makes its
     own. Returns its name. Raises UserError if Docker cannot build it or pip fails.
     """
+    from docker.errors import DockerException
+
     if problem := hosts_problem(image):
         raise UserError(problem)
     for host in addresses():
-        tag = install_on(host, task, image)
-    return tag
-
-
-def install_on(host: str, task, image: str) -> str:
-    """See install_requirements."""
-    from docker.errors import DockerException
-
-    api = docker_api(host)
-    tag = package_tag(task, image, host)
-    base = api.inspect_image(image)["Id"]
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(task.requirements, Path(folder, "requirements.txt"))
-        text = INSTALL.format(base=base, set_path=SET_PATH)
-        Path(folder, "Dockerfile").write_text(text)
-        try:
-            failure = print_build(api.build(folder, tag, forcerm=True, decode=True))
-        except (DockerException, OSError) as error:
-            failure = " ".join(str(error).split())[:300]
-    if failure:
-        raise UserError(f"{task.requirements} cannot be installed in {image}: {failure}")
+        api = docker_api(host)
+        tag = package_tag(task, image, host)
+        base = api.inspect_image(image)["Id"]
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(task.requirements, Path(folder, "requirements.txt"))
+            text = INSTALL.format(base=base, set_path=SET_PATH)
+            Path(folder, "Dockerfile").write_text(text)
+            try:
+                failure = print_build(api.build(folder, tag, forcerm=True, decode=True))
+            except (DockerException, OSError) as error:
+                failure = " ".join(str(error).split())[:300]
+        if failure:
+            raise UserError(f"{task.requirements} cannot be installed in {image}: {failure}")
     return tag
 
 

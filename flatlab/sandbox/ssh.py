@@ -7,7 +7,6 @@ import functools
 import shutil
 import subprocess
 import tempfile
-import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,7 +24,6 @@ OPTIONS = {
 }
 
 
-opening = threading.Lock()
 clients: dict[str, subprocess.Popen] = {}  # by url
 
 
@@ -43,10 +41,9 @@ def open_tunnel(url: str) -> str:
     the next call connects again. Raises OSError with the client's last line if it does not connect.
     """
     local = local_socket(url)
-    with opening:
-        if url not in clients or clients[url].poll() is not None:
-            local.unlink(missing_ok=True)
-            clients[url] = start_client(url, local)
+    if url not in clients or clients[url].poll() is not None:
+        local.unlink(missing_ok=True)
+        clients[url] = start_client(url, local)
     return f"unix://{local}"
 
 
