@@ -17,7 +17,7 @@ import pytest
 from engines import Engines, forget_engine, lacking, start_dockerd
 from env import Env
 from flatlab.errors import SandboxFault
-from flatlab.sandbox import docker, images, sandbox
+from flatlab.sandbox import docker, hosts, images, sandbox, ssh
 from flatlab.sandbox.backend import IMAGE, WORKSPACE
 from flatlab.sandbox.docker import docker_api, missing_limits
 from flatlab.sandbox.sandbox import Sandbox, pick_backend
@@ -271,6 +271,20 @@ def test_no_container_outlives_its_owner(engine):
     while container in {box["Id"] for box in docker_api("").containers(all=True)}:
         assert time.monotonic() < deadline
         time.sleep(0.2)
+
+
+def test_a_tunnel_that_has_ended_is_opened_again(engine):
+    if engine != "ssh":
+        pytest.skip("only ssh has a tunnel")
+    [(url, client)] = ssh.clients.items()
+    client.kill()
+    client.wait()
+    assert docker.docker_problem(IMAGE).startswith("No Docker daemon answers")
+    host = hosts.host_of(url)
+    host.retry_at = 0.1  # the time to try it again has come
+    hosts.ask(host)
+    assert not host.retry_at
+    assert not docker.docker_problem(IMAGE)
 
 
 def test_a_host_without_ssh_or_daemon_is_one_sentence(monkeypatch):

@@ -151,10 +151,8 @@ def test_a_host_without_the_image_is_one_sentence(wires):
     assert done.stderr.count("\n") == 1
 
 
-SEARCH = (
-    "--task titanic --model tiny --sampling-mode none --nodes 12 --branching 5 --workers 8".split()
-)
-SEARCH += ["--backend", "docker"]
+SEARCH = "--task titanic --model tiny --sampling-mode none --nodes 12 --branching 5".split()
+SEARCH += ["--workers", "8", "--backend", "docker"]
 
 
 def script(name, *flags, cwd):
