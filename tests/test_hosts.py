@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-import threading
+import time
 from itertools import count
 
 import pytest
@@ -155,37 +155,45 @@ SEARCH = "--task titanic --model tiny --sampling-mode none --nodes 12 --branchin
 SEARCH += ["--workers", "8", "--backend", "docker"]
 
 
-def script(name, *flags, cwd):
-    return subprocess.Popen(
-        [sys.executable, PROJECT / name, *flags],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+@pytest.fixture
+def script(tmp_path):
+    """script(name, *flags) starts a script in tmp_path. It is killed if the test fails."""
+    processes = []
+
+    def start(name, *flags):
+        command = [sys.executable, PROJECT / name, *flags]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        processes.append(subprocess.Popen(command, cwd=tmp_path, text=True, **pipes))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
 
 
-def wait_for(condition, seconds=120):
+def wait_for(condition, seconds=300):
     """Whether the condition becomes true in this time."""
-    pause = threading.Event()
-    return next((True for _ in range(5 * seconds) if condition() or pause.wait(0.2)), False)
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return condition()
 
 
 @pytest.mark.slow
 @needs_docker
 @pytest.mark.fault(34, "all Docker hosts die in the middle of a search")
-def test_without_any_host_a_search_stops_and_the_same_command_continues_it(wires, tmp_path):
-    process = script("search.py", *SEARCH, "--name", "s", cwd=tmp_path)
+def test_without_any_host_a_search_stops_and_the_same_command_continues_it(wires, script, tmp_path):
+    process = script("search.py", *SEARCH, "--name", "s")
     journal = tmp_path / "logs/s/journal.jsonl"
     assert wait_for(lambda: journal.exists() and len(read_rows(journal)) >= 2)
     for wire in wires:
         wire.cut()
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=300)[0]
     assert process.returncode == 2, said
     assert "Run the same command again to continue." in said
     for wire in wires:
         wire.listen()
-    process = script("search.py", *SEARCH, "--name", "s", "--nodes", "20", cwd=tmp_path)
+    process = script("search.py", *SEARCH, "--name", "s", "--nodes", "20")
     said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
     assert len(read_rows(journal)) == 20
@@ -257,8 +265,8 @@ TRAIN += ["--backend", "docker", "--concurrency", "32", "--name", "t"]
 
 @pytest.mark.slow
 @pytest.mark.fault(34, "one of two Docker daemons is killed in the middle of a training step")
-def test_a_training_step_loses_nothing_with_a_host(second, tmp_path):
-    process = script("grpo.py", *TRAIN, cwd=tmp_path)
+def test_a_training_step_loses_nothing_with_a_host(second, script, tmp_path):
+    process = script("grpo.py", *TRAIN)
     assert wait_for(lambda: len(containers(second.address, process.pid)) >= 8)
     kill(second)
     said = process.communicate(timeout=400)[0]
@@ -274,8 +282,8 @@ def test_a_training_step_loses_nothing_with_a_host(second, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.fault(34, "one of two Docker daemons is killed in the middle of a search")
-def test_a_search_loses_nothing_with_a_host(second, tmp_path):
-    process = script("search.py", *SEARCH, "--name", "s", cwd=tmp_path)
+def test_a_search_loses_nothing_with_a_host(second, script, tmp_path):
+    process = script("search.py", *SEARCH, "--name", "s")
     assert wait_for(lambda: len(containers(second.address, process.pid)) >= 2)
     kill(second)
     said = process.communicate(timeout=300)[0]
