@@ -73,9 +73,8 @@ def candidates(t: Tree, drafts: int) -> list[Node]:
     """
     if len(t.children("0")) < drafts:
         return [t.root]
-    kept = [node for node in t.scored() if node.kept]
-    if kept or t.running():
-        return kept
+    if t.kept or t.running():
+        return t.kept
     return [t.root]
 
 
@@ -377,7 +376,6 @@ def finalists(t: Tree) -> list[Node]:
     best = t.best()
     if best is t.root:
         return []
-    kept = [node for node in t.scored() if node.kept]
-    near = [node for node in kept if abs(best.score - node.score) <= (best.stderr or 0.0)]
+    near = [node for node in t.kept if abs(best.score - node.score) <= (best.stderr or 0.0)]
     near.sort(key=lambda node: (-node.improvement, node.tokens, node.order))
     return near[:FINALISTS]

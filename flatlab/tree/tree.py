@@ -151,6 +151,7 @@ class Tree:
         self.active: dict[str, Node] = {}  # the running ones
         self.finished: list[Node] = []  # in order of completion
         self.valid: list[Node] = []  # the valid ones among them
+        self.kept: list[Node] = []  # the valid ones whose files are kept
         self.best_scored = self.root
         self.lowest = 0.0  # improvement, the root's included
         self.next_order = 0
@@ -260,6 +261,8 @@ class Tree:
 
     def add_score(self, node: Node) -> None:
         self.valid.append(node)
+        if node.kept:
+            self.kept.append(node)
         self.lowest = min(self.lowest, node.improvement)
         if node.improvement > self.best_scored.improvement:
             self.best_scored = node
