@@ -56,8 +56,9 @@ def test_episodes_of_this_and_of_other_processes_count():
 def test_several_addresses_are_separated_by_commas(monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "ssh://me@box, tcp://10.0.0.5:2375,")
     assert hosts.addresses() == ["ssh://me@box", "tcp://10.0.0.5:2375"]
-    monkeypatch.setenv("DOCKER_HOST", "ssh://me@box")
-    assert hosts.addresses() == [""]
+    for single in ("ssh://me@box", ",", ""):
+        monkeypatch.setenv("DOCKER_HOST", single)
+        assert hosts.addresses() == [""]
     monkeypatch.delenv("DOCKER_HOST")
     assert hosts.addresses() == [""]
 

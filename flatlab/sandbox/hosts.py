@@ -48,8 +48,8 @@ def host_of(address: str) -> Host:
 def addresses() -> list[str]:
     """The daemons that $DOCKER_HOST names, separated by commas; [""] without a comma."""
     text = os.environ.get("DOCKER_HOST", "")
-    names = [name.strip() for name in text.split(",")]
-    return list(filter(None, names)) if "," in text else [""]
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    return names if names and "," in text else [""]
 
 
 def room(host: Host) -> float:
