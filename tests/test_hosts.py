@@ -12,6 +12,7 @@ from itertools import count
 
 import pytest
 
+import grpo
 from backends import needs_docker
 from bench.sandboxes import EPISODE
 from engines import Engines, Wire, forget_engine, lacking, run_dockerd, start_dockerd
@@ -20,8 +21,11 @@ from flatlab.errors import SandboxFault
 from flatlab.runs.reader import read_rows
 from flatlab.sandbox import hosts, sandbox
 from flatlab.sandbox.hosts import Host, room
-from helpers import PROJECT, FakePolicy, block, do, play_once, python, user_error
+from flatlab.train.distributed import SingleProcess
+from flatlab.train.metrics import step_metrics
+from helpers import PROJECT, FakePolicy, block, configure, do, play_once, python, user_error
 from tasks import load_task
+from training import CFG
 
 TITANIC = EPISODE[2].format(n=7)
 FIRST = "unix:///var/run/docker.sock"
@@ -129,6 +133,29 @@ def test_a_host_that_dies_is_left_out_until_it_is_back(wires, monkeypatch):
     with pytest.raises(SandboxFault, match="Docker did not start a container"):
         Env(task, "docker").reset()
     assert not hosts.is_lost(alive)
+
+
+@needs_docker
+def test_episodes_of_a_lost_host_are_played_again_on_another(wires):
+    dead, alive = map(address_of, wires)
+    hosts_used = set()
+
+    def cut(prompt, seed):
+        hosts_used.update(host for host in (dead, alive) if hosts.host_of(host).episodes)
+        wires[0].cut()
+        return block("ls")
+
+    task = load_task("titanic")
+    cfg = configure(CFG, backend="docker", texts="short", max_turns=2)
+    plan = grpo.Plan([task], 4, seed=1)
+    policy = FakePolicy(cut, block(TITANIC))
+    [group] = asyncio.run(grpo.play_groups(policy, plan, cfg, SingleProcess()))
+    assert hosts_used == {dead, alive}
+    assert len({episode.seed for episode in group.played}) == len(group.rewards) == 4
+    faults = [episode.host for episode in group.episodes if episode.status == "fault"]
+    assert faults
+    assert set(faults) == {dead}
+    assert step_metrics([group], [task])["faults_by_host"] == {dead: len(faults)}
 
 
 @needs_docker
