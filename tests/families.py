@@ -110,9 +110,9 @@ async def circle(policy) -> dict:
         optimizer.zero_grad()
         policy.sync()
     after = await policy.verify()
-    found = [*before.values(), *after.values()]
+    agreements = [*before.values(), *after.values()]
     return {
-        "largest": max(a.largest for a in found),
+        "largest": max(a.largest for a in agreements),
         "moved": after["trained adapter"].moved,
         "attention only": policy.adapts_attention_only,
         "without adapter": linear_layers_left(policy.model.get_base_model()),
@@ -145,8 +145,13 @@ async def share_weights(policy) -> dict:
     lora = {"r": 16, "lora_alpha": 32, "target_modules": None}
     policy._build_trainer(lora, False, True, "cpu")
     policy.adapter_copy = AdapterCopy(policy.engine, policy.model)
-    found = await policy.verify()
-    return {"shared": max(a.largest for a in found.values())}
+    of_the_engine = {p.untyped_storage().data_ptr() for p in served.parameters()}
+    copies = []
+    for name, p in base.named_parameters():
+        if "lora_" not in name and p.untyped_storage().data_ptr() not in of_the_engine:
+            copies.append(name)
+    agreements = await policy.verify()
+    return {"shared": max(a.largest for a in agreements.values()), "copies": copies}
 
 
 def keep_weights(method, layer) -> None:
@@ -166,8 +171,8 @@ def answer(name: str) -> dict:
     try:
         save(name, folder)
         policy = Policy(resolve_model(folder), context=256, max_batch=8)
-        found = asyncio.run(circle(policy))
-        return found | asyncio.run(share_weights(policy))
+        result = asyncio.run(circle(policy))
+        return result | asyncio.run(share_weights(policy))
     except UserError as error:
         return {"refused": str(error)}
     finally:

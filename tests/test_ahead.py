@@ -20,7 +20,7 @@ def episodes_of(steps, name="a"):
     return [read_rows(f"logs/{name}/episodes/{step:06d}.jsonl") for step in range(steps)]
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("ahead", [0, 3])
 def test_the_lag_is_bounded_and_every_planned_group_is_trained_once(play, ahead):
     rows = play(episode=waiting_reply, steps=6, ahead=ahead, concurrency=32)
     assert [row["step"] for row in rows] == list(range(6))
@@ -34,12 +34,6 @@ def test_the_lag_is_bounded_and_every_planned_group_is_trained_once(play, ahead)
     start = min(versions[0])
     for step, sampled in enumerate(versions):
         assert sampled <= {start + v for v in range(max(0, step - ahead), step + 1)}
-
-
-def test_with_nothing_ahead_all_tokens_are_current(play):
-    rows = play(episode=waiting_reply, steps=3)
-    assert [row["lag_max"] for row in rows] == [0, 0, 0]
-    assert all(row["judged_tokens"] > 0 for row in rows)
 
 
 def test_engine_and_trainer_are_compared_on_current_tokens_only(play, policy):
@@ -145,8 +139,10 @@ def test_a_sync_while_a_reply_is_sampled(policy):
         for _ in range(20):
             await asyncio.sleep(0)
         if changes:
+            assert not reply.done()
             randomise(policy, std=0.3)
             policy.sync()
+            assert (await policy.sample(prompt, 4, seed=3)).version == policy.version
         return await reply
 
     undisturbed = asyncio.run(sample(False))
@@ -177,26 +173,3 @@ def test_free_slots_go_to_the_earliest_step():
     asyncio.run(main())
     assert order == [5, -1, 2, 3]
     assert slots.free == 1
-
-
-@pytest.mark.slow
-def test_kill_9_with_groups_in_flight_and_the_same_command_again(tmp_path, tiny_model):
-    from test_grpo_run import A_RUN, start
-
-    flags = [*A_RUN, "--steps", "6", "--ahead", "2", "--eval-episodes", "0"]
-    process = start(tmp_path, *flags)
-    metrics = tmp_path / "logs/a/metrics.jsonl"
-    while not metrics.exists() or len(read_rows(metrics)) < 2:
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
-    process.kill()
-    process.communicate()
-    process = start(tmp_path, *flags)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0 and "resumed after step" in out, err
-    rows = read_rows(metrics)
-    assert [row["step"] for row in rows] == list(range(6))
-    assert max(row["lag_max"] for row in rows) <= 2
-    folder = tmp_path / "logs/a/episodes"
-    seeds = Counter(e["seed"] for step in range(6) for e in read_rows(folder / f"{step:06d}.jsonl"))
-    assert set(seeds.values()) == {1}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import env
 from flatlab.options import SandboxOptions
-from helpers import LOCAL, python
+from helpers import LOCAL
 from tasks import load_task
 
 EVERYBODY_DIED = "sed -E 's/,.*//; s/$/,0/; 1s/.*/id,survived/' data/test.csv > submission.csv"
@@ -66,10 +66,3 @@ def test_a_task_with_a_test_part_only_never_says_validation(capsys, monkeypatch)
     assert "test accuracy: 0.6764" in said
     assert said.splitlines()[-1].startswith("[test part] test accuracy: 0.6764")
     assert "validation" not in said
-
-
-def test_bad_input_by_hand_is_one_sentence():
-    done = python("env.py", "--task", "titanik")
-    assert done.returncode == 2
-    assert "did you mean titanic" in done.stderr
-    assert len(done.stderr.strip().split("\n")) == 1

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import re
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -16,7 +15,6 @@ from flatlab.view import compare, plots, views
 from flatlab.view.search_plots import SEARCH as PANELS
 from flatlab.view.search_plots import (
     best_so_far,
-    colour_limits,
     draw_distribution,
     draw_tree,
 )
@@ -103,13 +101,6 @@ def test_a_group_has_the_same_name_on_every_task():
     }
 
 
-def test_names_are_unique_even_when_they_are_cut():
-    runs = [searched(i, model="m" * 100 + str(i)) for i in range(3)]
-    [names] = groups_by_task(runs).values()
-    assert len(set(names)) == 3
-    assert max(map(len, names)) <= 60 + len(": s0")
-
-
 def test_labels_are_the_settings_that_a_user_chose():
     """Loss, reward, rule and mode first; what follows from them is not repeated."""
     grpo = {"loss": "grpo", "clip_high": 0.2, "max_groups": 4, "kl": 0.1, "reward": "tiered"}
@@ -119,11 +110,6 @@ def test_labels_are_the_settings_that_a_user_chose():
     wide = dapo | {"clip_high": 0.3}
     shown = groups_by_task([trained(0, **dapo), trained(1, **wide)])
     assert shown["titanic"] == ["clip_high=0.28: g0", "clip_high=0.3: g1"]
-
-
-def test_a_label_says_nothing_of_a_setting_that_is_not_set():
-    runs = [searched(rule_args=[]), searched(rule_args=["c=0.5", "drafts=4"])]
-    assert groups_by_task(runs)["titanic"] == ["tail: s0", "c=0.5 drafts=4: s0"]
 
 
 def evaluated(score, **more):
@@ -197,14 +183,6 @@ def test_failed_nodes_count_as_the_baseline_and_faults_do_not():
         [cross] = axis.containers  # mean and standard error
         [mean] = cross[0].get_ydata()
     assert mean == pytest.approx(0.6)
-
-
-def test_colours_repeat_beyond_seven_groups():
-    """And no group is left out."""
-    runs = [trained(i, model=f"a/long-model-name-{i}") for i in range(12)]
-    groups = compare.groups_of(runs)["grpo", "titanic"]
-    assert len({group.label for group in groups}) == 12
-    assert [group.colour for group in groups] == [*plots.COLOURS, *plots.COLOURS[:5]]
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -303,13 +281,6 @@ def test_the_files_that_differ_follow_the_settings_that_differ():
     ]
 
 
-def test_runs_without_a_fingerprint_are_a_row_of_their_own():
-    shown = groups_by_task([searched(0), searched(1), made_by(searched(2))])
-    first, second = shown.values()
-    assert first[0].endswith(": s0 s1")
-    assert second[0].endswith(": s2")
-
-
 def test_a_model_whose_files_changed_is_another_model():
     first = made_by(searched(0))
     changed = made_by(searched(1), model="m2")
@@ -401,23 +372,6 @@ def test_evaluations_are_compared_by_their_means():
     assert plots.heading(runs[0]).endswith("mean 0.7500 ± 0.0100 (validation)")
 
 
-@pytest.mark.parametrize("count", [4, 7])
-def test_x_labels_do_not_overlap_and_the_legend_has_the_names(tmp_path, count):
-    runs = [searched(0, model=f"long-model-{i}", depth=i, max_turns=i) for i in range(count)]
-    groups = compare.groups_of(runs)["search", "titanic"]
-    with plots.figure_of(plots.PAGE_WIDTH, 5) as figure:
-        plots.draw_panels(figure, PANELS, groups)
-        compare.draw_group_legend(figure, groups)
-        figure.savefig(tmp_path / "x.png")
-        [axis] = [axis for axis in figure.axes if axis.get_title("left") == "Scores"]
-        boxes = [text.get_window_extent() for text in axis.get_xticklabels()]
-        [legend] = figure.legends
-        names = [text.get_text() for text in legend.get_texts()]
-    for left, right in pairwise(boxes):
-        assert left.x1 <= right.x0
-    assert names[1].startswith("2: long-model-1 depth=1 max_turns=1")
-
-
 # ------------------------------------------------------------------ the picture of a tree
 
 
@@ -440,29 +394,3 @@ def test_operators_of_a_copied_script_have_marks_of_their_own():
     shapes = [marks.get_paths()[0].vertices.tolist() for marks in tree.collections[:4]]
     assert all(shapes.count(shape) == 1 for shape in shapes)  # the first one is the baseline's
     assert len(shapes[-1]) == 7  # a closed hexagon
-
-
-@pytest.mark.parametrize(
-    "scores, higher, baseline, arrow",
-    [
-        ((0.1, *[0.6, 0.7] * 10), True, 0.45, "min"),
-        ((0.9, *[0.3, 0.4] * 10), False, 0.5, "max"),
-    ],
-)
-def test_the_bar_of_a_tree_has_an_arrow_where_scores_lie_outside(scores, higher, baseline, arrow):
-    run = searched(scores=scores, higher=higher)
-    run.result["baseline"] = baseline
-    low, high = colour_limits(run)
-    assert (min(scores) < low) == (arrow == "min")
-    assert (max(scores) > high) == (arrow == "max")
-    _, bar, _ = tree_axes(run)
-    assert bar._colorbar.extend == arrow
-
-
-def test_a_long_heading_goes_on_in_the_next_line():
-    text = "a long name of a run   task titanic   " * 8
-    with plots.figure_of(9, 5) as figure:
-        plots.set_title(figure, text)
-        lines = figure.get_suptitle().splitlines()
-    assert len(lines) > 1
-    assert " ".join(lines).split() == text.split()

@@ -12,7 +12,6 @@ from flatlab.files import read_mapping
 from flatlab.train import imitation
 from helpers import LOCAL, PROJECT, FakePolicy, play_once
 from tasks import load_task
-from tools import demonstrations
 
 pytestmark = pytest.mark.slow  # nobody needs the tool to run or to test
 TOOL = [sys.executable, str(PROJECT / "tools" / "demonstrations.py")]
@@ -56,18 +55,3 @@ def test_they_can_be_imitated(run):
     best = imitation.best_episodes([str(folder)], [load_task("battleOfSexes")], 1.0)
     assert best
     assert all(e["score"]["value"] > 0.725 for e in best)
-
-
-def test_the_second_call_answers_at_once(run, monkeypatch, capsys):
-    folder, _ = run
-    monkeypatch.chdir(folder.parents[1])
-    monkeypatch.setattr(demonstrations, "demonstrate", None)
-    monkeypatch.setattr(sys, "argv", [*TOOL[1:], "--episodes", "12", "--backend", LOCAL])
-    demonstrations.main()
-    assert capsys.readouterr().out.strip() == "logs/demonstrations-battleOfSexes"
-
-
-def test_programs_of_titanic_fit_into_the_recipe():
-    """About three characters are a token, and a reply of configs/grpo-cpu.yaml has at most 128."""
-    for _, _, program in demonstrations.short_titanic_table().solutions:
-        assert len(program) < 300

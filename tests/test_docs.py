@@ -30,12 +30,6 @@ def test_every_link_leads_to_a_file_and_a_title():
     assert not wrong
 
 
-def test_every_page_of_docs_is_linked_from_the_readme():
-    readme = (PROJECT / "README.md").read_text()
-    for page in PROJECT.glob("docs/*.md"):
-        assert f"](docs/{page.name}" in readme
-
-
 def test_troubleshooting_quotes_messages_that_exist():
     scripts = [*PROJECT.glob("*.py"), *PROJECT.glob("flatlab/**/*.py"), PROJECT / "Makefile"]
     # Pieces of one message stand on several lines of the code, each in its own quotes.

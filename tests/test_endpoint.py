@@ -126,11 +126,6 @@ def test_nobody_is_there(server):
     endpoint.check_url(server[0])  # any HTTP status is an answer
 
 
-def test_an_address_without_a_scheme_is_named():
-    with user_error(r"--url localhost:8123/v1 needs a scheme: http://localhost"):
-        endpoint.check_url("localhost:8123/v1")
-
-
 def test_a_missing_key_is_named(server, monkeypatch):
     url, script, _ = server
     monkeypatch.delenv("OPENAI_API_KEY")

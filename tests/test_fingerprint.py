@@ -314,18 +314,6 @@ def test_a_copy_of_search_with_another_rule_and_operator_has_a_run_and_a_row_of_
 
 
 @pytest.mark.slow
-def test_an_evaluation_ends_with_its_mean_and_is_not_run_twice(project):
-    flags = ("--select", "evaluation", "--nodes", "4", "--name", "evaluation")
-    out, _ = start(project, "search.py", *flags)
-    result = read_mapping(project / "logs/evaluation/result.json")
-    assert result["test_score"] is None
-    [end] = [line for line in out.splitlines() if line.startswith(("mean ", "best "))]
-    assert end.split()[:2] == ["mean", f"{result['node_mean']:.4f}"]
-    out, _ = start(project, "search.py", *flags)
-    assert out.splitlines()[0] == "logs/evaluation was finished before: nothing was run."
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "file, old, new, message",
     [

@@ -22,9 +22,3 @@ def test_every_part_runs_here_or_says_why_not(tmp_path):
         skipped.remove("pretrained")
     assert skipped == {"runner-v1", "runner-v2", "shared-base", "own-base", "autocast", "exact"}
     assert any("prompt computed once" in row[1] for row in rows)
-
-
-def test_an_unknown_part_is_one_sentence(tmp_path):
-    done = python(CHECK, "--parts", "x", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("Unknown part x; there are parity")

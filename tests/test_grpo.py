@@ -554,13 +554,6 @@ def test_paired_differences_by_hand():
     assert paired["difference"] == 0
 
 
-@pytest.mark.parametrize("eval_episodes", [0, 8])
-def test_the_percentile_reward_learns_from_the_first_step_on(play, eval_episodes):
-    [row] = play(steps=1, reward="percentile", eval_episodes=eval_episodes)
-    assert row["zero_variance_share"] < 1
-    assert "loss" in row
-
-
 def test_a_resumed_run_knows_the_evaluation_of_the_adapter_in_best(play):
     """best/ is written before the checkpoint: after kill -9 it may be newer."""
     options = {"eval_episodes": 2, "eval_every": 1, "guard": "off"}

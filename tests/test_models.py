@@ -52,6 +52,7 @@ def test_engine_and_trainer_agree_before_and_after_training(circle, name):
         assert "not shared" in answer
     else:
         assert answer["shared"] <= 2e-5
+        assert answer["copies"] == []
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from bench.peak import peak
 from flatlab.errors import UserError
 from flatlab.loading import loading
 from flatlab.train.batch import common_prompt
-from flatlab.train.lora_sync import on_weights_of
 from flatlab.train.packing import Head, TokenLogProbs, can_pack, hidden_states
 from helpers import python
 from policy import Agreement, Policy, check_capability, lora_settings, resolve_model
@@ -60,12 +59,6 @@ def test_engine_and_trainer_agree_before_and_after_syncs(policy):
         policy.sync()
         # the same prompts: a prefix cached under old weights would show
         assert largest_gap(policy, prompts) < 1e-4
-
-
-def test_without_the_sync_they_do_not_agree(policy):
-    """The comparison above can fail: the adapter changes the numbers; the engine has a copy."""
-    randomise(policy)
-    assert largest_gap(policy, [policy.render(CHAT)]) > 0.01
 
 
 def test_the_temperature_is_in_the_log_probs_of_both(policy, monkeypatch):
@@ -152,16 +145,6 @@ def test_the_base_is_never_touched(policy):
     [again] = samples(policy, [prompt], 16)  # B = 0: the engine's base model alone
     assert again.tokens == fresh.tokens
     assert again.logprobs == fresh.logprobs
-
-
-def test_base_logprobs_ignore_the_adapter(policy):
-    prompt, reply = policy.render(CHAT), policy.encode("hello")
-    batch = [pair(prompt, reply)]
-    with torch.no_grad():
-        base = policy.logprobs(batch)[0]
-        randomise(policy)
-        assert torch.equal(policy.logprobs(batch, base=True)[0], base)
-        assert not torch.allclose(policy.logprobs(batch)[0], base, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -285,18 +268,6 @@ def test_a_sliding_window_is_not_packed(window):
     assert torch.allclose(hidden, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "first, second, length",
-    [
-        (pair([1, 2], [3, 4]), pair([1, 2, 3], [5]), 1),
-        (pair([1, 2], [3]), pair([1, 9], [3]), 1),
-        (pair([], [1, 2]), pair([1], [2]), 0),
-    ],
-)
-def test_a_common_prompt_ends_before_the_first_trained_token(first, second, length):
-    assert common_prompt([first, second]) == length
-
-
 def test_checkpointing_changes_no_number(policy):
     """Recomputed layers give the same values and gradients, and they are really recomputed."""
     randomise(policy)
@@ -318,72 +289,6 @@ def test_checkpointing_changes_no_number(policy):
     assert all_close(grads, again_grads, 1e-6)
 
 
-def engine_like(model, pad=3):
-    """A transformers model's parameters, named and stacked as in vLLM with LoRA on CUDA."""
-    weights, stacks = (
-        {},
-        {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
-    )
-    for name, p in model.named_parameters():
-        path, _, part = name.removesuffix(".weight").rpartition(".")
-        whole = next((w for w, parts in stacks.items() if part in parts), part)
-        weights.setdefault(f"{path}.{whole}.weight" if "proj" in name else name, []).append(
-            p.detach()
-        )
-    weights = {name: torch.cat(parts) for name, parts in weights.items()}
-    table = weights["model.embed_tokens.weight"]
-    weights["model.embed_tokens.weight"] = torch.cat([table, torch.zeros(pad, table.shape[1])])
-
-    class Served:
-        packed_modules_mapping = stacks
-
-        def named_parameters(self):
-            return [
-                (name, torch.nn.Parameter(p, requires_grad=False)) for name, p in weights.items()
-            ]
-
-    return Served(), weights
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_trainer_can_stand_on_the_engines_weights(random_model, tied):
-    """Tests the mapping: same numbers, no second copy, gradients reach the adapter."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(random_model, tie_word_embeddings=tied)
-    own = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    served, weights = engine_like(own)
-    shared = on_weights_of(served, own.config, torch.float32, "cpu")
-    ids = torch.arange(40)[None]
-    assert torch.equal(shared(ids).logits, own(ids).logits)
-    places = {w.untyped_storage().data_ptr() for w in weights.values()}
-    assert all(
-        p.untyped_storage().data_ptr() in places and not p.requires_grad
-        for p in shared.parameters()
-    )
-    model = get_peft_model(shared, LoraConfig(r=8, target_modules="all-linear"))
-    model(ids).logits.sum().backward()
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-    weights["model.norm.weight"].zero_()  # one copy: a change is seen by both
-    assert not shared(ids).logits.any()
-
-
-def test_weights_that_do_not_fit_are_refused(random_model):
-    from transformers import AutoModelForCausalLM
-
-    own = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32)
-    served, weights = engine_like(own)
-    weights["model.layers.0.mlp.down_proj.weight"] = torch.zeros(
-        0
-    )  # as on a CPU, where vLLM repacks them
-    with pytest.raises(ValueError, match="down_proj.weight is"):
-        on_weights_of(served, own.config, torch.float32, "cpu")
-    del weights["model.norm.weight"]
-    with pytest.raises((KeyError, ValueError)):
-        on_weights_of(served, own.config, torch.float32, "cpu")
-
-
 def test_requests_enter_a_running_batch_and_can_be_cancelled(policy):
     prompt = policy.render(CHAT)
 
@@ -401,16 +306,6 @@ def test_requests_enter_a_running_batch_and_can_be_cancelled(policy):
     assert len(late.tokens) <= 4
     assert len(first.logprobs) == len(first.tokens)
     assert not policy.engine.has_unfinished_requests()
-
-
-def test_a_seed_fixes_the_reply_and_the_version_is_stamped(policy):
-    async def go(seed):
-        return await policy.sample(policy.render(CHAT), 12, seed=seed)
-
-    a, b, c = (asyncio.run(go(seed)) for seed in (7, 7, 8))
-    assert a.tokens == b.tokens != c.tokens
-    policy.sync()
-    assert asyncio.run(go(7)).version == a.version + 1
 
 
 def test_a_small_model_decodes_on_one_thread(policy, monkeypatch):
@@ -453,21 +348,6 @@ def test_a_broken_engine_reaches_every_waiting_episode(policy, monkeypatch):
     samples(policy, [prompt], 4)  # what was left in the queue is worked off, nothing hangs
 
 
-def test_save_and_load(policy, tmp_path):
-    randomise(policy)
-    prompt, reply = policy.render(CHAT), policy.encode("hello")
-    batch = [pair(prompt, reply)]
-    with torch.no_grad():
-        trained = policy.logprobs(batch)[0]
-        policy.save(tmp_path)
-        randomise(policy, seed=9)
-        policy.load_adapter(tmp_path)
-        assert torch.equal(policy.logprobs(batch)[0], trained)
-    path = resolve_model(str(tmp_path))
-    assert path.adapter == str(tmp_path)
-    assert path.base == policy.path.base
-
-
 def test_an_adapter_with_other_tensors_is_refused_by_the_name_of_one(policy, tmp_path):
     """And the adapter in use stays as it is."""
     from safetensors.torch import load_file, save_file
@@ -503,40 +383,6 @@ def test_rank_alpha_and_layers_are_those_of_the_adapter(policy, tmp_path):
         lora_settings(path, rank=4)
     with pytest.raises(UserError, match="--lora-alpha 32 differs from that of the adapter .*, 16"):
         lora_settings(path, alpha=32)
-
-
-PLAIN = """
-import json, os, sys
-os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
-os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
-import torch
-torch._dynamo.config.disable = True
-from vllm import LLM, SamplingParams
-from vllm.lora.request import LoRARequest
-base, adapter, tokens = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-llm = LLM(base, dtype="float32", enforce_eager=True, enable_lora=True, max_lora_rank=8,
-          max_model_len=512)
-params = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
-lora = LoRARequest("trained", 1, adapter)
-prompt = {"prompt_token_ids": tokens}
-reply = llm.generate(prompt, params, lora_request=lora, use_tqdm=False)[0].outputs[0]
-logprobs = [entry[token].logprob for entry, token in zip(reply.logprobs, reply.token_ids)]
-print(json.dumps([list(reply.token_ids), logprobs]))
-"""
-
-
-@pytest.mark.slow
-def test_the_adapter_loads_in_plain_vllm(policy, random_model, tmp_path):
-    randomise(policy)
-    policy.sync()
-    policy.save(tmp_path / "adapter")
-    prompt = policy.render(CHAT)
-    ours = asyncio.run(policy.sample(prompt, 12, temperature=0))
-    done = python("-c", PLAIN, random_model, tmp_path / "adapter", json.dumps(prompt))
-    assert done.returncode == 0, done.stderr[-3000:]
-    tokens, logprobs = json.loads(done.stdout.splitlines()[-1])
-    assert tokens == ours.tokens
-    assert logprobs == pytest.approx(ours.logprobs, abs=1e-4)
 
 
 COMPILED = """
@@ -589,28 +435,6 @@ def test_compile_without_a_compiler_is_one_sentence(random_model, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match=r"--compile needs a C\+\+ compiler"):
         Policy(resolve_model(random_model), compile=True)
-
-
-def test_a_sync_while_requests_are_in_flight(policy):
-    """The old request keeps its version; a new one with the same prompt sees the new weights."""
-    prompt = policy.render(CHAT)
-    version = policy.version
-
-    async def go():
-        old = asyncio.ensure_future(policy.sample(prompt, 200, temperature=0.0))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not old.done()
-        randomise(policy, 5)
-        policy.sync()
-        new = await policy.sample(prompt, 24, seed=2)
-        return await old, new
-
-    old, new = asyncio.run(go())
-    assert old.version == version
-    assert new.version == version + 1
-    assert old.tokens
-    assert gap(policy, prompt, new) < 1e-4
 
 
 def change_json(path, **fields):

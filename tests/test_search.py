@@ -475,15 +475,6 @@ def test_resumed_bfs_does_not_ask_again_for_ideas_that_it_has(tmp_path):
     assert asked == sum(n.valid for n in whole.children("0"))  # one per parent, none for the root
 
 
-def test_a_finished_run_can_be_given_more_nodes(tmp_path):
-    run(tmp_path, nodes=5, workers=1)
-    log = []
-    t = run(tmp_path, nodes=8, workers=1, log=log)
-    assert len(log) == 3
-    assert result(t)["nodes"] == 8
-    assert shape(t) == shape(run(tmp_path / "new", nodes=8, workers=1))
-
-
 def test_the_test_score_of_an_earlier_best_node_does_not_stay(tmp_path):
     """Given more nodes, and killed when a better one was found."""
 
@@ -967,15 +958,6 @@ def test_ideas_above_tau_are_asked_for_again_and_marked(tmp_path):
     t = run(tmp_path / "uniform", model=FakePolicy(first), **options)
     assert {row["idea"] for row in rows(t)} == {"usual", "rare"}
     assert result(t)["above_tau"] == 0
-
-
-def test_the_scientist_sees_every_result_before_it_decides(tmp_path):
-    model = FakePolicy("Parent: 0\nStrategy: again")
-    run(tmp_path, model=model, select="scientist", nodes=4, workers=4, delay=lambda node: 0.02)
-    trees = [p for p in model.prompts if "Now choose" in p]
-    for number, prompt in enumerate(trees):
-        assert f"\n{number}: " in prompt
-        assert f"\n{number + 1}: " not in prompt
 
 
 def test_a_journal_of_another_version_is_refused_with_one_sentence(tmp_path):

@@ -2,7 +2,6 @@
 that imitation works.
 """
 
-import asyncio
 import json
 import shutil
 
@@ -16,7 +15,7 @@ from flatlab.options import EpisodeOptions
 from flatlab.train import imitation
 from flatlab.train.distributed import SingleProcess
 from helpers import PROJECT, configure, turn, user_error
-from training import TASK, pair, randomise
+from training import TASK
 
 LIMITS = EpisodeOptions(max_observation_tokens=64)
 CFG = configure(training.CFG, micro_tokens=4096, sft_lr=3e-3, sft_updates=6)
@@ -157,25 +156,3 @@ def test_imitation_raises_the_probability_of_the_replies(policy, run, capsys):
     assert len(lines) == 7
     assert lines[1].startswith("imitate  1 of 6: ")
     assert "nats per token, ETA 0m" in lines[1]
-
-
-def some_logprobs(policy, base):
-    tokens = policy.render([{"role": "user", "content": "one two three"}])
-    with torch.no_grad():
-        return policy.logprobs([pair(tokens[:1], tokens[1:])], base=base)[0]
-
-
-def test_the_reference_is_the_imitated_adapter_not_the_base_model(policy, tmp_path):
-    raw = some_logprobs(policy, base=True)
-    randomise(policy, 1)
-    policy.save(tmp_path)
-    imitated = some_logprobs(policy, base=False)
-    randomise(policy, 2)
-    policy.set_reference(tmp_path)
-    trained = some_logprobs(policy, base=False)
-    assert torch.equal(some_logprobs(policy, base=True), imitated)
-    assert torch.equal(some_logprobs(policy, base=False), trained)
-    assert not torch.allclose(imitated, raw)
-    assert not torch.allclose(imitated, trained)
-    agreements = asyncio.run(policy.verify()).values()
-    assert max(a.largest for a in agreements) <= policy.max_diff_limit

@@ -144,12 +144,6 @@ def test_grid_runs_a_cell_a_job_and_skips_finished_ones(cluster):
     assert re.search("titanic +none +2 ", table.stdout), table.stderr
 
 
-def test_job_beyond_the_last_cell_says_so(cluster):
-    (cluster.project / "cells.txt").write_text(f"{SEARCH} --help\n")
-    command = ("--array=7", "--gpus-per-node=1", "configs/slurm.sbatch", "cells.txt")
-    assert cluster.submit(*command) == ["cells.txt has no line 7.\n"]
-
-
 def test_training_runs_one_rank_a_gpu(cluster):
     cluster.environment["LOGLEVEL"] = "INFO"  # torchrun then names the ranks
     text = cluster.submit("--gpus-per-node=2", "configs/slurm.sbatch", *TRAIN.split())[0]

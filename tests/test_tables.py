@@ -76,15 +76,6 @@ def test_methods_are_compared_within_a_task():
     assert len(set(map(len, text.splitlines()[:5]))) == 1
 
 
-def test_the_table_names_interval_methods_and_adapters():
-    adapters = ("untrained", "best", "best")
-    rows = stats.grid_table([cell(0.8, adapter=name) for name in adapters])
-    assert rows[0]["adapter"] == "1 untrained, 2 best"
-    text = stats.text_of(rows)
-    assert "1 untrained, 2 best" in text
-    assert "Student's t; none below N = 3" in text
-
-
 def test_the_table_shows_validation_selection_and_the_standard_error_of_the_test():
     more = {"selection_score": 0.78, "selection_stderr": 0.03, "test_stderr": 0.02}
     chosen = [cell(0.76, best_score=0.8, **more), cell(0.74, best_score=0.82, **more)]

@@ -3,7 +3,6 @@ builder runs.
 """
 
 import asyncio
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,31 +14,9 @@ from helpers import play_once
 from tasks import load_task
 from tools import make_tiny
 
-FOLDER = Path(__file__).resolve().parents[1] / "configs" / "tiny"
 EPISODES = 20  # per task
 LOWEST_VALID_SHARE = 0.5
 ADVICE = "If the prompts changed on purpose: run `python tools/make_tiny.py`, commit configs/tiny."
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(FOLDER)
-
-
-def test_transformers_loads_it(tokenizer):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")
-    assert model.dtype == torch.bfloat16
-    assert model.config.architectures == ["Qwen3ForCausalLM"]
-    assert model.config.max_position_embeddings == 4096
-    assert sum(p.numel() for p in model.parameters()) < 3e6
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    tokens = torch.tensor([tokenizer("Strategy: majority by sex\n").input_ids])
-    assert model(tokens).logits.shape == (1, tokens.shape[1], model.config.vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -85,25 +62,6 @@ def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode):
     replies = asyncio.run(ask_all())
     usable = sum(len(parsing.parse(reply.text)) >= 3 for reply in replies)
     assert usable >= LOWEST_VALID_SHARE * EPISODES, f"{usable} lists are usable. {ADVICE}"
-
-
-def test_any_text_survives_the_tokenizer_and_none_becomes_a_control_token(tokenizer):
-    for text in (
-        "naïve café \U0001f6a2 \x00\x7f",
-        "\n\n  a\r\n\tb",
-        "Strategy: \nStrategy: x",
-        "<|im_end|> <|im_start|>user\n",
-    ):
-        tokens = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-        assert tokenizer.decode(tokens) == text
-        assert not set(tokens) & {0, 1, 2}
-
-
-def test_a_strategy_has_the_same_tokens_at_the_end_of_the_prompt_and_in_the_reply(tokenizer):
-    line = "Strategy: majority by sex and class"
-    tokens = tokenizer(line).input_ids
-    assert tokenizer(f"of the task.\n\n{line}").input_ids[-len(tokens) :] == tokens
-    assert tokenizer(f"{line}\n```bash\nls").input_ids[: len(tokens)] == tokens
 
 
 @pytest.mark.slow

@@ -259,19 +259,6 @@ def test_blanks_and_comments_make_no_program_different(tmp_path):
     assert search_plots.different_programs(data) == [0, 1, 1, 1, 2]
 
 
-def test_long_ids_shift_no_column_and_ranges_are_sorted(tmp_path, capsys):
-    run = store.open_run(tmp_path, CONFIG | {"sampling_mode": "none"})
-    run.result(**RESULT, best_id="0")
-    chain = ["0" + ".0" * depth for depth in range(1, 31)]
-    for order, id in enumerate(["0.10", "0.2", "0.1", *chain]):
-        run.log(node(id, 0.6) | {"order": order}, "journal.jsonl")
-    said = printed(capsys, tmp_path, list=True)
-    assert {line.find("draft") for line in said.splitlines()} <= {-1, 12}
-    assert chain[-1] in said
-    with user_error("there are 0.0 to 0.10"):
-        printed(capsys, tmp_path, episode="7")
-
-
 @pytest.mark.slow
 def test_several_runs_and_strangers_among_them(tmp_path):
     searched(tmp_path / "a")
