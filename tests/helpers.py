@@ -207,6 +207,19 @@ def python(*arguments, cwd=PROJECT, timeout=600, **options):
     )
 
 
+def start(folder, *flags, script="grpo.py", before=None, **environment):
+    """Starts a script of the project with its output in pipes."""
+    return subprocess.Popen(
+        [sys.executable, str(PROJECT / script), *flags],
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "MLGYM_ROOT": "", **environment},
+        preexec_fn=before,
+    )
+
+
 def completion(text):
     """What a chat endpoint answers."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text}}

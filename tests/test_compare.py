@@ -15,7 +15,6 @@ from flatlab.view import compare, plots, views
 from flatlab.view.search_plots import SEARCH as PANELS
 from flatlab.view.search_plots import (
     best_so_far,
-    draw_distribution,
     draw_tree,
 )
 from helpers import RESULT, node, search_result, step_row
@@ -185,16 +184,6 @@ def test_failed_nodes_count_as_the_baseline_and_faults_do_not():
     assert mean == pytest.approx(0.6)
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_the_distribution_of_faults_alone_is_empty():
-    run = searched(scores=(0.6, None))
-    run.rows[1] |= {"op": "debug", "status": "fault", "outcome": "fault", "counted": None}
-    with new_axis() as axis:
-        draw_distribution(axis, [plots.RunGroup("tail", "#000000", [run])])
-        labels = [text.get_text() for text in axis.get_xticklabels()]
-    assert labels[1].startswith("debug\nN=1")
-
-
 def test_best_so_far_follows_the_direction_and_starts_at_the_baseline():
     down = searched(scores=(0.6, 0.3, None, 0.4), higher=False)
     assert best_so_far(down, "nodes").to_list() == [0.5, 0.5, 0.3, 0.3, 0.3]
@@ -216,13 +205,15 @@ def test_the_band_of_best_so_far_never_leaves_the_possible_range():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")
 def test_all_pictures_of_a_mixed_crowd(tmp_path):
+    faulty = searched(0)
+    faulty.rows[1] |= {"op": "debug", "status": "fault", "outcome": "fault", "counted": None}
     crowd = [
         trained(0),
         trained(1),
         trained(0, lr=1.0),
-        searched(0),
+        faulty,
         searched(1),
         searched(0, sampling_mode="none"),
         searched(0, task="a $ b $ c/d"),
@@ -375,22 +366,14 @@ def test_evaluations_are_compared_by_their_means():
 # ------------------------------------------------------------------ the picture of a tree
 
 
-def tree_axes(run):
-    """The axes of a tree and of its bar of colours, the bar, and the names in the legend."""
-    with plots.figure_of(9, 5) as figure:
-        draw_tree(figure, run)
-        [legend] = figure.legends
-        tree, bar = figure.axes
-        return tree, bar, [text.get_text() for text in legend.get_texts()]
-
-
 def test_operators_of_a_copied_script_have_marks_of_their_own():
     run = searched(scores=(0.6, 0.7, 0.8))
     run.rows[0] |= {"mark": "o"}
     run.rows[1] |= {"op": "distill", "mark": "v"}
     run.rows[2] |= {"op": "restart", "mark": "no such mark"}
-    tree, _, names = tree_axes(run)
-    assert names[:3] == ["draft", "distill", "restart"]
+    with plots.figure_of(9, 5) as figure:
+        draw_tree(figure, run)
+        tree, _ = figure.axes
     shapes = [marks.get_paths()[0].vertices.tolist() for marks in tree.collections[:4]]
     assert all(shapes.count(shape) == 1 for shape in shapes)  # the first one is the baseline's
     assert len(shapes[-1]) == 7  # a closed hexagon

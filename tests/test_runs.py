@@ -116,15 +116,6 @@ def test_foreign_directory_is_left_alone(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_resumed_run_appends_its_command_once(tmp_path, monkeypatch):
-    for argv in ["grpo.py"], ["grpo.py"], ["grpo.py", "--steps", "9"]:
-        monkeypatch.setattr(sys, "argv", argv)
-        store.open_run(tmp_path, CONFIG).lock.close()
-    lines = (tmp_path / "command.txt").read_text().splitlines()
-    commands = [line.split(" ", 1)[1] for line in lines if "grpo.py" in line]
-    assert commands == ["grpo.py", "grpo.py --steps 9"]
-
-
 def test_the_provenance_of_a_resumed_run_is_new_unless_it_is_that_of_the_last_start(tmp_path):
     path = tmp_path / "git.txt"
     for text in ("abc\nchanged: x.py", "abc", "abc", "abc\nchanged: x.py"):

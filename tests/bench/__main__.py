@@ -9,7 +9,7 @@
     python tests/bench ahead       steps that play while one is learned, with waits of all kinds
     python tests/bench growth      own work of searches and trainings, by the length of the run
     python tests/bench engine      tokens per second of the engine with an adapter, three ways
-    python tests/bench sync        the trained adapter into the running engine, three ways
+    python tests/bench sync        the trained adapter into the running engine, two ways
     python tests/bench objectives  losses and advantages on the built-in tasks; an hour
     python tests/bench pretrained  SmolLM2 imitates, then GRPO, on two tasks; hours
     python tests/bench table       runs the tests of attacks and faults, writes tests/README.md

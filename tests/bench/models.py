@@ -42,7 +42,7 @@ LARGER = {
 
 
 def sync(args):
-    """The trained adapter into the engine: in place, through files, and merging alone."""
+    """The trained adapter into the engine: in place and through files."""
     rows = []
     for name, sizes in (("stand-in size", {}), ("36 M parameters", LARGER)):
         with tempfile.TemporaryDirectory() as folder:
@@ -70,19 +70,13 @@ def sync_rows(name, sizes, folder):
         vllm.remove_lora(1)
         vllm.add_lora(LoRARequest("policy", 1, adapter))
 
-    def merge():
-        policy.model.merge_adapter()
-        policy.model.unmerge_adapter()
-
     count = sum(p.numel() for p in policy.parameters()) / 1e6
     in_place = median_seconds(policy.sync, 20)
     note = (
         f"{count:.2f} M LoRA parameters; bit-exact: {policy.adapter_copy.largest_difference() == 0}"
     )
     files = median_seconds(through_files, 5)
-    merging = median_seconds(merge, 5)
     return [
         (f"{name}: in place", ms(in_place), note),
         (f"{name}: save and reload", ms(files), f"{files / in_place:.0f} x"),
-        (f"{name}: merge and unmerge", ms(merging), f"{merging / in_place:.0f} x"),
     ]
