@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from competition import write
 from flatlab.episode.episode import Sample, run_episode
 from flatlab.errors import UserError
 from flatlab.options import EpisodeOptions
@@ -205,6 +206,14 @@ def python(*arguments, cwd=PROJECT, timeout=600, **options):
     return subprocess.run(
         command, cwd=cwd, timeout=timeout, capture_output=True, text=True, **options
     )
+
+
+def run_grader(task, folder, artefacts, split):
+    """What the grader prints that runs in a folder, without the protection of a sandbox."""
+    for path, source in task.grading_files(artefacts).items():
+        write(folder, {path: source.read_bytes() if isinstance(source, Path) else source})
+    argv = [sys.executable if part == "python3" else part for part in task.grader_argv(split)]
+    return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60).stdout
 
 
 def start(folder, *flags, script="grpo.py", before=None, **environment):
@@ -413,15 +422,18 @@ def node(id, score, op="draft", **more):
 
 def search_result(rows, **more):
     """What result.json says about these nodes."""
-    failed = [row for row in rows if not row["valid"] and row["status"] != "fault"]
-    scores = [RESULT["baseline"], *(row["score"] for row in rows if row["valid"])]
     pick = max if more.get("higher_is_better", True) else min
-    best = pick(scores)
-    counts = {"nodes": len(rows), "failed": len(failed)}
-    counts["tokens"] = sum(row["tokens"] for row in rows)
-    counts["faults"] = sum(row["status"] == "fault" for row in rows)
     root = {"id": "0", "score": RESULT["baseline"]}
-    valid = [row for row in rows if row["valid"]]
-    best_id = pick([root, *valid], key=lambda row: row["score"])["id"]
-    tests = {"best_score": best, "best_id": best_id, "test_score": None}
-    return RESULT | counts | tests | {"test_minus_validation": None} | more
+    best = pick([root, *(row for row in rows if row["valid"])], key=lambda row: row["score"])
+    faults = sum(row["status"] == "fault" for row in rows)
+    result = {
+        "nodes": len(rows),
+        "failed": sum(not row["valid"] for row in rows) - faults,
+        "faults": faults,
+        "tokens": sum(row["tokens"] for row in rows),
+        "best_id": best["id"],
+        "best_score": best["score"],
+        "test_score": None,
+        "test_minus_validation": None,
+    }
+    return RESULT | result | more

@@ -8,8 +8,6 @@ is a general property of sandboxes is in test_sandbox.py or test_env.py, with th
 import gzip
 import os
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from textwrap import indent
 
@@ -20,7 +18,7 @@ from env import Env
 from flatlab.episode.task import last_json_object, parse_grade
 from flatlab.episode.task_files import TASKS_DIR
 from flatlab.files import read_mapping
-from helpers import block
+from helpers import block, run_grader
 from tasks import load_task
 
 MLGYM = os.environ.get("MLGYM_ROOT")  # before conftest.py hides it
@@ -470,13 +468,9 @@ def hostile_attacks(test):
 
 
 def grade_here(task, submission, folder, split="validation"):
-    """(score, message) of our CSV grader for some bytes, without a sandbox."""
-    for name, path in task.hidden.items():
-        (folder / name).write_bytes(path.read_bytes())
-    (folder / "submission.csv").write_bytes(submission)
-    argv = [sys.executable, *task.grader_argv(split)[1:]]
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=30)
-    return parse_grade(last_json_object(done.stdout), task)
+    """The score and the message of our CSV grader for some bytes, without a sandbox."""
+    printed = run_grader(task, folder, {"submission.csv": submission}, split)
+    return parse_grade(last_json_object(printed), task)
 
 
 @attack("answers through the grader's error text")

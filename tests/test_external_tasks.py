@@ -7,8 +7,6 @@ import csv
 import json
 import math
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +25,7 @@ from flatlab.episode.task import last_json_object, parse_grade
 from flatlab.episode.task_files import TASKS_DIR
 from flatlab.errors import UserError
 from flatlab.options import SandboxOptions
-from helpers import python, user_error
+from helpers import python, run_grader, user_error
 from tasks import load_task
 
 MLGYM, DOJO = os.environ.get("MLGYM_ROOT"), os.environ.get("MLEDOJO_REPO")
@@ -41,20 +39,10 @@ def only_what_a_test_names(tmp_path, monkeypatch):
     monkeypatch.setattr(grading, "grades", {})
 
 
-def lay_out(task, folder, artefacts):
-    for path, source in task.grading_files(artefacts).items():
-        write(folder, {path: source if isinstance(source, bytes) else source.read_bytes()})
-
-
 def grade(task, folder, artefacts, split=None):
-    """(score, message) of a grader that runs in `folder`, without the protection of a sandbox."""
-    lay_out(task, folder, artefacts)
-    argv = [
-        sys.executable if part == "python3" else part
-        for part in task.grader_argv(split or task.splits[-1])
-    ]
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60)
-    return parse_grade(last_json_object(done.stdout), task)
+    """The score and the message of a grader."""
+    printed = run_grader(task, folder, artefacts, split or task.splits[-1])
+    return parse_grade(last_json_object(printed), task)
 
 
 def content(root):
@@ -422,8 +410,8 @@ def test_dojo_position_and_standard_error(dojo, tmp_path):
     task = load_task("mine", mledojo_root=dojo)
 
     def graded(value, split):
-        lay_out(task, tmp_path / "a", {"submission.csv": answers(value).encode()})
-        return json.loads(python(*task.grader_argv(split)[1:], cwd=tmp_path / "a").stdout)
+        files = {"submission.csv": answers(value)}
+        return json.loads(run_grader(task, tmp_path / "a", files, split))
 
     position = (2 / 4 + 2 / 2) / 2  # third of four, first of two
     assert graded(lambda i: i + 3, "test") == {"score": 3, "stderr": 0, "position": position}

@@ -21,7 +21,6 @@ from flatlab.episode.episode import Episode
 from flatlab.episode.grading import Score
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import read_mapping
-from flatlab.runs import store
 from flatlab.runs.cli import parse_config
 from flatlab.runs.reader import RunData, read_rows, standard_error
 from flatlab.runs.store import open_run
@@ -32,16 +31,10 @@ from flatlab.view import search_console, search_plots, stats
 from helpers import FakePolicy, block, search_config, segments_of, slow, start, user_error
 from tasks import load_task
 
+pytestmark = pytest.mark.usefixtures("quick_provenance")
 HERE = Path(__file__).parents[1]
 TASK = replace(load_task("titanic", "", ""), baseline=0.5, reference=1.0)
 ONE_PART = replace(TASK, splits=("test",))
-
-
-@pytest.fixture(autouse=True)
-def no_provenance(monkeypatch):
-    """What the machine and git say takes a second per run directory."""
-    monkeypatch.setattr(store, "describe_git", lambda code: "")
-    monkeypatch.setattr(store, "describe_machine", lambda: "")
 
 
 def lists(prompt, seed):

@@ -7,8 +7,6 @@ import math
 import random
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -20,26 +18,14 @@ import tasks
 from flatlab.episode.builtin import builtin_names
 from flatlab.episode.task import improvement, last_json_object, parse_grade, standard_error
 from flatlab.episode.task_files import TASKS_DIR
-from helpers import python, slow, user_error
+from helpers import python, run_grader, slow, user_error
 from tasks import load_task
 from tools import make_data
 
 
 def grade(task, folder, artefacts, split="validation"):
-    """Lay out a grading workspace in `folder`, run the grader there, return its JSON."""
-    written = {}
-    for path, text in artefacts.items():
-        written[path] = text if isinstance(text, bytes) else text.encode()
-    for path, source in task.grading_files(written).items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        data = source if isinstance(source, bytes) else source.read_bytes()
-        (folder / path).write_bytes(data)
-    argv = [sys.executable if part == "python3" else part for part in task.grader_argv(split)]
-    done = subprocess.run(
-        argv, cwd=folder, capture_output=True, text=True, timeout=task.grade_timeout
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    """The JSON that the grader prints."""
+    return json.loads(run_grader(task, folder, artefacts, split))
 
 
 def read_csv(path):
