@@ -70,11 +70,9 @@ REPLIES = [
     ('<think>I could say\n```json\n{"action": "reset"}\n```\nbut', None),
     ('<think>{"action": "reset"}', None),
     ('```json\n{"action": "reset"}\n```\n```json\n{"action": "reset"}\n```', None),
-    ("[1]", None),
     ('{"params": 1}', None),
     ("{" * 100_000, None),
     ('{"action": "reset", "params": 7}', None),
-    ("", None),
     ("```bash\nls\n```", None),
 ]
 

@@ -345,20 +345,6 @@ def test_the_check_finds_a_grader_that_crashes(folder, capsys, monkeypatch):
     assert "No module named 'numbers_of_" in err
 
 
-def test_without_trivial_rules_the_check_grades_an_empty_artefact(folder, capsys, monkeypatch):
-    path = folder / "task.yaml"
-    path.write_text(re.sub("trivial:.*\n.*\n", "", path.read_text()))
-    code, out, _ = check(capsys, monkeypatch, "median")
-    assert code == 0
-    assert "answer.txt is not a number" in out
-    assert out.endswith("\nNo rule has a score: give the task a `trivial:` one.\n")
-    change(folder / "evaluate.py", "import sys", "import sys, numbers_of_mine")
-    grading.checked_graders.clear()
-    _, out, err = check(capsys, monkeypatch, "median")
-    assert "No module named 'numbers_of_mine'" in out
-    assert "may be broken" in err
-
-
 @pytest.mark.parametrize("reference", [10, 12.5])
 def test_a_reference_that_is_not_better_than_the_baseline_is_refused(folder, reference):
     change(folder / "task.yaml", "reference: 0 ", f"reference: {reference} ")

@@ -514,7 +514,6 @@ def test_trackers_get_every_evaluation_and_the_table_at_the_end(play):
     assert rows[0]["eval_score_mean"] == result["before"]["score_mean"]
     assert "eval_score_mean" in rows[2]
     assert rows[3]["final/untrained/score_mean"] == result["final"]["untrained"]["score_mean"]
-    assert rows[3]["final/best/difference"] == result["final"]["best"]["difference"]
     assert rows[3]["table"] == metrics.final_table(result["final"], "accuracy")
 
 

@@ -237,7 +237,7 @@ def test_click_search_filter_and_compare_nodes(tmp_path, browser):
         node("0.0", 0.7),
         node("0.1", None),
         node("0.0.0", 0.75, "improve", code={"solve.py": "needle in the code\n"}),
-        node("0.0.1", 0.65, "debug", sampling_mode="local"),
+        node("0.0.1", 0.65, "merge", mark="d"),  # a mark that only matplotlib has
     ]
     path = page.write([search_run(tmp_path / "run", nodes)], tmp_path / "report.html")
     browser.open(path)
@@ -286,25 +286,6 @@ def test_click_search_filter_and_compare_nodes(tmp_path, browser):
     browser.until("document.querySelectorAll('tr.row').length == 4")
     browser.type("filter", "outcome:failed", "change")
     browser.until("document.querySelectorAll('tr.row').length == 1")
-    assert browser.complaints() == []
-
-
-@needs_browser
-def test_operators_of_a_copied_script_have_marks_of_their_own(tmp_path, browser):
-    nodes = [
-        node("0.0", 0.7, mark="o"),
-        node("0.1", 0.8, "distill", mark="v"),
-        node("0.2", 0.6, "restart", mark="P"),
-        node("0.3", 0.6, "merge", mark="d"),  # a mark that only matplotlib has
-    ]
-    browser.open(page.write([search_run(tmp_path / "run", nodes)], tmp_path / "report.html"))
-    shapes = browser.js(
-        "[...document.querySelectorAll('.node[data-id] path')].map(p => p.getAttribute('d'))"
-    )
-    assert len(set(shapes)) == 4
-    legend = browser.js("document.querySelector('.legend').innerText")
-    assert "distill" in legend
-    assert "restart" in legend
     assert browser.complaints() == []
 
 

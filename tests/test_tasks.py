@@ -281,10 +281,8 @@ def test_the_reference_is_what_the_named_model_scores(tmp_path, name):
     "value, message",
     [
         ("nan", "must be a finite number"),
-        ("-inf", "must be a finite number"),
         ("", "must be a number"),
         ("1,5", "needs 2 values"),
-        ("a" * 1000, "must be a number"),
         ("9" * 400, "must be a finite number"),
     ],
 )
