@@ -7,7 +7,6 @@ import math
 import random
 import shutil
 import statistics
-import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -331,14 +330,12 @@ def test_battle_scores(tmp_path, strategy, exact):
     assert 0.001 < said["stderr"] < 0.02 / 6
 
 
-def test_battle_draws_anew_and_is_quick(tmp_path):
-    start = time.perf_counter()
+def test_battle_draws_anew(tmp_path):
     scores = {
         play(tmp_path, "def row_strategy(history): return 0", split)["Score"]
         for split in ("validation", "selection", "test", "test")
     }
     assert len(scores) > 1
-    assert (time.perf_counter() - start) / 4 < 3  # 0.1 to 0.2 s on an idle machine
     stored = load_task("battleOfSexes")
     assert stored.baseline == 0.725
     assert math.isclose(stored.reference, 1.44)
