@@ -16,36 +16,24 @@ docs/sandboxes.md lists what the sandboxes cover and what they do not.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from flatlab.episode.actions import act_bash
-from flatlab.episode.episode import Episode, Segment, in_thread, run_episode
+from flatlab.episode.episode import in_thread
 from flatlab.episode.grading import Score, collect, grade
 from flatlab.episode.machine import check_needs, open_sandbox, sandbox_kind
 from flatlab.episode.task import WHOLE_WORKSPACE, Task
 from flatlab.episode.texts import FORMS, score_text, short_message, with_message
-from flatlab.errors import ArtefactError, SandboxFault
+from flatlab.errors import ArtefactError, SandboxFault, UserError
 from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.hosts import join, leave
 from flatlab.sandbox.sandbox import Sandbox, get_backend, pick_backend, readable
 from tasks import load_task
-
-__all__ = [
-    "Env",
-    "Episode",
-    "SandboxFault",
-    "Score",
-    "Segment",
-    "Step",
-    "check_needs",
-    "in_thread",
-    "pick_backend",
-    "run_episode",
-]
 
 ALL_FILES = 10**9
 
@@ -281,11 +269,29 @@ def ask_and_echo(prompt: str) -> str:
     return line
 
 
+def run_attached(command: str) -> int:
+    """Runs a command in the sandbox of the calling program's episode, see grpo.py --agent.
+
+    Prints what an agent sees. Returns 0, or 1 if the command failed.
+    """
+    import httpx
+
+    url = f"{os.environ.get('OPENAI_BASE_URL')}/act"
+    try:
+        answer = httpx.post(url, json={"command": command}, timeout=None, trust_env=False)
+        step = answer.raise_for_status().json()
+    except httpx.HTTPError as error:
+        raise UserError(f"--attach is for programs of grpo.py --agent: {error}") from None
+    print(step["observation"])
+    return int(step["status"] not in ("ok", "validate", "submit"))
+
+
 def by_hand(
     task: str = "titanic",
     mlgym_root: str | None = None,
     mledojo_root: str | None = None,
     short: bool = False,
+    attach: str | None = None,
     sandbox: SandboxOptions = SandboxOptions(),  # noqa: B008
 ) -> None:
     """Play an episode at the terminal, as an agent does. `submit` or Ctrl-D ends it.
@@ -295,8 +301,12 @@ def by_hand(
         mlgym_root: MLGym checkout; default: $MLGYM_ROOT.
         mledojo_root: Folder of competitions prepared by MLE-Dojo; default: $MLEDOJO_ROOT.
         short: Show the texts that the stand-in reads, not those of every other model.
+        attach: Run this command, or validate or submit, in the sandbox of a running episode: that
+            of the agent program which calls, see docs/agents.md.
         sandbox: The kind of sandbox and what it offers.
     """
+    if attach is not None:
+        sys.exit(run_attached(attach))
     loaded = load_task(task, mlgym_root, mledojo_root)
     kind, why = pick_backend(sandbox.backend, loaded.image or sandbox.image, True)
     with Env(loaded, replace(sandbox, backend=kind)) as env:

@@ -35,6 +35,7 @@ Letters: P groups, G episodes each, N trained tokens of a micro-batch.
 
 import asyncio
 import copy
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -45,7 +46,7 @@ from typing import Annotated, Literal
 
 import env
 from flatlab import cache, options, threads
-from flatlab.episode.episode import run_episode
+from flatlab.episode.episode import play, run_episode
 from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
 from flatlab.options import (
@@ -337,6 +338,9 @@ class Config:
     concurrency: Resumable[Count | None] = None
     # requests that the engine works on at once; default: as concurrency
     max_batch: Resumable[Count | None] = None
+    # command of a program that plays the episodes, see docs/agents.md; default: the loop of
+    # flatlab/episode/episode.py
+    agent: str | None = None
 
     reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
     advantage: Literal[*ADVANTAGES] = "group"  # what an episode is compared with
@@ -435,6 +439,15 @@ class Plan:
     order: int = -1  # free sandboxes go to the lowest one: evaluations, then step by step
 
 
+def agent_loop(cfg: Config) -> Callable:
+    """What plays an episode: flatlab's own loop, or the program of --agent."""
+    if not cfg.agent:
+        return play
+    from integrations import agent_program
+
+    return functools.partial(agent_program.play, command=cfg.agent)
+
+
 async def play_groups(
     policy, plan: Plan, cfg: Config, job, recent=None, progress=None
 ) -> list[Group]:
@@ -449,11 +462,12 @@ async def play_groups(
     job.slots = slots = job.slots or Slots(cfg.concurrency)
     planned = [*plan.tasks, *plan.replacements]
     spare = iter(range(len(plan.tasks), len(planned))[job.rank :: job.world])
+    loop = agent_loop(cfg)
 
     async def attempts(task, seed):
         """An episode; before it, its faults on hosts that were lost."""
         async with env.Env(task, cfg.sandbox, seed) as world:
-            episode = await run_episode(world, policy, cfg.episode, seed, plan.test)
+            episode = await run_episode(world, policy, cfg.episode, seed, plan.test, loop)
         if episode.status == "fault" and await env.in_thread(is_lost, world.host):
             return [episode, *await attempts(task, seed)]
         return [episode]

@@ -12,9 +12,10 @@ import pytest
 
 import env
 from backends import ISOLATED
-from env import Env, run_episode
+from env import Env
 from flatlab.episode import machine
 from flatlab.episode.actions import extract_action
+from flatlab.episode.episode import run_episode
 from flatlab.episode.grading import Score
 from flatlab.episode.task import Task
 from flatlab.errors import SandboxFault

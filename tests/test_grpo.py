@@ -16,8 +16,8 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
-import env
 import grpo
+from flatlab.episode.episode import Episode, Segment
 from flatlab.files import read_mapping
 from flatlab.options import EpisodeOptions, ModelOptions, derive
 from flatlab.runs import store
@@ -406,7 +406,7 @@ class Watched:
         self.selection = []
         self.final = []
 
-    async def __call__(self, world, policy, options, seed, score_test=False):
+    async def __call__(self, world, policy, options, seed, score_test, loop):
         score = None
         if seed >= 0:
             self.trained.append(seed)
@@ -636,7 +636,7 @@ def test_without_evaluation_best_is_the_adapter_whose_episodes_were_good(play, p
     played = []
     real = grpo.update
 
-    async def scored(world, policy, options, seed, score_test):
+    async def scored(world, policy, options, seed, score_test, loop):
         step = seed // 100_003 - CFG.seed * 10_007
         score = (0.60, 0.68, 0.74, 0.79, 0.40)[step] + 0.001 * (seed % 2)
         return await one_reply(world, policy, options, seed, score=score)
@@ -789,9 +789,9 @@ def test_ppo_learns_its_value_head(policy, play, monkeypatch):
 def test_groups_travel_with_their_tokens_packed(tmp_path):
     """Each rank packs its own; what they send, one after the other, is one file."""
     logprob = -0.1234567890123456789
-    sampled = [env.Segment([1, 2], [0, 1], [0.0, logprob])]
-    sampled.append(env.Segment([3], [1], [math.nan]))
-    episodes = [env.Episode("t", 0, segments=sampled), env.Episode("t", 1, status="fault")]
+    sampled = [Segment([1, 2], [0, 1], [0.0, logprob])]
+    sampled.append(Segment([3], [1], [math.nan]))
+    episodes = [Episode("t", 0, segments=sampled), Episode("t", 1, status="fault")]
     (copy,) = gather_groups([Group(0, TASK, episodes, [0.5])], SingleProcess())
     assert [e.segments for e in copy.episodes] == [[], []]
     assert episodes[0].segments == sampled

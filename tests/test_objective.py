@@ -15,6 +15,7 @@ import env
 import grpo
 import helpers
 import training
+from flatlab.episode.episode import Episode, Segment
 from flatlab.train.batch import (
     Group,
     TrainSequence,
@@ -175,9 +176,9 @@ def finished(*masks, stop=("stop", "stop", "stop")):
     for mask in map(bits, masks):
         tokens = list(range(len(mask)))
         old = [-0.1 * token for token in tokens]
-        segments.append(env.Segment(tokens, mask, old))
+        segments.append(Segment(tokens, mask, old))
     turns = [{"stop_reason": reason, "status": "ok", "version": 0} for reason in stop]
-    return env.Episode("t", 0, segments=segments, turns=turns)
+    return Episode("t", 0, segments=segments, turns=turns)
 
 
 TWO_SEGMENTS = ("01101", "000011")
@@ -374,12 +375,12 @@ def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
     """Equal rewards: another group, until P informative ones or the bound; seeds never repeat."""
     seeds = []
 
-    async def run_episode(world, policy, options, seed, score_test):
+    async def run_episode(world, policy, options, seed, score_test, loop):
         seeds.append(seed)
         await asyncio.sleep(0)
         number = (seed - 7 * 100_003) // 4
         score = valid(0.7 if number < 3 else 0.6 + 0.1 * (seed % 2))
-        return env.Episode(world.task.name, seed, turns=[], score=score)
+        return Episode(world.task.name, seed, turns=[], score=score)
 
     def play(*more):
         seeds.clear()

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-import env
 import grpo
+from flatlab.episode.episode import Episode, Segment
 from flatlab.episode.grading import Score
 from flatlab.train.batch import Group
 from helpers import configure
@@ -70,7 +70,7 @@ NOTHING = Score(None, TASK.metric, "validation", False, "no submission")
 def group_of(task, *scores):
     """A group of episodes with these scores."""
     episodes = [
-        env.Episode(task.name, i, score=score, status="submit") for i, score in enumerate(scores)
+        Episode(task.name, i, score=score, status="submit") for i, score in enumerate(scores)
     ]
     return Group(0, task, episodes, [])
 
@@ -80,14 +80,16 @@ def scored_group(task, *scores):
     return group_of(task, *(NOTHING if score is None else valid(score, task) for score in scores))
 
 
-async def one_reply(world, policy, options, seed, score_test=False, *, faulty=None, score=None):
-    """Replaces env.run_episode: the more letters in the reply, the higher the score."""
+async def one_reply(
+    world, policy, options, seed, score_test=False, loop=None, *, faulty=None, score=None
+):
+    """Replaces run_episode: the more letters in the reply, the higher the score."""
     prompt = policy.render([{"role": "user", "content": "say something"}])
     sample = await policy.sample(prompt, options.max_reply_tokens, seed=seed % 2**31)
     text = sample.text.encode()
     letters = sum(chr(c).isalpha() for c in text) / max(1, len(text))
     value = valid(score or 0.5 + letters / 2, world.task)
-    episode = env.Episode(
+    episode = Episode(
         world.task.name,
         seed,
         prompt="say something",
@@ -99,7 +101,7 @@ async def one_reply(world, policy, options, seed, score_test=False, *, faulty=No
         return replace(
             episode, status="fault", score=None, test_score=None, fault="the container died"
         )
-    segment = env.Segment(
+    segment = Segment(
         prompt + sample.tokens,
         [0] * len(prompt) + [1] * len(sample.tokens),
         [0.0] * len(prompt) + sample.logprobs,

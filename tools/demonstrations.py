@@ -23,7 +23,7 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import env
-from flatlab.episode.episode import Episode, Sample
+from flatlab.episode.episode import Episode, Sample, run_episode
 from flatlab.episode.task import improvement
 from flatlab.errors import UserError
 from flatlab.options import Count, EpisodeOptions, check_numbers
@@ -127,7 +127,7 @@ async def play(world: expert.World, cfg: Config, number: int) -> Episode:
     replies = await env.in_thread(draw, world, cfg, number)
     options = EpisodeOptions(cfg.max_turns, 512, 10**9, texts=cfg.texts)
     async with env.Env(world.task, world.backend, cfg.seed * 100_003 + number) as box:
-        return await env.run_episode(box, Script(replies), options, number)
+        return await run_episode(box, Script(replies), options, number)
 
 
 async def demonstrate(name: str, cfg: Config, backend: str) -> list[Episode]:

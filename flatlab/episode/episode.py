@@ -38,9 +38,15 @@ class Sample:
 class Segment:
     """A sequence to train on. mask is 1, and logprobs set, on tokens that were sampled here."""
 
-    tokens: list[int]
-    mask: list[int]
-    logprobs: list[float]
+    tokens: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def append(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
+        """Appends tokens: sampled ones with logprobs, others without."""
+        self.tokens += tokens
+        self.mask += [int(logprobs is not None)] * len(tokens)
+        self.logprobs += logprobs or [0.0] * len(tokens)
 
 
 @dataclass
@@ -51,7 +57,8 @@ class Episode:
     prompt: str = ""  # the first message of the user
     segments: list[Segment] = field(default_factory=list)  # see History.fit for why several
     turns: list[dict] = field(default_factory=list)
-    status: str = ""  # "submit", "turn_limit", "context_limit", "time_limit", "fault"
+    # "submit", "turn_limit", "context_limit", "time_limit", "fault"; "exit" of an agent program
+    status: str = ""
     score: Score | None = None  # on the first split; None only for a fault
     test_score: Score | None = None
     fault: str = ""
@@ -84,22 +91,16 @@ class History:
         self.messages.append({"role": "user", "content": prompt})
         self.prompt = policy.render(self.messages)
         self.turns = []  # [sample, observation, its tokens]
-        self.segment = Segment([], [], [])
-        self.append(self.prompt)
-
-    def append(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
-        """Appends tokens: sampled ones with logprobs, others without."""
-        self.segment.tokens += tokens
-        self.segment.mask += [int(logprobs is not None)] * len(tokens)
-        self.segment.logprobs += logprobs or [0.0] * len(tokens)
+        self.segment = Segment()
+        self.segment.append(self.prompt)
 
     def add(self, sample: Sample, observation: str, note: str = "") -> None:
         """Appends a reply and what follows it. A long observation keeps head and tail."""
         text = "\n".join(filter(None, [self.cap(observation), note]))
         after = self.policy.observation_tokens(text, sample.stop_reason == "stop")
         self.turns.append([sample, text, after])
-        self.append(sample.tokens, sample.logprobs)
-        self.append(after)
+        self.segment.append(sample.tokens, sample.logprobs)
+        self.segment.append(after)
 
     def cap(self, text: str) -> str:
         """The text with at most `limit` tokens: two thirds of them from its head."""
@@ -145,8 +146,8 @@ class History:
         if tokens == self.segment.tokens:
             return None
         ended = self.segment
-        self.segment = Segment([], [], [])
-        self.append(tokens)
+        self.segment = Segment()
+        self.segment.append(tokens)
         return ended
 
 
@@ -212,7 +213,7 @@ async def play(env, policy, episode: Episode, options: EpisodeOptions, history: 
             reply = policy.sample(
                 list(history.segment.tokens),
                 options.max_reply_tokens,
-                seed=(episode.seed * 1009 + number) % 2**31,
+                seed=reply_seed(episode.seed, number),
             )
             sample = await asyncio.wait_for(reply, deadline - start)
             left = max(1.0, deadline - time.monotonic())
@@ -236,19 +237,31 @@ async def play(env, policy, episode: Episode, options: EpisodeOptions, history: 
             episode.segments.append(trimmed(history.segment))
 
 
+def reply_seed(seed: int, number: int) -> int:
+    """Seed of the reply with this number in an episode."""
+    return (seed * 1009 + number) % 2**31
+
+
 def turn_record(sample: Sample, step) -> dict:
     """A turn as it is in the transcript."""
     return {
         "reply": sample.text,
-        "action": step.action,
-        "observation": step.observation,
         "note": "",  # what the model read after the observation
-        "status": step.status,
-        "score": step.score.value if step.score else None,
-        "grader_output": step.score.grader_output if step.score else "",
         "stop_reason": sample.stop_reason,
         "version": sample.version,
         "reply_tokens": len(sample.tokens),
+        **step_record(step),
+    }
+
+
+def step_record(step) -> dict:
+    """The part of a turn that is about its action."""
+    return {
+        "action": step.action,
+        "observation": step.observation,
+        "status": step.status,
+        "score": step.score.value if step.score else None,
+        "grader_output": step.score.grader_output if step.score else "",
         "seconds_env": step.seconds,
     }
 

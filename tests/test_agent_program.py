@@ -1,0 +1,409 @@
+"""Agent programs of other people: grpo.py --agent, with a real engine and real sandboxes."""
+
+import asyncio
+import functools
+import json
+import os
+import shlex
+import sys
+import time
+
+import pytest
+
+import env
+from flatlab.episode.episode import History, Sample, run_episode
+from flatlab.errors import SandboxFault
+from flatlab.options import EpisodeOptions
+from flatlab.train.batch import sequences_of
+from helpers import LOCAL, PROJECT, FakePolicy, python
+from integrations import agent_program
+from training import TASK
+
+# The beginning of every program: ask(messages) returns a reply, act(command) what it prints.
+CLIENT = f"""
+import json, os, subprocess, sys, time, urllib.request
+from urllib.error import HTTPError
+
+def post(path, body):
+    url = os.environ["OPENAI_BASE_URL"] + path
+    headers = {{"Content-Type": "application/json"}}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request))
+
+def ask(*messages, **settings):
+    body = {{"model": "any", "messages": messages, **settings}}
+    return post("/chat/completions", body)["choices"][0]["message"]
+
+def act(command):
+    return post("/act", {{"command": command}})["observation"]
+
+def user(text):
+    return {{"role": "user", "content": text}}
+
+def attach(command):
+    done = subprocess.run([sys.executable, {str(PROJECT / "env.py")!r}, "--attach", command],
+                          capture_output=True, text=True)
+    return done.stdout, done.returncode, done.stderr
+
+PROMPT = user(os.environ["FLATLAB_PROMPT"])
+"""
+EVERYBODY_DIED = "sed -E 's/,.*//; s/$/,0/; 1s/.*/id,survived/' data/test.csv > submission.csv"
+OPTIONS = EpisodeOptions(max_turns=6, max_reply_tokens=8, max_observation_tokens=64, texts="short")
+
+
+class Log:
+    """A policy that notes what its engine samples: (tokens before a reply, the reply)."""
+
+    def __init__(self, policy):
+        self.policy = policy
+        self.sampled = []
+
+    def __getattr__(self, name):
+        return getattr(self.policy, name)
+
+    async def sample(self, tokens, *arguments, **settings):
+        sample = await self.policy.sample(tokens, *arguments, **settings)
+        self.sampled.append((list(tokens), sample))
+        return sample
+
+
+@pytest.fixture
+def command(tmp_path):
+    """command(text): the command of a program that begins with CLIENT."""
+
+    def write(text):
+        file = tmp_path / "program.py"
+        file.write_text(CLIENT + text)
+        return shlex.join([sys.executable, str(file)])
+
+    return write
+
+
+@pytest.fixture
+def play_program(policy, command):
+    """play_program(text) -> its episode, and what the engine sampled meanwhile."""
+
+    def play(program, seed=0, policy=policy, world=None, **options):
+        log = Log(policy)
+        limits = EpisodeOptions(**vars(OPTIONS) | options)
+
+        async def run():
+            async with world or env.Env(TASK, LOCAL) as box:
+                loop = functools.partial(agent_program.play, command=command(program))
+                return await run_episode(box, log, limits, seed, play=loop)
+
+        return asyncio.run(run()), log.sampled
+
+    return play
+
+
+def trained(episode):
+    """(tokens before a trained reply, the reply, its log-probs) of all sequences."""
+    replies = []
+    for segment in episode.segments:
+        start = None
+        for i, m in enumerate([*segment.mask, 0]):
+            if m and start is None:
+                start = i
+            if not m and start is not None:
+                reply = segment.tokens[start:i], segment.logprobs[start:i]
+                replies.append((segment.tokens[:start], *reply))
+                start = None
+    return replies
+
+
+def as_sampled(sampled):
+    return [(before, sample.tokens, sample.logprobs) for before, sample in sampled]
+
+
+def test_a_program_plays_an_episode_and_its_tokens_are_those_of_the_engine(play_program):
+    episode, sampled = play_program(
+        f"""
+talk = [PROMPT]
+for command in ({EVERYBODY_DIED!r}, "validate", "submit"):
+    talk += [ask(*talk), user(act(command))]
+"""
+    )
+    assert episode.status == "submit"
+    assert episode.score.value == pytest.approx(0.6782, abs=1e-4)
+    assert len(sampled) == 3
+    assert trained(episode) == as_sampled(sampled)
+    assert len(episode.segments) == 1
+    assert [turn["status"] for turn in episode.turns] == ["ok", "validate", "submit"]
+    assert "accuracy: 0.67" in episode.turns[1]["observation"]
+    assert episode.prompt.startswith("Predict who survived")
+
+
+def test_a_program_that_does_as_the_usual_loop_gets_the_same_tokens(play_program, policy):
+    episode, _ = play_program("""
+talk = [{"role": "system", "content": "Be brief."}, PROMPT]
+while True:
+    reply = ask(*talk)
+    talk += [reply, user("Go on.")]
+""", seed=5)  # fmt: skip
+
+    class World(env.Env):
+        def step(self, reply, timeout):
+            return env.Step("Go on.", False, None, "ok", 0.0, "")
+
+    async def usual_episode():
+        async with World(TASK, LOCAL) as world:
+
+            def history(policy, prompt, limit, system):
+                return History(policy, prompt, limit, "Be brief.")
+
+            return await run_episode(world, policy, OPTIONS, 5, history=history)
+
+    usual = asyncio.run(usual_episode())
+    assert episode.status == usual.status == "turn_limit"
+    assert episode.prompt == f"Be brief.\n\n{usual.prompt}"
+    assert episode.segments == usual.segments
+
+
+def test_a_program_may_branch_shorten_and_change_its_messages(play_program):
+    episode, sampled = play_program("""
+first = ask(PROMPT)
+second = ask(PROMPT, first, user("one"))
+branch = ask(PROMPT, first, user("two"))
+third = ask(PROMPT, first, user("one"), second, user("and"))
+shorter = ask(PROMPT, second, user("and"))
+changed = ask(PROMPT, {**first, "content": "Something else."}, user("one"))
+fourth = ask(PROMPT, first, user("two"), branch, user("end"))
+""", max_turns=7)  # fmt: skip
+    assert episode.status == "exit"
+    assert trained(episode) == as_sampled(sampled)
+    assert contains(sampled[4][0], sampled[1][1].tokens)  # a reply keeps its tokens in a new place
+    batch = sequences_of(episode, list(range(len(sampled))))
+    assert [sorted(set(s.advantage)) for s in batch] == [[0, 1], [2], [3], [4], [5], [6]]
+
+
+def contains(tokens, part):
+    return any(tokens[i : i + len(part)] == part for i in range(len(tokens)))
+
+
+def test_equal_texts_keep_the_tokens_that_each_of_them_was_sampled_with(play_program):
+    class Stutter(FakePolicy):
+        """Says "a" and then one more token without text with each reply."""
+
+        async def sample(self, tokens, limit, seed):
+            await super().sample(tokens, limit)
+            said = self.encode("a") + [1] * len(self.requests)
+            return Sample(said, [-0.5] * len(said), "a", "stop", 0)
+
+    program = """
+talk = [PROMPT]
+for i in range(3):
+    talk += [ask(*talk), user("on")]
+"""
+    episode, sampled = play_program(program, policy=Stutter("a"))
+    assert len(episode.segments) == 1
+    assert trained(episode) == as_sampled(sampled)
+
+
+def test_two_conversations_at_the_same_time_train_each_reply_once(play_program):
+    episode, sampled = play_program("""
+from threading import Thread
+def talk(name):
+    messages = [user(name)]
+    for _ in range(3):
+        messages += [ask(*messages), user("more of " + name)]
+threads = [Thread(target=talk, args=[name]) for name in ("a", "b")]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+""")  # fmt: skip
+    assert trained(episode) == as_sampled(sampled)
+    assert [turn["reply"] for turn in episode.turns] == [sample.text for _, sample in sampled]
+
+
+ENDS = {
+    "crashes": ("ask(PROMPT); raise SystemExit(3)", "exit", 1),
+    "cannot be started": (None, "exit", 0),
+    "never asks": ("", "exit", 0),
+    "never submits": (f"ask(PROMPT); act({EVERYBODY_DIED!r})", "exit", 1),
+    "hangs": ("ask(PROMPT); time.sleep(60)", "time_limit", 1),
+    "hangs in a command": ("ask(PROMPT); act('sleep 60')", "time_limit", 1),
+    "hangs after submit": ("ask(PROMPT); act('submit'); time.sleep(60)", "submit", 1),
+    "asks too often": ("while True: ask(PROMPT)", "turn_limit", 6),
+    "asks for too much": ("ask(user('x' * 4000))", "exit", 0),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_however_a_program_ends_its_episode_is_scored_and_no_fault(play_program, how):
+    program, status, turns = ENDS[how]
+    minutes = 0.05 if status == "time_limit" else 1
+    begin = time.monotonic()
+    episode, _ = play_program(program or "import no_such_module", episode_minutes=minutes)
+    assert episode.status == status
+    assert len(episode.turns) == turns
+    assert episode.score.valid == (how == "never submits")
+    assert time.monotonic() - begin < 12
+
+
+def ends(pid):
+    """Whether the process has ended, or is about to be collected by its new parent."""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_program_that_is_still_there_after_its_episode_is_killed(play_program, tmp_path):
+    pid = tmp_path / "pid"
+    program = f"""
+child = subprocess.Popen(["sleep", "60"])
+open({str(pid)!r}, "w").write(str(child.pid))
+act("submit")
+time.sleep(60)
+"""
+    play_program(program)
+    assert ends(int(pid.read_text()))
+
+
+@pytest.mark.slow
+def test_env_py_attach_runs_a_command_as_a_reply_would(play_program):
+    episode, _ = play_program("""
+said = [attach(command) for command in
+        ("cd /tmp; export A=5", "pwd; echo $A; yes | head -n 999", "exit 3", "validate")]
+ask(user(json.dumps(said)))
+said = attach("submit")
+""")  # fmt: skip
+    assert episode.status == "submit"
+    first, second, third, last = json.loads(episode.prompt)
+    assert first == ["(no output)\n", 0, ""]
+    assert second[0].startswith("/tmp\n5\ny\n")
+    assert "tokens left out" in second[0]
+    assert third[:2] == ["(no output)\n[exit code 3]\n", 1]
+    assert last[0] == "No score: no submission, submission.csv is not there\n"
+
+
+def test_attach_outside_of_an_episode_is_one_sentence():
+    done = python("env.py", "--attach", "ls", env={"PATH": os.environ["PATH"]})
+    assert done.returncode == 2
+    assert done.stderr.startswith("--attach is for programs of grpo.py --agent: ")
+    assert len(done.stderr.strip().split("\n")) == 1
+
+
+def test_a_request_that_cannot_be_answered_says_why(play_program):
+    episode, sampled = play_program("""
+answers = []
+def refused(**body):
+    try:
+        ask(PROMPT, **body)
+    except HTTPError as error:
+        answers.append([error.code, error.read().decode()])
+refused(stream=True)
+refused(tools=[{}])
+refused(messages=[])
+refused(messages=[{"role": "user"}])
+refused(messages=[PROMPT, {**PROMPT, "role": "assistant"}])
+refused(messages=[user("x" * 4000)])
+os.environ["OPENAI_BASE_URL"] = os.environ["OPENAI_BASE_URL"].replace("/v1", "0/v1")
+refused()
+os.environ["OPENAI_BASE_URL"] = os.environ["OPENAI_BASE_URL"].replace("0/v1", "/v1")
+ask(user(json.dumps(answers)))
+""")  # fmt: skip
+    assert len(sampled) == 1
+    answers = json.loads(episode.prompt)
+    assert [code for code, _ in answers] == [422, 422, 400, 400, 400, 400, 404]
+    stream, tools, _, content, ends, length, _ = [text for _, text in answers]
+    assert '["body","stream"]' in stream
+    assert "Input should be False" in stream
+    assert '["body","tools"]' in tools
+    assert "KeyError('content')" in content
+    assert "cannot be read: ValueError" in ends
+    assert "over the maximum context length" in length
+
+
+def test_a_sandbox_that_breaks_is_a_fault(play_program):
+    class Broken(env.Env):
+        def step(self, reply, timeout):
+            raise SandboxFault("the container died")
+
+    episode, _ = play_program("ask(PROMPT); act('ls')", world=Broken(TASK, LOCAL))
+    assert (episode.status, episode.fault) == ("fault", "the container died")
+    assert episode.score is None
+
+
+def test_what_the_policy_raises_ends_the_run(play_program):
+    class Broken(FakePolicy):
+        async def sample(self, *_, **__):
+            raise RuntimeError("the engine is broken")
+
+    with pytest.raises(RuntimeError, match="the engine is broken"):
+        play_program("ask(PROMPT)", policy=Broken("a"))
+
+
+def test_an_episode_that_is_cancelled_ends_its_program_and_its_request(policy, command, tmp_path):
+    mark = tmp_path / "mark"
+    program = f"""
+open({str(mark)!r}, "w").write(str(os.getpid()))
+while True: ask(PROMPT)
+"""
+
+    async def run():
+        async with env.Env(TASK, LOCAL) as world:
+            options = EpisodeOptions(**vars(OPTIONS) | {"max_turns": 10**6})
+            loop = functools.partial(agent_program.play, command=command(program))
+            playing = asyncio.ensure_future(run_episode(world, policy, options, play=loop))
+            while not mark.exists() or not policy._futures:
+                await asyncio.sleep(0.01)
+            playing.cancel()
+            await asyncio.wait([playing])
+            await asyncio.sleep(0.05)
+            return playing.cancelled()
+
+    assert asyncio.run(run())
+    assert not policy._futures
+    assert ends(int(mark.read_text()))
+
+
+@pytest.mark.slow
+def test_programs_play_the_episodes_of_a_training_step(play, command):
+    program = f"""
+talk = [PROMPT]
+reply = ask(*talk)["content"]
+died = sum(map(ord, reply)) % 2
+act({EVERYBODY_DIED!r}.replace("$/,0", "$/," + str(died)))
+talk += [{{"role": "assistant", "content": reply}}, user(act("validate"))]
+ask(*talk)
+act("submit")
+"""
+    rows = play(
+        episode=run_episode, agent=command(program), steps=2, ahead=1, texts="short", seed=3
+    )
+    assert [row["step"] for row in rows] == [0, 1]
+    assert [row["turns"] for row in rows] == [2.0, 2.0]
+    assert all(row["faults"] == 0 and row["valid_share"] == 1 for row in rows)
+    assert max(row.get("logprob_diff_max", 0.0) for row in rows) < 1e-4
+    assert any(row.get("grad_norm", 0) > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("MINI_SWE_VENV" not in os.environ, reason="see tests/README.md")
+def test_mini_swe_agent_plays_the_episodes_of_a_training_step(play, policy, tmp_path, monkeypatch):
+    """The program of docs/agents.md, with a random model, whose replies hold no command."""
+    text = (PROJECT / "docs/agents.md").read_text().partition("```python\n")[2]
+    program = text.rpartition("```\n\n`LITELLM")[0]
+    program = program.replace(".venv/bin/python", sys.executable)
+    program = program.replace('"env.py"', repr(str(PROJECT / "env.py")))
+    (tmp_path / "mini.py").write_text(program)
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path))
+    interpreter = os.path.join(os.environ["MINI_SWE_VENV"], "bin/python")
+    command = shlex.join([interpreter, str(tmp_path / "mini.py")])
+    log = Log(policy)
+    played = []
+
+    async def episode(world, _, *arguments):
+        played.append(await run_episode(world, log, *arguments))
+        return played[-1]
+
+    rows = play(episode=episode, agent=command, steps=1, texts="short", max_turns=2)
+    assert rows[0]["episodes"] >= 8
+    assert rows[0]["faults"] == 0
+    assert sorted(part for e in played for part in trained(e)) == sorted(as_sampled(log.sampled))
+    assert rows[0]["turns"] == 2.0
