@@ -39,7 +39,6 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from math import log1p
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Literal
@@ -356,8 +355,6 @@ class Config:
     clip_high: float | None = None
     # upper bound on a token's importance weight (truncated importance sampling; not gspo, cispo)
     is_cap: Annotated[float, Bounds(1)] = 2.0
-    # drop sequences whose geometric mean ratio leaves [1 / (1 + x), 1 + x]; default: keep all
-    sequence_mask: float | None = None
     # weight of the KL to the reference: the policy of the first step, after an imitation
     kl: float = 0.05
 
@@ -590,18 +587,15 @@ def update(
         optimizer.zero_grad()
         grad_norms.append(grad_norm)
     total, mean, largest = meter.over_ranks(job)
-    kept = [total[f"kept_{epoch}"] for epoch in range(cfg.epochs)]
-    shares = ("kl", "entropy", "clip_share", "dropped_share")
     row = {
         "loss": total["loss"] / cfg.epochs,
         "lost_tokens": total["lost_tokens"],
         "grad_norm": fmean(grad_norms),
         "skipped": skipped,
-        "empty_epochs": kept.count(0),
         "lag_mean": mean["lag"],
         "lag_max": largest["lag"],
         "judged_tokens": total["judged"],
-        **{name: mean[name] for name in shares},
+        **{name: mean[name] for name in ("kl", "entropy", "clip_share")},
     }
     if total["judged"]:
         row["logprob_diff_mean"] = mean["logprob_diff"]
@@ -629,10 +623,6 @@ def micro_loss(policy, micro: MicroBatch, cfg: Config, meter: Meter, epoch: int,
     logp = logp.masked_fill(~is_finite, 0.0)
     old = micro.old.masked_fill(~is_finite, 0.0)
 
-    kept = is_finite
-    if cfg.sequence_mask is not None:
-        drift = geometric_mean(logp.detach() - old, micro.sequence).abs()
-        kept = is_finite & (drift <= log1p(cfg.sequence_mask))
     loss, is_clipped = LOSSES[cfg.loss].function(logp, old, micro.advantage, micro.sequence, cfg)
     if base is not None:
         kl = kl_to_base(logp, base).masked_fill(~is_finite, 0.0)
@@ -643,15 +633,13 @@ def micro_loss(policy, micro: MicroBatch, cfg: Config, meter: Meter, epoch: int,
         loss = loss - ENTROPY_BONUS * entropy.masked_fill(~is_finite, 0.0)
     if has_values:
         loss = loss + VALUE_WEIGHT * (values[0] - micro.target) ** 2 / 2
-    loss = loss * micro.weight * kept
+    loss = loss * micro.weight * is_finite
 
     meter.add(
         loss=loss,
         entropy=entropy,
-        clip_share=is_clipped & kept,
-        dropped_share=is_finite & ~kept,
+        clip_share=is_clipped & is_finite,
         lost_tokens=~is_finite,
-        **{f"kept_{epoch}": kept},
     )
     if epoch == 0:
         # The engine's log-probs are those of the trainer for tokens of the current version only.

@@ -70,11 +70,6 @@ ALARMS = (  # key of the row, predicate of (value, median of the twenty steps be
         "the gradient is much larger than usual",
     ),
     (
-        "empty_epochs",
-        lambda x, usual: x > 0,
-        "an epoch had no sequence left: lower --lr, or raise --sequence-mask",
-    ),
-    (
         "lost_tokens",
         lambda x, usual: x > 0,
         "some log-probs are not finite: their tokens were left out",
