@@ -348,7 +348,7 @@ def test_a_broken_engine_reaches_every_waiting_episode(policy, monkeypatch):
     samples(policy, [prompt], 4)  # what was left in the queue is worked off, nothing hangs
 
 
-def test_an_adapter_with_other_tensors_is_refused_by_the_name_of_one(policy, tmp_path):
+def test_an_adapter_with_other_tensors_is_refused(policy, tmp_path):
     """And the adapter in use stays as it is."""
     from safetensors.torch import load_file, save_file
 
@@ -359,14 +359,10 @@ def test_an_adapter_with_other_tensors_is_refused_by_the_name_of_one(policy, tmp
     weights = load_file(file)
     name = sorted(weights)[3]
     rest = {key: values for key, values in weights.items() if key != name}
-    changed = {
-        f"has no tensor {name}": rest,
-        "has a layer that this model lacks: z": weights | {"z": torch.zeros(1)},
-        rf"{name} has the shape \(2, 3\) instead of": weights | {name: torch.zeros(2, 3)},
-    }
-    for message, tensors in changed.items():
+    more = weights | {"z": torch.zeros(1)}
+    for tensors in (rest, more, weights | {name: torch.zeros(2, 3)}):
         save_file(tensors, file)
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match="has other layers or another rank"):
             policy.load_adapter(tmp_path)
     assert has_weights(policy, before)
 
