@@ -62,7 +62,7 @@ from flatlab.options import (
     TrackerOptions,
 )
 from flatlab.runs import trackers
-from flatlab.runs.cli import check_distinct, one_sentence, parse_config, recorded_end
+from flatlab.runs.cli import one_sentence, parse_config, recorded_end
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.reader import value_text
 from flatlab.runs.store import open_run, run_directory
@@ -710,7 +710,6 @@ def compare_adapters(policy, tasks, cfg: Config, job, state: State) -> dict:
         "split": metrics.split_of(tasks),
         "steps": state.step,
         "best_is_untrained": weights["best"] == weights["untrained"],
-        "best_is_last": weights["best"] == weights["last"],
         **results,
     }
 
@@ -851,7 +850,6 @@ SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 def check_config(cfg: Config) -> None:
     """Raises UserError for settings that are wrong."""
     options.check_numbers(cfg)
-    check_distinct("--task", cfg.tasks.task)
     if cfg.eval_episodes == 1:
         raise UserError("--eval-episodes must be 0 or at least 2: one has no standard error.")
     count = len(cfg.tasks.task)

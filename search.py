@@ -589,9 +589,6 @@ def check_config(cfg: Config) -> None:
     options.check_numbers(cfg)
     if not (cfg.tasks.task and cfg.sampling_mode and cfg.seed):
         raise UserError("--task, --sampling-mode and --seed need at least one value each.")
-    cli.check_distinct("--task", cfg.tasks.task)
-    cli.check_distinct("--sampling-mode", cfg.sampling_mode)
-    cli.check_distinct("--seed", cfg.seed)
     rule = SELECT[cfg.select]
     constants = selection.constants(cfg.select, rule, cfg.rule_args)
     if rule.check:

@@ -130,7 +130,6 @@ def ended(seed=0, untrained=False, **config):
         "last": evaluated(0.6, step=1) | paired,
         "best": best | paired,
         "best_is_untrained": untrained,
-        "best_is_last": False,
     }
     return replace(run, result=run.result | {"final": final})
 

@@ -773,7 +773,7 @@ BAD_INPUT = {
     "--tau 7": "--tau must be from",
     "--workers 0": "--workers must be at least 1",
     "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
-    "--seed 0 0": "--seed names 0 more than once.",
+    "--seed 0 0": "is being written by process",
     "--debug-prob nan": "--debug-prob must be from 0 to 1, not nan",
     "--select ucb --rule-args c=-1": "c must be at least 0",
     "--select ucb --rule-args c=x": "'x' is not a number",

@@ -50,13 +50,6 @@ def preset_flags(preset: dict) -> list[str]:
     return flags
 
 
-def check_distinct(flag: str, values) -> None:
-    """Raises UserError for a value that is given twice."""
-    for value in values:
-        if values.count(value) > 1:
-            raise UserError(f"{flag} names {value} more than once.")
-
-
 def first_cause(error: BaseException) -> BaseException:
     """The first error of a TaskGroup; any other error is itself."""
     while isinstance(error, BaseExceptionGroup):

@@ -234,17 +234,9 @@ def final_row(final: dict, metric: str) -> dict:
 
 
 def adapter_label(name: str, final: dict) -> str:
-    """'last (step 29)', 'best (step 29, the last)', 'best (the untrained adapter)'."""
-    if name not in ("last", "best"):
-        return name
-    if name == "best" and final["best_is_untrained"]:
-        return "best (the untrained adapter)"
-    step = final[name]["step"]
-    if step < 0:
-        start = "imitated" if "imitated" in final else "untrained"
-        return f"{name} (the {start} adapter)"
-    same = ", the last" if name == "best" and final["best_is_last"] else ""
-    return f"{name} (step {step}{same})"
+    """'last (step 29)'; an adapter from before the first step has no number."""
+    step = final[name].get("step", -1)
+    return name if step < 0 else f"{name} (step {step})"
 
 
 # ------------------------------------------------------------------------------ history
