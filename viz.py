@@ -109,17 +109,12 @@ def node_lines(run: RunData, items: list[dict]) -> list[str]:
 
 
 def pick(run: RunData, id: str) -> dict:
-    """The transcript with this id. The UserError for an unknown one names the range."""
+    """The transcript with this id. Raises UserError if there is none."""
     file = id.rpartition(".")[0]
-    items = transcripts(run, file_filter=lambda name: name == file) or transcripts(run)
-    for item in items:
+    for item in transcripts(run, file_filter=lambda name: name == file):
         if item["id"] == id:
             return item
-    ids = [item["id"] for item in items]
-    if run.kind != "grpo":
-        ids.sort(key=search_plots.lineage)
-    there = f"there are {ids[0]} to {ids[-1]}" if ids else "there is none at all"
-    raise UserError(f"{run.dir} has no transcript '{id}'; {there}.")
+    raise UserError(f"{run.dir} has no transcript '{id}'; --list shows them all.")
 
 
 def best_of(run: RunData) -> dict:

@@ -96,10 +96,3 @@ def test_tasks_without_a_validation_part_are_named():
     text = stats.text_of(stats.grid_table([cell(None, "mlgym", selected_on_test=True)]))
     assert "validation" not in text
     assert "mlgym: this task has only a test part" in text
-
-
-def test_the_table_shows_the_improvement_per_minute():
-    """The mean improvement divided by the mean minutes."""
-    rows = stats.grid_table([cell(0.9, seconds=60.0), cell(0.9, seconds=180.0)])
-    assert rows[0]["per_minute"] == pytest.approx(rows[0]["improvement"] / 2)
-    assert "per minute" in stats.text_of(rows)

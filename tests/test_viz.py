@@ -212,7 +212,7 @@ def test_episodes_of_evaluations_are_listed_and_shown_and_nowhere_else(tmp_path,
     evaluated = "before.0 before.1 eval-9.0 eval-9.1 final-best.0 final-best.1"
     assert ids[len(training) :] == evaluated.split()
     assert "a final reply" in printed(capsys, directory, episode="final-best.1")
-    with user_error("no transcript 'eval-9.5'; there are eval-9.0 to eval-9.1"):
+    with user_error("no transcript 'eval-9.5'"):
         printed(capsys, directory, episode="eval-9.5")
     assert reader.transcripts(run) == training  # what the page and the export show
     assert printed(capsys, directory, best=True).startswith("1.1  0.9")

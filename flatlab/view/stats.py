@@ -105,8 +105,6 @@ def row_of(group: list[dict], unaided: list[dict]) -> dict:
     improvements = [improvement(score, scale) for score in scores]
     is_evaluation = bool(first.get("evaluation"))
     adapters = Counter(cell["adapter"] for cell in group if "adapter" in cell)
-    # not known of training runs, and an evaluation does not improve
-    seconds = 0 if is_evaluation else sum(cell.get("seconds", 0) for cell in group)
     row = {
         "n": len(group),
         "mean": fmean(scores),
@@ -116,7 +114,6 @@ def row_of(group: list[dict], unaided: list[dict]) -> dict:
         "selection": mean_of(group, "selection_score"),
         "stderr": mean_of(group, "node_stderr" if is_evaluation else "test_stderr"),
         "improvement": fmean(improvements),
-        "per_minute": 60 * sum(improvements) / seconds if seconds else None,
         "p": permutation_p(scores, list(map(final_score, unaided))),
         "untested": sum(map(is_untested, group)),
         "test_reads": max(cell.get("test_reads") or 0 for cell in group),
@@ -165,7 +162,6 @@ COLUMNS = {  # of the table for people: title -> how a row is printed, see fill(
     "std": "{std:.4f}",
     "95 % interval": "{interval[0]:.4f} to {interval[1]:.4f}",
     "improvement": "{improvement:+.2f}",
-    "per minute": "{per_minute:+.3f}",
     "validation": "{validation:.4f}",
     "selection": "{selection:.4f}",
     "s.e.": "{stderr:.4f}",
@@ -182,7 +178,6 @@ MEANINGS = {
     "the mean over the episodes, none of which was chosen",
     "95 % interval": "of the mean, Student's t; none below N = 3",
     "improvement": "of the mean: 0 baseline, 1 reference (or |baseline| without one)",
-    "per minute": "the improvement divided by the minutes of a search",
     "s.e.": "standard error of a test score over the rows or games of that part, of an evaluation "
     "over its episodes",
     "p": "permutation test against none, two-sided",
