@@ -838,7 +838,7 @@ def train(policy, tasks: list[Task], cfg: Config, job) -> None:
         final = compare_adapters(policy, tasks, cfg, job, state)
         job.result(final=final)
         if job.run:
-            job.run.track(metrics.final_row(final, job.run.results()["metric"]))
+            job.run.track(metrics.final_row(final))
     job.result(status=f"stopped: {state.stopped}" if state.stopped else "finished")
 
 

@@ -83,7 +83,7 @@ class EpisodeOptions:
 
 @dataclass
 class TrackerOptions:
-    # also write rows and transcripts to logs/<run>/tensorboard
+    # also write the rows to logs/<run>/tensorboard
     tensorboard: Resumable[bool] = False
     # also send them to Weights & Biases; WANDB_MODE=offline needs no account
     wandb: Resumable[bool] = False

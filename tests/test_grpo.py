@@ -473,16 +473,16 @@ def test_a_run_that_continues_keeps_its_evaluations_and_compares_anew(play, poli
     assert has_weights(policy, start)
 
 
-def test_trackers_get_every_evaluation_and_the_table_at_the_end(play):
+def test_trackers_get_every_evaluation_and_the_comparison_at_the_end(play):
     rows = []
     options = {"eval_episodes": 2, "eval_every": 2, "guard": "off"}
-    play(steps=2, trackers=[lambda row, episodes: rows.append(row)], **options)
+    play(steps=2, trackers=[rows.append], **options)
     assert [row["step"] for row in rows] == [-1, 0, 1, 1]
     result = result_of()
     assert rows[0]["eval_score_mean"] == result["before"]["score_mean"]
     assert "eval_score_mean" in rows[2]
     assert rows[3]["final/untrained/score_mean"] == result["final"]["untrained"]["score_mean"]
-    assert rows[3]["table"] == metrics.final_table(result["final"], "accuracy")
+    assert rows[3]["final/best/difference"] == result["final"]["best"]["difference"]
 
 
 def test_paired_differences_by_hand():

@@ -253,19 +253,15 @@ def test_several_runs_and_strangers_among_them(tmp_path):
 # ------------------------------------------------------------------ trackers
 
 
-def test_trackers_get_each_row_with_its_transcripts(tmp_path):
+def test_trackers_get_each_row(tmp_path):
     run = store.open_run(tmp_path, CONFIG)
     sent = []
-    run.trackers.append(lambda row, episodes: sent.append((row, episodes)))
-    run.save_episodes(3, [episode(0.5, "hello \ud800")])
-    run.log(step_row(3, alarms=["x"], name="y", flag=True, table="a b"))
-    [(row, episodes)] = sent
+    run.trackers.append(sent.append)
+    run.log(step_row(3, alarms=["x"], name="y", flag=True))
+    [row] = sent
     assert trackers.step_of(row) == 3
     assert set(trackers.scalars(row)) == {"reward_mean", "reward_std", "score_mean", "seconds"}
     assert trackers.scalars(row)["score_mean"] == 0.7
-    texts = trackers.texts(row, episodes)
-    assert texts["table"] == "a b"
-    assert texts["transcripts/0"].startswith("submit\n\nhello ?\n> seen hello")
 
 
 def test_tensorboard_can_read_it(tmp_path):
@@ -275,12 +271,10 @@ def test_tensorboard_can_read_it(tmp_path):
     run = store.open_run(tmp_path, CONFIG)
     run.trackers = trackers.open_trackers(run.dir, CONFIG, tensorboard=True, wandb=False)
     for step in range(2):
-        run.save_episodes(step, [episode(0.5, "\ud800 hello")])
         run.log(step_row(step))
     events = EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0, "tensors": 0})
     events.Reload()
     assert [event.step for event in events.Scalars("reward_mean")] == [0, 1]
-    assert "transcripts/0/text_summary" in events.Tags()["tensors"]
 
 
 def test_two_searches_are_two_runs_at_wandb_and_a_resumed_one_is_not(tmp_path):

@@ -305,7 +305,7 @@ def continued_by(run: Run, before: dict | None, now: dict) -> list[dict]:
 class Run:
     """One run directory, open for writing; made by open_run().
 
-    Each function in `trackers` gets every row and its transcripts, see trackers.py.
+    Each function in `trackers` gets every row, see trackers.py.
     """
 
     def __init__(self, directory: Path, config: dict, lock):
@@ -315,7 +315,6 @@ class Run:
         self.finished = False  # before this start: nothing is left to do
         self.code_number = None  # index of today's code in the fingerprint of config.yaml
         self.trackers = []
-        self.episodes = []
         self.seconds = []  # of each step of this process, for the ETA
         self.plot_again = 0.0
 
@@ -333,12 +332,12 @@ class Run:
             out.write(json_line(row).encode())
             out.flush()
             os.fsync(out.fileno())
-        self.track(row, self.episodes)
+        self.track(row)
 
-    def track(self, row: dict, episodes=()):
+    def track(self, row: dict):
         """Hands a row to the trackers; log() does so with its rows."""
         for tracker in self.trackers:
-            tracker(row, episodes)
+            tracker(row)
 
     def rows(self, file="metrics.jsonl") -> list[dict]:
         return read_rows(self.dir / file)
@@ -367,7 +366,6 @@ class Run:
         if tokens:
             write_whole(self.dir / "episodes" / f"{name}.tokens.jsonl.gz", tokens)
         write_whole(self.dir / "episodes" / f"{name}.jsonl", "".join(map(json_line, episodes)))
-        self.episodes = episodes
 
     def results(self) -> dict:
         return read_mapping(self.dir / "result.json", default={})

@@ -1,7 +1,7 @@
-"""Sends the rows of a run to TensorBoard or Weights & Biases as well. Both packages are optional.
+"""Sends the numbers of a run to TensorBoard or Weights & Biases as well. Both packages are optional.
 
-A tracker is a function of (row, transcripts). The ones in `run.trackers` get every row while it is
-made, see open_trackers().
+A tracker is a function of a row. The ones in `run.trackers` get every row while it is made, see
+open_trackers(). Transcripts stay in the run directory: viz.py shows them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ import importlib.util
 import os
 import uuid
 from pathlib import Path
-from textwrap import indent
 
 from flatlab.errors import UserError
 from flatlab.files import write_whole
 from flatlab.runs.reader import number
-
-SHOWN = 8  # transcripts per row
 
 
 def check_packages(tensorboard: bool, wandb: bool) -> None:
@@ -41,13 +38,9 @@ def open_tensorboard(directory):
 
     writer = SummaryWriter(str(Path(directory) / "tensorboard"))
 
-    def tracker(row: dict, episodes: list[dict]):
-        step = step_of(row)
+    def tracker(row: dict):
         for name, value in scalars(row).items():
-            writer.add_scalar(name, value, step)
-        for name, text in texts(row, episodes).items():
-            # TensorBoard shows indented text as it is, not as Markdown
-            writer.add_text(name, indent(text, "    ", lambda line: True), step)
+            writer.add_scalar(name, value, step_of(row))
         writer.flush()
 
     return tracker
@@ -57,7 +50,7 @@ def open_wandb(directory, config: dict):
     """A tracker that logs to Weights & Biases. WANDB_MODE=offline needs no account.
 
     A resumed run continues the same W&B run. Every cell of a grid has one of its own, which
-    `sync_tensorboard` cannot do: it follows one run per process, and it sends no texts.
+    `sync_tensorboard` cannot do: it follows one run per process.
     """
     import wandb
 
@@ -73,10 +66,8 @@ def open_wandb(directory, config: dict):
     )
     run.define_metric("*", step_metric="step")  # nodes end in another order than they start
 
-    def tracker(row: dict, episodes: list[dict]):
-        rows = [[name, text] for name, text in texts(row, episodes).items()]
-        table = wandb.Table(["name", "text"], rows)
-        run.log(scalars(row) | {"step": step_of(row), "texts": table})
+    def tracker(row: dict):
+        run.log(scalars(row) | {"step": step_of(row)})
 
     return tracker
 
@@ -102,15 +93,3 @@ def scalars(row: dict) -> dict[str, float]:
         if is_curve and number(value) is not None:
             numbers[key] = value
     return numbers
-
-
-def texts(row: dict, episodes: list[dict]) -> dict[str, str]:
-    """The first transcripts of a row, and its table if it has one."""
-    content = {"table": row["table"]} if "table" in row else {}
-    for index, item in enumerate(episodes[:SHOWN]):
-        lines = [item["status"], ""]
-        for turn in item["turns"]:
-            lines += [turn["reply"], f"> {turn['observation']}"]
-        # neither tracker can send lone surrogates
-        content[f"transcripts/{index}"] = "\n".join(lines).encode(errors="replace").decode()
-    return content

@@ -222,11 +222,9 @@ def final_table(final: dict, metric: str) -> str:
     return "\n".join(lines)
 
 
-def final_row(final: dict, metric: str) -> dict:
-    """The same comparison as a row for trackers: the numbers of each adapter, such as
-    "final/best/score_mean", and `table`, its text.
-    """
-    row = {"step": final["steps"] - 1, "table": final_table(final, metric)}
+def final_row(final: dict) -> dict:
+    """The same comparison as a row for trackers: "final/best/score_mean" and so on."""
+    row = {"step": final["steps"] - 1}
     for name in ADAPTERS:
         for key, value in final.get(name, {}).items():
             row[f"final/{name}/{key}"] = value
