@@ -43,6 +43,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Literal
 
+from tqdm import tqdm
+
 import env
 from flatlab import cache, options, threads
 from flatlab.episode.episode import play, run_episode
@@ -445,15 +447,12 @@ def agent_loop(cfg: Config) -> Callable:
     return functools.partial(agent_program.play, command=cfg.agent)
 
 
-async def play_groups(
-    policy, plan: Plan, cfg: Config, job, recent=None, progress=None
-) -> list[Group]:
+async def play_groups(policy, plan: Plan, cfg: Config, job, recent=None, ended=None) -> list[Group]:
     """Plays the groups of a plan; returns those of this rank by number.
 
     A group of equal rewards is followed by the next replacement. Up to cfg.concurrency episodes are
     in flight at once, those of other plans included. Every rank plays its part of both lists.
-    recent: latest improvements by task, see the rewards. progress: counts the episodes that have
-    ended.
+    recent: latest improvements by task, see the rewards. ended: is called after every episode.
     """
     recent = recent or {}
     job.slots = slots = job.slots or Slots(cfg.concurrency)
@@ -472,8 +471,8 @@ async def play_groups(
     async def play(task, number):
         async with slots.slot(plan.order):
             episodes = await attempts(task, plan.seed * 100_003 + number)
-        if progress:
-            progress.add()
+        if ended:
+            ended()
         return episodes
 
     async def fill(number):
@@ -662,8 +661,9 @@ def evaluate(policy, tasks, cfg: Config, job, seed: int, test=False) -> list[Gro
 
     async def play():
         total = len(planned[job.rank :: job.world])
-        progress = console.Progress(job, "evaluate", total)
-        return await play_groups(policy, plan, cfg, job, progress=progress)
+        bar = tqdm(total=total, desc="evaluate", delay=8, mininterval=8, disable=job.rank > 0)
+        with bar:
+            return await play_groups(policy, plan, cfg, job, ended=bar.update)
 
     groups = job.wait(play())
     assert {turn["version"] for g in groups for e in g.episodes for turn in e.turns} <= {

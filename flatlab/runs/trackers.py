@@ -1,4 +1,4 @@
-"""Sends the numbers of a run to TensorBoard or Weights & Biases as well. Both packages are optional.
+"""Sends the numbers of a run to TensorBoard or Weights & Biases, too. Both packages are optional.
 
 A tracker is a function of a row. The ones in `run.trackers` get every row while it is made, see
 open_trackers(). Transcripts stay in the run directory: viz.py shows them.

@@ -1,7 +1,6 @@
 """What a training run prints: before its first step, a line per step, and at its end."""
 
 import shlex
-import time
 from statistics import fmean
 
 from flatlab.episode.sanity import degenerate
@@ -40,29 +39,6 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
         f"run      {run.dir}   (python viz.py {shlex.quote(str(run.dir))})",
         flush=True,
     )
-
-
-class Progress:
-    """Prints how many of the `total` episodes have ended, at most every 8 seconds."""
-
-    def __init__(self, job, what: str, total: int):
-        self.job = job
-        self.what = what
-        self.total = total
-        self.done = 0
-        self.start = self.told = time.monotonic()
-
-    def add(self) -> None:
-        """One more episode has ended."""
-        self.done += 1
-        now = time.monotonic()
-        if now - self.told < 8:
-            return
-        self.told = now
-        seconds = now - self.start
-        eta = duration(seconds / self.done * (self.total - self.done))
-        episodes = f"{self.done} of {self.total} episodes"
-        self.job.say(f"{self.what:8} {episodes}, {duration(seconds)}, ETA {eta}")
 
 
 def print_step(run, row: dict) -> None:
