@@ -15,18 +15,13 @@ def banner(cfg, trees: list[Tree], where: Path, path, why: str) -> None:
     for task in {t.task.name: t.task for t in trees}.values():
         if degenerate(task):
             print(f"warning  {task.name}: {degenerate(task)}")
-    finished = sum(t.closed for t in trees)
-    note = f" ({finished} of them finished before)" if finished else ""
     print(
         f"tasks    {', '.join(cfg.tasks.task)}   modes {', '.join(cfg.sampling_mode)}\n"
         f"model    {cfg.model.model}{path.note if path else ''}\n"
         f"sandbox  {why}\n"
-        f"plan     {count(len(trees), 'tree')} of {count(cfg.nodes, 'node')}{note}\n"
+        f"plan     {count(len(trees), 'tree')} of {count(cfg.nodes, 'node')}\n"
         f"rule     {cfg.select}, {count(cfg.workers, 'node')} at once"
     )
-    rule = trees[0].rule
-    if not (rule.uses_mode or rule.is_evaluation):
-        print(f"note     {cfg.select} uses no sampling mode and runs one node of a tree at a time")
     for t in trees:
         if t.finished and not t.closed:
             print(f"resumed  {t.run.dir} after {count(len(t.finished), 'node')}")
