@@ -34,7 +34,6 @@ Letters: P groups, G episodes each, N trained tokens of a micro-batch.
 """
 
 import asyncio
-import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -96,28 +95,22 @@ SHOWN = ()  # further numbers of a step's row that get a column and a curve
 
 
 # Rewards of a valid submission. improvement: 0 at the task's baseline, 1 at its reference. episode:
-# the whole transcript, the hook for other terms. recent: improvements of the task's latest valid
-# episodes, never empty.
+# the whole transcript, the hook for other terms.
 
 
-def continuous(improvement, episode, recent):
+def continuous(improvement, episode):
     """The improvement, clipped to [-1, 1]."""
     return max(-1.0, min(1.0, improvement))
 
 
-def tiered(improvement, episode, recent):
+def tiered(improvement, episode):
     """1 from the reference on, 0.2 above the baseline, 0 otherwise."""
     if improvement >= 1:
         return 1.0
     return 0.2 if improvement > 0 else 0.0
 
 
-def percentile(improvement, episode, recent):
-    """Share of the latest valid results that are worse; equal ones count half."""
-    return fmean((other < improvement) + 0.5 * (other == improvement) for other in recent)
-
-
-def binary(improvement, episode, recent):
+def binary(improvement, episode):
     """1 above the baseline, else 0."""
     return float(improvement > 0)
 
@@ -286,12 +279,7 @@ class Loss:
     clip_high: float
 
 
-REWARDS = {
-    "continuous": continuous,
-    "tiered": tiered,
-    "percentile": percentile,
-    "binary": binary,
-}
+REWARDS = {"continuous": continuous, "tiered": tiered, "binary": binary}
 ADVANTAGES = {
     "group": Advantage(group),
     "group_nostd": Advantage(group_nostd),
@@ -402,25 +390,19 @@ class State:
     restores: int = 0
     stopped: str = ""  # why the guard ended the run
     best: dict | None = None  # evaluation of the adapter in best/
-    recent: dict = field(default_factory=dict)  # for `percentile`, see metrics.remember
 
 
 # ------------------------------------------------------------------------------ sample
 
 
-def rewards_of(group: Group, cfg: Config, recent: list[float]) -> list[float]:
-    """One reward per episode that is not a fault.
-
-    recent: improvements of the task's latest valid episodes. If there are none yet, the group's own
-    improvements are used.
-    """
-    latest = recent or group.improvements
+def rewards_of(group: Group, cfg: Config) -> list[float]:
+    """One reward per episode that is not a fault."""
     rewards = []
     for e in group.played:
         reward = NO_SUBMISSION
         if e.score.valid:
             value = improvement(e.score.value, group.task)
-            reward = REWARDS[cfg.reward](value, e, latest)
+            reward = REWARDS[cfg.reward](value, e)
         rewards.append(reward)
     return rewards
 
@@ -446,14 +428,13 @@ def agent_loop(cfg: Config) -> Callable:
     return functools.partial(agent_program.play, command=cfg.agent)
 
 
-async def play_groups(policy, plan: Plan, cfg: Config, job, recent=None, ended=None) -> list[Group]:
+async def play_groups(policy, plan: Plan, cfg: Config, job, ended=None) -> list[Group]:
     """Plays the groups of a plan; returns those of this rank by number.
 
     A group of equal rewards is followed by the next replacement. Up to cfg.concurrency episodes are
     in flight at once, those of other plans included. Every rank plays its part of both lists.
-    recent: latest improvements by task, see the rewards. ended: is called after every episode.
+    ended: is called after every episode.
     """
-    recent = recent or {}
     job.slots = slots = job.slots or Slots(cfg.concurrency)
     planned = [*plan.tasks, *plan.replacements]
     spare = iter(range(len(plan.tasks), len(planned))[job.rank :: job.world])
@@ -482,7 +463,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job, recent=None, ended=N
             numbers = range(number * plan.size, (number + 1) * plan.size)
             plays = [together.create_task(play(task, i)) for i in numbers]
         group = Group(number, task, [e for p in plays for e in p.result()], [])
-        group.rewards = rewards_of(group, cfg, recent.get(task.name, []))
+        group.rewards = rewards_of(group, cfg)
         following = None if group.informative else next(spare, None)
         return [group] if following is None else [group, *await fill(following)]
 
@@ -732,7 +713,6 @@ def begin(policy, tasks, cfg: Config, job, state: State) -> None:
     if cfg.eval_episodes:
         groups = evaluate(policy, tasks, cfg, job, selection_seed(cfg))
         checkpoint.save_groups(job, "before", groups)
-        metrics.remember(state.recent, groups)
         result = metrics.evaluation(groups, tasks)
         checkpoint.keep_best(policy, job, state, result | {"step": -1})
         job.result(before=result)
@@ -760,8 +740,7 @@ def start_steps(policy, tasks, cfg: Config, job, state: State, playing: dict) ->
     for step in range(state.step, min(state.step + cfg.ahead + 1, cfg.steps)):
         if step not in playing:
             plan = plan_step(tasks, cfg, step)
-            recent = copy.deepcopy(state.recent)
-            playing[step] = job.start(play_groups(policy, plan, cfg, job, recent))
+            playing[step] = job.start(play_groups(policy, plan, cfg, job))
 
 
 def train(policy, tasks: list[Task], cfg: Config, job) -> None:
@@ -810,7 +789,6 @@ def train(policy, tasks: list[Task], cfg: Config, job) -> None:
 
         # judge: an evaluation now and then, alarms, a way back from a collapse
         state.step = step + 1
-        metrics.remember(state.recent, played)
         if cfg.eval_episodes and (state.step % cfg.eval_every == 0 or state.step == cfg.steps):
             judged = evaluate(policy, tasks, cfg, job, selection_seed(cfg))
             checkpoint.save_groups(job, f"eval-{step:06d}", judged)

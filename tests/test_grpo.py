@@ -319,7 +319,7 @@ def without_times(rows):
     "options",
     [
         {},
-        slow({"reward": "percentile", "eval_episodes": 4, "eval_every": 2}),
+        slow({"eval_episodes": 4, "eval_every": 2}),
     ],
 )
 def test_4_steps_are_2_and_2_steps(play, policy, options):

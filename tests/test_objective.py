@@ -57,10 +57,10 @@ def bits(text):
 # ------------------------------------------------------------------------------ rewards
 
 
-def rewards(name, task, recent, *scores):
+def rewards(name, task, *scores):
     """The rewards of a group with these scores, None: nothing valid."""
     cfg = configure(CFG, reward=name)
-    return grpo.rewards_of(scored_group(task, *scores), cfg, recent)
+    return grpo.rewards_of(scored_group(task, *scores), cfg)
 
 
 @pytest.fixture
@@ -70,38 +70,28 @@ def task():
 
 def test_rewards_by_hand(task):
     improvements = floats("-0.5 0 0.5 1 1.75")
-    recent = floats("-0.5 0 0 0.7")
     by_hand = {
         "continuous": "-0.5 0 0.5 1 1",
         "tiered": "0 0 0.2 1 1",
         "binary": "0 0 1 1 1",
-        "percentile": "0.125 0.5 0.75 1 1",  # equal ones count half
     }
     exact = replace(task, baseline=0.0, reference=1.0)
     for name, expected in by_hand.items():
-        assert rewards(name, exact, recent, *improvements) == approx(expected), name
+        assert rewards(name, exact, *improvements) == approx(expected), name
 
 
 @pytest.mark.parametrize("name", grpo.REWARDS)
 def test_rewards_rise_with_the_improvement_and_nothing_is_never_better(task, name):
     """In either direction of the metric."""
-    recent = [0.1, -2.0, 0.4, 0.9]
     scores = [s / 50 for s in range(51)]
-    paid = rewards(name, task, recent, *scores)
+    paid = rewards(name, task, *scores)
     assert paid == sorted(paid)
-    assert rewards(name, task, recent, None)[0] <= min(paid)
-    low, high = rewards(name, task, recent, task.baseline, task.reference)
+    assert rewards(name, task, None)[0] <= min(paid)
+    low, high = rewards(name, task, task.baseline, task.reference)
     assert low < high
     mirrored = replace(task, baseline=-0.6, reference=-0.8, higher_is_better=False)
     turned = [-score for score in scores]
-    assert rewards(name, mirrored, recent, *turned) == pytest.approx(paid)
-
-
-def test_percentile_compares_within_the_group_where_nothing_else_is_known(task):
-    """The first step teaches something, also without an evaluation before it."""
-    paid = rewards("percentile", task, [], 0.1, 0.9, None, 0.9)
-    assert paid == pytest.approx([1 / 6, 2 / 3, grpo.NO_SUBMISSION, 2 / 3])
-    assert rewards("percentile", task, [0.0], 0.1, 0.9) == [0.0, 1.0]
+    assert rewards(name, mirrored, *turned) == pytest.approx(paid)
 
 
 def test_validate_then_submit_is_not_paid():
@@ -130,7 +120,7 @@ def test_validate_then_submit_is_not_paid():
     assert not any(e.score.valid for e in exploits)
     played = Group(0, task, [good, bad, *exploits], [])
     for name in grpo.REWARDS:
-        paid = grpo.rewards_of(played, configure(CFG, reward=name), [0.0, 0.5])
+        paid = grpo.rewards_of(played, configure(CFG, reward=name))
         assert set(paid[2:]) == {grpo.NO_SUBMISSION}
         assert min(paid[:2]) >= grpo.NO_SUBMISSION
         for estimate in (grpo.group, grpo.group_nostd, grpo.rloo):

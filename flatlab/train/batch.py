@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flatlab.episode.episode import Episode
-from flatlab.episode.task import Task, improvement
+from flatlab.episode.task import Task
 from flatlab.runs.store import packed_tokens
 
 ALIKE = 128  # tokens: sequences that differ in these are in different micro-batches
@@ -32,11 +32,6 @@ class Group:
     @property
     def played(self) -> list[Episode]:
         return [e for e in self.episodes if e.status != "fault"]
-
-    @property
-    def improvements(self) -> list[float]:
-        """Of the episodes with a valid score."""
-        return [improvement(e.score.value, self.task) for e in self.played if e.score.valid]
 
     @property
     def informative(self) -> bool:

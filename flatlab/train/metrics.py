@@ -235,14 +235,3 @@ def adapter_label(name: str, final: dict) -> str:
     """'last (step 29)'; an adapter from before the first step has no number."""
     step = final[name].get("step", -1)
     return name if step < 0 else f"{name} (step {step})"
-
-
-# ------------------------------------------------------------------------------ history
-
-
-def remember(recent: dict, groups: list[Group]) -> None:
-    """Adds the improvements of the valid episodes to those of their task; keeps the latest 256."""
-    for g in groups:
-        values = recent.setdefault(g.task.name, [])
-        values += g.improvements
-        del values[:-256]

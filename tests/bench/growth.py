@@ -275,7 +275,6 @@ def books(trainer, job, state, rows, groups, task, step):
 
     row = {"step": step, **metrics.step_metrics(groups, [task]), "lr": 1e-5, "loss": 0.1}
     state.step = step + 1
-    metrics.remember(state.recent, groups)
     if state.step % 10 == 0:
         checkpoint.save_groups(job, f"eval-{step:06d}", groups)
         result = metrics.evaluation(groups, [task])
