@@ -24,16 +24,6 @@ REPLIES = {
         ("a forest", 0.05),
         ("ridge", 0.1),
     ],
-    "<response><text>a forest</text><probability>0.08</probability></response>\n"
-    "<response><text>ridge</text></response>": [
-        ("a forest", 0.08),
-        ("ridge", None),
-    ],
-    "<response>\n<text>a forest</text>\n<probability>1/20</probability>\n"
-    "<response><text>ridge</text><probability>~0.07": [
-        ("a forest", 0.05),
-        ("ridge", 0.07),
-    ],
     '```json\n{"responses": [{"text": "a forest", "probability": 0.05}, '
     '{"text": "ridge", "probability": "<5%"}]}\n```': [
         ("a forest", 0.05),
@@ -127,7 +117,6 @@ def test_ten_thousand_hostile_replies():
         "9" * 10**6,
         '{"text": ' * 10**5,
         "\n" * 10**6,
-        "<response><text>" * 10**5,
         "Strategy: a" + " (" * 10**5,
         '{"a":' + "[" * 5000 + "}",
     ):

@@ -15,11 +15,11 @@ IDEA_CHARS = 300
 def parse(text: str) -> list[tuple[str, float | None]]:
     """(strategy, stated probability or None) of each strategy in a reply.
 
-    Reads JSON objects, tags, or lines, the first of these that hold strategies. A reply without
-    strategies gives []. Duplicates and repeated templates ("<one sentence>") are dropped.
+    Reads JSON objects or, if these hold no strategies, lines. A reply without strategies gives [].
+    Duplicates and repeated templates ("<one sentence>") are dropped.
     """
     text = text.rsplit("</think>", 1)[-1][:REPLY_CHARS]
-    for read in (in_json, in_tags, in_lines):
+    for read in (in_json, in_lines):
         ideas = {}
         for idea, stated in read(text):
             idea = " ".join(idea.split())[:IDEA_CHARS].strip("*\"' ")
@@ -46,14 +46,6 @@ def in_json(text):
         idea = item.get("text") or item.get("strategy")
         if isinstance(idea, str):
             yield idea, item.get("probability")
-
-
-TAGS = re.compile(r"<text>([^<]*)(?:</text>\s*<probability>([^<]*))?", re.I)
-
-
-def in_tags(text):
-    """<text>...</text><probability>...</probability>, inside of <response> or not."""
-    yield from TAGS.findall(text)
 
 
 LABEL = re.compile(r"(?:[-*•]|\d{1,3}[.)])?\s*(?:strategy|idea)\s*\d{0,3}\s*:\s*(.+)", re.I)
