@@ -279,7 +279,11 @@ class Loss:
     clip_high: float
 
 
-REWARDS = {"continuous": continuous, "tiered": tiered, "binary": binary}
+REWARDS = {
+    "continuous": continuous,
+    "tiered": tiered,
+    "binary": binary,
+}
 ADVANTAGES = {
     "group": Advantage(group),
     "group_nostd": Advantage(group_nostd),
