@@ -356,9 +356,10 @@ class Config:
     warmup: int = 4  # steps until the full learning rate
     epochs: Count = 1  # passes over the batch of a step
     max_grad_norm: Positive = 1.0  # a larger gradient is scaled down to this norm
-    # rank of the LoRA matrices, whose alpha is twice that; default: 16, or those of --model's
-    # adapter
+    # rank of the LoRA matrices; default: 16, or that of --model's adapter
     lora_rank: Count | None = None
+    # LoRA is scaled by alpha / rank; default: 32, or that of --model's adapter
+    lora_alpha: Count | None = None
 
     # tokens per training pass; default: what fits into the memory
     micro_tokens: Resumable[int | None] = None
@@ -852,8 +853,10 @@ def fill_in(cfg: Config, tasks: list[Task], path: ModelPath) -> None:
     is_tiny = path.is_tiny
     options.derive(cfg.model, cfg.episode, is_tiny, path.positions)
     model = value_text(cfg.model.model)
+    lora = lora_settings(path, cfg.lora_rank, cfg.lora_alpha)
     derived = {
-        "lora_rank": lora_settings(path, cfg.lora_rank)["r"],
+        "lora_rank": lora["r"],
+        "lora_alpha": lora["lora_alpha"],
         "lr": 1e-3 if is_tiny else 2e-5,
         "sft_lr": 1e-3 if is_tiny else 2e-4,
         "clip_low": LOSSES[cfg.loss].clip_low,
@@ -942,6 +945,7 @@ def load_policy(cfg: Config, path, job) -> Policy:
         context=cfg.model.context,
         temperature=cfg.model.temperature,
         lora_rank=cfg.lora_rank,
+        lora_alpha=cfg.lora_alpha,
         seed=cfg.seed,
         max_batch=cfg.max_batch,
         gpu_memory=cfg.gpu_memory,

@@ -127,22 +127,22 @@ def adapter_settings(folder: str) -> dict:
     return settings
 
 
-def lora_settings(path: ModelPath, rank: int | None = None) -> dict:
+def lora_settings(path: ModelPath, rank: int | None = None, alpha: int | None = None) -> dict:
     """r, lora_alpha and target_modules of the adapter that is trained: those of the adapter in
-    `path`, if there is one, and otherwise `rank` (16), twice that and None, see layers_to_adapt.
+    `path`, if there is one, and otherwise `rank` (16), `alpha` (32) and None, see layers_to_adapt.
 
-    Raises UserError if the rank differs from that of the adapter.
+    Raises UserError if rank or alpha differ from those of the adapter.
     """
     if not path.adapter:
-        rank = rank or 16
-        return {"r": rank, "lora_alpha": 2 * rank, "target_modules": None}
+        return {"r": rank or 16, "lora_alpha": alpha or 32, "target_modules": None}
     adapter = adapter_settings(path.adapter)
     own = {name: adapter[name] for name in ("r", "lora_alpha", "target_modules")}
-    if rank not in (None, own["r"]):
-        raise UserError(
-            f"--lora-rank {rank} differs from that of the adapter {path.adapter}, {own['r']}: "
-            "leave it out."
-        )
+    for flag, given, name in (("rank", rank, "r"), ("alpha", alpha, "lora_alpha")):
+        if given not in (None, own[name]):
+            raise UserError(
+                f"--lora-{flag} {given} differs from that of the adapter {path.adapter}, "
+                f"{own[name]}: leave it out."
+            )
     return own
 
 
@@ -150,7 +150,7 @@ class Policy(ChatTokens):
     """One causal LM, twice: sampled by vLLM, trained through LoRA.
 
     path: from `resolve_model`. context: tokens of prompt and reply together, at most. temperature:
-    of sampling; the trainer's log-probs use the same. lora_rank: see lora_settings.
+    of sampling; the trainer's log-probs use the same. lora_rank, lora_alpha: see lora_settings.
     max_batch: requests that the engine works on at once.
     gpu_memory: share of the GPU that the engine may take. value_head: a linear value estimate on
     the last hidden states, trained with the adapter (PPO). gradient_checkpointing: recompute the
@@ -167,6 +167,7 @@ class Policy(ChatTokens):
         context: int = 4096,
         temperature: float = 1.0,
         lora_rank: int | None = None,
+        lora_alpha: int | None = None,
         seed: int = 0,
         max_batch: int = 64,
         gpu_memory: float = 0.45,
@@ -213,7 +214,7 @@ class Policy(ChatTokens):
         # over the many tokens of a step only the mean is judged: the largest has a long tail.
         self.max_diff_limit = 1e-4 if self.dtype == torch.float32 else float("inf")
         self.mean_diff_limit = 1e-4 if self.dtype == torch.float32 else 0.05
-        lora = lora_settings(path, lora_rank)
+        lora = lora_settings(path, lora_rank, lora_alpha)
 
         from flatlab.train.lora_sync import AdapterCopy
 

@@ -692,6 +692,7 @@ def test_none_is_derived_and_zero_is_zero():
     cfg = configure(grpo.Config(), model="tiny", lr=0.0, clip_low=0.0)
     grpo.fill_in(cfg, [TASK], ModelPath("tiny", None, True, 4096))
     assert cfg.lora_rank == 16
+    assert cfg.lora_alpha == 32
     assert cfg.lr == cfg.clip_low == 0
     assert cfg.clip_high == 0.28
     assert cfg.max_groups == 8

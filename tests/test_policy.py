@@ -374,9 +374,11 @@ def test_rank_alpha_and_layers_are_those_of_the_adapter(policy, tmp_path):
     change_json(tmp_path / "adapter_config.json", target_modules=["q_proj"])
     path = resolve_model(str(tmp_path))
     own = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
-    assert lora_settings(path) == lora_settings(path, rank=8) == own
+    assert lora_settings(path) == lora_settings(path, rank=8, alpha=16) == own
     with pytest.raises(UserError, match="--lora-rank 4 differs from that of the adapter .*, 8"):
         lora_settings(path, rank=4)
+    with pytest.raises(UserError, match="--lora-alpha 32 differs from that of the adapter .*, 16"):
+        lora_settings(path, alpha=32)
 
 
 COMPILED = """

@@ -55,7 +55,7 @@ def sync_rows(name, sizes, folder):
     from vllm import EngineArgs, LLMEngine
     from vllm.lora.request import LoRARequest
 
-    policy, _ = random_policy(folder, sizes=sizes, lora_rank=16, context=512)
+    policy, _ = random_policy(folder, sizes=sizes, lora_rank=16, lora_alpha=32, context=512)
     options = {"enable_lora": True, "max_lora_rank": 16, "enforce_eager": True}
     options["kv_cache_memory_bytes"] = 2**28
     model = policy.path.base
