@@ -38,6 +38,11 @@ class Engines(Services):
 
     def stop(self):
         super().stop()
+        # A container that was starting when its daemon was killed.
+        shims = subprocess.run(["pgrep", "-f", f"shim.*{self.folder}/"], capture_output=True)
+        for pid in shims.stdout.decode().split():
+            subprocess.run(["pkill", "-KILL", "-P", pid])
+            os.kill(int(pid), signal.SIGKILL)
         if self.bridge:
             ip = shutil.which("ip", path=SBIN)
             subprocess.run([ip, "link", "delete", self.bridge], check=True)
