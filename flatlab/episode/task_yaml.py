@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from flatlab.episode.task_files import nearest
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
 
@@ -48,6 +49,10 @@ class TaskYaml(BaseModel):
 def read_task_yaml(path: Path) -> TaskYaml:
     """Reads and checks a task.yaml. Raises UserError naming the file and the first wrong key."""
     spec = read_mapping(path)
+    keys = list(TaskYaml.model_fields)
+    for key in spec:
+        if key not in keys:
+            raise UserError(f"{path}: unknown key {key!r}; {nearest(str(key), keys)}.")
     try:
         return TaskYaml(**spec)
     except ValidationError as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from flatlab.files import write_whole
-from flatlab.runs.reader import RunData, count, duration, number
+from flatlab.runs.reader import RunData, count, duration, number, plus_minus
 
 # The colours of Okabe and Ito: distinct with any kind of colour vision, and in grey print
 BLACK = "#000000"
@@ -276,7 +276,9 @@ def save(figure, path: Path) -> Path:
 
 
 def heading(run: RunData) -> str:
-    """One line about a run: name, task, mode, rule, seed, model, length; whether code changed."""
+    """One line about a run: name, task, mode, rule, seed, model, length; of an evaluation its mean;
+    whether its code changed.
+    """
     config = run.config
     facts = [run.name, f"task {run.tasks}"]
     if run.kind == "search":
@@ -289,6 +291,9 @@ def heading(run: RunData) -> str:
     if run.kind == "grpo":
         seconds = np.nansum(series(run.rows, "seconds"))
     facts.append(f"{count(len(run.rows), noun)} in {duration(float(seconds))}")
+    if run.kind == "evaluation":
+        mean = plus_minus(run.result["node_mean"], run.result["node_stderr"])
+        facts.append(f"mean {mean} ({run.result['split']})")
     if run.changed_files:
         facts.append(f"mixed code ({cut(', '.join(run.changed_files), 50)})")
     return "   ".join(facts)
