@@ -10,13 +10,14 @@ term and the guard compare the policy with the imitated one, see Policy.set_refe
 """
 
 import random
+import time
 from pathlib import Path
 
 from flatlab.episode.episode import HISTORIES, Episode, Sample, trimmed, worth_imitating
 from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
 from flatlab.options import EpisodeOptions
-from flatlab.runs.reader import read_rows
+from flatlab.runs.reader import duration, read_rows
 from flatlab.train.batch import (
     TrainSequence,
     flatten,
@@ -110,6 +111,7 @@ def warm_start(policy, tasks: list[Task], cfg, job) -> None:
     optimizer = policy.make_optimizer(cfg.sft_lr)
     rng = random.Random(cfg.seed)
     waiting = []
+    start = time.perf_counter()
     for done in range(1, cfg.sft_updates + 1):
         if not waiting:
             waiting = rng.sample(episodes, len(episodes))
@@ -119,7 +121,10 @@ def warm_start(policy, tasks: list[Task], cfg, job) -> None:
         torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        job.say(f"imitate  {done} of {cfg.sft_updates}: {loss:.3f} nats per token")
+        seconds = (time.perf_counter() - start) / done * (cfg.sft_updates - done)
+        width = len(str(cfg.sft_updates))
+        count = f"{done:>{width}} of {cfg.sft_updates}"
+        job.say(f"imitate  {count}: {loss:.3f} nats per token, ETA {duration(seconds)}")
 
 
 def imitate(policy, sequences: list[TrainSequence], cfg) -> float:
