@@ -377,7 +377,7 @@ def test_a_broken_folder_does_not_hide_the_other_tasks(folder, capsys, monkeypat
 def test_the_reward_of_the_bridges_is_that_of_training():
     assert clipped_improvement(None) == grpo.NO_SUBMISSION
     for improvement in (-3.47, -0.5, 0.0, 0.7, 4.0):
-        assert clipped_improvement(improvement) == grpo.continuous(improvement, None, [])
+        assert clipped_improvement(improvement) == grpo.continuous(improvement, [])
 
 
 @pytest.mark.parametrize(
