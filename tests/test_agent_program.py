@@ -157,7 +157,11 @@ while True:
     usual = asyncio.run(usual_episode())
     assert episode.status == usual.status == "turn_limit"
     assert episode.prompt == f"Be brief.\n\n{usual.prompt}"
-    assert episode.segments == usual.segments
+    assert [s.tokens for s in episode.segments] == [s.tokens for s in usual.segments]
+    assert [s.mask for s in episode.segments] == [s.mask for s in usual.segments]
+    # The second episode finds its prompt in the prefix cache, which changes how sums are rounded.
+    for segment, expected in zip(episode.segments, usual.segments, strict=True):
+        assert segment.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
 def test_a_program_may_branch_shorten_and_change_its_messages(play_program):
@@ -237,7 +241,7 @@ def test_however_a_program_ends_its_episode_is_scored_and_no_fault(play_program,
     assert episode.status == status
     assert len(episode.turns) == turns
     assert episode.score.valid == (how == "never submits")
-    assert time.monotonic() - begin < 12
+    assert time.monotonic() - begin < 50  # programs that hang would take 60 s
 
 
 def ends(pid):
