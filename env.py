@@ -20,12 +20,12 @@ import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flatlab.episode.actions import act_bash
 from flatlab.episode.episode import in_thread
 from flatlab.episode.grading import Score, collect, grade
-from flatlab.episode.machine import check_needs, open_sandbox, sandbox_kind
+from flatlab.episode.machine import check_needs, open_sandbox, settled
 from flatlab.episode.task import WHOLE_WORKSPACE, Task
 from flatlab.episode.texts import FORMS, score_text, short_message, with_message
 from flatlab.errors import ArtefactError, SandboxFault, UserError
@@ -66,9 +66,8 @@ class Env:
 
     def __init__(self, task: Task, sandbox: SandboxOptions | str = "auto", seed: int = 0, **limits):
         options = SandboxOptions(sandbox) if isinstance(sandbox, str) else sandbox
-        kind = sandbox_kind(options.backend, task.image or options.image)
         self.task = task
-        self.options = replace(options, backend=kind)
+        self.options = settled(task, options)
         self.seed = seed
         self.limits = {"memory": 4 << 30, **limits}
         self.sandbox: Sandbox | None = None
@@ -79,7 +78,6 @@ class Env:
         self.ends_at_score = False  # whether a valid score ends the episode, for the texts
         self.history = []  # what a task's own actions note about the episode
         self.given: dict[str, bytes] = {}  # the artefacts at the start, for WHOLE_WORKSPACE
-        check_needs(task, self.options)
 
     def __enter__(self) -> Env:
         return self
@@ -307,9 +305,8 @@ def by_hand(
     """
     if attach is not None:
         sys.exit(run_attached(attach))
-    loaded = load_task(task, mlgym_root, mledojo_root)
-    kind, why = pick_backend(sandbox.backend, loaded.image or sandbox.image, True)
-    with Env(loaded, replace(sandbox, backend=kind)) as env:
+    tasks, why = open_tasks(TaskOptions((task,), mlgym_root, mledojo_root), sandbox, True)
+    with Env(tasks[0], sandbox) as env:
         prompt = env.reset()
         print(f"[sandbox: {why}]\n\n{HOW_TO_PLAY}\n{prompt if short else full_texts(env)}\n")
         done = False
@@ -322,8 +319,8 @@ def by_hand(
             step = env.step(reply)
             print(f"{step.observation}\n[{step.status}, {step.seconds:.3f} s]")
             done = step.done
-        for split in loaded.splits:
-            print(f"[{split} part] {score_text(env.score(split), loaded)}")
+        for split in env.task.splits:
+            print(f"[{split} part] {score_text(env.score(split), env.task)}")
 
 
 if __name__ == "__main__":

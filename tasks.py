@@ -9,7 +9,6 @@ python tasks.py rlMetaMaze --build-image        make a Docker image with the tas
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from textwrap import indent
@@ -18,7 +17,7 @@ from typing import Literal
 from flatlab.cache import store
 from flatlab.episode.builtin import builtin_names, load_builtin
 from flatlab.episode.grading import Score, grade
-from flatlab.episode.machine import check_needs, open_sandbox, sandbox_kind
+from flatlab.episode.machine import open_sandbox, settled
 from flatlab.episode.mledojo import load_mledojo, mledojo_names
 from flatlab.episode.mlgym import load_mlgym, mlgym_names
 from flatlab.episode.sanity import at_the_top, degenerate, sanity_file, trivial_rules
@@ -99,9 +98,7 @@ def check(task: Task, options: SandboxOptions) -> None:
     The first rule is scored on all parts. Raises UserError if the grader is broken, or if the
     sandbox lacks something that the task needs.
     """
-    kind = sandbox_kind(options.backend, task.image or options.image)
-    options = replace(options, backend=kind)
-    check_needs(task, options)
+    options = settled(task, options)
     split = task.splits[0]
     print(f"{task.name} ({task.source}): {task.metric}, {task.direction}, on the {split} part\n")
     print(f"{'':32}{'score':>12}{'improvement':>13}")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flatlab.episode.task import Task
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import SandboxOptions
-from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.docker import engine_faults
 from flatlab.sandbox.hosts import leave_out
 from flatlab.sandbox.images import check_requirements, found_images, prepared_image
@@ -47,9 +46,14 @@ def check_needs(task: Task, options: SandboxOptions) -> None:
         )
 
 
-def sandbox_kind(backend: str, image: str = IMAGE) -> str:
-    """Resolves "auto" to a concrete kind of sandbox."""
-    return backend if backend in KINDS else pick_backend(backend, image)[0]
+def settled(task: Task, options: SandboxOptions) -> SandboxOptions:
+    """The options with a concrete kind of sandbox in place of "auto". Raises as check_needs."""
+    kind = options.backend
+    if kind not in KINDS:
+        kind = pick_backend(kind, task.image or options.image)[0]
+    options = replace(options, backend=kind)
+    check_needs(task, options)
+    return options
 
 
 def open_sandbox(
