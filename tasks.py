@@ -157,16 +157,18 @@ def main(
         export: Write the task to a new folder instead, in Harbor's format: `harbor DIR`.
         build_image: Install the task's requirements.txt in --image; later runs use the result.
     """
+    if not task and not export:
+        list_tasks(mlgym_root, mledojo_root)
+        return
+    loaded = load_task(task, mlgym_root, mledojo_root)
     if export:
         from integrations.harbor.export import export_harbor
 
-        export_harbor(load_task(task, mlgym_root, mledojo_root), Path(export[1]))
-    elif task and build_image:
-        install(load_task(task, mlgym_root, mledojo_root), sandbox)
-    elif task:
-        check(load_task(task, mlgym_root, mledojo_root), sandbox)
+        export_harbor(loaded, Path(export[1]))
+    elif build_image:
+        install(loaded, sandbox)
     else:
-        list_tasks(mlgym_root, mledojo_root)
+        check(loaded, sandbox)
 
 
 if __name__ == "__main__":
