@@ -237,10 +237,10 @@ Below is what an agent reads. The limits of turns and minutes that it names hold
 """
 
 
-def read_reply(ask) -> str:
+def read_reply() -> str:
     """One reply from a person: a command, or several lines between ```bash and ```.
 
-    ask(prompt) returns a line. Raises EOFError at the end of the input.
+    Raises EOFError at the end of the input.
     """
     line = ask("$ ")
     if line.lstrip().startswith("{"):  # one of MLE-Dojo's actions
@@ -259,7 +259,7 @@ def full_texts(env: Env) -> str:
     return f"{form.system(env, options)}\n\n{next(form.messages(env, options))}"
 
 
-def ask_and_echo(prompt: str) -> str:
+def ask(prompt: str) -> str:
     """input(), which also shows lines that are piped in rather than typed. Raises EOFError."""
     line = input(prompt)
     if not sys.stdin.isatty():
@@ -312,7 +312,7 @@ def by_hand(
         done = False
         while not done:
             try:
-                reply = read_reply(ask_and_echo)
+                reply = read_reply()
             except EOFError:
                 print("submit")
                 reply = "```bash\nsubmit\n```"
