@@ -28,6 +28,7 @@ SAMPLE_LINES = 4  # of the sample submission, with its header
 LISTED_FILES = 200
 ALL_FILES = 10**6
 JSON_BLOCK = re.compile(r"^ {0,3}```[ \t]*json[ \t]*\n(.*?)^ {0,3}```[ \t]*$", re.S | re.M | re.I)
+# get_history shows the other actions that ran: code, bash blocks, and gradings.
 NOT_IN_HISTORY = ("request_info", "get_history", "reset", "submit")
 
 # Every action returns (observation, status, score or None).
@@ -65,7 +66,10 @@ def act(env, reply: str, timeout: float) -> tuple[str | None, str, str, Score | 
         name = request["action"]
         result = run_action(env, request, timeout)
     observation, status, score = result
-    remember(env.history, name, status, score)
+    if status != "rejected" and name not in NOT_IN_HISTORY:
+        value = score.value if score else None
+        row = {"step": len(env.history) + 1, "action": name, "status": status, "score": value}
+        env.history.append(row)
     return action, observation, status, score
 
 
@@ -79,22 +83,13 @@ def run_action(env, request: dict, timeout: float) -> ActionResult:
     return ACTIONS[name](env, request, timeout)
 
 
-def remember(history: list[dict], name: str, status: str, score: Score | None) -> None:
-    """Adds an action that ran to what get_history shows: code, bash blocks, and gradings."""
-    if status == "rejected" or name in NOT_IN_HISTORY:
-        return
-    value = score.value if score else None
-    row = {"step": len(history) + 1, "action": name, "status": status, "score": value}
-    history.append(row)
-
-
 # ------------------------------------------------------------------------------------ the actions
 
 
 def request_info(env, request: dict, timeout: float) -> ActionResult:
     task = env.task
     workspace = env.sandbox.workspace
-    files = env.sandbox.call("listing", most=LISTED_FILES)[0]["files"]
+    files, _ = env.files(LISTED_FILES)
     sample = task.public["data/sample_submission.csv"].read_text("utf-8", "replace")
     facts = {
         "overview": task.prompt,
@@ -174,7 +169,7 @@ def run_code(env, request: dict, timeout: float, keep: bool) -> tuple[str, str]:
         text = f"Nothing was run. {name} cannot be written into {box.workspace}: {fault}"
         return text, "rejected"
     result = box.run(["sh", "-c", 'cd "$0" && exec python3 "$1"', box.workspace, name], timeout)
-    sizes = dict(box.call("listing", most=ALL_FILES)[0]["files"])
+    sizes = dict(env.files(ALL_FILES)[0])
     if not keep or result.exit_code or SUBMISSION not in sizes:
         try:
             box.remove([SUBMISSION])
