@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 
 from flatlab.episode.grading import Score
-from flatlab.episode.texts import position_text, run_text, score_text
+from flatlab.episode.texts import run_text, score_text
 
 FENCE = re.compile(r" {0,3}(`{3,})[ \t]*([^`]*?)[ \t]*$")
 SHELLS = ("bash", "sh", "shell")
@@ -36,8 +36,8 @@ def act_bash(env, reply: str, timeout: float) -> tuple[str | None, str, str, Sco
         return action, "Submitted.", "submit", None
     if action_name(action) == "validate":
         score = env.score()
-        text = score_text(score, env.task) + position_text(score)
-        return action, text, "validate" if score.valid else "invalid", score
+        status = "validate" if score.valid else "invalid"
+        return action, score_text(score, env.task), status, score
     result = env.sandbox.run(action, timeout)
     return action, *run_text(result, timeout, env.limits["memory"]), None
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from flatlab.episode.actions import act_bash, action_name
 from flatlab.episode.grading import Score
-from flatlab.episode.texts import position_text, run_text, score_text
+from flatlab.episode.texts import run_text, score_text
 from flatlab.errors import ArtefactError, SandboxFault
 
 ACTIONS_TEXT = """\
@@ -117,7 +117,7 @@ def execute_code(env, request: dict, timeout: float) -> ActionResult:
     if status != "ok":
         return observation, status, None
     score = env.score()
-    text = f"{observation}\n{score_text(score, env.task)}{position_text(score)}"
+    text = f"{observation}\n{score_text(score, env.task)}"
     values = [row["score"] for row in env.history if row["score"] is not None]
     if score.valid:
         values.append(score.value)

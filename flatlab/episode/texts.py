@@ -257,14 +257,10 @@ def score_text(score: Score, task: Task) -> str:
     if not score.valid:
         return f"No score: {score.message}"
     value = f"{score.split} {score.metric}: {score.value:.4f}"
-    return f"{value} (baseline {task.baseline:.4f}, {task.direction})"
-
-
-def position_text(score: Score) -> str:
-    """One more line for a competition with leaderboards, else nothing."""
-    if score.position is None:
-        return ""
-    return f"\nposition: {score.position:.4f} (share of the leaderboards that is not better)"
+    text = f"{value} (baseline {task.baseline:.4f}, {task.direction})"
+    if score.position is not None:  # a competition with leaderboards
+        text += f"\nposition: {score.position:.4f} (share of the leaderboards that is not better)"
+    return text
 
 
 @dataclass(frozen=True)
