@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatlab.episode.grading import Score
+from flatlab.episode.grading import KILLED, Score
 from flatlab.episode.machine import Software, software_of
 from flatlab.episode.task import WHOLE_WORKSPACE, Task
 from flatlab.sandbox.backend import Spec
 from flatlab.sandbox.sandbox import Result
 
-KILLED = 137  # exit code of a process that got SIGKILL
 LISTED_FILES = 60  # in the first message
 SHARE = 0.5  # of the context: the system message and the first one, at most
 
@@ -32,11 +31,10 @@ def short_message(env) -> str:
     """The first message: the task, how to reply, and what is in the workspace."""
     task = env.task
     files, count = env.files(LISTED_FILES)
-    prompt = [task.prompt.rstrip(), ""]
+    lines = [task.prompt.rstrip(), ""]
     if task.actions_text:
-        prompt += [task.actions_text.rstrip(), ""]
-    lines = [
-        *prompt,
+        lines += [task.actions_text.rstrip(), ""]
+    lines += [
         "Reply with one block of bash commands:",
         "```bash",
         "ls",
