@@ -41,7 +41,7 @@ def load_harbor(folder: Path) -> Task:
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} cannot be read as a Harbor task: {error}.") from error
     environment = spec.get("environment", {})
-    refuse(folder, spec, environment)
+    refuse(folder, spec)
     hidden = tree_files(folder / "tests", ".flatlab/tests", "a Harbor task has its tests there")
     hidden[".flatlab/grade.py"] = Path(__file__).with_name("grade.py")
     image, workdir = foreign_image(
@@ -75,7 +75,7 @@ def load_harbor(folder: Path) -> Task:
     )
 
 
-def refuse(folder: Path, spec: dict, environment: dict) -> None:
+def refuse(folder: Path, spec: dict) -> None:
     """Raises UserError if the folder asks for something that a sandbox cannot give."""
     asked = [name for name in REFUSED_FILES if (folder / name).exists()]
     for key in REFUSED_KEYS:
@@ -85,7 +85,7 @@ def refuse(folder: Path, spec: dict, environment: dict) -> None:
         if not isinstance(value_of(spec, key, 0), int | float):
             raise UserError(f"{folder}: {key} in task.toml must be a number.")
     try:
-        if megabytes(environment) > MEMORY_MB:
+        if megabytes(spec) > MEMORY_MB:
             asked.append(f"more than {MEMORY_MB} MB of memory")
     except (KeyError, TypeError, ValueError):
         asked.append("an amount of memory that is not a number")
@@ -98,10 +98,10 @@ def value_of(spec: dict, key: str, default=None):
     return spec.get(section, {}).get(name, default)
 
 
-def megabytes(environment: dict) -> float:
+def megabytes(spec: dict) -> float:
     """The memory that a task asks for, also in the older spelling, memory = "8G"."""
-    old = environment.get("memory")
+    old = value_of(spec, "environment.memory")
     if old:
         units = {"K": 1 / 1024, "M": 1, "G": 1024}
         return float(old[:-1]) * units[old[-1].upper()]
-    return float(environment.get("memory_mb", 0))
+    return float(value_of(spec, "environment.memory_mb", 0))
