@@ -24,8 +24,8 @@ def load_builtin(root: Path, name: str) -> Task:
     hidden = find_files(folder, [spec.grader, *spec.hidden], "")
     # -I: Python imports nothing from the workspace.
     grader = ["python3", "-I", Path(spec.grader).name, *map(str, spec.grader_args)]
-    renamed = ("description", "grader", "grader_args", "data", "starter_code", "hidden", "imported")
-    fields = spec.model_dump(exclude=set(renamed))
+    renamed = {"description", "grader", "grader_args", "data", "starter_code", "hidden", "imported"}
+    fields = spec.model_dump(exclude=renamed)
     for key in ("artefacts", "splits", "hide_package_data"):
         fields[key] = tuple(fields[key])
     task = Task(

@@ -11,12 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flatlab.errors import SandboxFault
-from flatlab.sandbox.backend import (
-    Backend,
-    Connection,
-    Spec,
-    boot_program,
-)
+from flatlab.sandbox.backend import Backend, Connection, Spec, boot_program
 from flatlab.sandbox.ssh import open_tunnel
 
 STARTS = 8  # at once; a daemon that is asked for more only gets slower

@@ -13,13 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from flatlab.errors import SandboxFault
-from flatlab.sandbox.backend import (
-    WORKSPACE,
-    Backend,
-    Connection,
-    Spec,
-    boot_program,
-)
+from flatlab.sandbox.backend import WORKSPACE, Backend, Connection, Spec, boot_program
 from flatlab.sandbox.guest.files import package_data
 
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")

@@ -12,7 +12,6 @@ import io
 import json
 import os
 import tarfile
-from pathlib import PurePosixPath
 
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.sandbox.sandbox import COPY_BYTES, Sandbox, readable
@@ -110,7 +109,7 @@ def put_back(box: Sandbox, files: bytes) -> None:
 
 
 def home(box: Sandbox) -> str:
-    return str(PurePosixPath(box.workspace).parent)
+    return os.path.dirname(box.workspace)
 
 
 def top_folder(box: Sandbox) -> str:
