@@ -189,7 +189,7 @@ def test_endless_output_needs_constant_memory(box):
     assert tail.output.startswith("1\n2\n")
     assert not tail.timed_out
     script = "seq 2000000; seq 2000000 >&2; sleep 9 & exit 3"
-    stdout, reply = box.program(["sh", "-c", script], 20, keep=(0, 8))
+    reply, stdout = box.program(["sh", "-c", script], 20, keep=(0, 8))
     assert (stdout, reply["code"], reply["timed_out"]) == (b"2000000\n", 3, False)
     assert reply["stderr"].endswith("1999999\n2000000\n")
     assert len(reply["stderr"]) == 8192

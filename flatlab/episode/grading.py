@@ -170,7 +170,7 @@ def run_once(task: Task, artefacts: dict, split: str, make_sandbox) -> tuple[Sco
     try:
         lay_out(task, artefacts, sandbox)
         argv = task.grader_argv(split)
-        stdout, reply = sandbox.program(argv, task.grade_timeout, keep=(0, PRINTED_BYTES))
+        reply, stdout = sandbox.program(argv, task.grade_timeout, keep=(0, PRINTED_BYTES))
         # An artefact may have ended the grader with the same exit code, so this is checked.
         if (
             reply["code"] in CANNOT_START
@@ -199,8 +199,8 @@ def output_text(stdout: bytes, reply: dict) -> str:
     """How a grader ended, and the tails of what it printed."""
     how = "stopped at the time limit" if reply["timed_out"] else f"exit code {reply['code']}"
     lines = [how]
-    for name, text in (("stdout", plain_text(stdout)), ("stderr", reply["stderr"])):
-        tail = text.strip()[-OUTPUT_CHARS:]
+    for name, data in (("stdout", stdout), ("stderr", reply["stderr"].encode())):
+        tail = plain_text(data).strip()[-OUTPUT_CHARS:]
         lines.append(f"{name}: {tail or '(nothing)'}")
     return "\n".join(lines)
 
@@ -224,4 +224,4 @@ def lay_out(task: Task, artefacts: dict[str, bytes], sandbox) -> None:
 
 def has_program(name: str, sandbox) -> bool:
     argv = ["/bin/sh", "-c", 'command -v "$0"', name]
-    return sandbox.program(argv, 20)[1]["code"] == 0
+    return sandbox.program(argv, 20)[0]["code"] == 0

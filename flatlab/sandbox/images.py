@@ -106,7 +106,7 @@ def check_requirements(box: Sandbox, task) -> None:
     if not task.requirements:
         return
     argv = ["python3", "-c", PRINT_MISSING]
-    missing = box.program(argv, 60, task.requirements.read_bytes())[0].decode().split()
+    missing = box.program(argv, 60, task.requirements.read_bytes())[1].decode().split()
     if missing:
         raise UserError(
             f"Task {task.name} needs packages that its sandbox lacks: {', '.join(missing)}. "

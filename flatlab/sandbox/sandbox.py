@@ -189,14 +189,13 @@ class Sandbox:
 
     def program(
         self, argv: list[str], timeout: float, stdin: bytes = b"", keep: tuple = (1 << 20, 0)
-    ) -> tuple[bytes, dict]:
+    ) -> tuple[dict, bytes]:
         """Runs a program as root, or as the user of a sandbox without one.
 
-        keep: bytes of the head and of the tail of its stdout. Returns these bytes, and the reply:
-        code, timed_out, dropped, and stderr (the last 8 kB of it, as text).
+        keep: bytes of the head and of the tail of its stdout. Returns the reply: code, timed_out,
+        dropped, and stderr (the last 8 kB of it, as text); and these bytes.
         """
-        reply, blob = self._run(argv, timeout, stdin, user="root", keep=keep)
-        return blob, reply | {"stderr": plain_text(reply["stderr"].encode())}
+        return self._run(argv, timeout, stdin, user="root", keep=keep)
 
     def _run(self, command, timeout, stdin=b"", **fields) -> tuple[dict, bytes]:
         wait = timeout + GRACE + 20
@@ -223,7 +222,7 @@ class Sandbox:
         # paths: root must run none of the agent's.
         argv = ["/usr/bin/xargs", "-0", "-r", "/bin/rm", "-rf", "--"]
         stdin = b"".join(name + b"\0" for name in names)
-        code = self.program(argv, 60, stdin)[1]["code"]
+        code = self.program(argv, 60, stdin)[0]["code"]
         if code:
             raise SandboxFault(f"files in the workspace cannot be removed (exit code {code})")
 

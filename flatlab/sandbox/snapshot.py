@@ -132,7 +132,7 @@ def pack(box: Sandbox, paths: list[str], folder: str, error=SandboxFault) -> byt
     names = [os.path.join(".", os.path.relpath(path, folder)) for path in paths]
     argv = ["/bin/tar", "-C", folder, *PACK_OPTIONS, "-T", "-", "-cf", "-"]
     stdin = b"\0".join(os.fsencode(name) for name in names)
-    data, reply = box.program(argv, 120, stdin, (COPY_BYTES, 0))
+    reply, data = box.program(argv, 120, stdin, (COPY_BYTES, 0))
     if reply["code"] or reply["dropped"]:
         raise error(f"the files cannot be copied: more than {COPY_BYTES >> 20} MB, or tar failed")
     return data
@@ -140,5 +140,5 @@ def pack(box: Sandbox, paths: list[str], folder: str, error=SandboxFault) -> byt
 
 def unpack(box: Sandbox, files: bytes, folder: str, error=SandboxFault) -> None:
     argv = ["/bin/tar", "-C", folder, *UNPACK_OPTIONS, "-xpf", "-"]
-    if box.program(argv, 120, files)[1]["code"]:
+    if box.program(argv, 120, files)[0]["code"]:
         raise error("the copied files cannot be unpacked")
