@@ -115,11 +115,15 @@ def start_docker(spec: Spec) -> Connection:
     except (DockerException, OSError) as error:
         with suppress(DockerException, OSError):  # it may not be there, or no daemon is
             api.remove_container(name, force=True)
-        reason = " ".join(str(error).split())[:300]
-        raise SandboxFault(f"Docker did not start a container: {reason}") from error
+        raise SandboxFault(f"Docker did not start a container: {short_text(error)}") from error
 
     # The program inside sees the end of the connection; its end ends and removes the container.
     return Connection(stream, stream.close, stream.errors, container)
+
+
+def short_text(error: Exception) -> str:
+    """The text of an error as one line, cut if it is long."""
+    return " ".join(str(error).split())[:300]
 
 
 def owner() -> str:

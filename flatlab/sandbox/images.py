@@ -16,7 +16,7 @@ from pathlib import Path
 from flatlab.cache import content_key
 from flatlab.errors import UserError
 from flatlab.sandbox.backend import WORKSPACE
-from flatlab.sandbox.docker import SET_PATH, docker_api, engine_options
+from flatlab.sandbox.docker import SET_PATH, docker_api, engine_options, short_text
 from flatlab.sandbox.hosts import addresses, hosts_problem
 from flatlab.sandbox.sandbox import Sandbox
 
@@ -153,7 +153,7 @@ def install_requirements(task, image: str) -> str:
             try:
                 failure = print_build(api.build(folder, tag, forcerm=True, decode=True))
             except (DockerException, OSError) as error:
-                failure = " ".join(str(error).split())[:300]
+                failure = short_text(error)
         if failure:
             raise UserError(f"{task.requirements} cannot be installed in {image}: {failure}")
     return tag
@@ -220,9 +220,8 @@ def foreign_image(
             image.tag(repository, key)
             remove_others(client.api, repository, key)
     except (docker.errors.DockerException, TypeError) as error:  # TypeError: no Dockerfile
-        reason = " ".join(str(error).split())[:300]
         raise UserError(
             f"Docker cannot build the image of task {task}, which must have python3, bash and tar: "
-            f"{reason}"
+            f"{short_text(error)}"
         ) from error
     return f"{repository}:{key}", workdir
