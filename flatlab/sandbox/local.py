@@ -19,6 +19,8 @@ from flatlab.sandbox.guest.files import package_data
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 USER = 65534 if os.geteuid() == 0 else 1000  # of the commands
+PREFIXES = {sys.prefix, sys.base_prefix}  # folders of our Python
+PREFIXES |= set(map(os.path.realpath, PREFIXES))
 ETC = (
     "alternatives",
     "ld.so.cache",
@@ -39,12 +41,10 @@ def local_view(hide: tuple[str, ...], network: bool) -> list[tuple[str, str]]:
 
     An empty real path hides a folder.
     """
-    paths = set(SYSTEM_FOLDERS)
+    paths = PREFIXES.union(SYSTEM_FOLDERS)
     paths.update(f"/etc/{name}" for name in ETC)
     if network:
         paths.add("/etc/resolv.conf")
-    for prefix in (sys.prefix, sys.base_prefix):
-        paths |= {prefix, os.path.realpath(prefix)}
     link = sys.executable
     while os.path.islink(link):  # the python of a virtual environment may be a chain of links
         paths.add(link)
@@ -62,9 +62,7 @@ def start_namespaces(spec: Spec) -> Connection:
     view = local_view(spec.hide, spec.network)
     for path, source in spec.premounted.items():
         view.append((f"{WORKSPACE}/{path}", os.path.realpath(source)))
-    prefixes = {sys.prefix, sys.base_prefix}
-    prefixes |= {os.path.realpath(prefix) for prefix in prefixes}
-    view += [(path, "") for path in package_data(spec.hide_package_data, prefixes)]
+    view += [(path, "") for path in package_data(spec.hide_package_data, PREFIXES)]
     return start_process("namespaces", spec, view, limits={"NPROC": spec.processes})
 
 
@@ -74,7 +72,7 @@ def start_landlock(spec: Spec) -> Connection:
     home = tempfile.mkdtemp(prefix="flatlab-")
     os.chmod(home, 0o755)
     user = USER
-    for prefix in (sys.prefix, sys.base_prefix):
+    for prefix in PREFIXES:
         for folder in Path(prefix).resolve().parents:
             if not folder.stat().st_mode & 1:
                 user = 0  # no other user can reach our Python: stay root, without capabilities
