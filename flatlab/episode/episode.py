@@ -69,10 +69,6 @@ class Episode:
     def reply_tokens(self) -> int:
         return sum(turn["reply_tokens"] for turn in self.turns)
 
-    @property
-    def seconds_env(self) -> float:
-        return sum(turn["seconds_env"] for turn in self.turns)
-
     def to_dict(self) -> dict:
         """The whole transcript for the run directory, without the tokens."""
         record = asdict(replace(self, segments=[]))
