@@ -151,29 +151,25 @@ def host_config(api, spec: Spec):
     from docker.types import DeviceRequest, LogConfig
 
     missing = missing_limits(api)
-    limits = {}
+    options = {}
     if "memory" not in missing:
-        limits |= {"mem_limit": spec.memory, "memswap_limit": spec.memory}
+        options |= {"mem_limit": spec.memory, "memswap_limit": spec.memory}
     if "pids" not in missing:
-        limits["pids_limit"] = spec.processes
+        options["pids_limit"] = spec.processes
     if "cpu" not in missing:
-        limits["nano_cpus"] = int(min(spec.cpus, engine_info(api)["NCPU"]) * 1e9)
-    binds = None
+        options["nano_cpus"] = int(min(spec.cpus, engine_info(api)["NCPU"]) * 1e9)
     if spec.hf_cache:
-        binds = [f"{Path(spec.hf_cache).expanduser().resolve()}:{CACHE}:ro"]
-    gpus = None
+        options["binds"] = [f"{Path(spec.hf_cache).expanduser().resolve()}:{CACHE}:ro"]
     if spec.gpu:
-        gpus = [DeviceRequest(count=-1, capabilities=[["gpu"]])]
+        options["device_requests"] = [DeviceRequest(count=-1, capabilities=[["gpu"]])]
     return api.create_host_config(
         auto_remove=True,
         # The daemon would write everything that goes over the connection to its disk.
         log_config=LogConfig(type="none"),
-        **limits,
+        **options,
         shm_size=256 << 20,
         security_opt=["no-new-privileges"],
         network_mode="bridge" if spec.network else "none",
-        binds=binds,
-        device_requests=gpus,
         cap_drop=["ALL"],
         cap_add=CAPABILITIES,
     )

@@ -85,7 +85,7 @@ def is_lost(address: str) -> bool:
     """Whether this host does not answer while another one does, so that the same episode may be
     played there.
     """
-    return bool(address) and all(host.address != address for host in ask_all())
+    return bool(address) and host_of(address) not in ask_all()
 
 
 def ask_all() -> list[Host]:
