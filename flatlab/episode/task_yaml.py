@@ -14,7 +14,7 @@ from flatlab.files import read_mapping
 class TaskYaml(BaseModel):
     """The keys of a task.yaml. Files are relative to its folder."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     description: str = Field(min_length=1)  # the prompt
     metric: str = Field(min_length=1)  # key of the score in the grader's JSON line
