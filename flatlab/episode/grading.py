@@ -109,10 +109,10 @@ def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> 
         check_grader(task, split, make_sandbox)
     else:
         checked_graders.add(grader_key(task, split))
-    if score.valid and len(task.splits) > 1:
-        scored_submissions.setdefault(grader_key(task), artefacts)
     if not score.valid:  # not kept: a grading that was too slow may be in time when it is repeated
         return score
+    if len(task.splits) > 1:
+        scored_submissions.setdefault(grader_key(task), artefacts)
     if len(grades) >= KEPT_GRADES:
         grades.clear()
     return grades.setdefault(key, score)

@@ -44,7 +44,7 @@ class Files:
             uid, gid = (self.config.uid, self.config.gid) if user == "agent" else (0, 0)
             os.chown(name, uid, gid, dir_fd=at, follow_symlinks=False)
 
-    def put(self, blob, files, user="agent", mode=0o644):
+    def put(self, blob, files, user, mode):
         """Writes files, [[path, size], ...], whose contents follow each other in blob.
 
         Never writes through a link. The workspace and the files then belong to `user`.
