@@ -46,14 +46,11 @@ class AttachedStream:
 
     def recv(self, most: int) -> bytes:
         """Data of stdout, of any length; b"" at the end."""
-        while True:
-            data = self.socket.recv(most)
-            if not data:
-                return b""
+        while data := self.socket.recv(most):
             self.raw += data
-            stdout = self.split()
-            if stdout:
+            if stdout := self.split():
                 return stdout
+        return b""
 
     def split(self) -> bytes:
         """Takes the complete pieces out of `raw`. Returns those of stdout."""
