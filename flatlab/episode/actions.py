@@ -39,7 +39,7 @@ def act_bash(env, reply: str, timeout: float) -> tuple[str | None, str, str, Sco
         status = "validate" if score.valid else "invalid"
         return action, score_text(score, env.task), status, score
     result = env.sandbox.run(action, timeout)
-    return action, *run_text(result, timeout, env.limits["memory"]), None
+    return action, *run_text(env, result, timeout), None
 
 
 def action_name(action: str | None) -> str:

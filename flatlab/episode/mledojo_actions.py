@@ -177,4 +177,4 @@ def run_code(env, request: dict, timeout: float, keep: bool) -> tuple[str, str]:
         except SandboxFault:  # the code has made a folder of the artefact's place
             if box.broken:
                 raise
-    return run_text(result, timeout, env.limits["memory"])
+    return run_text(env, result, timeout)

@@ -236,8 +236,8 @@ def with_message(text: str, env) -> str:
     return f"{text}\n\n{env.message}" if env.message else text
 
 
-def run_text(result: Result, timeout: float, memory: int) -> tuple[str, str]:
-    """(what the agent sees after a command, status of the turn). Seconds and bytes."""
+def run_text(env, result: Result, timeout: float) -> tuple[str, str]:
+    """(what the agent sees after a command, status of the turn). timeout: seconds."""
     output = result.output.rstrip("\n") or "(no output)"
     if result.timed_out:
         note = f"[stopped at the time limit of {timeout:.0f} s, with all background processes]"
@@ -246,7 +246,8 @@ def run_text(result: Result, timeout: float, memory: int) -> tuple[str, str]:
         return output, "ok"
     note = f"[exit code {result.exit_code}]"
     if result.exit_code == KILLED:
-        note = f"[exit code 137: killed, perhaps over the memory limit of {memory >> 20} MB]"
+        most = env.limits["memory"] >> 20
+        note = f"[exit code 137: killed, perhaps over the memory limit of {most} MB]"
     return f"{output}\n{note}", "error"
 
 
