@@ -41,6 +41,7 @@ SECCOMP_MODE_FILTER = 2
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
+DEVICES = ("null", "zero", "full", "random", "urandom")  # in /dev
 # Capabilities by number: chown, dac_override, fowner, kill, setgid, setuid.
 KEPT_CAPABILITIES = (0, 1, 3, 5, 6, 7)
 
@@ -160,7 +161,7 @@ def build_root(config):
         show(target, source)
     os.makedirs("/proc", exist_ok=True)
     libc("mount", "proc", "/proc", "proc", NO_SUID | NO_DEV | NO_EXEC, None)
-    for name in ("null", "zero", "full", "random", "urandom"):
+    for name in DEVICES:
         bind("/.old/dev/" + name, "/dev/" + name, NO_SUID | NO_EXEC)
     os.symlink("/proc/self/fd", "/dev/fd")
     for number, name in enumerate(("stdin", "stdout", "stderr")):
@@ -216,7 +217,7 @@ def make_landlock_rules(config):
     attributes = struct.pack("3Q", all_rights, tcp, 3)  # files, TCP, signals and abstract sockets
     attributes = attributes[: 24 if abi >= 6 else 16]
     rules = libc("syscall", LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0)
-    devices = ["/dev/" + name for name in ("null", "zero", "full", "random", "urandom")]
+    devices = ["/dev/" + name for name in DEVICES]
     read_rights = 0x000D
     allowed = [("/proc", read_rights)]
     allowed += [(source, read_rights) for _, source in config.view if source]
