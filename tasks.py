@@ -68,14 +68,13 @@ def list_tasks(mlgym_root: str | None, mledojo_root: str | None) -> None:
     """Prints one line per task. Only built-in ones are loaded: others may be large."""
     for names, load, root in task_sources(mlgym_root, mledojo_root):
         for name in names(root):
-            if load is not load_builtin:
-                print(f"{name:40} {root}")
-                continue
-            try:
-                task = load(root, name)
-                text = f"{task.metric}, {task.direction}, baseline {task.baseline:.4g}"
-            except UserError as error:  # the other tasks are listed
-                text = f"cannot be used: {error}"
+            text = root
+            if load is load_builtin:
+                try:
+                    task = load(root, name)
+                    text = f"{task.metric}, {task.direction}, baseline {task.baseline:.4g}"
+                except UserError as error:  # the other tasks are listed
+                    text = f"cannot be used: {error}"
             print(f"{name:40} {text}")
 
 
