@@ -36,20 +36,20 @@ ETC = (
 )
 
 
-def local_view(hide: tuple[str, ...], network: bool) -> list[tuple[str, str]]:
+def local_view(spec: Spec) -> list[tuple[str, str]]:
     """(path, real path) of what a local sandbox sees of this machine, read-only.
 
     An empty real path hides a folder.
     """
     paths = PREFIXES.union(SYSTEM_FOLDERS)
     paths.update(f"/etc/{name}" for name in ETC)
-    if network:
+    if spec.network:
         paths.add("/etc/resolv.conf")
     link = sys.executable
     while os.path.islink(link):  # the python of a virtual environment may be a chain of links
         paths.add(link)
         link = os.path.join(os.path.dirname(link), os.readlink(link))
-    private = (Path(__file__).parents[2], Path.home(), *hide)
+    private = (Path(__file__).parents[2], Path.home(), *spec.hide)
     hidden = {str(Path(path).resolve()) for path in private} - {"/"} - paths
     view = [(path, "") for path in hidden]
     for path in paths:
@@ -59,7 +59,7 @@ def local_view(hide: tuple[str, ...], network: bool) -> list[tuple[str, str]]:
 
 
 def start_namespaces(spec: Spec) -> Connection:
-    view = local_view(spec.hide, spec.network)
+    view = local_view(spec)
     for path, source in spec.premounted.items():
         view.append((f"{WORKSPACE}/{path}", os.path.realpath(source)))
     view += [(path, "") for path in package_data(spec.hide_package_data, PREFIXES)]
@@ -67,7 +67,7 @@ def start_namespaces(spec: Spec) -> Connection:
 
 
 def start_landlock(spec: Spec) -> Connection:
-    view = local_view(spec.hide, spec.network)
+    view = local_view(spec)
     check_hidden(view)
     home = tempfile.mkdtemp(prefix="flatlab-")
     os.chmod(home, 0o755)
