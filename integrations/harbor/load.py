@@ -40,20 +40,19 @@ def load_harbor(folder: Path) -> Task:
         (folder / "tests/test.sh").read_bytes()
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} cannot be read as a Harbor task: {error}.") from error
-    environment = spec.get("environment", {})
     refuse(folder, spec)
     hidden = tree_files(folder / "tests", ".flatlab/tests", "a Harbor task has its tests there")
     hidden[".flatlab/grade.py"] = Path(__file__).with_name("grade.py")
     image, workdir = foreign_image(
         folder / "environment",
         folder.name,
-        environment.get("docker_image"),
-        environment.get("workdir"),
+        value_of(spec, "environment.docker_image"),
+        value_of(spec, "environment.workdir"),
     )
     for artifact in spec.get("artifacts", []):
         if not str(artifact).startswith(f"{workdir}/"):
             raise UserError(f"{folder} has the artifact {artifact}, not a path below {workdir}.")
-    is_offline = environment.get("network_mode") == "no-network"
+    is_offline = value_of(spec, "environment.network_mode") == "no-network"
     return Task(
         name=folder.name,
         prompt=f"{CANARY.sub('', prompt).strip()}\n\nThe path {workdir} leads to your workspace.",
@@ -66,10 +65,10 @@ def load_harbor(folder: Path) -> Task:
         hidden=hidden,
         grader=("python3", "-I", ".flatlab/grade.py"),
         splits=("test",),
-        step_timeout=spec.get("agent", {}).get("timeout_sec", SECONDS),
-        grade_timeout=spec.get("verifier", {}).get("timeout_sec", SECONDS),
-        needs_gpu=environment.get("gpus", 0) > 0,
-        needs_network=not is_offline and environment.get("allow_internet", True),
+        step_timeout=value_of(spec, "agent.timeout_sec", SECONDS),
+        grade_timeout=value_of(spec, "verifier.timeout_sec", SECONDS),
+        needs_gpu=value_of(spec, "environment.gpus", 0) > 0,
+        needs_network=not is_offline and value_of(spec, "environment.allow_internet", True),
         source="harbor",
         image=image,
     )
