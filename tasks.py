@@ -9,6 +9,7 @@ python tasks.py rlMetaMaze --build-image        make a Docker image with the tas
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from textwrap import indent
@@ -49,9 +50,8 @@ def load_task(
     raise UserError(f"Unknown task {name!r}; {nearest(name, sorted(set(all_names)))}.")
 
 
-def task_sources(mlgym_root: str | Path | None, mledojo_root: str | Path | None) -> list[tuple]:
+def task_sources(mlgym_root: str | Path | None, mledojo_root: str | Path | None) -> Iterator[tuple]:
     """(function that lists names, function that loads one, root) of each place tasks come from."""
-    sources = []
     for names, load, root, variable in (
         (mlgym_names, load_mlgym, mlgym_root, "MLGYM_ROOT"),
         (mledojo_names, load_mledojo, mledojo_root, "MLEDOJO_ROOT"),
@@ -59,9 +59,8 @@ def task_sources(mlgym_root: str | Path | None, mledojo_root: str | Path | None)
         if root is None:
             root = os.environ.get(variable)
         if root:
-            sources.append((names, load, Path(root).expanduser().resolve()))
-    sources.append((builtin_names, load_builtin, TASKS_DIR))
-    return sources
+            yield names, load, Path(root).expanduser().resolve()
+    yield builtin_names, load_builtin, TASKS_DIR
 
 
 def list_tasks(mlgym_root: str | None, mledojo_root: str | None) -> None:
@@ -115,8 +114,8 @@ def check(task: Task, options: SandboxOptions) -> None:
         print_score(task, rule, score)
         if score.valid:
             verdict = "not degenerate, as far as these rules tell"
-        if not reason and score.valid and at_the_top(score.value, task):
-            reason = f"the rule {rule!r} scores {score.value:.4g}"
+            if not reason and at_the_top(score.value, task):
+                reason = f"the rule {rule!r} scores {score.value:.4g}"
     rule, artefacts = rules[0]
     for split in task.splits[1:]:
         print_score(task, f"{rule}, {split}", grade(task, artefacts, split, make_sandbox))
