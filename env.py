@@ -19,6 +19,7 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -139,14 +140,15 @@ class Env:
     def has_network(self) -> bool:
         return self.options.network and self.task.needs_network
 
-    def step(self, reply: str, timeout: float | None = None) -> Step:
+    def step(self, reply: str, timeout: float | None = None, act: Callable | None = None) -> Step:
         """Runs the action of one reply.
 
-        timeout: seconds, at most the task's step_timeout, which is the default.
+        timeout: seconds, at most the task's step_timeout, which is the default. act: how the reply
+        is read, see act_bash; the default is what the task brings, or act_bash.
         """
         begin = time.monotonic()
         timeout = min(timeout or self.task.step_timeout, self.task.step_timeout)
-        act = self.task.act or act_bash
+        act = act or self.task.act or act_bash
         action, observation, status, score = act(self, reply, timeout)
         seconds = time.monotonic() - begin
         return Step(readable(observation), status == "submit", score, status, seconds, action)

@@ -846,6 +846,8 @@ def check_config(cfg: Config) -> None:
         raise UserError(
             f"--advantage {cfg.advantage} assigns credit to every token itself: leave out --credit."
         )
+    if cfg.agent and cfg.episode.thoughts != "keep":
+        raise UserError("--thoughts is not for --agent: the program chooses what the model reads.")
 
 
 def fill_in(cfg: Config, tasks: list[Task], path: ModelPath) -> None:
@@ -889,7 +891,7 @@ def prepare(cfg: Config, job):
     job.run = run = open_run(
         run_directory(cfg.name),
         options.flat(cfg),
-        fingerprint(__file__, tasks, path),
+        fingerprint(__file__, tasks, path, cfg.agent or ""),
         options.may_change(cfg),
         lambda run: is_finished(run, cfg),
     )

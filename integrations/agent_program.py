@@ -6,12 +6,13 @@ sandbox. docs/agents.md says what a program has to do.
 """
 
 import asyncio
+import contextlib
 import itertools
 import os
 import secrets
 import signal
+import socket
 import time
-from contextlib import suppress
 from typing import Literal
 
 import uvicorn
@@ -19,7 +20,14 @@ from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel
 
 from env import Step
+from flatlab.episode.actions import act_command
 from flatlab.episode.episode import Sample, Segment, in_thread, reply_seed, step_record, turn_record
+from flatlab.errors import UserError
+
+# Precedes the command in its shell. The input of this shell ends when this process does, however it
+# ends, and then the program is killed. The program itself has no input.
+WATCH = "exec 3<&0 0</dev/null; (read _ <&3; kill -9 0) & exec 3<&-; "
+NOT_STARTED = (126, 127)  # exit codes of a shell that cannot run a command
 
 
 class ChatRequest(BaseModel):
@@ -34,15 +42,22 @@ class Action(BaseModel):
     command: str
 
 
-def read(messages: list[dict], policy, samples: dict) -> tuple[list[int], list[str]]:
-    """(tokens that the next reply follows, texts: the prompt, a reply, what follows it, ...).
+def text_of(messages: list[dict]) -> str:
+    return "\n\n".join(message["content"] or "" for message in messages)
+
+
+def read(messages: list[dict], policy, samples: dict) -> tuple[list[int], list[list[dict]]]:
+    """(tokens that the next reply follows, messages: the first ones, a reply, those after it, ...).
 
     Earlier replies keep the tokens that were sampled. Only a text that the model did not write in
     this episode is tokenised. samples: by text, and by (number of tokens before it, text).
+    Raises ValueError if the first or the last message is the model's.
     """
     groups = itertools.groupby(messages, lambda message: message["role"] == "assistant")
     parts = [list(group) for _, group in groups]
-    texts = ["\n\n".join(message["content"] or "" for message in part) for part in parts]
+    if len(parts) % 2 == 0 or parts[0][0]["role"] == "assistant":
+        raise ValueError("the first and the last message must not be the model's")
+    texts = list(map(text_of, parts))
     tokens = policy.render(parts[0])
     for text, following in zip(texts[1::2], texts[2::2], strict=True):
         sample = samples.get((len(tokens), text)) or samples.get(text)
@@ -50,7 +65,49 @@ def read(messages: list[dict], policy, samples: dict) -> tuple[list[int], list[s
             sample = Sample(policy.encode(text), [], text, "length", 0)
         after = policy.observation_tokens(following, sample.stop_reason == "stop")
         tokens = [*tokens, *sample.tokens, *after]
-    return tokens, texts
+    return tokens, parts
+
+
+@contextlib.asynccontextmanager
+async def served(app: FastAPI):
+    """Inside of the block, serves the app on a port of 127.0.0.1, which it yields."""
+    config = uvicorn.Config(app, log_config=None, log_level="critical", timeout_graceful_shutdown=0)
+    config.load()
+    server = uvicorn.Server(config)  # without serve(), which takes over Ctrl-C
+    server.lifespan = config.lifespan_class(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        await server.startup([listener])
+        try:
+            yield port
+        finally:
+            await server.shutdown()
+
+
+@contextlib.asynccontextmanager
+async def started(command: str, variables: dict[str, str]):
+    """Runs a command in a shell, and yields its process. After the block it and its children are
+    dead.
+
+    Raises UserError if it cannot be started.
+    """
+    reading, writing = os.pipe()
+    try:
+        program = await asyncio.create_subprocess_shell(
+            WATCH + command, stdin=reading, env=os.environ | variables, start_new_session=True
+        )
+    except OSError as error:  # the prompt is too long for a variable, for example
+        os.close(writing)
+        raise UserError(f"The command of --agent cannot be started: {error}") from None
+    finally:
+        os.close(reading)
+    try:
+        yield program
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        os.close(writing)
+        await program.wait()
 
 
 async def play(env, policy, episode, options, history, command: str) -> str:
@@ -64,12 +121,26 @@ async def play(env, policy, episode, options, history, command: str) -> str:
     numbers = itertools.count()
     samples = {}
     turn = {}  # of the latest reply
+    one_command = asyncio.Lock()
     episode.segments.append(Segment())
+
+    def end(status: str) -> None:
+        if not over.done():
+            over.set_result(status)
+
+    async def or_end(work):
+        """Awaits what the program is not to blame for: an error ends the episode."""
+        try:
+            return await work
+        except Exception as error:
+            if not over.done():
+                over.set_exception(error)
+            raise HTTPException(500) from error
 
     async def chat(request: ChatRequest):
         nonlocal turn
         try:
-            tokens, texts = read(request.messages, policy, samples)
+            tokens, parts = read(request.messages, policy, samples)
         except Exception as error:  # what the messages lack, or what the chat template says
             raise HTTPException(400, f"These messages cannot be read: {error!r}") from error
         limit = options.max_reply_tokens
@@ -77,13 +148,16 @@ async def play(env, policy, episode, options, history, command: str) -> str:
             raise HTTPException(400, f"{len(tokens)} tokens: over the maximum context length.")
         number = next(numbers)
         if number == 0:
-            episode.system, episode.prompt = "", texts[0]
+            system = [message for message in parts[0] if message["role"] == "system"]
+            episode.system = text_of(system)
+            episode.prompt = text_of([message for message in parts[0] if message not in system])
         if number >= options.max_turns:
-            over.set_result("turn_limit")
+            end("turn_limit")
             raise HTTPException(403)
-        sample = await policy.sample(tokens, limit, seed=reply_seed(episode.seed, number))
+        seed = reply_seed(episode.seed, number)
+        sample = await or_end(policy.sample(tokens, limit, seed=seed))
         samples[sample.text] = samples[len(tokens), sample.text] = sample
-        turn["observation"] = texts[-1]
+        turn["observation"] = text_of(parts[-1])
         turn = turn_record(sample, Step("", False, None, "rejected", 0.0))  # until a command runs
         episode.turns.append(turn)
         sequence = episode.segments[-1]
@@ -111,46 +185,32 @@ async def play(env, policy, episode, options, history, command: str) -> str:
         }
 
     async def act(request: Action):
-        left = max(1.0, deadline - time.monotonic())
-        step = await in_thread(env.step, f"```bash\n{request.command}\n```", left)
+        async with one_command:  # those that wait at the end of the episode never start
+            left = max(1.0, deadline - time.monotonic())
+            step = await or_end(in_thread(env.step, request.command, left, act_command))
         turn.update(step_record(step))
         if step.done:
-            over.set_result("submit")
+            end("submit")
         return {"observation": history.cap(step.observation), "status": step.status}
 
-    async def fail(request, error):
-        """Ends the episode: the program is not to blame for a fault, say."""
-        over.set_exception(error)
-        raise error
-
     key = secrets.token_hex()
-    app = FastAPI(exception_handlers={Exception: fail})
+    app = FastAPI(openapi_url=None)  # a description of the addresses would tell the key
     app.post(f"/{key}/v1/chat/completions")(chat)
     app.post(f"/{key}/v1/act")(act)
-    config = uvicorn.Config(
-        app, port=0, log_config=None, log_level="critical", timeout_graceful_shutdown=0
-    )
-    config.load()
-    server = uvicorn.Server(config)  # without serve(), which takes over Ctrl-C
-    server.lifespan = config.lifespan_class(config)
-    await server.startup()
-    port = server.servers[0].sockets[0].getsockname()[1]
     variables = {
-        "OPENAI_BASE_URL": f"http://127.0.0.1:{port}/{key}/v1",
         "OPENAI_API_KEY": key,
-        "FLATLAB_PROMPT": episode.prompt,
+        "FLATLAB_SYSTEM": episode.system,
+        "FLATLAB_PROMPT": episode.prompt.replace("\0", " "),  # a variable cannot hold it
     }
-    program = await asyncio.create_subprocess_shell(
-        command, env=os.environ | variables, start_new_session=True
-    )
-    exited = asyncio.ensure_future(program.wait())
-    exited.add_done_callback(lambda _: over.done() or over.set_result("exit"))
-    try:
-        return await asyncio.wait_for(over, seconds)
-    except TimeoutError:
-        return "time_limit"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)
-        await exited
-        await server.shutdown()
+    async with served(app) as port:
+        variables["OPENAI_BASE_URL"] = f"http://127.0.0.1:{port}/{key}/v1"
+        async with started(command, variables) as program:
+            exited = asyncio.ensure_future(program.wait())
+            exited.add_done_callback(lambda _: end("exit"))
+            try:
+                status = await asyncio.wait_for(over, seconds)
+            except TimeoutError:
+                return "time_limit"
+    if program.returncode in NOT_STARTED and not episode.turns:
+        raise UserError(f"The command of --agent cannot be started: {command}")
+    return status

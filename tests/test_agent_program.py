@@ -12,7 +12,7 @@ import pytest
 
 import env
 from flatlab.episode.episode import History, Sample, run_episode
-from flatlab.errors import SandboxFault
+from flatlab.errors import SandboxFault, UserError
 from flatlab.options import EpisodeOptions
 from flatlab.train.batch import sequences_of
 from helpers import LOCAL, PROJECT, FakePolicy, python
@@ -45,6 +45,7 @@ def attach(command):
                           capture_output=True, text=True)
     return done.stdout, done.returncode, done.stderr
 
+SYSTEM = os.environ["FLATLAB_SYSTEM"]
 PROMPT = user(os.environ["FLATLAB_PROMPT"])
 """
 EVERYBODY_DIED = "sed -E 's/,.*//; s/$/,0/; 1s/.*/id,survived/' data/test.csv > submission.csv"
@@ -156,7 +157,7 @@ while True:
 
     usual = asyncio.run(usual_episode())
     assert episode.status == usual.status == "turn_limit"
-    assert episode.prompt == f"Be brief.\n\n{usual.prompt}"
+    assert (episode.system, episode.prompt) == ("Be brief.", usual.prompt)
     assert [s.tokens for s in episode.segments] == [s.tokens for s in usual.segments]
     assert [s.mask for s in episode.segments] == [s.mask for s in usual.segments]
     # The second episode finds its prompt in the prefix cache, which changes how sums are rounded.
@@ -267,6 +268,102 @@ time.sleep(60)
     assert ends(int(pid.read_text()))
 
 
+def test_a_command_is_run_as_it_is(play_program):
+    episode, _ = play_program("""
+said = act("cat <<'END'\\n```bash\\nls\\n```\\n```\\nEND")
+ask(user(said))
+""")  # fmt: skip
+    assert episode.prompt == "```bash\nls\n```\n```"
+
+
+def test_in_the_full_form_the_system_message_is_a_variable_of_its_own(play_program):
+    episode, _ = play_program(
+        "ask({'role': 'system', 'content': SYSTEM}, PROMPT)", texts="full", max_reply_tokens=8
+    )
+    assert "A block with only the word validate scores submission.csv" in episode.system
+    assert episode.prompt.startswith("Predict who survived the Titanic.")
+    assert "Limits: 6 turns" in episode.prompt
+
+
+def test_commands_that_wait_for_another_one_end_with_the_episode(play_program):
+    begin = time.monotonic()
+    episode, _ = play_program(
+        """
+from threading import Thread
+for i in range(4):
+    Thread(target=act, args=["sleep 60; touch late"], daemon=True).start()
+time.sleep(60)
+""",
+        episode_minutes=0.05,
+    )
+    assert episode.status == "time_limit"
+    assert time.monotonic() - begin < 30  # 60 s, or four commands after each other
+
+
+def test_without_the_key_nothing_can_be_asked_and_the_key_is_nowhere(play_program):
+    episode, _ = play_program("""
+root = os.environ["OPENAI_BASE_URL"].partition(os.environ["OPENAI_API_KEY"])[0]
+codes = []
+for path in ("", "openapi.json", "docs", "redoc", "v1/act", "0/v1/act"):
+    try:
+        codes.append(urllib.request.urlopen(root + path).status)
+    except HTTPError as error:
+        codes.append(error.code)
+ask(user(json.dumps(codes)))
+""")  # fmt: skip
+    assert json.loads(episode.prompt) == [404] * 6
+
+
+def test_what_cannot_be_sent_back_does_not_end_the_run(play_program):
+    """A body that is not a number in JSON either: FastAPI's own answer to it fails."""
+    episode, _ = play_program("""
+try:
+    post("/act", {"command": float("nan")})
+except HTTPError as error:
+    ask(user(str(error.code)))
+""")  # fmt: skip
+    assert episode.status == "exit"
+    assert episode.prompt == "500"
+
+
+def test_a_command_that_the_shell_cannot_start_is_one_sentence(play_program, policy):
+    async def run(command):
+        async with env.Env(TASK, LOCAL) as world:
+            loop = functools.partial(agent_program.play, command=command)
+            await run_episode(world, policy, OPTIONS, play=loop)
+
+    with pytest.raises(UserError, match="cannot be started: no-such-program"):
+        asyncio.run(run("no-such-program"))
+
+
+def test_a_program_does_not_outlive_a_process_that_is_killed(command, tmp_path):
+    """started() of another process, which is killed while its program runs."""
+    pid = tmp_path / "pid"
+    program = command(f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)")
+    variables = {name: "" for name in ("FLATLAB_SYSTEM", "FLATLAB_PROMPT")}
+    script = f"""
+import asyncio, os, signal, time
+from pathlib import Path
+from integrations.agent_program import started
+
+async def main():
+    async with started({program!r}, {variables!r}):
+        while not Path({str(pid)!r}).exists() or not Path({str(pid)!r}).read_text():
+            await asyncio.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+    done = python("-c", script, env=os.environ | {"PYTHONPATH": str(PROJECT)})
+    assert done.returncode == -9
+    assert ends(int(pid.read_text()))
+
+
+def test_a_program_has_no_input(play_program):
+    episode, _ = play_program("ask(user('read: ' + repr(sys.stdin.read())))")
+    assert episode.prompt == "read: ''"
+
+
 @pytest.mark.slow
 def test_env_py_attach_runs_a_command_as_a_reply_would(play_program):
     episode, _ = play_program("""
@@ -304,6 +401,8 @@ refused(tools=[{}])
 refused(messages=[])
 refused(messages=[{"role": "user"}])
 refused(messages=[PROMPT, {**PROMPT, "role": "assistant"}])
+refused(messages=[{**PROMPT, "role": "assistant"}, PROMPT])
+refused(messages=[{**PROMPT, "role": "assistant"}])
 refused(messages=[user("x" * 4000)])
 os.environ["OPENAI_BASE_URL"] = os.environ["OPENAI_BASE_URL"].replace("/v1", "0/v1")
 refused()
@@ -312,19 +411,20 @@ ask(user(json.dumps(answers)))
 """)  # fmt: skip
     assert len(sampled) == 1
     answers = json.loads(episode.prompt)
-    assert [code for code, _ in answers] == [422, 422, 400, 400, 400, 400, 404]
-    stream, tools, _, content, ends, length, _ = [text for _, text in answers]
+    assert [code for code, _ in answers] == [422, 422, 400, 400, 400, 400, 400, 400, 404]
+    stream, tools, _, content, last, first, alone, length, _ = [text for _, text in answers]
     assert '["body","stream"]' in stream
     assert "Input should be False" in stream
     assert '["body","tools"]' in tools
     assert "KeyError('content')" in content
-    assert "cannot be read: ValueError" in ends
+    for text in (first, last, alone):
+        assert "the first and the last message must not be the model's" in text
     assert "over the maximum context length" in length
 
 
 def test_a_sandbox_that_breaks_is_a_fault(play_program):
     class Broken(env.Env):
-        def step(self, reply, timeout):
+        def step(self, reply, timeout, act):
             raise SandboxFault("the container died")
 
     episode, _ = play_program("ask(PROMPT); act('ls')", world=Broken(TASK, LOCAL))

@@ -77,6 +77,19 @@ def test_a_copy_counts_with_the_modules_beside_it(unpacked):
     assert "grpo.py" not in code
 
 
+def test_the_files_of_an_agent_program_count(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = Path("my_agent.py")
+    program.write_text("1")
+    Path("my_agent.log").write_text("")  # does not count
+    command = "python my_agent.py >> my_agent.log 2>&1"
+    old = fingerprint.fingerprint(__file__, [], command=command)["code"]
+    program.write_text("2")
+    Path("my_agent.log").write_text("more")
+    new = fingerprint.fingerprint(__file__, [], command=command)["code"]
+    assert fingerprint.changed(old, new) == "my_agent.py"
+
+
 def test_each_part_of_a_task_is_named(tmp_path):
     task = load_task("titanic")
     before = fingerprint.task_digests(task)

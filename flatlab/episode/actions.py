@@ -32,6 +32,11 @@ def act_bash(env, reply: str, timeout: float) -> tuple[str | None, str, str, Sco
     action, problem = extract_action(reply)
     if action is None:
         return None, f"Nothing was run. {problem}", "rejected", None
+    return act_command(env, action, timeout)
+
+
+def act_command(env, action: str, timeout: float) -> tuple[str, str, str, Score | None]:
+    """Runs commands without a block around them; returns the same as act_bash."""
     if action_name(action) == "submit":
         return action, "Submitted.", "submit", None
     if action_name(action) == "validate":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -27,14 +28,15 @@ NOT_COMPARED = set(
 )
 
 
-def fingerprint(script: str, tasks: list[Task], model=None) -> dict:
+def fingerprint(script: str, tasks: list[Task], model=None, command: str = "") -> dict:
     """The digests of everything that makes a run besides its settings.
 
-    script: file of the script. model: a ModelPath, or None for an endpoint.
+    script: file of the script. model: a ModelPath, or None for an endpoint. command: of an agent
+    program; the files that it names count as code.
     Returns {"code": {file: digest}, "tasks": {task: {part: digest}}, "model": {file: digest}}.
     """
     return {
-        "code": code_digests(Path(script).absolute()),
+        "code": code_digests(Path(script).absolute()) | command_digests(command),
         "tasks": {task.name: task_digests(task) for task in tasks},
         "model": model_digests(model) if model else {},
     }
@@ -75,6 +77,12 @@ def code_digests(script: Path) -> dict[str, str]:
             files = [root / relative for root in roots]
             waiting += [file for file in files if file.is_file()][:1]
     return dict(sorted(digests.items()))
+
+
+def command_digests(command: str) -> dict[str, str]:
+    """Digests of the files that a command names, without those that it writes, after > or >>."""
+    words = re.sub(r">+ *\S+", "", command).split()
+    return {word: file_digest(Path(word)) for word in words if Path(word).is_file()}
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
