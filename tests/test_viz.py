@@ -268,8 +268,8 @@ def test_tensorboard_can_read_it(tmp_path):
     pytest.importorskip("tensorboard", reason="optional: pip install tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = store.open_run(tmp_path, CONFIG)
-    run.trackers = trackers.open_trackers(run.dir, CONFIG, tensorboard=True, wandb=False)
+    run = store.open_run(tmp_path, CONFIG | {"tensorboard": True, "wandb": False})
+    run.trackers = trackers.open_trackers(run)
     for step in range(2):
         run.log(step_row(step))
     events = EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0, "tensors": 0})
