@@ -25,9 +25,10 @@ import tyro
 
 from flatlab.errors import UserError
 from flatlab.runs.reader import RunData, fill, find_runs, observed, transcripts
+from flatlab.train.metrics import final_table
 from flatlab.view import compare, export, page, plots, search_plots
 from flatlab.view.stats import align
-from flatlab.view.views import final_table, plot, result_text
+from flatlab.view.views import plot, result_text
 
 
 @dataclass
@@ -133,7 +134,7 @@ def summary(run: RunData) -> str:
     lines = [plots.heading(run), ""]
     if run.kind == "grpo":
         lines += [step_summary(run.rows), *alarms(run.rows)]
-        if table := final_table(run):
+        if table := final_table(run.result):
             lines += ["", table]
     else:
         lines.append(node_summary(run))

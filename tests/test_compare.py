@@ -11,7 +11,8 @@ import pytest
 
 import viz
 from flatlab.runs.reader import RunData, node_row
-from flatlab.view import compare, plots, views
+from flatlab.train import metrics
+from flatlab.view import compare, plots
 from flatlab.view.search_plots import SEARCH as PANELS
 from flatlab.view.search_plots import (
     best_so_far,
@@ -150,7 +151,7 @@ def test_the_part_that_was_selected_on_is_named():
     run.result["final"]["split"] = "test"
     run.result["selected_on_test"] = True
     del run.result["final"]["best"]["test_score_mean"]
-    assert "validation" not in views.final_table(run)
+    assert "validation" not in metrics.final_table(run.result)
 
 
 def test_the_mean_over_several_tasks_is_an_improvement():

@@ -407,7 +407,7 @@ def test_the_end_of_a_run_compares_the_adapters_on_the_same_fresh_seeds(play):
     assert not final["best_is_untrained"]
     assert "test_score_mean" in final["best"]
     assert "test_score_mean" not in final["last"] | final["untrained"]
-    assert "best (step 1)" in metrics.final_table(final, "accuracy")
+    assert "best (step 1)" in metrics.final_table(result_of() | {"metric": "accuracy"})
 
 
 @pytest.mark.parametrize(
@@ -425,7 +425,7 @@ def test_where_best_is_another_adapter_it_is_played_once(play, scores, other, li
     assert final["best_is_untrained"] == (other == "untrained")
     assert final["best"]["score_mean"] == final[other]["score_mean"]
     assert final["best"]["difference"] == final[other].get("difference", 0)
-    table = metrics.final_table(final, "accuracy")
+    table = metrics.final_table(result_of() | {"metric": "accuracy"})
     assert line in table
     assert ("best is the untrained adapter" in table) == (other == "untrained")
 

@@ -6,7 +6,7 @@ from statistics import fmean
 from flatlab.episode.sanity import degenerate
 from flatlab.episode.task import Task
 from flatlab.runs.reader import count, duration, fill, read_run
-from flatlab.train import metrics
+from flatlab.train.metrics import final_table
 from flatlab.view import compare, page
 from flatlab.view.views import plot_now_and_then
 
@@ -99,9 +99,8 @@ def farewell(run) -> None:
     """Prints the comparison of the adapters and where everything lies; draws the curves and the
     page, if there is a step.
     """
-    result = run.results()
-    if result.get("final"):
-        print(f"\n{metrics.final_table(result['final'], result['metric'])}\n")
+    if table := final_table(run.results()):
+        print(f"\n{table}\n")
     if not run.rows():
         print(f"No step was made: there are no curves. Everything: {run.dir}")
         return

@@ -22,8 +22,9 @@ import numpy as np
 from flatlab.files import write_whole
 from flatlab.runs.reader import RunData, read_part, transcript_parts
 from flatlab.runs.store import plain
+from flatlab.train.metrics import final_table
 from flatlab.view import compare, plots, search_plots
-from flatlab.view.views import final_table, plot_curves, result_text
+from flatlab.view.views import plot_curves, result_text
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "report.html"
 LISTED = ("id", "outcome", "status", "score", "stderr", "tokens", "seconds")
@@ -54,7 +55,7 @@ def page(runs: list[RunData]) -> str:
         "plots": pictures(runs),
         "items": index,
         "sample": " ".join(notes),
-        "table": compare.table(runs) if len(runs) > 1 else final_table(runs[0]),
+        "table": compare.table(runs) if len(runs) > 1 else final_table(runs[0].result),
     }
     template = TEMPLATE.read_text()
     style, script = hash_of("style", template), hash_of("script", template)

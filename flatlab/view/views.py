@@ -1,4 +1,4 @@
-"""The pictures of one run, and the table of its adapters."""
+"""The pictures of one run, and a value of its result as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 from flatlab.runs.reader import RunData, read_run
 from flatlab.runs.store import Run
-from flatlab.train import metrics
 from flatlab.view import compare, plots, search_plots
 
 
@@ -39,15 +38,6 @@ def plot_now_and_then(run: Run, always: bool = False) -> None:
         plot(read_run(run.dir))
         now = time.monotonic()
         run.plot_again = now + 20 * (now - start)
-
-
-def final_table(run: RunData) -> str:
-    """The comparison of the adapters at the end of a training run, on the same fresh seeds.
-
-    "" for searches and for runs that are not finished.
-    """
-    final = run.result.get("final")
-    return metrics.final_table(final, run.result["metric"]) if final else ""
 
 
 def result_text(value) -> str:
