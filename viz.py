@@ -139,7 +139,7 @@ def summary(run: RunData) -> str:
     else:
         lines.append(node_summary(run))
     if run.kind == "search":
-        lines += ["", f"best node  {search_plots.best_path(run)[-1]}"]
+        lines += ["", f"best node  {run.result['best_id']}"]
     lines.append("")
     for key, value in (run.result | {"status": run.status}).items():
         if key != "final":

@@ -103,7 +103,7 @@ def sample(run: RunData, number: int, blocks: list[str], limit: float) -> tuple[
         noun = "node"
         rows = items_of(run, number, [row | {"turns": row["actions"]} for row in parts])
         index = {i: [row] for i, row in enumerate(rows)}
-        path = best_path(run)
+        path = search_plots.best_path(run)
         always = {i for i, row in enumerate(parts) if row["id"] in path}
     shown = set()
     first = len(blocks)
@@ -172,11 +172,6 @@ def items_of(run: RunData, number: int, items: list[dict]) -> list[dict]:
     return rows
 
 
-def best_path(run: RunData) -> list[str]:
-    """The nodes from the root to the best one of a search; [] of other runs."""
-    return search_plots.best_path(run) if run.kind == "search" else []
-
-
 def run_of(run: RunData) -> dict:
     """What the page says about a run."""
     root = search_plots.layout(run.rows)["0"][:2] if run.kind == "search" else None
@@ -189,7 +184,7 @@ def run_of(run: RunData) -> dict:
         "lower": not run.higher_is_better,
         "baseline": run.baseline,
         "status": run.status,
-        "path": best_path(run),
+        "path": search_plots.best_path(run),
         "root": root,
         "result": [[key, result_text(value)] for key, value in result if key not in LONG],
         "config": [[key, result_text(value)] for key, value in run.config.items()],

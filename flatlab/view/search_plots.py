@@ -161,10 +161,14 @@ def parent_of(id: str) -> str:
 
 
 def best_path(run: RunData) -> list[str]:
-    """From the root to the node that was chosen, or to the best one while the run goes on."""
-    path = [run.result["best_id"]]
-    while path[0] != "0":
-        path.insert(0, parent_of(path[0]))
+    """From the root to the node that was chosen, or to the best one while the run goes on; [] of a
+    run that is no search.
+    """
+    path = []
+    id = run.result.get("best_id")
+    while id:
+        path.insert(0, id)
+        id = parent_of(id)
     return path
 
 
