@@ -50,9 +50,9 @@ FACTS = ("outcome", "score", "test_score", "status", "task", "seed", "op", "samp
 FACTS += ("parent", "second", "probability", "idea", "tokens", "seconds", "error")
 
 
-def printable(text) -> str:
-    """Without the characters that steer a terminal: a transcript may hold anything."""
-    return re.sub(UNSAFE, "·", str(text).replace("\r\n", "\n"))
+def say(text: str) -> None:
+    """Prints text without the characters that steer a terminal: a transcript may hold anything."""
+    print(re.sub(UNSAFE, "·", text.replace("\r\n", "\n")))
 
 
 def score_text(item: dict) -> str:
@@ -74,7 +74,7 @@ def show(item: dict) -> str:
         lines.append(textwrap.indent(observed(turn), "  │ ", lambda line: True))
     if item.get("diff"):
         lines.append(f"\n── difference to the parent's code\n{item['diff']}")
-    return printable("\n".join(lines))
+    return "\n".join(lines)
 
 
 # ------------------------------------------------------------------ lists and single transcripts
@@ -89,7 +89,7 @@ def list_lines(run: RunData) -> list[str]:
     for item in items:
         turns = str(len(item["turns"]))
         numbers = [fill("{tokens:.0f}", item), fill("{seconds:.1f}", item)]
-        lines.append([item["id"], score_text(item), turns, *numbers, printable(item["status"])])
+        lines.append([item["id"], score_text(item), turns, *numbers, item["status"]])
     return align(lines, left=0)
 
 
@@ -103,8 +103,8 @@ def node_lines(run: RunData, items: list[dict]) -> list[str]:
             item = by_id[id]
             mark = "*" if id in path else " "
             indent = "  " * min(depth, 20)
-            text = " ".join(printable(item["idea"] or item["status"]).split())
-            name = f"{printable(item['op']):<9}  {indent}{printable(id)}"
+            text = " ".join((item["idea"] or item["status"]).split())
+            name = f"{item['op']:<9}  {indent}{id}"
             lines.append(f"{mark} {score_text(item):>8}  {name}  {text[:60]}")
     return lines
 
@@ -143,7 +143,7 @@ def summary(run: RunData) -> str:
     lines.append("")
     for key, value in (run.result | {"status": run.status}).items():
         if key != "final":
-            lines.append(printable(f"{key:22} {result_text(value)}"))
+            lines.append(f"{key:22} {result_text(value)}")
     return "\n".join(lines)
 
 
@@ -167,7 +167,7 @@ def alarms(rows: list[dict]) -> list[str]:
     """What the run itself reported as suspicious, the latest ones."""
     lines = []
     for row in rows:
-        lines += [f"step {row['step']}: {printable(text)}" for text in row.get("alarms", ())]
+        lines += [f"step {row['step']}: {text}" for text in row.get("alarms", ())]
     return ["", f"alarms: {len(lines)}", *lines[-5:]] if lines else []
 
 
@@ -221,11 +221,11 @@ def main(options: Options):
         return print(f"wrote {options.export}: {lines} replies")
     parts = texts(runs, options)
     if parts:
-        return print("\n\n".join(parts))
+        return say("\n\n".join(parts))
     if len(runs) == 1:
-        print(summary(runs[0]))
+        say(summary(runs[0]))
     else:
-        print(compare.table(runs))
+        say(compare.table(runs))
     print("", *(f"wrote {path}" for path in refresh(runs, options)), sep="\n")
 
 
