@@ -129,7 +129,7 @@ def test_git_txt_holds_the_untracked_files_of_the_code_and_no_others(tmp_path, m
     (tmp_path / "mine.py").write_text("made_this_run = 1")
     (tmp_path / "other.py").write_text("has_nothing_to_do_with_it = 1")
     monkeypatch.undo()  # what git says, see quick_provenance
-    monkeypatch.setattr(store, "HERE", tmp_path)
+    monkeypatch.setattr(store, "ROOT", tmp_path)
     store.output_of.cache_clear()
     text = store.describe_git(["mine.py", "flatlab/gone.py"])
     store.output_of.cache_clear()

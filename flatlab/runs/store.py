@@ -42,10 +42,8 @@ import yaml
 
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, temporary, to_disk, write_whole
-from flatlab.runs.fingerprint import changed
+from flatlab.runs.fingerprint import ROOT, changed
 from flatlab.runs.reader import read_rows
-
-HERE = Path(__file__).resolve().parents[2]
 
 # ------------------------------------------------------------------ complete files or none
 
@@ -109,7 +107,7 @@ def output_of(*command) -> str:
     """The output of a short command in the repository, or the reason why there is none."""
     try:
         done = subprocess.run(
-            command, cwd=HERE, stdin=subprocess.DEVNULL, capture_output=True, timeout=20
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"({command[0]}: {type(error).__name__})"
@@ -125,8 +123,8 @@ def describe_git(code: Collection[str]) -> str:
     ]
     new = output_of("git", "ls-files", "--others", "--", *code) if code else ""
     for name in new.splitlines():
-        if (HERE / name).is_file():
-            text = (HERE / name).read_text(errors="replace")
+        if (ROOT / name).is_file():
+            text = (ROOT / name).read_text(errors="replace")
             parts.append(f"--- {name} (not tracked)\n{text}")
     return "\n".join(parts)
 

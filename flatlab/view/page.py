@@ -20,13 +20,14 @@ from pathlib import Path
 import numpy as np
 
 from flatlab.files import write_whole
+from flatlab.runs.fingerprint import ROOT
 from flatlab.runs.reader import RunData, read_part, transcript_parts
 from flatlab.runs.store import plain
 from flatlab.train.metrics import final_table
 from flatlab.view import compare, plots, search_plots
 from flatlab.view.views import plot_curves, result_text
 
-TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "report.html"
+TEMPLATE = ROOT / "configs" / "report.html"
 LISTED = ("id", "outcome", "status", "score", "stderr", "tokens", "seconds")
 LISTED += ("task", "op", "mark", "sampling_mode", "second")
 TEXTS = ("system", "prompt", "error", "idea", "diff", "code", "ideas", "decision", "turns")
