@@ -158,6 +158,8 @@ def test_cut_last_line_does_not_count_and_is_replaced(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as out:
         out.write('{"step": 1, "rew')
     assert run.rows() == [step_row(0)]
+    run.lock.close()
+    run = store.open_run(tmp_path, CONFIG)
     run.log(step_row(1))
     assert run.rows() == [step_row(0), step_row(1)]
 

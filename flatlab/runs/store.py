@@ -15,8 +15,8 @@ A run directory holds
     curves.png  tree.png  report.html ...     views, safe to delete
 
 No file is ever half-written: files and folders get a temporary name first and are renamed once they
-are on the disk. Only jsonl logs grow in place. A last line without a newline was cut by a crash and
-is ignored.
+are on the disk. Only jsonl logs grow in place. A last line without a newline was cut by a crash. It
+is ignored, and removed when the run continues.
 """
 
 from __future__ import annotations
@@ -253,6 +253,8 @@ def open_run(
     # First, because a directory without it is not a run directory.
     text = yaml.safe_dump(new, sort_keys=False, allow_unicode=True)
     write_whole(path / "config.yaml", text)
+    for log in path.glob("*.jsonl"):  # a crash may have cut the last line
+        os.truncate(log, log.read_bytes().rfind(b"\n") + 1)
     (path / "episodes").mkdir(exist_ok=True)
     (path / "checkpoints").mkdir(exist_ok=True)
     command = shlex.join([Path(sys.executable).name, *sys.argv])
@@ -321,12 +323,7 @@ class Run:
         path = self.dir / file
         if self.code_number is not None:
             row = row | {"made_by": self.code_number}
-        with open(path, "ab+") as out:
-            end = out.seek(0, os.SEEK_END)
-            if end:
-                out.seek(end - 1)
-                if out.read(1) != b"\n":  # a crash cut the last line: remove it
-                    out.truncate(path.read_bytes().rfind(b"\n") + 1)
+        with open(path, "ab") as out:
             out.write(json_line(row).encode())
             out.flush()
             os.fsync(out.fileno())
