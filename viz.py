@@ -98,7 +98,7 @@ def node_lines(run: RunData, items: list[dict]) -> list[str]:
     by_id = {item["id"]: item for item in items}
     path = search_plots.best_path(run)
     lines = [f"* {run.baseline:>8.4g}  {'baseline':<9}  0"]
-    for id, (_, depth, _) in search_plots.layout(run.rows).items():
+    for id, (depth, _) in search_plots.layout(run.rows).items():
         if id in by_id:
             item = by_id[id]
             mark = "*" if id in path else " "

@@ -165,8 +165,8 @@ def items_of(run: RunData, number: int, items: list[dict]) -> list[dict]:
         row = {"run": number, "turns": len(item["turns"])}
         row |= {key: item.get(key) for key in LISTED}
         if tree:
-            y, x, parent = tree[item["id"]]
-            row |= {"x": x, "y": y, "parent": parent, "idea": item["idea"][:160]}
+            x, y = tree[item["id"]]
+            row |= {"x": x, "y": y, "parent": item["parent"], "idea": item["idea"][:160]}
             if item["score"] is not None:
                 row["shade"] = round(float(np.interp(item["score"], limits, shades)), 3)
         rows.append({key: value for key, value in row.items() if value not in (None, "")})
@@ -175,7 +175,7 @@ def items_of(run: RunData, number: int, items: list[dict]) -> list[dict]:
 
 def run_of(run: RunData) -> dict:
     """What the page says about a run."""
-    root = search_plots.layout(run.rows)["0"][:2] if run.kind == "search" else None
+    root = search_plots.layout(run.rows)["0"] if run.kind == "search" else None
     result = run.result.items()
     return {
         "name": run.name,
