@@ -60,8 +60,8 @@ def step_line(run, row: dict) -> str:
         columns = [*columns, *OVERLAP]
     for key in run.results().get("shown", ()):
         columns = [*columns, (f"{key:>8}", f"{{{key}:.4g}}")]
-    run.seconds.append(row.get("seconds") or 0.0)
-    steps = run.config.get("steps", 0) - row["step"] - 1
+    run.seconds.append(row["seconds"])
+    steps = run.config["steps"] - row["step"] - 1
     eta = steps * fmean(run.seconds[-20:]) if steps > 0 else None
     cells = [f"{fill(form, row):>{len(title)}}" for title, form in columns]
     line = " ".join([*cells, f"{duration(eta):>6}"])
