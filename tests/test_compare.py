@@ -49,7 +49,7 @@ def trained(seed=0, scores=(0.6, 0.7), **config):
     counts = {"valid_share": 0.75, "reply_tokens": 10.0, "faults": 1, "episodes": 8}
     rows = [step_row(i, score_mean=score, **counts) for i, score in enumerate(scores)]
     config = GRPO | {"seed": seed, "name": f"g{seed}"} | config
-    return RunData(folder(f"g{seed}"), "grpo", config, rows, RESULT | {"baseline": 0.5})
+    return RunData(folder(f"g{seed}"), "grpo", config, rows, RESULT | {"baseline": 0.5}, {})
 
 
 def searched(seed=0, scores=(0.6, None, 0.7), higher=True, **config):
@@ -59,7 +59,7 @@ def searched(seed=0, scores=(0.6, None, 0.7), higher=True, **config):
         result["best_score"] = 0.5
     config = SEARCH | {"seed": seed, "name": f"s{seed}"} | config
     rows = [node_row(row, 0.5) for row in rows]
-    return RunData(folder(f"s{seed}"), "search", config, rows, result)
+    return RunData(folder(f"s{seed}"), "search", config, rows, result, {})
 
 
 def groups_by_task(runs):

@@ -272,7 +272,7 @@ def test_the_selection_part_decides_between_nodes_within_one_standard_error(tmp_
     assert r["test_score"] == 0.74
     assert r["selection_stderr"] == r["test_stderr"] == 0.03
     assert r["test_minus_validation"] == pytest.approx(0.74 - 0.79)
-    run = RunData(t.run.dir, "search", {}, rows(t), r)
+    run = RunData(t.run.dir, "search", {}, rows(t), r, {})
     assert search_plots.best_path(run) == ["0", "0.1"]
     # The mean of both parts counts: 0.0 stays ahead if it loses less than it had gained.
     t = finished(tmp_path / "b", hidden | {("selection", "0.0"): 0.755})

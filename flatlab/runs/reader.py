@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
 
@@ -102,7 +102,7 @@ class RunData:
     config: dict
     rows: list[dict]
     result: dict
-    fingerprint: dict = field(default_factory=dict)
+    fingerprint: dict
 
     @property
     def name(self) -> str:
