@@ -23,7 +23,7 @@ def counted_score(score, task: Task) -> float:
 
 def counted_improvement(score, task: Task) -> float:
     """The improvement as tables count it: without a valid submission 0, the baseline."""
-    return improvement(score.value, task) if score.valid else 0.0
+    return improvement(counted_score(score, task), task)
 
 
 # ------------------------------------------------------------------------------ the row of a step
@@ -137,7 +137,7 @@ def evaluation_line(when: str, result: dict, split: str) -> str:
     each = [
         f", {key.removesuffix('.score_mean')} {value:.4f}"
         for key, value in result.items()
-        if key.endswith(".score_mean") and not key.endswith(".test_score_mean")
+        if key.endswith(".score_mean")
     ]
     return (
         f"{when}: {mean_text(result)} ({split}, N = {result['n']}, "

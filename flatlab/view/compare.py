@@ -7,7 +7,6 @@ are in each of its cells, and the table names the runs that do not count.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from itertools import cycle
@@ -157,6 +156,8 @@ def training_cell(run: RunData) -> dict:
 
     Counts are sums over the steps; the row of a step holds means over its episodes.
     """
+    import pandas
+
     final = run.result.get("final")
     if final:
         score = final["best"].get("score_mean", final["best"]["improvement"])
@@ -164,7 +165,7 @@ def training_cell(run: RunData) -> dict:
         adapter = "untrained" if final["best_is_untrained"] else "best"
     else:
         last = series(run.rows, f"{plots.score_key(run)}_mean")[-plots.window_of(run.rows) :]
-        score = math.nan if np.isnan(last).all() else np.nanmean(last)
+        score = pandas.Series(last).mean()
         test, adapter = None, "last steps"
     episodes = series(run.rows, "episodes")
     failed = episodes * (1 - series(run.rows, "valid_share"))

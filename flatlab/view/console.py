@@ -54,7 +54,7 @@ def step_line(run, row: dict) -> str:
     latest steps.
     """
     columns = COLUMNS
-    if "improvement_mean" in row and "score_mean" not in row:
+    if "score_mean" not in row:
         columns = [*COLUMNS[:2], IMPROVEMENT, *COLUMNS[4:]]
     if run.config.get("ahead"):
         columns = [*columns, *OVERLAP]
