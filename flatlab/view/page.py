@@ -114,13 +114,13 @@ def sample(run: RunData, number: int, blocks: list[str], limit: float) -> tuple[
         stride //= 2
         new = sorted((always | {*range(0, len(parts), stride)}) - shown)
         shown.update(new)
-        items = {i: read_part(run, parts[i]) for i in new}
+        texts = []
         for i in new:
-            index[i] = index.get(i) or items_of(run, number, items[i])
-        texts = [texts_of(item) for i in new for item in items[i]]
-        rows = [row for i in new for row in index[i]]
-        for place, row in enumerate(rows):
-            row["at"] = (len(blocks) + place // BLOCK, place % BLOCK)
+            items = read_part(run, parts[i])
+            index[i] = index.get(i) or items_of(run, number, items)
+            for row, item in zip(index[i], items):
+                row["at"] = (len(blocks) + len(texts) // BLOCK, len(texts) % BLOCK)
+                texts.append({key: item[key] for key in TEXTS if item.get(key)})
         blocks += pack(texts)
     note = ""
     if len(shown) < len(parts):
@@ -135,10 +135,6 @@ def sample(run: RunData, number: int, blocks: list[str], limit: float) -> tuple[
 def size_of(index: dict, blocks: list[str]) -> int:
     """Bytes on the page."""
     return len(script_json(list(index.values()))) + sum(map(len, blocks))
-
-
-def texts_of(item: dict) -> dict:
-    return {key: item[key] for key in TEXTS if item.get(key)}
 
 
 def pack(texts: list[dict]) -> list[str]:
