@@ -24,11 +24,10 @@ from typing import Literal
 import tyro
 
 from flatlab.errors import UserError
-from flatlab.runs.reader import RunData, fill, find_runs, observed, transcripts
+from flatlab.runs.reader import RunData, fill, find_runs, observed, result_text, transcripts
 from flatlab.train.metrics import final_table
 from flatlab.view import compare, export, page, plots, search_plots
 from flatlab.view.stats import align
-from flatlab.view.views import plot, result_text
 
 
 @dataclass
@@ -198,7 +197,7 @@ def refresh(runs: list[RunData], options: Options) -> list[Path]:
     """Writes all pictures and the page: of one run into its directory, of several beside them."""
     if len(runs) == 1:
         folder = runs[0].dir
-        paths = plot(runs[0], options.format)
+        paths = compare.plot(runs[0], options.format)
     else:
         folder = Path(os.path.commonpath([run.dir.resolve() for run in runs]))
         paths = compare.plot_many(runs, folder, options.format)

@@ -26,7 +26,7 @@ from flatlab.train import guard, metrics
 from flatlab.train.batch import Group, TrainSequence, gather_groups
 from flatlab.train.checkpoint import restore
 from flatlab.train.distributed import SingleProcess
-from flatlab.view import console, views
+from flatlab.view import compare, console
 from helpers import configure, segments_of, slow, user_error
 from policy import ModelPath
 from tasks import load_task
@@ -435,7 +435,7 @@ def test_without_a_step_the_adapter_of_the_start_is_evaluated(play, monkeypatch,
     assert result_of()["status"] == "finished"
     assert result_of()["final"]["steps"] == 0
     assert result_of()["final"]["best_is_untrained"]
-    monkeypatch.setattr(console, "plot_now_and_then", views.plot_now_and_then)
+    monkeypatch.setattr(console, "plot_now_and_then", compare.plot_now_and_then)
     run = store.open_run("logs/a", {"task": ["titanic"], "steps": 0})
     run.result(metric="accuracy")
     console.farewell(run)

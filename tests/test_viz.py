@@ -10,7 +10,7 @@ import pytest
 
 import viz
 from flatlab.runs import reader, store, trackers
-from flatlab.view import console, plots, views
+from flatlab.view import compare, console, plots
 from helpers import (
     CONFIG,
     PROJECT,
@@ -51,18 +51,18 @@ def test_plot_of_rows_with_holes(tmp_path):
     run = store.open_run(tmp_path, CONFIG)
     run.result(**RESULT)
     run.log({"step": 0})
-    viz.plot(reader.read_run(tmp_path))
+    compare.plot(reader.read_run(tmp_path))
     assert (tmp_path / "curves.png").exists()
 
 
 def test_plot_is_not_redrawn_all_the_time(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(views, "plot", lambda run: drawn.append(run.dir) or time.sleep(0.01))
+    monkeypatch.setattr(compare, "plot", lambda run: drawn.append(run.dir) or time.sleep(0.01))
     run = filled(tmp_path)
-    views.plot_now_and_then(run)
-    views.plot_now_and_then(run)
+    compare.plot_now_and_then(run)
+    compare.plot_now_and_then(run)
     assert drawn == [run.dir]
-    views.plot_now_and_then(run, always=True)
+    compare.plot_now_and_then(run, always=True)
     assert drawn == [run.dir] * 2
 
 
@@ -144,7 +144,7 @@ def test_a_number_that_a_script_names_gets_a_column_and_a_curve(tmp_path, monkey
     assert line.split()[-2:] == ["7", "-"]
     drawn = []
     monkeypatch.setattr(plots, "draw_panels", lambda figure, panels, groups: drawn.extend(panels))
-    views.plot(reader.read_run(run.dir))
+    compare.plot(reader.read_run(run.dir))
     assert [panel[0] for panel in drawn][-1] == "longest"
     assert len(drawn) == len(plots.TRAINING) + 1
 

@@ -62,6 +62,13 @@ def value_text(value) -> str:
     return str(value).rstrip("/").removesuffix("/best").split("/")[-1]
 
 
+def result_text(value) -> str:
+    """A value of result.json for people; nested ones as "key value  key value"."""
+    if isinstance(value, dict):
+        return "  ".join(f"{key} {result_text(part)}" for key, part in value.items())
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
 def standard_error(values: list[float]) -> float | None:
     """Standard error of the mean; None below two values."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

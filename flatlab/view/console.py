@@ -7,8 +7,8 @@ from flatlab.episode.sanity import degenerate
 from flatlab.episode.task import Task
 from flatlab.runs.reader import count, duration, fill, read_run
 from flatlab.train.metrics import final_table
-from flatlab.view import compare, page
-from flatlab.view.views import plot_now_and_then
+from flatlab.view import page
+from flatlab.view.compare import plot_now_and_then, remarks
 
 
 def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
@@ -107,7 +107,7 @@ def farewell(run) -> None:
     record = read_run(run.dir)
     plot_now_and_then(run, always=True)
     page.write([record], run.dir / "report.html")
-    for sentence in compare.remarks([record]):
+    for sentence in remarks([record]):
         print(sentence)
     print(
         f"curves: {run.dir}/curves.png   page: {run.dir}/report.html   "

@@ -21,11 +21,10 @@ import numpy as np
 
 from flatlab.files import write_whole
 from flatlab.runs.fingerprint import ROOT
-from flatlab.runs.reader import RunData, read_part, transcript_parts
+from flatlab.runs.reader import RunData, read_part, result_text, transcript_parts
 from flatlab.runs.store import plain
 from flatlab.train.metrics import final_table
 from flatlab.view import compare, plots, search_plots
-from flatlab.view.views import plot_curves, result_text
 
 TEMPLATE = ROOT / "configs" / "report.html"
 LISTED = ("id", "outcome", "status", "score", "stderr", "tokens", "seconds")
@@ -195,7 +194,7 @@ def pictures(runs: list[RunData]) -> list[dict]:
     """The curves of one run, or the pictures that compare several."""
     with tempfile.TemporaryDirectory() as folder:
         if len(runs) == 1:
-            paths = [plot_curves(runs[0], Path(folder) / "curves.png")]
+            paths = [compare.plot_curves(runs[0], Path(folder) / "curves.png")]
         else:
             paths = compare.plot_many(runs, Path(folder))
         return [picture(path) for path in paths]
