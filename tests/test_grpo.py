@@ -27,7 +27,7 @@ from flatlab.train.batch import Group, TrainSequence, gather_groups
 from flatlab.train.checkpoint import restore
 from flatlab.train.distributed import SingleProcess
 from flatlab.view import compare, console
-from helpers import configure, segments_of, slow, user_error
+from helpers import MADE_BY, configure, segments_of, slow, user_error
 from policy import ModelPath
 from tasks import load_task
 from training import (
@@ -436,7 +436,7 @@ def test_without_a_step_the_adapter_of_the_start_is_evaluated(play, monkeypatch,
     assert result_of()["final"]["steps"] == 0
     assert result_of()["final"]["best_is_untrained"]
     monkeypatch.setattr(console, "plot_now_and_then", compare.plot_now_and_then)
-    run = store.open_run("logs/a", {"task": ["titanic"], "steps": 0})
+    run = store.open_run("logs/a", {"task": ["titanic"], "steps": 0}, MADE_BY)
     run.result(metric="accuracy")
     console.farewell(run)
     said = capsys.readouterr().out
@@ -725,7 +725,7 @@ def test_a_run_on_a_degenerate_task_begins_with_a_warning(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(store, "describe_machine", lambda: "")
     task = replace(TASK, degenerate="the sex rule is the label")
-    run = store.open_run("logs/a", {"steps": 1})
+    run = store.open_run("logs/a", {"steps": 1}, MADE_BY)
     console.banner(CFG, [task], ModelPath("x", None, True), "local", run)
     assert "warning  titanic: the sex rule is the label" in capsys.readouterr().out
     assert "the sex rule is the label" in run.results()["degenerate"]

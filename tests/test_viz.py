@@ -13,6 +13,7 @@ from flatlab.runs import reader, store, trackers
 from flatlab.view import compare, console, plots
 from helpers import (
     CONFIG,
+    MADE_BY,
     PROJECT,
     RESULT,
     episode,
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("quick_provenance")
 
 
 def filled(tmp_path, steps=6):
-    run = store.open_run(tmp_path / "run", CONFIG)
+    run = store.open_run(tmp_path / "run", CONFIG, MADE_BY)
     run.result(**RESULT)
     for step in range(steps):
         run.log(step_row(step, entropy=1.0, kl=0.01, logprob_diff_max=1e-6, faults=0))
@@ -48,7 +49,7 @@ def test_command_prints_the_table_and_writes_the_plot(tmp_path, capsys):
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_plot_of_rows_with_holes(tmp_path):
-    run = store.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     run.result(**RESULT)
     run.log({"step": 0})
     compare.plot(reader.read_run(tmp_path))
@@ -123,7 +124,7 @@ def test_a_closed_pipe_is_no_traceback():
 
 
 def test_step_line_is_aligned_with_its_titles_and_tells_the_rest_of_the_time(tmp_path):
-    run = store.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     first = console.step_line(run, step_row(0, seconds=30.0, valid_share=0.5, faults=0, kl=1e-3))
     titles, line = first.split("\n")
     assert len(titles) == len(line) <= 120
@@ -161,7 +162,7 @@ def with_episodes(tmp_path):
 
 
 def searched(folder, seed=1, **more):
-    run = store.open_run(folder, CONFIG | {"sampling_mode": "tail", "seed": seed})
+    run = store.open_run(folder, CONFIG | {"sampling_mode": "tail", "seed": seed}, MADE_BY)
     rows = [
         node("0.0", 0.4),
         node("0.1", None),
@@ -254,13 +255,19 @@ def test_several_runs_and_strangers_among_them(tmp_path):
 
 
 def test_trackers_get_each_row(tmp_path):
-    run = store.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     sent = []
     run.trackers.append(sent.append)
     run.log(step_row(3, alarms=["x"], name="y", flag=True))
     [row] = sent
     assert trackers.step_of(row) == 3
-    assert set(trackers.scalars(row)) == {"reward_mean", "reward_std", "score_mean", "seconds"}
+    assert set(trackers.scalars(row)) == {
+        "reward_mean",
+        "reward_std",
+        "score_mean",
+        "seconds",
+        "made_by",
+    }
     assert trackers.scalars(row)["score_mean"] == 0.7
 
 
@@ -268,7 +275,7 @@ def test_tensorboard_can_read_it(tmp_path):
     pytest.importorskip("tensorboard", reason="optional: pip install tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = store.open_run(tmp_path, CONFIG | {"tensorboard": True, "wandb": False})
+    run = store.open_run(tmp_path, CONFIG | {"tensorboard": True, "wandb": False}, MADE_BY)
     run.trackers = trackers.open_trackers(run)
     for step in range(2):
         run.log(step_row(step))
@@ -288,7 +295,7 @@ def test_two_searches_are_two_runs_at_wandb_and_a_resumed_one_is_not(tmp_path):
 
 
 def test_the_best_episode_of_several_tasks_is_that_of_the_largest_improvement(tmp_path):
-    run = store.open_run(tmp_path, CONFIG | {"task": ["titanic", "battleOfSexes"]})
+    run = store.open_run(tmp_path, CONFIG | {"task": ["titanic", "battleOfSexes"]}, MADE_BY)
     run.result(**RESULT)
     episodes = [
         episode(0.791, "a") | {"improvement": 1.0},

@@ -121,7 +121,7 @@ def describe_git(code: Collection[str]) -> str:
         output_of("git", "status", "--short"),
         output_of("git", "diff", "HEAD"),
     ]
-    new = output_of("git", "ls-files", "--others", "--", *code) if code else ""
+    new = output_of("git", "ls-files", "--others", "--", *code)
     for name in new.splitlines():
         if (ROOT / name).is_file():
             text = (ROOT / name).read_text(errors="replace")
@@ -208,7 +208,7 @@ def run_directory(name: str) -> Path:
 def open_run(
     directory,
     config: dict,
-    made_by: dict | None = None,
+    made_by: dict,
     may_change: Collection[str] = ("steps",),
     is_finished=lambda run: False,
 ) -> Run:
@@ -240,16 +240,15 @@ def open_run(
                 f"{path} was made with another config ({'; '.join(differing[:8])}{more}): "
                 "choose another --name."
             )
-        codes = continued_by(run, before, made_by) if made_by else []
+        codes = continued_by(run, before, made_by)
         if run.finished:
             return run
     else:
-        codes = [made_by["code"]] if made_by else []
+        codes = [made_by["code"]]
         if differing:
             (path / "result.json").unlink(missing_ok=True)  # no step was made: nothing to keep
-    if made_by:
-        run.code_number = len(codes) - 1
-        new["fingerprint"] = plain(made_by | {"code": codes})
+    run.code_number = len(codes) - 1
+    new["fingerprint"] = plain(made_by | {"code": codes})
     # First, because a directory without it is not a run directory.
     text = yaml.safe_dump(new, sort_keys=False, allow_unicode=True)
     write_whole(path / "config.yaml", text)
@@ -259,7 +258,7 @@ def open_run(
     (path / "checkpoints").mkdir(exist_ok=True)
     command = shlex.join([Path(sys.executable).name, *sys.argv])
     write_provenance(path / "command.txt", command)
-    write_provenance(path / "git.txt", describe_git(codes[-1] if codes else ()))
+    write_provenance(path / "git.txt", describe_git(made_by["code"]))
     write_provenance(path / "env.txt", describe_machine())
     return run
 
@@ -313,17 +312,15 @@ class Run:
         self.config = config
         self.lock = lock
         self.finished = False  # before this start: nothing is left to do
-        self.code_number = None  # index of today's code in the fingerprint of config.yaml
+        self.code_number = 0  # index of today's code in the fingerprint of config.yaml
         self.trackers = []
         self.seconds = []  # of each step of this process, for the ETA
         self.plot_again = 0.0
 
     def log(self, row: dict, file="metrics.jsonl"):
         """Appends one row, which is on the disk when this returns. made_by: number of its code."""
-        path = self.dir / file
-        if self.code_number is not None:
-            row = row | {"made_by": self.code_number}
-        with open(path, "ab") as out:
+        row = row | {"made_by": self.code_number}
+        with open(self.dir / file, "ab") as out:
             out.write(json_line(row).encode())
             out.flush()
             os.fsync(out.fileno())
