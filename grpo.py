@@ -37,7 +37,7 @@ import asyncio
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Literal
@@ -887,7 +887,7 @@ def prepare(cfg: Config, job):
         imitation.best_episodes(cfg.sft, tasks, cfg.sft_share)
     if job.rank > 0:
         return tasks, path, why
-    trackers.check_packages(**asdict(cfg.trackers))
+    trackers.check_packages(cfg.trackers)
     job.run = run = open_run(
         run_directory(cfg.name),
         options.flat(cfg),
@@ -927,7 +927,7 @@ def main() -> None:
     else:
         with recorded_end([run] if run else [], f"logs/{cfg.name} after its last whole step"):
             if run:
-                run.trackers = trackers.open_trackers(run.dir, run.config, **asdict(cfg.trackers))
+                run.trackers = trackers.open_trackers(run)
                 console.banner(cfg, tasks, path, why, run)
                 run.result(shown=SHOWN)
             job.say("engine   is starting")

@@ -38,7 +38,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -604,7 +604,7 @@ def prepare(cfg: Config):
     and a sentence about the choice of the sandbox.
     """
     check_config(cfg)
-    trackers.check_packages(**asdict(cfg.trackers))
+    trackers.check_packages(cfg.trackers)
     if not SELECT[cfg.select].uses_mode:
         cfg.sampling_mode = ("none",)
     path = None
@@ -650,7 +650,7 @@ def open_trees(cfg: Config, tasks: list, made_by: dict) -> tuple[list[Tree], Pat
         t = Tree(task, mode, seed, cfg, run, SELECT[cfg.select])
         if not t.closed:
             (run.dir / "nodes").mkdir(exist_ok=True)
-            run.trackers = trackers.open_trackers(run.dir, run.config, **asdict(cfg.trackers))
+            run.trackers = trackers.open_trackers(run)
         trees.append(t)
     return trees, where
 

@@ -24,10 +24,10 @@ from typing import Literal
 import tyro
 
 from flatlab.errors import UserError
-from flatlab.runs.reader import RunData, fill, find_runs, observed, transcripts
+from flatlab.runs.reader import RunData, fill, find_runs, observed, result_text, transcripts
+from flatlab.train.metrics import final_table
 from flatlab.view import compare, export, page, plots, search_plots
 from flatlab.view.stats import align
-from flatlab.view.views import final_table, plot, result_text
 
 
 @dataclass
@@ -49,9 +49,9 @@ FACTS = ("outcome", "score", "test_score", "status", "task", "seed", "op", "samp
 FACTS += ("parent", "second", "probability", "idea", "tokens", "seconds", "error")
 
 
-def printable(text) -> str:
-    """Without the characters that steer a terminal: a transcript may hold anything."""
-    return re.sub(UNSAFE, "·", str(text).replace("\r\n", "\n"))
+def say(text: str) -> None:
+    """Prints text without the characters that steer a terminal: a transcript may hold anything."""
+    print(re.sub(UNSAFE, "·", text.replace("\r\n", "\n")))
 
 
 def score_text(item: dict) -> str:
@@ -73,7 +73,7 @@ def show(item: dict) -> str:
         lines.append(textwrap.indent(observed(turn), "  │ ", lambda line: True))
     if item.get("diff"):
         lines.append(f"\n── difference to the parent's code\n{item['diff']}")
-    return printable("\n".join(lines))
+    return "\n".join(lines)
 
 
 # ------------------------------------------------------------------ lists and single transcripts
@@ -88,7 +88,7 @@ def list_lines(run: RunData) -> list[str]:
     for item in items:
         turns = str(len(item["turns"]))
         numbers = [fill("{tokens:.0f}", item), fill("{seconds:.1f}", item)]
-        lines.append([item["id"], score_text(item), turns, *numbers, printable(item["status"])])
+        lines.append([item["id"], score_text(item), turns, *numbers, item["status"]])
     return align(lines, left=0)
 
 
@@ -97,13 +97,13 @@ def node_lines(run: RunData, items: list[dict]) -> list[str]:
     by_id = {item["id"]: item for item in items}
     path = search_plots.best_path(run)
     lines = [f"* {run.baseline:>8.4g}  {'baseline':<9}  0"]
-    for id, (_, depth, _) in search_plots.layout(run.rows).items():
+    for id, (depth, _) in search_plots.layout(run.rows).items():
         if id in by_id:
             item = by_id[id]
             mark = "*" if id in path else " "
             indent = "  " * min(depth, 20)
-            text = " ".join(printable(item["idea"] or item["status"]).split())
-            name = f"{printable(item['op']):<9}  {indent}{printable(id)}"
+            text = " ".join((item["idea"] or item["status"]).split())
+            name = f"{item['op']:<9}  {indent}{id}"
             lines.append(f"{mark} {score_text(item):>8}  {name}  {text[:60]}")
     return lines
 
@@ -133,16 +133,16 @@ def summary(run: RunData) -> str:
     lines = [plots.heading(run), ""]
     if run.kind == "grpo":
         lines += [step_summary(run.rows), *alarms(run.rows)]
-        if table := final_table(run):
+        if table := final_table(run.result):
             lines += ["", table]
     else:
         lines.append(node_summary(run))
     if run.kind == "search":
-        lines += ["", f"best node  {search_plots.best_path(run)[-1]}"]
+        lines += ["", f"best node  {run.result['best_id']}"]
     lines.append("")
     for key, value in (run.result | {"status": run.status}).items():
         if key != "final":
-            lines.append(printable(f"{key:22} {result_text(value)}"))
+            lines.append(f"{key:22} {result_text(value)}")
     return "\n".join(lines)
 
 
@@ -166,7 +166,7 @@ def alarms(rows: list[dict]) -> list[str]:
     """What the run itself reported as suspicious, the latest ones."""
     lines = []
     for row in rows:
-        lines += [f"step {row['step']}: {printable(text)}" for text in row.get("alarms", ())]
+        lines += [f"step {row['step']}: {text}" for text in row.get("alarms", ())]
     return ["", f"alarms: {len(lines)}", *lines[-5:]] if lines else []
 
 
@@ -197,7 +197,7 @@ def refresh(runs: list[RunData], options: Options) -> list[Path]:
     """Writes all pictures and the page: of one run into its directory, of several beside them."""
     if len(runs) == 1:
         folder = runs[0].dir
-        paths = plot(runs[0], options.format)
+        paths = compare.plot(runs[0], options.format)
     else:
         folder = Path(os.path.commonpath([run.dir.resolve() for run in runs]))
         paths = compare.plot_many(runs, folder, options.format)
@@ -220,11 +220,11 @@ def main(options: Options):
         return print(f"wrote {options.export}: {lines} replies")
     parts = texts(runs, options)
     if parts:
-        return print("\n\n".join(parts))
+        return say("\n\n".join(parts))
     if len(runs) == 1:
-        print(summary(runs[0]))
+        say(summary(runs[0]))
     else:
-        print(compare.table(runs))
+        say(compare.table(runs))
     print("", *(f"wrote {path}" for path in refresh(runs, options)), sep="\n")
 
 

@@ -124,7 +124,7 @@ def play(policy, tmp_path, monkeypatch):
     from flatlab.train.distributed import SingleProcess
     from flatlab.train.overlap import run_beside
     from flatlab.view import console
-    from helpers import RESULT, configure
+    from helpers import MADE_BY, RESULT, configure
     from training import CFG, TASK, one_reply, weights_of
 
     monkeypatch.chdir(tmp_path)
@@ -148,7 +148,8 @@ def play(policy, tmp_path, monkeypatch):
             task_weights=(1.0,) * len(tasks),
             **{"eval_episodes": 0, "kl": 0.05, "concurrency": 8, **fields},
         )
-        run = store.open_run(f"logs/{name}", {"task": list(cfg.tasks.task), "steps": cfg.steps})
+        config = {"task": list(cfg.tasks.task), "steps": cfg.steps}
+        run = store.open_run(f"logs/{name}", config, MADE_BY)
         run.result(**RESULT)
         run.trackers += trackers
         try:

@@ -11,7 +11,8 @@ import pytest
 
 import viz
 from flatlab.runs.reader import RunData, node_row
-from flatlab.view import compare, plots, views
+from flatlab.train import metrics
+from flatlab.view import compare, plots
 from flatlab.view.search_plots import SEARCH as PANELS
 from flatlab.view.search_plots import (
     best_so_far,
@@ -48,7 +49,7 @@ def trained(seed=0, scores=(0.6, 0.7), **config):
     counts = {"valid_share": 0.75, "reply_tokens": 10.0, "faults": 1, "episodes": 8}
     rows = [step_row(i, score_mean=score, **counts) for i, score in enumerate(scores)]
     config = GRPO | {"seed": seed, "name": f"g{seed}"} | config
-    return RunData(folder(f"g{seed}"), "grpo", config, rows, RESULT | {"baseline": 0.5})
+    return RunData(folder(f"g{seed}"), "grpo", config, rows, RESULT | {"baseline": 0.5}, {})
 
 
 def searched(seed=0, scores=(0.6, None, 0.7), higher=True, **config):
@@ -58,7 +59,7 @@ def searched(seed=0, scores=(0.6, None, 0.7), higher=True, **config):
         result["best_score"] = 0.5
     config = SEARCH | {"seed": seed, "name": f"s{seed}"} | config
     rows = [node_row(row, 0.5) for row in rows]
-    return RunData(folder(f"s{seed}"), "search", config, rows, result)
+    return RunData(folder(f"s{seed}"), "search", config, rows, result, {})
 
 
 def groups_by_task(runs):
@@ -150,7 +151,7 @@ def test_the_part_that_was_selected_on_is_named():
     run.result["final"]["split"] = "test"
     run.result["selected_on_test"] = True
     del run.result["final"]["best"]["test_score_mean"]
-    assert "validation" not in views.final_table(run)
+    assert "validation" not in metrics.final_table(run.result)
 
 
 def test_the_mean_over_several_tasks_is_an_improvement():

@@ -9,6 +9,7 @@ from flatlab.runs import store
 from flatlab.runs.reader import read_rows
 from helpers import (
     CONFIG,
+    MADE_BY,
     PROJECT,
     RESULT,
     episode,
@@ -43,7 +44,7 @@ STEP = [
 
 @pytest.fixture
 def training(tmp_path):
-    run = store.open_run(tmp_path / "training", CONFIG)
+    run = store.open_run(tmp_path / "training", CONFIG, MADE_BY)
     run.result(**RESULT)
     run.save_episodes(0, STEP)
     run.log(step_row(0))
@@ -52,7 +53,7 @@ def training(tmp_path):
 
 @pytest.fixture
 def tree(tmp_path):
-    run = store.open_run(tmp_path / "tree", CONFIG | {"sampling_mode": "none"})
+    run = store.open_run(tmp_path / "tree", CONFIG | {"sampling_mode": "none"}, MADE_BY)
     rows = []
     for order, score in enumerate((0.7, None, 0.9)):
         rows.append(node(f"0.{order}", score, order=order))

@@ -233,9 +233,11 @@ def test_another_task_or_model_is_refused(begun, finished):
 
 
 def test_a_run_without_a_fingerprint_is_refused(tmp_path, quick_provenance):
-    run = store.open_run(tmp_path, helpers.CONFIG)
+    run = store.open_run(tmp_path, helpers.CONFIG, FRESH)
     run.log(step_row(0))
     run.lock.close()
+    config = tmp_path / "config.yaml"
+    config.write_text(config.read_text().partition("fingerprint:")[0])
     with user_error("earlier version"):
         again(tmp_path)
 

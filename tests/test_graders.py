@@ -27,6 +27,7 @@ from flatlab.tree.tree import Tree
 from flatlab.view import stats
 from helpers import (
     LOCAL,
+    MADE_BY,
     PROJECT,
     FakePolicy,
     block,
@@ -262,7 +263,7 @@ def searched(task, folder, policy, **config):
     """The rows of the journal of a search."""
     sizes = {"context": 50_000, "max_reply_tokens": 2000, "max_observation_tokens": 2000}
     cfg = search_config(backend=LOCAL, **sizes, **config)
-    run = open_run(folder, {"sampling_mode": "none"})
+    run = open_run(folder, {"sampling_mode": "none"}, MADE_BY)
     (run.dir / "nodes").mkdir()
     tree = Tree(task, "none", 0, cfg, run, search.SELECT[cfg.select])
     try:

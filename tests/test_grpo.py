@@ -26,8 +26,8 @@ from flatlab.train import guard, metrics
 from flatlab.train.batch import Group, TrainSequence, gather_groups
 from flatlab.train.checkpoint import restore
 from flatlab.train.distributed import SingleProcess
-from flatlab.view import console, views
-from helpers import configure, segments_of, slow, user_error
+from flatlab.view import compare, console
+from helpers import MADE_BY, configure, segments_of, slow, user_error
 from policy import ModelPath
 from tasks import load_task
 from training import (
@@ -407,7 +407,7 @@ def test_the_end_of_a_run_compares_the_adapters_on_the_same_fresh_seeds(play):
     assert not final["best_is_untrained"]
     assert "test_score_mean" in final["best"]
     assert "test_score_mean" not in final["last"] | final["untrained"]
-    assert "best (step 1)" in metrics.final_table(final, "accuracy")
+    assert "best (step 1)" in metrics.final_table(result_of() | {"metric": "accuracy"})
 
 
 @pytest.mark.parametrize(
@@ -425,7 +425,7 @@ def test_where_best_is_another_adapter_it_is_played_once(play, scores, other, li
     assert final["best_is_untrained"] == (other == "untrained")
     assert final["best"]["score_mean"] == final[other]["score_mean"]
     assert final["best"]["difference"] == final[other].get("difference", 0)
-    table = metrics.final_table(final, "accuracy")
+    table = metrics.final_table(result_of() | {"metric": "accuracy"})
     assert line in table
     assert ("best is the untrained adapter" in table) == (other == "untrained")
 
@@ -435,8 +435,8 @@ def test_without_a_step_the_adapter_of_the_start_is_evaluated(play, monkeypatch,
     assert result_of()["status"] == "finished"
     assert result_of()["final"]["steps"] == 0
     assert result_of()["final"]["best_is_untrained"]
-    monkeypatch.setattr(console, "plot_now_and_then", views.plot_now_and_then)
-    run = store.open_run("logs/a", {"task": ["titanic"], "steps": 0})
+    monkeypatch.setattr(console, "plot_now_and_then", compare.plot_now_and_then)
+    run = store.open_run("logs/a", {"task": ["titanic"], "steps": 0}, MADE_BY)
     run.result(metric="accuracy")
     console.farewell(run)
     said = capsys.readouterr().out
@@ -725,7 +725,7 @@ def test_a_run_on_a_degenerate_task_begins_with_a_warning(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(store, "describe_machine", lambda: "")
     task = replace(TASK, degenerate="the sex rule is the label")
-    run = store.open_run("logs/a", {"steps": 1})
+    run = store.open_run("logs/a", {"steps": 1}, MADE_BY)
     console.banner(CFG, [task], ModelPath("x", None, True), "local", run)
     assert "warning  titanic: the sex rule is the label" in capsys.readouterr().out
     assert "the sex rule is the label" in run.results()["degenerate"]

@@ -173,7 +173,7 @@ def main(model: str, steps: str, advantage: str = "group", ahead: str = "0") -> 
     from flatlab.runs.store import open_run
     from flatlab.train import distributed, guard
     from flatlab.train.overlap import run_beside
-    from helpers import RESULT, configure
+    from helpers import MADE_BY, RESULT, configure
     from policy import ModelPath, Policy
     from training import CFG, TASK, one_reply, waiting_reply
 
@@ -198,7 +198,7 @@ def main(model: str, steps: str, advantage: str = "group", ahead: str = "0") -> 
     if ahead != "0":
         grpo.run_episode = partial(waiting_reply, waits=(0.03 * 10**dist.rank,))
     if dist.rank == 0:
-        dist.run = open_run("logs/m", {"task": ["titanic"], "steps": cfg.steps})
+        dist.run = open_run("logs/m", {"task": ["titanic"], "steps": cfg.steps}, MADE_BY)
     dist.result(**RESULT)
     policy = Policy(
         ModelPath(model, None, False),

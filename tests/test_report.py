@@ -18,7 +18,7 @@ from websockets.sync.client import connect
 
 from flatlab.runs import reader, store
 from flatlab.view import page
-from helpers import RESULT, episode, node, search_result, step_row, turn
+from helpers import MADE_BY, RESULT, episode, node, search_result, step_row, turn
 
 pytestmark = pytest.mark.usefixtures("quick_provenance")
 CHROMIUM = (
@@ -126,7 +126,7 @@ def browser(tmp_path_factory):
 
 def search_run(folder, nodes, **result):
     config = {"task": "titanic", "sampling_mode": "tail", "select": "ucb", "seed": 0}
-    run = store.open_run(folder, config | {"model": "tiny", "name": Path(folder).name})
+    run = store.open_run(folder, config | {"model": "tiny", "name": Path(folder).name}, MADE_BY)
     run.result(**search_result(nodes, status="finished", **result))
     (run.dir / "journal.jsonl").write_text("".join(map(store.json_line, nodes)))
     run.lock.close()
@@ -134,7 +134,9 @@ def search_run(folder, nodes, **result):
 
 
 def training_run(folder, episodes_per_step):
-    run = store.open_run(folder, {"task": "titanic", "seed": 0, "steps": len(episodes_per_step)})
+    run = store.open_run(
+        folder, {"task": "titanic", "seed": 0, "steps": len(episodes_per_step)}, MADE_BY
+    )
     run.result(**RESULT)
     for step, episodes in enumerate(episodes_per_step):
         run.log(step_row(step))

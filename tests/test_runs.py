@@ -19,7 +19,7 @@ from flatlab import files, options
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import Bounds, EpisodeOptions, Positive, Resumable
 from flatlab.runs import cli, reader, store
-from helpers import python, slow, step_row, user_error
+from helpers import MADE_BY, python, slow, step_row, user_error
 
 ROOT = Path(store.__file__).parents[2]
 CONFIG = helpers.CONFIG | {"hidden": (8, 16)}
@@ -30,8 +30,12 @@ pytestmark = pytest.mark.usefixtures("quick_provenance")
 
 
 def test_new_run_says_what_ran_before_the_first_step(tmp_path):
-    run = store.open_run(tmp_path / "a" / "run", CONFIG)
-    assert reader.read_mapping(run.dir / "config.yaml") == {**CONFIG, "hidden": [8, 16]}
+    run = store.open_run(tmp_path / "a" / "run", CONFIG, MADE_BY)
+    assert reader.read_mapping(run.dir / "config.yaml") == {
+        **CONFIG,
+        "hidden": [8, 16],
+        "fingerprint": MADE_BY | {"code": [MADE_BY["code"]]},
+    }
     assert (run.dir / "command.txt").exists()
     git = (run.dir / "git.txt").read_text()
     for command in ("git rev-parse HEAD", "git status --short", "git diff HEAD"):
@@ -40,8 +44,8 @@ def test_new_run_says_what_ran_before_the_first_step(tmp_path):
 
 
 def test_same_config_resumes_and_keeps_the_rows(begun):
-    again = store.open_run(begun, CONFIG | {"steps": 9})
-    assert again.rows() == [step_row(0)]
+    again = store.open_run(begun, CONFIG | {"steps": 9}, MADE_BY)
+    assert again.rows() == [step_row(0, made_by=0)]
     assert again.config["steps"] == 9
     assert reader.read_mapping(begun / "config.yaml")["steps"] == 9
 
@@ -49,7 +53,7 @@ def test_same_config_resumes_and_keeps_the_rows(begun):
 @pytest.fixture
 def begun(tmp_path):
     """The directory of a run with one step."""
-    run = store.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     run.log(step_row(0))
     run.lock.close()
     return tmp_path
@@ -58,61 +62,62 @@ def begun(tmp_path):
 def test_other_config_is_refused_with_the_difference(begun):
     difference = r"lr: 1e-05 there, 2e-05 now; new: \(absent\) there, 1 now"
     with user_error(difference):
-        store.open_run(begun, CONFIG | {"lr": 2e-5, "new": 1, "steps": 9})
+        store.open_run(begun, CONFIG | {"lr": 2e-5, "new": 1, "steps": 9}, MADE_BY)
     assert reader.read_mapping(begun / "config.yaml")["lr"] == 1e-5
 
 
 def test_other_config_may_take_a_directory_without_a_step(tmp_path):
-    run = store.open_run(tmp_path, CONFIG | {"model": "typo"})
+    run = store.open_run(tmp_path, CONFIG | {"model": "typo"}, MADE_BY)
     run.result(before={"mean": 0.5})
     run.truncate_after(-1)
     run.lock.close()
-    assert store.open_run(tmp_path, CONFIG).results() == {}  # nothing of the other model's
+    assert store.open_run(tmp_path, CONFIG, MADE_BY).results() == {}  # nothing of the other model's
 
 
 def test_checkpoint_alone_also_protects_its_config(tmp_path):
-    run = store.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     with run.checkpoint(0):
         pass
     run.lock.close()
     with user_error("another config"):
-        store.open_run(tmp_path, CONFIG | {"lr": 1.0})
+        store.open_run(tmp_path, CONFIG | {"lr": 1.0}, MADE_BY)
 
 
 def test_second_writer_is_refused_and_lock_dies_with_its_process(tmp_path):
     code = (
         "import sys, time; from flatlab.runs import store; "
-        "run = store.open_run(sys.argv[1], {'a': 1}); print(1, flush=True); time.sleep(60)"
+        f"run = store.open_run(sys.argv[1], {{'a': 1}}, {MADE_BY}); "
+        "print(1, flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", code, tmp_path / "run"]
     other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "1\n"
         with user_error(f"being written by process {other.pid}"):
-            store.open_run(tmp_path / "run", {"a": 1})
+            store.open_run(tmp_path / "run", {"a": 1}, MADE_BY)
     finally:
         other.kill()
         other.wait()
         other.stdout.close()
-    store.open_run(tmp_path / "run", {"a": 1})
+    store.open_run(tmp_path / "run", {"a": 1}, MADE_BY)
 
 
 def test_two_writers_in_one_process_are_refused_too(tmp_path):
-    run = store.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     with user_error(f"process {os.getpid()}"):
-        store.open_run(run.dir, CONFIG)
+        store.open_run(run.dir, CONFIG, MADE_BY)
 
 
 def test_unwritable_place_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with user_error("Cannot write the run directory .*: Not a directory"):
-        store.open_run(tmp_path / "file" / "run", CONFIG)  # holds for root as well
+        store.open_run(tmp_path / "file" / "run", CONFIG, MADE_BY)  # holds for root as well
 
 
 def test_foreign_directory_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with user_error("thesis.tex"):
-        store.open_run(tmp_path, CONFIG)
+        store.open_run(tmp_path, CONFIG, MADE_BY)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -129,7 +134,7 @@ def test_git_txt_holds_the_untracked_files_of_the_code_and_no_others(tmp_path, m
     (tmp_path / "mine.py").write_text("made_this_run = 1")
     (tmp_path / "other.py").write_text("has_nothing_to_do_with_it = 1")
     monkeypatch.undo()  # what git says, see quick_provenance
-    monkeypatch.setattr(store, "HERE", tmp_path)
+    monkeypatch.setattr(store, "ROOT", tmp_path)
     store.output_of.cache_clear()
     text = store.describe_git(["mine.py", "flatlab/gone.py"])
     store.output_of.cache_clear()
@@ -145,25 +150,27 @@ def test_a_start_that_was_killed_at_once_can_be_repeated(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(store, "write_whole", killed)
         with pytest.raises(KeyboardInterrupt):
-            store.open_run(tmp_path, CONFIG)
-    store.open_run(tmp_path, CONFIG).lock.close()
+            store.open_run(tmp_path, CONFIG, MADE_BY)
+    store.open_run(tmp_path, CONFIG, MADE_BY).lock.close()
 
 
 # ------------------------------------------------------------------ rows
 
 
 def test_cut_last_line_does_not_count_and_is_replaced(tmp_path):
-    run = store.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     run.log(step_row(0))
     with open(tmp_path / "metrics.jsonl", "a") as out:
         out.write('{"step": 1, "rew')
-    assert run.rows() == [step_row(0)]
+    assert run.rows() == [step_row(0, made_by=0)]
+    run.lock.close()
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     run.log(step_row(1))
-    assert run.rows() == [step_row(0), step_row(1)]
+    assert run.rows() == [step_row(0, made_by=0), step_row(1, made_by=0)]
 
 
 def test_resume_drops_what_is_newer_than_the_checkpoint_and_the_final_comparison(tmp_path):
-    run = store.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     for name in [0, 1, "before", "eval-000000", "eval-000001", "final-best", "final-last"]:
         run.save_episodes(name, [{}], tokens=b"x")
     for step in (0, 1):
@@ -181,10 +188,10 @@ def test_resume_drops_what_is_newer_than_the_checkpoint_and_the_final_comparison
 def test_numbers_and_texts_survive_the_way_through_json(tmp_path):
     import numpy as np
 
-    run = store.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     numbers = {"step": np.int64(3), "a": np.float32(0.5)}
     run.log(numbers | {"nan": math.nan, "inf": math.inf})
-    assert run.rows() == [{"step": 3, "a": 0.5, "nan": None, "inf": None}]
+    assert run.rows() == [{"step": 3, "a": 0.5, "nan": None, "inf": None, "made_by": 0}]
     text = "line\nline\u2028 \ud800 é \x00"
     run.save_episodes(7, [{"text": text}, {"text": "b"}])
     episodes = reader.read_rows(tmp_path / "episodes/000007.jsonl")
@@ -196,7 +203,7 @@ def full_disk(*_):
 
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
-    run = store.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     run.result(status="running")
     monkeypatch.setattr(files, "to_disk", full_disk)
     with pytest.raises(OSError, match="No space left"):
@@ -206,7 +213,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeyp
 
 
 def test_result_json_keeps_what_was_written_before(tmp_path):
-    run = store.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     run.result(status="running", nodes=1)
     run.result(nodes=2)
     assert run.results() == {"status": "running", "nodes": 2}
@@ -223,7 +230,7 @@ ENDS = {
 
 @pytest.mark.parametrize("status", ENDS)
 def test_a_run_says_what_ended_it(tmp_path, status, monkeypatch):
-    runs = [store.open_run(tmp_path / name, CONFIG) for name in "ab"]
+    runs = [store.open_run(tmp_path / name, CONFIG, MADE_BY) for name in "ab"]
     runs[0].result(status="running")
     runs[1].result(status="finished")
     with pytest.raises(type(ENDS[status])), cli.recorded_end(runs, tmp_path):
@@ -247,7 +254,7 @@ def test_a_run_says_what_ended_it(tmp_path, status, monkeypatch):
     ],
 )
 def test_a_directory_that_was_removed_ends_the_run_in_a_sentence(tmp_path, write):
-    run = store.open_run(tmp_path / "a", CONFIG)
+    run = store.open_run(tmp_path / "a", CONFIG, MADE_BY)
     shutil.rmtree(run.dir)
     removed = "a was removed while the run went on"
     with user_error(removed), cli.recorded_end([run], run.dir):
@@ -259,7 +266,7 @@ def test_a_directory_that_was_removed_ends_the_run_in_a_sentence(tmp_path, write
 
 
 def test_checkpoint_appears_whole_and_old_ones_go(tmp_path):
-    run = store.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     for step in range(4):
         with run.checkpoint(step, keep=2) as folder:
             (folder / "weights").write_text(str(step))
@@ -272,14 +279,14 @@ def test_checkpoint_appears_whole_and_old_ones_go(tmp_path):
 
 
 def test_best_is_replaced_and_restored_after_a_crash_between_the_renames(tmp_path):
-    run = store.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     for text in "old", "new":
         with run.whole_directory("best") as folder:
             (folder / "weights").write_text(text)
     assert (tmp_path / "best" / "weights").read_text() == "new"
     run.lock.close()
     (tmp_path / "best").rename(tmp_path / ".old-best")
-    store.open_run(tmp_path, CONFIG)
+    store.open_run(tmp_path, CONFIG, MADE_BY)
     assert (tmp_path / "best" / "weights").read_text() == "new"
 
 
@@ -288,7 +295,7 @@ import itertools, os, shutil, sys
 from pathlib import Path
 from flatlab.runs import store
 store.output_of = lambda *command: ""
-run = store.open_run(sys.argv[1], {"a": 1})
+run = store.open_run(sys.argv[1], {"a": 1}, MADE_BY)
 # writes, renames and fsyncs until this process is killed in one of them
 left = itertools.count(int(sys.argv[2]), -1)
 
@@ -323,7 +330,7 @@ for step in itertools.count():
         (folder / "a").write_bytes(b"x" * 5_000)
     run.log({"step": step})
     run.result(step=step)
-"""
+""".replace("MADE_BY", repr(MADE_BY))
 
 
 FAST_MOMENTS = (7, 31, 37, 43, 49)
@@ -337,13 +344,13 @@ ALL_MOMENTS = (0, 7, 14, *range(30, 54))  # one turn of the loop has 24 moments
 def test_kill_9_leaves_only_whole_files(tmp_path, moment):
     done = python("-c", WRITER, tmp_path, moment)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    run = store.open_run(tmp_path, {"a": 1})  # the lock is gone, leftovers are swept
+    run = store.open_run(tmp_path, {"a": 1}, MADE_BY)  # the lock is gone, leftovers are swept
     if moment > 20:
         episodes = reader.read_rows(tmp_path / "episodes/000000.jsonl")
         assert [len(episode["text"]) for episode in episodes] == [9_000] * 5
         assert (tmp_path / "best/a").stat().st_size == 5_000
         assert run.checkpoints()
-        assert run.rows()[0] == {"step": 0}
+        assert run.rows()[0] == {"step": 0, "made_by": 0}
     for _, folder in run.checkpoints():
         assert [path.stat().st_size for path in folder.iterdir()] == [5_000] * 2
     run.results()

@@ -28,7 +28,7 @@ from flatlab.sandbox import snapshot
 from flatlab.tree import selection
 from flatlab.tree.tree import SCORES, Tree, results
 from flatlab.view import search_console, search_plots, stats
-from helpers import FakePolicy, block, search_config, segments_of, slow, start, user_error
+from helpers import MADE_BY, FakePolicy, block, search_config, segments_of, slow, start, user_error
 from tasks import load_task
 
 pytestmark = pytest.mark.usefixtures("quick_provenance")
@@ -134,7 +134,7 @@ def run(
     cfg = search_config(backend="local", **config)
     trees = []
     for task, mode, seed in itertools.product(tasks, modes, seeds):
-        opened = open_run(Path(folder) / f"{task.name}-{mode}-{seed}", {"seed": seed})
+        opened = open_run(Path(folder) / f"{task.name}-{mode}-{seed}", {"seed": seed}, MADE_BY)
         (opened.dir / "nodes").mkdir(exist_ok=True)
         trees.append(Tree(task, mode, seed, cfg, opened, search.SELECT[cfg.select]))
     FakeEnv.hidden = hidden or {}
@@ -272,7 +272,7 @@ def test_the_selection_part_decides_between_nodes_within_one_standard_error(tmp_
     assert r["test_score"] == 0.74
     assert r["selection_stderr"] == r["test_stderr"] == 0.03
     assert r["test_minus_validation"] == pytest.approx(0.74 - 0.79)
-    run = RunData(t.run.dir, "search", {}, rows(t), r)
+    run = RunData(t.run.dir, "search", {}, rows(t), r, {})
     assert search_plots.best_path(run) == ["0", "0.1"]
     # The mean of both parts counts: 0.0 stays ahead if it loses less than it had gained.
     t = finished(tmp_path / "b", hidden | {("selection", "0.0"): 0.755})
@@ -397,7 +397,7 @@ def cut_run(whole, folder, kept, torn=b""):
     """A copy of a run of which only some lines of the journal are there, and a part of one."""
     copy = folder / whole.run.dir.name
     shutil.copytree(whole.run.dir / "nodes", copy / "nodes")
-    (copy / "config.yaml").write_text("seed: 0\n")
+    shutil.copy(whole.run.dir / "config.yaml", copy)
     lines = (whole.run.dir / "journal.jsonl").read_bytes().splitlines(keepends=True)
     (copy / "journal.jsonl").write_bytes(b"".join(lines[:kept]) + torn)
     return folder
@@ -684,7 +684,7 @@ def real_tree(folder, model, workers, **config):
     """A tree whose nodes ran in real sandboxes."""
     sizes = {"context": 50_000, "max_reply_tokens": 2000, "max_observation_tokens": 2000}
     cfg = search_config(backend="local", max_turns=4, **sizes, **config)
-    opened = open_run(folder, {"seed": 0})
+    opened = open_run(folder, {"seed": 0}, MADE_BY)
     (opened.dir / "nodes").mkdir()
     t = Tree(load_task("titanic"), "tail", 0, cfg, opened, search.SELECT[cfg.select])
     asyncio.run(search.search([t], model, workers))

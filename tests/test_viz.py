@@ -10,9 +10,10 @@ import pytest
 
 import viz
 from flatlab.runs import reader, store, trackers
-from flatlab.view import console, plots, views
+from flatlab.view import compare, console, plots
 from helpers import (
     CONFIG,
+    MADE_BY,
     PROJECT,
     RESULT,
     episode,
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("quick_provenance")
 
 
 def filled(tmp_path, steps=6):
-    run = store.open_run(tmp_path / "run", CONFIG)
+    run = store.open_run(tmp_path / "run", CONFIG, MADE_BY)
     run.result(**RESULT)
     for step in range(steps):
         run.log(step_row(step, entropy=1.0, kl=0.01, logprob_diff_max=1e-6, faults=0))
@@ -48,21 +49,21 @@ def test_command_prints_the_table_and_writes_the_plot(tmp_path, capsys):
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_plot_of_rows_with_holes(tmp_path):
-    run = store.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     run.result(**RESULT)
     run.log({"step": 0})
-    viz.plot(reader.read_run(tmp_path))
+    compare.plot(reader.read_run(tmp_path))
     assert (tmp_path / "curves.png").exists()
 
 
 def test_plot_is_not_redrawn_all_the_time(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(views, "plot", lambda run: drawn.append(run.dir) or time.sleep(0.01))
+    monkeypatch.setattr(compare, "plot", lambda run: drawn.append(run.dir) or time.sleep(0.01))
     run = filled(tmp_path)
-    views.plot_now_and_then(run)
-    views.plot_now_and_then(run)
+    compare.plot_now_and_then(run)
+    compare.plot_now_and_then(run)
     assert drawn == [run.dir]
-    views.plot_now_and_then(run, always=True)
+    compare.plot_now_and_then(run, always=True)
     assert drawn == [run.dir] * 2
 
 
@@ -123,7 +124,7 @@ def test_a_closed_pipe_is_no_traceback():
 
 
 def test_step_line_is_aligned_with_its_titles_and_tells_the_rest_of_the_time(tmp_path):
-    run = store.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     first = console.step_line(run, step_row(0, seconds=30.0, valid_share=0.5, faults=0, kl=1e-3))
     titles, line = first.split("\n")
     assert len(titles) == len(line) <= 120
@@ -144,7 +145,7 @@ def test_a_number_that_a_script_names_gets_a_column_and_a_curve(tmp_path, monkey
     assert line.split()[-2:] == ["7", "-"]
     drawn = []
     monkeypatch.setattr(plots, "draw_panels", lambda figure, panels, groups: drawn.extend(panels))
-    views.plot(reader.read_run(run.dir))
+    compare.plot(reader.read_run(run.dir))
     assert [panel[0] for panel in drawn][-1] == "longest"
     assert len(drawn) == len(plots.TRAINING) + 1
 
@@ -161,7 +162,7 @@ def with_episodes(tmp_path):
 
 
 def searched(folder, seed=1, **more):
-    run = store.open_run(folder, CONFIG | {"sampling_mode": "tail", "seed": seed})
+    run = store.open_run(folder, CONFIG | {"sampling_mode": "tail", "seed": seed}, MADE_BY)
     rows = [
         node("0.0", 0.4),
         node("0.1", None),
@@ -254,13 +255,19 @@ def test_several_runs_and_strangers_among_them(tmp_path):
 
 
 def test_trackers_get_each_row(tmp_path):
-    run = store.open_run(tmp_path, CONFIG)
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
     sent = []
     run.trackers.append(sent.append)
     run.log(step_row(3, alarms=["x"], name="y", flag=True))
     [row] = sent
     assert trackers.step_of(row) == 3
-    assert set(trackers.scalars(row)) == {"reward_mean", "reward_std", "score_mean", "seconds"}
+    assert set(trackers.scalars(row)) == {
+        "reward_mean",
+        "reward_std",
+        "score_mean",
+        "seconds",
+        "made_by",
+    }
     assert trackers.scalars(row)["score_mean"] == 0.7
 
 
@@ -268,8 +275,8 @@ def test_tensorboard_can_read_it(tmp_path):
     pytest.importorskip("tensorboard", reason="optional: pip install tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = store.open_run(tmp_path, CONFIG)
-    run.trackers = trackers.open_trackers(run.dir, CONFIG, tensorboard=True, wandb=False)
+    run = store.open_run(tmp_path, CONFIG | {"tensorboard": True, "wandb": False}, MADE_BY)
+    run.trackers = trackers.open_trackers(run)
     for step in range(2):
         run.log(step_row(step))
     events = EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0, "tensors": 0})
@@ -288,7 +295,7 @@ def test_two_searches_are_two_runs_at_wandb_and_a_resumed_one_is_not(tmp_path):
 
 
 def test_the_best_episode_of_several_tasks_is_that_of_the_largest_improvement(tmp_path):
-    run = store.open_run(tmp_path, CONFIG | {"task": ["titanic", "battleOfSexes"]})
+    run = store.open_run(tmp_path, CONFIG | {"task": ["titanic", "battleOfSexes"]}, MADE_BY)
     run.result(**RESULT)
     episodes = [
         episode(0.791, "a") | {"improvement": 1.0},

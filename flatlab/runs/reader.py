@@ -6,8 +6,8 @@ import gzip
 import json
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
 
@@ -62,6 +62,13 @@ def value_text(value) -> str:
     return str(value).rstrip("/").removesuffix("/best").split("/")[-1]
 
 
+def result_text(value) -> str:
+    """A value of result.json for people; nested ones as "key value  key value"."""
+    if isinstance(value, dict):
+        return "  ".join(f"{key} {result_text(part)}" for key, part in value.items())
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
 def standard_error(values: list[float]) -> float | None:
     """Standard error of the mean; None below two values."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
@@ -102,7 +109,7 @@ class RunData:
     config: dict
     rows: list[dict]
     result: dict
-    fingerprint: dict = field(default_factory=dict)
+    fingerprint: dict
 
     @property
     def name(self) -> str:
@@ -136,10 +143,10 @@ class RunData:
         return [file for file in files if len({code.get(file) for code in versions}) > 1]
 
 
-def locked(directory) -> bool:
+def locked(directory: Path) -> bool:
     """True if the process named in the lock file lives. Taking the lock could stop a writer."""
     try:
-        pid = int((Path(directory) / ".lock").read_text())
+        pid = int((directory / ".lock").read_text())
     except (OSError, ValueError):
         return False
     return Path(f"/proc/{pid}").exists()
@@ -171,14 +178,14 @@ def read_run(directory) -> RunData:
     return RunData(path, kind, config, rows, result, fingerprint)
 
 
-def find_runs(paths) -> tuple[list[RunData], list[str]]:
+def find_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
     """The runs in these directories and one sentence for each that cannot be shown.
 
     The directory of a grid stands for its cells. Among several paths plain files are skipped,
     because logs/* also names the pictures that viz.py wrote there.
     """
     runs, errors = [], []
-    paths = [path for path in map(Path, paths) if len(paths) == 1 or not path.is_file()]
+    paths = [path for path in paths if len(paths) == 1 or not path.is_file()]
     for path in paths:
         directories = [path]
         if not (path / "config.yaml").is_file():

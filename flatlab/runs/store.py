@@ -15,8 +15,8 @@ A run directory holds
     curves.png  tree.png  report.html ...     views, safe to delete
 
 No file is ever half-written: files and folders get a temporary name first and are renamed once they
-are on the disk. Only jsonl logs grow in place. A last line without a newline was cut by a crash and
-is ignored.
+are on the disk. Only jsonl logs grow in place. A last line without a newline was cut by a crash. It
+is ignored, and removed when the run continues.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ import yaml
 
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, temporary, to_disk, write_whole
-from flatlab.runs.fingerprint import changed
+from flatlab.runs.fingerprint import ROOT, changed
 from flatlab.runs.reader import read_rows
-
-HERE = Path(__file__).resolve().parents[2]
 
 # ------------------------------------------------------------------ complete files or none
 
@@ -109,7 +107,7 @@ def output_of(*command) -> str:
     """The output of a short command in the repository, or the reason why there is none."""
     try:
         done = subprocess.run(
-            command, cwd=HERE, stdin=subprocess.DEVNULL, capture_output=True, timeout=20
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"({command[0]}: {type(error).__name__})"
@@ -123,10 +121,10 @@ def describe_git(code: Collection[str]) -> str:
         output_of("git", "status", "--short"),
         output_of("git", "diff", "HEAD"),
     ]
-    new = output_of("git", "ls-files", "--others", "--", *code) if code else ""
+    new = output_of("git", "ls-files", "--others", "--", *code)
     for name in new.splitlines():
-        if (HERE / name).is_file():
-            text = (HERE / name).read_text(errors="replace")
+        if (ROOT / name).is_file():
+            text = (ROOT / name).read_text(errors="replace")
             parts.append(f"--- {name} (not tracked)\n{text}")
     return "\n".join(parts)
 
@@ -210,7 +208,7 @@ def run_directory(name: str) -> Path:
 def open_run(
     directory,
     config: dict,
-    made_by: dict | None = None,
+    made_by: dict,
     may_change: Collection[str] = ("steps",),
     is_finished=lambda run: False,
 ) -> Run:
@@ -242,24 +240,26 @@ def open_run(
                 f"{path} was made with another config ({'; '.join(differing[:8])}{more}): "
                 "choose another --name."
             )
-        codes = continued_by(run, before, made_by) if made_by else []
+        codes = continued_by(run, before, made_by)
         if run.finished:
             return run
     else:
-        codes = [made_by["code"]] if made_by else []
+        codes = [made_by["code"]]
         if differing:
             (path / "result.json").unlink(missing_ok=True)  # no step was made: nothing to keep
-    if made_by:
-        run.code_number = len(codes) - 1
-        new["fingerprint"] = plain(made_by | {"code": codes})
+    run.code_number = len(codes) - 1
+    new["fingerprint"] = plain(made_by | {"code": codes})
     # First, because a directory without it is not a run directory.
     text = yaml.safe_dump(new, sort_keys=False, allow_unicode=True)
     write_whole(path / "config.yaml", text)
+    for log in (path / "metrics.jsonl", path / "journal.jsonl"):
+        if log.exists():  # a crash may have cut its last line
+            os.truncate(log, log.read_bytes().rfind(b"\n") + 1)
     (path / "episodes").mkdir(exist_ok=True)
     (path / "checkpoints").mkdir(exist_ok=True)
     command = shlex.join([Path(sys.executable).name, *sys.argv])
     write_provenance(path / "command.txt", command)
-    write_provenance(path / "git.txt", describe_git(codes[-1] if codes else ()))
+    write_provenance(path / "git.txt", describe_git(made_by["code"]))
     write_provenance(path / "env.txt", describe_machine())
     return run
 
@@ -313,22 +313,15 @@ class Run:
         self.config = config
         self.lock = lock
         self.finished = False  # before this start: nothing is left to do
-        self.code_number = None  # index of today's code in the fingerprint of config.yaml
+        self.code_number = 0  # index of today's code in the fingerprint of config.yaml
         self.trackers = []
         self.seconds = []  # of each step of this process, for the ETA
         self.plot_again = 0.0
 
     def log(self, row: dict, file="metrics.jsonl"):
         """Appends one row, which is on the disk when this returns. made_by: number of its code."""
-        path = self.dir / file
-        if self.code_number is not None:
-            row = row | {"made_by": self.code_number}
-        with open(path, "ab+") as out:
-            end = out.seek(0, os.SEEK_END)
-            if end:
-                out.seek(end - 1)
-                if out.read(1) != b"\n":  # a crash cut the last line: remove it
-                    out.truncate(path.read_bytes().rfind(b"\n") + 1)
+        row = row | {"made_by": self.code_number}
+        with open(self.dir / file, "ab") as out:
             out.write(json_line(row).encode())
             out.flush()
             os.fsync(out.fileno())

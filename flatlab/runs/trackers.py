@@ -9,34 +9,40 @@ from __future__ import annotations
 import importlib.util
 import os
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import write_whole
+from flatlab.options import TrackerOptions
 from flatlab.runs.reader import number
 
 
-def check_packages(tensorboard: bool, wandb: bool) -> None:
+def check_packages(options: TrackerOptions) -> None:
     """Raises UserError, with the pip command, if a tracker was asked for that is not installed.
 
     The scripts call this before they create a run directory.
     """
-    for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
+    for name, wanted in asdict(options).items():
         if wanted and importlib.util.find_spec(name) is None:
             raise UserError(f"--{name} needs a package that is missing: pip install {name}")
 
 
-def open_trackers(directory, config: dict, tensorboard: bool, wandb: bool) -> list:
-    """The trackers that were asked for; check_packages() comes first."""
-    trackers = [open_tensorboard(directory)] if tensorboard else []
-    return [*trackers, open_wandb(directory, config)] if wandb else trackers
+def open_trackers(run) -> list:
+    """The trackers that the config of an open Run asks for; check_packages() comes first."""
+    trackers = []
+    if run.config["tensorboard"]:
+        trackers.append(open_tensorboard(run.dir))
+    if run.config["wandb"]:
+        trackers.append(open_wandb(run.dir, run.config))
+    return trackers
 
 
-def open_tensorboard(directory):
+def open_tensorboard(directory: Path):
     """A tracker that writes <directory>/tensorboard. To look at it: tensorboard --logdir logs"""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(Path(directory) / "tensorboard"))
+    writer = SummaryWriter(str(directory / "tensorboard"))
 
     def tracker(row: dict):
         for name, value in scalars(row).items():
@@ -46,7 +52,7 @@ def open_tensorboard(directory):
     return tracker
 
 
-def open_wandb(directory, config: dict):
+def open_wandb(directory: Path, config: dict):
     """A tracker that logs to Weights & Biases. WANDB_MODE=offline needs no account.
 
     A resumed run continues the same W&B run. Every cell of a grid has one of its own, which
@@ -54,7 +60,7 @@ def open_wandb(directory, config: dict):
     """
     import wandb
 
-    path = Path(directory).resolve()
+    path = directory.resolve()
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "flatlab"),
         name=f"{path.parent.name}/{path.name}".removeprefix("logs/"),

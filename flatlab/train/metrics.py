@@ -23,7 +23,7 @@ def counted_score(score, task: Task) -> float:
 
 def counted_improvement(score, task: Task) -> float:
     """The improvement as tables count it: without a valid submission 0, the baseline."""
-    return improvement(score.value, task) if score.valid else 0.0
+    return improvement(counted_score(score, task), task)
 
 
 # ------------------------------------------------------------------------------ the row of a step
@@ -137,7 +137,7 @@ def evaluation_line(when: str, result: dict, split: str) -> str:
     each = [
         f", {key.removesuffix('.score_mean')} {value:.4f}"
         for key, value in result.items()
-        if key.endswith(".score_mean") and not key.endswith(".test_score_mean")
+        if key.endswith(".score_mean")
     ]
     return (
         f"{when}: {mean_text(result)} ({split}, N = {result['n']}, "
@@ -193,24 +193,29 @@ def values_by_seed(groups: list[Group], tasks: list[Task]) -> dict[int, float]:
     return {e.seed: counted(e.score, g.task) for g in groups for e in g.played}
 
 
-def final_table(final: dict, metric: str) -> str:
-    """The comparison at the end of a run, for the terminal. metric: its name, "improvement" for
-    several tasks.
+def final_table(result: dict) -> str:
+    """The comparison at the end of a training run, for the terminal. result: of result.json.
+
+    "" for searches and for runs that are not finished.
     """
+    final = result.get("final")
+    if not final:
+        return ""
     lines = [
         f"{final['split']} part, {final['n']} fresh seeds that were never used for selection, the "
         "same ones for every adapter",
-        f"{'adapter':30} {metric:>17}  valid   difference to the untrained adapter",
+        f"{'adapter':30} {result['metric']:>17}  valid   difference to the untrained adapter",
     ]
     for name in ADAPTERS:
         if name in final:
-            result = final[name]
-            value = mean_text(result).partition(" ")[2]
-            label = adapter_label(name, final)
-            line = f"{label:30} {value:>17} {result['valid_share']:>6.0%}"
+            played = final[name]
+            value = mean_text(played).partition(" ")[2]
+            step = played.get("step", -1)  # an adapter from before the first step has none
+            label = name if step < 0 else f"{name} (step {step})"
+            line = f"{label:30} {value:>17} {played['valid_share']:>6.0%}"
             if name != "untrained":
-                difference = plus_minus(result["difference"], result["difference_stderr"], "+")
-                line += f"   {difference} (N = {result['difference_n']})"
+                difference = plus_minus(played["difference"], played["difference_stderr"], "+")
+                line += f"   {difference} (N = {played['difference_n']})"
             lines.append(line)
     for key, value in final["best"].items():
         if key.endswith("test_score_mean"):
@@ -229,9 +234,3 @@ def final_row(final: dict) -> dict:
         for key, value in final.get(name, {}).items():
             row[f"final/{name}/{key}"] = value
     return row
-
-
-def adapter_label(name: str, final: dict) -> str:
-    """'last (step 29)'; an adapter from before the first step has no number."""
-    step = final[name].get("step", -1)
-    return name if step < 0 else f"{name} (step {step})"

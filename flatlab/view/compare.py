@@ -1,4 +1,4 @@
-"""Compares many runs: overlaid curves and a table.
+"""Groups of runs: a table that compares them, and their pictures; a single run is a group as well.
 
 Runs of the same code, model and config are one group if they differ by their seeds; one run of each
 seed counts. No run is dropped in silence: every table and picture says how many runs and failures
@@ -7,8 +7,8 @@ are in each of its cells, and the table names the runs that do not count.
 
 from __future__ import annotations
 
-import math
 import re
+import time
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from flatlab.runs.fingerprint import digest
-from flatlab.runs.reader import RunData, value_text
+from flatlab.runs.reader import RunData, read_run, value_text
 from flatlab.view import plots, search_plots, stats
 from flatlab.view.plots import COLOURS, RunGroup, cut, series, shorten
 
@@ -157,6 +157,8 @@ def training_cell(run: RunData) -> dict:
 
     Counts are sums over the steps; the row of a step holds means over its episodes.
     """
+    import pandas
+
     final = run.result.get("final")
     if final:
         score = final["best"].get("score_mean", final["best"]["improvement"])
@@ -164,7 +166,7 @@ def training_cell(run: RunData) -> dict:
         adapter = "untrained" if final["best_is_untrained"] else "best"
     else:
         last = series(run.rows, f"{plots.score_key(run)}_mean")[-plots.window_of(run.rows) :]
-        score = math.nan if np.isnan(last).all() else np.nanmean(last)
+        score = pandas.Series(last).mean()
         test, adapter = None, "last steps"
     episodes = series(run.rows, "episodes")
     failed = episodes * (1 - series(run.rows, "valid_share"))
@@ -256,3 +258,36 @@ def plot_many(runs: list[RunData], folder: Path, format="png") -> list[Path]:
         name = re.sub(r"[^A-Za-z0-9_.-]", "-", task)
         paths.append(plot_groups(groups, title, folder / f"compare-{kind}-{name}.{format}"))
     return paths
+
+
+# ------------------------------------------------------------------ pictures of one run
+
+
+def plot(run: RunData, format="png") -> list[Path]:
+    """Draws the pictures of one run into its directory: curves, or the tree and search."""
+    curves = "curves" if run.kind == "grpo" else "search"
+    paths = [plot_curves(run, run.dir / f"{curves}.{format}")]
+    if run.kind != "search":
+        return paths
+    with plots.figure_of(*search_plots.tree_size(run)) as figure:
+        search_plots.draw_tree(figure, run)
+        plots.set_title(figure, plots.heading(run))
+        return [plots.save(figure, run.dir / f"tree.{format}"), *paths]
+
+
+def plot_curves(run: RunData, path: Path) -> Path:
+    """All panels of one run."""
+    group = RunGroup(run.name, plots.BLUE, [run])
+    title = plots.heading(run)
+    if run.kind == "grpo":
+        title += f"   (bold: running mean of {plots.window_of(run.rows)} steps)"
+    return plot_groups([group], title, path)
+
+
+def plot_now_and_then(run, always: bool = False) -> None:
+    """Refreshes the pictures of an open Run, but spends at most a twentieth of the time on it."""
+    start = time.monotonic()
+    if always or start > run.plot_again:
+        plot(read_run(run.dir))
+        now = time.monotonic()
+        run.plot_again = now + 20 * (now - start)

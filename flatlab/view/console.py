@@ -6,9 +6,9 @@ from statistics import fmean
 from flatlab.episode.sanity import degenerate
 from flatlab.episode.task import Task
 from flatlab.runs.reader import count, duration, fill, read_run
-from flatlab.train import metrics
-from flatlab.view import compare, page
-from flatlab.view.views import plot_now_and_then
+from flatlab.train.metrics import final_table
+from flatlab.view import page
+from flatlab.view.compare import plot_now_and_then, remarks
 
 
 def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
@@ -54,14 +54,14 @@ def step_line(run, row: dict) -> str:
     latest steps.
     """
     columns = COLUMNS
-    if "improvement_mean" in row and "score_mean" not in row:
+    if "score_mean" not in row:
         columns = [*COLUMNS[:2], IMPROVEMENT, *COLUMNS[4:]]
     if run.config.get("ahead"):
         columns = [*columns, *OVERLAP]
     for key in run.results().get("shown", ()):
         columns = [*columns, (f"{key:>8}", f"{{{key}:.4g}}")]
-    run.seconds.append(row.get("seconds") or 0.0)
-    steps = run.config.get("steps", 0) - row["step"] - 1
+    run.seconds.append(row["seconds"])
+    steps = run.config["steps"] - row["step"] - 1
     eta = steps * fmean(run.seconds[-20:]) if steps > 0 else None
     cells = [f"{fill(form, row):>{len(title)}}" for title, form in columns]
     line = " ".join([*cells, f"{duration(eta):>6}"])
@@ -99,16 +99,15 @@ def farewell(run) -> None:
     """Prints the comparison of the adapters and where everything lies; draws the curves and the
     page, if there is a step.
     """
-    result = run.results()
-    if result.get("final"):
-        print(f"\n{metrics.final_table(result['final'], result['metric'])}\n")
+    if table := final_table(run.results()):
+        print(f"\n{table}\n")
     if not run.rows():
         print(f"No step was made: there are no curves. Everything: {run.dir}")
         return
     record = read_run(run.dir)
     plot_now_and_then(run, always=True)
     page.write([record], run.dir / "report.html")
-    for sentence in compare.remarks([record]):
+    for sentence in remarks([record]):
         print(sentence)
     print(
         f"curves: {run.dir}/curves.png   page: {run.dir}/report.html   "

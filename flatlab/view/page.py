@@ -20,12 +20,13 @@ from pathlib import Path
 import numpy as np
 
 from flatlab.files import write_whole
-from flatlab.runs.reader import RunData, read_part, transcript_parts
+from flatlab.runs.fingerprint import ROOT
+from flatlab.runs.reader import RunData, read_part, result_text, transcript_parts
 from flatlab.runs.store import plain
+from flatlab.train.metrics import final_table
 from flatlab.view import compare, plots, search_plots
-from flatlab.view.views import final_table, plot_curves, result_text
 
-TEMPLATE = Path(__file__).resolve().parents[2] / "configs" / "report.html"
+TEMPLATE = ROOT / "configs" / "report.html"
 LISTED = ("id", "outcome", "status", "score", "stderr", "tokens", "seconds")
 LISTED += ("task", "op", "mark", "sampling_mode", "second")
 TEXTS = ("system", "prompt", "error", "idea", "diff", "code", "ideas", "decision", "turns")
@@ -54,7 +55,7 @@ def page(runs: list[RunData]) -> str:
         "plots": pictures(runs),
         "items": index,
         "sample": " ".join(notes),
-        "table": compare.table(runs) if len(runs) > 1 else final_table(runs[0]),
+        "table": compare.table(runs) if len(runs) > 1 else final_table(runs[0].result),
     }
     template = TEMPLATE.read_text()
     style, script = hash_of("style", template), hash_of("script", template)
@@ -102,7 +103,7 @@ def sample(run: RunData, number: int, blocks: list[str], limit: float) -> tuple[
         noun = "node"
         rows = items_of(run, number, [row | {"turns": row["actions"]} for row in parts])
         index = {i: [row] for i, row in enumerate(rows)}
-        path = best_path(run)
+        path = search_plots.best_path(run)
         always = {i for i, row in enumerate(parts) if row["id"] in path}
     shown = set()
     first = len(blocks)
@@ -112,13 +113,13 @@ def sample(run: RunData, number: int, blocks: list[str], limit: float) -> tuple[
         stride //= 2
         new = sorted((always | {*range(0, len(parts), stride)}) - shown)
         shown.update(new)
-        items = {i: read_part(run, parts[i]) for i in new}
+        texts = []
         for i in new:
-            index[i] = index.get(i) or items_of(run, number, items[i])
-        texts = [texts_of(item) for i in new for item in items[i]]
-        rows = [row for i in new for row in index[i]]
-        for place, row in enumerate(rows):
-            row["at"] = (len(blocks) + place // BLOCK, place % BLOCK)
+            items = read_part(run, parts[i])
+            index[i] = index.get(i) or items_of(run, number, items)
+            for row, item in zip(index[i], items):
+                row["at"] = (len(blocks) + len(texts) // BLOCK, len(texts) % BLOCK)
+                texts.append({key: item[key] for key in TEXTS if item.get(key)})
         blocks += pack(texts)
     note = ""
     if len(shown) < len(parts):
@@ -133,10 +134,6 @@ def sample(run: RunData, number: int, blocks: list[str], limit: float) -> tuple[
 def size_of(index: dict, blocks: list[str]) -> int:
     """Bytes on the page."""
     return len(script_json(list(index.values()))) + sum(map(len, blocks))
-
-
-def texts_of(item: dict) -> dict:
-    return {key: item[key] for key in TEXTS if item.get(key)}
 
 
 def pack(texts: list[dict]) -> list[str]:
@@ -163,22 +160,17 @@ def items_of(run: RunData, number: int, items: list[dict]) -> list[dict]:
         row = {"run": number, "turns": len(item["turns"])}
         row |= {key: item.get(key) for key in LISTED}
         if tree:
-            y, x, parent = tree[item["id"]]
-            row |= {"x": x, "y": y, "parent": parent, "idea": item["idea"][:160]}
+            x, y = tree[item["id"]]
+            row |= {"x": x, "y": y, "parent": item["parent"], "idea": item["idea"][:160]}
             if item["score"] is not None:
                 row["shade"] = round(float(np.interp(item["score"], limits, shades)), 3)
         rows.append({key: value for key, value in row.items() if value not in (None, "")})
     return rows
 
 
-def best_path(run: RunData) -> list[str]:
-    """The nodes from the root to the best one of a search; [] of other runs."""
-    return search_plots.best_path(run) if run.kind == "search" else []
-
-
 def run_of(run: RunData) -> dict:
     """What the page says about a run."""
-    root = search_plots.layout(run.rows)["0"][:2] if run.kind == "search" else None
+    root = search_plots.layout(run.rows)["0"] if run.kind == "search" else None
     result = run.result.items()
     return {
         "name": run.name,
@@ -188,7 +180,7 @@ def run_of(run: RunData) -> dict:
         "lower": not run.higher_is_better,
         "baseline": run.baseline,
         "status": run.status,
-        "path": best_path(run),
+        "path": search_plots.best_path(run),
         "root": root,
         "result": [[key, result_text(value)] for key, value in result if key not in LONG],
         "config": [[key, result_text(value)] for key, value in run.config.items()],
@@ -202,7 +194,7 @@ def pictures(runs: list[RunData]) -> list[dict]:
     """The curves of one run, or the pictures that compare several."""
     with tempfile.TemporaryDirectory() as folder:
         if len(runs) == 1:
-            paths = [plot_curves(runs[0], Path(folder) / "curves.png")]
+            paths = [compare.plot_curves(runs[0], Path(folder) / "curves.png")]
         else:
             paths = compare.plot_many(runs, Path(folder))
         return [picture(path) for path in paths]

@@ -63,12 +63,12 @@ def report(trees: list[Tree], where: Path) -> None:
 
     where: directory of the run or grid.
     """
-    from flatlab.view import compare, page, views  # slow: matplotlib and pandas follow
+    from flatlab.view import compare, page  # slow: matplotlib and pandas follow
 
     runs = [read_run(t.run.dir) for t in trees]
     print(f"\n{compare.table(runs)}\n")
     if where == runs[0].dir:  # viz.py draws the pictures of a grid; they take minutes
-        views.plot_now_and_then(trees[0].run, always=True)
+        compare.plot_now_and_then(trees[0].run, always=True)
         page.write(runs, where / "report.html")
         print_best(trees[0], runs[0].result)
         print(f"pictures: {where}/*.png   page: {where}/report.html", end="   ")

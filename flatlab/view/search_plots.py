@@ -138,8 +138,8 @@ def lineage(id: str) -> list[int]:
     return [int(part) for part in id.split(".")]
 
 
-def layout(rows: list[dict]) -> dict[str, tuple[float, int, str]]:
-    """id -> (place from top to bottom, depth, parent id), in the order of a printed tree.
+def layout(rows: list[dict]) -> dict[str, tuple[int, float]]:
+    """id -> (depth, place from top to bottom), in the order of a printed tree.
 
     Leaves have the positions 0, 1, 2 ...; a parent stands in the middle of its children.
     """
@@ -153,7 +153,7 @@ def layout(rows: list[dict]) -> dict[str, tuple[float, int, str]]:
         if children[id]:
             first, last = children[id][0], children[id][-1]
             y[id] = (y[first] + y[last]) / 2
-    return {id: (y[id], id.count("."), parent_of(id)) for id in ids}
+    return {id: (id.count("."), y[id]) for id in ids}
 
 
 def parent_of(id: str) -> str:
@@ -161,10 +161,14 @@ def parent_of(id: str) -> str:
 
 
 def best_path(run: RunData) -> list[str]:
-    """From the root to the node that was chosen, or to the best one while the run goes on."""
-    path = [run.result["best_id"]]
-    while path[0] != "0":
-        path.insert(0, parent_of(path[0]))
+    """From the root to the node that was chosen, or to the best one while the run goes on; [] of a
+    run that is no search.
+    """
+    path = []
+    id = run.result.get("best_id")
+    while id:
+        path.insert(0, id)
+        id = parent_of(id)
     return path
 
 
@@ -181,7 +185,7 @@ def colour_limits(run: RunData) -> tuple[float, float]:
 
 def tree_size(run: RunData) -> tuple[float, float]:
     """Width and height in inches."""
-    ys, xs, _ = zip(*layout(run.rows).values())
+    xs, ys = zip(*layout(run.rows).values())
     line = 0.5 if len(ys) <= CROWDED else 0.2
     width = max(9.0, 1.5 * (max(xs) + 1))
     height = max(4.0, line * (max(ys) + 1) + 1.5)
@@ -194,23 +198,23 @@ def draw_tree(figure, run: RunData):
     from matplotlib.colors import Normalize
 
     axis = figure.subplots()
-    root = {"id": "0", "mark": "*", "score": run.baseline, "second": None}
+    root = {"id": "0", "parent": "", "mark": "*", "score": run.baseline, "second": None}
     positions = layout(run.rows)
     path = best_path(run)
     low, high = colour_limits(run)
     colour_map = "viridis" if run.higher_is_better else "viridis_r"
     shade = ScalarMappable(Normalize(low, high), colour_map)
     for row in [root, *run.rows]:
-        y, x, parent = positions[row["id"]]
+        at = positions[row["id"]]
         on_path = row["id"] in path
-        if parent:
+        if row["parent"]:
             look = PATH if on_path else {"color": "#bbbbbb", "linewidth": 1}
-            draw_edge(axis, positions[parent], positions[row["id"]], look)
+            draw_edge(axis, positions[row["parent"]], at, look)
         if row["second"]:
-            draw_edge(axis, positions[row["second"]], positions[row["id"]], SECOND)
-        draw_node(axis, row, (x, y), shade, on_path)
+            draw_edge(axis, positions[row["second"]], at, SECOND)
+        draw_node(axis, row, at, shade, on_path)
         if len(positions) <= CROWDED or on_path:
-            draw_name(axis, row, (x, y), on_path)
+            draw_name(axis, row, at, on_path)
     axis.set(yticks=[], xlabel="depth")
     axis.locator_params(axis="x", integer=True)
     axis.grid(False)
@@ -223,8 +227,7 @@ def draw_tree(figure, run: RunData):
 
 
 def draw_edge(axis, start, end, look):
-    ys, xs, _ = zip(start, end)
-    axis.plot(xs, ys, zorder=1, **look)
+    axis.plot(*zip(start, end), zorder=1, **look)
 
 
 def draw_node(axis, row, at, shade, on_path):

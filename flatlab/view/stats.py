@@ -103,7 +103,7 @@ def row_of(group: list[dict], unaided: list[dict]) -> dict:
     scores = list(map(final_score, group))
     scale = first["baseline"], first["higher_is_better"], first["reference"]
     improvements = [improvement(score, scale) for score in scores]
-    is_evaluation = bool(first.get("evaluation"))
+    error = "node_stderr" if first.get("evaluation") else "test_stderr"
     adapters = Counter(cell["adapter"] for cell in group if "adapter" in cell)
     row = {
         "n": len(group),
@@ -112,14 +112,13 @@ def row_of(group: list[dict], unaided: list[dict]) -> dict:
         "interval": mean_interval(scores),
         "validation": None if first["selected_on_test"] else mean_of(group, "best_score"),
         "selection": mean_of(group, "selection_score"),
-        "stderr": mean_of(group, "node_stderr" if is_evaluation else "test_stderr"),
+        "stderr": mean_of(group, error),
         "improvement": fmean(improvements),
         "p": permutation_p(scores, list(map(final_score, unaided))),
         "untested": sum(map(is_untested, group)),
         "test_reads": max(cell.get("test_reads") or 0 for cell in group),
         "empty": sum(cell["nodes"] == cell["failed"] + cell["faults"] for cell in group),
         "selected_on_test": first["selected_on_test"],
-        "evaluation": is_evaluation,
         "adapter": ", ".join(f"{count} {name}" for name, count in adapters.items()) or None,
         "modes_used": sum((Counter(cell.get("sampling_modes_used")) for cell in group), Counter()),
     }

@@ -144,7 +144,7 @@ def search(rule, nodes):
     import search
     from flatlab.runs.store import open_run
     from flatlab.tree.tree import Tree
-    from helpers import search_config
+    from helpers import MADE_BY, search_config
     from tasks import load_task
 
     search.play = fake_play
@@ -163,7 +163,7 @@ def search(rule, nodes):
 
     search.run_node = timed
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
-        run = open_run(Path(folder, "run"), {})
+        run = open_run(Path(folder, "run"), {}, MADE_BY)
         (run.dir / "nodes").mkdir()
         tree = Tree(load_task("titanic", "", ""), "tail", 0, cfg, run, search.SELECT[rule])
         asyncio.run(search.search([tree], FakeModel(), cfg.workers))
@@ -229,6 +229,7 @@ def training(steps):
     import grpo
     from flatlab.runs.store import open_run
     from flatlab.train import distributed
+    from helpers import MADE_BY
     from tasks import load_task
 
     task = load_task("titanic", "", "")
@@ -236,7 +237,7 @@ def training(steps):
     rows, seconds, marks = [], [], {}
     with tempfile.TemporaryDirectory() as folder:
         config = {"task": ["titanic"], "model": "fake", "seed": 0, "steps": steps}
-        job = distributed.SingleProcess(open_run(Path(folder, "run"), config))
+        job = distributed.SingleProcess(open_run(Path(folder, "run"), config, MADE_BY))
         job.result(status="running", **task.scale, selected_on_test=False)
         with contextlib.redirect_stdout(None):
             made = [fake_groups(task, seed) for seed in range(20)]
