@@ -486,8 +486,10 @@ class Policy(ChatTokens):
         from flatlab.train.packing import TokenLogProbs, head_of, hidden_states
 
         causal_lm = self.model.get_base_model()
-        reference = self._reference_adapter() if base else contextlib.nullcontext()
-        with reference, torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
+        adapter = contextlib.nullcontext()
+        if base:
+            adapter = self._using(self._reference) if self._reference else self._without_adapter()
+        with adapter, torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
             hidden, targets = hidden_states(causal_lm.base_model, batch, self.device, self.packs)
         head = head_of(causal_lm, self.temperature)
         chunk = chunk or max(1, 2**26 // len(head.weight))
@@ -500,16 +502,22 @@ class Policy(ChatTokens):
         """Makes the adapter in `folder` the reference of the KL term; without a call it is the base
         model, i.e. the adapter is off.
         """
-        trained = [p.data for p in self.parameters()]
-        self._use([values.clone() for values in trained])
-        self.load_adapter(folder)
-        self._reference = [p.data for p in self.parameters()]
-        self._use(trained)
+        with self._using([p.data.clone() for p in self.parameters()]):
+            self.load_adapter(folder)
+            self._reference = [p.data for p in self.parameters()]
 
-    def _use(self, tensors: list) -> None:
-        """Replaces the trainable tensors; the engine's follow with the next sync."""
-        for p, values in zip(self.parameters(), tensors):
-            p.data = values
+    @contextlib.contextmanager
+    def _using(self, tensors: list):
+        """Inside, these are the trainable tensors. The engine's do not change without a sync."""
+        parameters = self.parameters()
+        trained = [p.data for p in parameters]
+        try:
+            for p, values in zip(parameters, tensors):
+                p.data = values
+            yield
+        finally:
+            for p, values in zip(parameters, trained):
+                p.data = values
 
     @contextlib.contextmanager
     def _without_adapter(self):
@@ -523,20 +531,6 @@ class Policy(ChatTokens):
         finally:
             for layer in self.adapter_layers:
                 layer.enable_adapters(True)
-
-    @contextlib.contextmanager
-    def _reference_adapter(self):
-        """Inside, the trainer computes with the reference adapter. No gradient may pass through."""
-        if self._reference is None:
-            with self._without_adapter():
-                yield
-            return
-        trained = [p.data for p in self.parameters()]
-        try:
-            self._use(self._reference)
-            yield
-        finally:
-            self._use(trained)
 
     def peak_memory(self) -> float:
         """Peak memory in GiB: of the GPU since the last call, engine included; without one of this
@@ -622,22 +616,20 @@ class Policy(ChatTokens):
         """
         import torch
 
-        trained = [p.data for p in self.parameters()]
         generator = torch.Generator().manual_seed(0)
         tensors = []
-        for p in trained:
+        for p in self.parameters():
             values = torch.randn(p.shape, generator=generator) / (10 * p.shape[-1] ** 0.5)
             tensors.append(values.to(p.device))
         batch = [(prompt, [0] + [1] * (len(prompt) - 1)) for prompt in self._probes()]
         for _ in range(8):
-            self._use(tensors)
-            trainer, base = self._with_and_without(batch)
+            with self._using(tensors):
+                trainer, base = self._with_and_without(batch)
             moved = (trainer - base).abs().mean().item()
             if 0.3 <= moved <= 1:
                 break
             # The change is that of B times A, so each gets the square root of the correction.
             tensors = [values * (0.6 / moved) ** 0.5 for values in tensors]
-        self._use(trained)
         return tensors
 
     async def verify(self) -> dict[str, Agreement]:
@@ -658,9 +650,9 @@ class Policy(ChatTokens):
                 "trained adapter": trained,
             }
             for name, tensors in adapters.items():
-                self._use(tensors)
-                self.sync()
-                agreements[name] = await self.agreement()
+                with self._using(tensors):
+                    self.sync()
+                    agreements[name] = await self.agreement()
         # Written as <= so that NaN fails.
         agrees = [
             a.mean <= self.mean_diff_limit and a.largest <= self.max_diff_limit
