@@ -289,13 +289,7 @@ class Policy(ChatTokens):
         self._pump = None
         self._prompts_wait = False  # the next step of the engine reads prompts
 
-    async def sample(
-        self,
-        tokens: list[int],
-        max_tokens: int,
-        temperature: float | None = None,
-        seed: int | None = None,
-    ) -> Sample:
+    async def sample(self, tokens: list[int], max_tokens: int, seed: int | None = None) -> Sample:
         """Samples one reply to `tokens`. Concurrent calls run in the same engine batch, whenever
         they arrive.
 
@@ -317,7 +311,7 @@ class Policy(ChatTokens):
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"v{version}"}
         params = SamplingParams(
             max_tokens=max_tokens,
-            temperature=self.temperature if temperature is None else temperature,
+            temperature=self.temperature,
             seed=seed,
             logprobs=0,
             detokenize=False,

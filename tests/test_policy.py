@@ -289,12 +289,13 @@ def test_checkpointing_changes_no_number(policy):
     assert all_close(grads, again_grads, 1e-6)
 
 
-def test_requests_enter_a_running_batch_and_can_be_cancelled(policy):
+def test_requests_enter_a_running_batch_and_can_be_cancelled(policy, monkeypatch):
+    monkeypatch.setattr(policy, "temperature", 0.0)
     prompt = policy.render(CHAT)
 
     async def go():
-        first = asyncio.ensure_future(policy.sample(prompt, 400, temperature=0.0))
-        doomed = asyncio.ensure_future(policy.sample(prompt, 400, temperature=0.0))
+        first = asyncio.ensure_future(policy.sample(prompt, 400))
+        doomed = asyncio.ensure_future(policy.sample(prompt, 400))
         await asyncio.sleep(0.2)  # both are being generated
         late = await policy.sample(prompt, 4, seed=3)  # joins, finishes while they go on
         assert not first.done()
