@@ -637,34 +637,32 @@ def micro_loss(policy, micro: MicroBatch, cfg: Config, meter: Meter, epoch: int,
 # ------------------------------------------------------------------------------ evaluate
 
 
-def evaluate(policy, tasks, cfg: Config, job, seed: int, test=False) -> list[Group]:
+def evaluate(policy, tasks, cfg: Config, job, name: str, seed: int, test=False) -> list[Group]:
     """cfg.eval_episodes episodes at the sampling temperature, one per group, the same ones for the
-    same seed. No update happens meanwhile, so all of them are of one policy.
+    same seed. They are saved as episodes/<name>.jsonl.
+
+    No update happens meanwhile, so all of them are of one policy.
     """
     planned = [tasks[i % len(tasks)] for i in range(cfg.eval_episodes)]
     plan = Plan(planned, 1, seed, test=test)
-
-    async def play():
-        total = len(planned[job.rank :: job.world])
-        bar = tqdm(total=total, desc="evaluate", delay=8, mininterval=8, disable=job.rank > 0)
-        with bar:
-            return await play_groups(policy, plan, cfg, job, ended=bar.update)
-
-    groups = job.wait(play())
+    total = len(planned[job.rank :: job.world])
+    with tqdm(total=total, desc="evaluate", delay=8, mininterval=8, disable=job.rank > 0) as bar:
+        groups = job.wait(play_groups(policy, plan, cfg, job, ended=bar.update))
     assert {turn["version"] for g in groups for e in g.episodes for turn in e.turns} <= {
         policy.version
     }
-    return gather_groups(groups, job)
+    groups = gather_groups(groups, job)
+    checkpoint.save_groups(job, name, groups)
+    return groups
 
 
-def selection_seed(cfg: Config) -> int:
-    """Seed of the evaluations that select the best adapter; seeds of training are not negative."""
-    return -1 - 2 * cfg.seed
-
-
-def final_seed(cfg: Config) -> int:
-    """Seed of the comparison at the end of the run."""
-    return -2 - 2 * cfg.seed
+def judge(policy, tasks, cfg: Config, job, state: State, name: str) -> dict:
+    """Evaluates the adapter, and keeps it if it is better than the best one so far."""
+    seed = -1 - 2 * cfg.seed  # seeds of training are not negative
+    groups = evaluate(policy, tasks, cfg, job, name, seed)
+    result = metrics.evaluation(groups, tasks)
+    checkpoint.keep_best(policy, job, state, result | {"step": state.step - 1})
+    return result
 
 
 def compare_adapters(policy, tasks, cfg: Config, job, state: State) -> dict:
@@ -675,16 +673,16 @@ def compare_adapters(policy, tasks, cfg: Config, job, state: State) -> dict:
     """
     folders = job.first(checkpoint.final_adapters(job.run) if job.run else None)
     weights = {name: cache.file_digest(folder / ADAPTER_FILE) for name, folder in folders.items()}
+    seed = -2 - 2 * cfg.seed  # never used for selection
     played, files = {}, {}  # by digest
     for name in ("best", *folders):
         if weights[name] not in played:
             policy.load_adapter(folders[name])
             job.call(policy.sync)
-            played[weights[name]] = evaluate(
-                policy, tasks, cfg, job, final_seed(cfg), test=name == "best"
-            )
-            checkpoint.save_groups(job, f"final-{name}", played[weights[name]])
-            files[weights[name]] = f"episodes/final-{name}.jsonl"
+            file = f"final-{name}"
+            groups = evaluate(policy, tasks, cfg, job, file, seed, test=name == "best")
+            played[weights[name]] = groups
+            files[weights[name]] = f"episodes/{file}.jsonl"
     results = metrics.final_comparison({name: played[weights[name]] for name in folders}, tasks)
     for name, result in results.items():
         result["file"] = files[weights[name]]
@@ -716,10 +714,7 @@ def begin(policy, tasks, cfg: Config, job, state: State) -> None:
         checkpoint.save_adapter(policy, job, "imitated")
         when = "after imitation"
     if cfg.eval_episodes:
-        groups = evaluate(policy, tasks, cfg, job, selection_seed(cfg))
-        checkpoint.save_groups(job, "before", groups)
-        result = metrics.evaluation(groups, tasks)
-        checkpoint.keep_best(policy, job, state, result | {"step": -1})
+        result = judge(policy, tasks, cfg, job, state, "before")
         job.result(before=result)
         if job.run:
             job.run.track({"step": -1} | metrics.evaluation_columns(result))
@@ -795,11 +790,8 @@ def train(policy, tasks: list[Task], cfg: Config, job) -> None:
         # judge: an evaluation now and then, alarms, a way back from a collapse
         state.step = step + 1
         if cfg.eval_episodes and (state.step % cfg.eval_every == 0 or state.step == cfg.steps):
-            judged = evaluate(policy, tasks, cfg, job, selection_seed(cfg))
-            checkpoint.save_groups(job, f"eval-{step:06d}", judged)
-            result = metrics.evaluation(judged, tasks)
+            result = judge(policy, tasks, cfg, job, state, f"eval-{step:06d}")
             row |= metrics.evaluation_columns(result)
-            checkpoint.keep_best(policy, job, state, result | {"step": step})
         row["alarms"] = guard.alarms(row, rows)
         rows.append(row)
         best = state.best if cfg.eval_episodes else None
