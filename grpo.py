@@ -535,13 +535,7 @@ def use_values(policy, batch: list[list[TrainSequence]], cfg: Config, job) -> No
         s.advantage = [(a - mean) / (deviation + 1e-8) for a in s.advantage]
 
 
-def update(
-    policy,
-    optimizer,
-    batch: list[TrainSequence],
-    cfg: Config,
-    job=distributed.SingleProcess(),  # noqa: B008
-) -> dict:
+def update(policy, optimizer, batch: list[TrainSequence], cfg: Config, job) -> dict:
     """Makes cfg.epochs passes over the batch, one optimizer step each. Returns numbers for the row.
 
     Every rank takes part, also one without sequences. Raises UserError, before any weight changes,

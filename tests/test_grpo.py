@@ -78,7 +78,7 @@ class Keep:
 def kept_update(policy, batch, cfg):
     """(the row of an update, its gradients)"""
     optimizer = Keep(policy)
-    row = grpo.update(policy, optimizer, batch, cfg)
+    row = grpo.update(policy, optimizer, batch, cfg, SingleProcess())
     return row, optimizer.grads
 
 
@@ -123,7 +123,7 @@ def test_an_update_with_a_gradient_that_is_no_number_or_too_large_is_skipped(pol
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0)
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "SKIP_GRAD_NORM", 1e-9)
-        assert grpo.update(policy, optimizer, batch, CFG)["skipped"] == 1
+        assert grpo.update(policy, optimizer, batch, CFG, SingleProcess())["skipped"] == 1
     real = policy.logprobs
 
     def broken(*args, **kwargs):
@@ -132,7 +132,7 @@ def test_an_update_with_a_gradient_that_is_no_number_or_too_large_is_skipped(pol
         return logp.where(~is_first, logp * math.nan), entropy
 
     monkeypatch.setattr(policy, "logprobs", broken)
-    row = grpo.update(policy, optimizer, batch, CFG)
+    row = grpo.update(policy, optimizer, batch, CFG, SingleProcess())
     assert row["skipped"] == 1
     assert row["lost_tokens"] == 1
     assert has_weights(policy, before)
