@@ -53,7 +53,8 @@ def random_pieces(policy, *lengths_and_advantages):
         tokens, mask = pair(tokens[:4], tokens[4:])
         with torch.no_grad():
             old = policy.logprobs([(tokens, mask)])[0].tolist()
-        pieces.append(TrainSequence(tokens, mask, old, [advantage] * len(old)))
+        count = len(old)
+        pieces.append(TrainSequence(tokens, mask, old, [advantage] * count, [0] * count))
     total = sum(len(p.old) for p in pieces)
     for p in pieces:
         p.weight = 1 / total
@@ -106,7 +107,9 @@ def test_a_token_whose_log_prob_is_no_number_is_left_out(policy):
     old = first.old[:-1]
     damaged = replace(first, old=[*old, math.nan])
     mask = [*first.mask[:-1], 0]
-    shorter = replace(first, mask=mask, old=old, advantage=first.advantage[:-1])
+    shorter = replace(
+        first, mask=mask, old=old, advantage=first.advantage[:-1], version=first.version[:-1]
+    )
     cfg = configure(CFG, kl=0.05)
     row, with_damage = kept_update(policy, [damaged, second], cfg)
     _, without = kept_update(policy, [shorter, second], cfg)

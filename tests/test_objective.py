@@ -426,7 +426,7 @@ def test_micro_batches_keep_everything_and_the_limit(packed):
 def sequence(tokens, prompt=0):
     """Without log-probs; all tokens after the prompt are trained on."""
     mask = [0] * prompt + [1] * (len(tokens) - prompt)
-    return TrainSequence(tokens, mask, [], [])
+    return TrainSequence(tokens, mask, [], [], [])
 
 
 def test_micro_batches_count_a_common_prompt_once():

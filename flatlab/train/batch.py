@@ -49,7 +49,7 @@ class TrainSequence:
     mask: list[int]  # 1: trained
     old: list[float]  # log-probability of the token when it was sampled
     advantage: list[float]
-    version: list[int] = field(default_factory=list)  # syncs before the token was sampled
+    version: list[int]  # syncs before the token was sampled
     target: list[float] = field(default_factory=list)  # of the value head; ppo only
     weight: float = 0.0  # of each of its tokens in the mean over the batch
 
@@ -169,7 +169,7 @@ def to_tensors(part: list[TrainSequence], device) -> MicroBatch:
         pairs=[(s.tokens, s.mask) for s in part],
         old=column(s.old for s in part),
         advantage=column(s.advantage for s in part),
-        version=column((s.version or [0] * len(s.old) for s in part), torch.long),
+        version=column((s.version for s in part), torch.long),
         target=column(s.target or [0.0] * len(s.old) for s in part),
         weight=column([s.weight] * len(s.old) for s in part),
         sequence=column(numbers, torch.long),
