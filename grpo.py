@@ -514,7 +514,8 @@ def use_values(policy, batch: list[list[TrainSequence]], cfg: Config, job) -> No
     """
     import torch
 
-    for part in micro_batches(flatten(batch), cfg.micro_tokens, policy.packs):
+    trained = flatten(batch)
+    for part in micro_batches(trained, cfg.micro_tokens, policy.packs):
         pairs = [(s.tokens, s.mask) for s in part]
         with torch.no_grad():
             values = iter(policy.logprobs(pairs, values=True)[2].tolist())
@@ -526,12 +527,12 @@ def use_values(policy, batch: list[list[TrainSequence]], cfg: Config, job) -> No
         for s in sequences:
             s.advantage = [next(advantages) for _ in s.old]
             s.target = [a + value for a, value in zip(s.advantage, s.target)]
-    everything = [a for s in flatten(batch) for a in s.advantage]
+    everything = [a for s in trained for a in s.advantage]
     squares = sum(a * a for a in everything)
     n, total, squares = job.sum(len(everything), sum(everything), squares)
     mean = total / max(n, 1)
     deviation = max(squares / max(n, 1) - mean**2, 0.0) ** 0.5
-    for s in flatten(batch):
+    for s in trained:
         s.advantage = [(a - mean) / (deviation + 1e-8) for a in s.advantage]
 
 
