@@ -821,9 +821,8 @@ def check_config(cfg: Config) -> None:
     options.check_numbers(cfg)
     if cfg.eval_episodes == 1:
         raise UserError("--eval-episodes must be 0 or at least 2: one has no standard error.")
-    count = len(cfg.tasks.task)
-    weights = cfg.task_weights or (1.0,) * count
-    if len(weights) != count or min(weights) < 0 or sum(weights) == 0:
+    weights = cfg.task_weights
+    if weights and (len(weights) != len(cfg.tasks.task) or sum(weights) == 0):
         raise UserError(
             "--task-weights needs one number per task, none below 0 and at least one above 0."
         )
