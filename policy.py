@@ -38,7 +38,7 @@ from flatlab.chat import ChatTokens
 from flatlab.episode.episode import Sample
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
-from flatlab.loading import check_model, loading, quiet
+from flatlab.loading import check_model, loading
 from flatlab.train.memory import CPU_BLOCK
 from flatlab.train.tensors import save_tensors
 
@@ -187,7 +187,6 @@ class Policy(ChatTokens):
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         import torch
 
-        quiet()
         super().__init__(path.base)
         self.path = path
         self.context = context
