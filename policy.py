@@ -37,10 +37,9 @@ from flatlab import threads
 from flatlab.chat import ChatTokens
 from flatlab.episode.episode import Sample
 from flatlab.errors import UserError
-from flatlab.files import read_mapping
+from flatlab.files import read_mapping, save_tensors
 from flatlab.loading import check_model, loading
 from flatlab.train.memory import CPU_BLOCK
-from flatlab.train.tensors import save_tensors
 
 # Settings of an adapter_config.json: those that are needed, and those that would change what the
 # adapter computes.

@@ -14,9 +14,9 @@ from typing import Any
 
 from flatlab.episode.task import improvement
 from flatlab.errors import UserError
+from flatlab.files import save_tensors
 from flatlab.train import guard
 from flatlab.train.batch import Group
-from flatlab.train.tensors import save_tensors
 
 EVALUATION = "evaluation.json"  # beside the adapter in best/
 
