@@ -201,6 +201,8 @@ class Policy(ChatTokens):
             if exact:
                 os.environ["VLLM_BATCH_INVARIANT"] = "1"
         else:
+            if share_base:
+                raise UserError("--share-base needs a GPU.")
             if exact:
                 raise UserError("--exact needs a GPU: a CPU has no batch-invariant kernels.")
             if compile and not shutil.which("g++"):
@@ -406,8 +408,6 @@ class Policy(ChatTokens):
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
             config._attn_implementation = "eager"  # the only one that caps (Gemma 2)
         self.shares_base = False
-        if share_base and self.device == "cpu":
-            raise UserError("--share-base needs a GPU.")
         if share_base:
             try:
                 served = served_model(self.engine)
