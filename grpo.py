@@ -916,7 +916,7 @@ def main() -> None:
                 run.result(shown=SHOWN)
             job.say("engine   is starting")
             policy = load_policy(cfg, path, job)
-            run_beside(job, train, policy, tasks, cfg, job)
+            asyncio.run(run_beside(job, train, policy, tasks, cfg, job))
     if run:
         console.farewell(run)
         stopped = run.results()["status"].partition("stopped: ")[2]

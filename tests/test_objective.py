@@ -450,6 +450,6 @@ def test_an_interrupted_update_ends_after_the_micro_batch():
             time.sleep(0.01)
 
     with pytest.raises(KeyboardInterrupt):
-        run_beside(EventLoop(), update)
+        asyncio.run(run_beside(EventLoop(), update))
     assert done == ["first"]
     stop_if_interrupted()  # the next run is not interrupted

@@ -79,16 +79,12 @@ class EventLoop:
             await asyncio.wait(self.tasks)
 
 
-def run_beside(loop: EventLoop, train, *args) -> None:
-    """Runs train(*args) in the trainer's thread and the event loop in this one, until train ends.
+async def run_beside(loop: EventLoop, train, *args) -> None:
+    """Runs train(*args) in the trainer's thread. Meanwhile `loop` is the event loop of this one.
 
     After Ctrl-C train ends where it waits for the event loop, or after a micro-batch; episodes in
     flight are cancelled, and their sandboxes closed.
     """
-    asyncio.run(_run_beside(loop, train, args))
-
-
-async def _run_beside(loop: EventLoop, train, args: tuple) -> None:
     loop.loop = asyncio.get_running_loop()
     training = loop.loop.run_in_executor(TRAINER, train, *args)
     try:
