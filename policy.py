@@ -571,12 +571,12 @@ class Policy(ChatTokens):
                 "of another policy."
             )
 
-    async def agreement(self, tokens: int = 24) -> Agreement:
-        """Samples a few replies of up to `tokens` tokens and compares their log-probs."""
+    async def agreement(self) -> Agreement:
+        """Samples a few replies of up to 24 tokens and compares their log-probs."""
         import torch
 
         prompts = self._probes()
-        requests = [self.sample(prompt, tokens, seed=i) for i, prompt in enumerate(prompts)]
+        requests = [self.sample(prompt, 24, seed=i) for i, prompt in enumerate(prompts)]
         samples = await asyncio.gather(*requests)
         batch = [
             (prompt + s.tokens, [0] * len(prompt) + [1] * len(s.tokens))
