@@ -39,7 +39,7 @@ from flatlab.episode.episode import Sample
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, save_tensors
 from flatlab.loading import check_model, loading
-from flatlab.train.memory import CPU_BLOCK
+from flatlab.train import memory
 
 # Settings of an adapter_config.json: those that are needed, and those that would change what the
 # adapter computes.
@@ -252,19 +252,18 @@ class Policy(ChatTokens):
         from vllm import EngineArgs, LLMEngine
 
         from flatlab.train.lora_sync import METHOD, LoraLinear
-        from flatlab.train.memory import cpu_kv_cache_bytes, kv_cache_bytes
 
         LoraLinear.rank = rank
         if self.device == "cpu":
             machine = cpu_engine_options(self.context, compile)
-            machine["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(
+            machine["kv_cache_memory_bytes"] = memory.cpu_kv_cache_bytes(
                 self.path.base, self.context, max_batch
             )
         else:
             machine = {
                 "dtype": "bfloat16",
                 "gpu_memory_utilization": gpu_memory,
-                "kv_cache_memory_bytes": kv_cache_bytes(
+                "kv_cache_memory_bytes": memory.kv_cache_bytes(
                     self.path.base, gpu_memory, torch.cuda.mem_get_info()[1], self.context
                 ),
                 "max_num_batched_tokens": 8192,  # vLLM's 2048 would take many steps to prefill
@@ -460,7 +459,6 @@ class Policy(ChatTokens):
         self,
         batch: list[tuple[list[int], list[int]]],
         base: bool = False,
-        chunk: int | None = None,
         values: bool = False,
         entropy_learns: bool = False,
     ):
@@ -470,8 +468,8 @@ class Policy(ChatTokens):
         set_reference; without gradient. Returns two (N,) tensors, N = sum of all masks, sequence by
         sequence; with `values` a third one, the value head's estimates before each token. The
         entropy has a gradient only with entropy_learns, which costs one more matrix product. The
-        (., V) logits exist for `chunk` positions at a time only (default: 256 MiB of them), and
-        none are kept for the backward pass.
+        (., V) logits exist for a part of the positions at a time, see MOST_LOGITS, and none are
+        kept for the backward pass.
         """
         import torch
 
@@ -484,7 +482,7 @@ class Policy(ChatTokens):
         with adapter, torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
             hidden, targets = hidden_states(causal_lm.base_model, batch, self.device, self.packs)
         head = head_of(causal_lm, self.temperature)
-        chunk = chunk or max(1, 2**26 // len(head.weight))
+        chunk = max(1, memory.MOST_LOGITS // len(head.weight))
         logp, entropy = TokenLogProbs.apply(hidden, targets, head, chunk, entropy_learns)
         if values:
             return logp, entropy, self.value_head(hidden.float())[:, 0]
@@ -530,10 +528,8 @@ class Policy(ChatTokens):
         """
         import torch
 
-        from flatlab.train.memory import peak_bytes
-
         if self.device == "cpu":
-            return peak_bytes() / 2**30
+            return memory.peak_bytes() / 2**30
         peak = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()
         return peak
@@ -714,7 +710,7 @@ def cpu_engine_options(context: int, compile: bool = False) -> dict:
         "dtype": "float32",
         "enforce_eager": not compile,
         # with vLLM's block size of 128 a hit in the prefix cache loses up to 127 tokens
-        "block_size": CPU_BLOCK,
+        "block_size": memory.CPU_BLOCK,
         # A prompt that is split over two steps breaks requests with a seed on a CPU.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(context, 4096),

@@ -11,6 +11,7 @@ import torch
 from bench.peak import peak
 from flatlab.errors import UserError
 from flatlab.loading import loading
+from flatlab.train import memory
 from flatlab.train.batch import common_prompt
 from flatlab.train.packing import Head, TokenLogProbs, can_pack, hidden_states
 from helpers import python
@@ -213,7 +214,9 @@ def test_logprobs_are_those_of_a_forward_pass_per_sequence(
     randomise(policy)
     monkeypatch.setattr(policy, "packs", packs)
     assert common_prompt(COMMON) == 39
-    ours = partial(policy.logprobs, chunk=4, entropy_learns=bonus > 0)
+    # four positions at a time
+    monkeypatch.setattr(memory, "MOST_LOGITS", 4 * policy.model.config.vocab_size)
+    ours = partial(policy.logprobs, entropy_learns=bonus > 0)
     logp, entropy, grads = loss_and_grads(ours, policy, batch, bonus)
     expected, spread, wanted = loss_and_grads(by_hand, policy, batch, bonus)
     assert torch.allclose(logp, expected, atol=1e-5)

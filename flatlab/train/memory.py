@@ -30,7 +30,8 @@ OUT_OF_MEMORY = (
     "can't allocate memory",
     "could not create a memory",
 )
-LOGITS_BUFFERS = 5  # of the size of a chunk of logits, in Policy.logprobs
+MOST_LOGITS = 2**26  # at a time, in Policy.logprobs: 256 MiB
+LOGITS_BUFFERS = 5  # of the size of these
 
 # Activations that the backward pass of one decoder layer keeps, in numbers per token: inputs and
 # outputs of the norms, q, k, v and the attention's output are of the hidden size, those of the MLP
@@ -51,7 +52,7 @@ def bytes_needed(tokens: int, model_config, element_size: int, recompute_layers:
     inner = getattr(model_config, "intermediate_size", None) or 4 * hidden
     layer = HIDDEN_BUFFERS * hidden + MLP_BUFFERS * inner
     kept = layers * hidden + layer if recompute_layers else layers * layer
-    logits = min(tokens * model_config.vocab_size, 2**26)
+    logits = min(tokens * model_config.vocab_size, MOST_LOGITS)
     return tokens * kept * element_size + LOGITS_BUFFERS * logits * 4
 
 
