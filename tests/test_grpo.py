@@ -285,21 +285,23 @@ def test_the_guard_restores_the_best_adapter_halves_the_rate_and_in_the_end_stop
     policy.save("logs/a/best")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0)
     state, cfg = grpo.State(step=7, best={"step": 3}), configure(CFG, name="a")
+    job = SingleProcess()
+    job.call = lambda function: function()  # there is no event loop
     for times in (1, 2, 3):
         randomise(policy, std=1.0)
         optimizer.state[policy.parameters()[0]] = {"step": 1}
         assert "back to the adapter of step 3" in restore(
-            policy, optimizer, cfg, SingleProcess(), state, "it fell"
+            policy, optimizer, cfg, job, state, "it fell"
         )
         assert has_weights(policy, kept)
         assert state.lr_scale == 0.5**times
         assert state.since == 7
         assert not optimizer.state
         assert not state.stopped
-    assert restore(policy, optimizer, cfg, SingleProcess(), state, "it fell") == "stopped: it fell"
+    assert restore(policy, optimizer, cfg, job, state, "it fell") == "stopped: it fell"
     assert state.stopped == "it fell"
     fresh = grpo.State(step=7, best={"step": 3})
-    restore(policy, optimizer, configure(cfg, guard="stop"), SingleProcess(), fresh, "it fell")
+    restore(policy, optimizer, configure(cfg, guard="stop"), job, fresh, "it fell")
     assert fresh.stopped == "it fell"
     assert fresh.restores == 0
 

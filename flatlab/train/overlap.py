@@ -30,10 +30,7 @@ def stop_if_interrupted() -> None:
 
 
 class EventLoop:
-    """The event loop as the trainer's thread uses it.
-
-    Outside of run_beside() there is none. Then wait() runs a loop of its own.
-    """
+    """The event loop as the trainer's thread uses it. Outside of run_beside() there is none."""
 
     def __init__(self):
         self.loop = None
@@ -55,8 +52,6 @@ class EventLoop:
 
     def wait(self, coroutine):
         """Runs a coroutine in the event loop and returns its result."""
-        if self.loop is None:
-            return asyncio.run(coroutine)
         return self.start(coroutine).result()
 
     def call(self, function):
