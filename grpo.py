@@ -789,8 +789,9 @@ def train(policy, tasks: list[Task], cfg: Config, job) -> None:
             row |= metrics.evaluation_columns(result)
         row["alarms"] = guard.alarms(row, rows)
         rows.append(row)
-        best = state.best if cfg.eval_episodes else None
-        reason = "" if cfg.guard == "off" else guard.collapse(rows[state.since :], best)
+        reason = ""
+        if cfg.guard != "off":
+            reason = guard.collapse(rows[state.since :], state.best)
         if reason:  # episodes of the collapsed policy are played again
             job.cancel()
             playing.clear()
