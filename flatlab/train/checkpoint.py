@@ -148,8 +148,8 @@ def restore(policy, optimizer, cfg, job, state, reason: str) -> str:
 
 def final_adapters(run) -> dict[str, Path]:
     """name -> folder of the adapters that are compared at the end of a run."""
-    folders = {name: run.dir / name for name in ("untrained", "imitated")}
-    folders = {name: folder for name, folder in folders.items() if folder.is_dir()}
+    names = [name for name in ("untrained", "imitated") if (run.dir / name).is_dir()]
+    folders = {name: run.dir / name for name in names}
     checkpoints = [folder for _, folder in run.checkpoints()]
     last = [*folders.values(), *checkpoints][-1]
     return folders | {"last": last, "best": run.dir / "best"}
