@@ -64,8 +64,7 @@ class EventLoop:
 
     def cancel(self) -> None:
         """Cancels everything that was started, and returns when it has ended."""
-        if self.tasks:
-            asyncio.run_coroutine_threadsafe(self.end_tasks(), self.loop).result()
+        asyncio.run_coroutine_threadsafe(self.end_tasks(), self.loop).result()
 
     async def end_tasks(self) -> None:
         for task in self.tasks:
