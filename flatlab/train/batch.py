@@ -70,8 +70,7 @@ def gather_groups(groups: list[Group], job) -> list[Group]:
     for g in groups:
         episodes = [replace(e, segments=[]) for e in g.episodes]
         copies.append(replace(g, episodes=episodes, tokens=packed_tokens(g.episodes)))
-    parts = job.gather(copies)
-    return sorted((g for part in parts for g in part), key=lambda g: g.number)
+    return sorted(flatten(job.gather(copies)), key=lambda group: group.number)
 
 
 def sequences_of(episode: Episode, advantages: list[float | None]) -> list[TrainSequence]:
@@ -98,8 +97,8 @@ def sequences_of(episode: Episode, advantages: list[float | None]) -> list[Train
     return sequences
 
 
-def flatten(batch: list[list[TrainSequence]]) -> list[TrainSequence]:
-    return [sequence for sequences in batch for sequence in sequences]
+def flatten(lists: list[list]) -> list:
+    return [element for part in lists for element in part]
 
 
 def micro_batches(sequences: list[TrainSequence], limit: int, packed: bool = True):
