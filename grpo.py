@@ -62,13 +62,12 @@ from flatlab.options import (
     TaskOptions,
     TrackerOptions,
 )
-from flatlab.runs import trackers
-from flatlab.runs.cli import one_sentence, parse_config, recorded_end
+from flatlab.runs import cli, trackers
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.reader import value_text
 from flatlab.runs.store import open_run, run_directory
 from flatlab.sandbox.hosts import is_lost
-from flatlab.train import checkpoint, distributed, guard, imitation, memory, metrics
+from flatlab.train import checkpoint, distributed, guard, imitation, memory, metrics, overlap
 from flatlab.train.batch import (
     Group,
     Meter,
@@ -81,7 +80,6 @@ from flatlab.train.batch import (
     sequences_of,
     to_tensors,
 )
-from flatlab.train.overlap import Slots, run_beside, stop_if_interrupted
 from flatlab.view import console
 from policy import ADAPTER_FILE, ModelPath, Policy, default_model, lora_settings, resolve_model
 
@@ -440,7 +438,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job, ended=None) -> list[
     in flight at once, those of other plans included. Every rank plays its part of both lists.
     ended: is called after every episode.
     """
-    job.slots = slots = job.slots or Slots(cfg.concurrency)
+    job.slots = slots = job.slots or overlap.Slots(cfg.concurrency)
     planned = [*plan.tasks, *plan.replacements]
     spare = iter(range(len(plan.tasks), len(planned))[job.rank :: job.world])
     loop = agent_loop(cfg)
@@ -554,7 +552,7 @@ def update(policy, optimizer, batch: list[TrainSequence], cfg: Config, job) -> d
             # With --kl 0 the guard still wants to know the KL, so one micro-batch measures it.
             measure_kl = cfg.kl > 0 or number == epoch == 0
             micro_loss(policy, micro, cfg, meter, epoch, measure_kl).backward()
-            stop_if_interrupted()
+            overlap.stop_if_interrupted()
         if epoch == 0:
             policy.check_samples(meter.mean("logprob_diff"))
         job.sum_gradients(policy.parameters())
@@ -901,7 +899,7 @@ def is_finished(run, cfg: Config) -> bool:
 
 
 def main() -> None:
-    cfg = parse_config(Config, sys.argv[1:])
+    cfg = cli.parse_config(Config, sys.argv[1:])
     threads.configure()
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
     job = distributed.join(timeout=24 * 3600)
@@ -910,14 +908,14 @@ def main() -> None:
     if job.first(bool(run and run.finished)):
         job.say(f"logs/{cfg.name} was finished before: nothing was run.")
     else:
-        with recorded_end([run] if run else [], f"logs/{cfg.name} after its last whole step"):
+        with cli.recorded_end([run] if run else [], f"logs/{cfg.name} after its last whole step"):
             if run:
                 run.trackers = trackers.open_trackers(run.dir, run.config, **asdict(cfg.trackers))
                 console.banner(cfg, tasks, path, why, run)
                 run.result(shown=SHOWN)
             job.say("engine   is starting")
             policy = load_policy(cfg, path, job)
-            asyncio.run(run_beside(job, train, policy, tasks, cfg, job))
+            asyncio.run(overlap.run_beside(job, train, policy, tasks, cfg, job))
     if run:
         console.farewell(run)
         stopped = run.results()["status"].partition("stopped: ")[2]
@@ -952,4 +950,4 @@ def load_policy(cfg: Config, path, job) -> Policy:
 
 
 if __name__ == "__main__":
-    one_sentence(main)
+    cli.one_sentence(main)
