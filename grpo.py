@@ -868,21 +868,20 @@ def prepare(cfg: Config, job):
     fill_in(cfg, tasks, path)
     if cfg.sft and not Path("logs", cfg.name, "imitated").exists():
         imitation.best_episodes(cfg.sft, tasks, cfg.sft_share)
-    if job.rank > 0:
-        return tasks, path, why
-    trackers.check_packages(**asdict(cfg.trackers))
-    job.run = run = open_run(
-        run_directory(cfg.name),
-        options.flat(cfg),
-        fingerprint(__file__, tasks, path),
-        options.may_change(cfg),
-        lambda run: is_finished(run, cfg),
-    )
-    if run.rows() and not run.checkpoints():
-        raise UserError(
-            f"{run.dir} has steps but no checkpoint to continue from, and starting anew would "
-            "erase them: choose another --name, or remove it."
+    if job.rank == 0:
+        trackers.check_packages(**asdict(cfg.trackers))
+        job.run = run = open_run(
+            run_directory(cfg.name),
+            options.flat(cfg),
+            fingerprint(__file__, tasks, path),
+            options.may_change(cfg),
+            lambda run: is_finished(run, cfg),
         )
+        if run.rows() and not run.checkpoints():
+            raise UserError(
+                f"{run.dir} has steps but no checkpoint to continue from, and starting anew would "
+                "erase them: choose another --name, or remove it."
+            )
     return tasks, path, why
 
 
