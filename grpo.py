@@ -62,13 +62,12 @@ from flatlab.options import (
     TaskOptions,
     TrackerOptions,
 )
-from flatlab.runs import trackers
-from flatlab.runs.cli import one_sentence, parse_config, recorded_end
+from flatlab.runs import cli, trackers
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.reader import value_text
 from flatlab.runs.store import open_run, run_directory
 from flatlab.sandbox.hosts import is_lost
-from flatlab.train import checkpoint, distributed, guard, imitation, memory, metrics
+from flatlab.train import checkpoint, distributed, guard, imitation, memory, metrics, overlap
 from flatlab.train.batch import (
     Group,
     Meter,
@@ -81,7 +80,6 @@ from flatlab.train.batch import (
     sequences_of,
     to_tensors,
 )
-from flatlab.train.overlap import Slots, run_beside, stop_if_interrupted
 from flatlab.view import console
 from policy import ADAPTER_FILE, ModelPath, Policy, default_model, lora_settings, resolve_model
 
@@ -440,7 +438,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job, ended=None) -> list[
     in flight at once, those of other plans included. Every rank plays its part of both lists.
     ended: is called after every episode.
     """
-    job.slots = slots = job.slots or Slots(cfg.concurrency)
+    job.slots = slots = job.slots or overlap.Slots(cfg.concurrency)
     planned = [*plan.tasks, *plan.replacements]
     spare = iter(range(len(plan.tasks), len(planned))[job.rank :: job.world])
     loop = agent_loop(cfg)
@@ -514,7 +512,8 @@ def use_values(policy, batch: list[list[TrainSequence]], cfg: Config, job) -> No
     """
     import torch
 
-    for part in micro_batches(flatten(batch), cfg.micro_tokens, policy.packs):
+    trained = flatten(batch)
+    for part in micro_batches(trained, cfg.micro_tokens, policy.packs):
         pairs = [(s.tokens, s.mask) for s in part]
         with torch.no_grad():
             values = iter(policy.logprobs(pairs, values=True)[2].tolist())
@@ -526,22 +525,16 @@ def use_values(policy, batch: list[list[TrainSequence]], cfg: Config, job) -> No
         for s in sequences:
             s.advantage = [next(advantages) for _ in s.old]
             s.target = [a + value for a, value in zip(s.advantage, s.target)]
-    everything = [a for s in flatten(batch) for a in s.advantage]
+    everything = [a for s in trained for a in s.advantage]
     squares = sum(a * a for a in everything)
     n, total, squares = job.sum(len(everything), sum(everything), squares)
     mean = total / max(n, 1)
     deviation = max(squares / max(n, 1) - mean**2, 0.0) ** 0.5
-    for s in flatten(batch):
+    for s in trained:
         s.advantage = [(a - mean) / (deviation + 1e-8) for a in s.advantage]
 
 
-def update(
-    policy,
-    optimizer,
-    batch: list[TrainSequence],
-    cfg: Config,
-    job=distributed.SingleProcess(),  # noqa: B008
-) -> dict:
+def update(policy, optimizer, batch: list[TrainSequence], cfg: Config, job) -> dict:
     """Makes cfg.epochs passes over the batch, one optimizer step each. Returns numbers for the row.
 
     Every rank takes part, also one without sequences. Raises UserError, before any weight changes,
@@ -559,7 +552,7 @@ def update(
             # With --kl 0 the guard still wants to know the KL, so one micro-batch measures it.
             measure_kl = cfg.kl > 0 or number == epoch == 0
             micro_loss(policy, micro, cfg, meter, epoch, measure_kl).backward()
-            stop_if_interrupted()
+            overlap.stop_if_interrupted()
         if epoch == 0:
             policy.check_samples(meter.mean("logprob_diff"))
         job.sum_gradients(policy.parameters())
@@ -637,34 +630,32 @@ def micro_loss(policy, micro: MicroBatch, cfg: Config, meter: Meter, epoch: int,
 # ------------------------------------------------------------------------------ evaluate
 
 
-def evaluate(policy, tasks, cfg: Config, job, seed: int, test=False) -> list[Group]:
+def evaluate(policy, tasks, cfg: Config, job, name: str, seed: int, test=False) -> list[Group]:
     """cfg.eval_episodes episodes at the sampling temperature, one per group, the same ones for the
-    same seed. No update happens meanwhile, so all of them are of one policy.
+    same seed. They are saved as episodes/<name>.jsonl.
+
+    No update happens meanwhile, so all of them are of one policy.
     """
     planned = [tasks[i % len(tasks)] for i in range(cfg.eval_episodes)]
     plan = Plan(planned, 1, seed, test=test)
-
-    async def play():
-        total = len(planned[job.rank :: job.world])
-        bar = tqdm(total=total, desc="evaluate", delay=8, mininterval=8, disable=job.rank > 0)
-        with bar:
-            return await play_groups(policy, plan, cfg, job, ended=bar.update)
-
-    groups = job.wait(play())
+    total = len(planned[job.rank :: job.world])
+    with tqdm(total=total, desc="evaluate", delay=8, mininterval=8, disable=job.rank > 0) as bar:
+        groups = job.wait(play_groups(policy, plan, cfg, job, ended=bar.update))
     assert {turn["version"] for g in groups for e in g.episodes for turn in e.turns} <= {
         policy.version
     }
-    return gather_groups(groups, job)
+    groups = gather_groups(groups, job)
+    checkpoint.save_groups(job, name, groups)
+    return groups
 
 
-def selection_seed(cfg: Config) -> int:
-    """Seed of the evaluations that select the best adapter; seeds of training are not negative."""
-    return -1 - 2 * cfg.seed
-
-
-def final_seed(cfg: Config) -> int:
-    """Seed of the comparison at the end of the run."""
-    return -2 - 2 * cfg.seed
+def judge(policy, tasks, cfg: Config, job, state: State, name: str) -> dict:
+    """Evaluates the adapter, and keeps it if it is better than the best one so far."""
+    seed = -1 - 2 * cfg.seed  # seeds of training are not negative
+    groups = evaluate(policy, tasks, cfg, job, name, seed)
+    result = metrics.evaluation(groups, tasks)
+    checkpoint.keep_best(policy, job, state, result | {"step": state.step - 1})
+    return result
 
 
 def compare_adapters(policy, tasks, cfg: Config, job, state: State) -> dict:
@@ -675,16 +666,16 @@ def compare_adapters(policy, tasks, cfg: Config, job, state: State) -> dict:
     """
     folders = job.first(checkpoint.final_adapters(job.run) if job.run else None)
     weights = {name: cache.file_digest(folder / ADAPTER_FILE) for name, folder in folders.items()}
+    seed = -2 - 2 * cfg.seed  # never used for selection
     played, files = {}, {}  # by digest
     for name in ("best", *folders):
         if weights[name] not in played:
             policy.load_adapter(folders[name])
             job.call(policy.sync)
-            played[weights[name]] = evaluate(
-                policy, tasks, cfg, job, final_seed(cfg), test=name == "best"
-            )
-            checkpoint.save_groups(job, f"final-{name}", played[weights[name]])
-            files[weights[name]] = f"episodes/final-{name}.jsonl"
+            file = f"final-{name}"
+            groups = evaluate(policy, tasks, cfg, job, file, seed, test=name == "best")
+            played[weights[name]] = groups
+            files[weights[name]] = f"episodes/{file}.jsonl"
     results = metrics.final_comparison({name: played[weights[name]] for name in folders}, tasks)
     for name, result in results.items():
         result["file"] = files[weights[name]]
@@ -716,10 +707,7 @@ def begin(policy, tasks, cfg: Config, job, state: State) -> None:
         checkpoint.save_adapter(policy, job, "imitated")
         when = "after imitation"
     if cfg.eval_episodes:
-        groups = evaluate(policy, tasks, cfg, job, selection_seed(cfg))
-        checkpoint.save_groups(job, "before", groups)
-        result = metrics.evaluation(groups, tasks)
-        checkpoint.keep_best(policy, job, state, result | {"step": -1})
+        result = judge(policy, tasks, cfg, job, state, "before")
         job.result(before=result)
         if job.run:
             job.run.track({"step": -1} | metrics.evaluation_columns(result))
@@ -795,15 +783,13 @@ def train(policy, tasks: list[Task], cfg: Config, job) -> None:
         # judge: an evaluation now and then, alarms, a way back from a collapse
         state.step = step + 1
         if cfg.eval_episodes and (state.step % cfg.eval_every == 0 or state.step == cfg.steps):
-            judged = evaluate(policy, tasks, cfg, job, selection_seed(cfg))
-            checkpoint.save_groups(job, f"eval-{step:06d}", judged)
-            result = metrics.evaluation(judged, tasks)
+            result = judge(policy, tasks, cfg, job, state, f"eval-{step:06d}")
             row |= metrics.evaluation_columns(result)
-            checkpoint.keep_best(policy, job, state, result | {"step": step})
         row["alarms"] = guard.alarms(row, rows)
         rows.append(row)
-        best = state.best if cfg.eval_episodes else None
-        reason = "" if cfg.guard == "off" else guard.collapse(rows[state.since :], best)
+        reason = ""
+        if cfg.guard != "off":
+            reason = guard.collapse(rows[state.since :], state.best)
         if reason:  # episodes of the collapsed policy are played again
             job.cancel()
             playing.clear()
@@ -834,9 +820,8 @@ def check_config(cfg: Config) -> None:
     options.check_numbers(cfg)
     if cfg.eval_episodes == 1:
         raise UserError("--eval-episodes must be 0 or at least 2: one has no standard error.")
-    count = len(cfg.tasks.task)
-    weights = cfg.task_weights or (1.0,) * count
-    if len(weights) != count or min(weights) < 0 or sum(weights) == 0:
+    weights = cfg.task_weights
+    if weights and (len(weights) != len(cfg.tasks.task) or sum(weights) == 0):
         raise UserError(
             "--task-weights needs one number per task, none below 0 and at least one above 0."
         )
@@ -885,21 +870,20 @@ def prepare(cfg: Config, job):
     fill_in(cfg, tasks, path)
     if cfg.sft and not Path("logs", cfg.name, "imitated").exists():
         imitation.best_episodes(cfg.sft, tasks, cfg.sft_share)
-    if job.rank > 0:
-        return tasks, path, why
-    trackers.check_packages(cfg.trackers)
-    job.run = run = open_run(
-        run_directory(cfg.name),
-        options.flat(cfg),
-        fingerprint(__file__, tasks, path, cfg.agent or ""),
-        options.may_change(cfg),
-        lambda run: is_finished(run, cfg),
-    )
-    if run.rows() and not run.checkpoints():
-        raise UserError(
-            f"{run.dir} has steps but no checkpoint to continue from, and starting anew would "
-            "erase them: choose another --name, or remove it."
+    if job.rank == 0:
+        trackers.check_packages(cfg.trackers)
+        job.run = run = open_run(
+            run_directory(cfg.name),
+            options.flat(cfg),
+            fingerprint(__file__, tasks, path, cfg.agent or ""),
+            options.may_change(cfg),
+            lambda run: is_finished(run, cfg),
         )
+        if run.rows() and not run.checkpoints():
+            raise UserError(
+                f"{run.dir} has steps but no checkpoint to continue from, and starting anew would "
+                "erase them: choose another --name, or remove it."
+            )
     return tasks, path, why
 
 
@@ -916,7 +900,7 @@ def is_finished(run, cfg: Config) -> bool:
 
 
 def main() -> None:
-    cfg = parse_config(Config, sys.argv[1:])
+    cfg = cli.parse_config(Config, sys.argv[1:])
     threads.configure()
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
     job = distributed.join(timeout=24 * 3600)
@@ -925,14 +909,14 @@ def main() -> None:
     if job.first(bool(run and run.finished)):
         job.say(f"logs/{cfg.name} was finished before: nothing was run.")
     else:
-        with recorded_end([run] if run else [], f"logs/{cfg.name} after its last whole step"):
+        with cli.recorded_end([run] if run else [], f"logs/{cfg.name} after its last whole step"):
             if run:
                 run.trackers = trackers.open_trackers(run)
                 console.banner(cfg, tasks, path, why, run)
                 run.result(shown=SHOWN)
             job.say("engine   is starting")
             policy = load_policy(cfg, path, job)
-            run_beside(job, train, policy, tasks, cfg, job)
+            asyncio.run(overlap.run_beside(job, train, policy, tasks, cfg, job))
     if run:
         console.farewell(run)
         stopped = run.results()["status"].partition("stopped: ")[2]
@@ -967,4 +951,4 @@ def load_policy(cfg: Config, path, job) -> Policy:
 
 
 if __name__ == "__main__":
-    one_sentence(main)
+    cli.one_sentence(main)

@@ -37,10 +37,9 @@ from flatlab import threads
 from flatlab.chat import ChatTokens
 from flatlab.episode.episode import Sample
 from flatlab.errors import UserError
-from flatlab.files import read_mapping
-from flatlab.loading import check_model, loading, quiet
-from flatlab.train.memory import CPU_BLOCK
-from flatlab.train.tensors import save_tensors
+from flatlab.files import read_mapping, save_tensors
+from flatlab.loading import check_model, loading
+from flatlab.train import memory
 
 # Settings of an adapter_config.json: those that are needed, and those that would change what the
 # adapter computes.
@@ -187,7 +186,6 @@ class Policy(ChatTokens):
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         import torch
 
-        quiet()
         super().__init__(path.base)
         self.path = path
         self.context = context
@@ -203,6 +201,8 @@ class Policy(ChatTokens):
             if exact:
                 os.environ["VLLM_BATCH_INVARIANT"] = "1"
         else:
+            if share_base:
+                raise UserError("--share-base needs a GPU.")
             if exact:
                 raise UserError("--exact needs a GPU: a CPU has no batch-invariant kernels.")
             if compile and not shutil.which("g++"):
@@ -252,19 +252,18 @@ class Policy(ChatTokens):
         from vllm import EngineArgs, LLMEngine
 
         from flatlab.train.lora_sync import METHOD, LoraLinear
-        from flatlab.train.memory import cpu_kv_cache_bytes, kv_cache_bytes
 
         LoraLinear.rank = rank
         if self.device == "cpu":
             machine = cpu_engine_options(self.context, compile)
-            machine["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(
+            machine["kv_cache_memory_bytes"] = memory.cpu_kv_cache_bytes(
                 self.path.base, self.context, max_batch
             )
         else:
             machine = {
                 "dtype": "bfloat16",
                 "gpu_memory_utilization": gpu_memory,
-                "kv_cache_memory_bytes": kv_cache_bytes(
+                "kv_cache_memory_bytes": memory.kv_cache_bytes(
                     self.path.base, gpu_memory, torch.cuda.mem_get_info()[1], self.context
                 ),
                 "max_num_batched_tokens": 8192,  # vLLM's 2048 would take many steps to prefill
@@ -289,13 +288,7 @@ class Policy(ChatTokens):
         self._pump = None
         self._prompts_wait = False  # the next step of the engine reads prompts
 
-    async def sample(
-        self,
-        tokens: list[int],
-        max_tokens: int,
-        temperature: float | None = None,
-        seed: int | None = None,
-    ) -> Sample:
+    async def sample(self, tokens: list[int], max_tokens: int, seed: int | None = None) -> Sample:
         """Samples one reply to `tokens`. Concurrent calls run in the same engine batch, whenever
         they arrive.
 
@@ -317,7 +310,7 @@ class Policy(ChatTokens):
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"v{version}"}
         params = SamplingParams(
             max_tokens=max_tokens,
-            temperature=self.temperature if temperature is None else temperature,
+            temperature=self.temperature,
             seed=seed,
             logprobs=0,
             detokenize=False,
@@ -414,8 +407,6 @@ class Policy(ChatTokens):
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
             config._attn_implementation = "eager"  # the only one that caps (Gemma 2)
         self.shares_base = False
-        if share_base and self.device == "cpu":
-            raise UserError("--share-base needs a GPU.")
         if share_base:
             try:
                 served = served_model(self.engine)
@@ -468,7 +459,6 @@ class Policy(ChatTokens):
         self,
         batch: list[tuple[list[int], list[int]]],
         base: bool = False,
-        chunk: int | None = None,
         values: bool = False,
         entropy_learns: bool = False,
     ):
@@ -478,19 +468,21 @@ class Policy(ChatTokens):
         set_reference; without gradient. Returns two (N,) tensors, N = sum of all masks, sequence by
         sequence; with `values` a third one, the value head's estimates before each token. The
         entropy has a gradient only with entropy_learns, which costs one more matrix product. The
-        (., V) logits exist for `chunk` positions at a time only (default: 256 MiB of them), and
-        none are kept for the backward pass.
+        (., V) logits exist for a part of the positions at a time, see MOST_LOGITS, and none are
+        kept for the backward pass.
         """
         import torch
 
         from flatlab.train.packing import TokenLogProbs, head_of, hidden_states
 
         causal_lm = self.model.get_base_model()
-        reference = self._reference_adapter() if base else contextlib.nullcontext()
-        with reference, torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
+        adapter = contextlib.nullcontext()
+        if base:
+            adapter = self._using(self._reference) if self._reference else self._without_adapter()
+        with adapter, torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
             hidden, targets = hidden_states(causal_lm.base_model, batch, self.device, self.packs)
         head = head_of(causal_lm, self.temperature)
-        chunk = chunk or max(1, 2**26 // len(head.weight))
+        chunk = max(1, memory.MOST_LOGITS // len(head.weight))
         logp, entropy = TokenLogProbs.apply(hidden, targets, head, chunk, entropy_learns)
         if values:
             return logp, entropy, self.value_head(hidden.float())[:, 0]
@@ -500,16 +492,22 @@ class Policy(ChatTokens):
         """Makes the adapter in `folder` the reference of the KL term; without a call it is the base
         model, i.e. the adapter is off.
         """
-        trained = [p.data for p in self.parameters()]
-        self._use([values.clone() for values in trained])
-        self.load_adapter(folder)
-        self._reference = [p.data for p in self.parameters()]
-        self._use(trained)
+        with self._using([p.data.clone() for p in self.parameters()]):
+            self.load_adapter(folder)
+            self._reference = [p.data for p in self.parameters()]
 
-    def _use(self, tensors: list) -> None:
-        """Replaces the trainable tensors; the engine's follow with the next sync."""
-        for p, values in zip(self.parameters(), tensors):
-            p.data = values
+    @contextlib.contextmanager
+    def _using(self, tensors: list):
+        """Inside, these are the trainable tensors. The engine's do not change without a sync."""
+        parameters = self.parameters()
+        trained = [p.data for p in parameters]
+        try:
+            for p, values in zip(parameters, tensors):
+                p.data = values
+            yield
+        finally:
+            for p, values in zip(parameters, trained):
+                p.data = values
 
     @contextlib.contextmanager
     def _without_adapter(self):
@@ -524,30 +522,14 @@ class Policy(ChatTokens):
             for layer in self.adapter_layers:
                 layer.enable_adapters(True)
 
-    @contextlib.contextmanager
-    def _reference_adapter(self):
-        """Inside, the trainer computes with the reference adapter. No gradient may pass through."""
-        if self._reference is None:
-            with self._without_adapter():
-                yield
-            return
-        trained = [p.data for p in self.parameters()]
-        try:
-            self._use(self._reference)
-            yield
-        finally:
-            self._use(trained)
-
     def peak_memory(self) -> float:
         """Peak memory in GiB: of the GPU since the last call, engine included; without one of this
         process.
         """
         import torch
 
-        from flatlab.train.memory import peak_bytes
-
         if self.device == "cpu":
-            return peak_bytes() / 2**30
+            return memory.peak_bytes() / 2**30
         peak = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()
         return peak
@@ -585,12 +567,12 @@ class Policy(ChatTokens):
                 "of another policy."
             )
 
-    async def agreement(self, tokens: int = 24) -> Agreement:
-        """Samples a few replies of up to `tokens` tokens and compares their log-probs."""
+    async def agreement(self) -> Agreement:
+        """Samples a few replies of up to 24 tokens and compares their log-probs."""
         import torch
 
         prompts = self._probes()
-        requests = [self.sample(prompt, tokens, seed=i) for i, prompt in enumerate(prompts)]
+        requests = [self.sample(prompt, 24, seed=i) for i, prompt in enumerate(prompts)]
         samples = await asyncio.gather(*requests)
         batch = [
             (prompt + s.tokens, [0] * len(prompt) + [1] * len(s.tokens))
@@ -622,22 +604,20 @@ class Policy(ChatTokens):
         """
         import torch
 
-        trained = [p.data for p in self.parameters()]
         generator = torch.Generator().manual_seed(0)
         tensors = []
-        for p in trained:
+        for p in self.parameters():
             values = torch.randn(p.shape, generator=generator) / (10 * p.shape[-1] ** 0.5)
             tensors.append(values.to(p.device))
         batch = [(prompt, [0] + [1] * (len(prompt) - 1)) for prompt in self._probes()]
         for _ in range(8):
-            self._use(tensors)
-            trainer, base = self._with_and_without(batch)
+            with self._using(tensors):
+                trainer, base = self._with_and_without(batch)
             moved = (trainer - base).abs().mean().item()
             if 0.3 <= moved <= 1:
                 break
             # The change is that of B times A, so each gets the square root of the correction.
             tensors = [values * (0.6 / moved) ** 0.5 for values in tensors]
-        self._use(trained)
         return tensors
 
     async def verify(self) -> dict[str, Agreement]:
@@ -658,9 +638,9 @@ class Policy(ChatTokens):
                 "trained adapter": trained,
             }
             for name, tensors in adapters.items():
-                self._use(tensors)
-                self.sync()
-                agreements[name] = await self.agreement()
+                with self._using(tensors):
+                    self.sync()
+                    agreements[name] = await self.agreement()
         # Written as <= so that NaN fails.
         agrees = [
             a.mean <= self.mean_diff_limit and a.largest <= self.max_diff_limit
@@ -730,7 +710,7 @@ def cpu_engine_options(context: int, compile: bool = False) -> dict:
         "dtype": "float32",
         "enforce_eager": not compile,
         # with vLLM's block size of 128 a hit in the prefix cache loses up to 127 tokens
-        "block_size": CPU_BLOCK,
+        "block_size": memory.CPU_BLOCK,
         # A prompt that is split over two steps breaks requests with a seed on a CPU.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(context, 4096),

@@ -7,8 +7,6 @@ It is for search and evaluation. There is nothing to train: log-probabilities ar
 client repeats requests that failed for a passing reason (429, 5xx, timeouts, no connection).
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

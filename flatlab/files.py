@@ -1,7 +1,8 @@
-"""Files that are complete or absent, and files of 'name: value' pairs."""
+"""Files that are complete or absent, files of tensors, and files of 'name: value' pairs."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
@@ -34,6 +35,15 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise
     os.replace(temp, path)
     to_disk(path.parent)
+
+
+def save_tensors(content, path: Path) -> None:
+    """torch.save, which turns a full disk into a RuntimeError; here it stays an OSError."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 def read_mapping(path: Path, default: dict | None = None) -> dict:

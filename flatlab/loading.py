@@ -12,23 +12,18 @@ from flatlab.files import read_mapping
 READ = "docs/models.md says which models work and what they need."
 
 
-def quiet() -> None:
-    """Silences the progress bars and messages of transformers."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
 def check_model(base: str):
-    """Reads the config and the tokenizer of a model. Returns the config.
+    """Reads the config and the tokenizer of a model. Returns the config. From here on transformers
+    shows no progress bars and no messages.
 
     Raises UserError if a file is missing or damaged, if there is no chat template, or if the
     weights are quantised.
     """
     from transformers import AutoConfig
+    from transformers.utils import logging
 
-    quiet()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     folder = Path(base)
     if folder.is_dir():
         check_files(folder)

@@ -10,18 +10,14 @@ import contextlib
 import os
 
 
-def available_cores() -> int:
-    """Number of CPU cores this process may use: its affinity mask and its control group's quota."""
-    import joblib
-
-    return joblib.cpu_count()
-
-
 def configure() -> None:
     """Sets the environment variables of OpenMP, of torch's C++ log and of its memory on a GPU,
     unless the user has.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(available_cores()))
+    import joblib
+
+    # It counts the cores that the affinity mask and the quota of the control group leave.
+    os.environ.setdefault("OMP_NUM_THREADS", str(joblib.cpu_count()))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Micro-batches differ in length; without this, memory of a GPU is lost between them.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -1,5 +1,6 @@
 """Options, marks and fixtures of the tests: a random Qwen3, and one real engine per session."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -154,7 +155,7 @@ def play(policy, tmp_path, monkeypatch):
         run.trackers += trackers
         try:
             job = SingleProcess(run)
-            run_beside(job, grpo.train, policy, list(tasks), cfg, job)
+            asyncio.run(run_beside(job, grpo.train, policy, list(tasks), cfg, job))
             return run.rows()
         finally:
             run.lock.close()

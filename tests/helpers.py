@@ -120,7 +120,7 @@ class FakePolicy:
         end = [] if ended else [1]
         return [*end, 2, *self.encode(text), 3]
 
-    async def sample(self, tokens, max_tokens, temperature=1.0, seed=None):
+    async def sample(self, tokens, max_tokens, seed=None):
         assert len(tokens) + max_tokens <= self.context
         self.requests.append(list(tokens))
         self.limits.append(max_tokens)

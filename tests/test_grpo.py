@@ -53,7 +53,8 @@ def random_pieces(policy, *lengths_and_advantages):
         tokens, mask = pair(tokens[:4], tokens[4:])
         with torch.no_grad():
             old = policy.logprobs([(tokens, mask)])[0].tolist()
-        pieces.append(TrainSequence(tokens, mask, old, [advantage] * len(old)))
+        count = len(old)
+        pieces.append(TrainSequence(tokens, mask, old, [advantage] * count, [0] * count))
     total = sum(len(p.old) for p in pieces)
     for p in pieces:
         p.weight = 1 / total
@@ -78,7 +79,7 @@ class Keep:
 def kept_update(policy, batch, cfg):
     """(the row of an update, its gradients)"""
     optimizer = Keep(policy)
-    row = grpo.update(policy, optimizer, batch, cfg)
+    row = grpo.update(policy, optimizer, batch, cfg, SingleProcess())
     return row, optimizer.grads
 
 
@@ -106,7 +107,9 @@ def test_a_token_whose_log_prob_is_no_number_is_left_out(policy):
     old = first.old[:-1]
     damaged = replace(first, old=[*old, math.nan])
     mask = [*first.mask[:-1], 0]
-    shorter = replace(first, mask=mask, old=old, advantage=first.advantage[:-1])
+    shorter = replace(
+        first, mask=mask, old=old, advantage=first.advantage[:-1], version=first.version[:-1]
+    )
     cfg = configure(CFG, kl=0.05)
     row, with_damage = kept_update(policy, [damaged, second], cfg)
     _, without = kept_update(policy, [shorter, second], cfg)
@@ -123,7 +126,7 @@ def test_an_update_with_a_gradient_that_is_no_number_or_too_large_is_skipped(pol
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0)
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "SKIP_GRAD_NORM", 1e-9)
-        assert grpo.update(policy, optimizer, batch, CFG)["skipped"] == 1
+        assert grpo.update(policy, optimizer, batch, CFG, SingleProcess())["skipped"] == 1
     real = policy.logprobs
 
     def broken(*args, **kwargs):
@@ -132,7 +135,7 @@ def test_an_update_with_a_gradient_that_is_no_number_or_too_large_is_skipped(pol
         return logp.where(~is_first, logp * math.nan), entropy
 
     monkeypatch.setattr(policy, "logprobs", broken)
-    row = grpo.update(policy, optimizer, batch, CFG)
+    row = grpo.update(policy, optimizer, batch, CFG, SingleProcess())
     assert row["skipped"] == 1
     assert row["lost_tokens"] == 1
     assert has_weights(policy, before)
@@ -282,21 +285,23 @@ def test_the_guard_restores_the_best_adapter_halves_the_rate_and_in_the_end_stop
     policy.save("logs/a/best")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1.0)
     state, cfg = grpo.State(step=7, best={"step": 3}), configure(CFG, name="a")
+    job = SingleProcess()
+    job.call = lambda function: function()  # there is no event loop
     for times in (1, 2, 3):
         randomise(policy, std=1.0)
         optimizer.state[policy.parameters()[0]] = {"step": 1}
         assert "back to the adapter of step 3" in restore(
-            policy, optimizer, cfg, SingleProcess(), state, "it fell"
+            policy, optimizer, cfg, job, state, "it fell"
         )
         assert has_weights(policy, kept)
         assert state.lr_scale == 0.5**times
         assert state.since == 7
         assert not optimizer.state
         assert not state.stopped
-    assert restore(policy, optimizer, cfg, SingleProcess(), state, "it fell") == "stopped: it fell"
+    assert restore(policy, optimizer, cfg, job, state, "it fell") == "stopped: it fell"
     assert state.stopped == "it fell"
     fresh = grpo.State(step=7, best={"step": 3})
-    restore(policy, optimizer, configure(cfg, guard="stop"), SingleProcess(), fresh, "it fell")
+    restore(policy, optimizer, configure(cfg, guard="stop"), job, fresh, "it fell")
     assert fresh.stopped == "it fell"
     assert fresh.restores == 0
 

@@ -6,6 +6,7 @@ run of grpo.train with the real engine, where an episode is one reply and the re
 letters.
 """
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -208,7 +209,7 @@ def main(model: str, steps: str, advantage: str = "group", ahead: str = "0") -> 
         seed=dist.rank,  # rank 0's counts
         value_head=advantage == "ppo",
     )
-    run_beside(dist, grpo.train, policy, [TASK], cfg, dist)
+    asyncio.run(run_beside(dist, grpo.train, policy, [TASK], cfg, dist))
 
 
 if __name__ == "__main__":

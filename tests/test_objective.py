@@ -426,7 +426,7 @@ def test_micro_batches_keep_everything_and_the_limit(packed):
 def sequence(tokens, prompt=0):
     """Without log-probs; all tokens after the prompt are trained on."""
     mask = [0] * prompt + [1] * (len(tokens) - prompt)
-    return TrainSequence(tokens, mask, [], [])
+    return TrainSequence(tokens, mask, [], [], [])
 
 
 def test_micro_batches_count_a_common_prompt_once():
@@ -450,6 +450,6 @@ def test_an_interrupted_update_ends_after_the_micro_batch():
             time.sleep(0.01)
 
     with pytest.raises(KeyboardInterrupt):
-        run_beside(EventLoop(), update)
+        asyncio.run(run_beside(EventLoop(), update))
     assert done == ["first"]
     stop_if_interrupted()  # the next run is not interrupted

@@ -11,6 +11,7 @@ import torch
 from bench.peak import peak
 from flatlab.errors import UserError
 from flatlab.loading import loading
+from flatlab.train import memory
 from flatlab.train.batch import common_prompt
 from flatlab.train.packing import Head, TokenLogProbs, can_pack, hidden_states
 from helpers import python
@@ -213,7 +214,9 @@ def test_logprobs_are_those_of_a_forward_pass_per_sequence(
     randomise(policy)
     monkeypatch.setattr(policy, "packs", packs)
     assert common_prompt(COMMON) == 39
-    ours = partial(policy.logprobs, chunk=4, entropy_learns=bonus > 0)
+    # four positions at a time
+    monkeypatch.setattr(memory, "MOST_LOGITS", 4 * policy.model.config.vocab_size)
+    ours = partial(policy.logprobs, entropy_learns=bonus > 0)
     logp, entropy, grads = loss_and_grads(ours, policy, batch, bonus)
     expected, spread, wanted = loss_and_grads(by_hand, policy, batch, bonus)
     assert torch.allclose(logp, expected, atol=1e-5)
@@ -289,12 +292,13 @@ def test_checkpointing_changes_no_number(policy):
     assert all_close(grads, again_grads, 1e-6)
 
 
-def test_requests_enter_a_running_batch_and_can_be_cancelled(policy):
+def test_requests_enter_a_running_batch_and_can_be_cancelled(policy, monkeypatch):
+    monkeypatch.setattr(policy, "temperature", 0.0)
     prompt = policy.render(CHAT)
 
     async def go():
-        first = asyncio.ensure_future(policy.sample(prompt, 400, temperature=0.0))
-        doomed = asyncio.ensure_future(policy.sample(prompt, 400, temperature=0.0))
+        first = asyncio.ensure_future(policy.sample(prompt, 400))
+        doomed = asyncio.ensure_future(policy.sample(prompt, 400))
         await asyncio.sleep(0.2)  # both are being generated
         late = await policy.sample(prompt, 4, seed=3)  # joins, finishes while they go on
         assert not first.done()

@@ -84,7 +84,7 @@ class Scripted(ChatTokens):
         self.threads.add(threading.current_thread())
         return super().encode(text)
 
-    async def sample(self, tokens, max_tokens, temperature=None, seed=None):
+    async def sample(self, tokens, max_tokens, seed=None):
         self.requests.append(tokens)
         text = next(self.replies)
         said = [*self.encode(text), self.end_of_turn]

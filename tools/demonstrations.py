@@ -106,7 +106,7 @@ class Script:
     def observation_tokens(self, text: str, ended: bool) -> list[int]:
         return self.encode(text)
 
-    async def sample(self, tokens, max_tokens, temperature=None, seed=None) -> Sample:
+    async def sample(self, tokens, max_tokens, seed=None) -> Sample:
         text = next(self.replies)
         said = self.encode(text)
         return Sample(said, [0.0] * len(said), text, "stop", 0)

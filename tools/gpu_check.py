@@ -399,7 +399,7 @@ def ahead(model: str) -> list:
             peaks.append(peak)
         rates.append(beside.result())
 
-    run_beside(job, learn)
+    asyncio.run(run_beside(job, learn))
     alone, *during = updates
     found = asyncio.run(policy.verify())["random adapter"]
     return [

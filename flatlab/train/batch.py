@@ -49,7 +49,7 @@ class TrainSequence:
     mask: list[int]  # 1: trained
     old: list[float]  # log-probability of the token when it was sampled
     advantage: list[float]
-    version: list[int] = field(default_factory=list)  # syncs before the token was sampled
+    version: list[int]  # syncs before the token was sampled
     target: list[float] = field(default_factory=list)  # of the value head; ppo only
     weight: float = 0.0  # of each of its tokens in the mean over the batch
 
@@ -70,8 +70,7 @@ def gather_groups(groups: list[Group], job) -> list[Group]:
     for g in groups:
         episodes = [replace(e, segments=[]) for e in g.episodes]
         copies.append(replace(g, episodes=episodes, tokens=packed_tokens(g.episodes)))
-    parts = job.gather(copies)
-    return sorted((g for part in parts for g in part), key=lambda g: g.number)
+    return sorted(flatten(job.gather(copies)), key=lambda group: group.number)
 
 
 def sequences_of(episode: Episode, advantages: list[float | None]) -> list[TrainSequence]:
@@ -98,8 +97,8 @@ def sequences_of(episode: Episode, advantages: list[float | None]) -> list[Train
     return sequences
 
 
-def flatten(batch: list[list[TrainSequence]]) -> list[TrainSequence]:
-    return [sequence for sequences in batch for sequence in sequences]
+def flatten(lists: list[list]) -> list:
+    return [element for part in lists for element in part]
 
 
 def micro_batches(sequences: list[TrainSequence], limit: int, packed: bool = True):
@@ -169,7 +168,7 @@ def to_tensors(part: list[TrainSequence], device) -> MicroBatch:
         pairs=[(s.tokens, s.mask) for s in part],
         old=column(s.old for s in part),
         advantage=column(s.advantage for s in part),
-        version=column((s.version or [0] * len(s.old) for s in part), torch.long),
+        version=column((s.version for s in part), torch.long),
         target=column(s.target or [0.0] * len(s.old) for s in part),
         weight=column([s.weight] * len(s.old) for s in part),
         sequence=column(numbers, torch.long),

@@ -14,9 +14,9 @@ from typing import Any
 
 from flatlab.episode.task import improvement
 from flatlab.errors import UserError
+from flatlab.files import save_tensors
 from flatlab.train import guard
 from flatlab.train.batch import Group
-from flatlab.train.tensors import save_tensors
 
 EVALUATION = "evaluation.json"  # beside the adapter in best/
 
@@ -148,8 +148,8 @@ def restore(policy, optimizer, cfg, job, state, reason: str) -> str:
 
 def final_adapters(run) -> dict[str, Path]:
     """name -> folder of the adapters that are compared at the end of a run."""
-    folders = {name: run.dir / name for name in ("untrained", "imitated")}
-    folders = {name: folder for name, folder in folders.items() if folder.is_dir()}
+    names = [name for name in ("untrained", "imitated") if (run.dir / name).is_dir()]
+    folders = {name: run.dir / name for name in names}
     checkpoints = [folder for _, folder in run.checkpoints()]
     last = [*folders.values(), *checkpoints][-1]
     return folders | {"last": last, "best": run.dir / "best"}

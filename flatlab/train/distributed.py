@@ -139,13 +139,10 @@ def join(timeout: float) -> SingleProcess:
 
     local = int(os.environ["LOCAL_RANK"])
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is None:
-        visible = [str(index) for index in range(torch.cuda.device_count())]
-    else:
-        visible = given.split(",") if given else []
+    visible = given.split(",") if given else range(torch.cuda.device_count())
     if visible:  # without a GPU every rank computes on the CPU
-        if local >= len(visible):
-            count = len(visible)
+        count = len(visible)
+        if local >= count:
             raise UserError(f"torchrun starts more processes here than there are GPUs ({count}).")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local]
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(visible[local])
     return Ranks(timeout)

@@ -2,7 +2,7 @@
 collapse. No torch.
 """
 
-from math import isnan, sqrt
+from math import hypot, isnan
 from statistics import fmean, median
 
 from flatlab.runs.reader import number
@@ -33,11 +33,11 @@ def latest_steps(rows: list[dict]) -> dict:
     --ahead N by policies that are up to N updates older.
     """
     latest = rows[-4:]
-    variances = [(row["clipped_improvement_stderr"] or 0.0) ** 2 for row in latest]
+    errors = [row["clipped_improvement_stderr"] or 0.0 for row in latest]
     return {
         "step": rows[-1]["step"] - 1,
         "clipped_improvement": fmean(row["clipped_improvement"] for row in latest),
-        "clipped_improvement_stderr": sqrt(sum(variances)) / len(latest),
+        "clipped_improvement_stderr": hypot(*errors) / len(latest),
     }
 
 
@@ -133,8 +133,8 @@ def evaluation_fell(rows: list[dict], best: dict | None) -> str:
     *earlier, last = [evaluation_of(row) for row in rows if "eval_clipped_improvement" in row]
     top = max([*earlier, best or last], key=lambda e: e["clipped_improvement"])
     fall = top["clipped_improvement"] - last["clipped_improvement"]
-    variances = [(e["clipped_improvement_stderr"] or 0.0) ** 2 for e in (top, last)]
-    error = max(0.02, sqrt(sum(variances)))  # equal scores have no error of their own
+    errors = [e["clipped_improvement_stderr"] or 0.0 for e in (top, last)]
+    error = max(0.02, hypot(*errors))  # equal scores have no error of their own
     if fall <= 3 * error:
         return ""
     return (

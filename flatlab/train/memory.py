@@ -30,7 +30,8 @@ OUT_OF_MEMORY = (
     "can't allocate memory",
     "could not create a memory",
 )
-LOGITS_BUFFERS = 5  # of the size of a chunk of logits, in Policy.logprobs
+MOST_LOGITS = 2**26  # at a time, in Policy.logprobs: 256 MiB
+LOGITS_BUFFERS = 5  # of the size of these
 
 # Activations that the backward pass of one decoder layer keeps, in numbers per token: inputs and
 # outputs of the norms, q, k, v and the attention's output are of the hidden size, those of the MLP
@@ -51,7 +52,7 @@ def bytes_needed(tokens: int, model_config, element_size: int, recompute_layers:
     inner = getattr(model_config, "intermediate_size", None) or 4 * hidden
     layer = HIDDEN_BUFFERS * hidden + MLP_BUFFERS * inner
     kept = layers * hidden + layer if recompute_layers else layers * layer
-    logits = min(tokens * model_config.vocab_size, 2**26)
+    logits = min(tokens * model_config.vocab_size, MOST_LOGITS)
     return tokens * kept * element_size + LOGITS_BUFFERS * logits * 4
 
 
@@ -148,24 +149,23 @@ def fit_micro_tokens(
     """The number of tokens of a micro-batch that fits into memory, at most `wanted`.
 
     wanted: None for the largest size that is useful. beside_engine: on a GPU the engine needs
-    ENGINE_OWN at the same time. Prints a sentence each time it has to be
-    halved. Raises UserError if not even LEAST_TOKENS fit.
+    ENGINE_OWN at the same time. Prints a sentence each time it has to be halved. Raises UserError
+    if not even LEAST_TOKENS fit.
     """
     tokens = wanted or MOST_TOKENS
     free = free_bytes(policy.device, processes)
     if beside_engine and policy.device != "cpu":
         free -= ENGINE_OWN
-    config = policy.model.config
-    element_size = policy.dtype.itemsize
 
-    def needed():
-        return bytes_needed(tokens, config, element_size, recompute_layers)
+    def needed(count):
+        return bytes_needed(count, policy.model.config, policy.dtype.itemsize, recompute_layers)
 
-    while tokens > LEAST_TOKENS and needed() > SHARE_OF_FREE * free:
+    while tokens > LEAST_TOKENS and needed(tokens) > SHARE_OF_FREE * free:
         if wanted:
-            say(f"{tokens} tokens need about {needed() / 2**30:.1f} GiB of {free / 2**30:.1f} free")
+            need = f"{tokens} tokens need about {needed(tokens) / 2**30:.1f} GiB"
+            say(f"{need} of {free / 2**30:.1f} free")
         tokens //= 2
-    if needed() < SURE_OF_FREE * free:  # no need to try
+    if needed(tokens) < SURE_OF_FREE * free:  # no need to try
         return tokens
     while not can_train(policy, tokens):
         if tokens <= LEAST_TOKENS:
@@ -176,7 +176,7 @@ def fit_micro_tokens(
             )
         say(f"a training pass over {tokens} tokens runs out of memory")
         tokens //= 2
-    longest = bytes_needed(policy.context, config, element_size, recompute_layers)
+    longest = needed(policy.context)
     if longest > SHARE_OF_FREE * free:
         print(
             f"memory: an episode of {policy.context} tokens needs about {longest / 2**30:.1f} GiB "

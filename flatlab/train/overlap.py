@@ -30,10 +30,7 @@ def stop_if_interrupted() -> None:
 
 
 class EventLoop:
-    """The event loop as the trainer's thread uses it.
-
-    Outside of run_beside() there is none. Then wait() runs a loop of its own.
-    """
+    """The event loop as the trainer's thread uses it. Outside of run_beside() there is none."""
 
     def __init__(self):
         self.loop = None
@@ -55,8 +52,6 @@ class EventLoop:
 
     def wait(self, coroutine):
         """Runs a coroutine in the event loop and returns its result."""
-        if self.loop is None:
-            return asyncio.run(coroutine)
         return self.start(coroutine).result()
 
     def call(self, function):
@@ -69,8 +64,7 @@ class EventLoop:
 
     def cancel(self) -> None:
         """Cancels everything that was started, and returns when it has ended."""
-        if self.tasks:
-            asyncio.run_coroutine_threadsafe(self.end_tasks(), self.loop).result()
+        asyncio.run_coroutine_threadsafe(self.end_tasks(), self.loop).result()
 
     async def end_tasks(self) -> None:
         for task in self.tasks:
@@ -79,16 +73,12 @@ class EventLoop:
             await asyncio.wait(self.tasks)
 
 
-def run_beside(loop: EventLoop, train, *args) -> None:
-    """Runs train(*args) in the trainer's thread and the event loop in this one, until train ends.
+async def run_beside(loop: EventLoop, train, *args) -> None:
+    """Runs train(*args) in the trainer's thread. Meanwhile `loop` is the event loop of this one.
 
     After Ctrl-C train ends where it waits for the event loop, or after a micro-batch; episodes in
     flight are cancelled, and their sandboxes closed.
     """
-    asyncio.run(_run_beside(loop, train, args))
-
-
-async def _run_beside(loop: EventLoop, train, args: tuple) -> None:
     loop.loop = asyncio.get_running_loop()
     training = loop.loop.run_in_executor(TRAINER, train, *args)
     try:

@@ -16,6 +16,7 @@ which the pipeline fills), or of TRL
 once in threads), "generate" (no tools) or "vllm" (the same with vLLM in its process).
 """
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -339,7 +340,7 @@ def run_ours(model, rounds, turns, tokens, variant):
                 idle=idle,
             )
 
-    run_beside(job, rows_of_steps if is_row else single_steps)
+    asyncio.run(run_beside(job, rows_of_steps if is_row else single_steps))
 
 
 # ---- TRL
