@@ -26,6 +26,7 @@ from flatlab.episode.task import Task, improvement
 from flatlab.episode.task_files import TASKS_DIR, nearest
 from flatlab.errors import UserError
 from flatlab.options import SandboxOptions
+from flatlab.sandbox.hosts import ask_all, room
 from flatlab.sandbox.images import install_requirements
 
 
@@ -105,7 +106,8 @@ def check(task: Task, options: SandboxOptions) -> None:
         is_median = task.source == "mledojo"
         name = "median of the leaderboards" if is_median else "reference"
         print_row(task, name, task.reference)
-    make_sandbox = partial(open_sandbox, task, options)
+    host = max(ask_all(), key=room).address
+    make_sandbox = partial(open_sandbox, task, options, host=host)
     verdict = "No rule has a score: give the task a `trivial:` one."
     reason = None
     rules = list(trivial_rules(task))

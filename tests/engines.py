@@ -107,6 +107,7 @@ class Wire:
     def __init__(self, path):
         self.path, self.real, self.open, self.hang = path, "/var/run/docker.sock", [], False
         self.cut_at = b"\0never\0"
+        self.swap = b"", b""  # what is replaced, and by what
         self.server = socket.socket(socket.AF_UNIX)
         self.listen()
 
@@ -134,7 +135,7 @@ class Wire:
                 if self.cut_at in data:
                     break
                 if not self.hang:
-                    target.sendall(data)
+                    target.sendall(data.replace(*self.swap))
             target.shutdown(socket.SHUT_WR)
 
     def cut(self):

@@ -8,19 +8,23 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import count
 
 import pytest
 
 import grpo
+import tasks
 from backends import needs_docker
 from bench.sandboxes import EPISODE
 from engines import Engines, Wire, forget_engine, lacking, run_dockerd, start_dockerd
 from env import Env
 from flatlab.episode import grading
 from flatlab.errors import SandboxFault
+from flatlab.options import SandboxOptions
 from flatlab.runs.reader import read_rows
-from flatlab.sandbox import hosts, sandbox
+from flatlab.sandbox import hosts, images, sandbox
+from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.hosts import Host, room
 from flatlab.train.distributed import SingleProcess
 from flatlab.train.metrics import step_metrics
@@ -170,6 +174,46 @@ def test_the_line_names_each_host_and_whether_it_answers(wires):
     forget_engine()
     with user_error(f"^No Docker daemon answers at {dead}. No Docker daemon answers at {alive}.$"):
         sandbox.pick_backend("auto")
+
+
+@needs_docker
+def test_a_host_whose_daemon_answers_with_an_error_is_left_out(wires):
+    broken, alive = map(address_of, wires)
+    with Env(load_task("titanic"), "docker") as first:
+        first.reset()
+        assert first.host == broken
+        wires[0].swap = (b"/containers/json", b"/nothing/here")
+        for _ in range(2):
+            with Env(load_task("titanic"), "docker") as other:
+                other.reset()
+                assert other.host == alive
+
+
+@needs_docker
+def test_tasks_are_checked_on_a_host_that_answers(wires, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wires[0].cut()
+    tasks.check(load_task("titanic"), SandboxOptions("docker"))
+    assert "not degenerate" in capsys.readouterr().out
+
+
+@needs_docker
+def test_requirements_are_installed_on_the_hosts_that_answer(wires, monkeypatch, tmp_path):
+    required = tmp_path / "requirements.txt"
+    required.write_text("nothing\n")
+    task = replace(load_task("titanic"), requirements=required)
+    monkeypatch.setattr("docker.APIClient.build", lambda *_, **__: [])
+    wires[0].cut()
+    assert images.install_requirements(task, IMAGE).startswith("flatlab-requirements:")
+
+
+def test_a_local_sandbox_needs_none_of_several_hosts(monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nothing/a,unix:///nothing/b")
+    forget_engine()
+    assert sandbox.pick_backend("local")[0] == "local"
+    with user_error("No Docker daemon answers at unix:///nothing/a."):
+        sandbox.pick_backend("auto")
+    forget_engine()
 
 
 @needs_docker

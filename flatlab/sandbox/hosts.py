@@ -105,6 +105,7 @@ def ask(host: Host) -> None:
             if host.retry_at:
                 leave_out(host.address)  # for other threads, while this one tries it again
                 engine_options(host.address)  # a tunnel of ssh has ended
+            before = host.retry_at
             api = docker_api(host.address)
             host.cores = engine_info(api)["NCPU"]
             filters = json.dumps({"label": ["flatlab.owner"]})
@@ -113,9 +114,11 @@ def ask(host: Host) -> None:
                 params={"filters": filters},
                 timeout=ANSWER_SECONDS,
             )
+            reply.raise_for_status()
             owners = [box["Labels"]["flatlab.owner"] for box in reply.json()]
             host.sandboxes = len(owners) - owners.count(owner())
-            host.retry_at = 0.0
+            if host.retry_at == before:  # else a sandbox could not be started meanwhile
+                host.retry_at = 0.0
     except SandboxFault:
         leave_out(host.address)
 

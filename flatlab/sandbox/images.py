@@ -17,7 +17,7 @@ from flatlab.cache import content_key
 from flatlab.errors import UserError
 from flatlab.sandbox.backend import WORKSPACE
 from flatlab.sandbox.docker import SET_PATH, docker_api, engine_options, short_text
-from flatlab.sandbox.hosts import addresses, hosts_problem
+from flatlab.sandbox.hosts import ask_all, hosts_problem
 from flatlab.sandbox.sandbox import Sandbox
 
 BAKE_BYTES = 8 << 20  # public files beyond this total are baked into an image once
@@ -135,16 +135,16 @@ def package_tag(task, image: str, host: str = "") -> str:
 def install_requirements(task, image: str) -> str:
     """Makes an image from `image` with the task's requirements, and prints what pip prints.
 
-    It is tagged by its content, and prepared_image finds it. With several hosts, each one makes its
-    own. Returns its name. Raises UserError if Docker cannot build it or pip fails.
+    It is tagged by its content, and prepared_image finds it. Each of several hosts that answers
+    makes its own. Returns its name. Raises UserError if Docker cannot build it or pip fails.
     """
     from docker.errors import DockerException
 
     if problem := hosts_problem(image):
         raise UserError(problem)
-    for host in addresses():
-        api = docker_api(host)
-        tag = package_tag(task, image, host)
+    for host in ask_all():
+        api = docker_api(host.address)
+        tag = package_tag(task, image, host.address)
         base = api.inspect_image(image)["Id"]
         with tempfile.TemporaryDirectory() as folder:
             shutil.copy(task.requirements, Path(folder, "requirements.txt"))
@@ -204,8 +204,9 @@ def foreign_image(
     repository = repository_name(task)
     key = ""  # from the id of the first host's image
     try:
-        for host in addresses():
-            client = docker.DockerClient(**engine_options(host), timeout=BUILD_SECONDS)
+        for host in ask_all():
+            settings = engine_options(host.address)
+            client = docker.DockerClient(**settings, timeout=BUILD_SECONDS)
             if base:
                 image = client.images.get(base)
             else:

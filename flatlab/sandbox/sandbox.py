@@ -75,8 +75,8 @@ def pick_backend(
         problem = hosts_problem(image)
         if not problem:
             return "docker", f"docker, image {image}{hosts_note(image)}"
-    if backend == "docker" or addresses() != [""]:  # who names several hosts wants Docker
-        raise UserError(problem)
+        if backend == "docker" or addresses() != [""]:  # who names several hosts wants Docker
+            raise UserError(problem)
     local = get_backend("local")
     if backend == "auto" and not local.is_complete and not model_is_tiny:
         raise UserError(

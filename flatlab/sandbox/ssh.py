@@ -7,6 +7,7 @@ import functools
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,6 +26,7 @@ OPTIONS = {
 
 
 clients: dict[str, subprocess.Popen] = {}  # by url
+connecting = threading.Lock()
 
 
 @functools.cache
@@ -41,9 +43,10 @@ def open_tunnel(url: str) -> str:
     the next call connects again. Raises OSError with the client's last line if it does not connect.
     """
     local = local_socket(url)
-    if url not in clients or clients[url].poll() is not None:
-        local.unlink(missing_ok=True)
-        clients[url] = start_client(url, local)
+    with connecting:
+        if url not in clients or clients[url].poll() is not None:
+            local.unlink(missing_ok=True)
+            clients[url] = start_client(url, local)
     return f"unix://{local}"
 
 
