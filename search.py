@@ -125,8 +125,7 @@ def greedy(t, rng, drafts=5):
 
 def ucb(t, rng, drafts=3, c=1.41):
     """The arg-max of Q + c sqrt(ln N / (n + 1)) (UCB1, Auer et al. 2002)."""
-    values, bonuses = selection.values_and_bonuses(t, drafts, c)
-    return selection.explore_or_exploit(values, bonuses)
+    return selection.explore_or_exploit(selection.values_and_bonuses(t, drafts, c))
 
 
 SELECT = {

@@ -129,8 +129,8 @@ def test_trend_by_hand():
     put(t, "0.0.0", 0.75)
     # Q: 0, 0.5, 1, 0.75; steps 0.5, 0.5, -0.25 with weights 1, 2, 3
     trend = (0.5 + 1.0 - 0.75) / 6
-    assert selection.trend(t, "0.0.0.0") == pytest.approx(trend)
-    assert selection.trend(t, "0") == 0
+    assert selection.rising_trend(t, "0.0.0.0") == pytest.approx(trend)
+    assert selection.rising_trend(t, "0") == 0
 
 
 def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
@@ -182,7 +182,8 @@ def test_signals_by_hand():
     put(t, "0.1", 0.2, idea="boosted trees and kNN")
 
     def signal(name):
-        return selection.SIGNALS[name](t, selection.quality(t), t.nodes["0.1"])
+        [value] = selection.SIGNALS[name](t, [t.nodes["0.1"]])
+        return value
 
     assert signal("regret") == pytest.approx(1 - 0.25)
     assert signal("depth") == pytest.approx(1 / (1 * 2 + 1))
