@@ -38,7 +38,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -120,7 +120,7 @@ def greedy(t, rng, drafts=5):
     if not scores:
         return None
     best = max(scores, key=scores.get)
-    return Choice(best, scores=scores, reason="best so far" if t.scored() else "draft")
+    return Choice(best, scores=scores, reason="best so far" if t.scored else "draft")
 
 
 def ucb(t, rng, drafts=3, c=1.41):
@@ -308,7 +308,7 @@ async def list_ideas(t: Tree, node: Node) -> list:
     cfg = t.cfg
     k = max(cfg.k, cfg.branching) if t.rule.asks_once else cfg.k
     parent = t.nearest_kept(node.parent)
-    siblings = [child for child in t.children(node.parent) if child is not node]
+    siblings = [child for child in t.nodes[node.parent].children if child is not node]
     wanted = strategy_request(node.sampling_mode, k, cfg.tau, parent)
     request = prompts.ask(about(t), wanted, parent, siblings, summary(t))
     talk = []
@@ -438,7 +438,8 @@ async def expand(t: Tree, node: Node) -> None:
     t.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id}], tokens)
     node.seconds = time.monotonic() - start
     node.elapsed = t.elapsed()
-    t.run.log(dict(vars(node)), "journal.jsonl")  # from here on it counts
+    row = {column.name: getattr(node, column.name) for column in fields(node)}
+    t.run.log(row, "journal.jsonl")  # from here on it counts
     t.end(node)
     t.run.result(**results(t), status="running")
     if [other.status for other in t.finished[-3:]] == ["fault"] * 3:
@@ -476,7 +477,7 @@ async def decide(t: Tree) -> Node | None:
     """The next node; None if the budget is spent or the rule has nothing to start now."""
     if t.spent():
         return None
-    rng = random.Random(seed_from(t.seed, "select", t.started()))
+    rng = random.Random(seed_from(t.seed, "select", t.started))
     choice = None
     if not t.rule.debugs_itself:
         choice = selection.failed_leaf(t, rng)
@@ -505,7 +506,7 @@ async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> N
             group.create_task(run_node(t, node, slots))
             continue
         slots.release()
-        if not t.running():
+        if not t.running:
             break
         t.node_ended.clear()
         await t.node_ended.wait()

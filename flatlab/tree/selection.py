@@ -66,7 +66,7 @@ def quality(t: Tree, nodes: list[Node]) -> list[float]:
 
 def best_child_values(t: Tree, nodes: list[Node]) -> list[float]:
     """For each node the highest Q among its scored children; its own Q if there are none."""
-    return quality(t, [t.best_child.get(node.id, node) for node in nodes])
+    return quality(t, [node.best_child or node for node in nodes])
 
 
 def candidates(t: Tree, drafts: int) -> list[Node]:
@@ -75,9 +75,9 @@ def candidates(t: Tree, drafts: int) -> list[Node]:
     The root until it has `drafts` children, then every scored node whose files are kept. If there
     is none, the root again once nothing is running.
     """
-    if len(t.children("0")) < drafts:
+    if len(t.root.children) < drafts:
         return [t.root]
-    if t.kept or t.running():
+    if t.kept or t.running:
         return t.kept
     return [t.root]
 
@@ -105,21 +105,21 @@ def values_and_bonuses(
     log_n = math.log(max(1, t.executed()))
     parts = {}
     for node, value in zip(options, best_child_values(t, options)):
-        visits = len(t.children(node.id)) + 1
+        visits = len(node.children) + 1
         bonus = c * math.sqrt(log_n / visits)
         if trend_weight:
-            bonus += trend_weight * rising_trend(t, node.id)
+            bonus += trend_weight * rising_trend(t, node)
         if visit_alpha:
             bonus -= visit_alpha * math.log(visits)
         parts[node.id] = value, bonus
     return parts
 
 
-def rising_trend(t: Tree, id: str) -> float:
+def rising_trend(t: Tree, node: Node) -> float:
     """max(trend, 0): the trend is sum_i(i delta_i) / sum_i(i), delta_i the i-th step of Q on the
     path from the root.
     """
-    steps, total, _ = t.rises[id]
+    steps, total, _ = node.rises
     if total <= 0:
         return 0.0
     return total / spread(t) / (steps * (steps + 1) / 2)
@@ -172,7 +172,7 @@ def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
     choice = explore_or_exploit(values_and_bonuses(t, drafts, c, trend_weight))
     # At most one commitment at a time, one that is still running included.
     still_running = left and not last.status
-    if choice and not still_running and rising_trend(t, choice.parent) > 0:
+    if choice and not still_running and rising_trend(t, t.nodes[choice.parent]) > 0:
         choice.notes = {"commit": commitment}
     return choice
 
@@ -197,7 +197,7 @@ def spreads_of_children(t, nodes):
     """Standard deviation of Q over the children; 1 with fewer than two scored ones."""
     spreads = []
     for node in nodes:
-        values = quality(t, [child for child in t.children(node.id) if child.valid])
+        values = quality(t, [child for child in node.children if child.valid])
         spreads.append(stdev(values) if len(values) > 1 else 1.0)
     return spreads
 
@@ -212,7 +212,7 @@ def unused_families(t, nodes):
     """The share of model families that no child's idea names."""
     shares = []
     for node in nodes:
-        ideas = [child.idea for child in t.children(node.id) if child.idea]
+        ideas = [child.idea for child in node.children if child.idea]
         used = set().union(*map(prompts.families, ideas))
         shares.append(1 - len(used) / (len(prompts.FAMILIES) + 1))
     return shares
@@ -220,7 +220,7 @@ def unused_families(t, nodes):
 
 def shallowness(t, nodes):
     """1 / (depth (n + 1) + 1): large near the root, with few children."""
-    return [1 / (node.depth * (len(t.children(node.id)) + 1) + 1) for node in nodes]
+    return [1 / (node.depth * (len(node.children) + 1) + 1) for node in nodes]
 
 
 # (tree, candidates) -> a number for each: the larger, the more it deserves a child
@@ -252,8 +252,8 @@ def signals(
     scores = {node.id: total for node, total in zip(options, sums)}
     id = arg_max(scores)
     [q] = quality(t, [t.nodes[id]])
-    below = sum(other <= q for other in quality(t, t.scored()))
-    exploits = below and below - 1 >= exploit_quantile * (len(t.scored()) - 1)
+    below = sum(other <= q for other in quality(t, t.scored))
+    exploits = below and below - 1 >= exploit_quantile * (len(t.scored) - 1)
     return Choice(id, "exploit" if exploits else "explore", "largest sum of signals", scores)
 
 
@@ -262,13 +262,13 @@ def check_signals(cfg, constants: dict) -> None:
         raise UserError(f"--rule-args: one of {', '.join(SIGNALS)} must be above 0.")
 
 
-def mean_quality(t: Tree, id: str) -> float:
+def mean_quality(t: Tree, node: Node) -> float:
     """Mean Q of a node and all nodes below it; those that failed or still run have 0."""
-    below = t.subtrees[id]
     width = spread(t)
     if width == 0:
-        return 0.5 * below.scored / below.nodes
-    return (below.improvement - below.scored * t.lowest) / width / below.nodes
+        return 0.5 * node.scored_below / node.nodes_below
+    total = node.improvement_below - node.scored_below * t.lowest
+    return total / width / node.nodes_below
 
 
 def mcts(t, rng, c=0.25):
@@ -278,22 +278,21 @@ def mcts(t, rng, c=0.25):
 
     Nodes that failed or still run count as visits with value 0.
     """
-    id = "0"
+    node = t.root
     scores = {}
-    while len(t.children(id)) >= t.cfg.branching:
+    while len(node.children) >= t.cfg.branching:
         level = {}
-        for child in t.children(id):
+        for child in node.children:
             if child.kept and t.failures(child) <= DEBUG_DEPTH:
-                visits = t.subtrees[child.id].nodes
-                bonus = c * math.sqrt(math.log(t.subtrees[id].nodes) / visits)
-                level[child.id] = mean_quality(t, child.id) + bonus
-        if not level and t.running():
+                bonus = c * math.sqrt(math.log(node.nodes_below) / child.nodes_below)
+                level[child.id] = mean_quality(t, child) + bonus
+        if not level and t.running:
             return None
         if not level:
             break  # all children are given up: this node gets another one
         scores |= level
-        id = arg_max(level)
-    return Choice(id, scores=scores, reason=f"reached by UCT at depth {t.nodes[id].depth}")
+        node = t.nodes[arg_max(level)]
+    return Choice(node.id, scores=scores, reason=f"reached by UCT at depth {node.depth}")
 
 
 def evolution(t, rng, drafts=5, crossover_prob=0.5, population=10):
@@ -319,7 +318,7 @@ def evolution(t, rng, drafts=5, crossover_prob=0.5, population=10):
 
 def linear(t, rng):
     """No tree: each node continues where the one before it ended."""
-    if t.running():
+    if t.running:
         return None
     parent = t.finished[-1].id if t.finished else "0"
     return Choice(parent, "exploit", "goes on")
