@@ -18,8 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
-from operator import itemgetter, not_
+from operator import itemgetter
 from pathlib import Path
 
 from flatlab.episode.task import Task, improvement
@@ -313,8 +312,11 @@ class Tree:
 
     def failures(self, node: Node) -> int:
         """Number of failed nodes in a row that end with this one."""
-        valid = (above.valid for above in self.upwards(node))
-        return sum(1 for _ in takewhile(not_, valid))
+        count = 0
+        while not node.valid:
+            count += 1
+            node = self.nodes[node.parent]
+        return count
 
     def best(self) -> Node:
         """The node that was chosen at the end; before that the best one by validation, the root
