@@ -161,9 +161,8 @@ def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
     A path that improves is followed for `commitment` further nodes, or until a child is worse or
     fails.
     """
-    committed = [node for node in t.nodes.values() if "commit" in node.decision]
-    last = max(committed, key=lambda node: node.order, default=None)
-    left = last.decision["commit"] if last else 0
+    last = t.committed
+    left = last.decision.get("commit", 0)
     if left and last.valid and last.kept:
         parent = t.nearest_kept(last.parent)
         if last.improvement >= (parent.improvement or 0.0):

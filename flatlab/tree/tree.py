@@ -157,6 +157,7 @@ class Tree:
         self.kept: list[Node] = []  # the valid ones whose files are kept
         self.best_scored = self.root
         self.lowest = 0.0  # improvement, the root's included
+        self.committed = self.root  # the last node that the rule committed itself to
         self.started = 0  # nodes, also those that a killed search has lost
         # those that may be debugged: their files are kept, they have no children and end at most
         # DEBUG_DEPTH failures in a row
@@ -223,6 +224,8 @@ class Tree:
         for above in self.upwards(node):
             above.nodes_below += 1
         self.started = max(self.started, node.order + 1)
+        if "commit" in node.decision and node.order > self.committed.order:
+            self.committed = node
         if node.parent:
             self.nodes[node.parent].children.append(node)
             self.failed_leaves.pop(node.parent, None)
