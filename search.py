@@ -106,7 +106,7 @@ def level_order(branching, depth, nodes):
 
 def check_bfs(cfg, constants):
     """Raises UserError if a complete tree has fewer nodes than the budget."""
-    nodes = sum(cfg.branching**level for level in range(1, cfg.depth + 1))
+    nodes = len(level_order(cfg.branching, cfg.depth, cfg.nodes))
     if nodes < cfg.nodes:
         raise UserError(
             f"A bfs tree with --branching {cfg.branching} and --depth {cfg.depth} has {nodes} "
