@@ -381,7 +381,7 @@ class Attempt(env.Env):
     def step(self, reply, timeout=None):
         step = super().step(reply, timeout)
         cfg = self.tree.cfg
-        scored = self.ends_at_score and step.score is not None and step.score.valid
+        scored = self.ends_at_score and step.score and step.score.valid
         out_of_tokens = cfg.tokens is not None and self.tree.tokens() >= cfg.tokens
         return replace(step, done=step.done or scored or out_of_tokens)
 

@@ -148,8 +148,9 @@ class Tree:
         self.rule = rule
         self.policy = None
         self.facts = ""  # what requests tell about the sandboxes, in the full form of the texts
-        self.root = Node("0", op="baseline", score=task.baseline, improvement=0.0, valid=True)
-        self.root.status = "baseline"
+        self.root = Node(
+            "0", op="baseline", score=task.baseline, improvement=0.0, valid=True, status="baseline"
+        )
         self.nodes: dict[str, Node] = {}
         self.running: dict[str, Node] = {}
         self.finished: list[Node] = []  # without the root, in order of completion
