@@ -75,11 +75,9 @@ def candidates(t: Tree, drafts: int) -> list[Node]:
     The root until it has `drafts` children, then every scored node whose files are kept. If there
     is none, the root again once nothing is running.
     """
-    if len(t.root.children) < drafts:
+    if len(t.root.children) < drafts or not (t.kept or t.running):
         return [t.root]
-    if t.kept or t.running:
-        return t.kept
-    return [t.root]
+    return t.kept
 
 
 def failed_leaf(t: Tree, rng) -> Choice | None:
