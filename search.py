@@ -622,22 +622,23 @@ def prepare(cfg: Config):
 def open_trees(cfg: Config, tasks: list, made_by: dict) -> tuple[list[Tree], Path]:
     """One tree for each task, sampling mode and seed, and the directory of the run or grid."""
     cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
+    is_grid = len(cells) > 1
     model = value_text(cfg.model.model)
     # The name begins with that of the script: a copy of this file makes runs of its own.
     kind = Path(__file__).stem
     if cfg.select != Config.select:
         kind += f"-{cfg.select}"
     name = f"{kind}-grid-{model}"
-    if len(cells) == 1:
+    if not is_grid:
         [(task, mode, seed)] = cells
         name = f"{kind}-{task.name}-{mode}-{model}-{seed}"
     where = run_directory(cfg.name or name)
-    if len(cells) > 1 and (where / "config.yaml").exists():
+    if is_grid and (where / "config.yaml").exists():
         raise UserError(f"{where} is a single run, not a grid: choose another --name.")
     trees = []
     for task, mode, seed in cells:
         directory = where
-        if len(cells) > 1:
+        if is_grid:
             directory = where / f"{task.name}-{mode}-{seed}"
         cell = {"task": task.name, "sampling_mode": mode, "seed": seed, "name": directory.name}
         run = open_run(
