@@ -38,7 +38,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -438,8 +438,7 @@ async def expand(t: Tree, node: Node) -> None:
     t.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id}], tokens)
     node.seconds = time.monotonic() - start
     node.elapsed = t.elapsed()
-    row = {column.name: getattr(node, column.name) for column in fields(node)}
-    t.run.log(row, "journal.jsonl")  # from here on it counts
+    t.run.log(node.row(), "journal.jsonl")  # from here on it counts
     t.end(node)
     t.run.result(**results(t), status="running")
     if [other.status for other in t.finished[-3:]] == ["fault"] * 3:

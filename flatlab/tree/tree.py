@@ -17,7 +17,7 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import itemgetter
 from pathlib import Path
 
@@ -35,9 +35,9 @@ CODE_FILES = 10
 CODE_BYTES = 50_000
 
 
-@dataclass
+@dataclass(slots=True)
 class Node:
-    """One attempt. Its fields are a row of journal.jsonl. With status "" it is still running.
+    """One attempt, and one row of journal.jsonl. A node with status "" is still running.
 
     Once it has ended, `ideas`, `grader_output`, `diff`, `actions` and the scores in `decision` are
     in the journal only.
@@ -72,18 +72,21 @@ class Node:
     decision: dict = field(default_factory=dict)  # phase, scores of the candidates, reason
     made_by: int | None = None  # number of the code, see flatlab/runs/fingerprint.py
 
-    def __post_init__(self):
-        """Begins what add() and end() of a Tree keep of a node, which is not in the journal."""
-        self.children: list[Node] = []
-        self.next_number = 0  # of the next child
-        self.best_child: Node | None = None  # among the valid ones
-        # sums over the node and all nodes below it
-        self.nodes_below = 0  # the running ones included
-        self.scored_below = 0
-        self.improvement_below = 0.0  # of the scored ones
-        # number of steps i between scored nodes on the path from the root, sum of i times the rise
-        # of the improvement in step i, and the last improvement
-        self.rises = (0, 0.0, 0.0)
+    # What add() and end() of a Tree keep of it; the journal does not hold these.
+    children: list[Node] = field(default_factory=list, init=False)
+    next_number: int = field(default=0, init=False)  # of the next child
+    best_child: Node | None = field(default=None, init=False)  # among the valid ones
+    # sums over the node and all nodes below it
+    nodes_below: int = field(default=0, init=False)  # the running ones included
+    scored_below: int = field(default=0, init=False)
+    improvement_below: float = field(default=0.0, init=False)  # of the scored ones
+    # number of steps i between scored nodes on the path from the root, sum of i times the rise of
+    # the improvement in step i, and the last improvement
+    rises: tuple = field(default=(0, 0.0, 0.0), init=False)
+
+    def row(self) -> dict:
+        """Its row of journal.jsonl."""
+        return {column.name: getattr(self, column.name) for column in fields(self) if column.init}
 
     @property
     def depth(self) -> int:
