@@ -106,7 +106,7 @@ def level_order(branching, depth, nodes):
 
 def check_bfs(cfg, constants):
     """Raises UserError if a complete tree has fewer nodes than the budget."""
-    nodes = sum(cfg.branching**level for level in range(1, cfg.depth + 1))
+    nodes = len(level_order(cfg.branching, cfg.depth, cfg.nodes))
     if nodes < cfg.nodes:
         raise UserError(
             f"A bfs tree with --branching {cfg.branching} and --depth {cfg.depth} has {nodes} "
@@ -120,13 +120,12 @@ def greedy(t, rng, drafts=5):
     if not scores:
         return None
     best = max(scores, key=scores.get)
-    return Choice(best, scores=scores, reason="best so far" if t.scored() else "draft")
+    return Choice(best, scores=scores, reason="best so far" if t.scored else "draft")
 
 
 def ucb(t, rng, drafts=3, c=1.41):
     """The arg-max of Q + c sqrt(ln N / (n + 1)) (UCB1, Auer et al. 2002)."""
-    values, bonuses = selection.values_and_bonuses(t, drafts, c)
-    return selection.explore_or_exploit(values, bonuses)
+    return selection.explore_or_exploit(selection.values_and_bonuses(t, drafts, c))
 
 
 SELECT = {
@@ -309,7 +308,7 @@ async def list_ideas(t: Tree, node: Node) -> list:
     cfg = t.cfg
     k = max(cfg.k, cfg.branching) if t.rule.asks_once else cfg.k
     parent = t.nearest_kept(node.parent)
-    siblings = [child for child in t.children(node.parent) if child is not node]
+    siblings = [child for child in t.nodes[node.parent].children if child is not node]
     wanted = strategy_request(node.sampling_mode, k, cfg.tau, parent)
     request = prompts.ask(about(t), wanted, parent, siblings, summary(t))
     talk = []
@@ -382,7 +381,7 @@ class Attempt(env.Env):
     def step(self, reply, timeout=None):
         step = super().step(reply, timeout)
         cfg = self.tree.cfg
-        scored = self.ends_at_score and step.score is not None and step.score.valid
+        scored = self.ends_at_score and step.score and step.score.valid
         out_of_tokens = cfg.tokens is not None and self.tree.tokens() >= cfg.tokens
         return replace(step, done=step.done or scored or out_of_tokens)
 
@@ -439,7 +438,7 @@ async def expand(t: Tree, node: Node) -> None:
     t.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id}], tokens)
     node.seconds = time.monotonic() - start
     node.elapsed = t.elapsed()
-    t.run.log(dict(vars(node)), "journal.jsonl")  # from here on it counts
+    t.run.log(node.row(), "journal.jsonl")  # from here on it counts
     t.end(node)
     t.run.result(**results(t), status="running")
     if [other.status for other in t.finished[-3:]] == ["fault"] * 3:
@@ -477,7 +476,7 @@ async def decide(t: Tree) -> Node | None:
     """The next node; None if the budget is spent or the rule has nothing to start now."""
     if t.spent():
         return None
-    rng = random.Random(seed_from(t.seed, "select", t.started()))
+    rng = random.Random(seed_from(t.seed, "select", t.started))
     choice = None
     if not t.rule.debugs_itself:
         choice = selection.failed_leaf(t, rng)
@@ -506,7 +505,7 @@ async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> N
             group.create_task(run_node(t, node, slots))
             continue
         slots.release()
-        if not t.running():
+        if not t.running:
             break
         t.node_ended.clear()
         await t.node_ended.wait()
@@ -622,22 +621,23 @@ def prepare(cfg: Config):
 def open_trees(cfg: Config, tasks: list, made_by: dict) -> tuple[list[Tree], Path]:
     """One tree for each task, sampling mode and seed, and the directory of the run or grid."""
     cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
+    is_grid = len(cells) > 1
     model = value_text(cfg.model.model)
     # The name begins with that of the script: a copy of this file makes runs of its own.
     kind = Path(__file__).stem
     if cfg.select != Config.select:
         kind += f"-{cfg.select}"
     name = f"{kind}-grid-{model}"
-    if len(cells) == 1:
+    if not is_grid:
         [(task, mode, seed)] = cells
         name = f"{kind}-{task.name}-{mode}-{model}-{seed}"
     where = run_directory(cfg.name or name)
-    if len(cells) > 1 and (where / "config.yaml").exists():
+    if is_grid and (where / "config.yaml").exists():
         raise UserError(f"{where} is a single run, not a grid: choose another --name.")
     trees = []
     for task, mode, seed in cells:
         directory = where
-        if len(cells) > 1:
+        if is_grid:
             directory = where / f"{task.name}-{mode}-{seed}"
         cell = {"task": task.name, "sampling_mode": mode, "seed": seed, "name": directory.name}
         run = open_run(

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict, fields
+from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -398,7 +398,7 @@ def node(id, score, op="draft", **more):
         turn(f"I try {id}", f"output of {id}", action="python3 solve.py"),
         turn("```bash\nvalidate\n```", "validation", "validate", score, action="validate"),
     ]
-    row = Node(
+    made = Node(
         id,
         parent=id.rpartition(".")[0],
         order=int(id.replace(".", "")),
@@ -418,7 +418,7 @@ def node(id, score, op="draft", **more):
         elapsed=2.0,
         decision={"rule": "ucb", "reason": "highest bound", "scores": {"0": 1.0}},
     )
-    return asdict(row) | more
+    return made.row() | more
 
 
 def search_result(rows, **more):

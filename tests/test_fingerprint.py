@@ -302,7 +302,7 @@ def test_a_copy_of_grpo_with_another_reward_makes_a_run_of_its_own(project):
 
 RULE = """
 def chain(t, rng):
-    return None if t.running() else Choice([t.root, *t.finished][-1].id)
+    return None if t.running else Choice([t.root, *t.finished][-1].id)
 
 
 SELECT = {

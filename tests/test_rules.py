@@ -129,8 +129,8 @@ def test_trend_by_hand():
     put(t, "0.0.0", 0.75)
     # Q: 0, 0.5, 1, 0.75; steps 0.5, 0.5, -0.25 with weights 1, 2, 3
     trend = (0.5 + 1.0 - 0.75) / 6
-    assert selection.trend(t, "0.0.0.0") == pytest.approx(trend)
-    assert selection.trend(t, "0") == 0
+    assert selection.rising_trend(t, t.nodes["0.0.0.0"]) == pytest.approx(trend)
+    assert selection.rising_trend(t, t.root) == 0
 
 
 def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
@@ -182,7 +182,8 @@ def test_signals_by_hand():
     put(t, "0.1", 0.2, idea="boosted trees and kNN")
 
     def signal(name):
-        return selection.SIGNALS[name](t, selection.quality(t), t.nodes["0.1"])
+        [value] = selection.SIGNALS[name](t, [t.nodes["0.1"]])
+        return value
 
     assert signal("regret") == pytest.approx(1 - 0.25)
     assert signal("depth") == pytest.approx(1 / (1 * 2 + 1))
@@ -262,7 +263,7 @@ def test_nothing_is_built_on_a_node_whose_files_are_too_large(select):
     """Nor is it chosen again and again."""
     t = make(select, nodes=14)
     while not t.spent():
-        choice = decide(t, t.started())
+        choice = decide(t, t.started)
         assert choice.parent != "0.1"
         node = search.start(t, choice)
         too_large = node.id == "0.1"
@@ -291,7 +292,7 @@ def grown(select, nodes, task=TASK, fail_share=0.5):
     rng = random.Random(7)
     decisions = []
     while not t.spent():
-        choice = decide(t, t.started())
+        choice = decide(t, t.started)
         decisions.append(replace(choice, reason=""))
         score = None if rng.random() < fail_share else rng.uniform(-1, 2)
         idea = rng.choice(["ridge", "xgboost", "a network"])

@@ -314,7 +314,7 @@ def test_finalists_are_few_and_kept(tmp_path):
     t = run(tmp_path, nodes=30, select="random", large=".0", stderr=1.0, workers=1)
     t.chosen = None  # as before the end
     finalists = selection.finalists(t)
-    kept = [node for node in t.scored() if node.kept]
+    kept = [node for node in t.scored if node.kept]
     kept.sort(key=lambda node: -node.improvement)
     assert len(kept) > len(finalists) == selection.FINALISTS
     assert finalists == kept[: selection.FINALISTS]
@@ -445,7 +445,7 @@ def test_the_journal_holds_what_a_tree_forgets_and_the_scores_of_a_few_candidate
     t = run(tmp_path, nodes=60, select="random", score_of=equal, workers=1)
     assert all(row["actions"] and row["ideas"] for row in rows(t))
     assert not any(node.actions or node.ideas for node in t.finished)
-    assert len(rows(t)[-1]["decision"]["scores"]) == SCORES < len(t.scored())
+    assert len(rows(t)[-1]["decision"]["scores"]) == SCORES < len(t.scored)
 
 
 def test_resumed_bfs_does_not_ask_again_for_ideas_that_it_has(tmp_path):
@@ -453,7 +453,7 @@ def test_resumed_bfs_does_not_ask_again_for_ideas_that_it_has(tmp_path):
     model = FakePolicy(lists)
     run(cut_run(whole, tmp_path / "cut", 2), workers=1, model=model)
     asked = sum("Strategy: <one" in prompt for prompt in model.prompts)
-    assert asked == sum(n.valid for n in whole.children("0"))  # one per parent, none for the root
+    assert asked == sum(n.valid for n in whole.root.children)  # one per parent, none for the root
 
 
 def test_the_test_score_of_an_earlier_best_node_does_not_stay(tmp_path):

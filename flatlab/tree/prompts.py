@@ -103,7 +103,7 @@ def attempt(parent, files_are_here: bool, limit: int) -> str:
     lines = [f"{where} Score: {score}"]
     if parent.idea:
         lines.append(f"Its strategy: {parent.idea}")
-    texts = len(parent.code) + (0 if parent.valid else 1)
+    texts = len(parent.code) + (not parent.valid)
     share = limit // max(1, texts)
     for name, text in parent.code.items():
         lines.append(f"Its {name}:\n{clip(text.strip(), share)}")

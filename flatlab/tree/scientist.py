@@ -27,7 +27,7 @@ async def scientist(t: Tree, rng) -> Choice | None:
 
     It sees every result before it decides, and it keeps its latest notes.
     """
-    if t.running():
+    if t.running:
         return None
     choice = Choice("0")
     nodes = [t.root, *t.finished]
@@ -39,12 +39,12 @@ async def scientist(t: Tree, rng) -> Choice | None:
         left=t.cfg.nodes - t.executed(),
     )
     talk = []
-    reply = await chat(t, choice, talk, look, "look", t.started())
+    reply = await chat(t, choice, talk, look, "look", t.started)
     numbers = map(int, parsing.NUMBER.findall(parsing.fields(reply).get("inspect", "")))
     inspected = [number for number in numbers if 0 < number < len(nodes)][:INSPECTED]
     details = prompts.details(nodes, inspected, prompts.summary_chars(t.cfg))
     request = CHOOSE.format(details=details)
-    decision = parsing.fields(await chat(t, choice, talk, request, "choose", t.started()))
+    decision = parsing.fields(await chat(t, choice, talk, request, "choose", t.started))
     phase = decision.get("mode", "").lower()
     choice.phase = phase if phase in ("explore", "exploit") else ""
     choice.notes = {"memory": decision.get("memory", "")}

@@ -45,24 +45,28 @@ class Rule:
 # ------------------------------------------------------------------ what the rules share
 
 
-def normalise(values: dict) -> dict:
-    """(v - min) / (max - min) for each value; 0.5 if all are equal."""
-    low = min(values.values())
-    spread = max(values.values()) - low
-    if spread == 0:
-        return dict.fromkeys(values, 0.5)
-    return {key: (value - low) / spread for key, value in values.items()}
+def normalise(values: list[float], low: float, high: float) -> list[float]:
+    """(v - low) / (high - low) for each value; 0.5 if both are equal."""
+    if low == high:
+        return [0.5] * len(values)
+    width = high - low
+    return [(value - low) / width for value in values]
 
 
-def quality(t: Tree) -> dict[str, float]:
-    """Q of the root and of every scored node, by id."""
-    return normalise({node.id: node.improvement for node in [t.root, *t.scored()]})
+def spread(t: Tree) -> float:
+    """Largest minus smallest improvement of the root and all scored nodes."""
+    return t.best_scored.improvement - t.lowest
 
 
-def best_child_value(t: Tree, q: dict, id: str) -> float:
-    """The highest Q among the scored children of a node; its own Q if there are none."""
-    best = t.best_child.get(id)
-    return q[best.id if best else id]
+def quality(t: Tree, nodes: list[Node]) -> list[float]:
+    """Q of these nodes, each of them the root or scored."""
+    values = [node.improvement for node in nodes]
+    return normalise(values, t.lowest, t.best_scored.improvement)
+
+
+def best_child_values(t: Tree, nodes: list[Node]) -> list[float]:
+    """For each node the highest Q among its scored children; its own Q if there are none."""
+    return quality(t, [node.best_child or node for node in nodes])
 
 
 def candidates(t: Tree, drafts: int) -> list[Node]:
@@ -71,11 +75,9 @@ def candidates(t: Tree, drafts: int) -> list[Node]:
     The root until it has `drafts` children, then every scored node whose files are kept. If there
     is none, the root again once nothing is running.
     """
-    if len(t.children("0")) < drafts:
+    if len(t.root.children) < drafts or not (t.kept or t.running):
         return [t.root]
-    if t.kept or t.running():
-        return t.kept
-    return [t.root]
+    return t.kept
 
 
 def failed_leaf(t: Tree, rng) -> Choice | None:
@@ -90,43 +92,53 @@ def failed_leaf(t: Tree, rng) -> Choice | None:
     return None
 
 
-def values_and_bonuses(t: Tree, drafts: int, c: float, trend_weight: float = 0.0):
-    """Two dicts by id of the candidates: the best Q among the children, and the bonus
-    c sqrt(ln N / (n + 1)) + trend_weight max(trend, 0); the + 1 is the visit of the node itself.
+def values_and_bonuses(
+    t: Tree, drafts: int, c: float, trend_weight: float = 0.0, visit_alpha: float = 0.0
+) -> dict[str, tuple[float, float]]:
+    """Two numbers for each candidate: the best Q among the children, and the bonus
+    c sqrt(ln N / (n + 1)) + trend_weight max(trend, 0) - visit_alpha ln(n + 1); the + 1 is the
+    visit of the node itself.
     """
-    q = quality(t)
+    options = candidates(t, drafts)
     log_n = math.log(max(1, t.executed()))
-    values, bonuses = {}, {}
-    for node in candidates(t, drafts):
-        visits = len(t.children(node.id)) + 1
-        bonuses[node.id] = c * math.sqrt(log_n / visits)
-        values[node.id] = best_child_value(t, q, node.id)
-    if trend_weight:
-        for id in bonuses:
-            bonuses[id] += trend_weight * max(0.0, trend(t, id))
-    return values, bonuses
+    parts = {}
+    for node, value in zip(options, best_child_values(t, options)):
+        visits = len(node.children) + 1
+        bonus = c * math.sqrt(log_n / visits)
+        if trend_weight:
+            bonus += trend_weight * rising_trend(t, node)
+        if visit_alpha:
+            bonus -= visit_alpha * math.log(visits)
+        parts[node.id] = value, bonus
+    return parts
 
 
-def trend(t: Tree, id: str) -> float:
-    """sum_i(i delta_i) / sum_i(i), delta_i: the i-th step of Q on the path from the root."""
-    steps, total, _ = t.rises[id]
-    spread = t.best_scored.improvement - t.lowest
-    if not steps or spread == 0:
+def rising_trend(t: Tree, node: Node) -> float:
+    """max(trend, 0): the trend is sum_i(i delta_i) / sum_i(i), delta_i the i-th step of Q on the
+    path from the root.
+    """
+    steps, total, _ = node.rises
+    if total <= 0:
         return 0.0
-    return total / spread / (steps * (steps + 1) / 2)
+    return total / spread(t) / (steps * (steps + 1) / 2)
 
 
-def explore_or_exploit(values: dict, bonus: dict, chosen: str | None = None) -> Choice | None:
-    """The arg-max of value + bonus, or `chosen`.
+def arg_max(scores: dict[str, float]) -> str:
+    return max(scores, key=scores.get)
+
+
+def explore_or_exploit(parts: dict, pick: Callable = arg_max) -> Choice | None:
+    """The candidate that `pick` takes by value + bonus. parts: what values_and_bonuses returns.
 
     The phase is "explore" if the bonus is larger than the value, else "exploit".
     """
-    if not values:
+    if not parts:
         return None
-    scores = {id: values[id] + bonus[id] for id in values}
-    id = chosen or max(scores, key=scores.get)
-    phase = "explore" if bonus[id] > values[id] else "exploit"
-    return Choice(id, phase, f"bonus {bonus[id]:.3g} against value {values[id]:.3g}", scores)
+    scores = {id: value + bonus for id, (value, bonus) in parts.items()}
+    id = pick(scores)
+    value, bonus = parts[id]
+    phase = "explore" if bonus > value else "exploit"
+    return Choice(id, phase, f"bonus {bonus:.3g} against value {value:.3g}", scores)
 
 
 # ------------------------------------------------------------------ the rules
@@ -147,18 +159,17 @@ def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
     A path that improves is followed for `commitment` further nodes, or until a child is worse or
     fails.
     """
-    committed = [node for node in t.nodes.values() if "commit" in node.decision]
-    last = max(committed, key=lambda node: node.order, default=None)
-    left = last.decision["commit"] if last else 0
+    last = t.committed
+    left = last.decision.get("commit", 0)
     if left and last.valid and last.kept:
         parent = t.nearest_kept(last.parent)
         if last.improvement >= (parent.improvement or 0.0):
             reason = f"committed to this path for {left} more"
             return Choice(last.id, "explore", reason, notes={"commit": left - 1})
-    choice = explore_or_exploit(*values_and_bonuses(t, drafts, c, trend_weight))
+    choice = explore_or_exploit(values_and_bonuses(t, drafts, c, trend_weight))
     # At most one commitment at a time, one that is still running included.
     still_running = left and not last.status
-    if choice and not still_running and trend(t, choice.parent) > 0:
+    if choice and not still_running and rising_trend(t, t.nodes[choice.parent]) > 0:
         choice.notes = {"commit": commitment}
     return choice
 
@@ -168,48 +179,53 @@ def softmax(t, rng, drafts=3, c=1.41, trend_weight=0.5, visit_alpha=0.5, tau=0.5
 
     S = Q + c sqrt(ln N / (n + 1)) + trend_weight max(trend, 0) - visit_alpha ln(1 + n)
     """
-    values, bonus = values_and_bonuses(t, drafts, c, trend_weight)
-    if not values:
-        return None
-    for id in bonus:
-        bonus[id] -= visit_alpha * math.log(1 + len(t.children(id)))
-    scores = [values[id] + bonus[id] for id in values]
-    highest = max(scores)
-    weights = [math.exp((score - highest) / max(tau, 1e-9)) for score in scores]
-    return explore_or_exploit(values, bonus, rng.choices(list(values), weights)[0])
+
+    def draw(scores):
+        highest = max(scores.values())
+        width = max(tau, 1e-9)
+        weights = [math.exp((score - highest) / width) for score in scores.values()]
+        return rng.choices(list(scores), weights)[0]
+
+    parts = values_and_bonuses(t, drafts, c, trend_weight, visit_alpha)
+    return explore_or_exploit(parts, draw)
 
 
-def spread_of_children(t, q, node):
+def spreads_of_children(t, nodes):
     """Standard deviation of Q over the children; 1 with fewer than two scored ones."""
-    values = [q[child.id] for child in t.children(node.id) if child.id in q]
-    return stdev(values) if len(values) > 1 else 1.0
+    spreads = []
+    for node in nodes:
+        values = quality(t, [child for child in node.children if child.valid])
+        spreads.append(stdev(values) if len(values) > 1 else 1.0)
+    return spreads
 
 
-def below_the_best(t, q, node):
-    """The best Q of the tree minus the best below this node."""
-    return q[t.best_scored.id] - best_child_value(t, q, node.id)
+def regrets(t, nodes):
+    """The best Q of the tree minus the best below the node."""
+    [best] = quality(t, [t.best_scored])
+    return [best - value for value in best_child_values(t, nodes)]
 
 
-def unused_families(t, q, node):
+def unused_families(t, nodes):
     """The share of model families that no child's idea names."""
-    used = set()
-    for child in t.children(node.id):
-        if child.idea:
-            used |= prompts.families(child.idea)
-    return 1 - len(used) / (len(prompts.FAMILIES) + 1)
+    shares = []
+    for node in nodes:
+        ideas = [child.idea for child in node.children if child.idea]
+        used = set().union(*map(prompts.families, ideas))
+        shares.append(1 - len(used) / (len(prompts.FAMILIES) + 1))
+    return shares
 
 
-def shallow(t, q, node):
-    """1 / (depth (n + 1) + 1): near the root, with few children."""
-    return 1 / (node.depth * (len(t.children(node.id)) + 1) + 1)
+def shallowness(t, nodes):
+    """1 / (depth (n + 1) + 1): large near the root, with few children."""
+    return [1 / (node.depth * (len(node.children) + 1) + 1) for node in nodes]
 
 
-# (tree, Q, candidate) -> the larger, the more it deserves a child
+# (tree, candidates) -> a number for each: the larger, the more it deserves a child
 SIGNALS = {
-    "variance": spread_of_children,
-    "regret": below_the_best,
+    "variance": spreads_of_children,
+    "regret": regrets,
     "coverage": unused_families,
-    "depth": shallow,
+    "depth": shallowness,
 }
 
 
@@ -220,20 +236,21 @@ def signals(
 
     The phase is "exploit" if the chosen node is at or above that quantile of all scored nodes.
     """
-    q = quality(t)
     options = candidates(t, drafts)
     if not options:
         return None
     weights = {"variance": variance, "regret": regret, "coverage": coverage, "depth": depth}
-    scores = {node.id: 0.0 for node in options}
+    sums = [0.0] * len(options)
     for name, weight in weights.items():
         if weight:
-            signal = normalise({node.id: SIGNALS[name](t, q, node) for node in options})
-            for id in scores:
-                scores[id] += weight * signal[id]
-    id = max(scores, key=scores.get)
-    below = sum(q[node.id] <= q[id] for node in t.scored())
-    exploits = below and below - 1 >= exploit_quantile * (len(t.scored()) - 1)
+            values = SIGNALS[name](t, options)
+            signal = normalise(values, min(values), max(values))
+            sums = [total + weight * value for total, value in zip(sums, signal)]
+    scores = {node.id: total for node, total in zip(options, sums)}
+    id = arg_max(scores)
+    [q] = quality(t, [t.nodes[id]])
+    below = sum(other <= q for other in quality(t, t.scored))
+    exploits = below and below - 1 >= exploit_quantile * (len(t.scored) - 1)
     return Choice(id, "exploit" if exploits else "explore", "largest sum of signals", scores)
 
 
@@ -242,13 +259,13 @@ def check_signals(cfg, constants: dict) -> None:
         raise UserError(f"--rule-args: one of {', '.join(SIGNALS)} must be above 0.")
 
 
-def mean_quality(t: Tree, id: str) -> float:
+def mean_quality(t: Tree, node: Node) -> float:
     """Mean Q of a node and all nodes below it; those that failed or still run have 0."""
-    below = t.subtrees[id]
-    spread = t.best_scored.improvement - t.lowest
-    if spread == 0:
-        return 0.5 * below.scored / below.nodes
-    return (below.improvement - below.scored * t.lowest) / spread / below.nodes
+    width = spread(t)
+    if width == 0:
+        return 0.5 * node.scored_below / node.nodes_below
+    total = node.improvement_below - node.scored_below * t.lowest
+    return total / width / node.nodes_below
 
 
 def mcts(t, rng, c=0.25):
@@ -258,22 +275,21 @@ def mcts(t, rng, c=0.25):
 
     Nodes that failed or still run count as visits with value 0.
     """
-    id = "0"
+    node = t.root
     scores = {}
-    while len(t.children(id)) >= t.cfg.branching:
+    while len(node.children) >= t.cfg.branching:
         level = {}
-        for child in t.children(id):
+        for child in node.children:
             if child.kept and t.failures(child) <= DEBUG_DEPTH:
-                visits = t.subtrees[child.id].nodes
-                bonus = c * math.sqrt(math.log(t.subtrees[id].nodes) / visits)
-                level[child.id] = mean_quality(t, child.id) + bonus
-        if not level and t.running():
+                bonus = c * math.sqrt(math.log(node.nodes_below) / child.nodes_below)
+                level[child.id] = mean_quality(t, child) + bonus
+        if not level and t.running:
             return None
         if not level:
             break  # all children are given up: this node gets another one
         scores |= level
-        id = max(level, key=level.get)
-    return Choice(id, scores=scores, reason=f"reached by UCT at depth {t.nodes[id].depth}")
+        node = t.nodes[arg_max(level)]
+    return Choice(node.id, scores=scores, reason=f"reached by UCT at depth {node.depth}")
 
 
 def evolution(t, rng, drafts=5, crossover_prob=0.5, population=10):
@@ -287,8 +303,7 @@ def evolution(t, rng, drafts=5, crossover_prob=0.5, population=10):
     if options == [t.root]:
         return Choice("0", reason="draft")
     pool = heapq.nlargest(population, options, key=lambda node: node.improvement)
-    q = quality(t)
-    fitness = {node.id: math.exp(q[node.id]) for node in pool}
+    fitness = {node.id: math.exp(q) for node, q in zip(pool, quality(t, pool))}
     first = rng.choices(list(fitness), list(fitness.values()))[0]
     choice = Choice(first, scores=fitness, reason="mutation")
     others = {id: weight for id, weight in fitness.items() if id != first}
@@ -300,7 +315,7 @@ def evolution(t, rng, drafts=5, crossover_prob=0.5, population=10):
 
 def linear(t, rng):
     """No tree: each node continues where the one before it ended."""
-    if t.running():
+    if t.running:
         return None
     parent = t.finished[-1].id if t.finished else "0"
     return Choice(parent, "exploit", "goes on")

@@ -17,9 +17,8 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import takewhile
-from operator import itemgetter, not_
+from dataclasses import dataclass, field, fields
+from operator import itemgetter
 from pathlib import Path
 
 from flatlab.episode.task import Task, improvement
@@ -36,7 +35,7 @@ CODE_FILES = 10
 CODE_BYTES = 50_000
 
 
-@dataclass
+@dataclass(slots=True)
 class Node:
     """One attempt, and one row of journal.jsonl. A node with status "" is still running.
 
@@ -72,6 +71,22 @@ class Node:
     kept: bool = False  # its files are in nodes/<order>.tar
     decision: dict = field(default_factory=dict)  # phase, scores of the candidates, reason
     made_by: int | None = None  # number of the code, see flatlab/runs/fingerprint.py
+
+    # What add() and end() of a Tree keep of it; the journal does not hold these.
+    children: list[Node] = field(default_factory=list, init=False)
+    next_number: int = field(default=0, init=False)  # of the next child
+    best_child: Node | None = field(default=None, init=False)  # among the valid ones
+    # sums over the node and all nodes below it
+    nodes_below: int = field(default=0, init=False)  # the running ones included
+    scored_below: int = field(default=0, init=False)
+    improvement_below: float = field(default=0.0, init=False)  # of the scored ones
+    # number of steps i between scored nodes on the path from the root, sum of i times the rise of
+    # the improvement in step i, and the last improvement
+    rises: tuple = field(default=(0, 0.0, 0.0), init=False)
+
+    def row(self) -> dict:
+        """Its row of journal.jsonl."""
+        return {column.name: getattr(self, column.name) for column in fields(self) if column.init}
 
     @property
     def depth(self) -> int:
@@ -117,15 +132,6 @@ class RunningMean:
         return math.sqrt(self.squares / (self.n - 1) / self.n) if self.n > 1 else None
 
 
-@dataclass(slots=True)
-class Subtree:
-    """Sums over a node and all nodes below it."""
-
-    nodes: int = 0  # the running ones included
-    scored: int = 0
-    improvement: float = 0.0  # of the scored ones
-
-
 class Tree:
     """All nodes of one task, sampling mode and seed, the running ones included.
 
@@ -145,24 +151,18 @@ class Tree:
         self.rule = rule
         self.policy = None
         self.facts = ""  # what requests tell about the sandboxes, in the full form of the texts
-        self.root = Node("0", op="baseline", score=task.baseline, improvement=0.0, valid=True)
-        self.root.status = "baseline"
+        self.root = Node(
+            "0", op="baseline", score=task.baseline, improvement=0.0, valid=True, status="baseline"
+        )
         self.nodes: dict[str, Node] = {}
-        self.active: dict[str, Node] = {}  # the running ones
-        self.finished: list[Node] = []  # in order of completion
-        self.valid: list[Node] = []  # the valid ones among them
+        self.running: dict[str, Node] = {}
+        self.finished: list[Node] = []  # without the root, in order of completion
+        self.scored: list[Node] = []  # the valid ones among them
         self.kept: list[Node] = []  # the valid ones whose files are kept
         self.best_scored = self.root
         self.lowest = 0.0  # improvement, the root's included
-        self.next_order = 0
-        self.subtrees: dict[str, Subtree] = {}
-        # by id of the parent
-        self.children_of: dict[str, list[Node]] = {}
-        self.next_number: Counter[str] = Counter()  # of the next child
-        self.best_child: dict[str, Node] = {}  # among the valid ones
-        # by id: number of steps i between scored nodes on the path from the root, sum of i times
-        # the rise of the improvement in step i, and the last improvement
-        self.rises: dict[str, tuple] = {"0": (0, 0.0, 0.0)}
+        self.committed = self.root  # the last node that the rule committed itself to
+        self.started = 0  # nodes, also those that a killed search has lost
         # those that may be debugged: their files are kept, they have no children and end at most
         # DEBUG_DEPTH failures in a row
         self.failed_leaves: dict[str, Node] = {}
@@ -198,10 +198,10 @@ class Tree:
 
     def start(self, choice: Choice, op: str, mark: str) -> Node:
         """Adds the node that was chosen; from now on the rules see it as running."""
-        parent = choice.parent
+        parent = self.nodes[choice.parent]
         # A search that was killed may have lost the nodes between others.
-        while (id := f"{parent}.{self.next_number[parent]}") in self.nodes:
-            self.next_number[parent] += 1
+        while (id := f"{parent.id}.{parent.next_number}") in self.nodes:
+            parent.next_number += 1
         decision = {
             "phase": choice.phase,
             "scores": dict(heapq.nlargest(SCORES, choice.scores.items(), key=itemgetter(1))),
@@ -209,9 +209,9 @@ class Tree:
         }
         node = Node(
             id,
-            parent,
+            parent.id,
             choice.second,
-            order=self.started(),
+            order=self.started,
             op=op,
             mark=mark,
             idea=choice.idea,
@@ -220,27 +220,28 @@ class Tree:
             decision=decision | choice.notes,
         )
         self.add(node)
-        self.active[id] = node
+        self.running[id] = node
         return node
 
     def add(self, node: Node) -> None:
         self.nodes[node.id] = node
-        self.children_of[node.id] = []
-        self.subtrees[node.id] = Subtree()
         for above in self.upwards(node):
-            self.subtrees[above.id].nodes += 1
-        self.next_order = max(self.next_order, node.order + 1)
+            above.nodes_below += 1
+        self.started = max(self.started, node.order + 1)
+        if "commit" in node.decision and node.order > self.committed.order:
+            self.committed = node
         if node.parent:
-            self.children_of[node.parent].append(node)
+            self.nodes[node.parent].children.append(node)
             self.failed_leaves.pop(node.parent, None)
 
     def end(self, node: Node) -> None:
         """Counts a node that has ended, and forgets what only the journal needs of it."""
-        self.active.pop(node.id, None)
+        self.running.pop(node.id, None)
         self.finished.append(node)
-        self.rises[node.id] = self.rises[node.parent]
+        parent = self.nodes[node.parent]
+        node.rises = parent.rises
         if node.valid:
-            self.add_score(node)
+            self.add_score(node, parent)
         elif node.kept and self.failures(node) <= DEBUG_DEPTH:
             self.failed_leaves[node.id] = node
         if node.status != "fault":
@@ -259,22 +260,22 @@ class Tree:
         node.diff = ""
         node.decision.pop("scores", None)
 
-    def add_score(self, node: Node) -> None:
-        self.valid.append(node)
+    def add_score(self, node: Node, parent: Node) -> None:
+        self.scored.append(node)
         if node.kept:
             self.kept.append(node)
         self.lowest = min(self.lowest, node.improvement)
         if node.improvement > self.best_scored.improvement:
             self.best_scored = node
-        best = self.best_child.setdefault(node.parent, node)
-        if node.improvement > best.improvement:
-            self.best_child[node.parent] = node
-        steps, total, before = self.rises[node.parent]
+        best = parent.best_child
+        if best is None or node.improvement > best.improvement:
+            parent.best_child = node
+        steps, total, before = parent.rises
         total += (steps + 1) * (node.improvement - before)
-        self.rises[node.id] = (steps + 1, total, node.improvement)
+        node.rises = (steps + 1, total, node.improvement)
         for above in self.upwards(node):
-            self.subtrees[above.id].scored += 1
-            self.subtrees[above.id].improvement += node.improvement
+            above.scored_below += 1
+            above.improvement_below += node.improvement
 
     def request_of(self, node: Node) -> str:
         """The key of the request for strategies that serves this node.
@@ -284,22 +285,9 @@ class Tree:
         """
         return node.parent if self.rule.asks_once else node.id
 
-    def started(self) -> int:
-        return self.next_order
-
     def executed(self) -> int:
         """Finished and running nodes, without the root."""
         return len(self.nodes) - 1
-
-    def children(self, id: str) -> list[Node]:
-        return self.children_of[id]
-
-    def running(self) -> bool:
-        return len(self.finished) < self.executed()
-
-    def scored(self) -> list[Node]:
-        """Valid nodes without the root, in order of completion."""
-        return self.valid
 
     def upwards(self, node: Node) -> Iterator[Node]:
         """The node, its parent, and so on to the root."""
@@ -331,8 +319,11 @@ class Tree:
 
     def failures(self, node: Node) -> int:
         """Number of failed nodes in a row that end with this one."""
-        valid = (above.valid for above in self.upwards(node))
-        return sum(1 for _ in takewhile(not_, valid))
+        count = 0
+        while not node.valid:
+            count += 1
+            node = self.nodes[node.parent]
+        return count
 
     def best(self) -> Node:
         """The node that was chosen at the end; before that the best one by validation, the root
@@ -344,7 +335,7 @@ class Tree:
         return sum(self.task.splits[-1] in parts for parts in self.hidden_scores.values())
 
     def tokens(self) -> int:
-        return self.counts["tokens"] + sum(node.tokens for node in self.active.values())
+        return self.counts["tokens"] + sum(node.tokens for node in self.running.values())
 
     def elapsed(self) -> float:
         now = 0.0 if self.began is None else time.monotonic() - self.began
@@ -404,7 +395,7 @@ def results(t: Tree) -> dict:
         "select": t.cfg.select,
         "seed": t.seed,
         "nodes": nodes,
-        "failed": nodes - len(t.valid) - faults,
+        "failed": nodes - len(t.scored) - faults,
         "faults": faults,
         **{key: t.counts[key] for key in ("ungraded", "above_tau", "fell_back")},
         "tokens": t.tokens(),
@@ -417,7 +408,7 @@ def results(t: Tree) -> dict:
         "split": t.task.splits[0],
         "node_mean": mean,
         "node_stderr": t.mean.standard_error(),
-        "valid_share": len(t.valid) / t.mean.n if t.mean.n else None,
+        "valid_share": len(t.scored) / t.mean.n if t.mean.n else None,
         "selected_on_test": t.task.selected_on_test,
         "evaluation": t.rule.is_evaluation,
     }
