@@ -15,7 +15,8 @@ The same command again resumes a run. One step:
 3. advantage = how much better than the own group; equal rewards teach nothing, so another group
    is sampled instead
 4. loss = clipped policy gradient + KL to the starting policy, averaged over all tokens of the step
-5. one AdamW step on the LoRA weights, which are then copied into the running engine
+5. one AdamW step (or --epochs of them) on the LoRA weights, which are then copied into the running
+   engine
 6. now and then an evaluation on seeds never trained on: the best adapter is kept, and a
    collapsed policy returns to it
 7. one row of metrics, all transcripts and a checkpoint go to the run directory
@@ -307,13 +308,13 @@ class Config:
 
     name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
     seed: Seed = 0  # seed of sampling, initial adapter and choice of tasks
-    # optimizer steps; a larger number continues a finished run
+    # training steps; a larger number continues a finished run
     steps: Resumable[int] = 30
     task_weights: tuple[float, ...] = ()  # share of the groups for each task; default: equal
     # runs (logs/<run> of grpo.py or search.py) whose best episodes are imitated before the first
     # step
     sft: tuple[str, ...] = ()
-    # best share of their episodes above the baseline; 1: all of these
+    # best share of their episodes above the baseline; 1: all of these, at most 1024 of a task
     sft_share: Annotated[float, Bounds(1e-6, 1)] = 0.25
     sft_updates: Count = 32  # optimizer steps of this imitation, on up to 8 episodes each
     sft_lr: float | None = None  # learning rate of this imitation; default: 2e-4, stand-in 1e-3
@@ -359,7 +360,7 @@ class Config:
     # LoRA is scaled by alpha / rank; default: 32, or that of --model's adapter
     lora_alpha: Count | None = None
 
-    # tokens per training pass; default: what fits into the memory
+    # tokens per training pass; default: what fits into the memory, at most 8192
     micro_tokens: Resumable[int | None] = None
     # recompute activations: less memory, a third more time
     gradient_checkpointing: Resumable[bool] = False

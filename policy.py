@@ -17,7 +17,7 @@ How it departs from the usual set-up:
    the most expensive silent fault of such a system, so it stops the run.
 
 Letters: B sequences, T tokens, N loss positions, D hidden size, V vocabulary.
-All knowledge of vLLM's insides is in flatlab/train/lora_sync.py.
+All knowledge of vLLM's layers and model classes is in flatlab/train/lora_sync.py.
 """
 
 import asyncio
@@ -468,8 +468,8 @@ class Policy(ChatTokens):
         set_reference; without gradient. Returns two (N,) tensors, N = sum of all masks, sequence by
         sequence; with `values` a third one, the value head's estimates before each token. The
         entropy has a gradient only with entropy_learns, which costs one more matrix product. The
-        (., V) logits exist for a part of the positions at a time, see MOST_LOGITS, and none are
-        kept for the backward pass.
+        (., V) logits exist for a part of the positions at a time, see memory.MOST_LOGITS, and none
+        are kept for the backward pass.
         """
         import torch
 

@@ -234,7 +234,7 @@ class Config:
     trackers: TrackerOptions = field(default_factory=TrackerOptions)
 
     # run directory logs/<name>; default: <script>-<task>-<mode>-<model>-<seed>, after the script's
-    # name the rule unless it is bfs
+    # name the rule unless it is bfs; of a grid: <script>-grid-<model>
     name: str | None = None
     seed: tuple[Seed, ...] = (0,)  # seed of choices and samples; several: one tree each
     workers: Resumable[Count] = 4  # nodes that run at the same time, over all trees
@@ -362,7 +362,8 @@ async def reflect(t: Tree, node: Node) -> str:
 
 class Attempt(env.Env):
     """The environment of a node: it starts from the files of the first parent, and the prompt also
-    tells about the parents. It also ends at the first valid score and when tokens run out.
+    tells about the parents. It also ends when tokens run out and, with --end-on validate, at the
+    first valid score.
     """
 
     def __init__(self, t: Tree, node: Node, parents: list[Node]):

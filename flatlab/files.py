@@ -13,7 +13,9 @@ from flatlab.errors import UserError
 
 
 def temporary(final: Path) -> Path:
-    """The name under which `final` is written first. It carries the process id, see sweep()."""
+    """The name under which `final` is written first. It carries the process id, see sweep() in
+    runs/store.py.
+    """
     return final.with_name(f".tmp-{os.getpid()}-{final.name}")
 
 

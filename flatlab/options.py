@@ -70,7 +70,8 @@ class EpisodeOptions:
     max_turns: Count = 8  # replies per episode
     # tokens per reply; default: 2048, at most a quarter of the context; stand-in 160
     max_reply_tokens: Count | None = None
-    # longer command outputs keep head and tail; default: as max_reply_tokens; stand-in 256
+    # longer command outputs keep head and tail; default: 2048, at most a quarter of the context;
+    # stand-in 256
     max_observation_tokens: int | None = None
     episode_minutes: Annotated[float, Bounds(0.01)] = 30.0  # time limit of one episode, in minutes
     # form of what the agent reads: full, or the short one that the stand-in was trained on;

@@ -1,8 +1,9 @@
 """The scripted expert that the stand-in model imitates: tables of solutions and their episodes.
 
 The expert is deliberately mediocre. It picks good and bad solutions, makes mistakes and repairs
-some of them, so a model that imitates it has much to gain. Its prompts are those of env.py and
-flatlab/tree/prompts.py. To add a task, add a table to TABLES.
+some of them, so a model that imitates it has much to gain. Its prompts are those of
+flatlab/episode/texts.py, search.py and flatlab/tree/prompts.py. To add a task, add a table to
+TABLES.
 """
 
 import os

@@ -263,7 +263,7 @@ def step_record(step) -> dict:
 
 
 def worth_imitating(turn: dict) -> bool:
-    """Whether the reply of this turn was complete and did what it should: nothing was rejected."""
+    """Whether the reply was complete, was not rejected, and its command did not time out."""
     return turn["stop_reason"] == "stop" and turn["status"] not in ("rejected", "timeout")
 
 

@@ -21,7 +21,7 @@ class Task:
     """One task. The keys of `public` and `hidden` are paths relative to the sandbox's workspace."""
 
     name: str
-    prompt: str  # what is asked; texts.first_message adds how to reply and what the files are
+    prompt: str  # what is asked; texts.py adds how to reply, the files and the limits
     metric: str  # key of the score in the grader's JSON line
     higher_is_better: bool
     baseline: float  # score of doing nothing clever, on splits[0]

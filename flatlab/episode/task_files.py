@@ -1,4 +1,4 @@
-"""What the loaders of tasks share: reading YAML and folders, with one clear sentence on errors."""
+"""What the loaders of tasks share: the folder of tasks, misspelt names, the files of a folder."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from flatlab.cache import file_digest
 from flatlab.episode.task import Task
 
 ROOT = Path(__file__).resolve().parents[2]
-GUEST = ROOT / "flatlab" / "sandbox" / "guest"  # a sandbox runs these modules; none imports them
+GUEST = ROOT / "flatlab" / "sandbox" / "guest"  # a sandbox runs these; few are imported here
 VIEW = "flatlab/view/"  # draws and prints only, so it changes no result
 MOST_FILES = 100  # of a task; the files of a larger one are summed up by folder
 # Fields of a Task that change neither an episode nor its score, or that name files
@@ -58,8 +58,8 @@ def digest(text: str) -> str:
 def code_digests(script: Path) -> dict[str, str]:
     """Digests of a script and of the modules that it imports from its own folder and this project.
 
-    Comments and layout do not count: a digest is that of the syntax tree. Another version of Python
-    may write the tree in another way, and then counts as other code.
+    Comments and layout do not count, docstrings do: a digest is that of the syntax tree. Another
+    version of Python may write the tree in another way, and then counts as other code.
     """
     roots = (script.parent, ROOT)
     waiting = [script, *sorted(GUEST.glob("*.py"))]

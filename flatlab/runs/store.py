@@ -11,7 +11,8 @@ A run directory holds
     episodes/final-best.jsonl ...             and of the adapters that are compared at the end
     episodes/000012.tokens.jsonl.gz ...       the sampled sequences of each of these files
     result.json                               kept current while the run goes on
-    checkpoints/000012/  best/  nodes/        each appears complete or not at all
+    checkpoints/000012/  best/  untrained/    each appears complete or not at all; also imitated/,
+                                              and the nodes/ of a search
     curves.png  tree.png  report.html ...     views, safe to delete
 
 No file is ever half-written: files and folders get a temporary name first and are renamed once they

@@ -1,7 +1,8 @@
 """What a sandbox is asked for, what a backend has to provide, and the program that runs inside.
 
-A new backend is a file like local.py with a start function and a `Backend`, and an entry in
-`BACKENDS` in sandbox.py; and a function in guest/isolate.py if it has to isolate from inside.
+A new backend is a file like local.py with a start function and a `Backend`; entries in `BACKENDS`
+and `KINDS` and a branch of pick_backend() in sandbox.py; its name in SandboxOptions.backend; and a
+function in guest/isolate.py if it has to isolate from inside.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Spec:
     env: dict[str, str] = field(default_factory=dict)  # added to the variables of commands
     network: bool = False  # True: this machine's network (local) or a bridge (docker)
     gpu: bool = False  # docker: all GPUs
-    hf_cache: str | None = None  # docker: Hugging Face cache of this machine, mounted read-only
+    hf_cache: str | None = None  # docker: Hugging Face cache of its machine, mounted read-only
     hide: tuple[str, ...] = ()  # local: folders of this machine that must not be visible
     # Folders relative to where Python packages lie that are empty in there (not with Landlock).
     hide_package_data: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from flatlab.sandbox.ssh import open_tunnel
 
 STARTS = 8  # at once; a daemon that is asked for more only gets slower
 LEFTOVER = "5m"  # older containers that do not run, and images without a name, are leftovers
-CACHE = "/opt/flatlab/huggingface"  # where the Hugging Face cache of this machine is mounted
+CACHE = "/opt/flatlab/huggingface"  # where the Hugging Face cache is mounted
 CACHE_LINKS = "/home/agent/.cache/huggingface"  # a writable folder with links into it
 LIMITS = {"cpu": "CpuCfsQuota", "memory": "MemoryLimit", "pids": "PidsLimit"}  # in `docker info`
 SHARED_PROCESSES = 16  # how many times Spec.processes, where all containers share one limit

@@ -1,8 +1,8 @@
 """What outlives a step of training: the row, the transcripts, checkpoints and adapters; and how a
 run resumes from them.
 
-Every rank calls these functions with its job, see distributed.py. Only that of rank 0 has a run to
-write. state: the State of grpo.py.
+Every rank calls these functions with its job, see distributed.py, but timing, write_step and
+final_adapters are for rank 0: only that has a run to write. state: the State of grpo.py.
 """
 
 import json

@@ -5,8 +5,9 @@ search.py.
     python search.py --task titanic --model logs/grpo-titanic-tiny-0/best       search with it
 
 Replies are tokenised once, here, from their text. The masks are those of RL: only replies of the
-model are learned, and of these only the ones that could be run. In the steps that follow, the KL
-term and the guard compare the policy with the imitated one, see Policy.set_reference.
+model are learned, and of these only the ones that were complete, not rejected and not timed out. In
+the steps that follow, the KL term and the guard compare the policy with the imitated one, see
+Policy.set_reference.
 """
 
 import random

@@ -149,8 +149,8 @@ def fit_micro_tokens(
     """The number of tokens of a micro-batch that fits into memory, at most `wanted`.
 
     wanted: None for the largest size that is useful. beside_engine: on a GPU the engine needs
-    ENGINE_OWN at the same time. Prints a sentence each time it has to be halved. Raises UserError
-    if not even LEAST_TOKENS fit.
+    ENGINE_OWN at the same time. Prints a sentence when `wanted` is reduced and when a pass that is
+    tried runs out of memory. Raises UserError if not even LEAST_TOKENS fit.
     """
     tokens = wanted or MOST_TOKENS
     free = free_bytes(policy.device, processes)

@@ -115,7 +115,7 @@ def attempt(parent, files_are_here: bool, limit: int) -> str:
 def summary_of_tree(nodes: list) -> str:
     """--scope global: the best three, the worst two, the last failures, the families nobody tried.
 
-    nodes: search nodes with an improvement, in order of completion.
+    nodes: the finished nodes, in order of completion.
     """
     if not nodes:
         return ""

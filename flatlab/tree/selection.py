@@ -1,5 +1,5 @@
 """Which node gets the next child: what selection rules share, and the rules of search.py besides
-those that stand in its block.
+those in its block and scientist.py.
 
 A rule is called as rule(tree, rng, **constants). It returns a Choice, or None if nothing can start
 before a running node has ended (if none is running, the tree is complete). Its constants are
@@ -9,8 +9,8 @@ and all knowledge from the tree, so every decision can be repeated from the jour
 Rules see `improvement`, which is 0 at the baseline and grows with better scores whatever the
 direction of the metric. Q is the improvement, min-max normalised over the root and all scored nodes
 (0.5 if all are equal). Running nodes count as children. A failed node has the lowest Q, but it is
-not a dead end: bfs, mcts and the scientist may build on it, and the other rules debug a failed leaf
-with probability --debug-prob (see `failed_leaf`).
+not a dead end: bfs, mcts, linear and the scientist may build on it, and the other rules but
+evaluation debug a failed leaf with probability --debug-prob (see `failed_leaf`).
 
 Letters: N executed nodes, n children of a candidate, q its value.
 """

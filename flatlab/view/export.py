@@ -5,7 +5,8 @@
     group           the same for episodes that are compared: a group of training; of a search the
                     nodes with the same prompt
     reward          of the episode; of a node its improvement clipped to [-1, 1], or -1 if it failed
-    imitate         whether the reply was complete and not rejected
+    imitate         whether the reply was complete, was not rejected, and its command did not time
+                    out
     prompt          the messages before it. Observations are whole, the model may have seen less
     completion      the reply, as a list of one message
 

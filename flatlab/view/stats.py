@@ -68,8 +68,8 @@ def final_score(cell: dict) -> float:
 def grid_table(cells: list[dict]) -> list[dict]:
     """One row per task and method; p and rank compare the methods within a task.
 
-    cells: contents of result.json with the keys that compare.cell_of() adds. `method` is the label
-    of the group a run belongs to.
+    cells: contents of result.json with the keys that compare.comparison() adds. `method` is the
+    label of the group a run belongs to.
     """
     groups = {}
     for cell in cells:

@@ -28,7 +28,7 @@ CANARY = re.compile(r"\A(\s*(<!--.*canary.*-->|#.*canary.*)\n)+", re.IGNORECASE)
 
 
 def load_harbor(folder: Path) -> Task:
-    """Loads a Harbor task folder, and builds its image if Docker does not have it.
+    """Loads a Harbor task folder, and builds its image, for which Docker uses its cache.
 
     Raises UserError if the folder is not complete, if it asks for something that a sandbox cannot
     give, or if Docker cannot provide its image.

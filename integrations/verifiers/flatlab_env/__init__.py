@@ -101,7 +101,7 @@ class FlatlabHarnessConfig(vf.HarnessConfig):
     network: bool = False
     """Give network access to tasks that ask for it."""
     hf_cache: str | None = None
-    """Hugging Face cache of this machine to mount read-only instead (docker)."""
+    """Hugging Face cache of the machine that runs Docker, to mount read-only instead (docker)."""
     max_turns: int = 15
     """Replies per episode."""
     context: int = 16384
