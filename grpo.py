@@ -276,6 +276,7 @@ class Loss:
     weight: Callable
     clip_low: float  # the bounds that hold unless --clip-low and --clip-high are given
     clip_high: float
+    tolerates_lag: bool = True  # whether these bounds suit samples of an older policy, see --ahead
 
 
 REWARDS = {
@@ -295,7 +296,7 @@ LOSSES = {
     "dr_grpo": Loss(clipped, per_budget, 0.2, 0.2),
     "dapo": Loss(clipped, per_token, 0.2, 0.28),
     "dppo": Loss(masked, per_token, 0.2, 0.2),
-    "gspo": Loss(sequence_clipped, per_episode, 3e-4, 4e-4),
+    "gspo": Loss(sequence_clipped, per_episode, 3e-4, 4e-4, tolerates_lag=False),
     "cispo": Loss(clipped_weight, per_token, 1.0, 4.0),  # 1 - 1 = 0: no lower bound
 }
 
@@ -831,6 +832,12 @@ def check_config(cfg: Config) -> None:
     if ADVANTAGES[cfg.advantage].value_head and cfg.credit != "episode":
         raise UserError(
             f"--advantage {cfg.advantage} assigns credit to every token itself: leave out --credit."
+        )
+    has_bounds = None not in (cfg.clip_low, cfg.clip_high)
+    if cfg.ahead and not (LOSSES[cfg.loss].tolerates_lag or has_bounds):
+        raise UserError(
+            f"With --ahead, the bounds of --loss {cfg.loss} would clip most of what is sampled: "
+            "set --clip-low and --clip-high, or choose another loss."
         )
     if cfg.agent and cfg.episode.thoughts != "keep":
         raise UserError("--thoughts is not for --agent: the program chooses what the model reads.")

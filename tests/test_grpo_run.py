@@ -343,6 +343,8 @@ BAD_INPUT = {
     "--max-groups 1": "--max-groups 1 is less than --groups 4",
     "nothing.yaml": "nothing.yaml",
     "--max-reply-tokens 0": "--max-reply-tokens must be at least 1",
+    "--loss gspo --ahead 1": "the bounds of --loss gspo would clip most of what is sampled",
+    "--agent true --thoughts drop": "--thoughts is not for --agent",
     "--sft logs/typo": "there is no run directory logs/typo",
 }
 
