@@ -7,8 +7,8 @@
 
     python env.py --task titanic      play an episode yourself: same commands, observations, score
 
-An episode of a model is `run_episode` in flatlab/episode/episode.py; sandboxes are in
-flatlab/sandbox, gradings in flatlab/episode/grading.py.
+An episode of a model is `run_episode` in flatlab/world/episode.py; sandboxes are in
+flatlab/sandbox, gradings in flatlab/task/grading.py.
 
 docs/sandboxes.md lists what the sandboxes cover and what they do not.
 """
@@ -23,17 +23,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from flatlab.episode.actions import act_bash
-from flatlab.episode.episode import in_thread
-from flatlab.episode.grading import Score, collect, grade
-from flatlab.episode.machine import check_needs, open_sandbox, settled
-from flatlab.episode.task import WHOLE_WORKSPACE, Task
-from flatlab.episode.texts import FORMS, score_text, short_message, with_message
 from flatlab.errors import ArtefactError, SandboxFault, UserError
 from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
+from flatlab.sandbox.client import Sandbox, get_backend, pick_backend, readable
 from flatlab.sandbox.hosts import join, leave
-from flatlab.sandbox.sandbox import Sandbox, get_backend, pick_backend, readable
+from flatlab.task.definition import WHOLE_WORKSPACE, Task
+from flatlab.task.grading import Score, collect, grade
+from flatlab.task.machine import check_needs, open_sandbox, settled
+from flatlab.world.actions import act_bash
+from flatlab.world.episode import in_thread
+from flatlab.world.texts import FORMS, score_text, short_message, with_message
 from tasks import load_task
 
 ALL_FILES = 10**9

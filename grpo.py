@@ -47,9 +47,8 @@ from tqdm import tqdm
 
 import env
 from flatlab import cache, options, threads
-from flatlab.episode.episode import play, run_episode
-from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
+from flatlab.model import memory
 from flatlab.options import (
     Bounds,
     Count,
@@ -68,7 +67,8 @@ from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.reader import value_text
 from flatlab.runs.store import open_run, run_directory
 from flatlab.sandbox.hosts import is_lost
-from flatlab.train import checkpoint, distributed, guard, imitation, memory, metrics, overlap
+from flatlab.task.definition import Task, improvement
+from flatlab.train import checkpoint, distributed, guard, imitation, metrics, overlap
 from flatlab.train.batch import (
     Group,
     Meter,
@@ -82,6 +82,7 @@ from flatlab.train.batch import (
     to_tensors,
 )
 from flatlab.view import console
+from flatlab.world.episode import play, run_episode
 from policy import ADAPTER_FILE, ModelPath, Policy, default_model, lora_settings, resolve_model
 
 # ================================== the idea: edit here ==================================
@@ -332,7 +333,7 @@ class Config:
     # requests that the engine works on at once; default: as concurrency
     max_batch: Resumable[Count | None] = None
     # command of a program that plays the episodes, see docs/agents.md; default: the loop of
-    # flatlab/episode/episode.py
+    # flatlab/world/episode.py
     agent: str | None = None
 
     reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline

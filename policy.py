@@ -17,7 +17,7 @@ How it departs from the usual set-up:
    the most expensive silent fault of such a system, so it stops the run.
 
 Letters: B sequences, T tokens, N loss positions, D hidden size, V vocabulary.
-All knowledge of vLLM's layers and model classes is in flatlab/train/lora_sync.py.
+All knowledge of vLLM's layers and model classes is in flatlab/model/lora_sync.py.
 """
 
 import asyncio
@@ -34,12 +34,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatlab import threads
-from flatlab.chat import ChatTokens
-from flatlab.episode.episode import Sample
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, save_tensors
-from flatlab.loading import check_model, loading
-from flatlab.train import memory
+from flatlab.model import memory
+from flatlab.model.chat import ChatTokens, Sample
+from flatlab.model.loading import check_model, loading
 
 # Settings of an adapter_config.json: those that are needed, and those that would change what the
 # adapter computes.
@@ -216,7 +215,7 @@ class Policy(ChatTokens):
         self.mean_diff_limit = 1e-4 if self.dtype == torch.float32 else 0.05
         lora = lora_settings(path, lora_rank, lora_alpha)
 
-        from flatlab.train.lora_sync import AdapterCopy
+        from flatlab.model.lora_sync import AdapterCopy
 
         # The engine comes first because it reseeds the global generators.
         with loading("vLLM", path.base):
@@ -251,7 +250,7 @@ class Policy(ChatTokens):
         import torch
         from vllm import EngineArgs, LLMEngine
 
-        from flatlab.train.lora_sync import METHOD, LoraLinear
+        from flatlab.model.lora_sync import METHOD, LoraLinear
 
         LoraLinear.rank = rank
         if self.device == "cpu":
@@ -375,8 +374,8 @@ class Policy(ChatTokens):
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
-        from flatlab.train.lora_sync import has_experts, layers_to_adapt
-        from flatlab.train.packing import can_pack
+        from flatlab.model.lora_sync import has_experts, layers_to_adapt
+        from flatlab.model.packing import can_pack
 
         base = self._base_model(share_base, device)
         self.adapts_attention_only = has_experts(base)
@@ -401,7 +400,7 @@ class Policy(ChatTokens):
     def _base_model(self, share_base: bool, device: str):
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from flatlab.train.lora_sync import on_weights_of, served_model, trainer_config
+        from flatlab.model.lora_sync import on_weights_of, served_model, trainer_config
 
         config = AutoConfig.from_pretrained(self.path.base)
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
@@ -473,7 +472,7 @@ class Policy(ChatTokens):
         """
         import torch
 
-        from flatlab.train.packing import TokenLogProbs, head_of, hidden_states
+        from flatlab.model.packing import TokenLogProbs, head_of, hidden_states
 
         causal_lm = self.model.get_base_model()
         adapter = contextlib.nullcontext()

@@ -43,12 +43,10 @@ from pathlib import Path
 from typing import Literal
 
 import env
-from flatlab import endpoint, options, threads
-from flatlab.episode.episode import Episode, in_thread, run_episode
-from flatlab.episode.task import improvement
-from flatlab.episode.texts import FORMS
+from flatlab import options, threads
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import write_whole
+from flatlab.model import endpoint
 from flatlab.options import (
     Count,
     EpisodeOptions,
@@ -66,19 +64,22 @@ from flatlab.runs import cli, trackers
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.reader import value_text
 from flatlab.runs.store import Run, open_run, packed_tokens, run_directory
-from flatlab.tree import parsing, prompts, selection
+from flatlab.task.definition import improvement
+from flatlab.tree import parsing, prompts, rules
+from flatlab.tree.nodes import Choice, Node, Tree, code_in, difference, results, seed_from, spent
 from flatlab.tree.requests import CountingPolicy, chat
+from flatlab.tree.rules import Rule
 from flatlab.tree.scientist import scientist
-from flatlab.tree.selection import Rule
-from flatlab.tree.tree import Choice, Node, Tree, code_in, difference, results, seed_from, spent
 from flatlab.view import search_console
+from flatlab.world.episode import Episode, in_thread, run_episode
+from flatlab.world.texts import FORMS
 from policy import Policy, default_model, resolve_model
 
 # ==================================== the idea: edit here ====================================
 
 # Selection rules: functions of (tree, rng, constants with defaults) that return a Choice, or None
-# to wait for a running node. flatlab.tree.tree.Tree is what a rule sees. More rules to copy from
-# are in flatlab/tree/selection.py.
+# to wait for a running node. flatlab.tree.nodes.Tree is what a rule sees. More rules to copy from
+# are in flatlab/tree/rules.py.
 
 
 def bfs(t, rng):
@@ -116,7 +117,7 @@ def check_bfs(cfg, constants):
 
 def greedy(t, rng, drafts=5):
     """Drafts, then always the best node (AIDE, arXiv 2502.13138)."""
-    scores = {node.id: node.improvement for node in selection.candidates(t, drafts)}
+    scores = {node.id: node.improvement for node in rules.candidates(t, drafts)}
     if not scores:
         return None
     best = max(scores, key=scores.get)
@@ -125,14 +126,14 @@ def greedy(t, rng, drafts=5):
 
 def ucb(t, rng, drafts=3, c=1.41):
     """The arg-max of Q + c sqrt(ln N / (n + 1)) (UCB1, Auer et al. 2002)."""
-    return selection.explore_or_exploit(selection.values_and_bonuses(t, drafts, c))
+    return rules.explore_or_exploit(rules.values_and_bonuses(t, drafts, c))
 
 
 SELECT = {
     "bfs": Rule(bfs, debugs_itself=True, asks_once=True, check=check_bfs),
     "greedy": Rule(greedy),
     "ucb": Rule(ucb),
-    **selection.RULES,
+    **rules.RULES,
     "scientist": Rule(scientist, debugs_itself=True, uses_mode=False),
 }
 
@@ -480,9 +481,9 @@ async def decide(t: Tree) -> Node | None:
     rng = random.Random(seed_from(t.seed, "select", t.started))
     choice = None
     if not t.rule.debugs_itself:
-        choice = selection.failed_leaf(t, rng)
+        choice = rules.failed_leaf(t, rng)
     if choice is None:
-        constants = selection.constants(t.cfg.select, t.rule, t.cfg.rule_args)
+        constants = rules.constants(t.cfg.select, t.rule, t.cfg.rule_args)
         choice = t.rule.function(t, rng, **constants)
         if inspect.isawaitable(choice):
             choice = await choice
@@ -556,7 +557,7 @@ async def choose(t: Tree) -> Node:
     if "selection" not in t.task.splits:
         return t.best()
     ranks = {}
-    for node in selection.finalists(t):
+    for node in rules.finalists(t):
         selection_score = await hidden_score(t, node, "selection")
         value = improvement((node.score + selection_score) / 2, t.task)
         ranks[node.id] = (value, -node.tokens, -node.order)
@@ -590,7 +591,7 @@ def check_config(cfg: Config) -> None:
     if not (cfg.tasks.task and cfg.sampling_mode and cfg.seed):
         raise UserError("--task, --sampling-mode and --seed need at least one value each.")
     rule = SELECT[cfg.select]
-    constants = selection.constants(cfg.select, rule, cfg.rule_args)
+    constants = rules.constants(cfg.select, rule, cfg.rule_args)
     if rule.check:
         rule.check(cfg, constants)
     if cfg.engine == "api" and not cfg.model.model:

@@ -16,18 +16,18 @@ from textwrap import indent
 from typing import Literal
 
 from flatlab.cache import store
-from flatlab.episode.builtin import builtin_names, load_builtin
-from flatlab.episode.grading import Score, grade
-from flatlab.episode.machine import open_sandbox, settled
-from flatlab.episode.mledojo import load_mledojo, mledojo_names
-from flatlab.episode.mlgym import load_mlgym, mlgym_names
-from flatlab.episode.sanity import at_the_top, degenerate, sanity_file, trivial_rules
-from flatlab.episode.task import Task, improvement
-from flatlab.episode.task_files import TASKS_DIR, nearest
 from flatlab.errors import UserError
 from flatlab.options import SandboxOptions
 from flatlab.sandbox.hosts import ask_all, room
 from flatlab.sandbox.images import install_requirements
+from flatlab.task.builtin import builtin_names, load_builtin
+from flatlab.task.definition import Task, improvement
+from flatlab.task.grading import Score, grade
+from flatlab.task.machine import open_sandbox, settled
+from flatlab.task.mledojo import load_mledojo, mledojo_names
+from flatlab.task.mlgym import load_mlgym, mlgym_names
+from flatlab.task.sanity import at_the_top, degenerate, sanity_file, trivial_rules
+from flatlab.task.task_files import TASKS_DIR, nearest
 
 
 def load_task(

@@ -20,9 +20,10 @@ from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel
 
 from env import Step
-from flatlab.episode.actions import act_command
-from flatlab.episode.episode import Sample, Segment, in_thread, reply_seed, step_record, turn_record
 from flatlab.errors import UserError
+from flatlab.model.chat import Sample
+from flatlab.world.actions import act_command
+from flatlab.world.episode import Segment, in_thread, reply_seed, step_record, turn_record
 
 # Precedes the command in its shell. The input of this shell ends when this process does, however it
 # ends, and then the program is killed. The program itself has no input.

@@ -12,7 +12,7 @@ import pytest
 from flatlab.errors import SandboxFault
 from flatlab.sandbox import docker
 from flatlab.sandbox.backend import IMAGE
-from flatlab.sandbox.sandbox import Sandbox
+from flatlab.sandbox.client import Sandbox
 
 ALL_BACKENDS = "FLATLAB_ALL_BACKENDS"  # environment variable, set by conftest.py
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from backends import missing
-from flatlab.sandbox import docker, hosts, images, sandbox, snapshot
+from flatlab.sandbox import client, docker, hosts, images, snapshot
 from flatlab.sandbox.backend import IMAGE
 from helpers import SBIN, Services
 
@@ -153,5 +153,5 @@ def forget_engine():
     snapshot.roots_of.clear()
     docker.docker_api.cache_clear()
     hosts.host_of.cache_clear()
-    sandbox.pick_backend.cache_clear()
+    client.pick_backend.cache_clear()
     images.found_images.clear()

@@ -132,7 +132,7 @@ async def share_weights(policy) -> dict:
     """verify() with a trainer whose base weights are those of the engine, or why there is none."""
     from transformers import AutoConfig
 
-    from flatlab.train.lora_sync import AdapterCopy, on_weights_of, served_model, trainer_config
+    from flatlab.model.lora_sync import AdapterCopy, on_weights_of, served_model, trainer_config
 
     served = served_model(policy.engine)
     config = AutoConfig.from_pretrained(policy.path.base)
@@ -163,7 +163,7 @@ def keep_weights(method, layer) -> None:
 
 def answer(name: str) -> dict:
     from flatlab.errors import UserError
-    from flatlab.train.lora_sync import LoraLinear
+    from flatlab.model.lora_sync import LoraLinear
     from policy import Policy, resolve_model
 
     LoraLinear.process_weights_after_loading = keep_weights
@@ -199,8 +199,8 @@ def main() -> None:
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
-    import flatlab.train.lora_sync
-    import flatlab.train.packing  # noqa: F401
+    import flatlab.model.lora_sync
+    import flatlab.model.packing  # noqa: F401
 
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # only the answers go to stdout

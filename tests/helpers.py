@@ -21,12 +21,13 @@ from pathlib import Path
 import pytest
 
 from competition import write
-from flatlab.episode.episode import Sample, run_episode
 from flatlab.errors import UserError
+from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
 from flatlab.runs.cli import one_sentence
 from flatlab.runs.reader import read_rows
-from flatlab.tree.tree import Node
+from flatlab.tree.nodes import Node
+from flatlab.world.episode import run_episode
 
 PROJECT = Path(__file__).resolve().parents[1]
 LOCAL = "local"

@@ -11,10 +11,11 @@ import time
 import pytest
 
 import env
-from flatlab.episode.episode import History, Sample, run_episode
 from flatlab.errors import SandboxFault, UserError
+from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
 from flatlab.train.batch import sequences_of
+from flatlab.world.episode import History, run_episode
 from helpers import LOCAL, PROJECT, FakePolicy, python
 from integrations import agent_program
 from training import TASK

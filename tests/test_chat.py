@@ -1,4 +1,5 @@
-"""Tests of flatlab/chat.py with templates of the structure that families of models use, each with a
+"""Tests of flatlab/model/chat.py with templates of the structure that families of models use, each
+with a
 small tokenizer of its kind.
 """
 
@@ -6,7 +7,7 @@ import string
 
 import pytest
 
-from flatlab.chat import ChatTokens
+from flatlab.model.chat import ChatTokens
 from helpers import user_error
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}

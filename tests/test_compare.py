@@ -238,8 +238,8 @@ def test_the_mean_is_solid_only_where_all_runs_are():
 
 # ------------------------------------------------------------------ what made a run
 
-CODE = {"flatlab/tree/tree.py": "t1", "search.py": "s1"}
-MINE = {"flatlab/tree/tree.py": "t1", "mine.py": "s2"}
+CODE = {"flatlab/tree/nodes.py": "t1", "search.py": "s1"}
+MINE = {"flatlab/tree/nodes.py": "t1", "mine.py": "s2"}
 
 
 def made_by(run, *code, model="m1", **task):
@@ -264,11 +264,11 @@ def test_an_original_and_its_modified_copy_are_rows_of_their_own():
 
 
 def test_the_files_that_differ_follow_the_settings_that_differ():
-    mine = MINE | {"flatlab/tree/tree.py": "t2", "mine_too.py": "e2"}
+    mine = MINE | {"flatlab/tree/nodes.py": "t2", "mine_too.py": "e2"}
     runs = [made_by(searched(0)), made_by(searched(0, sampling_mode="none"), mine)]
     assert groups_by_task(runs)["titanic"] == [
-        "tail search.py=s1 flatlab/tree/tree.py=t1: s0",
-        "none mine.py=s2 mine_too.py=e2 flatlab/tree/tree.py=t2: s0",
+        "tail search.py=s1 flatlab/tree/nodes.py=t1: s0",
+        "none mine.py=s2 mine_too.py=e2 flatlab/tree/nodes.py=t2: s0",
     ]
 
 

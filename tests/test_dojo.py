@@ -7,9 +7,9 @@ import pytest
 from backends import ISOLATED
 from competition import ROWS, make_competition
 from env import Env
-from flatlab.episode.grading import grades
-from flatlab.episode.mledojo_actions import json_action
 from flatlab.errors import SandboxFault
+from flatlab.task.grading import grades
+from flatlab.world.mledojo_actions import json_action
 from helpers import do
 from tasks import load_task
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from flatlab import endpoint
+from flatlab.model import endpoint
 from flatlab.runs import reader
 from helpers import PROJECT, chat_server, completion, python, served, user_error
 from policy import TINY

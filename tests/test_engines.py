@@ -17,10 +17,10 @@ import pytest
 from engines import Engines, forget_engine, lacking, start_dockerd
 from env import Env
 from flatlab.errors import SandboxFault
-from flatlab.sandbox import docker, hosts, images, sandbox, ssh
+from flatlab.sandbox import client, docker, hosts, images, ssh
 from flatlab.sandbox.backend import IMAGE, WORKSPACE
+from flatlab.sandbox.client import Sandbox, pick_backend
 from flatlab.sandbox.docker import docker_api, missing_limits
-from flatlab.sandbox.sandbox import Sandbox, pick_backend
 from helpers import PROJECT, SBIN, do, free_port, user_error
 from tasks import load_task
 
@@ -240,7 +240,7 @@ def test_isolation_and_limits(engine):
 
 OWNER = """
 import time
-from flatlab.sandbox.sandbox import Sandbox
+from flatlab.sandbox.client import Sandbox
 box = Sandbox("docker")
 print(box.container, flush=True)
 box.run("setsid sleep 600 & sleep 600", 600)
@@ -294,6 +294,6 @@ def test_a_host_without_ssh_or_daemon_is_one_sentence(monkeypatch):
     forget_engine()
     try:
         with user_error(r"^No Docker daemon answers at ssh://\S+ \(ssh: .+\)\.$"):
-            sandbox.pick_backend("docker")
+            client.pick_backend("docker")
     finally:
         forget_engine()

@@ -13,14 +13,14 @@ import pytest
 import env
 from backends import ISOLATED
 from env import Env
-from flatlab.episode import machine
-from flatlab.episode.actions import extract_action
-from flatlab.episode.episode import run_episode
-from flatlab.episode.grading import Score
-from flatlab.episode.task import Task
 from flatlab.errors import SandboxFault
 from flatlab.options import EpisodeOptions, SandboxOptions
-from flatlab.sandbox.sandbox import Sandbox
+from flatlab.sandbox.client import Sandbox
+from flatlab.task import machine
+from flatlab.task.definition import Task
+from flatlab.task.grading import Score
+from flatlab.world.actions import extract_action
+from flatlab.world.episode import run_episode
 from helpers import LOCAL, FakePolicy, block, do, play_once
 from tasks import load_task
 

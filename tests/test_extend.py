@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 ADDED = """
 import asyncio, grpo, search, torch
 from types import SimpleNamespace
-from flatlab.sandbox.sandbox import get_backend, pick_backend
+from flatlab.sandbox.client import get_backend, pick_backend
 cfg = grpo.Config(reward="thrifty", loss="tis")
 assert grpo.REWARDS["thrifty"](0.5, type("E", (), {"turns": [1, 2]})) == 0.46
 logp = torch.zeros(2, requires_grad=True)

@@ -17,14 +17,14 @@ import env
 import tasks
 from backends import ISOLATED
 from competition import METRIC, ROWS, answers, make_competition, write
-from flatlab.episode import grading
-from flatlab.episode.builtin import builtin_names
-from flatlab.episode.mlgym import mlgym_names
-from flatlab.episode.sanity import at_the_top, csv_rules, degenerate, sanity_file
-from flatlab.episode.task import last_json_object, parse_grade
-from flatlab.episode.task_files import TASKS_DIR
 from flatlab.errors import UserError
 from flatlab.options import SandboxOptions
+from flatlab.task import grading
+from flatlab.task.builtin import builtin_names
+from flatlab.task.definition import last_json_object, parse_grade
+from flatlab.task.mlgym import mlgym_names
+from flatlab.task.sanity import at_the_top, csv_rules, degenerate, sanity_file
+from flatlab.task.task_files import TASKS_DIR
 from helpers import python, run_grader, user_error
 from tasks import load_task
 

@@ -20,12 +20,12 @@ from backends import ISOLATED, containers_of, needs_docker
 from bench.sandboxes import EPISODE, FAILING, episodes_in_a_row, play
 from engines import Wire
 from env import Env
-from flatlab.episode import machine
 from flatlab.errors import SandboxFault
 from flatlab.options import SandboxOptions
 from flatlab.sandbox import backend as sandbox_backend
-from flatlab.sandbox import docker, local, sandbox, snapshot
-from flatlab.sandbox.sandbox import Sandbox
+from flatlab.sandbox import client, docker, local, snapshot
+from flatlab.sandbox.client import Sandbox
+from flatlab.task import machine
 from helpers import PROJECT, FakePolicy, block, do, play_once, slow, user_error
 from tasks import load_task
 
@@ -191,7 +191,7 @@ def wire(tmp_path, monkeypatch):
 
 def forget_docker():
     docker.docker_api.cache_clear()
-    sandbox.pick_backend.cache_clear()
+    client.pick_backend.cache_clear()
 
 
 @needs_docker
@@ -242,7 +242,7 @@ def test_daemon_that_hangs(wire, task):
     wire.hang = True
     begin = time.monotonic()
     with user_error("No Docker daemon answers"):
-        sandbox.pick_backend("docker")
+        client.pick_backend("docker")
     assert time.monotonic() - begin < 12
     wire.hang = False
     with Env(task, "docker") as world:

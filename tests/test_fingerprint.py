@@ -50,7 +50,7 @@ def code_of(folder, script="grpo.py"):
 
 def test_code_is_the_script_and_what_it_imports(unpacked):
     code = code_of(unpacked)
-    assert {"grpo.py", "env.py", "policy.py", "flatlab/episode/texts.py"} <= set(code)
+    assert {"grpo.py", "env.py", "policy.py", "flatlab/world/texts.py"} <= set(code)
     assert "flatlab/sandbox/guest/isolate.py" in code  # runs in the sandbox, nothing imports it
     assert "search.py" not in code
     assert not [name for name in code if name.startswith("flatlab/view/")]
@@ -58,12 +58,12 @@ def test_code_is_the_script_and_what_it_imports(unpacked):
 
 def test_comments_and_layout_do_not_count_but_every_other_edit_does(unpacked):
     before = code_of(unpacked)
-    texts = unpacked / "flatlab/episode/texts.py"
+    texts = unpacked / "flatlab/world/texts.py"
     original = texts.read_text()
     texts.write_text(f"# a comment\n\n{original}\n\n")
     assert code_of(unpacked) == before
     texts.write_text(f"{original}\nMORE = 1\n")
-    assert fingerprint.changed(before, code_of(unpacked)) == "flatlab/episode/texts.py"
+    assert fingerprint.changed(before, code_of(unpacked)) == "flatlab/world/texts.py"
     texts.write_text(original)
 
 
@@ -333,7 +333,7 @@ def test_a_copy_of_search_with_another_rule_and_operator_has_a_run_and_a_row_of_
     "file, old, new, message",
     [
         ("grpo.py", "N = -1.0", "N = -0.9", "made by other code (now different: grpo.py)"),
-        ("flatlab/episode/texts.py", "", "MORE = 1\n", "different: flatlab/episode/texts.py)"),
+        ("flatlab/world/texts.py", "", "MORE = 1\n", "different: flatlab/world/texts.py)"),
         ("configs/tasks/titanic/task.yaml", "baseline: 0.678182", "baseline: 0.6", ": baseline)"),
         ("configs/tasks/grade_csv.py", "", "MORE = 1\n", ": grade_csv.py)"),
         ("configs/tiny/config.json", "", "\n", "the model (now different: config.json)"),

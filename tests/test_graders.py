@@ -14,16 +14,16 @@ import search
 import tasks
 from backends import ISOLATED
 from env import Env
-from flatlab.episode import grading
-from flatlab.episode.grading import grade, trivial_rules
-from flatlab.episode.machine import open_sandbox
-from flatlab.episode.task import Task, clipped_improvement
-from flatlab.episode.task_files import TASKS_DIR
 from flatlab.errors import UserError
 from flatlab.options import SandboxOptions
 from flatlab.runs.reader import read_run, transcripts
 from flatlab.runs.store import open_run
-from flatlab.tree.tree import Tree
+from flatlab.task import grading
+from flatlab.task.definition import Task, clipped_improvement
+from flatlab.task.grading import grade, trivial_rules
+from flatlab.task.machine import open_sandbox
+from flatlab.task.task_files import TASKS_DIR
+from flatlab.tree.nodes import Tree
 from flatlab.view import stats
 from helpers import (
     LOCAL,

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import grpo
-from flatlab.episode.episode import Episode, Segment
 from flatlab.files import read_mapping
 from flatlab.options import EpisodeOptions, ModelOptions, derive
 from flatlab.runs import store
@@ -27,6 +26,7 @@ from flatlab.train.batch import Group, TrainSequence, gather_groups
 from flatlab.train.checkpoint import restore
 from flatlab.train.distributed import SingleProcess
 from flatlab.view import compare, console
+from flatlab.world.episode import Episode, Segment
 from helpers import MADE_BY, configure, segments_of, slow, user_error
 from policy import ModelPath
 from tasks import load_task

@@ -19,13 +19,13 @@ from backends import needs_docker
 from bench.sandboxes import EPISODE
 from engines import Engines, Wire, forget_engine, lacking, run_dockerd, start_dockerd
 from env import Env
-from flatlab.episode import grading
 from flatlab.errors import SandboxFault
 from flatlab.options import SandboxOptions
 from flatlab.runs.reader import read_rows
-from flatlab.sandbox import hosts, images, sandbox
+from flatlab.sandbox import client, hosts, images
 from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.hosts import Host, room
+from flatlab.task import grading
 from flatlab.train.distributed import SingleProcess
 from flatlab.train.metrics import step_metrics
 from helpers import PROJECT, FakePolicy, block, configure, do, play_once, python, user_error
@@ -168,12 +168,12 @@ def test_episodes_of_a_lost_host_are_played_again_on_another(wires):
 def test_the_line_names_each_host_and_whether_it_answers(wires):
     dead, alive = map(address_of, wires)
     wires[0].cut()
-    line = sandbox.pick_backend("auto")[1]
+    line = client.pick_backend("auto")[1]
     assert f"on {dead} (does not answer) and {alive} ({os.cpu_count()} cores, Engine " in line
     wires[1].cut()
     forget_engine()
     with user_error(f"^No Docker daemon answers at {dead}. No Docker daemon answers at {alive}.$"):
-        sandbox.pick_backend("auto")
+        client.pick_backend("auto")
 
 
 @needs_docker
@@ -210,9 +210,9 @@ def test_requirements_are_installed_on_the_hosts_that_answer(wires, monkeypatch,
 def test_a_local_sandbox_needs_none_of_several_hosts(monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nothing/a,unix:///nothing/b")
     forget_engine()
-    assert sandbox.pick_backend("local")[0] == "local"
+    assert client.pick_backend("local")[0] == "local"
     with user_error("No Docker daemon answers at unix:///nothing/a."):
-        sandbox.pick_backend("auto")
+        client.pick_backend("auto")
     forget_engine()
 
 

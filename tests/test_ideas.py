@@ -9,7 +9,7 @@ import pytest
 
 import search
 from flatlab.tree import parsing, prompts
-from flatlab.tree.tree import Node
+from flatlab.tree.nodes import Node
 from tasks import load_task
 
 TASK = load_task("titanic", "", "")

@@ -1,4 +1,4 @@
-"""flatlab/train/memory.py: a micro-batch that fits, before the first episode."""
+"""flatlab/model/memory.py: a micro-batch that fits, before the first episode."""
 
 import sys
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from flatlab.train import memory
+from flatlab.model import memory
 from helpers import python, user_error
 
 GIB = 2**30
@@ -140,6 +140,6 @@ def test_the_kv_cache_on_a_cpu_holds_all_requests_if_they_fit(random_model, monk
 
 def test_the_peak_is_of_this_process_and_not_of_the_one_that_started_it():
     ballast = torch.ones(GIB // 16)  # 256 MiB
-    code = "from flatlab.train.memory import peak_bytes; print(peak_bytes())"
+    code = "from flatlab.model.memory import peak_bytes; print(peak_bytes())"
     assert 2**20 < int(python("-c", code).stdout) < 4 * len(ballast) / 2
     assert memory.peak_bytes() > 4 * len(ballast)

@@ -15,7 +15,6 @@ import env
 import grpo
 import helpers
 import training
-from flatlab.episode.episode import Episode, Segment
 from flatlab.train.batch import (
     Group,
     TrainSequence,
@@ -26,6 +25,7 @@ from flatlab.train.batch import (
 )
 from flatlab.train.distributed import SingleProcess
 from flatlab.train.overlap import EventLoop, run_beside, stop_if_interrupted
+from flatlab.world.episode import Episode, Segment
 from helpers import FakePolicy, block, configure
 from tasks import load_task
 from training import scored_group, valid

@@ -10,10 +10,9 @@ import torch
 
 from bench.peak import peak
 from flatlab.errors import UserError
-from flatlab.loading import loading
-from flatlab.train import memory
-from flatlab.train.batch import common_prompt
-from flatlab.train.packing import Head, TokenLogProbs, can_pack, hidden_states
+from flatlab.model import memory
+from flatlab.model.loading import loading
+from flatlab.model.packing import Head, TokenLogProbs, can_pack, common_prompt, hidden_states
 from helpers import python
 from policy import Agreement, Policy, check_capability, lora_settings, resolve_model
 from training import all_close, has_weights, pair, randomise, weights_of

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 import search
-from flatlab.episode.task import improvement
-from flatlab.tree import selection
-from flatlab.tree.tree import Choice, Tree, results
+from flatlab.task.definition import improvement
+from flatlab.tree import rules
+from flatlab.tree.nodes import Choice, Tree, results
 from helpers import search_config
 from tasks import load_task
 
@@ -51,14 +51,14 @@ def end(t, node, score, idea="", status="validated", kept=True):
 
 
 def choose(t, seed=0):
-    constants = selection.constants("", t.rule, t.cfg.rule_args)
+    constants = rules.constants("", t.rule, t.cfg.rule_args)
     return t.rule.function(t, random.Random(seed), **constants)
 
 
 def decide(t, seed=0):
     """As search.decide does it, for the rules that do not ask a model."""
     if not t.rule.debugs_itself:
-        leaf = selection.failed_leaf(t, random.Random(seed))
+        leaf = rules.failed_leaf(t, random.Random(seed))
         if leaf:
             return leaf
     return choose(t, seed)
@@ -129,8 +129,8 @@ def test_trend_by_hand():
     put(t, "0.0.0", 0.75)
     # Q: 0, 0.5, 1, 0.75; steps 0.5, 0.5, -0.25 with weights 1, 2, 3
     trend = (0.5 + 1.0 - 0.75) / 6
-    assert selection.rising_trend(t, t.nodes["0.0.0.0"]) == pytest.approx(trend)
-    assert selection.rising_trend(t, t.root) == 0
+    assert rules.rising_trend(t, t.nodes["0.0.0.0"]) == pytest.approx(trend)
+    assert rules.rising_trend(t, t.root) == 0
 
 
 def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
@@ -182,7 +182,7 @@ def test_signals_by_hand():
     put(t, "0.1", 0.2, idea="boosted trees and kNN")
 
     def signal(name):
-        [value] = selection.SIGNALS[name](t, [t.nodes["0.1"]])
+        [value] = rules.SIGNALS[name](t, [t.nodes["0.1"]])
         return value
 
     assert signal("regret") == pytest.approx(1 - 0.25)

@@ -20,9 +20,9 @@ import env
 from backends import EVERYWHERE, ISOLATED, backends, containers_of, missing, needs_docker
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.sandbox import backend as sandbox_backend
-from flatlab.sandbox import docker, local, sandbox, snapshot
+from flatlab.sandbox import client, docker, local, snapshot
 from flatlab.sandbox.backend import IMAGE
-from flatlab.sandbox.sandbox import Sandbox
+from flatlab.sandbox.client import Sandbox
 from helpers import PROJECT, user_error
 from tasks import load_task
 
@@ -183,7 +183,7 @@ def test_endless_output_needs_constant_memory(box):
     assert result.timed_out
     assert result.output.startswith("first\ny\n")
     assert "bytes left out" in result.output
-    assert len(result.output) < 4 * sandbox.KEEP_BYTES
+    assert len(result.output) < 4 * client.KEEP_BYTES
     assert peak() < before + 4096  # kB
     tail = box.run("seq 2000000", 20)
     assert tail.output.endswith("1999999\n2000000\n")
@@ -222,7 +222,7 @@ def test_time_limit_kills_everything(box):
     )
     assert result.timed_out
     assert result.output.startswith("partial\n")
-    assert time.monotonic() - start < 0.5 + sandbox.GRACE + 2
+    assert time.monotonic() - start < 0.5 + client.GRACE + 2
     assert running(box, "98765") == 0
     assert out(box, "echo alive") == "alive"
 
@@ -526,7 +526,7 @@ def test_files_that_cannot_be_copied_are_a_fault(isolated, monkeypatch):
 
 OWNER = """
 import sys; sys.path.insert(0, {project!r})
-from flatlab.sandbox.sandbox import Sandbox
+from flatlab.sandbox.client import Sandbox
 box = Sandbox({backend!r})
 box.run("setsid sleep {marker} & true", 5)
 print(box.workspace, flush=True)
@@ -599,7 +599,7 @@ def test_container_that_dies_is_a_fault():
 ORDINARY = """
 import json, sys; sys.path.insert(0, {project!r})
 from flatlab.sandbox import snapshot
-from flatlab.sandbox.sandbox import Sandbox
+from flatlab.sandbox.client import Sandbox
 box = Sandbox("namespaces")
 commands = [
     "id -u",
@@ -684,42 +684,42 @@ def test_namespaces_of_an_ordinary_user(ordinary):
 def no_daemon(monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     docker.docker_api.cache_clear()
-    sandbox.pick_backend.cache_clear()
+    client.pick_backend.cache_clear()
     yield monkeypatch
     docker.docker_api.cache_clear()
-    sandbox.pick_backend.cache_clear()
+    client.pick_backend.cache_clear()
 
 
 @pytest.mark.fault(17, "no daemon")
 def test_no_daemon(no_daemon):
     start = time.monotonic()
     with user_error("^No Docker daemon answers at unix:///nowhere/docker.sock.$"):
-        sandbox.pick_backend("docker")
+        client.pick_backend("docker")
     no_daemon.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
     with user_error("No Docker daemon answers at tcp://127.0.0.1:1"):
-        sandbox.pick_backend("docker")
+        client.pick_backend("docker")
     assert time.monotonic() - start < 6
 
 
 def test_auto_falls_back_only_to_complete_isolation(no_daemon):
-    kind = replace(sandbox.BACKENDS["namespaces"], covers="all covered")
-    no_daemon.setattr(sandbox, "get_backend", lambda name: kind)
-    name, line = sandbox.pick_backend("auto", IMAGE, False)
+    kind = replace(client.BACKENDS["namespaces"], covers="all covered")
+    no_daemon.setattr(client, "get_backend", lambda name: kind)
+    name, line = client.pick_backend("auto", IMAGE, False)
     assert name == "local"
     assert "all covered" in line
     assert "No Docker daemon" in line
     assert "\n" not in line
-    sandbox.pick_backend.cache_clear()
+    client.pick_backend.cache_clear()
     kind = replace(kind, covers="half covered", is_complete=False)
     with user_error("half covered"):
-        sandbox.pick_backend("auto", IMAGE, False)
-    assert sandbox.pick_backend("auto", IMAGE, True)[0] == "local"
-    assert sandbox.pick_backend("local", IMAGE, False) == ("local", "local, half covered")
+        client.pick_backend("auto", IMAGE, False)
+    assert client.pick_backend("auto", IMAGE, True)[0] == "local"
+    assert client.pick_backend("local", IMAGE, False) == ("local", "local, half covered")
 
 
 def test_an_unknown_kind_of_sandbox_is_refused():
     with user_error("Unknown backend"):
-        sandbox.pick_backend("bubblewrap")
+        client.pick_backend("bubblewrap")
     with user_error("Unknown backend 'dokcer'"):
         env.Env(load_task("titanic"), "dokcer")
     # Without isolation, the end of a grading would end all processes of this user.
@@ -734,17 +734,17 @@ def test_local_falls_back_to_landlock_and_says_what_is_missing(monkeypatch):
     def refuse(spec):
         raise SandboxFault("unshare: Operation not permitted")
 
-    refusing = {name: replace(sandbox.BACKENDS[name], start=refuse) for name in sandbox.LOCAL}
-    monkeypatch.setitem(sandbox.BACKENDS, "namespaces", refusing["namespaces"])
-    sandbox.local_kind.cache_clear()
-    kind = sandbox.get_backend("local")
+    refusing = {name: replace(client.BACKENDS[name], start=refuse) for name in client.LOCAL}
+    monkeypatch.setitem(client.BACKENDS, "namespaces", refusing["namespaces"])
+    client.local_kind.cache_clear()
+    kind = client.get_backend("local")
     assert not kind.is_complete
     assert "not covered" in kind.covers
-    monkeypatch.setitem(sandbox.BACKENDS, "landlock", refusing["landlock"])
-    sandbox.local_kind.cache_clear()
+    monkeypatch.setitem(client.BACKENDS, "landlock", refusing["landlock"])
+    client.local_kind.cache_clear()
     with user_error("cannot isolate"):
-        sandbox.get_backend("local")
-    sandbox.local_kind.cache_clear()
+        client.get_backend("local")
+    client.local_kind.cache_clear()
 
 
 def test_landlock_that_cannot_hide_a_folder_leaves_none_behind(monkeypatch, tmp_path):
@@ -758,8 +758,8 @@ def test_landlock_that_cannot_hide_a_folder_leaves_none_behind(monkeypatch, tmp_
 @needs_docker
 def test_docker_image_and_permission(monkeypatch):
     with user_error("no image flatlab/nothing:here; get it with"):
-        sandbox.pick_backend("docker", "flatlab/nothing:here")
-    assert sandbox.pick_backend("docker") == ("docker", f"docker, image {IMAGE}")
+        client.pick_backend("docker", "flatlab/nothing:here")
+    assert client.pick_backend("docker") == ("docker", f"docker, image {IMAGE}")
     from docker import errors
 
     def refused(host):

@@ -17,17 +17,17 @@ from statistics import fmean
 import pytest
 
 import search
-from flatlab.episode.episode import Episode
-from flatlab.episode.grading import Score
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import read_mapping
 from flatlab.runs.cli import parse_config
 from flatlab.runs.reader import RunData, read_rows, standard_error
 from flatlab.runs.store import open_run
 from flatlab.sandbox import snapshot
-from flatlab.tree import selection
-from flatlab.tree.tree import SCORES, Tree, results
+from flatlab.task.grading import Score
+from flatlab.tree import rules
+from flatlab.tree.nodes import SCORES, Tree, results
 from flatlab.view import search_console, search_plots, stats
+from flatlab.world.episode import Episode
 from helpers import MADE_BY, FakePolicy, block, search_config, segments_of, slow, start, user_error
 from tasks import load_task
 
@@ -313,11 +313,11 @@ def test_a_search_stopped_at_the_end_resumes_without_scoring_twice(tmp_path):
 def test_finalists_are_few_and_kept(tmp_path):
     t = run(tmp_path, nodes=30, select="random", large=".0", stderr=1.0, workers=1)
     t.chosen = None  # as before the end
-    finalists = selection.finalists(t)
+    finalists = rules.finalists(t)
     kept = [node for node in t.scored if node.kept]
     kept.sort(key=lambda node: -node.improvement)
-    assert len(kept) > len(finalists) == selection.FINALISTS
-    assert finalists == kept[: selection.FINALISTS]
+    assert len(kept) > len(finalists) == rules.FINALISTS
+    assert finalists == kept[: rules.FINALISTS]
 
 
 def test_other_budgets(tmp_path):

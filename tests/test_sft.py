@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import training
-from flatlab.chat import ChatTokens
-from flatlab.episode.episode import History, Sample
+from flatlab.model.chat import ChatTokens, Sample
 from flatlab.options import EpisodeOptions
 from flatlab.train import imitation
 from flatlab.train.distributed import SingleProcess
+from flatlab.world.episode import History
 from helpers import PROJECT, configure, turn, user_error
 from training import TASK
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import tasks
-from flatlab.episode.builtin import builtin_names
-from flatlab.episode.task import improvement, last_json_object, parse_grade, standard_error
-from flatlab.episode.task_files import TASKS_DIR
+from flatlab.task.builtin import builtin_names
+from flatlab.task.definition import improvement, last_json_object, parse_grade, standard_error
+from flatlab.task.task_files import TASKS_DIR
 from helpers import python, run_grader, slow, user_error
 from tasks import load_task
 from tools import make_data

@@ -9,13 +9,13 @@ from importlib.metadata import version
 import pytest
 
 from env import Env
-from flatlab.chat import ChatTokens
-from flatlab.episode import machine, texts
-from flatlab.episode.episode import Sample
+from flatlab.model.chat import ChatTokens, Sample
 from flatlab.options import EpisodeOptions, ModelOptions, derive
 from flatlab.runs.reader import observed
-from flatlab.sandbox.sandbox import Sandbox
+from flatlab.sandbox.client import Sandbox
+from flatlab.task import machine
 from flatlab.train import imitation
+from flatlab.world import texts
 from helpers import LOCAL, PROJECT, FakePolicy, block, play_once
 from policy import resolve_model
 from tasks import load_task

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from backends import containers_of, missing
-from flatlab.episode.task import clipped_improvement
+from flatlab.task.definition import clipped_improvement
 from helpers import PROJECT, block, chat_server, completion, python, served
 
 VENV = os.path.abspath(os.environ.get("VERIFIERS_VENV", ""))

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 
 import grpo
-from flatlab.episode.episode import Episode, Segment
-from flatlab.episode.grading import Score
+from flatlab.task.grading import Score
 from flatlab.train.batch import Group
+from flatlab.world.episode import Episode, Segment
 from helpers import configure
 from tasks import load_task
 

@@ -23,13 +23,14 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import env
-from flatlab.episode.episode import Episode, Sample, run_episode
-from flatlab.episode.task import improvement
 from flatlab.errors import UserError
+from flatlab.model.chat import Sample
 from flatlab.options import Count, EpisodeOptions, check_numbers
 from flatlab.runs.cli import one_sentence, parse_config
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.store import open_run, run_directory
+from flatlab.task.definition import improvement
+from flatlab.world.episode import Episode, run_episode
 from tasks import load_task
 from tools import expert
 

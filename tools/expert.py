@@ -2,7 +2,7 @@
 
 The expert is deliberately mediocre. It picks good and bad solutions, makes mistakes and repairs
 some of them, so a model that imitates it has much to gain. Its prompts are those of
-flatlab/episode/texts.py, search.py and flatlab/tree/prompts.py. To add a task, add a table to
+flatlab/world/texts.py, search.py and flatlab/tree/prompts.py. To add a task, add a table to
 TABLES.
 """
 
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import env
 import search
-from flatlab.episode.task import Task, improvement
+from flatlab.task.definition import Task, improvement
 from flatlab.tree import prompts
 from tasks import load_task
 

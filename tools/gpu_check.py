@@ -230,7 +230,7 @@ def without_adapter(model: str) -> list:
     """The engine without LoRA: the bound for the one with it."""
     from vllm import EngineArgs, LLMEngine
 
-    from flatlab.train.memory import cpu_kv_cache_bytes
+    from flatlab.model.memory import cpu_kv_cache_bytes
     from policy import cpu_engine_options
 
     policy = make_policy(model, trains=False)
@@ -342,7 +342,7 @@ def shared_prompt(model: str) -> list:
 
 def memory_probe(model: str) -> list:
     """How many tokens a training pass holds, and that running out of memory is survived."""
-    from flatlab.train import memory
+    from flatlab.model import memory
 
     policy = make_policy(model)
     free = memory.free_bytes(policy.device)

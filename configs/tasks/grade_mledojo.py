@@ -5,7 +5,7 @@ The answers fall into parts by a hash of their id (the first column): a half is 
 quarter for selection and a quarter for the test, and an id is always in the same part; `--split
 all` grades them all. `score` is the metric's value, `stderr` its standard error; `position` is the
 share of the private and the public leaderboard, averaged, that is not better. `--describe` prints
-what flatlab/episode/mledojo.py has to know about the competition.
+what flatlab/task/mledojo.py has to know about the competition.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from flatlab.cache import file_digest
-from flatlab.episode.task import Task
+from flatlab.task.definition import Task
 
 ROOT = Path(__file__).resolve().parents[2]
 GUEST = ROOT / "flatlab" / "sandbox" / "guest"  # a sandbox runs these; few are imported here

@@ -16,9 +16,9 @@ from pathlib import Path
 from flatlab.cache import content_key
 from flatlab.errors import UserError
 from flatlab.sandbox.backend import WORKSPACE
+from flatlab.sandbox.client import Sandbox
 from flatlab.sandbox.docker import SET_PATH, docker_api, engine_options, short_text
 from flatlab.sandbox.hosts import ask_all, hosts_problem
-from flatlab.sandbox.sandbox import Sandbox
 
 BAKE_BYTES = 8 << 20  # public files beyond this total are baked into an image once
 MOST_DISK = 1 << 40  # bytes of a file while an image is built

@@ -14,7 +14,7 @@ import os
 import tarfile
 
 from flatlab.errors import ArtefactError, SandboxFault
-from flatlab.sandbox.sandbox import COPY_BYTES, Sandbox, readable
+from flatlab.sandbox.client import COPY_BYTES, Sandbox, readable
 
 STATE = ".flatlab-state"
 REST = ".flatlab-rest.tar"

@@ -3,16 +3,16 @@ tensors. No formulas here.
 """
 
 import itertools
-import os
 import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from flatlab.episode.episode import Episode
-from flatlab.episode.task import Task
+from flatlab.model.packing import common_prompt
 from flatlab.runs.store import packed_tokens
+from flatlab.task.definition import Task
+from flatlab.world.episode import Episode
 
 ALIKE = 128  # tokens: sequences that differ in these are in different micro-batches
 
@@ -130,18 +130,6 @@ def cost(part: list[TrainSequence], packed: bool = True) -> int:
         return len(part) * max(lengths)
     shared = common_prompt([(s.tokens, s.mask) for s in part])
     return sum(lengths) - shared * (len(part) - 1)
-
-
-def common_prompt(batch: list[tuple[list[int], list[int]]]) -> int:
-    """Returns how many leading tokens all sequences share before the first trained one.
-
-    batch: pairs (tokens, mask). One token less than that, because the last token of the prompt
-    predicts the first trained one, so it is computed for each sequence.
-    """
-    first_trained = min(mask.index(1) for _, mask in batch)
-    common = os.path.commonprefix([tokens for tokens, _ in batch])
-    shared = min(len(common), first_trained - 1)
-    return max(0, shared)
 
 
 @dataclass

@@ -12,9 +12,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from flatlab.episode.task import improvement
 from flatlab.errors import UserError
 from flatlab.files import save_tensors
+from flatlab.task.definition import improvement
 from flatlab.train import guard
 from flatlab.train.batch import Group
 

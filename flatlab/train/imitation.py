@@ -14,11 +14,11 @@ import random
 import time
 from pathlib import Path
 
-from flatlab.episode.episode import HISTORIES, Episode, Sample, trimmed, worth_imitating
-from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
+from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
 from flatlab.runs.reader import duration, read_rows
+from flatlab.task.definition import Task, improvement
 from flatlab.train.batch import (
     TrainSequence,
     flatten,
@@ -27,6 +27,7 @@ from flatlab.train.batch import (
     to_tensors,
 )
 from flatlab.train.overlap import stop_if_interrupted
+from flatlab.world.episode import HISTORIES, Episode, trimmed, worth_imitating
 
 EPISODES_PER_UPDATE = 8
 MOST_EPISODES = 1024  # of a task

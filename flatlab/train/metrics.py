@@ -10,9 +10,9 @@ import time
 from collections import Counter
 from statistics import fmean, stdev
 
-from flatlab.episode.task import Task, clipped_improvement, improvement
 from flatlab.errors import UserError
 from flatlab.runs.reader import plus_minus, standard_error
+from flatlab.task.definition import Task, clipped_improvement, improvement
 from flatlab.train.batch import Group
 
 

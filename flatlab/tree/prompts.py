@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 
-from flatlab.episode.task import Task
+from flatlab.task.definition import Task
 
 SIBLINGS = 8  # largest number of strategies of siblings in a prompt
 

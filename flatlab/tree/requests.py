@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 
-from flatlab.tree.tree import Tree, seed_from
+from flatlab.tree.nodes import Tree, seed_from
 
 LEAST_ROOM = 32  # tokens: a request whose reply would have less room is not sent
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flatlab.tree import parsing, prompts
+from flatlab.tree.nodes import Choice, Tree
 from flatlab.tree.requests import chat
-from flatlab.tree.tree import Choice, Tree
 
 NOTES = 5  # the model sees its latest ones
 INSPECTED = 3  # nodes whose code and errors it may read before it decides

@@ -3,9 +3,9 @@
 import shlex
 from statistics import fmean
 
-from flatlab.episode.sanity import degenerate
-from flatlab.episode.task import Task
 from flatlab.runs.reader import count, duration, fill, read_run
+from flatlab.task.definition import Task
+from flatlab.task.sanity import degenerate
 from flatlab.train.metrics import final_table
 from flatlab.view import page
 from flatlab.view.compare import plot_now_and_then, remarks

@@ -18,11 +18,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from flatlab.episode.episode import worth_imitating
-from flatlab.episode.task import clipped_improvement
 from flatlab.errors import UserError
 from flatlab.files import write_whole
 from flatlab.runs.reader import RunData, observed, transcripts
+from flatlab.task.definition import clipped_improvement
+from flatlab.world.episode import worth_imitating
 
 
 def export(runs: list[RunData], path: Path) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from flatlab.episode.sanity import degenerate
 from flatlab.runs.reader import count, plus_minus, read_run
-from flatlab.tree.tree import Node, Tree
+from flatlab.task.sanity import degenerate
+from flatlab.tree.nodes import Node, Tree
 
 
 def banner(cfg, trees: list[Tree], where: Path, path, why: str) -> None:

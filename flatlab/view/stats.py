@@ -12,8 +12,8 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from flatlab.episode.task import improvement
 from flatlab.runs.reader import fill
+from flatlab.task.definition import improvement
 
 SPLITS = 200_000  # permutation test: all splits up to this number, else this many random ones
 

@@ -4,9 +4,9 @@ import json
 import shlex
 from pathlib import Path
 
-from flatlab.episode.task import Task, improvement, is_plain
 from flatlab.errors import UserError
 from flatlab.sandbox.backend import IMAGE
+from flatlab.task.definition import Task, improvement, is_plain
 
 TOML = """\
 schema_version = "1.4"

@@ -10,10 +10,10 @@ import re
 import tomllib
 from pathlib import Path
 
-from flatlab.episode.task import WHOLE_WORKSPACE, Task
-from flatlab.episode.task_files import tree_files
 from flatlab.errors import UserError
 from flatlab.sandbox.images import foreign_image
+from flatlab.task.definition import WHOLE_WORKSPACE, Task
+from flatlab.task.task_files import tree_files
 
 # What a sandbox cannot give: keys of task.toml, and files.
 REFUSED_KEYS = """environment.tpu environment.mcp_servers environment.healthcheck

@@ -194,7 +194,7 @@ class Work:
         self.cpu_seconds = time.process_time()
 
     def end(self, seconds=None, steps=1, **parts):
-        from flatlab.train.memory import peak_bytes
+        from flatlab.model.memory import peak_bytes
 
         print_result(
             seconds=seconds or time.perf_counter() - self.seconds,
@@ -217,10 +217,10 @@ def run_ours(model, rounds, turns, tokens, variant):
     from bench.models import make_endless
     from env import Step
     from flatlab import threads
-    from flatlab.episode import texts
-    from flatlab.episode.grading import Score
+    from flatlab.task.grading import Score
     from flatlab.train.distributed import SingleProcess
     from flatlab.train.overlap import run_beside
+    from flatlab.world import texts
     from policy import ModelPath, Policy
     from tasks import load_task
 

@@ -95,7 +95,7 @@ class FakeModel:
         return [0] * 10
 
     async def sample(self, tokens, limit, seed=0):
-        from flatlab.episode.episode import Sample
+        from flatlab.model.chat import Sample
 
         rng = random.Random(seed)
         lines = [f"Inspect: 1\nParent: {rng.randrange(FEW)}\nMode: explore\nMemory: a note"]
@@ -106,8 +106,8 @@ class FakeModel:
 async def fake_play(t, node, parents):
     """An episode without a sandbox. A third of the nodes fail, the others change their parent's
     score a little."""
-    from flatlab.episode.episode import Episode
-    from flatlab.episode.grading import Score
+    from flatlab.task.grading import Score
+    from flatlab.world.episode import Episode
 
     rng = random.Random(node.seed)
     for _ in range(rng.randrange(20)):  # so that nodes end in another order than they started
@@ -133,7 +133,7 @@ class NoSandbox(contextlib.nullcontext):
         pass
 
     def score(self, split):
-        from flatlab.episode.grading import Score
+        from flatlab.task.grading import Score
 
         return Score(0.7, "accuracy", split, True, "")
 
@@ -143,7 +143,7 @@ def search(rule, nodes):
     them."""
     import search
     from flatlab.runs.store import open_run
-    from flatlab.tree.tree import Tree
+    from flatlab.tree.nodes import Tree
     from helpers import MADE_BY, search_config
     from tasks import load_task
 
@@ -204,10 +204,10 @@ class FakeTrainer:
 
 def fake_groups(task, seed):
     """The groups of a step."""
-    from flatlab.episode.episode import Episode, Segment
-    from flatlab.episode.grading import Score
+    from flatlab.task.grading import Score
     from flatlab.train.batch import Group, gather_groups
     from flatlab.train.distributed import SingleProcess
+    from flatlab.world.episode import Episode, Segment
 
     rng = random.Random(seed)
     groups = []

@@ -31,7 +31,7 @@ def main(model, tokens, way):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from flatlab.train.memory import peak_bytes
+    from flatlab.model.memory import peak_bytes
     from policy import Policy
 
     torch.manual_seed(0)

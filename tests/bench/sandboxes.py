@@ -50,7 +50,7 @@ def play(task, backend, n, commands=EPISODE):
 def sandbox_times(task, backend, numbers):
     """(seconds of a step, rows) of one sandbox and of 32 at once."""
     from env import Env
-    from flatlab.episode.grading import grades
+    from flatlab.task.grading import grades
 
     grades.clear()
     world = Env(task, backend)
@@ -87,7 +87,7 @@ def sandbox_times(task, backend, numbers):
 
 def env(args):
     """Overhead of the sandboxes that work here, and of MLGym's."""
-    from flatlab.sandbox.sandbox import IMAGE
+    from flatlab.sandbox.client import IMAGE
     from tasks import load_task
 
     task = load_task("titanic", "", "")
@@ -232,7 +232,7 @@ def episodes_in_a_row(backend, count, report=lambda done: None, disk=False):
 
 def soak(args):
     """args.count episodes in a row without growth."""
-    from flatlab.sandbox.sandbox import pick_backend
+    from flatlab.sandbox.client import pick_backend
 
     def report(done):
         if done % 100 == 0:

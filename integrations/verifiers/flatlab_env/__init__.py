@@ -15,12 +15,12 @@ from typing import Any, Literal
 import verifiers.v1 as vf
 
 from env import Env, in_thread
-from flatlab.endpoint import Endpoint
-from flatlab.episode.episode import Episode, play, start
-from flatlab.episode.task import clipped_improvement, improvement
 from flatlab.errors import SandboxFault
+from flatlab.model.endpoint import Endpoint
 from flatlab.options import EpisodeOptions, SandboxOptions
 from flatlab.sandbox.backend import IMAGE
+from flatlab.task.definition import clipped_improvement, improvement
+from flatlab.world.episode import Episode, play, start
 from tasks import load_task
 
 __all__ = ["FlatlabEnv", "FlatlabHarness", "FlatlabTaskset"]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from flatlab.episode.task import Task
-from flatlab.episode.task_files import TASKS_DIR, proxies, tree_files
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
+from flatlab.task.definition import Task
+from flatlab.task.task_files import TASKS_DIR, proxies, tree_files
 
 GRADE_WITH_ANY_CONFIG = """
 for file in config.yaml src/config.yaml *.yaml src/*.yaml

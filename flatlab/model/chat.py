@@ -7,10 +7,22 @@ reply keeps all of its tokens, also where the template would leave out its thoug
 
 import contextlib
 import re
+from dataclasses import dataclass
 
 from flatlab.errors import UserError
 
 MARK = "\x02"  # stands for a text while the template is applied
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One reply of the policy."""
+
+    tokens: list[int]  # as sampled; with the end token if stop_reason is "stop"
+    logprobs: list[float]  # of each token under the sampling distribution, temperature applied
+    text: str  # for people and for the action extractor; never tokenised again
+    stop_reason: str  # "stop" (the model ended its turn) or "length" (cut at max_tokens)
+    version: int  # number of syncs before the request was sent
 
 
 class ChatTokens:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from flatlab.episode.grading import Score
-from flatlab.episode.texts import run_text, score_text
+from flatlab.task.grading import Score
+from flatlab.world.texts import run_text, score_text
 
 FENCE = re.compile(r" {0,3}(`{3,})[ \t]*([^`]*?)[ \t]*$")
 SHELLS = ("bash", "sh", "shell")

@@ -26,7 +26,7 @@ from statistics import stdev
 
 from flatlab.errors import UserError
 from flatlab.tree import prompts
-from flatlab.tree.tree import DEBUG_DEPTH, Choice, Node, Tree
+from flatlab.tree.nodes import DEBUG_DEPTH, Choice, Node, Tree
 
 
 @dataclass(frozen=True)

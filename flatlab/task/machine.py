@@ -8,13 +8,13 @@ import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flatlab.episode.task import Task
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import SandboxOptions
+from flatlab.sandbox.client import KINDS, Sandbox, get_backend, pick_backend
 from flatlab.sandbox.docker import engine_faults
 from flatlab.sandbox.hosts import leave_out
 from flatlab.sandbox.images import check_requirements, found_images, prepared_image
-from flatlab.sandbox.sandbox import KINDS, Sandbox, get_backend, pick_backend
+from flatlab.task.definition import Task
 
 MOUNT_BYTES = 16 << 20  # larger public files are mounted into a local sandbox, not copied
 

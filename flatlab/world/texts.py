@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatlab.episode.grading import KILLED, Score
-from flatlab.episode.machine import Software, software_of
-from flatlab.episode.task import WHOLE_WORKSPACE, Task
 from flatlab.sandbox.backend import Spec
-from flatlab.sandbox.sandbox import Result
+from flatlab.sandbox.client import Result
+from flatlab.task.definition import WHOLE_WORKSPACE, Task
+from flatlab.task.grading import KILLED, Score
+from flatlab.task.machine import Software, software_of
 
 LISTED_FILES = 60  # in the first message
 SHARE = 0.5  # of the context: the system message and the first one, at most

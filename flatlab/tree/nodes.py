@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, fields
 from operator import itemgetter
 from pathlib import Path
 
-from flatlab.episode.task import Task, improvement
 from flatlab.errors import UserError
-from flatlab.sandbox.sandbox import readable
+from flatlab.sandbox.client import readable
+from flatlab.task.definition import Task, improvement
 
 DEBUG_DEPTH = 3  # failures in a row after which a branch is given up
 SCORES = 20  # scores of candidates in a row of the journal, the highest ones: they may be thousands
@@ -55,7 +55,7 @@ class Node:
     ideas: list = field(default_factory=list)  # all (strategy, probability) of the same request
     score: float | None = None  # on the validation part
     stderr: float | None = None  # its standard error, if the grader gives one
-    improvement: float | None = None  # see flatlab.episode.task.improvement; None: failed
+    improvement: float | None = None  # see flatlab.task.definition.improvement; None: failed
     valid: bool = False
     status: str = ""  # of the episode, or validated, stopped; fault: the sandbox broke twice
     faults_by_host: dict = field(default_factory=dict)  # broken sandboxes on several Docker hosts

@@ -10,8 +10,8 @@ client repeats requests that failed for a passing reason (429, 5xx, timeouts, no
 import os
 from dataclasses import dataclass
 
-from flatlab.episode.episode import Sample
 from flatlab.errors import UserError
+from flatlab.model.chat import Sample
 
 TOO_LONG = ("context length", "context_length", "maximum context")  # how endpoints say it
 PIECE = 3  # characters; see Endpoint

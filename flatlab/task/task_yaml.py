@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from flatlab.episode.task_files import nearest
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
+from flatlab.task.task_files import nearest
 
 
 class TaskYaml(BaseModel):

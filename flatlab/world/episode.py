@@ -13,25 +13,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 
-from flatlab.episode.grading import Score
-from flatlab.episode.texts import FORMS, first_message
 from flatlab.errors import SandboxFault
+from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
+from flatlab.task.grading import Score
+from flatlab.world.texts import FORMS, first_message
 
 # Threads wait for sandboxes and do not compute. They are started as needed.
 THREADS = ThreadPoolExecutor(512, "sandbox")
 THOUGHT_ENDS = "</think>"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One reply of the policy."""
-
-    tokens: list[int]  # as sampled; with the end token if stop_reason is "stop"
-    logprobs: list[float]  # of each token under the sampling distribution, temperature applied
-    text: str  # for people and for the action extractor; never tokenised again
-    stop_reason: str  # "stop" (the model ended its turn) or "length" (cut at max_tokens)
-    version: int  # number of syncs before the request was sent
 
 
 @dataclass

@@ -11,10 +11,10 @@ import json
 import re
 from contextlib import suppress
 
-from flatlab.episode.actions import act_bash, action_name
-from flatlab.episode.grading import Score
-from flatlab.episode.texts import run_text, score_text
 from flatlab.errors import ArtefactError, SandboxFault
+from flatlab.task.grading import Score
+from flatlab.world.actions import act_bash, action_name
+from flatlab.world.texts import run_text, score_text
 
 ACTIONS_TEXT = """\
 Instead of a bash block, a reply may be one JSON object {"action": ..., "params": {...}}:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flatlab.episode.task import Task
-from flatlab.episode.task_files import TASKS_DIR, proxies, tree_files
 from flatlab.errors import UserError
+from flatlab.task.definition import Task
+from flatlab.task.task_files import TASKS_DIR, proxies, tree_files
 
 
 def builtin_names(root: Path = TASKS_DIR) -> list[str]:
@@ -16,7 +16,7 @@ def builtin_names(root: Path = TASKS_DIR) -> list[str]:
 
 def load_builtin(root: Path, name: str) -> Task:
     """Loads <root>/<name>/task.yaml. Raises UserError naming what is wrong or missing."""
-    from flatlab.episode.task_yaml import read_task_yaml
+    from flatlab.task.task_yaml import read_task_yaml
 
     folder = root / name
     spec = read_task_yaml(folder / "task.yaml")

@@ -5,9 +5,9 @@ while they are.
 import contextlib
 from pathlib import Path
 
-from flatlab.chat import ChatTokens
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
+from flatlab.model.chat import ChatTokens
 
 READ = "docs/models.md says which models work and what they need."
 

@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 
 from flatlab.cache import cache_dir, content_key, store
-from flatlab.episode import mledojo_actions
-from flatlab.episode.task import Task, last_json_object
-from flatlab.episode.task_files import TASKS_DIR, tree_files
 from flatlab.errors import UserError
+from flatlab.task.definition import Task, last_json_object
+from flatlab.task.task_files import TASKS_DIR, tree_files
+from flatlab.world import mledojo_actions
 
 PROMPT_CHARS = 8000  # of a competition's description; the whole text is in the workspace
 NEEDED = ("data/description.txt", "data/sample_submission.csv", "private/test_answer.csv")

@@ -9,14 +9,13 @@ Letters: B sequences, P tokens of the common prompt, N trained tokens, T tokens 
 K tokens of a head, D hidden size, V vocabulary.
 """
 
+import os
 from typing import NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-from flatlab.train.batch import common_prompt
 
 
 def can_pack(model) -> bool:
@@ -206,3 +205,15 @@ def slope_of(weights, logits, head: Head):
     if head.cap:
         weights = weights * (1 - (logits / head.cap) ** 2)
     return weights.to(head.weight.dtype) @ head.weight / head.divisor
+
+
+def common_prompt(batch: list[tuple[list[int], list[int]]]) -> int:
+    """Returns how many leading tokens all sequences share before the first trained one.
+
+    batch: pairs (tokens, mask). One token less than that, because the last token of the prompt
+    predicts the first trained one, so it is computed for each sequence.
+    """
+    first_trained = min(mask.index(1) for _, mask in batch)
+    common = os.path.commonprefix([tokens for tokens, _ in batch])
+    shared = min(len(common), first_trained - 1)
+    return max(0, shared)

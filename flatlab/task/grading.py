@@ -13,8 +13,10 @@ import sys
 import threading
 from dataclasses import dataclass
 
-from flatlab.episode.sanity import EMPTY, rules_of, trivial_rules
-from flatlab.episode.task import (
+from flatlab.errors import ArtefactError, SandboxFault, UserError
+from flatlab.sandbox import snapshot
+from flatlab.sandbox.client import ARTEFACT_BYTES, COPY_BYTES, plain_text
+from flatlab.task.definition import (
     WHOLE_WORKSPACE,
     Task,
     finite_number,
@@ -23,9 +25,7 @@ from flatlab.episode.task import (
     parse_grade,
     standard_error,
 )
-from flatlab.errors import ArtefactError, SandboxFault, UserError
-from flatlab.sandbox import snapshot
-from flatlab.sandbox.sandbox import ARTEFACT_BYTES, COPY_BYTES, plain_text
+from flatlab.task.sanity import EMPTY, rules_of, trivial_rules
 
 MODEL_BYTES = 2 << 30  # limit of the artefacts of a task that needs a GPU: weights of a model
 MOST_FILES = 20_000  # in a workspace whose folders are artefacts

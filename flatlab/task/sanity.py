@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flatlab.cache import cache_dir, content_key
-from flatlab.episode.task import Task, improvement, is_plain
+from flatlab.task.definition import Task, improvement, is_plain
 
 AT_THE_TOP = 0.98  # improvement towards the reference, or towards a perfect score
 PERFECT = {"accuracy": 1.0, "validation_accuracy": 100.0, "r2": 1.0}
