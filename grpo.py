@@ -66,7 +66,6 @@ from flatlab.runs import cli, trackers
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.reader import value_text
 from flatlab.runs.store import open_run, run_directory
-from flatlab.sandbox.hosts import is_lost
 from flatlab.task.definition import Task, improvement
 from flatlab.train import checkpoint, distributed, guard, imitation, metrics, overlap
 from flatlab.train.batch import (
@@ -446,20 +445,13 @@ async def play_groups(policy, plan: Plan, cfg: Config, job, ended=None) -> list[
     spare = iter(range(len(plan.tasks), len(planned))[job.rank :: job.world])
     loop = agent_loop(cfg)
 
-    async def attempts(task, seed):
-        """An episode; before it, its faults on hosts that were lost."""
-        async with env.Env(task, cfg.sandbox, seed) as world:
-            episode = await run_episode(world, policy, cfg.episode, seed, plan.test, loop)
-        if episode.status == "fault" and await env.in_thread(is_lost, world.host):
-            return [episode, *await attempts(task, seed)]
-        return [episode]
-
     async def play(task, number):
-        async with slots.slot(plan.order):
-            episodes = await attempts(task, plan.seed * 100_003 + number)
+        seed = plan.seed * 100_003 + number
+        async with slots.slot(plan.order), env.Env(task, cfg.sandbox, seed) as world:
+            episode = await run_episode(world, policy, cfg.episode, seed, plan.test, loop)
         if ended:
             ended()
-        return episodes
+        return episode
 
     async def fill(number):
         # If one episode is cancelled or raises, the others are cancelled too, and every sandbox is
@@ -468,7 +460,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job, ended=None) -> list[
             task = planned[number]
             numbers = range(number * plan.size, (number + 1) * plan.size)
             plays = [together.create_task(play(task, i)) for i in numbers]
-        group = Group(number, task, [e for p in plays for e in p.result()], [])
+        group = Group(number, task, [playing.result() for playing in plays], [])
         group.rewards = rewards_of(group, cfg)
         following = None if group.informative else next(spare, None)
         return [group] if following is None else [group, *await fill(following)]

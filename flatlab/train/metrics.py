@@ -7,7 +7,6 @@ counts as the baseline.
 """
 
 import time
-from collections import Counter
 from statistics import fmean, stdev
 
 from flatlab.errors import UserError
@@ -91,9 +90,6 @@ def evaluation(groups: list[Group], tasks: list[Task]) -> dict:
         "clipped_improvement": fmean(clipped),
         "clipped_improvement_stderr": standard_error(clipped),
     }
-    hosts = Counter(e.host for g in groups for e in g.episodes if e.status == "fault" and e.host)
-    if hosts:
-        result["faults_by_host"] = dict(hosts)
     for task in tasks:
         own = [e for e, played_task in played if played_task.name == task.name]
         prefix = f"{task.name}." if len(tasks) > 1 else ""
