@@ -425,8 +425,6 @@ async def expand(t: Tree, node: Node) -> None:
         episode, files = await play(t, node, parents)
         if episode.status != "fault":
             break
-        if episode.host:
-            node.faults_by_host[episode.host] = node.faults_by_host.get(episode.host, 0) + 1
     if files:
         await in_thread(write_whole, t.tar_of(node), files)
         node.code = code_in(files, t.task)

@@ -58,7 +58,6 @@ class Node:
     improvement: float | None = None  # see flatlab.task.definition.improvement; None: failed
     valid: bool = False
     status: str = ""  # of the episode, or validated, stopped; fault: the sandbox broke twice
-    faults_by_host: dict = field(default_factory=dict)  # broken sandboxes on several Docker hosts
     error: str = ""
     grader_output: str = ""  # see Score; no prompt may hold it
     code: dict = field(default_factory=dict)  # file name -> text
