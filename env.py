@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from flatlab.errors import ArtefactError, SandboxFault, UserError
 from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
-from flatlab.sandbox.client import Sandbox, get_backend, pick_backend, readable
-from flatlab.sandbox.hosts import join, leave
+from flatlab.sandbox.client import Sandbox, pick_backend, readable
 from flatlab.task.definition import WHOLE_WORKSPACE, Task
 from flatlab.task.grading import Score, collect, grade
 from flatlab.task.machine import check_needs, open_sandbox, settled
@@ -73,11 +72,9 @@ class Env:
         self.limits = {"memory": 4 << 30, **limits}
         self.sandbox: Sandbox | None = None
         self.opened: list[Sandbox] = []  # also those of gradings
-        self.host = ""  # where all of them are, once there is one; see flatlab/sandbox/hosts.py
         self.closed = False
         self.message = ""  # more that the first message tells, at its end
         self.ends_at_score = False  # whether a valid score ends the episode, for the texts
-        self.history = []  # what a task's own actions note about the episode
         self.given: dict[str, bytes] = {}  # the artefacts at the start, for WHOLE_WORKSPACE
 
     def __enter__(self) -> Env:
@@ -95,9 +92,7 @@ class Env:
     def make_sandbox(self) -> Sandbox:
         """A new sandbox, for the agent or for a grading. `close` ends it."""
         if not self.closed:
-            if get_backend(self.options.backend).is_container:
-                self.host = join(self, self.host)
-            box = open_sandbox(self.task, self.options, self.seed, self.host, **self.limits)
+            box = open_sandbox(self.task, self.options, self.seed, **self.limits)
             self.opened.append(box)
         if self.closed:  # perhaps by another thread in the meantime
             self.close()
@@ -114,7 +109,6 @@ class Env:
 
     def reset(self) -> str:
         """Starts over in a new sandbox with the task's public files. Returns prompt()."""
-        self.history = []
         box = self.open()
         files = self.task.public.items()
         box.put({path: file for path, file in files if path not in box.premounted})
@@ -140,15 +134,14 @@ class Env:
     def has_network(self) -> bool:
         return self.options.network and self.task.needs_network
 
-    def step(self, reply: str, timeout: float | None = None, act: Callable | None = None) -> Step:
+    def step(self, reply: str, timeout: float | None = None, act: Callable = act_bash) -> Step:
         """Runs the action of one reply.
 
         timeout: seconds, at most the task's step_timeout, which is the default. act: how the reply
-        is read, see act_bash; the default is what the task brings, or act_bash.
+        is read and run, see act_bash.
         """
         begin = time.monotonic()
         timeout = min(timeout or self.task.step_timeout, self.task.step_timeout)
-        act = act or self.task.act or act_bash
         action, observation, status, score = act(self, reply, timeout)
         seconds = time.monotonic() - begin
         return Step(readable(observation), status == "submit", score, status, seconds, action)
@@ -198,7 +191,6 @@ class Env:
         See `restore` for clear_artefacts.
         """
         twin = Env(self.task, self.options, self.seed, **self.limits)
-        twin.host = self.host
         try:
             twin.restore(self.snapshot(), clear_artefacts)
         except BaseException:
@@ -211,7 +203,6 @@ class Env:
         self.closed = True
         for box in self.opened:
             box.close()
-        leave(self, self.host)
 
 
 def open_tasks(
@@ -245,8 +236,6 @@ def read_reply() -> str:
     Raises EOFError at the end of the input.
     """
     line = ask("$ ")
-    if line.lstrip().startswith("{"):  # one of MLE-Dojo's actions
-        return line
     if not line.startswith("```"):
         return f"```bash\n{line}\n```"
     lines = [line, ask("> ")]

@@ -1,6 +1,7 @@
 """MLE-Dojo's five actions in real sandboxes, on a small competition that is made here."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -9,8 +10,8 @@ from competition import ROWS, make_competition
 from env import Env
 from flatlab.errors import SandboxFault
 from flatlab.task.grading import grades
-from flatlab.world.mledojo_actions import json_action
 from helpers import do
+from integrations import mledojo_actions
 from tasks import load_task
 
 
@@ -26,6 +27,8 @@ def competition(tmp_path_factory):
 @pytest.fixture(params=ISOLATED)
 def world(request, competition):
     with Env(competition, request.param) as world:
+        world.message = mledojo_actions.ACTIONS_TEXT
+        world.step = partial(world.step, act=mledojo_actions.act)  # what `do` calls, too
         world.reset()
         if world.sandbox.run(["python3", "-c", "import pandas"], 30).exit_code:
             pytest.skip("the sandbox has no pandas, which the grader needs")
@@ -79,7 +82,7 @@ REPLIES = [
 
 def test_replies():
     for reply, action in REPLIES:
-        assert json_action(reply) == action
+        assert mledojo_actions.json_action(reply) == action
 
 
 # -------------------------------------------------------------------------------- the five actions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -44,10 +43,6 @@ class Task:
     # Folders of Python packages that the agent's sandbox shows as empty because they hold answers,
     # such as sklearn/datasets/data.
     hide_package_data: tuple[str, ...] = ()
-    # The actions of an agent: (env, reply, timeout) -> (action, observation, status, score). None:
-    # bash blocks, see actions.act_bash. The text explains them to the agent after the prompt.
-    act: Callable | None = None
-    actions_text: str = ""
     # A known reason why the score says little; sanity.degenerate(task) knows measured ones, too.
     degenerate: str = ""
     trivial: dict[str, str] = field(default_factory=dict)  # rules: name -> text of the artefact

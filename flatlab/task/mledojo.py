@@ -13,7 +13,6 @@ from flatlab.cache import cache_dir, content_key, store
 from flatlab.errors import UserError
 from flatlab.task.definition import Task, last_json_object
 from flatlab.task.task_files import TASKS_DIR, tree_files
-from flatlab.world import mledojo_actions
 
 PROMPT_CHARS = 8000  # of a competition's description; the whole text is in the workspace
 NEEDED = ("data/description.txt", "data/sample_submission.csv", "private/test_answer.csv")
@@ -71,8 +70,6 @@ def load_mledojo(root: Path, name: str) -> Task:
         step_timeout=600.0,
         grade_timeout=600.0,
         source="mledojo",
-        act=mledojo_actions.act,
-        actions_text=mledojo_actions.ACTIONS_TEXT,
     )
 
 

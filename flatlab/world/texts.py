@@ -32,8 +32,6 @@ def short_message(env) -> str:
     task = env.task
     files, count = env.files(LISTED_FILES)
     lines = [task.prompt.rstrip(), ""]
-    if task.actions_text:
-        lines += [task.actions_text.rstrip(), ""]
     lines += [
         "Reply with one block of bash commands:",
         "```bash",
@@ -128,7 +126,6 @@ def full_messages(env, options) -> Iterator[str]:
             listed.append(f"... and {count - most} more")
         parts = [
             description,
-            env.task.actions_text.strip(),
             score,
             "\n".join([f"Files in {env.sandbox.workspace}:", *listed]),
             f"{limits}\n{packages_text(software, packages)}",

@@ -1,8 +1,9 @@
 """MLE-Dojo's five actions, for agents that know them: a JSON object instead of a bash block.
 
-{"action": "execute_code", "params": {"code": "..."}}
+    world.message = mledojo_actions.ACTIONS_TEXT        # ends the first message
+    world.step('{"action": "execute_code", "params": {"code": "..."}}', act=mledojo_actions.act)
 
-The tasks of MLE-Dojo bring them as Task.act.
+Needs a task of MLE-Dojo.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
+from weakref import WeakKeyDictionary
 
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.task.grading import Score
@@ -33,6 +35,12 @@ NOT_IN_HISTORY = ("request_info", "get_history", "reset", "submit")
 
 # Every action returns (observation, status, score or None).
 ActionResult = tuple[str, str, Score | None]
+histories = WeakKeyDictionary()  # sandbox -> rows of get_history; a reset opens a new sandbox
+
+
+def history(env) -> list[dict]:
+    """What ran in the environment's present sandbox."""
+    return histories.setdefault(env.sandbox, [])
 
 
 def json_action(reply: str) -> dict | None:
@@ -68,8 +76,8 @@ def act(env, reply: str, timeout: float) -> tuple[str | None, str, str, Score | 
     observation, status, score = result
     if status != "rejected" and name not in NOT_IN_HISTORY:
         value = score.value if score else None
-        row = {"step": len(env.history) + 1, "action": name, "status": status, "score": value}
-        env.history.append(row)
+        row = {"step": len(history(env)) + 1, "action": name, "status": status, "score": value}
+        history(env).append(row)
     return action, observation, status, score
 
 
@@ -118,7 +126,7 @@ def execute_code(env, request: dict, timeout: float) -> ActionResult:
         return observation, status, None
     score = env.score()
     text = f"{observation}\n{score_text(score, env.task)}"
-    values = [row["score"] for row in env.history if row["score"] is not None]
+    values = [row["score"] for row in history(env) if row["score"] is not None]
     if score.valid:
         values.append(score.value)
     if values:
@@ -128,7 +136,7 @@ def execute_code(env, request: dict, timeout: float) -> ActionResult:
 
 
 def get_history(env, request: dict, timeout: float) -> ActionResult:
-    rows = [json.dumps(row) for row in env.history]
+    rows = [json.dumps(row) for row in history(env)]
     return "\n".join(rows) or "Nothing was run yet.", "ok", None
 
 
@@ -158,7 +166,7 @@ def run_code(env, request: dict, timeout: float, keep: bool) -> tuple[str, str]:
     before = {}
     with suppress(ArtefactError):
         before[SUBMISSION] = box.get(SUBMISSION)
-    name = f"execution_{len(env.history) + 1}.py"
+    name = f"execution_{len(history(env)) + 1}.py"
     try:
         box.remove([SUBMISSION])
         box.put({name: code.encode("utf-8", "replace")})
