@@ -18,7 +18,6 @@ from typing import Literal
 from flatlab.cache import store
 from flatlab.errors import UserError
 from flatlab.options import SandboxOptions
-from flatlab.sandbox.hosts import ask_all, room
 from flatlab.sandbox.images import install_requirements
 from flatlab.task.builtin import builtin_names, load_builtin
 from flatlab.task.definition import Task, improvement
@@ -106,8 +105,7 @@ def check(task: Task, options: SandboxOptions) -> None:
         is_median = task.source == "mledojo"
         name = "median of the leaderboards" if is_median else "reference"
         print_row(task, name, task.reference)
-    host = max(ask_all(), key=room).address
-    make_sandbox = partial(open_sandbox, task, options, host=host)
+    make_sandbox = partial(open_sandbox, task, options)
     verdict = "No rule has a score: give the task a `trivial:` one."
     reason = None
     rules = list(trivial_rules(task))

@@ -51,5 +51,5 @@ def containers_of(pid):
     """The containers of one owner process."""
     if missing("docker"):
         return []
-    boxes = docker.docker_api("").containers(all=True, filters={"label": "flatlab.owner"})
+    boxes = docker.docker_api().containers(all=True, filters={"label": "flatlab.owner"})
     return [box for box in boxes if box["Labels"]["flatlab.owner"].endswith(f":{pid}")]

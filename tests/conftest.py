@@ -59,14 +59,6 @@ def no_checkouts(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def rootfs(tmp_path_factory):
-    """A tar of a small part of the image."""
-    from engines import write_rootfs
-
-    return write_rootfs(tmp_path_factory.mktemp("rootfs") / "small.tar")
-
-
-@pytest.fixture(scope="session")
 def random_model(tmp_path_factory):
     from helpers import make_model
 

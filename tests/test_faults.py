@@ -18,7 +18,6 @@ import pytest
 
 from backends import ISOLATED, containers_of, needs_docker
 from bench.sandboxes import EPISODE, FAILING, episodes_in_a_row, play
-from engines import Wire
 from env import Env
 from flatlab.errors import SandboxFault
 from flatlab.options import SandboxOptions
@@ -28,6 +27,7 @@ from flatlab.sandbox.client import Sandbox
 from flatlab.task import machine
 from helpers import PROJECT, FakePolicy, block, do, play_once, slow, user_error
 from tasks import load_task
+from wire import Wire
 
 fault = pytest.mark.fault
 TITANIC = EPISODE[2].format(n=7)
@@ -231,7 +231,7 @@ def test_container_that_was_made_but_not_started(wire, moment, monkeypatch):
     wire.cut_at = b"\0never\0"
     monkeypatch.setattr(docker, "LEFTOVER", "0s")  # else a leftover may be five minutes old
     docker.docker_api.cache_clear()
-    docker.docker_api("")
+    docker.docker_api()
     assert not [box for box in ours() if box["State"] == "created"]
 
 

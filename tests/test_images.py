@@ -97,7 +97,7 @@ def test_hf_cache_is_mounted_read_only_and_found(tmp_path):
 def leftovers():
     """Images of this process that have lost their name."""
     label = f"flatlab.owner={socket.gethostname()}:{os.getpid()}"
-    return docker_api("").images(filters={"dangling": True, "label": label})
+    return docker_api().images(filters={"dangling": True, "label": label})
 
 
 def remove_leftovers():
@@ -117,7 +117,7 @@ def big_task(tmp_path):
         name="flatlab test",
         public={"data/big.bin": tmp_path / "big.bin"},
     )
-    api = docker_api("")
+    api = docker_api()
     for image in api.images("flatlab/flatlab-test"):
         for tag in image["RepoTags"]:
             api.remove_image(tag, force=True)
@@ -143,7 +143,7 @@ def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
     monkeypatch.setattr(images, "build_image", lambda *_: pytest.fail("built again"))
     assert images.prepared_image(big_task, IMAGE) == first
     monkeypatch.undo()
-    docker_api("").remove_image(first, force=True)  # by somebody else
+    docker_api().remove_image(first, force=True)  # by somebody else
     with Env(big_task, "docker") as world:
         with pytest.raises(SandboxFault):
             world.reset()
@@ -176,7 +176,7 @@ def test_missing_requirements_of_an_image_are_named(big_task, tmp_path):
 def test_images_without_a_name_are_removed_at_the_next_start(big_task):
     with Env(big_task, "docker") as world:
         world.reset()
-        docker_api("").remove_image(world.sandbox.image, force=True)
+        docker_api().remove_image(world.sandbox.image, force=True)
         assert leftovers()
     remove_leftovers()
     assert not leftovers()
@@ -233,9 +233,9 @@ def image_with_wheel(tmp_path_factory):
     shutil.copytree(Path(sysconfig.get_path("purelib"), "pip"), folder / "pip", ignore=hidden)
     write_wheel(folder, "flatlab_one")
     (folder / "Dockerfile").write_text(f"FROM {IMAGE}\nCOPY . /srv\nENV PYTHONPATH=/srv\n")
-    list(docker_api("").build(str(folder), WITH_WHEEL, forcerm=True, decode=True))
+    list(docker_api().build(str(folder), WITH_WHEEL, forcerm=True, decode=True))
     yield WITH_WHEEL
-    docker_api("").remove_image(WITH_WHEEL, force=True)
+    docker_api().remove_image(WITH_WHEEL, force=True)
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def checkout(tmp_path, image_with_wheel):
     (tmp_path / "requirements.txt").write_text("--no-index\n--find-links /srv\nflatlab_one>=1\n")
     tag = images.package_tag(load_task("needy", tmp_path), image_with_wheel)
     yield tmp_path
-    api = docker_api("")
+    api = docker_api()
     for image in api.images("flatlab/needy") + api.images(tag):
         api.remove_image(image["RepoTags"][0], force=True)
 
@@ -285,7 +285,7 @@ def test_an_image_that_pip_cannot_make_is_one_sentence(checkout):
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "cannot be installed in flatlab/with-wheel:1: ERROR: No matching" in done.stderr
-    assert not docker_api("").images(images.package_tag(load_task("needy", checkout), WITH_WHEEL))
+    assert not docker_api().images(images.package_tag(load_task("needy", checkout), WITH_WHEEL))
     done = build(checkout, image="absent:1")
     assert done.returncode == 2
     assert done.stderr.startswith("Docker runs but has no image absent:1")

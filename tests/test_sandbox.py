@@ -567,13 +567,13 @@ def test_killed_owner_leaves_nothing(backend):
 @needs_docker
 def test_containers_that_were_never_started_are_removed_at_the_next_start(monkeypatch):
     monkeypatch.setattr(docker, "LEFTOVER", "1s")
-    api = docker.docker_api("")
+    api = docker.docker_api()
     labels = {"flatlab.owner": "elsewhere:1"}
     left = api.create_container(IMAGE, ["true"], labels=labels)["Id"]
     running = Sandbox("docker")
     time.sleep(2)
     docker.docker_api.cache_clear()
-    docker.docker_api("")
+    docker.docker_api()
     ids = {box["Id"] for box in api.containers(all=True, filters={"label": "flatlab.owner"})}
     assert left not in ids
     assert running.container in ids
@@ -586,7 +586,7 @@ def test_container_that_dies_is_a_fault():
     others = {box["Id"] for box in containers_of(os.getpid())}
     box = Sandbox("docker")
     mine = ({box["Id"] for box in containers_of(os.getpid())} - others).pop()
-    threading.Timer(0.5, lambda: docker.docker_api("").kill(mine)).start()
+    threading.Timer(0.5, lambda: docker.docker_api().kill(mine)).start()
     with pytest.raises(SandboxFault):
         box.run("sleep 20", 20)
     with pytest.raises(SandboxFault):

@@ -22,7 +22,6 @@ class Spec:
     """What a sandbox is asked for. A backend ignores what does not apply to it."""
 
     image: str = IMAGE  # docker
-    host: str = ""  # docker: address of one of several daemons
     memory: int = 4 << 30  # bytes; docker: in total, local: per process
     disk: int = 1 << 30  # bytes per file; local: also per tmpfs
     cpus: float = 2.0  # docker

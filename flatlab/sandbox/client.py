@@ -20,9 +20,8 @@ from pathlib import Path
 
 from flatlab.errors import ArtefactError, SandboxFault, UserError
 from flatlab.sandbox.backend import IMAGE, Backend, Spec
-from flatlab.sandbox.docker import DOCKER
+from flatlab.sandbox.docker import DOCKER, docker_problem
 from flatlab.sandbox.guest.config import GRACE
-from flatlab.sandbox.hosts import addresses, hosts_note, hosts_problem
 from flatlab.sandbox.local import LANDLOCK, NAMESPACES
 
 KEEP_BYTES = 32_768  # of a command's output: this much of its head and of its tail
@@ -72,10 +71,10 @@ def pick_backend(
         raise UserError(f"Unknown backend {backend!r}; it is auto, docker or local.")
     problem = ""
     if backend != "local":
-        problem = hosts_problem(image)
+        problem = docker_problem(image)
         if not problem:
-            return "docker", f"docker, image {image}{hosts_note(image)}"
-        if backend == "docker" or addresses() != [""]:  # who names several hosts wants Docker
+            return "docker", f"docker, image {image}"
+        if backend == "docker":
             raise UserError(problem)
     local = get_backend("local")
     if backend == "auto" and not local.is_complete and not model_is_tiny:
@@ -113,7 +112,6 @@ class Sandbox:
         self.backend = get_backend(backend)
         spec = Spec(**options)
         self.image = spec.image
-        self.host = spec.host
         self.premounted = set(spec.premounted) if self.backend.can_premount else set()
         self._lock = threading.Lock()
         self._received = bytearray()

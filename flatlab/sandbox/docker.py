@@ -12,14 +12,11 @@ from pathlib import Path
 
 from flatlab.errors import SandboxFault
 from flatlab.sandbox.backend import Backend, Connection, Spec, boot_program
-from flatlab.sandbox.ssh import open_tunnel
 
-STARTS = 8  # at once; a daemon that is asked for more only gets slower
+starts = threading.Semaphore(8)  # at once; a daemon that is asked for more only gets slower
 LEFTOVER = "5m"  # older containers that do not run, and images without a name, are leftovers
 CACHE = "/opt/flatlab/huggingface"  # where the Hugging Face cache is mounted
 CACHE_LINKS = "/home/agent/.cache/huggingface"  # a writable folder with links into it
-LIMITS = {"cpu": "CpuCfsQuota", "memory": "MemoryLimit", "pids": "PidsLimit"}  # in `docker info`
-SHARED_PROCESSES = 16  # how many times Spec.processes, where all containers share one limit
 CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
 
 # Uses the first python3 of the image; MLGym's image has its packages in this environment.
@@ -76,7 +73,7 @@ def start_docker(spec: Spec) -> Connection:
     """Starts a container that removes itself when the program in it ends. Raises SandboxFault."""
     from docker.errors import DockerException
 
-    api = docker_api(spec.host)
+    api = docker_api()
     name = f"flatlab-{secrets.token_hex(8)}"
     env = spec.env
     if spec.hf_cache:
@@ -85,11 +82,11 @@ def start_docker(spec: Spec) -> Connection:
         boot, text = boot_program(
             "docker",
             env,
-            limits={"CORE": 0, "FSIZE": spec.disk, **process_limits(api, spec)},
+            limits={"CORE": 0, "FSIZE": spec.disk},
             hidden_data=spec.hide_package_data,
             copies=[[CACHE, CACHE_LINKS]] if spec.hf_cache else [],
         )
-        with starts(api):
+        with starts:
             container = api.create_container(
                 spec.image,
                 [boot],
@@ -128,33 +125,10 @@ def owner() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
-@functools.cache
-def starts(api) -> threading.Semaphore:
-    return threading.Semaphore(STARTS)
-
-
-def process_limits(api, spec: Spec) -> dict[str, int]:
-    """Resource limits in place of those that the engine cannot set for a whole container."""
-    missing = missing_limits(api)
-    limits = {}
-    if "memory" in missing:
-        limits["AS"] = spec.memory
-    if "pids" in missing:  # the kernel counts the processes of a user in all containers
-        limits["NPROC"] = SHARED_PROCESSES * spec.processes
-    return limits
-
-
 def host_config(api, spec: Spec):
     from docker.types import DeviceRequest, LogConfig
 
-    missing = missing_limits(api)
     options = {}
-    if "memory" not in missing:
-        options |= {"mem_limit": spec.memory, "memswap_limit": spec.memory}
-    if "pids" not in missing:
-        options["pids_limit"] = spec.processes
-    if "cpu" not in missing:
-        options["nano_cpus"] = int(min(spec.cpus, engine_info(api)["NCPU"]) * 1e9)
     if spec.hf_cache:
         options["binds"] = [f"{Path(spec.hf_cache).expanduser().resolve()}:{CACHE}:ro"]
     if spec.gpu:
@@ -164,6 +138,10 @@ def host_config(api, spec: Spec):
         # The daemon would write everything that goes over the connection to its disk.
         log_config=LogConfig(type="none"),
         **options,
+        mem_limit=spec.memory,
+        memswap_limit=spec.memory,
+        pids_limit=spec.processes,
+        nano_cpus=int(min(spec.cpus, engine_cores()) * 1e9),
         shm_size=256 << 20,
         security_opt=["no-new-privileges"],
         network_mode="bridge" if spec.network else "none",
@@ -172,29 +150,16 @@ def host_config(api, spec: Spec):
     )
 
 
-def engine_options(host: str) -> dict:
-    """Where the daemon is, as arguments of docker-py's clients; ssh:// becomes a tunnel.
-
-    host: its address; "": that of $DOCKER_HOST, or the default.
-    """
-    import docker
-
-    environment = os.environ | ({"DOCKER_HOST": host} if host else {})
-    options = docker.utils.kwargs_from_env(environment)
-    if options.get("base_url", "").startswith("ssh://"):
-        options = {"base_url": open_tunnel(options["base_url"])}
-    return options
-
-
 @functools.cache
-def docker_api(host: str):
-    """The connection to a daemon, see engine_options.
+def docker_api():
+    """The connection to the daemon at $DOCKER_HOST, or at the default place.
 
     Removes what killed processes left: containers that were never started, images without a name.
     """
     import docker
 
-    api = docker.APIClient(**engine_options(host), version="auto", timeout=5, max_pool_size=64)
+    where = docker.utils.kwargs_from_env()
+    api = docker.APIClient(**where, version="auto", timeout=5, max_pool_size=64)
     ours = {"label": "flatlab.owner", "until": LEFTOVER}
     with suppress(docker.errors.APIError):  # another process does the same right now
         api.prune_containers(ours)
@@ -206,7 +171,7 @@ def docker_api(host: str):
 
 @contextmanager
 def engine_faults():
-    """Turns what docker-py and ssh raise in the block into a SandboxFault."""
+    """Turns what docker-py raises in the block into a SandboxFault."""
     from docker.errors import DockerException
 
     try:
@@ -216,42 +181,21 @@ def engine_faults():
 
 
 @functools.cache
-def engine_info(api) -> dict:
-    """What `docker info` shows of the machine that runs the containers."""
-    return api.info()
+def engine_cores() -> int:
+    """The number of CPU cores of the machine that runs the containers."""
+    return docker_api().info()["NCPU"]
 
 
-@functools.cache
-def missing_limits(api) -> set[str]:
-    """Which of the limits "cpu", "memory" and "pids" the engine cannot set for a container.
-
-    A rootless engine sets those that the system has delegated to its user.
-    """
-    info = engine_info(api)
-    missing = {name for name, flag in LIMITS.items() if info.get(flag) is False}
-    engine = api.version()["Components"][0]
-    if engine["Name"] == "Podman Engine":  # only its own interface tells which ones it can set
-        version = engine["Details"]["APIVersion"]
-        reply = api.get(f"{api.base_url}/v{version}/libpod/info", timeout=api.timeout)
-        host = reply.json().get("host", {})
-        missing |= LIMITS.keys() - set(host.get("cgroupControllers", []))
-    return missing
-
-
-def docker_problem(image: str, host: str = "") -> str:
+def docker_problem(image: str) -> str:
     """Why Docker cannot be used with this image, as one sentence; empty if it can."""
     import docker
 
-    where = host or os.environ.get("DOCKER_HOST", "/var/run/docker.sock")
+    where = os.environ.get("DOCKER_HOST") or "/var/run/docker.sock"
     try:
-        docker_api(host).inspect_image(image)
+        docker_api().inspect_image(image)
     except docker.errors.ImageNotFound:
-        if host:
-            return f"Docker at {host} has no image {image}: `docker --host {host} pull {image}`."
         return f"Docker runs but has no image {image}; get it with `docker pull {image}`."
     except (docker.errors.DockerException, OSError) as error:
-        if where.startswith("ssh://"):
-            return f"No Docker daemon answers at {where} ({error})."
         if "PermissionError" in str(error) or "Permission denied" in str(error):
             return (
                 f"This user has no permission on the Docker socket {where}; "
@@ -259,14 +203,6 @@ def docker_problem(image: str, host: str = "") -> str:
             )
         return f"No Docker daemon answers at {where}."
     return ""
-
-
-def docker_note(host: str) -> str:
-    """What the engine's sandboxes lack, for the line about the choice; empty if nothing."""
-    missing = missing_limits(docker_api(host))
-    if not missing:
-        return ""
-    return f", without limits on {', '.join(sorted(missing))} in total (see docs/sandboxes.md)"
 
 
 DOCKER = Backend(

@@ -17,8 +17,7 @@ from flatlab.cache import content_key
 from flatlab.errors import UserError
 from flatlab.sandbox.backend import WORKSPACE
 from flatlab.sandbox.client import Sandbox
-from flatlab.sandbox.docker import SET_PATH, docker_api, engine_options, short_text
-from flatlab.sandbox.hosts import ask_all, hosts_problem
+from flatlab.sandbox.docker import SET_PATH, docker_api, docker_problem, short_text
 
 BAKE_BYTES = 8 << 20  # public files beyond this total are baked into an image once
 MOST_DISK = 1 << 40  # bytes of a file while an image is built
@@ -29,34 +28,34 @@ building = threading.Lock()
 found_images: dict[tuple, str] = {}  # saves reading the files and asking the daemon again
 
 
-def prepared_image(task, image: str, host: str = "") -> str:
-    """An image of a host with the task's public files in it, or `image` itself if they are small.
+def prepared_image(task, image: str) -> str:
+    """An image with the task's public files in it, or `image` itself if they are small.
 
     It is made once and found later; older ones of the task are removed. Raises UserError if the
     image lacks packages that the task requires.
     """
-    asked = (host, task.name, image, str(task.public), str(task.requirements))
+    asked = (task.name, image, str(task.public), str(task.requirements))
     with building:
-        prepared = found_images.get(asked) or find_image(task, image, host)
+        prepared = found_images.get(asked) or find_image(task, image)
         found_images[asked] = prepared
     return prepared
 
 
-def find_image(task, image: str, host: str) -> str:
+def find_image(task, image: str) -> str:
     """See prepared_image."""
     sources = [*task.public.values()]
     if not task.requirements and sum(path.stat().st_size for path in sources) <= BAKE_BYTES:
         return image
-    api = docker_api(host)
+    api = docker_api()
     base = image
     if task.requirements:
         sources.append(task.requirements)
-        tag = package_tag(task, image, host)
+        tag = package_tag(task, image)
         base = tag if api.images(tag) else image
     key = content_key(api.inspect_image(base)["Id"], *task.public, *sources)
     repository = repository_name(task.name)
     if not api.images(f"{repository}:{key}"):
-        build_image(task, base, f"{repository}:{key}", host)
+        build_image(task, base, f"{repository}:{key}")
         remove_others(api, repository, key)
     return f"{repository}:{key}"
 
@@ -66,15 +65,14 @@ def repository_name(task: str) -> str:
     return f"flatlab/{name}"
 
 
-def build_image(task, base: str, name: str, host: str) -> None:
+def build_image(task, base: str, name: str) -> None:
     """Commits a container that has the packages and got the files."""
-    box = Sandbox("docker", image=base, host=host, disk=MOST_DISK)
+    box = Sandbox("docker", image=base, disk=MOST_DISK)
     try:
         if not base.startswith(PACKAGES):
             check_requirements(box, task)
         box.put(task.public)
-        # Nothing runs in it; podman cannot pause a container without a cgroup.
-        docker_api(host).commit(box.container, *name.split(":"), pause=False)
+        docker_api().commit(box.container, *name.split(":"), pause=False)  # nothing runs in it
     finally:
         box.close()
 
@@ -126,36 +124,35 @@ RUN {set_path} export PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore; \
 """
 
 
-def package_tag(task, image: str, host: str = "") -> str:
+def package_tag(task, image: str) -> str:
     """Name of `image` with the task's requirements installed, whether it exists or not."""
-    key = content_key(docker_api(host).inspect_image(image)["Id"], task.requirements)
+    key = content_key(docker_api().inspect_image(image)["Id"], task.requirements)
     return f"{PACKAGES}:{key}"
 
 
 def install_requirements(task, image: str) -> str:
     """Makes an image from `image` with the task's requirements, and prints what pip prints.
 
-    It is tagged by its content, and prepared_image finds it. Each of several hosts that answers
-    makes its own. Returns its name. Raises UserError if Docker cannot build it or pip fails.
+    It is tagged by its content, and prepared_image finds it. Returns its name. Raises UserError if
+    Docker cannot build it or pip fails.
     """
     from docker.errors import DockerException
 
-    if problem := hosts_problem(image):
+    if problem := docker_problem(image):
         raise UserError(problem)
-    for host in ask_all():
-        api = docker_api(host.address)
-        tag = package_tag(task, image, host.address)
-        base = api.inspect_image(image)["Id"]
-        with tempfile.TemporaryDirectory() as folder:
-            shutil.copy(task.requirements, Path(folder, "requirements.txt"))
-            text = INSTALL.format(base=base, set_path=SET_PATH)
-            Path(folder, "Dockerfile").write_text(text)
-            try:
-                failure = print_build(api.build(folder, tag, forcerm=True, decode=True))
-            except (DockerException, OSError) as error:
-                failure = short_text(error)
-        if failure:
-            raise UserError(f"{task.requirements} cannot be installed in {image}: {failure}")
+    api = docker_api()
+    tag = package_tag(task, image)
+    base = api.inspect_image(image)["Id"]
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(task.requirements, Path(folder, "requirements.txt"))
+        text = INSTALL.format(base=base, set_path=SET_PATH)
+        Path(folder, "Dockerfile").write_text(text)
+        try:
+            failure = print_build(api.build(folder, tag, forcerm=True, decode=True))
+        except (DockerException, OSError) as error:
+            failure = short_text(error)
+    if failure:
+        raise UserError(f"{task.requirements} cannot be installed in {image}: {failure}")
     return tag
 
 
@@ -199,27 +196,24 @@ def foreign_image(
     """
     import docker
 
-    if base and (problem := hosts_problem(base)):
+    if base and (problem := docker_problem(base)):
         raise UserError(problem)
     repository = repository_name(task)
-    key = ""  # from the id of the first host's image
     try:
-        for host in ask_all():
-            settings = engine_options(host.address)
-            client = docker.DockerClient(**settings, timeout=BUILD_SECONDS)
-            if base:
-                image = client.images.get(base)
-            else:
-                image = client.images.build(path=str(context), forcerm=True)[0]
-            workdir = workdir or image.attrs["Config"]["WorkingDir"]
-            if workdir in ("", "/"):
-                raise UserError(f"The image of task {task} has no working directory (WORKDIR).")
-            text = PREPARE.format(base=image.id, place=shlex.quote(workdir), workspace=WORKSPACE)
-            file = io.BytesIO(text.encode())
-            image = client.images.build(fileobj=file, forcerm=True, network_mode="none")[0]
-            key = key or image.id.removeprefix("sha256:")[:16]
-            image.tag(repository, key)
-            remove_others(client.api, repository, key)
+        client = docker.from_env(timeout=BUILD_SECONDS)
+        if base:
+            image = client.images.get(base)
+        else:
+            image = client.images.build(path=str(context), forcerm=True)[0]
+        workdir = workdir or image.attrs["Config"]["WorkingDir"]
+        if workdir in ("", "/"):
+            raise UserError(f"The image of task {task} has no working directory (WORKDIR).")
+        text = PREPARE.format(base=image.id, place=shlex.quote(workdir), workspace=WORKSPACE)
+        file = io.BytesIO(text.encode())
+        image = client.images.build(fileobj=file, forcerm=True, network_mode="none")[0]
+        key = image.id.removeprefix("sha256:")[:16]
+        image.tag(repository, key)
+        remove_others(client.api, repository, key)
     except (docker.errors.DockerException, TypeError) as error:  # TypeError: no Dockerfile
         raise UserError(
             f"Docker cannot build the image of task {task}, which must have python3, bash and tar: "

@@ -33,7 +33,7 @@ UNPACK_OPTIONS = (
     f"--exclude={STATE}",
     f"--exclude={REST}",
 )
-roots_of: dict[tuple, list[str]] = {}  # host and image -> where its commands can write
+roots_of: dict[str, list[str]] = {}  # image -> where its commands can write
 
 
 def take(box: Sandbox) -> bytes:
@@ -121,10 +121,9 @@ def writable_roots(box: Sandbox) -> list[str]:
     """Files and folders that commands can write to; everything below them may have changed."""
     if box.backend.writable is not None:
         return [home(box), *box.backend.writable]
-    key = (box.host, box.image)
-    if key not in roots_of:
-        roots_of[key] = box.call("writable", root="/")[0]["roots"]
-    return roots_of[key] + ["/dev/shm"]
+    if box.image not in roots_of:
+        roots_of[box.image] = box.call("writable", root="/")[0]["roots"]
+    return roots_of[box.image] + ["/dev/shm"]
 
 
 def pack(box: Sandbox, paths: list[str], folder: str, error=SandboxFault) -> bytes:

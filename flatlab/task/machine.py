@@ -12,7 +12,6 @@ from flatlab.errors import SandboxFault, UserError
 from flatlab.options import SandboxOptions
 from flatlab.sandbox.client import KINDS, Sandbox, get_backend, pick_backend
 from flatlab.sandbox.docker import engine_faults
-from flatlab.sandbox.hosts import leave_out
 from flatlab.sandbox.images import check_requirements, found_images, prepared_image
 from flatlab.task.definition import Task
 
@@ -56,14 +55,12 @@ def settled(task: Task, options: SandboxOptions) -> SandboxOptions:
     return options
 
 
-def open_sandbox(
-    task: Task, options: SandboxOptions, seed: int = 0, host: str = "", **limits
-) -> Sandbox:
+def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -> Sandbox:
     """Opens a sandbox for an agent or for a grading.
 
     It holds none of the task's hidden files. Public files may be in place already (see
-    Sandbox.premounted). host: see Spec. limits: memory, disk, cpus, processes. Raises SandboxFault,
-    and UserError if the task's requirements are missing.
+    Sandbox.premounted). limits: memory, disk, cpus, processes. Raises SandboxFault, and UserError
+    if the task's requirements are missing.
     """
     backend = options.backend
     image = task.image or options.image
@@ -79,13 +76,10 @@ def open_sandbox(
     if get_backend(backend).is_container:
         try:
             with engine_faults():
-                prepared = prepared_image(task, image, host)
+                prepared = prepared_image(task, image)
                 premounted = task.public if prepared != image else {}
-                return Sandbox(
-                    backend, image=prepared, host=host, premounted=premounted, **settings
-                )
+                return Sandbox(backend, image=prepared, premounted=premounted, **settings)
         except SandboxFault:
-            leave_out(host)
             found_images.clear()  # somebody may have removed the image: the next call looks again
             raise
     large = {}
@@ -121,12 +115,12 @@ print(json.dumps([platform.python_version(), names, len(os.sched_getaffinity(0))
 """
 LOOK_SECONDS = 60
 looking = threading.Lock()
-looked_up: dict[tuple, Software] = {}  # by backend, host and image
+looked_up: dict[tuple, Software] = {}  # by backend and image
 
 
 def software_of(box: Sandbox) -> Software:
-    """Python's packages in a sandbox, looked up once per host and image. Raises SandboxFault."""
-    key = (box.backend, box.host, box.image)
+    """Python's packages in a sandbox, looked up once per image. Raises SandboxFault."""
+    key = (box.backend, box.image)
     with looking:
         if key not in looked_up:
             result = box.run(["python3", "-I", "-c", LOOK], LOOK_SECONDS)

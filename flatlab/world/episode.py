@@ -52,7 +52,6 @@ class Episode:
     score: Score | None = None  # on the first split; None only for a fault
     test_score: Score | None = None
     fault: str = ""
-    host: str = ""  # of its sandboxes, if there are several Docker hosts
     seconds: float = 0.0
 
     @property
@@ -300,6 +299,5 @@ async def run_episode(
         episode.score = None
         episode.test_score = None
         episode.fault = str(fault)
-    episode.host = env.host
     episode.seconds = time.monotonic() - begin
     return episode

@@ -2,7 +2,6 @@
 
     python tests/bench env         sandboxes: steps, resets, forks, gradings, many episodes;
                                    MLGym's own shell too if $MLGYM_ROOT is a checkout
-    python tests/bench hosts       the first host of $DOCKER_HOST against all of them
     python tests/bench soak        1,000 episodes in a row: memory, threads, files, containers
     python tests/bench train       a GRPO step of single replies beside TRL's (pip install trl)
     python tests/bench agent       agents of several turns beside TRL's (pip install trl)
@@ -29,7 +28,6 @@ sys.path[:1] = [str(TESTS.parent), str(TESTS)]
 
 SECTIONS = {
     "env": "bench.sandboxes.env",
-    "hosts": "bench.sandboxes.hosts",
     "soak": "bench.sandboxes.soak",
     "train": "bench.agent.train",
     "agent": "bench.agent.agent",

@@ -1,4 +1,4 @@
-"""The sections `env`, `hosts` and `soak`: episodes without a model in real sandboxes."""
+"""The sections `env` and `soak`: episodes without a model in real sandboxes."""
 
 import itertools
 import os
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from backends import containers_of, missing
-from bench.measure import median_seconds, ms, run_module, spread, this_machine
+from bench.measure import median_seconds, ms, run_module, this_machine
 from helpers import block
 
 # The sex rule with one mistake in row {n}, so that no artefact has been graded before.
@@ -121,62 +121,6 @@ def machine_cpu():
     return (sum(values) - idle - waiting) / os.sysconf("SC_CLK_TCK")
 
 
-# ---- hosts
-
-PER_HOST = 4  # episodes at a time
-WAITING = ["sleep 1", "sleep 1", "sleep 1", *EPISODE[2:]]
-
-
-def host_times(task, names, numbers):
-    """(seconds of a step, of a start, episodes per second) on these hosts."""
-    from env import Env
-
-    os.environ["DOCKER_HOST"] = ",".join(names)
-
-    def start():
-        with Env(task, "docker") as world:
-            world.reset()
-
-    with Env(task, "docker") as world:
-        world.reset()
-        step = median_seconds(lambda: world.step(block("true")), 200, 0.02)
-    first = median_seconds(start, 7, 0.5)
-    count = 8 * PER_HOST
-    begin = time.perf_counter()
-    with ThreadPoolExecutor(PER_HOST * len(names)) as pool:
-        episodes = itertools.islice(numbers, count)
-        list(pool.map(lambda n: play(task, "docker", n, WAITING), episodes))
-    return step, first, count / (time.perf_counter() - begin)
-
-
-def hosts(args):
-    """Sandboxes on the first host of $DOCKER_HOST and on all of them, in turn."""
-    from flatlab.sandbox.docker import docker_api
-    from flatlab.sandbox.hosts import addresses
-    from tasks import load_task
-
-    names = addresses()
-    if len(names) == 1:
-        return this_machine(), [("hosts", "skipped", "DOCKER_HOST must name several")]
-    task = load_task("titanic", "", "")
-    numbers = itertools.count(3)
-    measured = {1: [], len(names): []}
-    for _ in range(3):
-        for count, rounds in measured.items():
-            docker_api.cache_clear()
-            rounds.append(host_times(task, names[:count], numbers))
-    rows = []
-    for count, rounds in measured.items():
-        step, start, rate = map(sorted, zip(*rounds))
-        name = f"{count} host{'s' * (count > 1)}"
-        rows += [
-            (f"{name}: one step, `true`", ms(step[1]), "median of three rounds of 200"),
-            (f"{name}: a new episode", ms(start[1]), "host chosen, sandbox started and ended"),
-            (f"{name}: episodes per second", spread(rate), f"{PER_HOST} at a time on each host"),
-        ]
-    return this_machine(), rows
-
-
 # ---- soak
 
 
@@ -190,7 +134,7 @@ def disk_use(folders):
         blocks += sum(path.lstat().st_blocks for path in folder.rglob("*"))
     used = {"kB in /tmp": blocks // 2}
     if not docker_problem(IMAGE):
-        usage = docker_api("").df()
+        usage = docker_api().df()
         written = sum(box.get("SizeRw") or 0 for box in usage["Containers"] or [])
         used["kB in Docker"] = (usage["LayersSize"] + written) // 1024
     return used

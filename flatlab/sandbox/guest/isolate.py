@@ -26,10 +26,6 @@ LANDLOCK_RESTRICT_SELF = 446
 READ_ONLY, NO_SUID, NO_DEV, NO_EXEC = 1, 2, 4, 8  # MS_* and MOUNT_ATTR_* share these values
 CLONE_NAMESPACES = 0x3C020000  # mount, UTS, IPC, user and PID
 CLONE_NEWNET = 0x40000000
-CLONE_NEWUSER = 0x10000000
-CLONE3 = 435
-# Machine: (its number in audits, clone, unshare).
-SYSTEM_CALLS = {"x86_64": (0xC000003E, 56, 272), "aarch64": (0xC00000B7, 220, 97)}
 MS_BIND_RECURSIVE = 0x5000
 MS_PRIVATE_RECURSIVE = 0x44000
 MNT_DETACH = 2
@@ -37,8 +33,6 @@ AT_FDCWD = -100
 AT_RECURSIVE = 0x8000
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
-PR_SET_SECCOMP = 22
-SECCOMP_MODE_FILTER = 2
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
@@ -241,40 +235,6 @@ def restrict(rules):
     libc("syscall", LANDLOCK_RESTRICT_SELF, rules, 0)
 
 
-# ---------------------------------------------------------------------------------------- Docker
-
-
-def deny_user_namespaces():
-    """A seccomp filter as in Docker's default profile, since podman's profile lacks it.
-
-    In a user namespace of its own, a command would have all capabilities, and with them reach more
-    of the kernel. clone3 hides its flags behind a pointer; without it, libraries use clone.
-    """
-    numbers = SYSTEM_CALLS.get(os.uname().machine)
-    if not numbers:
-        return
-    audit, clone, unshare = numbers
-    load, equal, any_bit, result = 0x20, 0x15, 0x45, 0x06  # operations of a filter
-    allow, refuse = 0x7FFF0000, 0x00050000
-    lines = [
-        (load, 0, 0, 4),  # architecture
-        (equal, 0, 7, audit),
-        (load, 0, 0, 0),  # system call
-        (equal, 6, 0, CLONE3),
-        (equal, 1, 0, unshare),
-        (equal, 0, 2, clone),
-        (load, 0, 0, 16),  # its first argument: the flags
-        (any_bit, 1, 0, CLONE_NEWUSER),
-        (result, 0, 0, allow),
-        (result, 0, 0, refuse | errno.EPERM),
-        (result, 0, 0, refuse | errno.ENOSYS),
-    ]
-    code = b"".join(struct.pack("HBBI", *line) for line in lines)
-    program = ctypes.create_string_buffer(code, len(code))
-    header = struct.pack("HxxxxxxQ", len(lines), ctypes.addressof(program))
-    libc("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0)
-
-
 # -------------------------------------------------------------------------------------- all kinds
 
 
@@ -293,6 +253,4 @@ def seal(config):
         header = struct.pack("Ii", 0x20080522, 0)
         libc("capset", header, struct.pack("6I", keep, keep, 0, 0, 0, 0))
         libc("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    else:
-        deny_user_namespaces()
     libc("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # no ptrace, no /proc/<pid>/{mem,fd,environ}
