@@ -63,7 +63,7 @@ def main():
     add("section", choices=SECTIONS)
     add("--write", action="store_true", help="write the table into tests/BENCHMARKS.md")
     add("--backend", default="auto", help="for soak")
-    add("--count", type=int, default=1000, help="for soak: episodes")
+    add("--count", type=int, default=1000, help="for soak: episodes; for growth: nodes and steps")
     add("--steps", type=int, default=5, help="for train, engine, agent and objectives")
     add("--seeds", default="0,1,2", help=f"{runs} comma-separated seeds")
     model = "not for pretrained; train, agent: instead of a random one"

@@ -19,30 +19,33 @@ from pathlib import Path
 
 from bench.measure import ENVIRONMENT, PROJECT, print_result, result_of, this_machine
 
-FEW, MANY = 300, 3000  # nodes
-STEPS, GROUPS, GROUP = 2000, 8, 5  # of training
-WINDOW = 100  # nodes or steps before the moments that are compared
+GROUPS, GROUP = 8, 5  # of training
 TURNS = 4
 OPTIONS = {"bfs": {"depth": 8}}  # whose tree is large enough
 
 
 def growth(args):
-    """A row for each rule, then those of training."""
+    """A row for each rule, then those of training: args.count nodes and twice as many steps."""
     from search import SELECT
 
     rows = []
     for what in args.only.split(",") if args.only else [*SELECT, "training"]:
-        rows += training_rows() if what == "training" else [search_row(what)]
+        if what == "training":
+            rows += training_rows(2 * args.count)
+        else:
+            rows.append(search_row(what, args.count))
         print(rows[-1], file=sys.stderr, flush=True)
     return this_machine(), rows
 
 
-def search_row(rule):
-    result, error = result_of("growth", "search", rule, MANY, timeout=900)
+def search_row(rule, nodes):
+    result, error = result_of("growth", "search", rule, nodes, timeout=900)
     if error:
         return rule, "failed", error
     few, many = result["ms"]
-    value = f"{few:.1f} ms a node at {FEW} nodes, {many:.1f} at {MANY}: {many / few:.2f} times"
+    value = (
+        f"{few:.1f} ms a node at {nodes // 10} nodes, {many:.1f} at {nodes}: {many / few:.2f} times"
+    )
     cpu = "of CPU {:.1f} and {:.1f} ms".format(*result["cpu_ms"])
     return rule, value, f"{cpu}; {result['kb']:.1f} kB a node; depth {result['depth']}"
 
@@ -54,17 +57,17 @@ def resident():
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def training_rows():
-    result, error = result_of("growth", "training", STEPS, timeout=3000)
+def training_rows(steps):
+    result, error = result_of("growth", "training", steps, timeout=3000)
     if error:
         return [("training", "failed", error)]
     few, many = result["ms"]
     cpu = "of CPU {:.1f} and {:.1f} ms".format(*result["cpu_ms"])
-    step = f"{few:.1f} ms at step {STEPS // 10}, {many:.1f} at {STEPS}: {many / few:.2f} times"
+    step = f"{few:.1f} ms at step {steps // 10}, {many:.1f} at {steps}: {many / few:.2f} times"
     disk = f"of {result['disk'] / 1e6:.0f} MB of transcripts"
     return [
         ("books of a training step", step, f"{cpu}; {result['kb']:.2f} kB an episode"),
-        ("viz.py", f"{result['viz']:.1f} s", f"{STEPS} steps of {GROUPS * GROUP} episodes"),
+        ("viz.py", f"{result['viz']:.1f} s", f"{steps} steps of {GROUPS * GROUP} episodes"),
         ("its page", f"{result['page'] / 1e6:.1f} MB", disk),
     ]
 
@@ -98,7 +101,7 @@ class FakeModel:
         from flatlab.model.chat import Sample
 
         rng = random.Random(seed)
-        lines = [f"Inspect: 1\nParent: {rng.randrange(FEW)}\nMode: explore\nMemory: a note"]
+        lines = [f"Inspect: 1\nParent: {rng.randrange(100)}\nMode: explore\nMemory: a note"]
         lines += [f"Strategy: plan {rng.random()}\nProbability: 0.0{i}" for i in range(1, 6)]
         return Sample([0] * 50, [0.0] * 50, "\n".join(lines), "stop", 0)
 
@@ -139,8 +142,8 @@ class NoSandbox(contextlib.nullcontext):
 
 
 def search(rule, nodes):
-    """Prints the ms and the memory of a node, as the last WINDOW nodes before FEW and MANY have
-    them."""
+    """Prints the ms and the memory of a node, over the tenth of the nodes that ends with
+    number nodes / 10, and over the last tenth."""
     import search
     from flatlab.runs.store import open_run
     from flatlab.tree.nodes import Tree
@@ -167,7 +170,8 @@ def search(rule, nodes):
         (run.dir / "nodes").mkdir()
         tree = Tree(load_task("titanic", "", ""), "tail", 0, cfg, run, search.SELECT[rule])
         asyncio.run(search.search([tree], FakeModel(), cfg.workers))
-    few, many = window_ms(ends, FEW), window_ms(ends, nodes)
+    window = nodes // 10
+    few, many = window_ms(ends, window, window), window_ms(ends, nodes, window)
     low, high = sorted(marks)
     print_result(
         ms=(few[0], many[0]),
@@ -177,10 +181,10 @@ def search(rule, nodes):
     )
 
 
-def window_ms(ends, last):
-    """Mean duration and CPU time of the WINDOW nodes that end with number `last`."""
-    begin, end = ends[last - 1 - WINDOW], ends[last - 1]
-    return [1000 * (after - before) / WINDOW for before, after in zip(begin, end)]
+def window_ms(ends, last, window):
+    """Mean duration and CPU time of the `window` nodes that end with number `last`."""
+    begin, end = ends[max(0, last - 1 - window)], ends[last - 1]
+    return [1000 * (after - before) / window for before, after in zip(begin, end)]
 
 
 # ------------------------------------------------------------------ training
@@ -255,7 +259,10 @@ def training(steps):
         subprocess.run([sys.executable, PROJECT / "viz.py", run], env=ENVIRONMENT, check=True)
         viz = time.perf_counter() - begin
         few, many = [
-            [1000 * statistics.median(column) for column in zip(*seconds[last - WINDOW : last])]
+            [
+                1000 * statistics.median(column)
+                for column in zip(*seconds[last - steps // 10 : last])
+            ]
             for last in (steps // 10, steps)
         ]
         low, high = sorted(marks)
