@@ -6,7 +6,6 @@
     python viz.py logs/<run> --episode 12.3  a transcript: step 12, number 3; also before.3 and
                                              eval-9.3 (evaluations), final-best.3, a node 0.2.1
     python viz.py logs/<run> --best          the transcript with the best score
-    python viz.py logs/<run> --export FILE   all replies as JSON lines, for datasets and TRL
 
 flatlab/runs/store.py describes what is in a run directory.
 """
@@ -26,7 +25,7 @@ import tyro
 from flatlab.errors import UserError
 from flatlab.runs.reader import RunData, fill, find_runs, observed, result_text, transcripts
 from flatlab.train.metrics import final_table
-from flatlab.view import compare, export, page, plots, search_plots
+from flatlab.view import compare, page, plots, search_plots
 from flatlab.view.stats import align
 
 
@@ -39,7 +38,6 @@ class Options:
     best: bool = False  # print the transcript with the best score
     format: Literal["png", "pdf", "svg"] = "png"  # file format of the pictures
     report: bool = True  # write report.html
-    export: Path | None = None  # write all replies to this new file of JSON lines
 
 
 # ------------------------------------------------------------------ terminal
@@ -215,9 +213,6 @@ def main(options: Options):
         raise UserError("\n".join(errors) or "Name run directories: python viz.py logs/<run>")
     for sentence in errors:
         print(sentence, file=sys.stderr)
-    if options.export:
-        lines = export.export(runs, options.export)
-        return print(f"wrote {options.export}: {lines} replies")
     parts = texts(runs, options)
     if parts:
         return say("\n\n".join(parts))

@@ -1,6 +1,8 @@
 """viz.py: pictures, tables and terminal views of finished, running and broken runs."""
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
@@ -249,6 +251,33 @@ def test_several_runs_and_strangers_among_them(tmp_path):
     # a directory of runs stands for them, as a grid does
     assert python("viz.py", tmp_path).stdout.count("2 of 8") == 1
     assert (tmp_path / "report.html").exists()
+
+
+def test_the_recipe_of_the_docs_makes_conversations_of_good_episodes(tmp_path, monkeypatch):
+    """Without the datasets library the function of the recipe gets the rows of the file."""
+    run = filled(tmp_path, steps=1)
+    rows = [episode(0.7, "good") | {"reward": 0.5}, episode(0.5) | {"reward": -0.5}]
+    rows[0] |= {"system": "Be brief."}
+    rows[1] |= {"system": ""}
+    for row in rows:
+        row["turns"] = [turn | {"note": "2 turns left"} for turn in row["turns"]]
+    run.save_episodes(0, rows)
+    text = (PROJECT / "docs/runs.md").read_text()
+    [recipe] = re.findall("```python\n(from datasets.*?)```", text, re.S)
+    (tmp_path / "logs").mkdir()
+    run.dir.rename(tmp_path / "logs/my-run")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    names = {}
+    if importlib.util.find_spec("datasets"):
+        exec(recipe, names)
+        [made] = names["rows"]
+    else:
+        exec(recipe.split("\n\n\n")[1], names)
+        made = names["conversation"](rows[0])
+    contents = [message["content"] for message in made["messages"]]
+    read = "seen hello\n2 turns left"
+    assert contents == ["Be brief.", "Predict who survived.", "good", read, "good"]
 
 
 # ------------------------------------------------------------------ trackers
