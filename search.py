@@ -31,7 +31,6 @@ How it departs from what is usual:
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import itertools
 import random
@@ -82,36 +81,30 @@ from policy import Policy, default_model, resolve_model
 # are in flatlab/tree/rules.py.
 
 
-def bfs(t, rng):
-    """Level by level, --branching children each, --depth levels.
+def bfs(t, rng, branching=3, depth=2):
+    """The first --nodes nodes of a complete tree, level by level.
 
     Failed nodes get children, too (to debug them), so the set of nodes is known from the start.
     """
-    for id, parent in level_order(t.cfg.branching, t.cfg.depth, t.cfg.nodes):
-        if id not in t.nodes and parent in t.nodes and t.nodes[parent].status:
-            return Choice(parent, reason="next in level order")
-    return None
-
-
-@functools.cache
-def level_order(branching, depth, nodes):
-    """The ids of the first nodes of a complete tree, each with that of its parent."""
-    pairs = []
-    level = ["0"]
-    for _ in range(depth):
-        below = [(f"{id}.{i}", id) for id in level for i in range(branching)]
-        pairs += below[: nodes - len(pairs)]
-        level = [id for id, _ in below[:nodes]]
-    return pairs
+    places = {}  # of the next child of each node that may get one -> its id
+    for node in t.nodes.values():
+        if node.status and len(node.children) < branching and node.depth < depth:
+            first = rules.place(node.id, branching) * branching + 1
+            places[first + len(node.children)] = node.id
+    if not places or min(places) > t.cfg.nodes:
+        return None
+    return Choice(places[min(places)], reason="next in level order")
 
 
 def check_bfs(cfg, constants):
     """Raises UserError if a complete tree has fewer nodes than the budget."""
-    nodes = len(level_order(cfg.branching, cfg.depth, cfg.nodes))
+    branching, depth = constants["branching"], constants["depth"]
+    levels = range(1, min(depth, 64) + 1)  # 2^64 is more than any budget
+    nodes = depth if branching == 1 else sum(branching**level for level in levels)
     if nodes < cfg.nodes:
         raise UserError(
-            f"A bfs tree with --branching {cfg.branching} and --depth {cfg.depth} has {nodes} "
-            f"nodes, not --nodes {cfg.nodes}."
+            f"A bfs tree of depth {depth} with {branching} children a node has {nodes} nodes, not "
+            f"--nodes {cfg.nodes}: raise --rule-args depth={depth} or branching={branching}."
         )
 
 
@@ -262,8 +255,6 @@ class Config:
 
     select: Literal[*SELECT] = "bfs"  # rule that picks the node to build on
     rule_args: tuple[str, ...] = ()  # constants of the rule, as in --rule-args c=0.5 drafts=4
-    branching: Count = 3  # bfs, mcts: children per node
-    depth: Count = 2  # bfs: levels below the root
     # probability of debugging a failed leaf instead (not with bfs, mcts, linear, scientist,
     # evaluation)
     debug_prob: Share = 0.5
@@ -307,7 +298,7 @@ async def list_ideas(t: Tree, node: Node) -> list:
     above tau do not count; they only fill up what is missing in the end, the least probable first.
     """
     cfg = t.cfg
-    k = max(cfg.k, cfg.branching) if t.rule.asks_once else cfg.k
+    k = max(cfg.k, t.constants.get("branching", 0)) if t.rule.asks_once else cfg.k
     parent = t.nearest_kept(node.parent)
     siblings = [child for child in t.nodes[node.parent].children if child is not node]
     wanted = strategy_request(node.sampling_mode, k, cfg.tau, parent)
@@ -330,7 +321,9 @@ async def list_ideas(t: Tree, node: Node) -> list:
 
 
 async def propose(t: Tree, node: Node) -> None:
-    """Gives the node its strategy. If there are fewer than children, the rest get none."""
+    """Gives the node its strategy. If there are fewer than children, the rest get none: the
+    sampling mode of these is none, and their decision keeps the mode they asked for as `asked`.
+    """
     if node.op == "debug" and not node.idea:
         node.idea = t.nearest_kept(node.parent).idea
     node.sampling_mode = sampling_mode(t, node)
@@ -345,6 +338,9 @@ async def propose(t: Tree, node: Node) -> None:
         number = int(node.id.rpartition(".")[2]) if t.rule.asks_once else 0
         if number < len(node.ideas):
             node.idea, node.probability = node.ideas[number]
+        else:
+            node.decision["asked"] = node.sampling_mode
+            node.sampling_mode = "none"
     if t.cfg.reflection and t.finished:
         node.decision["reflection"] = await reflect(t, node)
 
@@ -481,8 +477,7 @@ async def decide(t: Tree) -> Node | None:
     if not t.rule.debugs_itself:
         choice = rules.failed_leaf(t, rng)
     if choice is None:
-        constants = rules.constants(t.cfg.select, t.rule, t.cfg.rule_args)
-        choice = t.rule.function(t, rng, **constants)
+        choice = t.rule.function(t, rng, **t.constants)
         if inspect.isawaitable(choice):
             choice = await choice
     return start(t, choice) if choice else None
@@ -589,7 +584,7 @@ def check_config(cfg: Config) -> None:
     if not (cfg.tasks.task and cfg.sampling_mode and cfg.seed):
         raise UserError("--task, --sampling-mode and --seed need at least one value each.")
     rule = SELECT[cfg.select]
-    constants = rules.constants(cfg.select, rule, cfg.rule_args)
+    constants = rule.constants(cfg.select, cfg.rule_args)
     if rule.check:
         rule.check(cfg, constants)
     if cfg.engine == "api" and not cfg.model.model:

@@ -279,7 +279,7 @@ def test_the_journal_keeps_what_the_grader_said_and_no_prompt_has_it(
     crash = block("echo crash > answer.txt")
     policy = FakePolicy(crash, block("validate"), crash)
     folder = tmp_path / "run"
-    rows = searched(make_task(), folder, policy, nodes=2, depth=2, branching=1)
+    rows = searched(make_task(), folder, policy, nodes=2, rule_args=("branching=1",))
     assert [row["op"] for row in rows] == ["draft", "debug"]
     assert all(SECRET in row["grader_output"] for row in rows)
     assert SECRET in rows[0]["actions"][1]["grader_output"]

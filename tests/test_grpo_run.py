@@ -241,7 +241,7 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
     def done(script, flags):
         common = "--task titanic --backend local"
         if script == "search.py":
-            common += " --sampling-mode none --depth 1"
+            common += " --sampling-mode none"
         process = start(tmp_path, *f"{common} {flags}".split(), script=script)
         out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
@@ -250,7 +250,7 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
     def first_segment(name):
         return rows(tmp_path / f"logs/{name}/episodes/000000.tokens.jsonl.gz")[0]["segments"][0]
 
-    done("search.py", "--name tree --nodes 8 --branching 8")
+    done("search.py", "--name tree --nodes 8 --rule-args branching=8")
     imitate = "--sft logs/tree --sft-updates 4 --name learned"
     out = done("grpo.py", f"{' '.join(SMALL)} 1 {imitate}")
     assert "after imitation: score" in out
@@ -262,7 +262,7 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
     assert float(losses[-1]) < float(losses[0])
     assert rows(tmp_path / "logs/learned/metrics.jsonl")[0]["kl"] < 1e-5
     adapter = "logs/learned/checkpoints/000000"
-    done("search.py", f"--name again --nodes 1 --branching 1 --model {adapter}")
+    done("search.py", f"--name again --nodes 1 --model {adapter}")
     before, after = first_segment("tree"), first_segment("again")
     assert before["tokens"][:50] == after["tokens"][:50]
     assert before["logprobs"] != after["logprobs"]  # same prompt, another policy

@@ -19,6 +19,7 @@ import pytest
 import search
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import read_mapping
+from flatlab.options import flat, may_change
 from flatlab.runs.cli import parse_config
 from flatlab.runs.reader import RunData, read_rows, standard_error
 from flatlab.runs.store import open_run
@@ -134,7 +135,9 @@ def run(
     cfg = search_config(backend="local", **config)
     trees = []
     for task, mode, seed in itertools.product(tasks, modes, seeds):
-        opened = open_run(Path(folder) / f"{task.name}-{mode}-{seed}", {"seed": seed}, MADE_BY)
+        cell = {"task": task.name, "sampling_mode": mode, "seed": seed}
+        directory = Path(folder) / f"{task.name}-{mode}-{seed}"
+        opened = open_run(directory, flat(cfg) | cell, MADE_BY, may_change(cfg))
         (opened.dir / "nodes").mkdir(exist_ok=True)
         trees.append(Tree(task, mode, seed, cfg, opened, search.SELECT[cfg.select]))
     FakeEnv.hidden = hidden or {}
@@ -256,7 +259,7 @@ THREE = {"0.0": 0.80, "0.1": 0.79, "0.2": 0.70}  # one standard error, 0.02, is 
 def finished(folder, hidden, **options):
     """The tree of a search over the nodes of THREE."""
     options = {"score_of": lambda node: THREE[node.id], "stderr": 0.02} | options
-    return run(folder, nodes=3, depth=1, workers=1, hidden=hidden, **options)
+    return run(folder, nodes=3, workers=1, hidden=hidden, **options)
 
 
 def test_the_selection_part_decides_between_nodes_within_one_standard_error(tmp_path):
@@ -552,6 +555,23 @@ def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones(tmp_path
     assert {row["idea"] for row in rows(t)} == {""}
 
 
+def test_a_node_without_a_strategy_is_counted_under_the_mode_none(tmp_path, capsys):
+    """Either nothing could be read from the reply, or it held fewer strategies than children."""
+    one = run(tmp_path, model=FakePolicy("Strategy: the only one"), nodes=3, score_of=equal)
+    assert result(one)["sampling_modes_used"] == {"tail": 1, "none": 2}
+    assert result(one)["without_strategy"] == 2
+    options = {"select": "greedy", "nodes": 3, "workers": 1, "score_of": equal}
+    t = run(tmp_path / "prose", model=FakePolicy("I like XGBoost."), **options)
+    assert {row["sampling_mode"] for row in rows(t)} == {"none"}
+    assert {row["decision"]["asked"] for row in rows(t)} == {"tail"}
+    assert " none " in search_console.node_line(t, t.finished[0])
+    capsys.readouterr()
+    search_console.report([one, t], tmp_path)
+    said = capsys.readouterr().out
+    assert f"{t.run.dir}: 3 of 3 nodes got no strategy" in said
+    assert f"{one.run.dir}: 2 of 3 nodes got no strategy" in said
+
+
 def test_exploiting_asks_for_variations_and_says_so_everywhere(tmp_path):
     model = FakePolicy(lists)
     options = {"select": "ucb", "rule_args": ("c=0",), "nodes": 6, "workers": 1}
@@ -693,7 +713,7 @@ def real_tree(folder, model, workers, **config):
 
 def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code_and_diff(tmp_path):
     model = FakePolicy(scripted)
-    t = real_tree(tmp_path / "run", model, 3, nodes=6, branching=3, depth=2, k=3)
+    t = real_tree(tmp_path / "run", model, 3, nodes=6, k=3)
     nodes = by_id(t)
     first = nodes["0.0"]
     assert first["status"] == "validated"
@@ -737,7 +757,7 @@ def test_the_full_form_tells_requests_the_limits_and_what_is_left(tmp_path):
 
 def test_requests_of_a_rule_that_asks_once_do_not_depend_on_what_runs(tmp_path):
     model = FakePolicy(lambda prompt, seed: scripted(prompt.rpartition("it is.")[2], seed))
-    real_tree(tmp_path / "run", model, 3, nodes=3, texts="full", branching=3, depth=1, k=3)
+    real_tree(tmp_path / "run", model, 3, nodes=3, texts="full", k=3)
     [asked] = [prompt for prompt in model.prompts if "Answer with th" in prompt]
     assert "Limits: 4 turns" in asked
     assert "After this attempt" not in asked
@@ -770,6 +790,7 @@ def script(folder, *flags):
 BAD_INPUT = {
     "--task titanik": "Unknown task 'titanik'; did you mean titanic",
     "--nodes 50": "has 12 nodes, not --nodes 50",
+    "--nodes 1000000000 --rule-args branching=1 depth=1000": "has 1000 nodes, not --nodes",
     "--tau 7": "--tau must be from",
     "--workers 0": "--workers must be at least 1",
     "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
@@ -804,7 +825,7 @@ def test_bad_input_ends_with_exit_code_2(tmp_path):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "Traceback" not in err
-    assert err.strip().splitlines()[-1].endswith("has 12 nodes, not --nodes 50.")
+    assert err.strip().splitlines()[-1].endswith("depth=2 or branching=3.")
 
 
 def test_a_grid_is_not_written_over_a_run(tmp_path, monkeypatch):
@@ -882,7 +903,7 @@ def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_
 ):
     monkeypatch.setattr(snapshot, "COPY_BYTES", 1000)
     model = FakePolicy(scripted)
-    t = real_tree(tmp_path / "run", model, 3, nodes=4, branching=3, depth=2, k=3)
+    t = real_tree(tmp_path / "run", model, 3, nodes=4, k=3)
     nodes = by_id(t)
     assert nodes["0.0"]["valid"]
     assert not nodes["0.0"]["kept"]

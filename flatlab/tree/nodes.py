@@ -148,6 +148,7 @@ class Tree:
         self.cfg = cfg
         self.run = run
         self.rule = rule
+        self.constants = rule.constants(cfg.select, cfg.rule_args)
         self.policy = None
         self.facts = ""  # what requests tell about the sandboxes, in the full form of the texts
         self.root = Node(
@@ -250,6 +251,7 @@ class Tree:
         self.counts["faults"] += node.status == "fault"
         self.counts["ungraded"] += bool(node.grader_output)
         self.counts["above_tau"] += node.sampling_mode == "tail" and is_above_tau
+        self.counts["without_strategy"] += "asked" in node.decision
         self.counts["fell_back"] += bool(node.decision.get("fell_back"))
         self.counts["tokens"] += node.tokens
         self.ideas.pop(node.id, None)  # those that were listed for this node alone
@@ -396,7 +398,9 @@ def results(t: Tree) -> dict:
         "nodes": nodes,
         "failed": nodes - len(t.scored) - faults,
         "faults": faults,
-        **{key: t.counts[key] for key in ("ungraded", "above_tau", "fell_back")},
+        **{
+            key: t.counts[key] for key in ("ungraded", "above_tau", "without_strategy", "fell_back")
+        },
         "tokens": t.tokens(),
         "seconds": t.elapsed(),
         "stopped_by": t.spent(),

@@ -41,6 +41,31 @@ class Rule:
     is_evaluation: bool = False
     check: Callable | None = None  # (Config, constants), raises UserError if the rule cannot work
 
+    def constants(self, name: str, rule_args: tuple[str, ...]) -> dict:
+        """Its keyword arguments: the defaults, or the `name=value` pairs of --rule-args.
+
+        name: of the rule, for the messages. A value has the type of the default. Raises UserError
+        for an unknown name and for a value that is not a number, negative, or 0 where a count is
+        wanted.
+        """
+        parameters = inspect.signature(self.function).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        values = dict(defaults)
+        for text in rule_args:
+            key, _, value = text.partition("=")
+            if key not in defaults:
+                names = ", ".join(defaults) or "none"
+                raise UserError(f"--rule-args {text}: rule {name} has no {key!r}; it has {names}.")
+            kind = type(defaults[key])
+            try:
+                values[key] = kind(value)
+            except ValueError:
+                raise UserError(f"--rule-args {text}: {value!r} is not a number.") from None
+            lowest = 1 if kind is int else 0
+            if not lowest <= values[key] < math.inf:
+                raise UserError(f"--rule-args {text}: {key} must be at least {lowest}.")
+        return values
+
 
 # ------------------------------------------------------------------ what the rules share
 
@@ -121,6 +146,14 @@ def rising_trend(t: Tree, node: Node) -> float:
     if total <= 0:
         return 0.0
     return total / spread(t) / (steps * (steps + 1) / 2)
+
+
+def place(id: str, branching: int) -> int:
+    """Number of a node in the level order of a tree with so many children a node; the root is 0."""
+    number = 0
+    for child in id.split(".")[1:]:
+        number = number * branching + int(child) + 1
+    return number
 
 
 def arg_max(scores: dict[str, float]) -> str:
@@ -268,8 +301,8 @@ def mean_quality(t: Tree, node: Node) -> float:
     return total / width / node.nodes_below
 
 
-def mcts(t, rng, c=0.25):
-    """From the root down by UCT to the first node with fewer than --branching children.
+def mcts(t, rng, c=0.25, branching=3):
+    """From the root down by UCT to the first node with fewer than `branching` children.
 
     UCT: mean value + c sqrt(ln N_parent / N), N visits.
 
@@ -277,7 +310,7 @@ def mcts(t, rng, c=0.25):
     """
     node = t.root
     scores = {}
-    while len(node.children) >= t.cfg.branching:
+    while len(node.children) >= branching:
         level = {}
         for child in node.children:
             if child.kept and t.failures(child) <= DEBUG_DEPTH:
@@ -351,31 +384,6 @@ RULES = {
         check=check_evaluation,
     ),
 }
-
-
-def constants(name: str, rule: Rule, rule_args: tuple[str, ...]) -> dict:
-    """The keyword arguments of a rule: its defaults, or the `name=value` pairs of --rule-args.
-
-    A value has the type of the default. Raises UserError for an unknown name and for a value that
-    is not a number, negative, or 0 where a count is wanted.
-    """
-    parameters = inspect.signature(rule.function).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    values = dict(defaults)
-    for text in rule_args:
-        key, _, value = text.partition("=")
-        if key not in defaults:
-            names = ", ".join(defaults) or "none"
-            raise UserError(f"--rule-args {text}: rule {name} has no {key!r}; it has {names}.")
-        kind = type(defaults[key])
-        try:
-            values[key] = kind(value)
-        except ValueError:
-            raise UserError(f"--rule-args {text}: {value!r} is not a number.") from None
-        lowest = 1 if kind is int else 0
-        if not lowest <= values[key] < math.inf:
-            raise UserError(f"--rule-args {text}: {key} must be at least {lowest}.")
-    return values
 
 
 # ------------------------------------------------------------------ at the end

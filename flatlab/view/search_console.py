@@ -67,6 +67,12 @@ def report(trees: list[Tree], where: Path) -> None:
 
     runs = [read_run(t.run.dir) for t in trees]
     print(f"\n{compare.table(runs)}\n")
+    for run in runs:
+        if number := run.result["without_strategy"]:
+            print(
+                f"note     {run.dir}: {number} of {run.result['nodes']} nodes got no strategy, so "
+                "their mode is none: the replies held too few that could be read"
+            )
     if where == runs[0].dir:  # viz.py draws the pictures of a grid; they take minutes
         compare.plot_now_and_then(trees[0].run, always=True)
         page.write(runs, where / "report.html")

@@ -21,7 +21,7 @@ from bench.measure import ENVIRONMENT, PROJECT, print_result, result_of, this_ma
 
 GROUPS, GROUP = 8, 5  # of training
 TURNS = 4
-OPTIONS = {"bfs": {"depth": 8}}  # whose tree is large enough
+OPTIONS = {"bfs": {"rule_args": ("depth=8",)}}  # whose tree is large enough
 
 
 def growth(args):
