@@ -370,7 +370,8 @@ class Config:
     # engine and trainer share the base weights (GPU); default: if they compute the same log-probs
     share_base: bool | None = None
 
-    eval_episodes: int = 64  # episodes per evaluation, on seeds never trained on; 0: none
+    # episodes per evaluation, on seeds never trained on; 0: none
+    eval_episodes: Annotated[int, Bounds(0, 1_000_000)] = 64
     eval_every: Count = 10  # steps between evaluations; also before the first and after the last
     # restore: a collapsed policy returns to the best adapter with half the rate, at most three
     # times; stop: the run ends
@@ -812,7 +813,7 @@ SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
 def check_config(cfg: Config) -> None:
     """Raises UserError for settings that are wrong."""
-    options.check_numbers(cfg)
+    options.check_values(cfg)
     if cfg.eval_episodes == 1:
         raise UserError("--eval-episodes must be 0 or at least 2: one has no standard error.")
     weights = cfg.task_weights

@@ -39,7 +39,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import env
 from flatlab import options, threads
@@ -47,6 +47,7 @@ from flatlab.errors import SandboxFault, UserError
 from flatlab.files import write_whole
 from flatlab.model import endpoint
 from flatlab.options import (
+    Bounds,
     Count,
     EpisodeOptions,
     GpuShare,
@@ -241,7 +242,7 @@ class Config:
     nodes: Resumable[Count] = 12  # executed nodes per tree; failed ones count
     # sampled tokens per tree, those for strategies included; default: no limit. Requests under
     # way are finished, so several workers take more
-    tokens: Resumable[Count | None] = None
+    tokens: Resumable[Annotated[int, Bounds(1)] | None] = None
     minutes: Resumable[Positive | None] = None  # wall time per tree, in minutes; default: no limit
 
     # how strategies are asked for. none: not at all; sequence: as a list; uniform: equally probable
@@ -580,9 +581,7 @@ async def hidden_score(t: Tree, node: Node, split: str) -> float:
 
 def check_config(cfg: Config) -> None:
     """Raises UserError for settings that do not exist or do not fit together."""
-    options.check_numbers(cfg)
-    if not (cfg.tasks.task and cfg.sampling_mode and cfg.seed):
-        raise UserError("--task, --sampling-mode and --seed need at least one value each.")
+    options.check_values(cfg)
     rule = SELECT[cfg.select]
     constants = rule.constants(cfg.select, cfg.rule_args)
     if rule.check:

@@ -48,18 +48,32 @@ def save_tensors(content, path: Path) -> None:
     path.write_bytes(buffer.getbuffer())
 
 
+class YamlLoader(yaml.SafeLoader):
+    """Refuses a mapping that holds the same key twice, of which PyYAML would take the last."""
+
+    def construct_mapping(self, node, deep=False):
+        names = [str(key.value) for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"the key {name} is given twice")
+        return super().construct_mapping(node, deep)
+
+
 def read_mapping(path: Path, default: dict | None = None) -> dict:
     """The 'name: value' pairs of a .yaml or .json file; `default` if the file does not exist.
 
-    Raises UserError if the file is missing without a default, damaged, or holds something else.
+    Raises UserError if the file is missing without a default, damaged, nested too deeply, or holds
+    something else or a key twice.
     """
     if default is not None and not path.exists():
         return default
-    parse = json.loads if path.suffix == ".json" else yaml.safe_load
     try:
-        content = parse(path.read_bytes())
+        data = path.read_bytes()
+        content = json.loads(data) if path.suffix == ".json" else yaml.load(data, YamlLoader)
     except OSError as error:
         raise UserError(f"Cannot read {path}: {error.strerror}.") from None
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply.") from None
     except (ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is damaged: {reason}.") from None

@@ -1,13 +1,13 @@
 """The options that grpo.py and search.py share. Each class is one box in `--help`; flags stay flat.
 
 None stands for the default that the comment names; `derive` fills in those that depend on the
-model. 0 is only ever zero. An annotation holds what check_numbers() and open_run() need to know:
-the bounds of a number, and whether an option may change when a run is resumed.
+model. 0 is only ever zero. An annotation holds what check_values() and open_run() need to know: the
+bounds of a number, and whether an option may change when a run is resumed.
 """
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Annotated, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
@@ -16,16 +16,16 @@ from flatlab.sandbox.backend import IMAGE
 
 
 class Bounds(NamedTuple):
-    """Lowest and highest value of a number. Without bounds it must not be negative."""
+    """Lowest and highest value of a number. The defaults hold for numbers without an annotation."""
 
-    low: float
-    high: float = math.inf
+    low: float = 0
+    high: float = 1e9
 
 
 MAY_CHANGE = "may change when a run is resumed"
 T = TypeVar("T")
 Resumable = Annotated[T, MAY_CHANGE]
-Count = Annotated[int, Bounds(1)]
+Count = Annotated[int, Bounds(1, 1_000_000)]
 Positive = Annotated[float, Bounds(1e-6)]
 Share = Annotated[float, Bounds(0, 1)]
 GpuShare = Annotated[float, Bounds(0.01, 1), MAY_CHANGE]
@@ -120,17 +120,21 @@ def may_change(config) -> set[str]:
     return {name for name, notes in notes_of(config).items() if MAY_CHANGE in notes}
 
 
-def check_numbers(config) -> None:
-    """Raises UserError for a number that is out of its bounds; NaN always is, None never."""
+def check_values(config) -> None:
+    """Raises UserError for a number out of its bounds, and for a list without values whose default
+    has some. NaN is always out of bounds; None never is.
+    """
     values = flat(config)
+    defaults = flat(type(config)())
     for name, notes in notes_of(config).items():
-        low, high = next((note for note in notes if isinstance(note, Bounds)), Bounds(0))
+        flag = "--" + name.replace("_", "-")
+        low, high = next((note for note in notes if isinstance(note, Bounds)), Bounds())
         value = values[name]
+        if value == () and defaults[name]:
+            raise UserError(f"{flag} needs at least one value.")
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not low <= number <= high:
-                flag = name.replace("_", "-")
-                wanted = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-                raise UserError(f"--{flag} must be {wanted}, not {number}.")
+                raise UserError(f"{flag} must be from {low} to {high:.10g}, not {number}.")
 
 
 def derive(
@@ -141,7 +145,7 @@ def derive(
     Raises UserError if the model has fewer positions than the context, or if a reply may be as long
     as the whole context.
     """
-    positions = positions or math.inf
+    positions = positions or sys.maxsize
     set_defaults(model, {"context": min(2048 if is_tiny else 16384, positions)})
     if model.context > positions:
         raise UserError(

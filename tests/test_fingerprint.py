@@ -253,9 +253,9 @@ def test_a_renamed_or_copied_run_goes_on(begun):
         assert read_mapping(run.dir / "config.yaml")["name"] == name
 
 
-@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/../../x", "", "."])
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/../../x", "", ".", "a" * 201])
 def test_a_name_that_is_no_folder_of_logs_is_refused(name):
-    with user_error("--name must be the name of a folder in logs/"):
+    with user_error("--name"):
         store.run_directory(name)
 
 

@@ -366,7 +366,7 @@ class Nested:
     tau: Annotated[float, Bounds(0, 1)] = 0.5
     steps: Resumable[int] = 1
     minutes: Resumable[Positive | None] = None
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ("x",)
 
 
 @pytest.fixture
@@ -385,14 +385,30 @@ def test_preset_first_and_flags_win_and_nested_options_are_flat(preset):
 def test_bad_presets(preset, capsys):
     with user_error("Cannot read .*nothing.yaml: No such file"):
         cli.parse_config(Nested, [str(preset.with_name("nothing.yaml"))])
-    preset.write_text("just words")
-    with user_error("'name: value'"):
-        cli.parse_config(Nested, [str(preset)])
+    damaged = {
+        "just words": "'name: value'",
+        "tau: 1\ntau: 2": "damaged: the key tau is given twice",
+        "tau: " + "[" * 5_000: "nested too deeply",
+        'names: ["a\\0"]': "no valid text: 'a",
+    }
+    for text, sentence in damaged.items():
+        preset.write_text(text)
+        with user_error(sentence):
+            cli.parse_config(Nested, [str(preset)])
     preset.write_text("taw: 1")
     with pytest.raises(SystemExit) as caught:
         cli.parse_config(Nested, [str(preset)])
     assert caught.value.code == 2
     assert "--tau" in capsys.readouterr().err
+
+
+def test_an_argument_that_is_no_text_is_refused():
+    with user_error("no valid text: 'a"):
+        cli.parse_config(Nested, ["--names", os.fsdecode(b"a\xff")])
+
+
+def long_name():
+    Path("a" * 5_000).exists()
 
 
 def parallel():
@@ -412,6 +428,7 @@ def broken():
     [
         (parallel, 2, "Take another name.\n"),
         (full, 2, "No space left on device. Everything"),
+        (long_name, 2, f"File name too long: {'a' * 80}...\n"),
         (broken, 1, "The sandbox broke: no daemon\n"),
     ],
 )
@@ -428,20 +445,21 @@ def test_a_bug_keeps_its_traceback():
 
 
 WRONG = {
-    "--episode-minutes must be at least 0.01, not 0.0": {"episode": EpisodeOptions(1, 1, 1, 0.0)},
-    "--max-turns must be at least 1, not 0": {"episode": EpisodeOptions(0)},
+    "--episode-minutes must be from 0.01": {"episode": EpisodeOptions(1, 1, 1, 0.0)},
+    "--max-turns must be from 1 to 1000000, not 0": {"episode": EpisodeOptions(0)},
     "--tau must be from 0 to 1, not nan": {"tau": math.nan},
-    "--steps must be at least 0, not -1": {"steps": -1},
-    "--minutes must be at least 1e-06, not 0.0": {"minutes": 0.0},
+    "--minutes must be from 1e-06 to 1000000000, not inf": {"minutes": math.inf},
+    "--steps must be from 0 to 1000000000, not 100000000000000000000": {"steps": 10**20},
+    "--names needs at least one value": {"names": ()},
 }
 
 
 @pytest.mark.parametrize("sentence", WRONG)
 def test_the_bounds_beside_an_option_hold(sentence):
     with user_error(re.escape(sentence)):
-        options.check_numbers(Nested(**WRONG[sentence]))
+        options.check_values(Nested(**WRONG[sentence]))
 
 
 def test_the_marks_beside_an_option_hold():
-    options.check_numbers(Nested())  # None is derived later
+    options.check_values(Nested())  # None is derived later
     assert options.may_change(Nested()) == {"steps", "minutes"}

@@ -792,7 +792,7 @@ BAD_INPUT = {
     "--nodes 50": "has 12 nodes, not --nodes 50",
     "--nodes 1000000000 --rule-args branching=1 depth=1000": "has 1000 nodes, not --nodes",
     "--tau 7": "--tau must be from",
-    "--workers 0": "--workers must be at least 1",
+    "--workers 0": "--workers must be from 1",
     "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
     "--seed 0 0": "is being written by process",
     "--debug-prob nan": "--debug-prob must be from 0 to 1, not nan",

@@ -46,6 +46,8 @@ from flatlab.files import read_mapping, temporary, to_disk, write_whole
 from flatlab.runs.fingerprint import ROOT, changed
 from flatlab.runs.reader import read_rows
 
+LONGEST_NAME = 200  # of a run, in characters; file systems allow 255 bytes
+
 # ------------------------------------------------------------------ complete files or none
 
 
@@ -199,8 +201,13 @@ def lock_directory(path: Path):
 
 
 def run_directory(name: str) -> Path:
-    """logs/<name>. Raises UserError for a name that leads out of logs/ or is empty."""
+    """logs/<name>. Raises UserError for a name that leads out of logs/, is empty or too long."""
     parts = Path(name).parts
+    if len(name) > LONGEST_NAME:
+        raise UserError(
+            f"The name of a run may have {LONGEST_NAME} characters, not {len(name)}: choose a "
+            "shorter --name."
+        )
     if not parts or Path(name).is_absolute() or ".." in parts:
         raise UserError(f"--name must be the name of a folder in logs/, not {name!r}.")
     return Path("logs", *parts)
