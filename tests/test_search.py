@@ -790,7 +790,7 @@ def script(folder, *flags):
 BAD_INPUT = {
     "--task titanik": "Unknown task 'titanik'; did you mean titanic",
     "--nodes 50": "has 12 nodes, not --nodes 50",
-    "--nodes 1000000000 --rule-args branching=1 depth=1000": "has 1000 nodes, not --nodes",
+    "--nodes 1000000 --rule-args branching=1 depth=1000": "has 1000 nodes, not --nodes",
     "--tau 7": "--tau must be from",
     "--workers 0": "--workers must be from 1",
     "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
