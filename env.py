@@ -22,13 +22,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from flatlab.errors import ArtefactError, SandboxFault, UserError
 from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.client import Sandbox, pick_backend, readable
 from flatlab.task.definition import WHOLE_WORKSPACE, Task
-from flatlab.task.grading import Score, collect, grade
+from flatlab.task.grading import Score, check_grader, collect, grade
 from flatlab.task.machine import check_needs, open_sandbox, settled
 from flatlab.world.actions import act_bash
 from flatlab.world.episode import in_thread
@@ -60,8 +61,7 @@ class Env:
         limits: memory and disk in bytes, cpus, processes (see flatlab.sandbox.backend.Spec).
 
     Raises UserError if the task needs something this machine lacks (a GPU, the network, a
-    package). Every method may raise SandboxFault, and a grading UserError if the grader is broken;
-    nothing an agent does raises anything else.
+    package). Every method may raise SandboxFault; nothing an agent does raises anything else.
     """
 
     def __init__(self, task: Task, sandbox: SandboxOptions | str = "auto", seed: int = 0, **limits):
@@ -210,14 +210,15 @@ def open_tasks(
 ) -> tuple[list[Task], str]:
     """Loads the tasks and decides on the kind of their sandboxes, which `sandbox` then names.
 
-    Returns the tasks and a sentence about that choice. Raises UserError if a task does not exist
-    or needs something that its sandbox lacks.
+    Returns the tasks and a sentence about that choice. Raises UserError if a task does not exist,
+    needs something that its sandbox lacks, or has a broken grader.
     """
     tasks = [load_task(name, options.mlgym_root, options.mledojo_root) for name in options.task]
     image = tasks[0].image or sandbox.image
     sandbox.backend, why = pick_backend(sandbox.backend, image, model_is_tiny)
     for task in tasks:
         check_needs(task, sandbox)
+        check_grader(task, partial(open_sandbox, task, sandbox))
     return tasks, why
 
 

@@ -2,7 +2,6 @@
 
 python tasks.py                 list all tasks
 python tasks.py titanic         score the trivial rules of a task; is one of them at the top?
-python tasks.py titanic --export harbor DIR     write the task as a Harbor task folder
 python tasks.py rlMetaMaze --build-image        make a Docker image with the task's requirements
 """
 
@@ -13,15 +12,14 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from textwrap import indent
-from typing import Literal
 
-from flatlab.cache import store
+from flatlab.cache import content_key, store
 from flatlab.errors import UserError
 from flatlab.options import SandboxOptions
 from flatlab.sandbox.images import install_requirements
 from flatlab.task.builtin import builtin_names, load_builtin
 from flatlab.task.definition import Task, improvement
-from flatlab.task.grading import Score, grade
+from flatlab.task.grading import Score, check_grader, grade
 from flatlab.task.machine import open_sandbox, settled
 from flatlab.task.mledojo import load_mledojo, mledojo_names
 from flatlab.task.mlgym import load_mlgym, mlgym_names
@@ -93,19 +91,18 @@ def print_score(task: Task, rule: str, score: Score) -> None:
 def check(task: Task, options: SandboxOptions) -> None:
     """Scores the trivial rules of a task, prints them, and keeps the result for `degenerate`.
 
-    The first rule is scored on all parts. Raises UserError if the grader is broken, or if the
-    sandbox lacks something that the task needs.
+    The first rule is scored on all parts. Names public files that are copies of hidden ones. Raises
+    UserError if the grader is broken, or if the sandbox lacks something that the task needs.
     """
     options = settled(task, options)
+    make_sandbox = partial(open_sandbox, task, options)
+    check_grader(task, make_sandbox)
     split = task.splits[0]
     print(f"{task.name} ({task.source}): {task.metric}, {task.direction}, on the {split} part\n")
     print(f"{'':32}{'score':>12}{'improvement':>13}")
     print_row(task, "baseline", task.baseline)
     if task.reference is not None:
-        is_median = task.source == "mledojo"
-        name = "median of the leaderboards" if is_median else "reference"
-        print_row(task, name, task.reference)
-    make_sandbox = partial(open_sandbox, task, options)
+        print_row(task, "reference", task.reference)
     verdict = "No rule has a score: give the task a `trivial:` one."
     reason = None
     rules = list(trivial_rules(task))
@@ -123,6 +120,18 @@ def check(task: Task, options: SandboxOptions) -> None:
     if reason := degenerate(task):
         verdict = f"degenerate: {reason}"
     print(f"\n{verdict}")
+    for public, hidden in copies_of_hidden(task):
+        print(f"warning  The agent can read {public}: it has the content of the hidden {hidden}.")
+
+
+def copies_of_hidden(task: Task) -> list[tuple[str, str]]:
+    """Workspace paths of public files that are not empty and equal a hidden one, with its path."""
+    hidden = {content_key(file): path for path, file in task.hidden.items() if file.stat().st_size}
+    pairs = []
+    for path, file in task.public.items():
+        if content_key(file) in hidden:
+            pairs.append((path, hidden[content_key(file)]))
+    return pairs
 
 
 def install(task: Task, options: SandboxOptions) -> None:
@@ -142,7 +151,6 @@ def main(
     mlgym_root: str | None = None,
     mledojo_root: str | None = None,
     sandbox: SandboxOptions = SandboxOptions(),  # noqa: B008
-    export: tuple[Literal["harbor"], str] | None = None,
     build_image: bool = False,
 ) -> None:
     """List all tasks, or score the trivial rules of one: is one of them already at the top?
@@ -152,18 +160,13 @@ def main(
         mlgym_root: MLGym checkout; default: $MLGYM_ROOT.
         mledojo_root: Folder of competitions prepared by MLE-Dojo; default: $MLEDOJO_ROOT.
         sandbox: The kind of sandbox and what it offers.
-        export: Write the task to a new folder instead, in Harbor's format: `harbor DIR`.
         build_image: Install the task's requirements.txt in --image; later runs use the result.
     """
-    if not task and not export:
+    if not task:
         list_tasks(mlgym_root, mledojo_root)
         return
     loaded = load_task(task, mlgym_root, mledojo_root)
-    if export:
-        from integrations.harbor.export import export_harbor
-
-        export_harbor(loaded, Path(export[1]))
-    elif build_image:
+    if build_image:
         install(loaded, sandbox)
     else:
         check(loaded, sandbox)

@@ -66,7 +66,7 @@ def play():
         points += mine == other
         history.append((mine, other))
     return points
-print(json.dumps({"score": sum(play() for _ in range(300)) / 3000}))
+print(json.dumps({"Score": sum(play() for _ in range(300)) / 3000}))
 """
 PARTNER = "import random\ndef partner(history):\n    return random.randint(0, 1)\n"
 
@@ -609,7 +609,7 @@ def test_real_dojo_every_metric_loads():
 
 def trivial(tmp_path, train, test):
     write(tmp_path, {"train.csv": train, "test.csv": test})
-    return csv_rules(tmp_path / "train.csv", tmp_path / "test.csv")
+    return dict(csv_rules(tmp_path / "train.csv", tmp_path / "test.csv"))
 
 
 def test_trivial_rules_of_classes_and_numbers(tmp_path):

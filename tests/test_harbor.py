@@ -1,9 +1,7 @@
-"""Harbor task folders, in both directions: one made here (harbor_task/), and ours for Harbor."""
+"""A Harbor task folder that is made here, harbor_task/."""
 
 import os
 import shutil
-import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,30 +11,12 @@ from env import Env, check_needs
 from flatlab.options import SandboxOptions
 from flatlab.sandbox.images import foreign_image
 from helpers import do, python, user_error
-from integrations.harbor.export import export_harbor
-from tasks import improvement, load_task
+from tasks import load_task
 
-ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).with_name("harbor_task")
 SORT = (
     "printf '#!/bin/sh\\nsort\\n' > sort.sh; chmod +x sort.sh; ./sort.sh < words.txt > sorted.txt"
 )
-# Who is female survives: 0.774545 on the test part.
-SOLVE = (
-    'awk -F, \'NR == 1 {print "id,survived"} NR > 1 {print $1 "," ($3 == "female")}\' '
-    "data/test.csv > submission.csv"
-)
-
-
-HARBOR = os.path.abspath(os.environ.get("HARBOR_VENV", ""))
-READ = """
-import sys
-from harbor.models.task.task import Task
-task = Task(sys.argv[1])
-config = task.config
-print(task.name, config.artifacts, config.verifier.environment_mode.value)
-print(config.environment.network_mode.value, task.instruction.splitlines()[-1])
-"""
 
 
 @pytest.fixture
@@ -47,9 +27,6 @@ def folder(tmp_path):
 
 def said(world, text):
     return do(world, text).observation
-
-
-# ----------------------------------------------------------------------------------- their folders
 
 
 @needs_docker
@@ -176,52 +153,8 @@ def test_images_that_cannot_be_built(tmp_path):
         foreign_image(tmp_path, "named", "absent:1")
 
 
-# ------------------------------------------------------------------------------------------ export
-
-
-def test_export_of_built_in_tasks(tmp_path):
-    for name in ("titanic", "battleOfSexes", "diabetes"):
-        export_harbor(load_task(name), tmp_path / name)
-        test = (tmp_path / name / "tests/test.sh").read_text()
-        assert "--split test" in test
-    public = {path.name for path in (tmp_path / "titanic/environment").rglob("*")}
-    assert public == {"Dockerfile", "files", "data", "train.csv", "test.csv"}
-    assert (
-        "cp /app/strategy.py strategy_agent.py"
-        in (tmp_path / "battleOfSexes/tests/test.sh").read_text()
-    )
-    assert (tmp_path / "battleOfSexes/tests/workspace/strategy.py").read_bytes() == (
-        ROOT / "configs/tasks/proxy.py"
-    ).read_bytes()
-    assert "sklearn/datasets/data" in (tmp_path / "diabetes/environment/Dockerfile").read_text()
-    with user_error("exists: name a folder that does not"):
-        export_harbor(load_task("titanic"), tmp_path / "titanic")
-    with user_error("is not a built-in task"):
-        export_harbor(replace(load_task("titanic"), source="mlgym"), tmp_path / "new")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("HARBOR_VENV" not in os.environ, reason="set HARBOR_VENV, see tests/README.md")
-def test_the_harbor_package_reads_an_exported_task(tmp_path):
-    """That of Harbor itself, which also looks for the tests."""
-    export_harbor(load_task("titanic"), tmp_path / "titanic")
-    command = [f"{HARBOR}/bin/python", "-c", READ, tmp_path / "titanic"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        "flatlab/titanic ['/app/submission.csv'] separate",
-        "no-network All paths are relative to /app, where you work.",
-    ]
-
-
-@pytest.mark.slow
-@needs_docker
-def test_an_exported_task_comes_back(tmp_path):
-    task = load_task("titanic")
-    python("tasks.py", "titanic", "--export", "harbor", tmp_path / "exported")
-    with Env(load_task(str(tmp_path / "exported")), "docker") as world:
-        world.reset()
-        said(world, "touch nothing")
-        assert world.score().value == -1
-        said(world, SOLVE)
-        assert world.score().value == pytest.approx(improvement(0.774545, task))
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_tests_in_the_folder_of_the_image_are_refused(folder, link):
+    link(folder / "tests/test.sh", folder / "environment/copy.sh")
+    with user_error("test.sh is hidden, so it cannot be a public file, too"):
+        load_task(str(folder))

@@ -107,7 +107,7 @@ def test_parse_grade():
     cases = [
         ('{"accuracy": 0.5}\n', 0.5, ""),
         ('noise\n{"accuracy": 0.1}\n{"accuracy": 0.5}\nmore noise\n', 0.5, ""),
-        ('{"Accuracy": 1}', 1.0, ""),
+        ('{"Accuracy": 1}', None, "no finite number called accuracy"),
         ('{"error": "no good"}', None, "no good"),
         ('{"accuracy": 0.9, "error": "no good"}', None, "no good"),
         ('{"accuracy": NaN}', None, "no finite number"),
@@ -356,19 +356,6 @@ def test_battle_refuses_and_says_why(tmp_path, strategy, message):
     assert set(graded) == {"error"}
     assert message in graded["error"]
     assert len(graded["error"]) <= 300
-
-
-def test_battle_has_a_time_limit(tmp_path, monkeypatch):
-    task = load_task("battleOfSexes")
-    impatient = tmp_path / "evaluate.py"
-    impatient.write_text(
-        task.hidden["evaluate.py"].read_text().replace("TIME_LIMIT = 25 ", "TIME_LIMIT = 1 ")
-    )
-    work = tmp_path / "work"
-    work.mkdir()
-    task = replace(task, hidden=task.hidden | {"evaluate.py": impatient})
-    said = grade(task, work, {"strategy.py": "def row_strategy(history):\n    while True: pass"})
-    assert "longer than 1 seconds" in said["error"]
 
 
 def test_battle_grader_does_not_delete_the_original():

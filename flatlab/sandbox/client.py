@@ -186,14 +186,20 @@ class Sandbox:
         return Result(reply["code"], plain_text(head + gap + tail), reply["timed_out"])
 
     def program(
-        self, argv: list[str], timeout: float, stdin: bytes = b"", keep: tuple = (1 << 20, 0)
+        self,
+        argv: list[str],
+        timeout: float,
+        stdin: bytes = b"",
+        keep: tuple = (1 << 20, 0),
+        cpu: float | None = None,
     ) -> tuple[dict, bytes]:
         """Runs a program as root, or as the user of a sandbox without one.
 
-        keep: bytes of the head and of the tail of its stdout. Returns the reply: code, timed_out,
-        dropped, and stderr (the last 8 kB of it, as text); and these bytes.
+        keep: bytes of the head and of the tail of its stdout. cpu: limit of the CPU time of all its
+        processes, in seconds. Returns the reply: code, timed_out, dropped, and stderr (the last 8
+        kB of it, as text); and these bytes.
         """
-        return self._run(argv, timeout, stdin, user="root", keep=keep)
+        return self._run(argv, timeout, stdin, user="root", keep=keep, cpu=cpu)
 
     def _run(self, command, timeout, stdin=b"", **fields) -> tuple[dict, bytes]:
         wait = timeout + GRACE + 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -34,7 +35,7 @@ class Task:
     # and the last is scored once, at the end.
     splits: tuple[str, ...]
     step_timeout: float  # seconds for one action of the agent
-    grade_timeout: float  # seconds for one grading
+    grade_timeout: float  # seconds of CPU time for one grading, of all its processes
     needs_gpu: bool = False
     needs_network: bool = False
     source: str = "built-in"  # or "mlgym", "mledojo", "harbor"
@@ -52,7 +53,8 @@ class Task:
     proxies: dict[str, tuple[Path, str]] = field(default_factory=dict)
 
     def __post_init__(self):
-        """Raises UserError if the reference is not better than the baseline."""
+        """Raises UserError: see refuse_overlap, or the reference is no better than the baseline."""
+        refuse_overlap(self.name, self.public.values(), self.hidden.values())
         if self.reference is not None and improvement(self.reference, self) <= 0:
             raise UserError(
                 f"Task {self.name}: the reference {self.reference:g} must be better than the "
@@ -99,6 +101,20 @@ class Task:
         return [part.replace("{split}", split) for part in self.grader]
 
 
+def refuse_overlap(task: str, public: Iterable[Path], hidden: Iterable[Path]) -> None:
+    """Raises UserError if a hidden file is a public one, too, also through a link."""
+    known = {file_identity(path) for path in public}
+    for path in hidden:
+        if file_identity(path) in known:
+            raise UserError(f"Task {task}: {path} is hidden, so it cannot be a public file, too.")
+
+
+def file_identity(path: Path) -> tuple[int, int]:
+    """The same for all paths and links, hard ones included, that lead to one file."""
+    facts = path.stat()
+    return facts.st_dev, facts.st_ino
+
+
 def matches(path: str, artefact: str) -> bool:
     if artefact.endswith("/"):
         return path.startswith(artefact)
@@ -119,8 +135,7 @@ def parse_grade(grade: dict, task: Task) -> tuple[float | None, str]:
         return None, "The grader printed no result."
     if "error" in grade:
         return None, str(grade["error"])[:MESSAGE_CHARS]
-    by_lower_case = {key.lower(): value for key, value in grade.items()}
-    value = finite_number(by_lower_case, task.metric.lower())
+    value = finite_number(grade, task.metric)
     if value is None:
         return None, f"The grader's result has no finite number called {task.metric}."
     return value, ""

@@ -1,17 +1,15 @@
 """Grading: the artefacts leave the agent's sandbox; a fresh one with pristine files grades them.
 
 A grader gives a score or a reason why there is none, and exits with 0. If it does neither, the
-artefact is no submission, and what the grader said is kept for the user. The first time this
-happens, the task's trivial rules are graded to find out whether the grader works at all.
+artefact is no submission, and Score.grader_output is what the grader said, for the user. Before a
+run, check_grader finds out whether the grader works at all.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-import sys
-import threading
 from dataclasses import dataclass
+from itertools import islice
 
 from flatlab.errors import ArtefactError, SandboxFault, UserError
 from flatlab.sandbox import snapshot
@@ -25,13 +23,15 @@ from flatlab.task.definition import (
     parse_grade,
     standard_error,
 )
-from flatlab.task.sanity import EMPTY, rules_of, trivial_rules
+from flatlab.task.sanity import rules_of
 
 MODEL_BYTES = 2 << 30  # limit of the artefacts of a task that needs a GPU: weights of a model
 MOST_FILES = 20_000  # in a workspace whose folders are artefacts
 KEPT_GRADES = 10_000
+WALL_FACTOR = 10  # a grading that waits without using the CPU is stopped after this many timeouts
 PRINTED_BYTES = 1 << 20  # of a grader's stdout: its tail
 OUTPUT_CHARS = 4000  # of stdout and of stderr in Score.grader_output
+KEYS_CHARS = 200  # of the keys of a result that has another one than the metric
 SENTENCE_CHARS = 800  # of Score.grader_output in a sentence
 CANNOT_START = (126, 127)  # exit codes of a shell
 KILLED = 137  # exit code of a process that got SIGKILL, from the kernel if memory is short
@@ -44,7 +44,7 @@ class Score:
     split: str
     valid: bool
     message: str  # why it is not valid; safe to show the agent
-    position: float | None = None  # MLE-Dojo: share of the leaderboards that is not better
+    position: float | None = None  # share of the leaderboards that is not better, if there are any
     stderr: float | None = None  # standard error of the value; None: unknown
     # How a grader ended and what it printed if it gave neither a score nor a reason. Answers may be
     # in it, so no agent reads it.
@@ -95,82 +95,51 @@ grades: dict[tuple, Score] = {}
 def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> Score:
     """Grades artefacts in a fresh sandbox that holds the pristine files.
 
-    make_sandbox() opens one. Raises SandboxFault if the sandbox breaks twice, ArtefactError if the
-    artefacts do not fit into it, and UserError if the grader is broken, see check_grader.
+    make_sandbox() opens one. Raises SandboxFault if the sandbox breaks twice, and ArtefactError if
+    the artefacts do not fit into it.
     """
     digest = hashlib.sha256()
     for path, data in sorted(artefacts.items()):
         digest.update(b"%r %d " % (path.encode("utf-8", "surrogateescape"), len(data)) + data)
-    key = (*grader_key(task, split), digest.digest())
+    key = (task.name, task.grader, str(task.hidden), split, digest.digest())
     if key in grades:
         return grades[key]
-    score, _ = run_grader(task, artefacts, split, make_sandbox)
-    if score.grader_output:
-        check_grader(task, split, make_sandbox)
-    else:
-        checked_graders.add(grader_key(task, split))
-    if not score.valid:  # not kept: a grading that was too slow may be in time when it is repeated
+    try:
+        score = run_grader(task, artefacts, split, make_sandbox)
+    except SandboxFault:
+        score = run_grader(task, artefacts, split, make_sandbox)
+    if not score.valid:  # not kept: a grading that was killed may succeed when it is repeated
         return score
-    if len(task.splits) > 1:
-        scored_submissions.setdefault(grader_key(task), artefacts)
     if len(grades) >= KEPT_GRADES:
         grades.clear()
     return grades.setdefault(key, score)
 
 
-def grader_key(task: Task, split: str = "") -> tuple:
-    return (task.name, task.grader, str(task.hidden), split)
+def check_grader(task: Task, make_sandbox) -> None:
+    """Grades the first trivial rule, if the task has one, on each of its parts.
 
-
-scored_submissions: dict[tuple, dict[str, bytes]] = {}  # of each grader, one with a score
-checked_graders: set[tuple] = set()  # those that work, or of which the user was warned
-check_lock = threading.Lock()
-
-
-def check_grader(task: Task, split: str, make_sandbox) -> None:
-    """Finds out who is to blame for the first grading without a result, the artefact or the grader.
-
-    Grades what it should be able to grade, a submission that has a score on another part and the
-    trivial rules, until one has a result: then the grader works. If none has one, raises UserError.
-    If there is nothing but the empty submission, or if a grading was killed, perhaps because the
-    machine is busy, a warning is printed once.
+    Raises UserError if the grader gives neither a score nor a reason: it would not score any
+    episode.
     """
-    key = grader_key(task, split)
-    with check_lock:
-        if key in checked_graders:
-            return
-        submissions = trivial_rules(task)
-        if grader_key(task) in scored_submissions:
-            first = ("a submission with a score", scored_submissions[grader_key(task)])
-            submissions = itertools.chain([first], rules_of(task))
-        for name, artefacts in submissions:
-            score, was_killed = run_grader(task, artefacts, split, make_sandbox)
-            output = " ".join(score.grader_output.split())[-SENTENCE_CHARS:]
-            problem = f"it gives {name!r} no result on the {split} part: {output}"
-            if output and name != EMPTY and not was_killed:
-                continue
+    for name, artefacts in islice(rules_of(task), 1):
+        for split in task.splits:
+            output = grade(task, artefacts, split, make_sandbox).grader_output
             if output:
-                warning = f"warning  The grader of task {task.name} may be broken: {problem}"
-                print(warning, file=sys.stderr, flush=True)
-            checked_graders.add(key)
-            return
-        raise UserError(f"The grader of task {task.name} is broken: {problem}")
+                raise UserError(
+                    f"The grader of task {task.name} is broken: it gives {name!r} no result on the "
+                    f"{split} part: {' '.join(output.split())[-SENTENCE_CHARS:]}"
+                )
 
 
-def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> tuple[Score, bool]:
-    """(score, whether the grader was killed). Raises SandboxFault if the sandbox breaks twice."""
-    try:
-        return run_once(task, artefacts, split, make_sandbox)
-    except SandboxFault:
-        return run_once(task, artefacts, split, make_sandbox)
-
-
-def run_once(task: Task, artefacts: dict, split: str, make_sandbox) -> tuple[Score, bool]:
+def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
+    """See grade."""
     sandbox = make_sandbox()
+    wall = WALL_FACTOR * task.grade_timeout
     try:
         lay_out(task, artefacts, sandbox)
         argv = task.grader_argv(split)
-        reply, stdout = sandbox.program(argv, task.grade_timeout, keep=(0, PRINTED_BYTES))
+        keep = (0, PRINTED_BYTES)
+        reply, stdout = sandbox.program(argv, wall, keep=keep, cpu=task.grade_timeout)
         # An artefact may have ended the grader with the same exit code, so this is checked.
         if (
             reply["code"] in CANNOT_START
@@ -183,25 +152,36 @@ def run_once(task: Task, artefacts: dict, split: str, make_sandbox) -> tuple[Sco
     printed = last_json_object(stdout.decode("utf-8", "replace"))
     value, message = parse_grade(printed, task)
     if reply["timed_out"]:
-        value, message = None, f"The grading took longer than {task.grade_timeout:.0f} seconds."
+        value = None
+        message = (
+            f"The grading took longer than {task.grade_timeout:g} seconds of CPU time, or than "
+            f"{wall:g} seconds in all."
+        )
     elif value is not None and reply["code"]:
         value, message = None, "The grader failed after it had printed a score."
-    is_answer = not reply["code"] and (value is not None or "error" in printed)
-    output = "" if is_answer else output_text(stdout, reply)
-    position = finite_number(printed, "position") if task.source == "mledojo" else None
-    stderr = standard_error(printed)
-    is_valid = value is not None
-    score = Score(value, task.metric, split, is_valid, message, position, stderr, output)
-    return score, reply["timed_out"] or reply["code"] == KILLED
+    has_answer = not reply["code"] and (value is not None or "error" in printed)
+    return Score(
+        value,
+        task.metric,
+        split,
+        value is not None,
+        message,
+        finite_number(printed, "position"),
+        standard_error(printed),
+        "" if has_answer else output_text(stdout, reply, printed, task.metric),
+    )
 
 
-def output_text(stdout: bytes, reply: dict) -> str:
-    """How a grader ended, and the tails of what it printed."""
+def output_text(stdout: bytes, reply: dict, printed: dict, metric: str) -> str:
+    """How a grader ended, the tails of what it printed, and which key its result lacks."""
     how = "stopped at the time limit" if reply["timed_out"] else f"exit code {reply['code']}"
     lines = [how]
     for name, data in (("stdout", stdout), ("stderr", reply["stderr"].encode())):
         tail = plain_text(data).strip()[-OUTPUT_CHARS:]
         lines.append(f"{name}: {tail or '(nothing)'}")
+    if printed and metric not in printed:
+        keys = ", ".join(map(repr, printed))[:KEYS_CHARS]
+        lines.append(f"The result has no {metric!r}, which the task names, but {keys}.")
     return "\n".join(lines)
 
 

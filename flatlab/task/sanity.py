@@ -7,9 +7,13 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flatlab.cache import cache_dir, content_key
 from flatlab.task.definition import Task, improvement, is_plain
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
 
 AT_THE_TOP = 0.98  # improvement towards the reference, or towards a perfect score
 PERFECT = {"accuracy": 1.0, "validation_accuracy": 100.0, "r2": 1.0}
@@ -63,41 +67,58 @@ def rules_of(task: Task) -> Iterator[tuple[str, dict[str, bytes]]]:
         if Path(path).name == "sample_submission.csv":
             yield path, {"submission.csv": file.read_bytes()}
     if {"data/train.csv", "data/test.csv"} <= set(task.public):
-        texts = {}
         # These are no tables (pandas' own errors), or pandas is missing (integrations/verifiers).
         with suppress(ValueError, ImportError):
-            texts = csv_rules(task.public["data/train.csv"], task.public["data/test.csv"])
-        for name, text in texts.items():
-            yield name, {"submission.csv": text.encode()}
+            files = task.public["data/train.csv"], task.public["data/test.csv"]
+            for name, text in csv_rules(*files):
+                yield name, {"submission.csv": text.encode()}
 
 
-def csv_rules(train_file: Path, test_file: Path) -> dict[str, str]:
-    """Name of a rule -> submission: constants, and a small tree on the best single column.
+def csv_rules(train_file: Path, test_file: Path) -> Iterator[tuple[str, str]]:
+    """Yields the name and the submission of constants, and of a small tree on the best column.
 
     The target is the column that only train.csv has, the id is the first column of test.csv. With
     more or fewer such columns there are no rules.
     """
-    import numpy
     import pandas
-    from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 
     train = pandas.read_csv(train_file, dtype=str, keep_default_na=False)
     test = pandas.read_csv(test_file, dtype=str, keep_default_na=False)
     targets = train.columns.difference(test.columns)
     if len(targets) != 1:
-        return {}
+        return
+    ids = test.iloc[:, :1]
     truth = train[targets[0]]
     numbers = pandas.to_numeric(truth, errors="coerce")
     is_number = numbers.notna().all() and numbers.nunique() > FEW
-    tree = DecisionTreeRegressor if is_number else DecisionTreeClassifier
     if is_number:
         truth = numbers
-        constants = [truth.mean(), truth.median()]
-        rules = {f"always {value:.6g}": value for value in constants}
+        constants = {f"always {value:.6g}": value for value in (truth.mean(), truth.median())}
     else:
-        constants = truth.value_counts().index[:3]
-        rules = {f"always {value}": value for value in constants}
+        constants = {f"always {value}": value for value in truth.value_counts().index[:3]}
+
+    def submission(values) -> str:
+        return ids.assign(**{targets[0]: values}).to_csv(index=False, lineterminator="\n")
+
+    for name, value in constants.items():
+        yield name, submission(value)
+    name, values = best_column(train, test, truth, is_number)
+    if name:
+        yield f"by {name} alone", submission(values)
+
+
+def best_column(train: DataFrame, test: DataFrame, truth: Series, is_number: bool) -> tuple:
+    """(name of the column on which a small tree fits the truth best, its predictions for test).
+
+    ("", None) without a common column.
+    """
+    import numpy
+    import pandas
+    from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
+
+    tree = DecisionTreeRegressor if is_number else DecisionTreeClassifier
     best_fit = -math.inf
+    best = "", None
     for name in test.columns[1:].intersection(train.columns):
         column = pandas.concat([train[name], test[name]])
         inputs = pandas.to_numeric(column, errors="coerce").to_numpy()
@@ -108,15 +129,8 @@ def csv_rules(train_file: Path, test_file: Path) -> dict[str, str]:
         fit = fitted.score(seen, truth)
         if fit > best_fit:
             best_fit = fit
-            best_name = name
-            best_values = fitted.predict(new)
-    if best_fit > -math.inf:
-        rules[f"by {best_name} alone"] = best_values
-    submissions = {}
-    for name, prediction in rules.items():
-        table = test.iloc[:, :1].assign(**{targets[0]: prediction})
-        submissions[name] = table.to_csv(index=False, lineterminator="\n")
-    return submissions
+            best = name, fitted.predict(new)
+    return best
 
 
 def at_the_top(score: float, task: Task) -> bool:

@@ -31,7 +31,7 @@ class TaskYaml(BaseModel):
     imported: list[str] = []  # Python artefacts that the grader imports, see Task.proxies
     hide_package_data: list[str] = []  # folders of Python packages with answers, see Task
     step_timeout: float = Field(60.0, gt=0)  # seconds for one action
-    grade_timeout: float = Field(60.0, gt=0)  # seconds for one grading
+    grade_timeout: float = Field(60.0, gt=0)  # seconds of CPU time for one grading
     needs_gpu: bool = False
     needs_network: bool = False
     trivial: dict[str, str] = {}  # rules that need no idea: name -> text of the artefact

@@ -283,8 +283,8 @@ async def run_episode(
         history: Makes the tokens that the model reads, see History. The default is that of
             options.thoughts.
 
-    A sandbox that breaks ends the episode with status "fault". Raises what the policy raises, and
-    UserError if the task's grader is broken. The environment stays open: use it as `async with`.
+    A sandbox that breaks ends the episode with status "fault". Raises what the policy raises. The
+    environment stays open: use it as `async with`.
     """
     episode = Episode(env.task.name, seed)
     begin = time.monotonic()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.sandbox.images import foreign_image
-from flatlab.task.definition import WHOLE_WORKSPACE, Task
+from flatlab.task.definition import WHOLE_WORKSPACE, Task, refuse_overlap
 from flatlab.task.task_files import tree_files
 
 # What a sandbox cannot give: keys of task.toml, and files.
@@ -42,6 +42,9 @@ def load_harbor(folder: Path) -> Task:
         raise UserError(f"{folder} cannot be read as a Harbor task: {error}.") from error
     refuse(folder, spec)
     hidden = tree_files(folder / "tests", ".flatlab/tests", "a Harbor task has its tests there")
+    if (folder / "environment").is_dir():  # what a Dockerfile copies into the image
+        context = tree_files(folder / "environment", "", "")
+        refuse_overlap(folder.name, context.values(), hidden.values())
     hidden[".flatlab/grade.py"] = Path(__file__).with_name("grade.py")
     image, workdir = foreign_image(
         folder / "environment",

@@ -40,6 +40,7 @@ MESSAGES = {
 
 # output, errors: pipes, or one pipe for both; saved: a file, for shells only
 Child = namedtuple("Child", "pid output errors saved")
+NEVER = float("inf")
 ERROR_BYTES = 8192  # tail of the stderr of root's programs
 
 
@@ -275,18 +276,20 @@ class Runner:
             isolate.restrict(self.landlock_rules)
         os.execvpe(argv[0], argv, dict(env, PWD=folder))
 
-    def run(self, blob, command, timeout, keep, user="agent"):
+    def run(self, blob, command, timeout, keep, user="agent", cpu=None):
         """Runs a command with `blob` as stdin; keep: bytes of head and tail of the output.
 
-        After the time limit: SIGTERM to its process group, a grace period, then SIGKILL for
-        everything in the sandbox. Background jobs of a command that ends in time live on; what
-        they print after 0.1 s is dropped.
+        timeout: seconds by the clock; cpu: seconds of CPU time, None: no limit. After one of them:
+        SIGTERM to its process group, a grace period, then SIGKILL for everything in the sandbox.
+        Background jobs of a command that ends in time live on; what they print after 0.1 s is
+        dropped.
         """
         limit = time.monotonic() + timeout
+        cpu_limit = None if cpu is None else self.cpu_seconds() + cpu
         child = self.start(command, blob, user)
         output = Output(*keep)
         errors = Output(0, ERROR_BYTES)
-        timed_out = self.wait(child, {child.errors: errors, child.output: output}, limit)
+        timed_out = self.wait(child, {child.errors: errors, child.output: output}, limit, cpu_limit)
         output.cut()
         errors.cut()
         if child.saved is not None:
@@ -301,8 +304,21 @@ class Runner:
         }
         return reply, bytes(output.head + output.tail)
 
-    def wait(self, child, outputs, limit):
-        """Collects output until the command has ended. Returns whether it exceeded its limit.
+    def cpu_seconds(self):
+        """CPU time of all processes of the sandbox but this one, also of those that have ended.
+
+        A process that ends meanwhile may be counted twice, by itself and by its parent, so this
+        looks twice. One that ends while its parent ignores SIGCHLD is not counted.
+        """
+        looks = []
+        for _ in range(2):
+            ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+            ticks = sum(descendants().values())
+            looks.append(ended.ru_utime + ended.ru_stime + ticks / os.sysconf("SC_CLK_TCK"))
+        return min(looks)
+
+    def wait(self, child, outputs, limit, cpu_limit):
+        """Collects output until the command has ended. Returns whether it exceeded a limit.
 
         outputs: pipe -> Output.
         """
@@ -313,8 +329,15 @@ class Runner:
         poll.register(self.requests, 0)  # only whether it was closed
         timed_out = False
         phase = "running"  # then "terminated" and "killed" after a time limit; "ended" at the end
+        look = NEVER if cpu_limit is None else 0.0  # when the CPU time is looked at next
         while True:
-            left = max(0.0, limit - time.monotonic())
+            now = time.monotonic()
+            if now >= look:
+                cpu_left = cpu_limit - self.cpu_seconds()
+                look = now + max(0.05, cpu_left / os.cpu_count())  # it is not used up before
+                if cpu_left <= 0:
+                    limit = now
+            left = max(0.0, min(limit, look) - now)
             ready = [fd for fd, _ in poll.poll(int(left * 1000) + 1)]
             if self.requests.fileno() in ready:
                 self.leave()
@@ -328,6 +351,9 @@ class Runner:
             self.drain(ready)
             now = time.monotonic()
             if phase != "ended" and self.exit_codes[child.pid] is not None:
+                if look != NEVER and self.cpu_seconds() >= cpu_limit:
+                    timed_out = True
+                look = NEVER
                 if timed_out:
                     self.sweep()
                 phase = "ended"
@@ -345,6 +371,7 @@ class Runner:
             else:
                 phase = "terminated"
                 timed_out = True
+                look = NEVER
                 limit = now + GRACE
                 with suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGTERM)
@@ -428,16 +455,18 @@ class Runner:
 
 
 def descendants():
-    """All processes below this one."""
+    """All processes below this one: pid -> clock ticks of CPU time, with its ended children."""
     children = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    ticks = {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError), open(f"/proc/{pid}/stat") as file:  # it may just have ended
-            parent = int(file.read().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(pid))
+            fields = file.read().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(pid)
+            ticks[pid] = sum(map(int, fields[11:15]))
     pids = [os.getpid()]
     for pid in pids:
         pids += children.get(pid, [])
-    return pids[1:]
+    return {pid: ticks[pid] for pid in pids[1:]}
 
 
 def main(fields):
