@@ -17,8 +17,8 @@ The same command again resumes a run. One step:
 4. loss = clipped policy gradient + KL to the starting policy, averaged over all tokens of the step
 5. one AdamW step (or --epochs of them) on the LoRA weights, which are then copied into the running
    engine
-6. now and then an evaluation on seeds never trained on: the best adapter is kept, and a
-   collapsed policy returns to it
+6. now and then an evaluation on seeds never trained on: the best adapter is kept; a collapsed
+   policy ends the run
 7. one row of metrics, all transcripts and a checkpoint go to the run directory
 
 At the end the untrained, the last and the best adapter play the same fresh seeds.
@@ -39,6 +39,7 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import nan
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Literal
@@ -55,7 +56,6 @@ from flatlab.options import (
     EpisodeOptions,
     GpuShare,
     ModelOptions,
-    Positive,
     Resumable,
     SandboxOptions,
     Seed,
@@ -64,10 +64,10 @@ from flatlab.options import (
 )
 from flatlab.runs import cli, trackers
 from flatlab.runs.fingerprint import fingerprint
-from flatlab.runs.reader import value_text
+from flatlab.runs.reader import duration, value_text
 from flatlab.runs.store import open_run, run_directory
 from flatlab.task.definition import Task, improvement
-from flatlab.train import checkpoint, distributed, guard, imitation, metrics, overlap
+from flatlab.train import checkpoint, guard, imitation, metrics, overlap, ranks
 from flatlab.train.batch import (
     Group,
     Meter,
@@ -90,7 +90,10 @@ NO_SUBMISSION = -1.0  # reward without a valid submission; no reward may fall be
 SKIP_GRAD_NORM = 100.0  # an update with a larger gradient norm, or with NaN, is skipped
 VALUE_WEIGHT = 0.1  # ppo: weight of the value head's squared error
 ENTROPY_BONUS = 0.0  # weight of the entropy in the loss, which rewards it
-SHOWN = ()  # further numbers of a step's row that get a column and a curve
+IS_CAP = 2.0  # upper bound on a token's importance weight (truncated importance sampling)
+WARMUP = 4  # steps until the full learning rate
+EPOCHS = 1  # passes over the batch of a step, an update after each
+MAX_GRAD_NORM = 1.0  # a larger gradient is scaled down to this norm
 
 
 # Rewards of a valid submission. improvement: 0 at the task's baseline, 1 at its reference. episode:
@@ -181,7 +184,7 @@ def clipped(logp, old, advantage, sequence, cfg):
 
     r is truncated: with A < 0 nothing else bounds it.
     """
-    return larger_loss(truncated_ratio(logp, old, cfg), advantage, cfg)
+    return larger_loss(truncated_ratio(logp, old), advantage, cfg)
 
 
 def masked(logp, old, advantage, sequence, cfg):
@@ -194,7 +197,7 @@ def masked(logp, old, advantage, sequence, cfg):
     rose = (advantage > 0) & (moved > cfg.clip_high)
     fell = (advantage < 0) & (moved < -cfg.clip_low)
     is_masked = rose | fell
-    loss = -truncated_ratio(logp, old, cfg) * advantage
+    loss = -truncated_ratio(logp, old) * advantage
     return loss.masked_fill(is_masked, 0.0), is_masked
 
 
@@ -217,10 +220,10 @@ def clipped_weight(logp, old, advantage, sequence, cfg):
     return -clipped_ratio * advantage * logp, clipped_ratio != ratio
 
 
-def truncated_ratio(logp, old, cfg):
-    """r = exp(logp - old). Above cfg.is_cap it counts as cfg.is_cap and keeps its gradient."""
+def truncated_ratio(logp, old):
+    """r = exp(logp - old). Above IS_CAP it counts as IS_CAP and keeps its gradient."""
     ratio = (logp - old).exp()
-    return ratio * (cfg.is_cap / ratio.detach()).clamp(max=1)
+    return ratio * (IS_CAP / ratio.detach()).clamp(max=1)
 
 
 def larger_loss(ratio, advantage, cfg):
@@ -324,13 +327,10 @@ class Config:
     # upper bound on the groups per step, when groups with equal rewards are replaced; default: 2 P
     max_groups: int | None = None
     group_size: Annotated[int, Bounds(2)] = 8  # G: episodes per group, compared with each other
-    # steps whose episodes play while earlier ones are learned; the first token of an episode is at
-    # most so many updates old
+    # steps sampled ahead of the update; bounds the lag of an episode's first token
     ahead: int = 0
     # episodes in flight at once, at most; default: 32 for each of the 1 + ahead steps
     concurrency: Resumable[Count | None] = None
-    # requests that the engine works on at once; default: as concurrency
-    max_batch: Resumable[Count | None] = None
     # command of a program that plays the episodes, see docs/agents.md; default: the loop of
     # flatlab/world/episode.py
     agent: str | None = None
@@ -347,19 +347,12 @@ class Config:
     # ratios are clipped above 1 + clip_high; dppo: most that a probability may rise; default: see
     # LOSSES
     clip_high: float | None = None
-    # upper bound on a token's importance weight (truncated importance sampling; not gspo, cispo)
-    is_cap: Annotated[float, Bounds(1)] = 2.0
     # weight of the KL to the reference: the policy of the first step, after an imitation
     kl: float = 0.05
 
     lr: float | None = None  # learning rate of AdamW; default: 2e-5, stand-in 1e-3
-    warmup: int = 4  # steps until the full learning rate
-    epochs: Count = 1  # passes over the batch of a step
-    max_grad_norm: Positive = 1.0  # a larger gradient is scaled down to this norm
-    # rank of the LoRA matrices; default: 16, or that of --model's adapter
+    # rank of the LoRA matrices; default: 16, or that of --model's adapter. Alpha is twice the rank
     lora_rank: Count | None = None
-    # LoRA is scaled by alpha / rank; default: 32, or that of --model's adapter
-    lora_alpha: Count | None = None
 
     # tokens per training pass; default: what fits into the memory, at most 8192
     micro_tokens: Resumable[int | None] = None
@@ -367,15 +360,10 @@ class Config:
     gradient_checkpointing: Resumable[bool] = False
     # share of the GPU for the engine: its weights and its KV cache
     gpu_memory: GpuShare = 0.45
-    # engine and trainer share the base weights (GPU); default: if they compute the same log-probs
-    share_base: bool | None = None
 
-    # episodes per evaluation, on seeds never trained on; 0: none
+    # episodes per evaluation, on seeds never trained on; 0: none, and best/ is the last adapter
     eval_episodes: Annotated[int, Bounds(0, 1_000_000)] = 64
     eval_every: Count = 10  # steps between evaluations; also before the first and after the last
-    # restore: a collapsed policy returns to the best adapter with half the rate, at most three
-    # times; stop: the run ends
-    guard: Literal["restore", "stop", "off"] = "restore"
 
     tasks: TaskOptions = field(default_factory=TaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -390,10 +378,7 @@ class State:
     kill -9. All randomness is a function of seed and step, so there is no generator to save.
     """
 
-    step: int = 0  # the next one
-    lr_scale: float = 1.0
-    since: int = 0  # step of the last restore: warm-up and guard start there
-    restores: int = 0
+    step: int = 0  # the next one; so many steps of training are in the weights
     stopped: str = ""  # why the guard ended the run
     best: dict | None = None  # evaluation of the adapter in best/
 
@@ -420,9 +405,10 @@ class Plan:
     tasks: list[Task]  # of each group
     size: int  # episodes of a group
     seed: int
-    replacements: list[Task] = field(default_factory=list)  # of groups after equal rewards
+    # tasks of the groups that replace groups of equal rewards
+    replacements: list[Task] = field(default_factory=list)
     test: bool = False  # whether to score the test part, too
-    order: int = -1  # free sandboxes go to the lowest one: evaluations, then step by step
+    order: int = -1  # priority for sandboxes, lower runs first: evaluations, then step by step
 
 
 def agent_loop(cfg: Config) -> Callable:
@@ -434,24 +420,24 @@ def agent_loop(cfg: Config) -> Callable:
     return functools.partial(agent_program.play, command=cfg.agent)
 
 
-async def play_groups(policy, plan: Plan, cfg: Config, job, ended=None) -> list[Group]:
+async def play_groups(policy, plan: Plan, cfg: Config, job, on_end=None) -> list[Group]:
     """Plays the groups of a plan; returns those of this rank by number.
 
     A group of equal rewards is followed by the next replacement. Up to cfg.concurrency episodes are
     in flight at once, those of other plans included. Every rank plays its part of both lists.
-    ended: is called after every episode.
+    on_end: called after every episode.
     """
     job.slots = slots = job.slots or overlap.Slots(cfg.concurrency)
     planned = [*plan.tasks, *plan.replacements]
-    spare = iter(range(len(plan.tasks), len(planned))[job.rank :: job.world])
+    spare = iter(range(len(plan.tasks), len(planned))[job.ranks.rank :: job.ranks.world])
     loop = agent_loop(cfg)
 
     async def play(task, number):
         seed = plan.seed * 100_003 + number
         async with slots.slot(plan.order), env.Env(task, cfg.sandbox, seed) as world:
             episode = await run_episode(world, policy, cfg.episode, seed, plan.test, loop)
-        if ended:
-            ended()
+        if on_end:
+            on_end()
         return episode
 
     async def fill(number):
@@ -467,7 +453,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job, ended=None) -> list[
         return [group] if following is None else [group, *await fill(following)]
 
     async with asyncio.TaskGroup() as together:
-        numbers = range(len(plan.tasks))[job.rank :: job.world]
+        numbers = range(len(plan.tasks))[job.ranks.rank :: job.ranks.world]
         mine = [together.create_task(fill(number)) for number in numbers]
     groups = [group for done in mine for group in done.result()]
     return sorted(groups, key=lambda group: group.number)
@@ -490,7 +476,7 @@ def make_batch(policy, groups: list[Group], cfg: Config, job) -> list[TrainSeque
     # The denominators are those of the whole batch, before it is split into ranks and
     # micro-batches.
     lengths = [sum(len(s.old) for s in sequences) for sequences in batch]
-    tokens, episodes = job.sum(sum(lengths), len(lengths))
+    tokens, episodes = job.ranks.sum(sum(lengths), len(lengths))
     for sequences, length in zip(batch, lengths):
         for s in sequences:
             s.weight = LOSSES[cfg.loss].weight(length, tokens, episodes, cfg)
@@ -523,7 +509,7 @@ def use_values(policy, batch: list[list[TrainSequence]], cfg: Config, job) -> No
             s.target = [a + value for a, value in zip(s.advantage, s.target)]
     everything = [a for s in trained for a in s.advantage]
     squares = sum(a * a for a in everything)
-    n, total, squares = job.sum(len(everything), sum(everything), squares)
+    n, total, squares = job.ranks.sum(len(everything), sum(everything), squares)
     mean = total / max(n, 1)
     deviation = max(squares / max(n, 1) - mean**2, 0.0) ** 0.5
     for s in trained:
@@ -531,17 +517,17 @@ def use_values(policy, batch: list[list[TrainSequence]], cfg: Config, job) -> No
 
 
 def update(policy, optimizer, batch: list[TrainSequence], cfg: Config, job) -> dict:
-    """Makes cfg.epochs passes over the batch, one optimizer step each. Returns numbers for the row.
+    """Makes EPOCHS passes over the batch, one optimizer step each. Returns numbers for the row.
 
     Every rank takes part, also one without sequences. Raises UserError, before any weight changes,
     if engine and trainer disagree about the sampled tokens.
     """
     import torch
 
-    if not job.sum(len(batch))[0]:
+    if not job.ranks.sum(len(batch))[0]:
         return {}
     meter, skipped, grad_norms = Meter(), 0, []
-    for epoch in range(cfg.epochs):
+    for epoch in range(EPOCHS):
         parts = micro_batches(batch, cfg.micro_tokens, policy.packs)
         for number, part in enumerate(parts):
             micro = to_tensors(part, policy.device)
@@ -551,8 +537,8 @@ def update(policy, optimizer, batch: list[TrainSequence], cfg: Config, job) -> d
             overlap.stop_if_interrupted()
         if epoch == 0:
             policy.check_samples(meter.mean("logprob_diff"))
-        job.sum_gradients(policy.parameters())
-        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm).item()
+        job.ranks.sum_gradients(policy.parameters())
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM).item()
         if grad_norm <= SKIP_GRAD_NORM:  # False for NaN
             optimizer.step()
         else:
@@ -561,7 +547,7 @@ def update(policy, optimizer, batch: list[TrainSequence], cfg: Config, job) -> d
         grad_norms.append(grad_norm)
     total, mean, largest = meter.over_ranks(job)
     row = {
-        "loss": total["loss"] / cfg.epochs,
+        "loss": total["loss"] / EPOCHS,
         "lost_tokens": total["lost_tokens"],
         "grad_norm": fmean(grad_norms),
         "skipped": skipped,
@@ -634,9 +620,9 @@ def evaluate(policy, tasks, cfg: Config, job, name: str, seed: int, test=False) 
     """
     planned = [tasks[i % len(tasks)] for i in range(cfg.eval_episodes)]
     plan = Plan(planned, 1, seed, test=test)
-    total = len(planned[job.rank :: job.world])
-    with tqdm(total=total, desc="evaluate", delay=8, mininterval=8, disable=job.rank > 0) as bar:
-        groups = job.wait(play_groups(policy, plan, cfg, job, ended=bar.update))
+    total = len(planned[job.ranks.rank :: job.ranks.world])
+    with tqdm(total=total, desc="evaluate", delay=8, mininterval=8, disable=not job.run) as bar:
+        groups = job.loop.wait(play_groups, policy, plan, cfg, job, bar.update)
     assert {turn["version"] for g in groups for e in g.episodes for turn in e.turns} <= {
         policy.version
     }
@@ -660,14 +646,16 @@ def compare_adapters(policy, tasks, cfg: Config, job, state: State) -> dict:
     Adapters with equal weights are played once: `file` in the results names their episodes. The
     test part is scored for the best one alone.
     """
-    folders = job.first(checkpoint.final_adapters(job.run) if job.run else None)
+    folders = job.ranks.first(checkpoint.final_adapters(job.run) if job.run else None)
     weights = {name: cache.file_digest(folder / ADAPTER_FILE) for name, folder in folders.items()}
     seed = -2 - 2 * cfg.seed  # never used for selection
+    steps = {"last": state.step, "best": state.best["step"] + 1}
     played, files = {}, {}  # by digest
     for name in ("best", *folders):
         if weights[name] not in played:
             policy.load_adapter(folders[name])
-            job.call(policy.sync)
+            job.loop.call(policy.sync)
+            policy.version = steps.get(name, 0)
             file = f"final-{name}"
             groups = evaluate(policy, tasks, cfg, job, file, seed, test=name == "best")
             played[weights[name]] = groups
@@ -698,8 +686,9 @@ def begin(policy, tasks, cfg: Config, job, state: State) -> None:
     when = "before training"
     if cfg.sft:
         imitation.warm_start(policy, tasks, cfg, job)
-        job.broadcast(policy.parameters())
-        job.call(policy.sync)
+        job.ranks.broadcast(policy.parameters())
+        job.loop.call(policy.sync)
+        policy.version = 0
         checkpoint.save_adapter(policy, job, "imitated")
         when = "after imitation"
     if cfg.eval_episodes:
@@ -721,17 +710,6 @@ def plan_step(tasks, cfg: Config, step: int) -> Plan:
     return plan
 
 
-def start_steps(policy, tasks, cfg: Config, job, state: State, playing: dict) -> None:
-    """Lets the groups of the next step and of the cfg.ahead steps after it play.
-
-    playing: futures of their groups by step. A step that plays already goes on.
-    """
-    for step in range(state.step, min(state.step + cfg.ahead + 1, cfg.steps)):
-        if step not in playing:
-            plan = plan_step(tasks, cfg, step)
-            playing[step] = job.start(play_groups(policy, plan, cfg, job))
-
-
 def train(policy, tasks: list[Task], cfg: Config, job) -> None:
     """All steps and evaluations, in the trainer's thread: see run_beside. The event loop samples
     meanwhile, also for later steps. Only rank 0 has a run to write.
@@ -740,70 +718,86 @@ def train(policy, tasks: list[Task], cfg: Config, job) -> None:
     threads.use_all(but=policy.decode_threads if cfg.ahead else 0)
     optimizer = policy.make_optimizer(cfg.lr)
     state, rows = checkpoint.resume(policy, optimizer, job, State)
-    job.broadcast(policy.parameters())
-    agreement = job.wait(policy.verify())["random adapter"]
+    job.ranks.broadcast(policy.parameters())
+    agreement = job.loop.wait(policy.verify)["random adapter"]
     job.say(f"engine   agrees with the trainer: {agreement}")
+    policy.version = state.step
     if state.step == 0:
         begin(policy, tasks, cfg, job, state)
     if cfg.sft or policy.path.adapter:  # else the reference of the KL term is the base model
         start = "imitated" if cfg.sft else "untrained"
         policy.set_reference(Path("logs", cfg.name, start))
 
-    playing = {}
+    playing = {}  # step -> future of its groups
     while state.step < cfg.steps and not state.stopped:
         step = state.step
         watch = metrics.Stopwatch()
 
         # sample: P groups of G episodes from the current policy, or from one that is at most
         # cfg.ahead updates older; faults leave their group
-        start_steps(policy, tasks, cfg, job, state, playing)
+        for later in range(step, min(step + cfg.ahead + 1, cfg.steps)):
+            if later not in playing:
+                plan = plan_step(tasks, cfg, later)
+                playing[later] = job.loop.start(play_groups, policy, plan, cfg, job)
         groups = playing.pop(step).result()
         watch.lap("sample")
         played = gather_groups(groups, job)
         row = {"step": step, **metrics.step_metrics(played, tasks)}
-        if not cfg.eval_episodes:  # the sampled episodes judge the adapter before its update
-            checkpoint.keep_best(policy, job, state, guard.latest_steps([*rows, row]))
 
         # learn: from the groups whose rewards differ
-        warm = min(1.0, (step - state.since + 1) / (cfg.warmup + 1))
-        row["lr"] = cfg.lr * state.lr_scale * warm
+        row["lr"] = cfg.lr * min(1.0, (step + 1) / (WARMUP + 1))
         for setting in optimizer.param_groups:
             setting["lr"] = row["lr"]
         row |= update(policy, optimizer, make_batch(policy, groups, cfg, job), cfg, job)
         watch.lap("train")
 
         # sync: the trained adapter into the running engine
-        job.call(policy.sync)
+        job.loop.call(policy.sync)
         watch.lap("sync")
 
-        # judge: an evaluation now and then, alarms, a way back from a collapse
+        # judge: an evaluation now and then, alarms, and the guard
         state.step = step + 1
         if cfg.eval_episodes and (state.step % cfg.eval_every == 0 or state.step == cfg.steps):
             result = judge(policy, tasks, cfg, job, state, f"eval-{step:06d}")
             row |= metrics.evaluation_columns(result)
+        if not cfg.eval_episodes:
+            checkpoint.keep(policy, job, state, {"step": step})
         row["alarms"] = guard.alarms(row, rows)
         rows.append(row)
-        reason = ""
-        if cfg.guard != "off":
-            reason = guard.collapse(rows[state.since :], state.best)
-        if reason:  # episodes of the collapsed policy are played again
-            job.cancel()
-            playing.clear()
-            row["alarms"].append(checkpoint.restore(policy, optimizer, cfg, job, state, reason))
+        state.stopped = guard.collapse(rows, state.best)
         watch.lap("judge")
 
         # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
         if job.run:
             row |= checkpoint.timing(policy, watch.seconds, played)
             checkpoint.write_step(policy, optimizer, job, state, played, row)
-            console.print_step(job.run, row)
+            eta = fmean(r["seconds"] for r in rows[-20:]) * (cfg.steps - state.step)
+            print(
+                f"step {step:3}  reward {row['reward_mean']:+.2f}  {metrics.mean_text(row)}  "
+                f"valid {row['valid_share']:4.0%}  same {row['zero_variance_share']:4.0%}  "
+                f"kl {row.get('kl', nan):.1e}  grad {row.get('grad_norm', nan):.2f}  "
+                f"{row['seconds']:.1f} s ({row['seconds_sample']:.1f} sampling)  "
+                f"ETA {duration(eta)}",
+                *(f"\n      ! {alarm}" for alarm in row["alarms"]),
+                sep="",
+                flush=True,
+            )
+            console.plot_now_and_then(job.run)
 
+    job.loop.cancel()  # the episodes of the steps that a collapse leaves out
     if cfg.eval_episodes:
         final = compare_adapters(policy, tasks, cfg, job, state)
         job.result(final=final)
         if job.run:
             job.run.track(metrics.final_row(final))
-    job.result(status=f"stopped: {state.stopped}" if state.stopped else "finished")
+    status = "finished"
+    if state.stopped:
+        kept = "the best one" if cfg.eval_episodes else "the last one, as nothing was evaluated"
+        status = (
+            f"stopped: {state.stopped}. A new run goes on from the adapter of step "
+            f"{state.best['step']}, {kept}, with --model logs/{cfg.name}/best"
+        )
+    job.result(status=status)
 
 
 # ------------------------------------------------------------------------------ start
@@ -842,10 +836,9 @@ def fill_in(cfg: Config, tasks: list[Task], path: ModelPath) -> None:
     is_tiny = path.is_tiny
     options.derive(cfg.model, cfg.episode, is_tiny, path.positions)
     model = value_text(cfg.model.model)
-    lora = lora_settings(path, cfg.lora_rank, cfg.lora_alpha)
+    lora = lora_settings(path, cfg.lora_rank)
     derived = {
         "lora_rank": lora["r"],
-        "lora_alpha": lora["lora_alpha"],
         "lr": 1e-3 if is_tiny else 2e-5,
         "sft_lr": 1e-3 if is_tiny else 2e-4,
         "clip_low": LOSSES[cfg.loss].clip_low,
@@ -855,7 +848,6 @@ def fill_in(cfg: Config, tasks: list[Task], path: ModelPath) -> None:
         "name": f"{SCRIPT}-{'+'.join(task.name for task in tasks)}-{model}-{cfg.seed}",
     }
     options.set_defaults(cfg, derived)
-    options.set_defaults(cfg, {"max_batch": cfg.concurrency})
     cfg.task_weights = cfg.task_weights or (1.0,) * len(tasks)
 
 
@@ -872,7 +864,7 @@ def prepare(cfg: Config, job):
     fill_in(cfg, tasks, path)
     if cfg.sft and not Path("logs", cfg.name, "imitated").exists():
         imitation.best_episodes(cfg.sft, tasks, cfg.sft_share)
-    if job.rank == 0:
+    if job.ranks.rank == 0:
         trackers.check_packages(cfg.trackers)
         job.run = run = open_run(
             run_directory(cfg.name),
@@ -905,25 +897,24 @@ def main() -> None:
     cfg = cli.parse_config(Config, sys.argv[1:])
     threads.configure()
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
-    job = distributed.join(timeout=24 * 3600)
+    job = ranks.Job(ranks.join(timeout=24 * 3600))
     tasks, path, why = prepare(cfg, job)
     run = job.run
-    if job.first(bool(run and run.finished)):
+    if job.ranks.first(bool(run and run.finished)):
         job.say(f"logs/{cfg.name} was finished before: nothing was run.")
     else:
         with cli.recorded_end([run] if run else [], f"logs/{cfg.name} after its last whole step"):
             if run:
                 run.trackers = trackers.open_trackers(run)
                 console.banner(cfg, tasks, path, why, run)
-                run.result(shown=SHOWN)
             job.say("engine   is starting")
             policy = load_policy(cfg, path, job)
-            asyncio.run(overlap.run_beside(job, train, policy, tasks, cfg, job))
+            asyncio.run(overlap.run_beside(job.loop, train, policy, tasks, cfg, job))
     if run:
         console.farewell(run)
-        stopped = run.results()["status"].partition("stopped: ")[2]
-        if stopped and job.world == 1:  # torchrun would restart a job that failed
-            sys.exit(f"Stopped: {stopped}. The best adapter so far is in best/.")
+        status = run.results()["status"]
+        if status.startswith("stopped: ") and job.ranks.world == 1:
+            sys.exit(status)  # not with torchrun, which would restart a job that failed
 
 
 def load_policy(cfg: Config, path, job) -> Policy:
@@ -933,20 +924,18 @@ def load_policy(cfg: Config, path, job) -> Policy:
         context=cfg.model.context,
         temperature=cfg.model.temperature,
         lora_rank=cfg.lora_rank,
-        lora_alpha=cfg.lora_alpha,
         seed=cfg.seed,
-        max_batch=cfg.max_batch,
+        max_batch=cfg.concurrency,
         gpu_memory=cfg.gpu_memory,
         value_head=ADVANTAGES[cfg.advantage].value_head,
         gradient_checkpointing=cfg.gradient_checkpointing,
-        share_base=cfg.share_base,
         compile=cfg.model.compile,
         exact=cfg.model.exact,
     )
     if policy.adapts_attention_only:
         job.say("adapter  is on the attention layers alone: the experts are not trained")
     cfg.micro_tokens = memory.fit_micro_tokens(
-        policy, cfg.micro_tokens, cfg.gradient_checkpointing, job.world, cfg.ahead > 0
+        policy, cfg.micro_tokens, cfg.gradient_checkpointing, job.ranks.world, cfg.ahead > 0
     )
     job.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
     return policy

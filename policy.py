@@ -127,12 +127,13 @@ def adapter_settings(folder: str) -> dict:
 
 def lora_settings(path: ModelPath, rank: int | None = None, alpha: int | None = None) -> dict:
     """r, lora_alpha and target_modules of the adapter that is trained: those of the adapter in
-    `path`, if there is one, and otherwise `rank` (16), `alpha` (32) and None, see layers_to_adapt.
+    `path`, if there is one, and otherwise `rank` (16), `alpha` (twice the rank) and None, see
+    layers_to_adapt.
 
     Raises UserError if rank or alpha differ from those of the adapter.
     """
     if not path.adapter:
-        return {"r": rank or 16, "lora_alpha": alpha or 32, "target_modules": None}
+        return {"r": rank or 16, "lora_alpha": alpha or 2 * (rank or 16), "target_modules": None}
     adapter = adapter_settings(path.adapter)
     own = {name: adapter[name] for name in ("r", "lora_alpha", "target_modules")}
     for flag, given, name in (("rank", rank, "r"), ("alpha", alpha, "lora_alpha")):
@@ -189,7 +190,8 @@ class Policy(ChatTokens):
         self.path = path
         self.context = context
         self.temperature = temperature
-        self.version = 0
+        self.version = 0  # of the trained weights: sync() adds one, and the trainer may set it
+        self._syncs = 0
         self._busy = 0.0  # seconds in steps of the engine since _last_look
         self._last_look = time.perf_counter()
         self._reference = None  # tensors of set_reference
@@ -306,7 +308,7 @@ class Policy(ChatTokens):
         self._futures[request_id] = future
         # The salt separates what the prefix cache holds of different weights, also while requests
         # are in flight.
-        prompt = {"prompt_token_ids": tokens, "cache_salt": f"v{version}"}
+        prompt = {"prompt_token_ids": tokens, "cache_salt": f"v{self._syncs}"}
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -553,6 +555,7 @@ class Policy(ChatTokens):
                 f"{off:.2g}. Not training on samples of another policy."
             )
         self.version += 1
+        self._syncs += 1
         self.engine.reset_prefix_cache()  # frees stale blocks when idle; the salt makes it correct
 
     def check_samples(self, mean: float) -> None:

@@ -114,8 +114,9 @@ def play(policy, tmp_path, monkeypatch):
 
     import grpo
     from flatlab.runs import store
-    from flatlab.train.distributed import SingleProcess
+    from flatlab.train import guard
     from flatlab.train.overlap import run_beside
+    from flatlab.train.ranks import Job
     from flatlab.view import console
     from helpers import MADE_BY, RESULT, configure
     from training import CFG, TASK, one_reply, weights_of
@@ -125,12 +126,21 @@ def play(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "describe_machine", lambda: "")
     start = weights_of(policy)
 
-    def play(name="a", episode=one_reply, tasks=(TASK,), begin=start, trackers=(), **fields):
+    def play(
+        name="a",
+        episode=one_reply,
+        tasks=(TASK,),
+        begin=start,
+        trackers=(),
+        guarded=True,
+        **fields,
+    ):
         with torch.no_grad():
             for p, s in zip(policy.parameters(), begin):
                 p.copy_(s)
-        policy.version = 0
         monkeypatch.setattr(grpo, "run_episode", episode)
+        if not guarded:
+            monkeypatch.setattr(guard, "collapse", lambda *_: "")
         cfg = configure(
             CFG,
             name=name,
@@ -146,8 +156,8 @@ def play(policy, tmp_path, monkeypatch):
         run.result(**RESULT)
         run.trackers += trackers
         try:
-            job = SingleProcess(run)
-            asyncio.run(run_beside(job, grpo.train, policy, list(tasks), cfg, job))
+            job = Job(run=run)
+            asyncio.run(run_beside(job.loop, grpo.train, policy, list(tasks), cfg, job))
             return run.rows()
         finally:
             run.lock.close()

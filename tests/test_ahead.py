@@ -31,9 +31,8 @@ def test_the_lag_is_bounded_and_every_planned_group_is_trained_once(play, ahead)
         assert len(episodes) >= 8
         assert [e["seed"] for e in episodes] == [step * 100_003 + i for i in range(len(episodes))]
         versions.append({turn["version"] for e in episodes for turn in e["turns"]})
-    start = min(versions[0])
     for step, sampled in enumerate(versions):
-        assert sampled <= {start + v for v in range(max(0, step - ahead), step + 1)}
+        assert sampled <= set(range(max(0, step - ahead), step + 1))
 
 
 def test_engine_and_trainer_are_compared_on_current_tokens_only(play, policy):
@@ -72,23 +71,19 @@ def test_an_evaluation_is_of_one_version(play):
     assert len({turn["version"] for e in trained for turn in e["turns"]}) > 1
 
 
-def test_a_restore_plays_the_episodes_of_the_collapsed_policy_again(play, monkeypatch):
+def test_a_collapse_ends_the_run_and_the_episodes_of_later_steps(play, monkeypatch):
     monkeypatch.setattr(guard, "KL_LIMIT", 0)
-    begun = Counter()
+    begun, ended = Counter(), Counter()
 
     async def episode(world, policy, options, seed, *more):
         begun[seed] += 1
-        return await waiting_reply(world, policy, options, seed, *more)
+        result = await waiting_reply(world, policy, options, seed, *more)
+        ended[seed] += 1
+        return result
 
-    rows = play(episode=episode, steps=6, ahead=2, concurrency=32, eval_episodes=2, eval_every=2)
-    restored = [row["step"] for row in rows if "back to the adapter" in str(row["alarms"])]
-    assert restored == [3]
-    trained = Counter(e["seed"] for episodes in episodes_of(6) for e in episodes)
-    assert set(trained.values()) == {1}
-    again = {seed for seed in trained if begun[seed] == 2}
-    later = {e["seed"] for episodes in episodes_of(6)[4:] for e in episodes}
-    assert again and again <= later
-    assert rows[4]["lag_max"] == 0, "the episodes of step 4 are of the restored policy"
+    rows = play(episode=episode, steps=9, ahead=2, concurrency=32)
+    assert len(rows) == 4
+    assert begun - ended, "episodes in flight were cancelled"
 
 
 def test_ctrl_c_in_an_update_and_the_same_command_again(play, monkeypatch):

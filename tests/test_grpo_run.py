@@ -86,11 +86,7 @@ def evaluation_of(episodes):
     played = [e for e in episodes if e["status"] != "fault"]
     is_valid = [e["score"]["valid"] for e in played]
     improvements = [e["improvement"] or 0.0 for e in played]
-    clipped = []
-    for e in played:
-        improvement = e["improvement"] if e["score"]["valid"] else -1
-        clipped.append(max(-1, min(1, improvement)))
-    columns = {"improvement": improvements, "clipped_improvement": clipped}
+    columns = {"improvement": improvements}
     result = {
         "n": len(played),
         "faults": len(episodes) - len(played),
@@ -175,7 +171,7 @@ def test_the_loss_of_a_step_follows_from_the_files(finished):
             logp = logprobs(tokens, mask)
             with model.disable_adapter():
                 reference = logprobs(tokens, mask)
-            ratio = (logp - old).exp().clamp(max=cfg["is_cap"])
+            ratio = (logp - old).exp().clamp(max=grpo.IS_CAP)
             clipped = ratio.clamp(1 - cfg["clip_low"], 1 + cfg["clip_high"])
             kl = (reference - logp).exp() - (reference - logp) - 1
             losses.append(-torch.minimum(ratio * advantage, clipped * advantage) + cfg["kl"] * kl)

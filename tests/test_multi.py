@@ -19,7 +19,7 @@ import pytest
 
 from flatlab.errors import UserError
 from flatlab.runs.reader import read_rows as rows
-from flatlab.train import distributed
+from flatlab.train.ranks import join
 from helpers import segments_of
 
 ROOT = Path(__file__).parents[1]
@@ -48,8 +48,8 @@ def finish(process, timeout=300):
 
 EXCHANGE = """
 import torch
-from flatlab.train import distributed
-dist = distributed.join(timeout=60)
+from flatlab.train.ranks import join
+dist = join(timeout=60)
 weight = torch.nn.Parameter(torch.full((3,), float(dist.rank)))
 dist.broadcast([weight])
 assert weight.tolist() == [0, 0, 0]
@@ -76,10 +76,10 @@ def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(UserError, match=r"more processes here than there are GPUs \(1\)"):
-        distributed.join(timeout=1)
+        join(timeout=1)
 
 
-STEPS = 6  # of the comparison: the limit of the KL is 0, so that the guard restores after step 3
+STEPS = 4  # of the comparison
 
 
 class Finished:
@@ -107,16 +107,15 @@ class Finished:
 @pytest.mark.slow
 @pytest.mark.parametrize("advantage", ["group", "ppo"])
 def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model, advantage):
-    """Rows, transcripts, evaluations and adapter, also past a restore of the guard; three groups,
-    so that one rank has more than the other."""
+    """Rows, transcripts, evaluations and adapter; three groups, so that one rank has more than the
+    other.
+    """
     one = Finished(tmp_path / "one", 1, random_model, STEPS, advantage)
     two = Finished(tmp_path / "two", 2, random_model, STEPS, advantage)
     assert len(one.rows) == len(two.rows) == STEPS
     for step, (a, b) in enumerate(zip(one.rows, two.rows)):
         for key in "step reward_mean loss kl entropy grad_norm episodes groups lr".split():
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), (step, key)
-        for row in (a, b):
-            assert ("back to the adapter" in str(row["alarms"])) == (step == 3)
     last = one.rows[-1]["eval_score_mean"]
     assert last == pytest.approx(two.rows[-1]["eval_score_mean"], abs=1e-4)
     assert one.texts == two.texts
@@ -165,23 +164,20 @@ def test_two_ranks_with_unequal_waits_sample_ahead(tmp_path, random_model):
     for step in range(STEPS):
         episodes = rows(run / f"episodes/{step:06d}.jsonl")
         assert [e["seed"] - 100_003 * step for e in episodes] == list(range(12))
-    restored = [row["step"] for row in result if "back to the adapter" in str(row["alarms"])]
-    assert restored == [3], "the guard acts on both ranks at the same step"
 
 
 def main(model: str, steps: str, advantage: str = "group", ahead: str = "0") -> None:
     import grpo
     from flatlab.runs.store import open_run
-    from flatlab.train import distributed, guard
     from flatlab.train.overlap import run_beside
+    from flatlab.train.ranks import Job
     from helpers import MADE_BY, RESULT, configure
     from policy import ModelPath, Policy
     from training import CFG, TASK, one_reply, waiting_reply
 
-    dist = distributed.join(timeout=120)
-    Path(f"rank{dist.rank}.pid").write_text(str(os.getpid()))
-    guard.KL_LIMIT = 0  # the guard restores after three steps
-    guard.MAX_RESTORES = 1
+    job = Job(join(timeout=120))
+    rank = job.ranks.rank
+    Path(f"rank{rank}.pid").write_text(str(os.getpid()))
     cfg = configure(
         CFG,
         kl=0.05,
@@ -193,23 +189,22 @@ def main(model: str, steps: str, advantage: str = "group", ahead: str = "0") -> 
         concurrency=1 if ahead == "0" else 24,
         eval_episodes=3,
         advantage=advantage,
-        guard="restore" if int(steps) == STEPS else "off",
     )
     grpo.run_episode = one_reply
     if ahead != "0":
-        grpo.run_episode = partial(waiting_reply, waits=(0.03 * 10**dist.rank,))
-    if dist.rank == 0:
-        dist.run = open_run("logs/m", {"task": ["titanic"], "steps": cfg.steps}, MADE_BY)
-    dist.result(**RESULT)
+        grpo.run_episode = partial(waiting_reply, waits=(0.03 * 10**rank,))
+    if rank == 0:
+        job.run = open_run("logs/m", {"task": ["titanic"], "steps": cfg.steps}, MADE_BY)
+    job.result(**RESULT)
     policy = Policy(
         ModelPath(model, None, False),
         context=512,
         lora_rank=8,
         lora_alpha=16,
-        seed=dist.rank,  # rank 0's counts
+        seed=rank,  # rank 0's counts
         value_head=advantage == "ppo",
     )
-    asyncio.run(run_beside(dist, grpo.train, policy, [TASK], cfg, dist))
+    asyncio.run(run_beside(job.loop, grpo.train, policy, [TASK], cfg, job))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from flatlab.train.batch import (
     micro_batches,
     sequences_of,
 )
-from flatlab.train.distributed import SingleProcess
 from flatlab.train.overlap import EventLoop, run_beside, stop_if_interrupted
+from flatlab.train.ranks import Job
 from flatlab.world.episode import Episode, Segment
 from helpers import FakePolicy, block, configure
 from tasks import load_task
@@ -210,7 +210,7 @@ def test_the_clipped_loss_by_hand():
 
 
 @pytest.mark.parametrize("function", [grpo.clipped, grpo.masked])
-def test_a_ratio_is_truncated_but_keeps_its_gradient(function):
+def test_a_ratio_is_truncated_but_keeps_its_gradient(function, monkeypatch):
     old = logs("0.1")
     new = logs("0.9").requires_grad_()
     negative = numbers("-1")  # nothing clips the ratio of 9
@@ -218,8 +218,8 @@ def test_a_ratio_is_truncated_but_keeps_its_gradient(function):
     loss.sum().backward()
     assert loss.item() == pytest.approx(2.0)
     assert new.grad.item() == pytest.approx(2.0)
-    free = configure(CFG, is_cap=100.0)
-    loss, _ = function(new, old, negative, ONE[:1], free)
+    monkeypatch.setattr(grpo, "IS_CAP", 100.0)
+    loss, _ = function(new, old, negative, ONE[:1], CFG)
     assert loss.item() == pytest.approx(9.0)
 
 
@@ -339,10 +339,10 @@ def test_faults_and_equal_rewards_are_not_in_the_batch(task):
     assert different.informative
     assert not played(task, None).informative
     cfg = configure(CFG, loss="dapo", advantage="group_nostd")
-    batch = grpo.make_batch(None, [equal, different], cfg, SingleProcess())
+    batch = grpo.make_batch(None, [equal, different], cfg, Job())
     assert [p.advantage for p in batch] == [[0.5] * 3, [-0.5] * 3]  # mean 0.5 of two, not of three
     assert {p.weight for p in batch} == {1 / 6}
-    assert grpo.make_batch(None, [equal], CFG, SingleProcess()) == []
+    assert grpo.make_batch(None, [equal], CFG, Job()) == []
 
 
 def test_ppo_whitens_its_advantages_and_sets_targets(task):
@@ -354,7 +354,7 @@ def test_ppo_whitens_its_advantages_and_sets_targets(task):
 
     cfg = configure(CFG, loss="dapo", advantage="ppo", micro_tokens=100)
     group = played(task, 1.0, 1.0)
-    batch = grpo.make_batch(Values(), [group], cfg, SingleProcess())
+    batch = grpo.make_batch(Values(), [group], cfg, Job())
     one = 0.1 / (0.02 / 3) ** 0.5  # returns minus values: 0.9 0.8 0.7, mean 0.8
     for p in batch:
         assert p.target == approx("1 1 1")
@@ -375,7 +375,7 @@ def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
     def play(*more):
         seeds.clear()
         plan = grpo.Plan([task] * 2, 4, 7, more)
-        return asyncio.run(grpo.play_groups(None, plan, cfg, SingleProcess()))
+        return asyncio.run(grpo.play_groups(None, plan, cfg, Job()))
 
     monkeypatch.setattr(grpo, "run_episode", run_episode)
     cfg = configure(CFG, group_size=4)

@@ -12,7 +12,7 @@ import training
 from flatlab.model.chat import ChatTokens, Sample
 from flatlab.options import EpisodeOptions
 from flatlab.train import imitation
-from flatlab.train.distributed import SingleProcess
+from flatlab.train.ranks import Job
 from flatlab.world.episode import History
 from helpers import PROJECT, configure, turn, user_error
 from training import TASK
@@ -126,7 +126,7 @@ def test_no_episode_that_fits_is_one_sentence(policy, run, monkeypatch):
     cfg = configure(CFG, sft=(run(episode(0.78, turn("```bash\nsubmit\n```"))),))
     monkeypatch.setattr(policy, "context", 8)
     with user_error("--sft: no episode fits into --context 8"):
-        imitation.warm_start(policy, [TASK], cfg, SingleProcess())
+        imitation.warm_start(policy, [TASK], cfg, Job())
 
 
 def test_an_episode_that_does_not_fit_is_cut(policy):
@@ -149,7 +149,7 @@ def test_imitation_raises_the_probability_of_the_replies(policy, run, capsys):
             return policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
 
     before = mean_logprob()
-    imitation.warm_start(policy, [TASK], cfg, SingleProcess())
+    imitation.warm_start(policy, [TASK], cfg, Job())
     assert mean_logprob() > before + 0.1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "imitate  2 episodes, 6 updates"

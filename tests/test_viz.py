@@ -12,7 +12,7 @@ import pytest
 
 import viz
 from flatlab.runs import reader, store, trackers
-from flatlab.view import compare, console, plots
+from flatlab.view import compare
 from helpers import (
     CONFIG,
     MADE_BY,
@@ -123,33 +123,6 @@ def test_a_closed_pipe_is_no_traceback():
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
-
-
-def test_step_line_is_aligned_with_its_titles_and_tells_the_rest_of_the_time(tmp_path):
-    run = store.open_run(tmp_path, CONFIG, MADE_BY)
-    first = console.step_line(run, step_row(0, seconds=30.0, valid_share=0.5, faults=0, kl=1e-3))
-    titles, line = first.split("\n")
-    assert len(titles) == len(line) <= 120
-    assert line.endswith("2m00s")  # four more steps
-    column = titles.index("valid")
-    assert line[column : column + 5] == "  50%"
-    assert "0.00±0.20" in line
-    last = console.step_line(run, step_row(4))
-    assert len(last) == len(titles)
-    assert last.endswith("-")
-
-
-def test_a_number_that_a_script_names_gets_a_column_and_a_curve(tmp_path, monkeypatch):
-    run = filled(tmp_path)
-    run.result(shown=["longest"])
-    titles, line = console.step_line(run, step_row(6, longest=7)).split("\n")
-    assert titles.split()[-2:] == ["longest", "ETA"]
-    assert line.split()[-2:] == ["7", "-"]
-    drawn = []
-    monkeypatch.setattr(plots, "draw_panels", lambda figure, panels, groups: drawn.extend(panels))
-    compare.plot(reader.read_run(run.dir))
-    assert [panel[0] for panel in drawn][-1] == "longest"
-    assert len(drawn) == len(plots.TRAINING) + 1
 
 
 # --------------------------------------------- terminal views and other kinds of runs

@@ -375,12 +375,11 @@ def exact(model: str) -> list:
 
 def ahead(model: str) -> list:
     """Sampling beside updates in the trainer's thread, as with grpo.py --ahead."""
-    from flatlab.train.distributed import SingleProcess
-    from flatlab.train.overlap import run_beside
+    from flatlab.train.overlap import EventLoop, run_beside
 
     policy = make_policy(model)
     batch = update_batch(policy)
-    job = SingleProcess()
+    loop = EventLoop()
     rates, updates, peaks = [], [], []
 
     async def sampling_rate(number: int) -> float:
@@ -390,16 +389,16 @@ def ahead(model: str) -> list:
 
     def learn():
         for number in range(3):
-            rates.append(job.wait(sampling_rate(number)))
+            rates.append(loop.wait(sampling_rate, number))
         updates.append(timed_update(policy, batch)[2])
-        beside = job.start(sampling_rate(3))
+        beside = loop.start(sampling_rate, 3)
         while not beside.done():
             _, _, seconds, peak = timed_update(policy, batch)
             updates.append(seconds)
             peaks.append(peak)
         rates.append(beside.result())
 
-    asyncio.run(run_beside(job, learn))
+    asyncio.run(run_beside(loop, learn))
     alone, *during = updates
     found = asyncio.run(policy.verify())["random adapter"]
     return [

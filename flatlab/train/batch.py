@@ -70,7 +70,7 @@ def gather_groups(groups: list[Group], job) -> list[Group]:
     for g in groups:
         episodes = [replace(e, segments=[]) for e in g.episodes]
         copies.append(replace(g, episodes=episodes, tokens=packed_tokens(g.episodes)))
-    return sorted(flatten(job.gather(copies)), key=lambda group: group.number)
+    return sorted(flatten(job.ranks.gather(copies)), key=lambda group: group.number)
 
 
 def sequences_of(episode: Episode, advantages: list[float | None]) -> list[TrainSequence]:
@@ -189,7 +189,7 @@ class Meter:
         add.
         """
         sums, means, maxima = {}, {}, {}
-        parts = job.gather(self.rows)
+        parts = job.ranks.gather(self.rows)
         for name in dict.fromkeys(name for part in parts for name in part):
             rows = [row for part in parts for row in part.get(name, [])]
             totals, counts, largest = zip(*rows)

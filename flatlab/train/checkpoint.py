@@ -1,7 +1,7 @@
 """What outlives a step of training: the row, the transcripts, checkpoints and adapters; and how a
 run resumes from them.
 
-Every rank calls these functions with its job, see distributed.py, but timing, write_step and
+Every rank calls these functions with its job, see ranks.py, but timing, write_step and
 final_adapters are for rank 0: only that has a run to write. state: the State of grpo.py.
 """
 
@@ -31,7 +31,7 @@ def resume(policy, optimizer, job, new_state: Callable) -> tuple[Any, list[dict]
 
     run = job.run
     newest = run.checkpoints()[-1:] if run else []
-    step, folder = job.first(newest[0] if newest else (-1, None))
+    step, folder = job.ranks.first(newest[0] if newest else (-1, None))
     saved = None
     if folder is not None:
         saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
@@ -42,7 +42,7 @@ def resume(policy, optimizer, job, new_state: Callable) -> tuple[Any, list[dict]
             )
     if run:
         run.truncate_after(step)
-    rows = job.first(run.rows() if run else None)
+    rows = job.ranks.first(run.rows() if run else None)
     if saved is None:
         return new_state(), rows
     policy.load_adapter(folder)
@@ -53,7 +53,7 @@ def resume(policy, optimizer, job, new_state: Callable) -> tuple[Any, list[dict]
     evaluation = folder.parents[1] / "best" / EVALUATION
     if run and evaluation.exists():
         state.best = json.loads(evaluation.read_text())
-    state.best = job.first(state.best)
+    state.best = job.ranks.first(state.best)
     return state, rows
 
 
@@ -118,32 +118,20 @@ def save_adapter(policy, job, name: str, evaluation: dict | None = None) -> None
             policy.save(folder)
             if evaluation:
                 (folder / EVALUATION).write_text(json.dumps(evaluation))
-    job.gather(None)
+    job.ranks.gather(None)
 
 
 def keep_best(policy, job, state, result: dict) -> None:
     """Saves the adapter as best/ if its evaluation is better than the best one so far."""
     if guard.better(result, state.best):
-        state.best = result
-        save_adapter(policy, job, "best", result)
-        job.result(best=result)
+        keep(policy, job, state, result)
 
 
-def restore(policy, optimizer, cfg, job, state, reason: str) -> str:
-    """Goes back to the best adapter with half the learning rate, or stops the run. Returns what it
-    did.
-    """
-    best = Path("logs", cfg.name, "best")
-    if cfg.guard == "stop" or state.restores == guard.MAX_RESTORES or not best.is_dir():
-        state.stopped = reason
-        return f"stopped: {reason}"
-    policy.load_adapter(best)
-    job.call(policy.sync)
-    optimizer.state.clear()
-    state.restores += 1
-    state.lr_scale /= 2
-    state.since = state.step
-    return f"{reason}: back to the adapter of step {state.best['step']}, the rate is halved"
+def keep(policy, job, state, result: dict) -> None:
+    """Saves the adapter as best/. result: its evaluation and its step, or the step alone."""
+    state.best = result
+    save_adapter(policy, job, "best", result)
+    job.result(best=result)
 
 
 def final_adapters(run) -> dict[str, Path]:

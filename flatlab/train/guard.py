@@ -1,44 +1,28 @@
-"""What watches a run: alarms about a step, the selection of the best adapter, the guard against
-collapse. No torch.
+"""What watches a run: the choice of the best adapter, alarms about a step, and the reasons to stop.
+No torch.
 """
 
 from math import hypot, isnan
-from statistics import fmean, median
+from statistics import median
 
 from flatlab.runs.reader import number
 
 KL_LIMIT = 1.0  # nats per token; three steps above it are a collapse
-MAX_RESTORES = 3  # the next collapse stops the run
-
-
-# ------------------------------------------------------------------------------ selection
+STUCK = 5  # steps in a row without anything to learn, or with almost nothing valid
 
 
 def better(new: dict, best: dict | None) -> bool:
-    """Compares mean minus one standard error of the clipped improvement, so that a lucky evaluation
-    rarely wins.
+    """Whether an evaluation has a larger mean than the best one so far, in the number that the
+    tables show (see metrics.headline).
+
+    An adapter without any valid submission counts as the baseline. It is never better than one with
+    some, because a policy that submits nothing would then beat a poor one.
     """
-    return best is None or lower_bound(new) > lower_bound(best)
-
-
-def lower_bound(result: dict) -> float:
-    error = result["clipped_improvement_stderr"]
-    return result["clipped_improvement"] - (1.0 if error is None else error)
-
-
-def latest_steps(rows: list[dict]) -> dict:
-    """Replaces an evaluation in runs without any: the mean improvement of the last four steps.
-
-    Their episodes were sampled before the update of the last of these steps, or earlier; with
-    --ahead N by policies that are up to N updates older.
-    """
-    latest = rows[-4:]
-    errors = [row["clipped_improvement_stderr"] or 0.0 for row in latest]
-    return {
-        "step": rows[-1]["step"] - 1,
-        "clipped_improvement": fmean(row["clipped_improvement"] for row in latest),
-        "clipped_improvement_stderr": hypot(*errors) / len(latest),
-    }
+    if best is None:
+        return True
+    if bool(new["valid_share"]) != bool(best["valid_share"]):
+        return new["valid_share"] > 0
+    return new["improvement"] > best["improvement"]
 
 
 # ------------------------------------------------------------------------------ alarms
@@ -103,18 +87,15 @@ def alarms(row: dict, rows: list[dict]) -> list[str]:
     return sentences
 
 
-# ------------------------------------------------------------------------------ collapse
+# ------------------------------------------------------------------------------ reasons to stop
 
 
 def collapse(rows: list[dict], best: dict | None = None) -> str:
     """Why the policy counts as collapsed after the last row, or "".
 
-    rows: since the last restore. best: the evaluation of the adapter that a restore would go back
-    to.
-
-    Scores also fall by chance, so a fall of the evaluation counts from three standard errors on.
+    best: the evaluation of the adapter in best/.
     """
-    return broken_updates(rows[-3:]) or evaluation_fell(rows, best)
+    return broken_updates(rows[-3:]) or is_stuck(rows) or evaluation_fell(rows, best)
 
 
 def broken_updates(rows: list[dict]) -> str:
@@ -127,19 +108,39 @@ def broken_updates(rows: list[dict]) -> str:
     return ""
 
 
-def evaluation_fell(rows: list[dict], best: dict | None) -> str:
-    if "eval_clipped_improvement" not in rows[-1]:
+def is_stuck(rows: list[dict]) -> str:
+    latest = rows[-STUCK:]
+    if len(latest) < STUCK:
         return ""
-    *earlier, last = [evaluation_of(row) for row in rows if "eval_clipped_improvement" in row]
-    top = max([*earlier, best or last], key=lambda e: e["clipped_improvement"])
-    fall = top["clipped_improvement"] - last["clipped_improvement"]
-    errors = [e["clipped_improvement_stderr"] or 0.0 for e in (top, last)]
+    if not any("loss" in row for row in latest):
+        return (
+            f"there was nothing to learn in {STUCK} steps in a row, because the rewards of each "
+            "group were equal"
+        )
+    before = max(row["valid_share"] for row in rows)
+    share = max(row["valid_share"] for row in latest)
+    if share <= before / 10:
+        return (
+            f"at most {share:.1%} of the episodes were valid in {STUCK} steps in a row, after up "
+            f"to {before:.0%}"
+        )
+    return ""
+
+
+def evaluation_fell(rows: list[dict], best: dict | None) -> str:
+    """Scores also fall by chance, so a fall counts from three standard errors on."""
+    if "eval_improvement" not in rows[-1]:
+        return ""
+    *earlier, last = [evaluation_of(row) for row in rows if "eval_improvement" in row]
+    top = max([*earlier, best or last], key=lambda e: e["improvement"])
+    fall = top["improvement"] - last["improvement"]
+    errors = [e["improvement_stderr"] or 0.0 for e in (top, last)]
     error = max(0.02, hypot(*errors))  # equal scores have no error of their own
     if fall <= 3 * error:
         return ""
     return (
-        f"held-out improvement fell from {top['clipped_improvement']:.3f} (step {top['step']}) to "
-        f"{last['clipped_improvement']:.3f}, {fall / error:.1f} standard errors"
+        f"held-out improvement fell from {top['improvement']:.3f} (step {top['step']}) to "
+        f"{last['improvement']:.3f}, {fall / error:.1f} standard errors"
     )
 
 

@@ -31,6 +31,7 @@ from flatlab.world.episode import HISTORIES, Episode, trimmed, worth_imitating
 
 EPISODES_PER_UPDATE = 8
 MOST_EPISODES = 1024  # of a task
+MAX_GRAD_NORM = 1.0  # a larger gradient is scaled down to this norm
 
 
 def best_episodes(runs: list[str], tasks: list[Task], share: float) -> list[dict]:
@@ -120,7 +121,7 @@ def warm_start(policy, tasks: list[Task], cfg, job) -> None:
         sequences = flatten(waiting[:EPISODES_PER_UPDATE])
         waiting = waiting[EPISODES_PER_UPDATE:]
         loss = imitate(policy, sequences, cfg)
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
         seconds = (time.perf_counter() - start) / done * (cfg.sft_updates - done)

@@ -1,9 +1,8 @@
 """The numbers of a training run: the row of a step, evaluations, and the comparison of adapters at
 the end. No torch.
 
-Scores of one task are averaged as they are. Scores of several tasks have different units, so their
-improvements are averaged instead (0 at a task's baseline, 1 at its reference). A failed episode
-counts as the baseline.
+One number chooses the best adapter and is shown in every table, line and curve: see headline(). A
+failed episode counts as the baseline in it.
 """
 
 import time
@@ -14,15 +13,33 @@ from flatlab.runs.reader import plus_minus, standard_error
 from flatlab.task.definition import Task, clipped_improvement, improvement
 from flatlab.train.batch import Group
 
+UNBOUNDED = {"r2"}  # metrics where higher is better and a single bad score can be arbitrarily low
+
+
+def headline(tasks: list[Task]) -> str:
+    """The name of the number: "score", the mean score of one task; or "improvement", the mean
+    clipped improvement.
+
+    The latter is for several tasks, whose scores have different units, and for a loss without a
+    bound, where a single episode would decide the mean.
+    """
+    if len(tasks) > 1:
+        return "improvement"
+    is_bounded = tasks[0].higher_is_better and tasks[0].metric.lower() not in UNBOUNDED
+    return "score" if is_bounded else "improvement"
+
 
 def counted_score(score, task: Task) -> float:
     """The score as tables count it: without a valid submission the baseline."""
     return score.value if score.valid else task.baseline
 
 
-def counted_improvement(score, task: Task) -> float:
-    """The improvement as tables count it: without a valid submission 0, the baseline."""
-    return improvement(counted_score(score, task), task)
+def counted_improvement(score, task: Task, tasks: list[Task]) -> float:
+    """The improvement as tables count it: without a valid submission 0, the baseline. Clipped to
+    [-1, 1] where it is the headline.
+    """
+    value = improvement(counted_score(score, task), task)
+    return value if headline(tasks) == "score" else clipped_improvement(value)
 
 
 # ------------------------------------------------------------------------------ the row of a step
@@ -71,28 +88,27 @@ class Stopwatch:
 
 
 def evaluation(groups: list[Group], tasks: list[Task]) -> dict:
-    """Means and standard errors over episodes; with several tasks the scores of each task.
+    """Means and standard errors over episodes. Scores have the task's name before them where they
+    are not the headline.
+
+    For one task, improvement is the mean score in other units, so the larger one is the better one.
 
     Raises UserError if every episode was a fault.
     """
     played = [(e, g.task) for g in groups for e in g.played]
     if not played:
         raise UserError(f"Every sandbox broke: {groups[0].episodes[0].fault}")
-    improvements = [counted_improvement(e.score, task) for e, task in played]
-    values = [improvement(e.score.value, task) if e.score.valid else None for e, task in played]
-    clipped = list(map(clipped_improvement, values))  # guard and selection use these
+    improvements = [counted_improvement(e.score, task, tasks) for e, task in played]
     result = {
         "n": len(played),
         "faults": sum(len(g.episodes) for g in groups) - len(played),
         "valid_share": fmean(e.score.valid for e, _ in played),
         "improvement": fmean(improvements),
         "improvement_stderr": standard_error(improvements),
-        "clipped_improvement": fmean(clipped),
-        "clipped_improvement_stderr": standard_error(clipped),
     }
     for task in tasks:
         own = [e for e, played_task in played if played_task.name == task.name]
-        prefix = f"{task.name}." if len(tasks) > 1 else ""
+        prefix = "" if headline(tasks) == "score" else f"{task.name}."
         result |= {f"{prefix}{key}": value for key, value in score_summary(own, task).items()}
     return result
 
@@ -142,10 +158,11 @@ def evaluation_line(when: str, result: dict, split: str) -> str:
 
 
 def mean_text(result: dict) -> str:
-    """'score 0.7512 ± 0.0101'; with several tasks 'improvement ...'."""
+    """The headline: 'score 0.7512 ± 0.0101' or 'improvement ...'."""
     if "score_mean" in result:
         return f"score {plus_minus(result['score_mean'], result['score_stderr'])}"
-    return f"improvement {plus_minus(result['improvement'], result['improvement_stderr'])}"
+    mean = result.get("improvement", result.get("improvement_mean"))  # the latter in rows
+    return f"improvement {plus_minus(mean, result['improvement_stderr'])}"
 
 
 # ------------------------------------------------------------------------------ the end of a run
@@ -171,8 +188,8 @@ def final_comparison(played: dict[str, list[Group]], tasks: list[Task]) -> dict:
 def paired_difference(groups: list[Group], reference: list[Group], tasks: list[Task]) -> dict:
     """Mean and standard error of x_s - y_s over the seeds s that both played without a fault.
 
-    x, y: scores, with several tasks improvements. The pairing takes out what the seeds have in
-    common.
+    x, y: scores, or improvements where these are the headline. The pairing takes out what the seeds
+    have in common.
     """
     values = values_by_seed(groups, tasks)
     others = values_by_seed(reference, tasks)
@@ -185,7 +202,11 @@ def paired_difference(groups: list[Group], reference: list[Group], tasks: list[T
 
 
 def values_by_seed(groups: list[Group], tasks: list[Task]) -> dict[int, float]:
-    counted = counted_score if len(tasks) == 1 else counted_improvement
+    def counted(score, task):
+        if headline(tasks) == "score":
+            return counted_score(score, task)
+        return counted_improvement(score, task, tasks)
+
     return {e.seed: counted(e.score, g.task) for g in groups for e in g.played}
 
 

@@ -36,23 +36,23 @@ class EventLoop:
         self.loop = None
         self.tasks = set()  # started and not ended
 
-    def start(self, coroutine) -> Future:
-        """Runs a coroutine in the event loop. Its result is that of the returned future."""
+    def start(self, function, *args) -> Future:
+        """Runs an async function in the event loop. Its result is that of the returned future."""
         stop_if_interrupted()
 
         async def tracked():
             task = asyncio.current_task()
             self.tasks.add(task)
             try:
-                return await coroutine
+                return await function(*args)
             finally:
                 self.tasks.remove(task)
 
         return asyncio.run_coroutine_threadsafe(tracked(), self.loop)
 
-    def wait(self, coroutine):
-        """Runs a coroutine in the event loop and returns its result."""
-        return self.start(coroutine).result()
+    def wait(self, function, *args):
+        """Runs an async function in the event loop and returns its result."""
+        return self.start(function, *args).result()
 
     def call(self, function):
         """Calls a function between two steps of the engine and returns its result."""
@@ -60,7 +60,7 @@ class EventLoop:
         async def called():
             return function()
 
-        return self.wait(called())
+        return self.wait(called)
 
     def cancel(self) -> None:
         """Cancels everything that was started, and returns when it has ended."""

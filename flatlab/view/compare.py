@@ -236,8 +236,6 @@ def plot_groups(groups: list[RunGroup], title: str, path: Path) -> Path:
     panels = list(PANELS[runs[0].kind])
     if any(run.config.get("ahead") for run in runs):
         panels.append(plots.OVERLAP)
-    for key in dict.fromkeys(key for run in runs for key in run.result.get("shown", ())):
-        panels.append((key, plots.STEPS, key, plots.curve(key, plots.BLUE)))
     height = 1 + 3.8 * plots.grid_of(panels)[0] + 0.1 * len(groups)
     width = plots.PAGE_WIDTH if len(panels) > 1 else 10.0
     with plots.figure_of(width, height) as figure:

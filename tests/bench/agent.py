@@ -218,8 +218,8 @@ def run_ours(model, rounds, turns, tokens, variant):
     from env import Step
     from flatlab import threads
     from flatlab.task.grading import Score
-    from flatlab.train.distributed import SingleProcess
     from flatlab.train.overlap import run_beside
+    from flatlab.train.ranks import Job
     from flatlab.world import texts
     from policy import ModelPath, Policy
     from tasks import load_task
@@ -291,20 +291,20 @@ def run_ours(model, rounds, turns, tokens, variant):
     cfg.episode.texts = "bare"
     task = load_task("titanic", "", "")
     plan = [replace(task, prompt=f"Write. {i}") for i in range(PROMPTS)]
-    job = SingleProcess()
+    job = Job()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE)
 
     def learn(groups):
         batch = grpo.make_batch(policy, groups, cfg, job)
         row = grpo.update(policy, optimizer, batch, cfg, job)
-        job.call(policy.sync)
+        job.loop.call(policy.sync)
         work.trained = sum(sum(s.mask) for s in batch)
         work.tokens = sum(len(s.tokens) for s in batch)
         return row
 
     def start(step):
         steps = grpo.Plan(plan, cfg.group_size, step, order=step)
-        return job.start(grpo.play_groups(policy, steps, cfg, job))
+        return job.loop.start(grpo.play_groups, policy, steps, cfg, job)
 
     def single_steps():
         for step in range(rounds):
@@ -330,7 +330,7 @@ def run_ours(model, rounds, turns, tokens, variant):
                 if step == FILLING - 1:
                     policy.idle_share()
             idle = policy.idle_share()
-            job.cancel()
+            job.loop.cancel()
             work.calls = EPISODES * (turns - 1)  # of a step
             work.end(
                 seconds=(ends[-1] - ends[FILLING - 1]) / (BLOCK - FILLING),
@@ -340,7 +340,7 @@ def run_ours(model, rounds, turns, tokens, variant):
                 idle=idle,
             )
 
-    asyncio.run(run_beside(job, rows_of_steps if is_row else single_steps))
+    asyncio.run(run_beside(job.loop, rows_of_steps if is_row else single_steps))
 
 
 # ---- TRL

@@ -210,7 +210,7 @@ def fake_groups(task, seed):
     """The groups of a step."""
     from flatlab.task.grading import Score
     from flatlab.train.batch import Group, gather_groups
-    from flatlab.train.distributed import SingleProcess
+    from flatlab.train.ranks import Job
     from flatlab.world.episode import Episode, Segment
 
     rng = random.Random(seed)
@@ -225,14 +225,14 @@ def fake_groups(task, seed):
             episode = Episode(task.name, seed, status="submit", score=score, turns=turns)
             episodes.append(replace(episode, segments=segments))
         groups.append(Group(number, task, episodes, [e.score.value for e in episodes]))
-    return gather_groups(groups, SingleProcess())
+    return gather_groups(groups, Job())
 
 
 def training(steps):
     """Prints the ms that a step costs beside sampling and learning, and what viz.py makes of it."""
     import grpo
     from flatlab.runs.store import open_run
-    from flatlab.train import distributed
+    from flatlab.train.ranks import Job
     from helpers import MADE_BY
     from tasks import load_task
 
@@ -241,7 +241,7 @@ def training(steps):
     rows, seconds, marks = [], [], {}
     with tempfile.TemporaryDirectory() as folder:
         config = {"task": ["titanic"], "model": "fake", "seed": 0, "steps": steps}
-        job = distributed.SingleProcess(open_run(Path(folder, "run"), config, MADE_BY))
+        job = Job(run=open_run(Path(folder, "run"), config, MADE_BY))
         job.result(status="running", **task.scale, selected_on_test=False)
         with contextlib.redirect_stdout(None):
             made = [fake_groups(task, seed) for seed in range(20)]
@@ -290,11 +290,11 @@ def books(trainer, job, state, rows, groups, task, step):
         checkpoint.keep_best(trainer, job, state, result | {"step": step})
     row["alarms"] = guard.alarms(row, rows)
     rows.append(row)
-    guard.collapse(rows[state.since :], state.best)
+    guard.collapse(rows, state.best)
     lap = {"sample": 10.0, "train": 10.0, "sync": 0.1, "judge": 0.0}
     row |= checkpoint.timing(trainer, lap, groups)
     checkpoint.write_step(trainer, trainer, job, state, groups, row)
-    console.print_step(job.run, row)
+    console.plot_now_and_then(job.run)
 
 
 if __name__ == "__main__":

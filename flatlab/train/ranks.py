@@ -15,68 +15,21 @@ in their next exchange, torchrun ends the job, and the same command resumes it.
 import atexit
 import os
 import pickle
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from flatlab.errors import UserError
-from flatlab.train.overlap import EventLoop
+from flatlab.runs.store import Run
+from flatlab.train.overlap import EventLoop, Slots
 
 
-class SingleProcess(EventLoop):
-    """A job of one process: there is nothing to exchange.
+class Ranks:
+    """The processes of a job. Without a group there is one, which has nothing to exchange."""
 
-    run: the open run directory; None on all ranks but rank 0, which alone writes.
-    """
-
-    rank, world = 0, 1
-
-    def __init__(self, run=None):
-        super().__init__()
-        self.run = run
-        self.slots = None  # of the sandboxes of this process
-
-    def say(self, text: str) -> None:
-        """Prints on rank 0 only."""
-        if self.rank == 0:
-            print(text, flush=True)
-
-    def result(self, **fields) -> None:
-        """Merges the fields into result.json."""
-        if self.run:
-            self.run.result(**fields)
-
-    def first(self, thing):
-        """The thing of rank 0, on every rank."""
-        return self.gather(thing)[0]
-
-    def sum(self, *numbers: float) -> list[float]:
-        return list(numbers)
-
-    def sum_gradients(self, parameters) -> None:
-        pass
-
-    def broadcast(self, tensors) -> None:
-        pass
-
-    def gather(self, thing) -> list:
-        return [thing]
-
-
-class Ranks(SingleProcess):
-    """One of several processes started by torchrun.
-
-    timeout: seconds to wait for the slowest rank.
-    """
-
-    def __init__(self, timeout: float):
-        from torch import distributed
-
-        super().__init__()
-        meeting = distributed.rendezvous("env://", timeout=timedelta(seconds=120))
-        store, self.rank, self.world = next(meeting)
-        store = distributed.PrefixStore("flatlab", store)
-        self.group = distributed.ProcessGroupGloo(
-            store, self.rank, self.world, timedelta(seconds=timeout)
-        )
+    def __init__(self, rank: int = 0, world: int = 1, group=None):
+        self.rank = rank
+        self.world = world  # number of ranks
+        self.group = group
         # The group's threads must be joined before the interpreter ends, so it is dropped at exit.
         atexit.register(self.close)
 
@@ -85,6 +38,8 @@ class Ranks(SingleProcess):
 
     def sum(self, *numbers: float) -> list[float]:
         """Each number summed over the ranks."""
+        if self.group is None:
+            return list(numbers)
         import torch
 
         total = torch.tensor(numbers, dtype=torch.float64)
@@ -93,6 +48,8 @@ class Ranks(SingleProcess):
 
     def sum_gradients(self, parameters) -> None:
         """Sums the gradients in place; a missing one counts as 0."""
+        if self.group is None:
+            return
         import torch
 
         for p in parameters:
@@ -106,6 +63,8 @@ class Ranks(SingleProcess):
 
     def broadcast(self, tensors) -> None:
         """Overwrites the tensors with those of rank 0."""
+        if self.group is None:
+            return
         for tensor in tensors:
             copy = tensor.detach().cpu().clone()
             self.group.broadcast([copy]).wait()
@@ -113,6 +72,8 @@ class Ranks(SingleProcess):
 
     def gather(self, thing) -> list:
         """[rank 0's thing, rank 1's thing, ...] on every rank; anything that pickle can write."""
+        if self.group is None:
+            return [thing]
         import torch
 
         mine = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
@@ -126,16 +87,42 @@ class Ranks(SingleProcess):
         self.group.allreduce([everything]).wait()
         return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
+    def first(self, thing):
+        """The thing of rank 0, on every rank."""
+        return self.gather(thing)[0]
 
-def join(timeout: float) -> SingleProcess:
-    """A SingleProcess, or one of torchrun's Ranks. Call it before anything touches CUDA: a rank
-    sees only its own GPU.
 
-    Raises UserError if there are GPUs, but fewer than ranks.
+@dataclass
+class Job:
+    """What a process of a training run works with."""
+
+    ranks: Ranks = field(default_factory=Ranks)
+    loop: EventLoop = field(default_factory=EventLoop)
+    run: Run | None = None  # the open run directory; None on all ranks but rank 0
+    slots: Slots | None = None  # of the sandboxes of this process
+
+    def say(self, text: str) -> None:
+        """Prints on rank 0 only."""
+        if self.ranks.rank == 0:
+            print(text, flush=True)
+
+    def result(self, **fields) -> None:
+        """Merges the fields into result.json."""
+        if self.run:
+            self.run.result(**fields)
+
+
+def join(timeout: float) -> Ranks:
+    """The ranks of this job. Call it before anything touches CUDA: a rank of torchrun sees only its
+    own GPU.
+
+    timeout: seconds to wait for the slowest rank. Raises UserError if there are GPUs, but fewer
+    than ranks.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return SingleProcess()
+        return Ranks()
     import torch
+    from torch import distributed
 
     local = int(os.environ["LOCAL_RANK"])
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -145,4 +132,8 @@ def join(timeout: float) -> SingleProcess:
         if local >= count:
             raise UserError(f"torchrun starts more processes here than there are GPUs ({count}).")
         os.environ["CUDA_VISIBLE_DEVICES"] = str(visible[local])
-    return Ranks(timeout)
+    meeting = distributed.rendezvous("env://", timeout=timedelta(seconds=120))
+    store, rank, world = next(meeting)
+    store = distributed.PrefixStore("flatlab", store)
+    group = distributed.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout))
+    return Ranks(rank, world, group)
