@@ -790,6 +790,8 @@ def train(policy, tasks: list[Task], cfg: Config, job) -> None:
         job.result(final=final)
         if job.run:
             job.run.track(metrics.final_row(final))
+    else:
+        job.say(f"best/ of logs/{cfg.name} is the last adapter: nothing was evaluated")
     status = "finished"
     if state.stopped:
         kept = "the best one" if cfg.eval_episodes else "the last one, as nothing was evaluated"

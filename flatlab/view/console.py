@@ -54,9 +54,7 @@ def farewell(run) -> None:
     page.write([record], run.dir / "report.html")
     for sentence in remarks([record]):
         print(sentence)
-    evaluated = "n" in (run.results().get("best") or {})
     print(
         f"curves: {run.dir}/curves.png   page: {run.dir}/report.html   "
         f"transcripts: {run.dir}/episodes/   adapter: {run.dir}/best"
-        f"{'' if evaluated else ' (the last one: nothing was evaluated)'}"
     )
