@@ -38,7 +38,7 @@ from flatlab.errors import UserError
 from flatlab.files import read_mapping, save_tensors
 from flatlab.model import memory
 from flatlab.model.chat import ChatTokens, Sample
-from flatlab.model.loading import check_model, loading
+from flatlab.model.loading import check_model, check_weights, loading
 
 # Settings of an adapter_config.json: those that are needed, and those that would change what the
 # adapter computes.
@@ -158,6 +158,7 @@ class Policy(ChatTokens):
     the same log-probs). compile: compile the engine on a CPU, too, with g++; on a GPU it always is.
     exact: on a GPU, replies do not depend on what else is in the batch (slower).
     trains: False for search and evaluation: the trainer's copy of the model stays out of the GPU.
+    dtype: of model and engine; default: bfloat16 on a GPU, float32 on a CPU.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class Policy(ChatTokens):
         compile: bool = False,
         exact: bool = False,
         trains: bool = True,
+        dtype: str | None = None,
     ):
         # in this process: the engine runs only when it is stepped
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -196,7 +198,8 @@ class Policy(ChatTokens):
         self._last_look = time.perf_counter()
         self._reference = None  # tensors of set_reference
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        default = "bfloat16" if self.device == "cuda" else "float32"
+        self.dtype = getattr(torch, dtype or default)
         if self.device == "cuda":
             check_capability(torch.cuda.get_device_capability(), exact and trains)
             if exact:
@@ -220,6 +223,8 @@ class Policy(ChatTokens):
         from flatlab.model.lora_sync import AdapterCopy
 
         # The engine comes first because it reseeds the global generators.
+        with loading("transformers", path.base):
+            check_weights(path.base)
         with loading("vLLM", path.base):
             self._build_engine(lora["r"], seed, max_batch, gpu_memory, compile)
         torch.manual_seed(seed)
@@ -258,11 +263,10 @@ class Policy(ChatTokens):
         if self.device == "cpu":
             machine = cpu_engine_options(self.context, compile)
             machine["kv_cache_memory_bytes"] = memory.cpu_kv_cache_bytes(
-                self.path.base, self.context, max_batch
+                self.path.base, self.context, max_batch, self.dtype.itemsize
             )
         else:
             machine = {
-                "dtype": "bfloat16",
                 "gpu_memory_utilization": gpu_memory,
                 "kv_cache_memory_bytes": memory.kv_cache_bytes(
                     self.path.base, gpu_memory, torch.cuda.mem_get_info()[1], self.context
@@ -272,6 +276,9 @@ class Policy(ChatTokens):
         arguments = EngineArgs(
             model=self.path.base,
             tokenizer=self.path.base,
+            dtype=self.dtype,
+            hf_overrides={"head_dtype": "float32"},  # bf16 logits would be the largest difference
+            model_loader_extra_config={"enable_weights_track": True},  # refuses a missing weight
             max_model_len=self.context,
             seed=seed,
             quantization=METHOD,
@@ -373,6 +380,7 @@ class Policy(ChatTokens):
     def _build_trainer(
         self, lora: dict, gradient_checkpointing: bool, share_base: bool, device: str
     ) -> None:
+        import torch
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
@@ -385,7 +393,7 @@ class Policy(ChatTokens):
             lora["target_modules"] = layers_to_adapt(self.engine, base)
         config = LoraConfig(**lora, lora_dropout=0.0, task_type="CAUSAL_LM")
         self.model = get_peft_model(base, config)  # adapters stay fp32 whatever the base is
-        self.set_autocast(self.device == "cuda")
+        self.set_autocast(self.dtype == torch.bfloat16)
         self.model.eval()  # no dropout: trainer and engine compute the same function
         self.adapter_layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
         self.packs = can_pack(self.model)
@@ -709,7 +717,6 @@ class Policy(ChatTokens):
 def cpu_engine_options(context: int, compile: bool = False) -> dict:
     """Fields of vLLM's EngineArgs for a machine without a GPU."""
     return {
-        "dtype": "float32",
         "enforce_eager": not compile,
         # with vLLM's block size of 128 a hit in the prefix cache loses up to 127 tokens
         "block_size": memory.CPU_BLOCK,

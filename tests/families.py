@@ -1,6 +1,6 @@
 """Tiny random models of many families, and the whole circle of training with each of them.
 
-    python tests/families.py      reads names of FAMILIES, answers each with a line of JSON
+    python tests/families.py      reads "dtype, name of FAMILIES", answers each with a line of JSON
 
 The answer holds what test_models.py asks for, or the sentence that refuses the model. Each family
 has a process of its own, forked after the imports: the end of one vLLM engine breaks the next.
@@ -112,6 +112,7 @@ async def circle(policy) -> dict:
     after = await policy.verify()
     agreements = [*before.values(), *after.values()]
     return {
+        "mean": max(a.mean for a in agreements),
         "largest": max(a.largest for a in agreements),
         "moved": after["trained adapter"].moved,
         "attention only": policy.adapts_attention_only,
@@ -161,7 +162,7 @@ def keep_weights(method, layer) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
-def answer(name: str) -> dict:
+def answer(dtype: str, name: str) -> dict:
     from flatlab.errors import UserError
     from flatlab.model.lora_sync import LoraLinear
     from policy import Policy, resolve_model
@@ -170,7 +171,7 @@ def answer(name: str) -> dict:
     folder = tempfile.mkdtemp()
     try:
         save(name, folder)
-        policy = Policy(resolve_model(folder), context=256, max_batch=8)
+        policy = Policy(resolve_model(folder), context=256, max_batch=8, dtype=dtype)
         result = asyncio.run(circle(policy))
         return result | asyncio.run(share_weights(policy))
     except UserError as error:
@@ -179,17 +180,17 @@ def answer(name: str) -> dict:
         shutil.rmtree(folder)
 
 
-def in_own_process(name: str, out) -> None:
+def in_own_process(request: str, out) -> None:
     child = os.fork()
     if child:
         _, status = os.waitpid(child, 0)
         if status:
-            print(json.dumps({"failed": name}), file=out, flush=True)
+            print(json.dumps({"failed": request}), file=out, flush=True)
         return
     import torch
 
     torch.set_num_threads(1)
-    print(json.dumps(answer(name)), file=out, flush=True)
+    print(json.dumps(answer(*request.split(", "))), file=out, flush=True)
     os._exit(0)
 
 

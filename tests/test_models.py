@@ -28,8 +28,8 @@ def circle(tmp_path_factory):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log.open("w")}
     with subprocess.Popen(command, env=environment, text=True, **pipes) as server:
 
-        def circle(name):
-            print(name, file=server.stdin, flush=True)
+        def circle(name, dtype="float32"):
+            print(f"{dtype}, {name}", file=server.stdin, flush=True)
             answer = json.loads(server.stdout.readline())
             assert "failed" not in answer, log.read_text()[-3000:]
             return answer
@@ -52,6 +52,18 @@ def test_engine_and_trainer_agree_before_and_after_training(circle, name):
         assert "not shared" in answer
     else:
         assert answer["shared"] <= 2e-5
+        assert answer["copies"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen 3", "Llama 3", "OLMo 2", "Granite 3", "Gemma 2"])
+def test_the_same_in_bf16_as_on_a_gpu(circle, name):
+    """With autocast, a rounded copy of the adapter and logits in fp32."""
+    answer = circle(name, "bfloat16")
+    assert answer["mean"] <= 0.03
+    assert answer["moved"] > 0.1
+    if name not in TWO_COPIES:
+        assert answer["shared"] <= 0.2
         assert answer["copies"] == []
 
 

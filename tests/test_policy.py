@@ -8,13 +8,15 @@ from functools import partial
 import pytest
 import torch
 
+import grpo
+import search
 from bench.peak import peak
 from flatlab.errors import UserError
 from flatlab.model import memory
 from flatlab.model.loading import loading
 from flatlab.model.packing import Head, TokenLogProbs, can_pack, common_prompt, hidden_states
-from helpers import python
-from policy import Agreement, Policy, check_capability, lora_settings, resolve_model
+from helpers import python, run_here
+from policy import TINY, Agreement, Policy, check_capability, lora_settings, resolve_model
 from training import all_close, has_weights, pair, randomise, weights_of
 
 CHAT = [
@@ -248,6 +250,25 @@ def test_log_probs_of_capped_logits_and_their_gradients():
     assert all_close(*results, 1e-5)
 
 
+def test_logits_of_a_bf16_head_are_fp32():
+    """The log-probs are those of fp32 logits, and the gradient is rounded once, at its end."""
+    torch.manual_seed(0)
+    weight = torch.randn(300, 64).bfloat16()
+    hidden = torch.randn(12, 64).bfloat16().requires_grad_()
+    targets = torch.randint(0, 300, (12,))
+    head = Head(weight, None, divisor=0.7, cap=None)
+    logp, entropy = TokenLogProbs.apply(hidden, targets, head, 5, True)
+    (logp * torch.arange(12) + 0.7 * entropy).sum().backward()
+    exact = hidden.detach().float().requires_grad_()
+    expected = (exact @ weight.float().T / 0.7).log_softmax(-1)
+    spread = -(expected.exp() * expected).sum(-1)
+    expected = expected.gather(-1, targets[:, None])[:, 0]
+    (expected * torch.arange(12) + 0.7 * spread).sum().backward()
+    assert torch.allclose(logp, expected, atol=1e-4)
+    assert torch.allclose(entropy, spread, atol=1e-4)
+    assert (hidden.grad - exact.grad).norm() < 0.01 * exact.grad.norm()
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_sliding_window_is_not_packed(window):
     """Packed attention would look past the window; the padded rows equal each sequence alone."""
@@ -479,6 +500,30 @@ def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
     assert "has model type `quux`" in refused(folder)
     (folder / "config.json").write_text("{no json")
     assert "is not a valid JSON file" in refused(folder)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "shards"])
+@pytest.mark.parametrize("script", [grpo, search], ids=["grpo.py", "search.py"])
+def test_a_model_without_one_of_its_tensors_is_refused(
+    script, sharded, tmp_path, monkeypatch, capsys
+):
+    """vLLM does not notice: the rows of k and v count as the whole of qkv_proj."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    lost = "model.layers.1.self_attn.q_proj.weight"
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    weights = {name: values for name, values in model.state_dict().items() if name != lost}
+    size = "1MB" if sharded else "1GB"
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, state_dict=weights, max_shard_size=size)
+    assert (folder / "model.safetensors.index.json").is_file() == sharded
+    monkeypatch.chdir(tmp_path)
+    flags = ["--task", "titanic", "--backend", "local", "--model", folder]
+    code, _, error = run_here(script.main, *flags, monkeypatch=monkeypatch, capsys=capsys)
+    assert code == 2
+    assert error.splitlines()[-1].endswith(f"lack {lost}: fetch the model again.")
 
 
 def test_what_fails_while_a_model_loads_becomes_one_sentence():

@@ -71,6 +71,21 @@ def check_files(folder: Path) -> None:
             raise UserError(f"{file} is missing or damaged ({error}): fetch it again.") from None
 
 
+def check_weights(base: str) -> None:
+    """Raises UserError if one of the model's tensors is not in its files: both programs would go on
+    with random numbers in its place. Reads the names alone, no weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    _, found = AutoModelForCausalLM.from_pretrained(
+        base, device_map="meta", output_loading_info=True
+    )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise UserError(f"The weights of {base} lack {missing[0]}{more}: fetch the model again.")
+
+
 @contextlib.contextmanager
 def loading(program: str, base: str):
     """Whatever fails inside becomes one sentence: no model ends in a traceback.

@@ -16,9 +16,15 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 from transformers.pytorch_utils import Conv1D
+from vllm import envs
 from vllm.config import CompilationConfig, CompilationMode, set_current_vllm_config
+from vllm.model_executor.determinism.batch_invariant import linear_batch_invariant
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.platforms import current_platform
@@ -37,6 +43,7 @@ def threads_for(x):
     return contextlib.nullcontext()
 
 
+@register_weight_loader_v2_supported_method
 class LoraLinear(UnquantizedLinearMethod):
     """y = x W^T + (x A^T) B^T for a layer whose output may be stacked from n parts (q, k, v).
 
@@ -59,6 +66,9 @@ class LoraLinear(UnquantizedLinearMethod):
     def apply(self, layer, x, bias=None):
         rows = x.flatten(0, -2)  # transformers' own layers keep a batch dimension
         y = super().apply(layer, rows, bias)
+        if envs.VLLM_BATCH_INVARIANT:  # Policy(exact=True); cuBLAS depends on the number of rows
+            y += linear_batch_invariant(linear_batch_invariant(rows, layer.lora_a), layer.lora_b)
+            return y.unflatten(0, x.shape[:-1])
         with threads_for(rows):
             y.addmm_(F.linear(rows, layer.lora_a), layer.lora_b.T)
         return y.unflatten(0, x.shape[:-1])

@@ -92,14 +92,14 @@ def kv_bytes_per_token(config, element_size: int) -> int:
     return numbers * element_size
 
 
-def cpu_kv_cache_bytes(base: str, context: int, requests: int) -> int:
-    """Bytes of the engine's KV cache in fp32 on a CPU: `requests` whole contexts, or as many as fit
+def cpu_kv_cache_bytes(base: str, context: int, requests: int, element_size: int) -> int:
+    """Bytes of the engine's KV cache on a CPU: `requests` whole contexts, or as many as fit
     into CPU_KV_CACHE and a quarter of the free memory, but at least one. vLLM keeps one block for
     itself.
     """
     from transformers import AutoConfig
 
-    per_token = kv_bytes_per_token(AutoConfig.from_pretrained(base), element_size=4)
+    per_token = kv_bytes_per_token(AutoConfig.from_pretrained(base), element_size)
     blocks = math.ceil(context / CPU_BLOCK)
     one, all_of_them = [(n * blocks + 1) * CPU_BLOCK * per_token for n in (1, requests)]
     room = min(CPU_KV_CACHE, free_bytes("cpu") // 4)

@@ -180,7 +180,7 @@ def token_logprobs(h, target, head: Head, learns: bool, entropy_learns: bool):
     If they learn, also the slopes from d log p / d z_v = 1[v = y] - p_v and
     d H / d z_v = -p_v (z_v - sum_u p_u z_u), while the probabilities are there; else None.
     """
-    logits = (h @ head.weight.T).float()
+    logits = logits_of(h, head.weight)
     if head.bias is not None:
         logits += head.bias
     logits.div_(head.divisor)
@@ -198,6 +198,17 @@ def token_logprobs(h, target, head: Head, learns: bool, entropy_learns: bool):
         p[range(len(target)), target] -= 1
         slope = -slope_of(p, logits, head)
     return logp, entropy, slope, entropy_slope
+
+
+def logits_of(h, weight):
+    """h W^T in fp32. bf16 would round a logit of 20 to a multiple of 0.125, and vLLM rounds none
+    either, see Policy._build_engine.
+    """
+    if weight.dtype == torch.float32:
+        return h @ weight.T
+    if h.is_cuda:
+        return torch.mm(h, weight.T, out_dtype=torch.float32)
+    return h.float() @ weight.float().T
 
 
 def slope_of(weights, logits, head: Head):
