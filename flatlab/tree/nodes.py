@@ -361,7 +361,7 @@ def code_in(files: bytes, task: Task) -> dict[str, str]:
     with tarfile.open(fileobj=io.BytesIO(files), mode="r:") as tar:
         for member in tar:
             name = member.name.removeprefix("./")
-            is_code = member.isreg() and Path(name).suffix in CODE
+            is_code = member.isreg() and Path(name).suffix in CODE and not name.startswith("../")
             if not is_code or member.size > CODE_BYTES or len(code) >= CODE_FILES:
                 continue
             text = tar.extractfile(member).read()
