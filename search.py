@@ -32,44 +32,21 @@ How it departs from what is usual:
 import asyncio
 import contextlib
 import inspect
-import itertools
 import random
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Literal
 
 import env
 from flatlab import options, threads
 from flatlab.errors import SandboxFault, UserError
-from flatlab.files import write_whole
 from flatlab.model import endpoint
-from flatlab.options import (
-    Bounds,
-    Count,
-    EpisodeOptions,
-    GpuShare,
-    ModelOptions,
-    Positive,
-    Resumable,
-    SandboxOptions,
-    Seed,
-    Share,
-    TaskOptions,
-    TrackerOptions,
-)
-from flatlab.runs import cli, trackers
-from flatlab.runs.fingerprint import fingerprint
-from flatlab.runs.reader import value_text
-from flatlab.runs.store import Run, open_run, packed_tokens, run_directory
+from flatlab.runs import cli, fingerprint
 from flatlab.task.definition import improvement
-from flatlab.tree import parsing, prompts, rules
-from flatlab.tree.nodes import Choice, Node, Tree, code_in, difference, results, seed_from, spent
-from flatlab.tree.requests import CountingPolicy, chat
-from flatlab.tree.rules import Rule
-from flatlab.tree.scientist import scientist
+from flatlab.tree import journal, parsing, prompts, requests, rules
+from flatlab.tree.nodes import Choice, Node, Tree, results, seed_from
 from flatlab.view import search_console
 from flatlab.world.episode import Episode, in_thread, run_episode
 from flatlab.world.texts import FORMS
@@ -90,7 +67,7 @@ def bfs(t, rng, branching=3, depth=2):
     places = {}  # of the next child of each node that may get one -> its id
     for node in t.nodes.values():
         if node.status and len(node.children) < branching and node.depth < depth:
-            first = rules.place(node.id, branching) * branching + 1
+            first = rules.level_place(node.id, branching) * branching + 1
             places[first + len(node.children)] = node.id
     if not places or min(places) > t.cfg.nodes:
         return None
@@ -124,12 +101,12 @@ def ucb(t, rng, drafts=3, c=1.41):
 
 
 SELECT = {
-    "bfs": Rule(bfs, debugs_itself=True, asks_once=True, check=check_bfs),
-    "greedy": Rule(greedy),
-    "ucb": Rule(ucb),
+    "bfs": rules.Rule(bfs, selects_failed=True, shared_request=True, check=check_bfs),
+    "greedy": rules.Rule(greedy),
+    "ucb": rules.Rule(ucb),
     **rules.RULES,
-    "scientist": Rule(scientist, debugs_itself=True, uses_mode=False),
 }
+DEBUG_PROB = 0.5  # of debugging a failed leaf instead, for rules that do not select failed nodes
 
 # Operators: how a node builds on its parent. The first one that applies to a choice is taken.
 
@@ -140,16 +117,18 @@ class Operator:
     sentence: str  # what the model is told after the parent's code; "" for nothing
     mark: str  # its marker in pictures, one of matplotlib's; others become a hexagon
     explores: str = ""  # the sentence instead if the rule wants to explore
+    keeps_strategy: bool = False  # whether its strategy is that of the parent
     asks: bool = True  # whether the model lists strategies for it, see sampling_mode
 
 
 OPERATORS = {
     "crossover": Operator(lambda choice, parent: choice.second, "Combine both.", "D", asks=False),
-    "draft": Operator(lambda choice, parent: parent.op == "baseline", "", "o"),
+    "draft": Operator(lambda choice, parent: not parent.parent, "", "o"),
     "debug": Operator(
         lambda choice, parent: not parent.valid,
         "Fix the error and keep the strategy.",
         "s",
+        keeps_strategy=True,
         asks=False,
     ),
     "improve": Operator(
@@ -182,17 +161,30 @@ What worked, what failed and why, and what should be tried next? Answer in at mo
 sentences."""
 
 
-def sampling_mode(t: Tree, node: Node) -> str:
-    """How the strategy of this node is asked for: "none", or a key of ASK.
+@dataclass(frozen=True)
+class Mode:
+    """How strategies are asked for."""
 
-    `local` asks for variations, so only a child of a node with a strategy may get it.
-    """
-    if not (OPERATORS[node.op].asks and t.rule.uses_mode):
+    asks: bool = True
+    exploits_as: str = ""  # the mode that replaces it where the rule exploits a strategy
+    below_tau: bool = False  # strategies with a stated probability above tau are the last choice
+
+
+MODES = {
+    "none": Mode(asks=False),
+    "uniform": Mode(exploits_as="local"),
+    "tail": Mode(exploits_as="local", below_tau=True),
+    "local": Mode(),  # asks for variations, so only of a node with a strategy
+    "sequence": Mode(),
+}
+
+
+def sampling_mode(t: Tree, node: Node) -> str:
+    """How the strategy of this node is asked for, a key of MODES."""
+    if not (OPERATORS[node.op].asks and t.rule.uses_strategies):
         return "none"
     exploits = node.decision["phase"] == "exploit" and t.nearest_kept(node.parent).idea
-    if exploits and t.sampling_mode in ("uniform", "tail"):
-        return "local"
-    return t.sampling_mode
+    return exploits and MODES[t.sampling_mode].exploits_as or t.sampling_mode
 
 
 def strategy_request(mode: str, k: int, tau: float, parent: Node) -> str:
@@ -218,49 +210,78 @@ def node_message(t: Tree, node: Node, parents: list[Node]) -> str:
 # ==================================== end of the idea ========================================
 
 
+# Engines: what samples.
+
+
+def open_vllm(cfg, path):
+    return Policy(
+        path,
+        context=cfg.model.context,
+        temperature=cfg.model.temperature,
+        seed=cfg.seed[0],
+        max_batch=max(8, cfg.workers),
+        gpu_memory=cfg.gpu_memory,
+        compile=cfg.model.compile,
+        exact=cfg.model.exact,
+        trains=False,
+    )
+
+
+def open_endpoint(cfg, path):
+    endpoint.check_url(cfg.url)
+    return endpoint.Endpoint(cfg.url, cfg.model.model, cfg.model.context, cfg.model.temperature)
+
+
+@dataclass(frozen=True)
+class Engine:
+    open: Callable  # (Config, path of the model) -> a Policy, or what has its sample() and tokens
+    is_local: bool  # whether the model is here and the tokens are its own
+
+
+ENGINES = {"vllm": Engine(open_vllm, True), "api": Engine(open_endpoint, False)}
+
+
 @dataclass
 class Config:
     """Several values of task, sampling_mode or seed make a grid of trees that share one engine."""
 
-    tasks: TaskOptions = field(default_factory=TaskOptions)
-    model: ModelOptions = field(default_factory=ModelOptions)
-    sandbox: SandboxOptions = field(default_factory=SandboxOptions)
-    episode: EpisodeOptions = field(default_factory=lambda: EpisodeOptions(max_turns=15))
-    trackers: TrackerOptions = field(default_factory=TrackerOptions)
+    tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
+    model: options.ModelOptions = field(default_factory=options.ModelOptions)
+    sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
+    episode: options.EpisodeOptions = field(
+        default_factory=lambda: options.EpisodeOptions(max_turns=15)
+    )
+    trackers: options.TrackerOptions = field(default_factory=options.TrackerOptions)
 
-    # run directory logs/<name>; default: <script>-<task>-<mode>-<model>-<seed>, after the script's
-    # name the rule unless it is bfs; of a grid: <script>-grid-<model>
+    # run directory logs/<name>; default: <script>[-<rule>]-<task>-<mode>-<model>-<seed>, of a grid
+    # <script>-grid-<model>
     name: str | None = None
-    seed: tuple[Seed, ...] = (0,)  # seed of choices and samples; several: one tree each
-    workers: Resumable[Count] = 4  # nodes that run at the same time, over all trees
-    engine: Literal["vllm", "api"] = "vllm"  # api: an OpenAI-compatible endpoint
+    seed: tuple[options.Seed, ...] = (0,)  # seed of choices and samples; several: one tree each
+    workers: options.Resumable[options.Count] = 4  # nodes that run at the same time, over all trees
+    engine: Literal[*ENGINES] = "vllm"  # api: an OpenAI-compatible endpoint
     # address of that endpoint; key: $OPENAI_API_KEY
-    url: Resumable[str] = "http://localhost:8000/v1"
+    url: options.Resumable[str] = "http://localhost:8000/v1"
     # share of the GPU for the engine (weights and KV cache)
-    gpu_memory: GpuShare = 0.85
+    gpu_memory: options.GpuShare = 0.85
 
-    nodes: Resumable[Count] = 12  # executed nodes per tree; failed ones count
-    # sampled tokens per tree, those for strategies included; default: no limit. Requests under
-    # way are finished, so several workers take more
-    tokens: Resumable[Annotated[int, Bounds(1)] | None] = None
-    minutes: Resumable[Positive | None] = None  # wall time per tree, in minutes; default: no limit
+    nodes: options.Resumable[options.Count] = 12  # executed nodes per tree; failed ones count
+    # token budget per tree, strategy requests included; default: no limit. Running requests may
+    # exceed it
+    tokens: options.Resumable[Annotated[int, options.Bounds(1)] | None] = None
+    # wall time per tree, in minutes; default: no limit
+    minutes: options.Resumable[options.Positive | None] = None
 
     # how strategies are asked for. none: not at all; sequence: as a list; uniform: equally probable
     # ones; tail: each less probable than tau; local: variations of the parent's
-    sampling_mode: tuple[Literal["none", "uniform", "tail", "local", "sequence"], ...] = ("tail",)
-    k: Count = 5  # strategies per request
+    sampling_mode: tuple[Literal[*MODES], ...] = ("tail",)
+    k: options.Count = 5  # strategies per request
     # tail: ask for strategies less probable than this; others are used only if too few came
-    tau: Share = 0.1
+    tau: options.Share = 0.1
     scope: Literal["parent", "global"] = "parent"  # global: prompts summarise the whole tree
     reflection: bool = False  # one more request per node: what has the tree taught so far?
 
     select: Literal[*SELECT] = "bfs"  # rule that picks the node to build on
     rule_args: tuple[str, ...] = ()  # constants of the rule, as in --rule-args c=0.5 drafts=4
-    # probability of debugging a failed leaf instead (not with bfs, mcts, linear, scientist,
-    # evaluation)
-    debug_prob: Share = 0.5
-
-    end_on: Literal["validate", "submit"] = "validate"  # validate: end at the first valid score
 
 
 # ------------------------------------------------------------------ requests to the model
@@ -272,7 +293,7 @@ def about(t: Tree) -> str:
     A rule that asks once has the same nodes with any number of workers, so it asks without this.
     """
     facts = t.facts
-    if facts and not t.rule.asks_once:
+    if facts and not t.rule.shared_request:
         facts += f"\nAfter this attempt {t.cfg.nodes - t.executed()} of {t.cfg.nodes} are left."
     return prompts.about(t.task, facts)
 
@@ -299,7 +320,9 @@ async def list_ideas(t: Tree, node: Node) -> list:
     above tau do not count; they only fill up what is missing in the end, the least probable first.
     """
     cfg = t.cfg
-    k = max(cfg.k, t.constants.get("branching", 0)) if t.rule.asks_once else cfg.k
+    k = cfg.k
+    if t.rule.shared_request:
+        k = max(k, t.constants.get("branching", 0))
     parent = t.nearest_kept(node.parent)
     siblings = [child for child in t.nodes[node.parent].children if child is not node]
     wanted = strategy_request(node.sampling_mode, k, cfg.tau, parent)
@@ -308,9 +331,9 @@ async def list_ideas(t: Tree, node: Node) -> list:
     ideas = {}
     likely = {}
     for call in range(2):
-        reply = await chat(t, node, talk, request, t.request_of(node), "ideas", call)
+        reply = await requests.chat(t, node, talk, request, asked_for(t, node), "ideas", call)
         for idea, stated in parsing.parse(reply):
-            is_likely = node.sampling_mode == "tail" and (stated or 0) > cfg.tau
+            is_likely = MODES[node.sampling_mode].below_tau and (stated or 0) > cfg.tau
             group = likely if is_likely else ideas
             group.setdefault(parsing.same(idea), (idea, stated))
         if len(ideas) >= k:
@@ -321,24 +344,37 @@ async def list_ideas(t: Tree, node: Node) -> list:
     return list(ideas.values())[:k]
 
 
+def asked_for(t: Tree, node: Node) -> str:
+    """Id of the node whose request for strategies serves this one: its own, or its parent's."""
+    return node.parent if t.rule.shared_request else node.id
+
+
+async def ideas_for(t: Tree, node: Node) -> list:
+    """The strategies of the request that serves the node, which is made once."""
+    if t.rule.shared_request:
+        for sibling in t.nodes[node.parent].children:
+            if sibling.ideas:
+                return sibling.ideas
+    key = asked_for(t, node)
+    if key not in t.requests:
+        t.requests[key] = asyncio.ensure_future(list_ideas(t, node))
+    return await t.requests[key]
+
+
 async def propose(t: Tree, node: Node) -> None:
     """Gives the node its strategy. If there are fewer than children, the rest get none: the
     sampling mode of these is none, and their decision keeps the mode they asked for as `asked`.
     """
-    if node.op == "debug" and not node.idea:
+    if OPERATORS[node.op].keeps_strategy and not node.idea:
         node.idea = t.nearest_kept(node.parent).idea
     node.sampling_mode = sampling_mode(t, node)
-    if node.sampling_mode != "none":
-        request = t.request_of(node)
-        if request not in t.ideas:
-            if request not in t.requests:
-                t.requests[request] = asyncio.ensure_future(list_ideas(t, node))
-            t.ideas[request] = await t.requests[request]
-            t.requests.pop(request, None)
-        node.ideas = t.ideas[request]
-        number = int(node.id.rpartition(".")[2]) if t.rule.asks_once else 0
+    mode = MODES[node.sampling_mode]
+    if mode.asks:
+        node.ideas = await ideas_for(t, node)
+        number = int(node.id.rpartition(".")[2]) if t.rule.shared_request else 0
         if number < len(node.ideas):
             node.idea, node.probability = node.ideas[number]
+            node.decision["above_tau"] = mode.below_tau and (node.probability or 0) > t.cfg.tau
         else:
             node.decision["asked"] = node.sampling_mode
             node.sampling_mode = "none"
@@ -352,16 +388,16 @@ async def reflect(t: Tree, node: Node) -> str:
     tree = prompts.clip(tree, prompts.summary_chars(t.cfg))
     request = REFLECT.format(about=about(t), tree=tree)
     limit = max(32, t.cfg.model.context // 16)
-    return await chat(t, node, [], request, node.id, "reflect", limit=limit)
+    return await requests.chat(t, node, [], request, node.id, "reflect", limit=limit)
 
 
 # ------------------------------------------------------------------ one node
 
 
-class Attempt(env.Env):
+class NodeEnv(env.Env):
     """The environment of a node: it starts from the files of the first parent, and the prompt also
-    tells about the parents. It also ends when tokens run out and, with --end-on validate, at the
-    first valid score.
+    tells about the parents. It also ends when tokens run out and at the first valid score, unless
+    the rule's episodes end as in training.
     """
 
     def __init__(self, t: Tree, node: Node, parents: list[Node]):
@@ -369,7 +405,7 @@ class Attempt(env.Env):
         self.tree = t
         self.parents = parents
         self.message = node_message(t, node, parents)
-        self.ends_at_score = t.cfg.end_on == "validate"
+        self.ends_at_score = t.rule.ends_at_score
 
     def reset(self):
         if not self.parents:
@@ -394,9 +430,9 @@ async def play(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes
     if t.cfg.minutes is not None:
         minutes = max(1 / 60, t.cfg.minutes - t.elapsed())
         limits = replace(limits, episode_minutes=min(limits.episode_minutes, minutes))
-    policy = CountingPolicy(t.policy, node)
+    policy = requests.CountingPolicy(t.policy, node)
     files = b""
-    async with Attempt(t, node, parents) as world:
+    async with NodeEnv(t, node, parents) as world:
         episode = await run_episode(world, policy, limits, node.seed)
         if episode.status != "fault":
             # Files that are too large are not kept: the score counts, but nothing is built on it.
@@ -423,47 +459,15 @@ async def expand(t: Tree, node: Node) -> None:
         if episode.status != "fault":
             break
     if files:
-        await in_thread(write_whole, t.tar_of(node), files)
-        node.code = code_in(files, t.task)
-    # Nothing below waits, so the rules see the node finish at once and complete.
-    node.kept = bool(files)
-    if parents:
-        node.diff = difference(parents[0].code, node.code)
-    record_episode(t, node, episode)
-    # the tokens of an endpoint are not the model's
-    tokens = b"" if t.cfg.engine == "api" else packed_tokens([episode])
-    t.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id}], tokens)
+        await in_thread(t.keep, node, files)
     node.seconds = time.monotonic() - start
-    node.elapsed = t.elapsed()
-    t.run.log(node.row(), "journal.jsonl")  # from here on it counts
-    t.end(node)
-    t.run.result(**results(t), status="running")
+    # Nothing below waits, so the rules see the node finish at once and complete.
+    t.record(node, episode, has_tokens=ENGINES[t.cfg.engine].is_local)
     if [other.status for other in t.finished[-3:]] == ["fault"] * 3:
         raise UserError(
             "Three sandboxes in a row broke, so the search stops. Run the same command again to "
             f"continue. The last one: {node.error}"
         )
-
-
-def record_episode(t: Tree, node: Node, episode: Episode) -> None:
-    """Copies what came of an episode into its node."""
-    node.actions = episode.turns
-    node.status = episode.status
-    last = episode.turns[-1]["status"] if episode.turns else ""
-    if node.status == "submit" and last != "submit":  # ended by Attempt.step
-        node.status = "validated" if last == "validate" else "stopped"
-    score = episode.score
-    if score and score.valid:
-        node.score = score.value
-        node.stderr = score.stderr
-        node.improvement = improvement(score.value, t.task)
-        node.valid = True
-        return
-    failed = ("error", "timeout", "rejected")
-    bad = [turn["observation"] for turn in episode.turns if turn["status"] in failed]
-    message = score.message if score else episode.fault
-    node.grader_output = score.grader_output if score else ""
-    node.error = prompts.clip("\n".join([*bad[-1:], message]), 2000)
 
 
 # ------------------------------------------------------------------ the search
@@ -475,8 +479,8 @@ async def decide(t: Tree) -> Node | None:
         return None
     rng = random.Random(seed_from(t.seed, "select", t.started))
     choice = None
-    if not t.rule.debugs_itself:
-        choice = rules.failed_leaf(t, rng)
+    if not t.rule.selects_failed:
+        choice = rules.failed_leaf(t, rng, DEBUG_PROB)
     if choice is None:
         choice = t.rule.function(t, rng, **t.constants)
         if inspect.isawaitable(choice):
@@ -586,8 +590,8 @@ def check_config(cfg: Config) -> None:
     constants = rule.constants(cfg.select, cfg.rule_args)
     if rule.check:
         rule.check(cfg, constants)
-    if cfg.engine == "api" and not cfg.model.model:
-        raise UserError("--engine api needs --model: the name under which the endpoint knows it.")
+    if not ENGINES[cfg.engine].is_local and not cfg.model.model:
+        raise UserError(f"--engine {cfg.engine} needs --model: the name that the endpoint knows.")
 
 
 def prepare(cfg: Config):
@@ -597,82 +601,18 @@ def prepare(cfg: Config):
     and a sentence about the choice of the sandbox.
     """
     check_config(cfg)
-    trackers.check_packages(cfg.trackers)
-    if not SELECT[cfg.select].uses_mode:
+    if not SELECT[cfg.select].uses_strategies:
         cfg.sampling_mode = ("none",)
     path = None
-    if cfg.engine != "api":
+    if ENGINES[cfg.engine].is_local:
         cfg.model.model = cfg.model.model or default_model()
         path = resolve_model(cfg.model.model)
     is_tiny = path is not None and path.is_tiny
     options.derive(cfg.model, cfg.episode, is_tiny, path and path.positions)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny)
-    made_by = fingerprint(__file__, tasks, path)
-    trees, where = open_trees(cfg, tasks, made_by)
+    made_by = fingerprint.fingerprint(__file__, tasks, path)
+    trees, where = journal.open_trees(cfg, tasks, SELECT[cfg.select], made_by, __file__)
     return trees, where, path, why
-
-
-def open_trees(cfg: Config, tasks: list, made_by: dict) -> tuple[list[Tree], Path]:
-    """One tree for each task, sampling mode and seed, and the directory of the run or grid."""
-    cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
-    is_grid = len(cells) > 1
-    model = value_text(cfg.model.model)
-    # The name begins with that of the script: a copy of this file makes runs of its own.
-    kind = Path(__file__).stem
-    if cfg.select != Config.select:
-        kind += f"-{cfg.select}"
-    name = f"{kind}-grid-{model}"
-    if not is_grid:
-        [(task, mode, seed)] = cells
-        name = f"{kind}-{task.name}-{mode}-{model}-{seed}"
-    where = run_directory(cfg.name or name)
-    if is_grid and (where / "config.yaml").exists():
-        raise UserError(f"{where} is a single run, not a grid: choose another --name.")
-    trees = []
-    for task, mode, seed in cells:
-        directory = where
-        if is_grid:
-            directory = where / f"{task.name}-{mode}-{seed}"
-        cell = {"task": task.name, "sampling_mode": mode, "seed": seed, "name": directory.name}
-        run = open_run(
-            directory,
-            options.flat(cfg) | cell,
-            made_by | {"tasks": {task.name: made_by["tasks"][task.name]}},
-            options.may_change(cfg),
-            lambda run: is_finished(run, cfg),
-        )
-        t = Tree(task, mode, seed, cfg, run, SELECT[cfg.select])
-        if not t.closed:
-            (run.dir / "nodes").mkdir(exist_ok=True)
-            run.trackers = trackers.open_trackers(run)
-        trees.append(t)
-    return trees, where
-
-
-def is_finished(run: Run, cfg: Config) -> bool:
-    """Whether a search has scored its best node and has nothing left of its budget."""
-    result = run.results()
-    if result.get("status") != "finished":
-        return False
-    used = result["nodes"], result["tokens"], result["seconds"]
-    return result["stopped_by"] == "tree" or spent(cfg, *used) != ""
-
-
-def make_policy(cfg: Config, path):
-    settings = {"context": cfg.model.context, "temperature": cfg.model.temperature}
-    if cfg.engine == "api":
-        endpoint.check_url(cfg.url)
-        return endpoint.Endpoint(cfg.url, cfg.model.model, **settings)
-    return Policy(
-        path,
-        **settings,
-        seed=cfg.seed[0],
-        max_batch=max(8, cfg.workers),
-        gpu_memory=cfg.gpu_memory,
-        compile=cfg.model.compile,
-        exact=cfg.model.exact,
-        trains=False,
-    )
 
 
 def main() -> None:
@@ -686,7 +626,7 @@ def main() -> None:
         print(f"{where} was finished before: nothing was run.")
     with cli.recorded_end([t.run for t in todo], where):
         if todo:
-            policy = make_policy(cfg, path)
+            policy = ENGINES[cfg.engine].open(cfg, path)
             asyncio.run(search(todo, policy, cfg.workers))
     search_console.report(trees, where)
 

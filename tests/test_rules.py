@@ -46,7 +46,7 @@ def end(t, node, score, idea="", status="validated", kept=True):
         node.score = score if t.task.higher_is_better else -score
         node.improvement = improvement(node.score, t.task)
         node.valid = True
-    t.end(node)
+    t.finished.append(node)
     return node
 
 
@@ -56,8 +56,8 @@ def choose(t, seed=0):
 
 def decide(t, seed=0):
     """As search.decide does it, for the rules that do not ask a model."""
-    if not t.rule.debugs_itself:
-        leaf = rules.failed_leaf(t, random.Random(seed))
+    if not t.rule.selects_failed:
+        leaf = rules.failed_leaf(t, random.Random(seed), search.DEBUG_PROB)
         if leaf:
             return leaf
     return choose(t, seed)
@@ -139,8 +139,8 @@ def test_trend_by_hand():
     put(t, "0.0.0", 0.75)
     # Q: 0, 0.5, 1, 0.75; steps 0.5, 0.5, -0.25 with weights 1, 2, 3
     trend = (0.5 + 1.0 - 0.75) / 6
-    assert rules.rising_trend(t, t.nodes["0.0.0.0"]) == pytest.approx(trend)
-    assert rules.rising_trend(t, t.root) == 0
+    assert rules.trends(t)["0.0.0.0"] == pytest.approx(trend)
+    assert rules.trends(t)["0"] == 0
 
 
 def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
@@ -255,14 +255,15 @@ def test_linear_is_a_chain():
 # ------------------------------------------------------------------ failures
 
 
-def test_failed_leaves_are_debugged_up_to_a_depth_and_faults_are_not():
-    t = make("greedy", rule_args=("drafts=1",), debug_prob=1.0)
+def test_failed_leaves_are_debugged_up_to_a_depth_and_faults_are_not(monkeypatch):
+    monkeypatch.setattr(search, "DEBUG_PROB", 1.0)
+    t = make("greedy", rule_args=("drafts=1",))
     put(t, "0", None)
     for id in ("0.0", "0.0.0", "0.0.0.0"):
         assert decide(t).parent == id
         assert put(t, id, None).op == "debug"
     assert decide(t).parent == "0"  # four failures in a row: given up
-    t = make("greedy", rule_args=("drafts=1",), debug_prob=1.0)
+    t = make("greedy", rule_args=("drafts=1",))
     put(t, "0", None, status="fault")
     assert decide(t).parent == "0"
     assert search.start(t, Choice("0.0")).op == "draft"  # it starts from the root's files

@@ -3,6 +3,9 @@
 A row of the journal is one finished Node. It is written once, when the node ends, and never
 changed. A run that was killed loses the nodes that were running and nothing else. The files that a
 node left are in nodes/ beside the journal.
+
+A tree holds its nodes and nothing that can be computed from them: a node takes seconds, and to walk
+through a thousand of them takes less than a millisecond.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import difflib
 import hashlib
 import heapq
 import io
-import math
+import itertools
 import tarfile
 import time
 from collections import Counter
@@ -20,10 +23,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 
 from flatlab.errors import UserError
+from flatlab.files import write_whole
+from flatlab.runs.reader import standard_error
+from flatlab.runs.store import packed_tokens
 from flatlab.sandbox.client import readable
 from flatlab.task.definition import Task, improvement
+from flatlab.tree.prompts import clip
+from flatlab.world.episode import Episode
 
 DEBUG_DEPTH = 3  # failures in a row after which a branch is given up
 SCORES = 20  # scores of candidates in a row of the journal, the highest ones: they may be thousands
@@ -37,15 +46,14 @@ CODE_BYTES = 50_000
 
 @dataclass(slots=True)
 class Node:
-    """One attempt, and one row of journal.jsonl. A node with status "" is still running.
+    """One attempt. A node with status "" is still running.
 
-    Once it has ended, `ideas`, `grader_output`, `diff`, `actions` and the scores in `decision` are
-    in the journal only.
+    Its row of journal.jsonl also holds the turns of its episode, as `actions`.
     """
 
     id: str  # lineage: "0.2.1" is the second child of the third child of the root "0"
     parent: str = ""
-    second: str | None = None  # the other parent of a crossover
+    second: str | None = None  # of a crossover
     order: int = -1  # number of nodes started before; the journal is in order of completion
     op: str = ""  # baseline (the root), or a key of OPERATORS in search.py
     mark: str = "*"  # its marker in pictures
@@ -62,30 +70,13 @@ class Node:
     grader_output: str = ""  # see Score; no prompt may hold it
     code: dict = field(default_factory=dict)  # file name -> text
     diff: str = ""  # of the code, against the parent's
-    actions: list = field(default_factory=list)  # the turns of the episode
     seconds: float = 0.0
     elapsed: float = 0.0  # seconds of the whole search when this node ended
     tokens: int = 0  # sampled
     seed: int = 0
     kept: bool = False  # its files are in nodes/<order>.tar
     decision: dict = field(default_factory=dict)  # phase, scores of the candidates, reason
-    made_by: int | None = None  # number of the code, see flatlab/runs/fingerprint.py
-
-    # What add() and end() of a Tree keep of it; the journal does not hold these.
-    children: list[Node] = field(default_factory=list, init=False)
-    next_number: int = field(default=0, init=False)  # of the next child
-    best_child: Node | None = field(default=None, init=False)  # among the valid ones
-    # sums over the node and all nodes below it
-    nodes_below: int = field(default=0, init=False)  # the running ones included
-    scored_below: int = field(default=0, init=False)
-    improvement_below: float = field(default=0.0, init=False)  # of the scored ones
-    # number of steps i between scored nodes on the path from the root, sum of i times the rise of
-    # the improvement in step i, and the last improvement
-    rises: tuple = field(default=(0, 0.0, 0.0), init=False)
-
-    def row(self) -> dict:
-        """Its row of journal.jsonl."""
-        return {column.name: getattr(self, column.name) for column in fields(self) if column.init}
+    children: list[Node] = field(default_factory=list, init=False)  # in order of their start
 
     @property
     def depth(self) -> int:
@@ -100,7 +91,7 @@ class Choice:
     phase: str = ""  # "explore", "exploit", or "" if the rule does not tell them apart
     reason: str = ""
     scores: dict = field(default_factory=dict)  # id -> score of each candidate
-    second: str | None = None  # the other parent of a crossover
+    second: str | None = None  # of a crossover
     idea: str = ""  # the strategy, if the rule provides one
     notes: dict = field(default_factory=dict)  # goes to the journal as it is
     tokens: int = 0  # sampled for this decision
@@ -112,30 +103,11 @@ def seed_from(*parts) -> int:
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-class RunningMean:
-    """Mean and standard error of values that come one by one (Welford, Technometrics 1962)."""
-
-    def __init__(self):
-        self.n = 0
-        self.mean = 0.0
-        self.squares = 0.0  # sum of (value - mean)^2
-
-    def add(self, value: float) -> None:
-        difference = value - self.mean
-        self.n += 1
-        self.mean += difference / self.n
-        self.squares += difference * (value - self.mean)
-
-    def standard_error(self) -> float | None:
-        """None below two values."""
-        return math.sqrt(self.squares / (self.n - 1) / self.n) if self.n > 1 else None
+COLUMNS = [column.name for column in fields(Node) if column.init]
 
 
 class Tree:
     """All nodes of one task, sampling mode and seed, the running ones included.
-
-    add() and end() keep what rules and result.json need of all nodes, so that nothing is counted
-    again for each node.
 
     cfg: the Config of search.py. run: the open run directory; the tree is rebuilt from its journal.
     rule: the Rule that selects parents.
@@ -154,24 +126,9 @@ class Tree:
         self.root = Node(
             "0", op="baseline", score=task.baseline, improvement=0.0, valid=True, status="baseline"
         )
-        self.nodes: dict[str, Node] = {}
-        self.running: dict[str, Node] = {}
+        self.nodes = {"0": self.root}
         self.finished: list[Node] = []  # without the root, in order of completion
-        self.scored: list[Node] = []  # the valid ones among them
-        self.kept: list[Node] = []  # the valid ones whose files are kept
-        self.best_scored = self.root
-        self.lowest = 0.0  # improvement, the root's included
-        self.committed = self.root  # the last node that the rule committed itself to
-        self.started = 0  # nodes, also those that a killed search has lost
-        # those that may be debugged: their files are kept, they have no children and end at most
-        # DEBUG_DEPTH failures in a row
-        self.failed_leaves: dict[str, Node] = {}
-        self.counts: Counter[str] = Counter()  # of finished nodes, for result.json
-        self.modes: Counter[str] = Counter()  # the same by sampling mode
-        self.mean = RunningMean()  # of the scores; failed nodes count as the baseline
-        self.add(self.root)
-        self.ideas: dict[str, list] = {}  # strategies by request, see request_of
-        self.requests: dict[str, asyncio.Future] = {}  # the same while the model lists them
+        self.requests: dict[str, asyncio.Future] = {}  # strategies for the children of a node
         self.node_ended = asyncio.Event()
         result = run.results()
         # node id -> part -> score, stderr and error on a part that the search does not see
@@ -180,28 +137,53 @@ class Tree:
         self.seconds_before = 0.0  # of earlier processes
         for row in run.rows("journal.jsonl"):
             try:
-                node = Node(**row)
-            except TypeError as error:
+                node = Node(**{name: row[name] for name in COLUMNS})
+            except KeyError as error:
                 raise UserError(
-                    f"{run.dir / 'journal.jsonl'} was written by another version of search.py "
-                    f"({error}): choose another --name."
+                    f"{run.dir / 'journal.jsonl'} was written by another version of search.py (no "
+                    f"{error}): choose another --name."
                 ) from None
             self.seconds_before = node.elapsed
-            if node.ideas:
-                self.ideas[self.request_of(node)] = node.ideas
             self.add(node)
-            self.end(node)
+            self.finished.append(node)
         if result.get("status") == "finished":  # with a larger budget it goes on
             self.seconds_before = result["seconds"]  # also those without a node, at the end
         self.closed = run.finished  # complete, and its best node is scored on the test part
         self.chosen = self.nodes.get(result["tested_id"]) if self.closed else None
 
+    @property
+    def running(self) -> list[Node]:
+        return [node for node in self.nodes.values() if not node.status]
+
+    @property
+    def scored(self) -> list[Node]:
+        """The finished nodes with a valid score, in order of completion."""
+        return [node for node in self.finished if node.valid]
+
+    @property
+    def kept(self) -> list[Node]:
+        """The scored nodes whose files are kept."""
+        return [node for node in self.finished if node.valid and node.kept]
+
+    @property
+    def failed_leaves(self) -> list[Node]:
+        """Failed nodes that may be debugged: their files are kept, they have no children, and they
+        end at most DEBUG_DEPTH failures in a row.
+        """
+        leaves = [n for n in self.finished if n.kept and not n.valid and not n.children]
+        return [node for node in leaves if not self.given_up(node)]
+
+    @property
+    def started(self) -> int:
+        """Number of nodes that were started, also those that a killed search has lost."""
+        return 1 + max(node.order for node in self.nodes.values())
+
     def start(self, choice: Choice, op: str, mark: str) -> Node:
         """Adds the node that was chosen; from now on the rules see it as running."""
         parent = self.nodes[choice.parent]
         # A search that was killed may have lost the nodes between others.
-        while (id := f"{parent.id}.{parent.next_number}") in self.nodes:
-            parent.next_number += 1
+        ids = (f"{parent.id}.{number}" for number in itertools.count())
+        id = next(id for id in ids if id not in self.nodes)
         decision = {
             "phase": choice.phase,
             "scores": dict(heapq.nlargest(SCORES, choice.scores.items(), key=itemgetter(1))),
@@ -220,71 +202,43 @@ class Tree:
             decision=decision | choice.notes,
         )
         self.add(node)
-        self.running[id] = node
         return node
 
     def add(self, node: Node) -> None:
         self.nodes[node.id] = node
-        for above in self.upwards(node):
-            above.nodes_below += 1
-        self.started = max(self.started, node.order + 1)
-        if "commit" in node.decision and node.order > self.committed.order:
-            self.committed = node
-        if node.parent:
-            self.nodes[node.parent].children.append(node)
-            self.failed_leaves.pop(node.parent, None)
+        self.nodes[node.parent].children.append(node)
 
-    def end(self, node: Node) -> None:
-        """Counts a node that has ended, and forgets what only the journal needs of it."""
-        self.running.pop(node.id, None)
-        self.finished.append(node)
-        parent = self.nodes[node.parent]
-        node.rises = parent.rises
-        if node.valid:
-            self.add_score(node, parent)
-        elif node.kept and self.failures(node) <= DEBUG_DEPTH:
-            self.failed_leaves[node.id] = node
-        if node.status != "fault":
-            self.mean.add(node.score if node.valid else self.task.baseline)
-        is_above_tau = (node.probability or 0) > self.cfg.tau
-        self.modes[node.sampling_mode] += 1
-        self.counts["faults"] += node.status == "fault"
-        self.counts["ungraded"] += bool(node.grader_output)
-        self.counts["above_tau"] += node.sampling_mode == "tail" and is_above_tau
-        self.counts["without_strategy"] += "asked" in node.decision
-        self.counts["fell_back"] += bool(node.decision.get("fell_back"))
-        self.counts["tokens"] += node.tokens
-        self.ideas.pop(node.id, None)  # those that were listed for this node alone
-        node.ideas = []
-        node.actions = []
-        node.grader_output = ""
-        node.diff = ""
-        node.decision.pop("scores", None)
+    def keep(self, node: Node, files: bytes) -> None:
+        """Writes a tar of the files that a node left."""
+        write_whole(self.tar_of(node), files)
+        node.kept = True
+        node.code = code_in(files, self.task)
 
-    def add_score(self, node: Node, parent: Node) -> None:
-        self.scored.append(node)
-        if node.kept:
-            self.kept.append(node)
-        self.lowest = min(self.lowest, node.improvement)
-        if node.improvement > self.best_scored.improvement:
-            self.best_scored = node
-        best = parent.best_child
-        if best is None or node.improvement > best.improvement:
-            parent.best_child = node
-        steps, total, before = parent.rises
-        total += (steps + 1) * (node.improvement - before)
-        node.rises = (steps + 1, total, node.improvement)
-        for above in self.upwards(node):
-            above.scored_below += 1
-            above.improvement_below += node.improvement
+    def record(self, node: Node, episode: Episode, has_tokens: bool) -> None:
+        """Ends a node: copies what came of its episode into it, and writes both to the disk.
 
-    def request_of(self, node: Node) -> str:
-        """The key of the request for strategies that serves this node.
-
-        A rule may ask once for all children of a node. Otherwise each child has a request of its
-        own, which shows the model the earlier ones.
+        has_tokens: whether the episode's tokens are the model's.
         """
-        return node.parent if self.rule.asks_once else node.id
+        parent = self.nearest_kept(node.parent)
+        if parent is not self.root:
+            node.diff = difference(parent.code, node.code)
+        node.status = status_of(episode)
+        score = episode.score
+        if score and score.valid:
+            node.score = score.value
+            node.stderr = score.stderr
+            node.improvement = improvement(score.value, self.task)
+            node.valid = True
+        else:
+            node.error = error_of(episode)
+            node.grader_output = score.grader_output if score else ""
+        tokens = packed_tokens([episode]) if has_tokens else b""
+        self.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id}], tokens)
+        node.elapsed = self.elapsed()
+        row = {name: getattr(node, name) for name in COLUMNS} | {"actions": episode.turns}
+        self.run.log(row, "journal.jsonl")  # from here on it counts
+        self.finished.append(node)
+        self.run.result(**results(self), status="running")
 
     def executed(self) -> int:
         """Finished and running nodes, without the root."""
@@ -318,25 +272,22 @@ class Tree:
             )
         return path.read_bytes()
 
-    def failures(self, node: Node) -> int:
-        """Number of failed nodes in a row that end with this one."""
-        count = 0
-        while not node.valid:
-            count += 1
-            node = self.nodes[node.parent]
-        return count
+    def given_up(self, node: Node) -> bool:
+        """Whether more than DEBUG_DEPTH failed nodes in a row end with this one."""
+        line = itertools.islice(self.upwards(node), DEBUG_DEPTH + 1)
+        return not any(node.valid for node in line)
 
     def best(self) -> Node:
         """The node that was chosen at the end; before that the best one by validation, the root
         included, and of equal ones the earliest."""
-        return self.chosen or self.best_scored
+        return self.chosen or max([self.root, *self.scored], key=lambda node: node.improvement)
 
     def test_reads(self) -> int:
         """How many nodes were scored on the test part; with more --nodes another may be chosen."""
         return sum(self.task.splits[-1] in parts for parts in self.hidden_scores.values())
 
     def tokens(self) -> int:
-        return self.counts["tokens"] + sum(node.tokens for node in self.running.values())
+        return sum(node.tokens for node in self.nodes.values())
 
     def elapsed(self) -> float:
         now = 0.0 if self.began is None else time.monotonic() - self.began
@@ -370,6 +321,22 @@ def code_in(files: bytes, task: Task) -> dict[str, str]:
     return code
 
 
+def status_of(episode: Episode) -> str:
+    """The episode's status; "validated" or "stopped" if NodeEnv of search.py has ended it."""
+    last = episode.turns[-1]["status"] if episode.turns else ""
+    if episode.status == "submit" and last != "submit":
+        return "validated" if last == "validate" else "stopped"
+    return episode.status
+
+
+def error_of(episode: Episode) -> str:
+    """What went wrong in an episode without a score: its last error, and the grader's message."""
+    failed = ("error", "timeout", "rejected")
+    errors = [turn["observation"] for turn in episode.turns if turn["status"] in failed]
+    message = episode.score.message if episode.score else episode.fault
+    return clip("\n".join([*errors[-1:], message]), 2000)
+
+
 def difference(old: dict, new: dict) -> str:
     """A unified diff of the files in `new` against those of the same name in `old`."""
     lines = []
@@ -385,22 +352,24 @@ def results(t: Tree) -> dict:
     An evaluation has no best node, and its improvement is that of the mean.
     """
     best = t.best()
-    nodes = len(t.finished)
-    faults = t.counts["faults"]
-    mean = t.mean.mean if t.mean.n else None
+    graded = [node for node in t.finished if node.status != "fault"]
+    scores = [node.score if node.valid else t.task.baseline for node in graded]
+    mean = fmean(scores) if scores else None
+    failed = sum(not node.valid for node in graded)
     summary = {
         "task": t.task.name,
         **t.task.scale,
         "sampling_mode": t.sampling_mode,
-        "sampling_modes_used": dict(t.modes),
+        "sampling_modes_used": Counter(node.sampling_mode for node in t.finished),
         "select": t.cfg.select,
         "seed": t.seed,
-        "nodes": nodes,
-        "failed": nodes - len(t.scored) - faults,
-        "faults": faults,
-        **{
-            key: t.counts[key] for key in ("ungraded", "above_tau", "without_strategy", "fell_back")
-        },
+        "nodes": len(t.finished),
+        "failed": failed,
+        "faults": len(t.finished) - len(graded),
+        "ungraded": sum(bool(node.grader_output) for node in t.finished),
+        "above_tau": sum(bool(node.decision.get("above_tau")) for node in t.finished),
+        "without_strategy": sum("asked" in node.decision for node in t.finished),
+        "fell_back": sum(bool(node.decision.get("fell_back")) for node in t.finished),
         "tokens": t.tokens(),
         "seconds": t.elapsed(),
         "stopped_by": t.spent(),
@@ -410,8 +379,8 @@ def results(t: Tree) -> dict:
         "improvement": best.improvement,
         "split": t.task.splits[0],
         "node_mean": mean,
-        "node_stderr": t.mean.standard_error(),
-        "valid_share": len(t.scored) / t.mean.n if t.mean.n else None,
+        "node_stderr": standard_error(scores),
+        "valid_share": 1 - failed / len(graded) if graded else None,
         "selected_on_test": t.task.selected_on_test,
         "evaluation": t.rule.is_evaluation,
     }

@@ -10,7 +10,7 @@ Rules see `improvement`, which is 0 at the baseline and grows with better scores
 direction of the metric. Q is the improvement, min-max normalised over the root and all scored nodes
 (0.5 if all are equal). Running nodes count as children. A failed node has the lowest Q, but it is
 not a dead end: bfs, mcts, linear and the scientist may build on it, and the other rules but
-evaluation debug a failed leaf with probability --debug-prob (see `failed_leaf`).
+evaluation debug a failed leaf with probability DEBUG_PROB (see `failed_leaf`).
 
 Letters: N executed nodes, n children of a candidate, q its value.
 """
@@ -23,10 +23,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import stdev
+from typing import NamedTuple
 
 from flatlab.errors import UserError
 from flatlab.tree import prompts
-from flatlab.tree.nodes import DEBUG_DEPTH, Choice, Node, Tree
+from flatlab.tree.nodes import Choice, Node, Tree
+from flatlab.tree.scientist import scientist
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,12 @@ class Rule:
     """A selection rule, and what sets it apart from the others."""
 
     function: Callable  # (tree, rng, constants with defaults) -> Choice, or None to wait
-    debugs_itself: bool = False  # it chooses failed nodes itself: --debug-prob does not apply
-    asks_once: bool = False  # one request for strategies serves all children of a node
-    uses_mode: bool = True  # False: it asks for no strategies
+    selects_failed: bool = False  # it chooses failed nodes itself: DEBUG_PROB does not apply
+    shared_request: bool = False  # one request for strategies serves all children of a node
+    uses_strategies: bool = True  # False: none are asked for
     # The nodes are independent episodes: none is chosen, and their mean is the result.
     is_evaluation: bool = False
+    ends_at_score: bool = True  # the first valid score ends a node; False: it ends as in training
     check: Callable | None = None  # (Config, constants), raises UserError if the rule cannot work
 
     def constants(self, name: str, rule_args: tuple[str, ...]) -> dict:
@@ -78,20 +81,25 @@ def normalise(values: list[float], low: float, high: float) -> list[float]:
     return [(value - low) / width for value in values]
 
 
-def spread(t: Tree) -> float:
-    """Largest minus smallest improvement of the root and all scored nodes."""
-    return t.best_scored.improvement - t.lowest
+def spread(t: Tree) -> tuple[float, float]:
+    """Smallest and largest improvement of the root and all scored nodes."""
+    values = [0.0, *(node.improvement for node in t.scored)]
+    return min(values), max(values)
 
 
 def quality(t: Tree, nodes: list[Node]) -> list[float]:
     """Q of these nodes, each of them the root or scored."""
-    values = [node.improvement for node in nodes]
-    return normalise(values, t.lowest, t.best_scored.improvement)
+    return normalise([node.improvement for node in nodes], *spread(t))
 
 
 def best_child_values(t: Tree, nodes: list[Node]) -> list[float]:
     """For each node the highest Q among its scored children; its own Q if there are none."""
-    return quality(t, [node.best_child or node for node in nodes])
+
+    def best_of(node):
+        scored = [child for child in node.children if child.valid]
+        return max(scored, key=lambda child: child.improvement, default=node)
+
+    return quality(t, list(map(best_of, nodes)))
 
 
 def candidates(t: Tree, drafts: int) -> list[Node]:
@@ -100,20 +108,18 @@ def candidates(t: Tree, drafts: int) -> list[Node]:
     The root until it has `drafts` children, then every scored node whose files are kept. If there
     is none, the root again once nothing is running.
     """
-    if len(t.root.children) < drafts or not (t.kept or t.running):
+    kept = t.kept
+    if len(t.root.children) < drafts or not (kept or t.running):
         return [t.root]
-    return t.kept
+    return kept
 
 
-def failed_leaf(t: Tree, rng) -> Choice | None:
-    """With probability --debug-prob a failed leaf, drawn at random, for debugging.
-
-    A leaf that ends more than DEBUG_DEPTH failures in a row is given up.
-    """
-    leaves = list(t.failed_leaves)
-    if leaves and rng.random() < t.cfg.debug_prob:
+def failed_leaf(t: Tree, rng, probability: float) -> Choice | None:
+    """With this probability a failed leaf, drawn at random, for debugging."""
+    leaves = t.failed_leaves
+    if leaves and rng.random() < probability:
         reason = f"one of {len(leaves)} failed leaves, drawn for debugging"
-        return Choice(rng.choice(leaves), reason=reason)
+        return Choice(rng.choice(leaves).id, reason=reason)
     return None
 
 
@@ -126,29 +132,45 @@ def values_and_bonuses(
     """
     options = candidates(t, drafts)
     log_n = math.log(max(1, t.executed()))
+    rising = trends(t) if trend_weight else {}
     parts = {}
     for node, value in zip(options, best_child_values(t, options)):
         visits = len(node.children) + 1
         bonus = c * math.sqrt(log_n / visits)
         if trend_weight:
-            bonus += trend_weight * rising_trend(t, node)
+            bonus += trend_weight * max(rising[node.id], 0.0)
         if visit_alpha:
             bonus -= visit_alpha * math.log(visits)
         parts[node.id] = value, bonus
     return parts
 
 
-def rising_trend(t: Tree, node: Node) -> float:
-    """max(trend, 0): the trend is sum_i(i delta_i) / sum_i(i), delta_i the i-th step of Q on the
-    path from the root.
-    """
-    steps, total, _ = node.rises
-    if total <= 0:
-        return 0.0
-    return total / spread(t) / (steps * (steps + 1) / 2)
+class Trend(NamedTuple):
+    """The steps of the improvement between scored nodes on a path from the root."""
+
+    steps: int  # number of them
+    weighted_sum: float  # of number times size of each step, the first one has number 1
+    last: float  # improvement at the end of the path
 
 
-def place(id: str, branching: int) -> int:
+def trends(t: Tree) -> dict[str, float]:
+    """id -> sum_i(i delta_i) / sum_i(i), delta_i the i-th step of Q on the path from the root."""
+    low, high = spread(t)
+    paths = {t.root.id: Trend(0, 0.0, 0.0)}
+    values = {t.root.id: 0.0}
+    for node in t.finished:  # a parent ends before its children start
+        steps, weighted_sum, last = paths[node.parent]
+        if node.valid:
+            steps += 1
+            weighted_sum += steps * (node.improvement - last)
+            last = node.improvement
+        paths[node.id] = Trend(steps, weighted_sum, last)
+        weights = steps * (steps + 1) / 2
+        values[node.id] = weighted_sum / weights / (high - low) if weighted_sum else 0.0
+    return values
+
+
+def level_place(id: str, branching: int) -> int:
     """Number of a node in the level order of a tree with so many children a node; the root is 0."""
     number = 0
     for child in id.split(".")[1:]:
@@ -192,7 +214,8 @@ def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
     A path that improves is followed for `commitment` further nodes, or until a child is worse or
     fails.
     """
-    last = t.committed
+    promised = [node for node in t.nodes.values() if "commit" in node.decision]
+    last = max(promised, key=lambda node: node.order, default=t.root)
     left = last.decision.get("commit", 0)
     if left and last.valid and last.kept:
         parent = t.nearest_kept(last.parent)
@@ -202,7 +225,7 @@ def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
     choice = explore_or_exploit(values_and_bonuses(t, drafts, c, trend_weight))
     # At most one commitment at a time, one that is still running included.
     still_running = left and not last.status
-    if choice and not still_running and rising_trend(t, t.nodes[choice.parent]) > 0:
+    if choice and not still_running and trends(t)[choice.parent] > 0:
         choice.notes = {"commit": commitment}
     return choice
 
@@ -225,16 +248,18 @@ def softmax(t, rng, drafts=3, c=1.41, trend_weight=0.5, visit_alpha=0.5, tau=0.5
 
 def spreads_of_children(t, nodes):
     """Standard deviation of Q over the children; 1 with fewer than two scored ones."""
+    low, high = spread(t)
     spreads = []
     for node in nodes:
-        values = quality(t, [child for child in node.children if child.valid])
+        improvements = [child.improvement for child in node.children if child.valid]
+        values = normalise(improvements, low, high)
         spreads.append(stdev(values) if len(values) > 1 else 1.0)
     return spreads
 
 
 def regrets(t, nodes):
     """The best Q of the tree minus the best below the node."""
-    [best] = quality(t, [t.best_scored])
+    best = max(quality(t, [t.root, *t.scored]))
     return [best - value for value in best_child_values(t, nodes)]
 
 
@@ -282,8 +307,9 @@ def signals(
     scores = {node.id: total for node, total in zip(options, sums)}
     id = arg_max(scores)
     [q] = quality(t, [t.nodes[id]])
-    below = sum(other <= q for other in quality(t, t.scored))
-    exploits = below and below - 1 >= exploit_quantile * (len(t.scored) - 1)
+    scored = quality(t, t.scored)
+    place = sum(other <= q for other in scored)
+    exploits = place and place - 1 >= exploit_quantile * (len(scored) - 1)
     return Choice(id, "exploit" if exploits else "explore", "largest sum of signals", scores)
 
 
@@ -292,30 +318,32 @@ def check_signals(cfg, constants: dict) -> None:
         raise UserError(f"--rule-args: one of {', '.join(SIGNALS)} must be above 0.")
 
 
-def mean_quality(t: Tree, node: Node) -> float:
-    """Mean Q of a node and all nodes below it; those that failed or still run have 0."""
-    width = spread(t)
-    if width == 0:
-        return 0.5 * node.scored_below / node.nodes_below
-    total = node.improvement_below - node.scored_below * t.lowest
-    return total / width / node.nodes_below
+def below(node: Node) -> list[Node]:
+    """The node and all nodes below it."""
+    nodes = [node]
+    for node in nodes:
+        nodes += node.children
+    return nodes
 
 
 def mcts(t, rng, c=0.25, branching=3):
     """From the root down by UCT to the first node with fewer than `branching` children.
 
-    UCT: mean value + c sqrt(ln N_parent / N), N visits.
-
-    Nodes that failed or still run count as visits with value 0.
+    UCT: mean value + c sqrt(ln N_parent / N), N visits: the node and all nodes below it. Those that
+    failed or still run count as visits with value 0.
     """
+
+    def uct(child):
+        visits = below(child)
+        values = quality(t, [other for other in visits if other.valid])
+        bonus = c * math.sqrt(math.log(len(below(node))) / len(visits))
+        return sum(values) / len(visits) + bonus
+
     node = t.root
     scores = {}
     while len(node.children) >= branching:
-        level = {}
-        for child in node.children:
-            if child.kept and t.failures(child) <= DEBUG_DEPTH:
-                bonus = c * math.sqrt(math.log(node.nodes_below) / child.nodes_below)
-                level[child.id] = mean_quality(t, child) + bonus
+        open = [child for child in node.children if child.kept and not t.given_up(child)]
+        level = {child.id: uct(child) for child in open}
         if not level and t.running:
             return None
         if not level:
@@ -373,16 +401,18 @@ RULES = {
     "open_ended": Rule(open_ended),
     "softmax": Rule(softmax),
     "signals": Rule(signals, check=check_signals),
-    "mcts": Rule(mcts, debugs_itself=True),
+    "mcts": Rule(mcts, selects_failed=True),
     "evolution": Rule(evolution),
-    "linear": Rule(linear, debugs_itself=True, uses_mode=False),
+    "linear": Rule(linear, selects_failed=True, uses_strategies=False),
     "evaluation": Rule(
         evaluation,
-        debugs_itself=True,
-        uses_mode=False,
+        selects_failed=True,
+        uses_strategies=False,
         is_evaluation=True,
+        ends_at_score=False,
         check=check_evaluation,
     ),
+    "scientist": Rule(scientist, selects_failed=True, uses_strategies=False),
 }
 
 
