@@ -456,6 +456,10 @@ async def play_groups(policy, plan: Plan, cfg: Config, job, on_end=None) -> list
         numbers = range(len(plan.tasks))[job.ranks.rank :: job.ranks.world]
         mine = [together.create_task(fill(number)) for number in numbers]
     groups = [group for done in mine for group in done.result()]
+    if cfg.agent:
+        from integrations.agent_program import check_programs
+
+        check_programs([e for group in groups for e in group.episodes])
     return sorted(groups, key=lambda group: group.number)
 
 

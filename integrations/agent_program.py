@@ -7,16 +7,19 @@ sandbox. docs/agents.md says what a program has to do.
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import secrets
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import uvicorn
 from fastapi import FastAPI, HTTPException
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel
 
 from env import Step
@@ -29,6 +32,10 @@ from flatlab.world.episode import Segment, in_thread, reply_seed, step_record, t
 # ends, and then the program is killed. The program itself has no input.
 WATCH = "exec 3<&0 0</dev/null; (read _ <&3; kill -9 0) & exec 3<&-; "
 NOT_STARTED = (126, 127)  # exit codes of a shell that cannot run a command
+TOKEN_BYTES = 16  # of a request's body for each token of the context, at most
+STDERR_BYTES = 1000  # of the end of a program's stderr, in the transcript
+# Tokenises requests beside the event loop. It has one thread, because a tokenizer serves one.
+READER = ThreadPoolExecutor(1, "agent_program")
 
 
 class ChatRequest(BaseModel):
@@ -69,6 +76,23 @@ def read(messages: list[dict], policy, samples: dict) -> tuple[list[int], list[l
     return tokens, parts
 
 
+@functools.lru_cache(1)
+def twin_of(policy):
+    return policy.twin()
+
+
+def refuse_large_bodies(app: FastAPI, most: int) -> None:
+    """Answers 413 to a body of more than `most` bytes, or of unknown length, without reading it."""
+
+    @app.middleware("http")
+    async def check_length(request, answer):
+        length = request.headers.get("content-length", "0" if request.method == "GET" else "inf")
+        if float(length) > most:
+            text = f"A request may have {most} bytes: over the maximum context length."
+            return PlainTextResponse(text, 413)
+        return await answer(request)
+
+
 @contextlib.asynccontextmanager
 async def served(app: FastAPI):
     """Inside of the block, serves the app on a port of 127.0.0.1, which it yields."""
@@ -86,22 +110,33 @@ async def served(app: FastAPI):
 
 
 @contextlib.asynccontextmanager
-async def started(command: str, variables: dict[str, str]):
+async def started(command: str, variables: dict[str, str], stderr: bytearray):
     """Runs a command in a shell, and yields its process. After the block it and its children are
-    dead.
+    dead, and `stderr` holds the end of what they printed there, which also goes to the terminal.
 
     Raises UserError if it cannot be started.
     """
+    loop = asyncio.get_running_loop()
     reading, writing = os.pipe()
+    # Not a pipe of asyncio's: wait() would also wait for a child that keeps it open.
+    errors, writing_errors = os.pipe()
+    os.set_blocking(errors, False)
     try:
         program = await asyncio.create_subprocess_shell(
-            WATCH + command, stdin=reading, env=os.environ | variables, start_new_session=True
+            WATCH + command,
+            stdin=reading,
+            stderr=writing_errors,
+            env=os.environ | variables,
+            start_new_session=True,
         )
     except OSError as error:  # the prompt is too long for a variable, for example
         os.close(writing)
+        os.close(errors)
         raise UserError(f"The command of --agent cannot be started: {error}") from None
     finally:
         os.close(reading)
+        os.close(writing_errors)
+    loop.add_reader(errors, copy_stderr, errors, stderr)
     try:
         yield program
     finally:
@@ -109,6 +144,30 @@ async def started(command: str, variables: dict[str, str]):
             os.killpg(program.pid, signal.SIGKILL)
         os.close(writing)
         await program.wait()
+        copy_stderr(errors, stderr)
+        loop.remove_reader(errors)
+        os.close(errors)
+
+
+def copy_stderr(pipe: int, end: bytearray) -> None:
+    """Copies what a pipe holds to stderr; `end` keeps its last bytes."""
+    data = b""
+    with contextlib.suppress(BlockingIOError):
+        data = os.read(pipe, 1 << 16)
+        if not data:  # it is closed
+            asyncio.get_running_loop().remove_reader(pipe)
+    os.write(2, data)
+    end += data
+    del end[:-STDERR_BYTES]
+
+
+def check_programs(episodes: list) -> None:
+    """Raises UserError if every program has ended before its first request."""
+    if episodes and all(e.status == "exit" and not e.turns for e in episodes):
+        raise UserError(
+            f"In none of {len(episodes)} episodes did the program of --agent ask the policy. "
+            f"The last one ended with {episodes[-1].fault}"
+        )
 
 
 async def play(env, policy, episode, options, history, command: str) -> str:
@@ -122,6 +181,7 @@ async def play(env, policy, episode, options, history, command: str) -> str:
     numbers = itertools.count()
     samples = {}
     turn = {}  # of the latest reply
+    stderr = bytearray()
     one_command = asyncio.Lock()
     episode.segments.append(Segment())
 
@@ -141,7 +201,9 @@ async def play(env, policy, episode, options, history, command: str) -> str:
     async def chat(request: ChatRequest):
         nonlocal turn
         try:
-            tokens, parts = read(request.messages, policy, samples)
+            tokens, parts = await asyncio.get_running_loop().run_in_executor(
+                READER, read, request.messages, twin_of(policy), samples
+            )
         except Exception as error:  # what the messages lack, or what the chat template says
             raise HTTPException(400, f"These messages cannot be read: {error!r}") from error
         limit = options.max_reply_tokens
@@ -196,6 +258,7 @@ async def play(env, policy, episode, options, history, command: str) -> str:
 
     key = secrets.token_hex()
     app = FastAPI(openapi_url=None)  # a description of the addresses would tell the key
+    refuse_large_bodies(app, TOKEN_BYTES * policy.context)
     app.post(f"/{key}/v1/chat/completions")(chat)
     app.post(f"/{key}/v1/act")(act)
     variables = {
@@ -205,7 +268,7 @@ async def play(env, policy, episode, options, history, command: str) -> str:
     }
     async with served(app) as port:
         variables["OPENAI_BASE_URL"] = f"http://127.0.0.1:{port}/{key}/v1"
-        async with started(command, variables) as program:
+        async with started(command, variables, stderr) as program:
             exited = asyncio.ensure_future(program.wait())
             exited.add_done_callback(lambda _: end("exit"))
             try:
@@ -214,4 +277,6 @@ async def play(env, policy, episode, options, history, command: str) -> str:
                 return "time_limit"
     if program.returncode in NOT_STARTED and not episode.turns:
         raise UserError(f"The command of --agent cannot be started: {command}")
+    if status == "exit":
+        episode.fault = f"exit code {program.returncode}: {stderr.decode(errors='replace').strip()}"
     return status

@@ -348,7 +348,7 @@ from pathlib import Path
 from integrations.agent_program import started
 
 async def main():
-    async with started({program!r}, {variables!r}):
+    async with started({program!r}, {variables!r}, bytearray()):
         while not Path({str(pid)!r}).exists() or not Path({str(pid)!r}).read_text():
             await asyncio.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -423,6 +423,63 @@ ask(user(json.dumps(answers)))
     assert "over the maximum context length" in length
 
 
+def test_a_body_larger_than_the_context_is_refused_before_it_is_read(play_program):
+    lengths = []
+
+    class Noting(FakePolicy):
+        def render(self, messages):
+            lengths.append(len(messages[0]["content"]))
+            return super().render(messages)
+
+    program = """
+codes = []
+for bytes in (20_000, 50_000_000):
+    for send in (lambda text: ask(user(text)), act):
+        try:
+            send("x" * bytes)
+        except (HTTPError, OSError) as error:
+            codes.append(getattr(error, "code", 413))  # the connection is closed meanwhile
+ask(user(json.dumps(codes)))
+"""
+    episode, _ = play_program(program, policy=Noting("a", context=2048))
+    assert json.loads(episode.prompt) == [400, 413, 413]  # a command of 20,000 bytes is run
+    assert max(lengths) == 20_000
+
+
+def test_messages_are_tokenised_beside_the_event_loop(policy, command):
+    class Slow(FakePolicy):
+        def render(self, messages):
+            if messages[0]["content"] == "slow":
+                time.sleep(1)
+            return super().render(messages)
+
+    async def run():
+        loop = functools.partial(agent_program.play, command=command("ask(user('slow'))"))
+        async with env.Env(TASK, LOCAL) as world:
+            await asyncio.to_thread(world.reset)
+            playing = asyncio.ensure_future(run_episode(world, Slow("a"), OPTIONS, play=loop))
+            pauses = []
+            while not playing.done():
+                begin = time.monotonic()
+                await asyncio.sleep(0.01)
+                pauses.append(time.monotonic() - begin)
+            return playing.result(), max(pauses)
+
+    episode, pause = asyncio.run(run())
+    assert len(episode.turns) == 1
+    assert pause < 0.5
+
+
+def test_programs_that_all_end_without_a_request_stop_the_run(play_program):
+    episode, _ = play_program("import no_such_package")
+    assert episode.fault.startswith("exit code 1: Traceback")
+    other, _ = play_program("ask(PROMPT); raise SystemExit(3)")
+    assert other.fault == "exit code 3: "
+    agent_program.check_programs([episode, other])
+    with pytest.raises(UserError, match="In none of 2 episodes .* exit code 1: (?s:.*)package'$"):
+        agent_program.check_programs([episode, episode])
+
+
 def test_a_sandbox_that_breaks_is_a_fault(play_program):
     class Broken(env.Env):
         def step(self, reply, timeout, act):
@@ -485,6 +542,11 @@ act("submit")
     assert all(row["faults"] == 0 and row["valid_share"] == 1 for row in rows)
     assert max(row.get("logprob_diff_max", 0.0) for row in rows) < 1e-4
     assert any(row.get("grad_norm", 0) > 0 for row in rows)
+
+
+def test_a_step_of_programs_that_never_ask_stops_the_run(play, command):
+    with pytest.raises(UserError, match="exit code 1: (?s:.*)No module named 'no_such_package'"):
+        play(episode=run_episode, agent=command("import no_such_package"), texts="short")
 
 
 @pytest.mark.slow
