@@ -221,6 +221,37 @@ def test_mcts_improves_the_best_branch_and_counts_failures_as_the_worst():
     assert choose(t).parent == "0.1"
 
 
+def test_puct_by_hand():
+    t = make("puct")
+    for score in (0.8, 0.4, None, 0.2):
+        put(t, "0", score)
+    # candidates: the root and its two best children; Q 0, 1, 0.5; ranks 3, 1, 2 of 3
+    total = math.sqrt(1 + 4)
+    scores = {"0": 1 + 1 / 6 * total / 5, "0.0": 1 + 3 / 6 * total, "0.1": 0.5 + 2 / 6 * total}
+    choice = choose(t)
+    assert choice.scores == pytest.approx(scores)
+    assert choice.parent == "0.0"
+    node = search.start(t, choice)
+    assert choose(t).parent == "0.1"  # not the line of a node that has a running child
+    end(t, node, 0.3)
+    # the value of 0.0 is now that of its child, which counts as a visit of all nodes above it
+    total = math.sqrt(1 + 5)
+    scores = choose(t).scores
+    assert scores["0.0"] == pytest.approx(0.375 + 4 / 10 * total / 2)
+    assert scores["0"] == pytest.approx(1 + 1 / 10 * total / 6)
+    assert scores["0.0.0"] == pytest.approx(0.375 + 2 / 10 * total)
+    assert "0.3" not in scores
+
+
+def test_the_children_of_a_group_are_one_expansion():
+    t = make("puct")
+    for group in ("0.0", "0.0", "0.1"):
+        node = search.start(t, Choice("0", notes={"group": group}))
+        end(t, node, 0.5)
+    search.start(t, Choice("0.0", notes={"group": "1.0"}))
+    assert rules.expansions(t) == {"0": 3, "0.0": 1}
+
+
 @pytest.mark.parametrize("task", [TASK, MIRRORED], ids=["higher", "lower"])
 def test_greedy_drafts_then_improves_the_best(task):
     t = make("greedy", task, rule_args=("drafts=2",))

@@ -9,8 +9,8 @@ and all knowledge from the tree, so every decision can be repeated from the jour
 Rules see `improvement`, which is 0 at the baseline and grows with better scores whatever the
 direction of the metric. Q is the improvement, min-max normalised over the root and all scored nodes
 (0.5 if all are equal). Running nodes count as children. A failed node has the lowest Q, but it is
-not a dead end: bfs, mcts, linear and the scientist may build on it, and the other rules but
-evaluation debug a failed leaf with probability DEBUG_PROB (see `failed_leaf`).
+not a dead end: bfs, mcts, linear and the scientist may build on it, and the other rules but puct
+and evaluation debug a failed leaf with probability DEBUG_PROB (see `failed_leaf`).
 
 Letters: N executed nodes, n children of a candidate, q its value.
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import stdev
@@ -353,6 +354,51 @@ def mcts(t, rng, c=0.25, branching=3):
     return Choice(node.id, scores=scores, reason=f"reached by UCT at depth {node.depth}")
 
 
+def puct(t, rng, c=1.0, siblings=2):
+    """The arg-max of Q + c P sqrt(1 + T) / (1 + n) (TTT-Discover, arXiv 2601.16175).
+
+    Q: of the best child, the node's own until it has one. P: prior, linear in the rank of the own
+    Q, sums to 1. n: expansions of the node and of all nodes below it; T: of the whole tree.
+
+    The root is a candidate, and of every node the best `siblings` children. A candidate above,
+    below or equal to the parent of a running node is passed over if another one is left.
+    """
+    options = [t.root]
+    for node in t.nodes.values():
+        children = [child for child in node.children if child.valid and child.kept]
+        options += heapq.nlargest(siblings, children, key=lambda child: child.improvement)
+    ranks = sorted(options, key=lambda node: -node.improvement)
+    sum_of_ranks = len(ranks) * (len(ranks) + 1) / 2
+    prior = {node.id: (len(ranks) - i) / sum_of_ranks for i, node in enumerate(ranks)}
+    visits = expansions(t)
+    total = math.sqrt(1 + visits["0"])
+    parts = {}
+    for node, value in zip(options, best_child_values(t, options)):
+        parts[node.id] = value, c * prior[node.id] * total / (1 + visits[node.id])
+    parents = {node.parent for node in t.running}
+    free = {id: part for id, part in parts.items() if not any(same_line(id, p) for p in parents)}
+    return explore_or_exploit(free or parts)
+
+
+def expansions(t: Tree) -> Counter[str]:
+    """id -> how often the node or one below it was expanded. The children of a group (see --learn)
+    are one expansion.
+    """
+    groups = {node.decision.get("group", node.id): node.parent for node in t.nodes.values()}
+    counts = Counter()
+    for parent, number in Counter(filter(None, groups.values())).items():
+        for node in t.upwards(t.nodes[parent]):
+            counts[node.id] += number
+    return counts
+
+
+def same_line(id: str, other: str) -> bool:
+    """Whether one is the other or above it. The root, which is above all, is only like itself."""
+    if "0" in (id, other):
+        return id == other
+    return f"{id}.".startswith(f"{other}.") or f"{other}.".startswith(f"{id}.")
+
+
 def evolution(t, rng, drafts=5, crossover_prob=0.5, population=10):
     """Drafts, then a parent drawn with probability ~ exp(Q) from the best `population` nodes.
 
@@ -403,6 +449,7 @@ RULES = {
     "signals": Rule(signals, check=check_signals),
     "mcts": Rule(mcts, selects_failed=True),
     "evolution": Rule(evolution),
+    "puct": Rule(puct, selects_failed=True),
     "linear": Rule(linear, selects_failed=True, uses_strategies=False),
     "evaluation": Rule(
         evaluation,
