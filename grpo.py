@@ -875,7 +875,7 @@ def prepare(cfg: Config, job):
         job.run = run = open_run(
             run_directory(cfg.name),
             options.flat(cfg),
-            fingerprint(__file__, tasks, path, cfg.agent or ""),
+            fingerprint([task.digest() for task in tasks], path, cfg.agent or ""),
             options.may_change(cfg),
             lambda run: is_finished(run, cfg),
         )

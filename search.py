@@ -43,7 +43,7 @@ import env
 from flatlab import options, threads
 from flatlab.errors import SandboxFault, UserError
 from flatlab.model import endpoint
-from flatlab.runs import cli, fingerprint
+from flatlab.runs import cli
 from flatlab.task.definition import improvement
 from flatlab.tree import journal, parsing, prompts, requests, rules
 from flatlab.tree.nodes import Choice, Node, Tree, results, seed_from
@@ -610,8 +610,7 @@ def prepare(cfg: Config):
     is_tiny = path is not None and path.is_tiny
     options.derive(cfg.model, cfg.episode, is_tiny, path and path.positions)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny)
-    made_by = fingerprint.fingerprint(__file__, tasks, path)
-    trees, where = journal.open_trees(cfg, tasks, SELECT[cfg.select], made_by, __file__)
+    trees, where = journal.open_trees(cfg, tasks, SELECT[cfg.select], path, __file__)
     return trees, where, path, why
 
 

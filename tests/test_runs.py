@@ -8,18 +8,21 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 import pytest
 
 import helpers
-from flatlab import files, options
+from flatlab import cache, files, options
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import Bounds, EpisodeOptions, Positive, Resumable
 from flatlab.runs import cli, reader, store
+from flatlab.runs.fingerprint import fingerprint
 from helpers import MADE_BY, python, slow, step_row, user_error
+from policy import ModelPath
+from tasks import load_task
 
 ROOT = Path(store.__file__).parents[2]
 CONFIG = helpers.CONFIG | {"hidden": (8, 16)}
@@ -53,10 +56,10 @@ def test_same_config_resumes_and_keeps_the_rows(begun):
 @pytest.fixture
 def begun(tmp_path):
     """The directory of a run with one step."""
-    run = store.open_run(tmp_path, CONFIG, MADE_BY)
+    run = store.open_run(tmp_path / "run", CONFIG, MADE_BY)
     run.log(step_row(0))
     run.lock.close()
-    return tmp_path
+    return run.dir
 
 
 def test_other_config_is_refused_with_the_difference(begun):
@@ -135,12 +138,19 @@ def test_git_txt_holds_the_untracked_files_of_the_code_and_no_others(tmp_path, m
     (tmp_path / "other.py").write_text("has_nothing_to_do_with_it = 1")
     monkeypatch.undo()  # what git says, see quick_provenance
     monkeypatch.setattr(store, "ROOT", tmp_path)
+    monkeypatch.setattr(store, "code_files", lambda: [tmp_path / "mine.py", tmp_path / "gone.py"])
     store.output_of.cache_clear()
-    text = store.describe_git(["mine.py", "flatlab/gone.py"])
+    text = store.describe_git()
     store.output_of.cache_clear()
     assert "made_this_run" in text
     assert "?? other.py" in text
     assert "has_nothing_to_do_with_it" not in text
+
+
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/../../x", "", ".", "a" * 201])
+def test_a_name_that_is_no_folder_of_logs_is_refused(name):
+    with user_error("--name"):
+        store.run_directory(name)
 
 
 def test_a_start_that_was_killed_at_once_can_be_repeated(tmp_path, monkeypatch):
@@ -152,6 +162,196 @@ def test_a_start_that_was_killed_at_once_can_be_repeated(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             store.open_run(tmp_path, CONFIG, MADE_BY)
     store.open_run(tmp_path, CONFIG, MADE_BY).lock.close()
+
+
+# ------------------------------------------------------------------ what made a run
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A project with a script that prints the digest of its code."""
+    shutil.copytree(ROOT / "flatlab", tmp_path / "flatlab")
+    (tmp_path / "my_rewards.py").write_text("BONUS = 1\n")
+    (tmp_path / "mine.py").write_text(
+        "import my_rewards\nfrom flatlab.runs.fingerprint import fingerprint\n"
+        "print(fingerprint([])['code'])\n"
+    )
+    return tmp_path
+
+
+def test_code_is_the_script_what_it_imports_and_the_package_without_comments_and_views(copied):
+    def digest():
+        return python("mine.py", cwd=copied).stdout
+
+    def edited(name, text):
+        with open(copied / name, "a") as file:
+            file.write(text)
+        return digest()
+
+    before = digest()
+    assert len(before) == 17
+    (copied / "other.py").write_text("x = 1")
+    assert edited("flatlab/runs/store.py", "\n# a comment\n") == before
+    assert edited("flatlab/view/plots.py", "X = 1\n") == before
+    names = ("mine.py", "my_rewards.py", "flatlab/world/texts.py", "flatlab/sandbox/guest/main.py")
+    digests = [edited(name, "\nX = 1\n") for name in names]
+    assert len({before, *digests}) == 5
+
+
+def test_the_files_of_an_agent_program_count(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    digests = []
+    for text in ("1", "2", "2"):
+        Path("my_agent.py").write_text(text)
+        Path("my_agent.log").write_text(str(len(digests)))  # does not count
+        digests.append(fingerprint([], command="python my_agent.py >> my_agent.log 2>&1")["code"])
+    assert digests[0] != digests[1] == digests[2]
+
+
+@pytest.mark.parametrize("part", ["prompt", "baseline", "grader", "answers.csv"])
+def test_what_is_asked_and_how_it_is_scored_counts(tmp_path, part):
+    task = load_task("titanic")
+    answers = tmp_path / "answers.csv"
+    answers.write_bytes(task.hidden["answers.csv"].read_bytes() + b"\n")
+    changes = {
+        "prompt": {"prompt": task.prompt + "!"},
+        "baseline": {"baseline": 0.5},
+        "grader": {"grader": (*task.grader, "--strict")},
+        "answers.csv": {"hidden": task.hidden | {"answers.csv": answers}},
+    }
+    assert replace(task, **changes[part]).digest() != task.digest()
+    assert replace(task, degenerate="as measured here").digest() == task.digest()
+
+
+def test_the_files_of_a_model_and_of_its_adapter_count(tmp_path):
+    base, adapter = tmp_path / "model", tmp_path / "best"
+    for folder in (base, adapter):
+        folder.mkdir()
+        (folder / "weights.safetensors").write_bytes(b"1")
+    model = ModelPath(str(base), str(adapter), False)
+    before = fingerprint([], model)["model"]
+    (base / "README.md").write_text("notes")
+    assert fingerprint([], model)["model"] == before
+    (adapter / "weights.safetensors").write_bytes(b"2")
+    assert fingerprint([], model)["model"] != before
+
+
+def test_a_model_of_the_hub_counts_with_its_revision(tmp_path):
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    model = tmp_path / "hub/models--org--m"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs/main").write_text(revision)
+    (model / "snapshots" / revision).mkdir(parents=True)
+    shutil.copy(ROOT / "configs/tiny/config.json", model / "snapshots" / revision)
+    program = (
+        "from flatlab.runs.fingerprint import model_parts; from policy import ModelPath;"
+        "print(model_parts(ModelPath('org/m', None, False)))"
+    )
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = python("-c", program, env=environment)
+    assert done.stdout == f"['{revision}']\n", done.stderr
+
+
+def test_a_large_file_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "REMEMBERED_BYTES", 3)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "weights"
+    path.write_bytes(b"large")
+    first = cache.file_digest(path)
+    times = path.stat()
+    path.write_bytes(b"LARGE")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert cache.file_digest(path) == first  # the same size and time: not read again
+    os.utime(path, ns=(0, 0))
+    assert cache.file_digest(path) != first
+
+
+def again(folder, **changes):
+    def is_finished(run):
+        return run.results().get("status") == "finished"
+
+    return store.open_run(folder, CONFIG, MADE_BY | changes, is_finished=is_finished)
+
+
+def test_an_unfinished_run_goes_on_with_other_code_and_marks_its_rows(begun, capsys):
+    run = again(begun, code="changed")
+    run.log(step_row(1))
+    run.lock.close()
+    assert "was begun by other code" in capsys.readouterr().out
+    assert [row["made_by"] for row in run.rows()] == [0, 1]
+    assert files.read_mapping(begun / "config.yaml")["fingerprint"]["code"] == ["a", "changed"]
+    assert again(begun, code="changed").code_number == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_a_finished_run_of_the_same_makers_is_left_alone_and_that_of_others_is_refused(begun):
+    run = again(begun)
+    run.result(status="finished")
+    run.lock.close()
+    before = {path: path.read_bytes() for path in begun.glob("*.*") if path.is_file()}
+    run = again(begun)
+    assert run.finished
+    run.lock.close()
+    with user_error("another version of the code: choose another --name"):
+        again(begun, code="changed")
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_another_task_or_model_and_a_run_without_digests_are_refused(begun):
+    with user_error("another version of the task and the model: choose"):
+        again(begun, task="x", model="x")
+    config = begun / "config.yaml"
+    config.write_text(config.read_text().partition("fingerprint:")[0])
+    with user_error("earlier version"):
+        again(begun)
+
+
+def test_a_renamed_or_copied_run_goes_on(begun):
+    shutil.copytree(begun, begun.with_name("copy"))
+    begun.rename(begun.with_name("renamed"))
+    for name in ("copy", "renamed"):
+        run = store.open_run(begun.with_name(name), CONFIG | {"name": name}, MADE_BY)
+        assert len(run.rows()) == 1
+        assert files.read_mapping(run.dir / "config.yaml")["name"] == name
+
+
+@pytest.mark.slow
+def test_a_copy_makes_a_run_of_its_own_and_an_edit_of_what_made_a_finished_run_is_refused(tmp_path):
+    for name in ("flatlab", "configs", "integrations"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+
+    def train(script, code=0):
+        flags = (
+            "--backend local --steps 1 --groups 1 --group-size 2 --eval-episodes 2 --max-turns 2"
+        )
+        environment = os.environ | {"MLGYM_ROOT": ""}
+        done = python(script, *flags.split(), cwd=tmp_path, env=environment)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stderr
+
+    def edit(name, old, new, copy=None):
+        text = (tmp_path / name).read_text()
+        assert old in text
+        (tmp_path / (copy or name)).write_text(text.replace(old, new, 1))
+
+    train("grpo.py")
+    edit("grpo.py", "max(-1.0, min(1.0, improvement))\n", "0.5\n", copy="mine.py")
+    train("mine.py")
+    for episode in reader.read_rows(tmp_path / "logs/mine-titanic-tiny-0/episodes/000000.jsonl"):
+        assert episode["reward"] == 0.5 or not episode["score"]["valid"]
+    edits = {
+        "code": ("flatlab/world/texts.py", '"""', '"""Also: '),
+        "task": ("configs/tasks/titanic/task.yaml", "baseline: 0.678182", "baseline: 0.6"),
+        "model": ("configs/tiny/config.json", "{", "{ "),
+    }
+    for what, (name, old, new) in edits.items():
+        edit(name, old, new)
+        sentence = train("grpo.py", code=2)
+        assert f"made with another version of the {what}: choose" in sentence
+        assert sentence.count("\n") == 1
+        edit(name, new, old)
 
 
 # ------------------------------------------------------------------ rows

@@ -340,10 +340,9 @@ def test_a_finished_tree_stays_as_it_is(tmp_path, monkeypatch):
     """Its time may have run out while it waited for a slot, after its last node."""
     monkeypatch.chdir(tmp_path)
     cfg = search_config(name="a", minutes=1.0, model="tiny")
-    made_by = {"code": {}, "tasks": {TASK.name: {}}, "model": {}}
 
     def opened(**changed):
-        cells = replace(cfg, **changed), [TASK], search.SELECT[cfg.select], made_by, "search.py"
+        cells = replace(cfg, **changed), [TASK], search.SELECT[cfg.select], None, "search.py"
         [tree] = journal.open_trees(*cells)[0]
         tree.run.lock.close()
         return tree

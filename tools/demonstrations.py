@@ -173,7 +173,7 @@ def main() -> None:
     run = open_run(
         run_directory(cfg.name),
         asdict(cfg),
-        fingerprint(__file__, tasks),
+        fingerprint([task.digest() for task in tasks]),
         is_finished=lambda run: run.results().get("status") == "finished",
     )
     if not run.finished:

@@ -136,11 +136,13 @@ class RunData:
         return self.result["baseline"]
 
     @property
-    def changed_files(self) -> list[str]:
-        """The files of the code that changed while the run was going on; [] if none did."""
-        versions = self.fingerprint.get("code", [])
-        files = sorted(set().union(*versions))
-        return [file for file in files if len({code.get(file) for code in versions}) > 1]
+    def is_mixed(self) -> bool:
+        """Whether its code changed while it went on."""
+        return len(self.fingerprint.get("code", [])) > 1
+
+    @property
+    def changed_files(self) -> bool:
+        return self.is_mixed
 
 
 def locked(directory: Path) -> bool:

@@ -43,7 +43,7 @@ import yaml
 
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, temporary, to_disk, write_whole
-from flatlab.runs.fingerprint import ROOT, changed
+from flatlab.runs.fingerprint import ROOT, code_files
 from flatlab.runs.reader import read_rows
 
 LONGEST_NAME = 200  # of a run, in characters; file systems allow 255 bytes
@@ -117,14 +117,15 @@ def output_of(*command) -> str:
     return (done.stdout or done.stderr).decode(errors="replace").strip()
 
 
-def describe_git(code: Collection[str]) -> str:
+def describe_git() -> str:
     """The commit, uncommitted changes, and the files of the code that git does not track yet."""
     parts = [
         output_of("git", "rev-parse", "HEAD"),
         output_of("git", "status", "--short"),
         output_of("git", "diff", "HEAD"),
     ]
-    new = output_of("git", "ls-files", "--others", "--", *code)
+    files = [str(file) for file in code_files() if file.is_relative_to(ROOT)]
+    new = output_of("git", "ls-files", "--others", "--", *files)
     for name in new.splitlines():
         if (ROOT / name).is_file():
             text = (ROOT / name).read_text(errors="replace")
@@ -224,7 +225,7 @@ def open_run(
 
     config: a flat dict of plain values. Keys in `may_change` may differ between starts, and so may
     the name: a run that was renamed or copied goes on. made_by: see fingerprint(). Other code is
-    refused if the run is finished; otherwise it continues the run and a warning names the files.
+    refused if the run is finished; otherwise it continues the run with a warning.
     is_finished: a function of the Run. Nothing is written into a finished run.
 
     Raises UserError if the directory cannot be written, is in use by another process, holds
@@ -236,7 +237,7 @@ def open_run(
     # through YAML, so that it compares equal to what is read back
     new = yaml.safe_load(yaml.safe_dump(plain(config)))
     old = read_mapping(path / "config.yaml", default=dict(new))
-    before = old.pop("fingerprint", None)
+    before = old.pop("fingerprint", {})
     differing = differences(old, new, ("name", *may_change))
     run = Run(path, new, lock)
     run.finished = is_finished(run)
@@ -267,47 +268,40 @@ def open_run(
     (path / "checkpoints").mkdir(exist_ok=True)
     command = shlex.join([Path(sys.executable).name, *sys.argv])
     write_provenance(path / "command.txt", command)
-    write_provenance(path / "git.txt", describe_git(made_by["code"]))
+    write_provenance(path / "git.txt", describe_git())
     write_provenance(path / "env.txt", describe_machine())
     return run
 
 
-def continued_by(run: Run, before: dict | None, now: dict) -> list[dict]:
+def continued_by(run: Run, before: dict, now: dict) -> list[str]:
     """The digests of each code that has worked on the run, today's last.
 
     before: the fingerprint in config.yaml. Raises UserError if the task or the model is another
     one, and if the run is finished and the code is another one.
     """
-    if before is None:
+    if "task" not in before:
         raise UserError(
             f"{run.dir} was made by an earlier version of this project, which did not record its "
             "code: choose another --name."
         )
-    for name, digests in now["tasks"].items():
-        if parts := changed(before["tasks"].get(name, {}), digests):
-            raise UserError(
-                f"{run.dir} was made with another version of the task {name} (now different: "
-                f"{parts}): choose another --name."
-            )
-    if files := changed(before["model"], now["model"]):
+    codes = before["code"]
+    changed = [part for part in ("task", "model") if before[part] != now[part]]
+    is_other_code = codes[-1] != now["code"]
+    if is_other_code and run.finished:
+        changed.append("code")
+    if changed:
         raise UserError(
-            f"{run.dir} was made with another version of the model (now different: {files}): "
-            "choose another --name."
+            f"{run.dir} was made with another version of the {' and the '.join(changed)}: choose "
+            "another --name."
         )
-    files = changed(before["code"][-1], now["code"])
-    if not files:
-        return before["code"]
-    if run.finished:
-        raise UserError(
-            f"{run.dir} is finished and was made by other code (now different: {files}): "
-            "choose another --name for a run with today's code."
-        )
+    if not is_other_code:
+        return codes
     print(
-        f"warning  {run.dir} was begun by other code (now different: {files}). Today's code "
-        f"continues it, and marks its rows with made_by: {len(before['code'])}",
+        f"warning  {run.dir} was begun by other code, see git.txt. Today's code continues it, and "
+        f"marks its rows with made_by: {len(codes)}",
         flush=True,
     )
-    return [*before["code"], now["code"]]
+    return [*codes, now["code"]]
 
 
 class Run:

@@ -9,11 +9,17 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from flatlab.cache import content_key
 from flatlab.errors import UserError
 
 LARGEST = 1e100  # scores beyond it count as none: their squares and sums would be infinite
 MESSAGE_CHARS = 500  # of a grader's error message, which the agent reads
 WHOLE_WORKSPACE = ("./",)  # artefacts: all that was written, changed or removed in the workspace
+
+# Fields that change neither an episode nor its score, and those that name files
+NOT_SCORED = (
+    "name source degenerate trivial needs_gpu needs_network public hidden proxies requirements"
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,19 @@ class Task:
     def selected_on_test(self) -> bool:
         """Whether it has a test part only, so that the best is chosen by the score it reports."""
         return len(self.splits) == 1
+
+    def digest(self) -> str:
+        """Changes with what is asked and how it is scored, the content of all files included."""
+        facts = vars(self) | dict.fromkeys(NOT_SCORED.split())
+        files = {**self.public, **self.hidden}
+        for path, (proxy, _) in self.proxies.items():
+            files[f"proxy of {path}"] = proxy
+        if self.requirements:
+            files["requirements"] = self.requirements
+        parts = [repr(facts)]
+        for path in sorted(files):
+            parts += [path, files[path]]
+        return content_key(*parts)
 
     def is_artefact(self, path: str) -> bool:
         """Whether the workspace path belongs to an artefact.

@@ -8,15 +8,17 @@ from pathlib import Path
 from flatlab import options
 from flatlab.errors import UserError
 from flatlab.runs import trackers
+from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.reader import value_text
 from flatlab.runs.store import Run, open_run, run_directory
 from flatlab.tree.nodes import Tree, spent
 
 
-def open_trees(cfg, tasks: list, rule, made_by: dict, script: str) -> tuple[list[Tree], Path]:
+def open_trees(cfg, tasks: list, rule, path, script: str) -> tuple[list[Tree], Path]:
     """One tree for each task, sampling mode and seed, and the directory of the run or grid.
 
-    cfg: the Config of search.py. rule: a Rule. made_by: see fingerprint(). script: its file.
+    cfg: the Config of search.py. rule: a Rule. path: a ModelPath, or None for an endpoint. script:
+    its file.
     """
     trackers.check_packages(cfg.trackers)
     cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
@@ -42,7 +44,7 @@ def open_trees(cfg, tasks: list, rule, made_by: dict, script: str) -> tuple[list
         run = open_run(
             directory,
             options.flat(cfg) | cell,
-            made_by | {"tasks": {task.name: made_by["tasks"][task.name]}},
+            fingerprint([task.digest()], path),
             options.may_change(cfg),
             lambda run: is_finished(run, cfg),
         )

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from flatlab.runs.fingerprint import digest
 from flatlab.runs.reader import RunData, read_run, value_text
 from flatlab.view import plots, search_plots, stats
 from flatlab.view.plots import COLOURS, RunGroup, cut, series, shorten
@@ -72,7 +71,7 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
         for (label, same), colour in zip(methods.items(), cycle(COLOURS)):
             setting = same[0].config.get("sampling_mode" if kind == "search" else "model")
             label = label or value_text(setting or same[0].name)
-            if same[0].changed_files:
+            if same[0].is_mixed:
                 label += " mixed"
             by_task = {}
             for run in sorted(same, key=lambda run: run.name):
@@ -125,28 +124,20 @@ def differing_keys(facts: list[dict]) -> list[str]:
 
 
 def method_facts(run: RunData) -> dict:
-    """What tells groups apart, whatever their task: settings, files of the code, and the model.
-
-    Files and the model are the first digits of their digests; a mixed run has several of a file.
+    """What tells groups apart, whatever their task: settings, and the first digits of the digests
+    of code and model; a mixed run has several of the code.
     """
     facts = {key: run.config[key] for key in sorted(run.config) if key not in NOT_OF_THE_GROUP}
     if len({*facts.get("task_weights", ())}) < 2:  # equal ones, as many as there are tasks
         facts.pop("task_weights", None)
-    for version in run.fingerprint.get("code", []):
-        for file, value in version.items():
-            digests = facts.get(file, "").split()
-            facts[file] = " ".join(dict.fromkeys([*digests, value[:6]]))
-    facts["weights"] = digest(repr(run.fingerprint.get("model")))[:6]
+    facts["code"] = " ".join(code[:6] for code in run.fingerprint.get("code", []))
+    facts["weights"] = run.fingerprint.get("model", "")[:6]
     return facts
 
 
 def task_facts(run: RunData) -> dict:
-    """What the tasks of a run consist of: the first digits of digests, and the baseline."""
-    facts = {}
-    for task, digests in run.fingerprint.get("tasks", {}).items():
-        for part, value in digests.items():
-            facts[f"{task} {part}".removeprefix(f"{run.tasks} ")] = value[:6]
-    return facts | {"baseline": run.baseline}
+    """What the tasks of a run consist of: the first digits of their digest, and the baseline."""
+    return {"baseline": run.baseline, "version": run.fingerprint.get("task", "")[:6]}
 
 
 # ------------------------------------------------------------------ the table
@@ -210,9 +201,8 @@ def remarks(runs: list[RunData]) -> list[str]:
                     f"{task} {group.label}: every seed counts once; not counted: {repeated}"
                 )
     for run in runs:
-        if run.changed_files:
-            files = ", ".join(run.changed_files)
-            sentences.append(f"{run.name} is mixed: while it went on, its code changed ({files})")
+        if run.is_mixed:
+            sentences.append(f"{run.name} is mixed: while it went on, its code changed")
     return sentences
 
 

@@ -294,6 +294,6 @@ def heading(run: RunData) -> str:
     if run.kind == "evaluation":
         mean = plus_minus(run.result["node_mean"], run.result["node_stderr"])
         facts.append(f"mean {mean} ({run.result['split']})")
-    if run.changed_files:
-        facts.append(f"mixed code ({cut(', '.join(run.changed_files), 50)})")
+    if run.is_mixed:
+        facts.append("mixed code")
     return "   ".join(facts)
