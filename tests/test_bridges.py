@@ -1,18 +1,155 @@
-"""MLE-Dojo's five actions in real sandboxes, on a small competition that is made here."""
+"""Bridges of integrations/: Harbor's task folders, and MLE-Dojo's JSON actions, on a competition
+that is made here.
+"""
 
 import json
+import os
+import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from backends import ISOLATED
+from backends import ISOLATED, needs_docker
 from competition import ROWS, make_competition
 from env import Env
 from flatlab.errors import SandboxFault
+from flatlab.sandbox.images import foreign_image
 from flatlab.task.grading import grades
-from helpers import do
+from helpers import do, user_error
 from integrations import mledojo_actions
 from tasks import load_task
+
+# ---- Harbor
+
+FOLDER = Path(__file__).with_name("harbor_task")
+SORT = (
+    "printf '#!/bin/sh\\nsort\\n' > sort.sh; chmod +x sort.sh; ./sort.sh < words.txt > sorted.txt"
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the folder, to be changed."""
+    return shutil.copytree(FOLDER, tmp_path / "harbor_task", symlinks=True)
+
+
+def said(world, text):
+    return do(world, text).observation
+
+
+@needs_docker
+def test_an_episode_in_a_folder():
+    task = load_task(str(FOLDER))
+    assert task.prompt.startswith("Write the sorted words")
+    assert "canary" not in task.prompt
+    assert (task.splits, task.source, task.needs_network) == (("test",), "harbor", False)
+    with Env(task, "docker") as world:
+        assert "link.txt" in world.reset()
+        assert "expected" not in world.prompt()
+        seen = said(world, "ls /tests /solution /logs; find / -name expected.txt 2>/dev/null")
+        assert seen.count("No such file") == 3
+        assert "\n/" not in seen
+        assert said(world, "cat /app/words.txt") == "pear\nfig\napple"
+        assert world.score().message == ("no submission, the workspace is still as it was given")
+        said(world, SORT)
+        assert world.score().value == pytest.approx(2 / 3)
+        said(world, "rm words.txt")  # what is removed is missing in the grading, too
+        assert world.score().value == 1
+        said(world, "ln -s /tests/expected.txt answer")
+        assert world.score().message == "no submission, answer is neither a plain file nor a folder"
+
+
+@needs_docker
+def test_a_child_of_a_search_is_scored_for_its_own_change():
+    with Env(load_task(str(FOLDER)), "docker") as world:
+        world.reset()
+        said(world, SORT)
+        with world.fork() as child:
+            assert "sorted.txt" in child.prompt()
+            assert not child.score().valid
+            said(child, "rm words.txt")
+            assert child.score().value == 1
+        with world.fork(clear_artefacts=False) as same:
+            assert same.score().value == pytest.approx(2 / 3)
+
+
+@needs_docker
+def test_what_the_agent_puts_beside_the_tests_is_not_there(folder):
+    """A file where the tests are laid out, and one of the names of the reward."""
+    (folder / "tests/test.sh").write_text(
+        "ls -A /tests /app > /logs/verifier/seen.txt\n"
+        "grep -q mine /logs/verifier/seen.txt || echo '{\"first\": 0.25}' "
+        "> /logs/verifier/reward.json\n"
+    )
+    with Env(load_task(str(folder)), "docker") as world:
+        world.reset()
+        said(world, "mkdir -p .flatlab/tests; touch .flatlab/tests/mine .flatlab/mine")
+        assert world.score().value == 0.25
+
+
+@needs_docker
+def test_tests_that_write_no_reward(folder):
+    (folder / "tests/test.sh").write_text("echo secret; exit 1\n")
+    with Env(load_task(str(folder)), "docker") as world:
+        world.reset()
+        said(world, "touch new")
+        score = world.score()
+    assert not score.valid
+    assert score.message == "The tests wrote no reward."
+
+
+def test_what_cannot_be_given_is_one_sentence(folder):
+    settings = (folder / "task.toml").read_text()
+    for more, words in (
+        ("[[environment.mcp_servers]]\nname = 'a'", r"environment\.mcp_servers \(task\.toml\)"),
+        ("tpu = {type = 'v4', topology = '2x2'}", r"environment\.tpu"),
+        ("memory_mb = 65536", "more than 4096 MB"),
+        ("memory = '8G'", "more than 4096 MB"),
+        ("memory = 'much'", "an amount of memory that is not a number"),
+        ("[verifier.environment]\ncpus = 1", r"verifier\.environment"),
+    ):
+        text = settings.replace("memory_mb = 2048", "") if "memory" in more else settings
+        (folder / "task.toml").write_text(text + more)
+        with user_error(f"asks for what a sandbox here lacks: {words}"):
+            load_task(str(folder))
+    (folder / "task.toml").write_text(settings + "gpus = '1'")
+    with user_error(r"in task\.toml must be a number"):
+        load_task(str(folder))
+    (folder / "task.toml").write_text(settings + "memory_mb")
+    with user_error("cannot be read as a Harbor task"):
+        load_task(str(folder))
+    (folder / "task.toml").write_text(settings)
+    (folder / "environment/docker-compose.yaml").write_text("services: {}")
+    with user_error("lacks: environment/docker-compose.yaml"):
+        load_task(str(folder))
+    (folder / "tests/test.sh").unlink()
+    with user_error(r"cannot be read as a Harbor task: .*tests/test\.sh"):
+        load_task(str(folder))
+
+
+@needs_docker
+def test_images_that_cannot_be_built(tmp_path):
+    with user_error("cannot build the image of task empty"):
+        foreign_image(tmp_path, "empty")
+    (tmp_path / "Dockerfile").write_text("FROM scratch\nWORKDIR /app\n")
+    with user_error("which must have python3, bash and tar"):
+        foreign_image(tmp_path, "bare")
+    (tmp_path / "Dockerfile").write_text("FROM aigym/mlgym-agent:latest\n")
+    with user_error("has no working directory"):
+        foreign_image(tmp_path, "rootless")
+    with user_error("has no image absent:1; get it with `docker pull"):
+        foreign_image(tmp_path, "named", "absent:1")
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_tests_in_the_folder_of_the_image_are_refused(folder, link):
+    link(folder / "tests/test.sh", folder / "environment/copy.sh")
+    with user_error("test.sh is hidden, so it cannot be a public file, too"):
+        load_task(str(folder))
+
+
+# ---- MLE-Dojo's actions
 
 
 @pytest.fixture(scope="module")
@@ -52,28 +189,15 @@ def writes(value):
     )
 
 
-# ----------------------------------------------------------------------------------------- replies
-
-
 REPLIES = [
     ('{"action": "get_history"}', {"action": "get_history"}),
     ('Now.\n```json\n{"action": "reset", "params": {}}\n```\nDone.', {"action": "reset"}),
-    (
-        '<think>```json\n{"action": "reset"}\n```</think>{"action": "get_history"}',
-        {"action": "get_history"},
-    ),
-    (
-        '{"action": "execute_code", "params": {"code": "a\nb"}}',
-        {"action": "execute_code", "code": "a\nb"},
-    ),
-    (
-        '{"action": "execute_code", "code": "print(\'<think>\')"}',
-        {"action": "execute_code", "code": "print('<think>')"},
-    ),
+    ('<think>{"action": "reset"}</think>{"action": "x"}', {"action": "x"}),
+    ('{"action": "x", "params": {"code": "a\nb"}}', {"action": "x", "code": "a\nb"}),
+    ('{"action": "x", "code": "print(\'<think>\')"}', {"action": "x", "code": "print('<think>')"}),
     ('<think>I could say\n```json\n{"action": "reset"}\n```\nbut', None),
     ('<think>{"action": "reset"}', None),
     ('```json\n{"action": "reset"}\n```\n```json\n{"action": "reset"}\n```', None),
-    ('{"params": 1}', None),
     ("{" * 100_000, None),
     ('{"action": "reset", "params": 7}', None),
     ("```bash\nls\n```", None),
@@ -83,9 +207,6 @@ REPLIES = [
 def test_replies():
     for reply, action in REPLIES:
         assert mledojo_actions.json_action(reply) == action
-
-
-# -------------------------------------------------------------------------------- the five actions
 
 
 def test_request_info(world):
@@ -145,17 +266,6 @@ def test_code_is_run_and_scored_with_its_place(world):
     assert "Predict y." in act(world, "reset").observation
     assert act(world, "get_history").observation == "Nothing was run yet."
     assert world.score().message.startswith("no submission")
-
-
-def test_history_shows_bash_blocks_and_what_they_validated(world):
-    act(world, "request_info")
-    do(world, "ls")
-    do(world, "exit 3")
-    world.step("no block")
-    do(world, "validate")
-    assert history(world) == ["bash ok None", "bash error None", "validate invalid None"]
-    world.reset()
-    assert act(world, "get_history").observation == "Nothing was run yet."
 
 
 def test_code_that_fails_or_takes_too_long(world):

@@ -13,13 +13,14 @@ import grpo
 import search
 import tasks
 from backends import EVERYWHERE, ISOLATED
+from competition import write
 from env import Env
 from flatlab.errors import UserError
 from flatlab.options import SandboxOptions, TaskOptions
 from flatlab.runs.reader import read_run, transcripts
 from flatlab.runs.store import open_run
 from flatlab.task import grading
-from flatlab.task.definition import Task, clipped_improvement
+from flatlab.task.definition import Task, clipped_improvement, last_json_object, parse_grade
 from flatlab.task.grading import check_grader, grade
 from flatlab.task.machine import open_sandbox
 from flatlab.task.sanity import trivial_rules
@@ -33,6 +34,8 @@ from helpers import (
     FakePolicy,
     block,
     do,
+    python,
+    run_grader,
     run_here,
     search_config,
     user_error,
@@ -188,6 +191,73 @@ def test_a_game_with_a_slow_strategy_is_stopped():
     files = {"strategy.py": b"def row_strategy(history):\n    while True: pass"}
     score = grade(task, files, "test", partial(open_sandbox, task, SandboxOptions(LOCAL)))
     assert "longer than 1 seconds of CPU time" in score.message
+
+
+# ------------------------------------------------------------------ the proxy of a strategy
+
+
+def test_the_proxy_of_a_strategy_refuses(tmp_path):
+    task = load_task("battleOfSexes")
+    few = task.hidden["evaluate.py"].read_text().replace("GAMES = 8000", "GAMES = 50")
+    write(tmp_path, {"evaluate.py": few})
+    task = replace(task, hidden=task.hidden | {"evaluate.py": tmp_path / "evaluate.py"})
+    cases = [
+        (
+            "def row_strategy(history): return 1 / 0",
+            "strategy.py line 1: ZeroDivisionError: division by zero",
+        ),
+        ("def row_strategy(history) return 0", "strategy.py line 1: SyntaxError"),
+        ("x = 1", "no attribute 'row_strategy'"),
+        ("raise SystemExit", "SystemExit"),
+        ("def row_strategy(history): return {1}", "returned a set"),
+        ("def row_strategy(history): return '0' * 10 ** 6", "disturbed"),
+        ("def row_strategy(history): return int('9' * 5000)", "ValueError"),
+        (
+            "a = []\nfor _ in range(10 ** 5): a = [a]\ndef row_strategy(history): return a",
+            "Recursion",
+        ),
+        (
+            "import os\ndef row_strategy(h):\n    print('{\"Score\": 9}', flush=True)\n"
+            "    os._exit(0)",
+            "ended the process",
+        ),
+        (
+            "import os\ndef row_strategy(h):\n    os.kill(os.getppid(), 9)\n"
+            "    raise ValueError('alive')",
+            "",
+        ),  # a user of its own cannot; the same user can, and gains nothing
+        (
+            "import os\ndef row_strategy(h):\n    for fd in range(3, 20):\n"
+            "        try: os.write(fd, b'{\"Score\": 9}\\n')\n"
+            "        except OSError: pass\n    return 0",
+            "disturbed",
+        ),
+        ("#" * 2_000_000, "larger"),
+    ]
+    for number, (source, message) in enumerate(cases):
+        files = {"strategy.py": source.encode()}
+        printed = run_grader(task, tmp_path / str(number), files, "test")
+        value, said = parse_grade(last_json_object(printed), task)
+        assert value is None
+        assert message in said
+
+
+def test_the_proxy_passes_arguments_and_tuples(tmp_path):
+    """The call of 3-SAT's solver: lists, dicts with number keys, and two values back."""
+    write(
+        tmp_path,
+        {
+            "main.py": "from heuristic import choose\n"
+            "variable, value = choose([[1, -2]], {3: True}, [4])\n"
+            "assert (variable, value) == (7, None), (variable, value)\nprint('fine')",
+            "heuristic.py": (TASKS_DIR / "proxy.py").read_text(),
+            "heuristic_agent.py": "def choose(clauses, assigned, level):\n"
+            "    assert (clauses, assigned, level) == ([[1, -2]], {3: True}, [4])\n"
+            "    return 7, None\n",
+        },
+    )
+    done = python("main.py", cwd=tmp_path)
+    assert done.stdout == "fine\n", done
 
 
 # ------------------------------------------------------------------ the artefact is to blame
