@@ -760,7 +760,7 @@ def test_docker_image_and_permission(monkeypatch):
     assert client.pick_backend("docker") == ("docker", f"docker, image {IMAGE}")
     from docker import errors
 
-    def refused(host):
+    def refused():
         raise errors.DockerException(
             "Error while fetching server API version: "
             "('Connection aborted.', PermissionError(13, 'Permission denied'))"
