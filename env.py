@@ -213,7 +213,7 @@ def open_tasks(
     Returns the tasks and a sentence about that choice. Raises UserError if a task does not exist,
     needs something that its sandbox lacks, or has a broken grader.
     """
-    tasks = [load_task(name, options.mlgym_root, options.mledojo_root) for name in options.task]
+    tasks = [load_task(name) for name in options.task]
     image = tasks[0].image or sandbox.image
     sandbox.backend, why = pick_backend(sandbox.backend, image, model_is_tiny)
     for task in tasks:
@@ -278,8 +278,6 @@ def run_attached(command: str) -> int:
 
 def by_hand(
     task: str = "titanic",
-    mlgym_root: str | None = None,
-    mledojo_root: str | None = None,
     short: bool = False,
     attach: str | None = None,
     sandbox: SandboxOptions = SandboxOptions(),  # noqa: B008
@@ -288,8 +286,6 @@ def by_hand(
 
     Args:
         task: Name of the task, see `python tasks.py`, or a Harbor task folder.
-        mlgym_root: MLGym checkout; default: $MLGYM_ROOT.
-        mledojo_root: Folder of competitions prepared by MLE-Dojo; default: $MLEDOJO_ROOT.
         short: Show the texts that the stand-in reads, not those of every other model.
         attach: Run this command, or validate or submit, in the sandbox of a running episode: that
             of the agent program which calls, see docs/agents.md.
@@ -297,7 +293,7 @@ def by_hand(
     """
     if attach is not None:
         sys.exit(run_attached(attach))
-    tasks, why = open_tasks(TaskOptions((task,), mlgym_root, mledojo_root), sandbox, True)
+    tasks, why = open_tasks(TaskOptions((task,)), sandbox, True)
     with Env(tasks[0], sandbox) as env:
         prompt = env.reset()
         print(f"[sandbox: {why}]\n\n{HOW_TO_PLAY}\n{prompt if short else full_texts(env)}\n")

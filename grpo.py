@@ -60,7 +60,7 @@ from flatlab.options import (
     SandboxOptions,
     Seed,
     TaskOptions,
-    TrackerOptions,
+    Trackers,
 )
 from flatlab.runs import cli, trackers
 from flatlab.runs.fingerprint import fingerprint
@@ -369,7 +369,8 @@ class Config:
     model: ModelOptions = field(default_factory=ModelOptions)
     sandbox: SandboxOptions = field(default_factory=SandboxOptions)
     episode: EpisodeOptions = field(default_factory=EpisodeOptions)
-    trackers: TrackerOptions = field(default_factory=TrackerOptions)
+    # where the rows of a run are sent, too; WANDB_MODE=offline needs no account
+    trackers: Trackers = ()
 
 
 @dataclass

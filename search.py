@@ -251,7 +251,8 @@ class Config:
     episode: options.EpisodeOptions = field(
         default_factory=lambda: options.EpisodeOptions(max_turns=15)
     )
-    trackers: options.TrackerOptions = field(default_factory=options.TrackerOptions)
+    # where the rows of a run are sent, too; WANDB_MODE=offline needs no account
+    trackers: options.Trackers = ()
 
     # run directory logs/<name>; default: <script>[-<rule>]-<task>-<mode>-<model>-<seed>, of a grid
     # <script>-grid-<model>

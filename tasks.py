@@ -61,9 +61,9 @@ def task_sources(mlgym_root: str | Path | None, mledojo_root: str | Path | None)
     yield builtin_names, load_builtin, TASKS_DIR
 
 
-def list_tasks(mlgym_root: str | None, mledojo_root: str | None) -> None:
+def list_tasks() -> None:
     """Prints one line per task. Only built-in ones are loaded: others may be large."""
-    for names, load, root in task_sources(mlgym_root, mledojo_root):
+    for names, load, root in task_sources(None, None):
         for name in names(root):
             text = root
             if load is load_builtin:
@@ -148,8 +148,6 @@ def install(task: Task, options: SandboxOptions) -> None:
 def main(
     task: str = "",
     /,
-    mlgym_root: str | None = None,
-    mledojo_root: str | None = None,
     sandbox: SandboxOptions = SandboxOptions(),  # noqa: B008
     build_image: bool = False,
 ) -> None:
@@ -157,15 +155,13 @@ def main(
 
     Args:
         task: Name of the task, or a Harbor task folder. Without one, all tasks are listed.
-        mlgym_root: MLGym checkout; default: $MLGYM_ROOT.
-        mledojo_root: Folder of competitions prepared by MLE-Dojo; default: $MLEDOJO_ROOT.
         sandbox: The kind of sandbox and what it offers.
         build_image: Install the task's requirements.txt in --image; later runs use the result.
     """
     if not task:
-        list_tasks(mlgym_root, mledojo_root)
+        list_tasks()
         return
-    loaded = load_task(task, mlgym_root, mledojo_root)
+    loaded = load_task(task)
     if build_image:
         install(loaded, sandbox)
     else:

@@ -30,15 +30,13 @@ Positive = Annotated[float, Bounds(1e-6)]
 Share = Annotated[float, Bounds(0, 1)]
 GpuShare = Annotated[float, Bounds(0.01, 1), MAY_CHANGE]
 Seed = Annotated[int, Bounds(0, 2**32 - 1)]
+Trackers = Resumable[tuple[Literal["tensorboard", "wandb"], ...]]
 
 
 @dataclass
 class TaskOptions:
-    task: tuple[str, ...] = ("titanic",)  # names, see `python tasks.py`, or Harbor task folders
-    # MLGym checkout; default: $MLGYM_ROOT
-    mlgym_root: Resumable[str | None] = None
-    # folder of prepared MLE-Dojo competitions; default: $MLEDOJO_ROOT
-    mledojo_root: Resumable[str | None] = None
+    # names, see `python tasks.py`, or Harbor task folders; $MLGYM_ROOT and $MLEDOJO_ROOT add names
+    task: tuple[str, ...] = ("titanic",)
 
 
 @dataclass
@@ -80,14 +78,6 @@ class EpisodeOptions:
     # <think> parts of earlier replies. keep: an episode is one sequence; drop: later replies do not
     # see them, and each reply after one is trained as a sequence of its own
     thoughts: Literal["keep", "drop"] = "keep"
-
-
-@dataclass
-class TrackerOptions:
-    # also write the rows to logs/<run>/tensorboard
-    tensorboard: Resumable[bool] = False
-    # also send them to Weights & Biases; WANDB_MODE=offline needs no account
-    wandb: Resumable[bool] = False
 
 
 def flat(config) -> dict:

@@ -983,8 +983,9 @@ def checkout(tmp_path, image_with_wheel):
 
 def build(root):
     """`python tasks.py needy --build-image` as it ended."""
-    flags = ("--mlgym-root", root, "--image", WITH_WHEEL, "--build-image")
-    return python("tasks.py", "needy", *flags)
+    environment = os.environ | {"MLGYM_ROOT": str(root)}
+    flags = ("--image", WITH_WHEEL, "--build-image")
+    return python("tasks.py", "needy", *flags, env=environment)
 
 
 @pytest.mark.slow

@@ -277,7 +277,7 @@ def test_tensorboard_can_read_it(tmp_path):
     pytest.importorskip("tensorboard", reason="optional: pip install tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = store.open_run(tmp_path, CONFIG | {"tensorboard": True, "wandb": False}, MADE_BY)
+    run = store.open_run(tmp_path, CONFIG | {"trackers": ["tensorboard"]}, MADE_BY)
     run.trackers = trackers.open_trackers(run)
     for step in range(2):
         run.log(step_row(step))

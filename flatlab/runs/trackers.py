@@ -9,36 +9,30 @@ from __future__ import annotations
 import importlib.util
 import os
 import uuid
-from dataclasses import asdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import write_whole
-from flatlab.options import TrackerOptions
 from flatlab.runs.reader import number
 
 
-def check_packages(options: TrackerOptions) -> None:
+def check_packages(names: Iterable[str]) -> None:
     """Raises UserError, with the pip command, if a tracker was asked for that is not installed.
 
     The scripts call this before they create a run directory.
     """
-    for name, wanted in asdict(options).items():
-        if wanted and importlib.util.find_spec(name) is None:
-            raise UserError(f"--{name} needs a package that is missing: pip install {name}")
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"--trackers {name} needs a missing package: pip install {name}")
 
 
 def open_trackers(run) -> list:
     """The trackers that the config of an open Run asks for; check_packages() comes first."""
-    trackers = []
-    if run.config["tensorboard"]:
-        trackers.append(open_tensorboard(run.dir))
-    if run.config["wandb"]:
-        trackers.append(open_wandb(run.dir, run.config))
-    return trackers
+    return [OPEN[name](run.dir, run.config) for name in run.config["trackers"]]
 
 
-def open_tensorboard(directory: Path):
+def open_tensorboard(directory: Path, config: dict):
     """A tracker that writes <directory>/tensorboard. To look at it: tensorboard --logdir logs"""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -76,6 +70,9 @@ def open_wandb(directory: Path, config: dict):
         run.log(scalars(row) | {"step": step_of(row)})
 
     return tracker
+
+
+OPEN = {"tensorboard": open_tensorboard, "wandb": open_wandb}
 
 
 def wandb_id(directory: Path) -> str:

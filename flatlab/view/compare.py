@@ -21,8 +21,8 @@ from flatlab.view.plots import COLOURS, RunGroup, cut, series, shorten
 
 # Settings that do not change what is measured
 NOT_OF_THE_GROUP = set(
-    """task seed name workers concurrency price url eval_episodes backend mlgym_root mledojo_root
-    tensorboard wandb""".split()
+    """task seed name workers concurrency price url eval_episodes backend
+    trackers""".split()
 )
 # Settings that follow from another one unless the user sets them: key -> the other one
 DERIVED_FROM = {
