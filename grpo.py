@@ -15,10 +15,8 @@ The same command again resumes a run. One step:
 3. advantage = how much better than the own group; equal rewards teach nothing, so another group
    is sampled instead
 4. loss = clipped policy gradient + KL to the starting policy, averaged over all tokens of the step
-5. one AdamW step (or --epochs of them) on the LoRA weights, which are then copied into the running
-   engine
-6. now and then an evaluation on seeds never trained on: the best adapter is kept; a collapsed
-   policy ends the run
+5. one AdamW step on the LoRA weights, which are then copied into the running engine
+6. now and then an evaluation on new seeds: the best adapter is kept; a collapse ends the run
 7. one row of metrics, all transcripts and a checkpoint go to the run directory
 
 At the end the untrained, the last and the best adapter play the same fresh seeds.
@@ -44,51 +42,31 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Literal
 
-from tqdm import tqdm
-
 import env
-from flatlab import cache, options, threads
+from flatlab import options, threads
 from flatlab.errors import UserError
 from flatlab.model import memory
-from flatlab.options import (
-    Bounds,
-    Count,
-    EpisodeOptions,
-    GpuShare,
-    ModelOptions,
-    Resumable,
-    SandboxOptions,
-    Seed,
-    TaskOptions,
-    Trackers,
-)
-from flatlab.runs import cli, trackers
-from flatlab.runs.fingerprint import fingerprint
-from flatlab.runs.reader import duration, value_text
-from flatlab.runs.store import open_run, run_directory
-from flatlab.task.definition import Task, improvement
-from flatlab.train import checkpoint, guard, imitation, metrics, overlap, ranks
+from flatlab.options import Bounds, Count, Resumable
+from flatlab.runs import cli, fingerprint, reader, store, trackers
+from flatlab.train import checkpoint, evaluation, guard, imitation, metrics, overlap, ppo, ranks
 from flatlab.train.batch import (
     Group,
     Meter,
-    MicroBatch,
-    TrainSequence,
-    choose_tasks,
-    flatten,
+    Plan,
+    column,
     gather_groups,
     micro_batches,
+    plan_step,
     sequences_of,
-    to_tensors,
 )
 from flatlab.view import console
 from flatlab.world.episode import play, run_episode
-from policy import ADAPTER_FILE, ModelPath, Policy, default_model, lora_settings, resolve_model
+from policy import Policy, default_model, lora_settings, resolve_model
 
 # ================================== the idea: edit here ==================================
 
 NO_SUBMISSION = -1.0  # reward without a valid submission; no reward may fall below it
 SKIP_GRAD_NORM = 100.0  # an update with a larger gradient norm, or with NaN, is skipped
-VALUE_WEIGHT = 0.1  # ppo: weight of the value head's squared error
 ENTROPY_BONUS = 0.0  # weight of the entropy in the loss, which rewards it
 IS_CAP = 2.0  # upper bound on a token's importance weight (truncated importance sampling)
 WARMUP = 4  # steps until the full learning rate
@@ -138,21 +116,6 @@ def rloo(rewards):
     """
     scale = len(rewards) / (len(rewards) - 1)
     return [scale * (r - fmean(rewards)) for r in rewards]
-
-
-def gae(reward, values, lam=1.0):
-    """A_t = sum_k lam^k d_(t+k), d_t = V_(t+1) - V_t, at the last token r - V_t (arXiv 1506.02438,
-    eq. 16, gamma 1).
-
-    values: V before each trained token of an episode. lam: 1 is the return minus V; 0.95 forgets
-    after twenty tokens.
-    """
-    advantages, advantage, following = [], 0.0, reward
-    for value in reversed(values):
-        advantage = following - value + lam * advantage
-        advantages.append(advantage)
-        following = value
-    return advantages[::-1]
 
 
 # Credit: the advantage of each reply of an episode. turns: as in episodes/*.jsonl. A reply with
@@ -270,7 +233,7 @@ def per_budget(length, tokens, episodes, cfg):
 @dataclass(frozen=True)
 class Advantage:
     function: Callable
-    value_head: bool = False  # the model estimates values; gae() makes the advantages of tokens
+    value_head: bool = False  # the model estimates values, see flatlab/train/ppo.py
 
 
 @dataclass(frozen=True)
@@ -279,7 +242,7 @@ class Loss:
     weight: Callable
     clip_low: float  # the bounds that hold unless --clip-low and --clip-high are given
     clip_high: float
-    tolerates_lag: bool = True  # whether these bounds suit samples of an older policy, see --ahead
+    supports_off_policy: bool = True  # whether these bounds suit samples of an older policy
 
 
 REWARDS = {
@@ -299,7 +262,7 @@ LOSSES = {
     "dr_grpo": Loss(clipped, per_budget, 0.2, 0.2),
     "dapo": Loss(clipped, per_token, 0.2, 0.28),
     "dppo": Loss(masked, per_token, 0.2, 0.2),
-    "gspo": Loss(sequence_clipped, per_episode, 3e-4, 4e-4, tolerates_lag=False),
+    "gspo": Loss(sequence_clipped, per_episode, 3e-4, 4e-4, supports_off_policy=False),
     "cispo": Loss(clipped_weight, per_token, 1.0, 4.0),  # 1 - 1 = 0: no lower bound
 }
 
@@ -311,14 +274,12 @@ class Config:
     """None stands for the default that the comment names; 0 is zero."""
 
     name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
-    seed: Seed = 0  # seed of sampling, initial adapter and choice of tasks
+    seed: options.Seed = 0  # seed of sampling, initial adapter and choice of tasks
     # training steps; a larger number continues a finished run
     steps: Resumable[int] = 30
     task_weights: tuple[float, ...] = ()  # share of the groups for each task; default: equal
-    # runs (logs/<run> of grpo.py or search.py) whose best episodes are imitated before the first
-    # step
-    sft: tuple[str, ...] = ()
-    # best share of their episodes above the baseline; 1: all of these, at most 1024 of a task
+    sft: tuple[str, ...] = ()  # runs (logs/<run>) to imitate before the first step
+    # fraction of their above-baseline episodes to imitate, best first; at most 1024 of a task
     sft_share: Annotated[float, Bounds(1e-6, 1)] = 0.25
     sft_updates: Count = 32  # optimizer steps of this imitation, on up to 8 episodes each
     sft_lr: float | None = None  # learning rate of this imitation; default: 2e-4, stand-in 1e-3
@@ -327,12 +288,10 @@ class Config:
     # upper bound on the groups per step, when groups with equal rewards are replaced; default: 2 P
     max_groups: int | None = None
     group_size: Annotated[int, Bounds(2)] = 8  # G: episodes per group, compared with each other
-    # steps sampled ahead of the update; bounds the lag of an episode's first token
-    ahead: int = 0
+    ahead: int = 0  # steps sampled ahead of the update; bounds the lag of an episode's first token
     # episodes in flight at once, at most; default: 32 for each of the 1 + ahead steps
     concurrency: Resumable[Count | None] = None
-    # command of a program that plays the episodes, see docs/agents.md; default: the loop of
-    # flatlab/world/episode.py
+    # command of a program that plays the episodes, see docs/agents.md; default: episode.play
     agent: str | None = None
 
     reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
@@ -341,11 +300,9 @@ class Config:
     # reached the length limit
     credit: Literal[*CREDITS] = "episode"
     loss: Literal[*LOSSES] = "dapo"  # policy-gradient loss; LOSSES shows what each one consists of
-    # ratios are clipped below 1 - clip_low; dppo: most that a probability may fall; default: see
-    # LOSSES
+    # ratios are clipped below 1 - clip_low; dppo: largest fall of a probability; default: LOSSES
     clip_low: float | None = None
-    # ratios are clipped above 1 + clip_high; dppo: most that a probability may rise; default: see
-    # LOSSES
+    # ratios are clipped above 1 + clip_high; dppo: largest rise of a probability; default: LOSSES
     clip_high: float | None = None
     # weight of the KL to the reference: the policy of the first step, after an imitation
     kl: float = 0.05
@@ -358,30 +315,18 @@ class Config:
     micro_tokens: Resumable[int | None] = None
     # recompute activations: less memory, a third more time
     gradient_checkpointing: Resumable[bool] = False
-    # share of the GPU for the engine: its weights and its KV cache
-    gpu_memory: GpuShare = 0.45
+    gpu_memory: options.GpuShare = 0.45  # share of the GPU for the engine's weights and KV cache
 
     # episodes per evaluation, on seeds never trained on; 0: none, and best/ is the last adapter
     eval_episodes: Annotated[int, Bounds(0, 1_000_000)] = 64
     eval_every: Count = 10  # steps between evaluations; also before the first and after the last
 
-    tasks: TaskOptions = field(default_factory=TaskOptions)
-    model: ModelOptions = field(default_factory=ModelOptions)
-    sandbox: SandboxOptions = field(default_factory=SandboxOptions)
-    episode: EpisodeOptions = field(default_factory=EpisodeOptions)
+    tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
+    model: options.ModelOptions = field(default_factory=options.ModelOptions)
+    sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
+    episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
     # where the rows of a run are sent, too; WANDB_MODE=offline needs no account
-    trackers: Trackers = ()
-
-
-@dataclass
-class State:
-    """What a checkpoint holds besides adapter and optimizer. A field that is added here outlives
-    kill -9. All randomness is a function of seed and step, so there is no generator to save.
-    """
-
-    step: int = 0  # the next one; so many steps of training are in the weights
-    stopped: str = ""  # why the guard ended the run
-    best: dict | None = None  # evaluation of the adapter in best/
+    trackers: options.Trackers = ()
 
 
 # ------------------------------------------------------------------------------ sample
@@ -390,26 +335,10 @@ class State:
 def rewards_of(group: Group, cfg: Config) -> list[float]:
     """One reward per episode that is not a fault."""
     rewards = []
-    for e in group.played:
-        reward = NO_SUBMISSION
-        if e.score.valid:
-            value = improvement(e.score.value, group.task)
-            reward = REWARDS[cfg.reward](value, e)
+    for e, value in zip(group.played, group.improvements):
+        reward = NO_SUBMISSION if value is None else REWARDS[cfg.reward](value, e)
         rewards.append(reward)
     return rewards
-
-
-@dataclass
-class Plan:
-    """Groups to play."""
-
-    tasks: list[Task]  # of each group
-    size: int  # episodes of a group
-    seed: int
-    # tasks of the groups that replace groups of equal rewards
-    replacements: list[Task] = field(default_factory=list)
-    test: bool = False  # whether to score the test part, too
-    order: int = -1  # priority for sandboxes, lower runs first: evaluations, then step by step
 
 
 def agent_loop(cfg: Config) -> Callable:
@@ -433,7 +362,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job, on_end=None) -> list
     spare = iter(range(len(plan.tasks), len(planned))[job.ranks.rank :: job.ranks.world])
     loop = agent_loop(cfg)
 
-    async def play(task, number):
+    async def one(task, number):
         seed = plan.seed * 100_003 + number
         async with slots.slot(plan.order), env.Env(task, cfg.sandbox, seed) as world:
             episode = await run_episode(world, policy, cfg.episode, seed, plan.test, loop)
@@ -447,7 +376,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job, on_end=None) -> list
         async with asyncio.TaskGroup() as together:
             task = planned[number]
             numbers = range(number * plan.size, (number + 1) * plan.size)
-            plays = [together.create_task(play(task, i)) for i in numbers]
+            plays = [together.create_task(one(task, i)) for i in numbers]
         group = Group(number, task, [playing.result() for playing in plays], [])
         group.rewards = rewards_of(group, cfg)
         following = None if group.informative else next(spare, None)
@@ -467,7 +396,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job, on_end=None) -> list
 # ------------------------------------------------------------------------------ learn
 
 
-def make_batch(policy, groups: list[Group], cfg: Config, job) -> list[TrainSequence]:
+def make_batch(policy, groups: list[Group], cfg: Config, job) -> list:
     """Every trained token of the groups with different rewards, with its advantage and its weight
     in the mean.
     """
@@ -486,42 +415,11 @@ def make_batch(policy, groups: list[Group], cfg: Config, job) -> list[TrainSeque
         for s in sequences:
             s.weight = LOSSES[cfg.loss].weight(length, tokens, episodes, cfg)
     if rule.value_head:
-        use_values(policy, batch, cfg, job)
-    return flatten(batch)
+        ppo.use_values(policy, batch, cfg, job)
+    return sum(batch, [])
 
 
-def use_values(policy, batch: list[list[TrainSequence]], cfg: Config, job) -> None:
-    """Replaces the reward of each episode by gae(reward, values), whitened over the batch of all
-    ranks.
-
-    batch: the sequences of each episode. The value head's target is advantage + value, before the
-    whitening.
-    """
-    import torch
-
-    trained = flatten(batch)
-    for part in micro_batches(trained, cfg.micro_tokens, policy.packs):
-        pairs = [(s.tokens, s.mask) for s in part]
-        with torch.no_grad():
-            values = iter(policy.logprobs(pairs, values=True)[2].tolist())
-        for s in part:
-            s.target = [next(values) for _ in s.old]
-    for sequences in filter(None, batch):
-        reward = sequences[-1].advantage[-1]
-        advantages = iter(gae(reward, [value for s in sequences for value in s.target]))
-        for s in sequences:
-            s.advantage = [next(advantages) for _ in s.old]
-            s.target = [a + value for a, value in zip(s.advantage, s.target)]
-    everything = [a for s in trained for a in s.advantage]
-    squares = sum(a * a for a in everything)
-    n, total, squares = job.ranks.sum(len(everything), sum(everything), squares)
-    mean = total / max(n, 1)
-    deviation = max(squares / max(n, 1) - mean**2, 0.0) ** 0.5
-    for s in trained:
-        s.advantage = [(a - mean) / (deviation + 1e-8) for a in s.advantage]
-
-
-def update(policy, optimizer, batch: list[TrainSequence], cfg: Config, job) -> dict:
+def update(policy, optimizer, batch: list, cfg: Config, job) -> dict:
     """Makes EPOCHS passes over the batch, one optimizer step each. Returns numbers for the row.
 
     Every rank takes part, also one without sequences. Raises UserError, before any weight changes,
@@ -535,10 +433,9 @@ def update(policy, optimizer, batch: list[TrainSequence], cfg: Config, job) -> d
     for epoch in range(EPOCHS):
         parts = micro_batches(batch, cfg.micro_tokens, policy.packs)
         for number, part in enumerate(parts):
-            micro = to_tensors(part, policy.device)
             # With --kl 0 the guard still wants to know the KL, so one micro-batch measures it.
             measure_kl = cfg.kl > 0 or number == epoch == 0
-            micro_loss(policy, micro, cfg, meter, epoch, measure_kl).backward()
+            micro_loss(policy, part, cfg, meter, epoch, measure_kl).backward()
             overlap.stop_if_interrupted()
         if epoch == 0:
             policy.check_samples(meter.mean("logprob_diff"))
@@ -567,27 +464,32 @@ def update(policy, optimizer, batch: list[TrainSequence], cfg: Config, job) -> d
     return row
 
 
-def micro_loss(policy, micro: MicroBatch, cfg: Config, meter: Meter, epoch: int, measure_kl: bool):
+def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, measure_kl: bool):
     """The loss of a micro-batch, a scalar with gradient; its numbers go to the meter."""
     import torch
 
+    pairs = [(s.tokens, s.mask) for s in part]
+    advantage = column(part, "advantage", policy.device)
+    sequence = [number for number, s in enumerate(part) for _ in s.old]
+    sequence = torch.tensor(sequence, device=policy.device)
     base = None
     if measure_kl:
         with torch.no_grad():
-            base = policy.logprobs(micro.pairs, base=True)[0]
+            base = policy.logprobs(pairs, base=True)[0]
     has_values = ADVANTAGES[cfg.advantage].value_head
     logp, entropy, *values = policy.logprobs(
-        micro.pairs, values=has_values, entropy_learns=ENTROPY_BONUS > 0
+        pairs, values=has_values, entropy_learns=ENTROPY_BONUS > 0
     )
 
     # A token whose log-prob is not finite is left out.
-    is_finite = logp.isfinite() & micro.old.isfinite()
+    old = column(part, "old", policy.device)
+    is_finite = logp.isfinite() & old.isfinite()
     if base is not None:
         is_finite &= base.isfinite()
     logp = logp.masked_fill(~is_finite, 0.0)
-    old = micro.old.masked_fill(~is_finite, 0.0)
+    old = old.masked_fill(~is_finite, 0.0)
 
-    loss, is_clipped = LOSSES[cfg.loss].function(logp, old, micro.advantage, micro.sequence, cfg)
+    loss, is_clipped = LOSSES[cfg.loss].function(logp, old, advantage, sequence, cfg)
     if base is not None:
         kl = kl_to_base(logp, base).masked_fill(~is_finite, 0.0)
         meter.add(kl=kl)
@@ -596,8 +498,8 @@ def micro_loss(policy, micro: MicroBatch, cfg: Config, meter: Meter, epoch: int,
     if ENTROPY_BONUS:
         loss = loss - ENTROPY_BONUS * entropy.masked_fill(~is_finite, 0.0)
     if has_values:
-        loss = loss + VALUE_WEIGHT * (values[0] - micro.target) ** 2 / 2
-    loss = loss * micro.weight * is_finite
+        loss = loss + ppo.value_loss(values[0], part)
+    loss = loss * column(part, "weight", policy.device) * is_finite
 
     meter.add(
         loss=loss,
@@ -607,128 +509,31 @@ def micro_loss(policy, micro: MicroBatch, cfg: Config, meter: Meter, epoch: int,
     )
     if epoch == 0:
         # The engine's log-probs are those of the trainer for tokens of the current version only.
-        lag = policy.version - micro.version
+        lag = policy.version - column(part, "version", policy.device)
         is_current = lag == 0
         difference = (logp.detach() - old).abs()[is_current]
         meter.add(lag=lag, judged=is_current, logprob_diff=difference)
     return loss.sum()
 
 
-# ------------------------------------------------------------------------------ evaluate
-
-
-def evaluate(policy, tasks, cfg: Config, job, name: str, seed: int, test=False) -> list[Group]:
-    """cfg.eval_episodes episodes at the sampling temperature, one per group, the same ones for the
-    same seed. They are saved as episodes/<name>.jsonl.
-
-    No update happens meanwhile, so all of them are of one policy.
-    """
-    planned = [tasks[i % len(tasks)] for i in range(cfg.eval_episodes)]
-    plan = Plan(planned, 1, seed, test=test)
-    total = len(planned[job.ranks.rank :: job.ranks.world])
-    with tqdm(total=total, desc="evaluate", delay=8, mininterval=8, disable=not job.run) as bar:
-        groups = job.loop.wait(play_groups, policy, plan, cfg, job, bar.update)
-    assert {turn["version"] for g in groups for e in g.episodes for turn in e.turns} <= {
-        policy.version
-    }
-    groups = gather_groups(groups, job)
-    checkpoint.save_groups(job, name, groups)
-    return groups
-
-
-def judge(policy, tasks, cfg: Config, job, state: State, name: str) -> dict:
-    """Evaluates the adapter, and keeps it if it is better than the best one so far."""
-    seed = -1 - 2 * cfg.seed  # seeds of training are not negative
-    groups = evaluate(policy, tasks, cfg, job, name, seed)
-    result = metrics.evaluation(groups, tasks)
-    checkpoint.keep_best(policy, job, state, result | {"step": state.step - 1})
-    return result
-
-
-def compare_adapters(policy, tasks, cfg: Config, job, state: State) -> dict:
-    """Plays the same fresh seeds with the untrained, the imitated, the last and the best adapter.
-
-    Adapters with equal weights are played once: `file` in the results names their episodes. The
-    test part is scored for the best one alone.
-    """
-    folders = job.ranks.first(checkpoint.final_adapters(job.run) if job.run else None)
-    weights = {name: cache.file_digest(folder / ADAPTER_FILE) for name, folder in folders.items()}
-    seed = -2 - 2 * cfg.seed  # never used for selection
-    steps = {"last": state.step, "best": state.best["step"] + 1}
-    played, files = {}, {}  # by digest
-    for name in ("best", *folders):
-        if weights[name] not in played:
-            policy.load_adapter(folders[name])
-            job.loop.call(policy.sync)
-            policy.version = steps.get(name, 0)
-            file = f"final-{name}"
-            groups = evaluate(policy, tasks, cfg, job, file, seed, test=name == "best")
-            played[weights[name]] = groups
-            files[weights[name]] = f"episodes/{file}.jsonl"
-    results = metrics.final_comparison({name: played[weights[name]] for name in folders}, tasks)
-    for name, result in results.items():
-        result["file"] = files[weights[name]]
-    results["last"]["step"] = state.step - 1
-    results["best"]["step"] = state.best["step"]
-    return {
-        "n": cfg.eval_episodes,
-        "split": metrics.split_of(tasks),
-        "steps": state.step,
-        "best_is_untrained": weights["best"] == weights["untrained"],
-        **results,
-    }
-
-
 # ------------------------------------------------------------------------------ train
 
 
-def begin(policy, tasks, cfg: Config, job, state: State) -> None:
-    """Before the first step: imitates the runs of --sft, then evaluates what training starts from.
-
-    The adapter before an imitation is evaluated once, in the comparison at the end.
-    """
-    checkpoint.save_adapter(policy, job, "untrained")
-    when = "before training"
-    if cfg.sft:
-        imitation.warm_start(policy, tasks, cfg, job)
-        job.ranks.broadcast(policy.parameters())
-        job.loop.call(policy.sync)
-        policy.version = 0
-        checkpoint.save_adapter(policy, job, "imitated")
-        when = "after imitation"
-    if cfg.eval_episodes:
-        result = judge(policy, tasks, cfg, job, state, "before")
-        job.result(before=result)
-        if job.run:
-            job.run.track({"step": -1} | metrics.evaluation_columns(result))
-        job.say(metrics.evaluation_line(when, result, metrics.split_of(tasks)))
-
-
-def plan_step(tasks, cfg: Config, step: int) -> Plan:
-    """The groups of a step, and those that replace groups from which nothing can be learned."""
-    plan = Plan([], cfg.group_size, cfg.seed * 10_007 + step, order=step)
-    plan.tasks = choose_tasks(tasks, cfg.task_weights, cfg.groups, f"{cfg.seed} {step}")
-    if not ADVANTAGES[cfg.advantage].value_head:
-        more = cfg.max_groups - cfg.groups
-        seed = f"{cfg.seed} {step} replacements"
-        plan.replacements = choose_tasks(tasks, cfg.task_weights, more, seed)
-    return plan
-
-
-def train(policy, tasks: list[Task], cfg: Config, job) -> None:
+def train(policy, tasks: list, cfg: Config, job) -> None:
     """All steps and evaluations, in the trainer's thread: see run_beside. The event loop samples
     meanwhile, also for later steps. Only rank 0 has a run to write.
     """
     # Beside a small model's engine, which decodes on one core, an update waits less without it.
     threads.use_all(but=policy.decode_threads if cfg.ahead else 0)
+    job.play = play_groups
     optimizer = policy.make_optimizer(cfg.lr)
-    state, rows = checkpoint.resume(policy, optimizer, job, State)
+    state, rows = checkpoint.resume(policy, optimizer, job)
     job.ranks.broadcast(policy.parameters())
     agreement = job.loop.wait(policy.verify)["random adapter"]
     job.say(f"engine   agrees with the trainer: {agreement}")
     policy.version = state.step
     if state.step == 0:
-        begin(policy, tasks, cfg, job, state)
+        evaluation.begin(policy, tasks, cfg, job, state)
     if cfg.sft or policy.path.adapter:  # else the reference of the KL term is the base model
         start = "imitated" if cfg.sft else "untrained"
         policy.set_reference(Path("logs", cfg.name, start))
@@ -762,11 +567,7 @@ def train(policy, tasks: list[Task], cfg: Config, job) -> None:
 
         # judge: an evaluation now and then, alarms, and the guard
         state.step = step + 1
-        if cfg.eval_episodes and (state.step % cfg.eval_every == 0 or state.step == cfg.steps):
-            result = judge(policy, tasks, cfg, job, state, f"eval-{step:06d}")
-            row |= metrics.evaluation_columns(result)
-        if not cfg.eval_episodes:
-            checkpoint.keep(policy, job, state, {"step": step})
+        row |= evaluation.after_step(policy, tasks, cfg, job, state)
         row["alarms"] = guard.alarms(row, rows)
         rows.append(row)
         state.stopped = guard.collapse(rows, state.best)
@@ -782,29 +583,14 @@ def train(policy, tasks: list[Task], cfg: Config, job) -> None:
                 f"valid {row['valid_share']:4.0%}  same {row['zero_variance_share']:4.0%}  "
                 f"kl {row.get('kl', nan):.1e}  grad {row.get('grad_norm', nan):.2f}  "
                 f"{row['seconds']:.1f} s ({row['seconds_sample']:.1f} sampling)  "
-                f"ETA {duration(eta)}",
+                f"ETA {reader.duration(eta)}",
                 *(f"\n      ! {alarm}" for alarm in row["alarms"]),
                 sep="",
                 flush=True,
             )
             console.plot_now_and_then(job.run)
 
-    job.loop.cancel()  # the episodes of the steps that a collapse leaves out
-    if cfg.eval_episodes:
-        final = compare_adapters(policy, tasks, cfg, job, state)
-        job.result(final=final)
-        if job.run:
-            job.run.track(metrics.final_row(final))
-    else:
-        job.say(f"best/ of logs/{cfg.name} is the last adapter: nothing was evaluated")
-    status = "finished"
-    if state.stopped:
-        kept = "the best one" if cfg.eval_episodes else "the last one, as nothing was evaluated"
-        status = (
-            f"stopped: {state.stopped}. A new run goes on from the adapter of step "
-            f"{state.best['step']}, {kept}, with --model logs/{cfg.name}/best"
-        )
-    job.result(status=status)
+    evaluation.finish(policy, tasks, cfg, job, state)
 
 
 # ------------------------------------------------------------------------------ start
@@ -829,7 +615,7 @@ def check_config(cfg: Config) -> None:
             f"--advantage {cfg.advantage} assigns credit to every token itself: leave out --credit."
         )
     has_bounds = None not in (cfg.clip_low, cfg.clip_high)
-    if cfg.ahead and not (LOSSES[cfg.loss].tolerates_lag or has_bounds):
+    if cfg.ahead and not (LOSSES[cfg.loss].supports_off_policy or has_bounds):
         raise UserError(
             f"With --ahead, the bounds of --loss {cfg.loss} would clip most of what is sampled: "
             "set --clip-low and --clip-high, or choose another loss."
@@ -838,11 +624,11 @@ def check_config(cfg: Config) -> None:
         raise UserError("--thoughts is not for --agent: the program chooses what the model reads.")
 
 
-def fill_in(cfg: Config, tasks: list[Task], path: ModelPath) -> None:
+def fill_in(cfg: Config, tasks: list, path) -> None:
     """Replaces None by what the model, the loss and the tasks suggest."""
     is_tiny = path.is_tiny
     options.derive(cfg.model, cfg.episode, is_tiny, path.positions)
-    model = value_text(cfg.model.model)
+    model = reader.value_text(cfg.model.model)
     lora = lora_settings(path, cfg.lora_rank)
     derived = {
         "lora_rank": lora["r"],
@@ -873,31 +659,14 @@ def prepare(cfg: Config, job):
         imitation.best_episodes(cfg.sft, tasks, cfg.sft_share)
     if job.ranks.rank == 0:
         trackers.check_packages(cfg.trackers)
-        job.run = run = open_run(
-            run_directory(cfg.name),
+        job.run = store.open_run(
+            store.run_directory(cfg.name),
             options.flat(cfg),
-            fingerprint([task.digest() for task in tasks], path, cfg.agent or ""),
+            fingerprint.fingerprint([task.digest() for task in tasks], path, cfg.agent or ""),
             options.may_change(cfg),
-            lambda run: is_finished(run, cfg),
+            lambda run: checkpoint.is_finished(run, cfg),
         )
-        if run.rows() and not run.checkpoints():
-            raise UserError(
-                f"{run.dir} has steps but no checkpoint to continue from, and starting anew would "
-                "erase them: choose another --name, or remove it."
-            )
     return tasks, path, why
-
-
-def is_finished(run, cfg: Config) -> bool:
-    """Whether nothing is left to do: all steps are made and the adapters compared, or the guard
-    stopped the run.
-    """
-    result = run.results()
-    status = result.get("status", "")
-    steps = len(run.rows())
-    if cfg.eval_episodes and (result.get("final") or {}).get("steps") != steps:
-        return False
-    return status.startswith("stopped: ") or status == "finished" and steps >= cfg.steps
 
 
 def main() -> None:

@@ -228,7 +228,7 @@ async def play(env, policy, episode, options, history, command: str) -> str:
             sequence = Segment()
             episode.segments.append(sequence)
         sequence.append(tokens[len(sequence.tokens) :])
-        sequence.append(sample.tokens, sample.logprobs)
+        sequence.append_reply(sample, len(episode.turns) - 1)
         return {
             "id": f"{number}",
             "object": "chat.completion",

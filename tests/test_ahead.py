@@ -3,6 +3,7 @@ engine; an episode is two replies with waits between them.
 """
 
 import asyncio
+import gc
 import signal
 import time
 from collections import Counter
@@ -105,6 +106,19 @@ def test_ctrl_c_in_an_update_and_the_same_command_again(play, monkeypatch):
     rows = play(episode=waiting_reply, steps=4, ahead=2)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert not overlap.INTERRUPTED.is_set()
+
+
+def test_ctrl_c_between_two_waits_leaves_no_coroutine_behind(play, monkeypatch, recwarn):
+    def update(*args):
+        signal.raise_signal(signal.SIGINT)
+        assert overlap.INTERRUPTED.wait(30)
+        return {}
+
+    monkeypatch.setattr(grpo, "update", update)
+    with pytest.raises(KeyboardInterrupt):
+        play(episode=waiting_reply, steps=2)
+    gc.collect()
+    assert not [w for w in recwarn if "never awaited" in str(w.message)]
 
 
 def test_a_failed_later_step_ends_the_run_and_all_episodes(play):

@@ -729,19 +729,24 @@ def test_ppo_learns_its_value_head(policy, play, monkeypatch):
     assert any(weight.abs().max() > 0 for weight in saved.values())
 
 
-def test_groups_travel_with_their_tokens_packed(tmp_path):
-    """Each rank packs its own; what they send, one after the other, is one file."""
+def test_groups_travel_without_the_sequences_to_train_on(tmp_path):
+    """What goes to the disk was packed when an episode ended; one after the other, it is a file."""
     logprob = -0.1234567890123456789
-    sampled = [Segment([1, 2], [0, 1], [0.0, logprob])]
-    sampled.append(Segment([3], [1], [math.nan]))
-    episodes = [Episode("t", 0, segments=sampled), Episode("t", 1, status="fault")]
+    sampled = [Segment([1, 2], [-1, 0], [0.0, logprob], [-1, 4])]
+    sampled.append(Segment([3], [1], [math.nan], [5]))
+    episodes = [
+        Episode("t", 0, segments=sampled, packed=store.packed_tokens(sampled)),
+        Episode("t", 1, status="fault", packed=store.packed_tokens([])),
+    ]
     (copy,) = gather_groups([Group(0, TASK, episodes, [0.5])], Job())
     assert [e.segments for e in copy.episodes] == [[], []]
     assert episodes[0].segments == sampled
+    assert "packed" not in episodes[0].to_dict()
     (tmp_path / "episodes").mkdir()
-    (tmp_path / "episodes/before.tokens.jsonl.gz").write_bytes(copy.tokens + copy.tokens)
+    packed = b"".join(e.packed for e in copy.episodes)
+    (tmp_path / "episodes/before.tokens.jsonl.gz").write_bytes(packed + packed)
     kept = [
-        {"tokens": [1, 2], "mask": [0, 1], "logprobs": [0.0, logprob]},
-        {"tokens": [3], "mask": [1], "logprobs": [None]},  # JSON has no NaN
+        {"tokens": [1, 2], "reply": [-1, 0], "logprobs": [0.0, logprob], "version": [-1, 4]},
+        {"tokens": [3], "reply": [1], "logprobs": [None], "version": [5]},  # JSON has no NaN
     ]
     assert segments_of(tmp_path, "before") == [kept, [], kept, []]

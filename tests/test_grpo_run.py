@@ -163,10 +163,11 @@ def test_the_loss_of_a_step_follows_from_the_files(finished):
         if len(set(group)) == 1:
             continue
         advantage = (episode["reward"] - fmean(group)) / stdev(group)
-        trained = sum(sum(segment["mask"]) for segment in line["segments"])
-        assert trained == episode["reply_tokens"]
+        replies = [r for segment in line["segments"] for r in segment["reply"] if r >= 0]
+        assert len(replies) == episode["reply_tokens"]
         for segment in line["segments"]:
-            tokens, mask = torch.tensor(segment["tokens"]), torch.tensor(segment["mask"])
+            tokens, reply = torch.tensor(segment["tokens"]), torch.tensor(segment["reply"])
+            mask = (reply >= 0).long()
             old = torch.tensor(segment["logprobs"])[mask.bool()]
             logp = logprobs(tokens, mask)
             with model.disable_adapter():

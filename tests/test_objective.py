@@ -15,6 +15,7 @@ import env
 import grpo
 import helpers
 import training
+from flatlab.train import ppo
 from flatlab.train.batch import (
     Group,
     TrainSequence,
@@ -149,8 +150,8 @@ def test_gae_by_hand():
         0.5: "0.4 0.2 0.6",  # 0.3 + 0.5 * 0.2, -0.1 + 0.5 * 0.6, 0.6
     }
     for decay, advantages in by_hand.items():
-        assert grpo.gae(1.0, values, decay) == approx(advantages)
-    assert grpo.gae(1.0, [], 0.9) == []
+        assert ppo.gae(1.0, values, decay) == approx(advantages)
+    assert ppo.gae(1.0, [], 0.9) == []
 
 
 def test_credit_by_hand():
@@ -160,18 +161,19 @@ def test_credit_by_hand():
     assert grpo.runnable(-0.5, turns) == [-0.5] * 3
 
 
-def finished(*masks, stop=("stop", "stop", "stop")):
-    """An episode whose segments have these masks."""
+def finished(*replies, stop=("stop", "stop", "stop")):
+    """An episode whose segments have these numbers of replies; a dot: a token that was read."""
     segments = []
-    for mask in map(bits, masks):
-        tokens = list(range(len(mask)))
+    for numbers in replies:
+        reply = [-1 if number == "." else int(number) for number in numbers]
+        tokens = list(range(len(reply)))
         old = [-0.1 * token for token in tokens]
-        segments.append(Segment(tokens, mask, old))
+        segments.append(Segment(tokens, reply, old, [0] * len(reply)))
     turns = [{"stop_reason": reason, "status": "ok", "version": 0} for reason in stop]
     return Episode("t", 0, segments=segments, turns=turns)
 
 
-TWO_SEGMENTS = ("01101", "000011")
+TWO_SEGMENTS = (".00.1", "....22")
 
 
 def test_tokens_get_the_advantage_of_their_reply_across_segments():
@@ -190,7 +192,7 @@ def test_replies_that_reached_the_length_limit_can_be_left_out():
     assert first.mask == bits("01100")
     assert first.advantage == second.advantage == [2, 2]
     assert episode.segments[0].mask == bits("01101")  # the episode itself stays as it was
-    assert sequences_of(finished("011"), [None]) == []
+    assert sequences_of(finished(".00"), [None]) == []
 
 
 # ------------------------------------------------------------------------------ losses
@@ -326,7 +328,7 @@ def test_on_samples_of_the_current_policy_every_loss_has_the_policy_gradient(nam
 
 def played(task, *rewards):
     """A group of equal episodes with these rewards; a reward of None: a fault."""
-    episode = finished("01101")
+    episode = finished(".00.1")
     fault = replace(episode, status="fault")
     episodes = [fault if reward is None else episode for reward in rewards]
     return Group(0, task, episodes, [reward for reward in rewards if reward is not None])

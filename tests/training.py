@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 import grpo
+from flatlab.runs.store import packed_tokens
 from flatlab.task.grading import Score
 from flatlab.train.batch import Group
 from flatlab.world.episode import Episode, Segment
@@ -101,11 +102,9 @@ async def one_reply(
         return replace(
             episode, status="fault", score=None, test_score=None, fault="the container died"
         )
-    segment = Segment(
-        prompt + sample.tokens,
-        [0] * len(prompt) + [1] * len(sample.tokens),
-        [0.0] * len(prompt) + sample.logprobs,
-    )
+    segment = Segment()
+    segment.append(prompt)
+    segment.append_reply(sample, 0)
     turn = {
         "reply": sample.text,
         "action": None,
@@ -116,7 +115,7 @@ async def one_reply(
         "seconds_env": 0.0,
         "version": sample.version,
     }
-    return replace(episode, segments=[segment], turns=[turn])
+    return replace(episode, segments=[segment], turns=[turn], packed=packed_tokens([segment]))
 
 
 WAITS = (0.0, 0.05, 0.3)  # seconds

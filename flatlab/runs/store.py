@@ -74,13 +74,13 @@ def json_line(row: dict) -> str:
     return json.dumps(plain(row, finite=True)) + "\n"
 
 
-def packed_tokens(episodes: list) -> bytes:
-    """The segments of these Episodes as gzip'ed lines, one per episode.
+def packed_tokens(segments: list) -> bytes:
+    """The segments of an episode as a line of JSON, with gzip.
 
     Several of these, one after the other, are a valid gzip file, too.
     """
-    lines = [json_line({"segments": [vars(s) for s in e.segments]}) for e in episodes]
-    return gzip.compress("".join(lines).encode(), compresslevel=1, mtime=0)  # 10 times as fast as 9
+    line = json_line({"segments": [vars(segment) for segment in segments]})
+    return gzip.compress(line.encode(), compresslevel=1, mtime=0)  # 10 times as fast as 9
 
 
 def sweep(directory: Path) -> None:

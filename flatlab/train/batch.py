@@ -1,17 +1,15 @@
-"""From finished episodes to what the loss sees: groups, training sequences, micro-batches of
-tensors. No formulas here.
+"""From finished episodes to what the loss sees: groups, training sequences, micro-batches. No
+formulas here.
 """
 
 import itertools
 import random
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
 from flatlab.model.packing import common_prompt
-from flatlab.runs.store import packed_tokens
-from flatlab.task.definition import Task
+from flatlab.task.definition import Task, improvement
 from flatlab.world.episode import Episode
 
 ALIKE = 128  # tokens: sequences that differ in these are in different micro-batches
@@ -27,11 +25,16 @@ class Group:
     task: Task
     episodes: list[Episode]
     rewards: list[float]  # of the episodes that are not faults, in their order
-    tokens: bytes = b""  # packed_tokens of all its episodes, once it is gathered
 
     @property
     def played(self) -> list[Episode]:
         return [e for e in self.episodes if e.status != "fault"]
+
+    @property
+    def improvements(self) -> list[float | None]:
+        """Of the episodes that are not faults; None without a valid submission."""
+        scores = [e.score for e in self.played]
+        return [improvement(s.value, self.task) if s.valid else None for s in scores]
 
     @property
     def informative(self) -> bool:
@@ -42,14 +45,27 @@ class Group:
 
 
 @dataclass
+class Plan:
+    """Groups to play."""
+
+    tasks: list[Task]  # of each group
+    size: int  # episodes of a group
+    seed: int
+    # tasks of the groups that replace groups of equal rewards
+    replacements: list[Task] = field(default_factory=list)
+    test: bool = False  # whether to score the test part, too
+    order: int = -1  # priority for sandboxes, lower runs first: evaluations, then step by step
+
+
+@dataclass
 class TrainSequence:
-    """One segment of one episode. The lists after `mask` have one entry per trained token."""
+    """A segment of an episode. The lists after `mask` have one entry per trained token."""
 
     tokens: list[int]
     mask: list[int]  # 1: trained
     old: list[float]  # log-probability of the token when it was sampled
     advantage: list[float]
-    version: list[int]  # syncs before the token was sampled
+    version: list[int]  # of the policy that sampled the token
     target: list[float] = field(default_factory=list)  # of the value head; ppo only
     weight: float = 0.0  # of each of its tokens in the mean over the batch
 
@@ -64,36 +80,39 @@ def choose_tasks(tasks: list[Task], weights: list[float], groups: int, seed: str
     return [tasks[number] for number in numbers]
 
 
+def plan_step(tasks, cfg, step: int) -> Plan:
+    """The groups of a step, and those that replace groups from which nothing can be learned."""
+    plan = Plan([], cfg.group_size, cfg.seed * 10_007 + step, order=step)
+    plan.tasks = choose_tasks(tasks, cfg.task_weights, cfg.groups, f"{cfg.seed} {step}")
+    more = cfg.max_groups - cfg.groups
+    seed = f"{cfg.seed} {step} replacements"
+    plan.replacements = choose_tasks(tasks, cfg.task_weights, more, seed)
+    return plan
+
+
 def gather_groups(groups: list[Group], job) -> list[Group]:
-    """The groups of all ranks by number, on every rank, with their tokens packed."""
+    """The groups of all ranks by number, on every rank, without the sequences to train on."""
     copies = []
     for g in groups:
         episodes = [replace(e, segments=[]) for e in g.episodes]
-        copies.append(replace(g, episodes=episodes, tokens=packed_tokens(g.episodes)))
+        copies.append(replace(g, episodes=episodes))
     return sorted(flatten(job.ranks.gather(copies)), key=lambda group: group.number)
 
 
 def sequences_of(episode: Episode, advantages: list[float | None]) -> list[TrainSequence]:
     """The trained segments of an episode. advantages: one number per reply, given to each of its
     tokens; a reply with None is not trained.
-
-    Replies are told apart by the mask: an observation lies between two of them, and none is trained
-    twice.
     """
-    sequences, reply = [], -1
+    sequences = []
     for segment in episode.segments:
-        mask, own, versions, before = [], [], [], 0
-        for m in segment.mask:
-            if m and not before:
-                reply += 1
-            before = m
-            mask.append(int(m and advantages[reply] is not None))
-            if mask[-1]:
-                own.append(advantages[reply])
-                versions.append(episode.turns[reply]["version"])
-        if own:
-            old = [logp for logp, m in zip(segment.logprobs, mask) if m]
-            sequences.append(TrainSequence(segment.tokens, mask, old, own, versions))
+        mask = [int(r >= 0 and advantages[r] is not None) for r in segment.reply]
+        old, reply, version = [
+            list(itertools.compress(column, mask))
+            for column in (segment.logprobs, segment.reply, segment.version)
+        ]
+        if reply:
+            own = [advantages[r] for r in reply]
+            sequences.append(TrainSequence(segment.tokens, mask, old, own, version))
     return sequences
 
 
@@ -132,35 +151,15 @@ def cost(part: list[TrainSequence], packed: bool = True) -> int:
     return sum(lengths) - shared * (len(part) - 1)
 
 
-@dataclass
-class MicroBatch:
-    """Sequences as tensors of shape (N,), N trained tokens."""
-
-    pairs: list[tuple]  # (tokens, mask) per sequence, for policy.logprobs
-    old: Any
-    advantage: Any
-    version: Any
-    target: Any
-    weight: Any
-    sequence: Any  # 0, 1, ...: the sequence that the token is in
-
-
-def to_tensors(part: list[TrainSequence], device) -> MicroBatch:
+def column(part: list[TrainSequence], name: str, device):
+    """A field of these sequences as a tensor of shape (N,), N trained tokens."""
     import torch
 
-    def column(values, dtype=torch.float32):
-        return torch.tensor([v for row in values for v in row], dtype=dtype, device=device)
-
-    numbers = [[i] * len(s.old) for i, s in enumerate(part)]
-    return MicroBatch(
-        pairs=[(s.tokens, s.mask) for s in part],
-        old=column(s.old for s in part),
-        advantage=column(s.advantage for s in part),
-        version=column((s.version for s in part), torch.long),
-        target=column(s.target or [0.0] * len(s.old) for s in part),
-        weight=column([s.weight] * len(s.old) for s in part),
-        sequence=column(numbers, torch.long),
-    )
+    values = []
+    for s in part:
+        value = getattr(s, name)
+        values += value if isinstance(value, list) else [value] * len(s.old)
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 class Meter:

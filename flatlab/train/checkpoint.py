@@ -1,31 +1,40 @@
 """What outlives a step of training: the row, the transcripts, checkpoints and adapters; and how a
 run resumes from them.
 
-Every rank calls these functions with its job, see ranks.py, but timing, write_step and
-final_adapters are for rank 0: only that has a run to write. state: the State of grpo.py.
+Every rank calls these functions with its job, see ranks.py, but timing, write_step, final_adapters
+and is_finished are for rank 0: only that has a run to write.
 """
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
+from flatlab.cache import file_digest
 from flatlab.errors import UserError
 from flatlab.files import save_tensors
-from flatlab.task.definition import improvement
 from flatlab.train import guard
 from flatlab.train.batch import Group
 
 EVALUATION = "evaluation.json"  # beside the adapter in best/
 
 
-def resume(policy, optimizer, job, new_state: Callable) -> tuple[Any, list[dict]]:
+@dataclass
+class State:
+    """What a checkpoint holds besides adapter and optimizer. A field that is added here outlives
+    kill -9. All randomness is a function of seed and step, so there is no generator to save.
+    """
+
+    step: int = 0  # the next one; as many steps of training are in the weights
+    stopped: str = ""  # why the guard ended the run
+    best: dict | None = None  # evaluation of the adapter in best/
+
+
+def resume(policy, optimizer, job) -> tuple[State, list[dict]]:
     """Loads the newest checkpoint and removes what was written after it. Returns the state and the
     rows up to it.
 
-    new_state: State of grpo.py. Raises UserError for a checkpoint with other fields.
+    Raises UserError for a checkpoint with other fields.
     """
     import torch
 
@@ -35,7 +44,7 @@ def resume(policy, optimizer, job, new_state: Callable) -> tuple[Any, list[dict]
     saved = None
     if folder is not None:
         saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-        if set(saved.get("state", {})) != {f.name for f in fields(new_state)}:
+        if set(saved.get("state", {})) != {f.name for f in fields(State)}:
             raise UserError(
                 f"The checkpoint {folder} was written by another version of grpo.py: "
                 "choose another --name, or continue it with that version."
@@ -44,11 +53,11 @@ def resume(policy, optimizer, job, new_state: Callable) -> tuple[Any, list[dict]
         run.truncate_after(step)
     rows = job.ranks.first(run.rows() if run else None)
     if saved is None:
-        return new_state(), rows
+        return State(), rows
     policy.load_adapter(folder)
     optimizer.load_state_dict(saved["optimizer"])
     job.say(f"resumed after step {step} from {folder}")
-    state = new_state(**saved["state"])
+    state = State(**saved["state"])
     # A run that was killed before its checkpoint may have saved a better adapter already.
     evaluation = folder.parents[1] / "best" / EVALUATION
     if run and evaluation.exists():
@@ -74,21 +83,20 @@ def save_groups(job, name: int | str, groups: list[Group]) -> None:
     """Writes the episodes of these groups and their tokens, see Run.save_episodes."""
     if job.run:
         lines = [line for group in groups for line in transcripts(group)]
-        job.run.save_episodes(name, lines, b"".join(group.tokens for group in groups))
+        tokens = b"".join(episode.packed for group in groups for episode in group.episodes)
+        job.run.save_episodes(name, lines, tokens)
 
 
 def transcripts(group: Group) -> list[dict]:
     """The episodes of a group with its number and what is made of their scores: reward (None for a
     fault), baseline, and improvement (None unless valid).
     """
-    rewards = iter(group.rewards)
+    made = zip(group.rewards, group.improvements)
     lines = []
     for episode in group.episodes:
         line = episode.to_dict() | {"group": group.number, "baseline": group.task.baseline}
-        line["reward"] = None if episode.status == "fault" else next(rewards)
-        is_valid = episode.score and episode.score.valid
-        line["improvement"] = improvement(episode.score.value, group.task) if is_valid else None
-        lines.append(line)
+        reward, improvement = (None, None) if episode.status == "fault" else next(made)
+        lines.append(line | {"reward": reward, "improvement": improvement})
     return lines
 
 
@@ -134,10 +142,34 @@ def keep(policy, job, state, result: dict) -> None:
     job.result(best=result)
 
 
-def final_adapters(run) -> dict[str, Path]:
-    """name -> folder of the adapters that are compared at the end of a run."""
+def final_adapters(run) -> tuple[dict[str, Path], dict[str, str]]:
+    """The folders of the adapters that are compared at the end of a run, and the digests of their
+    weights, by name.
+    """
     names = [name for name in ("untrained", "imitated") if (run.dir / name).is_dir()]
     folders = {name: run.dir / name for name in names}
     checkpoints = [folder for _, folder in run.checkpoints()]
     last = [*folders.values(), *checkpoints][-1]
-    return folders | {"last": last, "best": run.dir / "best"}
+    folders |= {"last": last, "best": run.dir / "best"}
+    files = {name: next(folder.glob("*.safetensors")) for name, folder in folders.items()}
+    weights = {name: file_digest(file) for name, file in files.items()}
+    return folders, weights
+
+
+def is_finished(run, cfg) -> bool:
+    """Whether nothing is left to do: all steps are made and the adapters compared, or the guard
+    stopped the run.
+
+    Raises UserError if there are steps, but no checkpoint to go on from.
+    """
+    result = run.results()
+    status = result.get("status", "")
+    steps = len(run.rows())
+    if steps and not run.checkpoints():
+        raise UserError(
+            f"{run.dir} has steps but no checkpoint to continue from, and starting anew would "
+            "erase them: choose another --name, or remove it."
+        )
+    if cfg.eval_episodes and (result.get("final") or {}).get("steps") != steps:
+        return False
+    return status.startswith("stopped: ") or status == "finished" and steps >= cfg.steps

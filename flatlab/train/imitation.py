@@ -21,10 +21,10 @@ from flatlab.runs.reader import duration, read_rows
 from flatlab.task.definition import Task, improvement
 from flatlab.train.batch import (
     TrainSequence,
+    column,
     flatten,
     micro_batches,
     sequences_of,
-    to_tensors,
 )
 from flatlab.train.overlap import stop_if_interrupted
 from flatlab.world.episode import HISTORIES, Episode, trimmed, worth_imitating
@@ -137,8 +137,9 @@ def imitate(policy, sequences: list[TrainSequence], cfg) -> float:
     total = sum(a for s in sequences for a in s.advantage) or 1.0
     mean = 0.0
     for part in micro_batches(sequences, cfg.micro_tokens, policy.packs):
-        batch = to_tensors(part, policy.device)
-        loss = -(policy.logprobs(batch.pairs)[0] * batch.advantage).sum() / total
+        pairs = [(s.tokens, s.mask) for s in part]
+        weight = column(part, "advantage", policy.device)
+        loss = -(policy.logprobs(pairs)[0] * weight).sum() / total
         loss.backward()
         mean += loss.item()
         stop_if_interrupted()

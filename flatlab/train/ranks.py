@@ -15,6 +15,7 @@ in their next exchange, torchrun ends the job, and the same command resumes it.
 import atexit
 import os
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -100,6 +101,7 @@ class Job:
     loop: EventLoop = field(default_factory=EventLoop)
     run: Run | None = None  # the open run directory; None on all ranks but rank 0
     slots: Slots | None = None  # of the sandboxes of this process
+    play: Callable | None = None  # play_groups of the script
 
     def say(self, text: str) -> None:
         """Prints on rank 0 only."""

@@ -28,7 +28,6 @@ from statistics import fmean
 from flatlab.errors import UserError
 from flatlab.files import write_whole
 from flatlab.runs.reader import standard_error
-from flatlab.runs.store import packed_tokens
 from flatlab.sandbox.client import readable
 from flatlab.task.definition import Task, improvement
 from flatlab.tree.prompts import clip
@@ -232,7 +231,7 @@ class Tree:
         else:
             node.error = error_of(episode)
             node.grader_output = score.grader_output if score else ""
-        tokens = packed_tokens([episode]) if has_tokens else b""
+        tokens = episode.packed if has_tokens else b""
         self.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id}], tokens)
         node.elapsed = self.elapsed()
         row = {name: getattr(node, name) for name in COLUMNS} | {"actions": episode.turns}

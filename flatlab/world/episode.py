@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from flatlab.errors import SandboxFault
 from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
+from flatlab.runs.store import packed_tokens
 from flatlab.task.grading import Score
 from flatlab.world.texts import FORMS, first_message
 
@@ -26,17 +27,33 @@ THOUGHT_ENDS = "</think>"
 
 @dataclass
 class Segment:
-    """A sequence to train on. mask is 1, and logprobs set, on tokens that were sampled here."""
+    """A sequence of tokens as the model reads it. Beside each token: the number of the reply that
+    it was sampled in (-1: it was not sampled here), its log-prob and the policy's version then.
+    """
 
     tokens: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
+    reply: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    version: list[int] = field(default_factory=list)
 
-    def append(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
-        """Appends tokens: sampled ones with logprobs, others without."""
+    @property
+    def mask(self) -> list[int]:
+        """1 on tokens that were sampled here."""
+        return [int(number >= 0) for number in self.reply]
+
+    def append(self, tokens: list[int]) -> None:
+        """Appends tokens that were not sampled here."""
         self.tokens += tokens
-        self.mask += [int(logprobs is not None)] * len(tokens)
-        self.logprobs += logprobs or [0.0] * len(tokens)
+        self.reply += [-1] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+        self.version += [-1] * len(tokens)
+
+    def append_reply(self, sample: Sample, number: int) -> None:
+        """Appends the reply with this number in the episode."""
+        self.tokens += sample.tokens
+        self.reply += [number] * len(sample.tokens)
+        self.logprobs += sample.logprobs
+        self.version += [sample.version] * len(sample.tokens)
 
 
 @dataclass
@@ -53,6 +70,7 @@ class Episode:
     test_score: Score | None = None
     fault: str = ""
     seconds: float = 0.0
+    packed: bytes = b""  # the segments as they go to the disk, see packed_tokens
 
     @property
     def reply_tokens(self) -> int:
@@ -61,7 +79,7 @@ class Episode:
     def to_dict(self) -> dict:
         """The whole transcript for the run directory, without the tokens."""
         record = asdict(replace(self, segments=[]))
-        del record["segments"]
+        del record["segments"], record["packed"]
         record["reply_tokens"] = self.reply_tokens
         return record
 
@@ -84,7 +102,7 @@ class History:
         text = "\n".join(filter(None, [self.cap(observation), note]))
         after = self.policy.observation_tokens(text, sample.stop_reason == "stop")
         self.turns.append([sample, text, after])
-        self.segment.append(sample.tokens, sample.logprobs)
+        self.segment.append_reply(sample, len(self.turns) - 1)
         self.segment.append(after)
 
     def cap(self, text: str) -> str:
@@ -258,8 +276,8 @@ def worth_imitating(turn: dict) -> bool:
 
 def trimmed(segment: Segment) -> Segment:
     """The segment up to its last token to train on."""
-    end = len(segment.mask) - segment.mask[::-1].index(1)
-    return Segment(segment.tokens[:end], segment.mask[:end], segment.logprobs[:end])
+    end = max(i for i, number in enumerate(segment.reply, 1) if number >= 0)
+    return Segment(*(column[:end] for column in vars(segment).values()))
 
 
 async def run_episode(
@@ -300,4 +318,5 @@ async def run_episode(
         episode.test_score = None
         episode.fault = str(fault)
     episode.seconds = time.monotonic() - begin
+    episode.packed = await in_thread(packed_tokens, episode.segments)
     return episode

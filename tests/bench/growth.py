@@ -208,6 +208,7 @@ class FakeTrainer:
 
 def fake_groups(task, seed):
     """The groups of a step."""
+    from flatlab.runs.store import packed_tokens
     from flatlab.task.grading import Score
     from flatlab.train.batch import Group, gather_groups
     from flatlab.train.ranks import Job
@@ -221,23 +222,24 @@ def fake_groups(task, seed):
             value = rng.gauss(0.7, 0.05)
             score = Score(value, task.metric, "validation", True, "")
             turns = [fake_turn(rng, 10) for _ in range(TURNS)]
-            segments = [Segment([1] * 500, [0] * 100 + [1] * 400, [0.0] * 500)]
+            segments = [Segment([1] * 500, [-1] * 100 + [0] * 400, [0.0] * 500, [0] * 500)]
             episode = Episode(task.name, seed, status="submit", score=score, turns=turns)
-            episodes.append(replace(episode, segments=segments))
+            packed = packed_tokens(segments)
+            episodes.append(replace(episode, segments=segments, packed=packed))
         groups.append(Group(number, task, episodes, [e.score.value for e in episodes]))
     return gather_groups(groups, Job())
 
 
 def training(steps):
     """Prints the ms that a step costs beside sampling and learning, and what viz.py makes of it."""
-    import grpo
     from flatlab.runs.store import open_run
+    from flatlab.train import checkpoint
     from flatlab.train.ranks import Job
     from helpers import MADE_BY
     from tasks import load_task
 
     task = load_task("titanic", "", "")
-    trainer, state = FakeTrainer(), grpo.State()
+    trainer, state = FakeTrainer(), checkpoint.State()
     rows, seconds, marks = [], [], {}
     with tempfile.TemporaryDirectory() as folder:
         config = {"task": ["titanic"], "model": "fake", "seed": 0, "steps": steps}
