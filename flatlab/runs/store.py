@@ -79,7 +79,11 @@ def packed_tokens(segments: list) -> bytes:
 
     Several of these, one after the other, are a valid gzip file, too.
     """
-    line = json_line({"segments": [vars(segment) for segment in segments]})
+    rows = []
+    for segment in segments:
+        logprobs = [p if math.isfinite(p) else None for p in segment.logprobs]
+        rows.append(vars(segment) | {"logprobs": logprobs})
+    line = json.dumps({"segments": rows}) + "\n"  # much faster than json_line()
     return gzip.compress(line.encode(), compresslevel=1, mtime=0)  # 10 times as fast as 9
 
 

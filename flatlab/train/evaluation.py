@@ -116,7 +116,7 @@ def finish(policy, tasks, cfg, job, state) -> None:
         job.result(final=final)
         if job.run:
             job.run.track(metrics.final_row(final))
-    else:
+    elif state.best:
         job.say(f"best/ of logs/{cfg.name} is the last adapter: nothing was evaluated")
     status = "finished"
     if state.stopped:
