@@ -78,22 +78,25 @@ def test_an_evaluation_is_of_one_version(play):
         episodes = read_rows(f"logs/a/episodes/{name}.jsonl")
         assert len({turn["version"] for e in episodes for turn in e["turns"]}) == 1
     trained = episodes_of(4)[3]
-    assert len({turn["version"] for e in trained for turn in e["turns"]}) > 1
+    assert min(turn["version"] for e in trained for turn in e["turns"]) < 3  # sampled ahead
 
 
 def test_a_collapse_ends_the_run_and_the_episodes_of_later_steps(play, monkeypatch):
     monkeypatch.setattr(guard, "KL_LIMIT", 0)
-    begun, ended = Counter(), Counter()
+    cancelled = []
 
     async def episode(world, policy, options, seed, *more):
-        begun[seed] += 1
-        result = await waiting_reply(world, policy, options, seed, *more)
-        ended[seed] += 1
-        return result
+        if seed // 100_003 < 4:
+            return await waiting_reply(world, policy, options, seed, *more)
+        try:
+            await asyncio.sleep(600)
+        finally:
+            cancelled.append(seed)
 
     rows = play(episode=episode, steps=9, ahead=2, concurrency=32)
     assert len(rows) == 4
-    assert begun - ended, "episodes in flight were cancelled"
+    assert {seed // 100_003 for seed in cancelled} <= {4, 5}
+    assert cancelled, "the episodes of the steps after the collapse"
 
 
 def test_ctrl_c_in_an_update_and_the_same_command_again(play, monkeypatch):
