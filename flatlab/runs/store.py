@@ -207,15 +207,13 @@ def lock_directory(path: Path):
 
 def run_directory(name: str) -> Path:
     """logs/<name>. Raises UserError for a name that leads out of logs/, is empty or too long."""
-    parts = Path(name).parts
-    if len(name) > LONGEST_NAME:
+    path = Path(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or len(name) > LONGEST_NAME:
         raise UserError(
-            f"The name of a run may have {LONGEST_NAME} characters, not {len(name)}: choose a "
-            "shorter --name."
+            f"--name must be the name of a folder in logs/, with at most {LONGEST_NAME} "
+            f"characters, not {name[:LONGEST_NAME]!r}."
         )
-    if not parts or Path(name).is_absolute() or ".." in parts:
-        raise UserError(f"--name must be the name of a folder in logs/, not {name!r}.")
-    return Path("logs", *parts)
+    return Path("logs", path)
 
 
 def open_run(
@@ -321,7 +319,6 @@ class Run:
         self.finished = False  # before this start: nothing is left to do
         self.code_number = 0  # index of today's code in the fingerprint of config.yaml
         self.trackers = []
-        self.seconds = []  # of each step of this process, for the ETA
         self.plot_again = 0.0
 
     def log(self, row: dict, file="metrics.jsonl"):
