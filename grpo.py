@@ -325,8 +325,7 @@ class Config:
     model: options.ModelOptions = field(default_factory=options.ModelOptions)
     sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
     episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
-    # where the rows of a run are sent, too; WANDB_MODE=offline needs no account
-    trackers: options.Trackers = ()
+    trackers: options.Trackers = ()  # where rows go, too; WANDB_MODE=offline needs no account
 
 
 # ------------------------------------------------------------------------------ sample
@@ -398,7 +397,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job, on_end=None) -> list
 
 def make_batch(policy, groups: list[Group], cfg: Config, job) -> list:
     """Every trained token of the groups with different rewards, with its advantage and its weight
-    in the mean.
+    in the mean: a list of TrainSequence.
     """
     rule = ADVANTAGES[cfg.advantage]
     batch = []  # the sequences of each episode

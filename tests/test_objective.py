@@ -184,6 +184,11 @@ def test_tokens_get_the_advantage_of_their_reply_across_segments():
     assert second.mask == bits("000011")
 
 
+def test_replies_without_a_token_between_them_keep_their_own_advantage():
+    [only] = sequences_of(finished(".001"), [1.0, 2.0])
+    assert only.advantage == [1, 1, 2]
+
+
 def test_replies_that_reached_the_length_limit_can_be_left_out():
     episode = finished(*TWO_SEGMENTS, stop=("stop", "length", "stop"))
     credit = grpo.complete(2.0, episode.turns)
