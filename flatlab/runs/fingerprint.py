@@ -35,9 +35,12 @@ def fingerprint(task_digests: list[str], model=None, command: str = "") -> dict[
 
 
 def code_files() -> list[Path]:
-    """The package, and all modules imported by now from the script's folder and this project."""
+    """The package, the bridges to other projects (imported late), and all modules imported by now
+    from the script's folder and this project.
+    """
     names = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    files = {*PACKAGE.rglob("*.py"), *map(Path, filter(None, names))}
+    bridges = (ROOT / "integrations").glob("*.py")
+    files = {*PACKAGE.rglob("*.py"), *bridges, *map(Path, filter(None, names))}
     ours = (ROOT, Path(sys.path[0]).resolve())
     others = (VIEW, Path(sysconfig.get_path("stdlib")))
 
