@@ -140,10 +140,6 @@ class RunData:
         """Whether its code changed while it went on."""
         return len(self.fingerprint.get("code", [])) > 1
 
-    @property
-    def changed_files(self) -> bool:
-        return self.is_mixed
-
 
 def locked(directory: Path) -> bool:
     """True if the process named in the lock file lives. Taking the lock could stop a writer."""
