@@ -109,9 +109,7 @@ def compare_adapters(policy, tasks, cfg, job, state) -> dict:
 def finish(policy, tasks, cfg, job, state) -> None:
     """After the last step: compares the adapters, and says in result.json how the run ended."""
     job.loop.cancel()  # the episodes of the steps that a collapse leaves out
-    kept = "the last one, as nothing was evaluated"
     if cfg.eval_episodes:
-        kept = "the best one"
         final = compare_adapters(policy, tasks, cfg, job, state)
         job.result(final=final)
         if job.run:
@@ -120,8 +118,12 @@ def finish(policy, tasks, cfg, job, state) -> None:
         job.say(f"best/ of logs/{cfg.name} is the last adapter: nothing was evaluated")
     status = "finished"
     if state.stopped:
-        status = (
-            f"stopped: {state.stopped}. A new run goes on from the adapter of step "
-            f"{state.best['step']}, {kept}, with --model logs/{cfg.name}/best"
-        )
+        status = f"stopped: {state.stopped}. "
+        if cfg.eval_episodes:
+            status += (
+                f"A new run goes on from the best adapter, that of step {state.best['step']}, with "
+                f"--model logs/{cfg.name}/best"
+            )
+        else:
+            status += "best/ is the last adapter, because --eval-episodes is 0: start a new run"
     job.result(status=status)
