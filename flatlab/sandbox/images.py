@@ -17,7 +17,7 @@ from flatlab.cache import content_key
 from flatlab.errors import UserError
 from flatlab.sandbox.backend import WORKSPACE
 from flatlab.sandbox.client import Sandbox
-from flatlab.sandbox.docker import SET_PATH, docker_api, docker_problem, short_text
+from flatlab.sandbox.docker import SET_PATH, docker_api, docker_problem, engine_faults, short_text
 
 BAKE_BYTES = 8 << 20  # public files beyond this total are baked into an image once
 MOST_DISK = 1 << 40  # bytes of a file while an image is built
@@ -28,17 +28,18 @@ building = threading.Lock()
 found_images: dict[tuple, str] = {}  # saves reading the files and asking the daemon again
 
 
+@engine_faults()
 def prepared_image(task, image: str) -> str:
     """An image with the task's public files in it, or `image` itself if they are small.
 
     It is made once and found later; older ones of the task are removed. Raises UserError if the
-    image lacks packages that the task requires.
+    image lacks packages that the task requires, and SandboxFault if Docker cannot make it.
     """
     asked = (task.name, image, str(task.public), str(task.requirements))
     with building:
-        prepared = found_images.get(asked) or find_image(task, image)
-        found_images[asked] = prepared
-    return prepared
+        if asked not in found_images:
+            found_images[asked] = find_image(task, image)
+        return found_images[asked]
 
 
 def find_image(task, image: str) -> str:
@@ -69,7 +70,7 @@ def build_image(task, base: str, name: str) -> None:
     """Commits a container that has the packages and got the files."""
     box = Sandbox("docker", image=base, disk=MOST_DISK)
     try:
-        if not base.startswith(PACKAGES):
+        if task.requirements and not base.startswith(PACKAGES):
             check_requirements(box, task)
         box.put(task.public)
         docker_api().commit(box.container, *name.split(":"), pause=False)  # nothing runs in it
@@ -100,9 +101,7 @@ for line in sys.stdin:
 
 
 def check_requirements(box: Sandbox, task) -> None:
-    """Raises UserError if the Python in a sandbox has no version of a required package."""
-    if not task.requirements:
-        return
+    """Raises UserError if the Python in a sandbox lacks a package that the task requires."""
     argv = ["python3", "-c", PRINT_MISSING]
     missing = box.program(argv, 60, task.requirements.read_bytes())[1].decode().split()
     if missing:

@@ -11,7 +11,6 @@ from pathlib import Path
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import SandboxOptions
 from flatlab.sandbox.client import KINDS, Sandbox, get_backend, pick_backend
-from flatlab.sandbox.docker import engine_faults
 from flatlab.sandbox.images import check_requirements, found_images, prepared_image
 from flatlab.task.definition import Task
 
@@ -21,10 +20,10 @@ MOUNT_BYTES = 16 << 20  # larger public files are mounted into a local sandbox, 
 def check_needs(task: Task, options: SandboxOptions) -> None:
     """Raises UserError if the task needs a network, a cache or a GPU that its sandbox lacks."""
     hf_cache = options.hf_cache
-    is_docker = options.backend == "docker"
-    if task.image and not get_backend(options.backend).is_container:
+    is_container = get_backend(options.backend).is_container
+    if task.image and not is_container:
         raise UserError(f"Task {task.name} has a Docker image of its own: use --backend docker.")
-    if task.needs_network and not options.network and not (hf_cache and is_docker):
+    if task.needs_network and not options.network and not (hf_cache and is_container):
         raise UserError(
             f"Task {task.name} takes data from the network while it runs: allow it with "
             "--network, or in Docker mount what it needs with --hf-cache."
@@ -33,7 +32,7 @@ def check_needs(task: Task, options: SandboxOptions) -> None:
         raise UserError(f"There is no folder {hf_cache} to mount as the Hugging Face cache.")
     if not task.needs_gpu:
         return
-    if not is_docker:
+    if not is_container:
         raise UserError(
             f"Task {task.name} needs a GPU, and only Docker gives one to a sandbox: "
             "use --backend docker."
@@ -75,10 +74,9 @@ def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -
     }
     if get_backend(backend).is_container:
         try:
-            with engine_faults():
-                prepared = prepared_image(task, image)
-                premounted = task.public if prepared != image else {}
-                return Sandbox(backend, image=prepared, premounted=premounted, **settings)
+            prepared = prepared_image(task, image)
+            premounted = task.public if prepared != image else {}
+            return Sandbox(backend, image=prepared, premounted=premounted, **settings)
         except SandboxFault:
             found_images.clear()  # somebody may have removed the image: the next call looks again
             raise
@@ -89,7 +87,8 @@ def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -
             large[path] = file
     box = Sandbox(backend, premounted=large, **settings)
     try:
-        check_requirements(box, task)
+        if task.requirements:
+            check_requirements(box, task)
     except UserError:
         box.close()
         raise

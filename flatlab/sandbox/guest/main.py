@@ -90,8 +90,6 @@ class Runner:
         os.umask(0o022)
         self.config = config
         self.home = os.path.dirname(config.workspace)
-        # Docker and namespaces: a signal to -1 reaches the processes of this sandbox only.
-        self.has_own_processes = config.isolation != "landlock"
         self.cwd = config.workspace  # what one shell command leaves to the next
         self.exports = b""
         self.exit_codes = {}  # of the children that somebody waits for; None while they run
@@ -167,7 +165,7 @@ class Runner:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def leave(self):
-        if not self.has_own_processes:
+        if not has_own_processes():
             self.sweep()
             with suppress(OSError):
                 files.remove(os.path.dirname(self.home))
@@ -203,7 +201,7 @@ class Runner:
 
     def kill_all(self):
         """Sends SIGKILL to all processes. Returns whether there were any."""
-        if self.has_own_processes:
+        if has_own_processes():
             try:
                 os.kill(-1, signal.SIGKILL)
             except ProcessLookupError:
@@ -452,6 +450,11 @@ class Runner:
                 except (ValueError, RuntimeError) as error:  # RecursionError, too
                     reply = ({"error": str(error)}, b"")
                 self.send(*reply)
+
+
+def has_own_processes():
+    """Whether a signal to -1 reaches the processes of this sandbox only: not with Landlock."""
+    return os.getpid() == 1
 
 
 def descendants():
