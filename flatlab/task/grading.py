@@ -116,13 +116,13 @@ def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> 
 
 
 def check_grader(task: Task, make_sandbox) -> None:
-    """Grades the first trivial rule, if the task has one, on each of its parts.
+    """Grades the first trivial rule, if the task has one, on the first and on the last part.
 
     Raises UserError if the grader gives neither a score nor a reason: it would not score any
     episode.
     """
     for name, artefacts in islice(rules_of(task), 1):
-        for split in task.splits:
+        for split in dict.fromkeys([task.splits[0], task.splits[-1]]):
             output = grade(task, artefacts, split, make_sandbox).grader_output
             if output:
                 raise UserError(
