@@ -30,7 +30,7 @@ from flatlab.sandbox import snapshot
 from flatlab.sandbox.client import Sandbox, pick_backend, readable
 from flatlab.task.definition import WHOLE_WORKSPACE, Task
 from flatlab.task.grading import Score, check_grader, collect, grade
-from flatlab.task.machine import check_needs, open_sandbox, settled
+from flatlab.task.machine import check_needs, open_sandbox, resolve_backend
 from flatlab.world.actions import act_bash
 from flatlab.world.episode import in_thread
 from flatlab.world.texts import FORMS, score_text, short_message, with_message
@@ -67,7 +67,7 @@ class Env:
     def __init__(self, task: Task, sandbox: SandboxOptions | str = "auto", seed: int = 0, **limits):
         options = SandboxOptions(sandbox) if isinstance(sandbox, str) else sandbox
         self.task = task
-        self.options = settled(task, options)
+        self.options = resolve_backend(task, options)
         self.seed = seed
         self.limits = {"memory": 4 << 30, **limits}
         self.sandbox: Sandbox | None = None

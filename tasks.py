@@ -20,7 +20,7 @@ from flatlab.sandbox.images import install_requirements
 from flatlab.task.builtin import builtin_names, load_builtin
 from flatlab.task.definition import Task, improvement
 from flatlab.task.grading import Score, check_grader, grade
-from flatlab.task.machine import open_sandbox, settled
+from flatlab.task.machine import open_sandbox, resolve_backend
 from flatlab.task.mledojo import load_mledojo, mledojo_names
 from flatlab.task.mlgym import load_mlgym, mlgym_names
 from flatlab.task.sanity import at_the_top, degenerate, sanity_file, trivial_rules
@@ -94,7 +94,7 @@ def check(task: Task, options: SandboxOptions) -> None:
     The first rule is scored on all parts. Names public files that are copies of hidden ones. Raises
     UserError if the grader is broken, or if the sandbox lacks something that the task needs.
     """
-    options = settled(task, options)
+    options = resolve_backend(task, options)
     make_sandbox = partial(open_sandbox, task, options)
     check_grader(task, make_sandbox)
     split = task.splits[0]

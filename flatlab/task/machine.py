@@ -44,7 +44,7 @@ def check_needs(task: Task, options: SandboxOptions) -> None:
         )
 
 
-def settled(task: Task, options: SandboxOptions) -> SandboxOptions:
+def resolve_backend(task: Task, options: SandboxOptions) -> SandboxOptions:
     """The options with a concrete kind of sandbox in place of "auto". Raises as check_needs."""
     kind = options.backend
     if kind not in KINDS:
