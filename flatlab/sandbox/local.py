@@ -62,7 +62,8 @@ def start_namespaces(spec: Spec) -> Connection:
     view = local_view(spec)
     for path, source in spec.premounted.items():
         view.append((f"{WORKSPACE}/{path}", os.path.realpath(source)))
-    view += [(path, "") for path in package_data(spec.hide_package_data, PREFIXES)]
+    if spec.hide_package_data:
+        view += [(path, "") for path in package_data(spec.hide_package_data, PREFIXES)]
     return start_process("namespaces", spec, view, limits={"NPROC": spec.processes})
 
 
