@@ -894,15 +894,6 @@ def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
 
 
 @needs_docker
-def test_missing_requirements_of_an_image_are_named(big_task, tmp_path):
-    needed = tmp_path / "requirements.txt"
-    needed.write_text("# ours\nnumpy>=1\nflatlab-test==1.0  # not there\n-e git+x\n")
-    task = replace(big_task, public={}, requirements=needed)
-    with user_error("lacks: flatlab-test. `python tasks.py .*--build"):
-        Env(task, "docker").reset()
-
-
-@needs_docker
 @pytest.mark.fault(20, "an image that lost its name while a container used it")
 def test_images_without_a_name_are_removed_at_the_next_start(big_task):
     with Env(big_task, "docker") as world:

@@ -747,12 +747,3 @@ def test_command_names_the_rule_that_is_at_the_top(tmp_path, capsys):
     tasks.main("battleOfSexes", sandbox=SandboxOptions("local"))
     assert "degenerate: always 0" in capsys.readouterr().out
     assert len(list((tmp_path / "cache/flatlab/sanity").glob("*.json"))) == 1
-
-
-def test_command_without_a_name_lists_all_tasks(mlgym, capsys, monkeypatch):
-    monkeypatch.setenv("MLGYM_ROOT", str(mlgym))
-    tasks.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert ["mine", str(mlgym)] in [line.split() for line in lines]
-    assert "accuracy, higher is better, baseline 0.6782" in "\n".join(lines)
-    assert len(lines) == len(mlgym_names(mlgym)) + len(builtin_names())
