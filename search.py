@@ -542,7 +542,7 @@ async def close(t: Tree) -> None:
     stopped_by = t.spent() or "tree"
     if not t.rule.is_evaluation:
         t.chosen = await choose(t)
-        if t.chosen.kept and not t.task.selected_on_test:
+        if t.chosen.kept and len(t.task.splits) > 1:
             await hidden_score(t, t.chosen, t.task.splits[-1])
     t.run.result(**results(t) | {"stopped_by": stopped_by, "status": "finished"})
     t.closed = True

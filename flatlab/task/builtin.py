@@ -26,6 +26,8 @@ def load_builtin(root: Path, name: str) -> Task:
     grader = ["python3", "-I", Path(spec.grader).name, *map(str, spec.grader_args)]
     renamed = {"description", "grader", "grader_args", "data", "starter_code", "hidden", "imported"}
     fields = spec.model_dump(exclude=renamed)
+    if spec.exact:
+        fields["splits"] = ["exact"]
     for key in ("artefacts", "splits", "hide_package_data"):
         fields[key] = tuple(fields[key])
     task = Task(

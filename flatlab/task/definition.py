@@ -42,6 +42,9 @@ class Task:
     splits: tuple[str, ...]
     step_timeout: float  # seconds for one action of the agent
     grade_timeout: float  # seconds of CPU time for one grading, of all its processes
+    # The grader computes the score from what the agent hands in, without data or randomness: there
+    # is one part, which is called "exact", no standard error, and nothing to select.
+    exact: bool = False
     needs_gpu: bool = False
     needs_network: bool = False
     source: str = "built-in"  # or "mlgym", "mledojo", "harbor"
@@ -74,13 +77,13 @@ class Task:
     @property
     def scale(self) -> dict:
         """What a score of the task means, for result.json."""
-        keys = ("metric", "higher_is_better", "baseline", "reference")
+        keys = ("metric", "higher_is_better", "baseline", "reference", "exact")
         return {key: getattr(self, key) for key in keys}
 
     @property
     def selected_on_test(self) -> bool:
         """Whether it has a test part only, so that the best is chosen by the score it reports."""
-        return len(self.splits) == 1
+        return len(self.splits) == 1 and not self.exact
 
     def digest(self) -> str:
         """Changes with what is asked and how it is scored, the content of all files included."""

@@ -8,7 +8,7 @@ run, check_grader finds out whether the grader works at all.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from flatlab.errors import ArtefactError, SandboxFault, UserError
@@ -18,6 +18,7 @@ from flatlab.task.definition import (
     WHOLE_WORKSPACE,
     Task,
     finite_number,
+    improvement,
     is_plain,
     last_json_object,
     parse_grade,
@@ -49,6 +50,9 @@ class Score:
     # How a grader ended and what it printed if it gave neither a score nor a reason. Answers may be
     # in it, so no agent reads it.
     grader_output: str = ""
+    # The artefact of an exact score that is better than the reference, so that a transcript or a
+    # journal keeps it.
+    record: str = ""
 
 
 def collect(task: Task, sandbox) -> dict[str, bytes]:
@@ -110,6 +114,8 @@ def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> 
         score = run_grader(task, artefacts, split, make_sandbox)
     if not score.valid:  # not kept: a grading that was killed may succeed when it is repeated
         return score
+    if task.exact and improvement(score.value, task) > 1:
+        score = replace(score, record=artefacts[task.artefacts[0]].decode())
     if len(grades) >= KEPT_GRADES:
         grades.clear()
     return grades.setdefault(key, score)

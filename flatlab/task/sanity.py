@@ -61,11 +61,11 @@ def rules_of(task: Task) -> Iterator[tuple[str, dict[str, bytes]]]:
         yield name, {task.artefacts[0]: text.encode()}
     if set(task.artefacts) <= set(task.public):
         yield "as given", {name: task.public[name].read_bytes() for name in task.artefacts}
+    for path, file in task.public.items():
+        if Path(path).name == f"sample_{task.artefacts[0]}":
+            yield path, {task.artefacts[0]: file.read_bytes()}
     if task.artefacts != ("submission.csv",):
         return
-    for path, file in task.public.items():
-        if Path(path).name == "sample_submission.csv":
-            yield path, {"submission.csv": file.read_bytes()}
     if {"data/train.csv", "data/test.csv"} <= set(task.public):
         # These are no tables (pandas' own errors), or pandas is missing (integrations/verifiers).
         with suppress(ValueError, ImportError):

@@ -25,6 +25,7 @@ class TaskYaml(BaseModel):
     grader: str  # a Python file, called with grader_args and --split <name>
     grader_args: list[str | int | float] = []
     splits: list[str] = Field(["validation", "test"], min_length=1)  # see Task
+    exact: bool = False  # the score is exact, see Task; replaces `splits`
     data: list[str] = []  # files that go to data/ in the workspace
     starter_code: list[str] = []  # files that go to the root of the workspace
     hidden: list[str] = []  # files that only a grading sandbox gets

@@ -60,6 +60,11 @@ ALARMS = (  # key of the row, predicate of (value, median of the twenty steps be
     ),
     ("skipped", lambda x, usual: x > 0, "the update was skipped"),
     (
+        "records",
+        lambda x, usual: x > 0,
+        "better than the reference: the file is in episodes/, under record",
+    ),
+    (
         "zero_variance_share",
         lambda x, usual: x == 1,
         "all groups had equal rewards: there is nothing to compare",

@@ -59,6 +59,7 @@ def step_metrics(groups: list[Group], tasks: list[Task]) -> dict:
         "reply_tokens": fmean(e.reply_tokens for e in episodes),
         "fault_share": row["faults"] / (row["faults"] + len(episodes)),
         "ungraded_share": fmean(bool(e.score.grader_output) for e in episodes),
+        "records": sum(bool(e.score.record) for e in episodes),
         "seconds_env": sum(turn["seconds_env"] for e in episodes for turn in e.turns),
     }
     parts = {"": groups}

@@ -400,7 +400,7 @@ def hidden_results(t: Tree) -> dict:
     test = parts.get(t.task.splits[-1], {})
     difference = test["score"] - node.score if test else None
     error = test.get("error")
-    if node and t.task.selected_on_test:
+    if node and len(t.task.splits) == 1:
         test = {"score": node.score, "stderr": node.stderr}
     elif node and not node.kept and node is not t.root:
         error = "the files of the best node could not be kept"

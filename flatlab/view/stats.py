@@ -110,7 +110,7 @@ def row_of(group: list[dict], unaided: list[dict]) -> dict:
         "mean": fmean(scores),
         "std": stdev(scores) if len(scores) > 1 else None,
         "interval": mean_interval(scores),
-        "validation": None if first["selected_on_test"] else mean_of(group, "best_score"),
+        "validation": None if has_one_part(first) else mean_of(group, "best_score"),
         "selection": mean_of(group, "selection_score"),
         "stderr": mean_of(group, error),
         "improvement": fmean(improvements),
@@ -119,6 +119,7 @@ def row_of(group: list[dict], unaided: list[dict]) -> dict:
         "test_reads": max(cell.get("test_reads") or 0 for cell in group),
         "empty": sum(cell["nodes"] == cell["failed"] + cell["faults"] for cell in group),
         "selected_on_test": first["selected_on_test"],
+        "exact": first.get("exact", False),
         "adapter": ", ".join(f"{count} {name}" for name, count in adapters.items()) or None,
         "modes_used": sum((Counter(cell.get("sampling_modes_used")) for cell in group), Counter()),
     }
@@ -133,9 +134,13 @@ def mean_of(cells: list[dict], key: str) -> float | None:
     return fmean(values) if values else None
 
 
+def has_one_part(cell: dict) -> bool:
+    return cell["selected_on_test"] or cell.get("exact", False)
+
+
 def is_untested(cell: dict) -> bool:
     """True if the best node is not the baseline and was not scored on the test part."""
-    if cell.get("evaluation") or cell["selected_on_test"]:
+    if cell.get("evaluation") or has_one_part(cell):
         return False
     return cell["test_score"] is None and cell.get("best_id") != "0"
 
@@ -225,4 +230,6 @@ def notes(rows: list[dict]) -> list[str]:
             f"{', '.join(chosen)}: this task has only a test part, so the best was chosen on it "
             "and the mean is optimistic"
         )
+    if exact := sorted({row["task"] for row in rows if row["exact"]}):
+        sentences.append(f"{', '.join(exact)}: the score is exact")
     return sentences

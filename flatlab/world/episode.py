@@ -310,7 +310,7 @@ async def run_episode(
         tokens = await start(env, policy, episode, options, history)
         episode.status = await play(env, policy, episode, options, tokens)
         episode.score = await in_thread(env.score)
-        if score_test:
+        if score_test and not env.task.exact:
             episode.test_score = await in_thread(env.score, env.task.splits[-1])
     except SandboxFault as fault:
         episode.status = "fault"

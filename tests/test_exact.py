@@ -1,0 +1,347 @@
+"""Tasks with exact scores: known constructions score what the literature says, and attacks fail."""
+
+import asyncio
+import itertools
+import json
+import math
+import resource
+import sys
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+import grpo
+import search
+import tasks
+from env import Env
+from flatlab.options import SandboxOptions
+from flatlab.runs.store import open_run
+from flatlab.task.definition import improvement
+from flatlab.task.grading import grade
+from flatlab.task.machine import open_sandbox
+from flatlab.task.sanity import rules_of
+from flatlab.task.task_files import TASKS_DIR
+from flatlab.train import guard, metrics
+from flatlab.tree.nodes import Tree
+from flatlab.view import search_console, stats
+from helpers import (
+    LOCAL,
+    MADE_BY,
+    FakePolicy,
+    block,
+    play_once,
+    run_grader,
+    run_here,
+    search_config,
+)
+from tasks import load_task
+from training import scored_group
+
+sys.path.append(str(TASKS_DIR))
+import grade_exact  # noqa: E402
+
+EXACT = ("sumsDifferences", "hadamard29", "erdosOverlap", "autocorrelation", "circlePacking")
+UNIT = 10**9
+HALF = UNIT // 2
+attack = pytest.mark.attack
+LOCAL_BOX = SandboxOptions(LOCAL)
+
+
+def graded(name, text, folder):
+    """What the grader prints for a solution.json: {metric: score} or {"error": sentence}."""
+    return json.loads(run_grader(load_task(name), folder, {"solution.json": text}, "exact"))
+
+
+def scored(name, solution, folder):
+    """The score of a solution that is not refused."""
+    task = load_task(name)
+    return graded(name, json.dumps(solution).encode(), folder)[task.metric]
+
+
+# ------------------------------------------------------------------ what the literature says
+
+
+def residues(size):
+    return {i * i % size for i in range(1, size)}
+
+
+def paley(size):
+    """+1 where i = j or i - j is a square modulo a prime of the form 4 k + 1, else -1."""
+    squares = residues(size)
+    indices = range(size)
+    return [[1 if i == j or (i - j) % size in squares else -1 for j in indices] for i in indices]
+
+
+def hadamard_28():
+    """Paley's second construction from the conference matrix of order 14."""
+    core = paley(13)
+    conference = [[0] + [1] * 13]
+    for i, row in enumerate(core):
+        conference.append([1] + [0 if i == j else value for j, value in enumerate(row)])
+    top, bottom = [], []
+    for i, row in enumerate(conference):
+        plus = [value + (i == j) for j, value in enumerate(row)]
+        minus = [value - (i == j) for j, value in enumerate(row)]
+        top.append(plus + minus)
+        bottom.append(minus + [-value for value in plus])
+    return top + bottom
+
+
+def bordered(matrix):
+    """The matrix with a column of ones and a row against the signs of its column sums."""
+    sums = [sum(column) for column in zip(*matrix)]
+    last = [-1 if value > 0 else 1 for value in sums]
+    return [[*row, 1] for row in matrix] + [[*last, 1]], sum(map(abs, sums))
+
+
+def grid(radius):
+    """26 circles on a grid of 8 x 8; with the radius 1/16 they touch each other and the square."""
+    return [[(2 * (i % 8) + 1) / 16, (2 * (i // 8) + 1) / 16, radius] for i in range(26)]
+
+
+CONWAY = [0, 2, 3, 4, 7, 11, 12, 14]  # 26 sums, 25 differences
+HEGARTY = [0, 1, 2, 4, 5, 9, 12, 13, 14, 16, 17, 21, 24, 25, 26, 28, 29]  # 59 and 55 (2007)
+
+
+def test_known_constructions_score_what_the_literature_says(tmp_path):
+    assert scored("sumsDifferences", CONWAY, tmp_path) == math.log(26 / 8) / math.log(25 / 8)
+    # as printed in arXiv 2604.19341
+    assert scored("sumsDifferences", HEGARTY, tmp_path) == pytest.approx(1.0597930945, abs=5e-11)
+    shifted = [3 * a - 7 for a in CONWAY]  # the score does not change under affine maps
+    assert scored("sumsDifferences", shifted, tmp_path) == pytest.approx(1.0344212156, abs=5e-11)
+
+    hadamard = hadamard_28()
+    assert all(sum(map(int.__mul__, a, b)) == 28 * (a is b) for a in hadamard for b in hadamard)
+    matrix, excess = bordered(hadamard)
+    wanted = 28**13 * (28 + excess) / 29**14.5  # 28^14 (1 + excess / 28)
+    assert scored("hadamard29", matrix, tmp_path) == pytest.approx(wanted, rel=1e-14)
+    assert wanted > 0.4
+    wanted = 28**14 / 29**14.5
+    assert scored("hadamard29", paley(29), tmp_path) == pytest.approx(wanted, rel=1e-14)
+    equal_rows = [[1] * 29] * 29
+    assert scored("hadamard29", equal_rows, tmp_path) == 0
+    assert scored("circlePacking", grid(1 / 16), tmp_path) == 26 / 16
+    # Schinzel and Schmidt: binom(2 i, i) / 4^i has the autoconvolution 1; in the limit pi / 2
+    heights = [math.comb(2 * i, i) * 4 ** (9 - i) for i in range(10)]
+    wanted = 4**20 / (20 * math.comb(20, 10) ** 2)
+    assert scored("autocorrelation", heights, tmp_path) == pytest.approx(wanted, rel=1e-15)
+    assert math.pi / 2 < wanted < 1.62
+
+
+def test_the_overlap_of_partitions_is_that_of_erdos_problem():
+    """M(n) of R. K. Guy, Unsolved problems in number theory, C17, by all partitions of 2 n."""
+    for n, known in enumerate((1, 1, 2, 2, 3, 3, 3), 1):
+        scores = []
+        for chosen in itertools.combinations(range(2 * n), n):
+            scores.append(grade_exact.overlap([UNIT * (i in chosen) for i in range(2 * n)]))
+        assert min(scores) == known / n
+
+
+def test_a_score_is_the_nearest_double_of_the_fraction():
+    """Floating point goes wrong in the sixteenth digit here."""
+    heights = [HALF + 1, HALF - 1, HALF + 333333333, HALF - 333333333, HALF]
+    values = [Fraction(height, UNIT) for height in heights]
+    shifts = range(-4, 5)
+    sums = []
+    for k in shifts:
+        pairs = [(i, i + k) for i in range(5) if 0 <= i + k < 5]
+        sums.append(sum(values[i] * (1 - values[j]) for i, j in pairs))
+    assert grade_exact.overlap(heights) == float(max(sums) * 2 / 5)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_sample_is_the_baseline_and_the_sanity_check_says_so(name, monkeypatch, capsys):
+    task = load_task(name)
+    [(rule, artefacts)] = rules_of(task)
+    assert rule == "data/sample_solution.json"
+    score = grade(task, artefacts, "exact", lambda: open_sandbox(task, LOCAL_BOX))
+    assert score.value == pytest.approx(task.baseline, rel=1e-5)
+    assert (score.split, score.stderr, score.record) == ("exact", None, "")
+    code, said, _ = run_here(
+        lambda: tasks.main(name, sandbox=LOCAL_BOX), monkeypatch=monkeypatch, capsys=capsys
+    )
+    assert code == 0
+    assert "on the exact part" in said
+    assert "not degenerate" in said
+
+
+# ------------------------------------------------------------------ attacks
+
+
+PAIR = "[500000000, 500000000]"
+REFUSED = [  # task, text of solution.json, what the agent reads
+    ("erdosOverlap", '{"overlap": 0.1}', "there must be a list of 1 to 2048 integers"),
+    ("erdosOverlap", "0.1", "there must be a list"),
+    ("erdosOverlap", '{"overlap": 0.1, "heights": ' + PAIR + "}", "there must be a list"),
+    ("erdosOverlap", "", "it is not JSON"),
+    ("erdosOverlap", PAIR + '\n{"overlap": 0.1}', "it is not JSON"),
+    ("erdosOverlap", "[]", "there must be a list"),
+    ("erdosOverlap", "[" * 100_000, "it is not JSON"),
+    ("erdosOverlap", "[500000000, 500000001]", "the sum must be 1000000000, but it is 1000000001"),
+    ("erdosOverlap", "[-1, 1000000001]", "an integer from 0 to 1000000000, not -1"),
+    ("erdosOverlap", "[0.5, 0.5]", "an integer from 0 to 1000000000, not 0.5"),
+    ("erdosOverlap", "[500000000.0, 500000000]", "an integer"),
+    ("erdosOverlap", "[5e8, 500000000]", "an integer"),
+    ("erdosOverlap", "[NaN, NaN]", "it is not JSON with finite numbers"),
+    ("erdosOverlap", "[Infinity, -Infinity]", "it is not JSON with finite numbers"),
+    ("erdosOverlap", "[1e999, -1e999]", "it is not JSON with finite numbers"),
+    ("erdosOverlap", "[1e308, -1e308]", "an integer from 0 to 1000000000, not 1e+308"),
+    ("erdosOverlap", "[5e-324, 1000000000]", "an integer from 0 to 1000000000, not 5e-324"),
+    ("erdosOverlap", "[true, false]", "an integer from 0 to 1000000000, not True"),
+    ("erdosOverlap", "[[500000000], [500000000]]", "an integer"),
+    ("erdosOverlap", '["500000000", "500000000"]', "an integer from 0 to 1000000000, not 5000"),
+    ("erdosOverlap", "[null, null]", "an integer from 0 to 1000000000, not None"),
+    ("erdosOverlap", str([0, 1] * 500_000), "it is larger than 200000 bytes"),
+    ("erdosOverlap", str([0] * 2049), "there must be a list of 1 to 2048"),
+    ("erdosOverlap", f"[{'9' * 100_000}]", "solution.json"),
+    ("erdosOverlap", f"[{10**200}, 0]", "an integer"),
+    ("autocorrelation", "[0, 0, 0]", "one height at least must be positive"),
+    ("autocorrelation", "[-1, 2]", "an integer from 0 to"),
+    ("autocorrelation", "[1e200, 1]", "an integer"),  # its square overflows
+    ("sumsDifferences", "[1]", "there must be a list of 2 to 512 integers"),
+    ("sumsDifferences", "[1, 1]", "an integer is there twice"),
+    ("sumsDifferences", "[true, 1, 2]", "an integer from -1000000 to 1000000, not True"),
+    ("sumsDifferences", "[0, 1000001]", "an integer from -1000000 to 1000000"),
+    ("sumsDifferences", "[0, 1.0]", "an integer"),
+    ("hadamard29", json.dumps([[1] * 29] * 28), "there must be a list of 29 rows"),
+    ("hadamard29", json.dumps([[1] * 28] * 29), "there must be a list of 29 integers in each row"),
+    ("hadamard29", json.dumps([[2] * 29] * 29), "an integer from -1 to 1, not 2"),
+    ("hadamard29", json.dumps([[0] * 29] * 29), "each must be 1 or -1, not 0"),
+    ("hadamard29", json.dumps([[True] * 29] * 29), "an integer from -1 to 1, not True"),
+    ("hadamard29", json.dumps(["1" * 29] * 29), "there must be a list of 29 integers"),
+    ("circlePacking", json.dumps(grid(0.0625)[:25]), "there must be a list of 26 circles"),
+    ("circlePacking", json.dumps(grid(math.nextafter(0.0625, 1))), "circle 0 has no positive"),
+    ("circlePacking", json.dumps([[0.5, 0.5, 0.1]] * 26), "circle 1 overlaps circle 0"),
+    ("circlePacking", json.dumps([[0.5, 0.5, 0.0]] * 26), "circle 0 has no positive radius"),
+    ("circlePacking", json.dumps([[0.5, 0.5, -0.1]] * 26), "a number from 0 to 1, not -0.1"),
+    ("circlePacking", json.dumps([[0.5, 0.5, 1e308]] * 26), "a number from 0 to 1, not 1e+308"),
+    ("circlePacking", json.dumps([[0.5, 0.5, True]] * 26), "a number from 0 to 1, not True"),
+    ("circlePacking", json.dumps([["0.5", 0.5, 0.1]] * 26), "a number from 0 to 1, not 0.5"),
+    ("circlePacking", json.dumps([[0.5, 0.5]] * 26), "there must be a list of 3 numbers"),
+    ("circlePacking", json.dumps([[math.nan, 0.5, 0.1]] * 26), "finite numbers"),
+]
+
+
+@attack
+@pytest.mark.parametrize(("name", "text", "sentence"), REFUSED)
+def test_what_is_not_feasible_is_refused_with_one_sentence(tmp_path, name, text, sentence):
+    result = graded(name, text.encode(), tmp_path)
+    assert list(result) == ["error"]
+    assert result["error"].startswith("solution.json: ")
+    assert sentence in result["error"]
+    assert len(result["error"]) < 300
+
+
+@attack
+def test_nothing_is_tolerated(tmp_path):
+    """Neither the last bit of a radius nor a billionth of a height; denormals are numbers."""
+    for i in (9, 25):  # circle 9 touches four others
+        circles = grid(1 / 16)
+        circles[i][2] = math.nextafter(1 / 16, 1)
+        text = json.dumps(circles).encode()
+        assert f"circle {i} overlaps" in graded("circlePacking", text, tmp_path)["error"]
+    circles = [[(i + 1) / 32, 0.5, 5e-324] for i in range(26)]
+    assert scored("circlePacking", circles, tmp_path) == 26 * 5e-324
+    circles[1] = circles[0]
+    text = json.dumps(circles).encode()  # squares of the radii are 0 in floating point
+    assert "circle 1 overlaps circle 0" in graded("circlePacking", text, tmp_path)["error"]
+
+
+@attack
+@pytest.mark.parametrize(
+    ("name", "solution"),
+    [
+        ("erdosOverlap", [HALF + 333333333, HALF - 333333333] * 1024),
+        ("autocorrelation", [UNIT - i for i in range(2048)]),
+        ("sumsDifferences", [i * i * 3 % 999983 for i in range(1, 513)]),
+        ("hadamard29", paley(29)),
+        ("circlePacking", [[(i + 1) / 32, 0.5, 5e-324] for i in range(26)]),
+    ],
+)
+def test_the_largest_solutions_take_less_than_ten_seconds(tmp_path, name, solution):
+    """Seconds of CPU time, so that a busy machine changes nothing."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    assert scored(name, solution, tmp_path) > 0
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 10
+
+
+@attack
+def test_a_file_that_changes_while_it_is_read_gets_one_of_its_scores():
+    task = load_task("erdosOverlap")
+    good = [0, UNIT, UNIT, 0, HALF, HALF]
+    bad = [HALF] * 6
+    scores = {grade_exact.overlap(good), grade_exact.overlap(bad)}
+    assert len(scores) == 2
+    loop = block("(while :; do cat a > solution.json; cat b > solution.json; done) &")
+    with Env(task, LOCAL) as world:
+        world.reset()
+        world.step(block(f"echo '{good}' > a; echo '{bad}' > b; cp a solution.json"))
+        for _ in range(3):
+            world.step(loop)
+            score = world.score()
+            assert score.value in scores or "it is not JSON" in score.message
+            again = world.score()  # the first grading has ended the loop
+            assert (again.value, again.message) == (score.value, score.message)
+
+
+# ------------------------------------------------------------------ what a run says
+
+BETTER = json.dumps([UNIT // 4, UNIT // 2, UNIT * 3 // 4, UNIT * 3 // 4, UNIT // 4])  # 0.4
+
+
+def easy(name="erdosOverlap"):
+    """The task with a reference that BETTER beats."""
+    return replace(load_task(name), reference=0.49)
+
+
+def test_an_exact_task_has_one_part_and_nothing_to_select():
+    for name in EXACT:
+        task = load_task(name)
+        assert task.exact
+        assert task.splits == ("exact",)
+        assert not task.selected_on_test
+
+
+def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(tmp_path, capsys):
+    reply = block(f"echo '{BETTER}' > solution.json")
+    model = FakePolicy(reply, block("validate"), block("submit"))
+    sizes = {"context": 50_000, "max_reply_tokens": 2000, "max_observation_tokens": 2000}
+    cfg = search_config(backend=LOCAL, nodes=1, sampling_mode=("none",), **sizes)
+    run = open_run(tmp_path / "run", {"seed": 0, "task": "erdosOverlap"}, MADE_BY)
+    (run.dir / "nodes").mkdir()
+    t = Tree(easy(), "none", 0, cfg, run, search.SELECT[cfg.select])
+    asyncio.run(search.search([t], model, 1))
+    result = run.results()
+    score = result["best_score"]
+    assert result["improvement"] > 1
+    assert (result["split"], result["exact"], result["selected_on_test"]) == ("exact", True, False)
+    assert (result["test_score"], result["test_stderr"], result["test_reads"]) == (score, None, 0)
+    assert f"{score:.12g} is better than the reference" in search_console.node_line(t, t.best())
+    [episode] = map(json.loads, (run.dir / "episodes/000000.jsonl").read_text().splitlines())
+    assert json.loads(episode["score"]["record"]) == json.loads(BETTER)
+    [row] = stats.grid_table([result | {"method": "none"}])
+    assert row["validation"] is None
+    assert row["untested"] == 0
+    text = stats.text_of([row])
+    assert "erdosOverlap: the score is exact" in text
+    assert "test part" not in text
+    search_console.print_best(t, result)
+    assert "1 node (exact;" in capsys.readouterr().out
+
+
+def test_a_training_step_says_that_the_reference_is_beaten():
+    task = easy()
+    reply = block(f"echo '{BETTER}' > solution.json")
+    policy = FakePolicy(reply, block("submit"))
+    episode = asyncio.run(play_once(Env(task, LOCAL), policy, score_test=True))
+    assert episode.test_score is None  # there is no other part
+    assert json.loads(episode.to_dict()["score"]["record"]) == json.loads(BETTER)
+    group = scored_group(task, 0.45, 0.46)
+    group.episodes[0].score = episode.score
+    group.rewards = [1.0, 0.5]
+    row = metrics.step_metrics([group], [task])
+    assert row["records"] == 1
+    assert "better than the reference" in guard.alarms(row, [])[0]
+    value = improvement(episode.score.value, task)
+    assert grpo.REWARDS["continuous"](value, episode) == 1  # a reward stays within [-1, 1]
