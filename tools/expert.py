@@ -150,7 +150,72 @@ def battle_table() -> Table:
     )
 
 
-TABLES = {"titanic": titanic_table, "battleOfSexes": battle_table}
+def overlap_program(size: str, moves: str) -> str:
+    return f"""cat > solve.py <<'EOF'
+import json, os, random
+from operator import mul
+u = 500000000
+n = 30
+h = [u] * n
+if os.path.exists('best.json'):
+    h = json.load(open('best.json'))
+random.seed(hash(str(h)))
+def overlap(h):
+    g = [2 * u - x for x in h]
+    low = max(sum(map(mul, h[k:], g)) for k in range(n))
+    return max(low, max(sum(map(mul, g[k:], h)) for k in range(n)))
+best = overlap(h)
+for t in range(100):
+    g = h[:]
+    i = random.randrange(n)
+    j = random.randrange(n)
+    d = int(2 * u * {size} * random.random())
+    for a, b in {moves}:
+        m = min(d, g[a], 2 * u - g[b])
+        g[a] -= m
+        g[b] += m
+    if overlap(g) < best:
+        h = g
+        best = overlap(g)
+json.dump(h, open('best.json', 'w'))
+json.dump(h, open('solution.json', 'w'))
+EOF
+python3 solve.py"""
+
+
+def overlap_table() -> Table:
+    """Ways to move height between steps x how much, each tried 100 times from the parent's file.
+
+    From the constant, which scores 0.5, one program ends between 0.499 and 0.412. Small amounts pay
+    later: four programs in a row reach 0.394. `hash` depends on the seed of the sandbox.
+    """
+    moves = {
+        "single moves": "[(i, j)]",
+        "neighbour moves": "[(i, i - 1)]",
+        "mirrored moves": "[(i, j), (-1 - i, -1 - j)]",
+        "block moves": "[(i - k, j - k) for k in range(4)]",
+        "many moves": "[(k, (k * i + j) % n) for k in range(n)]",
+        "shifts": "[(k, k - 1) for k in range(i, n)]",
+    }
+    solutions = []
+    for words, pairs in moves.items():
+        for size in ("1.0", "0.3", "0.1", "0.03", "0.01"):
+            solutions.append((1.0, f"{words} of {size}", overlap_program(size, pairs)))
+    return Table(
+        looks=("ls", "ls -l", "cat data/sample_solution.json"),
+        solutions=tuple(solutions),
+        mistakes=(
+            (2, "        g[a] -= m\n", ""),
+            (2, "'solution.json'", "'answer.json'"),
+            (2, "\npython3 solve.py", ""),
+            (2, "u = 500000000", "u = 0.5"),
+            (1, ", random\n", "\n"),
+            (1, "def overlap(h):", "def overlap(h)"),
+        ),
+    )
+
+
+TABLES = {"titanic": titanic_table, "battleOfSexes": battle_table, "erdosOverlap": overlap_table}
 
 # A strategy is a line of its own, the same in the prompt and in the reply. The BPE cuts such a line
 # into the same tokens everywhere, so following a strategy means copying a line.
@@ -174,7 +239,7 @@ class World:
         self.task = task
         self.table = table
         self.backend = backend
-        self.seen: dict[str, tuple[str, env.Step]] = {}
+        self.seen: dict[str, tuple[str, env.Step, str]] = {}
         with env.Env(task, backend) as box:
             self.prompt = box.reset()
             self.nothing = box.step(block("validate"))  # the answer without an artefact
@@ -190,18 +255,22 @@ class World:
         texts = dict.fromkeys([*self.table.looks, *programs, *spoiled])
         return [*map(block, texts), PROSE]
 
-    def play(self, reply: str) -> tuple[str, env.Step]:
-        """Returns the observation in a fresh workspace, and the step of a `validate` after it."""
+    def play(self, reply: str) -> tuple[str, env.Step, str]:
+        """The observation in a fresh workspace, the step of a `validate` after it, and the prompt
+        of an attempt that starts from the files.
+        """
         if reply not in self.seen:
             with env.Env(self.task, self.backend) as box:
                 box.reset()
                 observation = box.step(reply).observation
-                self.seen[reply] = observation, box.step(block("validate"))
+                step = box.step(block("validate"))
+                with box.fork() as child:
+                    self.seen[reply] = observation, step, child.prompt()
         return self.seen[reply]
 
     def node(self, words: str, program: str) -> SimpleNamespace:
         """A finished search node that ran this program, as the prompts of a search expect it."""
-        said, step = self.play(block(program))
+        said, step, prompt = self.play(block(program))
         errors = [step.score.message]
         if "[exit code" in said:
             errors.insert(0, said)
@@ -215,6 +284,7 @@ class World:
             status="submit",
             code={file_name: code.partition("EOF")[0]},
             error="\n".join(errors),
+            prompt_of_child=prompt,
         )
 
 
@@ -255,7 +325,7 @@ def solve(rng: random.Random, world: World, kind: str) -> list[tuple[str, str]]:
         _, words, program = pick(rng, table.solutions)
     else:
         _, words, program = rng.choice(table.solutions)
-    talk = [("user", world.prompt + request(rng, world, kind, words, program))]
+    talk = [("user", request(rng, world, kind, words, program))]
     state = world.nothing  # the step of a `validate` at this point
 
     def say(reply: str, observation: str) -> None:
@@ -263,7 +333,7 @@ def solve(rng: random.Random, world: World, kind: str) -> list[tuple[str, str]]:
 
     def write(text: str) -> None:
         nonlocal state
-        observation, after = world.play(block(text))
+        observation, after, _ = world.play(block(text))
         if after.observation != world.nothing.observation:  # it wrote the artefact
             state = after
         say(STRATEGY.format(words) + block(text), observation)
@@ -299,13 +369,13 @@ def second_try(score: float, task: Task) -> float:
 
 
 def request(rng: random.Random, world: World, kind: str, words: str, program: str) -> str:
-    """What search.py appends to the prompt: the parent nodes, if any, and the strategy."""
+    """The first message: the task, the parent nodes, if any, and the strategy, as in search.py."""
     if kind == "free":
-        return ""
+        return world.prompt
     table = world.table
     node = SimpleNamespace(idea=words, op="draft", decision={})
     parents = []
-    files = ""
+    prompt = world.prompt
     if kind == "child":
         parents = [world.node(*rng.choice(table.solutions)[1:])]
         node.op = "improve"
@@ -318,10 +388,8 @@ def request(rng: random.Random, world: World, kind: str, words: str, program: st
         node.op = "crossover"
         node.idea = ""
     if parents:
-        for name, code in parents[0].code.items():
-            if name not in world.task.artefacts:  # those were removed
-                files += f"\n{name} ({len(code)} bytes)"
-    return f"{files}\n\n{prompts.situation(node, parents, search.sentence_of(node), 1500)}"
+        prompt = parents[0].prompt_of_child
+    return f"{prompt}\n\n{prompts.situation(node, parents, search.sentence_of(node), 1500)}"
 
 
 def copy_lesson(rng: random.Random, world: World) -> list[tuple[str, str]]:
@@ -329,7 +397,7 @@ def copy_lesson(rng: random.Random, world: World) -> list[tuple[str, str]]:
     known = [word for _, words, _ in world.table.solutions for word in words.split()]
     words = " ".join(rng.choices(known, k=rng.randint(2, 6)))
     kind = rng.choice(["draft", "draft", "child"])
-    prompt = world.prompt + request(rng, world, kind, words, "")
+    prompt = request(rng, world, kind, words, "")
     return [("user", prompt), ("assistant", STRATEGY.format(words).strip())]
 
 
