@@ -31,9 +31,9 @@ from flatlab.sandbox.client import Sandbox, pick_backend, readable
 from flatlab.task.definition import WHOLE_WORKSPACE, Task
 from flatlab.task.grading import Score, check_grader, collect, grade
 from flatlab.task.machine import check_needs, open_sandbox, resolve_backend
-from flatlab.world.actions import act_bash
+from flatlab.world import texts
+from flatlab.world.actions import act_bash, score_text
 from flatlab.world.episode import in_thread
-from flatlab.world.texts import FORMS, score_text, short_message, with_message
 from tasks import load_task
 
 ALL_FILES = 10**9
@@ -73,6 +73,7 @@ class Env:
         self.sandbox: Sandbox | None = None
         self.opened: list[Sandbox] = []  # also those of gradings
         self.closed = False
+        self.episode = EpisodeOptions()  # those of the running episode, for the texts
         self.message = ""  # more that the first message tells, at its end
         self.ends_at_score = False  # whether a valid score ends the episode, for the texts
         self.given: dict[str, bytes] = {}  # the artefacts at the start, for WHOLE_WORKSPACE
@@ -108,12 +109,16 @@ class Env:
         return self.sandbox
 
     def reset(self) -> str:
-        """Starts over in a new sandbox with the task's public files. Returns prompt()."""
+        """Starts over, see restart(). Returns prompt()."""
+        self.restart()
+        return self.prompt()
+
+    def restart(self) -> None:
+        """Starts over in a new sandbox with the task's public files."""
         box = self.open()
         files = self.task.public.items()
         box.put({path: file for path, file in files if path not in box.premounted})
         self.note_given()
-        return self.prompt()
 
     def note_given(self) -> None:
         """Remembers the initial workspace: without changes it is not a submission."""
@@ -122,8 +127,12 @@ class Env:
                 self.given = collect(self.task, self.sandbox)
 
     def prompt(self) -> str:
-        """The first message for the workspace as it is now, in the short form."""
-        return with_message(short_message(self), self)
+        """The system message and the first message, which an agent with an endless context would
+        read for the workspace as it is now. self.episode names the prompts file.
+        """
+        facts = texts.episode_facts(self, self.episode)
+        system, first = next(texts.first_messages(self, self.episode, facts))
+        return "\n\n".join(filter(None, [system, first, self.message]))
 
     def files(self, most: int) -> tuple[list[tuple[str, int]], int]:
         """The first `most` (path, size in bytes) of the workspace, and the count of all."""
@@ -191,6 +200,7 @@ class Env:
         See `restore` for clear_artefacts.
         """
         twin = Env(self.task, self.options, self.seed, **self.limits)
+        twin.episode = self.episode
         try:
             twin.restore(self.snapshot(), clear_artefacts)
         except BaseException:
@@ -245,12 +255,6 @@ def read_reply() -> str:
     return "\n".join(lines)
 
 
-def full_texts(env: Env) -> str:
-    """What an agent with an endless context reads before its first reply."""
-    form, options = FORMS["full"], EpisodeOptions()
-    return f"{form.system(env, options)}\n\n{next(form.messages(env, options))}"
-
-
 def ask(prompt: str) -> str:
     """input(), which also shows lines that are piped in rather than typed. Raises EOFError."""
     line = input(prompt)
@@ -278,7 +282,7 @@ def run_attached(command: str) -> int:
 
 def by_hand(
     task: str = "titanic",
-    short: bool = False,
+    prompts: str | None = None,
     attach: str | None = None,
     sandbox: SandboxOptions = SandboxOptions(),  # noqa: B008
 ) -> None:
@@ -286,7 +290,7 @@ def by_hand(
 
     Args:
         task: Name of the task, see `python tasks.py`, or a Harbor task folder.
-        short: Show the texts that the stand-in reads, not those of every other model.
+        prompts: File of the texts that an agent reads; default: configs/prompts/agent.yaml.
         attach: Run this command, or validate or submit, in the sandbox of a running episode: that
             of the agent program which calls, see docs/agents.md.
         sandbox: The kind of sandbox and what it offers.
@@ -295,8 +299,8 @@ def by_hand(
         sys.exit(run_attached(attach))
     tasks, why = open_tasks(TaskOptions((task,)), sandbox, True)
     with Env(tasks[0], sandbox) as env:
-        prompt = env.reset()
-        print(f"[sandbox: {why}]\n\n{HOW_TO_PLAY}\n{prompt if short else full_texts(env)}\n")
+        env.episode = EpisodeOptions(prompts=prompts)
+        print(f"[sandbox: {why}]\n\n{HOW_TO_PLAY}\n{env.reset()}\n")
         done = False
         while not done:
             try:

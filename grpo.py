@@ -61,6 +61,7 @@ from flatlab.train.batch import (
 )
 from flatlab.view import console
 from flatlab.world.episode import play, run_episode
+from flatlab.world.texts import load_prompts
 from policy import Policy, default_model, lora_settings, resolve_model
 
 # ================================== the idea: edit here ==================================
@@ -654,6 +655,7 @@ def prepare(cfg: Config, job):
     path = resolve_model(cfg.model.model)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, path.is_tiny)
     fill_in(cfg, tasks, path)
+    digests = [load_prompts(cfg.episode.prompts).digest, *(task.digest() for task in tasks)]
     if cfg.sft and not Path("logs", cfg.name, "imitated").exists():
         imitation.best_episodes(cfg.sft, tasks, cfg.sft_share)
     if job.ranks.rank == 0:
@@ -661,7 +663,7 @@ def prepare(cfg: Config, job):
         job.run = store.open_run(
             store.run_directory(cfg.name),
             options.flat(cfg),
-            fingerprint.fingerprint([task.digest() for task in tasks], path, cfg.agent or ""),
+            fingerprint.fingerprint(digests, path, cfg.agent or ""),
             options.may_change(cfg),
             lambda run: checkpoint.is_finished(run, cfg),
         )

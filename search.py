@@ -49,7 +49,7 @@ from flatlab.tree import journal, parsing, prompts, requests, rules
 from flatlab.tree.nodes import Choice, Node, Tree, results, seed_from
 from flatlab.view import search_console
 from flatlab.world.episode import Episode, in_thread, run_episode
-from flatlab.world.texts import FORMS
+from flatlab.world.texts import machine_facts
 from policy import Policy, default_model, resolve_model
 
 # ==================================== the idea: edit here ====================================
@@ -136,29 +136,9 @@ OPERATORS = {
     ),
 }
 
-# Requests to the model; the stand-in was trained on these texts. Verbalized sampling (arXiv
+# Requests for strategies; their texts are in configs/prompts/. Verbalized sampling (arXiv
 # 2510.01171): asked for one answer, a model gives the typical one. Asked for several with their
 # probabilities, it describes its distribution, and one can ask for the tail of it.
-
-STRATEGY = "\nAnswer with this line for each:\nStrategy: <one sentence>"
-STRATEGY_AND_PROBABILITY = """
-Answer with these two lines for each:
-Strategy: <one sentence>
-Probability: <number from 0 to 1>"""
-ASK = {  # for strategies, by sampling mode
-    "uniform": "List {k} reasonable strategies, all equally probable." + STRATEGY_AND_PROBABILITY,
-    "tail": "List {k} unusual strategies, each with a probability below {tau:g}."
-    + STRATEGY_AND_PROBABILITY,
-    "local": "List {k} variations of {what}, with their probabilities." + STRATEGY_AND_PROBABILITY,
-    "sequence": "List {k} different strategies." + STRATEGY,
-}
-MORE = "List {k} more, different from all above, in the same form."  # if too few came
-REFLECT = """{about}
-
-{tree}
-
-What worked, what failed and why, and what should be tried next? Answer in at most five short \
-sentences."""
 
 
 @dataclass(frozen=True)
@@ -187,13 +167,6 @@ def sampling_mode(t: Tree, node: Node) -> str:
     return exploits and MODES[t.sampling_mode].exploits_as or t.sampling_mode
 
 
-def strategy_request(mode: str, k: int, tau: float, parent: Node) -> str:
-    """Asks for k strategies for children of `parent`, in one of the modes of ASK."""
-    is_root = parent.op == "baseline"
-    what = "the most common strategy" if is_root else "the strategy so far"
-    return ASK[mode].format(k=k, tau=tau, what=what)
-
-
 def sentence_of(node: Node) -> str:
     """What the operator of a node says after the code of the nodes that it builds on."""
     operator = OPERATORS[node.op]
@@ -204,7 +177,8 @@ def sentence_of(node: Node) -> str:
 def node_message(t: Tree, node: Node, parents: list[Node]) -> str:
     """What a node is told after the task. parents: the nodes it builds on, none for a draft."""
     notes = "\n".join(filter(None, [node.decision.get("reflection"), summary(t)]))
-    return prompts.situation(node, parents, sentence_of(node), prompts.summary_chars(t.cfg), notes)
+    limit = prompts.summary_chars(t.cfg)
+    return prompts.situation(t.texts, node, parents, sentence_of(node), limit, notes)
 
 
 # ==================================== end of the idea ========================================
@@ -289,29 +263,26 @@ class Config:
 
 
 def about(t: Tree) -> str:
-    """The task as requests tell it; in the full form of the texts also what is left of the budget.
+    """The task as requests tell it, with what is left of the budget.
 
     A rule that asks once has the same nodes with any number of workers, so it asks without this.
     """
-    facts = t.facts
-    if facts and not t.rule.shared_request:
-        facts += f"\nAfter this attempt {t.cfg.nodes - t.executed()} of {t.cfg.nodes} are left."
-    return prompts.about(t.task, facts)
+    left = None if t.rule.shared_request else t.cfg.nodes - t.executed()
+    return prompts.about(t.texts, t.task, t.machine, left, t.cfg.nodes)
 
 
-async def facts_of(t: Tree) -> str:
-    """What requests tell about the sandboxes, found in one of them; "" in the short form."""
-    facts = FORMS[t.cfg.episode.texts].facts
-    if facts is None:
-        return ""
+async def machine_of(t: Tree) -> dict:
+    """What requests tell about the sandboxes, found in one of them; {} if they tell nothing."""
+    if "limits" not in t.texts.uses["about"]:
+        return {}
     async with env.Env(t.task, t.cfg.sandbox, t.seed) as world:
-        await in_thread(world.reset)
-        return await in_thread(facts, world, t.cfg.episode)
+        await in_thread(world.restart)
+        return await in_thread(machine_facts, world, t.cfg.episode)
 
 
 def summary(t: Tree) -> str:
     """What prompts say about other branches, if anything."""
-    return prompts.summary_of_tree(t.finished) if t.cfg.scope == "global" else ""
+    return prompts.summary_of_tree(t.texts, t.finished) if t.cfg.scope == "global" else ""
 
 
 async def list_ideas(t: Tree, node: Node) -> list:
@@ -326,8 +297,8 @@ async def list_ideas(t: Tree, node: Node) -> list:
         k = max(k, t.constants.get("branching", 0))
     parent = t.nearest_kept(node.parent)
     siblings = [child for child in t.nodes[node.parent].children if child is not node]
-    wanted = strategy_request(node.sampling_mode, k, cfg.tau, parent)
-    request = prompts.ask(about(t), wanted, parent, siblings, summary(t))
+    wanted = {"mode": node.sampling_mode, "k": k, "tau": cfg.tau}
+    request = prompts.ask(t.texts, about(t), parent, siblings, summary(t), **wanted)
     talk = []
     ideas = {}
     likely = {}
@@ -339,7 +310,7 @@ async def list_ideas(t: Tree, node: Node) -> list:
             group.setdefault(parsing.same(idea), (idea, stated))
         if len(ideas) >= k:
             break
-        request = MORE.format(k=k - len(ideas))
+        request = t.texts.fill("more", k=k - len(ideas))
     for key, idea in sorted(likely.items(), key=lambda item: item[1][1]):
         ideas.setdefault(key, idea)
     return list(ideas.values())[:k]
@@ -385,9 +356,9 @@ async def propose(t: Tree, node: Node) -> None:
 
 async def reflect(t: Tree, node: Node) -> str:
     """What the tree has taught, in at most 1/16 of the context: the prompts of the node hold it."""
-    tree = prompts.tree_lines([t.root, *t.finished])
+    tree = prompts.tree_lines(t.texts, [t.root, *t.finished])
     tree = prompts.clip(tree, prompts.summary_chars(t.cfg))
-    request = REFLECT.format(about=about(t), tree=tree)
+    request = t.texts.fill("reflect", about=about(t), tree=tree)
     limit = max(32, t.cfg.model.context // 16)
     return await requests.chat(t, node, [], request, node.id, "reflect", limit=limit)
 
@@ -408,14 +379,14 @@ class NodeEnv(env.Env):
         self.message = node_message(t, node, parents)
         self.ends_at_score = t.rule.ends_at_score
 
-    def reset(self):
-        if not self.parents:
-            return super().reset()
-        self.restore(self.tree.files_of(self.parents[0]))
-        return self.prompt()
+    def restart(self):
+        if self.parents:
+            self.restore(self.tree.files_of(self.parents[0]))
+        else:
+            super().restart()
 
-    def step(self, reply, timeout=None):
-        step = super().step(reply, timeout)
+    def step(self, reply, *arguments, **settings):
+        step = super().step(reply, *arguments, **settings)
         cfg = self.tree.cfg
         scored = self.ends_at_score and step.score and step.score.valid
         out_of_tokens = cfg.tokens is not None and self.tree.tokens() >= cfg.tokens
@@ -498,7 +469,7 @@ def start(t: Tree, choice: Choice) -> Node:
 
 async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> None:
     """Grows a tree until it is complete. Each running node holds one of the slots."""
-    t.facts = await facts_of(t)
+    t.machine = await machine_of(t)
     while True:
         await slots.acquire()
         node = await decide(t)

@@ -72,9 +72,9 @@ class EpisodeOptions:
     # stand-in 256
     max_observation_tokens: int | None = None
     episode_minutes: Annotated[float, Bounds(0.01)] = 30.0  # time limit of one episode, in minutes
-    # form of what the agent reads: full, or the short one that the stand-in was trained on;
-    # default: full, stand-in short
-    texts: Literal["full", "short"] | None = None
+    # YAML file of all that an agent reads and a search asks; default: configs/prompts/agent.yaml,
+    # stand-in configs/prompts/tiny.yaml
+    prompts: str | None = None
     # <think> parts of earlier replies. keep: an episode is one sequence; drop: later replies do not
     # see them, and each reply after one is trained as a sequence of its own
     thoughts: Literal["keep", "drop"] = "keep"
@@ -145,7 +145,7 @@ def derive(
     defaults = {
         "max_reply_tokens": min(160 if is_tiny else 2048, quarter),
         "max_observation_tokens": min(256 if is_tiny else 2048, quarter),
-        "texts": "short" if is_tiny else "full",
+        "prompts": f"configs/prompts/{'tiny' if is_tiny else 'agent'}.yaml",
     }
     set_defaults(episode, defaults)
     if episode.max_reply_tokens >= model.context:

@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.task.grading import Score
-from flatlab.world.actions import act_bash, action_name
-from flatlab.world.texts import run_text, score_text
+from flatlab.world.actions import act_bash, action_name, run_text, score_text
 
 ACTIONS_TEXT = """\
 Instead of a bash block, a reply may be one JSON object {"action": ..., "params": {...}}:

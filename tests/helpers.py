@@ -31,6 +31,8 @@ from flatlab.world.episode import run_episode
 
 PROJECT = Path(__file__).resolve().parents[1]
 LOCAL = "local"
+TINY_TEXTS = "configs/prompts/tiny.yaml"
+AGENT_TEXTS = "configs/prompts/agent.yaml"
 
 
 def block(text):
@@ -76,7 +78,7 @@ async def play_once(world, policy, seed=0, score_test=False, **options):
     """One episode in an Env, which is closed afterwards. options: those of EpisodeOptions."""
     limits = {"max_turns": 10, "max_reply_tokens": 512, "max_observation_tokens": 512}
     async with world:
-        options = EpisodeOptions(**limits | {"texts": "short"} | options)
+        options = EpisodeOptions(**limits | {"prompts": TINY_TEXTS} | options)
         return await run_episode(world, policy, options, seed, score_test)
 
 
@@ -201,7 +203,7 @@ def configure(config, **flags):
 def search_config(**flags):
     import search
 
-    return configure(search.Config(), **{"texts": "short"} | flags)
+    return configure(search.Config(), **{"prompts": TINY_TEXTS} | flags)
 
 
 def python(*arguments, cwd=PROJECT, timeout=600, **options):

@@ -16,7 +16,7 @@ from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
 from flatlab.train.batch import sequences_of
 from flatlab.world.episode import History, run_episode
-from helpers import LOCAL, PROJECT, FakePolicy, python
+from helpers import AGENT_TEXTS, LOCAL, PROJECT, TINY_TEXTS, FakePolicy, python
 from integrations import agent_program
 from training import TASK
 
@@ -50,7 +50,9 @@ SYSTEM = os.environ["FLATLAB_SYSTEM"]
 PROMPT = user(os.environ["FLATLAB_PROMPT"])
 """
 EVERYBODY_DIED = "sed -E 's/,.*//; s/$/,0/; 1s/.*/id,survived/' data/test.csv > submission.csv"
-OPTIONS = EpisodeOptions(max_turns=6, max_reply_tokens=8, max_observation_tokens=64, texts="short")
+OPTIONS = EpisodeOptions(
+    max_turns=6, max_reply_tokens=8, max_observation_tokens=64, prompts=TINY_TEXTS
+)
 
 
 class Log:
@@ -145,7 +147,7 @@ while True:
 """, seed=5)  # fmt: skip
 
     class World(env.Env):
-        def step(self, reply, timeout):
+        def step(self, reply, timeout, act):
             return env.Step("Go on.", False, None, "ok", 0.0, "")
 
     async def usual_episode():
@@ -279,7 +281,9 @@ ask(user(said))
 
 def test_in_the_full_form_the_system_message_is_a_variable_of_its_own(play_program):
     episode, _ = play_program(
-        "ask({'role': 'system', 'content': SYSTEM}, PROMPT)", texts="full", max_reply_tokens=8
+        "ask({'role': 'system', 'content': SYSTEM}, PROMPT)",
+        prompts=AGENT_TEXTS,
+        max_reply_tokens=8,
     )
     assert "A block with only the word validate scores submission.csv" in episode.system
     assert episode.prompt.startswith("Predict who survived the Titanic.")
@@ -535,7 +539,7 @@ ask(*talk)
 act("submit")
 """
     rows = play(
-        episode=run_episode, agent=command(program), steps=2, ahead=1, texts="short", seed=3
+        episode=run_episode, agent=command(program), steps=2, ahead=1, prompts=TINY_TEXTS, seed=3
     )
     assert [row["step"] for row in rows] == [0, 1]
     assert [row["turns"] for row in rows] == [2.0, 2.0]
@@ -546,7 +550,7 @@ act("submit")
 
 def test_a_step_of_programs_that_never_ask_stops_the_run(play, command):
     with pytest.raises(UserError, match="exit code 1: (?s:.*)No module named 'no_such_package'"):
-        play(episode=run_episode, agent=command("import no_such_package"), texts="short")
+        play(episode=run_episode, agent=command("import no_such_package"), prompts=TINY_TEXTS)
 
 
 @pytest.mark.slow
@@ -569,7 +573,7 @@ def test_mini_swe_agent_plays_the_episodes_of_a_training_step(play, policy, tmp_
         played.append(await run_episode(world, log, *arguments))
         return played[-1]
 
-    rows = play(episode=episode, agent=command, steps=1, texts="short", max_turns=2)
+    rows = play(episode=episode, agent=command, steps=1, prompts=TINY_TEXTS, max_turns=2)
     assert rows[0]["episodes"] >= 8
     assert rows[0]["faults"] == 0
     assert sorted(part for e in played for part in trained(e)) == sorted(as_sampled(log.sampled))

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import env
 from flatlab.options import SandboxOptions
-from helpers import LOCAL
+from helpers import LOCAL, TINY_TEXTS
 from tasks import load_task
 
 EVERYBODY_DIED = "sed -E 's/,.*//; s/$/,0/; 1s/.*/id,survived/' data/test.csv > submission.csv"
 
 
-def by_hand(capsys, monkeypatch, task, *lines, short=False):
+def by_hand(capsys, monkeypatch, task, *lines, prompts=None):
     """What an episode at the terminal prints for lines that are piped in."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
-    env.by_hand(task, short=short, sandbox=SandboxOptions(LOCAL))
+    env.by_hand(task, prompts=prompts, sandbox=SandboxOptions(LOCAL))
     return capsys.readouterr().out
 
 
@@ -45,8 +45,8 @@ def test_an_episode_by_hand_echoes_what_is_piped_in_and_names_each_part(capsys, 
         assert words in said, (words, said)
 
 
-def test_the_short_form_by_hand_is_what_the_stand_in_reads(capsys, monkeypatch):
-    said = by_hand(capsys, monkeypatch, "titanic", "submit", short=True)
+def test_by_hand_one_reads_what_the_agent_of_the_file_reads(capsys, monkeypatch):
+    said = by_hand(capsys, monkeypatch, "titanic", "submit", prompts=TINY_TEXTS)
     assert "Reply with one block of bash commands:\n" in said
     assert "You are" not in said
 

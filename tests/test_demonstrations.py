@@ -10,7 +10,7 @@ import pytest
 from env import Env
 from flatlab.files import read_mapping
 from flatlab.train import imitation
-from helpers import LOCAL, PROJECT, FakePolicy, play_once
+from helpers import AGENT_TEXTS, LOCAL, PROJECT, FakePolicy, play_once
 from tasks import load_task
 
 pytestmark = pytest.mark.slow  # nobody needs the tool to run or to test
@@ -40,7 +40,7 @@ def test_transcripts_are_played_scored_and_mixed(run):
 def test_they_have_the_texts_that_a_model_reads(run):
     folder, _ = run
     recipe = read_mapping(PROJECT / "configs/grpo-cpu.yaml")
-    options = {"max_turns": recipe["max_turns"], "texts": "full"}
+    options = {"max_turns": recipe["max_turns"], "prompts": AGENT_TEXTS}
     world = Env(load_task("battleOfSexes", "", ""), LOCAL)
     episode = asyncio.run(play_once(world, FakePolicy("hm"), **options))
     shown = [json.loads(line) for line in (folder / "episodes/000000.jsonl").open()]

@@ -221,7 +221,7 @@ def test_the_server_applies_a_saved_adapter(vllm_server, adapter):
 def test_search_uses_a_served_adapter(vllm_server, tmp_path):
     command = f"search.py --engine api --url {vllm_server} --model trained --task titanic"
     command += " --context 2048 --max-reply-tokens 160 --max-observation-tokens 256"
-    command += " --texts short"
+    command += " --prompts configs/prompts/tiny.yaml"
     command += " --nodes 2 --max-turns 2 --backend local --name served"
     script, *flags = command.split()
     done = python(PROJECT / script, *flags, cwd=tmp_path)

@@ -8,8 +8,10 @@ from helpers import python
 
 ROOT = Path(__file__).parents[1]
 ADDED = """
-import asyncio, grpo, search, torch
+import grpo, search, torch
+from pathlib import Path
 from types import SimpleNamespace
+from flatlab.world.texts import load_prompts
 from flatlab.sandbox.client import get_backend, pick_backend
 cfg = grpo.Config(reward="thrifty", loss="tis")
 assert grpo.REWARDS["thrifty"](0.5, type("E", (), {"turns": [1, 2]})) == 0.46
@@ -18,23 +20,24 @@ loss = grpo.LOSSES["tis"]
 value, clipped = loss.function(logp, torch.tensor([0.0, -2.0]), torch.ones(2), None, cfg)
 assert clipped.tolist() == [False, True] and loss.weight(1, 4, 1, cfg) == 0.25
 assert grpo.ENTROPY_BONUS == 0.01
-class World:
-    def step(self, reply, timeout=None):
-        return "a step of the sandbox"
-async def replies(world, policy, episode, options, history):
-    return [world.step(text) for text in ("ls", "recall")]
-grpo.play = replies
-episode = type("Episode", (), {"turns": [{"reply": "first\\nsecond"}]})
-usual, recalled = asyncio.run(grpo.with_memory(World(), None, episode, None, None))
-assert usual == "a step of the sandbox" and recalled.observation == "first"
-box = SimpleNamespace(workspace="/w")
-told = SimpleNamespace(task=grpo.env.load_task("titanic"), sandbox=box, ends_at_score=False)
-assert grpo.texts.FORMS["full"].system(told, None).endswith("\\nTry the simplest rule first.")
+said = SimpleNamespace(output="mean 1", timed_out=False, exit_code=0)
+box = SimpleNamespace(run=lambda command, timeout: said if command[-1] == "a.csv" else None)
+tool = grpo.agent_loop(cfg).keywords["act"]
+reply = "describe a.csv"
+assert tool(SimpleNamespace(sandbox=box), reply, 1) == (reply, "mean 1", "ok", None)
+assert tool(None, "no block", 1)[2] == "rejected"
+texts = load_prompts("configs/prompts/agent.yaml")
+assert texts.path.resolve().is_relative_to(Path.cwd().resolve()), texts.path
+told = dict(workspace="/w", artefact="a.csv", ends_at_score=False)
+system = texts.fill("system", **told)
+assert system.endswith("\\nTry the simplest rule first.") and "describe data/train.csv" in system
 assert "epsilon_greedy" in search.SELECT
 parent = type("Parent", (), {"code": {"a.py": "x"}, "op": "improve", "valid": True})
 choice = search.Choice("0.0", "exploit")
 assert search.OPERATORS["simplify"].applies(choice, parent)
-assert "expert" in search.strategy_request("sequence", 3, 0.1, parent)
+wanted = dict(mode="sequence", k=3, tau=0.1)
+facts = dict(about="", summary="", parent=None, tried=[])
+assert "an expert would try" in texts.fill("strategies", **facts, **wanted)
 assert get_backend("gvisor").is_container and pick_backend("gvisor")[0] == "gvisor"
 """
 
@@ -62,12 +65,14 @@ def test_the_diffs_of_the_documentation(tmp_path):
     text = (ROOT / "docs/extend.md").read_text()
     file = ""
     count = 0
-    for name, diff in re.findall(r"`([a-z_/]+\.py)`[,\n ]|```diff\n(.*?)```", text, re.DOTALL):
+    for name, diff in re.findall(
+        r"`([a-z_/]+\.(?:py|yaml))`[,:\n ]|```diff\n(.*?)```", text, re.DOTALL
+    ):
         if name:
             file = name
         else:
             apply(tmp_path / file, diff)
             count += 1
-    assert count == 12
+    assert count == 13
     done = python("-c", ADDED, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-1500:]

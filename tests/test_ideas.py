@@ -10,9 +10,12 @@ import pytest
 import search
 from flatlab.tree import parsing, prompts
 from flatlab.tree.nodes import Node
+from flatlab.world.texts import load_prompts
+from helpers import TINY_TEXTS
 from tasks import load_task
 
 TASK = load_task("titanic", "", "")
+TEXTS = load_prompts(TINY_TEXTS)
 
 REPLIES = {
     "Strategy: a forest\nProbability: 0.05\nStrategy: ridge\nProbability: 0.1": [
@@ -145,22 +148,22 @@ def test_prompts_say_what_they_should():
         error="Traceback\nKeyError: 'x'",
     )
     text = prompts.ask(
-        prompts.about(TASK), search.strategy_request("tail", 5, 0.1, root), root, [bad]
+        TEXTS, prompts.about(TEXTS, TASK, {}), root, [bad], mode="tail", k=5, tau=0.1
     )
     assert "List 5 unusual strategies, each with a probability below 0.1." in text
     assert "data/train.csv: id," in text
     assert "Strategy: a forest\nScore: none, KeyError: 'x'" in text
     child = Node("0.0.0", "0.0", op="improve", idea="lasso", decision={"phase": "explore"})
-    assert prompts.situation(child, [good], search.sentence_of(child), 1500) == (
+    assert prompts.situation(TEXTS, child, [good], search.sentence_of(child), 1500) == (
         "An earlier attempt left its files here. Score: 0.7\nIts strategy: ridge\n"
         "Its solve.py:\nimport csv\nTry something different.\nStrategy: lasso"
     )
     repair = Node("0.1.0", "0.1", op="debug", idea="a forest")
-    debug = prompts.situation(repair, [bad], search.sentence_of(repair), 1500)
+    debug = prompts.situation(TEXTS, repair, [bad], search.sentence_of(repair), 1500)
     assert "KeyError" in debug
     assert debug.endswith("Fix the error and keep the strategy.\nStrategy: a forest")
     long = replace(good, code={"a.py": "x" * 10**6, "b.py": "y" * 10**6})
-    assert len(prompts.situation(child, [long, long], "", 3000)) < 4000
+    assert len(prompts.situation(TEXTS, child, [long, long], "", 3000)) < 4000
 
 
 def test_fields():

@@ -803,7 +803,7 @@ def test_network_is_there_for_tasks_that_need_it_and_only_with_the_flag(backend)
     online = replace(task, needs_network=True)
     for what, allowed in ((online, True), (task, True), (task, False)):
         with Env(what, SandboxOptions(backend, network=allowed)) as world:
-            assert ("without network" in world.reset()) == (not what.needs_network)
+            assert ("no network." in world.reset()) == (not what.needs_network)
             if what.needs_network:
                 links = do(world, "cat /proc/net/dev").observation.count(":")
                 assert links > 3 or do(world, CONNECT).status == "ok"
@@ -818,7 +818,7 @@ def test_hf_cache_is_mounted_read_only_and_found(tmp_path):
     (tmp_path / "hub/models--x/config.json").write_text("{}")
     task = replace(load_task("titanic"), needs_network=True)
     with Env(task, SandboxOptions("docker", hf_cache=str(tmp_path))) as world:
-        assert "without network" in world.reset()
+        assert "no network." in world.reset()
         reads = "cat $HF_HOME/hub/models--x/config.json; echo; echo $HF_HUB_OFFLINE"
         assert do(world, reads).observation == "{}\n1"
         writes = (

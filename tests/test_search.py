@@ -29,7 +29,17 @@ from flatlab.tree import journal, rules
 from flatlab.tree.nodes import SCORES, Tree, results
 from flatlab.view import search_console, search_plots, stats
 from flatlab.world.episode import Episode
-from helpers import MADE_BY, FakePolicy, block, search_config, segments_of, slow, start, user_error
+from helpers import (
+    AGENT_TEXTS,
+    MADE_BY,
+    FakePolicy,
+    block,
+    search_config,
+    segments_of,
+    slow,
+    start,
+    user_error,
+)
 from tasks import load_task
 
 pytestmark = pytest.mark.usefixtures("quick_provenance")
@@ -742,7 +752,7 @@ def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code_and_diff(tm
 
 def test_the_full_form_tells_requests_the_limits_and_what_is_left(tmp_path):
     model = FakePolicy(lambda prompt, seed: scripted(prompt.rpartition("it is.")[2], seed))
-    t = real_tree(tmp_path / "run", model, 1, nodes=3, texts="full", select="ucb", k=3)
+    t = real_tree(tmp_path / "run", model, 1, nodes=3, prompts=AGENT_TEXTS, select="ucb", k=3)
     asked = [prompt for prompt in model.prompts if "Answer with th" in prompt]
     assert "Limits: 4 turns" in asked[0]
     assert "numpy" in asked[0]
@@ -756,7 +766,7 @@ def test_the_full_form_tells_requests_the_limits_and_what_is_left(tmp_path):
 
 def test_requests_of_a_rule_that_asks_once_do_not_depend_on_what_runs(tmp_path):
     model = FakePolicy(lambda prompt, seed: scripted(prompt.rpartition("it is.")[2], seed))
-    real_tree(tmp_path / "run", model, 3, nodes=3, texts="full", k=3)
+    real_tree(tmp_path / "run", model, 3, nodes=3, prompts=AGENT_TEXTS, k=3)
     [asked] = [prompt for prompt in model.prompts if "Answer with th" in prompt]
     assert "Limits: 4 turns" in asked
     assert "After this attempt" not in asked

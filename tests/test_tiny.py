@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 import env
-import search
 from flatlab.tree import parsing, prompts
-from helpers import play_once
+from flatlab.world.texts import load_prompts
+from helpers import TINY_TEXTS, play_once
 from tasks import load_task
 from tools import make_tiny
 
@@ -49,8 +49,9 @@ def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
 def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode):
     task = load_task("titanic")
     root = SimpleNamespace(op="baseline", idea="", valid=True, score=task.baseline)
-    wanted = search.strategy_request(mode, 5, 0.1, root)
-    question = prompts.ask(prompts.about(task), wanted, root, [])
+    texts = load_prompts(TINY_TEXTS)
+    about = prompts.about(texts, task, {})
+    question = prompts.ask(texts, about, root, [], mode=mode, k=5, tau=0.1)
     tokens = tiny_policy.render([{"role": "user", "content": question}])
 
     async def ask_all():

@@ -21,7 +21,7 @@ from helpers import PROJECT, block, chat_server, completion, python, served
 VENV = os.path.abspath(os.environ.get("VERIFIERS_VENV", ""))
 CONFIG = PROJECT / "integrations/verifiers/eval.toml"
 TINY = {"context": 2048, "max-reply-tokens": 160, "max-observation-tokens": 256, "max-turns": 8}
-TINY |= {"texts": "short"}
+TINY |= {"prompts": "configs/prompts/tiny.yaml"}
 EVERYBODY_DIES = block(
     "sed 1d data/test.csv | cut -d, -f1 | sed 's/$/,0/' | sed '1i id,survived' > submission.csv"
 )

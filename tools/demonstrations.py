@@ -7,7 +7,7 @@ A pretrained model of 135 million parameters submits nothing valid by itself, so
 reinforce. Imitating a few of these episodes is its cold start. The expert is deliberately mediocre:
 it writes good and bad solutions, makes mistakes, and repairs some (see expert.py). Its episodes are
 played and scored like those of a model, in the same kind of sandbox and with the same texts: give
---max-turns and --texts as for the training. The last line of the output is the run directory.
+--max-turns and --prompts as for the training. The last line of the output is the run directory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Config:
     max_turns: Count = (
         3  # replies per episode, as in configs/grpo-cpu.yaml; longer ones are redrawn
     )
-    texts: Literal["full", "short"] = "full"  # form of what the agent reads
+    prompts: str | None = None  # file of what the agent reads; default: configs/prompts/agent.yaml
     backend: Literal["auto", "docker", "local"] = "auto"  # auto: as grpo.py chooses for this model
     name: str | None = None  # run directory logs/<name>; default: demonstrations-<task>
 
@@ -126,7 +126,7 @@ def draw(world: expert.World, cfg: Config, number: int) -> list[str]:
 async def play(world: expert.World, cfg: Config, number: int) -> Episode:
     """One episode of the expert, replayed and scored in a sandbox of its own."""
     replies = await env.in_thread(draw, world, cfg, number)
-    options = EpisodeOptions(cfg.max_turns, 512, 10**9, texts=cfg.texts)
+    options = EpisodeOptions(cfg.max_turns, 512, 10**9, prompts=cfg.prompts)
     async with env.Env(world.task, world.backend, cfg.seed * 100_003 + number) as box:
         return await run_episode(box, Script(replies), options, number)
 

@@ -2,7 +2,7 @@
 
 The expert is deliberately mediocre. It picks good and bad solutions, makes mistakes and repairs
 some of them, so a model that imitates it has much to gain. Its prompts are those of
-flatlab/world/texts.py, search.py and flatlab/tree/prompts.py. To add a task, add a table to
+configs/prompts/tiny.yaml. To add a task, add a table to
 TABLES.
 """
 
@@ -16,9 +16,13 @@ from tqdm import tqdm
 
 import env
 import search
+from flatlab.options import EpisodeOptions
 from flatlab.task.definition import Task, improvement
 from flatlab.tree import prompts
+from flatlab.world.texts import load_prompts
 from tasks import load_task
+
+PROMPTS = "configs/prompts/tiny.yaml"
 
 # ---- tables
 
@@ -241,6 +245,7 @@ class World:
         self.backend = backend
         self.seen: dict[str, tuple[str, env.Step, str]] = {}
         with env.Env(task, backend) as box:
+            box.episode = EpisodeOptions(prompts=PROMPTS)
             self.prompt = box.reset()
             self.nothing = box.step(block("validate"))  # the answer without an artefact
 
@@ -261,7 +266,8 @@ class World:
         """
         if reply not in self.seen:
             with env.Env(self.task, self.backend) as box:
-                box.reset()
+                box.episode = EpisodeOptions(prompts=PROMPTS)
+                box.restart()
                 observation = box.step(reply).observation
                 step = box.step(block("validate"))
                 with box.fork() as child:
@@ -389,7 +395,10 @@ def request(rng: random.Random, world: World, kind: str, words: str, program: st
         node.idea = ""
     if parents:
         prompt = parents[0].prompt_of_child
-    return f"{prompt}\n\n{prompts.situation(node, parents, search.sentence_of(node), 1500)}"
+    situation = prompts.situation(
+        load_prompts(PROMPTS), node, parents, search.sentence_of(node), 1500
+    )
+    return f"{prompt}\n\n{situation}"
 
 
 def copy_lesson(rng: random.Random, world: World) -> list[tuple[str, str]]:
@@ -423,8 +432,9 @@ def list_strategies(rng: random.Random, world: World) -> list[tuple[str, str]]:
         lines.append(f"Strategy: {words}")
         if mode != "sequence":
             lines.append(f"Probability: {probability:.2f}")
-    wanted = search.strategy_request(mode, k, 0.1, parent)
-    question = prompts.ask(prompts.about(world.task), wanted, parent, siblings)
+    texts = load_prompts(PROMPTS)
+    about = prompts.about(texts, world.task, {})
+    question = prompts.ask(texts, about, parent, siblings, mode=mode, k=k, tau=0.1)
     return [("user", question), ("assistant", "\n".join(lines))]
 
 

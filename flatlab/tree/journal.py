@@ -12,6 +12,7 @@ from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.reader import value_text
 from flatlab.runs.store import Run, open_run, run_directory
 from flatlab.tree.nodes import Tree, spent
+from flatlab.world.texts import load_prompts
 
 
 def open_trees(cfg, tasks: list, rule, path, script: str) -> tuple[list[Tree], Path]:
@@ -44,7 +45,7 @@ def open_trees(cfg, tasks: list, rule, path, script: str) -> tuple[list[Tree], P
         run = open_run(
             directory,
             options.flat(cfg) | cell,
-            fingerprint([task.digest()], path),
+            fingerprint([load_prompts(cfg.episode.prompts).digest, task.digest()], path),
             options.may_change(cfg),
             lambda run: is_finished(run, cfg),
         )

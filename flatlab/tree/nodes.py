@@ -32,6 +32,7 @@ from flatlab.sandbox.client import readable
 from flatlab.task.definition import Task, improvement
 from flatlab.tree.prompts import clip
 from flatlab.world.episode import Episode
+from flatlab.world.texts import load_prompts
 
 DEBUG_DEPTH = 3  # failures in a row after which a branch is given up
 SCORES = 20  # scores of candidates in a row of the journal, the highest ones: they may be thousands
@@ -121,7 +122,8 @@ class Tree:
         self.rule = rule
         self.constants = rule.constants(cfg.select, cfg.rule_args)
         self.policy = None
-        self.facts = ""  # what requests tell about the sandboxes, in the full form of the texts
+        self.texts = load_prompts(cfg.episode.prompts)
+        self.machine = {}  # what requests tell about the sandboxes
         self.root = Node(
             "0", op="baseline", score=task.baseline, improvement=0.0, valid=True, status="baseline"
         )

@@ -1,9 +1,8 @@
-"""What the prompts of a search tell about the task and the nodes of the tree. The requests
-themselves are in search.py; parsing.py reads the replies.
+"""What the prompts of a search tell about the task and the nodes of the tree. The texts themselves
+are in configs/prompts/; parsing.py reads the replies.
 
-All texts are short and made of lines, because a model with a context of 2048 tokens gets the same
-ones. A `node` is a search node or anything with the same fields (idea, score, op, valid, status,
-code, error, id, parent). The stand-in model was trained on these exact texts.
+A `node` is a search node or anything with the same fields (idea, score, op, valid, status, code,
+error, id, parent); `texts` are the Prompts of the file.
 """
 
 from __future__ import annotations
@@ -14,34 +13,22 @@ import re
 from flatlab.task.definition import Task
 
 SIBLINGS = 8  # largest number of strategies of siblings in a prompt
+FILES = 20  # of the task, in a request
+NAMED_PACKAGES = 12
 
 
-def ask(about: str, request: str, parent, siblings: list, summary: str = "") -> str:
-    """The prompt for strategies for a child of `parent`, which may be the root.
-
-    about: the task. siblings: the other children of the parent.
-    """
-    parts = [summary]
-    if parent.op != "baseline":
-        idea = parent.idea or "not named"
-        parts.append(f"The strategy so far: {score_of(parent)}\nStrategy: {idea}")
-    tried = [node for node in siblings if node.idea][-SIBLINGS:]
-    if tried:
-        parts.append("Tried already, do not repeat:")
-        parts += [f"Strategy: {node.idea}\nScore: {short_score(node)}" for node in tried]
-    context = "\n".join(filter(None, parts))
-    return "\n\n".join(filter(None, [about, context, request]))
-
-
-def about(task: Task, facts: str = "") -> str:
+def about(texts, task: Task, machine: dict, nodes_left: int | None = None, nodes: int = 0) -> str:
     """The task, with the first line of each of its files: for calls that have no sandbox.
 
-    facts: what the full form of the texts tells about one.
+    machine: what machine_facts() tells about one; {} if the texts do not use it.
     """
-    files = [f"{name}: {first_line(path)}" for name, path in list(task.public.items())[:20]]
-    listing = "\n".join(["Files:", *files, ""]) if files else ""
-    measure = f"Metric: {task.metric}, {task.direction}. Baseline: {task.baseline:.4g}"
-    return "\n".join(filter(None, [f"{task.prompt}\n\n{listing}{measure}", facts]))
+    files = [(name, first_line(path)) for name, path in list(task.public.items())[:FILES]]
+    limits = ""
+    if machine:
+        packages = machine["packages"][:NAMED_PACKAGES]
+        limits = texts.fill("limits", **machine | {"packages": packages})
+    facts = {"files": files, "limits": limits, "nodes_left": nodes_left, "nodes": nodes}
+    return texts.fill("about", task=task, **facts)
 
 
 def first_line(path) -> str:
@@ -50,17 +37,16 @@ def first_line(path) -> str:
     return "" if b"\0" in head else head.decode(errors="replace")[:80].strip()
 
 
-def score_of(node) -> str:
-    return f"score {node.score:.4g}" if node.valid else "no valid score"
+def ask(texts, about: str, parent, siblings: list, summary: str = "", **wanted) -> str:
+    """The request for strategies for a child of `parent`, which may be the root.
 
-
-def short_score(node) -> str:
-    if node.valid:
-        return f"{node.score:.4g}"
-    lines = node.error.strip().splitlines()
-    if lines:
-        return f"none, {lines[-1][:100]}"
-    return "none" if node.status else "not known yet"
+    siblings: the other children of the parent. wanted: mode, k, tau.
+    """
+    tried = [node for node in siblings if node.idea][-SIBLINGS:]
+    shown = None if parent.op == "baseline" else parent
+    return texts.fill(
+        "strategies", about=about, summary=summary, parent=shown, tried=tried, **wanted
+    )
 
 
 def summary_chars(cfg) -> int:
@@ -75,44 +61,26 @@ def clip(text: str, limit: int) -> str:
     return f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
 
 
-# ------------------------------------------------------------------ the first message of a node
-
-
-def situation(node, parents: list, sentence: str, limit: int, summary: str = "") -> str:
+def situation(texts, node, parents: list, sentence: str, limit: int, notes: str = "") -> str:
     """What a node is told after the task. Its strategy is the last line.
 
     parents: the nodes it builds on (none for a draft); of their code and errors it is shown at most
     about `limit` characters, and nothing of their conversations. sentence: what to do with them.
     """
-    parts = [summary]
-    for parent in parents:
-        parts.append(attempt(parent, parent is parents[0], limit // len(parents)))
-    if parents and sentence:
-        parts[-1] += f"\n{sentence}"
-    text = "\n\n".join(filter(None, parts))
-    strategy = f"Strategy: {node.idea}" if node.idea else ""
-    return "\n".join(filter(None, [text, strategy]))
+    shown = [clipped(parent, limit // len(parents)) for parent in parents]
+    facts = {"notes": notes, "parents": shown, "sentence": sentence, "strategy": node.idea}
+    return texts.fill("node", **facts)
 
 
-def attempt(parent, files_are_here: bool, limit: int) -> str:
-    """An earlier node with its code and error, in about `limit` characters."""
-    where = "Another attempt, whose files are not here."
-    if files_are_here:
-        where = "An earlier attempt left its files here."
-    score = f"{parent.score:.4g}" if parent.valid else "none"
-    lines = [f"{where} Score: {score}"]
-    if parent.idea:
-        lines.append(f"Its strategy: {parent.idea}")
-    texts = len(parent.code) + (not parent.valid)
-    share = limit // max(1, texts)
-    for name, text in parent.code.items():
-        lines.append(f"Its {name}:\n{clip(text.strip(), share)}")
-    if not parent.valid:
-        lines.append(f"Its error:\n{clip(parent.error, share)}")
-    return "\n".join(lines)
+def clipped(node, limit: int) -> dict:
+    """What is told about a parent, with about `limit` characters of code and error."""
+    share = limit // max(1, len(node.code) + (not node.valid))
+    code = {name: clip(text.strip(), share) for name, text in node.code.items()}
+    facts = {name: getattr(node, name) for name in ("idea", "score", "valid")}
+    return facts | {"code": code, "error": clip(node.error, share)}
 
 
-def summary_of_tree(nodes: list) -> str:
+def summary_of_tree(texts, nodes: list) -> str:
     """--scope global: the best three, the worst two, the last failures, the families nobody tried.
 
     nodes: the finished nodes, in order of completion.
@@ -121,44 +89,28 @@ def summary_of_tree(nodes: list) -> str:
         return ""
     scored = sorted((node for node in nodes if node.valid), key=lambda node: node.improvement)
     failed = [node for node in nodes if not node.valid]
-    lines = [
-        f"{len(nodes)} experiments so far, {len(failed)} of them without a score. "
-        "The best and the worst:"
-    ]
-    best = scored[-3:][::-1]
-    worst = scored[:-3][:2]
-    lines += [f"- {score_of(node)}: {strategy_of(node)}" for node in [*best, *worst]]
-    lines += [f"- failed: {strategy_of(node)}" for node in failed[-2:]]
     tried = [families(node.idea) for node in nodes if node.idea]
-    unused = sorted(set(FAMILIES).difference(*tried))
-    if unused:
-        lines.append(f"Not tried yet: {', '.join(unused)}.")
-    return "\n".join(lines)
+    return texts.fill(
+        "summary",
+        count=len(nodes),
+        failed=len(failed),
+        best_and_worst=[*scored[-3:][::-1], *scored[:-3][:2]],
+        latest_failures=failed[-2:],
+        untried=sorted(set(FAMILIES).difference(*tried)),
+    )
 
 
-def strategy_of(node) -> str:
-    return node.idea or "no strategy named"
-
-
-def tree_lines(nodes: list) -> str:
+def tree_lines(texts, nodes: list) -> str:
     """One line per node. The numbers are the positions in the list; 0 is the root."""
     number = {node.id: i for i, node in enumerate(nodes)}
-    lines = [f"0: {score_of(nodes[0])}, baseline"]
-    for i, node in enumerate(nodes[1:], 1):
-        parent = number.get(node.parent, 0)
-        lines.append(f"{i}: {score_of(node)}, parent {parent}, {strategy_of(node)}")
-    return "\n".join(lines)
+    return texts.fill("tree", rows=[(node, number.get(node.parent, 0)) for node in nodes])
 
 
-def details(nodes: list, chosen: list[int], limit: int) -> str:
+def details(nodes: list, chosen: list[int], limit: int) -> list[tuple[int, str]]:
     """Code and errors of the nodes at these positions, in about `limit` characters."""
     share = limit // max(1, len(chosen))
-    texts = []
-    for i in chosen:
-        parts = [*nodes[i].code.values(), nodes[i].error]
-        text = "\n".join(parts).strip()
-        texts.append(f"{i}: {clip(text, share)}")
-    return "\n".join(texts) or "Nothing to look at."
+    parts = {i: "\n".join([*nodes[i].code.values(), nodes[i].error]) for i in chosen}
+    return [(i, clip(text.strip(), share)) for i, text in parts.items()]
 
 
 # ------------------------------------------------------------------ what strategies are about

@@ -9,18 +9,6 @@ from flatlab.tree.requests import chat
 NOTES = 5  # the model sees its latest ones
 INSPECTED = 3  # nodes whose code and errors it may read before it decides
 
-LOOK = """{about}
-The tree:
-{tree}
-{notes}{left} experiments are left. Which of them do you want to look at? Answer with one line:
-Inspect: <numbers, or none>"""
-CHOOSE = """{details}
-Now choose the next experiment. Answer with these lines:
-Parent: <number>
-Strategy: <one sentence>
-Mode: <explore or exploit>
-Memory: <one sentence to remember>"""
-
 
 async def scientist(t: Tree, rng) -> Choice | None:
     """The model reads the tree, inspects some nodes, and names the next parent and strategy.
@@ -32,10 +20,11 @@ async def scientist(t: Tree, rng) -> Choice | None:
     choice = Choice("0")
     nodes = [t.root, *t.finished]
     notes = [node.decision["memory"] for node in t.finished if node.decision.get("memory")]
-    look = LOOK.format(
-        about=prompts.about(t.task, t.facts),
-        tree=prompts.tree_lines(nodes),
-        notes="".join(f"Note: {note}\n" for note in notes[-NOTES:]),
+    look = t.texts.fill(
+        "inspect",
+        about=prompts.about(t.texts, t.task, t.machine),
+        tree=prompts.tree_lines(t.texts, nodes),
+        notes=notes[-NOTES:],
         left=t.cfg.nodes - t.executed(),
     )
     talk = []
@@ -43,7 +32,7 @@ async def scientist(t: Tree, rng) -> Choice | None:
     numbers = map(int, parsing.NUMBER.findall(parsing.fields(reply).get("inspect", "")))
     inspected = [number for number in numbers if 0 < number < len(nodes)][:INSPECTED]
     details = prompts.details(nodes, inspected, prompts.summary_chars(t.cfg))
-    request = CHOOSE.format(details=details)
+    request = t.texts.fill("choose", details=details)
     decision = parsing.fields(await chat(t, choice, talk, request, "choose", t.started))
     phase = decision.get("mode", "").lower()
     choice.phase = phase if phase in ("explore", "exploit") else ""

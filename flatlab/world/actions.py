@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from flatlab.task.grading import Score
-from flatlab.world.texts import run_text, score_text
+from flatlab.sandbox.client import Result
+from flatlab.task.definition import Task
+from flatlab.task.grading import KILLED, Score
 
 FENCE = re.compile(r" {0,3}(`{3,})[ \t]*([^`]*?)[ \t]*$")
 SHELLS = ("bash", "sh", "shell")
@@ -118,4 +119,33 @@ def without_thought(reply: str) -> str | None:
     begin, mark, _ = text.partition("<think>")
     if mark and not find_fences(begin):
         return None
+    return text
+
+
+# ------------------------------------------------------------------ observations
+
+
+def run_text(env, result: Result, timeout: float) -> tuple[str, str]:
+    """(what the agent sees after a command, status of the turn). timeout: seconds."""
+    output = result.output.rstrip("\n") or "(no output)"
+    if result.timed_out:
+        note = f"[stopped at the time limit of {timeout:.0f} s, with all background processes]"
+        return f"{output}\n{note}", "timeout"
+    if not result.exit_code:
+        return output, "ok"
+    note = f"[exit code {result.exit_code}]"
+    if result.exit_code == KILLED:
+        most = env.limits["memory"] >> 20
+        note = f"[exit code 137: killed, perhaps over the memory limit of {most} MB]"
+    return f"{output}\n{note}", "error"
+
+
+def score_text(score: Score, task: Task) -> str:
+    """What the agent sees after `validate`."""
+    if not score.valid:
+        return f"No score: {score.message}"
+    value = f"{score.split} {score.metric}: {score.value:.4f}"
+    text = f"{value} (baseline {task.baseline:.4f}, {task.direction})"
+    if score.position is not None:  # a competition with leaderboards
+        text += f"\nposition: {score.position:.4f} (share of the leaderboards that is not better)"
     return text

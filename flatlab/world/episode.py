@@ -18,7 +18,8 @@ from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
 from flatlab.runs.store import packed_tokens
 from flatlab.task.grading import Score
-from flatlab.world.texts import FORMS, first_message
+from flatlab.world import texts
+from flatlab.world.actions import act_bash
 
 # Threads wait for sandboxes and do not compute. They are started as needed.
 THREADS = ThreadPoolExecutor(512, "sandbox")
@@ -189,23 +190,28 @@ async def start(
     Returns the history that begins with them. history: see run_episode.
     """
     if not env.sandbox:
-        await in_thread(env.reset)
-    form = FORMS[options.texts]
-    episode.system = form.system(env, options)
-    versions = await in_thread(form.messages, env, options)
+        await in_thread(env.restart)
+    env.episode = options
+    facts = await in_thread(texts.episode_facts, env, options)
     # not in a thread, because a tokenizer serves one at a time
-    episode.prompt = first_message(env, versions, policy, episode.system)
+    episode.system, episode.prompt = texts.fitting_messages(env, options, facts, policy)
     make = history or HISTORIES[options.thoughts]
     return make(policy, episode.prompt, options.max_observation_tokens, episode.system)
 
 
-async def play(env, policy, episode: Episode, options: EpisodeOptions, history: History) -> str:
+async def play(
+    env,
+    policy,
+    episode: Episode,
+    options: EpisodeOptions,
+    history: History,
+    act: Callable = act_bash,
+) -> str:
     """Plays turns until something ends them. Fills episode.turns and .segments.
 
-    Returns the episode's status.
+    act: how replies are read and run, see Env.step. Returns the episode's status.
     """
     deadline = time.monotonic() + 60 * options.episode_minutes
-    note = FORMS[options.texts].note
     try:
         for number in range(options.max_turns):
             start = time.monotonic()
@@ -220,13 +226,15 @@ async def play(env, policy, episode: Episode, options: EpisodeOptions, history: 
             )
             sample = await asyncio.wait_for(reply, deadline - start)
             left = max(1.0, deadline - time.monotonic())
-            step = await in_thread(env.step, sample.text, left)
+            step = await in_thread(env.step, sample.text, left, act)
             turn = turn_record(sample, step)
             episode.turns.append(turn)
             turns_left = options.max_turns - number - 1
             if turns_left and not step.done:
                 seconds_left = deadline - time.monotonic()
-                turn["note"] = note(env.task, episode.turns, turns_left, seconds_left)
+                turn["note"] = texts.note(
+                    options, env.task, episode.turns, turns_left, seconds_left
+                )
             history.add(sample, step.observation, turn["note"])
             if step.done:
                 return "submit"

@@ -28,7 +28,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 from bench.measure import (
     compared,
@@ -227,18 +226,13 @@ def run_ours(model, rounds, turns, tokens, variant):
     class World:
         """Stands in for Env: commands that wait, and a random score."""
 
-        sandbox = SimpleNamespace(workspace="/workspace")
-        has_network = False
-        message = ""
+        sandbox = True
 
         def __init__(self, task, *_):
             self.task = task
             self.left = list(work.waits[next(work.numbers) % len(work.waits)])
 
-        def files(self, most):
-            return [], 0
-
-        def step(self, reply, timeout):
+        def step(self, reply, timeout, act):
             if not self.left:
                 return Step("", True, None, "submit", 0.0)
             work.calls += 1
@@ -258,9 +252,6 @@ def run_ours(model, rounds, turns, tokens, variant):
 
     is_row = variant.startswith("ahead")
     ahead = int(variant[5:]) if is_row else 0
-
-    def prompt_only(env, options):
-        return [env.task.prompt]
 
     policy = Policy(
         ModelPath(model, None, False),
@@ -287,8 +278,9 @@ def run_ours(model, rounds, turns, tokens, variant):
     cfg.episode.max_reply_tokens = tokens
     cfg.episode.max_observation_tokens = 256
     # The messages are those of the other variants.
-    texts.FORMS["bare"] = replace(texts.FORMS["short"], messages=prompt_only)
-    cfg.episode.texts = "bare"
+    texts.episode_facts = lambda env, options: {}
+    texts.fitting_messages = lambda env, *_: ("", env.task.prompt)
+    cfg.episode.prompts = "configs/prompts/tiny.yaml"
     task = load_task("titanic", "", "")
     plan = [replace(task, prompt=f"Write. {i}") for i in range(PROMPTS)]
     job = Job()

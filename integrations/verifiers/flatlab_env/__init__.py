@@ -112,8 +112,8 @@ class FlatlabHarnessConfig(vf.HarnessConfig):
     """Longer command outputs keep head and tail."""
     episode_minutes: float = 30.0
     """Time limit of the agent in minutes, from the prompt on."""
-    texts: Literal["full", "short"] = "full"
-    """Form of what the agent reads: full, or the short one that the stand-in was trained on."""
+    prompts: str | None = None
+    """YAML file of what the agent reads; default: configs/prompts/agent.yaml."""
 
 
 class FlatlabHarness(vf.Harness[FlatlabHarnessConfig]):
@@ -147,7 +147,7 @@ class FlatlabHarness(vf.Harness[FlatlabHarnessConfig]):
             reply_tokens,
             options.max_observation_tokens,
             seconds / 60,
-            options.texts,
+            options.prompts,
         )
         try:
             world = await in_thread(Env, load(data.task), sandbox, seed)

@@ -1,0 +1,458 @@
+"""What an agent reads and a search asks: the prompts files, and the texts that they make."""
+
+import asyncio
+import json
+import shutil
+import threading
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+
+from env import Env
+from flatlab.errors import UserError
+from flatlab.model.chat import ChatTokens, Sample
+from flatlab.options import EpisodeOptions, ModelOptions, derive
+from flatlab.runs.fingerprint import fingerprint
+from flatlab.runs.reader import observed
+from flatlab.sandbox.client import Sandbox
+from flatlab.task import machine
+from flatlab.task.machine import Software
+from flatlab.train import imitation
+from flatlab.tree import prompts
+from flatlab.tree.nodes import Node
+from flatlab.world import texts
+from helpers import (
+    AGENT_TEXTS,
+    LOCAL,
+    PROJECT,
+    TINY_TEXTS,
+    FakePolicy,
+    block,
+    play_once,
+    user_error,
+)
+from policy import resolve_model
+from tasks import load_task
+
+FULL = {"prompts": AGENT_TEXTS, "max_turns": 3}
+OPTIONS = EpisodeOptions(5, 128, 128, 20.0, AGENT_TEXTS)
+SOFTWARE = Software("3.12.1", {"numpy": "2.1", "scipy": "1.14", "polars": "1.2", "odd": "1"}, 4)
+NOBODY = block("sed 's/,.*/,0/; 1s/.*/id,survived/' data/test.csv > submission.csv")
+# Texts of commit 3887922, which held them in Python. Those with "short" and those of a search are
+# what the stand-in was trained on.
+RECORDED = json.loads((PROJECT / "tests/recorded_texts.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def titanic():
+    return load_task("titanic", "", "")
+
+
+@pytest.fixture(scope="module")
+def world(titanic):
+    with Env(titanic, LOCAL) as world:
+        world.restart()
+        yield world
+
+
+# ------------------------------------------------------------------ byte for byte
+
+
+def first_of(world, options):
+    return next(texts.first_messages(world, options, texts.episode_facts(world, options)))
+
+
+@pytest.mark.parametrize("name", ["titanic", "battleOfSexes", "diabetes", "digits"])
+def test_the_texts_of_an_episode_are_the_recorded_ones(name, monkeypatch):
+    monkeypatch.setattr(texts, "software_of", lambda box: SOFTWARE)
+    task = load_task(name, "", "")
+    said = {}
+    with Env(task, LOCAL) as world:
+        world.restart()
+        assert first_of(world, replace(OPTIONS, prompts=TINY_TEXTS)) == (
+            "",
+            RECORDED[f"{name} short"],
+        )
+        said["system"], said["full"] = first_of(world, OPTIONS)
+        world.ends_at_score = True
+        said["system, ends"] = first_of(world, OPTIONS)[0]
+        machine = texts.machine_facts(world, OPTIONS)
+    agent, tiny = map(texts.load_prompts, (AGENT_TEXTS, TINY_TEXTS))
+    said["about short"] = prompts.about(tiny, task, {})
+    said["about full"] = prompts.about(agent, task, machine)
+    said["about full, left"] = prompts.about(agent, task, machine, 3, 12)
+    scores = [{"score": None}, {"score": 0.25}, {"score": 0.5}]
+    said["note, none"] = texts.note(OPTIONS, task, scores[:1], 5, 1790)
+    said["note, last"] = texts.note(OPTIONS, task, scores, 1, 20)
+    said["note, one minute"] = texts.note(OPTIONS, task, scores, 2, 61)
+    assert texts.note(replace(OPTIONS, prompts=TINY_TEXTS), task, scores, 2, 61) == ""
+    for key, text in said.items():
+        assert text == RECORDED[f"{name} {key}"], key
+
+
+def nodes():
+    valid = {"valid": True, "status": "validated"}
+    code = {"solve.py": "import csv\nprint(1)\n", "b.sh": "x" * 900}
+    error = "Traceback\nKeyError: 'x'\n"
+    return [
+        Node("0", op="baseline", score=0.68, improvement=0.0, **valid),
+        Node("0.0", "0", op="draft", idea="ridge", score=0.7, improvement=0.2, code=code, **valid),
+        Node("0.1", "0", op="draft", idea="a forest", status="turn_limit", error=error),
+        Node("0.2", "0", op="draft", score=0.75, improvement=0.5, **valid),
+        Node("0.1.0", "0.1", op="debug", idea="a forest", status="submit"),
+        Node("0.0.0", "0.0", idea="Lasso, stacked", score=0.72, improvement=0.3, **valid),
+        Node("0.0.1", "0.0", idea="knn"),
+    ]
+
+
+@pytest.mark.parametrize("file", [TINY_TEXTS, AGENT_TEXTS])
+def test_the_requests_of_a_search_are_the_recorded_ones(file):
+    asked = texts.load_prompts(file)
+    root, good, bad, plain, repair, better, running = nodes()
+    finished = [good, bad, plain, repair, better]
+    said = {"more": asked.fill("more", k=2)}
+    for what, some in (("all", finished), ("one", [good]), ("failed", [bad])):
+        said[f"summary, {what}"] = prompts.summary_of_tree(asked, some)
+    for mode in ("uniform", "tail", "local", "sequence"):
+        for what, *about in (
+            ("root", root, []),
+            ("root, siblings", root, [good, bad, plain, repair, running]),
+            ("child", good, [], said["summary, all"]),
+            ("failed parent", bad, [repair]),
+            ("no strategy", plain, [running] * 10),
+        ):
+            request = prompts.ask(asked, "The task.", *about, mode=mode, k=5, tau=0.1)
+            said[f"ask {mode}, {what}"] = request
+    said["tree"] = prompts.tree_lines(asked, [root, *finished])
+    facts = {"about": "The task.", "tree": said["tree"]}
+    said["reflect"] = asked.fill("reflect", **facts)
+    for notes in ([], ["one", "two"]):
+        said[f"look {len(notes)}"] = asked.fill("inspect", notes=notes, left=7, **facts)
+    for chosen in ([], [1, 2]):
+        details = prompts.details([root, *finished], chosen, 300)
+        said[f"choose {len(chosen)}"] = asked.fill("choose", details=details)
+    improve, debug = "Improve on it.", "Fix the error and keep the strategy."
+    for what, idea, parents, *more in (
+        ("draft", "ridge", [], ""),
+        ("draft, nothing", "", [], ""),
+        ("draft, notes", "ridge", [], "", 600, "A note.\nAnother."),
+        ("improve", "lasso", [good], improve),
+        ("improve, notes", "", [good], improve, 600, "A note."),
+        ("debug", "a forest", [bad], debug),
+        ("crossover", "", [good, better], "Combine both."),
+        ("crossover, failed", "x", [plain, bad], "Combine both.", 600, "A note."),
+    ):
+        sentence, limit, notes = [*more, 600, ""][:3] if len(more) < 3 else more
+        node = Node("0.3", idea=idea)
+        said[f"situation, {what}"] = prompts.situation(asked, node, parents, sentence, limit, notes)
+    for key, text in said.items():
+        assert text == RECORDED[key], key
+    assert len(said) == 38
+
+
+# ------------------------------------------------------------------ what an agent reads
+
+
+def episode_of(task, policy, **options):
+    return asyncio.run(play_once(Env(task, LOCAL), policy, **options))
+
+
+class Scripted(ChatTokens):
+    """Says the given replies, with the stand-in's tokenizer."""
+
+    def __init__(self, *replies, context=2048):
+        super().__init__(str(PROJECT / "configs/tiny"))
+        self.replies = iter(replies)
+        self.context = context
+        self.requests = []
+        self.threads = set()
+
+    def encode(self, text):
+        self.threads.add(threading.current_thread())
+        return super().encode(text)
+
+    async def sample(self, tokens, max_tokens, seed=None):
+        self.requests.append(tokens)
+        text = next(self.replies)
+        said = [*self.encode(text), self.end_of_turn]
+        return Sample(said, [-1.0] * len(said), text, "stop", 0)
+
+
+def test_the_file_follows_from_the_model_unless_it_is_given():
+    cases = [(True, None, TINY_TEXTS), (False, None, AGENT_TEXTS), (True, "my.yaml", "my.yaml")]
+    for is_tiny, given, file in cases:
+        options = EpisodeOptions(prompts=given)
+        derive(ModelOptions("m"), options, is_tiny)
+        assert options.prompts == file
+
+
+def test_the_stand_in_is_known_by_its_config_and_not_by_the_name_of_its_folder(
+    random_model, tmp_path
+):
+    copy = shutil.copytree(PROJECT / "configs/tiny", tmp_path / "copy")
+    other = shutil.copytree(random_model, tmp_path / "tiny")
+    assert resolve_model(str(copy)).is_tiny
+    assert not resolve_model(str(other)).is_tiny
+
+
+def test_reset_returns_what_the_agent_of_the_file_reads(titanic):
+    for file in (TINY_TEXTS, AGENT_TEXTS):
+        policy = FakePolicy(block("submit"))
+        episode = episode_of(titanic, policy, prompts=file, max_turns=3)
+        with Env(titanic, LOCAL) as world:
+            world.episode = EpisodeOptions(3, prompts=file)
+            assert world.reset() == f"{episode.system}\n\n{episode.prompt}".lstrip()
+
+
+def test_limits_files_and_packages_are_those_of_the_sandbox(world, titanic):
+    _, message = first_of(world, EpisodeOptions(3, 128, 128))
+    size = titanic.public["data/train.csv"].stat().st_size
+    for words in (
+        "3 turns (a reply and its output), 30 minutes in all, 60 seconds for the commands",
+        "4 GB of memory for each process, no GPU, no network",
+        f"data/train.csv ({size} bytes)\n  id,class,sex,age,survived\n  1,3rd,male,adult,0\n",
+        f"numpy {version('numpy')}, ",  # a local sandbox has the Python of this process
+    ):
+        assert words in message
+
+
+def test_packages_are_looked_up_once_for_all_episodes(titanic, monkeypatch):
+    commands = []
+
+    class Counting(Sandbox):
+        def run(self, command, timeout):
+            commands.append(command)
+            return super().run(command, timeout)
+
+    monkeypatch.setattr(machine, "Sandbox", Counting)
+    monkeypatch.setattr(machine, "looked_up", {})
+
+    async def main():
+        policy = FakePolicy(block("submit"))
+        plays = [play_once(Env(titanic, LOCAL, seed), policy, **FULL) for seed in range(4)]
+        return await asyncio.gather(*plays)
+
+    assert len({episode.prompt for episode in asyncio.run(main())}) == 1
+    assert len(commands) == 1
+
+
+def test_more_that_an_environment_tells_ends_the_first_message(titanic):
+    for file in (TINY_TEXTS, AGENT_TEXTS):
+        world = Env(titanic, LOCAL)
+        world.message = "Begin with the simplest rule."
+        played = play_once(world, FakePolicy(block("submit")), prompts=file)
+        assert asyncio.run(played).prompt.endswith("\n\nBegin with the simplest rule.")
+
+
+def test_one_thread_alone_uses_the_tokenizer(titanic):
+    """Two at once may read each other's settings, and then text becomes control tokens."""
+    policy = Scripted(block("submit"))
+    episode_of(titanic, policy, **FULL)
+    assert policy.threads == {threading.current_thread()}
+
+
+# ------------------------------------------------------------------ files of one's own
+
+
+def a_file(tmp_path, **changes):
+    """agent.yaml with other texts; None leaves one out."""
+    data = yaml.safe_load((PROJECT / AGENT_TEXTS).read_text()) | changes
+    path = tmp_path / "prompts.yaml"
+    path.write_text(yaml.safe_dump({k: v for k, v in data.items() if v is not None}))
+    return str(path)
+
+
+def test_a_file_of_ones_own_is_what_the_agent_reads(titanic, tmp_path):
+    file = a_file(tmp_path, system="Use {{ artefact }}.", note="{{ turns_left }} left")
+    task = replace(titanic, prompt="{{ 1 + 1 }} is {% what %} is asked.")  # data, no template
+    policy = FakePolicy(block("ls"), block("submit"))
+    episode = episode_of(task, policy, prompts=file, max_turns=3)
+    assert episode.system == "Use submission.csv."
+    assert episode.prompt.startswith("{{ 1 + 1 }} is {% what %} is asked.\n\nScore: accuracy")
+    assert policy.prompts[1].endswith("\n2 left")
+
+
+WRONG = {
+    "more is missing, or is not the name of a prompt": {"more": None},
+    "hint is missing, or is not the name of a prompt": {"hint": "Try."},
+    "system is not a jinja2 template: Expected an expression": {"system": "{% if %}"},
+    "system is not a jinja2 template: ": {"system": 3},
+    "note uses files, which it cannot; it can use task, turns_left": {"note": "{{ files }}"},
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_a_file_that_is_wrong_is_one_sentence(tmp_path, sentence):
+    with user_error(sentence):
+        texts.load_prompts(a_file(tmp_path, **WRONG[sentence]))
+
+
+def test_a_name_that_a_fact_does_not_have_is_one_sentence(titanic, tmp_path):
+    prompts = texts.load_prompts(a_file(tmp_path, note="{{ task.no_such }}"))
+    with user_error("note cannot be filled: .* has no attribute 'no_such'"):
+        prompts.fill("note", task=titanic)
+
+
+def test_the_content_of_the_file_belongs_to_what_made_a_run(tmp_path):
+    before = texts.Prompts(Path(a_file(tmp_path)))
+    assert texts.Prompts(Path(a_file(tmp_path))).digest == before.digest
+    after = texts.Prompts(Path(a_file(tmp_path, system="Be brief.")))
+    made = [fingerprint([prompts.digest, "a task"]) for prompts in (before, after)]
+    assert made[0]["task"] != made[1]["task"]
+
+
+# ------------------------------------------------------------------ notes
+
+
+def test_a_note_tells_what_is_left_and_the_best_score(titanic):
+    policy = FakePolicy(NOBODY, block("validate"), block("ls"))
+    episode = episode_of(titanic, policy, **FULL)
+    assert episode.status == "turn_limit"
+    first, second, last = [turn["note"] for turn in episode.turns]
+    assert last == ""  # nobody reads it
+    assert first == "[2 turns and 30 minutes left. No valid score so far.]"
+    assert second == (
+        "[The next reply is the last one: 1 turn and 30 minutes left. "
+        "Best validation accuracy so far: 0.6782.]"
+    )
+    assert policy.prompts[1].endswith(f"<user>(no output)\n{first}")
+    assert policy.prompts[2].endswith(second)
+
+
+def test_a_note_is_whole_under_a_long_output(titanic):
+    policy = FakePolicy(block("seq 1000"), block("submit"))
+    episode = episode_of(titanic, policy, **FULL, max_observation_tokens=30)
+    assert policy.prompts[1].endswith(f"1000\n{episode.turns[0]['note']}")
+
+
+def test_minutes_are_rounded_and_the_best_score_may_be_the_lowest(titanic):
+    task = replace(titanic, higher_is_better=False, baseline=1.0, reference=0.1)
+    turns = [{"score": 0.25}, {"score": None}, {"score": 0.5}]
+    note = texts.note(OPTIONS, task, turns, 5, 1790)
+    assert note == "[5 turns and 30 minutes left. Best validation accuracy so far: 0.2500.]"
+    assert texts.note(OPTIONS, task, turns, 5, 1810) == note
+
+
+# ------------------------------------------------------------------ lengths
+
+
+def test_a_short_context_leaves_out_packages_then_first_lines_then_files(titanic, tmp_path):
+    names = [f"data/{i:02}.csv" for i in range(30)]
+    for name in names:
+        (tmp_path / name[-6:]).write_text("id,value\n1,2\n3,4\n5,6\n")
+    task = replace(titanic, public={name: tmp_path / name[-6:] for name in names})
+    seen = []
+    with Env(task, LOCAL) as world:
+        world.restart()
+        facts = texts.episode_facts(world, OPTIONS)
+        policy = Scripted()
+        for policy.context in range(8000, 100, -50):
+            try:
+                system, message = texts.fitting_messages(world, OPTIONS, facts, policy)
+            except UserError as error:
+                refused = str(error)
+                break
+            assert len(policy.encode(system) + policy.encode(message)) <= policy.context / 2
+            assert task.prompt.strip() in message
+            lines = message.split("\n")
+            rows = sum(line.startswith("  ") for line in lines)
+            files = sum(line.endswith(" bytes)") for line in lines)
+            seen.append((lines[-1].count(",") > 0, rows, files))
+        assert list(dict.fromkeys(seen)) == [
+            (True, 90, 30),
+            (False, 90, 30),
+            (False, 0, 30),
+            (False, 0, 0),
+        ]
+        assert "\n... and 30 more\n" in message
+        assert f"more than half of --context {policy.context}: choose a larger" in refused
+
+
+def test_longer_lines_of_a_table_are_not_shown(titanic, tmp_path):
+    table = tmp_path / "wide.csv"
+    table.write_text("id,x\n" + ",".join("0" * 200) + "\n1,2\n")
+    task = replace(titanic, public={"wide.csv": table})
+    lines = texts.first_lines(task, "wide.csv", table.stat().st_size)
+    assert lines == ["id,x", "[a line of 200 characters or more]"]
+
+
+def test_a_table_that_was_changed_shows_no_lines(titanic):
+    assert not texts.first_lines(titanic, "data/train.csv", 12)
+
+
+# ------------------------------------------------------------------ thoughts
+
+# As Qwen3's: replies before the last message of the user lose their thoughts.
+STRIPS = (
+    "{% for m in messages %}{% set text = m['content'] %}"
+    "{% if m['role'] == 'assistant' %}{% set text = text.split('</think>')[-1].lstrip('\n') %}"
+    "{% endif %}{{ '<|im_start|>' + m['role'] + '\n' + text + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}OPENS{% endif %}"
+)
+TALK = [
+    "<think>\nI look first.\n</think>\n\n" + block("echo seen"),
+    "<think>\nNow a table.\n</think>\n\n" + NOBODY,
+    block("validate"),
+]
+
+
+def thinking(titanic, thoughts, opens=""):
+    """The policy and the episode of TALK with a template that strips thoughts."""
+    policy = Scripted(*(text.removeprefix(opens) for text in TALK))
+    policy.tokenizer.chat_template = STRIPS.replace("OPENS", opens)
+    return policy, episode_of(titanic, policy, **FULL, thoughts=thoughts)
+
+
+def conversation(episode):
+    """The messages of an episode, whole."""
+    messages = [
+        {"role": "system", "content": episode.system},
+        {"role": "user", "content": episode.prompt},
+    ]
+    for turn in episode.turns:
+        messages.append({"role": "assistant", "content": turn["reply"]})
+        messages.append({"role": "user", "content": observed(turn)})
+    return messages
+
+
+@pytest.mark.parametrize("opens", ["", "<think>\n"])
+def test_dropped_thoughts_leave_what_the_template_makes_of_the_conversation(titanic, opens):
+    policy, episode = thinking(titanic, "drop", opens)
+    messages = conversation(episode)
+    for number, request in enumerate(policy.requests):
+        wanted = policy.tokenizer.apply_chat_template(
+            messages[: 2 + 2 * number], tokenize=False, add_generation_prompt=True
+        )
+        assert policy.tokenizer.decode(request) == wanted
+
+
+def test_dropped_thoughts_are_trained_after_the_tokens_that_they_were_sampled_after(titanic):
+    policy, episode = thinking(titanic, "drop")
+    assert len(episode.segments) == 3
+    for segment, request, text in zip(episode.segments, policy.requests, TALK):
+        said = [*policy.encode(text), policy.end_of_turn]
+        assert segment.tokens == request + said
+        assert segment.mask == [0] * len(request) + [1] * len(said)
+
+
+def test_kept_thoughts_make_one_sequence(titanic):
+    policy, episode = thinking(titanic, "keep")
+    (segment,) = episode.segments
+    assert "I look first." in policy.decode(policy.requests[2])
+    for request in policy.requests:
+        assert segment.tokens[: len(request)] == request
+
+
+# ------------------------------------------------------------------ imitation
+
+
+@pytest.mark.parametrize("thoughts", ["keep", "drop"])
+def test_an_imitated_transcript_has_the_tokens_of_the_episode(titanic, thoughts):
+    policy, episode = thinking(titanic, thoughts)
+    options = replace(OPTIONS, max_observation_tokens=512, thoughts=thoughts)
+    sequences = imitation.sequences_from(episode.to_dict(), policy, options)
+    assert [s.tokens for s in sequences] == [s.tokens for s in episode.segments]
+    assert [s.mask for s in sequences] == [s.mask for s in episode.segments]
