@@ -77,7 +77,9 @@ class ModelPath:
     def note(self) -> str:
         """What the banners say after the model's name."""
         if self.is_tiny:
-            return "  (a stand-in for trials; it knows titanic and battleOfSexes only)"
+            return (
+                "  (a stand-in for trials; it knows titanic, battleOfSexes and erdosOverlap only)"
+            )
         return ""
 
 

@@ -10,7 +10,7 @@ from flatlab.tree import parsing, prompts
 from flatlab.world.texts import load_prompts
 from helpers import TINY_TEXTS, play_once
 from tasks import load_task
-from tools import make_tiny
+from tools import expert, make_tiny
 
 EPISODES = 20  # per task
 LOWEST_VALID_SHARE = 0.5
@@ -24,7 +24,7 @@ def tiny_policy(tiny_model):
     return Policy(tiny_model, context=2048, max_batch=EPISODES)
 
 
-@pytest.mark.parametrize("name", ["titanic", "battleOfSexes"])
+@pytest.mark.parametrize("name", expert.TABLES)
 def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
     """vLLM plays episodes in real sandboxes. A changed prompt is what makes this fail."""
     task = load_task(name)
@@ -45,9 +45,10 @@ def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
     assert valid_share >= LOWEST_VALID_SHARE, f"{name}: {valid_share:.0%} are valid. {ADVICE}"
 
 
+@pytest.mark.parametrize("name", expert.TABLES)
 @pytest.mark.parametrize("mode", ["uniform", "tail", "sequence"])
-def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode):
-    task = load_task("titanic")
+def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode, name):
+    task = load_task(name)
     root = SimpleNamespace(op="baseline", idea="", valid=True, score=task.baseline)
     texts = load_prompts(TINY_TEXTS)
     about = prompts.about(texts, task, {})

@@ -3,7 +3,7 @@
     python tools/make_tiny.py       about ten minutes on two CPU cores
 
 A Qwen3 of about one million parameters with its own byte-level BPE learns to imitate the scripted
-expert of expert.py on titanic and battleOfSexes. It sees the same prompts and observations as any
+expert of expert.py on the tasks of its TABLES. It sees the same prompts and observations as any
 agent, solutions of deliberately mixed quality and planted mistakes, so that reinforcement learning
 has something to improve. The model re-weights programs it has seen and knows nothing else: it makes
 the whole system run on a laptop and says nothing about what small models can do.
