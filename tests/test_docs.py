@@ -42,6 +42,21 @@ def test_troubleshooting_quotes_messages_that_exist():
                 assert part.strip() in code, f"no code says {part.strip()!r}"
 
 
+SCRIPTS = ("grpo.py", "search.py", "env.py", "tasks.py", "viz.py")
+
+
+def test_every_flag_in_the_docs_exists():
+    known = "".join(python(script, "--help").stdout for script in SCRIPTS)
+    missing = set()
+    for page in [PROJECT / "README.md", *PROJECT.glob("docs/*.md")]:
+        text = page.read_text().replace("\\\n", " ")
+        quoted = re.findall(r"`(--[a-z][a-z-]*)", text)
+        for command in re.findall(r"python (?:grpo|search|env|tasks|viz)\.py[^`\n]*", text):
+            quoted += re.findall(r" (--[a-z][a-z-]*)", command.partition("#")[0])
+        missing |= {(page.name, flag) for flag in quoted if not re.search(rf"{flag}\b", known)}
+    assert not missing
+
+
 @pytest.mark.parametrize("script", ["grpo.py", "search.py", "viz.py", "env.py", "tasks.py"])
 def test_help_loads_nothing_heavy(script):
     done = python("-X", "importtime", script, "--help")
