@@ -279,7 +279,9 @@ ask(user(said))
     assert episode.prompt == "```bash\nls\n```\n```"
 
 
-def test_in_the_full_form_the_system_message_is_a_variable_of_its_own(play_program):
+def test_in_the_full_form_the_system_message_is_a_variable_of_its_own(play_program, monkeypatch):
+    # The tokenizer of the random model takes many tokens for a text.
+    monkeypatch.setattr("flatlab.world.texts.SHARE", 1.0)
     episode, _ = play_program(
         "ask({'role': 'system', 'content': SYSTEM}, PROMPT)",
         prompts=AGENT_TEXTS,
