@@ -47,7 +47,7 @@ from flatlab.runs import cli
 from flatlab.task.definition import improvement
 from flatlab.tree import journal, parsing, prompts, requests, rules
 from flatlab.tree.nodes import Choice, Node, Tree, results, seed_from
-from flatlab.view import search_console
+from flatlab.view import console
 from flatlab.world.episode import Episode, in_thread, run_episode
 from flatlab.world.texts import machine_facts
 from policy import Policy, default_model, resolve_model
@@ -486,7 +486,7 @@ async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> N
 
 async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> None:
     await expand(t, node)
-    print(search_console.node_line(t, node), flush=True)
+    print(console.node_line(t, node), flush=True)
     slots.release()
     t.node_ended.set()
 
@@ -592,14 +592,14 @@ def main() -> None:
     trees, where, path, why = prepare(cfg)
     todo = [t for t in trees if not t.closed]
     if todo:
-        search_console.banner(cfg, trees, where, path, why)
+        console.search_banner(cfg, trees, where, path, why)
     else:
         print(f"{where} was finished before: nothing was run.")
     with cli.recorded_end([t.run for t in todo], where):
         if todo:
             policy = ENGINES[cfg.engine].open(cfg, path)
             asyncio.run(search(todo, policy, cfg.workers))
-    search_console.report(trees, where)
+    console.report(trees, where)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python viz.py logs/<run>                 summary, pictures and report.html of one run
     python viz.py logs/*                     compare runs; those that differ by seed are a group
     python viz.py logs/<run> --list          episodes, or the tree of a search
-    python viz.py logs/<run> --episode 12.3  a transcript: step 12, number 3; also before.3 and
-                                             eval-9.3 (evaluations), final-best.3, a node 0.2.1
+    python viz.py logs/<run> --episode 12/3  a transcript: step 12, number 3; also before/3 and
+                                             eval-9/3 (evaluations), final-best/3, a node 0.2.1
     python viz.py logs/<run> --best          the transcript with the best score
 
 flatlab/runs/store.py describes what is in a run directory.
@@ -23,10 +23,9 @@ from typing import Literal
 import tyro
 
 from flatlab.errors import UserError
-from flatlab.runs.reader import RunData, fill, find_runs, observed, result_text, transcripts
+from flatlab.runs.reader import RunData, find_runs, observed, result_text, transcripts
 from flatlab.train.metrics import final_table
-from flatlab.view import compare, page, plots, search_plots
-from flatlab.view.stats import align
+from flatlab.view import page, plots, tables
 
 
 @dataclass
@@ -37,7 +36,6 @@ class Options:
     episode: str = ""  # print one transcript: its id, as --list shows it
     best: bool = False  # print the transcript with the best score
     format: Literal["png", "pdf", "svg"] = "png"  # file format of the pictures
-    report: bool = True  # write report.html
 
 
 # ------------------------------------------------------------------ terminal
@@ -57,58 +55,64 @@ def score_text(item: dict) -> str:
 
 
 def show(item: dict) -> str:
-    """One transcript, as a person reads it."""
+    """One transcript: all that the agent read and said."""
     lines = [f"{item['id']}  {score_text(item)}"]
     for key in FACTS:
         if item.get(key) not in (None, "", [], {}):
             lines.append(f"{key:14} {result_text(item[key])}")
     if item.get("decision"):
         lines.append(f"{'decision':14} {item['decision'].get('reason', '')}")
+    for key, title in (("system", "system message"), ("prompt", "first message")):
+        if item.get(key):
+            lines.append(f"\n── {title}\n{indented(item[key])}")
     for number, turn in enumerate(item["turns"], 1):
         facts = f"{turn['status']}   {turn['seconds_env']:.1f} s"
         lines.append(f"\n── {number} of {len(item['turns'])}   {facts}")
-        lines.append(turn["reply"])
-        lines.append(textwrap.indent(observed(turn), "  │ ", lambda line: True))
+        lines += [turn["reply"], indented(observed(turn))]
     if item.get("diff"):
         lines.append(f"\n── difference to the parent's code\n{item['diff']}")
     return "\n".join(lines)
 
 
+def indented(text: str) -> str:
+    """What the agent read, beside what it said."""
+    return textwrap.indent(text, "  │ ", lambda line: True)
+
+
 # ------------------------------------------------------------------ lists and single transcripts
 
 
-def list_lines(run: RunData) -> list[str]:
+def list_text(run: RunData) -> str:
     """All episodes by file, or the nodes as a tree with the path to the best one marked."""
     items = transcripts(run, file_filter=bool)
-    if run.kind == "search":
-        return node_lines(run, items)
-    lines = [["episode", "score", "turns", "tokens", "sec", "status"]]
+    if tables.KINDS[run.kind].is_tree:
+        return tree_text(run, items)
+    rows = []
     for item in items:
-        turns = str(len(item["turns"]))
-        numbers = [fill("{tokens:.0f}", item), fill("{seconds:.1f}", item)]
-        lines.append([item["id"], score_text(item), turns, *numbers, item["status"]])
-    return align(lines, left=0)
+        row = {"episode": item["id"], "score": score_text(item), "turns": len(item["turns"])}
+        row |= {"tokens": item["tokens"], "sec": f"{item['seconds']:.1f}"}
+        rows.append(row | {"status": item["status"]})
+    return tables.aligned(rows)
 
 
-def node_lines(run: RunData, items: list[dict]) -> list[str]:
+def tree_text(run: RunData, items: list[dict]) -> str:
     """Columns of equal width first, then the tree: long ids shift nothing."""
     by_id = {item["id"]: item for item in items}
-    path = search_plots.best_path(run)
+    path = plots.best_path(run)
     lines = [f"* {run.baseline:>8.4g}  {'baseline':<9}  0"]
-    for id, (depth, _) in search_plots.layout(run.rows).items():
+    for id, (depth, _) in plots.layout(run.rows).items():
         if id in by_id:
             item = by_id[id]
             mark = "*" if id in path else " "
-            indent = "  " * min(depth, 20)
+            name = f"{item['op']:<9}  {'  ' * min(depth, 20)}{id}"
             text = " ".join((item["idea"] or item["status"]).split())
-            name = f"{item['op']:<9}  {indent}{id}"
             lines.append(f"{mark} {score_text(item):>8}  {name}  {text[:60]}")
-    return lines
+    return "\n".join(lines)
 
 
 def pick(run: RunData, id: str) -> dict:
     """The transcript with this id. Raises UserError if there is none."""
-    file = id.rpartition(".")[0]
+    file = id.partition("/")[0]
     for item in transcripts(run, file_filter=lambda name: name == file):
         if item["id"] == id:
             return item
@@ -127,29 +131,21 @@ def best_of(run: RunData) -> dict:
 
 
 def summary(run: RunData) -> str:
-    """The table that `python viz.py logs/<run>` prints."""
-    lines = [plots.heading(run), ""]
-    if run.kind == "grpo":
-        lines += [step_summary(run.rows), *alarms(run.rows)]
-        if table := final_table(run.result):
-            lines += ["", table]
-    else:
-        lines.append(node_summary(run))
-    if run.kind == "search":
-        lines += ["", f"best node  {run.result['best_id']}"]
-    lines.append("")
-    for key, value in (run.result | {"status": run.status}).items():
-        if key != "final":
-            lines.append(f"{key:22} {result_text(value)}")
-    return "\n".join(lines)
+    """What `python viz.py logs/<run>` prints about one run."""
+    parts = [tables.heading(run), tables.headline(run), final_table(run.result)]
+    has_steps = "step" in run.rows[0]
+    parts += [step_summary(run.rows), alarms(run.rows)] if has_steps else [node_summary(run)]
+    return "\n\n".join(filter(None, parts))
 
 
 def step_summary(rows: list[dict]) -> str:
-    """Means of the first and the last steps, and the extremes, of every number in the rows."""
+    """The numbers in the rows at the start and at the end of the run, and their extremes."""
     import pandas
 
-    frame = pandas.DataFrame(rows).select_dtypes("number").dropna(axis=1, how="all")
-    frame = frame.drop(columns=["step", "time", "version"], errors="ignore")
+    # evaluations are rare, their standard errors and the seconds of the phases are details
+    frame = pandas.DataFrame(rows).drop(columns=["step", "time", "version"], errors="ignore")
+    frame = frame.select_dtypes("number").filter(regex="^(?!eval_|seconds_).*(?<!stderr)$")
+    frame = frame.loc[:, frame.nunique() > 1]
     window = plots.window_of(rows)
     means = {
         f"first {window}": frame.head(window).mean(),
@@ -157,15 +153,17 @@ def step_summary(rows: list[dict]) -> str:
         "lowest": frame.min(),
         "highest": frame.max(),
     }
-    return pandas.DataFrame(means).to_string(float_format="{:.4g}".format)
+    table = pandas.DataFrame(means).to_string(float_format="{:.4g}".format)
+    meaning = f"first, last: means over {window} steps; what is the same in all steps is left out"
+    return f"{table}\n{meaning}" if len(frame.columns) else ""
 
 
-def alarms(rows: list[dict]) -> list[str]:
+def alarms(rows: list[dict]) -> str:
     """What the run itself reported as suspicious, the latest ones."""
     lines = []
     for row in rows:
         lines += [f"step {row['step']}: {text}" for text in row.get("alarms", ())]
-    return ["", f"alarms: {len(lines)}", *lines[-5:]] if lines else []
+    return "\n".join([f"alarms: {len(lines)}", *lines[-5:]]) if lines else ""
 
 
 def node_summary(run: RunData) -> str:
@@ -185,23 +183,10 @@ def node_summary(run: RunData) -> str:
         tokens=("tokens", "mean"),
     )
     table = table.rename_axis(None).to_string(float_format="{:.4g}".format, na_rep="-")
-    return f"{table}\nmean: of valid and failed nodes; a failed one counts as the baseline"
-
-
-# ------------------------------------------------------------------ pictures and pages
-
-
-def refresh(runs: list[RunData], options: Options) -> list[Path]:
-    """Writes all pictures and the page: of one run into its directory, of several beside them."""
-    if len(runs) == 1:
-        folder = runs[0].dir
-        paths = compare.plot(runs[0], options.format)
-    else:
-        folder = Path(os.path.commonpath([run.dir.resolve() for run in runs]))
-        paths = compare.plot_many(runs, folder, options.format)
-    if options.report:
-        paths = [*paths, page.write(runs, folder / "report.html")]
-    return paths
+    return (
+        f"{table}\nmean: over valid and failed nodes, a failed one counts as the baseline; sec, "
+        "tokens: means per node"
+    )
 
 
 # ------------------------------------------------------------------ start
@@ -216,11 +201,13 @@ def main(options: Options):
     parts = texts(runs, options)
     if parts:
         return say("\n\n".join(parts))
-    if len(runs) == 1:
-        say(summary(runs[0]))
-    else:
-        say(compare.table(runs))
-    print("", *(f"wrote {path}" for path in refresh(runs, options)), sep="\n")
+    say(summary(runs[0]) if len(runs) == 1 else tables.table(runs))
+    # of several runs beside them
+    folder = Path(os.path.commonpath([run.dir.resolve() for run in runs]))
+    folder = runs[0].dir if len(runs) == 1 else folder
+    paths = page.draw(runs, folder, options.format)
+    paths.append(page.write(runs, folder / "report.html"))
+    print("", *(f"wrote {path}" for path in paths), sep="\n")
 
 
 def texts(runs: list[RunData], options: Options) -> list[str]:
@@ -228,7 +215,7 @@ def texts(runs: list[RunData], options: Options) -> list[str]:
     parts = []
     for run in runs:
         if options.list:
-            parts.append("\n".join([plots.heading(run), *list_lines(run)]))
+            parts.append(f"{tables.heading(run)}\n{list_text(run)}")
         if options.episode:
             parts.append(show(pick(run, options.episode)))
         if options.best:

@@ -26,7 +26,7 @@ from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
 from flatlab.runs.cli import one_sentence
 from flatlab.runs.reader import read_rows
-from flatlab.tree.nodes import Node
+from flatlab.tree.nodes import COLUMNS, Node
 from flatlab.world.episode import run_episode
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -418,13 +418,12 @@ def node(id, score, op="draft", **more):
         error="KeyError: 'missing'" if score is None else "",
         code={"solve.py": f"import csv\nprint('{id}')\n"},
         diff="-old line\n+new line\n",
-        actions=turns,
         tokens=50,
         seconds=1.0,
         elapsed=2.0,
         decision={"rule": "ucb", "reason": "highest bound", "scores": {"0": 1.0}},
     )
-    return made.row() | more
+    return {name: getattr(made, name) for name in COLUMNS} | {"actions": turns} | more
 
 
 def search_result(rows, **more):

@@ -26,7 +26,7 @@ from flatlab.task.machine import open_sandbox
 from flatlab.task.sanity import trivial_rules
 from flatlab.task.task_files import TASKS_DIR
 from flatlab.tree.nodes import Tree
-from flatlab.view import stats
+from flatlab.view import tables
 from helpers import (
     LOCAL,
     MADE_BY,
@@ -323,11 +323,9 @@ def test_the_journal_keeps_what_the_grader_said_and_no_prompt_has_it(
     assert not any(SECRET in prompt for prompt in policy.prompts)
     shown = transcripts(read_run(folder))[0]
     assert SECRET in shown["error"]
-    result = read_run(folder).result
-    assert result["ungraded"] == 2
-    assert "gave no result for 2 failed nodes" in stats.text_of(
-        stats.grid_table([result | {"method": "none"}])
-    )
+    run = read_run(folder)
+    assert run.result["ungraded"] == 2
+    assert "gave no result for 2 failed nodes" in tables.table([run])
 
 
 # ------------------------------------------------------------------ python tasks.py

@@ -21,13 +21,13 @@ from flatlab.errors import SandboxFault, UserError
 from flatlab.files import read_mapping
 from flatlab.options import flat, may_change
 from flatlab.runs.cli import parse_config
-from flatlab.runs.reader import RunData, read_rows, standard_error
+from flatlab.runs.reader import RunData, read_rows, read_run, standard_error
 from flatlab.runs.store import open_run
 from flatlab.sandbox import snapshot
 from flatlab.task.grading import Score
 from flatlab.tree import journal, rules
 from flatlab.tree.nodes import SCORES, Tree, results
-from flatlab.view import search_console, search_plots, stats
+from flatlab.view import console, plots, tables
 from flatlab.world.episode import Episode
 from helpers import (
     AGENT_TEXTS,
@@ -183,9 +183,10 @@ def result(t):
     return t.run.results()
 
 
-def cell(t):
-    """The tree as a cell of the table."""
-    return result(t) | {"method": t.sampling_mode}
+def row_of(t):
+    """The tree as a row of the table."""
+    (row,) = tables.rows_of([plots.RunGroup("", "", [read_run(t.run.dir)])])
+    return row
 
 
 # ------------------------------------------------------------------ budgets
@@ -214,9 +215,8 @@ def test_failures_are_counted_everywhere_and_the_root_is_the_best_of_nothing(tmp
     assert r["test_score"] is None
     assert r["valid_share"] == 0
     assert all("no submission" in row["error"] for row in rows(t))
-    (table,) = stats.grid_table([cell(t)])
-    assert table["mean"] == 0.5
-    assert table["empty"] == 1
+    assert row_of(t)["mean"] == 0.5
+    assert row_of(t)["failed"] == 12
 
 
 def test_the_result_of_an_evaluation_is_the_mean_over_its_episodes(tmp_path, capsys):
@@ -230,15 +230,13 @@ def test_the_result_of_an_evaluation_is_the_mean_over_its_episodes(tmp_path, cap
     assert r["best_id"] is r["best_score"] is r["test_score"] is None
     assert r["node_mean"] == pytest.approx((0.9 + 0.5 + 0.3 + 0.4) / 4)
     assert r["improvement"] == pytest.approx((r["node_mean"] - 0.5) / 0.5)
-    (table,) = stats.grid_table([cell(t)])
-    assert table["mean"] == r["node_mean"]
-    assert table["stderr"] == r["node_stderr"]
-    assert table["improvement"] == pytest.approx(r["improvement"])
-    assert table["untested"] == 0
-    capsys.readouterr()
-    search_console.print_best(t, r)
-    line = f"mean     0.5250 ± {r['node_stderr']:.4f} over 4 episodes (validation;"
-    assert capsys.readouterr().out.startswith(line)
+    assert row_of(t)["mean"] == pytest.approx(r["node_mean"])
+    assert row_of(t)["error"] == pytest.approx(r["node_stderr"])
+    assert row_of(t)["improvement"] == pytest.approx(r["improvement"])
+    said = tables.headline(read_run(t.run.dir))
+    assert f"0.5250 ± {r['node_stderr']:.4f} (validation part; higher is better)" in said
+    assert "1 of 4 failed" in said
+    assert "not scored on the test part" not in said
 
 
 def test_an_evaluation_of_a_task_with_a_test_part_only_is_not_optimistic(tmp_path):
@@ -252,9 +250,8 @@ def test_an_evaluation_whose_sandboxes_all_broke_has_no_mean(tmp_path):
     options = {"select": "evaluation", "modes": ("none",), "nodes": 2}
     broken = run(tmp_path, score_of=lambda node: "fault", **options)
     assert result(broken)["node_mean"] is None
-    (table,) = stats.grid_table([cell(broken)])
-    assert math.isnan(table["mean"])
-    assert "nan" in stats.text_of([table])
+    assert math.isnan(row_of(broken)["mean"])
+    assert "nan" in tables.table([read_run(broken.run.dir)])
 
 
 @pytest.mark.parametrize("options", [{"scope": "global"}, {"reflection": True}])
@@ -286,7 +283,7 @@ def test_the_selection_part_decides_between_nodes_within_one_standard_error(tmp_
     assert r["selection_stderr"] == r["test_stderr"] == 0.03
     assert r["test_minus_validation"] == pytest.approx(0.74 - 0.79)
     run = RunData(t.run.dir, "search", {}, rows(t), r, {})
-    assert search_plots.best_path(run) == ["0", "0.1"]
+    assert plots.best_path(run) == ["0", "0.1"]
     # The mean of both parts counts: 0.0 stays ahead if it loses less than it had gained.
     t = finished(tmp_path / "b", hidden | {("selection", "0.0"): 0.755})
     assert result(t)["best_id"] == "0.0"
@@ -494,11 +491,11 @@ def test_a_second_look_at_the_test_part_is_counted_and_said(tmp_path, capsys):
         reads.append(result(t)["test_reads"])
     assert reads == [1, 2, 3]
     assert result(t)["best_id"] == "0.2"
-    said = stats.text_of(stats.grid_table([cell(t)]))
+    said = tables.table([read_run(t.run.dir)])
     assert "more --nodes has read the test part 3 times" in said
     t.closed = False
     capsys.readouterr()
-    search_console.banner(t.cfg, [t], t.run.dir, None, "")
+    console.search_banner(t.cfg, [t], t.run.dir, None, "")
     assert "has read the test part before and will read it again if" in capsys.readouterr().out
 
 
@@ -528,7 +525,7 @@ def test_a_long_chain_has_short_file_names_and_columns_in_line(tmp_path):
     t = run(tmp_path, nodes=150, workers=1, select="linear", modes=("none",), score_of=equal)
     assert len(rows(t)) == 150
     assert len(list((t.run.dir / "nodes").glob("*.tar"))) == 150
-    lines = [search_console.node_line(t, node) for node in t.finished]
+    lines = [console.node_line(t, node) for node in t.finished]
     assert len({line.index(node.op) for line, node in zip(lines, t.finished)}) == 1
 
 
@@ -573,12 +570,12 @@ def test_a_node_without_a_strategy_is_counted_under_the_mode_none(tmp_path, caps
     t = run(tmp_path / "prose", model=FakePolicy("I like XGBoost."), **options)
     assert {row["sampling_mode"] for row in rows(t)} == {"none"}
     assert {row["decision"]["asked"] for row in rows(t)} == {"tail"}
-    assert " none " in search_console.node_line(t, t.finished[0])
+    assert " none " in console.node_line(t, t.finished[0])
     capsys.readouterr()
-    search_console.report([one, t], tmp_path)
+    console.report([one, t], tmp_path)
     said = capsys.readouterr().out
-    assert f"{t.run.dir}: 3 of 3 nodes got no strategy" in said
-    assert f"{one.run.dir}: 2 of 3 nodes got no strategy" in said
+    assert f"{t.run.dir.name}: 3 of 3 nodes got no strategy" in said
+    assert f"{one.run.dir.name}: 2 of 3 nodes got no strategy" in said
 
 
 def test_exploiting_asks_for_variations_and_says_so_everywhere(tmp_path):
@@ -591,10 +588,10 @@ def test_exploiting_asks_for_variations_and_says_so_everywhere(tmp_path):
     assert "variations of the strategy so far" in model.prompts[3]
     assert result(t)["sampling_mode"] == "tail"
     assert result(t)["sampling_modes_used"] == {"tail": 3, "local": 3}
-    assert " local " in search_console.node_line(t, t.finished[-1])
-    table = stats.text_of(stats.grid_table([cell(t)]))
+    assert " local " in console.node_line(t, t.finished[-1])
+    table = tables.table([read_run(t.run.dir)])
     assert "replaced the sampling mode of some nodes" in table
-    assert "tail 3, local 3" in table
+    assert "'tail': 3, 'local': 3" in table
 
 
 def test_global_scope_and_reflection(tmp_path):
@@ -643,7 +640,7 @@ def test_a_scientist_that_names_no_experiment_falls_back_to_the_root(tmp_path):
     for row in rows(t):
         assert "named no experiment" in row["decision"]["reason"]
         assert "fell back to the root" in row["decision"]["reason"]
-    assert "fell back to the root" in search_console.node_line(t, t.finished[0])
+    assert "fell back to the root" in console.node_line(t, t.finished[0])
 
 
 # ------------------------------------------------------------------ grids
@@ -667,16 +664,15 @@ def test_a_grid_shares_the_workers_and_gives_one_table(tmp_path):
     assert len(running) == 2 * 48
     assert running[-1] == 0
     assert 4 < max(running) <= 12  # nodes of several trees at once: a tree has four
-    table = stats.grid_table(map(cell, trees))
-    cells = [(row["task"], row["method"]) for row in table]
-    assert cells == list(itertools.product(("titanic", "other"), ("none", "tail")))
-    assert {row["n"] for row in table} == {3}
-    assert {row["nodes"] for row in table} == {12}
+    table = []
+    for groups in tables.groups_of([read_run(tree.run.dir) for tree in trees]).values():
+        table += tables.rows_of(groups)
+    assert len(table) == 4
+    assert {row["N"] for row in table} == {3}
+    assert {row["played"] for row in table} == {12}
     for tree in trees[6:]:  # of the task where lower is better
         scores = [row["score"] for row in rows(tree) if row["valid"]]
         assert result(tree)["best_score"] == min([TASK.baseline, *scores])
-    assert table[1]["p"] is not None
-    assert table[0]["p"] is None
 
 
 # ------------------------------------------------------------------ real sandboxes
@@ -977,7 +973,7 @@ def test_rules_without_a_sampling_mode_say_so_at_the_start(tmp_path, monkeypatch
     [tree], _, path, why = search.prepare(cfg)
     assert tree.sampling_mode == "none"
     assert "-none-" in tree.run.dir.name
-    search_console.banner(cfg, [tree], tree.run.dir, path, why)
+    console.search_banner(cfg, [tree], tree.run.dir, path, why)
     said = capsys.readouterr().out
     assert "modes none" in said
 
@@ -1004,6 +1000,4 @@ def test_a_task_with_a_test_part_only_is_not_said_to_have_a_validation_score(tmp
     t = run(tmp_path, tasks=(ONE_PART,), nodes=4, workers=1, score_of=equal)
     assert result(t)["selected_on_test"]
     assert result(t)["test_score"] == 0.6
-    capsys.readouterr()
-    search_console.print_best(t, result(t))
-    assert "4 nodes (test;" in capsys.readouterr().out
+    assert "(test part;" in tables.headline(read_run(t.run.dir))

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 
 import viz
 from flatlab.runs import reader, store, trackers
-from flatlab.view import compare
+from flatlab.view import page, plots, tables
 from helpers import (
     CONFIG,
     MADE_BY,
@@ -54,18 +55,18 @@ def test_plot_of_rows_with_holes(tmp_path):
     run = store.open_run(tmp_path, CONFIG, MADE_BY)
     run.result(**RESULT)
     run.log({"step": 0})
-    compare.plot(reader.read_run(tmp_path))
+    page.draw([reader.read_run(tmp_path)], tmp_path)
     assert (tmp_path / "curves.png").exists()
 
 
 def test_plot_is_not_redrawn_all_the_time(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(compare, "plot", lambda run: drawn.append(run.dir) or time.sleep(0.01))
+    monkeypatch.setattr(page, "draw", lambda runs, dir: drawn.append(dir) or time.sleep(0.01))
     run = filled(tmp_path)
-    compare.plot_now_and_then(run)
-    compare.plot_now_and_then(run)
+    page.plot_now_and_then(run)
+    page.plot_now_and_then(run)
     assert drawn == [run.dir]
-    compare.plot_now_and_then(run, always=True)
+    page.plot_now_and_then(run, always=True)
     assert drawn == [run.dir] * 2
 
 
@@ -132,6 +133,8 @@ def with_episodes(tmp_path):
     run = filled(tmp_path, steps=2)
     run.save_episodes(0, [episode(0.7), episode(None)])
     best = episode(0.9, "\ud800 best reply", observation="\x1b[31m\x07 \u202e")
+    best["system"] = "Be brief."
+    best["turns"] = [turn | {"note": "2 turns left"} for turn in best["turns"]]
     run.save_episodes(1, [episode(0.6), best, episode(None, status="fault")])
     return run.dir
 
@@ -153,23 +156,26 @@ def searched(folder, seed=1, **more):
 
 
 def printed(capsys, *arguments, **options):
-    viz.main(viz.Options(tuple(map(Path, arguments)), report=False, **options))
+    viz.main(viz.Options(tuple(map(Path, arguments)), **options))
     return capsys.readouterr().out
 
 
 def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
     directory = with_episodes(tmp_path)
-    text = printed(capsys, directory, episode="1.1")
+    text = printed(capsys, directory, episode="1/1")
     assert "0.9" in text
     assert "best reply" in text
     assert "2 of 2   ok   0.2 s" in text
+    assert "── system message\n  │ Be brief.\n" in text
+    assert "── first message\n  │ Predict who survived.\n" in text
+    assert "\n  │ 2 turns left\n" in text
     assert not set("\x1b\x07\u202e") & set(text)
     lines = printed(capsys, directory, list=True)
-    assert "  0.1" in lines
+    assert "\n0/1 " in lines
     assert "failed" in lines
     assert lines.count("\n") == 7
-    assert printed(capsys, directory, best=True).startswith("1.1  0.9")
-    for id in ("7.0", "1.9"):
+    assert printed(capsys, directory, best=True).startswith("1/1  0.9")
+    for id in ("7/0", "1/9"):
         with user_error(f"no transcript .{id}"):
             printed(capsys, directory, episode=id)
 
@@ -185,13 +191,24 @@ def test_episodes_of_evaluations_are_listed_and_shown_and_nowhere_else(tmp_path,
     _, _, *lines = printed(capsys, directory, list=True).splitlines()
     ids = [line.split()[0] for line in lines]
     assert ids[: len(training)] == [item["id"] for item in training]
-    evaluated = "before.0 before.1 eval-9.0 eval-9.1 final-best.0 final-best.1"
+    evaluated = "before/0 before/1 eval-9/0 eval-9/1 final-best/0 final-best/1"
     assert ids[len(training) :] == evaluated.split()
-    assert "a final reply" in printed(capsys, directory, episode="final-best.1")
-    with user_error("no transcript 'eval-9.5'"):
-        printed(capsys, directory, episode="eval-9.5")
-    assert reader.transcripts(run) == training  # what the page and the export show
-    assert printed(capsys, directory, best=True).startswith("1.1  0.9")
+    assert "a final reply" in printed(capsys, directory, episode="final-best/1")
+    with user_error("no transcript 'eval-9/5'"):
+        printed(capsys, directory, episode="eval-9/5")
+    assert reader.transcripts(run) == training  # what --best sees
+    assert printed(capsys, directory, best=True).startswith("1/1  0.9")
+
+
+def test_the_id_of_an_episode_is_no_decimal_number(tmp_path):
+    """In pandas 0.1 and 0.10 were the same one."""
+    import pandas
+
+    run = filled(tmp_path, steps=1)
+    run.save_episodes(0, [episode(0.5)] * 11)
+    rows = [{"id": item["id"]} for item in reader.transcripts(reader.read_run(run.dir))]
+    pandas.DataFrame(rows).to_json(tmp_path / "ids.json")
+    assert pandas.read_json(tmp_path / "ids.json")["id"].nunique() == 11
 
 
 def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
@@ -205,7 +222,7 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     assert "highest bound" in text
     assert "+new" in text
     assert printed(capsys, directory, best=True).startswith("0.0.0  0.3")
-    assert "best node  0.0.0" in printed(capsys, directory)
+    assert "Best node (0.0.0): loss 0.3" in printed(capsys, directory)
     assert {p.name for p in directory.glob("*.png")} == {"tree.png", "search.png"}
 
 
@@ -215,9 +232,9 @@ def test_several_runs_and_strangers_among_them(tmp_path):
     searched(tmp_path / "b", seed=2)
     (tmp_path / "notes").mkdir()
     (tmp_path / "file.txt").write_text("x")
-    done = python("viz.py", *sorted(tmp_path.iterdir()), "--no-report", "--format", "pdf")
+    done = python("viz.py", *sorted(tmp_path.iterdir()), "--format", "pdf")
     assert done.returncode == 0
-    assert done.stdout.count("wrote") == 1
+    assert done.stdout.count("wrote") == 2
     assert (tmp_path / "compare-search-titanic.pdf").exists()
     assert done.stderr.count("\n") == 1
     assert "notes is not a run directory" in done.stderr
@@ -306,3 +323,157 @@ def test_the_best_episode_of_several_tasks_is_that_of_the_largest_improvement(tm
     run.save_episodes(0, episodes)
     run.log(step_row(0))
     assert viz.best_of(reader.read_run(tmp_path))["improvement"] == 1.0
+
+
+# ------------------------------------------------------------------ tables and curves
+
+
+def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, untrained=False, **config):
+    """A finished training run whose best adapter has these scores at the end."""
+    run = store.open_run(folder, CONFIG | {"seed": seed} | config, MADE_BY)
+    counts = {"episodes": 8, "valid_share": 0.75, "faults": 1}
+    before = {"score_mean": 0.4, "score_stderr": 0.1}
+    best = {"file": "episodes/final-best.jsonl", "score_mean": 0.6, "step": 1}
+    run.result(**RESULT, status="finished", before=before)
+    run.result(final={"best": best, "split": "validation", "best_is_untrained": untrained})
+    run.save_episodes("final-best", [episode(s) | {"seed": i} for i, s in enumerate(scores)])
+    evaluation = {"eval_score_mean": 0.6, "eval_score_stderr": 0.05}
+    for step in range(2):
+        run.log(step_row(step, **counts, **evaluation))
+    run.lock.close()
+    return reader.read_run(folder)
+
+
+def rows(*runs):
+    """The rows of the tables, as dictionaries of texts."""
+    shown = []
+    for groups in tables.groups_of(list(runs)).values():
+        numbers = tables.rows_of(groups)
+        shown += [tables.cells(row, numbers[0]) for row in numbers]
+    return shown
+
+
+def test_two_training_runs_are_compared_in_pairs_with_their_uncertainty(tmp_path):
+    """Both are far from certain, but the same seeds are 0.1 better in all cases but one."""
+    first = trained(tmp_path / "a", scores=(0.5, 0.7, 0.9, None))
+    second = trained(tmp_path / "b", scores=(0.6, 0.8, 1.0, None), lr=1.0)
+    better, worse = rows(first, second)
+    assert (better["run"], worse["run"]) == ("b", "a")
+    values = (0.5, 0.7, 0.9, 0.6)  # a failure counts as the baseline
+    assert worse["score"] == f"0.6750 ± {stdev(values) / 2:.4f}"
+    assert worse["difference"] == f"-0.0750 ± {stdev((0.1, 0.1, 0.1, 0)) / 2:.4f} (4 paired)"
+    assert better["difference"] == ""
+    assert better["of"] == "best adapter, validation"
+    assert better["failed"] == "4 of 18, 2 faults"
+    assert better["improvement"] == "+0.75"
+    assert rows(trained(tmp_path / "c", untrained=True))[0]["of"].startswith("untrained adapter")
+
+
+def test_runs_that_differ_by_their_seed_are_one_row_whose_error_is_over_the_runs(tmp_path):
+    runs = [trained(tmp_path / f"x-{seed}", (0.5 + 0.1 * seed,), seed) for seed in (1, 2)]
+    [row] = rows(*runs)
+    assert (row["run"], row["N"]) == ("x", 2)
+    assert row["score"] == "0.6500 ± 0.0500"
+    again = trained(tmp_path / "y-1", (0.9,), 1)
+    assert rows(*runs, again)[0]["N"] == 2
+    text = tables.table([*runs, again])
+    assert "y-1: not counted, because every seed counts once." in text
+    other = trained(tmp_path / "x-3", (0.9,), 3, lr=1.0)
+    assert [row["run"] for row in rows(*runs, other)] == ["x-3", "x"]
+    assert "(" not in rows(*runs, other)[1]["difference"]  # nothing in common
+
+
+def test_a_run_that_is_not_finished_shows_its_last_steps(tmp_path):
+    run = filled(tmp_path)
+    said = tables.headline(reader.read_run(run.dir))
+    assert said.startswith("Mean of the last 1 step: accuracy 0.7000 (training part; ")
+    assert "Status: " in said
+
+
+def test_several_tasks_are_measured_by_clipped_improvements(tmp_path):
+    run = trained(tmp_path / "a", task=["titanic", "digits"])
+    for row in run.rows:
+        del row["score_mean"]
+        row["improvement_mean"] = 0.2
+    run.result.update(metric="improvement", baseline=0.0, reference=1.0)
+    played = [episode(0.9) | {"seed": i, "improvement": x} for i, x in enumerate((5.0, None))]
+    store.Run(run.dir, {}, None).save_episodes("final-best", played)
+    [row] = rows(run)
+    assert row["score"] == "0.5000 ± 0.5000"
+    assert row["task"] == "titanic+digits"
+    group = plots.RunGroup("a", plots.BLUE, [run])
+    axis = plots.draw_panels(plots.TRAINING, [group], "").axes[0]
+    assert "improvement" in axis.get_ylabel()
+    assert 0.2 in axis.lines[0].get_ydata()
+
+
+def test_a_table_has_at_most_eight_columns_and_explains_them_once(tmp_path):
+    text = tables.table([trained(tmp_path / "a"), reader.read_run(searched(tmp_path / "b"))])
+    headings = [line for line in text.splitlines() if line.startswith("task ")]
+    assert len(headings) == 2
+    assert len(re.split("  +", headings[0].strip())) == len(tables.COLUMNS) == 8
+    for name in list(tables.COLUMNS)[1:]:
+        assert text.count(f"\n{name}: ") == 1
+    assert all(len(line) <= 160 for line in text.splitlines())
+
+
+def test_the_curve_of_evaluations_begins_before_training_and_has_errors(tmp_path):
+    run = trained(tmp_path / "a")
+    group = plots.RunGroup("a", plots.BLUE, [run])
+    figure = plots.draw_panels(plots.TRAINING, [group], "")
+    score, _, kl, *_ = figure.axes
+    line, _, [bars] = score.containers[0]
+    assert line.get_xdata().tolist() == [0, 1, 2]
+    assert line.get_ydata().tolist() == [0.4, 0.6, 0.6]
+    assert line.get_marker() == "s"
+    heights = [path.vertices[:, 1].tolist() for path in bars.get_paths()]
+    assert heights[0] == pytest.approx([0.3, 0.5])
+    assert kl.get_title(loc="left") == "How far has the policy moved?"
+    assert len({axis.get_xlim() for axis in figure.axes[:5]}) == 1
+
+
+def test_the_mean_is_solid_only_where_all_runs_are(tmp_path):
+    """Else a run that was stopped would vanish from the mean without a word."""
+    runs = [trained(tmp_path / "a"), trained(tmp_path / "b", seed=1)]
+    runs[1].rows.append(step_row(3, score_mean=0.9))
+    with plots.figure_of(6, 4) as figure:
+        axis = figure.subplots()
+        plots.draw_key(axis, [plots.RunGroup("", plots.BLUE, runs)], "score_mean")
+    ends = {line.get_linestyle(): line.get_xdata()[-1] for line in axis.lines}
+    assert (ends["-"], ends[":"]) == (1, 3)
+
+
+def test_best_so_far_follows_the_direction_and_its_band_stays_in_range(tmp_path):
+    run = reader.read_run(searched(tmp_path / "a"))
+    assert plots.best_so_far(run, "nodes").to_list() == [0.6, 0.4, 0.4, 0.3, 0.3]
+    by_tokens = plots.best_so_far(run, "tokens").to_dict()
+    assert by_tokens == {0: 0.6, 50: 0.4, 100: 0.4, 150: 0.3, 200: 0.3}
+    _, low, high = plots.spread([[1.0], [1.0], [1.0], [0.5]])
+    assert (low[0], high[0]) == (pytest.approx(0.625), 1.0)
+
+
+def test_failed_nodes_count_as_the_baseline_and_faults_do_not(tmp_path):
+    run = reader.read_run(searched(tmp_path / "a"))
+    run.rows[0] = reader.node_row(run.rows[0] | {"status": "fault"}, 0.6)
+    assert [row["counted"] for row in run.rows] == [None, 0.6, 0.3, 0.45]
+    _, draft, *_ = viz.node_summary(run).splitlines()
+    assert draft.split() == "draft 2 1 1 0.6 0.4 1 50".split()
+
+
+def test_operators_of_a_copied_script_have_marks_of_their_own(tmp_path):
+    run = reader.read_run(searched(tmp_path / "a"))
+    run.rows[2] |= {"op": "distill", "mark": "v"}
+    run.rows[3] |= {"op": "restart", "mark": "no such mark"}
+    tree, _ = plots.draw_tree(run).axes
+    by_name = {marks.get_label(): marks for marks in tree.collections}
+    shape = by_name["restart: 1"].get_paths()[0].vertices
+    assert len(shape) == 7  # a closed hexagon
+    assert "distill: 1" in by_name
+
+
+def test_what_the_numbers_do_not_say_is_a_sentence(tmp_path):
+    run = reader.read_run(searched(tmp_path / "a"))
+    assert "a: the best node was not scored on the test part." in tables.notes([run])
+    run.result["selected_on_test"] = True
+    [note] = tables.notes([run])
+    assert "its score is optimistic" in note

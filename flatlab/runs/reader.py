@@ -221,10 +221,10 @@ def transcripts(run: RunData, file_filter: Callable = str.isdigit) -> list[dict]
     file_filter: predicate of the names of the files as ids show them: "12" (a step of training),
     "before", "eval-9", "final-best"; by default the steps. A search has nodes alone.
 
-    Keys: id ("12.3", "eval-9.3" = file and number; "0.2.1" = node), outcome ("valid",
+    Keys: id ("12/3", "eval-9/3" = file and number; "0.2.1" = node), outcome ("valid",
     "failed", "fault"), status, score (None unless valid), tokens, seconds, error, system and
     prompt (the first messages), turns.
-    Episodes also have seed, group ("12.0" = file and number), test_score (as score) and reward
+    Episodes also have seed, group ("12/0" = file and number), test_score (as score) and reward
     (None for a fault); nodes also parent, op, sampling_mode, idea, code, diff, decision.
     """
     return [item for part in transcript_parts(run, file_filter) for item in read_part(run, part)]
@@ -251,8 +251,8 @@ def episode_item(row: dict, name: str, index: int) -> dict:
     score = row["score"] or {"valid": False, "value": None, "message": row["fault"]}
     test_score = row.get("test_score") or {"value": None}
     return row | {
-        "id": f"{name}.{index}",
-        "group": f"{name}.{row.get('group')}",
+        "id": f"{name}/{index}",
+        "group": f"{name}/{row.get('group')}",
         "outcome": outcome_of(row["status"], score["valid"]),
         "score": score["value"] if score["valid"] else None,
         "test_score": test_score["value"],

@@ -1,13 +1,16 @@
-"""What a training run prints before its first step and at its end."""
+"""What training runs and searches print at their start and at their end, and a line per node."""
+
+from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 from flatlab.runs.reader import count, read_run
 from flatlab.task.definition import Task
 from flatlab.task.sanity import degenerate
 from flatlab.train.metrics import final_table, headline
-from flatlab.view import page
-from flatlab.view.compare import plot_now_and_then, remarks
+from flatlab.view import page, tables
+from flatlab.view.page import plot_now_and_then
 
 
 def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
@@ -52,9 +55,80 @@ def farewell(run) -> None:
     record = read_run(run.dir)
     plot_now_and_then(run, always=True)
     page.write([record], run.dir / "report.html")
-    for sentence in remarks([record]):
+    for sentence in tables.notes([record]):
         print(sentence)
     print(
         f"curves: {run.dir}/curves.png   page: {run.dir}/report.html   "
         f"transcripts: {run.dir}/episodes/   adapter: {run.dir}/best"
     )
+
+
+# ------------------------------------------------------------------ searches
+
+
+def search_banner(cfg, trees: list, where: Path, path, why: str) -> None:
+    """Prints the first lines. path: of the model, None for an endpoint. why: of the sandbox."""
+    for task in {t.task.name: t.task for t in trees}.values():
+        if degenerate(task):
+            print(f"warning  {task.name}: {degenerate(task)}")
+    print(
+        f"tasks    {', '.join(cfg.tasks.task)}   modes {', '.join(cfg.sampling_mode)}\n"
+        f"model    {cfg.model.model}{path.note if path else ''}\n"
+        f"sandbox  {why}\n"
+        f"plan     {count(len(trees), 'tree')} of {count(cfg.nodes, 'node')}\n"
+        f"rule     {cfg.select}, {count(cfg.workers, 'node')} at once"
+    )
+    for t in trees:
+        if t.finished and not t.closed:
+            print(f"resumed  {t.run.dir} after {count(len(t.finished), 'node')}")
+        if t.test_reads() and not t.closed:
+            print(
+                f"note     {t.run.dir} has read the test part before and will read it again if "
+                "another node becomes the best"
+            )
+    print(f"run      {where}")
+    print(ROW.format(*TITLES), flush=True)
+
+
+ROW = "{:<14} {:<8} {:>4} {:>7} {:<10} {:<9} {:>9} {:>9} {:>6}  {}"
+TITLES = ("task", "mode", "seed", "nodes", "node", "op", "score", "best", "sec", "strategy")
+
+
+def node_line(t, node) -> str:
+    """One line about a Node of a Tree. mode: the sampling mode that was used for it."""
+    score = "fault" if node.status == "fault" else "failed"
+    if node.valid:
+        score = f"{node.score:.4f}"
+    note = "  (fell back to the root)" if node.decision.get("fell_back") else ""
+    if t.task.exact and node.valid and node.improvement > 1:
+        note += f"  ({node.score:.12g} is better than the reference)"
+    return ROW.format(
+        t.task.name[:14],
+        node.sampling_mode,
+        t.seed,
+        f"{len(t.finished)}/{t.cfg.nodes}",
+        node.id[-10:],
+        node.op,
+        score,
+        "-" if t.rule.is_evaluation else f"{t.best().score:.4f}",
+        f"{node.seconds:.1f}",
+        node.idea[:60] + note,
+    )
+
+
+def report(trees: list, where: Path) -> None:
+    """What came out: of a single search in words, with its pictures and page; of a grid a table.
+
+    where: directory of the run or grid.
+    """
+    runs = [read_run(t.run.dir) for t in trees]
+    if where != runs[0].dir:  # viz.py draws the pictures of a grid; they take minutes
+        print(f"\n{tables.table(runs)}\n")
+    else:
+        plot_now_and_then(trees[0].run, always=True)
+        page.write(runs, where / "report.html")
+        print(f"\n{tables.headline(runs[0])}")
+        if not trees[0].rule.is_evaluation:
+            print(f"Its strategy: {trees[0].best().idea or 'none'}")
+        print(f"\npictures: {where}/*.png   page: {where}/report.html", end="   ")
+    print(f"everything: {where}   (python viz.py {shlex.quote(str(where))})")
