@@ -16,6 +16,7 @@ import search
 import tasks
 from env import Env
 from flatlab.options import SandboxOptions
+from flatlab.runs.reader import read_run
 from flatlab.runs.store import open_run
 from flatlab.task.definition import improvement
 from flatlab.task.grading import grade
@@ -24,7 +25,7 @@ from flatlab.task.sanity import rules_of
 from flatlab.task.task_files import TASKS_DIR
 from flatlab.train import guard, metrics
 from flatlab.tree.nodes import Tree
-from flatlab.view import search_console, stats
+from flatlab.view import console, tables
 from helpers import (
     LOCAL,
     MADE_BY,
@@ -303,12 +304,13 @@ def test_an_exact_task_has_one_part_and_nothing_to_select():
         assert not task.selected_on_test
 
 
-def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(tmp_path, capsys):
+def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(tmp_path):
     reply = block(f"echo '{BETTER}' > solution.json")
     model = FakePolicy(reply, block("validate"), block("submit"))
     sizes = {"context": 50_000, "max_reply_tokens": 2000, "max_observation_tokens": 2000}
     cfg = search_config(backend=LOCAL, nodes=1, sampling_mode=("none",), **sizes)
-    run = open_run(tmp_path / "run", {"seed": 0, "task": "erdosOverlap"}, MADE_BY)
+    config = {"seed": 0, "task": "erdosOverlap", "sampling_mode": "none"}
+    run = open_run(tmp_path / "run", config, MADE_BY)
     (run.dir / "nodes").mkdir()
     t = Tree(easy(), "none", 0, cfg, run, search.SELECT[cfg.select])
     asyncio.run(search.search([t], model, 1))
@@ -317,17 +319,14 @@ def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(tmp_path,
     assert result["improvement"] > 1
     assert (result["split"], result["exact"], result["selected_on_test"]) == ("exact", True, False)
     assert (result["test_score"], result["test_stderr"], result["test_reads"]) == (score, None, 0)
-    assert f"{score:.12g} is better than the reference" in search_console.node_line(t, t.best())
+    assert f"{score:.12g} is better than the reference" in console.node_line(t, t.best())
     [episode] = map(json.loads, (run.dir / "episodes/000000.jsonl").read_text().splitlines())
     assert json.loads(episode["score"]["record"]) == json.loads(BETTER)
-    [row] = stats.grid_table([result | {"method": "none"}])
-    assert row["validation"] is None
-    assert row["untested"] == 0
-    text = stats.text_of([row])
-    assert "erdosOverlap: the score is exact" in text
+    record = read_run(run.dir)
+    text = tables.table([record]) + tables.headline(record)
+    assert "the score is exact" in text
+    assert "best node, exact" in text
     assert "test part" not in text
-    search_console.print_best(t, result)
-    assert "1 node (exact;" in capsys.readouterr().out
 
 
 def test_a_training_step_says_that_the_reference_is_beaten():

@@ -82,7 +82,7 @@ def search_result(run: RunData) -> Result:
 
     result = run.result
     score, error, part = result["test_score"], result.get("test_stderr"), "test"
-    if score is None:
+    if score is None or result.get("exact"):
         score, error = result["best_score"], result.get("best_stderr")
         part = result.get("split", "validation")
     values = pandas.Series({run.config["seed"]: score}, dtype=float)
