@@ -208,7 +208,7 @@ class Policy(ChatTokens):
                 os.environ["VLLM_BATCH_INVARIANT"] = "1"
         else:
             if share_base:
-                raise UserError("--share-base needs a GPU.")
+                raise UserError("share_base needs a GPU.")
             if exact:
                 raise UserError("--exact needs a GPU: a CPU has no batch-invariant kernels.")
             if compile and not shutil.which("g++"):

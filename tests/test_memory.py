@@ -119,7 +119,7 @@ def test_the_kv_cache_gets_what_the_weights_leave(random_model):
     """Two numbers (k, v) of 2 bytes for 4 layers of 2 heads of 32: 1 KiB a token."""
     total = 8 << 30
     left = memory.kv_cache_bytes(random_model, 0.5, total, 2048)
-    weights = (4 << 30) - memory.ENGINE_OWN - left
+    weights = (4 << 30) - memory.ENGINE_OWN - memory.CUDA_GRAPHS - left
     assert 1_400_000 < weights < 2_000_000  # 0.8 M parameters in bf16
     with user_error("one context of 4000000 tokens needs 3.8"):
         memory.kv_cache_bytes(random_model, 0.5, total, 4_000_000)
@@ -133,9 +133,9 @@ def test_the_kv_cache_on_a_cpu_holds_all_requests_if_they_fit(random_model, monk
     """Four bytes a number: 2 KiB a token, so 2 MiB for a context of 1024, and vLLM's own block."""
     block = memory.CPU_BLOCK * 2048
     monkeypatch.setattr(memory, "free_bytes", lambda device: 8 * GIB)
-    assert memory.cpu_kv_cache_bytes(random_model, 1024, 64) == 128 * 2**20 + block
-    assert memory.cpu_kv_cache_bytes(random_model, 1024, 10**6) == 2 * GIB
-    assert memory.cpu_kv_cache_bytes(random_model, 4 * 2**20, 64) == 8 * GIB + block
+    assert memory.cpu_kv_cache_bytes(random_model, 1024, 64, 4) == 128 * 2**20 + block
+    assert memory.cpu_kv_cache_bytes(random_model, 1024, 10**6, 4) == 2 * GIB
+    assert memory.cpu_kv_cache_bytes(random_model, 4 * 2**20, 64, 4) == 8 * GIB + block
 
 
 def test_the_peak_is_of_this_process_and_not_of_the_one_that_started_it():

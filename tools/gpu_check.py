@@ -239,7 +239,7 @@ def without_adapter(model: str) -> list:
     options = {"dtype": "bfloat16", "gpu_memory_utilization": 0.45}
     if not has_gpu():
         options = cpu_engine_options(2048)
-        cache = cpu_kv_cache_bytes(policy.path.base, 2048, REQUESTS)
+        cache = cpu_kv_cache_bytes(policy.path.base, 2048, REQUESTS, element_size=4)
         options["kv_cache_memory_bytes"] = cache  # else vLLM asks for 92 % of the memory
     arguments = EngineArgs(
         model=policy.path.base,

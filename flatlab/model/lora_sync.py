@@ -66,7 +66,8 @@ class LoraLinear(UnquantizedLinearMethod):
     def apply(self, layer, x, bias=None):
         rows = x.flatten(0, -2)  # transformers' own layers keep a batch dimension
         y = super().apply(layer, rows, bias)
-        if envs.VLLM_BATCH_INVARIANT:  # Policy(exact=True); cuBLAS depends on the number of rows
+        # Policy(exact=True); cuBLAS depends on the number of rows. Untried on a GPU.
+        if envs.VLLM_BATCH_INVARIANT:
             y += linear_batch_invariant(linear_batch_invariant(rows, layer.lora_a), layer.lora_b)
             return y.unflatten(0, x.shape[:-1])
         with threads_for(rows):

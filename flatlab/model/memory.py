@@ -19,7 +19,9 @@ MOST_TOKENS = 8192  # a larger micro-batch is hardly faster
 LEAST_TOKENS = 256
 SHARE_OF_FREE = 0.5  # the rest is for the optimizer, the episodes and other programs
 SURE_OF_FREE = 0.1  # a pass that needs less is not tried
-ENGINE_OWN = 5 << 29  # 2.5 GiB: CUDA graphs, activations of a prefill of 8192 tokens
+ENGINE_OWN = 5 << 29  # 2.5 GiB: activations of a prefill of 8192 tokens
+# vLLM takes the graphs' memory from no budget if the size of the KV cache is given. An estimate.
+CUDA_GRAPHS = 1 << 30
 CPU_BLOCK = 32  # tokens of a block of the KV cache
 GPU_BLOCK = 64  # the same on a GPU, at most: vLLM chooses it
 CPU_KV_CACHE = 4 << 30  # 4 GiB: requests that do not fit wait, or are computed again
@@ -58,7 +60,8 @@ def bytes_needed(tokens: int, model_config, element_size: int, recompute_layers:
 
 def kv_cache_bytes(base: str, share: float, total: int, context: int) -> int:
     """Bytes of the engine's KV cache: its share of a GPU of `total` bytes, without the weights in
-    bf16 and ENGINE_OWN. vLLM would measure instead, which fails if anything else frees memory.
+    bf16, ENGINE_OWN and CUDA_GRAPHS. vLLM would measure instead, which fails if anything else frees
+    memory.
 
     Raises UserError if not even one whole context fits.
     """
@@ -69,7 +72,7 @@ def kv_cache_bytes(base: str, share: float, total: int, context: int) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     weights = 2 * sum(p.numel() for p in model.parameters())
-    left = int(share * total) - weights - ENGINE_OWN
+    left = int(share * total) - weights - ENGINE_OWN - CUDA_GRAPHS
     per_token = kv_bytes_per_token(config, element_size=2)
     needed = (context + GPU_BLOCK) * per_token  # vLLM keeps one block for itself
     if left < needed:
