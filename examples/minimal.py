@@ -80,7 +80,8 @@ def update(policy, optimizer, batch):
         sampled = [logp for logp, mask in zip(segment.logprobs, segment.mask) if mask]
         old += sampled  # log pi_old, as the engine reported it
         advantage += [own] * len(sampled)
-    old, advantage = torch.tensor(old), torch.tensor(advantage)
+    old = torch.tensor(old, device=policy.device)
+    advantage = torch.tensor(advantage, device=policy.device)
 
     # The loss of every sampled token, and its mean. Prompts and observations are not trained.
     logp, _ = policy.logprobs(pairs)
