@@ -10,7 +10,7 @@
 An episode of a model is `run_episode` in flatlab/world/episode.py; sandboxes are in
 flatlab/sandbox, gradings in flatlab/task/grading.py.
 
-docs/sandboxes.md lists what the sandboxes cover and what they do not.
+docs/clusters.md lists what the sandboxes cover and what they do not.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def by_hand(
         task: Name of the task, see `python tasks.py`, or a Harbor task folder.
         prompts: File of the texts that an agent reads; default: configs/prompts/agent.yaml.
         attach: Run this command, or validate or submit, in the sandbox of a running episode: that
-            of the agent program which calls, see docs/agents.md.
+            of the agent program which calls, see docs/extend.md.
         sandbox: The kind of sandbox and what it offers.
     """
     if attach is not None:

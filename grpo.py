@@ -292,7 +292,7 @@ class Config:
     ahead: int = 0  # steps sampled ahead of the update; bounds the lag of an episode's first token
     # episodes in flight at once, at most; default: 32 for each of the 1 + ahead steps
     concurrency: Resumable[Count | None] = None
-    # command of a program that plays the episodes, see docs/agents.md; default: episode.play
+    # command of a program that plays the episodes, see docs/extend.md; default: episode.play
     agent: str | None = None
 
     reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline

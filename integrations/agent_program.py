@@ -2,7 +2,7 @@
 
 Each episode starts the program on this machine and serves it an OpenAI-style endpoint, which keeps
 the tokens and log-probs of every reply. `python env.py --attach` runs a command in the episode's
-sandbox. docs/agents.md says what a program has to do.
+sandbox. docs/extend.md says what a program has to do.
 """
 
 import asyncio

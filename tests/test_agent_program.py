@@ -558,8 +558,8 @@ def test_a_step_of_programs_that_never_ask_stops_the_run(play, command):
 @pytest.mark.slow
 @pytest.mark.skipif("MINI_SWE_VENV" not in os.environ, reason="see tests/README.md")
 def test_mini_swe_agent_plays_the_episodes_of_a_training_step(play, policy, tmp_path, monkeypatch):
-    """The program of docs/agents.md, with a random model, whose replies hold no command."""
-    text = (PROJECT / "docs/agents.md").read_text().partition("```python\n")[2]
+    """The program of docs/extend.md, with a random model, whose replies hold no command."""
+    text = (PROJECT / "docs/extend.md").read_text().partition("```python\n")[2]
     program = text.rpartition("```\n\n`LITELLM")[0]
     program = program.replace(".venv/bin/python", sys.executable)
     program = program.replace('"env.py"', repr(str(PROJECT / "env.py")))

@@ -3,7 +3,7 @@
 - "docker": the container engine has isolated it already.
 - "namespaces": new user, PID, network, IPC, UTS and mount namespaces, and a root file system of
   read-only bind mounts, for root and for ordinary users if the kernel permits it (Linux 5.12).
-- "landlock": rules that every command applies to itself (Linux 6.7); docs/sandboxes.md says
+- "landlock": rules that every command applies to itself (Linux 6.7); docs/clusters.md says
   what they miss.
 
 Standard library only, Python 3.8 or newer. System call numbers are the same on all architectures.
