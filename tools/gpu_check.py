@@ -2,6 +2,7 @@
 
     python tools/gpu_check.py                        all parts, one after the other
     python tools/gpu_check.py --parts parity sync    some of them
+    python tools/gpu_check.py --dtype bfloat16       on a CPU: with the precision of a GPU
 
 Each part runs in a process of its own, so that it survives the crash of another. The table is
 printed and written to logs/gpu-check/table.md after every part; paste it into tests/BENCHMARKS.md.
@@ -22,6 +23,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,6 +33,7 @@ from flatlab.files import write_whole
 from flatlab.runs.cli import one_sentence, parse_config
 
 ROOT = Path(__file__).resolve().parents[1]
+DTYPE = None  # that of --dtype
 MINUTES = 15  # time limit of a part
 REQUESTS = 32
 TOKENS = 128  # of a request
@@ -42,6 +45,8 @@ EPISODES = 8
 class Config:
     parts: tuple[str, ...] = ()  # names of parts; default: all
     model: str | None = None  # default: a random model with the shape of Qwen3-0.6B; CPU: tiny
+    # of model and engine; default: bfloat16 on a GPU, float32 on a CPU
+    dtype: Literal["bfloat16", "float32"] | None = None
     part: str = ""  # runs one part in this process and prints its rows as JSON
 
 
@@ -83,7 +88,7 @@ def random_model(folder: Path) -> str:
 def make_policy(model: str, **options):
     from policy import Policy, resolve_model
 
-    return Policy(resolve_model(model), context=2048, max_batch=REQUESTS, **options)
+    return Policy(resolve_model(model), context=2048, max_batch=REQUESTS, dtype=DTYPE, **options)
 
 
 def gib(count: float) -> str:
@@ -353,24 +358,59 @@ def memory_probe(model: str) -> list:
 
 
 def exact(model: str) -> list:
-    """Batch invariance: the same seeds give the same replies in any batch."""
-    if not has_gpu():
-        return [("batch invariance", "skipped", "needs a GPU")]
-    policy = make_policy(model, exact=True)
+    """Batch invariance: one request alone and among 64 gives the same reply and the same log-probs,
+    bit for bit. A CPU has no such kernels: it runs the same code and shows what it does.
+    """
+    policy = make_policy(model, exact=has_gpu())
     move_adapter(policy, 1e-2)
     policy.sync()
     prompt = prompt_of(policy, 0)
     alone = asyncio.run(policy.sample(prompt, TOKENS, seed=0))
-    together = asyncio.run(sample_all(policy, TOKENS, 0))[0]
+
+    async def among_64():
+        requests = [policy.sample(prompt_of(policy, i), TOKENS, seed=i) for i in range(64)]
+        return (await asyncio.gather(*requests))[0]
+
+    together = asyncio.run(among_64())
     found = asyncio.run(policy.verify())["random adapter"]
-    same = "the same" if alone.tokens == together.tokens else "different"
+    is_same = alone.tokens == together.tokens and alone.logprobs == together.logprobs
+    same = "the same" if is_same else "different"
     rate = engine_rate(policy.engine, prompts_of(policy))
     _, _, seconds, _ = timed_update(policy, update_batch(policy))
     note = f"difference {found.mean:.2g} nats on average; {rate:.0f} tokens/s"
     return [
-        ("a reply alone and in a batch", same, note),
+        ("reply and log-probs alone and among 64", same, note),
         ("update", f"{seconds:.3f} s", f"{EPISODES} episodes of {PROMPT} + {TOKENS} tokens"),
     ]
+
+
+def budget(model: str) -> list:
+    """Free memory after the engine, after the trainer and at the peak of a step, beside the
+    estimate of what that step needs.
+    """
+    from flatlab.model import memory
+    from policy import Policy, resolve_model
+
+    class Watched(Policy):
+        def _build_trainer(self, *arguments):
+            free["the engine"] = memory.free_bytes(self.device)
+            super()._build_trainer(*arguments)
+
+    device = "cuda" if has_gpu() else "cpu"
+    free = {"nothing": memory.free_bytes(device)}
+    policy = Watched(resolve_model(model), context=2048, max_batch=REQUESTS, dtype=DTYPE)
+    free["the trainer"] = memory.free_bytes(device)
+    rows = [(f"free after {what}", gib(left), "") for what, left in free.items()]
+    batch = update_batch(policy)
+    tokens = sum(len(tokens) for tokens, _ in batch)
+    before = allocated() if has_gpu() else memory.peak_bytes()
+    _, _, _, peak = timed_update(policy, batch)
+    used = (peak or memory.peak_bytes()) - before
+    config = policy.model.config
+    estimate = memory.bytes_needed(tokens, config, policy.dtype.itemsize, recompute_layers=False)
+    at_peak = gib(free["the trainer"] - used)
+    note = f"a step of {tokens} tokens took {gib(used)}, estimated {gib(estimate)}"
+    return [*rows, ("free at the peak of a step", at_peak, note)]
 
 
 def ahead(model: str) -> list:
@@ -415,8 +455,10 @@ def training(model: str) -> list:
     flags = """--task titanic --steps 3 --groups 2 --eval-episodes 8 --eval-every 3 --advantage ppo
         --context 2048 --max-turns 3 --max-reply-tokens 128 --backend local""".split()
     with tempfile.TemporaryDirectory() as folder:
+        start = f"import functools, sys; sys.path.insert(0, {str(ROOT)!r}); import grpo; "
+        start += f"grpo.Policy = functools.partial(grpo.Policy, dtype={DTYPE!r}); grpo.main()"
         done = subprocess.run(
-            [sys.executable, str(ROOT / "grpo.py"), *flags, "--model", model, "--name", "check"],
+            [sys.executable, "-c", start, *flags, "--model", model, "--name", "check"],
             cwd=folder,
             capture_output=True,
             text=True,
@@ -446,7 +488,9 @@ PARTS = {
     "autocast": (autocast, {}),
     "shared-prompt": (shared_prompt, {}),
     "memory": (memory_probe, {}),
-    "exact": (exact, {}),
+    "budget": (budget, {}),
+    "exact": (exact, {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}),
+    "exact-breakable": (exact, {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}),
     "ahead": (ahead, {}),
     "training": (training, {}),
 }
@@ -460,10 +504,12 @@ def last_line(text: str) -> str:
     return lines[-1][:300]
 
 
-def run_part(name: str, model: str) -> list:
+def run_part(name: str, model: str, dtype: str | None) -> list:
     """The rows of a part, from a process of its own; one row with the reason if it fails."""
     environment = {**os.environ, **PARTS[name][1]}
     command = [sys.executable, __file__, "--part", name, "--model", model]
+    if dtype:
+        command += ["--dtype", dtype]
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=60 * MINUTES
@@ -493,6 +539,8 @@ def main() -> None:
     threads.configure()
     cfg = parse_config(Config, sys.argv[1:])
     if cfg.part:
+        global DTYPE
+        DTYPE = cfg.dtype
         print("\n" + json.dumps(PARTS[cfg.part][0](cfg.model)))
         return
     unknown = set(cfg.parts) - set(PARTS)
@@ -507,7 +555,7 @@ def main() -> None:
         rows = []
         for name in cfg.parts or PARTS:
             begin = time.monotonic()
-            found = run_part(name, model)
+            found = run_part(name, model, cfg.dtype)
             rows += [(name, *row) for row in found]
             write_whole(folder / "table.md", f"{heading}\n\n{table_of(rows)}")
             for what, value, note in found:
