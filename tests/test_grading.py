@@ -298,7 +298,7 @@ def searched(task, folder, policy, **config):
     """The rows of the journal of a search."""
     sizes = {"context": 50_000, "max_reply_tokens": 2000, "max_observation_tokens": 2000}
     cfg = search_config(backend=LOCAL, **sizes, **config)
-    run = open_run(folder, {"sampling_mode": "none"}, MADE_BY)
+    run = open_run(folder, {"sampling_mode": "none", "task": task.name, "seed": 0}, MADE_BY)
     (run.dir / "nodes").mkdir()
     tree = Tree(task, "none", 0, cfg, run, search.SELECT[cfg.select])
     try:

@@ -17,8 +17,9 @@ LOWEST_VALID_SHARE = 0.5
 ADVICE = "If the prompts changed on purpose: run `python tools/make_tiny.py`, commit configs/tiny."
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tiny_policy(tiny_model):
+    """Of the session: an engine that ends takes the process groups of all engines with it."""
     from policy import Policy
 
     return Policy(tiny_model, context=2048, max_batch=EPISODES)

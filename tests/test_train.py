@@ -135,10 +135,15 @@ def test_ctrl_c_between_two_waits_leaves_no_coroutine_behind(play, monkeypatch, 
 
 def test_a_failed_later_step_ends_the_run_and_all_episodes(play):
     ended = []
+    in_flight = asyncio.Event()  # episodes of step 4, which begin before step 2 is awaited
 
     async def episode(world, policy, options, seed, *more):
         try:
-            if seed // 100_003 == 2:  # a group of step 2
+            if seed // 100_003 == 4:
+                in_flight.set()
+            if seed // 100_003 == 2:
+                await in_flight.wait()
+                await asyncio.sleep(0.1)
                 raise ZeroDivisionError
             return await waiting_reply(world, policy, options, seed, *more)
         finally:
