@@ -134,16 +134,12 @@ def test_ctrl_c_between_two_waits_leaves_no_coroutine_behind(play, monkeypatch, 
 
 
 def test_a_failed_later_step_ends_the_run_and_all_episodes(play):
-    ended = []
-    in_flight = asyncio.Event()  # episodes of step 4, which begin before step 2 is awaited
+    begun, ended = [], []
 
     async def episode(world, policy, options, seed, *more):
+        begun.append(seed)
         try:
-            if seed // 100_003 == 4:
-                in_flight.set()
-            if seed // 100_003 == 2:
-                await in_flight.wait()
-                await asyncio.sleep(0.1)
+            if seed // 100_003 == 2:  # a group of step 2
                 raise ZeroDivisionError
             return await waiting_reply(world, policy, options, seed, *more)
         finally:
@@ -152,8 +148,8 @@ def test_a_failed_later_step_ends_the_run_and_all_episodes(play):
     with pytest.raises(ExceptionGroup):
         play(episode=episode, steps=6, ahead=2)
     assert [row["step"] for row in read_rows("logs/a/metrics.jsonl")] == [0, 1]
-    begun = [seed for seed in ended if seed // 100_003 == 4]
-    assert len(begun) == 8, "the episodes in flight were cancelled"
+    assert any(seed // 100_003 > 2 for seed in begun)
+    assert sorted(ended) == sorted(begun), "the episodes in flight were cancelled"
 
 
 def test_a_sync_while_a_reply_is_sampled(policy):
