@@ -59,6 +59,7 @@ from flatlab.train.batch import (
     plan_step,
     sequences_of,
 )
+from flatlab.train.weights import max_seeking_terms
 from flatlab.view import console
 from flatlab.world.episode import play, run_episode
 from flatlab.world.texts import load_prompts
@@ -109,6 +110,17 @@ def group_nostd(rewards):
     hardly differ.
     """
     return [r - fmean(rewards) for r in rewards]
+
+
+def entropic(rewards):
+    """group() plus max_seeking_terms() of the valid episodes, if there are at least three."""
+    advantages = group(rewards)
+    valid = [i for i, reward in enumerate(rewards) if reward > NO_SUBMISSION]
+    if len(valid) >= 3:
+        terms = max_seeking_terms([rewards[i] for i in valid])
+        for i, term in zip(valid, terms):
+            advantages[i] += term
+    return advantages
 
 
 def rloo(rewards):
@@ -255,6 +267,7 @@ ADVANTAGES = {
     "group": Advantage(group),
     "group_nostd": Advantage(group_nostd),
     "rloo": Advantage(rloo),
+    "entropic": Advantage(entropic),
     "ppo": Advantage(list, value_head=True),  # the rewards themselves
 }
 CREDITS = {"episode": whole_episode, "runnable": runnable, "complete": complete}
@@ -456,7 +469,7 @@ def update(policy, optimizer, batch: list, cfg: Config, job) -> dict:
         "lag_mean": mean["lag"],
         "lag_max": largest["lag"],
         "judged_tokens": total["judged"],
-        **{name: mean[name] for name in ("kl", "entropy", "clip_share")},
+        **{name: mean[name] for name in ("kl", "base_diff", "entropy", "clip_share")},
     }
     if total["judged"]:
         row["logprob_diff_mean"] = mean["logprob_diff"]
@@ -492,7 +505,7 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, measur
     loss, is_clipped = LOSSES[cfg.loss].function(logp, old, advantage, sequence, cfg)
     if base is not None:
         kl = kl_to_base(logp, base).masked_fill(~is_finite, 0.0)
-        meter.add(kl=kl)
+        meter.add(kl=kl, base_diff=(logp.detach() - base).masked_fill(~is_finite, 0.0).abs())
         if cfg.kl:
             loss = loss + cfg.kl * kl
     if ENTROPY_BONUS:

@@ -3,6 +3,7 @@
     python search.py --task titanic --sampling-mode tail       laptop: the stand-in model, 2 minutes
     python search.py --task titanic --sampling-mode none tail --seed 0 1 2        a grid of 6 trees
     python search.py --task titanic --select mcts --nodes 30 --model logs/grpo-titanic-tiny-0/best
+    python search.py --task titanic --learn   trains the model while it searches (learning.py)
     python search.py configs/evaluate.yaml --task titanic      no search: the mean of 64 episodes
     python viz.py logs/search-titanic-tail-tiny-0              the tree
 
@@ -37,9 +38,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 import env
+import learning
 from flatlab import options, threads
 from flatlab.errors import SandboxFault, UserError
 from flatlab.model import endpoint
@@ -197,7 +200,7 @@ def open_vllm(cfg, path):
         gpu_memory=cfg.gpu_memory,
         compile=cfg.model.compile,
         exact=cfg.model.exact,
-        trains=False,
+        trains=cfg.learn,
     )
 
 
@@ -232,12 +235,13 @@ class Config:
     # <script>-grid-<model>
     name: str | None = None
     seed: tuple[options.Seed, ...] = (0,)  # seed of choices and samples; several: one tree each
-    workers: options.Resumable[options.Count] = 4  # nodes that run at the same time, over all trees
+    # nodes that run at the same time, over all trees; default: 4, with --learn parents x children
+    workers: options.Resumable[options.Count | None] = None
     engine: Literal[*ENGINES] = "vllm"  # api: an OpenAI-compatible endpoint
     # address of that endpoint; key: $OPENAI_API_KEY
     url: options.Resumable[str] = "http://localhost:8000/v1"
-    # share of the GPU for the engine (weights and KV cache)
-    gpu_memory: options.GpuShare = 0.85
+    # share of the GPU for the engine (weights and KV cache); default: 0.85, with --learn 0.45
+    gpu_memory: options.GpuShare | None = None
 
     nodes: options.Resumable[options.Count] = 12  # executed nodes per tree; failed ones count
     # token budget per tree, strategy requests included; default: no limit. Running requests may
@@ -255,8 +259,15 @@ class Config:
     scope: Literal["parent", "global"] = "parent"  # global: prompts summarise the whole tree
     reflection: bool = False  # one more request per node: what has the tree taught so far?
 
-    select: Literal[*SELECT] = "bfs"  # rule that picks the node to build on
+    # rule that picks the node to build on; default: bfs, with --learn puct
+    select: Literal[*SELECT] | None = None
     rule_args: tuple[str, ...] = ()  # constants of the rule, as in --rule-args c=0.5 drafts=4
+
+    learn: bool = False  # search in rounds, each followed by one update of the model (LoRA)
+    parents: options.Count = 4  # learn: nodes that the rule picks in a round
+    children: Annotated[int, options.Bounds(2)] = 8  # learn: of each of them, compared
+    advantage: Literal[*learning.ADVANTAGES] = "group"  # learn: as in grpo.py
+    lr: float | None = None  # learn: learning rate of AdamW; default: 4e-5, stand-in 1e-3
 
 
 # ------------------------------------------------------------------ requests to the model
@@ -413,8 +424,8 @@ async def play(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes
     return episode, files
 
 
-async def expand(t: Tree, node: Node) -> None:
-    """Runs a node from its strategy to its row in the journal.
+async def expand(t: Tree, node: Node) -> Episode:
+    """Runs a node from its strategy to its row in the journal; returns its episode.
 
     A broken sandbox is replaced once; after that the node is a fault, which is not a score.
     """
@@ -440,13 +451,14 @@ async def expand(t: Tree, node: Node) -> None:
             "Three sandboxes in a row broke, so the search stops. Run the same command again to "
             f"continue. The last one: {node.error}"
         )
+    return episode
 
 
 # ------------------------------------------------------------------ the search
 
 
-async def decide(t: Tree) -> Node | None:
-    """The next node; None if the budget is spent or the rule has nothing to start now."""
+async def decide(t: Tree) -> Choice | None:
+    """The next parent; None if the budget is spent or the rule has nothing to start now."""
     if t.spent():
         return None
     rng = random.Random(seed_from(t.seed, "select", t.started))
@@ -457,7 +469,7 @@ async def decide(t: Tree) -> Node | None:
         choice = t.rule.function(t, rng, **t.constants)
         if inspect.isawaitable(choice):
             choice = await choice
-    return start(t, choice) if choice else None
+    return choice
 
 
 def start(t: Tree, choice: Choice) -> Node:
@@ -472,9 +484,9 @@ async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> N
     t.machine = await machine_of(t)
     while True:
         await slots.acquire()
-        node = await decide(t)
-        if node:
-            group.create_task(run_node(t, node, slots))
+        choice = await decide(t)
+        if choice:
+            group.create_task(run_node(t, start(t, choice), slots))
             continue
         slots.release()
         if not t.running:
@@ -484,26 +496,48 @@ async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> N
     await close(t)
 
 
-async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> None:
-    await expand(t, node)
+async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> Episode:
+    """Runs a node, whose slot is held, and frees the slot."""
+    episode = await expand(t, node)
     print(console.node_line(t, node), flush=True)
     slots.release()
     t.node_ended.set()
+    return episode
+
+
+async def grow_in_rounds(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> None:
+    """Grows a tree with --learn: see learning.py."""
+
+    async def play(node):
+        await slots.acquire()
+        return group.create_task(run_node(t, node, slots))
+
+    t.machine = await machine_of(t)
+    await learning.grow(t, decide, start, play)
+    await close(t)
 
 
 async def search(trees: list[Tree], policy, workers: int) -> None:
     """Grows all trees until each is complete, with at most `workers` nodes at the same time.
 
-    The trees take turns, because a semaphore serves those who wait in order. After Ctrl-C or an
-    error every sandbox is closed before this returns.
+    The trees take turns, because a semaphore serves those who wait in order. With --learn one comes
+    after the other, each from the adapter that is there at the start. After Ctrl-C or an error
+    every sandbox is closed before this returns.
     """
     slots = asyncio.Semaphore(workers)
+    learns = trees[0].cfg.learn
+    adapter = [p.detach().clone() for p in policy.parameters()] if learns else []
     try:
         async with asyncio.TaskGroup() as group:
             for t in trees:
                 t.policy = policy
                 t.run.result(**results(t), status="running")
-                group.create_task(grow(t, slots, group))
+                if learns:
+                    for parameter, values in zip(policy.parameters(), adapter):
+                        parameter.data.copy_(values)
+                    await grow_in_rounds(t, slots, group)
+                else:
+                    group.create_task(grow(t, slots, group))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
@@ -556,9 +590,14 @@ async def hidden_score(t: Tree, node: Node, split: str) -> float:
 
 
 def check_config(cfg: Config) -> None:
-    """Raises UserError for settings that do not exist or do not fit together."""
+    """Fills in what depends on --learn. Raises UserError for settings that do not exist or do not
+    fit together.
+    """
     options.check_values(cfg)
+    options.set_defaults(cfg, learning.defaults(cfg))
     rule = SELECT[cfg.select]
+    if cfg.learn:
+        learning.check(cfg, rule, ENGINES[cfg.engine])
     constants = rule.constants(cfg.select, cfg.rule_args)
     if rule.check:
         rule.check(cfg, constants)
@@ -582,7 +621,12 @@ def prepare(cfg: Config):
     is_tiny = path is not None and path.is_tiny
     options.derive(cfg.model, cfg.episode, is_tiny, path and path.positions)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny)
-    trees, where = journal.open_trees(cfg, tasks, SELECT[cfg.select], path, __file__)
+    options.set_defaults(cfg, {"lr": 1e-3 if is_tiny else 4e-5})
+    # The name begins with that of the script: a copy of this file makes runs of its own.
+    kind = Path(__file__).stem + ("-learn" if cfg.learn else "")
+    if cfg.select != learning.defaults(cfg)["select"]:
+        kind += f"-{cfg.select}"
+    trees, where = journal.open_trees(cfg, tasks, SELECT[cfg.select], path, kind)
     return trees, where, path, why
 
 

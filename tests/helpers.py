@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from competition import write
+from flatlab import options
 from flatlab.errors import UserError
 from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
@@ -201,9 +202,12 @@ def configure(config, **flags):
 
 
 def search_config(**flags):
+    import learning
     import search
 
-    return configure(search.Config(), **{"prompts": TINY_TEXTS} | flags)
+    cfg = configure(search.Config(), **{"prompts": TINY_TEXTS} | flags)
+    options.set_defaults(cfg, learning.defaults(cfg))
+    return cfg
 
 
 def python(*arguments, cwd=PROJECT, timeout=600, **options):

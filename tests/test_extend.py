@@ -58,7 +58,16 @@ def apply(path: Path, diff: str):
 
 
 def test_the_diffs_of_the_documentation(tmp_path):
-    for name in ("grpo.py", "search.py", "env.py", "policy.py", "tasks.py", "viz.py", "configs"):
+    for name in (
+        "grpo.py",
+        "search.py",
+        "learning.py",
+        "env.py",
+        "policy.py",
+        "tasks.py",
+        "viz.py",
+        "configs",
+    ):
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
     shutil.copytree(ROOT / "flatlab", tmp_path / "flatlab")

@@ -809,6 +809,10 @@ BAD_INPUT = {
     "--engine api --model x --url localhost:8000/v1": "localhost:8000/v1 needs a scheme: http://",
     "--engine api --model x --url http://127.0.0.1:9/v1": "does not answer",
     "--engine api": "--engine api needs --model",
+    "--learn --engine api --model x": "--learn trains the model here: leave out --engine api",
+    "--learn --select bfs": "such as --select puct: bfs does not",
+    "--learn --select evaluation": "such as --select puct: evaluation does not",
+    "--learn --children 1": "--children must be from 2",
     "no-such.yaml": "no-such.yaml",
     "--model /no/such/model": "/no/such/model",
 }

@@ -15,20 +15,16 @@ from flatlab.tree.nodes import Tree, spent
 from flatlab.world.texts import load_prompts
 
 
-def open_trees(cfg, tasks: list, rule, path, script: str) -> tuple[list[Tree], Path]:
+def open_trees(cfg, tasks: list, rule, path, kind: str) -> tuple[list[Tree], Path]:
     """One tree for each task, sampling mode and seed, and the directory of the run or grid.
 
-    cfg: the Config of search.py. rule: a Rule. path: a ModelPath, or None for an endpoint. script:
-    its file.
+    cfg: the Config of search.py. rule: a Rule. path: a ModelPath, or None for an endpoint. kind:
+    how the default name of the directory begins.
     """
     trackers.check_packages(cfg.trackers)
     cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
     is_grid = len(cells) > 1
     model = value_text(cfg.model.model)
-    # The name begins with that of the script: a copy of this file makes runs of its own.
-    kind = Path(script).stem
-    if cfg.select != type(cfg).select:
-        kind += f"-{cfg.select}"
     name = f"{kind}-grid-{model}"
     if not is_grid:
         [(task, mode, seed)] = cells

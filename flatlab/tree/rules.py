@@ -334,17 +334,19 @@ def mcts(t, rng, c=0.25, branching=3):
     failed or still run count as visits with value 0.
     """
 
-    def uct(child):
+    low, high = spread(t)
+
+    def uct(child, total):
         visits = below(child)
-        values = quality(t, [other for other in visits if other.valid])
-        bonus = c * math.sqrt(math.log(len(below(node))) / len(visits))
-        return sum(values) / len(visits) + bonus
+        values = normalise([other.improvement for other in visits if other.valid], low, high)
+        return sum(values) / len(visits) + c * math.sqrt(math.log(total) / len(visits))
 
     node = t.root
     scores = {}
     while len(node.children) >= branching:
+        total = len(below(node))
         open = [child for child in node.children if child.kept and not t.given_up(child)]
-        level = {child.id: uct(child) for child in open}
+        level = {child.id: uct(child, total) for child in open}
         if not level and t.running:
             return None
         if not level:
@@ -385,10 +387,9 @@ def expansions(t: Tree) -> Counter[str]:
     are one expansion.
     """
     groups = {node.decision.get("group", node.id): node.parent for node in t.nodes.values()}
-    counts = Counter()
-    for parent, number in Counter(filter(None, groups.values())).items():
-        for node in t.upwards(t.nodes[parent]):
-            counts[node.id] += number
+    counts = Counter(groups.values())
+    for node in reversed(t.nodes.values()):  # a node comes after the one above it
+        counts[node.parent] += counts[node.id]
     return counts
 
 

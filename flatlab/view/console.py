@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 
@@ -114,6 +115,18 @@ def node_line(t, node) -> str:
         f"{node.seconds:.1f}",
         node.idea[:60] + note,
     )
+
+
+def round_line(row: dict) -> str:
+    """One line of the terminal after a round of a search that learns."""
+    gain = "-" if row["gain_mean"] is None else f"{row['gain_mean']:+.4f}"
+    line = (
+        f"round {row['step']:3}  best {row['best_score']:.4f}  valid {row['valid_share']:4.0%}  "
+        f"improved {row['improved_share']:4.0%} by {gain}  same {row['zero_variance_share']:4.0%}  "
+        f"lineages {row['live_lineages']}  grad {row.get('grad_norm', math.nan):.2f}  "
+        f"kl {row.get('kl', math.nan):.1e}"
+    )
+    return "\n      ! ".join([line, *row["alarms"]])
 
 
 def report(trees: list, where: Path) -> None:

@@ -1,0 +1,237 @@
+"""search.py --learn: a real model and its trainer, with episodes of one reply; then the script."""
+
+import asyncio
+import math
+import os
+import re
+import signal
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+import grpo
+import search
+from flatlab.options import flat, may_change
+from flatlab.runs.reader import read_rows
+from flatlab.runs.store import open_run
+from flatlab.train.weights import max_seeking
+from flatlab.tree import rounds
+from flatlab.tree.nodes import Tree
+from helpers import MADE_BY, search_config, start
+from training import TASK, has_weights, one_reply, weights_of
+
+pytestmark = pytest.mark.usefixtures("quick_provenance")
+
+
+def test_max_seeking_weights_reach_their_target_and_no_scale_changes_them():
+    beta, weights = max_seeking([0.0, 0.5, 0.9, 1.0])
+    assert sum(w * math.log(4 * w) for w in weights) == pytest.approx(math.log(2))
+    small, same = max_seeking([1 + r * 1e-9 for r in (0.0, 0.5, 0.9, 1.0)])
+    assert same == pytest.approx(weights, abs=1e-5)
+    assert small == pytest.approx(beta * 1e9, rel=1e-5)
+    # two of four are the best: ln 2 cannot be reached, half of it can
+    _, tied = max_seeking([0.0, 0.5, 1.0, 1.0])
+    assert sum(w * math.log(4 * w) for w in tied) == pytest.approx(math.log(2) / 2)
+    assert max_seeking([0.3] * 5) == (0.0, [0.2] * 5)
+
+
+def test_entropic_advantages_are_centred_and_those_of_group_below_three_valid_ones():
+    few = [-1.0, -1.0, 0.2, 0.6]
+    assert grpo.entropic(few) == grpo.group(few)
+    rewards = [-1.0, 0.1, 0.2, 0.6]
+    advantages = grpo.entropic(rewards)
+    assert sum(advantages) == pytest.approx(0, abs=1e-6)
+    assert advantages[0] == grpo.group(rewards)[0]
+    assert advantages[3] > grpo.group(rewards)[3]
+    # a score far above the others does not blow up, as a fixed beta would
+    assert max(grpo.entropic([-1.0, 0.1, 0.1, 1e6])) < 5
+
+
+def learning(folder, policy, play=None, is_cut=False, **config):
+    """Grows a tree with --learn over episodes of one reply.
+
+    play(node, episode): the episode that counts instead. is_cut: whether the replies were cut.
+    """
+    options = {"learn": True, "parents": 2, "children": 3, "lr": 0.01, "max_reply_tokens": 6}
+    options |= {"sampling_mode": ("none",), "context": 2048, "backend": "local"}
+    cfg = search_config(**options | config)
+    run = open_run(folder, flat(cfg) | {"seed": 0}, MADE_BY, may_change(cfg))
+    (run.dir / "nodes").mkdir(exist_ok=True)
+    t = Tree(replace(TASK, splits=("test",)), "none", 0, cfg, run, search.SELECT[cfg.select])
+
+    async def one(t, node, parents):
+        counting = search.requests.CountingPolicy(t.policy, node)
+        world = SimpleNamespace(task=t.task)
+        episode = await one_reply(world, counting, t.cfg.episode, node.seed)
+        if not is_cut:
+            episode.turns[0]["stop_reason"] = "stop"
+        return (play(node, episode) if play else episode), b"\0" * 10240
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "play", one)
+        try:
+            asyncio.run(search.search([t], policy, cfg.workers))
+        finally:
+            run.lock.close()
+    return t
+
+
+def test_a_round_is_picked_played_learned_and_written(tmp_path, policy):
+    before = weights_of(policy)
+    t = learning(tmp_path / "a", policy, nodes=14)
+    rows = t.run.rows()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["nodes"] for row in rows] == [6, 12, 14]  # the last round has what was left
+    groups = {}
+    for node in t.finished:
+        groups.setdefault((node.decision["round"], node.decision["group"]), []).append(node.parent)
+    assert [len(parents) for parents in groups.values()] == [3, 3, 3, 3, 2]
+    assert all(len(set(parents)) == 1 for parents in groups.values())
+    assert not has_weights(policy, before)
+    assert rows[0]["logprob_diff_max"] < 1e-3  # the trainer saw what the engine sampled
+    assert rows[0]["base_diff"] == 0
+    assert rows[1]["base_diff"] > 0
+    for row in rows:
+        assert row["best_score"] <= t.best().score
+        assert row["valid_share"] == 1
+        assert row["grad_norm"] > 0
+    assert all(1 <= row["effective_samples"] <= 3 for row in rows[:2])
+    assert rows[2]["effective_samples"] is None  # its groups have fewer than three valid nodes
+    versions = {
+        turn["version"] for row in read_rows(t.run.dir / "journal.jsonl") for turn in row["actions"]
+    }
+    assert versions == {0, 1, 2}
+    trained = weights_of(policy)
+    policy.load_adapter(t.run.dir / "best")
+    assert has_weights(policy, trained)
+
+
+def test_a_run_that_was_cut_in_a_round_goes_on_with_the_adapter_of_its_last_whole_round(
+    tmp_path, policy
+):
+    first = weights_of(policy)
+
+    def cut(node, episode):
+        if node.order == 9:
+            raise RuntimeError("cut")
+        return episode
+
+    with pytest.raises(RuntimeError, match="cut"):
+        learning(tmp_path / "a", policy, cut, nodes=18, workers=1)
+    assert len(read_rows(tmp_path / "a/journal.jsonl")) == 9
+    trained = weights_of(policy)
+    assert not has_weights(policy, first)
+    for parameter, values in zip(policy.parameters(), first):
+        parameter.data.copy_(values)
+    loaded = []
+
+    def look(node, episode):
+        loaded.append(has_weights(policy, trained))
+        return episode
+
+    t = learning(tmp_path / "a", policy, look, nodes=18, workers=1)
+    assert loaded[:6] == [True] * 6  # those of the round that came after the cut one
+    assert [row["step"] for row in t.run.rows()] == [0, 1, 2]
+    assert len(t.finished) == 18
+    assert sorted(number for number, _ in t.run.checkpoints()) == [1, 2]
+    cut_nodes = [node for node in t.finished if node.order in (6, 7, 8)]
+    assert {node.decision["round"] for node in cut_nodes} == {1}
+
+
+def test_trees_of_a_grid_begin_with_the_same_adapter(tmp_path, policy):
+    first = weights_of(policy)
+    begun = []
+
+    def look(node, episode):
+        begun.append(has_weights(policy, first))
+        return episode
+
+    trees = []
+    for name in "ab":
+        cfg = search_config(learn=True, parents=1, children=2, nodes=2, lr=0.01, context=2048)
+        cfg.episode.max_reply_tokens = 6
+        run = open_run(tmp_path / name, {"seed": 0}, MADE_BY)
+        (run.dir / "nodes").mkdir()
+        task = replace(TASK, splits=("test",))
+        trees.append(Tree(task, "none", 0, cfg, run, search.SELECT[cfg.select]))
+
+    async def one(t, node, parents):
+        episode = await one_reply(SimpleNamespace(task=t.task), policy, t.cfg.episode, node.seed)
+        episode.turns[0]["stop_reason"] = "stop"
+        return look(node, episode), b""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "play", one)
+        asyncio.run(search.search(trees, policy, 4))
+    assert begun == [True] * 4
+    assert all((t.run.dir / "best").is_dir() for t in trees)
+
+
+def test_the_row_of_a_round_counts_gains_lineages_and_duplicates(tmp_path, policy):
+    def scored(node, episode):
+        values = {"0.0": 0.8, "0.1": None, "0.2": 0.9}
+        value = values.get(node.id, 0.85)
+        if value is None:
+            return replace(episode, score=replace(episode.score, valid=False, value=None))
+        return replace(episode, score=replace(episode.score, value=value))
+
+    t = learning(tmp_path / "a", policy, scored, nodes=6, parents=1)
+    first, second = t.run.rows()
+    assert first["valid_share"] == pytest.approx(2 / 3)
+    assert first["improved_share"] == pytest.approx(2 / 3)
+    assert first["live_lineages"] == 3
+    assert second["zero_variance_share"] == 1  # nothing to learn from equal scores
+    assert second.get("grad_norm") is None
+    assert second["improved_share"] == 0
+    assert second["gain_mean"] < 0
+    assert second["largest_lineage_share"] == 1
+    assert second["depth"] == 2
+    assert second["cut_share"] == 0
+    twice = [replace(node, code={"a.py": "x"}) for node in t.finished]
+    t.finished[:] = twice
+    assert rounds.row_of(t, 1, twice[3:], [])["duplicate_share"] == 1
+    twice[-1].code = {"a.py": "new"}
+    assert rounds.row_of(t, 1, twice[3:], [])["duplicate_share"] == pytest.approx(2 / 3)
+
+
+def test_a_valid_share_below_half_of_the_first_for_two_rounds_is_an_alarm():
+    rows = [{"valid_share": share} for share in (0.8, 0.9, 0.3)]
+    assert rounds.alarms({"valid_share": 0.5}, rows) == []
+    [alarm] = rounds.alarms({"valid_share": 0.2}, rows)
+    assert "20%, below half of the first round's 80%" in alarm
+    assert rounds.alarms({"valid_share": 0.1}, rows[:1]) == []
+
+
+def test_replies_that_were_cut_carry_no_gradient(tmp_path, policy):
+    before = weights_of(policy)
+    t = learning(tmp_path / "a", policy, is_cut=True, nodes=6)
+    [row] = t.run.rows()
+    assert row["cut_share"] == 1
+    assert row["zero_variance_share"] == 0
+    assert has_weights(policy, before)
+
+
+@pytest.mark.slow
+def test_the_stand_in_learns_while_it_searches_survives_kill_9_and_goes_on(tmp_path):
+    command = "--task titanic --learn --backend local --nodes 12 --parents 2 --children 2 --name x"
+    command = f"{command} --max-turns 3 --advantage entropic --sampling-mode none".split()
+    process = start(tmp_path, *command, script="search.py", OMP_NUM_THREADS="1")
+    for line in process.stdout:
+        if " 6/12 " in line:
+            break
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    journal = tmp_path / "logs/x/journal.jsonl"
+    before = journal.read_bytes()
+    whole = before[: before.rfind(b"\n") + 1]
+    process = start(tmp_path, *command, script="search.py", OMP_NUM_THREADS="1")
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err
+    assert "resumed after round 0" in out
+    assert journal.read_bytes().startswith(whole)
+    assert len(read_rows(journal)) == 12
+    steps = [row["step"] for row in read_rows(tmp_path / "logs/x/metrics.jsonl")]
+    assert steps == list(range(len(steps)))
+    assert len(re.findall(r"^round ", out, re.M)) == len(steps) - 1
+    assert (tmp_path / "logs/x/best/adapter_model.safetensors").exists()
