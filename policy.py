@@ -138,10 +138,10 @@ def lora_settings(path: ModelPath, rank: int | None = None, alpha: int | None = 
         return {"r": rank or 16, "lora_alpha": alpha or 2 * (rank or 16), "target_modules": None}
     adapter = adapter_settings(path.adapter)
     own = {name: adapter[name] for name in ("r", "lora_alpha", "target_modules")}
-    for flag, given, name in (("rank", rank, "r"), ("alpha", alpha, "lora_alpha")):
+    for flag, given, name in (("--lora-rank", rank, "r"), ("lora_alpha", alpha, "lora_alpha")):
         if given not in (None, own[name]):
             raise UserError(
-                f"--lora-{flag} {given} differs from that of the adapter {path.adapter}, "
+                f"{flag} {given} differs from that of the adapter {path.adapter}, "
                 f"{own[name]}: leave it out."
             )
     return own

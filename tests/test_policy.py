@@ -401,7 +401,7 @@ def test_rank_alpha_and_layers_are_those_of_the_adapter(policy, tmp_path):
     assert lora_settings(path) == lora_settings(path, rank=8, alpha=16) == own
     with pytest.raises(UserError, match="--lora-rank 4 differs from that of the adapter .*, 8"):
         lora_settings(path, rank=4)
-    with pytest.raises(UserError, match="--lora-alpha 32 differs from that of the adapter .*, 16"):
+    with pytest.raises(UserError, match="lora_alpha 32 differs from that of the adapter .*, 16"):
         lora_settings(path, alpha=32)
 
 
