@@ -71,6 +71,7 @@ def main():
     add("--jobs", type=int, default=1, help=f"{runs} number of runs at a time")
     also = "also for train, agent and growth"
     add("--only", default="", help=f"{runs} comma-separated variants; {also}")
+    add("--waits", default="", help="for agent and ahead: comma-separated kinds of waits")
     add("--flags", default="", help=f"{runs} more flags of grpo.py")
     args = parser.parse_args()
 

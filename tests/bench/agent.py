@@ -104,6 +104,7 @@ def train(args):
 def race(args, variants, turns, tokens, waits):
     """(headline, rows) of args.steps rounds for each kind of wait."""
     rows = []
+    waits = tuple(args.waits.split(",")) if args.waits else waits
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         model = args.model
         if model == "tiny":
