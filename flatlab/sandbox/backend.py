@@ -1,14 +1,14 @@
 """What a sandbox is asked for, what a backend has to provide, and the program that runs inside.
 
-A new backend is a file like local.py with a start function and a `Backend`; entries in `BACKENDS`
-and `KINDS` and a branch of pick_backend() in sandbox.py; its name in SandboxOptions.backend; and a
-function in guest/isolate.py if it has to isolate from inside.
+A new backend is a file like local.py with a start function and a `Backend`; an entry in `BACKENDS`
+and a branch of pick_backend() in client.py; its name in SandboxOptions.backend; and a function in
+guest/isolate.py if it has to isolate from inside.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,10 +24,10 @@ class Spec:
     image: str = IMAGE  # docker
     memory: int = 4 << 30  # bytes; docker: in total, local: per process
     disk: int = 1 << 30  # bytes per file; local: also per tmpfs
-    cpus: float = 2.0  # docker
+    cpus: float = 2.0  # docker; 0: all
     processes: int = 256
     env: dict[str, str] = field(default_factory=dict)  # added to the variables of commands
-    network: bool = False  # True: this machine's network (local) or a bridge (docker)
+    network: bool = False  # True: this machine's network (local) or Docker's default one
     gpu: bool = False  # docker: all GPUs
     hf_cache: str | None = None  # docker: Hugging Face cache of its machine, mounted read-only
     hide: tuple[str, ...] = ()  # local: folders of this machine that must not be visible
@@ -58,7 +58,6 @@ class Backend:
     writable: tuple[str, ...] | None = ()
 
 
-GUEST_MODULES = ("config", "isolate", "files", "main")  # in the order of their imports
 DEFAULT_ENV = {
     "LANG": "C.UTF-8",
     "TERM": "dumb",
@@ -86,34 +85,41 @@ while len(text) < size:
 config, modules = json.loads(text)
 for name, source in modules:
     module = sys.modules[name] = types.ModuleType(name)
-    module.__path__ = []
     exec(compile(source, name, "exec"), module.__dict__)
-module.main(config)
+module.main(types.SimpleNamespace(**config))
 """
+MODULES = []  # (name, source) in the order of their imports
+for name in ("isolate", "files", "main"):
+    source = Path(__file__).with_name("guest") / f"{name}.py"
+    MODULES.append((name, source.read_text(encoding="utf-8")))
 
 
-def guest_modules() -> list[tuple[str, str]]:
-    """(name, source) of the modules that a sandbox imports."""
-    modules = [(name, "") for name in ("flatlab", "flatlab.sandbox", "flatlab.sandbox.guest")]
-    folder = Path(__file__).with_name("guest")
-    for name in GUEST_MODULES:
-        source = (folder / f"{name}.py").read_text(encoding="utf-8")
-        modules.append((f"flatlab.sandbox.guest.{name}", source))
-    return modules
+def boot_program(isolation: str, spec: Spec, env: dict, limits: dict, **fields) -> tuple:
+    """(program for `python3 -c`, what it then reads from stdin as bytes).
 
-
-MODULES = guest_modules()
-
-
-def boot_program(isolation: str, env: dict[str, str], **fields) -> tuple[str, bytes]:
-    """(program for `python3 -c`, what it then reads from stdin). fields: others of its Config."""
-    alone = 'echo "{0} works only as the single word in a bash block of its own." >&2; exit 1'
-    shared = {
-        "isolation": isolation,
-        "workspace": WORKSPACE,
-        "tools": TOOLS,
-        "programs": {name: alone.format(name) for name in ("validate", "submit")},
-        "env": DEFAULT_ENV | env,
+    env, limits: added to those of every sandbox. fields: replace those of the config.
+    """
+    config = {
+        "isolation": isolation,  # "docker", "namespaces" or "landlock", see guest/isolate.py
+        "workspace": WORKSPACE,  # where commands start; its parent is the home of the agent
+        "tools": TOOLS,  # folder of our own programs, first in PATH
+        "path": "",  # PATH behind it; empty: the one that Python was started with
+        "env": DEFAULT_ENV | env | spec.env,  # variables of commands
+        "limits": {"CORE": 0, "FSIZE": spec.disk} | limits,  # RLIMIT_<name> -> number
+        "uid": 1000,  # user of the commands; docker: found in the image
+        "gid": 1000,
+        "disk": spec.disk,  # bytes of each tmpfs (namespaces)
+        "network": spec.network,  # whether this machine's network is left open (local)
+        "view": [],  # (path, real path) to show read-only; an empty real path hides (local)
     }
-    text = json.dumps([shared | fields, MODULES]).encode()
+    text = json.dumps([config | fields, MODULES]).encode()
     return BOOT.format(size=len(text)), text
+
+
+def package_patterns(names: Iterable[str], prefixes: Iterable[str]) -> list[str]:
+    """Glob patterns of folders in the packages of each Python; conda environments included."""
+    patterns = []
+    for prefix in ("/usr", "/usr/local", *prefixes):
+        for part in ("", "envs/*/", "pkgs/*/"):
+            patterns += [f"{prefix}/{part}lib/python3*/*-packages/{name}" for name in names]
+    return patterns

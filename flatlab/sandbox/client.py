@@ -21,20 +21,19 @@ from pathlib import Path
 from flatlab.errors import ArtefactError, SandboxFault, UserError
 from flatlab.sandbox.backend import IMAGE, Backend, Spec
 from flatlab.sandbox.docker import DOCKER, docker_problem
-from flatlab.sandbox.guest.config import GRACE
 from flatlab.sandbox.local import LANDLOCK, NAMESPACES
 
 KEEP_BYTES = 32_768  # of a command's output: this much of its head and of its tail
 ARTEFACT_BYTES = 64 << 20
 COPY_BYTES = 512 << 20
-PUT_BYTES = 256 << 20  # of files in one request
+PUT_BYTES = 256 << 20  # a request of more files than that is sent
 START_SECONDS = 60
 
 # --------------------------------------------------------------------------------------- backends
 
 BACKENDS = {"docker": DOCKER, "namespaces": NAMESPACES, "landlock": LANDLOCK}
 LOCAL = ("namespaces", "landlock")  # the first that works is used
-KINDS = ("docker", "local", *LOCAL)
+KINDS = ("local", *BACKENDS)
 
 
 @functools.cache
@@ -69,13 +68,11 @@ def pick_backend(
     """
     if backend not in ("auto", "docker", "local"):
         raise UserError(f"Unknown backend {backend!r}; it is auto, docker or local.")
-    problem = ""
-    if backend != "local":
-        problem = docker_problem(image)
-        if not problem:
-            return "docker", f"docker, image {image}"
-        if backend == "docker":
-            raise UserError(problem)
+    problem = "" if backend == "local" else docker_problem(image)
+    if backend != "local" and not problem:
+        return "docker", f"docker, image {image}"
+    if backend == "docker":
+        raise UserError(problem)
     local = get_backend("local")
     if backend == "auto" and not local.is_complete and not model_is_tiny:
         raise UserError(
@@ -83,8 +80,7 @@ def pick_backend(
             "so only the stand-in model uses it by default; start Docker, or accept this with "
             "--backend local."
         )
-    line = f"local, {local.covers}"
-    return "local", f"{line} ({problem})" if problem else line
+    return "local", f"local, {local.covers}" + (f" ({problem})" if problem else "")
 
 
 # ---------------------------------------------------------------------------------------- sandbox
@@ -126,15 +122,16 @@ class Sandbox:
             self.close()
             raise
 
-    def call(
-        self, name: str, blob: bytes = b"", wait: float = 60.0, **fields
-    ) -> tuple[dict, bytes]:
-        """One request to the program inside. Raises ArtefactError if "get" fails."""
+    def call(self, name: str, blob: bytes = b"", wait: float = 60, **fields) -> tuple[dict, bytes]:
+        """One request to the program inside. Raises ArtefactError if "get" fails.
+
+        wait: seconds until there is an answer, beyond the timeout of a command.
+        """
         head = json.dumps({"call": name, **fields}).encode()
         with self._lock:
             if self.broken:
                 raise SandboxFault(self.broken)
-            deadline = time.monotonic() + wait
+            deadline = time.monotonic() + wait + fields.get("timeout", 0)
             try:
                 self._stream.settimeout(wait)
                 self._stream.sendall(struct.pack(">II", len(head), len(blob)) + head)
@@ -177,7 +174,8 @@ class Sandbox:
 
         Shell commands run in bash and keep cwd and exported variables for the next one.
         """
-        reply, blob = self._run(command, timeout, keep=[KEEP_BYTES, KEEP_BYTES])
+        keep = [KEEP_BYTES, KEEP_BYTES]
+        reply, blob = self.call("run", command=command, timeout=timeout, keep=keep)
         head = blob[: reply["head"]]
         tail = blob[reply["head"] :]
         gap = b""
@@ -199,11 +197,8 @@ class Sandbox:
         processes, in seconds. Returns the reply: code, timed_out, dropped, and stderr (the last 8
         kB of it, as text); and these bytes.
         """
-        return self._run(argv, timeout, stdin, user="root", keep=keep, cpu=cpu)
-
-    def _run(self, command, timeout, stdin=b"", **fields) -> tuple[dict, bytes]:
-        wait = timeout + GRACE + 20
-        return self.call("run", stdin, wait, command=command, timeout=timeout, **fields)
+        fields = {"timeout": timeout, "keep": keep, "cpu": cpu}
+        return self.call("run", stdin, command=argv, user="root", **fields)
 
     def put(self, files: dict[str, bytes | Path], user: str = "agent", mode: int = 0o644) -> None:
         """Writes files with paths relative to the workspace, owned by "agent" or "root"."""
@@ -211,13 +206,13 @@ class Sandbox:
         data = bytearray()
         for path, source in files.items():
             content = source if isinstance(source, bytes) else source.read_bytes()
-            if data and len(data) + len(content) > PUT_BYTES:
-                self.call("put", bytes(data), files=sizes, user=user, mode=mode)
-                sizes = []
-                data = bytearray()
             sizes.append([path, len(content)])
             data += content
-        self.call("put", bytes(data), files=sizes, user=user, mode=mode)
+            if len(data) > PUT_BYTES:
+                self.call("put", data, files=sizes, user=user, mode=mode)
+                sizes = []
+                data = bytearray()
+        self.call("put", data, files=sizes, user=user, mode=mode)
 
     def remove(self, paths: list[str]) -> None:
         """Removes files and folders of the workspace, whatever their permissions are."""

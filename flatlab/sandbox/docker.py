@@ -7,11 +7,11 @@ import os
 import secrets
 import socket
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from flatlab.errors import SandboxFault
-from flatlab.sandbox.backend import Backend, Connection, Spec, boot_program
+from flatlab.sandbox.backend import Backend, Connection, Spec, boot_program, package_patterns
 
 starts = threading.Semaphore(8)  # at once; a daemon that is asked for more only gets slower
 LEFTOVER = "5m"  # older containers that do not run, and images without a name, are leftovers
@@ -19,11 +19,24 @@ CACHE = "/opt/flatlab/huggingface"  # where the Hugging Face cache is mounted
 CACHE_LINKS = "/home/agent/.cache/huggingface"  # a writable folder with links into it
 CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
 
-# Uses the first python3 of the image; MLGym's image has its packages in this environment.
-SET_PATH = (
-    "p=/home/agent/miniconda3/envs/mlgym_generic/bin; [ -d $p ] && PATH=$p:$PATH; export PATH; "
-)
-FIND_PYTHON = SET_PATH + 'exec python3 -I -S -c "$0"'
+# The shell program that a container starts with. It uses the first python3 of the image; MLGym's
+# image has its packages in this environment.
+FIND_PYTHON = """
+p=/home/agent/miniconda3/envs/mlgym_generic/bin
+[ -d $p ] && PATH=$p:$PATH && export PATH
+python=$(command -v python3)
+"""
+HIDE = """
+for folder in {patterns}; do
+  rm -rf "$folder"/* || exit 1
+done
+"""
+LINK_CACHE = f"""
+mkdir -p {CACHE_LINKS}
+cp -rs {CACHE}/. {CACHE_LINKS}
+chown -hR agent: {CACHE_LINKS} || chown -hR 1000:1000 {CACHE_LINKS}
+"""
+START_PYTHON = 'exec python3 -I -S -c "$0"'
 
 
 class AttachedStream:
@@ -35,38 +48,39 @@ class AttachedStream:
     def __init__(self, response):
         self.response = response  # holds a reference to the socket, or with TLS is the socket
         self.socket = getattr(response, "_sock", response)
-        self.raw = bytearray()
+        self.file = self.socket.makefile("rb")
         self.stderr = bytearray()
         self.settimeout = self.socket.settimeout
         self.sendall = self.socket.sendall
         self.shutdown = self.socket.shutdown
 
     def recv(self, most: int) -> bytes:
-        """Data of stdout, of any length; b"" at the end."""
-        while data := self.socket.recv(most):
-            self.raw += data
-            if stdout := self.split():
-                return stdout
+        """The next piece of stdout, of any length; b"" at the end."""
+        while header := self.file.read(8):
+            data = self.file.read(int.from_bytes(header[4:], "big"))
+            if header[0] == 1:
+                return data
+            self.stderr += data
         return b""
 
-    def split(self) -> bytes:
-        """Takes the complete pieces out of `raw`. Returns those of stdout."""
-        stdout = bytearray()
-        while len(self.raw) >= 8:
-            end = 8 + int.from_bytes(self.raw[4:8], "big")
-            if len(self.raw) < end:
-                break
-            target = stdout if self.raw[0] == 1 else self.stderr
-            target += self.raw[8:end]
-            del self.raw[:end]
-        return bytes(stdout)
-
     def close(self) -> None:
+        self.file.close()
         self.socket.close()
         self.response.close()
 
     def errors(self) -> str:
         return self.stderr.decode("utf-8", "replace")
+
+
+def shell_program(spec: Spec) -> str:
+    program = FIND_PYTHON
+    if spec.hide_package_data:
+        prefixes = ("${python%/bin/*}", "/home/agent/miniconda3", "/opt/conda")
+        patterns = package_patterns(spec.hide_package_data, prefixes)
+        program += HIDE.format(patterns=" ".join(patterns))
+    if spec.hf_cache:
+        program += LINK_CACHE
+    return program + START_PYTHON
 
 
 def start_docker(spec: Spec) -> Connection:
@@ -75,23 +89,15 @@ def start_docker(spec: Spec) -> Connection:
 
     api = docker_api()
     name = f"flatlab-{secrets.token_hex(8)}"
-    env = spec.env
-    if spec.hf_cache:
-        env = {"HF_HOME": CACHE_LINKS, "HF_HUB_OFFLINE": "1", **env}
+    env = {"HF_HOME": CACHE_LINKS, "HF_HUB_OFFLINE": "1"} if spec.hf_cache else {}
+    boot, text = boot_program("docker", spec, env, {})
     try:
-        boot, text = boot_program(
-            "docker",
-            env,
-            limits={"CORE": 0, "FSIZE": spec.disk},
-            hidden_data=spec.hide_package_data,
-            copies=[[CACHE, CACHE_LINKS]] if spec.hf_cache else [],
-        )
         with starts:
             container = api.create_container(
                 spec.image,
                 [boot],
                 name=name,
-                entrypoint=["/bin/sh", "-c", FIND_PYTHON],
+                entrypoint=["/bin/sh", "-c", shell_program(spec)],
                 user="0",
                 stdin_open=True,
                 hostname="sandbox",
@@ -141,10 +147,10 @@ def host_config(api, spec: Spec):
         mem_limit=spec.memory,
         memswap_limit=spec.memory,
         pids_limit=spec.processes,
-        nano_cpus=int(min(spec.cpus, engine_cores()) * 1e9),
+        cpu_quota=int(spec.cpus * 100_000),  # of 100,000 microseconds; nano_cpus has a maximum
         shm_size=256 << 20,
         security_opt=["no-new-privileges"],
-        network_mode="bridge" if spec.network else "none",
+        network_mode="default" if spec.network else "none",
         cap_drop=["ALL"],
         cap_add=CAPABILITIES,
     )
@@ -167,23 +173,6 @@ def docker_api():
     with suppress(docker.errors.APIError):
         api.prune_images(ours)
     return api
-
-
-@contextmanager
-def engine_faults():
-    """Turns what docker-py raises in the block into a SandboxFault."""
-    from docker.errors import DockerException
-
-    try:
-        yield
-    except (DockerException, OSError) as error:
-        raise SandboxFault(f"Docker cannot start a sandbox: {error}") from error
-
-
-@functools.cache
-def engine_cores() -> int:
-    """The number of CPU cores of the machine that runs the containers."""
-    return docker_api().info()["NCPU"]
 
 
 def docker_problem(image: str) -> str:

@@ -7,38 +7,41 @@ from __future__ import annotations
 import io
 import re
 import shlex
-import shutil
-import tempfile
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from flatlab.cache import content_key
-from flatlab.errors import UserError
+from flatlab.errors import SandboxFault, UserError
 from flatlab.sandbox.backend import WORKSPACE
 from flatlab.sandbox.client import Sandbox
-from flatlab.sandbox.docker import SET_PATH, docker_api, docker_problem, engine_faults, short_text
+from flatlab.sandbox.docker import docker_api, docker_problem, short_text
 
 BAKE_BYTES = 8 << 20  # public files beyond this total are baked into an image once
-MOST_DISK = 1 << 40  # bytes of a file while an image is built
+MOST_BYTES = 1 << 40  # of memory, and of a file, while an image is made
 BUILD_SECONDS = 600
+PIP_SECONDS = 7200
 PACKAGES = "flatlab-requirements"  # repository of the images that install_requirements makes
 
 building = threading.Lock()
 found_images: dict[tuple, str] = {}  # saves reading the files and asking the daemon again
 
 
-@engine_faults()
 def prepared_image(task, image: str) -> str:
     """An image with the task's public files in it, or `image` itself if they are small.
 
     It is made once and found later; older ones of the task are removed. Raises UserError if the
     image lacks packages that the task requires, and SandboxFault if Docker cannot make it.
     """
+    from docker.errors import DockerException
+
     asked = (task.name, image, str(task.public), str(task.requirements))
     with building:
         if asked not in found_images:
-            found_images[asked] = find_image(task, image)
+            try:
+                found_images[asked] = find_image(task, image)
+            except (DockerException, OSError) as error:
+                raise SandboxFault(f"Docker cannot start a sandbox: {error}") from error
         return found_images[asked]
 
 
@@ -54,11 +57,21 @@ def find_image(task, image: str) -> str:
         tag = package_tag(task, image)
         base = tag if api.images(tag) else image
     key = content_key(api.inspect_image(base)["Id"], *task.public, *sources)
-    repository = repository_name(task.name)
-    if not api.images(f"{repository}:{key}"):
-        build_image(task, base, f"{repository}:{key}")
-        remove_others(api, repository, key)
-    return f"{repository}:{key}"
+    name = f"{repository_name(task.name)}:{key}"
+    if not api.images(name):
+        with closing(Sandbox("docker", image=base, disk=MOST_BYTES)) as box:
+            if task.requirements and base == image:
+                check_requirements(box, task)
+            box.put(task.public)
+            commit(box, name)
+        remove_others(name)
+    return name
+
+
+def package_tag(task, image: str) -> str:
+    """Name of `image` with the task's requirements installed, whether it exists or not."""
+    key = content_key(docker_api().inspect_image(image)["Id"], task.requirements)
+    return f"{PACKAGES}:{key}"
 
 
 def repository_name(task: str) -> str:
@@ -66,27 +79,21 @@ def repository_name(task: str) -> str:
     return f"flatlab/{name}"
 
 
-def build_image(task, base: str, name: str) -> None:
-    """Commits a container that has the packages and got the files."""
-    box = Sandbox("docker", image=base, disk=MOST_DISK)
-    try:
-        if task.requirements and not base.startswith(PACKAGES):
-            check_requirements(box, task)
-        box.put(task.public)
-        docker_api().commit(box.container, *name.split(":"), pause=False)  # nothing runs in it
-    finally:
-        box.close()
+def commit(box: Sandbox, name: str) -> None:
+    """Makes an image of a sandbox in which nothing runs."""
+    docker_api().commit(box.container, *name.split(":"), pause=False)
 
 
-def remove_others(api, repository: str, key: str) -> None:
+def remove_others(name: str) -> None:
+    """Removes the other images of a repository, but for those that a container uses."""
     from docker.errors import APIError
 
-    for old in api.images(repository):
+    repository, key = name.split(":")
+    for old in docker_api().images(repository):
         for tag in old["RepoTags"] or []:
-            if tag.endswith(f":{key}"):  # podman puts a registry before the repository
-                continue
-            with suppress(APIError):  # a running container still uses it
-                api.remove_image(tag)
+            if not tag.endswith(f":{key}"):  # podman puts a registry before the repository
+                with suppress(APIError):
+                    docker_api().remove_image(tag)
 
 
 PRINT_MISSING = r"""
@@ -112,59 +119,28 @@ def check_requirements(box: Sandbox, task) -> None:
         )
 
 
-# Only sandboxes use the image, so pip may change the Python of its system.
-INSTALL = """
-FROM {base}
-LABEL flatlab.owner=requirements
-USER root
-COPY requirements.txt /opt/flatlab/requirements.txt
-RUN {set_path} export PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore; \\
-    python3 -m pip install --no-cache-dir -r /opt/flatlab/requirements.txt
-"""
-
-
-def package_tag(task, image: str) -> str:
-    """Name of `image` with the task's requirements installed, whether it exists or not."""
-    key = content_key(docker_api().inspect_image(image)["Id"], task.requirements)
-    return f"{PACKAGES}:{key}"
-
-
 def install_requirements(task, image: str) -> str:
     """Makes an image from `image` with the task's requirements, and prints what pip prints.
 
     It is tagged by its content, and prepared_image finds it. Returns its name. Raises UserError if
-    Docker cannot build it or pip fails.
+    Docker cannot make it or pip fails.
     """
-    from docker.errors import DockerException
-
     if problem := docker_problem(image):
         raise UserError(problem)
-    api = docker_api()
     tag = package_tag(task, image)
-    base = api.inspect_image(image)["Id"]
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(task.requirements, Path(folder, "requirements.txt"))
-        text = INSTALL.format(base=base, set_path=SET_PATH)
-        Path(folder, "Dockerfile").write_text(text)
-        try:
-            failure = print_build(api.build(folder, tag, forcerm=True, decode=True))
-        except (DockerException, OSError) as error:
-            failure = short_text(error)
-    if failure:
-        raise UserError(f"{task.requirements} cannot be installed in {image}: {failure}")
+    # Only sandboxes use the image, so pip may change the Python of its system.
+    env = {"PIP_BREAK_SYSTEM_PACKAGES": "1", "PIP_ROOT_USER_ACTION": "ignore"}
+    limits = {"memory": MOST_BYTES, "disk": MOST_BYTES, "cpus": 0, "processes": 4096}
+    argv = ["python3", "-m", "pip", "install", "--no-cache-dir", "-r", "/dev/stdin"]
+    print(f"Installing {task.requirements} in {image}; this may take minutes.", flush=True)
+    with closing(Sandbox("docker", image=image, env=env, network=True, **limits)) as box:
+        reply, output = box.program(argv, PIP_SECONDS, task.requirements.read_bytes())
+        print(output.decode(errors="replace"), reply["stderr"])
+        if reply["code"]:
+            reason = short_text(reply["stderr"][-300:])
+            raise UserError(f"{task.requirements} cannot be installed in {image}: {reason}")
+        commit(box, tag)
     return tag
-
-
-def print_build(events) -> str:
-    """Prints the events of a build as they come. Returns why it failed, or ""."""
-    errors = []
-    for event in events:
-        text = re.sub(r"\x1b\[[0-9;]*m", "", event.get("stream", ""))
-        print(text, end="", flush=True)
-        errors += re.findall(r"^ERROR.*|^error.*|.*No module named.*", text, re.MULTILINE)
-        if "error" in event:
-            return errors[-1] if errors else event["error"]
-    return ""
 
 
 # The working directory of a foreign image becomes the workspace, and its path a link to that.
@@ -197,7 +173,6 @@ def foreign_image(
 
     if base and (problem := docker_problem(base)):
         raise UserError(problem)
-    repository = repository_name(task)
     try:
         client = docker.from_env(timeout=BUILD_SECONDS)
         if base:
@@ -210,12 +185,12 @@ def foreign_image(
         text = PREPARE.format(base=image.id, place=shlex.quote(workdir), workspace=WORKSPACE)
         file = io.BytesIO(text.encode())
         image = client.images.build(fileobj=file, forcerm=True, network_mode="none")[0]
-        key = image.id.removeprefix("sha256:")[:16]
-        image.tag(repository, key)
-        remove_others(client.api, repository, key)
+        name = f"{repository_name(task)}:{image.id.removeprefix('sha256:')[:16]}"
+        image.tag(name)
+        remove_others(name)
     except (docker.errors.DockerException, TypeError) as error:  # TypeError: no Dockerfile
         raise UserError(
             f"Docker cannot build the image of task {task}, which must have python3, bash and tar: "
             f"{short_text(error)}"
         ) from error
-    return f"{repository}:{key}", workdir
+    return name, workdir

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
 from functools import partial
+from glob import escape, glob
 from pathlib import Path
 
 from flatlab.errors import SandboxFault
-from flatlab.sandbox.backend import WORKSPACE, Backend, Connection, Spec, boot_program
-from flatlab.sandbox.guest.files import package_data
+from flatlab.sandbox.backend import (
+    WORKSPACE,
+    Backend,
+    Connection,
+    Spec,
+    boot_program,
+    package_patterns,
+)
 
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
@@ -62,60 +68,43 @@ def start_namespaces(spec: Spec) -> Connection:
     view = local_view(spec)
     for path, source in spec.premounted.items():
         view.append((f"{WORKSPACE}/{path}", os.path.realpath(source)))
-    if spec.hide_package_data:
-        view += [(path, "") for path in package_data(spec.hide_package_data, PREFIXES)]
-    return start_process("namespaces", spec, view, limits={"NPROC": spec.processes})
+    for pattern in package_patterns(spec.hide_package_data, map(escape, PREFIXES)):
+        view += [(path, "") for path in glob(pattern)]
+    return start_process("namespaces", spec, view, USER, {}, {"NPROC": spec.processes})
 
 
 def start_landlock(spec: Spec) -> Connection:
     view = local_view(spec)
-    check_hidden(view)
-    home = tempfile.mkdtemp(prefix="flatlab-")
-    os.chmod(home, 0o755)
-    user = USER
-    for prefix in PREFIXES:
-        for folder in Path(prefix).resolve().parents:
-            if not folder.stat().st_mode & 1:
-                user = 0  # no other user can reach our Python: stay root, without capabilities
-    try:
-        return start_process(
-            "landlock",
-            spec,
-            view,
-            user,
-            env={"TMPDIR": f"{home}/agent"},
-            workspace=f"{home}/agent/workspace",
-            tools=f"{home}/agent/.bin",
-        )
-    except SandboxFault:
-        shutil.rmtree(home, ignore_errors=True)
-        raise
-
-
-def check_hidden(view: list[tuple[str, str]]) -> None:
-    """Landlock cannot hide a folder inside of one that commands may read: a SandboxFault."""
     for path, real in view:
         for other, visible in view:
             if not real and visible and path.startswith(other.rstrip("/") + "/"):
                 raise SandboxFault(
                     f"Landlock cannot hide {path}, which lies in a folder that commands may read"
                 )
+    user = USER
+    for prefix in PREFIXES:
+        for folder in Path(prefix).resolve().parents:
+            if not folder.stat().st_mode & 1:
+                user = 0  # no other user can reach our Python: stay root, without capabilities
+    folder = tempfile.mkdtemp(prefix="flatlab-")
+    os.chmod(folder, 0o755)
+    home = f"{folder}/agent"
+    paths = {"workspace": f"{home}/workspace", "tools": f"{home}/.bin"}
+    return start_process("landlock", spec, view, user, {"TMPDIR": home}, {}, **paths)
 
 
-def start_process(isolation, spec: Spec, view, user=USER, limits=None, env=None, **fields):
+def start_process(isolation, spec: Spec, view, user, env, limits, **paths):
     """Starts a Python that isolates itself. Raises SandboxFault if there can be no process."""
-    shared = {"AS": spec.memory, "FSIZE": spec.disk, "NOFILE": 1024, "CORE": 0}
     boot, text = boot_program(
         isolation,
-        env=(env or {}) | spec.env,
+        spec,
+        env,
+        {"AS": spec.memory, "NOFILE": 1024} | limits,
         uid=user,
         gid=user,
         view=view,
-        disk=spec.disk,
-        network=spec.network,
         path=f"{Path(sys.executable).parent}:{SYSTEM_PATH}",
-        limits=shared | (limits or {}),
-        **fields,
+        **paths,
     )
     ours, theirs = socket.socketpair()
     try:

@@ -1,22 +1,19 @@
 """Everything that was written in a sandbox as one tar, and back into another sandbox.
 
-The tar is never unpacked on this machine. Its members are relative to the workspace: ./solve.py,
-and ./../.local for what was written elsewhere (installed packages, /tmp, the home). One member is
-our own, STATE: cwd, exported variables, and the entries of changed folders, from which follows what
-was deleted.
+The tar is never unpacked on this machine. Its members are relative to the workspace: solve.py, and
+../.local for what was written elsewhere (installed packages, /tmp, the home). A line of JSON
+follows it: cwd, exported variables, and the entries of changed folders, from which follows what was
+deleted.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import tarfile
 
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.sandbox.client import COPY_BYTES, Sandbox, readable
 
-STATE = ".flatlab-state"
 PACK_OPTIONS = (
     "--format=posix",
     "--pax-option=delete=atime,delete=ctime",
@@ -26,57 +23,29 @@ PACK_OPTIONS = (
     "--null",
     "--verbatim-files-from",
 )
-UNPACK_OPTIONS = (
-    "--absolute-names",
-    "--anchored",
-    "--no-wildcards",  # with wildcards a folder costs its depth squared
-    f"--exclude=./{STATE}",
-    f"--exclude={STATE}",
-)
 roots_of: dict[str, list[str]] = {}  # image -> where its commands can write
 
 
 def take(box: Sandbox) -> bytes:
     """Ends the background processes, and packs. Raises SandboxFault if it is too much."""
     box.call("sweep")
-    changes = box.call("written", roots=writable_roots(box))[0]
     state, exports = box.call("state")
     notes = {
-        "cwd": state["cwd"],
+        "cwd": os.path.relpath(state["cwd"], box.workspace),
         "exports": exports.decode("latin-1"),
         "home": home(box),
-        "folders": changes["folders"],
     }
-    out = io.BytesIO(pack(box, changes["paths"]))
-    data = json.dumps(notes).encode()
-    member = tarfile.TarInfo(STATE)
-    member.size = len(data)
-    try:
-        with tarfile.open(fileobj=out, mode="a") as tar:
-            tar.addfile(member, io.BytesIO(data))
-    except tarfile.TarError as error:
-        raise SandboxFault(f"the files cannot be copied: {error}") from error
-    return out.getvalue()
+    changes = box.call("written", roots=writable_roots(box))[0]
+    return pack(box, changes, notes, SandboxFault)
 
 
 def put_back(box: Sandbox, files: bytes) -> None:
     """Unpacks into a sandbox that was made in the same way. Raises SandboxFault."""
-    try:
-        with tarfile.open(fileobj=io.BytesIO(files)) as tar:
-            notes = json.load(tar.extractfile(STATE))
-    except (tarfile.TarError, KeyError) as error:
-        raise SandboxFault(f"the copied files cannot be read: {error}") from error
-    old_home = notes["home"]
-
-    def moved(path):
-        """The path in this sandbox: with Landlock, each one has a home of its own."""
-        return path.replace(old_home, home(box), 1) if path.startswith(old_home) else path
-
-    folders = {moved(folder): names for folder, names in notes["folders"].items()}
-    box.call("prune", folders=folders)
-    unpack(box, files)
-    exports = notes["exports"].replace(old_home, home(box)).encode("latin-1")
-    box.call("state", exports, cwd=moved(notes["cwd"]))
+    notes = unpack(box, files, SandboxFault)
+    # With Landlock, each sandbox has a home of its own.
+    exports = notes["exports"].replace(notes["home"], home(box))
+    cwd = os.path.join(box.workspace, notes["cwd"])
+    box.call("state", exports.encode("latin-1"), cwd=os.path.normpath(cwd))
 
 
 def take_workspace(box: Sandbox) -> dict[str, bytes]:
@@ -85,18 +54,13 @@ def take_workspace(box: Sandbox) -> dict[str, bytes]:
     Raises ArtefactError for a link, a special file, or more than COPY_BYTES.
     """
     changes = box.call("written", roots=[box.workspace])[0]
-    files = pack(box, changes["paths"], ArtefactError)
-    with tarfile.open(fileobj=io.BytesIO(files)) as tar:
-        for member in tar:
-            if not member.isfile() and not member.isdir():
-                name = readable(member.name.removeprefix("./"))
-                raise ArtefactError(f"{name} is neither a plain file nor a folder")
-    return {"files": files, "folders": json.dumps(changes["folders"]).encode()}
+    for path in changes["special"]:
+        raise ArtefactError(f"{readable(path)} is neither a plain file nor a folder")
+    return {"files": pack(box, changes, {}, ArtefactError)}
 
 
 def put_workspace(box: Sandbox, changes: dict[str, bytes]) -> None:
     """Repeats the changes in a new sandbox. Raises ArtefactError if they do not fit in there."""
-    box.call("prune", folders=json.loads(changes["folders"]))
     unpack(box, changes["files"], ArtefactError)
 
 
@@ -113,20 +77,28 @@ def writable_roots(box: Sandbox) -> list[str]:
     return roots_of[box.image] + ["/dev/shm"]
 
 
-def pack(box: Sandbox, paths: list[str], error=SandboxFault) -> bytes:
-    """A tar of files and folders. Raises `error` if it is too large."""
-    names = [os.path.join(".", os.path.relpath(path, box.workspace)) for path in paths]
-    # When tar leaves a folder it sets its times, and goes by names: what is below ./.. comes first.
-    names.sort(key=lambda name: not name.startswith("./.."))
+def pack(box: Sandbox, changes: dict, notes: dict, error: type[Exception]) -> bytes:
+    """A tar of the changed files, and the notes. Raises `error` if it is too large."""
+    # When tar leaves a folder it sets its times, and goes by names: what is below .. comes first.
+    names = sorted(changes["paths"], key=lambda name: not name.startswith(".."))
     argv = ["/bin/tar", "-C", box.workspace, *PACK_OPTIONS, "-T", "-", "-cf", "-"]
-    stdin = b"\0".join(os.fsencode(name) for name in names)
-    reply, data = box.program(argv, 120, stdin, (COPY_BYTES, 0))
+    stdin = b"\0".join(map(os.fsencode, names))
+    reply, files = box.program(argv, 120, stdin, (COPY_BYTES, 0))
     if reply["code"] or reply["dropped"]:
         raise error(f"the files cannot be copied: more than {COPY_BYTES >> 20} MB, or tar failed")
-    return data
+    notes = notes | {"folders": changes["folders"]}
+    return files + b"\n" + json.dumps(notes).encode()
 
 
-def unpack(box: Sandbox, files: bytes, error=SandboxFault) -> None:
-    argv = ["/bin/tar", "-C", box.workspace, *UNPACK_OPTIONS, "-xpf", "-"]
+def unpack(box: Sandbox, files: bytes, error: type[Exception]) -> dict:
+    """Repeats the changes in a sandbox. Returns the notes; raises `error`."""
+    files, _, notes = files.rpartition(b"\n")
+    try:
+        notes = json.loads(notes)
+    except ValueError as damage:
+        raise error(f"the copied files cannot be read: {damage}") from damage
+    box.call("prune", folders=notes["folders"])
+    argv = ["/bin/tar", "-C", box.workspace, "--absolute-names", "-xpf", "-"]
     if box.program(argv, 120, files)[0]["code"]:
         raise error("the copied files cannot be unpacked")
+    return notes

@@ -4,7 +4,6 @@ Standard library only, Python 3.8 or newer.
 """
 
 import errno
-import glob
 import os
 import stat
 import time
@@ -83,64 +82,43 @@ class Files:
     def listing(self, blob, most):
         """The first `most` [path, size] pairs of the workspace, sorted, and the count of all."""
         rows = []
-        left = [self.workspace]
-        while left:  # not os.walk: before Python 3.12 it fails in a thousand nested folders
-            with suppress(OSError):  # removed by a background job, or closed to us
-                for entry in os.scandir(left.pop()):
-                    if entry.is_dir(follow_symlinks=False):
-                        left.append(entry.path)
-                    elif not os.path.isdir(entry.path):  # links to folders are not listed
-                        with suppress(OSError):
-                            size = entry.stat(follow_symlinks=False).st_size
-                            rows.append((os.path.relpath(entry.path, self.workspace), size))
+        for path, info, _ in walk(self.workspace, mounts=True):
+            if not os.path.isdir(path) and path != self.workspace:  # nor links to folders
+                rows.append((os.path.relpath(path, self.workspace), info.st_size))
         return {"files": sorted(rows)[:most], "count": len(rows)}, b""
 
     def writable(self, blob, root):
         """The topmost files and folders below a root that commands may write to."""
         roots = []
-        device = os.lstat(root).st_dev
-        left = [root]
-        while left:
-            for entry in os.scandir(left.pop()):
-                info = entry.stat(follow_symlinks=False)
-                if info.st_dev != device or stat.S_ISLNK(info.st_mode):
-                    continue
-                by_group = info.st_mode & 0o020 and info.st_gid == self.config.gid
-                if info.st_uid == self.config.uid or info.st_mode & 0o002 or by_group:
-                    roots.append(entry.path)
-                elif stat.S_ISDIR(info.st_mode):
-                    left.append(entry.path)
+        for path, info, names in walk(root):
+            if stat.S_ISLNK(info.st_mode):
+                continue
+            by_group = info.st_mode & 0o020 and info.st_gid == self.config.gid
+            if info.st_uid == self.config.uid or info.st_mode & 0o002 or by_group:
+                roots.append(path)
+                names.clear()
         return {"roots": roots}, b""
 
     def written(self, blob, roots):
-        """Paths that are new or changed below roots, and the entries of the folders among them.
+        """Paths that are new or changed below roots, relative to the workspace.
 
-        A change sets the ctime, which no command can set back. Mounts below a root are left out.
+        Also the names in the folders among them, and which are neither folders nor plain files. A
+        change sets the ctime, which no command can set back. Mounts below a root are left out.
         """
         paths = []
         folders = {}
-        left = []
-        for root in reversed(roots):
-            info = os.lstat(root)
-            left.append((root, info, info.st_dev))
-        while left:
-            path, info, device = left.pop()
-            entries = None
-            if stat.S_ISDIR(info.st_mode):
-                with suppress(PermissionError):  # chmod 000, for an ordinary user
-                    entries = list(os.scandir(path))
-            if info.st_ctime >= self.begin:
-                paths.append(path)
-                if entries is not None:
-                    folders[path] = [entry.name for entry in entries]
-            for entry in entries or []:
-                try:
-                    info = entry.stat(follow_symlinks=False)
-                except PermissionError:  # nor the entries of a chmod 444 folder
+        special = []
+        for root in roots:
+            for path, info, names in walk(root):
+                if info.st_ctime < self.begin:
                     continue
-                if info.st_dev == device and entry.path != self.config.tools:
-                    left.append((entry.path, info, device))
-        return {"paths": paths, "folders": folders}, b""
+                path = os.path.relpath(path, self.workspace)
+                paths.append(path)
+                if stat.S_ISDIR(info.st_mode):
+                    folders[path] = names
+                elif not stat.S_ISREG(info.st_mode):
+                    special.append(path)
+        return {"paths": paths, "folders": folders, "special": special}, b""
 
     def prune(self, blob, folders):
         """Removes everything in folders beyond the given names: {folder: names}.
@@ -149,6 +127,7 @@ class Files:
         renames such a folder takes the mount along.
         """
         for folder, names in folders.items():
+            folder = os.path.normpath(os.path.join(self.workspace, folder))
             if os.path.isdir(folder) and not os.path.islink(folder):
                 for name in set(os.listdir(folder)) - set(names):
                     path = os.path.join(folder, name)
@@ -160,32 +139,42 @@ class Files:
         return {}, b""
 
 
+def walk(root, mounts=False):
+    """Yields (path, lstat result, names in it) of a root and of all below it.
+
+    A folder before what is in it: whoever empties its list of names keeps out. Nothing below a
+    mount comes, and the mount itself only with `mounts`.
+    """
+    device = None
+    left = [root]
+    while left:  # not os.walk: before Python 3.12 it fails in a thousand nested folders
+        path = left.pop()
+        try:
+            info = os.lstat(path)
+        except OSError:  # removed by a background job, or in a folder that is closed to us
+            continue
+        device = device or info.st_dev
+        names = []
+        if stat.S_ISDIR(info.st_mode) and info.st_dev == device:
+            with suppress(OSError):
+                names = os.listdir(path)
+        if mounts or info.st_dev == device:
+            yield path, info, names
+        left += [os.path.join(path, name) for name in names]
+
+
 def remove(path):
     """Removes a file, or a folder however deep it is. Raises OSError."""
     if not os.path.isdir(path) or os.path.islink(path):
         return os.unlink(path)
-    remove_all = ["rm", "-rf", "--", path]
-    if os.spawnv(os.P_WAIT, "/bin/rm", remove_all):
-        # A command may have closed folders to its own user.
-        os.spawnv(os.P_WAIT, "/bin/chmod", ["chmod", "-R", "u+rwx", "--", path])
-        if os.spawnv(os.P_WAIT, "/bin/rm", remove_all):
-            raise OSError(errno.EBUSY, f"{path} cannot be removed")
+    # A command may have closed folders to its own user.
+    os.spawnv(os.P_WAIT, "/bin/chmod", ["chmod", "-Rf", "u+rwx", "--", path])
+    if os.spawnv(os.P_WAIT, "/bin/rm", ["rm", "-rf", "--", path]):
+        raise OSError(errno.EBUSY, f"{path} cannot be removed")
 
 
 def holds_mount(path):
     """Whether something is mounted at a path or below it."""
-    with open("/proc/self/mountinfo") as file:
-        mounts = [line.split(" ")[4] for line in file]
     path = path.replace(" ", "\\040")  # as mountinfo writes it
-    return any(f"{mount}/".startswith(f"{path}/") for mount in mounts)
-
-
-def package_data(names, prefixes):
-    """Folders with these names in the packages of each Python; conda environments included."""
-    folders = set()
-    for prefix in ("/usr", "/usr/local", *prefixes):
-        for part in ("", "envs/*/", "pkgs/*/"):
-            packages = f"{glob.escape(prefix)}/{part}lib/python3*/*-packages"
-            for name in names:
-                folders.update(glob.glob(f"{packages}/{name}"))
-    return folders
+    with open("/proc/self/mountinfo") as file:
+        return any(f"{line.split(' ')[4]}/".startswith(f"{path}/") for line in file)

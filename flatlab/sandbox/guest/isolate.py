@@ -17,6 +17,7 @@ import pwd
 import signal
 import socket
 import struct
+from contextlib import suppress
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 MOUNT_SETATTR = 442
@@ -58,25 +59,17 @@ def libc(name, *args):
 
 
 def isolate(config):
-    """Isolates this process. Returns the config with the user of the commands; raises OSError."""
+    """Isolates this process. Raises OSError."""
     if config.isolation == "docker":
-        return find_agent(config)
-    if config.isolation == "namespaces":
+        with suppress(KeyError):
+            config.uid, config.gid = pwd.getpwnam("agent")[2:4]
+    elif config.isolation == "namespaces":
         enter_namespaces(config)
         build_root(config)
     elif config.isolation == "landlock":
         libc("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # daemons stay our descendants
     else:
         raise OSError("there is no isolation called " + config.isolation)
-    return config
-
-
-def find_agent(config):
-    """The image's user "agent", if it has one."""
-    for user in pwd.getpwall():
-        if user.pw_name == "agent":
-            return config._replace(uid=user.pw_uid, gid=user.pw_gid)
-    return config
 
 
 # ------------------------------------------------------------------------------------ namespaces
@@ -203,7 +196,7 @@ def write_etc(config, home):
 
 
 def make_landlock_rules(config):
-    """A ruleset for `restrict`: commands read the view, write the home, and have no TCP."""
+    """A ruleset for `apply_landlock`: commands read the view, write the home, and have no TCP."""
     abi = libc("syscall", LANDLOCK_CREATE_RULESET, None, 0, 1)
     if abi < 4:
         raise OSError(errno.EOPNOTSUPP, f"Landlock ABI 4 is needed, this kernel has {abi}")
@@ -230,7 +223,7 @@ def make_landlock_rules(config):
     return rules
 
 
-def restrict(rules):
+def apply_landlock(rules):
     """Applies Landlock rules to this process and its children for good."""
     libc("syscall", LANDLOCK_RESTRICT_SELF, rules, 0)
 

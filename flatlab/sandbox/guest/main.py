@@ -4,7 +4,8 @@ It reads requests from stdin and writes replies to stdout, both in frames: lengt
 length of the bytes (two big-endian 32-bit numbers), JSON, bytes. Commands never hold these two
 files; their output goes to pipes that only this process reads, so no printed text can imitate a
 reply. End of stdin means that the owner is gone: the sandbox ends.
-Standard library only, Python 3.8 or newer.
+Standard library only, Python 3.8 or newer, no slow imports. The modules of this folder are sent to
+the sandbox and imported there under these names, see BOOT in backend.py.
 """
 
 import atexit
@@ -16,13 +17,11 @@ import resource
 import select
 import signal
 import struct
-import sys
 import time
-from collections import namedtuple
 from contextlib import suppress
 
-from flatlab.sandbox.guest import files, isolate
-from flatlab.sandbox.guest.config import GRACE, Config
+import files
+import isolate
 
 # What a shell command runs first; then follow the variables that the last command exported. On exit
 # it saves its folder and its exported variables to fd 99. `exec`, `kill $$` or an EXIT trap of its
@@ -38,9 +37,13 @@ MESSAGES = {
     errno.ENOTDIR: "does not lie in a plain folder",
 }
 
-# output, errors: pipes, or one pipe for both; saved: a file, for shells only
-Child = namedtuple("Child", "pid output errors saved")
-NEVER = float("inf")
+ALONE = 'echo "{0} works only as the single word in a bash block of its own." >&2; exit 1'
+PROGRAMS = {
+    "validate": ALONE.format("validate"),
+    "submit": ALONE.format("submit"),
+    "python": 'exec python3 "$@"',  # not every image has it
+}
+GRACE = 2  # seconds between SIGTERM and SIGKILL
 ERROR_BYTES = 8192  # tail of the stderr of root's programs
 
 
@@ -48,13 +51,6 @@ def memory_file(data=b""):
     fd = os.memfd_create("flatlab")
     os.pwrite(fd, data, 0)  # the file offset stays at 0
     return fd
-
-
-def find_program(name, path):
-    for folder in path.split(":"):
-        if os.path.exists(folder + "/" + name):
-            return folder + "/" + name
-    return None
 
 
 class Output:
@@ -65,10 +61,9 @@ class Output:
         self.most_tail = most_tail
         self.head = bytearray()
         self.tail = bytearray()
-        self.total = 0
+        self.dropped = 0
 
     def add(self, chunk):
-        self.total += len(chunk)
         room = self.most_head - len(self.head)
         self.head += chunk[:room]
         self.tail += chunk[room:]
@@ -76,7 +71,9 @@ class Output:
             self.cut()
 
     def cut(self):
-        del self.tail[: max(0, len(self.tail) - self.most_tail)]
+        surplus = max(0, len(self.tail) - self.most_tail)
+        del self.tail[:surplus]
+        self.dropped += surplus
 
 
 class Runner:
@@ -100,31 +97,12 @@ class Runner:
 
     def set_up(self):
         """Isolates this process, prepares its files. Raises OSError without isolation."""
-        self.config = config = isolate.isolate(self.config)
-        self.hide_package_data()
-        path = config.tools + ":" + (config.path or os.environ.get("PATH", os.defpath))
-        self.environ = dict(os.environ, **config.env, PATH=path, HOME=self.home)
-        self.bash = find_program("bash", path)
-        if not self.bash:
-            raise OSError("there is no bash")
-        self.make_folders()
-        self.write_programs(path)
-        if config.isolation == "landlock":
-            self.landlock_rules = isolate.make_landlock_rules(config)
-        isolate.seal(config)
-        self.set_limits()
-        self.set_signals()
-
-    def hide_package_data(self):
-        """Raises OSError, and then no sandbox starts."""
-        ours = os.path.dirname(os.path.dirname(sys.executable))
-        prefixes = (ours, "/home/agent/miniconda3", "/opt/conda")
-        for folder in files.package_data(self.config.hidden_data, prefixes):
-            for name in os.listdir(folder):
-                files.remove(os.path.join(folder, name))
-
-    def make_folders(self):
         config = self.config
+        isolate.isolate(config)
+        path = config.tools + ":" + (config.path or os.environ.get("PATH", os.defpath))
+        if not any(os.path.exists(folder + "/bash") for folder in path.split(":")):
+            raise OSError("there is no bash")
+        self.environ = dict(os.environ, **config.env, PATH=path, HOME=self.home)
         for folder in (config.workspace, config.tools):
             os.makedirs(folder, exist_ok=True)
         self.files = files.Files(config)
@@ -133,29 +111,21 @@ class Runner:
         for _, folders, _, at in os.fwalk(config.workspace):  # of premounted files
             for name in folders:
                 self.files.own(name, at)
-        for source, target in config.copies:  # links to read-only files in writable folders
-            os.makedirs(target, exist_ok=True)
-            owner = f"{config.uid}:{config.gid}"
-            os.system(f"cp -rs {source}/. {target} && chown -hR {owner} {target}")
-
-    def write_programs(self, path):
-        programs = dict(self.config.programs)
-        if not find_program("python", path):
-            programs["python"] = 'exec python3 "$@"'
-        for name, text in programs.items():
-            program = self.config.tools + "/" + name
+        for name, text in PROGRAMS.items():
+            program = config.tools + "/" + name
             with open(program, "w") as file:
                 file.write("#!/bin/sh\n" + text + "\n")
             os.chmod(program, 0o755)
-
-    def set_limits(self):
-        """Resource limits; commands inherit them."""
-        for name, limit in self.config.limits.items():
+        if config.isolation == "landlock":
+            self.landlock_rules = isolate.make_landlock_rules(config)
+        isolate.seal(config)
+        for name, limit in config.limits.items():  # commands inherit them
             kind = getattr(resource, "RLIMIT_" + name)
             hard = resource.getrlimit(kind)[1]
             if hard != resource.RLIM_INFINITY:
                 limit = min(limit, hard)
             resource.setrlimit(kind, (limit, limit))
+        self.set_signals()
 
     def set_signals(self):
         # The end of a child writes to this pipe and so interrupts a poll.
@@ -191,31 +161,20 @@ class Runner:
         deadline = time.monotonic() + 5  # large processes take time to end on a busy machine
         while time.monotonic() < deadline:
             self.reap()
-            try:
-                if not self.kill_all():
-                    return {}, b""
-            except ProcessLookupError:
-                continue
+            pids = descendants()
+            if not pids:
+                return {}, b""
+            for pid in [-1] if has_own_processes() else pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.001)
         return {"error": "processes survive SIGKILL"}, b""
 
-    def kill_all(self):
-        """Sends SIGKILL to all processes. Returns whether there were any."""
-        if has_own_processes():
-            try:
-                os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                return False
-            return True
-        pids = descendants()
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        return bool(pids)
-
     def start(self, command, stdin, user):
-        """Starts a shell command (str) or a program (list). Returns a Child.
+        """Starts a shell command (str) or a program (list).
 
-        Root's programs have a pipe of their own for stderr.
+        Returns its pid, the pipes of its output and errors (one pipe for both, unless it runs as
+        root), and the file of a shell's state.
         """
         output, end = os.pipe()
         errors, errors_end = os.pipe() if user == "root" else (output, end)
@@ -227,7 +186,7 @@ class Runner:
             text = command.encode("utf-8", "replace").replace(b"\0", b"")
             saved = memory_file()
             # The command is in a file: it may be of any length, and no process list shows it.
-            command = [self.bash, "-c", 'eval "$flatlab"']
+            command = ["bash", "-c", 'eval "$flatlab"']
             env = dict(env, BASH_ENV="/dev/fd/98")
             fds += [memory_file(text), memory_file(PRELUDE + self.exports), saved]
         try:
@@ -247,7 +206,7 @@ class Runner:
             os.close(fd)
         for fd in {output, errors}:
             os.set_blocking(fd, False)
-        return Child(pid, output, errors, saved)
+        return pid, output, errors, saved
 
     def execute(self, argv, env, user, fds):
         """In the child: a session, user and folder of its own, then the command."""
@@ -271,7 +230,7 @@ class Runner:
                 os.chdir(folder)
                 break
         if self.landlock_rules is not None:
-            isolate.restrict(self.landlock_rules)
+            isolate.apply_landlock(self.landlock_rules)
         os.execvpe(argv[0], argv, dict(env, PWD=folder))
 
     def run(self, blob, command, timeout, keep, user="agent", cpu=None):
@@ -283,21 +242,22 @@ class Runner:
         dropped.
         """
         limit = time.monotonic() + timeout
-        cpu_limit = None if cpu is None else self.cpu_seconds() + cpu
-        child = self.start(command, blob, user)
+        cpu_limit = cpu and self.cpu_seconds() + cpu
+        pid, output_pipe, error_pipe, saved = self.start(command, blob, user)
         output = Output(*keep)
         errors = Output(0, ERROR_BYTES)
-        timed_out = self.wait(child, {child.errors: errors, child.output: output}, limit, cpu_limit)
+        outputs = {error_pipe: errors, output_pipe: output}
+        timed_out = self.wait(pid, outputs, limit, cpu_limit)
         output.cut()
         errors.cut()
-        if child.saved is not None:
-            self.take_state(child.saved)
-        code = self.exit_codes.pop(child.pid)
+        if saved is not None:
+            self.take_state(saved)
+        code = self.exit_codes.pop(pid)
         reply = {
             "code": 137 if code is None else code,
             "timed_out": timed_out,
             "head": len(output.head),
-            "dropped": output.total - len(output.head) - len(output.tail),
+            "dropped": output.dropped,
             "stderr": errors.tail.decode("utf-8", "replace"),
         }
         return reply, bytes(output.head + output.tail)
@@ -315,7 +275,7 @@ class Runner:
             looks.append(ended.ru_utime + ended.ru_stime + ticks / os.sysconf("SC_CLK_TCK"))
         return min(looks)
 
-    def wait(self, child, outputs, limit, cpu_limit):
+    def wait(self, pid, outputs, limit, cpu_limit):
         """Collects output until the command has ended. Returns whether it exceeded a limit.
 
         outputs: pipe -> Output.
@@ -327,15 +287,10 @@ class Runner:
         poll.register(self.requests, 0)  # only whether it was closed
         timed_out = False
         phase = "running"  # then "terminated" and "killed" after a time limit; "ended" at the end
-        look = NEVER if cpu_limit is None else 0.0  # when the CPU time is looked at next
         while True:
-            now = time.monotonic()
-            if now >= look:
-                cpu_left = cpu_limit - self.cpu_seconds()
-                look = now + max(0.05, cpu_left / os.cpu_count())  # it is not used up before
-                if cpu_left <= 0:
-                    limit = now
-            left = max(0.0, min(limit, look) - now)
+            left = max(0.0, limit - time.monotonic())
+            if cpu_limit:
+                left = min(left, 0.1)  # the CPU time is looked at so often
             ready = [fd for fd, _ in poll.poll(int(left * 1000) + 1)]
             if self.requests.fileno() in ready:
                 self.leave()
@@ -348,10 +303,10 @@ class Runner:
                     del outputs[fd]
             self.drain(ready)
             now = time.monotonic()
-            if phase != "ended" and self.exit_codes[child.pid] is not None:
-                if look != NEVER and self.cpu_seconds() >= cpu_limit:
-                    timed_out = True
-                look = NEVER
+            if cpu_limit and phase == "running" and self.cpu_seconds() >= cpu_limit:
+                timed_out = True
+                limit = now
+            if phase != "ended" and self.exit_codes[pid] is not None:
                 if timed_out:
                     self.sweep()
                 phase = "ended"
@@ -369,10 +324,9 @@ class Runner:
             else:
                 phase = "terminated"
                 timed_out = True
-                look = NEVER
                 limit = now + GRACE
                 with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGTERM)
+                    os.killpg(pid, signal.SIGTERM)
         self.strays += outputs
         return timed_out
 
@@ -421,17 +375,10 @@ class Runner:
 
     def serve(self):
         """Answers requests, one at a time, until the owner is gone."""
-        calls = {
-            "run": self.run,
-            "sweep": self.sweep,
-            "state": self.state,
-            "put": self.files.put,
-            "get": self.files.get,
-            "listing": self.files.listing,
-            "writable": self.files.writable,
-            "written": self.files.written,
-            "prune": self.files.prune,
-        }
+        box = self.files
+        handlers = [self.run, self.sweep, self.state, box.put, box.get, box.listing]
+        handlers += [box.writable, box.written, box.prune]
+        calls = {handler.__name__: handler for handler in handlers}
         while True:
             poll = select.poll()
             for fd in [self.requests, self.wake, *self.strays]:
@@ -472,13 +419,13 @@ def descendants():
     return {pid: ticks[pid] for pid in pids[1:]}
 
 
-def main(fields):
+def main(config):
     """Sets the sandbox up, sends its workspace or an error, and serves until the owner is gone."""
-    runner = Runner(Config(**fields))
+    runner = Runner(config)
     atexit.register(runner.leave)  # also after an unexpected error, which Python prints first
     try:
         runner.set_up()
-        first = {"workspace": runner.config.workspace}
+        first = {"workspace": config.workspace}
     except OSError as error:  # no isolation
         first = {"error": error.strerror or str(error)}
     try:
