@@ -101,7 +101,7 @@ def test_words_of_docker_are_only_words(world):
 def test_no_snapshot_lies_in_the_sandbox(world):
     do(world, "echo MARK7 > f")
     assert b"MARK7" in world.snapshot()
-    names = f"-name '*flatlab-*' -o -name '*.tar' -newer data/train.csv"
+    names = "-name '*flatlab-*' -o -name '*.tar' -newer data/train.csv"
     said = do(world, f"find / {names} 2>/dev/null; ls -A ~ /tmp").observation
     assert "flatlab-" not in said.replace("flatlab-test", "")
     assert "workspace" in said
@@ -269,7 +269,7 @@ def test_owner_dies_before_the_sandbox_has_read_its_program(backend, monkeypatch
     monkeypatch.setattr(docker, "boot_program", half)
     monkeypatch.setattr(local, "boot_program", half)
     monkeypatch.setattr(local, "end", close_only)
-    monkeypatch.setattr(Sandbox, "_answer", lambda *_: ({"workspace": ""}, b""))
+    monkeypatch.setattr(Sandbox, "call", lambda *_: ({"cwd": ""}, b""))
     box = Sandbox(backend)
     if backend == "docker":
         assert box.container in {row["Id"] for row in ours()}

@@ -8,6 +8,7 @@ import pwd
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -26,7 +27,7 @@ from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.options import SandboxOptions
 from flatlab.sandbox import backend as sandbox_backend
 from flatlab.sandbox import client, docker, images, local, snapshot
-from flatlab.sandbox.backend import IMAGE
+from flatlab.sandbox.backend import IMAGE, Spec
 from flatlab.sandbox.client import Sandbox
 from flatlab.sandbox.docker import docker_api
 from helpers import PROJECT, do, python, user_error
@@ -412,6 +413,19 @@ def test_a_landlock_sandbox_leaves_nothing_behind():
         assert home.exists()
     assert not home.exists()
     assert not Path("/dev/shm", home.name).exists()
+
+
+def test_a_sandbox_without_isolation_removes_nothing(tmp_path):
+    """As where the kernel refuses namespaces: /home is then the one of this machine."""
+    kept = tmp_path / "home/agent/kept"
+    kept.mkdir(parents=True)
+    workspace = str(kept.parent / "workspace")
+    boot, text = sandbox_backend.boot_program("refused", Spec(), {}, {}, workspace=workspace)
+    request = b'{"call": "state"}'
+    text += struct.pack(">II", len(request), 0) + request
+    done = subprocess.run([sys.executable, "-c", boot], input=text, capture_output=True)
+    assert b"there is no isolation" in done.stdout
+    assert kept.exists()
 
 
 # ---- files

@@ -27,7 +27,6 @@ KEEP_BYTES = 32_768  # of a command's output: this much of its head and of its t
 ARTEFACT_BYTES = 64 << 20
 COPY_BYTES = 512 << 20
 PUT_BYTES = 256 << 20  # a request of more files than that is sent
-START_SECONDS = 60
 
 # --------------------------------------------------------------------------------------- backends
 
@@ -116,14 +115,13 @@ class Sandbox:
         self._stream = self._connection.stream
         self.container = self._connection.container
         try:
-            answer = self._answer("start", time.monotonic() + START_SECONDS)[0]
-            self.workspace = answer["workspace"]
+            self.workspace = self.call("state")[0]["cwd"]
         except SandboxFault:
             self.close()
             raise
 
     def call(self, name: str, blob: bytes = b"", wait: float = 60, **fields) -> tuple[dict, bytes]:
-        """One request to the program inside. Raises ArtefactError if "get" fails.
+        """One request to the program inside, and its answer.
 
         wait: seconds until there is an answer, beyond the timeout of a command.
         """
@@ -136,21 +134,16 @@ class Sandbox:
                 self._stream.settimeout(wait)
                 self._stream.sendall(struct.pack(">II", len(head), len(blob)) + head)
                 self._stream.sendall(blob)
-            except OSError as error:
-                self._fail(error)
-            return self._answer(name, deadline)
-
-    def _answer(self, name: str, deadline: float) -> tuple[dict, bytes]:
-        try:
-            sizes = struct.unpack(">II", self._read(8, deadline))
-            reply = json.loads(self._read(sizes[0], deadline))
-            blob = self._read(sizes[1], deadline)
-        except (OSError, EOFError) as error:
-            self._fail(error)
-        if "error" in reply:
-            kind = ArtefactError if name == "get" else SandboxFault
-            raise kind(reply["error"])
-        return reply, blob
+                sizes = struct.unpack(">II", self._read(8, deadline))
+                reply = json.loads(self._read(sizes[0], deadline))
+                data = self._read(sizes[1], deadline)
+            except (OSError, EOFError) as error:
+                text = f"the sandbox does not answer: {error} {self._connection.errors()[-500:]}"
+                self.broken = self.broken or " ".join(text.split())
+                raise SandboxFault(self.broken) from error
+        if "error" in reply and name != "get":
+            raise SandboxFault(reply["error"])
+        return reply, data
 
     def _read(self, count: int, deadline: float) -> bytes:
         while len(self._received) < count:
@@ -162,12 +155,6 @@ class Sandbox:
         data = bytes(self._received[:count])
         del self._received[:count]
         return data
-
-    def _fail(self, error: Exception):
-        if not self.broken:  # else another thread has closed it: there is nothing left to read
-            text = f"the sandbox does not answer: {error} {self._connection.errors()[-500:]}"
-            self.broken = " ".join(text.split())
-        raise SandboxFault(self.broken) from error
 
     def run(self, command: str | list[str], timeout: float) -> Result:
         """Runs a shell command (str) or a program (list of arguments).
@@ -227,10 +214,10 @@ class Sandbox:
 
     def get(self, path: str, max_bytes: int = ARTEFACT_BYTES) -> bytes:
         """Content of a regular file. Raises ArtefactError with the reason."""
-        try:
-            return self.call("get", path=path, limit=max_bytes)[1]
-        except ArtefactError as error:
-            raise ArtefactError(f"{readable(path)} {error}") from None
+        reply, data = self.call("get", path=path, limit=max_bytes)
+        if "error" in reply:
+            raise ArtefactError(f"{readable(path)} {reply['error']}")
+        return data
 
     def close(self) -> None:
         """Ends the sandbox. A call that waits in another thread raises a SandboxFault."""

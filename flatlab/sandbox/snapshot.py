@@ -29,12 +29,7 @@ roots_of: dict[str, list[str]] = {}  # image -> where its commands can write
 def take(box: Sandbox) -> bytes:
     """Ends the background processes, and packs. Raises SandboxFault if it is too much."""
     box.call("sweep")
-    state, exports = box.call("state")
-    notes = {
-        "cwd": os.path.relpath(state["cwd"], box.workspace),
-        "exports": exports.decode("latin-1"),
-        "home": home(box),
-    }
+    notes = {"state": json.dumps(box.call("state")[0]), "home": home(box)}
     changes = box.call("written", roots=writable_roots(box))[0]
     return pack(box, changes, notes, SandboxFault)
 
@@ -43,9 +38,8 @@ def put_back(box: Sandbox, files: bytes) -> None:
     """Unpacks into a sandbox that was made in the same way. Raises SandboxFault."""
     notes = unpack(box, files, SandboxFault)
     # With Landlock, each sandbox has a home of its own.
-    exports = notes["exports"].replace(notes["home"], home(box))
-    cwd = os.path.join(box.workspace, notes["cwd"])
-    box.call("state", exports.encode("latin-1"), cwd=os.path.normpath(cwd))
+    state = notes["state"].replace(notes["home"], home(box))
+    box.call("state", **json.loads(state))
 
 
 def take_workspace(box: Sandbox) -> dict[str, bytes]:

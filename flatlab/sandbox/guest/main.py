@@ -17,20 +17,22 @@ import resource
 import select
 import signal
 import struct
+import subprocess
 import time
 from contextlib import suppress
+from functools import partial
 
 import files
 import isolate
 
 # What a shell command runs first; then follow the variables that the last command exported. On exit
-# it saves its folder and its exported variables to fd 99. `exec`, `kill $$` or an EXIT trap of its
+# it saves its folder and its exported variables to a file. `exec`, `kill $$` or an EXIT trap of its
 # own save nothing: then the older state stays.
 PRELUDE = b"""unset BASH_ENV
-trap '{ printf "%s\\0" "$PWD"; unset PWD OLDPWD SHLVL flatlab; export -p; } >&99 2>/dev/null' EXIT
-IFS= read -rd '' -u97 flatlab || true
+trap '{ printf "%%s\\0" "$PWD"; unset PWD OLDPWD SHLVL flatlab; export -p; } >&%d 2>/dev/null' EXIT
+IFS= read -rd '' -u%d flatlab || true
 """
-SHELL_FDS = (0, 1, 2, 97, 98, 99)  # stdin, stdout, stderr, command, prelude, saved state
+LOWEST_FD = 97  # of the files that only a shell's prelude uses, out of the way of the command's
 MESSAGES = {
     errno.ENOENT: "is not there",
     errno.ELOOP: "is a link",
@@ -48,9 +50,9 @@ ERROR_BYTES = 8192  # tail of the stderr of root's programs
 
 
 def memory_file(data=b""):
-    fd = os.memfd_create("flatlab")
-    os.pwrite(fd, data, 0)  # the file offset stays at 0
-    return fd
+    with open(os.memfd_create("flatlab"), "wb", buffering=0) as file:
+        os.pwrite(file.fileno(), data, 0)  # the file offset stays at 0
+        return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, LOWEST_FD)
 
 
 class Output:
@@ -135,7 +137,7 @@ class Runner:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def leave(self):
-        if not has_own_processes():
+        if self.config.isolation == "landlock":  # only there these are of our own making
             self.sweep()
             with suppress(OSError):
                 files.remove(os.path.dirname(self.home))
@@ -176,51 +178,57 @@ class Runner:
         Returns its pid, the pipes of its output and errors (one pipe for both, unless it runs as
         root), and the file of a shell's state.
         """
-        output, end = os.pipe()
-        errors, errors_end = os.pipe() if user == "root" else (output, end)
-        stdin_fd = memory_file(stdin) if stdin else os.open(os.devnull, os.O_RDWR)
-        fds = [stdin_fd, end, errors_end]
-        env = self.environ
+        env = dict(self.environ, PWD=self.cwd)
+        stdin = memory_file(stdin) if stdin else os.open(os.devnull, os.O_RDWR)
+        shell = []
         saved = None
         if isinstance(command, str):
             text = command.encode("utf-8", "replace").replace(b"\0", b"")
-            saved = memory_file()
             # The command is in a file: it may be of any length, and no process list shows it.
+            text = memory_file(text)
+            saved = memory_file()
+            prelude = memory_file(PRELUDE % (saved, text) + self.exports)
+            shell = [text, saved, prelude]
             command = ["bash", "-c", 'eval "$flatlab"']
-            env = dict(env, BASH_ENV="/dev/fd/98")
-            fds += [memory_file(text), memory_file(PRELUDE + self.exports), saved]
+            env["BASH_ENV"] = f"/dev/fd/{prelude}"
+        output, end = os.pipe()
+        errors, errors_end = os.pipe() if user == "root" else (output, end)
+        begin = partial(
+            subprocess.Popen,
+            command,
+            stdin=stdin,
+            stdout=end,
+            stderr=errors_end,
+            preexec_fn=partial(self.become, user),
+            pass_fds=shell,
+            env=env,
+            start_new_session=True,
+        )
         try:
-            pid = os.fork()
-        except BlockingIOError:  # the commands have used up all processes
-            self.sweep()
-            pid = os.fork()
-        if not pid:
             try:
-                self.execute(command, env, user, fds)
-            except (OSError, ValueError) as error:
-                os.write(2, (f"{command[0]}: {error}\n").encode("utf-8", "replace"))
-            finally:
-                os._exit(127)
-        self.exit_codes[pid] = None
-        for fd in set(fds) - {saved}:
+                process = begin()
+            except BlockingIOError:  # the commands have used up all processes
+                self.sweep()
+                process = begin()
+            process.returncode = 0  # Popen must not wait for it: `reap` does
+            pid = process.pid
+            self.exit_codes[pid] = None
+        except (OSError, ValueError) as error:  # no such program, or no possible arguments
+            os.write(errors_end, f"{command[0]}: {error}\n".encode("utf-8", "replace"))
+            pid = 0
+            self.exit_codes[pid] = 127
+        for fd in {stdin, end, errors_end, *shell} - {saved}:
             os.close(fd)
         for fd in {output, errors}:
             os.set_blocking(fd, False)
         return pid, output, errors, saved
 
-    def execute(self, argv, env, user, fds):
-        """In the child: a session, user and folder of its own, then the command."""
-        os.setsid()
+    def become(self, user):
+        """In the child: a user and a folder, and no more rights than commands have."""
         with suppress(OSError):
             fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
             os.write(fd, b"1000")  # if memory is short, a command is killed before this process
-            os.close(fd)
-        # First out of the way of the targets.
-        high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for fd in fds]
-        for fd, target in zip(high, SHELL_FDS):
-            os.dup2(fd, target)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         if user == "agent" and os.geteuid() == 0 and self.config.uid:
             os.setgroups([])
             os.setgid(self.config.gid)
@@ -231,7 +239,6 @@ class Runner:
                 break
         if self.landlock_rules is not None:
             isolate.apply_landlock(self.landlock_rules)
-        os.execvpe(argv[0], argv, dict(env, PWD=folder))
 
     def run(self, blob, command, timeout, keep, user="agent", cpu=None):
         """Runs a command with `blob` as stdin; keep: bytes of head and tail of the output.
@@ -265,15 +272,11 @@ class Runner:
     def cpu_seconds(self):
         """CPU time of all processes of the sandbox but this one, also of those that have ended.
 
-        A process that ends meanwhile may be counted twice, by itself and by its parent, so this
-        looks twice. One that ends while its parent ignores SIGCHLD is not counted.
+        One that ends while its parent ignores SIGCHLD is not counted.
         """
-        looks = []
-        for _ in range(2):
-            ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-            ticks = sum(descendants().values())
-            looks.append(ended.ru_utime + ended.ru_stime + ticks / os.sysconf("SC_CLK_TCK"))
-        return min(looks)
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        ticks = sum(descendants().values())
+        return ended.ru_utime + ended.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
 
     def wait(self, pid, outputs, limit, cpu_limit):
         """Collects output until the command has ended. Returns whether it exceeded a limit.
@@ -352,12 +355,12 @@ class Runner:
             self.cwd = os.fsdecode(cwd) or self.config.workspace
             self.exports = exports
 
-    def state(self, blob, cwd=None):
+    def state(self, blob, cwd=None, exports=""):
         """Returns, or with `cwd` sets, the folder and exports of the next shell command."""
         if cwd is not None:
             self.cwd = cwd
-            self.exports = blob
-        return {"cwd": self.cwd}, self.exports
+            self.exports = exports.encode("latin-1")
+        return {"cwd": self.cwd, "exports": self.exports.decode("latin-1")}, b""
 
     # ------------------------------------------------------------------------------------- protocol
 
@@ -367,10 +370,20 @@ class Runner:
             self.leave()
         return data
 
-    def send(self, reply, blob=b""):
+    def answer(self, calls):
+        """Reads one request and answers it."""
+        sizes = struct.unpack(">II", self.receive(8))
+        request = json.loads(self.receive(sizes[0]))
+        data = self.receive(sizes[1])
+        try:
+            reply, data = calls[request.pop("call")](data, **request)
+        except OSError as error:
+            reply, data = {"error": MESSAGES.get(error.errno) or error.strerror}, b""
+        except (ValueError, RuntimeError) as error:  # RecursionError, too
+            reply, data = {"error": str(error)}, b""
         head = json.dumps(reply).encode()
-        self.replies.write(struct.pack(">II", len(head), len(blob)) + head)
-        self.replies.write(blob)
+        self.replies.write(struct.pack(">II", len(head), len(data)) + head)
+        self.replies.write(data)
         self.replies.flush()
 
     def serve(self):
@@ -386,17 +399,7 @@ class Runner:
             ready = [fd for fd, _ in poll.poll()]
             self.drain(ready)
             if self.requests.fileno() in ready:
-                sizes = struct.unpack(">II", self.receive(8))
-                request = json.loads(self.receive(sizes[0]))
-                blob = self.receive(sizes[1])
-                name = request.pop("call")
-                try:
-                    reply = calls[name](blob, **request)
-                except OSError as error:
-                    reply = ({"error": MESSAGES.get(error.errno) or error.strerror}, b"")
-                except (ValueError, RuntimeError) as error:  # RecursionError, too
-                    reply = ({"error": str(error)}, b"")
-                self.send(*reply)
+                self.answer(calls)
 
 
 def has_own_processes():
@@ -408,7 +411,9 @@ def descendants():
     """All processes below this one: pid -> clock ticks of CPU time, with its ended children."""
     children = {}
     ticks = {}
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+    # Parents come first, so that what a process has used is not counted again in its parent, which
+    # waits for it meanwhile.
+    for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))):
         with suppress(OSError), open(f"/proc/{pid}/stat") as file:  # it may just have ended
             fields = file.read().rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(pid)
@@ -420,17 +425,14 @@ def descendants():
 
 
 def main(config):
-    """Sets the sandbox up, sends its workspace or an error, and serves until the owner is gone."""
+    """Sets the sandbox up and serves until the owner is gone. The first request is "state"."""
     runner = Runner(config)
     atexit.register(runner.leave)  # also after an unexpected error, which Python prints first
-    try:
-        runner.set_up()
-        first = {"workspace": config.workspace}
-    except OSError as error:  # no isolation
-        first = {"error": error.strerror or str(error)}
-    try:
-        runner.send(first)
-        if "workspace" in first:
+    with suppress(BrokenPipeError, ConnectionResetError):  # the owner is gone
+        try:
+            runner.set_up()
+        except OSError as error:  # no isolation
+            problem = {"error": error.strerror or str(error)}
+            runner.answer({"state": lambda blob: (problem, b"")})
+        else:
             runner.serve()
-    except OSError:  # the owner is gone, or nothing works any more: the connection ends
-        pass
