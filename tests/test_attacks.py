@@ -218,15 +218,20 @@ submit
 ROUNDS = [[0, 3, 4, 5, 8, 7, 6], [1], [2]]
 
 
-def all_attacks(test):
-    for what, *_ in reversed(AROUND):
-        test = attack(what)(test)
-    return test
+def attacks(names):
+    """A decorator with the mark `attack` for each name."""
+
+    def mark(test):
+        for name in reversed(names):
+            test = attack(name)(test)
+        return test
+
+    return mark
 
 
 @pytest.mark.parametrize("source, name, artefact", CSV)
 @pytest.mark.parametrize("numbers", ROUNDS, ids=["files", "links", "folders"])
-@all_attacks
+@attacks([what for what, _ in AROUND])
 def test_nothing_around_a_csv_changes_its_score(backend, source, name, artefact, numbers):
     worth = honest(backend, source, name, artefact)
     commands = [AROUND[number][1] for number in numbers]
@@ -461,12 +466,6 @@ def hostile_files(rows):
     return files + HOSTILE_BYTES
 
 
-def hostile_attacks(test):
-    for what, _ in reversed(HOSTILE + HOSTILE_BYTES):
-        test = attack(f"a CSV with {what}")(test)
-    return test
-
-
 def grade_here(task, submission, folder, split="validation"):
     """The score and the message of our CSV grader for some bytes, without a sandbox."""
     printed = run_grader(task, folder, {"submission.csv": submission}, split)
@@ -474,7 +473,7 @@ def grade_here(task, submission, folder, split="validation"):
 
 
 @attack("answers through the grader's error text")
-@hostile_attacks
+@attacks([f"a CSV with {what}" for what, _ in HOSTILE + HOSTILE_BYTES])
 def test_hostile_csv_in_our_grader(tmp_path):
     """None has a score, and what is said is the same with all answers flipped."""
     task = load_task("titanic")

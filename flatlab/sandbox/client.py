@@ -132,7 +132,8 @@ class Sandbox:
             deadline = time.monotonic() + wait + fields.get("timeout", 0)
             try:
                 self._stream.settimeout(wait)
-                self._stream.sendall(struct.pack(">II", len(head), len(blob)) + head)
+                sizes = struct.pack(">II", len(head), len(blob))
+                self._stream.sendall(sizes + head)
                 self._stream.sendall(blob)
                 sizes = struct.unpack(">II", self._read(8, deadline))
                 reply = json.loads(self._read(sizes[0], deadline))
@@ -203,12 +204,11 @@ class Sandbox:
 
     def remove(self, paths: list[str]) -> None:
         """Removes files and folders of the workspace, whatever their permissions are."""
-        names = [os.fsencode(f"{self.workspace}/{path.rstrip('/')}") for path in paths]
+        names = [f"{self.workspace}/{path.rstrip('/')}" for path in paths]
         # Names go through stdin: there may be too many for one argv. The programs have absolute
         # paths: root must run none of the agent's.
         argv = ["/usr/bin/xargs", "-0", "-r", "/bin/rm", "-rf", "--"]
-        stdin = b"".join(name + b"\0" for name in names)
-        code = self.program(argv, 60, stdin)[0]["code"]
+        code = self.program(argv, 60, os.fsencode("\0".join(names)))[0]["code"]
         if code:
             raise SandboxFault(f"files in the workspace cannot be removed (exit code {code})")
 

@@ -166,11 +166,10 @@ def docker_api():
 
     where = docker.utils.kwargs_from_env()
     api = docker.APIClient(**where, version="auto", timeout=5, max_pool_size=64)
+    api.timeout = 120
     ours = {"label": "flatlab.owner", "until": LEFTOVER}
     with suppress(docker.errors.APIError):  # another process does the same right now
         api.prune_containers(ours)
-    api.timeout = 120
-    with suppress(docker.errors.APIError):
         api.prune_images(ours)
     return api
 

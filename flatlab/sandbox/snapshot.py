@@ -14,14 +14,18 @@ import os
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.sandbox.client import COPY_BYTES, Sandbox, readable
 
+TAR = ("/bin/tar", "--absolute-names")  # which leaves .. as it is
+TAR_SECONDS = 120
 PACK_OPTIONS = (
+    "-cf",
+    "-",
     "--format=posix",
     "--pax-option=delete=atime,delete=ctime",
     "--no-recursion",
     "--ignore-failed-read",  # files that their own user cannot read are left out
-    "--absolute-names",  # leaves .. as it is
     "--null",
     "--verbatim-files-from",
+    "--files-from=-",
 )
 roots_of: dict[str, list[str]] = {}  # image -> where its commands can write
 
@@ -29,8 +33,13 @@ roots_of: dict[str, list[str]] = {}  # image -> where its commands can write
 def take(box: Sandbox) -> bytes:
     """Ends the background processes, and packs. Raises SandboxFault if it is too much."""
     box.call("sweep")
-    notes = {"state": json.dumps(box.call("state")[0]), "home": home(box)}
-    changes = box.call("written", roots=writable_roots(box))[0]
+    roots = writable_roots(box)
+    changes = box.call("written", roots=roots)[0]
+    state = box.call("state")[0]
+    notes = {
+        "state": json.dumps(state),
+        "home": home(box),
+    }
     return pack(box, changes, notes, SandboxFault)
 
 
@@ -75,12 +84,13 @@ def pack(box: Sandbox, changes: dict, notes: dict, error: type[Exception]) -> by
     """A tar of the changed files, and the notes. Raises `error` if it is too large."""
     # When tar leaves a folder it sets its times, and goes by names: what is below .. comes first.
     names = sorted(changes["paths"], key=lambda name: not name.startswith(".."))
-    argv = ["/bin/tar", "-C", box.workspace, *PACK_OPTIONS, "-T", "-", "-cf", "-"]
+    argv = [*TAR, "-C", box.workspace, *PACK_OPTIONS]
     stdin = b"\0".join(map(os.fsencode, names))
-    reply, files = box.program(argv, 120, stdin, (COPY_BYTES, 0))
+    reply, files = box.program(argv, TAR_SECONDS, stdin, (COPY_BYTES, 0))
     if reply["code"] or reply["dropped"]:
-        raise error(f"the files cannot be copied: more than {COPY_BYTES >> 20} MB, or tar failed")
-    notes = notes | {"folders": changes["folders"]}
+        limit = COPY_BYTES >> 20
+        raise error(f"the files cannot be copied: more than {limit} MB, or tar failed")
+    notes["folders"] = changes["folders"]
     return files + b"\n" + json.dumps(notes).encode()
 
 
@@ -92,7 +102,8 @@ def unpack(box: Sandbox, files: bytes, error: type[Exception]) -> dict:
     except ValueError as damage:
         raise error(f"the copied files cannot be read: {damage}") from damage
     box.call("prune", folders=notes["folders"])
-    argv = ["/bin/tar", "-C", box.workspace, "--absolute-names", "-xpf", "-"]
-    if box.program(argv, 120, files)[0]["code"]:
+    argv = [*TAR, "-C", box.workspace, "-xpf", "-"]
+    reply = box.program(argv, TAR_SECONDS, files)[0]
+    if reply["code"]:
         raise error("the copied files cannot be unpacked")
     return notes

@@ -99,14 +99,20 @@ def bind(source, target, attributes):
 def enter_namespaces(config):
     """Moves into new namespaces. Only process 1 of the PID namespace returns from here."""
     parent = os.getpid()
-    maps = id_maps(config)
+    maps = {"uid_map": "0 0 65536", "gid_map": "0 0 65536"}
+    if os.geteuid():
+        maps = {
+            "setgroups": "deny",
+            "uid_map": f"{config.uid} {os.geteuid()} 1",
+            "gid_map": f"{config.gid} {os.getegid()} 1",
+        }
     wait, ready = os.pipe()
     helper = os.fork()
     if not helper:  # the id maps of root can only be written from outside
         try:
             os.close(ready)
             os.read(wait, 1)
-            for name, text in maps:
+            for name, text in maps.items():
                 with open(f"/proc/{parent}/{name}", "w") as file:
                     file.write(text)
             os._exit(0)
@@ -121,17 +127,6 @@ def enter_namespaces(config):
         os.waitpid(child, 0)
         os._exit(0)
     libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def id_maps(config):
-    """(file in /proc/<pid>, content) pairs that map users and groups into a new user namespace."""
-    if os.geteuid() == 0:
-        return [("uid_map", "0 0 65536"), ("gid_map", "0 0 65536")]
-    return [
-        ("setgroups", "deny"),
-        ("uid_map", f"{config.uid} {os.geteuid()} 1"),
-        ("gid_map", f"{config.gid} {os.getegid()} 1"),
-    ]
 
 
 def build_root(config):

@@ -50,9 +50,11 @@ ERROR_BYTES = 8192  # tail of the stderr of root's programs
 
 
 def memory_file(data=b""):
-    with open(os.memfd_create("flatlab"), "wb", buffering=0) as file:
-        os.pwrite(file.fileno(), data, 0)  # the file offset stays at 0
-        return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, LOWEST_FD)
+    low = os.memfd_create("flatlab")
+    os.pwrite(low, data, 0)  # the file offset stays at 0
+    fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, LOWEST_FD)
+    os.close(low)
+    return fd
 
 
 class Output:
