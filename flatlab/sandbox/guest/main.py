@@ -17,22 +17,20 @@ import resource
 import select
 import signal
 import struct
-import subprocess
 import time
 from contextlib import suppress
-from functools import partial
 
 import files
 import isolate
 
 # What a shell command runs first; then follow the variables that the last command exported. On exit
-# it saves its folder and its exported variables to a file. `exec`, `kill $$` or an EXIT trap of its
+# it saves its folder and its exported variables to fd 99. `exec`, `kill $$` or an EXIT trap of its
 # own save nothing: then the older state stays.
 PRELUDE = b"""unset BASH_ENV
-trap '{ printf "%%s\\0" "$PWD"; unset PWD OLDPWD SHLVL flatlab; export -p; } >&%d 2>/dev/null' EXIT
-IFS= read -rd '' -u%d flatlab || true
+trap '{ printf "%s\\0" "$PWD"; unset PWD OLDPWD SHLVL flatlab; export -p; } >&99 2>/dev/null' EXIT
+IFS= read -rd '' -u97 flatlab || true
 """
-LOWEST_FD = 97  # of the files that only a shell's prelude uses, out of the way of the command's
+SHELL_FDS = (0, 1, 2, 97, 98, 99)  # stdin, stdout, stderr, command, prelude, saved state
 MESSAGES = {
     errno.ENOENT: "is not there",
     errno.ELOOP: "is a link",
@@ -50,10 +48,8 @@ ERROR_BYTES = 8192  # tail of the stderr of root's programs
 
 
 def memory_file(data=b""):
-    low = os.memfd_create("flatlab")
-    os.pwrite(low, data, 0)  # the file offset stays at 0
-    fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, LOWEST_FD)
-    os.close(low)
+    fd = os.memfd_create("flatlab")
+    os.pwrite(fd, data, 0)  # the file offset stays at 0
     return fd
 
 
@@ -180,57 +176,51 @@ class Runner:
         Returns its pid, the pipes of its output and errors (one pipe for both, unless it runs as
         root), and the file of a shell's state.
         """
-        env = dict(self.environ, PWD=self.cwd)
-        stdin = memory_file(stdin) if stdin else os.open(os.devnull, os.O_RDWR)
-        shell = []
+        output, end = os.pipe()
+        errors, errors_end = os.pipe() if user == "root" else (output, end)
+        stdin_fd = memory_file(stdin) if stdin else os.open(os.devnull, os.O_RDWR)
+        fds = [stdin_fd, end, errors_end]
+        env = self.environ
         saved = None
         if isinstance(command, str):
             text = command.encode("utf-8", "replace").replace(b"\0", b"")
-            # The command is in a file: it may be of any length, and no process list shows it.
-            text = memory_file(text)
             saved = memory_file()
-            prelude = memory_file(PRELUDE % (saved, text) + self.exports)
-            shell = [text, saved, prelude]
+            # The command is in a file: it may be of any length, and no process list shows it.
             command = ["bash", "-c", 'eval "$flatlab"']
-            env["BASH_ENV"] = f"/dev/fd/{prelude}"
-        output, end = os.pipe()
-        errors, errors_end = os.pipe() if user == "root" else (output, end)
-        begin = partial(
-            subprocess.Popen,
-            command,
-            stdin=stdin,
-            stdout=end,
-            stderr=errors_end,
-            preexec_fn=partial(self.become, user),
-            pass_fds=shell,
-            env=env,
-            start_new_session=True,
-        )
+            env = dict(env, BASH_ENV="/dev/fd/98")
+            fds += [memory_file(text), memory_file(PRELUDE + self.exports), saved]
         try:
+            pid = os.fork()
+        except BlockingIOError:  # the commands have used up all processes
+            self.sweep()
+            pid = os.fork()
+        if not pid:
             try:
-                process = begin()
-            except BlockingIOError:  # the commands have used up all processes
-                self.sweep()
-                process = begin()
-            process.returncode = 0  # Popen must not wait for it: `reap` does
-            pid = process.pid
-            self.exit_codes[pid] = None
-        except (OSError, ValueError) as error:  # no such program, or no possible arguments
-            os.write(errors_end, f"{command[0]}: {error}\n".encode("utf-8", "replace"))
-            pid = 0
-            self.exit_codes[pid] = 127
-        for fd in {stdin, end, errors_end, *shell} - {saved}:
+                self.execute(command, env, user, fds)
+            except (OSError, ValueError) as error:
+                os.write(2, (f"{command[0]}: {error}\n").encode("utf-8", "replace"))
+            finally:
+                os._exit(127)
+        self.exit_codes[pid] = None
+        for fd in set(fds) - {saved}:
             os.close(fd)
         for fd in {output, errors}:
             os.set_blocking(fd, False)
         return pid, output, errors, saved
 
-    def become(self, user):
-        """In the child: a user and a folder, and no more rights than commands have."""
+    def execute(self, argv, env, user, fds):
+        """In the child: a session, user and folder of its own, then the command."""
+        os.setsid()
         with suppress(OSError):
             fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
             os.write(fd, b"1000")  # if memory is short, a command is killed before this process
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.close(fd)
+        # First out of the way of the targets.
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for fd in fds]
+        for fd, target in zip(high, SHELL_FDS):
+            os.dup2(fd, target)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
         if user == "agent" and os.geteuid() == 0 and self.config.uid:
             os.setgroups([])
             os.setgid(self.config.gid)
@@ -241,6 +231,7 @@ class Runner:
                 break
         if self.landlock_rules is not None:
             isolate.apply_landlock(self.landlock_rules)
+        os.execvpe(argv[0], argv, dict(env, PWD=folder))
 
     def run(self, blob, command, timeout, keep, user="agent", cpu=None):
         """Runs a command with `blob` as stdin; keep: bytes of head and tail of the output.
