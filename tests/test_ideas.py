@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-import search
-from flatlab.tree import parsing, prompts
+from flatlab.tree import prompts
 from flatlab.tree.nodes import Node
 from flatlab.world.texts import load_prompts
 from helpers import TINY_TEXTS
@@ -59,7 +58,7 @@ REPLIES = {
 
 def test_replies():
     for reply, strategies in REPLIES.items():
-        assert parsing.parse(reply) == strategies, reply
+        assert prompts.parse(reply) == strategies, reply
 
 
 PROBABILITIES = (
@@ -87,7 +86,7 @@ PROBABILITIES = (
 def test_probabilities():
     for text, value in PROBABILITIES:
         expected = None if value is None else pytest.approx(value)
-        assert parsing.probability(text) == expected, text
+        assert prompts.probability(text) == expected, text
 
 
 def test_ten_thousand_hostile_replies():
@@ -101,9 +100,9 @@ def test_ten_thousand_hostile_replies():
         reply = "".join(rng.choices(parts, k=rng.randrange(60)))
         if rng.random() < 0.2:
             reply = "".join(map(chr, rng.choices(range(1, 0x500), k=200)))
-        for idea, p in parsing.parse(reply):
+        for idea, p in prompts.parse(reply):
             if "\\" not in reply:
-                assert parsing.same(idea)
+                assert prompts.same(idea)
                 assert all(word in reply for word in re.findall(r"\w+", idea))
             assert len(idea) <= 300
             assert p is None or 0 <= p <= 1
@@ -123,12 +122,11 @@ def test_ten_thousand_hostile_replies():
         "Strategy: a" + " (" * 10**5,
         '{"a":' + "[" * 5000 + "}",
     ):
-        parsing.parse(reply)
+        prompts.parse(reply)
     assert time.monotonic() - start < 20
 
 
 def test_prompts_say_what_they_should():
-    root = Node("0", op="baseline", score=0.68, valid=True)
     good = Node(
         "0.0",
         "0",
@@ -148,27 +146,19 @@ def test_prompts_say_what_they_should():
         error="Traceback\nKeyError: 'x'",
     )
     text = prompts.ask(
-        TEXTS, prompts.about(TEXTS, TASK, {}), root, [bad], mode="tail", k=5, tau=0.1
+        TEXTS, prompts.about(TEXTS, TASK, {}), None, [bad], mode="tail", k=5, tau=0.1
     )
     assert "List 5 unusual strategies, each with a probability below 0.1." in text
     assert "data/train.csv: id," in text
     assert "Strategy: a forest\nScore: none, KeyError: 'x'" in text
     child = Node("0.0.0", "0.0", op="improve", idea="lasso", decision={"phase": "explore"})
-    assert prompts.situation(TEXTS, child, [good], search.sentence_of(child), 1500) == (
+    assert prompts.situation(TEXTS, child, [good], 1500) == (
         "An earlier attempt left its files here. Score: 0.7\nIts strategy: ridge\n"
         "Its solve.py:\nimport csv\nTry something different.\nStrategy: lasso"
     )
     repair = Node("0.1.0", "0.1", op="debug", idea="a forest")
-    debug = prompts.situation(TEXTS, repair, [bad], search.sentence_of(repair), 1500)
+    debug = prompts.situation(TEXTS, repair, [bad], 1500)
     assert "KeyError" in debug
     assert debug.endswith("Fix the error and keep the strategy.\nStrategy: a forest")
     long = replace(good, code={"a.py": "x" * 10**6, "b.py": "y" * 10**6})
-    assert len(prompts.situation(TEXTS, child, [long, long], "", 3000)) < 4000
-
-
-def test_fields():
-    assert parsing.fields("blah\n**Parent:** 3\nStrategy: go on\nMode: Explore") == {
-        "parent": "3",
-        "strategy": "go on",
-        "mode": "Explore",
-    }
+    assert len(prompts.situation(TEXTS, child, [long, long], 3000)) < 4000

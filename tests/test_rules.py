@@ -2,7 +2,6 @@
 
 import math
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -55,7 +54,7 @@ def choose(t, seed=0):
 
 
 def decide(t, seed=0):
-    """As search.decide does it, for the rules that do not ask a model."""
+    """As search.decide does it."""
     if not t.rule.selects_failed:
         leaf = rules.failed_leaf(t, random.Random(seed), search.DEBUG_PROB)
         if leaf:
@@ -95,17 +94,6 @@ def test_bfs_with_a_smaller_budget_takes_the_first_nodes_in_level_order_whatever
     assert search.start(t, choose(t)).id == "0.0.0"
     assert search.start(t, choose(t)).id == "0.0.1"
     assert choose(t) is None
-
-
-@pytest.mark.parametrize("rule_args", [("depth=1000000000",), ("branching=1000000000",)])
-def test_a_bfs_tree_of_any_size_costs_what_its_nodes_cost(rule_args):
-    t = make("bfs", rule_args=rule_args, nodes=3)
-    t.rule.check(t.cfg, t.constants)
-    start = time.monotonic()
-    for _ in range(3):
-        put(t, choose(t).parent, 0.5)
-    assert choose(t) is None
-    assert time.monotonic() - start < 1
 
 
 def test_ucb_by_hand():
@@ -192,8 +180,7 @@ def test_signals_by_hand():
     put(t, "0.1", 0.2, idea="boosted trees and kNN")
 
     def signal(name):
-        [value] = rules.SIGNALS[name](t, [t.nodes["0.1"]])
-        return value
+        return rules.SIGNALS[name](rules.quality(t), t.nodes["0.1"])
 
     assert signal("regret") == pytest.approx(1 - 0.25)
     assert signal("depth") == pytest.approx(1 / (1 * 2 + 1))
@@ -270,7 +257,7 @@ def test_evolution_prefers_the_fit_and_crosses():
     parents = [choice.parent for choice in choices]
     assert set(parents) == {"0.1", "0.2"}
     for choice in choices:
-        assert {choice.parent, choice.second} == {"0.1", "0.2"}
+        assert {choice.parent, choice.second_parent} == {"0.1", "0.2"}
     fitter = math.e / (math.e + math.exp(0.5))
     assert parents.count("0.1") / 2000 == pytest.approx(fitter, abs=0.04)
     assert search.start(t, choices[0]).op == "crossover"
@@ -313,7 +300,7 @@ def test_nothing_is_built_on_a_node_whose_files_are_too_large(select):
         end(t, node, 0.99 if too_large else 0.6, kept=not too_large)
 
 
-@pytest.mark.parametrize("select", [name for name in search.SELECT if name != "scientist"])
+@pytest.mark.parametrize("select", search.SELECT)
 def test_every_rule_decides_the_same_for_m_and_minus_m_and_where_all_nodes_fail(select):
     higher = decisions_of(select, TASK)
     assert len(higher) == 30
@@ -325,7 +312,7 @@ def decisions_of(select, task, fail_share=0.5):
     """What a rule decides until its budget of 30 nodes is spent, for random scores whose sign turns
     with the task's.
     """
-    special = {"signals": ("variance=1", "coverage=1"), "bfs": ("branching=4", "depth=6")}
+    special = {"signals": ("variance=1", "coverage=1"), "bfs": ("branching=4",)}
     t = make(select, task, nodes=30, rule_args=special.get(select, ()))
     rng = random.Random(7)
     decisions = []

@@ -25,8 +25,8 @@ from flatlab.runs.reader import RunData, read_rows, read_run, standard_error
 from flatlab.runs.store import open_run
 from flatlab.sandbox import snapshot
 from flatlab.task.grading import Score
-from flatlab.tree import journal, rules
-from flatlab.tree.nodes import SCORES, Tree, results
+from flatlab.tree import rules
+from flatlab.tree.nodes import SCORES, Tree, open_trees, results
 from flatlab.view import console, plots, tables
 from flatlab.world.episode import Episode
 from helpers import (
@@ -192,7 +192,7 @@ def row_of(t):
 # ------------------------------------------------------------------ budgets
 
 
-ONE_OF_EACH = [(name, 1) for name in search.SELECT if name != "scientist"] + [("bfs", 4)]
+ONE_OF_EACH = [(name, 1) for name in search.SELECT] + [("bfs", 4)]
 
 
 @pytest.mark.parametrize("select, workers", ONE_OF_EACH)
@@ -213,7 +213,6 @@ def test_failures_are_counted_everywhere_and_the_root_is_the_best_of_nothing(tmp
     assert r["best_id"] == "0"
     assert r["best_score"] == r["node_mean"] == 0.5
     assert r["test_score"] is None
-    assert r["valid_share"] == 0
     assert all("no submission" in row["error"] for row in rows(t))
     assert row_of(t)["mean"] == 0.5
     assert row_of(t)["failed"] == 12
@@ -254,10 +253,9 @@ def test_an_evaluation_whose_sandboxes_all_broke_has_no_mean(tmp_path):
     assert "nan" in tables.table([read_run(broken.run.dir)])
 
 
-@pytest.mark.parametrize("options", [{"scope": "global"}, {"reflection": True}])
-def test_episodes_of_an_evaluation_know_nothing_of_each_other(options):
-    with user_error("leave out --scope global and --reflection"):
-        search.check_config(search_config(select="evaluation", **options))
+def test_episodes_of_an_evaluation_know_nothing_of_each_other():
+    with user_error("leave out --scope global"):
+        search.check_config(search_config(select="evaluation", scope="global"))
 
 
 THREE = {"0.0": 0.80, "0.1": 0.79, "0.2": 0.70}  # one standard error, 0.02, is below the third
@@ -280,7 +278,7 @@ def test_the_selection_part_decides_between_nodes_within_one_standard_error(tmp_
     assert r["best_stderr"] == rows(t)[1]["stderr"] == 0.02
     assert r["selection_score"] == 0.76
     assert r["test_score"] == 0.74
-    assert r["selection_stderr"] == r["test_stderr"] == 0.03
+    assert r["test_stderr"] == 0.03
     assert r["test_minus_validation"] == pytest.approx(0.74 - 0.79)
     run = RunData(t.run.dir, "search", {}, rows(t), r, {})
     assert plots.best_path(run) == ["0", "0.1"]
@@ -350,7 +348,7 @@ def test_a_finished_tree_stays_as_it_is(tmp_path, monkeypatch):
 
     def opened(**changed):
         cells = replace(cfg, **changed), [TASK], search.SELECT[cfg.select], None, "search.py"
-        [tree] = journal.open_trees(*cells)[0]
+        [tree] = open_trees(*cells)[0]
         tree.run.lock.close()
         return tree
 
@@ -452,7 +450,7 @@ def test_the_counts_of_a_continued_search_are_those_of_its_journal(tmp_path):
 
 
 def test_the_journal_holds_turns_strategies_and_the_scores_of_a_few_candidates(tmp_path):
-    t = run(tmp_path, nodes=60, select="random", score_of=equal, workers=1)
+    t = run(tmp_path, nodes=60, select="greedy", score_of=equal, workers=1)
     assert all(row["actions"] and row["ideas"] for row in rows(t))
     assert len(rows(t)[-1]["decision"]["scores"]) == SCORES < len(t.scored)
 
@@ -586,7 +584,6 @@ def test_exploiting_asks_for_variations_and_says_so_everywhere(tmp_path):
     assert model.prompts[2].count("Score: 0.6") == 2
     assert rows(t)[3]["sampling_mode"] == "local"
     assert "variations of the strategy so far" in model.prompts[3]
-    assert result(t)["sampling_mode"] == "tail"
     assert result(t)["sampling_modes_used"] == {"tail": 3, "local": 3}
     assert " local " in console.node_line(t, t.finished[-1])
     table = tables.table([read_run(t.run.dir)])
@@ -594,53 +591,11 @@ def test_exploiting_asks_for_variations_and_says_so_everywhere(tmp_path):
     assert "'tail': 3, 'local': 3" in table
 
 
-def test_global_scope_and_reflection(tmp_path):
-    """A reflection stays within a budget: the prompts of a small context have to hold it."""
-
-    def answer(prompt, seed):
-        return "x" * 5000 if "What worked" in prompt else lists(prompt, seed)
-
-    model = FakePolicy(answer)
-    options = {"scope": "global", "reflection": True, "nodes": 4, "workers": 1, "context": 3200}
-    t = run(tmp_path, model=model, score_of=equal, **options)
+def test_global_scope_shows_other_branches(tmp_path):
+    model = FakePolicy(lists)
+    run(tmp_path, model=model, score_of=equal, scope="global", nodes=4, workers=1)
     assert "1 experiments so far" not in model.prompts[0]
     assert any("experiments so far" in prompt for prompt in model.prompts)
-    asked = zip(model.prompts, model.limits)
-    assert [limit for prompt, limit in asked if "What worked" in prompt] == [200] * 3
-    assert rows(t)[-1]["decision"]["reflection"] == "x" * 200
-
-
-def test_the_scientist_reads_inspects_and_chooses(tmp_path):
-    def answer(prompt, seed):
-        if "Now choose" not in prompt:
-            return "Inspect: 1, 77"
-        if "\n1: " not in prompt:
-            return "Parent: 0\nStrategy: start"
-        return "Parent: 1\nStrategy: go on from there\nMode: exploit\nMemory: 1 is good"
-
-    model = FakePolicy(answer)
-    options = {"select": "scientist", "nodes": 3, "workers": 2}
-    t = run(tmp_path, model=model, score_of=equal, **options)
-    first, _, last = rows(t)
-    assert first["id"] == "0.0"
-    assert first["idea"] == "start"
-    assert first["sampling_mode"] == "none"
-    assert last["parent"] == "0.0"
-    assert last["decision"]["memory"] == "1 is good"
-    assert last["tokens"] > 10
-    details = model.prompts[-1].partition("77<user>")[2]
-    assert details.startswith("1: ")
-    assert "77: " not in details
-
-
-def test_a_scientist_that_names_no_experiment_falls_back_to_the_root(tmp_path):
-    t = run(tmp_path, model=FakePolicy("hm"), select="scientist", nodes=2, workers=3)
-    assert result(t)["fell_back"] == 2
-    assert {row["parent"] for row in rows(t)} == {"0"}
-    for row in rows(t):
-        assert "named no experiment" in row["decision"]["reason"]
-        assert "fell back to the root" in row["decision"]["reason"]
-    assert "fell back to the root" in console.node_line(t, t.finished[0])
 
 
 # ------------------------------------------------------------------ grids
@@ -794,22 +749,20 @@ def script(folder, *flags):
 
 BAD_INPUT = {
     "--task titanik": "Unknown task 'titanik'; did you mean titanic",
-    "--nodes 50": "has 12 nodes, not --nodes 50",
-    "--nodes 1000000 --rule-args branching=1 depth=1000": "has 1000 nodes, not --nodes",
     "--tau 7": "--tau must be from",
     "--workers 0": "--workers must be from 1",
     "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
     "--seed 0 0": "is being written by process",
     "--tau nan": "--tau must be from 0 to 1, not nan",
-    "--select ucb --rule-args c=-1": "c must be at least 0",
-    "--select ucb --rule-args c=x": "'x' is not a number",
+    "--select ucb --rule-args c=-1": "c must be a number of at least 0",
+    "--select ucb --rule-args c=x": "c must be a number of at least 0",
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
     "--select signals --rule-args regret=0 depth=0": "one of variance, regret, coverage, depth",
     "--select signals --rule-args unknown=1": "has no 'unknown'; it has drafts, variance, regret",
-    "--engine api --model x --url localhost:8000/v1": "localhost:8000/v1 needs a scheme: http://",
-    "--engine api --model x --url http://127.0.0.1:9/v1": "does not answer",
-    "--engine api": "--engine api needs --model",
-    "--learn --engine api --model x": "--learn trains the model here: leave out --engine api",
+    "--model x --url localhost:8000/v1": "localhost:8000/v1 needs a scheme: http://",
+    "--model x --url http://127.0.0.1:9/v1": "does not answer",
+    "--url http://127.0.0.1:9/v1": "--url needs --model",
+    "--learn --url http://127.0.0.1:9/v1": "--learn trains the model here: leave out --url",
     "--learn --select bfs": "such as --select puct: bfs does not",
     "--learn --select evaluation": "such as --select puct: evaluation does not",
     "--learn --children 1": "--children must be from 2",
@@ -824,17 +777,17 @@ def test_bad_input_is_one_sentence_before_a_model_is_loaded(tmp_path, monkeypatc
     with pytest.raises(UserError) as error:
         cfg = parse_config(search.Config, flags.split())
         _, _, path, _ = search.prepare(cfg)
-        search.ENGINES[cfg.engine].open(cfg, path)
+        search.open_engine(cfg, path)
     assert BAD_INPUT[flags] in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_bad_input_ends_with_exit_code_2(tmp_path):
-    process = script(tmp_path, "--nodes", "50")
+    process = script(tmp_path, "--tau", "7")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "Traceback" not in err
-    assert err.strip().splitlines()[-1].endswith("depth=2 or branching=3.")
+    assert err.strip().splitlines()[-1] == "--tau must be from 0 to 1, not 7.0."
 
 
 def test_a_grid_is_not_written_over_a_run(tmp_path, monkeypatch):
@@ -917,7 +870,6 @@ def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_
     assert nodes["0.0"]["valid"]
     assert not nodes["0.0"]["kept"]
     assert nodes["0.0.0"]["op"] == "draft"
-    assert "could not be kept" in result(t)["test_error"]
     assert result(t)["test_score"] is None
 
 
@@ -954,11 +906,9 @@ def test_ideas_above_tau_are_asked_for_again_and_marked(tmp_path):
     assert "List 2 more" in model.prompts[1]
     ideas = {row["idea"]: row["probability"] for row in rows(t)}
     assert ideas == {"rare": 0.05, "odd": 0.02, "common": 0.4}
-    assert result(t)["above_tau"] == 1
     options = {"modes": ("uniform",), "nodes": 2, "k": 2, "workers": 1}
     t = run(tmp_path / "uniform", model=FakePolicy(first), **options)
     assert {row["idea"] for row in rows(t)} == {"usual", "rare"}
-    assert result(t)["above_tau"] == 0
 
 
 def test_a_journal_of_another_version_is_refused_with_one_sentence(tmp_path):
@@ -982,10 +932,8 @@ def test_rules_without_a_sampling_mode_say_so_at_the_start(tmp_path, monkeypatch
     assert "modes none" in said
 
 
-@pytest.mark.parametrize("select", ["linear", "scientist"])
-def test_rules_without_a_sampling_mode_run_one_node_at_a_time(tmp_path, select):
+def test_linear_runs_one_node_at_a_time(tmp_path):
     started = []
-    model = FakePolicy("Parent: 0\nStrategy: again")
 
     def delay(node):
         started.append(node)
@@ -995,8 +943,8 @@ def test_rules_without_a_sampling_mode_run_one_node_at_a_time(tmp_path, select):
         assert started[-1] is node  # no other one has started meanwhile
         return 0.6
 
-    options = {"select": select, "modes": ("none",), "nodes": 5, "workers": 4}
-    run(tmp_path, model=model, delay=delay, score_of=score, **options)
+    options = {"select": "linear", "modes": ("none",), "nodes": 5, "workers": 4}
+    run(tmp_path, delay=delay, score_of=score, **options)
     assert len(started) == 5
 
 

@@ -21,7 +21,6 @@ from bench.measure import ENVIRONMENT, PROJECT, print_result, result_of, this_ma
 
 GROUPS, GROUP = 8, 5  # of training
 TURNS = 4
-OPTIONS = {"bfs": {"rule_args": ("depth=8",)}}  # whose tree is large enough
 
 
 def growth(args):
@@ -152,7 +151,7 @@ def search(rule, nodes):
 
     search.play = fake_play
     search.env.Env = NoSandbox
-    config = {"context": 100_000, "max_reply_tokens": 1000} | OPTIONS.get(rule, {})
+    config = {"context": 100_000, "max_reply_tokens": 1000}
     cfg = search_config(backend="local", select=rule, nodes=nodes, workers=4, **config)
     marks = {}
     ends = []  # of the nodes: seconds, seconds of CPU
