@@ -14,8 +14,7 @@ One node:
 2. propose: the model lists strategies with their probabilities, and one of them is taken.
 3. expand: an episode in a copy of the parent's files, without its artefact. The model is told a
    bounded summary of the parent instead of its conversation.
-4. The validation part scores the node. A failed node is a node as well and can be debugged. One row
-   goes to journal.jsonl.
+4. The validation part scores the node; a row goes to journal.jsonl. A failed node can be debugged.
 
 At the end the nodes within one standard error of the best by validation are scored on the selection
 part, and the best of them by the mean of both parts once on the test part.
@@ -24,8 +23,7 @@ How it departs from what is usual:
 1. Rules see `improvement` only (0 baseline, 1 reference), so none knows metrics and directions.
 2. A budget of K nodes executes K nodes: failures count, in the budget and in every table. A broken
    sandbox is a fault and never a score.
-3. The journal is the checkpoint: ids, decisions, strategies and counts are rebuilt from it, files
-   from nodes/<order>.tar.
+3. The journal is the checkpoint: the tree is rebuilt from it, files from nodes/<order>.tar.
 4. Seeds come from (seed, node id), so bfs grows the same tree with any number of workers (unless
    --scope global shows prompts what happened meanwhile).
 """
@@ -79,11 +77,12 @@ def bfs(t, rng, branching=3):
 
 def greedy(t, rng, drafts=5):
     """Drafts, then always the best node (AIDE, arXiv 2502.13138)."""
-    scores = {node.id: node.improvement for node in rules.candidates(t, drafts)}
+    options = rules.candidates(t, drafts)
+    scores = {node.id: node.improvement for node in options}
     if not scores:
         return None
-    best = rules.arg_max(scores)
-    return Choice(best, scores=scores, reason="best so far" if t.scored else "draft")
+    reason = "best so far" if t.scored else "draft"
+    return Choice(rules.arg_max(scores), reason=reason, scores=scores)
 
 
 def ucb(t, rng, drafts=3, c=1.41):
@@ -146,8 +145,10 @@ def sampling_mode(t: Tree, node: Node) -> str:
     """How the strategy of this node is asked for, a key of MODES."""
     if not (OPERATORS[node.op].asks and t.rule.uses_strategies):
         return "none"
-    exploits = node.decision["phase"] == "exploit" and t.nearest_kept(node.parent).idea
-    return exploits and MODES[t.sampling_mode].exploits_as or t.sampling_mode
+    parent = t.nearest_kept(node.parent)
+    if node.decision["phase"] == "exploit" and parent.idea:
+        return MODES[t.sampling_mode].exploits_as or t.sampling_mode
+    return t.sampling_mode
 
 
 # ==================================== end of the idea ========================================
@@ -172,8 +173,7 @@ class Config:
     seed: tuple[options.Seed, ...] = (0,)  # seed of choices and samples; several: one tree each
     # nodes that run at the same time, over all trees; default: 4, with --learn parents x children
     workers: options.Resumable[options.Count | None] = None
-    # an OpenAI-compatible endpoint that samples instead of the engine here, as in
-    # http://localhost:8000/v1; key: $OPENAI_API_KEY
+    # OpenAI-compatible endpoint to sample from, as http://localhost:8000/v1; key: $OPENAI_API_KEY
     url: options.Resumable[str | None] = None
     # share of the GPU for the engine (weights and KV cache); default: 0.85, with --learn 0.45
     gpu_memory: options.GpuShare | None = None
@@ -218,12 +218,14 @@ async def machine_of(t: Tree) -> dict:
 
 def summary(t: Tree) -> str:
     """What prompts say about other branches, if anything."""
-    return prompts.summary_of_tree(t.texts, t.finished) if t.cfg.scope == "global" else ""
+    if t.cfg.scope == "global":
+        return prompts.summary_of_tree(t.texts, t.finished)
+    return ""
 
 
 async def propose(t: Tree, node: Node) -> None:
-    """Gives the node its strategy. If there are fewer than children, the rest get none: the
-    sampling mode of these is none, and their decision keeps the mode they asked for as `asked`.
+    """Gives the node its strategy. If there are too few, its sampling mode is none, and its
+    decision keeps the mode it asked for as `asked`.
     """
     if OPERATORS[node.op].keeps_strategy:
         node.idea = t.nearest_kept(node.parent).idea
@@ -249,7 +251,8 @@ async def shared_ideas(t: Tree, node: Node) -> list:
         if sibling.ideas:
             return sibling.ideas
     if node.parent not in t.requests:
-        t.requests[node.parent] = asyncio.create_task(list_ideas(t, node, node.parent))
+        request = list_ideas(t, node, node.parent)
+        t.requests[node.parent] = asyncio.create_task(request)
     return await t.requests[node.parent]
 
 
@@ -270,14 +273,23 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
     parent = t.nearest_kept(node.parent)
     shown = None if parent is t.root else parent
     siblings = [child for child in t.nodes[node.parent].children if child is not node]
-    wanted = {"mode": node.sampling_mode, "k": k, "tau": cfg.tau}
-    request = prompts.ask(t.texts, about, shown, siblings, summary(t), **wanted)
+    request = prompts.ask(
+        t.texts,
+        about,
+        shown,
+        siblings,
+        summary(t),
+        mode=node.sampling_mode,
+        k=k,
+        tau=cfg.tau,
+    )
     limit = cfg.tau if MODES[node.sampling_mode].below_tau else 1
     talk = []
     ideas = {}
     for call in range(2):
         talk.append({"role": "user", "content": request})
-        reply = await prompts.reply_to(t, node, talk, seed_from(t.seed, seed, "ideas", call))
+        call_seed = seed_from(t.seed, seed, "ideas", call)
+        reply = await prompts.reply_to(t, node, talk, call_seed)
         talk.append({"role": "assistant", "content": reply})
         for idea, stated in prompts.parse(reply):
             ideas.setdefault(prompts.same(idea), (idea, stated))
@@ -301,13 +313,14 @@ class NodeEnv(env.Env):
         super().__init__(t.task, t.cfg.sandbox, node.seed)
         self.tree = t
         self.parents = parents
+        self.ends_at_score = not t.rule.is_evaluation
         limit = min(6000, t.cfg.model.context * 3 // 4)  # a quarter of the context, in characters
         self.message = prompts.situation(t.texts, node, parents, limit, summary(t))
-        self.ends_at_score = not t.rule.is_evaluation
 
     def restart(self):
         if self.parents:
-            self.restore(self.tree.tar_of(self.parents[0]).read_bytes())
+            tar = self.tree.tar_of(self.parents[0])
+            self.restore(tar.read_bytes())
         else:
             super().restart()
 
@@ -364,7 +377,8 @@ async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> Episode:
     print(console.node_line(t, node), flush=True)
     slots.release()
     t.node_ended.set()
-    if [other.status for other in t.finished[-3:]] == ["fault"] * 3:
+    latest = [other.status for other in t.finished[-3:]]
+    if latest == ["fault"] * 3:
         raise UserError(
             "Three sandboxes in a row broke, so the search stops. Run the same command again to "
             f"continue. The last one: {node.error}"
@@ -380,15 +394,19 @@ def decide(t: Tree) -> Choice | None:
     if t.spent():
         return None
     rng = random.Random(seed_from(t.seed, "select", t.started))
-    leaf = None if t.rule.selects_failed else rules.failed_leaf(t, rng, DEBUG_PROB)
-    return leaf or t.rule.function(t, rng, **t.constants)
+    if not t.rule.selects_failed:
+        leaf = rules.failed_leaf(t, rng, DEBUG_PROB)
+        if leaf:
+            return leaf
+    return t.rule.function(t, rng, **t.constants)
 
 
 def start(t: Tree, choice: Choice) -> Node:
     """Adds the chosen node to the tree, with the first operator that applies."""
     parent = t.nearest_kept(choice.parent)
-    op = next(name for name, operator in OPERATORS.items() if operator.applies(choice, parent))
-    return t.start(choice, op, OPERATORS[op].mark)
+    for op, operator in OPERATORS.items():
+        if operator.applies(choice, parent):
+            return t.start(choice, op, operator.mark)
 
 
 async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> None:
@@ -453,7 +471,8 @@ async def close(t: Tree) -> None:
         t.chosen = await choose(t)
         if t.chosen.kept and len(t.task.splits) > 1:
             await hidden_score(t, t.chosen, t.task.splits[-1])
-    t.run.result(**results(t) | {"stopped_by": stopped_by, "status": "finished"})
+    ended = {"stopped_by": stopped_by, "status": "finished"}
+    t.run.result(**results(t) | ended)
     t.closed = True
 
 
@@ -479,7 +498,8 @@ async def hidden_score(t: Tree, node: Node, split: str) -> float:
     parts = t.hidden_scores.setdefault(node.id, {})
     if split not in parts:
         async with env.Env(t.task, t.cfg.sandbox, node.seed) as world:
-            await in_thread(world.restore, t.tar_of(node).read_bytes(), False)
+            files = t.tar_of(node).read_bytes()
+            await in_thread(world.restore, files, False)
             score = await in_thread(world.score, split)
         # Valid on the validation part and not on this one: worth the baseline.
         value = score.value if score.valid else t.task.baseline
@@ -495,14 +515,16 @@ async def hidden_score(t: Tree, node: Node, split: str) -> float:
 def defaults(cfg: Config) -> dict:
     """The options that depend on --learn."""
     if cfg.learn:
-        return {"select": "puct", "workers": cfg.parents * cfg.children, "gpu_memory": 0.45}
+        return {
+            "select": "puct",
+            "workers": cfg.parents * cfg.children,
+            "gpu_memory": 0.45,
+        }
     return {"select": "bfs", "workers": 4, "gpu_memory": 0.85}
 
 
 def check_config(cfg: Config) -> None:
-    """Fills in what depends on --learn. Raises UserError for settings that do not exist or do not
-    fit together.
-    """
+    """Fills in what depends on --learn. Raises UserError for settings that do not fit together."""
     options.check_values(cfg)
     options.set_defaults(cfg, defaults(cfg))
     rule = SELECT[cfg.select]
@@ -510,9 +532,12 @@ def check_config(cfg: Config) -> None:
         import learning
 
         learning.check(cfg, rule)
-    constants = rule.constants(cfg.select, cfg.rule_args)
-    if rule.check:
-        rule.check(cfg, constants)
+    rule.constants(cfg.select, cfg.rule_args)
+    if rule.is_evaluation and cfg.scope == "global":
+        raise UserError(
+            f"--select {cfg.select} needs episodes that know nothing of each other: leave out "
+            "--scope global."
+        )
     if cfg.url and not cfg.model.model:
         raise UserError("--url needs --model: the name that the endpoint knows.")
 
@@ -569,7 +594,8 @@ def main() -> None:
     if todo:
         console.search_banner(cfg, trees, where, path, why)
         with cli.recorded_end([t.run for t in todo], where):
-            asyncio.run(search(todo, open_engine(cfg, path), cfg.workers))
+            policy = open_engine(cfg, path)
+            asyncio.run(search(todo, policy, cfg.workers))
     else:
         print(f"{where} was finished before: nothing was run.")
     console.report(trees, where)

@@ -26,13 +26,20 @@ def about(texts, task: Task, machine: dict, nodes_left: int | None = None, nodes
 
     machine: what machine_facts() tells about one; {} if the texts do not use it.
     """
-    files = [(name, first_line(path)) for name, path in list(task.public.items())[:FILES]]
+    shown = list(task.public.items())[:FILES]
+    files = [(name, first_line(path)) for name, path in shown]
     limits = ""
     if machine:
         packages = machine["packages"][:NAMED_PACKAGES]
         limits = texts.fill("limits", **machine | {"packages": packages})
-    left = {"nodes_left": nodes_left, "nodes": nodes}
-    return texts.fill("about", task=task, files=files, limits=limits, **left)
+    return texts.fill(
+        "about",
+        task=task,
+        files=files,
+        limits=limits,
+        nodes_left=nodes_left,
+        nodes=nodes,
+    )
 
 
 def first_line(path) -> str:

@@ -42,7 +42,6 @@ class Rule:
     # The nodes are independent episodes, which end as in training and not at the first valid score:
     # none is chosen, and their mean is the result.
     is_evaluation: bool = False
-    check: Callable | None = None  # (Config, constants), raises UserError if the rule cannot work
 
     def constants(self, name: str, rule_args: tuple[str, ...]) -> dict:
         """Its keyword arguments: the defaults, or the `name=value` pairs of --rule-args.
@@ -111,7 +110,11 @@ def failed_leaf(t: Tree, rng, probability: float) -> Choice | None:
 
 
 def values_and_bonuses(
-    t: Tree, drafts: int, c: float, trend_weight: float = 0.0, visit_alpha: float = 0.0
+    t: Tree,
+    drafts: int,
+    c: float,
+    trend_weight: float = 0.0,
+    visit_alpha: float = 0.0,
 ) -> dict[str, tuple[float, float]]:
     """Two numbers for each candidate: the best Q among the children, and the bonus
     c sqrt(ln N / (n + 1)) + trend_weight max(trend, 0) - visit_alpha ln(n + 1); the + 1 is the
@@ -123,8 +126,10 @@ def values_and_bonuses(
     parts = {}
     for node in candidates(t, drafts):
         visits = len(node.children) + 1
-        bonus = c * math.sqrt(log_n / visits) + trend_weight * max(rising[node.id], 0.0)
-        parts[node.id] = q(best_child(node)), bonus - visit_alpha * math.log(visits)
+        bonus = c * math.sqrt(log_n / visits)
+        bonus += trend_weight * max(rising[node.id], 0.0)
+        bonus -= visit_alpha * math.log(visits)
+        parts[node.id] = q(best_child(node)), bonus
     return parts
 
 
@@ -140,7 +145,10 @@ def trends(t: Tree) -> dict[str, float]:
             total += steps * (q(node) - last)
             last = q(node)
         paths[node.id] = steps, total, last
-    return {id: total / max(1, steps * (steps + 1) / 2) for id, (steps, total, _) in paths.items()}
+    values = {}
+    for id, (steps, total, _) in paths.items():
+        values[id] = total / max(1, steps * (steps + 1) / 2)
+    return values
 
 
 def arg_max(scores: dict[str, float]) -> str:
@@ -207,7 +215,10 @@ def softmax(t, rng, drafts=3, c=1.41, trend_weight=0.5, visit_alpha=0.5, tau=0.5
     def pick(scores):
         highest = max(scores.values())
         width = max(tau, 1e-9)
-        return draw(rng, {id: math.exp((score - highest) / width) for id, score in scores.items()})
+        weights = {}
+        for id, score in scores.items():
+            weights[id] = math.exp((score - highest) / width)
+        return draw(rng, weights)
 
     parts = values_and_bonuses(t, drafts, c, trend_weight, visit_alpha)
     return explore_or_exploit(parts, pick)
@@ -226,7 +237,10 @@ def regret_of(q, node):
 
 def unused_families(q, node):
     """The share of model families that no child's idea names."""
-    used = set().union(*(prompts.families(child.idea) for child in node.children if child.idea))
+    used = set()
+    for child in node.children:
+        if child.idea:
+            used |= prompts.families(child.idea)
     return 1 - len(used) / (len(prompts.FAMILIES) + 1)
 
 
@@ -245,7 +259,14 @@ SIGNALS = {
 
 
 def signals(
-    t, rng, drafts=3, variance=0.0, regret=1.0, coverage=0.0, depth=1.0, exploit_quantile=0.75
+    t,
+    rng,
+    drafts=3,
+    variance=0.0,
+    regret=1.0,
+    coverage=0.0,
+    depth=1.0,
+    exploit_quantile=0.75,
 ):
     """The arg-max of the weighted sum of SIGNALS, each min-max normalised over the candidates.
 
@@ -275,11 +296,6 @@ def signals(
     place = bisect_right(scored, t.nodes[id].improvement)
     exploits = place and place - 1 >= exploit_quantile * (len(scored) - 1)
     return Choice(id, "exploit" if exploits else "explore", "largest sum of signals", scores)
-
-
-def check_signals(cfg, constants: dict) -> None:
-    if not any(constants[name] for name in SIGNALS):
-        raise UserError(f"--rule-args: one of {', '.join(SIGNALS)} must be above 0.")
 
 
 def below(node: Node) -> list[Node]:
@@ -339,9 +355,13 @@ def puct(t, rng, c=1.0, siblings=2):
     parts = {}
     for place, node in enumerate(ranked):
         prior = (len(ranked) - place) / sum_of_ranks
-        parts[node.id] = q(best_child(node)), c * prior * total / (1 + visits[node.id])
+        bonus = c * prior * total / (1 + visits[node.id])
+        parts[node.id] = q(best_child(node)), bonus
     parents = {node.parent for node in t.running}
-    free = {id: part for id, part in parts.items() if not any(same_line(id, p) for p in parents)}
+    free = {}
+    for id, part in parts.items():
+        if not any(same_line(id, parent) for parent in parents):
+            free[id] = part
     return explore_or_exploit(free or parts)
 
 
@@ -349,7 +369,9 @@ def expansions(t: Tree) -> Counter[str]:
     """id -> how often the node or one below it was expanded. The children of a group (see --learn)
     are one expansion.
     """
-    groups = {node.decision.get("group", node.id): node.parent for node in t.nodes.values()}
+    groups = {}
+    for node in t.nodes.values():
+        groups[node.decision.get("group", node.id)] = node.parent
     counts = Counter(groups.values())
     for node in reversed(t.nodes.values()):  # a node comes after the one above it
         counts[node.parent] += counts[node.id]
@@ -395,20 +417,11 @@ def evaluation(t, rng):
     return Choice("0", reason="an episode of its own")
 
 
-def check_evaluation(cfg, constants):
-    """Raises UserError if prompts would show an episode what another one did."""
-    if cfg.scope == "global":
-        raise UserError(
-            "--select evaluation needs episodes that know nothing of each other: "
-            "leave out --scope global."
-        )
-
-
 RULES = {
     "random": Rule(uniform_choice),
     "open_ended": Rule(open_ended),
     "softmax": Rule(softmax),
-    "signals": Rule(signals, check=check_signals),
+    "signals": Rule(signals),
     "mcts": Rule(mcts, selects_failed=True),
     "evolution": Rule(evolution),
     "puct": Rule(puct, selects_failed=True),
@@ -418,7 +431,6 @@ RULES = {
         selects_failed=True,
         uses_strategies=False,
         is_evaluation=True,
-        check=check_evaluation,
     ),
 }
 
@@ -436,6 +448,7 @@ def finalists(t: Tree) -> list[Node]:
     best = t.best()
     if best is t.root:
         return []
-    near = [node for node in t.kept if abs(best.score - node.score) <= (best.stderr or 0.0)]
+    error = best.stderr or 0.0
+    near = [node for node in t.kept if abs(best.score - node.score) <= error]
     near.sort(key=lambda node: (-node.improvement, node.tokens, node.order))
     return near[:FINALISTS]

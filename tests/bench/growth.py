@@ -100,8 +100,7 @@ class FakeModel:
         from flatlab.model.chat import Sample
 
         rng = random.Random(seed)
-        lines = [f"Inspect: 1\nParent: {rng.randrange(100)}\nMode: explore\nMemory: a note"]
-        lines += [f"Strategy: plan {rng.random()}\nProbability: 0.0{i}" for i in range(1, 6)]
+        lines = [f"Strategy: plan {rng.random()}\nProbability: 0.0{i}" for i in range(1, 6)]
         return Sample([0] * 50, [0.0] * 50, "\n".join(lines), "stop", 0)
 
 
