@@ -16,21 +16,11 @@ from flatlab.tree import rounds
 from flatlab.tree.nodes import Node, Tree
 from flatlab.view import console
 
-# The advantages of grpo.py that need no value head.
-ADVANTAGES = [name for name, rule in grpo.ADVANTAGES.items() if not rule.value_head]
 
-
-def defaults(cfg) -> dict:
-    """The options of search.py that depend on --learn."""
-    if cfg.learn:
-        return {"select": "puct", "workers": cfg.parents * cfg.children, "gpu_memory": 0.45}
-    return {"select": "bfs", "workers": 4, "gpu_memory": 0.85}
-
-
-def check(cfg, rule, engine) -> None:
-    """Raises UserError for an engine that cannot be trained or a rule that cannot learn."""
-    if not engine.is_local:
-        raise UserError(f"--learn trains the model here: leave out --engine {cfg.engine}.")
+def check(cfg, rule) -> None:
+    """Raises UserError for an endpoint, which cannot be trained, or a rule that cannot learn."""
+    if cfg.url:
+        raise UserError("--learn trains the model here: leave out --url.")
     if rule.shared_request or rule.is_evaluation:
         raise UserError(
             f"--learn needs a rule that decides by what was learned, such as --select puct: "
@@ -49,7 +39,7 @@ async def grow(t: Tree, decide, start, play) -> None:
     optimizer = t.policy.make_optimizer(t.cfg.lr)
     cfg = update_config(t)
     number, rows = rounds.resume(t, optimizer)
-    while groups := await start_round(t, number, decide, start):
+    while groups := start_round(t, number, decide, start):
         nodes = sum(groups, [])
         playing = [await play(node) for node in nodes]
         episodes = {node.id: await task for node, task in zip(nodes, playing)}
@@ -63,18 +53,17 @@ async def grow(t: Tree, decide, start, play) -> None:
         number += 1
 
 
-async def start_round(t: Tree, number: int, decide, start) -> list[list[Node]]:
+def start_round(t: Tree, number: int, decide, start) -> list[list[Node]]:
     """Starts the nodes of a round, a group of children for each parent that the rule picks."""
     groups = []
     for _ in range(t.cfg.parents):
-        choice = await decide(t)
+        choice = decide(t)
         if choice is None:
             break
         notes = choice.notes | {"round": number, "group": t.started}
         children = []
         while len(children) < t.cfg.children and not t.spent():
             children.append(start(t, replace(choice, notes=notes)))
-            choice.tokens = 0
         groups.append(children)
     return groups
 

@@ -14,8 +14,7 @@ One node:
 2. propose: the model lists strategies with their probabilities, and one of them is taken.
 3. expand: an episode in a copy of the parent's files, without its artefact. The model is told a
    bounded summary of the parent instead of its conversation.
-4. The validation part scores the node. A failed node is a node as well and can be debugged. One row
-   goes to journal.jsonl.
+4. The validation part scores the node; a row goes to journal.jsonl. A failed node can be debugged.
 
 At the end the nodes within one standard error of the best by validation are scored on the selection
 part, and the best of them by the mean of both parts once on the test part.
@@ -24,15 +23,13 @@ How it departs from what is usual:
 1. Rules see `improvement` only (0 baseline, 1 reference), so none knows metrics and directions.
 2. A budget of K nodes executes K nodes: failures count, in the budget and in every table. A broken
    sandbox is a fault and never a score.
-3. The journal is the checkpoint: ids, decisions, strategies and counts are rebuilt from it, files
-   from nodes/<order>.tar.
+3. The journal is the checkpoint: the tree is rebuilt from it, files from nodes/<order>.tar.
 4. Seeds come from (seed, node id), so bfs grows the same tree with any number of workers (unless
-   something depends on what happened meanwhile: --scope global, --reflection).
+   --scope global shows prompts what happened meanwhile).
 """
 
 import asyncio
 import contextlib
-import inspect
 import random
 import sys
 import time
@@ -42,14 +39,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import env
-import learning
 from flatlab import options, threads
 from flatlab.errors import SandboxFault, UserError
 from flatlab.model import endpoint
 from flatlab.runs import cli
 from flatlab.task.definition import improvement
-from flatlab.tree import journal, parsing, prompts, requests, rules
-from flatlab.tree.nodes import Choice, Node, Tree, results, seed_from
+from flatlab.tree import prompts, rules
+from flatlab.tree.nodes import Choice, Node, Tree, open_trees, results, seed_from
 from flatlab.view import console
 from flatlab.world.episode import Episode, in_thread, run_episode
 from flatlab.world.texts import machine_facts
@@ -62,40 +58,31 @@ from policy import Policy, default_model, resolve_model
 # are in flatlab/tree/rules.py.
 
 
-def bfs(t, rng, branching=3, depth=2):
+def bfs(t, rng, branching=3):
     """The first --nodes nodes of a complete tree, level by level.
 
     Failed nodes get children, too (to debug them), so the set of nodes is known from the start.
     """
-    places = {}  # of the next child of each node that may get one -> its id
-    for node in t.nodes.values():
-        if node.status and len(node.children) < branching and node.depth < depth:
-            first = rules.level_place(node.id, branching) * branching + 1
+    number = {"0": 0}  # of each node in level order
+    places = {}  # number of the next child of each node that may get one -> id of the node
+    for node in t.nodes.values():  # a parent comes before its children
+        first = number[node.id] * branching + 1
+        number |= {child.id: first + child.place for child in node.children}
+        if node.status and len(node.children) < branching:
             places[first + len(node.children)] = node.id
     if not places or min(places) > t.cfg.nodes:
         return None
     return Choice(places[min(places)], reason="next in level order")
 
 
-def check_bfs(cfg, constants):
-    """Raises UserError if a complete tree has fewer nodes than the budget."""
-    branching, depth = constants["branching"], constants["depth"]
-    levels = range(1, min(depth, 64) + 1)  # 2^64 is more than any budget
-    nodes = depth if branching == 1 else sum(branching**level for level in levels)
-    if nodes < cfg.nodes:
-        raise UserError(
-            f"A bfs tree of depth {depth} with {branching} children a node has {nodes} nodes, not "
-            f"--nodes {cfg.nodes}: raise --rule-args depth={depth} or branching={branching}."
-        )
-
-
 def greedy(t, rng, drafts=5):
     """Drafts, then always the best node (AIDE, arXiv 2502.13138)."""
-    scores = {node.id: node.improvement for node in rules.candidates(t, drafts)}
+    options = rules.candidates(t, drafts)
+    scores = {node.id: node.improvement for node in options}
     if not scores:
         return None
-    best = max(scores, key=scores.get)
-    return Choice(best, scores=scores, reason="best so far" if t.scored else "draft")
+    reason = "best so far" if t.scored else "draft"
+    return Choice(rules.arg_max(scores), reason=reason, scores=scores)
 
 
 def ucb(t, rng, drafts=3, c=1.41):
@@ -104,39 +91,32 @@ def ucb(t, rng, drafts=3, c=1.41):
 
 
 SELECT = {
-    "bfs": rules.Rule(bfs, selects_failed=True, shared_request=True, check=check_bfs),
+    "bfs": rules.Rule(bfs, selects_failed=True, shared_request=True),
     "greedy": rules.Rule(greedy),
     "ucb": rules.Rule(ucb),
     **rules.RULES,
 }
 DEBUG_PROB = 0.5  # of debugging a failed leaf instead, for rules that do not select failed nodes
 
-# Operators: how a node builds on its parent. The first one that applies to a choice is taken.
+# Operators: how a node builds on its parent. The first one that applies to a choice is taken. What
+# the model is told is in configs/prompts/, under `node`.
 
 
 @dataclass(frozen=True)
 class Operator:
     applies: Callable  # (choice, parent whose files the node starts from) -> bool
-    sentence: str  # what the model is told after the parent's code; "" for nothing
     mark: str  # its marker in pictures, one of matplotlib's; others become a hexagon
-    explores: str = ""  # the sentence instead if the rule wants to explore
     keeps_strategy: bool = False  # whether its strategy is that of the parent
     asks: bool = True  # whether the model lists strategies for it, see sampling_mode
 
 
 OPERATORS = {
-    "crossover": Operator(lambda choice, parent: choice.second, "Combine both.", "D", asks=False),
-    "draft": Operator(lambda choice, parent: not parent.parent, "", "o"),
+    "crossover": Operator(lambda choice, parent: choice.second_parent, "D", asks=False),
+    "draft": Operator(lambda choice, parent: not parent.parent, "o"),
     "debug": Operator(
-        lambda choice, parent: not parent.valid,
-        "Fix the error and keep the strategy.",
-        "s",
-        keeps_strategy=True,
-        asks=False,
+        lambda choice, parent: not parent.valid, "s", keeps_strategy=True, asks=False
     ),
-    "improve": Operator(
-        lambda choice, parent: True, "Improve on it.", "^", explores="Try something different."
-    ),
+    "improve": Operator(lambda choice, parent: True, "^"),
 }
 
 # Requests for strategies; their texts are in configs/prompts/. Verbalized sampling (arXiv
@@ -148,13 +128,12 @@ OPERATORS = {
 class Mode:
     """How strategies are asked for."""
 
-    asks: bool = True
     exploits_as: str = ""  # the mode that replaces it where the rule exploits a strategy
     below_tau: bool = False  # strategies with a stated probability above tau are the last choice
 
 
 MODES = {
-    "none": Mode(asks=False),
+    "none": None,  # nothing is asked
     "uniform": Mode(exploits_as="local"),
     "tail": Mode(exploits_as="local", below_tau=True),
     "local": Mode(),  # asks for variations, so only of a node with a strategy
@@ -166,56 +145,13 @@ def sampling_mode(t: Tree, node: Node) -> str:
     """How the strategy of this node is asked for, a key of MODES."""
     if not (OPERATORS[node.op].asks and t.rule.uses_strategies):
         return "none"
-    exploits = node.decision["phase"] == "exploit" and t.nearest_kept(node.parent).idea
-    return exploits and MODES[t.sampling_mode].exploits_as or t.sampling_mode
-
-
-def sentence_of(node: Node) -> str:
-    """What the operator of a node says after the code of the nodes that it builds on."""
-    operator = OPERATORS[node.op]
-    explores = operator.explores and node.decision.get("phase") == "explore"
-    return operator.explores if explores else operator.sentence
-
-
-def node_message(t: Tree, node: Node, parents: list[Node]) -> str:
-    """What a node is told after the task. parents: the nodes it builds on, none for a draft."""
-    notes = "\n".join(filter(None, [node.decision.get("reflection"), summary(t)]))
-    limit = prompts.summary_chars(t.cfg)
-    return prompts.situation(t.texts, node, parents, sentence_of(node), limit, notes)
+    parent = t.nearest_kept(node.parent)
+    if node.decision["phase"] == "exploit" and parent.idea:
+        return MODES[t.sampling_mode].exploits_as or t.sampling_mode
+    return t.sampling_mode
 
 
 # ==================================== end of the idea ========================================
-
-
-# Engines: what samples.
-
-
-def open_vllm(cfg, path):
-    return Policy(
-        path,
-        context=cfg.model.context,
-        temperature=cfg.model.temperature,
-        seed=cfg.seed[0],
-        max_batch=max(8, cfg.workers),
-        gpu_memory=cfg.gpu_memory,
-        compile=cfg.model.compile,
-        exact=cfg.model.exact,
-        trains=cfg.learn,
-    )
-
-
-def open_endpoint(cfg, path):
-    endpoint.check_url(cfg.url)
-    return endpoint.Endpoint(cfg.url, cfg.model.model, cfg.model.context, cfg.model.temperature)
-
-
-@dataclass(frozen=True)
-class Engine:
-    open: Callable  # (Config, path of the model) -> a Policy, or what has its sample() and tokens
-    is_local: bool  # whether the model is here and the tokens are its own
-
-
-ENGINES = {"vllm": Engine(open_vllm, True), "api": Engine(open_endpoint, False)}
 
 
 @dataclass
@@ -237,9 +173,8 @@ class Config:
     seed: tuple[options.Seed, ...] = (0,)  # seed of choices and samples; several: one tree each
     # nodes that run at the same time, over all trees; default: 4, with --learn parents x children
     workers: options.Resumable[options.Count | None] = None
-    engine: Literal[*ENGINES] = "vllm"  # api: an OpenAI-compatible endpoint
-    # address of that endpoint; key: $OPENAI_API_KEY
-    url: options.Resumable[str] = "http://localhost:8000/v1"
+    # OpenAI-compatible endpoint to sample from, as http://localhost:8000/v1; key: $OPENAI_API_KEY
+    url: options.Resumable[str | None] = None
     # share of the GPU for the engine (weights and KV cache); default: 0.85, with --learn 0.45
     gpu_memory: options.GpuShare | None = None
 
@@ -257,7 +192,6 @@ class Config:
     # tail: ask for strategies less probable than this; others are used only if too few came
     tau: options.Share = 0.1
     scope: Literal["parent", "global"] = "parent"  # global: prompts summarise the whole tree
-    reflection: bool = False  # one more request per node: what has the tree taught so far?
 
     # rule that picks the node to build on; default: bfs, with --learn puct
     select: Literal[*SELECT] | None = None
@@ -266,20 +200,11 @@ class Config:
     learn: bool = False  # search in rounds, each followed by one update of the model (LoRA)
     parents: options.Count = 4  # learn: nodes that the rule picks in a round
     children: Annotated[int, options.Bounds(2)] = 8  # learn: of each of them, compared
-    advantage: Literal[*learning.ADVANTAGES] = "group"  # learn: as in grpo.py
+    advantage: Literal["group", "group_nostd", "rloo", "entropic"] = "group"  # learn: as in grpo.py
     lr: float | None = None  # learn: learning rate of AdamW; default: 4e-5, stand-in 1e-3
 
 
-# ------------------------------------------------------------------ requests to the model
-
-
-def about(t: Tree) -> str:
-    """The task as requests tell it, with what is left of the budget.
-
-    A rule that asks once has the same nodes with any number of workers, so it asks without this.
-    """
-    left = None if t.rule.shared_request else t.cfg.nodes - t.executed()
-    return prompts.about(t.texts, t.task, t.machine, left, t.cfg.nodes)
+# ------------------------------------------------------------------ strategies
 
 
 async def machine_of(t: Tree) -> dict:
@@ -293,85 +218,86 @@ async def machine_of(t: Tree) -> dict:
 
 def summary(t: Tree) -> str:
     """What prompts say about other branches, if anything."""
-    return prompts.summary_of_tree(t.texts, t.finished) if t.cfg.scope == "global" else ""
+    if t.cfg.scope == "global":
+        return prompts.summary_of_tree(t.texts, t.finished)
+    return ""
 
 
-async def list_ideas(t: Tree, node: Node) -> list:
+async def propose(t: Tree, node: Node) -> None:
+    """Gives the node its strategy. If there are too few, its sampling mode is none, and its
+    decision keeps the mode it asked for as `asked`.
+    """
+    if OPERATORS[node.op].keeps_strategy:
+        node.idea = t.nearest_kept(node.parent).idea
+    node.sampling_mode = sampling_mode(t, node)
+    if not MODES[node.sampling_mode]:
+        return
+    number = 0
+    if t.rule.shared_request:
+        node.ideas = await shared_ideas(t, node)
+        number = node.place
+    else:
+        node.ideas = await list_ideas(t, node, node.id)
+    if number < len(node.ideas):
+        node.idea, node.probability = node.ideas[number]
+    else:
+        node.decision["asked"] = node.sampling_mode
+        node.sampling_mode = "none"
+
+
+async def shared_ideas(t: Tree, node: Node) -> list:
+    """The strategies for all children of a node, which are asked for once."""
+    for sibling in t.nodes[node.parent].children:
+        if sibling.ideas:
+            return sibling.ideas
+    if node.parent not in t.requests:
+        request = list_ideas(t, node, node.parent)
+        t.requests[node.parent] = asyncio.create_task(request)
+    return await t.requests[node.parent]
+
+
+async def list_ideas(t: Tree, node: Node, seed: str) -> list:
     """Up to k (strategy, probability) for the children of node.parent, in the order of their use.
 
     If too few came, one more request is made. Under `tail`, strategies with a stated probability
     above tau do not count; they only fill up what is missing in the end, the least probable first.
+    seed: id of the node whose request this is.
     """
     cfg = t.cfg
     k = cfg.k
+    left = cfg.nodes - t.executed()
     if t.rule.shared_request:
         k = max(k, t.constants.get("branching", 0))
+        left = None  # or the strategies would depend on how many workers there are
+    about = prompts.about(t.texts, t.task, t.machine, left, cfg.nodes)
     parent = t.nearest_kept(node.parent)
+    shown = None if parent is t.root else parent
     siblings = [child for child in t.nodes[node.parent].children if child is not node]
-    wanted = {"mode": node.sampling_mode, "k": k, "tau": cfg.tau}
-    request = prompts.ask(t.texts, about(t), parent, siblings, summary(t), **wanted)
+    request = prompts.ask(
+        t.texts,
+        about,
+        shown,
+        siblings,
+        summary(t),
+        mode=node.sampling_mode,
+        k=k,
+        tau=cfg.tau,
+    )
+    limit = cfg.tau if MODES[node.sampling_mode].below_tau else 1
     talk = []
     ideas = {}
-    likely = {}
     for call in range(2):
-        reply = await requests.chat(t, node, talk, request, asked_for(t, node), "ideas", call)
-        for idea, stated in parsing.parse(reply):
-            is_likely = MODES[node.sampling_mode].below_tau and (stated or 0) > cfg.tau
-            group = likely if is_likely else ideas
-            group.setdefault(parsing.same(idea), (idea, stated))
-        if len(ideas) >= k:
+        talk.append({"role": "user", "content": request})
+        call_seed = seed_from(t.seed, seed, "ideas", call)
+        reply = await prompts.reply_to(t, node, talk, call_seed)
+        talk.append({"role": "assistant", "content": reply})
+        for idea, stated in prompts.parse(reply):
+            ideas.setdefault(prompts.same(idea), (idea, stated))
+        missing = k - sum((stated or 0) <= limit for _, stated in ideas.values())
+        if missing <= 0:
             break
-        request = t.texts.fill("more", k=k - len(ideas))
-    for key, idea in sorted(likely.items(), key=lambda item: item[1][1]):
-        ideas.setdefault(key, idea)
-    return list(ideas.values())[:k]
-
-
-def asked_for(t: Tree, node: Node) -> str:
-    """Id of the node whose request for strategies serves this one: its own, or its parent's."""
-    return node.parent if t.rule.shared_request else node.id
-
-
-async def ideas_for(t: Tree, node: Node) -> list:
-    """The strategies of the request that serves the node, which is made once."""
-    if t.rule.shared_request:
-        for sibling in t.nodes[node.parent].children:
-            if sibling.ideas:
-                return sibling.ideas
-    key = asked_for(t, node)
-    if key not in t.requests:
-        t.requests[key] = asyncio.ensure_future(list_ideas(t, node))
-    return await t.requests[key]
-
-
-async def propose(t: Tree, node: Node) -> None:
-    """Gives the node its strategy. If there are fewer than children, the rest get none: the
-    sampling mode of these is none, and their decision keeps the mode they asked for as `asked`.
-    """
-    if OPERATORS[node.op].keeps_strategy and not node.idea:
-        node.idea = t.nearest_kept(node.parent).idea
-    node.sampling_mode = sampling_mode(t, node)
-    mode = MODES[node.sampling_mode]
-    if mode.asks:
-        node.ideas = await ideas_for(t, node)
-        number = int(node.id.rpartition(".")[2]) if t.rule.shared_request else 0
-        if number < len(node.ideas):
-            node.idea, node.probability = node.ideas[number]
-            node.decision["above_tau"] = mode.below_tau and (node.probability or 0) > t.cfg.tau
-        else:
-            node.decision["asked"] = node.sampling_mode
-            node.sampling_mode = "none"
-    if t.cfg.reflection and t.finished:
-        node.decision["reflection"] = await reflect(t, node)
-
-
-async def reflect(t: Tree, node: Node) -> str:
-    """What the tree has taught, in at most 1/16 of the context: the prompts of the node hold it."""
-    tree = prompts.tree_lines(t.texts, [t.root, *t.finished])
-    tree = prompts.clip(tree, prompts.summary_chars(t.cfg))
-    request = t.texts.fill("reflect", about=about(t), tree=tree)
-    limit = max(32, t.cfg.model.context // 16)
-    return await requests.chat(t, node, [], request, node.id, "reflect", limit=limit)
+        request = t.texts.fill("more", k=missing)
+    return sorted(ideas.values(), key=lambda idea: max(idea[1] or 0, limit))[:k]
 
 
 # ------------------------------------------------------------------ one node
@@ -379,20 +305,22 @@ async def reflect(t: Tree, node: Node) -> str:
 
 class NodeEnv(env.Env):
     """The environment of a node: it starts from the files of the first parent, and the prompt also
-    tells about the parents. It also ends when tokens run out and at the first valid score, unless
-    the rule's episodes end as in training.
+    tells about the parents, of which a draft has none. It also ends when tokens run out and at the
+    first valid score, unless the rule's episodes end as in training.
     """
 
     def __init__(self, t: Tree, node: Node, parents: list[Node]):
         super().__init__(t.task, t.cfg.sandbox, node.seed)
         self.tree = t
         self.parents = parents
-        self.message = node_message(t, node, parents)
-        self.ends_at_score = t.rule.ends_at_score
+        self.ends_at_score = not t.rule.is_evaluation
+        limit = min(6000, t.cfg.model.context * 3 // 4)  # a quarter of the context, in characters
+        self.message = prompts.situation(t.texts, node, parents, limit, summary(t))
 
     def restart(self):
         if self.parents:
-            self.restore(self.tree.files_of(self.parents[0]))
+            tar = self.tree.tar_of(self.parents[0])
+            self.restore(tar.read_bytes())
         else:
             super().restart()
 
@@ -413,9 +341,9 @@ async def play(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes
     if t.cfg.minutes is not None:
         minutes = max(1 / 60, t.cfg.minutes - t.elapsed())
         limits = replace(limits, episode_minutes=min(limits.episode_minutes, minutes))
-    policy = requests.CountingPolicy(t.policy, node)
     files = b""
     async with NodeEnv(t, node, parents) as world:
+        policy = prompts.CountingPolicy(t.policy, node)
         episode = await run_episode(world, policy, limits, node.seed)
         if episode.status != "fault":
             # Files that are too large are not kept: the score counts, but nothing is built on it.
@@ -424,8 +352,8 @@ async def play(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes
     return episode, files
 
 
-async def expand(t: Tree, node: Node) -> Episode:
-    """Runs a node from its strategy to its row in the journal; returns its episode.
+async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> Episode:
+    """Runs a node from its strategy to its row in the journal, and frees its slot.
 
     A broken sandbox is replaced once; after that the node is a fault, which is not a score.
     """
@@ -435,8 +363,8 @@ async def expand(t: Tree, node: Node) -> Episode:
     await propose(t, node)
     parent = t.nearest_kept(node.parent)
     parents = [] if parent is t.root else [parent]
-    if node.second:
-        parents.append(t.nodes[node.second])
+    if node.second_parent:
+        parents.append(t.nodes[node.second_parent])
     for _ in range(2):
         episode, files = await play(t, node, parents)
         if episode.status != "fault":
@@ -445,8 +373,12 @@ async def expand(t: Tree, node: Node) -> Episode:
         await in_thread(t.keep, node, files)
     node.seconds = time.monotonic() - start
     # Nothing below waits, so the rules see the node finish at once and complete.
-    t.record(node, episode, has_tokens=ENGINES[t.cfg.engine].is_local)
-    if [other.status for other in t.finished[-3:]] == ["fault"] * 3:
+    t.record(node, episode)
+    print(console.node_line(t, node), flush=True)
+    slots.release()
+    t.node_ended.set()
+    latest = [other.status for other in t.finished[-3:]]
+    if latest == ["fault"] * 3:
         raise UserError(
             "Three sandboxes in a row broke, so the search stops. Run the same command again to "
             f"continue. The last one: {node.error}"
@@ -457,26 +389,24 @@ async def expand(t: Tree, node: Node) -> Episode:
 # ------------------------------------------------------------------ the search
 
 
-async def decide(t: Tree) -> Choice | None:
+def decide(t: Tree) -> Choice | None:
     """The next parent; None if the budget is spent or the rule has nothing to start now."""
     if t.spent():
         return None
     rng = random.Random(seed_from(t.seed, "select", t.started))
-    choice = None
     if not t.rule.selects_failed:
-        choice = rules.failed_leaf(t, rng, DEBUG_PROB)
-    if choice is None:
-        choice = t.rule.function(t, rng, **t.constants)
-        if inspect.isawaitable(choice):
-            choice = await choice
-    return choice
+        leaf = rules.failed_leaf(t, rng, DEBUG_PROB)
+        if leaf:
+            return leaf
+    return t.rule.function(t, rng, **t.constants)
 
 
 def start(t: Tree, choice: Choice) -> Node:
     """Adds the chosen node to the tree, with the first operator that applies."""
     parent = t.nearest_kept(choice.parent)
-    op = next(name for name, operator in OPERATORS.items() if operator.applies(choice, parent))
-    return t.start(choice, op, OPERATORS[op].mark)
+    for op, operator in OPERATORS.items():
+        if operator.applies(choice, parent):
+            return t.start(choice, op, operator.mark)
 
 
 async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> None:
@@ -484,7 +414,7 @@ async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> N
     t.machine = await machine_of(t)
     while True:
         await slots.acquire()
-        choice = await decide(t)
+        choice = decide(t)
         if choice:
             group.create_task(run_node(t, start(t, choice), slots))
             continue
@@ -496,17 +426,9 @@ async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> N
     await close(t)
 
 
-async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> Episode:
-    """Runs a node, whose slot is held, and frees the slot."""
-    episode = await expand(t, node)
-    print(console.node_line(t, node), flush=True)
-    slots.release()
-    t.node_ended.set()
-    return episode
-
-
 async def grow_in_rounds(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> None:
     """Grows a tree with --learn: see learning.py."""
+    import learning  # late, because it imports grpo.py
 
     async def play(node):
         await slots.acquire()
@@ -549,7 +471,8 @@ async def close(t: Tree) -> None:
         t.chosen = await choose(t)
         if t.chosen.kept and len(t.task.splits) > 1:
             await hidden_score(t, t.chosen, t.task.splits[-1])
-    t.run.result(**results(t) | {"stopped_by": stopped_by, "status": "finished"})
+    ended = {"stopped_by": stopped_by, "status": "finished"}
+    t.run.result(**results(t) | ended)
     t.closed = True
 
 
@@ -558,14 +481,13 @@ async def choose(t: Tree) -> Node:
 
     Ties go to the node with fewer sampled tokens, then to the earlier one.
     """
-    if "selection" not in t.task.splits:
-        return t.best()
     ranks = {}
-    for node in rules.finalists(t):
-        selection_score = await hidden_score(t, node, "selection")
-        value = improvement((node.score + selection_score) / 2, t.task)
-        ranks[node.id] = (value, -node.tokens, -node.order)
-    return t.nodes[max(ranks, key=ranks.get)] if ranks else t.best()
+    if "selection" in t.task.splits:
+        for node in rules.finalists(t):
+            selection_score = await hidden_score(t, node, "selection")
+            value = improvement((node.score + selection_score) / 2, t.task)
+            ranks[node.id] = (value, -node.tokens, -node.order)
+    return t.nodes[rules.arg_max(ranks)] if ranks else t.best()
 
 
 async def hidden_score(t: Tree, node: Node, split: str) -> float:
@@ -576,7 +498,8 @@ async def hidden_score(t: Tree, node: Node, split: str) -> float:
     parts = t.hidden_scores.setdefault(node.id, {})
     if split not in parts:
         async with env.Env(t.task, t.cfg.sandbox, node.seed) as world:
-            await in_thread(world.restore, t.files_of(node), False)
+            files = t.tar_of(node).read_bytes()
+            await in_thread(world.restore, files, False)
             score = await in_thread(world.score, split)
         # Valid on the validation part and not on this one: worth the baseline.
         value = score.value if score.valid else t.task.baseline
@@ -589,20 +512,34 @@ async def hidden_score(t: Tree, node: Node, split: str) -> float:
 # ------------------------------------------------------------------ start and end
 
 
+def defaults(cfg: Config) -> dict:
+    """The options that depend on --learn."""
+    if cfg.learn:
+        return {
+            "select": "puct",
+            "workers": cfg.parents * cfg.children,
+            "gpu_memory": 0.45,
+        }
+    return {"select": "bfs", "workers": 4, "gpu_memory": 0.85}
+
+
 def check_config(cfg: Config) -> None:
-    """Fills in what depends on --learn. Raises UserError for settings that do not exist or do not
-    fit together.
-    """
+    """Fills in what depends on --learn. Raises UserError for settings that do not fit together."""
     options.check_values(cfg)
-    options.set_defaults(cfg, learning.defaults(cfg))
+    options.set_defaults(cfg, defaults(cfg))
     rule = SELECT[cfg.select]
     if cfg.learn:
-        learning.check(cfg, rule, ENGINES[cfg.engine])
-    constants = rule.constants(cfg.select, cfg.rule_args)
-    if rule.check:
-        rule.check(cfg, constants)
-    if not ENGINES[cfg.engine].is_local and not cfg.model.model:
-        raise UserError(f"--engine {cfg.engine} needs --model: the name that the endpoint knows.")
+        import learning
+
+        learning.check(cfg, rule)
+    rule.constants(cfg.select, cfg.rule_args)
+    if rule.is_evaluation and cfg.scope == "global":
+        raise UserError(
+            f"--select {cfg.select} needs episodes that know nothing of each other: leave out "
+            "--scope global."
+        )
+    if cfg.url and not cfg.model.model:
+        raise UserError("--url needs --model: the name that the endpoint knows.")
 
 
 def prepare(cfg: Config):
@@ -615,7 +552,7 @@ def prepare(cfg: Config):
     if not SELECT[cfg.select].uses_strategies:
         cfg.sampling_mode = ("none",)
     path = None
-    if ENGINES[cfg.engine].is_local:
+    if not cfg.url:
         cfg.model.model = cfg.model.model or default_model()
         path = resolve_model(cfg.model.model)
     is_tiny = path is not None and path.is_tiny
@@ -624,10 +561,29 @@ def prepare(cfg: Config):
     options.set_defaults(cfg, {"lr": 1e-3 if is_tiny else 4e-5})
     # The name begins with that of the script: a copy of this file makes runs of its own.
     kind = Path(__file__).stem + ("-learn" if cfg.learn else "")
-    if cfg.select != learning.defaults(cfg)["select"]:
+    if cfg.select != defaults(cfg)["select"]:
         kind += f"-{cfg.select}"
-    trees, where = journal.open_trees(cfg, tasks, SELECT[cfg.select], path, kind)
+    trees, where = open_trees(cfg, tasks, SELECT[cfg.select], path, kind)
     return trees, where, path, why
+
+
+def open_engine(cfg: Config, path):
+    """What samples: a Policy, or what has its sample() and tokens."""
+    model = cfg.model
+    if cfg.url:
+        endpoint.check_url(cfg.url)
+        return endpoint.Endpoint(cfg.url, model.model, model.context, model.temperature)
+    return Policy(
+        path,
+        context=model.context,
+        temperature=model.temperature,
+        seed=cfg.seed[0],
+        max_batch=max(8, cfg.workers),
+        gpu_memory=cfg.gpu_memory,
+        compile=model.compile,
+        exact=model.exact,
+        trains=cfg.learn,
+    )
 
 
 def main() -> None:
@@ -637,12 +593,11 @@ def main() -> None:
     todo = [t for t in trees if not t.closed]
     if todo:
         console.search_banner(cfg, trees, where, path, why)
+        with cli.recorded_end([t.run for t in todo], where):
+            policy = open_engine(cfg, path)
+            asyncio.run(search(todo, policy, cfg.workers))
     else:
         print(f"{where} was finished before: nothing was run.")
-    with cli.recorded_end([t.run for t in todo], where):
-        if todo:
-            policy = ENGINES[cfg.engine].open(cfg, path)
-            asyncio.run(search(todo, policy, cfg.workers))
     console.report(trees, where)
 
 

@@ -42,7 +42,7 @@ class Options:
 
 UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 FACTS = ("outcome", "score", "test_score", "status", "task", "seed", "op", "sampling_mode")
-FACTS += ("parent", "second", "probability", "idea", "tokens", "seconds", "error")
+FACTS += ("parent", "second_parent", "probability", "idea", "tokens", "seconds", "error")
 
 
 def say(text: str) -> None:

@@ -202,11 +202,10 @@ def configure(config, **flags):
 
 
 def search_config(**flags):
-    import learning
     import search
 
     cfg = configure(search.Config(), **{"prompts": TINY_TEXTS} | flags)
-    options.set_defaults(cfg, learning.defaults(cfg))
+    options.set_defaults(cfg, search.defaults(cfg))
     return cfg
 
 

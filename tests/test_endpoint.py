@@ -219,7 +219,7 @@ def test_the_server_applies_a_saved_adapter(vllm_server, adapter):
 
 @pytest.mark.slow
 def test_search_uses_a_served_adapter(vllm_server, tmp_path):
-    command = f"search.py --engine api --url {vllm_server} --model trained --task titanic"
+    command = f"search.py --url {vllm_server} --model trained --task titanic"
     command += " --context 2048 --max-reply-tokens 160 --max-observation-tokens 256"
     command += " --prompts configs/prompts/tiny.yaml"
     command += " --nodes 2 --max-turns 2 --backend local --name served"

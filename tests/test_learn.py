@@ -61,7 +61,7 @@ def learning(folder, policy, play=None, is_cut=False, **config):
     t = Tree(replace(TASK, splits=("test",)), "none", 0, cfg, run, search.SELECT[cfg.select])
 
     async def one(t, node, parents):
-        counting = search.requests.CountingPolicy(t.policy, node)
+        counting = search.prompts.CountingPolicy(t.policy, node)
         world = SimpleNamespace(task=t.task)
         episode = await one_reply(world, counting, t.cfg.episode, node.seed)
         if not is_cut:

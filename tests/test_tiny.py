@@ -1,12 +1,11 @@
 """The stand-in model in configs/tiny knows the prompts of today."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
 import env
-from flatlab.tree import parsing, prompts
+from flatlab.tree import prompts
 from flatlab.world.texts import load_prompts
 from helpers import TINY_TEXTS, play_once
 from tasks import load_task
@@ -50,10 +49,9 @@ def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
 @pytest.mark.parametrize("mode", ["uniform", "tail", "sequence"])
 def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode, name):
     task = load_task(name)
-    root = SimpleNamespace(op="baseline", idea="", valid=True, score=task.baseline)
     texts = load_prompts(TINY_TEXTS)
     about = prompts.about(texts, task, {})
-    question = prompts.ask(texts, about, root, [], mode=mode, k=5, tau=0.1)
+    question = prompts.ask(texts, about, None, [], mode=mode, k=5, tau=0.1)
     tokens = tiny_policy.render([{"role": "user", "content": question}])
 
     async def ask_all():
@@ -61,5 +59,5 @@ def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode, name):
         return await asyncio.gather(*replies)
 
     replies = asyncio.run(ask_all())
-    usable = sum(len(parsing.parse(reply.text)) >= 3 for reply in replies)
+    usable = sum(len(prompts.parse(reply.text)) >= 3 for reply in replies)
     assert usable >= LOWEST_VALID_SHARE * EPISODES, f"{usable} lists are usable. {ADVICE}"

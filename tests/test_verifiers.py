@@ -127,7 +127,7 @@ def test_rewards_of_a_real_model_are_those_of_a_search(tmp_path):
     with replaying([conversation(trace) for trace in traces]) as url:
         flags = [f"--{name}={value}" for name, value in TINY.items()]
         command = [f"{PROJECT}/search.py", f"{PROJECT}/configs/evaluate.yaml", "--task=titanic"]
-        command += ["--engine=api", f"--url={url}", "--model=m", "--nodes=8", "--name=replay"]
+        command += [f"--url={url}", "--model=m", "--nodes=8", "--name=replay"]
         done = python(*command, *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = map(json.loads, (tmp_path / "logs/replay/journal.jsonl").read_text().splitlines())

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from tqdm import tqdm
 
 import env
-import search
 from flatlab.options import EpisodeOptions
 from flatlab.task.definition import Task, improvement
 from flatlab.tree import prompts
@@ -395,9 +394,7 @@ def request(rng: random.Random, world: World, kind: str, words: str, program: st
         node.idea = ""
     if parents:
         prompt = parents[0].prompt_of_child
-    situation = prompts.situation(
-        load_prompts(PROMPTS), node, parents, search.sentence_of(node), 1500
-    )
+    situation = prompts.situation(load_prompts(PROMPTS), node, parents, 1500)
     return f"{prompt}\n\n{situation}"
 
 
@@ -415,15 +412,17 @@ def list_strategies(rng: random.Random, world: World) -> list[tuple[str, str]]:
     table = world.table
     k = rng.choice([2, 3, 3, 5, 5, 5, 5, 5, 5])
     mode = rng.choice(["uniform", "tail", "local", "sequence"])
-    parent = SimpleNamespace(op="baseline", idea="", valid=True, score=world.task.baseline)
+    parent = None
+    idea = ""
     if rng.random() < 0.5:
         parent = world.node(*rng.choice(table.solutions)[1:])
+        idea = parent.idea
     rows = rng.sample(table.solutions, rng.choice([0, 0, 1, 2, 3]))
     siblings = [world.node(*row[1:]) for row in rows]
-    tried = {parent.idea, *(node.idea for node in siblings)}
+    tried = {idea, *(node.idea for node in siblings)}
     left = [words for _, words, _ in table.solutions if words not in tried]
     if mode == "local":
-        left = most_similar(rng, table, parent.idea, left)[: 2 * k]
+        left = most_similar(rng, table, idea, left)[: 2 * k]
     chosen = rng.sample(left, min(k, len(left)))
     highest = {"tail": 0.09, "local": 0.3}.get(mode, 1 / k)
     lines = []

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import hashlib
-import heapq
 import io
 import itertools
 import tarfile
@@ -21,13 +20,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
+from flatlab import options
 from flatlab.errors import UserError
 from flatlab.files import write_whole
-from flatlab.runs.reader import standard_error
+from flatlab.runs import trackers
+from flatlab.runs.fingerprint import fingerprint
+from flatlab.runs.reader import standard_error, value_text
+from flatlab.runs.store import Run, open_run, run_directory
 from flatlab.sandbox.client import readable
 from flatlab.task.definition import Task, improvement
 from flatlab.tree.prompts import clip
@@ -53,9 +55,9 @@ class Node:
 
     id: str  # lineage: "0.2.1" is the second child of the third child of the root "0"
     parent: str = ""
-    second: str | None = None  # of a crossover
+    second_parent: str | None = None  # of a crossover
     order: int = -1  # number of nodes started before; the journal is in order of completion
-    op: str = ""  # baseline (the root), or a key of OPERATORS in search.py
+    op: str = ""  # a key of OPERATORS in search.py; baseline: the root
     mark: str = "*"  # its marker in pictures
     sampling_mode: str = "none"  # how this node's strategy was asked for
     idea: str = ""  # its strategy
@@ -82,6 +84,11 @@ class Node:
     def depth(self) -> int:
         return self.id.count(".")
 
+    @property
+    def place(self) -> int:
+        """Among the children of its parent, from 0."""
+        return int(self.id.rpartition(".")[2])
+
 
 @dataclass
 class Choice:
@@ -91,10 +98,8 @@ class Choice:
     phase: str = ""  # "explore", "exploit", or "" if the rule does not tell them apart
     reason: str = ""
     scores: dict = field(default_factory=dict)  # id -> score of each candidate
-    second: str | None = None  # of a crossover
-    idea: str = ""  # the strategy, if the rule provides one
+    second_parent: str | None = None  # of a crossover
     notes: dict = field(default_factory=dict)  # goes to the journal as it is
-    tokens: int = 0  # sampled for this decision
 
 
 def seed_from(*parts) -> int:
@@ -135,7 +140,6 @@ class Tree:
         # node id -> part -> score, stderr and error on a part that the search does not see
         self.hidden_scores: dict[str, dict] = result.get("hidden_scores", {})
         self.began: float | None = None  # clock of this process
-        self.seconds_before = 0.0  # of earlier processes
         for row in run.rows("journal.jsonl"):
             try:
                 node = Node(**{name: row[name] for name in COLUMNS})
@@ -144,10 +148,11 @@ class Tree:
                     f"{run.dir / 'journal.jsonl'} was written by another version of search.py (no "
                     f"{error}): choose another --name."
                 ) from None
-            self.seconds_before = node.elapsed
             self.add(node)
             self.finished.append(node)
-        if result.get("status") == "finished":  # with a larger budget it goes on
+        # of earlier processes; a search that had finished goes on with a larger budget
+        self.seconds_before = max((node.elapsed for node in self.finished), default=0.0)
+        if result.get("status") == "finished":
             self.seconds_before = result["seconds"]  # also those without a node, at the end
         self.closed = run.finished  # complete, and its best node is scored on the test part
         self.chosen = self.nodes.get(result["tested_id"]) if self.closed else None
@@ -167,38 +172,27 @@ class Tree:
         return [node for node in self.finished if node.valid and node.kept]
 
     @property
-    def failed_leaves(self) -> list[Node]:
-        """Failed nodes that may be debugged: their files are kept, they have no children, and they
-        end at most DEBUG_DEPTH failures in a row.
-        """
-        leaves = [n for n in self.finished if n.kept and not n.valid and not n.children]
-        return [node for node in leaves if not self.given_up(node)]
-
-    @property
     def started(self) -> int:
         """Number of nodes that were started, also those that a killed search has lost."""
         return 1 + max(node.order for node in self.nodes.values())
 
     def start(self, choice: Choice, op: str, mark: str) -> Node:
         """Adds the node that was chosen; from now on the rules see it as running."""
-        parent = self.nodes[choice.parent]
         # A search that was killed may have lost the nodes between others.
-        ids = (f"{parent.id}.{number}" for number in itertools.count())
+        ids = (f"{choice.parent}.{number}" for number in itertools.count())
         id = next(id for id in ids if id not in self.nodes)
         decision = {
             "phase": choice.phase,
-            "scores": dict(heapq.nlargest(SCORES, choice.scores.items(), key=itemgetter(1))),
+            "scores": dict(Counter(choice.scores).most_common(SCORES)),
             "reason": choice.reason,
         }
         node = Node(
             id,
-            parent.id,
-            choice.second,
+            choice.parent,
+            choice.second_parent,
             order=self.started,
             op=op,
             mark=mark,
-            idea=choice.idea,
-            tokens=choice.tokens,
             seed=seed_from(self.seed, id),
             decision=decision | choice.notes,
         )
@@ -215,11 +209,8 @@ class Tree:
         node.kept = True
         node.code = code_in(files, self.task)
 
-    def record(self, node: Node, episode: Episode, has_tokens: bool) -> None:
-        """Ends a node: copies what came of its episode into it, and writes both to the disk.
-
-        has_tokens: whether the episode's tokens are the model's.
-        """
+    def record(self, node: Node, episode: Episode) -> None:
+        """Ends a node: copies what came of its episode into it, and writes both to the disk."""
         parent = self.nearest_kept(node.parent)
         if parent is not self.root:
             node.diff = difference(parent.code, node.code)
@@ -233,7 +224,7 @@ class Tree:
         else:
             node.error = error_of(episode)
             node.grader_output = score.grader_output if score else ""
-        tokens = episode.packed if has_tokens else b""
+        tokens = b"" if self.cfg.url else episode.packed  # those of an endpoint are not the model's
         self.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id}], tokens)
         node.elapsed = self.elapsed()
         row = {name: getattr(node, name) for name in COLUMNS} | {"actions": episode.turns}
@@ -257,21 +248,11 @@ class Tree:
 
         This is `id` itself, or the next one above it whose files were kept, or the root.
         """
-        kept = (node for node in self.upwards(self.nodes[id]) if node.kept)
-        return next(kept, self.root)
+        return next((n for n in self.upwards(self.nodes[id]) if n.kept), self.root)
 
     def tar_of(self, node: Node) -> Path:
         """The file is named by order, because an id may be longer than a file name."""
         return self.run.dir / "nodes" / f"{node.order:06d}.tar"
-
-    def files_of(self, node: Node) -> bytes:
-        """Raises UserError if the file is gone."""
-        path = self.tar_of(node)
-        if not path.is_file():
-            raise UserError(
-                f"{path} is missing: the search builds on these files of node {node.id}."
-            )
-        return path.read_bytes()
 
     def given_up(self, node: Node) -> bool:
         """Whether more than DEBUG_DEPTH failed nodes in a row end with this one."""
@@ -356,21 +337,15 @@ def results(t: Tree) -> dict:
     graded = [node for node in t.finished if node.status != "fault"]
     scores = [node.score if node.valid else t.task.baseline for node in graded]
     mean = fmean(scores) if scores else None
-    failed = sum(not node.valid for node in graded)
     summary = {
         "task": t.task.name,
         **t.task.scale,
-        "sampling_mode": t.sampling_mode,
         "sampling_modes_used": Counter(node.sampling_mode for node in t.finished),
-        "select": t.cfg.select,
-        "seed": t.seed,
         "nodes": len(t.finished),
-        "failed": failed,
+        "failed": sum(not node.valid for node in graded),
         "faults": len(t.finished) - len(graded),
         "ungraded": sum(bool(node.grader_output) for node in t.finished),
-        "above_tau": sum(bool(node.decision.get("above_tau")) for node in t.finished),
         "without_strategy": sum("asked" in node.decision for node in t.finished),
-        "fell_back": sum(bool(node.decision.get("fell_back")) for node in t.finished),
         "tokens": t.tokens(),
         "seconds": t.elapsed(),
         "stopped_by": t.spent(),
@@ -381,7 +356,6 @@ def results(t: Tree) -> dict:
         "split": t.task.splits[0],
         "node_mean": mean,
         "node_stderr": standard_error(scores),
-        "valid_share": 1 - failed / len(graded) if graded else None,
         "selected_on_test": t.task.selected_on_test,
         "evaluation": t.rule.is_evaluation,
     }
@@ -398,21 +372,64 @@ def hidden_results(t: Tree) -> dict:
     """
     node = t.chosen
     parts = t.hidden_scores.get(node.id, {}) if node else {}
-    selection = parts.get("selection", {})
     test = parts.get(t.task.splits[-1], {})
     difference = test["score"] - node.score if test else None
-    error = test.get("error")
     if node and len(t.task.splits) == 1:
         test = {"score": node.score, "stderr": node.stderr}
-    elif node and not node.kept and node is not t.root:
-        error = "the files of the best node could not be kept"
     return {
         "tested_id": node.id if node else None,
-        "selection_score": selection.get("score"),
-        "selection_stderr": selection.get("stderr"),
+        "selection_score": parts.get("selection", {}).get("score"),
         "test_score": test.get("score"),
         "test_stderr": test.get("stderr"),
         "test_minus_validation": difference,
-        "test_error": error,
         "test_reads": t.test_reads(),
     }
+
+
+# ------------------------------------------------------------------ run directories
+
+
+def open_trees(cfg, tasks: list, rule, path, kind: str) -> tuple[list[Tree], Path]:
+    """One tree for each task, sampling mode and seed, and the directory of the run or grid.
+
+    cfg: the Config of search.py. rule: a Rule. path: a ModelPath, or None for an endpoint. kind:
+    how the default name of the directory begins.
+    """
+    trackers.check_packages(cfg.trackers)
+    cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
+    is_grid = len(cells) > 1
+    model = value_text(cfg.model.model)
+    if is_grid:
+        name = f"{kind}-grid-{model}"
+    else:
+        [(task, mode, seed)] = cells
+        name = f"{kind}-{task.name}-{mode}-{model}-{seed}"
+    where = run_directory(cfg.name or name)
+    if is_grid and (where / "config.yaml").exists():
+        raise UserError(f"{where} is a single run, not a grid: choose another --name.")
+    trees = []
+    for task, mode, seed in cells:
+        directory = where / f"{task.name}-{mode}-{seed}" if is_grid else where
+        cell = {"task": task.name, "sampling_mode": mode, "seed": seed, "name": directory.name}
+        run = open_run(
+            directory,
+            options.flat(cfg) | cell,
+            fingerprint([load_prompts(cfg.episode.prompts).digest, task.digest()], path),
+            options.may_change(cfg),
+            lambda run: is_finished(run, cfg),
+        )
+        t = Tree(task, mode, seed, cfg, run, rule)
+        if not t.closed:
+            (run.dir / "nodes").mkdir(exist_ok=True)
+            run.trackers = trackers.open_trackers(run)
+        trees.append(t)
+    return trees, where
+
+
+def is_finished(run: Run, cfg) -> bool:
+    """Whether a search has scored its best node and has nothing left of its budget."""
+    result = run.results()
+    if result.get("status") != "finished":
+        return False
+    used = result["nodes"], result["tokens"], result["seconds"]
+    return result["stopped_by"] == "tree" or spent(cfg, *used) != ""

@@ -1,13 +1,17 @@
-"""What the prompts of a search tell about the task and the nodes of the tree. The texts themselves
-are in configs/prompts/; parsing.py reads the replies.
+"""What a search asks the model, and what it reads out of the replies. The texts themselves are in
+configs/prompts/.
 
 A `node` is a search node or anything with the same fields (idea, score, op, valid, status, code,
-error, id, parent); `texts` are the Prompts of the file.
+error, decision); `texts` are the Prompts of the file.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
+import json
+import math
 import re
 
 from flatlab.task.definition import Task
@@ -22,36 +26,36 @@ def about(texts, task: Task, machine: dict, nodes_left: int | None = None, nodes
 
     machine: what machine_facts() tells about one; {} if the texts do not use it.
     """
-    files = [(name, first_line(path)) for name, path in list(task.public.items())[:FILES]]
+    shown = list(task.public.items())[:FILES]
+    files = [(name, first_line(path)) for name, path in shown]
     limits = ""
     if machine:
         packages = machine["packages"][:NAMED_PACKAGES]
         limits = texts.fill("limits", **machine | {"packages": packages})
-    facts = {"files": files, "limits": limits, "nodes_left": nodes_left, "nodes": nodes}
-    return texts.fill("about", task=task, **facts)
+    return texts.fill(
+        "about",
+        task=task,
+        files=files,
+        limits=limits,
+        nodes_left=nodes_left,
+        nodes=nodes,
+    )
 
 
 def first_line(path) -> str:
-    with path.open("rb") as file:
-        head = file.read(400).split(b"\n")[0]
-    return "" if b"\0" in head else head.decode(errors="replace")[:80].strip()
+    with path.open(encoding="utf-8", errors="replace") as file:
+        line = file.readline(400)
+    return "" if "\0" in line else line[:80].strip()
 
 
 def ask(texts, about: str, parent, siblings: list, summary: str = "", **wanted) -> str:
-    """The request for strategies for a child of `parent`, which may be the root.
+    """The request for strategies for a child of `parent`, None for the root.
 
     siblings: the other children of the parent. wanted: mode, k, tau.
     """
     tried = [node for node in siblings if node.idea][-SIBLINGS:]
-    shown = None if parent.op == "baseline" else parent
-    return texts.fill(
-        "strategies", about=about, summary=summary, parent=shown, tried=tried, **wanted
-    )
-
-
-def summary_chars(cfg) -> int:
-    """Characters of other nodes' code and errors in a prompt: about a quarter of the context."""
-    return min(6000, cfg.model.context * 3 // 4)
+    shown = {"summary": summary, "parent": parent, "tried": tried}
+    return texts.fill("strategies", about=about, **shown, **wanted)
 
 
 def clip(text: str, limit: int) -> str:
@@ -61,23 +65,24 @@ def clip(text: str, limit: int) -> str:
     return f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
 
 
-def situation(texts, node, parents: list, sentence: str, limit: int, notes: str = "") -> str:
+def situation(texts, node, parents: list, limit: int, summary: str = "") -> str:
     """What a node is told after the task. Its strategy is the last line.
 
     parents: the nodes it builds on (none for a draft); of their code and errors it is shown at most
-    about `limit` characters, and nothing of their conversations. sentence: what to do with them.
+    about `limit` characters, and nothing of their conversations.
     """
     shown = [clipped(parent, limit // len(parents)) for parent in parents]
-    facts = {"notes": notes, "parents": shown, "sentence": sentence, "strategy": node.idea}
-    return texts.fill("node", **facts)
+    phase = node.decision.get("phase")
+    return texts.fill("node", summary=summary, parents=shown, node=node, phase=phase)
 
 
-def clipped(node, limit: int) -> dict:
-    """What is told about a parent, with about `limit` characters of code and error."""
+def clipped(node, limit: int):
+    """A copy of a parent with about `limit` characters of code and error."""
     share = limit // max(1, len(node.code) + (not node.valid))
-    code = {name: clip(text.strip(), share) for name, text in node.code.items()}
-    facts = {name: getattr(node, name) for name in ("idea", "score", "valid")}
-    return facts | {"code": code, "error": clip(node.error, share)}
+    shown = copy.copy(node)
+    shown.code = {name: clip(text.strip(), share) for name, text in node.code.items()}
+    shown.error = clip(node.error, share)
+    return shown
 
 
 def summary_of_tree(texts, nodes: list) -> str:
@@ -100,17 +105,127 @@ def summary_of_tree(texts, nodes: list) -> str:
     )
 
 
-def tree_lines(texts, nodes: list) -> str:
-    """One line per node. The numbers are the positions in the list; 0 is the root."""
-    number = {node.id: i for i, node in enumerate(nodes)}
-    return texts.fill("tree", rows=[(node, number.get(node.parent, 0)) for node in nodes])
+# ------------------------------------------------------------------ requests
+
+LEAST_ROOM = 32  # tokens: a request whose reply would have less room is not sent
 
 
-def details(nodes: list, chosen: list[int], limit: int) -> list[tuple[int, str]]:
-    """Code and errors of the nodes at these positions, in about `limit` characters."""
-    share = limit // max(1, len(chosen))
-    parts = {i: "\n".join([*nodes[i].code.values(), nodes[i].error]) for i in chosen}
-    return [(i, clip(text.strip(), share)) for i, text in parts.items()]
+async def reply_to(t, node, talk: list[dict], seed: int) -> str:
+    """The reply to these messages; "" if the prompt leaves no room for one. t: a Tree."""
+    prompt = t.policy.render(talk)
+    room = min(t.cfg.episode.max_reply_tokens, t.cfg.model.context - len(prompt))
+    if room >= LEAST_ROOM:
+        with contextlib.suppress(OverflowError):  # by the count of an endpoint
+            sample = await CountingPolicy(t.policy, node).sample(prompt, room, seed=seed)
+            return sample.text
+    return ""
+
+
+class CountingPolicy:
+    """The policy as a node uses it: the node's token count grows while it still runs."""
+
+    def __init__(self, policy, node):
+        self.policy = policy
+        self.node = node
+
+    def __getattr__(self, name):
+        return getattr(self.policy, name)
+
+    async def sample(self, *args, **kwargs):
+        sample = await self.policy.sample(*args, **kwargs)
+        # an endpoint counts the tokens of a reply itself
+        self.node.tokens += getattr(sample, "reply_tokens", len(sample.tokens))
+        return sample
+
+
+# ------------------------------------------------------------------ replies
+
+REPLY_CHARS = 20_000  # what follows in a reply is not read
+IDEA_CHARS = 300
+
+
+def parse(text: str) -> list[tuple[str, float | None]]:
+    """(strategy, stated probability or None) of each strategy in a reply.
+
+    Reads JSON objects or, if these hold no strategies, lines. A reply without strategies gives [].
+    Duplicates and repeated templates ("<one sentence>") are dropped. Nothing raises an error.
+    """
+    text = text.rsplit("</think>", 1)[-1][:REPLY_CHARS]
+    for read in (in_json, in_lines):
+        ideas = {}
+        for idea, stated in read(text):
+            idea = " ".join(idea.split())[:IDEA_CHARS].strip("*\"' ")
+            key = same(idea)
+            if key and not idea.startswith("<"):
+                ideas.setdefault(key, (idea, probability(stated)))
+        if ideas:
+            return list(ideas.values())
+    return []
+
+
+def same(idea: str) -> str:
+    """A key that is equal for two ideas with the same letters and digits."""
+    return re.sub(r"\W", "", idea.lower())
+
+
+def in_json(text):
+    """Flat JSON objects, one by one: this also reads a list that was cut off."""
+    for blob in re.findall(r"\{[^{}]*\}", text):
+        try:
+            item = json.loads(blob)
+        except (ValueError, RecursionError):
+            continue
+        idea = item.get("text") or item.get("strategy")
+        if isinstance(idea, str):
+            yield idea, item.get("probability")
+
+
+LABEL = re.compile(r"(?:[-*•]|\d{1,3}[.)])?\s*(?:strategy|idea)\s*\d{0,3}\s*:\s*(.+)", re.I)
+ITEM = re.compile(r"(?:[-*•]|\d{1,3}[.)])\s+(.+)")
+NO_ITEM = re.compile(r"(probability|reasoning)\b", re.I)
+SAME_LINE = re.compile(
+    r"[\[(,;]?\s*\b(?:p|probability)\s*[:=≈~]\s*([^\s,;)\]]+)[)\]]?$"
+    r"|[\[(]\s*([<~≈]?\s*[\d.]+\s*%?)\s*[)\]]$",
+    re.I,
+)
+NEXT_LINE = re.compile(r"(?:[-*•]\s*)?p(?:robability)?\s*[:=]\s*(.+)", re.I)
+
+
+def in_lines(text):
+    """`Strategy: ...`, with `Probability: ...` behind it or on the next line; else list items."""
+    lines = [line.replace("**", " ").strip()[:1000] for line in text.splitlines()]
+    lines = [line for line in lines if line]
+    items = [LABEL.match(line) for line in lines]
+    if not any(items):
+        items = [ITEM.match(line) for line in lines]
+    for item, next_line in zip(items, [*lines[1:], ""]):
+        if not item or NO_ITEM.match(item[1]):
+            continue
+        behind = SAME_LINE.search(item[1])
+        below = NEXT_LINE.match(next_line)
+        if behind:
+            yield item[1][: behind.start()], behind[1] or behind[2]
+        else:
+            yield item[1], below[1] if below else None
+
+
+NUMBER_OR_RATIO = re.compile(
+    r"[<>~≈=≤p(\s]*(\d+\.?\d*(?:e-?\d{1,2})?|\.\d+)\s*(%|/\s*(\d+\.?\d*))?"
+)
+
+
+def probability(stated) -> float | None:
+    """0.05, "5%", "<0.1", "1/20", "~ .07" -> a number from 0 to 1; anything else -> None."""
+    text = str(stated).strip().lower()[:40].replace(",", ".")
+    parts = NUMBER_OR_RATIO.match(text)
+    if not parts:
+        return None
+    value = float(parts[1])
+    if parts[2] == "%":
+        value /= 100
+    elif parts[3]:
+        value /= float(parts[3]) or math.inf
+    return value if value <= 1 else None
 
 
 # ------------------------------------------------------------------ what strategies are about

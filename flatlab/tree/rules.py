@@ -1,5 +1,5 @@
 """Which node gets the next child: what selection rules share, and the rules of search.py besides
-those in its block and scientist.py.
+those in its block.
 
 A rule is called as rule(tree, rng, **constants). It returns a Choice, or None if nothing can start
 before a running node has ended (if none is running, the tree is complete). Its constants are
@@ -9,8 +9,8 @@ and all knowledge from the tree, so every decision can be repeated from the jour
 Rules see `improvement`, which is 0 at the baseline and grows with better scores whatever the
 direction of the metric. Q is the improvement, min-max normalised over the root and all scored nodes
 (0.5 if all are equal). Running nodes count as children. A failed node has the lowest Q, but it is
-not a dead end: bfs, mcts, linear and the scientist may build on it, and the other rules but puct
-and evaluation debug a failed leaf with probability DEBUG_PROB (see `failed_leaf`).
+not a dead end: bfs, mcts and linear may build on it, and the other rules but puct and evaluation
+debug a failed leaf with probability DEBUG_PROB (see `failed_leaf`).
 
 Letters: N executed nodes, n children of a candidate, q its value.
 """
@@ -20,16 +20,15 @@ from __future__ import annotations
 import heapq
 import inspect
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import stdev
-from typing import NamedTuple
 
 from flatlab.errors import UserError
 from flatlab.tree import prompts
 from flatlab.tree.nodes import Choice, Node, Tree
-from flatlab.tree.scientist import scientist
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,9 @@ class Rule:
     selects_failed: bool = False  # it chooses failed nodes itself: DEBUG_PROB does not apply
     shared_request: bool = False  # one request for strategies serves all children of a node
     uses_strategies: bool = True  # False: none are asked for
-    # The nodes are independent episodes: none is chosen, and their mean is the result.
+    # The nodes are independent episodes, which end as in training and not at the first valid score:
+    # none is chosen, and their mean is the result.
     is_evaluation: bool = False
-    ends_at_score: bool = True  # the first valid score ends a node; False: it ends as in training
-    check: Callable | None = None  # (Config, constants), raises UserError if the rule cannot work
 
     def constants(self, name: str, rule_args: tuple[str, ...]) -> dict:
         """Its keyword arguments: the defaults, or the `name=value` pairs of --rule-args.
@@ -53,54 +51,38 @@ class Rule:
         wanted.
         """
         parameters = inspect.signature(self.function).parameters.values()
-        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        values = dict(defaults)
+        values = {p.name: p.default for p in parameters if p.default is not p.empty}
         for text in rule_args:
             key, _, value = text.partition("=")
-            if key not in defaults:
-                names = ", ".join(defaults) or "none"
+            if key not in values:
+                names = ", ".join(values) or "none"
                 raise UserError(f"--rule-args {text}: rule {name} has no {key!r}; it has {names}.")
-            kind = type(defaults[key])
+            kind = type(values[key])
+            lowest = 1 if kind is int else 0
             try:
                 values[key] = kind(value)
             except ValueError:
-                raise UserError(f"--rule-args {text}: {value!r} is not a number.") from None
-            lowest = 1 if kind is int else 0
+                values[key] = math.nan
             if not lowest <= values[key] < math.inf:
-                raise UserError(f"--rule-args {text}: {key} must be at least {lowest}.")
+                raise UserError(f"--rule-args {text}: {key} must be a number of at least {lowest}.")
         return values
 
 
 # ------------------------------------------------------------------ what the rules share
 
 
-def normalise(values: list[float], low: float, high: float) -> list[float]:
-    """(v - low) / (high - low) for each value; 0.5 if both are equal."""
-    if low == high:
-        return [0.5] * len(values)
-    width = high - low
-    return [(value - low) / width for value in values]
-
-
-def spread(t: Tree) -> tuple[float, float]:
-    """Smallest and largest improvement of the root and all scored nodes."""
+def quality(t: Tree) -> Callable:
+    """Q, a function of a node that is scored or the root."""
     values = [0.0, *(node.improvement for node in t.scored)]
-    return min(values), max(values)
+    low = min(values)
+    width = max(values) - low
+    return lambda node: (node.improvement - low) / width if width else 0.5
 
 
-def quality(t: Tree, nodes: list[Node]) -> list[float]:
-    """Q of these nodes, each of them the root or scored."""
-    return normalise([node.improvement for node in nodes], *spread(t))
-
-
-def best_child_values(t: Tree, nodes: list[Node]) -> list[float]:
-    """For each node the highest Q among its scored children; its own Q if there are none."""
-
-    def best_of(node):
-        scored = [child for child in node.children if child.valid]
-        return max(scored, key=lambda child: child.improvement, default=node)
-
-    return quality(t, list(map(best_of, nodes)))
+def best_child(node: Node) -> Node:
+    """Its scored child with the highest Q; the node itself if there is none."""
+    scored = [child for child in node.children if child.valid]
+    return max(scored, key=lambda child: child.improvement, default=node)
 
 
 def candidates(t: Tree, drafts: int) -> list[Node]:
@@ -116,8 +98,11 @@ def candidates(t: Tree, drafts: int) -> list[Node]:
 
 
 def failed_leaf(t: Tree, rng, probability: float) -> Choice | None:
-    """With this probability a failed leaf, drawn at random, for debugging."""
-    leaves = t.failed_leaves
+    """With this probability a failed leaf, drawn at random, for debugging. Its files are kept, and
+    it ends at most DEBUG_DEPTH failures in a row.
+    """
+    leaves = [n for n in t.finished if n.kept and not n.valid and not n.children]
+    leaves = [node for node in leaves if not t.given_up(node)]
     if leaves and rng.random() < probability:
         reason = f"one of {len(leaves)} failed leaves, drawn for debugging"
         return Choice(rng.choice(leaves).id, reason=reason)
@@ -125,62 +110,53 @@ def failed_leaf(t: Tree, rng, probability: float) -> Choice | None:
 
 
 def values_and_bonuses(
-    t: Tree, drafts: int, c: float, trend_weight: float = 0.0, visit_alpha: float = 0.0
+    t: Tree,
+    drafts: int,
+    c: float,
+    trend_weight: float = 0.0,
+    visit_alpha: float = 0.0,
 ) -> dict[str, tuple[float, float]]:
     """Two numbers for each candidate: the best Q among the children, and the bonus
     c sqrt(ln N / (n + 1)) + trend_weight max(trend, 0) - visit_alpha ln(n + 1); the + 1 is the
     visit of the node itself.
     """
-    options = candidates(t, drafts)
+    q = quality(t)
     log_n = math.log(max(1, t.executed()))
-    rising = trends(t) if trend_weight else {}
+    rising = trends(t)
     parts = {}
-    for node, value in zip(options, best_child_values(t, options)):
+    for node in candidates(t, drafts):
         visits = len(node.children) + 1
         bonus = c * math.sqrt(log_n / visits)
-        if trend_weight:
-            bonus += trend_weight * max(rising[node.id], 0.0)
-        if visit_alpha:
-            bonus -= visit_alpha * math.log(visits)
-        parts[node.id] = value, bonus
+        bonus += trend_weight * max(rising[node.id], 0.0)
+        bonus -= visit_alpha * math.log(visits)
+        parts[node.id] = q(best_child(node)), bonus
     return parts
-
-
-class Trend(NamedTuple):
-    """The steps of the improvement between scored nodes on a path from the root."""
-
-    steps: int  # number of them
-    weighted_sum: float  # of number times size of each step, the first one has number 1
-    last: float  # improvement at the end of the path
 
 
 def trends(t: Tree) -> dict[str, float]:
     """id -> sum_i(i delta_i) / sum_i(i), delta_i the i-th step of Q on the path from the root."""
-    low, high = spread(t)
-    paths = {t.root.id: Trend(0, 0.0, 0.0)}
-    values = {t.root.id: 0.0}
+    q = quality(t)
+    # id -> number of steps between scored nodes on its path, sum_i(i delta_i), Q at its end
+    paths = {t.root.id: (0, 0.0, q(t.root))}
     for node in t.finished:  # a parent ends before its children start
-        steps, weighted_sum, last = paths[node.parent]
+        steps, total, last = paths[node.parent]
         if node.valid:
             steps += 1
-            weighted_sum += steps * (node.improvement - last)
-            last = node.improvement
-        paths[node.id] = Trend(steps, weighted_sum, last)
-        weights = steps * (steps + 1) / 2
-        values[node.id] = weighted_sum / weights / (high - low) if weighted_sum else 0.0
+            total += steps * (q(node) - last)
+            last = q(node)
+        paths[node.id] = steps, total, last
+    values = {}
+    for id, (steps, total, _) in paths.items():
+        values[id] = total / max(1, steps * (steps + 1) / 2)
     return values
-
-
-def level_place(id: str, branching: int) -> int:
-    """Number of a node in the level order of a tree with so many children a node; the root is 0."""
-    number = 0
-    for child in id.split(".")[1:]:
-        number = number * branching + int(child) + 1
-    return number
 
 
 def arg_max(scores: dict[str, float]) -> str:
     return max(scores, key=scores.get)
+
+
+def draw(rng, weights: dict[str, float]) -> str:
+    return rng.choices(list(weights), list(weights.values()))[0]
 
 
 def explore_or_exploit(parts: dict, pick: Callable = arg_max) -> Choice | None:
@@ -205,8 +181,7 @@ def uniform_choice(t, rng, drafts=3):
     options = candidates(t, drafts)
     if not options:
         return None
-    scores = {node.id: 1 / len(options) for node in options}
-    return Choice(rng.choice(options).id, scores=scores, reason=f"drawn from {len(options)}")
+    return Choice(rng.choice(options).id, reason=f"drawn from {len(options)}")
 
 
 def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
@@ -237,86 +212,90 @@ def softmax(t, rng, drafts=3, c=1.41, trend_weight=0.5, visit_alpha=0.5, tau=0.5
     S = Q + c sqrt(ln N / (n + 1)) + trend_weight max(trend, 0) - visit_alpha ln(1 + n)
     """
 
-    def draw(scores):
+    def pick(scores):
         highest = max(scores.values())
         width = max(tau, 1e-9)
-        weights = [math.exp((score - highest) / width) for score in scores.values()]
-        return rng.choices(list(scores), weights)[0]
+        weights = {}
+        for id, score in scores.items():
+            weights[id] = math.exp((score - highest) / width)
+        return draw(rng, weights)
 
     parts = values_and_bonuses(t, drafts, c, trend_weight, visit_alpha)
-    return explore_or_exploit(parts, draw)
+    return explore_or_exploit(parts, pick)
 
 
-def spreads_of_children(t, nodes):
+def spread_of_children(q, node):
     """Standard deviation of Q over the children; 1 with fewer than two scored ones."""
-    low, high = spread(t)
-    spreads = []
-    for node in nodes:
-        improvements = [child.improvement for child in node.children if child.valid]
-        values = normalise(improvements, low, high)
-        spreads.append(stdev(values) if len(values) > 1 else 1.0)
-    return spreads
+    values = [q(child) for child in node.children if child.valid]
+    return stdev(values) if len(values) > 1 else 1.0
 
 
-def regrets(t, nodes):
-    """The best Q of the tree minus the best below the node."""
-    best = max(quality(t, [t.root, *t.scored]))
-    return [best - value for value in best_child_values(t, nodes)]
+def regret_of(q, node):
+    """The best Q of the tree, which is 1, minus the best below the node."""
+    return 1 - q(best_child(node))
 
 
-def unused_families(t, nodes):
+def unused_families(q, node):
     """The share of model families that no child's idea names."""
-    shares = []
-    for node in nodes:
-        ideas = [child.idea for child in node.children if child.idea]
-        used = set().union(*map(prompts.families, ideas))
-        shares.append(1 - len(used) / (len(prompts.FAMILIES) + 1))
-    return shares
+    used = set()
+    for child in node.children:
+        if child.idea:
+            used |= prompts.families(child.idea)
+    return 1 - len(used) / (len(prompts.FAMILIES) + 1)
 
 
-def shallowness(t, nodes):
+def shallowness(q, node):
     """1 / (depth (n + 1) + 1): large near the root, with few children."""
-    return [1 / (node.depth * (len(node.children) + 1) + 1) for node in nodes]
+    return 1 / (node.depth * (len(node.children) + 1) + 1)
 
 
-# (tree, candidates) -> a number for each: the larger, the more it deserves a child
+# (Q, candidate) -> a number: the larger, the more it deserves a child
 SIGNALS = {
-    "variance": spreads_of_children,
-    "regret": regrets,
+    "variance": spread_of_children,
+    "regret": regret_of,
     "coverage": unused_families,
     "depth": shallowness,
 }
 
 
 def signals(
-    t, rng, drafts=3, variance=0.0, regret=1.0, coverage=0.0, depth=1.0, exploit_quantile=0.75
+    t,
+    rng,
+    drafts=3,
+    variance=0.0,
+    regret=1.0,
+    coverage=0.0,
+    depth=1.0,
+    exploit_quantile=0.75,
 ):
-    """The arg-max of the weighted sum of SIGNALS, each normalised over the candidates.
+    """The arg-max of the weighted sum of SIGNALS, each min-max normalised over the candidates.
 
     The phase is "exploit" if the chosen node is at or above that quantile of all scored nodes.
     """
     options = candidates(t, drafts)
     if not options:
         return None
-    weights = {"variance": variance, "regret": regret, "coverage": coverage, "depth": depth}
-    sums = [0.0] * len(options)
+    weights = {
+        "variance": variance,
+        "regret": regret,
+        "coverage": coverage,
+        "depth": depth,
+    }
+    scores = {node.id: 0.0 for node in options}
+    q = quality(t)
     for name, weight in weights.items():
-        if weight:
-            values = SIGNALS[name](t, options)
-            signal = normalise(values, min(values), max(values))
-            sums = [total + weight * value for total, value in zip(sums, signal)]
-    scores = {node.id: total for node, total in zip(options, sums)}
+        if weight == 0:
+            continue
+        values = {node.id: SIGNALS[name](q, node) for node in options}
+        low = min(values.values())
+        width = max(values.values()) - low
+        for id, value in values.items():
+            scores[id] += weight * ((value - low) / width if width else 0.5)
     id = arg_max(scores)
-    [q] = quality(t, [t.nodes[id]])
-    scored = quality(t, t.scored)
-    place = sum(other <= q for other in scored)
+    scored = sorted(node.improvement for node in t.scored)
+    place = bisect_right(scored, t.nodes[id].improvement)
     exploits = place and place - 1 >= exploit_quantile * (len(scored) - 1)
     return Choice(id, "exploit" if exploits else "explore", "largest sum of signals", scores)
-
-
-def check_signals(cfg, constants: dict) -> None:
-    if not any(constants[name] for name in SIGNALS):
-        raise UserError(f"--rule-args: one of {', '.join(SIGNALS)} must be above 0.")
 
 
 def below(node: Node) -> list[Node]:
@@ -333,13 +312,12 @@ def mcts(t, rng, c=0.25, branching=3):
     UCT: mean value + c sqrt(ln N_parent / N), N visits: the node and all nodes below it. Those that
     failed or still run count as visits with value 0.
     """
-
-    low, high = spread(t)
+    q = quality(t)
 
     def uct(child, total):
         visits = below(child)
-        values = normalise([other.improvement for other in visits if other.valid], low, high)
-        return sum(values) / len(visits) + c * math.sqrt(math.log(total) / len(visits))
+        value = sum(q(node) for node in visits if node.valid) / len(visits)
+        return value + c * math.sqrt(math.log(total) / len(visits))
 
     node = t.root
     scores = {}
@@ -369,16 +347,21 @@ def puct(t, rng, c=1.0, siblings=2):
     for node in t.nodes.values():
         children = [child for child in node.children if child.valid and child.kept]
         options += heapq.nlargest(siblings, children, key=lambda child: child.improvement)
-    ranks = sorted(options, key=lambda node: -node.improvement)
-    sum_of_ranks = len(ranks) * (len(ranks) + 1) / 2
-    prior = {node.id: (len(ranks) - i) / sum_of_ranks for i, node in enumerate(ranks)}
+    ranked = sorted(options, key=lambda node: -node.improvement)
+    sum_of_ranks = len(ranked) * (len(ranked) + 1) / 2
     visits = expansions(t)
     total = math.sqrt(1 + visits["0"])
+    q = quality(t)
     parts = {}
-    for node, value in zip(options, best_child_values(t, options)):
-        parts[node.id] = value, c * prior[node.id] * total / (1 + visits[node.id])
+    for place, node in enumerate(ranked):
+        prior = (len(ranked) - place) / sum_of_ranks
+        bonus = c * prior * total / (1 + visits[node.id])
+        parts[node.id] = q(best_child(node)), bonus
     parents = {node.parent for node in t.running}
-    free = {id: part for id, part in parts.items() if not any(same_line(id, p) for p in parents)}
+    free = {}
+    for id, part in parts.items():
+        if not any(same_line(id, parent) for parent in parents):
+            free[id] = part
     return explore_or_exploit(free or parts)
 
 
@@ -386,7 +369,9 @@ def expansions(t: Tree) -> Counter[str]:
     """id -> how often the node or one below it was expanded. The children of a group (see --learn)
     are one expansion.
     """
-    groups = {node.decision.get("group", node.id): node.parent for node in t.nodes.values()}
+    groups = {}
+    for node in t.nodes.values():
+        groups[node.decision.get("group", node.id)] = node.parent
     counts = Counter(groups.values())
     for node in reversed(t.nodes.values()):  # a node comes after the one above it
         counts[node.parent] += counts[node.id]
@@ -408,16 +393,14 @@ def evolution(t, rng, drafts=5, crossover_prob=0.5, population=10):
     options = candidates(t, drafts)
     if not options:
         return None
-    if options == [t.root]:
-        return Choice("0", reason="draft")
     pool = heapq.nlargest(population, options, key=lambda node: node.improvement)
-    fitness = {node.id: math.exp(q) for node, q in zip(pool, quality(t, pool))}
-    first = rng.choices(list(fitness), list(fitness.values()))[0]
-    choice = Choice(first, scores=fitness, reason="mutation")
-    others = {id: weight for id, weight in fitness.items() if id != first}
+    q = quality(t)
+    fitness = {node.id: math.exp(q(node)) for node in pool}
+    choice = Choice(draw(rng, fitness), scores=fitness, reason="drawn by exp(Q)")
+    others = {id: weight for id, weight in fitness.items() if id != choice.parent}
     if others and rng.random() < crossover_prob:
-        choice.second = rng.choices(list(others), list(others.values()))[0]
-        choice.reason = "crossover"
+        choice.second_parent = draw(rng, others)
+        choice.reason = "crossover, both drawn by exp(Q)"
     return choice
 
 
@@ -434,20 +417,11 @@ def evaluation(t, rng):
     return Choice("0", reason="an episode of its own")
 
 
-def check_evaluation(cfg, constants):
-    """Raises UserError if prompts would show an episode what another one did."""
-    if cfg.scope == "global" or cfg.reflection:
-        raise UserError(
-            "--select evaluation needs episodes that know nothing of each other: "
-            "leave out --scope global and --reflection."
-        )
-
-
 RULES = {
     "random": Rule(uniform_choice),
     "open_ended": Rule(open_ended),
     "softmax": Rule(softmax),
-    "signals": Rule(signals, check=check_signals),
+    "signals": Rule(signals),
     "mcts": Rule(mcts, selects_failed=True),
     "evolution": Rule(evolution),
     "puct": Rule(puct, selects_failed=True),
@@ -457,10 +431,7 @@ RULES = {
         selects_failed=True,
         uses_strategies=False,
         is_evaluation=True,
-        ends_at_score=False,
-        check=check_evaluation,
     ),
-    "scientist": Rule(scientist, selects_failed=True, uses_strategies=False),
 }
 
 
@@ -477,6 +448,7 @@ def finalists(t: Tree) -> list[Node]:
     best = t.best()
     if best is t.root:
         return []
-    near = [node for node in t.kept if abs(best.score - node.score) <= (best.stderr or 0.0)]
+    error = best.stderr or 0.0
+    near = [node for node in t.kept if abs(best.score - node.score) <= error]
     near.sort(key=lambda node: (-node.improvement, node.tokens, node.order))
     return near[:FINALISTS]

@@ -100,9 +100,9 @@ def node_line(t, node) -> str:
     score = "fault" if node.status == "fault" else "failed"
     if node.valid:
         score = f"{node.score:.4f}"
-    note = "  (fell back to the root)" if node.decision.get("fell_back") else ""
+    note = ""
     if t.task.exact and node.valid and node.improvement > 1:
-        note += f"  ({node.score:.12g} is better than the reference)"
+        note = f"  ({node.score:.12g} is better than the reference)"
     return ROW.format(
         t.task.name[:14],
         node.sampling_mode,

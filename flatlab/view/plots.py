@@ -356,8 +356,8 @@ def draw_tree(run: RunData, link: str = ""):
         for row in run.rows:
             name = "path to the best" if row["id"] in path else "_tree"
             lines[name].append((at[row["parent"]], at[row["id"]]))
-            if row["second"]:
-                lines["second parent"].append((at[row["second"]], at[row["id"]]))
+            if row.get("second_parent"):
+                lines["second parent"].append((at[row["second_parent"]], at[row["id"]]))
         for name, look in edges.items():
             if lines[name]:
                 axis.add_collection(LineCollection(lines[name], label=name, zorder=1, **look))

@@ -45,12 +45,8 @@ FACTS = {
     "about": "task files limits nodes_left nodes",
     "strategies": "about summary parent tried mode k tau",
     "more": "k",
-    "node": "notes parents sentence strategy",
+    "node": "summary parents node phase",
     "summary": "count failed best_and_worst latest_failures untried",
-    "tree": "rows",
-    "reflect": "about tree",
-    "inspect": "about tree notes left",
-    "choose": "details",
 }
 
 

@@ -21,7 +21,6 @@ from bench.measure import ENVIRONMENT, PROJECT, print_result, result_of, this_ma
 
 GROUPS, GROUP = 8, 5  # of training
 TURNS = 4
-OPTIONS = {"bfs": {"rule_args": ("depth=8",)}}  # whose tree is large enough
 
 
 def growth(args):
@@ -101,8 +100,7 @@ class FakeModel:
         from flatlab.model.chat import Sample
 
         rng = random.Random(seed)
-        lines = [f"Inspect: 1\nParent: {rng.randrange(100)}\nMode: explore\nMemory: a note"]
-        lines += [f"Strategy: plan {rng.random()}\nProbability: 0.0{i}" for i in range(1, 6)]
+        lines = [f"Strategy: plan {rng.random()}\nProbability: 0.0{i}" for i in range(1, 6)]
         return Sample([0] * 50, [0.0] * 50, "\n".join(lines), "stop", 0)
 
 
@@ -152,7 +150,7 @@ def search(rule, nodes):
 
     search.play = fake_play
     search.env.Env = NoSandbox
-    config = {"context": 100_000, "max_reply_tokens": 1000} | OPTIONS.get(rule, {})
+    config = {"context": 100_000, "max_reply_tokens": 1000}
     cfg = search_config(backend="local", select=rule, nodes=nodes, workers=4, **config)
     marks = {}
     ends = []  # of the nodes: seconds, seconds of CPU
