@@ -46,8 +46,9 @@ import env
 from flatlab import options, threads
 from flatlab.errors import UserError
 from flatlab.model import memory
+from flatlab.numbers import duration, value_text
 from flatlab.options import Bounds, Count, Resumable
-from flatlab.runs import cli, fingerprint, reader, store, trackers
+from flatlab.runs import cli, fingerprint, store, trackers
 from flatlab.train import checkpoint, evaluation, guard, imitation, metrics, overlap, ppo, ranks
 from flatlab.train.batch import (
     Group,
@@ -596,7 +597,7 @@ def train(policy, tasks: list, cfg: Config, job) -> None:
                 f"valid {row['valid_share']:4.0%}  same {row['zero_variance_share']:4.0%}  "
                 f"kl {row.get('kl', nan):.1e}  grad {row.get('grad_norm', nan):.2f}  "
                 f"{row['seconds']:.1f} s ({row['seconds_sample']:.1f} sampling)  "
-                f"ETA {reader.duration(eta)}",
+                f"ETA {duration(eta)}",
                 *(f"\n      ! {alarm}" for alarm in row["alarms"]),
                 sep="",
                 flush=True,
@@ -641,7 +642,7 @@ def fill_in(cfg: Config, tasks: list, path) -> None:
     """Replaces None by what the model, the loss and the tasks suggest."""
     is_tiny = path.is_tiny
     options.derive(cfg.model, cfg.episode, is_tiny, path.positions)
-    model = reader.value_text(cfg.model.model)
+    model = value_text(cfg.model.model)
     lora = lora_settings(path, cfg.lora_rank)
     derived = {
         "lora_rank": lora["r"],

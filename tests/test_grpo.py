@@ -17,10 +17,9 @@ import pytest
 import torch
 
 import grpo
-from flatlab.files import read_mapping
+from flatlab.files import read_mapping, read_rows
 from flatlab.options import EpisodeOptions, ModelOptions, derive
 from flatlab.runs import store
-from flatlab.runs.reader import read_rows
 from flatlab.train import guard, metrics
 from flatlab.train.batch import Group, TrainSequence, gather_groups
 from flatlab.train.ranks import Job

@@ -12,8 +12,8 @@ import pytest
 
 import grpo
 import search
+from flatlab.files import read_rows
 from flatlab.options import flat, may_change
-from flatlab.runs.reader import read_rows
 from flatlab.runs.store import open_run
 from flatlab.train.weights import max_seeking
 from flatlab.tree import rounds

@@ -19,7 +19,7 @@ import helpers
 from flatlab import cache, files, options
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import Bounds, EpisodeOptions, Positive, Resumable
-from flatlab.runs import cli, reader, store
+from flatlab.runs import cli, store
 from flatlab.runs.fingerprint import fingerprint
 from helpers import MADE_BY, python, slow, step_row, user_error
 from policy import ModelPath
@@ -300,7 +300,7 @@ def test_a_copy_makes_a_run_of_its_own_and_an_edit_of_what_made_a_finished_run_i
     edited = script.replace("max(-1.0, min(1.0, improvement))\n", "0.5\n", 1)
     (tmp_path / "mine.py").write_text(edited)
     assert train("mine.py").returncode == 0
-    for episode in reader.read_rows(tmp_path / "logs/mine-titanic-tiny-0/episodes/000000.jsonl"):
+    for episode in files.read_rows(tmp_path / "logs/mine-titanic-tiny-0/episodes/000000.jsonl"):
         assert episode["reward"] == 0.5 or not episode["score"]["valid"]
     (tmp_path / "grpo.py").write_text(edited)
     with open(tmp_path / "configs/tasks/grade_csv.py", "a") as grader:
@@ -470,7 +470,7 @@ def test_kill_9_leaves_only_whole_files(tmp_path, moment):
     assert done.returncode == -signal.SIGKILL, done.stderr
     run = store.open_run(tmp_path, {"a": 1}, MADE_BY)  # the lock is gone, leftovers are swept
     if moment > 20:
-        episodes = reader.read_rows(tmp_path / "episodes/000000.jsonl")
+        episodes = files.read_rows(tmp_path / "episodes/000000.jsonl")
         assert [len(episode["text"]) for episode in episodes] == [9_000] * 5
         assert (tmp_path / "best/a").stat().st_size == 5_000
         assert run.checkpoints()

@@ -16,16 +16,17 @@ import pytest
 
 import search
 from flatlab.errors import SandboxFault, UserError
-from flatlab.files import read_mapping
+from flatlab.files import read_mapping, read_rows
+from flatlab.numbers import standard_error
 from flatlab.options import flat, may_change
 from flatlab.runs.cli import parse_config
-from flatlab.runs.reader import RunData, read_rows, read_run
 from flatlab.runs.store import open_run
 from flatlab.sandbox import snapshot
 from flatlab.task.grading import Score
 from flatlab.tree import rules
 from flatlab.tree.nodes import Tree, open_trees, results
 from flatlab.view import console, plots, tables
+from flatlab.view.reader import RunData, read_run
 from flatlab.world.episode import Episode
 from helpers import (
     AGENT_TEXTS,

@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 from statistics import stdev
 
+import pandas
 import pytest
 
 import viz
-from flatlab.runs import reader, store, trackers
-from flatlab.view import page, plots, tables
+from flatlab.runs import store, trackers
+from flatlab.view import page, plots, reader, tables
 from helpers import (
     CONFIG,
     MADE_BY,
@@ -45,7 +46,6 @@ def test_command_prints_the_table_and_writes_the_plot(tmp_path, capsys):
     run = filled(tmp_path)
     said = printed(capsys, run.dir)
     assert "reward_mean" in said
-    assert "baseline" in said
     assert f"wrote {run.dir}/curves.png" in said
     assert (run.dir / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
@@ -66,31 +66,18 @@ def test_plot_is_not_redrawn_all_the_time(tmp_path, monkeypatch):
     page.plot_now_and_then(run)
     page.plot_now_and_then(run)
     assert drawn == [run.dir]
-    page.plot_now_and_then(run, always=True)
-    assert drawn == [run.dir] * 2
 
 
+STEP = {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\n'}
 BROKEN = (
     (None, "no config.yaml"),
     ({"photo.jpg": "x"}, "no config.yaml"),
-    ({"config.yaml": "a: 1"}, "no finished step"),
+    (STEP | {"metrics.jsonl": '{"step": 0'}, "no finished step"),
     ({"config.yaml": "sampling_mode: tail"}, "no finished node"),
     ({"config.yaml": "sampling_mode: x", "journal.jsonl": "{}\n[1]\n"}, "line 2 is not"),
-    ({"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\n'}, "Cannot read .*result.json"),
-    (
-        {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\n', "result.json": "{}"},
-        "made by another version: its result.json has no baseline, higher_is_better",
-    ),
-    ({"config.yaml": "a: [1", "metrics.jsonl": '{"step": 0}\n'}, "config.yaml is damaged"),
-    (
-        {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\nrubbish\n{"step": 2}\n'},
-        "line 2 is not",
-    ),
-    ({"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0'}, "no finished step"),
-    (
-        {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\n', "result.json": "{"},
-        "result.json is damaged",
-    ),
+    (STEP, "Cannot read .*result.json"),
+    (STEP | {"result.json": "{}"}, "another version: its result.json has no baseline, higher"),
+    (STEP | {"config.yaml": "a: [1"}, "config.yaml is damaged"),
 )
 
 
@@ -105,12 +92,6 @@ def test_broken_empty_and_foreign_directories_are_one_sentence(tmp_path, files, 
         reader.read_run(directory)
     assert str(directory) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_user_error_is_exit_code_2(tmp_path):
-    done = python("viz.py", tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
 
 
 def test_a_closed_pipe_is_no_traceback():
@@ -184,6 +165,7 @@ def test_episodes_of_evaluations_are_listed_and_shown_and_nowhere_else(tmp_path,
     directory = with_episodes(tmp_path)
     run = reader.read_run(directory)
     training = reader.transcripts(run)
+    best_before = viz.best_of(run)
     writer = store.Run(directory, CONFIG, None)
     best = episode(0.95, "a final reply")
     for name in ("final-best", "eval-000009", "before"):
@@ -196,19 +178,7 @@ def test_episodes_of_evaluations_are_listed_and_shown_and_nowhere_else(tmp_path,
     assert "a final reply" in printed(capsys, directory, episode="final-best/1")
     with user_error("no transcript 'eval-9/5'"):
         printed(capsys, directory, episode="eval-9/5")
-    assert reader.transcripts(run) == training  # what --best sees
-    assert printed(capsys, directory, best=True).startswith("1/1  0.9")
-
-
-def test_the_id_of_an_episode_is_no_decimal_number(tmp_path):
-    """In pandas 0.1 and 0.10 were the same one."""
-    import pandas
-
-    run = filled(tmp_path, steps=1)
-    run.save_episodes(0, [episode(0.5)] * 11)
-    rows = [{"id": item["id"]} for item in reader.transcripts(reader.read_run(run.dir))]
-    pandas.DataFrame(rows).to_json(tmp_path / "ids.json")
-    assert pandas.read_json(tmp_path / "ids.json")["id"].nunique() == 11
+    assert viz.best_of(run) == best_before
 
 
 def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
@@ -232,10 +202,10 @@ def test_several_runs_and_strangers_among_them(tmp_path):
     searched(tmp_path / "b", seed=2)
     (tmp_path / "notes").mkdir()
     (tmp_path / "file.txt").write_text("x")
-    done = python("viz.py", *sorted(tmp_path.iterdir()), "--format", "pdf")
+    done = python("viz.py", *sorted(tmp_path.iterdir()))
     assert done.returncode == 0
     assert done.stdout.count("wrote") == 2
-    assert (tmp_path / "compare-search-titanic.pdf").exists()
+    assert (tmp_path / "compare-search-titanic.png").exists()
     assert done.stderr.count("\n") == 1
     assert "notes is not a run directory" in done.stderr
     # a directory of runs stands for them, as a grid does
@@ -280,14 +250,8 @@ def test_trackers_get_each_row(tmp_path):
     run.log(step_row(3, alarms=["x"], name="y", flag=True))
     [row] = sent
     assert trackers.step_of(row) == 3
-    assert set(trackers.scalars(row)) == {
-        "reward_mean",
-        "reward_std",
-        "score_mean",
-        "seconds",
-        "made_by",
-    }
-    assert trackers.scalars(row)["score_mean"] == 0.7
+    numbers = {"reward_mean": 0.3, "reward_std": 0.2, "score_mean": 0.7, "seconds": 2.0}
+    assert trackers.scalars(row) == pytest.approx(numbers)
 
 
 def test_tensorboard_can_read_it(tmp_path):
@@ -407,11 +371,10 @@ def test_several_tasks_are_measured_by_clipped_improvements(tmp_path):
     assert 0.2 in axis.lines[0].get_ydata()
 
 
-def test_a_table_has_at_most_eight_columns_and_explains_them_once(tmp_path):
+def test_runs_of_different_kinds_have_tables_of_their_own(tmp_path):
     text = tables.table([trained(tmp_path / "a"), reader.read_run(searched(tmp_path / "b"))])
     headings = [line for line in text.splitlines() if line.startswith("task ")]
     assert len(headings) == 2
-    assert len(re.split("  +", headings[0].strip())) == len(tables.COLUMNS) == 8
     for name in list(tables.COLUMNS)[1:]:
         assert text.count(f"\n{name}: ") == 1
     assert all(len(line) <= 160 for line in text.splitlines())
@@ -421,34 +384,30 @@ def test_the_curve_of_evaluations_begins_before_training_and_has_errors(tmp_path
     run = trained(tmp_path / "a")
     group = plots.RunGroup("a", plots.BLUE, [run])
     figure = plots.draw_panels(plots.TRAINING, [group], "")
-    score, _, kl, *_ = figure.axes
+    score = figure.axes[0]
     line, _, [bars] = score.containers[0]
     assert line.get_xdata().tolist() == [0, 1, 2]
     assert line.get_ydata().tolist() == [0.4, 0.6, 0.6]
     assert line.get_marker() == "s"
     heights = [path.vertices[:, 1].tolist() for path in bars.get_paths()]
     assert heights[0] == pytest.approx([0.3, 0.5])
-    assert kl.get_title(loc="left") == "How far has the policy moved?"
-    assert len({axis.get_xlim() for axis in figure.axes[:5]}) == 1
 
 
-def test_the_mean_is_solid_only_where_all_runs_are(tmp_path):
+def test_each_run_is_drawn_whole_and_the_mean_where_all_are(tmp_path):
     """Else a run that was stopped would vanish from the mean without a word."""
     runs = [trained(tmp_path / "a"), trained(tmp_path / "b", seed=1)]
     runs[1].rows.append(step_row(3, score_mean=0.9))
-    with plots.figure_of(6, 4) as figure:
-        axis = figure.subplots()
-        plots.draw_key(axis, [plots.RunGroup("", plots.BLUE, runs)], "score_mean")
-    ends = {line.get_linestyle(): line.get_xdata()[-1] for line in axis.lines}
-    assert (ends["-"], ends[":"]) == (1, 3)
+    axis = plots.new_figure(6, 4).subplots()
+    plots.draw_key(axis, [plots.RunGroup("", plots.BLUE, runs)], "score_mean")
+    *thin, bold = axis.lines
+    assert [line.get_ydata()[-1] for line in thin[1:]] == [0.9]
+    assert bold.get_xdata().tolist() == [0, 1]
 
 
 def test_best_so_far_follows_the_direction_and_its_band_stays_in_range(tmp_path):
     run = reader.read_run(searched(tmp_path / "a"))
-    assert plots.best_so_far(run, "nodes").to_list() == [0.6, 0.4, 0.4, 0.3, 0.3]
-    by_tokens = plots.best_so_far(run, "tokens").to_dict()
-    assert by_tokens == {0: 0.6, 50: 0.4, 100: 0.4, 150: 0.3, 200: 0.3}
-    _, low, high = plots.spread([[1.0], [1.0], [1.0], [0.5]])
+    assert plots.best_so_far(run).to_list() == [0.6, 0.4, 0.4, 0.3, 0.3]
+    _, low, high = plots.spread(pandas.DataFrame([[1.0, 1.0, 1.0, 0.5]]))
     assert (low[0], high[0]) == (pytest.approx(0.625), 1.0)
 
 

@@ -69,8 +69,12 @@ def sentence_of(error: BaseException) -> str:
         return str(error)
     if isinstance(error, SandboxFault):
         return f"The sandbox broke: {error}"
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return f"{error.strerror}: {str(error.filename)[:80]}..."
+    if isinstance(error, OSError) and error.errno in (
+        errno.ENAMETOOLONG,
+        errno.EACCES,
+        errno.EROFS,
+    ):
+        return f"{error.strerror}: {str(error.filename)[:80]}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             f"{error.strerror}. Everything written so far is complete; "

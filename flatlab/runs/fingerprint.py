@@ -9,7 +9,6 @@ import ast
 import functools
 import re
 import sys
-import sysconfig
 from pathlib import Path
 
 from flatlab.cache import content_key
@@ -40,17 +39,14 @@ def code_files() -> list[Path]:
     """
     names = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
     bridges = (ROOT / "integrations").glob("*.py")
-    files = {*PACKAGE.rglob("*.py"), *bridges, *map(Path, filter(None, names))}
     ours = (ROOT, Path(sys.path[0]).resolve())
-    others = (VIEW, Path(sysconfig.get_path("stdlib")))
-
-    def is_code(file):
+    files = []
+    for file in {*PACKAGE.rglob("*.py"), *bridges, *map(Path, filter(None, names))}:
         is_ours = any(file.is_relative_to(folder) for folder in ours)
-        is_other = any(file.is_relative_to(folder) for folder in others)
-        is_installed = is_other or "site-packages" in file.parts
-        return file.suffix == ".py" and is_ours and not is_installed
-
-    return sorted(filter(is_code, files))
+        is_installed = "site-packages" in file.parts
+        if is_ours and file.suffix == ".py" and not is_installed and not file.is_relative_to(VIEW):
+            files.append(file)
+    return sorted(files)
 
 
 @functools.cache  # modules that are imported later belong to the same code

@@ -6,12 +6,12 @@ import math
 import shlex
 from pathlib import Path
 
-from flatlab.runs.reader import count, read_run
+from flatlab.numbers import count
 from flatlab.task.definition import Task
 from flatlab.task.sanity import degenerate
 from flatlab.train.metrics import final_table, headline
 from flatlab.view import page, tables
-from flatlab.view.page import plot_now_and_then
+from flatlab.view.reader import read_run
 
 
 def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
@@ -54,8 +54,7 @@ def farewell(run) -> None:
         print(f"No step was made: there are no curves. Everything: {run.dir}")
         return
     record = read_run(run.dir)
-    plot_now_and_then(run, always=True)
-    page.write([record], run.dir / "report.html")
+    page.write([record], run.dir)
     for sentence in tables.notes([record]):
         print(sentence)
     print(
@@ -138,8 +137,7 @@ def report(trees: list, where: Path) -> None:
     if where != runs[0].dir:  # viz.py draws the pictures of a grid; they take minutes
         print(f"\n{tables.table(runs)}\n")
     else:
-        plot_now_and_then(trees[0].run, always=True)
-        page.write(runs, where / "report.html")
+        page.write(runs, where)
         print(f"\n{tables.headline(runs[0])}")
         if not trees[0].rule.is_evaluation:
             print(f"Its strategy: {trees[0].best().idea or 'none'}")

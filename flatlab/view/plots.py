@@ -1,25 +1,22 @@
 """Pictures of runs: curves of training, of searches and of evaluations, and the tree of a search.
 
-Every panel takes groups of runs. A single run is drawn thin, under a bold running mean; several
-runs become their mean and a band of one standard deviation. matplotlib is imported inside
-functions, because it is slow.
+Every panel takes groups of runs. Each run is drawn thin; the mean of a group is bold, with a band
+of one standard deviation. matplotlib and pandas are imported inside functions, because they are
+slow.
 """
 
 from __future__ import annotations
 
 import io
-import random
 import re
 import textwrap
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 
-from flatlab.files import write_whole
-from flatlab.runs.reader import RunData, number, standard_error
+from flatlab.numbers import number
+from flatlab.train.metrics import evaluation_columns
+from flatlab.view.reader import RunData
 
 # The colours of Okabe and Ito: distinct with any kind of colour vision, and in grey print
 BLACK = "#000000"
@@ -32,8 +29,6 @@ SKY = "#56B4E9"
 GREY = "#888888"
 COLOURS = [BLUE, RED, GREEN, ORANGE, PINK, SKY, BLACK]
 STYLE = {
-    "font.size": 10,
-    "axes.titlesize": 11,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlepad": 20,  # the legend stands between the title and the axes
@@ -43,7 +38,6 @@ STYLE = {
     "axes.spines.right": False,
     "legend.fontsize": 8,
     "legend.frameon": False,
-    "pdf.fonttype": 42,
     "svg.fonttype": "none",
 }
 
@@ -69,37 +63,27 @@ def series(rows: list[dict], key: str) -> np.ndarray:
     return np.array([number(row.get(key)) for row in rows], float)
 
 
-def running_mean(values, window: int) -> np.ndarray:
-    """Mean of the `window` values around each one, fewer at both ends; NaN counts as absent."""
-    import pandas
-
-    return pandas.Series(values).rolling(window, center=True, min_periods=1).mean().to_numpy()
-
-
 def window_of(rows) -> int:
     """Steps to average over: a sixth of the run, at most 20."""
     return max(1, min(20, len(rows) // 6))
 
 
-def spread(columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean over runs at each place, and the lower and upper end of a band around it.
+def spread(frame):
+    """Mean over the runs, and the lower and upper end of a band around it.
 
-    columns: shape (runs, places), NaN where a run has no number. The band is one standard deviation
-    (N - 1) wide on each side, and clipped to the range of the runs' values: it never shows a value
-    that is impossible.
+    frame: a DataFrame with a column for each run. The band is one standard deviation (N - 1) wide
+    on each side, and clipped to the range of the runs' values: it never shows a value that is
+    impossible.
     """
-    import pandas
-
-    frame = pandas.DataFrame(columns)
-    middle = frame.mean()
-    deviation = frame.std().fillna(0.0)
-    low = (middle - deviation).clip(lower=frame.min())
-    high = (middle + deviation).clip(upper=frame.max())
-    return middle.to_numpy(), low.to_numpy(), high.to_numpy()
+    middle = frame.mean(axis=1)
+    deviation = frame.std(axis=1).fillna(0.0)
+    low = (middle - deviation).clip(lower=frame.min(axis=1))
+    high = (middle + deviation).clip(upper=frame.max(axis=1))
+    return middle, low, high
 
 
-def by_step(group: RunGroup, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """The steps at which some run has this key, shape (steps,), and its values, (runs, steps).
+def by_step(group: RunGroup, key: str):
+    """A DataFrame with a column for each run; index: the steps at which one of them has this key.
 
     The evaluation before training has step -1.
     """
@@ -107,12 +91,10 @@ def by_step(group: RunGroup, key: str) -> tuple[np.ndarray, np.ndarray]:
 
     curves = []
     for run in group.runs:
-        before = run.result.get("before") or {}
-        rows = [{f"eval_{name}": value for name, value in before.items()} | {"step": -1}]
-        rows += run.rows
+        before = evaluation_columns(run.result.get("before") or {})
+        rows = [before | {"step": -1}, *run.rows]
         curves.append(pandas.Series(series(rows, key), [row["step"] for row in rows]))
-    frame = pandas.DataFrame(curves).sort_index(axis=1).dropna(axis=1, how="all")
-    return frame.columns.to_numpy(), frame.to_numpy()
+    return pandas.concat(curves, axis=1).sort_index().dropna(how="all")
 
 
 def headline_key(run: RunData) -> str:
@@ -123,30 +105,22 @@ def headline_key(run: RunData) -> str:
 # ------------------------------------------------------------------ panels of a training run
 
 
-def draw_key(axis, groups, key, label="", colour=GREY, style="-"):
-    """One quantity per step. `colour` is for a single group; several have their own.
+def draw_key(axis, groups, key, label=None, colour=GREY, style="-"):
+    """One quantity per step, averaged over the steps that all runs of a group have.
 
-    Dotted where not all runs of a group went on, so that none vanishes without a trace.
+    colour: of a single group; several have their own.
     """
-    alone = len(groups) == 1
     for group in groups:
-        steps, columns = by_step(group, key)
-        if not len(steps):
+        frame = by_step(group, key)
+        if frame.empty:
             continue
-        look = {"color": colour if alone else group.colour}
-        if len(columns) == 1:
-            axis.plot(steps, columns[0], style, marker=".", alpha=0.3, linewidth=1, **look)
-        window = window_of(steps)
-        middle, low, high = (running_mean(curve, window) for curve in spread(columns))
-        complete = np.flatnonzero(np.isfinite(columns).all(0))
-        end = complete[-1] + 1 if len(complete) else 0
-        rest = slice(max(0, end - 1), None)
-        axis.plot(steps[rest], middle[rest], ":", linewidth=1, alpha=0.6, **look)
-        axis.fill_between(steps[:end], low[:end], high[:end], alpha=0.15, linewidth=0, **look)
-        axis.plot(steps[:end], middle[:end], style, linewidth=2.2, **look)
-        if label:
-            axis.plot([], [], style, color=colour if alone else GREY, label=label)
-            label = ""
+        look = {"color": colour if len(groups) == 1 else group.colour}
+        axis.plot(frame.index, frame, style, alpha=0.3, linewidth=1, **look)
+        smooth = frame.dropna().rolling(window_of(frame), center=True, min_periods=1).mean()
+        middle, low, high = spread(smooth)
+        axis.fill_between(smooth.index, low, high, alpha=0.15, linewidth=0, **look)
+        axis.plot(smooth.index, middle, style, linewidth=2.2, label=label, **look)
+        label = None  # one entry in the legend
 
 
 def draw_score(axis, groups):
@@ -158,18 +132,16 @@ def draw_score(axis, groups):
         names = ("eval_improvement", "eval_improvement_stderr")
     label = "evaluations"
     for group in groups:
-        steps, means = by_step(group, names[0])
-        if not len(steps):
+        frame = by_step(group, names[0])
+        if frame.empty:
             continue
-        middle, low, high = spread(means)
-        error = np.array([middle - low, high - middle])
-        if len(means) == 1:
+        middle, low, high = spread(frame)
+        error = [middle - low, high - middle]
+        if len(group.runs) == 1:
             label = "evaluations ± s.e."
-            _, [error] = by_step(group, names[1])
-        error = error if np.shape(error)[-1] == len(steps) else None  # one episode has none
-        colour = PINK if len(groups) == 1 else group.colour
-        look = {"fmt": "s--", "color": colour, "markersize": 6, "capsize": 3, "linewidth": 1.2}
-        axis.errorbar(steps + 1, middle, error, label=label, **look)
+            error = by_step(group, names[1]).reindex(frame.index)[0]
+        look = {"color": PINK if len(groups) == 1 else group.colour, "capsize": 3}
+        axis.errorbar(frame.index + 1, middle, error, fmt="s--", label=label, **look)
         label = "_"  # one entry in the legend
     draw_baseline(axis, groups)
 
@@ -190,109 +162,93 @@ def draw_baseline(axis, groups):
 def draw_shares(axis, groups):
     draw_key(axis, groups, "valid_share", "valid episodes", BLUE)
     draw_key(axis, groups, "zero_variance_share", "groups of equal rewards", RED, "--")
-    axis.set_ylim(-0.03, 1.03)
+    axis.set(ylabel="share, 0 to 1", ylim=(-0.03, 1.03))
 
 
 def draw_agreement(axis, groups):
-    draw_key(axis, groups, "logprob_diff_max", "", PINK)
+    draw_key(axis, groups, "logprob_diff_max", None, PINK)
     axis.axhspan(1e-7, 1e-4, color=GREEN, alpha=0.08, linewidth=0, label="goal in fp32")
-    axis.set_yscale("log")
+    axis.set(yscale="log", ylabel="largest log-prob difference, nats")
 
 
 def curve(key, colour):
     """A panel of a single quantity."""
-    return lambda axis, groups: draw_key(axis, groups, key, "", colour)
+
+    def draw(axis, groups):
+        draw_key(axis, groups, key, None, colour)
+        axis.set_ylabel(f"{key}, nats per token")
+
+    return draw
 
 
 UPDATES = "updates"
-NODES = "executed nodes"
-TRAINING = [  # title, x axis, y axis, what draws it
-    ("Does the score rise?", UPDATES, "score", draw_score),
-    ("Do the episodes carry a signal?", UPDATES, "share, 0 to 1", draw_shares),
-    ("How far has the policy moved?", UPDATES, "KL, nats per token", curve("kl", RED)),
-    ("Does it still explore?", UPDATES, "entropy, nats per token", curve("entropy", BLUE)),
-    (
-        "Do engine and trainer agree?",
-        UPDATES,
-        "largest log-prob difference, nats",
-        draw_agreement,
-    ),
+TRAINING = [  # title, x axis, what draws it
+    ("Does the score rise?", UPDATES, draw_score),
+    ("Do the episodes carry a signal?", UPDATES, draw_shares),
+    ("How far has the policy moved?", UPDATES, curve("kl", RED)),
+    ("Does it still explore?", UPDATES, curve("entropy", BLUE)),
+    ("Do engine and trainer agree?", UPDATES, draw_agreement),
 ]
 
 # ------------------------------------------------------------------ panels of a search
 
 
-def best_so_far(run: RunData, axis: str):
-    """The best score after each number of nodes or tokens, first the baseline, as pandas.Series."""
+def best_so_far(run: RunData):
+    """The best score after each number of nodes, first the baseline, as pandas.Series."""
     import pandas
 
-    rows = [{"score": run.baseline, "tokens": 0}, *run.rows]
-    better = np.fmax if run.higher_is_better else np.fmin
-    best = better.accumulate(series(rows, "score"))
-    xs = range(len(rows))
-    if axis == "tokens":
-        xs = np.cumsum(series(rows, "tokens"))
-    # a fault may have sampled nothing
-    return pandas.Series(best, xs).groupby(level=0).last()
-
-
-def draw_best(axis_name):
-    def draw(axis, groups):
-        import pandas
-
-        for group in groups:
-            curves = [best_so_far(run, axis_name) for run in group.runs]
-            # a run that has ended keeps its value
-            frame = pandas.concat(curves, axis=1).sort_index().ffill()
-            middle, low, high = spread(frame.T)
-            axis.step(frame.index, middle, where="post", color=group.colour, linewidth=2.2)
-            band = {"color": group.colour, "alpha": 0.15, "linewidth": 0}
-            axis.fill_between(frame.index, low, high, step="post", **band)
-        draw_baseline(axis, groups)
-
-    return draw
+    scores = pandas.Series([run.baseline, *series(run.rows, "score")])
+    return (scores.cummax() if run.higher_is_better else scores.cummin()).ffill()
 
 
 def draw_scores(axis, groups):
-    """Scores of all nodes or episodes, of several groups by their number in the legend.
-
-    The cross is the mean of valid and failed ones with its standard error; failed ones count as the
-    baseline.
-    """
-    rng = random.Random(0)
-    names = []
-    for x, group in enumerate(groups):
-        rows = [row for run in group.runs for row in run.rows]
-        xs = [x + rng.uniform(-0.22, 0.22) for _ in rows]
-        scores = series(rows, "score")
-        axis.scatter(xs, scores, s=16, alpha=0.5, color=group.colour, linewidths=0)
-        counted = [row["counted"] for row in rows if row["counted"] is not None]
-        if counted:
-            error = standard_error(counted) or 0.0
-            axis.errorbar(x, fmean(counted), error, 0.32, color=BLACK, linewidth=2)
-        failed = sum(row["outcome"] == "failed" for row in rows)
-        name = f"{x + 1}\n" if len(groups) > 1 else ""
-        names.append(f"{name}N={len(rows)}\n{failed} failed")
-    axis.set_xticks(range(len(names)), names, fontsize=8)
-    axis.set_xlim(-0.6, len(names) - 0.4)
+    """A dot for the score of each node or episode."""
+    for group in groups:
+        for run in group.runs:
+            scores = series(run.rows, "score")
+            numbers = range(1, len(scores) + 1)
+            axis.scatter(numbers, scores, s=16, alpha=0.5, color=group.colour, linewidths=0)
     draw_baseline(axis, groups)
 
 
-MEANS = "cross: mean ± s.e., a failure counts as the baseline"
-SEARCH = [
-    ("How good is the best node so far?", NODES, "score", draw_best("nodes")),
-    ("What does it cost?", "sampled tokens", "score", draw_best("tokens")),
-    ("What do the nodes score?", MEANS, "score", draw_scores),
-]
-EVALUATION = [("What do the episodes score?", MEANS, "score", draw_scores)]
+def draw_best(axis, groups):
+    import pandas
+
+    draw_scores(axis, groups)
+    for group in groups:
+        # a run that has ended keeps its value
+        frame = pandas.concat(map(best_so_far, group.runs), axis=1).ffill()
+        middle, low, high = spread(frame)
+        look = {"color": group.colour}
+        axis.step(frame.index, middle, where="post", linewidth=2.2, **look)
+        axis.fill_between(frame.index, low, high, step="post", alpha=0.15, linewidth=0, **look)
+
+
+def draw_means(axis, groups):
+    """The mean over valid and failed episodes and a band of its standard error."""
+    import pandas
+
+    draw_scores(axis, groups)
+    for group in groups:
+        rows = [row for run in group.runs for row in run.rows]
+        counted = pandas.Series(series(rows, "counted"))
+        mean, error = counted.mean(), counted.sem()
+        axis.axhline(mean, color=group.colour, linewidth=2.2)
+        axis.axhspan(mean - error, mean + error, color=group.colour, alpha=0.15, linewidth=0)
+
+
+SEARCH = [("How good is the best node so far?", "executed nodes", draw_best)]
+MEANS = "episodes; line: mean ± s.e., a failure counts as the baseline"
+EVALUATION = [("What do the episodes score?", MEANS, draw_means)]
 
 # ------------------------------------------------------------------ the tree
 
-CROWDED = 90  # nodes; from there on only the path to the best has names
 FAILURES = {"failed": "x", "fault": "+"}  # outcome -> mark
-PATH = {"color": BLACK, "linewidth": 2.6}
-EDGE = {"color": "#bbbbbb", "linewidth": 1}
-SECOND = {"color": PINK, "linestyle": ":", "linewidth": 1}
+EDGES = {
+    "path to the best": {"color": BLACK, "linewidth": 2.6},
+    "_tree": {"color": "#bbbbbb", "linewidth": 1},
+    "second parent": {"color": PINK, "linestyle": ":", "linewidth": 1},
+}
 
 
 def lineage(id: str) -> list[int]:
@@ -342,102 +298,64 @@ def draw_tree(run: RunData, link: str = ""):
     from matplotlib.cm import ScalarMappable
     from matplotlib.collections import LineCollection
     from matplotlib.colors import Normalize
+    from matplotlib.markers import MarkerStyle
 
     at = layout(run.rows)
     path = best_path(run)
-    depth, leaves = np.max(list(at.values()), axis=0)
-    line = 0.5 if len(at) <= CROWDED else 0.2  # inches per leaf
-    height = max(4.0, min(40.0, line * (leaves + 1) + 1.5))
-    size = min(110, 5000 * height / (leaves + 10) ** 1.2)  # of a mark, in square points
-    with figure_of(max(9.0, min(16.0, 1.5 * (depth + 1))), height) as figure:
-        axis = figure.subplots()
-        edges = {"path to the best": PATH, "_tree": EDGE, "second parent": SECOND}
-        lines = {name: [] for name in edges}
-        for row in run.rows:
-            name = "path to the best" if row["id"] in path else "_tree"
-            lines[name].append((at[row["parent"]], at[row["id"]]))
-            if row.get("second_parent"):
-                lines["second parent"].append((at[row["second_parent"]], at[row["id"]]))
-        for name, look in edges.items():
-            if lines[name]:
-                axis.add_collection(LineCollection(lines[name], label=name, zorder=1, **look))
-        limits = Normalize(*colour_limits(run), clip=True)
-        shade = ScalarMappable(limits, "viridis" if run.higher_is_better else "viridis_r")
-        root = {"id": "0", "op": "baseline", "mark": "*", "outcome": "valid"}
-        looks = {}
-        for row in [root | {"score": run.baseline}, *run.rows]:
-            look = (row["op"], marker_of(row["mark"]))
-            if row["score"] is None:
-                look = (row["outcome"], FAILURES[row["outcome"]])
-            looks.setdefault(look, []).append(row)
-        for (name, mark), rows in looks.items():
-            colours = RED
-            if name not in FAILURES:
-                colours = shade.to_rgba([row["score"] for row in rows])
-            marks = axis.scatter(
-                *zip(*(at[row["id"]] for row in rows)),
-                marker=mark,
-                c=colours,
-                edgecolors=None if name in FAILURES else BLACK,
-                linewidths=1.8 if name in FAILURES else 0.5,
-                s=2.4 * size if name == "baseline" else size,
-                label=f"{shorten(name, 20)}: {len(rows)}",
-                zorder=3,
-            )
-            marks.set_urls([f"{link}{row['id']}" for row in rows] if link else None)
-        for row in [root | {"score": run.baseline}, *run.rows]:
-            if len(at) <= CROWDED or row["id"] in path:
-                draw_name(axis, row, at[row["id"]], row["id"] in path)
-        axis.set(yticks=[], xlabel="depth", title="How did the search get to its best node?")
-        axis.locator_params(axis="x", integer=True)
-        axis.grid(False)
-        axis.spines["left"].set_visible(False)
-        axis.invert_yaxis()
-        axis.margins(x=0.06, y=0.05)
-        worse = "min" if run.higher_is_better else "max"  # scores beyond the limit may lie there
-        figure.colorbar(shade, ax=axis, label=score_label(run), pad=0.01, extend=worse)
-        figure.legend(loc="outside lower center", ncols=6, markerscale=0.8)
+    depth, leaves = np.max(list(at.values()), axis=0) + 1
+    width, height = np.clip([1.5 * depth, 0.4 * leaves + 1.5], [9, 4], [16, 40])
+    size = min(110, (50 * height / leaves) ** 2)  # of a mark, in square points
+    figure = new_figure(width, height)
+    axis = figure.subplots()
+    lines = {name: [] for name in EDGES}
+    for row in run.rows:
+        name = "path to the best" if row["id"] in path else "_tree"
+        lines[name].append((at[row["parent"]], at[row["id"]]))
+        if row["second"]:
+            lines["second parent"].append((at[row["second"]], at[row["id"]]))
+    for name, look in EDGES.items():
+        if lines[name]:
+            axis.add_collection(LineCollection(lines[name], label=name, zorder=1, **look))
+    root = {"id": "0", "op": "baseline", "mark": "*", "outcome": "valid", "score": run.baseline}
+    looks = {}
+    for row in [root, *run.rows]:
+        mark = row["mark"] if row["mark"] in MarkerStyle.markers else "h"
+        look = (row["op"], mark)
+        if row["score"] is None:
+            look = (row["outcome"], FAILURES[row["outcome"]])
+        looks.setdefault(look, []).append(row)
+    # the worst tenth of the scores may lie beyond the colours: one wild node hides no others
+    ends = (0.1, 1.0) if run.higher_is_better else (0.0, 0.9)
+    limits = np.nanquantile([run.baseline, *series(run.rows, "score")], ends)
+    colours = "viridis" if run.higher_is_better else "viridis_r"
+    shade = ScalarMappable(Normalize(*limits, clip=True), colours)
+    for (name, mark), rows in looks.items():
+        look = {"color": RED, "linewidths": 1.8}
+        if name not in FAILURES:
+            scores = [row["score"] for row in rows]
+            look = {"color": shade.to_rgba(scores), "edgecolors": BLACK, "linewidths": 0.5}
+        marks = axis.scatter(
+            *zip(*(at[row["id"]] for row in rows)),
+            marker=mark,
+            s=2.4 * size if name == "baseline" else size,
+            label=f"{shorten(name, 20)}: {len(rows)}",
+            zorder=3,
+            **look,
+        )
+        marks.set_urls([f"{link}{row['id']}" for row in rows] if link else None)
+    axis.set(yticks=[], xlabel="depth", title="How did the search get to its best node?")
+    axis.locator_params(axis="x", integer=True)
+    axis.grid(False)
+    axis.spines["left"].set_visible(False)
+    axis.invert_yaxis()
+    axis.margins(x=0.06, y=0.05)
+    worse = "min" if run.higher_is_better else "max"
+    figure.colorbar(shade, ax=axis, label=score_label(run), pad=0.01, extend=worse)
+    figure.legend(loc="outside lower center", ncols=6, markerscale=0.8)
     return figure
 
 
-def colour_limits(run: RunData) -> tuple[float, float]:
-    """Range of the colours for the scores and the baseline.
-
-    The worst tenth of the scores may lie outside, so that one wild node cannot hide the rest.
-    """
-    scores = [run.baseline, *series(run.rows, "score")]
-    ends = (0.1, 1.0) if run.higher_is_better else (0.0, 0.9)
-    low, high = np.nanquantile(scores, ends).tolist()
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
-
-
-def marker_of(mark: str) -> str:
-    """A hexagon instead of a mark that matplotlib does not have."""
-    from matplotlib.markers import MarkerStyle
-
-    return mark if mark in MarkerStyle.markers else "h"
-
-
-def draw_name(axis, row, at, on_path):
-    """Id and score above a node, on white: no line crosses them."""
-    name = "baseline" if row["id"] == "0" else row["id"]
-    name = name if len(name) < 12 else f"…{name[-8:]}"
-    if row["score"] is not None:
-        name += f"  {row['score']:.4g}"
-    axis.annotate(
-        name,
-        at,
-        (0, 8),
-        textcoords="offset points",
-        ha="center",
-        fontsize=8,
-        fontweight="bold" if on_path else "normal",
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-        zorder=2,
-    )
-
-
-# ------------------------------------------------------------------ figures and files
+# ------------------------------------------------------------------ figures
 
 
 def shorten(text, limit: int) -> str:
@@ -447,67 +365,45 @@ def shorten(text, limit: int) -> str:
     return text.replace("$", r"\$")
 
 
-@contextmanager
-def figure_of(width: float, height: float):
-    """A matplotlib Figure of this size in inches, without display or global state."""
-    from matplotlib import rc_context
+def new_figure(width: float, height: float):
+    """A matplotlib Figure of this size in inches, without a display."""
+    import matplotlib
     from matplotlib.figure import Figure
 
-    with rc_context(STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
-        yield figure
+    matplotlib.rcParams.update(STYLE)
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def draw_panels(panels, groups: list[RunGroup], title: str):
-    """A Figure with all panels, in rows of three. Panels of updates share their x axis."""
+    """A Figure with all panels, in rows of three."""
     from matplotlib.patches import Patch
 
     lines = -(-len(panels) // 3)
     width = 16.0 if len(panels) > 1 else 10.0
-    with figure_of(width, 1 + 3.8 * lines + 0.1 * len(groups)) as figure:
-        axes = list(figure.subplots(lines, min(3, len(panels)), squeeze=False).flat)
-        for axis, (name, x, y, draw) in zip(axes, panels):
-            axis.set(title=name, xlabel=x, ylabel=y)
-            axis.margins(y=0.1)
-            draw(axis, groups)
-            if not axis.has_data():
-                axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center")
-            if x == UPDATES:
-                axis.sharex(axes[0])
-            if x in (UPDATES, NODES):
-                axis.locator_params(axis="x", integer=True)
-            if axis.get_legend_handles_labels()[1]:
-                axis.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=3)
-        for axis in axes[len(panels) :]:
-            axis.axis("off")
+    figure = new_figure(width, 1 + 3.8 * lines + 0.1 * len(groups))
+    axes = list(figure.subplots(lines, min(3, len(panels)), squeeze=False).flat)
+    for axis, (name, x, draw) in zip(axes, panels):
+        axis.set(title=name, xlabel=x)
+        draw(axis, groups)
+        axis.locator_params(axis="x", integer=True)
+        if not axis.has_data():
+            axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center")
+        if axis.get_legend_handles_labels()[1]:
+            axis.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=3)
+    for axis in axes[len(panels) :]:
+        axis.axis("off")
+    if sum(len(group.runs) for group in groups) > 1:
         handles = []
-        for place, group in enumerate(groups, 1):
-            label = shorten(f"{place}: {group.label} (N={len(group.runs)})", 80)
+        for group in groups:
+            label = f"{shorten(group.label, 80)} (N={len(group.runs)})"
             handles.append(Patch(color=group.colour, label=label))
-        if sum(len(group.runs) for group in groups) > 1:
-            figure.legend(handles=handles, loc="outside lower center", ncols=min(2, len(groups)))
-        set_title(figure, title)
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(2, len(groups)))
+    figure.suptitle(textwrap.fill(shorten(title, 400), int(12 * width)), fontsize=10)
     return figure
 
 
-def set_title(figure, text: str):
-    """The heading of a whole figure, in as many lines as it needs."""
-    width = int(12 * figure.get_figwidth())
-    figure.suptitle(textwrap.fill(shorten(text, 400), width), fontsize=10)
-
-
-def encoded(figure, format: str) -> bytes:
-    """The picture as the content of a file of this format: png, pdf or svg."""
-    from matplotlib import rc_context
-
+def encoded(figure, format: str = "png") -> bytes:
+    """The picture as the content of a file."""
     picture = io.BytesIO()
-    with rc_context(STYLE):
-        figure.savefig(picture, format=format, dpi=110)
+    figure.savefig(picture, format=format, dpi=110)
     return picture.getvalue()
-
-
-def save(figure, path: Path) -> Path:
-    """Writes the whole picture or, if the disk is full, leaves the old one."""
-    write_whole(path, encoded(figure, path.suffix[1:]))
-    return path
