@@ -61,7 +61,7 @@ from flatlab.train.batch import (
     sequences_of,
 )
 from flatlab.train.weights import max_seeking_terms
-from flatlab.view import console
+from flatlab.view import console, page
 from flatlab.world.episode import play, run_episode
 from flatlab.world.texts import load_prompts
 from policy import Policy, default_model, lora_settings, resolve_model
@@ -602,7 +602,7 @@ def train(policy, tasks: list, cfg: Config, job) -> None:
                 sep="",
                 flush=True,
             )
-            console.plot_now_and_then(job.run)
+            page.plot_now_and_then(job.run)
 
     evaluation.finish(policy, tasks, cfg, job, state)
 

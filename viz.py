@@ -22,6 +22,7 @@ from pathlib import Path
 import tyro
 
 from flatlab.errors import UserError
+from flatlab.numbers import count
 from flatlab.runs import cli
 from flatlab.train.metrics import final_table
 from flatlab.view import page, plots, tables
@@ -94,18 +95,18 @@ def list_text(run: RunData) -> str:
 
 
 def tree_text(run: RunData) -> str:
-    """Columns of equal width first, then the tree: long ids shift nothing."""
+    """A line for each node; stars mark the path to the best one."""
     root = {"id": "0", "op": "baseline", "score": run.baseline, "idea": "", "status": ""}
     by_id = {row["id"]: row for row in [root, *run.rows]}
     path = plots.best_path(run)
-    lines = []
+    rows = []
     for id, (depth, _) in plots.layout(run.rows).items():
         row = by_id[id]
-        mark = "*" if id in path else " "
-        name = f"{row['op']:<9}  {'  ' * min(depth, 20)}{id}"
-        text = " ".join((row["idea"] or row["status"]).split())
-        lines.append(f"{mark} {score_text(row):>8}  {name}  {text[:60]}")
-    return "\n".join(lines)
+        line = {"best": "*" if id in path else "", "score": score_text(row), "op": row["op"]}
+        line["node"] = "  " * min(depth, 20) + id
+        line["strategy"] = " ".join((row["idea"] or row["status"]).split())[:60]
+        rows.append(line)
+    return tables.aligned(rows)
 
 
 def pick(run: RunData, id: str) -> dict:
@@ -134,58 +135,34 @@ def best_of(run: RunData) -> dict:
 def summary(run: RunData) -> str:
     """What `python viz.py logs/<run>` prints about one run."""
     parts = [tables.heading(run), tables.headline(run), final_table(run.result)]
-    parts += [node_summary(run)] if run.has_nodes else [step_summary(run.rows), alarms(run.rows)]
+    parts.append(node_summary(run) if run.has_nodes else step_summary(run.rows))
     return "\n\n".join(filter(None, parts))
 
 
 def step_summary(rows: list[dict]) -> str:
-    """The numbers in the rows at the start and at the end of the run, and their extremes."""
+    """The numbers in the rows at the start and at the end of the run."""
     import pandas
 
     # evaluations are rare, their standard errors and the seconds of the phases are details
-    frame = pandas.DataFrame(rows).drop(columns=["step", "time", "version"], errors="ignore")
-    frame = frame.select_dtypes("number").filter(regex="^(?!eval_|seconds_).*(?<!stderr)$")
-    frame = frame.loc[:, frame.nunique() > 1]
+    shown = "^(?!step$|time$|version$|eval_|seconds_).*(?<!stderr)$"
+    frame = pandas.DataFrame(rows).select_dtypes("number").filter(regex=shown)
     window = plots.window_of(rows)
-    means = {
-        f"first {window}": frame.head(window).mean(),
-        f"last {window}": frame.tail(window).mean(),
-        "lowest": frame.min(),
-        "highest": frame.max(),
-    }
+    means = {"first": frame.head(window).mean(), "last": frame.tail(window).mean()}
     table = pandas.DataFrame(means).to_string(float_format="{:.4g}".format)
-    meaning = f"first, last: means over {window} steps; what is the same in all steps is left out"
-    return f"{table}\n{meaning}" if len(frame.columns) else ""
-
-
-def alarms(rows: list[dict]) -> str:
-    """What the run itself reported as suspicious, the latest ones."""
-    lines = []
-    for row in rows:
-        lines += [f"step {row['step']}: {text}" for text in row.get("alarms", ())]
-    return "\n".join([f"alarms: {len(lines)}", *lines[-5:]]) if lines else ""
+    return f"{table}\nmeans over {count(window, 'step')}"
 
 
 def node_summary(run: RunData) -> str:
     """Operators and how their nodes ended."""
     import pandas
 
-    nodes = pandas.DataFrame(run.rows).astype({"score": float, "counted": float})
-    for outcome in ("failed", "fault"):
-        nodes[outcome] = nodes["outcome"] == outcome
-    table = nodes.groupby("op", sort=False).agg(
-        nodes=("id", "size"),
-        failed=("failed", "sum"),
-        faults=("fault", "sum"),
-        mean=("counted", "mean"),
-        best=("score", "max" if run.higher_is_better else "min"),
-        sec=("seconds", "mean"),
-        tokens=("tokens", "mean"),
-    )
-    table = table.rename_axis(None).to_string(float_format="{:.4g}".format, na_rep="-")
+    nodes = pandas.DataFrame(run.rows).astype({"counted": float}).groupby("op", sort=False)
+    ends = nodes["outcome"].value_counts().unstack(fill_value=0)
+    means = nodes[["counted", "seconds", "tokens"]].mean()
+    table = means.join(ends).rename_axis(None).to_string(float_format="{:.4g}".format, na_rep="-")
     return (
-        f"{table}\nmean: over valid and failed nodes, a failed one counts as the baseline; sec, "
-        "tokens: means per node"
+        f"{table}\ncounted: mean score, a failed node counts as the baseline; seconds, tokens: "
+        "means per node"
     )
 
 
@@ -209,9 +186,8 @@ def main(options: Options):
     if parts:
         return say("\n\n".join(parts))
     say(summary(runs[0]) if len(runs) == 1 else tables.table(runs))
-    # of several runs beside them
+    # of several runs the folder that they are in
     folder = Path(os.path.commonpath([run.dir.resolve() for run in runs]))
-    folder = runs[0].dir if len(runs) == 1 else folder
     print("", *(f"wrote {path}" for path in page.write(runs, folder)), sep="\n")
 
 

@@ -14,8 +14,8 @@ from flatlab.errors import UserError
 
 
 def temporary(final: Path) -> Path:
-    """The name under which `final` is written first. It carries the process id, see sweep() in
-    runs/store.py.
+    """The name under which `final` is written first. sweep() in runs/store.py removes what a killed
+    process left.
     """
     return final.with_name(f".tmp-{os.getpid()}-{final.name}")
 

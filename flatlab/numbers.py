@@ -34,7 +34,8 @@ def duration(seconds: float | None) -> str:
 
 def count(number: float, noun: str) -> str:
     """'1 node', '2 nodes'."""
-    return f"{number:g} {noun}" if number == 1 else f"{number:g} {noun}s"
+    ending = "" if number == 1 else "s"
+    return f"{number:g} {noun}{ending}"
 
 
 def value_text(value) -> str:

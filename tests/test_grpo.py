@@ -23,7 +23,7 @@ from flatlab.runs import store
 from flatlab.train import guard, metrics
 from flatlab.train.batch import Group, TrainSequence, gather_groups
 from flatlab.train.ranks import Job
-from flatlab.view import console, page
+from flatlab.view import console
 from flatlab.world.episode import Episode, Segment
 from helpers import MADE_BY, configure, segments_of, slow, user_error
 from policy import ModelPath
@@ -416,7 +416,6 @@ def test_without_a_step_the_adapter_of_the_start_is_evaluated(play, monkeypatch,
     assert result_of()["status"] == "finished"
     assert result_of()["final"]["steps"] == 0
     assert result_of()["final"]["best_is_untrained"]
-    monkeypatch.setattr(console, "plot_now_and_then", page.plot_now_and_then)
     run = store.open_run("logs/a", {"task": ["titanic"], "steps": 0}, MADE_BY)
     run.result(metric="accuracy")
     console.farewell(run)

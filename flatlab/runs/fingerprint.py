@@ -38,10 +38,12 @@ def code_files() -> list[Path]:
     from the script's folder and this project.
     """
     names = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    bridges = (ROOT / "integrations").glob("*.py")
+    paths = {Path(name) for name in names if name}
+    paths.update(PACKAGE.rglob("*.py"))
+    paths.update((ROOT / "integrations").glob("*.py"))
     ours = (ROOT, Path(sys.path[0]).resolve())
     files = []
-    for file in {*PACKAGE.rglob("*.py"), *bridges, *map(Path, filter(None, names))}:
+    for file in paths:
         is_ours = any(file.is_relative_to(folder) for folder in ours)
         is_installed = "site-packages" in file.parts
         if is_ours and file.suffix == ".py" and not is_installed and not file.is_relative_to(VIEW):

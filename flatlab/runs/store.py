@@ -45,32 +45,25 @@ from flatlab.errors import UserError
 from flatlab.files import read_mapping, read_rows, temporary, to_disk, write_whole
 from flatlab.runs.fingerprint import ROOT, code_files
 
-LONGEST_NAME = 200  # of a run, in characters; file systems allow 255 bytes
-
 # ------------------------------------------------------------------ complete files or none
 
 
-def plain(value, finite=False):
-    """A config or row as YAML and JSON can hold it.
-
-    finite: NaN and infinity become None, because JSON has no words for them.
-    """
+def plain(value):
+    """A config or row as YAML and JSON can hold it. NaN and infinity become None."""
     if isinstance(value, dict):
-        return {str(k): plain(v, finite) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(v, finite) for v in value]
+        return [plain(v) for v in value]
     if hasattr(value, "item"):  # a numpy or torch scalar
         value = value.item()
-    if isinstance(value, float) and finite and not math.isfinite(value):
-        return None
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return str(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (int, str)) else str(value)
 
 
 def json_line(row: dict) -> str:
     """One line of ASCII: no lone surrogate or odd line separator can break the file."""
-    return json.dumps(plain(row, finite=True)) + "\n"
+    return json.dumps(plain(row)) + "\n"
 
 
 def packed_tokens(segments: list) -> bytes:
@@ -87,11 +80,8 @@ def packed_tokens(segments: list) -> bytes:
 
 
 def sweep(directory: Path) -> None:
-    """Removes what a killed writer left. Files of a living process (a viz.py, say) stay."""
+    """Removes what a killed writer left."""
     for temp in [*directory.glob(".tmp-*"), *directory.glob("*/.tmp-*")]:
-        pid = temp.name.split("-")[1]
-        if pid != str(os.getpid()) and Path(f"/proc/{pid}").exists():
-            continue
         if temp.is_dir():
             shutil.rmtree(temp)
         else:
@@ -112,9 +102,7 @@ def sweep(directory: Path) -> None:
 def output_of(*command) -> str:
     """The output of a short command in the repository, or the reason why there is none."""
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=20
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"({command[0]}: {type(error).__name__})"
     return (done.stdout or done.stderr).decode(errors="replace").strip()
@@ -157,16 +145,6 @@ def write_provenance(path: Path, text: str) -> None:
 # ------------------------------------------------------------------ writing a run
 
 
-def differences(old: dict, new: dict, ignore: Collection[str]) -> list[str]:
-    """One text per key that differs: 'lr: 1e-05 there, 2e-05 now'."""
-    texts = []
-    for key in sorted({*old, *new} - {*ignore}):
-        there, now = old.get(key, "(absent)"), new.get(key, "(absent)")
-        if there != now:
-            texts.append(f"{key}: {there} there, {now} now")
-    return texts
-
-
 def lock_directory(path: Path):
     """Creates and locks a run directory; the kernel drops the lock when this process ends.
 
@@ -201,10 +179,10 @@ def lock_directory(path: Path):
 def run_directory(name: str) -> Path:
     """logs/<name>. Raises UserError for a name that leads out of logs/, is empty or too long."""
     path = Path(name)
-    if not path.parts or path.is_absolute() or ".." in path.parts or len(name) > LONGEST_NAME:
+    # file systems allow 255 bytes
+    if not path.parts or path.is_absolute() or ".." in path.parts or len(name) > 200:
         raise UserError(
-            f"--name must be the name of a folder in logs/, with at most {LONGEST_NAME} "
-            f"characters, not {name[:LONGEST_NAME]!r}."
+            "--name must be the name of a folder in logs/, with at most 200 characters."
         )
     return Path("logs", path)
 
@@ -232,7 +210,10 @@ def open_run(
     new = plain(config)
     old = read_mapping(path / "config.yaml", default=dict(new))
     before = old.pop("fingerprint", {})
-    differing = differences(old, new, ("name", *may_change))
+    differing = []
+    for key in sorted({*old, *new} - {"name", *may_change}):
+        if old.get(key) != new.get(key):
+            differing.append(f"{key}: {old.get(key)} there, {new.get(key)} now")
     run = Run(path, new, lock)
     run.finished = is_finished(run)
     has_rows = any(b"\n" in file.read_bytes() for file in path.glob("*.jsonl"))
@@ -345,7 +326,7 @@ class Run:
 
     def result(self, **fields):
         """Merges `fields` into result.json."""
-        merged = {**self.results(), **plain(fields, finite=True)}
+        merged = {**self.results(), **plain(fields)}
         write_whole(self.dir / "result.json", json.dumps(merged, indent=1, allow_nan=False) + "\n")
 
     @contextmanager

@@ -1,18 +1,16 @@
 """The pictures and the page of runs: files beside the numbers, which anyone may delete.
 
 report.html opens without a server and asks for nothing. What a model or a command wrote is escaped
-by jinja2; the security policy of the page names the hash of its one script, so no other can run.
+by jinja2; the security policy of the page names a secret of its one script, so no other can run.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import re
+import secrets
 import time
 from pathlib import Path
-
-import numpy as np
 
 from flatlab.files import write_whole
 from flatlab.train.metrics import final_table
@@ -35,13 +33,14 @@ def draw(runs: list[RunData], folder: Path) -> list[Path]:
         [run] = runs
         kind = KINDS[run.kind]
         group = RunGroup(run.name, plots.BLUE, runs)
-        figures[kind.picture] = plots.draw_panels(kind.panels, [group], tables.heading(run))
+        name = "search" if run.has_nodes else "curves"
+        figures[name] = plots.draw_panels(kind.panels, [group], tables.heading(run))
         if kind.is_tree:
             figures["tree"] = plots.draw_tree(run)
     else:
         for (kind, task, _), groups in tables.groups_of(runs).items():
             name = re.sub(r"[^A-Za-z0-9_.-]", "-", f"compare-{kind}-{task}")
-            title = f"{task}, {KINDS[kind].title}: mean over runs, band: ± standard deviation"
+            title = f"{task}, {kind}: mean over runs, band: ± standard deviation"
             figures[name] = plots.draw_panels(KINDS[kind].panels, groups, title)
     paths = []
     for name, figure in figures.items():
@@ -64,19 +63,12 @@ def plot_now_and_then(run) -> None:
 
 def write(runs: list[RunData], folder: Path) -> list[Path]:
     """Writes the pictures and report.html."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATE.parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    template = environment.get_template("page.html", globals={"observed": observed})
-    script = re.search("<script>(.*?)</script>", TEMPLATE.read_text(), re.S)[1]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    template = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(TEMPLATE.read_text(), {"observed": observed})
     parts = []
     for number, run in enumerate(runs):
         prefix = f"{number}/" if len(runs) > 1 else ""
@@ -86,16 +78,16 @@ def write(runs: list[RunData], folder: Path) -> list[Path]:
             # matplotlib's links would open another tab
             tree = Markup(svg[svg.index("<svg") :].replace(' target="_blank"', ""))
         items, note = sample(run)
-        about = {"name": run.name, "headline": tables.headline(run), "tree": tree, "note": note}
-        about |= {"heading": tables.heading(run), "final": final_table(run.result)}
-        parts.append(about | {"items": items, "prefix": prefix})
+        about = {"run": run, "prefix": prefix, "tree": tree, "items": items, "note": note}
+        parts.append(about | {"final": final_table(run.result)})
     paths = draw(runs, folder)
     pictures = [path.read_bytes() for path in paths if path.name != "tree.png"]
     html = template.render(
-        runs=parts,
-        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+        parts=parts,
+        tables=tables,
+        title=folder.resolve().name,
         made=time.strftime("%Y-%m-%d %H:%M"),
-        digest=digest,
+        nonce=secrets.token_hex(),
         pictures=[base64.b64encode(picture).decode() for picture in pictures],
         table=tables.table(runs) if len(runs) > 1 else "",
     )
@@ -109,20 +101,16 @@ def sample(run: RunData) -> tuple[list[dict], str]:
     """The transcripts that the page shows, in order, and a sentence if some are missing.
 
     Of a search: the path to the best node and the best nodes; the others are listed without a
-    transcript, because the tree leads to them. Of training: the last steps, the one with the best
-    score, and the last evaluations.
+    transcript, because the tree leads to them. Of training: the last steps and evaluations.
     """
     files = transcript_files(run)
-    goodness = plots.series(run.rows, "improvement" if run.has_nodes else "score_best")
-    if not (run.has_nodes or run.higher_is_better):
-        goodness = -goodness
-    best_first = np.argsort(-np.nan_to_num(goodness, nan=-np.inf))
     if run.has_nodes:
-        whole = {*plots.best_path(run), *(run.rows[i]["id"] for i in best_first[:MOST_NODES])}
+        best_first = sorted(run.rows, key=lambda row: -row["improvement"] if row["valid"] else 9e9)
+        whole = {*plots.best_path(run), *(row["id"] for row in best_first[:MOST_NODES])}
     else:
-        steps = [str(row["step"]) for row in run.rows]
+        steps = [name for name in files if name.isdigit()]
         evaluations = [name for name in files if not name.isdigit()]
-        whole = {steps[best_first[0]], *steps[-LAST_STEPS:], *evaluations[-LAST_EVALUATIONS:]}
+        whole = {*steps[-LAST_STEPS:], *evaluations[-LAST_EVALUATIONS:]}
     items = []
     for name, read in files.items():
         if run.has_nodes or name in whole:

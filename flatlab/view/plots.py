@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,23 +19,15 @@ from flatlab.train.metrics import evaluation_columns
 from flatlab.view.reader import RunData
 
 # The colours of Okabe and Ito: distinct with any kind of colour vision, and in grey print
-BLACK = "#000000"
-ORANGE = "#E69F00"
-GREEN = "#009E73"
-BLUE = "#0072B2"
-RED = "#D55E00"
-PINK = "#CC79A7"
-SKY = "#56B4E9"
+COLOURS = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #000000".split()
+BLUE, RED, GREEN, _, PINK, _, BLACK = COLOURS
 GREY = "#888888"
-COLOURS = [BLUE, RED, GREEN, ORANGE, PINK, SKY, BLACK]
 STYLE = {
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlepad": 20,  # the legend stands between the title and the axes
     "axes.grid": True,
     "grid.alpha": 0.25,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "legend.fontsize": 8,
     "legend.frameon": False,
     "svg.fonttype": "none",
@@ -44,15 +36,11 @@ STYLE = {
 
 @dataclass
 class RunGroup:
-    """Runs that differ by their seeds only: one of each seed, the first by name.
-
-    repeated: further runs of the same seeds. They do not count.
-    """
+    """Runs that differ by their seeds only."""
 
     label: str
     colour: str
     runs: list[RunData]
-    repeated: list[RunData] = field(default_factory=list)
 
 
 # ------------------------------------------------------------------ numbers
@@ -66,20 +54,6 @@ def series(rows: list[dict], key: str) -> np.ndarray:
 def window_of(rows) -> int:
     """Steps to average over: a sixth of the run, at most 20."""
     return max(1, min(20, len(rows) // 6))
-
-
-def spread(frame):
-    """Mean over the runs, and the lower and upper end of a band around it.
-
-    frame: a DataFrame with a column for each run. The band is one standard deviation (N - 1) wide
-    on each side, and clipped to the range of the runs' values: it never shows a value that is
-    impossible.
-    """
-    middle = frame.mean(axis=1)
-    deviation = frame.std(axis=1).fillna(0.0)
-    low = (middle - deviation).clip(lower=frame.min(axis=1))
-    high = (middle + deviation).clip(upper=frame.max(axis=1))
-    return middle, low, high
 
 
 def by_step(group: RunGroup, key: str):
@@ -105,7 +79,7 @@ def headline_key(run: RunData) -> str:
 # ------------------------------------------------------------------ panels of a training run
 
 
-def draw_key(axis, groups, key, label=None, colour=GREY, style="-"):
+def draw_key(axis, groups, key, label, colour, style="-"):
     """One quantity per step, averaged over the steps that all runs of a group have.
 
     colour: of a single group; several have their own.
@@ -117,10 +91,20 @@ def draw_key(axis, groups, key, label=None, colour=GREY, style="-"):
         look = {"color": colour if len(groups) == 1 else group.colour}
         axis.plot(frame.index, frame, style, alpha=0.3, linewidth=1, **look)
         smooth = frame.dropna().rolling(window_of(frame), center=True, min_periods=1).mean()
-        middle, low, high = spread(smooth)
-        axis.fill_between(smooth.index, low, high, alpha=0.15, linewidth=0, **look)
-        axis.plot(smooth.index, middle, style, linewidth=2.2, label=label, **look)
+        draw_mean(axis, smooth, label=label, linestyle=style, **look)
         label = None  # one entry in the legend
+
+
+def draw_mean(axis, frame, **look):
+    """The mean over the runs and a band of one standard deviation (N - 1) on each side.
+
+    frame: a DataFrame with a column for each run.
+    """
+    middle = frame.mean(axis=1)
+    deviation = frame.std(axis=1).fillna(0.0)
+    axis.plot(frame.index, middle, linewidth=2.2, **look)
+    band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
+    axis.fill_between(frame.index, middle - deviation, middle + deviation, **band)
 
 
 def draw_score(axis, groups):
@@ -130,26 +114,23 @@ def draw_score(axis, groups):
     names = ("eval_score_mean", "eval_score_stderr")
     if key == "improvement":
         names = ("eval_improvement", "eval_improvement_stderr")
-    label = "evaluations"
+    label = "evaluations ± s.e."
     for group in groups:
         frame = by_step(group, names[0])
         if frame.empty:
             continue
-        middle, low, high = spread(frame)
-        error = [middle - low, high - middle]
+        error = frame.sem(axis=1)
         if len(group.runs) == 1:
-            label = "evaluations ± s.e."
             error = by_step(group, names[1]).reindex(frame.index)[0]
         look = {"color": PINK if len(groups) == 1 else group.colour, "capsize": 3}
-        axis.errorbar(frame.index + 1, middle, error, fmt="s--", label=label, **look)
-        label = "_"  # one entry in the legend
+        axis.errorbar(frame.index + 1, frame.mean(axis=1), error, fmt="s--", label=label, **look)
+        label = None  # one entry in the legend
     draw_baseline(axis, groups)
 
 
 def score_label(run: RunData) -> str:
     """The metric and its direction."""
-    better = "higher is better" if run.higher_is_better else "lower is better"
-    return f"{shorten(run.result['metric'], 40)}, {better}"
+    return f"{shorten(run.result['metric'], 40)}, {run.direction}"
 
 
 def draw_baseline(axis, groups):
@@ -159,35 +140,29 @@ def draw_baseline(axis, groups):
     axis.axhline(run.baseline, color=GREY, linestyle=":", linewidth=1.5, label=name)
 
 
-def draw_shares(axis, groups):
-    draw_key(axis, groups, "valid_share", "valid episodes", BLUE)
-    draw_key(axis, groups, "zero_variance_share", "groups of equal rewards", RED, "--")
-    axis.set(ylabel="share, 0 to 1", ylim=(-0.03, 1.03))
-
-
-def draw_agreement(axis, groups):
-    draw_key(axis, groups, "logprob_diff_max", None, PINK)
-    axis.axhspan(1e-7, 1e-4, color=GREEN, alpha=0.08, linewidth=0, label="goal in fp32")
-    axis.set(yscale="log", ylabel="largest log-prob difference, nats")
-
-
-def curve(key, colour):
-    """A panel of a single quantity."""
+def curves(ylabel, *lines, yscale="linear"):
+    """A panel of quantities per step. lines: (key, label, colour, style) of each."""
 
     def draw(axis, groups):
-        draw_key(axis, groups, key, None, colour)
-        axis.set_ylabel(f"{key}, nats per token")
+        for line in lines:
+            draw_key(axis, groups, *line)
+        axis.set(ylabel=ylabel, yscale=yscale)
 
     return draw
 
 
-UPDATES = "updates"
+VALID = ("valid_share", "valid episodes", BLUE, "-")
+EQUAL = ("zero_variance_share", "groups of equal rewards", RED, "--")
+KL = ("kl", None, RED, "-")
+ENTROPY = ("entropy", None, BLUE, "-")
+AGREEMENT = ("logprob_diff_max", None, PINK, "-")
+GOAL = "largest log-prob difference, nats (goal in fp32: 1e-4)"
 TRAINING = [  # title, x axis, what draws it
-    ("Does the score rise?", UPDATES, draw_score),
-    ("Do the episodes carry a signal?", UPDATES, draw_shares),
-    ("How far has the policy moved?", UPDATES, curve("kl", RED)),
-    ("Does it still explore?", UPDATES, curve("entropy", BLUE)),
-    ("Do engine and trainer agree?", UPDATES, draw_agreement),
+    ("Does the score rise?", "updates", draw_score),
+    ("Do the episodes carry a signal?", "updates", curves("share, 0 to 1", VALID, EQUAL)),
+    ("How far has the policy moved?", "updates", curves("KL, nats per token", KL)),
+    ("Does it still explore?", "updates", curves("entropy, nats per token", ENTROPY)),
+    ("Do engine and trainer agree?", "updates", curves(GOAL, AGREEMENT, yscale="log")),
 ]
 
 # ------------------------------------------------------------------ panels of a search
@@ -202,10 +177,10 @@ def best_so_far(run: RunData):
 
 
 def draw_scores(axis, groups):
-    """A dot for the score of each node or episode."""
+    """A dot for each node or episode but the faults; a failure counts as the baseline."""
     for group in groups:
         for run in group.runs:
-            scores = series(run.rows, "score")
+            scores = series(run.rows, "counted")
             numbers = range(1, len(scores) + 1)
             axis.scatter(numbers, scores, s=16, alpha=0.5, color=group.colour, linewidths=0)
     draw_baseline(axis, groups)
@@ -218,64 +193,23 @@ def draw_best(axis, groups):
     for group in groups:
         # a run that has ended keeps its value
         frame = pandas.concat(map(best_so_far, group.runs), axis=1).ffill()
-        middle, low, high = spread(frame)
-        look = {"color": group.colour}
-        axis.step(frame.index, middle, where="post", linewidth=2.2, **look)
-        axis.fill_between(frame.index, low, high, step="post", alpha=0.15, linewidth=0, **look)
+        draw_mean(axis, frame, color=group.colour, drawstyle="steps-post")
 
 
-def draw_means(axis, groups):
-    """The mean over valid and failed episodes and a band of its standard error."""
-    import pandas
-
-    draw_scores(axis, groups)
-    for group in groups:
-        rows = [row for run in group.runs for row in run.rows]
-        counted = pandas.Series(series(rows, "counted"))
-        mean, error = counted.mean(), counted.sem()
-        axis.axhline(mean, color=group.colour, linewidth=2.2)
-        axis.axhspan(mean - error, mean + error, color=group.colour, alpha=0.15, linewidth=0)
-
-
-SEARCH = [("How good is the best node so far?", "executed nodes", draw_best)]
-MEANS = "episodes; line: mean ± s.e., a failure counts as the baseline"
-EVALUATION = [("What do the episodes score?", MEANS, draw_means)]
+COUNTED = "; a dot for each, a failure counts as the baseline"
+SEARCH = [("How good is the best node so far?", f"nodes{COUNTED}", draw_best)]
+EVALUATION = [("What do the episodes score?", f"episodes{COUNTED}", draw_scores)]
 
 # ------------------------------------------------------------------ the tree
 
 FAILURES = {"failed": "x", "fault": "+"}  # outcome -> mark
-EDGES = {
-    "path to the best": {"color": BLACK, "linewidth": 2.6},
-    "_tree": {"color": "#bbbbbb", "linewidth": 1},
-    "second parent": {"color": PINK, "linestyle": ":", "linewidth": 1},
-}
 
 
-def lineage(id: str) -> list[int]:
-    """Sorts ids as numbers: 0.2 before 0.10."""
-    return [int(part) for part in id.split(".")]
-
-
-def parent_of(id: str) -> str:
-    return id.rpartition(".")[0]
-
-
-def layout(rows: list[dict]) -> dict[str, tuple[int, float]]:
-    """id -> (depth, place from top to bottom), in the order of a printed tree.
-
-    Leaves have the positions 0, 1, 2 ...; a parent stands in the middle of its children.
-    """
-    ids = sorted(["0", *(row["id"] for row in rows)], key=lineage)
-    children = {id: [] for id in ids}
-    for id in ids[1:]:
-        children[parent_of(id)].append(id)
-    leaves = [id for id in ids if not children[id]]
-    y = dict(zip(leaves, range(len(leaves))))
-    for id in reversed(ids):
-        if children[id]:
-            first, last = children[id][0], children[id][-1]
-            y[id] = (y[first] + y[last]) / 2
-    return {id: (id.count("."), y[id]) for id in ids}
+def layout(rows: list[dict]) -> dict[str, tuple[int, int]]:
+    """id -> (depth, line): every node has a line of its own, as in a printed tree."""
+    ids = ["0", *(row["id"] for row in rows)]
+    ids.sort(key=lambda id: [int(part) for part in id.split(".")])  # 0.2 before 0.10
+    return {id: (id.count("."), line) for line, id in enumerate(ids)}
 
 
 def best_path(run: RunData) -> list[str]:
@@ -286,41 +220,32 @@ def best_path(run: RunData) -> list[str]:
     id = run.result.get("best_id")
     while id:
         path.insert(0, id)
-        id = parent_of(id)
+        id = id.rpartition(".")[0]
     return path
 
 
-def draw_tree(run: RunData, link: str = ""):
-    """A Figure: depth to the right, siblings in a column; colour: score, shape: operator.
+def draw_tree(run: RunData, link: str = "#"):
+    """A Figure: depth to the right, a line for each node; colour: score, shape: operator.
 
     link: address of a node before its id; the nodes in an SVG lead there.
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.collections import LineCollection
     from matplotlib.colors import Normalize
-    from matplotlib.markers import MarkerStyle
 
     at = layout(run.rows)
-    path = best_path(run)
-    depth, leaves = np.max(list(at.values()), axis=0) + 1
-    width, height = np.clip([1.5 * depth, 0.4 * leaves + 1.5], [9, 4], [16, 40])
-    size = min(110, (50 * height / leaves) ** 2)  # of a mark, in square points
+    depth = max(depth for depth, _ in at.values())
+    width, height = np.clip([1.5 * depth, 0.3 * len(at) + 1.5], [9, 4], [16, 40])
     figure = new_figure(width, height)
     axis = figure.subplots()
-    lines = {name: [] for name in EDGES}
-    for row in run.rows:
-        name = "path to the best" if row["id"] in path else "_tree"
-        lines[name].append((at[row["parent"]], at[row["id"]]))
-        if row["second"]:
-            lines["second parent"].append((at[row["second"]], at[row["id"]]))
-    for name, look in EDGES.items():
-        if lines[name]:
-            axis.add_collection(LineCollection(lines[name], label=name, zorder=1, **look))
-    root = {"id": "0", "op": "baseline", "mark": "*", "outcome": "valid", "score": run.baseline}
+    edges = [(at[row["parent"]], at[row["id"]]) for row in run.rows]
+    axis.add_collection(LineCollection(edges, color="#bbbbbb", linewidth=1, zorder=1))
+    path = np.array([at[id] for id in best_path(run)])
+    axis.plot(*path.T, color=BLACK, linewidth=2.6, zorder=1, label="path to the best")
+    root = {"id": "0", "op": "baseline", "mark": "*", "score": run.baseline}
     looks = {}
     for row in [root, *run.rows]:
-        mark = row["mark"] if row["mark"] in MarkerStyle.markers else "h"
-        look = (row["op"], mark)
+        look = (row["op"], row["mark"])
         if row["score"] is None:
             look = (row["outcome"], FAILURES[row["outcome"]])
         looks.setdefault(look, []).append(row)
@@ -337,20 +262,17 @@ def draw_tree(run: RunData, link: str = ""):
         marks = axis.scatter(
             *zip(*(at[row["id"]] for row in rows)),
             marker=mark,
-            s=2.4 * size if name == "baseline" else size,
+            s=min(110, (50 * height / len(at)) ** 2),  # square points
             label=f"{shorten(name, 20)}: {len(rows)}",
             zorder=3,
             **look,
         )
-        marks.set_urls([f"{link}{row['id']}" for row in rows] if link else None)
+        marks.set_urls([f"{link}{row['id']}" for row in rows])
     axis.set(yticks=[], xlabel="depth", title="How did the search get to its best node?")
     axis.locator_params(axis="x", integer=True)
     axis.grid(False)
-    axis.spines["left"].set_visible(False)
     axis.invert_yaxis()
-    axis.margins(x=0.06, y=0.05)
-    worse = "min" if run.higher_is_better else "max"
-    figure.colorbar(shade, ax=axis, label=score_label(run), pad=0.01, extend=worse)
+    figure.colorbar(shade, ax=axis, label=score_label(run), pad=0.01)
     figure.legend(loc="outside lower center", ncols=6, markerscale=0.8)
     return figure
 
@@ -378,21 +300,17 @@ def draw_panels(panels, groups: list[RunGroup], title: str):
     """A Figure with all panels, in rows of three."""
     from matplotlib.patches import Patch
 
-    lines = -(-len(panels) // 3)
-    width = 16.0 if len(panels) > 1 else 10.0
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    width = 10.0 if columns == 1 else 16.0
     figure = new_figure(width, 1 + 3.8 * lines + 0.1 * len(groups))
-    axes = list(figure.subplots(lines, min(3, len(panels)), squeeze=False).flat)
-    for axis, (name, x, draw) in zip(axes, panels):
-        axis.set(title=name, xlabel=x)
+    for place, (name, x, draw) in enumerate(panels, 1):
+        axis = figure.add_subplot(lines, columns, place, title=name, xlabel=x)
         draw(axis, groups)
         axis.locator_params(axis="x", integer=True)
-        if not axis.has_data():
-            axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center")
         if axis.get_legend_handles_labels()[1]:
             axis.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=3)
-    for axis in axes[len(panels) :]:
-        axis.axis("off")
-    if sum(len(group.runs) for group in groups) > 1:
+    if len(groups) > 1:
         handles = []
         for group in groups:
             label = f"{shorten(group.label, 80)} (N={len(group.runs)})"
@@ -402,7 +320,7 @@ def draw_panels(panels, groups: list[RunGroup], title: str):
     return figure
 
 
-def encoded(figure, format: str = "png") -> bytes:
+def encoded(figure, format: str) -> bytes:
     """The picture as the content of a file."""
     picture = io.BytesIO()
     figure.savefig(picture, format=format, dpi=110)

@@ -11,9 +11,6 @@ from pathlib import Path
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, read_rows
 
-# What result.json holds from the first step or node on
-NEEDED = {"metric", "higher_is_better", "baseline", "reference", "selected_on_test"}
-
 
 @dataclass(frozen=True)
 class RunData:
@@ -57,6 +54,10 @@ class RunData:
         return self.result["higher_is_better"]
 
     @property
+    def direction(self) -> str:
+        return "higher is better" if self.higher_is_better else "lower is better"
+
+    @property
     def baseline(self) -> float:
         return self.result["baseline"]
 
@@ -74,13 +75,7 @@ def read_run(directory) -> RunData:
         what = "node" if has_nodes else "step"
         raise UserError(f"{path} has no finished {what} yet: nothing to show.")
     result = read_mapping(path / "result.json")
-    missing = ", ".join(sorted(NEEDED - {*result}))
-    if missing:
-        raise UserError(
-            f"{path} was made by another version: its result.json has no {missing}. "
-            "git.txt names the commit."
-        )
-    kind = "grpo"
+    kind = "training"
     if has_nodes:
         rows = [node_row(row, result["baseline"]) for row in rows]
         kind = "evaluation" if result.get("evaluation") else "search"
@@ -96,10 +91,8 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
     runs, errors = [], []
     paths = [path for path in paths if len(paths) == 1 or not path.is_file()]
     for path in paths:
-        directories = [path]
-        if not (path / "config.yaml").is_file():
-            directories = sorted(cell.parent for cell in path.glob("*/config.yaml")) or [path]
-        for directory in directories:
+        cells = sorted(config.parent for config in path.glob("*/config.yaml"))
+        for directory in cells or [path]:
             try:
                 runs.append(read_run(directory))
             except UserError as error:
@@ -163,7 +156,7 @@ def episode_items(path: Path, name: str) -> list[dict]:
             "score": score["value"] if score["valid"] else None,
             "test_score": test_score["value"],
             "tokens": row["reply_tokens"],
-            "error": "" if score["valid"] else with_grader_output(score["message"], score),
+            "error": "" if score["valid"] else joined(score["message"], score.get("grader_output")),
         }
         items.append(row | item)
     return items
@@ -173,15 +166,15 @@ def node_items(row: dict, directory: Path) -> list[dict]:
     """A list of one. system, prompt: what the model was told; "" if the transcript is missing."""
     episodes = read_rows(directory / "episodes" / f"{row['order']:06d}.jsonl") or [{}]
     told = {key: episodes[0].get(key, "") for key in ("system", "prompt")}
-    error = with_grader_output(row["error"], row)
+    # with what a grader printed that gave neither score nor reason
+    error = joined(row["error"], row.get("grader_output"))
     return [row | told | {"turns": row["actions"], "error": error}]
 
 
 def observed(turn: dict) -> str:
     """What the model read after a reply, without a limit of its length."""
-    return "\n".join(filter(None, [turn["observation"], turn.get("note")]))
+    return joined(turn["observation"], turn.get("note"))
 
 
-def with_grader_output(error: str, row: dict) -> str:
-    """The error for the user: with what a grader printed that gave neither score nor reason."""
-    return "\n".join(filter(None, [error, row.get("grader_output")]))
+def joined(*texts: str | None) -> str:
+    return "\n".join(filter(None, texts))

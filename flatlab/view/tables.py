@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
@@ -46,10 +47,10 @@ class Result:
 
 def training_result(run: RunData) -> Result:
     """The best adapter on the fresh seeds at the end of the run, or the last steps before that."""
-    episodes = series(run.rows, "episodes")
-    faults = np.nansum(series(run.rows, "faults"))
-    failed = np.nansum(episodes * (1 - series(run.rows, "valid_share")))
-    counts = [round(number) for number in (np.nansum(episodes) + faults, failed, faults)]
+    keys = ("episodes", "valid_share", "faults")
+    episodes, valid, faults = (np.nan_to_num(series(run.rows, key)) for key in keys)
+    sums = [sum(episodes + faults), sum(episodes * (1 - valid)), sum(faults)]
+    counts = [round(number) for number in sums]
     key = plots.headline_key(run)
     final = run.result.get("final")
     if not final:
@@ -94,18 +95,16 @@ def search_result(run: RunData) -> Result:
 class Kind:
     """What sets training runs, searches and evaluations apart when they are shown."""
 
-    title: str
     noun: str  # of a row
     result: Callable  # RunData -> Result
     panels: list
-    picture: str  # file name
     is_tree: bool = False
 
 
 KINDS = {
-    "grpo": Kind("training", "step", training_result, plots.TRAINING, "curves"),
-    "search": Kind("search", "node", search_result, plots.SEARCH, "search", is_tree=True),
-    "evaluation": Kind("evaluation", "episode", search_result, plots.EVALUATION, "search"),
+    "training": Kind("step", training_result, plots.TRAINING),
+    "search": Kind("node", search_result, plots.SEARCH, is_tree=True),
+    "evaluation": Kind("episode", search_result, plots.EVALUATION),
 }
 
 # ------------------------------------------------------------------ sentences about one run
@@ -116,9 +115,7 @@ def heading(run: RunData) -> str:
     config = run.config
     keys = ("sampling_mode", "select", "seed", "model")
     facts = [value_text(config[key]) for key in keys if config.get(key) is not None]
-    seconds = np.nanmax([0.0, *series(run.rows, "elapsed")]) or np.nansum(
-        series(run.rows, "seconds")
-    )
+    seconds = run.rows[-1].get("elapsed") or np.nansum(series(run.rows, "seconds"))
     size = count(len(run.rows), KINDS[run.kind].noun)
     return f"{run.name}: {run.tasks}, {', '.join(facts)}, {size} in {duration(float(seconds))}"
 
@@ -128,9 +125,8 @@ def headline(run: RunData) -> str:
     result = KINDS[run.kind].result(run)
     (row,) = rows_of([RunGroup("", "", [run])])
     score = plus_minus(row["mean"], row["error"])
-    better = "higher is better" if run.higher_is_better else "lower is better"
     sentences = [
-        f"{result.what}: {run.result['metric']} {score} ({result.part} part; {better}), "
+        f"{result.what}: {run.result['metric']} {score} ({result.part} part; {run.direction}), "
         f"baseline {run.baseline:.4f}, improvement {row['improvement']:+.2f}.",
         f"{result.failed} of {result.played} failed and count as the baseline, "
         f"{count(result.faults, 'fault')}. Status: {run.status}.",
@@ -153,6 +149,7 @@ NOTES = {  # what is said, with values of result.json, if facts() has this
     "replaced": "the selection rule replaced the sampling mode of some nodes: "
     "{sampling_modes_used}",
     "mixed": "its code changed while it went on",
+    "alarms": "the last alarms: {alarms}",
 }
 
 
@@ -160,12 +157,14 @@ def facts(run: RunData) -> dict:
     """result.json and what follows from it."""
     result = run.result
     has_one_part = result["selected_on_test"] or result.get("exact") or result.get("evaluation")
+    alarms = [text for row in run.rows for text in row.get("alarms", ())]
     is_tested = has_one_part or result.get("test_score") is not None
     return result | {
         "untested": not is_tested and result.get("best_id", "0") != "0",
         "read_again": (result.get("test_reads") or 0) > 1,
         "replaced": "local" in result.get("sampling_modes_used", ()),
         "mixed": len(run.fingerprint.get("code", ())) > 1,
+        "alarms": " ".join(alarms[-3:]),
     }
 
 
@@ -186,35 +185,33 @@ def notes(runs: list[RunData]) -> list[str]:
 def groups_of(runs: list[RunData]) -> dict[tuple, list[RunGroup]]:
     """(kind, task, version of the task) -> groups of runs that differ by their seed only.
 
-    A group is named after its first run, without the seed. Scores on different versions of a task
-    cannot be compared.
+    A group is named after its first run. It has one run of each seed; further ones are another
+    group. Scores on different versions of a task cannot be compared.
     """
     root = os.path.commonpath([run.dir.resolve().parent for run in runs])
     colours = cycle(COLOURS)
-    by_settings, groups, labels = {}, {}, set()
+    counts, by_settings, groups = Counter(), {}, {}
     for run in sorted(runs, key=lambda run: run.name):
+        seed = run.config.get("seed")
         settings = [pair for pair in sorted(run.config.items()) if pair[0] not in NOT_OF_THE_GROUP]
         key = repr((run.kind, run.tasks, run.baseline, settings, run.fingerprint))
+        counts[key, seed] += 1
+        key += str(counts[key, seed])
         if key not in by_settings:
             label = os.path.relpath(run.dir.resolve(), root)
-            short = re.sub(f"-{run.config.get('seed')}$", "", label)
-            label = label if short in labels else short
-            labels.add(label)
             by_settings[key] = RunGroup(label, next(colours), [])
             version = (run.baseline, run.fingerprint.get("task"))
             groups.setdefault((run.kind, run.tasks, version), []).append(by_settings[key])
-        group = by_settings[key]
-        seeds = [other.config.get("seed") for other in group.runs]
-        is_new = run.config.get("seed") not in seeds
-        (group.runs if is_new else group.repeated).append(run)
+        by_settings[key].runs.append(run)
     return groups
 
 
 # ------------------------------------------------------------------ the table
 
 COLUMNS = {
-    "task": "",
-    "run": "its directory; runs that differ by their seed only are one row, without the seed",
+    "task": "its name",
+    "run": "its directory; runs that differ by their seed only are one row, named after the first; "
+    "a second run of a seed is in another row",
     "N": "runs in the row",
     "score": "mean ± standard error, over the runs if there are several, else over the episodes of "
     "the evaluation or over the rows of the part",
@@ -274,25 +271,21 @@ def difference(row: dict, best: dict) -> str:
 
 def table(runs: list[RunData]) -> str:
     """What `python viz.py logs/*` prints: a table per kind of run and task, then what it means."""
-    parts, sentences = [], notes(runs)
+    parts = []
     for (kind, *_), groups in groups_of(runs).items():
         rows = rows_of(groups)
-        parts.append(f"{KINDS[kind].title}\n{aligned([cells(row, rows[0]) for row in rows])}")
-        for group in groups:
-            if repeated := ", ".join(run.name for run in group.repeated):
-                sentences.append(f"{repeated}: not counted, because every seed counts once.")
-    legend = [f"{name}: {meaning}" for name, meaning in COLUMNS.items() if meaning]
-    return "\n\n".join([*parts, "\n".join(legend + sentences)])
+        parts.append(f"{kind}\n{aligned([cells(row, rows[0]) for row in rows])}")
+    legend = [f"{name}: {meaning}" for name, meaning in COLUMNS.items()]
+    return "\n\n".join([*parts, "\n".join(legend + notes(runs))])
 
 
 def cells(row: dict, best: dict) -> dict:
     """A row of the table as text."""
-    faults = f", {count(row['faults'], 'fault')}" if row["faults"] else ""
     texts = {
         "score": plus_minus(row["mean"], row["error"]),
         "difference": "" if row is best else difference(row, best),
         "improvement": f"{row['improvement']:+.2f}",
-        "failed": f"{row['failed']} of {row['played']}{faults}",
+        "failed": f"{row['failed']} of {row['played']}, {count(row['faults'], 'fault')}",
     }
     return {name: texts.get(name, row.get(name)) for name in COLUMNS}
 
