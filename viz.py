@@ -83,29 +83,25 @@ def indented(text: str) -> str:
 
 
 def list_text(run: RunData) -> str:
-    """All episodes by file, or the nodes as a tree with the path to the best one marked."""
-    if tables.KINDS[run.kind].is_tree:
-        return tree_text(run)
-    rows = []
-    for item in transcripts(run):
-        row = {"episode": item["id"], "score": score_text(item), "turns": len(item["turns"])}
-        row |= {"tokens": item["tokens"], "sec": f"{item['seconds']:.1f}"}
-        rows.append(row | {"status": item["status"]})
-    return tables.aligned(rows)
-
-
-def tree_text(run: RunData) -> str:
-    """A line for each node; stars mark the path to the best one."""
-    root = {"id": "0", "op": "baseline", "score": run.baseline, "idea": "", "status": ""}
-    by_id = {row["id"]: row for row in [root, *run.rows]}
+    """A line for each episode by file, or for each node; stars mark the path to the best one."""
+    items = {item["id"]: item for item in transcripts(run)}
     path = plots.best_path(run)
     rows = []
-    for id, (depth, _) in plots.layout(run.rows).items():
-        row = by_id[id]
-        line = {"best": "*" if id in path else "", "score": score_text(row), "op": row["op"]}
-        line["node"] = "  " * min(depth, 20) + id
-        line["strategy"] = " ".join((row["idea"] or row["status"]).split())[:60]
-        rows.append(line)
+    for id in plots.layout(run.rows) if run.has_nodes else items:
+        if id == "0":
+            continue
+        item = items[id]
+        text = f"{item.get('op', '')} {item.get('idea') or item['status']}"
+        row = {
+            "best": "*" if id in path else "",
+            "id": "  " * id.count(".") + id,
+            "score": score_text(item),
+            "turns": len(item["turns"]),
+            "tokens": item["tokens"],
+            "sec": f"{item['seconds']:.1f}",
+            "what": " ".join(text.split())[:70],
+        }
+        rows.append(row)
     return tables.aligned(rows)
 
 
@@ -134,8 +130,8 @@ def best_of(run: RunData) -> dict:
 
 def summary(run: RunData) -> str:
     """What `python viz.py logs/<run>` prints about one run."""
-    parts = [tables.heading(run), tables.headline(run), final_table(run.result)]
-    parts.append(node_summary(run) if run.has_nodes else step_summary(run.rows))
+    numbers = node_summary(run) if run.has_nodes else step_summary(run.rows)
+    parts = [tables.heading(run), tables.headline(run), final_table(run.result), numbers]
     return "\n\n".join(filter(None, parts))
 
 

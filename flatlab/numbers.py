@@ -8,28 +8,32 @@ from statistics import stdev
 
 def number(value) -> float | None:
     """`value` as a float if it is a finite number, else None: a row may hold anything."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
 
 
 def standard_error(values: list[float]) -> float | None:
     """Standard error of the mean; None below two values."""
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    if len(values) < 2:
+        return None
+    return stdev(values) / math.sqrt(len(values))
 
 
 def plus_minus(mean: float | None, error: float | None, sign: str = "") -> str:
     """'0.7512 ± 0.0101'; "-" without a mean."""
     if mean is None:
         return "-"
-    return f"{mean:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
+    if error is None:
+        return f"{mean:{sign}.4f}"
+    return f"{mean:{sign}.4f} ± {error:.4f}"
 
 
-def duration(seconds: float | None) -> str:
-    """'0m48s', '3m20s', '2h05m'; '-' for None."""
-    if seconds is None:
-        return "-"
+def duration(seconds: float) -> str:
+    """'0m48s', '3m20s', '2h05m'."""
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+    hours, of_hour = divmod(minutes, 60)
+    return f"{hours}h{of_hour:02d}m" if hours else f"{minutes}m{rest:02d}s"
 
 
 def count(number: float, noun: str) -> str:

@@ -411,7 +411,7 @@ def test_where_best_is_another_adapter_it_is_played_once(play, scores, other, li
     assert ("best is the untrained adapter" in table) == (other == "untrained")
 
 
-def test_without_a_step_the_adapter_of_the_start_is_evaluated(play, monkeypatch, capsys):
+def test_without_a_step_the_adapter_of_the_start_is_evaluated(play, capsys):
     play(steps=0, eval_episodes=4)
     assert result_of()["status"] == "finished"
     assert result_of()["final"]["steps"] == 0

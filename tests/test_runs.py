@@ -20,7 +20,7 @@ from flatlab import cache, files, options
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import Bounds, EpisodeOptions, Positive, Resumable
 from flatlab.runs import cli, store
-from flatlab.runs.fingerprint import fingerprint
+from flatlab.runs.fingerprint import fingerprint, model_parts
 from helpers import MADE_BY, python, slow, step_row, user_error
 from policy import ModelPath
 from tasks import load_task
@@ -191,20 +191,10 @@ def test_the_files_of_a_model_and_of_its_adapter_count(tmp_path):
     assert fingerprint([], model)["model"] != before
 
 
-def test_a_model_of_the_hub_counts_with_its_revision(tmp_path):
-    revision = "0123456789abcdef0123456789abcdef01234567"
-    model = tmp_path / "hub/models--org--m"
-    (model / "refs").mkdir(parents=True)
-    (model / "refs/main").write_text(revision)
-    (model / "snapshots" / revision).mkdir(parents=True)
-    shutil.copy(ROOT / "configs/tiny/config.json", model / "snapshots" / revision)
-    program = (
-        "from flatlab.runs.fingerprint import model_parts; from policy import ModelPath;"
-        "print(model_parts(ModelPath('org/m', None, False)))"
-    )
-    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = python("-c", program, env=environment)
-    assert done.stdout == f"['{revision}']\n", done.stderr
+def test_a_model_of_the_hub_counts_with_its_revision(monkeypatch):
+    path = "/hub/models--org--m/snapshots/0123456789abcdef/config.json"
+    monkeypatch.setattr("transformers.utils.cached_file", lambda *_: path)
+    assert model_parts(ModelPath("org/m", None, False)) == ["0123456789abcdef"]
 
 
 def test_a_large_file_is_read_again_when_it_has_changed(tmp_path, monkeypatch):
@@ -263,33 +253,6 @@ def test_a_renamed_or_copied_run_goes_on(begun):
         run = opened(begun.with_name(name), name=name)
         assert len(run.rows()) == 1
         assert files.read_mapping(run.dir / "config.yaml")["name"] == name
-
-
-@pytest.mark.slow
-def test_a_copy_makes_a_run_of_its_own_and_an_edit_of_what_made_a_finished_run_is_refused(tmp_path):
-    for name in ("flatlab", "configs", "integrations"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, tmp_path)
-
-    def train(script):
-        flags = "--backend local --steps 1 --groups 1 --group-size 2 --eval-episodes 0"
-        return python(script, *flags.split(), cwd=tmp_path, env=os.environ | {"MLGYM_ROOT": ""})
-
-    assert train("grpo.py").returncode == 0
-    script = (tmp_path / "grpo.py").read_text()
-    edited = script.replace("max(-1.0, min(1.0, improvement))\n", "0.5\n", 1)
-    (tmp_path / "mine.py").write_text(edited)
-    assert train("mine.py").returncode == 0
-    for episode in files.read_rows(tmp_path / "logs/mine-titanic-tiny-0/episodes/000000.jsonl"):
-        assert episode["reward"] == 0.5 or not episode["score"]["valid"]
-    (tmp_path / "grpo.py").write_text(edited)
-    with open(tmp_path / "configs/tasks/grade_csv.py", "a") as grader:
-        grader.write("MORE = 1\n")
-    done = train("grpo.py")
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "made with another version of the task and the code: choose" in done.stderr
 
 
 # ------------------------------------------------------------------ rows

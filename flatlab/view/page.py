@@ -15,7 +15,6 @@ from pathlib import Path
 from flatlab.files import write_whole
 from flatlab.train.metrics import final_table
 from flatlab.view import plots, tables
-from flatlab.view.plots import RunGroup
 from flatlab.view.reader import RunData, observed, read_run, transcript_files
 from flatlab.view.tables import KINDS
 
@@ -29,19 +28,15 @@ LAST_STEPS, LAST_EVALUATIONS = 3, 6  # of a training run: the files of episodes 
 def draw(runs: list[RunData], folder: Path) -> list[Path]:
     """Writes the picture of one run, or one per kind and task of several, and the tree of one."""
     figures = {}
-    if len(runs) == 1:
-        [run] = runs
-        kind = KINDS[run.kind]
-        group = RunGroup(run.name, plots.BLUE, runs)
-        name = "search" if run.has_nodes else "curves"
-        figures[name] = plots.draw_panels(kind.panels, [group], tables.heading(run))
-        if kind.is_tree:
-            figures["tree"] = plots.draw_tree(run)
-    else:
-        for (kind, task, _), groups in tables.groups_of(runs).items():
-            name = re.sub(r"[^A-Za-z0-9_.-]", "-", f"compare-{kind}-{task}")
-            title = f"{task}, {kind}: mean over runs, band: ± standard deviation"
-            figures[name] = plots.draw_panels(KINDS[kind].panels, groups, title)
+    for (kind, task, _), groups in tables.groups_of(runs).items():
+        name = re.sub(r"[^A-Za-z0-9_.-]", "-", f"compare-{kind}-{task}")
+        title = f"{task}, {kind}: mean over runs, band: ± standard deviation"
+        if len(runs) == 1:
+            name = "search" if runs[0].has_nodes else "curves"
+            title = tables.heading(runs[0])
+        figures[name] = plots.draw_panels(KINDS[kind].panels, groups, title)
+    if len(runs) == 1 and KINDS[runs[0].kind].is_tree:
+        figures["tree"] = plots.draw_tree(runs[0])
     paths = []
     for name, figure in figures.items():
         paths.append(folder / f"{name}.png")
@@ -78,8 +73,15 @@ def write(runs: list[RunData], folder: Path) -> list[Path]:
             # matplotlib's links would open another tab
             tree = Markup(svg[svg.index("<svg") :].replace(' target="_blank"', ""))
         items, note = sample(run)
-        about = {"run": run, "prefix": prefix, "tree": tree, "items": items, "note": note}
-        parts.append(about | {"final": final_table(run.result)})
+        part = {
+            "run": run,
+            "prefix": prefix,
+            "tree": tree,
+            "items": items,
+            "note": note,
+            "final": final_table(run.result),
+        }
+        parts.append(part)
     paths = draw(runs, folder)
     pictures = [path.read_bytes() for path in paths if path.name != "tree.png"]
     html = template.render(
@@ -105,8 +107,12 @@ def sample(run: RunData) -> tuple[list[dict], str]:
     """
     files = transcript_files(run)
     if run.has_nodes:
-        best_first = sorted(run.rows, key=lambda row: -row["improvement"] if row["valid"] else 9e9)
-        whole = {*plots.best_path(run), *(row["id"] for row in best_first[:MOST_NODES])}
+        valid = [row for row in run.rows if row["valid"]]
+        valid.sort(key=lambda row: -row["improvement"])
+        failed = [row for row in run.rows if not row["valid"]]
+        best_first = valid + failed
+        whole = set(plots.best_path(run))
+        whole.update(row["id"] for row in best_first[:MOST_NODES])
     else:
         steps = [name for name in files if name.isdigit()]
         evaluations = [name for name in files if not name.isdigit()]

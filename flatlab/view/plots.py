@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import re
-import textwrap
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,11 +24,9 @@ GREY = "#888888"
 STYLE = {
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "axes.titlepad": 20,  # the legend stands between the title and the axes
     "axes.grid": True,
     "grid.alpha": 0.25,
     "legend.fontsize": 8,
-    "legend.frameon": False,
     "svg.fonttype": "none",
 }
 
@@ -67,8 +64,10 @@ def by_step(group: RunGroup, key: str):
     for run in group.runs:
         before = evaluation_columns(run.result.get("before") or {})
         rows = [before | {"step": -1}, *run.rows]
-        curves.append(pandas.Series(series(rows, key), [row["step"] for row in rows]))
-    return pandas.concat(curves, axis=1).sort_index().dropna(how="all")
+        steps = [row["step"] for row in rows]
+        curves.append(pandas.Series(series(rows, key), steps))
+    frame = pandas.concat(curves, axis=1)
+    return frame.sort_index().dropna(how="all")
 
 
 def headline_key(run: RunData) -> str:
@@ -90,8 +89,8 @@ def draw_key(axis, groups, key, label, colour, style="-"):
             continue
         look = {"color": colour if len(groups) == 1 else group.colour}
         axis.plot(frame.index, frame, style, alpha=0.3, linewidth=1, **look)
-        smooth = frame.dropna().rolling(window_of(frame), center=True, min_periods=1).mean()
-        draw_mean(axis, smooth, label=label, linestyle=style, **look)
+        windows = frame.dropna().rolling(window_of(frame), center=True, min_periods=1)
+        draw_mean(axis, windows.mean(), label=label, linestyle=style, **look)
         label = None  # one entry in the legend
 
 
@@ -122,8 +121,15 @@ def draw_score(axis, groups):
         error = frame.sem(axis=1)
         if len(group.runs) == 1:
             error = by_step(group, names[1]).reindex(frame.index)[0]
-        look = {"color": PINK if len(groups) == 1 else group.colour, "capsize": 3}
-        axis.errorbar(frame.index + 1, frame.mean(axis=1), error, fmt="s--", label=label, **look)
+        axis.errorbar(
+            frame.index + 1,
+            frame.mean(axis=1),
+            error,
+            fmt="s--",
+            label=label,
+            color=PINK if len(groups) == 1 else group.colour,
+            capsize=3,
+        )
         label = None  # one entry in the legend
     draw_baseline(axis, groups)
 
@@ -137,7 +143,13 @@ def draw_baseline(axis, groups):
     run = groups[0].runs[0]
     axis.set_ylabel(score_label(run))
     name = f"baseline {run.baseline:.4g}"
-    axis.axhline(run.baseline, color=GREY, linestyle=":", linewidth=1.5, label=name)
+    axis.axhline(
+        run.baseline,
+        color=GREY,
+        linestyle=":",
+        linewidth=1.5,
+        label=name,
+    )
 
 
 def curves(ylabel, *lines, yscale="linear"):
@@ -156,13 +168,13 @@ EQUAL = ("zero_variance_share", "groups of equal rewards", RED, "--")
 KL = ("kl", None, RED, "-")
 ENTROPY = ("entropy", None, BLUE, "-")
 AGREEMENT = ("logprob_diff_max", None, PINK, "-")
-GOAL = "largest log-prob difference, nats (goal in fp32: 1e-4)"
+NATS = "largest log-prob difference, nats"
 TRAINING = [  # title, x axis, what draws it
     ("Does the score rise?", "updates", draw_score),
     ("Do the episodes carry a signal?", "updates", curves("share, 0 to 1", VALID, EQUAL)),
     ("How far has the policy moved?", "updates", curves("KL, nats per token", KL)),
     ("Does it still explore?", "updates", curves("entropy, nats per token", ENTROPY)),
-    ("Do engine and trainer agree?", "updates", curves(GOAL, AGREEMENT, yscale="log")),
+    ("Do engine and trainer agree?", "updates", curves(NATS, AGREEMENT, yscale="log")),
 ]
 
 # ------------------------------------------------------------------ panels of a search
@@ -173,7 +185,8 @@ def best_so_far(run: RunData):
     import pandas
 
     scores = pandas.Series([run.baseline, *series(run.rows, "score")])
-    return (scores.cummax() if run.higher_is_better else scores.cummin()).ffill()
+    best = scores.cummax() if run.higher_is_better else scores.cummin()
+    return best.ffill()
 
 
 def draw_scores(axis, groups):
@@ -182,7 +195,7 @@ def draw_scores(axis, groups):
         for run in group.runs:
             scores = series(run.rows, "counted")
             numbers = range(1, len(scores) + 1)
-            axis.scatter(numbers, scores, s=16, alpha=0.5, color=group.colour, linewidths=0)
+            axis.plot(numbers, scores, ".", alpha=0.5, color=group.colour)
     draw_baseline(axis, groups)
 
 
@@ -207,8 +220,11 @@ FAILURES = {"failed": "x", "fault": "+"}  # outcome -> mark
 
 def layout(rows: list[dict]) -> dict[str, tuple[int, int]]:
     """id -> (depth, line): every node has a line of its own, as in a printed tree."""
-    ids = ["0", *(row["id"] for row in rows)]
-    ids.sort(key=lambda id: [int(part) for part in id.split(".")])  # 0.2 before 0.10
+
+    def numbers(id):
+        return [int(part) for part in id.split(".")]  # 0.2 before 0.10
+
+    ids = sorted(["0", *(row["id"] for row in rows)], key=numbers)
     return {id: (id.count("."), line) for line, id in enumerate(ids)}
 
 
@@ -234,15 +250,19 @@ def draw_tree(run: RunData, link: str = "#"):
     from matplotlib.colors import Normalize
 
     at = layout(run.rows)
-    depth = max(depth for depth, _ in at.values())
-    width, height = np.clip([1.5 * depth, 0.3 * len(at) + 1.5], [9, 4], [16, 40])
-    figure = new_figure(width, height)
+    height = np.clip(0.3 * len(at) + 1.5, 4, 40)
+    figure = new_figure(12, height)
     axis = figure.subplots()
     edges = [(at[row["parent"]], at[row["id"]]) for row in run.rows]
-    axis.add_collection(LineCollection(edges, color="#bbbbbb", linewidth=1, zorder=1))
+    axis.add_collection(LineCollection(edges, color="#bbbbbb", zorder=1))
     path = np.array([at[id] for id in best_path(run)])
-    axis.plot(*path.T, color=BLACK, linewidth=2.6, zorder=1, label="path to the best")
-    root = {"id": "0", "op": "baseline", "mark": "*", "score": run.baseline}
+    axis.plot(*path.T, color=BLACK, linewidth=2.6, label="path to the best")
+    root = {
+        "id": "0",
+        "op": "baseline",
+        "mark": "*",
+        "score": run.baseline,
+    }
     looks = {}
     for row in [root, *run.rows]:
         look = (row["op"], row["mark"])
@@ -258,7 +278,11 @@ def draw_tree(run: RunData, link: str = "#"):
         look = {"color": RED, "linewidths": 1.8}
         if name not in FAILURES:
             scores = [row["score"] for row in rows]
-            look = {"color": shade.to_rgba(scores), "edgecolors": BLACK, "linewidths": 0.5}
+            look = {
+                "color": shade.to_rgba(scores),
+                "edgecolors": BLACK,
+                "linewidths": 0.5,
+            }
         marks = axis.scatter(
             *zip(*(at[row["id"]] for row in rows)),
             marker=mark,
@@ -283,7 +307,8 @@ def draw_tree(run: RunData, link: str = "#"):
 def shorten(text, limit: int) -> str:
     """Any text as a label: one line, only characters that fonts have, and no formulas."""
     text = re.sub("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", "·", str(text))
-    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    if len(text) > limit:
+        text = text[: limit - 1] + "…"
     return text.replace("$", r"\$")
 
 
@@ -302,21 +327,20 @@ def draw_panels(panels, groups: list[RunGroup], title: str):
 
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
-    width = 10.0 if columns == 1 else 16.0
-    figure = new_figure(width, 1 + 3.8 * lines + 0.1 * len(groups))
+    figure = new_figure(10 if columns == 1 else 16, 1 + 3.8 * lines)
     for place, (name, x, draw) in enumerate(panels, 1):
         axis = figure.add_subplot(lines, columns, place, title=name, xlabel=x)
         draw(axis, groups)
         axis.locator_params(axis="x", integer=True)
         if axis.get_legend_handles_labels()[1]:
-            axis.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=3)
+            axis.legend()
     if len(groups) > 1:
         handles = []
         for group in groups:
             label = f"{shorten(group.label, 80)} (N={len(group.runs)})"
             handles.append(Patch(color=group.colour, label=label))
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(2, len(groups)))
-    figure.suptitle(textwrap.fill(shorten(title, 400), int(12 * width)), fontsize=10)
+        figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    figure.suptitle(shorten(title, 120), fontsize=10)
     return figure
 
 
