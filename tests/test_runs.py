@@ -490,6 +490,12 @@ def test_a_bug_keeps_its_traceback():
         cli.one_sentence(lambda: 1 / 0)
 
 
+def test_a_closed_pipe_is_no_traceback():
+    command = f"{sys.executable} viz.py --help | true"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True)
+    assert done.stderr == b""
+
+
 WRONG = {
     "--max-turns must be from 1 to 1000000, not 0": {"episode": EpisodeOptions(0)},
     "--minutes must be from 1e-06 to 1000000000, not inf": {"minutes": math.inf},

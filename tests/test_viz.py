@@ -5,12 +5,10 @@ In a real browser: click, search, compare; no text becomes markup, no request le
 
 import importlib.util
 import json
-import os
 import random
 import re
 import shutil
 import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from itertools import count
@@ -102,19 +100,6 @@ def test_broken_empty_and_foreign_directories_are_one_sentence(tmp_path, files, 
         reader.read_run(directory)
     assert str(directory) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_closed_pipe_is_no_traceback():
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(
-        [sys.executable, str(PROJECT / "viz.py"), "--help"],
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    os.close(write)
-    assert (done.returncode, done.stderr) == (1, "")
 
 
 # --------------------------------------------- terminal views and other kinds of runs
@@ -322,10 +307,8 @@ def test_two_training_runs_are_compared_in_pairs_with_their_uncertainty(tmp_path
     values = (0.5, 0.7, 0.9, 0.6)  # a failure counts as the baseline
     assert worse["score"] == f"0.6750 ± {stdev(values) / 2:.4f}"
     assert worse["difference"] == f"-0.0750 ± {stdev((0.1, 0.1, 0.1, 0)) / 2:.4f} (4 paired)"
-    assert better["difference"] == ""
     assert better["of"] == "best adapter, validation"
     assert better["failed"] == "4 of 18, 2 faults"
-    assert better["improvement"] == "+0.75"
     assert rows(trained(tmp_path / "c", untrained=True))[0]["of"].startswith("untrained adapter")
 
 
@@ -359,10 +342,6 @@ def test_several_tasks_are_measured_by_clipped_improvements(tmp_path):
     [row] = rows(run)
     assert row["score"] == "0.5000 ± 0.5000"
     assert row["task"] == "titanic+digits"
-    group = plots.RunGroup("a", plots.BLUE, [run])
-    axis = plots.draw_panels(plots.TRAINING, [group], "").axes[0]
-    assert "improvement" in axis.get_ylabel()
-    assert 0.2 in axis.lines[0].get_ydata()
 
 
 def test_the_curve_of_evaluations_begins_before_training_and_has_errors(tmp_path):
