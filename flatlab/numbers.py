@@ -37,9 +37,9 @@ def duration(seconds: float) -> str:
 
 
 def count(number: float, noun: str) -> str:
-    """'1 node', '2 nodes'."""
+    """'1 node', '2 nodes', '0.5 nodes'."""
     ending = "" if number == 1 else "s"
-    return f"{number:g} {noun}{ending}"
+    return f"{number:.9g} {noun}{ending}"
 
 
 def value_text(value) -> str:
