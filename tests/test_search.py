@@ -17,7 +17,6 @@ import pytest
 import search
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import read_mapping, read_rows
-from flatlab.numbers import standard_error
 from flatlab.options import flat, may_change
 from flatlab.runs.cli import parse_config
 from flatlab.runs.store import open_run
