@@ -86,7 +86,7 @@ def update_config(t: Tree) -> grpo.Config:
     cfg = grpo.Config(advantage=t.cfg.advantage, credit="complete", kl=0.0, episode=t.cfg.episode)
     loss = grpo.LOSSES[cfg.loss]
     cfg.clip_low, cfg.clip_high = loss.clip_low, loss.clip_high
-    cfg.micro_tokens = memory.fit_micro_tokens(t.policy, None, False)
+    cfg.micro_tokens = memory.fit_micro_tokens(t.policy, False)
     return cfg
 
 

@@ -131,21 +131,16 @@ def linear_layers_left(model) -> list[str]:
 
 async def share_weights(policy) -> dict:
     """verify() with a trainer whose base weights are those of the engine, or why there is none."""
-    from transformers import AutoConfig
+    from flatlab.model.lora_sync import AdapterCopy, served_model, shared_base
 
-    from flatlab.model.lora_sync import AdapterCopy, on_weights_of, served_model, trainer_config
-
-    served = served_model(policy.engine)
-    config = AutoConfig.from_pretrained(policy.path.base)
     try:
-        with trainer_config(policy.engine):
-            base = on_weights_of(served, config, policy.dtype, "cpu")
+        base = shared_base(policy.engine, policy.config, policy.dtype, "cpu")
     except SHARING_ERRORS as error:
         return {"not shared": repr(error)}
-    policy._base_model = lambda *_: base
     lora = {"r": 16, "lora_alpha": 32, "target_modules": None}
-    policy._build_trainer(lora, False, True, "cpu")
+    policy._build_trainer(base, lora, False)
     policy.adapter_copy = AdapterCopy(policy.engine, policy.model)
+    served = served_model(policy.engine)
     of_the_engine = {p.untyped_storage().data_ptr() for p in served.parameters()}
     copies = []
     for name, p in base.named_parameters():

@@ -13,10 +13,10 @@ import search
 from bench.peak import peak
 from flatlab.errors import UserError
 from flatlab.model import memory
-from flatlab.model.loading import loading
+from flatlab.model.loading import count_weights, loading
 from flatlab.model.packing import Head, TokenLogProbs, can_pack, common_prompt, hidden_states
 from helpers import python, run_here
-from policy import TINY, Agreement, Policy, check_capability, lora_settings, resolve_model
+from policy import TINY, Agreement, Policy, lora_settings, resolve_model
 from training import all_close, has_weights, pair, randomise, weights_of
 
 CHAT = [
@@ -89,17 +89,14 @@ def forget_scaling(copy, monkeypatch):
     monkeypatch.setattr(copy, "scalings", [1.0] * len(copy.scalings))
 
 
-@pytest.mark.parametrize("forget", [forget_a_layer, forget_scaling])
-def test_verify_refuses_a_broken_sync_with_all_numbers(policy, monkeypatch, forget):
+def forget_all(copy, monkeypatch):
+    monkeypatch.setattr(copy, "push", lambda: None)
+
+
+@pytest.mark.parametrize("forget", [forget_a_layer, forget_scaling, forget_all])
+def test_verify_refuses_a_broken_sync(policy, monkeypatch, forget):
     forget(policy.adapter_copy, monkeypatch)
-    numbers = "disagree.*the random adapter.*the adapter of zeros.*the trained adapter"
-    with pytest.raises(UserError, match=numbers):
-        asyncio.run(policy.verify())
-
-
-def test_verify_refuses_a_sync_that_does_not_arrive(policy, monkeypatch):
-    monkeypatch.setattr(policy.adapter_copy, "push", lambda: None)
-    with pytest.raises(UserError, match="differ from the trainer's by"):
+    with pytest.raises(UserError, match="disagree with the random adapter: log-probs differ by"):
         asyncio.run(policy.verify())
 
 
@@ -123,7 +120,7 @@ def test_verify_refuses_a_stale_prefix_cache(policy, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(policy.engine, "add_request", without_salt)
         patch.setattr(policy.engine, "reset_prefix_cache", lambda: True)
-        with pytest.raises(UserError, match="not training on samples of another policy"):
+        with pytest.raises(UserError, match="disagree with the trained adapter"):
             asyncio.run(policy.verify())
     policy.engine.reset_prefix_cache()
 
@@ -392,22 +389,19 @@ def test_an_adapter_with_other_tensors_is_refused(policy, tmp_path):
 
 
 def test_rank_alpha_and_layers_are_those_of_the_adapter(policy, tmp_path):
-    assert lora_settings(policy.path, rank=4)["r"] == 4
-    assert lora_settings(policy.path)["lora_alpha"] == 32
+    assert lora_settings(policy.path, 4) == {"r": 4, "lora_alpha": 8, "target_modules": None}
     policy.save(tmp_path)
     change_json(tmp_path / "adapter_config.json", target_modules=["q_proj"])
     path = resolve_model(str(tmp_path))
     own = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
-    assert lora_settings(path) == lora_settings(path, rank=8, alpha=16) == own
+    assert lora_settings(path) == lora_settings(path, rank=8) == own
     with pytest.raises(UserError, match="--lora-rank 4 differs from that of the adapter .*, 8"):
         lora_settings(path, rank=4)
-    with pytest.raises(UserError, match="lora_alpha 32 differs from that of the adapter .*, 16"):
-        lora_settings(path, alpha=32)
 
 
 COMPILED = """
 import asyncio, sys
-from policy import Agreement, Policy, check_capability, resolve_model
+from policy import Policy, resolve_model
 policy = Policy(resolve_model(sys.argv[1]), context=512, lora_rank=8, compile=True)
 agreement = asyncio.run(policy.verify())["random adapter"]
 assert agreement.largest < 1e-4 < 0.1 < agreement.moved, agreement
@@ -429,15 +423,6 @@ def test_a_compiled_engine_is_of_one_rank(policy, monkeypatch):
     of_this_rank = config.compute_hash()
     monkeypatch.setattr(config, "additional_config", {"lora_rank": rank + 1})
     assert config.compute_hash() != of_this_rank
-
-
-def test_a_gpu_without_bf16_is_refused():
-    check_capability((8, 0), trains_exactly=False)
-    check_capability((12, 0), trains_exactly=True)
-    with pytest.raises(UserError, match=r"compute capability 7\.5, and bf16 needs 8\.0"):
-        check_capability((7, 5), trains_exactly=False)
-    with pytest.raises(UserError, match=r"compute capability 8\.6, .* --exact needs 9\.0"):
-        check_capability((8, 6), trains_exactly=True)
 
 
 def test_more_new_prompts_than_fit_into_one_step(policy):
@@ -465,37 +450,31 @@ def change_json(path, **fields):
 
 
 def refused(folder):
-    """What resolve_model() says about the folder of a model or an adapter, one line."""
-    with pytest.raises(UserError) as error:
-        resolve_model(str(folder))
+    """What is said about the folder of a model or an adapter before the engine starts, one line."""
+    with pytest.raises(UserError) as error, loading("transformers", folder):
+        count_weights(resolve_model(str(folder)).base)
     assert len(str(error.value).splitlines()) == 1
     return str(error.value)
 
 
 def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
-    assert "Unknown model 'no/such-model'" in refused("no/such-model")
-    assert "neither a model" in refused(tmp_path)
+    assert "cannot run the model no/such-model: We couldn't connect" in refused("no/such-model")
+    assert "Unrecognized model" in refused(tmp_path)
     folder = tmp_path / "model"
     shutil.copytree(random_model, folder)
     assert resolve_model(str(folder)).positions == 4096
-    index = folder / "model.safetensors.index.json"
-    index.write_text('{"weight_map": {"lm_head.weight": "model-2.safetensors"}}')
-    assert "model-2.safetensors is missing or damaged" in refused(folder)
-    index.unlink()
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
-    assert "model.safetensors is missing or damaged" in refused(folder)
+    assert "file not fully covered" in refused(folder)
     weights.unlink()
-    assert "holds no weights" in refused(folder)
+    assert "no file named model.safetensors" in refused(folder)
     weights.write_bytes(whole)
     change_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
     assert "are quantised (mxfp4)" in refused(folder)
     change_json(folder / "config.json", quantization_config=None)
     (folder / "chat_template.jinja").unlink()
     assert "has no chat template" in refused(folder)
-    (folder / "tokenizer.json").unlink()
-    assert "Cannot load the model" in refused(folder)
     change_json(folder / "config.json", model_type="quux")
     assert "has model type `quux`" in refused(folder)
     (folder / "config.json").write_text("{no json")
@@ -547,9 +526,9 @@ def test_an_adapter_that_cannot_be_used_is_one_sentence(policy, tmp_path):
     policy.save(tmp_path)
     kept = file.read_text()
     changes = {
-        "has no base_model_name_or_path": {"base_model_name_or_path": None},
-        "no longer exists": {"base_model_name_or_path": "/nowhere/model"},
-        "has no r: ": {"r": None},
+        "has no 'base_model_name_or_path'": {"base_model_name_or_path": None},
+        "cannot run the model /nowhere/model": {"base_model_name_or_path": "/nowhere/model"},
+        "has no 'r': ": {"r": None},
         "uses use_rslora, which is not supported": {"use_rslora": True},
     }
     for message, fields in changes.items():
@@ -558,6 +537,6 @@ def test_an_adapter_that_cannot_be_used_is_one_sentence(policy, tmp_path):
         file.write_text(kept)
     file.write_text("{no json")
     assert "adapter_config.json is damaged" in refused(tmp_path)
-    file.write_text(kept)
     (tmp_path / "adapter_model.safetensors").unlink()
-    assert "has no weights (adapter_model.safetensors)" in refused(tmp_path)
+    with pytest.raises(UserError, match="Cannot load the adapter in"):
+        policy.load_adapter(tmp_path)

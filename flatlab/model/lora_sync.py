@@ -15,6 +15,7 @@ import dataclasses
 
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 from vllm import envs
 from vllm.config import CompilationConfig, CompilationMode, set_current_vllm_config
@@ -145,47 +146,22 @@ class AdapterCopy:
         for name, layer in layers.items():
             if name not in served:
                 raise UserError(f"The engine does not serve the LoRA layer {name}.")
-            self._place(layer, *served[name])
-
-    def _place(self, layer, module, number: int) -> None:
-        """Adds the layer as part `number` of an engine's layer, which stacks q, k, v, say."""
-        a = layer.lora_A["default"].weight
-        b = layer.lora_B["default"].weight
-        rank = len(a)
-        columns = slice(number * rank, (number + 1) * rank)
-        row = sum(module.output_partition_sizes[:number])
-        self.engine_a.append(module.lora_a[columns])
-        self.engine_b.append(module.lora_b[row : row + len(b), columns])
-        self.trainer_a.append(a)
-        self.trainer_b.append(b)
-        self.scalings.append(layer.scaling["default"])
+            module, number = served[name]  # part `number` of a stack of q, k, v, say
+            a = layer.lora_A["default"].weight
+            b = layer.lora_B["default"].weight
+            columns = slice(number * len(a), (number + 1) * len(a))
+            row = sum(module.output_partition_sizes[:number])
+            self.engine_a.append(module.lora_a[columns])
+            self.engine_b.append(module.lora_b[row : row + len(b), columns])
+            self.trainer_a.append(a)
+            self.trainer_b.append(b)
+            self.scalings.append(layer.scaling["default"])
 
     @torch.no_grad()
     def push(self) -> None:
         """Copies the adapter into the engine. alpha / rank is multiplied in fp32, then rounded."""
         torch._foreach_copy_(self.engine_a, self.trainer_a)
         torch._foreach_copy_(self.engine_b, torch._foreach_mul(self.trainer_b, self.scalings))
-
-    @torch.no_grad()
-    def largest_difference(self) -> float:
-        """Largest |engine - trainer| over all weights, after rounding; 0.0 if the push arrived."""
-        slots = self.engine_a + self.engine_b
-        expected = [*self.trainer_a, *torch._foreach_mul(self.trainer_b, self.scalings)]
-        rounded = [torch.empty_like(slot) for slot in slots]
-        torch._foreach_copy_(rounded, expected)
-        differences = torch._foreach_norm(torch._foreach_sub(slots, rounded), torch.inf)
-        return torch.stack(differences).max().item()
-
-
-@contextlib.contextmanager
-def trainer_config(engine):
-    """Inside, any transformers model can be built. vLLM serves some families through transformers'
-    own classes, and changes these so that they ask for a vLLM config and compile themselves.
-    """
-    config = copy.copy(engine.vllm_config)
-    config.compilation_config = CompilationConfig(mode=CompilationMode.NONE)
-    with set_current_vllm_config(config):
-        yield
 
 
 def served_model(engine):
@@ -244,17 +220,33 @@ def has_experts(model) -> bool:
     return any(name.endswith("experts") for name, _ in model.named_modules())
 
 
-def on_weights_of(served, config, dtype, device):
-    """A transformers model of this config whose parameters are views of a vLLM model's: one copy in
-    memory.
+@contextlib.contextmanager
+def trainer_config(engine):
+    """Inside, any transformers model can be built. vLLM serves some families through transformers'
+    own classes, and changes these so that they ask for a vLLM config and compile themselves.
+    """
+    config = copy.copy(engine.vllm_config)
+    config.compilation_config = CompilationConfig(mode=CompilationMode.NONE)
+    with set_current_vllm_config(config):
+        yield
+
+
+def own_base(engine, config, dtype):
+    """The transformers model that the engine serves, with weights of its own, on the CPU."""
+    name = engine.vllm_config.model_config.model
+    with trainer_config(engine):
+        return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype)
+
+
+def shared_base(engine, config, dtype, device):
+    """The same model with parameters that are views of the engine's: one copy in memory.
 
     vLLM stacks the rows of q, k, v and of gate, up; the vocabulary is padded at its end. Raises
     KeyError or ValueError if the two do not fit together. Never merge into, move or cast the
     result.
     """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
+    served = served_model(engine)
+    with trainer_config(engine), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     weights = {name: p.data for name, p in served.named_parameters()}
     first_row = {}  # of the next part in a stacked weight
@@ -274,7 +266,7 @@ def on_weights_of(served, config, dtype, device):
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(view, requires_grad=False))
     model.tie_weights()
     rotary = model.base_model.rotary_emb
-    with torch.device(device):
+    with trainer_config(engine), torch.device(device):
         model.base_model.rotary_emb = type(rotary)(config=config)
     left = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     if left:
