@@ -23,7 +23,6 @@ All knowledge of vLLM's layers and model classes is in flatlab/model/lora_sync.p
 import asyncio
 import contextlib
 import itertools
-import logging
 import os
 import shutil
 import sys
@@ -54,13 +53,9 @@ class Agreement:
 
     mean: float  # of |log p(engine) - log p(trainer)|
     largest: float
-    moved: float  # mean |log p(with adapter) - log p(base model)|, both of the trainer
 
     def __str__(self):
-        return (
-            f"log-probs differ by {self.mean:.1g} nats on average, at most {self.largest:.1g}, "
-            f"under an adapter that moves them by {self.moved:.1g}"
-        )
+        return f"log-probs differ by {self.mean:.1g} nats on average, at most {self.largest:.1g}"
 
 
 @dataclass(frozen=True)
@@ -170,9 +165,8 @@ class Policy(ChatTokens):
         # in this process: the engine runs only when it is stepped
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # what fails while a model loads becomes one sentence, see loading()
-        level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        logging.getLogger("vllm").setLevel(level)
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         import torch
         from transformers import AutoConfig
@@ -564,24 +558,15 @@ class Policy(ChatTokens):
             (prompt + s.tokens, [0] * len(prompt) + [1] * len(s.tokens))
             for prompt, s in zip(prompts, samples)
         ]
-        trainer, moved = self._moved_by_adapter(batch)
+        with torch.no_grad():
+            trainer, _ = self.logprobs(batch)
         engine = torch.tensor([logp for s in samples for logp in s.logprobs])
         difference = (trainer.cpu() - engine).abs()
-        return Agreement(difference.mean().item(), difference.max().item(), moved)
+        return Agreement(difference.mean().item(), difference.max().item())
 
     def _probes(self) -> list[list[int]]:
         texts = ("Print the first ten primes.", "ls -la\n", "score: 0.5")
         return [self.render([{"role": "user", "content": text}]) for text in texts]
-
-    def _moved_by_adapter(self, batch) -> tuple:
-        """The trainer's log-probs, (N,), and how far the adapter moves them on average."""
-        import torch
-
-        with torch.no_grad():
-            trainer, _ = self.logprobs(batch)
-            with self._without_adapter():
-                base, _ = self.logprobs(batch)
-        return trainer, (trainer - base).abs().mean().item()
 
     def _random_adapter(self) -> list:
         """Random weights that move the log-probs of a text by 0.3 to 1 nat: enough to see whether a
@@ -595,9 +580,12 @@ class Policy(ChatTokens):
             values = torch.randn(p.shape, generator=generator) / (10 * p.shape[-1] ** 0.5)
             tensors.append(values.to(p.device))
         batch = [(prompt, [0] + [1] * (len(prompt) - 1)) for prompt in self._probes()]
+        with self._without_adapter(), torch.no_grad():
+            base, _ = self.logprobs(batch)
         for _ in range(8):
-            with self._using(tensors):
-                _, moved = self._moved_by_adapter(batch)
+            with self._using(tensors), torch.no_grad():
+                logp, _ = self.logprobs(batch)
+            moved = (logp - base).abs().mean().item()
             if 0.3 <= moved <= 1:
                 break
             # The change is that of B times A, so each gets the square root of the correction.

@@ -114,7 +114,7 @@ async def circle(policy) -> dict:
     return {
         "mean": max(a.mean for a in agreements),
         "largest": max(a.largest for a in agreements),
-        "moved": after["trained adapter"].moved,
+        "moved": (logp - policy.logprobs(batch, base=True)[0]).abs().mean().item(),
         "attention only": policy.adapts_attention_only,
         "without adapter": linear_layers_left(policy.model.get_base_model()),
     }

@@ -673,11 +673,6 @@ def test_the_lengths_fit_the_model(positions):
     assert lengths == LENGTHS[positions]
 
 
-def test_a_context_that_is_too_long_is_refused():
-    with user_error("--context 600 is more than m has positions: use 512"):
-        derive(ModelOptions(model="m", context=600), EpisodeOptions(), False, 512)
-
-
 def test_a_run_on_a_degenerate_task_begins_with_a_warning(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(store, "describe_machine", lambda: "")

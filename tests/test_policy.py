@@ -75,14 +75,21 @@ def test_verify_passes_and_leaves_the_adapter_alone(policy):
     before = weights_of(policy)
     agreement = asyncio.run(policy.verify())["random adapter"]
     assert agreement.mean <= agreement.largest < 1e-4
-    assert 0.1 <= agreement.moved <= 1
     assert has_weights(policy, before)
     assert largest_gap(policy, [policy.render(CHAT)]) < 1e-4
 
 
+def test_the_random_adapter_of_verify_shows(policy):
+    prompt = policy.render(CHAT)
+    batch = [pair(prompt[:1], prompt[1:])]
+    with policy._using(policy._random_adapter()), torch.no_grad():
+        moved = (policy.logprobs(batch)[0] - policy.logprobs(batch, base=True)[0]).abs().mean()
+    assert 0.1 < moved < 1.5
+
+
 def forget_a_layer(copy, monkeypatch):
-    for name in ("engine_a", "engine_b", "trainer_a", "trainer_b", "scalings"):
-        monkeypatch.setattr(copy, name, getattr(copy, name)[:-1])
+    for name in ("engine", "trainer", "scalings"):
+        monkeypatch.setattr(copy, name, getattr(copy, name)[:-2])
 
 
 def forget_scaling(copy, monkeypatch):
@@ -102,7 +109,7 @@ def test_verify_refuses_a_broken_sync(policy, monkeypatch, forget):
 
 def test_verify_refuses_log_probs_that_are_no_numbers(policy, monkeypatch):
     async def broken():
-        return Agreement(float("nan"), float("nan"), 0.5)
+        return Agreement(float("nan"), float("nan"))
 
     monkeypatch.setattr(policy, "agreement", broken)
     with pytest.raises(UserError, match="Engine and trainer disagree"):
@@ -404,7 +411,7 @@ import asyncio, sys
 from policy import Policy, resolve_model
 policy = Policy(resolve_model(sys.argv[1]), context=512, lora_rank=8, compile=True)
 agreement = asyncio.run(policy.verify())["random adapter"]
-assert agreement.largest < 1e-4 < 0.1 < agreement.moved, agreement
+assert agreement.largest < 1e-4, agreement
 """
 
 
@@ -458,7 +465,7 @@ def refused(folder):
 
 
 def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
-    assert "cannot run the model no/such-model: We couldn't connect" in refused("no/such-model")
+    assert "cannot run the model no/such-model: OSError: We couldn't connect" in refused("no/such-model")
     assert "Unrecognized model" in refused(tmp_path)
     folder = tmp_path / "model"
     shutil.copytree(random_model, folder)
@@ -506,19 +513,12 @@ def test_a_model_without_one_of_its_tensors_is_refused(
 
 
 def test_what_fails_while_a_model_loads_becomes_one_sentence():
-    """vLLM's config is checked by pydantic, which first counts the errors."""
-    text = """1 validation error for ModelConfig
-  Value error, Model architectures ['X'] are not supported. [type=value_error, input_value=1]
-    For further information visit https://errors.pydantic.dev"""
-    for error, reason in (
-        (ValueError(text), "Model architectures ['X'] are not supported"),
-        (KeyError("block_dim"), "KeyError('block_dim')"),
-    ):
-        with pytest.raises(UserError) as raised, loading("vLLM", "some/model"):
-            raise error
-        sentence, _, rest = str(raised.value).partition(". ")
-        assert sentence == f"vLLM cannot run the model some/model: {reason}"
-        assert rest == "docs/models.md says which models work and what they need."
+    with pytest.raises(UserError) as raised, loading("vLLM", "some/model"):
+        raise ValueError("1 error:\n  Model architectures ['X'] are not supported.")
+    assert str(raised.value) == (
+        "vLLM cannot run the model some/model: ValueError: 1 error: Model architectures ['X'] are "
+        "not supported. (docs/models.md says which models work and what they need)."
+    )
 
 
 def test_an_adapter_that_cannot_be_used_is_one_sentence(policy, tmp_path):

@@ -806,7 +806,7 @@ BAD_INPUT = {
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
     "--select signals --rule-args regret=0 depth=0": "one of variance, regret, coverage, depth",
     "--select signals --rule-args unknown=1": "has no 'unknown'; it has drafts, variance, regret",
-    "--engine api --model x --url localhost:8000/v1": "localhost:8000/v1 needs a scheme: http://",
+    "--engine api --model x --url localhost:8000/v1": "localhost:8000/v1 does not answer: Request",
     "--engine api --model x --url http://127.0.0.1:9/v1": "does not answer",
     "--engine api": "--engine api needs --model",
     "--learn --engine api --model x": "--learn trains the model here: leave out --engine api",

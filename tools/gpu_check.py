@@ -205,8 +205,7 @@ def parity(model: str) -> list:
     used = allocated() - before
     rows = []
     for name, found in asyncio.run(policy.verify()).items():
-        note = f"moved by {found.moved:.2g}"
-        rows.append((f"log-prob difference, {name}", difference_text(found), note))
+        rows.append((f"log-prob difference, {name}", difference_text(found), ""))
     rate = engine_rate(policy.engine, prompts_of(policy))
     note = f"{REQUESTS} requests of {TOKENS} tokens; memory {gib(used)}"
     return [*rows, ("sampling with the adapter", f"{rate:.0f} tokens/s", note)]

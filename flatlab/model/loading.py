@@ -59,18 +59,8 @@ def loading(program: str, base: str):
     except UserError:
         raise
     except Exception as error:
+        reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"{program} cannot run the model {base}: {first_line(error)}. docs/models.md says "
-            "which models work and what they need."
+            f"{program} cannot run the model {base}: {type(error).__name__}: {reason} "
+            "(docs/models.md says which models work and what they need)."
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error that says something, without the full stop."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    # pydantic first counts the errors, then names the field
-    telling = [line for line in lines if len(line.split()) > 2 and "validation error" not in line]
-    if not telling:
-        return repr(error)
-    line, _, _ = telling[0].removeprefix("Value error, ").partition(" [type=")
-    return line[:300].rstrip(".")

@@ -135,11 +135,9 @@ class AdapterCopy:
 
         Raises UserError if the engine has no place for one of the adapter's layers.
         """
-        self.engine_a = []  # views of the engine's buffers
-        self.engine_b = []
-        self.trainer_a = []
-        self.trainer_b = []
-        self.scalings = []  # alpha / rank of each layer
+        self.engine = []  # views of the engine's buffers, for A and B of each layer
+        self.trainer = []
+        self.scalings = []  # 1 for A, alpha / rank for B
         named = model.get_base_model().named_modules()
         layers = {name: module for name, module in named if hasattr(module, "lora_A")}
         served = served_parts(engine, layers)
@@ -151,17 +149,14 @@ class AdapterCopy:
             b = layer.lora_B["default"].weight
             columns = slice(number * len(a), (number + 1) * len(a))
             row = sum(module.output_partition_sizes[:number])
-            self.engine_a.append(module.lora_a[columns])
-            self.engine_b.append(module.lora_b[row : row + len(b), columns])
-            self.trainer_a.append(a)
-            self.trainer_b.append(b)
-            self.scalings.append(layer.scaling["default"])
+            self.engine += [module.lora_a[columns], module.lora_b[row : row + len(b), columns]]
+            self.trainer += [a, b]
+            self.scalings += [1.0, layer.scaling["default"]]
 
     @torch.no_grad()
     def push(self) -> None:
         """Copies the adapter into the engine. alpha / rank is multiplied in fp32, then rounded."""
-        torch._foreach_copy_(self.engine_a, self.trainer_a)
-        torch._foreach_copy_(self.engine_b, torch._foreach_mul(self.trainer_b, self.scalings))
+        torch._foreach_copy_(self.engine, torch._foreach_mul(self.trainer, self.scalings))
 
 
 def served_model(engine):

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from flatlab.cache import content_key
+from flatlab.files import content_key
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "flatlab"

@@ -13,8 +13,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from flatlab.cache import content_key
 from flatlab.errors import UserError
+from flatlab.files import content_key
 from flatlab.sandbox.backend import WORKSPACE
 from flatlab.sandbox.client import Sandbox
 from flatlab.sandbox.docker import SET_PATH, docker_api, docker_problem, engine_faults, short_text

@@ -10,9 +10,8 @@ import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from flatlab.cache import file_digest
 from flatlab.errors import UserError
-from flatlab.files import save_tensors
+from flatlab.files import file_digest, save_tensors
 from flatlab.train import guard
 from flatlab.train.batch import Group
 
