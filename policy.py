@@ -24,7 +24,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import shutil
 import sys
 import time
 import warnings
@@ -171,7 +170,7 @@ class Policy(ChatTokens):
         import torch
         from transformers import AutoConfig
 
-        from flatlab.model.lora_sync import AdapterCopy, own_base
+        from flatlab.model.lora_sync import own_base
 
         super().__init__(path.base)
         self.path = path
@@ -185,20 +184,16 @@ class Policy(ChatTokens):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         default = "bfloat16" if self.device == "cuda" else "float32"
         self.dtype = getattr(torch, dtype or default)
-        if self.device == "cuda":
-            # Below, vLLM replaces torch's matrix products by some that have no backward pass.
-            if exact and trains and torch.cuda.get_device_capability() < (9, 0):
+        if exact:
+            # On older GPUs, vLLM's replacements of torch's matrix products have no backward pass.
+            least = (9, 0) if trains else (0, 0)
+            if self.device == "cpu" or torch.cuda.get_device_capability() < least:
                 raise UserError(
-                    "Training with --exact needs a GPU of compute capability 9.0 (H100 or newer): "
-                    "leave it out. search.py --exact works."
+                    "--exact needs a GPU; with training, one of compute capability 9.0 (H100 or "
+                    "newer)."
                 )
-            if exact:
-                os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        else:
-            if exact:
-                raise UserError("--exact needs a GPU: a CPU has no batch-invariant kernels.")
-            if compile and not shutil.which("g++"):
-                raise UserError("--compile needs a C++ compiler, g++ (apt install g++).")
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        if self.device == "cpu":
             # compiling even a helper of vLLM's sampler would take 3 s and a C++ compiler
             torch._dynamo.config.disable = not compile
         # Limit of the log-prob difference between engine and trainer, in nats. Rounding alone makes
@@ -228,12 +223,11 @@ class Policy(ChatTokens):
                 base = own_base(self.engine, self.config, self.dtype)
                 base.to(self.device if trains else "cpu")
                 self._build_trainer(base, lora, gradient_checkpointing)
-                self.adapter_copy = AdapterCopy(self.engine, self.model)
         self.value_head = None
         if value_head:  # V = 0 everywhere at the start: the first advantages are plain returns
             self.value_head = torch.nn.Linear(self.model.config.hidden_size, 1, device=self.device)
-            torch.nn.init.zeros_(self.value_head.weight)
-            torch.nn.init.zeros_(self.value_head.bias)
+            for p in self.value_head.parameters():
+                torch.nn.init.zeros_(p)
         if path.adapter:
             self.load_adapter(path.adapter)
         self.sync()
@@ -265,7 +259,6 @@ class Policy(ChatTokens):
             budget = memory.engine_budget(weights, gpu_memory)
         arguments = EngineArgs(
             model=self.path.base,
-            tokenizer=self.path.base,
             dtype=self.dtype,
             hf_overrides={"head_dtype": "float32"},  # bf16 logits would be the largest difference
             model_loader_extra_config={"enable_weights_track": True},  # refuses a missing weight
@@ -374,12 +367,11 @@ class Policy(ChatTokens):
         """Builds the trainer on the engine's base weights. Returns whether they agree with the
         initial adapter, which changes nothing.
         """
-        from flatlab.model.lora_sync import AdapterCopy, shared_base
+        from flatlab.model.lora_sync import shared_base
 
         try:
             base = shared_base(self.engine, self.config, self.dtype, self.device)
             self._build_trainer(base, lora, gradient_checkpointing)
-            self.adapter_copy = AdapterCopy(self.engine, self.model)
             self.adapter_copy.push()
             agreement = asyncio.run(self.agreement())
             if agreement.mean <= self.diff_limit:
@@ -399,7 +391,7 @@ class Policy(ChatTokens):
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
-        from flatlab.model.lora_sync import has_experts, layers_to_adapt
+        from flatlab.model.lora_sync import AdapterCopy, has_experts, layers_to_adapt
         from flatlab.model.packing import can_pack
 
         self.adapts_attention_only = has_experts(base)
@@ -407,6 +399,7 @@ class Policy(ChatTokens):
             lora["target_modules"] = layers_to_adapt(self.engine, base)
         config = LoraConfig(**lora, lora_dropout=0.0, task_type="CAUSAL_LM")
         self.model = get_peft_model(base, config)  # adapters stay fp32 whatever the base is
+        self.adapter_copy = AdapterCopy(self.engine, self.model)
         self.model.eval()  # no dropout: trainer and engine compute the same function
         self.adapter_layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
         # It rounds the fp32 adapter to bf16 where it is used, as the engine's copy is.
@@ -536,15 +529,15 @@ class Policy(ChatTokens):
         self._syncs += 1
         self.engine.reset_prefix_cache()  # frees stale blocks when idle; the salt makes it correct
 
-    def check_samples(self, mean: float) -> None:
-        """Raises UserError if the mean |log p(trainer) - log p(engine)| of the sampled tokens of a
-        step, in nats, is too large.
+    def check_samples(self, difference: float, which: str = "samples of this step") -> None:
+        """Raises UserError if |log p(trainer) - log p(engine)| of the tokens of these samples, in
+        nats, is too large.
         """
-        if mean > self.diff_limit:
+        if not difference <= self.diff_limit:  # NaN is too large
             raise UserError(
-                f"Engine and trainer disagree by {mean:.2g} nats per token (limit "
-                f"{self.diff_limit:g}): the last sync did not arrive. Not training on samples "
-                "of another policy."
+                f"Engine and trainer disagree by {difference:.2g} nats on the {which} (limit "
+                f"{self.diff_limit:g}): the last sync did not arrive, or the two compute the model "
+                "differently. Not training on samples of another policy."
             )
 
     async def agreement(self) -> Agreement:
@@ -600,7 +593,6 @@ class Policy(ChatTokens):
         step. fp32 is judged by the largest difference, bf16 by the mean.
         """
         import torch
-        import vllm
 
         agreements = {}
         with loading("Engine or trainer", self.path.base):
@@ -610,12 +602,7 @@ class Policy(ChatTokens):
                     self.sync()
                     found = await self.agreement()
                 difference = found.largest if self.dtype == torch.float32 else found.mean
-                if not difference <= self.diff_limit:  # NaN fails, too
-                    raise UserError(
-                        f"Engine and trainer disagree with the {name} adapter: {found}; the limit "
-                        f"is {self.diff_limit:g} (vLLM {vllm.__version__}, {self.dtype}). Not "
-                        "training on samples of another policy."
-                    )
+                self.check_samples(difference, f"probe with the {name} adapter")
                 agreements[f"{name} adapter"] = found
         return agreements
 

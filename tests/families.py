@@ -131,7 +131,7 @@ def linear_layers_left(model) -> list[str]:
 
 async def share_weights(policy) -> dict:
     """verify() with a trainer whose base weights are those of the engine, or why there is none."""
-    from flatlab.model.lora_sync import AdapterCopy, served_model, shared_base
+    from flatlab.model.lora_sync import served_model, shared_base
 
     try:
         base = shared_base(policy.engine, policy.config, policy.dtype, "cpu")
@@ -139,7 +139,6 @@ async def share_weights(policy) -> dict:
         return {"not shared": repr(error)}
     lora = {"r": 16, "lora_alpha": 32, "target_modules": None}
     policy._build_trainer(base, lora, False)
-    policy.adapter_copy = AdapterCopy(policy.engine, policy.model)
     served = served_model(policy.engine)
     of_the_engine = {p.untyped_storage().data_ptr() for p in served.parameters()}
     copies = []

@@ -103,7 +103,7 @@ def forget_all(copy, monkeypatch):
 @pytest.mark.parametrize("forget", [forget_a_layer, forget_scaling, forget_all])
 def test_verify_refuses_a_broken_sync(policy, monkeypatch, forget):
     forget(policy.adapter_copy, monkeypatch)
-    with pytest.raises(UserError, match="disagree with the random adapter: log-probs differ by"):
+    with pytest.raises(UserError, match="disagree by .* on the probe with the random adapter"):
         asyncio.run(policy.verify())
 
 
@@ -127,7 +127,7 @@ def test_verify_refuses_a_stale_prefix_cache(policy, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(policy.engine, "add_request", without_salt)
         patch.setattr(policy.engine, "reset_prefix_cache", lambda: True)
-        with pytest.raises(UserError, match="disagree with the trained adapter"):
+        with pytest.raises(UserError, match="disagree by .* on the probe with the trained adapter"):
             asyncio.run(policy.verify())
     policy.engine.reset_prefix_cache()
 
@@ -443,12 +443,6 @@ def test_exact_needs_a_gpu(random_model):
         Policy(resolve_model(random_model), exact=True)
 
 
-def test_compile_without_a_compiler_is_one_sentence(random_model, monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match=r"--compile needs a C\+\+ compiler"):
-        Policy(resolve_model(random_model), compile=True)
-
-
 def change_json(path, **fields):
     """Overwrites fields of a JSON file; those that are None are removed."""
     values = json.loads(path.read_text()) | fields
@@ -465,7 +459,9 @@ def refused(folder):
 
 
 def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
-    assert "cannot run the model no/such-model: OSError: We couldn't connect" in refused("no/such-model")
+    assert "cannot run the model no/such-model: OSError: We couldn't connect" in refused(
+        "no/such-model"
+    )
     assert "Unrecognized model" in refused(tmp_path)
     folder = tmp_path / "model"
     shutil.copytree(random_model, folder)

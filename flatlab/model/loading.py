@@ -43,8 +43,7 @@ def count_weights(base: str) -> int:
     )
     missing = sorted(found["missing_keys"])
     if missing:
-        more = f" and {len(missing) - 1} more" if missing[1:] else ""
-        raise UserError(f"The weights of {base} lack {missing[0]}{more}: fetch the model again.")
+        raise UserError(f"The weights of {base} lack {missing[0]}: fetch the model again.")
     return model.num_parameters()
 
 

@@ -140,15 +140,14 @@ class AdapterCopy:
         self.scalings = []  # 1 for A, alpha / rank for B
         named = model.get_base_model().named_modules()
         layers = {name: module for name, module in named if hasattr(module, "lora_A")}
-        served = served_parts(engine, layers)
+        served = served_layers(engine, layers)
         for name, layer in layers.items():
             if name not in served:
                 raise UserError(f"The engine does not serve the LoRA layer {name}.")
-            module, number = served[name]  # part `number` of a stack of q, k, v, say
+            module, number, row = served[name]
             a = layer.lora_A["default"].weight
             b = layer.lora_B["default"].weight
             columns = slice(number * len(a), (number + 1) * len(a))
-            row = sum(module.output_partition_sizes[:number])
             self.engine += [module.lora_a[columns], module.lora_b[row : row + len(b), columns]]
             self.trainer += [a, b]
             self.scalings += [1.0, layer.scaling["default"]]
@@ -164,20 +163,21 @@ def served_model(engine):
     return engine.apply_model(lambda model: model)[0]
 
 
-def served_parts(engine, names) -> dict[str, tuple]:
-    """Those of these linear layers of a transformers model that the engine serves: name -> the
-    engine's layer that holds it, and its number in that stack.
+def served_layers(engine, names) -> dict[str, tuple]:
+    """Those of these layers of a transformers model that the engine serves: name -> the engine's
+    layer that holds it, its number in that stack (of q, k, v, say), and its first row there.
     """
     served = served_model(engine)
-    parts = {}
+    stacks = getattr(served, "packed_modules_mapping", {})  # {"qkv_proj": ["q_proj", ...]}
+    layers = {}
     for name, module in served.named_modules():
-        if hasattr(module, "lora_a"):
-            path, _, leaf = name.rpartition(".")
-            stacked = stacks_of(served).get(leaf, [leaf])
-            parts |= {f"{path}.{part}": (module, i) for i, part in enumerate(stacked)}
-            parts[name] = (module, 0)  # some transformers models stack in the same way (GLM 4)
-    own_name = {name: name if name in parts else vllm_name(served, name) for name in names}
-    return {name: parts[own] for name, own in own_name.items() if own in parts}
+        path, _, leaf = name.rpartition(".")
+        rows = getattr(module, "output_partition_sizes", ())
+        for number, part in enumerate(stacks.get(leaf, [leaf])):
+            layers[f"{path}.{part}"] = (module, number, sum(rows[:number]))
+        layers[name] = (module, 0, 0)  # some transformers models stack in the same way (GLM 4)
+    own_name = {name: name if name in layers else vllm_name(served, name) for name in names}
+    return {name: layers[own] for name, own in own_name.items() if own in layers}
 
 
 def vllm_name(served, name: str) -> str:
@@ -189,24 +189,17 @@ def vllm_name(served, name: str) -> str:
     return str(unstacked.map_name(f"{name}.weight")).removesuffix(".weight")
 
 
-def stacks_of(served) -> dict[str, list[str]]:
-    """Name of a stacked layer -> names of its parts, as in {"qkv_proj": ["q_proj", ...]}."""
-    return getattr(served, "packed_modules_mapping", {})
-
-
 def layers_to_adapt(engine, model) -> list[str]:
     """The last parts of the names of the linear layers that engine and trainer have in common.
 
     Of a mixture of experts the attention layers alone: vLLM computes all experts in one kernel.
-    Raises UserError if there are none.
     """
     linear = (torch.nn.Linear, Conv1D)
     names = [name for name, module in model.named_modules() if isinstance(module, linear)]
-    names = [name.split(".") for name in served_parts(engine, names)]
+    layers = served_layers(engine, names)
+    names = [name.split(".") for name, place in layers.items() if hasattr(place[0], "lora_a")]
     if has_experts(model):
         names = [name for name in names if "att" in name[-2]]
-    if not names:
-        raise UserError("Engine and trainer have no linear layer in common: no place for LoRA.")
     return sorted({name[-1] for name in names})
 
 
@@ -240,24 +233,18 @@ def shared_base(engine, config, dtype, device):
     KeyError or ValueError if the two do not fit together. Never merge into, move or cast the
     result.
     """
-    served = served_model(engine)
     with trainer_config(engine), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    weights = {name: p.data for name, p in served.named_parameters()}
-    first_row = {}  # of the next part in a stacked weight
-    # in the order of the parts; tied weights come once
-    for name, p in list(model.named_parameters()):
-        owner, _, leaf = name.rpartition(".")
-        path, _, part = owner.rpartition(".")
-        stacked = next((whole for whole, parts in stacks_of(served).items() if part in parts), part)
-        whole = weights[f"{path}.{stacked}.{leaf}".removeprefix(".")]  # "lm_head.weight"
-        start = first_row.get((path, stacked, leaf), 0)
-        view = whole[start : start + len(p)]
+    parameters = [(*name.rpartition("."), p) for name, p in model.named_parameters()]
+    layers = served_layers(engine, [owner for owner, *_ in parameters])
+    for owner, _, leaf, p in parameters:  # tied weights come once
+        layer, _, start = layers[owner]
+        view = getattr(layer, leaf).data[start : start + len(p)]
         if view.shape != p.shape or view.dtype != dtype:
             raise ValueError(
-                f"{name} is {tuple(p.shape)} {dtype}, the engine's {tuple(view.shape)} {view.dtype}"
+                f"{owner} is {tuple(p.shape)} {dtype}, the engine's {tuple(view.shape)} "
+                f"{view.dtype}"
             )
-        first_row[path, stacked, leaf] = start + len(p)
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(view, requires_grad=False))
     model.tie_weights()
     rotary = model.base_model.rotary_emb

@@ -31,11 +31,14 @@ def main(model, tokens, way):
     import torch
     from transformers import AutoModelForCausalLM
 
+    from flatlab.model import lora_sync
     from flatlab.model.memory import peak_bytes
     from policy import Policy
 
     torch.manual_seed(0)
     policy = Policy.__new__(Policy)  # the trainer without an engine
+    policy.engine = None
+    lora_sync.AdapterCopy = lambda *_: None
     policy.device = "cpu"
     policy.dtype = torch.float32
     policy.temperature = 1.0
