@@ -90,7 +90,8 @@ def resolve_model(name: str) -> ModelPath:
         base = str(TINY)
     elif (folder / "adapter_config.json").is_file():
         adapter = str(folder)
-        base, lora = adapter_settings(folder / "adapter_config.json")
+        with loading("peft", name):
+            base, lora = adapter_settings(folder / "adapter_config.json")
     elif folder.is_dir():
         base = str(folder)
     config = check_model(base)
@@ -104,11 +105,8 @@ def adapter_settings(file: Path) -> tuple[str, dict]:
     foreign = [name for name in FOREIGN_LORA if settings.get(name)]
     if foreign:
         raise UserError(f"The adapter of {file} uses {foreign[0]}, which is not supported.")
-    try:
-        lora = {name: settings[name] for name in ("r", "lora_alpha", "target_modules")}
-        return settings["base_model_name_or_path"], lora
-    except KeyError as missing:
-        raise UserError(f"{file} has no {missing}: it is not the file of a LoRA adapter.") from None
+    lora = {name: settings[name] for name in ("r", "lora_alpha", "target_modules")}
+    return settings["base_model_name_or_path"], lora
 
 
 def lora_settings(path: ModelPath, rank: int | None = None) -> dict:
@@ -501,18 +499,6 @@ class Policy(ChatTokens):
         finally:
             for layer in self.adapter_layers:
                 layer.enable_adapters(True)
-
-    def peak_memory(self) -> float:
-        """Peak memory in GiB: of the GPU since the last call, engine included; without one of this
-        process.
-        """
-        import torch
-
-        if self.device == "cpu":
-            return memory.peak_bytes() / 2**30
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        torch.cuda.reset_peak_memory_stats()
-        return peak
 
     # -------------------------------------------------------------------------- trainer to engine
 

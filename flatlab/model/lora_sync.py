@@ -84,7 +84,7 @@ class LoraMethod(QuantizationConfig):
         return METHOD
 
     def get_supported_act_dtypes(self):
-        return [torch.float32, torch.bfloat16, torch.float16]
+        return [torch.float32, torch.bfloat16]
 
     @classmethod
     def get_min_capability(cls):
@@ -176,17 +176,13 @@ def served_layers(engine, names) -> dict[str, tuple]:
         for number, part in enumerate(stacks.get(leaf, [leaf])):
             layers[f"{path}.{part}"] = (module, number, sum(rows[:number]))
         layers[name] = (module, 0, 0)  # some transformers models stack in the same way (GLM 4)
-    own_name = {name: name if name in layers else vllm_name(served, name) for name in names}
-    return {name: layers[own] for name, own in own_name.items() if own in layers}
-
-
-def vllm_name(served, name: str) -> str:
-    """vLLM's name of a layer of a transformers model, if it has another one (gpt-oss)."""
     mapper = getattr(served, "hf_to_vllm_mapper", None)
-    if mapper is None:
-        return name
-    unstacked = dataclasses.replace(mapper, orig_to_new_stacked={})
-    return str(unstacked.map_name(f"{name}.weight")).removesuffix(".weight")
+    if mapper:  # vLLM may have another name for a layer (gpt-oss)
+        mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
+        for name in set(names) - set(layers):
+            own = str(mapper.map_name(f"{name}.weight")).removesuffix(".weight")
+            layers[name] = layers.get(own)
+    return {name: layers[name] for name in names if layers.get(name)}
 
 
 def layers_to_adapt(engine, model) -> list[str]:

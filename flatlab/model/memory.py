@@ -79,8 +79,16 @@ def kv_cache_bytes(config, element_size: int, context: int, requests: int, budge
     return min(wanted, budget)
 
 
-def peak_bytes() -> int:
-    """Peak memory of this process, from /proc: getrusage() would report the parent's peak."""
+def peak_bytes(device: str = "cpu") -> int:
+    """Peak memory: of the GPU since the last call, engine included; without one of this process,
+    from /proc, because getrusage() would report the parent's peak.
+    """
+    if device != "cpu":
+        import torch
+
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
 
@@ -103,13 +111,13 @@ def free_bytes(device: str, processes: int = 1) -> int:
 
 def left_in_cgroup(group: Path) -> int:
     """Limit minus usage, in bytes; the page cache that can be dropped is not counted as usage."""
-    limit = group / "memory.max"
-    if not limit.is_file() or limit.read_text().strip() == "max":
+    try:
+        limit = int((group / "memory.max").read_text())
+    except (FileNotFoundError, ValueError):  # no such group, or its limit is "max"
         return sys.maxsize
-    lines = (group / "memory.stat").read_text().splitlines()
-    stat = dict(line.split() for line in lines)
-    used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
-    return int(limit.read_text()) - used
+    used = int((group / "memory.current").read_text())
+    cache = re.search(r"inactive_file (\d+)", (group / "memory.stat").read_text())
+    return limit - used + int(cache[1])
 
 
 def fit_micro_tokens(

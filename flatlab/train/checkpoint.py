@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import file_digest, save_tensors
+from flatlab.model import memory
 from flatlab.train import guard
 from flatlab.train.batch import Group
 
@@ -110,7 +111,7 @@ def timing(policy, seconds: dict, groups: list[Group]) -> dict:
         **{f"seconds_{phase}": value for phase, value in seconds.items()},
         "tokens_per_second": reply_tokens / whole,
         "engine_idle_share": policy.idle_share(),
-        "memory_gb": policy.peak_memory(),
+        "memory_gb": memory.peak_bytes(policy.device) / 2**30,
         "time": time.time(),
     }
 
