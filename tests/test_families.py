@@ -169,7 +169,7 @@ def save(name: str, folder: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-async def circle(policy) -> dict:
+async def train(policy) -> dict:
     """verify(), three updates with syncs, verify() again."""
     optimizer = policy.make_optimizer(1e-2)
     before = await policy.verify()
@@ -239,7 +239,7 @@ def answer(dtype: str, name: str) -> dict:
     try:
         save(name, folder)
         policy = Policy(resolve_model(folder), context=256, max_batch=8, dtype=dtype)
-        result = asyncio.run(circle(policy))
+        result = asyncio.run(train(policy))
         return result | asyncio.run(share_weights(policy))
     except UserError as error:
         return {"refused": str(error)}
