@@ -246,15 +246,14 @@ class Policy(ChatTokens):
         from flatlab.model.lora_sync import METHOD, LoraLinear
 
         LoraLinear.rank = rank
+        budget = memory.engine_budget(self.device, weights, gpu_memory)
         if self.device == "cpu":
             machine = cpu_engine_options(self.context, compile)
-            budget = memory.free_bytes("cpu") // 4
         else:
             machine = {
                 "gpu_memory_utilization": gpu_memory,
                 "max_num_batched_tokens": 8192,  # vLLM's 2048 would take many steps to prefill
             }
-            budget = memory.engine_budget(weights, gpu_memory)
         arguments = EngineArgs(
             model=self.path.base,
             dtype=self.dtype,
@@ -619,8 +618,8 @@ class Policy(ChatTokens):
         except (OSError, SafetensorError) as error:
             raise UserError(f"Cannot load the adapter in {folder}: {error}") from None
         own = self._adapter_tensors()
-        shapes = {name: tensor.shape for name, tensor in own.items()}
-        if {name: tensor.shape for name, tensor in weights.items()} != shapes:
+        shapes, found = [{name: t.shape for name, t in ts.items()} for ts in (own, weights)]
+        if shapes != found:
             raise UserError(
                 f"The adapter in {folder} has other layers or another rank than that of this model."
             )

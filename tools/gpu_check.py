@@ -243,7 +243,7 @@ def without_adapter(model: str) -> list:
     options = {"dtype": "bfloat16", "gpu_memory_utilization": 0.45}
     if not has_gpu():
         options = cpu_engine_options(2048)
-        budget = memory.free_bytes("cpu") // 4
+        budget = memory.engine_budget("cpu", 0, 0)
         cache = memory.kv_cache_bytes(policy.config, 4, 2048, REQUESTS, budget)
         options["kv_cache_memory_bytes"] = cache  # else vLLM asks for 92 % of the memory
     arguments = EngineArgs(

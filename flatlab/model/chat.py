@@ -61,22 +61,16 @@ class ChatTokens:
         """Sets how the template ends a reply, and whether it has a system role."""
         from jinja2 import TemplateError
 
-        try:
-            last = self._frames(marks("user", "assistant"), begins_reply=False)[-1]
-            parts = self._frames(marks("user", "assistant", "user"))
-        except TemplateError as error:
-            raise UserError(f"The chat template of {model} fails: {error}.") from None
+        last = self._frames(marks("user", "assistant"), begins_reply=False)[-1]
+        parts = self._frames(marks("user", "assistant", "user"))
         if len(parts) != 4:
             raise UserError(f"The chat template of {model} does not show each message once.")
         # the first token after the last reply, and after one that is followed by a message
         last, after = [next(iter(self._encode_frame(text)), None) for text in (last, parts[2])]
         self.end_of_turn = self.tokenizer.eos_token_id
         self._closing = None
-        if last in self._control:
-            self.end_of_turn = last
-            self._closing = after
-        elif after in self.stop_tokens:
-            self.end_of_turn = after
+        if last in self._control or after in self.stop_tokens:
+            self.end_of_turn = last if last in self._control else after
             self._closing = after
         self.stop_tokens.add(self.end_of_turn)
         # Some templates refuse a system message, leave it out, or put it into the last message.

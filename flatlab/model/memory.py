@@ -47,10 +47,13 @@ def bytes_needed(tokens: int, model_config, element_size: int, recompute_layers:
     return tokens * kept * element_size + LOGITS_BUFFERS * logits * 4
 
 
-def engine_budget(weights: int, share: float) -> int:
-    """Bytes that a model of so many weights, in bf16, leaves for the KV cache in the engine's share
-    of a GPU. vLLM would measure instead, which fails if anything else frees memory.
+def engine_budget(device: str, weights: int, share: float) -> int:
+    """Bytes of the KV cache, at most: what a model of so many weights, in bf16, leaves in the
+    engine's share of a GPU; on a CPU a quarter of the free memory. vLLM would measure instead,
+    which fails if anything else frees memory.
     """
+    if device == "cpu":
+        return free_bytes(device) // 4
     import torch
 
     total = torch.cuda.mem_get_info()[1]

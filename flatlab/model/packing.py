@@ -45,9 +45,9 @@ def attend(module, query, key, value, attention_mask, blocks=None, **options):
             continue
         q, k, v = [parts[i] for parts in split]
         if i > 0:
-            q_all, k, v = [torch.cat([parts[0], parts[i]], dim=2) for parts in split]
+            k, v = [torch.cat([parts[0], parts[i]], dim=2) for parts in split[1:]]
             if mask is None:
-                q = q_all
+                q = torch.cat([split[0][0], q], dim=2)
         output, _ = sdpa_attention_forward(module, q, k, v, mask, **options)
         outputs.append(output[:, -length:])
     return torch.cat(outputs, dim=1), None
