@@ -618,8 +618,8 @@ class Policy(ChatTokens):
         except (OSError, SafetensorError) as error:
             raise UserError(f"Cannot load the adapter in {folder}: {error}") from None
         own = self._adapter_tensors()
-        shapes, found = [{name: t.shape for name, t in ts.items()} for ts in (own, weights)]
-        if shapes != found:
+        shapes = {name: tensor.shape for name, tensor in own.items()}
+        if {name: tensor.shape for name, tensor in weights.items()} != shapes:
             raise UserError(
                 f"The adapter in {folder} has other layers or another rank than that of this model."
             )

@@ -145,7 +145,8 @@ class AdapterCopy:
             a = layer.lora_A["default"].weight
             b = layer.lora_B["default"].weight
             columns = slice(number * len(a), (number + 1) * len(a))
-            self.engine += [module.lora_a[columns], module.lora_b[row : row + len(b), columns]]
+            rows = slice(row, row + len(b))
+            self.engine += [module.lora_a[columns], module.lora_b[rows, columns]]
             self.trainer += [a, b]
             self.scalings += [1.0, layer.scaling["default"]]
 
