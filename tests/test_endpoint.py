@@ -6,7 +6,8 @@ import time
 import pytest
 
 from flatlab.model import endpoint
-from helpers import chat_server, completion, served, user_error
+from flatlab.runs import reader
+from helpers import PROJECT, chat_server, completion, python, served, user_error
 from policy import TINY
 
 
@@ -202,3 +203,18 @@ def test_the_server_applies_a_saved_adapter(vllm_server, adapter):
     assert trained != base
     assert greedy("trained") == trained
     assert greedy("m").strip() == base.strip()
+
+
+@pytest.mark.slow
+def test_search_uses_a_served_adapter(vllm_server, tmp_path):
+    command = f"search.py --engine api --url {vllm_server} --model trained --task titanic"
+    command += " --context 2048 --max-reply-tokens 160 --max-observation-tokens 256"
+    command += " --prompts configs/prompts/tiny.yaml"
+    command += " --nodes 2 --max-turns 2 --backend local --name served"
+    script, *flags = command.split()
+    done = python(PROJECT / script, *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    run = reader.read_run(tmp_path / "logs" / "served")
+    assert len(run.rows) == 2
+    assert run.status == "finished"
+    assert all(row["outcome"] != "fault" and row["actions"] for row in run.rows)
