@@ -10,7 +10,8 @@ from statistics import fmean
 import grpo
 from flatlab.errors import UserError
 from flatlab.model import memory
-from flatlab.train import batch, ranks
+from flatlab.train import batch
+from flatlab.train.job import Job
 from flatlab.train.weights import max_seeking
 from flatlab.tree import rounds
 from flatlab.tree.nodes import Node, Tree
@@ -107,7 +108,7 @@ def update(t: Tree, optimizer, groups: list[list[Node]], episodes: dict, cfg) ->
         "beta": fmean(beta for beta, _ in peaks) if peaks else None,
         "effective_samples": fmean(sizes) if sizes else None,
     }
-    job = ranks.Job()
+    job = Job()
     sequences = grpo.make_batch(t.policy, compared, cfg, job)
     return row | grpo.update(t.policy, optimizer, sequences, cfg, job)
 

@@ -23,7 +23,7 @@ from flatlab.runs import store
 from flatlab.runs.reader import read_rows
 from flatlab.train import guard, metrics
 from flatlab.train.batch import Group, TrainSequence, gather_groups
-from flatlab.train.ranks import Job
+from flatlab.train.job import Job
 from flatlab.view import console, page
 from flatlab.world.episode import Episode, Segment
 from helpers import MADE_BY, configure, segments_of, slow, user_error
@@ -201,13 +201,9 @@ def test_a_row_without_numbers_does_not_spoil_what_is_usual():
     assert alarm.startswith("the entropy collaps")
 
 
-def evaluated(step, gain, stderr=0.05):
-    return row(step, eval_improvement=gain, eval_improvement_stderr=stderr)
-
-
-def between(first, last, stderr=0.05):
-    """Healthy steps between two evaluations."""
-    return [evaluated(9, first, stderr), *HEALTHY, evaluated(19, last, stderr)]
+def evaluated(gain, stderr=0.05):
+    """Healthy steps, and an evaluation after the last one."""
+    return [*HEALTHY, row(19, eval_improvement=gain, eval_improvement_stderr=stderr)]
 
 
 def unlearned(step):
@@ -220,10 +216,9 @@ def unlearned(step):
 NOTHING_LEFT = [row(i, valid_share=0.02) for i in range(5)]
 COLLAPSES = (
     (HEALTHY, ""),
-    (between(0.5, 0.35), ""),  # 2.1 standard errors
-    (between(0.5, 0.1), "held-out improvement fell from 0.500 (step 9) to 0.100"),
-    (between(0.5, 0.45, stderr=0.0), ""),
-    (between(0.5, 0.0, stderr=0.0), "held-out improvement fell"),
+    (evaluated(0.35), ""),  # 2.1 standard errors
+    (evaluated(0.1), "held-out improvement fell from 0.500 (step 9) to 0.100"),
+    (evaluated(0.9), ""),
     ([row(0, kl=2.0), row(1, kl=2.0)], ""),
     ([row(i, kl=2.0) for i in range(3)], "KL to the reference"),
     ([row(i, skipped=1) for i in range(3)], "three updates"),
@@ -238,7 +233,8 @@ COLLAPSES = (
 
 @pytest.mark.parametrize("rows, reason", COLLAPSES)
 def test_what_counts_as_a_collapse(rows, reason):
-    collapse = guard.collapse(rows)
+    best = {"step": 9, "improvement": 0.5, "improvement_stderr": 0.05}
+    collapse = guard.collapse(rows, best)
     assert collapse.startswith(reason)
     assert bool(collapse) == bool(reason)
 
@@ -311,7 +307,7 @@ def test_4_steps_are_2_and_2_steps(play, policy, options):
         return await one_reply(*args, **kwargs)
 
     def left_by(name):
-        """The optimiser, the state and the transcripts."""
+        """The optimiser and the transcripts."""
         folder = Path("logs", name)
         trainer = torch.load(folder / "checkpoints/000003/trainer.pt", weights_only=True)
         files = [folder / f"episodes/{step:06d}.jsonl" for step in range(4)]
@@ -319,7 +315,7 @@ def test_4_steps_are_2_and_2_steps(play, policy, options):
         for file in files:
             turns = [row["turns"][0] for row in read_rows(file)]
             texts.append([(turn["version"], turn["reply"]) for turn in turns])
-        return str(trainer["optimizer"]), trainer["state"], texts
+        return str(trainer["optimizer"]), texts
 
     options = {"concurrency": 1, **options}
     whole = play("whole", steps=4, **options)
@@ -330,11 +326,10 @@ def test_4_steps_are_2_and_2_steps(play, policy, options):
     halves = play("halves", steps=4, **options)
     assert [row["step"] for row in halves] == [0, 1, 2, 3]
     assert halves[:2] == first
-    if "reward" not in options:
-        assert has_weights(policy, weights)
+    assert has_weights(policy, weights)
     assert without_times(whole) == without_times(halves)
     assert left_by("whole") == left_by("halves")
-    versions = [{version for version, _ in texts} for texts in left_by("halves")[2]]
+    versions = [{version for version, _ in texts} for texts in left_by("halves")[1]]
     assert versions == [{0}, {1}, {2}, {3}]
 
 
@@ -506,17 +501,6 @@ def test_a_resumed_run_knows_the_evaluation_of_the_adapter_in_best(play):
     assert result_of()["final"]["best"]["step"] == 7
 
 
-def test_a_checkpoint_of_an_older_format_is_refused_in_one_sentence(play):
-    play(steps=1)
-    path = Path("logs/a/checkpoints/000000/trainer.pt")
-    saved = torch.load(path, weights_only=True)
-    for state in ({**saved["state"], "rng": 1}, {}):
-        torch.save({**saved, "state": state}, path)
-        with user_error("000000 was written by another version of grpo.py"):
-            play(steps=2)
-    assert len(read_rows("logs/a/metrics.jsonl")) == 1
-
-
 def test_after_imitation_the_kl_is_measured_against_the_imitated_policy(play):
     """Also after a resume. Nothing is learned in the steps, so the KL stays 0."""
     play("teacher", steps=1, episode=partial(one_reply, score=0.75))
@@ -597,7 +581,7 @@ def test_the_kl_is_measured_when_it_is_not_in_the_loss(play):
     assert min(row["kl"] for row in others) > 0
 
 
-ENDINGS = {0: "--eval-episodes is 0: start a new run", 2: "with --model logs/a/best"}
+ENDINGS = {0: "last", 2: "best"}
 
 
 @pytest.mark.parametrize("eval_episodes", ENDINGS)
@@ -608,7 +592,7 @@ def test_a_run_without_anything_to_learn_stops_and_says_how_to_go_on(play, eval_
     assert len(rows) == guard.STUCK
     status = result_of()["status"]
     assert status.startswith("stopped: there was nothing to learn in 5 steps in a row")
-    assert status.endswith(ENDINGS[eval_episodes])
+    assert f"logs/a/best is the {ENDINGS[eval_episodes]} adapter" in status
 
 
 def test_a_sync_that_breaks_in_the_middle_of_a_run_ends_it(play, policy, monkeypatch):
@@ -637,8 +621,9 @@ def test_a_sync_that_breaks_in_the_middle_of_a_run_ends_it(play, policy, monkeyp
 def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
     other = replace(load_task("battleOfSexes"), baseline=0.0, reference=1.0)
     rows = play(steps=2, tasks=(TASK, other), eval_episodes=4, eval_every=2)
-    for row in rows:
-        assert row["titanic.groups"] + row["battleOfSexes.groups"] == row["groups"]
+    for step in range(2):
+        episodes = read_rows(f"logs/a/episodes/{step:06d}.jsonl")
+        assert {e["task"] for e in episodes} == {"titanic", "battleOfSexes"}
     last = rows[-1]
     assert last["eval_n"] == 4
     assert "score_mean" not in last  # units differ
@@ -654,11 +639,11 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
 
 
 def test_none_is_derived_and_zero_is_zero():
-    cfg = configure(grpo.Config(), model="tiny", lr=0.0, clip_low=0.0)
+    cfg = configure(grpo.Config(loss="gspo"), model="tiny", lr=0.0)
     grpo.fill_in(cfg, [TASK], ModelPath("tiny", None, True, 4096))
     assert cfg.lora_rank == 16
-    assert cfg.lr == cfg.clip_low == 0
-    assert cfg.clip_high == 0.28
+    assert cfg.lr == 0
+    assert (cfg.clip_low, cfg.clip_high) == (3e-4, 4e-4)
     assert cfg.max_groups == 8
     assert cfg.model.context == 2048
     assert cfg.name == "grpo-titanic-tiny-0"

@@ -337,7 +337,6 @@ BAD_INPUT = {
     "--eval-episodes 1": "--eval-episodes must be 0 or at least 2",
     "--kl -0.05": "--kl must be from 0 to 1000000000, not -0.05",
     "--lr nan": "--lr must be from 0 to 1000000000, not nan",
-    "--task titanic diabetes --task-weights 0 0": "--task-weights needs one number per task",
     "--learning-rate 1": "Unrecognized options: --learning-rate",
     "--lora-rank 0 --model tiny": "--lora-rank must be from 1 to 1000000",
     "--gpu-memory 45": "--gpu-memory must be from 0.01 to 1, not 45",

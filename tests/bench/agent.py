@@ -218,8 +218,7 @@ def run_ours(model, rounds, turns, tokens, variant):
     from env import Step
     from flatlab import threads
     from flatlab.task.grading import Score
-    from flatlab.train.overlap import run_beside
-    from flatlab.train.ranks import Job
+    from flatlab.train.job import Job, run_beside
     from flatlab.world import texts
     from policy import ModelPath, Policy
     from tasks import load_task
