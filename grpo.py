@@ -377,6 +377,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     planned = [*plan.tasks, *plan.replacements]
     spare = iter(range(len(plan.tasks), len(planned))[job.ranks.rank :: job.ranks.world])
     loop = agent_loop(cfg)
+    groups = []
 
     async def one(task, number):
         seed = plan.seed * 100_003 + number
@@ -384,21 +385,21 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
             return await run_episode(world, policy, cfg.episode, seed, plan.test, loop)
 
     async def fill(number):
-        # If one episode is cancelled or raises, the others are cancelled too, and every sandbox is
-        # closed.
-        async with asyncio.TaskGroup() as together:
-            task = planned[number]
-            numbers = range(number * plan.size, (number + 1) * plan.size)
-            plays = [together.create_task(one(task, i)) for i in numbers]
-        group = Group(number, task, [playing.result() for playing in plays], [])
-        group.rewards = rewards_of(group, cfg)
-        following = None if group.informative else next(spare, None)
-        return [group] if following is None else [group, *await fill(following)]
+        while number is not None:
+            # If one episode is cancelled or raises, the others are cancelled too, and every sandbox
+            # is closed.
+            async with asyncio.TaskGroup() as together:
+                task = planned[number]
+                numbers = range(number * plan.size, (number + 1) * plan.size)
+                plays = [together.create_task(one(task, i)) for i in numbers]
+            group = Group(number, task, [playing.result() for playing in plays], [])
+            group.rewards = rewards_of(group, cfg)
+            groups.append(group)
+            number = None if group.informative else next(spare, None)
 
     async with asyncio.TaskGroup() as together:
-        numbers = range(len(plan.tasks))[job.ranks.rank :: job.ranks.world]
-        mine = [together.create_task(fill(number)) for number in numbers]
-    groups = [group for done in mine for group in done.result()]
+        for number in range(len(plan.tasks))[job.ranks.rank :: job.ranks.world]:
+            together.create_task(fill(number))
     if cfg.agent:
         from integrations.agent_program import check_programs
 
@@ -628,13 +629,12 @@ def check_config(cfg: Config) -> None:
 
 
 def fill_in(cfg: Config, tasks: list, path) -> None:
-    """Replaces None by what the model, the loss and the tasks suggest."""
+    """Replaces None by what the model and the tasks suggest."""
     is_tiny = path.is_tiny
     options.derive(cfg.model, cfg.episode, is_tiny, path.positions)
     model = reader.value_text(cfg.model.model)
-    lora = lora_settings(path, cfg.lora_rank)
     derived = {
-        "lora_rank": lora["r"],
+        "lora_rank": lora_settings(path, cfg.lora_rank)["r"],
         "lr": 1e-3 if is_tiny else 2e-5,
         "sft_lr": 1e-3 if is_tiny else 2e-4,
         "max_groups": 2 * cfg.groups,

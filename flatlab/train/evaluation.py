@@ -110,8 +110,6 @@ def finish(policy, tasks, cfg, job) -> None:
     if cfg.eval_episodes:
         final = compare_adapters(policy, tasks, cfg, job)
         job.result(final=final)
-        if job.run:
-            job.run.track(metrics.final_row(final))
     elif job.best:
         job.say(f"best/ of logs/{cfg.name} is the last adapter: nothing was evaluated")
     status = "finished"

@@ -145,15 +145,8 @@ def split_of(tasks: list[Task]) -> str:
 
 
 def evaluation_line(when: str, result: dict, split: str) -> str:
-    each = [
-        f", {key.removesuffix('.score_mean')} {value:.4f}"
-        for key, value in result.items()
-        if key.endswith(".score_mean")
-    ]
-    return (
-        f"{when}: {mean_text(result)} ({split}, N = {result['n']}, "
-        f"{result['valid_share']:.0%} valid){''.join(each)}"
-    )
+    valid = f"{result['valid_share']:.0%} valid"
+    return f"{when}: {mean_text(result)} ({split}, N = {result['n']}, {valid})"
 
 
 def mean_text(result: dict) -> str:
@@ -222,12 +215,3 @@ def final_table(result: dict) -> str:
     if final["best_is_untrained"]:
         lines.append("best is the untrained adapter: no evaluation during training was better.")
     return "\n".join(lines)
-
-
-def final_row(final: dict) -> dict:
-    """The same comparison as a row for trackers: "final/best/score_mean" and so on."""
-    return {
-        f"final/{name}/{key}": value
-        for name in ADAPTERS
-        for key, value in final.get(name, {}).items()
-    } | {"step": final["steps"] - 1}
