@@ -645,10 +645,8 @@ def fill_in(cfg: Config, tasks: list, path) -> None:
 
 
 def prepare(cfg: Config, job):
-    """Completes the config, opens the run directory and raises UserError for whatever is wrong,
-    before the model loads.
-
-    Returns the tasks, the model's path, and why this sandbox was chosen.
+    """Completes the config and opens the run directory. Returns the tasks, the model's path and why
+    this sandbox was chosen. Raises UserError for whatever is wrong, before the model loads.
     """
     check_config(cfg)
     cfg.model.model = cfg.model.model or default_model()
