@@ -267,8 +267,6 @@ def run_ours(model, rounds, turns, tokens, variant):
     grpo.env.Env = World
     cfg = grpo.Config(
         group_size=EPISODES // PROMPTS,
-        clip_low=0.2,
-        clip_high=0.28,
         kl=KL,
         micro_tokens=8192,
         lr=RATE,
