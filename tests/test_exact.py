@@ -18,11 +18,9 @@ from env import Env
 from flatlab.options import SandboxOptions
 from flatlab.runs.reader import read_run
 from flatlab.runs.store import open_run
-from flatlab.task.definition import improvement
-from flatlab.task.grading import grade
-from flatlab.task.machine import open_sandbox
-from flatlab.task.sanity import rules_of
-from flatlab.task.task_files import TASKS_DIR
+from flatlab.task.definition import TASKS_DIR, improvement
+from flatlab.task.grading import grade, open_sandbox
+from flatlab.task.sanity import trivial_rules
 from flatlab.train import guard, metrics
 from flatlab.tree.nodes import Tree
 from flatlab.view import console, tables
@@ -154,7 +152,7 @@ def test_a_score_is_the_nearest_double_of_the_fraction():
 @pytest.mark.parametrize("name", EXACT)
 def test_the_sample_is_the_baseline_and_the_sanity_check_says_so(name, monkeypatch, capsys):
     task = load_task(name)
-    [(rule, artefacts)] = rules_of(task)
+    [(rule, artefacts)] = trivial_rules(task)
     assert rule == "data/sample_solution.json"
     score = grade(task, artefacts, "exact", lambda: open_sandbox(task, LOCAL_BOX))
     assert score.value == pytest.approx(task.baseline, rel=1e-5)

@@ -18,8 +18,8 @@ from flatlab.options import EpisodeOptions, ModelOptions, derive
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.reader import observed
 from flatlab.sandbox.client import Sandbox
-from flatlab.task import machine
-from flatlab.task.machine import Software
+from flatlab.task import grading
+from flatlab.task.grading import Software
 from flatlab.train import imitation
 from flatlab.tree import prompts
 from flatlab.tree.nodes import Node
@@ -227,8 +227,8 @@ def test_packages_are_looked_up_once_for_all_episodes(titanic, monkeypatch):
             commands.append(command)
             return super().run(command, timeout)
 
-    monkeypatch.setattr(machine, "Sandbox", Counting)
-    monkeypatch.setattr(machine, "looked_up", {})
+    monkeypatch.setattr(grading, "Sandbox", Counting)
+    monkeypatch.setattr(grading, "looked_up", {})
 
     async def main():
         policy = FakePolicy(block("submit"))

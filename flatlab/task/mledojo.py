@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,11 +10,12 @@ from pathlib import Path
 
 from flatlab.cache import cache_dir, content_key, store
 from flatlab.errors import UserError
-from flatlab.task.definition import Task, last_json_object
-from flatlab.task.task_files import TASKS_DIR, tree_files
+from flatlab.files import read_mapping
+from flatlab.task.builtin import tree_files
+from flatlab.task.definition import TASKS_DIR, Task, improvement, last_json_object
 
 PROMPT_CHARS = 8000  # of a competition's description; the whole text is in the workspace
-NEEDED = ("data/description.txt", "data/sample_submission.csv", "private/test_answer.csv")
+NEEDED = ("public/description.txt", "public/sample_submission.csv", "private/test_answer.csv")
 
 
 def mledojo_names(root: Path) -> list[str]:
@@ -41,8 +41,7 @@ def load_mledojo(root: Path, name: str) -> Task:
     public = tree_files(data / "public", "data", hint)
     hidden = tree_files(data / "private", "private", hint)
     for needed in NEEDED:
-        if needed not in public | hidden:
-            raise UserError(f"{data / needed.replace('data/', 'public/')} is missing; {hint}.")
+        tree_files(data / needed, "", hint)
     hidden["metric.py"] = metric_file(root, name)
     hidden["grade_mledojo.py"] = TASKS_DIR / "grade_mledojo.py"
     facts = describe(hidden | {"submission.csv": public["data/sample_submission.csv"]})
@@ -52,8 +51,9 @@ def load_mledojo(root: Path, name: str) -> Task:
         raise UserError(
             f"The sample submission of {name} cannot be graded ({facts['error']}); {hint}."
         )
-    median = facts["median"]
-    is_better = median is not None and (median > baseline if up else median < baseline)
+    reference = facts["median"]
+    if reference is not None and improvement(reference, (baseline, up, None)) <= 0:
+        reference = None
     split = "{split}" if facts["parts"] else "all"
     return Task(
         name=name,
@@ -61,7 +61,7 @@ def load_mledojo(root: Path, name: str) -> Task:
         metric="score",
         higher_is_better=up,
         baseline=baseline,
-        reference=median if is_better else None,
+        reference=reference,
         artefacts=("submission.csv",),
         public=public,
         hidden=hidden,
@@ -85,21 +85,18 @@ def prompt(description: Path, higher_is_better: bool) -> str:
 
 
 def metric_file(root: Path, name: str) -> Path:
-    """The competition's metric.py.
+    """The competition's metric.py in the checkout $MLEDOJO_REPO.
 
-    It is looked up in the checkout $MLEDOJO_REPO, then in every folder that `root` lies in.
+    Without that, `root` is taken for a folder like data/prepared in a checkout.
     """
-    places = [root, *root.parents]
-    if repo := os.environ.get("MLEDOJO_REPO"):
-        places.insert(0, Path(repo))
-    for place in places:
-        path = place / "mledojo" / "competitions" / name / "utils" / "metric.py"
-        if path.is_file():
-            return path.resolve()
-    raise UserError(
-        f"The metric of {name} is missing: set $MLEDOJO_REPO to a checkout of MLE-Dojo that has "
-        f"mledojo/competitions/{name}/utils/metric.py."
-    )
+    repo = Path(os.environ.get("MLEDOJO_REPO") or root.parent.parent)
+    path = repo.resolve() / "mledojo" / "competitions" / name / "utils" / "metric.py"
+    if not path.is_file():
+        raise UserError(
+            f"The metric of {name} is missing: set $MLEDOJO_REPO to a checkout of MLE-Dojo that "
+            f"has mledojo/competitions/{name}/utils/metric.py."
+        )
+    return path
 
 
 def describe(files: dict[str, Path]) -> dict:
@@ -124,4 +121,4 @@ def describe(files: dict[str, Path]) -> dict:
                 f"{lines[-1] if lines else 'no message'}"
             )
         store(stored, last_json_object(done.stdout))
-    return json.loads(stored.read_text(encoding="utf-8"))
+    return read_mapping(stored)

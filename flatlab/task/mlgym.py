@@ -11,8 +11,8 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
-from flatlab.task.definition import Task
-from flatlab.task.task_files import TASKS_DIR, proxies, tree_files
+from flatlab.task.builtin import tree_files, validated
+from flatlab.task.definition import TASKS_DIR, Task
 
 GRADE_WITH_ANY_CONFIG = """
 for file in config.yaml src/config.yaml *.yaml src/*.yaml
@@ -51,18 +51,15 @@ def load_mlgym(root: Path, name: str) -> Task:
     kind = spec.get("task_entrypoint", "CSVSubmissionTasks")
     try:
         artefacts, grader = MLGYM_CLASSES[kind]
-        metric = spec["metric"]
-        higher_is_better = spec["higher_is_better"]
         description = spec["description"]
         scores = {key.lower(): value for key, value in spec["baseline_scores"][0].items()}
-        baseline = float(scores[metric.lower()])
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+        baseline = scores[spec["metric"].lower()]
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} cannot be graded: it needs a known task_entrypoint, baseline_scores, "
             "description, and the keys metric and higher_is_better "
             f"({type(error).__name__}: {error})."
         ) from error
-    artefacts = spec.get("artefacts", artefacts)
     public, hidden, docs = find_files(root, name, spec)
     requirements = None
     if not spec.get("use_generic_conda", True):
@@ -70,29 +67,22 @@ def load_mlgym(root: Path, name: str) -> Task:
         if not requirements.is_file():
             raise UserError(f"{path} names requirements that are missing: {requirements}.")
     note = f"evaluate.py is not in the workspace: it runs elsewhere. {spec.get('note', '')}".strip()
-    timeout = float(spec.get("training_timeout") or 3600)
-    return Task(
-        name=name,
-        prompt=description.replace("{dataset_docs}", "\n\n".join(docs)).strip() + f"\n\n{note}",
-        metric=metric,
-        higher_is_better=higher_is_better,
-        baseline=baseline,
-        reference=spec.get("reference"),
-        artefacts=tuple(artefacts),
-        public=public,
-        hidden=hidden,
-        grader=tuple(spec.get("grader_command", grader)),
-        splits=("test",),
-        step_timeout=timeout,
-        grade_timeout=float(spec.get("grade_timeout", timeout)),
-        needs_gpu=spec.get("needs_gpu", False),
-        needs_network=spec.get("needs_network", False),
-        source="mlgym",
-        proxies=proxies(artefacts if kind == "PythonSubmissionTasks" else []),
-        requirements=requirements,
-        degenerate=spec.get("degenerate", ""),
-        trivial=spec.get("trivial", {}),
-    )
+    timeout = spec.get("training_timeout") or 3600
+    defaults = {"artefacts": artefacts, "grade_timeout": timeout}
+    facts = {
+        "name": name,
+        "prompt": description.replace("{dataset_docs}", "\n\n".join(docs)).strip() + f"\n\n{note}",
+        "baseline": baseline,
+        "public": public,
+        "hidden": hidden,
+        "grader": spec.get("grader_command", grader),
+        "splits": ["test"],
+        "step_timeout": timeout,
+        "source": "mlgym",
+        "imported": spec.get("artefacts", []) if kind == "PythonSubmissionTasks" else [],
+        "requirements": requirements,
+    }
+    return validated(Task, defaults | spec | facts, path)
 
 
 def find_files(root: Path, name: str, spec: dict) -> tuple[dict, dict, list[str]]:

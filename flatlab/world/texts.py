@@ -18,7 +18,7 @@ from flatlab.errors import UserError
 from flatlab.files import read_mapping
 from flatlab.sandbox.backend import Spec
 from flatlab.task.definition import WHOLE_WORKSPACE, Task
-from flatlab.task.machine import software_of
+from flatlab.task.grading import software_of
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = "configs/prompts/agent.yaml"
