@@ -3,17 +3,17 @@
 answers.csv has the columns id, part (validation, selection or test) and the target; submission.csv
 has id and the target, for the ids of all parts. The form of the whole file is checked whichever
 part is graded, and a message never depends on an answer. `stderr` is the standard error of the
-score. Several tasks share this file; it needs only Python. A metric is a function in METRICS, with
-a check of one value in CHECKERS.
+score. Several tasks share this file; it needs only Python. Arguments: --metric NAME --split PART. A
+metric is a function in METRICS, with a check of one value in CHECKS.
 """
 
-import argparse
 import csv
 import io
 import json
 import math
 import random
 import statistics
+import sys
 from contextlib import suppress
 
 MAX_BYTES = 1_000_000
@@ -61,50 +61,49 @@ def standard_error(metric, truth, predicted):
     return statistics.stdev(found)
 
 
-def read_answers(path):
+def read_answers():
     """(name of the target, {id: (part, value)}), all as text."""
-    with open(path, newline="", encoding="utf-8") as file:
+    with open("answers.csv", newline="", encoding="utf-8") as file:
         header, *rows = csv.reader(file)
     return header[2], {key: (part, value) for key, part, value in rows}
 
 
-def read_rows(path):
-    """Rows of the submission as lists of text, the header first. Raises Invalid."""
+def read_rows():
+    """Rows of submission.csv as lists of text, the header first. Raises Invalid."""
     try:
-        with open(path, "rb") as file:
+        with open("submission.csv", "rb") as file:
             data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise Invalid(f"submission.csv is larger than {MAX_BYTES} bytes")
         text = io.StringIO(data.decode("utf-8-sig"), newline="")
-        return [row for row in csv.reader(text, strict=True) if row]
-    except OSError as error:
-        raise Invalid(f"submission.csv cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, csv.Error) as error:
+        rows = [row for row in csv.reader(text, strict=True) if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise Invalid(f"submission.csv is not a CSV text file: {error}") from error
+    if len(data) > MAX_BYTES:
+        raise Invalid(f"submission.csv is larger than {MAX_BYTES} bytes")
+    return rows
 
 
-def label_checker(labels):
-    """A function that says what is wrong with a value, or None. `labels`: those of the answers."""
+def wrong_label(value, labels):
+    """What is wrong with a value, or None. labels: those of the answers."""
+    if value in labels:
+        return None
     *most, last = sorted(labels, key=lambda label: (len(label), label))
-    return lambda value: None if value in labels else f"must be {', '.join(most)} or {last}"
+    return f"must be {', '.join(most)} or {last}"
 
 
-def number_checker(_):
-    def check(value):
-        try:
-            return None if math.isfinite(float(value)) else "must be a finite number"
-        except ValueError:
-            return "must be a number"
-
-    return check
+def wrong_number(value, _):
+    """What is wrong with a value, or None."""
+    with suppress(ValueError):
+        if math.isfinite(float(value)):
+            return None
+    return "must be a finite number"
 
 
-CHECKERS = {"accuracy": label_checker, "r2": number_checker}
+CHECKS = {"accuracy": wrong_label, "r2": wrong_number}
 
 
-def read_submission(path, target, ids, wrong):
+def read_submission(target, ids, wrong):
     """{id: value} for exactly the given ids. wrong(value) says what is wrong. Raises Invalid."""
-    rows = read_rows(path)
+    rows = read_rows()
     if not rows or rows[0] != ["id", target]:
         raise Invalid(f"the first line of submission.csv must be: id,{target}")
     answer = {}
@@ -128,24 +127,21 @@ def read_submission(path, target, ids, wrong):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--metric", required=True, choices=list(METRICS))
-    parser.add_argument("--split", required=True, choices=["validation", "selection", "test"])
-    args = parser.parse_args()
-    target, answers = read_answers("answers.csv")
+    name, split = sys.argv[2], sys.argv[4]
+    metric = METRICS[name]
+    target, answers = read_answers()
+    labels = {value for _, value in answers.values()}
     try:
-        wrong = CHECKERS[args.metric]({value for _, value in answers.values()})
-        predicted = read_submission("submission.csv", target, answers.keys(), wrong)
+        predicted = read_submission(target, answers, lambda value: CHECKS[name](value, labels))
     except Invalid as error:
         print(json.dumps({"error": str(error)}))
         return
-    ids = [key for key, (part, _) in answers.items() if part == args.split]
+    ids = [key for key, (part, _) in answers.items() if part == split]
     truth = [answers[key][1] for key in ids]
     values = [predicted[key] for key in ids]
-    metric = METRICS[args.metric]
     score = metric(truth, values)
     error = standard_error(metric, truth, values)
-    print(json.dumps({args.metric: round(score, 6), "stderr": error}))
+    print(json.dumps({name: round(score, 6), "stderr": error}))
 
 
 if __name__ == "__main__":

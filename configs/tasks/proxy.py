@@ -93,9 +93,7 @@ def read_source():
         with open(os.path.join(FOLDER, AGENT), "rb") as file:
             data = file.read(MAX_BYTES + 1)
         text = data.decode("utf-8-sig")
-    except OSError as error:
-        fail(f"{NAME} cannot be read: {error.strerror}")
-    except UnicodeDecodeError as error:
+    except (OSError, UnicodeDecodeError) as error:
         fail(f"{NAME} is not a text file: {error}")
     if len(data) > MAX_BYTES:
         fail(f"{NAME} is larger than {MAX_BYTES} bytes")
