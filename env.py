@@ -31,7 +31,6 @@ from flatlab.sandbox.client import Sandbox, pick_backend, readable
 from flatlab.task.definition import WHOLE_WORKSPACE, Task
 from flatlab.task.grading import (
     Score,
-    check_needs,
     collect,
     grade,
     open_sandbox,
@@ -234,7 +233,7 @@ def open_tasks(
     image = tasks[0].image or sandbox.image
     sandbox.backend, why = pick_backend(sandbox.backend, image, model_is_tiny)
     for task in tasks:
-        check_needs(task, sandbox)
+        resolve_backend(task, sandbox)
         check_grader(task, partial(open_sandbox, task, sandbox))
     return tasks, why
 

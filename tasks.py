@@ -22,8 +22,7 @@ from flatlab.task.mledojo import load_mledojo, mledojo_names
 from flatlab.task.mlgym import load_mlgym, mlgym_names
 from flatlab.task.sanity import check_grader, degenerate, sanity_file, trivial_rules
 
-AT_THE_TOP = 0.98  # improvement towards the reference, or towards a perfect score
-PERFECT = {"accuracy": 1.0, "validation_accuracy": 100.0, "r2": 1.0}
+AT_THE_TOP = 0.98  # improvement of a trivial rule that leaves no room above it
 
 
 def load_task(
@@ -63,19 +62,6 @@ def find_tasks(
     return found
 
 
-def list_tasks() -> None:
-    """Prints one line per task. Only built-in ones are loaded: others may be large."""
-    for name, (load, root) in sorted(find_tasks().items()):
-        text = root
-        if load is load_builtin:
-            try:
-                task = load(root, name)
-                text = f"{task.metric}, {task.direction}, baseline {task.baseline:.4g}"
-            except UserError as error:  # the other tasks are listed
-                text = f"cannot be used: {error}"
-        print(f"{name:40} {text}")
-
-
 def print_row(task: Task, name: str, score: float | None, note: str = "") -> None:
     numbers = f"{'-':>12}"
     if score is not None:
@@ -86,7 +72,8 @@ def print_row(task: Task, name: str, score: float | None, note: str = "") -> Non
 def check(task: Task, options: SandboxOptions) -> None:
     """Scores the trivial rules of a task, prints them, and keeps the result for `degenerate`.
 
-    Raises UserError if the grader is broken, or if the sandbox lacks something that the task needs.
+    Also names public files that have the content of a hidden one. Raises UserError if the grader is
+    broken, or if the sandbox lacks something that the task needs.
     """
     options = resolve_backend(task, options)
     make_sandbox = partial(open_sandbox, task, options)
@@ -104,26 +91,13 @@ def check(task: Task, options: SandboxOptions) -> None:
         print_row(task, rule, score.value, f"{score.message} {score.grader_output}")
         if score.valid:
             verdict = "not degenerate, as far as these rules tell"
-            if not reason and at_the_top(score.value, task):
+            at_the_top = improvement(score.value, task) >= AT_THE_TOP
+            if at_the_top and task.reference is not None and not reason:
                 reason = f"the rule {rule!r} scores {score.value:.4g}"
     store(sanity_file(task), {"degenerate": reason})
     if reason := degenerate(task):
         verdict = f"degenerate: {reason}"
     print(f"\n{verdict}")
-    warn_of_copies(task)
-
-
-def at_the_top(score: float, task: Task) -> bool:
-    """Whether the score of a trivial rule leaves no room above it."""
-    for top in (task.reference, PERFECT.get(task.metric)):
-        measure = (task.baseline, task.higher_is_better, top)
-        if top is not None and improvement(score, measure) >= AT_THE_TOP:
-            return True
-    return False
-
-
-def warn_of_copies(task: Task) -> None:
-    """Names public files, other than empty ones, that have the content of a hidden one."""
     hidden = {content_key(file): path for path, file in task.hidden.items() if file.stat().st_size}
     for path, file in task.public.items():
         if same := hidden.get(content_key(file)):
@@ -147,7 +121,8 @@ def main(
         build_image: Install the task's requirements.txt in --image; later runs use the result.
     """
     if not task:
-        list_tasks()
+        for name, (_, root) in sorted(find_tasks().items()):
+            print(f"{name:40} {root}")
         return
     loaded = load_task(task)
     if not build_image:

@@ -4,7 +4,7 @@ answers.csv has the columns id, part (validation, selection or test) and the tar
 has id and the target, for the ids of all parts. The form of the whole file is checked whichever
 part is graded, and a message never depends on an answer. `stderr` is the standard error of the
 score. Several tasks share this file; it needs only Python. Arguments: --metric NAME --split PART. A
-metric is a function in METRICS, with a check of one value in CHECKS.
+metric is a function and a check of one value in METRICS.
 """
 
 import csv
@@ -36,9 +36,6 @@ def r2(truth, predicted):
     mean = sum(truth) / len(truth)
     error = sum((a - b) ** 2 for a, b in zip(truth, predicted))
     return 1 - error / sum((a - mean) ** 2 for a in truth)
-
-
-METRICS = {"accuracy": accuracy, "r2": r2}
 
 
 def standard_error(metric, truth, predicted):
@@ -86,7 +83,7 @@ def wrong_label(value, labels):
     """What is wrong with a value, or None. labels: those of the answers."""
     if value in labels:
         return None
-    *most, last = sorted(labels, key=lambda label: (len(label), label))
+    *most, last = sorted(labels)
     return f"must be {', '.join(most)} or {last}"
 
 
@@ -98,41 +95,40 @@ def wrong_number(value, _):
     return "must be a finite number"
 
 
-CHECKS = {"accuracy": wrong_label, "r2": wrong_number}
+METRICS = {"accuracy": (accuracy, wrong_label), "r2": (r2, wrong_number)}
 
 
-def read_submission(target, ids, wrong):
-    """{id: value} for exactly the given ids. wrong(value) says what is wrong. Raises Invalid."""
+def read_submission(target, answers, wrong):
+    """{id: value} for exactly the ids of the answers. Raises Invalid. wrong: see METRICS."""
+    labels = {value for _, value in answers.values()}
     rows = read_rows()
-    if not rows or rows[0] != ["id", target]:
+    if rows[:1] != [["id", target]]:
         raise Invalid(f"the first line of submission.csv must be: id,{target}")
-    answer = {}
+    predicted = {}
     for row in rows[1:]:
         if len(row) != 2:
             text = ",".join(row)[:60]
             raise Invalid(f"every line needs 2 values, but one has {len(row)}: {text!r}")
         key, value = row
-        if key not in ids:
+        if key not in answers:
             raise Invalid(f"id {key[:20]!r} is not in data/test.csv")
-        if key in answer:
+        if key in predicted:
             raise Invalid(f"id {key} is there twice")
-        if wrong(value):
-            raise Invalid(f"{target} {wrong(value)}, but id {key} has {value[:20]!r}")
-        answer[key] = value
-    missing = [key for key in ids if key not in answer]
+        if reason := wrong(value, labels):
+            raise Invalid(f"{target} {reason}, but id {key} has {value[:20]!r}")
+        predicted[key] = value
+    missing = [key for key in answers if key not in predicted]
     if missing:
-        count = f"{len(missing)} of {len(ids)}"
-        raise Invalid(f"{count} ids of data/test.csv are missing, the first is {missing[0]}")
-    return answer
+        raise Invalid(f"{len(missing)} ids of data/test.csv are missing, the first is {missing[0]}")
+    return predicted
 
 
 def main():
     name, split = sys.argv[2], sys.argv[4]
-    metric = METRICS[name]
+    metric, wrong = METRICS[name]
     target, answers = read_answers()
-    labels = {value for _, value in answers.values()}
     try:
-        predicted = read_submission(target, answers, lambda value: CHECKS[name](value, labels))
+        predicted = read_submission(target, answers, wrong)
     except Invalid as error:
         print(json.dumps({"error": str(error)}))
         return

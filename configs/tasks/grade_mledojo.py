@@ -9,7 +9,6 @@ PART, or --describe, which prints what flatlab/task/mledojo.py has to know about
 """
 
 import hashlib
-import importlib.util
 import json
 import math
 import random
@@ -39,14 +38,15 @@ class InvalidSubmissionError(Exception):
     """Replaces MLE-Dojo's class. The author of the submission reads the text."""
 
 
-def load_metric(path):
-    """An instance of the metric's class."""
+def load_metric():
+    """An instance of the metric's class in metric.py."""
     for name in ("mledojo", "mledojo.metrics", "mledojo.metrics.base"):
         module = sys.modules[name] = types.ModuleType(name)
     module.CompetitionMetrics = CompetitionMetrics
     module.InvalidSubmissionError = InvalidSubmissionError
-    spec = importlib.util.spec_from_file_location("metric", path)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    sys.path.append(".")
+    import metric  # noqa: F401
+
     return CompetitionMetrics.__subclasses__()[-1]()
 
 
@@ -110,15 +110,6 @@ def standard_error(metric, answers, submission):
     return statistics.stdev(found) if len(found) >= RESAMPLES // 2 else None
 
 
-def read_submission():
-    """The submission as a data frame. Raises InvalidSubmissionError."""
-    try:
-        return pandas.read_csv("submission.csv")
-    except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
-        reason = str(error).splitlines()[0]
-        raise InvalidSubmissionError(f"submission.csv cannot be read: {reason}") from error
-
-
 def leaderboards():
     """The scores of each leaderboard that exists: its second column."""
     paths = [Path("private", f"{name}_leaderboard.csv") for name in ("private", "public")]
@@ -131,7 +122,11 @@ def evaluate(metric, split):
     Raises InvalidSubmissionError.
     """
     answers = pandas.read_csv("private/test_answer.csv")
-    submission = read_submission()
+    try:
+        submission = pandas.read_csv("submission.csv")
+    except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
+        reason = str(error).splitlines()[0]
+        raise InvalidSubmissionError(f"submission.csv cannot be read: {reason}") from error
     call(metric.validate_submission, submission, answers)
     if split == "all":
         return value(metric, answers, submission), None
@@ -173,7 +168,7 @@ def describe(metric):
 
 
 def main():
-    metric = load_metric("metric.py")
+    metric = load_metric()
     print(json.dumps(grade(metric, sys.argv[2]) if sys.argv[2:] else describe(metric)))
 
 

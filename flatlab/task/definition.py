@@ -115,14 +115,6 @@ class Task:
             files[path] = data
         return files | self.hidden
 
-    def grader_argv(self, split: str) -> list[str]:
-        """The grading command for one of `splits`. Raises ValueError for any other split."""
-        if split not in self.splits:
-            raise ValueError(
-                f"task {self.name} has the splits {', '.join(self.splits)}, not {split!r}"
-            )
-        return [part.replace("{split}", split) for part in self.grader]
-
 
 def refuse_overlap(task: str, public: Iterable[Path], hidden: Iterable[Path]) -> None:
     """Raises UserError if a hidden file is a public one, too, also through a link."""
@@ -138,11 +130,6 @@ def matches(path: str, artefact: str) -> bool:
     if artefact.endswith("/"):
         return path.startswith(artefact)
     return path.count("/") == artefact.count("/") and fnmatchcase(path, artefact)
-
-
-def is_plain(artefact: str) -> bool:
-    """Whether an artefact is the name of one file, neither a folder nor a pattern."""
-    return not artefact.endswith("/") and not any(sign in artefact for sign in "*?[")
 
 
 def parse_grade(grade: dict, task: Task) -> tuple[float | None, str]:

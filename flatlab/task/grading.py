@@ -32,7 +32,6 @@ from flatlab.task.definition import (
     Task,
     finite_number,
     improvement,
-    is_plain,
     last_json_object,
     parse_grade,
 )
@@ -48,14 +47,20 @@ KILLED = 137  # exit code of a process that got SIGKILL, from the kernel if memo
 # ------------------------------------------------------------------ sandboxes
 
 
-def check_needs(task: Task, options: SandboxOptions) -> None:
-    """Raises UserError if the task needs a network, a cache or a GPU that its sandbox lacks."""
-    hf_cache = options.hf_cache
-    is_container = get_backend(options.backend).is_container
+def resolve_backend(task: Task, options: SandboxOptions) -> SandboxOptions:
+    """The options with a concrete kind of sandbox in place of "auto".
+
+    Raises UserError if such a sandbox lacks an image, a network, a cache or a GPU for the task.
+    """
+    kind = options.backend
+    if kind not in KINDS:
+        kind = pick_backend(kind, task.image or options.image)[0]
+    is_container = get_backend(kind).is_container
     if (task.image or task.needs_gpu) and not is_container:
         raise UserError(
             f"Task {task.name} needs a GPU or a Docker image of its own: use --backend docker."
         )
+    hf_cache = options.hf_cache
     if task.needs_network and not options.network and not (hf_cache and is_container):
         raise UserError(
             f"Task {task.name} takes data from the network while it runs: allow it with "
@@ -63,22 +68,12 @@ def check_needs(task: Task, options: SandboxOptions) -> None:
         )
     if hf_cache and not Path(hf_cache).expanduser().is_dir():
         raise UserError(f"There is no folder {hf_cache} to mount as the Hugging Face cache.")
-    has_gpu = Path("/dev/nvidiactl").exists() or os.environ.get("DOCKER_HOST")
-    if task.needs_gpu and not has_gpu:
+    if task.needs_gpu and not (Path("/dev/nvidiactl").exists() or os.environ.get("DOCKER_HOST")):
         raise UserError(
             f"Task {task.name} needs a GPU, and this machine has none that works "
             "(no /dev/nvidiactl)."
         )
-
-
-def resolve_backend(task: Task, options: SandboxOptions) -> SandboxOptions:
-    """The options with a concrete kind of sandbox in place of "auto". Raises as check_needs."""
-    kind = options.backend
-    if kind not in KINDS:
-        kind = pick_backend(kind, task.image or options.image)[0]
-    options = replace(options, backend=kind)
-    check_needs(task, options)
-    return options
+    return replace(options, backend=kind)
 
 
 def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -> Sandbox:
@@ -88,28 +83,32 @@ def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -
     Sandbox.premounted). limits: memory, disk, cpus, processes. Raises SandboxFault, and UserError
     if the task's requirements are missing.
     """
-    backend = options.backend
+    is_container = get_backend(options.backend).is_container
     image = task.image or options.image
-    settings = {
-        "env": {"PYTHONHASHSEED": str(seed % 2**32)},
-        "network": options.network and task.needs_network,
-        "gpu": task.needs_gpu,
-        "hf_cache": options.hf_cache,
-        "hide": tuple({str(path.resolve().parent) for path in task.hidden.values()}),
-        "hide_package_data": task.hide_package_data,
-        **limits,
-    }
-    if get_backend(backend).is_container:
+    mounted = {}
+    if is_container:
         prepared = prepared_image(task, image)
-        premounted = task.public if prepared != image else {}
-        return Sandbox(backend, image=prepared, premounted=premounted, **settings)
-    large = {}
-    for path, file in task.public.items():
-        # A file that is mounted could not be removed, so an artefact is never mounted.
-        if file.stat().st_size > MOUNT_BYTES and not task.is_artefact(path):
-            large[path] = file
-    box = Sandbox(backend, premounted=large, **settings)
-    if task.requirements:
+        if prepared != image:
+            mounted = task.public
+            image = prepared
+    else:
+        for path, file in task.public.items():
+            # A file that is mounted could not be removed, so an artefact is never mounted.
+            if file.stat().st_size > MOUNT_BYTES and not task.is_artefact(path):
+                mounted[path] = file
+    box = Sandbox(
+        options.backend,
+        image=image,
+        premounted=mounted,
+        env={"PYTHONHASHSEED": str(seed % 2**32)},
+        network=options.network and task.needs_network,
+        gpu=task.needs_gpu,
+        hf_cache=options.hf_cache,
+        hide=tuple({str(path.resolve().parent) for path in task.hidden.values()}),
+        hide_package_data=task.hide_package_data,
+        **limits,
+    )
+    if task.requirements and not is_container:
         check_requirements(box, task)
     return box
 
@@ -176,32 +175,25 @@ def collect(task: Task, sandbox) -> dict[str, bytes]:
     """
     if task.artefacts == WHOLE_WORKSPACE:
         return snapshot.take_workspace(sandbox)
+    paths = [name for name in task.artefacts if name[-1] != "/" and not set(name) & set("*?[")]
+    if len(paths) < len(task.artefacts):
+        reply = sandbox.call("listing", most=MOST_FILES)[0]
+        if reply["count"] > MOST_FILES:
+            raise ArtefactError(f"the workspace holds more than {MOST_FILES} files")
+        listed = [path for path, _ in reply["files"] if task.is_artefact(path)]
+        paths = list(dict.fromkeys(paths + listed))
+    for folder in task.artefacts:
+        if folder.endswith("/") and not any(path.startswith(folder) for path in paths):
+            raise ArtefactError(f"{folder} is not there or empty")
     limit, left = (MODEL_BYTES, MODEL_BYTES) if task.needs_gpu else (ARTEFACT_BYTES, COPY_BYTES)
     files = {}
-    for path in artefact_paths(task, sandbox):
+    for path in paths:
         files[path] = sandbox.get(path, min(left, limit))
         left -= len(files[path])
     public = task.public
     if files and all(path in public and public[path].read_bytes() == files[path] for path in files):
         raise ArtefactError(f"{next(iter(files))} is still as it was given")
     return files
-
-
-def artefact_paths(task: Task, sandbox) -> list[str]:
-    """The artefacts as paths of files; folders and patterns are looked up in the workspace."""
-    paths = [artefact for artefact in task.artefacts if is_plain(artefact)]
-    if len(paths) == len(task.artefacts):
-        return paths
-    reply = sandbox.call("listing", most=MOST_FILES)[0]
-    if reply["count"] > MOST_FILES:
-        raise ArtefactError(f"the workspace holds more than {MOST_FILES} files")
-    for path, _ in reply["files"]:
-        if task.is_artefact(path) and path not in paths:
-            paths.append(path)
-    for folder in task.artefacts:
-        if folder.endswith("/") and not any(path.startswith(folder) for path in paths):
-            raise ArtefactError(f"{folder} is not there or empty")
-    return paths
 
 
 # Equal artefacts are graded once. That also fixes the luck of a grader that draws random numbers.
@@ -239,7 +231,7 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
     wall = WALL_FACTOR * limit
     try:
         lay_out(task, artefacts, sandbox)
-        argv = task.grader_argv(split)
+        argv = [part.replace("{split}", split) for part in task.grader]
         reply, stdout = sandbox.program(argv, wall, keep=(0, PRINTED_BYTES), cpu=limit)
     finally:
         sandbox.close()

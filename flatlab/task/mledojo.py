@@ -15,6 +15,7 @@ from flatlab.task.builtin import tree_files
 from flatlab.task.definition import TASKS_DIR, Task, improvement, last_json_object
 
 PROMPT_CHARS = 8000  # of a competition's description; the whole text is in the workspace
+ERROR_CHARS = 300  # of what a metric has printed that cannot be run
 NEEDED = ("public/description.txt", "public/sample_submission.csv", "private/test_answer.csv")
 
 
@@ -42,7 +43,10 @@ def load_mledojo(root: Path, name: str) -> Task:
     hidden = tree_files(data / "private", "private", hint)
     for needed in NEEDED:
         tree_files(data / needed, "", hint)
-    hidden["metric.py"] = metric_file(root, name)
+    # Without $MLEDOJO_REPO, `root` is taken for a folder like data/prepared in a checkout.
+    repo = Path(os.environ.get("MLEDOJO_REPO") or root.parent.parent).resolve()
+    metric = repo / "mledojo" / "competitions" / name / "utils" / "metric.py"
+    hidden |= tree_files(metric, "metric.py", "set $MLEDOJO_REPO to a checkout of MLE-Dojo")
     hidden["grade_mledojo.py"] = TASKS_DIR / "grade_mledojo.py"
     facts = describe(hidden | {"submission.csv": public["data/sample_submission.csv"]})
     up = facts["higher_is_better"]
@@ -55,9 +59,13 @@ def load_mledojo(root: Path, name: str) -> Task:
     if reference is not None and improvement(reference, (baseline, up, None)) <= 0:
         reference = None
     split = "{split}" if facts["parts"] else "all"
+    text = public["data/description.txt"].read_text(encoding="utf-8", errors="replace").strip()
+    if len(text) > PROMPT_CHARS:
+        text = f"{text[:PROMPT_CHARS]}\n[the rest is in data/description.txt]"
     return Task(
         name=name,
-        prompt=prompt(public["data/description.txt"], up),
+        prompt=f"{text}\n\nThe data is in data/. Write submission.csv in the form of "
+        f"data/sample_submission.csv. {'Higher' if up else 'Lower'} scores are better.",
         metric="score",
         higher_is_better=up,
         baseline=baseline,
@@ -71,32 +79,6 @@ def load_mledojo(root: Path, name: str) -> Task:
         grade_timeout=600.0,
         source="mledojo",
     )
-
-
-def prompt(description: Path, higher_is_better: bool) -> str:
-    """The competition's description, cut if it is long, and what to write."""
-    text = description.read_text(encoding="utf-8", errors="replace").strip()
-    more = "\n[the rest is in data/description.txt]" if len(text) > PROMPT_CHARS else ""
-    way = "Higher" if higher_is_better else "Lower"
-    return (
-        f"{text[:PROMPT_CHARS]}{more}\n\nThe data is in data/. Write submission.csv in the form of "
-        f"data/sample_submission.csv. {way} scores are better."
-    )
-
-
-def metric_file(root: Path, name: str) -> Path:
-    """The competition's metric.py in the checkout $MLEDOJO_REPO.
-
-    Without that, `root` is taken for a folder like data/prepared in a checkout.
-    """
-    repo = Path(os.environ.get("MLEDOJO_REPO") or root.parent.parent)
-    path = repo.resolve() / "mledojo" / "competitions" / name / "utils" / "metric.py"
-    if not path.is_file():
-        raise UserError(
-            f"The metric of {name} is missing: set $MLEDOJO_REPO to a checkout of MLE-Dojo that "
-            f"has mledojo/competitions/{name}/utils/metric.py."
-        )
-    return path
 
 
 def describe(files: dict[str, Path]) -> dict:
@@ -115,10 +97,9 @@ def describe(files: dict[str, Path]) -> dict:
             argv = [sys.executable, "-I", "grade_mledojo.py", "--describe"]
             done = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
         if done.returncode:
-            lines = done.stderr.strip().splitlines()
             raise UserError(
                 f"The metric {files['metric.py']} cannot be run by {sys.executable}: "
-                f"{lines[-1] if lines else 'no message'}"
+                f"{' '.join(done.stderr.split())[-ERROR_CHARS:]}"
             )
         store(stored, last_json_object(done.stdout))
     return read_mapping(stored)

@@ -65,20 +65,21 @@ def trivial_rules(task: Task) -> Iterator[tuple[str, dict[str, bytes]]]:
     if task.artefacts == ("submission.csv",) and set(tables) <= set(task.public):
         # These are no tables (pandas' own errors), or pandas is missing (integrations/verifiers).
         with suppress(ValueError, ImportError):
-            for name, text in csv_rules(*map(task.public.get, tables)):
+            files = map(task.public.get, tables)
+            for name, text in csv_rules(*files):
                 yield name, {first: text.encode()}
 
 
-def csv_rules(train_file: Path, test_file: Path) -> Iterator[tuple[str, str]]:
+def csv_rules(*files: Path) -> Iterator[tuple[str, str]]:
     """Yields the name and the submission of constants, and of a small tree on the best column.
 
-    The target is the column that only train.csv has, the id is the first column of test.csv. With
-    more or fewer such columns there are no rules.
+    files: train.csv and test.csv. The target is the column that only train.csv has, the id is the
+    first column of test.csv. With more or fewer such columns there are no rules.
     """
     import pandas
 
-    train = pandas.read_csv(train_file, dtype=str, keep_default_na=False)
-    test = pandas.read_csv(test_file, dtype=str, keep_default_na=False)
+    options = {"dtype": str, "keep_default_na": False}
+    train, test = [pandas.read_csv(file, **options) for file in files]
     targets = train.columns.difference(test.columns)
     if len(targets) != 1:
         return

@@ -6,12 +6,11 @@ agent's file in a child process; the partner, the random numbers and the score s
 
 import json
 import math
-import os
 import random
 import statistics
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ".")
 import strategy  # noqa: E402
 
 GAMES = 8000  # standard error of the score of always-0: 0.24 / sqrt(8000) = 0.003
