@@ -98,7 +98,7 @@ def read_csv(path):
 
 
 def test_builtin_tasks_are_complete():
-    for name in builtin_names():
+    for name in builtin_names(TASKS_DIR):
         task = load_task(name)
         assert (task.name, task.source) == (name, "built-in")
         parts = ("exact",) if task.exact else ("validation", "selection", "test")
@@ -137,7 +137,8 @@ def test_a_wrong_yaml_is_one_clear_sentence(titanic_copy):
             "higher_is_better: up",
             "higher_is_better: .*boolean.*, not 'up'",
         ),
-        ("artefacts: [submission.csv]", "artefacts: []", "needs artefacts and splits"),
+        ("artefacts: [submission.csv]", "artefacts: []", "needs splits, and artefacts"),
+        ("artefacts: [submission.csv]", "artefacts: ['*.csv']", "artefacts that are not hidden"),
         ("artefacts: [submission.csv]", "artefacts: x.csv", "artefacts: .* tuple, not 'x.csv'"),
         ("data: [", "data: [3, ", "data.0: .* string, not '3'"),
         ("metric: accuracy", "metric: [", "is damaged"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
-from flatlab.task.definition import TASKS_DIR, Task
+from flatlab.task.definition import Task
 
 
 @dataclass
@@ -28,7 +28,7 @@ TASK_KEYS = """metric higher_is_better baseline reference artefacts splits exact
 grade_timeout needs_gpu needs_network hide_package_data degenerate trivial imported""".split()
 
 
-def builtin_names(root: Path = TASKS_DIR) -> list[str]:
+def builtin_names(root: Path) -> list[str]:
     """Names of the tasks in configs/tasks: every folder there with a task.yaml."""
     return sorted(path.parent.name for path in root.glob("*/task.yaml"))
 

@@ -64,8 +64,10 @@ class Task:
     def __post_init__(self):
         """Raises UserError if the task makes no sense."""
         refuse_overlap(self.name, self.public.values(), self.hidden.values())
-        if not self.artefacts or not self.splits:
-            raise UserError(f"Task {self.name} needs artefacts and splits.")
+        if not self.artefacts or not self.splits or any(map(self.is_artefact, self.hidden)):
+            raise UserError(
+                f"Task {self.name} needs splits, and artefacts that are not hidden files."
+            )
         if self.reference is not None and not improvement(self.reference, self) > 0:  # nan, too
             raise UserError(
                 f"Task {self.name}: the reference {self.reference:g} must be better than the "
@@ -150,7 +152,7 @@ def parse_grade(grade: dict, task: Task) -> tuple[float | None, str]:
 def finite_number(grade: dict, key: str) -> float | None:
     """The number under a key; None if it is absent, not finite, or beyond LARGEST."""
     value = grade.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if type(value) not in (int, float):  # bool is none
         return None
     return float(value) if abs(value) <= LARGEST else None
 

@@ -206,7 +206,7 @@ def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> 
     make_sandbox() opens one. Raises SandboxFault if the sandbox breaks twice, and ArtefactError if
     the artefacts do not fit into it.
     """
-    facts = (task.name, task.grader, task.hidden, split)
+    facts = task.name, task.grader, task.hidden, split
     digest = hashlib.sha256(ascii(facts).encode())
     for path, data in sorted(artefacts.items()):
         digest.update(f"{path!a} {len(data)} ".encode() + data)
