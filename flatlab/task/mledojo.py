@@ -45,7 +45,7 @@ def load_mledojo(root: Path, name: str) -> Task:
         tree_files(data / needed, "", hint)
     # Without $MLEDOJO_REPO, `root` is taken for a folder like data/prepared in a checkout.
     repo = Path(os.environ.get("MLEDOJO_REPO") or root.parent.parent).resolve()
-    metric = repo / "mledojo" / "competitions" / name / "utils" / "metric.py"
+    metric = repo / "mledojo/competitions" / name / "utils/metric.py"
     hidden |= tree_files(metric, "metric.py", "set $MLEDOJO_REPO to a checkout of MLE-Dojo")
     hidden["grade_mledojo.py"] = TASKS_DIR / "grade_mledojo.py"
     facts = describe(hidden | {"submission.csv": public["data/sample_submission.csv"]})
