@@ -48,9 +48,9 @@ def duration(seconds: float | None) -> str:
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
 
 
-def count(number: int, noun: str) -> str:
-    """'1 node', '2 nodes'."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def count(number: float, noun: str) -> str:
+    """'1 node', '2 nodes', '0.5 nodes'."""
+    return f"{number:.9g} {noun}" if number == 1 else f"{number:.9g} {noun}s"
 
 
 def value_text(value) -> str:

@@ -27,7 +27,7 @@ from flatlab.train.batch import (
     sequences_of,
 )
 from flatlab.train.overlap import stop_if_interrupted
-from flatlab.world.episode import HISTORIES, Episode, trimmed, worth_imitating
+from flatlab.world.episode import Episode, History
 
 EPISODES_PER_UPDATE = 8
 MOST_EPISODES = 1024  # of a task
@@ -69,29 +69,23 @@ def sequences_from(transcript: dict, policy, options: EpisodeOptions) -> list[Tr
     """The transcript as it would have been sampled, cut where the context ends. Advantage 1:
     imitated.
     """
-    history = HISTORIES[options.thoughts](
-        policy,
-        transcript["prompt"],
-        options.max_observation_tokens,
-        transcript.get("system", ""),
-    )
-    segments, kept = [], []
+    history = History(policy, options, transcript["prompt"], transcript.get("system", ""))
+    episode = Episode(transcript["task"], 0)
+    wanted = []
     for turn in transcript["turns"]:
+        has_ended = turn["stop_reason"] == "stop"
         tokens = policy.encode(turn["reply"])
-        if turn["stop_reason"] == "stop":
+        if has_ended:
             tokens.append(policy.end_of_turn)
         try:
-            ended = history.fit(policy.context - len(tokens))
+            before = history.fit(policy.context - len(tokens))
         except OverflowError:
             break
-        if ended:
-            segments.append(ended)
         sample = Sample(tokens, [0.0] * len(tokens), turn["reply"], turn["stop_reason"], 0)
         history.add(sample, turn["observation"], turn.get("note", ""))
-        kept.append(turn)
-    segments = [trimmed(s) for s in [*segments, history.segment] if any(s.mask)]
-    wanted = [float(worth_imitating(turn)) for turn in kept]
-    return sequences_of(Episode(transcript["task"], 0, segments=segments, turns=kept), wanted)
+        episode.add(before, sample, turn)
+        wanted.append(float(has_ended and turn["status"] not in ("rejected", "timeout")))
+    return sequences_of(episode, wanted)
 
 
 def warm_start(policy, tasks: list[Task], cfg, job) -> None:
