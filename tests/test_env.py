@@ -92,28 +92,20 @@ def test_any_multi_line_text_survives_in_a_heredoc():
         assert extract_action(f"Text.\n{block(command)}\nMore.") == command, body
 
 
-def test_hostile_replies_raise_nothing_and_take_no_time():
+def test_hostile_replies_raise_nothing_else_and_take_no_time():
     rng = random.Random(1)
     pieces = (
         "``` ```bash ```` <think> </think> <<EOF <<' EOF ' \" \\ $( ) (( )) # ls \0 \ud800 ` ~~~ é"
     )
     pieces = [*pieces.split(), '<<-"a b"', "validate", *"\n\n\n \t"]
+    texts = ["".join(rng.choices(pieces, k=rng.randrange(60))) for _ in range(10_000)]
+    texts += ["<think>" * 30_000, "```bash\n" * 30_000, "<think></think>\n" * 10_000]
+    texts += ["<<" * 50_000, "```bash\n" + '$("' * 50_000, "`" * 200_000]
     start = time.monotonic()
-    for _ in range(10_000):
-        text = "".join(rng.choices(pieces, k=rng.randrange(60)))
+    for text in texts:
         with suppress(ValueError):
             action = extract_action(text)  # it is in the reply in one piece, behind a fence
             assert "```" in text[: text.index(action)], text
-    for big in (
-        "<think>" * 30_000,
-        "```bash\n" * 30_000,
-        "<think></think>\n" * 10_000,
-        "<<" * 50_000,
-        "```bash\n" + '$("' * 50_000,
-        "`" * 200_000,
-    ):
-        with suppress(ValueError):
-            extract_action(big)
     assert time.monotonic() - start < 20
 
 
@@ -210,31 +202,22 @@ def test_validate_and_submit_have_a_block_of_their_own(world):
         assert "block of its own" in step.observation
 
 
-def test_validate_without_artefact_is_no_submission(world):
+def test_validate_grades_in_a_fresh_sandbox_and_equal_artefacts_once(world, monkeypatch):
     step = do(world, "validate")
     assert step.status == "invalid"
     assert not step.done
     assert not step.score.valid
     assert step.score.value is None
     assert "no submission, guess.txt is not there" in step.observation
-    assert world.score("test").message == step.score.message
-
-
-def test_validate_grades_in_a_fresh_sandbox(world):
     do(world, "echo a c e > guess.txt")
     step = do(world, "validate")
     assert step.status == "validate"
     assert step.score == Score(2.0, "hits", "validation", True, "")
     assert step.observation == "validation hits: 2.0000 (baseline 0.0000, higher is better)"
     assert world.score("test") == Score(1.0, "hits", "test", True, "")
-
-
-def test_the_same_artefact_is_graded_once(world, monkeypatch):
-    do(world, "echo a b > guess.txt")
-    first = world.score()
-    monkeypatch.setattr(world, "make_sandbox", lambda: pytest.fail("graded again"))
-    assert world.score() == first
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(world, "make_sandbox", lambda: pytest.fail("graded again"))
+        assert world.score() == step.score
     do(world, "echo a b c > guess.txt")
     assert world.score().value == 3.0
 
@@ -451,7 +434,6 @@ def test_reply_cut_at_the_length_limit_is_closed(task):
     episode = play(task, policy, max_turns=2)
     assert [turn["status"] for turn in episode.turns] == ["rejected"] * 2
     assert "cut off" in episode.turns[0]["observation"]
-    assert policy.requests[1][-1] == 3
     assert 1 in policy.requests[1]
     check_tokens(episode, policy)
 
