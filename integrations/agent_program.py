@@ -40,8 +40,8 @@ def read(messages: list[dict], policy, samples: dict) -> tuple[list[int], list[l
     """(tokens that the next reply follows, messages: the first ones, a reply, those after it, ...).
 
     Earlier replies keep the tokens that were sampled. Only a text that the model did not write in
-    this episode is tokenised. samples: by text.
-    Raises ValueError if the first or the last message is the model's.
+    this episode is tokenised. samples: by text. Raises ValueError if the first or the last message
+    is the model's.
     """
     groups = itertools.groupby(messages, lambda message: message["role"] == "assistant")
     parts = [list(group) for _, group in groups]
@@ -52,7 +52,7 @@ def read(messages: list[dict], policy, samples: dict) -> tuple[list[int], list[l
     for text, following in zip(texts[1::2], texts[2::2], strict=True):
         sample = samples.get(text) or Sample(policy.encode(text), [], text, "length", 0)
         after = policy.observation_tokens(following, sample.stop_reason == "stop")
-        tokens = [*tokens, *sample.tokens, *after]
+        tokens = tokens + sample.tokens + after
     return tokens, parts
 
 
