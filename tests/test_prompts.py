@@ -97,59 +97,13 @@ def nodes():
     code = {"solve.py": "import csv\nprint(1)\n", "b.sh": "x" * 900}
     error = "Traceback\nKeyError: 'x'\n"
     return [
-        Node(
-            "0",
-            op="baseline",
-            score=0.68,
-            improvement=0.0,
-            **valid,
-        ),
-        Node(
-            "0.0",
-            "0",
-            op="draft",
-            idea="ridge",
-            score=0.7,
-            improvement=0.2,
-            code=code,
-            **valid,
-        ),
-        Node(
-            "0.1",
-            "0",
-            op="draft",
-            idea="a forest",
-            status="turn_limit",
-            error=error,
-        ),
-        Node(
-            "0.2",
-            "0",
-            op="draft",
-            score=0.75,
-            improvement=0.5,
-            **valid,
-        ),
-        Node(
-            "0.1.0",
-            "0.1",
-            op="debug",
-            idea="a forest",
-            status="submit",
-        ),
-        Node(
-            "0.0.0",
-            "0.0",
-            idea="Lasso, stacked",
-            score=0.72,
-            improvement=0.3,
-            **valid,
-        ),
-        Node(
-            "0.0.1",
-            "0.0",
-            idea="knn",
-        ),
+        Node("0", op="baseline", score=0.68, improvement=0.0, **valid),
+        Node("0.0", "0", op="draft", idea="ridge", score=0.7, improvement=0.2, code=code, **valid),
+        Node("0.1", "0", op="draft", idea="a forest", status="turn_limit", error=error),
+        Node("0.2", "0", op="draft", score=0.75, improvement=0.5, **valid),
+        Node("0.1.0", "0.1", op="debug", idea="a forest", status="submit"),
+        Node("0.0.0", "0.0", idea="Lasso, stacked", score=0.72, improvement=0.3, **valid),
+        Node("0.0.1", "0.0", idea="knn"),
     ]
 
 
@@ -180,19 +134,19 @@ def test_the_requests_of_a_search_are_the_recorded_ones(file):
         details = prompts.details([root, *finished], chosen, 300)
         said[f"choose {len(chosen)}"] = asked.fill("choose", details=details)
     improve, debug = "Improve on it.", "Fix the error and keep the strategy."
-    for what, idea, parents, sentence, notes in (
-        ("draft", "ridge", [], "", ""),
-        ("draft, nothing", "", [], "", ""),
-        ("draft, notes", "ridge", [], "", "A note.\nAnother."),
-        ("improve", "lasso", [good], improve, ""),
-        ("improve, notes", "", [good], improve, "A note."),
-        ("debug", "a forest", [bad], debug, ""),
-        ("crossover", "", [good, better], "Combine both.", ""),
-        ("crossover, failed", "x", [plain, bad], "Combine both.", "A note."),
+    for what, idea, parents, *more in (
+        ("draft", "ridge", [], ""),
+        ("draft, nothing", "", [], ""),
+        ("draft, notes", "ridge", [], "", 600, "A note.\nAnother."),
+        ("improve", "lasso", [good], improve),
+        ("improve, notes", "", [good], improve, 600, "A note."),
+        ("debug", "a forest", [bad], debug),
+        ("crossover", "", [good, better], "Combine both."),
+        ("crossover, failed", "x", [plain, bad], "Combine both.", 600, "A note."),
     ):
+        sentence, limit, notes = [*more, 600, ""][:3] if len(more) < 3 else more
         node = Node("0.3", idea=idea)
-        told = prompts.situation(asked, node, parents, sentence, 600, notes)
-        said[f"situation, {what}"] = told
+        said[f"situation, {what}"] = prompts.situation(asked, node, parents, sentence, limit, notes)
     for key, text in said.items():
         assert text == RECORDED[key], key
     assert len(said) == 38

@@ -6,6 +6,7 @@ reply keeps all of its tokens, also where the template would leave out its thoug
 """
 
 import contextlib
+import copy
 import re
 from dataclasses import dataclass
 
@@ -84,6 +85,12 @@ class ChatTokens:
             prompt = self._template(["system", "user"])
             talk = self._template(["system", "user", "assistant", "user"])
             self.has_system_role = len(prompt) == 3 and prompt[:2] == talk[:2]
+
+    def twin(self):
+        """A copy for another thread: a tokenizer serves one thread at a time."""
+        twin = copy.copy(self)
+        twin.tokenizer = copy.deepcopy(self.tokenizer)
+        return twin
 
     def _template(self, roles: list[str], begins_reply: bool = True) -> list[str]:
         """The template's own texts around the contents of such messages."""
