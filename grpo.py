@@ -59,7 +59,6 @@ from flatlab.train.batch import (
     plan_step,
     sequences_of,
 )
-from flatlab.train.weights import max_seeking_terms
 from flatlab.view import console
 from flatlab.world.episode import play, run_episode
 from flatlab.world.texts import load_prompts
@@ -110,17 +109,6 @@ def group_nostd(rewards):
     hardly differ.
     """
     return [r - fmean(rewards) for r in rewards]
-
-
-def entropic(rewards):
-    """group() plus max_seeking_terms() of the valid episodes, if there are at least three."""
-    advantages = group(rewards)
-    valid = [i for i, reward in enumerate(rewards) if reward > NO_SUBMISSION]
-    if len(valid) >= 3:
-        terms = max_seeking_terms([rewards[i] for i in valid])
-        for i, term in zip(valid, terms):
-            advantages[i] += term
-    return advantages
 
 
 def rloo(rewards):
@@ -267,7 +255,6 @@ ADVANTAGES = {
     "group": Advantage(group),
     "group_nostd": Advantage(group_nostd),
     "rloo": Advantage(rloo),
-    "entropic": Advantage(entropic),
     "ppo": Advantage(list, value_head=True),  # the rewards themselves
 }
 CREDITS = {"episode": whole_episode, "runnable": runnable, "complete": complete}

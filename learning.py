@@ -11,7 +11,6 @@ import grpo
 from flatlab.errors import UserError
 from flatlab.model import memory
 from flatlab.train import batch, ranks
-from flatlab.train.weights import max_seeking
 from flatlab.tree import rounds
 from flatlab.tree.nodes import Node, Tree
 from flatlab.view import console
@@ -82,22 +81,13 @@ def update_config(t: Tree) -> grpo.Config:
 def update(t: Tree, optimizer, groups: list[list[Node]], episodes: dict, cfg) -> dict:
     """One update of grpo.py on the episodes of a round, by id of their nodes; its numbers."""
     compared = []
-    peaks = []
     for number, nodes in enumerate(groups):
         rewards = [reward(node) for node in nodes if node.status != "fault"]
         own = [episodes[node.id] for node in nodes]
         compared.append(batch.Group(number, t.task, own, rewards))
-        valid = [r for r in rewards if r > grpo.NO_SUBMISSION]
-        if len(set(valid)) > 1 and len(valid) >= 3:  # those that entropic() weighs
-            peaks.append(max_seeking(valid))
-    sizes = [1 / sum(w * w for w in weights) for _, weights in peaks]
-    row = {
-        "zero_variance_share": 1 - fmean(g.informative for g in compared),
-        "beta": fmean(beta for beta, _ in peaks) if peaks else None,
-        "effective_samples": fmean(sizes) if sizes else None,
-    }
     job = ranks.Job()
     sequences = grpo.make_batch(t.policy, compared, cfg, job)
+    row = {"zero_variance_share": 1 - fmean(g.informative for g in compared)}
     return row | grpo.update(t.policy, optimizer, sequences, cfg, job)
 
 

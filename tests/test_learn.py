@@ -1,7 +1,6 @@
 """search.py --learn: a real model and its trainer, with episodes of one reply; then the script."""
 
 import asyncio
-import math
 import os
 import re
 import signal
@@ -10,42 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 
-import grpo
 import search
 from flatlab.options import flat, may_change
 from flatlab.runs.reader import read_rows
 from flatlab.runs.store import open_run
-from flatlab.train.weights import max_seeking
 from flatlab.tree import rounds
 from flatlab.tree.nodes import Tree
 from helpers import MADE_BY, search_config, start
 from training import TASK, has_weights, one_reply, weights_of
 
 pytestmark = pytest.mark.usefixtures("quick_provenance")
-
-
-def test_max_seeking_weights_reach_their_target_and_no_scale_changes_them():
-    beta, weights = max_seeking([0.0, 0.5, 0.9, 1.0])
-    assert sum(w * math.log(4 * w) for w in weights) == pytest.approx(math.log(2))
-    small, same = max_seeking([1 + r * 1e-9 for r in (0.0, 0.5, 0.9, 1.0)])
-    assert same == pytest.approx(weights, abs=1e-5)
-    assert small == pytest.approx(beta * 1e9, rel=1e-5)
-    # two of four are the best: ln 2 cannot be reached, half of it can
-    _, tied = max_seeking([0.0, 0.5, 1.0, 1.0])
-    assert sum(w * math.log(4 * w) for w in tied) == pytest.approx(math.log(2) / 2)
-    assert max_seeking([0.3] * 5) == (0.0, [0.2] * 5)
-
-
-def test_entropic_advantages_are_centred_and_those_of_group_below_three_valid_ones():
-    few = [-1.0, -1.0, 0.2, 0.6]
-    assert grpo.entropic(few) == grpo.group(few)
-    rewards = [-1.0, 0.1, 0.2, 0.6]
-    advantages = grpo.entropic(rewards)
-    assert sum(advantages) == pytest.approx(0, abs=1e-6)
-    assert advantages[0] == grpo.group(rewards)[0]
-    assert advantages[3] > grpo.group(rewards)[3]
-    # a score far above the others does not blow up, as a fixed beta would
-    assert max(grpo.entropic([-1.0, 0.1, 0.1, 1e6])) < 5
 
 
 def learning(folder, policy, play=None, is_cut=False, **config):
@@ -96,8 +69,6 @@ def test_a_round_is_picked_played_learned_and_written(tmp_path, policy):
         assert row["best_score"] <= t.best().score
         assert row["valid_share"] == 1
         assert row["grad_norm"] > 0
-    assert all(1 <= row["effective_samples"] <= 3 for row in rows[:2])
-    assert rows[2]["effective_samples"] is None  # its groups have fewer than three valid nodes
     versions = {
         turn["version"] for row in read_rows(t.run.dir / "journal.jsonl") for turn in row["actions"]
     }
@@ -215,7 +186,7 @@ def test_replies_that_were_cut_carry_no_gradient(tmp_path, policy):
 @pytest.mark.slow
 def test_the_stand_in_learns_while_it_searches_survives_kill_9_and_goes_on(tmp_path):
     command = "--task titanic --learn --backend local --nodes 12 --parents 2 --children 2 --name x"
-    command = f"{command} --max-turns 3 --advantage entropic --sampling-mode none".split()
+    command = f"{command} --max-turns 3 --sampling-mode none".split()
     process = start(tmp_path, *command, script="search.py", OMP_NUM_THREADS="1")
     for line in process.stdout:
         if " 6/12 " in line:
