@@ -102,7 +102,7 @@ def quick_provenance(monkeypatch):
     """git and nvidia-smi are not asked when a run directory is opened."""
     from flatlab.runs import store
 
-    monkeypatch.setattr(store, "output_of", lambda *command: command[0])
+    monkeypatch.setattr(store, "output_of", lambda *command: " ".join(command[:3]))
 
 
 @pytest.fixture
