@@ -319,8 +319,7 @@ class NodeEnv(env.Env):
 
     def restart(self):
         if self.parents:
-            tar = self.tree.tar_of(self.parents[0])
-            self.restore(tar.read_bytes())
+            self.restore(self.tree.files_of(self.parents[0]))
         else:
             super().restart()
 
@@ -498,8 +497,7 @@ async def hidden_score(t: Tree, node: Node, split: str) -> float:
     parts = t.hidden_scores.setdefault(node.id, {})
     if split not in parts:
         async with env.Env(t.task, t.cfg.sandbox, node.seed) as world:
-            files = t.tar_of(node).read_bytes()
-            await in_thread(world.restore, files, False)
+            await in_thread(world.restore, t.files_of(node), False)
             score = await in_thread(world.score, split)
         # Valid on the validation part and not on this one: worth the baseline.
         value = score.value if score.valid else t.task.baseline

@@ -385,6 +385,14 @@ def test_three_faults_in_a_row_stop_the_search_with_a_sentence(tmp_path):
 # ------------------------------------------------------------------ the same tree
 
 
+def test_files_of_a_node_that_are_gone_are_one_sentence(tmp_path):
+    t = run(tmp_path / "a", nodes=1)
+    [node] = t.finished
+    t.tar_of(node).unlink(missing_ok=True)
+    with user_error(f"builds on these files of node {node.id}"):
+        t.files_of(node)
+
+
 def test_bfs_grows_the_same_tree_with_any_number_of_workers_and_another_from_another_seed(tmp_path):
     trees = [
         run(tmp_path / str(workers), workers=workers, delay=lambda node: 0.02 * random.random())

@@ -254,6 +254,15 @@ class Tree:
         """The file is named by order, because an id may be longer than a file name."""
         return self.run.dir / "nodes" / f"{node.order:06d}.tar"
 
+    def files_of(self, node: Node) -> bytes:
+        """Raises UserError if the file is gone."""
+        path = self.tar_of(node)
+        if not path.is_file():
+            raise UserError(
+                f"{path} is missing: the search builds on these files of node {node.id}."
+            )
+        return path.read_bytes()
+
     def given_up(self, node: Node) -> bool:
         """Whether more than DEBUG_DEPTH failed nodes in a row end with this one."""
         line = itertools.islice(self.upwards(node), DEBUG_DEPTH + 1)
