@@ -300,7 +300,7 @@ def test_grid_runs_a_cell_a_job_and_skips_finished_ones(cluster):
     assert journals[0].stat().st_mtime_ns == kept
 
     table = python("viz.py", cluster.project / "logs/study")
-    assert re.search("titanic +none +2 ", table.stdout), table.stderr
+    assert re.search("titanic +seed 0 +2 ", table.stdout), table.stderr
 
 
 @needs_slurm
