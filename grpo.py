@@ -46,8 +46,9 @@ import env
 from flatlab import options, threads
 from flatlab.errors import UserError
 from flatlab.model import memory
+from flatlab.numbers import duration, value_text
 from flatlab.options import Bounds, Count, Resumable
-from flatlab.runs import cli, fingerprint, reader, store, trackers
+from flatlab.runs import cli, fingerprint, store, trackers
 from flatlab.train import checkpoint, evaluation, guard, imitation, metrics, overlap, ppo, ranks
 from flatlab.train.batch import (
     Group,
@@ -59,7 +60,7 @@ from flatlab.train.batch import (
     plan_step,
     sequences_of,
 )
-from flatlab.view import console
+from flatlab.view import console, page
 from flatlab.world.episode import play, run_episode
 from flatlab.world.texts import load_prompts
 from policy import Policy, default_model, lora_settings, resolve_model
@@ -583,12 +584,12 @@ def train(policy, tasks: list, cfg: Config, job) -> None:
                 f"valid {row['valid_share']:4.0%}  same {row['zero_variance_share']:4.0%}  "
                 f"kl {row.get('kl', nan):.1e}  grad {row.get('grad_norm', nan):.2f}  "
                 f"{row['seconds']:.1f} s ({row['seconds_sample']:.1f} sampling)  "
-                f"ETA {reader.duration(eta)}",
+                f"ETA {duration(eta)}",
                 *(f"\n      ! {alarm}" for alarm in row["alarms"]),
                 sep="",
                 flush=True,
             )
-            console.plot_now_and_then(job.run)
+            page.plot_now_and_then(job.run)
 
     evaluation.finish(policy, tasks, cfg, job, state)
 
@@ -628,7 +629,7 @@ def fill_in(cfg: Config, tasks: list, path) -> None:
     """Replaces None by what the model, the loss and the tasks suggest."""
     is_tiny = path.is_tiny
     options.derive(cfg.model, cfg.episode, is_tiny, path.positions)
-    model = reader.value_text(cfg.model.model)
+    model = value_text(cfg.model.model)
     lora = lora_settings(path, cfg.lora_rank)
     derived = {
         "lora_rank": lora["r"],

@@ -1,7 +1,8 @@
-"""Files that are complete or absent, files of tensors, and files of 'name: value' pairs."""
+"""Files that are complete or absent, files of tensors, of 'name: value' pairs, and of rows."""
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -13,8 +14,8 @@ from flatlab.errors import UserError
 
 
 def temporary(final: Path) -> Path:
-    """The name under which `final` is written first. It carries the process id, see sweep() in
-    runs/store.py.
+    """The name under which `final` is written first. sweep() in runs/store.py removes what a killed
+    process left.
     """
     return final.with_name(f".tmp-{os.getpid()}-{final.name}")
 
@@ -80,3 +81,23 @@ def read_mapping(path: Path, default: dict | None = None) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{path} should hold 'name: value' pairs.")
     return content
+
+
+def read_rows(path) -> list[dict]:
+    """All complete lines of a jsonl file, also of one with gzip; [] without a file. UserError if a
+    line is damaged.
+    """
+    rows = []
+    try:
+        content = Path(path).read_bytes()
+        if Path(path).suffix == ".gz":
+            content = gzip.decompress(content)
+        for line in content.split(b"\n")[:-1]:
+            rows.append(dict(json.loads(line)))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror}.") from None
+    except (ValueError, TypeError):
+        raise UserError(f"{path} is damaged: line {len(rows) + 1} is not a JSON object.") from None
+    return rows

@@ -117,12 +117,12 @@ def play(policy, tmp_path, monkeypatch):
     from flatlab.train import guard
     from flatlab.train.overlap import run_beside
     from flatlab.train.ranks import Job
-    from flatlab.view import console
+    from flatlab.view import page
     from helpers import MADE_BY, RESULT, configure
     from training import CFG, TASK, one_reply, weights_of
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(console, "plot_now_and_then", lambda run: None)
+    monkeypatch.setattr(page, "plot_now_and_then", lambda run: None)
     monkeypatch.setattr(store, "describe_machine", lambda: "")
     start = weights_of(policy)
 

@@ -23,10 +23,10 @@ import pytest
 from competition import write
 from flatlab import options
 from flatlab.errors import UserError
+from flatlab.files import read_rows
 from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
 from flatlab.runs.cli import one_sentence
-from flatlab.runs.reader import read_rows
 from flatlab.tree.nodes import COLUMNS, Node
 from flatlab.world.episode import run_episode
 

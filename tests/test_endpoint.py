@@ -6,7 +6,7 @@ import time
 import pytest
 
 from flatlab.model import endpoint
-from flatlab.runs import reader
+from flatlab.view import reader
 from helpers import PROJECT, chat_server, completion, python, served, user_error
 from policy import TINY
 

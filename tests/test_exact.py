@@ -16,7 +16,6 @@ import search
 import tasks
 from env import Env
 from flatlab.options import SandboxOptions
-from flatlab.runs.reader import read_run
 from flatlab.runs.store import open_run
 from flatlab.task.definition import improvement
 from flatlab.task.grading import grade
@@ -26,6 +25,7 @@ from flatlab.task.task_files import TASKS_DIR
 from flatlab.train import guard, metrics
 from flatlab.tree.nodes import Tree
 from flatlab.view import console, tables
+from flatlab.view.reader import read_run
 from helpers import (
     LOCAL,
     MADE_BY,

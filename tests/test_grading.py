@@ -17,7 +17,6 @@ from competition import write
 from env import Env
 from flatlab.errors import UserError
 from flatlab.options import SandboxOptions, TaskOptions
-from flatlab.runs.reader import read_run, transcripts
 from flatlab.runs.store import open_run
 from flatlab.task import grading
 from flatlab.task.definition import Task, clipped_improvement, last_json_object, parse_grade
@@ -27,6 +26,7 @@ from flatlab.task.sanity import trivial_rules
 from flatlab.task.task_files import TASKS_DIR
 from flatlab.tree.nodes import Tree
 from flatlab.view import tables
+from flatlab.view.reader import read_run, transcripts
 from helpers import (
     LOCAL,
     MADE_BY,

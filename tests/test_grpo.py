@@ -17,14 +17,13 @@ import pytest
 import torch
 
 import grpo
-from flatlab.files import read_mapping
+from flatlab.files import read_mapping, read_rows
 from flatlab.options import EpisodeOptions, ModelOptions, derive
 from flatlab.runs import store
-from flatlab.runs.reader import read_rows
 from flatlab.train import guard, metrics
 from flatlab.train.batch import Group, TrainSequence, gather_groups
 from flatlab.train.ranks import Job
-from flatlab.view import console, page
+from flatlab.view import console
 from flatlab.world.episode import Episode, Segment
 from helpers import MADE_BY, configure, segments_of, slow, user_error
 from policy import ModelPath
@@ -412,12 +411,11 @@ def test_where_best_is_another_adapter_it_is_played_once(play, scores, other, li
     assert ("best is the untrained adapter" in table) == (other == "untrained")
 
 
-def test_without_a_step_the_adapter_of_the_start_is_evaluated(play, monkeypatch, capsys):
+def test_without_a_step_the_adapter_of_the_start_is_evaluated(play, capsys):
     play(steps=0, eval_episodes=4)
     assert result_of()["status"] == "finished"
     assert result_of()["final"]["steps"] == 0
     assert result_of()["final"]["best_is_untrained"]
-    monkeypatch.setattr(console, "plot_now_and_then", page.plot_now_and_then)
     run = store.open_run("logs/a", {"task": ["titanic"], "steps": 0}, MADE_BY)
     run.result(metric="accuracy")
     console.farewell(run)

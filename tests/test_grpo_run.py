@@ -20,8 +20,8 @@ import search
 from backends import backends, containers_of
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
+from flatlab.files import read_rows as rows
 from flatlab.runs import trackers
-from flatlab.runs.reader import read_rows as rows
 from helpers import run_here, start
 
 ROOT = Path(__file__).parents[1]

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 import search
+from flatlab.files import read_rows
 from flatlab.options import flat, may_change
-from flatlab.runs.reader import read_rows
 from flatlab.runs.store import open_run
 from flatlab.tree import rounds
 from flatlab.tree.nodes import Tree

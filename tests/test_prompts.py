@@ -16,13 +16,13 @@ from flatlab.errors import UserError
 from flatlab.model.chat import ChatTokens, Sample
 from flatlab.options import EpisodeOptions, ModelOptions, derive
 from flatlab.runs.fingerprint import fingerprint
-from flatlab.runs.reader import observed
 from flatlab.sandbox.client import Sandbox
 from flatlab.task import machine
 from flatlab.task.machine import Software
 from flatlab.train import imitation
 from flatlab.tree import prompts
 from flatlab.tree.nodes import Node
+from flatlab.view.reader import observed
 from flatlab.world import texts
 from helpers import (
     AGENT_TEXTS,

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from flatlab.errors import UserError
-from flatlab.runs.reader import read_rows as rows
+from flatlab.files import read_rows as rows
 from flatlab.train.ranks import join
 from helpers import PROJECT, SBIN, Services, free_port, python, segments_of
 

@@ -16,9 +16,9 @@ import torch
 
 import grpo
 import training
+from flatlab.files import read_rows
 from flatlab.model.chat import ChatTokens, Sample
 from flatlab.options import EpisodeOptions
-from flatlab.runs.reader import read_rows
 from flatlab.train import guard, imitation, overlap
 from flatlab.train.ranks import Job
 from flatlab.world.episode import History

@@ -5,7 +5,7 @@ No torch.
 from math import hypot, isnan
 from statistics import median
 
-from flatlab.runs.reader import number
+from flatlab.numbers import number
 
 KL_LIMIT = 1.0  # nats per token; three steps above it are a collapse
 STUCK = 5  # steps in a row without anything to learn, or with almost nothing valid

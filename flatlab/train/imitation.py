@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 
 from flatlab.errors import UserError
+from flatlab.files import read_rows
 from flatlab.model.chat import Sample
+from flatlab.numbers import duration
 from flatlab.options import EpisodeOptions
-from flatlab.runs.reader import duration, read_rows
 from flatlab.task.definition import Task, improvement
 from flatlab.train.batch import (
     TrainSequence,

@@ -9,7 +9,7 @@ import time
 from statistics import fmean, stdev
 
 from flatlab.errors import UserError
-from flatlab.runs.reader import plus_minus, standard_error
+from flatlab.numbers import plus_minus, standard_error
 from flatlab.task.definition import Task, clipped_improvement, improvement
 from flatlab.train.batch import Group
 

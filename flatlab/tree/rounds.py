@@ -7,7 +7,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from flatlab.files import save_tensors, write_whole
-from flatlab.runs.reader import standard_error
+from flatlab.numbers import standard_error
 from flatlab.runs.store import json_line
 from flatlab.tree.nodes import Node, Tree
 

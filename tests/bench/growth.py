@@ -279,7 +279,7 @@ def training(steps):
 def books(trainer, job, state, rows, groups, task, step):
     """What grpo.train does in a step beside sampling, learning and sync."""
     from flatlab.train import checkpoint, guard, metrics
-    from flatlab.view import console
+    from flatlab.view import page
 
     row = {"step": step, **metrics.step_metrics(groups, [task]), "lr": 1e-5, "loss": 0.1}
     state.step = step + 1
@@ -294,7 +294,7 @@ def books(trainer, job, state, rows, groups, task, step):
     lap = {"sample": 10.0, "train": 10.0, "sync": 0.1, "judge": 0.0}
     row |= checkpoint.timing(trainer, lap, groups)
     checkpoint.write_step(trainer, trainer, job, state, groups, row)
-    console.plot_now_and_then(job.run)
+    page.plot_now_and_then(job.run)
 
 
 if __name__ == "__main__":
