@@ -10,7 +10,8 @@ from statistics import fmean
 import grpo
 from flatlab.errors import UserError
 from flatlab.model import memory
-from flatlab.train import batch, ranks
+from flatlab.train import batch
+from flatlab.train.job import Job
 from flatlab.tree import rounds
 from flatlab.tree.nodes import Node, Tree
 from flatlab.view import console
@@ -72,8 +73,6 @@ def update_config(t: Tree) -> grpo.Config:
     carry no gradient.
     """
     cfg = grpo.Config(advantage=t.cfg.advantage, credit="complete", kl=0.0, episode=t.cfg.episode)
-    loss = grpo.LOSSES[cfg.loss]
-    cfg.clip_low, cfg.clip_high = loss.clip_low, loss.clip_high
     cfg.micro_tokens = memory.fit_micro_tokens(t.policy, None, False)
     return cfg
 
@@ -85,7 +84,7 @@ def update(t: Tree, optimizer, groups: list[list[Node]], episodes: dict, cfg) ->
         rewards = [reward(node) for node in nodes if node.status != "fault"]
         own = [episodes[node.id] for node in nodes]
         compared.append(batch.Group(number, t.task, own, rewards))
-    job = ranks.Job()
+    job = Job()
     sequences = grpo.make_batch(t.policy, compared, cfg, job)
     row = {"zero_variance_share": 1 - fmean(g.informative for g in compared)}
     return row | grpo.update(t.policy, optimizer, sequences, cfg, job)

@@ -115,8 +115,7 @@ def play(policy, tmp_path, monkeypatch):
     import grpo
     from flatlab.runs import store
     from flatlab.train import guard
-    from flatlab.train.overlap import run_beside
-    from flatlab.train.ranks import Job
+    from flatlab.train.job import Job, run_beside
     from flatlab.view import page
     from helpers import MADE_BY, RESULT, configure
     from training import CFG, TASK, one_reply, weights_of
@@ -148,7 +147,6 @@ def play(policy, tmp_path, monkeypatch):
             max_groups=3,
             group_size=4,
             task=tuple(t.name for t in tasks),
-            task_weights=(1.0,) * len(tasks),
             **{"eval_episodes": 0, "kl": 0.05, "concurrency": 8, **fields},
         )
         config = {"task": list(cfg.tasks.task), "steps": cfg.steps}

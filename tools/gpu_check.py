@@ -415,7 +415,7 @@ def budget(model: str) -> list:
 
 def ahead(model: str) -> list:
     """Sampling beside updates in the trainer's thread, as with grpo.py --ahead."""
-    from flatlab.train.overlap import EventLoop, run_beside
+    from flatlab.train.job import EventLoop, run_beside
 
     policy = make_policy(model)
     batch = update_batch(policy)

@@ -218,8 +218,7 @@ def run_ours(model, rounds, turns, tokens, variant):
     from env import Step
     from flatlab import threads
     from flatlab.task.grading import Score
-    from flatlab.train.overlap import run_beside
-    from flatlab.train.ranks import Job
+    from flatlab.train.job import Job, run_beside
     from flatlab.world import texts
     from policy import ModelPath, Policy
     from tasks import load_task
@@ -268,8 +267,6 @@ def run_ours(model, rounds, turns, tokens, variant):
     grpo.env.Env = World
     cfg = grpo.Config(
         group_size=EPISODES // PROMPTS,
-        clip_low=0.2,
-        clip_high=0.28,
         kl=KL,
         micro_tokens=8192,
         lr=RATE,
