@@ -131,8 +131,8 @@ class Env:
         read for the workspace as it is now. self.episode names the prompts file.
         """
         facts = texts.episode_facts(self, self.episode)
-        system, first = next(texts.first_messages(self, self.episode, facts))
-        return "\n\n".join(filter(None, [system, first, self.message]))
+        messages = texts.first_messages(self, self.episode, facts)
+        return "\n\n".join(filter(None, messages))
 
     def files(self, most: int) -> tuple[list[tuple[str, int]], int]:
         """The first `most` (path, size in bytes) of the workspace, and the count of all."""
@@ -246,21 +246,12 @@ def read_reply() -> str:
 
     Raises EOFError at the end of the input.
     """
-    line = ask("$ ")
-    if not line.startswith("```"):
-        return f"```bash\n{line}\n```"
-    lines = [line, ask("> ")]
+    lines = [input("$ ")]
+    if not lines[0].startswith("```"):
+        return f"```bash\n{lines[0]}\n```"
     while lines[-1].rstrip() != "```":
-        lines.append(ask("> "))
+        lines.append(input("> "))
     return "\n".join(lines)
-
-
-def ask(prompt: str) -> str:
-    """input(), which also shows lines that are piped in rather than typed. Raises EOFError."""
-    line = input(prompt)
-    if not sys.stdin.isatty():
-        print(line)
-    return line
 
 
 def run_attached(command: str) -> int:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -21,7 +22,7 @@ from flatlab.model.chat import ChatTokens, Sample
 from flatlab.options import EpisodeOptions
 from flatlab.train import guard, imitation, job
 from flatlab.train.job import Job
-from flatlab.world.episode import History
+from flatlab.world.episode import Episode, History
 from helpers import PROJECT, configure, turn, user_error
 from training import TASK, randomise, waiting_reply
 
@@ -272,18 +273,20 @@ def test_tokens_and_masks_are_those_of_rl(policy):
         turn("no block", status="rejected"),
         turn("last", "four"),
     ]
-    history = History(policy, "Do it.", 64)
+    history = History(policy, LIMITS, "Do it.")
+    played = Episode("titanic", 0)
     advantage = []
     for t in turns:
         has_ended = t["stop_reason"] == "stop"
         tokens = policy.encode(t["reply"]) + [policy.tokenizer.eos_token_id] * has_ended
         sample = Sample(tokens, [0.0] * len(tokens), t["reply"], t["stop_reason"], 0)
+        played.add(history.tokens(), sample, t)
         history.add(sample, t["observation"])
         advantage += [float(has_ended and t["status"] == "ok")] * len(tokens)
     [piece] = imitation.sequences_from(episode(0.78, *turns), policy, LIMITS)
-    assert piece.tokens == history.segment.tokens[: len(piece.tokens)]
-    assert piece.mask == history.segment.mask[: len(piece.mask)]
-    assert sum(piece.mask) == sum(history.segment.mask)
+    [segment] = played.segments
+    assert piece.tokens == segment.tokens
+    assert piece.mask == segment.mask
     assert piece.advantage == advantage
 
 
@@ -296,7 +299,8 @@ def test_both_end_tokens_end_a_reply(tmp_path):
 
 def test_a_small_limit_of_observations_holds(policy):
     for limit in (0, 1, 2):
-        assert History(policy, "Do it.", limit).cap("0123456789" * 3).endswith("left out ...]\n")
+        history = History(policy, replace(LIMITS, max_observation_tokens=limit), "Do it.")
+        assert history.cap("0123456789" * 3).endswith("left out ...]\n")
 
 
 def test_no_episode_that_fits_is_one_sentence(policy, run, monkeypatch):

@@ -20,7 +20,7 @@ from flatlab.options import EpisodeOptions
 from flatlab.task.definition import Task, improvement
 from flatlab.train.batch import TrainSequence, column, micro_batches, sequences_of
 from flatlab.train.job import stop_if_interrupted
-from flatlab.world.episode import HISTORIES, Episode, trimmed, worth_imitating
+from flatlab.world.episode import Episode, History
 
 EPISODES_PER_UPDATE = 8
 MOST_EPISODES = 1024  # of a task
@@ -62,25 +62,23 @@ def sequences_from(transcript: dict, policy, options: EpisodeOptions) -> list[Tr
     """The transcript as it would have been sampled, cut where the context ends. Advantage 1:
     imitated.
     """
-    make = HISTORIES[options.thoughts]
-    system = transcript.get("system", "")
-    history = make(policy, transcript["prompt"], options.max_observation_tokens, system)
-    segments, wanted = [], []
+    history = History(policy, options, transcript["prompt"], transcript.get("system", ""))
+    episode = Episode(transcript["task"], 0)
+    wanted = []
     for turn in transcript["turns"]:
+        has_ended = turn["stop_reason"] == "stop"
         tokens = policy.encode(turn["reply"])
-        if turn["stop_reason"] == "stop":
+        if has_ended:
             tokens.append(policy.end_of_turn)
         try:
-            ended = history.fit(policy.context - len(tokens))
+            before = history.fit(policy.context - len(tokens))
         except OverflowError:
             break
-        if ended:
-            segments.append(ended)
         sample = Sample(tokens, [0.0] * len(tokens), turn["reply"], turn["stop_reason"], 0)
         history.add(sample, turn["observation"], turn.get("note", ""))
-        wanted.append(float(worth_imitating(turn)))
-    segments = [trimmed(s) for s in [*segments, history.segment] if any(s.mask)]
-    return sequences_of(Episode(transcript["task"], 0, segments=segments), wanted)
+        episode.add(before, sample, turn)
+        wanted.append(float(has_ended and turn["status"] not in ("rejected", "timeout")))
+    return sequences_of(episode, wanted)
 
 
 def warm_start(policy, tasks: list[Task], cfg, job) -> None:

@@ -277,7 +277,7 @@ def run_ours(model, rounds, turns, tokens, variant):
     cfg.episode.max_observation_tokens = 256
     # The messages are those of the other variants.
     texts.episode_facts = lambda env, options: {}
-    texts.fitting_messages = lambda env, *_: ("", env.task.prompt)
+    texts.first_messages = lambda env, *_: ("", env.task.prompt)
     cfg.episode.prompts = "configs/prompts/tiny.yaml"
     task = load_task("titanic", "", "")
     plan = [replace(task, prompt=f"Write. {i}") for i in range(PROMPTS)]
