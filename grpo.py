@@ -697,8 +697,8 @@ def load_policy(cfg: Config, path, job) -> Policy:
     )
     if policy.adapts_attention_only:
         job.say("adapter  is on the attention layers alone: the experts are not trained")
-    cfg.micro_tokens = memory.fit_micro_tokens(
-        policy, cfg.micro_tokens, cfg.gradient_checkpointing, job.ranks.world, cfg.ahead > 0
+    cfg.micro_tokens = cfg.micro_tokens or memory.fit_micro_tokens(
+        policy, cfg.gradient_checkpointing, job.ranks.world, cfg.ahead > 0
     )
     job.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
     return policy

@@ -73,7 +73,7 @@ def update_config(t: Tree) -> grpo.Config:
     carry no gradient.
     """
     cfg = grpo.Config(advantage=t.cfg.advantage, credit="complete", kl=0.0, episode=t.cfg.episode)
-    cfg.micro_tokens = memory.fit_micro_tokens(t.policy, None, False)
+    cfg.micro_tokens = memory.fit_micro_tokens(t.policy, False)
     return cfg
 
 

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from textwrap import indent
 
-from flatlab.cache import content_key, store
 from flatlab.errors import UserError
+from flatlab.files import content_key, store
 from flatlab.options import SandboxOptions
 from flatlab.sandbox.images import install_requirements
 from flatlab.task.builtin import builtin_names, load_builtin

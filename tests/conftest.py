@@ -69,7 +69,7 @@ def random_model(tmp_path_factory):
 def shared_policy(random_model):
     from policy import ModelPath, Policy
 
-    return Policy(ModelPath(random_model, None, False), context=2048, lora_rank=8, lora_alpha=16)
+    return Policy(ModelPath(random_model, None, False), context=2048, lora_rank=8)
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(policy, lo
     advantages = {12: 1.0, 30: -0.5, 21: 0.7, 8: -1.2}
     batch = random_pieces(policy, *advantages.items())
     randomise(policy, 2, 0.005)  # now the ratios are not all 1
-    monkeypatch.setattr(policy, "mean_diff_limit", 9.0)
+    monkeypatch.setattr(policy, "diff_limit", 9.0)
     monkeypatch.setattr(grpo, "MAX_GRAD_NORM", 1e9)
     cfg = configure(CFG, loss=loss, kl=0.05)
     a, whole = kept_update(policy, batch, configure(cfg, micro_tokens=10_000))
@@ -589,16 +589,9 @@ def test_a_sync_that_breaks_in_the_middle_of_a_run_ends_it(play, policy, monkeyp
         return real() if len(calls) <= 2 else None  # the self-test's two arrive
 
     monkeypatch.setattr(policy.adapter_copy, "push", push)
-    with user_error("sync did not arrive: the engine's LoRA weights differ"):
+    with user_error("Engine and trainer disagree by .* the last sync did not arrive"):
         play(steps=4)
-    assert not read_rows("logs/a/metrics.jsonl")  # no step of an engine that lags behind
-    monkeypatch.setattr(policy.adapter_copy, "largest_difference", lambda: 0.0)
-    calls.clear()
-    with pytest.raises(
-        grpo.UserError, match="Engine and trainer disagree by .* the last sync did not arrive"
-    ):
-        play("b", steps=4)  # the second net: the samples' own log-probs
-    assert [r["step"] for r in read_rows("logs/b/metrics.jsonl")] == [0]
+    assert [r["step"] for r in read_rows("logs/a/metrics.jsonl")] == [0]
 
 
 def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
@@ -636,8 +629,6 @@ def test_the_lengths_fit_the_model(positions):
     derive(model, episode, False, positions)
     lengths = (model.context, episode.max_reply_tokens, episode.max_observation_tokens)
     assert lengths == LENGTHS[positions]
-    with user_error("--context 600 is more than m has positions: use 512"):
-        derive(ModelOptions(model="m", context=600), EpisodeOptions(), False, 512)
 
 
 def test_a_run_on_a_degenerate_task_begins_with_a_warning(tmp_path, monkeypatch, capsys):

@@ -331,7 +331,7 @@ def test_sigterm_is_an_orderly_end(tmp_path, tiny_model, before):
 
 BAD_INPUT = {
     "--task titanik": "did you mean titanic",
-    "--model no/such-model": "Unknown model 'no/such-model'",
+    "--model no/such-model": "cannot run the model no/such-model: OSError",
     "--name x --model tiny": "Cannot write the run directory logs/x",
     "--loss reinforce": "dapo",
     "--eval-episodes 1": "--eval-episodes must be 0 or at least 2",

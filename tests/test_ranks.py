@@ -349,7 +349,6 @@ def main(model: str, steps: str, advantage: str = "group", ahead: str = "0") -> 
         ModelPath(model, None, False),
         context=512,
         lora_rank=8,
-        lora_alpha=16,
         seed=rank,  # rank 0's counts
         value_head=advantage == "ppo",
     )

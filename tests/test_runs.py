@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import helpers
-from flatlab import cache, files, options
+from flatlab import files, options
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import Bounds, EpisodeOptions, Positive, Resumable
 from flatlab.runs import cli, store
@@ -198,14 +198,14 @@ def test_a_model_of_the_hub_counts_with_its_revision(monkeypatch):
 
 
 def test_a_large_file_is_read_again_when_it_has_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "REMEMBERED_BYTES", 3)
+    monkeypatch.setattr(files, "REMEMBERED_BYTES", 3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "weights"
     path.write_bytes(b"large")
-    first = cache.file_digest(path)
-    assert cache.file_digest(path) == first
+    first = files.file_digest(path)
+    assert files.file_digest(path) == first
     path.write_bytes(b"larger")
-    assert cache.file_digest(path) != first
+    assert files.file_digest(path) != first
 
 
 def again(folder, **changes):
@@ -445,7 +445,7 @@ def test_bad_presets(preset, capsys):
     damaged = {
         "just words": "'name: value'",
         "tau: 1\ntau: 2": "damaged: the key tau is given twice",
-        "tau: " + "[" * 5_000: "nested too deeply",
+        "tau: " + "[" * 5_000: "damaged: maximum recursion depth exceeded",
     }
     for text, sentence in damaged.items():
         preset.write_text(text)

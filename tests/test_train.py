@@ -53,7 +53,7 @@ def test_engine_and_trainer_are_compared_on_current_tokens_only(play, policy):
     assert stale
     assert all("logprob_diff_mean" not in row for row in stale)
     fresh = [row["logprob_diff_max"] for row in rows if row["judged_tokens"]]
-    assert fresh and max(fresh) < policy.max_diff_limit
+    assert fresh and max(fresh) < policy.diff_limit
 
 
 def test_faults_and_equal_rewards_change_nothing_about_the_plan(play):

@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from flatlab.cache import content_key
+from flatlab.files import content_key
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "flatlab"

@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from flatlab.cache import cache_dir, content_key, store
 from flatlab.errors import UserError
+from flatlab.files import cache_dir, content_key, store
 from flatlab.task.definition import Task, last_json_object
 from flatlab.task.task_files import TASKS_DIR, tree_files
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flatlab.cache import cache_dir, content_key
+from flatlab.files import cache_dir, content_key
 from flatlab.task.definition import Task, improvement, is_plain
 
 if TYPE_CHECKING:

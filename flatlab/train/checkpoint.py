@@ -9,9 +9,8 @@ step, so there is no generator to save.
 import json
 from pathlib import Path
 
-from flatlab.cache import file_digest
 from flatlab.errors import UserError
-from flatlab.files import read_mapping, save_tensors
+from flatlab.files import file_digest, read_mapping, save_tensors
 from flatlab.train import guard
 from flatlab.train.batch import Group
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import jinja2
 from jinja2 import meta
 
-from flatlab.cache import content_key
 from flatlab.errors import UserError
-from flatlab.files import read_mapping
-from flatlab.runs.reader import count
+from flatlab.files import content_key, read_mapping
+from flatlab.numbers import count
 from flatlab.sandbox.backend import Spec
 from flatlab.task.definition import WHOLE_WORKSPACE, Task
 from flatlab.task.machine import software_of

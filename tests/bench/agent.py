@@ -257,7 +257,6 @@ def run_ours(model, rounds, turns, tokens, variant):
         ModelPath(model, None, False),
         context=CONTEXT,
         lora_rank=RANK,
-        lora_alpha=2 * RANK,
         compile=variant == "compiled",
         max_batch=EPISODES * (1 + ahead),
     )

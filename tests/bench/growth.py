@@ -191,6 +191,8 @@ def window_ms(ends, last, window):
 class FakeTrainer:
     """What a checkpoint takes from the policy and from the optimizer."""
 
+    device = "cpu"
+
     def save(self, folder):
         (folder / "adapter.bin").write_bytes(b"\0" * 100_000)
 
@@ -199,9 +201,6 @@ class FakeTrainer:
 
     def idle_share(self):
         return 0.1
-
-    def peak_memory(self):
-        return 1.0
 
 
 def fake_groups(task, seed):
