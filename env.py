@@ -29,8 +29,14 @@ from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.client import Sandbox, pick_backend, readable
 from flatlab.task.definition import WHOLE_WORKSPACE, Task
-from flatlab.task.grading import Score, check_grader, collect, grade
-from flatlab.task.machine import check_needs, open_sandbox, resolve_backend
+from flatlab.task.grading import (
+    Score,
+    collect,
+    grade,
+    open_sandbox,
+    resolve_backend,
+)
+from flatlab.task.sanity import check_grader
 from flatlab.world import texts
 from flatlab.world.actions import act_bash, score_text
 from flatlab.world.episode import in_thread
@@ -227,7 +233,7 @@ def open_tasks(
     image = tasks[0].image or sandbox.image
     sandbox.backend, why = pick_backend(sandbox.backend, image, model_is_tiny)
     for task in tasks:
-        check_needs(task, sandbox)
+        resolve_backend(task, sandbox)
         check_grader(task, partial(open_sandbox, task, sandbox))
     return tasks, why
 

@@ -218,7 +218,8 @@ def run_grader(task, folder, artefacts, split):
     """What the grader prints that runs in a folder, without the protection of a sandbox."""
     for path, source in task.grading_files(artefacts).items():
         write(folder, {path: source.read_bytes() if isinstance(source, Path) else source})
-    argv = [sys.executable if part == "python3" else part for part in task.grader_argv(split)]
+    names = {"python3": sys.executable, "{split}": split}
+    argv = [names.get(part, part) for part in task.grader]
     return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60).stdout
 
 

@@ -20,7 +20,7 @@ from env import Env
 from flatlab.errors import SandboxFault
 from flatlab.options import EpisodeOptions, SandboxOptions
 from flatlab.sandbox.client import Sandbox
-from flatlab.task import machine
+from flatlab.task import grading
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
 from flatlab.world.actions import extract_action
@@ -497,7 +497,7 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
             self.close()
             return super().run(*args, **kwargs)
 
-    monkeypatch.setattr(machine, "Sandbox", Breaking)
+    monkeypatch.setattr(grading, "Sandbox", Breaking)
     episode = play(task, FakePolicy(block("ls")))
     assert episode.status == "fault"
     assert episode.score is None
@@ -506,7 +506,7 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
     def no_start(*args, **kwargs):
         raise SandboxFault("no more containers")
 
-    monkeypatch.setattr(machine, "Sandbox", no_start)
+    monkeypatch.setattr(grading, "Sandbox", no_start)
     assert play(task, FakePolicy(block("ls"))).fault == "no more containers"
 
 
@@ -578,18 +578,13 @@ def test_what_was_handed_in_cannot_turn_its_grading_into_a_fault(task, backend):
         world.reset()
         world.step(block("echo 'exit 127' > answer.sh"))
         assert not world.score().valid
-    with Env(replace(ran, grader=("no-such-program", "answer.sh")), backend) as world:
-        world.reset()
-        world.step(block("echo 'exit 126' > answer.sh"))
-        with pytest.raises(SandboxFault, match="the grader does not start"):
-            world.score()
 
 
 def test_folders_of_hidden_files_are_hidden(monkeypatch):
     made = {}
-    monkeypatch.setattr(machine, "Sandbox", lambda *_, **options: made.update(options))
+    monkeypatch.setattr(grading, "Sandbox", lambda *_, **options: made.update(options))
     task = load_task("titanic")
-    machine.open_sandbox(task, SandboxOptions("namespaces"))
+    grading.open_sandbox(task, SandboxOptions("namespaces"))
     assert str(task.hidden["answers.csv"].parent) in made["hide"]
 
 

@@ -16,8 +16,8 @@ from flatlab.model.chat import ChatTokens, Sample
 from flatlab.options import EpisodeOptions
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.sandbox.client import Sandbox
-from flatlab.task import machine
-from flatlab.task.machine import Software
+from flatlab.task import grading
+from flatlab.task.grading import Software
 from flatlab.train import imitation
 from flatlab.tree import prompts
 from flatlab.tree.nodes import Node
@@ -207,7 +207,7 @@ def test_packages_are_looked_up_once_for_all_episodes(titanic, monkeypatch):
     commands = []
     run = Sandbox.run
     monkeypatch.setattr(Sandbox, "run", lambda *call: commands.append(call[1]) or run(*call))
-    monkeypatch.setattr(machine, "looked_up", {})
+    monkeypatch.setattr(grading, "looked_up", {})
 
     async def main():
         policy = FakePolicy(block("submit"))

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from backends import EVERYWHERE, ISOLATED, backends, containers_of, missing, needs_docker
-from env import Env, check_needs
+from env import Env, resolve_backend
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.options import SandboxOptions
 from flatlab.sandbox import backend as sandbox_backend
@@ -774,20 +774,20 @@ def test_docker_image_and_permission(monkeypatch):
 
 def test_needs_are_honoured_or_refused(tmp_path, monkeypatch):
     task = load_task("titanic")
-    check_needs(task, SandboxOptions("local"))
+    resolve_backend(task, SandboxOptions("local"))
     online = replace(task, needs_network=True)
     with user_error("takes data from the network.*--network, or in Docker mount what it needs"):
-        check_needs(online, SandboxOptions("local", hf_cache=str(tmp_path)))
-    check_needs(online, SandboxOptions("local", network=True))
-    check_needs(online, SandboxOptions("docker", hf_cache=str(tmp_path)))
+        resolve_backend(online, SandboxOptions("local", hf_cache=str(tmp_path)))
+    resolve_backend(online, SandboxOptions("local", network=True))
+    resolve_backend(online, SandboxOptions("docker", hf_cache=str(tmp_path)))
     with user_error("no folder .*absent"):
-        check_needs(online, SandboxOptions("docker", hf_cache=str(tmp_path / "absent")))
-    with user_error("only Docker gives one"):
-        check_needs(replace(task, needs_gpu=True), SandboxOptions("local"))
+        resolve_backend(online, SandboxOptions("docker", hf_cache=str(tmp_path / "absent")))
+    with user_error("use --backend docker"):
+        resolve_backend(replace(task, needs_gpu=True), SandboxOptions("local"))
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     monkeypatch.setattr(Path, "exists", lambda self: False)
     with user_error("no /dev/nvidiactl"):
-        check_needs(replace(task, needs_gpu=True), SandboxOptions("docker"))
+        resolve_backend(replace(task, needs_gpu=True), SandboxOptions("docker"))
 
 
 CONNECT = (

@@ -17,7 +17,7 @@ from flatlab.files import content_key, read_mapping
 from flatlab.numbers import count
 from flatlab.sandbox.backend import Spec
 from flatlab.task.definition import WHOLE_WORKSPACE, Task
-from flatlab.task.machine import software_of
+from flatlab.task.grading import software_of
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = "configs/prompts/agent.yaml"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.sandbox.images import foreign_image
+from flatlab.task.builtin import tree_files
 from flatlab.task.definition import WHOLE_WORKSPACE, Task, refuse_overlap
-from flatlab.task.task_files import tree_files
 
 # What a sandbox cannot give: keys of task.toml, and files.
 REFUSED_KEYS = """environment.tpu environment.mcp_servers environment.healthcheck
