@@ -10,7 +10,6 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
-import numpy
 import pytest
 
 import grpo
@@ -24,7 +23,7 @@ from flatlab.task.grading import grade, open_sandbox
 from flatlab.task.sanity import trivial_rules
 from flatlab.train import guard, metrics
 from flatlab.tree.nodes import Tree
-from flatlab.view import console, tables
+from flatlab.view import tables
 from flatlab.view.reader import read_run
 from helpers import (
     LOCAL,
@@ -81,6 +80,28 @@ def paley(size):
     return [[1 if i == j or (i - j) % size in squares else -1 for j in indices] for i in indices]
 
 
+def hadamard_28():
+    """Paley's second construction from the conference matrix of order 14."""
+    core = paley(13)
+    conference = [[0] + [1] * 13]
+    for i, row in enumerate(core):
+        conference.append([1] + [0 if i == j else value for j, value in enumerate(row)])
+    top, bottom = [], []
+    for i, row in enumerate(conference):
+        plus = [value + (i == j) for j, value in enumerate(row)]
+        minus = [value - (i == j) for j, value in enumerate(row)]
+        top.append(plus + minus)
+        bottom.append(minus + [-value for value in plus])
+    return top + bottom
+
+
+def bordered(matrix):
+    """The matrix with a column of ones and a row against the signs of its column sums."""
+    sums = [sum(column) for column in zip(*matrix)]
+    last = [-1 if value > 0 else 1 for value in sums]
+    return [[*row, 1] for row in matrix] + [[*last, 1]], sum(map(abs, sums))
+
+
 def grid(radius):
     """26 circles on a grid of 8 x 8; with the radius 1/16 they touch each other and the square."""
     return [[(2 * (i % 8) + 1) / 16, (2 * (i // 8) + 1) / 16, radius] for i in range(26)]
@@ -97,9 +118,10 @@ def test_known_constructions_score_what_the_literature_says():
     shifted = [3 * a - 7 for a in CONWAY]  # the score does not change under affine maps
     assert scored("sumsDifferences", shifted) == pytest.approx(1.0344212156, abs=5e-11)
 
-    matrix = numpy.random.default_rng(0).choice([-1, 1], (29, 29))
-    wanted = abs(numpy.linalg.det(matrix)) / 29**14.5
-    assert scored("hadamard29", matrix.tolist()) == pytest.approx(wanted, rel=1e-9)
+    matrix, excess = bordered(hadamard_28())
+    wanted = 28**13 * (28 + excess) / 29**14.5  # 28^14 (1 + excess / 28)
+    assert scored("hadamard29", matrix) == pytest.approx(wanted, rel=1e-14)
+    assert wanted > 0.4
     wanted = 28**14 / 29**14.5
     assert scored("hadamard29", paley(29)) == pytest.approx(wanted, rel=1e-14)
     equal_rows = [[1] * 29] * 29
@@ -280,6 +302,11 @@ def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(tmp_path)
     assert (result["test_score"], result["test_stderr"], result["test_reads"]) == (score, None, 0)
     [episode] = map(json.loads, (run.dir / "episodes/000000.jsonl").read_text().splitlines())
     assert json.loads(episode["score"]["record"]) == json.loads(BETTER)
+    record = read_run(run.dir)
+    text = tables.table([record]) + tables.headline(record)
+    assert "the score is exact" in text
+    assert "best node, exact" in text
+    assert "test part" not in text
 
 
 def test_a_training_step_says_that_the_reference_is_beaten():
