@@ -20,6 +20,22 @@ def standard_error(values: list[float]) -> float | None:
     return stdev(values) / math.sqrt(len(values))
 
 
+K = 8  # of best_of in evaluations
+
+
+def best_of(k: int, values: list[float], higher_is_better: bool = True) -> float | None:
+    """Expected best of k values that are drawn without replacement; None with fewer than k.
+
+    max@k = sum_i C(i - 1, k - 1) x_i / C(n, k) over x_1 <= ... <= x_n: the unbiased estimate of
+    Chen et al. (2021, arXiv 2107.03374, eq. 1) for values instead of passes.
+    """
+    if len(values) < k:
+        return None
+    ordered = sorted(values, reverse=not higher_is_better)
+    weighted = [math.comb(i, k - 1) * x for i, x in enumerate(ordered)]
+    return sum(weighted) / math.comb(len(values), k)
+
+
 def plus_minus(mean: float | None, error: float | None, sign: str = "") -> str:
     """'0.7512 ± 0.0101'; "-" without a mean."""
     if mean is None:

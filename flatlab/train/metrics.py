@@ -11,7 +11,7 @@ from functools import partial
 from statistics import fmean, stdev
 
 from flatlab.errors import UserError
-from flatlab.numbers import plus_minus, standard_error
+from flatlab.numbers import K, best_of, plus_minus, standard_error
 from flatlab.task.definition import Task, clipped_improvement, improvement
 from flatlab.train.batch import Group
 
@@ -129,6 +129,7 @@ def score_summary(episodes: list, task: Task) -> dict:
             counted = [counted_score(score, task) for score in scores]
             result[f"{name}_mean"] = fmean(counted)
             result[f"{name}_stderr"] = standard_error(counted)
+            result[f"{name}_best_of_{K}"] = best_of(K, counted, task.higher_is_better)
     return result
 
 
@@ -146,7 +147,9 @@ def split_of(tasks: list[Task]) -> str:
 
 def evaluation_line(when: str, result: dict, split: str) -> str:
     valid = f"{result['valid_share']:.0%} valid"
-    return f"{when}: {mean_text(result)} ({split}, N = {result['n']}, {valid})"
+    best = result.get(f"score_best_of_{K}")
+    drawn = "" if best is None else f", best of {K}: {best:.4f}"
+    return f"{when}: {mean_text(result)} ({split}, N = {result['n']}, {valid}{drawn})"
 
 
 def mean_text(result: dict) -> str:
@@ -194,7 +197,8 @@ def final_table(result: dict) -> str:
     lines = [
         f"{final['split']} part, {final['n']} fresh seeds that were never used for selection, the "
         "same ones for every adapter",
-        f"{'adapter':30} {result['metric']:>17}  valid   difference to the untrained adapter",
+        f"{'adapter':30} {result['metric']:>17} {f'best of {K}':>10}  valid   "
+        "difference to the untrained adapter",
     ]
     for name in ADAPTERS:
         if name in final:
@@ -202,7 +206,9 @@ def final_table(result: dict) -> str:
             value = mean_text(played).partition(" ")[2]
             step = played.get("step", -1)  # an adapter from before the first step has none
             label = name if step < 0 else f"{name} (step {step})"
-            line = f"{label:30} {value:>17} {played['valid_share']:>6.0%}"
+            best = played.get(f"score_best_of_{K}")
+            drawn = "" if best is None else f"{best:.4f}"
+            line = f"{label:30} {value:>17} {drawn:>10} {played['valid_share']:>6.0%}"
             if name != "untrained":
                 difference = plus_minus(played["difference"], played["difference_stderr"], "+")
                 line += f"   {difference} (N = {played['difference_n']})"

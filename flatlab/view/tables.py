@@ -18,7 +18,7 @@ from itertools import cycle
 import numpy as np
 
 from flatlab.files import read_rows
-from flatlab.numbers import count, duration, plus_minus, value_text
+from flatlab.numbers import K, best_of, count, duration, plus_minus, value_text
 from flatlab.task.definition import clipped_improvement, improvement
 from flatlab.view import plots
 from flatlab.view.plots import COLOURS, RunGroup, series
@@ -125,9 +125,13 @@ def headline(run: RunData) -> str:
     result = KINDS[run.kind].result(run)
     (row,) = rows_of([RunGroup("", "", [run])])
     score = plus_minus(row["mean"], row["error"])
+    drawn = None
+    if run.result.get("evaluation") or run.result.get("final"):  # episodes of one policy
+        drawn = best_of(K, list(row["values"]), run.higher_is_better)
+    best = "" if drawn is None else f", best of {K}: {drawn:.4f}"
     sentences = [
-        f"{result.what}: {run.result['metric']} {score} ({result.part} part; {run.direction}), "
-        f"baseline {run.baseline:.4f}, improvement {row['improvement']:+.2f}.",
+        f"{result.what}: {run.result['metric']} {score} ({result.part} part; {run.direction})"
+        f"{best}, baseline {run.baseline:.4f}, improvement {row['improvement']:+.2f}.",
         f"{result.failed} of {result.played} failed and count as the baseline, "
         f"{count(result.faults, 'fault')}. Status: {run.status}.",
     ]
