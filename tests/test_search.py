@@ -718,7 +718,7 @@ BAD_INPUT = {
     "--select ucb --rule-args c=x": "c must be a number of at least 0",
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
     "--select signals --rule-args unknown=1": "has no 'unknown'; it has drafts, variance, regret",
-    "--model x --url localhost:8000/v1": "localhost:8000/v1 needs a scheme: http://",
+    "--model x --url localhost:8000/v1": "localhost:8000/v1 does not answer: Request",
     "--model x --url http://127.0.0.1:9/v1": "does not answer",
     "--url http://127.0.0.1:9/v1": "--url needs --model",
     "--learn --url http://127.0.0.1:9/v1": "--learn trains the model here: leave out --url",

@@ -130,7 +130,9 @@ def score_summary(episodes: list, task: Task) -> dict:
             counted = [counted_score(score, task) for score in scores]
             result[f"{name}_mean"] = fmean(counted)
             result[f"{name}_stderr"] = standard_error(counted)
-            result[f"{name}_best_of_{K}"] = best_of(K, counted, task.higher_is_better)
+            drawn = best_of(K, counted, task.higher_is_better)
+            if drawn is not None:
+                result[f"{name}_best_of_{K}"] = drawn
     return result
 
 
