@@ -578,6 +578,11 @@ def test_what_was_handed_in_cannot_turn_its_grading_into_a_fault(task, backend):
         world.reset()
         world.step(block("echo 'exit 127' > answer.sh"))
         assert not world.score().valid
+    with Env(replace(ran, grader=("no-such-program", "answer.sh")), backend) as world:
+        world.reset()
+        world.step(block("echo 'exit 0' > answer.sh"))
+        with pytest.raises(SandboxFault, match="the grader does not start: no-such-program"):
+            world.score()
 
 
 def test_folders_of_hidden_files_are_hidden(monkeypatch):
