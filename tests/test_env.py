@@ -20,6 +20,7 @@ from env import Env
 from flatlab.errors import SandboxFault
 from flatlab.options import EpisodeOptions, SandboxOptions
 from flatlab.sandbox.client import Sandbox
+from flatlab.sandbox.images import found_images
 from flatlab.task import grading
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
@@ -507,7 +508,9 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
         raise SandboxFault("no more containers")
 
     monkeypatch.setattr(grading, "Sandbox", no_start)
+    found_images["asked"] = "an image that somebody has removed"
     assert play(task, FakePolicy(block("ls"))).fault == "no more containers"
+    assert not found_images
 
 
 @pytest.mark.parametrize(

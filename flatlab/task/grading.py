@@ -26,7 +26,7 @@ from flatlab.sandbox.client import (
     pick_backend,
     plain_text,
 )
-from flatlab.sandbox.images import check_requirements, prepared_image
+from flatlab.sandbox.images import check_requirements, found_images, prepared_image
 from flatlab.task.definition import (
     WHOLE_WORKSPACE,
     Task,
@@ -97,18 +97,22 @@ def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -
             # A file that is mounted could not be removed, so an artefact is never mounted.
             if file.stat().st_size > MOUNT_BYTES and not task.is_artefact(path):
                 mounted[path] = file
-    box = Sandbox(
-        options.backend,
-        image=image,
-        premounted=mounted,
-        env={"PYTHONHASHSEED": str(seed % 2**32)},
-        network=options.network and task.needs_network,
-        gpu=task.needs_gpu,
-        hf_cache=options.hf_cache,
-        hide=tuple({str(path.resolve().parent) for path in task.hidden.values()}),
-        hide_package_data=task.hide_package_data,
-        **limits,
-    )
+    try:
+        box = Sandbox(
+            options.backend,
+            image=image,
+            premounted=mounted,
+            env={"PYTHONHASHSEED": str(seed % 2**32)},
+            network=options.network and task.needs_network,
+            gpu=task.needs_gpu,
+            hf_cache=options.hf_cache,
+            hide=tuple({str(path.resolve().parent) for path in task.hidden.values()}),
+            hide_package_data=task.hide_package_data,
+            **limits,
+        )
+    except SandboxFault:
+        found_images.clear()  # somebody may have removed the image: the next call looks again
+        raise
     if task.requirements and not is_container:
         check_requirements(box, task)
     return box
