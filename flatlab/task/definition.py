@@ -69,7 +69,6 @@ class Task:
         needs = {
             "splits": self.splits,
             "artefacts": self.artefacts,
-            "artefacts that are not hidden files": not any(map(self.is_artefact, self.hidden)),
             "artefacts in the workspace": not any(map(is_outside, self.artefacts)),
             "finite time limits above 0": all(0 < seconds < math.inf for seconds in limits),
             "a finite baseline": math.isfinite(self.baseline),
