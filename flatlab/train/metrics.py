@@ -11,6 +11,7 @@ from functools import partial
 from statistics import fmean, stdev
 
 from flatlab.errors import UserError
+from flatlab.model import memory
 from flatlab.numbers import K, best_of, plus_minus, standard_error
 from flatlab.task.definition import Task, clipped_improvement, improvement
 from flatlab.train.batch import Group
@@ -80,7 +81,7 @@ def timing(policy, times: list[float], groups: list[Group]) -> dict:
         **dict(zip(PHASES, phases)),
         "tokens_per_second": sum(e.reply_tokens for g in groups for e in g.played) / seconds,
         "engine_idle_share": policy.idle_share(),
-        "memory_gb": policy.peak_memory(),
+        "memory_gb": memory.peak_bytes(policy.device) / 2**30,
         "time": time.time(),
     }
 
