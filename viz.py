@@ -102,6 +102,8 @@ def list_text(run: RunData) -> str:
             "what": " ".join(text.split())[:70],
         }
         rows.append(row)
+    if not rows:
+        raise UserError(f"{run.dir} has no transcripts.")
     return tables.aligned(rows)
 
 
@@ -132,6 +134,7 @@ def summary(run: RunData) -> str:
     """What `python viz.py logs/<run>` prints about one run."""
     numbers = node_summary(run) if run.has_nodes else step_summary(run.rows)
     parts = [tables.heading(run), tables.headline(run), final_table(run.result), numbers]
+    parts.append(tables.rounds(run))
     return "\n\n".join(filter(None, parts))
 
 

@@ -7,6 +7,7 @@ sandbox. docs/extend.md says what a program has to do.
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
 
@@ -30,20 +32,27 @@ WATCH = "exec 3<&0 0</dev/null; (read _ <&3; kill -9 0) & exec 3<&-; "
 TOKEN_BYTES = 16  # of a request's body for each token of the context, at most
 STDERR_BYTES = 1000  # of the end of a program's stderr, in the transcript
 POLL_SECONDS = 0.05  # between looks whether a program has ended
+# Reads requests beside the event loop. It has one thread, because a tokenizer serves one.
+READER = ThreadPoolExecutor(1, "agent_program")
+twin_of = functools.lru_cache(1)(lambda policy: policy.twin())
 
 
 def text_of(messages: list[dict]) -> str:
     return "\n\n".join(message["content"] or "" for message in messages)
 
 
-def read(messages: list[dict], policy, samples: dict) -> tuple[list[int], list[list[dict]]]:
-    """(tokens that the next reply follows, messages: the first ones, a reply, those after it, ...).
+def read(data: bytes, policy, samples: dict) -> tuple[list[int], list[list[dict]]]:
+    """(tokens that the next reply follows, messages: the first ones, a reply, those after it, ...)
+    of the body of a request.
 
     Earlier replies keep the tokens that were sampled. Only a text that the model did not write in
     this episode is tokenised. samples: by text. Raises ValueError if the first or the last message
     is the model's.
     """
-    groups = itertools.groupby(messages, lambda message: message["role"] == "assistant")
+    body = json.loads(data)
+    if body.get("stream") or body.get("tools"):
+        raise ValueError("there is neither stream nor tools")
+    groups = itertools.groupby(body["messages"], lambda message: message["role"] == "assistant")
     parts = [list(group) for _, group in groups]
     if len(parts) % 2 == 0 or parts[0][0]["role"] == "assistant":
         raise ValueError("the first and the last message must not be the model's")
@@ -136,11 +145,9 @@ async def play(env, policy, episode, options, history, command: str) -> str:
         """Settings of sampling in a request have no effect: those of the run hold."""
         nonlocal turn
         data = await request.read()
+        run = asyncio.get_running_loop().run_in_executor
         try:
-            body = json.loads(data)
-            if body.get("stream") or body.get("tools"):
-                raise ValueError("there is neither stream nor tools")
-            tokens, parts = read(body["messages"], policy, samples)
+            tokens, parts = await run(READER, read, data, twin_of(policy), samples)
         except Exception as error:  # what the request lacks, or what the chat template says
             raise web.HTTPBadRequest(text=f"This request cannot be read: {error!r}") from error
         limit = options.max_reply_tokens

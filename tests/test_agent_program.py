@@ -308,6 +308,7 @@ refused({"role": "user"})
 refused(PROMPT, reply)
 refused(reply, PROMPT)
 refused(user("x" * 4000))
+refused(user("x" * 40_000))
 refused(user("x" * 50_000_000))
 refused(path="/act")
 for key in ("", "0"):
@@ -318,11 +319,35 @@ ask(user(json.dumps(answers)))
 """)  # fmt: skip
     assert len(sampled) == 1
     codes, said = zip(*json.loads(episode.prompt))
-    assert codes == (400, 400, 400, 400, 400, 400, 413, 500, 404, 404)
+    assert codes == (400, 400, 400, 400, 400, 400, 413, 413, 500, 404, 404)
     assert "neither stream nor tools" in said[0] and "neither stream nor tools" in said[1]
     assert "KeyError('content')" in said[2]
     assert all("the first and the last message must not be the model's" in s for s in said[3:5])
     assert "over the maximum context length" in said[5]
+
+
+def test_requests_are_read_beside_the_event_loop(command):
+    class Slow(FakePolicy):
+        def render(self, messages):
+            if messages[0]["content"] == "slow":
+                time.sleep(1)
+            return super().render(messages)
+
+    async def run():
+        loop = functools.partial(agent_program.play, command=command("ask(user('slow'))"))
+        async with env.Env(TASK, LOCAL) as world:
+            await asyncio.to_thread(world.reset)
+            playing = asyncio.ensure_future(run_episode(world, Slow("a"), OPTIONS, play=loop))
+            pauses = []
+            while not playing.done():
+                begin = time.monotonic()
+                await asyncio.sleep(0.01)
+                pauses.append(time.monotonic() - begin)
+            return playing.result(), max(pauses)
+
+    episode, pause = asyncio.run(run())
+    assert len(episode.turns) == 1
+    assert pause < 0.5
 
 
 def test_a_sandbox_that_breaks_is_a_fault_and_what_the_policy_raises_ends_the_run(play_program):

@@ -20,6 +20,7 @@ from env import Env
 from flatlab.errors import SandboxFault
 from flatlab.options import EpisodeOptions, SandboxOptions
 from flatlab.sandbox.client import Sandbox
+from flatlab.sandbox.images import found_images
 from flatlab.task import grading
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
@@ -507,7 +508,9 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
         raise SandboxFault("no more containers")
 
     monkeypatch.setattr(grading, "Sandbox", no_start)
+    found_images["asked"] = "an image that somebody has removed"
     assert play(task, FakePolicy(block("ls"))).fault == "no more containers"
+    assert not found_images
 
 
 @pytest.mark.parametrize(
@@ -578,6 +581,11 @@ def test_what_was_handed_in_cannot_turn_its_grading_into_a_fault(task, backend):
         world.reset()
         world.step(block("echo 'exit 127' > answer.sh"))
         assert not world.score().valid
+    with Env(replace(ran, grader=("no-such-program", "answer.sh")), backend) as world:
+        world.reset()
+        world.step(block("echo 'exit 0' > answer.sh"))
+        with pytest.raises(SandboxFault, match="the grader does not start: no-such-program"):
+            world.score()
 
 
 def test_folders_of_hidden_files_are_hidden(monkeypatch):

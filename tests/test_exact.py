@@ -31,6 +31,7 @@ from helpers import (
     FakePolicy,
     block,
     play_once,
+    run_grader,
     run_here,
     search_config,
 )
@@ -188,6 +189,9 @@ REFUSED = [  # task, solution or its text, what the agent reads
     ("erdosOverlap", "[NaN, NaN]", "it is not JSON with finite numbers"),
     ("erdosOverlap", "[Infinity, -Infinity]", "it is not JSON with finite numbers"),
     ("erdosOverlap", "[1e999, -1e999]", "it is not JSON with finite numbers"),
+    ("erdosOverlap", "[1e308, -1e308]", "an integer from 0 to 1000000000, not 1e+308"),
+    ("erdosOverlap", f"[{10**200}, 0]", "an integer"),  # no float can hold it
+    ("erdosOverlap", "[[500000000], [500000000]]", "an integer"),
     ("erdosOverlap", "[5e-324, 1000000000]", "an integer from 0 to 1000000000, not 5e-324"),
     ("erdosOverlap", "[true, false]", "an integer from 0 to 1000000000, not True"),
     ("erdosOverlap", '["500000000", "500000000"]', "an integer from 0 to 1000000000, not 5000"),
@@ -212,6 +216,7 @@ REFUSED = [  # task, solution or its text, what the agent reads
     ("circlePacking", [[0.5, 0.5, 0.1]] * 26, "circle 1 overlaps circle 0"),
     ("circlePacking", [[0.5, 0.5, 0.0]] * 26, "circle 0 has no positive radius"),
     ("circlePacking", [[0.5, 0.5, -0.1]] * 26, "a number from 0 to 1, not -0.1"),
+    ("circlePacking", [[0.5, 0.5, 1e308]] * 26, "a number from 0 to 1, not 1e+308"),
     ("circlePacking", [[0.5, 0.5, True]] * 26, "a number from 0 to 1, not True"),
     ("circlePacking", [["0.5", 0.5, 0.1]] * 26, "a number from 0 to 1, not 0.5"),
     ("circlePacking", [[0.5, 0.5]] * 26, "there must be a list of 3 numbers"),
@@ -223,6 +228,14 @@ REFUSED = [  # task, solution or its text, what the agent reads
 @pytest.mark.parametrize(("name", "solution", "sentence"), REFUSED)
 def test_what_is_not_feasible_is_refused_with_one_sentence(name, solution, sentence):
     refused(name, solution, sentence)
+
+
+@attack
+def test_the_grader_says_no_more_than_the_sentence(tmp_path):
+    printed = run_grader(load_task("hadamard29"), tmp_path, {"solution.json": b"[]"}, "exact")
+    [(key, text)] = json.loads(printed).items()
+    assert key == "error"
+    assert text.startswith("solution.json: there must be a list of 29 rows")
 
 
 @attack

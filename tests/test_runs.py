@@ -473,6 +473,9 @@ def broken():
 @pytest.mark.parametrize(
     "main, code, sentence",
     [
+        (lambda: Path("a" * 5_000).exists(), 2, f"File name too long: {'a' * 80}...\n"),
+        (lambda: cli.parse_config(Nested, ["--names", "a\udcff"]), 2, "This argument is no valid"),
+        (lambda: cli.parse_config(Nested, ["--names", "a\0"]), 2, "This argument is no valid"),
         (parallel, 2, "Take another name.\n"),
         (full, 2, "[Errno 28] No space left on device. Everything"),
         (broken, 1, "The sandbox broke: no daemon\n"),

@@ -137,7 +137,15 @@ def test_a_wrong_yaml_is_one_clear_sentence(titanic_copy):
             "higher_is_better: up",
             "higher_is_better: .*boolean.*, not 'up'",
         ),
-        ("artefacts: [submission.csv]", "artefacts: []", "needs splits, and artefacts"),
+        ("artefacts: [submission.csv]", "artefacts: []", "titanic needs artefacts"),
+        ("artefacts: [submission.csv]", "artefacts: [a/../../x]", "artefacts in the workspace"),
+        ("artefacts: [submission.csv]", "artefacts: [/etc/x]", "artefacts in the workspace"),
+        ("splits: [validation, selection, test]", "splits: []", "titanic needs splits"),
+        ("step_timeout: 60", "step_timeout: 0", "needs finite time limits above 0"),
+        ("grade_timeout: 30", "grade_timeout: -1", "needs finite time limits above 0"),
+        ("grade_timeout: 30", "grade_timeout: .nan", "needs finite time limits above 0"),
+        ("baseline: 0.678182", "baseline: .nan", "needs a finite baseline"),
+        ("baseline: 0.678182", "baseline: -.inf", "needs a finite baseline"),
         ("artefacts: [submission.csv]", "artefacts: ['*.csv']", "artefacts that are not hidden"),
         ("artefacts: [submission.csv]", "artefacts: x.csv", "artefacts: .* tuple, not 'x.csv'"),
         ("data: [", "data: [3, ", "data.0: .* string, not '3'"),
@@ -516,6 +524,9 @@ def dojo(tmp_path):
     return make_competition(tmp_path)
 
 
+METRIC_FILE = "../../mledojo/competitions/mine/utils/metric.py"
+
+
 def test_dojo_loads(dojo):
     task = load_task("mine", mledojo_root=dojo)
     assert (task.source, task.metric, task.higher_is_better) == ("mledojo", "score", False)
@@ -574,6 +585,32 @@ def test_dojo_sample_that_cannot_be_graded(dojo):
 def test_dojo_says_what_is_missing(dojo, tmp_path, path, message):
     (tmp_path / "MLE-Dojo" / path).rename(tmp_path / "away")
     with user_error(message):
+        load_task("mine", mledojo_root=dojo)
+
+
+def test_what_a_metric_says_of_the_answers_is_masked(dojo, tmp_path):
+    says = f"if y_pred['y'].any(): raise InvalidSubmissionError({SECRET!r})"
+    change(dojo / METRIC_FILE, "return float(", f"{says}\n        return float(")
+    task = load_task("mine", mledojo_root=dojo)
+    score, message = score_of(task, tmp_path / "a", {"submission.csv": answers(lambda i: i)})
+    assert score is None
+    assert message == "the metric cannot be computed (InvalidSubmissionError)"
+
+
+def test_a_metric_that_returns_no_number_is_a_reason(dojo, tmp_path):
+    change(dojo / METRIC_FILE, "return float(", "return None if y_pred['y'].any() else float(")
+    task = load_task("mine", mledojo_root=dojo)
+    score, message = score_of(task, tmp_path / "a", {"submission.csv": answers(lambda i: i)})
+    assert message == "the metric cannot be computed (TypeError)"
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_answers_among_the_public_files_are_refused(mlgym, dojo, link):
+    link(mlgym / "data/titanic/data/ground_truth.csv", mlgym / "data/titanic/data/notes.csv")
+    with user_error("ground_truth.csv is hidden, so it cannot be a public file, too"):
+        load_task("titanic", mlgym)
+    link(dojo / "mine/data/private/test_answer.csv", dojo / "mine/data/public/notes.csv")
+    with user_error("test_answer.csv is hidden, so it cannot be a public file, too"):
         load_task("mine", mledojo_root=dojo)
 
 
@@ -746,6 +783,16 @@ def test_a_grader_that_is_broken_on_the_test_part_alone_is_found(make_task):
     check_before_a_run(make_task("1 / 0", trivial={}))  # nothing to check it with
 
 
+def test_a_grader_of_a_game_that_raises_is_not_taken_for_a_refused_move(tmp_path):
+    """Its errors reach the agent as {"error": ...}, through the proxy of the strategy."""
+    task = load_task("battleOfSexes")
+    grader = tmp_path / "evaluate.py"
+    grader.write_bytes(task.hidden["evaluate.py"].read_bytes())
+    change(grader, "stdev(points)", "stdev(pointz)")
+    with user_error("'always 0' no result .*name 'pointz' is not defined"):
+        check_before_a_run(replace(task, hidden=task.hidden | {"evaluate.py": grader}))
+
+
 # ------------------------------------------------------------------ the limit is CPU time
 
 
@@ -765,6 +812,13 @@ def test_a_grading_that_waits_has_its_score(make_task):
     """As one does on a machine with too much work."""
     task = make_task("import time; time.sleep(0.7)", grade_timeout=0.5)
     assert graded(task, "41").value == 1
+
+
+def test_a_game_with_a_slow_strategy_is_stopped():
+    task = replace(load_task("battleOfSexes"), grade_timeout=1.0)
+    files = {"strategy.py": b"def row_strategy(history):\n    while True: pass"}
+    score = grading.grade(task, files, "test", partial(open_sandbox, task, LOCAL_BOX))
+    assert "longer than 1 seconds of CPU time" in score.message
 
 
 # ------------------------------------------------------------------ the proxy of a strategy
@@ -864,6 +918,11 @@ def test_an_artefact_that_crashes_an_honest_grader_is_no_submission(make_task, b
         assert world.score().value == 1
 
 
+def test_a_negative_standard_error_is_none(make_task):
+    score = graded(make_task('print(\'{"distance": 1, "stderr": -1}\'); sys.exit()'), "41")
+    assert (score.value, score.stderr) == (1, None)
+
+
 def test_a_score_after_300_mb_of_noise_counts(make_task):
     task = make_task("for _ in range(300): print('x' * 10**6)")
     assert graded(task, "41").value == 1
@@ -953,6 +1012,23 @@ def test_a_broken_grader_ends_the_check(folder, capsys, monkeypatch):
     assert "No module named 'numbers_of_" in err
     with user_error("The grader of task median is broken"):
         env.open_tasks(TaskOptions(("median",)), LOCAL_BOX, True)
+
+
+def test_a_rule_at_the_top_is_named(folder, capsys, monkeypatch):
+    change(folder / "task.yaml", "reference: 0 ", "reference: 2 ")
+    _, out, _ = check(capsys, monkeypatch, "median")
+    assert out.endswith("\ndegenerate: the rule 'the first number' scores 2\n")
+
+
+def test_a_damaged_task_is_listed_and_is_one_sentence(folder, capsys, monkeypatch):
+    (folder / "task.yaml").write_text("metric: [")
+    code, out, _ = check(capsys, monkeypatch)
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["battleOfSexes", "median"]
+    code, _, err = check(capsys, monkeypatch, "median")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "task.yaml is damaged" in err
 
 
 @pytest.mark.parametrize("reference", [10, 12.5])

@@ -85,6 +85,8 @@ BROKEN = (
     ({"config.yaml": "sampling_mode: tail"}, "no finished node"),
     ({"config.yaml": "sampling_mode: x", "journal.jsonl": "{}\n[1]\n"}, "line 2 is not"),
     (STEP, "Cannot read .*result.json"),
+    (STEP | {"result.json": "{"}, "result.json is damaged"),
+    (STEP | {"result.json": "{}"}, "made by another version: its result.json has no baseline"),
     (STEP | {"config.yaml": "a: [1"}, "config.yaml is damaged"),
 )
 
@@ -100,6 +102,14 @@ def test_broken_empty_and_foreign_directories_are_one_sentence(tmp_path, files, 
         reader.read_run(directory)
     assert str(directory) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_nothing_to_show_is_exit_code_2(tmp_path):
+    done = python("viz.py", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    run = filled(tmp_path)
+    with user_error("has no transcripts"):
+        viz.list_text(reader.read_run(run.dir))
 
 
 # --------------------------------------------- terminal views and other kinds of runs
@@ -348,7 +358,9 @@ def test_the_curve_of_evaluations_begins_before_training_and_has_errors(tmp_path
     run = trained(tmp_path / "a")
     group = plots.RunGroup("a", plots.BLUE, [run])
     figure = plots.draw_panels(plots.TRAINING, [group], "")
-    score = figure.axes[0]
+    score, _, kl, *_ = figure.axes
+    assert kl.get_title(loc="left") == "How far has the policy moved?"
+    assert len({axis.get_xlim() for axis in figure.axes}) == 1
     line, _, [bars] = score.containers[0]
     assert line.get_xdata().tolist() == [0, 1, 2]
     assert line.get_ydata().tolist() == [0.4, 0.6, 0.6]
@@ -389,6 +401,8 @@ def test_operators_of_a_copied_script_have_marks_of_their_own(tmp_path):
     by_name = {marks.get_label(): marks for marks in tree.collections}
     shape = by_name["distill: 1"].get_paths()[0].vertices
     assert len(shape) == 7  # a closed hexagon
+    names = {text.get_text() for text in tree.texts}
+    assert names == {"0.0  0.4", "0.1  ", "0.0.0  0.3", "0.0.1  0.45"}
 
 
 def test_what_the_numbers_do_not_say_is_a_sentence(tmp_path):
@@ -399,6 +413,20 @@ def test_what_the_numbers_do_not_say_is_a_sentence(tmp_path):
     optimistic, alarm = tables.notes([run])
     assert "its score is optimistic" in optimistic
     assert "a: the last alarms: The loss" in alarm
+
+
+def test_a_search_that_learns_shows_its_rounds_and_their_alarms(tmp_path):
+    folder = searched(tmp_path / "a").dir
+    rows = [{"step": 6, "gain_mean": 0.2}, {"step": 7, "valid_share": 0.75, "gain_mean": None}]
+    rows[1]["alarms"] = ["It decays."]
+    (folder / "metrics.jsonl").write_text("".join(map(store.json_line, rows)))
+    run = reader.read_run(folder)
+    titles, _, line, *_ = tables.rounds(run).splitlines()
+    shown = dict(zip(titles.split(), line.split(), strict=True))
+    assert (shown["round"], shown["valid"], shown["gain"]) == ("7", "0.75", "-")
+    for text in (viz.summary(run), written(tmp_path, run).read_text()):
+        assert line in text
+        assert "the last alarms: It decays." in text
 
 
 # ------------------------------------------------------------------ the page, also in a browser

@@ -65,23 +65,27 @@ def restricted(answers, submission, chosen):
     return answers.reset_index(drop=True), submission
 
 
-def call(method, first, second):
-    """What a method of the metric returns. It gets copies: metrics change their arguments.
+def check(metric, answers, submission):
+    """The metric's own check. It gets copies: metrics change their arguments.
 
     Raises InvalidSubmissionError.
     """
     try:
-        return method(first.copy(), second.copy())
+        metric.validate_submission(submission.copy(), answers.copy())
     except InvalidSubmissionError:
         raise
     except Exception as error:  # anything can be raised, and its text could hold answers
-        text = f"the metric fails in {method.__name__} ({type(error).__name__})"
+        text = f"submission.csv cannot be checked ({type(error).__name__})"
         raise InvalidSubmissionError(text) from error
 
 
 def value(metric, answers, submission):
     """The metric's value. Raises InvalidSubmissionError."""
-    score = float(call(metric.evaluate, answers, submission))
+    try:
+        score = float(metric.evaluate(answers.copy(), submission.copy()))
+    except Exception as error:  # InvalidSubmissionError as well: its text could hold answers
+        text = f"the metric cannot be computed ({type(error).__name__})"
+        raise InvalidSubmissionError(text) from error
     if not math.isfinite(score):
         raise InvalidSubmissionError("the metric is not a finite number")
     return score
@@ -127,14 +131,14 @@ def evaluate(metric, split):
     except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
         reason = str(error).splitlines()[0]
         raise InvalidSubmissionError(f"submission.csv cannot be read: {reason}") from error
-    call(metric.validate_submission, submission, answers)
+    check(metric, answers, submission)
     if split == "all":
         return value(metric, answers, submission), None
     key = answers.columns[0]
     if key not in submission:
         raise InvalidSubmissionError(f"submission.csv needs the column {key}")
     answers, submission = restricted(answers, submission, answers[key].map(part_of) == split)
-    call(metric.validate_submission, submission, answers)
+    check(metric, answers, submission)
     return value(metric, answers, submission), standard_error(metric, answers, submission)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -14,19 +15,24 @@ import tyro
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import read_mapping
 
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+
 
 def parse_config(config_class, argv: list[str]):
     """Parses `script.py [preset.yaml] [--flag value ...]` into config_class.
 
     The preset is turned into flags that stand in front of the others, so that tyro checks both in
     the same way and the command line wins. Fields of nested dataclasses are flags without a prefix.
-    The docstring of the script heads its --help. Raises UserError for an unreadable preset; tyro
-    itself exits with code 2 for a wrong flag.
+    The docstring of the script heads its --help. Raises UserError for an unreadable preset and for
+    arguments that are no text; tyro itself exits with code 2 for a wrong flag.
     """
     flags = list(argv)
     if flags and not flags[0].startswith("-"):
         preset = read_mapping(Path(flags.pop(0)))
         flags = preset_flags(preset) + flags
+    for flag in flags:
+        if re.search("[\0\ud800-\udfff]", flag):  # surrogates: bytes that are not UTF-8
+            raise UserError(f"This argument is no valid text: {flag[:80]!r}.")
     return tyro.cli(
         config_class,
         args=flags,
@@ -61,7 +67,9 @@ def sentence_of(error: BaseException) -> str:
         return str(error)
     if isinstance(error, SandboxFault):
         return f"The sandbox broke: {error}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{error.strerror}: {str(error.filename)[:80]}..."
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
         return (
             f"{error}. Everything written so far is complete; "
             "run the same command again to continue."

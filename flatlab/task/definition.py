@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -64,10 +65,17 @@ class Task:
     def __post_init__(self):
         """Raises UserError if the task makes no sense."""
         refuse_overlap(self.name, self.public.values(), self.hidden.values())
-        if not self.artefacts or not self.splits or any(map(self.is_artefact, self.hidden)):
-            raise UserError(
-                f"Task {self.name} needs splits, and artefacts that are not hidden files."
-            )
+        limits = self.step_timeout, self.grade_timeout
+        needs = {
+            "splits": self.splits,
+            "artefacts": self.artefacts,
+            "artefacts in the workspace": not any(map(is_outside, self.artefacts)),
+            "finite time limits above 0": all(0 < seconds < math.inf for seconds in limits),
+            "a finite baseline": math.isfinite(self.baseline),
+        }
+        for need, is_met in needs.items():
+            if not is_met:
+                raise UserError(f"Task {self.name} needs {need}.")
         if self.reference is not None and not improvement(self.reference, self) > 0:  # nan, too
             raise UserError(
                 f"Task {self.name}: the reference {self.reference:g} must be better than the "
@@ -126,6 +134,11 @@ def refuse_overlap(task: str, public: Iterable[Path], hidden: Iterable[Path]) ->
         facts = path.stat()
         if (facts.st_dev, facts.st_ino) in known:
             raise UserError(f"Task {task}: {path} is hidden, so it cannot be a public file, too.")
+
+
+def is_outside(artefact: str) -> bool:
+    """Whether it does not lie in the workspace."""
+    return artefact.startswith("/") or ".." in artefact.split("/")
 
 
 def matches(path: str, artefact: str) -> bool:

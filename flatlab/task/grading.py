@@ -26,7 +26,7 @@ from flatlab.sandbox.client import (
     pick_backend,
     plain_text,
 )
-from flatlab.sandbox.images import check_requirements, prepared_image
+from flatlab.sandbox.images import check_requirements, found_images, prepared_image
 from flatlab.task.definition import (
     WHOLE_WORKSPACE,
     Task,
@@ -42,6 +42,7 @@ MOST_FILES = 20_000  # in a workspace whose folders are artefacts
 WALL_FACTOR = 10  # a grading that waits without using the CPU is stopped after this many timeouts
 PRINTED_BYTES = 1 << 20  # of a grader's stdout: its tail
 OUTPUT_CHARS = 4000  # of stdout and of stderr in Score.grader_output
+CANNOT_START = 127  # exit code of a program that is missing
 KILLED = 137  # exit code of a process that got SIGKILL, from the kernel if memory is short
 
 # ------------------------------------------------------------------ sandboxes
@@ -96,18 +97,22 @@ def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -
             # A file that is mounted could not be removed, so an artefact is never mounted.
             if file.stat().st_size > MOUNT_BYTES and not task.is_artefact(path):
                 mounted[path] = file
-    box = Sandbox(
-        options.backend,
-        image=image,
-        premounted=mounted,
-        env={"PYTHONHASHSEED": str(seed % 2**32)},
-        network=options.network and task.needs_network,
-        gpu=task.needs_gpu,
-        hf_cache=options.hf_cache,
-        hide=tuple({str(path.resolve().parent) for path in task.hidden.values()}),
-        hide_package_data=task.hide_package_data,
-        **limits,
-    )
+    try:
+        box = Sandbox(
+            options.backend,
+            image=image,
+            premounted=mounted,
+            env={"PYTHONHASHSEED": str(seed % 2**32)},
+            network=options.network and task.needs_network,
+            gpu=task.needs_gpu,
+            hf_cache=options.hf_cache,
+            hide=tuple({str(path.resolve().parent) for path in task.hidden.values()}),
+            hide_package_data=task.hide_package_data,
+            **limits,
+        )
+    except SandboxFault:
+        found_images.clear()  # somebody may have removed the image: the next call looks again
+        raise
     if task.requirements and not is_container:
         check_requirements(box, task)
     return box
@@ -175,7 +180,7 @@ def collect(task: Task, sandbox) -> dict[str, bytes]:
     """
     if task.artefacts == WHOLE_WORKSPACE:
         return snapshot.take_workspace(sandbox)
-    paths = [name for name in task.artefacts if name[-1] != "/" and not set(name) & set("*?[")]
+    paths = [name for name in task.artefacts if name[-1:] != "/" and not set(name) & set("*?[")]
     if len(paths) < len(task.artefacts):
         reply = sandbox.call("listing", most=MOST_FILES)[0]
         if reply["count"] > MOST_FILES:
@@ -233,6 +238,11 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
         lay_out(task, artefacts, sandbox)
         argv = [part.replace("{split}", split) for part in task.grader]
         reply, stdout = sandbox.program(argv, wall, keep=(0, PRINTED_BYTES), cpu=limit)
+        # An artefact may have ended the grader with this code, so the program is looked up.
+        if reply["code"] == CANNOT_START and not stdout:
+            look_up = ["/bin/sh", "-c", 'command -v "$0"', argv[0]]
+            if sandbox.program(look_up, 20)[0]["code"]:
+                raise SandboxFault(f"the grader does not start: {' '.join(argv)}")
     finally:
         sandbox.close()
     printed = last_json_object(stdout.decode("utf-8", "replace"))
@@ -247,6 +257,9 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
         )
     elif reply["code"] and value is not None:
         message = "The grader failed after it had printed a score."
+    stderr = finite_number(printed, "stderr")
+    if stderr is not None and stderr < 0:
+        stderr = None
     output = ""
     if reply["code"] or reply["timed_out"] or not has_answer:
         value = None
@@ -258,7 +271,7 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
         value is not None,
         message,
         finite_number(printed, "position"),
-        finite_number(printed, "stderr"),
+        stderr,
         output,
     )
 

@@ -79,7 +79,7 @@ def write(runs: list[RunData], folder: Path) -> list[Path]:
             "tree": tree,
             "items": items,
             "note": note,
-            "final": final_table(run.result),
+            "final": final_table(run.result) or tables.rounds(run),
         }
         parts.append(part)
     paths = draw(runs, folder)

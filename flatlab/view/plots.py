@@ -292,11 +292,16 @@ def draw_tree(run: RunData, link: str = "#"):
             **look,
         )
         marks.set_urls([f"{link}{row['id']}" for row in rows])
+    for row in run.rows if len(at) < 200 else ():
+        score = "" if row["score"] is None else f"{row['score']:.4g}"
+        name = f"{row['id']}  {score}"
+        axis.annotate(name, at[row["id"]], (8, 4), textcoords="offset points", fontsize=8)
     axis.set(yticks=[], xlabel="depth", title="How did the search get to its best node?")
+    axis.set_frame_on(False)
     axis.locator_params(axis="x", integer=True)
     axis.grid(False)
     axis.invert_yaxis()
-    figure.colorbar(shade, ax=axis, label=score_label(run), pad=0.01)
+    figure.colorbar(shade, ax=axis, label=score_label(run), pad=0.01, aspect=5 * height)
     figure.legend(loc="outside lower center", ncols=6, markerscale=0.8)
     return figure
 
@@ -330,6 +335,7 @@ def draw_panels(panels, groups: list[RunGroup], title: str):
     figure = new_figure(10 if columns == 1 else 16, 1 + 3.8 * lines)
     for place, (name, x, draw) in enumerate(panels, 1):
         axis = figure.add_subplot(lines, columns, place, title=name, xlabel=x)
+        axis.sharex(figure.axes[0])
         draw(axis, groups)
         axis.locator_params(axis="x", integer=True)
         if axis.get_legend_handles_labels()[1]:

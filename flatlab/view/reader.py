@@ -11,14 +11,17 @@ from pathlib import Path
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, read_rows
 
+# What result.json holds from the first step or node on
+NEEDED = {"metric", "higher_is_better", "baseline", "reference", "selected_on_test"}
+
 
 @dataclass(frozen=True)
 class RunData:
     """A run as it is on the disk.
 
     kind: a key of tables.KINDS. rows: training steps, or nodes in order of completion; the nodes of
-    an evaluation are independent episodes. fingerprint: of the code, the tasks and the model that
-    made the run; {} if it was not recorded.
+    an evaluation are independent episodes. rounds: of a search that learns. fingerprint: of the
+    code, the tasks and the model that made the run; {} if it was not recorded.
     """
 
     dir: Path
@@ -26,6 +29,7 @@ class RunData:
     has_nodes: bool
     config: dict
     rows: list[dict]
+    rounds: list[dict]
     result: dict
     fingerprint: dict
 
@@ -70,16 +74,22 @@ def read_run(directory) -> RunData:
     config = read_mapping(path / "config.yaml")
     fingerprint = config.pop("fingerprint", {})
     has_nodes = "sampling_mode" in config
-    rows = read_rows(path / ("journal.jsonl" if has_nodes else "metrics.jsonl"))
+    rounds = read_rows(path / "metrics.jsonl")
+    rows, rounds = (read_rows(path / "journal.jsonl"), rounds) if has_nodes else (rounds, [])
     if not rows:
         what = "node" if has_nodes else "step"
         raise UserError(f"{path} has no finished {what} yet: nothing to show.")
     result = read_mapping(path / "result.json")
+    if missing := NEEDED - result.keys():
+        raise UserError(
+            f"{path} was made by another version: its result.json has no {min(missing)}. git.txt "
+            "names the commit."
+        )
     kind = "training"
     if has_nodes:
         rows = [node_row(row, result["baseline"]) for row in rows]
         kind = "evaluation" if result.get("evaluation") else "search"
-    return RunData(path, kind, has_nodes, config, rows, result, fingerprint)
+    return RunData(path, kind, has_nodes, config, rows, rounds, result, fingerprint)
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:

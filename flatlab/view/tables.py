@@ -161,7 +161,7 @@ def facts(run: RunData) -> dict:
     """result.json and what follows from it."""
     result = run.result
     has_one_part = result["selected_on_test"] or result.get("exact") or result.get("evaluation")
-    alarms = [text for row in run.rows for text in row.get("alarms", ())]
+    alarms = [text for row in [*run.rows, *run.rounds] for text in row.get("alarms", ())]
     is_tested = has_one_part or result.get("test_score") is not None
     return result | {
         "untested": not is_tested and result.get("best_id", "0") != "0",
@@ -181,6 +181,42 @@ def notes(runs: list[RunData]) -> list[str]:
             if known.get(key):
                 names.setdefault(form.format_map(known), []).append(run.name)
     return [f"{', '.join(same)}: {sentence}." for sentence, same in names.items()]
+
+
+# ------------------------------------------------------------------ rounds
+
+ROUNDS = {  # key of a row -> heading
+    "step": "round",
+    "nodes": "nodes",
+    "tokens": "tokens",
+    "elapsed": "sec",
+    "best_score": "best",
+    "valid_share": "valid",
+    "improved_share": "improved",
+    "gain_mean": "gain",
+    "gain_stderr": "±",
+    "live_lineages": "lineages",
+    "largest_lineage_share": "largest",
+    "depth": "depth",
+    "duplicate_share": "twice",
+    "cut_share": "cut",
+    "kl": "kl",
+}
+
+
+def rounds(run: RunData) -> str:
+    """A line for each round of a search that learns; "" of other runs."""
+    import pandas
+
+    if not run.rounds:
+        return ""
+    frame = pandas.DataFrame(run.rounds, columns=ROUNDS).rename(columns=ROUNDS)
+    table = frame.to_string(index=False, float_format="{:.4g}".format, na_rep="-")
+    return (
+        f"{table}\nnodes, tokens, sec, best, depth: of the tree so far; gain: improvement over the "
+        "parent, of valid nodes; largest: share\nof the largest lineage; twice: of the round's "
+        "programs, those that the tree has more than once; cut: replies cut"
+    )
 
 
 # ------------------------------------------------------------------ groups
