@@ -438,8 +438,8 @@ def update(policy, optimizer, batch: list, cfg: Config, job) -> dict:
             measure_kl = cfg.kl > 0 or number == epoch == 0
             micro_loss(policy, part, cfg, meter, epoch, measure_kl).backward()
             stop_if_interrupted()
-        total, mean, largest = meter.over_ranks(job)
-        policy.check_samples(mean.get("logprob_diff", 0.0))
+        for difference in job.ranks.gather(meter.mean("logprob_diff")):
+            policy.check_samples(difference)
         job.ranks.sum_gradients(policy.parameters())
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM).item()
         if grad_norm <= SKIP_GRAD_NORM:  # False for NaN
@@ -448,6 +448,7 @@ def update(policy, optimizer, batch: list, cfg: Config, job) -> dict:
             skipped += 1
         optimizer.zero_grad()
         grad_norms.append(grad_norm)
+    total, mean, largest = meter.over_ranks(job)
     row = {
         "loss": total["loss"] / EPOCHS,
         "lost_tokens": total["lost_tokens"],

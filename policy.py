@@ -168,8 +168,6 @@ class Policy(ChatTokens):
         import torch
         from transformers import AutoConfig
 
-        from flatlab.model.lora_sync import own_base
-
         super().__init__(path.base)
         self.path = path
         self.context = context
@@ -199,6 +197,8 @@ class Policy(ChatTokens):
         # mean is judged: the largest has a long tail.
         self.diff_limit = 1e-4 if self.dtype == torch.float32 else 0.05
         lora = lora_settings(path, lora_rank)
+
+        from flatlab.model.lora_sync import own_base  # vLLM reads the environment when imported
 
         # The engine comes first because it reseeds the global generators.
         with loading("transformers", path.base):

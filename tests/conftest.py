@@ -84,6 +84,8 @@ def policy(shared_policy):
                 torch.nn.init.kaiming_uniform_(p, a=5**0.5)
             elif "lora_B" in name:
                 p.zero_()
+    for p in shared_policy.parameters():
+        p.grad = None
     shared_policy._reference = None
     shared_policy.sync()
     return shared_policy

@@ -23,7 +23,7 @@ from flatlab.options import EpisodeOptions, ModelOptions, derive
 from flatlab.runs import store
 from flatlab.train import guard, metrics
 from flatlab.train.batch import Group, TrainSequence, gather_groups
-from flatlab.train.job import Job
+from flatlab.train.job import Job, Ranks
 from flatlab.view import console
 from flatlab.world.episode import Episode, Segment
 from helpers import MADE_BY, configure, segments_of, slow, user_error
@@ -118,6 +118,21 @@ def test_a_token_whose_log_prob_is_no_number_is_left_out(policy):
     assert row["skipped"] == 0
     assert all_close(with_damage, without, 1e-7)
     assert "not finite" in " ".join(guard.alarms(row, []))
+
+
+@pytest.mark.parametrize("other", [9.0, math.nan])
+def test_one_rank_whose_samples_disagree_stops_all_of_them(policy, monkeypatch, other):
+    def gather(ranks, thing):
+        return [thing, other] if isinstance(thing, float) else [thing]
+
+    monkeypatch.setattr(Ranks, "gather", gather)
+    monkeypatch.setattr(policy, "diff_limit", 8.0)  # the mean over the ranks is below it
+    before = weights_of(policy)
+    with user_error(f"disagree by {other:g} nats on the samples of this step"):
+        grpo.update(
+            policy, policy.make_optimizer(1.0), random_pieces(policy, (12, 1.0)), CFG, Job()
+        )
+    assert has_weights(policy, before)
 
 
 def test_an_update_with_a_gradient_that_is_no_number_or_too_large_is_skipped(policy, monkeypatch):
@@ -219,6 +234,7 @@ COLLAPSES = (
     (evaluated(0.35), ""),  # 2.1 standard errors
     (evaluated(0.1), "held-out improvement fell from 0.500 (step 9) to 0.100"),
     (evaluated(0.9), ""),
+    (evaluated(0.1)[:-1] + [row(8, eval_improvement=0.1, eval_improvement_stderr=0.05)], ""),
     ([row(0, kl=2.0), row(1, kl=2.0)], ""),
     ([row(i, kl=2.0) for i in range(3)], "KL to the reference"),
     ([row(i, skipped=1) for i in range(3)], "three updates"),

@@ -6,9 +6,11 @@ import re
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 
+import grpo
 import search
 from flatlab.files import read_rows
 from flatlab.options import flat, may_change
@@ -172,6 +174,11 @@ def test_a_valid_share_below_half_of_the_first_for_two_rounds_is_an_alarm():
     [alarm] = rounds.alarms({"valid_share": 0.2}, rows)
     assert "20%, below half of the first round's 80%" in alarm
     assert rounds.alarms({"valid_share": 0.1}, rows[:1]) == []
+
+
+def test_the_advantages_are_those_of_grpo_without_a_value_head():
+    names = [name for name, advantage in grpo.ADVANTAGES.items() if not advantage.value_head]
+    assert list(get_args(get_type_hints(search.Config)["advantage"])) == names
 
 
 def test_replies_that_were_cut_carry_no_gradient(tmp_path, policy):

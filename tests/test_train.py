@@ -336,3 +336,4 @@ def test_imitation_raises_the_probability_of_the_replies(policy, run, capsys):
     assert lines[0] == "imitate  2 episodes, 6 updates"
     assert len(lines) == 7
     assert lines[1].startswith("imitate  1 of 6: ")
+    assert "nats per token, ETA 0m" in lines[1]

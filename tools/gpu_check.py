@@ -278,7 +278,7 @@ def sync(model: str) -> list:
     found = asyncio.run(go())
     text = difference_text(found)
     return [
-        ("sync with its check", f"{1000 * median(took):.1f} ms", "median of 20, requests running"),
+        ("sync", f"{1000 * median(took):.1f} ms", "median of 20, requests running"),
         ("log-prob difference after 20 syncs", text, f"limit of the mean {policy.diff_limit}"),
     ]
 
@@ -354,7 +354,7 @@ def memory_probe(model: str) -> list:
     policy = make_policy(model)
     free = memory.free_bytes(policy.device)
     tokens = memory.fit_micro_tokens(policy, False)
-    length = policy.context
+    length = min(tokens, policy.context)
     sequence = ([0] * length, [0] + [1] * (length - 1))
     policy.logprobs([sequence] * (tokens // length))[0].mean().backward()
     return [("tokens of a training pass", str(tokens), f"{gib(free)} were free")]

@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 
-from flatlab.model.packing import common_prompt
 from flatlab.task.definition import Task, improvement
 from flatlab.world.episode import Episode
 
@@ -136,6 +135,8 @@ def cost(part: list[TrainSequence], packed: bool = True) -> int:
     """Tokens of a forward pass: the common prompt once and the rest of each sequence; if not
     packed, a padded row for each sequence.
     """
+    from flatlab.model.packing import common_prompt
+
     lengths = [len(s.tokens) for s in part]
     if not packed:
         return len(part) * max(lengths)
@@ -168,6 +169,12 @@ class Meter:
                 column = column.detach().double()
                 numbers = (column.sum().item(), column.numel(), column.max().item())
                 self.rows.append((name, *numbers))
+
+    def mean(self, name: str) -> float:
+        """Of what this rank added; 0 if it had nothing to add."""
+        rows = [row[1:] for row in self.rows if row[0] == name] or [(0.0, 1, 0.0)]
+        totals, counts, _ = zip(*rows)
+        return sum(totals) / sum(counts)
 
     def over_ranks(self, job) -> tuple[dict, dict, dict]:
         """(sums, means, maxima) of what was added so far by name, the same on every rank."""

@@ -128,8 +128,8 @@ def is_stuck(rows: list[dict]) -> str:
 
 def evaluation_fell(row: dict, best: dict | None) -> str:
     """Scores also fall by chance, so a fall counts from three standard errors on."""
-    if not best or "eval_improvement" not in row:
-        return ""
+    if not best or "eval_improvement" not in row or best["step"] > row["step"]:
+        return ""  # a killed run may have saved a better adapter after this row
     last = row["eval_improvement"]
     fall = best["improvement"] - last
     errors = [best["improvement_stderr"] or 0.0, row["eval_improvement_stderr"] or 0.0]

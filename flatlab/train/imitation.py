@@ -11,11 +11,13 @@ Policy.set_reference.
 """
 
 import random
+import time
 from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import read_rows
 from flatlab.model.chat import Sample
+from flatlab.numbers import duration
 from flatlab.options import EpisodeOptions
 from flatlab.task.definition import Task, improvement
 from flatlab.train.batch import TrainSequence, column, micro_batches, sequences_of
@@ -99,6 +101,7 @@ def warm_start(policy, tasks: list[Task], cfg, job) -> None:
     optimizer = policy.make_optimizer(cfg.sft_lr)
     rng = random.Random(cfg.seed)
     waiting = []
+    start = time.perf_counter()
     for number in range(1, cfg.sft_updates + 1):
         waiting = waiting or rng.sample(episodes, len(episodes))
         sequences = sum(waiting[:EPISODES_PER_UPDATE], [])
@@ -114,4 +117,6 @@ def warm_start(policy, tasks: list[Task], cfg, job) -> None:
         torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        job.say(f"imitate  {number} of {cfg.sft_updates}: {mean:.3f} nats per token")
+        eta = (time.perf_counter() - start) / number * (cfg.sft_updates - number)
+        count = f"imitate  {number} of {cfg.sft_updates}"
+        job.say(f"{count}: {mean:.3f} nats per token, ETA {duration(eta)}")
