@@ -81,6 +81,13 @@ def test_passing_failures_are_repeated_after_the_time_the_endpoint_asks_for(serv
     assert len(seen) == 6
 
 
+def test_an_empty_key_is_none(server, monkeypatch):
+    url, _, seen = server
+    monkeypatch.setenv("OPENAI_API_KEY", "")
+    assert ask(url).text == "hello"
+    assert seen[0]["auth"] == "Bearer none"
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
 def test_a_request_that_is_refused_is_not_repeated(server, status):
     url, script, seen = server

@@ -64,7 +64,7 @@ class Endpoint:
         self.model = model
         self.context = context
         self.temperature = temperature
-        key = os.environ.get("OPENAI_API_KEY", "none")  # local servers take any
+        key = os.environ.get("OPENAI_API_KEY") or "none"  # local servers take any
         self.client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=retries)
         # Some endpoints take no seed, and some have another name for the limit (max_tokens).
         self.refused = set()
