@@ -37,12 +37,16 @@ def test_the_estimate_agrees_with_what_was_measured():
     assert memory.bytes_needed(2048, SMOLLM2, 4, True) < 2.5 * GIB
 
 
-def test_the_tokens_of_a_training_pass_follow_from_model_and_memory(monkeypatch):
+def test_the_tokens_of_a_training_pass_follow_from_model_and_memory(monkeypatch, capsys):
     policy = SimpleNamespace(
-        device="cpu", dtype=torch.float32, model=SimpleNamespace(config=SMOLLM2)
+        device="cpu", dtype=torch.float32, model=SimpleNamespace(config=SMOLLM2), context=4096
     )
     monkeypatch.setattr(memory, "free_bytes", lambda device, processes: 16 * GIB // processes)
     assert memory.fit_micro_tokens(policy, False) == 2048
+    assert capsys.readouterr().err == ""
+    policy.context = 16384
+    assert memory.fit_micro_tokens(policy, False) == 2048
+    assert "memory: an episode of 16384 tokens" in capsys.readouterr().err
     assert memory.fit_micro_tokens(policy, True) == memory.MOST_TOKENS
     assert memory.fit_micro_tokens(policy, False, processes=4) == 512
     with user_error("The model does not fit: a training pass over 256 tokens needs about 0.8 GiB"):

@@ -147,4 +147,12 @@ def fit_micro_tokens(
             f"{needed(tokens) / 2**30:.1f} GiB, and {free / 2**30:.1f} are free; try "
             "--gradient-checkpointing or a smaller model."
         )
+    longest = needed(policy.context)
+    if longest > free:
+        print(
+            f"memory: an episode of {policy.context} tokens, a pass of its own, needs about "
+            f"{longest / 2**30:.1f} GiB, and {free / 2**30:.1f} are free: the run may end there. "
+            "--gradient-checkpointing or a smaller --context avoids it.",
+            file=sys.stderr,
+        )
     return tokens
