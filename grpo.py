@@ -575,7 +575,8 @@ def train(policy, tasks: list, cfg: Config, job) -> None:
         # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
         if job.run:
             row |= metrics.timing(policy, times, played)
-            checkpoint.write_step(policy, optimizer, job, played, row)
+            checkpoint.save_groups(job, step, played)
+            checkpoint.write_step(policy, optimizer, job, row)
             eta = fmean(r["seconds"] for r in rows[-20:]) * (cfg.steps - job.step)
             print(
                 f"step {step:3}  reward {row['reward_mean']:+.2f}  {metrics.mean_text(row)}  "

@@ -296,14 +296,18 @@ class Run:
     def rows(self, file="metrics.jsonl") -> list[dict]:
         return read_rows(self.dir / file)
 
-    def truncate_after(self, step: int):
-        """On resume: removes the steps after the checkpoint's `step` (-1: all of them), with their
-        episodes, and those of the comparison at the end.
-        """
+    def truncate_rows(self, step: int):
+        """Removes the rows after the checkpoint's `step`."""
         rows = self.rows()
         kept = [row for row in rows if row.get("step", -1) <= step]
         if kept != rows:
             write_whole(self.dir / "metrics.jsonl", "".join(map(json_line, kept)))
+
+    def truncate_after(self, step: int):
+        """On resume: removes the steps after the checkpoint's `step` (-1: all of them), with their
+        episodes, and those of the comparison at the end.
+        """
+        self.truncate_rows(step)
         for path in (self.dir / "episodes").iterdir():
             name = path.name.partition(".")[0]
             number = name.removeprefix("eval-")

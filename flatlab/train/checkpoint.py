@@ -21,8 +21,6 @@ def resume(policy, optimizer, job) -> list[dict]:
     """Loads the newest checkpoint, removes what was written after it, and tells the job how far the
     run has come. Returns the rows up to it.
     """
-    import torch
-
     found = None
     if job.run:
         step, folder = [(-1, None), *job.run.checkpoints()][-1]
@@ -33,19 +31,22 @@ def resume(policy, optimizer, job) -> list[dict]:
     step, folder, rows, job.best = job.ranks.first(found)
     job.step = step + 1
     if folder:
-        policy.load_adapter(folder)
-        saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(saved["optimizer"])
+        load(policy, optimizer, folder)
         job.say(f"resumed after step {step} from {folder}")
         job.stopped = guard.collapse(rows, job.best)
     return rows
 
 
-def write_step(policy, optimizer, job, groups: list[Group], row: dict) -> None:
-    """Writes transcripts, row and checkpoint, in this order: a step counts once its checkpoint is
-    there.
-    """
-    save_groups(job, row["step"], groups)
+def load(policy, optimizer, folder: Path) -> None:
+    import torch
+
+    policy.load_adapter(folder)
+    saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+    optimizer.load_state_dict(saved["optimizer"])
+
+
+def write_step(policy, optimizer, job, row: dict) -> None:
+    """Writes row and checkpoint, after the transcripts. A step counts once it has a checkpoint."""
     job.run.log(row)
     with job.run.checkpoint(row["step"]) as folder:
         policy.save(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from pathlib import Path
 
@@ -116,14 +115,9 @@ def node_line(t, node) -> str:
 
 def round_line(row: dict) -> str:
     """One line of the terminal after a round of a search that learns."""
-    gain = "-" if row["gain_mean"] is None else f"{row['gain_mean']:+.4f}"
-    line = (
-        f"round {row['step']:3}  best {row['best_score']:.4f}  valid {row['valid_share']:4.0%}  "
-        f"improved {row['improved_share']:4.0%} by {gain}  same {row['zero_variance_share']:4.0%}  "
-        f"lineages {row['live_lineages']}  grad {row.get('grad_norm', math.nan):.2f}  "
-        f"kl {row.get('kl', math.nan):.1e}"
-    )
-    return "\n      ! ".join([line, *row["alarms"]])
+    numbers = {title: row.get(key) for key, title in tables.ROUNDS.items()}
+    texts = [f"{title} {x:.4g}" for title, x in numbers.items() if x is not None]
+    return "\n      ! ".join(["  ".join(texts), *row["alarms"]])
 
 
 def report(trees: list, where: Path) -> None:

@@ -290,7 +290,8 @@ def books(trainer, job, rows, groups, task, step):
     rows.append(row)
     guard.collapse(rows, job.best)
     row |= metrics.timing(trainer, [0.0, 10.0, 20.0, 20.1, 20.1], groups)
-    checkpoint.write_step(trainer, trainer, job, groups, row)
+    checkpoint.save_groups(job, step, groups)
+    checkpoint.write_step(trainer, trainer, job, row)
     page.plot_now_and_then(job.run)
 
 
