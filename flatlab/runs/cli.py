@@ -67,7 +67,7 @@ def sentence_of(error: BaseException) -> str:
         return str(error)
     if isinstance(error, SandboxFault):
         return f"The sandbox broke: {error}"
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.E2BIG):
         return f"{error.strerror}: {str(error.filename)[:80]}..."
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
         return (
