@@ -29,8 +29,14 @@ from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.client import Sandbox, pick_backend, readable
 from flatlab.task.definition import WHOLE_WORKSPACE, Task
-from flatlab.task.grading import Score, check_grader, collect, grade
-from flatlab.task.machine import check_needs, open_sandbox, resolve_backend
+from flatlab.task.grading import (
+    Score,
+    collect,
+    grade,
+    open_sandbox,
+    resolve_backend,
+)
+from flatlab.task.sanity import check_grader
 from flatlab.world import texts
 from flatlab.world.actions import act_bash, score_text
 from flatlab.world.episode import in_thread
@@ -131,8 +137,8 @@ class Env:
         read for the workspace as it is now. self.episode names the prompts file.
         """
         facts = texts.episode_facts(self, self.episode)
-        system, first = next(texts.first_messages(self, self.episode, facts))
-        return "\n\n".join(filter(None, [system, first, self.message]))
+        messages = texts.first_messages(self, self.episode, facts)
+        return "\n\n".join(filter(None, messages))
 
     def files(self, most: int) -> tuple[list[tuple[str, int]], int]:
         """The first `most` (path, size in bytes) of the workspace, and the count of all."""
@@ -227,7 +233,7 @@ def open_tasks(
     image = tasks[0].image or sandbox.image
     sandbox.backend, why = pick_backend(sandbox.backend, image, model_is_tiny)
     for task in tasks:
-        check_needs(task, sandbox)
+        resolve_backend(task, sandbox)
         check_grader(task, partial(open_sandbox, task, sandbox))
     return tasks, why
 
@@ -246,21 +252,12 @@ def read_reply() -> str:
 
     Raises EOFError at the end of the input.
     """
-    line = ask("$ ")
-    if not line.startswith("```"):
-        return f"```bash\n{line}\n```"
-    lines = [line, ask("> ")]
+    lines = [input("$ ")]
+    if not lines[0].startswith("```"):
+        return f"```bash\n{lines[0]}\n```"
     while lines[-1].rstrip() != "```":
-        lines.append(ask("> "))
+        lines.append(input("> "))
     return "\n".join(lines)
-
-
-def ask(prompt: str) -> str:
-    """input(), which also shows lines that are piped in rather than typed. Raises EOFError."""
-    line = input(prompt)
-    if not sys.stdin.isatty():
-        print(line)
-    return line
 
 
 def run_attached(command: str) -> int:

@@ -35,6 +35,7 @@ Letters: P groups, G episodes each, N trained tokens of a micro-batch.
 import asyncio
 import functools
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import nan
@@ -46,9 +47,10 @@ import env
 from flatlab import options, threads
 from flatlab.errors import UserError
 from flatlab.model import memory
+from flatlab.numbers import duration, value_text
 from flatlab.options import Bounds, Count, Resumable
-from flatlab.runs import cli, fingerprint, reader, store, trackers
-from flatlab.train import checkpoint, evaluation, guard, imitation, metrics, overlap, ppo, ranks
+from flatlab.runs import cli, fingerprint, store, trackers
+from flatlab.train import checkpoint, evaluation, guard, imitation, metrics, ppo
 from flatlab.train.batch import (
     Group,
     Meter,
@@ -59,7 +61,8 @@ from flatlab.train.batch import (
     plan_step,
     sequences_of,
 )
-from flatlab.view import console
+from flatlab.train.job import Job, Slots, join, run_beside, stop_if_interrupted
+from flatlab.view import console, page
 from flatlab.world.episode import play, run_episode
 from flatlab.world.texts import load_prompts
 from policy import Policy, default_model, lora_settings, resolve_model
@@ -73,6 +76,7 @@ IS_CAP = 2.0  # upper bound on a token's importance weight (truncated importance
 WARMUP = 4  # steps until the full learning rate
 EPOCHS = 1  # passes over the batch of a step, an update after each
 MAX_GRAD_NORM = 1.0  # a larger gradient is scaled down to this norm
+TASK_WEIGHTS = {}  # share of the groups by name of the task, {"titanic": 2}; others have 1
 
 
 # Rewards of a valid submission. improvement: 0 at the task's baseline, 1 at its reference. episode:
@@ -241,7 +245,7 @@ class Advantage:
 class Loss:
     function: Callable
     weight: Callable
-    clip_low: float  # the bounds that hold unless --clip-low and --clip-high are given
+    clip_low: float  # lower and upper bound, see the function
     clip_high: float
     supports_off_policy: bool = True  # whether these bounds suit samples of an older policy
 
@@ -278,7 +282,6 @@ class Config:
     seed: options.Seed = 0  # seed of sampling, initial adapter and choice of tasks
     # training steps; a larger number continues a finished run
     steps: Resumable[int] = 30
-    task_weights: tuple[float, ...] = ()  # share of the groups for each task; default: equal
     sft: tuple[str, ...] = ()  # runs (logs/<run>) to imitate before the first step
     # fraction of their above-baseline episodes to imitate, best first; at most 1024 of a task
     sft_share: Annotated[float, Bounds(1e-6, 1)] = 0.25
@@ -301,10 +304,8 @@ class Config:
     # reached the length limit
     credit: Literal[*CREDITS] = "episode"
     loss: Literal[*LOSSES] = "dapo"  # policy-gradient loss; LOSSES shows what each one consists of
-    # ratios are clipped below 1 - clip_low; dppo: largest fall of a probability; default: LOSSES
-    clip_low: float | None = None
-    # ratios are clipped above 1 + clip_high; dppo: largest rise of a probability; default: LOSSES
-    clip_high: float | None = None
+    clip_low: float = field(init=False)  # the bounds of the loss, from LOSSES
+    clip_high: float = field(init=False)
     # weight of the KL to the reference: the policy of the first step, after an imitation
     kl: float = 0.05
 
@@ -328,6 +329,10 @@ class Config:
     episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
     trackers: options.Trackers = ()  # where rows go, too; WANDB_MODE=offline needs no account
 
+    def __post_init__(self):
+        self.clip_low = LOSSES[self.loss].clip_low
+        self.clip_high = LOSSES[self.loss].clip_high
+
 
 # ------------------------------------------------------------------------------ sample
 
@@ -350,42 +355,39 @@ def agent_loop(cfg: Config) -> Callable:
     return functools.partial(agent_program.play, command=cfg.agent)
 
 
-async def play_groups(policy, plan: Plan, cfg: Config, job, on_end=None) -> list[Group]:
+async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     """Plays the groups of a plan; returns those of this rank by number.
 
     A group of equal rewards is followed by the next replacement. Up to cfg.concurrency episodes are
     in flight at once, those of other plans included. Every rank plays its part of both lists.
-    on_end: called after every episode.
     """
-    job.slots = slots = job.slots or overlap.Slots(cfg.concurrency)
+    job.slots = slots = job.slots or Slots(cfg.concurrency)
     planned = [*plan.tasks, *plan.replacements]
     spare = iter(range(len(plan.tasks), len(planned))[job.ranks.rank :: job.ranks.world])
     loop = agent_loop(cfg)
+    groups = []
 
     async def one(task, number):
         seed = plan.seed * 100_003 + number
         async with slots.slot(plan.order), env.Env(task, cfg.sandbox, seed) as world:
-            episode = await run_episode(world, policy, cfg.episode, seed, plan.test, loop)
-        if on_end:
-            on_end()
-        return episode
+            return await run_episode(world, policy, cfg.episode, seed, plan.test, loop)
 
     async def fill(number):
-        # If one episode is cancelled or raises, the others are cancelled too, and every sandbox is
-        # closed.
-        async with asyncio.TaskGroup() as together:
-            task = planned[number]
-            numbers = range(number * plan.size, (number + 1) * plan.size)
-            plays = [together.create_task(one(task, i)) for i in numbers]
-        group = Group(number, task, [playing.result() for playing in plays], [])
-        group.rewards = rewards_of(group, cfg)
-        following = None if group.informative else next(spare, None)
-        return [group] if following is None else [group, *await fill(following)]
+        while number is not None:
+            # If one episode is cancelled or raises, the others are cancelled too, and every sandbox
+            # is closed.
+            async with asyncio.TaskGroup() as together:
+                task = planned[number]
+                numbers = range(number * plan.size, (number + 1) * plan.size)
+                plays = [together.create_task(one(task, i)) for i in numbers]
+            group = Group(number, task, [playing.result() for playing in plays], [])
+            group.rewards = rewards_of(group, cfg)
+            groups.append(group)
+            number = None if group.informative else next(spare, None)
 
     async with asyncio.TaskGroup() as together:
-        numbers = range(len(plan.tasks))[job.ranks.rank :: job.ranks.world]
-        mine = [together.create_task(fill(number)) for number in numbers]
-    groups = [group for done in mine for group in done.result()]
+        for number in range(len(plan.tasks))[job.ranks.rank :: job.ranks.world]:
+            together.create_task(fill(number))
     if cfg.agent:
         from integrations.agent_program import check_programs
 
@@ -431,14 +433,13 @@ def update(policy, optimizer, batch: list, cfg: Config, job) -> dict:
         return {}
     meter, skipped, grad_norms = Meter(), 0, []
     for epoch in range(EPOCHS):
-        parts = micro_batches(batch, cfg.micro_tokens, policy.packs)
-        for number, part in enumerate(parts):
+        for number, part in enumerate(micro_batches(batch, cfg.micro_tokens, policy.packs)):
             # With --kl 0 the guard still wants to know the KL, so one micro-batch measures it.
             measure_kl = cfg.kl > 0 or number == epoch == 0
             micro_loss(policy, part, cfg, meter, epoch, measure_kl).backward()
-            overlap.stop_if_interrupted()
-        if epoch == 0:
-            policy.check_samples(meter.mean("logprob_diff"))
+            stop_if_interrupted()
+        for difference in job.ranks.gather(meter.mean("logprob_diff")):
+            policy.check_samples(difference)
         job.ranks.sum_gradients(policy.parameters())
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM).item()
         if grad_norm <= SKIP_GRAD_NORM:  # False for NaN
@@ -476,9 +477,10 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, measur
     if measure_kl:
         with torch.no_grad():
             base = policy.logprobs(pairs, base=True)[0]
-    has_values = ADVANTAGES[cfg.advantage].value_head
     logp, entropy, *values = policy.logprobs(
-        pairs, values=has_values, entropy_learns=ENTROPY_BONUS > 0
+        pairs,
+        values=ADVANTAGES[cfg.advantage].value_head,
+        entropy_learns=ENTROPY_BONUS > 0,
     )
 
     # A token whose log-prob is not finite is left out.
@@ -486,27 +488,23 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, measur
     is_finite = logp.isfinite() & old.isfinite()
     if base is not None:
         is_finite &= base.isfinite()
+        base = base.masked_fill(~is_finite, 0.0)
     logp = logp.masked_fill(~is_finite, 0.0)
     old = old.masked_fill(~is_finite, 0.0)
 
     loss, is_clipped = LOSSES[cfg.loss].function(logp, old, advantage, sequence, cfg)
     if base is not None:
-        kl = kl_to_base(logp, base).masked_fill(~is_finite, 0.0)
-        meter.add(kl=kl, base_diff=(logp.detach() - base).masked_fill(~is_finite, 0.0).abs())
+        kl = kl_to_base(logp, base)
+        meter.add(kl=kl, base_diff=(logp - base).abs())
         if cfg.kl:
             loss = loss + cfg.kl * kl
     if ENTROPY_BONUS:
         loss = loss - ENTROPY_BONUS * entropy.masked_fill(~is_finite, 0.0)
-    if has_values:
-        loss = loss + ppo.value_loss(values[0], part)
+    if values:
+        loss = loss + ppo.value_loss(*values, part)
     loss = loss * column(part, "weight", policy.device) * is_finite
-
-    meter.add(
-        loss=loss,
-        entropy=entropy,
-        clip_share=is_clipped & is_finite,
-        lost_tokens=~is_finite,
-    )
+    meter.add(loss=loss, entropy=entropy, clip_share=is_clipped & is_finite)
+    meter.add(lost_tokens=~is_finite)
     if epoch == 0:
         # The engine's log-probs are those of the trainer for tokens of the current version only.
         lag = policy.version - column(part, "version", policy.device)
@@ -527,30 +525,31 @@ def train(policy, tasks: list, cfg: Config, job) -> None:
     threads.use_all(but=policy.decode_threads if cfg.ahead else 0)
     job.play = play_groups
     optimizer = policy.make_optimizer(cfg.lr)
-    state, rows = checkpoint.resume(policy, optimizer, job)
+    rows = checkpoint.resume(policy, optimizer, job)
     job.ranks.broadcast(policy.parameters())
     agreement = job.loop.wait(policy.verify)["random adapter"]
     job.say(f"engine   agrees with the trainer: {agreement}")
-    policy.version = state.step
-    if state.step == 0:
-        evaluation.begin(policy, tasks, cfg, job, state)
+    policy.version = job.step
+    if job.step == 0:
+        evaluation.begin(policy, tasks, cfg, job)
     if cfg.sft or policy.path.adapter:  # else the reference of the KL term is the base model
         start = "imitated" if cfg.sft else "untrained"
         policy.set_reference(Path("logs", cfg.name, start))
 
+    weights = [TASK_WEIGHTS.get(task.name, 1) for task in tasks]
     playing = {}  # step -> future of its groups
-    while state.step < cfg.steps and not state.stopped:
-        step = state.step
-        watch = metrics.Stopwatch()
+    while job.step < cfg.steps and not job.stopped:
+        step = job.step
+        times = [time.perf_counter()]
 
         # sample: P groups of G episodes from the current policy, or from one that is at most
         # cfg.ahead updates older; faults leave their group
         for later in range(step, min(step + cfg.ahead + 1, cfg.steps)):
             if later not in playing:
-                plan = plan_step(tasks, cfg, later)
+                plan = plan_step(tasks, weights, cfg, later)
                 playing[later] = job.loop.start(play_groups, policy, plan, cfg, job)
         groups = playing.pop(step).result()
-        watch.lap("sample")
+        times.append(time.perf_counter())
         played = gather_groups(groups, job)
         row = {"step": step, **metrics.step_metrics(played, tasks)}
 
@@ -559,38 +558,39 @@ def train(policy, tasks: list, cfg: Config, job) -> None:
         for setting in optimizer.param_groups:
             setting["lr"] = row["lr"]
         row |= update(policy, optimizer, make_batch(policy, groups, cfg, job), cfg, job)
-        watch.lap("train")
+        times.append(time.perf_counter())
 
         # sync: the trained adapter into the running engine
-        job.loop.call(policy.sync)
-        watch.lap("sync")
+        job.loop.wait(policy.sync)
+        times.append(time.perf_counter())
 
         # judge: an evaluation now and then, alarms, and the guard
-        state.step = step + 1
-        row |= evaluation.after_step(policy, tasks, cfg, job, state)
+        job.step = step + 1
+        row |= evaluation.after_step(policy, tasks, cfg, job)
         row["alarms"] = guard.alarms(row, rows)
         rows.append(row)
-        state.stopped = guard.collapse(rows, state.best)
-        watch.lap("judge")
+        job.stopped = guard.collapse(rows, job.best)
+        times.append(time.perf_counter())
 
         # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
         if job.run:
-            row |= checkpoint.timing(policy, watch.seconds, played)
-            checkpoint.write_step(policy, optimizer, job, state, played, row)
-            eta = fmean(r["seconds"] for r in rows[-20:]) * (cfg.steps - state.step)
+            row |= metrics.timing(policy, times, played)
+            checkpoint.save_groups(job, step, played)
+            checkpoint.write_step(policy, optimizer, job, row)
+            eta = fmean(r["seconds"] for r in rows[-20:]) * (cfg.steps - job.step)
             print(
                 f"step {step:3}  reward {row['reward_mean']:+.2f}  {metrics.mean_text(row)}  "
                 f"valid {row['valid_share']:4.0%}  same {row['zero_variance_share']:4.0%}  "
                 f"kl {row.get('kl', nan):.1e}  grad {row.get('grad_norm', nan):.2f}  "
                 f"{row['seconds']:.1f} s ({row['seconds_sample']:.1f} sampling)  "
-                f"ETA {reader.duration(eta)}",
+                f"ETA {duration(eta)}",
                 *(f"\n      ! {alarm}" for alarm in row["alarms"]),
                 sep="",
                 flush=True,
             )
-            console.plot_now_and_then(job.run)
+            page.plot_now_and_then(job.run)
 
-    evaluation.finish(policy, tasks, cfg, job, state)
+    evaluation.finish(policy, tasks, cfg, job)
 
 
 # ------------------------------------------------------------------------------ start
@@ -603,52 +603,40 @@ def check_config(cfg: Config) -> None:
     options.check_values(cfg)
     if cfg.eval_episodes == 1:
         raise UserError("--eval-episodes must be 0 or at least 2: one has no standard error.")
-    weights = cfg.task_weights
-    if weights and (len(weights) != len(cfg.tasks.task) or sum(weights) == 0):
-        raise UserError(
-            "--task-weights needs one number per task, none below 0 and at least one above 0."
-        )
     if cfg.max_groups is not None and cfg.max_groups < cfg.groups:
         raise UserError(f"--max-groups {cfg.max_groups} is less than --groups {cfg.groups}.")
     if ADVANTAGES[cfg.advantage].value_head and cfg.credit != "episode":
         raise UserError(
             f"--advantage {cfg.advantage} assigns credit to every token itself: leave out --credit."
         )
-    has_bounds = None not in (cfg.clip_low, cfg.clip_high)
-    if cfg.ahead and not (LOSSES[cfg.loss].supports_off_policy or has_bounds):
+    if cfg.ahead and not LOSSES[cfg.loss].supports_off_policy:
         raise UserError(
             f"With --ahead, the bounds of --loss {cfg.loss} would clip most of what is sampled: "
-            "set --clip-low and --clip-high, or choose another loss."
+            "choose another loss, or wider bounds in LOSSES."
         )
     if cfg.agent and cfg.episode.thoughts != "keep":
         raise UserError("--thoughts is not for --agent: the program chooses what the model reads.")
 
 
 def fill_in(cfg: Config, tasks: list, path) -> None:
-    """Replaces None by what the model, the loss and the tasks suggest."""
+    """Replaces None by what the model and the tasks suggest."""
     is_tiny = path.is_tiny
     options.derive(cfg.model, cfg.episode, is_tiny, path.positions)
-    model = reader.value_text(cfg.model.model)
-    lora = lora_settings(path, cfg.lora_rank)
+    model = value_text(cfg.model.model)
     derived = {
-        "lora_rank": lora["r"],
+        "lora_rank": lora_settings(path, cfg.lora_rank)["r"],
         "lr": 1e-3 if is_tiny else 2e-5,
         "sft_lr": 1e-3 if is_tiny else 2e-4,
-        "clip_low": LOSSES[cfg.loss].clip_low,
-        "clip_high": LOSSES[cfg.loss].clip_high,
         "max_groups": 2 * cfg.groups,
         "concurrency": 32 * (1 + cfg.ahead),
         "name": f"{SCRIPT}-{'+'.join(task.name for task in tasks)}-{model}-{cfg.seed}",
     }
     options.set_defaults(cfg, derived)
-    cfg.task_weights = cfg.task_weights or (1.0,) * len(tasks)
 
 
 def prepare(cfg: Config, job):
-    """Completes the config, opens the run directory and raises UserError for whatever is wrong,
-    before the model loads.
-
-    Returns the tasks, the model's path, and why this sandbox was chosen.
+    """Completes the config and opens the run directory. Returns the tasks, the model's path and why
+    this sandbox was chosen. Raises UserError for whatever is wrong, before the model loads.
     """
     check_config(cfg)
     cfg.model.model = cfg.model.model or default_model()
@@ -674,7 +662,7 @@ def main() -> None:
     cfg = cli.parse_config(Config, sys.argv[1:])
     threads.configure()
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
-    job = ranks.Job(ranks.join(timeout=24 * 3600))
+    job = Job(join(timeout=24 * 3600))
     tasks, path, why = prepare(cfg, job)
     run = job.run
     if job.ranks.first(bool(run and run.finished)):
@@ -686,7 +674,7 @@ def main() -> None:
                 console.banner(cfg, tasks, path, why, run)
             job.say("engine   is starting")
             policy = load_policy(cfg, path, job)
-            asyncio.run(overlap.run_beside(job.loop, train, policy, tasks, cfg, job))
+            asyncio.run(run_beside(job.loop, train, policy, tasks, cfg, job))
     if run:
         console.farewell(run)
         status = run.results()["status"]
@@ -711,8 +699,8 @@ def load_policy(cfg: Config, path, job) -> Policy:
     )
     if policy.adapts_attention_only:
         job.say("adapter  is on the attention layers alone: the experts are not trained")
-    cfg.micro_tokens = memory.fit_micro_tokens(
-        policy, cfg.micro_tokens, cfg.gradient_checkpointing, job.ranks.world, cfg.ahead > 0
+    cfg.micro_tokens = cfg.micro_tokens or memory.fit_micro_tokens(
+        policy, cfg.gradient_checkpointing, job.ranks.world, cfg.ahead > 0
     )
     job.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
     return policy

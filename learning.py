@@ -10,20 +10,19 @@ from statistics import fmean
 import grpo
 from flatlab.errors import UserError
 from flatlab.model import memory
-from flatlab.train import batch, ranks
-from flatlab.tree import rounds
+from flatlab.numbers import standard_error
+from flatlab.train import batch, checkpoint
+from flatlab.train.job import Job
 from flatlab.tree.nodes import Node, Tree
 from flatlab.view import console
 
 
 def check(cfg, rule) -> None:
     """Raises UserError for an endpoint, which cannot be trained, or a rule that cannot learn."""
-    if cfg.url:
-        raise UserError("--learn trains the model here: leave out --url.")
-    if rule.shared_request or rule.is_evaluation:
+    if cfg.url or rule.shared_request or rule.is_evaluation:
         raise UserError(
-            f"--learn needs a rule that decides by what was learned, such as --select puct: "
-            f"{cfg.select} does not."
+            "--learn trains the model here, with a rule that decides by what was learned: leave "
+            "out --url, and choose one such as --select puct."
         )
 
 
@@ -37,29 +36,30 @@ async def grow(t: Tree, decide, start, play) -> None:
         t.policy.set_reference(t.policy.path.adapter)
     optimizer = t.policy.make_optimizer(t.cfg.lr)
     cfg = update_config(t)
-    number, rows = rounds.resume(t, optimizer)
-    while groups := start_round(t, number, decide, start):
+    job = Job(run=t.run)
+    resume(t, optimizer, job)
+    while groups := start_round(t, decide, start):
         nodes = sum(groups, [])
         playing = [await play(node) for node in nodes]
         episodes = {node.id: await task for node, task in zip(nodes, playing)}
-        row = rounds.row_of(t, number, nodes, list(episodes.values()))
-        row |= update(t, optimizer, groups, episodes, cfg)
+        row = row_of(t, nodes, list(episodes.values()))
+        row |= update(t, optimizer, groups, episodes, cfg, job)
         t.policy.sync()
-        row["alarms"] = rounds.alarms(row, rows)
-        rows.append(row)
-        rounds.save(t, optimizer, row)
+        row["alarms"] = alarms(row, t.run.rows())
+        checkpoint.write_step(t.policy, optimizer, job, row)
+        # The last adapter is the best one, because no evaluation compares them.
+        checkpoint.save_adapter(t.policy, job, "best")
         print(console.round_line(row), flush=True)
-        number += 1
 
 
-def start_round(t: Tree, number: int, decide, start) -> list[list[Node]]:
+def start_round(t: Tree, decide, start) -> list[list[Node]]:
     """Starts the nodes of a round, a group of children for each parent that the rule picks."""
     groups = []
     for _ in range(t.cfg.parents):
         choice = decide(t)
         if choice is None:
             break
-        notes = choice.notes | {"round": number, "group": t.started}
+        notes = choice.notes | {"round": t.policy.version, "group": t.started}
         children = []
         while len(children) < t.cfg.children and not t.spent():
             children.append(start(t, replace(choice, notes=notes)))
@@ -71,26 +71,85 @@ def update_config(t: Tree) -> grpo.Config:
     """The options of an update. There is no KL term, and replies that were cut at the length limit
     carry no gradient.
     """
-    cfg = grpo.Config(advantage=t.cfg.advantage, credit="complete", kl=0.0, episode=t.cfg.episode)
-    loss = grpo.LOSSES[cfg.loss]
-    cfg.clip_low, cfg.clip_high = loss.clip_low, loss.clip_high
-    cfg.micro_tokens = memory.fit_micro_tokens(t.policy, None, False)
+    cfg = grpo.Config(credit="complete", kl=0.0, episode=t.cfg.episode)
+    cfg.micro_tokens = memory.fit_micro_tokens(t.policy, False)
     return cfg
 
 
-def update(t: Tree, optimizer, groups: list[list[Node]], episodes: dict, cfg) -> dict:
+def update(t: Tree, optimizer, groups: list[list[Node]], episodes: dict, cfg, job) -> dict:
     """One update of grpo.py on the episodes of a round, by id of their nodes; its numbers."""
     compared = []
     for number, nodes in enumerate(groups):
         rewards = [reward(node) for node in nodes if node.status != "fault"]
         own = [episodes[node.id] for node in nodes]
         compared.append(batch.Group(number, t.task, own, rewards))
-    job = ranks.Job()
     sequences = grpo.make_batch(t.policy, compared, cfg, job)
-    row = {"zero_variance_share": 1 - fmean(g.informative for g in compared)}
-    return row | grpo.update(t.policy, optimizer, sequences, cfg, job)
+    return grpo.update(t.policy, optimizer, sequences, cfg, job)
 
 
 def reward(node: Node) -> float:
     """Not clipped above: an improvement may exceed 1."""
     return max(grpo.NO_SUBMISSION, node.improvement) if node.valid else grpo.NO_SUBMISSION
+
+
+# ------------------------------------------------------------------ what a round leaves
+
+
+def resume(t: Tree, optimizer, job: Job) -> None:
+    """Loads the adapter and the optimizer of the last whole round. The nodes of a round that was
+    cut stay in the tree; nothing is learned from them.
+    """
+    number, folder = [(-1, None), *t.run.checkpoints()][-1]
+    t.run.truncate_rows(number)
+    if folder:
+        checkpoint.load(t.policy, optimizer, folder)
+        checkpoint.save_adapter(t.policy, job, "best")
+        job.say(f"resumed after round {number}")
+    t.policy.sync()
+    t.policy.version = number + 1  # the number of updates
+
+
+def row_of(t: Tree, nodes: list[Node], episodes: list) -> dict:
+    """The row of a round, without that of the update. Shares are of its nodes without faults."""
+    graded = [node for node in nodes if node.status != "fault"]
+    count = max(1, len(graded))
+    gains = [
+        node.improvement - (t.nearest_kept(node.parent).improvement or 0.0)
+        for node in graded
+        if node.valid
+    ]
+    lineages = [node.id.split(".")[1] for node in nodes]
+    codes = [str(node.code) for node in t.finished if node.code]
+    new = sum(bool(node.code) for node in nodes)
+    turns = [turn for episode in episodes for turn in episode.turns]
+    return {
+        "step": t.policy.version,
+        "nodes": len(t.finished),
+        "tokens": t.tokens(),
+        "elapsed": t.elapsed(),
+        "best_score": t.best().score,
+        "valid_share": len(gains) / count,
+        "improved_share": sum(gain > 0 for gain in gains) / count,
+        "gain_mean": fmean(gains) if gains else None,  # over the parent, of the valid ones
+        "gain_stderr": standard_error(gains),
+        "largest_lineage_share": max(map(lineages.count, lineages)) / len(nodes),
+        "live_lineages": len(set(lineages)),
+        "depth": max(node.depth for node in t.finished),
+        # share of this round's programs that the tree has more than once
+        "duplicate_share": (new - len(set(codes) - set(codes[:-new]))) / new if new else 0.0,
+        "cut_share": fmean(turn["stop_reason"] == "length" for turn in turns) if turns else 0.0,
+        "faults": len(nodes) - len(graded),
+    }
+
+
+def alarms(row: dict, rows: list[dict]) -> list[str]:
+    """What is wrong with a round; rows: those before it. A policy that decays shows in the share
+    of valid nodes first.
+    """
+    shares = [r["valid_share"] for r in [*rows, row]]
+    if len(shares) > 2 and max(shares[-2:]) < shares[0] / 2:
+        return [
+            f"valid share {shares[-1]:.0%}, below half of the first round's {shares[0]:.0%} for "
+            "two rounds: the policy decays"
+        ]
+    return []

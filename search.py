@@ -200,7 +200,6 @@ class Config:
     learn: bool = False  # search in rounds, each followed by one update of the model (LoRA)
     parents: options.Count = 4  # learn: nodes that the rule picks in a round
     children: Annotated[int, options.Bounds(2)] = 8  # learn: of each of them, compared
-    advantage: Literal["group", "group_nostd", "rloo"] = "group"  # learn: as in grpo.py
     lr: float | None = None  # learn: learning rate of AdamW; default: 4e-5, stand-in 1e-3
 
 

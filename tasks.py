@@ -8,23 +8,21 @@ python tasks.py rlMetaMaze --build-image        make a Docker image with the tas
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from textwrap import indent
 
-from flatlab.cache import content_key, store
 from flatlab.errors import UserError
+from flatlab.files import content_key, store
 from flatlab.options import SandboxOptions
 from flatlab.sandbox.images import install_requirements
-from flatlab.task.builtin import builtin_names, load_builtin
-from flatlab.task.definition import Task, improvement
-from flatlab.task.grading import Score, check_grader, grade
-from flatlab.task.machine import open_sandbox, resolve_backend
+from flatlab.task.builtin import builtin_names, load_builtin, nearest
+from flatlab.task.definition import TASKS_DIR, Task, improvement
+from flatlab.task.grading import grade, open_sandbox, resolve_backend
 from flatlab.task.mledojo import load_mledojo, mledojo_names
 from flatlab.task.mlgym import load_mlgym, mlgym_names
-from flatlab.task.sanity import at_the_top, degenerate, sanity_file, trivial_rules
-from flatlab.task.task_files import TASKS_DIR, nearest
+from flatlab.task.sanity import check_grader, degenerate, sanity_file, trivial_rules
+
+AT_THE_TOP = 0.98  # improvement of a trivial rule that leaves no room above it
 
 
 def load_task(
@@ -40,39 +38,28 @@ def load_task(
         from integrations.harbor.load import load_harbor
 
         return load_harbor(Path(name))
-    all_names = []
-    for names, load, root in task_sources(mlgym_root, mledojo_root):
-        if name in names(root):
-            return load(root, name)
-        all_names += names(root)
-    raise UserError(f"Unknown task {name!r}; {nearest(name, sorted(set(all_names)))}.")
+    found = find_tasks(mlgym_root, mledojo_root)
+    if name not in found:
+        raise UserError(f"Unknown task {name!r}; {nearest(name, sorted(found))}.")
+    load, root = found[name]
+    return load(root, name)
 
 
-def task_sources(mlgym_root: str | Path | None, mledojo_root: str | Path | None) -> Iterator[tuple]:
-    """(function that lists names, function that loads one, root) of each place tasks come from."""
-    for names, load, root, variable in (
-        (mlgym_names, load_mlgym, mlgym_root, "MLGYM_ROOT"),
-        (mledojo_names, load_mledojo, mledojo_root, "MLEDOJO_ROOT"),
+def find_tasks(
+    mlgym_root: str | Path | None = None, mledojo_root: str | Path | None = None
+) -> dict[str, tuple]:
+    """Name of each task -> (function that loads it, root). Later places replace earlier ones."""
+    found = dict.fromkeys(builtin_names(TASKS_DIR), (load_builtin, TASKS_DIR))
+    for root, variable, names, load in (
+        (mledojo_root, "MLEDOJO_ROOT", mledojo_names, load_mledojo),
+        (mlgym_root, "MLGYM_ROOT", mlgym_names, load_mlgym),
     ):
         if root is None:
             root = os.environ.get(variable)
         if root:
-            yield names, load, Path(root).expanduser().resolve()
-    yield builtin_names, load_builtin, TASKS_DIR
-
-
-def list_tasks() -> None:
-    """Prints one line per task. Only built-in ones are loaded: others may be large."""
-    for names, load, root in task_sources(None, None):
-        for name in names(root):
-            text = root
-            if load is load_builtin:
-                try:
-                    task = load(root, name)
-                    text = f"{task.metric}, {task.direction}, baseline {task.baseline:.4g}"
-                except UserError as error:  # the other tasks are listed
-                    text = f"cannot be used: {error}"
-            print(f"{name:40} {text}")
+            root = Path(root).expanduser().resolve()
+            found |= dict.fromkeys(names(root), (load, root))
+    return found
 
 
 def print_row(task: Task, name: str, score: float | None, note: str = "") -> None:
@@ -82,17 +69,11 @@ def print_row(task: Task, name: str, score: float | None, note: str = "") -> Non
     print(f"{name:32}{numbers:25}  {note}".rstrip())
 
 
-def print_score(task: Task, rule: str, score: Score) -> None:
-    print_row(task, rule, score.value, score.message)
-    if score.grader_output:
-        print(indent(score.grader_output, "    "))
-
-
 def check(task: Task, options: SandboxOptions) -> None:
     """Scores the trivial rules of a task, prints them, and keeps the result for `degenerate`.
 
-    The first rule is scored on all parts. Names public files that are copies of hidden ones. Raises
-    UserError if the grader is broken, or if the sandbox lacks something that the task needs.
+    Also names public files that have the content of a hidden one. Raises UserError if the grader is
+    broken, or if the sandbox lacks something that the task needs.
     """
     options = resolve_backend(task, options)
     make_sandbox = partial(open_sandbox, task, options)
@@ -105,41 +86,22 @@ def check(task: Task, options: SandboxOptions) -> None:
         print_row(task, "reference", task.reference)
     verdict = "No rule has a score: give the task a `trivial:` one."
     reason = None
-    rules = list(trivial_rules(task))
-    for rule, artefacts in rules:
+    for rule, artefacts in trivial_rules(task):
         score = grade(task, artefacts, split, make_sandbox)
-        print_score(task, rule, score)
+        print_row(task, rule, score.value, f"{score.message} {score.grader_output}")
         if score.valid:
             verdict = "not degenerate, as far as these rules tell"
-            if not reason and at_the_top(score.value, task):
+            at_the_top = improvement(score.value, task) >= AT_THE_TOP
+            if at_the_top and task.reference is not None and not reason:
                 reason = f"the rule {rule!r} scores {score.value:.4g}"
-    rule, artefacts = rules[0]
-    for split in task.splits[1:]:
-        print_score(task, f"{rule}, {split}", grade(task, artefacts, split, make_sandbox))
     store(sanity_file(task), {"degenerate": reason})
     if reason := degenerate(task):
         verdict = f"degenerate: {reason}"
     print(f"\n{verdict}")
-    for public, hidden in copies_of_hidden(task):
-        print(f"warning  The agent can read {public}: it has the content of the hidden {hidden}.")
-
-
-def copies_of_hidden(task: Task) -> list[tuple[str, str]]:
-    """Workspace paths of public files that are not empty and equal a hidden one, with its path."""
     hidden = {content_key(file): path for path, file in task.hidden.items() if file.stat().st_size}
-    pairs = []
     for path, file in task.public.items():
-        if content_key(file) in hidden:
-            pairs.append((path, hidden[content_key(file)]))
-    return pairs
-
-
-def install(task: Task, options: SandboxOptions) -> None:
-    """Makes a Docker image with the task's requirements from the one of --image."""
-    if not task.requirements:
-        raise UserError(f"Task {task.name} has no requirements: it needs no image of its own.")
-    tag = install_requirements(task, options.image)
-    print(f"{task.name}: from now on image {tag} is used instead of {options.image}.")
+        if same := hidden.get(content_key(file)):
+            print(f"warning  The agent can read {path}: it has the content of the hidden {same}.")
 
 
 # ------------------------------------------------------------------ start
@@ -159,13 +121,17 @@ def main(
         build_image: Install the task's requirements.txt in --image; later runs use the result.
     """
     if not task:
-        list_tasks()
+        for name, (_, root) in sorted(find_tasks().items()):
+            print(f"{name:40} {root}")
         return
     loaded = load_task(task)
-    if build_image:
-        install(loaded, sandbox)
-    else:
+    if not build_image:
         check(loaded, sandbox)
+    elif loaded.requirements:
+        tag = install_requirements(loaded, sandbox.image)
+        print(f"{task}: from now on image {tag} is used instead of {sandbox.image}.")
+    else:
+        raise UserError(f"Task {task} has no requirements: it needs no image of its own.")
 
 
 if __name__ == "__main__":

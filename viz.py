@@ -18,14 +18,15 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
 from flatlab.errors import UserError
-from flatlab.runs.reader import RunData, find_runs, observed, result_text, transcripts
+from flatlab.numbers import count
+from flatlab.runs import cli
 from flatlab.train.metrics import final_table
 from flatlab.view import page, plots, tables
+from flatlab.view.reader import RunData, find_runs, observed, transcript_files, transcripts
 
 
 @dataclass
@@ -35,7 +36,6 @@ class Options:
     list: bool = False  # print one line per episode, or the tree
     episode: str = ""  # print one transcript: its id, as --list shows it
     best: bool = False  # print the transcript with the best score
-    format: Literal["png", "pdf", "svg"] = "png"  # file format of the pictures
 
 
 # ------------------------------------------------------------------ terminal
@@ -58,10 +58,10 @@ def show(item: dict) -> str:
     """One transcript: all that the agent read and said."""
     lines = [f"{item['id']}  {score_text(item)}"]
     for key in FACTS:
-        if item.get(key) not in (None, "", [], {}):
-            lines.append(f"{key:14} {result_text(item[key])}")
+        if item.get(key) not in (None, ""):
+            lines.append(f"{key:14} {item[key]}")
     if item.get("decision"):
-        lines.append(f"{'decision':14} {item['decision'].get('reason', '')}")
+        lines.append(f"{'decision':14} {item['decision']['reason']}")
     for key, title in (("system", "system message"), ("prompt", "first message")):
         if item.get(key):
             lines.append(f"\n── {title}\n{indented(item[key])}")
@@ -83,37 +83,34 @@ def indented(text: str) -> str:
 
 
 def list_text(run: RunData) -> str:
-    """All episodes by file, or the nodes as a tree with the path to the best one marked."""
-    items = transcripts(run, file_filter=bool)
-    if tables.KINDS[run.kind].is_tree:
-        return tree_text(run, items)
-    rows = []
-    for item in items:
-        row = {"episode": item["id"], "score": score_text(item), "turns": len(item["turns"])}
-        row |= {"tokens": item["tokens"], "sec": f"{item['seconds']:.1f}"}
-        rows.append(row | {"status": item["status"]})
-    return tables.aligned(rows)
-
-
-def tree_text(run: RunData, items: list[dict]) -> str:
-    """Columns of equal width first, then the tree: long ids shift nothing."""
-    by_id = {item["id"]: item for item in items}
+    """A line for each episode by file, or for each node; stars mark the path to the best one."""
+    items = {item["id"]: item for item in transcripts(run)}
     path = plots.best_path(run)
-    lines = [f"* {run.baseline:>8.4g}  {'baseline':<9}  0"]
-    for id, (depth, _) in plots.layout(run.rows).items():
-        if id in by_id:
-            item = by_id[id]
-            mark = "*" if id in path else " "
-            name = f"{item['op']:<9}  {'  ' * min(depth, 20)}{id}"
-            text = " ".join((item["idea"] or item["status"]).split())
-            lines.append(f"{mark} {score_text(item):>8}  {name}  {text[:60]}")
-    return "\n".join(lines)
+    rows = []
+    for id in plots.layout(run.rows) if run.has_nodes else items:
+        if id == "0":
+            continue
+        item = items[id]
+        text = f"{item.get('op', '')} {item.get('idea') or item['status']}"
+        row = {
+            "best": "*" if id in path else "",
+            "id": "  " * id.count(".") + id,
+            "score": score_text(item),
+            "turns": len(item["turns"]),
+            "tokens": item["tokens"],
+            "sec": f"{item['seconds']:.1f}",
+            "what": " ".join(text.split())[:70],
+        }
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{run.dir} has no transcripts.")
+    return tables.aligned(rows)
 
 
 def pick(run: RunData, id: str) -> dict:
     """The transcript with this id. Raises UserError if there is none."""
-    file = id.partition("/")[0]
-    for item in transcripts(run, file_filter=lambda name: name == file):
+    read = transcript_files(run).get(id.partition("/")[0], list)
+    for item in read():
         if item["id"] == id:
             return item
     raise UserError(f"{run.dir} has no transcript '{id}'; --list shows them all.")
@@ -121,7 +118,10 @@ def pick(run: RunData, id: str) -> dict:
 
 def best_of(run: RunData) -> dict:
     """The transcript of training, or the node, with the largest improvement."""
-    valid = [item for item in transcripts(run) if item["score"] is not None]
+    valid = []
+    for name, read in transcript_files(run).items():
+        if name[0].isdigit():  # no evaluation
+            valid += [item for item in read() if item["score"] is not None]
     if not valid:
         raise UserError(f"{run.dir} has no transcript with a score.")
     return max(valid, key=lambda item: item["improvement"])
@@ -132,60 +132,36 @@ def best_of(run: RunData) -> dict:
 
 def summary(run: RunData) -> str:
     """What `python viz.py logs/<run>` prints about one run."""
-    parts = [tables.heading(run), tables.headline(run), final_table(run.result)]
-    has_steps = "step" in run.rows[0]
-    parts += [step_summary(run.rows), alarms(run.rows)] if has_steps else [node_summary(run)]
+    numbers = node_summary(run) if run.has_nodes else step_summary(run.rows)
+    parts = [tables.heading(run), tables.headline(run), final_table(run.result), numbers]
+    parts.append(tables.rounds(run))
     return "\n\n".join(filter(None, parts))
 
 
 def step_summary(rows: list[dict]) -> str:
-    """The numbers in the rows at the start and at the end of the run, and their extremes."""
+    """The numbers in the rows at the start and at the end of the run."""
     import pandas
 
     # evaluations are rare, their standard errors and the seconds of the phases are details
-    frame = pandas.DataFrame(rows).drop(columns=["step", "time", "version"], errors="ignore")
-    frame = frame.select_dtypes("number").filter(regex="^(?!eval_|seconds_).*(?<!stderr)$")
-    frame = frame.loc[:, frame.nunique() > 1]
+    shown = "^(?!step$|time$|version$|eval_|seconds_).*(?<!stderr)$"
+    frame = pandas.DataFrame(rows).select_dtypes("number").filter(regex=shown)
     window = plots.window_of(rows)
-    means = {
-        f"first {window}": frame.head(window).mean(),
-        f"last {window}": frame.tail(window).mean(),
-        "lowest": frame.min(),
-        "highest": frame.max(),
-    }
+    means = {"first": frame.head(window).mean(), "last": frame.tail(window).mean()}
     table = pandas.DataFrame(means).to_string(float_format="{:.4g}".format)
-    meaning = f"first, last: means over {window} steps; what is the same in all steps is left out"
-    return f"{table}\n{meaning}" if len(frame.columns) else ""
-
-
-def alarms(rows: list[dict]) -> str:
-    """What the run itself reported as suspicious, the latest ones."""
-    lines = []
-    for row in rows:
-        lines += [f"step {row['step']}: {text}" for text in row.get("alarms", ())]
-    return "\n".join([f"alarms: {len(lines)}", *lines[-5:]]) if lines else ""
+    return f"{table}\nmeans over {count(window, 'step')}"
 
 
 def node_summary(run: RunData) -> str:
     """Operators and how their nodes ended."""
     import pandas
 
-    nodes = pandas.DataFrame(run.rows).astype({"score": float, "counted": float})
-    for outcome in ("failed", "fault"):
-        nodes[outcome] = nodes["outcome"] == outcome
-    table = nodes.groupby("op", sort=False).agg(
-        nodes=("id", "size"),
-        failed=("failed", "sum"),
-        faults=("fault", "sum"),
-        mean=("counted", "mean"),
-        best=("score", "max" if run.higher_is_better else "min"),
-        sec=("seconds", "mean"),
-        tokens=("tokens", "mean"),
-    )
-    table = table.rename_axis(None).to_string(float_format="{:.4g}".format, na_rep="-")
+    nodes = pandas.DataFrame(run.rows).astype({"counted": float}).groupby("op", sort=False)
+    ends = nodes["outcome"].value_counts().unstack(fill_value=0)
+    means = nodes[["counted", "seconds", "tokens"]].mean()
+    table = means.join(ends).rename_axis(None).to_string(float_format="{:.4g}".format, na_rep="-")
     return (
-        f"{table}\nmean: over valid and failed nodes, a failed one counts as the baseline; sec, "
-        "tokens: means per node"
+        f"{table}\ncounted: mean score, a failed node counts as the baseline; seconds, tokens: "
+        "means per node"
     )
 
 
@@ -198,20 +174,6 @@ def main(options: Options):
         raise UserError("\n".join(errors) or "Name run directories: python viz.py logs/<run>")
     for sentence in errors:
         print(sentence, file=sys.stderr)
-    parts = texts(runs, options)
-    if parts:
-        return say("\n\n".join(parts))
-    say(summary(runs[0]) if len(runs) == 1 else tables.table(runs))
-    # of several runs beside them
-    folder = Path(os.path.commonpath([run.dir.resolve() for run in runs]))
-    folder = runs[0].dir if len(runs) == 1 else folder
-    paths = page.draw(runs, folder, options.format)
-    paths.append(page.write(runs, folder / "report.html"))
-    print("", *(f"wrote {path}" for path in paths), sep="\n")
-
-
-def texts(runs: list[RunData], options: Options) -> list[str]:
-    """What the terminal views print; [] if none was asked for."""
     parts = []
     for run in runs:
         if options.list:
@@ -220,17 +182,14 @@ def texts(runs: list[RunData], options: Options) -> list[str]:
             parts.append(show(pick(run, options.episode)))
         if options.best:
             parts.append(show(best_of(run)))
-    return parts
+    if parts:
+        return say("\n\n".join(parts))
+    say(summary(runs[0]) if len(runs) == 1 else tables.table(runs))
+    # of several runs the folder that they are in
+    folder = Path(os.path.commonpath([run.dir.resolve() for run in runs]))
+    print("", *(f"wrote {path}" for path in page.write(runs, folder)), sep="\n")
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a transcript may hold lone surrogates
-    try:
-        main(tyro.cli(Options, description=__doc__))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    except (UserError, OSError) as error:  # OSError: the pictures cannot be written
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    cli.one_sentence(lambda: main(tyro.cli(Options, description=__doc__)))

@@ -1,7 +1,11 @@
-"""Files that are complete or absent, files of tensors, and files of 'name: value' pairs."""
+"""Files that are complete or absent, files of tensors, of 'name: value' pairs, and of rows; and the
+user's cache folder, where files are named after the content they were made from.
+"""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import io
 import json
 import os
@@ -11,10 +15,12 @@ import yaml
 
 from flatlab.errors import UserError
 
+REMEMBERED_BYTES = 64 << 20  # the digest of a larger file is kept in the cache
+
 
 def temporary(final: Path) -> Path:
-    """The name under which `final` is written first. It carries the process id, see sweep() in
-    runs/store.py.
+    """The name under which `final` is written first. sweep() in runs/store.py removes what a killed
+    process left.
     """
     return final.with_name(f".tmp-{os.getpid()}-{final.name}")
 
@@ -62,8 +68,8 @@ class YamlLoader(yaml.SafeLoader):
 def read_mapping(path: Path, default: dict | None = None) -> dict:
     """The 'name: value' pairs of a .yaml or .json file; `default` if the file does not exist.
 
-    Raises UserError if the file is missing without a default, damaged, nested too deeply, or holds
-    something else or a key twice.
+    Raises UserError if the file is missing without a default, damaged, or holds something else or
+    a key twice.
     """
     if default is not None and not path.exists():
         return default
@@ -72,11 +78,65 @@ def read_mapping(path: Path, default: dict | None = None) -> dict:
         content = json.loads(data) if path.suffix == ".json" else yaml.load(data, YamlLoader)
     except OSError as error:
         raise UserError(f"Cannot read {path}: {error.strerror}.") from None
-    except RecursionError:
-        raise UserError(f"{path} is nested too deeply.") from None
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is damaged: {reason}.") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} should hold 'name: value' pairs.")
     return content
+
+
+def read_rows(path) -> list[dict]:
+    """All complete lines of a jsonl file, also of one with gzip; [] without a file. UserError if a
+    line is damaged.
+    """
+    rows = []
+    try:
+        content = Path(path).read_bytes()
+        if Path(path).suffix == ".gz":
+            content = gzip.decompress(content)
+        for line in content.split(b"\n")[:-1]:
+            rows.append(dict(json.loads(line)))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror}.") from None
+    except (ValueError, TypeError):
+        raise UserError(f"{path} is damaged: line {len(rows) + 1} is not a JSON object.") from None
+    return rows
+
+
+def cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flatlab"
+
+
+def store(path: Path, value: dict) -> None:
+    """Writes a JSON file of the cache, completely or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(value, indent=1))
+
+
+def content_key(*parts: str | Path) -> str:
+    """A short name for the content of texts and files. It changes if one of them does."""
+    digest = hashlib.sha256()
+    for part in parts:
+        text = file_digest(part) if isinstance(part, Path) else part
+        data = text.encode()
+        digest.update(b"%d " % len(data) + data)
+    return digest.hexdigest()[:16]
+
+
+def file_digest(path: Path) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of a file's content.
+
+    A large file is read once: the cache keeps its digest under its path, size and time of change.
+    """
+    facts = path.stat()
+    with open(path, "rb") as file:
+        if facts.st_size <= REMEMBERED_BYTES:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        key = content_key(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}")
+        kept = cache_dir() / "digests" / f"{key}.json"
+        if not kept.exists():
+            store(kept, {"digest": hashlib.file_digest(file, "sha256").hexdigest()[:16]})
+    return json.loads(kept.read_text())["digest"]

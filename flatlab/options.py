@@ -7,7 +7,6 @@ bounds of a number, and whether an option may change when a run is resumed.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Annotated, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
@@ -132,15 +131,10 @@ def derive(
 ) -> None:
     """Fills in the options that depend on the model. positions: of the model; None: no limit.
 
-    Raises UserError if the model has fewer positions than the context, or if a reply may be as long
-    as the whole context.
+    Raises UserError if a reply may be as long as the whole context.
     """
-    positions = positions or sys.maxsize
-    set_defaults(model, {"context": min(2048 if is_tiny else 16384, positions)})
-    if model.context > positions:
-        raise UserError(
-            f"--context {model.context} is more than {model.model} has positions: use {positions}."
-        )
+    context = 2048 if is_tiny else 16384
+    set_defaults(model, {"context": min(context, positions or context)})
     quarter = model.context // 4
     defaults = {
         "max_reply_tokens": min(160 if is_tiny else 2048, quarter),

@@ -9,156 +9,102 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import json
 import os
 import secrets
 import signal
-import socket
+import subprocess
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
 
-import uvicorn
-from fastapi import FastAPI, HTTPException
-from fastapi.responses import PlainTextResponse
-from pydantic import BaseModel
+from aiohttp import web
 
 from env import Step
 from flatlab.errors import UserError
 from flatlab.model.chat import Sample
 from flatlab.world.actions import act_command
-from flatlab.world.episode import Segment, in_thread, reply_seed, step_record, turn_record
+from flatlab.world.episode import in_thread, reply_seed, step_record, turn_record
 
 # Precedes the command in its shell. The input of this shell ends when this process does, however it
 # ends, and then the program is killed. The program itself has no input.
 WATCH = "exec 3<&0 0</dev/null; (read _ <&3; kill -9 0) & exec 3<&-; "
-NOT_STARTED = (126, 127)  # exit codes of a shell that cannot run a command
 TOKEN_BYTES = 16  # of a request's body for each token of the context, at most
 STDERR_BYTES = 1000  # of the end of a program's stderr, in the transcript
-# Tokenises requests beside the event loop. It has one thread, because a tokenizer serves one.
+POLL_SECONDS = 0.05  # between looks whether a program has ended
+# Reads requests beside the event loop. It has one thread, because a tokenizer serves one.
 READER = ThreadPoolExecutor(1, "agent_program")
-
-
-class ChatRequest(BaseModel):
-    """Settings of sampling in a request have no effect: those of the run hold."""
-
-    messages: list[dict]
-    stream: Literal[False] = False
-    tools: None = None
-
-
-class Action(BaseModel):
-    command: str
+twin_of = functools.lru_cache(1)(lambda policy: policy.twin())
 
 
 def text_of(messages: list[dict]) -> str:
     return "\n\n".join(message["content"] or "" for message in messages)
 
 
-def read(messages: list[dict], policy, samples: dict) -> tuple[list[int], list[list[dict]]]:
-    """(tokens that the next reply follows, messages: the first ones, a reply, those after it, ...).
+def read(data: bytes, policy, samples: dict) -> tuple[list[int], list[list[dict]]]:
+    """(tokens that the next reply follows, messages: the first ones, a reply, those after it, ...)
+    of the body of a request.
 
     Earlier replies keep the tokens that were sampled. Only a text that the model did not write in
-    this episode is tokenised. samples: by text, and by (number of tokens before it, text).
-    Raises ValueError if the first or the last message is the model's.
+    this episode is tokenised. samples: by text. Raises ValueError if the first or the last message
+    is the model's.
     """
-    groups = itertools.groupby(messages, lambda message: message["role"] == "assistant")
+    body = json.loads(data)
+    if body.get("stream") or body.get("tools"):
+        raise ValueError("there is neither stream nor tools")
+    groups = itertools.groupby(body["messages"], lambda message: message["role"] == "assistant")
     parts = [list(group) for _, group in groups]
     if len(parts) % 2 == 0 or parts[0][0]["role"] == "assistant":
         raise ValueError("the first and the last message must not be the model's")
     texts = list(map(text_of, parts))
     tokens = policy.render(parts[0])
     for text, following in zip(texts[1::2], texts[2::2], strict=True):
-        sample = samples.get((len(tokens), text)) or samples.get(text)
-        if not sample:
-            sample = Sample(policy.encode(text), [], text, "length", 0)
+        sample = samples.get(text) or Sample(policy.encode(text), [], text, "length", 0)
         after = policy.observation_tokens(following, sample.stop_reason == "stop")
-        tokens = [*tokens, *sample.tokens, *after]
+        tokens = tokens + sample.tokens + after
     return tokens, parts
 
 
-@functools.lru_cache(1)
-def twin_of(policy):
-    return policy.twin()
-
-
-def refuse_large_bodies(app: FastAPI, most: int) -> None:
-    """Answers 413 to a body of more than `most` bytes, or of unknown length, without reading it."""
-
-    @app.middleware("http")
-    async def check_length(request, answer):
-        length = request.headers.get("content-length", "0" if request.method == "GET" else "inf")
-        if float(length) > most:
-            text = f"A request may have {most} bytes: over the maximum context length."
-            return PlainTextResponse(text, 413)
-        return await answer(request)
-
-
 @contextlib.asynccontextmanager
-async def served(app: FastAPI):
+async def served(app: web.Application):
     """Inside of the block, serves the app on a port of 127.0.0.1, which it yields."""
-    config = uvicorn.Config(app, log_config=None, log_level="critical", timeout_graceful_shutdown=0)
-    config.load()
-    server = uvicorn.Server(config)  # without serve(), which takes over Ctrl-C
-    server.lifespan = config.lifespan_class(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        await server.startup([listener])
-        try:
-            yield port
-        finally:
-            await server.shutdown()
-
-
-@contextlib.asynccontextmanager
-async def started(command: str, variables: dict[str, str], stderr: bytearray):
-    """Runs a command in a shell, and yields its process. After the block it and its children are
-    dead, and `stderr` holds the end of what they printed there, which also goes to the terminal.
-
-    Raises UserError if it cannot be started.
-    """
-    loop = asyncio.get_running_loop()
-    reading, writing = os.pipe()
-    # Not a pipe of asyncio's: wait() would also wait for a child that keeps it open.
-    errors, writing_errors = os.pipe()
-    os.set_blocking(errors, False)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
+    await runner.setup()
     try:
-        program = await asyncio.create_subprocess_shell(
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.contextmanager
+def started(command: str, variables: dict[str, str]):
+    """Runs a command in a shell, and yields its process and the file of its stderr. After the block
+    it and its children are dead.
+    """
+    with (
+        tempfile.TemporaryFile() as stderr,
+        subprocess.Popen(
             WATCH + command,
-            stdin=reading,
-            stderr=writing_errors,
+            shell=True,
+            stdin=subprocess.PIPE,
+            stderr=stderr,
             env=os.environ | variables,
             start_new_session=True,
-        )
-    except OSError as error:  # the prompt is too long for a variable, for example
-        os.close(writing)
-        os.close(errors)
-        raise UserError(f"The command of --agent cannot be started: {error}") from None
-    finally:
-        os.close(reading)
-        os.close(writing_errors)
-    loop.add_reader(errors, copy_stderr, errors, stderr)
-    try:
-        yield program
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)
-        os.close(writing)
-        await program.wait()
-        copy_stderr(errors, stderr)
-        loop.remove_reader(errors)
-        os.close(errors)
+        ) as program,
+    ):
+        try:
+            yield program, stderr
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
 
 
-def copy_stderr(pipe: int, end: bytearray) -> None:
-    """Copies what a pipe holds to stderr; `end` keeps its last bytes."""
-    data = b""
-    with contextlib.suppress(BlockingIOError):
-        data = os.read(pipe, 1 << 16)
-        if not data:  # it is closed
-            asyncio.get_running_loop().remove_reader(pipe)
-    os.write(2, data)
-    end += data
-    del end[:-STDERR_BYTES]
+def end_of(file) -> str:
+    """The last STDERR_BYTES of a file."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - STDERR_BYTES))
+    return file.read().decode(errors="replace").strip()
 
 
 def check_programs(episodes: list) -> None:
@@ -175,15 +121,12 @@ async def play(env, policy, episode, options, history, command: str) -> str:
 
     Returns the status of the episode, which is "exit" if the program ended without `submit`.
     """
-    seconds = 60 * options.episode_minutes
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 60 * options.episode_minutes
     over = asyncio.Future()  # status of the episode
     numbers = itertools.count()
     samples = {}
     turn = {}  # of the latest reply
-    stderr = bytearray()
     one_command = asyncio.Lock()
-    episode.segments.append(Segment())
 
     def end(status: str) -> None:
         if not over.done():
@@ -196,19 +139,21 @@ async def play(env, policy, episode, options, history, command: str) -> str:
         except Exception as error:
             if not over.done():
                 over.set_exception(error)
-            raise HTTPException(500) from error
+            raise web.HTTPInternalServerError from error
 
-    async def chat(request: ChatRequest):
+    async def chat(request):
+        """Settings of sampling in a request have no effect: those of the run hold."""
         nonlocal turn
+        data = await request.read()
+        run = asyncio.get_running_loop().run_in_executor
         try:
-            tokens, parts = await asyncio.get_running_loop().run_in_executor(
-                READER, read, request.messages, twin_of(policy), samples
-            )
-        except Exception as error:  # what the messages lack, or what the chat template says
-            raise HTTPException(400, f"These messages cannot be read: {error!r}") from error
+            tokens, parts = await run(READER, read, data, twin_of(policy), samples)
+        except Exception as error:  # what the request lacks, or what the chat template says
+            raise web.HTTPBadRequest(text=f"This request cannot be read: {error!r}") from error
         limit = options.max_reply_tokens
         if len(tokens) + limit > policy.context:
-            raise HTTPException(400, f"{len(tokens)} tokens: over the maximum context length.")
+            text = f"{len(tokens)} tokens: over the maximum context length."
+            raise web.HTTPBadRequest(text=text)
         number = next(numbers)
         if number == 0:
             system = [message for message in parts[0] if message["role"] == "system"]
@@ -216,51 +161,38 @@ async def play(env, policy, episode, options, history, command: str) -> str:
             episode.prompt = text_of([message for message in parts[0] if message not in system])
         if number >= options.max_turns:
             end("turn_limit")
-            raise HTTPException(403)
+            raise web.HTTPForbidden
         seed = reply_seed(episode.seed, number)
         sample = await or_end(policy.sample(tokens, limit, seed=seed))
-        samples[sample.text] = samples[len(tokens), sample.text] = sample
+        samples[sample.text] = sample
         turn["observation"] = text_of(parts[-1])
         turn = turn_record(sample, Step("", False, None, "rejected", 0.0))  # until a command runs
-        episode.turns.append(turn)
-        sequence = episode.segments[-1]
-        if sequence.tokens != tokens[: len(sequence.tokens)]:  # the program did not go on with it
-            sequence = Segment()
-            episode.segments.append(sequence)
-        sequence.append(tokens[len(sequence.tokens) :])
-        sequence.append_reply(sample, len(episode.turns) - 1)
-        return {
-            "id": f"{number}",
-            "object": "chat.completion",
-            "model": "flatlab",
-            "choices": [
-                {
-                    "index": 0,
-                    "message": {"role": "assistant", "content": sample.text},
-                    "finish_reason": sample.stop_reason,
-                }
-            ],
-            "usage": {
-                "prompt_tokens": len(tokens),
-                "completion_tokens": len(sample.tokens),
-                "total_tokens": len(tokens) + len(sample.tokens),
-            },
+        episode.add(tokens, sample, turn)
+        message = {"role": "assistant", "content": sample.text}
+        choice = {"index": 0, "message": message, "finish_reason": sample.stop_reason}
+        usage = {
+            "prompt_tokens": len(tokens),
+            "completion_tokens": len(sample.tokens),
+            "total_tokens": len(tokens) + len(sample.tokens),
         }
+        kind = {"id": f"{number}", "object": "chat.completion", "model": "flatlab"}
+        return web.json_response(kind | {"choices": [choice], "usage": usage})
 
-    async def act(request: Action):
+    async def act(request):
+        command = str((await request.json())["command"])
         async with one_command:  # those that wait at the end of the episode never start
             left = max(1.0, deadline - time.monotonic())
-            step = await or_end(in_thread(env.step, request.command, left, act_command))
+            step = await or_end(in_thread(env.step, command, left, act_command))
         turn.update(step_record(step))
         if step.done:
             end("submit")
-        return {"observation": history.cap(step.observation), "status": step.status}
+        observation = history.cap(step.observation)
+        return web.json_response({"observation": observation, "status": step.status})
 
     key = secrets.token_hex()
-    app = FastAPI(openapi_url=None)  # a description of the addresses would tell the key
-    refuse_large_bodies(app, TOKEN_BYTES * policy.context)
-    app.post(f"/{key}/v1/chat/completions")(chat)
-    app.post(f"/{key}/v1/act")(act)
+    app = web.Application(client_max_size=TOKEN_BYTES * policy.context)
+    app.router.add_post(f"/{key}/v1/chat/completions", chat)
+    app.router.add_post(f"/{key}/v1/act", act)
     variables = {
         "OPENAI_API_KEY": key,
         "FLATLAB_SYSTEM": episode.system,
@@ -268,15 +200,13 @@ async def play(env, policy, episode, options, history, command: str) -> str:
     }
     async with served(app) as port:
         variables["OPENAI_BASE_URL"] = f"http://127.0.0.1:{port}/{key}/v1"
-        async with started(command, variables, stderr) as program:
-            exited = asyncio.ensure_future(program.wait())
-            exited.add_done_callback(lambda _: end("exit"))
-            try:
-                status = await asyncio.wait_for(over, seconds)
-            except TimeoutError:
-                return "time_limit"
-    if program.returncode in NOT_STARTED and not episode.turns:
-        raise UserError(f"The command of --agent cannot be started: {command}")
-    if status == "exit":
-        episode.fault = f"exit code {program.returncode}: {stderr.decode(errors='replace').strip()}"
-    return status
+        with started(command, variables) as (program, stderr):
+            while not over.done():
+                await asyncio.wait([over], timeout=POLL_SECONDS)
+                if program.poll() is not None:
+                    end("exit")
+                if time.monotonic() >= deadline:
+                    end("time_limit")
+            if over.result() == "exit":
+                episode.fault = f"exit code {program.returncode}: {end_of(stderr)}"
+    return over.result()

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.task.grading import Score
-from flatlab.world.actions import act_bash, action_name, run_text, score_text
+from flatlab.world.actions import act_bash, run_text, score_text, without_thought
 
 ACTIONS_TEXT = """\
 Instead of a bash block, a reply may be one JSON object {"action": ..., "params": {...}}:
@@ -27,13 +27,10 @@ get_history, reset. Code runs in the workspace and writes submission.csv there."
 SUBMISSION = "submission.csv"
 SAMPLE_LINES = 4  # of the sample submission, with its header
 LISTED_FILES = 200
-ALL_FILES = 10**6
 JSON_BLOCK = re.compile(r"^ {0,3}```[ \t]*json[ \t]*\n(.*?)^ {0,3}```[ \t]*$", re.S | re.M | re.I)
+ACTIONS = ("request_info", "validate_code", "execute_code", "get_history", "reset")
 # get_history shows the other actions that ran: code, bash blocks, and gradings.
 NOT_IN_HISTORY = ("request_info", "get_history", "reset", "submit")
-
-# Every action returns (observation, status, score or None).
-ActionResult = tuple[str, str, Score | None]
 histories = WeakKeyDictionary()  # sandbox -> rows of get_history; a reset opens a new sandbox
 
 
@@ -44,13 +41,10 @@ def history(env) -> list[dict]:
 
 def json_action(reply: str) -> dict | None:
     """{"action": ..., its parameters} of a reply that is a JSON object or has one ```json block."""
-    reply = reply.rpartition("</think>")[2]
-    text = reply.strip()
-    blocks = list(JSON_BLOCK.finditer(reply))
+    text = without_thought(reply)
+    blocks = JSON_BLOCK.findall(text)
     if len(blocks) == 1:
-        text = blocks[0][1]
-        if "<think>" in reply[: blocks[0].start()]:
-            return None  # it never stopped thinking
+        text = blocks[0]
     try:
         request = json.loads(text, strict=False)  # models write line breaks inside strings
         params = request.get("params", request)
@@ -66,13 +60,12 @@ def act(env, reply: str, timeout: float) -> tuple[str | None, str, str, Score | 
     """
     request = json_action(reply)
     if request is None:
-        action, *result = act_bash(env, reply, timeout)
-        name = action_name(action)
+        action, observation, status, score = act_bash(env, reply, timeout)
+        name = "validate" if score else "submit" if status == "submit" else "bash"
     else:
         action = json.dumps(request)
         name = request["action"]
-        result = run_action(env, request, timeout)
-    observation, status, score = result
+        observation, status, score = run_action(env, request, timeout)
     if status != "rejected" and name not in NOT_IN_HISTORY:
         value = score.value if score else None
         row = {"step": len(history(env)) + 1, "action": name, "status": status, "score": value}
@@ -80,20 +73,30 @@ def act(env, reply: str, timeout: float) -> tuple[str | None, str, str, Score | 
     return action, observation, status, score
 
 
-def run_action(env, request: dict, timeout: float) -> ActionResult:
-    """Runs one of the five actions."""
-    name = request["action"]
-    if name not in ACTIONS:
-        names = ", ".join(ACTIONS)
-        text = f"Nothing was run. There is no action {name[:40]!r}; there are {names}."
-        return text, "rejected", None
-    return ACTIONS[name](env, request, timeout)
-
-
 # ------------------------------------------------------------------------------------ the actions
 
 
-def request_info(env, request: dict, timeout: float) -> ActionResult:
+def run_action(env, request: dict, timeout: float) -> tuple[str, str, Score | None]:
+    """Runs one of the five actions: (observation, status, score or None)."""
+    match request["action"]:
+        case "request_info":
+            return *request_info(env, request), None
+        case "validate_code":
+            return *run_code(env, request, timeout, keep=False), None
+        case "execute_code":
+            return execute_code(env, request, timeout)
+        case "get_history":
+            rows = [json.dumps(row) for row in history(env)]
+            return "\n".join(rows) or "Nothing was run yet.", "ok", None
+        case "reset":
+            return env.reset(), "ok", None
+        case name:
+            names = ", ".join(ACTIONS)
+            text = f"Nothing was run. There is no action {name[:40]!r}; there are {names}."
+            return text, "rejected", None
+
+
+def request_info(env, request: dict) -> tuple[str, str]:
     task = env.task
     workspace = env.sandbox.workspace
     files, _ = env.files(LISTED_FILES)
@@ -111,15 +114,11 @@ def request_info(env, request: dict, timeout: float) -> ActionResult:
     wanted = str(request.get("info_type", "overview"))
     if wanted not in facts:
         text = f"There is no info_type {wanted[:40]!r}; there are {', '.join(facts)}."
-        return text, "rejected", None
-    return facts[wanted], "ok", None
+        return text, "rejected"
+    return facts[wanted], "ok"
 
 
-def validate_code(env, request: dict, timeout: float) -> ActionResult:
-    return *run_code(env, request, timeout, keep=False), None
-
-
-def execute_code(env, request: dict, timeout: float) -> ActionResult:
+def execute_code(env, request: dict, timeout: float) -> tuple[str, str, Score | None]:
     observation, status = run_code(env, request, timeout, keep=True)
     if status != "ok":
         return observation, status, None
@@ -134,24 +133,6 @@ def execute_code(env, request: dict, timeout: float) -> ActionResult:
     return text, "validate" if score.valid else "invalid", score
 
 
-def get_history(env, request: dict, timeout: float) -> ActionResult:
-    rows = [json.dumps(row) for row in history(env)]
-    return "\n".join(rows) or "Nothing was run yet.", "ok", None
-
-
-def reset(env, request: dict, timeout: float) -> ActionResult:
-    return env.reset(), "ok", None
-
-
-ACTIONS = {
-    "request_info": request_info,
-    "validate_code": validate_code,
-    "execute_code": execute_code,
-    "get_history": get_history,
-    "reset": reset,
-}
-
-
 def run_code(env, request: dict, timeout: float, keep: bool) -> tuple[str, str]:
     """Runs code as a program: (observation, status).
 
@@ -162,26 +143,32 @@ def run_code(env, request: dict, timeout: float, keep: bool) -> tuple[str, str]:
     if not code.strip():
         return "Nothing was run. The action needs code.", "rejected"
     box = env.sandbox
-    before = {}
-    with suppress(ArtefactError):
-        before[SUBMISSION] = box.get(SUBMISSION)
+    before = submission(box)
     name = f"execution_{len(history(env)) + 1}.py"
+    if problem := replace_submission(box, {name: code.encode("utf-8", "replace")}):
+        # The agent has made a folder of the file's place, or moved the workspace.
+        text = f"Nothing was run. {name} cannot be written into {box.workspace}: {problem}"
+        return text, "rejected"
+    result = box.run(["sh", "-c", 'cd "$0" && exec python3 "$1"', box.workspace, name], timeout)
+    if not keep or result.exit_code or not submission(box):
+        replace_submission(box, before)
+    return run_text(env, result, timeout)
+
+
+def submission(box) -> dict[str, bytes]:
+    """The submission as it is now; {} without one."""
+    with suppress(ArtefactError):
+        return {SUBMISSION: box.get(SUBMISSION)}
+    return {}
+
+
+def replace_submission(box, files: dict[str, bytes]) -> str:
+    """Removes the submission and writes files; returns why that is impossible, or ""."""
     try:
         box.remove([SUBMISSION])
-        box.put({name: code.encode("utf-8", "replace")})
+        box.put(files)
     except SandboxFault as fault:
         if box.broken:
             raise
-        # The agent has made a folder of the file's place, or moved the workspace.
-        text = f"Nothing was run. {name} cannot be written into {box.workspace}: {fault}"
-        return text, "rejected"
-    result = box.run(["sh", "-c", 'cd "$0" && exec python3 "$1"', box.workspace, name], timeout)
-    sizes = dict(env.files(ALL_FILES)[0])
-    if not keep or result.exit_code or SUBMISSION not in sizes:
-        try:
-            box.remove([SUBMISSION])
-            box.put(before)
-        except SandboxFault:  # the code has made a folder of the artefact's place
-            if box.broken:
-                raise
-    return run_text(env, result, timeout)
+        return str(fault)
+    return ""

@@ -69,7 +69,7 @@ def random_model(tmp_path_factory):
 def shared_policy(random_model):
     from policy import ModelPath, Policy
 
-    return Policy(ModelPath(random_model, None, False), context=2048, lora_rank=8, lora_alpha=16)
+    return Policy(ModelPath(random_model, None, False), context=2048, lora_rank=8)
 
 
 @pytest.fixture
@@ -84,6 +84,8 @@ def policy(shared_policy):
                 torch.nn.init.kaiming_uniform_(p, a=5**0.5)
             elif "lora_B" in name:
                 p.zero_()
+    for p in shared_policy.parameters():
+        p.grad = None
     shared_policy._reference = None
     shared_policy.sync()
     return shared_policy
@@ -115,14 +117,13 @@ def play(policy, tmp_path, monkeypatch):
     import grpo
     from flatlab.runs import store
     from flatlab.train import guard
-    from flatlab.train.overlap import run_beside
-    from flatlab.train.ranks import Job
-    from flatlab.view import console
+    from flatlab.train.job import Job, run_beside
+    from flatlab.view import page
     from helpers import MADE_BY, RESULT, configure
     from training import CFG, TASK, one_reply, weights_of
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(console, "plot_now_and_then", lambda run: None)
+    monkeypatch.setattr(page, "plot_now_and_then", lambda run: None)
     monkeypatch.setattr(store, "describe_machine", lambda: "")
     start = weights_of(policy)
 
@@ -148,7 +149,6 @@ def play(policy, tmp_path, monkeypatch):
             max_groups=3,
             group_size=4,
             task=tuple(t.name for t in tasks),
-            task_weights=(1.0,) * len(tasks),
             **{"eval_episodes": 0, "kl": 0.05, "concurrency": 8, **fields},
         )
         config = {"task": list(cfg.tasks.task), "steps": cfg.steps}

@@ -23,10 +23,10 @@ import pytest
 from competition import write
 from flatlab import options
 from flatlab.errors import UserError
+from flatlab.files import read_rows
 from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
 from flatlab.runs.cli import one_sentence
-from flatlab.runs.reader import read_rows
 from flatlab.tree.nodes import COLUMNS, Node
 from flatlab.world.episode import run_episode
 
@@ -221,7 +221,8 @@ def run_grader(task, folder, artefacts, split):
     """What the grader prints that runs in a folder, without the protection of a sandbox."""
     for path, source in task.grading_files(artefacts).items():
         write(folder, {path: source.read_bytes() if isinstance(source, Path) else source})
-    argv = [sys.executable if part == "python3" else part for part in task.grader_argv(split)]
+    names = {"python3": sys.executable, "{split}": split}
+    argv = [names.get(part, part) for part in task.grader]
     return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60).stdout
 
 

@@ -16,7 +16,6 @@ FIRST_TITLE = "## What the marked tests try"  # the text above it is written by 
 
 
 class Row(NamedTuple):
-    kind: str  # attack or fault
     number: int  # of a fault; 0 for an attack
     what: str
     test: str
@@ -54,12 +53,11 @@ def rows_of_marks(item) -> list[Row]:
     """The rows of a test: one per mark."""
     test = item.nodeid.partition("[")[0].removeprefix("tests/")
     rows = []
-    for mark in item.iter_markers():
-        if mark.name == "attack":
-            rows += [Row("attack", 0, what, test) for what in mark.args]
-        elif mark.name == "fault":
-            number, *names = mark.args
-            rows += [Row("fault", number, what, test) for what in names]
+    for mark in item.iter_markers("attack"):
+        rows += [Row(0, what, test) for what in mark.args]
+    for mark in item.iter_markers("fault"):
+        number, *names = mark.args
+        rows += [Row(number, what, test) for what in names]
     return rows
 
 
@@ -67,10 +65,7 @@ def backend_of(item) -> str:
     """The kind of sandbox in the test's parameters, or an empty text."""
     callspec = getattr(item, "callspec", None)
     words = callspec.id.split("-") if callspec else []
-    for word in words:
-        if word in BACKENDS:
-            return word
-    return ""
+    return "".join(word for word in words if word in BACKENDS)
 
 
 def outcome_text(outcomes: dict[str, list[str]]) -> str:
@@ -100,12 +95,10 @@ def marked(args):
     pytest.main(options, plugins=[marked_tests])
     attacks = []
     faults = []
-    for row in sorted(marked_tests.outcomes):
-        said = outcome_text(marked_tests.outcomes[row])
-        if row.kind == "attack":
-            attacks.append((row.what, said, f"`{row.test}`"))
-        else:
-            faults.append((f"{row.number}. {row.what}", said, f"`{row.test}`"))
+    for row, outcomes in sorted(marked_tests.outcomes.items()):
+        what = f"{row.number}. {row.what}" if row.number else row.what
+        shown = (what, outcome_text(outcomes), f"`{row.test}`")
+        (faults if row.number else attacks).append(shown)
     kernel = platform.release().partition("-")[0]
     system = f"Python {platform.python_version()}, {platform.system()} {kernel}"
     checkout = "with" if os.environ.get("MLGYM_ROOT") else "without"

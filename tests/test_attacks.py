@@ -16,8 +16,7 @@ import pytest
 from backends import ISOLATED
 from env import Env
 from flatlab.files import read_mapping
-from flatlab.task.definition import last_json_object, parse_grade
-from flatlab.task.task_files import TASKS_DIR
+from flatlab.task.definition import TASKS_DIR, last_json_object, parse_grade
 from helpers import block, run_grader
 from tasks import load_task
 

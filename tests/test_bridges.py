@@ -1,22 +1,39 @@
-"""Bridges of integrations/: Harbor's task folders, and MLE-Dojo's JSON actions, on a competition
-that is made here.
+"""Bridges of integrations/: Harbor's task folders, MLE-Dojo's JSON actions on a competition that is
+made here, and verifiers.
 """
 
+import asyncio
+import contextlib
 import json
 import os
 import shutil
+import signal
+import subprocess
+import time
+import tomllib
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
-from backends import ISOLATED, needs_docker
+from backends import ISOLATED, containers_of, missing, needs_docker
 from competition import ROWS, make_competition
 from env import Env
 from flatlab.errors import SandboxFault
 from flatlab.sandbox.images import foreign_image
-from flatlab.task.grading import grades
-from helpers import do, user_error
+from flatlab.task.definition import clipped_improvement, improvement
+from helpers import (
+    AGENT_TEXTS,
+    PROJECT,
+    FakePolicy,
+    block,
+    chat_server,
+    completion,
+    do,
+    play_once,
+    user_error,
+)
 from integrations import mledojo_actions
 from tasks import load_task
 
@@ -100,29 +117,23 @@ def test_tests_that_write_no_reward(folder):
 
 
 def test_what_cannot_be_given_is_one_sentence(folder):
-    settings = (folder / "task.toml").read_text()
-    for more, words in (
-        ("[[environment.mcp_servers]]\nname = 'a'", r"environment\.mcp_servers \(task\.toml\)"),
-        ("tpu = {type = 'v4', topology = '2x2'}", r"environment\.tpu"),
-        ("memory_mb = 65536", "more than 4096 MB"),
-        ("memory = '8G'", "more than 4096 MB"),
-        ("memory = 'much'", "an amount of memory that is not a number"),
-        ("[verifier.environment]\ncpus = 1", r"verifier\.environment"),
-    ):
-        text = settings.replace("memory_mb = 2048", "") if "memory" in more else settings
-        (folder / "task.toml").write_text(text + more)
-        with user_error(f"asks for what a sandbox here lacks: {words}"):
-            load_task(str(folder))
-    (folder / "task.toml").write_text(settings + "gpus = '1'")
-    with user_error(r"in task\.toml must be a number"):
-        load_task(str(folder))
-    (folder / "task.toml").write_text(settings + "memory_mb")
-    with user_error("cannot be read as a Harbor task"):
-        load_task(str(folder))
-    (folder / "task.toml").write_text(settings)
+    settings = (folder / "task.toml").read_text().replace("memory_mb = 2048", "")
     (folder / "environment/docker-compose.yaml").write_text("services: {}")
-    with user_error("lacks: environment/docker-compose.yaml"):
-        load_task(str(folder))
+    lacks = "asks for what a sandbox here lacks: environment/docker-compose.yaml, "
+    mcp = r"environment\.mcp_servers \(task\.toml"
+    for more, words in (
+        ("[[environment.mcp_servers]]\nname = 'a'", f"{lacks}{mcp}"),
+        ("tpu = {type = 'v4', topology = '2x2'}", rf"{lacks}environment\.tpu"),
+        ("memory_mb = 65536", f"{lacks}more than 4096 MB"),
+        ("memory = '8G'", f"{lacks}more than 4096 MB"),
+        ("memory = 'much'", r"environment\.memory in task\.toml must be a number, not much"),
+        ("[verifier.environment]\ncpus = 1", rf"{lacks}verifier\.environment"),
+        ("memory_mb", "cannot be read as a Harbor task"),
+    ):
+        (folder / "task.toml").write_text(settings + more)
+        with user_error(words):
+            load_task(str(folder))
+    (folder / "task.toml").write_text(settings)
     (folder / "tests/test.sh").unlink()
     with user_error(r"cannot be read as a Harbor task: .*tests/test\.sh"):
         load_task(str(folder))
@@ -194,7 +205,6 @@ REPLIES = [
     ('Now.\n```json\n{"action": "reset", "params": {}}\n```\nDone.', {"action": "reset"}),
     ('<think>{"action": "reset"}</think>{"action": "x"}', {"action": "x"}),
     ('{"action": "x", "params": {"code": "a\nb"}}', {"action": "x", "code": "a\nb"}),
-    ('{"action": "x", "code": "print(\'<think>\')"}', {"action": "x", "code": "print('<think>')"}),
     ('<think>I could say\n```json\n{"action": "reset"}\n```\nbut', None),
     ('<think>{"action": "reset"}', None),
     ('```json\n{"action": "reset"}\n```\n```json\n{"action": "reset"}\n```', None),
@@ -218,9 +228,7 @@ def test_request_info(world):
     assert "Predict y." in info()
     assert info(info_type="sample_submission") == "id,y\n0,0\n1,0\n2,0\n"
     assert "data/images/1.png (4 bytes)" in info(info_type="data_structure")
-    assert info(info_type="data_path") == f"{world.sandbox.workspace}/data"
-    assert "lower is better" in info(info_type="metadata")
-    assert "output_path:" in info(info_type="all")
+    assert f"data_path:\n{world.sandbox.workspace}/data\n" in info(info_type="all")
     assert "private" not in info(info_type="all")
     assert act(world, "request_info", info_type="answers").status == "rejected"
     step = act(world, "delete_everything")
@@ -230,9 +238,7 @@ def test_request_info(world):
 
 def test_code_is_run_and_scored_with_its_place(world):
     step = act(world, "validate_code", code=writes("i"))
-    assert step.observation == "written"
-    assert step.status == "ok"
-    assert step.score is None
+    assert (step.observation, step.status, step.score) == ("written", "ok", None)
     assert world.score().message.startswith("no submission")  # only tried
     step = act(world, "execute_code", code=writes("i + 3"))
     assert step.status == "validate"
@@ -240,16 +246,11 @@ def test_code_is_run_and_scored_with_its_place(world):
     assert step.score.position == 0.75  # third of four, first of two
     for text in ("validation score: 3.0000", "\nposition: 0.7500", "best so far: 3.0000"):
         assert text in step.observation
-    before = len(grades)
-    assert world.score().position == 0.75
-    assert len(grades) == before
     assert world.score("test").position == 0.75
     step = act(world, "execute_code", code=writes("i + 9"))
-    assert step.score.value == 9
-    assert step.score.position == 0
+    assert (step.score.value, step.score.position) == (9, 0)
     assert "best so far: 3.0000" in step.observation
     act(world, "validate_code", code=writes("i"))  # what was submitted comes back
-    assert world.score().value == 9
     assert "\nposition: 0.0000" in do(world, "validate").observation
     step = act(world, "execute_code", code="print(open('submission.csv').read())")
     assert step.status == "error"
@@ -269,18 +270,15 @@ def test_code_is_run_and_scored_with_its_place(world):
 
 
 def test_code_that_fails_or_takes_too_long(world):
-    assert act(world, "execute_code", code=" ").status == "rejected"
     assert act(world, "execute_code").status == "rejected"
     step = act(world, "execute_code", code="print(1 / 0)")
     assert step.status == "error"
     assert "ZeroDivisionError" in step.observation
-    assert step.score is None
     slow = {"action": "execute_code", "code": "import time; time.sleep(30)"}
     assert world.step(json.dumps(slow), timeout=0.5).status == "timeout"
     step = act(world, "execute_code", code="open('submission.csv', 'w').write('id,y\\n1,2\\n')")
     assert step.status == "invalid"
     assert "200 rows" in step.observation
-    assert step.score.position is None
 
 
 @pytest.mark.fault(14, "the agent makes the place of its program a folder, or moves the workspace")
@@ -304,3 +302,194 @@ def test_no_place_for_the_program_is_no_fault(world, spoil):
     world.sandbox.close()  # a broken sandbox is one
     with pytest.raises(SandboxFault):
         act(world, "execute_code", code="print(1)")
+
+
+# ---- verifiers, through the real vf-eval in a virtual environment of its own
+
+VENV = os.path.abspath(os.environ.get("VERIFIERS_VENV", ""))
+CONFIG = PROJECT / "integrations/verifiers/eval.toml"
+EVERYBODY_DIES = block(
+    "sed 1d data/test.csv | cut -d, -f1 | sed 's/$/,0/' | sed '1i id,survived' > submission.csv"
+)
+
+has_verifiers = pytest.mark.skipif(
+    "VERIFIERS_VENV" not in os.environ,
+    reason="set VERIFIERS_VENV, see integrations/verifiers/README.md",
+)
+
+
+def replying(answer):
+    """An endpoint that replies answer(messages)."""
+    return chat_server(lambda body, _: (200, completion(answer(body["messages"])), {}))
+
+
+def is_alive(process):
+    """Whether a process runs; one that was killed and not yet waited for does not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+class VfEval:
+    """A running `vf-eval @ eval.toml`. It remembers all processes that it started."""
+
+    def __init__(self, folder: Path, url: str, rollouts: int, *flags, **options):
+        for name, value in options.items():
+            flags += (f"--env.agent.harness.{name}", value)
+        command = [f"{VENV}/bin/vf-eval", "@", CONFIG, "--client.base-url", url, "--model", "m"]
+        command += ["--num-rollouts", rollouts, "--no-rich", "-o", folder, "--run.name", "run"]
+        self.log = folder / "vf-eval.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [str(part) for part in (*command, *flags)], cwd=folder, stdout=log, stderr=log
+            )
+        self.traces = folder / "run/traces.jsonl"
+        self.started = set()
+
+    def wait(self, done=lambda: False, seconds=400) -> int | None:
+        """Waits for done() or the end; returns the exit code."""
+        deadline = time.monotonic() + seconds
+        while not done() and self.process.poll() is None:
+            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.started |= set(psutil.Process(self.process.pid).children(recursive=True))
+            time.sleep(0.1)
+        return self.process.poll()
+
+    def episodes(self) -> list[dict]:
+        """The trace of each episode of a finished run that left no sandbox behind."""
+        self.nothing_is_left()
+        lines = self.traces.read_text().splitlines()
+        return [json.loads(line)["traces"][0] for line in lines]
+
+    def sandboxes(self) -> list:
+        """The containers, or else the processes, of the episodes that run now."""
+        running = list(filter(is_alive, self.started))
+        return containers_of(self.process.pid) or running
+
+    def nothing_is_left(self):
+        assert not self.sandboxes()
+
+
+@pytest.mark.slow
+@has_verifiers
+def test_rewards_are_those_of_our_own_episodes(tmp_path):
+    """Four episodes at once, of which every other one hands in a submission."""
+    asked = []
+
+    def answer(messages):
+        if len(messages) > 2:
+            return block("submit")
+        asked.append(messages)
+        return EVERYBODY_DIES if len(asked) % 2 else block("ls")
+
+    with replying(answer) as url:
+        run = VfEval(tmp_path, url, 4, **{"episode.max-turns": 2})
+        assert run.wait() == 0, run.log.read_text()[-3000:]
+    task = load_task("titanic")
+    policy = FakePolicy(EVERYBODY_DIES, block("submit"))
+    own = asyncio.run(play_once(Env(task), policy, prompts=AGENT_TEXTS, max_turns=2))
+    assert own.prompt == asked[0][1]["content"]
+    expected = improvement(own.score.value, task)
+    seen = []
+    for trace in run.episodes():
+        reward = sum(reward["score"] for reward in trace["rewards"].values())
+        metrics = trace["metrics"]
+        seen.append((metrics["valid"], metrics["improvement"], reward))
+        assert (metrics["turns"], metrics["faults"]) == (2, 0)
+    valid = (1, pytest.approx(expected), pytest.approx(clipped_improvement(expected)))
+    assert sorted(seen) == [(0, 0, -1)] * 2 + [valid] * 2
+
+
+@pytest.mark.slow
+@has_verifiers
+@pytest.mark.parametrize(
+    "flags, then, stopped_by",
+    [
+        (("--env.agent.max-turns", 2), "true", "max_turns"),
+        (("--env.agent.timeout.rollout", 8), "sleep 100", "agent_timeout"),
+    ],
+)
+def test_what_was_done_before_a_limit_of_verifiers_counts(tmp_path, flags, then, stopped_by):
+    def answer(messages):
+        is_first = messages[-2]["role"] == "system"
+        return EVERYBODY_DIES if is_first else block(then)
+
+    with replying(answer) as url:
+        run = VfEval(tmp_path, url, 1, *flags)
+        assert run.wait() == 0, run.log.read_text()[-3000:]
+    (trace,) = run.episodes()
+    assert trace["ok"]
+    assert trace["stop_condition"] == stopped_by
+    assert trace["metrics"]["valid"] == 1
+    assert trace["info"]["score"]["value"] > 0.5
+    agent = trace["timing"]["agent"]
+    assert agent["end"] - agent["start"] < 30
+
+
+def asleep(asked: list):
+    """An answer of replying(): a command that takes long."""
+
+    def answer(messages):
+        asked.append(messages)
+        return block("sleep 500")
+
+    return answer
+
+
+@pytest.mark.slow
+@has_verifiers
+def test_ctrl_c_leaves_no_sandbox(tmp_path):
+    asked = []
+    with replying(asleep(asked)) as url:
+        run = VfEval(tmp_path, url, 4)
+        assert run.wait(lambda: len(asked) == 4 and run.sandboxes()) is None
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait(seconds=60) == 130, run.log.read_text()[-3000:]
+    run.nothing_is_left()
+
+
+@pytest.mark.slow
+@has_verifiers
+@pytest.mark.skipif(bool(missing("local")), reason=missing("local"))
+def test_a_broken_sandbox_is_replaced_once_and_then_an_error(tmp_path):
+    asked = []
+    with replying(asleep(asked)) as url:
+        run = VfEval(tmp_path, url, 1, **{"sandbox.backend": "local"})
+        for _ in range(2):
+            assert run.wait(lambda: asked and run.sandboxes()) is None
+            asked.clear()
+            for process in run.sandboxes():
+                process.kill()
+        assert run.wait() == 0, run.log.read_text()[-3000:]
+    (trace,) = run.episodes()
+    assert not trace["ok"]
+    assert trace["stop_condition"] == "sandbox_error"
+    assert [error["type"] for error in trace["errors"]] == ["SandboxError"] * 2
+    assert trace["metrics"]["faults"] == 2
+    assert not any(trace["rewards"].values())
+
+
+@pytest.mark.slow
+@has_verifiers
+def test_nothing_is_paid_for_or_uploaded(tmp_path):
+    """By default as far as the package decides, and by eval.toml for the rest."""
+    for source in (["@", CONFIG], ["flatlab-env"]):
+        command = [f"{VENV}/bin/vf-eval", *source, "--dry-run", "-o", tmp_path, "--run.name", "dry"]
+        subprocess.run(list(map(str, command)), check=True, cwd=tmp_path)
+        (path,) = (tmp_path / "dry").rglob("eval.json")
+        config = json.loads(path.read_text())
+        assert config["env"]["agent"]["runtime"]["type"] == "subprocess"
+        if source[0] == "@":
+            assert not config["push"]
+            assert "localhost" in config["client"]["base_url"]
+
+
+@pytest.mark.slow
+@has_verifiers
+@pytest.mark.parametrize("part", ["train", "eval"])
+def test_prime_rls_file_has_the_keys_of_our_package(part):
+    config = tomllib.loads((PROJECT / "configs/prime-rl.toml").read_text())
+    (source,) = config["orchestrator"][part]["source"]
+    code = "import json, sys, verifiers.v1 as vf; vf.resolve_env_config(json.loads(sys.argv[1]))"
+    subprocess.run([f"{VENV}/bin/python", "-c", code, json.dumps(source["env"])], check=True)

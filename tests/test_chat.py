@@ -214,8 +214,6 @@ def test_text_never_becomes_a_control_token(chat_of, name):
     assert hostile in chat.decode(chat.observation_tokens(hostile, ended=True))
 
 
-def test_a_template_that_cannot_be_used_is_one_sentence(chat_of):
-    with user_error("The chat template of .* fails: No chats, please"):
-        chat_of("", "{{ raise_exception('No chats, please') }}")
+def test_a_template_that_leaves_messages_out_is_refused(chat_of):
     with user_error("does not show each message once"):
         chat_of("", "{% for m in messages %}{{ m.content[0].text }}{% endfor %}")

@@ -25,7 +25,7 @@ def run(tmp_path_factory):
     return where / done.stdout.strip(), done
 
 
-def test_transcripts_are_played_scored_and_mixed(run):
+def test_transcripts_are_played_scored_mixed_and_can_be_imitated(run):
     folder, done = run
     lines = (folder / "episodes" / "000000.jsonl").read_text().splitlines()
     episodes = [json.loads(line) for line in lines]
@@ -34,6 +34,9 @@ def test_transcripts_are_played_scored_and_mixed(run):
     scores = [e["score"]["value"] for e in episodes if e["score"]["valid"]]
     assert min(scores) < 1.0 < max(scores)
     assert len(scores) < len(episodes)
+    best = imitation.best_episodes([str(folder)], [load_task("battleOfSexes")], 1.0)
+    assert best
+    assert all(e["score"]["value"] > 0.725 for e in best)
     assert "better than the baseline of 0.725" in done.stderr
 
 
@@ -48,10 +51,3 @@ def test_they_have_the_texts_that_a_model_reads(run):
     assert {e["prompt"] for e in shown} == {episode.prompt}
     assert {e["turns"][0]["note"] for e in shown} == {episode.turns[0]["note"]}
     assert max(len(e["turns"]) for e in shown) == recipe["max_turns"]
-
-
-def test_they_can_be_imitated(run):
-    folder, _ = run
-    best = imitation.best_episodes([str(folder)], [load_task("battleOfSexes")], 1.0)
-    assert best
-    assert all(e["score"]["value"] > 0.725 for e in best)

@@ -69,7 +69,7 @@ def test_every_flag_in_the_docs_exists():
     assert not {(page, flag) for page, flag in missing if flag not in FOREIGN}
 
 
-@pytest.mark.parametrize("script", ["grpo.py", "search.py", "viz.py", "env.py", "tasks.py"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_help_loads_nothing_heavy(script):
     done = python("-X", "importtime", script, "--help")
     assert done.returncode == 0

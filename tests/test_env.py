@@ -1,11 +1,15 @@
 """Replies, grading, forks and whole episodes, in real sandboxes."""
 
 import asyncio
+import io
 import json
 import random
+import re
 import string
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -16,12 +20,13 @@ from env import Env
 from flatlab.errors import SandboxFault
 from flatlab.options import EpisodeOptions, SandboxOptions
 from flatlab.sandbox.client import Sandbox
-from flatlab.task import machine
+from flatlab.sandbox.images import found_images
+from flatlab.task import grading
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
 from flatlab.world.actions import extract_action
 from flatlab.world.episode import run_episode
-from helpers import LOCAL, TINY_TEXTS, FakePolicy, block, do, play_once
+from helpers import LOCAL, PROJECT, TINY_TEXTS, FakePolicy, block, do, play_once, python
 from tasks import load_task
 
 CANARY = "canary,4b1d,of,the,hidden,answers"
@@ -69,15 +74,13 @@ REJECTED = [
 
 @pytest.mark.parametrize("reply, action", ACCEPTED)
 def test_accepted(reply, action):
-    assert extract_action(reply) == (action, "")
+    assert extract_action(reply) == action
 
 
 @pytest.mark.parametrize("reply, why", REJECTED)
 def test_rejected_with_a_reason(reply, why):
-    action, reason = extract_action(reply)
-    assert action is None
-    assert why in reason
-    assert reason.endswith((".", ")"))
+    with pytest.raises(ValueError, match=why):
+        extract_action(reply)
 
 
 def test_any_multi_line_text_survives_in_a_heredoc():
@@ -87,31 +90,23 @@ def test_any_multi_line_text_survives_in_a_heredoc():
         letters = rng.choices(alphabet + "\n" * 20, k=rng.randrange(200))
         body = "".join(letters).replace("MARK", "")
         command = f"cat > 'x' <<'MARK'\n{body}\n```\n```python\nMARK\necho \"$x\""
-        assert extract_action(f"Text.\n{block(command)}\nMore.") == (command, ""), body
+        assert extract_action(f"Text.\n{block(command)}\nMore.") == command, body
 
 
-def test_hostile_replies_raise_nothing_and_take_no_time():
+def test_hostile_replies_raise_nothing_else_and_take_no_time():
     rng = random.Random(1)
     pieces = (
         "``` ```bash ```` <think> </think> <<EOF <<' EOF ' \" \\ $( ) (( )) # ls \0 \ud800 ` ~~~ é"
     )
     pieces = [*pieces.split(), '<<-"a b"', "validate", *"\n\n\n \t"]
+    texts = ["".join(rng.choices(pieces, k=rng.randrange(60))) for _ in range(10_000)]
+    texts += ["<think>" * 30_000, "```bash\n" * 30_000, "<think></think>\n" * 10_000]
+    texts += ["<<" * 50_000, "```bash\n" + '$("' * 50_000, "`" * 200_000]
     start = time.monotonic()
-    for _ in range(10_000):
-        text = "".join(rng.choices(pieces, k=rng.randrange(60)))
-        action, reason = extract_action(text)
-        assert (action is None) == bool(reason)
-        if action is not None:  # it is in the reply in one piece, behind a fence
+    for text in texts:
+        with suppress(ValueError):
+            action = extract_action(text)  # it is in the reply in one piece, behind a fence
             assert "```" in text[: text.index(action)], text
-    for big in (
-        "<think>" * 30_000,
-        "```bash\n" * 30_000,
-        "<think></think>\n" * 10_000,
-        "<<" * 50_000,
-        "```bash\n" + '$("' * 50_000,
-        "`" * 200_000,
-    ):
-        extract_action(big)
     assert time.monotonic() - start < 20
 
 
@@ -177,12 +172,9 @@ def test_prompt_shows_task_format_and_real_files(task, backend):
         do(world, "touch new")
         assert world.prompt().endswith("new (0 bytes)")
         assert do(world, "ls -A . data").observation == ".:\ndata\nnew\n\ndata:\nhint.txt"
+        do(world, "touch $(seq 99)")
+        assert world.prompt().endswith("\n... and 41 more")
         assert world.reset() == prompt  # starts over
-
-
-def test_many_files_are_listed_in_part(world):
-    do(world, "touch $(seq 100)")
-    assert "\n... and 41 more\n" in world.prompt()
 
 
 def test_observations(world):
@@ -203,41 +195,30 @@ def test_observations(world):
     assert do(world, "submit").done
 
 
-@pytest.mark.parametrize(
-    "text", ["validate; ls", "validate now", "echo x && submit", "submit || true"]
-)
-def test_validate_and_submit_have_a_block_of_their_own(world, text):
-    step = do(world, text)
-    assert not step.done
-    assert step.score is None
-    assert "block of its own" in step.observation
+def test_validate_and_submit_have_a_block_of_their_own(world):
+    for text in ("validate; ls", "validate now", "echo x && submit", "submit || true"):
+        step = do(world, text)
+        assert not step.done
+        assert step.score is None
+        assert "block of its own" in step.observation
 
 
-def test_validate_without_artefact_is_no_submission(world):
+def test_validate_grades_in_a_fresh_sandbox_and_equal_artefacts_once(world, monkeypatch):
     step = do(world, "validate")
     assert step.status == "invalid"
     assert not step.done
     assert not step.score.valid
     assert step.score.value is None
     assert "no submission, guess.txt is not there" in step.observation
-    assert world.score("test").message == step.score.message
-
-
-def test_validate_grades_in_a_fresh_sandbox(world):
     do(world, "echo a c e > guess.txt")
     step = do(world, "validate")
     assert step.status == "validate"
     assert step.score == Score(2.0, "hits", "validation", True, "")
     assert step.observation == "validation hits: 2.0000 (baseline 0.0000, higher is better)"
     assert world.score("test") == Score(1.0, "hits", "test", True, "")
-
-
-def test_the_same_artefact_is_graded_once(world, monkeypatch):
-    do(world, "echo a b > guess.txt")
-    first = world.score()
-    monkeypatch.setattr(world, "make_sandbox", lambda: pytest.fail("graded again"))
-    assert world.score() == first
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(world, "make_sandbox", lambda: pytest.fail("graded again"))
+        assert world.score() == step.score
     do(world, "echo a b c > guess.txt")
     assert world.score().value == 3.0
 
@@ -436,18 +417,15 @@ def test_episode_until_submit(task, backend):
     assert episode.turns[2]["score"] == 2.0
     assert episode.turns[0]["version"] == 7
     tokens = policy.render([{"role": "user", "content": episode.prompt}])
-    mask = [0] * len(tokens)
-    for turn in episode.turns:
-        reply = [*policy.encode(turn["reply"]), 1]
-        tokens += reply
-        mask += [1] * len(reply)
-        if turn["status"] != "submit":
-            after = policy.observation_tokens(turn["observation"], True)
-            tokens += after
-            mask += [0] * len(after)
+    replies = [-1] * len(tokens)
+    for number, turn in enumerate(episode.turns):
+        said = [*policy.encode(turn["reply"]), 1]
+        after = policy.observation_tokens(turn["observation"], True)
+        tokens += said + after
+        replies += [number] * len(said) + [-1] * len(after)
     [segment] = episode.segments
-    assert segment.tokens == tokens
-    assert segment.mask == mask
+    assert segment.tokens == tokens[: -len(after)]  # nobody reads the last observation
+    assert segment.reply == replies[: -len(after)]
     check_tokens(episode, policy)
     json.dumps(episode.to_dict())
 
@@ -457,7 +435,6 @@ def test_reply_cut_at_the_length_limit_is_closed(task):
     episode = play(task, policy, max_turns=2)
     assert [turn["status"] for turn in episode.turns] == ["rejected"] * 2
     assert "cut off" in episode.turns[0]["observation"]
-    assert policy.requests[1][-1] == 3
     assert 1 in policy.requests[1]
     check_tokens(episode, policy)
 
@@ -521,7 +498,7 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
             self.close()
             return super().run(*args, **kwargs)
 
-    monkeypatch.setattr(machine, "Sandbox", Breaking)
+    monkeypatch.setattr(grading, "Sandbox", Breaking)
     episode = play(task, FakePolicy(block("ls")))
     assert episode.status == "fault"
     assert episode.score is None
@@ -530,8 +507,10 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
     def no_start(*args, **kwargs):
         raise SandboxFault("no more containers")
 
-    monkeypatch.setattr(machine, "Sandbox", no_start)
+    monkeypatch.setattr(grading, "Sandbox", no_start)
+    found_images["asked"] = "an image that somebody has removed"
     assert play(task, FakePolicy(block("ls"))).fault == "no more containers"
+    assert not found_images
 
 
 @pytest.mark.parametrize(
@@ -604,14 +583,55 @@ def test_what_was_handed_in_cannot_turn_its_grading_into_a_fault(task, backend):
         assert not world.score().valid
     with Env(replace(ran, grader=("no-such-program", "answer.sh")), backend) as world:
         world.reset()
-        world.step(block("echo 'exit 126' > answer.sh"))
-        with pytest.raises(SandboxFault, match="the grader does not start"):
+        world.step(block("echo 'exit 0' > answer.sh"))
+        with pytest.raises(SandboxFault, match="the grader does not start: no-such-program"):
             world.score()
 
 
 def test_folders_of_hidden_files_are_hidden(monkeypatch):
     made = {}
-    monkeypatch.setattr(machine, "Sandbox", lambda *_, **options: made.update(options))
+    monkeypatch.setattr(grading, "Sandbox", lambda *_, **options: made.update(options))
     task = load_task("titanic")
-    machine.open_sandbox(task, SandboxOptions("namespaces"))
+    grading.open_sandbox(task, SandboxOptions("namespaces"))
     assert str(task.hidden["answers.csv"].parent) in made["hide"]
+
+
+# ----------------------------------------------------------------------------------------- by hand
+
+
+def test_an_episode_by_hand_names_each_part(capsys, monkeypatch):
+    code = ["cat > strategy.py <<X", "def row_strategy(history):", "    return 0", "", "X"]
+    lines = ["```bash", *code, "```", "no_such", "validate"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
+    env.by_hand("battleOfSexes", TINY_TEXTS, sandbox=SandboxOptions(LOCAL))
+    said = capsys.readouterr().out
+    for words in (
+        "[sandbox: ",
+        "Type a command and press Enter",
+        "Reply with one block of bash commands:\n",
+        "> (no output)\n[ok, ",
+        "[exit code 127]\n[error, ",
+        "$ validation Score: 1.4",
+        "$ submit\nSubmitted.\n[submit, ",
+        "\n[validation part] validation Score: 1.4",
+        "\n[test part] test Score: 1.4",
+    ):
+        assert words in said, (words, said)
+
+
+# ---------------------------------------------------------------------------------------- examples
+
+SHORT = f"""
+import runpy, asyncio
+module = runpy.run_path({str(PROJECT / "examples/minimal.py")!r})
+module["main"].__globals__.update(STEPS=2, GROUPS=2, GROUP_SIZE=4)
+asyncio.run(module["main"]())
+"""
+
+
+@pytest.mark.slow
+def test_minimal_trains_and_prints_a_line_for_each_step(tmp_path):
+    done = python("-c", SHORT, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-1500:]
+    steps = re.findall(r"^step +(\d+)  reward [+-]\d\.\d\d  loss", done.stdout, re.MULTILINE)
+    assert steps == ["0", "1"]

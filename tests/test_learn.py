@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+import learning
 import search
+from flatlab.files import read_rows
 from flatlab.options import flat, may_change
-from flatlab.runs.reader import read_rows
 from flatlab.runs.store import open_run
-from flatlab.tree import rounds
 from flatlab.tree.nodes import Tree
 from helpers import MADE_BY, search_config, start
 from training import TASK, has_weights, one_reply, weights_of
@@ -21,7 +21,7 @@ from training import TASK, has_weights, one_reply, weights_of
 pytestmark = pytest.mark.usefixtures("quick_provenance")
 
 
-def learning(folder, policy, play=None, is_cut=False, **config):
+def grown(folder, policy, play=None, is_cut=False, **config):
     """Grows a tree with --learn over episodes of one reply.
 
     play(node, episode): the episode that counts instead. is_cut: whether the replies were cut.
@@ -52,7 +52,7 @@ def learning(folder, policy, play=None, is_cut=False, **config):
 
 def test_a_round_is_picked_played_learned_and_written(tmp_path, policy):
     before = weights_of(policy)
-    t = learning(tmp_path / "a", policy, nodes=14)
+    t = grown(tmp_path / "a", policy, nodes=14)
     rows = t.run.rows()
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert [row["nodes"] for row in rows] == [6, 12, 14]  # the last round has what was left
@@ -89,7 +89,7 @@ def test_a_run_that_was_cut_in_a_round_goes_on_with_the_adapter_of_its_last_whol
         return episode
 
     with pytest.raises(RuntimeError, match="cut"):
-        learning(tmp_path / "a", policy, cut, nodes=18, workers=1)
+        grown(tmp_path / "a", policy, cut, nodes=18, workers=1)
     assert len(read_rows(tmp_path / "a/journal.jsonl")) == 9
     trained = weights_of(policy)
     assert not has_weights(policy, first)
@@ -101,7 +101,7 @@ def test_a_run_that_was_cut_in_a_round_goes_on_with_the_adapter_of_its_last_whol
         loaded.append(has_weights(policy, trained))
         return episode
 
-    t = learning(tmp_path / "a", policy, look, nodes=18, workers=1)
+    t = grown(tmp_path / "a", policy, look, nodes=18, workers=1)
     assert loaded[:6] == [True] * 6  # those of the round that came after the cut one
     assert [row["step"] for row in t.run.rows()] == [0, 1, 2]
     assert len(t.finished) == 18
@@ -147,13 +147,12 @@ def test_the_row_of_a_round_counts_gains_lineages_and_duplicates(tmp_path, polic
             return replace(episode, score=replace(episode.score, valid=False, value=None))
         return replace(episode, score=replace(episode.score, value=value))
 
-    t = learning(tmp_path / "a", policy, scored, nodes=6, parents=1)
+    t = grown(tmp_path / "a", policy, scored, nodes=6, parents=1)
     first, second = t.run.rows()
     assert first["valid_share"] == pytest.approx(2 / 3)
     assert first["improved_share"] == pytest.approx(2 / 3)
     assert first["live_lineages"] == 3
-    assert second["zero_variance_share"] == 1  # nothing to learn from equal scores
-    assert second.get("grad_norm") is None
+    assert second.get("grad_norm") is None  # nothing to learn from equal scores
     assert second["improved_share"] == 0
     assert second["gain_mean"] < 0
     assert second["largest_lineage_share"] == 1
@@ -161,25 +160,24 @@ def test_the_row_of_a_round_counts_gains_lineages_and_duplicates(tmp_path, polic
     assert second["cut_share"] == 0
     twice = [replace(node, code={"a.py": "x"}) for node in t.finished]
     t.finished[:] = twice
-    assert rounds.row_of(t, 1, twice[3:], [])["duplicate_share"] == 1
+    assert learning.row_of(t, twice[3:], [])["duplicate_share"] == 1
     twice[-1].code = {"a.py": "new"}
-    assert rounds.row_of(t, 1, twice[3:], [])["duplicate_share"] == pytest.approx(2 / 3)
+    assert learning.row_of(t, twice[3:], [])["duplicate_share"] == pytest.approx(2 / 3)
 
 
 def test_a_valid_share_below_half_of_the_first_for_two_rounds_is_an_alarm():
     rows = [{"valid_share": share} for share in (0.8, 0.9, 0.3)]
-    assert rounds.alarms({"valid_share": 0.5}, rows) == []
-    [alarm] = rounds.alarms({"valid_share": 0.2}, rows)
+    assert learning.alarms({"valid_share": 0.5}, rows) == []
+    [alarm] = learning.alarms({"valid_share": 0.2}, rows)
     assert "20%, below half of the first round's 80%" in alarm
-    assert rounds.alarms({"valid_share": 0.1}, rows[:1]) == []
+    assert learning.alarms({"valid_share": 0.1}, rows[:1]) == []
 
 
 def test_replies_that_were_cut_carry_no_gradient(tmp_path, policy):
     before = weights_of(policy)
-    t = learning(tmp_path / "a", policy, is_cut=True, nodes=6)
+    t = grown(tmp_path / "a", policy, is_cut=True, nodes=6)
     [row] = t.run.rows()
     assert row["cut_share"] == 1
-    assert row["zero_variance_share"] == 0
     assert has_weights(policy, before)
 
 

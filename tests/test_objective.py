@@ -3,6 +3,7 @@ predecessor's agents exploited.
 """
 
 import asyncio
+import itertools
 import math
 import signal
 import time
@@ -15,6 +16,7 @@ import env
 import grpo
 import helpers
 import training
+from flatlab.numbers import best_of
 from flatlab.train import ppo
 from flatlab.train.batch import (
     Group,
@@ -24,8 +26,7 @@ from flatlab.train.batch import (
     micro_batches,
     sequences_of,
 )
-from flatlab.train.overlap import EventLoop, run_beside, stop_if_interrupted
-from flatlab.train.ranks import Job
+from flatlab.train.job import EventLoop, Job, run_beside, stop_if_interrupted
 from flatlab.world.episode import Episode, Segment
 from helpers import FakePolicy, block, configure
 from tasks import load_task
@@ -460,3 +461,12 @@ def test_an_interrupted_update_ends_after_the_micro_batch():
         asyncio.run(run_beside(EventLoop(), update))
     assert done == ["first"]
     stop_if_interrupted()  # the next run is not interrupted
+
+
+@pytest.mark.parametrize("higher_is_better", [True, False])
+def test_best_of_is_the_mean_over_all_draws(higher_is_better):
+    values = [0.3, -1.0, 0.7, 0.7, 0.1]
+    best = max if higher_is_better else min
+    draws = [best(draw) for draw in itertools.combinations(values, 3)]
+    assert best_of(3, values, higher_is_better) == pytest.approx(sum(draws) / len(draws))
+    assert best_of(6, values) is None

@@ -8,15 +8,13 @@ from functools import partial
 import pytest
 import torch
 
-import grpo
-import search
 from bench.peak import peak
 from flatlab.errors import UserError
 from flatlab.model import memory
-from flatlab.model.loading import loading
+from flatlab.model.loading import count_weights, loading
 from flatlab.model.packing import Head, TokenLogProbs, can_pack, common_prompt, hidden_states
-from helpers import python, run_here
-from policy import TINY, Agreement, Policy, check_capability, lora_settings, resolve_model
+from helpers import python
+from policy import TINY, Agreement, Policy, lora_settings, resolve_model
 from training import all_close, has_weights, pair, randomise, weights_of
 
 CHAT = [
@@ -75,37 +73,41 @@ def test_verify_passes_and_leaves_the_adapter_alone(policy):
     before = weights_of(policy)
     agreement = asyncio.run(policy.verify())["random adapter"]
     assert agreement.mean <= agreement.largest < 1e-4
-    assert 0.1 <= agreement.moved <= 1
     assert has_weights(policy, before)
     assert largest_gap(policy, [policy.render(CHAT)]) < 1e-4
 
 
+def test_the_random_adapter_of_verify_shows(policy):
+    prompt = policy.render(CHAT)
+    batch = [pair(prompt[:1], prompt[1:])]
+    with policy._using(policy._random_adapter()), torch.no_grad():
+        moved = (policy.logprobs(batch)[0] - policy.logprobs(batch, base=True)[0]).abs().mean()
+    assert 0.1 < moved < 1.5
+
+
 def forget_a_layer(copy, monkeypatch):
-    for name in ("engine_a", "engine_b", "trainer_a", "trainer_b", "scalings"):
-        monkeypatch.setattr(copy, name, getattr(copy, name)[:-1])
+    for name in ("engine", "trainer", "scalings"):
+        monkeypatch.setattr(copy, name, getattr(copy, name)[:-2])
 
 
 def forget_scaling(copy, monkeypatch):
     monkeypatch.setattr(copy, "scalings", [1.0] * len(copy.scalings))
 
 
-@pytest.mark.parametrize("forget", [forget_a_layer, forget_scaling])
-def test_verify_refuses_a_broken_sync_with_all_numbers(policy, monkeypatch, forget):
+def forget_all(copy, monkeypatch):
+    monkeypatch.setattr(copy, "push", lambda: None)
+
+
+@pytest.mark.parametrize("forget", [forget_a_layer, forget_scaling, forget_all])
+def test_verify_refuses_a_broken_sync(policy, monkeypatch, forget):
     forget(policy.adapter_copy, monkeypatch)
-    numbers = "disagree.*the random adapter.*the adapter of zeros.*the trained adapter"
-    with pytest.raises(UserError, match=numbers):
-        asyncio.run(policy.verify())
-
-
-def test_verify_refuses_a_sync_that_does_not_arrive(policy, monkeypatch):
-    monkeypatch.setattr(policy.adapter_copy, "push", lambda: None)
-    with pytest.raises(UserError, match="differ from the trainer's by"):
+    with pytest.raises(UserError, match="disagree by .* on the probe with the random adapter"):
         asyncio.run(policy.verify())
 
 
 def test_verify_refuses_log_probs_that_are_no_numbers(policy, monkeypatch):
     async def broken():
-        return Agreement(float("nan"), float("nan"), 0.5)
+        return Agreement(float("nan"), float("nan"))
 
     monkeypatch.setattr(policy, "agreement", broken)
     with pytest.raises(UserError, match="Engine and trainer disagree"):
@@ -123,7 +125,7 @@ def test_verify_refuses_a_stale_prefix_cache(policy, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(policy.engine, "add_request", without_salt)
         patch.setattr(policy.engine, "reset_prefix_cache", lambda: True)
-        with pytest.raises(UserError, match="not training on samples of another policy"):
+        with pytest.raises(UserError, match="disagree by .* on the probe with the trained adapter"):
             asyncio.run(policy.verify())
     policy.engine.reset_prefix_cache()
 
@@ -392,25 +394,22 @@ def test_an_adapter_with_other_tensors_is_refused(policy, tmp_path):
 
 
 def test_rank_alpha_and_layers_are_those_of_the_adapter(policy, tmp_path):
-    assert lora_settings(policy.path, rank=4)["r"] == 4
-    assert lora_settings(policy.path)["lora_alpha"] == 32
+    assert lora_settings(policy.path, 4) == {"r": 4, "lora_alpha": 8, "target_modules": None}
     policy.save(tmp_path)
     change_json(tmp_path / "adapter_config.json", target_modules=["q_proj"])
     path = resolve_model(str(tmp_path))
     own = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
-    assert lora_settings(path) == lora_settings(path, rank=8, alpha=16) == own
+    assert lora_settings(path) == lora_settings(path, rank=8) == own
     with pytest.raises(UserError, match="--lora-rank 4 differs from that of the adapter .*, 8"):
         lora_settings(path, rank=4)
-    with pytest.raises(UserError, match="lora_alpha 32 differs from that of the adapter .*, 16"):
-        lora_settings(path, alpha=32)
 
 
 COMPILED = """
 import asyncio, sys
-from policy import Agreement, Policy, check_capability, resolve_model
+from policy import Policy, resolve_model
 policy = Policy(resolve_model(sys.argv[1]), context=512, lora_rank=8, compile=True)
 agreement = asyncio.run(policy.verify())["random adapter"]
-assert agreement.largest < 1e-4 < 0.1 < agreement.moved, agreement
+assert agreement.largest < 1e-4, agreement
 """
 
 
@@ -431,15 +430,6 @@ def test_a_compiled_engine_is_of_one_rank(policy, monkeypatch):
     assert config.compute_hash() != of_this_rank
 
 
-def test_a_gpu_without_bf16_is_refused():
-    check_capability((8, 0), trains_exactly=False)
-    check_capability((12, 0), trains_exactly=True)
-    with pytest.raises(UserError, match=r"compute capability 7\.5, and bf16 needs 8\.0"):
-        check_capability((7, 5), trains_exactly=False)
-    with pytest.raises(UserError, match=r"compute capability 8\.6, .* --exact needs 9\.0"):
-        check_capability((8, 6), trains_exactly=True)
-
-
 def test_more_new_prompts_than_fit_into_one_step(policy):
     """vLLM would split a prompt over two steps, and fail on a CPU if the request has a seed."""
     prompts = [[number] + [7] * 600 for number in range(5, 25)]
@@ -451,12 +441,6 @@ def test_exact_needs_a_gpu(random_model):
         Policy(resolve_model(random_model), exact=True)
 
 
-def test_compile_without_a_compiler_is_one_sentence(random_model, monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match=r"--compile needs a C\+\+ compiler"):
-        Policy(resolve_model(random_model), compile=True)
-
-
 def change_json(path, **fields):
     """Overwrites fields of a JSON file; those that are None are removed."""
     values = json.loads(path.read_text()) | fields
@@ -465,48 +449,40 @@ def change_json(path, **fields):
 
 
 def refused(folder):
-    """What resolve_model() says about the folder of a model or an adapter, one line."""
-    with pytest.raises(UserError) as error:
-        resolve_model(str(folder))
+    """What is said about the folder of a model or an adapter before the engine starts, one line."""
+    with pytest.raises(UserError) as error, loading("transformers", folder):
+        count_weights(resolve_model(str(folder)).base)
     assert len(str(error.value).splitlines()) == 1
     return str(error.value)
 
 
 def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
-    assert "Unknown model 'no/such-model'" in refused("no/such-model")
-    assert "neither a model" in refused(tmp_path)
+    assert "cannot run the model no/such-model: OSError: We couldn't connect" in refused(
+        "no/such-model"
+    )
+    assert "Unrecognized model" in refused(tmp_path)
     folder = tmp_path / "model"
     shutil.copytree(random_model, folder)
     assert resolve_model(str(folder)).positions == 4096
-    index = folder / "model.safetensors.index.json"
-    index.write_text('{"weight_map": {"lm_head.weight": "model-2.safetensors"}}')
-    assert "model-2.safetensors is missing or damaged" in refused(folder)
-    index.unlink()
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
-    assert "model.safetensors is missing or damaged" in refused(folder)
+    assert "file not fully covered" in refused(folder)
     weights.unlink()
-    assert "holds no weights" in refused(folder)
+    assert "no file named model.safetensors" in refused(folder)
     weights.write_bytes(whole)
     change_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
     assert "are quantised (mxfp4)" in refused(folder)
     change_json(folder / "config.json", quantization_config=None)
     (folder / "chat_template.jinja").unlink()
     assert "has no chat template" in refused(folder)
-    (folder / "tokenizer.json").unlink()
-    assert "Cannot load the model" in refused(folder)
     change_json(folder / "config.json", model_type="quux")
     assert "has model type `quux`" in refused(folder)
     (folder / "config.json").write_text("{no json")
     assert "is not a valid JSON file" in refused(folder)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "shards"])
-@pytest.mark.parametrize("script", [grpo, search], ids=["grpo.py", "search.py"])
-def test_a_model_without_one_of_its_tensors_is_refused(
-    script, sharded, tmp_path, monkeypatch, capsys
-):
+def test_a_model_without_one_of_its_tensors_is_refused(tmp_path):
     """vLLM does not notice: the rows of k and v count as the whole of qkv_proj."""
     from transformers import AutoModelForCausalLM
 
@@ -515,31 +491,14 @@ def test_a_model_without_one_of_its_tensors_is_refused(
     lost = "model.layers.1.self_attn.q_proj.weight"
     model = AutoModelForCausalLM.from_pretrained(TINY)
     weights = {name: values for name, values in model.state_dict().items() if name != lost}
-    size = "1MB" if sharded else "1GB"
     (folder / "model.safetensors").unlink()
-    model.save_pretrained(folder, state_dict=weights, max_shard_size=size)
-    assert (folder / "model.safetensors.index.json").is_file() == sharded
-    monkeypatch.chdir(tmp_path)
-    flags = ["--task", "titanic", "--backend", "local", "--model", folder]
-    code, _, error = run_here(script.main, *flags, monkeypatch=monkeypatch, capsys=capsys)
-    assert code == 2
-    assert error.splitlines()[-1].endswith(f"lack {lost}: fetch the model again.")
-
-
-def test_what_fails_while_a_model_loads_becomes_one_sentence():
-    """vLLM's config is checked by pydantic, which first counts the errors."""
-    text = """1 validation error for ModelConfig
-  Value error, Model architectures ['X'] are not supported. [type=value_error, input_value=1]
-    For further information visit https://errors.pydantic.dev"""
-    for error, reason in (
-        (ValueError(text), "Model architectures ['X'] are not supported"),
-        (KeyError("block_dim"), "KeyError('block_dim')"),
-    ):
-        with pytest.raises(UserError) as raised, loading("vLLM", "some/model"):
-            raise error
-        sentence, _, rest = str(raised.value).partition(". ")
-        assert sentence == f"vLLM cannot run the model some/model: {reason}"
-        assert rest == "docs/models.md says which models work and what they need."
+    model.save_pretrained(folder, state_dict=weights, max_shard_size="1MB")
+    assert (folder / "model.safetensors.index.json").is_file()
+    assert refused(folder).endswith(f"lack {lost}: fetch the model again.")
+    with pytest.raises(UserError, match=f"lack {lost}: fetch the model again"):
+        Policy(resolve_model(str(folder)))  # of both scripts
+    min(folder.glob("model-*.safetensors")).unlink()
+    assert "model-00001-of" in refused(folder)
 
 
 def test_an_adapter_that_cannot_be_used_is_one_sentence(policy, tmp_path):
@@ -547,9 +506,9 @@ def test_an_adapter_that_cannot_be_used_is_one_sentence(policy, tmp_path):
     policy.save(tmp_path)
     kept = file.read_text()
     changes = {
-        "has no base_model_name_or_path": {"base_model_name_or_path": None},
-        "no longer exists": {"base_model_name_or_path": "/nowhere/model"},
-        "has no r: ": {"r": None},
+        "KeyError: 'base_model_name_or_path'": {"base_model_name_or_path": None},
+        "cannot run the model /nowhere/model": {"base_model_name_or_path": "/nowhere/model"},
+        "KeyError: 'r'": {"r": None},
         "uses use_rslora, which is not supported": {"use_rslora": True},
     }
     for message, fields in changes.items():
@@ -558,6 +517,6 @@ def test_an_adapter_that_cannot_be_used_is_one_sentence(policy, tmp_path):
         file.write_text(kept)
     file.write_text("{no json")
     assert "adapter_config.json is damaged" in refused(tmp_path)
-    file.write_text(kept)
     (tmp_path / "adapter_model.safetensors").unlink()
-    assert "has no weights (adapter_model.safetensors)" in refused(tmp_path)
+    with pytest.raises(UserError, match="Cannot load the adapter in"):
+        policy.load_adapter(tmp_path)

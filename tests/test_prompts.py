@@ -12,17 +12,16 @@ import pytest
 import yaml
 
 from env import Env
-from flatlab.errors import UserError
 from flatlab.model.chat import ChatTokens, Sample
-from flatlab.options import EpisodeOptions, ModelOptions, derive
+from flatlab.options import EpisodeOptions
 from flatlab.runs.fingerprint import fingerprint
-from flatlab.runs.reader import observed
 from flatlab.sandbox.client import Sandbox
-from flatlab.task import machine
-from flatlab.task.machine import Software
+from flatlab.task import grading
+from flatlab.task.grading import Software
 from flatlab.train import imitation
 from flatlab.tree import prompts
 from flatlab.tree.nodes import Node
+from flatlab.view.reader import observed
 from flatlab.world import texts
 from helpers import (
     AGENT_TEXTS,
@@ -62,7 +61,7 @@ def world(titanic):
 
 
 def first_of(world, options):
-    return next(texts.first_messages(world, options, texts.episode_facts(world, options)))
+    return texts.first_messages(world, options, texts.episode_facts(world, options))
 
 
 @pytest.mark.parametrize("name", ["titanic", "battleOfSexes", "diabetes", "digits"])
@@ -170,14 +169,6 @@ class Scripted(ChatTokens):
         return Sample(said, [-1.0] * len(said), text, "stop", 0)
 
 
-def test_the_file_follows_from_the_model_unless_it_is_given():
-    cases = [(True, None, TINY_TEXTS), (False, None, AGENT_TEXTS), (True, "my.yaml", "my.yaml")]
-    for is_tiny, given, file in cases:
-        options = EpisodeOptions(prompts=given)
-        derive(ModelOptions("m"), options, is_tiny)
-        assert options.prompts == file
-
-
 def test_the_stand_in_is_known_by_its_config_and_not_by_the_name_of_its_folder(
     random_model, tmp_path
 ):
@@ -187,13 +178,17 @@ def test_the_stand_in_is_known_by_its_config_and_not_by_the_name_of_its_folder(
     assert not resolve_model(str(other)).is_tiny
 
 
-def test_reset_returns_what_the_agent_of_the_file_reads(titanic):
-    for file in (TINY_TEXTS, AGENT_TEXTS):
-        policy = FakePolicy(block("submit"))
-        episode = episode_of(titanic, policy, prompts=file, max_turns=3)
-        with Env(titanic, LOCAL) as world:
-            world.episode = EpisodeOptions(3, prompts=file)
-            assert world.reset() == f"{episode.system}\n\n{episode.prompt}".lstrip()
+@pytest.mark.parametrize("file", [TINY_TEXTS, AGENT_TEXTS])
+def test_reset_returns_what_the_agent_of_the_file_reads(titanic, file):
+    """More that an environment tells ends the first message."""
+    played, shown = Env(titanic, LOCAL), Env(titanic, LOCAL)
+    played.message = shown.message = "Begin with the simplest rule."
+    shown.episode = EpisodeOptions(**FULL | {"prompts": file})
+    once = play_once(played, FakePolicy(block("submit")), **FULL | {"prompts": file})
+    episode = asyncio.run(once)
+    assert episode.prompt.endswith("\n\nBegin with the simplest rule.")
+    with shown:
+        assert shown.reset() == f"{episode.system}\n\n{episode.prompt}".lstrip()
 
 
 def test_limits_files_and_packages_are_those_of_the_sandbox(world, titanic):
@@ -210,14 +205,9 @@ def test_limits_files_and_packages_are_those_of_the_sandbox(world, titanic):
 
 def test_packages_are_looked_up_once_for_all_episodes(titanic, monkeypatch):
     commands = []
-
-    class Counting(Sandbox):
-        def run(self, command, timeout):
-            commands.append(command)
-            return super().run(command, timeout)
-
-    monkeypatch.setattr(machine, "Sandbox", Counting)
-    monkeypatch.setattr(machine, "looked_up", {})
+    run = Sandbox.run
+    monkeypatch.setattr(Sandbox, "run", lambda *call: commands.append(call[1]) or run(*call))
+    monkeypatch.setattr(grading, "looked_up", {})
 
     async def main():
         policy = FakePolicy(block("submit"))
@@ -226,14 +216,6 @@ def test_packages_are_looked_up_once_for_all_episodes(titanic, monkeypatch):
 
     assert len({episode.prompt for episode in asyncio.run(main())}) == 1
     assert len(commands) == 1
-
-
-def test_more_that_an_environment_tells_ends_the_first_message(titanic):
-    for file in (TINY_TEXTS, AGENT_TEXTS):
-        world = Env(titanic, LOCAL)
-        world.message = "Begin with the simplest rule."
-        played = play_once(world, FakePolicy(block("submit")), prompts=file)
-        assert asyncio.run(played).prompt.endswith("\n\nBegin with the simplest rule.")
 
 
 def test_one_thread_alone_uses_the_tokenizer(titanic):
@@ -286,11 +268,11 @@ def test_a_name_that_a_fact_does_not_have_is_one_sentence(titanic, tmp_path):
 
 
 def test_the_content_of_the_file_belongs_to_what_made_a_run(tmp_path):
-    before = texts.Prompts(Path(a_file(tmp_path)))
-    assert texts.Prompts(Path(a_file(tmp_path))).digest == before.digest
-    after = texts.Prompts(Path(a_file(tmp_path, system="Be brief.")))
-    made = [fingerprint([prompts.digest, "a task"]) for prompts in (before, after)]
-    assert made[0]["task"] != made[1]["task"]
+    made = []
+    for changes in ({}, {}, {"system": "Be brief."}):
+        prompts = texts.Prompts(Path(a_file(tmp_path, **changes)))
+        made.append(fingerprint([prompts.digest, "a task"])["task"])
+    assert made[0] == made[1] != made[2]
 
 
 # ------------------------------------------------------------------ notes
@@ -311,65 +293,49 @@ def test_a_note_tells_what_is_left_and_the_best_score(titanic):
     assert policy.prompts[2].endswith(second)
 
 
-def test_a_note_is_whole_under_a_long_output(titanic):
-    policy = FakePolicy(block("seq 1000"), block("submit"))
-    episode = episode_of(titanic, policy, **FULL, max_observation_tokens=30)
-    assert policy.prompts[1].endswith(f"1000\n{episode.turns[0]['note']}")
-
-
-def test_minutes_are_rounded_and_the_best_score_may_be_the_lowest(titanic):
+def test_a_note_is_whole_under_a_long_output_and_the_best_score_may_be_the_lowest(titanic):
     task = replace(titanic, higher_is_better=False, baseline=1.0, reference=0.1)
-    turns = [{"score": 0.25}, {"score": None}, {"score": 0.5}]
-    note = texts.note(OPTIONS, task, turns, 5, 1790)
+    policy = FakePolicy(block("seq 1000"), block("submit"))
+    episode = episode_of(task, policy, **FULL, max_observation_tokens=30)
+    assert policy.prompts[1].endswith(f"1000\n{episode.turns[0]['note']}")
+    note = texts.note(OPTIONS, task, [{"score": 0.25}, {"score": None}, {"score": 0.5}], 5, 1790)
     assert note == "[5 turns and 30 minutes left. Best validation accuracy so far: 0.2500.]"
-    assert texts.note(OPTIONS, task, turns, 5, 1810) == note
 
 
 # ------------------------------------------------------------------ lengths
 
 
 def test_a_short_context_leaves_out_packages_then_first_lines_then_files(titanic, tmp_path):
-    names = [f"data/{i:02}.csv" for i in range(30)]
-    for name in names:
-        (tmp_path / name[-6:]).write_text("id,value\n1,2\n3,4\n5,6\n")
-    task = replace(titanic, public={name: tmp_path / name[-6:] for name in names})
+    (tmp_path / "a.csv").write_text("id,value\n1,2\n3,4\n5,6\n")
+    task = replace(titanic, public={f"data/{i:02}.csv": tmp_path / "a.csv" for i in range(30)})
     seen = []
     with Env(task, LOCAL) as world:
         world.restart()
         facts = texts.episode_facts(world, OPTIONS)
         policy = Scripted()
-        for policy.context in range(8000, 100, -50):
-            try:
-                system, message = texts.fitting_messages(world, OPTIONS, facts, policy)
-            except UserError as error:
-                refused = str(error)
-                break
-            assert len(policy.encode(system) + policy.encode(message)) <= policy.context / 2
-            assert task.prompt.strip() in message
-            lines = message.split("\n")
-            rows = sum(line.startswith("  ") for line in lines)
-            files = sum(line.endswith(" bytes)") for line in lines)
-            seen.append((lines[-1].count(",") > 0, rows, files))
-        assert list(dict.fromkeys(seen)) == [
-            (True, 90, 30),
-            (False, 90, 30),
-            (False, 0, 30),
-            (False, 0, 0),
-        ]
-        assert "\n... and 30 more\n" in message
-        assert f"more than half of --context {policy.context}: choose a larger" in refused
+        with user_error("more than half of --context .*: choose a larger"):
+            for policy.context in range(8000, 100, -50):
+                system, message = texts.first_messages(world, OPTIONS, facts, policy)
+                assert len(policy.encode(system) + policy.encode(message)) <= policy.context / 2
+                assert task.prompt.strip() in message
+                has_packages = "numpy" in message
+                seen.append((has_packages, message.count("\n  "), message.count(" bytes)")))
+    assert list(dict.fromkeys(seen)) == [
+        (True, 90, 30),
+        (False, 90, 30),
+        (False, 0, 30),
+        (False, 0, 0),
+    ]
+    assert "\n... and 30 more\n" in message
 
 
-def test_longer_lines_of_a_table_are_not_shown(titanic, tmp_path):
+def test_longer_lines_of_a_table_and_lines_of_a_changed_one_are_not_shown(titanic, tmp_path):
     table = tmp_path / "wide.csv"
     table.write_text("id,x\n" + ",".join("0" * 200) + "\n1,2\n")
     task = replace(titanic, public={"wide.csv": table})
     lines = texts.first_lines(task, "wide.csv", table.stat().st_size)
     assert lines == ["id,x", "[a line of 200 characters or more]"]
-
-
-def test_a_table_that_was_changed_shows_no_lines(titanic):
-    assert not texts.first_lines(titanic, "data/train.csv", 12)
+    assert not texts.first_lines(task, "wide.csv", 12)
 
 
 # ------------------------------------------------------------------ thoughts
@@ -418,16 +384,13 @@ def test_dropped_thoughts_leave_what_the_template_makes_of_the_conversation(tita
         assert policy.tokenizer.decode(request) == wanted
 
 
-def test_dropped_thoughts_are_trained_after_the_tokens_that_they_were_sampled_after(titanic):
+def test_thoughts_are_trained_after_the_tokens_that_they_were_sampled_after(titanic):
     policy, episode = thinking(titanic, "drop")
     assert len(episode.segments) == 3
     for segment, request, text in zip(episode.segments, policy.requests, TALK):
         said = [*policy.encode(text), policy.end_of_turn]
         assert segment.tokens == request + said
         assert segment.mask == [0] * len(request) + [1] * len(said)
-
-
-def test_kept_thoughts_make_one_sequence(titanic):
     policy, episode = thinking(titanic, "keep")
     (segment,) = episode.segments
     assert "I look first." in policy.decode(policy.requests[2])

@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 
 from flatlab.errors import UserError
-from flatlab.runs.reader import read_rows as rows
-from flatlab.train.ranks import join
+from flatlab.files import read_rows as rows
+from flatlab.train.job import join
 from helpers import PROJECT, SBIN, Services, free_port, python, segments_of
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +53,7 @@ def finish(process, timeout=300):
 
 EXCHANGE = """
 import torch
-from flatlab.train.ranks import join
+from flatlab.train.job import join
 dist = join(timeout=60)
 weight = torch.nn.Parameter(torch.full((3,), float(dist.rank)))
 dist.broadcast([weight])
@@ -319,8 +319,7 @@ def test_training_runs_one_rank_a_gpu(cluster):
 def main(model: str, steps: str, advantage: str = "group", ahead: str = "0") -> None:
     import grpo
     from flatlab.runs.store import open_run
-    from flatlab.train.overlap import run_beside
-    from flatlab.train.ranks import Job
+    from flatlab.train.job import Job, run_beside
     from helpers import MADE_BY, RESULT, configure
     from policy import ModelPath, Policy
     from training import CFG, TASK, one_reply, waiting_reply
@@ -350,7 +349,6 @@ def main(model: str, steps: str, advantage: str = "group", ahead: str = "0") -> 
         ModelPath(model, None, False),
         context=512,
         lora_rank=8,
-        lora_alpha=16,
         seed=rank,  # rank 0's counts
         value_head=advantage == "ppo",
     )

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from backends import EVERYWHERE, ISOLATED, backends, containers_of, missing, needs_docker
-from env import Env, check_needs
+from env import Env, resolve_backend
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.options import SandboxOptions
 from flatlab.sandbox import backend as sandbox_backend
@@ -31,7 +31,7 @@ from flatlab.sandbox.backend import IMAGE, Spec
 from flatlab.sandbox.client import Sandbox
 from flatlab.sandbox.docker import docker_api
 from helpers import PROJECT, do, user_error
-from tasks import install, load_task
+from tasks import load_task
 
 
 @pytest.fixture(scope="module", params=EVERYWHERE)
@@ -774,20 +774,20 @@ def test_docker_image_and_permission(monkeypatch):
 
 def test_needs_are_honoured_or_refused(tmp_path, monkeypatch):
     task = load_task("titanic")
-    check_needs(task, SandboxOptions("local"))
+    resolve_backend(task, SandboxOptions("local"))
     online = replace(task, needs_network=True)
     with user_error("takes data from the network.*--network, or in Docker mount what it needs"):
-        check_needs(online, SandboxOptions("local", hf_cache=str(tmp_path)))
-    check_needs(online, SandboxOptions("local", network=True))
-    check_needs(online, SandboxOptions("docker", hf_cache=str(tmp_path)))
+        resolve_backend(online, SandboxOptions("local", hf_cache=str(tmp_path)))
+    resolve_backend(online, SandboxOptions("local", network=True))
+    resolve_backend(online, SandboxOptions("docker", hf_cache=str(tmp_path)))
     with user_error("no folder .*absent"):
-        check_needs(online, SandboxOptions("docker", hf_cache=str(tmp_path / "absent")))
-    with user_error("only Docker gives one"):
-        check_needs(replace(task, needs_gpu=True), SandboxOptions("local"))
+        resolve_backend(online, SandboxOptions("docker", hf_cache=str(tmp_path / "absent")))
+    with user_error("use --backend docker"):
+        resolve_backend(replace(task, needs_gpu=True), SandboxOptions("local"))
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     monkeypatch.setattr(Path, "exists", lambda self: False)
     with user_error("no /dev/nvidiactl"):
-        check_needs(replace(task, needs_gpu=True), SandboxOptions("docker"))
+        resolve_backend(replace(task, needs_gpu=True), SandboxOptions("docker"))
 
 
 CONNECT = (
@@ -960,10 +960,9 @@ def test_one_command_builds_the_image_with_the_requirements_of_a_task(needy, cap
     options = SandboxOptions("docker", image=WITH_WHEEL)
     with user_error("flatlab_one. `python tasks.py needy --build-image`"):
         Env(needy, options).reset()
-    install(needy, options)
-    printed = capsys.readouterr().out
-    assert "Successfully installed flatlab_one-1.0" in printed
-    assert "image flatlab-requirements:" in printed.splitlines()[-1]
+    tag = images.install_requirements(needy, WITH_WHEEL)
+    assert "Successfully installed flatlab_one-1.0" in capsys.readouterr().out
+    assert tag == images.package_tag(needy, WITH_WHEEL)
     with Env(needy, options) as world:
         world.reset()
         assert do(world, "python3 -c 'import flatlab_one'").status == "ok"
@@ -973,5 +972,5 @@ def test_one_command_builds_the_image_with_the_requirements_of_a_task(needy, cap
 def test_an_image_that_pip_cannot_make_is_one_sentence(needy):
     needy.requirements.write_text("--no-index\nflatlab_two\n")
     with user_error("cannot be installed in flatlab/with-wheel:1: .*ERROR: No matching"):
-        install(needy, SandboxOptions("docker", image=WITH_WHEEL))
+        images.install_requirements(needy, WITH_WHEEL)
     assert not docker_api().images(images.package_tag(needy, WITH_WHEEL))

@@ -16,16 +16,16 @@ import pytest
 
 import search
 from flatlab.errors import SandboxFault, UserError
-from flatlab.files import read_mapping
+from flatlab.files import read_mapping, read_rows
 from flatlab.options import flat, may_change
 from flatlab.runs.cli import parse_config
-from flatlab.runs.reader import RunData, read_rows, read_run
 from flatlab.runs.store import open_run
 from flatlab.sandbox import snapshot
 from flatlab.task.grading import Score
 from flatlab.tree import rules
 from flatlab.tree.nodes import Tree, open_trees, results
 from flatlab.view import console, plots, tables
+from flatlab.view.reader import read_run
 from flatlab.world.episode import Episode
 from helpers import (
     AGENT_TEXTS,
@@ -273,7 +273,7 @@ def test_the_selection_part_decides_between_nodes_within_one_standard_error(tmp_
     assert r["test_score"] == 0.74
     assert r["test_stderr"] == 0.03
     assert r["test_minus_validation"] == pytest.approx(0.74 - 0.79)
-    run = RunData(t.run.dir, "search", {}, rows(t), r, {})
+    run = read_run(t.run.dir)
     assert plots.best_path(run) == ["0", "0.1"]
     # The mean of both parts counts: 0.0 stays ahead if it loses less than it had gained.
     t = finished(tmp_path / "b", hidden | {("selection", "0.0"): 0.755})
@@ -718,12 +718,12 @@ BAD_INPUT = {
     "--select ucb --rule-args c=x": "c must be a number of at least 0",
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
     "--select signals --rule-args unknown=1": "has no 'unknown'; it has drafts, variance, regret",
-    "--model x --url localhost:8000/v1": "localhost:8000/v1 needs a scheme: http://",
+    "--model x --url localhost:8000/v1": "localhost:8000/v1 does not answer: Request",
     "--model x --url http://127.0.0.1:9/v1": "does not answer",
     "--url http://127.0.0.1:9/v1": "--url needs --model",
-    "--learn --url http://127.0.0.1:9/v1": "--learn trains the model here: leave out --url",
-    "--learn --select bfs": "such as --select puct: bfs does not",
-    "--learn --select evaluation": "such as --select puct: evaluation does not",
+    "--learn --url http://127.0.0.1:9/v1": "--learn trains the model here",
+    "--learn --select bfs": "choose one such as --select puct",
+    "--learn --select evaluation": "choose one such as --select puct",
     "--learn --children 1": "--children must be from 2",
     "no-such.yaml": "no-such.yaml",
     "--model /no/such/model": "/no/such/model",

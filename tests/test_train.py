@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -16,12 +17,12 @@ import torch
 
 import grpo
 import training
+from flatlab.files import read_rows
 from flatlab.model.chat import ChatTokens, Sample
 from flatlab.options import EpisodeOptions
-from flatlab.runs.reader import read_rows
-from flatlab.train import guard, imitation, overlap
-from flatlab.train.ranks import Job
-from flatlab.world.episode import History
+from flatlab.train import guard, imitation, job
+from flatlab.train.job import Job
+from flatlab.world.episode import Episode, History
 from helpers import PROJECT, configure, turn, user_error
 from training import TASK, randomise, waiting_reply
 
@@ -52,7 +53,7 @@ def test_engine_and_trainer_are_compared_on_current_tokens_only(play, policy):
     assert stale
     assert all("logprob_diff_mean" not in row for row in stale)
     fresh = [row["logprob_diff_max"] for row in rows if row["judged_tokens"]]
-    assert fresh and max(fresh) < policy.max_diff_limit
+    assert fresh and max(fresh) < policy.diff_limit
 
 
 def test_faults_and_equal_rewards_change_nothing_about_the_plan(play):
@@ -117,13 +118,13 @@ def test_ctrl_c_in_an_update_and_the_same_command_again(play, monkeypatch):
     assert next(calls) in (3, 4)
     rows = play(episode=waiting_reply, steps=4, ahead=2)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert not overlap.INTERRUPTED.is_set()
+    assert not job.INTERRUPTED.is_set()
 
 
 def test_ctrl_c_between_two_waits_leaves_no_coroutine_behind(play, monkeypatch, recwarn):
     def update(*args):
         signal.raise_signal(signal.SIGINT)
-        assert overlap.INTERRUPTED.wait(30)
+        assert job.INTERRUPTED.wait(30)
         return {}
 
     monkeypatch.setattr(grpo, "update", update)
@@ -177,7 +178,7 @@ def test_a_sync_while_a_reply_is_sampled(policy):
 
 
 def test_free_slots_go_to_the_earliest_step():
-    slots, order = overlap.Slots(1), []
+    slots, order = job.Slots(1), []
 
     async def hold(step):
         async with slots.slot(step):
@@ -251,14 +252,9 @@ def test_the_best_different_valid_episodes_that_beat_the_baseline(run):
     node = episode(0.79, turn("a node of a search"), node="0.1", segments=[])
     deeper = run(node, file="a/tail-0/episodes/000001.jsonl")
     assert chosen_replies(deeper, 0.01) == ["a node of a search"]
-
-
-def test_evaluations_are_not_imitated(run):
-    """Their seeds select the best adapter and compare adapters at the end."""
-    where = run(episode(0.75, turn("trained")))
-    for name in ("before", "eval-000009", "final-untrained", "final-best"):
-        run(episode(0.79, turn(name)), file=f"a/episodes/{name}.jsonl")
-    assert chosen_replies(where, 1.0) == ["trained"]
+    # the seeds of evaluations select and compare adapters
+    run(episode(0.79, turn("judged")), file="a/episodes/eval-000009.jsonl")
+    assert "judged" not in chosen_replies(deeper, 1.0)
 
 
 def test_nothing_to_imitate_is_one_sentence(run, tmp_path):
@@ -277,18 +273,20 @@ def test_tokens_and_masks_are_those_of_rl(policy):
         turn("no block", status="rejected"),
         turn("last", "four"),
     ]
-    history = History(policy, "Do it.", 64)
+    history = History(policy, LIMITS, "Do it.")
+    played = Episode("titanic", 0)
     advantage = []
     for t in turns:
         has_ended = t["stop_reason"] == "stop"
         tokens = policy.encode(t["reply"]) + [policy.tokenizer.eos_token_id] * has_ended
         sample = Sample(tokens, [0.0] * len(tokens), t["reply"], t["stop_reason"], 0)
+        played.add(history.tokens(), sample, t)
         history.add(sample, t["observation"])
         advantage += [float(has_ended and t["status"] == "ok")] * len(tokens)
     [piece] = imitation.sequences_from(episode(0.78, *turns), policy, LIMITS)
-    assert piece.tokens == history.segment.tokens[: len(piece.tokens)]
-    assert piece.mask == history.segment.mask[: len(piece.mask)]
-    assert sum(piece.mask) == sum(history.segment.mask)
+    [segment] = played.segments
+    assert piece.tokens == segment.tokens
+    assert piece.mask == segment.mask
     assert piece.advantage == advantage
 
 
@@ -301,7 +299,8 @@ def test_both_end_tokens_end_a_reply(tmp_path):
 
 def test_a_small_limit_of_observations_holds(policy):
     for limit in (0, 1, 2):
-        assert History(policy, "Do it.", limit).cap("0123456789" * 3).endswith("left out ...]\n")
+        history = History(policy, replace(LIMITS, max_observation_tokens=limit), "Do it.")
+        assert history.cap("0123456789" * 3).endswith("left out ...]\n")
 
 
 def test_no_episode_that_fits_is_one_sentence(policy, run, monkeypatch):

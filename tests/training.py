@@ -53,7 +53,6 @@ CFG = configure(
     micro_tokens=10_000,
     concurrency=32,
     max_groups=3,
-    task_weights=(1.0,),
     max_reply_tokens=6,
     max_observation_tokens=64,
     context=2048,

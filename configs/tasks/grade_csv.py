@@ -3,17 +3,17 @@
 answers.csv has the columns id, part (validation, selection or test) and the target; submission.csv
 has id and the target, for the ids of all parts. The form of the whole file is checked whichever
 part is graded, and a message never depends on an answer. `stderr` is the standard error of the
-score. Several tasks share this file; it needs only Python. A metric is a function in METRICS, with
-a check of one value in CHECKERS.
+score. Several tasks share this file; it needs only Python. Arguments: --metric NAME --split PART. A
+metric is a function and a check of one value in METRICS.
 """
 
-import argparse
 import csv
 import io
 import json
 import math
 import random
 import statistics
+import sys
 from contextlib import suppress
 
 MAX_BYTES = 1_000_000
@@ -38,9 +38,6 @@ def r2(truth, predicted):
     return 1 - error / sum((a - mean) ** 2 for a in truth)
 
 
-METRICS = {"accuracy": accuracy, "r2": r2}
-
-
 def standard_error(metric, truth, predicted):
     """The standard error of a score: sqrt(p (1 - p) / n) for an accuracy p, else by bootstrap.
 
@@ -61,91 +58,86 @@ def standard_error(metric, truth, predicted):
     return statistics.stdev(found)
 
 
-def read_answers(path):
+def read_answers():
     """(name of the target, {id: (part, value)}), all as text."""
-    with open(path, newline="", encoding="utf-8") as file:
+    with open("answers.csv", newline="", encoding="utf-8") as file:
         header, *rows = csv.reader(file)
     return header[2], {key: (part, value) for key, part, value in rows}
 
 
-def read_rows(path):
-    """Rows of the submission as lists of text, the header first. Raises Invalid."""
+def read_rows():
+    """Rows of submission.csv as lists of text, the header first. Raises Invalid."""
     try:
-        with open(path, "rb") as file:
+        with open("submission.csv", "rb") as file:
             data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise Invalid(f"submission.csv is larger than {MAX_BYTES} bytes")
         text = io.StringIO(data.decode("utf-8-sig"), newline="")
-        return [row for row in csv.reader(text, strict=True) if row]
-    except OSError as error:
-        raise Invalid(f"submission.csv cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, csv.Error) as error:
+        rows = [row for row in csv.reader(text, strict=True) if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise Invalid(f"submission.csv is not a CSV text file: {error}") from error
+    if len(data) > MAX_BYTES:
+        raise Invalid(f"submission.csv is larger than {MAX_BYTES} bytes")
+    return rows
 
 
-def label_checker(labels):
-    """A function that says what is wrong with a value, or None. `labels`: those of the answers."""
-    *most, last = sorted(labels, key=lambda label: (len(label), label))
-    return lambda value: None if value in labels else f"must be {', '.join(most)} or {last}"
+def wrong_label(value, labels):
+    """What is wrong with a value, or None. labels: those of the answers."""
+    if value in labels:
+        return None
+    *most, last = sorted(labels)
+    return f"must be {', '.join(most)} or {last}"
 
 
-def number_checker(_):
-    def check(value):
-        try:
-            return None if math.isfinite(float(value)) else "must be a finite number"
-        except ValueError:
-            return "must be a number"
-
-    return check
+def wrong_number(value, _):
+    """What is wrong with a value, or None."""
+    with suppress(ValueError):
+        if math.isfinite(float(value)):
+            return None
+    return "must be a finite number"
 
 
-CHECKERS = {"accuracy": label_checker, "r2": number_checker}
+METRICS = {"accuracy": (accuracy, wrong_label), "r2": (r2, wrong_number)}
 
 
-def read_submission(path, target, ids, wrong):
-    """{id: value} for exactly the given ids. wrong(value) says what is wrong. Raises Invalid."""
-    rows = read_rows(path)
-    if not rows or rows[0] != ["id", target]:
+def read_submission(target, answers, wrong):
+    """{id: value} for exactly the ids of the answers. Raises Invalid. wrong: see METRICS."""
+    labels = {value for _, value in answers.values()}
+    rows = read_rows()
+    if rows[:1] != [["id", target]]:
         raise Invalid(f"the first line of submission.csv must be: id,{target}")
-    answer = {}
+    predicted = {}
     for row in rows[1:]:
         if len(row) != 2:
             text = ",".join(row)[:60]
             raise Invalid(f"every line needs 2 values, but one has {len(row)}: {text!r}")
         key, value = row
-        if key not in ids:
+        if key not in answers:
             raise Invalid(f"id {key[:20]!r} is not in data/test.csv")
-        if key in answer:
+        if key in predicted:
             raise Invalid(f"id {key} is there twice")
-        if wrong(value):
-            raise Invalid(f"{target} {wrong(value)}, but id {key} has {value[:20]!r}")
-        answer[key] = value
-    missing = [key for key in ids if key not in answer]
+        if reason := wrong(value, labels):
+            raise Invalid(f"{target} {reason}, but id {key} has {value[:20]!r}")
+        predicted[key] = value
+    missing = [key for key in answers if key not in predicted]
     if missing:
-        count = f"{len(missing)} of {len(ids)}"
-        raise Invalid(f"{count} ids of data/test.csv are missing, the first is {missing[0]}")
-    return answer
+        raise Invalid(f"{len(missing)} ids of data/test.csv are missing, the first is {missing[0]}")
+    return predicted
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--metric", required=True, choices=list(METRICS))
-    parser.add_argument("--split", required=True, choices=["validation", "selection", "test"])
-    args = parser.parse_args()
-    target, answers = read_answers("answers.csv")
+    name, split = sys.argv[2], sys.argv[4]
+    metric, wrong = METRICS[name]
+    target, answers = read_answers()
     try:
-        wrong = CHECKERS[args.metric]({value for _, value in answers.values()})
-        predicted = read_submission("submission.csv", target, answers.keys(), wrong)
+        predicted = read_submission(target, answers, wrong)
     except Invalid as error:
         print(json.dumps({"error": str(error)}))
         return
-    ids = [key for key, (part, _) in answers.items() if part == args.split]
+    ids = [key for key, (part, _) in answers.items() if part == split]
     truth = [answers[key][1] for key in ids]
     values = [predicted[key] for key in ids]
-    metric = METRICS[args.metric]
     score = metric(truth, values)
     error = standard_error(metric, truth, values)
-    print(json.dumps({args.metric: round(score, 6), "stderr": error}))
+    print(json.dumps({name: round(score, 6), "stderr": error}))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,11 @@ The folder holds metric.py, submission.csv and private/ with test_answer.csv and
 The answers fall into parts by a hash of their id (the first column): a half is for validation, a
 quarter for selection and a quarter for the test, and an id is always in the same part; `--split
 all` grades them all. `score` is the metric's value, `stderr` its standard error; `position` is the
-share of the private and the public leaderboard, averaged, that is not better. `--describe` prints
-what flatlab/task/mledojo.py has to know about the competition.
+share of the private and the public leaderboard, averaged, that is not better. Arguments: --split
+PART, or --describe, which prints what flatlab/task/mledojo.py has to know about the competition.
 """
 
-import argparse
 import hashlib
-import importlib.util
 import json
 import math
 import random
@@ -40,36 +38,21 @@ class InvalidSubmissionError(Exception):
     """Replaces MLE-Dojo's class. The author of the submission reads the text."""
 
 
-def load_metric(path):
-    """An instance of the metric's class."""
+def load_metric():
+    """An instance of the metric's class in metric.py."""
     for name in ("mledojo", "mledojo.metrics", "mledojo.metrics.base"):
         module = sys.modules[name] = types.ModuleType(name)
     module.CompetitionMetrics = CompetitionMetrics
     module.InvalidSubmissionError = InvalidSubmissionError
-    spec = importlib.util.spec_from_file_location("metric", path)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    sys.path.append(".")
+    import metric  # noqa: F401
+
     return CompetitionMetrics.__subclasses__()[-1]()
 
 
 def part_of(key):
     """ "validation", "selection" or "test", always the same for the same id."""
     return PARTS[hashlib.sha256(f"{SEED}:{key}".encode()).digest()[0] % len(PARTS)]
-
-
-def evaluate(metric, answers, submission, split):
-    """The metric's value on one part and its standard error. Checks the whole submission first.
-
-    Raises InvalidSubmissionError.
-    """
-    check(metric, answers, submission)
-    if split == "all":
-        return value(metric, answers, submission), None
-    key = answers.columns[0]
-    if key not in submission:
-        raise InvalidSubmissionError(f"submission.csv needs the column {key}")
-    answers, submission = restricted(answers, submission, answers[key].map(part_of) == split)
-    check(metric, answers, submission)
-    return value(metric, answers, submission), standard_error(metric, answers, submission)
 
 
 def restricted(answers, submission, chosen):
@@ -82,13 +65,27 @@ def restricted(answers, submission, chosen):
     return answers.reset_index(drop=True), submission
 
 
+def check(metric, answers, submission):
+    """The metric's own check. It gets copies: metrics change their arguments.
+
+    Raises InvalidSubmissionError.
+    """
+    try:
+        metric.validate_submission(submission.copy(), answers.copy())
+    except InvalidSubmissionError:
+        raise
+    except Exception as error:  # anything can be raised, and its text could hold answers
+        text = f"submission.csv cannot be checked ({type(error).__name__})"
+        raise InvalidSubmissionError(text) from error
+
+
 def value(metric, answers, submission):
     """The metric's value. Raises InvalidSubmissionError."""
     try:
         score = float(metric.evaluate(answers.copy(), submission.copy()))
-    except Exception as error:  # its text could hold answers
-        name = type(error).__name__
-        raise InvalidSubmissionError(f"the metric cannot be computed ({name})") from error
+    except Exception as error:  # InvalidSubmissionError as well: its text could hold answers
+        text = f"the metric cannot be computed ({type(error).__name__})"
+        raise InvalidSubmissionError(text) from error
     if not math.isfinite(score):
         raise InvalidSubmissionError("the metric is not a finite number")
     return score
@@ -117,51 +114,43 @@ def standard_error(metric, answers, submission):
     return statistics.stdev(found) if len(found) >= RESAMPLES // 2 else None
 
 
-def check(metric, answers, submission):
-    """The metric's own check. Metrics change their arguments, so they get copies."""
-    try:
-        metric.validate_submission(submission.copy(), answers.copy())
-    except InvalidSubmissionError:
-        raise
-    except Exception as error:  # a foreign metric meets foreign data: anything can be raised
-        name = type(error).__name__
-        raise InvalidSubmissionError(f"submission.csv cannot be checked ({name})") from error
+def leaderboards():
+    """The scores of each leaderboard that exists: its second column."""
+    paths = [Path("private", f"{name}_leaderboard.csv") for name in ("private", "public")]
+    return [pandas.read_csv(path).iloc[:, 1].dropna() for path in paths if path.exists()]
 
 
-def read_submission():
-    """The submission as a data frame. Raises InvalidSubmissionError."""
+def evaluate(metric, split):
+    """The metric's value on one part and its standard error. Checks the whole submission first.
+
+    Raises InvalidSubmissionError.
+    """
+    answers = pandas.read_csv("private/test_answer.csv")
     try:
-        return pandas.read_csv("submission.csv")
+        submission = pandas.read_csv("submission.csv")
     except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
         reason = str(error).splitlines()[0]
         raise InvalidSubmissionError(f"submission.csv cannot be read: {reason}") from error
-
-
-def leaderboards():
-    """The scores of each leaderboard that exists: its second column."""
-    boards = []
-    for name in ("private", "public"):
-        path = Path("private", f"{name}_leaderboard.csv")
-        if path.exists():
-            boards.append(pandas.read_csv(path).iloc[:, 1].dropna().tolist())
-    return boards
-
-
-def position(score, board, higher_is_better):
-    """Share of the leaderboard that is not better: 1 in first place, 0 behind the last."""
-    passed = [other for other in board if (score >= other if higher_is_better else score <= other)]
-    return len(passed) / len(board)
+    check(metric, answers, submission)
+    if split == "all":
+        return value(metric, answers, submission), None
+    key = answers.columns[0]
+    if key not in submission:
+        raise InvalidSubmissionError(f"submission.csv needs the column {key}")
+    answers, submission = restricted(answers, submission, answers[key].map(part_of) == split)
+    check(metric, answers, submission)
+    return value(metric, answers, submission), standard_error(metric, answers, submission)
 
 
 def grade(metric, split):
     """The result for one part as a dict."""
-    answers = pandas.read_csv("private/test_answer.csv")
     try:
-        score, error = evaluate(metric, answers, read_submission(), split)
+        score, error = evaluate(metric, split)
     except InvalidSubmissionError as wrong:
         return {"error": str(wrong)}
     found = {"score": score, "stderr": error}
-    places = [position(score, board, metric.higher_is_better) for board in leaderboards()]
+    up = metric.higher_is_better
+    places = [(board <= score if up else board >= score).mean() for board in leaderboards()]
     return found | {"position": statistics.fmean(places)} if places else found
 
 
@@ -183,12 +172,8 @@ def describe(metric):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--split", choices=[*dict.fromkeys(PARTS), "all"])
-    parser.add_argument("--describe", action="store_true")
-    args = parser.parse_args()
-    metric = load_metric("metric.py")
-    print(json.dumps(describe(metric) if args.describe else grade(metric, args.split)))
+    metric = load_metric()
+    print(json.dumps(grade(metric, sys.argv[2]) if sys.argv[2:] else describe(metric)))
 
 
 if __name__ == "__main__":

@@ -87,21 +87,6 @@ def raised(kind, error, trace):
     fail(f"the grader refused what {NAME} returned: {kind.__name__}: {error}", code=1)
 
 
-def read_source():
-    """The text of the agent's file."""
-    try:
-        with open(os.path.join(FOLDER, AGENT), "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        text = data.decode("utf-8-sig")
-    except OSError as error:
-        fail(f"{NAME} cannot be read: {error.strerror}")
-    except UnicodeDecodeError as error:
-        fail(f"{NAME} is not a text file: {error}")
-    if len(data) > MAX_BYTES:
-        fail(f"{NAME} is larger than {MAX_BYTES} bytes")
-    return text
-
-
 def lower_privileges(change_user):
     """In the child before exec: no new privileges, no capabilities, another user if possible."""
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -157,7 +142,14 @@ def stop():
 def begin():
     """Starts the child and sends it the source, with nothing left to read here."""
     global child
-    source = read_source()
+    try:
+        with open(os.path.join(FOLDER, AGENT), "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        source = data.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"{NAME} is not a text file: {error}")
+    if len(data) > MAX_BYTES:
+        fail(f"{NAME} is larger than {MAX_BYTES} bytes")
     child = start_child()
     atexit.register(stop)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process of the same user may look into this one

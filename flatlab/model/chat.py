@@ -61,29 +61,27 @@ class ChatTokens:
         """Sets how the template ends a reply, and whether it has a system role."""
         from jinja2 import TemplateError
 
-        try:
-            last = self._template(["user", "assistant"], begins_reply=False)[-1]
-            parts = self._template(["user", "assistant", "user"])
-        except TemplateError as error:
-            raise UserError(f"The chat template of {model} fails: {error}.") from None
+        last = self._frames(marks("user", "assistant"), begins_reply=False)[-1]
+        parts = self._frames(marks("user", "assistant", "user"))
         if len(parts) != 4:
             raise UserError(f"The chat template of {model} does not show each message once.")
-        last = self._first_token(last)  # after the last reply
-        after = self._first_token(parts[2])  # after a reply that is followed by a message
+
+        def first_token(text):
+            return next(iter(self._encode_frame(text)), None)
+
+        last = first_token(last)  # after the last reply
+        after = first_token(parts[2])  # after a reply that is followed by a message
         self.end_of_turn = self.tokenizer.eos_token_id
         self._closing = None
-        if last in self._control:
-            self.end_of_turn = last
-            self._closing = after
-        elif after in self.stop_tokens:
-            self.end_of_turn = after
+        if last in self._control or after in self.stop_tokens:
+            self.end_of_turn = last if last in self._control else after
             self._closing = after
         self.stop_tokens.add(self.end_of_turn)
         # Some templates refuse a system message, leave it out, or put it into the last message.
         self.has_system_role = False
         with contextlib.suppress(TemplateError):
-            prompt = self._template(["system", "user"])
-            talk = self._template(["system", "user", "assistant", "user"])
+            prompt = self._frames(marks("system", "user"))
+            talk = self._frames(marks("system", "user", "assistant", "user"))
             self.has_system_role = len(prompt) == 3 and prompt[:2] == talk[:2]
 
     def twin(self):
@@ -92,15 +90,12 @@ class ChatTokens:
         twin.tokenizer = copy.deepcopy(self.tokenizer)
         return twin
 
-    def _template(self, roles: list[str], begins_reply: bool = True) -> list[str]:
-        """The template's own texts around the contents of such messages."""
-        messages = [{"role": role, "content": MARK} for role in roles]
-        return self._apply(messages, begins_reply).split(MARK)
-
-    def _apply(self, messages: list[dict], begins_reply: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
+    def _frames(self, messages: list[dict], begins_reply: bool = True) -> list[str]:
+        """The template applied to these messages, in the parts around each mark."""
+        text = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=begins_reply
         )
+        return text.split(MARK)
 
     def encode(self, text: str) -> list[int]:
         """Text to tokens; `<|im_end|>` and the like inside the text stay ordinary characters."""
@@ -109,10 +104,6 @@ class ChatTokens:
     def _encode_frame(self, text: str) -> list[int]:
         """Text of the template to tokens; `<|im_end|>` and the like are control tokens."""
         return self.tokenizer(text, add_special_tokens=False).input_ids
-
-    def _first_token(self, text: str) -> int | None:
-        tokens = self._encode_frame(text)
-        return tokens[0] if tokens else None
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -136,9 +127,8 @@ class ChatTokens:
 
         ended: the model ended its turn itself, so that token is already there.
         """
-        reply = {"role": "assistant", "content": MARK}
-        messages = [{"role": "user", "content": "-"}, reply, {"role": "user", "content": text}]
-        tokens = self._tokens(messages, skip=1)
+        messages = [*marks("assistant"), {"role": "user", "content": text}]
+        tokens = self._tokens([{"role": "user", "content": "-"}, *messages], skip=1)
         return tokens[1:] if ended and tokens[0] == self._closing else tokens
 
     def _tokens(self, messages: list[dict], skip: int = 0) -> list[int]:
@@ -155,8 +145,13 @@ class ChatTokens:
                 hidden.append(message["content"])
                 message = message | {"content": MARK}
             shown.append(message)
-        frames = self._apply(shown).split(MARK)
+        frames = self._frames(shown)
         tokens = self._encode_frame(frames[skip])
         for content, frame in zip(hidden[skip:], frames[skip + 1 :], strict=True):
             tokens += self.encode(content) + self._encode_frame(frame)
         return tokens
+
+
+def marks(*roles: str) -> list[dict]:
+    """Messages of these roles with the mark as their contents."""
+    return [{"role": role, "content": MARK} for role in roles]

@@ -23,11 +23,9 @@ class Answer(Sample):
 
 
 def check_url(url: str) -> None:
-    """Raises UserError for an address without a scheme, or if nothing answers within 5 seconds."""
+    """Raises UserError if nothing answers within 5 seconds."""
     import httpx
 
-    if not url.startswith(("http://", "https://")):
-        raise UserError(f"--url {url} needs a scheme: http://{url}, say.")
     try:
         httpx.get(url, timeout=5)
     except httpx.ReadTimeout:
@@ -48,7 +46,6 @@ class Endpoint:
         context: tokens of prompt and reply together.
         retries: number of times a request is repeated, with growing pauses or after the time that
             the endpoint asks for (Retry-After).
-        key: API key; default: $OPENAI_API_KEY. Local servers take any.
     """
 
     ROLES = ("system", "user", "assistant")  # tokens 0, 1, 2
@@ -60,7 +57,6 @@ class Endpoint:
         context: int = 16384,
         temperature: float = 1.0,
         retries: int = 10,
-        key: str | None = None,
     ):
         import openai
 
@@ -68,12 +64,10 @@ class Endpoint:
         self.model = model
         self.context = context
         self.temperature = temperature
-        self.key = key or os.environ.get("OPENAI_API_KEY")
-        self.client = openai.AsyncOpenAI(
-            base_url=url, api_key=self.key or "none", max_retries=retries
-        )
-        self.limit_name = "max_tokens"
-        self.takes_seed = True
+        key = os.environ.get("OPENAI_API_KEY") or "none"  # local servers take any
+        self.client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=retries)
+        # Some endpoints take no seed, and some have another name for the limit (max_tokens).
+        self.refused = set()
         # a token's number is its place here; no piece is as long as the name of a role
         self.numbers = {role: number for number, role in enumerate(self.ROLES)}
 
@@ -111,12 +105,7 @@ class Endpoint:
         Raises OverflowError if the endpoint finds the prompt too long, and UserError if it refuses
         the request or cannot be reached.
         """
-        body = {
-            "model": self.model,
-            "messages": self.messages(tokens),
-            "temperature": self.temperature,
-        }
-        completion = await self.request(body, max_tokens, seed)
+        completion = await self.request(self.messages(tokens), max_tokens, seed)
         try:
             choice = completion.choices[0]
             text = choice.message.content or ""
@@ -135,44 +124,33 @@ class Endpoint:
             reply_tokens=usage.completion_tokens if usage else len(reply),
         )
 
-    async def request(self, body: dict, max_tokens: int, seed: int | None):
+    async def request(self, messages: list[dict], max_tokens: int, seed: int | None):
         """The endpoint's completion. Raises as `sample` does."""
         import openai
 
-        while True:
-            settings = {self.limit_name: max_tokens}
-            if seed is not None and self.takes_seed:
-                settings["seed"] = seed
-            try:
-                return await self.client.chat.completions.create(**body, **settings)
-            except openai.APIStatusError as error:
-                text = " ".join(error.response.text.split())[:300]
-                if error.status_code == 400 and any(words in text for words in TOO_LONG):
+        name = "max_completion_tokens" if "max_tokens" in self.refused else "max_tokens"
+        settings = {name: max_tokens}
+        if seed is not None and "seed" not in self.refused:
+            settings["seed"] = seed
+        try:
+            return await self.client.chat.completions.create(
+                model=self.model, messages=messages, temperature=self.temperature, **settings
+            )
+        except openai.APIStatusError as error:
+            text = " ".join(error.response.text.split())[:300]
+            if error.status_code == 400:
+                if any(words in text for words in TOO_LONG):
                     raise OverflowError(text) from None
-                if error.status_code == 400 and self.can_adapt(text, settings):
-                    continue
-                reason = f"{error.status_code}, {text}"
-                if error.status_code == 401 and not self.key:
-                    reason += " ($OPENAI_API_KEY is not set)"
-                raise UserError(
-                    f"{self.url} refuses the request for model {self.model!r}: {reason}"
-                ) from None
-            except (openai.APIError, ValueError) as error:
-                reason = error.__cause__ or error
-                raise UserError(
-                    f"{self.url} does not answer: {type(reason).__name__} {reason}"
-                ) from None
-
-    def can_adapt(self, text: str, settings: dict) -> bool:
-        """Some endpoints have another name for the limit, and some take no seed.
-
-        Returns True if the request is worth repeating with other settings. It compares with the
-        settings that were sent, because requests that run at the same time learn the same.
-        """
-        if "max_completion_tokens" in text and "max_tokens" in settings:
-            self.limit_name = "max_completion_tokens"
-            return True
-        if "seed" in text and "seed" in settings:
-            self.takes_seed = False
-            return True
-        return False
+                refused = {name for name in ("max_tokens", "seed") if name in text} & set(settings)
+                if refused:
+                    self.refused |= refused
+                    return await self.request(messages, max_tokens, seed)
+            raise UserError(
+                f"{self.url} refuses the request for model {self.model!r}: {error.status_code}, "
+                f"{text} (the API key is that of $OPENAI_API_KEY)"
+            ) from None
+        except (openai.APIError, ValueError) as error:
+            reason = error.__cause__ or error
+            raise UserError(
+                f"{self.url} does not answer: {type(reason).__name__} {reason}"
+            ) from None

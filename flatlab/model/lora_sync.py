@@ -15,6 +15,7 @@ import dataclasses
 
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 from vllm import envs
 from vllm.config import CompilationConfig, CompilationMode, set_current_vllm_config
@@ -30,7 +31,6 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.platforms import current_platform
 
 from flatlab import threads
-from flatlab.errors import UserError
 
 METHOD = "flatlab_lora"  # the name of the linear method in EngineArgs(quantization=...)
 FEW_ROWS = 64  # of a decoding step; measured up to there
@@ -83,7 +83,7 @@ class LoraMethod(QuantizationConfig):
         return METHOD
 
     def get_supported_act_dtypes(self):
-        return [torch.float32, torch.bfloat16, torch.float16]
+        return [torch.float32, torch.bfloat16]
 
     @classmethod
     def get_min_capability(cls):
@@ -132,49 +132,74 @@ class AdapterCopy:
     def __init__(self, engine, model):
         """engine: an LLMEngine built with quantization=METHOD. model: the trainer's peft model.
 
-        Raises UserError if the engine has no place for one of the adapter's layers.
+        Raises KeyError if the engine has no place for one of the adapter's layers.
         """
-        self.engine_a = []  # views of the engine's buffers
-        self.engine_b = []
-        self.trainer_a = []
-        self.trainer_b = []
-        self.scalings = []  # alpha / rank of each layer
+        self.engine = []  # views of the engine's buffers, for A and B of each layer
+        self.trainer = []
+        self.scalings = []  # 1 for A, alpha / rank for B
         named = model.get_base_model().named_modules()
         layers = {name: module for name, module in named if hasattr(module, "lora_A")}
-        served = served_parts(engine, layers)
+        served = served_layers(engine, layers)
         for name, layer in layers.items():
-            if name not in served:
-                raise UserError(f"The engine does not serve the LoRA layer {name}.")
-            self._place(layer, *served[name])
-
-    def _place(self, layer, module, number: int) -> None:
-        """Adds the layer as part `number` of an engine's layer, which stacks q, k, v, say."""
-        a = layer.lora_A["default"].weight
-        b = layer.lora_B["default"].weight
-        rank = len(a)
-        columns = slice(number * rank, (number + 1) * rank)
-        row = sum(module.output_partition_sizes[:number])
-        self.engine_a.append(module.lora_a[columns])
-        self.engine_b.append(module.lora_b[row : row + len(b), columns])
-        self.trainer_a.append(a)
-        self.trainer_b.append(b)
-        self.scalings.append(layer.scaling["default"])
+            module, number, row = served[name]
+            a = layer.lora_A["default"].weight
+            b = layer.lora_B["default"].weight
+            columns = slice(number * len(a), (number + 1) * len(a))
+            rows = slice(row, row + len(b))
+            self.engine += [module.lora_a[columns], module.lora_b[rows, columns]]
+            self.trainer += [a, b]
+            self.scalings += [1.0, layer.scaling["default"]]
 
     @torch.no_grad()
     def push(self) -> None:
         """Copies the adapter into the engine. alpha / rank is multiplied in fp32, then rounded."""
-        torch._foreach_copy_(self.engine_a, self.trainer_a)
-        torch._foreach_copy_(self.engine_b, torch._foreach_mul(self.trainer_b, self.scalings))
+        torch._foreach_copy_(self.engine, torch._foreach_mul(self.trainer, self.scalings))
 
-    @torch.no_grad()
-    def largest_difference(self) -> float:
-        """Largest |engine - trainer| over all weights, after rounding; 0.0 if the push arrived."""
-        slots = self.engine_a + self.engine_b
-        expected = [*self.trainer_a, *torch._foreach_mul(self.trainer_b, self.scalings)]
-        rounded = [torch.empty_like(slot) for slot in slots]
-        torch._foreach_copy_(rounded, expected)
-        differences = torch._foreach_norm(torch._foreach_sub(slots, rounded), torch.inf)
-        return torch.stack(differences).max().item()
+
+def served_model(engine):
+    """The engine's PyTorch model."""
+    return engine.apply_model(lambda model: model)[0]
+
+
+def served_layers(engine, names) -> dict[str, tuple]:
+    """Those of these layers of a transformers model that the engine serves: name -> the engine's
+    layer that holds it, its number in that stack (of q, k, v, say), and its first row there.
+    """
+    served = served_model(engine)
+    stacks = getattr(served, "packed_modules_mapping", {})  # {"qkv_proj": ["q_proj", ...]}
+    layers = {}
+    for name, module in served.named_modules():
+        path, _, leaf = name.rpartition(".")
+        rows = getattr(module, "output_partition_sizes", ())
+        for number, part in enumerate(stacks.get(leaf, [leaf])):
+            layers[f"{path}.{part}"] = (module, number, sum(rows[:number]))
+        layers[name] = (module, 0, 0)  # some transformers models stack in the same way (GLM 4)
+    mapper = getattr(served, "hf_to_vllm_mapper", None)
+    if mapper:  # vLLM may have another name for a layer (gpt-oss)
+        mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
+        for name in set(names) - set(layers):
+            own = str(mapper.map_name(f"{name}.weight")).removesuffix(".weight")
+            layers[name] = layers.get(own)
+    return {name: layers[name] for name in names if layers.get(name)}
+
+
+def layers_to_adapt(engine, model) -> list[str]:
+    """The last parts of the names of the linear layers that engine and trainer have in common.
+
+    Of a mixture of experts the attention layers alone: vLLM computes all experts in one kernel.
+    """
+    linear = (torch.nn.Linear, Conv1D)
+    names = [name for name, module in model.named_modules() if isinstance(module, linear)]
+    layers = served_layers(engine, names)
+    names = [name.split(".") for name, place in layers.items() if hasattr(place[0], "lora_a")]
+    if has_experts(model):
+        names = [name for name in names if "att" in name[-2]]
+    return sorted({name[-1] for name in names})
+
+
+def has_experts(model) -> bool:
+    """Whether a transformers model is a mixture of experts."""
+    return any(name.endswith("experts") for name, _ in model.named_modules())
 
 
 @contextlib.contextmanager
@@ -188,93 +213,36 @@ def trainer_config(engine):
         yield
 
 
-def served_model(engine):
-    """The engine's PyTorch model."""
-    return engine.apply_model(lambda model: model)[0]
+def own_base(engine, config, dtype):
+    """The transformers model that the engine serves, with weights of its own, on the CPU."""
+    name = engine.vllm_config.model_config.model
+    with trainer_config(engine):
+        return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype)
 
 
-def served_parts(engine, names) -> dict[str, tuple]:
-    """Those of these linear layers of a transformers model that the engine serves: name -> the
-    engine's layer that holds it, and its number in that stack.
-    """
-    served = served_model(engine)
-    parts = {}
-    for name, module in served.named_modules():
-        if hasattr(module, "lora_a"):
-            path, _, leaf = name.rpartition(".")
-            stacked = stacks_of(served).get(leaf, [leaf])
-            parts |= {f"{path}.{part}": (module, i) for i, part in enumerate(stacked)}
-            parts[name] = (module, 0)  # some transformers models stack in the same way (GLM 4)
-    own_name = {name: name if name in parts else vllm_name(served, name) for name in names}
-    return {name: parts[own] for name, own in own_name.items() if own in parts}
-
-
-def vllm_name(served, name: str) -> str:
-    """vLLM's name of a layer of a transformers model, if it has another one (gpt-oss)."""
-    mapper = getattr(served, "hf_to_vllm_mapper", None)
-    if mapper is None:
-        return name
-    unstacked = dataclasses.replace(mapper, orig_to_new_stacked={})
-    return str(unstacked.map_name(f"{name}.weight")).removesuffix(".weight")
-
-
-def stacks_of(served) -> dict[str, list[str]]:
-    """Name of a stacked layer -> names of its parts, as in {"qkv_proj": ["q_proj", ...]}."""
-    return getattr(served, "packed_modules_mapping", {})
-
-
-def layers_to_adapt(engine, model) -> list[str]:
-    """The last parts of the names of the linear layers that engine and trainer have in common.
-
-    Of a mixture of experts the attention layers alone: vLLM computes all experts in one kernel.
-    Raises UserError if there are none.
-    """
-    linear = (torch.nn.Linear, Conv1D)
-    names = [name for name, module in model.named_modules() if isinstance(module, linear)]
-    names = [name.split(".") for name in served_parts(engine, names)]
-    if has_experts(model):
-        names = [name for name in names if "att" in name[-2]]
-    if not names:
-        raise UserError("Engine and trainer have no linear layer in common: no place for LoRA.")
-    return sorted({name[-1] for name in names})
-
-
-def has_experts(model) -> bool:
-    """Whether a transformers model is a mixture of experts."""
-    return any(name.endswith("experts") for name, _ in model.named_modules())
-
-
-def on_weights_of(served, config, dtype, device):
-    """A transformers model of this config whose parameters are views of a vLLM model's: one copy in
-    memory.
+def shared_base(engine, config, dtype, device):
+    """The same model with parameters that are views of the engine's: one copy in memory.
 
     vLLM stacks the rows of q, k, v and of gate, up; the vocabulary is padded at its end. Raises
     KeyError or ValueError if the two do not fit together. Never merge into, move or cast the
     result.
     """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
+    with trainer_config(engine), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    weights = {name: p.data for name, p in served.named_parameters()}
-    first_row = {}  # of the next part in a stacked weight
-    # in the order of the parts; tied weights come once
-    for name, p in list(model.named_parameters()):
-        owner, _, leaf = name.rpartition(".")
-        path, _, part = owner.rpartition(".")
-        stacked = next((whole for whole, parts in stacks_of(served).items() if part in parts), part)
-        whole = weights[f"{path}.{stacked}.{leaf}".removeprefix(".")]  # "lm_head.weight"
-        start = first_row.get((path, stacked, leaf), 0)
-        view = whole[start : start + len(p)]
+    parameters = [(*name.rpartition("."), p) for name, p in model.named_parameters()]
+    layers = served_layers(engine, [owner for owner, *_ in parameters])
+    for owner, _, leaf, p in parameters:  # tied weights come once
+        layer, _, start = layers[owner]
+        view = getattr(layer, leaf).data[start : start + len(p)]
         if view.shape != p.shape or view.dtype != dtype:
             raise ValueError(
-                f"{name} is {tuple(p.shape)} {dtype}, the engine's {tuple(view.shape)} {view.dtype}"
+                f"{owner} is {tuple(p.shape)} {dtype}, the engine's {tuple(view.shape)} "
+                f"{view.dtype}"
             )
-        first_row[path, stacked, leaf] = start + len(p)
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(view, requires_grad=False))
     model.tie_weights()
     rotary = model.base_model.rotary_emb
-    with torch.device(device):
+    with trainer_config(engine), torch.device(device):
         model.base_model.rotary_emb = type(rotary)(config=config)
     left = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     if left:

@@ -1,9 +1,8 @@
-"""How many tokens one forward and backward pass of the trainer can hold, found before the first
-episode.
+"""Estimates of memory, made before the first episode: of the engine's KV cache, and of a training
+pass.
 
 On a CPU nothing reports that the memory is used up: the kernel kills the process without a word. So
-the size is estimated first, from the model's dimensions and the memory that is free, and then tried
-once.
+the sizes are estimated from the model's dimensions and the memory that is free.
 """
 
 import math
@@ -15,23 +14,13 @@ import psutil
 
 from flatlab.errors import UserError
 
-MOST_TOKENS = 8192  # a larger micro-batch is hardly faster
+MOST_TOKENS = 8192  # of a training pass; a larger one is hardly faster
 LEAST_TOKENS = 256
 SHARE_OF_FREE = 0.5  # the rest is for the optimizer, the episodes and other programs
-SURE_OF_FREE = 0.1  # a pass that needs less is not tried
 ENGINE_OWN = 5 << 29  # 2.5 GiB: activations of a prefill of 8192 tokens
 # vLLM takes the graphs' memory from no budget if the size of the KV cache is given. An estimate.
 CUDA_GRAPHS = 1 << 30
-CPU_BLOCK = 32  # tokens of a block of the KV cache
-GPU_BLOCK = 64  # the same on a GPU, at most: vLLM chooses it
-CPU_KV_CACHE = 4 << 30  # 4 GiB: requests that do not fit wait, or are computed again
-# What torch says when memory ran out: on a GPU, in cuBLAS, on a CPU, in oneDNN.
-OUT_OF_MEMORY = (
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "can't allocate memory",
-    "could not create a memory",
-)
+BLOCK = 64  # tokens of a block of the KV cache, at most
 MOST_LOGITS = 2**26  # at a time, in Policy.logprobs: 256 MiB
 LOGITS_BUFFERS = 5  # of the size of these
 
@@ -58,59 +47,51 @@ def bytes_needed(tokens: int, model_config, element_size: int, recompute_layers:
     return tokens * kept * element_size + LOGITS_BUFFERS * logits * 4
 
 
-def kv_cache_bytes(base: str, share: float, total: int, context: int) -> int:
-    """Bytes of the engine's KV cache: its share of a GPU of `total` bytes, without the weights in
-    bf16, ENGINE_OWN and CUDA_GRAPHS. vLLM would measure instead, which fails if anything else frees
-    memory.
-
-    Raises UserError if not even one whole context fits.
+def engine_budget(device: str, weights: int, share: float) -> int:
+    """Bytes of the KV cache, at most: what a model of so many weights, in bf16, leaves in the
+    engine's share of a GPU; on a CPU a quarter of the free memory. vLLM would measure instead,
+    which fails if anything else frees memory.
     """
+    if device == "cpu":
+        return free_bytes(device) // 4
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(base)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    weights = 2 * sum(p.numel() for p in model.parameters())
-    left = int(share * total) - weights - ENGINE_OWN - CUDA_GRAPHS
-    per_token = kv_bytes_per_token(config, element_size=2)
-    needed = (context + GPU_BLOCK) * per_token  # vLLM keeps one block for itself
-    if left < needed:
-        raise UserError(
-            f"--gpu-memory {share:g} of {total / 2**30:.1f} GiB leaves {left / 2**30:.1f} GiB for "
-            f"the KV cache, and one context of {context} tokens needs "
-            f"{needed / 2**30:.1f}: raise it, or lower --context."
-        )
-    return left
+    total = torch.cuda.mem_get_info()[1]
+    return int(share * total) - 2 * weights - ENGINE_OWN - CUDA_GRAPHS
 
 
-def kv_bytes_per_token(config, element_size: int) -> int:
-    """Bytes of one token's keys and values in all layers."""
-    numbers = 0
+def kv_cache_bytes(config, element_size: int, context: int, requests: int, budget: int) -> int:
+    """Bytes of the engine's KV cache: `requests` whole contexts, or as many as fit into the budget.
+    vLLM keeps one block for itself.
+
+    Raises UserError if not even one context fits.
+    """
+    numbers = 0  # of a token's keys and values
     for layer in config.get_text_config().per_layer_config:  # they differ in Gemma 4
         heads = layer.num_attention_heads
         head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
         kv_heads = getattr(layer, "num_key_value_heads", None) or heads
         numbers += 2 * kv_heads * head_dim
-    return numbers * element_size
+    blocks = math.ceil(context / BLOCK)
+    one, wanted = [(n * blocks + 1) * BLOCK * numbers * element_size for n in (1, requests)]
+    if one > budget:
+        raise UserError(
+            f"One context of {context} tokens needs {one / 2**30:.1f} GiB of KV cache, and "
+            f"{budget / 2**30:.1f} are left for it: lower --context, or raise --gpu-memory."
+        )
+    return min(wanted, budget)
 
 
-def cpu_kv_cache_bytes(base: str, context: int, requests: int, element_size: int) -> int:
-    """Bytes of the engine's KV cache on a CPU: `requests` whole contexts, or as many as fit
-    into CPU_KV_CACHE and a quarter of the free memory, but at least one. vLLM keeps one block for
-    itself.
+def peak_bytes(device: str = "cpu") -> int:
+    """Peak memory: of the GPU since the last call, engine included; without one of this process,
+    from /proc, because getrusage() would report the parent's peak.
     """
-    from transformers import AutoConfig
+    if device != "cpu":
+        import torch
 
-    per_token = kv_bytes_per_token(AutoConfig.from_pretrained(base), element_size)
-    blocks = math.ceil(context / CPU_BLOCK)
-    one, all_of_them = [(n * blocks + 1) * CPU_BLOCK * per_token for n in (1, requests)]
-    room = min(CPU_KV_CACHE, free_bytes("cpu") // 4)
-    return max(one, min(all_of_them, room))
-
-
-def peak_bytes() -> int:
-    """Peak memory of this process, from /proc: getrusage() would report the parent's peak."""
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
 
@@ -133,84 +114,45 @@ def free_bytes(device: str, processes: int = 1) -> int:
 
 def left_in_cgroup(group: Path) -> int:
     """Limit minus usage, in bytes; the page cache that can be dropped is not counted as usage."""
-    limit = group / "memory.max"
-    if not limit.is_file() or limit.read_text().strip() == "max":
+    try:
+        limit = int((group / "memory.max").read_text())
+    except (FileNotFoundError, ValueError):  # no such group, or its limit is "max"
         return sys.maxsize
-    lines = (group / "memory.stat").read_text().splitlines()
-    stat = dict(line.split() for line in lines)
-    used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
-    return int(limit.read_text()) - used
+    used = int((group / "memory.current").read_text())
+    cache = re.search(r"inactive_file (\d+)", (group / "memory.stat").read_text())
+    return limit - used + int(cache[1])
 
 
 def fit_micro_tokens(
-    policy,
-    wanted: int | None,
-    recompute_layers: bool,
-    processes: int = 1,
-    beside_engine: bool = False,
+    policy, recompute_layers: bool, processes: int = 1, beside_engine: bool = False
 ) -> int:
-    """The number of tokens of a micro-batch that fits into memory, at most `wanted`.
+    """The number of tokens of a training pass that fits into the memory, MOST_TOKENS at most.
 
-    wanted: None for the largest size that is useful. beside_engine: on a GPU the engine needs
-    ENGINE_OWN at the same time. Prints a sentence when `wanted` is reduced and when a pass that is
-    tried runs out of memory. Raises UserError if not even LEAST_TOKENS fit.
+    recompute_layers: see bytes_needed. beside_engine: on a GPU the engine needs ENGINE_OWN at the
+    same time. Raises UserError if not even LEAST_TOKENS fit.
     """
-    tokens = wanted or MOST_TOKENS
     free = free_bytes(policy.device, processes)
     if beside_engine and policy.device != "cpu":
         free -= ENGINE_OWN
 
-    def needed(count):
-        return bytes_needed(count, policy.model.config, policy.dtype.itemsize, recompute_layers)
+    def needed(tokens):
+        return bytes_needed(tokens, policy.model.config, policy.dtype.itemsize, recompute_layers)
 
+    tokens = MOST_TOKENS
     while tokens > LEAST_TOKENS and needed(tokens) > SHARE_OF_FREE * free:
-        if wanted:
-            need = f"{tokens} tokens need about {needed(tokens) / 2**30:.1f} GiB"
-            say(f"{need} of {free / 2**30:.1f} free")
         tokens //= 2
-    if needed(tokens) < SURE_OF_FREE * free:  # no need to try
-        return tokens
-    while not can_train(policy, tokens):
-        if tokens <= LEAST_TOKENS:
-            raise UserError(
-                f"The model does not fit: a training pass over {tokens} tokens runs out of memory "
-                f"({free / 2**30:.1f} GiB were free); try --gradient-checkpointing, a smaller "
-                "--context or a smaller model."
-            )
-        say(f"a training pass over {tokens} tokens runs out of memory")
-        tokens //= 2
+    if needed(tokens) > free:
+        raise UserError(
+            f"The model does not fit: a training pass over {tokens} tokens needs about "
+            f"{needed(tokens) / 2**30:.1f} GiB, and {free / 2**30:.1f} are free; try "
+            "--gradient-checkpointing or a smaller model."
+        )
     longest = needed(policy.context)
-    if longest > SHARE_OF_FREE * free:
+    if longest > free:
         print(
-            f"memory: an episode of {policy.context} tokens needs about {longest / 2**30:.1f} GiB "
-            f"of {free / 2**30:.1f} free, in a pass of its own: --gradient-checkpointing or a "
-            "smaller --context avoids that the run ends there.",
+            f"memory: an episode of {policy.context} tokens, a pass of its own, needs about "
+            f"{longest / 2**30:.1f} GiB, and {free / 2**30:.1f} are free: the run may end there. "
+            "--gradient-checkpointing or a smaller --context avoids it.",
             file=sys.stderr,
         )
     return tokens
-
-
-def say(reason: str) -> None:
-    print(f"micro_tokens: {reason}; trying half as many", file=sys.stderr, flush=True)
-
-
-def can_train(policy, tokens: int) -> bool:
-    """Tries one forward and backward pass; False if the memory does not suffice."""
-    import torch
-
-    length = min(tokens, policy.context)
-    sequence = ([0] * length, [0] + [1] * (length - 1))
-    try:
-        logprobs = policy.logprobs([sequence] * math.ceil(tokens / length))[0]
-        logprobs.mean().backward()
-        return True
-    except (MemoryError, RuntimeError) as error:
-        text = str(error)
-        if not isinstance(error, MemoryError) and not any(word in text for word in OUT_OF_MEMORY):
-            raise
-        return False
-    finally:
-        for parameter in policy.parameters():
-            parameter.grad = None
-        if policy.device != "cpu":
-            torch.cuda.empty_cache()

@@ -23,36 +23,31 @@ def can_pack(model) -> bool:
     it.
     """
     config = model.config.get_text_config()
-    if getattr(config, "sliding_window", None):
-        return False
-    kinds = getattr(config, "layer_types", None) or []
-    if set(kinds) - {"full_attention"}:
-        return False
-    return config._attn_implementation == "sdpa"
+    has_window = getattr(config, "sliding_window", None)
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    return not has_window and not others and config._attn_implementation == "sdpa"
 
 
 def attend(module, query, key, value, attention_mask, blocks=None, **options):
     """Attention over a packed row. query, key, value: (1, H, T, K). Returns (1, T, H, K), None.
 
     blocks: (tokens, mask) of the prompt and of each sequence. A mask has a row for each token of
-    the sequence and a column for each of prompt and sequence; None: see causal_mask. Without blocks
-    it is plain attention.
+    the sequence and a column for each of prompt and sequence; None: SDPA's own causal attention,
+    which computes the prompt's queries once more. Without blocks it is plain attention.
     """
     if blocks is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     lengths = [length for length, _ in blocks]
-    queries = query.split(lengths, dim=2)
-    keys = key.split(lengths, dim=2)
-    values = value.split(lengths, dim=2)
+    split = [x.split(lengths, dim=2) for x in (query, key, value)]
     outputs = []
-    for i, (q, k, v, (length, mask)) in enumerate(zip(queries, keys, values, blocks)):
+    for i, (length, mask) in enumerate(blocks):
         if length == 0:
             continue
+        q, k, v = [parts[i] for parts in split]
         if i > 0:
-            k = torch.cat([keys[0], k], dim=2)
-            v = torch.cat([values[0], v], dim=2)
+            k, v = [torch.cat([parts[0], parts[i]], dim=2) for parts in split[1:]]
             if mask is None:
-                q = torch.cat([queries[0], q], dim=2)
+                q = torch.cat([split[0][0], q], dim=2)
         output, _ = sdpa_attention_forward(module, q, k, v, mask, **options)
         outputs.append(output[:, -length:])
     return torch.cat(outputs, dim=1), None
@@ -82,8 +77,12 @@ def hidden_states(trunk, batch, device: str, packed: bool = True):
         targets += [tokens[t] for t in trained]
         row = row + tokens[prompt:]
         positions += range(prompt, len(tokens))
-        sees = causal_mask(len(tokens), prompt, device)
-        blocks.append((len(tokens) - prompt, sees))
+        own = len(tokens) - prompt
+        sees = None  # which skips the masked half, so it is faster if the prompt is short
+        if prompt >= own:
+            everything = torch.ones(own, len(tokens), dtype=torch.bool, device=device)
+            sees = everything.tril(prompt)[None, None]
+        blocks.append((own, sees))
     output = trunk(
         input_ids=torch.tensor([row], device=device),
         position_ids=torch.tensor([positions], device=device),
@@ -93,23 +92,10 @@ def hidden_states(trunk, batch, device: str, packed: bool = True):
     return output.last_hidden_state[0, before], torch.tensor(targets, device=device)
 
 
-def causal_mask(length: int, prompt: int, device: str):
-    """True where a token after the prompt may look.
-
-    None if the prompt is the shorter part: SDPA's own causal attention, which computes the prompt's
-    queries once more but skips the masked half, is then the faster way.
-    """
-    if prompt < length - prompt:
-        return None
-    everything = torch.ones(length - prompt, length, dtype=torch.bool, device=device)
-    return everything.tril(prompt)[None, None]
-
-
 def padded_hidden_states(trunk, batch, device: str):
     """As hidden_states(). Padding follows the tokens, where causal attention never looks."""
-    ids = pad_sequence([torch.tensor(tokens) for tokens, _ in batch], batch_first=True)
-    masks = pad_sequence([torch.tensor(mask) for _, mask in batch], batch_first=True)
-    ids = ids.to(device)
+    columns = [list(map(torch.tensor, column)) for column in zip(*batch)]
+    ids, masks = [pad_sequence(column, batch_first=True).to(device) for column in columns]
     trained = masks[:, 1:].bool()
     output = trunk(input_ids=ids, use_cache=False)
     before = output.last_hidden_state[:, :-1]
@@ -226,5 +212,4 @@ def common_prompt(batch: list[tuple[list[int], list[int]]]) -> int:
     """
     first_trained = min(mask.index(1) for _, mask in batch)
     common = os.path.commonprefix([tokens for tokens, _ in batch])
-    shared = min(len(common), first_trained - 1)
-    return max(0, shared)
+    return max(0, min(len(common), first_trained - 1))

@@ -15,7 +15,7 @@ import tyro
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import read_mapping
 
-UNDECODED = re.compile("[\ud800-\udfff]")  # bytes of an argument that are not UTF-8
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 def parse_config(config_class, argv: list[str]):
@@ -31,7 +31,7 @@ def parse_config(config_class, argv: list[str]):
         preset = read_mapping(Path(flags.pop(0)))
         flags = preset_flags(preset) + flags
     for flag in flags:
-        if "\0" in flag or UNDECODED.search(flag):
+        if re.search("[\0\ud800-\udfff]", flag):  # surrogates: bytes that are not UTF-8
             raise UserError(f"This argument is no valid text: {flag[:80]!r}.")
     return tyro.cli(
         config_class,
@@ -46,10 +46,8 @@ def preset_flags(preset: dict) -> list[str]:
     flags = []
     for key, value in preset.items():
         name = str(key).replace("_", "-")
-        if value is True:
-            flags.append(f"--{name}")
-        elif value is False:
-            flags.append(f"--no-{name}")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
         else:
             values = value if isinstance(value, list) else [value]
             flags += [f"--{name}", *map(str, values)]
@@ -69,11 +67,11 @@ def sentence_of(error: BaseException) -> str:
         return str(error)
     if isinstance(error, SandboxFault):
         return f"The sandbox broke: {error}"
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.E2BIG):
         return f"{error.strerror}: {str(error.filename)[:80]}..."
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
         return (
-            f"{error.strerror}. Everything written so far is complete; "
+            f"{error}. Everything written so far is complete; "
             "run the same command again to continue."
         )
     return ""
@@ -84,7 +82,7 @@ def recorded_end(runs: list, where):
     """Writes what ended the block to the result.json of the runs that are not finished: the status
     "interrupted", or "failed: <why>". A full disk may leave the status as it was.
 
-    where: directory of the run or grid. Raises UserError if the directory of a run is gone.
+    where: directory of the run or grid.
     """
     try:
         yield
@@ -96,8 +94,6 @@ def recorded_end(runs: list, where):
             if runs:
                 print(f"\ninterrupted; the same command continues {where}", file=sys.stderr)
         for run in runs:
-            if not run.dir.is_dir():
-                raise UserError(f"{run.dir} was removed while the run went on.") from None
             with contextlib.suppress(OSError):
                 if run.results().get("status") != "finished":
                     run.result(status=status)

@@ -9,17 +9,20 @@ import ast
 import functools
 import re
 import sys
-import sysconfig
 from pathlib import Path
 
-from flatlab.cache import content_key
+from flatlab.files import content_key
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "flatlab"
 VIEW = PACKAGE / "view"  # draws and prints only, so it changes no result
 
 
-def fingerprint(task_digests: list[str], model=None, command: str = "") -> dict[str, str]:
+def fingerprint(
+    task_digests: list[str],
+    model=None,
+    command: str = "",
+) -> dict[str, str]:
     """The digests of everything that makes a run besides its settings: "code", "task", "model".
 
     task_digests: Task.digest() of each task. model: a ModelPath, or None for an endpoint.
@@ -39,18 +42,17 @@ def code_files() -> list[Path]:
     from the script's folder and this project.
     """
     names = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    bridges = (ROOT / "integrations").glob("*.py")
-    files = {*PACKAGE.rglob("*.py"), *bridges, *map(Path, filter(None, names))}
-    ours = (ROOT, Path(sys.path[0]).resolve())
-    others = (VIEW, Path(sysconfig.get_path("stdlib")))
-
-    def is_code(file):
-        is_ours = any(file.is_relative_to(folder) for folder in ours)
-        is_other = any(file.is_relative_to(folder) for folder in others)
-        is_installed = is_other or "site-packages" in file.parts
-        return file.suffix == ".py" and is_ours and not is_installed
-
-    return sorted(filter(is_code, files))
+    paths = {Path(name) for name in names if name}
+    paths.update(PACKAGE.rglob("*.py"))
+    paths.update((ROOT / "integrations").glob("*.py"))
+    files = []
+    for file in paths:
+        if "site-packages" in file.parts or file.is_relative_to(VIEW):
+            continue
+        is_ours = file.is_relative_to(ROOT) or file.is_relative_to(Path(sys.path[0]).resolve())
+        if is_ours and file.suffix == ".py":
+            files.append(file)
+    return sorted(files)
 
 
 @functools.cache  # modules that are imported later belong to the same code
@@ -58,7 +60,8 @@ def code_digest() -> str:
     """Comments and layout do not count, docstrings do: it is the digest of the syntax trees.
     Another version of Python may write these in another way.
     """
-    return content_key(*(ast.dump(ast.parse(file.read_bytes())) for file in code_files()))
+    trees = [ast.parse(file.read_bytes()) for file in code_files()]
+    return content_key(*map(ast.dump, trees))
 
 
 def model_parts(model) -> list[str | Path]:
@@ -72,6 +75,7 @@ def model_parts(model) -> list[str | Path]:
         parts.append(Path(cached_file(model.base, "config.json")).parent.name)
         del folders[0]
     for folder in folders:
-        files = [path for path in sorted(folder.iterdir()) if path.is_file()]
-        parts += [path for path in files if path.suffix != ".md" and path.name[0] != "."]
+        for path in sorted(folder.iterdir()):
+            if path.is_file() and path.suffix != ".md" and path.name[0] != ".":
+                parts.append(path)
     return parts

@@ -1,4 +1,4 @@
-"""Writes the run directory. reader.py reads it.
+"""Writes the run directory. flatlab/view/reader.py reads it.
 
 A run directory holds
     config.yaml command.txt git.txt env.txt   what ran; a resumed run appends what changed.
@@ -42,36 +42,28 @@ from pathlib import Path
 import yaml
 
 from flatlab.errors import UserError
-from flatlab.files import read_mapping, temporary, to_disk, write_whole
+from flatlab.files import read_mapping, read_rows, temporary, to_disk, write_whole
 from flatlab.runs.fingerprint import ROOT, code_files
-from flatlab.runs.reader import read_rows
-
-LONGEST_NAME = 200  # of a run, in characters; file systems allow 255 bytes
 
 # ------------------------------------------------------------------ complete files or none
 
 
-def plain(value, finite=False):
-    """A config or row as YAML and JSON can hold it.
-
-    finite: NaN and infinity become None, because JSON has no words for them.
-    """
+def plain(value):
+    """A config or row as YAML and JSON can hold it. NaN and infinity become None."""
     if isinstance(value, dict):
-        return {str(k): plain(v, finite) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(v, finite) for v in value]
+        return [plain(v) for v in value]
     if hasattr(value, "item"):  # a numpy or torch scalar
         value = value.item()
-    if isinstance(value, float) and finite and not math.isfinite(value):
-        return None
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return str(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (int, str)) else str(value)
 
 
 def json_line(row: dict) -> str:
     """One line of ASCII: no lone surrogate or odd line separator can break the file."""
-    return json.dumps(plain(row, finite=True)) + "\n"
+    return json.dumps(plain(row)) + "\n"
 
 
 def packed_tokens(segments: list) -> bytes:
@@ -88,11 +80,8 @@ def packed_tokens(segments: list) -> bytes:
 
 
 def sweep(directory: Path) -> None:
-    """Removes what a killed writer left. Files of a living process (a viz.py, say) stay."""
+    """Removes what a killed writer left."""
     for temp in [*directory.glob(".tmp-*"), *directory.glob("*/.tmp-*")]:
-        pid = temp.name.split("-")[1]
-        if pid != str(os.getpid()) and Path(f"/proc/{pid}").exists():
-            continue
         if temp.is_dir():
             shutil.rmtree(temp)
         else:
@@ -113,9 +102,7 @@ def sweep(directory: Path) -> None:
 def output_of(*command) -> str:
     """The output of a short command in the repository, or the reason why there is none."""
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=20
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"({command[0]}: {type(error).__name__})"
     return (done.stdout or done.stderr).decode(errors="replace").strip()
@@ -123,14 +110,10 @@ def output_of(*command) -> str:
 
 def describe_git() -> str:
     """The commit, uncommitted changes, and the files of the code that git does not track yet."""
-    parts = [
-        output_of("git", "rev-parse", "HEAD"),
-        output_of("git", "status", "--short"),
-        output_of("git", "diff", "HEAD"),
-    ]
+    commands = ("git rev-parse HEAD", "git status --short", "git diff HEAD")
+    parts = [output_of(*command.split()) for command in commands]
     files = [str(file) for file in code_files() if file.is_relative_to(ROOT)]
-    new = output_of("git", "ls-files", "--others", "--", *files)
-    for name in new.splitlines():
+    for name in output_of("git", "ls-files", "--others", "--", *files).splitlines():
         if (ROOT / name).is_file():
             text = (ROOT / name).read_text(errors="replace")
             parts.append(f"--- {name} (not tracked)\n{text}")
@@ -151,9 +134,8 @@ def describe_machine() -> str:
 
 def write_provenance(path: Path, text: str) -> None:
     """Writes `text`. A resumed run appends it if it is new: the file tells the whole story."""
-    text = text.strip()
     before = path.read_text(errors="replace") if path.exists() else ""
-    if f"\n{before.strip()}".endswith(f"\n{text}"):
+    if f"\n{before}".endswith(f"\n{text}\n"):
         return
     if before:
         before += time.strftime("\n===== resumed %Y-%m-%d %H:%M:%S\n")
@@ -161,16 +143,6 @@ def write_provenance(path: Path, text: str) -> None:
 
 
 # ------------------------------------------------------------------ writing a run
-
-
-def differences(old: dict, new: dict, ignore: Collection[str]) -> list[str]:
-    """One text per key that differs: 'lr: 1e-05 there, 2e-05 now'."""
-    texts = []
-    for key in sorted({*old, *new} - {*ignore}):
-        there, now = old.get(key, "(absent)"), new.get(key, "(absent)")
-        if there != now:
-            texts.append(f"{key}: {there} there, {now} now")
-    return texts
 
 
 def lock_directory(path: Path):
@@ -181,8 +153,7 @@ def lock_directory(path: Path):
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        names = sorted(entry.name for entry in path.iterdir())
-        others = [n for n in names if n != ".lock" and not n.startswith(".tmp-")]
+        others = sorted(entry.name for entry in path.iterdir() if entry.name[0] != ".")
         if others and not (path / "config.yaml").exists():
             raise UserError(
                 f"{path} is not a run directory: it holds {', '.join(others[:3])}. "
@@ -208,10 +179,10 @@ def lock_directory(path: Path):
 def run_directory(name: str) -> Path:
     """logs/<name>. Raises UserError for a name that leads out of logs/, is empty or too long."""
     path = Path(name)
-    if not path.parts or path.is_absolute() or ".." in path.parts or len(name) > LONGEST_NAME:
+    # file systems allow 255 bytes
+    if not path.parts or path.is_absolute() or ".." in path.parts or len(name) > 200:
         raise UserError(
-            f"--name must be the name of a folder in logs/, with at most {LONGEST_NAME} "
-            f"characters, not {name[:LONGEST_NAME]!r}."
+            "--name must be the name of a folder in logs/, with at most 200 characters."
         )
     return Path("logs", path)
 
@@ -236,29 +207,28 @@ def open_run(
     path = Path(directory)
     lock = lock_directory(path)
     sweep(path)
-    # through YAML, so that it compares equal to what is read back
-    new = yaml.safe_load(yaml.safe_dump(plain(config)))
+    new = plain(config)
     old = read_mapping(path / "config.yaml", default=dict(new))
     before = old.pop("fingerprint", {})
-    differing = differences(old, new, ("name", *may_change))
+    differing = []
+    for key in sorted({*old, *new} - {"name", *may_change}):
+        if old.get(key) != new.get(key):
+            differing.append(f"{key}: {old.get(key)} there, {new.get(key)} now")
     run = Run(path, new, lock)
     run.finished = is_finished(run)
     has_rows = any(b"\n" in file.read_bytes() for file in path.glob("*.jsonl"))
+    codes = [made_by["code"]]
     if run.finished or has_rows or run.checkpoints():
         if differing:
-            more = f"; and {len(differing) - 8} more" if len(differing) > 8 else ""
             raise UserError(
-                f"{path} was made with another config ({'; '.join(differing[:8])}{more}): "
+                f"{path} was made with another config ({'; '.join(differing)}): "
                 "choose another --name."
             )
         codes = continued_by(run, before, made_by)
         if run.finished:
             return run
-    else:
-        codes = [made_by["code"]]
-        if differing:
-            (path / "result.json").unlink(missing_ok=True)  # no step was made: nothing to keep
-    run.code_number = len(codes) - 1
+    elif differing:
+        (path / "result.json").unlink(missing_ok=True)  # no step was made: nothing to keep
     new["fingerprint"] = plain(made_by | {"code": codes})
     # First, because a directory without it is not a run directory.
     text = yaml.safe_dump(new, sort_keys=False, allow_unicode=True)
@@ -281,28 +251,18 @@ def continued_by(run: Run, before: dict, now: dict) -> list[str]:
     before: the fingerprint in config.yaml. Raises UserError if the task or the model is another
     one, and if the run is finished and the code is another one.
     """
-    if "task" not in before:
-        raise UserError(
-            f"{run.dir} was made by an earlier version of this project, which did not record its "
-            "code: choose another --name."
-        )
-    codes = before["code"]
-    changed = [part for part in ("task", "model") if before[part] != now[part]]
-    is_other_code = codes[-1] != now["code"]
-    if is_other_code and run.finished:
-        changed.append("code")
+    codes = before.get("code", [""])
+    last = before | {"code": codes[-1]}
+    parts = ("task", "model", "code") if run.finished else ("task", "model")
+    changed = [part for part in parts if last.get(part) != now[part]]
     if changed:
         raise UserError(
             f"{run.dir} was made with another version of the {' and the '.join(changed)}: choose "
             "another --name."
         )
-    if not is_other_code:
+    if codes[-1] == now["code"]:
         return codes
-    print(
-        f"warning  {run.dir} was begun by other code, see git.txt. Today's code continues it, and "
-        f"marks its rows with made_by: {len(codes)}",
-        flush=True,
-    )
+    print(f"warning  {run.dir} was begun by other code, see git.txt. Today's code continues it.")
     return [*codes, now["code"]]
 
 
@@ -317,13 +277,11 @@ class Run:
         self.config = config
         self.lock = lock
         self.finished = False  # before this start: nothing is left to do
-        self.code_number = 0  # index of today's code in the fingerprint of config.yaml
         self.trackers = []
         self.plot_again = 0.0
 
     def log(self, row: dict, file="metrics.jsonl"):
-        """Appends one row, which is on the disk when this returns. made_by: number of its code."""
-        row = row | {"made_by": self.code_number}
+        """Appends one row, which is on the disk when this returns."""
         with open(self.dir / file, "ab") as out:
             out.write(json_line(row).encode())
             out.flush()
@@ -338,14 +296,18 @@ class Run:
     def rows(self, file="metrics.jsonl") -> list[dict]:
         return read_rows(self.dir / file)
 
-    def truncate_after(self, step: int):
-        """On resume: removes the steps after the checkpoint's `step` (-1: all of them), with their
-        episodes, and those of the comparison at the end.
-        """
+    def truncate_rows(self, step: int):
+        """Removes the rows after the checkpoint's `step`."""
         rows = self.rows()
         kept = [row for row in rows if row.get("step", -1) <= step]
         if kept != rows:
             write_whole(self.dir / "metrics.jsonl", "".join(map(json_line, kept)))
+
+    def truncate_after(self, step: int):
+        """On resume: removes the steps after the checkpoint's `step` (-1: all of them), with their
+        episodes, and those of the comparison at the end.
+        """
+        self.truncate_rows(step)
         for path in (self.dir / "episodes").iterdir():
             name = path.name.partition(".")[0]
             number = name.removeprefix("eval-")
@@ -368,7 +330,7 @@ class Run:
 
     def result(self, **fields):
         """Merges `fields` into result.json."""
-        merged = {**self.results(), **plain(fields, finite=True)}
+        merged = {**self.results(), **plain(fields)}
         write_whole(self.dir / "result.json", json.dumps(merged, indent=1, allow_nan=False) + "\n")
 
     @contextmanager

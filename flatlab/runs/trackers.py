@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import write_whole
-from flatlab.runs.reader import number
+from flatlab.numbers import number
 
 
 def check_packages(names: Iterable[str]) -> None:
@@ -92,7 +92,6 @@ def scalars(row: dict) -> dict[str, float]:
     """The numbers of a row that can be drawn as curves."""
     numbers = {}
     for key, value in row.items():
-        is_curve = key not in ("step", "order", "time") and not isinstance(value, bool)
-        if is_curve and number(value) is not None:
+        if key not in ("step", "order", "time") and number(value) is not None:
             numbers[key] = value
     return numbers

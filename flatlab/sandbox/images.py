@@ -11,8 +11,8 @@ import threading
 from contextlib import closing, suppress
 from pathlib import Path
 
-from flatlab.cache import content_key
 from flatlab.errors import SandboxFault, UserError
+from flatlab.files import content_key
 from flatlab.sandbox.backend import WORKSPACE
 from flatlab.sandbox.client import Sandbox
 from flatlab.sandbox.docker import docker_api, docker_problem, short_text

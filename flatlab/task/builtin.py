@@ -1,56 +1,110 @@
-"""Built-in tasks: configs/tasks/<name>/task.yaml. The folder's name is the task's name."""
+"""Built-in tasks: configs/tasks/<name>/task.yaml. Its folder's name is the task's name."""
 
 from __future__ import annotations
 
+import difflib
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from flatlab.errors import UserError
+from flatlab.files import read_mapping
 from flatlab.task.definition import Task
-from flatlab.task.task_files import TASKS_DIR, proxies, tree_files
 
 
-def builtin_names(root: Path = TASKS_DIR) -> list[str]:
+@dataclass
+class TaskYaml:
+    """The keys of a task.yaml that Task has not, or that name files relative to its folder."""
+
+    description: str  # the prompt
+    grader: str  # a Python file, called with grader_args and --split <name>
+    grader_args: tuple[str | int | float, ...] = ()
+    data: tuple[str, ...] = ()  # files that go to data/ in the workspace
+    starter_code: tuple[str, ...] = ()  # files that go to the root of the workspace
+    hidden: tuple[str, ...] = ()  # files that only a grading sandbox gets
+
+
+# The keys that go to Task as they are
+TASK_KEYS = """metric higher_is_better baseline reference artefacts splits exact step_timeout
+grade_timeout needs_gpu needs_network hide_package_data degenerate trivial imported""".split()
+
+
+def builtin_names(root: Path) -> list[str]:
     """Names of the tasks in configs/tasks: every folder there with a task.yaml."""
     return sorted(path.parent.name for path in root.glob("*/task.yaml"))
 
 
 def load_builtin(root: Path, name: str) -> Task:
     """Loads <root>/<name>/task.yaml. Raises UserError naming what is wrong or missing."""
-    from flatlab.task.task_yaml import read_task_yaml
-
     folder = root / name
-    spec = read_task_yaml(folder / "task.yaml")
-    public = find_files(folder, spec.starter_code, "") | find_files(folder, spec.data, "data/")
-    hidden = find_files(folder, [spec.grader, *spec.hidden], "")
+    path = folder / "task.yaml"
+    spec = read_mapping(path)
+    keys = [*TASK_KEYS, *(field.name for field in fields(TaskYaml))]
+    for key in spec:
+        if key not in keys:
+            raise UserError(f"{path}: unknown key {key!r}; {nearest(str(key), keys)}.")
+    own = validated(TaskYaml, spec, path)
+    if spec.get("exact"):
+        spec["splits"] = ["exact"]
+    public = find_files(folder, own.starter_code) | find_files(folder, own.data, "data/")
     # -I: Python imports nothing from the workspace.
-    grader = ["python3", "-I", Path(spec.grader).name, *map(str, spec.grader_args)]
-    renamed = {"description", "grader", "grader_args", "data", "starter_code", "hidden", "imported"}
-    fields = spec.model_dump(exclude=renamed)
-    if spec.exact:
-        fields["splits"] = ["exact"]
-    for key in ("artefacts", "splits", "hide_package_data"):
-        fields[key] = tuple(fields[key])
-    task = Task(
-        name=name,
-        prompt=spec.description.strip(),
-        public=public,
-        hidden=hidden,
-        grader=(*grader, "--split", "{split}"),
-        proxies=proxies(spec.imported),
-        **fields,
-    )
-    for path in public | hidden:
-        if task.is_artefact(path):  # otherwise a file that the agent did not write could be graded
-            raise UserError(
-                f"Task {name}: {path} is an artefact, so it cannot be one of the task's own files."
-            )
+    grader = ["python3", "-I", Path(own.grader).name, *map(str, own.grader_args)]
+    facts = {
+        "name": name,
+        "prompt": own.description.strip(),
+        "public": public,
+        "hidden": find_files(folder, (own.grader, *own.hidden)),
+        "grader": [*grader, "--split", "{split}"],
+    }
+    task = validated(Task, spec | facts, path)
+    if any(map(task.is_artefact, task.hidden)):
+        raise UserError(f"Task {name} needs artefacts that are not hidden files.")
     return task
 
 
-def find_files(folder: Path, names: list[str], prefix: str) -> dict[str, Path]:
+def validated(kind: type, values: dict, path: Path):
+    """Makes a dataclass from values. Raises UserError naming the file and the first wrong key."""
+    from pydantic import TypeAdapter, ValidationError  # takes long: --help does without it
+
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        raise UserError(f"{path} lacks the key {where}.")
+    raise UserError(f"{path}: {where}: {first['msg']}, not {str(first['input'])[:100]!r}.")
+
+
+def find_files(folder: Path, names: tuple[str, ...], prefix: str = "") -> dict[str, Path]:
     """Maps workspace paths to files of the task's folder. Raises UserError if one is missing."""
     files = {}
     hint = f"task.yaml in {folder} names it"
     for name in names:
         files |= tree_files((folder / name).resolve(), prefix + Path(name).name, hint)
+    return files
+
+
+# ------------------------------------------------------------------ for all loaders
+
+
+def nearest(name: str, names: list[str]) -> str:
+    """A hint for a misspelt name: the closest names, then all of them."""
+    close = difflib.get_close_matches(name, names, cutoff=0.4)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"{hint}Known names: {', '.join(names)}"
+
+
+def tree_files(path: Path, prefix: str, hint: str) -> dict[str, Path]:
+    """Maps workspace paths to the files at `path`, a file or a folder.
+
+    Raises UserError, which ends with the hint, if `path` does not exist.
+    """
+    if path.is_file():
+        return {prefix: path}
+    if not path.is_dir():
+        raise UserError(f"The file or folder {path} is missing; {hint}.")
+    files = {}
+    for file in sorted(path.rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts:
+            files[f"{prefix}/{file.relative_to(path).as_posix()}"] = file
     return files

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from flatlab.cache import content_key
 from flatlab.errors import UserError
+from flatlab.files import content_key
 
 LARGEST = 1e100  # scores beyond it count as none: their squares and sums would be infinite
 MESSAGE_CHARS = 500  # of a grader's error message, which the agent reads
 WHOLE_WORKSPACE = ("./",)  # artefacts: all that was written, changed or removed in the workspace
 
 # Fields that change neither an episode nor its score, and those that name files
-NOT_SCORED = (
-    "name source degenerate trivial needs_gpu needs_network public hidden proxies requirements"
-)
+NOT_SCORED = "name source degenerate trivial needs_gpu needs_network public hidden requirements"
+
+TASKS_DIR = Path(__file__).resolve().parents[2] / "configs" / "tasks"
+PROXY = TASKS_DIR / "proxy.py"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """One task. The keys of `public` and `hidden` are paths relative to the sandbox's workspace."""
 
@@ -31,7 +33,7 @@ class Task:
     metric: str  # key of the score in the grader's JSON line
     higher_is_better: bool
     baseline: float  # score of doing nothing clever, on splits[0]
-    reference: float | None  # a good known score: an improvement of 1
+    reference: float | None = None  # a good known score: an improvement of 1
     # What to write: "a.csv", "folder/" (all in it), "*.yaml" (if any); or WHOLE_WORKSPACE, alone.
     artefacts: tuple[str, ...]
     public: dict[str, Path]  # in the agent's sandbox; one that is an artefact is a starter for it
@@ -39,9 +41,9 @@ class Task:
     grader: tuple[str, ...]  # argv in the grading workspace; "{split}" is replaced
     # `validate` shows the first, search.py chooses among the best with "selection" if there is one,
     # and the last is scored once, at the end.
-    splits: tuple[str, ...]
-    step_timeout: float  # seconds for one action of the agent
-    grade_timeout: float  # seconds of CPU time for one grading, of all its processes
+    splits: tuple[str, ...] = ("validation", "test")
+    step_timeout: float = 60.0  # seconds for one action of the agent
+    grade_timeout: float = 60.0  # seconds of CPU time for one grading, of all its processes
     # The grader computes the score from what the agent hands in, without data or randomness: there
     # is one part, which is called "exact", no standard error, and nothing to select.
     exact: bool = False
@@ -56,15 +58,25 @@ class Task:
     # A known reason why the score says little; sanity.degenerate(task) knows measured ones, too.
     degenerate: str = ""
     trivial: dict[str, str] = field(default_factory=dict)  # rules: name -> text of the artefact
-    # For graders that import the agent's code. artefact -> (proxy, name): the grading sandbox has
-    # the proxy under the artefact's name and the artefact under the other one; the proxy runs it
-    # in a child process.
-    proxies: dict[str, tuple[Path, str]] = field(default_factory=dict)
+    # Python artefacts that the grader imports: the grading sandbox has PROXY under the name of such
+    # a file, and the file as <name>_agent.py. The proxy runs it in a child process.
+    imported: tuple[str, ...] = ()
 
     def __post_init__(self):
-        """Raises UserError: see refuse_overlap, or the reference is no better than the baseline."""
+        """Raises UserError if the task makes no sense."""
         refuse_overlap(self.name, self.public.values(), self.hidden.values())
-        if self.reference is not None and improvement(self.reference, self) <= 0:
+        limits = self.step_timeout, self.grade_timeout
+        needs = {
+            "splits": self.splits,
+            "artefacts": self.artefacts,
+            "artefacts in the workspace": not any(map(is_outside, self.artefacts)),
+            "finite time limits above 0": all(0 < seconds < math.inf for seconds in limits),
+            "a finite baseline": math.isfinite(self.baseline),
+        }
+        for need, is_met in needs.items():
+            if not is_met:
+                raise UserError(f"Task {self.name} needs {need}.")
+        if self.reference is not None and not improvement(self.reference, self) > 0:  # nan, too
             raise UserError(
                 f"Task {self.name}: the reference {self.reference:g} must be better than the "
                 f"baseline {self.baseline:g}, and {self.direction}."
@@ -87,13 +99,10 @@ class Task:
 
     def digest(self) -> str:
         """Changes with what is asked and how it is scored, the content of all files included."""
-        facts = vars(self) | dict.fromkeys(NOT_SCORED.split())
-        files = {**self.public, **self.hidden}
-        for path, (proxy, _) in self.proxies.items():
-            files[f"proxy of {path}"] = proxy
+        files = self.public | self.hidden | {"the proxy": PROXY}
         if self.requirements:
             files["requirements"] = self.requirements
-        parts = [repr(facts)]
+        parts = [repr(vars(self) | dict.fromkeys(NOT_SCORED.split()))]
         for path in sorted(files):
             parts += [path, files[path]]
         return content_key(*parts)
@@ -110,42 +119,32 @@ class Task:
         """The grading workspace: the agent's artefacts, the host's version of everything else."""
         files = {path: source for path, source in self.public.items() if not self.is_artefact(path)}
         for path, data in artefacts.items():
-            proxy, name = self.proxies.get(path, (data, path))
-            files |= {path: proxy, name: data}
+            if path in self.imported:
+                files[path] = PROXY
+                path = path.removesuffix(".py") + "_agent.py"
+            files[path] = data
         return files | self.hidden
-
-    def grader_argv(self, split: str) -> list[str]:
-        """The grading command for one of `splits`. Raises ValueError for any other split."""
-        if split not in self.splits:
-            raise ValueError(
-                f"task {self.name} has the splits {', '.join(self.splits)}, not {split!r}"
-            )
-        return [part.replace("{split}", split) for part in self.grader]
 
 
 def refuse_overlap(task: str, public: Iterable[Path], hidden: Iterable[Path]) -> None:
     """Raises UserError if a hidden file is a public one, too, also through a link."""
-    known = {file_identity(path) for path in public}
+    # All links to a file, hard ones included, have one device and inode.
+    known = {(facts.st_dev, facts.st_ino) for facts in map(Path.stat, public)}
     for path in hidden:
-        if file_identity(path) in known:
+        facts = path.stat()
+        if (facts.st_dev, facts.st_ino) in known:
             raise UserError(f"Task {task}: {path} is hidden, so it cannot be a public file, too.")
 
 
-def file_identity(path: Path) -> tuple[int, int]:
-    """The same for all paths and links, hard ones included, that lead to one file."""
-    facts = path.stat()
-    return facts.st_dev, facts.st_ino
+def is_outside(artefact: str) -> bool:
+    """Whether it does not lie in the workspace."""
+    return artefact.startswith("/") or ".." in artefact.split("/")
 
 
 def matches(path: str, artefact: str) -> bool:
     if artefact.endswith("/"):
         return path.startswith(artefact)
     return path.count("/") == artefact.count("/") and fnmatchcase(path, artefact)
-
-
-def is_plain(artefact: str) -> bool:
-    """Whether an artefact is the name of one file, neither a folder nor a pattern."""
-    return not artefact.endswith("/") and not any(sign in artefact for sign in "*?[")
 
 
 def parse_grade(grade: dict, task: Task) -> tuple[float | None, str]:
@@ -166,15 +165,9 @@ def parse_grade(grade: dict, task: Task) -> tuple[float | None, str]:
 def finite_number(grade: dict, key: str) -> float | None:
     """The number under a key; None if it is absent, not finite, or beyond LARGEST."""
     value = grade.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if type(value) not in (int, float):  # bool is none
         return None
     return float(value) if abs(value) <= LARGEST else None
-
-
-def standard_error(grade: dict) -> float | None:
-    """Of the score; None if the grader gives none, or a negative one."""
-    value = finite_number(grade, "stderr")
-    return None if value is None or value < 0 else value
 
 
 def last_json_object(text: str) -> dict:

@@ -1,41 +1,157 @@
-"""Grading: the artefacts leave the agent's sandbox; a fresh one with pristine files grades them.
+"""Sandboxes for a task, and grading in a fresh one that holds the pristine files.
 
 A grader gives a score or a reason why there is none, and exits with 0. If it does neither, the
 artefact is no submission, and Score.grader_output is what the grader said, for the user. Before a
-run, check_grader finds out whether the grader works at all.
+run, sanity.check_grader finds out whether the grader works at all.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import threading
 from dataclasses import dataclass, replace
-from itertools import islice
+from pathlib import Path
 
 from flatlab.errors import ArtefactError, SandboxFault, UserError
+from flatlab.options import SandboxOptions
 from flatlab.sandbox import snapshot
-from flatlab.sandbox.client import ARTEFACT_BYTES, COPY_BYTES, plain_text
+from flatlab.sandbox.client import (
+    ARTEFACT_BYTES,
+    COPY_BYTES,
+    KINDS,
+    Sandbox,
+    get_backend,
+    pick_backend,
+    plain_text,
+)
+from flatlab.sandbox.images import check_requirements, found_images, prepared_image
 from flatlab.task.definition import (
     WHOLE_WORKSPACE,
     Task,
     finite_number,
     improvement,
-    is_plain,
     last_json_object,
     parse_grade,
-    standard_error,
 )
-from flatlab.task.sanity import rules_of
 
+MOUNT_BYTES = 16 << 20  # larger public files are mounted into a local sandbox, not copied
 MODEL_BYTES = 2 << 30  # limit of the artefacts of a task that needs a GPU: weights of a model
 MOST_FILES = 20_000  # in a workspace whose folders are artefacts
-KEPT_GRADES = 10_000
 WALL_FACTOR = 10  # a grading that waits without using the CPU is stopped after this many timeouts
 PRINTED_BYTES = 1 << 20  # of a grader's stdout: its tail
 OUTPUT_CHARS = 4000  # of stdout and of stderr in Score.grader_output
-KEYS_CHARS = 200  # of the keys of a result that has another one than the metric
-SENTENCE_CHARS = 800  # of Score.grader_output in a sentence
-CANNOT_START = (126, 127)  # exit codes of a shell
+CANNOT_START = 127  # exit code of a program that is missing
 KILLED = 137  # exit code of a process that got SIGKILL, from the kernel if memory is short
+
+# ------------------------------------------------------------------ sandboxes
+
+
+def resolve_backend(task: Task, options: SandboxOptions) -> SandboxOptions:
+    """The options with a concrete kind of sandbox in place of "auto".
+
+    Raises UserError if such a sandbox lacks an image, a network, a cache or a GPU for the task.
+    """
+    kind = options.backend
+    if kind not in KINDS:
+        kind = pick_backend(kind, task.image or options.image)[0]
+    is_container = get_backend(kind).is_container
+    if (task.image or task.needs_gpu) and not is_container:
+        raise UserError(
+            f"Task {task.name} needs a GPU or a Docker image of its own: use --backend docker."
+        )
+    hf_cache = options.hf_cache
+    if task.needs_network and not options.network and not (hf_cache and is_container):
+        raise UserError(
+            f"Task {task.name} takes data from the network while it runs: allow it with "
+            "--network, or in Docker mount what it needs with --hf-cache."
+        )
+    if hf_cache and not Path(hf_cache).expanduser().is_dir():
+        raise UserError(f"There is no folder {hf_cache} to mount as the Hugging Face cache.")
+    if task.needs_gpu and not (Path("/dev/nvidiactl").exists() or os.environ.get("DOCKER_HOST")):
+        raise UserError(
+            f"Task {task.name} needs a GPU, and this machine has none that works "
+            "(no /dev/nvidiactl)."
+        )
+    return replace(options, backend=kind)
+
+
+def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -> Sandbox:
+    """Opens a sandbox for an agent or for a grading.
+
+    It holds none of the task's hidden files. Public files may be in place already (see
+    Sandbox.premounted). limits: memory, disk, cpus, processes. Raises SandboxFault, and UserError
+    if the task's requirements are missing.
+    """
+    is_container = get_backend(options.backend).is_container
+    image = task.image or options.image
+    mounted = {}
+    if is_container:
+        prepared = prepared_image(task, image)
+        if prepared != image:
+            mounted = task.public
+            image = prepared
+    else:
+        for path, file in task.public.items():
+            # A file that is mounted could not be removed, so an artefact is never mounted.
+            if file.stat().st_size > MOUNT_BYTES and not task.is_artefact(path):
+                mounted[path] = file
+    try:
+        box = Sandbox(
+            options.backend,
+            image=image,
+            premounted=mounted,
+            env={"PYTHONHASHSEED": str(seed % 2**32)},
+            network=options.network and task.needs_network,
+            gpu=task.needs_gpu,
+            hf_cache=options.hf_cache,
+            hide=tuple({str(path.resolve().parent) for path in task.hidden.values()}),
+            hide_package_data=task.hide_package_data,
+            **limits,
+        )
+    except SandboxFault:
+        found_images.clear()  # somebody may have removed the image: the next call looks again
+        raise
+    if task.requirements and not is_container:
+        check_requirements(box, task)
+    return box
+
+
+@dataclass(frozen=True)
+class Software:
+    """What every sandbox of an image has."""
+
+    python: str  # version
+    packages: dict[str, str]  # name in lower case -> version
+    cores: int  # of the machine
+
+
+LOOK = """
+import importlib.metadata, json, os, platform
+names = {}
+for one in importlib.metadata.distributions():
+    if one.metadata and one.metadata["Name"]:
+        names[one.metadata["Name"].lower()] = one.version
+print(json.dumps([platform.python_version(), names, len(os.sched_getaffinity(0))]))
+"""
+looking = threading.Lock()
+looked_up: dict[tuple, Software] = {}  # by backend and image
+
+
+def software_of(box: Sandbox) -> Software:
+    """Python's packages in a sandbox, looked up once per image. Raises SandboxFault."""
+    key = (box.backend, box.image)
+    with looking:
+        if key not in looked_up:
+            result = box.run(["python3", "-I", "-c", LOOK], 60)
+            if result.exit_code:
+                raise SandboxFault(f"python3 cannot list its packages: {result.output[-500:]}")
+            looked_up[key] = Software(*json.loads(result.output))
+    return looked_up[key]
+
+
+# ------------------------------------------------------------------ grading
 
 
 @dataclass(frozen=True)
@@ -64,9 +180,19 @@ def collect(task: Task, sandbox) -> dict[str, bytes]:
     """
     if task.artefacts == WHOLE_WORKSPACE:
         return snapshot.take_workspace(sandbox)
+    paths = [name for name in task.artefacts if name[-1:] != "/" and not set(name) & set("*?[")]
+    if len(paths) < len(task.artefacts):
+        reply = sandbox.call("listing", most=MOST_FILES)[0]
+        if reply["count"] > MOST_FILES:
+            raise ArtefactError(f"the workspace holds more than {MOST_FILES} files")
+        listed = [path for path, _ in reply["files"] if task.is_artefact(path)]
+        paths = list(dict.fromkeys(paths + listed))
+    for folder in task.artefacts:
+        if folder.endswith("/") and not any(path.startswith(folder) for path in paths):
+            raise ArtefactError(f"{folder} is not there or empty")
     limit, left = (MODEL_BYTES, MODEL_BYTES) if task.needs_gpu else (ARTEFACT_BYTES, COPY_BYTES)
     files = {}
-    for path in artefact_paths(task, sandbox):
+    for path in paths:
         files[path] = sandbox.get(path, min(left, limit))
         left -= len(files[path])
     public = task.public
@@ -75,25 +201,8 @@ def collect(task: Task, sandbox) -> dict[str, bytes]:
     return files
 
 
-def artefact_paths(task: Task, sandbox) -> list[str]:
-    """The artefacts as paths of files; folders and patterns are looked up in the workspace."""
-    paths = [artefact for artefact in task.artefacts if is_plain(artefact)]
-    if len(paths) == len(task.artefacts):
-        return paths
-    reply = sandbox.call("listing", most=MOST_FILES)[0]
-    if reply["count"] > MOST_FILES:
-        raise ArtefactError(f"the workspace holds more than {MOST_FILES} files")
-    for path, _ in reply["files"]:
-        if task.is_artefact(path) and path not in paths:
-            paths.append(path)
-    for folder in task.artefacts:
-        if folder.endswith("/") and not any(path.startswith(folder) for path in paths):
-            raise ArtefactError(f"{folder} is not there or empty")
-    return paths
-
-
 # Equal artefacts are graded once. That also fixes the luck of a grader that draws random numbers.
-grades: dict[tuple, Score] = {}
+grades: dict[bytes, Score] = {}
 
 
 def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> Score:
@@ -102,10 +211,11 @@ def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> 
     make_sandbox() opens one. Raises SandboxFault if the sandbox breaks twice, and ArtefactError if
     the artefacts do not fit into it.
     """
-    digest = hashlib.sha256()
+    facts = task.name, task.grader, task.hidden, split
+    digest = hashlib.sha256(ascii(facts).encode())
     for path, data in sorted(artefacts.items()):
-        digest.update(b"%r %d " % (path.encode("utf-8", "surrogateescape"), len(data)) + data)
-    key = (task.name, task.grader, str(task.hidden), split, digest.digest())
+        digest.update(f"{path!a} {len(data)} ".encode() + data)
+    key = digest.digest()
     if key in grades:
         return grades[key]
     try:
@@ -116,56 +226,44 @@ def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> 
         return score
     if task.exact and improvement(score.value, task) > 1:
         score = replace(score, record=artefacts[task.artefacts[0]].decode())
-    if len(grades) >= KEPT_GRADES:
-        grades.clear()
     return grades.setdefault(key, score)
-
-
-def check_grader(task: Task, make_sandbox) -> None:
-    """Grades the first trivial rule, if the task has one, on the first and on the last part.
-
-    Raises UserError if the grader gives neither a score nor a reason: it would not score any
-    episode.
-    """
-    for name, artefacts in islice(rules_of(task), 1):
-        for split in dict.fromkeys([task.splits[0], task.splits[-1]]):
-            output = grade(task, artefacts, split, make_sandbox).grader_output
-            if output:
-                raise UserError(
-                    f"The grader of task {task.name} is broken: it gives {name!r} no result on the "
-                    f"{split} part: {' '.join(output.split())[-SENTENCE_CHARS:]}"
-                )
 
 
 def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
     """See grade."""
     sandbox = make_sandbox()
-    wall = WALL_FACTOR * task.grade_timeout
+    limit = task.grade_timeout
+    wall = WALL_FACTOR * limit
     try:
         lay_out(task, artefacts, sandbox)
-        argv = task.grader_argv(split)
-        keep = (0, PRINTED_BYTES)
-        reply, stdout = sandbox.program(argv, wall, keep=keep, cpu=task.grade_timeout)
-        # An artefact may have ended the grader with the same exit code, so this is checked.
-        if (
-            reply["code"] in CANNOT_START
-            and not stdout
-            and not has_program(task.grader[0], sandbox)
-        ):
-            raise SandboxFault(f"the grader does not start: {' '.join(task.grader)}")
+        argv = [part.replace("{split}", split) for part in task.grader]
+        reply, stdout = sandbox.program(argv, wall, keep=(0, PRINTED_BYTES), cpu=limit)
+        # An artefact may have ended the grader with this code, so the program is looked up.
+        if reply["code"] == CANNOT_START and not stdout:
+            look_up = ["/bin/sh", "-c", 'command -v "$0"', argv[0]]
+            if sandbox.program(look_up, 20)[0]["code"]:
+                raise SandboxFault(f"the grader does not start: {' '.join(argv)}")
     finally:
         sandbox.close()
     printed = last_json_object(stdout.decode("utf-8", "replace"))
     value, message = parse_grade(printed, task)
+    has_answer = value is not None or "error" in printed
+    how = f"exit code {reply['code']}"
     if reply["timed_out"]:
-        value = None
+        how = "stopped at the time limit"
         message = (
-            f"The grading took longer than {task.grade_timeout:g} seconds of CPU time, or than "
-            f"{wall:g} seconds in all."
+            f"The grading took longer than {limit:g} seconds of CPU time, or than {wall:g} seconds "
+            "in all."
         )
-    elif value is not None and reply["code"]:
-        value, message = None, "The grader failed after it had printed a score."
-    has_answer = not reply["code"] and (value is not None or "error" in printed)
+    elif reply["code"] and value is not None:
+        message = "The grader failed after it had printed a score."
+    stderr = finite_number(printed, "stderr")
+    if stderr is not None and stderr < 0:
+        stderr = None
+    output = ""
+    if reply["code"] or reply["timed_out"] or not has_answer:
+        value = None
+        output = f"{how}\nstdout: {tail(stdout)}\nstderr: {tail(reply['stderr'].encode())}"
     return Score(
         value,
         task.metric,
@@ -173,22 +271,13 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
         value is not None,
         message,
         finite_number(printed, "position"),
-        standard_error(printed),
-        "" if has_answer else output_text(stdout, reply, printed, task.metric),
+        stderr,
+        output,
     )
 
 
-def output_text(stdout: bytes, reply: dict, printed: dict, metric: str) -> str:
-    """How a grader ended, the tails of what it printed, and which key its result lacks."""
-    how = "stopped at the time limit" if reply["timed_out"] else f"exit code {reply['code']}"
-    lines = [how]
-    for name, data in (("stdout", stdout), ("stderr", reply["stderr"].encode())):
-        tail = plain_text(data).strip()[-OUTPUT_CHARS:]
-        lines.append(f"{name}: {tail or '(nothing)'}")
-    if printed and metric not in printed:
-        keys = ", ".join(map(repr, printed))[:KEYS_CHARS]
-        lines.append(f"The result has no {metric!r}, which the task names, but {keys}.")
-    return "\n".join(lines)
+def tail(printed: bytes) -> str:
+    return plain_text(printed).strip()[-OUTPUT_CHARS:] or "(nothing)"
 
 
 def lay_out(task: Task, artefacts: dict[str, bytes], sandbox) -> None:
@@ -206,8 +295,3 @@ def lay_out(task: Task, artefacts: dict[str, bytes], sandbox) -> None:
         if path not in sandbox.premounted or source != task.public.get(path):
             missing[path] = source
     sandbox.put(missing, user="root", mode=0o600)
-
-
-def has_program(name: str, sandbox) -> bool:
-    argv = ["/bin/sh", "-c", 'command -v "$0"', name]
-    return sandbox.program(argv, 20)[0]["code"] == 0

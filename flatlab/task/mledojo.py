@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from flatlab.cache import cache_dir, content_key, store
 from flatlab.errors import UserError
-from flatlab.task.definition import Task, last_json_object
-from flatlab.task.task_files import TASKS_DIR, tree_files
+from flatlab.files import cache_dir, content_key, read_mapping, store
+from flatlab.task.builtin import tree_files
+from flatlab.task.definition import TASKS_DIR, Task, improvement, last_json_object
 
 PROMPT_CHARS = 8000  # of a competition's description; the whole text is in the workspace
-NEEDED = ("data/description.txt", "data/sample_submission.csv", "private/test_answer.csv")
+ERROR_CHARS = 300  # of what a metric has printed that cannot be run
+NEEDED = ("public/description.txt", "public/sample_submission.csv", "private/test_answer.csv")
 
 
 def mledojo_names(root: Path) -> list[str]:
@@ -41,9 +41,11 @@ def load_mledojo(root: Path, name: str) -> Task:
     public = tree_files(data / "public", "data", hint)
     hidden = tree_files(data / "private", "private", hint)
     for needed in NEEDED:
-        if needed not in public | hidden:
-            raise UserError(f"{data / needed.replace('data/', 'public/')} is missing; {hint}.")
-    hidden["metric.py"] = metric_file(root, name)
+        tree_files(data / needed, "", hint)
+    # Without $MLEDOJO_REPO, `root` is taken for a folder like data/prepared in a checkout.
+    repo = Path(os.environ.get("MLEDOJO_REPO") or root.parent.parent).resolve()
+    metric = repo / "mledojo/competitions" / name / "utils/metric.py"
+    hidden |= tree_files(metric, "metric.py", "set $MLEDOJO_REPO to a checkout of MLE-Dojo")
     hidden["grade_mledojo.py"] = TASKS_DIR / "grade_mledojo.py"
     facts = describe(hidden | {"submission.csv": public["data/sample_submission.csv"]})
     up = facts["higher_is_better"]
@@ -52,16 +54,21 @@ def load_mledojo(root: Path, name: str) -> Task:
         raise UserError(
             f"The sample submission of {name} cannot be graded ({facts['error']}); {hint}."
         )
-    median = facts["median"]
-    is_better = median is not None and (median > baseline if up else median < baseline)
+    reference = facts["median"]
+    if reference is not None and improvement(reference, (baseline, up, None)) <= 0:
+        reference = None
     split = "{split}" if facts["parts"] else "all"
+    text = public["data/description.txt"].read_text(encoding="utf-8", errors="replace").strip()
+    if len(text) > PROMPT_CHARS:
+        text = f"{text[:PROMPT_CHARS]}\n[the rest is in data/description.txt]"
     return Task(
         name=name,
-        prompt=prompt(public["data/description.txt"], up),
+        prompt=f"{text}\n\nThe data is in data/. Write submission.csv in the form of "
+        f"data/sample_submission.csv. {'Higher' if up else 'Lower'} scores are better.",
         metric="score",
         higher_is_better=up,
         baseline=baseline,
-        reference=median if is_better else None,
+        reference=reference,
         artefacts=("submission.csv",),
         public=public,
         hidden=hidden,
@@ -70,35 +77,6 @@ def load_mledojo(root: Path, name: str) -> Task:
         step_timeout=600.0,
         grade_timeout=600.0,
         source="mledojo",
-    )
-
-
-def prompt(description: Path, higher_is_better: bool) -> str:
-    """The competition's description, cut if it is long, and what to write."""
-    text = description.read_text(encoding="utf-8", errors="replace").strip()
-    more = "\n[the rest is in data/description.txt]" if len(text) > PROMPT_CHARS else ""
-    way = "Higher" if higher_is_better else "Lower"
-    return (
-        f"{text[:PROMPT_CHARS]}{more}\n\nThe data is in data/. Write submission.csv in the form of "
-        f"data/sample_submission.csv. {way} scores are better."
-    )
-
-
-def metric_file(root: Path, name: str) -> Path:
-    """The competition's metric.py.
-
-    It is looked up in the checkout $MLEDOJO_REPO, then in every folder that `root` lies in.
-    """
-    places = [root, *root.parents]
-    if repo := os.environ.get("MLEDOJO_REPO"):
-        places.insert(0, Path(repo))
-    for place in places:
-        path = place / "mledojo" / "competitions" / name / "utils" / "metric.py"
-        if path.is_file():
-            return path.resolve()
-    raise UserError(
-        f"The metric of {name} is missing: set $MLEDOJO_REPO to a checkout of MLE-Dojo that has "
-        f"mledojo/competitions/{name}/utils/metric.py."
     )
 
 
@@ -118,10 +96,9 @@ def describe(files: dict[str, Path]) -> dict:
             argv = [sys.executable, "-I", "grade_mledojo.py", "--describe"]
             done = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
         if done.returncode:
-            lines = done.stderr.strip().splitlines()
             raise UserError(
                 f"The metric {files['metric.py']} cannot be run by {sys.executable}: "
-                f"{lines[-1] if lines else 'no message'}"
+                f"{' '.join(done.stderr.split())[-ERROR_CHARS:]}"
             )
         store(stored, last_json_object(done.stdout))
-    return json.loads(stored.read_text(encoding="utf-8"))
+    return read_mapping(stored)

@@ -1,37 +1,18 @@
 """Tasks of an MLGym checkout, in which nothing is imported, run or written.
 
-What MLGym's own files do not say, such as the direction of a metric, its hidden files and a good
-score, is in configs/tasks/mlgym.yaml.
+What MLGym's own files do not say, such as the direction of a metric, its hidden files, a good score
+and how to grade each class of tasks, is in configs/tasks/mlgym.yaml.
 """
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
+import fnmatch
 from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
-from flatlab.task.definition import Task
-from flatlab.task.task_files import TASKS_DIR, proxies, tree_files
-
-GRADE_WITH_ANY_CONFIG = """
-for file in config.yaml src/config.yaml *.yaml src/*.yaml
-do [ -f "$file" ] && exec python3 evaluate.py --config_fname "$file"; done
-echo '{"error": "there is no configuration (*.yaml)"}'
-"""
-# The class of an MLGym task -> (artefacts, grader's argv). mlgym.yaml has those of other tasks.
-MLGYM_CLASSES = {
-    "CSVSubmissionTasks": (
-        ["submission.csv"],
-        ["python3", "evaluate.py", "--submission_file", "submission.csv"],
-    ),
-    "PythonSubmissionTasks": ([], ["python3", "evaluate.py"]),
-    "ModelSubmissionTasks": (
-        ["checkpoints/", "src/", "*.yaml"],
-        ["sh", "-c", GRADE_WITH_ANY_CONFIG],
-    ),
-    "LMSubmissionTasks": ([], ["torchrun", "--nproc_per_node=gpu", "--standalone", "evaluate.py"]),
-}
+from flatlab.task.builtin import tree_files, validated
+from flatlab.task.definition import TASKS_DIR, Task
 
 
 def mlgym_names(root: Path) -> list[str]:
@@ -45,76 +26,54 @@ def mlgym_names(root: Path) -> list[str]:
 def load_mlgym(root: Path, name: str) -> Task:
     """Loads a task of an MLGym checkout. Raises UserError naming what is wrong or missing."""
     path = root / "configs" / "tasks" / f"{name}.yaml"
-    spec = read_mapping(path) | read_mapping(TASKS_DIR / "mlgym.yaml").get(name, {})
+    more = read_mapping(TASKS_DIR / "mlgym.yaml")
+    spec = read_mapping(path) | more.get(name, {})
     if "broken" in spec:
         raise UserError(f"MLGym's task {name} {spec['broken']}.")
     kind = spec.get("task_entrypoint", "CSVSubmissionTasks")
     try:
-        artefacts, grader = MLGYM_CLASSES[kind]
-        metric = spec["metric"]
-        higher_is_better = spec["higher_is_better"]
+        spec = more[kind] | spec
         description = spec["description"]
         scores = {key.lower(): value for key, value in spec["baseline_scores"][0].items()}
-        baseline = float(scores[metric.lower()])
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+        baseline = scores[spec["metric"].lower()]
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} cannot be graded: it needs a known task_entrypoint, baseline_scores, "
-            "description, and the keys metric and higher_is_better "
-            f"({type(error).__name__}: {error})."
+            f"description, and the keys metric and higher_is_better ({error!r})."
         ) from error
-    artefacts = spec.get("artefacts", artefacts)
-    public, hidden, docs = find_files(root, name, spec)
-    requirements = None
-    if not spec.get("use_generic_conda", True):
-        requirements = root / str(spec.get("requirements_path"))
-        if not requirements.is_file():
-            raise UserError(f"{path} names requirements that are missing: {requirements}.")
-    note = f"evaluate.py is not in the workspace: it runs elsewhere. {spec.get('note', '')}".strip()
-    timeout = float(spec.get("training_timeout") or 3600)
-    return Task(
-        name=name,
-        prompt=description.replace("{dataset_docs}", "\n\n".join(docs)).strip() + f"\n\n{note}",
-        metric=metric,
-        higher_is_better=higher_is_better,
-        baseline=baseline,
-        reference=spec.get("reference"),
-        artefacts=tuple(artefacts),
-        public=public,
-        hidden=hidden,
-        grader=tuple(spec.get("grader_command", grader)),
-        splits=("test",),
-        step_timeout=timeout,
-        grade_timeout=float(spec.get("grade_timeout", timeout)),
-        needs_gpu=spec.get("needs_gpu", False),
-        needs_network=spec.get("needs_network", False),
-        source="mlgym",
-        proxies=proxies(artefacts if kind == "PythonSubmissionTasks" else []),
-        requirements=requirements,
-        degenerate=spec.get("degenerate", ""),
-        trivial=spec.get("trivial", {}),
-    )
-
-
-def find_files(root: Path, name: str, spec: dict) -> tuple[dict, dict, list[str]]:
-    """(public files, hidden files, texts about the data sets). Raises UserError."""
     files = {}
-    docs = []
     for starter in spec.get("starter_code", []):
         hint = f"`git checkout -- {starter}` in {root} restores it"
         files |= tree_files(root / starter, Path(starter).name, hint)
+    docs = []
     for config in spec.get("dataset_configs", []):
         data = read_mapping(root / "configs" / config)
         docs.append(f"{data.get('name', config).upper()}\n{data.get('description', '').strip()}")
         if data.get("is_local"):
-            folder = root / data.get("data_path", "data")
-            missing = spec.get("missing", "see MLGym's README")
-            hint = f"task {name} needs it: {missing}"
-            if (folder.parent / "_helpers" / "_generate_split.py").is_file():
-                hint = f"`python _generate_split.py` in {folder.parent / '_helpers'} makes it"
-            files |= tree_files(folder, "data", hint)
-    patterns = ["evaluate.py", *spec.get("hidden", [])]
-    public, hidden = {}, {}
-    for path, file in files.items():
-        is_hidden = any(fnmatchcase(path, pattern) for pattern in patterns)
-        (hidden if is_hidden else public)[path] = file
-    return public, hidden, docs
+            hint = f"task {name} needs it: {spec.get('missing', 'see the README of MLGym')}"
+            files |= tree_files(root / data.get("data_path", "data"), "data", hint)
+    hidden = {}
+    for pattern in ["evaluate.py", *spec.get("hidden", [])]:
+        for path in fnmatch.filter(files, pattern):
+            hidden[path] = files.pop(path)
+    requirements = None
+    if not spec.get("use_generic_conda", True):
+        requirements = root / str(spec.get("requirements_path"))
+        tree_files(requirements, "", f"{path} names it")  # raises UserError if it is missing
+    text = description.replace("{dataset_docs}", "\n\n".join(docs)).strip()
+    note = f"evaluate.py is not in the workspace: it runs elsewhere. {spec.get('note', '')}"
+    timeout = spec.get("training_timeout") or 3600
+    facts = {
+        "name": name,
+        "prompt": f"{text}\n\n{note}".strip(),
+        "baseline": baseline,
+        "public": files,
+        "hidden": hidden,
+        "grader": spec["grader_command"],
+        "splits": ["test"],
+        "step_timeout": timeout,
+        "source": "mlgym",
+        "imported": spec["artefacts"] if kind == "PythonSubmissionTasks" else [],
+        "requirements": requirements,
+    }
+    return validated(Task, {"grade_timeout": timeout} | spec | facts, path)

@@ -5,10 +5,10 @@ formulas here.
 import itertools
 import random
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
-from flatlab.model.packing import common_prompt
 from flatlab.task.definition import Task, improvement
 from flatlab.world.episode import Episode
 
@@ -80,23 +80,18 @@ def choose_tasks(tasks: list[Task], weights: list[float], groups: int, seed: str
     return [tasks[number] for number in numbers]
 
 
-def plan_step(tasks, cfg, step: int) -> Plan:
+def plan_step(tasks: list[Task], weights: list[float], cfg, step: int) -> Plan:
     """The groups of a step, and those that replace groups from which nothing can be learned."""
-    plan = Plan([], cfg.group_size, cfg.seed * 10_007 + step, order=step)
-    plan.tasks = choose_tasks(tasks, cfg.task_weights, cfg.groups, f"{cfg.seed} {step}")
-    more = cfg.max_groups - cfg.groups
-    seed = f"{cfg.seed} {step} replacements"
-    plan.replacements = choose_tasks(tasks, cfg.task_weights, more, seed)
-    return plan
+    choose = partial(choose_tasks, tasks, weights)
+    planned = choose(cfg.groups, f"{cfg.seed} {step}")
+    more = choose(cfg.max_groups - cfg.groups, f"{cfg.seed} {step} replacements")
+    return Plan(planned, cfg.group_size, cfg.seed * 10_007 + step, more, order=step)
 
 
 def gather_groups(groups: list[Group], job) -> list[Group]:
     """The groups of all ranks by number, on every rank, without the sequences to train on."""
-    copies = []
-    for g in groups:
-        episodes = [replace(e, segments=[]) for e in g.episodes]
-        copies.append(replace(g, episodes=episodes))
-    return sorted(flatten(job.ranks.gather(copies)), key=lambda group: group.number)
+    copies = [replace(g, episodes=[replace(e, segments=[]) for e in g.episodes]) for g in groups]
+    return sorted(sum(job.ranks.gather(copies), []), key=lambda group: group.number)
 
 
 def sequences_of(episode: Episode, advantages: list[float | None]) -> list[TrainSequence]:
@@ -114,10 +109,6 @@ def sequences_of(episode: Episode, advantages: list[float | None]) -> list[Train
             own = [advantages[r] for r in reply]
             sequences.append(TrainSequence(segment.tokens, mask, old, own, version))
     return sequences
-
-
-def flatten(lists: list[list]) -> list:
-    return [element for part in lists for element in part]
 
 
 def micro_batches(sequences: list[TrainSequence], limit: int, packed: bool = True):
@@ -144,6 +135,8 @@ def cost(part: list[TrainSequence], packed: bool = True) -> int:
     """Tokens of a forward pass: the common prompt once and the rest of each sequence; if not
     packed, a padded row for each sequence.
     """
+    from flatlab.model.packing import common_prompt
+
     lengths = [len(s.tokens) for s in part]
     if not packed:
         return len(part) * max(lengths)
@@ -168,30 +161,27 @@ class Meter:
     """
 
     def __init__(self):
-        self.rows: dict[str, list] = {}  # (sum, count, maximum) of each micro-batch
+        self.rows = []  # (name, sum, count, maximum) of each column of each micro-batch
 
     def add(self, **columns) -> None:
         for name, column in columns.items():
-            if not len(column):
-                continue
-            column = column.detach().double()
-            row = (column.sum().item(), column.numel(), column.max().item())
-            self.rows.setdefault(name, []).append(row)
+            if len(column):
+                column = column.detach().double()
+                numbers = (column.sum().item(), column.numel(), column.max().item())
+                self.rows.append((name, *numbers))
 
     def mean(self, name: str) -> float:
         """Of what this rank added; 0 if it had nothing to add."""
-        totals, counts, _ = zip(*self.rows.get(name, [(0.0, 1, 0.0)]))
+        rows = [row[1:] for row in self.rows if row[0] == name] or [(0.0, 1, 0.0)]
+        totals, counts, _ = zip(*rows)
         return sum(totals) / sum(counts)
 
     def over_ranks(self, job) -> tuple[dict, dict, dict]:
-        """(sums, means, maxima) by name, the same on every rank. A rank may have had nothing to
-        add.
-        """
+        """(sums, means, maxima) of what was added so far by name, the same on every rank."""
         sums, means, maxima = {}, {}, {}
-        parts = job.ranks.gather(self.rows)
-        for name in dict.fromkeys(name for part in parts for name in part):
-            rows = [row for part in parts for row in part.get(name, [])]
-            totals, counts, largest = zip(*rows)
+        rows = sum(job.ranks.gather(self.rows), [])
+        for name in {row[0] for row in rows}:
+            totals, counts, largest = zip(*(row[1:] for row in rows if row[0] == name))
             sums[name] = sum(totals)
             means[name] = sums[name] / sum(counts)
             maxima[name] = max(largest)

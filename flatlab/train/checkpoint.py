@@ -1,119 +1,75 @@
 """What outlives a step of training: the row, the transcripts, checkpoints and adapters; and how a
 run resumes from them.
 
-Every rank calls these functions with its job, see ranks.py, but timing, write_step, final_adapters
-and is_finished are for rank 0: only that has a run to write.
+Every rank calls these functions with its job, see job.py, but write_step, final_adapters and
+is_finished are for rank 0: only that has a run to write. All randomness is a function of seed and
+step, so there is no generator to save.
 """
 
 import json
-import time
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from flatlab.cache import file_digest
 from flatlab.errors import UserError
-from flatlab.files import save_tensors
+from flatlab.files import file_digest, read_mapping, save_tensors
 from flatlab.train import guard
 from flatlab.train.batch import Group
 
 EVALUATION = "evaluation.json"  # beside the adapter in best/
 
 
-@dataclass
-class State:
-    """What a checkpoint holds besides adapter and optimizer. A field that is added here outlives
-    kill -9. All randomness is a function of seed and step, so there is no generator to save.
+def resume(policy, optimizer, job) -> list[dict]:
+    """Loads the newest checkpoint, removes what was written after it, and tells the job how far the
+    run has come. Returns the rows up to it.
     """
+    found = None
+    if job.run:
+        step, folder = [(-1, None), *job.run.checkpoints()][-1]
+        job.run.truncate_after(step)
+        # A run that was killed before its checkpoint may have saved a better adapter already.
+        best = read_mapping(job.run.dir / "best" / EVALUATION, default={}) if folder else None
+        found = step, folder, job.run.rows(), best
+    step, folder, rows, job.best = job.ranks.first(found)
+    job.step = step + 1
+    if folder:
+        load(policy, optimizer, folder)
+        job.say(f"resumed after step {step} from {folder}")
+        job.stopped = guard.collapse(rows, job.best)
+    return rows
 
-    step: int = 0  # the next one; as many steps of training are in the weights
-    stopped: str = ""  # why the guard ended the run
-    best: dict | None = None  # evaluation of the adapter in best/
 
-
-def resume(policy, optimizer, job) -> tuple[State, list[dict]]:
-    """Loads the newest checkpoint and removes what was written after it. Returns the state and the
-    rows up to it.
-
-    Raises UserError for a checkpoint with other fields.
-    """
+def load(policy, optimizer, folder: Path) -> None:
     import torch
 
-    run = job.run
-    newest = run.checkpoints()[-1:] if run else []
-    step, folder = job.ranks.first(newest[0] if newest else (-1, None))
-    saved = None
-    if folder is not None:
-        saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-        if set(saved.get("state", {})) != {f.name for f in fields(State)}:
-            raise UserError(
-                f"The checkpoint {folder} was written by another version of grpo.py: "
-                "choose another --name, or continue it with that version."
-            )
-    if run:
-        run.truncate_after(step)
-    rows = job.ranks.first(run.rows() if run else None)
-    if saved is None:
-        return State(), rows
     policy.load_adapter(folder)
+    saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
     optimizer.load_state_dict(saved["optimizer"])
-    job.say(f"resumed after step {step} from {folder}")
-    state = State(**saved["state"])
-    # A run that was killed before its checkpoint may have saved a better adapter already.
-    evaluation = folder.parents[1] / "best" / EVALUATION
-    if run and evaluation.exists():
-        state.best = json.loads(evaluation.read_text())
-    state.best = job.ranks.first(state.best)
-    return state, rows
 
 
-def write_step(policy, optimizer, job, state, groups: list[Group], row: dict) -> None:
-    """Writes transcripts, row and checkpoint, in this order: a step counts once its checkpoint is
-    there.
-    """
-    save_groups(job, row["step"], groups)
-    run = job.run
-    run.log(row)
-    with run.checkpoint(row["step"]) as folder:
+def write_step(policy, optimizer, job, row: dict) -> None:
+    """Writes row and checkpoint, after the transcripts. A step counts once it has a checkpoint."""
+    job.run.log(row)
+    with job.run.checkpoint(row["step"]) as folder:
         policy.save(folder)
-        tensors = {"optimizer": optimizer.state_dict(), "state": asdict(state)}
-        save_tensors(tensors, folder / "trainer.pt")
+        save_tensors({"optimizer": optimizer.state_dict()}, folder / "trainer.pt")
 
 
 def save_groups(job, name: int | str, groups: list[Group]) -> None:
-    """Writes the episodes of these groups and their tokens, see Run.save_episodes."""
-    if job.run:
-        lines = [line for group in groups for line in transcripts(group)]
-        tokens = b"".join(episode.packed for group in groups for episode in group.episodes)
-        job.run.save_episodes(name, lines, tokens)
-
-
-def transcripts(group: Group) -> list[dict]:
-    """The episodes of a group with its number and what is made of their scores: reward (None for a
-    fault), baseline, and improvement (None unless valid).
+    """Writes the episodes of these groups and their tokens, see Run.save_episodes. Each has the
+    number of its group, its reward (None for a fault), baseline, and improvement (None unless
+    valid).
     """
-    made = zip(group.rewards, group.improvements)
+    if not job.run:
+        return
     lines = []
-    for episode in group.episodes:
-        line = episode.to_dict() | {"group": group.number, "baseline": group.task.baseline}
-        reward, improvement = (None, None) if episode.status == "fault" else next(made)
-        lines.append(line | {"reward": reward, "improvement": improvement})
-    return lines
-
-
-def timing(policy, seconds: dict, groups: list[Group]) -> dict:
-    """The row's numbers about time and memory. seconds: of each phase; of "sample" those in which
-    the trainer waited for episodes.
-    """
-    reply_tokens = sum(e.reply_tokens for g in groups for e in g.played)
-    whole = seconds["sample"] + seconds["train"] + seconds["sync"]
-    return {
-        "seconds": whole,
-        **{f"seconds_{phase}": value for phase, value in seconds.items()},
-        "tokens_per_second": reply_tokens / whole,
-        "engine_idle_share": policy.idle_share(),
-        "memory_gb": policy.peak_memory(),
-        "time": time.time(),
-    }
+    for group in groups:
+        made = zip(group.rewards, group.improvements)
+        for e in group.episodes:
+            reward, improvement = (None, None) if e.status == "fault" else next(made)
+            line = {"group": group.number, "baseline": group.task.baseline}
+            line |= {"reward": reward, "improvement": improvement}
+            lines.append(e.to_dict() | line)
+    tokens = b"".join(episode.packed for group in groups for episode in group.episodes)
+    job.run.save_episodes(name, lines, tokens)
 
 
 # ------------------------------------------------------------------------------ adapters
@@ -129,31 +85,29 @@ def save_adapter(policy, job, name: str, evaluation: dict | None = None) -> None
     job.ranks.gather(None)
 
 
-def keep_best(policy, job, state, result: dict) -> None:
-    """Saves the adapter as best/ if its evaluation is better than the best one so far."""
-    if guard.better(result, state.best):
-        keep(policy, job, state, result)
+def keep_best(policy, job, result: dict) -> None:
+    """Saves the adapter as best/ if it is better than the best one so far. result: its evaluation
+    and its step, or the step alone.
+    """
+    if guard.better(result, job.best):
+        job.best = result
+        save_adapter(policy, job, "best", result)
+        job.result(best=result)
 
 
-def keep(policy, job, state, result: dict) -> None:
-    """Saves the adapter as best/. result: its evaluation and its step, or the step alone."""
-    state.best = result
-    save_adapter(policy, job, "best", result)
-    job.result(best=result)
-
-
-def final_adapters(run) -> tuple[dict[str, Path], dict[str, str]]:
-    """The folders of the adapters that are compared at the end of a run, and the digests of their
+def final_adapters(run) -> dict[str, tuple[Path, str]]:
+    """The folder of each adapter that is compared at the end of a run, and the digest of its
     weights, by name.
     """
     names = [name for name in ("untrained", "imitated") if (run.dir / name).is_dir()]
     folders = {name: run.dir / name for name in names}
-    checkpoints = [folder for _, folder in run.checkpoints()]
-    last = [*folders.values(), *checkpoints][-1]
-    folders |= {"last": last, "best": run.dir / "best"}
-    files = {name: next(folder.glob("*.safetensors")) for name, folder in folders.items()}
-    weights = {name: file_digest(file) for name, file in files.items()}
-    return folders, weights
+    steps = [folder for _, folder in run.checkpoints()]
+    folders["last"] = [*folders.values(), *steps][-1]
+    folders["best"] = run.dir / "best"
+    return {
+        name: (folder, file_digest(next(folder.glob("*.safetensors"))))
+        for name, folder in folders.items()
+    }
 
 
 def is_finished(run, cfg) -> bool:

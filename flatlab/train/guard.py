@@ -5,7 +5,7 @@ No torch.
 from math import hypot, isnan
 from statistics import median
 
-from flatlab.runs.reader import number
+from flatlab.numbers import number
 
 KL_LIMIT = 1.0  # nats per token; three steps above it are a collapse
 STUCK = 5  # steps in a row without anything to learn, or with almost nothing valid
@@ -16,9 +16,10 @@ def better(new: dict, best: dict | None) -> bool:
     tables show (see metrics.headline).
 
     An adapter without any valid submission counts as the baseline. It is never better than one with
-    some, because a policy that submits nothing would then beat a poor one.
+    some, because a policy that submits nothing would then beat a poor one. Without evaluations the
+    last adapter is the best.
     """
-    if best is None:
+    if not best or "improvement" not in new:
         return True
     if bool(new["valid_share"]) != bool(best["valid_share"]):
         return new["valid_share"] > 0
@@ -84,8 +85,8 @@ def alarms(row: dict, rows: list[dict]) -> list[str]:
     for key, suspicious, text in ALARMS:
         if key not in row:
             continue
-        earlier = [r for r in rows[-20:] if number(r.get(key)) is not None]
-        usual = median(r[key] for r in earlier or [row])
+        earlier = [r[key] for r in rows[-20:] if number(r.get(key)) is not None]
+        usual = median(earlier or [row[key]])
         if suspicious(row[key], usual):
             comparison = f", usually {usual:.3g}" if earlier else ""
             sentences.append(f"{text} ({key} {row[key]:.3g}{comparison})")
@@ -100,17 +101,11 @@ def collapse(rows: list[dict], best: dict | None = None) -> str:
 
     best: the evaluation of the adapter in best/.
     """
-    return broken_updates(rows[-3:]) or is_stuck(rows) or evaluation_fell(rows, best)
-
-
-def broken_updates(rows: list[dict]) -> str:
-    if len(rows) < 3:
-        return ""
-    if all(row.get("skipped") for row in rows):
+    if len(rows) >= 3 and all(row.get("skipped") for row in rows[-3:]):
         return "three updates in a row were skipped"
-    if all((row.get("kl") or 0) > KL_LIMIT for row in rows):
+    if len(rows) >= 3 and all((row.get("kl") or 0) > KL_LIMIT for row in rows[-3:]):
         return f"KL to the reference was above {KL_LIMIT:g} nats per token for three steps"
-    return ""
+    return is_stuck(rows) or evaluation_fell(rows[-1], best)
 
 
 def is_stuck(rows: list[dict]) -> str:
@@ -122,32 +117,26 @@ def is_stuck(rows: list[dict]) -> str:
             f"there was nothing to learn in {STUCK} steps in a row, because the rewards of each "
             "group were equal"
         )
-    before = max(row["valid_share"] for row in rows)
-    share = max(row["valid_share"] for row in latest)
-    if share <= before / 10:
-        return (
-            f"at most {share:.1%} of the episodes were valid in {STUCK} steps in a row, after up "
-            f"to {before:.0%}"
-        )
-    return ""
-
-
-def evaluation_fell(rows: list[dict], best: dict | None) -> str:
-    """Scores also fall by chance, so a fall counts from three standard errors on."""
-    if "eval_improvement" not in rows[-1]:
+    before, share = [max(row["valid_share"] for row in part) for part in (rows, latest)]
+    if share > before / 10:
         return ""
-    *earlier, last = [evaluation_of(row) for row in rows if "eval_improvement" in row]
-    top = max([*earlier, best or last], key=lambda e: e["improvement"])
-    fall = top["improvement"] - last["improvement"]
-    errors = [e["improvement_stderr"] or 0.0 for e in (top, last)]
+    return (
+        f"at most {share:.1%} of the episodes were valid in {STUCK} steps in a row, after up to "
+        f"{before:.0%}"
+    )
+
+
+def evaluation_fell(row: dict, best: dict | None) -> str:
+    """Scores also fall by chance, so a fall counts from three standard errors on."""
+    if not best or "eval_improvement" not in row or best["step"] > row["step"]:
+        return ""  # a killed run may have saved a better adapter after this row
+    last = row["eval_improvement"]
+    fall = best["improvement"] - last
+    errors = [best["improvement_stderr"] or 0.0, row["eval_improvement_stderr"] or 0.0]
     error = max(0.02, hypot(*errors))  # equal scores have no error of their own
     if fall <= 3 * error:
         return ""
     return (
-        f"held-out improvement fell from {top['improvement']:.3f} (step {top['step']}) to "
-        f"{last['improvement']:.3f}, {fall / error:.1f} standard errors"
+        f"held-out improvement fell from {best['improvement']:.3f} (step {best['step']}) to "
+        f"{last:.3f}, {fall / error:.1f} standard errors"
     )
-
-
-def evaluation_of(row: dict) -> dict:
-    return {key.removeprefix("eval_"): value for key, value in row.items()}

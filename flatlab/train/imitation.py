@@ -15,19 +15,14 @@ import time
 from pathlib import Path
 
 from flatlab.errors import UserError
+from flatlab.files import read_rows
 from flatlab.model.chat import Sample
+from flatlab.numbers import duration
 from flatlab.options import EpisodeOptions
-from flatlab.runs.reader import duration, read_rows
 from flatlab.task.definition import Task, improvement
-from flatlab.train.batch import (
-    TrainSequence,
-    column,
-    flatten,
-    micro_batches,
-    sequences_of,
-)
-from flatlab.train.overlap import stop_if_interrupted
-from flatlab.world.episode import HISTORIES, Episode, trimmed, worth_imitating
+from flatlab.train.batch import TrainSequence, column, micro_batches, sequences_of
+from flatlab.train.job import stop_if_interrupted
+from flatlab.world.episode import Episode, History
 
 EPISODES_PER_UPDATE = 8
 MOST_EPISODES = 1024  # of a task
@@ -40,7 +35,7 @@ def best_episodes(runs: list[str], tasks: list[Task], share: float) -> list[dict
     Raises UserError if there is none, or if a run does not exist.
     """
     by_name = {task.name: task for task in tasks}
-    best_of = {name: {} for name in by_name}
+    found = {name: {} for name in by_name}  # task -> replies -> (improvement, episode)
     for run in runs:
         if not Path(run).is_dir():
             raise UserError(f"--sft: there is no run directory {run}.")
@@ -53,9 +48,9 @@ def best_episodes(runs: list[str], tasks: list[Task], share: float) -> list[dict
                 value = improvement(score["value"], task)
                 if value > 0:
                     replies = "\n".join(turn["reply"] for turn in episode["turns"])
-                    best_of[task.name][replies] = (value, episode)
+                    found[task.name][replies] = (value, episode)
     chosen = []
-    for episodes in best_of.values():
+    for episodes in found.values():
         ranked = sorted(episodes.values(), key=lambda pair: -pair[0])
         count = min(MOST_EPISODES, max(1, round(share * len(ranked))))
         chosen += [episode for _, episode in ranked[:count]]
@@ -69,44 +64,36 @@ def sequences_from(transcript: dict, policy, options: EpisodeOptions) -> list[Tr
     """The transcript as it would have been sampled, cut where the context ends. Advantage 1:
     imitated.
     """
-    history = HISTORIES[options.thoughts](
-        policy,
-        transcript["prompt"],
-        options.max_observation_tokens,
-        transcript.get("system", ""),
-    )
-    segments, kept = [], []
+    history = History(policy, options, transcript["prompt"], transcript.get("system", ""))
+    episode = Episode(transcript["task"], 0)
+    wanted = []
     for turn in transcript["turns"]:
+        has_ended = turn["stop_reason"] == "stop"
         tokens = policy.encode(turn["reply"])
-        if turn["stop_reason"] == "stop":
+        if has_ended:
             tokens.append(policy.end_of_turn)
         try:
-            ended = history.fit(policy.context - len(tokens))
+            before = history.fit(policy.context - len(tokens))
         except OverflowError:
             break
-        if ended:
-            segments.append(ended)
         sample = Sample(tokens, [0.0] * len(tokens), turn["reply"], turn["stop_reason"], 0)
         history.add(sample, turn["observation"], turn.get("note", ""))
-        kept.append(turn)
-    segments = [trimmed(s) for s in [*segments, history.segment] if any(s.mask)]
-    wanted = [float(worth_imitating(turn)) for turn in kept]
-    return sequences_of(Episode(transcript["task"], 0, segments=segments, turns=kept), wanted)
+        episode.add(before, sample, turn)
+        wanted.append(float(has_ended and turn["status"] not in ("rejected", "timeout")))
+    return sequences_of(episode, wanted)
 
 
 def warm_start(policy, tasks: list[Task], cfg, job) -> None:
-    """Minimises -log p of the replies with cfg.sft_updates steps of AdamW at cfg.sft_lr; prints a
-    line per step.
+    """Minimises the mean of -log p over the tokens of the replies with cfg.sft_updates steps of
+    AdamW at cfg.sft_lr; prints a line per step.
 
     Each step takes the next EPISODES_PER_UPDATE episodes, in a new order after every pass. Every
     rank does the same.
     """
     import torch
 
-    episodes = [
-        sequences_from(transcript, policy, cfg.episode)
-        for transcript in best_episodes(cfg.sft, tasks, cfg.sft_share)
-    ]
+    chosen = best_episodes(cfg.sft, tasks, cfg.sft_share)
+    episodes = [sequences_from(transcript, policy, cfg.episode) for transcript in chosen]
     episodes = [sequences for sequences in episodes if sequences]
     if not episodes:
         raise UserError(f"--sft: no episode fits into --context {policy.context}.")
@@ -115,32 +102,21 @@ def warm_start(policy, tasks: list[Task], cfg, job) -> None:
     rng = random.Random(cfg.seed)
     waiting = []
     start = time.perf_counter()
-    for done in range(1, cfg.sft_updates + 1):
-        if not waiting:
-            waiting = rng.sample(episodes, len(episodes))
-        sequences = flatten(waiting[:EPISODES_PER_UPDATE])
+    for number in range(1, cfg.sft_updates + 1):
+        waiting = waiting or rng.sample(episodes, len(episodes))
+        sequences = sum(waiting[:EPISODES_PER_UPDATE], [])
         waiting = waiting[EPISODES_PER_UPDATE:]
-        loss = imitate(policy, sequences, cfg)
+        total = sum(a for s in sequences for a in s.advantage) or 1.0
+        mean = 0.0
+        for part in micro_batches(sequences, cfg.micro_tokens, policy.packs):
+            logp, _ = policy.logprobs([(s.tokens, s.mask) for s in part])
+            loss = -(logp * column(part, "advantage", policy.device)).sum() / total
+            loss.backward()
+            mean += loss.item()
+            stop_if_interrupted()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        seconds = (time.perf_counter() - start) / done * (cfg.sft_updates - done)
-        width = len(str(cfg.sft_updates))
-        count = f"{done:>{width}} of {cfg.sft_updates}"
-        job.say(f"imitate  {count}: {loss:.3f} nats per token, ETA {duration(seconds)}")
-
-
-def imitate(policy, sequences: list[TrainSequence], cfg) -> float:
-    """Accumulates the gradient of the mean of -log p over the imitated tokens. Returns that mean,
-    in nats.
-    """
-    total = sum(a for s in sequences for a in s.advantage) or 1.0
-    mean = 0.0
-    for part in micro_batches(sequences, cfg.micro_tokens, policy.packs):
-        pairs = [(s.tokens, s.mask) for s in part]
-        weight = column(part, "advantage", policy.device)
-        loss = -(policy.logprobs(pairs)[0] * weight).sum() / total
-        loss.backward()
-        mean += loss.item()
-        stop_if_interrupted()
-    return mean
+        eta = (time.perf_counter() - start) / number * (cfg.sft_updates - number)
+        count = f"imitate  {number} of {cfg.sft_updates}"
+        job.say(f"{count}: {mean:.3f} nats per token, ETA {duration(eta)}")

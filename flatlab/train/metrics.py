@@ -5,14 +5,18 @@ One number chooses the best adapter and is shown in every table, line and curve:
 failed episode counts as the baseline in it.
 """
 
+import itertools
 import time
+from functools import partial
 from statistics import fmean, stdev
 
 from flatlab.errors import UserError
-from flatlab.runs.reader import plus_minus, standard_error
+from flatlab.model import memory
+from flatlab.numbers import K, best_of, plus_minus, standard_error
 from flatlab.task.definition import Task, clipped_improvement, improvement
 from flatlab.train.batch import Group
 
+PHASES = ("seconds_sample", "seconds_train", "seconds_sync", "seconds_judge")
 UNBOUNDED = {"r2"}  # metrics where higher is better and a single bad score can be arbitrarily low
 
 
@@ -50,7 +54,7 @@ def step_metrics(groups: list[Group], tasks: list[Task]) -> dict:
     row = evaluation(groups, tasks)
     episodes = [e for g in groups for e in g.played]
     rewards = [r for g in groups for r in g.rewards]
-    row |= {
+    return row | {
         "episodes": row.pop("n"),
         "improvement_mean": row.pop("improvement"),
         "reward_mean": fmean(rewards),
@@ -61,28 +65,25 @@ def step_metrics(groups: list[Group], tasks: list[Task]) -> dict:
         "ungraded_share": fmean(bool(e.score.grader_output) for e in episodes),
         "records": sum(bool(e.score.record) for e in episodes),
         "seconds_env": sum(turn["seconds_env"] for e in episodes for turn in e.turns),
+        "groups": len(groups),
+        "zero_variance_share": fmean(not g.informative for g in groups),
     }
-    parts = {"": groups}
-    for g in groups:
-        if g.played and len(tasks) > 1:
-            parts.setdefault(f"{g.task.name}.", []).append(g)
-    for prefix, part in parts.items():
-        row[f"{prefix}groups"] = len(part)
-        row[f"{prefix}zero_variance_share"] = fmean(not g.informative for g in part)
-    return row
 
 
-class Stopwatch:
-    """Seconds of the phases of a step: `lap("sample")` stores the time since the last lap."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-        self.start = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase] = now - self.start
-        self.start = now
+def timing(policy, times: list[float], groups: list[Group]) -> dict:
+    """The row's numbers about time and memory. times: of the begin of the step and of the end of
+    each phase; "sample" is the time in which the trainer waited for episodes.
+    """
+    phases = [after - before for before, after in itertools.pairwise(times)]
+    seconds = sum(phases[:3])
+    return {
+        "seconds": seconds,
+        **dict(zip(PHASES, phases)),
+        "tokens_per_second": sum(e.reply_tokens for g in groups for e in g.played) / seconds,
+        "engine_idle_share": policy.idle_share(),
+        "memory_gb": memory.peak_bytes(policy.device) / 2**30,
+        "time": time.time(),
+    }
 
 
 # ------------------------------------------------------------------------------ evaluations
@@ -108,35 +109,36 @@ def evaluation(groups: list[Group], tasks: list[Task]) -> dict:
         "improvement_stderr": standard_error(improvements),
     }
     for task in tasks:
-        own = [e for e, played_task in played if played_task.name == task.name]
+        own = [e for e, other in played if other.name == task.name]
         prefix = "" if headline(tasks) == "score" else f"{task.name}."
-        result |= {f"{prefix}{key}": value for key, value in score_summary(own, task).items()}
+        for key, value in score_summary(own, task).items():
+            result[prefix + key] = value
+    return result
+
+
+def score_summary(episodes: list, task: Task) -> dict:
+    if not episodes:
+        return {}
+    best = max if task.higher_is_better else min
+    result = {
+        "valid_share": fmean(e.score.valid for e in episodes),
+        "score_best": best(counted_score(e.score, task) for e in episodes),
+    }
+    for name in ("score", "test_score"):
+        scores = [getattr(e, name) for e in episodes]
+        if all(scores):
+            counted = [counted_score(score, task) for score in scores]
+            result[f"{name}_mean"] = fmean(counted)
+            result[f"{name}_stderr"] = standard_error(counted)
+            drawn = best_of(K, counted, task.higher_is_better)
+            if drawn is not None:
+                result[f"{name}_best_of_{K}"] = drawn
     return result
 
 
 def evaluation_columns(result: dict) -> dict:
     """An evaluation as columns of a row."""
     return {f"eval_{key}": value for key, value in result.items()}
-
-
-def score_summary(episodes: list, task: Task) -> dict:
-    if not episodes:
-        return {}
-    scores = [counted_score(e.score, task) for e in episodes]
-    best = max if task.higher_is_better else min
-    result = {
-        "score_mean": fmean(scores),
-        "score_stderr": standard_error(scores),
-        "score_best": best(scores),
-        "valid_share": fmean(e.score.valid for e in episodes),
-    }
-    if all(e.test_score for e in episodes):
-        tested = [counted_score(e.test_score, task) for e in episodes]
-        result |= {
-            "test_score_mean": fmean(tested),
-            "test_score_stderr": standard_error(tested),
-        }
-    return result
 
 
 def split_of(tasks: list[Task]) -> str:
@@ -147,15 +149,10 @@ def split_of(tasks: list[Task]) -> str:
 
 
 def evaluation_line(when: str, result: dict, split: str) -> str:
-    each = [
-        f", {key.removesuffix('.score_mean')} {value:.4f}"
-        for key, value in result.items()
-        if key.endswith(".score_mean")
-    ]
-    return (
-        f"{when}: {mean_text(result)} ({split}, N = {result['n']}, "
-        f"{result['valid_share']:.0%} valid){''.join(each)}"
-    )
+    valid = f"{result['valid_share']:.0%} valid"
+    best = result.get(f"score_best_of_{K}")
+    drawn = "" if best is None else f", best of {K}: {best:.4f}"
+    return f"{when}: {mean_text(result)} ({split}, N = {result['n']}, {valid}{drawn})"
 
 
 def mean_text(result: dict) -> str:
@@ -171,44 +168,25 @@ def mean_text(result: dict) -> str:
 ADAPTERS = ("untrained", "imitated", "last", "best")
 
 
-def final_comparison(played: dict[str, list[Group]], tasks: list[Task]) -> dict:
-    """The evaluation of each adapter (name -> its episodes on the same seeds) and its difference to
-    "untrained".
-    """
-    results = {}
-    for name, groups in played.items():
-        result = evaluation(groups, tasks)
-        if name != "untrained":
-            result |= paired_difference(groups, played["untrained"], tasks)
-        if name != "best":  # the test part is read for the selected adapter alone
-            result = {key: value for key, value in result.items() if "test_score" not in key}
-        results[name] = result
-    return results
-
-
 def paired_difference(groups: list[Group], reference: list[Group], tasks: list[Task]) -> dict:
     """Mean and standard error of x_s - y_s over the seeds s that both played without a fault.
 
     x, y: scores, or improvements where these are the headline. The pairing takes out what the seeds
     have in common.
     """
-    values = values_by_seed(groups, tasks)
-    others = values_by_seed(reference, tasks)
+    counted = partial(counted_improvement, tasks=tasks)
+    if headline(tasks) == "score":
+        counted = counted_score
+    values, others = [
+        {e.seed: counted(e.score, g.task) for g in part for e in g.played}
+        for part in (groups, reference)
+    ]
     differences = [values[seed] - others[seed] for seed in values if seed in others]
     return {
         "difference": fmean(differences) if differences else None,
         "difference_stderr": standard_error(differences),
         "difference_n": len(differences),
     }
-
-
-def values_by_seed(groups: list[Group], tasks: list[Task]) -> dict[int, float]:
-    def counted(score, task):
-        if headline(tasks) == "score":
-            return counted_score(score, task)
-        return counted_improvement(score, task, tasks)
-
-    return {e.seed: counted(e.score, g.task) for g in groups for e in g.played}
 
 
 def final_table(result: dict) -> str:
@@ -222,7 +200,8 @@ def final_table(result: dict) -> str:
     lines = [
         f"{final['split']} part, {final['n']} fresh seeds that were never used for selection, the "
         "same ones for every adapter",
-        f"{'adapter':30} {result['metric']:>17}  valid   difference to the untrained adapter",
+        f"{'adapter':30} {result['metric']:>17} {f'best of {K}':>10}  valid   "
+        "difference to the untrained adapter",
     ]
     for name in ADAPTERS:
         if name in final:
@@ -230,7 +209,9 @@ def final_table(result: dict) -> str:
             value = mean_text(played).partition(" ")[2]
             step = played.get("step", -1)  # an adapter from before the first step has none
             label = name if step < 0 else f"{name} (step {step})"
-            line = f"{label:30} {value:>17} {played['valid_share']:>6.0%}"
+            best = played.get(f"score_best_of_{K}")
+            drawn = "" if best is None else f"{best:.4f}"
+            line = f"{label:30} {value:>17} {drawn:>10} {played['valid_share']:>6.0%}"
             if name != "untrained":
                 difference = plus_minus(played["difference"], played["difference_stderr"], "+")
                 line += f"   {difference} (N = {played['difference_n']})"
@@ -243,12 +224,3 @@ def final_table(result: dict) -> str:
     if final["best_is_untrained"]:
         lines.append("best is the untrained adapter: no evaluation during training was better.")
     return "\n".join(lines)
-
-
-def final_row(final: dict) -> dict:
-    """The same comparison as a row for trackers: "final/best/score_mean" and so on."""
-    row = {"step": final["steps"] - 1}
-    for name in ADAPTERS:
-        for key, value in final.get(name, {}).items():
-            row[f"final/{name}/{key}"] = value
-    return row

@@ -2,7 +2,7 @@
 advantage of a token is what was better than the estimate.
 """
 
-from flatlab.train.batch import TrainSequence, column, flatten, micro_batches
+from flatlab.train.batch import TrainSequence, column, micro_batches
 
 VALUE_WEIGHT = 0.1  # weight of the value head's squared error in the loss
 
@@ -31,7 +31,7 @@ def use_values(policy, batch: list[list[TrainSequence]], cfg, job) -> None:
     """
     import torch
 
-    trained = flatten(batch)
+    trained = sum(batch, [])
     for part in micro_batches(trained, cfg.micro_tokens, policy.packs):
         pairs = [(s.tokens, s.mask) for s in part]
         with torch.no_grad():
@@ -39,16 +39,17 @@ def use_values(policy, batch: list[list[TrainSequence]], cfg, job) -> None:
         for s in part:
             s.target = [next(values) for _ in s.old]
     for sequences in filter(None, batch):
-        reward = sequences[-1].advantage[-1]
-        advantages = iter(gae(reward, [value for s in sequences for value in s.target]))
+        values = [value for s in sequences for value in s.target]
+        advantages = iter(gae(sequences[-1].advantage[-1], values))
         for s in sequences:
             s.advantage = [next(advantages) for _ in s.old]
             s.target = [a + value for a, value in zip(s.advantage, s.target)]
     everything = [a for s in trained for a in s.advantage]
     squares = sum(a * a for a in everything)
     n, total, squares = job.ranks.sum(len(everything), sum(everything), squares)
-    mean = total / max(n, 1)
-    deviation = max(squares / max(n, 1) - mean**2, 0.0) ** 0.5
+    n = max(n, 1)
+    mean = total / n
+    deviation = max(squares / n - mean**2, 0.0) ** 0.5
     for s in trained:
         s.advantage = [(a - mean) / (deviation + 1e-8) for a in s.advantage]
 

@@ -26,9 +26,9 @@ from statistics import fmean
 from flatlab import options
 from flatlab.errors import UserError
 from flatlab.files import write_whole
+from flatlab.numbers import standard_error, value_text
 from flatlab.runs import trackers
 from flatlab.runs.fingerprint import fingerprint
-from flatlab.runs.reader import standard_error, value_text
 from flatlab.runs.store import Run, open_run, run_directory
 from flatlab.sandbox.client import readable
 from flatlab.task.definition import Task, improvement

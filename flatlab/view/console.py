@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from pathlib import Path
 
-from flatlab.runs.reader import count, read_run
+from flatlab.numbers import count
 from flatlab.task.definition import Task
 from flatlab.task.sanity import degenerate
 from flatlab.train.metrics import final_table, headline
 from flatlab.view import page, tables
-from flatlab.view.page import plot_now_and_then
+from flatlab.view.reader import read_run
+
+
+def first_lines(cfg, tasks: list[Task], path, why: str) -> None:
+    """path: of the model, None for an endpoint. why: of the sandbox."""
+    for task in tasks:
+        if warning := degenerate(task):
+            print(f"warning  {task.name}: {warning}")
+        measure = f"{task.metric}, {task.direction}"
+        print(f"task     {task.name}: {measure}, baseline {task.baseline:.4g}")
+    print(f"model    {cfg.model.model}{path.note if path else ''}")
+    print(f"sandbox  {why}")
 
 
 def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
     """Prints the first lines of the run and writes what its result.json begins with."""
-    warnings = [f"{task.name}: {degenerate(task)}" for task in tasks if degenerate(task)]
     scale = {"metric": "improvement", "higher_is_better": True, "baseline": 0.0, "reference": 1.0}
     if headline(tasks) == "score":
         scale = tasks[0].scale
@@ -26,16 +35,10 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
         task=" ".join(task.name for task in tasks),
         **scale,
         selected_on_test=any(task.selected_on_test for task in tasks),
-        degenerate="; ".join(warnings) or None,
+        degenerate="; ".join(filter(None, map(degenerate, tasks))) or None,
     )
-    for warning in warnings:
-        print(f"warning  {warning}")
-    for task in tasks:
-        measure = f"{task.metric}, {task.direction}"
-        print(f"task     {task.name}: {measure}, baseline {task.baseline:.4g}")
+    first_lines(cfg, tasks, path, why)
     print(
-        f"model    {cfg.model.model}{path.note}\n"
-        f"sandbox  {why}\n"
         f"plan     {count(cfg.steps, 'step')} x {count(cfg.groups, 'group')} x "
         f"{count(cfg.group_size, 'episode')}, "
         f"{cfg.advantage} advantage, {cfg.loss} loss\n"
@@ -54,29 +57,22 @@ def farewell(run) -> None:
         print(f"No step was made: there are no curves. Everything: {run.dir}")
         return
     record = read_run(run.dir)
-    plot_now_and_then(run, always=True)
-    page.write([record], run.dir / "report.html")
+    page.write([record], run.dir)
     for sentence in tables.notes([record]):
         print(sentence)
-    print(
-        f"curves: {run.dir}/curves.png   page: {run.dir}/report.html   "
-        f"transcripts: {run.dir}/episodes/   adapter: {run.dir}/best"
-    )
+    print(f"pictures, page, transcripts and adapter: {run.dir}")
 
 
 # ------------------------------------------------------------------ searches
 
 
 def search_banner(cfg, trees: list, where: Path, path, why: str) -> None:
-    """Prints the first lines. path: of the model, None for an endpoint. why: of the sandbox."""
-    for task in {t.task.name: t.task for t in trees}.values():
-        if degenerate(task):
-            print(f"warning  {task.name}: {degenerate(task)}")
+    """Prints the first lines."""
+    tasks = {t.task.name: t.task for t in trees}
+    first_lines(cfg, [*tasks.values()], path, why)
     print(
-        f"tasks    {', '.join(cfg.tasks.task)}   modes {', '.join(cfg.sampling_mode)}\n"
-        f"model    {cfg.model.model}{path.note if path else ''}\n"
-        f"sandbox  {why}\n"
-        f"plan     {count(len(trees), 'tree')} of {count(cfg.nodes, 'node')}\n"
+        f"plan     {count(len(trees), 'tree')} of {count(cfg.nodes, 'node')}, "
+        f"modes {', '.join(cfg.sampling_mode)}\n"
         f"rule     {cfg.select}, {count(cfg.workers, 'node')} at once"
     )
     for t in trees:
@@ -119,14 +115,9 @@ def node_line(t, node) -> str:
 
 def round_line(row: dict) -> str:
     """One line of the terminal after a round of a search that learns."""
-    gain = "-" if row["gain_mean"] is None else f"{row['gain_mean']:+.4f}"
-    line = (
-        f"round {row['step']:3}  best {row['best_score']:.4f}  valid {row['valid_share']:4.0%}  "
-        f"improved {row['improved_share']:4.0%} by {gain}  same {row['zero_variance_share']:4.0%}  "
-        f"lineages {row['live_lineages']}  grad {row.get('grad_norm', math.nan):.2f}  "
-        f"kl {row.get('kl', math.nan):.1e}"
-    )
-    return "\n      ! ".join([line, *row["alarms"]])
+    numbers = {title: row.get(key) for key, title in tables.ROUNDS.items()}
+    texts = [f"{title} {x:.4g}" for title, x in numbers.items() if x is not None]
+    return "\n      ! ".join(["  ".join(texts), *row["alarms"]])
 
 
 def report(trees: list, where: Path) -> None:
@@ -138,8 +129,7 @@ def report(trees: list, where: Path) -> None:
     if where != runs[0].dir:  # viz.py draws the pictures of a grid; they take minutes
         print(f"\n{tables.table(runs)}\n")
     else:
-        plot_now_and_then(trees[0].run, always=True)
-        page.write(runs, where / "report.html")
+        page.write(runs, where)
         print(f"\n{tables.headline(runs[0])}")
         if not trees[0].rule.is_evaluation:
             print(f"Its strategy: {trees[0].best().idea or 'none'}")

@@ -10,16 +10,19 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 
 import numpy as np
 
-from flatlab.runs.reader import RunData, count, duration, plus_minus, read_rows, result_text
+from flatlab.files import read_rows
+from flatlab.numbers import K, best_of, count, duration, plus_minus, value_text
 from flatlab.task.definition import clipped_improvement, improvement
 from flatlab.view import plots
 from flatlab.view.plots import COLOURS, RunGroup, series
+from flatlab.view.reader import RunData
 
 # Settings that do not change what is measured
 NOT_OF_THE_GROUP = set(
@@ -29,15 +32,13 @@ NOT_OF_THE_GROUP = set(
 
 @dataclass(frozen=True)
 class Result:
-    """What a run is worth. values: pandas.Series of scores by seed; NaN if there is none.
-
-    error: standard error of a single value, over the rows or games of that part. played: episodes
-    or nodes, the failed and the faults included.
+    """What a run is worth. values: by seed. error: standard error of a single value, over the rows
+    or games of that part. played: episodes or nodes, the failed and the faults included.
     """
 
     what: str
     part: str
-    values: object
+    values: dict
     error: float | None
     played: int
     failed: int
@@ -46,21 +47,17 @@ class Result:
 
 def training_result(run: RunData) -> Result:
     """The best adapter on the fresh seeds at the end of the run, or the last steps before that."""
-    import pandas
-
-    episodes = series(run.rows, "episodes")
-    counts = [
-        np.nansum(episodes) + np.nansum(series(run.rows, "faults")),
-        np.nansum(episodes * (1 - series(run.rows, "valid_share"))),
-        np.nansum(series(run.rows, "faults")),
-    ]
+    keys = ("episodes", "valid_share", "faults")
+    episodes, valid, faults = (np.nan_to_num(series(run.rows, key)) for key in keys)
+    sums = [sum(episodes + faults), sum(episodes * (1 - valid)), sum(faults)]
+    counts = [round(number) for number in sums]
     key = plots.headline_key(run)
     final = run.result.get("final")
     if not final:
         last = run.rows[-plots.window_of(run.rows) :]
-        scores = pandas.Series(series(last, f"{key}_mean"), [row["step"] for row in last])
+        values = {row["step"]: row[f"{key}_mean"] for row in last if f"{key}_mean" in row}
         what = f"mean of the last {count(len(last), 'step')}"
-        return Result(what, "training", scores.dropna(), None, *map(round, counts))
+        return Result(what, "training", values, None, *counts)
     best = final["best"]
     is_tested = "test_score_mean" in best
     values = {}
@@ -70,52 +67,44 @@ def training_result(run: RunData) -> Result:
             values[row["seed"]] = clipped_improvement(row["improvement"] or 0.0)
         elif score:
             values[row["seed"]] = score["value"] if score["valid"] else run.baseline
-    step = best.get("step", -1)
-    name = "untrained adapter" if final["best_is_untrained"] else f"best adapter (step {step})"
+    what = f"best adapter (step {best.get('step', -1)})"
+    if final["best_is_untrained"]:
+        what = "untrained adapter"
     part = "test" if is_tested else final["split"]
-    return Result(name, part, pandas.Series(values, dtype=float), None, *map(round, counts))
+    return Result(what, part, values, None, *counts)
 
 
 def search_result(run: RunData) -> Result:
-    """The best node: its test score, or without one the score that it was chosen by."""
-    import pandas
-
+    """Of a search the best node: its test score, or without one the score that it was chosen by.
+    Of an evaluation all episodes but the faults; none of them was chosen.
+    """
     result = run.result
-    score, error, part = result["test_score"], result.get("test_stderr"), "test"
-    if score is None or result.get("exact"):
-        score, error = result["best_score"], result.get("best_stderr")
-        part = result.get("split", "validation")
-    values = pandas.Series({run.config["seed"]: score}, dtype=float)
-    counts = (result["nodes"], result["failed"], result["faults"])
+    counts = [result[key] for key in ("nodes", "failed", "faults")]
+    part = result.get("split", "validation")
+    if result.get("evaluation"):
+        values = {row["seed"]: row["counted"] for row in run.rows if row["counted"] is not None}
+        return Result("mean of all episodes", part, values, None, *counts)
+    score, error = result["best_score"], result.get("best_stderr")
+    if result["test_score"] is not None and not result.get("exact"):
+        score, error, part = result["test_score"], result.get("test_stderr"), "test"
+    values = {run.config["seed"]: score}
     return Result(f"best node ({result['best_id']})", part, values, error, *counts)
-
-
-def evaluation_result(run: RunData) -> Result:
-    """All episodes but the faults; none of them was chosen."""
-    import pandas
-
-    values = {row["seed"]: row["counted"] for row in run.rows if row["counted"] is not None}
-    counts = (run.result["nodes"], run.result["failed"], run.result["faults"])
-    values = pandas.Series(values, dtype=float)
-    return Result("mean of all episodes", run.result["split"], values, None, *counts)
 
 
 @dataclass(frozen=True)
 class Kind:
     """What sets training runs, searches and evaluations apart when they are shown."""
 
-    title: str
     noun: str  # of a row
     result: Callable  # RunData -> Result
     panels: list
-    picture: str  # file name
     is_tree: bool = False
 
 
 KINDS = {
-    "grpo": Kind("training", "step", training_result, plots.TRAINING, "curves"),
-    "search": Kind("search", "node", search_result, plots.SEARCH, "search", is_tree=True),
-    "evaluation": Kind("evaluation", "episode", evaluation_result, plots.EVALUATION, "search"),
+    "training": Kind("step", training_result, plots.TRAINING),
+    "search": Kind("node", search_result, plots.SEARCH, is_tree=True),
+    "evaluation": Kind("episode", search_result, plots.EVALUATION),
 }
 
 # ------------------------------------------------------------------ sentences about one run
@@ -125,10 +114,8 @@ def heading(run: RunData) -> str:
     """One line about what ran: name, task, mode, rule, seed, model, length."""
     config = run.config
     keys = ("sampling_mode", "select", "seed", "model")
-    facts = [result_text(config[key]).split("/")[-1] for key in keys if config.get(key) is not None]
-    seconds = np.nan_to_num(series(run.rows, "elapsed")).max() or np.nansum(
-        series(run.rows, "seconds")
-    )
+    facts = [value_text(config[key]) for key in keys if config.get(key) is not None]
+    seconds = run.rows[-1].get("elapsed") or np.nansum(series(run.rows, "seconds"))
     size = count(len(run.rows), KINDS[run.kind].noun)
     return f"{run.name}: {run.tasks}, {', '.join(facts)}, {size} in {duration(float(seconds))}"
 
@@ -138,10 +125,13 @@ def headline(run: RunData) -> str:
     result = KINDS[run.kind].result(run)
     (row,) = rows_of([RunGroup("", "", [run])])
     score = plus_minus(row["mean"], row["error"])
-    better = "higher is better" if run.higher_is_better else "lower is better"
+    drawn = None
+    if run.result.get("evaluation") or run.result.get("final"):  # episodes of one policy
+        drawn = best_of(K, list(row["values"]), run.higher_is_better)
+    best = "" if drawn is None else f", best of {K}: {drawn:.4f}"
     sentences = [
-        f"{result.what}: {run.result['metric']} {score} ({result.part} part; {better}), "
-        f"baseline {run.baseline:.4f}, improvement {row['improvement']:+.2f}.",
+        f"{result.what}: {run.result['metric']} {score} ({result.part} part; {run.direction})"
+        f"{best}, baseline {run.baseline:.4f}, improvement {row['improvement']:+.2f}.",
         f"{result.failed} of {result.played} failed and count as the baseline, "
         f"{count(result.faults, 'fault')}. Status: {run.status}.",
     ]
@@ -149,49 +139,84 @@ def headline(run: RunData) -> str:
     return text[0].upper() + text[1:]
 
 
-def is_untested(run: RunData) -> bool:
-    """True if the best node is not the baseline and was not scored on the test part."""
+NOTES = {  # what is said, with values of result.json, if facts() has this
+    "selected_on_test": "the task has a test part only, so the best was chosen on it and its score "
+    "is optimistic",
+    "exact": "the score is exact",
+    "untested": "the best node was not scored on the test part",
+    "read_again": "a search that went on with more --nodes has read the test part {test_reads} "
+    "times",
+    "ungraded": "the grader gave no result for {ungraded} failed nodes: see grader_output in the "
+    "journal",
+    "without_strategy": "{without_strategy} of {nodes} nodes got no strategy, so their mode is "
+    "none: the replies held too few that could be read",
+    "replaced": "the selection rule replaced the sampling mode of some nodes: "
+    "{sampling_modes_used}",
+    "mixed": "its code changed while it went on",
+    "alarms": "the last alarms: {alarms}",
+}
+
+
+def facts(run: RunData) -> dict:
+    """result.json and what follows from it."""
     result = run.result
-    has_one_part = result["selected_on_test"] or result.get("exact")
-    has_two_parts = not (has_one_part or result.get("evaluation"))
-    return has_two_parts and result.get("best_id", "0") != "0" and result["test_score"] is None
-
-
-NOTES = [  # (whether it is true of a run, what is said then, with values of result.json)
-    (
-        lambda run: run.result["selected_on_test"],
-        "the task has a test part only, so the best was chosen on it and its score is optimistic",
-    ),
-    (lambda run: run.result.get("exact"), "the score is exact"),
-    (is_untested, "the best node was not scored on the test part"),
-    (
-        lambda run: (run.result.get("test_reads") or 0) > 1,
-        "a search that went on with more --nodes has read the test part {test_reads} times",
-    ),
-    (
-        lambda run: run.result.get("ungraded"),
-        "the grader gave no result for {ungraded} failed nodes: see grader_output in the journal",
-    ),
-    (
-        lambda run: run.result.get("without_strategy"),
-        "{without_strategy} of {nodes} nodes got no strategy, so their mode is none: the replies "
-        "held too few that could be read",
-    ),
-    (
-        lambda run: "local" in run.result.get("sampling_modes_used", ()),
-        "the selection rule replaced the sampling mode of some nodes: {sampling_modes_used}",
-    ),
-    (lambda run: run.is_mixed, "its code changed while it went on"),
-]
+    has_one_part = result["selected_on_test"] or result.get("exact") or result.get("evaluation")
+    alarms = [text for row in [*run.rows, *run.rounds] for text in row.get("alarms", ())]
+    is_tested = has_one_part or result.get("test_score") is not None
+    return result | {
+        "untested": not is_tested and result.get("best_id", "0") != "0",
+        "read_again": (result.get("test_reads") or 0) > 1,
+        "replaced": "local" in result.get("sampling_modes_used", ()),
+        "mixed": len(run.fingerprint.get("code", ())) > 1,
+        "alarms": " ".join(alarms[-3:]),
+    }
 
 
 def notes(runs: list[RunData]) -> list[str]:
     """What the numbers do not say, a sentence for each thing."""
     names = {}
-    for is_true, form in NOTES:
-        for run in filter(is_true, runs):
-            names.setdefault(form.format_map(run.result), []).append(run.name)
+    for key, form in NOTES.items():
+        for run in runs:
+            known = facts(run)
+            if known.get(key):
+                names.setdefault(form.format_map(known), []).append(run.name)
     return [f"{', '.join(same)}: {sentence}." for sentence, same in names.items()]
+
+
+# ------------------------------------------------------------------ rounds
+
+ROUNDS = {  # key of a row -> heading
+    "step": "round",
+    "nodes": "nodes",
+    "tokens": "tokens",
+    "elapsed": "sec",
+    "best_score": "best",
+    "valid_share": "valid",
+    "improved_share": "improved",
+    "gain_mean": "gain",
+    "gain_stderr": "±",
+    "live_lineages": "lineages",
+    "largest_lineage_share": "largest",
+    "depth": "depth",
+    "duplicate_share": "twice",
+    "cut_share": "cut",
+    "kl": "kl",
+}
+
+
+def rounds(run: RunData) -> str:
+    """A line for each round of a search that learns; "" of other runs."""
+    import pandas
+
+    if not run.rounds:
+        return ""
+    frame = pandas.DataFrame(run.rounds, columns=ROUNDS).rename(columns=ROUNDS)
+    table = frame.to_string(index=False, float_format="{:.4g}".format, na_rep="-")
+    return (
+        f"{table}\nnodes, tokens, sec, best, depth: of the tree so far; gain: improvement over the "
+        "parent, of valid nodes; largest: share\nof the largest lineage; twice: of the round's "
+        "programs, those that the tree has more than once; cut: replies cut"
+    )
 
 
 # ------------------------------------------------------------------ groups
@@ -200,38 +225,33 @@ def notes(runs: list[RunData]) -> list[str]:
 def groups_of(runs: list[RunData]) -> dict[tuple, list[RunGroup]]:
     """(kind, task, version of the task) -> groups of runs that differ by their seed only.
 
-    A group is named after its first run, without the seed. Scores on different versions of a task
-    cannot be compared.
+    A group is named after its first run. It has one run of each seed; further ones are another
+    group. Scores on different versions of a task cannot be compared.
     """
     root = os.path.commonpath([run.dir.resolve().parent for run in runs])
-    by_facts = {}
+    colours = cycle(COLOURS)
+    counts, by_settings, groups = Counter(), {}, {}
     for run in sorted(runs, key=lambda run: run.name):
-        settings = {key: run.config[key] for key in sorted(run.config)}
-        facts = {key: settings[key] for key in settings if key not in NOT_OF_THE_GROUP}
-        key = (run.kind, run.tasks, run.baseline, facts, run.fingerprint)
-        by_facts.setdefault(repr(key), []).append(run)
-    groups, labels = {}, set()
-    for same, colour in zip(by_facts.values(), cycle(COLOURS)):
-        first = same[0]
-        label = os.path.relpath(first.dir.resolve(), root)
-        short = re.sub(f"-{first.config.get('seed')}$", "", label)
-        label = label if short in labels else short
-        labels.add(label)
-        group = RunGroup(label, colour, [])
-        for run in same:
-            seeds = [other.config.get("seed") for other in group.runs]
-            is_new = run.config.get("seed") not in seeds
-            (group.runs if is_new else group.repeated).append(run)
-        version = (first.baseline, first.fingerprint.get("task"))
-        groups.setdefault((first.kind, first.tasks, version), []).append(group)
+        seed = run.config.get("seed")
+        settings = [pair for pair in sorted(run.config.items()) if pair[0] not in NOT_OF_THE_GROUP]
+        key = repr((run.kind, run.tasks, run.baseline, settings, run.fingerprint))
+        counts[key, seed] += 1
+        key += str(counts[key, seed])
+        if key not in by_settings:
+            label = os.path.relpath(run.dir.resolve(), root)
+            by_settings[key] = RunGroup(label, next(colours), [])
+            version = (run.baseline, run.fingerprint.get("task"))
+            groups.setdefault((run.kind, run.tasks, version), []).append(by_settings[key])
+        by_settings[key].runs.append(run)
     return groups
 
 
 # ------------------------------------------------------------------ the table
 
 COLUMNS = {
-    "task": "",
-    "run": "its directory; runs that differ by their seed only are one row, without the seed",
+    "task": "its name",
+    "run": "its directory; runs that differ by their seed only are one row, named after the first; "
+    "a second run of a seed is in another row",
     "N": "runs in the row",
     "score": "mean ± standard error, over the runs if there are several, else over the episodes of "
     "the evaluation or over the rows of the part",
@@ -251,10 +271,13 @@ def rows_of(groups: list[RunGroup]) -> list[dict]:
     for group in groups:
         first = group.runs[0]
         results = [KINDS[run.kind].result(run) for run in group.runs]
-        values, error = results[0].values, results[0].error
+        values = pandas.Series(results[0].values, dtype=float).rename(str)
+        error = results[0].error
         if len(results) > 1:
-            seeds = [f"run {run.config['seed']}" for run in group.runs]
-            values = pandas.Series([result.values.mean() for result in results], seeds)
+            means = {}
+            for run, result in zip(group.runs, results):
+                means[f"run {run.config['seed']}"] = pandas.Series(result.values).mean()
+            values = pandas.Series(means)
         if len(values) > 1:
             error = values.sem()
         scale = (first.baseline, first.higher_is_better, first.result["reference"])
@@ -278,11 +301,9 @@ def rows_of(groups: list[RunGroup]) -> list[dict]:
 
 def difference(row: dict, best: dict) -> str:
     """The difference of the means with its standard error."""
-    both = row["values"].index.intersection(best["values"].index)
-    if len(both) > 1:
-        differences = row["values"][both] - best["values"][both]
-        pairs = plus_minus(differences.mean(), differences.sem(), "+")
-        return f"{pairs} ({len(both)} paired)"
+    pairs = (row["values"] - best["values"]).dropna()
+    if len(pairs) > 1:
+        return f"{plus_minus(pairs.mean(), pairs.sem(), '+')} ({len(pairs)} paired)"
     errors = (row["error"], best["error"])
     error = None if None in errors else math.hypot(*errors)
     return plus_minus(row["mean"] - best["mean"], error, "+")
@@ -290,35 +311,27 @@ def difference(row: dict, best: dict) -> str:
 
 def table(runs: list[RunData]) -> str:
     """What `python viz.py logs/*` prints: a table per kind of run and task, then what it means."""
-    parts, sentences = [], notes(runs)
+    parts = []
     for (kind, *_), groups in groups_of(runs).items():
         rows = rows_of(groups)
-        parts.append(f"{KINDS[kind].title}\n{aligned([cells(row, rows[0]) for row in rows])}")
-        for group in groups:
-            if repeated := ", ".join(run.name for run in group.repeated):
-                sentences.append(f"{repeated}: not counted, because every seed counts once.")
-    legend = [f"{name}: {meaning}" for name, meaning in COLUMNS.items() if meaning]
-    return "\n\n".join([*parts, "\n".join(legend + sentences)])
+        parts.append(f"{kind}\n{aligned([cells(row, rows[0]) for row in rows])}")
+    legend = [f"{name}: {meaning}" for name, meaning in COLUMNS.items()]
+    return "\n\n".join([*parts, "\n".join(legend + notes(runs))])
 
 
 def cells(row: dict, best: dict) -> dict:
     """A row of the table as text."""
-    faults = f", {count(row['faults'], 'fault')}" if row["faults"] else ""
     texts = {
         "score": plus_minus(row["mean"], row["error"]),
         "difference": "" if row is best else difference(row, best),
         "improvement": f"{row['improvement']:+.2f}",
-        "failed": f"{row['failed']} of {row['played']}{faults}",
+        "failed": f"{row['failed']} of {row['played']}, {count(row['faults'], 'fault')}",
     }
     return {name: texts.get(name, row.get(name)) for name in COLUMNS}
 
 
 def aligned(rows: list[dict]) -> str:
     """Rows of texts and numbers as lines of equal width, all columns aligned to the left."""
-    import pandas
-
-    frame = pandas.DataFrame(rows).astype(str)
-    frame = pandas.concat([pandas.DataFrame([frame.columns], columns=frame.columns), frame])
-    for name in frame:
-        frame[name] = frame[name].str.ljust(frame[name].str.len().max())
-    return "\n".join(map("  ".join, frame.to_numpy()))
+    lines = [[*rows[0]], *([str(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)) for line in lines)

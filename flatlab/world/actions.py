@@ -15,8 +15,6 @@ from flatlab.task.grading import KILLED, Score
 
 FENCE = re.compile(r" {0,3}(`{3,})[ \t]*([^`]*?)[ \t]*$")
 SHELLS = ("bash", "sh", "shell")
-NO_BLOCK = "There is no ```bash block in the reply."
-NOT_CLOSED = "The ``` block is not closed; it may have been cut off at the length limit."
 
 
 class Fence(NamedTuple):
@@ -30,17 +28,19 @@ def act_bash(env, reply: str, timeout: float) -> tuple[str | None, str, str, Sco
 
     env: an Env whose sandbox runs. timeout: seconds.
     """
-    action, problem = extract_action(reply)
-    if action is None:
+    try:
+        action = extract_action(reply)
+    except ValueError as problem:
         return None, f"Nothing was run. {problem}", "rejected", None
     return act_command(env, action, timeout)
 
 
 def act_command(env, action: str, timeout: float) -> tuple[str, str, str, Score | None]:
     """Runs commands without a block around them; returns the same as act_bash."""
-    if action_name(action) == "submit":
+    word = action.strip()
+    if word == "submit":
         return action, "Submitted.", "submit", None
-    if action_name(action) == "validate":
+    if word == "validate":
         score = env.score()
         status = "validate" if score.valid else "invalid"
         return action, score_text(score, env.task), status, score
@@ -48,34 +48,28 @@ def act_command(env, action: str, timeout: float) -> tuple[str, str, str, Score 
     return action, *run_text(env, result, timeout), None
 
 
-def action_name(action: str | None) -> str:
-    """ "validate", "submit", or "bash" for any other action."""
-    word = (action or "").strip()
-    return word if word in ("validate", "submit") else "bash"
-
-
-def extract_action(reply: str) -> tuple[str | None, str]:
-    """(text of the bash block, "") or (None, why there is no action to run). Never raises."""
+def extract_action(reply: str) -> str:
+    """The text of the bash block. Raises ValueError, with a sentence for the agent, if there is not
+    exactly one.
+    """
     text = without_thought(reply)
-    if text is None:
-        return None, NO_BLOCK
     fences = find_fences(text)
-    start, problem = find_start(fences)
-    if start is None:
-        return None, problem
+    start = find_start(fences)
     ends = []
     for fence in fences:
         if fence.line > start.line and fence.ticks >= start.ticks and not fence.language:
             ends.append(fence.line)
     if not ends:
-        return None, NOT_CLOSED
+        raise ValueError(
+            "The ``` block is not closed; it may have been cut off at the length limit."
+        )
     lines = text.split("\n")
     if len(ends) > 1 and "<<" not in "\n".join(lines[start.line : ends[0]]):
-        return None, "There are several code blocks in the reply; write one."
+        raise ValueError("There are several code blocks in the reply; write one.")
     action = "\n".join(lines[start.line + 1 : ends[-1]])
     if not action.strip():
-        return None, "The block is empty."
-    return action, ""
+        raise ValueError("The block is empty.")
+    return action
 
 
 def find_fences(text: str) -> list[Fence]:
@@ -87,28 +81,28 @@ def find_fences(text: str) -> list[Fence]:
     return fences
 
 
-def find_start(fences: list[Fence]) -> tuple[Fence | None, str]:
-    """(the fence that opens the action, "") or (None, why there is none)."""
+def find_start(fences: list[Fence]) -> Fence:
+    """The fence that opens the action. Raises as extract_action."""
     starts = [fence for fence in fences if fence.language in SHELLS]
-    if len(starts) == 1:
-        return starts[0], ""
-    if starts:
-        return None, (
+    languages = [fence.language for fence in fences if fence.language]
+    if len(starts) > 1:
+        raise ValueError(
             f"There are {len(starts)} code blocks in the reply; write one. "
             "(A ```bash line inside a heredoc counts, too.)"
         )
+    if starts:
+        return starts[0]
     if not fences:
-        return None, NO_BLOCK
-    languages = [fence.language for fence in fences if fence.language]
+        raise ValueError("There is no ```bash block in the reply.")
     if languages:
-        return None, f"The block is marked {languages[0][:20]!r}; it must be bash."
+        raise ValueError(f"The block is marked {languages[0][:20]!r}; it must be bash.")
     if len(fences) > 2:
-        return None, "There are several code blocks in the reply; write one, marked ```bash."
-    return fences[0], ""  # a block without a language
+        raise ValueError("There are several code blocks in the reply; write one, marked ```bash.")
+    return fences[0]  # a block without a language
 
 
-def without_thought(reply: str) -> str | None:
-    """The reply after its thought; None if it never stopped thinking.
+def without_thought(reply: str) -> str:
+    """The reply after its thought; "" if it never stopped thinking.
 
     The prompt may have opened the thought, so `</think>` alone ends one. Inside the block, where
     only the closing fence follows, `</think>` is text.
@@ -117,9 +111,7 @@ def without_thought(reply: str) -> str | None:
     inside_block = [fence.language for fence in find_fences(rest)] == [""]
     text = reply if mark and inside_block else rest
     begin, mark, _ = text.partition("<think>")
-    if mark and not find_fences(begin):
-        return None
-    return text
+    return "" if mark and not find_fences(begin) else text
 
 
 # ------------------------------------------------------------------ observations

@@ -44,10 +44,7 @@ class Segment:
 
     def append(self, tokens: list[int]) -> None:
         """Appends tokens that were not sampled here."""
-        self.tokens += tokens
-        self.reply += [-1] * len(tokens)
-        self.logprobs += [0.0] * len(tokens)
-        self.version += [-1] * len(tokens)
+        self.append_reply(Sample(tokens, [0.0] * len(tokens), "", "", -1), -1)
 
     def append_reply(self, sample: Sample, number: int) -> None:
         """Appends the reply with this number in the episode."""
@@ -63,7 +60,7 @@ class Episode:
     seed: int
     system: str = ""  # the system message, if there is one
     prompt: str = ""  # the first message of the user
-    segments: list[Segment] = field(default_factory=list)  # see History.fit for why several
+    segments: list[Segment] = field(default_factory=list)  # several if what was read has changed
     turns: list[dict] = field(default_factory=list)
     # "submit", "turn_limit", "context_limit", "time_limit", "fault"; "exit" of an agent program
     status: str = ""
@@ -77,6 +74,20 @@ class Episode:
     def reply_tokens(self) -> int:
         return sum(turn["reply_tokens"] for turn in self.turns)
 
+    def add(self, before: list[int], sample: Sample, turn: dict) -> None:
+        """Adds a turn whose reply follows the tokens `before`.
+
+        It continues the last segment if they begin with it; else they begin a new one, which
+        repeats earlier replies but does not train on them again.
+        """
+        segment = self.segments[-1] if self.segments else None
+        if segment is None or before[: len(segment.tokens)] != segment.tokens:
+            segment = Segment()
+            self.segments.append(segment)
+        segment.append(before[len(segment.tokens) :])
+        segment.append_reply(sample, len(self.turns))
+        self.turns.append(turn)
+
     def to_dict(self) -> dict:
         """The whole transcript for the run directory, without the tokens."""
         record = asdict(replace(self, segments=[]))
@@ -86,25 +97,28 @@ class Episode:
 
 
 class History:
-    """The tokens of an episode: the prompt, then replies as sampled, each with its observation."""
+    """What the model reads of an episode: the prompt, then replies as sampled, each with its
+    observation.
 
-    def __init__(self, policy, prompt: str, max_observation_tokens: int, system: str = ""):
+    With --thoughts drop, a reply follows the earlier ones without their thoughts, as the templates
+    of thinking models have it. So every reply after a thought begins a segment, and a long episode
+    costs more to train.
+    """
+
+    def __init__(self, policy, options: EpisodeOptions, prompt: str, system: str = ""):
         self.policy = policy
-        self.limit = max_observation_tokens
+        self.limit = options.max_observation_tokens
+        self.drops_thoughts = options.thoughts == "drop"
         self.messages = [{"role": "system", "content": system}] if system else []
         self.messages.append({"role": "user", "content": prompt})
         self.prompt = policy.render(self.messages)
         self.turns = []  # [sample, observation, its tokens]
-        self.segment = Segment()
-        self.segment.append(self.prompt)
 
     def add(self, sample: Sample, observation: str, note: str = "") -> None:
-        """Appends a reply and what follows it. A long observation keeps head and tail."""
+        """Adds a reply and what follows it. A long observation keeps head and tail."""
         text = "\n".join(filter(None, [self.cap(observation), note]))
         after = self.policy.observation_tokens(text, sample.stop_reason == "stop")
         self.turns.append([sample, text, after])
-        self.segment.append_reply(sample, len(self.turns) - 1)
-        self.segment.append(after)
 
     def cap(self, text: str) -> str:
         """The text with at most `limit` tokens: two thirds of them from its head."""
@@ -119,62 +133,38 @@ class History:
         last = self.policy.decode(tokens[len(tokens) - tail :])
         return f"{first}\n[... {len(tokens) - self.limit} tokens left out ...]\n{last}"
 
-    def remembered(self) -> list[int]:
+    def tokens(self) -> list[int]:
         """The tokens that the next reply follows."""
+        if self.drops_thoughts and any(THOUGHT_ENDS in sample.text for sample, *_ in self.turns):
+            messages = list(self.messages)
+            for sample, text, _ in self.turns:
+                answer = sample.text.rpartition(THOUGHT_ENDS)[2].lstrip("\n")
+                messages.append({"role": "assistant", "content": answer})
+                messages.append({"role": "user", "content": text})
+            return self.policy.render(messages)
         tokens = list(self.prompt)
         for sample, _, after in self.turns:
             tokens += sample.tokens + after
         return tokens
 
-    def fit(self, budget: int) -> Segment | None:
+    def fit(self, budget: int) -> list[int]:
         """Cuts observations, oldest first, to one line until at most `budget` tokens are left.
 
-        Returns the segment that ends because the next reply follows other tokens, if any. The new
-        segment repeats the replies but does not train on them again. Raises OverflowError if the
-        rest is still too long.
+        Returns these tokens. Raises OverflowError if they are still too many.
         """
-        tokens = self.remembered()
-        excess = len(tokens) - budget
+        tokens = self.tokens()
         for turn in self.turns:
-            if excess <= 0:
+            if len(tokens) <= budget:
                 break
             sample, text, after = turn
             line = text.strip().partition("\n")[0][:60] + " [...]"
             short = self.policy.observation_tokens(line, sample.stop_reason == "stop")
             if len(short) < len(after):
-                excess -= len(after) - len(short)
                 turn[1:] = [line, short]
-                tokens = self.remembered()
-        if excess > 0:
+                tokens = self.tokens()
+        if len(tokens) > budget:
             raise OverflowError
-        if tokens == self.segment.tokens:
-            return None
-        ended = self.segment
-        self.segment = Segment()
-        self.segment.append(tokens)
-        return ended
-
-
-class WithoutThoughts(History):
-    """--thoughts drop: a reply follows the earlier ones without their thoughts, as the templates of
-    thinking models have it.
-
-    What was sampled is what is trained on, after the tokens that it was sampled after. So the
-    segment ends with every reply that has a thought, and a long episode costs more to train.
-    """
-
-    def remembered(self) -> list[int]:
-        if not any(THOUGHT_ENDS in sample.text for sample, *_ in self.turns):
-            return super().remembered()
-        messages = list(self.messages)
-        for sample, text, _ in self.turns:
-            answer = sample.text.rpartition(THOUGHT_ENDS)[2].lstrip("\n")
-            messages.append({"role": "assistant", "content": answer})
-            messages.append({"role": "user", "content": text})
-        return self.policy.render(messages)
-
-
-HISTORIES = {"keep": History, "drop": WithoutThoughts}
+        return tokens
 
 
 async def in_thread(function, *args):
@@ -183,7 +173,7 @@ async def in_thread(function, *args):
 
 
 async def start(
-    env, policy, episode: Episode, options: EpisodeOptions, history: Callable | None = None
+    env, policy, episode: Episode, options: EpisodeOptions, history: Callable = History
 ) -> History:
     """Opens the sandbox if it is not open, and writes the first messages.
 
@@ -194,9 +184,8 @@ async def start(
     env.episode = options
     facts = await in_thread(texts.episode_facts, env, options)
     # not in a thread, because a tokenizer serves one at a time
-    episode.system, episode.prompt = texts.fitting_messages(env, options, facts, policy)
-    make = history or HISTORIES[options.thoughts]
-    return make(policy, episode.prompt, options.max_observation_tokens, episode.system)
+    episode.system, episode.prompt = texts.first_messages(env, options, facts, policy)
+    return history(policy, options, episode.prompt, episode.system)
 
 
 async def play(
@@ -217,35 +206,26 @@ async def play(
             start = time.monotonic()
             if start >= deadline:
                 return "time_limit"
-            if ended := history.fit(policy.context - options.max_reply_tokens):
-                episode.segments.append(trimmed(ended))
-            reply = policy.sample(
-                list(history.segment.tokens),
-                options.max_reply_tokens,
-                seed=reply_seed(episode.seed, number),
-            )
+            before = history.fit(policy.context - options.max_reply_tokens)
+            seed = reply_seed(episode.seed, number)
+            reply = policy.sample(before, options.max_reply_tokens, seed=seed)
             sample = await asyncio.wait_for(reply, deadline - start)
             left = max(1.0, deadline - time.monotonic())
             step = await in_thread(env.step, sample.text, left, act)
             turn = turn_record(sample, step)
-            episode.turns.append(turn)
-            turns_left = options.max_turns - number - 1
-            if turns_left and not step.done:
-                seconds_left = deadline - time.monotonic()
-                turn["note"] = texts.note(
-                    options, env.task, episode.turns, turns_left, seconds_left
-                )
-            history.add(sample, step.observation, turn["note"])
+            episode.add(before, sample, turn)
             if step.done:
                 return "submit"
+            turns_left = options.max_turns - number - 1
+            if turns_left:
+                left = deadline - time.monotonic()
+                turn["note"] = texts.note(options, env.task, episode.turns, turns_left, left)
+            history.add(sample, step.observation, turn["note"])
         return "turn_limit"
     except OverflowError:
         return "context_limit"
     except TimeoutError:
         return "time_limit"
-    finally:
-        if any(history.segment.mask):
-            episode.segments.append(trimmed(history.segment))
 
 
 def reply_seed(seed: int, number: int) -> int:
@@ -277,17 +257,6 @@ def step_record(step) -> dict:
     }
 
 
-def worth_imitating(turn: dict) -> bool:
-    """Whether the reply was complete, was not rejected, and its command did not time out."""
-    return turn["stop_reason"] == "stop" and turn["status"] not in ("rejected", "timeout")
-
-
-def trimmed(segment: Segment) -> Segment:
-    """The segment up to its last token to train on."""
-    end = max(i for i, number in enumerate(segment.reply, 1) if number >= 0)
-    return Segment(*(column[:end] for column in vars(segment).values()))
-
-
 async def run_episode(
     env,
     policy,
@@ -295,7 +264,7 @@ async def run_episode(
     seed: int = 0,
     score_test: bool = False,
     play: Callable = play,
-    history: Callable | None = None,
+    history: Callable = History,
 ) -> Episode:
     """Plays one episode to its end and scores it exactly once, however it ends.
 
@@ -306,8 +275,7 @@ async def run_episode(
             sandbox is free.
         score_test: Whether to grade on the last split, too.
         play: The agent's loop, see `play`.
-        history: Makes the tokens that the model reads, see History. The default is that of
-            options.thoughts.
+        history: Makes the tokens that the model reads, see History.
 
     A sandbox that breaks ends the episode with status "fault". Raises what the policy raises. The
     environment stays open: use it as `async with`.

@@ -7,18 +7,17 @@ Arguments: `env` is an Env whose sandbox runs, `options` are EpisodeOptions.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 
 import jinja2
 from jinja2 import meta
 
-from flatlab.cache import content_key
 from flatlab.errors import UserError
-from flatlab.files import read_mapping
+from flatlab.files import content_key, read_mapping
+from flatlab.numbers import count
 from flatlab.sandbox.backend import Spec
 from flatlab.task.definition import WHOLE_WORKSPACE, Task
-from flatlab.task.machine import software_of
+from flatlab.task.grading import software_of
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = "configs/prompts/agent.yaml"
@@ -58,14 +57,14 @@ class Prompts:
 
     def __init__(self, path: Path):
         self.path = path
-        texts = read_mapping(path)
         self.digest = content_key(path)
         self.templates = {}
         self.uses = {}  # template -> the names that it uses
         jinja = jinja2.Environment(
             undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
-        jinja.globals["counted"] = counted
+        jinja.globals["counted"] = count
+        texts = read_mapping(path)
         if different := set(texts) ^ set(FACTS):
             raise UserError(f"{path}: {min(different)} is missing, or is not the name of a prompt.")
         for name, text in texts.items():
@@ -74,10 +73,11 @@ class Prompts:
                 self.uses[name] = meta.find_undeclared_variables(jinja.parse(text))
             except (jinja2.TemplateError, TypeError) as error:
                 raise UserError(f"{path}: {name} is not a jinja2 template: {error}.") from None
-            if unknown := self.uses[name] - set(jinja.globals) - set(FACTS[name].split()):
+            known = FACTS[name].split()
+            if unknown := self.uses[name].difference(known, jinja.globals):
                 raise UserError(
                     f"{path}: {name} uses {min(unknown)}, which it cannot; it can use "
-                    f"{', '.join(FACTS[name].split())}."
+                    f"{', '.join(known)}."
                 )
 
     def fill(self, name: str, **facts) -> str:
@@ -93,10 +93,6 @@ def load_prompts(file: str | None) -> Prompts:
     """The prompts of a file, by default those of AGENT. A path may also begin at the project."""
     path = Path(file or AGENT)
     return Prompts(path if path.exists() else ROOT / path)
-
-
-def counted(number: float, what: str) -> str:
-    return f"{number:g} {what}{'' if number == 1 else 's'}"
 
 
 # ------------------------------------------------------------------ an episode
@@ -159,43 +155,34 @@ def first_lines(task: Task, path: str, size: int) -> list[str]:
     return lines
 
 
-def first_messages(env, options, facts: dict) -> Iterator[tuple[str, str]]:
-    """The system message and the first message, which Env.message ends; then shorter versions:
-    without packages, without first lines of tables, without files.
+def first_messages(env, options, facts: dict, policy=None) -> tuple[str, str]:
+    """The system message and the first message, which Env.message ends.
+
+    With a policy, the first version that takes at most SHARE of its context: packages are left out
+    first, then the first lines of tables, then the files. Raises UserError if none is that short.
+    Env.message does not count.
     """
     prompts = load_prompts(options.prompts)
     system = prompts.fill("system", **facts)
-    no_lines = [file | {"lines": []} for file in facts["files"]]
-    more_files = facts["more_files"] + len(no_lines)
+    files = [file | {"lines": []} for file in facts["files"]]
+    more_files = facts["more_files"] + len(files)
     for less in (
         {},
         {"packages": []},
-        {"files": no_lines},
+        {"files": files},
         {"files": [], "more_files": more_files},
     ):
         facts = facts | less
         limits = prompts.fill("limits", **facts) if "python" in facts else ""
-        yield system, prompts.fill("first_message", limits=limits, **facts)
-
-
-def fitting_messages(env, options, facts: dict, policy) -> tuple[str, str]:
-    """The first of these versions that takes at most SHARE of the context.
-
-    Raises UserError if there is none. Env.message, which follows, does not count.
-    """
-    for system, first in first_messages(env, options, facts):
-        tokens = len(policy.encode(system)) + len(policy.encode(first))
-        if tokens <= SHARE * policy.context:
-            return system, with_message(first, env)
+        first = prompts.fill("first_message", limits=limits, **facts)
+        tokens = len(policy.encode(system) + policy.encode(first)) if policy else 0
+        if not policy or tokens <= SHARE * policy.context:
+            return system, "\n\n".join(filter(None, [first, env.message]))
     raise UserError(
         f"The first message of task {env.task.name} has {tokens} tokens without its files, more "
         f"than half of --context {policy.context}: choose a larger one, or a shorter text with "
         "--prompts."
     )
-
-
-def with_message(text: str, env) -> str:
-    return f"{text}\n\n{env.message}" if env.message else text
 
 
 def note(options, task: Task, turns: list[dict], turns_left: int, seconds_left: float) -> str:

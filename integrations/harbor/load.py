@@ -12,15 +12,14 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.sandbox.images import foreign_image
+from flatlab.task.builtin import tree_files
 from flatlab.task.definition import WHOLE_WORKSPACE, Task, refuse_overlap
-from flatlab.task.task_files import tree_files
 
 # What a sandbox cannot give: keys of task.toml, and files.
 REFUSED_KEYS = """environment.tpu environment.mcp_servers environment.healthcheck
     environment.allowed_hosts environment.env agent.network_mode verifier.network_mode verifier.env
     verifier.environment verifier.collect""".split()
 REFUSED_FILES = "environment/docker-compose.yaml tests/Dockerfile trajectory.json steps".split()
-NUMBERS = "environment.gpus environment.memory_mb agent.timeout_sec verifier.timeout_sec".split()
 MEMORY_MB = 4096
 SECONDS = 600.0  # the format's limit for the tests, and here for one action without another limit
 # Lines that mark a file of a benchmark for those who filter training data.
@@ -68,9 +67,9 @@ def load_harbor(folder: Path) -> Task:
         hidden=hidden,
         grader=("python3", "-I", ".flatlab/grade.py"),
         splits=("test",),
-        step_timeout=value_of(spec, "agent.timeout_sec", SECONDS),
-        grade_timeout=value_of(spec, "verifier.timeout_sec", SECONDS),
-        needs_gpu=value_of(spec, "environment.gpus", 0) > 0,
+        step_timeout=number_of(spec, "agent.timeout_sec", SECONDS),
+        grade_timeout=number_of(spec, "verifier.timeout_sec", SECONDS),
+        needs_gpu=number_of(spec, "environment.gpus") > 0,
         needs_network=not is_offline and value_of(spec, "environment.allow_internet", True),
         source="harbor",
         image=image,
@@ -80,17 +79,10 @@ def load_harbor(folder: Path) -> Task:
 def refuse(folder: Path, spec: dict) -> None:
     """Raises UserError if the folder asks for something that a sandbox cannot give."""
     asked = [name for name in REFUSED_FILES if (folder / name).exists()]
-    for key in REFUSED_KEYS:
-        if value_of(spec, key):
-            asked.append(f"{key} (task.toml)")
-    for key in NUMBERS:
-        if not isinstance(value_of(spec, key, 0), int | float):
-            raise UserError(f"{folder}: {key} in task.toml must be a number.")
-    try:
-        if megabytes(spec) > MEMORY_MB:
+    asked += [f"{key} (task.toml)" for key in REFUSED_KEYS if value_of(spec, key)]
+    for key in ("environment.memory_mb", "environment.memory"):  # the older spelling: "8G"
+        if number_of(spec, key) > MEMORY_MB:
             asked.append(f"more than {MEMORY_MB} MB of memory")
-    except (KeyError, TypeError, ValueError):
-        asked.append("an amount of memory that is not a number")
     if asked:
         raise UserError(f"{folder} asks for what a sandbox here lacks: {', '.join(asked)}.")
 
@@ -100,10 +92,10 @@ def value_of(spec: dict, key: str, default=None):
     return spec.get(section, {}).get(name, default)
 
 
-def megabytes(spec: dict) -> float:
-    """The memory that a task asks for, also in the older spelling, memory = "8G"."""
-    old = value_of(spec, "environment.memory")
-    if old:
-        units = {"K": 1 / 1024, "M": 1, "G": 1024}
-        return float(old[:-1]) * units[old[-1].upper()]
-    return float(value_of(spec, "environment.memory_mb", 0))
+def number_of(spec: dict, key: str, default: float = 0) -> float:
+    """A number of task.toml; of memory in MB, also from "512M" and "8G". Raises UserError."""
+    value = str(value_of(spec, key, default))
+    try:
+        return float(value.removesuffix("M").replace("G", "e3"))
+    except ValueError:
+        raise UserError(f"{key} in task.toml must be a number, not {value}.") from None

@@ -218,8 +218,7 @@ def run_ours(model, rounds, turns, tokens, variant):
     from env import Step
     from flatlab import threads
     from flatlab.task.grading import Score
-    from flatlab.train.overlap import run_beside
-    from flatlab.train.ranks import Job
+    from flatlab.train.job import Job, run_beside
     from flatlab.world import texts
     from policy import ModelPath, Policy
     from tasks import load_task
@@ -258,7 +257,6 @@ def run_ours(model, rounds, turns, tokens, variant):
         ModelPath(model, None, False),
         context=CONTEXT,
         lora_rank=RANK,
-        lora_alpha=2 * RANK,
         compile=variant == "compiled",
         max_batch=EPISODES * (1 + ahead),
     )
@@ -268,8 +266,6 @@ def run_ours(model, rounds, turns, tokens, variant):
     grpo.env.Env = World
     cfg = grpo.Config(
         group_size=EPISODES // PROMPTS,
-        clip_low=0.2,
-        clip_high=0.28,
         kl=KL,
         micro_tokens=8192,
         lr=RATE,
@@ -280,7 +276,7 @@ def run_ours(model, rounds, turns, tokens, variant):
     cfg.episode.max_observation_tokens = 256
     # The messages are those of the other variants.
     texts.episode_facts = lambda env, options: {}
-    texts.fitting_messages = lambda env, *_: ("", env.task.prompt)
+    texts.first_messages = lambda env, *_: ("", env.task.prompt)
     cfg.episode.prompts = "configs/prompts/tiny.yaml"
     task = load_task("titanic", "", "")
     plan = [replace(task, prompt=f"Write. {i}") for i in range(PROMPTS)]

@@ -191,6 +191,8 @@ def window_ms(ends, last, window):
 class FakeTrainer:
     """What a checkpoint takes from the policy and from the optimizer."""
 
+    device = "cpu"
+
     def save(self, folder):
         (folder / "adapter.bin").write_bytes(b"\0" * 100_000)
 
@@ -200,16 +202,13 @@ class FakeTrainer:
     def idle_share(self):
         return 0.1
 
-    def peak_memory(self):
-        return 1.0
-
 
 def fake_groups(task, seed):
     """The groups of a step."""
     from flatlab.runs.store import packed_tokens
     from flatlab.task.grading import Score
     from flatlab.train.batch import Group, gather_groups
-    from flatlab.train.ranks import Job
+    from flatlab.train.job import Job
     from flatlab.world.episode import Episode, Segment
 
     rng = random.Random(seed)
@@ -231,13 +230,12 @@ def fake_groups(task, seed):
 def training(steps):
     """Prints the ms that a step costs beside sampling and learning, and what viz.py makes of it."""
     from flatlab.runs.store import open_run
-    from flatlab.train import checkpoint
-    from flatlab.train.ranks import Job
+    from flatlab.train.job import Job
     from helpers import MADE_BY
     from tasks import load_task
 
     task = load_task("titanic", "", "")
-    trainer, state = FakeTrainer(), checkpoint.State()
+    trainer = FakeTrainer()
     rows, seconds, marks = [], [], {}
     with tempfile.TemporaryDirectory() as folder:
         config = {"task": ["titanic"], "model": "fake", "seed": 0, "steps": steps}
@@ -248,7 +246,7 @@ def training(steps):
             for step in range(steps):
                 groups = made[step % len(made)]
                 begin = time.perf_counter(), time.process_time()
-                books(trainer, job, state, rows, groups, task, step)
+                books(trainer, job, rows, groups, task, step)
                 end = time.perf_counter(), time.process_time()
                 seconds.append([after - before for before, after in zip(begin, end)])
                 if step + 1 in (steps // 3, steps):
@@ -276,25 +274,25 @@ def training(steps):
         )
 
 
-def books(trainer, job, state, rows, groups, task, step):
+def books(trainer, job, rows, groups, task, step):
     """What grpo.train does in a step beside sampling, learning and sync."""
     from flatlab.train import checkpoint, guard, metrics
-    from flatlab.view import console
+    from flatlab.view import page
 
     row = {"step": step, **metrics.step_metrics(groups, [task]), "lr": 1e-5, "loss": 0.1}
-    state.step = step + 1
-    if state.step % 10 == 0:
+    job.step = step + 1
+    if job.step % 10 == 0:
         checkpoint.save_groups(job, f"eval-{step:06d}", groups)
         result = metrics.evaluation(groups, [task])
         row |= metrics.evaluation_columns(result)
-        checkpoint.keep_best(trainer, job, state, result | {"step": step})
+        checkpoint.keep_best(trainer, job, result | {"step": step})
     row["alarms"] = guard.alarms(row, rows)
     rows.append(row)
-    guard.collapse(rows, state.best)
-    lap = {"sample": 10.0, "train": 10.0, "sync": 0.1, "judge": 0.0}
-    row |= checkpoint.timing(trainer, lap, groups)
-    checkpoint.write_step(trainer, trainer, job, state, groups, row)
-    console.plot_now_and_then(job.run)
+    guard.collapse(rows, job.best)
+    row |= metrics.timing(trainer, [0.0, 10.0, 20.0, 20.1, 20.1], groups)
+    checkpoint.save_groups(job, step, groups)
+    checkpoint.write_step(trainer, trainer, job, row)
+    page.plot_now_and_then(job.run)
 
 
 if __name__ == "__main__":

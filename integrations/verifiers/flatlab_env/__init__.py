@@ -8,17 +8,16 @@ machine that verifiers starts for an episode (its runtime) stays empty.
 import asyncio
 import math
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import verifiers.v1 as vf
 
 from env import Env, in_thread
 from flatlab.errors import SandboxFault
 from flatlab.model.endpoint import Endpoint
-from flatlab.options import EpisodeOptions, SandboxOptions
-from flatlab.sandbox.backend import IMAGE
+from flatlab.options import EpisodeOptions, ModelOptions, SandboxOptions, derive
 from flatlab.task.definition import clipped_improvement, improvement
 from flatlab.world.episode import Episode, play, start
 from tasks import load_task
@@ -94,26 +93,12 @@ class FlatlabTaskset(vf.Taskset[FlatlabTask, FlatlabTasksetConfig]):
 
 class FlatlabHarnessConfig(vf.HarnessConfig):
     id: str = "flatlab-env"
-    backend: Literal["auto", "docker", "local"] = "auto"
-    """Kind of sandbox; auto: docker if the daemon and the image are there, else local."""
-    image: str = IMAGE
-    """Docker image of the sandboxes."""
-    network: bool = False
-    """Give network access to tasks that ask for it."""
-    hf_cache: str | None = None
-    """Hugging Face cache of the machine that runs Docker, to mount read-only instead (docker)."""
-    max_turns: int = 15
-    """Replies per episode."""
     context: int = 16384
     """Tokens of prompt and reply together, estimated as 3 characters each."""
-    max_reply_tokens: int = 2048
-    """Tokens per reply, unless the run's sampling sets max_tokens."""
-    max_observation_tokens: int = 2048
-    """Longer command outputs keep head and tail."""
-    episode_minutes: float = 30.0
-    """Time limit of the agent in minutes, from the prompt on."""
-    prompts: str | None = None
-    """YAML file of what the agent reads; default: configs/prompts/agent.yaml."""
+    episode: EpisodeOptions = EpisodeOptions()
+    """Limits and texts, as in grpo.py; the run's sampling.max_tokens replaces max_reply_tokens."""
+    sandbox: SandboxOptions = SandboxOptions()
+    """Kind of sandbox and what it offers, as in grpo.py."""
 
 
 class FlatlabHarness(vf.Harness[FlatlabHarnessConfig]):
@@ -138,19 +123,15 @@ class FlatlabHarness(vf.Harness[FlatlabHarnessConfig]):
         options = self.config
         seed = zlib.crc32(trace.id.encode())  # the episodes of a group must differ
         policy = Endpoint(endpoint, ctx.model, options.context, key=secret)
-        reply_tokens = ctx.sampling.max_tokens or options.max_reply_tokens
         limit = trace.agent.config.timeout.rollout or math.inf  # a command must not outlast it
-        seconds = min(limit, 60 * options.episode_minutes)
-        sandbox = SandboxOptions(options.backend, options.image, options.network, options.hf_cache)
-        limits = EpisodeOptions(
-            options.max_turns,
-            reply_tokens,
-            options.max_observation_tokens,
-            seconds / 60,
-            options.prompts,
+        limits = replace(
+            options.episode,
+            max_reply_tokens=ctx.sampling.max_tokens or options.episode.max_reply_tokens,
+            episode_minutes=min(limit / 60, options.episode.episode_minutes),
         )
+        derive(ModelOptions(context=options.context), limits, is_tiny=False)
         try:
-            world = await in_thread(Env, load(data.task), sandbox, seed)
+            world = await in_thread(Env, load(data.task), options.sandbox, seed)
             trace.state.world = world
             world.message = data.system_prompt or ""
             episode = Episode(data.task, seed)

@@ -1,0 +1,63 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+from statistics import stdev
+
+
+def number(value) -> float | None:
+    """`value` as a float if it is a finite number, else None: a row may hold anything."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def standard_error(values: list[float]) -> float | None:
+    """Standard error of the mean; None below two values."""
+    if len(values) < 2:
+        return None
+    return stdev(values) / math.sqrt(len(values))
+
+
+K = 8  # of best_of in evaluations
+
+
+def best_of(k: int, values: list[float], higher_is_better: bool = True) -> float | None:
+    """Expected best of k values that are drawn without replacement; None with fewer than k.
+
+    max@k = sum_i C(i - 1, k - 1) x_i / C(n, k) over x_1 <= ... <= x_n: the unbiased estimate of
+    Chen et al. (2021, arXiv 2107.03374, eq. 1) for values instead of passes.
+    """
+    if len(values) < k:
+        return None
+    ordered = sorted(values, reverse=not higher_is_better)
+    weighted = [math.comb(i, k - 1) * x for i, x in enumerate(ordered)]
+    return sum(weighted) / math.comb(len(values), k)
+
+
+def plus_minus(mean: float | None, error: float | None, sign: str = "") -> str:
+    """'0.7512 ± 0.0101'; "-" without a mean."""
+    if mean is None:
+        return "-"
+    if error is None:
+        return f"{mean:{sign}.4f}"
+    return f"{mean:{sign}.4f} ± {error:.4f}"
+
+
+def duration(seconds: float) -> str:
+    """'0m48s', '3m20s', '2h05m'."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, of_hour = divmod(minutes, 60)
+    return f"{hours}h{of_hour:02d}m" if hours else f"{minutes}m{rest:02d}s"
+
+
+def count(number: float, noun: str) -> str:
+    """'1 node', '2 nodes', '0.5 nodes'."""
+    ending = "" if number == 1 else "s"
+    return f"{number:.9g} {noun}{ending}"
+
+
+def value_text(value) -> str:
+    """A setting in a name: the last part of a path."""
+    return str(value).rstrip("/").removesuffix("/best").split("/")[-1]

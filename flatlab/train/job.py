@@ -1,0 +1,267 @@
+"""A process of a training run: its two threads, and the other processes of the same job.
+
+The event loop, in the main thread, steps the engine and plays episodes. The trainer's thread does
+everything else: it runs the loop over the steps, with the updates, the exchanges with other ranks,
+rows, checkpoints and plots. So episodes of later steps go on while an update is computed.
+
+`torchrun --nproc-per-node 4 grpo.py ...` starts several ranks, also on several machines. Every rank
+has its own engine, trainer and sandboxes and plays its part of the groups. The ranks exchange the
+LoRA gradients, summed in one flat buffer per update, and the transcripts of a step, which all of
+them judge alike. Rank 0 writes the run directory; all ranks have to see it (a shared file system),
+since they resume from its checkpoints. Replacement groups are assigned to ranks up front, so a run
+on N ranks may sample different groups than a run on one.
+
+The exchange is gloo over TCP in a process group of our own: the default group of torch.distributed
+belongs to each rank's vLLM engine. A rank that dies closes its connections. The others then raise
+in their next exchange, torchrun ends the job, and the same command resumes it.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import heapq
+import inspect
+import itertools
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from flatlab import threads
+from flatlab.errors import UserError
+from flatlab.runs.store import Run
+
+# Always the same thread: a second one would start OpenMP threads of its own.
+TRAINER = ThreadPoolExecutor(1, "trainer", threads.use_all)
+INTERRUPTED = threading.Event()  # the trainer's thread has to end
+
+# ------------------------------------------------------------------------------ two threads
+
+
+class Interrupted(Exception):
+    """The run ends because of Ctrl-C."""
+
+
+def stop_if_interrupted() -> None:
+    """Raises Interrupted after Ctrl-C, so that an update ends after the current micro-batch."""
+    if INTERRUPTED.is_set():
+        raise Interrupted
+
+
+class EventLoop:
+    """The event loop as the trainer's thread uses it. Outside of run_beside() there is none."""
+
+    def __init__(self):
+        self.loop = None
+        self.tasks = set()  # started and not ended
+
+    def start(self, function, *args) -> Future:
+        """Runs a function, async or not, in the event loop, between two steps of the engine. Its
+        result is that of the returned future.
+        """
+        stop_if_interrupted()
+
+        async def tracked():
+            task = asyncio.current_task()
+            self.tasks.add(task)
+            try:
+                result = function(*args)
+                return await result if inspect.isawaitable(result) else result
+            finally:
+                self.tasks.remove(task)
+
+        return asyncio.run_coroutine_threadsafe(tracked(), self.loop)
+
+    def wait(self, function, *args):
+        """Runs a function in the event loop and returns its result."""
+        return self.start(function, *args).result()
+
+    def cancel(self) -> None:
+        """Cancels everything that was started, and returns when it has ended."""
+        asyncio.run_coroutine_threadsafe(self.end_tasks(), self.loop).result()
+
+    async def end_tasks(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+
+
+async def run_beside(loop: EventLoop, train, *args) -> None:
+    """Runs train(*args) in the trainer's thread. Meanwhile `loop` is the event loop of this one.
+
+    After Ctrl-C train ends where it waits for the event loop, or after a micro-batch; episodes in
+    flight are cancelled, and their sandboxes closed.
+    """
+    loop.loop = asyncio.get_running_loop()
+    training = loop.loop.run_in_executor(TRAINER, train, *args)
+    try:
+        while not training.done():
+            # A signal that arrives in another thread is handled when the loop wakes up.
+            await asyncio.wait([training], timeout=1)
+        training.result()
+    finally:
+        INTERRUPTED.set()
+        while not training.done():
+            await loop.end_tasks()
+            await asyncio.wait([training], timeout=0.1)
+        await loop.end_tasks()
+        training.exception()  # asyncio prints those that nobody looked at
+        INTERRUPTED.clear()
+        loop.loop = None
+
+
+class Slots:
+    """At most `count` holders at a time. A free slot goes to the lowest order that waits, and among
+    equal ones to the first.
+    """
+
+    def __init__(self, count: int):
+        self.free = count
+        self.waiting = []  # heap of (order, number, future)
+        self.numbers = itertools.count()
+
+    @contextlib.asynccontextmanager
+    async def slot(self, order: int):
+        """Holds a slot inside of the block."""
+        turn = asyncio.get_running_loop().create_future()
+        heapq.heappush(self.waiting, (order, next(self.numbers), turn))
+        self.assign()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self.free += 1
+                self.assign()
+
+    def assign(self) -> None:
+        while self.free and self.waiting:
+            turn = heapq.heappop(self.waiting)[2]
+            if not turn.done():  # a future that is done was cancelled
+                turn.set_result(None)
+                self.free -= 1
+
+
+# ------------------------------------------------------------------------------ several ranks
+
+
+@dataclass
+class Ranks:
+    """The processes of a job. Without a group there is one, which has nothing to exchange."""
+
+    rank: int = 0
+    world: int = 1  # number of ranks
+    group: object = None
+
+    def sum(self, *numbers: float) -> list[float]:
+        """Each number summed over the ranks."""
+        if self.group is None:
+            return list(numbers)
+        import torch
+
+        total = torch.tensor(numbers, dtype=torch.float64)
+        self.group.allreduce([total]).wait()
+        return total.tolist()
+
+    def sum_gradients(self, parameters) -> None:
+        """Sums the gradients in place; a missing one counts as 0."""
+        if self.group is None:
+            return
+        import torch
+
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        grads = [p.grad for p in parameters]
+        flat = torch.cat([grad.flatten() for grad in grads]).cpu()
+        self.group.allreduce([flat]).wait()
+        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads])):
+            grad.copy_(total.view_as(grad))
+
+    def broadcast(self, tensors) -> None:
+        """Overwrites the tensors with those of rank 0."""
+        if self.group is None:
+            return
+        for tensor in tensors:
+            copy = tensor.detach().cpu().clone()
+            self.group.broadcast([copy]).wait()
+            tensor.data.copy_(copy)
+
+    def gather(self, thing) -> list:
+        """[rank 0's thing, rank 1's thing, ...] on every rank; anything that pickle can write."""
+        if self.group is None:
+            return [thing]
+        import torch
+
+        mine = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+        sizes = [0] * self.world
+        sizes[self.rank] = len(mine)
+        sizes = [int(size) for size in self.sum(*sizes)]
+        # Every rank adds its part to zeros.
+        everything = torch.zeros(sum(sizes), dtype=torch.uint8)
+        parts = everything.split(sizes)
+        parts[self.rank].copy_(mine)
+        self.group.allreduce([everything]).wait()
+        return [pickle.loads(part.numpy().tobytes()) for part in parts]
+
+    def first(self, thing):
+        """The thing of rank 0, on every rank."""
+        return self.gather(thing)[0]
+
+
+@dataclass
+class Job:
+    """What a process of a training run works with, and how far the run has come."""
+
+    ranks: Ranks = field(default_factory=Ranks)
+    loop: EventLoop = field(default_factory=EventLoop)
+    run: Run | None = None  # the open run directory; None on all ranks but rank 0
+    slots: Slots | None = None  # of the sandboxes of this process
+    play: Callable | None = None  # play_groups of the script
+    step: int = 0  # the next one; as many steps of training are in the weights
+    best: dict | None = None  # evaluation of the adapter in best/
+    stopped: str = ""  # why the guard ended the run
+
+    def say(self, text: str) -> None:
+        """Prints on rank 0 only."""
+        if self.ranks.rank == 0:
+            print(text, flush=True)
+
+    def result(self, **fields) -> None:
+        """Merges the fields into result.json."""
+        if self.run:
+            self.run.result(**fields)
+
+
+def join(timeout: float) -> Ranks:
+    """The ranks of this job. Call it before anything touches CUDA: a rank of torchrun sees only its
+    own GPU.
+
+    timeout: seconds to wait for the slowest rank. Raises UserError if there are GPUs, but fewer
+    than ranks.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Ranks()
+    import torch
+    from torch import distributed
+
+    local = int(os.environ["LOCAL_RANK"])
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = given.split(",") if given else range(torch.cuda.device_count())
+    if visible:  # without a GPU every rank computes on the CPU
+        count = len(visible)
+        if local >= count:
+            raise UserError(f"torchrun starts more processes here than there are GPUs ({count}).")
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(visible[local])
+    meeting = distributed.rendezvous("env://", timeout=timedelta(seconds=120))
+    store, rank, world = next(meeting)
+    store = distributed.PrefixStore("flatlab", store)
+    group = distributed.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout))
+    ranks = Ranks(rank, world, group)
+    # The group's threads must be joined before the interpreter ends, so it is dropped at exit.
+    atexit.register(setattr, ranks, "group", None)
+    return ranks

