@@ -405,6 +405,7 @@ def start(t: Tree, choice: Choice) -> Node:
     for op, operator in OPERATORS.items():
         if operator.applies(choice, parent):
             return t.start(choice, op, operator.mark)
+    raise UserError(f"No operator of OPERATORS applies to a child of node {parent.id}.")
 
 
 async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> None:
@@ -512,11 +513,8 @@ async def hidden_score(t: Tree, node: Node, split: str) -> float:
 def defaults(cfg: Config) -> dict:
     """The options that depend on --learn."""
     if cfg.learn:
-        return {
-            "select": "puct",
-            "workers": cfg.parents * cfg.children,
-            "gpu_memory": 0.45,
-        }
+        together = cfg.parents * cfg.children
+        return {"select": "puct", "workers": together, "gpu_memory": 0.45}
     return {"select": "bfs", "workers": 4, "gpu_memory": 0.85}
 
 
