@@ -177,7 +177,7 @@ ENDS = {
     "crashes": ("ask(PROMPT); sys.exit('no idea')", "exit", 1),
     "never submits": (f"ask(PROMPT); act({EVERYBODY_DIED!r})", "exit", 1),
     "hangs": ("ask(PROMPT); time.sleep(60)", "time_limit", 1),
-    "hangs in a command": ("ask(PROMPT); act('sleep 60')", "time_limit", 1),
+    "hangs in a command": ("ask(PROMPT); act('sleep 60'); time.sleep(60)", "time_limit", 1),
     "asks too often": ("while True: ask(PROMPT)", "turn_limit", 6),
 }
 
