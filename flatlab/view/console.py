@@ -93,9 +93,10 @@ TITLES = ("task", "mode", "seed", "nodes", "node", "op", "score", "best", "sec",
 
 def node_line(t, node) -> str:
     """One line about a Node of a Tree. mode: the sampling mode that was used for it."""
+    digits = 6 if t.task.exact else 4
     score = "fault" if node.status == "fault" else "failed"
     if node.valid:
-        score = f"{node.score:.4f}"
+        score = f"{node.score:.{digits}f}"
     note = ""
     if t.task.exact and node.valid and node.improvement > 1:
         note = f"  ({node.score:.12g} is better than the reference)"
@@ -107,7 +108,7 @@ def node_line(t, node) -> str:
         node.id[-10:],
         node.op,
         score,
-        "-" if t.rule.is_evaluation else f"{t.best().score:.4f}",
+        "-" if t.rule.is_evaluation else f"{t.best().score:.{digits}f}",
         f"{node.seconds:.1f}",
         node.idea[:60] + note,
     )

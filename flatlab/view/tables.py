@@ -125,6 +125,8 @@ def headline(run: RunData) -> str:
     result = KINDS[run.kind].result(run)
     (row,) = rows_of([RunGroup("", "", [run])])
     score = plus_minus(row["mean"], row["error"])
+    if run.result.get("exact"):
+        score = f"{row['mean']:.6f}"
     drawn = None
     if run.result.get("evaluation") or run.result.get("final"):  # episodes of one policy
         drawn = best_of(K, list(row["values"]), run.higher_is_better)
