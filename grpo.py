@@ -342,6 +342,8 @@ def rewards_of(group: Group, cfg: Config) -> list[float]:
     rewards = []
     for e, value in zip(group.played, group.improvements):
         reward = NO_SUBMISSION if value is None else REWARDS[cfg.reward](value, e)
+        if not reward >= NO_SUBMISSION:  # NaN, too
+            raise UserError(f"--reward {cfg.reward} is {reward}, below {NO_SUBMISSION}.")
         rewards.append(reward)
     return rewards
 

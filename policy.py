@@ -94,6 +94,8 @@ def resolve_model(name: str) -> ModelPath:
             base, lora = adapter_settings(folder / "adapter_config.json")
     elif folder.is_dir():
         base = str(folder)
+    elif folder.is_absolute():
+        raise UserError(f"There is no folder {folder}.")
     config = check_model(base)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ModelPath(base, adapter, getattr(config, "stand_in", False), positions, lora)

@@ -121,6 +121,8 @@ def check_values(config) -> None:
         value = values[name]
         if value == () and defaults[name]:
             raise UserError(f"{flag} needs at least one value.")
+        if isinstance(value, tuple) and len(set(value)) < len(value):
+            raise UserError(f"{flag} has a value twice.")
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not low <= number <= high:
                 raise UserError(f"{flag} must be from {low} to {high:.10g}, not {number}.")

@@ -65,6 +65,13 @@ def rewards(name, task, *scores):
     return grpo.rewards_of(scored_group(task, *scores), cfg)
 
 
+@pytest.mark.parametrize("reward", [-1.5, math.nan])
+def test_a_reward_below_that_of_no_submission_ends_the_run(monkeypatch, task, reward):
+    monkeypatch.setitem(grpo.REWARDS, "continuous", lambda improvement, episode: reward)
+    with helpers.user_error("--reward continuous is .*, below -1"):
+        grpo.rewards_of(scored_group(task, 0.7, 0.8), CFG)
+
+
 @pytest.fixture
 def task():
     return replace(load_task("titanic"), baseline=0.6, reference=0.8)

@@ -712,7 +712,7 @@ BAD_INPUT = {
     "--tau 7": "--tau must be from",
     "--workers 0": "--workers must be from 1",
     "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
-    "--seed 0 0": "is being written by process",
+    "--seed 0 0": "--seed has a value twice",
     "--tau nan": "--tau must be from 0 to 1, not nan",
     "--select ucb --rule-args c=-1": "c must be a number of at least 0",
     "--select ucb --rule-args c=x": "c must be a number of at least 0",

@@ -152,8 +152,7 @@ NOTES = {  # what is said, with values of result.json, if facts() has this
     "journal",
     "without_strategy": "{without_strategy} of {nodes} nodes got no strategy, so their mode is "
     "none: the replies held too few that could be read",
-    "replaced": "the selection rule replaced the sampling mode of some nodes: "
-    "{sampling_modes_used}",
+    "replaced": "the selection rule replaced the sampling mode of some nodes: {modes}",
     "mixed": "its code changed while it went on",
     "alarms": "the last alarms: {alarms}",
 }
@@ -165,10 +164,12 @@ def facts(run: RunData) -> dict:
     has_one_part = result["selected_on_test"] or result.get("exact") or result.get("evaluation")
     alarms = [text for row in [*run.rows, *run.rounds] for text in row.get("alarms", ())]
     is_tested = has_one_part or result.get("test_score") is not None
+    modes = result.get("sampling_modes_used", {})
     return result | {
+        "modes": ", ".join(f"{mode} {nodes}" for mode, nodes in modes.items()),
         "untested": not is_tested and result.get("best_id", "0") != "0",
         "read_again": (result.get("test_reads") or 0) > 1,
-        "replaced": "local" in result.get("sampling_modes_used", ()),
+        "replaced": "local" in modes,
         "mixed": len(run.fingerprint.get("code", ())) > 1,
         "alarms": " ".join(alarms[-3:]),
     }
@@ -215,9 +216,10 @@ def rounds(run: RunData) -> str:
     frame = pandas.DataFrame(run.rounds, columns=ROUNDS).rename(columns=ROUNDS)
     table = frame.to_string(index=False, float_format="{:.4g}".format, na_rep="-")
     return (
-        f"{table}\nnodes, tokens, sec, best, depth: of the tree so far; gain: improvement over the "
-        "parent, of valid nodes; largest: share\nof the largest lineage; twice: of the round's "
-        "programs, those that the tree has more than once; cut: replies cut"
+        f"{table}\nnodes, tokens, sec, best, depth: of the tree so far; gain ±: mean improvement "
+        "over the parent, of\nvalid nodes; lineages: children of the root that have nodes in the "
+        "round; largest: share of the largest;\ntwice: of the round's programs, those that the "
+        "tree has more than once; cut: replies cut"
     )
 
 
