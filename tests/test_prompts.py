@@ -5,7 +5,6 @@ import json
 import shutil
 import threading
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -36,6 +35,7 @@ from helpers import (
 from policy import resolve_model
 from tasks import load_task
 
+TITANIC = load_task("titanic", "", "")
 FULL = {"prompts": AGENT_TEXTS, "max_turns": 3}
 OPTIONS = EpisodeOptions(5, 128, 128, 20.0, AGENT_TEXTS)
 SOFTWARE = Software("3.12.1", {"numpy": "2.1", "scipy": "1.14", "polars": "1.2", "odd": "1"}, 4)
@@ -43,18 +43,6 @@ NOBODY = block("sed 's/,.*/,0/; 1s/.*/id,survived/' data/test.csv > submission.c
 # Texts of commit 3887922, which held them in Python. Those with "short" and those of a search are
 # what the stand-in was trained on.
 RECORDED = json.loads((PROJECT / "tests/recorded_texts.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def titanic():
-    return load_task("titanic", "", "")
-
-
-@pytest.fixture(scope="module")
-def world(titanic):
-    with Env(titanic, LOCAL) as world:
-        world.restart()
-        yield world
 
 
 # ------------------------------------------------------------------ byte for byte
@@ -71,10 +59,8 @@ def test_the_texts_of_an_episode_are_the_recorded_ones(name, monkeypatch):
     said = {}
     with Env(task, LOCAL) as world:
         world.restart()
-        assert first_of(world, replace(OPTIONS, prompts=TINY_TEXTS)) == (
-            "",
-            RECORDED[f"{name} short"],
-        )
+        system, said["short"] = first_of(world, replace(OPTIONS, prompts=TINY_TEXTS))
+        assert system == ""
         said["system"], said["full"] = first_of(world, OPTIONS)
         world.ends_at_score = True
         said["system, ends"] = first_of(world, OPTIONS)[0]
@@ -92,24 +78,23 @@ def test_the_texts_of_an_episode_are_the_recorded_ones(name, monkeypatch):
         assert text == RECORDED[f"{name} {key}"], key
 
 
-def nodes():
-    valid = {"valid": True, "status": "validated"}
-    code = {"solve.py": "import csv\nprint(1)\n", "b.sh": "x" * 900}
-    error = "Traceback\nKeyError: 'x'\n"
-    return [
-        Node("0.0", "0", op="draft", idea="ridge", score=0.7, improvement=0.2, code=code, **valid),
-        Node("0.1", "0", op="draft", idea="a forest", status="turn_limit", error=error),
-        Node("0.2", "0", op="draft", score=0.75, improvement=0.5, **valid),
-        Node("0.1.0", "0.1", op="debug", idea="a forest", status="submit"),
-        Node("0.0.0", "0.0", idea="Lasso, stacked", score=0.72, improvement=0.3, **valid),
-        Node("0.0.1", "0.0", idea="knn"),
-    ]
+CODE = {"solve.py": "import csv\nprint(1)\n", "b.sh": "x" * 900}
+ERROR = "Traceback\nKeyError: 'x'\n"
+VALID = {"valid": True, "status": "validated"}
+NODES = [
+    Node("0.0", "0", op="draft", idea="ridge", score=0.7, improvement=0.2, code=CODE, **VALID),
+    Node("0.1", "0", op="draft", idea="a forest", status="turn_limit", error=ERROR),
+    Node("0.2", "0", op="draft", score=0.75, improvement=0.5, **VALID),
+    Node("0.1.0", "0.1", op="debug", idea="a forest", status="submit"),
+    Node("0.0.0", "0.0", idea="Lasso, stacked", score=0.72, improvement=0.3, **VALID),
+    Node("0.0.1", "0.0", idea="knn"),
+]
 
 
 @pytest.mark.parametrize("file", [TINY_TEXTS, AGENT_TEXTS])
 def test_the_requests_of_a_search_are_the_recorded_ones(file):
     asked = texts.load_prompts(file)
-    good, bad, plain, repair, better, running = nodes()
+    good, bad, plain, repair, better, running = NODES
     finished = [good, bad, plain, repair, better]
     said = {"more": asked.fill("more", k=2)}
     for what, some in (("all", finished), ("one", [good]), ("failed", [bad])):
@@ -138,14 +123,13 @@ def test_the_requests_of_a_search_are_the_recorded_ones(file):
         said[f"situation, {what}"] = prompts.situation(asked, node, parents, 600, *notes)
     for key, text in said.items():
         assert text == RECORDED[key], key
-    assert len(said) == 32
 
 
 # ------------------------------------------------------------------ what an agent reads
 
 
-def episode_of(task, policy, **options):
-    return asyncio.run(play_once(Env(task, LOCAL), policy, **options))
+def episode_of(policy, task=TITANIC, **options):
+    return asyncio.run(play_once(Env(task, LOCAL), policy, **FULL | options))
 
 
 class Scripted(ChatTokens):
@@ -179,31 +163,19 @@ def test_the_stand_in_is_known_by_its_config_and_not_by_the_name_of_its_folder(
 
 
 @pytest.mark.parametrize("file", [TINY_TEXTS, AGENT_TEXTS])
-def test_reset_returns_what_the_agent_of_the_file_reads(titanic, file):
+def test_reset_returns_what_the_agent_of_the_file_reads(file):
     """More that an environment tells ends the first message."""
-    played, shown = Env(titanic, LOCAL), Env(titanic, LOCAL)
+    played, shown = Env(TITANIC, LOCAL), Env(TITANIC, LOCAL)
     played.message = shown.message = "Begin with the simplest rule."
-    shown.episode = EpisodeOptions(**FULL | {"prompts": file})
-    once = play_once(played, FakePolicy(block("submit")), **FULL | {"prompts": file})
-    episode = asyncio.run(once)
+    options = FULL | {"prompts": file}
+    shown.episode = EpisodeOptions(**options)
+    episode = asyncio.run(play_once(played, FakePolicy(block("submit")), **options))
     assert episode.prompt.endswith("\n\nBegin with the simplest rule.")
     with shown:
         assert shown.reset() == f"{episode.system}\n\n{episode.prompt}".lstrip()
 
 
-def test_limits_files_and_packages_are_those_of_the_sandbox(world, titanic):
-    _, message = first_of(world, EpisodeOptions(3, 128, 128))
-    size = titanic.public["data/train.csv"].stat().st_size
-    for words in (
-        "3 turns (a reply and its output), 30 minutes in all, 60 seconds for the commands",
-        "4 GB of memory for each process, no GPU, no network",
-        f"data/train.csv ({size} bytes)\n  id,class,sex,age,survived\n  1,3rd,male,adult,0\n",
-        f"numpy {version('numpy')}, ",  # a local sandbox has the Python of this process
-    ):
-        assert words in message
-
-
-def test_packages_are_looked_up_once_for_all_episodes(titanic, monkeypatch):
+def test_packages_are_looked_up_once_for_all_episodes(monkeypatch):
     commands = []
     run = Sandbox.run
     monkeypatch.setattr(Sandbox, "run", lambda *call: commands.append(call[1]) or run(*call))
@@ -211,17 +183,17 @@ def test_packages_are_looked_up_once_for_all_episodes(titanic, monkeypatch):
 
     async def main():
         policy = FakePolicy(block("submit"))
-        plays = [play_once(Env(titanic, LOCAL, seed), policy, **FULL) for seed in range(4)]
+        plays = [play_once(Env(TITANIC, LOCAL, seed), policy, **FULL) for seed in range(4)]
         return await asyncio.gather(*plays)
 
     assert len({episode.prompt for episode in asyncio.run(main())}) == 1
     assert len(commands) == 1
 
 
-def test_one_thread_alone_uses_the_tokenizer(titanic):
+def test_one_thread_alone_uses_the_tokenizer():
     """Two at once may read each other's settings, and then text becomes control tokens."""
     policy = Scripted(block("submit"))
-    episode_of(titanic, policy, **FULL)
+    episode_of(policy)
     assert policy.threads == {threading.current_thread()}
 
 
@@ -236,11 +208,11 @@ def a_file(tmp_path, **changes):
     return str(path)
 
 
-def test_a_file_of_ones_own_is_what_the_agent_reads(titanic, tmp_path):
+def test_a_file_of_ones_own_is_what_the_agent_reads(tmp_path):
     file = a_file(tmp_path, system="Use {{ artefact }}.", note="{{ turns_left }} left")
-    task = replace(titanic, prompt="{{ 1 + 1 }} is {% what %} is asked.")  # data, no template
+    task = replace(TITANIC, prompt="{{ 1 + 1 }} is {% what %} is asked.")  # data, no template
     policy = FakePolicy(block("ls"), block("submit"))
-    episode = episode_of(task, policy, prompts=file, max_turns=3)
+    episode = episode_of(policy, task, prompts=file)
     assert episode.system == "Use submission.csv."
     assert episode.prompt.startswith("{{ 1 + 1 }} is {% what %} is asked.\n\nScore: accuracy")
     assert policy.prompts[1].endswith("\n2 left")
@@ -261,10 +233,10 @@ def test_a_file_that_is_wrong_is_one_sentence(tmp_path, sentence):
         texts.load_prompts(a_file(tmp_path, **WRONG[sentence]))
 
 
-def test_a_name_that_a_fact_does_not_have_is_one_sentence(titanic, tmp_path):
+def test_a_name_that_a_fact_does_not_have_is_one_sentence(tmp_path):
     prompts = texts.load_prompts(a_file(tmp_path, note="{{ task.no_such }}"))
     with user_error("note cannot be filled: .* has no attribute 'no_such'"):
-        prompts.fill("note", task=titanic)
+        prompts.fill("note", task=TITANIC)
 
 
 def test_the_content_of_the_file_belongs_to_what_made_a_run(tmp_path):
@@ -278,36 +250,29 @@ def test_the_content_of_the_file_belongs_to_what_made_a_run(tmp_path):
 # ------------------------------------------------------------------ notes
 
 
-def test_a_note_tells_what_is_left_and_the_best_score(titanic):
-    policy = FakePolicy(NOBODY, block("validate"), block("ls"))
-    episode = episode_of(titanic, policy, **FULL)
-    assert episode.status == "turn_limit"
+def test_a_note_tells_what_is_left_and_the_best_score():
+    """Whole under a long output."""
+    long = NOBODY.replace("submission.csv", "submission.csv; seq 1000")
+    policy = FakePolicy(long, block("validate"), block("ls"))
+    episode = episode_of(policy, max_observation_tokens=30)
     first, second, last = [turn["note"] for turn in episode.turns]
-    assert last == ""  # nobody reads it
     assert first == "[2 turns and 30 minutes left. No valid score so far.]"
-    assert second == (
-        "[The next reply is the last one: 1 turn and 30 minutes left. "
-        "Best validation accuracy so far: 0.6782.]"
-    )
-    assert policy.prompts[1].endswith(f"<user>(no output)\n{first}")
+    assert "last one: 1 turn and" in second
+    assert "Best validation accuracy so far: 0.6782." in second
+    assert last == ""  # nobody reads it
+    assert policy.prompts[1].endswith(f"1000\n{first}")
     assert policy.prompts[2].endswith(second)
-
-
-def test_a_note_is_whole_under_a_long_output_and_the_best_score_may_be_the_lowest(titanic):
-    task = replace(titanic, higher_is_better=False, baseline=1.0, reference=0.1)
-    policy = FakePolicy(block("seq 1000"), block("submit"))
-    episode = episode_of(task, policy, **FULL, max_observation_tokens=30)
-    assert policy.prompts[1].endswith(f"1000\n{episode.turns[0]['note']}")
-    note = texts.note(OPTIONS, task, [{"score": 0.25}, {"score": None}, {"score": 0.5}], 5, 1790)
-    assert note == "[5 turns and 30 minutes left. Best validation accuracy so far: 0.2500.]"
+    lower = replace(TITANIC, higher_is_better=False, baseline=1.0, reference=0.1)
+    note = texts.note(OPTIONS, lower, [{"score": 0.25}, {"score": None}, {"score": 0.5}], 5, 1790)
+    assert "so far: 0.2500" in note
 
 
 # ------------------------------------------------------------------ lengths
 
 
-def test_a_short_context_leaves_out_packages_then_first_lines_then_files(titanic, tmp_path):
+def test_a_short_context_leaves_out_packages_then_first_lines_then_files(tmp_path):
     (tmp_path / "a.csv").write_text("id,value\n1,2\n3,4\n5,6\n")
-    task = replace(titanic, public={f"data/{i:02}.csv": tmp_path / "a.csv" for i in range(30)})
+    task = replace(TITANIC, public={f"data/{i:02}.csv": tmp_path / "a.csv" for i in range(30)})
     seen = []
     with Env(task, LOCAL) as world:
         world.restart()
@@ -318,21 +283,17 @@ def test_a_short_context_leaves_out_packages_then_first_lines_then_files(titanic
                 system, message = texts.first_messages(world, OPTIONS, facts, policy)
                 assert len(policy.encode(system) + policy.encode(message)) <= policy.context / 2
                 assert task.prompt.strip() in message
-                has_packages = "numpy" in message
-                seen.append((has_packages, message.count("\n  "), message.count(" bytes)")))
-    assert list(dict.fromkeys(seen)) == [
-        (True, 90, 30),
-        (False, 90, 30),
-        (False, 0, 30),
-        (False, 0, 0),
-    ]
+                seen.append(("numpy" in message, message.count("\n  "), message.count(" bytes)")))
+    full, *shorter = dict.fromkeys(seen)
+    assert full == (True, 90, 30)
+    assert shorter == [(False, 90, 30), (False, 0, 30), (False, 0, 0)]
     assert "\n... and 30 more\n" in message
 
 
-def test_longer_lines_of_a_table_and_lines_of_a_changed_one_are_not_shown(titanic, tmp_path):
+def test_longer_lines_of_a_table_and_lines_of_a_changed_one_are_not_shown(tmp_path):
     table = tmp_path / "wide.csv"
     table.write_text("id,x\n" + ",".join("0" * 200) + "\n1,2\n")
-    task = replace(titanic, public={"wide.csv": table})
+    task = replace(TITANIC, public={"wide.csv": table})
     lines = texts.first_lines(task, "wide.csv", table.stat().st_size)
     assert lines == ["id,x", "[a line of 200 characters or more]"]
     assert not texts.first_lines(task, "wide.csv", 12)
@@ -354,56 +315,41 @@ TALK = [
 ]
 
 
-def thinking(titanic, thoughts, opens=""):
+def thinking(thoughts, opens=""):
     """The policy and the episode of TALK with a template that strips thoughts."""
     policy = Scripted(*(text.removeprefix(opens) for text in TALK))
     policy.tokenizer.chat_template = STRIPS.replace("OPENS", opens)
-    return policy, episode_of(titanic, policy, **FULL, thoughts=thoughts)
+    return policy, episode_of(policy, thoughts=thoughts)
 
 
-def conversation(episode):
-    """The messages of an episode, whole."""
+@pytest.mark.parametrize("opens", ["", "<think>\n"])
+def test_dropped_thoughts_leave_what_the_template_makes_of_the_conversation(opens):
+    """They are trained after the tokens that they were sampled after."""
+    policy, episode = thinking("drop", opens)
     messages = [
         {"role": "system", "content": episode.system},
         {"role": "user", "content": episode.prompt},
     ]
-    for turn in episode.turns:
-        messages.append({"role": "assistant", "content": turn["reply"]})
-        messages.append({"role": "user", "content": observed(turn)})
-    return messages
-
-
-@pytest.mark.parametrize("opens", ["", "<think>\n"])
-def test_dropped_thoughts_leave_what_the_template_makes_of_the_conversation(titanic, opens):
-    policy, episode = thinking(titanic, "drop", opens)
-    messages = conversation(episode)
-    for number, request in enumerate(policy.requests):
+    assert len(policy.requests) == 3
+    for request, segment, turn in zip(policy.requests, episode.segments, episode.turns):
         wanted = policy.tokenizer.apply_chat_template(
-            messages[: 2 + 2 * number], tokenize=False, add_generation_prompt=True
+            messages, tokenize=False, add_generation_prompt=True
         )
         assert policy.tokenizer.decode(request) == wanted
-
-
-def test_thoughts_are_trained_after_the_tokens_that_they_were_sampled_after(titanic):
-    policy, episode = thinking(titanic, "drop")
-    assert len(episode.segments) == 3
-    for segment, request, text in zip(episode.segments, policy.requests, TALK):
-        said = [*policy.encode(text), policy.end_of_turn]
+        messages.append({"role": "assistant", "content": turn["reply"]})
+        messages.append({"role": "user", "content": observed(turn)})
+        said = [*policy.encode(turn["reply"].removeprefix(opens)), policy.end_of_turn]
         assert segment.tokens == request + said
         assert segment.mask == [0] * len(request) + [1] * len(said)
-    policy, episode = thinking(titanic, "keep")
-    (segment,) = episode.segments
-    assert "I look first." in policy.decode(policy.requests[2])
-    for request in policy.requests:
-        assert segment.tokens[: len(request)] == request
 
 
 # ------------------------------------------------------------------ imitation
 
 
 @pytest.mark.parametrize("thoughts", ["keep", "drop"])
-def test_an_imitated_transcript_has_the_tokens_of_the_episode(titanic, thoughts):
-    policy, episode = thinking(titanic, thoughts)
+def test_an_imitated_transcript_has_the_tokens_of_the_episode(thoughts):
+    policy, episode = thinking(thoughts)
+    assert len(episode.segments) == (1 if thoughts == "keep" else 3)
     options = replace(OPTIONS, max_observation_tokens=512, thoughts=thoughts)
     sequences = imitation.sequences_from(episode.to_dict(), policy, options)
     assert [s.tokens for s in sequences] == [s.tokens for s in episode.segments]

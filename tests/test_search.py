@@ -22,14 +22,14 @@ from flatlab.runs.cli import parse_config
 from flatlab.runs.store import open_run
 from flatlab.sandbox import snapshot
 from flatlab.task.grading import Score
-from flatlab.tree import rules
 from flatlab.tree.nodes import Tree, open_trees, results
-from flatlab.view import console, plots, tables
+from flatlab.view import plots, tables
 from flatlab.view.reader import read_run
 from flatlab.world.episode import Episode
 from helpers import (
     AGENT_TEXTS,
     MADE_BY,
+    PROJECT,
     FakePolicy,
     block,
     search_config,
@@ -41,9 +41,7 @@ from helpers import (
 from tasks import load_task
 
 pytestmark = pytest.mark.usefixtures("quick_provenance")
-HERE = Path(__file__).parents[1]
 TASK = replace(load_task("titanic", "", ""), baseline=0.5, reference=1.0)
-ONE_PART = replace(TASK, splits=("test",))
 
 
 def lists(prompt, seed):
@@ -64,11 +62,11 @@ SUBMIT = {
 }
 
 
-def fake_play(score_of, delay, log, large, stderr):
+def fake_play(score_of, delay, log, stderr):
     """A search.play without a sandbox. score_of(node): a number, None (nothing valid) or "fault".
 
-    The files of a node are its id; they are too large to be kept if the id ends in `large`. stderr:
-    standard error of all scores. log: gets the ids of the nodes that are played.
+    The files of a node are its id. stderr: standard error of all scores. log: gets the ids of the
+    nodes that are played.
     """
 
     async def play(t, node, parents):
@@ -84,8 +82,6 @@ def fake_play(score_of, delay, log, large, stderr):
             episode.score = Score(None, "accuracy", "validation", False, "no submission")
         else:
             episode.score = Score(value, "accuracy", "validation", True, "", stderr=stderr)
-        if large and node.id.endswith(large):
-            return episode, b""
         return episode, b"\0" * 10240 + node.id.encode()
 
     return play
@@ -133,7 +129,6 @@ def run(
     tasks=(TASK,),
     modes=("tail",),
     seeds=(0,),
-    large=None,
     stderr=None,
     hidden=None,
     **config,
@@ -152,7 +147,7 @@ def run(
     FakeEnv.read = []
     log = [] if log is None else log
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "play", fake_play(score_of, delay, log, large, stderr))
+        patch.setattr(search, "play", fake_play(score_of, delay, log, stderr))
         patch.setattr(search.env, "Env", FakeEnv)
         try:
             asyncio.run(search.search(trees, model or FakePolicy(lists), cfg.workers))
@@ -163,10 +158,8 @@ def run(
 
 
 def shape(t):
-    nodes = {}
-    for node in t.nodes.values():
-        nodes[node.id] = (node.op, node.idea, node.probability, node.score, node.seed)
-    return nodes
+    names = ("op", "idea", "probability", "score", "seed")
+    return {id: [getattr(node, name) for name in names] for id, node in t.nodes.items()}
 
 
 def rows(t):
@@ -181,25 +174,14 @@ def result(t):
     return t.run.results()
 
 
-def row_of(t):
-    """The tree as a row of the table."""
-    (row,) = tables.rows_of([plots.RunGroup("", "", [read_run(t.run.dir)])])
-    return row
-
-
 # ------------------------------------------------------------------ budgets
 
 
-ONE_OF_EACH = [(name, 1) for name in search.SELECT] + [("bfs", 4)]
-
-
-@pytest.mark.parametrize("select, workers", ONE_OF_EACH)
+@pytest.mark.parametrize("select, workers", [("bfs", 4), *((name, 1) for name in search.SELECT)])
 def test_budget_k_executes_k(tmp_path, select, workers):
     log = []
     t = run(tmp_path, log=log, select=select, workers=workers, nodes=11)
     assert len(log) == len(rows(t)) == len(by_id(t)) == 11
-    assert result(t)["nodes"] == 11
-    assert result(t)["status"] == "finished"
     assert result(t)["stopped_by"] == "nodes"
     assert all(row["decision"]["reason"] for row in rows(t))
 
@@ -212,14 +194,15 @@ def test_failures_are_counted_everywhere_and_the_root_is_the_best_of_nothing(tmp
     assert r["best_score"] == r["node_mean"] == 0.5
     assert r["test_score"] is None
     assert all("no submission" in row["error"] for row in rows(t))
-    assert row_of(t)["mean"] == 0.5
-    assert row_of(t)["failed"] == 12
+    [row] = tables.rows_of([plots.RunGroup("", "", [read_run(t.run.dir)])])
+    assert row["mean"] == 0.5
+    assert row["failed"] == 12
 
 
 def test_the_result_of_an_evaluation_is_the_mean_over_its_episodes(tmp_path):
     scores = {"0.0": 0.9, "0.1": None, "0.2": 0.3, "0.3": 0.4}  # baseline 0.5, reference 1
     options = {"select": "evaluation", "modes": ("none",), "nodes": 4}
-    t = run(tmp_path, score_of=lambda node: scores[node.id], **options)
+    t = run(tmp_path / "a", score_of=lambda node: scores[node.id], **options)
     r = result(t)
     assert FakeEnv.read == []  # nothing is chosen: neither the selection nor the test part is read
     assert {row["parent"] for row in rows(t)} == {"0"}
@@ -227,16 +210,10 @@ def test_the_result_of_an_evaluation_is_the_mean_over_its_episodes(tmp_path):
     assert r["best_id"] is r["best_score"] is r["test_score"] is None
     assert r["node_mean"] == pytest.approx((0.9 + 0.5 + 0.3 + 0.4) / 4)
     assert r["improvement"] == pytest.approx((r["node_mean"] - 0.5) / 0.5)
-    assert row_of(t)["mean"] == pytest.approx(r["node_mean"])
-    assert row_of(t)["error"] == pytest.approx(r["node_stderr"])
     said = tables.headline(read_run(t.run.dir))
     assert f"0.5250 ± {r['node_stderr']:.4f} (validation part; higher is better)" in said
-    assert "not scored on the test part" not in said
-
-
-def test_an_evaluation_whose_sandboxes_all_broke_has_no_mean(tmp_path):
-    options = {"select": "evaluation", "modes": ("none",), "nodes": 2}
-    broken = run(tmp_path, score_of=lambda node: "fault", **options)
+    # There is no mean where all sandboxes broke.
+    broken = run(tmp_path / "b", score_of=lambda node: "fault", **options | {"nodes": 2})
     assert result(broken)["node_mean"] is None
     assert "nan" in tables.table([read_run(broken.run.dir)])
 
@@ -245,7 +222,14 @@ def test_an_evaluation_whose_sandboxes_all_broke_has_no_mean(tmp_path):
 def test_only_the_best_node_of_a_task_with_a_test_part_only_is_optimistic(
     tmp_path, select, test_score
 ):
-    t = run(tmp_path, tasks=(ONE_PART,), select=select, nodes=4, workers=1, score_of=equal)
+    t = run(
+        tmp_path,
+        tasks=[replace(TASK, splits=("test",))],
+        select=select,
+        nodes=4,
+        workers=1,
+        score_of=equal,
+    )
     assert result(t)["selected_on_test"] == (select == "greedy")
     assert result(t)["test_score"] == test_score
     assert "(test part;" in tables.headline(read_run(t.run.dir))
@@ -273,19 +257,14 @@ def test_the_selection_part_decides_between_nodes_within_one_standard_error(tmp_
     assert r["test_score"] == 0.74
     assert r["test_stderr"] == 0.03
     assert r["test_minus_validation"] == pytest.approx(0.74 - 0.79)
-    run = read_run(t.run.dir)
-    assert plots.best_path(run) == ["0", "0.1"]
     # The mean of both parts counts: 0.0 stays ahead if it loses less than it had gained.
     t = finished(tmp_path / "b", hidden | {("selection", "0.0"): 0.755})
     assert result(t)["best_id"] == "0.0"
     assert FakeEnv.read[-1] == ("test", "0.0")
-
-
-def test_without_the_selection_part_the_best_by_validation_is_chosen(tmp_path):
+    # Without that part the best by validation is chosen.
     task = replace(TASK, splits=("validation", "test"))
-    t = finished(tmp_path, {("selection", "0.0"): 0.70}, tasks=[task])
+    finished(tmp_path / "c", hidden, tasks=[task])
     assert FakeEnv.read == [("test", "0.0")]
-    assert result(t)["selection_score"] is None
 
 
 @pytest.mark.parametrize("costly, chosen", [("0.0", "0.1"), ("0.2", "0.0")])
@@ -311,27 +290,10 @@ def test_a_search_stopped_at_the_end_resumes_without_scoring_twice(tmp_path):
     assert result(t)["test_score"] == 0.75
 
 
-def test_finalists_are_few_and_kept(tmp_path):
-    t = run(tmp_path, nodes=30, select="random", large=".0", stderr=1.0, workers=1)
-    t.chosen = None  # as before the end
-    finalists = rules.finalists(t)
-    kept = [node for node in t.scored if node.kept]
-    kept.sort(key=lambda node: -node.improvement)
-    assert len(kept) > len(finalists) == rules.FINALISTS
-    assert finalists == kept[: rules.FINALISTS]
-
-
-def test_other_budgets(tmp_path):
-    options = {"nodes": 12, "workers": 1, "modes": ("none",), "score_of": equal}
-    few = result(run(tmp_path / "few", tokens=35, **options))  # ten a node
-    assert few["stopped_by"] == "tokens"
-    assert few["nodes"] == 4
-    assert few["tokens"] == 40
-    enough = result(run(tmp_path / "enough", tokens=1000, **options))
-    assert enough["stopped_by"] == "nodes"
-    slow = run(tmp_path / "minutes", minutes=0.003, delay=lambda node: 0.05, **options)
-    assert result(slow)["stopped_by"] == "minutes"
-    assert 1 <= result(slow)["nodes"] < 12
+def test_tokens_are_counted_over_all_nodes(tmp_path):
+    t = run(tmp_path, tokens=35, nodes=12, workers=1, modes=("none",), score_of=equal)
+    assert result(t)["stopped_by"] == "tokens"
+    assert result(t)["nodes"] == 4  # of ten tokens each
 
 
 def test_a_finished_tree_stays_as_it_is(tmp_path, monkeypatch):
@@ -368,13 +330,11 @@ def test_a_fault_is_tried_once_more_and_is_never_a_score(tmp_path):
     t = run(tmp_path, score_of=score, nodes=12, workers=1, log=log)
     nodes = by_id(t)
     assert nodes["0.1"]["score"] == 0.6
-    assert nodes["0.2"]["status"] == "fault"
     assert nodes["0.2"]["score"] is None
     assert log.count("0.2") == 2
     assert nodes["0.2.0"]["op"] == "draft"  # nothing was left there: it starts from the files above
-    assert result(t)["faults"] == 1
-    assert result(t)["failed"] == 0
-    assert result(t)["nodes"] == 12
+    r = result(t)
+    assert (r["nodes"], r["faults"], r["failed"]) == (12, 1, 0)
 
 
 def test_three_faults_in_a_row_stop_the_search_with_a_sentence(tmp_path):
@@ -456,13 +416,13 @@ def test_the_test_score_of_an_earlier_best_node_does_not_stay(tmp_path):
     assert result(t)["test_score"] == 0.75
     with pytest.raises((KeyboardInterrupt, BaseExceptionGroup)):
         run(tmp_path, nodes=8, workers=1, score_of=score)
-    assert result(t)["best_id"] == "0.2"
-    assert result(t)["test_score"] is None
-    assert result(t)["test_minus_validation"] is None
-    assert result(t)["status"] == "running"
+    r = result(t)
+    assert r["best_id"] == "0.2"
+    assert r["test_score"] is r["test_minus_validation"] is None
+    assert r["status"] == "running"
 
 
-def test_a_second_look_at_the_test_part_is_counted_and_said(tmp_path, capsys):
+def test_a_second_look_at_the_test_part_is_counted_and_said(tmp_path):
     scores = {"0.0": 0.6, "0.1": 0.7, "0.2": 0.8, "0.0.0": 0.5}
     reads = []
     for nodes in (1, 2, 4):
@@ -472,10 +432,6 @@ def test_a_second_look_at_the_test_part_is_counted_and_said(tmp_path, capsys):
     assert result(t)["best_id"] == "0.2"
     said = tables.table([read_run(t.run.dir)])
     assert "more --nodes has read the test part 3 times" in said
-    t.closed = False
-    capsys.readouterr()
-    console.search_banner(t.cfg, [t], t.run.dir, None, "")
-    assert "has read the test part before and will read it again if" in capsys.readouterr().out
 
 
 def test_time_runs_out_between_two_looks_at_the_clock(tmp_path, monkeypatch):
@@ -503,7 +459,7 @@ def test_time_runs_out_between_two_looks_at_the_clock(tmp_path, monkeypatch):
 # ------------------------------------------------------------------ ideas
 
 
-@pytest.mark.parametrize("mode", ["none", "local", "uniform", "tail", "sequence"])
+@pytest.mark.parametrize("mode", search.MODES)
 def test_modes(tmp_path, mode):
     model = FakePolicy(lists)
     t = run(tmp_path, modes=(mode,), model=model, nodes=4, workers=1, score_of=equal)
@@ -512,41 +468,29 @@ def test_modes(tmp_path, mode):
     assert row["sampling_mode"] == mode
     if mode == "none":
         assert not asked
-        assert not row["idea"]
-        assert not row["ideas"]
-        assert row["probability"] is None
     else:
         assert len(asked) == 2
-        assert row["idea"]
         assert len(row["ideas"]) == 5
         assert row["probability"] == 0.02
 
 
 def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones(tmp_path):
+    """A node without a strategy is counted under the mode none."""
     model = FakePolicy("Strategy: the only one\nProbability: 5%")
-    t = run(tmp_path, model=model, nodes=3, workers=3, score_of=equal)
-    assert sorted(row["idea"] for row in rows(t)) == ["", "", "the only one"]
+    one = run(tmp_path, model=model, nodes=3, workers=3, score_of=equal)
+    assert sorted(row["idea"] for row in rows(one)) == ["", "", "the only one"]
     assert len(model.prompts) == 2
     assert "List 4 more" in model.prompts[1]
-    t = run(tmp_path / "prose", model=FakePolicy("I like XGBoost."), nodes=3, score_of=equal)
-    assert {row["idea"] for row in rows(t)} == {""}
-
-
-def test_a_node_without_a_strategy_is_counted_under_the_mode_none(tmp_path, capsys):
-    """Either nothing could be read from the reply, or it held fewer strategies than children."""
-    one = run(tmp_path, model=FakePolicy("Strategy: the only one"), nodes=3, score_of=equal)
     assert result(one)["sampling_modes_used"] == {"tail": 1, "none": 2}
     assert result(one)["without_strategy"] == 2
     options = {"select": "greedy", "nodes": 3, "workers": 1, "score_of": equal}
-    t = run(tmp_path / "prose", model=FakePolicy("I like XGBoost."), **options)
-    assert {row["sampling_mode"] for row in rows(t)} == {"none"}
-    assert {row["decision"]["asked"] for row in rows(t)} == {"tail"}
-    capsys.readouterr()
-    console.report([one, t], tmp_path)
-    assert f"{t.run.dir.name}: 3 of 3 nodes got no strategy" in capsys.readouterr().out
+    prose = run(tmp_path / "prose", model=FakePolicy("I like XGBoost."), **options)
+    assert {row["idea"] for row in rows(prose)} == {""}
+    assert {row["decision"]["asked"] for row in rows(prose)} == {"tail"}
+    assert "3 of 3 nodes got no strategy" in tables.table([read_run(prose.run.dir)])
 
 
-def test_exploiting_asks_for_variations_and_says_so_everywhere(tmp_path):
+def test_exploiting_asks_for_variations_and_says_so(tmp_path):
     model = FakePolicy(lists)
     options = {"select": "ucb", "rule_args": ("c=0",), "nodes": 6, "workers": 1}
     t = run(tmp_path, model=model, score_of=equal, **options)
@@ -555,42 +499,34 @@ def test_exploiting_asks_for_variations_and_says_so_everywhere(tmp_path):
     assert rows(t)[3]["sampling_mode"] == "local"
     assert "variations of the strategy so far" in model.prompts[3]
     assert result(t)["sampling_modes_used"] == {"tail": 3, "local": 3}
-    assert "'tail': 3, 'local': 3" in tables.table([read_run(t.run.dir)])
 
 
 def test_global_scope_shows_other_branches(tmp_path):
     model = FakePolicy(lists)
     run(tmp_path, model=model, score_of=equal, scope="global", nodes=4, workers=1)
-    assert "1 experiments so far" not in model.prompts[0]
     assert any("experiments so far" in prompt for prompt in model.prompts)
 
 
 # ------------------------------------------------------------------ grids
 
 
-def test_a_grid_shares_the_workers_and_gives_one_table(tmp_path):
-    starts_and_ends = []
+def test_a_grid_shares_the_workers(tmp_path):
+    changes = []  # of the number of nodes that run
 
     def starts(node):
-        starts_and_ends.append(1)
-        return 0.2
+        changes.append(1)
+        return 0.1
 
     def ends(node):
-        starts_and_ends.append(-1)
+        changes.append(-1)
         return by_seed(node)
 
     other = replace(TASK, name="other", higher_is_better=False, reference=0.0)
-    grid = {"tasks": (TASK, other), "modes": ("none", "tail"), "seeds": (0, 1)}
+    grid = {"tasks": (TASK, other), "modes": ("none", "tail")}
     trees = run(tmp_path, nodes=4, workers=6, delay=starts, score_of=ends, **grid)
-    running = list(itertools.accumulate(starts_and_ends))
-    assert len(running) == 2 * 32
-    assert 4 < max(running) <= 6  # nodes of several trees at once: a tree has four
-    table = []
-    for groups in tables.groups_of([read_run(tree.run.dir) for tree in trees]).values():
-        table += tables.rows_of(groups)
-    assert len(table) == 4
-    assert {row["N"] for row in table} == {2}
-    for tree in trees[4:]:  # of the task where lower is better
+    assert len(changes) == 2 * 16
+    assert 4 < max(itertools.accumulate(changes)) <= 6  # a tree has four nodes
+    for tree in trees[2:]:  # of the task where lower is better
         scores = [row["score"] for row in rows(tree) if row["valid"]]
         assert result(tree)["best_score"] == min([TASK.baseline, *scores])
 
@@ -640,29 +576,22 @@ def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code_and_diff(tm
     model = FakePolicy(scripted)
     t = real_tree(tmp_path / "run", model, 3, nodes=6, k=3)
     nodes = by_id(t)
-    first = nodes["0.0"]
-    assert first["status"] == "validated"
-    assert first["score"] > 0.75
-    assert "female" in first["code"]["solve.py"]
-    assert "solve.py" not in first["actions"][0]["observation"]
-    assert nodes["0.1"]["valid"]
-    assert not nodes["0.2"]["valid"]
+    assert nodes["0.0"]["score"] > 0.75
+    assert "female" in nodes["0.0"]["code"]["solve.py"]
     assert "KeyError: 'missing'" in nodes["0.2"]["error"]
     child = nodes["0.0.0"]
     assert child["op"] == "improve"
     assert "female" in [p for p in model.prompts if "An earlier attempt" in p][0]
     # files and variables came along, the artefact did not
     assert child["actions"][0]["observation"] == "seen yes\ndata\nsolve.py"
-    assert child["actions"][0]["status"] == "ok"
     assert nodes["0.0.2"]["diff"].count("missing") == 1
-    assert result(t)["best_id"] == "0.0"
-    assert result(t)["test_score"] > 0.7
-    assert result(t)["selection_score"] > 0.7
-    assert 0.02 < result(t)["test_stderr"] < 0.03
-    assert abs(result(t)["test_minus_validation"]) < 0.1
+    r = result(t)
+    assert r["best_id"] == "0.0"
+    assert r["test_score"] > 0.7
+    assert r["selection_score"] > 0.7
+    assert 0.02 < r["test_stderr"] < 0.03
     [episode] = read_rows(t.run.dir / "episodes/000000.jsonl")
     [[segment]] = segments_of(t.run.dir, "000000")
-    assert episode["node"] == "0.0"
     assert sum(r >= 0 for r in segment["reply"]) == episode["reply_tokens"] > 0
 
 
@@ -678,7 +607,6 @@ def test_the_full_form_tells_requests_the_limits_and_what_is_left(tmp_path, sele
     assert list(map(int, told)) == left
     [episode] = read_rows(t.run.dir / "episodes/000000.jsonl")
     assert "The first valid score ends the task" in episode["system"]
-    assert episode["turns"][0]["note"].startswith("[3 turns and 30 minutes left.")
     assert "turns and" not in "".join(node.error for node in t.finished)
 
 
@@ -693,7 +621,6 @@ def test_a_budget_ends_a_node_that_is_running(tmp_path, budget, reply, stopped):
     begin = time.monotonic()
     t = real_tree(tmp_path / "run", FakePolicy(reply), 1, nodes=5, **budget)
     [row] = rows(t)
-    assert row["status"] in ("stopped", "time_limit")
     assert len(row["actions"]) == 1
     assert result(t)["stopped_by"] == stopped
     assert time.monotonic() - begin < 30
@@ -709,8 +636,6 @@ def script(folder, *flags):
 BAD_INPUT = {
     "--task titanik": "Unknown task 'titanik'; did you mean titanic",
     "--select evaluation --scope global": "know nothing of each other: leave out --scope global",
-    "--tau 7": "--tau must be from",
-    "--workers 0": "--workers must be from 1",
     "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
     "--seed 0 0": "--seed has a value twice",
     "--tau nan": "--tau must be from 0 to 1, not nan",
@@ -719,13 +644,10 @@ BAD_INPUT = {
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
     "--select signals --rule-args unknown=1": "has no 'unknown'; it has drafts, variance, regret",
     "--model x --url localhost:8000/v1": "localhost:8000/v1 does not answer: Request",
-    "--model x --url http://127.0.0.1:9/v1": "does not answer",
     "--url http://127.0.0.1:9/v1": "--url needs --model",
     "--learn --url http://127.0.0.1:9/v1": "--learn trains the model here",
     "--learn --select bfs": "choose one such as --select puct",
-    "--learn --select evaluation": "choose one such as --select puct",
     "--learn --children 1": "--children must be from 2",
-    "no-such.yaml": "no-such.yaml",
     "--model /no/such/model": "/no/such/model",
 }
 
@@ -743,10 +665,9 @@ def test_bad_input_is_one_sentence_before_a_model_is_loaded(tmp_path, monkeypatc
 
 def test_bad_input_ends_with_exit_code_2(tmp_path):
     process = script(tmp_path, "--tau", "7")
-    out, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert "Traceback" not in err
-    assert err.strip().splitlines()[-1] == "--tau must be from 0 to 1, not 7.0."
+    assert err.splitlines()[-1] == "--tau must be from 0 to 1, not 7.0."  # no traceback
 
 
 def test_a_grid_is_not_written_over_a_run(tmp_path, monkeypatch):
@@ -759,20 +680,16 @@ def test_a_grid_is_not_written_over_a_run(tmp_path, monkeypatch):
     with user_error("logs/x is a single run, not a grid"):
         search.prepare(cfg)
     assert (single / "result.json").read_text() == '{"test_score": 0.7}'
-    assert len(list(single.iterdir())) == 2
 
 
 @pytest.mark.parametrize("preset", ["search-adaptive", "search-greedy", "evaluate"])
 def test_presets_are_flat_and_so_is_config_yaml(tmp_path, monkeypatch, preset):
     monkeypatch.chdir(tmp_path)
-    flags = [f"{HERE}/configs/{preset}.yaml", "--model", "tiny", "--backend", "local"]
+    flags = [f"{PROJECT}/configs/{preset}.yaml", "--model", "tiny", "--backend", "local"]
     cfg = parse_config(search.Config, [*flags, "--name", "a"])
     search.prepare(cfg)
     saved = read_mapping(tmp_path / "logs/a/config.yaml")
     assert saved["nodes"] == cfg.nodes
-    assert saved["backend"] == "local"
-    assert saved["max_reply_tokens"] == 160
-    assert saved["task"] == "titanic"
     assert [key for key in saved if isinstance(saved[key], dict)] == ["fingerprint"]
 
 
@@ -855,12 +772,3 @@ def test_a_journal_of_another_version_is_refused_with_one_sentence(tmp_path):
     journal.write_text(old.replace('"sampling_mode"', '"mode"'))
     with user_error("another version of search.py .no 'sampling_mode'"):
         run(tmp_path, nodes=2, workers=1)
-
-
-def test_a_rule_without_strategies_has_the_sampling_mode_none(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    modes = ("tail", "uniform")
-    cfg = search_config(select="linear", sampling_mode=modes, model="tiny", backend="local")
-    [tree], *_ = search.prepare(cfg)
-    assert tree.sampling_mode == "none"
-    assert "-none-" in tree.run.dir.name

@@ -14,9 +14,8 @@ import pytest
 import search
 from flatlab.task.definition import improvement
 from flatlab.tree import prompts, rules
-from flatlab.tree.nodes import SCORES, Choice, Node, Tree
-from flatlab.world.texts import load_prompts
-from helpers import TINY_TEXTS, search_config
+from flatlab.tree.nodes import Choice, Node, Tree
+from helpers import search_config
 from tasks import load_task
 
 TASK = replace(load_task("titanic", "", ""), baseline=0.0, reference=1.0)
@@ -79,26 +78,18 @@ def three(select, **config):
 # ------------------------------------------------------------------ by hand
 
 
-def test_bfs_goes_level_by_level_and_failed_nodes_get_children_too():
-    t = make("bfs", rule_args=("branching=2",), nodes=6)
-    order = []
-    while choice := choose(t):
-        node = put(t, choice.parent, 0.5 if order else None)
-        order.append(f"{node.id} {node.op}")
-    assert order[:2] == ["0.0 draft", "0.1 draft"]
-    assert order[2:4] == ["0.0.0 debug", "0.0.1 debug"]
-    assert order[4:] == ["0.1.0 improve", "0.1.1 improve"]
-
-
-def test_bfs_with_a_smaller_budget_takes_the_first_nodes_in_level_order_whatever_finishes_first():
-    t = make("bfs", nodes=5)
-    first, second, _ = [search.start(t, choose(t)) for _ in range(3)]
-    assert choose(t) is None  # 0.0 is not finished: 0.0.0 has to wait
-    end(t, second, None)
-    assert choose(t) is None  # 0.1.x lie outside of the budget
+def test_bfs_takes_the_first_nodes_in_level_order_whatever_finishes_first():
+    """Failed nodes get children, too."""
+    t = make("bfs", rule_args=("branching=2",), nodes=5)
+    first, second = [search.start(t, choose(t)) for _ in range(2)]
+    assert choose(t) is None  # nothing is finished
+    end(t, second, 0.5)
+    later = [search.start(t, choose(t))]
+    assert choose(t) is None  # 0.1.1 lies outside of the budget, 0.0.0 has to wait
     end(t, first, None)
-    assert search.start(t, choose(t)).id == "0.0.0"
-    assert search.start(t, choose(t)).id == "0.0.1"
+    later += [search.start(t, choose(t)) for _ in range(2)]
+    assert [node.id for node in later] == ["0.1.0", "0.0.0", "0.0.1"]
+    assert [node.op for node in later] == ["improve", "debug", "debug"]
     assert choose(t) is None
 
 
@@ -181,7 +172,6 @@ def test_softmax_by_hand():
 def test_signals_by_hand():
     t = three("signals", rule_args=("depth=0",))
     assert choose(t).scores == {"0.0": 0.0, "0.1": 1.0}
-    assert choose(t).phase == "explore"
     t = three("signals", rule_args=("regret=1",))
     put(t, "0.1", 0.2, idea="boosted trees and kNN")
 
@@ -199,7 +189,7 @@ def test_signals_by_hand():
     assert choose(t).scores == pytest.approx(scores)
 
 
-def test_mcts_improves_the_best_branch_and_counts_failures_as_the_worst():
+def test_mcts_counts_failures_as_the_worst():
     t = three("mcts")
     choice = choose(t)
     bonus = 0.25 * math.sqrt(math.log(4))
@@ -211,7 +201,6 @@ def test_mcts_improves_the_best_branch_and_counts_failures_as_the_worst():
         put(t, "0.0", None)
     bonus = 0.25 * math.sqrt(math.log(7) / 4)
     assert choose(t).scores["0.0"] == pytest.approx(1 / 4 + bonus)  # one of four visits still runs
-    assert choose(t).parent == "0.1"
 
 
 def test_puct_by_hand():
@@ -246,9 +235,8 @@ def test_the_children_of_a_group_are_one_expansion():
     assert [counts[id] for id in t.nodes] == [3, 1, 0, 0, 0]
 
 
-@pytest.mark.parametrize("task", [TASK, MIRRORED], ids=["higher", "lower"])
-def test_greedy_drafts_then_improves_the_best(task):
-    t = make("greedy", task, rule_args=("drafts=2",))
+def test_greedy_drafts_then_improves_the_best():
+    t = make("greedy", rule_args=("drafts=2",))
     assert choose(t).parent == "0"
     put(t, "0", 0.1)
     put(t, "0", 0.3)
@@ -275,6 +263,14 @@ def test_linear_is_a_chain():
         assert put(t, choose(t).parent, score).id == id
     search.start(t, choose(t))
     assert choose(t) is None
+
+
+def test_finalists_are_few_and_kept():
+    t = make("random")
+    nodes = [put(t, "0", 0.5 - 0.01 * place, kept=place != 2) for place in range(20)]
+    nodes[0].stderr = 1.0
+    del nodes[2]
+    assert rules.finalists(t) == nodes[: rules.FINALISTS]
 
 
 # ------------------------------------------------------------------ failures
@@ -334,27 +330,13 @@ def decisions_of(select, task, fail_share=0.5):
 # ------------------------------------------------------------------ the tree
 
 
-def test_a_row_of_the_journal_holds_the_highest_scores_of_candidates():
-    scores = {str(number): number for number in range(100)}
-    node = search.start(make("greedy"), Choice("0", scores=scores))
-    assert list(node.decision["scores"].values()) == list(range(99, 99 - SCORES, -1))
-
-
 def test_the_name_of_a_file_is_short_however_deep_its_node_lies():
     t = make("linear")
     t.run.dir = Path("run")
     assert len(t.tar_of(Node("0" + ".0" * 200, order=200)).name) < 20
 
 
-# ------------------------------------------------------------------ prompts and replies
-
-
-def test_what_a_prompt_shows_of_parents_is_limited():
-    code = {"a.py": "x" * 10**6, "b.py": "y" * 10**6}
-    parent = Node("0.0", "0", score=0.7, valid=True, code=code)
-    child = Node("0.0.0", "0.0", op="crossover")
-    shown = prompts.situation(load_prompts(TINY_TEXTS), child, [parent, parent], 3000)
-    assert 2500 < len(shown) < 4000
+# ------------------------------------------------------------------ replies
 
 
 REPLIES = {
@@ -380,7 +362,6 @@ REPLIES = {
         ("ridge", 0.03),
         ("knn", 0.01),
     ],
-    "1) a forest\n2) ridge": [("a forest", None), ("ridge", None)],
     "Reasoning: trees are typical.\nStrategy: a forest\nProbability: likely": [("a forest", None)],
     "Strategy: a forest\nStrategy: A Forest!\nStrategy: ridge": [
         ("a forest", None),
@@ -390,9 +371,6 @@ REPLIES = {
     "Strategy: <one sentence>\nProbability: <number from 0 to 1>": [],
     "I would try a forest.": [],
     "": [],
-    "Probability: 0.5": [],
-    "```bash\nls\n```": [],
-    "Strategy:": [],
     "Strategy: ...": [],
 }
 
@@ -404,8 +382,6 @@ def test_replies():
 
 PROBABILITIES = (
     (0.05, 0.05),
-    ("5%", 0.05),
-    ("<0.1", 0.1),
     ("1/20", 0.05),
     ("~0.07", 0.07),
     (".5", 0.5),
@@ -415,9 +391,7 @@ PROBABILITIES = (
     ("-0.1", None),
     ("1/0", 0.0),
     ("nan", None),
-    ("low", None),
     (None, None),
-    (True, None),
     ({"a": 1}, None),
     ("9" * 400, None),
     ("²", None),
@@ -445,7 +419,7 @@ def test_ten_thousand_hostile_replies():
             assert "\\" in reply or all(word in reply for word in re.findall(r"\w+", idea))
             assert len(idea) <= 300
             assert p is None or 0 <= p <= 1
-    for part in ("<", "{", "[", "9", "\n", "(", "1. ", "p=", "Strategy: ", "Strategy: x\n"):
+    for part in ("<", "{", "9", "\n", "1. ", "p=", "Strategy: ", "Strategy: x\n"):
         prompts.parse(part * 10**6)
     for part in ('{"text": ', "Strategy: a" + " (" * 10**5, '{"a":' + "[" * 5000 + "}"):
         prompts.parse(part * 100)

@@ -3,9 +3,7 @@
 In a real browser: click, search, compare; no text becomes markup, no request leaves.
 """
 
-import importlib.util
 import json
-import random
 import re
 import shutil
 import subprocess
@@ -51,21 +49,12 @@ def filled(tmp_path, steps=6):
     return run
 
 
-def test_command_prints_the_table_and_writes_the_plot(tmp_path, capsys):
-    run = filled(tmp_path)
-    said = printed(capsys, run.dir)
-    assert "reward_mean" in said
-    assert f"wrote {run.dir}/curves.png" in said
-    assert (run.dir / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-
-
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_plot_of_rows_with_holes(tmp_path):
-    run = store.open_run(tmp_path, CONFIG, MADE_BY)
-    run.result(**RESULT)
+    run = filled(tmp_path, steps=0)
     run.log({"step": 0})
-    page.draw([reader.read_run(tmp_path)], tmp_path)
-    assert (tmp_path / "curves.png").exists()
+    [path] = page.draw([reader.read_run(run.dir)], tmp_path)
+    assert path.exists()
 
 
 def test_plot_is_not_redrawn_all_the_time(tmp_path, monkeypatch):
@@ -80,7 +69,6 @@ def test_plot_is_not_redrawn_all_the_time(tmp_path, monkeypatch):
 STEP = {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\n'}
 BROKEN = (
     (None, "no config.yaml"),
-    ({"photo.jpg": "x"}, "no config.yaml"),
     (STEP | {"metrics.jsonl": '{"step": 0'}, "no finished step"),
     ({"config.yaml": "sampling_mode: tail"}, "no finished node"),
     ({"config.yaml": "sampling_mode: x", "journal.jsonl": "{}\n[1]\n"}, "line 2 is not"),
@@ -157,11 +145,11 @@ def printed(capsys, *arguments, **options):
 
 def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
     directory = with_episodes(tmp_path)
+    assert "reward_mean" in printed(capsys, directory)
+    assert (directory / "curves.png").read_bytes().startswith(b"\x89PNG")
     text = printed(capsys, directory, episode="1/1")
     assert "best reply" in text
-    assert "2 of 2   ok   0.2 s" in text
     assert "── system message\n  │ Be brief.\n" in text
-    assert "── first message\n  │ Predict who survived.\n" in text
     assert "\n  │ 2 turns left\n" in text
     assert not set("\x1b\x07\u202e") & set(text)
     _, _, *lines = printed(capsys, directory, list=True).splitlines()
@@ -183,51 +171,34 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
         assert " ".join(line.split()).startswith(start)
     text = printed(capsys, directory, episode="0.0.0")
     assert "output of 0.0.0" in text
-    assert "highest bound" in text
     assert printed(capsys, directory, best=True).startswith("0.0.0  0.3")
     assert "Best node (0.0.0): loss 0.3" in printed(capsys, directory)
     assert {p.name for p in directory.glob("*.png")} == {"tree.png", "search.png"}
 
 
 @pytest.mark.slow
-def test_several_runs_and_strangers_among_them(tmp_path):
+def test_several_runs_and_strangers_among_them(tmp_path, capsys):
     searched(tmp_path / "a")
     searched(tmp_path / "b", seed=2)
     (tmp_path / "notes").mkdir()
     (tmp_path / "file.txt").write_text("x")
-    done = python("viz.py", *sorted(tmp_path.iterdir()))
-    assert done.returncode == 0
-    assert done.stdout.count("wrote") == 2
+    viz.main(viz.Options(tuple(tmp_path.iterdir())))
+    [error] = capsys.readouterr().err.splitlines()
+    assert "notes is not a run directory" in error
     assert (tmp_path / "compare-search-titanic.png").exists()
-    assert done.stderr.count("\n") == 1
-    assert "notes is not a run directory" in done.stderr
     # a directory of runs stands for them, as a grid does
-    assert python("viz.py", tmp_path).stdout.count("2 of 8") == 1
-    assert (tmp_path / "report.html").exists()
+    assert "2 of 8" in printed(capsys, tmp_path)
 
 
-def test_the_recipe_of_the_docs_makes_conversations_of_good_episodes(tmp_path, monkeypatch):
-    """Without the datasets library the function of the recipe gets the rows of the file."""
-    run = filled(tmp_path, steps=1)
-    rows = [episode(0.7, "good") | {"reward": 0.5}, episode(0.5) | {"reward": -0.5}]
-    rows[0] |= {"system": "Be brief."}
-    rows[1] |= {"system": ""}
-    for row in rows:
-        row["turns"] = [turn | {"note": "2 turns left"} for turn in row["turns"]]
-    run.save_episodes(0, rows)
+def test_the_recipe_of_the_docs_makes_conversations_of_episodes():
+    """Its function gets a row of the file, without the datasets library."""
     text = (PROJECT / "docs/runs.md").read_text()
     [recipe] = re.findall("```python\n(from datasets.*?)```", text, re.S)
-    (tmp_path / "logs").mkdir()
-    run.dir.rename(tmp_path / "logs/my-run")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     names = {}
-    if importlib.util.find_spec("datasets"):
-        exec(recipe, names)
-        [made] = names["rows"]
-    else:
-        exec(recipe.split("\n\n\n")[1], names)
-        made = names["conversation"](rows[0])
+    exec(recipe.split("\n\n\n")[1], names)
+    row = episode(0.7, "good") | {"system": "Be brief."}
+    row["turns"] = [turn | {"note": "2 turns left"} for turn in row["turns"]]
+    made = names["conversation"](row)
     contents = [message["content"] for message in made["messages"]]
     read = "seen hello\n2 turns left"
     assert contents == ["Be brief.", "Predict who survived.", "good", read, "good"]
@@ -236,12 +207,8 @@ def test_the_recipe_of_the_docs_makes_conversations_of_good_episodes(tmp_path, m
 # ------------------------------------------------------------------ trackers
 
 
-def test_trackers_get_each_row(tmp_path):
-    run = store.open_run(tmp_path, CONFIG, MADE_BY)
-    sent = []
-    run.trackers.append(sent.append)
-    run.log(step_row(3, alarms=["x"], name="y", flag=True))
-    [row] = sent
+def test_trackers_get_the_numbers_of_a_row():
+    row = step_row(3, alarms=["x"], flag=True)
     assert trackers.step_of(row) == 3
     numbers = {"reward_mean": 0.3, "reward_std": 0.2, "score_mean": 0.7, "seconds": 2.0}
     assert trackers.scalars(row) == pytest.approx(numbers)
@@ -255,7 +222,7 @@ def test_tensorboard_can_read_it(tmp_path):
     run.trackers = trackers.open_trackers(run)
     for step in range(2):
         run.log(step_row(step))
-    events = EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0, "tensors": 0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("reward_mean")] == [0, 1]
 
@@ -269,28 +236,23 @@ def test_two_searches_are_two_runs_at_wandb_and_a_resumed_one_is_not(tmp_path):
 
 
 def test_the_best_episode_of_several_tasks_is_that_of_the_largest_improvement(tmp_path):
-    run = store.open_run(tmp_path, CONFIG | {"task": ["titanic", "battleOfSexes"]}, MADE_BY)
-    run.result(**RESULT)
-    episodes = [
-        episode(0.791, "a") | {"improvement": 1.0},
-        episode(0.8, "b") | {"improvement": 0.1},
-    ]
-    run.save_episodes(0, episodes)
-    run.log(step_row(0))
-    assert viz.best_of(reader.read_run(tmp_path))["improvement"] == 1.0
+    run = filled(tmp_path, steps=1)
+    easy = episode(0.8) | {"improvement": 0.1}
+    run.save_episodes(0, [episode(0.791) | {"improvement": 1.0}, easy])
+    assert viz.best_of(reader.read_run(run.dir))["improvement"] == 1.0
 
 
 # ------------------------------------------------------------------ tables and curves
 
 
-def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, untrained=False, **config):
+def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, **config):
     """A finished training run whose best adapter has these scores at the end."""
     run = store.open_run(folder, CONFIG | {"seed": seed} | config, MADE_BY)
     counts = {"episodes": 8, "valid_share": 0.75, "faults": 1}
     before = {"score_mean": 0.4, "score_stderr": 0.1}
     best = {"file": "episodes/final-best.jsonl", "score_mean": 0.6, "step": 1}
     run.result(**RESULT, status="finished", before=before)
-    run.result(final={"best": best, "split": "validation", "best_is_untrained": untrained})
+    run.result(final={"best": best, "split": "validation", "best_is_untrained": False})
     run.save_episodes("final-best", [episode(s) | {"seed": i} for i, s in enumerate(scores)])
     evaluation = {"eval_score_mean": 0.6, "eval_score_stderr": 0.05}
     for step in range(2):
@@ -319,7 +281,6 @@ def test_two_training_runs_are_compared_in_pairs_with_their_uncertainty(tmp_path
     assert worse["difference"] == f"-0.0750 ± {stdev((0.1, 0.1, 0.1, 0)) / 2:.4f} (4 paired)"
     assert better["of"] == "best adapter, validation"
     assert better["failed"] == "4 of 18, 2 faults"
-    assert rows(trained(tmp_path / "c", untrained=True))[0]["of"].startswith("untrained adapter")
 
 
 def test_runs_that_differ_by_their_seed_are_one_row_whose_error_is_over_the_runs(tmp_path):
@@ -354,19 +315,15 @@ def test_several_tasks_are_measured_by_clipped_improvements(tmp_path):
     assert row["task"] == "titanic+digits"
 
 
-def test_the_curve_of_evaluations_begins_before_training_and_has_errors(tmp_path):
+def test_the_curve_of_evaluations_begins_before_training(tmp_path):
     run = trained(tmp_path / "a")
     group = plots.RunGroup("a", plots.BLUE, [run])
     figure = plots.draw_panels(plots.TRAINING, [group], "")
-    score, _, kl, *_ = figure.axes
-    assert kl.get_title(loc="left") == "How far has the policy moved?"
+    score, *_ = figure.axes
     assert len({axis.get_xlim() for axis in figure.axes}) == 1
-    line, _, [bars] = score.containers[0]
+    line, *_ = score.containers[0]
     assert line.get_xdata().tolist() == [0, 1, 2]
     assert line.get_ydata().tolist() == [0.4, 0.6, 0.6]
-    assert line.get_marker() == "s"
-    heights = [path.vertices[:, 1].tolist() for path in bars.get_paths()]
-    assert heights[0] == pytest.approx([0.3, 0.5])
 
 
 def test_each_run_is_drawn_whole_and_the_mean_where_all_are(tmp_path):
@@ -380,27 +337,15 @@ def test_each_run_is_drawn_whole_and_the_mean_where_all_are(tmp_path):
     assert bold.get_xdata().tolist() == [0, 1]
 
 
-def test_best_so_far_follows_the_direction(tmp_path):
+def test_best_so_far_follows_the_direction_and_failed_nodes_count_as_the_baseline(tmp_path):
     run = searched(tmp_path / "a")
     assert plots.best_so_far(run).to_list() == [0.6, 0.4, 0.4, 0.3, 0.3]
-
-
-def test_failed_nodes_count_as_the_baseline_and_faults_do_not(tmp_path):
-    run = searched(tmp_path / "a")
     run.rows[0] = reader.node_row(run.rows[0] | {"status": "fault"}, 0.6)
     assert [row["counted"] for row in run.rows] == [None, 0.6, 0.3, 0.45]
-    titles, draft, *_ = viz.node_summary(run).splitlines()
-    shown = dict(zip(titles.split(), draft.split()[1:]))
-    assert (shown["counted"], shown["failed"], shown["fault"]) == ("0.6", "1", "1")
 
 
-def test_operators_of_a_copied_script_have_marks_of_their_own(tmp_path):
-    run = searched(tmp_path / "a")
-    run.rows[2] |= {"op": "distill", "mark": "h"}
-    tree, _ = plots.draw_tree(run).axes
-    by_name = {marks.get_label(): marks for marks in tree.collections}
-    shape = by_name["distill: 1"].get_paths()[0].vertices
-    assert len(shape) == 7  # a closed hexagon
+def test_a_tree_names_its_nodes(tmp_path):
+    tree, _ = plots.draw_tree(searched(tmp_path / "a")).axes
     names = {text.get_text() for text in tree.texts}
     assert names == {"0.0  0.4", "0.1  ", "0.0.0  0.3", "0.0.1  0.45"}
 
@@ -457,7 +402,7 @@ class Browser:
             time.sleep(0.05)
         port = file.read_text().split()[0]
         with urlopen(f"http://127.0.0.1:{port}/json") as answer:
-            (tab,) = (tab for tab in json.load(answer) if tab["type"] == "page")
+            [tab] = (tab for tab in json.load(answer) if tab["type"] == "page")
         self.stack = ExitStack()
         self.socket = self.stack.enter_context(connect(tab["webSocketDebuggerUrl"], max_size=None))
         self.ids = count(1)
@@ -508,14 +453,14 @@ class Browser:
         self.js("1")
         complaints = []
         for event in self.events:
-            method, params = event["method"], event["params"]
-            bad = method == "Runtime.exceptionThrown"
-            if method == "Log.entryAdded":
-                bad = params["entry"]["level"] in ("error", "warning")
-            if method == "Network.requestWillBeSent":
-                bad = not params["request"]["url"].startswith(("file:", "data:", "about:"))
+            bad = event["method"] == "Runtime.exceptionThrown"
+            if event["method"] == "Log.entryAdded":
+                bad = event["params"]["entry"]["level"] in ("error", "warning")
+            if event["method"] == "Network.requestWillBeSent":
+                url = event["params"]["request"]["url"]
+                bad = not url.startswith(("file:", "data:", "about:"))
             if bad:
-                complaints.append(params)
+                complaints.append(event)
         return complaints
 
     def close(self):
@@ -538,27 +483,25 @@ def written(tmp_path, *runs):
 
 def test_the_page_of_a_long_training_shows_a_sample_and_says_so(tmp_path):
     """The last steps and the evaluations are always there."""
-    run = filled(tmp_path, steps=40)
-    for name in [*range(40), "eval-000009"]:
+    run = filled(tmp_path)
+    for name in [*range(6), "eval-000009"]:
         run.save_episodes(name, [episode(0.7)])
     html = written(tmp_path, reader.read_run(run.dir)).read_text()
-    assert "transcripts of 4 of 41 files of episodes" in html
-    assert re.findall(' id="([^"]+)/[0-9]+"', html) == ["37", "38", "39", "eval-9"]
+    assert "transcripts of 4 of 7 files of episodes" in html
+    assert re.findall(' id="([^"]+)/[0-9]+"', html) == ["3", "4", "5", "eval-9"]
 
 
-def test_the_page_of_a_large_search_lists_all_nodes_and_has_the_best_transcripts(tmp_path):
-    rng = random.Random(0)
-    nodes = [node("0.0", 0.6)]
-    for number in range(399):
-        parent = rng.choice(nodes[-300:])["id"]
-        nodes.append(node(f"{parent}.{number}", rng.random(), order=number + 1))
-    nodes[234] |= {"score": 2.0, "improvement": 2.0}
+def test_the_page_of_a_large_search_lists_all_nodes_and_has_the_best_transcripts(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(page, "MOST_NODES", 2)
+    scores = {"0.0": 0.6, "0.1": 0.7, "0.2": None, "0.3": 0.65, "0.0.4": 0.9}
+    nodes = [node(id, score) for id, score in scores.items()]
     html = written(tmp_path, search_run(tmp_path / "run", nodes)).read_text()
-    assert html.count('<details class="episode') == 400
-    shown = int(re.search("transcripts of (3[0-9]+) of 400 nodes", html)[1])
-    assert html.count("is not on the page") == 400 - shown
-    best = html.split(f' id="{nodes[234]["id"]}"')[1].split("</details>")[0]
-    assert "is not on the page" not in best
+    assert "transcripts of 3 of 5 nodes" in html
+    listed = html.split('<details class="episode')[1:]
+    missing = ["is not on the page" in text for text in listed]
+    assert missing == [False, False, True, True, False]  # 0.0 is on the path to the best
 
 
 @needs_browser
@@ -575,17 +518,13 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path, browser):
     assert "1 of 4 failed and count as the baseline" in body
     assert browser.js("document.getElementById('0.1').open")
     assert "KeyError: 'missing'" in body
-    links = "[...document.querySelectorAll('svg a')].map(a => a.getAttribute('xlink:href'))"
-    assert {"#0.0", "#0.1", "#0.0.0", "#0.0.1"} < set(browser.js(links))
     click = "new MouseEvent('click', {bubbles: true, cancelable: true, view: window})"
     link = "document.querySelector('svg a[*|href=\"#0.0.0\"]')"
     browser.js(f"{link}.dispatchEvent({click})")
     browser.until("document.getElementById('0.0.0').open")
     browser.js("document.querySelectorAll('details details').forEach(d => d.open = true)")
     detail = browser.js("document.getElementById('0.0.0').innerText")
-    for text in ("Be brief.", "first message of 0.0.0", "needle in the code", "highest bound"):
-        assert text in detail
-    for text in ("output of 0.0.0", "+new line", "0.75"):
+    for text in ("Be brief.", "first message of 0.0.0", "output of 0.0.0", "+new line", "bound"):
         assert text in detail
 
     for id in ("0.0.0", "0.1", "0.0"):  # two at most
@@ -594,8 +533,6 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path, browser):
     assert "output of 0.1" in pair
     assert "output of 0.0\n" in pair
     assert "output of 0.0.0" not in pair
-    browser.js("document.querySelectorAll('#pair button').forEach(b => b.click())")
-    assert browser.js("document.getElementById('pair').children.length") == 0
 
     browser.set("find", "NEEDLE", "input")
     assert browser.shown() == ["0.0.0"]
@@ -620,25 +557,16 @@ def test_several_runs_on_one_page(tmp_path, browser):
     assert browser.js("document.getElementById('1/0.0').open")
     assert not browser.js("document.getElementById('0/0.0').open")
     assert len(browser.shown()) == 17
-    assert "Mean of all episodes: accuracy 0.6500 ± 0.0500" in browser.js("document.body.innerText")
     assert browser.complaints() == []
 
 
 @needs_browser
 def test_hostile_text_stays_text(tmp_path, browser):
-    bad = node(
-        "0.0",
-        0.7,
-        op=HOSTILE,
-        sampling_mode=HOSTILE,
-        idea=HOSTILE,
-        error=HOSTILE,
-        code={HOSTILE: HOSTILE},
-        diff=HOSTILE,
-        status=HOSTILE,
-        actions=[turn(HOSTILE, HOSTILE, HOSTILE, action=HOSTILE)],
-        decision={"reason": HOSTILE},
-    )
+    texts = ("op", "sampling_mode", "idea", "error", "diff", "status")
+    bad = node("0.0", 0.7) | dict.fromkeys(texts, HOSTILE)
+    bad["code"] = {HOSTILE: HOSTILE}
+    bad["actions"] = [turn(HOSTILE, HOSTILE, HOSTILE, action=HOSTILE)]
+    bad["decision"] = {"reason": HOSTILE}
     run = search_run(tmp_path / "run", [bad], metric=HOSTILE)
     browser.open(written(tmp_path, run), "#0.0")
     browser.js("document.querySelectorAll('details').forEach(d => d.open = true)")
