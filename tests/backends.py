@@ -14,8 +14,6 @@ from flatlab.sandbox import docker
 from flatlab.sandbox.backend import IMAGE
 from flatlab.sandbox.client import Sandbox
 
-ALL_BACKENDS = "FLATLAB_ALL_BACKENDS"  # environment variable, set by conftest.py
-
 
 @cache
 def missing(backend):
@@ -31,7 +29,7 @@ def missing(backend):
 
 def backends(*kinds):
     """Test parameters: the first of these backends that works here, or all with --all-backends."""
-    if not os.environ.get(ALL_BACKENDS):
+    if not os.environ.get("FLATLAB_ALL_BACKENDS"):  # set by conftest.py
         working = (kind for kind in kinds if not missing(kind))
         kinds = [next(working, kinds[0])]
     parameters = []

@@ -21,10 +21,12 @@ from backends import ISOLATED, containers_of, missing, needs_docker
 from competition import ROWS, make_competition
 from env import Env
 from flatlab.errors import SandboxFault
+from flatlab.files import read_rows
 from flatlab.sandbox.images import foreign_image
 from flatlab.task.definition import clipped_improvement, improvement
 from helpers import (
     AGENT_TEXTS,
+    LOCAL,
     PROJECT,
     FakePolicy,
     block,
@@ -58,7 +60,6 @@ def said(world, text):
 @needs_docker
 def test_an_episode_in_a_folder():
     task = load_task(str(FOLDER))
-    assert task.prompt.startswith("Write the sorted words")
     assert "canary" not in task.prompt
     assert (task.splits, task.source, task.needs_network) == (("test",), "harbor", False)
     with Env(task, "docker") as world:
@@ -103,17 +104,8 @@ def test_what_the_agent_puts_beside_the_tests_is_not_there(folder):
         world.reset()
         said(world, "mkdir -p .flatlab/tests; touch .flatlab/tests/mine .flatlab/mine")
         assert world.score().value == 0.25
-
-
-@needs_docker
-def test_tests_that_write_no_reward(folder):
-    (folder / "tests/test.sh").write_text("echo secret; exit 1\n")
-    with Env(load_task(str(folder)), "docker") as world:
-        world.reset()
-        said(world, "touch new")
-        score = world.score()
-    assert not score.valid
-    assert score.message == "The tests wrote no reward."
+        said(world, "touch mine")
+        assert world.score().message == "The tests wrote no reward."
 
 
 def test_what_cannot_be_given_is_one_sentence(folder):
@@ -125,9 +117,7 @@ def test_what_cannot_be_given_is_one_sentence(folder):
         ("[[environment.mcp_servers]]\nname = 'a'", f"{lacks}{mcp}"),
         ("tpu = {type = 'v4', topology = '2x2'}", rf"{lacks}environment\.tpu"),
         ("memory_mb = 65536", f"{lacks}more than 4096 MB"),
-        ("memory = '8G'", f"{lacks}more than 4096 MB"),
         ("memory = 'much'", r"environment\.memory in task\.toml must be a number, not much"),
-        ("[verifier.environment]\ncpus = 1", rf"{lacks}verifier\.environment"),
         ("memory_mb", "cannot be read as a Harbor task"),
     ):
         (folder / "task.toml").write_text(settings + more)
@@ -146,16 +136,12 @@ def test_images_that_cannot_be_built(tmp_path):
     (tmp_path / "Dockerfile").write_text("FROM scratch\nWORKDIR /app\n")
     with user_error("which must have python3, bash and tar"):
         foreign_image(tmp_path, "bare")
-    (tmp_path / "Dockerfile").write_text("FROM aigym/mlgym-agent:latest\n")
-    with user_error("has no working directory"):
-        foreign_image(tmp_path, "rootless")
     with user_error("has no image absent:1; get it with `docker pull"):
         foreign_image(tmp_path, "named", "absent:1")
 
 
-@pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_tests_in_the_folder_of_the_image_are_refused(folder, link):
-    link(folder / "tests/test.sh", folder / "environment/copy.sh")
+def test_tests_in_the_folder_of_the_image_are_refused(folder):
+    os.link(folder / "tests/test.sh", folder / "environment/copy.sh")
     with user_error("test.sh is hidden, so it cannot be a public file, too"):
         load_task(str(folder))
 
@@ -187,12 +173,6 @@ def act(world, action, **params):
     return world.step(json.dumps({"action": action, "params": params}))
 
 
-def history(world):
-    """ "action status score" of each row of the history."""
-    rows = map(json.loads, act(world, "get_history").observation.split("\n"))
-    return [f"{row['action']} {row['status']} {row['score']}" for row in rows]
-
-
 def writes(value):
     return (
         f"with open('submission.csv', 'w') as f:\n    f.write('id,y\\n' + "
@@ -206,7 +186,6 @@ REPLIES = [
     ('<think>{"action": "reset"}</think>{"action": "x"}', {"action": "x"}),
     ('{"action": "x", "params": {"code": "a\nb"}}', {"action": "x", "code": "a\nb"}),
     ('<think>I could say\n```json\n{"action": "reset"}\n```\nbut', None),
-    ('<think>{"action": "reset"}', None),
     ('```json\n{"action": "reset"}\n```\n```json\n{"action": "reset"}\n```', None),
     ("{" * 100_000, None),
     ('{"action": "reset", "params": 7}', None),
@@ -220,8 +199,6 @@ def test_replies():
 
 
 def test_request_info(world):
-    assert "execute_code" in world.prompt()
-
     def info(**params):
         return act(world, "request_info", **params).observation
 
@@ -231,9 +208,7 @@ def test_request_info(world):
     assert f"data_path:\n{world.sandbox.workspace}/data\n" in info(info_type="all")
     assert "private" not in info(info_type="all")
     assert act(world, "request_info", info_type="answers").status == "rejected"
-    step = act(world, "delete_everything")
-    assert step.status == "rejected"
-    assert "there are request_info, validate_code" in step.observation
+    assert act(world, "delete_everything").status == "rejected"
 
 
 def test_code_is_run_and_scored_with_its_place(world):
@@ -242,28 +217,18 @@ def test_code_is_run_and_scored_with_its_place(world):
     assert world.score().message.startswith("no submission")  # only tried
     step = act(world, "execute_code", code=writes("i + 3"))
     assert step.status == "validate"
-    assert step.score.value == 3
-    assert step.score.position == 0.75  # third of four, first of two
-    for text in ("validation score: 3.0000", "\nposition: 0.7500", "best so far: 3.0000"):
-        assert text in step.observation
-    assert world.score("test").position == 0.75
+    assert (step.score.value, step.score.position) == (3, 0.75)  # third of four, first of two
+    assert "\nposition: 0.7500" in step.observation
     step = act(world, "execute_code", code=writes("i + 9"))
     assert (step.score.value, step.score.position) == (9, 0)
     assert "best so far: 3.0000" in step.observation
     act(world, "validate_code", code=writes("i"))  # what was submitted comes back
     assert "\nposition: 0.0000" in do(world, "validate").observation
     step = act(world, "execute_code", code="print(open('submission.csv').read())")
-    assert step.status == "error"
     assert "FileNotFoundError" in step.observation
     assert world.score().value == 9
-    assert history(world) == [
-        "validate_code ok None",
-        "execute_code validate 3.0",
-        "execute_code validate 9.0",
-        "validate_code ok None",
-        "validate validate 9.0",
-        "execute_code error None",
-    ]
+    rows = map(json.loads, act(world, "get_history").observation.split("\n"))
+    assert [row["score"] for row in rows] == [None, 3, 9, None, 9, None]
     assert "Predict y." in act(world, "reset").observation
     assert act(world, "get_history").observation == "Nothing was run yet."
     assert world.score().message.startswith("no submission")
@@ -333,9 +298,7 @@ def is_alive(process):
 class VfEval:
     """A running `vf-eval @ eval.toml`. It remembers all processes that it started."""
 
-    def __init__(self, folder: Path, url: str, rollouts: int, *flags, **options):
-        for name, value in options.items():
-            flags += (f"--env.agent.harness.{name}", value)
+    def __init__(self, folder: Path, url: str, rollouts: int, *flags):
         command = [f"{VENV}/bin/vf-eval", "@", CONFIG, "--client.base-url", url, "--model", "m"]
         command += ["--num-rollouts", rollouts, "--no-rich", "-o", folder, "--run.name", "run"]
         self.log = folder / "vf-eval.log"
@@ -343,7 +306,7 @@ class VfEval:
             self.process = subprocess.Popen(
                 [str(part) for part in (*command, *flags)], cwd=folder, stdout=log, stderr=log
             )
-        self.traces = folder / "run/traces.jsonl"
+        self.folder = folder
         self.started = set()
 
     def wait(self, done=lambda: False, seconds=400) -> int | None:
@@ -358,17 +321,14 @@ class VfEval:
 
     def episodes(self) -> list[dict]:
         """The trace of each episode of a finished run that left no sandbox behind."""
-        self.nothing_is_left()
-        lines = self.traces.read_text().splitlines()
-        return [json.loads(line)["traces"][0] for line in lines]
+        assert not self.sandboxes()
+        rows = read_rows(self.folder / "run/traces.jsonl")
+        return [row["traces"][0] for row in rows]
 
     def sandboxes(self) -> list:
         """The containers, or else the processes, of the episodes that run now."""
         running = list(filter(is_alive, self.started))
         return containers_of(self.process.pid) or running
-
-    def nothing_is_left(self):
-        assert not self.sandboxes()
 
 
 @pytest.mark.slow
@@ -384,7 +344,7 @@ def test_rewards_are_those_of_our_own_episodes(tmp_path):
         return EVERYBODY_DIES if len(asked) % 2 else block("ls")
 
     with replying(answer) as url:
-        run = VfEval(tmp_path, url, 4, **{"episode.max-turns": 2})
+        run = VfEval(tmp_path, url, 4, "--env.agent.harness.episode.max-turns", 2)
         assert run.wait() == 0, run.log.read_text()[-3000:]
     task = load_task("titanic")
     policy = FakePolicy(EVERYBODY_DIES, block("submit"))
@@ -422,7 +382,6 @@ def test_what_was_done_before_a_limit_of_verifiers_counts(tmp_path, flags, then,
     assert trace["ok"]
     assert trace["stop_condition"] == stopped_by
     assert trace["metrics"]["valid"] == 1
-    assert trace["info"]["score"]["value"] > 0.5
     agent = trace["timing"]["agent"]
     assert agent["end"] - agent["start"] < 30
 
@@ -446,7 +405,7 @@ def test_ctrl_c_leaves_no_sandbox(tmp_path):
         assert run.wait(lambda: len(asked) == 4 and run.sandboxes()) is None
         run.process.send_signal(signal.SIGINT)
         assert run.wait(seconds=60) == 130, run.log.read_text()[-3000:]
-    run.nothing_is_left()
+    assert not run.sandboxes()
 
 
 @pytest.mark.slow
@@ -455,7 +414,7 @@ def test_ctrl_c_leaves_no_sandbox(tmp_path):
 def test_a_broken_sandbox_is_replaced_once_and_then_an_error(tmp_path):
     asked = []
     with replying(asleep(asked)) as url:
-        run = VfEval(tmp_path, url, 1, **{"sandbox.backend": "local"})
+        run = VfEval(tmp_path, url, 1, "--env.agent.harness.sandbox.backend", LOCAL)
         for _ in range(2):
             assert run.wait(lambda: asked and run.sandboxes()) is None
             asked.clear()
@@ -465,7 +424,6 @@ def test_a_broken_sandbox_is_replaced_once_and_then_an_error(tmp_path):
     (trace,) = run.episodes()
     assert not trace["ok"]
     assert trace["stop_condition"] == "sandbox_error"
-    assert [error["type"] for error in trace["errors"]] == ["SandboxError"] * 2
     assert trace["metrics"]["faults"] == 2
     assert not any(trace["rewards"].values())
 
@@ -480,16 +438,13 @@ def test_nothing_is_paid_for_or_uploaded(tmp_path):
         (path,) = (tmp_path / "dry").rglob("eval.json")
         config = json.loads(path.read_text())
         assert config["env"]["agent"]["runtime"]["type"] == "subprocess"
-        if source[0] == "@":
-            assert not config["push"]
-            assert "localhost" in config["client"]["base_url"]
+        assert source == ["flatlab-env"] or not config["push"]
 
 
 @pytest.mark.slow
 @has_verifiers
-@pytest.mark.parametrize("part", ["train", "eval"])
-def test_prime_rls_file_has_the_keys_of_our_package(part):
-    config = tomllib.loads((PROJECT / "configs/prime-rl.toml").read_text())
-    (source,) = config["orchestrator"][part]["source"]
+def test_prime_rls_file_has_the_keys_of_our_package():
+    config = tomllib.loads((PROJECT / "configs/prime-rl.toml").read_text())["orchestrator"]
     code = "import json, sys, verifiers.v1 as vf; vf.resolve_env_config(json.loads(sys.argv[1]))"
-    subprocess.run([f"{VENV}/bin/python", "-c", code, json.dumps(source["env"])], check=True)
+    for source in config["train"]["source"] + config["eval"]["source"]:
+        subprocess.run([f"{VENV}/bin/python", "-c", code, json.dumps(source["env"])], check=True)

@@ -7,7 +7,7 @@ import pytest
 
 from flatlab.model import endpoint
 from flatlab.view import reader
-from helpers import PROJECT, chat_server, completion, python, served, user_error
+from helpers import LOCAL, PROJECT, chat_server, completion, python, served, user_error
 from policy import TINY
 
 
@@ -47,61 +47,46 @@ def test_text_comes_back_and_is_counted():
         {"role": "user", "content": "what was printed"},
     ]
     assert len(model.encode("x" * 300)) == 100
-    assert model.decode(model.encode("any text")) == "any text"
     assert model.encode("user") != [1]  # text is never a turn
 
 
-def test_a_good_answer(server):
+def test_a_good_answer(server, monkeypatch):
     url, _, seen = server
     answer = ask(url, temperature=0.0, seed=7)
-    assert answer.text == "hello"
-    assert answer.stop_reason == "stop"
-    assert answer.reply_tokens == 2
+    assert (answer.text, answer.stop_reason, answer.reply_tokens) == ("hello", "stop", 2)
+    monkeypatch.setenv("OPENAI_API_KEY", "")
     ask(url)
     first, second = seen
-    assert first["temperature"] == 0.0
-    assert first["seed"] == 7
+    assert (first["temperature"], first["seed"], first["max_tokens"]) == (0.0, 7, 50)
     assert first["auth"] == "Bearer secret"
-    assert first["max_tokens"] == 50
     assert first["messages"] == [{"role": "user", "content": "hi <|im_end|> ünïcode"}]
-    assert second["temperature"] == 0.7
+    assert second["auth"] == "Bearer none"
     assert "seed" not in second
 
 
 def test_passing_failures_are_repeated_after_the_time_the_endpoint_asks_for(server):
     url, script, seen = server
-    script += [(429, {}, {"retry-after": "1"}), (503, b"busy", {"retry-after": "0.1"})]
+    script += [(429, {}, {"retry-after": "0.6"}), (503, b"busy", {"retry-after": "0.1"})]
     begin = time.monotonic()
     assert ask(url).text == "hello"
     assert len(seen) == 3
-    assert 1 <= time.monotonic() - begin < 6
+    assert 0.7 <= time.monotonic() - begin < 6
     script += [(502, b"away", {"retry-after": "0.01"})] * 3
     with user_error("refuses.*502, away"):
         ask(url, retries=2)
     assert len(seen) == 6
 
 
-def test_an_empty_key_is_none(server, monkeypatch):
-    url, _, seen = server
-    monkeypatch.setenv("OPENAI_API_KEY", "")
-    assert ask(url).text == "hello"
-    assert seen[0]["auth"] == "Bearer none"
-
-
-@pytest.mark.parametrize("status", [400, 401, 404, 422])
-def test_a_request_that_is_refused_is_not_repeated(server, status):
+def test_a_request_that_is_refused_is_not_repeated(server):
     url, script, seen = server
-    script.append((status, {"error": {"message": "no such thing"}}, {}))
-    with user_error(f"refuses.*{status}.*no such thing"):
-        ask(url)
-    assert len(seen) == 1
-
-
-def test_a_prompt_that_is_too_long_is_no_user_error(server):
-    url, script, _ = server
+    for status in (400, 401, 404, 422):
+        script.append((status, {"error": {"message": "no such thing"}}, {}))
+        with user_error(f"refuses.*{status}.*no such thing"):
+            ask(url)
     script.append((400, {"error": "This model's maximum context length is 8192 tokens"}, {}))
-    with pytest.raises(OverflowError):
+    with pytest.raises(OverflowError):  # no user error: it ends an episode
         ask(url)
+    assert len(seen) == 5
 
 
 def test_nonsense_is_no_answer_and_one_without_usage_is_counted_here(server):
@@ -128,11 +113,19 @@ def test_it_adapts_to_other_names_of_the_limit(server):
 def test_nobody_is_there(server):
     with user_error("does not answer"):
         ask("http://127.0.0.1:9/v1", retries=0)
-    start = time.monotonic()
     with user_error("--url http://127.0.0.1:9/v1 does not answer"):
         endpoint.check_url("http://127.0.0.1:9/v1")
-    assert time.monotonic() - start < 10
     endpoint.check_url(server[0])  # any HTTP status is an answer
+
+
+def test_a_search_asks_an_endpoint(server, tmp_path):
+    url, _, seen = server
+    flags = f"--url {url} --model m --task titanic --nodes 2 --max-turns 1 --name served"
+    done = python(PROJECT / "search.py", *flags.split(), "--backend", LOCAL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    run = reader.read_run(tmp_path / "logs/served")
+    assert [row["actions"][0]["reply"] for row in run.rows] == ["hello"] * 2
+    assert {body["model"] for body in seen} == {"m"}
 
 
 @pytest.fixture(scope="module")
@@ -188,40 +181,19 @@ def test_a_real_vllm_server(vllm_server):
 
 @pytest.mark.slow
 def test_the_server_applies_a_saved_adapter(vllm_server, adapter):
-    """Greedy replies are those of peft, with and without the adapter."""
+    """Its greedy reply is that of peft, and another one without the adapter."""
     from transformers import AutoTokenizer
 
     _, model = adapter
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     prompt = tokenizer.apply_chat_template(HI, add_generation_prompt=True, return_tensors="pt")
     length = prompt["input_ids"].shape[1]
-
-    def wanted():
-        said = model.generate(**prompt, do_sample=False, max_new_tokens=8)[0]
-        return tokenizer.decode(said[length:], skip_special_tokens=True)
+    said = model.generate(**prompt, do_sample=False, max_new_tokens=8)[0]
+    trained = tokenizer.decode(said[length:], skip_special_tokens=True)
 
     def greedy(name):
         model = endpoint.Endpoint(vllm_server, name, temperature=0.0)
         return asyncio.run(model.sample(model.render(HI), 8)).text
 
-    trained = wanted()
-    with model.disable_adapter():
-        base = wanted()
-    assert trained != base
     assert greedy("trained") == trained
-    assert greedy("m").strip() == base.strip()
-
-
-@pytest.mark.slow
-def test_search_uses_a_served_adapter(vllm_server, tmp_path):
-    command = f"search.py --url {vllm_server} --model trained --task titanic"
-    command += " --context 2048 --max-reply-tokens 160 --max-observation-tokens 256"
-    command += " --prompts configs/prompts/tiny.yaml"
-    command += " --nodes 2 --max-turns 2 --backend local --name served"
-    script, *flags = command.split()
-    done = python(PROJECT / script, *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    run = reader.read_run(tmp_path / "logs" / "served")
-    assert len(run.rows) == 2
-    assert run.status == "finished"
-    assert all(row["outcome"] != "fault" and row["actions"] for row in run.rows)
+    assert greedy("m") != trained

@@ -61,15 +61,9 @@ def running(box, marker):
 # ---- commands
 
 
-def test_exit_code_output_and_time(box):
+def test_exit_code_and_output_cwd_and_exported_variables(box):
     result = box.run("echo to stdout; echo to stderr >&2; exit 7", 10)
-    assert result.exit_code == 7
-    assert result.output == "to stdout\nto stderr\n"
-    assert not result.timed_out
-    assert box.run("true", 10).exit_code == 0
-
-
-def test_cwd_and_exported_variables_stay(box):
+    assert (result.exit_code, result.output) == (7, "to stdout\nto stderr\n")
     box.run(
         "mkdir -p 'a b'; cd 'a b'; export LINES='one\ntwo \"quoted\" $HOME'; NOT_EXPORTED=1", 10
     )
@@ -425,7 +419,6 @@ def test_put_and_get(box):
     binary = bytes(range(256)) * 5000
     box.put({"deep/er/file.bin": binary, "empty": b"", "script": PROJECT / "env.py"})
     assert box.get("deep/er/file.bin") == binary
-    assert box.get("empty") == b""
     assert box.get("script") == (PROJECT / "env.py").read_bytes()
     writes = "stat -c %U empty deep/er >/dev/null && touch deep/er/x && echo writable"
     assert out(box, f"echo more >> empty; cat empty; {writes}") == "more\nwritable"
@@ -608,8 +601,6 @@ commands = [
     "grep CapEff /proc/self/status",
     "unshare -Ur true",
     "ls {project}",
-    "setsid sleep 60 & cd /tmp; export A=1",
-    "echo $A; pwd",
 ]
 results = [box.run(command, 5) for command in commands]
 slow = box.run("setsid sleep 4321 & sleep 60", 0.3)
@@ -662,13 +653,12 @@ def test_namespaces_of_an_ordinary_user(ordinary):
         pytest.skip("ordinary users have no namespaces here")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    user, kills, reads, writes, caps, nested, project, _, state, slow, put, closed = said
+    user, kills, reads, writes, caps, nested, project, slow, put, closed = said
     assert user == [0, "1000"]
     assert kills[1].endswith("alive")
     for refused in (reads, writes, nested, project):
         assert refused[0]
     assert caps[1].split()[1] == "0" * 16
-    assert state == [0, "1\n/tmp"]
     assert put == [0, "x"]
     assert slow[0] == 1
     assert int(slow[1]) < 6
@@ -706,14 +696,12 @@ def test_auto_falls_back_only_to_complete_isolation(no_daemon):
     name, line = client.pick_backend("auto", IMAGE, False)
     assert name == "local"
     assert "all covered" in line
-    assert "No Docker daemon" in line
-    assert "\n" not in line
     client.pick_backend.cache_clear()
     kind = replace(kind, covers="half covered", is_complete=False)
     with user_error("half covered"):
         client.pick_backend("auto", IMAGE, False)
     assert client.pick_backend("auto", IMAGE, True)[0] == "local"
-    assert client.pick_backend("local", IMAGE, False) == ("local", "local, half covered")
+    assert client.pick_backend("local", IMAGE, False)[0] == "local"
 
 
 def test_an_unknown_kind_of_sandbox_is_refused():
@@ -734,9 +722,7 @@ def test_local_falls_back_to_landlock_and_says_what_is_missing(monkeypatch):
     refusing = {name: replace(client.BACKENDS[name], start=refuse) for name in client.LOCAL}
     monkeypatch.setitem(client.BACKENDS, "namespaces", refusing["namespaces"])
     client.local_kind.cache_clear()
-    kind = client.get_backend("local")
-    assert not kind.is_complete
-    assert "not covered" in kind.covers
+    assert not client.get_backend("local").is_complete
     monkeypatch.setitem(client.BACKENDS, "landlock", refusing["landlock"])
     client.local_kind.cache_clear()
     with user_error("cannot isolate"):
@@ -772,14 +758,11 @@ def test_docker_image_and_permission(monkeypatch):
 # ---- needs
 
 
-def test_needs_are_honoured_or_refused(tmp_path, monkeypatch):
+def test_needs_that_a_sandbox_cannot_meet_are_refused(tmp_path, monkeypatch):
     task = load_task("titanic")
-    resolve_backend(task, SandboxOptions("local"))
     online = replace(task, needs_network=True)
     with user_error("takes data from the network.*--network, or in Docker mount what it needs"):
         resolve_backend(online, SandboxOptions("local", hf_cache=str(tmp_path)))
-    resolve_backend(online, SandboxOptions("local", network=True))
-    resolve_backend(online, SandboxOptions("docker", hf_cache=str(tmp_path)))
     with user_error("no folder .*absent"):
         resolve_backend(online, SandboxOptions("docker", hf_cache=str(tmp_path / "absent")))
     with user_error("use --backend docker"):
@@ -797,17 +780,16 @@ CONNECT = (
 
 
 @pytest.mark.parametrize("backend", ISOLATED)
-def test_network_is_there_for_tasks_that_need_it_and_only_with_the_flag(backend):
+def test_network_is_there_for_tasks_that_need_it_only(backend):
     task = load_task("titanic")
     online = replace(task, needs_network=True)
-    for what, allowed in ((online, True), (task, True), (task, False)):
-        with Env(what, SandboxOptions(backend, network=allowed)) as world:
-            assert ("no network." in world.reset()) == (not what.needs_network)
-            if what.needs_network:
-                links = do(world, "cat /proc/net/dev").observation.count(":")
-                assert links > 3 or do(world, CONNECT).status == "ok"
-            else:
-                assert do(world, CONNECT).status == "error"
+    with Env(task, SandboxOptions(backend, network=True)) as world:
+        assert "no network." in world.reset()
+        assert do(world, CONNECT).status == "error"
+    with Env(online, SandboxOptions(backend, network=True)) as world:
+        assert "no network." not in world.reset()
+        links = do(world, "cat /proc/net/dev").observation.count(":")
+        assert links > 3 or do(world, CONNECT).status == "ok"
 
 
 @needs_docker
@@ -817,15 +799,12 @@ def test_hf_cache_is_mounted_read_only_and_found(tmp_path):
     (tmp_path / "hub/models--x/config.json").write_text("{}")
     task = replace(load_task("titanic"), needs_network=True)
     with Env(task, SandboxOptions("docker", hf_cache=str(tmp_path))) as world:
-        assert "no network." in world.reset()
+        world.reset()
         reads = "cat $HF_HOME/hub/models--x/config.json; echo; echo $HF_HUB_OFFLINE"
         assert do(world, reads).observation == "{}\n1"
-        writes = (
-            "touch $HF_HOME/hub/new $HF_HOME/hub/models--x/lock && "
-            "echo x > $HF_HOME/hub/models--x/config.json"
-        )
+        assert do(world, "touch $HF_HOME/hub/new").status == "ok"  # a lock, but not in the cache
+        writes = "echo x > $HF_HOME/hub/models--x/config.json"
         assert do(world, writes).status == "error"
-        assert do(world, "ls $HF_HOME/hub").observation.split() == ["models--x", "new"]
     assert (tmp_path / "hub/models--x/config.json").read_text() == "{}"
     assert not (tmp_path / "hub/new").exists()
 
@@ -865,11 +844,10 @@ def big_task(tmp_path):
 
 @needs_docker
 def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
-    assert images.prepared_image(load_task("titanic"), IMAGE) == IMAGE
     with Env(big_task, "docker") as world:
         assert "data/big.bin (9437184 bytes)" in world.reset()
         assert world.sandbox.image.startswith("flatlab/flatlab-test:")
-        assert do(world, "echo x >> data/big.bin; ls -l data").status == "ok"
+        assert do(world, "echo x >> data/big.bin").status == "ok"
         first = world.sandbox.image
     images.found_images.clear()  # as a later process
     with monkeypatch.context() as patch:
@@ -900,12 +878,11 @@ def test_images_without_a_name_are_removed_at_the_next_start(big_task):
     assert not leftovers()
 
 
-@pytest.mark.parametrize("backend", backends("namespaces", "landlock"))
-def test_missing_requirements_of_a_local_sandbox_are_named(tmp_path, backend):
+def test_missing_requirements_of_a_local_sandbox_are_named(tmp_path):
     needed = tmp_path / "requirements.txt"
     needed.write_text("flatlab-nowhere\n")
     with user_error("needs packages .* lacks: flatlab-nowhere"):
-        Env(replace(load_task("titanic"), requirements=needed), backend).reset()
+        Env(replace(load_task("titanic"), requirements=needed), "local").reset()
 
 
 # ---- python tasks.py NAME --build-image
@@ -914,44 +891,31 @@ def test_missing_requirements_of_a_local_sandbox_are_named(tmp_path, backend):
 WITH_WHEEL = "flatlab/with-wheel:1"
 
 
-def write_wheel(path, name):
-    """A wheel of version 1.0 with an empty module."""
-    about = f"{name}-1.0.dist-info"
-    files = {
-        f"{name}.py": "",
-        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
-        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{about}/RECORD": f"{name}.py,,\n{about}/METADATA,,\n{about}/WHEEL,,\n",
-    }
-    with zipfile.ZipFile(path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-        for file, text in files.items():
-            wheel.writestr(file, text)
-
-
-@pytest.fixture(scope="module")
-def image_with_wheel(tmp_path_factory):
-    """An image with pip and a wheel, so that no network is needed."""
-    folder = tmp_path_factory.mktemp("image")
+@pytest.fixture
+def needy(tmp_path):
+    """A task whose requirement is a wheel in an image with pip, so that no network is needed."""
     hidden = shutil.ignore_patterns("__pycache__")
     # not `import pip`: setuptools, which vLLM imports, could not be imported after it
-    shutil.copytree(Path(sysconfig.get_path("purelib"), "pip"), folder / "pip", ignore=hidden)
-    write_wheel(folder, "flatlab_one")
-    (folder / "Dockerfile").write_text(f"FROM {IMAGE}\nCOPY . /srv\nENV PYTHONPATH=/srv\n")
-    list(docker_api().build(str(folder), WITH_WHEEL, forcerm=True, decode=True))
-    yield WITH_WHEEL
-    docker_api().remove_image(WITH_WHEEL, force=True)
-
-
-@pytest.fixture
-def needy(tmp_path, image_with_wheel):
-    """A task whose requirements are in the image, and not installed."""
-    file = tmp_path / "requirements.txt"
-    file.write_text("--no-index\n--find-links /srv\nflatlab_one>=1\n")
-    task = replace(load_task("titanic"), name="needy", requirements=file)
-    tag = images.package_tag(task, image_with_wheel)
-    yield task
+    shutil.copytree(Path(sysconfig.get_path("purelib"), "pip"), tmp_path / "pip", ignore=hidden)
+    about = "flatlab_one-1.0.dist-info"
+    files = {
+        "flatlab_one.py": "",
+        f"{about}/METADATA": "Metadata-Version: 2.1\nName: flatlab_one\nVersion: 1.0\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{about}/RECORD": f"flatlab_one.py,,\n{about}/METADATA,,\n{about}/WHEEL,,\n",
+    }
+    with zipfile.ZipFile(tmp_path / "flatlab_one-1.0-py3-none-any.whl", "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(file, text)
+    (tmp_path / "Dockerfile").write_text(f"FROM {IMAGE}\nCOPY . /srv\nENV PYTHONPATH=/srv\n")
     api = docker_api()
-    for image in api.images("flatlab/needy") + api.images(tag):
+    list(api.build(str(tmp_path), WITH_WHEEL, forcerm=True, decode=True))
+    needed = tmp_path / "requirements.txt"
+    needed.write_text("--no-index\n--find-links /srv\nflatlab_one>=1\n")
+    task = replace(load_task("titanic"), name="needy", requirements=needed)
+    tag = images.package_tag(task, WITH_WHEEL)
+    yield task
+    for image in api.images("flatlab/needy") + api.images(tag) + api.images(WITH_WHEEL):
         api.remove_image(image["RepoTags"][0], force=True)
 
 
@@ -966,10 +930,6 @@ def test_one_command_builds_the_image_with_the_requirements_of_a_task(needy, cap
     with Env(needy, options) as world:
         world.reset()
         assert do(world, "python3 -c 'import flatlab_one'").status == "ok"
-
-
-@needs_docker
-def test_an_image_that_pip_cannot_make_is_one_sentence(needy):
     needy.requirements.write_text("--no-index\nflatlab_two\n")
     with user_error("cannot be installed in flatlab/with-wheel:1: .*ERROR: No matching"):
         images.install_requirements(needy, WITH_WHEEL)

@@ -7,6 +7,7 @@ import asyncio
 import csv
 import json
 import math
+import operator
 import os
 import random
 import re
@@ -43,10 +44,8 @@ from flatlab.task.definition import (
 )
 from flatlab.task.grading import open_sandbox
 from flatlab.task.mlgym import mlgym_names
-from flatlab.task.sanity import check_grader, csv_rules, degenerate, sanity_file
+from flatlab.task.sanity import check_grader, csv_rules, degenerate
 from flatlab.tree.nodes import Tree
-from flatlab.view import tables
-from flatlab.view.reader import read_run, transcripts
 from helpers import (
     LOCAL,
     MADE_BY,
@@ -58,7 +57,6 @@ from helpers import (
     run_grader,
     run_here,
     search_config,
-    slow,
     user_error,
 )
 from tasks import load_task
@@ -69,7 +67,7 @@ import grade_csv  # noqa: E402
 
 LOCAL_BOX = SandboxOptions(LOCAL)
 MLGYM = os.environ.get("MLGYM_ROOT")  # before conftest.py hides it
-real_mlgym = pytest.mark.skipif(not MLGYM, reason="set MLGYM_ROOT to a checkout of MLGym")
+SECRET = "the answer is 42"
 
 
 @pytest.fixture(autouse=True)
@@ -100,10 +98,8 @@ def read_csv(path):
 def test_builtin_tasks_are_complete():
     for name in builtin_names(TASKS_DIR):
         task = load_task(name)
-        assert (task.name, task.source) == (name, "built-in")
         parts = ("exact",) if task.exact else ("validation", "selection", "test")
-        assert task.splits == parts
-        assert not set(task.public.values()) & set(task.hidden.values())
+        assert (task.name, task.source, task.splits) == (name, "built-in", parts)
 
 
 def test_unknown_task_lists_the_nearest_names():
@@ -132,25 +128,18 @@ def test_a_wrong_yaml_is_one_clear_sentence(titanic_copy):
     cases = [
         ("metric: accuracy\n", "", "lacks the key metric"),
         ("metric:", "metrik:", "unknown key 'metrik'; did you mean metric"),
-        (
-            "higher_is_better: true",
-            "higher_is_better: up",
-            "higher_is_better: .*boolean.*, not 'up'",
-        ),
         ("artefacts: [submission.csv]", "artefacts: []", "titanic needs artefacts"),
         ("artefacts: [submission.csv]", "artefacts: [a/../../x]", "artefacts in the workspace"),
-        ("artefacts: [submission.csv]", "artefacts: [/etc/x]", "artefacts in the workspace"),
         ("splits: [validation, selection, test]", "splits: []", "titanic needs splits"),
         ("step_timeout: 60", "step_timeout: 0", "needs finite time limits above 0"),
-        ("grade_timeout: 30", "grade_timeout: -1", "needs finite time limits above 0"),
         ("grade_timeout: 30", "grade_timeout: .nan", "needs finite time limits above 0"),
-        ("baseline: 0.678182", "baseline: .nan", "needs a finite baseline"),
         ("baseline: 0.678182", "baseline: -.inf", "needs a finite baseline"),
         ("artefacts: [submission.csv]", "artefacts: ['*.csv']", "artefacts that are not hidden"),
         ("artefacts: [submission.csv]", "artefacts: x.csv", "artefacts: .* tuple, not 'x.csv'"),
-        ("data: [", "data: [3, ", "data.0: .* string, not '3'"),
         ("metric: accuracy", "metric: [", "is damaged"),
         ("reference: 0.790909", "reference: .nan", "the reference nan must be better"),
+        ("reference: 0.790909", "reference: 0.678182", "must be better than the baseline 0.678"),
+        ("higher_is_better: true", "higher_is_better: false", "and lower is better"),
     ]
     for old, new, message in cases:
         shutil.copy(TASKS_DIR / "titanic" / "task.yaml", titanic_copy)
@@ -173,7 +162,6 @@ def test_parse_grade():
         ('{"accuracy": NaN}', None, "no finite number"),
         ('{"accuracy": ' + "9" * 400 + "}", None, "no finite number"),  # no float can hold it
         ('{"accuracy": 1e308}', None, "no finite number"),
-        ('{"accuracy": true}', None, "no finite number"),
         ('{"error": "' + "x" * 10_000 + '"}', None, "xxx"),
         ('[{"accuracy": 1}]', None, "no result"),
         ("", None, "no result"),
@@ -184,9 +172,8 @@ def test_parse_grade():
         assert value == score
         assert words in message
         assert len(message) <= 500
-    for text in ("null", "-Infinity", '"0.1"', "[1]"):
-        assert finite_number(last_json_object('{"stderr": ' + text + "}"), "stderr") is None
-    assert finite_number({"stderr": 0.02}, "stderr") == 0.02
+    for wrong in (None, True, -math.inf, "0.1", [1]):
+        assert finite_number({"stderr": wrong}, "stderr") is None
 
 
 def test_improvement_knows_direction_and_unit():
@@ -194,48 +181,14 @@ def test_improvement_knows_direction_and_unit():
     assert improvement(8.0, (10.0, False, 6.0)) == pytest.approx(0.5)
     assert improvement(12.0, (10.0, False, 6.0)) == pytest.approx(-0.5)
     assert improvement(8.0, (10.0, False, None)) == pytest.approx(0.2)
-    assert improvement(3.0, (0.0, True, None)) == 3.0
 
 
-# ----------------------------------------------------------------------------------------- titanic
-
-
-def best_rule():
-    """The majority of the training persons of the same class, sex and age."""
-
-    def kind(row):
-        return row["class"], row["sex"], row["age"]
-
-    votes = defaultdict(int)
-    for row in read_csv(TASKS_DIR / "titanic" / "train.csv"):
-        votes[kind(row)] += 1 if row["survived"] == "1" else -1
-    return lambda row: int(votes.get(kind(row), 1) > 0)
-
-
-def test_titanic_stored_scores_are_what_the_grader_says(tmp_path):
-    task = load_task("titanic")
-    by_hand = {  # rows, nobody survives, the best rule
-        "validation": (550, task.baseline, task.reference),
-        "selection": (275, 0.676364, 0.792727),
-        "test": (275, 0.676364, 0.789091),
-    }
-
-    def graded(rule, split):
-        return grade(task, tmp_path, submission("titanic", rule), split)
-
-    for split, (rows, nobody, best) in by_hand.items():
-        died = graded(lambda row: 0, split)
-        assert died["accuracy"] == nobody
-        assert died["stderr"] == pytest.approx(math.sqrt(nobody * (1 - nobody) / rows))
-        assert graded(best_rule(), split)["accuracy"] == best
-
-
-# -------------------------------------------------------------------------------- diabetes, digits
+# ----------------------------------------------------------------------- titanic, diabetes, digits
 
 TARGETS = {"titanic": "survived", "diabetes": "progression", "digits": "label"}
 
 
-@pytest.mark.parametrize("name", ["titanic", "diabetes", "digits"])
+@pytest.mark.parametrize("name", TARGETS)
 def test_data_is_what_make_data_writes(tmp_path, name):
     """So the parts are stratified, and the committed answers are those of the public files."""
     pytest.importorskip("sklearn")
@@ -253,7 +206,6 @@ def test_public_files_hold_no_answers(name):
     assert set(train[0]) - set(test[0]) == {TARGETS[name]}
     assert [row["id"] for row in test] == [row["id"] for row in answers]
     assert not {row["id"] for row in train} & {row["id"] for row in test}
-    assert {row["part"] for row in answers} == set(task.splits)
 
 
 def submission(name, value):
@@ -264,7 +216,9 @@ def submission(name, value):
     return {"submission.csv": "\n".join([*lines, ""])}
 
 
-@pytest.mark.parametrize("name, constant", [("diabetes", 152.153846), ("digits", 4)])
+@pytest.mark.parametrize(
+    "name, constant", [("titanic", 0), ("diabetes", 152.153846), ("digits", 4)]
+)
 def test_the_baseline_is_what_a_constant_scores(tmp_path, name, constant):
     task = load_task(name)
     for split in task.splits:
@@ -272,6 +226,18 @@ def test_the_baseline_is_what_a_constant_scores(tmp_path, name, constant):
         assert graded[task.metric] == pytest.approx(task.baseline, abs=3e-3)
         if split == "validation":
             assert graded[task.metric] == task.baseline
+
+
+def test_the_reference_of_titanic_is_what_the_best_rule_scores(tmp_path):
+    """The majority of the training persons of the same class, sex and age, in each part."""
+    task = load_task("titanic")
+    kind = operator.itemgetter("class", "sex", "age")
+    votes = defaultdict(int)
+    for row in read_csv(task.public["data/train.csv"]):
+        votes[kind(row)] += 1 if row["survived"] == "1" else -1
+    files = submission("titanic", lambda row: int(votes.get(kind(row), 1) > 0))
+    scores = [grade(task, tmp_path, files, split)["accuracy"] for split in task.splits]
+    assert scores == [task.reference, 0.792727, 0.789091]
 
 
 def test_the_bootstrap_gives_the_standard_error_of_r2():
@@ -288,36 +254,25 @@ def test_the_bootstrap_gives_the_standard_error_of_r2():
     assert error == grade_csv.standard_error(grade_csv.r2, *one)
     assert error == pytest.approx(spread, rel=0.35)
     assert grade_csv.standard_error(grade_csv.r2, [1], [1]) is None
-    assert grade_csv.standard_error(grade_csv.r2, [1, 2], [1, 2]) == 0
+    assert grade_csv.standard_error(grade_csv.accuracy, "aaaab", "aaaaa") == pytest.approx(
+        math.sqrt(0.8 * 0.2 / 5)
+    )
 
 
-@pytest.mark.parametrize(
-    "value, message",
-    [
-        ("nan", "must be a finite number"),
-        ("", "must be a finite number"),
-        ("1,5", "needs 2 values"),
-        ("9" * 400, "must be a finite number"),
-    ],
-)
-def test_diabetes_refuses_what_is_not_a_number(tmp_path, value, message):
+@pytest.mark.parametrize("value", ["nan", "", "9" * 400])
+def test_diabetes_refuses_what_is_not_a_number(tmp_path, value):
     predicted = iter([150, value])
     files = submission("diabetes", lambda _: next(predicted, 150))
     said = grade(load_task("diabetes"), tmp_path, files)
-    assert message in said["error"]
+    assert "must be a finite number" in said["error"]
     assert len(said["error"]) < 200
 
 
 # ----------------------------------------------------------------------------------- battleOfSexes
 
 
-def play(folder, strategy, split="validation"):
-    return grade(load_task("battleOfSexes"), folder, {"strategy.py": strategy}, split)
-
-
 BATTLES = [
     ("def row_strategy(history): return 0", 1.44),
-    slow("import random\ndef row_strategy(history): return random.randint(0, 1)", 0.725),
     # opens with 1, then 0: meets 0 with probability 0.2 in nine rounds
     ("def row_strategy(history): return 0 if history else 1", (1 + 9 * 0.2 * 2) / 10),
     # needs a true history: plays 0 as long as length, tuples and the partner's moves are right
@@ -335,16 +290,16 @@ BATTLES = [
 
 @pytest.mark.parametrize("strategy, exact", BATTLES)
 def test_battle_scores(tmp_path, strategy, exact):
-    said = play(tmp_path / "a", strategy)
+    said = grade(load_task("battleOfSexes"), tmp_path / "a", {"strategy.py": strategy})
     assert said["Score"] == pytest.approx(exact, abs=0.02)  # six standard errors
     assert not list((tmp_path / "a").iterdir())  # nothing was left to read
     assert 0.001 < said["stderr"] < 0.02 / 6
 
 
 def test_battle_draws_anew(tmp_path):
-    strategy = "def row_strategy(history): return 0"
-    scores = {play(tmp_path, strategy, split)["Score"] for split in ("test", "test", "validation")}
-    assert len(scores) > 1
+    files = {"strategy.py": BATTLES[0][0]}
+    said = [grade(load_task("battleOfSexes"), tmp_path, files) for _ in range(3)]
+    assert len({graded["Score"] for graded in said}) > 1
 
 
 # ----------------------------------------------------------------------------------- a small MLGym
@@ -434,7 +389,6 @@ def mlgym(tmp_path):
 def test_mlgym_game(mlgym):
     task = load_task("battleOfSexes", mlgym)
     assert (task.source, task.baseline, task.splits) == ("mlgym", 0.5, ("test",))
-    assert (task.step_timeout, task.grade_timeout) == (100, 300)
     assert set(task.public) == {"strategy.py"}
     assert set(task.hidden) == {"target.py", "evaluate.py"}
     assert "copies of the history" in task.prompt
@@ -449,6 +403,7 @@ def test_mlgym_answers_are_hidden_and_folders_kept(mlgym):
     assert set(task.hidden) == {"data/ground_truth.csv", "evaluate.py"}
     assert task.baseline == 0.75
     assert "SET\nIts columns." in task.prompt  # the key of the baseline is Accuracy
+    assert "women survive" in degenerate(task)
 
 
 def test_mlgym_split_that_is_not_there_yet(mlgym):
@@ -467,10 +422,8 @@ def test_mlgym_folders_as_artefacts(mlgym, tmp_path):
     assert task.requirements == mlgym / "data/rl/requirements.txt"
     assert task.metric == "Reward Mean"
     assert set(task.public) == {"src/train.py", "src/config.yaml"}
-    for path in ("checkpoints/a-0.pkl", "src/deep/net.py", "my.yaml"):
-        assert task.is_artefact(path)
-    for path in ("evaluate.py", "data/my.yaml", "src"):
-        assert not task.is_artefact(path)
+    paths = ("checkpoints/a-0.pkl", "src/deep/net.py", "my.yaml", "evaluate.py", "data/my.yaml")
+    assert [task.is_artefact(path) for path in paths] == [True, True, True, False, False]
     bare = {"checkpoints/a.pkl": b""}
     files = bare | {"src/config.yaml": b"four"}
     assert "src/train.py" not in task.grading_files(files)  # the agent has removed it
@@ -496,13 +449,11 @@ def test_mlgym_task_of_the_user(mlgym):
             "never published.*regressionKaggleHousePrice is the one that works",
         ),
         ("other", "metric and higher_is_better"),
-        ("battelOfSexes", "did you mean battleOfSexes"),
     ],
 )
 def test_mlgym_says_what_is_wrong(mlgym, name, message):
-    with user_error(message) as caught:
+    with user_error(message):
         load_task(name, mlgym)
-    assert "\n" not in str(caught.value)
 
 
 def test_roots_come_first_and_from_the_environment(mlgym, monkeypatch, tmp_path):
@@ -524,31 +475,20 @@ def dojo(tmp_path):
     return make_competition(tmp_path)
 
 
-METRIC_FILE = "../../mledojo/competitions/mine/utils/metric.py"
-
-
 def test_dojo_loads(dojo):
     task = load_task("mine", mledojo_root=dojo)
-    assert (task.source, task.metric, task.higher_is_better) == ("mledojo", "score", False)
+    assert (task.source, task.higher_is_better) == ("mledojo", False)
     assert "data/images/1.png" in task.public
     assert not any("private" in path for path in task.public)
     assert "private/test_answer.csv" in task.hidden
     assert task.splits == ("validation", "selection", "test")
     assert task.reference == pytest.approx((2.5 + 4) / 2)
-    assert "Predict y." in task.prompt
 
 
-@pytest.mark.slow
-def test_dojo_parts(dojo, tmp_path):
-    """Each part is graded on its own ids only: one wrong value shows in exactly one of them."""
-    task = load_task("mine", mledojo_root=dojo)
-    files = {"submission.csv": answers(lambda i: i + (i == 3))}
-    scores = [score_of(task, tmp_path / "a", files, split)[0] for split in task.splits]
-    assert sorted(score > 0 for score in scores) == [False, False, True]
-
-
-def test_dojo_position_and_standard_error(dojo, tmp_path):
-    """Answers of 0 for 0 to 199 have a standard error of 57.7 / sqrt(rows of the part)."""
+def test_dojo_position_parts_and_standard_error(dojo, tmp_path):
+    """Answers of 0 for 0 to 199 have a standard error of 57.7 / sqrt(rows of the part). One wrong
+    value shows in one part.
+    """
     task = load_task("mine", mledojo_root=dojo)
 
     def graded(value, split):
@@ -560,6 +500,8 @@ def test_dojo_position_and_standard_error(dojo, tmp_path):
     for split, rows in zip(task.splits, (ROWS / 2, ROWS / 4, ROWS / 4)):
         error = graded(lambda i: 0, split)["stderr"]
         assert error == pytest.approx(ROWS / math.sqrt(12 * rows), rel=0.5)
+    wrong = [graded(lambda i: i + (i == 3), split)["score"] > 0 for split in task.splits]
+    assert sum(wrong) == 1
 
 
 def test_dojo_sample_that_cannot_be_graded(dojo):
@@ -571,6 +513,21 @@ def test_dojo_sample_that_cannot_be_graded(dojo):
         (dojo / f"mine/data/private/{board}_leaderboard.csv").unlink()
     with user_error("sample submission of mine cannot be graded.*200 rows"):
         load_task("mine", mledojo_root=dojo)
+
+
+@pytest.mark.parametrize(
+    "returned, error",
+    [
+        (f"raise InvalidSubmissionError({SECRET!r})", "InvalidSubmissionError"),
+        ("return None", "TypeError"),
+    ],
+)
+def test_what_a_metric_says_of_the_answers_is_masked(dojo, tmp_path, returned, error):
+    metric = dojo / "../../mledojo/competitions/mine/utils/metric.py"
+    change(metric, "return float(", f"if y_pred['y'].any(): {returned}\n        return float(")
+    task = load_task("mine", mledojo_root=dojo)
+    graded = score_of(task, tmp_path / "a", {"submission.csv": answers(lambda i: i)})
+    assert graded == (None, f"the metric cannot be computed ({error})")
 
 
 @pytest.mark.parametrize(
@@ -588,66 +545,22 @@ def test_dojo_says_what_is_missing(dojo, tmp_path, path, message):
         load_task("mine", mledojo_root=dojo)
 
 
-def test_what_a_metric_says_of_the_answers_is_masked(dojo, tmp_path):
-    says = f"if y_pred['y'].any(): raise InvalidSubmissionError({SECRET!r})"
-    change(dojo / METRIC_FILE, "return float(", f"{says}\n        return float(")
-    task = load_task("mine", mledojo_root=dojo)
-    score, message = score_of(task, tmp_path / "a", {"submission.csv": answers(lambda i: i)})
-    assert score is None
-    assert message == "the metric cannot be computed (InvalidSubmissionError)"
-
-
-def test_a_metric_that_returns_no_number_is_a_reason(dojo, tmp_path):
-    change(dojo / METRIC_FILE, "return float(", "return None if y_pred['y'].any() else float(")
-    task = load_task("mine", mledojo_root=dojo)
-    score, message = score_of(task, tmp_path / "a", {"submission.csv": answers(lambda i: i)})
-    assert message == "the metric cannot be computed (TypeError)"
-
-
-@pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_answers_among_the_public_files_are_refused(mlgym, dojo, link):
-    link(mlgym / "data/titanic/data/ground_truth.csv", mlgym / "data/titanic/data/notes.csv")
-    with user_error("ground_truth.csv is hidden, so it cannot be a public file, too"):
-        load_task("titanic", mlgym)
-    link(dojo / "mine/data/private/test_answer.csv", dojo / "mine/data/public/notes.csv")
-    with user_error("test_answer.csv is hidden, so it cannot be a public file, too"):
-        load_task("mine", mledojo_root=dojo)
-
-
 # ---------------------------------------------------------------------------------- real checkouts
 
 
-@real_mlgym
+@pytest.mark.skipif(not MLGYM, reason="set MLGYM_ROOT to a checkout of MLGym")
 def test_real_mlgym_every_task():
-    refused = {}
+    refused = []
     for name in mlgym_names(Path(MLGYM)):
         try:
             task = load_task(name, MLGYM)
         except UserError as error:
-            refused[name] = str(error)
+            refused.append(name)
+            assert re.search("is missing|never published", str(error))
             continue
         assert "evaluate.py" in task.hidden
-        for word in ("answer", "ground_truth", "target.py"):
-            assert word not in " ".join(task.public)
+        assert not re.search("answer|ground_truth|target.py", " ".join(task.public))
     assert len(refused) <= 7
-    for name, reason in refused.items():
-        assert "is missing" in reason or "never published" in reason, name
-
-
-@real_mlgym
-def test_real_mlgym_titanic(backend):
-    """In a sandbox: MLGym's graders hold paths that only exist there."""
-    task = load_task("titanic", MLGYM)
-    rows = read_csv(task.public["data/test.csv"])
-    women = [f"{row['PassengerId']},{int(row['Sex'] == 'female')}" for row in rows]
-    twice = [f"{rows[0]['PassengerId']},0"] * len(rows)  # worth 1.0 in MLGym
-
-    def graded(lines):
-        files = {"submission.csv": "\n".join(["PassengerId,Survived", *lines]).encode()}
-        return grading.grade(task, files, "test", Env(task, backend).make_sandbox)
-
-    assert graded(women).value == 1.0
-    assert graded(twice).message == "a PassengerId is there twice"
 
 
 # ------------------------------------------------------------------------------------------ sanity
@@ -675,23 +588,10 @@ def test_trivial_rules_of_classes_and_numbers(tmp_path):
     low, high = (line.split(",")[1] for line in lines)
     assert float(low) < 300
     assert float(high) > 8000
-    assert trivial(tmp_path, "id,a,b\n1,2,3\n", "id\n1\n") == {}
-
-
-def test_degenerate_is_what_was_found_or_is_known(mlgym):
-    task = load_task("titanic")
-    assert degenerate(task) is None
-    stored = sanity_file(task)
-    write(stored.parent, {stored.name: json.dumps({"degenerate": "the rule 'a' is at the top"})})
-    assert degenerate(task) == "the rule 'a' is at the top"
-    assert degenerate(replace(task, reference=2.0)) is None  # another task: not checked yet
-    assert "always 0" in degenerate(load_task("battleOfSexes"))
-    assert "women survive" in degenerate(load_task("titanic", mlgym))
 
 
 # ---------------------------------------------------------------------------------------- gradings
 
-SECRET = "the answer is 42"
 # The grader of a task: a number near the one in answer.txt. `broken` runs in front of it.
 GRADER = """
 import json, os, sys
@@ -712,7 +612,6 @@ BROKEN = {
     "raises": ("open('truth.json')", "No such file or directory: 'truth.json'"),
     "nothing": ("sys.exit()", "exit code 0 stdout: (nothing) stderr: (nothing)"),
     "another name": ("print('{\"rmse\": 1}'); sys.exit()", "no finite number called distance"),
-    "exit code 3": ("print(json.dumps({'distance': 4})); sys.exit(3)", "exit code 3"),
     "error and exit code 1": ("print(json.dumps({'error': 'x'})); sys.exit(1)", '{"error": "x"}'),
 }
 
@@ -740,9 +639,6 @@ def make_task(tmp_path):
             public={},
             hidden={"evaluate.py": grader},
             grader=("python3", "-I", "evaluate.py", "--split", "{split}"),
-            splits=("validation", "test"),
-            step_timeout=20.0,
-            grade_timeout=20.0,
             trivial={"forty": "40"},
         )
         return replace(task, **fields)
@@ -768,8 +664,7 @@ def test_a_broken_grader_is_found_before_a_run(make_task, how):
     with pytest.raises(UserError) as caught:
         check_before_a_run(make_task(code))
     sentence = str(caught.value)
-    start = "The grader of task near is broken: it gives 'forty' no result on the validation part: "
-    assert sentence.startswith(start)
+    assert "is broken: it gives 'forty' no result on the validation part: " in sentence
     assert said in sentence
     assert "\n" not in sentence
     assert len(sentence) < 1500
@@ -814,13 +709,6 @@ def test_a_grading_that_waits_has_its_score(make_task):
     assert graded(task, "41").value == 1
 
 
-def test_a_game_with_a_slow_strategy_is_stopped():
-    task = replace(load_task("battleOfSexes"), grade_timeout=1.0)
-    files = {"strategy.py": b"def row_strategy(history):\n    while True: pass"}
-    score = grading.grade(task, files, "test", partial(open_sandbox, task, LOCAL_BOX))
-    assert "longer than 1 seconds of CPU time" in score.message
-
-
 # ------------------------------------------------------------------ the proxy of a strategy
 
 
@@ -831,19 +719,16 @@ def test_the_proxy_of_a_strategy_refuses(tmp_path):
     task = replace(task, hidden=task.hidden | {"evaluate.py": tmp_path / "evaluate.py"})
     cases = [
         ("def row_strategy(history): return 2", "returned '2', not 0 or 1"),
-        ("def row_strategy(history): return None", "returned 'None'"),
         ("def row_strategy(history): raise ValueError('y' * 10000)", "ValueError: yyy"),
         (b"\xff\xfe", "not a text file"),
         (
             "def row_strategy(history): return 1 / 0",
             "strategy.py line 1: ZeroDivisionError: division by zero",
         ),
-        ("def row_strategy(history) return 0", "strategy.py line 1: SyntaxError"),
         ("x = 1", "no attribute 'row_strategy'"),
         ("raise SystemExit", "SystemExit"),
         ("def row_strategy(history): return {1}", "returned a set"),
         ("def row_strategy(history): return '0' * 10 ** 6", "disturbed"),
-        ("def row_strategy(history): return int('9' * 5000)", "ValueError"),
         (
             "a = []\nfor _ in range(10 ** 5): a = [a]\ndef row_strategy(history): return a",
             "Recursion",
@@ -931,38 +816,25 @@ def test_a_score_after_300_mb_of_noise_counts(make_task):
 # ------------------------------------------------------------------ what is kept
 
 
-def searched(task, folder, policy, **config):
-    """The rows of the journal of a search."""
-    sizes = {"context": 50_000, "max_reply_tokens": 2000, "max_observation_tokens": 2000}
-    cfg = search_config(backend=LOCAL, **sizes, **config)
-    run = open_run(folder, {"sampling_mode": "none", "task": task.name, "seed": 0}, MADE_BY)
-    (run.dir / "nodes").mkdir()
-    tree = Tree(task, "none", 0, cfg, run, search.SELECT[cfg.select])
-    try:
-        asyncio.run(search.search([tree], policy, 1))
-    finally:
-        run.lock.close()
-    return run.rows("journal.jsonl")
-
-
 def test_the_journal_keeps_what_the_grader_said_and_no_prompt_has_it(
     make_task, tmp_path, quick_provenance
 ):
     crash = block("echo crash > answer.txt")
     policy = FakePolicy(crash, block("validate"), crash)
-    folder = tmp_path / "run"
-    rows = searched(make_task(), folder, policy, nodes=2, rule_args=("branching=1",))
+    sizes = {"context": 50_000, "max_reply_tokens": 2000, "max_observation_tokens": 2000}
+    cfg = search_config(backend=LOCAL, nodes=2, rule_args=("branching=1",), **sizes)
+    run = open_run(tmp_path, {"sampling_mode": "none", "task": "near", "seed": 0}, MADE_BY)
+    (run.dir / "nodes").mkdir()
+    tree = Tree(make_task(), "none", 0, cfg, run, search.SELECT[cfg.select])
+    asyncio.run(search.search([tree], policy, 1))
+    rows = run.rows("journal.jsonl")
     assert [row["op"] for row in rows] == ["draft", "debug"]
     assert all(SECRET in row["grader_output"] for row in rows)
     assert SECRET in rows[0]["actions"][1]["grader_output"]
     assert rows[0]["error"] == "The grader printed no result."
     assert "The grader printed no result." in policy.prompts[-1]
     assert not any(SECRET in prompt for prompt in policy.prompts)
-    shown = transcripts(read_run(folder))[0]
-    assert SECRET in shown["error"]
-    run = read_run(folder)
-    assert run.result["ungraded"] == 2
-    assert "gave no result for 2 failed nodes" in tables.table([run])
+    assert run.results()["ungraded"] == 2
 
 
 # ------------------------------------------------------------------ python tasks.py
@@ -1007,59 +879,35 @@ def test_a_broken_grader_ends_the_check(folder, capsys, monkeypatch):
     change(folder / "evaluate.py", "import sys", "import sys, numbers_of_mine")
     code, _, err = check(capsys, monkeypatch, "median")
     assert code == 2
-    assert err.count("\n") == 1
-    assert "The grader of task median is broken" in err
     assert "No module named 'numbers_of_" in err
     with user_error("The grader of task median is broken"):
         env.open_tasks(TaskOptions(("median",)), LOCAL_BOX, True)
 
 
-def test_a_rule_at_the_top_is_named(folder, capsys, monkeypatch):
+def test_a_rule_at_the_top_and_copies_of_hidden_files_are_named(folder, capsys, monkeypatch):
     change(folder / "task.yaml", "reference: 0 ", "reference: 2 ")
+    change(folder / "task.yaml", "data: [", "data: [notes.txt, ")
+    shutil.copy(folder / "truth.json", folder / "notes.txt")
     _, out, _ = check(capsys, monkeypatch, "median")
-    assert out.endswith("\ndegenerate: the rule 'the first number' scores 2\n")
+    assert "\ndegenerate: the rule 'the first number' scores 2\n" in out
+    assert "can read data/notes.txt: it has the content of the hidden truth.json." in out
+    task = load_task("median")
+    assert degenerate(task) == "the rule 'the first number' scores 2"
+    assert degenerate(replace(task, reference=1.0)) is None  # another task: not checked yet
 
 
-def test_a_damaged_task_is_listed_and_is_one_sentence(folder, capsys, monkeypatch):
+def test_a_damaged_task_is_listed(folder, capsys, monkeypatch):
     (folder / "task.yaml").write_text("metric: [")
-    code, out, _ = check(capsys, monkeypatch)
-    assert code == 0
+    _, out, _ = check(capsys, monkeypatch)
     assert [line.split()[0] for line in out.splitlines()] == ["battleOfSexes", "median"]
-    code, _, err = check(capsys, monkeypatch, "median")
-    assert code == 2
-    assert err.count("\n") == 1
-    assert "task.yaml is damaged" in err
 
 
-@pytest.mark.parametrize("reference", [10, 12.5])
-def test_a_reference_that_is_not_better_than_the_baseline_is_refused(folder, reference):
-    change(folder / "task.yaml", "reference: 0 ", f"reference: {reference} ")
-    words = f"the reference {reference:g} must be better than the baseline 10, and lower is"
-    with user_error(words):
-        load_task("median")
-
-
-@pytest.mark.parametrize("how", ["named twice", "symbolic link", "hard link"])
-def test_a_hidden_file_that_is_public_is_refused(folder, how):
-    hidden = folder / "truth.json"
-    if how == "named twice":
-        change(folder / "task.yaml", "hidden: [", "hidden: [numbers.txt, ")
-    else:
-        hidden.unlink()
-    if how == "symbolic link":
-        hidden.symlink_to("numbers.txt")
-    if how == "hard link":
-        hidden.hardlink_to(folder / "numbers.txt")
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_hidden_file_that_is_public_is_refused(folder, link):
+    (folder / "truth.json").unlink()
+    link(folder / "numbers.txt", folder / "truth.json")
     with user_error("is hidden, so it cannot be a public file, too"):
         load_task("median")
-
-
-def test_the_check_names_copies_of_hidden_files(folder, capsys, monkeypatch):
-    shutil.copy(folder / "truth.json", folder / "notes.txt")
-    change(folder / "task.yaml", "data: [", "data: [notes.txt, ")
-    code, out, _ = check(capsys, monkeypatch, "median")
-    assert code == 0
-    assert "can read data/notes.txt: it has the content of the hidden truth.json." in out
 
 
 # ------------------------------------------------------------------ rewards in other places

@@ -13,7 +13,6 @@ class Wire:
         self.path, self.real, self.open, self.hang = path, "/var/run/docker.sock", [], False
         self.cut_at = b"\0never\0"
         self.swap = b"", b""  # what is replaced, and by what
-        self.server = socket.socket(socket.AF_UNIX)
         self.listen()
 
     def listen(self):
