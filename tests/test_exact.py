@@ -74,6 +74,25 @@ def paley(size):
     return [[1 if i == j or (i - j) % size in squares else -1 for j in indices] for i in indices]
 
 
+def bordered_hadamard():
+    """A Hadamard matrix of order 28, by Paley's second construction, with a column of ones and a
+    row against the signs of its column sums; and the sum of their absolute values.
+    """
+    core = paley(13)
+    conference = [[0] + [1] * 13]
+    for i, row in enumerate(core):
+        conference.append([1] + [0 if i == j else value for j, value in enumerate(row)])
+    top, bottom = [], []
+    for i, row in enumerate(conference):
+        plus = [value + (i == j) for j, value in enumerate(row)]
+        minus = [value - (i == j) for j, value in enumerate(row)]
+        top.append(plus + minus)
+        bottom.append(minus + [-value for value in plus])
+    sums = [sum(column) for column in zip(*top, *bottom)]
+    last = [-1 if value > 0 else 1 for value in sums]
+    return [[*row, 1] for row in top + bottom] + [[*last, 1]], sum(map(abs, sums))
+
+
 def grid(radius):
     """26 circles on a grid of 8 x 8; with the radius 1/16 they touch each other and the square."""
     return [[(2 * (i % 8) + 1) / 16, (2 * (i // 8) + 1) / 16, radius] for i in range(26)]
@@ -90,6 +109,10 @@ def test_known_constructions_score_what_the_literature_says():
     shifted = [3 * a - 7 for a in CONWAY]  # the score does not change under affine maps
     assert scored("sumsDifferences", shifted) == pytest.approx(1.0344212156, abs=5e-11)
 
+    matrix, excess = bordered_hadamard()
+    wanted = 28**13 * (28 + excess) / 29**14.5  # 28^14 (1 + excess / 28)
+    assert scored("hadamard29", matrix) == pytest.approx(wanted, rel=1e-14)
+    assert wanted > 0.4
     first, second, *others = paley(29)
     for rows in ([first, second, *others], [second, first, *others]):
         wanted = 28**14 / 29**14.5
@@ -275,7 +298,9 @@ def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(tmp_path)
     assert (result["test_stderr"], result["test_reads"]) == (None, 0)
     [episode] = map(json.loads, (run.dir / "episodes/000000.jsonl").read_text().splitlines())
     assert json.loads(episode["score"]["record"]) == json.loads(BETTER)
-    assert "the score is exact" in tables.headline(read_run(run.dir))
+    said = tables.headline(read_run(run.dir))
+    assert f"{result['best_score']:.6f} (exact part" in said
+    assert "the score is exact" in said
 
 
 def test_a_training_step_says_that_the_reference_is_beaten():
