@@ -87,7 +87,7 @@ class FakePolicy:
     """Says scripted replies, the last one again and again; one is a text or f(prompt, seed).
 
     One token per character; 1 ends a reply, 2 and 3 open and close a user turn. `requests` holds
-    the tokens of all prompts, `limits` the lengths that were allowed.
+    the tokens of all prompts.
     """
 
     version = 7
@@ -99,7 +99,6 @@ class FakePolicy:
         self.stop_reason = stop_reason
         self.wait = wait
         self.requests = []
-        self.limits = []
 
     @property
     def prompts(self):
@@ -130,7 +129,6 @@ class FakePolicy:
     async def sample(self, tokens, max_tokens, seed=None):
         assert len(tokens) + max_tokens <= self.context
         self.requests.append(list(tokens))
-        self.limits.append(max_tokens)
         await asyncio.sleep(self.wait)
         text = self.replies[min(len(self.requests), len(self.replies)) - 1]
         if callable(text):

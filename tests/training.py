@@ -60,24 +60,13 @@ CFG = configure(
 )
 
 
-def valid(value, task=TASK):
-    return Score(value, task.metric, "validation", True, "")
-
-
-NOTHING = Score(None, TASK.metric, "validation", False, "no submission")
-
-
-def group_of(task, *scores):
-    """A group of episodes with these scores."""
-    episodes = [
-        Episode(task.name, i, score=score, status="submit") for i, score in enumerate(scores)
-    ]
-    return Group(0, task, episodes, [])
-
-
 def scored_group(task, *scores):
     """A group of episodes with these scores, None: nothing valid."""
-    return group_of(task, *(NOTHING if score is None else valid(score, task) for score in scores))
+    episodes = []
+    for i, value in enumerate(scores):
+        score = Score(value, task.metric, "validation", value is not None, "")
+        episodes.append(Episode(task.name, i, score=score, status="submit"))
+    return Group(0, task, episodes, [])
 
 
 async def one_reply(
@@ -88,7 +77,7 @@ async def one_reply(
     sample = await policy.sample(prompt, options.max_reply_tokens, seed=seed % 2**31)
     text = sample.text.encode()
     letters = sum(chr(c).isalpha() for c in text) / max(1, len(text))
-    value = valid(score or 0.5 + letters / 2, world.task)
+    value = Score(score or 0.5 + letters / 2, world.task.metric, "validation", True, "")
     episode = Episode(
         world.task.name,
         seed,
