@@ -286,6 +286,7 @@ def test_requests_enter_a_running_batch_and_can_be_cancelled(policy, monkeypatch
     async def go():
         first = asyncio.ensure_future(policy.sample(prompt, 400))
         doomed = asyncio.ensure_future(policy.sample(prompt, 400))
+        await policy.sample(prompt, 2)  # both are being generated
         late = await policy.sample(prompt, 4, seed=3)  # joins, finishes while they go on
         assert not first.done()
         doomed.cancel()

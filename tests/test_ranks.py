@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from safetensors.torch import load_file
 from flatlab.errors import UserError
 from flatlab.files import read_rows as rows
 from flatlab.train.job import join
-from helpers import PROJECT, SBIN, Services, free_port, segments_of
+from helpers import PROJECT, free_port, segments_of
 
 sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
 PROGRAM = PROJECT / "tests/test_ranks.py"
@@ -154,6 +155,7 @@ def test_two_ranks_sample_ahead_and_a_lost_one_ends_the_job_which_resumes(tmp_pa
 
 # ------------------------------------------------------------------ configs/slurm.sbatch
 
+SBIN = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 missing = [name for name in PROGRAMS if not shutil.which(name, path=SBIN)]
 needs_slurm = pytest.mark.skipif(bool(missing), reason=f"no Slurm: {', '.join(missing)} missing")
@@ -186,11 +188,13 @@ TRAIN = (
 )
 
 
-class Cluster(Services):
+class Cluster:
     """A Slurm of one node with two pretended GPUs, and a project folder with logs of its own."""
 
     def __init__(self):
-        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="fl-", dir="/tmp"))  # a short path, for sockets
+        self.folder.chmod(0o755)
+        self.running = []
         self.project = self.folder / "project"
         for name in ("state", "spool", "project/logs"):
             (self.folder / name).mkdir(parents=True)
@@ -198,7 +202,11 @@ class Cluster(Services):
             if path.name not in ("logs", ".venv"):
                 (self.project / path.name).symlink_to(path)
         (self.project / ".venv").symlink_to(sys.prefix)
-        self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        self.environment = os.environ | {
+            "PATH": SBIN,
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "LOGLEVEL": "INFO",  # torchrun then names the ranks
+        }
         config = CONFIG.format(
             host=socket.gethostname().partition(".")[0],
             user=getpass.getuser(),
@@ -217,15 +225,34 @@ class Cluster(Services):
         files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "seed")]
         files += [f"--log-file={self.folder}/munge.log", f"--socket={self.folder}/munge.socket"]
         self.start("munged", "--foreground", "--force", *files)
-        self.start("slurmctld", "-D", "-i", **self.environment)
-        self.start("slurmd", "-D", **self.environment)
+        self.start("slurmctld", "-D", "-i")
+        self.start("slurmd", "-D")
         self.wait_for(lambda: self.call("sinfo", "--noheader", "--format=%T").stdout == "idle\n")
+
+    def start(self, *command):
+        with open(self.folder / "log", "ab") as log:
+            process = subprocess.Popen(
+                [shutil.which(command[0], path=SBIN), *command[1:]],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.running.append(process)
+
+    def wait_for(self, answers, seconds=120):
+        deadline = time.monotonic() + seconds
+        while not answers():
+            is_over = time.monotonic() > deadline or self.running[-1].poll() is not None
+            assert not is_over, (self.folder / "log").read_text()[-2000:]
+            time.sleep(0.2)
 
     def call(self, *command):
         return subprocess.run(
             command,
             cwd=self.project,
-            env=os.environ | {"PATH": SBIN} | self.environment,
+            env=self.environment,
             capture_output=True,
             text=True,
         )
@@ -244,7 +271,9 @@ class Cluster(Services):
 
     def stop(self):
         self.call("scancel", "--full", "--user", str(os.getuid()))
-        super().stop()
+        for process in reversed(self.running):
+            process.terminate()
+            process.wait(60)
         shutil.rmtree(self.folder)
 
 
@@ -273,7 +302,6 @@ def test_job_n_of_a_grid_runs_line_n_of_its_file(cluster):
 @needs_slurm
 @pytest.mark.slow
 def test_training_runs_one_rank_a_gpu(cluster):
-    cluster.environment["LOGLEVEL"] = "INFO"  # torchrun then names the ranks
     text = cluster.submit("--gpus-per-node=2", "configs/slurm.sbatch", *TRAIN.split())[0]
     result = cluster.project / "logs/ranks/result.json"
     assert result.exists() and json.loads(result.read_text())["status"] == "finished", text

@@ -32,7 +32,7 @@ def weights_of(policy):
 
 
 def all_close(tensors, others, atol):
-    return all(torch.allclose(a, b, atol=atol) for a, b in zip(tensors, others))
+    return all(torch.allclose(a, b, atol=atol) for a, b in zip(tensors, others, strict=True))
 
 
 def pair(prompt, reply):
@@ -60,11 +60,15 @@ CFG = configure(
 )
 
 
+def valid(value, task=TASK):
+    return Score(value, task.metric, "validation", True, "")
+
+
 def scored_group(task, *scores):
     """A group of episodes with these scores, None: nothing valid."""
     episodes = []
     for i, value in enumerate(scores):
-        score = Score(value, task.metric, "validation", value is not None, "")
+        score = replace(valid(value, task), valid=value is not None)
         episodes.append(Episode(task.name, i, score=score, status="submit"))
     return Group(0, task, episodes, [])
 
@@ -77,7 +81,7 @@ async def one_reply(
     sample = await policy.sample(prompt, options.max_reply_tokens, seed=seed % 2**31)
     text = sample.text.encode()
     letters = sum(chr(c).isalpha() for c in text) / max(1, len(text))
-    value = Score(score or 0.5 + letters / 2, world.task.metric, "validation", True, "")
+    value = valid(score or 0.5 + letters / 2, world.task)
     episode = Episode(
         world.task.name,
         seed,
