@@ -286,7 +286,7 @@ def run_ours(model, rounds, turns, tokens, variant):
     def learn(groups):
         batch = grpo.make_batch(policy, groups, cfg, job)
         row = grpo.update(policy, optimizer, batch, cfg, job)
-        job.loop.call(policy.sync)
+        job.loop.wait(policy.sync)
         work.trained = sum(sum(s.mask) for s in batch)
         work.tokens = sum(len(s.tokens) for s in batch)
         return row
