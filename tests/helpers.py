@@ -6,12 +6,10 @@ import copy
 import gc
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import fields
@@ -87,7 +85,7 @@ class FakePolicy:
     """Says scripted replies, the last one again and again; one is a text or f(prompt, seed).
 
     One token per character; 1 ends a reply, 2 and 3 open and close a user turn. `requests` holds
-    the tokens of all prompts, `limits` the lengths that were allowed.
+    the tokens of all prompts.
     """
 
     version = 7
@@ -99,7 +97,6 @@ class FakePolicy:
         self.stop_reason = stop_reason
         self.wait = wait
         self.requests = []
-        self.limits = []
 
     @property
     def prompts(self):
@@ -130,7 +127,6 @@ class FakePolicy:
     async def sample(self, tokens, max_tokens, seed=None):
         assert len(tokens) + max_tokens <= self.context
         self.requests.append(list(tokens))
-        self.limits.append(max_tokens)
         await asyncio.sleep(self.wait)
         text = self.replies[min(len(self.requests), len(self.replies)) - 1]
         if callable(text):
@@ -280,46 +276,9 @@ def chat_server(answer):
         http.server_close()
 
 
-SBIN = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-
-
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
-
-
-class Services:
-    """Programs that run in the background, and their folder with a short path, for sockets."""
-
-    def __init__(self):
-        self.folder = Path(tempfile.mkdtemp(prefix="fl-", dir="/tmp"))
-        self.folder.chmod(0o755)
-        self.running = []
-
-    def start(self, *command, **environment):
-        with open(self.folder / "log", "ab") as log:
-            process = subprocess.Popen(
-                [shutil.which(command[0], path=SBIN), *map(str, command[1:])],
-                env=os.environ | {"PATH": SBIN} | environment,
-                cwd=self.folder,  # podman's monitor leaves a file there if the memory runs out
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self.running.append(process)
-
-    def wait_for(self, answers, seconds=120):
-        deadline = time.monotonic() + seconds
-        while not answers():
-            is_over = time.monotonic() > deadline or self.running[-1].poll() is not None
-            assert not is_over, (self.folder / "log").read_text()[-2000:]
-            time.sleep(0.2)
-
-    def stop(self):
-        for process in reversed(self.running):
-            process.terminate()
-            process.wait(60)
 
 
 @contextlib.contextmanager

@@ -142,11 +142,6 @@ def chat_of(tmp_path_factory):
     return chat_of
 
 
-def template_tokens(chat, messages):
-    text = chat.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return chat.tokenizer(text, add_special_tokens=False).input_ids
-
-
 def position(tokens, part, start):
     ends = range(start + len(part), len(tokens) + 1)
     return next(end - len(part) for end in ends if tokens[end - len(part) : end] == part)
@@ -155,7 +150,11 @@ def position(tokens, part, start):
 @pytest.mark.parametrize("system", ["", SYSTEM], ids=["", "system"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_turn_by_turn_is_the_template_of_the_whole_conversation(chat_of, name, system):
+    """The tokenizer of Gemma or Phi has another end of text than of a turn."""
     chat = chat_of(name)
+    _, eos, end = FORMATS[name]
+    assert chat.tokenizer.convert_ids_to_tokens(chat.end_of_turn) == end
+    assert set(chat.tokenizer.convert_ids_to_tokens(chat.stop_tokens)) == {eos, end}
     assert chat.has_system_role == (name not in WITHOUT_SYSTEM)
     prompt = [user(TALK[0])]
     talk = [
@@ -167,7 +166,8 @@ def test_turn_by_turn_is_the_template_of_the_whole_conversation(chat_of, name, s
             talk = [prompt[0], *talk]
         else:
             talk[0] = user(f"{system}\n\n{TALK[0]}")
-    whole = template_tokens(chat, talk)
+    text = chat.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    whole = chat.tokenizer(text, add_special_tokens=False).input_ids
     tokens = chat.render(prompt)
     assert whole[: len(tokens)] == tokens
     end = len(tokens)
@@ -178,15 +178,6 @@ def test_turn_by_turn_is_the_template_of_the_whole_conversation(chat_of, name, s
         assert chat.observation_tokens(observation, ended=True) == after[1:]
         end = start + len(after)
     assert end == len(whole)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_reply_ends_as_in_the_template(chat_of, name):
-    """The tokenizer of Gemma or Phi has another end of text than of a turn."""
-    chat = chat_of(name)
-    _, eos, end = FORMATS[name]
-    assert chat.tokenizer.convert_ids_to_tokens(chat.end_of_turn) == end
-    assert set(chat.tokenizer.convert_ids_to_tokens(chat.stop_tokens)) == {eos, end}
 
 
 def test_thoughts_stay_where_the_template_leaves_them_out(chat_of):

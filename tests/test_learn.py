@@ -21,17 +21,20 @@ from training import TASK, has_weights, one_reply, weights_of
 pytestmark = pytest.mark.usefixtures("quick_provenance")
 
 
-def grown(folder, policy, play=None, is_cut=False, **config):
-    """Grows a tree with --learn over episodes of one reply.
+def grown(policy, *folders, change=None, is_cut=False, **config):
+    """Grows a tree with --learn in each folder, over episodes of one reply.
 
-    play(node, episode): the episode that counts instead. is_cut: whether the replies were cut.
+    change(node, episode): the episode that counts instead. is_cut: whether the replies were cut.
     """
     options = {"learn": True, "parents": 2, "children": 3, "lr": 0.01, "max_reply_tokens": 6}
     options |= {"sampling_mode": ("none",), "context": 2048, "backend": "local"}
     cfg = search_config(**options | config)
-    run = open_run(folder, flat(cfg) | {"seed": 0}, MADE_BY, may_change(cfg))
-    (run.dir / "nodes").mkdir(exist_ok=True)
-    t = Tree(replace(TASK, splits=("test",)), "none", 0, cfg, run, search.SELECT[cfg.select])
+    trees = []
+    for folder in folders:
+        run = open_run(folder, flat(cfg) | {"seed": 0}, MADE_BY, may_change(cfg))
+        (run.dir / "nodes").mkdir(exist_ok=True)
+        task = replace(TASK, splits=("test",))
+        trees.append(Tree(task, "none", 0, cfg, run, search.SELECT[cfg.select]))
 
     async def one(t, node, parents):
         counting = search.prompts.CountingPolicy(t.policy, node)
@@ -39,20 +42,21 @@ def grown(folder, policy, play=None, is_cut=False, **config):
         episode = await one_reply(world, counting, t.cfg.episode, node.seed)
         if not is_cut:
             episode.turns[0]["stop_reason"] = "stop"
-        return (play(node, episode) if play else episode), b"\0" * 10240
+        return (change(node, episode) if change else episode), b"\0" * 10240
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "play", one)
         try:
-            asyncio.run(search.search([t], policy, cfg.workers))
+            asyncio.run(search.search(trees, policy, cfg.workers))
         finally:
-            run.lock.close()
-    return t
+            for t in trees:
+                t.run.lock.close()
+    return trees
 
 
 def test_a_round_is_picked_played_learned_and_written(tmp_path, policy):
     before = weights_of(policy)
-    t = grown(tmp_path / "a", policy, nodes=14)
+    [t] = grown(policy, tmp_path / "a", nodes=14)
     rows = t.run.rows()
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert [row["nodes"] for row in rows] == [6, 12, 14]  # the last round has what was left
@@ -89,7 +93,7 @@ def test_a_run_that_was_cut_in_a_round_goes_on_with_the_adapter_of_its_last_whol
         return episode
 
     with pytest.raises(RuntimeError, match="cut"):
-        grown(tmp_path / "a", policy, cut, nodes=18, workers=1)
+        grown(policy, tmp_path / "a", change=cut, nodes=18, workers=1)
     assert len(read_rows(tmp_path / "a/journal.jsonl")) == 9
     trained = weights_of(policy)
     assert not has_weights(policy, first)
@@ -101,7 +105,7 @@ def test_a_run_that_was_cut_in_a_round_goes_on_with_the_adapter_of_its_last_whol
         loaded.append(has_weights(policy, trained))
         return episode
 
-    t = grown(tmp_path / "a", policy, look, nodes=18, workers=1)
+    [t] = grown(policy, tmp_path / "a", change=look, nodes=18, workers=1)
     assert loaded[:6] == [True] * 6  # those of the round that came after the cut one
     assert [row["step"] for row in t.run.rows()] == [0, 1, 2]
     assert len(t.finished) == 18
@@ -118,24 +122,8 @@ def test_trees_of_a_grid_begin_with_the_same_adapter(tmp_path, policy):
         begun.append(has_weights(policy, first))
         return episode
 
-    trees = []
-    for name in "ab":
-        cfg = search_config(learn=True, parents=1, children=2, nodes=2, lr=0.01, context=2048)
-        cfg.episode.max_reply_tokens = 6
-        run = open_run(tmp_path / name, {"seed": 0}, MADE_BY)
-        (run.dir / "nodes").mkdir()
-        task = replace(TASK, splits=("test",))
-        trees.append(Tree(task, "none", 0, cfg, run, search.SELECT[cfg.select]))
-
-    async def one(t, node, parents):
-        episode = await one_reply(SimpleNamespace(task=t.task), policy, t.cfg.episode, node.seed)
-        episode.turns[0]["stop_reason"] = "stop"
-        return look(node, episode), b""
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "play", one)
-        asyncio.run(search.search(trees, policy, 4))
-    assert begun == [True] * 4
+    trees = grown(policy, tmp_path / "a", tmp_path / "b", change=look, parents=1, nodes=3)
+    assert begun == [True] * 6
     assert all((t.run.dir / "best").is_dir() for t in trees)
 
 
@@ -143,11 +131,10 @@ def test_the_row_of_a_round_counts_gains_lineages_and_duplicates(tmp_path, polic
     def scored(node, episode):
         values = {"0.0": 0.8, "0.1": None, "0.2": 0.9}
         value = values.get(node.id, 0.85)
-        if value is None:
-            return replace(episode, score=replace(episode.score, valid=False, value=None))
-        return replace(episode, score=replace(episode.score, value=value))
+        score = replace(episode.score, valid=value is not None, value=value)
+        return replace(episode, score=score)
 
-    t = grown(tmp_path / "a", policy, scored, nodes=6, parents=1)
+    [t] = grown(policy, tmp_path / "a", change=scored, nodes=6, parents=1)
     first, second = t.run.rows()
     assert first["valid_share"] == pytest.approx(2 / 3)
     assert first["improved_share"] == pytest.approx(2 / 3)
@@ -156,26 +143,23 @@ def test_the_row_of_a_round_counts_gains_lineages_and_duplicates(tmp_path, polic
     assert second["improved_share"] == 0
     assert second["gain_mean"] < 0
     assert second["largest_lineage_share"] == 1
-    assert second["depth"] == 2
-    assert second["cut_share"] == 0
-    twice = [replace(node, code={"a.py": "x"}) for node in t.finished]
-    t.finished[:] = twice
-    assert learning.row_of(t, twice[3:], [])["duplicate_share"] == 1
-    twice[-1].code = {"a.py": "new"}
-    assert learning.row_of(t, twice[3:], [])["duplicate_share"] == pytest.approx(2 / 3)
+    for node in t.finished:
+        node.code = {"a.py": "x"}
+    t.finished[-1].code = {"a.py": "new"}
+    row = learning.row_of(t, t.finished[3:], [])
+    assert row["duplicate_share"] == pytest.approx(2 / 3)
 
 
 def test_a_valid_share_below_half_of_the_first_for_two_rounds_is_an_alarm():
     rows = [{"valid_share": share} for share in (0.8, 0.9, 0.3)]
     assert learning.alarms({"valid_share": 0.5}, rows) == []
-    [alarm] = learning.alarms({"valid_share": 0.2}, rows)
-    assert "20%, below half of the first round's 80%" in alarm
+    assert "below half" in learning.alarms({"valid_share": 0.2}, rows)[0]
     assert learning.alarms({"valid_share": 0.1}, rows[:1]) == []
 
 
 def test_replies_that_were_cut_carry_no_gradient(tmp_path, policy):
     before = weights_of(policy)
-    t = grown(tmp_path / "a", policy, is_cut=True, nodes=6)
+    [t] = grown(policy, tmp_path / "a", is_cut=True, nodes=6)
     [row] = t.run.rows()
     assert row["cut_share"] == 1
     assert has_weights(policy, before)

@@ -12,8 +12,8 @@ from bench.peak import peak
 from flatlab.errors import UserError
 from flatlab.model import memory
 from flatlab.model.loading import count_weights, loading
-from flatlab.model.packing import Head, TokenLogProbs, can_pack, common_prompt, hidden_states
-from helpers import python
+from flatlab.model.packing import Head, TokenLogProbs, can_pack, common_prompt
+from helpers import make_model, python
 from policy import TINY, Agreement, Policy, lora_settings, resolve_model
 from training import all_close, has_weights, pair, randomise, weights_of
 
@@ -21,17 +21,6 @@ CHAT = [
     {"role": "system", "content": "You are a test."},
     {"role": "user", "content": "List 3 files.\n\n  - a"},
 ]
-
-
-def score(policy, prompt, sample, **kwargs):
-    with torch.no_grad():
-        return policy.logprobs([pair(prompt, sample.tokens)], **kwargs)
-
-
-def gap(policy, prompt, sample):
-    """How far a reply's log-probs are from the trainer's."""
-    logprobs = score(policy, prompt, sample)[0]
-    return (logprobs - torch.tensor(sample.logprobs)).abs().max().item()
 
 
 def samples(policy, prompts, tokens):
@@ -45,8 +34,13 @@ def samples(policy, prompts, tokens):
 
 
 def largest_gap(policy, prompts, tokens=24):
-    replies = samples(policy, prompts, tokens)
-    return max(gap(policy, prompt, reply) for prompt, reply in zip(prompts, replies))
+    """How far the log-probs of replies are from the trainer's."""
+    gaps = []
+    for prompt, reply in zip(prompts, samples(policy, prompts, tokens)):
+        with torch.no_grad():
+            logprobs = policy.logprobs([pair(prompt, reply.tokens)])[0]
+        gaps.append((logprobs - torch.tensor(reply.logprobs)).abs().max().item())
+    return max(gaps)
 
 
 def test_engine_and_trainer_agree_before_and_after_syncs(policy):
@@ -75,14 +69,6 @@ def test_verify_passes_and_leaves_the_adapter_alone(policy):
     assert agreement.mean <= agreement.largest < 1e-4
     assert has_weights(policy, before)
     assert largest_gap(policy, [policy.render(CHAT)]) < 1e-4
-
-
-def test_the_random_adapter_of_verify_shows(policy):
-    prompt = policy.render(CHAT)
-    batch = [pair(prompt[:1], prompt[1:])]
-    with policy._using(policy._random_adapter()), torch.no_grad():
-        moved = (policy.logprobs(batch)[0] - policy.logprobs(batch, base=True)[0]).abs().mean()
-    assert 0.1 < moved < 1.5
 
 
 def forget_a_layer(copy, monkeypatch):
@@ -137,7 +123,7 @@ def test_the_base_is_never_touched(policy):
     before = base()
     prompt = policy.render(CHAT)
     [fresh] = samples(policy, [prompt], 16)
-    for seed in range(100):
+    for seed in range(20):
         randomise(policy, seed)
         policy.sync()
     assert all(map(torch.equal, before, base()))
@@ -153,14 +139,14 @@ def test_the_base_is_never_touched(policy):
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_tokens_times_vocabulary(tmp_path):
-    """From 2,048 to 8,192 tokens, each tensor of all logits would grow by 750 MiB.
+    """From 2,048 to 5,120 tokens, each tensor of all logits would grow by 375 MiB.
 
-    The vocabulary has 32,768 tokens. The activations of this model grow by about 600 MiB with any
+    The vocabulary has 32,768 tokens. The activations of this model grow by about 300 MiB with any
     vocabulary.
     """
     short = peak(tmp_path, 2048, 32768, "chunked")
-    long = peak(tmp_path, 8192, 32768, "chunked")
-    assert long - short < 900, (short, long)
+    long = peak(tmp_path, 5120, 32768, "chunked")
+    assert long - short < 450, (short, long)
 
 
 @pytest.mark.slow
@@ -228,69 +214,48 @@ def test_logprobs_are_those_of_a_forward_pass_per_sequence(
         assert (a - b).norm() <= 1e-5 * a.norm() + 1e-6
 
 
-def test_log_probs_of_capped_logits_and_their_gradients():
-    """A head with bias, divisor and cap (Phi 2, Granite, Gemma 2) against plain autograd."""
+@pytest.mark.parametrize(
+    "dtype, atol, error", [(torch.float32, 1e-5, 1e-5), (torch.bfloat16, 1e-4, 0.01)]
+)
+def test_log_probs_of_capped_logits_and_their_gradients(dtype, atol, error):
+    """A head with bias, divisor and cap (Phi 2, Granite, Gemma 2) against plain autograd in fp32.
+
+    Logits of a bf16 head are fp32, too, and the gradient is rounded once, at its end.
+    """
     torch.manual_seed(0)
-    head = Head(torch.randn(20, 8), torch.randn(20), divisor=1.7, cap=2.5)
-    targets = torch.randint(0, 20, (6,))
+    weight, bias = torch.randn(300, 64).to(dtype), torch.randn(300).to(dtype)
+    head = Head(weight, bias, divisor=1.7, cap=2.5)
+    targets = torch.randint(0, 300, (12,))
 
     def by_hand(hidden):
-        logits = (hidden @ head.weight.T + head.bias) / head.divisor
+        logits = (hidden @ weight.float().T + bias.float()) / head.divisor
         logp = (head.cap * torch.tanh(logits / head.cap)).log_softmax(-1)
         return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
     def ours(hidden):
-        return TokenLogProbs.apply(hidden, targets, head, 4, True)
+        return TokenLogProbs.apply(hidden, targets, head, 5, True)
 
-    start = torch.randn(6, 8)
+    start = (0.2 * torch.randn(12, 64)).to(dtype)
     results = []
-    for function in (ours, by_hand):
-        hidden = start.clone().requires_grad_()
+    for function, precision in ((ours, dtype), (by_hand, torch.float32)):
+        hidden = start.to(precision, copy=True).requires_grad_()
         logp, entropy = function(hidden)
-        (logp * torch.arange(6) + 0.7 * entropy).sum().backward()
+        (logp * torch.arange(12) + 0.7 * entropy).sum().backward()
         results.append([logp.detach(), entropy.detach(), hidden.grad])
-    assert all_close(*results, 1e-5)
-
-
-def test_logits_of_a_bf16_head_are_fp32():
-    """The log-probs are those of fp32 logits, and the gradient is rounded once, at its end."""
-    torch.manual_seed(0)
-    weight = torch.randn(300, 64).bfloat16()
-    hidden = torch.randn(12, 64).bfloat16().requires_grad_()
-    targets = torch.randint(0, 300, (12,))
-    head = Head(weight, None, divisor=0.7, cap=None)
-    logp, entropy = TokenLogProbs.apply(hidden, targets, head, 5, True)
-    (logp * torch.arange(12) + 0.7 * entropy).sum().backward()
-    exact = hidden.detach().float().requires_grad_()
-    expected = (exact @ weight.float().T / 0.7).log_softmax(-1)
-    spread = -(expected.exp() * expected).sum(-1)
-    expected = expected.gather(-1, targets[:, None])[:, 0]
-    (expected * torch.arange(12) + 0.7 * spread).sum().backward()
-    assert torch.allclose(logp, expected, atol=1e-4)
-    assert torch.allclose(entropy, spread, atol=1e-4)
-    assert (hidden.grad - exact.grad).norm() < 0.01 * exact.grad.norm()
+    (*values, gradient), (*expected, exact) = results
+    assert all_close(values, expected, atol)
+    assert (gradient - exact).norm() < error * exact.norm()
 
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_sliding_window_is_not_packed(window):
-    """Packed attention would look past the window; the padded rows equal each sequence alone."""
+    """Packed attention would look past the window."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model("mistral", sliding_window=window, **sizes, **heads)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    packed = can_pack(model)
-    assert packed == (window is None)
-    if packed:
-        model.set_attn_implementation("packed")
-    prompt = list(range(5, 25))
-    batch = [pair(prompt, [7, 8, 9]), pair(prompt, [10])]
-    hidden, targets = hidden_states(model.base_model, batch, "cpu", packed)
-    rows = [model.base_model(torch.tensor([tokens])).last_hidden_state[0] for tokens, _ in batch]
-    assert targets.tolist() == [7, 8, 9, 10]
-    expected = torch.cat([rows[0][19:22], rows[1][19:20]])
-    assert torch.allclose(hidden, expected, atol=1e-5)
+    assert can_pack(AutoModelForCausalLM.from_config(config)) == (window is None)
 
 
 def test_checkpointing_changes_no_number(policy):
@@ -321,7 +286,7 @@ def test_requests_enter_a_running_batch_and_can_be_cancelled(policy, monkeypatch
     async def go():
         first = asyncio.ensure_future(policy.sample(prompt, 400))
         doomed = asyncio.ensure_future(policy.sample(prompt, 400))
-        await asyncio.sleep(0.2)  # both are being generated
+        await policy.sample(prompt, 2)  # both are being generated
         late = await policy.sample(prompt, 4, seed=3)  # joins, finishes while they go on
         assert not first.done()
         doomed.cancel()
@@ -345,9 +310,7 @@ def test_a_small_model_decodes_on_one_thread(policy, monkeypatch):
 
     monkeypatch.setattr(policy.engine, "step", recorded)
     asyncio.run(policy.sample(policy.render(CHAT), 4, seed=1))
-    assert seen[0] == threads
-    assert len(seen) > 1
-    assert set(seen[1:]) == {1}
+    assert seen == [threads, 1, 1, 1]
     assert torch.get_num_threads() == threads
 
 
@@ -415,8 +378,9 @@ assert agreement.largest < 1e-4, agreement
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
-def test_a_compiled_engine_agrees_with_the_trainer(random_model):
-    done = python("-c", COMPILED, random_model)
+def test_a_compiled_engine_agrees_with_the_trainer(tmp_path):
+    model = make_model(tmp_path / "model", num_hidden_layers=2)
+    done = python("-c", COMPILED, model)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -460,7 +424,6 @@ def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
     assert "cannot run the model no/such-model: OSError: We couldn't connect" in refused(
         "no/such-model"
     )
-    assert "Unrecognized model" in refused(tmp_path)
     folder = tmp_path / "model"
     shutil.copytree(random_model, folder)
     assert resolve_model(str(folder)).positions == 4096
@@ -468,16 +431,12 @@ def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
     assert "file not fully covered" in refused(folder)
-    weights.unlink()
-    assert "no file named model.safetensors" in refused(folder)
     weights.write_bytes(whole)
     change_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
     assert "are quantised (mxfp4)" in refused(folder)
     change_json(folder / "config.json", quantization_config=None)
     (folder / "chat_template.jinja").unlink()
     assert "has no chat template" in refused(folder)
-    change_json(folder / "config.json", model_type="quux")
-    assert "has model type `quux`" in refused(folder)
     (folder / "config.json").write_text("{no json")
     assert "is not a valid JSON file" in refused(folder)
 
@@ -491,14 +450,10 @@ def test_a_model_without_one_of_its_tensors_is_refused(tmp_path):
     lost = "model.layers.1.self_attn.q_proj.weight"
     model = AutoModelForCausalLM.from_pretrained(TINY)
     weights = {name: values for name, values in model.state_dict().items() if name != lost}
-    (folder / "model.safetensors").unlink()
-    model.save_pretrained(folder, state_dict=weights, max_shard_size="1MB")
-    assert (folder / "model.safetensors.index.json").is_file()
+    model.save_pretrained(folder, state_dict=weights)
     assert refused(folder).endswith(f"lack {lost}: fetch the model again.")
     with pytest.raises(UserError, match=f"lack {lost}: fetch the model again"):
         Policy(resolve_model(str(folder)))  # of both scripts
-    min(folder.glob("model-*.safetensors")).unlink()
-    assert "model-00001-of" in refused(folder)
 
 
 def test_an_adapter_that_cannot_be_used_is_one_sentence(policy, tmp_path):
@@ -507,7 +462,6 @@ def test_an_adapter_that_cannot_be_used_is_one_sentence(policy, tmp_path):
     kept = file.read_text()
     changes = {
         "KeyError: 'base_model_name_or_path'": {"base_model_name_or_path": None},
-        "cannot run the model /nowhere/model": {"base_model_name_or_path": "/nowhere/model"},
         "KeyError: 'r'": {"r": None},
         "uses use_rslora, which is not supported": {"use_rslora": True},
     }

@@ -1,8 +1,8 @@
 """Several ranks: the exchange by itself, two ranks against one with the same total batch, a rank
 that is lost; and configs/slurm.sbatch on a real Slurm of one node, which is started here.
 
-The file is also the program of those ranks: `torchrun ... tests/test_ranks.py <model> <steps>`, a
-run of grpo.train with the real engine, where an episode is one reply and the reward counts its
+The file is also the program of those ranks: `torchrun ... tests/test_ranks.py <model> <steps>`,
+runs of grpo.train with the real engine, where an episode is one reply and the reward counts its
 letters.
 """
 
@@ -10,29 +10,30 @@ import asyncio
 import getpass
 import json
 import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from flatlab.errors import UserError
 from flatlab.files import read_rows as rows
 from flatlab.train.job import join
-from helpers import PROJECT, SBIN, Services, free_port, python, segments_of
+from helpers import PROJECT, free_port, segments_of
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
+PROGRAM = PROJECT / "tests/test_ranks.py"
 
 
 def torchrun(folder, *command, ranks=2):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
     launcher = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split()
     if ranks == 1:
         launcher = []
@@ -46,9 +47,11 @@ def torchrun(folder, *command, ranks=2):
     )
 
 
-def finish(process, timeout=300):
-    out, err = process.communicate(timeout=timeout)
-    return process.returncode, out, err
+def finish(process):
+    """The output of a process that succeeds."""
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, (out, err[-3000:])
+    return out
 
 
 EXCHANGE = """
@@ -71,8 +74,7 @@ print(f"rank {dist.rank} of {dist.world}\\n", end="", flush=True)
 
 def test_the_exchange(tmp_path):
     (tmp_path / "exchange.py").write_text(EXCHANGE)
-    code, out, err = finish(torchrun(tmp_path, "exchange.py", ranks=2))
-    assert code == 0, err
+    out = finish(torchrun(tmp_path, "exchange.py"))
     assert sorted(out.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
 
 
@@ -87,92 +89,73 @@ def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
 STEPS = 4  # of the comparison
 
 
-class Finished:
-    """What a run of STEPS steps on this number of ranks left."""
-
-    def __init__(self, folder, ranks, *arguments):
-        from safetensors.torch import load_file
-
-        folder.mkdir()
-        program = ROOT / "tests/test_ranks.py"
-        code, out, err = finish(torchrun(folder, program, *arguments, ranks=ranks))
-        assert code == 0, (out, err[-3000:])
-        run = folder / "logs/m"
-        self.rows = rows(run / "metrics.jsonl")
-        self.texts = []
-        self.tokens = []
-        for step in range(STEPS):
-            episodes = rows(run / f"episodes/{step:06d}.jsonl")
-            self.texts.append([e["turns"][0]["reply"] for e in episodes])
-            self.tokens.append([s["tokens"] for [s] in segments_of(run, f"{step:06d}")])
-        last = run / f"checkpoints/{STEPS - 1:06d}"
-        self.weights = load_file(last / "adapter_model.safetensors")
+def left_by(run):
+    """The rows, replies, tokens and the adapter of a run."""
+    replies = []
+    tokens = []
+    for step in range(STEPS):
+        episodes = rows(run / f"episodes/{step:06d}.jsonl")
+        replies.append([e["turns"][0]["reply"] for e in episodes])
+        tokens.append([s["tokens"] for [s] in segments_of(run, f"{step:06d}")])
+    adapter = load_file(run / f"checkpoints/{STEPS - 1:06d}/adapter_model.safetensors")
+    return rows(run / "metrics.jsonl"), replies, tokens, adapter
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("advantage", ["group", "ppo"])
-def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model, advantage):
+def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model):
     """Rows, transcripts, evaluations and adapter; three groups, so that one rank has more than the
     other.
     """
-    one = Finished(tmp_path / "one", 1, random_model, STEPS, advantage)
-    two = Finished(tmp_path / "two", 2, random_model, STEPS, advantage)
-    assert len(one.rows) == len(two.rows) == STEPS
-    for step, (a, b) in enumerate(zip(one.rows, two.rows)):
-        for key in "step reward_mean loss kl entropy grad_norm episodes groups lr".split():
-            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), (step, key)
-    last = one.rows[-1]["eval_score_mean"]
-    assert last == pytest.approx(two.rows[-1]["eval_score_mean"], abs=1e-4)
-    assert one.texts == two.texts
-    assert one.tokens == two.tokens
-    assert {len(step) for step in one.tokens} == {12}
-    for name, weight in one.weights.items():
-        assert (weight - two.weights[name]).abs().max() < 1e-4
-    learned = [weight.abs().max() for name, weight in one.weights.items() if "lora_B" in name]
-    assert max(learned) > 1e-3
-    assert not list(tmp_path.glob("two/logs/m/.tmp*"))
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for ranks, folder in enumerate(folders, 1):
+        folder.mkdir()
+        finish(torchrun(folder, PROGRAM, random_model, STEPS, "ppo,group", ranks=ranks))
+    for advantage in ("ppo", "group"):
+        one, two = (left_by(folder / "logs" / advantage) for folder in folders)
+        (one_rows, *sampled, one_adapter), (two_rows, *others, two_adapter) = one, two
+        assert len(one_rows) == len(two_rows) == STEPS
+        for step, (a, b) in enumerate(zip(one_rows, two_rows)):
+            for key in "step reward_mean loss kl entropy grad_norm episodes groups lr".split():
+                assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), (step, key)
+        last = one_rows[-1]["eval_score_mean"]
+        assert last == pytest.approx(two_rows[-1]["eval_score_mean"], abs=1e-4)
+        assert sampled == others
+        assert {len(step) for step in sampled[0]} == {12}
+        for name, weight in one_adapter.items():
+            assert (weight - two_adapter[name]).abs().max() < 1e-4
+        learned = [weight.abs().max() for name, weight in one_adapter.items() if "lora_B" in name]
+        assert max(learned) > 1e-3
+    assert not list(tmp_path.glob("two/logs/*/.tmp*"))
 
 
 @pytest.mark.slow
-def test_a_lost_rank_ends_the_job_and_it_resumes(tmp_path, random_model):
-    program = ROOT / "tests/test_ranks.py"
-    job = torchrun(tmp_path, program, random_model, 40)
-    metrics = tmp_path / "logs/m/metrics.jsonl"
-    while not metrics.exists() or len(rows(metrics)) < 2:
+def test_two_ranks_sample_ahead_and_a_lost_one_ends_the_job_which_resumes(tmp_path, random_model):
+    """The episodes of rank 1 wait ten times longer, so its trainer is late in every exchange."""
+    job = torchrun(tmp_path, PROGRAM, random_model, 40, "group", 2)
+    run = tmp_path / "logs/group"
+    metrics = run / "metrics.jsonl"
+    while not metrics.exists() or len(rows(metrics)) < STEPS:
         assert job.poll() is None, job.communicate()[1][-3000:]
         time.sleep(0.1)
     os.kill(int((tmp_path / "rank1.pid").read_text()), signal.SIGKILL)
-    begin = time.monotonic()
-    code, _, err = finish(job, timeout=90)
-    assert code != 0, err[-3000:]
-    assert time.monotonic() - begin < 60
+    job.communicate(timeout=60)
+    assert job.returncode != 0
     survivor = int((tmp_path / "rank0.pid").read_text())
     assert not Path(f"/proc/{survivor}").exists()
     done = len(rows(metrics))
-    code, out, err = finish(torchrun(tmp_path, program, random_model, done + 1))
-    assert code == 0, err[-3000:]
+    out = finish(torchrun(tmp_path, PROGRAM, random_model, done + 1, "group", 2))
     assert "resumed after step" in out
-    assert [row["step"] for row in rows(metrics)] == list(range(done + 1))
-
-
-@pytest.mark.slow
-def test_two_ranks_with_unequal_waits_sample_ahead(tmp_path, random_model):
-    """The episodes of rank 1 wait ten times longer, so its trainer is late in every exchange."""
-    code, out, err = finish(
-        torchrun(tmp_path, ROOT / "tests/test_ranks.py", random_model, STEPS, "group", 2, ranks=2)
-    )
-    assert code == 0, (out, err[-3000:])
-    run = tmp_path / "logs/m"
-    result = rows(run / "metrics.jsonl")
-    assert [row["step"] for row in result] == list(range(STEPS))
+    result = rows(metrics)
+    assert [row["step"] for row in result] == list(range(done + 1))
     assert 1 <= max(row["lag_max"] for row in result) <= 2
-    for step in range(STEPS):
+    for step in range(done + 1):
         episodes = rows(run / f"episodes/{step:06d}.jsonl")
         assert [e["seed"] - 100_003 * step for e in episodes] == list(range(12))
 
 
 # ------------------------------------------------------------------ configs/slurm.sbatch
 
+SBIN = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 missing = [name for name in PROGRAMS if not shutil.which(name, path=SBIN)]
 needs_slurm = pytest.mark.skipif(bool(missing), reason=f"no Slurm: {', '.join(missing)} missing")
@@ -199,18 +182,19 @@ GresTypes=gpu
 NodeName={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=1000 Gres=gpu:2 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
-SEARCH = "search.py --task titanic --backend local --nodes 1 --sampling-mode none"
 TRAIN = (
     "--task titanic --backend local --steps 1 --groups 2 --group-size 2 --eval-episodes 0 "
     "--max-turns 2 --name ranks"
 )
 
 
-class Cluster(Services):
+class Cluster:
     """A Slurm of one node with two pretended GPUs, and a project folder with logs of its own."""
 
     def __init__(self):
-        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="fl-", dir="/tmp"))  # a short path, for sockets
+        self.folder.chmod(0o755)
+        self.running = []
         self.project = self.folder / "project"
         for name in ("state", "spool", "project/logs"):
             (self.folder / name).mkdir(parents=True)
@@ -218,7 +202,11 @@ class Cluster(Services):
             if path.name not in ("logs", ".venv"):
                 (self.project / path.name).symlink_to(path)
         (self.project / ".venv").symlink_to(sys.prefix)
-        self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        self.environment = os.environ | {
+            "PATH": SBIN,
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "LOGLEVEL": "INFO",  # torchrun then names the ranks
+        }
         config = CONFIG.format(
             host=socket.gethostname().partition(".")[0],
             user=getpass.getuser(),
@@ -237,15 +225,34 @@ class Cluster(Services):
         files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "seed")]
         files += [f"--log-file={self.folder}/munge.log", f"--socket={self.folder}/munge.socket"]
         self.start("munged", "--foreground", "--force", *files)
-        self.start("slurmctld", "-D", "-i", **self.environment)
-        self.start("slurmd", "-D", **self.environment)
+        self.start("slurmctld", "-D", "-i")
+        self.start("slurmd", "-D")
         self.wait_for(lambda: self.call("sinfo", "--noheader", "--format=%T").stdout == "idle\n")
+
+    def start(self, *command):
+        with open(self.folder / "log", "ab") as log:
+            process = subprocess.Popen(
+                [shutil.which(command[0], path=SBIN), *command[1:]],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.running.append(process)
+
+    def wait_for(self, answers, seconds=120):
+        deadline = time.monotonic() + seconds
+        while not answers():
+            is_over = time.monotonic() > deadline or self.running[-1].poll() is not None
+            assert not is_over, (self.folder / "log").read_text()[-2000:]
+            time.sleep(0.2)
 
     def call(self, *command):
         return subprocess.run(
             command,
             cwd=self.project,
-            env=os.environ | {"PATH": SBIN} | self.environment,
+            env=self.environment,
             capture_output=True,
             text=True,
         )
@@ -264,7 +271,9 @@ class Cluster(Services):
 
     def stop(self):
         self.call("scancel", "--full", "--user", str(os.getuid()))
-        super().stop()
+        for process in reversed(self.running):
+            process.terminate()
+            process.wait(60)
         shutil.rmtree(self.folder)
 
 
@@ -280,33 +289,19 @@ def cluster():
 
 @needs_slurm
 @pytest.mark.slow
-def test_grid_runs_a_cell_a_job_and_skips_finished_ones(cluster):
-    cells = [f"{SEARCH} --seed {seed} --name 'study/seed {seed}'" for seed in (0, 1)]
+def test_job_n_of_a_grid_runs_line_n_of_its_file(cluster):
+    cells = ["tasks.py", "viz.py 'logs/no run'"]
     (cluster.project / "cells.txt").write_text("\n".join(cells))
     command = ("--array=1-2", "--gpus-per-node=1", "configs/slurm.sbatch", "cells.txt")
-    first = cluster.submit(*command)
-    assert [text.splitlines()[0] for text in first] == [f"python {cell}" for cell in cells]
-    assert all("1/1" in text for text in first), first
-    journals = sorted((cluster.project / "logs/study").glob("*/journal.jsonl"))
-    assert [path.parent.name for path in journals] == ["seed 0", "seed 1"]
-
-    journals[1].parent.joinpath("result.json").unlink()  # as if that job had been killed early
-    journals[1].unlink()
-    kept = journals[0].stat().st_mtime_ns
-    again = cluster.submit(*command)
-    assert "was finished before: nothing was run" in again[0]
-    assert "1/1" not in again[0]
-    assert "1/1" in again[1]
-    assert journals[0].stat().st_mtime_ns == kept
-
-    table = python("viz.py", cluster.project / "logs/study")
-    assert re.search("titanic +seed 0 +2 ", table.stdout), table.stderr
+    texts = cluster.submit(*command)
+    assert [text.splitlines()[0] for text in texts] == [f"python {cell}" for cell in cells]
+    assert "titanic" in texts[0]
+    assert "logs/no run is not a run directory" in texts[1]
 
 
 @needs_slurm
 @pytest.mark.slow
 def test_training_runs_one_rank_a_gpu(cluster):
-    cluster.environment["LOGLEVEL"] = "INFO"  # torchrun then names the ranks
     text = cluster.submit("--gpus-per-node=2", "configs/slurm.sbatch", *TRAIN.split())[0]
     result = cluster.project / "logs/ranks/result.json"
     assert result.exists() and json.loads(result.read_text())["status"] == "finished", text
@@ -316,43 +311,48 @@ def test_training_runs_one_rank_a_gpu(cluster):
 # ------------------------------------------------------------------ the program of the ranks
 
 
-def main(model: str, steps: str, advantage: str = "group", ahead: str = "0") -> None:
+def main(model: str, steps: str, advantages: str, ahead: str = "0") -> None:
     import grpo
     from flatlab.runs.store import open_run
     from flatlab.train.job import Job, run_beside
     from helpers import MADE_BY, RESULT, configure
     from policy import ModelPath, Policy
-    from training import CFG, TASK, one_reply, waiting_reply
+    from training import CFG, TASK, one_reply, waiting_reply, weights_of
 
-    job = Job(join(timeout=120))
-    rank = job.ranks.rank
-    Path(f"rank{rank}.pid").write_text(str(os.getpid()))
-    cfg = configure(
-        CFG,
-        kl=0.05,
-        name="m",
-        steps=int(steps),
-        groups=3,
-        group_size=4,
-        ahead=int(ahead),
-        concurrency=1 if ahead == "0" else 24,
-        eval_episodes=3,
-        advantage=advantage,
-    )
+    ranks = join(timeout=120)
+    Path(f"rank{ranks.rank}.pid").write_text(str(os.getpid()))
     grpo.run_episode = one_reply
     if ahead != "0":
-        grpo.run_episode = partial(waiting_reply, waits=(0.03 * 10**rank,))
-    if rank == 0:
-        job.run = open_run("logs/m", {"task": ["titanic"], "steps": cfg.steps}, MADE_BY)
-    job.result(**RESULT)
+        grpo.run_episode = partial(waiting_reply, waits=(0.03 * 10**ranks.rank,))
     policy = Policy(
         ModelPath(model, None, False),
         context=512,
         lora_rank=8,
-        seed=rank,  # rank 0's counts
-        value_head=advantage == "ppo",
+        seed=ranks.rank,  # rank 0's counts
+        value_head="ppo" in advantages,
     )
-    asyncio.run(run_beside(job.loop, grpo.train, policy, [TASK], cfg, job))
+    begin = weights_of(policy)
+    for advantage in advantages.split(","):
+        for p, start in zip(policy.parameters(), begin):
+            p.data.copy_(start)
+        cfg = configure(
+            CFG,
+            kl=0.05,
+            name=advantage,
+            steps=int(steps),
+            groups=3,
+            group_size=4,
+            ahead=int(ahead),
+            concurrency=1 if ahead == "0" else 24,
+            eval_episodes=3,
+            advantage=advantage,
+        )
+        job = Job(ranks)
+        if ranks.rank == 0:
+            config = {"task": ["titanic"], "steps": cfg.steps}
+            job.run = open_run(f"logs/{advantage}", config, MADE_BY)
+        job.result(**RESULT)
+        asyncio.run(run_beside(job.loop, grpo.train, policy, [TASK], cfg, job))
 
 
 if __name__ == "__main__":

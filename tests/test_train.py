@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import grpo
+import helpers
 import training
 from flatlab.files import read_rows
 from flatlab.model.chat import ChatTokens, Sample
@@ -32,11 +33,16 @@ def episodes_of(steps, name="a"):
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
-def test_the_lag_is_bounded_and_every_planned_group_is_trained_once(play, ahead):
-    rows = play(episode=waiting_reply, steps=6, ahead=ahead, concurrency=32)
+def test_the_lag_is_bounded_and_every_planned_group_is_trained_once(play, policy, ahead):
+    """And an evaluation is of one version, while later steps are sampled.
+
+    Engine and trainer are compared on current tokens only. On others, the check would end the run:
+    an update moves the log-probs by more than its limit.
+    """
+    options = {"eval_episodes": 6, "eval_every": 3, "concurrency": 32, "guarded": False}
+    rows = play(episode=waiting_reply, steps=6, ahead=ahead, lr=0.05, **options)
     assert [row["step"] for row in rows] == list(range(6))
-    lags = [row["lag_max"] for row in rows]
-    assert max(lags) == ahead
+    assert max(row["lag_max"] for row in rows) == ahead
     versions = []
     for step, episodes in enumerate(episodes_of(6)):
         assert len(episodes) >= 8
@@ -44,13 +50,11 @@ def test_the_lag_is_bounded_and_every_planned_group_is_trained_once(play, ahead)
         versions.append({turn["version"] for e in episodes for turn in e["turns"]})
     for step, sampled in enumerate(versions):
         assert sampled <= set(range(max(0, step - ahead), step + 1))
-
-
-def test_engine_and_trainer_are_compared_on_current_tokens_only(play, policy):
-    """The check would end the run: an update moves the log-probs by more than its limit."""
-    rows = play(episode=waiting_reply, steps=5, ahead=2, lr=0.05, concurrency=32)
+    for name in ("eval-000002", "eval-000005"):
+        episodes = read_rows(f"logs/a/episodes/{name}.jsonl")
+        assert len({turn["version"] for e in episodes for turn in e["turns"]}) == 1
     stale = [row for row in rows if row["judged_tokens"] == 0]
-    assert stale
+    assert bool(stale) == bool(ahead)
     assert all("logprob_diff_mean" not in row for row in stale)
     fresh = [row["logprob_diff_max"] for row in rows if row["judged_tokens"]]
     assert fresh and max(fresh) < policy.diff_limit
@@ -71,15 +75,6 @@ def test_faults_and_equal_rewards_change_nothing_about_the_plan(play):
     assert sum(row["faults"] for row in rows) > 0
     assert max(row["groups"] for row in rows) == 3
     assert max(row["lag_max"] for row in rows) <= 2
-
-
-def test_an_evaluation_is_of_one_version(play):
-    play(episode=waiting_reply, steps=4, ahead=2, eval_episodes=6, eval_every=2, concurrency=8)
-    for name in ("eval-000001", "eval-000003"):
-        episodes = read_rows(f"logs/a/episodes/{name}.jsonl")
-        assert len({turn["version"] for e in episodes for turn in e["turns"]}) == 1
-    trained = episodes_of(4)[3]
-    assert min(turn["version"] for e in trained for turn in e["turns"]) < 3  # sampled ahead
 
 
 def test_a_collapse_ends_the_run_and_the_episodes_of_later_steps(play, monkeypatch):
@@ -204,17 +199,8 @@ LIMITS = EpisodeOptions(max_observation_tokens=64)
 CFG = configure(training.CFG, micro_tokens=4096, sft_lr=3e-3, sft_updates=6)
 
 
-def episode(score, *turns, task="titanic", valid=True, **more):
-    result = {"value": score, "metric": "accuracy", "split": "validation", "valid": valid}
-    whole = {
-        "task": task,
-        "seed": 0,
-        "prompt": "Do it.",
-        "turns": list(turns),
-        "status": "submit",
-        "score": result,
-    }
-    return whole | more
+def episode(value, *turns, **more):
+    return helpers.episode(value) | {"prompt": "Do it.", "turns": turns} | more
 
 
 @pytest.fixture
@@ -240,11 +226,11 @@ def test_the_best_different_valid_episodes_that_beat_the_baseline(run):
         episode(0.78, turn("a")),
         episode(0.78, turn("a")),
         episode(0.5, turn("worse")),
-        episode(None, turn("nothing"), valid=False),
+        episode(None, turn("nothing")),
         episode(0.79, turn("x"), task="other"),
         episode(0.75, turn("c")),
         episode(0.74, turn("d")),
-        episode(None, turn("e")) | {"score": None, "status": "fault"},
+        episode(None, turn("e"), score=None, status="fault"),
     )
     assert chosen_replies(where, 1.0) == ["a", "c", "d", "b"]
     assert chosen_replies(where, 0.5) == ["a", "c"]
@@ -257,11 +243,15 @@ def test_the_best_different_valid_episodes_that_beat_the_baseline(run):
     assert "judged" not in chosen_replies(deeper, 1.0)
 
 
-def test_nothing_to_imitate_is_one_sentence(run, tmp_path):
+def test_nothing_to_imitate_is_one_sentence(policy, run, tmp_path, monkeypatch):
     with user_error("no run directory"):
         imitation.best_episodes([str(tmp_path / "nowhere")], [TASK], 0.5)
     with user_error("beats the baseline"):
         imitation.best_episodes([run(episode(0.5, turn("a")))], [TASK], 0.5)
+    cfg = configure(CFG, sft=(run(episode(0.78, turn("a"))),))
+    monkeypatch.setattr(policy, "context", 8)
+    with user_error("--sft: no episode fits into --context 8"):
+        imitation.warm_start(policy, [TASK], cfg, Job())
 
 
 def test_tokens_and_masks_are_those_of_rl(policy):
@@ -303,13 +293,6 @@ def test_a_small_limit_of_observations_holds(policy):
         assert history.cap("0123456789" * 3).endswith("left out ...]\n")
 
 
-def test_no_episode_that_fits_is_one_sentence(policy, run, monkeypatch):
-    cfg = configure(CFG, sft=(run(episode(0.78, turn("```bash\nsubmit\n```"))),))
-    monkeypatch.setattr(policy, "context", 8)
-    with user_error("--sft: no episode fits into --context 8"):
-        imitation.warm_start(policy, [TASK], cfg, Job())
-
-
 def test_an_episode_that_does_not_fit_is_cut(policy):
     turns = [turn(c * 700, "o" * 50) for c in "abcd"]
     pieces = imitation.sequences_from(episode(0.78, *turns), policy, LIMITS)
@@ -320,8 +303,7 @@ def test_an_episode_that_does_not_fit_is_cut(policy):
 
 def test_imitation_raises_the_probability_of_the_replies(policy, run, capsys):
     first = turn("```bash\npython3 best.py\n```", "ok")
-    ends = [turn(f"```bash\nsubmit\n``` {i}") for i in range(8)]
-    where = run(*(episode(0.78, first, end) for end in ends))
+    where = run(*(episode(0.78, first, turn(f"submit {i}")) for i in range(8)))
     cfg = configure(CFG, sft=(where,))
     [piece] = imitation.sequences_from(episode(0.78, first), policy, LIMITS)
 
@@ -335,5 +317,3 @@ def test_imitation_raises_the_probability_of_the_replies(policy, run, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "imitate  2 episodes, 6 updates"
     assert len(lines) == 7
-    assert lines[1].startswith("imitate  1 of 6: ")
-    assert "nats per token, ETA 0m" in lines[1]

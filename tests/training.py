@@ -32,7 +32,7 @@ def weights_of(policy):
 
 
 def all_close(tensors, others, atol):
-    return all(torch.allclose(a, b, atol=atol) for a, b in zip(tensors, others))
+    return all(torch.allclose(a, b, atol=atol) for a, b in zip(tensors, others, strict=True))
 
 
 def pair(prompt, reply):
@@ -64,20 +64,13 @@ def valid(value, task=TASK):
     return Score(value, task.metric, "validation", True, "")
 
 
-NOTHING = Score(None, TASK.metric, "validation", False, "no submission")
-
-
-def group_of(task, *scores):
-    """A group of episodes with these scores."""
-    episodes = [
-        Episode(task.name, i, score=score, status="submit") for i, score in enumerate(scores)
-    ]
-    return Group(0, task, episodes, [])
-
-
 def scored_group(task, *scores):
     """A group of episodes with these scores, None: nothing valid."""
-    return group_of(task, *(NOTHING if score is None else valid(score, task) for score in scores))
+    episodes = []
+    for i, value in enumerate(scores):
+        score = replace(valid(value, task), valid=value is not None)
+        episodes.append(Episode(task.name, i, score=score, status="submit"))
+    return Group(0, task, episodes, [])
 
 
 async def one_reply(
