@@ -1,4 +1,4 @@
-"""tests/bench: sections run, in a form that takes seconds instead of minutes."""
+"""tests/bench: every section runs, in a form that takes seconds instead of minutes."""
 
 import shlex
 import subprocess
@@ -8,12 +8,17 @@ import pytest
 
 from helpers import PROJECT
 
-# The other sections compare more variants with the functions of these, or whole runs of grpo.py.
+# Sections of whole runs (objectives, pretrained) are the functions of `trained` with other flags.
 SHORT = {
+    "env": "",
     "soak": "--count 20 --backend local",
-    "agent": "--steps 1 --only ahead2 --waits even",
+    "train": "--steps 1 --only ours",
+    "agent": "--steps 1 --only ours,ahead2 --waits even",
+    "ahead": "--steps 1 --only ahead0 --waits uneven",
     "growth": "--count 30 --only bfs,training",
+    "engine": "--steps 1",
     "sync": "--steps 1",
+    "objectives": "--steps 1 --seeds 0 --only dapo --flags '--groups 1 --eval-episodes 2'",
 }
 
 

@@ -452,8 +452,14 @@ def test_a_model_without_one_of_its_tensors_is_refused(tmp_path):
     weights = {name: values for name, values in model.state_dict().items() if name != lost}
     model.save_pretrained(folder, state_dict=weights)
     assert refused(folder).endswith(f"lack {lost}: fetch the model again.")
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, state_dict=weights, max_shard_size="1MB")
+    assert (folder / "model.safetensors.index.json").is_file()
+    assert refused(folder).endswith(f"lack {lost}: fetch the model again.")
     with pytest.raises(UserError, match=f"lack {lost}: fetch the model again"):
         Policy(resolve_model(str(folder)))  # of both scripts
+    min(folder.glob("model-*.safetensors")).unlink()
+    assert "model-00001-of" in refused(folder)
 
 
 def test_an_adapter_that_cannot_be_used_is_one_sentence(policy, tmp_path):
