@@ -368,7 +368,7 @@ def test_a_search_that_learns_shows_its_rounds_and_their_alarms(tmp_path):
     run = reader.read_run(folder)
     titles, _, line, *_ = tables.rounds(run).splitlines()
     shown = dict(zip(titles.split(), line.split(), strict=True))
-    assert (shown["round"], shown["valid"], shown["gain"]) == ("7", "0.75", "-")
+    assert (shown["step"], shown["valid"], shown["gain_mean"]) == ("7", "0.75", "-")
     for text in (viz.summary(run), written(tmp_path, run).read_text()):
         assert line in text
         assert "the last alarms: It decays." in text

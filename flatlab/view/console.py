@@ -116,9 +116,12 @@ def node_line(t, node) -> str:
 
 def round_line(row: dict) -> str:
     """One line of the terminal after a round of a search that learns."""
-    numbers = {title: row.get(key) for key, title in tables.ROUNDS.items()}
-    texts = [f"{title} {x:.4g}" for title, x in numbers.items() if x is not None]
-    return "\n      ! ".join(["  ".join(texts), *row["alarms"]])
+    numbers = []
+    for key in tables.ROUNDS:
+        value = row.get(key)
+        text = f"{value:.5g}" if isinstance(value, float) else value
+        numbers.append(f"{tables.short(key)} {text}")
+    return "\n      ! ".join(["  ".join(numbers), *row["alarms"]])
 
 
 def report(trees: list, where: Path) -> None:

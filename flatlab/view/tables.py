@@ -188,23 +188,11 @@ def notes(runs: list[RunData]) -> list[str]:
 
 # ------------------------------------------------------------------ rounds
 
-ROUNDS = {  # key of a row -> heading
-    "step": "round",
-    "nodes": "nodes",
-    "tokens": "tokens",
-    "elapsed": "sec",
-    "best_score": "best",
-    "valid_share": "valid",
-    "improved_share": "improved",
-    "gain_mean": "gain",
-    "gain_stderr": "±",
-    "live_lineages": "lineages",
-    "largest_lineage_share": "largest",
-    "depth": "depth",
-    "duplicate_share": "twice",
-    "cut_share": "cut",
-    "kl": "kl",
-}
+# Keys of metrics.jsonl that are shown, as docs/runs.md explains them.
+ROUNDS = (
+    "step nodes tokens elapsed best_score valid_share improved_share gain_mean gain_stderr "
+    "live_lineages largest_lineage_share depth duplicate_share cut_share kl"
+).split()
 
 
 def rounds(run: RunData) -> str:
@@ -213,14 +201,13 @@ def rounds(run: RunData) -> str:
 
     if not run.rounds:
         return ""
-    frame = pandas.DataFrame(run.rounds, columns=ROUNDS).rename(columns=ROUNDS)
-    table = frame.to_string(index=False, float_format="{:.4g}".format, na_rep="-")
-    return (
-        f"{table}\nnodes, tokens, sec, best, depth: of the tree so far; gain ±: mean improvement "
-        "over the parent, of\nvalid nodes; lineages: children of the root that have nodes in the "
-        "round; largest: share of the largest;\ntwice: of the round's programs, those that the "
-        "tree has more than once; cut: replies cut"
-    )
+    frame = pandas.DataFrame(run.rounds, columns=ROUNDS)
+    frame.columns = [short(key) for key in ROUNDS]
+    return frame.to_string(index=False, float_format="{:.5g}".format, na_rep="-")
+
+
+def short(key: str) -> str:
+    return key.removesuffix("_share").removesuffix("_score")
 
 
 # ------------------------------------------------------------------ groups
