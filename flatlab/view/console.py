@@ -118,9 +118,9 @@ def round_line(row: dict) -> str:
     """One line of the terminal after a round of a search that learns."""
     numbers = []
     for key in tables.ROUNDS:
-        value = row.get(key)
-        text = f"{value:.5g}" if isinstance(value, float) else value
-        numbers.append(f"{tables.short(key)} {text}")
+        if row.get(key) is not None:
+            text = f"{row[key]:.5g}" if isinstance(row[key], float) else row[key]
+            numbers.append(f"{tables.short(key)} {text}")
     return "\n      ! ".join(["  ".join(numbers), *row["alarms"]])
 
 
