@@ -161,14 +161,18 @@ def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode, name):
 # ---------------------------------------------------------------------------- tools
 
 
-@pytest.mark.slow
-def test_engine_and_trainer_of_a_pretrained_model_agree():
+@pytest.fixture(scope="session")  # as tiny_policy
+def smollm2():
     try:
         folder = get_smollm2.get_model()
     except UserError as error:
         pytest.skip(str(error))
-    policy = Policy(ModelPath(str(folder), None, False), context=1024, max_batch=8)
-    assert max(a.largest for a in asyncio.run(policy.verify()).values()) <= 1e-4
+    return Policy(ModelPath(str(folder), None, False), context=1024, max_batch=8)
+
+
+@pytest.mark.slow
+def test_engine_and_trainer_of_a_pretrained_model_agree(smollm2):
+    assert max(a.largest for a in asyncio.run(smollm2.verify()).values()) <= 1e-4
 
 
 @pytest.mark.slow
