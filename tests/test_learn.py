@@ -186,5 +186,5 @@ def test_the_stand_in_learns_while_it_searches_survives_kill_9_and_goes_on(tmp_p
     assert len(read_rows(journal)) == 12
     steps = [row["step"] for row in read_rows(tmp_path / "logs/x/metrics.jsonl")]
     assert steps == list(range(len(steps)))
-    assert len(re.findall(r"^round ", out, re.M)) == len(steps) - 1
+    assert len(re.findall(r"^step ", out, re.M)) == len(steps) - 1
     assert (tmp_path / "logs/x/best/adapter_model.safetensors").exists()

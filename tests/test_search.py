@@ -714,7 +714,7 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
         assert path.read_bytes().startswith(whole)
         assert len(read_rows(path)) == 4
     table = [line.split()[1:3] for line in out.splitlines() if line.startswith("titanic  ")]
-    assert sorted(table[-2:]) == [["titanic-none", "1"], ["titanic-tail", "1"]]  # best first
+    assert sorted(table[-2:]) == [["titanic-none-0", "1"], ["titanic-tail-0", "1"]]  # best first
     begin = time.monotonic()
     out, err = script(tmp_path, *command).communicate(timeout=60)
     assert "was finished before: nothing was run" in out
