@@ -99,7 +99,7 @@ def resume(t: Tree, optimizer, job: Job) -> None:
     """Loads the adapter and the optimizer of the last whole round. The nodes of a round that was
     cut stay in the tree; nothing is learned from them.
     """
-    number, folder = [(-1, None), *t.run.checkpoints()][-1]
+    number, folder = checkpoint.newest(t.run)
     t.run.truncate_rows(number)
     if folder:
         checkpoint.load(t.policy, optimizer, folder)

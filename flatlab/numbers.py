@@ -20,10 +20,10 @@ def standard_error(values: list[float]) -> float | None:
     return stdev(values) / math.sqrt(len(values))
 
 
-K = 8  # of best_of in evaluations
+BEST_OF = 8  # k of expected_best in evaluations
 
 
-def best_of(k: int, values: list[float], higher_is_better: bool = True) -> float | None:
+def expected_best(k: int, values: list[float], higher_is_better: bool = True) -> float | None:
     """Expected best of k values that are drawn without replacement; None with fewer than k.
 
     max@k = sum_i C(i - 1, k - 1) x_i / C(n, k) over x_1 <= ... <= x_n: the unbiased estimate of
@@ -34,6 +34,11 @@ def best_of(k: int, values: list[float], higher_is_better: bool = True) -> float
     ordered = sorted(values, reverse=not higher_is_better)
     weighted = [math.comb(i, k - 1) * x for i, x in enumerate(ordered)]
     return sum(weighted) / math.comb(len(values), k)
+
+
+def best_text(best: float | None) -> str:
+    """', best of 8: 0.7698' after a mean; "" without a value."""
+    return "" if best is None else f", best of {BEST_OF}: {best:.4f}"
 
 
 def plus_minus(mean: float | None, error: float | None, sign: str = "") -> str:

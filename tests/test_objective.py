@@ -16,7 +16,7 @@ import env
 import grpo
 import helpers
 import training
-from flatlab.numbers import best_of
+from flatlab.numbers import expected_best
 from flatlab.train import ppo
 from flatlab.train.batch import (
     Group,
@@ -471,9 +471,9 @@ def test_an_interrupted_update_ends_after_the_micro_batch():
 
 
 @pytest.mark.parametrize("higher_is_better", [True, False])
-def test_best_of_is_the_mean_over_all_draws(higher_is_better):
+def test_expected_best_is_the_mean_over_all_draws(higher_is_better):
     values = [0.3, -1.0, 0.7, 0.7, 0.1]
     best = max if higher_is_better else min
     draws = [best(draw) for draw in itertools.combinations(values, 3)]
-    assert best_of(3, values, higher_is_better) == pytest.approx(sum(draws) / len(draws))
-    assert best_of(6, values) is None
+    assert expected_best(3, values, higher_is_better) == pytest.approx(sum(draws) / len(draws))
+    assert expected_best(6, values) is None

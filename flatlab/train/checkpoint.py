@@ -23,7 +23,7 @@ def resume(policy, optimizer, job) -> list[dict]:
     """
     found = None
     if job.run:
-        step, folder = [(-1, None), *job.run.checkpoints()][-1]
+        step, folder = newest(job.run)
         job.run.truncate_after(step)
         # A run that was killed before its checkpoint may have saved a better adapter already.
         best = read_mapping(job.run.dir / "best" / EVALUATION, default={}) if folder else None
@@ -35,6 +35,11 @@ def resume(policy, optimizer, job) -> list[dict]:
         job.say(f"resumed after step {step} from {folder}")
         job.stopped = guard.collapse(rows, job.best)
     return rows
+
+
+def newest(run) -> tuple[int, Path | None]:
+    """Step and folder of the newest checkpoint; -1 and None if there is none."""
+    return [(-1, None), *run.checkpoints()][-1]
 
 
 def load(policy, optimizer, folder: Path) -> None:

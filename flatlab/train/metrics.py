@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 
 from flatlab.errors import UserError
 from flatlab.model import memory
-from flatlab.numbers import K, best_of, plus_minus, standard_error
+from flatlab.numbers import BEST_OF, best_text, expected_best, plus_minus, standard_error
 from flatlab.task.definition import Task, clipped_improvement, improvement
 from flatlab.train.batch import Group
 
@@ -130,9 +130,9 @@ def score_summary(episodes: list, task: Task) -> dict:
             counted = [counted_score(score, task) for score in scores]
             result[f"{name}_mean"] = fmean(counted)
             result[f"{name}_stderr"] = standard_error(counted)
-            drawn = best_of(K, counted, task.higher_is_better)
+            drawn = expected_best(BEST_OF, counted, task.higher_is_better)
             if drawn is not None:
-                result[f"{name}_best_of_{K}"] = drawn
+                result[f"{name}_best_of_{BEST_OF}"] = drawn
     return result
 
 
@@ -150,8 +150,7 @@ def split_of(tasks: list[Task]) -> str:
 
 def evaluation_line(when: str, result: dict, split: str) -> str:
     valid = f"{result['valid_share']:.0%} valid"
-    best = result.get(f"score_best_of_{K}")
-    drawn = "" if best is None else f", best of {K}: {best:.4f}"
+    drawn = best_text(result.get(f"score_best_of_{BEST_OF}"))
     return f"{when}: {mean_text(result)} ({split}, N = {result['n']}, {valid}{drawn})"
 
 
@@ -200,7 +199,7 @@ def final_table(result: dict) -> str:
     lines = [
         f"{final['split']} part, {final['n']} fresh seeds that were never used for selection, the "
         "same ones for every adapter",
-        f"{'adapter':30} {result['metric']:>17} {f'best of {K}':>10}  valid   "
+        f"{'adapter':30} {result['metric']:>17} {f'best of {BEST_OF}':>10}  valid   "
         "difference to the untrained adapter",
     ]
     for name in ADAPTERS:
@@ -209,7 +208,7 @@ def final_table(result: dict) -> str:
             value = mean_text(played).partition(" ")[2]
             step = played.get("step", -1)  # an adapter from before the first step has none
             label = name if step < 0 else f"{name} (step {step})"
-            best = played.get(f"score_best_of_{K}")
+            best = played.get(f"score_best_of_{BEST_OF}")
             drawn = "" if best is None else f"{best:.4f}"
             line = f"{label:30} {value:>17} {drawn:>10} {played['valid_share']:>6.0%}"
             if name != "untrained":

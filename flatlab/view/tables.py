@@ -18,7 +18,15 @@ from itertools import cycle
 import numpy as np
 
 from flatlab.files import read_rows
-from flatlab.numbers import K, best_of, count, duration, plus_minus, value_text
+from flatlab.numbers import (
+    BEST_OF,
+    best_text,
+    count,
+    duration,
+    expected_best,
+    plus_minus,
+    value_text,
+)
 from flatlab.task.definition import clipped_improvement, improvement
 from flatlab.view import plots
 from flatlab.view.plots import COLOURS, RunGroup, series
@@ -129,11 +137,10 @@ def headline(run: RunData) -> str:
         score = f"{row['mean']:.6f}"
     drawn = None
     if run.result.get("evaluation") or run.result.get("final"):  # episodes of one policy
-        drawn = best_of(K, list(row["values"]), run.higher_is_better)
-    best = "" if drawn is None else f", best of {K}: {drawn:.4f}"
+        drawn = expected_best(BEST_OF, list(row["values"]), run.higher_is_better)
     sentences = [
         f"{result.what}: {run.result['metric']} {score} ({result.part} part; {run.direction})"
-        f"{best}, baseline {run.baseline:.4f}, improvement {row['improvement']:+.2f}.",
+        f"{best_text(drawn)}, baseline {run.baseline:.4f}, improvement {row['improvement']:+.2f}.",
         f"{result.failed} of {result.played} failed and count as the baseline, "
         f"{count(result.faults, 'fault')}. Status: {run.status}.",
     ]
