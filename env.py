@@ -38,8 +38,7 @@ from flatlab.task.grading import (
 )
 from flatlab.task.sanity import check_grader
 from flatlab.world import texts
-from flatlab.world.actions import act_bash, score_text
-from flatlab.world.episode import in_thread
+from flatlab.world.episode import act_bash, in_thread, score_text
 from tasks import load_task
 
 ALL_FILES = 10**9
@@ -140,6 +139,10 @@ class Env:
         messages = texts.first_messages(self, self.episode, facts)
         return "\n\n".join(filter(None, messages))
 
+    def machine(self) -> dict:
+        """What `limits` in the prompts file may tell about an episode and its sandbox."""
+        return texts.machine_facts(self, self.episode)
+
     def files(self, most: int) -> tuple[list[tuple[str, int]], int]:
         """The first `most` (path, size in bytes) of the workspace, and the count of all."""
         reply = self.sandbox.call("listing", most=most)[0]
@@ -236,6 +239,11 @@ def open_tasks(
         resolve_backend(task, sandbox)
         check_grader(task, partial(open_sandbox, task, sandbox))
     return tasks, why
+
+
+def digests(tasks: list[Task], episode: EpisodeOptions) -> list[str]:
+    """What a run asks for besides its settings: the texts and the tasks, see fingerprint()."""
+    return [texts.load_prompts(episode.prompts).digest, *(task.digest() for task in tasks)]
 
 
 # ---------------------------------------------------------------------------------------- by hand

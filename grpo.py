@@ -44,13 +44,11 @@ from statistics import fmean, stdev
 from typing import Annotated, Literal
 
 import env
-from flatlab import options, threads
+from flatlab import numbers, options, threads
 from flatlab.errors import UserError
 from flatlab.model import memory
-from flatlab.numbers import duration, value_text
-from flatlab.options import Bounds, Count, Resumable
 from flatlab.runs import cli, fingerprint, store, trackers
-from flatlab.train import checkpoint, evaluation, guard, imitation, metrics, ppo
+from flatlab.train import checkpoint, evaluation, imitation, metrics, ppo
 from flatlab.train.batch import (
     Group,
     Meter,
@@ -64,7 +62,6 @@ from flatlab.train.batch import (
 from flatlab.train.job import Job, Slots, join, run_beside, stop_if_interrupted
 from flatlab.view import console, page
 from flatlab.world.episode import play, run_episode
-from flatlab.world.texts import load_prompts
 from policy import Policy, default_model, lora_settings, resolve_model
 
 # ================================== the idea: edit here ==================================
@@ -281,20 +278,21 @@ class Config:
     name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
     seed: options.Seed = 0  # seed of sampling, initial adapter and choice of tasks
     # training steps; a larger number continues a finished run
-    steps: Resumable[int] = 30
+    steps: options.Resumable[int] = 30
     sft: tuple[str, ...] = ()  # runs (logs/<run>) to imitate before the first step
     # fraction of their above-baseline episodes to imitate, best first; at most 1024 of a task
-    sft_share: Annotated[float, Bounds(1e-6, 1)] = 0.25
-    sft_updates: Count = 32  # optimizer steps of this imitation, on up to 8 episodes each
+    sft_share: Annotated[float, options.Bounds(1e-6, 1)] = 0.25
+    sft_updates: options.Count = 32  # optimizer steps of this imitation, on up to 8 episodes each
     sft_lr: float | None = None  # learning rate of this imitation; default: 2e-4, stand-in 1e-3
 
-    groups: Count = 4  # P: groups per step
+    groups: options.Count = 4  # P: groups per step
     # upper bound on the groups per step, when groups with equal rewards are replaced; default: 2 P
     max_groups: int | None = None
-    group_size: Annotated[int, Bounds(2)] = 8  # G: episodes per group, compared with each other
+    # G: episodes per group, compared with each other
+    group_size: Annotated[int, options.Bounds(2)] = 8
     ahead: int = 0  # steps sampled ahead of the update; bounds the lag of an episode's first token
     # episodes in flight at once, at most; default: 32 for each of the 1 + ahead steps
-    concurrency: Resumable[Count | None] = None
+    concurrency: options.Resumable[options.Count | None] = None
     # command of a program that plays the episodes, see docs/extend.md; default: episode.play
     agent: str | None = None
 
@@ -311,17 +309,18 @@ class Config:
 
     lr: float | None = None  # learning rate of AdamW; default: 2e-5, stand-in 1e-3
     # rank of the LoRA matrices; default: 16, or that of --model's adapter. Alpha is twice the rank
-    lora_rank: Count | None = None
+    lora_rank: options.Count | None = None
 
     # tokens per training pass; default: what fits into the memory, at most 8192
-    micro_tokens: Resumable[int | None] = None
+    micro_tokens: options.Resumable[int | None] = None
     # recompute activations: less memory, a third more time
-    gradient_checkpointing: Resumable[bool] = False
+    gradient_checkpointing: options.Resumable[bool] = False
     gpu_memory: options.GpuShare = 0.45  # share of the GPU for the engine's weights and KV cache
 
     # episodes per evaluation, on seeds never trained on; 0: none, and best/ is the last adapter
-    eval_episodes: Annotated[int, Bounds(0, 1_000_000)] = 64
-    eval_every: Count = 10  # steps between evaluations; also before the first and after the last
+    eval_episodes: Annotated[int, options.Bounds(0, 1_000_000)] = 64
+    # steps between evaluations; also before the first and after the last
+    eval_every: options.Count = 10
 
     tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
     model: options.ModelOptions = field(default_factory=options.ModelOptions)
@@ -380,8 +379,9 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
             # is closed.
             async with asyncio.TaskGroup() as together:
                 task = planned[number]
-                numbers = range(number * plan.size, (number + 1) * plan.size)
-                plays = [together.create_task(one(task, i)) for i in numbers]
+                first = number * plan.size
+                places = range(first, first + plan.size)
+                plays = [together.create_task(one(task, i)) for i in places]
             group = Group(number, task, [playing.result() for playing in plays], [])
             group.rewards = rewards_of(group, cfg)
             groups.append(group)
@@ -569,9 +569,9 @@ def train(policy, tasks: list, cfg: Config, job) -> None:
         # judge: an evaluation now and then, alarms, and the guard
         job.step = step + 1
         row |= evaluation.after_step(policy, tasks, cfg, job)
-        row["alarms"] = guard.alarms(row, rows)
+        row["alarms"] = metrics.alarms(row, rows)
         rows.append(row)
-        job.stopped = guard.collapse(rows, job.best)
+        job.stopped = metrics.collapse(rows, job.best)
         times.append(time.perf_counter())
 
         # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
@@ -585,7 +585,7 @@ def train(policy, tasks: list, cfg: Config, job) -> None:
                 f"valid {row['valid_share']:4.0%}  same {row['zero_variance_share']:4.0%}  "
                 f"kl {row.get('kl', nan):.1e}  grad {row.get('grad_norm', nan):.2f}  "
                 f"{row['seconds']:.1f} s ({row['seconds_sample']:.1f} sampling)  "
-                f"ETA {duration(eta)}",
+                f"ETA {numbers.duration(eta)}",
                 *(f"\n      ! {alarm}" for alarm in row["alarms"]),
                 sep="",
                 flush=True,
@@ -624,7 +624,7 @@ def fill_in(cfg: Config, tasks: list, path) -> None:
     """Replaces None by what the model and the tasks suggest."""
     is_tiny = path.is_tiny
     options.derive(cfg.model, cfg.episode, is_tiny, path.positions)
-    model = value_text(cfg.model.model)
+    model = numbers.value_text(cfg.model.model)
     derived = {
         "lora_rank": lora_settings(path, cfg.lora_rank)["r"],
         "lr": 1e-3 if is_tiny else 2e-5,
@@ -645,7 +645,6 @@ def prepare(cfg: Config, job):
     path = resolve_model(cfg.model.model)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, path.is_tiny)
     fill_in(cfg, tasks, path)
-    digests = [load_prompts(cfg.episode.prompts).digest, *(task.digest() for task in tasks)]
     if cfg.sft and not Path("logs", cfg.name, "imitated").exists():
         imitation.best_episodes(cfg.sft, tasks, cfg.sft_share)
     if job.ranks.rank == 0:
@@ -653,7 +652,7 @@ def prepare(cfg: Config, job):
         job.run = store.open_run(
             store.run_directory(cfg.name),
             options.flat(cfg),
-            fingerprint.fingerprint(digests, path, cfg.agent or ""),
+            fingerprint.fingerprint(env.digests(tasks, cfg.episode), path, cfg.agent or ""),
             options.may_change(cfg),
             lambda run: checkpoint.is_finished(run, cfg),
         )
@@ -670,7 +669,7 @@ def main() -> None:
     if job.ranks.first(bool(run and run.finished)):
         job.say(f"logs/{cfg.name} was finished before: nothing was run.")
     else:
-        with cli.recorded_end([run] if run else [], f"logs/{cfg.name} after its last whole step"):
+        with store.recorded_end([run] if run else [], f"logs/{cfg.name} after its last whole step"):
             if run:
                 run.trackers = trackers.open_trackers(run)
                 console.banner(cfg, tasks, path, why, run)

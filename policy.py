@@ -30,7 +30,6 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatlab import threads
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, save_tensors
 from flatlab.model import memory
@@ -328,10 +327,12 @@ class Policy(ChatTokens):
 
     def step_engine(self) -> list:
         """One step of the engine, on one thread if the model is small and no prompt is read."""
+        from flatlab.model.lora_sync import at_most
+
         count = 0 if self._prompts_wait else self.decode_threads
         self._prompts_wait = False
         begin = time.perf_counter()
-        with threads.at_most(count):
+        with at_most(count):
             outputs = self.engine.step()
         self._busy += time.perf_counter() - begin
         return outputs

@@ -42,13 +42,12 @@ import env
 from flatlab import options, threads
 from flatlab.errors import SandboxFault, UserError
 from flatlab.model import endpoint
-from flatlab.runs import cli
+from flatlab.runs import cli, store
 from flatlab.task.definition import improvement
 from flatlab.tree import prompts, rules
 from flatlab.tree.nodes import Choice, Node, Tree, open_trees, results, seed_from
 from flatlab.view import console
 from flatlab.world.episode import Episode, in_thread, run_episode
-from flatlab.world.texts import machine_facts
 from policy import Policy, default_model, resolve_model
 
 # ==================================== the idea: edit here ====================================
@@ -211,8 +210,9 @@ async def machine_of(t: Tree) -> dict:
     if "limits" not in t.texts.uses["about"]:
         return {}
     async with env.Env(t.task, t.cfg.sandbox, t.seed) as world:
+        world.episode = t.cfg.episode
         await in_thread(world.restart)
-        return await in_thread(machine_facts, world, t.cfg.episode)
+        return await in_thread(world.machine)
 
 
 def summary(t: Tree) -> str:
@@ -588,7 +588,7 @@ def main() -> None:
     todo = [t for t in trees if not t.closed]
     if todo:
         console.search_banner(cfg, trees, where, path, why)
-        with cli.recorded_end([t.run for t in todo], where):
+        with store.recorded_end([t.run for t in todo], where):
             policy = open_engine(cfg, path)
             asyncio.run(search(todo, policy, cfg.workers))
     else:

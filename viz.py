@@ -24,7 +24,6 @@ import tyro
 from flatlab.errors import UserError
 from flatlab.numbers import count
 from flatlab.runs import cli
-from flatlab.train.metrics import final_table
 from flatlab.view import page, plots, tables
 from flatlab.view.reader import RunData, find_runs, observed, transcript_files, transcripts
 
@@ -133,7 +132,7 @@ def best_of(run: RunData) -> dict:
 def summary(run: RunData) -> str:
     """What `python viz.py logs/<run>` prints about one run."""
     numbers = node_summary(run) if run.has_nodes else step_summary(run.rows)
-    parts = [tables.heading(run), tables.headline(run), final_table(run.result), numbers]
+    parts = [tables.heading(run), tables.headline(run), tables.final_table(run.result), numbers]
     parts.append(tables.rounds(run))
     return "\n\n".join(filter(None, parts))
 

@@ -1,4 +1,8 @@
-"""The three errors with a meaning of their own."""
+"""The three errors with a meaning of their own, and what a person is told about an error."""
+
+import errno
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 class UserError(Exception):
@@ -11,3 +15,26 @@ class SandboxFault(Exception):
 
 class ArtefactError(Exception):
     """A file cannot be taken out of the sandbox. The text says why; the agent may see it."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first error of a TaskGroup; any other error is itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def sentence_of(error: BaseException) -> str:
+    """What a person is told about an error that is not a bug; "" for a bug."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, SandboxFault):
+        return f"The sandbox broke: {error}"
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.E2BIG):
+        return f"{error.strerror}: {str(error.filename)[:80]}..."
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        return (
+            f"{error}. Everything written so far is complete; "
+            "run the same command again to continue."
+        )
+    return ""

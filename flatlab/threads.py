@@ -6,7 +6,6 @@ process, spinning threads keep others from the work they wait for, and a run bec
 slower. With the passive policy a waiting thread sleeps.
 """
 
-import contextlib
 import os
 
 
@@ -35,17 +34,3 @@ def use_all(but: int = 0) -> None:
 
     torch.get_num_threads()
     torch._C.set_num_threads(max(1, int(os.environ["OMP_NUM_THREADS"]) - but))
-
-
-@contextlib.contextmanager
-def at_most(count: int):
-    """Inside, PyTorch computes with at most `count` threads; 0: no limit."""
-    import torch
-
-    before = torch.get_num_threads()
-    # vLLM's CPU engine replaces torch.set_num_threads by a function that only prints a warning.
-    torch._C.set_num_threads(min(count or before, before))
-    try:
-        yield
-    finally:
-        torch._C.set_num_threads(before)

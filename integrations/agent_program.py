@@ -23,8 +23,13 @@ from aiohttp import web
 from env import Step
 from flatlab.errors import UserError
 from flatlab.model.chat import Sample
-from flatlab.world.actions import act_command
-from flatlab.world.episode import in_thread, reply_seed, step_record, turn_record
+from flatlab.world.episode import (
+    act_command,
+    in_thread,
+    reply_seed,
+    step_record,
+    turn_record,
+)
 
 # Precedes the command in its shell. The input of this shell ends when this process does, however it
 # ends, and then the program is killed. The program itself has no input.

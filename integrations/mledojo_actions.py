@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.task.grading import Score
-from flatlab.world.actions import act_bash, run_text, score_text, without_thought
+from flatlab.world.episode import act_bash, run_text, score_text, without_thought
 
 ACTIONS_TEXT = """\
 Instead of a bash block, a reply may be one JSON object {"action": ..., "params": {...}}:

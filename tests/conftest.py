@@ -116,7 +116,7 @@ def play(policy, tmp_path, monkeypatch):
 
     import grpo
     from flatlab.runs import store
-    from flatlab.train import guard
+    from flatlab.train import metrics
     from flatlab.train.job import Job, run_beside
     from flatlab.view import page
     from helpers import MADE_BY, RESULT, configure
@@ -141,7 +141,7 @@ def play(policy, tmp_path, monkeypatch):
                 p.copy_(s)
         monkeypatch.setattr(grpo, "run_episode", episode)
         if not guarded:
-            monkeypatch.setattr(guard, "collapse", lambda *_: "")
+            monkeypatch.setattr(metrics, "collapse", lambda *_: "")
         cfg = configure(
             CFG,
             name=name,

@@ -24,8 +24,7 @@ from flatlab.sandbox.images import found_images
 from flatlab.task import grading
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
-from flatlab.world.actions import extract_action
-from flatlab.world.episode import run_episode
+from flatlab.world.episode import extract_action, run_episode
 from helpers import LOCAL, PROJECT, TINY_TEXTS, FakePolicy, block, do, play_once, python
 from tasks import load_task
 

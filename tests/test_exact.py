@@ -20,7 +20,7 @@ from env import Env
 from flatlab.options import SandboxOptions
 from flatlab.runs.store import open_run
 from flatlab.task.definition import TASKS_DIR, improvement
-from flatlab.train import guard, metrics
+from flatlab.train import metrics
 from flatlab.tree.nodes import Tree
 from flatlab.view import tables
 from flatlab.view.reader import read_run
@@ -314,6 +314,6 @@ def test_a_training_step_says_that_the_reference_is_beaten():
     group.rewards = [1.0, 0.5]
     row = metrics.step_metrics([group], [task])
     assert row["records"] == 1
-    assert "better than the reference" in guard.alarms(row, [])[0]
+    assert "better than the reference" in metrics.alarms(row, [])[0]
     value = improvement(episode.score.value, task)
     assert grpo.REWARDS["continuous"](value, episode) == 1  # a reward stays within [-1, 1]

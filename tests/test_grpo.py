@@ -22,10 +22,10 @@ import grpo
 from flatlab.files import read_mapping, read_rows
 from flatlab.options import EpisodeOptions, ModelOptions, derive
 from flatlab.runs import store
-from flatlab.train import guard, metrics
+from flatlab.train import metrics
 from flatlab.train.batch import Group, TrainSequence, gather_groups
 from flatlab.train.job import Job, Ranks
-from flatlab.view import console
+from flatlab.view import console, tables
 from flatlab.world.episode import Episode, Segment
 from helpers import MADE_BY, configure, segments_of, slow, user_error
 from policy import ModelPath
@@ -107,7 +107,7 @@ def test_a_token_whose_log_prob_is_no_number_is_left_out(policy):
     assert math.isfinite(row["grad_norm"])
     assert row["skipped"] == 0
     assert all_close(with_damage, without, 1e-7)
-    assert "not finite" in " ".join(guard.alarms(row, []))
+    assert "not finite" in " ".join(metrics.alarms(row, []))
 
 
 @pytest.mark.parametrize("other", [9.0, math.nan])
@@ -192,7 +192,7 @@ ALARMS = (
 
 @pytest.mark.parametrize("values, expected", ALARMS)
 def test_alarms(values, expected):
-    alarms = guard.alarms(row(12, **values), HEALTHY)
+    alarms = metrics.alarms(row(12, **values), HEALTHY)
     assert len(alarms) == len(expected)
     for alarm, words in zip(alarms, expected):
         assert words in alarm
@@ -201,8 +201,8 @@ def test_alarms(values, expected):
 def test_a_row_without_numbers_does_not_spoil_what_is_usual():
     damaged = row(1, grad_norm=math.nan, entropy=math.nan)
     before = [row(0), damaged, row(2)]
-    assert guard.alarms(row(3), before) == []
-    [alarm] = guard.alarms(row(3, entropy=0.01), before)
+    assert metrics.alarms(row(3), before) == []
+    [alarm] = metrics.alarms(row(3, entropy=0.01), before)
     assert alarm.startswith("the entropy collaps")
 
 
@@ -240,7 +240,7 @@ COLLAPSES = (
 @pytest.mark.parametrize("rows, reason", COLLAPSES)
 def test_what_counts_as_a_collapse(rows, reason):
     best = {"step": 9, "improvement": 0.5, "improvement_stderr": 0.05}
-    collapse = guard.collapse(rows, best)
+    collapse = metrics.collapse(rows, best)
     assert collapse.startswith(reason)
     assert bool(collapse) == bool(reason)
 
@@ -260,10 +260,10 @@ def test_best_is_the_adapter_with_the_best_mean_in_the_table():
     risky = judged(TASK, *[0.79] * 48, *[None] * 16)
     assert nothing["score_mean"] == TASK.baseline
     assert metrics.mean_text(risky).startswith("score 0.762")
-    assert guard.better(nothing, None)
+    assert metrics.better(nothing, None)
     for worse, better in pairwise([nothing, bad, steady, risky]):
-        assert guard.better(better, worse)
-        assert not guard.better(worse, better)
+        assert metrics.better(better, worse)
+        assert not metrics.better(worse, better)
 
 
 def test_one_wild_score_does_not_hide_a_good_policy():
@@ -271,8 +271,8 @@ def test_one_wild_score_does_not_hide_a_good_policy():
     task = load_task("diabetes")
     good = judged(task, *[0.40] * 63, -60.0)
     poor = judged(task, *[0.10] * 64)
-    assert guard.better(good, poor)
-    assert not guard.better(poor, good)
+    assert metrics.better(good, poor)
+    assert not metrics.better(poor, good)
     assert metrics.mean_text(good).startswith("improvement 0.8")
     assert good["diabetes.score_mean"] < poor["diabetes.score_mean"]
 
@@ -385,7 +385,7 @@ def test_the_end_of_a_run_compares_the_adapters_on_the_same_fresh_seeds(play):
     assert not final["best_is_untrained"]
     assert "test_score_mean" in final["best"]
     assert "test_score_mean" not in final["last"] | final["untrained"]
-    assert "best (step 1)" in metrics.final_table(result_of() | {"metric": "accuracy"})
+    assert "best (step 1)" in tables.final_table(result_of() | {"metric": "accuracy"})
 
 
 def test_where_best_is_the_untrained_adapter_it_is_played_once(play):
@@ -396,7 +396,7 @@ def test_where_best_is_the_untrained_adapter_it_is_played_once(play):
     assert final["best_is_untrained"]
     assert final["best"]["score_mean"] == final["untrained"]["score_mean"]
     assert final["best"]["difference"] == 0
-    table = metrics.final_table(result_of() | {"metric": "accuracy"})
+    table = tables.final_table(result_of() | {"metric": "accuracy"})
     assert "best is the untrained adapter" in table
 
 
@@ -542,7 +542,7 @@ def test_a_run_without_anything_to_learn_changes_nothing_and_stops(play, policy)
     before = weights_of(policy)
     episode = partial(one_reply, score=0.7)
     rows = play(steps=12, episode=episode, eval_episodes=2, eval_every=4)
-    assert len(rows) == guard.STUCK
+    assert len(rows) == metrics.STUCK
     for row in rows:
         assert row["groups"] == 3  # filled to the bound
         assert row["zero_variance_share"] == 1

@@ -12,15 +12,16 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 
 import env
-from flatlab import threads
 from flatlab.errors import UserError
 from flatlab.model import memory
+from flatlab.model.lora_sync import at_most
+from flatlab.train import metrics
 from flatlab.tree import prompts
 from flatlab.world.texts import load_prompts
 from helpers import PROJECT, TINY_TEXTS, play_once, python, user_error
 from policy import ModelPath, Policy
 from tasks import load_task
-from tools import expert, get_smollm2, make_tiny
+from tools import get_smollm2, make_tiny
 
 # ---------------------------------------------------------------------------- memory
 
@@ -77,9 +78,9 @@ def test_the_kv_cache_holds_all_requests_if_they_fit(random_model):
 
 def test_the_peak_is_of_this_process_and_not_of_the_one_that_started_it():
     ballast = torch.ones(GIB // 16)  # 256 MiB
-    code = "from flatlab.model.memory import peak_bytes; print(peak_bytes())"
+    code = "from flatlab.train.metrics import peak_bytes; print(peak_bytes())"
     assert 2**20 < int(python("-c", code).stdout) < 4 * len(ballast) / 2
-    assert memory.peak_bytes() > 4 * len(ballast)
+    assert metrics.peak_bytes() > 4 * len(ballast)
 
 
 # ---------------------------------------------------------------------------- threads
@@ -99,10 +100,10 @@ def test_torch_gets_no_more_threads_than_cores_are_ours_and_they_sleep_while_the
 
 def test_a_limit_holds_inside_and_ends_with_an_error():
     before = torch.get_num_threads()
-    with pytest.raises(ValueError), threads.at_most(1):
+    with pytest.raises(ValueError), at_most(1):
         assert torch.get_num_threads() == 1
         raise ValueError
-    with threads.at_most(0), threads.at_most(before + 1):
+    with at_most(0), at_most(before + 1):
         assert torch.get_num_threads() == before
     assert torch.get_num_threads() == before
 
@@ -120,7 +121,7 @@ def tiny_policy(tiny_model):
     return Policy(tiny_model, context=2048, max_batch=EPISODES)
 
 
-@pytest.mark.parametrize("name", expert.TABLES)
+@pytest.mark.parametrize("name", make_tiny.Config.tasks)
 def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
     """vLLM plays episodes in real sandboxes. A changed prompt is what makes this fail."""
     task = load_task(name)
@@ -140,7 +141,7 @@ def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
     assert valid_share >= LOWEST_VALID_SHARE, f"{name}: {valid_share:.0%} are valid. {ADVICE}"
 
 
-@pytest.mark.parametrize("name", expert.TABLES)
+@pytest.mark.parametrize("name", make_tiny.Config.tasks)
 @pytest.mark.parametrize("mode", ["uniform", "tail", "sequence"])
 def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode, name):
     task = load_task(name)

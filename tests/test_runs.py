@@ -282,7 +282,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeyp
     monkeypatch.setattr(files, "to_disk", full_disk)
     with pytest.raises(OSError, match="No space left"):
         run.result(status="finished")
-    with user_error("another"), cli.recorded_end([run], tmp_path):  # no room to say so
+    with user_error("another"), store.recorded_end([run], tmp_path):  # no room to say so
         raise UserError("another")
     assert run.results() == {"status": "running"}
     assert not list(tmp_path.rglob(".tmp-*"))
@@ -310,7 +310,7 @@ def test_what_ended_a_run_is_one_sentence_here_and_in_its_result(
     runs[1].result(status="finished")
 
     def main():
-        with cli.recorded_end(runs, tmp_path):
+        with store.recorded_end(runs, tmp_path):
             raise error
 
     with pytest.raises(SystemExit if code else ZeroDivisionError) as end:

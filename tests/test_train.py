@@ -21,7 +21,7 @@ import training
 from flatlab.files import read_rows
 from flatlab.model.chat import ChatTokens, Sample
 from flatlab.options import EpisodeOptions
-from flatlab.train import guard, imitation, job
+from flatlab.train import imitation, job, metrics
 from flatlab.train.job import Job
 from flatlab.world.episode import Episode, History
 from helpers import PROJECT, configure, turn, user_error
@@ -78,7 +78,7 @@ def test_faults_and_equal_rewards_change_nothing_about_the_plan(play):
 
 
 def test_a_collapse_ends_the_run_and_the_episodes_of_later_steps(play, monkeypatch):
-    monkeypatch.setattr(guard, "KL_LIMIT", 0)
+    monkeypatch.setattr(metrics, "KL_LIMIT", 0)
     cancelled = []
 
     async def episode(world, policy, options, seed, *more):

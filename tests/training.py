@@ -96,7 +96,7 @@ async def one_reply(
         )
     segment = Segment()
     segment.append(prompt)
-    segment.append_reply(sample, 0)
+    segment.append(sample.tokens, sample.logprobs, 0, sample.version)
     turn = {
         "reply": sample.text,
         "action": None,

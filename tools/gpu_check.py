@@ -392,6 +392,7 @@ def budget(model: str) -> list:
     estimate of what that step needs.
     """
     from flatlab.model import memory
+    from flatlab.train import metrics
     from policy import Policy, resolve_model
 
     class Watched(Policy):
@@ -406,9 +407,9 @@ def budget(model: str) -> list:
     rows = [(f"free after {what}", gib(left), "") for what, left in free.items()]
     batch = update_batch(policy)
     tokens = sum(len(tokens) for tokens, _ in batch)
-    before = allocated() if has_gpu() else memory.peak_bytes()
+    before = allocated() if has_gpu() else metrics.peak_bytes()
     _, _, _, peak = timed_update(policy, batch)
-    used = (peak or memory.peak_bytes()) - before
+    used = (peak or metrics.peak_bytes()) - before
     config = policy.model.config
     estimate = memory.bytes_needed(tokens, config, policy.dtype.itemsize, recompute_layers=False)
     at_peak = gib(free["the trainer"] - used)

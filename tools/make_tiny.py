@@ -1,6 +1,7 @@
 """Builds the stand-in model of configs/tiny from scratch; needed only after its prompts changed.
 
     python tools/make_tiny.py       about ten minutes on two CPU cores
+    python tools/make_tiny.py --tasks autocorrelation --out logs/tiny-autocorrelation
 
 A Qwen3 of about one million parameters with its own byte-level BPE learns to imitate the scripted
 expert of expert.py on the tasks of its TABLES. It sees the same prompts and observations as any
@@ -24,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 @dataclass(frozen=True)
 class Config:
+    tasks: tuple[str, ...] = ("titanic", "battleOfSexes", "erdosOverlap")  # of expert.TABLES
     out: Path = ROOT / "configs" / "tiny"  # folder to write to
     steps: int = 400  # training steps; each uses one batch per task
     transcripts: int = 2400  # scripted episodes per task
@@ -233,7 +235,7 @@ def build(config: Config) -> None:
     from tools import expert
 
     start = time.time()
-    worlds = expert.worlds(any_backend()).values()
+    worlds = expert.worlds(any_backend(), config.tasks).values()
     rng = random.Random(config.seed)
     count = range(config.transcripts)
     talks = [[expert.episode(rng, world) for _ in count] for world in worlds]
@@ -264,7 +266,7 @@ def write_note(config: Config, loss: float, seconds: float) -> None:
     text = f"""# The stand-in model
 
 A Qwen3 of about one million parameters that imitates the scripted expert in `tools/expert.py` on
-the built-in tasks. It exists so that everything runs on a laptop; it knows nothing else.
+{", ".join(config.tasks)}. It exists so that everything runs on a laptop; it knows nothing else.
 
 - made by: `python tools/make_tiny.py --seed {config.seed} --steps {config.steps}`
 - commit: {commit}, {date.today()}

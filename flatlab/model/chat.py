@@ -127,8 +127,12 @@ class ChatTokens:
 
         ended: the model ended its turn itself, so that token is already there.
         """
-        messages = [*marks("assistant"), {"role": "user", "content": text}]
-        tokens = self._tokens([{"role": "user", "content": "-"}, *messages], skip=1)
+        messages = [
+            {"role": "user", "content": "-"},
+            {"role": "assistant", "content": MARK},
+            {"role": "user", "content": text},
+        ]
+        tokens = self._tokens(messages, skip=1)
         return tokens[1:] if ended and tokens[0] == self._closing else tokens
 
     def _tokens(self, messages: list[dict], skip: int = 0) -> list[int]:

@@ -30,16 +30,26 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.platforms import current_platform
 
-from flatlab import threads
-
 METHOD = "flatlab_lora"  # the name of the linear method in EngineArgs(quantization=...)
 FEW_ROWS = 64  # of a decoding step; measured up to there
+
+
+@contextlib.contextmanager
+def at_most(count: int):
+    """Inside, PyTorch computes with at most `count` threads; 0: no limit."""
+    before = torch.get_num_threads()
+    # vLLM's CPU engine replaces torch.set_num_threads by a function that only prints a warning.
+    torch._C.set_num_threads(min(count or before, before))
+    try:
+        yield
+    finally:
+        torch._C.set_num_threads(before)
 
 
 def threads_for(x):
     """On a CPU one thread for a small product of few rows: it ends before a second one wakes."""
     if x.is_cpu and len(x) <= FEW_ROWS and not torch.compiler.is_compiling():
-        return threads.at_most(1)
+        return at_most(1)
     return contextlib.nullcontext()
 
 

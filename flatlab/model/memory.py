@@ -82,20 +82,6 @@ def kv_cache_bytes(config, element_size: int, context: int, requests: int, budge
     return min(wanted, budget)
 
 
-def peak_bytes(device: str = "cpu") -> int:
-    """Peak memory: of the GPU since the last call, engine included; without one of this process,
-    from /proc, because getrusage() would report the parent's peak.
-    """
-    if device != "cpu":
-        import torch
-
-        peak = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return peak
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
-
-
 def free_bytes(device: str, processes: int = 1) -> int:
     """Memory that one of `processes` processes on this machine may still take.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import re
 import signal
@@ -12,10 +10,8 @@ from pathlib import Path
 
 import tyro
 
-from flatlab.errors import SandboxFault, UserError
+from flatlab.errors import SandboxFault, UserError, first_cause, sentence_of
 from flatlab.files import read_mapping
-
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 def parse_config(config_class, argv: list[str]):
@@ -52,52 +48,6 @@ def preset_flags(preset: dict) -> list[str]:
             values = value if isinstance(value, list) else [value]
             flags += [f"--{name}", *map(str, values)]
     return flags
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The first error of a TaskGroup; any other error is itself."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def sentence_of(error: BaseException) -> str:
-    """What a person is told about an error that is not a bug; "" for a bug."""
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, SandboxFault):
-        return f"The sandbox broke: {error}"
-    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.E2BIG):
-        return f"{error.strerror}: {str(error.filename)[:80]}..."
-    if isinstance(error, OSError) and error.errno in UNWRITABLE:
-        return (
-            f"{error}. Everything written so far is complete; "
-            "run the same command again to continue."
-        )
-    return ""
-
-
-@contextlib.contextmanager
-def recorded_end(runs: list, where):
-    """Writes what ended the block to the result.json of the runs that are not finished: the status
-    "interrupted", or "failed: <why>". A full disk may leave the status as it was.
-
-    where: directory of the run or grid.
-    """
-    try:
-        yield
-    except BaseException as error:
-        cause = first_cause(error)
-        status = f"failed: {sentence_of(cause) or repr(cause)}"
-        if isinstance(cause, KeyboardInterrupt):
-            status = "interrupted"
-            if runs:
-                print(f"\ninterrupted; the same command continues {where}", file=sys.stderr)
-        for run in runs:
-            with contextlib.suppress(OSError):
-                if run.results().get("status") != "finished":
-                    run.result(status=status)
-        raise
 
 
 def one_sentence(main):

@@ -36,12 +36,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import yaml
 
-from flatlab.errors import UserError
+from flatlab.errors import UserError, first_cause, sentence_of
 from flatlab.files import read_mapping, read_rows, temporary, to_disk, write_whole
 from flatlab.runs.fingerprint import ROOT, code_files
 
@@ -366,3 +366,26 @@ class Run:
         """(step, folder), oldest first. Every one listed is complete."""
         folders = [p for p in self.dir.glob("checkpoints/*") if p.name.isdigit()]
         return sorted((int(folder.name), folder) for folder in folders)
+
+
+@contextmanager
+def recorded_end(runs: list, where):
+    """Writes what ended the block to the result.json of the runs that are not finished: the status
+    "interrupted", or "failed: <why>". A full disk may leave the status as it was.
+
+    where: directory of the run or grid.
+    """
+    try:
+        yield
+    except BaseException as error:
+        cause = first_cause(error)
+        status = f"failed: {sentence_of(cause) or repr(cause)}"
+        if isinstance(cause, KeyboardInterrupt):
+            status = "interrupted"
+            if runs:
+                print(f"\ninterrupted; the same command continues {where}", file=sys.stderr)
+        for run in runs:
+            with suppress(OSError):
+                if run.results().get("status") != "finished":
+                    run.result(status=status)
+        raise

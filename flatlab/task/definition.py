@@ -113,7 +113,12 @@ class Task:
         The grading sandbox gets the agent's version of such a path and the host's version of any
         other one: an agent may change a public file, but not for the grader.
         """
-        return any(matches(path, artefact) for artefact in self.artefacts)
+        for artefact in self.artefacts:
+            if artefact.endswith("/") and path.startswith(artefact):
+                return True
+            if path.count("/") == artefact.count("/") and fnmatchcase(path, artefact):
+                return True
+        return False
 
     def grading_files(self, artefacts: dict[str, bytes]) -> dict[str, bytes | Path]:
         """The grading workspace: the agent's artefacts, the host's version of everything else."""
@@ -139,12 +144,6 @@ def refuse_overlap(task: str, public: Iterable[Path], hidden: Iterable[Path]) ->
 def is_outside(artefact: str) -> bool:
     """Whether it does not lie in the workspace."""
     return artefact.startswith("/") or ".." in artefact.split("/")
-
-
-def matches(path: str, artefact: str) -> bool:
-    if artefact.endswith("/"):
-        return path.startswith(artefact)
-    return path.count("/") == artefact.count("/") and fnmatchcase(path, artefact)
 
 
 def parse_grade(grade: dict, task: Task) -> tuple[float | None, str]:

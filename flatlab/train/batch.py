@@ -155,13 +155,14 @@ def column(part: list[TrainSequence], name: str, device):
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
+@dataclass
 class Meter:
     """Sums, means and maxima of columns over the micro-batches and epochs of an update, and over
     the ranks.
     """
 
-    def __init__(self):
-        self.rows = []  # (name, sum, count, maximum) of each column of each micro-batch
+    # (name, sum, count, maximum) of each column of each micro-batch
+    rows: list[tuple] = field(default_factory=list)
 
     def add(self, **columns) -> None:
         for name, column in columns.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import file_digest, read_mapping, save_tensors
-from flatlab.train import guard
+from flatlab.train import metrics
 from flatlab.train.batch import Group
 
 EVALUATION = "evaluation.json"  # beside the adapter in best/
@@ -33,7 +33,7 @@ def resume(policy, optimizer, job) -> list[dict]:
     if folder:
         load(policy, optimizer, folder)
         job.say(f"resumed after step {step} from {folder}")
-        job.stopped = guard.collapse(rows, job.best)
+        job.stopped = metrics.collapse(rows, job.best)
     return rows
 
 
@@ -94,7 +94,7 @@ def keep_best(policy, job, result: dict) -> None:
     """Saves the adapter as best/ if it is better than the best one so far. result: its evaluation
     and its step, or the step alone.
     """
-    if guard.better(result, job.best):
+    if metrics.better(result, job.best):
         job.best = result
         save_adapter(policy, job, "best", result)
         job.result(best=result)

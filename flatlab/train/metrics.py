@@ -1,18 +1,27 @@
-"""The numbers of a training run: the row of a step, evaluations, and the comparison of adapters at
-the end. No torch.
+"""The numbers of a training run: the row of a step, evaluations, the comparison of adapters at the
+end; alarms about a step, and the reasons to stop. No torch.
 
 One number chooses the best adapter and is shown in every table, line and curve: see headline(). A
 failed episode counts as the baseline in it.
 """
 
 import itertools
+import re
 import time
 from functools import partial
-from statistics import fmean, stdev
+from math import hypot, isnan
+from pathlib import Path
+from statistics import fmean, median, stdev
 
 from flatlab.errors import UserError
-from flatlab.model import memory
-from flatlab.numbers import BEST_OF, best_text, expected_best, plus_minus, standard_error
+from flatlab.numbers import (
+    BEST_OF,
+    best_text,
+    expected_best,
+    number,
+    plus_minus,
+    standard_error,
+)
 from flatlab.task.definition import Task, clipped_improvement, improvement
 from flatlab.train.batch import Group
 
@@ -81,9 +90,23 @@ def timing(policy, times: list[float], groups: list[Group]) -> dict:
         **dict(zip(PHASES, phases)),
         "tokens_per_second": sum(e.reply_tokens for g in groups for e in g.played) / seconds,
         "engine_idle_share": policy.idle_share(),
-        "memory_gb": memory.peak_bytes(policy.device) / 2**30,
+        "memory_gb": peak_bytes(policy.device) / 2**30,
         "time": time.time(),
     }
+
+
+def peak_bytes(device: str = "cpu") -> int:
+    """Peak memory: of the GPU since the last call, engine included; without one of this process,
+    from /proc, because getrusage() would report the parent's peak.
+    """
+    if device != "cpu":
+        import torch
+
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
 
 
 # ------------------------------------------------------------------------------ evaluations
@@ -141,6 +164,21 @@ def evaluation_columns(result: dict) -> dict:
     return {f"eval_{key}": value for key, value in result.items()}
 
 
+def better(new: dict, best: dict | None) -> bool:
+    """Whether an evaluation has a larger mean than the best one so far, in the number that the
+    tables show (see headline).
+
+    An adapter without any valid submission counts as the baseline. It is never better than one with
+    some, because a policy that submits nothing would then beat a poor one. Without evaluations the
+    last adapter is the best.
+    """
+    if not best or "improvement" not in new:
+        return True
+    if bool(new["valid_share"]) != bool(best["valid_share"]):
+        return new["valid_share"] > 0
+    return new["improvement"] > best["improvement"]
+
+
 def split_of(tasks: list[Task]) -> str:
     """The part that evaluations are scored on: "validation", or "test" for tasks that have no
     other.
@@ -164,8 +202,6 @@ def mean_text(result: dict) -> str:
 
 # ------------------------------------------------------------------------------ the end of a run
 
-ADAPTERS = ("untrained", "imitated", "last", "best")
-
 
 def paired_difference(groups: list[Group], reference: list[Group], tasks: list[Task]) -> dict:
     """Mean and standard error of x_s - y_s over the seeds s that both played without a fault.
@@ -188,38 +224,120 @@ def paired_difference(groups: list[Group], reference: list[Group], tasks: list[T
     }
 
 
-def final_table(result: dict) -> str:
-    """The comparison at the end of a training run, for the terminal. result: of result.json.
+# ------------------------------------------------------------------------------ alarms
 
-    "" for searches and for runs that are not finished.
+ALARMS = (  # key of the row, predicate of (value, median of the twenty steps before), message
+    (
+        "entropy",
+        lambda x, usual: x < usual / 4,
+        "the entropy collapsed: the samples of a group are nearly the same",
+    ),
+    (
+        "entropy",
+        lambda x, usual: x > 2 * usual + 0.2,
+        "the entropy explodes: lower --lr or raise --kl",
+    ),
+    (
+        "clip_share",
+        lambda x, usual: x > 0.5 or x > 0.2 and x > 2 * usual,
+        "many tokens are clipped: the update is too large",
+    ),
+    (
+        "logprob_diff_mean",
+        lambda x, usual: x > 10 * usual + 1e-6,
+        "engine and trainer drift apart",
+    ),
+    (
+        "grad_norm",
+        lambda x, usual: isnan(x) or x > 10 * usual > 0,
+        "the gradient is much larger than usual",
+    ),
+    (
+        "lost_tokens",
+        lambda x, usual: x > 0,
+        "some log-probs are not finite: their tokens were left out",
+    ),
+    ("skipped", lambda x, usual: x > 0, "the update was skipped"),
+    (
+        "records",
+        lambda x, usual: x > 0,
+        "better than the reference: the file is in episodes/, under record",
+    ),
+    (
+        "zero_variance_share",
+        lambda x, usual: x == 1,
+        "all groups had equal rewards: there is nothing to compare",
+    ),
+    ("fault_share", lambda x, usual: x > 0.2, "many sandboxes broke"),
+    (
+        "ungraded_share",
+        lambda x, usual: x > 0.2,
+        "the grader often gives no result: grader_output in episodes/ is what it printed",
+    ),
+)
+
+
+def alarms(row: dict, rows: list[dict]) -> list[str]:
+    """What is suspicious in a row, one sentence each. rows: the ones before it."""
+    sentences = []
+    for key, suspicious, text in ALARMS:
+        if key not in row:
+            continue
+        earlier = [r[key] for r in rows[-20:] if number(r.get(key)) is not None]
+        usual = median(earlier or [row[key]])
+        if suspicious(row[key], usual):
+            comparison = f", usually {usual:.3g}" if earlier else ""
+            sentences.append(f"{text} ({key} {row[key]:.3g}{comparison})")
+    return sentences
+
+
+# ------------------------------------------------------------------------------ reasons to stop
+
+KL_LIMIT = 1.0  # nats per token; three steps above it are a collapse
+STUCK = 5  # steps in a row without anything to learn, or with almost nothing valid
+
+
+def collapse(rows: list[dict], best: dict | None = None) -> str:
+    """Why the policy counts as collapsed after the last row, or "".
+
+    best: the evaluation of the adapter in best/.
     """
-    final = result.get("final")
-    if not final:
+    if len(rows) >= 3 and all(row.get("skipped") for row in rows[-3:]):
+        return "three updates in a row were skipped"
+    if len(rows) >= 3 and all((row.get("kl") or 0) > KL_LIMIT for row in rows[-3:]):
+        return f"KL to the reference was above {KL_LIMIT:g} nats per token for three steps"
+    return is_stuck(rows) or evaluation_fell(rows[-1], best)
+
+
+def is_stuck(rows: list[dict]) -> str:
+    latest = rows[-STUCK:]
+    if len(latest) < STUCK:
         return ""
-    lines = [
-        f"{final['split']} part, {final['n']} fresh seeds that were never used for selection, the "
-        "same ones for every adapter",
-        f"{'adapter':30} {result['metric']:>17} {f'best of {BEST_OF}':>10}  valid   "
-        "difference to the untrained adapter",
-    ]
-    for name in ADAPTERS:
-        if name in final:
-            played = final[name]
-            value = mean_text(played).partition(" ")[2]
-            step = played.get("step", -1)  # an adapter from before the first step has none
-            label = name if step < 0 else f"{name} (step {step})"
-            best = played.get(f"score_best_of_{BEST_OF}")
-            drawn = "" if best is None else f"{best:.4f}"
-            line = f"{label:30} {value:>17} {drawn:>10} {played['valid_share']:>6.0%}"
-            if name != "untrained":
-                difference = plus_minus(played["difference"], played["difference_stderr"], "+")
-                line += f"   {difference} (N = {played['difference_n']})"
-            lines.append(line)
-    for key, value in final["best"].items():
-        if key.endswith("test_score_mean"):
-            error = final["best"][key.removesuffix("mean") + "stderr"]
-            task = key.removesuffix("test_score_mean").replace(".", " ")
-            lines.append(f"best adapter on the test part: {task}{plus_minus(value, error)}")
-    if final["best_is_untrained"]:
-        lines.append("best is the untrained adapter: no evaluation during training was better.")
-    return "\n".join(lines)
+    if not any("loss" in row for row in latest):
+        return (
+            f"there was nothing to learn in {STUCK} steps in a row, because the rewards of each "
+            "group were equal"
+        )
+    before, share = [max(row["valid_share"] for row in part) for part in (rows, latest)]
+    if share > before / 10:
+        return ""
+    return (
+        f"at most {share:.1%} of the episodes were valid in {STUCK} steps in a row, after up to "
+        f"{before:.0%}"
+    )
+
+
+def evaluation_fell(row: dict, best: dict | None) -> str:
+    """Scores also fall by chance, so a fall counts from three standard errors on."""
+    if not best or "eval_improvement" not in row or best["step"] > row["step"]:
+        return ""  # a killed run may have saved a better adapter after this row
+    last = row["eval_improvement"]
+    fall = best["improvement"] - last
+    errors = [best["improvement_stderr"] or 0.0, row["eval_improvement_stderr"] or 0.0]
+    error = max(0.02, hypot(*errors))  # equal scores have no error of their own
+    if fall <= 3 * error:
+        return ""
+    return (
+        f"held-out improvement fell from {best['improvement']:.3f} (step {best['step']}) to "
+        f"{last:.3f}, {fall / error:.1f} standard errors"
+    )

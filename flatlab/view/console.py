@@ -8,7 +8,7 @@ from pathlib import Path
 from flatlab.numbers import count
 from flatlab.task.definition import Task
 from flatlab.task.sanity import degenerate
-from flatlab.train.metrics import final_table, headline
+from flatlab.train.metrics import headline
 from flatlab.view import page, tables
 from flatlab.view.reader import read_run
 
@@ -51,7 +51,7 @@ def farewell(run) -> None:
     """Prints the comparison of the adapters and where everything lies; draws the curves and the
     page, if there is a step.
     """
-    if table := final_table(run.results()):
+    if table := tables.final_table(run.results()):
         print(f"\n{table}\n")
     if not run.rows():
         print(f"No step was made: there are no curves. Everything: {run.dir}")

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 from flatlab.files import write_whole
-from flatlab.train.metrics import final_table
 from flatlab.view import plots, tables
 from flatlab.view.reader import RunData, observed, read_run, transcript_files
 from flatlab.view.tables import KINDS
@@ -79,7 +78,7 @@ def write(runs: list[RunData], folder: Path) -> list[Path]:
             "tree": tree,
             "items": items,
             "note": note,
-            "final": final_table(run.result) or tables.rounds(run),
+            "final": tables.final_table(run.result) or tables.rounds(run),
         }
         parts.append(part)
     paths = draw(runs, folder)

@@ -28,6 +28,7 @@ from flatlab.numbers import (
     value_text,
 )
 from flatlab.task.definition import clipped_improvement, improvement
+from flatlab.train.metrics import mean_text
 from flatlab.view import plots
 from flatlab.view.plots import COLOURS, RunGroup, series
 from flatlab.view.reader import RunData
@@ -333,3 +334,45 @@ def aligned(rows: list[dict]) -> str:
     lines = [[*rows[0]], *([str(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(map(str.ljust, line, widths)) for line in lines)
+
+
+# ------------------------------------------------------------------ adapters
+
+ADAPTERS = ("untrained", "imitated", "last", "best")
+
+
+def final_table(result: dict) -> str:
+    """The comparison at the end of a training run, for the terminal. result: of result.json.
+
+    "" for searches and for runs that are not finished.
+    """
+    final = result.get("final")
+    if not final:
+        return ""
+    lines = [
+        f"{final['split']} part, {final['n']} fresh seeds that were never used for selection, the "
+        "same ones for every adapter",
+        f"{'adapter':30} {result['metric']:>17} {f'best of {BEST_OF}':>10}  valid   "
+        "difference to the untrained adapter",
+    ]
+    for name in ADAPTERS:
+        if name in final:
+            played = final[name]
+            value = mean_text(played).partition(" ")[2]
+            step = played.get("step", -1)  # an adapter from before the first step has none
+            label = name if step < 0 else f"{name} (step {step})"
+            best = played.get(f"score_best_of_{BEST_OF}")
+            drawn = "" if best is None else f"{best:.4f}"
+            line = f"{label:30} {value:>17} {drawn:>10} {played['valid_share']:>6.0%}"
+            if name != "untrained":
+                difference = plus_minus(played["difference"], played["difference_stderr"], "+")
+                line += f"   {difference} (N = {played['difference_n']})"
+            lines.append(line)
+    for key, value in final["best"].items():
+        if key.endswith("test_score_mean"):
+            error = final["best"][key.removesuffix("mean") + "stderr"]
+            task = key.removesuffix("test_score_mean").replace(".", " ")
+            lines.append(f"best adapter on the test part: {task}{plus_minus(value, error)}")
+    if final["best_is_untrained"]:
+        lines.append("best is the untrained adapter: no evaluation during training was better.")
+    return "\n".join(lines)

@@ -194,7 +194,7 @@ class Work:
         self.cpu_seconds = time.process_time()
 
     def end(self, seconds=None, steps=1, **parts):
-        from flatlab.model.memory import peak_bytes
+        from flatlab.train.metrics import peak_bytes
 
         print_result(
             seconds=seconds or time.perf_counter() - self.seconds,

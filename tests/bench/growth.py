@@ -276,7 +276,7 @@ def training(steps):
 
 def books(trainer, job, rows, groups, task, step):
     """What grpo.train does in a step beside sampling, learning and sync."""
-    from flatlab.train import checkpoint, guard, metrics
+    from flatlab.train import checkpoint, metrics
     from flatlab.view import page
 
     row = {"step": step, **metrics.step_metrics(groups, [task]), "lr": 1e-5, "loss": 0.1}
@@ -286,9 +286,9 @@ def books(trainer, job, rows, groups, task, step):
         result = metrics.evaluation(groups, [task])
         row |= metrics.evaluation_columns(result)
         checkpoint.keep_best(trainer, job, result | {"step": step})
-    row["alarms"] = guard.alarms(row, rows)
+    row["alarms"] = metrics.alarms(row, rows)
     rows.append(row)
-    guard.collapse(rows, job.best)
+    metrics.collapse(rows, job.best)
     row |= metrics.timing(trainer, [0.0, 10.0, 20.0, 20.1, 20.1], groups)
     checkpoint.save_groups(job, step, groups)
     checkpoint.write_step(trainer, trainer, job, row)

@@ -32,7 +32,7 @@ def main(model, tokens, way):
     from transformers import AutoModelForCausalLM
 
     from flatlab.model import lora_sync
-    from flatlab.model.memory import peak_bytes
+    from flatlab.train.metrics import peak_bytes
     from policy import Policy
 
     torch.manual_seed(0)
