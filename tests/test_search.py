@@ -195,8 +195,8 @@ def test_failures_are_counted_everywhere_and_the_root_is_the_best_of_nothing(tmp
     assert r["test_score"] is None
     assert all("no submission" in row["error"] for row in rows(t))
     [row] = tables.rows_of([plots.RunGroup("", "", [read_run(t.run.dir)])])
-    assert row["mean"] == 0.5
-    assert row["failed"] == 12
+    assert row["score"] == "0.5000"
+    assert row["failed"] == "12 of 12, 0 faults"
 
 
 def test_the_result_of_an_evaluation_is_the_mean_over_its_episodes(tmp_path):

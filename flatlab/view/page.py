@@ -15,7 +15,6 @@ from pathlib import Path
 from flatlab.files import write_whole
 from flatlab.view import plots, tables
 from flatlab.view.reader import RunData, observed, read_run, transcript_files
-from flatlab.view.tables import KINDS
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_NODES = 300  # of a search: transcripts on the page
@@ -33,8 +32,8 @@ def draw(runs: list[RunData], folder: Path) -> list[Path]:
         if len(runs) == 1:
             name = "search" if runs[0].has_nodes else "curves"
             title = tables.heading(runs[0])
-        figures[name] = plots.draw_panels(KINDS[kind].panels, groups, title)
-    if len(runs) == 1 and KINDS[runs[0].kind].is_tree:
+        figures[name] = plots.draw_panels(kind, groups, title)
+    if len(runs) == 1 and runs[0].kind == "search":
         figures["tree"] = plots.draw_tree(runs[0])
     paths = []
     for name, figure in figures.items():
@@ -67,7 +66,7 @@ def write(runs: list[RunData], folder: Path) -> list[Path]:
     for number, run in enumerate(runs):
         prefix = f"{number}/" if len(runs) > 1 else ""
         tree = ""
-        if KINDS[run.kind].is_tree:
+        if run.kind == "search":
             svg = plots.encoded(plots.draw_tree(run, f"#{prefix}"), "svg").decode()
             # matplotlib's links would open another tab
             tree = Markup(svg[svg.index("<svg") :].replace(' target="_blank"', ""))
@@ -78,7 +77,6 @@ def write(runs: list[RunData], folder: Path) -> list[Path]:
             "tree": tree,
             "items": items,
             "note": note,
-            "final": tables.final_table(run.result) or tables.rounds(run),
         }
         parts.append(part)
     paths = draw(runs, folder)
@@ -104,14 +102,12 @@ def sample(run: RunData) -> tuple[list[dict], str]:
     Of a search: the path to the best node and the best nodes; the others are listed without a
     transcript, because the tree leads to them. Of training: the last steps and evaluations.
     """
+    import pandas
+
     files = transcript_files(run)
     if run.has_nodes:
-        valid = [row for row in run.rows if row["valid"]]
-        valid.sort(key=lambda row: -row["improvement"])
-        failed = [row for row in run.rows if not row["valid"]]
-        best_first = valid + failed
-        whole = set(plots.best_path(run))
-        whole.update(row["id"] for row in best_first[:MOST_NODES])
+        best_first = pandas.DataFrame(run.rows).sort_values("improvement", ascending=False)
+        whole = {*plots.best_path(run), *best_first["id"][:MOST_NODES]}
     else:
         steps = [name for name in files if name.isdigit()]
         evaluations = [name for name in files if not name.isdigit()]

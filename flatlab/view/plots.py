@@ -10,10 +10,10 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
-from flatlab.numbers import number
 from flatlab.train.metrics import evaluation_columns
 from flatlab.view.reader import RunData
 
@@ -45,7 +45,7 @@ class RunGroup:
 
 def series(rows: list[dict], key: str) -> np.ndarray:
     """One number per row, shape (rows,); NaN where a row has none."""
-    return np.array([number(row.get(key)) for row in rows], float)
+    return np.array([row.get(key) for row in rows], float)
 
 
 def window_of(rows) -> int:
@@ -64,9 +64,8 @@ def by_step(group: RunGroup, key: str):
     for run in group.runs:
         before = evaluation_columns(run.result.get("before") or {})
         rows = [before | {"step": -1}, *run.rows]
-        steps = [row["step"] for row in rows]
-        curves.append(pandas.Series(series(rows, key), steps))
-    frame = pandas.concat(curves, axis=1)
+        curves.append(pandas.DataFrame(rows, columns=["step", key]).set_index("step"))
+    frame = pandas.concat(curves, axis=1).astype(float)
     return frame.sort_index().dropna(how="all")
 
 
@@ -110,17 +109,14 @@ def draw_score(axis, groups):
     """Training episodes and evaluations over the number of updates before them."""
     key = headline_key(groups[0].runs[0])
     draw_key(axis, groups, f"{key}_mean", "training episodes", BLUE)
-    names = ("eval_score_mean", "eval_score_stderr")
-    if key == "improvement":
-        names = ("eval_improvement", "eval_improvement_stderr")
+    mean = "eval_score_mean" if key == "score" else "eval_improvement"
     label = "evaluations ± s.e."
     for group in groups:
-        frame = by_step(group, names[0])
+        frame = by_step(group, mean)
         if frame.empty:
             continue
-        error = frame.sem(axis=1)
-        if len(group.runs) == 1:
-            error = by_step(group, names[1]).reindex(frame.index)[0]
+        # of a step that a single run evaluated, its own standard error
+        error = frame.sem(axis=1).fillna(by_step(group, f"eval_{key}_stderr").mean(axis=1))
         axis.errorbar(
             frame.index + 1,
             frame.mean(axis=1),
@@ -143,13 +139,7 @@ def draw_baseline(axis, groups):
     run = groups[0].runs[0]
     axis.set_ylabel(score_label(run))
     name = f"baseline {run.baseline:.4g}"
-    axis.axhline(
-        run.baseline,
-        color=GREY,
-        linestyle=":",
-        linewidth=1.5,
-        label=name,
-    )
+    axis.axhline(run.baseline, color=GREY, linestyle=":", linewidth=1.5, label=name)
 
 
 def curves(ylabel, *lines, yscale="linear"):
@@ -169,14 +159,6 @@ KL = ("kl", None, RED, "-")
 ENTROPY = ("entropy", None, BLUE, "-")
 AGREEMENT = ("logprob_diff_max", None, PINK, "-")
 NATS = "largest log-prob difference, nats"
-TRAINING = [  # title, x axis, what draws it
-    ("Does the score rise?", "updates", draw_score),
-    ("Do the episodes carry a signal?", "updates", curves("share, 0 to 1", VALID, EQUAL)),
-    ("How far has the policy moved?", "updates", curves("KL, nats per token", KL)),
-    ("Does it still explore?", "updates", curves("entropy, nats per token", ENTROPY)),
-    ("Do engine and trainer agree?", "updates", curves(NATS, AGREEMENT, yscale="log")),
-]
-
 # ------------------------------------------------------------------ panels of a search
 
 
@@ -210,21 +192,25 @@ def draw_best(axis, groups):
 
 
 COUNTED = "; a dot for each, a failure counts as the baseline"
-SEARCH = [("How good is the best node so far?", f"nodes{COUNTED}", draw_best)]
-EVALUATION = [("What do the episodes score?", f"episodes{COUNTED}", draw_scores)]
+PANELS = {  # of each kind of run: title, x axis, what draws it
+    "training": [
+        ("Does the score rise?", "updates", draw_score),
+        ("Do the episodes carry a signal?", "updates", curves("share, 0 to 1", VALID, EQUAL)),
+        ("How far has the policy moved?", "updates", curves("KL, nats per token", KL)),
+        ("Does it still explore?", "updates", curves("entropy, nats per token", ENTROPY)),
+        ("Do engine and trainer agree?", "updates", curves(NATS, AGREEMENT, yscale="log")),
+    ],
+    "search": [("How good is the best node so far?", f"nodes{COUNTED}", draw_best)],
+    "evaluation": [("What do the episodes score?", f"episodes{COUNTED}", draw_scores)],
+}
 
 # ------------------------------------------------------------------ the tree
-
-FAILURES = {"failed": "x", "fault": "+"}  # outcome -> mark
 
 
 def layout(rows: list[dict]) -> dict[str, tuple[int, int]]:
     """id -> (depth, line): every node has a line of its own, as in a printed tree."""
-
-    def numbers(id):
-        return [int(part) for part in id.split(".")]  # 0.2 before 0.10
-
-    ids = sorted(["0", *(row["id"] for row in rows)], key=numbers)
+    ids = ["0", *(row["id"] for row in rows)]
+    ids.sort(key=lambda id: [int(part) for part in id.split(".")])  # 0.2 before 0.10
     return {id: (id.count("."), line) for line, id in enumerate(ids)}
 
 
@@ -232,12 +218,11 @@ def best_path(run: RunData) -> list[str]:
     """From the root to the node that was chosen, or to the best one while the run goes on; [] of a
     run that is no search.
     """
-    path = []
-    id = run.result.get("best_id")
-    while id:
-        path.insert(0, id)
-        id = id.rpartition(".")[0]
-    return path
+    best = run.result.get("best_id")
+    return list(accumulate(best.split("."), "{}.{}".format)) if best else []
+
+
+FAILURES = {"failed": "X", "fault": "P"}  # outcome -> mark
 
 
 def draw_tree(run: RunData, link: str = "#"):
@@ -245,9 +230,8 @@ def draw_tree(run: RunData, link: str = "#"):
 
     link: address of a node before its id; the nodes in an SVG lead there.
     """
-    from matplotlib.cm import ScalarMappable
+    from matplotlib import colormaps
     from matplotlib.collections import LineCollection
-    from matplotlib.colors import Normalize
 
     at = layout(run.rows)
     height = np.clip(0.3 * len(at) + 1.5, 4, 40)
@@ -257,39 +241,29 @@ def draw_tree(run: RunData, link: str = "#"):
     axis.add_collection(LineCollection(edges, color="#bbbbbb", zorder=1))
     path = np.array([at[id] for id in best_path(run)])
     axis.plot(*path.T, color=BLACK, linewidth=2.6, label="path to the best")
-    root = {
-        "id": "0",
-        "op": "baseline",
-        "mark": "*",
-        "score": run.baseline,
-    }
-    looks = {}
-    for row in [root, *run.rows]:
-        look = (row["op"], row["mark"])
-        if row["score"] is None:
-            look = (row["outcome"], FAILURES[row["outcome"]])
-        looks.setdefault(look, []).append(row)
     # the worst tenth of the scores may lie beyond the colours: one wild node hides no others
     ends = (0.1, 1.0) if run.higher_is_better else (0.0, 0.9)
-    limits = np.nanquantile([run.baseline, *series(run.rows, "score")], ends)
-    colours = "viridis" if run.higher_is_better else "viridis_r"
-    shade = ScalarMappable(Normalize(*limits, clip=True), colours)
+    lowest, highest = np.nanquantile([run.baseline, *series(run.rows, "score")], ends)
+    colours = colormaps["viridis" if run.higher_is_better else "viridis_r"]
+    looks = {("baseline", "*"): [{"id": "0", "score": run.baseline}]}
+    for row in run.rows:
+        outcome = row["outcome"]
+        look = (outcome, FAILURES[outcome]) if outcome in FAILURES else (row["op"], row["mark"])
+        looks.setdefault(look, []).append(row)
     for (name, mark), rows in looks.items():
-        look = {"color": RED, "linewidths": 1.8}
-        if name not in FAILURES:
-            scores = [row["score"] for row in rows]
-            look = {
-                "color": shade.to_rgba(scores),
-                "edgecolors": BLACK,
-                "linewidths": 0.5,
-            }
         marks = axis.scatter(
             *zip(*(at[row["id"]] for row in rows)),
+            c=series(rows, "score"),
+            cmap=colours.with_extremes(bad=RED),
+            vmin=lowest,
+            vmax=highest,
+            plotnonfinite=True,  # a node without a score is red
             marker=mark,
             s=min(110, (50 * height / len(at)) ** 2),  # square points
+            edgecolors=BLACK,
+            linewidths=0.5,
             label=f"{shorten(name, 20)}: {len(rows)}",
             zorder=3,
-            **look,
         )
         marks.set_urls([f"{link}{row['id']}" for row in rows])
     for row in run.rows if len(at) < 200 else ():
@@ -301,7 +275,7 @@ def draw_tree(run: RunData, link: str = "#"):
     axis.locator_params(axis="x", integer=True)
     axis.grid(False)
     axis.invert_yaxis()
-    figure.colorbar(shade, ax=axis, label=score_label(run), pad=0.01, aspect=5 * height)
+    figure.colorbar(marks, ax=axis, label=score_label(run), pad=0.01, aspect=5 * height)
     figure.legend(loc="outside lower center", ncols=6, markerscale=0.8)
     return figure
 
@@ -326,10 +300,11 @@ def new_figure(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_panels(panels, groups: list[RunGroup], title: str):
-    """A Figure with all panels, in rows of three."""
+def draw_panels(kind: str, groups: list[RunGroup], title: str):
+    """A Figure with all panels of a kind of run, in rows of three."""
     from matplotlib.patches import Patch
 
+    panels = PANELS[kind]
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     figure = new_figure(10 if columns == 1 else 16, 1 + 3.8 * lines)

@@ -19,9 +19,10 @@ NEEDED = {"metric", "higher_is_better", "baseline", "reference", "selected_on_te
 class RunData:
     """A run as it is on the disk.
 
-    kind: a key of tables.KINDS. rows: training steps, or nodes in order of completion; the nodes of
-    an evaluation are independent episodes. rounds: of a search that learns. fingerprint: of the
-    code, the tasks and the model that made the run; {} if it was not recorded.
+    kind: "training", "search" or "evaluation". rows: training steps, or nodes in order of
+    completion; the nodes of an evaluation are independent episodes. rounds: of a search that
+    learns. fingerprint: of the code, the tasks and the model that made the run; {} if it was not
+    recorded.
     """
 
     dir: Path
