@@ -25,7 +25,7 @@ from flatlab.errors import UserError
 from flatlab.numbers import count
 from flatlab.runs import cli
 from flatlab.view import page, plots, tables
-from flatlab.view.reader import RunData, find_runs, observed, transcript_files, transcripts
+from flatlab.view.reader import RunData, find_runs, observed, score_text, transcript_files
 
 
 @dataclass
@@ -41,16 +41,12 @@ class Options:
 
 UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 FACTS = ("outcome", "score", "test_score", "status", "task", "seed", "op", "sampling_mode")
-FACTS += ("parent", "second_parent", "probability", "idea", "tokens", "seconds", "error")
+FACTS += ("parent", "second_parent", "reason", "probability", "idea", "tokens", "seconds", "error")
 
 
 def say(text: str) -> None:
     """Prints text without the characters that steer a terminal: a transcript may hold anything."""
     print(re.sub(UNSAFE, "·", text.replace("\r\n", "\n")))
-
-
-def score_text(item: dict) -> str:
-    return item["outcome"] if item["score"] is None else f"{item['score']:.4g}"
 
 
 def show(item: dict) -> str:
@@ -59,8 +55,6 @@ def show(item: dict) -> str:
     for key in FACTS:
         if item.get(key) not in (None, ""):
             lines.append(f"{key:14} {item[key]}")
-    if item.get("decision"):
-        lines.append(f"{'decision':14} {item['decision']['reason']}")
     for key, title in (("system", "system message"), ("prompt", "first message")):
         if item.get(key):
             lines.append(f"\n── {title}\n{indented(item[key])}")
@@ -83,7 +77,7 @@ def indented(text: str) -> str:
 
 def list_text(run: RunData) -> str:
     """A line for each episode by file, or for each node; stars mark the path to the best one."""
-    items = {item["id"]: item for item in transcripts(run)}
+    items = {item["id"]: item for read in transcript_files(run).values() for item in read()}
     path = plots.best_path(run)
     rows = []
     for id in plots.layout(run.rows) if run.has_nodes else items:

@@ -347,7 +347,9 @@ def turn(reply="hello", observation="seen hello", status="ok", score=None, **mor
 
 def episode(value, reply="hello", status="submit", observation="seen hello"):
     """A row of episodes/NNNNNN.jsonl: value None failed, status "fault" broke."""
-    score = {"value": value, "valid": value is not None, "message": "no file"}
+    score = {"value": value, "valid": value is not None, "message": ""}
+    if value is None:
+        score["message"] = "no file"
     return {
         "task": "titanic",
         "prompt": "Predict who survived.",

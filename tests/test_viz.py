@@ -347,7 +347,7 @@ def test_best_so_far_follows_the_direction_and_failed_nodes_count_as_the_baselin
 def test_a_tree_names_its_nodes(tmp_path):
     tree, _ = plots.draw_tree(searched(tmp_path / "a")).axes
     names = {text.get_text() for text in tree.texts}
-    assert names == {"0.0  0.4", "0.1  ", "0.0.0  0.3", "0.0.1  0.45"}
+    assert names == {"0.0  0.4", "0.1  failed", "0.0.0  0.3", "0.0.1  0.45"}
 
 
 def test_what_the_numbers_do_not_say_is_a_sentence(tmp_path):

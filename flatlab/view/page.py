@@ -7,14 +7,13 @@ by jinja2; the security policy of the page names a secret of its one script, so 
 from __future__ import annotations
 
 import base64
-import re
 import secrets
 import time
 from pathlib import Path
 
 from flatlab.files import write_whole
-from flatlab.view import plots, tables
-from flatlab.view.reader import RunData, observed, read_run, transcript_files
+from flatlab.view import plots, reader, tables
+from flatlab.view.reader import RunData, read_run, transcript_files
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_NODES = 300  # of a search: transcripts on the page
@@ -27,7 +26,7 @@ def draw(runs: list[RunData], folder: Path) -> list[Path]:
     """Writes the picture of one run, or one per kind and task of several, and the tree of one."""
     figures = {}
     for (kind, task, _), groups in tables.groups_of(runs).items():
-        name = re.sub(r"[^A-Za-z0-9_.-]", "-", f"compare-{kind}-{task}")
+        name = f"compare-{kind}-{task}".replace("/", "-")  # the task may be a path
         title = f"{task}, {kind}: mean over runs, band: ± standard deviation"
         if len(runs) == 1:
             name = "search" if runs[0].has_nodes else "curves"
@@ -61,7 +60,7 @@ def write(runs: list[RunData], folder: Path) -> list[Path]:
 
     template = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).from_string(TEMPLATE.read_text(), {"observed": observed})
+    ).from_string(TEMPLATE.read_text(), {"reader": reader, "tables": tables})
     parts = []
     for number, run in enumerate(runs):
         prefix = f"{number}/" if len(runs) > 1 else ""
@@ -80,14 +79,15 @@ def write(runs: list[RunData], folder: Path) -> list[Path]:
         }
         parts.append(part)
     paths = draw(runs, folder)
-    pictures = [path.read_bytes() for path in paths if path.name != "tree.png"]
+    pictures = [
+        base64.b64encode(path.read_bytes()).decode() for path in paths if path.name != "tree.png"
+    ]
     html = template.render(
         parts=parts,
-        tables=tables,
         title=folder.resolve().name,
         made=time.strftime("%Y-%m-%d %H:%M"),
         nonce=secrets.token_hex(),
-        pictures=[base64.b64encode(picture).decode() for picture in pictures],
+        pictures=pictures,
         table=tables.table(runs) if len(runs) > 1 else "",
     )
     paths.append(folder / "report.html")

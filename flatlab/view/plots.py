@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 
 from flatlab.train.metrics import evaluation_columns
-from flatlab.view.reader import RunData
+from flatlab.view.reader import RunData, score_text
 
 # The colours of Okabe and Ito: distinct with any kind of colour vision, and in grey print
 COLOURS = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #000000".split()
@@ -208,10 +208,10 @@ PANELS = {  # of each kind of run: title, x axis, what draws it
 
 
 def layout(rows: list[dict]) -> dict[str, tuple[int, int]]:
-    """id -> (depth, line): every node has a line of its own, as in a printed tree."""
+    """id -> (depth, -line): every node has a line of its own, as in a printed tree."""
     ids = ["0", *(row["id"] for row in rows)]
     ids.sort(key=lambda id: [int(part) for part in id.split(".")])  # 0.2 before 0.10
-    return {id: (id.count("."), line) for line, id in enumerate(ids)}
+    return {id: (id.count("."), -line) for line, id in enumerate(ids)}
 
 
 def best_path(run: RunData) -> list[str]:
@@ -239,8 +239,8 @@ def draw_tree(run: RunData, link: str = "#"):
     axis = figure.subplots()
     edges = [(at[row["parent"]], at[row["id"]]) for row in run.rows]
     axis.add_collection(LineCollection(edges, color="#bbbbbb", zorder=1))
-    path = np.array([at[id] for id in best_path(run)])
-    axis.plot(*path.T, color=BLACK, linewidth=2.6, label="path to the best")
+    path = [at[id] for id in best_path(run)]
+    axis.plot(*zip(*path), color=BLACK, linewidth=2.6, label="path to the best")
     # the worst tenth of the scores may lie beyond the colours: one wild node hides no others
     ends = (0.1, 1.0) if run.higher_is_better else (0.0, 0.9)
     lowest, highest = np.nanquantile([run.baseline, *series(run.rows, "score")], ends)
@@ -267,14 +267,12 @@ def draw_tree(run: RunData, link: str = "#"):
         )
         marks.set_urls([f"{link}{row['id']}" for row in rows])
     for row in run.rows if len(at) < 200 else ():
-        score = "" if row["score"] is None else f"{row['score']:.4g}"
-        name = f"{row['id']}  {score}"
+        name = f"{row['id']}  {score_text(row)}"
         axis.annotate(name, at[row["id"]], (8, 4), textcoords="offset points", fontsize=8)
-    axis.set(yticks=[], xlabel="depth", title="How did the search get to its best node?")
-    axis.set_frame_on(False)
+    title = "How did the search get to its best node?"
+    axis.set(yticks=[], xlabel="depth", title=title, frame_on=False)
     axis.locator_params(axis="x", integer=True)
     axis.grid(False)
-    axis.invert_yaxis()
     figure.colorbar(marks, ax=axis, label=score_label(run), pad=0.01, aspect=5 * height)
     figure.legend(loc="outside lower center", ncols=6, markerscale=0.8)
     return figure
@@ -316,11 +314,9 @@ def draw_panels(kind: str, groups: list[RunGroup], title: str):
         if axis.get_legend_handles_labels()[1]:
             axis.legend()
     if len(groups) > 1:
-        handles = []
-        for group in groups:
-            label = f"{shorten(group.label, 80)} (N={len(group.runs)})"
-            handles.append(Patch(color=group.colour, label=label))
-        figure.legend(handles=handles, loc="outside lower center", ncols=2)
+        names = [f"{shorten(group.label, 80)} (N={len(group.runs)})" for group in groups]
+        handles = [Patch(color=group.colour) for group in groups]
+        figure.legend(handles, names, loc="outside lower center", ncols=2)
     figure.suptitle(shorten(title, 120), fontsize=10)
     return figure
 

@@ -127,25 +127,23 @@ def outcome_of(status: str, is_valid: bool) -> str:
     return "valid" if is_valid else "failed"
 
 
+def score_text(item: dict) -> str:
+    """The score of a node or episode, or what it has instead of one."""
+    return item["outcome"] if item["score"] is None else f"{item['score']:.4g}"
+
+
 # ------------------------------------------------------------------ transcripts
-
-
-def transcripts(run: RunData) -> list[dict]:
-    """The episodes or nodes of a run in one form, in the order of the files or nodes.
-
-    Keys: id ("12/3", "eval-9/3" = file and number; "0.2.1" = node), outcome ("valid",
-    "failed", "fault"), status, score (None unless valid), tokens, seconds, error, system and
-    prompt (the first messages), turns.
-    Episodes also have seed, test_score (as score) and reward (None for a fault); nodes also parent,
-    op, sampling_mode, idea, code, diff, decision.
-    """
-    return [item for read in transcript_files(run).values() for item in read()]
 
 
 def transcript_files(run: RunData) -> dict[str, Callable[[], list[dict]]]:
     """The name of each file of episodes, as ids show it, or of each node -> reads its transcripts.
 
     A name is "12" (a step of training), "before", "eval-9", "final-best" or "0.2.1" (a node).
+    Keys of a transcript: id ("12/3", "eval-9/3" = file and number; "0.2.1" = node), outcome
+    ("valid", "failed", "fault"), status, score (None unless valid), tokens, seconds, error, system
+    and prompt (the first messages), turns.
+    Episodes also have seed, test_score (as score) and reward (None for a fault); nodes also parent,
+    op, sampling_mode, reason (of the selection), idea, code, diff.
     """
     if run.has_nodes:
         return {row["id"]: partial(node_items, row, run.dir) for row in run.rows}
@@ -164,10 +162,10 @@ def episode_items(path: Path, name: str) -> list[dict]:
         item = {
             "id": f"{name}/{index}",
             "outcome": outcome_of(row["status"], score["valid"]),
-            "score": score["value"] if score["valid"] else None,
+            "score": score["value"],
             "test_score": test_score["value"],
             "tokens": row["reply_tokens"],
-            "error": "" if score["valid"] else joined(score["message"], score.get("grader_output")),
+            "error": joined(score["message"], score.get("grader_output")),
         }
         items.append(row | item)
     return items
@@ -179,7 +177,8 @@ def node_items(row: dict, directory: Path) -> list[dict]:
     told = {key: episodes[0].get(key, "") for key in ("system", "prompt")}
     # with what a grader printed that gave neither score nor reason
     error = joined(row["error"], row.get("grader_output"))
-    return [row | told | {"turns": row["actions"], "error": error}]
+    reason = row["decision"]["reason"]
+    return [row | told | {"turns": row["actions"], "error": error, "reason": reason}]
 
 
 def observed(turn: dict) -> str:

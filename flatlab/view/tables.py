@@ -123,8 +123,7 @@ def failures(run: RunData) -> np.ndarray:
         return np.array([run.result[key] for key in ("nodes", "failed", "faults")])
     keys = ("episodes", "valid_share", "faults")
     episodes, valid, faults = (series(run.rows, key) for key in keys)
-    counts = [sum(episodes + faults), sum(episodes * (1 - valid)), sum(faults)]
-    return np.rint(counts).astype(int)
+    return np.rint([sum(episodes + faults), sum(episodes * (1 - valid)), sum(faults)]).astype(int)
 
 
 # ------------------------------------------------------------------ sentences about one run
@@ -139,7 +138,7 @@ def heading(run: RunData) -> str:
     facts = [value_text(config[key]) for key in keys if config.get(key) is not None]
     seconds = run.rows[-1].get("elapsed") or np.nansum(series(run.rows, "seconds"))
     size = count(len(run.rows), NOUNS[run.kind])
-    return f"{run.name}: {run.tasks}, {', '.join(facts)}, {size} in {duration(float(seconds))}"
+    return f"{run.name}: {run.tasks}, {', '.join(facts)}, {size} in {duration(seconds)}"
 
 
 def headline(run: RunData) -> str:
@@ -313,20 +312,6 @@ def aligned(rows: list[dict]) -> str:
 ADAPTERS = ("untrained", "imitated", "last", "best")
 
 
-def adapter_row(name: str, played: dict, metric: str) -> dict:
-    """An adapter in the final table. played: its evaluation."""
-    step = played.get("step", -1)  # an adapter from before the first step has none
-    difference = (played.get("difference"), played.get("difference_stderr"))
-    return {
-        "adapter": name if step < 0 else f"{name} (step {step})",
-        metric: mean_text(played).partition(" ")[2],
-        f"best of {BEST_OF}": plus_minus(played.get(f"score_best_of_{BEST_OF}"), None),
-        "valid": f"{played['valid_share']:.0%}",
-        "difference to the untrained adapter": plus_minus(*difference, "+"),
-        "pairs": played.get("difference_n", "-"),
-    }
-
-
 def final_table(result: dict) -> str:
     """The comparison at the end of a training run, for the terminal. result: of result.json.
 
@@ -335,17 +320,32 @@ def final_table(result: dict) -> str:
     final = result.get("final")
     if not final:
         return ""
-    rows = [adapter_row(name, final[name], result["metric"]) for name in ADAPTERS if name in final]
+    rows = []
+    for name in ADAPTERS:
+        played = final.get(name)
+        if not played:
+            continue
+        step = played.get("step", -1)  # an adapter from before the first step has none
+        error = played.get("difference_stderr")
+        row = {
+            "adapter": name if step < 0 else f"{name} (step {step})",
+            result["metric"]: mean_text(played).partition(" ")[2],
+            f"best of {BEST_OF}": plus_minus(played.get(f"score_best_of_{BEST_OF}"), None),
+            "valid": f"{played['valid_share']:.0%}",
+            "difference to the untrained": plus_minus(played.get("difference"), error, "+"),
+            "pairs": played.get("difference_n", "-"),
+        }
+        rows.append(row)
     lines = [
         f"{final['split']} part, {final['n']} fresh seeds that were never used for selection, the "
         "same ones for every adapter",
         aligned(rows),
     ]
     for key, value in final["best"].items():
-        if key.endswith("test_score_mean"):
-            error = final["best"][key.removesuffix("mean") + "stderr"]
-            task = key.removesuffix("test_score_mean").replace(".", " ")
-            lines.append(f"best adapter on the test part: {task}{plus_minus(value, error)}")
+        task, found, _ = key.partition("test_score_mean")
+        if found:
+            score = plus_minus(value, final["best"][f"{task}test_score_stderr"])
+            lines.append(f"best adapter on the test part: {task.replace('.', ' ')}{score}")
     if final["best_is_untrained"]:
         lines.append("best is the untrained adapter: no evaluation during training was better.")
     return "\n".join(lines)
