@@ -40,8 +40,10 @@ class Options:
 # ------------------------------------------------------------------ terminal
 
 UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-FACTS = ("outcome", "score", "test_score", "status", "task", "seed", "op", "sampling_mode")
-FACTS += ("parent", "second_parent", "reason", "probability", "idea", "tokens", "seconds", "error")
+FACTS = (
+    "outcome score test_score status task seed op sampling_mode parent second_parent reason "
+    "probability idea tokens seconds error"
+).split()
 
 
 def say(text: str) -> None:
@@ -110,11 +112,9 @@ def pick(run: RunData, id: str) -> dict:
 
 
 def best_of(run: RunData) -> dict:
-    """The transcript of training, or the node, with the largest improvement."""
-    valid = []
-    for name, read in transcript_files(run).items():
-        if name[0].isdigit():  # no evaluation
-            valid += [item for item in read() if item["score"] is not None]
+    """The transcript of training, or the node, with the largest improvement; evaluations do not count."""
+    steps = [read for name, read in transcript_files(run).items() if name[0].isdigit()]
+    valid = [item for read in steps for item in read() if item["score"] is not None]
     if not valid:
         raise UserError(f"{run.dir} has no transcript with a score.")
     return max(valid, key=lambda item: item["improvement"])

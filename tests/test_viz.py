@@ -331,7 +331,7 @@ def test_each_run_is_drawn_whole_and_the_mean_where_all_are(tmp_path):
     runs = [trained(tmp_path / "a"), trained(tmp_path / "b", seed=1)]
     runs[1].rows.append(step_row(3, score_mean=0.9))
     axis = plots.new_figure(6, 4).subplots()
-    plots.draw_key(axis, [plots.RunGroup("", plots.BLUE, runs)], "score_mean", "", plots.BLUE)
+    plots.draw_key(axis, [plots.RunGroup("", plots.BLUE, runs)], "score_mean", plots.BLUE)
     *thin, bold = axis.lines
     assert [line.get_ydata()[-1] for line in thin[1:]] == [0.9]
     assert bold.get_xdata().tolist() == [0, 1]

@@ -88,7 +88,7 @@ def search_banner(cfg, trees: list, where: Path, path, why: str) -> None:
 
 
 ROW = "{:<14} {:<8} {:>4} {:>7} {:<10} {:<9} {:>9} {:>9} {:>6}  {}"
-TITLES = ("task", "mode", "seed", "nodes", "node", "op", "score", "best", "sec", "strategy")
+TITLES = "task mode seed nodes node op score best sec strategy".split()
 
 
 def node_line(t, node) -> str:

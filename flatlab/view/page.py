@@ -69,15 +69,7 @@ def write(runs: list[RunData], folder: Path) -> list[Path]:
             svg = plots.encoded(plots.draw_tree(run, f"#{prefix}"), "svg").decode()
             # matplotlib's links would open another tab
             tree = Markup(svg[svg.index("<svg") :].replace(' target="_blank"', ""))
-        items, note = sample(run)
-        part = {
-            "run": run,
-            "prefix": prefix,
-            "tree": tree,
-            "items": items,
-            "note": note,
-        }
-        parts.append(part)
+        parts.append({"run": run, "prefix": prefix, "tree": tree, **sample(run)})
     paths = draw(runs, folder)
     pictures = [
         base64.b64encode(path.read_bytes()).decode() for path in paths if path.name != "tree.png"
@@ -88,7 +80,7 @@ def write(runs: list[RunData], folder: Path) -> list[Path]:
         made=time.strftime("%Y-%m-%d %H:%M"),
         nonce=secrets.token_hex(),
         pictures=pictures,
-        table=tables.table(runs) if len(runs) > 1 else "",
+        runs=runs,
     )
     paths.append(folder / "report.html")
     # a reply may hold lone surrogates
@@ -96,8 +88,8 @@ def write(runs: list[RunData], folder: Path) -> list[Path]:
     return paths
 
 
-def sample(run: RunData) -> tuple[list[dict], str]:
-    """The transcripts that the page shows, in order, and a sentence if some are missing.
+def sample(run: RunData) -> dict:
+    """The transcripts that the page shows, in order, and how many files or nodes have theirs on it.
 
     Of a search: the path to the best node and the best nodes; the others are listed without a
     transcript, because the tree leads to them. Of training: the last steps and evaluations.
@@ -116,10 +108,4 @@ def sample(run: RunData) -> tuple[list[dict], str]:
     for name, read in files.items():
         if run.has_nodes or name in whole:
             items += [item | {"is_whole": name in whole} for item in read()]
-    missing = len({*files} - whole)
-    noun = "nodes" if run.has_nodes else "files of episodes"
-    note = (
-        f"This page holds the transcripts of {len(files) - missing} of {len(files)} {noun}; "
-        f"python viz.py {run.dir} --list lists all, and --episode prints one."
-    )
-    return items, note if missing else ""
+    return {"items": items, "shown": len(whole.intersection(files)), "files": len(files)}

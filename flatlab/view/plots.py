@@ -77,7 +77,7 @@ def headline_key(run: RunData) -> str:
 # ------------------------------------------------------------------ panels of a training run
 
 
-def draw_key(axis, groups, key, label, colour, style="-"):
+def draw_key(axis, groups, key, colour, label=None, style="-"):
     """One quantity per step, averaged over the steps that all runs of a group have.
 
     colour: of a single group; several have their own.
@@ -108,7 +108,7 @@ def draw_mean(axis, frame, **look):
 def draw_score(axis, groups):
     """Training episodes and evaluations over the number of updates before them."""
     key = headline_key(groups[0].runs[0])
-    draw_key(axis, groups, f"{key}_mean", "training episodes", BLUE)
+    draw_key(axis, groups, f"{key}_mean", BLUE, "training episodes")
     mean = "eval_score_mean" if key == "score" else "eval_improvement"
     label = "evaluations ± s.e."
     for group in groups:
@@ -143,7 +143,7 @@ def draw_baseline(axis, groups):
 
 
 def curves(ylabel, *lines, yscale="linear"):
-    """A panel of quantities per step. lines: (key, label, colour, style) of each."""
+    """A panel of quantities per step. lines: (key, colour, label, style) of each."""
 
     def draw(axis, groups):
         for line in lines:
@@ -153,12 +153,6 @@ def curves(ylabel, *lines, yscale="linear"):
     return draw
 
 
-VALID = ("valid_share", "valid episodes", BLUE, "-")
-EQUAL = ("zero_variance_share", "groups of equal rewards", RED, "--")
-KL = ("kl", None, RED, "-")
-ENTROPY = ("entropy", None, BLUE, "-")
-AGREEMENT = ("logprob_diff_max", None, PINK, "-")
-NATS = "largest log-prob difference, nats"
 # ------------------------------------------------------------------ panels of a search
 
 
@@ -192,16 +186,25 @@ def draw_best(axis, groups):
 
 
 COUNTED = "; a dot for each, a failure counts as the baseline"
-PANELS = {  # of each kind of run: title, x axis, what draws it
-    "training": [
-        ("Does the score rise?", "updates", draw_score),
-        ("Do the episodes carry a signal?", "updates", curves("share, 0 to 1", VALID, EQUAL)),
-        ("How far has the policy moved?", "updates", curves("KL, nats per token", KL)),
-        ("Does it still explore?", "updates", curves("entropy, nats per token", ENTROPY)),
-        ("Do engine and trainer agree?", "updates", curves(NATS, AGREEMENT, yscale="log")),
-    ],
-    "search": [("How good is the best node so far?", f"nodes{COUNTED}", draw_best)],
-    "evaluation": [("What do the episodes score?", f"episodes{COUNTED}", draw_scores)],
+PANELS = {  # of each kind of run: x axis, and for each panel its title and what draws it
+    "training": (
+        "updates",
+        {
+            "Does the score rise?": draw_score,
+            "Do the episodes carry a signal?": curves(
+                "share, 0 to 1",
+                ("valid_share", BLUE, "valid episodes"),
+                ("zero_variance_share", RED, "groups of equal rewards", "--"),
+            ),
+            "How far has the policy moved?": curves("KL, nats per token", ("kl", RED)),
+            "Does it still explore?": curves("entropy, nats per token", ("entropy", BLUE)),
+            "Do engine and trainer agree?": curves(
+                "largest log-prob difference, nats", ("logprob_diff_max", PINK), yscale="log"
+            ),
+        },
+    ),
+    "search": (f"nodes{COUNTED}", {"How good is the best node so far?": draw_best}),
+    "evaluation": (f"episodes{COUNTED}", {"What do the episodes score?": draw_scores}),
 }
 
 # ------------------------------------------------------------------ the tree
@@ -302,11 +305,11 @@ def draw_panels(kind: str, groups: list[RunGroup], title: str):
     """A Figure with all panels of a kind of run, in rows of three."""
     from matplotlib.patches import Patch
 
-    panels = PANELS[kind]
+    x, panels = PANELS[kind]
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     figure = new_figure(10 if columns == 1 else 16, 1 + 3.8 * lines)
-    for place, (name, x, draw) in enumerate(panels, 1):
+    for place, (name, draw) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(lines, columns, place, title=name, xlabel=x)
         axis.sharex(figure.axes[0])
         draw(axis, groups)

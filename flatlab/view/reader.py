@@ -75,8 +75,9 @@ def read_run(directory) -> RunData:
     config = read_mapping(path / "config.yaml")
     fingerprint = config.pop("fingerprint", {})
     has_nodes = "sampling_mode" in config
-    rounds = read_rows(path / "metrics.jsonl")
-    rows, rounds = (read_rows(path / "journal.jsonl"), rounds) if has_nodes else (rounds, [])
+    rows, rounds = read_rows(path / "metrics.jsonl"), []
+    if has_nodes:
+        rows, rounds = read_rows(path / "journal.jsonl"), rows
     if not rows:
         what = "node" if has_nodes else "step"
         raise UserError(f"{path} has no finished {what} yet: nothing to show.")

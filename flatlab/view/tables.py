@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -36,60 +37,48 @@ from flatlab.view.reader import RunData
 class Result:
     """The score of a run, or of several that differ by their seeds only.
 
-    run: the first one. what: whose score it is. part: of the data. values: by seed. value_error:
-    standard error of a single value, over the rows or games of the part; None if unknown.
+    what: whose score it is. part: of the data. values: a pandas.Series by seed. error: standard
+    error of their mean; of a single value, that over the rows or games of the part; None if it is
+    unknown.
     """
 
-    run: RunData
     what: str
     part: str
-    values: dict
-    value_error: float | None = None
-
-    @property
-    def sample(self):
-        """The values as a pandas.Series; the seeds are texts."""
-        import pandas
-
-        return pandas.Series(self.values, dtype=float).rename(str)
-
-    @property
-    def mean(self) -> float:
-        return self.sample.mean()
-
-    @property
-    def error(self) -> float | None:
-        """Standard error of the mean."""
-        return self.sample.sem() if len(self.values) > 1 else self.value_error
-
-    @property
-    def improvement(self) -> float:
-        run = self.run
-        return improvement(self.mean, (run.baseline, run.higher_is_better, run.result["reference"]))
+    values: Any
+    mean: float
+    error: float | None
+    improvement: float
 
 
 def result_of(runs: list[RunData]) -> Result:
-    """The result of one run; that of several has the mean of each as its values."""
-    result = training_result if runs[0].kind == "training" else search_result
-    results = [result(run) for run in runs]
-    if len(runs) == 1:
-        return results[0]
-    means = {f"run {result.run.config['seed']}": result.mean for result in results}
-    return replace(results[0], values=means)
+    """The result of a run, whose values are its own, or of several: a value for each."""
+    import pandas
+
+    first = runs[0]
+    read = training_values if first.kind == "training" else search_values
+    what, part, values, error = read(first)
+    if len(runs) > 1:
+        values = {f"run {run.config['seed']}": pandas.Series(read(run)[2]).mean() for run in runs}
+    values = pandas.Series(values, dtype=float).rename(str)
+    if len(values) > 1:
+        error = values.sem()
+    mean = values.mean()
+    scale = (first.baseline, first.higher_is_better, first.result["reference"])
+    return Result(what, part, values, mean, error, improvement(mean, scale))
 
 
-def training_result(run: RunData) -> Result:
+def training_values(run: RunData) -> tuple[str, str, dict, None]:
     """The best adapter on the fresh seeds at the end of the run, or the last steps before that."""
     key = plots.headline_key(run)
     final = run.result.get("final")
     if not final:
         last = run.rows[-plots.window_of(run.rows) :]
         values = {row["step"]: row[f"{key}_mean"] for row in last}
-        return Result(run, f"mean of the last {count(len(last), 'step')}", "training", values)
+        return f"mean of the last {count(len(last), 'step')}", "training", values, None
     best = final["best"]
-    what = f"best adapter (step {best.get('step', -1)})"
-    if final["best_is_untrained"]:
-        what = "untrained adapter"
+    what = "untrained adapter"
+    if not final["best_is_untrained"]:
+        what = f"best adapter (step {best['step']})"
     values = {}
     for row in read_rows(run.dir / best["file"]):
         score = row.get("test_score") or row["score"]
@@ -98,10 +87,10 @@ def training_result(run: RunData) -> Result:
         elif score:
             values[row["seed"]] = score["value"] if score["valid"] else run.baseline
     part = "test" if "test_score_mean" in best else final["split"]
-    return Result(run, what, part, values)
+    return what, part, values, None
 
 
-def search_result(run: RunData) -> Result:
+def search_values(run: RunData) -> tuple[str, str, dict, float | None]:
     """Of a search the best node: its test score, or without one the score that it was chosen by.
     Of an evaluation all episodes but the faults; none of them was chosen.
     """
@@ -109,12 +98,11 @@ def search_result(run: RunData) -> Result:
     part = result.get("split", "validation")
     if run.kind == "evaluation":
         values = {row["seed"]: row["counted"] for row in run.rows if row["counted"] is not None}
-        return Result(run, "mean of all episodes", part, values)
+        return "mean of all episodes", part, values, None
     score, error = result["best_score"], result.get("best_stderr")
     if result["test_score"] is not None and not result.get("exact"):
         score, error, part = result["test_score"], result.get("test_stderr"), "test"
-    values = {run.config["seed"]: score}
-    return Result(run, f"best node ({result['best_id']})", part, values, error)
+    return f"best node ({result['best_id']})", part, {run.config["seed"]: score}, error
 
 
 def failures(run: RunData) -> np.ndarray:
@@ -135,7 +123,7 @@ def heading(run: RunData) -> str:
     """One line about what ran: name, task, mode, rule, seed, model, length."""
     config = run.config
     keys = ("sampling_mode", "select", "seed", "model")
-    facts = [value_text(config[key]) for key in keys if config.get(key) is not None]
+    facts = [value_text(config[key]) for key in keys if key in config]
     seconds = run.rows[-1].get("elapsed") or np.nansum(series(run.rows, "seconds"))
     size = count(len(run.rows), NOUNS[run.kind])
     return f"{run.name}: {run.tasks}, {', '.join(facts)}, {size} in {duration(seconds)}"
@@ -150,7 +138,7 @@ def headline(run: RunData) -> str:
         score = f"{result.mean:.6f}"
     drawn = None
     if result.part != "training":
-        drawn = expected_best(BEST_OF, list(result.values.values()), run.higher_is_better)
+        drawn = expected_best(BEST_OF, list(result.values), run.higher_is_better)
     sentences = [
         f"{result.what}: {run.result['metric']} {score} ({result.part} part; {run.direction})"
         f"{best_text(drawn)}, baseline {run.baseline:.4f}, improvement {result.improvement:+.2f}.",
@@ -292,7 +280,7 @@ def row_of(result: Result, group: RunGroup, best: Result) -> dict:
 
 def difference(result: Result, best: Result) -> str:
     """The difference of the means with its standard error."""
-    pairs = (result.sample - best.sample).dropna()
+    pairs = (result.values - best.values).dropna()
     if len(pairs) > 1:
         return f"{plus_minus(pairs.mean(), pairs.sem(), '+')} ({len(pairs)} paired)"
     errors = (result.error, best.error)
