@@ -112,7 +112,7 @@ def pick(run: RunData, id: str) -> dict:
 
 
 def best_of(run: RunData) -> dict:
-    """The transcript of training, or the node, with the largest improvement; evaluations do not count."""
+    """The transcript of training, or the node, with the largest improvement."""
     steps = [read for name, read in transcript_files(run).items() if name[0].isdigit()]
     valid = [item for read in steps for item in read() if item["score"] is not None]
     if not valid:
@@ -125,9 +125,13 @@ def best_of(run: RunData) -> dict:
 
 def summary(run: RunData) -> str:
     """What `python viz.py logs/<run>` prints about one run."""
-    numbers = node_summary(run) if run.has_nodes else step_summary(run.rows)
-    parts = [tables.heading(run), tables.headline(run), tables.final_table(run.result), numbers]
-    parts.append(tables.rounds(run))
+    parts = [
+        tables.heading(run),
+        tables.headline(run),
+        tables.final_table(run.result),
+        node_summary(run) if run.has_nodes else step_summary(run.rows),
+        tables.rounds(run),
+    ]
     return "\n\n".join(filter(None, parts))
 
 

@@ -174,7 +174,7 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     assert "output of 0.0.0" in text
     assert printed(capsys, directory, best=True).startswith("0.0.0  0.3")
     assert "Best node (0.0.0): loss 0.3" in printed(capsys, directory)
-    assert {p.name for p in directory.glob("*.png")} == {"tree.png", "search.png"}
+    assert {p.name for p in directory.glob("*.png")} == {"tree.png", "curves.png"}
 
 
 @pytest.mark.slow
@@ -368,7 +368,7 @@ def test_a_search_that_learns_shows_its_rounds_and_their_alarms(tmp_path):
     run = reader.read_run(folder)
     titles, _, line, *_ = tables.rounds(run).splitlines()
     shown = dict(zip(titles.split(), line.split(), strict=True))
-    assert (shown["step"], shown["valid"], shown["gain_mean"]) == ("7", "0.75", "-")
+    assert (shown["step"], shown["valid_share"], shown["gain_mean"]) == ("7", "0.75", "-")
     for text in (viz.summary(run), written(tmp_path, run).read_text()):
         assert line in text
         assert "the last alarms: It decays." in text

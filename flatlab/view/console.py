@@ -120,7 +120,7 @@ def round_line(row: dict) -> str:
     for key in tables.ROUNDS:
         if row.get(key) is not None:
             text = f"{row[key]:.5g}" if isinstance(row[key], float) else row[key]
-            numbers.append(f"{tables.short(key)} {text}")
+            numbers.append(f"{key} {text}")
     return "\n      ! ".join(["  ".join(numbers), *row["alarms"]])
 
 

@@ -29,8 +29,7 @@ def draw(runs: list[RunData], folder: Path) -> list[Path]:
         name = f"compare-{kind}-{task}".replace("/", "-")  # the task may be a path
         title = f"{task}, {kind}: mean over runs, band: ± standard deviation"
         if len(runs) == 1:
-            name = "search" if runs[0].has_nodes else "curves"
-            title = tables.heading(runs[0])
+            name, title = "curves", tables.heading(runs[0])
         figures[name] = plots.draw_panels(kind, groups, title)
     if len(runs) == 1 and runs[0].kind == "search":
         figures["tree"] = plots.draw_tree(runs[0])

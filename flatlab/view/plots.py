@@ -138,8 +138,7 @@ def score_label(run: RunData) -> str:
 def draw_baseline(axis, groups):
     run = groups[0].runs[0]
     axis.set_ylabel(score_label(run))
-    name = f"baseline {run.baseline:.4g}"
-    axis.axhline(run.baseline, color=GREY, linestyle=":", linewidth=1.5, label=name)
+    axis.axhline(run.baseline, color=GREY, linestyle=":", label=f"baseline {run.baseline:.4g}")
 
 
 def curves(ylabel, *lines, yscale="linear"):
@@ -170,8 +169,7 @@ def draw_scores(axis, groups):
     for group in groups:
         for run in group.runs:
             scores = series(run.rows, "counted")
-            numbers = range(1, len(scores) + 1)
-            axis.plot(numbers, scores, ".", alpha=0.5, color=group.colour)
+            axis.plot(range(1, len(scores) + 1), scores, ".", alpha=0.5, color=group.colour)
     draw_baseline(axis, groups)
 
 
@@ -225,7 +223,8 @@ def best_path(run: RunData) -> list[str]:
     return list(accumulate(best.split("."), "{}.{}".format)) if best else []
 
 
-FAILURES = {"failed": "X", "fault": "P"}  # outcome -> mark
+# outcome -> name and mark of nodes without a score; others have those of their operator
+FAILURES = {"failed": ("failed", "X"), "fault": ("fault", "P")}
 
 
 def draw_tree(run: RunData, link: str = "#"):
@@ -250,8 +249,7 @@ def draw_tree(run: RunData, link: str = "#"):
     colours = colormaps["viridis" if run.higher_is_better else "viridis_r"]
     looks = {("baseline", "*"): [{"id": "0", "score": run.baseline}]}
     for row in run.rows:
-        outcome = row["outcome"]
-        look = (outcome, FAILURES[outcome]) if outcome in FAILURES else (row["op"], row["mark"])
+        look = FAILURES.get(row["outcome"], (row["op"], row["mark"]))
         looks.setdefault(look, []).append(row)
     for (name, mark), rows in looks.items():
         marks = axis.scatter(
@@ -317,9 +315,11 @@ def draw_panels(kind: str, groups: list[RunGroup], title: str):
         if axis.get_legend_handles_labels()[1]:
             axis.legend()
     if len(groups) > 1:
-        names = [f"{shorten(group.label, 80)} (N={len(group.runs)})" for group in groups]
-        handles = [Patch(color=group.colour) for group in groups]
-        figure.legend(handles, names, loc="outside lower center", ncols=2)
+        handles = [
+            Patch(color=group.colour, label=f"{shorten(group.label, 80)} (N={len(group.runs)})")
+            for group in groups
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=2)
     figure.suptitle(shorten(title, 120), fontsize=10)
     return figure
 

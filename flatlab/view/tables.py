@@ -139,13 +139,13 @@ def headline(run: RunData) -> str:
     drawn = None
     if result.part != "training":
         drawn = expected_best(BEST_OF, list(result.values), run.higher_is_better)
-    sentences = [
+    text = (
         f"{result.what}: {run.result['metric']} {score} ({result.part} part; {run.direction})"
-        f"{best_text(drawn)}, baseline {run.baseline:.4f}, improvement {result.improvement:+.2f}.",
+        f"{best_text(drawn)}, baseline {run.baseline:.4f}, improvement {result.improvement:+.2f}. "
         f"{failed} of {played} failed and count as the baseline, {count(faults, 'fault')}. "
-        f"Status: {run.status}.",
-    ]
-    text = " ".join(sentences + notes([run]))
+        f"Status: {run.status}."
+    )
+    text = " ".join([text, *notes([run])])
     return text[0].upper() + text[1:]
 
 
@@ -162,7 +162,7 @@ def notes_of(run: RunData) -> list[str]:
     result = run.result
     has_one_part = result["selected_on_test"] or result.get("exact")
     is_untested = run.kind == "search" and not has_one_part and result["test_score"] is None
-    reads = result.get("test_reads") or 0
+    reads = result.get("test_reads", 0)
     ungraded = result.get("ungraded")
     without_strategy = result.get("without_strategy")
     alarms = [text for row in run.rows + run.rounds for text in row.get("alarms", ())]
@@ -199,12 +199,8 @@ def rounds(run: RunData) -> str:
 
     if not run.rounds:
         return ""
-    frame = pandas.DataFrame(run.rounds, columns=ROUNDS).rename(columns=short)
+    frame = pandas.DataFrame(run.rounds, columns=ROUNDS)
     return frame.to_string(index=False, float_format="{:.5g}".format, na_rep="-")
-
-
-def short(key: str) -> str:
-    return key.removesuffix("_share").removesuffix("_score")
 
 
 # ------------------------------------------------------------------ groups
