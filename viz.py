@@ -113,6 +113,7 @@ def pick(run: RunData, id: str) -> dict:
 
 def best_of(run: RunData) -> dict:
     """The transcript of training, or the node, with the largest improvement."""
+    # the names of evaluations begin with a letter
     steps = [read for name, read in transcript_files(run).items() if name[0].isdigit()]
     valid = [item for read in steps for item in read() if item["score"] is not None]
     if not valid:

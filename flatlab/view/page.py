@@ -25,7 +25,7 @@ LAST_STEPS, LAST_EVALUATIONS = 3, 6  # of a training run: the files of episodes 
 def draw(runs: list[RunData], folder: Path) -> list[Path]:
     """Writes the picture of one run, or one per kind and task of several, and the tree of one."""
     figures = {}
-    for (kind, task, _), groups in tables.groups_of(runs).items():
+    for (kind, task, *_), groups in tables.groups_of(runs).items():
         name = f"compare-{kind}-{task}".replace("/", "-")  # the task may be a path
         title = f"{task}, {kind}: mean over runs, band: ± standard deviation"
         if len(runs) == 1:
@@ -57,9 +57,9 @@ def write(runs: list[RunData], folder: Path) -> list[Path]:
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    template = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).from_string(TEMPLATE.read_text(), {"reader": reader, "tables": tables})
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    views = {"reader": reader, "tables": tables}
+    template = environment.from_string(TEMPLATE.read_text(), views)
     parts = []
     for number, run in enumerate(runs):
         prefix = f"{number}/" if len(runs) > 1 else ""
@@ -70,15 +70,14 @@ def write(runs: list[RunData], folder: Path) -> list[Path]:
             tree = Markup(svg[svg.index("<svg") :].replace(' target="_blank"', ""))
         parts.append({"run": run, "prefix": prefix, "tree": tree, **sample(run)})
     paths = draw(runs, folder)
-    pictures = [
-        base64.b64encode(path.read_bytes()).decode() for path in paths if path.name != "tree.png"
-    ]
     html = template.render(
         parts=parts,
         title=folder.resolve().name,
         made=time.strftime("%Y-%m-%d %H:%M"),
         nonce=secrets.token_hex(),
-        pictures=pictures,
+        pictures=[
+            base64.b64encode(path.read_bytes()).decode() for path in paths if path.stem != "tree"
+        ],
         runs=runs,
     )
     paths.append(folder / "report.html")

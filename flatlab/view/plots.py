@@ -99,10 +99,16 @@ def draw_mean(axis, frame, **look):
     frame: a DataFrame with a column for each run.
     """
     middle = frame.mean(axis=1)
-    deviation = frame.std(axis=1).fillna(0.0)
+    deviation = frame.std(axis=1)
     axis.plot(frame.index, middle, linewidth=2.2, **look)
-    band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
-    axis.fill_between(frame.index, middle - deviation, middle + deviation, **band)
+    axis.fill_between(
+        frame.index,
+        middle - deviation,
+        middle + deviation,
+        color=look["color"],
+        alpha=0.15,
+        linewidth=0,
+    )
 
 
 def draw_score(axis, groups):
@@ -270,10 +276,9 @@ def draw_tree(run: RunData, link: str = "#"):
     for row in run.rows if len(at) < 200 else ():
         name = f"{row['id']}  {score_text(row)}"
         axis.annotate(name, at[row["id"]], (8, 4), textcoords="offset points", fontsize=8)
-    title = "How did the search get to its best node?"
-    axis.set(yticks=[], xlabel="depth", title=title, frame_on=False)
+    axis.set(title="How did the search get to its best node?", xlabel="depth", yticks=[])
+    axis.set_frame_on(False)
     axis.locator_params(axis="x", integer=True)
-    axis.grid(False)
     figure.colorbar(marks, ax=axis, label=score_label(run), pad=0.01, aspect=5 * height)
     figure.legend(loc="outside lower center", ncols=6, markerscale=0.8)
     return figure

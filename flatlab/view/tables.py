@@ -212,7 +212,7 @@ NOT_OF_THE_GROUP = set(
 
 
 def groups_of(runs: list[RunData]) -> dict[tuple, list[RunGroup]]:
-    """(kind, task, version of the task) -> groups of runs that differ by their seed only.
+    """(kind, task, baseline, digest of the task) -> groups of runs that differ by their seed only.
 
     A group is named after its first run. It has one run of each seed; further ones are another
     group. Scores on different versions of a task cannot be compared.
@@ -223,11 +223,11 @@ def groups_of(runs: list[RunData]) -> dict[tuple, list[RunGroup]]:
         made_by = repr((settings, run.fingerprint))
         seed = (made_by, run.config.get("seed"))
         seen[seed] += 1
-        version = (run.baseline, run.fingerprint.get("task"))
-        comparable = groups.setdefault((run.kind, run.tasks, version), {})
+        version = (run.kind, run.tasks, run.baseline, run.fingerprint.get("task"))
+        comparable = groups.setdefault(version, {})
         group = RunGroup(str(run.dir), COLOURS[len(comparable) % len(COLOURS)], [])
         comparable.setdefault((made_by, seen[seed]), group).runs.append(run)
-    return {key: list(comparable.values()) for key, comparable in groups.items()}
+    return {version: [*comparable.values()] for version, comparable in groups.items()}
 
 
 # ------------------------------------------------------------------ the table
@@ -247,7 +247,7 @@ failed: episodes or nodes without a valid submission; each counts as the baselin
 def table(runs: list[RunData]) -> str:
     """What `python viz.py logs/*` prints: a table per kind of run and task, then what it means."""
     parts = []
-    for (kind, task, _), groups in groups_of(runs).items():
+    for (kind, task, *_), groups in groups_of(runs).items():
         parts.append(f"{task}, {kind}\n{aligned(rows_of(groups))}")
     return "\n\n".join([*parts, "\n".join([LEGEND, *notes(runs)])])
 
