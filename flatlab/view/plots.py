@@ -102,12 +102,7 @@ def draw_mean(axis, frame, **look):
     deviation = frame.std(axis=1)
     axis.plot(frame.index, middle, linewidth=2.2, **look)
     axis.fill_between(
-        frame.index,
-        middle - deviation,
-        middle + deviation,
-        color=look["color"],
-        alpha=0.15,
-        linewidth=0,
+        frame.index, middle - deviation, middle + deviation, color=look["color"], alpha=0.15
     )
 
 
@@ -175,7 +170,8 @@ def draw_scores(axis, groups):
     for group in groups:
         for run in group.runs:
             scores = series(run.rows, "counted")
-            axis.plot(range(1, len(scores) + 1), scores, ".", alpha=0.5, color=group.colour)
+            numbers = range(1, len(scores) + 1)
+            axis.plot(numbers, scores, ".", alpha=0.5, color=group.colour)
     draw_baseline(axis, groups)
 
 

@@ -111,7 +111,8 @@ def failures(run: RunData) -> np.ndarray:
         return np.array([run.result[key] for key in ("nodes", "failed", "faults")])
     keys = ("episodes", "valid_share", "faults")
     episodes, valid, faults = (series(run.rows, key) for key in keys)
-    return np.rint([sum(episodes + faults), sum(episodes * (1 - valid)), sum(faults)]).astype(int)
+    counts = [sum(episodes + faults), sum(episodes * (1 - valid)), sum(faults)]
+    return np.rint(counts).astype(int)
 
 
 # ------------------------------------------------------------------ sentences about one run
