@@ -16,7 +16,7 @@ SHORT = {
     "agent": "--steps 1 --only ours,ahead2 --waits even",
     "ahead": "--steps 1 --only ahead0 --waits uneven",
     "growth": "--count 30 --only bfs,training",
-    "engine": "--steps 1",
+    "engine": "--steps 1 --only vllm,eager",
     "sync": "--steps 1",
     "objectives": "--steps 1 --seeds 0 --only dapo --flags '--groups 1 --eval-episodes 2'",
 }

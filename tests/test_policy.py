@@ -1,6 +1,7 @@
 """Tests of policy.py with a random Qwen3 and the real engine."""
 
 import asyncio
+import copy
 import json
 import shutil
 from functools import partial
@@ -53,6 +54,31 @@ def test_engine_and_trainer_agree_before_and_after_syncs(policy):
         policy.sync()
         # the same prompts: a prefix cached under old weights would show
         assert largest_gap(policy, prompts) < 1e-4
+
+
+def test_norms_of_the_engine_round_in_bf16_as_those_of_the_trainer(policy):
+    """vLLM's CPU kernel rounds elsewhere, and towards zero where the CPU has no bf16 instructions:
+    over many layers that shrinks the residual stream.
+    """
+    from flatlab.model.lora_sync import served_model  # imports vLLM
+
+    name = "model.layers.0.post_attention_layernorm"
+    models = served_model(policy.engine), policy.model.get_base_model()
+    engine, trainer = [copy.deepcopy(m.get_submodule(name)).bfloat16() for m in models]
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.rand(len(trainer.weight), generator=generator) + 0.5
+    with torch.no_grad():
+        engine.weight.copy_(weight)
+        trainer.weight.copy_(weight)
+        x, residual = torch.randn(2, 50, len(weight), generator=generator).bfloat16()
+        assert torch.equal(engine(x), trainer(x))
+        total = x + residual
+        expected = trainer(total).float()
+        y, stream = engine(x.clone(), residual.clone())
+        assert torch.equal(stream, total)
+        # vLLM normalises the sum before it is rounded
+        shrink = (y.float() * expected).sum() / (expected * expected).sum() - 1
+        assert abs(shrink) < 5e-4
 
 
 def test_the_temperature_is_in_the_log_probs_of_both(policy, monkeypatch):

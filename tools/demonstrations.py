@@ -86,8 +86,64 @@ EOF
 python3 solve.py > submission.csv"""
 
 
+def short_overlap_table() -> expert.Table:
+    """Hill climbing on 12 heights from the parent's file; programs of about 250 tokens.
+
+    From the constant, which scores 0.5, one program ends between 0.49 and 0.42.
+    """
+    solutions = []
+    for size in ("1.0", "0.3", "0.1", "0.03"):
+        solutions.append((1.0, f"moves of {size}", short_overlap_program(size, "randrange(n)")))
+        neighbours = short_overlap_program(size, "randrange(2) - 1 + i")
+        solutions.append((1.0, f"neighbour moves of {size}", neighbours))
+    return expert.Table(
+        looks=("ls", "cat data/sample_solution.json"),
+        solutions=tuple(solutions),
+        mistakes=(
+            (2, "'solution.json'", "'answer.json'"),
+            (1, "import json\n", ""),
+            (1, "def f(h):", "def f(h)"),
+        ),
+    )
+
+
+def short_overlap_program(size: str, other: str) -> str:
+    return f"""cat > solve.py <<'EOF'
+import json
+from os.path import exists
+from random import randrange
+u = 500000000
+n = 12
+h = [u] * n
+if exists('best.json'):
+    h = json.load(open('best.json'))
+def f(h):
+    s = [0] * 2 * n
+    for i in range(n):
+        for j in range(n):
+            s[n + i - j] += h[i] * (2 * u - h[j])
+    return max(s)
+for t in range(200):
+    g = h[:]
+    i = randrange(n)
+    j = {other}
+    d = min(int({size} * u), g[i], 2 * u - g[j])
+    g[i] -= d
+    g[j] += d
+    if f(g) < f(h):
+        h = g
+json.dump(h, open('best.json', 'w'))
+json.dump(h, open('solution.json', 'w'))
+EOF
+python3 solve.py"""
+
+
 AT_ONCE = 16  # episodes
-TABLES = {"titanic": short_titanic_table, "battleOfSexes": expert.battle_table}
+TABLES = {
+    "titanic": short_titanic_table,
+    "battleOfSexes": expert.battle_table,
+    "erdosOverlap": short_overlap_table,
+}
 
 
 class Script:

@@ -69,7 +69,7 @@ def main():
     model = "not for pretrained; train, agent: instead of a random one"
     add("--model", default="tiny", help=model)
     add("--jobs", type=int, default=1, help=f"{runs} number of runs at a time")
-    also = "also for train, agent and growth"
+    also = "also for train, agent, engine and growth"
     add("--only", default="", help=f"{runs} comma-separated variants; {also}")
     add("--waits", default="", help="for agent and ahead: comma-separated kinds of waits")
     add("--flags", default="", help=f"{runs} more flags of grpo.py")

@@ -455,6 +455,11 @@ def run_trl(model, steps, turns, tokens, variant):
         def on_step_end(self, *args, **kwargs):
             work.end()
 
+    if variant == "vllm":
+        from vllm import _custom_ops
+
+        # oneDNN's packed copies of the weights replace them, and TRL could not load new ones.
+        _custom_ops._supports_onednn = False
     work = Work(turns)
     arguments, fields = variant_options(variant, make_environment(work), turns, tokens)
     if variant == "factory":

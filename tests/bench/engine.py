@@ -42,7 +42,8 @@ def engine(args):
 
         models = {"stand-in": TINY, "random, 0.8 M": make_model(Path(folder) / "model")}
         for label, model in models.items():
-            commands = {way: ("engine", model, way) for way in ENGINES}
+            ways = args.only.split(",") if args.only else ENGINES
+            commands = {way: ("engine", model, way) for way in ways}
             done, failed = compete(commands, ["run"] * (args.steps + 1))
             rows += engine_rows(label, done, failed)
     sizes = "16 requests of 128 tokens"

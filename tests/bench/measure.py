@@ -1,5 +1,6 @@
 """Timing, and scripts that run in processes of their own, one after the other or in turn."""
 
+import contextlib
 import json
 import os
 import statistics
@@ -91,8 +92,9 @@ class Contestant:
         self.start = self.next_result()
 
     def run(self, line):
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has failed: next_result says why
+            self.process.stdin.write(f"{line}\n")
+            self.process.stdin.flush()
         self.results.append(self.next_result())
 
     def next_result(self):
@@ -128,7 +130,7 @@ def compete(commands, rounds):
                 try:
                     running[name].run(line)
                     print(name, line, running[name].results[-1], file=sys.stderr, flush=True)
-                except (RuntimeError, BrokenPipeError) as error:
+                except RuntimeError as error:
                     failed[name] = str(error)
                     running.pop(name).close()
         results = {name: (c.start, c.results[1:]) for name, c in running.items()}
