@@ -366,11 +366,14 @@ def test_a_search_that_learns_shows_its_rounds_and_their_alarms(tmp_path):
     rows[1]["alarms"] = ["It decays."]
     (folder / "metrics.jsonl").write_text("".join(map(store.json_line, rows)))
     run = reader.read_run(folder)
-    titles, _, line, *_ = tables.rounds(run).splitlines()
+    titles, _, line = tables.rounds(run).splitlines()
+    assert len(titles.split()) == tables.ON_TERMINAL
     shown = dict(zip(titles.split(), line.split(), strict=True))
     assert (shown["step"], shown["valid_share"], shown["gain_mean"]) == ("7", "0.75", "-")
-    for text in (viz.summary(run), written(tmp_path, run).read_text()):
-        assert line in text
+    page = written(tmp_path, run).read_text()
+    assert line in viz.summary(run)
+    assert tables.rounds(run, len(tables.ROUNDS)) in page
+    for text in (viz.summary(run), page):
         assert "the last alarms: It decays." in text
 
 

@@ -117,7 +117,7 @@ def node_line(t, node) -> str:
 def round_line(row: dict) -> str:
     """One line of the terminal after a round of a search that learns."""
     numbers = []
-    for key in tables.ROUNDS:
+    for key in tables.ROUNDS[: tables.ON_TERMINAL]:
         if row.get(key) is not None:
             text = f"{row[key]:.5g}" if isinstance(row[key], float) else row[key]
             numbers.append(f"{key} {text}")

@@ -187,20 +187,21 @@ def notes_of(run: RunData) -> list[str]:
 
 # ------------------------------------------------------------------ rounds
 
-# Keys of metrics.jsonl that are shown, as docs/runs.md explains them.
+# Keys of metrics.jsonl that are shown, as docs/runs.md explains them: on a terminal the first ones.
 ROUNDS = (
-    "step nodes tokens elapsed best_score valid_share improved_share gain_mean gain_stderr "
-    "live_lineages largest_lineage_share depth duplicate_share cut_share kl"
+    "step nodes best_score valid_share improved_share gain_mean live_lineages kl "
+    "tokens elapsed gain_stderr largest_lineage_share depth duplicate_share cut_share"
 ).split()
+ON_TERMINAL = 8
 
 
-def rounds(run: RunData) -> str:
+def rounds(run: RunData, columns: int = ON_TERMINAL) -> str:
     """A line for each round of a search that learns; "" of other runs."""
     import pandas
 
     if not run.rounds:
         return ""
-    frame = pandas.DataFrame(run.rounds, columns=ROUNDS)
+    frame = pandas.DataFrame(run.rounds, columns=ROUNDS[:columns])
     return frame.to_string(index=False, float_format="{:.5g}".format, na_rep="-")
 
 
