@@ -16,7 +16,8 @@ The same command again resumes a run. One step:
    is sampled instead
 4. loss = clipped policy gradient + KL to the starting policy, averaged over all tokens of the step
 5. one AdamW step on the LoRA weights, which are then copied into the running engine
-6. now and then an evaluation on new seeds: the best adapter is kept; a collapse ends the run
+6. now and then an evaluation on held-out seeds, the same ones each time: the best adapter is kept;
+   a collapse ends the run
 7. one row of metrics, all transcripts and a checkpoint go to the run directory
 
 At the end the untrained, the last and the best adapter play the same fresh seeds.
@@ -26,7 +27,8 @@ How it departs from the textbook (GRPO: arXiv 2402.03300):
    the trainer's log-probs is measured.
 2. The default loss is DAPO's (2503.14476): the mean runs over all tokens of the batch, and the
    upper clip is wider.
-3. A broken sandbox is a fault: the episode leaves its group and is counted. It is never a reward
+3. The ratio has an upper bound (IS_CAP): where A < 0 the clip does not bound it.
+4. A broken sandbox is a fault: the episode leaves its group and is counted. It is never a reward
    of 0.
 
 Letters: P groups, G episodes each, N trained tokens of a micro-batch.
@@ -71,7 +73,9 @@ SKIP_GRAD_NORM = 100.0  # an update with a larger gradient norm, or with NaN, is
 ENTROPY_BONUS = 0.0  # weight of the entropy in the loss, which rewards it
 IS_CAP = 2.0  # upper bound on a token's importance weight (truncated importance sampling)
 WARMUP = 4  # steps until the full learning rate
-EPOCHS = 1  # passes over the batch of a step, an update after each
+# Passes over the batch of a step, an update after each. With one the ratio is 1 up to rounding, so
+# clips act only with --ahead.
+EPOCHS = 1
 MAX_GRAD_NORM = 1.0  # a larger gradient is scaled down to this norm
 TASK_WEIGHTS = {}  # share of the groups by name of the task, {"titanic": 2}; others have 1
 
@@ -167,8 +171,8 @@ def masked(logp, old, advantage, sequence, cfg):
 
 
 def sequence_clipped(logp, old, advantage, sequence, cfg):
-    """The same with one ratio per sequence, s = exp(mean_t(logp - old)): GSPO, arXiv 2507.18071, in
-    its token form s_t = stop(s) pi_t / stop(pi_t), which has the same gradient and takes an
+    """`clipped` with one ratio per sequence, s = exp(mean_t(logp - old)): GSPO, arXiv 2507.18071,
+    in its token form s_t = stop(s) pi_t / stop(pi_t), which has the same gradient and takes an
     advantage per token.
     """
     current = logp.detach()
@@ -291,7 +295,7 @@ class Config:
     # G: episodes per group, compared with each other
     group_size: Annotated[int, options.Bounds(2)] = 8
     ahead: int = 0  # steps sampled ahead of the update; bounds the lag of an episode's first token
-    # episodes in flight at once, at most; default: 32 for each of the 1 + ahead steps
+    # episodes in flight at once in each process; default: 32 for each of the 1 + ahead steps
     concurrency: options.Resumable[options.Count | None] = None
     # command of a program that plays the episodes, see docs/extend.md; default: episode.play
     agent: str | None = None
@@ -304,7 +308,7 @@ class Config:
     loss: Literal[*LOSSES] = "dapo"  # policy-gradient loss; LOSSES shows what each one consists of
     clip_low: float = field(init=False)  # the bounds of the loss, from LOSSES
     clip_high: float = field(init=False)
-    # weight of the KL to the reference: the policy of the first step, after an imitation
+    # weight of the KL to the reference: the policy before the first step, after an imitation
     kl: float = 0.05
 
     lr: float | None = None  # learning rate of AdamW; default: 2e-5, stand-in 1e-3
@@ -318,7 +322,7 @@ class Config:
     gpu_memory: options.GpuShare = 0.45  # share of the GPU for the engine's weights and KV cache
 
     # episodes per evaluation, on seeds never trained on; 0: none, and best/ is the last adapter
-    eval_episodes: Annotated[int, options.Bounds(0, 1_000_000)] = 64
+    eval_episodes: Annotated[int, options.Bounds(0, 100_003)] = 64
     # steps between evaluations; also before the first and after the last
     eval_every: options.Count = 10
 
@@ -523,7 +527,7 @@ def train(policy, tasks: list, cfg: Config, job) -> None:
     """All steps and evaluations, in the trainer's thread: see run_beside. The event loop samples
     meanwhile, also for later steps. Only rank 0 has a run to write.
     """
-    # Beside a small model's engine, which decodes on one core, an update waits less without it.
+    # With --ahead, a core is left to the engine, which decodes a small model on one.
     threads.use_all(but=policy.decode_threads if cfg.ahead else 0)
     job.play = play_groups
     optimizer = policy.make_optimizer(cfg.lr)
@@ -579,7 +583,8 @@ def train(policy, tasks: list, cfg: Config, job) -> None:
             row |= metrics.timing(policy, times, played)
             checkpoint.save_groups(job, step, played)
             checkpoint.write_step(policy, optimizer, job, row)
-            eta = fmean(r["seconds"] for r in rows[-20:]) * (cfg.steps - job.step)
+            spent = [sum(r[phase] for phase in metrics.PHASES) for r in rows[-20:]]
+            eta = fmean(spent) * (cfg.steps - job.step)  # without the comparison at the end
             print(
                 f"step {step:3}  reward {row['reward_mean']:+.2f}  {metrics.mean_text(row)}  "
                 f"valid {row['valid_share']:4.0%}  same {row['zero_variance_share']:4.0%}  "

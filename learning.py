@@ -2,6 +2,9 @@
 
 A round: the rule picks --parents nodes, each gets --children children, all in flight; they are
 graded; one update of grpo.py on their episodes; sync; a row of metrics.jsonl and a checkpoint.
+
+A group are the children of one parent. They share its files, but each has a strategy of its own in
+its prompt (not with --sampling-mode none). The replies that list strategies are not trained.
 """
 
 from dataclasses import replace
@@ -21,7 +24,7 @@ def check(cfg, rule) -> None:
     """Raises UserError for an endpoint, which cannot be trained, or a rule that cannot learn."""
     if cfg.url or rule.shared_request or rule.is_evaluation:
         raise UserError(
-            "--learn trains the model here, with a rule that decides by what was learned: leave "
+            "--learn trains the model in this process and needs a rule that uses scores: leave "
             "out --url, and choose one such as --select puct."
         )
 
@@ -32,7 +35,8 @@ async def grow(t: Tree, decide, start, play) -> None:
     decide, start: those of search.py. play: starts the episode of a node once a slot is free;
     returns its task.
     """
-    if t.policy.path.adapter:  # else the reference of the KL is the base model
+    # The row's kl is against this adapter, or the base model. The loss has no KL term.
+    if t.policy.path.adapter:
         t.policy.set_reference(t.policy.path.adapter)
     optimizer = t.policy.make_optimizer(t.cfg.lr)
     cfg = update_config(t)
@@ -135,7 +139,7 @@ def row_of(t: Tree, nodes: list[Node], episodes: list) -> dict:
         "largest_lineage_share": max(map(lineages.count, lineages)) / len(nodes),
         "live_lineages": len(set(lineages)),
         "depth": max(node.depth for node in t.finished),
-        # share of this round's programs that the tree has more than once
+        # share of this round's programs that repeat an earlier one, of this round or before
         "duplicate_share": (new - len(set(codes) - set(codes[:-new]))) / new if new else 0.0,
         "cut_share": fmean(turn["stop_reason"] == "length" for turn in turns) if turns else 0.0,
         "faults": len(nodes) - len(graded),

@@ -128,7 +128,8 @@ def lora_settings(path: ModelPath, rank: int | None = None) -> dict:
 
 
 class Policy(ChatTokens):
-    """One causal LM, twice: sampled by vLLM, trained through LoRA.
+    """One causal LM, twice: sampled by vLLM, trained through LoRA. Do not make one inside of a
+    running event loop.
 
     path: from `resolve_model`. context: tokens of prompt and reply together, at most. temperature:
     of sampling; the trainer's log-probs use the same. lora_rank: see lora_settings.
@@ -173,7 +174,7 @@ class Policy(ChatTokens):
         self.path = path
         self.context = context
         self.temperature = temperature
-        self.version = 0  # of the trained weights: sync() adds one, and the trainer may set it
+        self.version = 0  # updates in the engine's weights: sync() adds one; the scripts correct it
         self._syncs = 0
         self._busy = 0.0  # seconds in steps of the engine since _last_look
         self._last_look = time.perf_counter()
@@ -402,10 +403,10 @@ class Policy(ChatTokens):
         self.adapter_copy = AdapterCopy(self.engine, self.model)
         self.model.eval()  # no dropout: trainer and engine compute the same function
         self.adapter_layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
-        # It rounds the fp32 adapter to bf16 where it is used, as the engine's copy is.
+        # Autocast rounds the fp32 adapter to bf16 where it is used, as the engine's copy is.
         self.autocast = self.dtype == torch.bfloat16
         for layer in self.adapter_layers:
-            # With it peft casts the input instead: q, k and v each keep a copy in fp32.
+            # Enabled, peft would cast the input instead, and q, k and v each keep an fp32 copy.
             layer.cast_input_dtype_enabled = not self.autocast
         self.packs = can_pack(self.model)
         if self.packs:
@@ -444,7 +445,7 @@ class Policy(ChatTokens):
     ):
         """Log-probability and entropy (nats) of the tokens whose mask is 1.
 
-        batch: B pairs (tokens, mask) of equal lengths. base: of the reference of the KL term, see
+        batch: B pairs (tokens, mask), each of one length. base: of the reference of the KL, see
         set_reference; without gradient. Returns two (N,) tensors, N = sum of all masks, sequence by
         sequence; with `values` a third one, the value head's estimates before each token. The
         entropy has a gradient only with entropy_learns, which costs one more matrix product. The
@@ -515,7 +516,9 @@ class Policy(ChatTokens):
         self.adapter_copy.push()
         self.version += 1
         self._syncs += 1
-        self.engine.reset_prefix_cache()  # frees stale blocks when idle; the salt makes it correct
+        # Frees blocks of old weights, but only if no request runs; the salt in sample() keeps them
+        # from being used in any case.
+        self.engine.reset_prefix_cache()
 
     def check_samples(self, difference: float, which: str = "samples of this step") -> None:
         """Raises UserError if |log p(trainer) - log p(engine)| of the tokens of these samples, in

@@ -80,22 +80,22 @@ def greedy(t, rng, drafts=5):
     scores = {node.id: node.improvement for node in options}
     if not scores:
         return None
-    reason = "best so far" if t.scored else "draft"
+    reason = "draft" if options == [t.root] else "best so far"
     return Choice(rules.arg_max(scores), reason=reason, scores=scores)
 
 
 def ucb(t, rng, drafts=3, c=1.41):
-    """The arg-max of Q + c sqrt(ln N / (n + 1)) (UCB1, Auer et al. 2002)."""
+    """The arg-max of Q + c sqrt(ln N / (n + 1)), Q of the best child (UCB1, Auer et al. 2002)."""
     return rules.explore_or_exploit(rules.values_and_bonuses(t, drafts, c))
 
 
 SELECT = {
-    "bfs": rules.Rule(bfs, selects_failed=True, shared_request=True),
+    "bfs": rules.Rule(bfs, debugs=False, shared_request=True),
     "greedy": rules.Rule(greedy),
     "ucb": rules.Rule(ucb),
     **rules.RULES,
 }
-DEBUG_PROB = 0.5  # of debugging a failed leaf instead, for rules that do not select failed nodes
+DEBUG_PROB = 0.5  # of debugging a failed leaf instead, for rules with Rule.debugs
 
 # Operators: how a node builds on its parent. The first one that applies to a choice is taken. What
 # the model is told is in configs/prompts/, under `node`.
@@ -135,7 +135,7 @@ MODES = {
     "none": None,  # nothing is asked
     "uniform": Mode(exploits_as="local"),
     "tail": Mode(exploits_as="local", below_tau=True),
-    "local": Mode(),  # asks for variations, so only of a node with a strategy
+    "local": Mode(),  # variations of the parent's strategy; for a draft, of the most common one
     "sequence": Mode(),
 }
 
@@ -177,12 +177,12 @@ class Config:
     # share of the GPU for the engine (weights and KV cache); default: 0.85, with --learn 0.45
     gpu_memory: options.GpuShare | None = None
 
-    nodes: options.Resumable[options.Count] = 12  # executed nodes per tree; failed ones count
+    # executed nodes per tree, failed ones too; default: 12, with --learn 256
+    nodes: options.Resumable[options.Count | None] = None
     # token budget per tree, strategy requests included; default: no limit. Running requests may
     # exceed it
     tokens: options.Resumable[Annotated[int, options.Bounds(1)] | None] = None
-    # wall time per tree, in minutes; default: no limit
-    minutes: options.Resumable[options.Positive | None] = None
+    minutes: options.Resumable[options.Positive | None] = None  # wall time per tree; default: none
 
     # how strategies are asked for. none: not at all; sequence: as a list; uniform: equally probable
     # ones; tail: each less probable than tau; local: variations of the parent's
@@ -313,7 +313,7 @@ class NodeEnv(env.Env):
         self.tree = t
         self.parents = parents
         self.ends_at_score = not t.rule.is_evaluation
-        limit = min(6000, t.cfg.model.context * 3 // 4)  # a quarter of the context, in characters
+        limit = min(6000, t.cfg.model.context * 3 // 4)  # characters: a quarter of the context
         self.message = prompts.situation(t.texts, node, parents, limit, summary(t))
 
     def restart(self):
@@ -367,10 +367,10 @@ async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> Episode:
         episode, files = await play(t, node, parents)
         if episode.status != "fault":
             break
-    if files:
-        await in_thread(t.keep, node, files)
-    node.seconds = time.monotonic() - start
+    code = await in_thread(t.keep, node, files) if files else {}
     # Nothing below waits, so the rules see the node finish at once and complete.
+    node.code, node.kept = code, bool(files)
+    node.seconds = time.monotonic() - start
     t.record(node, episode)
     print(console.node_line(t, node), flush=True)
     slots.release()
@@ -392,7 +392,7 @@ def decide(t: Tree) -> Choice | None:
     if t.spent():
         return None
     rng = random.Random(seed_from(t.seed, "select", t.started))
-    if not t.rule.selects_failed:
+    if t.rule.debugs:
         leaf = rules.failed_leaf(t, rng, DEBUG_PROB)
         if leaf:
             return leaf
@@ -514,8 +514,8 @@ def defaults(cfg: Config) -> dict:
     """The options that depend on --learn."""
     if cfg.learn:
         together = cfg.parents * cfg.children
-        return {"select": "puct", "workers": together, "gpu_memory": 0.45}
-    return {"select": "bfs", "workers": 4, "gpu_memory": 0.85}
+        return {"select": "puct", "workers": together, "nodes": 256, "gpu_memory": 0.45}
+    return {"select": "bfs", "workers": 4, "nodes": 12, "gpu_memory": 0.85}
 
 
 def check_config(cfg: Config) -> None:

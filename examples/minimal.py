@@ -3,7 +3,8 @@
     python examples/minimal.py
 
 This file is to be read: it computes rewards, advantages and loss itself. It leaves out, of grpo.py:
-1. the KL to the starting policy, and another group in place of one whose rewards are all equal
+1. the KL to the starting policy, the upper bound on the ratio, and another group in place of one
+   whose rewards are all equal
 2. micro-batches: here all tokens of a step go through one forward pass
 3. warm-up, evaluations, alarms, checkpoints, transcripts, several GPUs, sampling ahead, and the
    comparison of engine and trainer (Policy.verify)
@@ -96,9 +97,7 @@ def update(policy, optimizer, batch):
     return loss.item()
 
 
-async def main():
-    task = load_task("titanic")
-    policy = Policy(resolve_model("tiny"), context=2048)
+async def main(task, policy):
     optimizer = policy.make_optimizer(LEARNING_RATE)
     for step in range(STEPS):
         # Sample: all groups at once, on one engine.
@@ -118,4 +117,4 @@ async def main():
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main(load_task("titanic"), Policy(resolve_model("tiny"), context=2048)))

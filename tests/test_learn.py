@@ -114,6 +114,12 @@ def test_a_run_that_was_cut_in_a_round_goes_on_with_the_adapter_of_its_last_whol
     assert {node.decision["round"] for node in cut_nodes} == {1}
 
 
+def test_by_default_it_learns_from_eight_rounds():
+    cfg = search.Config(learn=True)
+    search.check_config(cfg)
+    assert (cfg.select, cfg.nodes) == ("puct", 8 * cfg.workers)
+
+
 def test_trees_of_a_grid_begin_with_the_same_adapter(tmp_path, policy):
     first = weights_of(policy)
     begun = []

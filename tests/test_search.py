@@ -199,6 +199,22 @@ def test_failures_are_counted_everywhere_and_the_root_is_the_best_of_nothing(tmp
     assert row["failed"] == "12 of 12, 0 faults"
 
 
+def test_the_rules_see_a_node_finish_at_once(tmp_path, monkeypatch):
+    """Another thread writes its files, while rules may decide."""
+    seen = []
+    keep = Tree.keep
+
+    def watched(t, node, files):
+        code = keep(t, node, files)
+        seen.append((node.kept, node.code))
+        return code
+
+    monkeypatch.setattr(Tree, "keep", watched)
+    t = run(tmp_path, nodes=3)
+    assert seen == [(False, {})] * 3
+    assert all(node.kept for node in t.finished)
+
+
 def test_the_result_of_an_evaluation_is_the_mean_over_its_episodes(tmp_path):
     scores = {"0.0": 0.9, "0.1": None, "0.2": 0.3, "0.3": 0.4}  # baseline 0.5, reference 1
     options = {"select": "evaluation", "modes": ("none",), "nodes": 4}
@@ -645,7 +661,7 @@ BAD_INPUT = {
     "--select signals --rule-args unknown=1": "has no 'unknown'; it has drafts, variance, regret",
     "--model x --url localhost:8000/v1": "localhost:8000/v1 does not answer: Request",
     "--url http://127.0.0.1:9/v1": "--url needs --model",
-    "--learn --url http://127.0.0.1:9/v1": "--learn trains the model here",
+    "--learn --url http://127.0.0.1:9/v1": "--learn trains the model in this process",
     "--learn --select bfs": "choose one such as --select puct",
     "--learn --children 1": "--children must be from 2",
     "--model /no/such/model": "/no/such/model",

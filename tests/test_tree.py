@@ -60,7 +60,7 @@ def choose(t, seed=0):
 
 def decide(t, seed=0):
     """As search.decide does it."""
-    if not t.rule.selects_failed:
+    if t.rule.debugs:
         leaf = rules.failed_leaf(t, random.Random(seed), search.DEBUG_PROB)
         if leaf:
             return leaf

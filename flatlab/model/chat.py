@@ -23,7 +23,7 @@ class Sample:
     logprobs: list[float]  # of each token under the sampling distribution, temperature applied
     text: str  # for people and for the action extractor; never tokenised again
     stop_reason: str  # "stop" (the model ended its turn) or "length" (cut at max_tokens)
-    version: int  # number of syncs before the request was sent
+    version: int  # Policy.version when the request was sent
 
 
 class ChatTokens:

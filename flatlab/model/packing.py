@@ -59,7 +59,7 @@ AttentionInterface.register("packed", attend)
 def hidden_states(trunk, batch, device: str, packed: bool = True):
     """Returns the hidden state before each trained token, (N, D), and these tokens, (N,).
 
-    trunk: a transformers model without its head. batch: B pairs (tokens, mask) of equal lengths.
+    trunk: a transformers model without its head. batch: B pairs (tokens, mask), each of one length.
     packed: False computes a padded row for each sequence, for models that can_pack() refuses.
     """
     if not packed:

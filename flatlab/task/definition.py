@@ -196,9 +196,7 @@ def improvement(score: float, task: Task | tuple[float, bool, float | None]) -> 
 
 
 def clipped_improvement(value: float | None) -> float:
-    """An improvement clipped to [-1, 1]; -1 for None, which is no valid submission.
-
-    If a failure counted 0, a policy that submits nothing would win against a poor one. Without the
-    clipping a single extreme score would decide.
+    """An improvement clipped to [-1, 1], so that no single extreme score decides. None, no valid
+    submission, is -1 as a reward; tables pass 0 for it, see metrics.counted_improvement.
     """
     return -1.0 if value is None else max(-1.0, min(1.0, value))

@@ -151,7 +151,7 @@ class Slots:
 
 @dataclass
 class Ranks:
-    """The processes of a job. Without a group there is one, which has nothing to exchange."""
+    """The processes of a job. Without a process group there is one, and nothing is exchanged."""
 
     rank: int = 0
     world: int = 1  # number of ranks

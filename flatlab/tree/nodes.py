@@ -36,7 +36,7 @@ from flatlab.tree.prompts import clip
 from flatlab.world.episode import Episode
 from flatlab.world.texts import load_prompts
 
-DEBUG_DEPTH = 3  # failures in a row after which a branch is given up
+DEBUG_DEPTH = 3  # attempts to debug a failed node; after one failure more its branch is given up
 SCORES = 20  # scores of candidates in a row of the journal, the highest ones: they may be thousands
 
 # Files with these suffixes are copied into the journal as text: at most CODE_FILES of them, each of
@@ -203,11 +203,13 @@ class Tree:
         self.nodes[node.id] = node
         self.nodes[node.parent].children.append(node)
 
-    def keep(self, node: Node, files: bytes) -> None:
-        """Writes a tar of the files that a node left."""
+    def keep(self, node: Node, files: bytes) -> dict[str, str]:
+        """Writes a tar of the files that a node left; returns the programs in it.
+
+        Runs beside the rules, so it changes nothing that they see.
+        """
         write_whole(self.tar_of(node), files)
-        node.kept = True
-        node.code = code_in(files, self.task)
+        return code_in(files, self.task)
 
     def record(self, node: Node, episode: Episode) -> None:
         """Ends a node: copies what came of its episode into it, and writes both to the disk."""

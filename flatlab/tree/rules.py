@@ -36,7 +36,7 @@ class Rule:
     """A selection rule, and what sets it apart from the others."""
 
     function: Callable  # (tree, rng, constants with defaults) -> Choice, or None to wait
-    selects_failed: bool = False  # it chooses failed nodes itself: DEBUG_PROB does not apply
+    debugs: bool = True  # False: failed leaves are not drawn for debugging, see DEBUG_PROB
     shared_request: bool = False  # one request for strategies serves all children of a node
     uses_strategies: bool = True  # False: none are asked for
     # The nodes are independent episodes, which end as in training and not at the first valid score:
@@ -422,13 +422,13 @@ RULES = {
     "open_ended": Rule(open_ended),
     "softmax": Rule(softmax),
     "signals": Rule(signals),
-    "mcts": Rule(mcts, selects_failed=True),
+    "mcts": Rule(mcts, debugs=False),
     "evolution": Rule(evolution),
-    "puct": Rule(puct, selects_failed=True),
-    "linear": Rule(linear, selects_failed=True, uses_strategies=False),
+    "puct": Rule(puct, debugs=False),
+    "linear": Rule(linear, debugs=False, uses_strategies=False),
     "evaluation": Rule(
         evaluation,
-        selects_failed=True,
+        debugs=False,
         uses_strategies=False,
         is_evaluation=True,
     ),

@@ -46,7 +46,7 @@ class Segment:
         return [int(number >= 0) for number in self.reply]
 
     def append(self, tokens: list[int], logprobs=None, number: int = -1, version: int = -1) -> None:
-        """Appends the tokens of a reply; of tokens that were not sampled here, without the rest."""
+        """Appends tokens. Those of a reply come with log-probs, number and version."""
         self.tokens += tokens
         self.reply += [number] * len(tokens)
         self.logprobs += logprobs or [0.0] * len(tokens)
@@ -59,7 +59,7 @@ class Episode:
     seed: int
     system: str = ""  # the system message, if there is one
     prompt: str = ""  # the first message of the user
-    segments: list[Segment] = field(default_factory=list)  # several if what was read has changed
+    segments: list[Segment] = field(default_factory=list)  # several if earlier text was cut
     turns: list[dict] = field(default_factory=list)
     # "submit", "turn_limit", "context_limit", "time_limit", "fault"; "exit" of an agent program
     status: str = ""
@@ -403,14 +403,14 @@ async def run_episode(
     play: Callable = play,
     history: Callable = History,
 ) -> Episode:
-    """Plays one episode to its end and scores it exactly once, however it ends.
+    """Plays one episode to its end and scores once what it left, unless the sandbox broke.
 
     Args:
         env: An Env. If its sandbox is running already, the episode continues from there.
         policy: Samples the replies.
         options: Limits and texts. The time limit begins with the prompt, so a slow start of the
             sandbox is free.
-        score_test: Whether to grade on the last split, too.
+        score_test: Whether to grade on the last split, too; exact tasks have only one.
         play: The agent's loop, see `play`.
         history: Makes the tokens that the model reads, see History.
 
@@ -420,8 +420,8 @@ async def run_episode(
     episode = Episode(env.task.name, seed)
     begin = time.monotonic()
     try:
-        tokens = await start(env, policy, episode, options, history)
-        episode.status = await play(env, policy, episode, options, tokens)
+        read = await start(env, policy, episode, options, history)
+        episode.status = await play(env, policy, episode, options, read)
         episode.score = await in_thread(env.score)
         if score_test and not env.task.exact:
             episode.test_score = await in_thread(env.score, env.task.splits[-1])
