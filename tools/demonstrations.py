@@ -87,55 +87,33 @@ python3 solve.py > submission.csv"""
 
 
 def short_overlap_table() -> expert.Table:
-    """Hill climbing on 12 heights from the parent's file; programs of about 250 tokens.
+    """Step functions of six heights, in tenths; commands of about 40 tokens.
 
-    From the constant, which scores 0.5, one program ends between 0.49 and 0.42.
+    Overlap: flat 0.5, the best ones 0.393, a block 0.667.
     """
+    heights = {
+        "flat": "5, 5, 5, 5, 5, 5",
+        "low hill": "4, 5, 6, 6, 5, 4",
+        "hill": "2, 5, 8, 8, 5, 2",
+        "high hill": "0, 5, 10, 10, 5, 0",
+        "steep hill": "1, 4, 10, 10, 4, 1",
+        "broad hill": "1, 6, 8, 8, 6, 1",
+        "valley": "8, 5, 2, 2, 5, 8",
+        "block": "0, 0, 10, 10, 10, 0",
+    }
     solutions = []
-    for size in ("1.0", "0.3", "0.1", "0.03"):
-        solutions.append((1.0, f"moves of {size}", short_overlap_program(size, "randrange(n)")))
-        neighbours = short_overlap_program(size, "randrange(2) - 1 + i")
-        solutions.append((1.0, f"neighbour moves of {size}", neighbours))
+    for words, numbers in heights.items():
+        command = f'python3 -c "print([x * 10**8 for x in ({numbers})])" > solution.json'
+        solutions.append((1.0, words, command))
     return expert.Table(
         looks=("ls", "cat data/sample_solution.json"),
         solutions=tuple(solutions),
         mistakes=(
-            (2, "'solution.json'", "'answer.json'"),
-            (1, "import json\n", ""),
-            (1, "def f(h):", "def f(h)"),
+            (2, "solution.json", "answer.json"),
+            (1, "10**8", "10**7"),
+            (1, "print(", "print"),
         ),
     )
-
-
-def short_overlap_program(size: str, other: str) -> str:
-    return f"""cat > solve.py <<'EOF'
-import json
-from os.path import exists
-from random import randrange
-u = 500000000
-n = 12
-h = [u] * n
-if exists('best.json'):
-    h = json.load(open('best.json'))
-def f(h):
-    s = [0] * 2 * n
-    for i in range(n):
-        for j in range(n):
-            s[n + i - j] += h[i] * (2 * u - h[j])
-    return max(s)
-for t in range(200):
-    g = h[:]
-    i = randrange(n)
-    j = {other}
-    d = min(int({size} * u), g[i], 2 * u - g[j])
-    g[i] -= d
-    g[j] += d
-    if f(g) < f(h):
-        h = g
-json.dump(h, open('best.json', 'w'))
-json.dump(h, open('solution.json', 'w'))
-EOF
-python3 solve.py"""
 
 
 AT_ONCE = 16  # episodes
