@@ -217,6 +217,7 @@ time.sleep(60)
     assert ends(int(pid.read_text()))
 
 
+@pytest.mark.slow
 def test_commands_that_wait_for_another_one_end_with_the_episode(play_program):
     begin = time.monotonic()
     episode, _ = play_program(

@@ -118,6 +118,7 @@ def test_nobody_is_there(server):
     endpoint.check_url(server[0])  # any HTTP status is an answer
 
 
+@pytest.mark.slow
 def test_a_search_asks_an_endpoint(server, tmp_path):
     url, _, seen = server
     flags = f"--url {url} --model m --task titanic --nodes 2 --max-turns 1 --name served"

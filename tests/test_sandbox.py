@@ -556,6 +556,7 @@ def test_killed_owner_leaves_nothing(backend):
 
 
 @pytest.mark.fault(20, "a container that was made but never started by a process that was killed")
+@pytest.mark.slow
 @needs_docker
 def test_containers_that_were_never_started_are_removed_at_the_next_start(monkeypatch):
     monkeypatch.setattr(docker, "LEFTOVER", "1s")
@@ -919,6 +920,7 @@ def needy(tmp_path):
         api.remove_image(image["RepoTags"][0], force=True)
 
 
+@pytest.mark.slow
 @needs_docker
 def test_one_command_builds_the_image_with_the_requirements_of_a_task(needy, capsys):
     options = SandboxOptions("docker", image=WITH_WHEEL)

@@ -32,7 +32,7 @@ def episodes_of(steps, name="a"):
     return [read_rows(f"logs/{name}/episodes/{step:06d}.jsonl") for step in range(steps)]
 
 
-@pytest.mark.parametrize("ahead", [0, 3])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_the_lag_is_bounded_and_every_planned_group_is_trained_once(play, policy, ahead):
     """And an evaluation is of one version, while later steps are sampled.
 

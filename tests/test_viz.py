@@ -548,6 +548,7 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path, browser):
     assert browser.complaints() == []
 
 
+@pytest.mark.slow
 @needs_browser
 def test_several_runs_on_one_page(tmp_path, browser):
     nodes = [node("0.0", 0.7, seed=1), node("0.1", None, seed=2)]
