@@ -372,7 +372,7 @@ def test_a_search_that_learns_shows_its_rounds_and_their_alarms(tmp_path):
     assert (shown["step"], shown["valid_share"], shown["gain_mean"]) == ("7", "0.75", "-")
     page = written(tmp_path, run).read_text()
     assert line in viz.summary(run)
-    assert tables.rounds(run, len(tables.ROUNDS)) in page
+    assert tables.rounds(run, None) in page
     for text in (viz.summary(run), page):
         assert "the last alarms: It decays." in text
 

@@ -195,8 +195,8 @@ ROUNDS = (
 ON_TERMINAL = 8
 
 
-def rounds(run: RunData, columns: int = ON_TERMINAL) -> str:
-    """A line for each round of a search that learns; "" of other runs."""
+def rounds(run: RunData, columns: int | None = ON_TERMINAL) -> str:
+    """A line for each round of a search that learns; "" of other runs. columns: None: all."""
     import pandas
 
     if not run.rounds:
