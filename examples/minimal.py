@@ -97,7 +97,7 @@ def update(policy, optimizer, batch):
     return loss.item()
 
 
-async def main(task, policy):
+async def train(task, policy):
     optimizer = policy.make_optimizer(LEARNING_RATE)
     for step in range(STEPS):
         # Sample: all groups at once, on one engine.
@@ -116,5 +116,10 @@ async def main(task, policy):
         print(f"step {step:2}  reward {fmean(rewards):+.2f}  loss {loss:+.3f}", flush=True)
 
 
+def main():
+    policy = Policy(resolve_model("tiny"), context=2048)  # before the event loop starts
+    asyncio.run(train(load_task("titanic"), policy))
+
+
 if __name__ == "__main__":
-    asyncio.run(main(load_task("titanic"), Policy(resolve_model("tiny"), context=2048)))
+    main()

@@ -596,10 +596,10 @@ def test_an_episode_by_hand_names_each_part(capsys, monkeypatch):
 # ---------------------------------------------------------------------------------------- examples
 
 SHORT = f"""
-import runpy, asyncio
+import runpy
 module = runpy.run_path({str(PROJECT / "examples/minimal.py")!r})
 module["main"].__globals__.update(STEPS=2, GROUPS=2, GROUP_SIZE=4)
-asyncio.run(module["main"]())
+module["main"]()
 """
 
 
