@@ -123,13 +123,13 @@ class Env:
         box = self.open()
         files = self.task.public.items()
         box.put({path: file for path, file in files if path not in box.premounted})
-        self.note_given()
+        if self.task.artefacts == WHOLE_WORKSPACE:
+            self.note_given()
 
     def note_given(self) -> None:
         """Remembers the initial workspace: without changes it is not a submission."""
-        if self.task.artefacts == WHOLE_WORKSPACE:
-            with suppress(ArtefactError):  # it holds a link, say: no artefact at all
-                self.given = collect(self.task, self.sandbox)
+        with suppress(ArtefactError):  # it holds a link, say: no artefact at all
+            self.given = collect(self.task, self.sandbox)
 
     def prompt(self) -> str:
         """The system message and the first message, which an agent with an endless context would
@@ -147,10 +147,6 @@ class Env:
         """The first `most` (path, size in bytes) of the workspace, and the count of all."""
         reply = self.sandbox.call("listing", most=most)[0]
         return [(readable(path), size) for path, size in reply["files"]], reply["count"]
-
-    @property
-    def has_network(self) -> bool:
-        return self.options.network and self.task.needs_network
 
     def step(self, reply: str, timeout: float | None = None, act: Callable = act_bash) -> Step:
         """Runs the action of one reply.
@@ -236,8 +232,7 @@ def open_tasks(
     image = tasks[0].image or sandbox.image
     sandbox.backend, why = pick_backend(sandbox.backend, image, model_is_tiny)
     for task in tasks:
-        resolve_backend(task, sandbox)
-        check_grader(task, partial(open_sandbox, task, sandbox))
+        check_grader(task, partial(open_sandbox, task, resolve_backend(task, sandbox)))
     return tasks, why
 
 

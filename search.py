@@ -163,8 +163,7 @@ class Config:
     episode: options.EpisodeOptions = field(
         default_factory=lambda: options.EpisodeOptions(max_turns=15)
     )
-    # where the rows of a run are sent, too; WANDB_MODE=offline needs no account
-    trackers: options.Trackers = ()
+    trackers: options.Trackers = ()  # where rows go, too; WANDB_MODE=offline needs no account
 
     # run directory logs/<name>; default: <script>[-<rule>]-<task>-<mode>-<model>-<seed>, of a grid
     # <script>-grid-<model>
@@ -197,8 +196,8 @@ class Config:
     rule_args: tuple[str, ...] = ()  # constants of the rule, as in --rule-args c=0.5 drafts=4
 
     learn: bool = False  # search in rounds, each followed by one update of the model (LoRA)
-    parents: options.Count = 4  # learn: nodes that the rule picks in a round
-    children: Annotated[int, options.Bounds(2)] = 8  # learn: of each of them, compared
+    parents: options.Count | None = None  # learn: nodes that the rule picks in a round; default: 4
+    children: Annotated[int, options.Bounds(2)] | None = None  # learn: of each; default: 8
     lr: float | None = None  # learn: learning rate of AdamW; default: 4e-5, stand-in 1e-3
 
 
@@ -273,14 +272,7 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
     shown = None if parent is t.root else parent
     siblings = [child for child in t.nodes[node.parent].children if child is not node]
     request = prompts.ask(
-        t.texts,
-        about,
-        shown,
-        siblings,
-        summary(t),
-        mode=node.sampling_mode,
-        k=k,
-        tau=cfg.tau,
+        t.texts, about, shown, siblings, summary(t), mode=node.sampling_mode, k=k, tau=cfg.tau
     )
     limit = cfg.tau if MODES[node.sampling_mode].below_tau else 1
     talk = []
@@ -470,8 +462,7 @@ async def close(t: Tree) -> None:
         t.chosen = await choose(t)
         if t.chosen.kept and len(t.task.splits) > 1:
             await hidden_score(t, t.chosen, t.task.splits[-1])
-    ended = {"stopped_by": stopped_by, "status": "finished"}
-    t.run.result(**results(t) | ended)
+    t.run.result(**results(t) | {"stopped_by": stopped_by, "status": "finished"})
     t.closed = True
 
 
@@ -512,15 +503,18 @@ async def hidden_score(t: Tree, node: Node, split: str) -> float:
 
 def defaults(cfg: Config) -> dict:
     """The options that depend on --learn."""
-    if cfg.learn:
-        together = cfg.parents * cfg.children
-        return {"select": "puct", "workers": together, "nodes": 256, "gpu_memory": 0.45}
-    return {"select": "bfs", "workers": 4, "nodes": 12, "gpu_memory": 0.85}
+    if not cfg.learn:
+        return {"select": "bfs", "workers": 4, "nodes": 12, "gpu_memory": 0.85}
+    rounds = {"parents": cfg.parents or 4, "children": cfg.children or 8}
+    workers = rounds["parents"] * rounds["children"]
+    return rounds | {"select": "puct", "workers": workers, "nodes": 256, "gpu_memory": 0.45}
 
 
 def check_config(cfg: Config) -> None:
     """Fills in what depends on --learn. Raises UserError for settings that do not fit together."""
     options.check_values(cfg)
+    if not cfg.learn and (cfg.parents or cfg.children or cfg.lr):
+        raise UserError("--parents, --children and --lr are for --learn.")
     options.set_defaults(cfg, defaults(cfg))
     rule = SELECT[cfg.select]
     if cfg.learn:
@@ -553,7 +547,8 @@ def prepare(cfg: Config):
     is_tiny = path is not None and path.is_tiny
     options.derive(cfg.model, cfg.episode, is_tiny, path and path.positions)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny)
-    options.set_defaults(cfg, {"lr": 1e-3 if is_tiny else 4e-5})
+    if cfg.learn:
+        options.set_defaults(cfg, {"lr": 1e-3 if is_tiny else 4e-5})
     # The name begins with that of the script: a copy of this file makes runs of its own.
     kind = Path(__file__).stem + ("-learn" if cfg.learn else "")
     if cfg.select != defaults(cfg)["select"]:

@@ -40,8 +40,9 @@ def backends(*kinds):
     return parameters
 
 
-EVERYWHERE = backends("docker", "namespaces", "landlock")
-ISOLATED = backends("docker", "namespaces")  # Landlock does not promise all that is tested in these
+# The quickest first. Attacks begin with Docker, see test_attacks.py.
+EVERYWHERE = backends("namespaces", "docker", "landlock")
+ISOLATED = backends("namespaces", "docker")  # Landlock does not promise all that is tested in these
 needs_docker = pytest.mark.skipif(bool(missing("docker")), reason=missing("docker"))
 
 

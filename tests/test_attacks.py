@@ -13,7 +13,7 @@ from textwrap import indent
 
 import pytest
 
-from backends import ISOLATED
+from backends import backends
 from env import Env
 from flatlab.files import read_mapping
 from flatlab.task.definition import TASKS_DIR, last_json_object, parse_grade
@@ -24,7 +24,7 @@ MLGYM = os.environ.get("MLGYM_ROOT")  # before conftest.py hides it
 attack = pytest.mark.attack
 
 
-@pytest.fixture(params=ISOLATED)
+@pytest.fixture(params=backends("docker", "namespaces"))  # first the default of all models but tiny
 def backend(request):
     return request.param
 

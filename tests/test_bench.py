@@ -13,12 +13,12 @@ SHORT = {
     "env": "",
     "soak": "--count 20 --backend local",
     "train": "--steps 1 --only ours",
-    "agent": "--steps 1 --only ours,ahead2 --waits even",
-    "ahead": "--steps 1 --only ahead0 --waits uneven",
+    "agent": "--steps 1 --only ours --waits even",
+    "ahead": "--steps 1 --only ahead1 --waits uneven",
     "growth": "--count 30 --only bfs,training",
     "engine": "--steps 1 --only vllm,eager",
     "sync": "--steps 1",
-    "objectives": "--steps 1 --seeds 0 --only dapo --flags '--groups 1 --eval-episodes 2'",
+    "objectives": "--steps 1 --seeds 0 --only titanic-dapo --flags '--groups 1 --eval-episodes 2'",
 }
 
 

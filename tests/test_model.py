@@ -110,7 +110,7 @@ def test_a_limit_holds_inside_and_ends_with_an_error():
 
 # ---------------------------------------------------------------------------- the stand-in
 
-EPISODES = 20  # per task
+EPISODES = 12  # per task
 LOWEST_VALID_SHARE = 0.5
 ADVICE = "If the prompts changed on purpose: run `python tools/make_tiny.py`, commit configs/tiny."
 

@@ -72,6 +72,7 @@ print(f"rank {dist.rank} of {dist.world}\\n", end="", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_the_exchange(tmp_path):
     (tmp_path / "exchange.py").write_text(EXCHANGE)
     out = finish(torchrun(tmp_path, "exchange.py"))

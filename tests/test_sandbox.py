@@ -30,7 +30,7 @@ from flatlab.sandbox import client, docker, images, local, snapshot
 from flatlab.sandbox.backend import IMAGE, Spec
 from flatlab.sandbox.client import Sandbox
 from flatlab.sandbox.docker import docker_api
-from helpers import PROJECT, do, user_error
+from helpers import PROJECT, do, slow, user_error
 from tasks import load_task
 
 
@@ -260,8 +260,8 @@ def test_memory_bomb(isolated):
     "bomb",
     [
         "for i in $(seq 300); do sleep 60 & done; wait",
-        ":(){ :|:& };:; sleep 60",
-        "python3 -c 'import os\nwhile 1:\n try: os.fork()\n except OSError: pass'",
+        slow(":(){ :|:& };:; sleep 60"),
+        slow("python3 -c 'import os\nwhile 1:\n try: os.fork()\n except OSError: pass'"),
     ],
 )
 def test_fork_bomb(isolated, bomb):

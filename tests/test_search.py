@@ -391,9 +391,9 @@ def cut_run(whole, folder, kept, torn=b""):
 @pytest.mark.parametrize(
     "select",
     [
-        "bfs",
         "open_ended",
-        "evolution",
+        slow("bfs"),
+        slow("evolution"),
         slow("ucb"),
         slow("softmax"),
         slow("mcts"),
@@ -664,6 +664,7 @@ BAD_INPUT = {
     "--learn --url http://127.0.0.1:9/v1": "--learn trains the model in this process",
     "--learn --select bfs": "choose one such as --select puct",
     "--learn --children 1": "--children must be from 2",
+    "--parents 8": "--parents, --children and --lr are for --learn",
     "--model /no/such/model": "/no/such/model",
 }
 

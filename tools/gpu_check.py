@@ -35,7 +35,7 @@ from flatlab.runs.cli import one_sentence, parse_config
 ROOT = Path(__file__).resolve().parents[1]
 DTYPE = None  # that of --dtype
 MINUTES = 15  # time limit of a part
-REQUESTS = 32
+REQUESTS = 32  # without a GPU 8 of 32 tokens
 TOKENS = 128  # of a request
 PROMPT = 256  # tokens
 EPISODES = 8
@@ -543,8 +543,10 @@ def main() -> None:
     threads.configure()
     cfg = parse_config(Config, sys.argv[1:])
     if cfg.part:
-        global DTYPE
+        global DTYPE, REQUESTS, TOKENS
         DTYPE = cfg.dtype
+        if not has_gpu():
+            REQUESTS, TOKENS = 8, 32
         print("\n" + json.dumps(PARTS[cfg.part][0](cfg.model)))
         return
     unknown = set(cfg.parts) - set(PARTS)

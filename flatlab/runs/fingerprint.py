@@ -42,17 +42,17 @@ def code_files() -> list[Path]:
     from the script's folder and this project.
     """
     names = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    paths = {Path(name) for name in names if name}
-    paths.update(PACKAGE.rglob("*.py"))
-    paths.update((ROOT / "integrations").glob("*.py"))
-    files = []
-    for file in paths:
-        if "site-packages" in file.parts or file.is_relative_to(VIEW):
-            continue
-        is_ours = file.is_relative_to(ROOT) or file.is_relative_to(Path(sys.path[0]).resolve())
-        if is_ours and file.suffix == ".py":
-            files.append(file)
-    return sorted(files)
+    files = {Path(name) for name in names if name and name.endswith(".py")}
+    files.update(PACKAGE.rglob("*.py"))
+    files.update((ROOT / "integrations").glob("*.py"))
+    script = Path(sys.path[0]).resolve()
+    return sorted(
+        file
+        for file in files
+        if (file.is_relative_to(ROOT) or file.is_relative_to(script))
+        and "site-packages" not in file.parts
+        and not file.is_relative_to(VIEW)
+    )
 
 
 @functools.cache  # modules that are imported later belong to the same code

@@ -49,7 +49,8 @@ KILLED = 137  # exit code of a process that got SIGKILL, from the kernel if memo
 
 
 def resolve_backend(task: Task, options: SandboxOptions) -> SandboxOptions:
-    """The options with a concrete kind of sandbox in place of "auto".
+    """The options as they hold for this task: a concrete kind of sandbox in place of "auto", and a
+    network only if the task needs one.
 
     Raises UserError if such a sandbox lacks an image, a network, a cache or a GPU for the task.
     """
@@ -74,11 +75,11 @@ def resolve_backend(task: Task, options: SandboxOptions) -> SandboxOptions:
             f"Task {task.name} needs a GPU, and this machine has none that works "
             "(no /dev/nvidiactl)."
         )
-    return replace(options, backend=kind)
+    return replace(options, backend=kind, network=options.network and task.needs_network)
 
 
 def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -> Sandbox:
-    """Opens a sandbox for an agent or for a grading.
+    """Opens a sandbox for an agent or for a grading. options: as resolve_backend returns them.
 
     It holds none of the task's hidden files. Public files may be in place already (see
     Sandbox.premounted). limits: memory, disk, cpus, processes. Raises SandboxFault, and UserError
@@ -103,7 +104,7 @@ def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -
             image=image,
             premounted=mounted,
             env={"PYTHONHASHSEED": str(seed % 2**32)},
-            network=options.network and task.needs_network,
+            network=options.network,
             gpu=task.needs_gpu,
             hf_cache=options.hf_cache,
             hide=tuple({str(path.resolve().parent) for path in task.hidden.values()}),

@@ -106,7 +106,8 @@ def compare_adapters(policy, tasks, cfg, job) -> dict:
 
 def finish(policy, tasks, cfg, job) -> None:
     """After the last step: compares the adapters, and says in result.json how the run ended."""
-    job.loop.cancel()  # the episodes of the steps that a collapse leaves out
+    if job.stopped:
+        job.loop.cancel()  # the episodes of the steps that are left out
     if cfg.eval_episodes:
         final = compare_adapters(policy, tasks, cfg, job)
         job.result(final=final)

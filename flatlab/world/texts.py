@@ -109,7 +109,7 @@ def episode_facts(env, options) -> dict:
         if task.artefacts == WHOLE_WORKSPACE
         else " and ".join(task.artefacts),
         "ends_at_score": env.ends_at_score,
-        "has_network": env.has_network,
+        "has_network": env.options.network,
         "files": [
             {"path": path, "size": size, "lines": first_lines(task, path, size)}
             for path, size in files
@@ -134,7 +134,7 @@ def machine_facts(env, options) -> dict:
         "cores": min(software.cores, env.limits.get("cpus", Spec.cpus))
         if is_container
         else software.cores,
-        "has_network": env.has_network,
+        "has_network": env.options.network,
         "python": software.python,
         "packages": [(n, software.packages[n]) for n in PACKAGES if n in software.packages],
         "package_count": len(software.packages),

@@ -76,13 +76,14 @@ def row_of_run(final):
 
 
 def objectives(args):
-    """Every loss and estimator, or those of --only, --steps steps, on both built-in tasks."""
-    chosen = args.only.split(",") if args.only else OBJECTIVES
+    """Every loss and estimator on both built-in tasks, or those of --only, --steps steps."""
     variants = {}
     for task in ("titanic", "battleOfSexes"):
-        for name in chosen:
+        for name in OBJECTIVES:
             common = f"--task {task} --model {args.model} --steps {args.steps}"
             variants[f"{task}-{name}"] = f"{common} {OBJECTIVES[name]}"
+    if args.only:
+        variants = {name: variants[name] for name in args.only.split(",")}
     return run_all(variants, args)
 
 

@@ -56,9 +56,9 @@ def sandbox_times(task, backend, numbers):
     world = Env(task, backend)
     first = median_seconds(world.reset)
     step = median_seconds(lambda: world.step(block("true")), 200, 0.02)
-    reset = median_seconds(world.reset, 7, 1.0)
+    reset = median_seconds(world.reset, 7, 0.2)
     world.step(block("echo a > a; mkdir b; echo c > b/c"))
-    fork = median_seconds(lambda: world.fork().close(), 7, 1.0)
+    fork = median_seconds(lambda: world.fork().close(), 7, 0.2)
 
     def grade():
         world.step(block(EPISODE[2].format(n=next(numbers))))
@@ -77,7 +77,7 @@ def sandbox_times(task, backend, numbers):
     rows = [
         (f"{backend}: first reset", ms(first), "to the first prompt"),
         (f"{backend}: one step, `true`", ms(step), "median of 200, 20 ms apart"),
-        (f"{backend}: reset", ms(reset), "median of 7, a second apart"),
+        (f"{backend}: reset", ms(reset), "median of 7, 0.2 s apart"),
         (f"{backend}: fork", ms(fork), "median of 7"),
         (f"{backend}: write and validate", ms(grading), "two steps, one of them a grading"),
         (f"{backend}: 32 episodes at once", f"{many:.1f} s", busy),
