@@ -6,8 +6,7 @@ This file is to be read: it computes rewards, advantages and loss itself. It lea
 1. the KL to the starting policy, the upper bound on the ratio, and another group in place of one
    whose rewards are all equal
 2. micro-batches: here all tokens of a step go through one forward pass
-3. warm-up, evaluations, alarms, checkpoints, transcripts, several GPUs, sampling ahead, and the
-   comparison of engine and trainer (Policy.verify)
+3. warm-up, evaluations, alarms, checkpoints, transcripts, several GPUs, --ahead, Policy.verify
 
 The formulas, for episode i of a group with rewards r (GRPO, arXiv 2402.03300; the mean over all
 tokens and the wider upper bound are those of DAPO, arXiv 2503.14476):
@@ -116,10 +115,6 @@ async def train(task, policy):
         print(f"step {step:2}  reward {fmean(rewards):+.2f}  loss {loss:+.3f}", flush=True)
 
 
-def main():
+if __name__ == "__main__":
     policy = Policy(resolve_model("tiny"), context=2048)  # before the event loop starts
     asyncio.run(train(load_task("titanic"), policy))
-
-
-if __name__ == "__main__":
-    main()

@@ -206,6 +206,19 @@ def test_a_row_without_numbers_does_not_spoil_what_is_usual():
     assert alarm.startswith("the entropy collaps")
 
 
+def test_the_row_counts_faults_graders_without_a_result_and_records():
+    group = scored_group(TASK, 0.7, None, 0.8)
+    first, second, third = group.episodes
+    second.score = replace(second.score, grader_output="exit code 1")
+    third.score = replace(third.score, record="the file")
+    group.episodes.append(Episode(TASK.name, 3, status="fault"))
+    group.rewards = [0.1, -1.0, 0.2]
+    row = metrics.step_metrics([group], [TASK])
+    assert (row["episodes"], row["faults"], row["fault_share"]) == (3, 1, 1 / 4)
+    assert (row["ungraded_share"], row["records"]) == (1 / 3, 1)
+    assert (row["valid_share"], row["zero_variance_share"]) == (2 / 3, 0)
+
+
 def evaluated(gain, stderr=0.05):
     """Healthy steps, and an evaluation after the last one."""
     return [*HEALTHY, row(19, eval_improvement=gain, eval_improvement_stderr=stderr)]
@@ -264,6 +277,7 @@ def test_best_is_the_adapter_with_the_best_mean_in_the_table():
     for worse, better in pairwise([nothing, bad, steady, risky]):
         assert metrics.better(better, worse)
         assert not metrics.better(worse, better)
+        assert not metrics.better(better, better)  # the earlier one stays
 
 
 def test_one_wild_score_does_not_hide_a_good_policy():

@@ -20,6 +20,7 @@ from flatlab.numbers import expected_best
 from flatlab.train import ppo
 from flatlab.train.batch import (
     Group,
+    Meter,
     TrainSequence,
     choose_tasks,
     cost,
@@ -452,6 +453,14 @@ def test_micro_batches_count_a_common_prompt_once():
     other = [sequence([9, *prompt], 200)] * 2
     parts = micro_batches(same + other, 1000)
     assert sorted(map(len, parts)) == [2, 8]
+
+
+def test_a_meter_sums_and_averages_over_micro_batches():
+    meter = Meter()
+    meter.add(loss=torch.tensor([1.0, 2.0]), lag=torch.tensor([]))
+    meter.add(loss=torch.tensor([6.0]))
+    assert meter.over_ranks(Job()) == ({"loss": 9}, {"loss": 3}, {"loss": 6})
+    assert meter.mean("loss") == 3 and meter.mean("lag") == 0
 
 
 def test_an_interrupted_update_ends_after_the_micro_batch():

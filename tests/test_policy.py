@@ -56,6 +56,26 @@ def test_engine_and_trainer_agree_before_and_after_syncs(policy):
         assert largest_gap(policy, prompts) < 1e-4
 
 
+def test_a_sync_with_a_request_in_flight_leaves_no_stale_prefix(policy):
+    """The blocks of a running request cannot be freed, so its prefix must not be found again."""
+    prompt = policy.render([{"role": "user", "content": "b" * 300}])
+
+    async def go():
+        running = asyncio.ensure_future(policy.sample(prompt, 200, seed=1))
+        await policy.sample(prompt, 1, seed=2)  # the prefix is in the cache
+        randomise(policy)
+        policy.sync()
+        assert not running.done()
+        after = await policy.sample(prompt, 24, seed=3)
+        await running
+        return after
+
+    after = asyncio.run(go())
+    with torch.no_grad():
+        logprobs = policy.logprobs([pair(prompt, after.tokens)])[0]
+    assert (logprobs - torch.tensor(after.logprobs)).abs().max() < 1e-4
+
+
 def test_norms_of_the_engine_round_in_bf16_as_those_of_the_trainer(policy):
     """vLLM's CPU kernel rounds elsewhere, and towards zero where the CPU has no bf16 instructions:
     over many layers that shrinks the residual stream.
@@ -317,6 +337,7 @@ def test_requests_enter_a_running_batch_and_can_be_cancelled(policy, monkeypatch
         assert not first.done()
         doomed.cancel()
         await asyncio.gather(doomed, return_exceptions=True)
+        assert policy.engine.get_num_unfinished_requests() == 1
         return await first, late
 
     first, late = asyncio.run(go())

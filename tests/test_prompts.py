@@ -22,6 +22,7 @@ from flatlab.tree import prompts
 from flatlab.tree.nodes import Node
 from flatlab.view.reader import observed
 from flatlab.world import texts
+from flatlab.world.episode import History
 from helpers import (
     AGENT_TEXTS,
     LOCAL,
@@ -341,6 +342,17 @@ def test_dropped_thoughts_leave_what_the_template_makes_of_the_conversation(open
         said = [*policy.encode(turn["reply"].removeprefix(opens)), policy.end_of_turn]
         assert segment.tokens == request + said
         assert segment.mask == [0] * len(request) + [1] * len(said)
+
+
+def test_a_shortened_observation_is_short_where_thoughts_are_dropped():
+    policy = Scripted()
+    policy.tokenizer.chat_template = STRIPS.replace("OPENS", "")
+    history = History(policy, replace(OPTIONS, thoughts="drop"), "start")
+    tokens = policy.encode(TALK[0])
+    sample = Sample(tokens, [0.0] * len(tokens), TALK[0], "stop", 0)
+    history.add(sample, "first line\n" + "more\n" * 40)
+    read = policy.decode(history.fit(100))
+    assert "first line [...]" in read and "more" not in read
 
 
 # ------------------------------------------------------------------ imitation
