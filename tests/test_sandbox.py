@@ -30,6 +30,7 @@ from flatlab.sandbox import client, docker, images, local, snapshot
 from flatlab.sandbox.backend import IMAGE, Spec
 from flatlab.sandbox.client import Sandbox
 from flatlab.sandbox.docker import docker_api
+from flatlab.task import grading
 from helpers import PROJECT, do, slow, user_error
 from tasks import load_task
 
@@ -866,6 +867,16 @@ def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
         world.reset()
         assert world.sandbox.image != first
         assert do(world, "head -c 3 data/big.bin").observation == "888"
+
+
+@needs_docker
+def test_a_file_of_the_image_that_the_agent_removed_is_not_graded(big_task):
+    task = replace(big_task, artefacts=("submission.csv", "data/*"))
+    with Env(task, "docker") as world:
+        box = world.make_sandbox()
+        assert box.run("ls data", 10).output == "big.bin\n"
+        grading.lay_out(task, {"submission.csv": b"x"}, box)
+        assert box.run("ls data", 10).output == ""
 
 
 @needs_docker
