@@ -126,6 +126,21 @@ def test_nothing_of_one_command_runs_or_counts_in_the_next(box):
     box.run("cd ..; rm -r q", 10)
 
 
+def test_many_bytes_are_put_in_several_requests(box, monkeypatch):
+    sent = []
+    call = box.call
+
+    def counted(name, blob=b"", **fields):
+        sent.append(len(blob))
+        return call(name, blob, **fields)
+
+    monkeypatch.setattr(client, "PUT_BYTES", 4)
+    monkeypatch.setattr(box, "call", counted)
+    box.put({f"part-{i}": b"12345" for i in range(3)})
+    assert max(sent) == 5
+    assert out(box, "cat part-?; rm part-?") == "123451234512345"
+
+
 USE_UP = """
 import subprocess
 while True:

@@ -93,6 +93,14 @@ def test_bfs_takes_the_first_nodes_in_level_order_whatever_finishes_first():
     assert choose(t) is None
 
 
+def test_q_is_normalised_over_the_root_and_all_scored_nodes():
+    t = make("ucb")
+    assert rules.quality(t)(t.root) == 0.5
+    worse, better = put(t, "0", -0.5), put(t, "0", 1.5)
+    q = rules.quality(t)
+    assert [q(node) for node in (worse, t.root, better)] == [0, 0.25, 1]
+
+
 def test_ucb_by_hand():
     t = three("ucb", rule_args=("c=1.41",))
     choice = choose(t)
