@@ -336,6 +336,7 @@ def test_4_steps_are_2_and_2_steps(play, policy, options):
         play("halves", steps=4, episode=dies, **options)
     halves = play("halves", steps=4, **options)
     assert [row["step"] for row in halves] == [0, 1, 2, 3]
+    assert [row["lr"] for row in halves] == pytest.approx([0.002, 0.004, 0.006, 0.008])  # warm-up
     assert halves[:2] == first
     assert has_weights(policy, weights)
     assert without_times(whole) == without_times(halves)

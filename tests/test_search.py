@@ -593,6 +593,7 @@ def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code_and_diff(tm
     t = real_tree(tmp_path / "run", model, 3, nodes=6, k=3)
     nodes = by_id(t)
     assert nodes["0.0"]["score"] > 0.75
+    assert len(nodes["0.0"]["actions"]) == 2  # the first valid score ends a node
     assert "female" in nodes["0.0"]["code"]["solve.py"]
     assert "KeyError: 'missing'" in nodes["0.2"]["error"]
     child = nodes["0.0.0"]
