@@ -40,7 +40,7 @@ def backends(*kinds):
     return parameters
 
 
-# The quickest first. Attacks begin with Docker, see test_attacks.py.
+# The quickest first.
 EVERYWHERE = backends("namespaces", "docker", "landlock")
 ISOLATED = backends("namespaces", "docker")  # Landlock does not promise all that is tested in these
 needs_docker = pytest.mark.skipif(bool(missing("docker")), reason=missing("docker"))

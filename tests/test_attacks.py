@@ -13,7 +13,7 @@ from textwrap import indent
 
 import pytest
 
-from backends import backends
+from backends import ISOLATED
 from env import Env
 from flatlab.files import read_mapping
 from flatlab.task.definition import TASKS_DIR, last_json_object, parse_grade
@@ -24,7 +24,7 @@ MLGYM = os.environ.get("MLGYM_ROOT")  # before conftest.py hides it
 attack = pytest.mark.attack
 
 
-@pytest.fixture(params=backends("docker", "namespaces"))  # first the default of all models but tiny
+@pytest.fixture(params=ISOLATED)
 def backend(request):
     return request.param
 
@@ -603,12 +603,13 @@ DIABETES = {
 }
 
 
+@pytest.mark.slow
 @attack("answers in scikit-learn's own data")
 @pytest.mark.parametrize(
     "facts",
     [
         pytest.param(DIGITS, id="digits"),
-        pytest.param(DIABETES, id="diabetes", marks=pytest.mark.slow),
+        pytest.param(DIABETES, id="diabetes"),
     ],
 )
 def test_scikit_learn_holds_no_answers_and_still_trains(backend, facts):

@@ -47,6 +47,7 @@ def test_a_run_leaves_everything_behind(finished):
     logs = folder / "logs" / "a"
     metrics = rows(logs / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [0, 1]
+    assert max(row["valid_share"] for row in metrics) > 0.5  # the stand-in knows today's prompts
     result = read_mapping(logs / "result.json")
     assert result["status"] == "finished"
     assert result["final"]["n"] == result["final"]["steps"] == 2

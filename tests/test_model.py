@@ -121,6 +121,7 @@ def tiny_policy(tiny_model):
     return Policy(tiny_model, context=2048, max_batch=EPISODES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", make_tiny.Config.tasks)
 def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
     """vLLM plays episodes in real sandboxes. A changed prompt is what makes this fail."""
@@ -141,6 +142,7 @@ def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
     assert valid_share >= LOWEST_VALID_SHARE, f"{name}: {valid_share:.0%} are valid. {ADVICE}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", make_tiny.Config.tasks)
 @pytest.mark.parametrize("mode", ["uniform", "tail", "sequence"])
 def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode, name):

@@ -28,7 +28,7 @@ from flatlab.train.batch import (
     sequences_of,
 )
 from flatlab.train.job import EventLoop, Job, run_beside, stop_if_interrupted
-from flatlab.world.episode import Episode, Segment
+from flatlab.world.episode import Episode, Segment, in_thread
 from helpers import FakePolicy, block, configure
 from tasks import load_task
 from training import scored_group, valid
@@ -461,6 +461,15 @@ def test_a_meter_sums_and_averages_over_micro_batches():
     meter.add(loss=torch.tensor([6.0]))
     assert meter.over_ranks(Job()) == ({"loss": 9}, {"loss": 3}, {"loss": 6})
     assert meter.mean("loss") == 3 and meter.mean("lag") == 0
+
+
+def test_an_iterator_without_a_next_value_in_a_thread_ends_the_run():
+    async def ask():
+        await asyncio.wait_for(in_thread(next, iter(())), 10)
+
+    for run in (ask(), run_beside(EventLoop(), next, iter(()))):
+        with pytest.raises(RuntimeError, match="no next value"):
+            asyncio.run(run)
 
 
 def test_an_interrupted_update_ends_after_the_micro_batch():

@@ -631,7 +631,7 @@ def test_the_full_form_tells_requests_the_limits_and_what_is_left(tmp_path, sele
     "budget, reply, stopped",
     [
         ({"tokens": 5}, "No block at all.", "tokens"),
-        ({"minutes": 0.05}, "```bash\nsleep 60\n```", "minutes"),
+        ({"minutes": 0.03}, "```bash\nsleep 60\n```", "minutes"),
     ],
 )
 def test_a_budget_ends_a_node_that_is_running(tmp_path, budget, reply, stopped):

@@ -485,6 +485,7 @@ def test_dojo_loads(dojo):
     assert task.reference == pytest.approx((2.5 + 4) / 2)
 
 
+@pytest.mark.slow
 def test_dojo_position_parts_and_standard_error(dojo, tmp_path):
     """Answers of 0 for 0 to 199 have a standard error of 57.7 / sqrt(rows of the part). One wrong
     value shows in one part.
