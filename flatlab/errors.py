@@ -17,7 +17,7 @@ class ArtefactError(Exception):
     """A file cannot be taken out of the sandbox. The text says why; the agent may see it."""
 
 
-def called(function, *args):
+def invoke(function, *args):
     """function(*args) in a thread that asyncio waits for. Before Python 3.12 its futures could not
     hold a StopIteration and would be waited for without end, so it becomes a RuntimeError.
     """

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from aiohttp import web
 
 from env import Step
-from flatlab.errors import UserError, called
+from flatlab.errors import UserError, invoke
 from flatlab.model.chat import Sample
 from flatlab.world.episode import (
     act_command,
@@ -152,7 +152,7 @@ async def play(env, policy, episode, options, history, command: str) -> str:
         data = await request.read()
         run = asyncio.get_running_loop().run_in_executor
         try:
-            tokens, parts = await run(READER, called, read, data, twin_of(policy), samples)
+            tokens, parts = await run(READER, invoke, read, data, twin_of(policy), samples)
         except Exception as error:  # what the request lacks, or what the chat template says
             raise web.HTTPBadRequest(text=f"This request cannot be read: {error!r}") from error
         limit = options.max_reply_tokens

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from flatlab import threads
-from flatlab.errors import UserError, called
+from flatlab.errors import UserError, invoke
 from flatlab.runs.store import Run
 
 # Always the same thread: a second one would start OpenMP threads of its own.
@@ -97,7 +97,7 @@ async def run_beside(loop: EventLoop, train, *args) -> None:
     flight are cancelled, and their sandboxes closed.
     """
     loop.loop = asyncio.get_running_loop()
-    training = loop.loop.run_in_executor(TRAINER, called, train, *args)
+    training = loop.loop.run_in_executor(TRAINER, invoke, train, *args)
     try:
         while not training.done():
             # A signal that arrives in another thread is handled when the loop wakes up.

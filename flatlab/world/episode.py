@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
-from flatlab.errors import SandboxFault, called
+from flatlab.errors import SandboxFault, invoke
 from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
 from flatlab.runs.store import packed_tokens
@@ -306,7 +306,7 @@ def score_text(score: Score, task: Task) -> str:
 
 async def in_thread(function, *args):
     """Awaits a blocking call."""
-    return await asyncio.get_running_loop().run_in_executor(THREADS, called, function, *args)
+    return await asyncio.get_running_loop().run_in_executor(THREADS, invoke, function, *args)
 
 
 async def start(
