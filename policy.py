@@ -25,7 +25,6 @@ import contextlib
 import itertools
 import os
 import sys
-import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,8 +175,6 @@ class Policy(ChatTokens):
         self.temperature = temperature
         self.version = 0  # updates in the engine's weights: sync() adds one; the scripts correct it
         self._syncs = 0
-        self._busy = 0.0  # seconds in steps of the engine since _last_look
-        self._last_look = time.perf_counter()
         self._reference = None  # tensors of set_reference
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         default = "bfloat16" if self.device == "cuda" else "float32"
@@ -332,18 +329,8 @@ class Policy(ChatTokens):
 
         count = 0 if self._prompts_wait else self.decode_threads
         self._prompts_wait = False
-        begin = time.perf_counter()
         with at_most(count):
-            outputs = self.engine.step()
-        self._busy += time.perf_counter() - begin
-        return outputs
-
-    def idle_share(self) -> float:
-        """Share of the time since the last call in which the engine made no step."""
-        now = time.perf_counter()
-        share = 1 - self._busy / (now - self._last_look)
-        self._last_look, self._busy = now, 0.0
-        return share
+            return self.engine.step()
 
     async def _run_engine(self) -> None:
         """Steps the engine while it has work; between steps other coroutines send requests and

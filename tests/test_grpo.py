@@ -298,7 +298,7 @@ def test_one_wild_score_does_not_hide_a_good_policy():
 
 
 def without_times(rows):
-    timed = {"time", "tokens_per_second", "memory_gb", "engine_idle_share"}
+    timed = {"time", "tokens_per_second", "memory_gb"}
     return [
         {k: v for k, v in row.items() if k not in timed and not k.startswith("seconds")}
         for row in rows

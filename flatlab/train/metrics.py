@@ -89,7 +89,6 @@ def timing(policy, times: list[float], groups: list[Group]) -> dict:
         "seconds": seconds,
         **dict(zip(PHASES, phases)),
         "tokens_per_second": sum(e.reply_tokens for g in groups for e in g.played) / seconds,
-        "engine_idle_share": policy.idle_share(),
         "memory_gb": peak_bytes(policy.device) / 2**30,
         "time": time.time(),
     }

@@ -187,6 +187,7 @@ class Work:
         self.waits = []
         for _ in range(steps * EPISODES):
             self.waits.append([WAITS[kind](rng) for _ in range(self.turns - 1)])
+        self.busy = 0.0  # seconds in steps of the engine
         self.calls = 0
         self.trained = 0
         self.tokens = 0
@@ -303,6 +304,12 @@ def run_ours(model, rounds, turns, tokens, variant):
             row = learn(groups)
             work.end(sampling=sampling, difference=row["logprob_diff_max"])
 
+    def measured_engine():
+        begin = time.perf_counter()
+        outputs = engine_step()
+        work.busy += time.perf_counter() - begin
+        return outputs
+
     def rows_of_steps():
         threads.use_all(but=policy.decode_threads if ahead else 0)  # as train() does
         for number in range(rounds):
@@ -317,18 +324,21 @@ def run_ours(model, rounds, turns, tokens, variant):
                 lags.append(learn(groups)["lag_mean"])
                 ends.append(time.perf_counter())
                 if step == FILLING - 1:
-                    policy.idle_share()
-            idle = policy.idle_share()
+                    work.busy = 0.0
+            seconds = ends[-1] - ends[FILLING - 1]
+            idle = 1 - work.busy / seconds
             job.loop.cancel()
             work.calls = EPISODES * (turns - 1)  # of a step
             work.end(
-                seconds=(ends[-1] - ends[FILLING - 1]) / (BLOCK - FILLING),
+                seconds=seconds / (BLOCK - FILLING),
                 steps=BLOCK,
                 lag=statistics.fmean(lags[FILLING:]),
                 waited=statistics.fmean(waits[FILLING:]),
                 idle=idle,
             )
 
+    engine_step = policy.step_engine
+    policy.step_engine = measured_engine
     asyncio.run(run_beside(job.loop, rows_of_steps if is_row else single_steps))
 
 

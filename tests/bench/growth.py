@@ -199,9 +199,6 @@ class FakeTrainer:
     def state_dict(self):
         return {}
 
-    def idle_share(self):
-        return 0.1
-
 
 def fake_groups(task, seed):
     """The groups of a step."""
