@@ -17,16 +17,6 @@ class ArtefactError(Exception):
     """A file cannot be taken out of the sandbox. The text says why; the agent may see it."""
 
 
-def invoke(function, *args):
-    """function(*args) in a thread that asyncio waits for. Before Python 3.12 its futures could not
-    hold a StopIteration and would be waited for without end, so it becomes a RuntimeError.
-    """
-    try:
-        return function(*args)
-    except StopIteration as error:
-        raise RuntimeError("an iterator had no next value") from error
-
-
 def first_cause(error: BaseException) -> BaseException:
     """The first error of a TaskGroup; any other error is itself."""
     while isinstance(error, BaseExceptionGroup):

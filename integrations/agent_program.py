@@ -21,11 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from aiohttp import web
 
 from env import Step
-from flatlab.errors import UserError, invoke
+from flatlab.errors import UserError
 from flatlab.model.chat import Sample
 from flatlab.world.episode import (
     act_command,
     in_thread,
+    invoke,
     reply_seed,
     step_record,
     turn_record,

@@ -31,8 +31,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from flatlab import threads
-from flatlab.errors import UserError, invoke
+from flatlab.errors import UserError
 from flatlab.runs.store import Run
+from flatlab.world.episode import invoke
 
 # Always the same thread: a second one would start OpenMP threads of its own.
 TRAINER = ThreadPoolExecutor(1, "trainer", threads.use_all)

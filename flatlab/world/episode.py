@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
-from flatlab.errors import SandboxFault, invoke
+from flatlab.errors import SandboxFault
 from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
 from flatlab.runs.store import packed_tokens
@@ -302,6 +302,16 @@ def score_text(score: Score, task: Task) -> str:
 
 
 # ------------------------------------------------------------------ the loop
+
+
+def invoke(function, *args):
+    """function(*args) in a thread that asyncio waits for. Before Python 3.12 its futures could not
+    hold a StopIteration and would be waited for without end, so it becomes a RuntimeError.
+    """
+    try:
+        return function(*args)
+    except StopIteration as error:
+        raise RuntimeError("an iterator had no next value") from error
 
 
 async def in_thread(function, *args):
