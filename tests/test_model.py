@@ -1,5 +1,5 @@
 """Tests of flatlab/model/memory.py and flatlab/threads.py, of the stand-in model in configs/tiny,
-and of what tools/ offers: a pretrained model and the check of a GPU.
+and of what tools/ offers: a pretrained model, demonstrations and the check of a GPU.
 """
 
 import asyncio
@@ -13,12 +13,22 @@ from transformers import AutoConfig, LlamaConfig
 
 import env
 from flatlab.errors import UserError
+from flatlab.files import read_mapping, read_rows
 from flatlab.model import memory
 from flatlab.model.lora_sync import at_most
-from flatlab.train import metrics
+from flatlab.train import imitation, metrics
 from flatlab.tree import prompts
 from flatlab.world.texts import load_prompts
-from helpers import PROJECT, TINY_TEXTS, play_once, python, user_error
+from helpers import (
+    AGENT_TEXTS,
+    LOCAL,
+    PROJECT,
+    TINY_TEXTS,
+    FakePolicy,
+    play_once,
+    python,
+    user_error,
+)
 from policy import ModelPath, Policy
 from tasks import load_task
 from tools import get_smollm2, make_tiny
@@ -176,6 +186,26 @@ def smollm2():
 @pytest.mark.slow
 def test_engine_and_trainer_of_a_pretrained_model_agree(smollm2):
     assert max(a.largest for a in asyncio.run(smollm2.verify()).values()) <= 1e-4
+
+
+@pytest.mark.slow
+def test_demonstrations_are_scored_can_be_imitated_and_have_the_texts_of_an_episode(tmp_path):
+    tool = PROJECT / "tools/demonstrations.py"
+    done = python(tool, "--episodes", 12, "--backend", LOCAL, cwd=tmp_path)
+    folder = tmp_path / done.stdout.strip()
+    episodes = read_rows(folder / "episodes/000000.jsonl")
+    assert len(episodes) == 12
+    scores = [e["score"]["value"] for e in episodes if e["score"]["valid"]]
+    assert min(scores) < 1.0 < max(scores)
+    task = load_task("battleOfSexes", "", "")
+    best = imitation.best_episodes([str(folder)], [task], 1.0)
+    assert best
+    assert all(e["score"]["value"] > task.baseline for e in best)
+    turns = read_mapping(PROJECT / "configs/grpo-cpu.yaml")["max_turns"]
+    options = {"max_turns": turns, "prompts": AGENT_TEXTS}
+    played = asyncio.run(play_once(env.Env(task, LOCAL), FakePolicy("hm"), **options))
+    read = {(e["system"], e["prompt"], e["turns"][0]["note"]) for e in episodes}
+    assert read == {(played.system, played.prompt, played.turns[0]["note"])}
 
 
 @pytest.mark.slow
