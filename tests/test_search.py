@@ -74,7 +74,7 @@ def fake_play(score_of, delay, log, stderr):
         await asyncio.sleep(delay(node))
         node.tokens += 10
         value = score_of(node)
-        episode = Episode(t.task.name, node.seed, status="submit", turns=[SUBMIT])
+        episode = Episode(t.task.name, node.seed, status="submit", turns=[SUBMIT], packed=b"x")
         if value == "fault":
             return replace(episode, status="fault", fault="broke", turns=[]), b""
         if value is None:
@@ -331,6 +331,13 @@ def test_a_finished_tree_stays_as_it_is(tmp_path, monkeypatch):
     tree = opened(minutes=2.0)
     assert not tree.closed
     assert not tree.spent()
+    assert opened(minutes=1.01).spent() == "minutes"  # 61 seconds are over
+
+
+@pytest.mark.parametrize("url", [None, "http://127.0.0.1:9/v1"])
+def test_tokens_are_kept_unless_they_are_those_of_an_endpoint(tmp_path, url):
+    t = run(tmp_path, nodes=1, url=url)
+    assert (t.run.dir / "episodes/000000.tokens.jsonl.gz").exists() == (url is None)
 
 
 # ------------------------------------------------------------------ faults

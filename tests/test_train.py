@@ -261,6 +261,7 @@ def test_tokens_and_masks_are_those_of_rl(policy):
         turn("cut off", "two", stop_reason="length"),
         turn("third", "y" * 500),
         turn("no block", status="rejected"),
+        turn("too slow", status="timeout"),
         turn("last", "four"),
     ]
     history = History(policy, LIMITS, "Do it.")

@@ -2,9 +2,11 @@
 and what is read out of replies as models write them, and hostile ones.
 """
 
+import io
 import math
 import random
 import re
+import tarfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 import search
 from flatlab.task.definition import improvement
 from flatlab.tree import prompts, rules
-from flatlab.tree.nodes import Choice, Node, Tree
+from flatlab.tree.nodes import Choice, Node, Tree, code_in
 from helpers import search_config
 from tasks import load_task
 
@@ -336,6 +338,19 @@ def decisions_of(select, task, fail_share=0.5):
 
 
 # ------------------------------------------------------------------ the tree
+
+
+def test_code_is_what_the_node_wrote_or_changed_in_the_workspace(tmp_path):
+    (tmp_path / "start.py").write_text("given")
+    task = replace(TASK, public={name: tmp_path / "start.py" for name in ("a.py", "b.py")})
+    files = {"a.py": b"given", "b.py": b"changed", "./c.py": b"new", "../.d.py": b"of the home"}
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    assert code_in(packed.getvalue(), task) == {"b.py": "changed", "c.py": "new"}
 
 
 def test_the_name_of_a_file_is_short_however_deep_its_node_lies():
