@@ -239,7 +239,7 @@ def completion(text):
     """What a chat endpoint answers."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text}}
     choice["finish_reason"] = "stop"
-    usage = {"prompt_tokens": 11, "completion_tokens": 2, "total_tokens": 13}
+    usage = {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}
     named = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}
     return named | {"choices": [choice], "usage": usage}
 

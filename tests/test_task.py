@@ -589,6 +589,7 @@ def test_trivial_rules_of_classes_and_numbers(tmp_path):
     low, high = (line.split(",")[1] for line in lines)
     assert float(low) < 300
     assert float(high) > 8000
+    assert not trivial(tmp_path, "id,x,y,z\n1,2,3,4\n", "id,x\n5,6\n")  # which is the target?
 
 
 # ---------------------------------------------------------------------------------------- gradings
