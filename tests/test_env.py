@@ -333,6 +333,12 @@ def test_two_episodes_never_see_each_others_files(task, backend):
 
 @pytest.mark.fault(22, "the agent looks for answers")
 @pytest.mark.attack("reading answers anywhere in the file system")
+def test_a_command_ends_at_the_limit_of_the_task_whatever_time_the_episode_has(task, backend):
+    with Env(replace(task, step_timeout=0.3), backend) as world:
+        world.reset()
+        assert world.step(block("sleep 20"), 60).status == "timeout"
+
+
 def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
     """Searches every file in Docker.
 

@@ -100,7 +100,8 @@ def equal(node):
 class FakeEnv(contextlib.AbstractAsyncContextManager):
     """Scores the files of a node on a hidden part."""
 
-    hidden = {}  # (split, node id) -> that score, or the error it raises; 0.75 if it is not named
+    # (split, node id) -> that score, None (not valid), or the error it raises; 0.75 if not named
+    hidden = {}
     read = []  # (split, node id) of each score
 
     def __init__(self, *_):
@@ -114,6 +115,8 @@ class FakeEnv(contextlib.AbstractAsyncContextManager):
 
     def score(self, split):
         value = self.hidden.get((split, self.name), 0.75)
+        if value is None:
+            return Score(None, "accuracy", split, False, "other rows")
         if not isinstance(value, float):
             raise value("it broke")
         self.read.append((split, self.name))
@@ -277,6 +280,9 @@ def test_the_selection_part_decides_between_nodes_within_one_standard_error(tmp_
     t = finished(tmp_path / "b", hidden | {("selection", "0.0"): 0.755})
     assert result(t)["best_id"] == "0.0"
     assert FakeEnv.read[-1] == ("test", "0.0")
+    # Not valid on a hidden part: worth the baseline.
+    t = finished(tmp_path / "d", {("test", "0.0"): None})
+    assert result(t)["test_score"] == TASK.baseline
     # Without that part the best by validation is chosen.
     task = replace(TASK, splits=("validation", "test"))
     finished(tmp_path / "c", hidden, tasks=[task])

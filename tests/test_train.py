@@ -93,6 +93,7 @@ def test_a_collapse_ends_the_run_and_the_episodes_of_later_steps(play, monkeypat
     assert len(rows) == 4
     assert {seed // 100_003 for seed in cancelled} <= {4, 5}
     assert cancelled, "the episodes of the steps after the collapse"
+    assert len(play(episode=waiting_reply, steps=9)) == 4  # also if it was killed before the end
 
 
 def test_ctrl_c_in_an_update_and_the_same_command_again(play, monkeypatch):

@@ -297,6 +297,9 @@ def test_failed_leaves_are_debugged_up_to_a_depth_and_faults_are_not(monkeypatch
     t = make("greedy", rule_args=("drafts=1",))
     put(t, "0", None, status="fault")
     assert decide(t).parent == "0"
+    monkeypatch.setattr(search, "DEBUG_PROB", 0.0)
+    put(t, "0", None)
+    assert decide(t).parent == "0"
     assert search.start(t, Choice("0.0")).op == "draft"  # it starts from the root's files
 
 
