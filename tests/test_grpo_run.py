@@ -281,7 +281,8 @@ def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tin
     process.wait()
     time.sleep(3)
     assert not [child for child in children if child.is_running()]
-    assert not containers_of(process.pid)
+    # One that was created and not started yet is removed by a later process, see docker_api.
+    assert not [box for box in containers_of(process.pid) if box["State"] != "created"]
     for path in logs.rglob("*.json*"):  # whatever is there is whole
         if ".tmp-" not in str(path) and path.suffix != ".gz":
             rows(path) if path.suffix == ".jsonl" else read_mapping(path)
