@@ -503,17 +503,18 @@ async def hidden_score(t: Tree, node: Node, split: str) -> float:
 
 def defaults(cfg: Config) -> dict:
     """The options that depend on --learn."""
-    if not cfg.learn:
-        return {"select": "bfs", "workers": 4, "nodes": 12, "gpu_memory": 0.85}
-    rounds = {"parents": cfg.parents or 4, "children": cfg.children or 8}
-    workers = rounds["parents"] * rounds["children"]
-    return rounds | {"select": "puct", "workers": workers, "nodes": 256, "gpu_memory": 0.45}
+    if cfg.learn:
+        together = cfg.parents * cfg.children
+        return {"select": "puct", "workers": together, "nodes": 256, "gpu_memory": 0.45}
+    return {"select": "bfs", "workers": 4, "nodes": 12, "gpu_memory": 0.85}
 
 
 def check_config(cfg: Config) -> None:
     """Fills in what depends on --learn. Raises UserError for settings that do not fit together."""
     options.check_values(cfg)
-    if not cfg.learn and (cfg.parents or cfg.children or cfg.lr):
+    if cfg.learn:
+        options.set_defaults(cfg, {"parents": 4, "children": 8})
+    elif {cfg.parents, cfg.children, cfg.lr} != {None}:
         raise UserError("--parents, --children and --lr are for --learn.")
     options.set_defaults(cfg, defaults(cfg))
     rule = SELECT[cfg.select]

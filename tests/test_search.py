@@ -679,6 +679,7 @@ BAD_INPUT = {
     "--learn --select bfs": "choose one such as --select puct",
     "--learn --children 1": "--children must be from 2",
     "--parents 8": "--parents, --children and --lr are for --learn",
+    "--lr 0": "--parents, --children and --lr are for --learn",
     "--model /no/such/model": "/no/such/model",
 }
 
