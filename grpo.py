@@ -343,8 +343,8 @@ class Config:
 def rewards_of(group: Group, cfg: Config) -> list[float]:
     """One reward per episode that is not a fault."""
     rewards = []
-    for e, value in zip(group.played, group.improvements):
-        reward = NO_SUBMISSION if value is None else REWARDS[cfg.reward](value, e)
+    for e, improvement in zip(group.played, group.improvements()):
+        reward = NO_SUBMISSION if improvement is None else REWARDS[cfg.reward](improvement, e)
         if not reward >= NO_SUBMISSION:  # NaN, too
             raise UserError(f"--reward {cfg.reward} is {reward}, below {NO_SUBMISSION}.")
         rewards.append(reward)

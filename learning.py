@@ -14,6 +14,7 @@ import grpo
 from flatlab.errors import UserError
 from flatlab.model import memory
 from flatlab.numbers import standard_error
+from flatlab.task.value import value_of
 from flatlab.train import batch, checkpoint
 from flatlab.train.job import Job
 from flatlab.tree.nodes import Node, Tree
@@ -84,16 +85,11 @@ def update(t: Tree, optimizer, groups: list[list[Node]], episodes: dict, cfg, jo
     """One update of grpo.py on the episodes of a round, by id of their nodes; its numbers."""
     compared = []
     for number, nodes in enumerate(groups):
-        rewards = [reward(node) for node in nodes if node.status != "fault"]
+        rewards = [value_of(node.improvement) for node in nodes if node.status != "fault"]
         own = [episodes[node.id] for node in nodes]
         compared.append(batch.Group(number, t.task, own, rewards))
     sequences = grpo.make_batch(t.policy, compared, cfg, job)
     return grpo.update(t.policy, optimizer, sequences, cfg, job)
-
-
-def reward(node: Node) -> float:
-    """Not clipped above: an improvement may exceed 1."""
-    return max(grpo.NO_SUBMISSION, node.improvement) if node.valid else grpo.NO_SUBMISSION
 
 
 # ------------------------------------------------------------------ what a round leaves
@@ -131,7 +127,7 @@ def row_of(t: Tree, nodes: list[Node], episodes: list) -> dict:
         "nodes": len(t.finished),
         "tokens": t.tokens(),
         "elapsed": t.elapsed(),
-        "best_score": t.best().score,
+        "best_score": t.best().score if t.scored else None,
         "valid_share": len(gains) / count,
         "improved_share": sum(gain > 0 for gain in gains) / count,
         "gain_mean": fmean(gains) if gains else None,  # over the parent, of the valid ones

@@ -43,7 +43,7 @@ from flatlab import options, threads
 from flatlab.errors import SandboxFault, UserError
 from flatlab.model import endpoint
 from flatlab.runs import cli, store
-from flatlab.task.definition import improvement
+from flatlab.task.value import improvement, value_of
 from flatlab.tree import prompts, rules
 from flatlab.tree.nodes import Choice, Node, Tree, open_trees, results, seed_from
 from flatlab.view import console
@@ -461,27 +461,28 @@ async def close(t: Tree) -> None:
     if not t.rule.is_evaluation:
         t.chosen = await choose(t)
         if t.chosen.kept and len(t.task.splits) > 1:
-            await hidden_score(t, t.chosen, t.task.splits[-1])
+            await hidden_value(t, t.chosen, t.task.splits[-1])
     t.run.result(**results(t) | {"stopped_by": stopped_by, "status": "finished"})
     t.closed = True
 
 
 async def choose(t: Tree) -> Node:
-    """The finalist with the best mean of validation and selection score; else the best node.
+    """The finalist with the best mean value on the validation and selection parts; else the best
+    node.
 
     Ties go to the node with fewer sampled tokens, then to the earlier one.
     """
     ranks = {}
     if "selection" in t.task.splits:
         for node in rules.finalists(t):
-            selection_score = await hidden_score(t, node, "selection")
-            value = improvement((node.score + selection_score) / 2, t.task)
-            ranks[node.id] = (value, -node.tokens, -node.order)
+            value = await hidden_value(t, node, "selection")
+            mean = (value_of(node.improvement) + value) / 2
+            ranks[node.id] = (mean, -node.tokens, -node.order)
     return t.nodes[rules.arg_max(ranks)] if ranks else t.best()
 
 
-async def hidden_score(t: Tree, node: Node, split: str) -> float:
-    """The score of a node's files on a part that the search does not see.
+async def hidden_value(t: Tree, node: Node, split: str) -> float:
+    """The value of a node's files on a part that the search does not see.
 
     A part is scored once per node, also if the search is killed and resumed.
     """
@@ -490,12 +491,11 @@ async def hidden_score(t: Tree, node: Node, split: str) -> float:
         async with env.Env(t.task, t.cfg.sandbox, node.seed) as world:
             await in_thread(world.restore, t.files_of(node), False)
             score = await in_thread(world.score, split)
-        # Valid on the validation part and not on this one: worth the baseline.
-        value = score.value if score.valid else t.task.baseline
         error = "\n".join(filter(None, [score.message, score.grader_output]))
-        parts[split] = {"score": value, "stderr": score.stderr, "error": error}
+        parts[split] = {"score": score.value, "stderr": score.stderr, "error": error}
         t.run.result(hidden_scores=t.hidden_scores)
-    return parts[split]["score"]
+    found = parts[split]["score"]
+    return value_of(None if found is None else improvement(found, t.task))
 
 
 # ------------------------------------------------------------------ start and end

@@ -16,11 +16,12 @@ from flatlab.files import content_key, store
 from flatlab.options import SandboxOptions
 from flatlab.sandbox.images import install_requirements
 from flatlab.task.builtin import builtin_names, load_builtin, nearest
-from flatlab.task.definition import TASKS_DIR, Task, improvement
+from flatlab.task.definition import TASKS_DIR, Task
 from flatlab.task.grading import grade, open_sandbox, resolve_backend
 from flatlab.task.mledojo import load_mledojo, mledojo_names
 from flatlab.task.mlgym import load_mlgym, mlgym_names
 from flatlab.task.sanity import check_grader, degenerate, sanity_file, trivial_rules
+from flatlab.task.value import improvement
 
 AT_THE_TOP = 0.98  # improvement of a trivial rule that leaves no room above it
 

@@ -153,14 +153,11 @@ def node_summary(run: RunData) -> str:
     """Operators and how their nodes ended."""
     import pandas
 
-    nodes = pandas.DataFrame(run.rows).astype({"counted": float}).groupby("op", sort=False)
+    nodes = pandas.DataFrame(run.rows).astype({"value": float}).groupby("op", sort=False)
     ends = nodes["outcome"].value_counts().unstack(fill_value=0)
-    means = nodes[["counted", "seconds", "tokens"]].mean()
+    means = nodes[["value", "seconds", "tokens"]].mean()
     table = means.join(ends).rename_axis(None).to_string(float_format="{:.4g}".format, na_rep="-")
-    return (
-        f"{table}\ncounted: mean score, a failed node counts as the baseline; seconds, tokens: "
-        "means per node"
-    )
+    return f"{table}\nvalue, seconds, tokens: means per node"
 
 
 # ------------------------------------------------------------------ start

@@ -330,12 +330,19 @@ RESULT = {
     "baseline": 0.6,
     "reference": 0.8,
     "selected_on_test": False,
+    "value": None,
+    "valid_share": 0.75,
+    "best_stderr": None,
+    "exact": False,
+    "tested_id": None,
+    "split": "validation",
 }
 
 
 def step_row(step, **more):
     """A row of metrics.jsonl with a few of its keys."""
-    row = {"step": step, "reward_mean": 0.1 * step, "reward_std": 0.2, "score_mean": 0.7}
+    row = {"step": step, "reward_mean": 0.1 * step, "reward_std": 0.2, "value_mean": 0.5}
+    row |= {"value_stderr": 0.1, "valid_share": 0.75}
     return row | {"seconds": 2.0} | more
 
 
@@ -347,7 +354,7 @@ def turn(reply="hello", observation="seen hello", status="ok", score=None, **mor
 
 def episode(value, reply="hello", status="submit", observation="seen hello"):
     """A row of episodes/NNNNNN.jsonl: value None failed, status "fault" broke."""
-    score = {"value": value, "valid": value is not None, "message": ""}
+    score = {"value": value, "valid": value is not None, "message": "", "stderr": None}
     if value is None:
         score["message"] = "no file"
     return {
@@ -356,7 +363,7 @@ def episode(value, reply="hello", status="submit", observation="seen hello"):
         "turns": [turn(reply, observation)] * 2,
         "status": status,
         "score": None if status == "fault" else score,
-        "improvement": value,
+        "improvement": None if value is None else (value - 0.6) / 0.2,  # see RESULT
         "fault": "it broke" if status == "fault" else "",
         "seconds": 1.5,
         "reply_tokens": 9,
@@ -394,8 +401,8 @@ def node(id, score, op="draft", **more):
 def search_result(rows, **more):
     """What result.json says about these nodes."""
     pick = max if more.get("higher_is_better", True) else min
-    root = {"id": "0", "score": RESULT["baseline"]}
-    best = pick([root, *(row for row in rows if row["valid"])], key=lambda row: row["score"])
+    none = {"id": None, "score": None, "improvement": -1.0}
+    best = pick((row for row in rows if row["valid"]), key=lambda row: row["score"], default=none)
     faults = sum(row["status"] == "fault" for row in rows)
     result = {
         "nodes": len(rows),
@@ -404,6 +411,7 @@ def search_result(rows, **more):
         "tokens": sum(row["tokens"] for row in rows),
         "best_id": best["id"],
         "best_score": best["score"],
+        "value": best["improvement"],
         "test_score": None,
         "test_minus_validation": None,
     }

@@ -23,7 +23,7 @@ from env import Env
 from flatlab.errors import SandboxFault
 from flatlab.files import read_rows
 from flatlab.sandbox.images import foreign_image
-from flatlab.task.definition import clipped_improvement, improvement
+from flatlab.task.value import improvement, value_of
 from helpers import (
     AGENT_TEXTS,
     LOCAL,
@@ -357,7 +357,7 @@ def test_rewards_are_those_of_our_own_episodes(tmp_path):
         metrics = trace["metrics"]
         seen.append((metrics["valid"], metrics["improvement"], reward))
         assert (metrics["turns"], metrics["faults"]) == (2, 0)
-    valid = (1, pytest.approx(expected), pytest.approx(clipped_improvement(expected)))
+    valid = (1, pytest.approx(expected), pytest.approx(min(1, value_of(expected))))
     assert sorted(seen) == [(0, 0, -1)] * 2 + [valid] * 2
 
 

@@ -19,7 +19,8 @@ import tasks
 from env import Env
 from flatlab.options import SandboxOptions
 from flatlab.runs.store import open_run
-from flatlab.task.definition import TASKS_DIR, improvement
+from flatlab.task.definition import TASKS_DIR
+from flatlab.task.value import improvement
 from flatlab.train import metrics
 from flatlab.tree.nodes import Tree
 from flatlab.view import tables
@@ -293,7 +294,7 @@ def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(tmp_path)
     t = Tree(easy(), "none", 0, cfg, run, search.SELECT[cfg.select])
     asyncio.run(search.search([t], model, 1))
     result = run.results()
-    assert result["improvement"] > 1
+    assert result["value"] > 1
     assert (result["split"], result["exact"], result["selected_on_test"]) == ("exact", True, False)
     assert (result["test_stderr"], result["test_reads"]) == (None, 0)
     [episode] = map(json.loads, (run.dir / "episodes/000000.jsonl").read_text().splitlines())

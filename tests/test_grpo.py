@@ -219,9 +219,10 @@ def test_the_row_counts_faults_graders_without_a_result_and_records():
     assert (row["valid_share"], row["zero_variance_share"]) == (2 / 3, 0)
 
 
-def evaluated(gain, stderr=0.05):
+def evaluated(gain, stderr=0.05, valid=0.8):
     """Healthy steps, and an evaluation after the last one."""
-    return [*HEALTHY, row(19, eval_improvement=gain, eval_improvement_stderr=stderr)]
+    numbers = {"value_mean": gain, "value_stderr": stderr, "valid_share": valid}
+    return [*HEALTHY, row(19) | metrics.evaluation_columns(numbers)]
 
 
 def unlearned(step):
@@ -235,9 +236,14 @@ NOTHING_LEFT = [row(i, valid_share=0.02) for i in range(5)]
 COLLAPSES = (
     (HEALTHY, ""),
     (evaluated(0.35), ""),  # 2.1 standard errors
-    (evaluated(0.1), "held-out improvement fell from 0.500 (step 9) to 0.100"),
+    (evaluated(0.1), "held-out value fell from 0.500 (step 9) to 0.100, 5.7 standard errors"),
+    (
+        evaluated(0.1, valid=0.2),
+        "held-out value fell from 0.500 (step 9) to 0.100, 5.7 standard "
+        "errors, and the share of valid submissions from 80% to 20%",
+    ),
     (evaluated(0.9), ""),
-    (evaluated(0.1)[:-1] + [row(8, eval_improvement=0.1, eval_improvement_stderr=0.05)], ""),
+    (evaluated(0.1)[:-1] + [row(8, eval_value_mean=0.1, eval_value_stderr=0.05)], ""),
     ([row(0, kl=2.0), row(1, kl=2.0)], ""),
     ([row(i, kl=2.0) for i in range(3)], "KL to the reference"),
     ([row(i, skipped=1) for i in range(3)], "three updates"),
@@ -252,7 +258,7 @@ COLLAPSES = (
 
 @pytest.mark.parametrize("rows, reason", COLLAPSES)
 def test_what_counts_as_a_collapse(rows, reason):
-    best = {"step": 9, "improvement": 0.5, "improvement_stderr": 0.05}
+    best = {"step": 9, "value_mean": 0.5, "value_stderr": 0.05, "valid_share": 0.8}
     collapse = metrics.collapse(rows, best)
     assert collapse.startswith(reason)
     assert bool(collapse) == bool(reason)
@@ -263,32 +269,35 @@ def judged(task, *values):
     return metrics.evaluation([scored_group(task, *values)], [task])
 
 
-def test_best_is_the_adapter_with_the_best_mean_in_the_table():
-    """Also with more failures, each of which counts as the baseline. One without any valid
-    submission is never better.
-    """
+def test_best_is_the_adapter_with_the_largest_mean_value():
+    """Failing never pays: a failure has the value -1, also where a policy is below the baseline."""
     nothing = judged(TASK, *[None] * 64)
-    bad = judged(TASK, *[0.63] * 60, *[None] * 4)
-    steady = judged(TASK, *[0.742] * 64)
+    worst = judged(TASK, *[0.60] * 2, *[None] * 62)
+    bad = judged(TASK, *[0.63] * 60, *[None] * 4)  # the baseline is 0.678
     risky = judged(TASK, *[0.79] * 48, *[None] * 16)
-    assert nothing["score_mean"] == TASK.baseline
-    assert metrics.mean_text(risky).startswith("score 0.762")
+    steady = judged(TASK, *[0.742] * 64)
+    assert nothing["score_mean"] is nothing["score_best_of_8"] is None
+    assert (nothing["value_mean"], nothing["valid_share"]) == (-1, 0)
+    assert metrics.evaluation_line("x", nothing, "test").startswith(
+        "x: value -1.0000 ± 0.0000, 0% valid ("
+    )
+    assert risky["score_mean"] == pytest.approx(0.79)
     assert metrics.better(nothing, None)
-    for worse, better in pairwise([nothing, bad, steady, risky]):
+    for worse, better in pairwise([nothing, worst, bad, risky, steady]):
         assert metrics.better(better, worse)
         assert not metrics.better(worse, better)
         assert not metrics.better(better, better)  # the earlier one stays
 
 
 def test_one_wild_score_does_not_hide_a_good_policy():
-    """The metric has no lower bound, so table and choice show the clipped improvement."""
+    """The metric has no lower bound, but no value is below -1."""
     task = load_task("diabetes")
     good = judged(task, *[0.40] * 63, -60.0)
     poor = judged(task, *[0.10] * 64)
     assert metrics.better(good, poor)
     assert not metrics.better(poor, good)
-    assert metrics.mean_text(good).startswith("improvement 0.8")
-    assert good["diabetes.score_mean"] < poor["diabetes.score_mean"]
+    assert metrics.mean_text(good).startswith("value +0.8")
+    assert good["score_mean"] < poor["score_mean"]
 
 
 # ------------------------------------------------------------ whole runs, played episodes
@@ -449,28 +458,27 @@ def test_a_run_that_continues_keeps_its_evaluations_and_compares_anew(play, poli
 
 
 def test_paired_differences_by_hand():
-    """Faults leave their pair; a failure counts as the baseline; pairs take out what the seeds
-    share.
-    """
+    """Faults leave their pair; a failure has the value -1; pairs take out what the seeds share."""
 
-    def played(*scores):
+    def played(task, *scores):
         """None: a fault."""
-        group = scored_group(TASK, *scores)
+        group = scored_group(task, *scores)
         for score, e in zip(scores, group.episodes):
             if score is None:
                 e.status = "fault"
                 e.score = None
         return [group]
 
+    task = replace(TASK, baseline=0.6, reference=1.6)
     paired = metrics.paired_difference(
-        played(0.7, 0.8, None, 0.9), played(0.6, 0.6, 0.5, 0.9), [TASK]
+        played(task, 0.7, 0.8, None, 0.9), played(task, 0.6, 0.6, 0.5, 0.9)
     )
     assert paired["difference"] == pytest.approx(0.1)
     assert paired["difference_n"] == 3
     assert paired["difference_stderr"] == pytest.approx(stdev([0.1, 0.2, 0.0]) / 3**0.5)
-    nothing = [scored_group(TASK, None)]
-    paired = metrics.paired_difference(nothing, played(TASK.baseline), [TASK])
-    assert paired == {"difference": 0, "difference_stderr": None, "difference_n": 1}
+    nothing = [scored_group(task, None)]
+    paired = metrics.paired_difference(nothing, played(task, task.baseline))
+    assert paired == {"difference": -1, "difference_stderr": None, "difference_n": 1}
 
 
 def test_a_resumed_run_knows_the_evaluation_of_the_adapter_in_best(play):
@@ -478,7 +486,7 @@ def test_a_resumed_run_knows_the_evaluation_of_the_adapter_in_best(play):
     options = {"eval_episodes": 2, "eval_every": 1, "guarded": False}
     play(steps=1, **options)
     file = Path("logs/a/best/evaluation.json")
-    newer = read_mapping(file) | {"step": 7, "improvement": 9.0}
+    newer = read_mapping(file) | {"step": 7, "value_mean": 9.0}
     file.write_text(json.dumps(newer))
     play(steps=2, **options)
     assert result_of()["final"]["best"]["step"] == 7
@@ -590,10 +598,11 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
         episodes = read_rows(f"logs/a/episodes/{step:06d}.jsonl")
         assert {e["task"] for e in episodes} == {"titanic", "battleOfSexes"}
     assert "eval_score_mean" not in rows[-1]  # units differ
+    assert {"eval_titanic.score_mean", "eval_battleOfSexes.value_mean"} <= rows[-1].keys()
     result = result_of()
     before = read_rows("logs/a/episodes/before.jsonl")
-    clipped = [max(-1, min(1, e["improvement"])) for e in before]
-    assert fmean(clipped) == result["before"]["improvement"]
+    values = [max(-1, e["improvement"]) for e in before]
+    assert fmean(values) == result["before"]["value_mean"]
     assert [e["baseline"] for e in before] == [TASK.baseline, other.baseline] * 2
 
 

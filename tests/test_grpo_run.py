@@ -67,9 +67,8 @@ def test_a_run_leaves_everything_behind(finished):
 # ------------------------------------------------------------------ numbers from the files alone
 
 
-def counted(episode, part="score"):
-    """The score as tables count it: without a valid submission the baseline."""
-    return episode[part]["value"] if episode[part]["valid"] else episode["baseline"]
+def value(episode, key="improvement"):
+    return -1 if episode[key] is None else max(-1, episode[key])
 
 
 def mean_and_error(values):
@@ -79,21 +78,17 @@ def mean_and_error(values):
 def evaluation_of(episodes):
     """An evaluation as result.json has it."""
     played = [e for e in episodes if e["status"] != "fault"]
-    is_valid = [e["score"]["valid"] for e in played]
-    improvements = [e["improvement"] or 0.0 for e in played]
-    columns = {"improvement": improvements}
-    result = {
-        "n": len(played),
-        "faults": len(episodes) - len(played),
-        "valid_share": fmean(is_valid),
-        "score_best": max(counted(e) for e in played),
-    }
-    for part in ("score", "test_score"):
-        if all(e[part] for e in played):
-            columns[f"{part}_mean"] = [counted(e, part) for e in played]
-    for name, values in columns.items():
-        error = f"{name.removesuffix('_mean')}_stderr"
-        result[name], result[error] = mean_and_error(values)
+    result = {"n": len(played), "faults": len(episodes) - len(played)}
+    for prefix in ("", "test_"):
+        scores = [e[f"{prefix}score"] for e in played]
+        if all(scores):
+            valid = [score["value"] for score in scores if score["valid"]]
+            columns = {"value": [value(e, f"{prefix}improvement") for e in played], "score": valid}
+            for name, numbers in columns.items():
+                mean, error = mean_and_error(numbers)
+                result |= {f"{prefix}{name}_mean": mean, f"{prefix}{name}_stderr": error}
+            result[f"{prefix}valid_share"] = len(valid) / len(scores)
+            result[f"{prefix}score_best_of_8"] = None  # of fewer than 8
     return result
 
 
@@ -112,13 +107,13 @@ def test_every_headline_follows_from_the_episodes(finished):
     final = result["final"]
     files = {name: final[name].pop("file") for name in ("untrained", "last", "best")}
     episodes = {name: rows(logs / file) for name, file in files.items()}
-    reference = {e["seed"]: counted(e) for e in episodes["untrained"]}
+    reference = {e["seed"]: value(e) for e in episodes["untrained"]}
     for name in ("untrained", "last", "best"):
         expected = evaluation_of(episodes[name])
         if name != "best":
-            expected = {key: expected[key] for key in expected if "test_score" not in key}
+            expected = {key: expected[key] for key in expected if "test_" not in key}
         if name != "untrained":
-            pairs = [counted(e) - reference[e["seed"]] for e in episodes[name]]
+            pairs = [value(e) - reference[e["seed"]] for e in episodes[name]]
             expected["difference"], expected["difference_stderr"] = mean_and_error(pairs)
             expected["difference_n"] = len(pairs)
             final[name].pop("step")

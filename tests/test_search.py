@@ -189,17 +189,17 @@ def test_budget_k_executes_k(tmp_path, select, workers):
     assert all(row["decision"]["reason"] for row in rows(t))
 
 
-def test_failures_are_counted_everywhere_and_the_root_is_the_best_of_nothing(tmp_path):
+def test_without_a_valid_node_there_is_no_best_one_and_the_reasons_are_named(tmp_path):
     t = run(tmp_path, score_of=lambda node: None, nodes=12)
     r = result(t)
     assert r["nodes"] == r["failed"] == 12
-    assert r["best_id"] == "0"
-    assert r["best_score"] == r["node_mean"] == 0.5
-    assert r["test_score"] is None
+    assert r["best_id"] is r["best_score"] is r["test_score"] is r["score_mean"] is None
+    assert r["value"] == r["value_mean"] == -1
     assert all("no submission" in row["error"] for row in rows(t))
     [row] = tables.rows_of([plots.RunGroup("", "", [read_run(t.run.dir)])])
-    assert row["score"] == "0.5000"
-    assert row["failed"] == "12 of 12, 0 faults"
+    assert (row["value"], row["valid"], row["score"]) == ("-1.0000", "0%", "-")
+    said = tables.headline(read_run(t.run.dir))
+    assert said.startswith("No valid node: 12 x turn limit. 12 of 12 failed (")
 
 
 def test_the_rules_see_a_node_finish_at_once(tmp_path, monkeypatch):
@@ -227,13 +227,14 @@ def test_the_result_of_an_evaluation_is_the_mean_over_its_episodes(tmp_path):
     assert {row["parent"] for row in rows(t)} == {"0"}
     assert r["evaluation"]
     assert r["best_id"] is r["best_score"] is r["test_score"] is None
-    assert r["node_mean"] == pytest.approx((0.9 + 0.5 + 0.3 + 0.4) / 4)
-    assert r["improvement"] == pytest.approx((r["node_mean"] - 0.5) / 0.5)
+    assert r["value"] == r["value_mean"] == pytest.approx((0.8 - 1 - 0.4 - 0.2) / 4)
+    assert r["score_mean"] == pytest.approx((0.9 + 0.3 + 0.4) / 3)
     said = tables.headline(read_run(t.run.dir))
-    assert f"0.5250 ± {r['node_stderr']:.4f} (validation part; higher is better)" in said
+    assert f"value -0.2000 ± {r['value_stderr']:.4f}, 75% valid, " in said
+    assert f" 0.5333 ± {r['score_stderr']:.4f} (validation part; " in said
     # There is no mean where all sandboxes broke.
     broken = run(tmp_path / "b", score_of=lambda node: "fault", **options | {"nodes": 2})
-    assert result(broken)["node_mean"] is None
+    assert result(broken)["value_mean"] is None
     assert "nan" in tables.table([read_run(broken.run.dir)])
 
 
@@ -280,9 +281,14 @@ def test_the_selection_part_decides_between_nodes_within_one_standard_error(tmp_
     t = finished(tmp_path / "b", hidden | {("selection", "0.0"): 0.755})
     assert result(t)["best_id"] == "0.0"
     assert FakeEnv.read[-1] == ("test", "0.0")
-    # Not valid on a hidden part: worth the baseline.
+    # Not valid on a hidden part: a failure.
     t = finished(tmp_path / "d", {("test", "0.0"): None})
-    assert result(t)["test_score"] == TASK.baseline
+    assert (result(t)["test_score"], result(t)["value"]) == (None, -1)
+    said = tables.headline(read_run(t.run.dir))
+    assert "value -1.0000, no valid score (test part;" in said
+    assert "the best node is not valid on the test part" in said
+    t = finished(tmp_path / "e", {("selection", "0.0"): None, ("selection", "0.1"): 0.5})
+    assert result(t)["best_id"] == "0.1"
     # Without that part the best by validation is chosen.
     task = replace(TASK, splits=("validation", "test"))
     finished(tmp_path / "c", hidden, tasks=[task])
@@ -557,7 +563,7 @@ def test_a_grid_shares_the_workers(tmp_path):
     assert 4 < max(itertools.accumulate(changes)) <= 6  # a tree has four nodes
     for tree in trees[2:]:  # of the task where lower is better
         scores = [row["score"] for row in rows(tree) if row["valid"]]
-        assert result(tree)["best_score"] == min([TASK.baseline, *scores])
+        assert result(tree)["best_score"] == min(scores)  # also where it is below the baseline
 
 
 # ------------------------------------------------------------------ real sandboxes

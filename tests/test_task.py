@@ -18,6 +18,7 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,15 +37,14 @@ from flatlab.task.builtin import builtin_names
 from flatlab.task.definition import (
     TASKS_DIR,
     Task,
-    clipped_improvement,
     finite_number,
-    improvement,
     last_json_object,
     parse_grade,
 )
 from flatlab.task.grading import open_sandbox
 from flatlab.task.mlgym import mlgym_names
 from flatlab.task.sanity import check_grader, csv_rules, degenerate
+from flatlab.task.value import improvement, score_at, value_of
 from flatlab.tree.nodes import Tree
 from helpers import (
     LOCAL,
@@ -177,10 +177,16 @@ def test_parse_grade():
 
 
 def test_improvement_knows_direction_and_unit():
-    assert improvement(0.8, (0.6, True, 0.9)) == pytest.approx(2 / 3)
-    assert improvement(8.0, (10.0, False, 6.0)) == pytest.approx(0.5)
-    assert improvement(12.0, (10.0, False, 6.0)) == pytest.approx(-0.5)
-    assert improvement(8.0, (10.0, False, None)) == pytest.approx(0.2)
+    cases = (
+        (0.8, 2 / 3, (0.6, True, 0.9)),
+        (8.0, 0.5, (10.0, False, 6.0)),
+        (12.0, -0.5, (10.0, False, 6.0)),
+        (8.0, 0.2, (10.0, False, None)),
+    )
+    for score, expected, (baseline, up, reference) in cases:
+        task = SimpleNamespace(baseline=baseline, higher_is_better=up, reference=reference)
+        assert improvement(score, task) == pytest.approx(expected)
+        assert score_at(expected, task) == pytest.approx(score)
 
 
 # ----------------------------------------------------------------------- titanic, diabetes, digits
@@ -916,6 +922,6 @@ def test_a_hidden_file_that_is_public_is_refused(folder, link):
 
 
 def test_the_reward_of_the_bridges_is_that_of_training():
-    assert clipped_improvement(None) == grpo.NO_SUBMISSION
+    assert value_of(None) == grpo.NO_SUBMISSION
     for value in (-3.47, -0.5, 0.0, 0.7, 4.0):
-        assert clipped_improvement(value) == grpo.continuous(value, [])
+        assert min(1, value_of(value)) == grpo.continuous(value, [])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import search
-from flatlab.task.definition import improvement
+from flatlab.task.value import improvement
 from flatlab.tree import prompts, rules
 from flatlab.tree.nodes import Choice, Node, Tree, code_in
 from helpers import search_config

@@ -173,7 +173,7 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     text = printed(capsys, directory, episode="0.0.0")
     assert "output of 0.0.0" in text
     assert printed(capsys, directory, best=True).startswith("0.0.0  0.3")
-    assert "Best node (0.0.0): loss 0.3" in printed(capsys, directory)
+    assert "Best node (0.0.0): value -0.3000, loss 0.3" in printed(capsys, directory)
     assert {p.name for p in directory.glob("*.png")} == {"tree.png", "curves.png"}
 
 
@@ -211,7 +211,8 @@ def test_the_recipe_of_the_docs_makes_conversations_of_episodes():
 def test_trackers_get_the_numbers_of_a_row():
     row = step_row(3, alarms=["x"], flag=True)
     assert trackers.step_of(row) == 3
-    numbers = {"reward_mean": 0.3, "reward_std": 0.2, "score_mean": 0.7, "seconds": 2.0}
+    numbers = {"reward_mean": 0.3, "reward_std": 0.2, "value_mean": 0.5, "seconds": 2.0}
+    numbers |= {"value_stderr": 0.1, "valid_share": 0.75}
     assert trackers.scalars(row) == pytest.approx(numbers)
 
 
@@ -250,12 +251,14 @@ def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, **config):
     """A finished training run whose best adapter has these scores at the end."""
     run = store.open_run(folder, CONFIG | {"seed": seed} | config, MADE_BY)
     counts = {"episodes": 8, "valid_share": 0.75, "faults": 1}
-    before = {"score_mean": 0.4, "score_stderr": 0.1}
-    best = {"file": "episodes/final-best.jsonl", "score_mean": 0.6, "step": 1}
+    before = {"value_mean": 0.4, "value_stderr": 0.1}
+    best = {"file": "episodes/final-best.jsonl", "value_mean": 0.6, "value_stderr": 0.1, "step": 1}
+    best |= {"valid_share": 0.75}
     run.result(**RESULT, status="finished", before=before)
-    run.result(final={"best": best, "split": "validation", "best_is_untrained": False})
+    final = {"best": best, "untrained": {"valid_share": 0.8, **before}, "n": 8}
+    run.result(final=final | {"split": "validation", "best_is_untrained": False})
     run.save_episodes("final-best", [episode(s) | {"seed": i} for i, s in enumerate(scores)])
-    evaluation = {"eval_score_mean": 0.6, "eval_score_stderr": 0.05}
+    evaluation = {"eval_value_mean": 0.6, "eval_value_stderr": 0.05}
     for step in range(2):
         run.log(step_row(step, **counts, **evaluation))
     run.lock.close()
@@ -271,23 +274,35 @@ def rows(*runs):
 
 
 def test_two_training_runs_are_compared_in_pairs_with_their_uncertainty(tmp_path):
-    """Both are far from certain, but the same seeds are 0.1 better in all cases but one."""
+    """Both are far from certain, but the same seeds are 0.5 better in all cases but one. One unit
+    of value is 0.2 of score.
+    """
     first = trained(tmp_path / "a", scores=(0.5, 0.7, 0.9, None))
     second = trained(tmp_path / "b", scores=(0.6, 0.8, 1.0, None), lr=1.0)
     better, worse = rows(first, second)
     assert (better["run"], worse["run"]) == ("b", "a")
-    values = (0.5, 0.7, 0.9, 0.6)  # a failure counts as the baseline
-    assert worse["score"] == f"0.6750 ± {stdev(values) / 2:.4f}"
-    assert worse["difference"] == f"-0.0750 ± {stdev((0.1, 0.1, 0.1, 0)) / 2:.4f} (4 paired)"
-    assert better["of"] == "best adapter, validation"
-    assert better["failed"] == "4 of 18, 2 faults"
+    values = (-0.5, 0.5, 1.5, -1)
+    assert worse["value"] == f"+0.1250 ± {stdev(values) / 2:.4f}"
+    assert worse["score"] == f"0.7000 ± {stdev((0.5, 0.7, 0.9)) / 3**0.5:.4f}"
+    assert worse["difference"] == f"-0.3750 ± {stdev((0.5, 0.5, 0.5, 0)) / 2:.4f} (4 paired)"
+    assert (better["of"], better["valid"], better["faults"]) == (
+        "best adapter, validation",
+        "75%",
+        2,
+    )
 
 
 def test_runs_that_differ_by_their_seed_are_one_row_whose_error_is_over_the_runs(tmp_path):
+    """Of fewer than three runs each value is shown: two are no measure of a spread."""
     runs = [trained(tmp_path / f"x-{seed}", (0.5 + 0.1 * seed,), seed) for seed in (1, 2)]
     [row] = rows(*runs)
     assert (row["run"], row["N"]) == ("x-1", 2)
-    assert row["score"] == "0.6500 ± 0.0500"
+    assert (row["value"], row["score"]) == ("+0.0000, +0.5000", "0.6000, 0.7000")
+    three = [*runs, trained(tmp_path / "x-0", (0.5,), 0)]
+    others = [trained(tmp_path / f"z-{seed}", (0.4,), seed, lr=2.0) for seed in range(3)]
+    first, second = rows(*three, *others)
+    assert first["value"] == f"+0.0000 ± {0.5 / 3**0.5:.4f}"
+    assert second["difference"] == f"-1.0000 ± {0.5 / 3**0.5:.4f} (3 paired)"
     again = trained(tmp_path / "y-1", (0.9,), 1)  # every seed counts once
     other = trained(tmp_path / "x-3", (0.9,), 3, lr=1.0)
     shown = rows(*runs, again, other)
@@ -298,20 +313,27 @@ def test_runs_that_differ_by_their_seed_are_one_row_whose_error_is_over_the_runs
 def test_a_run_that_is_not_finished_shows_its_last_steps(tmp_path):
     run = filled(tmp_path)
     said = tables.headline(reader.read_run(run.dir))
-    assert said.startswith("Mean of the last 1 step: accuracy 0.7000 (training part; ")
+    assert said.startswith("Last 1 step: value +0.5000, 100% valid (training part; ")
     assert "Status: " in said
 
 
-def test_several_tasks_are_measured_by_clipped_improvements(tmp_path):
+def test_an_adapter_that_lost_half_of_its_valid_submissions_is_marked(tmp_path):
+    run = trained(tmp_path / "a")
+    assert "!" not in tables.final_table(run.result)
+    lost = {"value_mean": -0.8, "value_stderr": 0.1, "valid_share": 0.3, "step": 9}
+    run.result["final"]["last"] = lost
+    marked, sentence = [line for line in tables.final_table(run.result).splitlines() if "!" in line]
+    assert marked.startswith("last (step 9) !  -0.8000 ± 0.1000  30%")
+    assert sentence == "! last: the share of valid submissions fell from 80% to 30%."
+
+
+def test_several_tasks_have_a_common_value_and_no_score(tmp_path):
     run = trained(tmp_path / "a", task=["titanic", "digits"])
-    for row in run.rows:
-        del row["score_mean"]
-        row["improvement_mean"] = 0.2
-    run.result.update(metric="improvement", baseline=0.0, reference=1.0)
+    run.result.update(metric="value", baseline=0.0, reference=1.0)
     played = [episode(0.9) | {"seed": i, "improvement": x} for i, x in enumerate((5.0, None))]
     store.Run(run.dir, {}, None).save_episodes("final-best", played)
     [row] = rows(run)
-    assert row["score"] == "0.5000 ± 0.5000"
+    assert (row["value"], row["score"]) == ("+2.0000 ± 3.0000", "-")
     assert tables.table([run]).startswith("titanic+digits, training\n")
 
 
@@ -329,19 +351,19 @@ def test_the_curve_of_evaluations_begins_before_training(tmp_path):
 def test_each_run_is_drawn_whole_and_the_mean_where_all_are(tmp_path):
     """Else a run that was stopped would vanish from the mean without a word."""
     runs = [trained(tmp_path / "a"), trained(tmp_path / "b", seed=1)]
-    runs[1].rows.append(step_row(3, score_mean=0.9))
+    runs[1].rows.append(step_row(3, value_mean=0.9))
     axis = plots.new_figure(6, 4).subplots()
-    plots.draw_key(axis, [plots.RunGroup("", plots.BLUE, runs)], "score_mean", plots.BLUE)
+    plots.draw_key(axis, [plots.RunGroup("", plots.BLUE, runs)], "value_mean", plots.BLUE)
     *thin, bold = axis.lines
     assert [line.get_ydata()[-1] for line in thin[1:]] == [0.9]
     assert bold.get_xdata().tolist() == [0, 1]
 
 
-def test_best_so_far_follows_the_direction_and_failed_nodes_count_as_the_baseline(tmp_path):
+def test_best_so_far_is_that_of_values_and_failed_nodes_have_the_lowest(tmp_path):
     run = searched(tmp_path / "a")
-    assert plots.best_so_far(run).to_list() == [0.6, 0.4, 0.4, 0.3, 0.3]
-    run.rows[0] = reader.node_row(run.rows[0] | {"status": "fault"}, 0.6)
-    assert [row["counted"] for row in run.rows] == [None, 0.6, 0.3, 0.45]
+    assert plots.best_so_far(run).to_list() == [-1, -0.4, -0.4, -0.3, -0.3]
+    run.rows[0] = reader.node_row(run.rows[0] | {"status": "fault"})
+    assert [row["value"] for row in run.rows] == [None, -1, -0.3, -0.45]
 
 
 def test_a_tree_names_its_nodes(tmp_path):
@@ -517,8 +539,8 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path, browser):
     ]
     browser.open(written(tmp_path, search_run(tmp_path / "run", nodes)), "#0.1")
     body = browser.js("document.body.innerText")
-    assert "Best node (0.0.0): accuracy 0.7500 (validation part" in body
-    assert "1 of 4 failed and count as the baseline" in body
+    assert "Best node (0.0.0): value +0.7500, accuracy 0.7500 (validation part" in body
+    assert "1 of 4 failed (value -1)" in body
     assert browser.js("document.getElementById('0.1').open")
     assert "KeyError: 'missing'" in body
     click = "new MouseEvent('click', {bubbles: true, cancelable: true, view: window})"

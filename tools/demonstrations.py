@@ -29,7 +29,7 @@ from flatlab.options import Count, EpisodeOptions, check_values
 from flatlab.runs.cli import one_sentence, parse_config
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.store import open_run, run_directory
-from flatlab.task.definition import improvement
+from flatlab.task.value import improvement
 from flatlab.world.episode import Episode, run_episode
 from tasks import load_task
 from tools import expert

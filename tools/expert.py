@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 import env
 from flatlab.options import EpisodeOptions
-from flatlab.task.definition import Task, improvement
+from flatlab.task.definition import Task
+from flatlab.task.value import improvement
 from flatlab.tree import prompts
 from flatlab.world.texts import load_prompts
 from tasks import load_task

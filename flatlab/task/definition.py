@@ -1,4 +1,4 @@
-"""What is asked and how it is scored: tasks, reading a grade, and the measure of improvement."""
+"""Tasks, and reading what a grader printed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import content_key
+from flatlab.task.value import improvement
 
 LARGEST = 1e100  # scores beyond it count as none: their squares and sums would be infinite
 MESSAGE_CHARS = 500  # of a grader's error message, which the agent reads
@@ -176,27 +177,3 @@ def last_json_object(text: str) -> dict:
             with suppress(ValueError, RecursionError):
                 return json.loads(line)
     return {}
-
-
-def improvement(score: float, task: Task | tuple[float, bool, float | None]) -> float:
-    """How much better than the baseline: 0 at the baseline, 1 at the reference, unbounded.
-
-        improvement = +-(score - baseline) / unit
-
-    with + if higher is better, and unit = |reference - baseline|, or |baseline| without a
-    reference, or 1 if that is 0. `task` is a Task or (baseline, higher_is_better, reference).
-    Rewards, selection and tables call it.
-    """
-    if isinstance(task, Task):
-        task = (task.baseline, task.higher_is_better, task.reference)
-    baseline, higher_is_better, reference = task
-    difference = score - baseline if higher_is_better else baseline - score
-    unit = abs(baseline) if reference is None else abs(reference - baseline)
-    return difference / (unit or 1.0)
-
-
-def clipped_improvement(value: float | None) -> float:
-    """An improvement clipped to [-1, 1], so that no single extreme score decides. None, no valid
-    submission, is -1 as a reward; tables pass 0 for it, see metrics.counted_improvement.
-    """
-    return -1.0 if value is None else max(-1.0, min(1.0, value))

@@ -31,10 +31,10 @@ from flatlab.task.definition import (
     WHOLE_WORKSPACE,
     Task,
     finite_number,
-    improvement,
     last_json_object,
     parse_grade,
 )
+from flatlab.task.value import improvement
 
 MOUNT_BYTES = 16 << 20  # larger public files are mounted into a local sandbox, not copied
 MODEL_BYTES = 2 << 30  # limit of the artefacts of a task that needs a GPU: weights of a model

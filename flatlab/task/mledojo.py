@@ -11,7 +11,7 @@ from pathlib import Path
 from flatlab.errors import UserError
 from flatlab.files import cache_dir, content_key, read_mapping, store
 from flatlab.task.builtin import tree_files
-from flatlab.task.definition import TASKS_DIR, Task, improvement, last_json_object
+from flatlab.task.definition import TASKS_DIR, Task, last_json_object
 
 PROMPT_CHARS = 8000  # of a competition's description; the whole text is in the workspace
 ERROR_CHARS = 300  # of what a metric has printed that cannot be run
@@ -55,7 +55,7 @@ def load_mledojo(root: Path, name: str) -> Task:
             f"The sample submission of {name} cannot be graded ({facts['error']}); {hint}."
         )
     reference = facts["median"]
-    if reference is not None and improvement(reference, (baseline, up, None)) <= 0:
+    if reference is not None and (reference <= baseline if up else reference >= baseline):
         reference = None
     split = "{split}" if facts["parts"] else "all"
     text = public["data/description.txt"].read_text(encoding="utf-8", errors="replace").strip()

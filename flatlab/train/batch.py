@@ -9,7 +9,8 @@ from functools import partial
 
 import numpy as np
 
-from flatlab.task.definition import Task, improvement
+from flatlab.task.definition import Task
+from flatlab.task.value import improvement
 from flatlab.world.episode import Episode
 
 ALIKE = 128  # tokens: sequences that differ in these are in different micro-batches
@@ -30,10 +31,11 @@ class Group:
     def played(self) -> list[Episode]:
         return [e for e in self.episodes if e.status != "fault"]
 
-    @property
-    def improvements(self) -> list[float | None]:
-        """Of the episodes that are not faults; None without a valid submission."""
-        scores = [e.score for e in self.played]
+    def improvements(self, part: str = "score") -> list[float | None]:
+        """One per episode that is not a fault; None without a valid submission. part: "score", or
+        "test_score" where the test part was scored.
+        """
+        scores = [getattr(e, part) for e in self.played]
         return [improvement(s.value, self.task) if s.valid else None for s in scores]
 
     @property

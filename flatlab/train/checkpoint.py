@@ -60,19 +60,21 @@ def write_step(policy, optimizer, job, row: dict) -> None:
 
 def save_groups(job, name: int | str, groups: list[Group]) -> None:
     """Writes the episodes of these groups and their tokens, see Run.save_episodes. Each has the
-    number of its group, its reward (None for a fault), baseline, and improvement (None unless
+    number of its group, its reward (None for a fault), baseline, and improvements (None unless
     valid).
     """
     if not job.run:
         return
     lines = []
     for group in groups:
-        made = zip(group.rewards, group.improvements)
+        columns = {"reward": group.rewards, "improvement": group.improvements()}
+        if all(e.test_score for e in group.played):
+            columns["test_improvement"] = group.improvements("test_score")
+        made = zip(*columns.values())
         for e in group.episodes:
-            reward, improvement = (None, None) if e.status == "fault" else next(made)
+            numbers = [None] * len(columns) if e.status == "fault" else next(made)
             line = {"group": group.number, "baseline": group.task.baseline}
-            line |= {"reward": reward, "improvement": improvement}
-            lines.append(e.to_dict() | line)
+            lines.append(e.to_dict() | line | dict(zip(columns, numbers)))
     tokens = b"".join(episode.packed for group in groups for episode in group.episodes)
     job.run.save_episodes(name, lines, tokens)
 

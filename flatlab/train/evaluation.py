@@ -95,9 +95,9 @@ def compare_adapters(policy, tasks, cfg, job) -> dict:
         groups, file = played[weights]
         result = metrics.evaluation(groups, tasks) | {"file": file}
         if name != "untrained":
-            result |= metrics.paired_difference(groups, played[untrained][0], tasks)
+            result |= metrics.paired_difference(groups, played[untrained][0])
         if name != "best":
-            result = {key: result[key] for key in result if "test_score" not in key}
+            result = {key: result[key] for key in result if "test_" not in key}
         if name in steps:
             result["step"] = steps[name]
         final[name] = result
@@ -110,7 +110,8 @@ def finish(policy, tasks, cfg, job) -> None:
         job.loop.cancel()  # the episodes of the steps that are left out
     if cfg.eval_episodes:
         final = compare_adapters(policy, tasks, cfg, job)
-        job.result(final=final)
+        best = final["best"]
+        job.result(final=final, value=best.get("test_value_mean", best["value_mean"]))
     elif job.best:
         job.say(f"best/ of logs/{cfg.name} is the last adapter: nothing was evaluated")
     status = "finished"

@@ -19,7 +19,8 @@ from flatlab.files import read_rows
 from flatlab.model.chat import Sample
 from flatlab.numbers import duration
 from flatlab.options import EpisodeOptions
-from flatlab.task.definition import Task, improvement
+from flatlab.task.definition import Task
+from flatlab.task.value import improvement
 from flatlab.train.batch import TrainSequence, column, micro_batches, sequences_of
 from flatlab.train.job import stop_if_interrupted
 from flatlab.world.episode import Episode, History

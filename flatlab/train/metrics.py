@@ -1,59 +1,23 @@
 """The numbers of a training run: the row of a step, evaluations, the comparison of adapters at the
 end; alarms about a step, and the reasons to stop. No torch.
 
-One number chooses the best adapter and is shown in every table, line and curve: see headline(). A
-failed episode counts as the baseline in it.
+The mean value chooses the best adapter and heads every table, line and curve: see task/value.py.
 """
 
 import itertools
 import re
 import time
-from functools import partial
 from math import hypot, isnan
 from pathlib import Path
 from statistics import fmean, median, stdev
 
 from flatlab.errors import UserError
-from flatlab.numbers import (
-    BEST_OF,
-    best_text,
-    expected_best,
-    number,
-    plus_minus,
-    standard_error,
-)
-from flatlab.task.definition import Task, clipped_improvement, improvement
+from flatlab.numbers import number, plus_minus, standard_error
+from flatlab.task.definition import Task
+from flatlab.task.value import summary, summary_text, value_of
 from flatlab.train.batch import Group
 
 PHASES = ("seconds_sample", "seconds_train", "seconds_sync", "seconds_judge")
-UNBOUNDED = {"r2"}  # metrics where higher is better and a single bad score can be arbitrarily low
-
-
-def headline(tasks: list[Task]) -> str:
-    """The name of the number: "score", the mean score of one task; or "improvement", the mean
-    clipped improvement.
-
-    The latter is for several tasks, whose scores have different units, and for a loss without a
-    bound, where a single episode would decide the mean.
-    """
-    if len(tasks) > 1:
-        return "improvement"
-    is_bounded = tasks[0].higher_is_better and tasks[0].metric.lower() not in UNBOUNDED
-    return "score" if is_bounded else "improvement"
-
-
-def counted_score(score, task: Task) -> float:
-    """The score as tables count it: without a valid submission the baseline."""
-    return score.value if score.valid else task.baseline
-
-
-def counted_improvement(score, task: Task, tasks: list[Task]) -> float:
-    """The improvement as tables count it: without a valid submission 0, the baseline. Clipped to
-    [-1, 1] where it is the headline.
-    """
-    value = improvement(counted_score(score, task), task)
-    return value if headline(tasks) == "score" else clipped_improvement(value)
-
 
 # ------------------------------------------------------------------------------ the row of a step
 
@@ -65,7 +29,6 @@ def step_metrics(groups: list[Group], tasks: list[Task]) -> dict:
     rewards = [r for g in groups for r in g.rewards]
     return row | {
         "episodes": row.pop("n"),
-        "improvement_mean": row.pop("improvement"),
         "reward_mean": fmean(rewards),
         "reward_std": stdev(rewards) if len(rewards) > 1 else 0.0,
         "turns": fmean(len(e.turns) for e in episodes),
@@ -112,49 +75,26 @@ def peak_bytes(device: str = "cpu") -> int:
 
 
 def evaluation(groups: list[Group], tasks: list[Task]) -> dict:
-    """Means and standard errors over episodes. Scores have the task's name before them where they
-    are not the headline.
+    """The summary of all episodes, see task/value.py. With several tasks it has no scores, because
+    their units differ, and that of each task follows under `<task>.<key>`.
 
-    For one task, improvement is the mean score in other units, so the larger one is the better one.
-
-    Raises UserError if every episode was a fault.
+    If the test part was scored, its keys begin with `test_`. Raises UserError if every episode was
+    a fault.
     """
-    played = [(e, g.task) for g in groups for e in g.played]
+    played = [e for g in groups for e in g.played]
     if not played:
         raise UserError(f"Every sandbox broke: {groups[0].episodes[0].fault}")
-    improvements = [counted_improvement(e.score, task, tasks) for e, task in played]
-    result = {
-        "n": len(played),
-        "faults": sum(len(g.episodes) for g in groups) - len(played),
-        "valid_share": fmean(e.score.valid for e, _ in played),
-        "improvement": fmean(improvements),
-        "improvement_stderr": standard_error(improvements),
-    }
-    for task in tasks:
-        own = [e for e, other in played if other.name == task.name]
-        prefix = "" if headline(tasks) == "score" else f"{task.name}."
-        for key, value in score_summary(own, task).items():
-            result[prefix + key] = value
-    return result
-
-
-def score_summary(episodes: list, task: Task) -> dict:
-    if not episodes:
-        return {}
-    best = max if task.higher_is_better else min
-    result = {
-        "valid_share": fmean(e.score.valid for e in episodes),
-        "score_best": best(counted_score(e.score, task) for e in episodes),
-    }
-    for name in ("score", "test_score"):
-        scores = [getattr(e, name) for e in episodes]
-        if all(scores):
-            counted = [counted_score(score, task) for score in scores]
-            result[f"{name}_mean"] = fmean(counted)
-            result[f"{name}_stderr"] = standard_error(counted)
-            drawn = expected_best(BEST_OF, counted, task.higher_is_better)
-            if drawn is not None:
-                result[f"{name}_best_of_{BEST_OF}"] = drawn
+    result = {"n": len(played), "faults": sum(len(g.episodes) for g in groups) - len(played)}
+    scopes = [("", tasks[0] if len(tasks) == 1 else None, groups)]
+    if len(tasks) > 1:
+        for task in tasks:
+            own = [g for g in groups if g.task.name == task.name and g.played]
+            scopes += [(f"{task.name}.", task, own)] if own else []
+    for scope, task, own in scopes:
+        for prefix, part in {"": "score", "test_": "test_score"}.items():
+            if all(getattr(e, part) for g in own for e in g.played):
+                numbers = summary([x for g in own for x in g.improvements(part)], task)
+                result |= {f"{scope}{prefix}{key}": value for key, value in numbers.items()}
     return result
 
 
@@ -164,18 +104,10 @@ def evaluation_columns(result: dict) -> dict:
 
 
 def better(new: dict, best: dict | None) -> bool:
-    """Whether an evaluation has a larger mean than the best one so far, in the number that the
-    tables show (see headline).
-
-    An adapter without any valid submission counts as the baseline. It is never better than one with
-    some, because a policy that submits nothing would then beat a poor one. Without evaluations the
-    last adapter is the best.
+    """Whether an evaluation has a larger mean value than the best one so far. Without evaluations
+    the last adapter is the best.
     """
-    if not best or "improvement" not in new:
-        return True
-    if bool(new["valid_share"]) != bool(best["valid_share"]):
-        return new["valid_share"] > 0
-    return new["improvement"] > best["improvement"]
+    return not best or "value_mean" not in new or new["value_mean"] > best["value_mean"]
 
 
 def split_of(tasks: list[Task]) -> str:
@@ -186,35 +118,22 @@ def split_of(tasks: list[Task]) -> str:
 
 
 def evaluation_line(when: str, result: dict, split: str) -> str:
-    valid = f"{result['valid_share']:.0%} valid"
-    drawn = best_text(result.get(f"score_best_of_{BEST_OF}"))
-    return f"{when}: {mean_text(result)} ({split}, N = {result['n']}, {valid}{drawn})"
+    return f"{when}: {summary_text(result)} ({split}, N = {result['n']})"
 
 
-def mean_text(result: dict) -> str:
-    """The headline: 'score 0.7512 ± 0.0101' or 'improvement ...'."""
-    if "score_mean" in result:
-        return f"score {plus_minus(result['score_mean'], result['score_stderr'])}"
-    mean = result.get("improvement", result.get("improvement_mean"))  # the latter in rows
-    return f"improvement {plus_minus(mean, result['improvement_stderr'])}"
+def mean_text(row: dict) -> str:
+    """The mean value: 'value +0.1200 ± 0.0310'."""
+    return f"value {plus_minus(row['value_mean'], row['value_stderr'], '+')}"
 
 
 # ------------------------------------------------------------------------------ the end of a run
 
 
-def paired_difference(groups: list[Group], reference: list[Group], tasks: list[Task]) -> dict:
-    """Mean and standard error of x_s - y_s over the seeds s that both played without a fault.
-
-    x, y: scores, or improvements where these are the headline. The pairing takes out what the seeds
-    have in common.
+def paired_difference(groups: list[Group], reference: list[Group]) -> dict:
+    """Mean and standard error of x_s - y_s, the values of the seeds s that both played without a
+    fault. The pairing takes out what the seeds have in common.
     """
-    counted = partial(counted_improvement, tasks=tasks)
-    if headline(tasks) == "score":
-        counted = counted_score
-    values, others = [
-        {e.seed: counted(e.score, g.task) for g in part for e in g.played}
-        for part in (groups, reference)
-    ]
+    values, others = map(values_by_seed, (groups, reference))
     differences = [values[seed] - others[seed] for seed in values if seed in others]
     return {
         "difference": fmean(differences) if differences else None,
@@ -223,7 +142,23 @@ def paired_difference(groups: list[Group], reference: list[Group], tasks: list[T
     }
 
 
+def values_by_seed(groups: list[Group]) -> dict[int, float]:
+    found = {}
+    for g in groups:
+        for e, improvement in zip(g.played, g.improvements()):
+            found[e.seed] = value_of(improvement)
+    return found
+
+
 # ------------------------------------------------------------------------------ alarms
+
+LOST = 0.1  # a fall of the valid share by less than this may be chance
+
+
+def fell_by_half(share: float, before: float) -> bool:
+    """Whether the share of valid submissions fell by more than half."""
+    return share < before / 2 and before - share > LOST
+
 
 ALARMS = (  # key of the row, predicate of (value, median of the twenty steps before), message
     (
@@ -266,6 +201,11 @@ ALARMS = (  # key of the row, predicate of (value, median of the twenty steps be
         "zero_variance_share",
         lambda x, usual: x == 1,
         "all groups had equal rewards: there is nothing to compare",
+    ),
+    (
+        "valid_share",
+        fell_by_half,
+        "fewer than half of the valid submissions are left",
     ),
     ("fault_share", lambda x, usual: x > 0.2, "many sandboxes broke"),
     (
@@ -327,16 +267,20 @@ def is_stuck(rows: list[dict]) -> str:
 
 
 def evaluation_fell(row: dict, best: dict | None) -> str:
-    """Scores also fall by chance, so a fall counts from three standard errors on."""
-    if not best or "eval_improvement" not in row or best["step"] > row["step"]:
+    """Values also fall by chance, so a fall counts from three standard errors on."""
+    if not best or "eval_value_mean" not in row or best["step"] > row["step"]:
         return ""  # a killed run may have saved a better adapter after this row
-    last = row["eval_improvement"]
-    fall = best["improvement"] - last
-    errors = [best["improvement_stderr"] or 0.0, row["eval_improvement_stderr"] or 0.0]
-    error = max(0.02, hypot(*errors))  # equal scores have no error of their own
+    last = row["eval_value_mean"]
+    fall = best["value_mean"] - last
+    errors = [best["value_stderr"] or 0.0, row["eval_value_stderr"] or 0.0]
+    error = max(0.02, hypot(*errors))  # equal values have no error of their own
     if fall <= 3 * error:
         return ""
-    return (
-        f"held-out improvement fell from {best['improvement']:.3f} (step {best['step']}) to "
+    text = (
+        f"held-out value fell from {best['value_mean']:.3f} (step {best['step']}) to "
         f"{last:.3f}, {fall / error:.1f} standard errors"
     )
+    if fell_by_half(row["eval_valid_share"], best["valid_share"]):
+        shares = f"{best['valid_share']:.0%} to {row['eval_valid_share']:.0%}"
+        text += f", and the share of valid submissions from {shares}"
+    return text

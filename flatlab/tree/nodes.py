@@ -21,17 +21,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from statistics import fmean
 
 from flatlab import options
 from flatlab.errors import UserError
 from flatlab.files import write_whole
-from flatlab.numbers import standard_error, value_text
+from flatlab.numbers import value_text
 from flatlab.runs import trackers
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.store import Run, open_run, run_directory
 from flatlab.sandbox.client import readable
-from flatlab.task.definition import Task, improvement
+from flatlab.task.definition import Task
+from flatlab.task.value import improvement, summary, value_of
 from flatlab.tree.prompts import clip
 from flatlab.world.episode import Episode
 from flatlab.world.texts import load_prompts
@@ -271,9 +271,10 @@ class Tree:
         return not any(node.valid for node in line)
 
     def best(self) -> Node:
-        """The node that was chosen at the end; before that the best one by validation, the root
-        included, and of equal ones the earliest."""
-        return self.chosen or max([self.root, *self.scored], key=lambda node: node.improvement)
+        """The node that was chosen at the end; before that the best valid one by validation, of
+        equal ones the earliest; the root while no node is valid."""
+        best = max(self.scored, key=lambda node: node.improvement, default=self.root)
+        return self.chosen or best
 
     def test_reads(self) -> int:
         """How many nodes were scored on the test part; with more --nodes another may be chosen."""
@@ -340,15 +341,16 @@ def difference(old: dict, new: dict) -> str:
 
 
 def results(t: Tree) -> dict:
-    """The content of result.json, at any moment. Failed nodes count as the baseline.
+    """The content of result.json, at any moment.
 
-    An evaluation has no best node, and its improvement is that of the mean.
+    value: of the best node, on the test part once that was scored; of an evaluation, which has no
+    best node, the mean. The keys of summary() are over all nodes but the faults.
     """
     best = t.best()
+    has_best = not t.rule.is_evaluation and best is not t.root
     graded = [node for node in t.finished if node.status != "fault"]
-    scores = [node.score if node.valid else t.task.baseline for node in graded]
-    mean = fmean(scores) if scores else None
-    summary = {
+    nodes = summary([node.improvement for node in graded], t.task)
+    facts = {
         "task": t.task.name,
         **t.task.scale,
         "sampling_modes_used": Counter(node.sampling_mode for node in t.finished),
@@ -360,39 +362,38 @@ def results(t: Tree) -> dict:
         "tokens": t.tokens(),
         "seconds": t.elapsed(),
         "stopped_by": t.spent(),
-        "best_id": best.id,
-        "best_score": best.score,
-        "best_stderr": best.stderr,
-        "improvement": best.improvement,
+        "best_id": best.id if has_best else None,
+        "best_score": best.score if has_best else None,
+        "best_stderr": best.stderr if has_best else None,
         "split": t.task.splits[0],
-        "node_mean": mean,
-        "node_stderr": standard_error(scores),
-        "selected_on_test": t.task.selected_on_test,
+        "selected_on_test": t.task.selected_on_test and not t.rule.is_evaluation,
         "evaluation": t.rule.is_evaluation,
+        **nodes,
+        **hidden_results(t),
     }
-    if t.rule.is_evaluation:
-        summary |= dict.fromkeys(("best_id", "best_score", "best_stderr"))
-        summary["improvement"] = None if mean is None else improvement(mean, t.task)
-        summary["selected_on_test"] = False
-    return summary | hidden_results(t)
+    shown = facts["test_improvement"] if facts["tested_id"] else best.improvement
+    value = value_of(shown if has_best else None)
+    return {"value": nodes["value_mean"] if t.rule.is_evaluation else value} | facts
 
 
 def hidden_results(t: Tree) -> dict:
-    """What result.json says about the chosen node on the parts that the search does not see: None
-    before the end, for the root, and in an evaluation.
+    """Facts about the chosen node on the parts that the search does not see: None before the end,
+    without a valid node, and in an evaluation. A score is also None if that part refuses the node.
     """
-    node = t.chosen
+    node = t.chosen if t.chosen is not t.root else None
     parts = t.hidden_scores.get(node.id, {}) if node else {}
     test = parts.get(t.task.splits[-1], {})
-    difference = test["score"] - node.score if test else None
     if node and len(t.task.splits) == 1:
         test = {"score": node.score, "stderr": node.stderr}
+    score = test.get("score")
+    is_hidden = score is not None and len(t.task.splits) > 1
     return {
-        "tested_id": node.id if node else None,
+        "tested_id": node.id if test else None,
         "selection_score": parts.get("selection", {}).get("score"),
-        "test_score": test.get("score"),
+        "test_score": score,
         "test_stderr": test.get("stderr"),
-        "test_minus_validation": difference,
+        "test_improvement": None if score is None else improvement(score, t.task),
+        "test_minus_validation": score - node.score if is_hidden else None,
         "test_reads": t.test_reads(),
     }
 

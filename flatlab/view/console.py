@@ -8,7 +8,6 @@ from pathlib import Path
 from flatlab.numbers import count
 from flatlab.task.definition import Task
 from flatlab.task.sanity import degenerate
-from flatlab.train.metrics import headline
 from flatlab.view import page, tables
 from flatlab.view.reader import read_run
 
@@ -26,12 +25,13 @@ def first_lines(cfg, tasks: list[Task], path, why: str) -> None:
 
 def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
     """Prints the first lines of the run and writes what its result.json begins with."""
-    scale = {"metric": "improvement", "higher_is_better": True, "baseline": 0.0, "reference": 1.0}
-    if headline(tasks) == "score":
-        scale = tasks[0].scale
+    scale = tasks[0].scale
+    if len(tasks) > 1:
+        scale = {"metric": "value", "higher_is_better": True, "baseline": 0.0, "reference": 1.0}
     run.result(
         status="running",
         final=None,  # of an earlier end, if the run continues
+        value=None,
         task=" ".join(task.name for task in tasks),
         **scale,
         selected_on_test=any(task.selected_on_test for task in tasks),
@@ -95,8 +95,11 @@ def node_line(t, node) -> str:
     """One line about a Node of a Tree. mode: the sampling mode that was used for it."""
     digits = 6 if t.task.exact else 4
     score = "fault" if node.status == "fault" else "failed"
+    best = "-"
     if node.valid:
         score = f"{node.score:.{digits}f}"
+    if t.scored and not t.rule.is_evaluation:
+        best = f"{t.best().score:.{digits}f}"
     note = ""
     if t.task.exact and node.valid and node.improvement > 1:
         note = f"  ({node.score:.12g} is better than the reference)"
@@ -108,7 +111,7 @@ def node_line(t, node) -> str:
         node.id[-10:],
         node.op,
         score,
-        "-" if t.rule.is_evaluation else f"{t.best().score:.{digits}f}",
+        best,
         f"{node.seconds:.1f}",
         node.idea[:60] + note,
     )
@@ -135,7 +138,7 @@ def report(trees: list, where: Path) -> None:
     else:
         page.write(runs, where)
         print(f"\n{tables.headline(runs[0])}")
-        if not trees[0].rule.is_evaluation:
+        if trees[0].best() is not trees[0].root and not trees[0].rule.is_evaluation:
             print(f"Its strategy: {trees[0].best().idea or 'none'}")
         print(f"\npictures: {where}/*.png   page: {where}/report.html", end="   ")
     print(f"everything: {where}   (python viz.py {shlex.quote(str(where))})")

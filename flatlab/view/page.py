@@ -27,7 +27,7 @@ def draw(runs: list[RunData], folder: Path) -> list[Path]:
     figures = {}
     for (kind, task, *_), groups in tables.groups_of(runs).items():
         name = f"compare-{kind}-{task}".replace("/", "-")  # the task may be a path
-        title = f"{task}, {kind}: mean over runs, band: ± standard deviation"
+        title = f"{task}, {kind}: mean over runs, band: ± standard error"
         if len(runs) == 1:
             name, title = "curves", tables.heading(runs[0])
         figures[name] = plots.draw_panels(kind, groups, title)

@@ -1,8 +1,8 @@
 """Pictures of runs: curves of training, of searches and of evaluations, and the tree of a search.
 
-Every panel takes groups of runs. Each run is drawn thin; the mean of a group is bold, with a band
-of one standard deviation. matplotlib and pandas are imported inside functions, because they are
-slow.
+Every panel takes groups of runs. Each run is drawn thin; the mean of a group is bold, and of three
+runs or more it has a band of one standard error. matplotlib and pandas are imported inside
+functions, because they are slow.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from flatlab.task.value import WORST, improvement, score_at, value_of
 from flatlab.train.metrics import evaluation_columns
 from flatlab.view.reader import RunData, score_text
 
@@ -29,6 +30,9 @@ STYLE = {
     "legend.fontsize": 8,
     "svg.fonttype": "none",
 }
+
+
+FEW_SEEDS = 3  # a mean over fewer runs has no interval
 
 
 @dataclass
@@ -69,11 +73,6 @@ def by_step(group: RunGroup, key: str):
     return frame.sort_index().dropna(how="all")
 
 
-def headline_key(run: RunData) -> str:
-    """ "score", or "improvement" where the mean of raw scores says little."""
-    return "score" if "score_mean" in run.rows[0] else "improvement"
-
-
 # ------------------------------------------------------------------ panels of a training run
 
 
@@ -94,30 +93,33 @@ def draw_key(axis, groups, key, colour, label=None, style="-"):
 
 
 def draw_mean(axis, frame, **look):
-    """The mean over the runs and a band of one standard deviation (N - 1) on each side.
+    """The mean over the runs, and of FEW_SEEDS runs or more a band of one standard error on each
+    side.
 
     frame: a DataFrame with a column for each run.
     """
     middle = frame.mean(axis=1)
-    deviation = frame.std(axis=1)
     axis.plot(frame.index, middle, linewidth=2.2, **look)
-    axis.fill_between(
-        frame.index, middle - deviation, middle + deviation, color=look["color"], alpha=0.15
-    )
+    if len(frame.columns) >= FEW_SEEDS:
+        error = frame.sem(axis=1)
+        axis.fill_between(
+            frame.index, middle - error, middle + error, color=look["color"], alpha=0.15
+        )
 
 
-def draw_score(axis, groups):
+def draw_value(axis, groups):
     """Training episodes and evaluations over the number of updates before them."""
-    key = headline_key(groups[0].runs[0])
-    draw_key(axis, groups, f"{key}_mean", BLUE, "training episodes")
-    mean = "eval_score_mean" if key == "score" else "eval_improvement"
+    draw_key(axis, groups, "value_mean", BLUE, "training episodes")
     label = "evaluations ± s.e."
     for group in groups:
-        frame = by_step(group, mean)
+        frame = by_step(group, "eval_value_mean")
         if frame.empty:
             continue
-        # of a step that a single run evaluated, its own standard error
-        error = frame.sem(axis=1).fillna(by_step(group, f"eval_{key}_stderr").mean(axis=1))
+        error = None
+        if len(group.runs) == 1:  # over its episodes
+            error = by_step(group, "eval_value_stderr").mean(axis=1)
+        elif len(group.runs) >= FEW_SEEDS:
+            error = frame.sem(axis=1)
         axis.errorbar(
             frame.index + 1,
             frame.mean(axis=1),
@@ -128,18 +130,12 @@ def draw_score(axis, groups):
             capsize=3,
         )
         label = None  # one entry in the legend
-    draw_baseline(axis, groups)
+    draw_baseline(axis)
 
 
-def score_label(run: RunData) -> str:
-    """The metric and its direction."""
-    return f"{shorten(run.result['metric'], 40)}, {run.direction}"
-
-
-def draw_baseline(axis, groups):
-    run = groups[0].runs[0]
-    axis.set_ylabel(score_label(run))
-    axis.axhline(run.baseline, color=GREY, linestyle=":", label=f"baseline {run.baseline:.4g}")
+def draw_baseline(axis):
+    axis.set_ylabel("value")
+    axis.axhline(0, color=GREY, linestyle=":", label="baseline")
 
 
 def curves(ylabel, *lines, yscale="linear"):
@@ -157,40 +153,65 @@ def curves(ylabel, *lines, yscale="linear"):
 
 
 def best_so_far(run: RunData):
-    """The best score after each number of nodes, first the baseline, as pandas.Series."""
+    """The largest value after each number of nodes, as pandas.Series; -1 before a valid one."""
     import pandas
 
-    scores = pandas.Series([run.baseline, *series(run.rows, "score")])
-    best = scores.cummax() if run.higher_is_better else scores.cummin()
-    return best.ffill()
+    return pandas.Series([WORST, *series(run.rows, "value")]).cummax().ffill()
 
 
-def draw_scores(axis, groups):
-    """A dot for each node or episode but the faults; a failure counts as the baseline."""
+def draw_values(axis, groups):
+    """A dot for each node or episode but the faults; failures are crosses at the lower edge. The
+    right axis is in the unit of the task.
+    """
+    run = groups[0].runs[0]
+    valid = [0.0]
     for group in groups:
-        for run in group.runs:
-            scores = series(run.rows, "counted")
-            numbers = range(1, len(scores) + 1)
-            axis.plot(numbers, scores, ".", alpha=0.5, color=group.colour)
-    draw_baseline(axis, groups)
+        for one in group.runs:
+            numbers = np.arange(1, len(one.rows) + 1)
+            improvements = series(one.rows, "improvement")
+            valid += [value_of(x) for x in improvements[np.isfinite(improvements)]]
+            axis.plot(numbers, series(one.rows, "value"), ".", alpha=0.5, color=group.colour)
+            failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
+            edge = {"transform": axis.get_xaxis_transform(), "clip_on": False}
+            axis.plot(failed, np.zeros(len(failed)), "x", alpha=0.5, color=group.colour, **edge)
+    draw_baseline(axis)
+    room = 0.05 * (max(valid) - min(valid) or 1)
+    axis.set_ylim(min(valid) - room, max(valid) + room)
+    convert = (
+        np.vectorize(lambda x: score_at(x, run)),
+        np.vectorize(lambda x: improvement(x, run)),
+    )
+    axis.secondary_yaxis("right", functions=convert).set_ylabel(score_label(run))
+
+
+def score_label(run: RunData) -> str:
+    """The metric and its direction."""
+    return f"{shorten(run.result['metric'], 40)}, {run.direction}"
 
 
 def draw_best(axis, groups):
     import pandas
 
-    draw_scores(axis, groups)
+    draw_values(axis, groups)
     for group in groups:
         # a run that has ended keeps its value
         frame = pandas.concat(map(best_so_far, group.runs), axis=1).ffill()
         draw_mean(axis, frame, color=group.colour, drawstyle="steps-post")
 
 
-COUNTED = "; a dot for each, a failure counts as the baseline"
+def draw_evaluation(axis, groups):
+    draw_values(axis, groups)
+    for group in groups:
+        values = np.concatenate([series(run.rows, "value") for run in group.runs])
+        axis.axhline(np.nanmean(values), color=group.colour, label="mean value")
+
+
+COUNTED = "; a dot for each valid one, a cross for a failure (value -1)"
 PANELS = {  # of each kind of run: x axis, and for each panel its title and what draws it
     "training": (
         "updates",
         {
-            "Does the score rise?": draw_score,
+            "Does the value rise?": draw_value,
             "Do the episodes carry a signal?": curves(
                 "share, 0 to 1",
                 ("valid_share", BLUE, "valid episodes"),
@@ -204,7 +225,7 @@ PANELS = {  # of each kind of run: x axis, and for each panel its title and what
         },
     ),
     "search": (f"nodes{COUNTED}", {"How good is the best node so far?": draw_best}),
-    "evaluation": (f"episodes{COUNTED}", {"What do the episodes score?": draw_scores}),
+    "evaluation": (f"episodes{COUNTED}", {"What are the episodes worth?": draw_evaluation}),
 }
 
 # ------------------------------------------------------------------ the tree
@@ -243,8 +264,8 @@ def draw_tree(run: RunData, link: str = "#"):
     axis = figure.subplots()
     edges = [(at[row["parent"]], at[row["id"]]) for row in run.rows]
     axis.add_collection(LineCollection(edges, color="#bbbbbb", zorder=1))
-    path = [at[id] for id in best_path(run)]
-    axis.plot(*zip(*path), color=BLACK, linewidth=2.6, label="path to the best")
+    if path := [at[id] for id in best_path(run)]:
+        axis.plot(*zip(*path), color=BLACK, linewidth=2.6, label="path to the best")
     # the worst tenth of the scores may lie beyond the colours: one wild node hides no others
     ends = (0.1, 1.0) if run.higher_is_better else (0.0, 0.9)
     lowest, highest = np.nanquantile([run.baseline, *series(run.rows, "score")], ends)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, read_rows
+from flatlab.task.value import value_of
 
 # What result.json holds from the first step or node on
-NEEDED = {"metric", "higher_is_better", "baseline", "reference", "selected_on_test"}
+NEEDED = {"metric", "higher_is_better", "baseline", "reference", "selected_on_test", "value"}
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,15 @@ class RunData:
     def baseline(self) -> float:
         return self.result["baseline"]
 
+    @property
+    def reference(self) -> float | None:
+        return self.result["reference"]
+
+    @property
+    def has_one_task(self) -> bool:
+        """Whether its scores have one unit."""
+        return isinstance(self.config["task"], str) or len(self.config["task"]) == 1
+
 
 def read_run(directory) -> RunData:
     """A finished or running run. Raises UserError if there is nothing to show."""
@@ -89,7 +99,7 @@ def read_run(directory) -> RunData:
         )
     kind = "training"
     if has_nodes:
-        rows = [node_row(row, result["baseline"]) for row in rows]
+        rows = [node_row(row) for row in rows]
         kind = "evaluation" if result.get("evaluation") else "search"
     return RunData(path, kind, has_nodes, config, rows, rounds, result, fingerprint)
 
@@ -112,14 +122,11 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
     return runs, errors
 
 
-def node_row(row: dict, baseline: float) -> dict:
-    """A row of the journal with its outcome and the score that tables count.
-
-    counted: a failed node has the baseline's score, a fault None.
-    """
+def node_row(row: dict) -> dict:
+    """A row of the journal with its outcome and its value, None for a fault."""
     outcome = outcome_of(row["status"], row["valid"])
-    counted = {"valid": row["score"], "failed": baseline, "fault": None}[outcome]
-    return row | {"outcome": outcome, "counted": counted}
+    value = None if outcome == "fault" else value_of(row["improvement"])
+    return row | {"outcome": outcome, "value": value}
 
 
 def outcome_of(status: str, is_valid: bool) -> str:

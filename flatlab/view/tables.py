@@ -1,8 +1,9 @@
 """Results as text: a sentence about a run, and the table that compares several.
 
-A result is a mean of values: of the episodes of an evaluation, or of one score per seed. Every ± is
-the standard error of a mean. Values of two results that belong to the same seed are compared in
-pairs, which takes out what the seed has in common.
+A result is a mean of values (see task/value.py): of the episodes of an evaluation, or of one value
+per seed. Every ± is the standard error of a mean. Where seeds are the unit, a mean over fewer than
+three has no interval, and each value is shown instead. Values of two results that belong to the
+same seed are compared in pairs, which takes out what the seed has in common.
 """
 
 from __future__ import annotations
@@ -15,19 +16,11 @@ from typing import Any
 import numpy as np
 
 from flatlab.files import read_rows
-from flatlab.numbers import (
-    BEST_OF,
-    best_text,
-    count,
-    duration,
-    expected_best,
-    plus_minus,
-    value_text,
-)
-from flatlab.task.definition import clipped_improvement, improvement
-from flatlab.train.metrics import mean_text
+from flatlab.numbers import BEST_OF, count, duration, plus_minus, value_text
+from flatlab.task.value import summary, summary_text, value_of
+from flatlab.train.metrics import fell_by_half, mean_text
 from flatlab.view import plots
-from flatlab.view.plots import COLOURS, RunGroup, series
+from flatlab.view.plots import COLOURS, FEW_SEEDS, RunGroup, series
 from flatlab.view.reader import RunData
 
 # ------------------------------------------------------------------ results
@@ -35,74 +28,86 @@ from flatlab.view.reader import RunData
 
 @dataclass(frozen=True)
 class Result:
-    """The score of a run, or of several that differ by their seeds only.
+    """The value of a run.
 
-    what: whose score it is. part: of the data. values: a pandas.Series by seed. error: standard
-    error of their mean; of a single value, that over the rows or games of the part; None if it is
-    unknown.
+    what: whose value it is. part: of the data. values: a pandas.Series by seed; one for each
+    episode, or a single one for the best node of a search. facts: of summary(); its valid_share is
+    over all nodes of a search. rows_error: standard error of a score over the rows or games of the
+    part, mean over the episodes; None if it is unknown.
     """
 
     what: str
     part: str
     values: Any
-    mean: float
-    error: float | None
-    improvement: float
+    facts: dict
+    rows_error: float | None
+    seed: int  # of the run
+
+    @property
+    def mean(self) -> float:
+        return self.values.mean()
 
 
-def result_of(runs: list[RunData]) -> Result:
-    """The result of a run, whose values are its own, or of several: a value for each."""
-    import pandas
-
-    first = runs[0]
-    read = training_values if first.kind == "training" else search_values
-    what, part, values, error = read(first)
-    if len(runs) > 1:
-        values = {f"run {run.config['seed']}": pandas.Series(read(run)[2]).mean() for run in runs}
-    values = pandas.Series(values, dtype=float).rename(str)
-    if len(values) > 1:
-        error = values.sem()
-    mean = values.mean()
-    scale = (first.baseline, first.higher_is_better, first.result["reference"])
-    return Result(what, part, values, mean, error, improvement(mean, scale))
+def result_of(run: RunData) -> Result:
+    read = {"training": training_result, "evaluation": evaluation_result, "search": search_result}
+    return read[run.kind](run)
 
 
-def training_values(run: RunData) -> tuple[str, str, dict, None]:
+def training_result(run: RunData) -> Result:
     """The best adapter on the fresh seeds at the end of the run, or the last steps before that."""
-    key = plots.headline_key(run)
     final = run.result.get("final")
     if not final:
         last = run.rows[-plots.window_of(run.rows) :]
-        values = {row["step"]: row[f"{key}_mean"] for row in last}
-        return f"mean of the last {count(len(last), 'step')}", "training", values, None
+        values = {row["step"]: row["value_mean"] for row in last}
+        facts = {"valid_share": np.mean(series(last, "valid_share"))}
+        what = f"last {count(len(last), 'step')}"
+        return Result(what, "training", by_seed(values), facts, None, run.config["seed"])
     best = final["best"]
     what = "untrained adapter"
     if not final["best_is_untrained"]:
         what = f"best adapter (step {best['step']})"
-    values = {}
-    for row in read_rows(run.dir / best["file"]):
-        score = row.get("test_score") or row["score"]
-        if key == "improvement" and row["status"] != "fault":
-            values[row["seed"]] = clipped_improvement(row["improvement"] or 0.0)
-        elif score:
-            values[row["seed"]] = score["value"] if score["valid"] else run.baseline
-    part = "test" if "test_score_mean" in best else final["split"]
-    return what, part, values, None
+    rows = [row for row in read_rows(run.dir / best["file"]) if row["status"] != "fault"]
+    prefix = "test_" if "test_value_mean" in best else ""
+    improvements = {row["seed"]: row[f"{prefix}improvement"] for row in rows}
+    errors = [row[f"{prefix}score"]["stderr"] for row in rows]
+    part = "test" if prefix else final["split"]
+    return episodes_result(run, what, part, improvements, errors)
 
 
-def search_values(run: RunData) -> tuple[str, str, dict, float | None]:
-    """Of a search the best node: its test score, or without one the score that it was chosen by.
-    Of an evaluation all episodes but the faults; none of them was chosen.
-    """
+def evaluation_result(run: RunData) -> Result:
+    """All episodes but the faults; none of them was chosen."""
+    rows = [row for row in run.rows if row["outcome"] != "fault"]
+    improvements = {row["seed"]: row["improvement"] for row in rows}
+    errors = [row["stderr"] for row in rows]
+    return episodes_result(run, "all episodes", run.result["split"], improvements, errors)
+
+
+def episodes_result(run: RunData, what, part, improvements: dict, errors: list) -> Result:
+    """improvements: by seed. errors: standard errors of the scores, None where there is none."""
+    values = {seed: value_of(improvement) for seed, improvement in improvements.items()}
+    facts = summary([*improvements.values()], run if run.has_one_task else None)
+    known = [error for error in errors if error is not None]
+    rows_error = np.mean(known) if known and run.has_one_task else None
+    return Result(what, part, by_seed(values), facts, rows_error, run.config["seed"])
+
+
+def search_result(run: RunData) -> Result:
+    """The best node: its test score, or without one the score that it was chosen by."""
     result = run.result
-    part = result.get("split", "validation")
-    if run.kind == "evaluation":
-        values = {row["seed"]: row["counted"] for row in run.rows if row["counted"] is not None}
-        return "mean of all episodes", part, values, None
-    score, error = result["best_score"], result.get("best_stderr")
-    if result["test_score"] is not None and not result.get("exact"):
-        score, error, part = result["test_score"], result.get("test_stderr"), "test"
-    return f"best node ({result['best_id']})", part, {run.config["seed"]: score}, error
+    values = by_seed({run.config["seed"]: result["value"]})
+    facts = {"valid_share": result["valid_share"], "score_mean": result["best_score"]}
+    part, error = result["split"], result["best_stderr"]
+    if result["tested_id"] and not result["exact"]:
+        facts["score_mean"] = result["test_score"]
+        part, error = "test", result["test_stderr"]
+    what = f"best node ({result['best_id']})" if result["best_id"] else "no valid node"
+    return Result(what, part, values, facts, error, run.config["seed"])
+
+
+def by_seed(values: dict):
+    import pandas
+
+    return pandas.Series(values, dtype=float).rename(str)
 
 
 def failures(run: RunData) -> np.ndarray:
@@ -131,23 +136,45 @@ def heading(run: RunData) -> str:
 
 
 def headline(run: RunData) -> str:
-    """What came out in words: score, against what, how sure, how many failed."""
-    result = result_of([run])
+    """The outcome in words: value, share valid, score, against what, how sure, and failures."""
+    result = result_of(run)
     played, failed, faults = failures(run)
-    score = plus_minus(result.mean, result.error)
-    if run.result.get("exact"):
-        score = f"{result.mean:.6f}"
-    drawn = None
-    if result.part != "training":
-        drawn = expected_best(BEST_OF, list(result.values), run.higher_is_better)
+    text = f"{result.what}: {outcome_text(run, result)}"
+    if result.what == "no valid node":
+        text = f"no valid node: {why_none(run.rows)}"
     text = (
-        f"{result.what}: {run.result['metric']} {score} ({result.part} part; {run.direction})"
-        f"{best_text(drawn)}, baseline {run.baseline:.4f}, improvement {result.improvement:+.2f}. "
-        f"{failed} of {played} failed and count as the baseline, {count(faults, 'fault')}. "
+        f"{text} {failed} of {played} failed (value -1), {count(faults, 'fault')}. "
         f"Status: {run.status}."
     )
     text = " ".join([text, *notes([run])])
     return text[0].upper() + text[1:]
+
+
+def outcome_text(run: RunData, result: Result) -> str:
+    """The numbers of a result with what they are compared to."""
+    scale = f"{run.direction}; baseline {run.baseline:.4f}"
+    if run.kind == "search":
+        digits = 6 if run.result["exact"] else 4
+        score = result.facts["score_mean"]
+        shown = "no valid score" if score is None else f"{run.result['metric']} {score:.{digits}f}"
+        if result.rows_error is not None:
+            shown += f" ± {result.rows_error:.4f} over its rows"
+        return f"value {result.mean:+.4f}, {shown} ({result.part} part; {scale})."
+    facts = {"value_mean": result.mean, "value_stderr": error_of(result.values)} | result.facts
+    text = summary_text(facts, run.result["metric"])
+    return f"{text} ({result.part} part; scores of the valid ones; {scale})."
+
+
+def why_none(rows: list[dict]) -> str:
+    """The reasons why no node is valid: how they ended, and what was most often wrong."""
+    ends = Counter(row["status"].replace("_", " ") for row in rows)
+    parts = [f"{number} x {status}" for status, number in ends.most_common()]
+    turns = [turn for row in rows for turn in row["actions"]]
+    wrong = [turn for turn in turns if turn["status"] in ("rejected", "invalid")]
+    said = Counter(turn["observation"].partition("\n")[0] for turn in wrong)
+    for text, number in said.most_common(1):
+        parts.append(f"{number} of {len(turns)} replies: {text}")
+    return "; ".join(parts) + "."
 
 
 def notes(runs: list[RunData]) -> list[str]:
@@ -162,7 +189,8 @@ def notes(runs: list[RunData]) -> list[str]:
 def notes_of(run: RunData) -> list[str]:
     result = run.result
     has_one_part = result["selected_on_test"] or result.get("exact")
-    is_untested = run.kind == "search" and not has_one_part and result["test_score"] is None
+    is_chosen = run.kind == "search" and result["best_id"] and not has_one_part
+    tested = result.get("tested_id")
     reads = result.get("test_reads", 0)
     ungraded = result.get("ungraded")
     without_strategy = result.get("without_strategy")
@@ -171,7 +199,8 @@ def notes_of(run: RunData) -> list[str]:
         "the task has a test part only, so the best was chosen on it and its score is "
         "optimistic": result["selected_on_test"],
         "the score is exact": result.get("exact"),
-        "the best node was not scored on the test part": is_untested and result["best_id"] != "0",
+        "the best node was not scored on the test part": is_chosen and not tested,
+        "the best node is not valid on the test part": tested and result["test_score"] is None,
         f"a search that went on with more --nodes has read the test part {reads} times": reads > 1,
         f"the grader gave no result for {ungraded} failed nodes: see grader_output in the "
         "journal": ungraded,
@@ -180,7 +209,7 @@ def notes_of(run: RunData) -> list[str]:
         "the selection rule replaced the sampling mode of some nodes: see sampling_modes_used in "
         "result.json": "local" in result.get("sampling_modes_used", ()),
         "its code changed while it went on": len(run.fingerprint.get("code", ())) > 1,
-        f"the last alarms: {' '.join(alarms[-3:])}": alarms,
+        f"the last alarms: {'; '.join(alarms[-3:])}": alarms,
     }
     return [sentence for sentence, does_apply in applies.items() if does_apply]
 
@@ -234,16 +263,18 @@ def groups_of(runs: list[RunData]) -> dict[tuple, list[RunGroup]]:
 
 # ------------------------------------------------------------------ the table
 
-LEGEND = """\
+LEGEND = f"""\
 run: its directory; runs that differ by their seed only are one row, named after the first; a second
     run of a seed is in another row
-N: runs in the row
-score: mean ± standard error, over the runs if there are several, else over the episodes of the
-    evaluation or over the rows of the part
-of: what has this score, and on which part of the data
-difference: to the best row of the task ± standard error; paired: over the seeds that both have
-improvement: of the score: 0 at the baseline, 1 at the reference
-failed: episodes or nodes without a valid submission; each counts as the baseline"""
+N: runs in the row; a mean over fewer than {FEW_SEEDS} runs has no interval, each value is shown
+value: mean improvement, 0 at the baseline and 1 at the reference; without a valid submission -1.
+    Every ± is a standard error: over the runs, or over the episodes of a single run
+valid: share of the episodes, or of the nodes, with a valid submission
+score: mean of the valid ones, or the score of the best node, in the unit of the task
+best of {BEST_OF}: expected best score of {BEST_OF} episodes
+rows ±: standard error of one score over the rows or games of the part
+of: what has this value, and on which part of the data
+difference: of the value to the best row; paired: over the seeds that both have"""
 
 
 def table(runs: list[RunData]) -> str:
@@ -255,35 +286,70 @@ def table(runs: list[RunData]) -> str:
 
 
 def rows_of(groups: list[RunGroup]) -> list[dict]:
-    """A row of texts per group of the same kind and task, the best one first."""
-    pairs = [(result_of(group.runs), group) for group in groups]
-    pairs.sort(key=lambda pair: -np.nan_to_num(pair[0].improvement, nan=-math.inf))
-    best, _ = pairs[0]
-    return [row_of(result, group, best) for result, group in pairs]
+    """A row of texts per group of the same kind and task, the largest value first."""
+    results = [(group, [result_of(run) for run in group.runs]) for group in groups]
+    results.sort(key=lambda pair: -values_of(pair[1]).mean())
+    best = results[0][1]
+    return [row_of(group, found, best) for group, found in results]
 
 
-def row_of(result: Result, group: RunGroup, best: Result) -> dict:
-    played, failed, faults = sum(map(failures, group.runs))
-    what, *_ = result.what.split(" (")  # without its step or its id
+def values_of(results: list[Result]):
+    """The values by seed of one run, or of several the mean of each."""
+    if len(results) == 1:
+        return results[0].values
+    return by_seed({f"run {one.seed}": one.mean for one in results})
+
+
+def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
+    first = results[0]
+    what, *_ = first.what.split(" (")  # without its step or its id
+    faults = sum(failures(run)[2] for run in group.runs)
     return {
         "run": group.label,
-        "N": len(group.runs),
-        "score": plus_minus(result.mean, result.error),
-        "of": f"{what}, {result.part}",
-        "difference": "" if result is best else difference(result, best),
-        "improvement": f"{result.improvement:+.2f}",
-        "failed": f"{failed} of {played}, {count(faults, 'fault')}",
+        "N": len(results),
+        "value": cell([one.mean for one in results], error_of(first.values), "+"),
+        "valid": f"{np.mean([one.facts['valid_share'] for one in results]):.0%}",
+        "score": cell(column(results, "score_mean"), first.facts.get("score_stderr")),
+        f"best of {BEST_OF}": cell(column(results, f"score_best_of_{BEST_OF}"), None),
+        "rows ±": cell([one.rows_error for one in results if one.rows_error is not None], None),
+        "of": f"{what}, {first.part}",
+        "difference": "" if results is best else difference(results, best),
+        "faults": faults,
     }
 
 
-def difference(result: Result, best: Result) -> str:
-    """The difference of the means with its standard error."""
-    pairs = (result.values - best.values).dropna()
+def column(results: list[Result], key: str) -> list[float]:
+    return [one.facts[key] for one in results if one.facts.get(key) is not None]
+
+
+def error_of(values) -> float | None:
+    """The standard error of a Series of values; None for a single one."""
+    return values.sem() if len(values) > 1 else None
+
+
+def cell(numbers: list[float], error: float | None, sign: str = "") -> str:
+    """A number per run as text: of one run with its own error, of few each number."""
+    if not numbers:
+        return "-"
+    if len(numbers) == 1:
+        return plus_minus(numbers[0], error, sign)
+    if len(numbers) < FEW_SEEDS:
+        return ", ".join(f"{number:{sign}.4f}" for number in numbers)
+    return plus_minus(np.mean(numbers), error_of(by_seed(dict(enumerate(numbers)))), sign)
+
+
+def difference(results: list[Result], best: list[Result]) -> str:
+    """The difference of the mean values with its standard error."""
+    values, others = values_of(results), values_of(best)
+    pairs = (values - others).dropna()
     if len(pairs) > 1:
-        return f"{plus_minus(pairs.mean(), pairs.sem(), '+')} ({len(pairs)} paired)"
-    errors = (result.error, best.error)
+        are_seeds = len(results) > 1
+        error = error_of(pairs)
+        shown = cell([*pairs], None, "+") if are_seeds else plus_minus(pairs.mean(), error, "+")
+        return f"{shown} ({len(pairs)} paired)"
+    errors = [error_of(part) for part in (values, others)]
     error = None if None in errors else math.hypot(*errors)
-    return plus_minus(result.mean - best.mean, error, "+")
+    return plus_minus(values.mean() - others.mean(), error, "+")
 
 
 def aligned(rows: list[dict]) -> str:
@@ -306,32 +372,45 @@ def final_table(result: dict) -> str:
     final = result.get("final")
     if not final:
         return ""
-    rows = []
+    metric = result["metric"] if "score_mean" in final["best"] else "score"
+    rows, marks = [], []
     for name in ADAPTERS:
         played = final.get(name)
         if not played:
             continue
         step = played.get("step", -1)  # an adapter from before the first step has none
-        error = played.get("difference_stderr")
+        label = name if step < 0 else f"{name} (step {step})"
+        before = final["untrained"]["valid_share"]
+        if fell_by_half(played["valid_share"], before):
+            label += " !"
+            shares = f"{before:.0%} to {played['valid_share']:.0%}"
+            marks.append(f"! {name}: the share of valid submissions fell from {shares}.")
         row = {
-            "adapter": name if step < 0 else f"{name} (step {step})",
-            result["metric"]: mean_text(played).partition(" ")[2],
-            f"best of {BEST_OF}": plus_minus(played.get(f"score_best_of_{BEST_OF}"), None),
+            "adapter": label,
+            "value": mean_text(played).partition(" ")[2],
             "valid": f"{played['valid_share']:.0%}",
-            "difference to the untrained": plus_minus(played.get("difference"), error, "+"),
-            "pairs": played.get("difference_n", "-"),
         }
+        if "score_mean" in played:  # not of several tasks
+            row[metric] = plus_minus(played["score_mean"], played["score_stderr"])
+            row[f"best of {BEST_OF}"] = plus_minus(played[f"score_best_of_{BEST_OF}"], None)
+        error = played.get("difference_stderr")
+        row["difference to the untrained"] = plus_minus(played.get("difference"), error, "+")
+        row["pairs"] = played.get("difference_n", "-")
         rows.append(row)
     lines = [
         f"{final['split']} part, {final['n']} fresh seeds that were never used for selection, the "
         "same ones for every adapter",
         aligned(rows),
+        *marks,
     ]
-    for key, value in final["best"].items():
-        task, found, _ = key.partition("test_score_mean")
+    best = final["best"]
+    for key in best:
+        task, found, _ = key.partition("test_value_mean")
         if found:
-            score = plus_minus(value, final["best"][f"{task}test_score_stderr"])
-            lines.append(f"best adapter on the test part: {task.replace('.', ' ')}{score}")
+            prefix = f"{task}test_"
+            facts = {name.removeprefix(prefix): best[name] for name in best if prefix in name}
+            text = f"{task.replace('.', ' ')}{summary_text(facts, metric)}"
+            lines.append(f"best adapter on the test part: {text}")
     if final["best_is_untrained"]:
         lines.append("best is the untrained adapter: no evaluation during training was better.")
     return "\n".join(lines)

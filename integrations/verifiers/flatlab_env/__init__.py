@@ -18,7 +18,7 @@ from env import Env, in_thread
 from flatlab.errors import SandboxFault
 from flatlab.model.endpoint import Endpoint
 from flatlab.options import EpisodeOptions, ModelOptions, SandboxOptions, derive
-from flatlab.task.definition import clipped_improvement, improvement
+from flatlab.task.value import improvement, value_of
 from flatlab.world.episode import Episode, play, start
 from tasks import load_task
 
@@ -59,7 +59,7 @@ class FlatlabTask(vf.Task[FlatlabData, FlatlabState]):
     @vf.reward
     async def reward(self, trace: vf.Trace) -> float:
         """As in grpo.py: the improvement, clipped to [-1, 1]; -1 without a valid submission."""
-        return clipped_improvement(trace.info["improvement"])
+        return min(1.0, value_of(trace.info["improvement"]))
 
     @vf.metric
     async def improvement(self, trace: vf.Trace) -> float:

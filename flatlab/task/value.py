@@ -1,0 +1,77 @@
+"""The value of an episode or node: the one number that selects, ranks, is compared in pairs and
+heads every table.
+
+    value = max(-1, improvement), and -1 without a valid submission
+
+A fault has no value: it is left out and counted. Because no value is below that of a failure,
+failing never pays, also where a policy is below the baseline.
+
+A `task` is anything with baseline, higher_is_better and reference.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from flatlab.numbers import BEST_OF, best_text, expected_best, plus_minus, standard_error
+
+WORST = -1.0  # the lowest value
+
+
+def unit(task) -> float:
+    """The difference in score that makes an improvement of 1: negative if lower is better.
+
+    |reference - baseline|, or |baseline| without a reference, or 1 if that is 0.
+    """
+    size = abs(task.baseline)
+    if task.reference is not None:
+        size = abs(task.reference - task.baseline)
+    return (size or 1.0) if task.higher_is_better else -(size or 1.0)
+
+
+def improvement(score: float, task) -> float:
+    """(score - baseline) / unit: 0 at the baseline, 1 at the reference, unbounded."""
+    return (score - task.baseline) / unit(task)
+
+
+def score_at(improvement: float, task) -> float:
+    """The score of this improvement, in the task's unit."""
+    return task.baseline + improvement * unit(task)
+
+
+def value_of(improvement: float | None) -> float:
+    """The value of an episode or node. improvement: None without a valid submission."""
+    return WORST if improvement is None else max(WORST, improvement)
+
+
+def summary(improvements: list[float | None], task=None) -> dict:
+    """Means and standard errors over episodes or nodes that are not faults.
+
+    improvements: None without a valid submission. Scores are those of the valid ones, in the
+    task's unit; None without any. The expected best of 8 counts a failure as the score of value -1.
+    task: None leaves out the scores.
+    """
+    values = [value_of(x) for x in improvements]
+    valid = [x for x in improvements if x is not None]
+    result = {
+        "value_mean": fmean(values) if values else None,
+        "value_stderr": standard_error(values),
+        "valid_share": len(valid) / max(1, len(values)),
+    }
+    if task:
+        scores = [score_at(x, task) for x in valid]
+        best = expected_best(BEST_OF, values) if valid else None
+        result["score_mean"] = fmean(scores) if scores else None
+        result["score_stderr"] = standard_error(scores)
+        result[f"score_best_of_{BEST_OF}"] = None if best is None else score_at(best, task)
+    return result
+
+
+def summary_text(result: dict, metric: str = "score") -> str:
+    """'value +0.1200 ± 0.0310, 89% valid, accuracy 0.7012 ± 0.0101, best of 8: 0.7698'."""
+    value = plus_minus(result["value_mean"], result["value_stderr"], "+")
+    text = f"value {value}, {result['valid_share']:.0%} valid"
+    if result.get("score_mean") is None:
+        return text
+    score = plus_minus(result["score_mean"], result["score_stderr"])
+    return f"{text}, {metric} {score}{best_text(result.get(f'score_best_of_{BEST_OF}'))}"
