@@ -1,11 +1,9 @@
 """GRPO for agents: train a language model with LoRA on whole episodes of a research task.
 
     python grpo.py --task titanic                 laptop: the stand-in model, a few minutes
-    python grpo.py --task titanic --model Qwen/Qwen3-4B-Instruct-2507              one GPU *
+    python grpo.py --task titanic --model Qwen/Qwen3-4B-Instruct-2507              one GPU
     torchrun --nproc-per-node 4 grpo.py --task titanic ...   each rank plays some groups
     python viz.py logs/grpo-titanic-tiny-0        table and curves
-
-* Not yet measured on a GPU: run tools/gpu_check.py there first.
 
 The same command again resumes a run. One step:
 1. sample P groups of G episodes: each episode in its own sandbox, all in flight on one engine;

@@ -10,11 +10,12 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
 
-from flatlab.task.value import WORST, improvement, score_at, value_of
+from flatlab.task.value import WORST, improvement, score_at
 from flatlab.train.metrics import evaluation_columns
 from flatlab.view.reader import RunData, score_text
 
@@ -164,23 +165,20 @@ def draw_values(axis, groups):
     right axis is in the unit of the task.
     """
     run = groups[0].runs[0]
-    valid = [0.0]
+    shown = [0.0]
     for group in groups:
         for one in group.runs:
             numbers = np.arange(1, len(one.rows) + 1)
-            improvements = series(one.rows, "improvement")
-            valid += [value_of(x) for x in improvements[np.isfinite(improvements)]]
-            axis.plot(numbers, series(one.rows, "value"), ".", alpha=0.5, color=group.colour)
+            values = np.maximum(WORST, series(one.rows, "improvement"))  # NaN: not valid
+            axis.plot(numbers, values, ".", alpha=0.5, color=group.colour)
+            shown += list(values[np.isfinite(values)])
             failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
             edge = {"transform": axis.get_xaxis_transform(), "clip_on": False}
             axis.plot(failed, np.zeros(len(failed)), "x", alpha=0.5, color=group.colour, **edge)
     draw_baseline(axis)
-    room = 0.05 * (max(valid) - min(valid) or 1)
-    axis.set_ylim(min(valid) - room, max(valid) + room)
-    convert = (
-        np.vectorize(lambda x: score_at(x, run)),
-        np.vectorize(lambda x: improvement(x, run)),
-    )
+    room = 0.05 * (max(shown) - min(shown) or 1)
+    axis.set_ylim(min(shown) - room, max(shown) + room)
+    convert = partial(score_at, task=run), partial(improvement, task=run)
     axis.secondary_yaxis("right", functions=convert).set_ylabel(score_label(run))
 
 
