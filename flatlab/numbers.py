@@ -41,13 +41,12 @@ def best_text(best: float | None) -> str:
     return "" if best is None else f", best of {BEST_OF}: {best:.4f}"
 
 
-def plus_minus(mean: float | None, error: float | None, sign: str = "") -> str:
+def plus_minus(mean: float | None, error: float | None, sign: str = "", digits: int = 4) -> str:
     """'0.7512 ± 0.0101'; "-" without a mean."""
     if mean is None:
         return "-"
-    if error is None:
-        return f"{mean:{sign}.4f}"
-    return f"{mean:{sign}.4f} ± {error:.4f}"
+    text = f"{mean:{sign}.{digits}f}"
+    return text if error is None else f"{text} ± {error:.4f}"
 
 
 def duration(seconds: float) -> str:

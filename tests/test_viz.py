@@ -173,7 +173,9 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     text = printed(capsys, directory, episode="0.0.0")
     assert "output of 0.0.0" in text
     assert printed(capsys, directory, best=True).startswith("0.0.0  0.3")
-    assert "Best node (0.0.0): value -0.3000, loss 0.3" in printed(capsys, directory)
+    assert "Best node (0.0.0): value +1.5000, 75% valid, loss 0.3000 (validation" in printed(
+        capsys, directory
+    )
     assert {p.name for p in directory.glob("*.png")} == {"tree.png", "curves.png"}
 
 
@@ -539,7 +541,7 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path, browser):
     ]
     browser.open(written(tmp_path, search_run(tmp_path / "run", nodes)), "#0.1")
     body = browser.js("document.body.innerText")
-    assert "Best node (0.0.0): value +0.7500, accuracy 0.7500 (validation part" in body
+    assert "Best node (0.0.0): value +0.7500, 75% valid, accuracy 0.7500 (validation part" in body
     assert "1 of 4 failed (value -1)" in body
     assert browser.js("document.getElementById('0.1').open")
     assert "KeyError: 'missing'" in body

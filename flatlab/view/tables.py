@@ -17,7 +17,7 @@ import numpy as np
 
 from flatlab.files import read_rows
 from flatlab.numbers import BEST_OF, count, duration, plus_minus, value_text
-from flatlab.task.value import summary, summary_text, value_of
+from flatlab.task.value import improvement, summary, summary_text, value_of
 from flatlab.train.metrics import fell_by_half, mean_text
 from flatlab.view import plots
 from flatlab.view.plots import COLOURS, FEW_SEEDS, RunGroup, series
@@ -33,7 +33,7 @@ class Result:
     what: whose value it is. part: of the data. values: a pandas.Series by seed; one for each
     episode, or a single one for the best node of a search. facts: of summary(); its valid_share is
     over all nodes of a search. rows_error: standard error of a score over the rows or games of the
-    part, mean over the episodes; None if it is unknown.
+    part, mean over the episodes; None if it is unknown. seed: of the run.
     """
 
     what: str
@@ -41,67 +41,67 @@ class Result:
     values: Any
     facts: dict
     rows_error: float | None
-    seed: int  # of the run
-
-    @property
-    def mean(self) -> float:
-        return self.values.mean()
+    seed: int
 
 
 def result_of(run: RunData) -> Result:
-    read = {"training": training_result, "evaluation": evaluation_result, "search": search_result}
-    return read[run.kind](run)
+    read = {"training": training_items, "evaluation": evaluation_items, "search": best_item}
+    what, part, items = read[run.kind](run)
+    seeds, improvements, errors = zip(*items) if items else ((), (), ())
+    values = by_seed({seed: value_of(x) for seed, x in zip(seeds, improvements)})
+    facts = summary([*improvements], run if run.has_one_task else None)
+    if run.kind == "search":
+        facts["valid_share"] = run.result["valid_share"]
+    if part == "training":  # items are means over the episodes of a step
+        facts = {key: facts[key] for key in ("value_mean", "value_stderr")}
+        facts["valid_share"] = np.mean(series(run.rows, "valid_share")[-len(items) :])
+    known = [error for error in errors if error is not None]
+    rows_error = np.mean(known) if known and run.has_one_task else None
+    return Result(what, part, values, facts, rows_error, run.config["seed"])
 
 
-def training_result(run: RunData) -> Result:
+# Each returns whose value it is, the part of the data, and (seed, improvement, standard error of
+# the score) of each episode, step or node.
+
+
+def training_items(run: RunData) -> tuple[str, str, list]:
     """The best adapter on the fresh seeds at the end of the run, or the last steps before that."""
     final = run.result.get("final")
     if not final:
         last = run.rows[-plots.window_of(run.rows) :]
-        values = {row["step"]: row["value_mean"] for row in last}
-        facts = {"valid_share": np.mean(series(last, "valid_share"))}
-        what = f"last {count(len(last), 'step')}"
-        return Result(what, "training", by_seed(values), facts, None, run.config["seed"])
+        items = [(row["step"], row["value_mean"], None) for row in last]
+        return f"last {count(len(last), 'step')}", "training", items
     best = final["best"]
     what = "untrained adapter"
     if not final["best_is_untrained"]:
         what = f"best adapter (step {best['step']})"
-    rows = [row for row in read_rows(run.dir / best["file"]) if row["status"] != "fault"]
     prefix = "test_" if "test_value_mean" in best else ""
-    improvements = {row["seed"]: row[f"{prefix}improvement"] for row in rows}
-    errors = [row[f"{prefix}score"]["stderr"] for row in rows]
-    part = "test" if prefix else final["split"]
-    return episodes_result(run, what, part, improvements, errors)
+    items = [
+        (row["seed"], row[f"{prefix}improvement"], row[f"{prefix}score"]["stderr"])
+        for row in read_rows(run.dir / best["file"])
+        if row["status"] != "fault"
+    ]
+    return what, "test" if prefix else final["split"], items
 
 
-def evaluation_result(run: RunData) -> Result:
+def evaluation_items(run: RunData) -> tuple[str, str, list]:
     """All episodes but the faults; none of them was chosen."""
     rows = [row for row in run.rows if row["outcome"] != "fault"]
-    improvements = {row["seed"]: row["improvement"] for row in rows}
-    errors = [row["stderr"] for row in rows]
-    return episodes_result(run, "all episodes", run.result["split"], improvements, errors)
+    items = [(row["seed"], row["improvement"], row["stderr"]) for row in rows]
+    return "all episodes", run.result["split"], items
 
 
-def episodes_result(run: RunData, what, part, improvements: dict, errors: list) -> Result:
-    """improvements: by seed. errors: standard errors of the scores, None where there is none."""
-    values = {seed: value_of(improvement) for seed, improvement in improvements.items()}
-    facts = summary([*improvements.values()], run if run.has_one_task else None)
-    known = [error for error in errors if error is not None]
-    rows_error = np.mean(known) if known and run.has_one_task else None
-    return Result(what, part, by_seed(values), facts, rows_error, run.config["seed"])
-
-
-def search_result(run: RunData) -> Result:
+def best_item(run: RunData) -> tuple[str, str, list]:
     """The best node: its test score, or without one the score that it was chosen by."""
-    result = run.result
-    values = by_seed({run.config["seed"]: result["value"]})
-    facts = {"valid_share": result["valid_share"], "score_mean": result["best_score"]}
-    part, error = result["split"], result["best_stderr"]
-    if result["tested_id"] and not result["exact"]:
-        facts["score_mean"] = result["test_score"]
-        part, error = "test", result["test_stderr"]
-    what = f"best node ({result['best_id']})" if result["best_id"] else "no valid node"
-    return Result(what, part, values, facts, error, run.config["seed"])
+    result, seed = run.result, run.config["seed"]
+    if not result["best_id"]:
+        return "no valid node", result["split"], [(seed, None, None)]
+    what = f"best node ({result['best_id']})"
+    if result["tested_id"]:
+        part = result["split"] if result["exact"] else "test"
+        return what, part, [(seed, result["test_improvement"], result["test_stderr"])]
+    reached = improvement(result["best_score"], run)
+    return what, result["split"], [(seed, reached, result["best_stderr"])]
 
 
 def by_seed(values: dict):
@@ -139,30 +139,19 @@ def headline(run: RunData) -> str:
     """The outcome in words: value, share valid, score, against what, how sure, and failures."""
     result = result_of(run)
     played, failed, faults = failures(run)
-    text = f"{result.what}: {outcome_text(run, result)}"
+    digits = 6 if run.result["exact"] else 4
+    scale = f"{result.part} part; {run.direction}, baseline {run.baseline:.4f}"
+    if result.rows_error is not None:
+        scale += f"; ± {result.rows_error:.4f} over its rows"
+    text = f"{summary_text(result.facts, run.result['metric'], digits)} ({scale})."
     if result.what == "no valid node":
-        text = f"no valid node: {why_none(run.rows)}"
+        text = why_none(run.rows)
     text = (
-        f"{text} {failed} of {played} failed (value -1), {count(faults, 'fault')}. "
+        f"{result.what}: {text} {failed} of {played} failed (value -1), {count(faults, 'fault')}. "
         f"Status: {run.status}."
     )
     text = " ".join([text, *notes([run])])
     return text[0].upper() + text[1:]
-
-
-def outcome_text(run: RunData, result: Result) -> str:
-    """The numbers of a result with what they are compared to."""
-    scale = f"{run.direction}; baseline {run.baseline:.4f}"
-    if run.kind == "search":
-        digits = 6 if run.result["exact"] else 4
-        score = result.facts["score_mean"]
-        shown = "no valid score" if score is None else f"{run.result['metric']} {score:.{digits}f}"
-        if result.rows_error is not None:
-            shown += f" ± {result.rows_error:.4f} over its rows"
-        return f"value {result.mean:+.4f}, {shown} ({result.part} part; {scale})."
-    facts = {"value_mean": result.mean, "value_stderr": error_of(result.values)} | result.facts
-    text = summary_text(facts, run.result["metric"])
-    return f"{text} ({result.part} part; scores of the valid ones; {scale})."
 
 
 def why_none(rows: list[dict]) -> str:
@@ -288,54 +277,51 @@ def table(runs: list[RunData]) -> str:
 def rows_of(groups: list[RunGroup]) -> list[dict]:
     """A row of texts per group of the same kind and task, the largest value first."""
     results = [(group, [result_of(run) for run in group.runs]) for group in groups]
-    results.sort(key=lambda pair: -values_of(pair[1]).mean())
+    results.sort(key=lambda pair: -np.nan_to_num(values_of(pair[1]).mean(), nan=-math.inf))
     best = results[0][1]
     return [row_of(group, found, best) for group, found in results]
-
-
-def values_of(results: list[Result]):
-    """The values by seed of one run, or of several the mean of each."""
-    if len(results) == 1:
-        return results[0].values
-    return by_seed({f"run {one.seed}": one.mean for one in results})
 
 
 def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
     first = results[0]
     what, *_ = first.what.split(" (")  # without its step or its id
+    error = first.facts.get("score_stderr")
+    rows_errors = [one.rows_error for one in results if one.rows_error is not None]
     faults = sum(failures(run)[2] for run in group.runs)
     return {
         "run": group.label,
         "N": len(results),
-        "value": cell([one.mean for one in results], error_of(first.values), "+"),
+        "value": spread(values_of(results), len(results), "+"),
         "valid": f"{np.mean([one.facts['valid_share'] for one in results]):.0%}",
-        "score": cell(column(results, "score_mean"), first.facts.get("score_stderr")),
-        f"best of {BEST_OF}": cell(column(results, f"score_best_of_{BEST_OF}"), None),
-        "rows ±": cell([one.rows_error for one in results if one.rows_error is not None], None),
+        "score": spread(column(results, "score_mean"), len(results), error=error),
+        f"best of {BEST_OF}": spread(column(results, f"score_best_of_{BEST_OF}"), len(results)),
+        "rows ±": f"{np.mean(rows_errors):.4f}" if rows_errors else "-",
         "of": f"{what}, {first.part}",
         "difference": "" if results is best else difference(results, best),
         "faults": faults,
     }
 
 
-def column(results: list[Result], key: str) -> list[float]:
-    return [one.facts[key] for one in results if one.facts.get(key) is not None]
+def values_of(results: list[Result]):
+    """The values by seed of one run, or of several the mean of each."""
+    if len(results) == 1:
+        return results[0].values
+    return by_seed({f"run {one.seed}": one.values.mean() for one in results})
 
 
-def error_of(values) -> float | None:
-    """The standard error of a Series of values; None for a single one."""
-    return values.sem() if len(values) > 1 else None
+def column(results: list[Result], key: str):
+    return by_seed({one.seed: one.facts.get(key) for one in results}).dropna()
 
 
-def cell(numbers: list[float], error: float | None, sign: str = "") -> str:
-    """A number per run as text: of one run with its own error, of few each number."""
-    if not numbers:
-        return "-"
-    if len(numbers) == 1:
-        return plus_minus(numbers[0], error, sign)
-    if len(numbers) < FEW_SEEDS:
-        return ", ".join(f"{number:{sign}.4f}" for number in numbers)
-    return plus_minus(np.mean(numbers), error_of(by_seed(dict(enumerate(numbers)))), sign)
+def spread(values, runs: int, sign: str = "", error: float | None = None) -> str:
+    """The mean of a Series ± its standard error, or `error` for a single value. Where several runs
+    are the unit, but fewer than FEW_SEEDS, each value.
+    """
+    if 1 < runs < FEW_SEEDS and len(values):
+        return ", ".join(f"{value:{sign}.4f}" for value in values)
+    if len(values) > 1:
+        error = values.sem()
+    return plus_minus(values.mean() if len(values) else None, error, sign)
 
 
 def difference(results: list[Result], best: list[Result]) -> str:
@@ -343,12 +329,10 @@ def difference(results: list[Result], best: list[Result]) -> str:
     values, others = values_of(results), values_of(best)
     pairs = (values - others).dropna()
     if len(pairs) > 1:
-        are_seeds = len(results) > 1
-        error = error_of(pairs)
-        shown = cell([*pairs], None, "+") if are_seeds else plus_minus(pairs.mean(), error, "+")
-        return f"{shown} ({len(pairs)} paired)"
-    errors = [error_of(part) for part in (values, others)]
-    error = None if None in errors else math.hypot(*errors)
+        return f"{spread(pairs, len(results), '+')} ({len(pairs)} paired)"
+    error = None
+    if min(len(values), len(others)) > 1:
+        error = math.hypot(values.sem(), others.sem())
     return plus_minus(values.mean() - others.mean(), error, "+")
 
 
