@@ -177,6 +177,36 @@ def test_text_arrives_and_returns_unharmed(box):
     assert box.run("printf 'lone \ud800 surrogate'", 10).exit_code == 0
 
 
+LONG = "a" * 80_000
+
+
+@pytest.mark.fault(7, "escape sequences without an end, line ends of CR alone, backspaces")
+@pytest.mark.parametrize(
+    "printed, text",
+    [
+        ("a\033]0;t\nERROR: out of memory\n", "a]0;t\nERROR: out of memory\n"),
+        (f"\033]8;;http://{LONG}THE END\n", f"]8;;http://{LONG}THE END\n"),
+        (f"\033]8;;http://\n{LONG}\a", f"]8;;http://\n{LONG}"),
+        (f"\033]0;{LONG}\a", f"]0;{LONG}"),
+        (f"\033[{'0' * 80_000}m", f"[{'0' * 80_000}m"),
+        (f"\033{' ' * 80_000}x", f"{' ' * 80_000}x"),
+        ("\033P1\nb\033\\c \033Xd\r\n\033_e\033^f\033[", "P1\nbc Xd\n_e^f["),
+        (
+            "\033]8;;http://x\033\\link\033]8;;\a \033Pq\033\\\033_a\033\\\033^a\a\033Xa\aend",
+            "link end",
+        ),
+        ("\033[1;31mred\033[0m \033(B\0337\033c\033[?25lend", "red end"),
+        ("id,x\r1,2\r3,4\r", "[2 lines overwritten after \\r]\n3,4"),
+        ("ok\nid,x\r1,2\ndone\r\n", "ok\n[1 line overwritten after \\r]\n1,2\ndone\n"),
+        ("\r1/3\r2/3\r3/3\r\r\n\n\r\n", "3/3\n\n\n"),
+        ("10%\b\b\b20%\b\b\b30%\b\b\b", "30%"),
+        ("\b|\b/\b- N\bNA\bA _\bx", "- NA x"),
+    ],
+)
+def test_readable_text_of_what_was_printed(printed, text):
+    assert client.plain_text(printed.encode()) == text
+
+
 @pytest.mark.fault(8, "waits for input, pager, editor, password")
 def test_nothing_waits_for_input(box):
     start = time.monotonic()

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatlab.errors import ArtefactError, SandboxFault, UserError
+from flatlab.numbers import count
 from flatlab.sandbox.backend import IMAGE, Backend, Spec
 from flatlab.sandbox.docker import DOCKER, docker_problem
 from flatlab.sandbox.local import LANDLOCK, NAMESPACES
@@ -229,18 +230,39 @@ class Sandbox:
 
 # ------------------------------------------------------------------------------------------- text
 
-ANSI = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]")
+# Escape sequences end in their line, and strings (of OSC, DCS, SOS, PM and APC) with BEL or ESC \\;
+# of others only the ESC is removed, because what follows may be output.
+ANSI = re.compile(
+    rb"\x1b\[[0-?]{0,99}[ -/]{0,9}[@-~]|\x1b[]PX^_][^\x07\x1b\r\n]{0,4096}(?:\x07|\x1b\\)"
+    rb"|\x1b[ -/]{0,9}[0-OQ-WYZ\\`-~]"
+)
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 def plain_text(data: bytes) -> str:
-    """Terminal output as readable text.
-
-    Without ANSI codes and control characters; of a progress bar only the last state.
-    """
+    """Terminal output as readable text, without escape sequences and control characters."""
     text = ANSI.sub(b"", data).decode("utf-8", "replace")
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
-    return CONTROL.sub("", "\n".join(lines))
+    return CONTROL.sub("", "\n".join(map(last_state, text.split("\n"))))
+
+
+def last_state(line: str) -> str:
+    """What is left of a line that was overwritten after "\\r" and "\\b", as progress bars are.
+
+    One that does not begin with "\\r" may hold the rows of a file: their number is told.
+    """
+    states = [state for state in line.split("\r") if state] or [""]
+    shown = []
+    column = 0
+    for char in states[-1]:
+        if char == "\b":
+            column = max(0, column - 1)
+        else:
+            shown[column : column + 1] = char
+            column += 1
+    note = ""
+    if len(states) > 1 and not line.startswith("\r"):
+        note = f"[{count(len(states) - 1, 'line')} overwritten after \\r]\n"
+    return note + "".join(shown)
 
 
 def readable(name: str) -> str:
