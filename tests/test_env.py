@@ -25,7 +25,7 @@ from flatlab.task import grading
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
 from flatlab.world.episode import extract_action, run_episode
-from helpers import LOCAL, PROJECT, TINY_TEXTS, FakePolicy, block, do, play_once, python
+from helpers import LOCAL, PROJECT, TINY_TEXTS, FakePolicy, block, do, play_once, python, slow
 from tasks import load_task
 
 CANARY = "canary,4b1d,of,the,hidden,answers"
@@ -216,6 +216,18 @@ def test_prompt_shows_task_format_and_real_files(task, backend):
         assert world.reset() == prompt  # starts over
 
 
+def test_names_and_headers_are_shown_in_one_line(task, tmp_path):
+    """Whatever is in them: a line break, a control character, a byte order mark."""
+    table = tmp_path / "table.csv"
+    table.write_text("\ufeffid,\u200bx\té\n1,\x1b2\n")
+    names = ["new\nline.csv", "tab\té \x07.csv", "\u2028.csv"]
+    task = replace(task, public={f"data/{name}": table for name in names})
+    with Env(task, LOCAL) as world:
+        prompt = world.reset()
+    for name in ("new\\nline.csv", "tab\té \\x07.csv", "\\u2028.csv"):
+        assert f"\ndata/{name} (19 bytes)\n  \\ufeffid,\\u200bx\té\n  1,\\x1b2\n" in prompt
+
+
 def test_observations(world):
     assert do(world, "true").observation == "(no output)"
     step = do(world, "echo out; echo err >&2; exit 3")
@@ -228,6 +240,14 @@ def test_observations(world):
     assert step.status == "timeout"
     assert step.observation.startswith("begun\n[stopped at the time limit")
     assert step.seconds < 5
+    world.task = replace(world.task, idle_timeout=0.2)
+    step = do(world, "echo begun; sleep 30")
+    assert step.status == "timeout"
+    assert step.observation.startswith(
+        "begun\n[stopped: it used no CPU and printed nothing for 0.2 s"
+    )
+    world.task = replace(world.task, idle_timeout=0)
+    assert do(world, "sleep 1").status == "ok"
     assert "memory limit" in do(world, "kill -9 $$").observation
     assert do(world, "submit").done
 
@@ -264,6 +284,19 @@ def test_grader_that_hangs(task, backend):
         world.reset()
         do(world, "echo hang > guess.txt")
         assert "longer than" in do(world, "validate").observation
+
+
+@pytest.mark.fault(26, "the grader waits")
+@pytest.mark.parametrize("wait", ["time.sleep(10**6)", slow("threading.Event().wait()")])
+def test_grader_that_waits_is_stopped_before_its_time(backend, monkeypatch, wait):
+    monkeypatch.setattr(grading, "IDLE_SECONDS", 0.5)
+    strategy = f"import time, threading\ndef row_strategy(history):\n    {wait}\n"
+    with Env(replace(load_task("battleOfSexes"), grade_timeout=3.0), backend) as world:
+        world.reset()
+        world.sandbox.put({"strategy.py": strategy.encode()})
+        score = world.score()
+    assert score.message == "The grading waited: it used no CPU for 0.5 seconds."
+    assert "stopped because it waited" in score.grader_output
 
 
 @pytest.mark.fault(26, "a grading that failed under load")
@@ -642,7 +675,8 @@ def test_folders_of_hidden_files_are_hidden(monkeypatch):
 
 
 def test_an_episode_by_hand_names_each_part(capsys, monkeypatch):
-    code = ["cat > strategy.py <<X", "def row_strategy(history):", "    return 0", "", "X"]
+    code = ["cat > strategy.py <<'X'", "def row_strategy(history):", '    """', "```", '    """']
+    code += ["    return 0", "", "X"]
     lines = ["```bash", *code, "```", "no_such", "validate"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
     env.by_hand("battleOfSexes", TINY_TEXTS, sandbox=SandboxOptions(LOCAL))

@@ -107,6 +107,16 @@ def test_no_command_breaks_the_next_one(box):
         box.call("state", cwd=box.workspace)
 
 
+def test_variables_that_no_shell_can_keep(box):
+    read_only = "SHELLOPTS BASHOPTS BASH_VERSINFO UID EUID PPID"
+    assert out(box, f"cd {box.workspace}; export {read_only} KEPT=1") == ""
+    box.run("export KEPT=2 BIG=$(head -c 300000 /dev/zero | tr '\\0' x); printf x; cd /", 10)
+    assert out(box, "echo $KEPT; pwd") == "1\n/"
+    large = box.run("export KEPT=2 BIG=$(head -c 300000 /dev/zero | tr '\\0' x); printf x", 10)
+    assert large.output.startswith("x\n[the exported variables of this command are not kept")
+    box.call("state", cwd=box.workspace)
+
+
 # Prints the processes with the parent of this shell, other than itself.
 SIBLINGS = "ps -eo ppid=,pid= | awk -v up=$PPID -v me=$BASHPID '$1 == up && $2 != me {print $2}'"
 
@@ -270,6 +280,38 @@ def test_sigterm_comes_first_and_is_no_timeout_by_itself(box):
     assert "saved" in result.output
     assert time.monotonic() - start < 2
     assert not box.run("kill -TERM $$", 5).timed_out
+
+
+IN_VFORK = """
+import ctypes
+libc = ctypes.PyDLL(None)
+if not libc.vfork():
+    libc.sleep(1); libc._exit(0)
+"""
+THREAD = "import threading\nthreading.Thread(target=lambda: exec('while 1: pass')).start()"
+
+
+@pytest.mark.parametrize(
+    "command, limit",
+    [
+        ("sleep 30", "idle"),
+        ("read x < <(sleep 30)", "idle"),
+        ("printf '\\xff (' > /proc/self/comm; sleep 30", "idle"),
+        ("python3 -c 'import threading; threading.Event().wait()'", "idle"),
+        ("sleep 0.3; sleep 30 & sleep 0.1", ""),
+        ("while :; do echo; sleep 0.3; done", "time"),
+        ("while :; do sleep 0.01; done", "time"),
+        (f'python3 -c "{THREAD}"', "time"),  # the main thread waits
+        (f"python3 -c '{IN_VFORK}'", ""),  # in state D, as one that waits for a disk
+    ],
+)
+def test_a_command_that_only_waits_is_stopped(box, command, limit):
+    start = time.monotonic()
+    result = box.run(command, 1.5, 0.5)
+    assert result.timed_out == bool(limit)
+    assert result.idle == (limit == "idle")
+    assert time.monotonic() - start < 9
+    box.call("sweep")
 
 
 @pytest.mark.fault(5, "a child keeps the output open")

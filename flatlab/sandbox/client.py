@@ -91,6 +91,7 @@ class Result:
     exit_code: int
     output: str  # stdout and stderr in order, readable; head and tail of a long one
     timed_out: bool
+    idle: bool = False  # it was stopped because it waited
 
 
 class Sandbox:
@@ -158,19 +159,21 @@ class Sandbox:
         del self._received[:count]
         return data
 
-    def run(self, command: str | list[str], timeout: float) -> Result:
+    def run(self, command: str | list[str], timeout: float, idle: float = 0) -> Result:
         """Runs a shell command (str) or a program (list of arguments).
 
-        Shell commands run in bash and keep cwd and exported variables for the next one.
+        Shell commands run in bash and keep cwd and exported variables for the next one. idle:
+        seconds without output and without use of the CPU until it is stopped, 0: no limit.
         """
         keep = [KEEP_BYTES, KEEP_BYTES]
-        reply, blob = self.call("run", command=command, timeout=timeout, keep=keep)
+        reply, blob = self.call("run", command=command, timeout=timeout, keep=keep, idle=idle)
         head = blob[: reply["head"]]
         tail = blob[reply["head"] :]
         gap = b""
         if reply["dropped"]:
             gap = f"\n[... {reply['dropped']} bytes left out ...]\n".encode()
-        return Result(reply["code"], plain_text(head + gap + tail), reply["timed_out"])
+        output = plain_text(head + gap + tail)
+        return Result(reply["code"], output, reply["timed_out"], reply["idle"])
 
     def program(
         self,
@@ -179,14 +182,15 @@ class Sandbox:
         stdin: bytes = b"",
         keep: tuple = (1 << 20, 0),
         cpu: float | None = None,
+        idle: float = 0,
     ) -> tuple[dict, bytes]:
         """Runs a program as root, or as the user of a sandbox without one.
 
         keep: bytes of the head and of the tail of its stdout. cpu: limit of the CPU time of all its
-        processes, in seconds. Returns the reply: code, timed_out, dropped, and stderr (the last 8
-        kB of it, as text); and these bytes.
+        processes, in seconds. idle: see run. Returns the reply: code, timed_out, idle, dropped, and
+        stderr (the last 8 kB of it, as text); and these bytes.
         """
-        fields = {"timeout": timeout, "keep": keep, "cpu": cpu}
+        fields = {"timeout": timeout, "keep": keep, "cpu": cpu, "idle": idle}
         return self.call("run", stdin, command=argv, user="root", **fields)
 
     def put(self, files: dict[str, bytes | Path], user: str = "agent", mode: int = 0o644) -> None:

@@ -258,7 +258,7 @@ def act_command(env, action: str, timeout: float) -> tuple[str, str, str, Score 
         score = env.score()
         status = "validate" if score.valid else "invalid"
         return action, score_text(score, env.task), status, score
-    result = env.sandbox.run(action, timeout)
+    result = env.sandbox.run(action, timeout, env.task.idle_timeout)
     return action, *run_text(env, result, timeout), None
 
 
@@ -339,6 +339,11 @@ def run_text(env, result: Result, timeout: float) -> tuple[str, str]:
     output = result.output.rstrip("\n") or "(no output)"
     if result.timed_out:
         note = f"[stopped at the time limit of {timeout:.0f} s, with all background processes]"
+        if result.idle:
+            note = (
+                f"[stopped: it used no CPU and printed nothing for {env.task.idle_timeout:g} s; "
+                "all background processes were stopped, too]"
+            )
         return f"{output}\n{note}", "timeout"
     if not result.exit_code:
         return output, "ok"
