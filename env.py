@@ -38,7 +38,7 @@ from flatlab.task.grading import (
 )
 from flatlab.task.sanity import check_grader
 from flatlab.world import texts
-from flatlab.world.episode import act_bash, in_thread, score_text
+from flatlab.world.episode import act_bash, find_blocks, in_thread, score_text
 from tasks import load_task
 
 ALL_FILES = 10**9
@@ -258,7 +258,7 @@ def read_reply() -> str:
     lines = [input("$ ")]
     if not lines[0].startswith("```"):
         return f"```bash\n{lines[0]}\n```"
-    while lines[-1].rstrip() != "```":
+    while not any(block.is_closed for block in find_blocks("\n".join(lines))):
         lines.append(input("> "))
     return "\n".join(lines)
 

@@ -25,7 +25,7 @@ from flatlab.task import grading
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
 from flatlab.world.episode import extract_action, run_episode
-from helpers import LOCAL, PROJECT, TINY_TEXTS, FakePolicy, block, do, play_once, python
+from helpers import LOCAL, PROJECT, TINY_TEXTS, FakePolicy, block, do, play_once, python, slow
 from tasks import load_task
 
 CANARY = "canary,4b1d,of,the,hidden,answers"
@@ -34,6 +34,7 @@ CANARY = "canary,4b1d,of,the,hidden,answers"
 # ----------------------------------------------------------------------------------------- replies
 
 README = "cat > a.md <<'EOF'\n# Title\n```python\nprint(1)\n```\n\n```\nplain\n```\nEOF\nls"
+QUOTED_MARKS = "cat <<E\n</think>\n```\n</think>\nE"
 
 ACCEPTED = [
     (block("ls"), "ls"),
@@ -50,6 +51,41 @@ ACCEPTED = [
     ("<think>\na\n</think>\n\n" + block("echo '<think>'"), "echo '<think>'"),
     (block("echo </think>"), "echo </think>"),
     ("~~~\nnot a block\n~~~\n" + block("ls"), "ls"),
+    ("````markdown\n```bash\nrm\n```\n````\n" + block("ls"), "ls"),
+    ("Output:\n```\nhello << world\n```\n" + block("ls"), "ls"),
+    ("<think>a</think>\n" + block(QUOTED_MARKS), QUOTED_MARKS),
+    ("I say\r\n```bash\r\ncat <<'E'\r\n```\r\nE\r\nls\r\n```\r\n", "cat <<'E'\n```\nE\nls"),
+]
+# The fences are in the heredoc.
+HEREDOCS = [
+    "cat <<E\n```\nE",
+    "cat > a <<'E F' && ls\n```bash\nls\n```\nE F\nls",
+    'cat <<-"E"|wc; ls\n```python\n```\n\tE',
+    "cat <<\\E >a 2>&1\n```\nE ``` \n E\nE",
+    "cat << A 3<<B\n```\nB\nA\n```\nA\nB",
+    "cat <<E\n```\na\\\nE\n```\nE",
+    "cat <<E \\\n  'a\nb'\n```\nE",
+    "x=$(cat <<E\n```\nE\n)",
+    'echo "$(cat <<E\n```\n"\nE\n)" <<< E',
+    "(cat <<E)\n```\nE",
+    "echo `cat <<E\n```\nE\n`",
+    "cat <<''\n```\n\nls",
+    "# it's\necho $# a#b \\' <<E\n```\nE",
+    "echo \"it's \\\" $((1<<4))\" $'\\'' <<E\n```\nE",
+    'python - <<\'E\'\nx = """\n```json\n{}\n```\n"""\nE',
+]
+# The next fence closes the block: nothing in it is an open heredoc.
+NO_HEREDOCS = [
+    "cat > a <<'EOF'\nx\nEOF\npython a",
+    "echo $((1<<4)) $(( (1<<2) << (3) )) $[1<<4]",
+    "((x=1<<4)); for ((i=0; i<1<<4; i++)); do ls; done",
+    'let x=1<<4 y=2<<3; let "x = 1 << EOF"',
+    "a[1<<4]=3",
+    "cat <<< EOF; cat <<<EOF",
+    "echo '<<EOF' \"<<EOF\" \\<\\<EOF $'\\'<<EOF'",
+    "echo '\n<<EOF\n' \"\n<<EOF\n\"",
+    "ls  # <<EOF\n# cat <<EOF",
+    "cat <<A <<-'B'\nB\nA\n\tB",
 ]
 REJECTED = [
     ("", "no ```bash"),
@@ -62,12 +98,27 @@ REJECTED = [
     ("```bash\nls", "not closed"),
     ("<think>\n" + block("rm") + "\n</think>\nI give up.", "no ```bash"),
     (block("ls") + "\n<think>\n" + block("rm"), "2 code blocks"),
+    ("```bash\nls\n```python\nprint()\n```", "several code blocks"),
+    (block("cat <<E\nx\n E"), "not closed: the heredoc <<E "),
+    (block("cat <<'E'\nx\nE "), "not closed: the heredoc <<'E' "),
+    (block("cat <<E\na\\\nE"), "not closed: the heredoc"),
+    ("```\ncat <<E\n```\n", "not closed: the heredoc"),
+    ("so\n```bash\ncat <<E\n</think>\nI give up.", "no ```bash"),
 ]
 
 
 @pytest.mark.parametrize("reply, action", ACCEPTED)
 def test_accepted(reply, action):
     assert extract_action(reply) == action
+
+
+@pytest.mark.parametrize("script", HEREDOCS + NO_HEREDOCS)
+def test_only_a_fence_in_an_open_heredoc_does_not_close_the_block(script):
+    assert extract_action(block(script)) == script
+    assert extract_action(block(script).replace("\n", "\r\n")) == script
+    for more in ("It prints:\n```\nrm a\n```", "```", "EOF\n```", "```python\nEOF\n```"):
+        with pytest.raises(ValueError, match="several code blocks|not closed"):
+            extract_action(f"{block(script)}\n{more}")
 
 
 @pytest.mark.parametrize("reply, why", REJECTED)
@@ -78,10 +129,10 @@ def test_rejected_with_a_reason(reply, why):
 
 def test_any_multi_line_text_survives_in_a_heredoc():
     rng = random.Random(0)
-    alphabet = string.printable.replace("\r", "") + "`'\"\\$<#éß😀" * 4
+    alphabet = string.printable + "`'\"\\$<#éß😀" * 4
     for _ in range(500):
         letters = rng.choices(alphabet + "\n" * 20, k=rng.randrange(200))
-        body = "".join(letters).replace("MARK", "")
+        body = "".join(letters).replace("MARK", "").rstrip("\r").replace("\r\n", "\n")
         command = f"cat > 'x' <<'MARK'\n{body}\n```\n```python\nMARK\necho \"$x\""
         assert extract_action(f"Text.\n{block(command)}\nMore.") == command, body
 
@@ -94,6 +145,7 @@ def test_hostile_replies_raise_nothing_else_and_take_no_time():
     pieces = [*pieces.split(), '<<-"a b"', "validate", *"\n\n\n \t"]
     texts = ["".join(rng.choices(pieces, k=rng.randrange(60))) for _ in range(3000)]
     texts += ["<think>" * 30_000, "```bash\n" * 30_000, "<think></think>\n" * 10_000]
+    texts += ["```bash\n" + "a[" * 60_000, "```bash\n<<E\n" * 30_000]
     texts += ["<<" * 50_000, "```bash\n" + '$("' * 50_000, "`" * 200_000]
     start = time.monotonic()
     for text in texts:
@@ -164,6 +216,18 @@ def test_prompt_shows_task_format_and_real_files(task, backend):
         assert world.reset() == prompt  # starts over
 
 
+def test_names_and_headers_are_shown_in_one_line(task, tmp_path):
+    """Whatever is in them: a line break, a control character, a byte order mark."""
+    table = tmp_path / "table.csv"
+    table.write_text("\ufeffid,\u200bx\té\n1,\x1b2\n")
+    names = ["new\nline.csv", "tab\té \x07.csv", "\u2028.csv"]
+    task = replace(task, public={f"data/{name}": table for name in names})
+    with Env(task, LOCAL) as world:
+        prompt = world.reset()
+    for name in ("new\\nline.csv", "tab\té \\x07.csv", "\\u2028.csv"):
+        assert f"\ndata/{name} (19 bytes)\n  \\ufeffid,\\u200bx\té\n  1,\\x1b2\n" in prompt
+
+
 def test_observations(world):
     assert do(world, "true").observation == "(no output)"
     step = do(world, "echo out; echo err >&2; exit 3")
@@ -176,6 +240,14 @@ def test_observations(world):
     assert step.status == "timeout"
     assert step.observation.startswith("begun\n[stopped at the time limit")
     assert step.seconds < 5
+    world.task = replace(world.task, idle_timeout=0.2)
+    step = do(world, "echo begun; sleep 30")
+    assert step.status == "timeout"
+    assert step.observation.startswith(
+        "begun\n[stopped: it used no CPU and printed nothing for 0.2 s"
+    )
+    world.task = replace(world.task, idle_timeout=0)
+    assert do(world, "sleep 1").status == "ok"
     assert "memory limit" in do(world, "kill -9 $$").observation
     assert do(world, "submit").done
 
@@ -212,6 +284,19 @@ def test_grader_that_hangs(task, backend):
         world.reset()
         do(world, "echo hang > guess.txt")
         assert "longer than" in do(world, "validate").observation
+
+
+@pytest.mark.fault(26, "the grader waits")
+@pytest.mark.parametrize("wait", ["time.sleep(10**6)", slow("threading.Event().wait()")])
+def test_grader_that_waits_is_stopped_before_its_time(backend, monkeypatch, wait):
+    monkeypatch.setattr(grading, "IDLE_SECONDS", 0.5)
+    strategy = f"import time, threading\ndef row_strategy(history):\n    {wait}\n"
+    with Env(replace(load_task("battleOfSexes"), grade_timeout=3.0), backend) as world:
+        world.reset()
+        world.sandbox.put({"strategy.py": strategy.encode()})
+        score = world.score()
+    assert score.message == "The grading waited: it used no CPU for 0.5 seconds."
+    assert "stopped because it waited" in score.grader_output
 
 
 @pytest.mark.fault(26, "a grading that failed under load")
@@ -590,7 +675,8 @@ def test_folders_of_hidden_files_are_hidden(monkeypatch):
 
 
 def test_an_episode_by_hand_names_each_part(capsys, monkeypatch):
-    code = ["cat > strategy.py <<X", "def row_strategy(history):", "    return 0", "", "X"]
+    code = ["cat > strategy.py <<'X'", "def row_strategy(history):", '    """', "```", '    """']
+    code += ["    return 0", "", "X"]
     lines = ["```bash", *code, "```", "no_such", "validate"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
     env.by_hand("battleOfSexes", TINY_TEXTS, sandbox=SandboxOptions(LOCAL))

@@ -23,6 +23,7 @@ from flatlab.errors import SandboxFault
 from flatlab.options import SandboxOptions
 from flatlab.sandbox import backend as sandbox_backend
 from flatlab.sandbox import client, docker, local, snapshot
+from flatlab.sandbox.backend import Spec
 from flatlab.sandbox.client import Sandbox
 from flatlab.task import grading
 from helpers import PROJECT, FakePolicy, block, do, play_once, slow, user_error
@@ -110,10 +111,13 @@ def test_no_snapshot_lies_in_the_sandbox(world):
 # ---- copies
 
 
-# The folders above the interpreter are there for its mount, and not the agent's.
-MOUNTED = "".join(f"! -path '{folder}' " for folder in Path(sys.prefix).parents)
+# What a sandbox shows of this machine, and the folders above it, are made anew with each one.
+SHOWN = [Path(path) for path, _ in local.local_view(Spec())]
+ABOVE = {folder for path in SHOWN for folder in path.parents}
+MOUNTED = "".join(f"! -path '{path}' ! -path '{path}/*' " for path in SHOWN)
+MOUNTED += "".join(f"! -path '{folder}' " for folder in ABOVE)
 MANIFEST = rf"""
-find /home/agent /tmp /var/tmp /dev/shm -xdev ! -path '*/.venv/*' {MOUNTED}\
+find /home/agent /tmp /var/tmp /dev/shm -xdev {MOUNTED}\
   \( -type f -printf '%p %y %m %U %G %s %T@ ' -exec md5sum {{}} \; \
   -o -printf '%p %y %m %U %G %T@ %l\n' \) 2>/dev/null | LC_ALL=C sort
 """

@@ -107,6 +107,16 @@ def test_no_command_breaks_the_next_one(box):
         box.call("state", cwd=box.workspace)
 
 
+def test_variables_that_no_shell_can_keep(box):
+    read_only = "SHELLOPTS BASHOPTS BASH_VERSINFO UID EUID PPID"
+    assert out(box, f"cd {box.workspace}; export {read_only} KEPT=1") == ""
+    box.run("export KEPT=2 BIG=$(head -c 300000 /dev/zero | tr '\\0' x); printf x; cd /", 10)
+    assert out(box, "echo $KEPT; pwd") == "1\n/"
+    large = box.run("export KEPT=2 BIG=$(head -c 300000 /dev/zero | tr '\\0' x); printf x", 10)
+    assert large.output.startswith("x\n[the exported variables of this command are not kept")
+    box.call("state", cwd=box.workspace)
+
+
 # Prints the processes with the parent of this shell, other than itself.
 SIBLINGS = "ps -eo ppid=,pid= | awk -v up=$PPID -v me=$BASHPID '$1 == up && $2 != me {print $2}'"
 
@@ -177,6 +187,36 @@ def test_text_arrives_and_returns_unharmed(box):
     assert box.run("printf 'lone \ud800 surrogate'", 10).exit_code == 0
 
 
+LONG = "a" * 80_000
+
+
+@pytest.mark.fault(7, "escape sequences without an end, line ends of CR alone, backspaces")
+@pytest.mark.parametrize(
+    "printed, text",
+    [
+        ("a\033]0;t\nERROR: out of memory\n", "a]0;t\nERROR: out of memory\n"),
+        (f"\033]8;;http://{LONG}THE END\n", f"]8;;http://{LONG}THE END\n"),
+        (f"\033]8;;http://\n{LONG}\a", f"]8;;http://\n{LONG}"),
+        (f"\033]0;{LONG}\a", f"]0;{LONG}"),
+        (f"\033[{'0' * 80_000}m", f"[{'0' * 80_000}m"),
+        (f"\033{' ' * 80_000}x", f"{' ' * 80_000}x"),
+        ("\033P1\nb\033\\c \033Xd\r\n\033_e\033^f\033[", "P1\nbc Xd\n_e^f["),
+        (
+            "\033]8;;http://x\033\\link\033]8;;\a \033Pq\033\\\033_a\033\\\033^a\a\033Xa\aend",
+            "link end",
+        ),
+        ("\033[1;31mred\033[0m \033(B\0337\033c\033[?25lend", "red end"),
+        ("id,x\r1,2\r3,4\r", "[2 lines overwritten after \\r]\n3,4"),
+        ("ok\nid,x\r1,2\ndone\r\n", "ok\n[1 line overwritten after \\r]\n1,2\ndone\n"),
+        ("\r1/3\r2/3\r3/3\r\r\n\n\r\n", "3/3\n\n\n"),
+        ("10%\b\b\b20%\b\b\b30%\b\b\b", "30%"),
+        ("\b|\b/\b- N\bNA\bA _\bx", "- NA x"),
+    ],
+)
+def test_readable_text_of_what_was_printed(printed, text):
+    assert client.plain_text(printed.encode()) == text
+
+
 @pytest.mark.fault(8, "waits for input, pager, editor, password")
 def test_nothing_waits_for_input(box):
     start = time.monotonic()
@@ -240,6 +280,38 @@ def test_sigterm_comes_first_and_is_no_timeout_by_itself(box):
     assert "saved" in result.output
     assert time.monotonic() - start < 2
     assert not box.run("kill -TERM $$", 5).timed_out
+
+
+IN_VFORK = """
+import ctypes
+libc = ctypes.PyDLL(None)
+if not libc.vfork():
+    libc.sleep(1); libc._exit(0)
+"""
+THREAD = "import threading\nthreading.Thread(target=lambda: exec('while 1: pass')).start()"
+
+
+@pytest.mark.parametrize(
+    "command, limit",
+    [
+        ("sleep 30", "idle"),
+        ("read x < <(sleep 30)", "idle"),
+        ("printf '\\xff (' > /proc/self/comm; sleep 30", "idle"),
+        ("python3 -c 'import threading; threading.Event().wait()'", "idle"),
+        ("sleep 0.3; sleep 30 & sleep 0.1", ""),
+        ("while :; do echo; sleep 0.3; done", "time"),
+        ("while :; do sleep 0.01; done", "time"),
+        (f'python3 -c "{THREAD}"', "time"),  # the main thread waits
+        (f"python3 -c '{IN_VFORK}'", ""),  # in state D, as one that waits for a disk
+    ],
+)
+def test_a_command_that_only_waits_is_stopped(box, command, limit):
+    start = time.monotonic()
+    result = box.run(command, 1.5, 0.5)
+    assert result.timed_out == bool(limit)
+    assert result.idle == (limit == "idle")
+    assert time.monotonic() - start < 9
+    box.call("sweep")
 
 
 @pytest.mark.fault(5, "a child keeps the output open")

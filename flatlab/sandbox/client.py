@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatlab.errors import ArtefactError, SandboxFault, UserError
+from flatlab.numbers import count
 from flatlab.sandbox.backend import IMAGE, Backend, Spec
 from flatlab.sandbox.docker import DOCKER, docker_problem
 from flatlab.sandbox.local import LANDLOCK, NAMESPACES
@@ -90,6 +91,7 @@ class Result:
     exit_code: int
     output: str  # stdout and stderr in order, readable; head and tail of a long one
     timed_out: bool
+    idle: bool = False  # it was stopped because it waited
 
 
 class Sandbox:
@@ -157,19 +159,21 @@ class Sandbox:
         del self._received[:count]
         return data
 
-    def run(self, command: str | list[str], timeout: float) -> Result:
+    def run(self, command: str | list[str], timeout: float, idle: float = 0) -> Result:
         """Runs a shell command (str) or a program (list of arguments).
 
-        Shell commands run in bash and keep cwd and exported variables for the next one.
+        Shell commands run in bash and keep cwd and exported variables for the next one. idle:
+        seconds without output and without use of the CPU until it is stopped, 0: no limit.
         """
         keep = [KEEP_BYTES, KEEP_BYTES]
-        reply, blob = self.call("run", command=command, timeout=timeout, keep=keep)
+        reply, blob = self.call("run", command=command, timeout=timeout, keep=keep, idle=idle)
         head = blob[: reply["head"]]
         tail = blob[reply["head"] :]
         gap = b""
         if reply["dropped"]:
             gap = f"\n[... {reply['dropped']} bytes left out ...]\n".encode()
-        return Result(reply["code"], plain_text(head + gap + tail), reply["timed_out"])
+        output = plain_text(head + gap + tail)
+        return Result(reply["code"], output, reply["timed_out"], reply["idle"])
 
     def program(
         self,
@@ -178,14 +182,15 @@ class Sandbox:
         stdin: bytes = b"",
         keep: tuple = (1 << 20, 0),
         cpu: float | None = None,
+        idle: float = 0,
     ) -> tuple[dict, bytes]:
         """Runs a program as root, or as the user of a sandbox without one.
 
         keep: bytes of the head and of the tail of its stdout. cpu: limit of the CPU time of all its
-        processes, in seconds. Returns the reply: code, timed_out, dropped, and stderr (the last 8
-        kB of it, as text); and these bytes.
+        processes, in seconds. idle: see run. Returns the reply: code, timed_out, idle, dropped, and
+        stderr (the last 8 kB of it, as text); and these bytes.
         """
-        fields = {"timeout": timeout, "keep": keep, "cpu": cpu}
+        fields = {"timeout": timeout, "keep": keep, "cpu": cpu, "idle": idle}
         return self.call("run", stdin, command=argv, user="root", **fields)
 
     def put(self, files: dict[str, bytes | Path], user: str = "agent", mode: int = 0o644) -> None:
@@ -229,18 +234,39 @@ class Sandbox:
 
 # ------------------------------------------------------------------------------------------- text
 
-ANSI = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]")
+# Escape sequences end in their line, and strings (of OSC, DCS, SOS, PM and APC) with BEL or ESC \\;
+# of others only the ESC is removed, because what follows may be output.
+ANSI = re.compile(
+    rb"\x1b\[[0-?]{0,99}[ -/]{0,9}[@-~]|\x1b[]PX^_][^\x07\x1b\r\n]{0,4096}(?:\x07|\x1b\\)"
+    rb"|\x1b[ -/]{0,9}[0-OQ-WYZ\\`-~]"
+)
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 def plain_text(data: bytes) -> str:
-    """Terminal output as readable text.
-
-    Without ANSI codes and control characters; of a progress bar only the last state.
-    """
+    """Terminal output as readable text, without escape sequences and control characters."""
     text = ANSI.sub(b"", data).decode("utf-8", "replace")
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
-    return CONTROL.sub("", "\n".join(lines))
+    return CONTROL.sub("", "\n".join(map(last_state, text.split("\n"))))
+
+
+def last_state(line: str) -> str:
+    """What is left of a line that was overwritten after "\\r" and "\\b", as progress bars are.
+
+    One that does not begin with "\\r" may hold the rows of a file: their number is told.
+    """
+    states = [state for state in line.split("\r") if state] or [""]
+    shown = []
+    column = 0
+    for char in states[-1]:
+        if char == "\b":
+            column = max(0, column - 1)
+        else:
+            shown[column : column + 1] = char
+            column += 1
+    note = ""
+    if len(states) > 1 and not line.startswith("\r"):
+        note = f"[{count(len(states) - 1, 'line')} overwritten after \\r]\n"
+    return note + "".join(shown)
 
 
 def readable(name: str) -> str:

@@ -25,7 +25,8 @@ class TaskYaml:
 
 # The keys that go to Task as they are
 TASK_KEYS = """metric higher_is_better baseline reference artefacts splits exact step_timeout
-grade_timeout needs_gpu needs_network hide_package_data degenerate trivial imported""".split()
+idle_timeout grade_timeout needs_gpu needs_network hide_package_data degenerate trivial
+imported""".split()
 
 
 def builtin_names(root: Path) -> list[str]:

@@ -44,6 +44,8 @@ class Task:
     # and the last is scored once, at the end.
     splits: tuple[str, ...] = ("validation", "test")
     step_timeout: float = 60.0  # seconds for one action of the agent
+    # Seconds in which a command of the agent uses no CPU and prints nothing; 0: no limit
+    idle_timeout: float = 20.0
     grade_timeout: float = 60.0  # seconds of CPU time for one grading, of all its processes
     # The grader computes the score from what the agent hands in, without data or randomness: there
     # is one part, which is called "exact", no standard error, and nothing to select.
@@ -72,6 +74,7 @@ class Task:
             "artefacts": self.artefacts,
             "artefacts in the workspace": not any(map(is_outside, self.artefacts)),
             "finite time limits above 0": all(0 < seconds < math.inf for seconds in limits),
+            "an idle_timeout of at least 0": 0 <= self.idle_timeout < math.inf,
             "a finite baseline": math.isfinite(self.baseline),
         }
         for need, is_met in needs.items():

@@ -39,7 +39,8 @@ from flatlab.task.value import improvement
 MOUNT_BYTES = 16 << 20  # larger public files are mounted into a local sandbox, not copied
 MODEL_BYTES = 2 << 30  # limit of the artefacts of a task that needs a GPU: weights of a model
 MOST_FILES = 20_000  # in a workspace whose folders are artefacts
-WALL_FACTOR = 10  # a grading that waits without using the CPU is stopped after this many timeouts
+WALL_FACTOR = 10  # a grading is stopped after this many timeouts, whatever it does
+IDLE_SECONDS = 10  # or a sixth of its limit: a grading that uses no CPU for so long is stopped
 PRINTED_BYTES = 1 << 20  # of a grader's stdout: its tail
 OUTPUT_CHARS = 4000  # of stdout and of stderr in Score.grader_output
 CANNOT_START = 127  # exit code of a program that is missing
@@ -235,10 +236,12 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
     sandbox = make_sandbox()
     limit = task.grade_timeout
     wall = WALL_FACTOR * limit
+    idle = max(IDLE_SECONDS, limit / 6)
     try:
         lay_out(task, artefacts, sandbox)
         argv = [part.replace("{split}", split) for part in task.grader]
-        reply, stdout = sandbox.program(argv, wall, keep=(0, PRINTED_BYTES), cpu=limit)
+        keep = 0, PRINTED_BYTES
+        reply, stdout = sandbox.program(argv, wall, keep=keep, cpu=limit, idle=idle)
         # An artefact may have ended the grader with this code, so the program is looked up.
         if reply["code"] == CANNOT_START and not stdout:
             look_up = ["/bin/sh", "-c", 'command -v "$0"', argv[0]]
@@ -256,6 +259,9 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
             f"The grading took longer than {limit:g} seconds of CPU time, or than {wall:g} seconds "
             "in all."
         )
+        if reply["idle"]:
+            how = "stopped because it waited"
+            message = f"The grading waited: it used no CPU for {idle:g} seconds."
     elif reply["code"] and value is not None:
         message = "The grader failed after it had printed a score."
     stderr = finite_number(printed, "stderr")

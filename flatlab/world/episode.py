@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from typing import NamedTuple
 
 from flatlab.errors import SandboxFault
 from flatlab.model.chat import Sample
@@ -137,7 +136,7 @@ class History:
         if self.drops_thoughts and any(THOUGHT_ENDS in sample.text for sample, *_ in self.turns):
             messages = list(self.messages)
             for sample, text, _ in self.turns:
-                answer = sample.text.rpartition(THOUGHT_ENDS)[2].lstrip("\n")
+                answer = sample.text.rpartition(THOUGHT_ENDS)[2].lstrip("\r\n")
                 messages.append({"role": "assistant", "content": answer})
                 messages.append({"role": "user", "content": text})
             return self.policy.render(messages)
@@ -169,16 +168,73 @@ class History:
 # ------------------------------------------------------------------ actions
 
 # The action of a reply is the text of its one bash block. It starts at a line ```bash and ends at
-# the last closing fence of the reply, so a heredoc inside it may hold fences of its own, as a
-# README does.
+# the first closing fence that is not in a heredoc, so a heredoc may hold fences, as a README does.
 FENCE = re.compile(r" {0,3}(`{3,})[ \t]*([^`]*?)[ \t]*$")
 SHELLS = ("bash", "sh", "shell")
+# The parts of a line of bash that matter here: quotes, brackets, and heredocs (dash, delimiter).
+# Escapes, here-strings, comments, `let x=1<<4` and indices match whole: nothing in them counts.
+CODE = re.compile(
+    r"""\\.|<<<|<<(-?)[ \t]*((?:\\.|'[^']*'|"[^"]*"|[^\s;&|<>()'"\\`])+)"""
+    r"""|(?<![^\s;&|()])(?:#.*|let(?:[ \t]+[^\s;&|'"<][^\s;&|'"]*)+)"""
+    r"""|[\w$]\[[^][]*\]|\$?\(\(?|\$?'|["`)]"""
+)
+IN_QUOTES = {
+    "'": re.compile("'"),
+    "$'": re.compile(r"\\.|'"),
+    '"': re.compile(r'\\.|\$\(\(?|["`]'),
+}
+OPENING = "('\"`"
 
 
-class Fence(NamedTuple):
-    line: int
-    ticks: int
-    language: str  # empty for a fence that may close a block
+class Script:
+    """The heredocs of a bash script, found line by line."""
+
+    def __init__(self):
+        self.nesting = []  # the quotes and brackets that are open
+        self.heredocs = []  # those that are open: (dash, delimiter as it is written)
+        self.in_heredoc = False  # whether the next line is in a heredoc, or ends one
+        self.is_joined = False  # whether a backslash joins the next line to the last one
+
+    def add(self, line: str) -> None:
+        joins = (len(line) - len(line.rstrip("\\"))) % 2 == 1
+        if self.in_heredoc:
+            dash, word = self.heredocs[0]
+            delimiter = re.sub(r"""\\(.)|\$?['"]""", r"\1", word)
+            text = line.lstrip("\t") if dash else line
+            if text == delimiter and not self.is_joined:
+                self.heredocs.pop(0)
+            self.is_joined = joins and delimiter == word  # not in a quoted one
+            self.in_heredoc = bool(self.heredocs)
+        else:
+            quote = self.add_code(line) in IN_QUOTES
+            self.is_joined = joins
+            self.in_heredoc = bool(self.heredocs) and not joins and not quote
+
+    def add_code(self, line: str) -> str:
+        """Returns what is open at the end of the line: a quote, a bracket, or ""."""
+        position = 0
+        while True:
+            inner = self.nesting[-1] if self.nesting else ""
+            match = IN_QUOTES.get(inner, CODE).search(line, position)
+            if not match:
+                return inner
+            position = match.end()
+            token = match[0]
+            if token == inner[-1:].replace("(", ")"):
+                self.nesting.pop()
+            elif token.lstrip("$")[0] in OPENING:
+                self.nesting += [token] * max(1, token.count("("))
+            elif match.lastindex and not any("((" in bracket for bracket in self.nesting):
+                self.heredocs.append(match.groups())
+
+
+@dataclass
+class Block:
+    language: str
+    ticks: int  # of its fences, at least
+    lines: list[str] = field(default_factory=list)
+    script: Script = field(default_factory=Script)
+    is_closed: bool = False
 
 
 def act_bash(env, reply: str, timeout: float) -> tuple[str | None, str, str, Score | None]:
@@ -202,7 +258,7 @@ def act_command(env, action: str, timeout: float) -> tuple[str, str, str, Score 
         score = env.score()
         status = "validate" if score.valid else "invalid"
         return action, score_text(score, env.task), status, score
-    result = env.sandbox.run(action, timeout)
+    result = env.sandbox.run(action, timeout, env.task.idle_timeout)
     return action, *run_text(env, result, timeout), None
 
 
@@ -211,65 +267,68 @@ def extract_action(reply: str) -> str:
     exactly one.
     """
     text = without_thought(reply)
-    fences = find_fences(text)
-    start = find_start(fences)
-    ends = []
-    for fence in fences:
-        if fence.line > start.line and fence.ticks >= start.ticks and not fence.language:
-            ends.append(fence.line)
-    if not ends:
+    blocks = find_blocks(text)
+    shells = [block for block in blocks if block.language in SHELLS]
+    if not shells:
+        shells = blocks = find_blocks(text, ("",))  # a block without a language
+        languages = [block.language for block in blocks if block.language]
+        if languages:
+            raise ValueError(f"The block is marked {languages[0][:20]!r}; it must be bash.")
+    if not shells:
+        raise ValueError("There is no ```bash block in the reply.")
+    if len(shells) > 1:
+        raise ValueError(f"There are {len(shells)} code blocks in the reply; write one.")
+    [block] = shells
+    if block is not blocks[-1]:
+        raise ValueError("There are several code blocks in the reply; write one.")
+    if block.script.in_heredoc:
+        word = block.script.heredocs[0][1][:20]
+        raise ValueError(f"The ``` block is not closed: the heredoc <<{word} in it does not end.")
+    if not block.is_closed:
         raise ValueError(
             "The ``` block is not closed; it may have been cut off at the length limit."
         )
-    lines = text.split("\n")
-    if len(ends) > 1 and "<<" not in "\n".join(lines[start.line : ends[0]]):
-        raise ValueError("There are several code blocks in the reply; write one.")
-    action = "\n".join(lines[start.line + 1 : ends[-1]])
+    action = "\n".join(block.lines)
     if not action.strip():
         raise ValueError("The block is empty.")
     return action
 
 
-def find_fences(text: str) -> list[Fence]:
-    """The lines of the text that are fences."""
-    fences = []
-    for number, line in enumerate(text.split("\n")):
-        if match := FENCE.match(line):
-            fences.append(Fence(number, len(match[1]), match[2].lower()))
-    return fences
+def find_blocks(text: str, shells: tuple = SHELLS) -> list[Block]:
+    """The code blocks of the text. One that is followed by a fence with a language is not closed.
 
-
-def find_start(fences: list[Fence]) -> Fence:
-    """The fence that opens the action. Raises as extract_action."""
-    starts = [fence for fence in fences if fence.language in SHELLS]
-    languages = [fence.language for fence in fences if fence.language]
-    if len(starts) > 1:
-        raise ValueError(
-            f"There are {len(starts)} code blocks in the reply; write one. "
-            "(A ```bash line inside a heredoc counts, too.)"
-        )
-    if starts:
-        return starts[0]
-    if not fences:
-        raise ValueError("There is no ```bash block in the reply.")
-    if languages:
-        raise ValueError(f"The block is marked {languages[0][:20]!r}; it must be bash.")
-    if len(fences) > 2:
-        raise ValueError("There are several code blocks in the reply; write one, marked ```bash.")
-    return fences[0]  # a block without a language
+    shells: languages of the blocks whose heredocs may hold fences.
+    """
+    blocks = []
+    for line in text.split("\n"):
+        fence = FENCE.match(line)
+        block = blocks[-1] if blocks and not blocks[-1].is_closed else None
+        if block and (block.script.in_heredoc or not fence or len(fence[1]) < block.ticks):
+            block.lines.append(line)
+            if block.language in shells:
+                block.script.add(line)
+        elif block and not fence[2]:
+            block.is_closed = True
+        elif fence:
+            blocks.append(Block(fence[2].lower(), len(fence[1])))
+    return blocks
 
 
 def without_thought(reply: str) -> str:
-    """The reply after its thought; "" if it never stopped thinking.
+    """The reply after its thought, with "\\n" as line ends; "" if it never stopped thinking.
 
-    The prompt may have opened the thought, so `</think>` alone ends one. Inside the block, where
-    only the closing fence follows, `</think>` is text.
+    The prompt may have opened the thought, so `</think>` alone ends one. Inside the last block,
+    `</think>` is text.
     """
-    _, mark, rest = reply.rpartition("</think>")
-    inside_block = [fence.language for fence in find_fences(rest)] == [""]
-    text = reply if mark and inside_block else rest
+    reply = reply.replace("\r\n", "\n")
+    for text in (reply, reply.partition(THOUGHT_ENDS)[2]):
+        *_, last = find_blocks(text) or [Block("", 0)]
+        if last.is_closed and "\n".join(last.lines).count(THOUGHT_ENDS) == text.count(THOUGHT_ENDS):
+            break
+    else:
+        text = reply.rpartition(THOUGHT_ENDS)[2]
     begin, mark, _ = text.partition("<think>")
-    return "" if mark and not find_fences(begin) else text
+    return "" if mark and not find_blocks(begin) else text
 
 
 # ------------------------------------------------------------------ observations
@@ -280,6 +339,11 @@ def run_text(env, result: Result, timeout: float) -> tuple[str, str]:
     output = result.output.rstrip("\n") or "(no output)"
     if result.timed_out:
         note = f"[stopped at the time limit of {timeout:.0f} s, with all background processes]"
+        if result.idle:
+            note = (
+                f"[stopped: it used no CPU and printed nothing for {env.task.idle_timeout:g} s; "
+                "all background processes were stopped, too]"
+            )
         return f"{output}\n{note}", "timeout"
     if not result.exit_code:
         return output, "ok"

@@ -111,7 +111,7 @@ def episode_facts(env, options) -> dict:
         "ends_at_score": env.ends_at_score,
         "has_network": env.options.network,
         "files": [
-            {"path": path, "size": size, "lines": first_lines(task, path, size)}
+            {"path": visible(path), "size": size, "lines": first_lines(task, path, size)}
             for path, size in files
         ],
         "more_files": count - len(files),
@@ -151,8 +151,13 @@ def first_lines(task: Task, path: str, size: int) -> list[str]:
         while len(lines) < TABLE_LINES and (line := file.readline(LINE_CHARS)):
             if len(line) == LINE_CHARS:
                 return [*lines, f"[a line of {LINE_CHARS} characters or more]"]
-            lines.append(line.rstrip())
+            lines.append(visible(line.rstrip()))
     return lines
+
+
+def visible(text: str) -> str:
+    """The text in one line, with escapes for what is not printable: line breaks, a BOM."""
+    return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in text)
 
 
 def first_messages(env, options, facts: dict, policy=None) -> tuple[str, str]:

@@ -25,9 +25,10 @@ import isolate
 
 # What a shell command runs first; then follow the variables that the last command exported. On exit
 # it saves its folder and its exported variables to fd 99. `exec`, `kill $$` or an EXIT trap of its
-# own save nothing: then the older state stays.
+# own save nothing: then the older state stays. No shell can set its read-only variables.
 PRELUDE = b"""unset BASH_ENV
-trap '{ printf "%s\\0" "$PWD"; unset PWD OLDPWD SHLVL flatlab; export -p; } >&99 2>/dev/null' EXIT
+trap '{ printf "%s\\0" "$PWD"; unset PWD OLDPWD SHLVL flatlab
+export -n SHELLOPTS BASHOPTS BASH_VERSINFO UID EUID PPID; export -p; } >&99 2>/dev/null' EXIT
 IFS= read -rd '' -u97 flatlab || true
 """
 SHELL_FDS = (0, 1, 2, 97, 98, 99)  # stdin, stdout, stderr, command, prelude, saved state
@@ -43,8 +44,11 @@ PROGRAMS = {
     "submit": ALONE.format("submit"),
     "python": 'exec python3 "$@"',  # not every image has it
 }
+LOST = b"\n[the exported variables of this command are not kept: they are larger than 256 kB]\n"
 GRACE = 2  # seconds between SIGTERM and SIGKILL
 ERROR_BYTES = 8192  # tail of the stderr of root's programs
+STATE_BYTES = 1 << 18  # of exported variables that are kept for the next command
+LOOKS = 20  # so often an idle command is looked at before it is stopped
 
 
 def memory_file(data=b""):
@@ -233,10 +237,11 @@ class Runner:
             isolate.apply_landlock(self.landlock_rules)
         os.execvpe(argv[0], argv, dict(env, PWD=folder))
 
-    def run(self, blob, command, timeout, keep, user="agent", cpu=None):
+    def run(self, blob, command, timeout, keep, user="agent", cpu=None, idle=0):
         """Runs a command with `blob` as stdin; keep: bytes of head and tail of the output.
 
-        timeout: seconds by the clock; cpu: seconds of CPU time, None: no limit. After one of them:
+        timeout: seconds by the clock; cpu: seconds of CPU time, None: no limit; idle: seconds in
+        which nothing was printed and the sandbox used no CPU, 0: no limit. After one of them:
         SIGTERM to its process group, a grace period, then SIGKILL for everything in the sandbox.
         Background jobs of a command that ends in time live on; what they print after 0.1 s is
         dropped.
@@ -247,15 +252,16 @@ class Runner:
         output = Output(*keep)
         errors = Output(0, ERROR_BYTES)
         outputs = {error_pipe: errors, output_pipe: output}
-        timed_out = self.wait(pid, outputs, limit, cpu_limit)
+        stopped = self.wait(pid, outputs, limit, cpu_limit, idle)
+        if saved is not None and not self.take_state(saved):
+            output.add(LOST)
         output.cut()
         errors.cut()
-        if saved is not None:
-            self.take_state(saved)
         code = self.exit_codes.pop(pid)
         reply = {
             "code": 137 if code is None else code,
-            "timed_out": timed_out,
+            "timed_out": bool(stopped),
+            "idle": stopped == "idle",
             "head": len(output.head),
             "dropped": output.dropped,
             "stderr": errors.tail.decode("utf-8", "replace"),
@@ -271,8 +277,9 @@ class Runner:
         ticks = sum(descendants().values())
         return ended.ru_utime + ended.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
 
-    def wait(self, pid, outputs, limit, cpu_limit):
-        """Collects output until the command has ended. Returns whether it exceeded a limit.
+    def wait(self, pid, outputs, limit, cpu_limit, idle):
+        """Collects output until the command has ended. Returns the limit that it exceeded: "idle",
+        "time" (by the clock or of the CPU), or "".
 
         outputs: pipe -> Output.
         """
@@ -281,18 +288,24 @@ class Runner:
             poll.register(fd, select.POLLIN)
         poll.register(self.wake, select.POLLIN)
         poll.register(self.requests, 0)  # only whether it was closed
-        timed_out = False
+        stopped = ""
+        used = 0  # CPU seconds at the last look that was not quiet
+        quiet_looks = 0
+        next_look = time.monotonic() + idle / LOOKS
         phase = "running"  # then "terminated" and "killed" after a time limit; "ended" at the end
         while True:
             left = max(0.0, limit - time.monotonic())
             if cpu_limit:
                 left = min(left, 0.1)  # the CPU time is looked at so often
+            elif idle:
+                left = min(left, idle / LOOKS)
             ready = [fd for fd, _ in poll.poll(int(left * 1000) + 1)]
             if self.requests.fileno() in ready:
                 self.leave()
             for fd in outputs.keys() & set(ready):
                 chunk = os.read(fd, 65536)
                 outputs[fd].add(chunk)
+                quiet_looks = 0
                 if not chunk:
                     poll.unregister(fd)
                     os.close(fd)
@@ -300,13 +313,23 @@ class Runner:
             self.drain(ready)
             now = time.monotonic()
             if cpu_limit and phase == "running" and self.cpu_seconds() >= cpu_limit:
-                timed_out = True
+                stopped = "time"
                 limit = now
+            if idle and phase == "running" and now >= next_look:
+                next_look = now + idle / LOOKS
+                quiet_looks += 1
+                seconds = self.cpu_seconds()
+                if seconds - used > idle / 500 or can_run(descendants()):  # a timer needs less
+                    quiet_looks = 0
+                    used = seconds
+                if quiet_looks == LOOKS:
+                    stopped = "idle"
+                    limit = now
             if phase != "ended" and self.exit_codes[pid] is not None:
-                if timed_out:
+                if stopped:
                     self.sweep()
                 phase = "ended"
-                limit = now + (1 if timed_out else 0.1)
+                limit = now + (1 if stopped else 0.1)
             if phase == "ended" and not outputs:
                 break
             if now < limit:
@@ -319,12 +342,12 @@ class Runner:
                 limit = now + 5
             else:
                 phase = "terminated"
-                timed_out = True
+                stopped = stopped or "time"
                 limit = now + GRACE
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGTERM)
         self.strays += outputs
-        return timed_out
+        return stopped
 
     def drain(self, ready):
         """Empties the pipe that signals write to, and those of background jobs."""
@@ -341,12 +364,18 @@ class Runner:
     # ---------------------------------------------------------------------------------------- state
 
     def take_state(self, saved):
-        """What a shell saved. A command may write anything there; that harms only the next one."""
-        cwd, found, exports = os.pread(saved, 1 << 19, 0).partition(b"\0")
+        """What a shell saved. A command may write anything there; that harms only the next one.
+
+        Returns whether the exported variables are few enough to be kept; else the older ones stay.
+        """
+        cwd, found, exports = os.pread(saved, 2 * STATE_BYTES, 0).partition(b"\0")
         os.close(saved)
-        if found and b"\0" not in exports and len(exports) < 1 << 18:
-            self.cwd = os.fsdecode(cwd) or self.config.workspace
+        if not found or b"\0" in exports:
+            return True
+        self.cwd = os.fsdecode(cwd) or self.config.workspace
+        if len(exports) < STATE_BYTES:
             self.exports = exports
+        return len(exports) < STATE_BYTES
 
     def state(self, blob, cwd=None, exports=""):
         """Returns, or with `cwd` sets, the folder and exports of the next shell command."""
@@ -407,7 +436,10 @@ def descendants():
     # Parents come first, so that what a process has used is not counted again in its parent, which
     # waits for it meanwhile.
     for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))):
-        with suppress(OSError), open(f"/proc/{pid}/stat") as file:  # it may just have ended
+        with (
+            suppress(OSError),
+            open(f"/proc/{pid}/stat", errors="replace") as file,
+        ):  # it may just have ended
             fields = file.read().rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(pid)
             ticks[pid] = sum(map(int, fields[11:15]))
@@ -415,6 +447,17 @@ def descendants():
     for pid in pids:
         pids += children.get(pid, [])
     return {pid: ticks[pid] for pid in pids[1:]}
+
+
+def can_run(pids):
+    """Whether a thread of these processes runs, waits for a CPU, or waits for a disk."""
+    for pid in pids:
+        with suppress(OSError):  # it may just have ended
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/stat", errors="replace") as file:
+                    if file.read().rpartition(")")[2].split()[0] in "RD":
+                        return True
+    return False
 
 
 def main(config):
