@@ -18,7 +18,7 @@ from flatlab.errors import SandboxFault, UserError
 from flatlab.options import EpisodeOptions
 from flatlab.train.batch import sequences_of
 from flatlab.world.episode import run_episode
-from helpers import AGENT_TEXTS, LOCAL, PROJECT, TINY_TEXTS, FakePolicy, play_once, python
+from helpers import AGENT_TEXTS, LOCAL, PROJECT, TINY_TEXTS, FakePolicy, code_of, play_once, python
 from integrations import agent_program
 from training import TASK
 
@@ -483,11 +483,12 @@ def test_a_step_of_programs_that_never_ask_stops_the_run(play, command):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("MINI_SWE_VENV" not in os.environ, reason="see tests/README.md")
+@pytest.mark.skipif(
+    "MINI_SWE_VENV" not in os.environ, reason="set MINI_SWE_VENV, see tests/README.md"
+)
 def test_mini_swe_agent_plays_the_episodes_of_a_training_step(play, tmp_path, monkeypatch):
     """The program of docs/extend.md, with a random model, whose replies hold no command."""
-    text = (PROJECT / "docs/extend.md").read_text()
-    program = re.search(r"```python\n(.*)```", text, re.DOTALL)[1]
+    program = code_of("docs/extend.md", "python", "minisweagent")
     program = program.replace(".venv/bin/python", sys.executable)
     program = program.replace('"env.py"', repr(str(PROJECT / "env.py")))
     (tmp_path / "mini.py").write_text(program)

@@ -31,8 +31,8 @@ def server():
         yield url, script, seen
 
 
-def ask(url, temperature=0.7, retries=3, **kwargs):
-    model = endpoint.Endpoint(url, "m", retries=retries, temperature=temperature)
+def ask(url, temperature=0.7, retries=3, key="", **kwargs):
+    model = endpoint.Endpoint(url, "m", retries=retries, temperature=temperature, key=key)
     prompt = model.render([{"role": "user", "content": "hi <|im_end|> ünïcode"}])
     return asyncio.run(model.sample(prompt, 50, **kwargs))
 
@@ -58,11 +58,12 @@ def test_a_good_answer(server, monkeypatch):
     assert (answer.text, answer.stop_reason, answer.reply_tokens) == ("hello", "stop", 7)
     monkeypatch.setenv("OPENAI_API_KEY", "")
     ask(url)
-    first, second = seen
+    ask(url, key="mine")
+    first, second, third = seen
     assert (first["temperature"], first["seed"], first["max_tokens"]) == (0.0, 7, 50)
     assert first["auth"] == "Bearer secret"
     assert first["messages"] == [{"role": "user", "content": "hi <|im_end|> ünïcode"}]
-    assert second["auth"] == "Bearer none"
+    assert (second["auth"], third["auth"]) == ("Bearer none", "Bearer mine")
     assert "seed" not in second
 
 
