@@ -23,6 +23,7 @@ from aiohttp import web
 from env import Step
 from flatlab.errors import UserError
 from flatlab.model.chat import Sample
+from flatlab.model.endpoint import go_around_proxies, text_of
 from flatlab.world.episode import (
     act_command,
     in_thread,
@@ -36,6 +37,19 @@ from flatlab.world.episode import (
 # ends, and then the program is killed. The program itself has no input.
 WATCH = "exec 3<&0 0</dev/null; (read _ <&3; kill -9 0) & exec 3<&-; "
 TOKEN_BYTES = 16  # of a request's body for each token of the context, at most
+# Fields of a request that are read or change no answer, and those that change none with a value of
+# OFF.
+FREE = (
+    "messages model max_tokens max_completion_tokens temperature top_p top_k min_p seed "
+    "frequency_penalty presence_penalty repetition_penalty user metadata store service_tier "
+    "safety_identifier prompt_cache_key prompt_cache_retention stream_options parallel_tool_calls"
+).split()
+OFF = (None, False, [], {}, "", "auto", "none", ["text"], {"type": "text"})
+SWITCHES = (
+    "stream tools tool_choice functions function_call response_format modalities stop "
+    "stop_token_ids logit_bias logprobs top_logprobs min_tokens ignore_eos continue_final_message"
+).split()
+HARMLESS = {"n": (None, 1)} | dict.fromkeys(SWITCHES, OFF)
 STDERR_BYTES = 1000  # of the end of a program's stderr, in the transcript
 POLL_SECONDS = 0.05  # between looks whether a program has ended
 # Reads requests beside the event loop. It has one thread, because a tokenizer serves one.
@@ -43,32 +57,44 @@ READER = ThreadPoolExecutor(1, "agent_program")
 twin_of = functools.lru_cache(1)(lambda policy: policy.twin())
 
 
-def text_of(messages: list[dict]) -> str:
-    return "\n\n".join(message["content"] or "" for message in messages)
+def join(messages: list[dict]) -> str:
+    return "\n\n".join(message["content"] for message in messages)
 
 
-def read(data: bytes, policy, samples: dict) -> tuple[list[int], list[list[dict]]]:
-    """(tokens that the next reply follows, messages: the first ones, a reply, those after it, ...)
-    of the body of a request.
+def check_fields(body: dict) -> None:
+    """Raises ValueError for a field that would change the form or the end of an answer."""
+    for name, value in body.items():
+        if name not in FREE and value not in HARMLESS.get(name, (None,)):
+            raise ValueError(f"{name}={value!r:.100} is not honoured here")
+
+
+def read(data: bytes, policy, samples: dict, limit: int) -> tuple[list, list[list[dict]], int]:
+    """(tokens that the next reply follows, messages: the first ones, a reply, those after it, ...,
+    most tokens of the reply) of the body of a request.
 
     Earlier replies keep the tokens that were sampled. Only a text that the model did not write in
     this episode is tokenised. samples: by text. Raises ValueError if the first or the last message
     is the model's.
     """
     body = json.loads(data)
-    if body.get("stream") or body.get("tools"):
-        raise ValueError("there is neither stream nor tools")
-    groups = itertools.groupby(body["messages"], lambda message: message["role"] == "assistant")
+    check_fields(body)
+    for name in ("max_tokens", "max_completion_tokens"):
+        wanted = body.get(name)
+        limit = limit if wanted is None else min(limit, int(wanted))
+    if limit < 1:
+        raise ValueError("max_tokens must be positive")
+    messages = [message | {"content": text_of(message["content"])} for message in body["messages"]]
+    groups = itertools.groupby(messages, lambda message: message["role"] == "assistant")
     parts = [list(group) for _, group in groups]
     if len(parts) % 2 == 0 or parts[0][0]["role"] == "assistant":
         raise ValueError("the first and the last message must not be the model's")
-    texts = list(map(text_of, parts))
+    texts = list(map(join, parts))
     tokens = policy.render(parts[0])
     for text, following in zip(texts[1::2], texts[2::2], strict=True):
         sample = samples.get(text) or Sample(policy.encode(text), [], text, "length", 0)
         after = policy.observation_tokens(following, sample.stop_reason == "stop")
         tokens = tokens + sample.tokens + after
-    return tokens, parts
+    return tokens, parts, limit
 
 
 @contextlib.asynccontextmanager
@@ -153,25 +179,25 @@ async def play(env, policy, episode, options, history, command: str) -> str:
         data = await request.read()
         run = asyncio.get_running_loop().run_in_executor
         try:
-            tokens, parts = await run(READER, invoke, read, data, twin_of(policy), samples)
+            facts = data, twin_of(policy), samples, options.max_reply_tokens
+            tokens, parts, limit = await run(READER, invoke, read, *facts)
         except Exception as error:  # what the request lacks, or what the chat template says
             raise web.HTTPBadRequest(text=f"This request cannot be read: {error!r}") from error
-        limit = options.max_reply_tokens
         if len(tokens) + limit > policy.context:
             text = f"{len(tokens)} tokens: over the maximum context length."
             raise web.HTTPBadRequest(text=text)
         number = next(numbers)
         if number == 0:
             system = [message for message in parts[0] if message["role"] == "system"]
-            episode.system = text_of(system)
-            episode.prompt = text_of([message for message in parts[0] if message not in system])
+            episode.system = join(system)
+            episode.prompt = join([message for message in parts[0] if message not in system])
         if number >= options.max_turns:
             end("turn_limit")
             raise web.HTTPForbidden
         seed = reply_seed(episode.seed, number)
         sample = await or_end(policy.sample(tokens, limit, seed=seed))
         samples[sample.text] = sample
-        turn["observation"] = text_of(parts[-1])
+        turn["observation"] = join(parts[-1])
         turn = turn_record(sample, Step("", False, None, "rejected", 0.0))  # until a command runs
         episode.add(tokens, sample, turn)
         message = {"role": "assistant", "content": sample.text}
@@ -204,6 +230,7 @@ async def play(env, policy, episode, options, history, command: str) -> str:
         "FLATLAB_SYSTEM": episode.system,
         "FLATLAB_PROMPT": episode.prompt.replace("\0", " "),  # a variable cannot hold it
     }
+    go_around_proxies()
     async with served(app) as port:
         variables["OPENAI_BASE_URL"] = f"http://127.0.0.1:{port}/{key}/v1"
         with started(command, variables) as (program, stderr):

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -37,6 +38,13 @@ AGENT_TEXTS = "configs/prompts/agent.yaml"
 def block(text):
     """A reply with one bash block."""
     return f"```bash\n{text}\n```"
+
+
+def code_of(page, language, words):
+    """The block of code on a page of the project that holds these words."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```$", (PROJECT / page).read_text(), re.M | re.S)
+    [code] = [code for code in blocks if words in code]
+    return code
 
 
 def slow(*case):

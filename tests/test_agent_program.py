@@ -18,7 +18,7 @@ from flatlab.errors import SandboxFault, UserError
 from flatlab.options import EpisodeOptions
 from flatlab.train.batch import sequences_of
 from flatlab.world.episode import run_episode
-from helpers import AGENT_TEXTS, LOCAL, PROJECT, TINY_TEXTS, FakePolicy, play_once, python
+from helpers import AGENT_TEXTS, LOCAL, PROJECT, TINY_TEXTS, FakePolicy, code_of, play_once, python
 from integrations import agent_program
 from training import TASK
 
@@ -317,9 +317,92 @@ ask(user(json.dumps(answers)))
     assert len(sampled) == 1
     codes, said = zip(*json.loads(episode.prompt))
     assert codes == (400, 400, 400, 400, 400, 400, 413, 413, 500, 404, 404)
-    assert "neither stream nor tools" in said[1]
+    assert "tools=[{}] is not honoured here" in said[1]
     assert "the first and the last message must not be the model's" in said[3]
     assert "over the maximum context length" in said[5]
+
+
+HONOURED = {
+    "n": [1, None],
+    "stream": [False, None],
+    "tools": [[], None],
+    "tool_choice": ["none", "auto"],
+    "functions": [[]],
+    "logprobs": [False],
+    "top_logprobs": [0],
+    "stop": [None, []],
+    "logit_bias": [{}],
+    "response_format": [{"type": "text"}],
+    "modalities": [["text"]],
+    "temperature": [0.0, 1],
+    "user": ["me"],
+    "metadata": [{"a": "b"}],
+    "max_tokens": [None, 1, 10**6],
+    "no_such_field": [None],
+}
+REFUSED = {
+    "n": [2, 0, "1"],
+    "stream": [True],
+    "tools": [[{}], {"type": "x"}],
+    "tool_choice": ["required", {"type": "function"}],
+    "functions": [[{"name": "f"}]],
+    "logprobs": [True, 1],
+    "top_logprobs": [2],
+    "stop": ["Observation:", ["a"]],
+    "logit_bias": [{"5": -100}],
+    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
+    "modalities": [["text", "audio"]],
+    "reasoning_effort": ["low"],
+    "guided_json": [{"type": "object"}],
+    "min_tokens": [4],
+    "max_tokens": [0, -1, "many"],
+    "skip_special_tokens": [False],
+    "no_such_field": [True, 1, "a"],
+}
+
+
+def request(content="hi", **fields):
+    body = {"model": "m", "messages": [{"role": "user", "content": content}], **fields}
+    return json.dumps(body).encode()
+
+
+@pytest.mark.parametrize("name", HONOURED | REFUSED)
+def test_a_field_of_a_request_is_honoured_or_refused_by_name(name):
+    read = functools.partial(agent_program.read, policy=FakePolicy(""), samples={}, limit=9)
+    for value in HONOURED.get(name, ()):
+        assert read(request(**{name: value}))[2] == (1 if (name, value) == ("max_tokens", 1) else 9)
+    for value in REFUSED.get(name, ()):
+        with pytest.raises(ValueError, match=name if value != "many" else "invalid literal"):
+            read(request(**{name: value}))
+
+
+def test_a_reply_is_no_longer_than_a_request_says(play_program):
+    episode, sampled = play_program("ask(PROMPT, max_tokens=3); ask(PROMPT, max_tokens=99)")
+    assert [len(sample.tokens) for _, sample in sampled] == [3, OPTIONS.max_reply_tokens]
+    assert trained(episode) == as_sampled(sampled)
+
+
+def test_the_text_of_a_request_may_come_in_parts(play_program):
+    part = {"type": "text", "text": "hi"}
+    episode, sampled = play_program(f"""
+first = ask(user([{part}, {part}]))
+ask(user("hihi"), {{**first, "content": [dict({part}, text=first["content"])]}}, user([{part}]))
+""")
+    assert trained(episode) == as_sampled(sampled)
+    assert len(episode.segments) == 1  # what was sampled is known again
+    assert episode.prompt == "hihi"
+    assert episode.turns[0]["observation"] == "hi"
+    with pytest.raises(ValueError, match="image_url is no text"):
+        agent_program.read(request([{"type": "image_url"}]), FakePolicy(""), {}, 9)
+
+
+def test_a_proxy_is_not_asked_for_the_endpoint(play_program, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    episode, _ = play_program("ask(PROMPT)", policy=FakePolicy("a"))
+    assert len(episode.turns) == 1, episode.fault
 
 
 def test_requests_are_read_beside_the_event_loop(play_program):
@@ -400,11 +483,12 @@ def test_a_step_of_programs_that_never_ask_stops_the_run(play, command):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("MINI_SWE_VENV" not in os.environ, reason="see tests/README.md")
+@pytest.mark.skipif(
+    "MINI_SWE_VENV" not in os.environ, reason="set MINI_SWE_VENV, see tests/README.md"
+)
 def test_mini_swe_agent_plays_the_episodes_of_a_training_step(play, tmp_path, monkeypatch):
     """The program of docs/extend.md, with a random model, whose replies hold no command."""
-    text = (PROJECT / "docs/extend.md").read_text()
-    program = re.search(r"```python\n(.*)```", text, re.DOTALL)[1]
+    program = code_of("docs/extend.md", "python", "minisweagent")
     program = program.replace(".venv/bin/python", sys.executable)
     program = program.replace('"env.py"', repr(str(PROJECT / "env.py")))
     (tmp_path / "mini.py").write_text(program)

@@ -1,10 +1,12 @@
 """endpoint.py against a server that misbehaves on purpose, and against a real vLLM server."""
 
 import asyncio
+import os
 import time
 
 import pytest
 
+from flatlab.errors import UserError
 from flatlab.model import endpoint
 from flatlab.view import reader
 from helpers import LOCAL, PROJECT, chat_server, completion, python, served, user_error
@@ -29,8 +31,8 @@ def server():
         yield url, script, seen
 
 
-def ask(url, temperature=0.7, retries=3, **kwargs):
-    model = endpoint.Endpoint(url, "m", retries=retries, temperature=temperature)
+def ask(url, temperature=0.7, retries=3, key="", **kwargs):
+    model = endpoint.Endpoint(url, "m", retries=retries, temperature=temperature, key=key)
     prompt = model.render([{"role": "user", "content": "hi <|im_end|> ünïcode"}])
     return asyncio.run(model.sample(prompt, 50, **kwargs))
 
@@ -56,11 +58,12 @@ def test_a_good_answer(server, monkeypatch):
     assert (answer.text, answer.stop_reason, answer.reply_tokens) == ("hello", "stop", 7)
     monkeypatch.setenv("OPENAI_API_KEY", "")
     ask(url)
-    first, second = seen
+    ask(url, key="mine")
+    first, second, third = seen
     assert (first["temperature"], first["seed"], first["max_tokens"]) == (0.0, 7, 50)
     assert first["auth"] == "Bearer secret"
     assert first["messages"] == [{"role": "user", "content": "hi <|im_end|> ünïcode"}]
-    assert second["auth"] == "Bearer none"
+    assert (second["auth"], third["auth"]) == ("Bearer none", "Bearer mine")
     assert "seed" not in second
 
 
@@ -83,17 +86,137 @@ def test_a_request_that_is_refused_is_not_repeated(server):
         script.append((status, {"error": {"message": "no such thing"}}, {}))
         with user_error(f"refuses.*{status}.*no such thing"):
             ask(url)
-    script.append((400, {"error": "This model's maximum context length is 8192 tokens"}, {}))
-    with pytest.raises(OverflowError):  # no user error: it ends an episode
+    assert len(seen) == 4
+
+
+def error(message, code=None, kind=None):
+    return {"error": {"message": message, "code": code, "type": kind}}
+
+
+SGLANG = "Input length (5000 tokens) exceeds the maximum allowed length (2048 tokens)."
+TGI = "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 2048. Given: 5000"
+ANTHROPIC = "input length and `max_tokens` exceed context limit: 190000 + 20000 > 200000"
+LLAMA = "request (5000 tokens) exceeds the available context size (4096 tokens)"
+RAW = {"raw": str(error("This model's maximum context length is 4096 tokens"))}
+
+
+@pytest.mark.parametrize(
+    "status, body",
+    [
+        (400, {"error": "This model's maximum context length is 8192 tokens"}),
+        (400, error("Please reduce the length of the messages.", "context_length_exceeded")),
+        (400, error("Your input exceeds the context window of this model.")),
+        (400, error("The decoder prompt (length 5000) is longer than the maximum model length")),
+        (400, error(LLAMA, 400, "exceed_context_size_error")),
+        (400, error("Please shorten it.", 400, "exceed_context_size_error")),
+        (500, error("Context size has been exceeded.", 500, "server_error")),
+        (400, {"object": "error", "message": SGLANG, "type": "BadRequestError"}),
+        (400, error("The input (5000 tokens) is longer than the model's context length (2048).")),
+        (422, {"error": TGI, "error_type": "validation"}),
+        (422, {"error": "`inputs` must have less than 1024 tokens. Given: 5000"}),
+        (400, {"error": "prompt too long; exceeded max context length by 5 tokens"}),
+        (400, {"error": {"type": "invalid_request_error", "message": ANTHROPIC}}),
+        (400, error("prompt is too long: 205000 tokens > 200000 maximum")),
+        (413, error("prompt is too long: 205000 tokens > 200000 maximum")),
+        (400, error("The input token count (1200000) exceeds the maximum number", 400)),
+        (400, {"message": "Input is too long for requested model."}),
+        (400, error("This model's maximum prompt length is 131072")),
+        (200, error("Provider returned error", 400) | {"metadata": RAW}),
+        (200, error(LLAMA, 502)),
+    ],
+)
+def test_a_prompt_that_is_too_long_ends_an_episode_in_all_words(server, status, body):
+    url, script, seen = server
+    if "metadata" in body:
+        body["error"]["metadata"] = body.pop("metadata")
+    script.append((status, body, {}))
+    with pytest.raises(OverflowError):  # no user error
         ask(url)
-    assert len(seen) == 5
+    assert len(seen) == 1
+
+
+def test_too_many_requests_are_no_long_prompt(server):
+    url, script, seen = server
+    limit = error("Request too large: tokens per min. The prompt is too long.", 429)
+    script += [(429, limit, {"retry-after": "0.01"})]
+    assert ask(url).text == "hello"
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("code", [502, "429", None, "overloaded"])
+def test_an_error_in_a_good_answer_is_repeated_as_its_code_says(server, code):
+    url, script, seen = server
+    body = error("Provider returned error: overloaded", code)
+    inner = {"choices": [body | {"message": {"content": ""}, "finish_reason": "error"}]}
+    soon = {"retry-after": "0.01"}
+    script += [(200, body, soon), (200, inner, soon)]
+    assert ask(url).text == "hello"
+    assert len(seen) == 3
+    script += [(200, body, soon)] * 2
+    with user_error("^Provider returned error: overloaded: http.* refuses"):
+        ask(url, retries=1)
+    script += [(200, error("No credit", 402), {}), (200, {"error": "busy"}, soon)]
+    with user_error("^No credit: http.* refuses.* 402"):
+        ask(url)
+    with user_error("^busy: http.* refuses"):
+        ask(url, retries=0)
+    script += [(200, completion("hi") | {"error": nothing}, {}) for nothing in (None, "", {})]
+    assert [ask(url).text for _ in range(3)] == ["hi"] * 3
+
+
+TEXT = {"type": "text", "text": "hello"}
+THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        ("hello", "hello"),
+        (None, ""),
+        ([], ""),
+        ([TEXT], "hello"),
+        ([THOUGHT, TEXT, {"type": "output_text", "text": " you"}], "hello you"),
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "image_url is no text"),
+        *((content, "") for content in (5, True, {"text": "a"}, [None], [["a"]], ["a"], [{}])),
+        ([{"type": "text", "text": None}], ""),
+        ([{"type": ["text"], "text": "a"}], ""),
+    ],
+)
+def test_the_text_of_a_message(server, content, text):
+    url, script, _ = server
+    body = completion("")
+    body["choices"][0]["message"]["content"] = content
+    script.append((200, body, {}))
+    try:
+        assert ask(url).text == endpoint.text_of(content) == text
+    except UserError as error:
+        assert "does not answer like a chat endpoint: " in str(error)
+        assert text in str(error)
+        with pytest.raises((TypeError, ValueError, KeyError)):
+            endpoint.text_of(content)
+
+
+@pytest.mark.parametrize(
+    "usage, count",
+    [
+        ({"completion_tokens": 20}, 20),
+        ({"completion_tokens": "20"}, 20),
+        *((usage, 3) for usage in (None, {}, [], 7, "x", {"prompt_tokens": 1})),
+        *(({"completion_tokens": wrong}, 3) for wrong in (None, -1, "many", [], {}, 1.5)),
+    ],
+)
+def test_usage_in_any_form(server, usage, count):
+    url, script, _ = server
+    script.append((200, completion("hello you") | {"usage": usage}, {}))
+    assert ask(url).reply_tokens == count
 
 
 def test_nonsense_is_no_answer_and_one_without_usage_is_counted_here(server):
     url, script, _ = server
-    for nonsense in (b"<html>", {"choices": []}, [1]):
+    ends = [{"choices": wrong} for wrong in ([], None, {}, 7, [None], [{}], [{"message": None}])]
+    for nonsense in (b"<html>", b"", [1], "text", None, {}, *ends):
         script.append((200, nonsense, {}))
-        with user_error("does not answer"):
+        with user_error("does not answer like a chat endpoint: "):
             ask(url)
     script.append((200, {"choices": [{"message": {"content": "hello you"}}]}, {}))
     assert ask(url).reply_tokens == 3
@@ -116,6 +239,20 @@ def test_nobody_is_there(server):
     with user_error("--url http://127.0.0.1:9/v1 does not answer"):
         endpoint.check_url("http://127.0.0.1:9/v1")
     endpoint.check_url(server[0])  # any HTTP status is an answer
+
+
+def test_a_proxy_is_not_asked_for_this_machine(server, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    for url in (server[0], server[0].replace("127.0.0.1", "localhost")):
+        endpoint.check_url(url)
+        assert ask(url, retries=0).text == "hello"
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "127.0.0.1,localhost,example.org"
+    monkeypatch.setenv("no_proxy", "*")
+    endpoint.go_around_proxies()
+    assert os.environ["no_proxy"] == "*"
 
 
 @pytest.mark.slow

@@ -44,19 +44,26 @@ assert get_backend("gvisor").is_container and pick_backend("gvisor")[0] == "gvis
 """
 
 
-def apply(path: Path, diff: str):
-    """Applies hunks (separated by @@) whose old lines stand in the file as they are."""
+def changes(diff: str) -> list[tuple[str, str]]:
+    """(old lines, new lines) of each hunk; hunks are separated by @@. No old lines: at the end."""
+    hunks = [hunk.splitlines() for hunk in diff.split("@@\n")]
+    return [
+        tuple("\n".join(line[1:] for line in hunk if line[:1] in kept) for kept in (" -", " +"))
+        for hunk in hunks
+    ]
+
+
+def apply(files: list[Path], diff: str) -> Path:
+    """Changes the one file in which all old lines of a diff stand as they are, and returns it."""
+    hunks = changes(diff)
+    [path] = [
+        path for path in files if all(path.read_text().count(old) == 1 for old, _ in hunks if old)
+    ]
     text = path.read_text()
-    for hunk in diff.split("@@\n"):
-        lines = hunk.splitlines()
-        old = "\n".join(line[1:] for line in lines if line[:1] in (" ", "-"))
-        new = "\n".join(line[1:] for line in lines if line[:1] in (" ", "+"))
-        if not old:  # only additions: at the end
-            text += f"\n{new}\n"
-            continue
-        assert text.count(old) == 1, f"{path.name} does not hold once:\n{old}"
-        text = text.replace(old, new)
+    for old, new in hunks:
+        text = text.replace(old, new) if old else f"{text}\n{new}\n"
     path.write_text(text)
+    return path
 
 
 def test_the_diffs_of_the_documentation(tmp_path):
@@ -73,16 +80,13 @@ def test_the_diffs_of_the_documentation(tmp_path):
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
     shutil.copytree(ROOT / "flatlab", tmp_path / "flatlab")
-    text = (ROOT / "docs/extend.md").read_text()
-    file = ""
+    files = [*tmp_path.glob("*.py"), *tmp_path.glob("flatlab/**/*.py")]
+    files.append(tmp_path / "configs/prompts/agent.yaml")
     count = 0
-    for name, diff in re.findall(
-        r"`([a-z_/]+\.(?:py|yaml))`[,:\n ]|```diff\n(.*?)```", text, re.DOTALL
-    ):
-        if name:
-            file = name
-        else:
-            apply(tmp_path / file, diff)
+    for section in (ROOT / "docs/extend.md").read_text().split("\n## "):
+        for diff in re.findall(r"```diff\n(.*?)```", section, re.DOTALL):
+            path = apply(files, diff)
+            assert f"`{path.relative_to(tmp_path)}`" in section
             count += 1
     assert count == 14
     done = python("-c", ADDED, cwd=tmp_path)

@@ -24,8 +24,8 @@ from flatlab.view import page, plots, reader, tables
 from helpers import (
     CONFIG,
     MADE_BY,
-    PROJECT,
     RESULT,
+    code_of,
     episode,
     node,
     python,
@@ -195,8 +195,7 @@ def test_several_runs_and_strangers_among_them(tmp_path, capsys):
 
 def test_the_recipe_of_the_docs_makes_conversations_of_episodes():
     """Its function gets a row of the file, without the datasets library."""
-    text = (PROJECT / "docs/runs.md").read_text()
-    [recipe] = re.findall("```python\n(from datasets.*?)```", text, re.S)
+    recipe = code_of("docs/runs.md", "python", "from datasets")
     names = {}
     exec(recipe.split("\n\n\n")[1], names)
     row = episode(0.7, "good") | {"system": "Be brief."}

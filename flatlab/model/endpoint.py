@@ -7,13 +7,24 @@ It is for search and evaluation. There is nothing to train: log-probabilities ar
 client repeats requests that failed for a passing reason (429, 5xx, timeouts, no connection).
 """
 
+import contextlib
+import json
 import os
+import re
 from dataclasses import dataclass
 
 from flatlab.errors import UserError
 from flatlab.model.chat import Sample
 
-TOO_LONG = ("context length", "context_length", "maximum context")  # how endpoints say it
+# Words of OpenAI, vLLM, llama.cpp, SGLang, Ollama, Anthropic, TGI and Gemini for a long prompt.
+TOO_LONG = re.compile(
+    r"context.?(length|size|window|limit)|max\w* (context|model|prompt|input|allowed) length"
+    r"|(prompt|input) is too (long|large)|prompt too long|inputs\W+(must have|tokens)|token count",
+    re.IGNORECASE,
+)
+TEXTS = ("text", "input_text", "output_text")  # kinds of parts of a message
+THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
+LOCAL = "127.0.0.1,localhost"
 PIECE = 3  # characters; see Endpoint
 
 
@@ -22,16 +33,57 @@ class Answer(Sample):
     reply_tokens: int  # as the endpoint counts them
 
 
+def text_of(content) -> str:
+    """The text of a message's content: a text, None, or a list of parts, without its thoughts.
+
+    Raises ValueError, TypeError or KeyError if it is something else, such as an image.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [part for part in content if part["type"] not in THOUGHTS]
+    for part in parts:
+        if part["type"] not in TEXTS:
+            raise ValueError(f"{part['type']} is no text")
+    return "".join(part["text"] for part in parts)
+
+
+def go_around_proxies() -> None:
+    """Lets requests for this machine go around a proxy, here and in the programs started here."""
+    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if known != "*" and not known.startswith(LOCAL):
+        hosts = f"{LOCAL},{known}"
+        os.environ.update(no_proxy=hosts, NO_PROXY=hosts)
+
+
 def check_url(url: str) -> None:
     """Raises UserError if nothing answers within 5 seconds."""
     import httpx
 
+    go_around_proxies()
     try:
         httpx.get(url, timeout=5)
     except httpx.ReadTimeout:
         return  # slow, but there
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UserError(f"--url {url} does not answer: {error}") from None
+
+
+async def correct_status(response) -> None:
+    """Gives an answer with an error in its body the status of this error, whatever its own is.
+
+    The client then repeats what failed for a passing reason, and not a prompt that is too long.
+    """
+    await response.aread()
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):  # see `sample`
+        body = response.json()
+        error = body.get("error") or body["choices"][0]["error"]
+        error = error if isinstance(error, dict) else {"message": error}
+        code = str(error.get("code"))
+        if response.status_code != 429 and TOO_LONG.search(str(error)):
+            response.status_code = 400
+        elif error["message"] and response.is_success:
+            response.status_code = int(code) if re.fullmatch(r"[45]\d\d", code) else 500
+            response.extensions["said"] = f"{error['message']}: "
 
 
 class Endpoint:
@@ -46,6 +98,7 @@ class Endpoint:
         context: tokens of prompt and reply together.
         retries: number of times a request is repeated, with growing pauses or after the time that
             the endpoint asks for (Retry-After).
+        key: the one of the endpoint; if empty, that in $OPENAI_API_KEY.
     """
 
     ROLES = ("system", "user", "assistant")  # tokens 0, 1, 2
@@ -57,6 +110,7 @@ class Endpoint:
         context: int = 16384,
         temperature: float = 1.0,
         retries: int = 10,
+        key: str = "",
     ):
         import openai
 
@@ -64,8 +118,13 @@ class Endpoint:
         self.model = model
         self.context = context
         self.temperature = temperature
-        key = os.environ.get("OPENAI_API_KEY") or "none"  # local servers take any
-        self.client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=retries)
+        go_around_proxies()
+        self.client = openai.AsyncOpenAI(
+            base_url=url,
+            api_key=key or os.environ.get("OPENAI_API_KEY") or "none",  # local servers take any
+            max_retries=retries,
+            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [correct_status]}),
+        )
         # Some endpoints take no seed, and some have another name for the limit (max_tokens).
         self.refused = set()
         # a token's number is its place here; no piece is as long as the name of a role
@@ -105,27 +164,30 @@ class Endpoint:
         Raises OverflowError if the endpoint finds the prompt too long, and UserError if it refuses
         the request or cannot be reached.
         """
-        completion = await self.request(self.messages(tokens), max_tokens, seed)
+        answer = await self.request(self.messages(tokens), max_tokens, seed)
         try:
-            choice = completion.choices[0]
-            text = choice.message.content or ""
-        except (AttributeError, IndexError, TypeError):
+            body = json.loads(answer)
+            choice = body["choices"][0]
+            text = text_of(choice["message"].get("content"))
+            usage = body.get("usage")
+            counted = str(usage.get("completion_tokens")) if isinstance(usage, dict) else ""
+            is_cut = choice.get("finish_reason") in ("length", "max_tokens")
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(
-                f"{self.url} does not answer like a chat endpoint: {str(completion)[:200]}"
+                f"{self.url} does not answer like a chat endpoint: {answer[:200]} ({error})"
             ) from None
         reply = self.encode(text)
-        usage = completion.usage
         return Answer(
             tokens=reply,
             logprobs=[0.0] * len(reply),
             text=text,
-            stop_reason="length" if choice.finish_reason == "length" else "stop",
+            stop_reason="length" if is_cut else "stop",
             version=0,
-            reply_tokens=usage.completion_tokens if usage else len(reply),
+            reply_tokens=int(counted) if counted.isdecimal() else len(reply),
         )
 
-    async def request(self, messages: list[dict], max_tokens: int, seed: int | None):
-        """The endpoint's completion. Raises as `sample` does."""
+    async def request(self, messages: list[dict], max_tokens: int, seed: int | None) -> str:
+        """The body of the endpoint's answer. Raises as `sample` does."""
         import openai
 
         name = "max_completion_tokens" if "max_tokens" in self.refused else "max_tokens"
@@ -133,21 +195,23 @@ class Endpoint:
         if seed is not None and "seed" not in self.refused:
             settings["seed"] = seed
         try:
-            return await self.client.chat.completions.create(
+            answer = await self.client.chat.completions.with_raw_response.create(
                 model=self.model, messages=messages, temperature=self.temperature, **settings
             )
+            return answer.text
         except openai.APIStatusError as error:
-            text = " ".join(error.response.text.split())[:300]
+            text = " ".join(error.response.text.split())
+            if error.status_code in (400, 413, 422) and TOO_LONG.search(text):
+                raise OverflowError(text[:300]) from None
             if error.status_code == 400:
-                if any(words in text for words in TOO_LONG):
-                    raise OverflowError(text) from None
                 refused = {name for name in ("max_tokens", "seed") if name in text} & set(settings)
                 if refused:
                     self.refused |= refused
                     return await self.request(messages, max_tokens, seed)
             raise UserError(
-                f"{self.url} refuses the request for model {self.model!r}: {error.status_code}, "
-                f"{text} (the API key is that of $OPENAI_API_KEY)"
+                f"{error.response.extensions.get('said', '')}{self.url} refuses the request for "
+                f"model {self.model!r}: {error.status_code}, {text[:300]} (the API key is that of "
+                "$OPENAI_API_KEY)"
             ) from None
         except (openai.APIError, ValueError) as error:
             reason = error.__cause__ or error
