@@ -415,7 +415,6 @@ def cut_run(whole, folder, kept, torn=b""):
         slow("bfs"),
         slow("evolution"),
         slow("ucb"),
-        slow("softmax"),
         slow("mcts"),
     ],
 )
@@ -679,7 +678,7 @@ BAD_INPUT = {
     "--select ucb --rule-args c=-1": "c must be a number of at least 0",
     "--select ucb --rule-args c=x": "c must be a number of at least 0",
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
-    "--select signals --rule-args unknown=1": "has no 'unknown'; it has drafts, variance, regret",
+    "--select evolution --rule-args unknown=1": "has no 'unknown'; it has drafts, crossover_prob",
     "--model x --url localhost:8000/v1": "localhost:8000/v1 does not answer: Request",
     "--url http://127.0.0.1:9/v1": "--url needs --model",
     "--learn --url http://127.0.0.1:9/v1": "--learn trains the model in this process",

@@ -14,12 +14,15 @@ from pathlib import Path
 import pytest
 
 import search
+from examples import rules as examples
 from flatlab.task.value import improvement
 from flatlab.tree import prompts, rules
 from flatlab.tree.nodes import Choice, Node, Tree, code_in
 from helpers import search_config
 from tasks import load_task
 
+EXAMPLES = {"softmax": rules.Rule(examples.softmax), "signals": rules.Rule(examples.signals)}
+SELECT = search.SELECT | EXAMPLES
 TASK = replace(load_task("titanic", "", ""), baseline=0.0, reference=1.0)
 MIRRORED = replace(TASK, reference=-1.0, higher_is_better=False)
 
@@ -36,7 +39,7 @@ class NoRun:
 
 def make(select, task=TASK, **config):
     cfg = search_config(select=select, **config)
-    return Tree(task, "tail", 0, cfg, NoRun(), search.SELECT[select])
+    return Tree(task, "tail", 0, cfg, NoRun(), SELECT[select])
 
 
 def put(t, parent, score, **more):
@@ -180,20 +183,19 @@ def test_softmax_by_hand():
 
 
 def test_signals_by_hand():
-    t = three("signals", rule_args=("depth=0",))
+    t = three("signals", rule_args=("depth_weight=0",))
     assert choose(t).scores == {"0.0": 0.0, "0.1": 1.0}
-    t = three("signals", rule_args=("regret=1",))
-    put(t, "0.1", 0.2, idea="boosted trees and kNN")
+    t = three("signals")
+    put(t, "0.1", 0.2)
 
-    def signal(name):
-        return rules.SIGNALS[name](rules.quality(t), t.nodes["0.1"])
+    def signal(function):
+        return function(rules.quality(t), t.nodes["0.1"])
 
-    assert signal("regret") == pytest.approx(1 - 0.25)
-    assert signal("depth") == pytest.approx(1 / (1 * 2 + 1))
-    assert signal("coverage") == pytest.approx(1 - 2 / 9)
-    assert signal("variance") == 1.0
+    assert signal(examples.regret) == pytest.approx(1 - 0.25)
+    assert signal(examples.shallowness) == pytest.approx(1 / (1 * 2 + 1))
+    assert signal(examples.spread_of_children) == 1.0
     put(t, "0.1", 0.4)
-    assert signal("variance") == pytest.approx(0.25 / math.sqrt(2))
+    assert signal(examples.spread_of_children) == pytest.approx(0.25 / math.sqrt(2))
     # normalised over 0.0, 0.1, 0.1.0, 0.1.1: regret 0, .5, .75, .5 and depth 1/2, 1/4, 1/3, 1/3
     scores = {"0.0": 1.0, "0.1": 2 / 3, "0.1.0": 4 / 3, "0.1.1": 1.0}
     assert choose(t).scores == pytest.approx(scores)
@@ -315,7 +317,7 @@ def test_nothing_is_built_on_a_node_whose_files_are_too_large(select):
         end(t, node, 0.99 if too_large else 0.6, kept=not too_large)
 
 
-@pytest.mark.parametrize("select", search.SELECT)
+@pytest.mark.parametrize("select", SELECT)
 def test_every_rule_decides_the_same_for_m_and_minus_m_and_where_all_nodes_fail(select):
     higher = decisions_of(select, TASK)
     assert len(higher) == 30
@@ -327,7 +329,7 @@ def decisions_of(select, task, fail_share=0.5):
     """What a rule decides until its budget of 30 nodes is spent, for random scores whose sign turns
     with the task's.
     """
-    special = {"signals": ("variance=1", "coverage=1"), "bfs": ("branching=4",)}
+    special = {"signals": ("spread_weight=1",), "bfs": ("branching=4",)}
     t = make(select, task, nodes=30, rule_args=special.get(select, ()))
     rng = random.Random(7)
     decisions = []

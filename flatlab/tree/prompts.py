@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import json
 import math
 import re
@@ -86,7 +85,7 @@ def clipped(node, limit: int):
 
 
 def summary_of_tree(texts, nodes: list) -> str:
-    """--scope global: the best three, the worst two, the last failures, the families nobody tried.
+    """--scope global: the best three, the worst two, the last failures.
 
     nodes: the finished nodes, in order of completion.
     """
@@ -94,14 +93,12 @@ def summary_of_tree(texts, nodes: list) -> str:
         return ""
     scored = sorted((node for node in nodes if node.valid), key=lambda node: node.improvement)
     failed = [node for node in nodes if not node.valid]
-    tried = [families(node.idea) for node in nodes if node.idea]
     return texts.fill(
         "summary",
         count=len(nodes),
         failed=len(failed),
         best_and_worst=[*scored[-3:][::-1], *scored[:-3][:2]],
         latest_failures=failed[-2:],
-        untried=sorted(set(FAMILIES).difference(*tried)),
     )
 
 
@@ -226,24 +223,3 @@ def probability(stated) -> float | None:
     elif parts[3]:
         value /= float(parts[3]) or math.inf
     return value if value <= 1 else None
-
-
-# ------------------------------------------------------------------ what strategies are about
-
-FAMILIES = {
-    "trees": "trees?|forests?|boost(ing|ed)?|xgboost|lightgbm|gbm|catboost",
-    "linear": "linear|logistic|ridge|lasso",
-    "svm": "svm|svc|svr|support vector",
-    "neural": "neural|mlp|deep|networks?|transformers?|cnn|rnn",
-    "ensemble": "ensembles?|stack(ing|ed)?|voting|bagging|blend(ing)?",
-    "neighbours": "knn|neighbou?rs?",
-    "bayes": "bayes|bayesian|gaussian process(es)?",
-    "features": "features?|encod(e|ing)s?|interactions?|polynomials?",
-}
-
-
-@functools.lru_cache(10_000)  # a rule may ask for those of all nodes at every node
-def families(text: str) -> set[str]:
-    """The model families that a strategy names as whole words; {"other"} if it names none."""
-    names = {name for name, words in FAMILIES.items() if re.search(rf"\b({words})\b", text, re.I)}
-    return names or {"other"}

@@ -20,14 +20,11 @@ from __future__ import annotations
 import heapq
 import inspect
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import stdev
 
 from flatlab.errors import UserError
-from flatlab.tree import prompts
 from flatlab.tree.nodes import Choice, Node, Tree
 
 
@@ -114,11 +111,9 @@ def values_and_bonuses(
     drafts: int,
     c: float,
     trend_weight: float = 0.0,
-    visit_alpha: float = 0.0,
 ) -> dict[str, tuple[float, float]]:
     """Two numbers for each candidate: the best Q among the children, and the bonus
-    c sqrt(ln N / (n + 1)) + trend_weight max(trend, 0) - visit_alpha ln(n + 1); the + 1 is the
-    visit of the node itself.
+    c sqrt(ln N / (n + 1)) + trend_weight max(trend, 0); the + 1 is the visit of the node itself.
     """
     q = quality(t)
     log_n = math.log(max(1, t.executed()))
@@ -128,7 +123,6 @@ def values_and_bonuses(
         visits = len(node.children) + 1
         bonus = c * math.sqrt(log_n / visits)
         bonus += trend_weight * max(rising[node.id], 0.0)
-        bonus -= visit_alpha * math.log(visits)
         parts[node.id] = q(best_child(node)), bonus
     return parts
 
@@ -204,98 +198,6 @@ def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
     if choice and not still_running and trends(t)[choice.parent] > 0:
         choice.notes = {"commit": commitment}
     return choice
-
-
-def softmax(t, rng, drafts=3, c=1.41, trend_weight=0.5, visit_alpha=0.5, tau=0.5):
-    """Drawn with probability ~ exp(S / tau).
-
-    S = Q + c sqrt(ln N / (n + 1)) + trend_weight max(trend, 0) - visit_alpha ln(1 + n)
-    """
-
-    def pick(scores):
-        highest = max(scores.values())
-        width = max(tau, 1e-9)
-        weights = {}
-        for id, score in scores.items():
-            weights[id] = math.exp((score - highest) / width)
-        return draw(rng, weights)
-
-    parts = values_and_bonuses(t, drafts, c, trend_weight, visit_alpha)
-    return explore_or_exploit(parts, pick)
-
-
-def spread_of_children(q, node):
-    """Standard deviation of Q over the children; 1 with fewer than two scored ones."""
-    values = [q(child) for child in node.children if child.valid]
-    return stdev(values) if len(values) > 1 else 1.0
-
-
-def regret_of(q, node):
-    """The best Q of the tree, which is 1, minus the best below the node."""
-    return 1 - q(best_child(node))
-
-
-def unused_families(q, node):
-    """The share of model families that no child's idea names."""
-    used = set()
-    for child in node.children:
-        if child.idea:
-            used |= prompts.families(child.idea)
-    return 1 - len(used) / (len(prompts.FAMILIES) + 1)
-
-
-def shallowness(q, node):
-    """1 / (depth (n + 1) + 1): large near the root, with few children."""
-    return 1 / (node.depth * (len(node.children) + 1) + 1)
-
-
-# (Q, candidate) -> a number: the larger, the more it deserves a child
-SIGNALS = {
-    "variance": spread_of_children,
-    "regret": regret_of,
-    "coverage": unused_families,
-    "depth": shallowness,
-}
-
-
-def signals(
-    t,
-    rng,
-    drafts=3,
-    variance=0.0,
-    regret=1.0,
-    coverage=0.0,
-    depth=1.0,
-    exploit_quantile=0.75,
-):
-    """The arg-max of the weighted sum of SIGNALS, each min-max normalised over the candidates.
-
-    The phase is "exploit" if the chosen node is at or above that quantile of all scored nodes.
-    """
-    options = candidates(t, drafts)
-    if not options:
-        return None
-    weights = {
-        "variance": variance,
-        "regret": regret,
-        "coverage": coverage,
-        "depth": depth,
-    }
-    scores = {node.id: 0.0 for node in options}
-    q = quality(t)
-    for name, weight in weights.items():
-        if weight == 0:
-            continue
-        values = {node.id: SIGNALS[name](q, node) for node in options}
-        low = min(values.values())
-        width = max(values.values()) - low
-        for id, value in values.items():
-            scores[id] += weight * ((value - low) / width if width else 0.5)
-    id = arg_max(scores)
-    scored = sorted(node.improvement for node in t.scored)
-    place = bisect_right(scored, t.nodes[id].improvement)
-    exploits = place and place - 1 >= exploit_quantile * (len(scored) - 1)
-    return Choice(id, "exploit" if exploits else "explore", "largest sum of signals", scores)
 
 
 def below(node: Node) -> list[Node]:
@@ -420,8 +322,6 @@ def evaluation(t, rng):
 RULES = {
     "random": Rule(uniform_choice),
     "open_ended": Rule(open_ended),
-    "softmax": Rule(softmax),
-    "signals": Rule(signals),
     "mcts": Rule(mcts, debugs=False),
     "evolution": Rule(evolution),
     "puct": Rule(puct, debugs=False),

@@ -45,7 +45,7 @@ FACTS = {
     "strategies": "about summary parent tried mode k tau",
     "more": "k",
     "node": "summary parents node phase",
-    "summary": "count failed best_and_worst latest_failures untried",
+    "summary": "count failed best_and_worst latest_failures",
 }
 
 
