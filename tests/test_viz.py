@@ -611,3 +611,19 @@ def test_hostile_text_stays_text(tmp_path, browser):
     assert browser.js("document.title") == "run"
     answers = [e for e in browser.events if e.get("method") == "Network.responseReceived"]
     assert not [answer for answer in answers if "127.0.0.1" in json.dumps(answer)]
+
+
+# ------------------------------------------------------------------ pictures of the docs
+
+
+@pytest.mark.parametrize("picture", sorted(PROJECT.glob("docs/**/*.png")), ids=lambda p: p.stem)
+def test_a_picture_of_the_docs_is_what_the_viewer_draws_of_the_runs_beside_it(picture, tmp_path):
+    """If this fails, draw it again: `python viz.py docs/pictures/NAME`."""
+    from matplotlib.image import imread
+
+    runs, errors = reader.find_runs([picture.parent])
+    assert not errors
+    drawn = {path.name: path for path in page.draw(runs, tmp_path)}
+    old, new = imread(picture), imread(drawn[picture.name])
+    assert old.shape == new.shape
+    assert abs(old - new).mean() < 1e-3
