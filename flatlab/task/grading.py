@@ -34,6 +34,7 @@ from flatlab.task.definition import (
     improvement,
     last_json_object,
     parse_grade,
+    refusal,
 )
 
 MOUNT_BYTES = 16 << 20  # larger public files are mounted into a local sandbox, not copied
@@ -248,7 +249,7 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
         sandbox.close()
     printed = last_json_object(stdout.decode("utf-8", "replace"))
     value, message = parse_grade(printed, task)
-    has_answer = value is not None or "error" in printed
+    has_answer = value is not None or refusal(printed, task)
     how = f"exit code {reply['code']}"
     if reply["timed_out"]:
         how = "stopped at the time limit"

@@ -2,6 +2,9 @@
 
 The strategy comes from the agent and is not trusted. `strategy` is proxy.py here, which runs the
 agent's file in a child process; the partner, the random numbers and the score stay on this side.
+Equal moves get equal scores. The random numbers of a round follow from the part and from all moves
+of all games so far, so that knowing those of one grading is worth nothing with other moves.
+Argument: --split PART.
 """
 
 import json
@@ -33,23 +36,28 @@ def partner_move(history, rng):
     return first if rng.random() < LOYALTY else 1 - first
 
 
-def play(rng):
+def play(part):
     """Points per round of the row player in each game."""
+    seed = part.encode()
     points = [0] * GAMES
     histories = [[] for _ in range(GAMES)]
     for _ in range(ROUNDS):
         moves = strategy.call_many("row_strategy", [(history,) for history in histories])
-        for game, (move, history) in enumerate(zip(moves, histories)):
+        for move in moves:
             if move not in (0, 1):
                 strategy.fail(f"row_strategy returned {str(move)[:40]!r}, not 0 or 1")
-            pair = (int(move), partner_move(history, rng))
+        moves = bytes(map(int, moves))
+        seed += moves
+        rng = random.Random(seed)
+        for game, (move, history) in enumerate(zip(moves, histories)):
+            pair = (move, partner_move(history, rng))
             points[game] += PAYOFF[pair] / ROUNDS
             history.append(pair)
     return points
 
 
 def main():
-    points = play(random.Random())  # every part is new random games
+    points = play(sys.argv[2])
     error = statistics.stdev(points) / math.sqrt(GAMES)
     print(json.dumps({"Score": round(statistics.fmean(points), 6), "stderr": error}))
 
