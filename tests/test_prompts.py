@@ -41,8 +41,8 @@ FULL = {"prompts": AGENT_TEXTS, "max_turns": 3}
 OPTIONS = EpisodeOptions(5, 128, 128, 20.0, AGENT_TEXTS)
 SOFTWARE = Software("3.12.1", {"numpy": "2.1", "scipy": "1.14", "polars": "1.2", "odd": "1"}, 4)
 NOBODY = block("sed 's/,.*/,0/; 1s/.*/id,survived/' data/test.csv > submission.csv")
-# Texts of commit 3887922, which held them in Python; the last sentence of battleOfSexes is newer.
-# Those with "short" and those of a search are what the stand-in was trained on.
+# Texts of commit 3887922, which held them in Python. Those with "short" and those of a search are
+# what the stand-in was trained on.
 RECORDED = json.loads((PROJECT / "tests/recorded_texts.json").read_text())
 
 

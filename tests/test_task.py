@@ -169,7 +169,6 @@ def test_parse_grade():
         ('{"accuracy": ' + "9" * 5000 + "}", None, "no finite number called accuracy"),
         ('{"accuracy": true}', None, "no finite number called accuracy"),
         ('{"accuracy": [[0.5]]}', None, "no finite number called accuracy"),
-        ('{"error": "\\ud800"}', None, "?"),
         ('{"error": {"why": "size"}}', None, "size"),
         ('{"error": ""}', None, "no result"),
         ('{"error": " \\n", "accuracy": null}', None, "no finite number called accuracy"),
@@ -185,7 +184,6 @@ def test_parse_grade():
         value, message = parse_grade(last_json_object(stdout), load_task("titanic"))
         assert value == score
         assert words in message
-        assert message.encode() or value is not None
         assert len(message) <= 500
     for wrong in (None, True, -math.inf, "0.1", [1]):
         assert finite_number({"stderr": wrong}, "stderr") is None
@@ -340,10 +338,10 @@ def few_games(tmp_path):
 CHANCE = "import random\ndef row_strategy(history): return random.randrange(2)"
 KNOWN = """
 calls = 0
-def row_strategy(history):  # another move in one game, in the last round
+def row_strategy(history):  # another move in one game, in the second round
     global calls
     calls += 1
-    return int(calls == 499)
+    return int(calls == 60)
 """
 
 
@@ -592,7 +590,7 @@ def test_what_a_metric_says_of_the_answers_is_masked(dojo, tmp_path, returned, e
 @pytest.mark.parametrize(
     "text, shown",
     [
-        ("f'one is {ground_truth.y[0]}'", "not the form of data/sample_submission.csv"),
+        ("f'one is {ground_truth.y[0]}'", "submission.csv cannot be checked"),
         ("f'{len(ground_truth)} rows of {list(submission)}'", "200 rows of ['id', 'y']"),
     ],
 )

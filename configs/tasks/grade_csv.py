@@ -2,24 +2,24 @@
 
 answers.csv has the columns id, part (validation, selection or test) and the target; submission.csv
 has id and the target, for the ids of all parts. The whole file is checked whichever part is graded,
-and a message depends on the ids and on the task, never on an answer. `stderr` is the standard error
-of the score. Several tasks share this file; it needs only Python. Arguments: --metric NAME --split
-PART, and for accuracy --labels with the legal values, else any text is legal. A metric is a
-function and a check of one value in METRICS.
+and a message never depends on an answer. `stderr` is the standard error of the score. Several tasks
+share this file; it needs only Python. A metric is a function and a check of one value in METRICS.
+Arguments: --metric NAME [--labels VALUE ...] --split PART, in this order. The labels are the legal
+values for accuracy; without them, any text is legal.
 """
 
-import argparse
 import csv
 import io
 import json
 import math
 import random
 import statistics
+import sys
 from contextlib import suppress
 
 MAX_BYTES = 1_000_000
 RESAMPLES = 100  # of the bootstrap: its standard error is then exact to about 7 %
-LARGEST = 1e40  # of a predicted number: its square and the score are then finite, too
+LARGEST = 1e40  # bound of a predicted number: its square is far from an overflow
 
 
 class Invalid(Exception):
@@ -125,24 +125,22 @@ def read_submission(target, ids, wrong):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--metric", required=True, choices=list(METRICS))
-    parser.add_argument("--labels", nargs="+")
-    parser.add_argument("--split", required=True)
-    args = parser.parse_args()
-    metric, wrong = METRICS[args.metric]
+    name = sys.argv[2]
+    labels = sys.argv[4:-2]
+    split = sys.argv[-1]
+    metric, wrong = METRICS[name]
     target, answers = read_answers()
     try:
-        predicted = read_submission(target, set(answers), lambda value: wrong(value, args.labels))
+        predicted = read_submission(target, set(answers), lambda value: wrong(value, labels))
     except Invalid as error:
         print(json.dumps({"error": str(error)}))
         return
-    ids = [key for key, (part, _) in answers.items() if part == args.split]
+    ids = [key for key, (part, _) in answers.items() if part == split]
     truth = [answers[key][1] for key in ids]
     values = [predicted[key] for key in ids]
     score = metric(truth, values)
     error = standard_error(metric, truth, values)
-    print(json.dumps({args.metric: round(score, 6), "stderr": error}))
+    print(json.dumps({name: round(score, 6), "stderr": error}))
 
 
 if __name__ == "__main__":

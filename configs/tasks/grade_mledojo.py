@@ -85,7 +85,7 @@ def check(metric, answers, submission):
         blank = answers.copy()
         blank[blank.columns[1:]] = 0
         if said != complaint(metric, blank, submission):
-            said = "submission.csv has not the form of data/sample_submission.csv"
+            said = "submission.csv cannot be checked"
         raise InvalidSubmissionError(said)
 
 

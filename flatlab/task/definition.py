@@ -167,9 +167,9 @@ def refusal(grade: dict, task: Task) -> str:
     An error that is null, false, 0 or blank is none.
     """
     if error := str(grade.get("error") or "").strip():
-        return error[:MESSAGE_CHARS].encode(errors="replace").decode()  # no lone surrogates
+        return error[:MESSAGE_CHARS]
     value = grade.get(task.metric)
-    if type(value) in (int, float) and LARGEST < abs(value) < math.inf:
+    if type(value) is float and LARGEST < abs(value) < math.inf:
         return f"The {task.metric} is no finite number below {LARGEST:g} in size."
     return ""
 

@@ -2,9 +2,9 @@
 
 The strategy comes from the agent and is not trusted. `strategy` is proxy.py here, which runs the
 agent's file in a child process; the partner, the random numbers and the score stay on this side.
-Equal moves get equal scores. The random numbers of a round follow from the part and from all moves
-of all games so far, so that knowing those of one grading is worth nothing with other moves.
-Argument: --split PART.
+The random numbers of a round follow from the part and from the moves of all games so far: equal
+moves have equal scores, and what was seen of them is worth nothing for other moves. Argument:
+--split PART.
 """
 
 import json
@@ -38,19 +38,15 @@ def partner_move(history, rng):
 
 def play(part):
     """Points per round of the row player in each game."""
-    seed = part.encode()
     points = [0] * GAMES
     histories = [[] for _ in range(GAMES)]
     for _ in range(ROUNDS):
         moves = strategy.call_many("row_strategy", [(history,) for history in histories])
-        for move in moves:
+        rng = random.Random(f"{part} {histories} {moves}")
+        for game, (move, history) in enumerate(zip(moves, histories)):
             if move not in (0, 1):
                 strategy.fail(f"row_strategy returned {str(move)[:40]!r}, not 0 or 1")
-        moves = bytes(map(int, moves))
-        seed += moves
-        rng = random.Random(seed)
-        for game, (move, history) in enumerate(zip(moves, histories)):
-            pair = (move, partner_move(history, rng))
+            pair = (int(move), partner_move(history, rng))
             points[game] += PAYOFF[pair] / ROUNDS
             history.append(pair)
     return points
