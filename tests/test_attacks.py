@@ -27,7 +27,7 @@ from flatlab.files import read_mapping
 from flatlab.task.builtin import builtin_names, load_builtin
 from flatlab.task.definition import PROXY, TASKS_DIR, last_json_object, parse_grade
 from flatlab.task.sanity import trivial_rules
-from helpers import block, run_csv_grader
+from helpers import block, run_csv_grader, slow
 from tasks import load_task
 
 MLGYM = os.environ.get("MLGYM_ROOT")  # before conftest.py hides it
@@ -484,7 +484,7 @@ WORDS = {  # a task whose answers are texts; one class is in train.csv alone
     "artefacts: [submission.csv], data: [train.csv, test.csv], hidden: [answers.csv], "
     "grader: ../grade_csv.py, grader_args: [--metric, accuracy]}",
 }
-TABLES = ["titanic", "digits", "diabetes", "words"]
+TABLES = ["titanic", slow("digits"), "diabetes", "words"]
 
 
 @pytest.fixture
@@ -655,7 +655,7 @@ def test_nothing_that_is_read_holds_a_hidden_row(backend, name):
 
 
 @attack("observations that differ with the answers")
-@pytest.mark.parametrize("table", TABLES, indirect=True)
+@pytest.mark.parametrize("table", ["words", slow("titanic"), slow("diabetes")], indirect=True)
 def test_nothing_that_is_read_depends_on_an_answer(backend, table, tmp_path):
     """Apart from the number of a valid score."""
     first = list(all_that_is_read(table, backend))
