@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import gc
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import time
 from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -228,6 +230,21 @@ def run_grader(task, folder, artefacts, split):
     names = {"python3": sys.executable, "{split}": split}
     argv = [names.get(part, part) for part in task.grader]
     return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60).stdout
+
+
+def run_csv_grader(task, folder, artefacts, split):
+    """What grade_csv.py prints, run in this process: that takes a millisecond."""
+    sys.path.append(str(PROJECT / "configs/tasks"))
+    import grade_csv
+
+    write(folder, artefacts)
+    write(folder, {"answers.csv": task.hidden["answers.csv"].read_bytes()})
+    argv = [part.replace("{split}", split) for part in task.grader[2:]]
+    said = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(said):
+        with patch.object(sys, "argv", argv):
+            grade_csv.main()
+    return said.getvalue()
 
 
 def start(folder, *flags, script="grpo.py", before=None, **environment):

@@ -5,19 +5,29 @@ is a general property of sandboxes is in test_sandbox.py or test_env.py, with th
 `python tests/bench table` lists all of them in tests/README.md.
 """
 
+import contextlib
+import csv
 import gzip
 import os
 import pickle
+import random
+import re
+import shutil
+import sys
 from dataclasses import replace
 from textwrap import indent
+from unittest.mock import patch
 
 import pytest
 
 from backends import ISOLATED
+from competition import METRIC, ROWS, answers, write
 from env import Env
 from flatlab.files import read_mapping
-from flatlab.task.definition import TASKS_DIR, last_json_object, parse_grade
-from helpers import block, run_grader
+from flatlab.task.builtin import builtin_names, load_builtin
+from flatlab.task.definition import PROXY, TASKS_DIR, last_json_object, parse_grade
+from flatlab.task.sanity import trivial_rules
+from helpers import block, run_csv_grader, slow
 from tasks import load_task
 
 MLGYM = os.environ.get("MLGYM_ROOT")  # before conftest.py hides it
@@ -465,34 +475,195 @@ def hostile_files(rows):
     return files + HOSTILE_BYTES
 
 
-def grade_here(task, submission, folder, split="validation"):
-    """The score and the message of our CSV grader for some bytes, without a sandbox."""
-    printed = run_grader(task, folder, {"submission.csv": submission}, split)
-    return parse_grade(last_json_object(printed), task)
+WORDS = {  # a task whose answers are texts; one class is in train.csv alone
+    "train.csv": "id,clue,word\n9,a planet,mars\n8,a fruit,apricot\n",
+    "test.csv": "id,clue\n1,a fruit\n2,strings\n3,a blue\n4,a machine\n",
+    "answers.csv": "id,part,word\n1,validation,apricot\n2,validation,banjo\n3,test,cobalt\n"
+    "4,test,dynamo\n",
+    "task.yaml": "{description: Words, metric: accuracy, higher_is_better: true, baseline: 0, "
+    "artefacts: [submission.csv], data: [train.csv, test.csv], hidden: [answers.csv], "
+    "grader: ../grade_csv.py, grader_args: [--metric, accuracy]}",
+}
+TABLES = ["titanic", slow("digits"), "diabetes", "words"]
+
+
+@pytest.fixture
+def table(request, tmp_path):
+    """A task with grade_csv.py by its name."""
+    if request.param != "words":
+        return load_task(request.param)
+    write(tmp_path / "tasks/words", WORDS)
+    shutil.copy(TASKS_DIR / "grade_csv.py", tmp_path / "tasks")
+    return load_builtin(tmp_path / "tasks", "words")
+
+
+def with_other_answers(task, folder):
+    """The task with its labels permuted, replaced, and replaced in rows of another order."""
+    header, *rows = csv.reader(task.hidden["answers.csv"].open())
+    labels = [label for *_, label in rows]
+    number = {label: n for n, label in enumerate(sorted(set(labels)))}
+    new = [f"secret {number[label]}" for label in labels]
+    if task.metric == "r2":
+        new = [str(1e6 - 7 * float(label)) for label in labels]
+    orders = {"permuted": labels[1:] + labels[:1], "replaced": new, "shuffled": new}
+    for name, column in orders.items():
+        lines = [",".join([*row[:2], label]) for row, label in zip(rows, column)]
+        if name == "shuffled":
+            random.Random(0).shuffle(lines)
+        write(folder / name, {"answers.csv": "\n".join([",".join(header), *lines])})
+        yield replace(task, hidden=task.hidden | {"answers.csv": folder / name / "answers.csv"})
+
+
+def honest_rows(task):
+    """A constant submission: the target's last value in train.csv."""
+    train = list(csv.reader(task.public["data/train.csv"].open()))
+    ids = [row[0] for row in csv.reader(task.public["data/test.csv"].open())][1:]
+    return [f"id,{train[0][-1]}", *(f"{key},{train[-1][-1]}" for key in ids)]
 
 
 @attack("answers through the grader's error text")
 @attacks([f"a CSV with {what}" for what, _ in HOSTILE + HOSTILE_BYTES])
-def test_hostile_csv_in_our_grader(tmp_path):
-    """None has a score, and what is said is the same with all answers flipped."""
-    task = load_task("titanic")
-    rows = ["id,survived"]
-    flipped = ["id,part,survived"]
-    for line in task.hidden["answers.csv"].read_text().splitlines()[1:]:
-        key, part, label = line.split(",")
-        rows.append(f"{key},{1 - int(label)}")  # wrong for everybody
-        flipped.append(f"{key},{part},{1 - int(label)}")
-    (tmp_path / "flipped.csv").write_text("\n".join(flipped))
-    other = replace(task, hidden=task.hidden | {"answers.csv": tmp_path / "flipped.csv"})
-    worth, message = grade_here(task, "\n".join([*rows, ""]).encode(), tmp_path)
-    assert worth == 0, message
-    for what, content in hostile_files(rows):
-        value, message = grade_here(task, content, tmp_path)
-        assert value is None, what
-        assert 0 < len(message) < 200, what
-        assert "Traceback" not in message, what
-        assert "printed no result" not in message, what
-        assert grade_here(other, content, tmp_path, "test") == (None, message), what
+@pytest.mark.parametrize("table", TABLES, indirect=True)
+def test_no_message_depends_on_an_answer(table, tmp_path):
+    """What is said of a submission is the same whatever the answers are. In titanic none of the
+    hostile ones has a score.
+    """
+    others = list(with_other_answers(table, tmp_path))
+    rows = honest_rows(table)
+    files = [("the honest one", "\n".join(rows).encode()), *hostile_files(rows)]
+    for key in range(1, len(rows), len(rows) // 3):
+        files.append((f"two of three left out {key}", "\n".join([rows[0], rows[key]]).encode()))
+
+    def said(task, content, split):
+        printed = run_csv_grader(task, tmp_path, {"submission.csv": content}, split)
+        value, message = parse_grade(last_json_object(printed), task)
+        return value is not None, message
+
+    for what, content in files:
+        valid, message = said(table, content, "validation")
+        assert valid == (what == "the honest one") or table.name != "titanic", what
+        assert valid or 0 < len(message) < 200, what
+        for other in others:
+            assert said(other, content, "test") == (valid, message), what
+
+
+@attack("a class that is in the training data alone")
+@pytest.mark.parametrize("table", ["words"], indirect=True)
+def test_any_text_is_a_legal_class_if_the_task_names_none(table, tmp_path):
+    rows = ["id,word", "1,mars", "2,banjo", "3,", "4,dynamo"]
+    for split in table.splits:
+        printed = run_csv_grader(table, tmp_path, {"submission.csv": "\n".join(rows)}, split)
+        assert last_json_object(printed)["accuracy"] == 0.5
+
+
+DOJO = {
+    "honest": answers(lambda i: i),
+    "no rows": "id,y\n",
+    "another column": answers(lambda i: i, header="id,z"),
+    "no ids": answers(lambda i: i, header="a,b"),
+    "other ids": answers(lambda i: i, range(1, ROWS + 1)),
+    "half of the rows": answers(lambda i: i, range(ROWS // 2)),
+    "ids twice": answers(lambda i: i, [*range(ROWS - 1), 0]),
+    "text": answers(lambda i: "one"),
+    "one text": answers(lambda i: "one" if i == 77 else i),
+    "nan": answers(lambda i: ""),
+    "too large": answers(lambda i: 1e300),
+    "nothing": "",
+    "bytes": b"\xff\xfe\x00",
+}
+
+
+@attack("answers through the error text of a competition of MLE-Dojo")
+def test_no_message_of_a_competition_depends_on_an_answer(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    import grade_mledojo
+
+    write(tmp_path, {"metric.py": METRIC, "private/none": ""})
+
+    def said(label, split):
+        pandas.DataFrame({"id": range(ROWS), "y": map(label, range(ROWS))}).to_csv(
+            tmp_path / "private/test_answer.csv", index=False
+        )
+        found = {}
+        with patch.dict(sys.modules), patch.object(sys, "path", list(sys.path)):
+            metric = grade_mledojo.load_metric()
+            for what, content in DOJO.items():
+                write(tmp_path, {"submission.csv": content})
+                found[what] = grade_mledojo.grade(metric, split).get("error")
+        return found
+
+    with contextlib.chdir(tmp_path):
+        first = said(lambda i: i, "validation")
+        assert [what for what, message in first.items() if not message] == ["honest"]
+        for label in (lambda i: ROWS - i, lambda i: 1e6 + 0.5 * i):
+            for split in ("validation", "test"):
+                assert said(label, split) == first
+
+
+# ---- what an agent reads
+
+
+def secrets(task):
+    """Rows and labels of hidden tables, and lines of hidden programs that no public file has."""
+    public = "".join(path.read_text() for path in task.public.values())
+    found = set()
+    for path in [*task.hidden.values(), PROXY]:
+        lines = map(str.strip, path.read_text().splitlines())
+        found |= {line for line in lines if path.suffix != ".py" or line not in public}
+    if "answers.csv" in task.hidden:
+        labels = [row[2] for row in csv.reader(task.hidden["answers.csv"].open())][1:]
+        found |= {"\n".join(labels[start : start + 40]) for start in (0, 40)}
+    return {text for text in found if len(text) > 7}
+
+
+READ = {  # artefact -> contents that are refused
+    "submission.csv": ["x", "id,survived\n1,2", "id,progression\n1,2"],
+    "strategy.py": ["x", "def row_strategy(h): return 1 / (len(h) < 3)"],
+    "solution.json": ["x", "[[1, 2, 3]]"],
+}
+
+
+def all_that_is_read(task, backend):
+    """The prompt, the files of the sandbox, and what `validate` says, one after another."""
+    [name] = task.artefacts
+    good = next(trivial_rules(task))[1][name]
+    with Env(task, backend) as world:
+        yield world.reset()
+        listing = world.sandbox.program(["find", "/home/agent", "/tmp", "-type", "f"], 30)[1]
+        for path in sorted(listing.decode().splitlines()):
+            data = world.sandbox.program(["cat", path], 30)[1].decode()
+            yield data
+            for column in zip(*csv.reader(data.splitlines())):
+                yield "\n".join(column)
+        for content in [*READ[name], good]:
+            world.sandbox.put({name: content.encode() if isinstance(content, str) else content})
+            step = world.step(block("validate"))
+            assert step.score.valid == (content == good), step
+            yield re.sub(r": \S+ \(baseline", ": score (baseline", step.observation)
+
+
+@attack("hidden rows in anything that an agent reads, for every built-in task")
+@pytest.mark.parametrize("name", builtin_names(TASKS_DIR))
+def test_nothing_that_is_read_holds_a_hidden_row(backend, name):
+    task = load_task(name)
+    hidden = secrets(task)
+    assert len(hidden) > 30
+    texts = list(all_that_is_read(task, backend))
+    assert len(texts) > len(task.public)
+    for text in texts:
+        assert not [secret for secret in hidden if secret in text]
+
+
+@attack("observations that differ with the answers")
+@pytest.mark.parametrize("table", ["words", slow("titanic"), slow("diabetes")], indirect=True)
+def test_nothing_that_is_read_depends_on_an_answer(backend, table, tmp_path):
+    """Apart from the number of a valid score."""
+    first = list(all_that_is_read(table, backend))
+    for other in with_other_answers(table, tmp_path):
+        assert list(all_that_is_read(other, backend)) == first
+
+
+# ---- the CSV in a sandbox
 
 
 @pytest.mark.parametrize("source, name, artefact", CSV)

@@ -54,9 +54,11 @@ from helpers import (
     block,
     do,
     python,
+    run_csv_grader,
     run_grader,
     run_here,
     search_config,
+    slow,
     user_error,
 )
 from tasks import load_task
@@ -64,6 +66,7 @@ from tools import make_data
 
 sys.path.append(str(TASKS_DIR))
 import grade_csv  # noqa: E402
+import grade_mledojo  # noqa: E402
 
 LOCAL_BOX = SandboxOptions(LOCAL)
 MLGYM = os.environ.get("MLGYM_ROOT")  # before conftest.py hides it
@@ -161,12 +164,22 @@ def test_parse_grade():
         ('{"accuracy": 0.9, "error": "no good"}', None, "no good"),
         ('{"accuracy": NaN}', None, "no finite number"),
         ('{"accuracy": ' + "9" * 400 + "}", None, "no finite number"),  # no float can hold it
-        ('{"accuracy": 1e308}', None, "no finite number"),
+        ('{"accuracy": 1e308}', None, "accuracy is no finite number below 1e+100 in size"),
+        ('{"accuracy": -' + "9" * 300 + "}", None, "below 1e+100 in size"),
+        ('{"accuracy": ' + "9" * 5000 + "}", None, "no finite number called accuracy"),
+        ('{"accuracy": true}', None, "no finite number called accuracy"),
+        ('{"accuracy": [[0.5]]}', None, "no finite number called accuracy"),
+        ('{"error": {"why": "size"}}', None, "size"),
+        ('{"error": ""}', None, "no result"),
+        ('{"error": " \\n", "accuracy": null}', None, "no finite number called accuracy"),
         ('{"error": "' + "x" * 10_000 + '"}', None, "xxx"),
         ('[{"accuracy": 1}]', None, "no result"),
         ("", None, "no result"),
         ('{"a":' * 100_000, None, "no result"),
     ]
+    for empty in ("null", "false", '""', "0", "0.0", '" "', "[]", "{}"):
+        cases.append((f'{{"error": {empty}, "accuracy": 0.5}}', 0.5, ""))
+        cases.append((f'{{"error": {empty}}}', None, "no result"))
     for stdout, score, words in cases:
         value, message = parse_grade(last_json_object(stdout), load_task("titanic"))
         assert value == score
@@ -265,13 +278,30 @@ def test_the_bootstrap_gives_the_standard_error_of_r2():
     )
 
 
-@pytest.mark.parametrize("value", ["nan", "", "9" * 400])
-def test_diabetes_refuses_what_is_not_a_number(tmp_path, value):
-    predicted = iter([150, value])
-    files = submission("diabetes", lambda _: next(predicted, 150))
-    said = grade(load_task("diabetes"), tmp_path, files)
-    assert "must be a finite number" in said["error"]
-    assert len(said["error"]) < 200
+OUTSIDE = ["nan", "", "9" * 400, "1e200", "-1e160", "1e99", "1e40", "-inf", "1e400"]
+
+
+@pytest.mark.parametrize("part", ["validation", "selection", "test"])
+@pytest.mark.parametrize("value", OUTSIDE)
+def test_diabetes_refuses_what_is_not_a_number(tmp_path, value, part):
+    """With one sentence, in a row of any part, whichever part is graded."""
+    task = load_task("diabetes")
+    rows = read_csv(task.hidden["answers.csv"])
+    place = next(row["id"] for row in rows if row["part"] == part)
+    files = submission("diabetes", lambda row: value if row["id"] == place else 150)
+    said = {run_csv_grader(task, tmp_path, files, split) for split in task.splits}
+    error = json.loads(said.pop())["error"]
+    assert not said
+    assert f"must be a finite number below 1e+40 in size, but id {place} has" in error
+    assert len(error) < 200
+
+
+def test_the_largest_numbers_have_a_score_on_every_part(tmp_path):
+    task = load_task("diabetes")
+    files = submission("diabetes", lambda _: "-9.9e39")
+    for split in task.splits:
+        printed = run_csv_grader(task, tmp_path, files, split)
+        assert parse_grade(last_json_object(printed), task)[0] < -1e70
 
 
 # ----------------------------------------------------------------------------------- battleOfSexes
@@ -302,10 +332,36 @@ def test_battle_scores(tmp_path, strategy, exact):
     assert 0.001 < said["stderr"] < 0.02 / 6
 
 
-def test_battle_draws_anew(tmp_path):
-    files = {"strategy.py": BATTLES[0][0]}
-    said = [grade(load_task("battleOfSexes"), tmp_path, files) for _ in range(3)]
-    assert len({graded["Score"] for graded in said}) > 1
+@pytest.fixture
+def few_games(tmp_path):
+    """battleOfSexes with 50 games."""
+    task = load_task("battleOfSexes")
+    few = task.hidden["evaluate.py"].read_text().replace("GAMES = 8000", "GAMES = 50")
+    write(tmp_path, {"evaluate.py": few})
+    return replace(task, hidden=task.hidden | {"evaluate.py": tmp_path / "evaluate.py"})
+
+
+CHANCE = "import random\ndef row_strategy(history): return random.randrange(2)"
+KNOWN = """
+calls = 0
+def row_strategy(history):  # another move in one game, in the second round
+    global calls
+    calls += 1
+    return int(calls == 60)
+"""
+
+
+def test_the_games_follow_from_the_part_and_the_moves(few_games, tmp_path):
+    """Equal moves have equal scores; who moves otherwise meets other random numbers."""
+
+    def score(source, split="validation"):
+        return grade(few_games, tmp_path / "a", {"strategy.py": source}, split)["Score"]
+
+    zero = BATTLES[0][0]
+    assert len({score(zero, split) for split in few_games.splits}) == 3
+    assert score(zero) == score(zero.replace("history", "h"))
+    assert score(CHANCE) == score(CHANCE)
+    assert abs(score(KNOWN) - score(zero)) > 2 / 500  # more than one move can change
 
 
 # ----------------------------------------------------------------------------------- a small MLGym
@@ -538,6 +594,36 @@ def test_what_a_metric_says_of_the_answers_is_masked(dojo, tmp_path, returned, e
 
 
 @pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("f'one is {ground_truth.y[0]}'", "submission.csv cannot be checked"),
+        ("f'{len(ground_truth)} rows of {list(submission)}'", "200 rows of ['id', 'y']"),
+    ],
+)
+def test_what_a_check_says_of_the_answers_is_masked(dojo, tmp_path, text, shown):
+    metric = dojo / "../../mledojo/competitions/mine/utils/metric.py"
+    change(
+        metric, 'raise InvalidSubmissionError("other ids")', f"raise InvalidSubmissionError({text})"
+    )
+    write(dojo / "mine/data", {"private/test_answer.csv": answers(lambda i: i + 1)})
+    task = load_task("mine", mledojo_root=dojo)
+    _, message = score_of(
+        task, tmp_path / "a", {"submission.csv": answers(lambda i: i, range(1, 201))}
+    )
+    assert message.endswith(shown)
+
+
+@pytest.mark.parametrize("value", ["1e103", slow("1e300"), slow("inf")])
+def test_dojo_validation_has_no_score_where_test_has_none(dojo, tmp_path, value):
+    task = load_task("mine", mledojo_root=dojo)
+    place = next(i for i in range(ROWS) if grade_mledojo.part_of(i) == "test")
+    files = {"submission.csv": answers(lambda i: value if i == place else i)}
+    for split in ("validation", "test"):
+        said = score_of(task, tmp_path / "a", files, split)
+        assert said == (None, "the metric is no number below 1e+100 in size")
+
+
+@pytest.mark.parametrize(
     "path, message",
     [
         ("data/prepared/mine/data/private", "private is missing; let MLE-Dojo prepare mine again"),
@@ -686,6 +772,21 @@ def test_a_grader_that_is_broken_on_the_test_part_alone_is_found(make_task):
     check_before_a_run(make_task("1 / 0", trivial={}))  # nothing to check it with
 
 
+def test_a_refusal_of_the_tasks_own_rule_is_found_before_a_run(make_task):
+    task = make_task(trivial={"blank": " ", "forty": "40"})
+    with user_error("near refuses the task's own rule 'blank' on the validation part: .* is empty"):
+        check_before_a_run(task)
+    late = "if sys.argv[2] == 'test': sys.exit(print(json.dumps({'error': 'late'})))"
+    with user_error("own rule 'forty' on the test part: late"):
+        check_before_a_run(make_task(late))
+
+
+def test_a_starter_that_is_refused_is_no_fault(make_task, tmp_path):
+    """It is given to be changed: a baseline without weights, say."""
+    write(tmp_path, {"given/answer.txt": " "})
+    check_before_a_run(make_task(trivial={}, public={"answer.txt": tmp_path / "given/answer.txt"}))
+
+
 def test_a_grader_of_a_game_that_raises_is_not_taken_for_a_refused_move(tmp_path):
     """Its errors reach the agent as {"error": ...}, through the proxy of the strategy."""
     task = load_task("battleOfSexes")
@@ -720,12 +821,12 @@ def test_a_grading_that_waits_has_its_score(make_task):
 # ------------------------------------------------------------------ the proxy of a strategy
 
 
-def test_the_proxy_of_a_strategy_refuses(tmp_path):
-    task = load_task("battleOfSexes")
-    few = task.hidden["evaluate.py"].read_text().replace("GAMES = 8000", "GAMES = 50")
-    write(tmp_path, {"evaluate.py": few})
-    task = replace(task, hidden=task.hidden | {"evaluate.py": tmp_path / "evaluate.py"})
+def test_the_proxy_of_a_strategy_refuses(few_games, tmp_path):
     cases = [
+        (
+            "import os\ndef row_strategy(h):\n    os.write(4, b'!\\n')\n    os._exit(0)",
+            "disturbed",
+        ),
         ("def row_strategy(history): return 2", "returned '2', not 0 or 1"),
         ("def row_strategy(history): raise ValueError('y' * 10000)", "ValueError: yyy"),
         (b"\xff\xfe", "not a text file"),
@@ -760,8 +861,7 @@ def test_the_proxy_of_a_strategy_refuses(tmp_path):
         ("#" * 2_000_000, "larger"),
     ]
     for number, (source, message) in enumerate(cases):
-        printed = run_grader(task, tmp_path / str(number), {"strategy.py": source}, "test")
-        value, said = parse_grade(last_json_object(printed), task)
+        value, said = score_of(few_games, tmp_path / str(number), {"strategy.py": source})
         assert value is None
         assert message in said
         assert len(said) <= 300
@@ -783,6 +883,16 @@ def test_the_proxy_passes_arguments_and_tuples(tmp_path):
     )
     done = python("main.py", cwd=tmp_path)
     assert done.stdout == "fine\n", done
+
+
+def test_the_text_of_an_error_in_a_grader_is_for_the_user_alone(tmp_path):
+    main = f"import heuristic\nheuristic.choose()\nraise KeyError({SECRET!r})"
+    write(tmp_path, {"main.py": main, "heuristic_agent.py": "def choose(): return 1"})
+    shutil.copy(TASKS_DIR / "proxy.py", tmp_path / "heuristic.py")
+    done = python("main.py", cwd=tmp_path)
+    said = {"error": "the grader refused what heuristic.py returned (KeyError)"}
+    assert (done.returncode, last_json_object(done.stdout)) == (1, said)
+    assert SECRET in done.stderr
 
 
 # ------------------------------------------------------------------ the artefact is to blame
@@ -809,6 +919,20 @@ def test_an_artefact_that_crashes_an_honest_grader_is_no_submission(make_task, b
             assert (SECRET in step.score.grader_output) == (text == "crash")
         do(world, "echo 41 > answer.txt")
         assert world.score().value == 1
+
+
+@pytest.mark.parametrize(
+    "printed, value, message, is_answer",
+    [
+        ({"distance": 1, "error": None}, 1, "", True),
+        ({"distance": 1, "error": ""}, 1, "", True),
+        ({"error": ""}, None, "The grader printed no result.", False),
+        ({"distance": 1e300}, None, "The distance is no finite number below 1e+100 in size.", True),
+    ],
+)
+def test_what_counts_as_an_answer_of_a_grader(make_task, printed, value, message, is_answer):
+    score = graded(make_task(f"print(json.dumps({printed})); sys.exit()"), "41")
+    assert (score.value, score.message, not score.grader_output) == (value, message, is_answer)
 
 
 def test_a_negative_standard_error_is_none(make_task):
@@ -902,6 +1026,18 @@ def test_a_rule_at_the_top_and_copies_of_hidden_files_are_named(folder, capsys, 
     task = load_task("median")
     assert degenerate(task) == "the rule 'the first number' scores 2"
     assert degenerate(replace(task, reference=1.0)) is None  # another task: not checked yet
+
+
+def test_refused_rules_are_not_called_missing(folder, capsys, monkeypatch):
+    advice = "No rule has a score: give the task a `trivial:` one."
+    change(folder / "task.yaml", '  the first number: "3"', "  {}")
+    _, out, _ = check(capsys, monkeypatch, "median")
+    assert out.endswith(f"\n\n{advice}\n")
+    write(folder, {"sample_answer.txt": "none"})
+    change(folder / "task.yaml", "data: [", "data: [sample_answer.txt, ")
+    _, out, _ = check(capsys, monkeypatch, "median")
+    assert "answer.txt is not a number" in out
+    assert out.endswith("\n\nNo rule has a score: the grader refuses them all.\n")
 
 
 def test_a_damaged_task_is_listed(folder, capsys, monkeypatch):

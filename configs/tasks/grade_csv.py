@@ -1,10 +1,11 @@
 """Grades submission.csv against answers.csv (both in the current folder) and prints one JSON line.
 
 answers.csv has the columns id, part (validation, selection or test) and the target; submission.csv
-has id and the target, for the ids of all parts. The form of the whole file is checked whichever
-part is graded, and a message never depends on an answer. `stderr` is the standard error of the
-score. Several tasks share this file; it needs only Python. Arguments: --metric NAME --split PART. A
-metric is a function and a check of one value in METRICS.
+has id and the target, for the ids of all parts. The whole file is checked whichever part is graded,
+and a message never depends on an answer. `stderr` is the standard error of the score. Several tasks
+share this file; it needs only Python. A metric is a function and a check of one value in METRICS.
+Arguments: --metric NAME [--labels VALUE ...] --split PART, in this order. The labels are the legal
+values for accuracy; without them, any text is legal.
 """
 
 import csv
@@ -18,6 +19,7 @@ from contextlib import suppress
 
 MAX_BYTES = 1_000_000
 RESAMPLES = 100  # of the bootstrap: its standard error is then exact to about 7 %
+LARGEST = 1e40  # bound of a predicted number: its square is far from an overflow
 
 
 class Invalid(Exception):
@@ -80,27 +82,26 @@ def read_rows():
 
 
 def wrong_label(value, labels):
-    """What is wrong with a value, or None. labels: those of the answers."""
-    if value in labels:
+    """What is wrong with a value, or None. Without labels, any text is legal."""
+    if not labels or value in labels:
         return None
-    *most, last = sorted(labels)
+    *most, last = labels
     return f"must be {', '.join(most)} or {last}"
 
 
 def wrong_number(value, _):
     """What is wrong with a value, or None."""
     with suppress(ValueError):
-        if math.isfinite(float(value)):
+        if abs(float(value)) < LARGEST:  # not nan
             return None
-    return "must be a finite number"
+    return f"must be a finite number below {LARGEST:g} in size"
 
 
 METRICS = {"accuracy": (accuracy, wrong_label), "r2": (r2, wrong_number)}
 
 
-def read_submission(target, answers, wrong):
-    """{id: value} for exactly the ids of the answers. Raises Invalid. wrong: see METRICS."""
-    labels = {value for _, value in answers.values()}
+def read_submission(target, ids, wrong):
+    """{id: value} for exactly these ids. Raises Invalid. wrong(value): what is wrong with it."""
     rows = read_rows()
     if rows[:1] != [["id", target]]:
         raise Invalid(f"the first line of submission.csv must be: id,{target}")
@@ -110,25 +111,27 @@ def read_submission(target, answers, wrong):
             text = ",".join(row)[:60]
             raise Invalid(f"every line needs 2 values, but one has {len(row)}: {text!r}")
         key, value = row
-        if key not in answers:
+        if key not in ids:
             raise Invalid(f"id {key[:20]!r} is not in data/test.csv")
         if key in predicted:
             raise Invalid(f"id {key} is there twice")
-        if reason := wrong(value, labels):
+        if reason := wrong(value):
             raise Invalid(f"{target} {reason}, but id {key} has {value[:20]!r}")
         predicted[key] = value
-    missing = [key for key in answers if key not in predicted]
+    missing = ids - predicted.keys()
     if missing:
-        raise Invalid(f"{len(missing)} ids of data/test.csv are missing, the first is {missing[0]}")
+        raise Invalid(f"{len(missing)} ids of data/test.csv are missing, such as {min(missing)}")
     return predicted
 
 
 def main():
-    name, split = sys.argv[2], sys.argv[4]
+    name = sys.argv[2]
+    labels = sys.argv[4:-2]
+    split = sys.argv[-1]
     metric, wrong = METRICS[name]
     target, answers = read_answers()
     try:
-        predicted = read_submission(target, answers, wrong)
+        predicted = read_submission(target, set(answers), lambda value: wrong(value, labels))
     except Invalid as error:
         print(json.dumps({"error": str(error)}))
         return

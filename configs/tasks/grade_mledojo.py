@@ -10,7 +10,6 @@ PART, or --describe, which prints what flatlab/task/mledojo.py has to know about
 
 import hashlib
 import json
-import math
 import random
 import statistics
 import sys
@@ -22,6 +21,7 @@ import pandas
 
 SEED = "1"
 PARTS = ("validation", "test", "validation", "selection")
+LARGEST = 1e100  # a score beyond it is none, as in flatlab/task/definition.py
 FEW = 40  # with fewer ids than this there are no parts
 RESAMPLES = 20  # for the standard error, which is then exact to about 16 %
 RESAMPLE_SECONDS = 10.0  # no further resample is started after this time
@@ -65,18 +65,28 @@ def restricted(answers, submission, chosen):
     return answers.reset_index(drop=True), submission
 
 
+def complaint(metric, answers, submission):
+    """What the metric's own check says, or "". It gets copies: metrics change their arguments."""
+    try:
+        metric.validate_submission(submission.copy(), answers.copy())
+    except InvalidSubmissionError as error:
+        return str(error)
+    except Exception as error:  # anything can be raised, and its text could hold answers
+        return f"submission.csv cannot be checked ({type(error).__name__})"
+    return ""
+
+
 def check(metric, answers, submission):
-    """The metric's own check. It gets copies: metrics change their arguments.
+    """The metric's own check. What it says is shown if it says the same without the answers.
 
     Raises InvalidSubmissionError.
     """
-    try:
-        metric.validate_submission(submission.copy(), answers.copy())
-    except InvalidSubmissionError:
-        raise
-    except Exception as error:  # anything can be raised, and its text could hold answers
-        text = f"submission.csv cannot be checked ({type(error).__name__})"
-        raise InvalidSubmissionError(text) from error
+    if said := complaint(metric, answers, submission):
+        blank = answers.copy()
+        blank[blank.columns[1:]] = 0
+        if said != complaint(metric, blank, submission):
+            said = "submission.csv cannot be checked"
+        raise InvalidSubmissionError(said)
 
 
 def value(metric, answers, submission):
@@ -86,8 +96,8 @@ def value(metric, answers, submission):
     except Exception as error:  # InvalidSubmissionError as well: its text could hold answers
         text = f"the metric cannot be computed ({type(error).__name__})"
         raise InvalidSubmissionError(text) from error
-    if not math.isfinite(score):
-        raise InvalidSubmissionError("the metric is not a finite number")
+    if not abs(score) <= LARGEST:  # nan, too
+        raise InvalidSubmissionError(f"the metric is no number below {LARGEST:g} in size")
     return score
 
 
@@ -121,8 +131,9 @@ def leaderboards():
 
 
 def evaluate(metric, split):
-    """The metric's value on one part and its standard error. Checks the whole submission first.
+    """The metric's value on one part and its standard error.
 
+    Checks the whole submission first, which has a score on validation and test or on neither.
     Raises InvalidSubmissionError.
     """
     answers = pandas.read_csv("private/test_answer.csv")
@@ -137,9 +148,12 @@ def evaluate(metric, split):
     key = answers.columns[0]
     if key not in submission:
         raise InvalidSubmissionError(f"submission.csv needs the column {key}")
-    answers, submission = restricted(answers, submission, answers[key].map(part_of) == split)
-    check(metric, answers, submission)
-    return value(metric, answers, submission), standard_error(metric, answers, submission)
+    parts = answers[key].map(part_of)
+    for part in ("validation", "test", split):
+        rows = restricted(answers, submission, parts == part)
+        check(metric, *rows)
+        score = value(metric, *rows)
+    return score, standard_error(metric, *rows)
 
 
 def grade(metric, split):

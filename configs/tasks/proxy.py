@@ -34,7 +34,8 @@ libc = ctypes.CDLL(None)
 # disturb it. A request is a pickle of (function, [arguments, ...]) from the trusted side; a
 # reply is a line: "=" and JSON, or "!" and text.
 CHILD = r"""
-import json, os, pickle, sys, traceback, types
+import json, os, pickle, random, sys, traceback, types
+random.seed(0)                          # equal strategies make equal moves
 requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
 null = os.open(os.devnull, os.O_RDWR)
 os.dup2(null, 0), os.dup2(null, 1)
@@ -82,9 +83,12 @@ def fail(message, code=0):
 
 
 def raised(kind, error, trace):
-    """Ends a grader that raised an error: it may not like a result, or may itself be broken."""
+    """Ends a grader that raised an error: it may not like a result, or may itself be broken.
+
+    The user reads the error, the agent its type alone: the text could hold what is hidden.
+    """
     sys.__excepthook__(kind, error, trace)
-    fail(f"the grader refused what {NAME} returned: {kind.__name__}: {error}", code=1)
+    fail(f"the grader refused what {NAME} returned ({kind.__name__})", code=1)
 
 
 def lower_privileges(change_user):
@@ -169,8 +173,8 @@ def call_many(name, calls):
         child.stdin.write(pickle.dumps((name, calls), 5))
         child.stdin.flush()
     line = child.stdout.readline(MAX_REPLY)
-    if line[:1] == b"!":
-        fail(line[1:].decode("utf-8", "replace").strip())
+    if line[:1] == b"!" and line[1:].strip():
+        fail(line[1:].decode("utf-8", "replace"))
     if not line:
         fail(f"{NAME} ended the process that runs it")
     try:

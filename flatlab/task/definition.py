@@ -155,14 +155,27 @@ def parse_grade(grade: dict, task: Task) -> tuple[float | None, str]:
 
     grade: see last_json_object.
     """
-    if not grade:
-        return None, "The grader printed no result."
-    if "error" in grade:
-        return None, str(grade["error"])[:MESSAGE_CHARS]
+    if reason := refusal(grade, task):
+        return None, reason
     value = finite_number(grade, task.metric)
-    if value is None:
-        return None, f"The grader's result has no finite number called {task.metric}."
-    return value, ""
+    if value is not None:
+        return value, ""
+    if grade.keys() <= {"error"}:
+        return None, "The grader printed no result."
+    return None, f"The grader's result has no finite number called {task.metric}."
+
+
+def refusal(grade: dict, task: Task) -> str:
+    """The reason why a grader that works gives no score; empty if there is a score or no reason.
+
+    An error that is null, false, 0 or blank is none.
+    """
+    if error := str(grade.get("error") or "").strip():
+        return error[:MESSAGE_CHARS]
+    value = grade.get(task.metric)
+    if type(value) is float and LARGEST < abs(value) < math.inf:
+        return f"The {task.metric} is no finite number below {LARGEST:g} in size."
+    return ""
 
 
 def finite_number(grade: dict, key: str) -> float | None:
@@ -178,5 +191,5 @@ def last_json_object(text: str) -> dict:
     for line in reversed(text.splitlines()):
         if line.strip().startswith("{"):
             with suppress(ValueError, RecursionError):
-                return json.loads(line)
+                return json.loads(line, parse_int=float)  # an int has at most 4300 digits
     return {}

@@ -33,6 +33,7 @@ from flatlab.task.definition import (
     finite_number,
     last_json_object,
     parse_grade,
+    refusal,
 )
 from flatlab.task.value import improvement
 
@@ -251,7 +252,7 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
         sandbox.close()
     printed = last_json_object(stdout.decode("utf-8", "replace"))
     value, message = parse_grade(printed, task)
-    has_answer = value is not None or "error" in printed
+    has_answer = value is not None or refusal(printed, task)
     how = f"exit code {reply['code']}"
     if reply["timed_out"]:
         how = "stopped at the time limit"

@@ -33,8 +33,8 @@ def sanity_file(task: Task) -> Path:
 def check_grader(task: Task, make_sandbox) -> None:
     """Grades the first trivial rule, if the task has one, on the first and on the last part.
 
-    Raises UserError if the grader gives neither a score nor a reason: it would not score any
-    episode.
+    Raises UserError if the grader gives neither a score nor a reason, or if it refuses a rule of
+    task.trivial: it would not score any episode.
     """
     for name, artefacts in islice(trivial_rules(task), 1):
         for split in dict.fromkeys([task.splits[0], task.splits[-1]]):
@@ -44,6 +44,11 @@ def check_grader(task: Task, make_sandbox) -> None:
                 raise UserError(
                     f"The grader of task {task.name} is broken: it gives {name!r} no result on the "
                     f"{split} part: {score.message} {output}"
+                )
+            if name in task.trivial and not score.valid:
+                raise UserError(
+                    f"The grader of task {task.name} refuses the task's own rule {name!r} on the "
+                    f"{split} part: {score.message}"
                 )
 
 

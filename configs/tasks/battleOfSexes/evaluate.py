@@ -2,6 +2,9 @@
 
 The strategy comes from the agent and is not trusted. `strategy` is proxy.py here, which runs the
 agent's file in a child process; the partner, the random numbers and the score stay on this side.
+The random numbers of a round follow from the part and from the moves of all games so far: equal
+moves have equal scores, and what was seen of them is worth nothing for other moves. Argument:
+--split PART.
 """
 
 import json
@@ -33,12 +36,13 @@ def partner_move(history, rng):
     return first if rng.random() < LOYALTY else 1 - first
 
 
-def play(rng):
+def play(part):
     """Points per round of the row player in each game."""
     points = [0] * GAMES
     histories = [[] for _ in range(GAMES)]
     for _ in range(ROUNDS):
         moves = strategy.call_many("row_strategy", [(history,) for history in histories])
+        rng = random.Random(f"{part} {histories} {moves}")
         for game, (move, history) in enumerate(zip(moves, histories)):
             if move not in (0, 1):
                 strategy.fail(f"row_strategy returned {str(move)[:40]!r}, not 0 or 1")
@@ -49,7 +53,7 @@ def play(rng):
 
 
 def main():
-    points = play(random.Random())  # every part is new random games
+    points = play(sys.argv[2])
     error = statistics.stdev(points) / math.sqrt(GAMES)
     print(json.dumps({"Score": round(statistics.fmean(points), 6), "stderr": error}))
 
