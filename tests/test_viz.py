@@ -24,6 +24,7 @@ from flatlab.view import page, plots, reader, tables
 from helpers import (
     CONFIG,
     MADE_BY,
+    PROJECT,
     RESULT,
     code_of,
     episode,
