@@ -49,6 +49,7 @@ GRACE = 2  # seconds between SIGTERM and SIGKILL
 ERROR_BYTES = 8192  # tail of the stderr of root's programs
 STATE_BYTES = 1 << 18  # of exported variables that are kept for the next command
 LOOKS = 20  # so often an idle command is looked at before it is stopped
+IDLE_SHARE = 1 / 200  # of one core: timers and repeated requests without an answer use less
 
 
 def memory_file(data=b""):
@@ -319,7 +320,7 @@ class Runner:
                 next_look = now + idle / LOOKS
                 quiet_looks += 1
                 seconds = self.cpu_seconds()
-                if seconds - used > idle / 500 or can_run(descendants()):  # a timer needs less
+                if seconds - used > IDLE_SHARE * idle or can_run(descendants()):
                     quiet_looks = 0
                     used = seconds
                 if quiet_looks == LOOKS:
