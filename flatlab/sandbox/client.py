@@ -181,17 +181,16 @@ class Sandbox:
         timeout: float,
         stdin: bytes = b"",
         keep: tuple = (1 << 20, 0),
-        cpu: float | None = None,
-        idle: float = 0,
+        **limits,
     ) -> tuple[dict, bytes]:
         """Runs a program as root, or as the user of a sandbox without one.
 
-        keep: bytes of the head and of the tail of its stdout. cpu: limit of the CPU time of all its
-        processes, in seconds. idle: see run. Returns the reply: code, timed_out, idle, dropped, and
+        keep: bytes of the head and of the tail of its stdout. limits: cpu, seconds of CPU time of
+        all its processes; idle, see run. Returns the reply: code, timed_out, idle, dropped, and
         stderr (the last 8 kB of it, as text); and these bytes.
         """
-        fields = {"timeout": timeout, "keep": keep, "cpu": cpu, "idle": idle}
-        return self.call("run", stdin, command=argv, user="root", **fields)
+        fields = {"command": argv, "timeout": timeout, "keep": keep, "user": "root"}
+        return self.call("run", stdin, **fields, **limits)
 
     def put(self, files: dict[str, bytes | Path], user: str = "agent", mode: int = 0o644) -> None:
         """Writes files with paths relative to the workspace, owned by "agent" or "root"."""

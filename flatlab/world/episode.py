@@ -183,19 +183,24 @@ IN_QUOTES = {
     "$'": re.compile(r"\\.|'"),
     '"': re.compile(r'\\.|\$\(\(?|["`]'),
 }
-OPENING = "('\"`"
 
 
-class Script:
-    """The heredocs of a bash script, found line by line."""
+class Block:
+    """A code block, read line by line. If it is bash, it knows the heredocs that are open."""
 
-    def __init__(self):
+    def __init__(self, language: str, ticks: int, is_bash: bool):
+        self.language = language
+        self.ticks = ticks  # of its fences, at least
+        self.is_bash = is_bash
+        self.lines = []
+        self.is_closed = False
         self.nesting = []  # the quotes and brackets that are open
         self.heredocs = []  # those that are open: (dash, delimiter as it is written)
         self.in_heredoc = False  # whether the next line is in a heredoc, or ends one
         self.is_joined = False  # whether a backslash joins the next line to the last one
 
     def add(self, line: str) -> None:
+        self.lines.append(line)
         joins = (len(line) - len(line.rstrip("\\"))) % 2 == 1
         if self.in_heredoc:
             dash, word = self.heredocs[0]
@@ -205,10 +210,10 @@ class Script:
                 self.heredocs.pop(0)
             self.is_joined = joins and delimiter == word  # not in a quoted one
             self.in_heredoc = bool(self.heredocs)
-        else:
-            quote = self.add_code(line) in IN_QUOTES
+        elif self.is_bash:
+            bracket = self.add_code(line)
             self.is_joined = joins
-            self.in_heredoc = bool(self.heredocs) and not joins and not quote
+            self.in_heredoc = self.heredocs and not joins and bracket not in IN_QUOTES
 
     def add_code(self, line: str) -> str:
         """Returns what is open at the end of the line: a quote, a bracket, or ""."""
@@ -222,19 +227,10 @@ class Script:
             token = match[0]
             if token == inner[-1:].replace("(", ")"):
                 self.nesting.pop()
-            elif token.lstrip("$")[0] in OPENING:
+            elif token.lstrip("$")[0] in "('\"`":
                 self.nesting += [token] * max(1, token.count("("))
             elif match.lastindex and not any("((" in bracket for bracket in self.nesting):
                 self.heredocs.append(match.groups())
-
-
-@dataclass
-class Block:
-    language: str
-    ticks: int  # of its fences, at least
-    lines: list[str] = field(default_factory=list)
-    script: Script = field(default_factory=Script)
-    is_closed: bool = False
 
 
 def act_bash(env, reply: str, timeout: float) -> tuple[str | None, str, str, Score | None]:
@@ -281,8 +277,8 @@ def extract_action(reply: str) -> str:
     [block] = shells
     if block is not blocks[-1]:
         raise ValueError("There are several code blocks in the reply; write one.")
-    if block.script.in_heredoc:
-        word = block.script.heredocs[0][1][:20]
+    if block.in_heredoc:
+        word = block.heredocs[0][1][:20]
         raise ValueError(f"The ``` block is not closed: the heredoc <<{word} in it does not end.")
     if not block.is_closed:
         raise ValueError(
@@ -303,14 +299,13 @@ def find_blocks(text: str, shells: tuple = SHELLS) -> list[Block]:
     for line in text.split("\n"):
         fence = FENCE.match(line)
         block = blocks[-1] if blocks and not blocks[-1].is_closed else None
-        if block and (block.script.in_heredoc or not fence or len(fence[1]) < block.ticks):
-            block.lines.append(line)
-            if block.language in shells:
-                block.script.add(line)
+        if block and (block.in_heredoc or not fence or len(fence[1]) < block.ticks):
+            block.add(line)
         elif block and not fence[2]:
             block.is_closed = True
         elif fence:
-            blocks.append(Block(fence[2].lower(), len(fence[1])))
+            language = fence[2].lower()
+            blocks.append(Block(language, len(fence[1]), language in shells))
     return blocks
 
 
@@ -322,8 +317,9 @@ def without_thought(reply: str) -> str:
     """
     reply = reply.replace("\r\n", "\n")
     for text in (reply, reply.partition(THOUGHT_ENDS)[2]):
-        *_, last = find_blocks(text) or [Block("", 0)]
-        if last.is_closed and "\n".join(last.lines).count(THOUGHT_ENDS) == text.count(THOUGHT_ENDS):
+        blocks = find_blocks(text)
+        inside = "\n".join(blocks[-1].lines) if blocks and blocks[-1].is_closed else ""
+        if inside.count(THOUGHT_ENDS) == text.count(THOUGHT_ENDS):
             break
     else:
         text = reply.rpartition(THOUGHT_ENDS)[2]

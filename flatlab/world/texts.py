@@ -157,7 +157,10 @@ def first_lines(task: Task, path: str, size: int) -> list[str]:
 
 def visible(text: str) -> str:
     """The text in one line, with escapes for what is not printable: line breaks, a BOM."""
-    return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in text)
+    shown = ""
+    for char in text:
+        shown += char if char.isprintable() or char == "\t" else repr(char)[1:-1]
+    return shown
 
 
 def first_messages(env, options, facts: dict, policy=None) -> tuple[str, str]:

@@ -49,6 +49,7 @@ GRACE = 2  # seconds between SIGTERM and SIGKILL
 ERROR_BYTES = 8192  # tail of the stderr of root's programs
 STATE_BYTES = 1 << 18  # of exported variables that are kept for the next command
 LOOKS = 20  # so often an idle command is looked at before it is stopped
+IDLE_SHARE = 1 / 200  # of one core: timers and repeated requests without an answer use less
 
 
 def memory_file(data=b""):
@@ -319,7 +320,7 @@ class Runner:
                 next_look = now + idle / LOOKS
                 quiet_looks += 1
                 seconds = self.cpu_seconds()
-                if seconds - used > idle / 500 or can_run(descendants()):  # a timer needs less
+                if seconds - used > IDLE_SHARE * idle or can_run(descendants()):
                     quiet_looks = 0
                     used = seconds
                 if quiet_looks == LOOKS:
@@ -370,12 +371,12 @@ class Runner:
         """
         cwd, found, exports = os.pread(saved, 2 * STATE_BYTES, 0).partition(b"\0")
         os.close(saved)
-        if not found or b"\0" in exports:
-            return True
-        self.cwd = os.fsdecode(cwd) or self.config.workspace
-        if len(exports) < STATE_BYTES:
-            self.exports = exports
-        return len(exports) < STATE_BYTES
+        is_small = len(exports) < STATE_BYTES
+        if found and b"\0" not in exports:
+            self.cwd = os.fsdecode(cwd) or self.config.workspace
+            if is_small:
+                self.exports = exports
+        return is_small
 
     def state(self, blob, cwd=None, exports=""):
         """Returns, or with `cwd` sets, the folder and exports of the next shell command."""
@@ -436,10 +437,8 @@ def descendants():
     # Parents come first, so that what a process has used is not counted again in its parent, which
     # waits for it meanwhile.
     for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))):
-        with (
-            suppress(OSError),
-            open(f"/proc/{pid}/stat", errors="replace") as file,
-        ):  # it may just have ended
+        # It may just have ended. A process may have any name, also one that is not UTF-8.
+        with suppress(OSError), open(f"/proc/{pid}/stat", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(pid)
             ticks[pid] = sum(map(int, fields[11:15]))
