@@ -1,6 +1,4 @@
-"""Bridges of integrations/: Harbor's task folders, MLE-Dojo's JSON actions on a competition that is
-made here, and verifiers.
-"""
+"""Bridges of integrations/: Harbor task folders, and verifiers."""
 
 import asyncio
 import contextlib
@@ -12,16 +10,13 @@ import signal
 import subprocess
 import time
 import tomllib
-from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from backends import ISOLATED, containers_of, missing, needs_docker
-from competition import ROWS, make_competition
+from backends import containers_of, missing, needs_docker
 from env import Env
-from flatlab.errors import SandboxFault
 from flatlab.files import read_rows
 from flatlab.sandbox.images import foreign_image
 from flatlab.task.value import improvement, value_of
@@ -37,7 +32,6 @@ from helpers import (
     play_once,
     user_error,
 )
-from integrations import mledojo_actions
 from tasks import load_task
 
 # ---- Harbor
@@ -145,129 +139,6 @@ def test_tests_in_the_folder_of_the_image_are_refused(folder):
     os.link(folder / "tests/test.sh", folder / "environment/copy.sh")
     with user_error("test.sh is hidden, so it cannot be a public file, too"):
         load_task(str(folder))
-
-
-# ---- MLE-Dojo's actions
-
-
-@pytest.fixture(scope="module")
-def competition(tmp_path_factory):
-    """The task, loaded once."""
-    folder = tmp_path_factory.mktemp("competition")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        return load_task("mine", "", make_competition(folder))
-
-
-@pytest.fixture(params=ISOLATED)
-def world(request, competition):
-    with Env(competition, request.param) as world:
-        world.message = mledojo_actions.ACTIONS_TEXT
-        world.step = partial(world.step, act=mledojo_actions.act)  # what `do` calls, too
-        world.reset()
-        if world.sandbox.run(["python3", "-c", "import pandas"], 30).exit_code:
-            pytest.skip("the sandbox has no pandas, which the grader needs")
-        yield world
-
-
-def act(world, action, **params):
-    return world.step(json.dumps({"action": action, "params": params}))
-
-
-def writes(value):
-    return (
-        f"with open('submission.csv', 'w') as f:\n    f.write('id,y\\n' + "
-        f"''.join(f'{{i}},{{{value}}}\\n' for i in range({ROWS})))\nprint('written')"
-    )
-
-
-REPLIES = [
-    ('{"action": "get_history"}', {"action": "get_history"}),
-    ('Now.\n```json\n{"action": "reset", "params": {}}\n```\nDone.', {"action": "reset"}),
-    ('<think>{"action": "reset"}</think>{"action": "x"}', {"action": "x"}),
-    ('{"action": "x", "params": {"code": "a\nb"}}', {"action": "x", "code": "a\nb"}),
-    ('<think>I could say\n```json\n{"action": "reset"}\n```\nbut', None),
-    ('```json\n{"action": "reset"}\n```\n```json\n{"action": "reset"}\n```', None),
-    ("{" * 100_000, None),
-    ('{"action": "reset", "params": 7}', None),
-    ("```bash\nls\n```", None),
-]
-
-
-def test_replies():
-    for reply, action in REPLIES:
-        assert mledojo_actions.json_action(reply) == action
-
-
-def test_request_info(world):
-    def info(**params):
-        return act(world, "request_info", **params).observation
-
-    assert "Predict y." in info()
-    assert info(info_type="sample_submission") == "id,y\n0,0\n1,0\n2,0\n"
-    assert "data/images/1.png (4 bytes)" in info(info_type="data_structure")
-    assert f"data_path:\n{world.sandbox.workspace}/data\n" in info(info_type="all")
-    assert "private" not in info(info_type="all")
-    assert act(world, "request_info", info_type="answers").status == "rejected"
-    assert act(world, "delete_everything").status == "rejected"
-
-
-def test_code_is_run_and_scored_with_its_place(world):
-    step = act(world, "validate_code", code=writes("i"))
-    assert (step.observation, step.status, step.score) == ("written", "ok", None)
-    assert world.score().message.startswith("no submission")  # only tried
-    step = act(world, "execute_code", code=writes("i + 3"))
-    assert step.status == "validate"
-    assert (step.score.value, step.score.position) == (3, 0.75)  # third of four, first of two
-    assert "\nposition: 0.7500" in step.observation
-    step = act(world, "execute_code", code=writes("i + 9"))
-    assert (step.score.value, step.score.position) == (9, 0)
-    assert "best so far: 3.0000" in step.observation
-    act(world, "validate_code", code=writes("i"))  # what was submitted comes back
-    assert "\nposition: 0.0000" in do(world, "validate").observation
-    step = act(world, "execute_code", code="print(open('submission.csv').read())")
-    assert "FileNotFoundError" in step.observation
-    assert world.score().value == 9
-    rows = map(json.loads, act(world, "get_history").observation.split("\n"))
-    assert [row["score"] for row in rows] == [None, 3, 9, None, 9, None]
-    assert "Predict y." in act(world, "reset").observation
-    assert act(world, "get_history").observation == "Nothing was run yet."
-    assert world.score().message.startswith("no submission")
-
-
-def test_code_that_fails_or_takes_too_long(world):
-    assert act(world, "execute_code").status == "rejected"
-    step = act(world, "execute_code", code="print(1 / 0)")
-    assert step.status == "error"
-    assert "ZeroDivisionError" in step.observation
-    slow = {"action": "execute_code", "code": "import time; time.sleep(30)"}
-    assert world.step(json.dumps(slow), timeout=0.5).status == "timeout"
-    step = act(world, "execute_code", code="open('submission.csv', 'w').write('id,y\\n1,2\\n')")
-    assert step.status == "invalid"
-    assert "200 rows" in step.observation
-
-
-@pytest.mark.fault(14, "the agent makes the place of its program a folder, or moves the workspace")
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        "mkdir execution_1.py execution_2.py",
-        "mv ~/workspace ~/gone",
-        "rm -rf ~/workspace; touch ~/workspace",
-    ],
-)
-def test_no_place_for_the_program_is_no_fault(world, spoil):
-    do(world, spoil)
-    step = act(world, "execute_code", code="print(1)")
-    assert step.status == "rejected"
-    assert "Nothing was run. execution_2.py cannot be written" in step.observation
-    assert do(world, "echo alive").observation == "alive"
-    world.reset()
-    remove = "import os, shutil; os.chdir('/'); shutil.rmtree('/home/agent/workspace', True)"
-    assert act(world, "execute_code", code=remove).status in ("ok", "invalid", "error")
-    world.sandbox.close()  # a broken sandbox is one
-    with pytest.raises(SandboxFault):
-        act(world, "execute_code", code="print(1)")
 
 
 # ---- verifiers, through the real vf-eval in a virtual environment of its own
