@@ -24,6 +24,7 @@ def pytest_addoption(parser):
         action="store_true",
         help="run tests of sandboxes in every kind that works here, not only in the first",
     )
+    group.addoption("--skipped", metavar="FILE", help="write the skipped tests and why to FILE")
 
 
 def pytest_configure(config):
@@ -49,6 +50,14 @@ def pytest_collection_modifyitems(config, items):
     if slow:
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """With --skipped, writes a line for every test that was skipped; -rs puts several into one."""
+    if config.getoption("--skipped"):
+        reports = terminalreporter.stats.get("skipped", [])
+        lines = [f"{r.nodeid}: {r.longrepr[2].removeprefix('Skipped: ')}\n" for r in reports]
+        Path(config.getoption("--skipped")).write_text("".join(lines))
 
 
 @pytest.fixture(autouse=True)

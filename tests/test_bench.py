@@ -1,5 +1,6 @@
 """tests/bench: every section runs, in a form that takes seconds instead of minutes."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -22,11 +23,27 @@ SHORT = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("section", SHORT)
-def test_a_section_in_its_short_form(section, tmp_path):
-    command = [sys.executable, PROJECT / "tests/bench", section, *shlex.split(SHORT[section])]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+def measured(folder, section, flags, interpreter=sys.executable):
+    """What a section prints."""
+    command = [interpreter, PROJECT / "tests/bench", section, *shlex.split(flags)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith(f"{section}: ")
     assert "| fail" not in done.stdout, done.stdout
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", SHORT)
+def test_a_section_in_its_short_form(section, tmp_path):
+    measured(tmp_path, section, SHORT[section])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("TRL_VENV" not in os.environ, reason="set TRL_VENV, see tests/README.md")
+def test_a_step_of_agents_beside_trl(tmp_path):
+    interpreter = os.path.abspath(f"{os.environ['TRL_VENV']}/bin/python")
+    flags = "--steps 1 --only ours,factory --waits even"
+    table = measured(tmp_path, "agent", flags, interpreter)
+    assert "TRL environment_factory" in table
+    assert " x ours" in table  # both did the same work

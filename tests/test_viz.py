@@ -231,6 +231,21 @@ def test_tensorboard_can_read_it(tmp_path):
     assert [event.step for event in events.Scalars("reward_mean")] == [0, 1]
 
 
+@pytest.mark.slow
+def test_wandb_gets_the_rows(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="optional: pip install wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = store.open_run(tmp_path, CONFIG | {"trackers": ["wandb"]}, MADE_BY)
+    run.trackers = trackers.open_trackers(run)
+    for step in range(2):
+        run.log(step_row(step))
+    [tracker] = run.trackers
+    wandb = tracker.__closure__[0].cell_contents
+    summary = dict(wandb.summary)
+    wandb.finish()
+    assert (summary["step"], summary["reward_mean"]) == (1, pytest.approx(0.1))
+
+
 def test_two_searches_are_two_runs_at_wandb_and_a_resumed_one_is_not(tmp_path):
     folders = [tmp_path / name for name in "aab"]
     for folder in folders:
