@@ -18,8 +18,9 @@ from flatlab.model.chat import Sample
 
 # Words of OpenAI, vLLM, llama.cpp, SGLang, Ollama, Anthropic, TGI and Gemini for a long prompt.
 TOO_LONG = re.compile(
-    r"context.?(length|size|window|limit)|max\w* (context|model|prompt|input|allowed) length"
-    r"|(prompt|input) is too (long|large)|prompt too long|inputs\W+(must have|tokens)|token count",
+    r"context.?(length|size|window|limit)|(prompt|input|string)( is)? too (long|large)"
+    r"|max\w* (context|model|prompt|input|sequence|allowed) length|inputs\W+(must have|tokens)"
+    r"|too many tokens|token count|tokens exceed",
     re.IGNORECASE,
 )
 TEXTS = ("text", "input_text", "output_text")  # kinds of parts of a message
@@ -169,6 +170,7 @@ class Endpoint:
             body = json.loads(answer)
             choice = body["choices"][0]
             text = text_of(choice["message"].get("content"))
+            text = text.encode(errors="replace").decode()  # half an emoji could not be sent again
             usage = body.get("usage")
             counted = str(usage.get("completion_tokens")) if isinstance(usage, dict) else ""
             is_cut = choice.get("finish_reason") in ("length", "max_tokens")
