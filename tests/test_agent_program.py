@@ -341,6 +341,9 @@ HONOURED = {
     "no_such_field": [None],
 }
 REFUSED = {
+    "top_p": [0.5],
+    "top_k": [20],
+    "frequency_penalty": [0.1],
     "n": [2, 0, "1"],
     "stream": [True],
     "tools": [[{}], {"type": "x"}],
