@@ -11,6 +11,7 @@
     python tests/bench sync        the trained adapter into the running engine, two ways
     python tests/bench objectives  losses and advantages on the built-in tasks; an hour
     python tests/bench pretrained  SmolLM2 imitates, then GRPO, on two tasks; hours
+    python tests/bench learned-search  searches that learn against frozen ones; two hours
     python tests/bench table       runs the tests of attacks and faults, writes tests/README.md
 
 A section is a function in SECTIONS that returns (headline, rows); a row is (what, value, note).
@@ -37,6 +38,7 @@ SECTIONS = {
     "sync": "bench.models.sync",
     "objectives": "bench.learning.objectives",
     "pretrained": "bench.learning.pretrained",
+    "learned-search": "bench.learned_search.learned_search",
     "table": "marked.marked",
 }
 
@@ -59,7 +61,7 @@ def main():
         "python tests/bench", description=__doc__, formatter_class=form
     )
     add = parser.add_argument
-    runs = "for objectives and pretrained:"
+    runs = "for objectives, pretrained and learned-search:"
     add("section", choices=SECTIONS)
     add("--write", action="store_true", help="write the table into tests/BENCHMARKS.md")
     add("--backend", default="auto", help="for soak")
