@@ -276,7 +276,7 @@ class Policy(ChatTokens):
         self._ids = itertools.count()
         self._futures = {}
         self._pump = None
-        self._prompts_wait = False  # the next step of the engine reads prompts
+        self._step_threads = 0  # of the engine's next step; 0: all, for one that reads prompts
 
     async def sample(self, tokens: list[int], max_tokens: int, seed: int | None = None) -> Sample:
         """Samples one reply to `tokens`. Concurrent calls run in the same engine batch, whenever
@@ -309,8 +309,8 @@ class Policy(ChatTokens):
             skip_clone=True,  # the object is of this request alone
         )
         self.engine.add_request(request_id, prompt, params)
-        self._prompts_wait = True
-        if self._pump is None or self._pump.done():
+        self._step_threads = 0
+        if not self._pump or self._pump.done():
             self._pump = asyncio.ensure_future(self._run_engine())
         try:
             output = await future
@@ -318,7 +318,7 @@ class Policy(ChatTokens):
             self.engine.abort_request([request_id])
             raise
         finally:
-            self._futures.pop(request_id, None)
+            del self._futures[request_id]
         reply = list(output.token_ids)
         logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, reply)]
         return Sample(reply, logprobs, self.decode(reply), output.finish_reason, version)
@@ -327,20 +327,20 @@ class Policy(ChatTokens):
         """One step of the engine, on one thread if the model is small and no prompt is read."""
         from flatlab.model.lora_sync import at_most
 
-        count = 0 if self._prompts_wait else self.decode_threads
-        self._prompts_wait = False
-        with at_most(count):
+        with at_most(self._step_threads):
+            self._step_threads = self.decode_threads
             return self.engine.step()
 
     async def _run_engine(self) -> None:
         """Steps the engine while it has work; between steps other coroutines send requests and
         observations.
         """
+        await asyncio.sleep(0.002)  # requests that arrive at about the same time begin together
         try:
             while self.engine.has_unfinished_requests():
                 for output in self.step_engine():
                     future = self._futures.get(output.request_id)
-                    if output.finished and future and not future.done():
+                    if future and not future.done():
                         future.set_result(output.outputs[0])
                 await asyncio.sleep(0)
         except Exception as error:

@@ -76,6 +76,28 @@ def test_a_sync_with_a_request_in_flight_leaves_no_stale_prefix(policy):
     assert (logprobs - torch.tensor(after.logprobs)).abs().max() < 1e-4
 
 
+def test_requests_that_arrive_together_begin_together(policy, monkeypatch):
+    """A step costs much the same for one request as for many, so an idle engine waits a moment."""
+    batches = []
+    step = policy.step_engine
+
+    def counted():
+        batches.append(policy.engine.get_num_unfinished_requests())
+        return step()
+
+    async def after(turns):
+        for _ in range(turns):  # of the event loop, as an episode makes between two requests
+            await asyncio.sleep(0)
+        return await policy.sample(policy.render(CHAT), 1)
+
+    async def go():
+        await asyncio.gather(*map(after, range(6)))
+
+    monkeypatch.setattr(policy, "step_engine", counted)
+    asyncio.run(go())
+    assert batches == [6]
+
+
 def test_norms_of_the_engine_round_in_bf16_as_those_of_the_trainer(policy):
     """vLLM's CPU kernel rounds elsewhere, and towards zero where the CPU has no bf16 instructions:
     over many layers that shrinks the residual stream.

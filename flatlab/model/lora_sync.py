@@ -48,7 +48,8 @@ def at_most(count: int):
 
 def threads_for(x):
     """On a CPU one thread for a small product of few rows: it ends before a second one wakes."""
-    if x.is_cpu and len(x) <= FEW_ROWS and not torch.compiler.is_compiling():
+    is_alone = torch.compiler.is_compiling() or torch.get_num_threads() == 1
+    if x.is_cpu and not is_alone and len(x) <= FEW_ROWS:
         return at_most(1)
     return contextlib.nullcontext()
 

@@ -13,7 +13,8 @@ VARIANT: "ours" (the functions of grpo.py), "compiled" (the same with a compiled
 "ahead1", ... (BLOCK steps in a row with --ahead 0, 1, ...; the mean of all but the first two, in
 which the pipeline fills), or of TRL
 "factory" (environment_factory, a tool), "rollout" (rollout_func that calls the tools of a turn at
-once in threads), "generate" (no tools) or "vllm" (the same with vLLM in its process).
+once in threads), "vllm" (no tools) or "generate" (the same with generate()). All but the last
+sample with vLLM in the process of the trainer.
 """
 
 import asyncio
@@ -65,19 +66,20 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+SAMPLER = "vLLM in its process"
 LABELS = {
-    "ours": "ours",
-    "compiled": "ours, engine compiled",
-    "ahead0": "ours, a row of steps",
-    "ahead1": "ours, --ahead 1",
-    "ahead2": "ours, --ahead 2",
-    "ahead4": "ours, --ahead 4",
-    "factory": "TRL environment_factory, a tool",
-    "rollout": "TRL rollout_func, commands in threads",
-    "generate": "TRL with generate()",
-    "vllm": "TRL with vLLM in its process",
+    "ours": f"ours, {SAMPLER}",
+    "compiled": f"ours, {SAMPLER}, compiled",
+    "ahead0": f"ours, {SAMPLER}, a row of steps",
+    "ahead1": f"ours, {SAMPLER}, --ahead 1",
+    "ahead2": f"ours, {SAMPLER}, --ahead 2",
+    "ahead4": f"ours, {SAMPLER}, --ahead 4",
+    "factory": f"TRL environment_factory, {SAMPLER}",
+    "rollout": f"TRL rollout_func, commands in threads, {SAMPLER}",
+    "vllm": f"TRL, {SAMPLER}",
+    "generate": "TRL, generate()",
 }
-GOALS = {"factory": 4.0, "rollout": 1.5, "generate": 1.3}
+GOALS = {"factory": 5.0, "rollout": 1.5, "generate": 1.3}
 
 
 # ---- the sections
@@ -391,6 +393,7 @@ def make_rollout(make_world, turns):
         for world in worlds:
             world.reset()
         completions = [[] for _ in prompts]
+        logprobs = [[] for _ in prompts]
         masks = [[] for _ in prompts]
         for turn in range(turns):
             if turn:
@@ -400,16 +403,18 @@ def make_rollout(make_world, turns):
                         add_special_tokens=False,
                     )
                     completions[i] += after
+                    logprobs[i] += [0.0] * len(after)
                     masks[i] += [0] * len(after)
             contexts = [prompt + done for prompt, done in zip(prompt_ids, completions)]
-            replies, _ = trainer._generate_single_turn(contexts, None, {}, 1)
-            for i, reply in enumerate(replies):
+            replies = zip(*trainer._generate_single_turn(contexts, None, {}, 1))
+            for i, (reply, sampled) in enumerate(replies):
                 completions[i] += reply
+                logprobs[i] += sampled
                 masks[i] += [1] * len(reply)
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": completions,
-            "logprobs": None,
+            "logprobs": logprobs,
             "env_mask": masks,
             "score": [world.get_reward() for world in worlds],
         }
@@ -423,23 +428,23 @@ def reward(completions, **_):
 
 def variant_options(variant, world, turns, tokens):
     """(arguments of TRL's trainer, fields of its config) of a variant."""
-    exactly = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-    fields = {"generation_kwargs": exactly, "max_completion_length": tokens}
+    if variant == "generate":
+        exactly = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        fields = {"generation_kwargs": exactly, "max_completion_length": tokens}
+        return {"reward_funcs": reward}, fields
+    fields = {
+        "generation_kwargs": {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True},
+        "max_completion_length": CONTEXT,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_max_model_length": CONTEXT,
+        "vllm_gpu_memory_utilization": 0.3,
+    }
     if variant == "factory":
-        return {"environment_factory": world}, fields | {"max_completion_length": CONTEXT}
+        return {"environment_factory": world}, fields
     if variant == "rollout":
-        arguments = {
-            "rollout_func": make_rollout(world, turns),
-            "reward_funcs": lambda score, **_: score,
-        }
-        return arguments, fields | {"max_completion_length": CONTEXT}
-    if variant == "vllm":
-        fields |= {
-            "generation_kwargs": {"ignore_eos": True},
-            "use_vllm": True,
-            "vllm_mode": "colocate",
-            "vllm_gpu_memory_utilization": 0.3,
-        }
+        rollout = make_rollout(world, turns)
+        return {"rollout_func": rollout, "reward_funcs": lambda score, **_: score}, fields
     return {"reward_funcs": reward}, fields
 
 
@@ -465,7 +470,7 @@ def run_trl(model, steps, turns, tokens, variant):
         def on_step_end(self, *args, **kwargs):
             work.end()
 
-    if variant == "vllm":
+    if variant != "generate":
         from vllm import _custom_ops
 
         # oneDNN's packed copies of the weights replace them, and TRL could not load new ones.
