@@ -41,6 +41,7 @@ ACCEPTED = [
     ("I look around.\n```bash\nls -la\n```\nThat is all.", "ls -la"),
     ("```\nls\n```", "ls"),
     ("``` bash \nls\n``` ", "ls"),
+    ("```\tBash\u00a0\r\nls\n```\r", "ls"),
     ("````bash\necho '```'\n```\n````", "echo '```'\n```"),
     (block("\n  indented\n\ttab\n"), "\n  indented\n\ttab\n"),
     (block(README), README),
@@ -146,7 +147,12 @@ def test_hostile_replies_raise_nothing_else_and_take_no_time():
     texts = ["".join(rng.choices(pieces, k=rng.randrange(60))) for _ in range(3000)]
     texts += ["<think>" * 30_000, "```bash\n" * 30_000, "<think></think>\n" * 10_000]
     texts += ["```bash\n" + "a[" * 60_000, "```bash\n<<E\n" * 30_000]
-    texts += ["<<" * 50_000, "```bash\n" + '$("' * 50_000, "`" * 200_000]
+    texts += [
+        "```" + " " * 20_000 + "`",
+        "<<" * 50_000,
+        "```bash\n" + '$("' * 50_000,
+        "`" * 200_000,
+    ]
     start = time.monotonic()
     for text in texts:
         with suppress(ValueError):

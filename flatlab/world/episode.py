@@ -169,7 +169,7 @@ class History:
 
 # The action of a reply is the text of its one bash block. It starts at a line ```bash and ends at
 # the first closing fence that is not in a heredoc, so a heredoc may hold fences, as a README does.
-FENCE = re.compile(r" {0,3}(`{3,})[ \t]*([^`]*?)[ \t]*$")
+FENCE = re.compile(r" {0,3}(`{3,})([^`]*)$")
 SHELLS = ("bash", "sh", "shell")
 # The parts of a line of bash that matter here: quotes, brackets, and heredocs (dash, delimiter).
 # Escapes, here-strings, comments, `let x=1<<4` and indices match whole: nothing in them counts.
@@ -301,10 +301,10 @@ def find_blocks(text: str, shells: tuple = SHELLS) -> list[Block]:
         block = blocks[-1] if blocks and not blocks[-1].is_closed else None
         if block and (block.in_heredoc or not fence or len(fence[1]) < block.ticks):
             block.add(line)
-        elif block and not fence[2]:
+        elif block and not fence[2].strip():
             block.is_closed = True
         elif fence:
-            language = fence[2].lower()
+            language = fence[2].strip().lower()
             blocks.append(Block(language, len(fence[1]), language in shells))
     return blocks
 
