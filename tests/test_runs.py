@@ -1,5 +1,6 @@
 """A run directory is whole after kill -9, has one writer, and refuses another config."""
 
+import contextlib
 import errno
 import math
 import os
@@ -21,6 +22,8 @@ from flatlab.errors import SandboxFault, UserError
 from flatlab.options import Bounds, EpisodeOptions, Positive, Resumable
 from flatlab.runs import cli, store
 from flatlab.runs.fingerprint import fingerprint, model_parts
+from flatlab.sandbox.client import Sandbox
+from flatlab.task.sanity import degenerate
 from helpers import MADE_BY, PROJECT, python, slow, step_row, user_error
 from policy import ModelPath
 from tasks import load_task
@@ -189,6 +192,37 @@ def test_a_large_file_is_read_again_when_it_has_changed(tmp_path, monkeypatch):
     assert files.file_digest(path) == first
     path.write_bytes(b"larger")
     assert files.file_digest(path) != first
+
+
+NOWHERE = {
+    "no home": ("HOME", None),
+    "HOME is no folder": ("HOME", "/dev/null"),
+    "a home that cannot be written": ("HOME", "/proc"),
+    "XDG_CACHE_HOME is a file": ("XDG_CACHE_HOME", "{file}"),
+    "XDG_CACHE_HOME cannot be written": ("XDG_CACHE_HOME", "/proc/nothing"),
+}
+
+
+@pytest.mark.parametrize("case", NOWHERE)
+def test_without_a_place_for_a_cache_everything_goes_on(tmp_path, monkeypatch, case):
+    name, value = NOWHERE[case]
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)  # has no entry in /etc/passwd
+    monkeypatch.setattr(files, "REMEMBERED_BYTES", 0)
+    if value is None:
+        monkeypatch.delenv("HOME")
+    else:
+        monkeypatch.setenv(name, value.format(file=tmp_path / "file"))
+    text = tmp_path / "text"
+    text.write_text("abc")
+    assert files.file_digest(text) == files.file_digest(text) == "ba7816bf8f01cfea"
+    files.store(files.cache_dir() / "sanity/x.json", {"degenerate": "x"})
+    assert degenerate(load_task("titanic")) is None
+    with contextlib.closing(Sandbox("local")) as box:
+        assert box.run("echo x > /dev/null && echo written", 10).output == "written\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "text"]
 
 
 def again(folder, **changes):
