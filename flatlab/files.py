@@ -66,17 +66,23 @@ class YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_mapping(path: Path, default: dict | None = None) -> dict:
+class TextLoader(YamlLoader):
+    """Reads every value as the text that stands in the file."""
+
+    yaml_implicit_resolvers = {"<": YamlLoader.yaml_implicit_resolvers["<"]}  # merge keys
+
+
+def read_mapping(path: Path, default: dict | None = None, loader=YamlLoader) -> dict:
     """The 'name: value' pairs of a .yaml or .json file; `default` if the file does not exist.
 
-    Raises UserError if the file is missing without a default, damaged, or holds something else or
+    loader: of the .yaml file. Raises UserError if the file is missing without a default, damaged, or holds something else or
     a key twice.
     """
     if default is not None and not path.exists():
         return default
     try:
         data = path.read_bytes()
-        content = json.loads(data) if path.suffix == ".json" else yaml.load(data, YamlLoader)
+        content = json.loads(data) if path.suffix == ".json" else yaml.load(data, loader)
     except OSError as error:
         raise UserError(f"Cannot read {path}: {error.strerror}.") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:

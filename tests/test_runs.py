@@ -11,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import pytest
@@ -480,6 +480,52 @@ def test_bad_presets(preset, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.parse_config(Nested, [str(preset)])
     assert "--tau" in capsys.readouterr().err
+
+
+@dataclass
+class Typed:
+    name: str | None = None
+    lr: float | None = None
+    seed: int = 0
+    flag: bool = False
+    task: tuple[str, ...] = ("x",)
+    kind: Literal["continuous", "binary"] = "binary"
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("name: 0123\nseed: 010", {"name": "0123", "seed": 10}),
+        ("task: [no, 1_000, 1.50]", {"task": ("no", "1_000", "1.50")}),
+        ("name: no", {"name": "no"}),
+        ("name: on\nflag: on", {"name": "on", "flag": True}),
+        ("name: 2026-11-26", {"name": "2026-11-26"}),
+        ("name: 1:30", {"name": "1:30"}),
+        ("lr: 1e-5", {"lr": 1e-5}),
+        ("lr: .5", {"lr": 0.5}),
+        ("lr: ~\nname: null\nseed: 1", {"seed": 1}),
+        ("lr:\nflag: YES", {"flag": True}),
+        ("flag: false", {}),
+        ("seed: !!int 3", {"seed": 3}),
+        ("\ufeffname: 12 # twelve\r\nseed: 3\r\n", {"name": "12", "seed": 3}),
+        ("<<: {seed: 5, name: a}\nname: 1e3", {"seed": 5, "name": "1e3"}),
+        ("task: &a [1.0]\n", {"task": ("1.0",)}),
+        ("seed: 0x10", "--seed must be a whole number, not '0x10'."),
+        ("seed: null", "--seed must be a whole number, not 'null'."),
+        ("lr: abc", "--lr must be a number, not 'abc'."),
+        ("lr: yes", "--lr must be a number, not 'yes'."),
+        ("kind: binnary", "of continuous, binary, not 'binnary'; did you mean binary?"),
+    ],
+)
+def test_a_value_of_a_preset_is_the_text_in_the_file(tmp_path, text, expected):
+    preset = tmp_path / "preset.yaml"
+    preset.write_bytes(text.encode())
+    with cli.on_parse_error(cli.explain):
+        if isinstance(expected, dict):
+            assert cli.parse_config(Typed, [str(preset)]) == Typed(**expected)
+        else:
+            with user_error(re.escape(expected)):
+                cli.parse_config(Typed, [str(preset)])
 
 
 @pytest.mark.parametrize(
