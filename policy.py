@@ -83,7 +83,7 @@ def resolve_model(name: str) -> ModelPath:
     does not exist or cannot be used.
     """
     base, adapter, lora = name, None, None
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if name == "tiny":
         base = str(TINY)
     elif (folder / "adapter_config.json").is_file():

@@ -58,7 +58,7 @@ def find_tasks(
         if root is None:
             root = os.environ.get(variable)
         if root:
-            root = Path(root).expanduser().resolve()
+            root = Path(os.path.expanduser(root)).resolve()
             found |= dict.fromkeys(names(root), (load, root))
     return found
 

@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -65,17 +66,23 @@ class YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_mapping(path: Path, default: dict | None = None) -> dict:
+class TextLoader(YamlLoader):
+    """Reads every value as the text that stands in the file."""
+
+    yaml_implicit_resolvers = {"<": YamlLoader.yaml_implicit_resolvers["<"]}  # merge keys
+
+
+def read_mapping(path: Path, default: dict | None = None, loader=YamlLoader) -> dict:
     """The 'name: value' pairs of a .yaml or .json file; `default` if the file does not exist.
 
-    Raises UserError if the file is missing without a default, damaged, or holds something else or
+    loader: of the .yaml file. Raises UserError if the file is missing without a default, damaged, or holds something else or
     a key twice.
     """
     if default is not None and not path.exists():
         return default
     try:
         data = path.read_bytes()
-        content = json.loads(data) if path.suffix == ".json" else yaml.load(data, YamlLoader)
+        content = json.loads(data) if path.suffix == ".json" else yaml.load(data, loader)
     except OSError as error:
         raise UserError(f"Cannot read {path}: {error.strerror}.") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -106,14 +113,30 @@ def read_rows(path) -> list[dict]:
     return rows
 
 
+def home() -> Path:
+    """The user's home directory; without one /dev/null, where nothing can be read or written."""
+    path = os.path.expanduser("~")
+    return Path(os.devnull if path == "~" else path)
+
+
 def cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flatlab"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "flatlab"
+
+
+def recall(path: Path) -> dict:
+    """The content of a JSON file of the cache; {} if there is none that can be read."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads(path.read_bytes()))
+    return {}
 
 
 def store(path: Path, value: dict) -> None:
-    """Writes a JSON file of the cache, completely or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(value, indent=1))
+    """Writes a JSON file of the cache, completely or not at all. No run needs one: a place where
+    nothing can be written is left as it is.
+    """
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(value, indent=1))
 
 
 def content_key(*parts: str | Path) -> str:
@@ -131,12 +154,14 @@ def file_digest(path: Path) -> str:
 
     A large file is read once: the cache keeps its digest under its path, size and time of change.
     """
-    facts = path.stat()
+    stat = path.stat()
     with open(path, "rb") as file:
-        if facts.st_size <= REMEMBERED_BYTES:
+        if stat.st_size <= REMEMBERED_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-        key = content_key(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}")
+        key = content_key(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}")
         kept = cache_dir() / "digests" / f"{key}.json"
-        if not kept.exists():
-            store(kept, {"digest": hashlib.file_digest(file, "sha256").hexdigest()[:16]})
-    return json.loads(kept.read_text())["digest"]
+        facts = recall(kept)
+        if not facts:
+            facts = {"digest": hashlib.file_digest(file, "sha256").hexdigest()[:16]}
+            store(kept, facts)
+    return facts["digest"]

@@ -8,16 +8,34 @@ slower. With the passive policy a waiting thread sleeps.
 
 import os
 
+from flatlab.errors import UserError
+from flatlab.files import home
+
+
+def whole_number(name: str, default: int, low: int = 1) -> int:
+    """The value of an environment variable, the first one of a list; `default` without one.
+
+    Raises UserError if it is no whole number from `low` to 65535.
+    """
+    text = os.environ.get(name, "").partition(",")[0].strip()
+    if not text:
+        return default
+    if not text.isdecimal() or not low <= int(text[:9]) <= 65535:
+        raise UserError(f"{name} must be a whole number from {low} to 65535, not {text[:20]!r}.")
+    return int(text)
+
 
 def configure() -> None:
-    """Sets the environment variables of OpenMP, of torch's C++ log and of its memory on a GPU,
-    unless the user has.
+    """Sets the environment variables of OpenMP, of torch's C++ log, of its memory on a GPU and of
+    the home directory, unless the user has. Raises UserError for a wrong number of threads.
     """
     import joblib
 
     # It counts the cores that the affinity mask and the quota of the control group leave.
-    os.environ.setdefault("OMP_NUM_THREADS", str(joblib.cpu_count()))
+    os.environ["OMP_NUM_THREADS"] = str(whole_number("OMP_NUM_THREADS", joblib.cpu_count()))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Without a home directory vLLM would make a folder called ~.
+    os.environ.setdefault("HOME", str(home()))
     # Micro-batches differ in length; without this, memory of a GPU is lost between them.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # vLLM's CPU engine prints where it binds memory as a C++ warning.

@@ -7,6 +7,7 @@ letters.
 """
 
 import asyncio
+import contextlib
 import getpass
 import json
 import os
@@ -20,13 +21,15 @@ import time
 from functools import partial
 from pathlib import Path
 
+import joblib
 import pytest
 from safetensors.torch import load_file
 
+from flatlab import threads
 from flatlab.errors import UserError
 from flatlab.files import read_rows as rows
 from flatlab.train.job import join
-from helpers import PROJECT, free_port, segments_of
+from helpers import PROJECT, free_port, segments_of, user_error
 
 sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
 PROGRAM = PROJECT / "tests/test_ranks.py"
@@ -77,6 +80,52 @@ def test_the_exchange(tmp_path):
     (tmp_path / "exchange.py").write_text(EXCHANGE)
     out = finish(torchrun(tmp_path, "exchange.py"))
     assert sorted(out.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+@pytest.mark.parametrize(
+    "variables, sentence",
+    [
+        ("WORLD_SIZE=2", "WORLD_SIZE is 2 but LOCAL_RANK is not set: start it with torchrun, or"),
+        ("WORLD_SIZE=2 LOCAL_RANK=0 RANK=1", "WORLD_SIZE is 2 but MASTER_ADDR is not set"),
+        ("WORLD_SIZE=2 LOCAL_RANK=x RANK=1", "LOCAL_RANK must be a whole number from 0 .*'x'"),
+        ("RANK=1", "RANK is 1 but WORLD_SIZE is not set: start it with torchrun, or unset RANK"),
+        ("WORLD_SIZE=two", "WORLD_SIZE must be a whole number from 1 to 65535, not 'two'"),
+        ("WORLD_SIZE=-1", "WORLD_SIZE must .*, not '-1'"),
+        ("WORLD_SIZE=0", "WORLD_SIZE must .*, not '0'"),
+        ("WORLD_SIZE= RANK= LOCAL_RANK=", ""),
+        ("WORLD_SIZE=1 RANK=0", ""),
+        ("LOCAL_RANK=0 RANK=0", ""),
+    ],
+)
+def test_variables_of_torchrun_that_do_not_fit_together(monkeypatch, variables, sentence):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    with user_error(sentence) if sentence else contextlib.nullcontext():
+        assert join(timeout=1).world == 1
+
+
+@pytest.mark.parametrize(
+    "value, threads_or_sentence",
+    [
+        ("4,2", 4),
+        (" 3 ", 3),
+        ("", joblib.cpu_count()),
+        ("abc", "OMP_NUM_THREADS must be a whole number from 1 to 65535, not 'abc'"),
+        ("0", "not '0'"),
+        ("-1", "not '-1'"),
+        ("1e3", "not '1e3'"),
+        ("9" * 5_000, "not '9"),
+    ],
+)
+def test_the_number_of_threads(monkeypatch, value, threads_or_sentence):
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    if isinstance(threads_or_sentence, str):
+        with user_error(threads_or_sentence):
+            threads.configure()
+    else:
+        threads.configure()
+        assert os.environ["OMP_NUM_THREADS"] == str(threads_or_sentence)
 
 
 def test_more_processes_than_gpus_is_one_sentence(monkeypatch):

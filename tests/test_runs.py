@@ -1,5 +1,6 @@
 """A run directory is whole after kill -9, has one writer, and refuses another config."""
 
+import contextlib
 import errno
 import math
 import os
@@ -10,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from flatlab.errors import SandboxFault, UserError
 from flatlab.options import Bounds, EpisodeOptions, Positive, Resumable
 from flatlab.runs import cli, store
 from flatlab.runs.fingerprint import fingerprint, model_parts
+from flatlab.sandbox.client import Sandbox
+from flatlab.task.sanity import degenerate
 from helpers import MADE_BY, PROJECT, python, slow, step_row, user_error
 from policy import ModelPath
 from tasks import load_task
@@ -189,6 +192,37 @@ def test_a_large_file_is_read_again_when_it_has_changed(tmp_path, monkeypatch):
     assert files.file_digest(path) == first
     path.write_bytes(b"larger")
     assert files.file_digest(path) != first
+
+
+NOWHERE = {
+    "no home": ("HOME", None),
+    "HOME is no folder": ("HOME", "/dev/null"),
+    "a home that cannot be written": ("HOME", "/proc"),
+    "XDG_CACHE_HOME is a file": ("XDG_CACHE_HOME", "{file}"),
+    "XDG_CACHE_HOME cannot be written": ("XDG_CACHE_HOME", "/proc/nothing"),
+}
+
+
+@pytest.mark.parametrize("case", NOWHERE)
+def test_without_a_place_for_a_cache_everything_goes_on(tmp_path, monkeypatch, case):
+    name, value = NOWHERE[case]
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)  # has no entry in /etc/passwd
+    monkeypatch.setattr(files, "REMEMBERED_BYTES", 0)
+    if value is None:
+        monkeypatch.delenv("HOME")
+    else:
+        monkeypatch.setenv(name, value.format(file=tmp_path / "file"))
+    text = tmp_path / "text"
+    text.write_text("abc")
+    assert files.file_digest(text) == files.file_digest(text) == "ba7816bf8f01cfea"
+    files.store(files.cache_dir() / "sanity/x.json", {"degenerate": "x"})
+    assert degenerate(load_task("titanic")) is None
+    with contextlib.closing(Sandbox("local")) as box:
+        assert box.run("echo x > /dev/null && echo written", 10).output == "written\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "text"]
 
 
 def again(folder, **changes):
@@ -446,6 +480,52 @@ def test_bad_presets(preset, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.parse_config(Nested, [str(preset)])
     assert "--tau" in capsys.readouterr().err
+
+
+@dataclass
+class Typed:
+    name: str | None = None
+    lr: float | None = None
+    seed: int = 0
+    flag: bool = False
+    task: tuple[str, ...] = ("x",)
+    kind: Literal["continuous", "binary"] = "binary"
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("name: 0123\nseed: 010", {"name": "0123", "seed": 10}),
+        ("task: [no, 1_000, 1.50]", {"task": ("no", "1_000", "1.50")}),
+        ("name: no", {"name": "no"}),
+        ("name: on\nflag: on", {"name": "on", "flag": True}),
+        ("name: 2026-11-26", {"name": "2026-11-26"}),
+        ("name: 1:30", {"name": "1:30"}),
+        ("lr: 1e-5", {"lr": 1e-5}),
+        ("lr: .5", {"lr": 0.5}),
+        ("lr: ~\nname: null\nseed: 1", {"seed": 1}),
+        ("lr:\nflag: YES", {"flag": True}),
+        ("flag: false", {}),
+        ("seed: !!int 3", {"seed": 3}),
+        ("\ufeffname: 12 # twelve\r\nseed: 3\r\n", {"name": "12", "seed": 3}),
+        ("<<: {seed: 5, name: a}\nname: 1e3", {"seed": 5, "name": "1e3"}),
+        ("task: &a [1.0]\n", {"task": ("1.0",)}),
+        ("seed: 0x10", "--seed must be a whole number, not '0x10'."),
+        ("seed: null", "--seed must be a whole number, not 'null'."),
+        ("lr: abc", "--lr must be a number, not 'abc'."),
+        ("lr: yes", "--lr must be a number, not 'yes'."),
+        ("kind: binnary", "of continuous, binary, not 'binnary'; did you mean binary?"),
+    ],
+)
+def test_a_value_of_a_preset_is_the_text_in_the_file(tmp_path, text, expected):
+    preset = tmp_path / "preset.yaml"
+    preset.write_bytes(text.encode())
+    with cli.on_parse_error(cli.explain):
+        if isinstance(expected, dict):
+            assert cli.parse_config(Typed, [str(preset)]) == Typed(**expected)
+        else:
+            with user_error(re.escape(expected)):
+                cli.parse_config(Typed, [str(preset)])
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,16 @@ import os
 import re
 import signal
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 
 import tyro
+from tyro._errors import InstantiationFailure, InvalidChoice, on_parse_error
+from yaml import SafeLoader
 
 from flatlab.errors import SandboxFault, UserError, first_cause, sentence_of
-from flatlab.files import read_mapping
+from flatlab.files import TextLoader, read_mapping
+from flatlab.options import flat
 
 
 def parse_config(config_class, argv: list[str]):
@@ -24,8 +28,8 @@ def parse_config(config_class, argv: list[str]):
     """
     flags = list(argv)
     if flags and not flags[0].startswith("-"):
-        preset = read_mapping(Path(flags.pop(0)))
-        flags = preset_flags(preset) + flags
+        preset = read_mapping(Path(flags.pop(0)), loader=TextLoader)
+        flags = preset_flags(preset, flat(config_class())) + flags
     for flag in flags:
         if re.search("[\0\ud800-\udfff]", flag):  # surrogates: bytes that are not UTF-8
             raise UserError(f"This argument is no valid text: {flag[:80]!r}.")
@@ -37,17 +41,37 @@ def parse_config(config_class, argv: list[str]):
     )
 
 
-def preset_flags(preset: dict) -> list[str]:
-    """The 'name: value' pairs of a preset as command-line flags."""
+def preset_flags(preset: dict, defaults: dict) -> list[str]:
+    """The 'name: value' pairs of a preset as command-line flags. Values are texts: YAML's words for
+    true and false mean that only where the default is one of them, and its null where it is None.
+    """
     flags = []
     for key, value in preset.items():
         name = str(key).replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        else:
+        default = defaults.get(name.replace("-", "_"), "")
+        word = str(value).lower()
+        if isinstance(default, bool) and word in SafeLoader.bool_values:
+            flags.append(f"--{name}" if SafeLoader.bool_values[word] else f"--no-{name}")
+        elif not (default is None and word in ("", "~", "null", "none")):
             values = value if isinstance(value, list) else [value]
             flags += [f"--{name}", *map(str, values)]
     return flags
+
+
+def explain(event) -> None:
+    """Raises UserError for a value that does not fit its flag; tyro explains everything else."""
+    argument = getattr(event, "argument", None)
+    if isinstance(event, InvalidChoice):
+        near = get_close_matches(event.value, event.choices, 1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise UserError(
+            f"{argument.display_name()} must be one of {', '.join(event.choices)}, not "
+            f"{event.value!r}{hint}"
+        )
+    if isinstance(event, InstantiationFailure) and argument:
+        kind = "a number" if "FLOAT" in argument.lowered.metavar else "a whole number"
+        value = re.split("float: |base 10: |arguments: ", event.message)[-1]
+        raise UserError(f"{argument.display_name()} must be {kind}, not {value}.")
 
 
 def one_sentence(main):
@@ -61,7 +85,8 @@ def one_sentence(main):
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         try:
-            main()
+            with on_parse_error(explain):
+                main()
         finally:
             sys.stdout.flush()  # while a closed pipe can still be caught
     except KeyboardInterrupt:

@@ -8,7 +8,6 @@ import secrets
 import socket
 import threading
 from contextlib import suppress
-from pathlib import Path
 
 from flatlab.errors import SandboxFault
 from flatlab.sandbox.backend import Backend, Connection, Spec, boot_program, package_patterns
@@ -136,7 +135,7 @@ def host_config(api, spec: Spec):
 
     options = {}
     if spec.hf_cache:
-        options["binds"] = [f"{Path(spec.hf_cache).expanduser().resolve()}:{CACHE}:ro"]
+        options["binds"] = [f"{os.path.realpath(os.path.expanduser(spec.hf_cache))}:{CACHE}:ro"]
     if spec.gpu:
         options["device_requests"] = [DeviceRequest(count=-1, capabilities=[["gpu"]])]
     return api.create_host_config(

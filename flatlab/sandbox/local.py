@@ -13,6 +13,7 @@ from glob import escape, glob
 from pathlib import Path
 
 from flatlab.errors import SandboxFault
+from flatlab.files import home
 from flatlab.sandbox.backend import (
     WORKSPACE,
     Backend,
@@ -55,8 +56,8 @@ def local_view(spec: Spec) -> list[tuple[str, str]]:
     while os.path.islink(link):  # the python of a virtual environment may be a chain of links
         paths.add(link)
         link = os.path.join(os.path.dirname(link), os.readlink(link))
-    private = (Path(__file__).parents[2], Path.home(), *spec.hide)
-    hidden = {str(Path(path).resolve()) for path in private} - {"/"} - paths
+    private = filter(os.path.isdir, (Path(__file__).parents[2], home(), *spec.hide))
+    hidden = {os.path.realpath(path) for path in private} - {"/"} - paths
     view = [(path, "") for path in hidden]
     for path in paths:
         is_link = os.path.islink(path)  # is shown as the link that it is

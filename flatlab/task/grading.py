@@ -70,7 +70,7 @@ def resolve_backend(task: Task, options: SandboxOptions) -> SandboxOptions:
             f"Task {task.name} takes data from the network while it runs: allow it with "
             "--network, or in Docker mount what it needs with --hf-cache."
         )
-    if hf_cache and not Path(hf_cache).expanduser().is_dir():
+    if hf_cache and not os.path.isdir(os.path.expanduser(hf_cache)):
         raise UserError(f"There is no folder {hf_cache} to mount as the Hugging Face cache.")
     if task.needs_gpu and not (Path("/dev/nvidiactl").exists() or os.environ.get("DOCKER_HOST")):
         raise UserError(

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from flatlab.errors import UserError
-from flatlab.files import cache_dir, content_key, read_mapping, store
+from flatlab.files import cache_dir, content_key, recall, store
 from flatlab.task.builtin import tree_files
 from flatlab.task.definition import TASKS_DIR, Task, last_json_object
 
@@ -87,7 +87,8 @@ def describe(files: dict[str, Path]) -> dict:
     content of the files. Raises UserError if the metric cannot be run.
     """
     stored = cache_dir() / "mledojo" / f"{content_key(*files.values())}.json"
-    if not stored.exists():
+    facts = recall(stored)
+    if not facts:
         with tempfile.TemporaryDirectory() as folder:
             for path, source in files.items():
                 link = Path(folder, path)
@@ -100,5 +101,6 @@ def describe(files: dict[str, Path]) -> dict:
                 f"The metric {files['metric.py']} cannot be run by {sys.executable}: "
                 f"{' '.join(done.stderr.split())[-ERROR_CHARS:]}"
             )
-        store(stored, last_json_object(done.stdout))
-    return read_mapping(stored)
+        facts = last_json_object(done.stdout)
+        store(stored, facts)
+    return facts

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from flatlab.errors import UserError
-from flatlab.files import cache_dir, read_mapping
+from flatlab.files import cache_dir, recall
 from flatlab.task.definition import Task
 from flatlab.task.grading import grade
 
@@ -20,8 +20,7 @@ LEAVES = 10  # of the decision tree that sees one column
 
 def degenerate(task: Task) -> str | None:
     """Why the scores of a task say little: known, or found by its sanity check. None if neither."""
-    stored = read_mapping(sanity_file(task), {})
-    reasons = [task.degenerate, stored.get("degenerate")]
+    reasons = [task.degenerate, recall(sanity_file(task)).get("degenerate")]
     return "; ".join(filter(None, reasons)) or None
 
 

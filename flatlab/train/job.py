@@ -238,19 +238,33 @@ class Job:
             self.run.result(**fields)
 
 
+def mismatch(name: str, other: str) -> UserError:
+    """The error that two variables of torchrun do not fit together."""
+    said = os.environ.get(other) or "not set"
+    return UserError(
+        f"{name} is {os.environ[name]} but {other} is {said}: start it with torchrun, or unset "
+        f"{name}."
+    )
+
+
 def join(timeout: float) -> Ranks:
     """The ranks of this job. Call it before anything touches CUDA: a rank of torchrun sees only its
     own GPU.
 
-    timeout: seconds to wait for the slowest rank. Raises UserError if there are GPUs, but fewer
-    than ranks.
+    timeout: seconds to wait for the slowest rank. Raises UserError if the variables of torchrun
+    do not fit together, or if there are GPUs, but fewer than ranks.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    world = threads.whole_number("WORLD_SIZE", 1)
+    if threads.whole_number("RANK", 0, low=0) >= world:
+        raise mismatch("RANK", "WORLD_SIZE")
+    if world == 1:
         return Ranks()
+    if not os.environ.get("LOCAL_RANK"):
+        raise mismatch("WORLD_SIZE", "LOCAL_RANK")
     import torch
     from torch import distributed
 
-    local = int(os.environ["LOCAL_RANK"])
+    local = threads.whole_number("LOCAL_RANK", 0, low=0)
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = given.split(",") if given else range(torch.cuda.device_count())
     if visible:  # without a GPU every rank computes on the CPU
@@ -258,6 +272,10 @@ def join(timeout: float) -> Ranks:
         if local >= count:
             raise UserError(f"torchrun starts more processes here than there are GPUs ({count}).")
         os.environ["CUDA_VISIBLE_DEVICES"] = str(visible[local])
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise mismatch("WORLD_SIZE", name)
+    threads.whole_number("MASTER_PORT", 0)
     meeting = distributed.rendezvous("env://", timeout=timedelta(seconds=120))
     store, rank, world = next(meeting)
     store = distributed.PrefixStore("flatlab", store)
