@@ -10,7 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import pytest
@@ -415,6 +415,8 @@ class Nested:
     steps: Resumable[int] = 1
     minutes: Resumable[Positive | None] = None
     names: tuple[str, ...] = ("x",)
+    seeds: tuple[int, ...] = (0,)
+    rule: Literal["a", "b"] | None = None
 
 
 @pytest.fixture
@@ -460,6 +462,24 @@ def test_long_names_and_arguments_that_are_no_text_are_one_sentence(main, senten
     with pytest.raises(SystemExit, match="2"):
         cli.one_sentence(main)
     assert capsys.readouterr().err.startswith(sentence)
+
+
+WRONG_VALUES = {
+    "--tau abc": "--tau needs a number, not 'abc'.",
+    "--minutes 1h": "--minutes needs a number, not '1h'.",
+    "--minutes it's": '--minutes needs a number, not "it\'s".',
+    "--steps 1.5": "--steps needs a whole number, not '1.5'.",
+    "--seeds 1 x": "--seeds needs a whole number, not '1', 'x'.",
+    "--thoughts kepe": "Unknown --thoughts 'kepe'; did you mean keep? the names are drop, keep.",
+    "--rule 7": "Unknown --rule '7'; the names are a, b.",
+}
+
+
+@pytest.mark.parametrize("flags, sentence", WRONG_VALUES.items())
+def test_a_wrong_value_is_one_sentence(flags, sentence, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.one_sentence(lambda: cli.parse_config(Nested, flags.split()))
+    assert capsys.readouterr().err == f"{sentence}\n"
 
 
 def test_a_closed_pipe_is_no_traceback():

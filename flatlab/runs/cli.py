@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import tyro
+from tyro._errors import InstantiationFailure, InvalidChoice, on_parse_error
 
-from flatlab.errors import SandboxFault, UserError, first_cause, sentence_of
+from flatlab.errors import SandboxFault, UserError, first_cause, nearest, sentence_of
 from flatlab.files import read_mapping
 
 
@@ -50,6 +51,18 @@ def preset_flags(preset: dict) -> list[str]:
     return flags
 
 
+def explain(event) -> None:
+    """Raises UserError for a value that its option cannot take. The rest is reported by tyro."""
+    if isinstance(event, InvalidChoice):
+        names = sorted(set(event.choices) - {"None"})
+        hint = nearest(event.value, names)
+        raise UserError(f"Unknown {event.argument.display_name()} {event.value!r}; {hint}.")
+    if isinstance(event, InstantiationFailure) and event.argument:
+        given = re.sub(r"""^[^["']*""", "", event.message.partition("\n")[0]).strip("[].")
+        wanted = "a whole number" if "INT" in event.argument.lowered.metavar else "a number"
+        raise UserError(f"{event.argument.display_name()} needs {wanted}, not {given}.")
+
+
 def one_sentence(main):
     """Runs main(). An error that the user can fix is printed as one sentence, with exit code 2.
 
@@ -61,7 +74,8 @@ def one_sentence(main):
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         try:
-            main()
+            with on_parse_error(explain):
+                main()
         finally:
             sys.stdout.flush()  # while a closed pipe can still be caught
     except KeyboardInterrupt:
