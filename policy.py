@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import re
 import sys
 import warnings
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ FOREIGN_LORA = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 # waking a second one for each operation costs more than it saves.
 ONE_THREAD = 5_000_000
 ADAPTER_FILE = "adapter_model.safetensors"
+FOLDER = re.compile(r"[/.~]|logs/|.+/.*/")  # names that are none of the Hugging Face hub
 TINY = Path(__file__).resolve().parent / "configs" / "tiny"  # the stand-in model
 
 
@@ -82,18 +84,17 @@ def resolve_model(name: str) -> ModelPath:
     """Finds the model before its weights are loaded. Raises UserError if the model or its adapter
     does not exist or cannot be used.
     """
-    base, adapter, lora = name, None, None
-    folder = Path(os.path.expanduser(name))
+    adapter, lora = None, None
+    folder = Path(os.path.expanduser(name))  # also with an unknown ~user
+    base = str(folder) if folder.is_dir() else name
     if name == "tiny":
         base = str(TINY)
     elif (folder / "adapter_config.json").is_file():
         adapter = str(folder)
         with loading("peft", name):
             base, lora = adapter_settings(folder / "adapter_config.json")
-    elif folder.is_dir():
-        base = str(folder)
-    elif folder.is_absolute():
-        raise UserError(f"There is no folder {folder}.")
+    if FOLDER.match(base) and not Path(base).is_dir():
+        raise UserError(f"There is no folder {base}.")
     config = check_model(base)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ModelPath(base, adapter, getattr(config, "stand_in", False), positions, lora)
@@ -228,6 +229,8 @@ class Policy(ChatTokens):
         if path.adapter:
             self.load_adapter(path.adapter)
         self.sync()
+        with loading("vLLM", path.base):  # some models are refused by the first step only
+            asyncio.run(self.sample(self._probes()[0], 1, seed=0))
 
     # -------------------------------------------------------------------------- sampling
 

@@ -259,6 +259,7 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
 
     If too few came, one more request is made. Under `tail`, strategies with a stated probability
     above tau do not count; they only fill up what is missing in the end, the least probable first.
+    The node's decision counts those that could not be read as `unread`.
     seed: id of the node whose request this is.
     """
     cfg = t.cfg
@@ -277,6 +278,7 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
     limit = cfg.tau if MODES[node.sampling_mode].below_tau else 1
     talk = []
     ideas = {}
+    unread = 0
     for call in range(2):
         talk.append({"role": "user", "content": request})
         call_seed = seed_from(t.seed, seed, "ideas", call)
@@ -284,10 +286,12 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
         talk.append({"role": "assistant", "content": reply})
         for idea, stated in prompts.parse(reply):
             ideas.setdefault(prompts.same(idea), (idea, stated))
+        unread += prompts.count_unread(reply)
         missing = k - sum((stated or 0) <= limit for _, stated in ideas.values())
         if missing <= 0:
             break
         request = t.texts.fill("more", k=missing)
+    node.decision["unread"] = unread
     return sorted(ideas.values(), key=lambda idea: max(idea[1] or 0, limit))[:k]
 
 

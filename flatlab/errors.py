@@ -1,5 +1,6 @@
 """The three errors with a meaning of their own, and what a person is told about an error."""
 
+import difflib
 import errno
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
@@ -38,3 +39,10 @@ def sentence_of(error: BaseException) -> str:
             "run the same command again to continue."
         )
     return ""
+
+
+def nearest(name: str, names: list[str]) -> str:
+    """A hint for a misspelt name: the closest names, then all of them."""
+    close = difflib.get_close_matches(name, names, cutoff=0.4)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"{hint}the names are {', '.join(names)}"

@@ -75,8 +75,8 @@ class TextLoader(YamlLoader):
 def read_mapping(path: Path, default: dict | None = None, loader=YamlLoader) -> dict:
     """The 'name: value' pairs of a .yaml or .json file; `default` if the file does not exist.
 
-    loader: of the .yaml file. Raises UserError if the file is missing without a default, damaged, or holds something else or
-    a key twice.
+    loader: of the .yaml file. Raises UserError if the file is missing without a default, damaged,
+    or holds something else or a key twice.
     """
     if default is not None and not path.exists():
         return default

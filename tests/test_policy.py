@@ -14,7 +14,7 @@ from flatlab.errors import UserError
 from flatlab.model import memory
 from flatlab.model.loading import count_weights, loading
 from flatlab.model.packing import Head, TokenLogProbs, can_pack, common_prompt
-from helpers import make_model, python
+from helpers import make_model, python, user_error
 from policy import TINY, Agreement, Policy, lora_settings, resolve_model
 from training import all_close, has_weights, pair, randomise, weights_of
 
@@ -493,6 +493,8 @@ def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
     assert "cannot run the model no/such-model: OSError: We couldn't connect" in refused(
         "no/such-model"
     )
+    for name in ("logs/no", "logs/no/best", "./no", "../no", "~no/m", "no/such/model", "/no"):
+        assert refused(name) == f"There is no folder {name}."
     folder = tmp_path / "model"
     shutil.copytree(random_model, folder)
     assert resolve_model(str(folder)).positions == 4096
@@ -508,6 +510,12 @@ def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
     assert "has no chat template" in refused(folder)
     (folder / "config.json").write_text("{no json")
     assert "is not a valid JSON file" in refused(folder)
+
+
+def test_a_model_that_the_first_step_of_the_engine_refuses_is_one_sentence(tmp_path):
+    path = resolve_model(make_model(tmp_path, head_dim=16))
+    with user_error("vLLM cannot run the model .*: RuntimeError: Unsupported .*head_dim=16"):
+        Policy(path, context=256, trains=False)
 
 
 def test_a_model_without_one_of_its_tensors_is_refused(tmp_path):

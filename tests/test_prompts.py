@@ -49,6 +49,13 @@ RECORDED = json.loads((PROJECT / "tests/recorded_texts.json").read_text())
 # ------------------------------------------------------------------ byte for byte
 
 
+@pytest.mark.parametrize("name, reason", [("none.yaml", "No such file"), ("", "Is a directory")])
+def test_a_prompts_file_that_cannot_be_read_is_one_sentence(name, reason, tmp_path):
+    file = str(tmp_path / name)
+    with user_error(f"^Cannot read {file}: {reason}"):
+        texts.load_prompts(file)
+
+
 def first_of(world, options):
     return texts.first_messages(world, options, texts.episode_facts(world, options))
 

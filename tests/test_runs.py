@@ -449,6 +449,8 @@ class Nested:
     steps: Resumable[int] = 1
     minutes: Resumable[Positive | None] = None
     names: tuple[str, ...] = ("x",)
+    seeds: tuple[int, ...] = (0,)
+    rule: Literal["a", "b"] | None = None
 
 
 @pytest.fixture
@@ -510,11 +512,11 @@ class Typed:
         ("\ufeffname: 12 # twelve\r\nseed: 3\r\n", {"name": "12", "seed": 3}),
         ("<<: {seed: 5, name: a}\nname: 1e3", {"seed": 5, "name": "1e3"}),
         ("task: &a [1.0]\n", {"task": ("1.0",)}),
-        ("seed: 0x10", "--seed must be a whole number, not '0x10'."),
-        ("seed: null", "--seed must be a whole number, not 'null'."),
-        ("lr: abc", "--lr must be a number, not 'abc'."),
-        ("lr: yes", "--lr must be a number, not 'yes'."),
-        ("kind: binnary", "of continuous, binary, not 'binnary'; did you mean binary?"),
+        ("seed: 0x10", "--seed needs a whole number, not '0x10'."),
+        ("seed: null", "--seed needs a whole number, not 'null'."),
+        ("lr: abc", "--lr needs a number, not 'abc'."),
+        ("lr: yes", "--lr needs a number, not 'yes'."),
+        ("kind: binnary", "Unknown --kind 'binnary'; did you mean binary?"),
     ],
 )
 def test_a_value_of_a_preset_is_the_text_in_the_file(tmp_path, text, expected):
@@ -540,6 +542,24 @@ def test_long_names_and_arguments_that_are_no_text_are_one_sentence(main, senten
     with pytest.raises(SystemExit, match="2"):
         cli.one_sentence(main)
     assert capsys.readouterr().err.startswith(sentence)
+
+
+WRONG_VALUES = {
+    "--tau abc": "--tau needs a number, not 'abc'.",
+    "--minutes 1h": "--minutes needs a number, not '1h'.",
+    "--minutes it's": '--minutes needs a number, not "it\'s".',
+    "--steps 1.5": "--steps needs a whole number, not '1.5'.",
+    "--seeds 1 x": "--seeds needs a whole number, not '1', 'x'.",
+    "--thoughts kepe": "Unknown --thoughts 'kepe'; did you mean keep? the names are drop, keep.",
+    "--rule 7": "Unknown --rule '7'; the names are a, b.",
+}
+
+
+@pytest.mark.parametrize("flags, sentence", WRONG_VALUES.items())
+def test_a_wrong_value_is_one_sentence(flags, sentence, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.one_sentence(lambda: cli.parse_config(Nested, flags.split()))
+    assert capsys.readouterr().err == f"{sentence}\n"
 
 
 def test_a_closed_pipe_is_no_traceback():

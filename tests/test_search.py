@@ -523,6 +523,11 @@ def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones(tmp_path
     assert {row["idea"] for row in rows(prose)} == {""}
     assert {row["decision"]["asked"] for row in rows(prose)} == {"tail"}
     assert "3 of 3 nodes got no strategy" in tables.table([read_run(prose.run.dir)])
+    damaged = '[{"text": "a "b" c"}, {"text": "d", "probability": 0.01}]'
+    t = run(tmp_path / "damaged", model=FakePolicy(damaged), **options)
+    assert {row["idea"] for row in rows(t)} == {"d"}
+    assert result(t)["unread_strategies"] == 6
+    assert "6 strategies in replies could not be read" in tables.table([read_run(t.run.dir)])
 
 
 def test_exploiting_asks_for_variations_and_says_so(tmp_path):

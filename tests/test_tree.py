@@ -400,12 +400,45 @@ REPLIES = {
     "I would try a forest.": [],
     "": [],
     "Strategy: ...": [],
+    '{"text": "use params {C: 1}", "probability": 0.1}': [("use params {C: 1}", 0.1)],
+    r'{"text": "fit \alpha, \nu of \"C:\\d\e\" in\ntwo", "probability": 0.1} {"text": "b"}': [
+        (r'fit \alpha, \nu of "C:\d\e" in two', 0.1),
+        ("b", None),
+    ],
+    '{"responses": [{"meta": {"a": [1]}, "text": "a {x}\r\n\ty", "probability": 0.1},\r\n'
+    '{"strategy": {"text": "b", "sub": {"text": "no"}, "tags": ["{"]}}, {"text": "cut {o': [
+        ("a {x} y", 0.1),
+        ("b", None),
+    ],
+    "### Strategy 1: ridge\r\nProbability: 5%\r\n\r\n## Strategy #2: svm\r\n- p: 3%": [
+        ("ridge", 0.05),
+        ("svm", 0.03),
+    ],
+    "**Strategy 1**\nridge\n**Probability**: 5%\n\n**Strategy 2:**\n\n- svm\n- rbf": [
+        ("ridge", 0.05),
+        ("svm", None),
+    ],
+    "Here:\n  1. ridge\n     scaled\n     - Probability: 5%\n\n  2. **SVM** (3%)\n\t- kernels\n"
+    "\t- Reasoning: rare\n 10. knn\n\nGood luck!": [
+        ("ridge scaled", 0.05),
+        ("SVM - kernels", 0.03),
+        ("knn", None),
+    ],
+    '- {"text": "an "odd" one"}\n- {"text": "ok"}': [("ok", None)],
+}
+UNREAD = {
+    '[{"text": "a {x}"}, {"text": "a "b" c"}, {"probability": 1, "strategy": "cut': 2,
+    '<think>{"text": "cut</think>{"strategy": {"text": "a"}} {"text": "b", "probability": 5%}': 1,
+    "{'text': 'a'} {\"text\": null} {C: 1}": 2,
+    '{"text": "a", "probability": 0.1}': 0,
 }
 
 
 def test_replies():
     for reply, strategies in REPLIES.items():
         assert prompts.parse(reply) == strategies, reply
+    for reply, count in UNREAD.items():
+        assert prompts.count_unread(reply) == count, reply
 
 
 PROBABILITIES = (
@@ -451,4 +484,5 @@ def test_ten_thousand_hostile_replies():
         prompts.parse(part * 10**6)
     for part in ('{"text": ', "Strategy: a" + " (" * 10**5, '{"a":' + "[" * 5000 + "}"):
         prompts.parse(part * 100)
+        prompts.count_unread(part * 100)
     assert time.monotonic() - start < 20

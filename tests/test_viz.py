@@ -70,7 +70,8 @@ def test_plot_is_not_redrawn_all_the_time(tmp_path, monkeypatch):
 
 STEP = {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\n'}
 BROKEN = (
-    (None, "no config.yaml"),
+    (None, "^There is no "),
+    ({}, "no config.yaml"),
     (STEP | {"metrics.jsonl": '{"step": 0'}, "no finished step"),
     ({"config.yaml": "sampling_mode: tail"}, "no finished node"),
     ({"config.yaml": "sampling_mode: x", "journal.jsonl": "{}\n[1]\n"}, "line 2 is not"),

@@ -6,14 +6,13 @@ import os
 import re
 import signal
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 
 import tyro
 from tyro._errors import InstantiationFailure, InvalidChoice, on_parse_error
 from yaml import SafeLoader
 
-from flatlab.errors import SandboxFault, UserError, first_cause, sentence_of
+from flatlab.errors import SandboxFault, UserError, first_cause, nearest, sentence_of
 from flatlab.files import TextLoader, read_mapping
 from flatlab.options import flat
 
@@ -59,19 +58,15 @@ def preset_flags(preset: dict, defaults: dict) -> list[str]:
 
 
 def explain(event) -> None:
-    """Raises UserError for a value that does not fit its flag; tyro explains everything else."""
-    argument = getattr(event, "argument", None)
+    """Raises UserError for a value that its option cannot take. The rest is reported by tyro."""
     if isinstance(event, InvalidChoice):
-        near = get_close_matches(event.value, event.choices, 1)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        raise UserError(
-            f"{argument.display_name()} must be one of {', '.join(event.choices)}, not "
-            f"{event.value!r}{hint}"
-        )
-    if isinstance(event, InstantiationFailure) and argument:
-        kind = "a number" if "FLOAT" in argument.lowered.metavar else "a whole number"
-        value = re.split("float: |base 10: |arguments: ", event.message)[-1]
-        raise UserError(f"{argument.display_name()} must be {kind}, not {value}.")
+        names = sorted(set(event.choices) - {"None"})
+        hint = nearest(event.value, names)
+        raise UserError(f"Unknown {event.argument.display_name()} {event.value!r}; {hint}.")
+    if isinstance(event, InstantiationFailure) and event.argument:
+        given = re.sub(r"""^[^["']*""", "", event.message.partition("\n")[0]).strip("[].")
+        wanted = "a whole number" if "INT" in event.argument.lowered.metavar else "a number"
+        raise UserError(f"{event.argument.display_name()} needs {wanted}, not {given}.")
 
 
 def one_sentence(main):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from flatlab.errors import UserError
+from flatlab.errors import UserError, nearest
 from flatlab.files import read_mapping
 from flatlab.task.definition import Task
 
@@ -86,13 +85,6 @@ def find_files(folder: Path, names: tuple[str, ...], prefix: str = "") -> dict[s
 
 
 # ------------------------------------------------------------------ for all loaders
-
-
-def nearest(name: str, names: list[str]) -> str:
-    """A hint for a misspelt name: the closest names, then all of them."""
-    close = difflib.get_close_matches(name, names, cutoff=0.4)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{hint}the names are {', '.join(names)}"
 
 
 def tree_files(path: Path, prefix: str, hint: str) -> dict[str, Path]:

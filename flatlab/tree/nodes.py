@@ -359,6 +359,7 @@ def results(t: Tree) -> dict:
         "faults": len(t.finished) - len(graded),
         "ungraded": sum(bool(node.grader_output) for node in t.finished),
         "without_strategy": sum("asked" in node.decision for node in t.finished),
+        "unread_strategies": sum(node.decision.get("unread", 0) for node in t.finished),
         "tokens": t.tokens(),
         "seconds": t.elapsed(),
         "stopped_by": t.spent(),

@@ -147,11 +147,10 @@ def parse(text: str) -> list[tuple[str, float | None]]:
     Reads JSON objects or, if these hold no strategies, lines. A reply without strategies gives [].
     Duplicates and repeated templates ("<one sentence>") are dropped. Nothing raises an error.
     """
-    text = text.rsplit("</think>", 1)[-1][:REPLY_CHARS]
     for read in (in_json, in_lines):
         ideas = {}
-        for idea, stated in read(text):
-            idea = " ".join(idea.split())[:IDEA_CHARS].strip("*\"' ")
+        for idea, stated in read(answer_in(text)):
+            idea = " ".join(idea.split())[:IDEA_CHARS].strip("*\"'- ")
             key = same(idea)
             if key and not idea.startswith("<"):
                 ideas.setdefault(key, (idea, probability(stated)))
@@ -160,50 +159,84 @@ def parse(text: str) -> list[tuple[str, float | None]]:
     return []
 
 
+def count_unread(text: str) -> int:
+    """Number of strategies in a reply whose JSON is damaged or cut off."""
+    return sum(not idea for idea, _ in in_json(answer_in(text)))
+
+
+def answer_in(text: str) -> str:
+    return text.rsplit("</think>", 1)[-1][:REPLY_CHARS]
+
+
 def same(idea: str) -> str:
     """A key that is equal for two ideas with the same letters and digits."""
     return re.sub(r"\W", "", idea.lower())
 
 
+DECODER = json.JSONDecoder(strict=False)  # allows line breaks inside of a text
+# An escape of JSON, or a backslash alone: that of \alpha, or of \nu, which is no line break.
+BACKSLASH = re.compile(
+    r"""(\\(?:["\\/]|u[\da-fA-F]{4}|n(?!abla|eq|u\b)|r(?!ho|ight|angle)"""
+    r"""|t(?!au|heta|ext|imes|anh|ilde|o\b)))|\\"""
+)
+STRATEGY = re.compile(r"""\{[^{}]*?["'](?:text|strategy)["']\s*:(?!\s*\{)""")
+
+
 def in_json(text):
-    """Flat JSON objects, one by one: this also reads a list that was cut off."""
-    for blob in re.findall(r"\{[^{}]*\}", text):
+    """The JSON objects with a strategy, also those inside of other objects and of a list that was
+    cut off. The strategy of an object that cannot be read is "".
+    """
+    text = BACKSLASH.sub(lambda found: found[1] or r"\\", text)
+    start = text.find("{")
+    while start >= 0:
         try:
-            item = json.loads(blob)
+            item, end = DECODER.raw_decode(text, start)
         except (ValueError, RecursionError):
-            continue
+            item = {}
         idea = item.get("text") or item.get("strategy")
         if isinstance(idea, str):
             yield idea, item.get("probability")
+        else:
+            end = start + 1  # what it holds comes next
+            if STRATEGY.match(text, start):
+                yield "", None
+        start = text.find("{", end)
 
 
-LABEL = re.compile(r"(?:[-*•]|\d{1,3}[.)])?\s*(?:strategy|idea)\s*\d{0,3}\s*:\s*(.+)", re.I)
-ITEM = re.compile(r"(?:[-*•]|\d{1,3}[.)])\s+(.+)")
-NO_ITEM = re.compile(r"(probability|reasoning)\b", re.I)
+LABEL = re.compile(r"[\s#*•+\d.()-]*(?:strategy|idea)\s*#?\d{0,3}\s*(?::|$)\s*(.*)", re.I)
+ITEM = re.compile(r"[\s#]*(?:[-*•+]|\(?\d{1,3}[.)])\s+([^{\s].*)")
 SAME_LINE = re.compile(
     r"[\[(,;]?\s*\b(?:p|probability)\s*[:=≈~]\s*([^\s,;)\]]+)[)\]]?$"
     r"|[\[(]\s*([<~≈]?\s*[\d.]+\s*%?)\s*[)\]]$",
     re.I,
 )
-NEXT_LINE = re.compile(r"(?:[-*•]\s*)?p(?:robability)?\s*[:=]\s*(.+)", re.I)
+OWN_LINE = re.compile(
+    r"[\s#*•+\d.()-]*(?:p(?:robability)?\s*[:=]\s*(.+)|(?:probability|reasoning)\b)", re.I
+)
 
 
 def in_lines(text):
-    """`Strategy: ...`, with `Probability: ...` behind it or on the next line; else list items."""
-    lines = [line.replace("**", " ").strip()[:1000] for line in text.splitlines()]
-    lines = [line for line in lines if line]
-    items = [LABEL.match(line) for line in lines]
-    if not any(items):
-        items = [ITEM.match(line) for line in lines]
-    for item, next_line in zip(items, [*lines[1:], ""]):
-        if not item or NO_ITEM.match(item[1]):
-            continue
-        behind = SAME_LINE.search(item[1])
-        below = NEXT_LINE.match(next_line)
-        if behind:
-            yield item[1][: behind.start()], behind[1] or behind[2]
-        else:
-            yield item[1], below[1] if below else None
+    """`Strategy: ...` or, without any, list items. What is indented below one belongs to it, and
+    its probability stands behind it or in a line of its own.
+    """
+    lines = [line.expandtabs().replace("**", " ").rstrip()[:1000] for line in text.splitlines()]
+    begin = LABEL if any(map(LABEL.match, lines)) else ITEM
+    ideas = []  # [strategy, probability]
+    outermost = 0  # indentation of the items
+    for line in filter(None, lines):
+        indent = len(line) - len(line.lstrip())
+        item = begin.match(line)
+        other = OWN_LINE.match(line)
+        if other:
+            if ideas:
+                ideas[-1][1] = ideas[-1][1] or other[1]
+        elif ideas and (indent > outermost + 1 or not ideas[-1][0]):
+            ideas[-1][0] += line
+        elif item:
+            outermost = indent
+            idea, *stated = SAME_LINE.split(item[1])
+            ideas.append([idea, next(filter(None, stated), None)])
+    return ideas
 
 
 NUMBER_OR_RATIO = re.compile(

@@ -183,6 +183,7 @@ def notes_of(run: RunData) -> list[str]:
     reads = result.get("test_reads", 0)
     ungraded = result.get("ungraded")
     without_strategy = result.get("without_strategy")
+    unread = result.get("unread_strategies")
     alarms = [text for row in run.rows + run.rounds for text in row.get("alarms", ())]
     applies = {
         "the task has a test part only, so the best was chosen on it and its score is "
@@ -195,6 +196,8 @@ def notes_of(run: RunData) -> list[str]:
         "journal": ungraded,
         f"{without_strategy} of {result.get('nodes')} nodes got no strategy, so their mode is "
         "none: the replies held too few that could be read": without_strategy,
+        f"{unread} strategies in replies could not be read: their JSON was damaged or cut "
+        "off": unread,
         "the selection rule replaced the sampling mode of some nodes: see sampling_modes_used in "
         "result.json": "local" in result.get("sampling_modes_used", ()),
         "its code changed while it went on": len(run.fingerprint.get("code", ())) > 1,

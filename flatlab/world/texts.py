@@ -57,7 +57,6 @@ class Prompts:
 
     def __init__(self, path: Path):
         self.path = path
-        self.digest = content_key(path)
         self.templates = {}
         self.uses = {}  # template -> the names that it uses
         jinja = jinja2.Environment(
@@ -65,6 +64,7 @@ class Prompts:
         )
         jinja.globals["counted"] = count
         texts = read_mapping(path)
+        self.digest = content_key(path)
         if different := set(texts) ^ set(FACTS):
             raise UserError(f"{path}: {min(different)} is missing, or is not the name of a prompt.")
         for name, text in texts.items():
@@ -92,7 +92,8 @@ class Prompts:
 def load_prompts(file: str | None) -> Prompts:
     """The prompts of a file, by default those of AGENT. A path may also begin at the project."""
     path = Path(file or AGENT)
-    return Prompts(path if path.exists() else ROOT / path)
+    shipped = ROOT / path
+    return Prompts(shipped if shipped.exists() and not path.exists() else path)
 
 
 # ------------------------------------------------------------------ an episode
