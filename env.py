@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from flatlab.errors import ArtefactError, SandboxFault, UserError
+from flatlab.errors import ArtefactError, SandboxFault, UserError, user_code
 from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.client import Sandbox, pick_backend, readable
@@ -156,7 +156,8 @@ class Env:
         """
         begin = time.monotonic()
         timeout = min(timeout or self.task.step_timeout, self.task.step_timeout)
-        action, observation, status, score = act(self, reply, timeout)
+        with user_code("act"):
+            action, observation, status, score = act(self, reply, timeout)
         seconds = time.monotonic() - begin
         return Step(readable(observation), status == "submit", score, status, seconds, action)
 

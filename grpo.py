@@ -45,7 +45,7 @@ from typing import Annotated, Literal
 
 import env
 from flatlab import numbers, options, threads
-from flatlab.errors import UserError
+from flatlab.errors import UserError, finite, finite_list, user_code
 from flatlab.model import memory
 from flatlab.runs import cli, fingerprint, store, trackers
 from flatlab.train import checkpoint, evaluation, imitation, metrics, ppo
@@ -340,12 +340,14 @@ class Config:
 
 def rewards_of(group: Group, cfg: Config) -> list[float]:
     """One reward per episode that is not a fault."""
+    name = f"--reward {cfg.reward}"
     rewards = []
     for e, improvement in zip(group.played, group.improvements()):
-        reward = NO_SUBMISSION if improvement is None else REWARDS[cfg.reward](improvement, e)
-        if not reward >= NO_SUBMISSION:  # NaN, too
-            raise UserError(f"--reward {cfg.reward} is {reward}, below {NO_SUBMISSION}.")
-        rewards.append(reward)
+        reward = NO_SUBMISSION
+        if improvement is not None:
+            with user_code(name):
+                reward = REWARDS[cfg.reward](improvement, e)
+        rewards.append(finite(name, reward, NO_SUBMISSION))
     return rewards
 
 
@@ -410,8 +412,14 @@ def make_batch(policy, groups: list[Group], cfg: Config, job) -> list:
     batch = []  # the sequences of each episode
     for g in groups:
         if g.informative or rule.value_head:  # values also learn from equal rewards
-            for e, advantage in zip(g.played, rule.function(g.rewards)):
-                credit = CREDITS[cfg.credit](advantage, e.turns)
+            name = f"--advantage {cfg.advantage}"
+            with user_code(name):
+                advantages = finite_list(name, rule.function(g.rewards), len(g.played))
+            for e, advantage in zip(g.played, advantages):
+                name = f"--credit {cfg.credit}"
+                with user_code(name):
+                    credit = CREDITS[cfg.credit](advantage, e.turns)
+                    credit = finite_list(name, credit, len(e.turns), skips=True)
                 batch.append(sequences_of(e, credit))
     # The denominators are those of the whole batch, before it is split into ranks and
     # micro-batches.
@@ -419,7 +427,10 @@ def make_batch(policy, groups: list[Group], cfg: Config, job) -> list:
     tokens, episodes = job.ranks.sum(sum(lengths), len(lengths))
     for sequences, length in zip(batch, lengths):
         for s in sequences:
-            s.weight = LOSSES[cfg.loss].weight(length, tokens, episodes, cfg)
+            name = f"the weight of --loss {cfg.loss}"
+            with user_code(name):
+                weight = LOSSES[cfg.loss].weight(length, tokens, episodes, cfg)
+                s.weight = finite(name, weight)
     if rule.value_head:
         ppo.use_values(policy, batch, cfg, job)
     return sum(batch, [])
@@ -496,7 +507,11 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, measur
     logp = logp.masked_fill(~is_finite, 0.0)
     old = old.masked_fill(~is_finite, 0.0)
 
-    loss, is_clipped = LOSSES[cfg.loss].function(logp, old, advantage, sequence, cfg)
+    name = f"--loss {cfg.loss}"
+    with user_code(name):
+        loss, is_clipped = LOSSES[cfg.loss].function(logp, old, advantage, sequence, cfg)
+        if not loss.shape == is_clipped.shape == logp.shape:
+            raise UserError(f"{name} must return two tensors of the shape of logp, {logp.shape}.")
     if base is not None:
         kl = kl_to_base(logp, base)
         meter.add(kl=kl, base_diff=(logp - base).abs())

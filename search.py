@@ -40,7 +40,7 @@ from typing import Annotated, Literal
 
 import env
 from flatlab import options, threads
-from flatlab.errors import SandboxFault, UserError
+from flatlab.errors import SandboxFault, UserError, user_code
 from flatlab.model import endpoint
 from flatlab.runs import cli, store
 from flatlab.task.value import improvement, value_of
@@ -392,14 +392,24 @@ def decide(t: Tree) -> Choice | None:
         leaf = rules.failed_leaf(t, rng, DEBUG_PROB)
         if leaf:
             return leaf
-    return t.rule.function(t, rng, **t.constants)
+    name = f"--select {t.cfg.select}"
+    with user_code(name):
+        choice = t.rule.function(t, rng, **t.constants)
+    if choice is None and not (t.finished or t.running):
+        raise UserError(f"{name} returned None although nothing is running.")
+    ended = {id for id, node in t.nodes.items() if node.status}
+    if choice and not {choice.parent, choice.second_parent or choice.parent} <= ended:
+        raise UserError(f"{name} returned {choice!r:.200}: there is no such finished node.")
+    return choice
 
 
 def start(t: Tree, choice: Choice) -> Node:
     """Adds the chosen node to the tree, with the first operator that applies."""
     parent = t.nearest_kept(choice.parent)
     for op, operator in OPERATORS.items():
-        if operator.applies(choice, parent):
+        with user_code(f"operator {op}"):
+            applies = operator.applies(choice, parent)
+        if applies:
             return t.start(choice, op, operator.mark)
     raise UserError(f"No operator of OPERATORS applies to a child of node {parent.id}.")
 

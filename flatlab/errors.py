@@ -1,7 +1,13 @@
-"""The three errors with a meaning of their own, and what a person is told about an error."""
+"""The errors with a meaning of their own, what a person is told about an error, and how errors and
+values of the user's own functions are named.
+"""
 
 import difflib
 import errno
+import math
+import traceback
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
@@ -18,6 +24,52 @@ class ArtefactError(Exception):
     """A file cannot be taken out of the sandbox. The text says why; the agent may see it."""
 
 
+class UserCodeError(Exception):
+    """A function that the user may write raised an error, which is the cause of this one. A script
+    prints the text and the traceback of the cause, and exits with code 1.
+    """
+
+
+@contextmanager
+def user_code(name: str):
+    """Says where a function that the user may write raised an error. name: of the function."""
+    try:
+        yield
+    except (UserError, SandboxFault, UserCodeError):
+        raise
+    except Exception as error:
+        _, call, *inside = traceback.extract_tb(error.__traceback__)
+        file = (inside or [call])[0].filename
+        line = [frame.lineno for frame in [call, *inside] if frame.filename == file][-1]
+        what = " ".join(traceback.format_exception_only(error)[-1].split())
+        raise UserCodeError(
+            f"{name} raised in {Path(file).name}, line {line}: {what[:300]}"
+        ) from error
+
+
+def finite(name: str, value, low: float = -math.inf) -> float:
+    """A value of a user's function as a float; also that of a tensor with one element.
+
+    Raises UserError if it is no finite number of at least `low`.
+    """
+    number = math.nan
+    if not isinstance(value, (str, bytes)):
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            number = float(value.item() if hasattr(value, "item") else value)
+    if not (math.isfinite(number) and number >= low):
+        least = "" if low == -math.inf else f" of at least {low:g}"
+        raise UserError(f"{name} is {value!r:.80}: it must be a finite number{least}.")
+    return number
+
+
+def finite_list(name: str, values, count: int, skips: bool = False) -> list[float | None]:
+    """The same for a list of `count` values. skips: None stays None."""
+    values = list(values)
+    if len(values) != count:
+        raise UserError(f"{name} returned {len(values)} values where {count} are wanted.")
+    return [None if skips and value is None else finite(name, value) for value in values]
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The first error of a TaskGroup; any other error is itself."""
     while isinstance(error, BaseExceptionGroup):
@@ -27,7 +79,7 @@ def first_cause(error: BaseException) -> BaseException:
 
 def sentence_of(error: BaseException) -> str:
     """What a person is told about an error that is not a bug; "" for a bug."""
-    if isinstance(error, UserError):
+    if isinstance(error, (UserError, UserCodeError)):
         return str(error)
     if isinstance(error, SandboxFault):
         return f"The sandbox broke: {error}"

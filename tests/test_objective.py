@@ -69,7 +69,7 @@ def rewards(name, task, *scores):
 @pytest.mark.parametrize("reward", [-1.5, math.nan])
 def test_a_reward_below_that_of_no_submission_ends_the_run(monkeypatch, task, reward):
     monkeypatch.setitem(grpo.REWARDS, "continuous", lambda improvement, episode: reward)
-    with helpers.user_error("--reward continuous is .*, below -1"):
+    with helpers.user_error("--reward continuous is .*: it must be a finite number of at least -1"):
         grpo.rewards_of(scored_group(task, 0.7, 0.8), CFG)
 
 
