@@ -638,18 +638,22 @@ def check_config(cfg: Config) -> None:
         raise UserError("--thoughts is not for --agent: the program chooses what the model reads.")
 
 
-def fill_in(cfg: Config, tasks: list, path) -> None:
-    """Replaces None by what the model and the tasks suggest."""
+def default_name(cfg: Config) -> str:
+    tasks = "+".join(Path(name).name for name in cfg.tasks.task)
+    model = numbers.value_text(cfg.model.model or default_model())
+    return f"{SCRIPT}-{tasks}-{model}-{cfg.seed}"
+
+
+def fill_in(cfg: Config, path) -> None:
+    """Replaces None by what the model suggests."""
     is_tiny = path.is_tiny
     options.derive(cfg.model, cfg.episode, is_tiny, path.positions)
-    model = numbers.value_text(cfg.model.model)
     derived = {
         "lora_rank": lora_settings(path, cfg.lora_rank)["r"],
         "lr": 1e-3 if is_tiny else 2e-5,
         "sft_lr": 1e-3 if is_tiny else 2e-4,
         "max_groups": 2 * cfg.groups,
         "concurrency": 32 * (1 + cfg.ahead),
-        "name": f"{SCRIPT}-{'+'.join(task.name for task in tasks)}-{model}-{cfg.seed}",
     }
     options.set_defaults(cfg, derived)
 
@@ -659,10 +663,12 @@ def prepare(cfg: Config, job):
     this sandbox was chosen. Raises UserError for whatever is wrong, before the model loads.
     """
     check_config(cfg)
+    cfg.name = cfg.name or default_name(cfg)
+    store.recall(cfg)
     cfg.model.model = cfg.model.model or default_model()
     path = resolve_model(cfg.model.model)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, path.is_tiny)
-    fill_in(cfg, tasks, path)
+    fill_in(cfg, path)
     if cfg.sft and not Path("logs", cfg.name, "imitated").exists():
         imitation.best_episodes(cfg.sft, tasks, cfg.sft_share)
     if job.ranks.rank == 0:

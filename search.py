@@ -42,6 +42,7 @@ import env
 from flatlab import options, threads
 from flatlab.errors import SandboxFault, UserError, user_code
 from flatlab.model import endpoint
+from flatlab.numbers import value_text
 from flatlab.runs import cli, store
 from flatlab.task.value import improvement, value_of
 from flatlab.tree import prompts, rules
@@ -546,6 +547,21 @@ def check_config(cfg: Config) -> None:
         raise UserError("--url needs --model: the name that the endpoint knows.")
 
 
+def default_name(cfg: Config) -> str:
+    """The name of the run or grid. It begins with that of the script: a copy of this file makes
+    runs of its own.
+    """
+    kind = Path(__file__).stem + ("-learn" if cfg.learn else "")
+    if cfg.select != defaults(cfg)["select"]:
+        kind += f"-{cfg.select}"
+    model = value_text(cfg.model.model or default_model())
+    axes = cfg.tasks.task, cfg.sampling_mode, cfg.seed
+    if any(len(axis) > 1 for axis in axes):
+        return f"{kind}-grid-{model}"
+    [task], [mode], [seed] = axes
+    return f"{kind}-{Path(task).name}-{mode}-{model}-{seed}"
+
+
 def prepare(cfg: Config):
     """Derives what is left open in the config and checks everything before a model is loaded.
 
@@ -555,6 +571,8 @@ def prepare(cfg: Config):
     check_config(cfg)
     if not SELECT[cfg.select].uses_strategies:
         cfg.sampling_mode = ("none",)
+    cfg.name = cfg.name or default_name(cfg)
+    store.recall(cfg)
     path = None
     if not cfg.url:
         cfg.model.model = cfg.model.model or default_model()
@@ -564,11 +582,7 @@ def prepare(cfg: Config):
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny)
     if cfg.learn:
         options.set_defaults(cfg, {"lr": 1e-3 if is_tiny else 4e-5})
-    # The name begins with that of the script: a copy of this file makes runs of its own.
-    kind = Path(__file__).stem + ("-learn" if cfg.learn else "")
-    if cfg.select != defaults(cfg)["select"]:
-        kind += f"-{cfg.select}"
-    trees, where = open_trees(cfg, tasks, SELECT[cfg.select], path, kind)
+    trees, where = open_trees(cfg, tasks, SELECT[cfg.select], path)
     return trees, where, path, why
 
 

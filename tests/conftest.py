@@ -172,3 +172,17 @@ def play(policy, tmp_path, monkeypatch):
             run.lock.close()
 
     return play
+
+
+@pytest.fixture
+def no_daemon(monkeypatch):
+    """No Docker daemon answers, and nobody remembers one."""
+    from flatlab.sandbox import client
+    from flatlab.sandbox.images import docker_api
+
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    docker_api.cache_clear()
+    client.pick_backend.cache_clear()
+    yield monkeypatch
+    docker_api.cache_clear()
+    client.pick_backend.cache_clear()

@@ -608,12 +608,12 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
 
 def test_none_is_derived_and_zero_is_zero():
     cfg = configure(grpo.Config(loss="gspo"), model="tiny", lr=0.0)
-    grpo.fill_in(cfg, [TASK], ModelPath("tiny", None, True, 4096))
+    grpo.fill_in(cfg, ModelPath("tiny", None, True, 4096))
     assert cfg.lr == 0
     assert (cfg.clip_low, cfg.clip_high) == (3e-4, 4e-4)
     assert cfg.max_groups == 8
     assert cfg.model.context == 2048
-    assert cfg.name == "grpo-titanic-tiny-0"
+    assert grpo.default_name(cfg) == "grpo-titanic-tiny-0"
 
 
 def test_the_lengths_fit_a_model_of_few_positions():

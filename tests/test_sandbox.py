@@ -758,20 +758,12 @@ def test_namespaces_of_an_ordinary_user(ordinary):
 # ---- choosing
 
 
-@pytest.fixture
-def no_daemon(monkeypatch):
-    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
-    docker_api.cache_clear()
-    client.pick_backend.cache_clear()
-    yield monkeypatch
-    docker_api.cache_clear()
-    client.pick_backend.cache_clear()
-
-
 @pytest.mark.fault(17, "no daemon")
 def test_no_daemon(no_daemon):
     start = time.monotonic()
-    with user_error("^No Docker daemon answers at unix:///nowhere/docker.sock.$"):
+    with user_error(
+        "^No Docker daemon answers at unix:///nowhere/docker.sock. Or choose --backend local.$"
+    ):
         client.pick_backend("docker")
     no_daemon.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
     with user_error("No Docker daemon answers at tcp://127.0.0.1:1"):

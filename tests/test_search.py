@@ -18,6 +18,7 @@ import search
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import read_mapping, read_rows
 from flatlab.options import flat, may_change
+from flatlab.runs import store
 from flatlab.runs.cli import parse_config
 from flatlab.runs.store import open_run
 from flatlab.sandbox import snapshot
@@ -331,7 +332,7 @@ def test_a_finished_tree_stays_as_it_is(tmp_path, monkeypatch):
     cfg = search_config(name="a", minutes=1.0, model="tiny")
 
     def opened(**changed):
-        cells = replace(cfg, **changed), [TASK], search.SELECT[cfg.select], None, "search.py"
+        cells = replace(cfg, **changed), [TASK], search.SELECT[cfg.select], None
         [tree] = open_trees(*cells)[0]
         tree.run.lock.close()
         return tree
@@ -734,6 +735,23 @@ def test_presets_are_flat_and_so_is_config_yaml(tmp_path, monkeypatch, preset):
     saved = read_mapping(tmp_path / "logs/a/config.yaml")
     assert saved["nodes"] == cfg.nodes
     assert [key for key in saved if isinstance(saved[key], dict)] == ["fingerprint"]
+
+
+@pytest.mark.parametrize("names", ["a", "a/cell"])
+@pytest.mark.parametrize("asked", ["auto", "local"])
+def test_what_was_left_open_means_what_the_run_has_used(tmp_path, no_daemon, names, asked):
+    """Docker may have started or stopped in between."""
+    no_daemon.chdir(tmp_path)
+    folder = tmp_path / "logs" / names
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("backend: docker\nmodel: there\n")
+    cfg = search_config(name="a", model=None, backend=asked)
+    store.recall(cfg)
+    assert cfg.model.model == "there"
+    assert cfg.sandbox.backend == {"auto": "docker", "local": "local"}[asked]
+    cfg = search_config(name="a", model="tiny", backend="auto")
+    with user_error("No Docker daemon answers at .* Or choose --backend local."):
+        search.prepare(cfg)
 
 
 @pytest.mark.slow

@@ -187,6 +187,18 @@ def run_directory(name: str) -> Path:
     return Path("logs", path)
 
 
+def recall(cfg) -> None:
+    """Gives --model and --backend, where they are left open, the values that the run or grid
+    logs/<cfg.name> has used: what is found on this machine may differ from start to start.
+    """
+    where = run_directory(cfg.name)
+    for file in [where / "config.yaml", *sorted(where.glob("*/config.yaml"))][:2]:
+        old = read_mapping(file, default={})
+        cfg.model.model = cfg.model.model or old.get("model")
+        if cfg.sandbox.backend == "auto":
+            cfg.sandbox.backend = old.get("backend", "auto")
+
+
 def open_run(
     directory,
     config: dict,

@@ -72,7 +72,7 @@ def pick_backend(
     if backend != "local" and not problem:
         return "docker", f"docker, image {image}"
     if backend == "docker":
-        raise UserError(problem)
+        raise UserError(f"{problem} Or choose --backend local.")
     local = get_backend("local")
     if backend == "auto" and not local.is_complete and not model_is_tiny:
         raise UserError(

@@ -25,7 +25,6 @@ from pathlib import Path
 from flatlab import options
 from flatlab.errors import UserError
 from flatlab.files import write_whole
-from flatlab.numbers import value_text
 from flatlab.runs import trackers
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.store import Run, open_run, run_directory
@@ -402,22 +401,15 @@ def hidden_results(t: Tree) -> dict:
 # ------------------------------------------------------------------ run directories
 
 
-def open_trees(cfg, tasks: list, rule, path, kind: str) -> tuple[list[Tree], Path]:
+def open_trees(cfg, tasks: list, rule, path) -> tuple[list[Tree], Path]:
     """One tree for each task, sampling mode and seed, and the directory of the run or grid.
 
-    cfg: the Config of search.py. rule: a Rule. path: a ModelPath, or None for an endpoint. kind:
-    how the default name of the directory begins.
+    cfg: the Config of search.py. rule: a Rule. path: a ModelPath, or None for an endpoint.
     """
     trackers.check_packages(cfg.trackers)
     cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
     is_grid = len(cells) > 1
-    model = value_text(cfg.model.model)
-    if is_grid:
-        name = f"{kind}-grid-{model}"
-    else:
-        [(task, mode, seed)] = cells
-        name = f"{kind}-{task.name}-{mode}-{model}-{seed}"
-    where = run_directory(cfg.name or name)
+    where = run_directory(cfg.name)
     if is_grid and (where / "config.yaml").exists():
         raise UserError(f"{where} is a single run, not a grid: choose another --name.")
     trees = []
