@@ -699,7 +699,6 @@ def load_policy(cfg: Config, path, job) -> Policy:
         value_head=ADVANTAGES[cfg.advantage].value_head,
         gradient_checkpointing=cfg.gradient_checkpointing,
         compile=cfg.model.compile,
-        exact=cfg.model.exact,
     )
     if policy.adapts_attention_only:
         job.say("adapter  is on the attention layers alone: the experts are not trained")

@@ -576,7 +576,6 @@ def open_engine(cfg: Config, path):
         max_batch=max(8, cfg.workers),
         gpu_memory=cfg.gpu_memory,
         compile=model.compile,
-        exact=model.exact,
         trains=cfg.learn,
     )
 

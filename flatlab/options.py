@@ -48,7 +48,6 @@ class ModelOptions:
     temperature: Annotated[float, Bounds(0.01)] = 1.0  # sampling temperature
     # compile the engine on a CPU, too: needs g++ and up to a minute at the start
     compile: bool = False
-    exact: bool = False  # GPU: the same seeds give the same episodes in any batch; slower
 
 
 @dataclass
