@@ -11,15 +11,17 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
 
+import grpo
 import helpers
+import search
 from flatlab import files, options
 from flatlab.errors import SandboxFault, UserError
-from flatlab.options import Bounds, EpisodeOptions, Positive, Resumable
+from flatlab.options import BOUNDS, EpisodeOptions
 from flatlab.runs import cli, store
 from flatlab.runs.fingerprint import fingerprint, model_parts
 from flatlab.sandbox.client import Sandbox
@@ -445,12 +447,14 @@ def test_kill_9_leaves_only_whole_files(tmp_path, moment):
 @dataclass
 class Nested:
     episode: EpisodeOptions = field(default_factory=EpisodeOptions)
-    tau: Annotated[float, Bounds(0, 1)] = 0.5
-    steps: Resumable[int] = 1
-    minutes: Resumable[Positive | None] = None
+    tau: float = 0.5
+    steps: int = 1
+    minutes: float | None = None
     names: tuple[str, ...] = ("x",)
     seeds: tuple[int, ...] = (0,)
     rule: Literal["a", "b"] | None = None
+
+    BOUNDS = BOUNDS | {"tau": (0, 1), "minutes": (1e-6, 1e9)}
 
 
 @pytest.fixture
@@ -572,6 +576,13 @@ WRONG = {
     "--max-turns must be from 1 to 1000000, not 0": {"episode": EpisodeOptions(0)},
     "--minutes must be from 1e-06 to 1000000000, not inf": {"minutes": math.inf},
 }
+
+
+@pytest.mark.parametrize("script", [grpo, search])
+def test_bounds_and_resumable_options_name_options_and_defaults_are_within(script):
+    cfg = script.Config()
+    assert {*cfg.BOUNDS, *cfg.RESUMABLE} <= options.flat(cfg).keys()
+    options.check_values(cfg)
 
 
 @pytest.mark.parametrize("sentence", WRONG)

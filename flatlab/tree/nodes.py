@@ -428,7 +428,7 @@ def open_trees(cfg, tasks: list, rule, path, kind: str) -> tuple[list[Tree], Pat
             directory,
             options.flat(cfg) | cell,
             fingerprint([load_prompts(cfg.episode.prompts).digest, task.digest()], path),
-            options.may_change(cfg),
+            cfg.RESUMABLE,
             lambda run: is_finished(run, cfg),
         )
         t = Tree(task, mode, seed, cfg, run, rule)
