@@ -669,7 +669,7 @@ def prepare(cfg: Config, job):
         job.run = store.open_run(
             store.run_directory(cfg.name),
             options.flat(cfg),
-            fingerprint.fingerprint(env.digests(tasks, cfg.episode), path, cfg.agent or ""),
+            fingerprint.fingerprint(env.digests(tasks, cfg.episode), path),
             cfg.RESUMABLE,
             lambda run: checkpoint.is_finished(run, cfg),
         )

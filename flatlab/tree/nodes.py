@@ -420,6 +420,8 @@ def open_trees(cfg, tasks: list, rule, path, kind: str) -> tuple[list[Tree], Pat
     where = run_directory(cfg.name or name)
     if is_grid and (where / "config.yaml").exists():
         raise UserError(f"{where} is a single run, not a grid: choose another --name.")
+    prompts = load_prompts(cfg.episode.prompts).digest
+    made_by = {task.name: fingerprint([prompts, task.digest()], path) for task in tasks}
     trees = []
     for task, mode, seed in cells:
         directory = where / f"{task.name}-{mode}-{seed}" if is_grid else where
@@ -427,7 +429,7 @@ def open_trees(cfg, tasks: list, rule, path, kind: str) -> tuple[list[Tree], Pat
         run = open_run(
             directory,
             options.flat(cfg) | cell,
-            fingerprint([load_prompts(cfg.episode.prompts).digest, task.digest()], path),
+            made_by[task.name],
             cfg.RESUMABLE,
             lambda run: is_finished(run, cfg),
         )
