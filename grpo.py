@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from math import nan
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated, Literal
+from typing import Literal
 
 import env
 from flatlab import numbers, options, threads
@@ -278,23 +278,23 @@ class Config:
     """None stands for the default that the comment names; 0 is zero."""
 
     name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
-    seed: options.Seed = 0  # seed of sampling, initial adapter and choice of tasks
+    seed: int = 0  # seed of sampling, initial adapter and choice of tasks
     # training steps; a larger number continues a finished run
-    steps: options.Resumable[int] = 30
+    steps: int = 30
     sft: tuple[str, ...] = ()  # runs (logs/<run>) to imitate before the first step
     # fraction of their above-baseline episodes to imitate, best first; at most 1024 of a task
-    sft_share: Annotated[float, options.Bounds(1e-6, 1)] = 0.25
-    sft_updates: options.Count = 32  # optimizer steps of this imitation, on up to 8 episodes each
+    sft_share: float = 0.25
+    sft_updates: int = 32  # optimizer steps of this imitation, on up to 8 episodes each
     sft_lr: float | None = None  # learning rate of this imitation; default: 2e-4, stand-in 1e-3
 
-    groups: options.Count = 4  # P: groups per step
+    groups: int = 4  # P: groups per step
     # upper bound on the groups per step, when groups with equal rewards are replaced; default: 2 P
     max_groups: int | None = None
     # G: episodes per group, compared with each other
-    group_size: Annotated[int, options.Bounds(2)] = 8
+    group_size: int = 8
     ahead: int = 0  # steps sampled ahead of the update; bounds the lag of an episode's first token
     # episodes in flight at once in each process; default: 32 for each of the 1 + ahead steps
-    concurrency: options.Resumable[options.Count | None] = None
+    concurrency: int | None = None
     # command of a program that plays the episodes, see docs/extend.md; default: episode.play
     agent: str | None = None
 
@@ -311,24 +311,38 @@ class Config:
 
     lr: float | None = None  # learning rate of AdamW; default: 2e-5, stand-in 1e-3
     # rank of the LoRA matrices; default: 16, or that of --model's adapter. Alpha is twice the rank
-    lora_rank: options.Count | None = None
+    lora_rank: int | None = None
 
     # tokens per training pass; default: what fits into the memory, at most 8192
-    micro_tokens: options.Resumable[int | None] = None
+    micro_tokens: int | None = None
     # recompute activations: less memory, a third more time
-    gradient_checkpointing: options.Resumable[bool] = False
-    gpu_memory: options.GpuShare = 0.45  # share of the GPU for the engine's weights and KV cache
+    gradient_checkpointing: bool = False
+    gpu_memory: float = 0.45  # share of the GPU for the engine's weights and KV cache
 
     # episodes per evaluation, on seeds never trained on; 0: none, and best/ is the last adapter
-    eval_episodes: Annotated[int, options.Bounds(0, 100_003)] = 64
+    eval_episodes: int = 64
     # steps between evaluations; also before the first and after the last
-    eval_every: options.Count = 10
+    eval_every: int = 10
 
     tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
     model: options.ModelOptions = field(default_factory=options.ModelOptions)
     sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
     episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
-    trackers: options.Trackers = ()  # where rows go, too; WANDB_MODE=offline needs no account
+    # where rows go, too; WANDB_MODE=offline needs no account
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+
+    RESUMABLE = options.RESUMABLE | {"steps", "concurrency"}
+    RESUMABLE |= {"micro_tokens", "gradient_checkpointing"}
+    BOUNDS = options.BOUNDS | {
+        "sft_share": (1e-6, 1),
+        "sft_updates": options.COUNT,
+        "groups": options.COUNT,
+        "group_size": (2, 1e9),
+        "concurrency": options.COUNT,
+        "lora_rank": options.COUNT,
+        "eval_episodes": (0, 100_003),
+        "eval_every": options.COUNT,
+    }
 
     def __post_init__(self):
         self.clip_low = LOSSES[self.loss].clip_low
@@ -676,8 +690,8 @@ def prepare(cfg: Config, job):
         job.run = store.open_run(
             store.run_directory(cfg.name),
             options.flat(cfg),
-            fingerprint.fingerprint(env.digests(tasks, cfg.episode), path, cfg.agent or ""),
-            options.may_change(cfg),
+            fingerprint.fingerprint(env.digests(tasks, cfg.episode), path),
+            cfg.RESUMABLE,
             lambda run: checkpoint.is_finished(run, cfg),
         )
     return tasks, path, why
@@ -720,7 +734,6 @@ def load_policy(cfg: Config, path, job) -> Policy:
         value_head=ADVANTAGES[cfg.advantage].value_head,
         gradient_checkpointing=cfg.gradient_checkpointing,
         compile=cfg.model.compile,
-        exact=cfg.model.exact,
     )
     if policy.adapts_attention_only:
         job.say("adapter  is on the attention layers alone: the experts are not trained")

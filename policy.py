@@ -139,7 +139,6 @@ class Policy(ChatTokens):
     activations in the backward pass: a third slower, memory of one layer only. share_base: on
     a GPU the trainer uses the engine's copy of the base weights, if it then computes the same
     log-probs. compile: compile the engine on a CPU, too, with g++; on a GPU it always is.
-    exact: on a GPU, replies do not depend on what else is in the batch (slower).
     trains: False for search and evaluation: the trainer's copy of the model stays out of the GPU.
     dtype: of model and engine; default: bfloat16 on a GPU, float32 on a CPU.
     """
@@ -157,7 +156,6 @@ class Policy(ChatTokens):
         gradient_checkpointing: bool = False,
         share_base: bool = True,
         compile: bool = False,
-        exact: bool = False,
         trains: bool = True,
         dtype: str | None = None,
     ):
@@ -180,15 +178,6 @@ class Policy(ChatTokens):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         default = "bfloat16" if self.device == "cuda" else "float32"
         self.dtype = getattr(torch, dtype or default)
-        if exact:
-            # On older GPUs, vLLM's replacements of torch's matrix products have no backward pass.
-            least = (9, 0) if trains else (0, 0)
-            if self.device == "cpu" or torch.cuda.get_device_capability() < least:
-                raise UserError(
-                    "--exact needs a GPU; with training, one of compute capability 9.0 (H100 or "
-                    "newer)."
-                )
-            os.environ["VLLM_BATCH_INVARIANT"] = "1"
         if self.device == "cpu":
             # compiling even a helper of vLLM's sampler would take 3 s and a C++ compiler
             torch._dynamo.config.disable = not compile

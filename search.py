@@ -36,7 +36,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import env
 from flatlab import options, threads
@@ -164,32 +164,33 @@ class Config:
     episode: options.EpisodeOptions = field(
         default_factory=lambda: options.EpisodeOptions(max_turns=15)
     )
-    trackers: options.Trackers = ()  # where rows go, too; WANDB_MODE=offline needs no account
+    # where rows go, too; WANDB_MODE=offline needs no account
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
 
     # run directory logs/<name>; default: <script>[-<rule>]-<task>-<mode>-<model>-<seed>, of a grid
     # <script>-grid-<model>
     name: str | None = None
-    seed: tuple[options.Seed, ...] = (0,)  # seed of choices and samples; several: one tree each
+    seed: tuple[int, ...] = (0,)  # seed of choices and samples; several: one tree each
     # nodes that run at the same time, over all trees; default: 4, with --learn parents x children
-    workers: options.Resumable[options.Count | None] = None
+    workers: int | None = None
     # OpenAI-compatible endpoint to sample from, as http://localhost:8000/v1; key: $OPENAI_API_KEY
-    url: options.Resumable[str | None] = None
+    url: str | None = None
     # share of the GPU for the engine (weights and KV cache); default: 0.85, with --learn 0.45
-    gpu_memory: options.GpuShare | None = None
+    gpu_memory: float | None = None
 
     # executed nodes per tree, failed ones too; default: 12, with --learn 256
-    nodes: options.Resumable[options.Count | None] = None
+    nodes: int | None = None
     # token budget per tree, strategy requests included; default: no limit. Running requests may
     # exceed it
-    tokens: options.Resumable[Annotated[int, options.Bounds(1)] | None] = None
-    minutes: options.Resumable[options.Positive | None] = None  # wall time per tree; default: none
+    tokens: int | None = None
+    minutes: float | None = None  # wall time per tree; default: none
 
     # how strategies are asked for. none: not at all; sequence: as a list; uniform: equally probable
     # ones; tail: each less probable than tau; local: variations of the parent's
     sampling_mode: tuple[Literal[*MODES], ...] = ("tail",)
-    k: options.Count = 5  # strategies per request
+    k: int = 5  # strategies per request
     # tail: ask for strategies less probable than this; others are used only if too few came
-    tau: options.Share = 0.1
+    tau: float = 0.1
     scope: Literal["parent", "global"] = "parent"  # global: prompts summarise the whole tree
 
     # rule that picks the node to build on; default: bfs, with --learn puct
@@ -197,9 +198,21 @@ class Config:
     rule_args: tuple[str, ...] = ()  # constants of the rule, as in --rule-args c=0.5 drafts=4
 
     learn: bool = False  # search in rounds, each followed by one update of the model (LoRA)
-    parents: options.Count | None = None  # learn: nodes that the rule picks in a round; default: 4
-    children: Annotated[int, options.Bounds(2)] | None = None  # learn: of each; default: 8
+    parents: int | None = None  # learn: nodes that the rule picks in a round; default: 4
+    children: int | None = None  # learn: of each; default: 8
     lr: float | None = None  # learn: learning rate of AdamW; default: 4e-5, stand-in 1e-3
+
+    RESUMABLE = options.RESUMABLE | {"workers", "url", "nodes", "tokens", "minutes"}
+    BOUNDS = options.BOUNDS | {
+        "workers": options.COUNT,
+        "nodes": options.COUNT,
+        "tokens": (1, 1e9),
+        "minutes": (1e-6, 1e9),
+        "k": options.COUNT,
+        "tau": (0, 1),
+        "parents": options.COUNT,
+        "children": (2, 1e9),
+    }
 
 
 # ------------------------------------------------------------------ strategies
@@ -600,7 +613,6 @@ def open_engine(cfg: Config, path):
         max_batch=max(8, cfg.workers),
         gpu_memory=cfg.gpu_memory,
         compile=model.compile,
-        exact=model.exact,
         trains=cfg.learn,
     )
 

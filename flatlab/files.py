@@ -16,8 +16,6 @@ import yaml
 
 from flatlab.errors import UserError
 
-REMEMBERED_BYTES = 64 << 20  # the digest of a larger file is kept in the cache
-
 
 def temporary(final: Path) -> Path:
     """The name under which `final` is written first. sweep() in runs/store.py removes what a killed
@@ -143,25 +141,9 @@ def content_key(*parts: str | Path) -> str:
     """A short name for the content of texts and files. It changes if one of them does."""
     digest = hashlib.sha256()
     for part in parts:
-        text = file_digest(part) if isinstance(part, Path) else part
-        data = text.encode()
+        if isinstance(part, Path):
+            with open(part, "rb") as file:
+                part = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        data = part.encode()
         digest.update(b"%d " % len(data) + data)
     return digest.hexdigest()[:16]
-
-
-def file_digest(path: Path) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of a file's content.
-
-    A large file is read once: the cache keeps its digest under its path, size and time of change.
-    """
-    stat = path.stat()
-    with open(path, "rb") as file:
-        if stat.st_size <= REMEMBERED_BYTES:
-            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-        key = content_key(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}")
-        kept = cache_dir() / "digests" / f"{key}.json"
-        facts = recall(kept)
-        if not facts:
-            facts = {"digest": hashlib.file_digest(file, "sha256").hexdigest()[:16]}
-            store(kept, facts)
-    return facts["digest"]

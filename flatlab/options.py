@@ -1,35 +1,29 @@
 """The options that grpo.py and search.py share. Each class is one box in `--help`; flags stay flat.
 
 None stands for the default that the comment names; `derive` fills in those that depend on the
-model. 0 is only ever zero. An annotation holds what check_values() and open_run() need to know: the
-bounds of a number, and whether an option may change when a run is resumed.
+model. 0 is only ever zero. RESUMABLE is for open_run(), BOUNDS for check_values().
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, is_dataclass
-from typing import Annotated, Literal, NamedTuple, TypeVar, get_args, get_type_hints
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 from flatlab.errors import UserError
 from flatlab.sandbox.backend import IMAGE
 
-
-class Bounds(NamedTuple):
-    """Lowest and highest value of a number. The defaults hold for numbers without an annotation."""
-
-    low: float = 0
-    high: float = 1e9
-
-
-MAY_CHANGE = "may change when a run is resumed"
-T = TypeVar("T")
-Resumable = Annotated[T, MAY_CHANGE]
-Count = Annotated[int, Bounds(1, 1_000_000)]
-Positive = Annotated[float, Bounds(1e-6)]
-Share = Annotated[float, Bounds(0, 1)]
-GpuShare = Annotated[float, Bounds(0.01, 1), MAY_CHANGE]
-Seed = Annotated[int, Bounds(0, 2**32 - 1)]
-Trackers = Resumable[tuple[Literal["tensorboard", "wandb"], ...]]
+COUNT = (1, 1_000_000)
+# options that may change when a run is resumed; each script adds its own
+RESUMABLE = {"gpu_memory", "trackers"}
+# lowest and highest value of a number, by default 0 and 1e9; each script adds its own
+BOUNDS = {
+    "seed": (0, 2**32 - 1),
+    "gpu_memory": (0.01, 1),
+    "temperature": (0.01, 1e9),
+    "max_turns": COUNT,
+    "max_reply_tokens": COUNT,
+    "episode_minutes": (0.01, 1e9),
+}
 
 
 @dataclass
@@ -45,10 +39,9 @@ class ModelOptions:
     model: str | None = None
     # tokens of prompt and reply together; default: 16384 or what the model can, stand-in 2048
     context: int | None = None
-    temperature: Annotated[float, Bounds(0.01)] = 1.0  # sampling temperature
+    temperature: float = 1.0  # sampling temperature
     # compile the engine on a CPU, too: needs g++ and up to a minute at the start
     compile: bool = False
-    exact: bool = False  # GPU: the same seeds give the same episodes in any batch; slower
 
 
 @dataclass
@@ -64,13 +57,13 @@ class SandboxOptions:
 
 @dataclass
 class EpisodeOptions:
-    max_turns: Count = 8  # replies per episode
+    max_turns: int = 8  # replies per episode
     # tokens per reply; default: 2048, at most a quarter of the context; stand-in 160
-    max_reply_tokens: Count | None = None
+    max_reply_tokens: int | None = None
     # longer command outputs keep head and tail; default: 2048, at most a quarter of the context;
     # stand-in 256
     max_observation_tokens: int | None = None
-    episode_minutes: Annotated[float, Bounds(0.01)] = 30.0  # time limit of one episode, in minutes
+    episode_minutes: float = 30.0  # time limit of one episode, in minutes
     # YAML file of all that an agent reads and a search asks; default: configs/prompts/agent.yaml,
     # stand-in configs/prompts/tiny.yaml
     prompts: str | None = None
@@ -89,36 +82,14 @@ def flat(config) -> dict:
     return values
 
 
-def notes_of(config) -> dict[str, list]:
-    """Name of each field, those of nested groups included -> what its annotation holds."""
-    notes = {}
-    for name, hint in get_type_hints(type(config), include_extras=True).items():
-        value = getattr(config, name)
-        notes |= notes_of(value) if is_dataclass(value) else {name: metadata_in(hint)}
-    return notes
-
-
-def metadata_in(hint) -> list:
-    """What stands in Annotated[...], also inside of a union."""
-    own = list(getattr(hint, "__metadata__", ()))
-    return own + [note for part in get_args(hint) for note in metadata_in(part)]
-
-
-def may_change(config) -> set[str]:
-    """Names of the options that may change when a run is resumed."""
-    return {name for name, notes in notes_of(config).items() if MAY_CHANGE in notes}
-
-
 def check_values(config) -> None:
-    """Raises UserError for a number out of its bounds, and for a list without values whose default
-    has some. NaN is always out of bounds; None never is.
+    """Raises UserError for a number out of the config's BOUNDS, and for a list without values whose
+    default has some. NaN is always out of bounds; None never is.
     """
-    values = flat(config)
     defaults = flat(type(config)())
-    for name, notes in notes_of(config).items():
+    for name, value in flat(config).items():
         flag = "--" + name.replace("_", "-")
-        low, high = next((note for note in notes if isinstance(note, Bounds)), Bounds())
-        value = values[name]
+        low, high = config.BOUNDS.get(name, (0, 1e9))
         if value == () and defaults[name]:
             raise UserError(f"{flag} needs at least one value.")
         if isinstance(value, tuple) and len(set(value)) < len(value):

@@ -12,7 +12,7 @@ import pytest
 import learning
 import search
 from flatlab.files import read_rows
-from flatlab.options import flat, may_change
+from flatlab.options import flat
 from flatlab.runs.store import open_run
 from flatlab.tree.nodes import Tree
 from helpers import MADE_BY, search_config, start
@@ -31,7 +31,7 @@ def grown(policy, *folders, change=None, is_cut=False, **config):
     cfg = search_config(**options | config)
     trees = []
     for folder in folders:
-        run = open_run(folder, flat(cfg) | {"seed": 0}, MADE_BY, may_change(cfg))
+        run = open_run(folder, flat(cfg) | {"seed": 0}, MADE_BY, cfg.RESUMABLE)
         (run.dir / "nodes").mkdir(exist_ok=True)
         task = replace(TASK, splits=("test",))
         trees.append(Tree(task, "none", 0, cfg, run, search.SELECT[cfg.select]))

@@ -469,11 +469,6 @@ def test_more_new_prompts_than_fit_into_one_step(policy):
     assert largest_gap(policy, prompts, tokens=4) < 1e-4
 
 
-def test_exact_needs_a_gpu(random_model):
-    with pytest.raises(UserError, match="--exact needs a GPU"):
-        Policy(resolve_model(random_model), exact=True)
-
-
 def change_json(path, **fields):
     """Overwrites fields of a JSON file; those that are None are removed."""
     values = json.loads(path.read_text()) | fields

@@ -17,7 +17,7 @@ import pytest
 import search
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import read_mapping, read_rows
-from flatlab.options import flat, may_change
+from flatlab.options import flat
 from flatlab.runs import store
 from flatlab.runs.cli import parse_config
 from flatlab.runs.store import open_run
@@ -144,7 +144,7 @@ def run(
     for task, mode, seed in itertools.product(tasks, modes, seeds):
         cell = {"task": task.name, "sampling_mode": mode, "seed": seed}
         directory = Path(folder) / f"{task.name}-{mode}-{seed}"
-        opened = open_run(directory, flat(cfg) | cell, MADE_BY, may_change(cfg))
+        opened = open_run(directory, flat(cfg) | cell, MADE_BY, cfg.RESUMABLE)
         (opened.dir / "nodes").mkdir(exist_ok=True)
         trees.append(Tree(task, mode, seed, cfg, opened, search.SELECT[cfg.select]))
     FakeEnv.hidden = hidden or {}

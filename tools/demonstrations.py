@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import env
 from flatlab.errors import UserError
 from flatlab.model.chat import Sample
-from flatlab.options import Count, EpisodeOptions, check_values
+from flatlab.options import COUNT, EpisodeOptions, check_values
 from flatlab.runs.cli import one_sentence, parse_config
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.store import open_run, run_directory
@@ -38,14 +38,15 @@ from tools import expert
 @dataclass
 class Config:
     task: tuple[str, ...] = ("battleOfSexes",)  # one or more of the tasks that the expert knows
-    episodes: Count = 96  # of each task
+    episodes: int = 96  # of each task
     seed: int = 0  # of the expert's choices
-    max_turns: Count = (
-        3  # replies per episode, as in configs/grpo-cpu.yaml; longer ones are redrawn
-    )
+    # replies per episode, as in configs/grpo-cpu.yaml; longer ones are redrawn
+    max_turns: int = 3
     prompts: str | None = None  # file of what the agent reads; default: configs/prompts/agent.yaml
     backend: Literal["auto", "docker", "local"] = "auto"  # auto: as grpo.py chooses for this model
     name: str | None = None  # run directory logs/<name>; default: demonstrations-<task>
+
+    BOUNDS = {"episodes": COUNT, "max_turns": COUNT}
 
 
 def short_titanic_table() -> expert.Table:

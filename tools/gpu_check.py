@@ -360,33 +360,6 @@ def memory_probe(model: str) -> list:
     return [("tokens of a training pass", str(tokens), f"{gib(free)} were free")]
 
 
-def exact(model: str) -> list:
-    """Batch invariance: one request alone and among 64 gives the same reply and the same log-probs,
-    bit for bit. A CPU has no such kernels: it runs the same code and shows what it does.
-    """
-    policy = make_policy(model, exact=has_gpu())
-    move_adapter(policy, 1e-2)
-    policy.sync()
-    prompt = prompt_of(policy, 0)
-    alone = asyncio.run(policy.sample(prompt, TOKENS, seed=0))
-
-    async def among_64():
-        requests = [policy.sample(prompt_of(policy, i), TOKENS, seed=i) for i in range(64)]
-        return (await asyncio.gather(*requests))[0]
-
-    together = asyncio.run(among_64())
-    found = asyncio.run(policy.verify())["random adapter"]
-    is_same = alone.tokens == together.tokens and alone.logprobs == together.logprobs
-    same = "the same" if is_same else "different"
-    rate = engine_rate(policy.engine, prompts_of(policy))
-    _, _, seconds, _ = timed_update(policy, update_batch(policy))
-    note = f"difference {found.mean:.2g} nats on average; {rate:.0f} tokens/s"
-    return [
-        ("reply and log-probs alone and among 64", same, note),
-        ("update", f"{seconds:.3f} s", f"{EPISODES} episodes of {PROMPT} + {TOKENS} tokens"),
-    ]
-
-
 def budget(model: str) -> list:
     """Free memory after the engine, after the trainer and at the peak of a step, beside the
     estimate of what that step needs.
@@ -493,8 +466,6 @@ PARTS = {
     "shared-prompt": (shared_prompt, {}),
     "memory": (memory_probe, {}),
     "budget": (budget, {}),
-    "exact": (exact, {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}),
-    "exact-breakable": (exact, {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}),
     "ahead": (ahead, {}),
     "training": (training, {}),
 }

@@ -17,9 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
-from vllm import envs
 from vllm.config import CompilationConfig, CompilationMode, set_current_vllm_config
-from vllm.model_executor.determinism.batch_invariant import linear_batch_invariant
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     LinearBase,
@@ -77,10 +75,6 @@ class LoraLinear(UnquantizedLinearMethod):
     def apply(self, layer, x, bias=None):
         rows = x.flatten(0, -2)  # transformers' own layers keep a batch dimension
         y = super().apply(layer, rows, bias)
-        # Policy(exact=True); cuBLAS depends on the number of rows. Untried on a GPU.
-        if envs.VLLM_BATCH_INVARIANT:
-            y += linear_batch_invariant(linear_batch_invariant(rows, layer.lora_a), layer.lora_b)
-            return y.unflatten(0, x.shape[:-1])
         with threads_for(rows):
             y.addmm_(F.linear(rows, layer.lora_a), layer.lora_b.T)
         return y.unflatten(0, x.shape[:-1])

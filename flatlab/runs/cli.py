@@ -37,7 +37,7 @@ def parse_config(config_class, argv: list[str]):
         config_class,
         args=flags,
         description=sys.modules["__main__"].__doc__,
-        config=(tyro.conf.OmitArgPrefixes,),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
     )
 
 
@@ -66,7 +66,10 @@ def explain(event) -> None:
         raise UserError(f"Unknown {event.argument.display_name()} {event.value!r}; {hint}.")
     if isinstance(event, InstantiationFailure) and event.argument:
         given = re.sub(r"""^[^["']*""", "", event.message.partition("\n")[0]).strip("[].")
-        wanted = "a whole number" if "INT" in event.argument.lowered.metavar else "a number"
+        metavar = event.argument.lowered.metavar
+        wanted = "a number" if "FLOAT" in metavar else f"one of {metavar}"
+        if "INT" in metavar:
+            wanted = "a whole number"
         raise UserError(f"{event.argument.display_name()} needs {wanted}, not {given}.")
 
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from flatlab.errors import UserError
-from flatlab.files import file_digest, read_mapping, save_tensors
+from flatlab.files import content_key, read_mapping, save_tensors
 from flatlab.train import metrics
 from flatlab.train.batch import Group
 
@@ -112,7 +112,7 @@ def final_adapters(run) -> dict[str, tuple[Path, str]]:
     folders["last"] = [*folders.values(), *steps][-1]
     folders["best"] = run.dir / "best"
     return {
-        name: (folder, file_digest(next(folder.glob("*.safetensors"))))
+        name: (folder, content_key(next(folder.glob("*.safetensors"))))
         for name, folder in folders.items()
     }
 

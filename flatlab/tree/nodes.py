@@ -412,6 +412,8 @@ def open_trees(cfg, tasks: list, rule, path) -> tuple[list[Tree], Path]:
     where = run_directory(cfg.name)
     if is_grid and (where / "config.yaml").exists():
         raise UserError(f"{where} is a single run, not a grid: choose another --name.")
+    prompts = load_prompts(cfg.episode.prompts).digest
+    made_by = {task.name: fingerprint([prompts, task.digest()], path) for task in tasks}
     trees = []
     for task, mode, seed in cells:
         directory = where / f"{task.name}-{mode}-{seed}" if is_grid else where
@@ -419,8 +421,8 @@ def open_trees(cfg, tasks: list, rule, path) -> tuple[list[Tree], Path]:
         run = open_run(
             directory,
             options.flat(cfg) | cell,
-            fingerprint([load_prompts(cfg.episode.prompts).digest, task.digest()], path),
-            options.may_change(cfg),
+            made_by[task.name],
+            cfg.RESUMABLE,
             lambda run: is_finished(run, cfg),
         )
         t = Tree(task, mode, seed, cfg, run, rule)
