@@ -149,13 +149,17 @@ def test_a_failed_later_step_ends_the_run_and_all_episodes(play):
     assert sorted(ended) == sorted(begun), "the episodes in flight were cancelled"
 
 
-def test_a_sync_while_a_reply_is_sampled(policy):
+def test_a_sync_while_a_reply_is_sampled(policy, monkeypatch):
     """The tokens before it are those of the old adapter, the ones after it are not."""
     prompt = policy.render([{"role": "user", "content": "count"}])
+    steps = []
+    step_engine = policy.step_engine
+    monkeypatch.setattr(policy, "step_engine", lambda: steps.append(1) or step_engine())
 
     async def sample(changes):
         reply = asyncio.ensure_future(policy.sample(prompt, 60, seed=3))
-        for _ in range(20):
+        steps.clear()
+        while len(steps) < 20:
             await asyncio.sleep(0)
         if changes:
             assert not reply.done()

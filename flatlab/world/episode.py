@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 
-from flatlab.errors import SandboxFault, user_code
+from flatlab.errors import SandboxFault
 from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
 from flatlab.runs.store import packed_tokens
@@ -491,8 +491,7 @@ async def run_episode(
     begin = time.monotonic()
     try:
         read = await start(env, policy, episode, options, history)
-        with user_code("play"):
-            episode.status = await play(env, policy, episode, options, read)
+        episode.status = await play(env, policy, episode, options, read)
         episode.score = await in_thread(env.score)
         if score_test and not env.task.exact:
             episode.test_score = await in_thread(env.score, env.task.splits[-1])
