@@ -29,6 +29,7 @@ import tasks
 from backends import EVERYWHERE, ISOLATED
 from competition import ROWS, answers, make_competition, write
 from env import Env
+from flatlab import numbers
 from flatlab.errors import UserError
 from flatlab.options import SandboxOptions, TaskOptions
 from flatlab.runs.store import open_run
@@ -37,7 +38,6 @@ from flatlab.task.builtin import builtin_names
 from flatlab.task.definition import (
     TASKS_DIR,
     Task,
-    finite_number,
     last_json_object,
     parse_grade,
 )
@@ -185,8 +185,8 @@ def test_parse_grade():
         assert value == score
         assert words in message
         assert len(message) <= 500
-    for wrong in (None, True, -math.inf, "0.1", [1]):
-        assert finite_number({"stderr": wrong}, "stderr") is None
+    for wrong in (None, True, -math.inf, "0.1", [1], 10**101):
+        assert numbers.number(wrong) is None
 
 
 def test_improvement_knows_direction_and_unit():

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import content_key
+from flatlab.numbers import LARGEST, number
 from flatlab.task.value import improvement
 
-LARGEST = 1e100  # scores beyond it count as none: their squares and sums would be infinite
 MESSAGE_CHARS = 500  # of a grader's error message, which the agent reads
 WHOLE_WORKSPACE = ("./",)  # artefacts: all that was written, changed or removed in the workspace
 
@@ -157,7 +157,7 @@ def parse_grade(grade: dict, task: Task) -> tuple[float | None, str]:
     """
     if reason := refusal(grade, task):
         return None, reason
-    value = finite_number(grade, task.metric)
+    value = number(grade.get(task.metric))
     if value is not None:
         return value, ""
     if grade.keys() <= {"error"}:
@@ -176,14 +176,6 @@ def refusal(grade: dict, task: Task) -> str:
     if type(value) is float and LARGEST < abs(value) < math.inf:
         return f"The {task.metric} is no finite number below {LARGEST:g} in size."
     return ""
-
-
-def finite_number(grade: dict, key: str) -> float | None:
-    """The number under a key; None if it is absent, not finite, or beyond LARGEST."""
-    value = grade.get(key)
-    if type(value) not in (int, float):  # bool is none
-        return None
-    return float(value) if abs(value) <= LARGEST else None
 
 
 def last_json_object(text: str) -> dict:
