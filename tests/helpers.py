@@ -301,6 +301,14 @@ def chat_server(answer):
         http.server_close()
 
 
+def dead_proxy(monkeypatch, exceptions):
+    """Names a proxy that does not answer. exceptions: of $NO_PROXY."""
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", exceptions)
+
+
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]

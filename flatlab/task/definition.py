@@ -72,7 +72,9 @@ class Task:
         needs = {
             "splits": self.splits,
             "artefacts": self.artefacts,
-            "artefacts in the workspace": not any(map(is_outside, self.artefacts)),
+            "artefacts in the workspace": not any(
+                name.startswith("/") or ".." in name.split("/") for name in self.artefacts
+            ),
             "finite time limits above 0": all(0 < seconds < math.inf for seconds in limits),
             "an idle_timeout of at least 0": 0 <= self.idle_timeout < math.inf,
             "a finite baseline": math.isfinite(self.baseline),
@@ -143,11 +145,6 @@ def refuse_overlap(task: str, public: Iterable[Path], hidden: Iterable[Path]) ->
         facts = path.stat()
         if (facts.st_dev, facts.st_ino) in known:
             raise UserError(f"Task {task}: {path} is hidden, so it cannot be a public file, too.")
-
-
-def is_outside(artefact: str) -> bool:
-    """Whether it does not lie in the workspace."""
-    return artefact.startswith("/") or ".." in artefact.split("/")
 
 
 def parse_grade(grade: dict, task: Task) -> tuple[float | None, str]:
