@@ -234,7 +234,6 @@ def run_grader(task, folder, artefacts, split):
 
 def run_csv_grader(task, folder, artefacts, split):
     """What grade_csv.py prints, run in this process: that takes a millisecond."""
-    sys.path.append(str(PROJECT / "configs/tasks"))
     import grade_csv
 
     write(folder, artefacts)

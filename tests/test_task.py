@@ -13,13 +13,14 @@ import random
 import re
 import shutil
 import statistics
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import grade_csv
+import grade_mledojo
 import pytest
 
 import env
@@ -58,10 +59,6 @@ from helpers import (
 )
 from tasks import load_task
 from tools import make_data
-
-sys.path.append(str(TASKS_DIR))
-import grade_csv  # noqa: E402
-import grade_mledojo  # noqa: E402
 
 LOCAL_BOX = SandboxOptions(LOCAL)
 MLGYM = os.environ.get("MLGYM_ROOT")  # before conftest.py hides it
