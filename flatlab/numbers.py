@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from statistics import stdev
 
+LARGEST = 1e100  # the squares and sums of larger numbers would be infinite
+
 
 def number(value) -> float | None:
-    """`value` as a float if it is a finite number, else None: a row may hold anything."""
+    """`value` as a float if it is a number of at most LARGEST in size, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value) if abs(value) <= LARGEST else None
 
 
 def standard_error(values: list[float]) -> float | None:
@@ -23,7 +25,7 @@ def standard_error(values: list[float]) -> float | None:
 BEST_OF = 8  # k of expected_best in evaluations
 
 
-def expected_best(k: int, values: list[float], higher_is_better: bool = True) -> float | None:
+def expected_best(k: int, values: list[float]) -> float | None:
     """Expected best of k values that are drawn without replacement; None with fewer than k.
 
     max@k = sum_i C(i - 1, k - 1) x_i / C(n, k) over x_1 <= ... <= x_n: the unbiased estimate of
@@ -31,14 +33,8 @@ def expected_best(k: int, values: list[float], higher_is_better: bool = True) ->
     """
     if len(values) < k:
         return None
-    ordered = sorted(values, reverse=not higher_is_better)
-    weighted = [math.comb(i, k - 1) * x for i, x in enumerate(ordered)]
+    weighted = [math.comb(i, k - 1) * x for i, x in enumerate(sorted(values))]
     return sum(weighted) / math.comb(len(values), k)
-
-
-def best_text(best: float | None) -> str:
-    """', best of 8: 0.7698' after a mean; "" without a value."""
-    return "" if best is None else f", best of {BEST_OF}: {best:.4f}"
 
 
 def plus_minus(mean: float | None, error: float | None, sign: str = "", digits: int = 4) -> str:

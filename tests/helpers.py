@@ -234,7 +234,6 @@ def run_grader(task, folder, artefacts, split):
 
 def run_csv_grader(task, folder, artefacts, split):
     """What grade_csv.py prints, run in this process: that takes a millisecond."""
-    sys.path.append(str(PROJECT / "configs/tasks"))
     import grade_csv
 
     write(folder, artefacts)
@@ -299,6 +298,14 @@ def chat_server(answer):
     finally:
         http.shutdown()
         http.server_close()
+
+
+def dead_proxy(monkeypatch, exceptions):
+    """Names a proxy that does not answer. exceptions: of $NO_PROXY."""
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", exceptions)
 
 
 def free_port():

@@ -559,16 +559,13 @@ def test_any_text_is_a_legal_class_if_the_task_names_none(table, tmp_path):
 DOJO = {
     "honest": answers(lambda i: i),
     "no rows": "id,y\n",
-    "another column": answers(lambda i: i, header="id,z"),
     "no ids": answers(lambda i: i, header="a,b"),
     "other ids": answers(lambda i: i, range(1, ROWS + 1)),
     "half of the rows": answers(lambda i: i, range(ROWS // 2)),
     "ids twice": answers(lambda i: i, [*range(ROWS - 1), 0]),
-    "text": answers(lambda i: "one"),
     "one text": answers(lambda i: "one" if i == 77 else i),
     "nan": answers(lambda i: ""),
     "too large": answers(lambda i: 1e300),
-    "nothing": "",
     "bytes": b"\xff\xfe\x00",
 }
 

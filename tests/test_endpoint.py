@@ -9,7 +9,7 @@ import pytest
 from flatlab.errors import UserError
 from flatlab.model import endpoint
 from flatlab.view import reader
-from helpers import LOCAL, PROJECT, chat_server, completion, python, served, user_error
+from helpers import LOCAL, PROJECT, chat_server, completion, dead_proxy, python, served, user_error
 from policy import TINY
 
 
@@ -107,16 +107,12 @@ RAW = {"raw": str(error("This model's maximum context length is 4096 tokens"))}
         (400, error("Please reduce the length of the messages.", "context_length_exceeded")),
         (400, error("Your input exceeds the context window of this model.")),
         (400, error("The decoder prompt (length 5000) is longer than the maximum model length")),
-        (400, error(LLAMA, 400, "exceed_context_size_error")),
         (400, error("Please shorten it.", 400, "exceed_context_size_error")),
         (500, error("Context size has been exceeded.", 500, "server_error")),
         (400, {"object": "error", "message": SGLANG, "type": "BadRequestError"}),
-        (400, error("The input (5000 tokens) is longer than the model's context length (2048).")),
         (422, {"error": TGI, "error_type": "validation"}),
         (422, {"error": "`inputs` must have less than 1024 tokens. Given: 5000"}),
-        (400, {"error": "prompt too long; exceeded max context length by 5 tokens"}),
         (400, {"error": {"type": "invalid_request_error", "message": ANTHROPIC}}),
-        (400, error("prompt is too long: 205000 tokens > 200000 maximum")),
         (413, error("prompt is too long: 205000 tokens > 200000 maximum")),
         (400, error("The input token count (1200000) exceeds the maximum number", 400)),
         (400, {"message": "too many tokens: size limit exceeded by 500 tokens."}),
@@ -187,7 +183,7 @@ THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
         ("half \ud83d", "half ?"),
         ([THOUGHT, TEXT, {"type": "output_text", "text": " you"}], "hello you"),
         ([{"type": "image_url", "image_url": {"url": "x"}}], "image_url is no text"),
-        *((content, "") for content in (5, True, {"text": "a"}, [None], [["a"]], ["a"], [{}])),
+        *((content, "") for content in (5, {"text": "a"}, [None], [{}])),
         ([{"type": "text", "text": None}], ""),
         ([{"type": ["text"], "text": "a"}], ""),
     ],
@@ -211,8 +207,8 @@ def test_the_text_of_a_message(server, content, text):
     [
         ({"completion_tokens": 20}, 20),
         ({"completion_tokens": "20"}, 20),
-        *((usage, 3) for usage in (None, {}, [], 7, "x", {"prompt_tokens": 1})),
-        *(({"completion_tokens": wrong}, 3) for wrong in (None, -1, "many", [], {}, 1.5)),
+        *((usage, 3) for usage in (None, {}, 7)),
+        *(({"completion_tokens": wrong}, 3) for wrong in (None, -1, [], 1.5)),
     ],
 )
 def test_usage_in_any_form(server, usage, count):
@@ -223,8 +219,8 @@ def test_usage_in_any_form(server, usage, count):
 
 def test_nonsense_is_no_answer_and_one_without_usage_is_counted_here(server):
     url, script, _ = server
-    ends = [{"choices": wrong} for wrong in ([], None, {}, 7, [None], [{}], [{"message": None}])]
-    for nonsense in (b"<html>", b"", [1], "text", None, {}, *ends):
+    ends = [{"choices": wrong} for wrong in ([], None, {}, [None], [{"message": None}])]
+    for nonsense in (b"<html>", [1], None, *ends):
         script.append((200, nonsense, {}))
         with user_error("does not answer like a chat endpoint: "):
             ask(url)
@@ -252,10 +248,7 @@ def test_nobody_is_there(server):
 
 
 def test_a_proxy_is_not_asked_for_this_machine(server, monkeypatch):
-    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.setenv("NO_PROXY", "example.org")
+    dead_proxy(monkeypatch, "example.org")
     for url in (server[0], server[0].replace("127.0.0.1", "localhost")):
         endpoint.check_url(url)
         assert ask(url, retries=0).text == "hello"

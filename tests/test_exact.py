@@ -5,12 +5,12 @@ import itertools
 import json
 import math
 import re
-import sys
 import time
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
+import grade_exact
 import pytest
 
 import grpo
@@ -19,7 +19,6 @@ import tasks
 from env import Env
 from flatlab.options import SandboxOptions
 from flatlab.runs.store import open_run
-from flatlab.task.definition import TASKS_DIR
 from flatlab.task.value import improvement
 from flatlab.train import metrics
 from flatlab.tree.nodes import Tree
@@ -36,9 +35,6 @@ from helpers import (
 )
 from tasks import load_task
 from training import scored_group
-
-sys.path.append(str(TASKS_DIR))
-import grade_exact  # noqa: E402
 
 EXACT = ("sumsDifferences", "hadamard29", "erdosOverlap", "autocorrelation", "circlePacking")
 UNIT = 10**9

@@ -20,7 +20,7 @@ loss = grpo.LOSSES["tis"]
 value, clipped = loss.function(logp, torch.tensor([0.0, -2.0]), torch.ones(2), None, cfg)
 assert clipped.tolist() == [False, True] and loss.weight(1, 4, 1, cfg) == 0.25
 assert grpo.ENTROPY_BONUS == 0.01
-said = SimpleNamespace(output="mean 1", timed_out=False, exit_code=0)
+said = SimpleNamespace(output="mean 1", stopped="", exit_code=0)
 box = SimpleNamespace(run=lambda command, timeout: said if command[-1] == "a.csv" else None)
 tool = grpo.agent_loop(cfg).keywords["act"]
 reply = "describe a.csv"

@@ -198,7 +198,6 @@ LONG = "a" * 80_000
         (f"\033]8;;http://{LONG}THE END\n", f"]8;;http://{LONG}THE END\n"),
         (f"\033]8;;http://\n{LONG}\a", f"]8;;http://\n{LONG}"),
         (f"\033]0;{LONG}\a", f"]0;{LONG}"),
-        (f"\033[{'0' * 80_000}m", f"[{'0' * 80_000}m"),
         (f"\033{' ' * 80_000}x", f"{' ' * 80_000}x"),
         ("\033P1\nb\033\\c \033Xd\r\n\033_e\033^f\033[", "P1\nbc Xd\n_e^f["),
         (
@@ -234,7 +233,7 @@ def test_endless_output_needs_constant_memory(box):
 
     before = peak()
     result = box.run("echo first; yes", 1.5)
-    assert result.timed_out
+    assert result.stopped
     assert result.output.startswith("first\ny\n")
     assert "bytes left out" in result.output
     assert len(result.output) < 4 * client.KEEP_BYTES
@@ -242,10 +241,10 @@ def test_endless_output_needs_constant_memory(box):
     tail = box.run("seq 2000000", 20)
     assert tail.output.endswith("1999999\n2000000\n")
     assert tail.output.startswith("1\n2\n")
-    assert not tail.timed_out
+    assert not tail.stopped
     script = "seq 2000000; seq 2000000 >&2; sleep 9 & exit 3"
     reply, stdout = box.program(["sh", "-c", script], 20, keep=(0, 8))
-    assert (stdout, reply["code"], reply["timed_out"]) == (b"2000000\n", 3, False)
+    assert (stdout, reply["code"], reply["stopped"]) == (b"2000000\n", 3, "")
     assert reply["stderr"].endswith("1999999\n2000000\n")
     assert len(reply["stderr"]) == 8192
     assert peak() < before + 4096
@@ -266,7 +265,7 @@ def test_time_limit_kills_everything(box):
         "trap '' TERM; while :; do sleep 0.05; done",
         0.5,
     )
-    assert result.timed_out
+    assert result.stopped
     assert result.output.startswith("partial\n")
     assert time.monotonic() - start < 0.5 + 2 + 2
     assert running(box, "98765") == 0
@@ -276,10 +275,10 @@ def test_time_limit_kills_everything(box):
 def test_sigterm_comes_first_and_is_no_timeout_by_itself(box):
     start = time.monotonic()
     result = box.run("trap 'echo saved; exit 0' TERM; sleep 30 & wait", 0.3)
-    assert result.timed_out
+    assert result.stopped
     assert "saved" in result.output
     assert time.monotonic() - start < 2
-    assert not box.run("kill -TERM $$", 5).timed_out
+    assert not box.run("kill -TERM $$", 5).stopped
 
 
 IN_VFORK = """
@@ -308,8 +307,7 @@ THREAD = "import threading\nthreading.Thread(target=lambda: exec('while 1: pass'
 def test_a_command_that_only_waits_is_stopped(box, command, limit):
     start = time.monotonic()
     result = box.run(command, 1.5, 0.5)
-    assert result.timed_out == bool(limit)
-    assert result.idle == (limit == "idle")
+    assert result.stopped == limit
     assert time.monotonic() - start < 9
     box.call("sweep")
 
@@ -355,7 +353,7 @@ def test_memory_bomb(isolated):
 def test_fork_bomb(isolated, bomb):
     with closing(Sandbox(isolated, processes=64)) as box:
         start = time.monotonic()
-        assert box.run(bomb, 1).timed_out
+        assert box.run(bomb, 1).stopped
         assert time.monotonic() - start < 8
         assert out(box, "echo alive") == "alive"
         assert int(out(box, "ls -d /proc/[0-9]* | wc -l")) < 12
@@ -440,7 +438,7 @@ def test_runner_cannot_be_killed_or_read(isolated):
 
 FORGE = """
 import json, os, struct
-reply = dict(code=0, cwd="/", head=0, dropped=0, seconds=0, timed_out=False)
+reply = dict(code=0, cwd="/", head=0, dropped=0, seconds=0, stopped="")
 head = json.dumps(reply).encode()
 frame = struct.pack(">II", len(head), 4) + head + b"FAKE"
 paths = [f"/proc/{p}/fd/{n}" for p in (1, os.getppid()) for n in range(12)]
@@ -703,7 +701,7 @@ snapshot.put_back(twin, snapshot.take(box))
 copied = twin.run("stat -c '%n %a' *; cat h", 5).output.split()
 twin.close()
 said = [[r.exit_code, r.output.strip()] for r in results]
-said += [[int(slow.timed_out), left.output.strip()], [0, box.get("f").decode()], [names, copied]]
+said += [[slow.stopped, left.output.strip()], [0, box.get("f").decode()], [names, copied]]
 print(json.dumps(said))
 box.close()
 """
@@ -749,7 +747,7 @@ def test_namespaces_of_an_ordinary_user(ordinary):
         assert refused[0]
     assert caps[1].split()[1] == "0" * 16
     assert put == [0, "x"]
-    assert slow[0] == 1
+    assert slow[0] == "time"
     assert int(slow[1]) < 6
     assert closed[0] == ["f", "g", "h"]
     assert " ".join(closed[1]) == "d 444 f 600 h 644 2"  # what it may not read is left out

@@ -21,7 +21,7 @@ import pandas
 
 SEED = "1"
 PARTS = ("validation", "test", "validation", "selection")
-LARGEST = 1e100  # a score beyond it is none, as in flatlab/task/definition.py
+LARGEST = 1e100  # a score beyond it is none, as in flatlab/numbers.py
 FEW = 40  # with fewer ids than this there are no parts
 RESAMPLES = 20  # for the standard error, which is then exact to about 16 %
 RESAMPLE_SECONDS = 10.0  # no further resample is started after this time

@@ -41,11 +41,13 @@ def text_of(content) -> str:
     """
     if content is None or isinstance(content, str):
         return content or ""
-    parts = [part for part in content if part["type"] not in THOUGHTS]
-    for part in parts:
-        if part["type"] not in TEXTS:
+    texts = []
+    for part in content:
+        if part["type"] in TEXTS:
+            texts.append(part["text"])
+        elif part["type"] not in THOUGHTS:
             raise ValueError(f"{part['type']} is no text")
-    return "".join(part["text"] for part in parts)
+    return "".join(texts)
 
 
 def go_around_proxies() -> None:

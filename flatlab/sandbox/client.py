@@ -90,8 +90,7 @@ def pick_backend(
 class Result:
     exit_code: int
     output: str  # stdout and stderr in order, readable; head and tail of a long one
-    timed_out: bool
-    idle: bool = False  # it was stopped because it waited
+    stopped: str  # the limit that it exceeded: "time" or "idle"; "" if none
 
 
 class Sandbox:
@@ -172,8 +171,7 @@ class Sandbox:
         gap = b""
         if reply["dropped"]:
             gap = f"\n[... {reply['dropped']} bytes left out ...]\n".encode()
-        output = plain_text(head + gap + tail)
-        return Result(reply["code"], output, reply["timed_out"], reply["idle"])
+        return Result(reply["code"], plain_text(head + gap + tail), reply["stopped"])
 
     def program(
         self,
@@ -186,8 +184,8 @@ class Sandbox:
         """Runs a program as root, or as the user of a sandbox without one.
 
         keep: bytes of the head and of the tail of its stdout. limits: cpu, seconds of CPU time of
-        all its processes; idle, see run. Returns the reply: code, timed_out, idle, dropped, and
-        stderr (the last 8 kB of it, as text); and these bytes.
+        all its processes; idle, see run. Returns the reply: code, stopped (see Result), dropped,
+        and stderr (the last 8 kB of it, as text); and these bytes.
         """
         fields = {"command": argv, "timeout": timeout, "keep": keep, "user": "root"}
         return self.call("run", stdin, **fields, **limits)

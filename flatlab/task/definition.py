@@ -12,9 +12,9 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import content_key
+from flatlab.numbers import LARGEST, number
 from flatlab.task.value import improvement
 
-LARGEST = 1e100  # scores beyond it count as none: their squares and sums would be infinite
 MESSAGE_CHARS = 500  # of a grader's error message, which the agent reads
 WHOLE_WORKSPACE = ("./",)  # artefacts: all that was written, changed or removed in the workspace
 
@@ -72,7 +72,9 @@ class Task:
         needs = {
             "splits": self.splits,
             "artefacts": self.artefacts,
-            "artefacts in the workspace": not any(map(is_outside, self.artefacts)),
+            "artefacts in the workspace": not any(
+                name.startswith("/") or ".." in name.split("/") for name in self.artefacts
+            ),
             "finite time limits above 0": all(0 < seconds < math.inf for seconds in limits),
             "an idle_timeout of at least 0": 0 <= self.idle_timeout < math.inf,
             "a finite baseline": math.isfinite(self.baseline),
@@ -145,11 +147,6 @@ def refuse_overlap(task: str, public: Iterable[Path], hidden: Iterable[Path]) ->
             raise UserError(f"Task {task}: {path} is hidden, so it cannot be a public file, too.")
 
 
-def is_outside(artefact: str) -> bool:
-    """Whether it does not lie in the workspace."""
-    return artefact.startswith("/") or ".." in artefact.split("/")
-
-
 def parse_grade(grade: dict, task: Task) -> tuple[float | None, str]:
     """(score, "") of what a grader printed, or (None, a sentence that is safe to show the agent).
 
@@ -157,7 +154,7 @@ def parse_grade(grade: dict, task: Task) -> tuple[float | None, str]:
     """
     if reason := refusal(grade, task):
         return None, reason
-    value = finite_number(grade, task.metric)
+    value = number(grade.get(task.metric))
     if value is not None:
         return value, ""
     if grade.keys() <= {"error"}:
@@ -176,14 +173,6 @@ def refusal(grade: dict, task: Task) -> str:
     if type(value) is float and LARGEST < abs(value) < math.inf:
         return f"The {task.metric} is no finite number below {LARGEST:g} in size."
     return ""
-
-
-def finite_number(grade: dict, key: str) -> float | None:
-    """The number under a key; None if it is absent, not finite, or beyond LARGEST."""
-    value = grade.get(key)
-    if type(value) not in (int, float):  # bool is none
-        return None
-    return float(value) if abs(value) <= LARGEST else None
 
 
 def last_json_object(text: str) -> dict:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flatlab.errors import ArtefactError, SandboxFault, UserError
+from flatlab.numbers import number
 from flatlab.options import SandboxOptions
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.client import (
@@ -30,7 +31,6 @@ from flatlab.sandbox.images import check_requirements, found_images, prepared_im
 from flatlab.task.definition import (
     WHOLE_WORKSPACE,
     Task,
-    finite_number,
     last_json_object,
     parse_grade,
     refusal,
@@ -254,22 +254,22 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
     value, message = parse_grade(printed, task)
     has_answer = value is not None or refusal(printed, task)
     how = f"exit code {reply['code']}"
-    if reply["timed_out"]:
+    if reply["stopped"]:
         how = "stopped at the time limit"
         message = (
             f"The grading took longer than {limit:g} seconds of CPU time, or than {wall:g} seconds "
             "in all."
         )
-        if reply["idle"]:
+        if reply["stopped"] == "idle":
             how = "stopped because it waited"
             message = f"The grading waited: it used no CPU for {idle:g} seconds."
     elif reply["code"] and value is not None:
         message = "The grader failed after it had printed a score."
-    stderr = finite_number(printed, "stderr")
-    if stderr is not None and stderr < 0:
+    stderr = number(printed.get("stderr"))
+    if stderr and stderr < 0:
         stderr = None
     output = ""
-    if reply["code"] or reply["timed_out"] or not has_answer:
+    if reply["code"] or reply["stopped"] or not has_answer:
         value = None
         output = f"{how}\nstdout: {tail(stdout)}\nstderr: {tail(reply['stderr'].encode())}"
     return Score(
@@ -278,7 +278,7 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
         split,
         value is not None,
         message,
-        finite_number(printed, "position"),
+        number(printed.get("position")),
         stderr,
         output,
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from flatlab.numbers import BEST_OF, best_text, expected_best, plus_minus, standard_error
+from flatlab.numbers import BEST_OF, expected_best, plus_minus, standard_error
 
 WORST = -1.0  # the lowest value
 
@@ -74,4 +74,6 @@ def summary_text(result: dict, metric: str = "score", digits: int = 4) -> str:
     if result.get("score_mean") is None:
         return text
     score = plus_minus(result["score_mean"], result["score_stderr"], digits=digits)
-    return f"{text}, {metric} {score}{best_text(result.get(f'score_best_of_{BEST_OF}'))}"
+    text += f", {metric} {score}"
+    best = result[f"score_best_of_{BEST_OF}"]
+    return text if best is None else f"{text}, best of {BEST_OF}: {best:.4f}"

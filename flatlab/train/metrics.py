@@ -143,11 +143,8 @@ def paired_difference(groups: list[Group], reference: list[Group]) -> dict:
 
 
 def values_by_seed(groups: list[Group]) -> dict[int, float]:
-    found = {}
-    for g in groups:
-        for e, improvement in zip(g.played, g.improvements()):
-            found[e.seed] = value_of(improvement)
-    return found
+    played = ((e, x) for g in groups for e, x in zip(g.played, g.improvements()))
+    return {e.seed: value_of(x) for e, x in played}
 
 
 # ------------------------------------------------------------------------------ alarms

@@ -165,19 +165,16 @@ def draw_values(axis, groups):
     right axis is in the unit of the task.
     """
     run = groups[0].runs[0]
-    shown = [0.0]
     for group in groups:
         for one in group.runs:
             numbers = np.arange(1, len(one.rows) + 1)
             values = np.maximum(WORST, series(one.rows, "improvement"))  # NaN: not valid
             axis.plot(numbers, values, ".", alpha=0.5, color=group.colour)
-            shown += list(values[np.isfinite(values)])
             failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
             edge = {"transform": axis.get_xaxis_transform(), "clip_on": False}
             axis.plot(failed, np.zeros(len(failed)), "x", alpha=0.5, color=group.colour, **edge)
     draw_baseline(axis)
-    room = 0.05 * (max(shown) - min(shown) or 1)
-    axis.set_ylim(min(shown) - room, max(shown) + room)
+    axis.set_ylim(axis.get_ylim())  # what is drawn later does not change it
     convert = partial(score_at, task=run), partial(improvement, task=run)
     axis.secondary_yaxis("right", functions=convert).set_ylabel(score_label(run))
 

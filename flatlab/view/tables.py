@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from statistics import fmean
 
 import numpy as np
 
 from flatlab.files import read_rows
-from flatlab.numbers import BEST_OF, count, duration, plus_minus, value_text
+from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error, value_text
 from flatlab.task.value import improvement, summary, summary_text, value_of
-from flatlab.train.metrics import fell_by_half, mean_text
+from flatlab.train.metrics import fell_by_half
 from flatlab.view import plots
 from flatlab.view.plots import COLOURS, FEW_SEEDS, RunGroup, series
 from flatlab.view.reader import RunData
@@ -30,15 +30,15 @@ from flatlab.view.reader import RunData
 class Result:
     """The value of a run.
 
-    what: whose value it is. part: of the data. values: a pandas.Series by seed; one for each
-    episode, or a single one for the best node of a search. facts: of summary(); its valid_share is
-    over all nodes of a search. rows_error: standard error of a score over the rows or games of the
-    part, mean over the episodes; None if it is unknown. seed: of the run.
+    what: whose value it is. part: of the data. values: by seed; one for each episode, or a single
+    one for the best node of a search. facts: of summary(); its valid_share is over all nodes of a
+    search. rows_error: standard error of a score over the rows or games of the part, mean over the
+    episodes; None if it is unknown. seed: of the run.
     """
 
     what: str
     part: str
-    values: Any
+    values: dict[int, float]
     facts: dict
     rows_error: float | None
     seed: int
@@ -47,16 +47,15 @@ class Result:
 def result_of(run: RunData) -> Result:
     read = {"training": training_items, "evaluation": evaluation_items, "search": best_item}
     what, part, items = read[run.kind](run)
-    seeds, improvements, errors = zip(*items) if items else ((), (), ())
-    values = by_seed({seed: value_of(x) for seed, x in zip(seeds, improvements)})
-    facts = summary([*improvements], run if run.has_one_task else None)
+    task = run if run.has_one_task and part != "training" else None
+    facts = summary([reached for _, reached, _ in items], task)
     if run.kind == "search":
         facts["valid_share"] = run.result["valid_share"]
     if part == "training":  # items are means over the episodes of a step
-        facts = {key: facts[key] for key in ("value_mean", "value_stderr")}
-        facts["valid_share"] = np.mean(series(run.rows, "valid_share")[-len(items) :])
-    known = [error for error in errors if error is not None]
-    rows_error = np.mean(known) if known and run.has_one_task else None
+        facts["valid_share"] = fmean(series(run.rows, "valid_share")[-len(items) :])
+    values = {seed: value_of(reached) for seed, reached, _ in items}
+    errors = [error for *_, error in items if error is not None]
+    rows_error = fmean(errors) if errors and task else None
     return Result(what, part, values, facts, rows_error, run.config["seed"])
 
 
@@ -102,12 +101,6 @@ def best_item(run: RunData) -> tuple[str, str, list]:
         return what, part, [(seed, result["test_improvement"], result["test_stderr"])]
     reached = improvement(result["best_score"], run)
     return what, result["split"], [(seed, reached, result["best_stderr"])]
-
-
-def by_seed(values: dict):
-    import pandas
-
-    return pandas.Series(values, dtype=float).rename(str)
 
 
 def failures(run: RunData) -> np.ndarray:
@@ -280,63 +273,67 @@ def table(runs: list[RunData]) -> str:
 def rows_of(groups: list[RunGroup]) -> list[dict]:
     """A row of texts per group of the same kind and task, the largest value first."""
     results = [(group, [result_of(run) for run in group.runs]) for group in groups]
-    results.sort(key=lambda pair: -np.nan_to_num(values_of(pair[1]).mean(), nan=-math.inf))
+    results.sort(key=lambda pair: mean_value(pair[1]), reverse=True)
     best = results[0][1]
     return [row_of(group, found, best) for group, found in results]
+
+
+def mean_value(results: list[Result]) -> float:
+    return fmean(values_of(results).values() or [-math.inf])
 
 
 def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
     first = results[0]
     what, *_ = first.what.split(" (")  # without its step or its id
-    error = first.facts.get("score_stderr")
     rows_errors = [one.rows_error for one in results if one.rows_error is not None]
-    faults = sum(failures(run)[2] for run in group.runs)
     return {
         "run": group.label,
         "N": len(results),
-        "value": spread(values_of(results), len(results), "+"),
-        "valid": f"{np.mean([one.facts['valid_share'] for one in results]):.0%}",
-        "score": spread(column(results, "score_mean"), len(results), error=error),
-        f"best of {BEST_OF}": spread(column(results, f"score_best_of_{BEST_OF}"), len(results)),
-        "rows ±": f"{np.mean(rows_errors):.4f}" if rows_errors else "-",
+        "value": cell(results, "value_mean", "value_stderr", "+"),
+        "valid": f"{fmean(one.facts['valid_share'] for one in results):.0%}",
+        "score": cell(results, "score_mean", "score_stderr"),
+        f"best of {BEST_OF}": cell(results, f"score_best_of_{BEST_OF}"),
+        "rows ±": f"{fmean(rows_errors):.4f}" if rows_errors else "-",
         "of": f"{what}, {first.part}",
         "difference": "" if results is best else difference(results, best),
-        "faults": faults,
+        "faults": sum(failures(run)[2] for run in group.runs),
     }
 
 
-def values_of(results: list[Result]):
+def cell(results: list[Result], key: str, error_key: str = "", sign: str = "") -> str:
+    """A fact about a single run with its own standard error, or its mean over several runs."""
+    if len(results) == 1:
+        facts = results[0].facts
+        return plus_minus(facts.get(key), facts.get(error_key), sign)
+    found = [one.facts.get(key) for one in results]
+    return mean_or_each([value for value in found if value is not None], sign)
+
+
+def mean_or_each(values: list[float], sign: str) -> str:
+    """The mean ± its standard error; of fewer than FEW_SEEDS, each value."""
+    if len(values) < FEW_SEEDS:
+        return ", ".join(f"{value:{sign}.4f}" for value in values) or "-"
+    return plus_minus(fmean(values), standard_error(values), sign)
+
+
+def values_of(results: list[Result]) -> dict:
     """The values by seed of one run, or of several the mean of each."""
     if len(results) == 1:
         return results[0].values
-    return by_seed({f"run {one.seed}": one.values.mean() for one in results})
-
-
-def column(results: list[Result], key: str):
-    return by_seed({one.seed: one.facts.get(key) for one in results}).dropna()
-
-
-def spread(values, runs: int, sign: str = "", error: float | None = None) -> str:
-    """The mean of a Series ± its standard error, or `error` for a single value. Where several runs
-    are the unit, but fewer than FEW_SEEDS, each value.
-    """
-    if 1 < runs < FEW_SEEDS and len(values):
-        return ", ".join(f"{value:{sign}.4f}" for value in values)
-    if len(values) > 1:
-        error = values.sem()
-    return plus_minus(values.mean() if len(values) else None, error, sign)
+    return {f"run {one.seed}": one.facts["value_mean"] for one in results if one.values}
 
 
 def difference(results: list[Result], best: list[Result]) -> str:
     """The difference of the mean values with its standard error."""
     values, others = values_of(results), values_of(best)
-    pairs = (values - others).dropna()
+    pairs = [values[seed] - others[seed] for seed in values if seed in others]
     if len(pairs) > 1:
-        return f"{spread(pairs, len(results), '+')} ({len(pairs)} paired)"
-    error = None
-    if min(len(values), len(others)) > 1:
-        error = math.hypot(values.sem(), others.sem())
-    return plus_minus(values.mean() - others.mean(), error, "+")
+        return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)"
+    if not values:
+        return "-"
+    errors = [standard_error([*side.values()]) for side in (values, others)]
+    error = None if None in errors else math.hypot(*errors)
+    return plus_minus(mean_value(results) - mean_value(best), error, "+")
 
 
 def aligned(rows: list[dict]) -> str:
@@ -374,7 +371,7 @@ def final_table(result: dict) -> str:
             marks.append(f"! {name}: the share of valid submissions fell from {shares}.")
         row = {
             "adapter": label,
-            "value": mean_text(played).partition(" ")[2],
+            "value": plus_minus(played["value_mean"], played["value_stderr"], "+"),
             "valid": f"{played['valid_share']:.0%}",
         }
         if "score_mean" in played:  # not of several tasks

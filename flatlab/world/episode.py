@@ -333,9 +333,9 @@ def without_thought(reply: str) -> str:
 def run_text(env, result: Result, timeout: float) -> tuple[str, str]:
     """(what the agent sees after a command, status of the turn). timeout: seconds."""
     output = result.output.rstrip("\n") or "(no output)"
-    if result.timed_out:
+    if result.stopped:
         note = f"[stopped at the time limit of {timeout:.0f} s, with all background processes]"
-        if result.idle:
+        if result.stopped == "idle":
             note = (
                 f"[stopped: it used no CPU and printed nothing for {env.task.idle_timeout:g} s; "
                 "all background processes were stopped, too]"

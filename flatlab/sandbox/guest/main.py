@@ -261,8 +261,7 @@ class Runner:
         code = self.exit_codes.pop(pid)
         reply = {
             "code": 137 if code is None else code,
-            "timed_out": bool(stopped),
-            "idle": stopped == "idle",
+            "stopped": stopped,
             "head": len(output.head),
             "dropped": output.dropped,
             "stderr": errors.tail.decode("utf-8", "replace"),
