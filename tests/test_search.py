@@ -750,7 +750,7 @@ def test_what_was_left_open_means_what_the_run_has_used(tmp_path, no_daemon, nam
     assert cfg.model.model == "there"
     assert cfg.sandbox.backend == {"auto": "docker", "local": "local"}[asked]
     cfg = search_config(name="a", model="tiny", backend="auto")
-    with user_error("No Docker daemon answers at .* Or choose --backend local."):
+    with user_error("No Docker daemon answers at .* for --backend local choose another --name"):
         search.prepare(cfg)
 
 

@@ -72,7 +72,10 @@ def pick_backend(
     if backend != "local" and not problem:
         return "docker", f"docker, image {image}"
     if backend == "docker":
-        raise UserError(f"{problem} Or choose --backend local.")
+        raise UserError(
+            f"{problem} A run that began with --backend docker goes on with it; for --backend "
+            "local choose another --name."
+        )
     local = get_backend("local")
     if backend == "auto" and not local.is_complete and not model_is_tiny:
         raise UserError(
