@@ -14,6 +14,7 @@ from flatlab.view.reader import read_run
 NODES = 1024
 ARMS = {"learn": "--learn --lr 1e-3", "frozen": "--select puct --workers 32"}
 TASKS = {"erdosOverlap": "", "autocorrelation": "--model logs/tiny-autocorrelation"}
+FIRST = 64  # nodes where the curves begin: earlier differences are large and of chance
 SHOWN = (128, 256, 512, NODES)  # numbers of nodes in the table
 
 
@@ -38,7 +39,7 @@ def learned_search(args):
         for seed in args.seeds.split(","):
             learned, frozen = [best_scores(task, arm, seed) for arm in ARMS]
             gains[seed] = frozen - learned  # both metrics: lower is better
-        frame = pandas.DataFrame(gains)
+        frame = pandas.DataFrame(gains).loc[FIRST:]
         axis = figure.add_subplot(1, 2, place, title=task, xlabel="nodes")
         axis.plot(frame, color=plots.GREY, linewidth=0.8)
         plots.draw_mean(axis, frame, color=plots.BLUE)
