@@ -140,7 +140,7 @@ class Env:
         return "\n\n".join(filter(None, messages))
 
     def machine(self) -> dict:
-        """What `limits` in the prompts file may tell about an episode and its sandbox."""
+        """Facts about an episode and its sandbox for `limits` in the prompts file."""
         return texts.machine_facts(self, self.episode)
 
     def files(self, most: int) -> tuple[list[tuple[str, int]], int]:
@@ -238,7 +238,7 @@ def open_tasks(
 
 
 def digests(tasks: list[Task], episode: EpisodeOptions) -> list[str]:
-    """What a run asks for besides its settings: the texts and the tasks, see fingerprint()."""
+    """Digests of the texts and the tasks of a run, see fingerprint()."""
     return [texts.load_prompts(episode.prompts).digest, *(task.digest() for task in tasks)]
 
 

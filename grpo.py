@@ -366,7 +366,7 @@ def rewards_of(group: Group, cfg: Config) -> list[float]:
 
 
 def agent_loop(cfg: Config) -> Callable:
-    """What plays an episode: flatlab's own loop, or the program of --agent."""
+    """Loop that plays an episode: flatlab's own, or the program of --agent."""
     if not cfg.agent:
         return play
     from integrations import agent_program

@@ -143,8 +143,8 @@ def row_of(t: Tree, nodes: list[Node], episodes: list) -> dict:
 
 
 def alarms(row: dict, rows: list[dict]) -> list[str]:
-    """What is wrong with a round; rows: those before it. A policy that decays shows in the share
-    of valid nodes first.
+    """Sentences about what is wrong with a round. rows: those before it. A policy that decays
+    shows in the share of valid nodes first.
     """
     shares = [r["valid_share"] for r in [*rows, row]]
     if len(shares) > 2 and max(shares[-2:]) < shares[0] / 2:

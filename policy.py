@@ -48,7 +48,7 @@ TINY = Path(__file__).resolve().parent / "configs" / "tiny"  # the stand-in mode
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far engine and trainer are apart on sampled tokens, in nats."""
+    """Distance of engine and trainer on sampled tokens, in nats."""
 
     mean: float  # of |log p(engine) - log p(trainer)|
     largest: float
@@ -67,7 +67,7 @@ class ModelPath:
 
     @property
     def note(self) -> str:
-        """What the banners say after the model's name."""
+        """Text of the banners after the model's name."""
         if not self.is_tiny:
             return ""
         return "  (a stand-in for trials; it knows titanic, battleOfSexes and erdosOverlap only)"

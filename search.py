@@ -126,7 +126,7 @@ OPERATORS = {
 
 @dataclass(frozen=True)
 class Mode:
-    """How strategies are asked for."""
+    """Request for strategies."""
 
     exploits_as: str = ""  # the mode that replaces it where the rule exploits a strategy
     below_tau: bool = False  # strategies with a stated probability above tau are the last choice
@@ -142,7 +142,7 @@ MODES = {
 
 
 def sampling_mode(t: Tree, node: Node) -> str:
-    """How the strategy of this node is asked for, a key of MODES."""
+    """Mode in which the strategy of this node is asked for, a key of MODES."""
     if not (OPERATORS[node.op].asks and t.rule.uses_strategies):
         return "none"
     parent = t.nearest_kept(node.parent)
@@ -219,7 +219,7 @@ class Config:
 
 
 async def machine_of(t: Tree) -> dict:
-    """What requests tell about the sandboxes, found in one of them; {} if they tell nothing."""
+    """Facts about the sandboxes for requests, found in one of them; {} if they tell nothing."""
     if "limits" not in t.texts.uses["about"]:
         return {}
     async with env.Env(t.task, t.cfg.sandbox, t.seed) as world:
@@ -229,7 +229,7 @@ async def machine_of(t: Tree) -> dict:
 
 
 def summary(t: Tree) -> str:
-    """What prompts say about other branches, if anything."""
+    """Text of prompts about other branches, if any."""
     if t.cfg.scope == "global":
         return prompts.summary_of_tree(t.texts, t.finished)
     return ""
@@ -600,7 +600,7 @@ def prepare(cfg: Config):
 
 
 def open_engine(cfg: Config, path):
-    """What samples: a Policy, or what has its sample() and tokens."""
+    """Opens a Policy, or an Endpoint, which has its sample() and tokens."""
     model = cfg.model
     if cfg.url:
         endpoint.check_url(cfg.url)

@@ -1,4 +1,4 @@
-"""What is asked and how it is scored: find a task by its name, and check what its score can say.
+"""Tasks and their scores: find a task by its name, and check what its score can say.
 
 python tasks.py                 list all tasks
 python tasks.py titanic         score the trivial rules of a task; is one of them at the top?

@@ -70,7 +70,7 @@ def show(item: dict) -> str:
 
 
 def indented(text: str) -> str:
-    """What the agent read, beside what it said."""
+    """Indents what the agent read, beside what it said."""
     return textwrap.indent(text, "  │ ", lambda line: True)
 
 
@@ -125,7 +125,7 @@ def best_of(run: RunData) -> dict:
 
 
 def summary(run: RunData) -> str:
-    """What `python viz.py logs/<run>` prints about one run."""
+    """Text of `python viz.py logs/<run>` about one run."""
     parts = [
         tables.heading(run),
         tables.headline(run),

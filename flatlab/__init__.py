@@ -1,1 +1,1 @@
-"""What the scripts share: sandboxes, episodes, training, search trees and run directories."""
+"""Package of the scripts: sandboxes, episodes, training, search trees and run directories."""

@@ -78,7 +78,7 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def sentence_of(error: BaseException) -> str:
-    """What a person is told about an error that is not a bug; "" for a bug."""
+    """Sentence for the user about an error that is not a bug; "" for a bug."""
     if isinstance(error, (UserError, UserCodeError)):
         return str(error)
     if isinstance(error, SandboxFault):

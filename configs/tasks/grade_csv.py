@@ -82,7 +82,7 @@ def read_rows():
 
 
 def wrong_label(value, labels):
-    """What is wrong with a value, or None. Without labels, any text is legal."""
+    """Returns a sentence about a wrong value, or None. Without labels, any text is legal."""
     if not labels or value in labels:
         return None
     *most, last = labels
@@ -90,7 +90,7 @@ def wrong_label(value, labels):
 
 
 def wrong_number(value, _):
-    """What is wrong with a value, or None."""
+    """Returns a sentence about a wrong value, or None."""
     with suppress(ValueError):
         if abs(float(value)) < LARGEST:  # not nan
             return None

@@ -27,7 +27,7 @@ def fraction(text):
 
 
 def read_solution():
-    """What solution.json holds. It is read once. Raises Invalid."""
+    """Content of solution.json, which is read once. Raises Invalid."""
     try:
         with open("solution.json", "rb") as file:
             data = file.read(MAX_BYTES + 1)

@@ -66,7 +66,7 @@ def restricted(answers, submission, chosen):
 
 
 def complaint(metric, answers, submission):
-    """What the metric's own check says, or "". It gets copies: metrics change their arguments."""
+    """Text of the metric's own check, or "". It gets copies: metrics change their arguments."""
     try:
         metric.validate_submission(submission.copy(), answers.copy())
     except InvalidSubmissionError as error:

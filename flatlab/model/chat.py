@@ -122,7 +122,7 @@ class ChatTokens:
         return self._tokens(messages)
 
     def observation_tokens(self, text: str, ended: bool) -> list[int]:
-        """What follows a sampled reply: the end of its turn, `text` as a user turn, the opening of
+        """Tokens after a sampled reply: the end of its turn, `text` as a user turn, the opening of
         the next reply.
 
         ended: the model ended its turn itself, so that token is already there.

@@ -1,4 +1,4 @@
-"""What a model has to have, and one sentence for whatever fails while it loads."""
+"""Requirements of a model, and one sentence for whatever fails while it loads."""
 
 import contextlib
 

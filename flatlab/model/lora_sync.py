@@ -207,7 +207,7 @@ def layers_to_adapt(engine, model) -> list[str]:
 
 
 def has_experts(model) -> bool:
-    """Whether a transformers model is a mixture of experts."""
+    """Returns whether a transformers model is a mixture of experts."""
     return any(name.endswith("experts") for name, _ in model.named_modules())
 
 

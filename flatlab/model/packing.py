@@ -19,8 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
 def can_pack(model) -> bool:
-    """Whether attention is the only layer that mixes positions, and every position sees all before
-    it.
+    """Returns whether attention is the only layer that mixes positions, and every position sees all
+    before it.
     """
     config = model.config.get_text_config()
     has_window = getattr(config, "sliding_window", None)
@@ -104,7 +104,7 @@ def padded_hidden_states(trunk, batch, device: str):
 
 
 class Head(NamedTuple):
-    """What turns a hidden state h into logits: z = (W h + b) / s, or c tanh((W h + b) / (s c))."""
+    """Map from a hidden state h to logits: z = (W h + b) / s, or c tanh((W h + b) / (s c))."""
 
     weight: torch.Tensor  # W: (V, D), frozen
     bias: torch.Tensor | None  # b: (V,)

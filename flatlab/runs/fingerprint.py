@@ -1,4 +1,4 @@
-"""What made a run: one digest each of its code, its tasks and its model, which config.yaml keeps.
+"""Digests of what made a run: its code, its tasks and its model. config.yaml keeps them.
 
 open_run() in store.py compares them when a run continues. The changes themselves are in git.txt.
 """

@@ -1,4 +1,4 @@
-"""What a sandbox is asked for, what a backend has to provide, and the program that runs inside.
+"""Specification of a sandbox, the interface of a backend, and the program that runs inside.
 
 A new backend is a file like local.py with a start function and a `Backend`; an entry in `BACKENDS`
 and a branch of pick_backend() in client.py; its name in SandboxOptions.backend; and a function in
@@ -19,7 +19,7 @@ TOOLS = "/opt/flatlab/bin"
 
 @dataclass(frozen=True)
 class Spec:
-    """What a sandbox is asked for. A backend ignores what does not apply to it."""
+    """Specification of a sandbox. A backend ignores what does not apply to it."""
 
     image: str = IMAGE  # docker
     memory: int = 4 << 30  # bytes; docker: in total, local: per process

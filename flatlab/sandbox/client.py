@@ -250,7 +250,7 @@ def plain_text(data: bytes) -> str:
 
 
 def last_state(line: str) -> str:
-    """What is left of a line that was overwritten after "\\r" and "\\b", as progress bars are.
+    """Last state of a line that was overwritten after "\\r" and "\\b", as progress bars are.
 
     One that does not begin with "\\r" may hold the rows of a file: their number is told.
     """

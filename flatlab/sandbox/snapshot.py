@@ -52,7 +52,7 @@ def put_back(box: Sandbox, files: bytes) -> None:
 
 
 def take_workspace(box: Sandbox) -> dict[str, bytes]:
-    """What was written, changed or removed in the workspace, for put_workspace.
+    """Takes what was written, changed or removed in the workspace, for put_workspace.
 
     Raises ArtefactError for a link, a special file, or more than COPY_BYTES.
     """

@@ -94,13 +94,13 @@ class Task:
 
     @property
     def scale(self) -> dict:
-        """What a score of the task means, for result.json."""
+        """Meaning of a score of the task, for result.json."""
         keys = ("metric", "higher_is_better", "baseline", "reference", "exact")
         return {key: getattr(self, key) for key in keys}
 
     @property
     def selected_on_test(self) -> bool:
-        """Whether it has a test part only, so that the best is chosen by the score it reports."""
+        """True if it has a test part only: the best is chosen by the score that is reported."""
         return len(self.splits) == 1 and not self.exact
 
     def digest(self) -> str:
@@ -114,7 +114,7 @@ class Task:
         return content_key(*parts)
 
     def is_artefact(self, path: str) -> bool:
-        """Whether the workspace path belongs to an artefact.
+        """Returns whether the workspace path belongs to an artefact.
 
         The grading sandbox gets the agent's version of such a path and the host's version of any
         other one: an agent may change a public file, but not for the grader.

@@ -123,7 +123,7 @@ def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -
 
 @dataclass(frozen=True)
 class Software:
-    """What every sandbox of an image has."""
+    """Software that every sandbox of an image has."""
 
     python: str  # version
     packages: dict[str, str]  # name in lower case -> version
@@ -175,7 +175,7 @@ class Score:
 
 
 def collect(task: Task, sandbox) -> dict[str, bytes]:
-    """What the agent wrote: path -> content. Raises ArtefactError if that is no submission.
+    """Collects what the agent wrote: path -> content. Raises ArtefactError if it is no submission.
 
     A plain name must exist, a folder must not be empty, a pattern may match nothing. Public files
     that are unchanged count as part of a submission, but not alone. For WHOLE_WORKSPACE, see

@@ -81,7 +81,7 @@ def load_mledojo(root: Path, name: str) -> Task:
 
 
 def describe(files: dict[str, Path]) -> dict:
-    """What `grade_mledojo.py --describe` says about a competition.
+    """Reads what `grade_mledojo.py --describe` says about a competition.
 
     All files are the user's own, so it runs without a sandbox. The result is cached under the
     content of the files. Raises UserError if the metric cannot be run.

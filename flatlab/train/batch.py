@@ -40,7 +40,7 @@ class Group:
 
     @property
     def informative(self) -> bool:
-        """Whether the rewards differ. Compared exactly: a standard deviation would take rounding
+        """True if the rewards differ. Compared exactly: a standard deviation would take rounding
         for a difference.
         """
         return len(set(self.rewards)) > 1
@@ -174,7 +174,7 @@ class Meter:
                 self.rows.append((name, *numbers))
 
     def mean(self, name: str) -> float:
-        """Of what this rank added; 0 if it had nothing to add."""
+        """Mean of what this rank added; 0 if it had nothing to add."""
         rows = [row[1:] for row in self.rows if row[0] == name] or [(0.0, 1, 0.0)]
         totals, counts, _ = zip(*rows)
         return sum(totals) / sum(counts)

@@ -1,5 +1,4 @@
-"""What outlives a step of training: the row, the transcripts, checkpoints and adapters; and how a
-run resumes from them.
+"""Rows, transcripts, checkpoints and adapters of a training run, and resuming from them.
 
 Every rank calls these functions with its job, see job.py, but write_step, final_adapters and
 is_finished are for rank 0: only that has a run to write. All randomness is a function of seed and
@@ -118,8 +117,8 @@ def final_adapters(run) -> dict[str, tuple[Path, str]]:
 
 
 def is_finished(run, cfg) -> bool:
-    """Whether nothing is left to do: all steps are made and the adapters compared, or the guard
-    stopped the run.
+    """Returns whether nothing is left to do: all steps are made and the adapters compared, or
+    the guard stopped the run.
 
     Raises UserError if there are steps, but no checkpoint to go on from.
     """

@@ -1,5 +1,5 @@
-"""What a training run does beside its steps: evaluations, also before the first step, and the
-comparison of the adapters after the last one.
+"""Evaluations of a training run, also before the first step, and the comparison of the adapters
+after the last one.
 
 Every rank calls these functions. job.play is play_groups of the script.
 """

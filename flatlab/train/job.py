@@ -216,7 +216,7 @@ class Ranks:
 
 @dataclass
 class Job:
-    """What a process of a training run works with, and how far the run has come."""
+    """State of a process of a training run, and how far the run has come."""
 
     ranks: Ranks = field(default_factory=Ranks)
     loop: EventLoop = field(default_factory=EventLoop)

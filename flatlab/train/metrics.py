@@ -104,8 +104,8 @@ def evaluation_columns(result: dict) -> dict:
 
 
 def better(new: dict, best: dict | None) -> bool:
-    """Whether an evaluation has a larger mean value than the best one so far. Without evaluations
-    the last adapter is the best.
+    """Returns whether an evaluation has a larger mean value than the best one so far. Without
+    evaluations the last adapter is the best.
     """
     return not best or "value_mean" not in new or new["value_mean"] > best["value_mean"]
 
@@ -153,7 +153,7 @@ LOST = 0.1  # a fall of the valid share by less than this may be chance
 
 
 def fell_by_half(share: float, before: float) -> bool:
-    """Whether the share of valid submissions fell by more than half."""
+    """Returns whether the share of valid submissions fell by more than half."""
     return share < before / 2 and before - share > LOST
 
 
@@ -214,7 +214,7 @@ ALARMS = (  # key of the row, predicate of (value, median of the twenty steps be
 
 
 def alarms(row: dict, rows: list[dict]) -> list[str]:
-    """What is suspicious in a row, one sentence each. rows: the ones before it."""
+    """Sentences about what is suspicious in a row. rows: the ones before it."""
     sentences = []
     for key, suspicious, text in ALARMS:
         if key not in row:

@@ -91,7 +91,7 @@ class Node:
 
 @dataclass
 class Choice:
-    """What a selection rule decides: the parent of the next node, and why."""
+    """Decision of a selection rule: the parent of the next node, and why."""
 
     parent: str
     phase: str = ""  # "explore", "exploit", or "" if the rule does not tell them apart
@@ -265,7 +265,7 @@ class Tree:
         return path.read_bytes()
 
     def given_up(self, node: Node) -> bool:
-        """Whether more than DEBUG_DEPTH failed nodes in a row end with this one."""
+        """Returns whether more than DEBUG_DEPTH failed nodes in a row end with this one."""
         line = itertools.islice(self.upwards(node), DEBUG_DEPTH + 1)
         return not any(node.valid for node in line)
 
@@ -276,7 +276,7 @@ class Tree:
         return self.chosen or best
 
     def test_reads(self) -> int:
-        """How many nodes were scored on the test part; with more --nodes another may be chosen."""
+        """Number of nodes scored on the test part; with more --nodes another may be chosen."""
         return sum(self.task.splits[-1] in parts for parts in self.hidden_scores.values())
 
     def tokens(self) -> int:
@@ -323,7 +323,7 @@ def status_of(episode: Episode) -> str:
 
 
 def error_of(episode: Episode) -> str:
-    """What went wrong in an episode without a score: its last error, and the grader's message."""
+    """Errors of an episode without a score: its last one, and the grader's message."""
     failed = ("error", "timeout", "rejected")
     errors = [turn["observation"] for turn in episode.turns if turn["status"] in failed]
     message = episode.score.message if episode.score else episode.fault
@@ -434,7 +434,7 @@ def open_trees(cfg, tasks: list, rule, path) -> tuple[list[Tree], Path]:
 
 
 def is_finished(run: Run, cfg) -> bool:
-    """Whether a search has scored its best node and has nothing left of its budget."""
+    """Returns whether a search has scored its best node and has nothing left of its budget."""
     result = run.results()
     if result.get("status") != "finished":
         return False

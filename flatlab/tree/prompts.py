@@ -1,4 +1,4 @@
-"""What a search asks the model, and what it reads out of the replies. The texts themselves are in
+"""Requests of a search to the model, and the parser of the replies. The texts themselves are in
 configs/prompts/.
 
 A `node` is a search node or anything with the same fields (idea, score, op, valid, status, code,
@@ -65,7 +65,7 @@ def clip(text: str, limit: int) -> str:
 
 
 def situation(texts, node, parents: list, limit: int, summary: str = "") -> str:
-    """What a node is told after the task. Its strategy is the last line.
+    """Text that a node is told after the task. Its strategy is the last line.
 
     parents: the nodes it builds on (none for a draft); of their code and errors it is shown at most
     about `limit` characters, and nothing of their conversations.

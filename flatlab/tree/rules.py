@@ -1,4 +1,4 @@
-"""Which node gets the next child: what selection rules share, and the rules of search.py besides
+"""Selection of the node that gets the next child: shared parts, and the rules of search.py besides
 those in its block.
 
 A rule is called as rule(tree, rng, **constants). It returns a Choice, or None if nothing can start
@@ -281,7 +281,7 @@ def expansions(t: Tree) -> Counter[str]:
 
 
 def same_line(id: str, other: str) -> bool:
-    """Whether one is the other or above it. The root, which is above all, is only like itself."""
+    """Returns whether one node is the other or its ancestor. The root matches only itself."""
     if "0" in (id, other):
         return id == other
     return f"{id}.".startswith(f"{other}.") or f"{other}.".startswith(f"{id}.")

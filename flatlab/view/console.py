@@ -1,4 +1,4 @@
-"""What training runs and searches print at their start and at their end, and a line per node."""
+"""Text that training runs and searches print: at the start, at the end, and a line per node."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def round_line(row: dict) -> str:
 
 
 def report(trees: list, where: Path) -> None:
-    """What came out: of a single search in words, with its pictures and page; of a grid a table.
+    """Prints the outcome: of one search in words, with its pictures and page; of a grid a table.
 
     where: directory of the run or grid.
     """

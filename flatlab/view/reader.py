@@ -73,7 +73,7 @@ class RunData:
 
     @property
     def has_one_task(self) -> bool:
-        """Whether its scores have one unit."""
+        """True if its scores have one unit."""
         return isinstance(self.config["task"], str) or len(self.config["task"]) == 1
 
 
@@ -192,7 +192,7 @@ def node_items(row: dict, directory: Path) -> list[dict]:
 
 
 def observed(turn: dict) -> str:
-    """What the model read after a reply, without a limit of its length."""
+    """Text that the model read after a reply, without a limit of its length."""
     return joined(turn["observation"], turn.get("note"))
 
 

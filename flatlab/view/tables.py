@@ -104,7 +104,7 @@ def best_item(run: RunData) -> tuple[str, str, list]:
 
 
 def failures(run: RunData) -> np.ndarray:
-    """How many episodes or nodes were played, how many of them failed, how many were faults."""
+    """Numbers of episodes or nodes that were played, that failed, and that were faults."""
     if run.has_nodes:
         return np.array([run.result[key] for key in ("nodes", "failed", "faults")])
     keys = ("episodes", "valid_share", "faults")
@@ -160,7 +160,7 @@ def why_none(rows: list[dict]) -> str:
 
 
 def notes(runs: list[RunData]) -> list[str]:
-    """What the numbers do not say, a sentence for each thing with the names of its runs."""
+    """Sentences about what the numbers do not say, with the names of their runs."""
     names = {}
     for run in runs:
         for sentence in notes_of(run):
@@ -263,7 +263,7 @@ difference: of the value to the best row; paired: over the seeds that both have"
 
 
 def table(runs: list[RunData]) -> str:
-    """What `python viz.py logs/*` prints: a table per kind of run and task, then what it means."""
+    """Text of `python viz.py logs/*`: a table per kind of run and task, then what it means."""
     parts = []
     for (kind, task, *_), groups in groups_of(runs).items():
         parts.append(f"{task}, {kind}\n{aligned(rows_of(groups))}")

@@ -95,7 +95,7 @@ class Episode:
 
 
 class History:
-    """What the model reads of an episode: the prompt, then replies as sampled, each with its
+    """Text of an episode as the model reads it: the prompt, then replies as sampled, each with its
     observation.
 
     With --thoughts drop, a reply follows the earlier ones without their thoughts, as the templates
@@ -351,7 +351,7 @@ def run_text(env, result: Result, timeout: float) -> tuple[str, str]:
 
 
 def score_text(score: Score, task: Task) -> str:
-    """What the agent sees after `validate`."""
+    """Text that the agent sees after `validate`."""
     if not score.valid:
         return f"No score: {score.message}"
     value = f"{score.split} {score.metric}: {score.value:.4f}"

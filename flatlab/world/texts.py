@@ -1,4 +1,4 @@
-"""What an agent reads, and what a search asks: the templates of a prompts file, and their facts.
+"""Templates of a prompts file, which an agent reads and a search asks, and their facts.
 
 configs/prompts/agent.yaml is the file of every model but the stand-in; --prompts names another one.
 Arguments: `env` is an Env whose sandbox runs, `options` are EpisodeOptions.
@@ -100,7 +100,7 @@ def load_prompts(file: str | None) -> Prompts:
 
 
 def episode_facts(env, options) -> dict:
-    """What the system message and the first message tell. Waits for the sandbox."""
+    """Facts for the system message and the first message. Waits for the sandbox."""
     task = env.task
     files, count = env.files(LISTED_FILES)
     facts = {
@@ -123,7 +123,7 @@ def episode_facts(env, options) -> dict:
 
 
 def machine_facts(env, options) -> dict:
-    """What `limits` tells about an episode and its sandbox."""
+    """Facts for `limits` about an episode and its sandbox."""
     software = software_of(env.sandbox)
     is_container = env.sandbox.backend.is_container
     return {
@@ -143,7 +143,7 @@ def machine_facts(env, options) -> dict:
 
 
 def first_lines(task: Task, path: str, size: int) -> list[str]:
-    """Of a table that is as the task gave it. size: of the file in the workspace, in bytes."""
+    """First lines of a table that is as the task gave it. size: of the file, in bytes."""
     source = task.public.get(path)
     if not source or Path(path).suffix not in TABLES or source.stat().st_size != size:
         return []

@@ -174,7 +174,7 @@ def remove(path):
 
 
 def holds_mount(path):
-    """Whether something is mounted at a path or below it."""
+    """Returns whether something is mounted at a path or below it."""
     path = path.replace(" ", "\\040")  # as mountinfo writes it
     with open("/proc/self/mountinfo") as file:
         return any(f"{line.split(' ')[4]}/".startswith(f"{path}/") for line in file)

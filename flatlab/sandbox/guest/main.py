@@ -364,7 +364,7 @@ class Runner:
     # ---------------------------------------------------------------------------------------- state
 
     def take_state(self, saved):
-        """What a shell saved. A command may write anything there; that harms only the next one.
+        """Reads what a shell saved. A command may write anything there; it harms only the next one.
 
         Returns whether the exported variables are few enough to be kept; else the older ones stay.
         """
@@ -425,7 +425,7 @@ class Runner:
 
 
 def has_own_processes():
-    """Whether a signal to -1 reaches the processes of this sandbox only: not with Landlock."""
+    """Returns whether a signal to -1 reaches this sandbox only: not with Landlock."""
     return os.getpid() == 1
 
 
@@ -448,7 +448,7 @@ def descendants():
 
 
 def can_run(pids):
-    """Whether a thread of these processes runs, waits for a CPU, or waits for a disk."""
+    """Returns whether a thread of these processes runs, or waits for a CPU or a disk."""
     for pid in pids:
         with suppress(OSError):  # it may just have ended
             for thread in os.listdir(f"/proc/{pid}/task"):

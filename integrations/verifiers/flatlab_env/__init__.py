@@ -34,7 +34,7 @@ class FlatlabData(vf.TaskData):
 
 
 class FlatlabState(vf.State):
-    """What an episode holds while it runs; it is not saved."""
+    """State of an episode while it runs; it is not saved."""
 
     world: Any = None  # an Env of env.py, from the start of the agent until `cleanup`
 
