@@ -34,6 +34,9 @@ def configure() -> None:
     # It counts the cores that the affinity mask and the quota of the control group leave.
     os.environ["OMP_NUM_THREADS"] = str(whole_number("OMP_NUM_THREADS", joblib.cpu_count()))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    whole_number("LOCAL_RANK", 0, low=0)  # vLLM reads it, too, and stops at an empty one
+    if os.environ.get("LOCAL_RANK") == "":
+        del os.environ["LOCAL_RANK"]
     # Without a home directory vLLM would make a folder called ~.
     os.environ.setdefault("HOME", str(home()))
     # Micro-batches differ in length; without this, memory of a GPU is lost between them.

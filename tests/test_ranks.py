@@ -126,6 +126,15 @@ def test_the_number_of_threads(monkeypatch, value, threads_or_sentence):
         assert os.environ["OMP_NUM_THREADS"] == str(threads_or_sentence)
 
 
+def test_an_empty_local_rank_is_removed_before_the_engine_reads_it(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "")
+    threads.configure()
+    assert "LOCAL_RANK" not in os.environ
+    monkeypatch.setenv("LOCAL_RANK", "abc")
+    with user_error("LOCAL_RANK must be a whole number from 0 to 65535, not 'abc'"):
+        threads.configure()
+
+
 def test_more_processes_than_gpus_is_one_sentence(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setenv("WORLD_SIZE", "2")
