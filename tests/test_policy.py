@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import re
 import shutil
 from functools import partial
 
@@ -14,7 +15,7 @@ from flatlab.errors import UserError
 from flatlab.model import memory
 from flatlab.model.loading import count_weights, loading
 from flatlab.model.packing import Head, TokenLogProbs, can_pack, common_prompt
-from helpers import make_model, python, user_error
+from helpers import PROJECT, TINY_TEXTS, make_model, python
 from policy import TINY, Agreement, Policy, lora_settings, resolve_model
 from training import all_close, has_weights, pair, randomise, weights_of
 
@@ -507,10 +508,16 @@ def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
     assert "is not a valid JSON file" in refused(folder)
 
 
+@pytest.mark.slow
 def test_a_model_that_the_first_step_of_the_engine_refuses_is_one_sentence(tmp_path):
-    path = resolve_model(make_model(tmp_path, head_dim=16))
-    with user_error("vLLM cannot run the model .*: RuntimeError: Unsupported .*head_dim=16"):
-        Policy(path, context=256, trains=False)
+    """In a process of its own: an engine that ends takes the process groups of all others."""
+    model = make_model(tmp_path, head_dim=16)
+    script = PROJECT / "search.py"
+    flags = "--task titanic --backend local --nodes 1 --context 256 --max-reply-tokens 32".split()
+    done = python(script, *flags, "--model", model, "--prompts", PROJECT / TINY_TEXTS, cwd=tmp_path)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert re.match("vLLM cannot run the model .*: RuntimeError: Unsupported .*head_dim=16", last)
 
 
 def test_a_model_without_one_of_its_tensors_is_refused(tmp_path):
