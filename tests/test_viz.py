@@ -335,6 +335,13 @@ def test_a_run_that_is_not_finished_shows_its_last_steps(tmp_path):
     assert "Status: " in said
 
 
+def test_why_no_node_is_valid():
+    rejected = turn(status="rejected", observation="Nothing was run. There is no ```bash block.")
+    rows = [node("0.0", None, actions=[rejected, rejected]), node("0.1", None, actions=[turn()])]
+    said = "2 x turn limit; There is no ```bash block, in 2 of 3 replies."
+    assert tables.why_none(rows) == said
+
+
 def test_an_adapter_that_lost_half_of_its_valid_submissions_is_marked(tmp_path):
     run = trained(tmp_path / "a")
     assert "!" not in tables.final_table(run.result)

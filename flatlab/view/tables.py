@@ -155,7 +155,8 @@ def why_none(rows: list[dict]) -> str:
     wrong = [turn for turn in turns if turn["status"] in ("rejected", "invalid")]
     said = Counter(turn["observation"].partition("\n")[0] for turn in wrong)
     for text, number in said.most_common(1):
-        parts.append(f"{number} of {len(turns)} replies: {text}")
+        text = text.removeprefix("Nothing was run. ").rstrip(".")
+        parts.append(f"{text}, in {number} of {len(turns)} replies")
     return "; ".join(parts) + "."
 
 
