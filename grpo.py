@@ -441,10 +441,7 @@ def make_batch(policy, groups: list[Group], cfg: Config, job) -> list:
     tokens, episodes = job.ranks.sum(sum(lengths), len(lengths))
     for sequences, length in zip(batch, lengths):
         for s in sequences:
-            name = f"the weight of --loss {cfg.loss}"
-            with user_code(name):
-                weight = LOSSES[cfg.loss].weight(length, tokens, episodes, cfg)
-                s.weight = finite(name, weight)
+            s.weight = LOSSES[cfg.loss].weight(length, tokens, episodes, cfg)
     if rule.value_head:
         ppo.use_values(policy, batch, cfg, job)
     return sum(batch, [])
@@ -521,11 +518,8 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, measur
     logp = logp.masked_fill(~is_finite, 0.0)
     old = old.masked_fill(~is_finite, 0.0)
 
-    name = f"--loss {cfg.loss}"
-    with user_code(name):
+    with user_code(f"--loss {cfg.loss}"):
         loss, is_clipped = LOSSES[cfg.loss].function(logp, old, advantage, sequence, cfg)
-        if not loss.shape == is_clipped.shape == logp.shape:
-            raise UserError(f"{name} must return two tensors of the shape of logp, {logp.shape}.")
     if base is not None:
         kl = kl_to_base(logp, base)
         meter.add(kl=kl, base_diff=(logp - base).abs())
