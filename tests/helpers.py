@@ -224,7 +224,7 @@ def python(*arguments, cwd=PROJECT, timeout=600, **options):
 
 
 def run_grader(task, folder, artefacts, split):
-    """What the grader prints that runs in a folder, without the protection of a sandbox."""
+    """Output of a grader that runs in a folder, without the protection of a sandbox."""
     for path, source in task.grading_files(artefacts).items():
         write(folder, {path: source.read_bytes() if isinstance(source, Path) else source})
     names = {"python3": sys.executable, "{split}": split}
@@ -233,7 +233,7 @@ def run_grader(task, folder, artefacts, split):
 
 
 def run_csv_grader(task, folder, artefacts, split):
-    """What grade_csv.py prints, run in this process: that takes a millisecond."""
+    """Output of grade_csv.py, run in this process: that takes a millisecond."""
     import grade_csv
 
     write(folder, artefacts)
@@ -260,7 +260,7 @@ def start(folder, *flags, script="grpo.py", before=None, **environment):
 
 
 def completion(text):
-    """What a chat endpoint answers."""
+    """Answer of a chat endpoint."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text}}
     choice["finish_reason"] = "stop"
     usage = {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}
@@ -431,7 +431,7 @@ def node(id, score, op="draft", **more):
 
 
 def search_result(rows, **more):
-    """What result.json says about these nodes."""
+    """Content of result.json for these nodes."""
     pick = max if more.get("higher_is_better", True) else min
     none = {"id": None, "score": None, "improvement": -1.0}
     best = pick((row for row in rows if row["valid"]), key=lambda row: row["score"], default=none)

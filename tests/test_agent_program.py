@@ -205,7 +205,7 @@ def test_however_a_program_ends_its_episode_is_scored_and_no_fault(play_program,
 
 
 def ends(pid):
-    """Whether the process has ended, or is about to be collected by its new parent."""
+    """True if the process has ended, or is about to be collected by its new parent."""
     for _ in range(100):
         try:
             os.kill(pid, 0)

@@ -525,7 +525,7 @@ def honest_rows(task):
 @attacks([f"a CSV with {what}" for what, _ in HOSTILE + HOSTILE_BYTES])
 @pytest.mark.parametrize("table", TABLES, indirect=True)
 def test_no_message_depends_on_an_answer(table, tmp_path):
-    """What is said of a submission is the same whatever the answers are. In titanic none of the
+    """The text about a submission is the same whatever the answers are. In titanic none of the
     hostile ones has a score.
     """
     others = list(with_other_answers(table, tmp_path))

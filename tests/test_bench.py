@@ -24,7 +24,7 @@ SHORT = {
 
 
 def measured(folder, section, flags, interpreter=sys.executable):
-    """What a section prints."""
+    """Output of a section."""
     command = [interpreter, PROJECT / "tests/bench", section, *shlex.split(flags)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]

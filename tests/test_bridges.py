@@ -161,7 +161,7 @@ def replying(answer):
 
 
 def is_alive(process):
-    """Whether a process runs; one that was killed and not yet waited for does not."""
+    """True if a process runs; one that was killed and not yet waited for does not."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() != psutil.STATUS_ZOMBIE
     return False

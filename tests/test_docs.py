@@ -61,3 +61,14 @@ def test_help_loads_nothing_heavy_and_has_every_flag_in_the_docs():
             quoted += re.findall(r" (--[a-z][a-z-]*)", command.partition("#")[0])
         missing |= {(page.name, flag) for flag in quoted if not re.search(rf"{flag}\b", known)}
     assert not missing
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    wrong = []
+    for path in PROJECT.rglob("*.py"):
+        if ".venv" not in str(path.relative_to(PROJECT)):
+            openings = re.findall(
+                r'^ *r?"""(?:What|Whether|Which|Of|How) .*', path.read_text(), re.M
+            )
+            wrong += [f"{path.name}: {line.strip()}" for line in openings]
+    assert not wrong

@@ -99,7 +99,7 @@ LIMITS = {"float32": 2e-5, "bfloat16": 0.2}
 
 @pytest.fixture(scope="module")
 def answers(request, tmp_path_factory):
-    """What this file as a program answers for the selected tests, and the path of its log."""
+    """Answers of this file as a program for the selected tests, and the path of its log."""
     log = tmp_path_factory.mktemp("families") / "log"
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",

@@ -300,7 +300,7 @@ def ignore_sigint():
 
 @pytest.mark.slow
 def test_sigterm_is_an_orderly_end(tmp_path, tiny_model):
-    """Of a run in the background of a script, too, which ignores SIGINT."""
+    """Also for a run in the background of a script, which ignores SIGINT."""
     flags = "50 --model tiny --backend local --name t --eval-episodes 0".split()
     process = start(tmp_path, *SMALL, *flags, before=ignore_sigint)
     while not (tmp_path / "logs/t/metrics.jsonl").exists():

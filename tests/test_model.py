@@ -127,7 +127,7 @@ ADVICE = "If the prompts changed on purpose: run `python tools/make_tiny.py`, co
 
 @pytest.fixture(scope="session")
 def tiny_policy(tiny_model):
-    """Of the session: an engine that ends takes the process groups of all engines with it."""
+    """One for the session: an engine that ends takes the process groups of all engines with it."""
     return Policy(tiny_model, context=2048, max_batch=EPISODES)
 
 

@@ -36,7 +36,7 @@ def samples(policy, prompts, tokens):
 
 
 def largest_gap(policy, prompts, tokens=24):
-    """How far the log-probs of replies are from the trainer's."""
+    """Distance of the log-probs of replies from the trainer's."""
     gaps = []
     for prompt, reply in zip(prompts, samples(policy, prompts, tokens)):
         with torch.no_grad():
@@ -478,7 +478,7 @@ def change_json(path, **fields):
 
 
 def refused(folder):
-    """What is said about the folder of a model or an adapter before the engine starts, one line."""
+    """Sentence about the folder of a model or an adapter before the engine starts, one line."""
     with pytest.raises(UserError) as error, loading("transformers", folder):
         count_weights(resolve_model(str(folder)).base)
     assert len(str(error.value).splitlines()) == 1

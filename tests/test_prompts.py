@@ -1,4 +1,4 @@
-"""What an agent reads and a search asks: the prompts files, and the texts that they make."""
+"""Prompts files, and the texts that they make for agents and searches."""
 
 import asyncio
 import json

@@ -639,7 +639,7 @@ def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code_and_diff(tm
 
 @pytest.mark.parametrize("select, workers, left", [("ucb", 1, [2, 1]), ("bfs", 3, [])])
 def test_the_full_form_tells_requests_the_limits_and_what_is_left(tmp_path, select, workers, left):
-    """Of a rule that asks once it tells nothing that depends on what runs at the same time."""
+    """A rule that asks once is told nothing that depends on what runs at the same time."""
     model = FakePolicy(lambda prompt, seed: scripted(prompt.rpartition("it is.")[2], seed))
     options = {"nodes": 3, "prompts": AGENT_TEXTS, "select": select, "k": 3}
     t = real_tree(tmp_path / "run", model, workers, **options)

@@ -326,7 +326,7 @@ def test_every_rule_decides_the_same_for_m_and_minus_m_and_where_all_nodes_fail(
 
 
 def decisions_of(select, task, fail_share=0.5):
-    """What a rule decides until its budget of 30 nodes is spent, for random scores whose sign turns
+    """Decisions of a rule until its budget of 30 nodes is spent, for random scores whose sign turns
     with the task's.
     """
     special = {"signals": ("spread_weight=1",), "bfs": ("branching=4",)}

@@ -311,7 +311,7 @@ def test_two_training_runs_are_compared_in_pairs_with_their_uncertainty(tmp_path
 
 
 def test_runs_that_differ_by_their_seed_are_one_row_whose_error_is_over_the_runs(tmp_path):
-    """Of fewer than three runs each value is shown: two are no measure of a spread."""
+    """Fewer than three runs show each value: two are no measure of a spread."""
     runs = [trained(tmp_path / f"x-{seed}", (0.5 + 0.1 * seed,), seed) for seed in (1, 2)]
     [row] = rows(*runs)
     assert (row["run"], row["N"]) == ("x-1", 2)

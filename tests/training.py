@@ -1,4 +1,4 @@
-"""What the tests of grpo.py share: a small config, and an episode of one reply whose score is a
+"""Shared parts of the tests of grpo.py: a small config, and an episode of one reply whose score is a
 function of that reply.
 """
 

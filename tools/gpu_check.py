@@ -348,7 +348,7 @@ def shared_prompt(model: str) -> list:
 
 
 def memory_probe(model: str) -> list:
-    """How many tokens a training pass holds by the estimate, and that such a pass fits."""
+    """Estimates the tokens of a training pass, and checks that such a pass fits."""
     from flatlab.model import memory
 
     policy = make_policy(model)

@@ -1,4 +1,4 @@
-"""What a run costs beside its model and its sandboxes, and whether that grows with its length.
+"""Costs of a run beside its model and its sandboxes, and their growth with its length.
 
 python -m bench.growth search RULE NODES      a search with a fake model and fake episodes
 python -m bench.growth training STEPS         rows and transcripts of training, and their page
@@ -189,7 +189,7 @@ def window_ms(ends, last, window):
 
 
 class FakeTrainer:
-    """What a checkpoint takes from the policy and from the optimizer."""
+    """State that a checkpoint takes from the policy and from the optimizer."""
 
     device = "cpu"
 
@@ -272,7 +272,7 @@ def training(steps):
 
 
 def books(trainer, job, rows, groups, task, step):
-    """What grpo.train does in a step beside sampling, learning and sync."""
+    """Work of grpo.train in a step beside sampling, learning and sync."""
     from flatlab.train import checkpoint, metrics
     from flatlab.view import page
 

@@ -141,7 +141,7 @@ def compete(commands, rounds):
 
 
 def compared(others, ours):
-    """How many times slower the others' rounds are, one by one; the ratio of CPU seconds."""
+    """Ratios of the others' seconds to ours, round by round, and the ratio of CPU seconds."""
     ratios = [theirs["seconds"] / own["seconds"] for theirs, own in zip(others, ours)]
     cpu = [theirs["cpu_seconds"] / own["cpu_seconds"] for theirs, own in zip(others, ours)]
     return ratios, statistics.median(cpu)

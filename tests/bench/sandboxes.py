@@ -141,7 +141,7 @@ def disk_use(folders):
 
 
 def resources(disk=False):
-    """What this process can leak: memory, threads, file descriptors, containers, folders."""
+    """Things that this process can leak: memory, threads, file descriptors, containers, folders."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     folders = list(Path("/tmp").glob("flatlab-*"))
     used = {
