@@ -649,7 +649,7 @@ def test_ppo_learns_its_value_head(policy, play, monkeypatch):
 
 
 def test_groups_travel_without_the_sequences_to_train_on(tmp_path):
-    """The bytes on the disk were packed when an episode ended; one after the other, it is a file."""
+    """The bytes were packed when an episode ended; one after the other, they are a file."""
     logprob = -0.1234567890123456789
     sampled = [Segment([1, 2, 3], [-1, 0, 1], [0.0, logprob, math.nan], [-1, 4, 5])]
     episode = Episode("t", 0, segments=sampled, packed=store.packed_tokens(sampled))

@@ -1,5 +1,5 @@
-"""Shared parts of the tests of grpo.py: a small config, and an episode of one reply whose score is a
-function of that reply.
+"""Shared parts of the tests of grpo.py: a small config, and an episode of one reply whose score is
+a function of that reply.
 """
 
 import asyncio
