@@ -237,7 +237,7 @@ def training(steps):
     with tempfile.TemporaryDirectory() as folder:
         config = {"task": ["titanic"], "model": "fake", "seed": 0, "steps": steps}
         job = Job(run=open_run(Path(folder, "run"), config, MADE_BY))
-        job.result(status="running", **task.scale, selected_on_test=False)
+        job.result(status="running", **task.scale, selected_on_test=False, value=None)
         with contextlib.redirect_stdout(None):
             made = [fake_groups(task, seed) for seed in range(20)]
             for step in range(steps):

@@ -53,7 +53,7 @@ def run_all(variants, args):
                 rows.append((f"{label}, seed {seed}", "fails", error))
                 continue
             start = final.get("imitated", final["untrained"])
-            gains.append(final["best"]["score_mean"] - start["score_mean"])
+            gains.append(final["best"]["value_mean"] - start["value_mean"])
             rows.append((f"{label}, seed {seed}", *row_of_run(final)))
         if len(gains) > 1:
             error = statistics.stdev(gains) / len(gains) ** 0.5
@@ -66,12 +66,12 @@ def row_of_run(final):
     texts = []
     for name in ("untrained", "imitated", "last", "best"):
         if name in final:
-            mean, error = final[name]["score_mean"], final[name]["score_stderr"]
+            mean, error = final[name]["value_mean"], final[name]["value_stderr"]
             texts.append(
                 f"{name} {mean:.3f} ± {error:.3f} ({final[name]['valid_share']:.0%} valid)"
             )
     best = final["best"]
-    note = f"N = {final['n']}; test {best['test_score_mean']:.3f}; best is step {best['step']}"
+    note = f"N = {final['n']}; test {best['test_value_mean']:.3f}; best is step {best['step']}"
     return " -> ".join(texts), note
 
 
