@@ -229,10 +229,10 @@ def test_rewards_are_those_of_our_own_episodes(tmp_path):
     for trace in run.episodes():
         reward = sum(reward["score"] for reward in trace["rewards"].values())
         metrics = trace["metrics"]
-        seen.append((metrics["valid"], metrics["improvement"], reward))
+        seen.append((metrics["valid"], metrics["value"], reward))
         assert (metrics["turns"], metrics["faults"]) == (2, 0)
-    valid = (1, pytest.approx(expected), pytest.approx(min(1, value_of(expected))))
-    assert sorted(seen) == [(0, 0, -1)] * 2 + [valid] * 2
+    valid = (1, pytest.approx(value_of(expected)), pytest.approx(min(1, value_of(expected))))
+    assert sorted(seen) == [(0, -1, -1)] * 2 + [valid] * 2
 
 
 @pytest.mark.slow

@@ -243,7 +243,7 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
     done("search.py", "--name tree --nodes 8 --rule-args branching=8")
     imitate = "--sft logs/tree --sft-updates 4 --name learned"
     out = done("grpo.py", f"{' '.join(SMALL)} 1 {imitate}")
-    assert "after imitation: score" in out
+    assert "after imitation: value" in out
     result = read_mapping(tmp_path / "logs/learned/result.json")
     assert result["before"]["n"] == result["final"]["imitated"]["n"] == 2
     assert result["best"]["step"] in (-1, 0)

@@ -54,18 +54,19 @@ class FlatlabTask(vf.Task[FlatlabData, FlatlabState]):
         except SandboxFault as fault:
             raise vf.SandboxError(str(fault)) from fault
         trace.info["score"] = asdict(score)
-        trace.info["improvement"] = improvement(score.value, world.task) if score.valid else None
+        reached = improvement(score.value, world.task) if score.valid else None
+        trace.info["value"] = value_of(reached)
 
     @vf.reward
     async def reward(self, trace: vf.Trace) -> float:
-        """As in grpo.py: the improvement, clipped to [-1, 1]; -1 without a valid submission."""
-        return min(1.0, value_of(trace.info["improvement"]))
+        """As in grpo.py: the value, at most 1."""
+        return min(1.0, trace.info["value"])
 
     @vf.metric
-    async def improvement(self, trace: vf.Trace) -> float:
-        """0 at the task's baseline, which is also what no valid submission counts; 1 at its
-        reference. On the part that `validate` shows."""
-        return trace.info["improvement"] or 0.0
+    async def value(self, trace: vf.Trace) -> float:
+        """0 at the task's baseline, 1 at its reference, -1 without a valid submission. On the part
+        that `validate` shows."""
+        return trace.info["value"]
 
     @vf.metric
     async def valid(self, trace: vf.Trace) -> float:
