@@ -672,7 +672,7 @@ def prepare(cfg: Config, job):
     """
     check_config(cfg)
     cfg.name = cfg.name or default_name(cfg)
-    store.recall(cfg)
+    store.keep_choices(cfg)
     cfg.model.model = cfg.model.model or default_model()
     path = resolve_model(cfg.model.model)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, path.is_tiny)

@@ -585,7 +585,7 @@ def prepare(cfg: Config):
     if not SELECT[cfg.select].uses_strategies:
         cfg.sampling_mode = ("none",)
     cfg.name = cfg.name or default_name(cfg)
-    store.recall(cfg)
+    store.keep_choices(cfg)
     path = None
     if not cfg.url:
         cfg.model.model = cfg.model.model or default_model()

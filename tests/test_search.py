@@ -746,7 +746,7 @@ def test_what_was_left_open_means_what_the_run_has_used(tmp_path, no_daemon, nam
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("backend: docker\nmodel: there\n")
     cfg = search_config(name="a", model=None, backend=asked)
-    store.recall(cfg)
+    store.keep_choices(cfg)
     assert cfg.model.model == "there"
     assert cfg.sandbox.backend == {"auto": "docker", "local": "local"}[asked]
     cfg = search_config(name="a", model="tiny", backend="auto")

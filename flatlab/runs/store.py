@@ -187,7 +187,7 @@ def run_directory(name: str) -> Path:
     return Path("logs", path)
 
 
-def recall(cfg) -> None:
+def keep_choices(cfg) -> None:
     """Gives --model and --backend, where they are left open, the values that the run or grid
     logs/<cfg.name> has used: what is found on this machine may differ from start to start.
     """
