@@ -13,6 +13,7 @@ import tyro
 from tyro._errors import InstantiationFailure, InvalidChoice, on_parse_error
 from yaml import SafeLoader
 
+from flatlab import threads
 from flatlab.errors import UserCodeError, UserError, first_cause, nearest, sentence_of
 from flatlab.files import TextLoader, read_mapping
 from flatlab.options import flat
@@ -23,13 +24,15 @@ def parse_config(config_class, argv: list[str]):
 
     The preset is turned into flags that stand in front of the others, so that tyro checks both in
     the same way and the command line wins. Fields of nested dataclasses are flags without a prefix.
-    The docstring of the script heads its --help. Raises UserError for an unreadable preset and for
+    The docstring of the script heads its --help. Threads are configured, too, since torch is not
+    imported yet. Raises UserError for an unreadable preset and for
     arguments that are no text; tyro itself exits with code 2 for a wrong flag.
     """
     flags = list(argv)
     if flags and not flags[0].startswith("-"):
         preset = read_mapping(Path(flags.pop(0)), loader=TextLoader)
         flags = preset_flags(preset, flat(config_class())) + flags
+    threads.configure()
     for flag in flags:
         if re.search("[\0\ud800-\udfff]", flag):  # surrogates: bytes that are not UTF-8
             raise UserError(f"This argument is no valid text: {flag[:80]!r}.")

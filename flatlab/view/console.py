@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from math import nan
 from pathlib import Path
+from statistics import fmean
 
-from flatlab.numbers import count
+from flatlab.numbers import count, duration, plus_minus
 from flatlab.task.definition import Task
 from flatlab.task.sanity import degenerate
+from flatlab.train.metrics import PHASES
 from flatlab.view import page, tables
 from flatlab.view.reader import read_run
 
@@ -24,19 +27,7 @@ def first_lines(cfg, tasks: list[Task], path, why: str) -> None:
 
 
 def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
-    """Prints the first lines of the run and writes what its result.json begins with."""
-    scale = tasks[0].scale
-    if len(tasks) > 1:
-        scale = {"metric": "value", "higher_is_better": True, "baseline": 0.0, "reference": 1.0}
-    run.result(
-        status="running",
-        final=None,  # of an earlier end, if the run continues
-        value=None,
-        task=" ".join(task.name for task in tasks),
-        **scale,
-        selected_on_test=any(task.selected_on_test for task in tasks),
-        degenerate="; ".join(filter(None, map(degenerate, tasks))) or None,
-    )
+    """Prints the first lines of a training run."""
     first_lines(cfg, tasks, path, why)
     print(
         f"plan     {count(cfg.steps, 'step')} x {count(cfg.groups, 'group')} x "
@@ -45,6 +36,28 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
         f"run      {run.dir}   (python viz.py {shlex.quote(str(run.dir))})",
         flush=True,
     )
+
+
+def step_made(run, rows: list[dict], steps: int) -> None:
+    """Prints a line about the last step, and refreshes the pictures now and then.
+
+    rows: all so far. steps: of the whole run.
+    """
+    row = rows[-1]
+    spent = [sum(r[phase] for phase in PHASES) for r in rows[-20:]]
+    eta = fmean(spent) * (steps - row["step"] - 1)  # without the comparison at the end
+    print(
+        f"step {row['step']:3}  reward {row['reward_mean']:+.2f}  "
+        f"value {plus_minus(row['value_mean'], row['value_stderr'], '+')}  "
+        f"valid {row['valid_share']:4.0%}  same {row['zero_variance_share']:4.0%}  "
+        f"kl {row.get('kl', nan):.1e}  grad {row.get('grad_norm', nan):.2f}  "
+        f"{row['seconds']:.1f} s ({row['seconds_sample']:.1f} sampling)  "
+        f"ETA {duration(eta)}",
+        *(f"\n      ! {alarm}" for alarm in row["alarms"]),
+        sep="",
+        flush=True,
+    )
+    page.plot_now_and_then(run.dir)
 
 
 def farewell(run) -> None:
