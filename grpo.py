@@ -309,8 +309,6 @@ class Config:
 
     # tokens per training pass; default: what fits into the memory, at most 8192
     micro_tokens: int | None = None
-    # recompute activations: less memory, a third more time
-    gradient_checkpointing: bool = False
     gpu_memory: float = 0.45  # share of the GPU for the engine's weights and KV cache
 
     # episodes per evaluation, on seeds never trained on; 0: none, and best/ is the last adapter
@@ -323,10 +321,9 @@ class Config:
     sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
     episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
     # where rows go, too; WANDB_MODE=offline needs no account
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    trackers: options.Trackers = ()
 
-    RESUMABLE = options.RESUMABLE | {"steps", "concurrency"}
-    RESUMABLE |= {"micro_tokens", "gradient_checkpointing"}
+    RESUMABLE = options.RESUMABLE | {"steps", "concurrency", "micro_tokens"}
     BOUNDS = options.BOUNDS | {
         "groups": options.COUNT,
         "group_size": (2, 1e9),
@@ -743,12 +740,10 @@ def main() -> None:
 def load_policy(cfg: Config, path, job) -> Policy:
     """The model, and how many tokens a training pass over it can hold: see cfg.micro_tokens."""
     policy = Policy(path, cfg.model, cfg.seed, cfg.concurrency, cfg.gpu_memory, cfg.lora_rank)
-    if cfg.gradient_checkpointing:
-        policy.recompute_layers()
     if policy.adapts_attention_only:
         job.say("adapter  is on the attention layers alone: the experts are not trained")
-    if not cfg.micro_tokens:
-        cfg.micro_tokens = policy.fit_micro_tokens(job.ranks.world, beside_engine=cfg.ahead > 0)
+    world, ahead = job.ranks.world, cfg.ahead > 0
+    cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens, world, beside_engine=ahead)
     job.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
     return policy
 

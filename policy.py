@@ -33,7 +33,7 @@ from pathlib import Path
 from flatlab import options
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
-from flatlab.model import memory
+from flatlab.model import endpoint, memory
 from flatlab.model.chat import ChatTokens, Sample
 from flatlab.model.loading import check_model, count_weights, loading
 from flatlab.numbers import value_text
@@ -99,6 +99,8 @@ def choose_model(cfg, url: str | None = None) -> ModelPath | None:
     endpoint. A run that exists keeps its --model and --backend.
     """
     store.keep_choices(cfg)
+    if url and not cfg.model.model:
+        raise UserError("--url needs --model: the name that the endpoint knows.")
     if url:
         options.derive(cfg.model, cfg.episode, False)
         return None
@@ -106,6 +108,15 @@ def choose_model(cfg, url: str | None = None) -> ModelPath | None:
     path = resolve_model(cfg.model.model)
     options.derive(cfg.model, cfg.episode, path.is_tiny, path.positions)
     return path
+
+
+def open_engine(cfg, path: ModelPath | None, seed: int, max_batch: int):
+    """Opens a Policy that is not trained, or for --url an Endpoint, which has its sample()."""
+    if cfg.url:
+        endpoint.check_url(cfg.url)
+        model = cfg.model
+        return endpoint.Endpoint(cfg.url, model.model, model.context, model.temperature)
+    return Policy(path, cfg.model, seed, max_batch, cfg.gpu_memory, trains=False)
 
 
 def resolve_model(name: str) -> ModelPath:
@@ -346,9 +357,21 @@ class Trainer:
         if self.packs:
             base.set_attn_implementation("packed")
 
-    def fit_micro_tokens(self, processes: int = 1, beside_engine: bool = False) -> int:
-        """Tokens of a training pass that fits into the memory, see memory.fit_micro_tokens."""
-        return memory.fit_micro_tokens(self, self.recomputes, processes, beside_engine)
+    def fit_micro_tokens(
+        self, wanted: int | None = None, processes: int = 1, beside_engine: bool = False
+    ) -> int:
+        """Tokens of a training pass: as wanted, or what fits, see memory.fit_micro_tokens.
+
+        If such a pass, or one over a whole context, would not fit, layers are recomputed from now
+        on.
+        """
+        largest = max(self.context, wanted or 0)
+        free = memory.free_for_training(self.device, processes, beside_engine)
+        sizes = self.model.config, self.dtype.itemsize
+        if memory.bytes_needed(largest, *sizes, False) > free:
+            print("memory   layers are recomputed: a third more time, memory of one layer only")
+            self.recompute_layers()
+        return wanted or memory.fit_micro_tokens(free, *sizes, self.recomputes)
 
     def recompute_layers(self) -> None:
         """Gradient checkpointing: only the inputs of the layers are kept for the backward pass."""

@@ -197,8 +197,8 @@ def keep_choices(cfg) -> None:
     for file in [where / "config.yaml", *sorted(where.glob("*/config.yaml"))][:2]:
         old = read_mapping(file, default={})
         cfg.model.model = cfg.model.model or old.get("model")
-        if cfg.sandbox.backend == "auto":
-            cfg.sandbox.backend = old.get("backend", "auto")
+        if "backend" in old and cfg.sandbox.backend == "auto":
+            cfg.sandbox.backend = old["backend"]
 
 
 def begin_run(cfg, digests: list[str], model, is_finished, where=None, **cell):

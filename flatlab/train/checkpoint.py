@@ -37,6 +37,19 @@ def resume(policy, optimizer, job) -> list[dict]:
     return rows
 
 
+def resume_rows(policy, optimizer, job) -> int:
+    """Loads the newest checkpoint of a run without evaluations, and removes the rows after it.
+
+    Returns how many rows there are.
+    """
+    step, folder = newest(job.run)
+    job.run.truncate_rows(step)
+    if folder:
+        load(policy, optimizer, folder)
+        job.say(f"resumed after step {step} from {folder}")
+    return step + 1
+
+
 def newest(run) -> tuple[int, Path | None]:
     """Step and folder of the newest checkpoint; -1 and None if there is none."""
     return [(-1, None), *run.checkpoints()][-1]
@@ -62,14 +75,16 @@ def write_step(policy, optimizer, job, row: dict, groups: list[Group] = ()) -> N
 
 def save_groups(job, name: int | str, groups: list[Group]) -> None:
     """Writes the episodes of these groups and their tokens, see Run.save_episodes. Each has the
-    number of its group, its reward (None for a fault), baseline, and improvements (None unless
-    valid).
+    number of its group, its reward if there is one (None for a fault), baseline, and improvements
+    (None unless valid).
     """
     if not job.run:
         return
     lines = []
     for group in groups:
-        columns = {"reward": group.rewards, "improvement": group.improvements()}
+        columns = {"improvement": group.improvements()}
+        if group.rewards:
+            columns["reward"] = group.rewards
         if all(e.test_score for e in group.played):
             columns["test_improvement"] = group.improvements("test_score")
         made = zip(*columns.values())
