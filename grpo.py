@@ -693,12 +693,12 @@ def check_config(cfg: Config) -> None:
         raise UserError("--thoughts is not for --agent: the program chooses what the model reads.")
 
 
-def prepare(cfg: Config, job):
+def prepare(cfg: Config, script: str, job):
     """Completes the config and opens the run directory. Returns the tasks, the model's path and why
     this sandbox was chosen. Raises UserError for whatever is wrong, before the model loads.
     """
     check_config(cfg)
-    cfg.name = cfg.name or default_name(SCRIPT, cfg)
+    cfg.name = cfg.name or default_name(script, cfg)
     path = choose_model(cfg)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, path.is_tiny)
     derived = {
@@ -714,11 +714,11 @@ def prepare(cfg: Config, job):
     return tasks, path, why
 
 
-def main() -> None:
-    cfg = cli.parse_config(Config, sys.argv[1:])
+def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -> None:
+    cfg = cli.parse_config(config_class, sys.argv[1:])
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
     job = Job(join(timeout=24 * 3600))
-    tasks, path, why = prepare(cfg, job)
+    tasks, path, why = prepare(cfg, script, job)
     run = job.run
     if job.ranks.first(bool(run and run.finished)):
         job.say(f"logs/{cfg.name} was finished before: nothing was run.")
@@ -728,7 +728,7 @@ def main() -> None:
                 run.result(**metrics.first_results(tasks, "training"))
                 console.banner(cfg, tasks, path, why, run)
             job.say("engine   is starting")
-            policy = load_policy(cfg, path, job)
+            policy = load_policy(policy_class, cfg, path, job)
             asyncio.run(train(policy, tasks, cfg, job))
     if run:
         console.farewell(run)
@@ -737,9 +737,10 @@ def main() -> None:
             sys.exit(status)  # not with torchrun, which would restart a job that failed
 
 
-def load_policy(cfg: Config, path, job) -> Policy:
+def load_policy(policy_class, cfg: Config, path, job) -> Policy:
     """The model, and how many tokens a training pass over it can hold: see cfg.micro_tokens."""
-    policy = Policy(path, cfg.model, cfg.seed, cfg.concurrency, cfg.gpu_memory, cfg.lora_rank)
+    sizes = cfg.concurrency, cfg.gpu_memory, cfg.lora_rank
+    policy = policy_class(path, cfg.model, cfg.seed, *sizes)
     if policy.adapts_attention_only:
         job.say("adapter  is on the attention layers alone: the experts are not trained")
     world, ahead = job.ranks.world, cfg.ahead > 0
