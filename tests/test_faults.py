@@ -25,7 +25,7 @@ from flatlab.sandbox import backend as sandbox_backend
 from flatlab.sandbox import client, docker, local, snapshot
 from flatlab.sandbox.backend import Spec
 from flatlab.sandbox.client import Sandbox
-from flatlab.task import grading
+from flatlab.task import machine
 from helpers import PROJECT, FakePolicy, block, do, play_once, slow, user_error
 from tasks import load_task
 from wire import Wire
@@ -158,7 +158,7 @@ def test_a_copy_equals_its_parent(world, last):
 @pytest.mark.parametrize("backend", ISOLATED)
 def test_a_copy_of_a_renamed_folder_with_a_mount(backend, task, monkeypatch):
     """The copy cannot remove the mount, so it keeps the file where it was."""
-    monkeypatch.setattr(grading, "MOUNT_BYTES", 1000)
+    monkeypatch.setattr(machine, "MOUNT_BYTES", 1000)
     with Env(task, backend) as world:
         world.reset()
         do(world, "mv data input; cp input/*.csv . && ls")
@@ -397,7 +397,7 @@ def test_one_broken_episode_leaves_the_others_alone(task, monkeypatch):
                 self.close()
             return super().run(*args, **kwargs)
 
-    monkeypatch.setattr(grading, "Sandbox", Sometimes)
+    monkeypatch.setattr(machine, "Sandbox", Sometimes)
 
     async def main():
         replies = (block(TITANIC), block("submit"))

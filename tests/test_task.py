@@ -37,7 +37,7 @@ from flatlab.runs.store import open_run
 from flatlab.task import grading
 from flatlab.task.builtin import builtin_names
 from flatlab.task.definition import TASKS_DIR, Task, last_json_object, parse_grade
-from flatlab.task.grading import open_sandbox
+from flatlab.task.machine import open_sandbox
 from flatlab.task.mlgym import mlgym_names
 from flatlab.task.sanity import check_grader, csv_rules, degenerate
 from flatlab.task.value import improvement, score_at, value_of
