@@ -6,6 +6,7 @@
     python viz.py logs/<run> --episode 12/3  a transcript: step 12, number 3; also before/3 and
                                              eval-9/3 (evaluations), final-best/3, a node 0.2.1
     python viz.py logs/<run> --best          the transcript with the best score
+    python viz.py logs/* --plot value_mean   plot-value_mean.png: a key of the rows, over the runs
 
 flatlab/runs/store.py describes what is in a run directory.
 """
@@ -25,7 +26,14 @@ from flatlab.errors import UserError
 from flatlab.numbers import count
 from flatlab.runs import cli
 from flatlab.view import page, plots, tables
-from flatlab.view.reader import RunData, find_runs, observed, score_text, transcript_files
+from flatlab.view.reader import (
+    NOUNS,
+    RunData,
+    find_runs,
+    observed,
+    score_text,
+    transcript_files,
+)
 
 
 @dataclass
@@ -35,6 +43,7 @@ class Options:
     list: bool = False  # print one line per episode, or the tree
     episode: str = ""  # print one transcript: its id, as --list shows it
     best: bool = False  # print the transcript with the best score
+    plot: tuple[str, ...] = ()  # draw each of these keys of the rows as plot-KEY.png
 
 
 # ------------------------------------------------------------------ terminal
@@ -79,19 +88,18 @@ def indented(text: str) -> str:
 
 def list_text(run: RunData) -> str:
     """A line for each episode by file, or for each node; stars mark the path to the best one."""
-    items = {item["id"]: item for read in transcript_files(run).values() for item in read()}
+    items = [item for read in transcript_files(run).values() for item in read()]
+    if run.kind == "search":
+        nodes = {row["id"]: row for row in run.rows}
+        items = [nodes[id] for id in plots.layout(run.rows) if id != "0"]
     path = plots.best_path(run)
     rows = []
-    for id in plots.layout(run.rows) if run.has_nodes else items:
-        if id == "0":
-            continue
-        item = items[id]
+    for item in items:
         text = f"{item.get('op', '')} {item.get('idea') or item['status']}"
         row = {
-            "best": "*" if id in path else "",
-            "id": "  " * id.count(".") + id,
+            "best": "*" if item["id"] in path else "",
+            "id": "  " * item["id"].count(".") + item["id"],
             "score": score_text(item),
-            "turns": len(item["turns"]),
             "tokens": item["tokens"],
             "sec": f"{item['seconds']:.1f}",
             "what": " ".join(text.split())[:70],
@@ -130,7 +138,7 @@ def summary(run: RunData) -> str:
         tables.heading(run),
         tables.headline(run),
         tables.final_table(run.result),
-        node_summary(run) if run.has_nodes else step_summary(run.rows),
+        step_summary(run.rows) if NOUNS[run.kind] == "step" else outcomes(run),
         tables.rounds(run),
     ]
     return "\n\n".join(filter(None, parts))
@@ -149,15 +157,13 @@ def step_summary(rows: list[dict]) -> str:
     return f"{table}\nmeans over {count(window, 'step')}"
 
 
-def node_summary(run: RunData) -> str:
-    """Operators and how their nodes ended."""
+def outcomes(run: RunData) -> str:
+    """Outcomes of the nodes by operator, or of the episodes by task."""
     import pandas
 
-    nodes = pandas.DataFrame(run.rows).astype({"value": float}).groupby("op", sort=False)
-    ends = nodes["outcome"].value_counts().unstack(fill_value=0)
-    means = nodes[["value", "seconds", "tokens"]].mean()
-    table = means.join(ends).rename_axis(None).to_string(float_format="{:.4g}".format, na_rep="-")
-    return f"{table}\nvalue, seconds, tokens: means per node"
+    frame = pandas.DataFrame(run.rows)
+    by = frame["op" if run.kind == "search" else "task"]
+    return pandas.crosstab(by, frame["outcome"]).to_string()
 
 
 # ------------------------------------------------------------------ start
@@ -179,10 +185,14 @@ def main(options: Options):
             parts.append(show(best_of(run)))
     if parts:
         return say("\n\n".join(parts))
-    say(summary(runs[0]) if len(runs) == 1 else tables.table(runs))
-    # of several runs the folder that they are in
+    # the folder that all of them are in
     folder = Path(os.path.commonpath([run.dir.resolve() for run in runs]))
-    print("", *(f"wrote {path}" for path in page.write(runs, folder)), sep="\n")
+    if options.plot:
+        paths = page.plot(runs, options.plot, folder)
+    else:
+        say(summary(runs[0]) if len(runs) == 1 else tables.table(runs))
+        paths = page.write(runs, folder)
+    print("", *(f"wrote {path}" for path in paths), sep="\n")
 
 
 if __name__ == "__main__":

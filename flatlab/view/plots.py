@@ -1,4 +1,4 @@
-"""Pictures of runs: curves of training, of searches and of evaluations, and the tree of a search.
+"""Pictures of runs: curves of training, imitation, searches and evaluations, and trees.
 
 Every panel takes groups of runs. Each run is drawn thin; the mean of a group is bold, and of three
 runs or more it has a band of one standard error. matplotlib and pandas are imported inside
@@ -15,24 +15,24 @@ from itertools import accumulate
 
 import numpy as np
 
+from flatlab.errors import UserError
+from flatlab.numbers import count
 from flatlab.task.value import WORST, improvement, score_at
 from flatlab.train.metrics import evaluation_columns
 from flatlab.view.reader import RunData, score_text
 
-# The colours of Okabe and Ito: distinct with any kind of colour vision, and in grey print
+# Okabe and Ito: distinct with any kind of colour vision, and in grey print
 COLOURS = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #000000".split()
-BLUE, RED, GREEN, _, PINK, _, BLACK = COLOURS
+BLUE, RED, _, _, PINK, _, BLACK = COLOURS
 GREY = "#888888"
 STYLE = {
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.grid": True,
     "grid.alpha": 0.25,
-    "legend.fontsize": 8,
+    "legend.fontsize": 9,
     "svg.fonttype": "none",
 }
-
-
 FEW_SEEDS = 3  # a mean over fewer runs has no interval
 
 
@@ -59,7 +59,8 @@ def window_of(rows) -> int:
 
 
 def by_step(group: RunGroup, key: str):
-    """A DataFrame with a column for each run; index: the steps at which one of them has this key.
+    """A DataFrame with a column for each run; index: the steps at which one of them has this key,
+    or the numbers of the rows if they have no step.
 
     The evaluation before training has step -1.
     """
@@ -68,13 +69,13 @@ def by_step(group: RunGroup, key: str):
     curves = []
     for run in group.runs:
         before = evaluation_columns(run.result.get("before") or {})
-        rows = [before | {"step": -1}, *run.rows]
-        curves.append(pandas.DataFrame(rows, columns=["step", key]).set_index("step"))
-    frame = pandas.concat(curves, axis=1).astype(float)
-    return frame.sort_index().dropna(how="all")
+        rows = [before, *(run.rounds or run.rows)]
+        steps = [row.get("step", number) for number, row in enumerate(rows, -1)]
+        curves.append(pandas.Series(series(rows, key), steps))
+    return pandas.concat(curves, axis=1).sort_index().dropna(how="all")
 
 
-# ------------------------------------------------------------------ panels of a training run
+# ------------------------------------------------------------------ curves over steps
 
 
 def draw_key(axis, groups, key, colour, label=None, style="-"):
@@ -84,8 +85,6 @@ def draw_key(axis, groups, key, colour, label=None, style="-"):
     """
     for group in groups:
         frame = by_step(group, key)
-        if frame.empty:
-            continue
         look = {"color": colour if len(groups) == 1 else group.colour}
         axis.plot(frame.index, frame, style, alpha=0.3, linewidth=1, **look)
         windows = frame.dropna().rolling(window_of(frame), center=True, min_periods=1)
@@ -116,20 +115,12 @@ def draw_value(axis, groups):
         frame = by_step(group, "eval_value_mean")
         if frame.empty:
             continue
-        error = None
+        error = frame.sem(axis=1) if len(group.runs) >= FEW_SEEDS else None
         if len(group.runs) == 1:  # over its episodes
             error = by_step(group, "eval_value_stderr").mean(axis=1)
-        elif len(group.runs) >= FEW_SEEDS:
-            error = frame.sem(axis=1)
-        axis.errorbar(
-            frame.index + 1,
-            frame.mean(axis=1),
-            error,
-            fmt="s--",
-            label=label,
-            color=PINK if len(groups) == 1 else group.colour,
-            capsize=3,
-        )
+        colour = PINK if len(groups) == 1 else group.colour
+        look = {"fmt": "s--", "capsize": 3, "color": colour, "label": label}
+        axis.errorbar(frame.index + 1, frame.mean(axis=1), error, **look)
         label = None  # one entry in the legend
     draw_baseline(axis)
 
@@ -165,15 +156,17 @@ def draw_values(axis, groups):
     right axis is in the unit of the task.
     """
     run = groups[0].runs[0]
+    edge = {"transform": axis.get_xaxis_transform(), "clip_on": False}
     for group in groups:
+        look = {"alpha": 0.5, "color": group.colour}
         for one in group.runs:
             numbers = np.arange(1, len(one.rows) + 1)
             values = np.maximum(WORST, series(one.rows, "improvement"))  # NaN: not valid
-            axis.plot(numbers, values, ".", alpha=0.5, color=group.colour)
+            axis.plot(numbers, values, ".", **look)
             failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
-            edge = {"transform": axis.get_xaxis_transform(), "clip_on": False}
-            axis.plot(failed, np.zeros(len(failed)), "x", alpha=0.5, color=group.colour, **edge)
+            axis.plot(failed, 0 * failed, "x", **look, **edge)
     draw_baseline(axis)
+    axis.set_xlabel(f"{axis.get_xlabel()}; dot: valid, cross: failed (value -1)")
     axis.set_ylim(axis.get_ylim())  # what is drawn later does not change it
     convert = partial(score_at, task=run), partial(improvement, task=run)
     axis.secondary_yaxis("right", functions=convert).set_ylabel(score_label(run))
@@ -194,15 +187,14 @@ def draw_best(axis, groups):
         draw_mean(axis, frame, color=group.colour, drawstyle="steps-post")
 
 
-def draw_evaluation(axis, groups):
+def draw_all(axis, groups):
     draw_values(axis, groups)
     for group in groups:
         values = np.concatenate([series(run.rows, "value") for run in group.runs])
         axis.axhline(np.nanmean(values), color=group.colour, label="mean value")
 
 
-COUNTED = "; a dot for each valid one, a cross for a failure (value -1)"
-PANELS = {  # of each kind of run: x axis, and for each panel its title and what draws it
+PANELS = {  # of each kind of run: x axis, and for each panel its title and function
     "training": (
         "updates",
         {
@@ -219,8 +211,9 @@ PANELS = {  # of each kind of run: x axis, and for each panel its title and what
             ),
         },
     ),
-    "search": (f"nodes{COUNTED}", {"How good is the best node so far?": draw_best}),
-    "evaluation": (f"episodes{COUNTED}", {"What are the episodes worth?": draw_evaluation}),
+    "imitation": ("updates", {"Does the loss fall?": curves("nats per token", ("loss", BLUE))}),
+    "search": ("nodes", {"How good is the best node so far?": draw_best}),
+    "evaluation": ("episodes", {"What are the episodes worth?": draw_all}),
 }
 
 # ------------------------------------------------------------------ the tree
@@ -328,9 +321,7 @@ def draw_panels(kind: str, groups: list[RunGroup], title: str):
         axis = figure.add_subplot(lines, columns, place, title=name, xlabel=x)
         axis.sharex(figure.axes[0])
         draw(axis, groups)
-        axis.locator_params(axis="x", integer=True)
-        if axis.get_legend_handles_labels()[1]:
-            axis.legend()
+        finish(axis)
     if len(groups) > 1:
         handles = [
             Patch(color=group.colour, label=f"{shorten(group.label, 80)} (N={len(group.runs)})")
@@ -341,8 +332,58 @@ def draw_panels(kind: str, groups: list[RunGroup], title: str):
     return figure
 
 
-def encoded(figure, format: str) -> bytes:
+def finish(axis):
+    axis.locator_params(axis="x", integer=True)
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend()
+
+
+# Units of keys: the first part that a key contains counts; others are named after the key
+UNITS = {
+    "value": "value (0: baseline, 1: reference)",
+    "per_second": "tokens per second",
+    "seconds": "seconds",
+    "share": "share, 0 to 1",
+    "kl": "nats per token",
+    "entropy": "nats per token",
+    "logprob": "nats",
+    "memory": "GB",
+    "lag": "updates",
+}
+
+
+def draw_plot(kind: str, groups: list[RunGroup], key: str):
+    """A Figure with one key of the rows, legible at a width of six inches."""
+    run = groups[0].runs[0]
+    rows = run.rounds or run.rows
+    keys = {name for row in rows for name in row if isinstance(row[name], (int, float))}
+    if key not in keys:
+        raise UserError(f"{run.dir} has no numbers '{key}'; it has {', '.join(sorted(keys))}.")
+    figure = new_figure(6, 3.2)
+    axis = figure.subplots()
+    for group in groups:
+        label = f"mean of {count(len(group.runs), 'run')}"
+        if len(group.runs) >= FEW_SEEDS:
+            label += " ± standard error"
+        if len(groups) > 1:
+            label = shorten(f"{group.runs[0].name}, {label}", 60)
+        draw_key(axis, [group], key, group.colour, label)
+    if "value" in key:
+        draw_baseline(axis)
+    name, _, statistic = key.rpartition("_")
+    words = f"{statistic} {name}" if statistic in ("mean", "max") else key
+    words = words.replace("_", " ")
+    units = {"score": score_label(run)} | UNITS
+    unit = next((units[part] for part in units if part in key), words)
+    x = "rounds" if run.rounds else PANELS[kind][0]
+    title = shorten(f"{words[0].upper()}{words[1:]}, {run.task}", 60)
+    axis.set(title=title, xlabel=x, ylabel=unit)
+    finish(axis)
+    return figure
+
+
+def encoded(figure, format: str, dpi: int = 110) -> bytes:
     """The picture as the content of a file."""
     picture = io.BytesIO()
-    figure.savefig(picture, format=format, dpi=110)
+    figure.savefig(picture, format=format, dpi=dpi)
     return picture.getvalue()

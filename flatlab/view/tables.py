@@ -15,13 +15,12 @@ from statistics import fmean
 
 import numpy as np
 
-from flatlab.files import read_rows
 from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error, value_text
 from flatlab.task.value import improvement, summary, summary_text, value_of
 from flatlab.train.metrics import fell_by_half
 from flatlab.view import plots
 from flatlab.view.plots import COLOURS, FEW_SEEDS, RunGroup, series
-from flatlab.view.reader import RunData
+from flatlab.view.reader import NOUNS, RunData, episode_items, transcript_files
 
 # ------------------------------------------------------------------ results
 
@@ -30,37 +29,37 @@ from flatlab.view.reader import RunData
 class Result:
     """The value of a run.
 
-    what: whose value it is. part: of the data. values: by seed; one for each episode, or a single
-    one for the best node of a search. facts: of summary(); its valid_share is over all nodes of a
-    search. rows_error: standard error of a score over the rows or games of the part, mean over the
-    episodes; None if it is unknown. seed: of the run.
+    what: the adapter, node or episodes that have it. part: of the data. values: by seed; one for
+    each episode, or a single one for the best node of a search. facts: of summary(), except that
+    valid_share is over all nodes of a search; rows_error is the standard error of a score over the
+    rows or games of the part, mean over the episodes. seed: of the run.
     """
 
     what: str
     part: str
-    values: dict[int, float]
+    values: dict
     facts: dict
-    rows_error: float | None
     seed: int
 
 
 def result_of(run: RunData) -> Result:
-    read = {"training": training_items, "evaluation": evaluation_items, "search": best_item}
-    what, part, items = read[run.kind](run)
-    task = run if run.has_one_task and part != "training" else None
-    facts = summary([reached for _, reached, _ in items], task)
+    items_of = {"training": training_items, "evaluation": all_items, "search": best_item}
+    what, part, items = items_of[run.kind](run)
+    has_scores = part != "training" and " " not in run.task
+    facts = summary([reached for _, reached, _ in items], run if has_scores else None)
     if run.kind == "search":
         facts["valid_share"] = run.result["valid_share"]
     if part == "training":  # items are means over the episodes of a step
         facts["valid_share"] = fmean(series(run.rows, "valid_share")[-len(items) :])
     values = {seed: value_of(reached) for seed, reached, _ in items}
     errors = [error for *_, error in items if error is not None]
-    rows_error = fmean(errors) if errors and task else None
-    return Result(what, part, values, facts, rows_error, run.config["seed"])
+    if errors and has_scores:
+        facts["rows_error"] = fmean(errors)
+    return Result(what, part, values, facts, run.config["seed"])
 
 
-# Each returns whose value it is, the part of the data, and (seed, improvement, standard error of
-# the score) of each episode, step or node.
+# Functions that return what has the value, the part of the data, and (seed, improvement, standard
+# error of the score) of each episode, step or node.
 
 
 def training_items(run: RunData) -> tuple[str, str, list]:
@@ -74,20 +73,22 @@ def training_items(run: RunData) -> tuple[str, str, list]:
     what = "untrained adapter"
     if not final["best_is_untrained"]:
         what = f"best adapter (step {best['step']})"
-    prefix = "test_" if "test_value_mean" in best else ""
-    items = [
-        (row["seed"], row[f"{prefix}improvement"], row[f"{prefix}score"]["stderr"])
-        for row in read_rows(run.dir / best["file"])
-        if row["status"] != "fault"
+    return what, *played(episode_items(run.dir / best["file"]), final["split"])
+
+
+def all_items(run: RunData) -> tuple[str, str, list]:
+    """All episodes of an evaluation: none of them was chosen."""
+    return "all episodes", *played(run.rows, run.result["split"])
+
+
+def played(episodes: list[dict], split: str) -> tuple[str, list]:
+    """Leaves out the faults. split: the part that was scored, unless the test part was, too."""
+    graded = [item for item in episodes if item["outcome"] != "fault"]
+    part = "test" if any(item["part"] for item in graded) else split
+    values = [
+        ((item["task"], item["seed"]), item["improvement"], item["stderr"]) for item in graded
     ]
-    return what, "test" if prefix else final["split"], items
-
-
-def evaluation_items(run: RunData) -> tuple[str, str, list]:
-    """All episodes but the faults; none of them was chosen."""
-    rows = [row for row in run.rows if row["outcome"] != "fault"]
-    items = [(row["seed"], row["improvement"], row["stderr"]) for row in rows]
-    return "all episodes", run.result["split"], items
+    return part, values
 
 
 def best_item(run: RunData) -> tuple[str, str, list]:
@@ -103,55 +104,61 @@ def best_item(run: RunData) -> tuple[str, str, list]:
     return what, result["split"], [(seed, reached, result["best_stderr"])]
 
 
-def failures(run: RunData) -> np.ndarray:
+def failures(run: RunData) -> tuple[int, int, int]:
     """Numbers of episodes or nodes that were played, that failed, and that were faults."""
-    if run.has_nodes:
-        return np.array([run.result[key] for key in ("nodes", "failed", "faults")])
+    if run.kind != "training":
+        outcomes = [row["outcome"] for row in run.rows]
+        return len(outcomes), outcomes.count("failed"), outcomes.count("fault")
     keys = ("episodes", "valid_share", "faults")
     episodes, valid, faults = (series(run.rows, key) for key in keys)
-    counts = [sum(episodes + faults), sum(episodes * (1 - valid)), sum(faults)]
-    return np.rint(counts).astype(int)
+    failed = np.sum(episodes * (1 - valid))
+    return round(sum(episodes + faults)), round(failed), round(sum(faults))
 
 
 # ------------------------------------------------------------------ sentences about one run
 
-NOUNS = {"training": "step", "search": "node", "evaluation": "episode"}  # for a row of a run
-
 
 def heading(run: RunData) -> str:
-    """One line about what ran: name, task, mode, rule, seed, model, length."""
+    """One line about the run: name, task, mode, rule, seed, model, length."""
     config = run.config
     keys = ("sampling_mode", "select", "seed", "model")
     facts = [value_text(config[key]) for key in keys if key in config]
-    seconds = run.rows[-1].get("elapsed") or np.nansum(series(run.rows, "seconds"))
+    seconds = run.result.get("seconds") or np.nansum(series(run.rows, "seconds"))
     size = count(len(run.rows), NOUNS[run.kind])
-    return f"{run.name}: {run.tasks}, {', '.join(facts)}, {size} in {duration(seconds)}"
+    return f"{run.name}: {run.task}, {', '.join(facts)}, {size} in {duration(seconds)}"
 
 
 def headline(run: RunData) -> str:
-    """The outcome in words: value, share valid, score, against what, how sure, and failures."""
-    result = result_of(run)
-    played, failed, faults = failures(run)
-    digits = 6 if run.result["exact"] else 4
-    scale = f"{result.part} part; {run.direction}, baseline {run.baseline:.4f}"
-    if result.rows_error is not None:
-        scale += f"; ± {result.rows_error:.4f} over its rows"
-    text = f"{summary_text(result.facts, run.result['metric'], digits)} ({scale})."
-    if result.what == "no valid node":
-        text = why_none(run.rows)
-    text = (
-        f"{result.what}: {text} {failed} of {played} failed (value -1), {count(faults, 'fault')}. "
-        f"Status: {run.status}."
-    )
-    text = " ".join([text, *notes([run])])
+    """The outcome of a run: value, share valid, score, part, uncertainty, and failures."""
+    if run.kind == "imitation":
+        loss = plus_minus(run.rows[-1]["loss"], None)
+        text = f"imitation of {count(run.result['episodes'], 'episode')}: last loss {loss}."
+    else:
+        text = value_sentence(run)
+    text = " ".join([text, f"Status: {run.status}.", *notes([run])])
     return text[0].upper() + text[1:]
 
 
-def why_none(rows: list[dict]) -> str:
-    """The reasons why no node is valid: how they ended, and what was most often wrong."""
-    ends = Counter(row["status"].replace("_", " ") for row in rows)
+def value_sentence(run: RunData) -> str:
+    result = result_of(run)
+    number, failed, faults = failures(run)
+    digits = 6 if run.result.get("exact") else 4
+    scale = f"{result.part} part; {run.direction}, baseline {run.baseline:.4f}"
+    if "rows_error" in result.facts:
+        scale += f"; ± {result.facts['rows_error']:.4f} over its rows"
+    text = f"{summary_text(result.facts, run.result['metric'], digits)} ({scale})."
+    if result.what == "no valid node":
+        text = why_none(run)
+    ends = f"{failed} of {number} failed (value -1), {count(faults, 'fault')}."
+    return f"{result.what}: {text} {ends}"
+
+
+def why_none(run: RunData) -> str:
+    """The reasons why no node is valid: how they ended, and the most frequent error."""
+    ends = Counter(row["status"].replace("_", " ") for row in run.rows)
     parts = [f"{number} x {status}" for status, number in ends.most_common()]
-    turns = [turn for row in rows for turn in row["actions"]]
+    items = [item for read in transcript_files(run).values() for item in read()]
+    turns = [turn for item in items for turn in item["turns"]]
     wrong = [turn for turn in turns if turn["status"] in ("rejected", "invalid")]
     said = Counter(turn["observation"].partition("\n")[0] for turn in wrong)
     for text, number in said.most_common(1):
@@ -170,30 +177,28 @@ def notes(runs: list[RunData]) -> list[str]:
 
 
 def notes_of(run: RunData) -> list[str]:
-    result = run.result
-    has_one_part = result["selected_on_test"] or result.get("exact")
-    is_chosen = run.kind == "search" and result["best_id"] and not has_one_part
-    tested = result.get("tested_id")
-    reads = result.get("test_reads", 0)
-    ungraded = result.get("ungraded")
-    without_strategy = result.get("without_strategy")
-    unread = result.get("unread_strategies")
+    fact = run.result.get
+    has_test = not (fact("selected_on_test") or fact("exact"))
     alarms = [text for row in run.rows + run.rounds for text in row.get("alarms", ())]
     applies = {
         "the task has a test part only, so the best was chosen on it and its score is "
-        "optimistic": result["selected_on_test"],
-        "the score is exact": result.get("exact"),
-        "the best node was not scored on the test part": is_chosen and not tested,
-        "the best node is not valid on the test part": tested and result["test_score"] is None,
-        f"a search that went on with more --nodes has read the test part {reads} times": reads > 1,
-        f"the grader gave no result for {ungraded} failed nodes: see grader_output in the "
-        "journal": ungraded,
-        f"{without_strategy} of {result.get('nodes')} nodes got no strategy, so their mode is "
-        "none: the replies held too few that could be read": without_strategy,
-        f"{unread} strategies in replies could not be read: their JSON was damaged or cut "
-        "off": unread,
+        "optimistic": fact("selected_on_test"),
+        "the score is exact": fact("exact"),
+        "the best node was not scored on the test part": fact("best_id")
+        and has_test
+        and not fact("tested_id"),
+        "the best node is not valid on the test part": fact("tested_id")
+        and fact("test_score") is None,
+        f"a search that went on with more --nodes has read the test part {fact('test_reads')} "
+        "times": (fact("test_reads") or 0) > 1,
+        f"the grader gave no result for {fact('ungraded')} failed nodes: see grader_output in the "
+        "journal": fact("ungraded"),
+        f"{fact('without_strategy')} of {fact('nodes')} nodes got no strategy, so their mode is "
+        "none: the replies held too few that could be read": fact("without_strategy"),
+        f"{fact('unread_strategies')} strategies in replies could not be read: their JSON was "
+        "damaged or cut off": fact("unread_strategies"),
         "the selection rule replaced the sampling mode of some nodes: see sampling_modes_used in "
-        "result.json": "local" in result.get("sampling_modes_used", ()),
+        "result.json": "local" in (fact("sampling_modes_used") or ()),
         "its code changed while it went on": len(run.fingerprint.get("code", ())) > 1,
         f"the last alarms: {'; '.join(alarms[-3:])}": alarms,
     }
@@ -211,7 +216,7 @@ ON_TERMINAL = 8
 
 
 def rounds(run: RunData, columns: int | None = ON_TERMINAL) -> str:
-    """A line for each round of a search that learns; "" of other runs. columns: None: all."""
+    """A line for each round of a search that learns; "" of other runs. columns: None for all."""
     import pandas
 
     if not run.rounds:
@@ -240,7 +245,7 @@ def groups_of(runs: list[RunData]) -> dict[tuple, list[RunGroup]]:
         made_by = repr((settings, run.fingerprint))
         seed = (made_by, run.config.get("seed"))
         seen[seed] += 1
-        version = (run.kind, run.tasks, run.baseline, run.fingerprint.get("task"))
+        version = (run.kind, run.task, run.baseline, run.fingerprint.get("task"))
         comparable = groups.setdefault(version, {})
         group = RunGroup(str(run.dir), COLOURS[len(comparable) % len(COLOURS)], [])
         comparable.setdefault((made_by, seen[seed]), group).runs.append(run)
@@ -267,7 +272,10 @@ def table(runs: list[RunData]) -> str:
     """Text of `python viz.py logs/*`: a table per kind of run and task, then what it means."""
     parts = []
     for (kind, task, *_), groups in groups_of(runs).items():
-        parts.append(f"{task}, {kind}\n{aligned(rows_of(groups))}")
+        text = "An imitation has no value: evaluate its adapter to compare it."
+        if kind != "imitation":
+            text = aligned(rows_of(groups))
+        parts.append(f"{task}, {kind}\n{text}")
     return "\n\n".join([*parts, "\n".join([LEGEND, *notes(runs)])])
 
 
@@ -286,7 +294,6 @@ def mean_value(results: list[Result]) -> float:
 def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
     first = results[0]
     what, *_ = first.what.split(" (")  # without its step or its id
-    rows_errors = [one.rows_error for one in results if one.rows_error is not None]
     return {
         "run": group.label,
         "N": len(results),
@@ -294,7 +301,7 @@ def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
         "valid": f"{fmean(one.facts['valid_share'] for one in results):.0%}",
         "score": cell(results, "score_mean", "score_stderr"),
         f"best of {BEST_OF}": cell(results, f"score_best_of_{BEST_OF}"),
-        "rows ±": f"{fmean(rows_errors):.4f}" if rows_errors else "-",
+        "rows ±": cell(results, "rows_error"),
         "of": f"{what}, {first.part}",
         "difference": "" if results is best else difference(results, best),
         "faults": sum(failures(run)[2] for run in group.runs),
@@ -344,43 +351,42 @@ def aligned(rows: list[dict]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)) for line in lines)
 
 
-# ------------------------------------------------------------------ adapters
+# ------------------------------------------------------------------ at the end
 
-ADAPTERS = ("untrained", "imitated", "last", "best")
+ADAPTERS = ("untrained", "last", "best")
 
 
 def final_table(result: dict) -> str:
-    """The comparison at the end of a training run, for the terminal. result: of result.json.
-
-    "" for searches and for runs that are not finished.
+    """The comparison at the end of a training run, or the tasks of an evaluation of several; "" for
+    other runs. result: of result.json.
     """
     final = result.get("final")
     if not final:
-        return ""
-    metric = result["metric"] if "score_mean" in final["best"] else "score"
+        is_evaluation = result.get("kind") == "evaluation"
+        return "\n".join(by_task(result)) if is_evaluation and " " in result["task"] else ""
+    before = final["untrained"]["valid_share"]
     rows, marks = [], []
     for name in ADAPTERS:
-        played = final.get(name)
-        if not played:
+        if name not in final:
             continue
-        step = played.get("step", -1)  # an adapter from before the first step has none
+        numbers = final[name]
+        step = numbers.get("step", -1)  # an adapter from before the first step has none
         label = name if step < 0 else f"{name} (step {step})"
-        before = final["untrained"]["valid_share"]
-        if fell_by_half(played["valid_share"], before):
+        share = numbers["valid_share"]
+        if fell_by_half(share, before):
             label += " !"
-            shares = f"{before:.0%} to {played['valid_share']:.0%}"
+            shares = f"{before:.0%} to {share:.0%}"
             marks.append(f"! {name}: the share of valid submissions fell from {shares}.")
+        error = numbers.get("difference_stderr")
         row = {
             "adapter": label,
-            "value": plus_minus(played["value_mean"], played["value_stderr"], "+"),
-            "valid": f"{played['valid_share']:.0%}",
+            "value": plus_minus(numbers["value_mean"], numbers["value_stderr"], "+"),
+            "valid": f"{share:.0%}",
+            "score": plus_minus(numbers.get("score_mean"), numbers.get("score_stderr")),
+            f"best of {BEST_OF}": plus_minus(numbers.get(f"score_best_of_{BEST_OF}"), None),
+            "difference to the untrained": plus_minus(numbers.get("difference"), error, "+"),
+            "pairs": numbers.get("difference_n", "-"),
         }
-        if "score_mean" in played:  # not of several tasks
-            row[metric] = plus_minus(played["score_mean"], played["score_stderr"])
-            row[f"best of {BEST_OF}"] = plus_minus(played[f"score_best_of_{BEST_OF}"], None)
-        error = played.get("difference_stderr")
-        row["difference to the untrained"] = plus_minus(played.get("difference"), error, "+")
-        row["pairs"] = played.get("difference_n", "-")
         rows.append(row)
     lines = [
         f"{final['split']} part, {final['n']} fresh seeds that were never used for selection, the "
@@ -388,14 +394,23 @@ def final_table(result: dict) -> str:
         aligned(rows),
         *marks,
     ]
-    best = final["best"]
-    for key in best:
-        task, found, _ = key.partition("test_value_mean")
-        if found:
-            prefix = f"{task}test_"
-            facts = {name.removeprefix(prefix): best[name] for name in best if prefix in name}
-            text = f"{task.replace('.', ' ')}{summary_text(facts, metric)}"
-            lines.append(f"best adapter on the test part: {text}")
+    if "test_value_mean" in final["best"]:
+        lines += [f"best adapter on the test part: {text}" for text in by_task(final["best"])]
     if final["best_is_untrained"]:
         lines.append("best is the untrained adapter: no evaluation during training was better.")
     return "\n".join(lines)
+
+
+def by_task(facts: dict) -> list[str]:
+    """A line for all episodes, and one for each of several tasks; on the test part if it was
+    scored.
+    """
+    part = "test_" if "test_value_mean" in facts else ""
+    lines = []
+    for key in facts:
+        task, found, _ = key.partition(f"{part}value_mean")
+        if found:
+            prefix = task + part
+            own = {name.removeprefix(prefix): facts[name] for name in facts if prefix in name}
+            lines.append(f"{task.replace('.', ' ')}{summary_text(own)}")
+    return lines
