@@ -40,11 +40,10 @@ def draw(runs: list[RunData], folder: Path) -> list[Path]:
 
 def plot(runs: list[RunData], keys: Sequence[str], folder: Path) -> list[Path]:
     """Writes plot-KEY.png for each key. Raises UserError if the runs are not comparable."""
-    versions = tables.groups_of(runs)
-    if len(versions) > 1:
+    [groups, *others] = tables.groups_of(runs).values()
+    if others:
         raise UserError("--plot draws runs of one kind and one version of a task.")
-    [((kind, *_), groups)] = versions.items()
-    return save({f"plot-{key}": plots.draw_plot(kind, groups, key) for key in keys}, folder, 150)
+    return save({f"plot-{key}": plots.draw_plot(groups, key) for key in keys}, folder, 150)
 
 
 def save(figures: dict, folder: Path, dpi: int = 110) -> list[Path]:

@@ -85,10 +85,10 @@ def draw_key(axis, groups, key, colour, label=None, style="-"):
     """
     for group in groups:
         frame = by_step(group, key)
-        look = {"color": colour if len(groups) == 1 else group.colour}
-        axis.plot(frame.index, frame, style, alpha=0.3, linewidth=1, **look)
+        look = {"color": colour if len(groups) == 1 else group.colour, "linestyle": style}
+        axis.plot(frame.index, frame, alpha=0.3, linewidth=1, **look)
         windows = frame.dropna().rolling(window_of(frame), center=True, min_periods=1)
-        draw_mean(axis, windows.mean(), label=label, linestyle=style, **look)
+        draw_mean(axis, windows.mean(), label=label, **look)
         label = None  # one entry in the legend
 
 
@@ -99,12 +99,11 @@ def draw_mean(axis, frame, **look):
     frame: a DataFrame with a column for each run.
     """
     middle = frame.mean(axis=1)
-    axis.plot(frame.index, middle, linewidth=2.2, **look)
+    axis.plot(middle, linewidth=2.2, **look)
     if len(frame.columns) >= FEW_SEEDS:
         error = frame.sem(axis=1)
-        axis.fill_between(
-            frame.index, middle - error, middle + error, color=look["color"], alpha=0.15
-        )
+        band = middle - error, middle + error
+        axis.fill_between(frame.index, *band, color=look["color"], alpha=0.15)
 
 
 def draw_value(axis, groups):
@@ -113,15 +112,13 @@ def draw_value(axis, groups):
     label = "evaluations ± s.e."
     for group in groups:
         frame = by_step(group, "eval_value_mean")
-        if frame.empty:
-            continue
         error = frame.sem(axis=1) if len(group.runs) >= FEW_SEEDS else None
         if len(group.runs) == 1:  # over its episodes
-            error = by_step(group, "eval_value_stderr").mean(axis=1)
+            error = by_step(group, "eval_value_stderr").reindex(frame.index).squeeze(axis=1)
         colour = PINK if len(groups) == 1 else group.colour
         look = {"fmt": "s--", "capsize": 3, "color": colour, "label": label}
         axis.errorbar(frame.index + 1, frame.mean(axis=1), error, **look)
-        label = None  # one entry in the legend
+        label = None
     draw_baseline(axis)
 
 
@@ -151,47 +148,46 @@ def best_so_far(run: RunData):
     return pandas.Series([WORST, *series(run.rows, "value")]).cummax().ffill()
 
 
-def draw_values(axis, groups):
-    """A dot for each node or episode but the faults; failures are crosses at the lower edge. The
-    right axis is in the unit of the task.
+def mean_so_far(run: RunData):
+    import pandas
+
+    return pandas.Series(series(run.rows, "value"), range(1, len(run.rows) + 1)).expanding().mean()
+
+
+def values(so_far):
+    """A panel of the nodes or episodes but the faults: a dot for each valid one, a cross at the
+    lower edge for a failure, and a line. The right axis is in the unit of the task.
+
+    so_far: a function of a run, best_so_far or mean_so_far.
     """
-    run = groups[0].runs[0]
-    edge = {"transform": axis.get_xaxis_transform(), "clip_on": False}
-    for group in groups:
-        look = {"alpha": 0.5, "color": group.colour}
-        for one in group.runs:
-            numbers = np.arange(1, len(one.rows) + 1)
-            values = np.maximum(WORST, series(one.rows, "improvement"))  # NaN: not valid
-            axis.plot(numbers, values, ".", **look)
-            failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
-            axis.plot(failed, 0 * failed, "x", **look, **edge)
-    draw_baseline(axis)
-    axis.set_xlabel(f"{axis.get_xlabel()}; dot: valid, cross: failed (value -1)")
-    axis.set_ylim(axis.get_ylim())  # what is drawn later does not change it
-    convert = partial(score_at, task=run), partial(improvement, task=run)
-    axis.secondary_yaxis("right", functions=convert).set_ylabel(score_label(run))
+
+    def draw(axis, groups):
+        import pandas
+
+        edge = {"transform": axis.get_xaxis_transform(), "clip_on": False}
+        for group in groups:
+            look = {"alpha": 0.5, "color": group.colour}
+            for run in group.runs:
+                numbers = np.arange(1, len(run.rows) + 1)
+                reached = np.maximum(WORST, series(run.rows, "improvement"))  # NaN: not valid
+                axis.plot(numbers, reached, ".", **look)
+                failed = numbers[[row["outcome"] == "failed" for row in run.rows]]
+                axis.plot(failed, 0 * failed, "x", **look, **edge)
+            # a run that has ended keeps its value
+            frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
+            draw_mean(axis, frame, color=group.colour, drawstyle="steps-post")
+        draw_baseline(axis)
+        axis.set_xlabel(f"{axis.get_xlabel()}; dot: valid, cross: failed (value -1)")
+        task = groups[0].runs[0]
+        convert = partial(score_at, task=task), partial(improvement, task=task)
+        axis.secondary_yaxis("right", functions=convert).set_ylabel(score_label(task))
+
+    return draw
 
 
 def score_label(run: RunData) -> str:
     """The metric and its direction."""
     return f"{shorten(run.result['metric'], 40)}, {run.direction}"
-
-
-def draw_best(axis, groups):
-    import pandas
-
-    draw_values(axis, groups)
-    for group in groups:
-        # a run that has ended keeps its value
-        frame = pandas.concat(map(best_so_far, group.runs), axis=1).ffill()
-        draw_mean(axis, frame, color=group.colour, drawstyle="steps-post")
-
-
-def draw_all(axis, groups):
-    draw_values(axis, groups)
-    for group in groups:
-        values = np.concatenate([series(run.rows, "value") for run in group.runs])
-        axis.axhline(np.nanmean(values), color=group.colour, label="mean value")
 
 
 PANELS = {  # of each kind of run: x axis, and for each panel its title and function
@@ -212,8 +208,8 @@ PANELS = {  # of each kind of run: x axis, and for each panel its title and func
         },
     ),
     "imitation": ("updates", {"Does the loss fall?": curves("nats per token", ("loss", BLUE))}),
-    "search": ("nodes", {"How good is the best node so far?": draw_best}),
-    "evaluation": ("episodes", {"What are the episodes worth?": draw_all}),
+    "search": ("nodes", {"How good is the best node so far?": values(best_so_far)}),
+    "evaluation": ("episodes", {"What is the mean value so far?": values(mean_so_far)}),
 }
 
 # ------------------------------------------------------------------ the tree
@@ -234,8 +230,7 @@ def best_path(run: RunData) -> list[str]:
     return list(accumulate(best.split("."), "{}.{}".format)) if best else []
 
 
-# outcome -> name and mark of nodes without a score; others have those of their operator
-FAILURES = {"failed": ("failed", "X"), "fault": ("fault", "P")}
+FAILURES = {"failed": "X", "fault": "P"}  # marks; other nodes have the mark of their operator
 
 
 def draw_tree(run: RunData, link: str = "#"):
@@ -244,14 +239,13 @@ def draw_tree(run: RunData, link: str = "#"):
     link: address of a node before its id; the nodes in an SVG lead there.
     """
     from matplotlib import colormaps
-    from matplotlib.collections import LineCollection
 
     at = layout(run.rows)
     height = np.clip(0.3 * len(at) + 1.5, 4, 40)
     figure = new_figure(12, height)
     axis = figure.subplots()
     edges = [(at[row["parent"]], at[row["id"]]) for row in run.rows]
-    axis.add_collection(LineCollection(edges, color="#bbbbbb", zorder=1))
+    axis.plot(*np.transpose(edges), color="#bbbbbb", zorder=1)
     if path := [at[id] for id in best_path(run)]:
         axis.plot(*zip(*path), color=BLACK, linewidth=2.6, label="path to the best")
     # the worst tenth of the scores may lie beyond the colours: one wild node hides no others
@@ -260,7 +254,9 @@ def draw_tree(run: RunData, link: str = "#"):
     colours = colormaps["viridis" if run.higher_is_better else "viridis_r"]
     looks = {("baseline", "*"): [{"id": "0", "score": run.baseline}]}
     for row in run.rows:
-        look = FAILURES.get(row["outcome"], (row["op"], row["mark"]))
+        look = row["op"], row["mark"]
+        if row["outcome"] in FAILURES:
+            look = row["outcome"], FAILURES[row["outcome"]]
         looks.setdefault(look, []).append(row)
     for (name, mark), rows in looks.items():
         marks = axis.scatter(
@@ -352,7 +348,7 @@ UNITS = {
 }
 
 
-def draw_plot(kind: str, groups: list[RunGroup], key: str):
+def draw_plot(groups: list[RunGroup], key: str):
     """A Figure with one key of the rows, legible at a width of six inches."""
     run = groups[0].runs[0]
     rows = run.rounds or run.rows
@@ -362,9 +358,8 @@ def draw_plot(kind: str, groups: list[RunGroup], key: str):
     figure = new_figure(6, 3.2)
     axis = figure.subplots()
     for group in groups:
-        label = f"mean of {count(len(group.runs), 'run')}"
-        if len(group.runs) >= FEW_SEEDS:
-            label += " ± standard error"
+        error = " ± standard error" if len(group.runs) >= FEW_SEEDS else ""
+        label = f"mean of {count(len(group.runs), 'run')}{error}"
         if len(groups) > 1:
             label = shorten(f"{group.runs[0].name}, {label}", 60)
         draw_key(axis, [group], key, group.colour, label)
@@ -373,9 +368,9 @@ def draw_plot(kind: str, groups: list[RunGroup], key: str):
     name, _, statistic = key.rpartition("_")
     words = f"{statistic} {name}" if statistic in ("mean", "max") else key
     words = words.replace("_", " ")
-    units = {"score": score_label(run)} | UNITS
+    units = UNITS | {"score": score_label(run)}
     unit = next((units[part] for part in units if part in key), words)
-    x = "rounds" if run.rounds else PANELS[kind][0]
+    x = "rounds" if run.rounds else PANELS[run.kind][0]
     title = shorten(f"{words[0].upper()}{words[1:]}, {run.task}", 60)
     axis.set(title=title, xlabel=x, ylabel=unit)
     finish(axis)

@@ -110,7 +110,7 @@ def with_outcome(row: dict) -> dict:
     """Adds the outcome ("valid", "failed" or "fault") and the value, None for a fault."""
     if row["status"] == "fault":
         return row | {"outcome": "fault", "value": None}
-    outcome = "valid" if row["valid"] else "failed"
+    outcome = "failed" if row["improvement"] is None else "valid"
     return row | {"outcome": outcome, "value": value_of(row["improvement"])}
 
 
@@ -153,18 +153,15 @@ def episode_items(path: Path, name: str = "") -> list[dict]:
     rows = read_rows(path)
     items = []
     for index, row in enumerate(rows):
-        part = "test_" if row.get("test_score") else ""
-        none = {"value": None, "valid": False, "stderr": None, "message": row["fault"]}
-        score = row["score"] or none
-        counted = row[f"{part}score"] or none
+        score = row["score"] or {"value": None, "stderr": None, "message": row["fault"]}
+        test = row.get("test_score")
         item = {
-            "part": part,
             "id": name if len(rows) == 1 else f"{name}/{index}",
             "score": score["value"],
-            "test_score": (row.get("test_score") or none)["value"],
-            "valid": counted["valid"],
-            "stderr": counted["stderr"],
-            "improvement": row[f"{part}improvement"],
+            "test_score": test["value"] if test else None,
+            "is_tested": bool(test),
+            "improvement": row["test_improvement" if test else "improvement"],
+            "stderr": (test or score)["stderr"],
             "tokens": row["reply_tokens"],
             "error": joined(score["message"], score.get("grader_output")),
         }

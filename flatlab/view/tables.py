@@ -16,7 +16,7 @@ from statistics import fmean
 import numpy as np
 
 from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error, value_text
-from flatlab.task.value import improvement, summary, summary_text, value_of
+from flatlab.task.value import improvement, summary, summary_text
 from flatlab.train.metrics import fell_by_half
 from flatlab.view import plots
 from flatlab.view.plots import COLOURS, FEW_SEEDS, RunGroup, series
@@ -43,65 +43,48 @@ class Result:
 
 
 def result_of(run: RunData) -> Result:
-    items_of = {"training": training_items, "evaluation": all_items, "search": best_item}
-    what, part, items = items_of[run.kind](run)
-    has_scores = part != "training" and " " not in run.task
-    facts = summary([reached for _, reached, _ in items], run if has_scores else None)
+    """Training: the best adapter on the fresh seeds at the end, or the last steps before that."""
     if run.kind == "search":
-        facts["valid_share"] = run.result["valid_share"]
-    if part == "training":  # items are means over the episodes of a step
-        facts["valid_share"] = fmean(series(run.rows, "valid_share")[-len(items) :])
-    values = {seed: value_of(reached) for seed, reached, _ in items}
-    errors = [error for *_, error in items if error is not None]
-    if errors and has_scores:
-        facts["rows_error"] = fmean(errors)
-    return Result(what, part, values, facts, run.config["seed"])
-
-
-# Functions that return what has the value, the part of the data, and (seed, improvement, standard
-# error of the score) of each episode, step or node.
-
-
-def training_items(run: RunData) -> tuple[str, str, list]:
-    """The best adapter on the fresh seeds at the end of the run, or the last steps before that."""
+        return best_node(run)
+    if run.kind == "evaluation":
+        return result_of_episodes(run, "all episodes", run.rows, run.result["split"])
     final = run.result.get("final")
     if not final:
         last = run.rows[-plots.window_of(run.rows) :]
-        items = [(row["step"], row["value_mean"], None) for row in last]
-        return f"last {count(len(last), 'step')}", "training", items
+        facts = {key: fmean(series(last, key)) for key in ("value_mean", "valid_share")}
+        facts["value_stderr"] = None
+        return Result(f"last {count(len(last), 'step')}", "training", {}, facts, run.config["seed"])
     best = final["best"]
     what = "untrained adapter"
     if not final["best_is_untrained"]:
         what = f"best adapter (step {best['step']})"
-    return what, *played(episode_items(run.dir / best["file"]), final["split"])
+    return result_of_episodes(run, what, episode_items(run.dir / best["file"]), final["split"])
 
 
-def all_items(run: RunData) -> tuple[str, str, list]:
-    """All episodes of an evaluation: none of them was chosen."""
-    return "all episodes", *played(run.rows, run.result["split"])
+def result_of_episodes(run: RunData, what: str, items: list[dict], split: str) -> Result:
+    """split: the part that was scored, unless the test part was scored, too."""
+    graded = [item for item in items if item["outcome"] != "fault"]
+    part = "test" if any(item["is_tested"] for item in graded) else split
+    task = None if " " in run.task else run
+    facts = summary([item["improvement"] for item in graded], task)
+    errors = [item["stderr"] for item in graded if item["stderr"] is not None]
+    if errors and task:
+        facts["rows_error"] = fmean(errors)
+    values = {(item["task"], item["seed"]): item["value"] for item in graded}
+    return Result(what, part, values, facts, run.config["seed"])
 
 
-def played(episodes: list[dict], split: str) -> tuple[str, list]:
-    """Leaves out the faults. split: the part that was scored, unless the test part was, too."""
-    graded = [item for item in episodes if item["outcome"] != "fault"]
-    part = "test" if any(item["part"] for item in graded) else split
-    values = [
-        ((item["task"], item["seed"]), item["improvement"], item["stderr"]) for item in graded
-    ]
-    return part, values
-
-
-def best_item(run: RunData) -> tuple[str, str, list]:
+def best_node(run: RunData) -> Result:
     """The best node: its test score, or without one the score that it was chosen by."""
     result, seed = run.result, run.config["seed"]
-    if not result["best_id"]:
-        return "no valid node", result["split"], [(seed, None, None)]
-    what = f"best node ({result['best_id']})"
+    what = f"best node ({result['best_id']})" if result["best_id"] else "no valid node"
+    score, error, part = result["best_score"], result["best_stderr"], result["split"]
     if result["tested_id"]:
-        part = result["split"] if result["exact"] else "test"
-        return what, part, [(seed, result["test_improvement"], result["test_stderr"])]
-    reached = improvement(result["best_score"], run)
-    return what, result["split"], [(seed, reached, result["best_stderr"])]
+        score, error = result["test_score"], result["test_stderr"]
+        part = part if result["exact"] else "test"
+    facts = summary([None if score is None else improvement(score, run)], run)
+    facts |= {"valid_share": result["valid_share"], "rows_error": error}
+    return Result(what, part, {seed: facts["value_mean"]}, facts, seed)
 
 
 def failures(run: RunData) -> tuple[int, int, int]:
@@ -111,8 +94,8 @@ def failures(run: RunData) -> tuple[int, int, int]:
         return len(outcomes), outcomes.count("failed"), outcomes.count("fault")
     keys = ("episodes", "valid_share", "faults")
     episodes, valid, faults = (series(run.rows, key) for key in keys)
-    failed = np.sum(episodes * (1 - valid))
-    return round(sum(episodes + faults)), round(failed), round(sum(faults))
+    counts = episodes + faults, episodes * (1 - valid), faults
+    return tuple(round(np.nansum(column)) for column in counts)
 
 
 # ------------------------------------------------------------------ sentences about one run
@@ -144,13 +127,13 @@ def value_sentence(run: RunData) -> str:
     number, failed, faults = failures(run)
     digits = 6 if run.result.get("exact") else 4
     scale = f"{result.part} part; {run.direction}, baseline {run.baseline:.4f}"
-    if "rows_error" in result.facts:
-        scale += f"; ± {result.facts['rows_error']:.4f} over its rows"
-    text = f"{summary_text(result.facts, run.result['metric'], digits)} ({scale})."
+    if error := result.facts.get("rows_error"):
+        scale += f"; ± {error:.4f} over its rows"
+    text = f"{summary_text(result.facts, run.result['metric'], digits)} ({scale})"
     if result.what == "no valid node":
         text = why_none(run)
     ends = f"{failed} of {number} failed (value -1), {count(faults, 'fault')}."
-    return f"{result.what}: {text} {ends}"
+    return f"{result.what}: {text}. {ends}"
 
 
 def why_none(run: RunData) -> str:
@@ -162,9 +145,22 @@ def why_none(run: RunData) -> str:
     wrong = [turn for turn in turns if turn["status"] in ("rejected", "invalid")]
     said = Counter(turn["observation"].partition("\n")[0] for turn in wrong)
     for text, number in said.most_common(1):
-        text = text.removeprefix("Nothing was run. ").rstrip(".")
-        parts.append(f"{text}, in {number} of {len(turns)} replies")
-    return "; ".join(parts) + "."
+        parts.append(f"{number} of {len(turns)} replies: {text.rstrip('.')}")
+    return "; ".join(parts)
+
+
+# Keys of result.json -> sentences for runs where they are neither 0, false nor empty
+NOTES = {
+    "selected_on_test": "the task has a test part only, so the best was chosen on it and its score "
+    "is optimistic",
+    "exact": "the score is exact",
+    "ungraded": "the grader gave no result for {ungraded} failed nodes: see grader_output in the "
+    "journal",
+    "without_strategy": "{without_strategy} of {nodes} nodes got no strategy, so their mode is "
+    "none: the replies held too few that could be read",
+    "unread_strategies": "{unread_strategies} strategies in replies could not be read: their JSON "
+    "was damaged or cut off",
+}
 
 
 def notes(runs: list[RunData]) -> list[str]:
@@ -177,32 +173,23 @@ def notes(runs: list[RunData]) -> list[str]:
 
 
 def notes_of(run: RunData) -> list[str]:
-    fact = run.result.get
-    has_test = not (fact("selected_on_test") or fact("exact"))
-    alarms = [text for row in run.rows + run.rounds for text in row.get("alarms", ())]
-    applies = {
-        "the task has a test part only, so the best was chosen on it and its score is "
-        "optimistic": fact("selected_on_test"),
-        "the score is exact": fact("exact"),
-        "the best node was not scored on the test part": fact("best_id")
-        and has_test
-        and not fact("tested_id"),
-        "the best node is not valid on the test part": fact("tested_id")
-        and fact("test_score") is None,
-        f"a search that went on with more --nodes has read the test part {fact('test_reads')} "
-        "times": (fact("test_reads") or 0) > 1,
-        f"the grader gave no result for {fact('ungraded')} failed nodes: see grader_output in the "
-        "journal": fact("ungraded"),
-        f"{fact('without_strategy')} of {fact('nodes')} nodes got no strategy, so their mode is "
-        "none: the replies held too few that could be read": fact("without_strategy"),
-        f"{fact('unread_strategies')} strategies in replies could not be read: their JSON was "
-        "damaged or cut off": fact("unread_strategies"),
-        "the selection rule replaced the sampling mode of some nodes: see sampling_modes_used in "
-        "result.json": "local" in (fact("sampling_modes_used") or ()),
-        "its code changed while it went on": len(run.fingerprint.get("code", ())) > 1,
-        f"the last alarms: {'; '.join(alarms[-3:])}": alarms,
-    }
-    return [sentence for sentence, does_apply in applies.items() if does_apply]
+    result = run.result
+    sentences = [text.format(**result) for key, text in NOTES.items() if result.get(key)]
+    has_test = not (result.get("selected_on_test") or result.get("exact"))
+    if result.get("tested_id"):
+        if result["test_score"] is None:
+            sentences.append("the best node is not valid on the test part")
+    elif result.get("best_id") and has_test:
+        sentences.append("the best node was not scored on the test part")
+    if (reads := result.get("test_reads", 0)) > 1:
+        sentences.append(
+            f"a search that went on with more --nodes has read the test part {reads} times"
+        )
+    if len(run.fingerprint.get("code", ())) > 1:
+        sentences.append("its code changed while it went on")
+    if alarms := [text for row in run.rows + run.rounds for text in row.get("alarms", ())]:
+        sentences.append(f"the last alarms: {'; '.join(alarms[-3:])}")
+    return sentences
 
 
 # ------------------------------------------------------------------ rounds
@@ -265,7 +252,7 @@ score: mean of the valid ones, or the score of the best node, in the unit of the
 best of {BEST_OF}: expected best score of {BEST_OF} episodes
 rows ±: standard error of one score over the rows or games of the part
 of: what has this value, and on which part of the data
-difference: of the value to the best row; paired: over the seeds that both have"""
+difference: of the value to the best row, over the seeds that both have"""
 
 
 def table(runs: list[RunData]) -> str:
@@ -282,13 +269,19 @@ def table(runs: list[RunData]) -> str:
 def rows_of(groups: list[RunGroup]) -> list[dict]:
     """A row of texts per group of the same kind and task, the largest value first."""
     results = [(group, [result_of(run) for run in group.runs]) for group in groups]
-    results.sort(key=lambda pair: mean_value(pair[1]), reverse=True)
+    results.sort(key=lambda pair: mean_of(pair[1], "value_mean"), reverse=True)
     best = results[0][1]
     return [row_of(group, found, best) for group, found in results]
 
 
-def mean_value(results: list[Result]) -> float:
-    return fmean(values_of(results).values() or [-math.inf])
+def mean_of(results: list[Result], key: str) -> float:
+    """Mean of a fact over runs; -inf without one."""
+    return fmean(found_in(results, key) or [-math.inf])
+
+
+def found_in(results: list[Result], key: str) -> list[float]:
+    facts = [one.facts.get(key) for one in results]
+    return [fact for fact in facts if fact is not None]
 
 
 def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
@@ -298,7 +291,7 @@ def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
         "run": group.label,
         "N": len(results),
         "value": cell(results, "value_mean", "value_stderr", "+"),
-        "valid": f"{fmean(one.facts['valid_share'] for one in results):.0%}",
+        "valid": f"{mean_of(results, 'valid_share'):.0%}",
         "score": cell(results, "score_mean", "score_stderr"),
         f"best of {BEST_OF}": cell(results, f"score_best_of_{BEST_OF}"),
         "rows ±": cell(results, "rows_error"),
@@ -313,8 +306,7 @@ def cell(results: list[Result], key: str, error_key: str = "", sign: str = "") -
     if len(results) == 1:
         facts = results[0].facts
         return plus_minus(facts.get(key), facts.get(error_key), sign)
-    found = [one.facts.get(key) for one in results]
-    return mean_or_each([value for value in found if value is not None], sign)
+    return mean_or_each(found_in(results, key), sign)
 
 
 def mean_or_each(values: list[float], sign: str) -> str:
@@ -328,20 +320,14 @@ def values_of(results: list[Result]) -> dict:
     """The values by seed of one run, or of several the mean of each."""
     if len(results) == 1:
         return results[0].values
-    return {f"run {one.seed}": one.facts["value_mean"] for one in results if one.values}
+    return {one.seed: one.facts["value_mean"] for one in results if one.values}
 
 
 def difference(results: list[Result], best: list[Result]) -> str:
-    """The difference of the mean values with its standard error."""
+    """The difference of the values to the best ones, over the seeds that both have."""
     values, others = values_of(results), values_of(best)
     pairs = [values[seed] - others[seed] for seed in values if seed in others]
-    if len(pairs) > 1:
-        return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)"
-    if not values:
-        return "-"
-    errors = [standard_error([*side.values()]) for side in (values, others)]
-    error = None if None in errors else math.hypot(*errors)
-    return plus_minus(mean_value(results) - mean_value(best), error, "+")
+    return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)" if pairs else "-"
 
 
 def aligned(rows: list[dict]) -> str:
@@ -353,8 +339,6 @@ def aligned(rows: list[dict]) -> str:
 
 # ------------------------------------------------------------------ at the end
 
-ADAPTERS = ("untrained", "last", "best")
-
 
 def final_table(result: dict) -> str:
     """The comparison at the end of a training run, or the tasks of an evaluation of several; "" for
@@ -364,28 +348,28 @@ def final_table(result: dict) -> str:
     if not final:
         is_evaluation = result.get("kind") == "evaluation"
         return "\n".join(by_task(result)) if is_evaluation and " " in result["task"] else ""
-    before = final["untrained"]["valid_share"]
+    best, untrained = final["best"], final["untrained"]
+    metric = result["metric"] if "score_mean" in best else "score"
     rows, marks = [], []
-    for name in ADAPTERS:
+    for name in ("untrained", "last", "best"):
         if name not in final:
             continue
-        numbers = final[name]
-        step = numbers.get("step", -1)  # an adapter from before the first step has none
+        numbers = final[name].get
+        step = numbers("step", -1)  # an adapter from before the first step has none
         label = name if step < 0 else f"{name} (step {step})"
-        share = numbers["valid_share"]
-        if fell_by_half(share, before):
+        if fell_by_half(numbers("valid_share"), untrained["valid_share"]):
             label += " !"
-            shares = f"{before:.0%} to {share:.0%}"
-            marks.append(f"! {name}: the share of valid submissions fell from {shares}.")
-        error = numbers.get("difference_stderr")
+            marks.append(f"! {name}: more than half of the valid submissions are lost.")
         row = {
             "adapter": label,
-            "value": plus_minus(numbers["value_mean"], numbers["value_stderr"], "+"),
-            "valid": f"{share:.0%}",
-            "score": plus_minus(numbers.get("score_mean"), numbers.get("score_stderr")),
-            f"best of {BEST_OF}": plus_minus(numbers.get(f"score_best_of_{BEST_OF}"), None),
-            "difference to the untrained": plus_minus(numbers.get("difference"), error, "+"),
-            "pairs": numbers.get("difference_n", "-"),
+            "value": plus_minus(numbers("value_mean"), numbers("value_stderr"), "+"),
+            "valid": f"{numbers('valid_share'):.0%}",
+            metric: plus_minus(numbers("score_mean"), numbers("score_stderr")),
+            f"best of {BEST_OF}": plus_minus(numbers(f"score_best_of_{BEST_OF}"), None),
+            "difference to the untrained": plus_minus(
+                numbers("difference"), numbers("difference_stderr"), "+"
+            ),
+            "pairs": numbers("difference_n", "-"),
         }
         rows.append(row)
     lines = [
@@ -394,14 +378,14 @@ def final_table(result: dict) -> str:
         aligned(rows),
         *marks,
     ]
-    if "test_value_mean" in final["best"]:
-        lines += [f"best adapter on the test part: {text}" for text in by_task(final["best"])]
+    if "test_value_mean" in best:
+        lines += [f"best adapter on the test part: {text}" for text in by_task(best, metric)]
     if final["best_is_untrained"]:
         lines.append("best is the untrained adapter: no evaluation during training was better.")
     return "\n".join(lines)
 
 
-def by_task(facts: dict) -> list[str]:
+def by_task(facts: dict, metric: str = "score") -> list[str]:
     """A line for all episodes, and one for each of several tasks; on the test part if it was
     scored.
     """
@@ -412,5 +396,5 @@ def by_task(facts: dict) -> list[str]:
         if found:
             prefix = task + part
             own = {name.removeprefix(prefix): facts[name] for name in facts if prefix in name}
-            lines.append(f"{task.replace('.', ' ')}{summary_text(own)}")
+            lines.append(f"{task.replace('.', ' ')}{summary_text(own, metric)}")
     return lines
