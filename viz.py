@@ -88,10 +88,11 @@ def indented(text: str) -> str:
 
 def list_text(run: RunData) -> str:
     """A line for each episode by file, or for each node; stars mark the path to the best one."""
-    items = [item for read in transcript_files(run).values() for item in read()]
     if run.kind == "search":
-        nodes = {row["id"]: row for row in run.rows}
-        items = [nodes[id] for id in plots.layout(run.rows) if id != "0"]
+        at = plots.layout(run.rows)
+        items = sorted(run.rows, key=lambda row: -at[row["id"]][1])
+    else:
+        items = all_items(run)
     path = plots.best_path(run)
     rows = []
     for item in items:
@@ -122,11 +123,15 @@ def pick(run: RunData, id: str) -> dict:
 def best_of(run: RunData) -> dict:
     """The transcript of training, or the node, with the largest improvement."""
     # the names of evaluations begin with a letter
-    steps = [read for name, read in transcript_files(run).items() if name[0].isdigit()]
-    valid = [item for read in steps for item in read() if item["score"] is not None]
+    steps = [item for item in all_items(run) if item["id"][0].isdigit()]
+    valid = [item for item in steps if item["score"] is not None]
     if not valid:
         raise UserError(f"{run.dir} has no transcript with a score.")
     return max(valid, key=lambda item: item["improvement"])
+
+
+def all_items(run: RunData) -> list[dict]:
+    return [item for read in transcript_files(run).values() for item in read()]
 
 
 # ------------------------------------------------------------------ summaries
@@ -138,7 +143,7 @@ def summary(run: RunData) -> str:
         tables.heading(run),
         tables.headline(run),
         tables.final_table(run.result),
-        step_summary(run.rows) if NOUNS[run.kind] == "step" else outcomes(run),
+        step_summary(run.rows) if NOUNS[run.kind] == "step" else "",
         tables.rounds(run),
     ]
     return "\n\n".join(filter(None, parts))
@@ -155,15 +160,6 @@ def step_summary(rows: list[dict]) -> str:
     means = {"first": frame.head(window).mean(), "last": frame.tail(window).mean()}
     table = pandas.DataFrame(means).to_string(float_format="{:.4g}".format)
     return f"{table}\nmeans over {count(window, 'step')}"
-
-
-def outcomes(run: RunData) -> str:
-    """Outcomes of the nodes by operator, or of the episodes by task."""
-    import pandas
-
-    frame = pandas.DataFrame(run.rows)
-    by = frame["op" if run.kind == "search" else "task"]
-    return pandas.crosstab(by, frame["outcome"]).to_string()
 
 
 # ------------------------------------------------------------------ start

@@ -114,7 +114,7 @@ def draw_value(axis, groups):
         frame = by_step(group, "eval_value_mean")
         error = frame.sem(axis=1) if len(group.runs) >= FEW_SEEDS else None
         if len(group.runs) == 1:  # over its episodes
-            error = by_step(group, "eval_value_stderr").reindex(frame.index).squeeze(axis=1)
+            error = by_step(group, "eval_value_stderr").reindex(frame.index)[0]
         colour = PINK if len(groups) == 1 else group.colour
         look = {"fmt": "s--", "capsize": 3, "color": colour, "label": label}
         axis.errorbar(frame.index + 1, frame.mean(axis=1), error, **look)
@@ -151,14 +151,14 @@ def best_so_far(run: RunData):
 def mean_so_far(run: RunData):
     import pandas
 
-    return pandas.Series(series(run.rows, "value"), range(1, len(run.rows) + 1)).expanding().mean()
+    return pandas.Series([np.nan, *series(run.rows, "value")]).expanding().mean()
 
 
-def values(so_far):
-    """A panel of the nodes or episodes but the faults: a dot for each valid one, a cross at the
+def nodes(so_far):
+    """A panel of nodes or episodes without the faults: a dot for each valid one, a cross at the
     lower edge for a failure, and a line. The right axis is in the unit of the task.
 
-    so_far: a function of a run, best_so_far or mean_so_far.
+    so_far: best_so_far or mean_so_far.
     """
 
     def draw(axis, groups):
@@ -169,20 +169,26 @@ def values(so_far):
             look = {"alpha": 0.5, "color": group.colour}
             for run in group.runs:
                 numbers = np.arange(1, len(run.rows) + 1)
-                reached = np.maximum(WORST, series(run.rows, "improvement"))  # NaN: not valid
-                axis.plot(numbers, reached, ".", **look)
+                axis.plot(numbers, reached(run.rows), ".", **look)
                 failed = numbers[[row["outcome"] == "failed" for row in run.rows]]
                 axis.plot(failed, 0 * failed, "x", **look, **edge)
+        draw_baseline(axis)
+        axis.set_ylim(axis.get_ylim())  # of the valid ones
+        for group in groups:
             # a run that has ended keeps its value
             frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
             draw_mean(axis, frame, color=group.colour, drawstyle="steps-post")
-        draw_baseline(axis)
         axis.set_xlabel(f"{axis.get_xlabel()}; dot: valid, cross: failed (value -1)")
         task = groups[0].runs[0]
         convert = partial(score_at, task=task), partial(improvement, task=task)
         axis.secondary_yaxis("right", functions=convert).set_ylabel(score_label(task))
 
     return draw
+
+
+def reached(rows: list[dict]) -> np.ndarray:
+    """Values of the valid nodes, shape (rows,); NaN for the others."""
+    return np.maximum(WORST, series(rows, "improvement"))
 
 
 def score_label(run: RunData) -> str:
@@ -208,8 +214,8 @@ PANELS = {  # of each kind of run: x axis, and for each panel its title and func
         },
     ),
     "imitation": ("updates", {"Does the loss fall?": curves("nats per token", ("loss", BLUE))}),
-    "search": ("nodes", {"How good is the best node so far?": values(best_so_far)}),
-    "evaluation": ("episodes", {"What is the mean value so far?": values(mean_so_far)}),
+    "search": ("nodes", {"How good is the best node so far?": nodes(best_so_far)}),
+    "evaluation": ("episodes", {"What is the mean value so far?": nodes(mean_so_far)}),
 }
 
 # ------------------------------------------------------------------ the tree
@@ -230,11 +236,8 @@ def best_path(run: RunData) -> list[str]:
     return list(accumulate(best.split("."), "{}.{}".format)) if best else []
 
 
-FAILURES = {"failed": "X", "fault": "P"}  # marks; other nodes have the mark of their operator
-
-
 def draw_tree(run: RunData, link: str = "#"):
-    """A Figure: depth to the right, a line for each node; colour: score, shape: operator.
+    """A Figure: depth to the right, a line for each node; colour: value, shape: operator.
 
     link: address of a node before its id; the nodes in an SVG lead there.
     """
@@ -248,24 +251,19 @@ def draw_tree(run: RunData, link: str = "#"):
     axis.plot(*np.transpose(edges), color="#bbbbbb", zorder=1)
     if path := [at[id] for id in best_path(run)]:
         axis.plot(*zip(*path), color=BLACK, linewidth=2.6, label="path to the best")
-    # the worst tenth of the scores may lie beyond the colours: one wild node hides no others
-    ends = (0.1, 1.0) if run.higher_is_better else (0.0, 0.9)
-    lowest, highest = np.nanquantile([run.baseline, *series(run.rows, "score")], ends)
-    colours = colormaps["viridis" if run.higher_is_better else "viridis_r"]
-    looks = {("baseline", "*"): [{"id": "0", "score": run.baseline}]}
+    looks = {("baseline", "*"): [{"id": "0", "improvement": 0}]}
     for row in run.rows:
-        look = row["op"], row["mark"]
-        if row["outcome"] in FAILURES:
-            look = row["outcome"], FAILURES[row["outcome"]]
+        look = (row["op"], row["mark"]) if row["outcome"] == "valid" else (row["outcome"], "X")
         looks.setdefault(look, []).append(row)
+    colours = [0, *reached(run.rows)]
     for (name, mark), rows in looks.items():
         marks = axis.scatter(
             *zip(*(at[row["id"]] for row in rows)),
-            c=series(rows, "score"),
-            cmap=colours.with_extremes(bad=RED),
-            vmin=lowest,
-            vmax=highest,
-            plotnonfinite=True,  # a node without a score is red
+            c=reached(rows),
+            cmap=colormaps["viridis"].with_extremes(bad=RED),
+            vmin=np.nanmin(colours),
+            vmax=np.nanmax(colours),
+            plotnonfinite=True,  # a node without a value is red
             marker=mark,
             s=min(110, (50 * height / len(at)) ** 2),  # square points
             edgecolors=BLACK,
@@ -276,11 +274,11 @@ def draw_tree(run: RunData, link: str = "#"):
         marks.set_urls([f"{link}{row['id']}" for row in rows])
     for row in run.rows if len(at) < 200 else ():
         name = f"{row['id']}  {score_text(row)}"
-        axis.annotate(name, at[row["id"]], (8, 4), textcoords="offset points", fontsize=8)
+        axis.annotate(name, at[row["id"]], (8, 4), textcoords="offset points", fontsize=9)
     axis.set(title="How did the search get to its best node?", xlabel="depth", yticks=[])
     axis.set_frame_on(False)
     axis.locator_params(axis="x", integer=True)
-    figure.colorbar(marks, ax=axis, label=score_label(run), pad=0.01, aspect=5 * height)
+    figure.colorbar(marks, ax=axis, label="value", pad=0.01, aspect=5 * height)
     figure.legend(loc="outside lower center", ncols=6, markerscale=0.8)
     return figure
 
@@ -307,8 +305,6 @@ def new_figure(width: float, height: float):
 
 def draw_panels(kind: str, groups: list[RunGroup], title: str):
     """A Figure with all panels of a kind of run, in rows of three."""
-    from matplotlib.patches import Patch
-
     x, panels = PANELS[kind]
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
@@ -319,11 +315,10 @@ def draw_panels(kind: str, groups: list[RunGroup], title: str):
         draw(axis, groups)
         finish(axis)
     if len(groups) > 1:
-        handles = [
-            Patch(color=group.colour, label=f"{shorten(group.label, 80)} (N={len(group.runs)})")
-            for group in groups
-        ]
-        figure.legend(handles=handles, loc="outside lower center", ncols=2)
+        for group in groups:
+            label = f"{shorten(group.label, 80)} (N={len(group.runs)})"
+            axis.plot([], [], linewidth=5, color=group.colour, label=label)
+        figure.legend(handles=axis.lines[-len(groups) :], loc="outside lower center", ncols=2)
     figure.suptitle(shorten(title, 120), fontsize=10)
     return figure
 
@@ -358,21 +353,20 @@ def draw_plot(groups: list[RunGroup], key: str):
     figure = new_figure(6, 3.2)
     axis = figure.subplots()
     for group in groups:
-        error = " ± standard error" if len(group.runs) >= FEW_SEEDS else ""
-        label = f"mean of {count(len(group.runs), 'run')}{error}"
+        label = f"mean of {count(len(group.runs), 'run')}"
+        if len(group.runs) >= FEW_SEEDS:
+            label += " ± standard error"
         if len(groups) > 1:
             label = shorten(f"{group.runs[0].name}, {label}", 60)
         draw_key(axis, [group], key, group.colour, label)
     if "value" in key:
         draw_baseline(axis)
-    name, _, statistic = key.rpartition("_")
-    words = f"{statistic} {name}" if statistic in ("mean", "max") else key
-    words = words.replace("_", " ")
+    words = re.sub("(.*)_mean$", r"mean \1", key).replace("_", " ")
     units = UNITS | {"score": score_label(run)}
     unit = next((units[part] for part in units if part in key), words)
     x = "rounds" if run.rounds else PANELS[run.kind][0]
-    title = shorten(f"{words[0].upper()}{words[1:]}, {run.task}", 60)
-    axis.set(title=title, xlabel=x, ylabel=unit)
+    title = shorten(f"{words.capitalize()}, {run.task}", 60)
+    axis.set(title=title, xlabel=f"{x} (means over {window_of(rows)})", ylabel=unit)
     finish(axis)
     return figure
 

@@ -118,7 +118,7 @@ def headline(run: RunData) -> str:
         text = f"imitation of {count(run.result['episodes'], 'episode')}: last loss {loss}."
     else:
         text = value_sentence(run)
-    text = " ".join([text, f"Status: {run.status}.", *notes([run])])
+    text = " ".join([text, f"Status: {run.result.get('status')}.", *notes([run])])
     return text[0].upper() + text[1:]
 
 
@@ -206,10 +206,9 @@ def rounds(run: RunData, columns: int | None = ON_TERMINAL) -> str:
     """A line for each round of a search that learns; "" of other runs. columns: None for all."""
     import pandas
 
-    if not run.rounds:
-        return ""
     frame = pandas.DataFrame(run.rounds, columns=ROUNDS[:columns])
-    return frame.to_string(index=False, float_format="{:.5g}".format, na_rep="-")
+    text = frame.to_string(index=False, float_format="{:.5g}".format, na_rep="-")
+    return text if run.rounds else ""
 
 
 # ------------------------------------------------------------------ groups
@@ -269,44 +268,48 @@ def table(runs: list[RunData]) -> str:
 def rows_of(groups: list[RunGroup]) -> list[dict]:
     """A row of texts per group of the same kind and task, the largest value first."""
     results = [(group, [result_of(run) for run in group.runs]) for group in groups]
-    results.sort(key=lambda pair: mean_of(pair[1], "value_mean"), reverse=True)
+    results.sort(key=lambda pair: mean_value(pair[1]), reverse=True)
     best = results[0][1]
     return [row_of(group, found, best) for group, found in results]
 
 
-def mean_of(results: list[Result], key: str) -> float:
-    """Mean of a fact over runs; -inf without one."""
-    return fmean(found_in(results, key) or [-math.inf])
-
-
-def found_in(results: list[Result], key: str) -> list[float]:
-    facts = [one.facts.get(key) for one in results]
-    return [fact for fact in facts if fact is not None]
+def mean_value(results: list[Result]) -> float:
+    return fmean(found([one.facts for one in results], "value_mean") or [-math.inf])
 
 
 def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
-    first = results[0]
-    what, *_ = first.what.split(" (")  # without its step or its id
+    what, *_ = results[0].what.split(" (")  # without its step or its id
+    facts = [one.facts for one in results]
     return {
         "run": group.label,
         "N": len(results),
-        "value": cell(results, "value_mean", "value_stderr", "+"),
-        "valid": f"{mean_of(results, 'valid_share'):.0%}",
-        "score": cell(results, "score_mean", "score_stderr"),
-        f"best of {BEST_OF}": cell(results, f"score_best_of_{BEST_OF}"),
-        "rows ±": cell(results, "rows_error"),
-        "of": f"{what}, {first.part}",
+        **columns(facts, "score"),
+        "rows ±": cell(facts, "rows_error"),
+        "of": f"{what}, {results[0].part}",
         "difference": "" if results is best else difference(results, best),
         "faults": sum(failures(run)[2] for run in group.runs),
     }
 
 
-def cell(results: list[Result], key: str, error_key: str = "", sign: str = "") -> str:
-    """A fact about a single run with its own standard error, or its mean over several runs."""
-    if len(results) == 1:
-        facts = results[0].facts
-        return plus_minus(facts.get(key), facts.get(error_key), sign)
-    return mean_or_each(found_in(results, key), sign)
+def columns(facts: list[dict], metric: str) -> dict:
+    """facts: of summary() for each run."""
+    return {
+        "value": cell(facts, "value_mean", "value_stderr", "+"),
+        "valid": f"{fmean(one['valid_share'] for one in facts):.0%}",
+        metric: cell(facts, "score_mean", "score_stderr"),
+        f"best of {BEST_OF}": cell(facts, f"score_best_of_{BEST_OF}"),
+    }
+
+
+def cell(facts: list[dict], key: str, error_key: str = "", sign: str = "") -> str:
+    """A number of a single run with its own standard error, or its mean over several runs."""
+    if len(facts) == 1:
+        return plus_minus(facts[0].get(key), facts[0].get(error_key), sign)
+    return mean_or_each(found(facts, key), sign)
+
+
+def found(facts: list[dict], key: str) -> list[float]:
+    return [one[key] for one in facts if one.get(key) is not None]
 
 
 def mean_or_each(values: list[float], sign: str) -> str:
@@ -316,18 +319,18 @@ def mean_or_each(values: list[float], sign: str) -> str:
     return plus_minus(fmean(values), standard_error(values), sign)
 
 
-def values_of(results: list[Result]) -> dict:
-    """The values by seed of one run, or of several the mean of each."""
-    if len(results) == 1:
-        return results[0].values
-    return {one.seed: one.facts["value_mean"] for one in results if one.values}
-
-
 def difference(results: list[Result], best: list[Result]) -> str:
     """The difference of the values to the best ones, over the seeds that both have."""
     values, others = values_of(results), values_of(best)
     pairs = [values[seed] - others[seed] for seed in values if seed in others]
     return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)" if pairs else "-"
+
+
+def values_of(results: list[Result]) -> dict:
+    """The values by seed of one run, or of several the mean of each."""
+    if len(results) == 1:
+        return results[0].values
+    return {one.seed: one.facts["value_mean"] for one in results if one.values}
 
 
 def aligned(rows: list[dict]) -> str:
@@ -352,24 +355,18 @@ def final_table(result: dict) -> str:
     metric = result["metric"] if "score_mean" in best else "score"
     rows, marks = [], []
     for name in ("untrained", "last", "best"):
-        if name not in final:
-            continue
-        numbers = final[name].get
-        step = numbers("step", -1)  # an adapter from before the first step has none
+        facts = final.get(name, untrained)
+        step = facts.get("step", -1)  # an adapter from before the first step has none
         label = name if step < 0 else f"{name} (step {step})"
-        if fell_by_half(numbers("valid_share"), untrained["valid_share"]):
+        if fell_by_half(facts["valid_share"], untrained["valid_share"]):
             label += " !"
             marks.append(f"! {name}: more than half of the valid submissions are lost.")
+        error = facts.get("difference_stderr")
         row = {
             "adapter": label,
-            "value": plus_minus(numbers("value_mean"), numbers("value_stderr"), "+"),
-            "valid": f"{numbers('valid_share'):.0%}",
-            metric: plus_minus(numbers("score_mean"), numbers("score_stderr")),
-            f"best of {BEST_OF}": plus_minus(numbers(f"score_best_of_{BEST_OF}"), None),
-            "difference to the untrained": plus_minus(
-                numbers("difference"), numbers("difference_stderr"), "+"
-            ),
-            "pairs": numbers("difference_n", "-"),
+            **columns([facts], metric),
+            "difference to the untrained": plus_minus(facts.get("difference"), error, "+"),
+            "pairs": facts.get("difference_n", "-"),
         }
         rows.append(row)
     lines = [
