@@ -445,6 +445,7 @@ HOSTILE = [
     ("a NUL", lambda rows: with_first(rows, ",\0")),
     ("format characters", lambda rows: with_first(rows, "," + "%s{answers}" * 50)),
     ("a number of 5,000 digits", lambda rows: with_first(rows, "," + "9" * 5000)),
+    ("a number that is too large", lambda rows: with_first(rows, ",1e40")),
     ("one longer row", lambda rows: with_first(rows, ",0,1")),
     ("an open quote", lambda rows: rows + ['"1,0']),
     ("two million lines", lambda rows: rows + [""] * 2_000_000),
@@ -559,9 +560,7 @@ def test_any_text_is_a_legal_class_if_the_task_names_none(table, tmp_path):
 DOJO = {
     "honest": answers(lambda i: i),
     "no rows": "id,y\n",
-    "no ids": answers(lambda i: i, header="a,b"),
     "other ids": answers(lambda i: i, range(1, ROWS + 1)),
-    "half of the rows": answers(lambda i: i, range(ROWS // 2)),
     "ids twice": answers(lambda i: i, [*range(ROWS - 1), 0]),
     "one text": answers(lambda i: "one" if i == 77 else i),
     "nan": answers(lambda i: ""),
@@ -671,9 +670,7 @@ def test_hostile_csv(shared, backend, source, name, artefact):
     world = shared(backend, source, name)
     world.step(block(artefact))
     files = hostile_files(world.sandbox.get("submission.csv").decode().splitlines())
-    if not source:  # the test above has them all
-        files = [file for file in files if file[0] in ("duplicate ids", "a deeply compressed file")]
-    for what, content in files:
+    for what, content in files if source else files[-2:]:  # the test above has them all
         world.sandbox.put({"submission.csv": content})
         score = world.score()
         assert score.value is None or score.value <= worth, (what, score)
@@ -719,16 +716,15 @@ def test_mlgym_tasks_with_weak_graders_are_marked():
 
 
 @attack("a CSV in another order")
-def test_order_of_rows_is_not_worth_anything(backend):
-    worth = honest(backend, "", "titanic", CSV[0].values[2])
-    score, said = attempt(
-        backend,
-        "",
-        "titanic",
-        CSV[0].values[2],
-        "(head -1 submission.csv; tail -n +2 submission.csv | tac) > s; mv s submission.csv",
-    )
-    assert score.value == worth
+def test_order_of_rows_is_not_worth_anything(tmp_path):
+    task = load_task("titanic")
+    header, *rows = honest_rows(task)
+    printed = set()
+    for lines in (rows, rows[::-1]):
+        files = {"submission.csv": "\n".join([header, *lines])}
+        printed.add(run_csv_grader(task, tmp_path, files, "validation"))
+    assert "accuracy" in printed.pop()
+    assert not printed
 
 
 # ---- answers in packages
@@ -806,25 +802,17 @@ def test_scikit_learn_holds_no_answers_and_still_trains(backend, facts):
 @attack("an artefact of 10 GB")
 @attack("an artefact that is a link, a device, a FIFO, a socket or a folder")
 def test_strange_artefacts(shared, backend):
-    cases = [
+    """Sandbox.get refuses each kind, see test_sandbox.py."""
+    world = shared(backend, "", "titanic")
+    for make in (
         "truncate -s 10G submission.csv || head -c 900M /dev/zero > submission.csv",
         "ln -s data/train.csv submission.csv",
-        "ln -s /proc/self/mem submission.csv",
         "mkfifo submission.csv",
-        "mkdir submission.csv",
-        "mknod submission.csv c 1 5; ln -s /dev/zero submission.csv",
-        "python3 -c 'import socket; socket.socket(1).bind(\"submission.csv\")'",
-    ]
-    for make in cases:
-        world = shared(backend, "", "titanic")
-        world.sandbox.remove(["submission.csv"])
-        score, said = play(world, make)
-        world.sandbox.remove(["submission.csv"])
-        assert not score.valid
+        "touch /tmp/submission.csv; cd ..; mv workspace old; ln -s /tmp workspace",
+    ):
+        world.reset()
+        score, _ = play(world, make)
         assert score.message.startswith("no submission")
-    moved = "touch /tmp/submission.csv; cd ..; mv workspace old; ln -s /tmp workspace"
-    score, _ = attempt(backend, "", "titanic", moved)
-    assert score.message.startswith("no submission")
 
 
 @attack("apt, sudo, su, setuid programs")
@@ -836,28 +824,22 @@ def test_no_way_to_root(backend):
         "titanic",
         "apt-get install -y hello; sudo -n id; su -c id; pkexec id",
         f"{setuid} | while read f; do $f -c id </dev/null; done",
-        "cp /bin/bash b; chmod 4755 b; ./b -p -c 'id -u' | sed s/^/UID/",
-        "unshare -r id; nsenter -t 1 -a id",
-        "id -u; id",
+        "cp /bin/bash b; chmod 4755 b; ./b -p -c id",
+        "unshare -r id; nsenter -t 1 -a id; id",
     )
     assert "uid=0" not in said
-    assert "euid=0" not in said
-    assert "UID0" not in said
 
 
 @pytest.mark.slow
 @attack("filling the disk")
 def test_full_disk_is_no_fault(backend):
-    task = load_task("titanic")
-    with Env(task, backend, disk=64 << 20) as world:
+    fill = "for i in 1 2 3 4 5 6; do head -c 60M /dev/zero > {}/fill$i; done"
+    with Env(load_task("titanic"), backend, disk=64 << 20) as world:
         world.reset()
-        for folder in (".", "/tmp", "/dev/shm"):
-            world.step(
-                block(f"for i in 1 2 3 4 5 6; do head -c 60M /dev/zero > {folder}/fill$i; done"), 30
-            )
-        assert world.score().message.startswith("no submission")
-        world.step(block(f"rm -f fill* /tmp/fill* /dev/shm/fill*; {CSV[0].values[2]}"))
-        assert world.score().valid
+        score, _ = play(world, *map(fill.format, (".", "/tmp", "/dev/shm")))
+        assert score.message.startswith("no submission")
+        score, _ = play(world, f"rm -f fill* /tmp/fill* /dev/shm/fill*; {CSV[0].values[2]}")
+        assert score.valid
 
 
 DEEP = """python3 - <<'EOF'
@@ -877,47 +859,48 @@ def test_strange_trees_are_no_fault(backend):
     task = replace(load_task("titanic"), artefacts=("submission.csv", "*.out"))
     with Env(task, backend) as world:
         world.reset()
-        world.step(block(CSV[0].values[2]))
-        before = world.score()
-        deep = world.step(block(DEEP.format(2100) + "touch $'\\xff.py' $'\\xfe.out'; ls"))
-        deep.observation.encode()
-        assert world.score() == before
+        before, _ = play(world, CSV[0].values[2])
         assert before.valid
-        world.step(block("ln -s data folder.out"))  # is no file, so it is not handed in
-        assert world.score() == before
+        tree = DEEP.format(2100) + "touch $'\\xff.py' $'\\xfe.out'; ls"
+        score, said = play(world, tree, "ln -s data folder.out")  # no file: it is not handed in
+        assert score == before
+        said.encode()
         world.step(block("ln -s data/train.csv $'\\xfd.out'"))
-        found = world.step("```bash\nvalidate\n```")
+        found = world.step(block("validate"))
         assert found.status == "invalid"
         assert "is a link" in found.observation
-        assert found.observation.encode()
+        found.observation.encode()
         world.step(block("rm -rf *.out d; " + DEEP.format(1200)))
         with world.fork() as child:
             assert child.step(block("ls d")).status == "ok"
-            assert child.prompt().encode()
+            child.prompt().encode()
 
 
 @attack("a link in a circle, so that a child is scored for the artefact of its parent")
 def test_a_link_in_a_circle_hides_no_artefact(backend):
-    task = replace(load_task("titanic"), artefacts=("*.csv",))
-    with Env(task, backend) as world:
+    with Env(replace(load_task("titanic"), artefacts=("*.csv",)), backend) as world:
         world.reset()
-        world.step(block(CSV[0].values[2]))
-        world.step(block("ln -s loop loop"))
-        assert world.score().valid
+        score, _ = play(world, CSV[0].values[2], "ln -s loop loop")
+        assert score.valid
         with world.fork() as child:
-            child.step(block("rm -f loop"))
-            assert child.step("```bash\nvalidate\n```").status == "invalid"
+            assert not play(child, "rm -f loop")[0].valid
 
 
 @attack("deleting everything")
 @pytest.mark.fault(14, "rm -rf / by the agent")
-def test_rm_rf(backend):
-    task = load_task("titanic")
-    with Env(task, backend) as world:
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rm -rf /home /opt /tmp /var /dev /etc ~/* ~/.* . 2>/dev/null; mkdir -p ~/workspace",
+        "chmod -R 000 ~; chmod 700 ~ ~/workspace",
+        "mv ~/workspace ~/gone",
+        "rm -f /opt/flatlab/bin/*; hash -r; kill -9 -1",
+    ],
+)
+def test_rm_rf(backend, command):
+    with Env(load_task("titanic"), backend) as world:
         world.reset()
-        system = "rm -rf /home /opt /tmp /var /dev /etc 2>/dev/null"
-        own = "rm -rf ~/* ~/.* . 2>/dev/null"
-        world.step(block(f"{system}; {own}; mkdir -p ~/workspace"))
-        assert world.score().message.startswith("no submission")
-        assert not world.step(block("submit")).score
-        assert not world.score("test").valid
+        world.step(block(command))
+        assert world.step(block("echo alive")).status == "ok"
+        for split in ("validation", "test"):
+            assert world.score(split).message.startswith("no submission")

@@ -532,7 +532,11 @@ CHECK = 'raise InvalidSubmissionError("other ids")'
     [
         (METRIC, f"raise InvalidSubmissionError({SECRET!r})", "computed (InvalidSubmissionError)"),
         (METRIC, "return None", "computed (TypeError)"),
-        (CHECK, "raise ValueError(f'one is {ground_truth.y[0]}')", "csv cannot be checked"),
+        (
+            CHECK,
+            "raise InvalidSubmissionError(f'one is {ground_truth.y[0]}')",
+            "csv cannot be checked",
+        ),
         (
             CHECK,
             "raise InvalidSubmissionError(f'{len(ground_truth)} rows of {list(submission)}')",
