@@ -730,7 +730,7 @@ def test_auto_falls_back_only_to_complete_isolation(no_daemon):
 
 
 def test_an_unknown_kind_of_sandbox_is_refused():
-    with user_error("Unknown backend 'dokcer'"):
+    with user_error("Unknown kind of sandbox 'dokcer'"):
         Env(load_task("titanic"), "dokcer")
     # Without isolation, the end of a grading would end all processes of this user.
     with user_error("Unknown kind of sandbox"):
