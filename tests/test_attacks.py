@@ -438,7 +438,6 @@ def with_all(rows, value):
 HOSTILE = [
     ("no header", lambda rows: rows[1:]),
     ("an unknown id", lambda rows: rows + ["1,0"]),
-    ("a fraction", lambda rows: with_first(rows, ",0.5")),
     ("a blank value", lambda rows: with_first(rows, ",")),
     ("an unknown label", lambda rows: with_first(rows, ",2")),
     ("a digit of another script", lambda rows: with_first(rows, ",\u0661")),
@@ -450,16 +449,12 @@ HOSTILE = [
     ("an open quote", lambda rows: rows + ['"1,0']),
     ("two million lines", lambda rows: rows + [""] * 2_000_000),
     ("duplicate ids", lambda rows: rows[:1] + rows[1:2] * (len(rows) - 1)),
-    ("one id twice", lambda rows: rows + [rows[1]]),
     ("NaN", lambda rows: with_all(rows, ",nan")),
     ("infinity", lambda rows: with_all(rows, ",inf")),
-    ("extra columns", lambda rows: [row + ",1" for row in rows]),
     ("another header", lambda rows: ["a,b"] + rows[1:]),
     ("missing rows", lambda rows: rows[:2]),
-    ("no rows", lambda rows: rows[:1]),
     ("nothing", lambda rows: []),
     ("a JSON line", lambda rows: ['{"accuracy": 1.0}'] * len(rows)),
-    ("a formula", lambda rows: [rows[0]] + ["=cmd|'/bin/sh'!A1,1"] * (len(rows) - 1)),
 ]
 HOSTILE_BYTES = [
     ("bytes that are no text", b"\xff\xfe\x00"),
@@ -499,17 +494,15 @@ def table(request, tmp_path):
 
 
 def with_other_answers(task, folder):
-    """The task with its labels permuted, replaced, and replaced in rows of another order."""
+    """The task with its labels permuted, and with other labels in rows of another order."""
     header, *rows = csv.reader(task.hidden["answers.csv"].open())
     labels = [label for *_, label in rows]
-    number = {label: n for n, label in enumerate(sorted(set(labels)))}
-    new = [f"secret {number[label]}" for label in labels]
+    new = [f"secret {labels.index(label)}" for label in labels]
     if task.metric == "r2":
         new = [str(1e6 - 7 * float(label)) for label in labels]
-    orders = {"permuted": labels[1:] + labels[:1], "replaced": new, "shuffled": new}
-    for name, column in orders.items():
+    for name, column in {"permuted": labels[1:] + labels[:1], "replaced": new}.items():
         lines = [",".join([*row[:2], label]) for row, label in zip(rows, column)]
-        if name == "shuffled":
+        if name == "replaced":
             random.Random(0).shuffle(lines)
         write(folder / name, {"answers.csv": "\n".join([",".join(header), *lines])})
         yield replace(task, hidden=task.hidden | {"answers.csv": folder / name / "answers.csv"})
@@ -531,18 +524,15 @@ def test_no_message_depends_on_an_answer(table, tmp_path):
     """
     others = list(with_other_answers(table, tmp_path))
     rows = honest_rows(table)
-    files = [("the honest one", "\n".join(rows).encode()), *hostile_files(rows)]
-    for key in range(1, len(rows), len(rows) // 3):
-        files.append((f"two of three left out {key}", "\n".join([rows[0], rows[key]]).encode()))
 
     def said(task, content, split):
         printed = run_csv_grader(task, tmp_path, {"submission.csv": content}, split)
         value, message = parse_grade(last_json_object(printed), task)
         return value is not None, message
 
-    for what, content in files:
+    for what, content in [("nothing wrong", "\n".join(rows).encode()), *hostile_files(rows)]:
         valid, message = said(table, content, "validation")
-        assert valid == (what == "the honest one") or table.name != "titanic", what
+        assert valid == (what == "nothing wrong") or table.name != "titanic", what
         assert valid or 0 < len(message) < 200, what
         for other in others:
             assert said(other, content, "test") == (valid, message), what
@@ -751,49 +741,34 @@ test[["id", "{target}"]].to_csv("submission.csv", index=False)
 EOF"""
 
 
-DIGITS = {
-    "name": "digits",
-    "scaled": "",
-    "target": "label",
-    "module": "sklearn.svm",
-    "model": "SVC",
-    "least": 0.9,
-}
-DIABETES = {
-    "name": "diabetes",
-    "scaled": "scaled=False",
-    "target": "progression",
-    "module": "sklearn.linear_model",
-    "model": "LinearRegression",
-    "least": 0.3,
-}
+# name, its arguments, target, module and class of a model, its score at least
+PACKAGED = [
+    ("digits", "", "label", "sklearn.svm", "SVC", 0.9),
+    ("diabetes", "scaled=False", "progression", "sklearn.linear_model", "LinearRegression", 0.3),
+]
 
 
 @pytest.mark.slow
 @attack("answers in scikit-learn's own data")
-@pytest.mark.parametrize(
-    "facts",
-    [
-        pytest.param(DIGITS, id="digits"),
-        pytest.param(DIABETES, id="diabetes"),
-    ],
-)
-def test_scikit_learn_holds_no_answers_and_still_trains(backend, facts):
-    with Env(load_task(facts["name"]), backend) as world:
+@pytest.mark.parametrize("name, scaled, target, module, model, least", PACKAGED)
+def test_scikit_learn_holds_no_answers_and_still_trains(
+    backend, name, scaled, target, module, model, least
+):
+    loads = block(LOADED.format(name=name, scaled=scaled, target=target))
+    with Env(load_task(name), backend) as world:
         world.reset()
-        step = world.step(block(LOADED.format(**facts)))
-        if "ModuleNotFoundError" in step.observation:
+        seen = world.step(loads).observation
+        if "ModuleNotFoundError" in seen:
             pytest.skip("the sandbox has no scikit-learn")
-        assert "NotFoundError" in step.observation, step.observation
+        assert "NotFoundError" in seen
         assert world.score().message.startswith("no submission")
         names = "-o -name 'digits.csv*' -o -name 'diabetes_*.csv*'"
         search = f"find / -path '*sklearn/datasets/data/?*' {names} 2>/dev/null; true"
-        found = world.step(block(search))
-        assert found.observation == "(no output)"
-        step = world.step(block(TRAINED.format(**facts)))
-        assert step.status == "ok" and world.score().value > facts["least"], step.observation
+        assert world.step(block(search)).observation == "(no output)"
+        score, said = play(world, TRAINED.format(target=target, module=module, model=model))
+        assert score.value > least, said
         with world.fork() as twin:
-            assert "NotFoundError" in twin.step(block(LOADED.format(**facts))).observation
+            assert "NotFoundError" in twin.step(loads).observation
 
 
 # ---- the artefact's way

@@ -349,11 +349,13 @@ def test_one_broken_episode_leaves_the_others_alone(task, monkeypatch):
     monkeypatch.setattr(machine, "Sandbox", Sometimes)
 
     async def main():
-        replies = (block(TITANIC), block("submit"))
+        replies = (block(f"{TITANIC}; sleep 1"), block("submit"))
         plays = [play_once(Env(task, "local"), FakePolicy(*replies)) for _ in range(6)]
         return await asyncio.gather(*plays)
 
+    begin = time.monotonic()
     episodes = asyncio.run(main())
+    assert time.monotonic() - begin < 4.5  # their commands run at the same time
     assert sorted(episode.status for episode in episodes) == ["fault"] * 2 + ["submit"] * 4
     for episode in episodes:
         assert (episode.score is None) == (episode.status == "fault")
