@@ -37,21 +37,15 @@ from flatlab.world.episode import (
 # ends, and then the program is killed. The program itself has no input.
 WATCH = "exec 3<&0 0</dev/null; (read _ <&3; kill -9 0) & exec 3<&-; "
 TOKEN_BYTES = 16  # of a request's body for each token of the context, at most
-# Fields of a request that are read or change no answer (temperature and seed are those of the run),
-# and those that change none with these values.
+# Fields of a request that are read or change no answer; temperature and seed are those of the run
 FREE = (
     "messages model max_tokens max_completion_tokens temperature seed user metadata store "
     "service_tier safety_identifier prompt_cache_key prompt_cache_retention stream_options "
     "parallel_tool_calls"
 ).split()
+# Values with which a field changes no answer: of these numbers, and of all other fields
+NEUTRAL = {"n": 1, "top_p": 1, "top_k": -1, "repetition_penalty": 1}
 OFF = (None, False, [], {}, "", "auto", "none", ["text"], {"type": "text"})
-SWITCHES = (
-    "stream tools tool_choice functions function_call response_format modalities stop "
-    "stop_token_ids logit_bias logprobs top_logprobs min_tokens ignore_eos continue_final_message"
-).split()
-NEUTRAL = {"n": 1, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
-NEUTRAL |= dict.fromkeys(("frequency_penalty", "presence_penalty"), 0)
-HARMLESS = dict.fromkeys(SWITCHES, OFF) | {name: (None, v) for name, v in NEUTRAL.items()}
 STDERR_BYTES = 1000  # of the end of a program's stderr, in the transcript
 POLL_SECONDS = 0.05  # between looks whether a program has ended
 # Reads requests beside the event loop. It has one thread, because a tokenizer serves one.
@@ -66,7 +60,8 @@ def join(messages: list[dict]) -> str:
 def check_fields(body: dict) -> None:
     """Raises ValueError for a field that would change the form or the end of an answer."""
     for name, value in body.items():
-        if name not in FREE and value not in HARMLESS.get(name, (None,)):
+        harmless = (None, NEUTRAL[name]) if name in NEUTRAL else OFF
+        if name not in FREE and value not in harmless:
             raise ValueError(f"{name}={value!r:.100} is not honoured here")
 
 

@@ -335,30 +335,23 @@ ask(user(json.dumps(answers)))
 HONOURED = {
     "n": [1, None],
     "stream": [False, None],
-    "tools": [[], None],
     "tool_choice": ["none", "auto"],
-    "top_logprobs": [0],
     "logit_bias": [{}],
     "response_format": [{"type": "text"}],
-    "modalities": [["text"]],
     "temperature": [0.0, 1],
-    "max_tokens": [None, 1, 10**6],
+    "max_tokens": [None, 10**6],
     "no_such_field": [None],
 }
 REFUSED = {
     "top_p": [0.5],
-    "top_k": [20],
     "n": [2, 0, "1"],
     "stream": [True],
     "tools": [[{}]],
     "tool_choice": ["required"],
-    "top_logprobs": [2],
     "stop": ["Observation:", ["a"]],
     "logit_bias": [{"5": -100}],
-    "response_format": [{"type": "json_object"}],
-    "modalities": [["text", "audio"]],
-    "max_tokens": [0, -1, "many"],
-    "no_such_field": [False, 1],
+    "max_tokens": [0, -1],
+    "no_such_field": [1],
 }
 
 
@@ -371,9 +364,9 @@ def request(content="hi", **fields):
 def test_a_field_of_a_request_is_honoured_or_refused_by_name(name):
     read = functools.partial(agent_program.read, policy=FakePolicy(""), samples={}, limit=9)
     for value in HONOURED.get(name, ()):
-        assert read(request(**{name: value}))[2] == (1 if (name, value) == ("max_tokens", 1) else 9)
+        assert read(request(**{name: value}))[2] == 9
     for value in REFUSED.get(name, ()):
-        with pytest.raises(ValueError, match=name if value != "many" else "invalid literal"):
+        with pytest.raises(ValueError, match=name):
             read(request(**{name: value}))
 
 

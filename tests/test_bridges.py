@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import tarfile
 import time
 import tomllib
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 from backends import containers_of, missing, needs_docker
 from env import Env
 from flatlab.files import read_rows
+from flatlab.task.grading import grade
 from flatlab.task.value import improvement, value_of
 from helpers import (
     AGENT_TEXTS,
@@ -90,6 +93,31 @@ def test_a_child_of_a_search_is_scored_for_its_own_change():
 
 
 @needs_docker
+@pytest.mark.attack("a forged archive of a workspace: links to the tests, paths outside of it")
+@pytest.mark.parametrize(
+    "name, kind, link",
+    [
+        ("sorted.txt", tarfile.SYMTYPE, "/tests/expected.txt"),
+        ("sorted.txt", tarfile.LNKTYPE, "/tests/expected.txt"),
+        ("link.txt", tarfile.SYMTYPE, "/tests/expected.txt"),  # the image has another one
+        ("../../../flatlab/tests/test.sh", tarfile.REGTYPE, ""),
+        ("/flatlab/tests/test.sh", tarfile.REGTYPE, ""),
+    ],
+)
+def test_an_archive_of_the_agents_own_reaches_no_tests(name, kind, link):
+    member = tarfile.TarInfo(name)
+    member.type = kind
+    member.linkname = link
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        archive.addfile(member)
+    task = load_task(str(FOLDER))
+    with Env(task, "docker") as world:
+        score = grade(task, {".flatlab.tar": data.getvalue()}, "test", world.make_sandbox)
+    assert "neither a plain file nor a folder" in score.message
+
+
+@needs_docker
 def test_what_the_agent_puts_beside_the_tests_is_not_there(folder):
     """A file where the tests are laid out, and one of the names of the reward."""
     (folder / "tests/test.sh").write_text(
@@ -114,7 +142,7 @@ def test_what_cannot_be_given_is_one_sentence(folder):
         ("[[environment.mcp_servers]]\nname = 'a'", f"{lacks}{mcp}"),
         ("tpu = {type = 'v4', topology = '2x2'}", rf"{lacks}environment\.tpu"),
         ("memory_mb = 65536", f"{lacks}more than 4096 MB"),
-        ("memory = 'much'", r"environment\.memory in task\.toml must be a number, not much"),
+        ("memory_mb = 'much'", r"memory_mb in task\.toml must be a number, not much"),
         ("memory_mb", "cannot be read as a Harbor task"),
     ):
         (folder / "task.toml").write_text(settings + more)
@@ -224,16 +252,16 @@ def test_rewards_are_those_of_our_own_episodes(tmp_path):
     policy = FakePolicy(EVERYBODY_DIES, block("submit"))
     own = asyncio.run(play_once(Env(task), policy, prompts=AGENT_TEXTS, max_turns=2))
     # A local sandbox has the packages of the environment around it, which is another one here.
-    prompts = [re.sub(" with .*packages", "", p) for p in (own.prompt, asked[0][1]["content"])]
-    assert prompts[0] == prompts[1]
-    expected = improvement(own.score.value, task)
+    prompts = {re.sub(" with .*packages", "", p) for p in (own.prompt, asked[0][1]["content"])}
+    assert len(prompts) == 1
+    value = value_of(improvement(own.score.value, task))
     seen = []
     for trace in run.episodes():
-        reward = sum(reward["score"] for reward in trace["rewards"].values())
         metrics = trace["metrics"]
-        seen.append((metrics["valid"], metrics["value"], reward))
         assert (metrics["turns"], metrics["faults"]) == (2, 0)
-    valid = (1, pytest.approx(value_of(expected)), pytest.approx(min(1, value_of(expected))))
+        [reward] = trace["rewards"].values()
+        seen.append((metrics["valid"], metrics["value"], reward["score"]))
+    valid = (1, pytest.approx(value), pytest.approx(min(1, value)))
     assert sorted(seen) == [(0, -1, -1)] * 2 + [valid] * 2
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import json
 import random
 import re
 import string
@@ -15,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 import env
-from backends import ISOLATED
+from backends import ISOLATED, wait_for
 from env import Env
 from flatlab.errors import SandboxFault
 from flatlab.options import EpisodeOptions, SandboxOptions
@@ -39,9 +38,7 @@ QUOTED_MARKS = "cat <<E\n</think>\n```\n</think>\nE"
 
 ACCEPTED = [
     (block("ls"), "ls"),
-    ("I look around.\n```bash\nls -la\n```\nThat is all.", "ls -la"),
     ("```\nls\n```", "ls"),
-    ("``` bash \nls\n``` ", "ls"),
     ("```\tBash\u00a0\r\nls\n```\r", "ls"),
     ("````bash\necho '```'\n```\n````", "echo '```'\n```"),
     (block("\n  indented\n\ttab\n"), "\n  indented\n\ttab\n"),
@@ -50,10 +47,8 @@ ACCEPTED = [
     ("```python\nprint()\n```\n" + block("ls"), "ls"),
     ("<think>I could ```bash\nrm -rf /\n``` but</think>\n" + block("ls"), "ls"),
     ("so I could run\n```bash\nrm -rf /\n```\nno.</think>\n" + block("ls"), "ls"),
-    ("<think>\na\n</think>\n\n" + block("echo '<think>'"), "echo '<think>'"),
     (block("echo </think>"), "echo </think>"),
     ("~~~\nnot a block\n~~~\n" + block("ls"), "ls"),
-    ("````markdown\n```bash\nrm\n```\n````\n" + block("ls"), "ls"),
     ("Output:\n```\nhello << world\n```\n" + block("ls"), "ls"),
     ("<think>a</think>\n" + block(QUOTED_MARKS), QUOTED_MARKS),
     ("I say\r\n```bash\r\ncat <<'E'\r\n```\r\nE\r\nls\r\n```\r\n", "cat <<'E'\n```\nE\nls"),
@@ -93,16 +88,13 @@ REJECTED = [
     ("", "no ```bash"),
     ("```bash ls```", "no ```bash"),
     (block("ls") + "\n" + block("pwd"), "2 code blocks"),
-    (block("ls") + "\nthen\n```python\nprint()\n```", "several code blocks"),
     (block("ls") + "\nIt prints:\n```\na.txt\n```", "several code blocks"),
     ("```python\nprint()\n```", "marked 'python'"),
     ("```bash\n \n```", "empty"),
     ("```bash\nls", "not closed"),
     ("<think>\n" + block("rm") + "\n</think>\nI give up.", "no ```bash"),
     (block("ls") + "\n<think>\n" + block("rm"), "2 code blocks"),
-    ("```bash\nls\n```python\nprint()\n```", "several code blocks"),
     (block("cat <<E\nx\n E"), "not closed: the heredoc <<E "),
-    (block("cat <<'E'\nx\nE "), "not closed: the heredoc <<'E' "),
     (block("cat <<E\na\\\nE"), "not closed: the heredoc"),
     ("```\ncat <<E\n```\n", "not closed: the heredoc"),
     ("so\n```bash\ncat <<E\n</think>\nI give up.", "no ```bash"),
@@ -146,14 +138,11 @@ def test_hostile_replies_raise_nothing_else_and_take_no_time():
     )
     pieces = [*pieces.split(), '<<-"a b"', "validate", *"\n\n\n \t"]
     texts = ["".join(rng.choices(pieces, k=rng.randrange(60))) for _ in range(3000)]
-    texts += ["<think>" * 30_000, "```bash\n" * 30_000, "<think></think>\n" * 10_000]
-    texts += ["```bash\n" + "a[" * 60_000, "```bash\n<<E\n" * 30_000]
-    texts += [
-        "```" + " " * 20_000 + "`",
-        "<<" * 50_000,
-        "```bash\n" + '$("' * 50_000,
-        "`" * 200_000,
-    ]
+    for piece in ("<think>", "```bash\n", "<think></think>\n", "<<", "`"):
+        texts.append(piece * 50_000)
+    for piece in ("a[", "<<E\n", '$("'):
+        texts.append("```bash\n" + piece * 50_000)
+    texts.append("```" + " " * 20_000 + "`")
     start = time.monotonic()
     for text in texts:
         with suppress(ValueError):
@@ -238,22 +227,18 @@ def test_names_and_headers_are_shown_in_one_line(task, tmp_path):
 def test_observations(world):
     assert do(world, "true").observation == "(no output)"
     step = do(world, "echo out; echo err >&2; exit 3")
-    assert step.observation == "out\nerr\n[exit code 3]"
-    assert step.status == "error"
+    assert (step.observation, step.status) == ("out\nerr\n[exit code 3]", "error")
     step = world.step("I would like to run ls.")
     assert step.status == "rejected"
     assert step.observation == "Nothing was run. There is no ```bash block in the reply."
-    step = world.step(block("echo begun; sleep 30"), timeout=0.2)
-    assert step.status == "timeout"
-    assert step.observation.startswith("begun\n[stopped at the time limit")
-    assert step.seconds < 5
-    world.task = replace(world.task, idle_timeout=0.2)
-    step = do(world, "echo begun; sleep 30")
-    assert step.status == "timeout"
-    assert step.observation.startswith(
-        "begun\n[stopped: it used no CPU and printed nothing for 0.2 s"
-    )
-    world.task = replace(world.task, idle_timeout=0)
+    task = world.task
+    stops = {"step_timeout": "at the time limit", "idle_timeout": ": it used no CPU and printed"}
+    for limit, words in stops.items():
+        world.task = replace(task, **{limit: 0.2})
+        step = world.step(block("echo begun; sleep 30"), timeout=60)
+        assert step.status == "timeout"
+        assert step.observation.startswith(f"begun\n[stopped {words}".replace(" :", ":"))
+    world.task = replace(task, idle_timeout=0)
     assert do(world, "sleep 1").status == "ok"
     assert "memory limit" in do(world, "kill -9 $$").observation
     assert do(world, "submit").done
@@ -268,9 +253,7 @@ def test_validate_and_submit_have_a_block_of_their_own(world):
 
 def test_validate_grades_in_a_fresh_sandbox_and_equal_artefacts_once(world, monkeypatch):
     step = do(world, "validate")
-    assert step.status == "invalid"
-    assert not step.score.valid
-    assert step.score.value is None
+    assert (step.status, step.score.valid, step.score.value) == ("invalid", False, None)
     assert "no submission, guess.txt is not there" in step.observation
     do(world, "echo a c e > guess.txt")
     step = do(world, "validate")
@@ -278,48 +261,41 @@ def test_validate_grades_in_a_fresh_sandbox_and_equal_artefacts_once(world, monk
     assert step.score == Score(2.0, "hits", "validation", True, "")
     assert step.observation == "validation hits: 2.0000 (baseline 0.0000, higher is better)"
     assert world.score("test") == Score(1.0, "hits", "test", True, "")
-    with monkeypatch.context() as patch:
-        patch.setattr(world, "make_sandbox", lambda: pytest.fail("graded again"))
-        assert world.score() == step.score
-    do(world, "echo a b c > guess.txt")
-    assert world.score().value == 3.0
+    monkeypatch.setattr(world, "make_sandbox", lambda: pytest.fail("graded again"))
+    assert world.score() == step.score
 
 
 @pytest.mark.fault(26, "the grader hangs")
-def test_grader_that_hangs(task, backend):
-    with Env(replace(task, grade_timeout=0.1), backend) as world:
-        world.reset()
-        do(world, "echo hang > guess.txt")
-        assert "longer than" in do(world, "validate").observation
+def test_grader_that_hangs(world):
+    world.task = replace(world.task, grade_timeout=0.1)
+    do(world, "echo hang > guess.txt")
+    assert "longer than" in do(world, "validate").observation
 
 
 @pytest.mark.fault(26, "the grader waits")
 @pytest.mark.parametrize("wait", ["time.sleep(10**6)", slow("threading.Event().wait()")])
-def test_grader_that_waits_is_stopped_before_its_time(backend, monkeypatch, wait):
+def test_grader_that_waits_is_stopped_before_its_time(world, monkeypatch, wait):
     monkeypatch.setattr(grading, "IDLE_SECONDS", 0.5)
-    strategy = f"import time, threading\ndef row_strategy(history):\n    {wait}\n"
-    with Env(replace(load_task("battleOfSexes"), grade_timeout=3.0), backend) as world:
-        world.reset()
-        world.sandbox.put({"strategy.py": strategy.encode()})
-        score = world.score()
+    world.task.hidden["grade.py"].write_text(f"import time, threading\n{wait}")
+    world.task = replace(world.task, grade_timeout=3.0)
+    do(world, "echo a > guess.txt")
+    score = world.score()
     assert score.message == "The grading waited: it used no CPU for 0.5 seconds."
-    assert "stopped because it waited" in score.grader_output
+    assert score.grader_output.startswith("exit code 143 idle")
 
 
 @pytest.mark.fault(26, "a grading that failed under load")
-def test_a_grading_that_failed_is_tried_again_and_a_score_stays(task, backend, tmp_path):
+def test_a_grading_that_failed_is_tried_again_and_a_score_stays(task, world):
     task.hidden["grade.py"].write_text(
         "import random, json\nprint(json.dumps({'hits': random.random()}))"
     )
-    with Env(task, backend) as world:
-        world.reset()
-        do(world, "echo a > guess.txt")
-        world.task = replace(task, grade_timeout=0.001)
-        assert "longer than" in world.score().message
-        world.task = task
-        first = world.score()
-        assert first.valid
-        assert [world.score() for _ in range(3)] == [first] * 3  # the luck of a random grader
+    do(world, "echo a > guess.txt")
+    world.task = replace(task, grade_timeout=0.001)
+    assert "longer than" in world.score().message
+    world.task = task
+    first = world.score()
+    assert first.valid
+    assert [world.score() for _ in range(3)] == [first] * 3
 
 
 @pytest.mark.fault(21, "the end while a grading runs")
@@ -329,14 +305,11 @@ def test_close_ends_a_grading(task, backend):
     do(world, "echo hang > guess.txt")
     with ThreadPoolExecutor(1) as pool:
         score = pool.submit(world.score)
-        while len(world.opened) < 2:
-            time.sleep(0.02)
+        assert wait_for(lambda: len(world.opened) == 2)
         time.sleep(0.5)
-        begin = time.monotonic()
         world.close()
         with pytest.raises(SandboxFault):
             score.result(timeout=10)
-    assert time.monotonic() - begin < 10
     assert len(world.opened) == 2  # and none was begun anew
     with pytest.raises(SandboxFault, match="closed"):
         world.make_sandbox()
@@ -359,17 +332,12 @@ def test_grading_sandbox_that_breaks_is_a_fault(world, monkeypatch):
 def test_nothing_in_the_workspace_reaches_the_grader(world, task):
     do(
         world,
-        "echo z > guess.txt; for f in json.py sitecustomize.py grade.py evaluate.py; "
-        'do echo \'print("{\\"hits\\": 99}")\' > $f; done; '
-        "echo z > answers.txt; echo z > data/hint.txt; "
-        "export PYTHONPATH=. PYTHONSTARTUP=json.py; alias python3=true; python3() { true; }; "
-        "export -f python3",
+        "echo z | tee guess.txt answers.txt data/hint.txt; "
+        'echo \'print("{\\"hits\\": 99}")\' > grade.py',
     )
-    do(world, "echo '{\"hits\": 99}'")
     assert do(world, "validate").score.value == 0.0
     artefacts = ("guess.txt", "grade.py", "answers.txt", "data/hint.txt")
     swapped = replace(task, name="swap", artefacts=artefacts)
-    do(world, "echo changed >> data/hint.txt")
     files = {path: world.sandbox.get(path) for path in artefacts}
     assert env.grade(swapped, files, "validation", world.make_sandbox).value == 0.0
 
@@ -425,12 +393,6 @@ def test_two_episodes_never_see_each_others_files(task, backend):
 
 @pytest.mark.fault(22, "the agent looks for answers")
 @pytest.mark.attack("reading answers anywhere in the file system")
-def test_a_command_ends_at_the_limit_of_the_task_whatever_time_the_episode_has(task, backend):
-    with Env(replace(task, step_timeout=0.3), backend) as world:
-        world.reset()
-        assert world.step(block("sleep 20"), 60).status == "timeout"
-
-
 def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
     """Searches every file in Docker.
 
@@ -498,8 +460,7 @@ def test_episode_until_submit(task, backend):
     policy = FakePolicy(block("echo a b > guess.txt"), "prose", block("validate"), block("submit"))
     episode = play(task, policy, backend=backend, max_turns=9, score_test=True)
     assert episode.status == "submit"
-    assert episode.score.value == 2.0
-    assert episode.test_score.value == 0.0
+    assert (episode.score.value, episode.test_score.value) == (2.0, 0.0)
     assert [turn["status"] for turn in episode.turns] == ["ok", "rejected", "validate", "submit"]
     assert episode.turns[2]["score"] == 2.0
     tokens = policy.render([{"role": "user", "content": episode.prompt}])
@@ -513,13 +474,12 @@ def test_episode_until_submit(task, backend):
     assert segment.tokens == tokens[: -len(after)]  # nobody reads the last observation
     assert segment.reply == replies[: -len(after)]
     check_tokens(episode, policy)
-    json.dumps(episode.to_dict())
 
 
 def test_reply_cut_at_the_length_limit_is_closed(task):
     policy = FakePolicy("```bash\necho cut", stop_reason="length")
     episode = play(task, policy, max_turns=2)
-    assert [turn["status"] for turn in episode.turns] == ["rejected"] * 2
+    assert {turn["status"] for turn in episode.turns} == {"rejected"}
     assert "cut off" in episode.turns[0]["observation"]
     assert 1 in policy.requests[1]
     check_tokens(episode, policy)
@@ -564,12 +524,10 @@ def test_what_cannot_fit_is_never_sent(task):
     check_tokens(episode, policy)
 
 
-@pytest.mark.parametrize(
-    "reply, wait", [(block("echo a > guess.txt; sleep 30"), 0.0), (block("ls"), 30.0)]
-)
-def test_time_limit(task, reply, wait):
+@pytest.mark.parametrize("command, wait", [("echo a > guess.txt; sleep 30", 0.0), ("ls", 30.0)])
+def test_time_limit(task, command, wait):
     start = time.monotonic()
-    episode = play(task, FakePolicy(reply, wait=wait), episode_minutes=1 / 60)
+    episode = play(task, FakePolicy(block(command), wait=wait), episode_minutes=1 / 60)
     assert episode.status == "time_limit"
     assert time.monotonic() - start < 8
     assert episode.score.valid == (wait == 0.0)
@@ -577,15 +535,9 @@ def test_time_limit(task, reply, wait):
 
 @pytest.mark.fault(15, "the sandbox breaks in an episode")
 def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
-    class Breaking(Sandbox):
-        def run(self, *args, **kwargs):
-            self.close()
-            return super().run(*args, **kwargs)
-
-    monkeypatch.setattr(machine, "Sandbox", Breaking)
+    monkeypatch.setattr(Sandbox, "run", lambda self, *_: self.close() or self.call("state"))
     episode = play(task, FakePolicy(block("ls")))
-    assert episode.status == "fault"
-    assert episode.score is None
+    assert (episode.status, episode.score) == ("fault", None)
     assert "closed" in episode.fault
 
     def no_start(*args, **kwargs):
@@ -599,11 +551,7 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
 
 @pytest.mark.parametrize(
     "reply, options",
-    [
-        ("submit", {}),
-        ("ls", {"episode_minutes": 0.0}),
-        ("ls", {"max_reply_tokens": 99_999}),
-    ],
+    [("submit", {}), ("ls", {"episode_minutes": 0.0}), ("ls", {"max_reply_tokens": 99_999})],
 )
 def test_every_way_out_scores_once_and_closes(task, monkeypatch, reply, options):
     calls = []
@@ -620,54 +568,37 @@ def test_cancelled_episode_closes_its_sandbox(task):
     world = Env(task, LOCAL)
 
     async def main():
-        job = asyncio.ensure_future(play_once(world, FakePolicy(block("sleep 20"))))
-        while not world.opened:
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(0.6)
-        job.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await job
+        async with asyncio.timeout(10):
+            job = asyncio.ensure_future(play_once(world, FakePolicy(block("sleep 20"))))
+            while not world.opened:
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.6)
+            job.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await job
 
-    start = time.monotonic()
     asyncio.run(main())
-    assert time.monotonic() - start < 10
     with pytest.raises(SandboxFault):
         world.opened[0].run("true", 1)
 
 
-def test_env_time_of_one_episode_overlaps_with_the_others(task):
-    async def main():
-        policy = FakePolicy(block("sleep 1"))
-        episodes = (play_once(Env(task, LOCAL), policy, max_turns=1) for _ in range(6))
-        return await asyncio.gather(*episodes)
-
-    start = time.monotonic()
-    episodes = asyncio.run(main())
-    assert time.monotonic() - start < 4.5
-    assert {episode.status for episode in episodes} == {"turn_limit"}
-
-
 def test_an_env_that_was_handed_in_goes_on_and_stays_open(task):
+    options = EpisodeOptions(1, 512, 512, prompts=TINY_TEXTS)
     with Env(task, LOCAL) as world:
-        options = EpisodeOptions(1, 512, 512, prompts=TINY_TEXTS)
-        asyncio.run(run_episode(world, FakePolicy(block("echo a > guess.txt")), options))
-        episode = asyncio.run(run_episode(world, FakePolicy(block("ls")), options))
+        for command in ("echo a > guess.txt", "ls"):
+            episode = asyncio.run(run_episode(world, FakePolicy(block(command)), options))
         assert episode.score.value == 1.0
         assert do(world, "cat guess.txt").observation == "a"
 
 
-def test_what_was_handed_in_cannot_turn_its_grading_into_a_fault(task, backend):
+def test_what_was_handed_in_cannot_turn_its_grading_into_a_fault(world):
     """An artefact may return the exit code of a program that is missing; it is still invalid."""
-    ran = replace(task, artefacts=("answer.sh",), grader=("sh", "answer.sh"))
-    with Env(ran, backend) as world:
-        world.reset()
-        world.step(block("echo 'exit 127' > answer.sh"))
-        assert not world.score().valid
-    with Env(replace(ran, grader=("no-such-program", "answer.sh")), backend) as world:
-        world.reset()
-        world.step(block("echo 'exit 0' > answer.sh"))
-        with pytest.raises(SandboxFault, match="the grader does not start: no-such-program"):
-            world.score()
+    do(world, "echo 'exit 127' > guess.txt")
+    world.task = replace(world.task, grader=("sh", "guess.txt"))
+    assert not world.score().valid
+    world.task = replace(world.task, grader=("no-such-program", "guess.txt"))
+    with pytest.raises(SandboxFault, match="the grader does not start: no-such-program"):
+        world.score()
 
 
 def test_folders_of_hidden_files_are_hidden(monkeypatch):

@@ -16,11 +16,8 @@ import pytest
 import grpo
 import search
 import tasks
-from env import Env
 from flatlab.options import SandboxOptions
 from flatlab.runs.store import open_run
-from flatlab.task.value import improvement
-from flatlab.train import metrics
 from flatlab.tree.nodes import Tree
 from flatlab.view import tables
 from flatlab.view.reader import read_run
@@ -29,12 +26,10 @@ from helpers import (
     MADE_BY,
     FakePolicy,
     block,
-    play_once,
     run_grader,
     search_config,
 )
 from tasks import load_task
-from training import scored_group
 
 EXACT = ("sumsDifferences", "hadamard29", "erdosOverlap", "autocorrelation", "circlePacking")
 UNIT = 10**9
@@ -161,43 +156,31 @@ REFUSED = [  # task, solution or its text, what the agent reads
     ("erdosOverlap", '{"overlap": 0.1}', "there must be a list of 1 to 2048 integers"),
     ("erdosOverlap", "", "it is not JSON"),
     ("erdosOverlap", PAIR + '\n{"overlap": 0.1}', "it is not JSON"),
-    ("erdosOverlap", "[]", "there must be a list"),
     ("erdosOverlap", "[" * 100_000, "it is not JSON"),
     ("erdosOverlap", "[500000000, 500000001]", "the sum must be 1000000000, but it is 1000000001"),
     ("erdosOverlap", "[-1, 1000000001]", "an integer from 0 to 1000000000, not -1"),
     ("erdosOverlap", "[0.5, 0.5]", "an integer from 0 to 1000000000, not 0.5"),
-    ("erdosOverlap", "[500000000.0, 500000000]", "an integer"),
     ("erdosOverlap", "[NaN, NaN]", "it is not JSON with finite numbers"),
-    ("erdosOverlap", "[Infinity, -Infinity]", "it is not JSON with finite numbers"),
     ("erdosOverlap", "[1e999, -1e999]", "it is not JSON with finite numbers"),
-    ("erdosOverlap", "[1e308, -1e308]", "an integer from 0 to 1000000000, not 1e+308"),
     ("erdosOverlap", f"[{10**200}, 0]", "an integer"),  # no float can hold it
     ("erdosOverlap", "[[500000000], [500000000]]", "an integer"),
-    ("erdosOverlap", "[5e-324, 1000000000]", "an integer from 0 to 1000000000, not 5e-324"),
     ("erdosOverlap", "[true, false]", "an integer from 0 to 1000000000, not True"),
     ("erdosOverlap", '["500000000", "500000000"]', "an integer from 0 to 1000000000, not 5000"),
-    ("erdosOverlap", "[null, null]", "an integer from 0 to 1000000000, not None"),
     ("erdosOverlap", str([0, 1] * 500_000), "it is larger than 200000 bytes"),
     ("erdosOverlap", str([0] * 2049), "there must be a list of 1 to 2048"),
     ("erdosOverlap", f"[{'9' * 100_000}]", "it is not JSON"),
     ("autocorrelation", "[0, 0, 0]", "one height at least must be positive"),
-    ("autocorrelation", "[1e200, 1]", "an integer"),  # its square overflows
     ("sumsDifferences", "[1]", "there must be a list of 2 to 512 integers"),
     ("sumsDifferences", "[1, 1]", "an integer is there twice"),
-    ("sumsDifferences", "[true, 1, 2]", "an integer from -1000000 to 1000000, not True"),
     ("sumsDifferences", "[0, 1000001]", "an integer from -1000000 to 1000000"),
     ("hadamard29", [[1] * 29] * 28, "there must be a list of 29 rows"),
     ("hadamard29", [[1] * 28] * 29, "there must be a list of 29 integers in each row"),
     ("hadamard29", [[2] * 29] * 29, "an integer from -1 to 1, not 2"),
     ("hadamard29", [[0] * 29] * 29, "each must be 1 or -1, not 0"),
-    ("hadamard29", [[True] * 29] * 29, "an integer from -1 to 1, not True"),
-    ("hadamard29", ["1" * 29] * 29, "there must be a list of 29 integers"),
     ("circlePacking", grid(0.0625)[:25], "there must be a list of 26 circles"),
     ("circlePacking", grid(math.nextafter(0.0625, 1)), "circle 0 has no positive"),
     ("circlePacking", [[0.5, 0.5, 0.1]] * 26, "circle 1 overlaps circle 0"),
-    ("circlePacking", [[0.5, 0.5, 0.0]] * 26, "circle 0 has no positive radius"),
     ("circlePacking", [[0.5, 0.5, -0.1]] * 26, "a number from 0 to 1, not -0.1"),
-    ("circlePacking", [[0.5, 0.5, 1e308]] * 26, "a number from 0 to 1, not 1e+308"),
     ("circlePacking", [[0.5, 0.5, True]] * 26, "a number from 0 to 1, not True"),
     ("circlePacking", [["0.5", 0.5, 0.1]] * 26, "a number from 0 to 1, not 0.5"),
     ("circlePacking", [[0.5, 0.5]] * 26, "there must be a list of 3 numbers"),
@@ -250,25 +233,6 @@ def test_the_largest_solutions_take_less_than_ten_seconds(name, solution):
     assert time.process_time() - before < 10
 
 
-@attack
-def test_a_file_that_changes_while_it_is_read_gets_one_of_its_scores():
-    task = load_task("erdosOverlap")
-    good = [0, UNIT, UNIT, 0, HALF, HALF]
-    bad = [HALF] * 6
-    scores = {grade_exact.overlap(good), grade_exact.overlap(bad)}
-    assert len(scores) == 2
-    loop = block("(while :; do cat a > solution.json; cat b > solution.json; done) &")
-    with Env(task, LOCAL) as world:
-        world.reset()
-        world.step(block(f"echo '{good}' > a; echo '{bad}' > b; cp a solution.json"))
-        for _ in range(3):
-            world.step(loop)
-            score = world.score()
-            assert score.value in scores or "it is not JSON" in score.message
-            again = world.score()  # the first grading has ended the loop
-            assert (again.value, again.message) == (score.value, score.message)
-
-
 # ------------------------------------------------------------------ what a run says
 
 BETTER = json.dumps([UNIT // 4, UNIT // 2, UNIT * 3 // 4, UNIT * 3 // 4, UNIT // 4])  # 0.4
@@ -291,6 +255,7 @@ def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(tmp_path)
     asyncio.run(search.search([t], model, 1))
     result = run.results()
     assert result["value"] > 1
+    assert grpo.REWARDS["continuous"](result["value"], None) == 1  # a reward stays in [-1, 1]
     assert (result["split"], result["exact"], result["selected_on_test"]) == ("exact", True, False)
     assert (result["test_stderr"], result["test_reads"]) == (None, 0)
     [episode] = map(json.loads, (run.dir / "episodes/000000.jsonl").read_text().splitlines())
@@ -298,19 +263,3 @@ def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(tmp_path)
     said = tables.headline(read_run(run.dir))
     assert f"{result['best_score']:.6f} (exact part" in said
     assert "the score is exact" in said
-
-
-def test_a_training_step_says_that_the_reference_is_beaten():
-    task = easy()
-    reply = block(f"echo '{BETTER}' > solution.json")
-    policy = FakePolicy(reply, block("submit"))
-    episode = asyncio.run(play_once(Env(task, LOCAL), policy, score_test=True))
-    assert episode.test_score is None  # there is no other part
-    group = scored_group(task, 0.45, 0.46)
-    group.episodes[0].score = episode.score
-    group.rewards = [1.0, 0.5]
-    row = metrics.step_metrics([group], [task])
-    assert row["records"] == 1
-    assert "better than the reference" in metrics.alarms(row, [])[0]
-    value = improvement(episode.score.value, task)
-    assert grpo.REWARDS["continuous"](value, episode) == 1  # a reward stays within [-1, 1]

@@ -57,39 +57,7 @@ def ours():
     return containers_of(os.getpid())
 
 
-COMMANDS = [
-    "exec 1>&- 2>&-",
-    "exec sleep 0.1",
-    "chmod -R 000 ~ ; chmod 700 ~ ~/workspace",
-    "mv ~/workspace ~/gone",
-    "rm -f /opt/flatlab/bin/*; hash -r",
-    "kill -9 -1",
-    "ulimit -v 1000; ls",
-    'for i in $(seq 3 250); do eval "exec $i>/dev/null"; done',
-]
-
-
 # ---- what the agent does
-
-
-@fault(10, "exec over the shell, closed output, a million open files")
-def test_no_command_is_a_fault(world):
-    for command in COMMANDS:
-        world.reset()
-        do(world, command)
-        step = do(world, "echo alive")
-        assert step.status == "ok"
-        assert step.observation == "alive"
-        assert world.score().message.startswith("no submission")
-
-
-@fault(16, "prints that the container is not running")
-def test_words_of_docker_are_only_words(world):
-    words = "Error response from daemon: Container 0123456789ab is not running"
-    step = do(world, f"echo '{words}'; echo 'the sandbox does not answer' >&2; exit 137")
-    assert step.status == "error"
-    assert "is not running" in step.observation
-    assert do(world, "echo alive").observation == "alive"
 
 
 @fault(29, "looks for copies of earlier states")
@@ -149,15 +117,14 @@ def test_a_copy_equals_its_parent(world, last):
 
 
 @fault(28, "a folder renamed in which a large file of the task is mounted")
-@pytest.mark.parametrize("backend", ISOLATED)
 def test_a_copy_of_a_renamed_folder_with_a_mount(backend, task, monkeypatch):
     """The copy cannot remove the mount, so it keeps the file where it was."""
     monkeypatch.setattr(machine, "MOUNT_BYTES", 1000)
     with Env(task, backend) as world:
         world.reset()
         do(world, "mv data input; cp input/*.csv . && ls")
-        world.restore(world.snapshot(), False)
-        seen = do(world, "ls . data").observation
+        with world.fork() as twin:
+            seen = do(twin, "ls . data").observation
     assert "input" in seen
     assert "train.csv" in seen
 
@@ -232,18 +199,16 @@ def test_container_that_was_made_but_not_started(wire, moment, monkeypatch):
 @pytest.mark.slow
 @needs_docker
 @fault(18, "the daemon hangs")
-def test_daemon_that_hangs(wire, task):
-    wire.hang = True
-    begin = time.monotonic()
-    with user_error("No Docker daemon answers"):
-        client.pick_backend("docker")
-    assert time.monotonic() - begin < 12
-    wire.hang = False
-    with Env(task, "docker") as world:
-        world.reset()
+def test_daemon_that_hangs(wire):
+    with closing(Sandbox("docker")) as box:
         wire.hang = True
         with pytest.raises(SandboxFault, match="does not answer"):
-            world.sandbox.call("sweep", wait=1.0)
+            box.call("sweep", wait=1.0)
+        forget_docker()
+        begin = time.monotonic()
+        with user_error("No Docker daemon answers"):
+            client.pick_backend("docker")
+        assert time.monotonic() - begin < 12
         wire.hang = False
 
 
@@ -384,28 +349,27 @@ def test_one_broken_episode_leaves_the_others_alone(task, monkeypatch):
     monkeypatch.setattr(machine, "Sandbox", Sometimes)
 
     async def main():
-        replies = (block(TITANIC), block("submit"))
+        replies = (block(f"{TITANIC}; sleep 1"), block("submit"))
         plays = [play_once(Env(task, "local"), FakePolicy(*replies)) for _ in range(6)]
         return await asyncio.gather(*plays)
 
+    begin = time.monotonic()
     episodes = asyncio.run(main())
+    assert time.monotonic() - begin < 4.5  # their commands run at the same time
     assert sorted(episode.status for episode in episodes) == ["fault"] * 2 + ["submit"] * 4
     for episode in episodes:
         assert (episode.score is None) == (episode.status == "fault")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="this machine has no GPU")
 @fault(31, "GPU memory of a container that was ended")
 def test_gpu_leftovers():
-    if not os.path.exists("/dev/nvidiactl"):
-        pytest.skip("this machine has no GPU")
-
     def used():
         query = "nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits"
         return int(subprocess.check_output(query.split(), text=True).split()[0])
 
     before = used()
-    box = Sandbox("docker", gpu=True)
     fill = 'import torch, time; x = torch.zeros(1 << 28, device="cuda"); time.sleep(60)'
-    box.run(f"python3 -c '{fill}'", 10)
-    box.close()
+    with closing(Sandbox("docker", gpu=True)) as box:
+        box.run(f"python3 -c '{fill}'", 10)
     assert wait_for(lambda: used() < before + 100)

@@ -85,25 +85,24 @@ def test_exit_code_and_output_cwd_and_exported_variables(box):
 
 
 @pytest.mark.fault(10, "exit, exec, kill $$, broken syntax, odd shell options")
+@pytest.mark.fault(10, "exec over the shell, closed output, a million open files")
 def test_no_command_breaks_the_next_one(box):
     cases = [
         "exit 3",
         "exec true",
-        "exec >&-",
+        "exec 1>&- 2>&-",
+        "ulimit -v 1000; ls",
+        'for i in $(seq 3 250); do eval "exec $i>/dev/null"; done',
         "kill -9 $$",
-        "kill -TERM $$",
         "set -euo pipefail; false",
         "trap - EXIT",
         "trap 'exit 9' EXIT",
-        "echo ${",
         "if",
         "'",
         "return 5",
         "unset PWD HOME PATH",
-        "exec 99>&-; cd /",
         "echo garbage >&99; printf 'a\\0declare -x (' >&99",
         "set -o noexec",
-        "enable -n export printf",
         "readonly PWD",
         "export BASH_ENV=/nowhere ENV=/nowhere",
         "ulimit -n 3",
@@ -437,11 +436,14 @@ os._exit(5)
 
 
 @pytest.mark.fault(9, "prints our own protocol")
+@pytest.mark.fault(16, "prints that the container is not running")
 @pytest.mark.attack("forging the runner's frames")
 def test_printed_frames_are_only_text(box):
     result = box.run(f"exec python3 - <<'E'\n{FORGE}\nE", 10)
     assert result.exit_code == 5
     assert "FAKE" in result.output
+    words = "Error response from daemon: Container 0123456789ab is not running"
+    assert out(box, f"echo '{words}'; echo '{words}' >&2; exit 137") == f"{words}\n{words}"
     assert box.call("state")[0]["cwd"] == box.workspace
     assert box.run("echo next; exit 6", 10).exit_code == 6
 
@@ -537,14 +539,12 @@ def test_put_never_writes_through_links(isolated):
 @pytest.mark.fault(25, "20,000 stale files with long names")
 def test_any_number_of_files_is_removed(box):
     box.call("state", cwd=box.workspace)
-    box.run(
-        "mkdir -p many/x; ln -s many pointer; cd many; touch {00001..20000}$(printf %0200d)", 60
-    )
+    make = "mkdir -p many/x; ln -s many pointer; cd many; pad=$(printf %0195d)"
+    box.run(f"{make}; for i in {{00001..20000}}; do : > $i$pad; done", 60)
     listing = box.call("listing", most=10**6)[0]["files"]
     names = [path for path, _ in listing if path.startswith("many/")]
     assert len(names) == 20_000  # more than one argv holds
     box.remove([*names, "pointer/", "absent", "odd\nname"])
-    assert out(box, "ls -A . ../pointer").split("\n")[0] == ".:"
     assert out(box, "ls -A") == "x"
     with pytest.raises(SandboxFault, match="cannot be removed"):
         box.remove(["many/."])
@@ -730,7 +730,7 @@ def test_auto_falls_back_only_to_complete_isolation(no_daemon):
 
 
 def test_an_unknown_kind_of_sandbox_is_refused():
-    with user_error("Unknown backend 'dokcer'"):
+    with user_error("Unknown kind of sandbox 'dokcer'"):
         Env(load_task("titanic"), "dokcer")
     # Without isolation, the end of a grading would end all processes of this user.
     with user_error("Unknown kind of sandbox"):

@@ -7,13 +7,11 @@ import asyncio
 import csv
 import json
 import math
-import operator
 import os
 import random
 import re
 import shutil
 import statistics
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -211,18 +209,6 @@ def test_the_baseline_is_what_a_constant_scores(tmp_path, name, constant):
         assert graded[task.metric] == pytest.approx(task.baseline, abs=3e-3)
         if split == "validation":
             assert graded[task.metric] == task.baseline
-
-
-def test_the_reference_of_titanic_is_what_the_best_rule_scores(tmp_path):
-    """The majority of the training persons of the same class, sex and age, in each part."""
-    task = load_task("titanic")
-    kind = operator.itemgetter("class", "sex", "age")
-    votes = defaultdict(int)
-    for row in read_csv(task.public["data/train.csv"]):
-        votes[kind(row)] += 1 if row["survived"] == "1" else -1
-    files = submission("titanic", lambda row: int(votes.get(kind(row), 1) > 0))
-    scores = [grade(task, tmp_path, files, split)["accuracy"] for split in task.splits]
-    assert scores == [task.reference, 0.792727, 0.789091]
 
 
 def test_the_bootstrap_gives_the_standard_error_of_r2():
@@ -500,16 +486,16 @@ def test_dojo_position_parts_and_standard_error(dojo, tmp_path):
     task = load_task("mine", mledojo_root=dojo)
 
     def graded(value, split):
-        files = {"submission.csv": answers(value)}
-        return json.loads(run_grader(task, tmp_path / "a", files, split))
+        return grade(task, tmp_path / "a", {"submission.csv": answers(value)}, split)
 
     position = (2 / 4 + 2 / 2) / 2  # third of four, first of two
     assert graded(lambda i: i + 3, "test") == {"score": 3, "stderr": 0, "position": position}
+    wrong = 0
     for split, rows in zip(task.splits, (ROWS / 2, ROWS / 4, ROWS / 4)):
         error = graded(lambda i: 0, split)["stderr"]
         assert error == pytest.approx(ROWS / math.sqrt(12 * rows), rel=0.5)
-    wrong = [graded(lambda i: i + (i == 3), split)["score"] > 0 for split in task.splits]
-    assert sum(wrong) == 1
+        wrong += graded(lambda i: i + (i == 3), split)["score"] > 0
+    assert wrong == 1
 
 
 def test_dojo_sample_that_cannot_be_graded(dojo):
@@ -532,7 +518,11 @@ CHECK = 'raise InvalidSubmissionError("other ids")'
     [
         (METRIC, f"raise InvalidSubmissionError({SECRET!r})", "computed (InvalidSubmissionError)"),
         (METRIC, "return None", "computed (TypeError)"),
-        (CHECK, "raise ValueError(f'one is {ground_truth.y[0]}')", "csv cannot be checked"),
+        (
+            CHECK,
+            "raise InvalidSubmissionError(str(ground_truth.y[0]))",
+            "csv cannot be checked",
+        ),
         (
             CHECK,
             "raise InvalidSubmissionError(f'{len(ground_truth)} rows of {list(submission)}')",
@@ -888,12 +878,9 @@ def test_the_task_of_the_documentation_is_checked(folder, capsys, monkeypatch):
     assert len(list((folder / "../../cache/flatlab/sanity").glob("*.json"))) == 1
 
 
-def test_a_broken_grader_ends_the_check(folder, capsys, monkeypatch):
+def test_a_broken_grader_ends_the_check(folder):
     change(folder / "evaluate.py", "import sys", "import sys, numbers_of_mine")
-    code, _, err = check(capsys, monkeypatch, "median")
-    assert code == 2
-    assert "No module named 'numbers_of_" in err
-    with user_error("The grader of task median is broken"):
+    with user_error("The grader of task median is broken.*No module named 'numbers_of_"):
         env.open_tasks(TaskOptions(("median",)), LOCAL_BOX, True)
 
 
@@ -909,16 +896,13 @@ def test_a_rule_at_the_top_and_copies_of_hidden_files_are_named(folder, capsys, 
     assert degenerate(replace(task, reference=1.0)) is None  # another task: not checked yet
 
 
-def test_refused_rules_are_not_called_missing(folder, capsys, monkeypatch):
-    advice = "No rule has a score: give the task a `trivial:` one."
+def test_a_task_without_a_rule_that_has_a_score(folder, capsys, monkeypatch):
     change(folder / "task.yaml", '  the first number: "3"', "  {}")
-    _, out, _ = check(capsys, monkeypatch, "median")
-    assert out.endswith(f"\n\n{advice}\n")
     write(folder, {"sample_answer.txt": "none"})
     change(folder / "task.yaml", "data: [", "data: [sample_answer.txt, ")
     _, out, _ = check(capsys, monkeypatch, "median")
     assert "answer.txt is not a number" in out
-    assert out.endswith("\n\nNo rule has a score: the grader refuses them all.\n")
+    assert out.endswith("\n\nNo rule has a score: give the task a `trivial:` one.\n")
 
 
 def test_a_damaged_task_is_listed(folder, capsys, monkeypatch):

@@ -66,17 +66,17 @@ def pick_backend(
 
     Raises UserError if no backend works, or only an incomplete one for a model that is not tiny.
     """
-    if backend not in ("auto", "docker", "local"):
-        raise UserError(f"Unknown backend {backend!r}; it is auto, docker or local.")
-    problem = "" if backend == "local" else docker_problem(image)
-    if backend != "local" and not problem:
-        return "docker", f"docker, image {image}"
+    problem = ""
+    if backend in ("auto", "docker"):
+        problem = docker_problem(image)
+        if not problem:
+            return "docker", f"docker, image {image}"
     if backend == "docker":
         raise UserError(
             f"{problem} A run that began with --backend docker goes on with it; for --backend "
             "local choose another --name."
         )
-    local = get_backend("local")
+    local = get_backend("local" if backend == "auto" else backend)
     if backend == "auto" and not local.is_complete and not model_is_tiny:
         raise UserError(
             f"{problem} The isolation of a local sandbox is not complete here ({local.covers}), "

@@ -129,25 +129,21 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
         sandbox.close()
     printed = last_json_object(stdout.decode("utf-8", "replace"))
     value, message = parse_grade(printed, task)
-    has_answer = value is not None or refusal(printed, task)
-    how = f"exit code {reply['code']}"
-    if reply["stopped"]:
-        how = "stopped at the time limit"
+    works = value is not None or refusal(printed, task)
+    stopped = reply["stopped"]
+    if stopped == "idle":
+        message = f"The grading waited: it used no CPU for {idle:g} seconds."
+    elif stopped:
         message = (
             f"The grading took longer than {limit:g} seconds of CPU time, or than {wall:g} seconds "
             "in all."
         )
-        if reply["stopped"] == "idle":
-            how = "stopped because it waited"
-            message = f"The grading waited: it used no CPU for {idle:g} seconds."
     elif reply["code"] and value is not None:
         message = "The grader failed after it had printed a score."
-    stderr = number(printed.get("stderr"))
-    if stderr and stderr < 0:
-        stderr = None
     output = ""
-    if reply["code"] or reply["stopped"] or not has_answer:
+    if stopped or reply["code"] or not works:
         value = None
+        how = f"exit code {reply['code']} {stopped}".strip()
         output = f"{how}\nstdout: {tail(stdout)}\nstderr: {tail(reply['stderr'].encode())}"
     return Score(
         value,
@@ -155,9 +151,9 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
         split,
         value is not None,
         message,
-        number(printed.get("position")),
-        stderr,
-        output,
+        position=number(printed.get("position")),
+        stderr=number(printed.get("stderr")),
+        grader_output=output,
     )
 
 

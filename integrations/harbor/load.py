@@ -92,9 +92,8 @@ def refuse(folder: Path, spec: dict) -> None:
     """Raises UserError if the folder asks for something that a sandbox cannot give."""
     asked = [name for name in REFUSED_FILES if (folder / name).exists()]
     asked += [f"{key} (task.toml)" for key in REFUSED_KEYS if value_of(spec, key)]
-    for key in ("environment.memory_mb", "environment.memory"):  # the older spelling: "8G"
-        if number_of(spec, key) > MEMORY_MB:
-            asked.append(f"more than {MEMORY_MB} MB of memory")
+    if number_of(spec, "environment.memory_mb") > MEMORY_MB:
+        asked.append(f"more than {MEMORY_MB} MB of memory")
     if asked:
         raise UserError(f"{folder} asks for what a sandbox here lacks: {', '.join(asked)}.")
 
@@ -105,11 +104,11 @@ def value_of(spec: dict, key: str, default=None):
 
 
 def number_of(spec: dict, key: str, default: float = 0) -> float:
-    """A number of task.toml; of memory in MB, also from "512M" and "8G". Raises UserError."""
-    value = str(value_of(spec, key, default))
+    """A number of task.toml. Raises UserError."""
+    value = value_of(spec, key, default)
     try:
-        return float(value.removesuffix("M").replace("G", "e3"))
-    except ValueError:
+        return float(value)
+    except (TypeError, ValueError):
         raise UserError(f"{key} in task.toml must be a number, not {value}.") from None
 
 
