@@ -20,6 +20,7 @@ from websockets.sync.client import connect
 
 import viz
 from flatlab.runs import store, trackers
+from flatlab.tree.nodes import COLUMNS
 from flatlab.view import page, plots, reader, tables
 from helpers import (
     CONFIG,
@@ -42,9 +43,12 @@ pytestmark = pytest.mark.usefixtures("quick_provenance")
 # ------------------------------------------------------------------ views
 
 
+TRAINING = RESULT | {"kind": "training", "task": "titanic"}
+
+
 def filled(tmp_path, steps=6):
     run = store.open_run(tmp_path / "run", CONFIG, MADE_BY)
-    run.result(**RESULT)
+    run.result(**TRAINING)
     counts = {"episodes": 8, "valid_share": 1.0, "faults": 0}
     for step in range(steps):
         run.log(step_row(step, entropy=1.0, kl=0.01, logprob_diff_max=1e-6, **counts))
@@ -63,22 +67,29 @@ def test_plot_is_not_redrawn_all_the_time(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(page, "draw", lambda runs, dir: drawn.append(dir) or time.sleep(0.01))
     run = filled(tmp_path)
-    page.plot_now_and_then(run)
-    page.plot_now_and_then(run)
+    page.plot_now_and_then(run.dir)
+    page.plot_now_and_then(run.dir)
     assert drawn == [run.dir]
 
 
 STEP = {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\n'}
+
+
+def kind(name):
+    return {"result.json": json.dumps(TRAINING | {"kind": name})}
+
+
 BROKEN = (
     (None, "^There is no "),
     ({}, "no config.yaml"),
-    (STEP | {"metrics.jsonl": '{"step": 0'}, "no finished step"),
-    ({"config.yaml": "sampling_mode: tail"}, "no finished node"),
-    ({"config.yaml": "sampling_mode: x", "journal.jsonl": "{}\n[1]\n"}, "line 2 is not"),
+    (STEP | {"config.yaml": "a: [1"}, "config.yaml is damaged"),
     (STEP, "Cannot read .*result.json"),
     (STEP | {"result.json": "{"}, "result.json is damaged"),
     (STEP | {"result.json": "{}"}, "made by another version: its result.json has no baseline"),
-    (STEP | {"config.yaml": "a: [1"}, "config.yaml is damaged"),
+    (STEP | kind("training") | {"metrics.jsonl": '{"step": 0'}, "no finished step"),
+    (STEP | kind("search"), "no finished node"),
+    (STEP | kind("search") | {"journal.jsonl": "{}\n[1]\n"}, "line 2 is not"),
+    (STEP | kind("evaluation"), "no finished episode"),
 )
 
 
@@ -119,20 +130,24 @@ def with_episodes(tmp_path):
 
 
 LOSSES = [
-    node("0.0", 0.4, improvement=-0.4),
+    node("0.0", 0.4, improvement=-0.4, kept=True, code={"solve.py": "old\n"}),
     node("0.1", None),
-    node("0.0.0", 0.3, "improve", improvement=-0.3),
+    node("0.0.0", 0.3, "improve", improvement=-0.3, code={"solve.py": "old\nnew\n"}),
     node("0.0.1", 0.45, "improve", improvement=-0.45),
 ]
 
 
-def search_run(folder, nodes, seed=1, **result):
+def search_run(folder, nodes, seed=1, turns=None, **result):
+    """turns: of each node; default: one that names the node."""
     run = store.open_run(folder, CONFIG | {"sampling_mode": "tail", "seed": seed}, MADE_BY)
-    run.result(**search_result(nodes, **result))
-    (run.dir / "journal.jsonl").write_text("".join(map(store.json_line, nodes)))
-    for row in nodes:
+    kind = {"kind": "search", "task": "titanic"}
+    run.result(**search_result(nodes, **result) | kind)
+    for order, row in enumerate(nodes):
+        row = {key: row[key] for key in COLUMNS if key != "diff"} | {"order": order}
+        run.log(row, "journal.jsonl")
         read = {"system": "Be brief.", "prompt": f"first message of {row['id']}"}
-        run.save_episodes(row["order"], [read])
+        read["turns"] = turns or [turn(observation=f"output of {row['id']}")]
+        run.save_episodes(order, [read])
     run.lock.close()
     return reader.read_run(folder)
 
@@ -174,6 +189,7 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
         assert " ".join(line.split()).startswith(start)
     text = printed(capsys, directory, episode="0.0.0")
     assert "output of 0.0.0" in text
+    assert "\n old\n+new\n" in text
     assert printed(capsys, directory, best=True).startswith("0.0.0  0.3")
     assert "Best node (0.0.0): value +1.5000, 75% valid, loss 0.3000 (validation" in printed(
         capsys, directory
@@ -272,7 +288,7 @@ def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, **config):
     before = {"value_mean": 0.4, "value_stderr": 0.1}
     best = {"file": "episodes/final-best.jsonl", "value_mean": 0.6, "value_stderr": 0.1, "step": 1}
     best |= {"valid_share": 0.75}
-    run.result(**RESULT, status="finished", before=before)
+    run.result(**TRAINING, status="finished", before=before)
     final = {"best": best, "untrained": {"valid_share": 0.8, **before}, "n": 8}
     run.result(final=final | {"split": "validation", "best_is_untrained": False})
     run.save_episodes("final-best", [episode(s) | {"seed": i} for i, s in enumerate(scores)])
@@ -335,11 +351,11 @@ def test_a_run_that_is_not_finished_shows_its_last_steps(tmp_path):
     assert "Status: " in said
 
 
-def test_why_no_node_is_valid():
+def test_why_no_node_is_valid(tmp_path):
     rejected = turn(status="rejected", observation="Nothing was run. There is no ```bash block.")
-    rows = [node("0.0", None, actions=[rejected, rejected]), node("0.1", None, actions=[turn()])]
-    said = "2 x turn limit; There is no ```bash block, in 2 of 3 replies."
-    assert tables.why_none(rows) == said
+    run = search_run(tmp_path, [node("0.0", None)] * 2, turns=[rejected, turn()])
+    said = "2 x turn limit; 1 of 2 replies: Nothing was run. There is no ```bash block"
+    assert tables.why_none(run) == said
 
 
 def test_an_adapter_that_lost_half_of_its_valid_submissions_is_marked(tmp_path):
@@ -349,17 +365,90 @@ def test_an_adapter_that_lost_half_of_its_valid_submissions_is_marked(tmp_path):
     run.result["final"]["last"] = lost
     marked, sentence = [line for line in tables.final_table(run.result).splitlines() if "!" in line]
     assert marked.startswith("last (step 9) !  -0.8000 ± 0.1000  30%")
-    assert sentence == "! last: the share of valid submissions fell from 80% to 30%."
+    assert sentence == "! last: more than half of the valid submissions are lost."
 
 
 def test_several_tasks_have_a_common_value_and_no_score(tmp_path):
-    run = trained(tmp_path / "a", task=["titanic", "digits"])
-    run.result.update(metric="value", baseline=0.0, reference=1.0)
+    folder = trained(tmp_path / "a").dir
+    run = store.Run(folder, {}, None)
+    run.result(task="titanic digits", metric="value", baseline=0.0, reference=1.0)
     played = [episode(0.9) | {"seed": i, "improvement": x} for i, x in enumerate((5.0, None))]
-    store.Run(run.dir, {}, None).save_episodes("final-best", played)
-    [row] = rows(run)
+    run.save_episodes("final-best", played)
+    read = reader.read_run(folder)
+    [row] = rows(read)
     assert (row["value"], row["score"]) == ("+2.0000 ± 3.0000", "-")
-    assert tables.table([run]).startswith("titanic+digits, training\n")
+    assert tables.table([read]).startswith("titanic digits, training\n")
+
+
+def evaluated(folder, values, tests=None, **result):
+    """A running evaluation; its third episode is a fault. tests: scores on the test part."""
+    run = store.open_run(folder, CONFIG, MADE_BY)
+    run.result(**TRAINING | {"kind": "evaluation", "metric": "loss", "status": "running"} | result)
+    for seed, value in enumerate(values):
+        row = episode(value, status="fault" if seed == 2 else "submit") | {"seed": seed}
+        if tests:
+            test = episode(tests[seed])
+            row |= {"test_score": test["score"], "test_improvement": test["improvement"]}
+        run.save_episodes(2 * seed, [row])  # some have not ended yet
+    run.lock.close()
+    return reader.read_run(folder)
+
+
+def test_an_evaluation_is_the_mean_over_all_episodes_on_the_test_part_if_it_was_scored(tmp_path):
+    run = evaluated(tmp_path / "a", (0.8, None, None))
+    assert "All episodes: value +0.0000 ± 1.0000, 50% valid, " in tables.headline(run)
+    assert "(validation part; " in tables.headline(run)
+    assert "1 of 3 failed (value -1), 1 fault. Status: running." in tables.headline(run)
+    assert [row["outcome"] for row in run.rows] == ["valid", "failed", "fault"]
+    assert [line.split()[0] for line in viz.list_text(run).splitlines()[1:]] == ["0", "2", "4"]
+    tested = evaluated(tmp_path / "b", (0.8, None), (0.7, 0.7))
+    assert "value +0.5000 ± 0.0000, 100% valid, loss 0.7000" in tables.headline(tested)
+    assert "(test part; " in tables.headline(tested)
+    [row] = rows(tested)
+    assert (row["of"], row["score"]) == ("all episodes, test", "0.7000 ± 0.0000")
+    assert plots.mean_so_far(run).to_list()[1:] == pytest.approx([1, 0, 0])
+    [path, _] = page.write([run], run.dir)
+    assert path.name == "curves.png"
+
+
+def test_an_evaluation_of_several_tasks_has_a_line_for_each(tmp_path):
+    facts = {"value_mean": 0.5, "value_stderr": 0.1, "valid_share": 1.0}
+    facts |= {f"digits.{key}": 0.25 for key in facts}
+    run = evaluated(tmp_path, (0.8,), task="titanic digits", **facts)
+    lines = tables.final_table(run.result).splitlines()
+    assert lines[1] == "digits value +0.2500 ± 0.2500, 25% valid"
+    assert ", score" not in tables.headline(run)
+
+
+def test_an_imitation_has_a_loss_and_no_value(tmp_path):
+    run = store.open_run(tmp_path / "run", CONFIG, MADE_BY)
+    run.result(**TRAINING | {"kind": "imitation", "episodes": 12, "status": "finished"})
+    for step in range(2):
+        run.log({"step": step, "loss": 0.5 - 0.1 * step, "lr": 1e-4, "seconds": 1.0})
+    run = reader.read_run(run.dir)
+    assert tables.headline(run) == "Imitation of 12 episodes: last loss 0.4000. Status: finished."
+    assert "An imitation has no value" in tables.table([run])
+    assert "loss" in viz.summary(run)
+    [path] = page.draw([run], tmp_path)
+    assert path.name == "curves.png"
+
+
+# ------------------------------------------------------------------ curves
+
+
+def test_a_key_of_the_rows_is_one_picture(tmp_path, capsys):
+    folders = [trained(tmp_path / f"x-{seed}", seed=seed).dir for seed in range(3)]
+    assert "plot-value_mean.png" in printed(capsys, *folders, plot=("value_mean", "reward_std"))
+    assert (tmp_path / "plot-reward_std.png").exists()
+    [groups] = tables.groups_of([reader.read_run(folder) for folder in folders]).values()
+    [axis] = plots.draw_plot(groups, "value_mean").axes
+    assert axis.get_title(loc="left") == "Mean value, titanic"
+    assert "mean of 3 runs ± standard error" in axis.get_legend_handles_labels()[1]
+    assert "0: baseline" in axis.get_ylabel()
+    with user_error("has no numbers 'x'; it has .*value_mean"):
+        printed(capsys, *folders, plot=("x",))
+    with user_error("one kind"):
+        printed(capsys, folders[0], searched(tmp_path / "b").dir, plot=("seconds",))
 
 
 def test_the_curve_of_evaluations_begins_before_training(tmp_path):
@@ -387,7 +476,7 @@ def test_each_run_is_drawn_whole_and_the_mean_where_all_are(tmp_path):
 def test_best_so_far_is_that_of_values_and_failed_nodes_have_the_lowest(tmp_path):
     run = searched(tmp_path / "a")
     assert plots.best_so_far(run).to_list() == [-1, -0.4, -0.4, -0.3, -0.3]
-    run.rows[0] = reader.node_row(run.rows[0] | {"status": "fault"})
+    run.rows[0] = reader.with_outcome(run.rows[0] | {"status": "fault"})
     assert [row["value"] for row in run.rows] == [None, -1, -0.3, -0.45]
 
 
@@ -538,7 +627,7 @@ def test_the_page_of_a_long_training_shows_a_sample_and_says_so(tmp_path):
         run.save_episodes(name, [episode(0.7)])
     html = written(tmp_path, reader.read_run(run.dir)).read_text()
     assert "transcripts of 4 of 7 files of episodes" in html
-    assert re.findall(' id="([^"]+)/[0-9]+"', html) == ["3", "4", "5", "eval-9"]
+    assert re.findall('" id="([^"]+)"', html) == ["3", "4", "5", "eval-9"]
 
 
 def test_the_page_of_a_large_search_lists_all_nodes_and_has_the_best_transcripts(
@@ -557,7 +646,7 @@ def test_the_page_of_a_large_search_lists_all_nodes_and_has_the_best_transcripts
 @needs_browser
 def test_click_search_filter_sort_and_compare_nodes(tmp_path, browser):
     nodes = [
-        node("0.0", 0.7),
+        node("0.0", 0.7, kept=True),
         node("0.1", None),
         node("0.0.0", 0.75, "improve", code={"solve.py": "needle in the code\n"}),
         node("0.0.1", 0.65, "merge", mark="d"),
@@ -574,7 +663,7 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path, browser):
     browser.until("document.getElementById('0.0.0').open")
     browser.js("document.querySelectorAll('details details').forEach(d => d.open = true)")
     detail = browser.js("document.getElementById('0.0.0').innerText")
-    for text in ("Be brief.", "first message of 0.0.0", "output of 0.0.0", "+new line", "bound"):
+    for text in ("Be brief.", "first message of 0.0.0", "output of 0.0.0", "+needle", "bound"):
         assert text in detail
 
     for id in ("0.0.0", "0.1", "0.0"):  # two at most
@@ -599,9 +688,8 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path, browser):
 @needs_browser
 def test_several_runs_on_one_page(tmp_path, browser):
     nodes = [node("0.0", 0.7, seed=1), node("0.1", None, seed=2)]
-    numbers = {"node_mean": 0.65, "split": "validation", "evaluation": True}
     runs = [search_run(tmp_path / name, nodes) for name in ("one", "two")]
-    runs.append(search_run(tmp_path / "episodes", nodes, **numbers))
+    runs.append(evaluated(tmp_path / "episodes", (0.8, None)))
     runs.append(reader.read_run(with_episodes(tmp_path)))
     browser.open(written(tmp_path, *runs), "#1/0.0")
     assert browser.js("document.querySelectorAll('svg').length") == 2
@@ -613,12 +701,12 @@ def test_several_runs_on_one_page(tmp_path, browser):
 
 @needs_browser
 def test_hostile_text_stays_text(tmp_path, browser):
-    texts = ("op", "sampling_mode", "idea", "error", "diff", "status")
+    texts = ("op", "sampling_mode", "idea", "error", "status")
     bad = node("0.0", 0.7) | dict.fromkeys(texts, HOSTILE)
     bad["code"] = {HOSTILE: HOSTILE}
-    bad["actions"] = [turn(HOSTILE, HOSTILE, HOSTILE, action=HOSTILE)]
+    turns = [turn(HOSTILE, HOSTILE, HOSTILE, action=HOSTILE)]
     bad["decision"] = {"reason": HOSTILE}
-    run = search_run(tmp_path / "run", [bad], metric=HOSTILE)
+    run = search_run(tmp_path / "run", [bad], turns=turns, metric=HOSTILE)
     browser.open(written(tmp_path, run), "#0.0")
     browser.js("document.querySelectorAll('details').forEach(d => d.open = true)")
     assert browser.js("document.getElementById('0.0').innerText.split('owned').length") > 16
@@ -647,7 +735,9 @@ def test_a_picture_of_the_docs_is_what_the_viewer_draws_of_the_runs_beside_it(pi
 
     runs, errors = reader.find_runs([picture.parent])
     assert not errors
-    drawn = {path.name: path for path in page.draw(runs, tmp_path)}
+    key = picture.stem.removeprefix("plot-")
+    draw = page.draw(runs, tmp_path) if key == picture.stem else page.plot(runs, [key], tmp_path)
+    drawn = {path.name: path for path in draw}
     old, new = imread(picture), imread(drawn[picture.name])
     assert old.shape == new.shape
     assert abs(old - new).mean() < 1e-3
