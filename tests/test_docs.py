@@ -44,13 +44,14 @@ def test_the_help_in_runs_quotes_messages_that_exist():
 
 
 HEAVY = ("torch", "vllm", "transformers", "docker", "pandas", "scipy", "matplotlib")
+SCRIPTS = [path.name for path in PROJECT.glob("*.py") if "__main__" in path.read_text()]
 # Flags of other programs that the pages name.
 FOREIGN = "--array --generation-config --max-lora-rank --max-loras --max-model-len --split"
 
 
 def test_help_loads_nothing_heavy_and_has_every_flag_in_the_docs():
     known = FOREIGN
-    for script in ("grpo.py", "search.py", "env.py", "tasks.py", "viz.py"):
+    for script in SCRIPTS:
         done = python("-X", "importtime", script, "--help")
         assert "usage:" in done.stdout
         assert not [name for name in HEAVY if f"| {name}\n" in done.stderr], script
@@ -59,7 +60,7 @@ def test_help_loads_nothing_heavy_and_has_every_flag_in_the_docs():
     for page in [PROJECT / "README.md", *PROJECT.glob("docs/*.md")]:
         text = page.read_text().replace("\\\n", " ")
         quoted = re.findall(r"`(--[a-z][a-z-]*)", text)
-        for command in re.findall(r"python (?:grpo|search|env|tasks|viz)\.py[^`\n]*", text):
+        for command in re.findall(rf"python (?:{'|'.join(SCRIPTS)})[^`\n]*", text):
             quoted += re.findall(r" (--[a-z][a-z-]*)", command.partition("#")[0])
         missing |= {(page.name, flag) for flag in quoted if not re.search(rf"{flag}\b", known)}
     assert not missing

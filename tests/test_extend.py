@@ -43,9 +43,6 @@ choice = search.Choice("0.0", "exploit")
 assert search.OPERATORS["simplify"].applies(choice, parent)
 node = SimpleNamespace(op="simplify", idea="")
 assert "half as long" in texts.fill("node", summary="", parents=[], node=node, phase="exploit")
-wanted = dict(mode="sequence", k=3, tau=0.1)
-facts = dict(about="", summary="", parent=None, tried=[])
-assert "an expert would try" in texts.fill("strategies", **facts, **wanted)
 assert get_backend("gvisor").is_container and pick_backend("gvisor")[0] == "gvisor"
 """
 
@@ -85,6 +82,6 @@ def test_the_diffs_of_the_documentation(tmp_path):
             path = apply(files, diff)
             assert f"`{path.relative_to(tmp_path)}`" in section
             count += 1
-    assert count == 17
+    assert count == 16
     done = python("-c", ADDED, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-1500:]
