@@ -28,17 +28,13 @@ from flatlab.errors import ArtefactError, SandboxFault, UserError, user_code
 from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.client import Sandbox, pick_backend, readable
-from flatlab.task.definition import WHOLE_WORKSPACE, Task
-from flatlab.task.grading import (
-    Score,
-    collect,
-    grade,
-    open_sandbox,
-    resolve_backend,
-)
+from flatlab.task.definition import Task
+from flatlab.task.grading import Score, digest_of, grade, read_artefacts
+from flatlab.task.machine import open_sandbox, resolve_backend
 from flatlab.task.sanity import check_grader
 from flatlab.world import texts
-from flatlab.world.episode import act_bash, find_blocks, in_thread, score_text
+from flatlab.world.blocks import find_blocks
+from flatlab.world.episode import act_bash, in_thread, score_sentence
 from tasks import load_task
 
 ALL_FILES = 10**9
@@ -63,25 +59,34 @@ class Env:
         task: From load_task.
         sandbox: SandboxOptions, or the name of a backend.
         seed: Python's hash seed in the sandbox.
+        message: Text at the end of the first message.
+        ends_at_score: Whether a valid score ends the episode, which the texts then say.
         limits: memory and disk in bytes, cpus, processes (see flatlab.sandbox.backend.Spec).
 
     Raises UserError if the task needs something this machine lacks (a GPU, the network, a
     package). Every method may raise SandboxFault; nothing an agent does raises anything else.
     """
 
-    def __init__(self, task: Task, sandbox: SandboxOptions | str = "auto", seed: int = 0, **limits):
+    def __init__(
+        self,
+        task: Task,
+        sandbox: SandboxOptions | str = "auto",
+        seed: int = 0,
+        message: str = "",
+        ends_at_score: bool = False,
+        **limits,
+    ):
         options = SandboxOptions(sandbox) if isinstance(sandbox, str) else sandbox
         self.task = task
         self.options = resolve_backend(task, options)
         self.seed = seed
+        self.message = message
+        self.ends_at_score = ends_at_score
         self.limits = {"memory": 4 << 30, **limits}
         self.sandbox: Sandbox | None = None
         self.opened: list[Sandbox] = []  # also those of gradings
         self.closed = False
-        self.episode = EpisodeOptions()  # those of the running episode, for the texts
-        self.message = ""  # more that the first message tells, at its end
-        self.ends_at_score = False  # whether a valid score ends the episode, for the texts
-        self.given: dict[str, bytes] = {}  # the artefacts at the start, for WHOLE_WORKSPACE
+        self.given = b""  # digest of the first artefacts of a task with a collect command
 
     def __enter__(self) -> Env:
         return self
@@ -110,38 +115,38 @@ class Env:
         if self.sandbox:
             self.sandbox.close()
         self.sandbox = self.make_sandbox()
-        self.given = {}
+        self.given = b""
         return self.sandbox
 
-    def reset(self) -> str:
+    def reset(self, options: EpisodeOptions | None = None) -> str:
         """Starts over, see restart(). Returns prompt()."""
         self.restart()
-        return self.prompt()
+        return self.prompt(options)
 
     def restart(self) -> None:
         """Starts over in a new sandbox with the task's public files."""
         box = self.open()
         files = self.task.public.items()
         box.put({path: file for path, file in files if path not in box.premounted})
-        if self.task.artefacts == WHOLE_WORKSPACE:
-            self.note_given()
+        self.note_given()
 
     def note_given(self) -> None:
-        """Remembers the initial workspace: without changes it is not a submission."""
-        with suppress(ArtefactError):  # it holds a link, say: no artefact at all
-            self.given = collect(self.task, self.sandbox)
+        """Remembers the workspace from which the task's collect command makes the artefact."""
+        if self.task.collect:
+            with suppress(ArtefactError):
+                self.given = digest_of(read_artefacts(self.task, self.sandbox))
 
-    def prompt(self) -> str:
-        """The system message and the first message, which an agent with an endless context would
-        read for the workspace as it is now. self.episode names the prompts file.
+    def prompt(self, options: EpisodeOptions | None = None) -> str:
+        """The system message and the first message for the workspace as it is now, as an agent
+        with an endless context would read them.
         """
-        facts = texts.episode_facts(self, self.episode)
-        messages = texts.first_messages(self, self.episode, facts)
-        return "\n\n".join(filter(None, messages))
+        options = options or EpisodeOptions()
+        facts = texts.episode_facts(self, options)
+        return "\n\n".join(filter(None, texts.first_messages(self, options, facts)))
 
-    def machine(self) -> dict:
+    def machine(self, options: EpisodeOptions) -> dict:
         """Facts about an episode and its sandbox for `limits` in the prompts file."""
-        return texts.machine_facts(self, self.episode)
+        return texts.machine_facts(self, options)
 
     def files(self, most: int) -> tuple[list[tuple[str, int]], int]:
         """The first `most` (path, size in bytes) of the workspace, and the count of all."""
@@ -169,12 +174,12 @@ class Env:
         split = split or self.task.splits[0]
         self.sandbox.call("sweep")  # ends background processes: none may swap the artefact now
         try:
-            artefacts = collect(self.task, self.sandbox)
-            if artefacts == self.given:
+            artefacts = read_artefacts(self.task, self.sandbox)
+            if self.task.collect and digest_of(artefacts) == self.given:
                 raise ArtefactError("the workspace is still as it was given")
-            return grade(self.task, artefacts, split, self.make_sandbox)
         except ArtefactError as error:
             return Score(None, self.task.metric, split, False, f"no submission, {error}")
+        return grade(self.task, artefacts, split, self.make_sandbox)
 
     def snapshot(self) -> bytes:
         """All files that were written, as one tar. Ends the background processes of the sandbox."""
@@ -184,29 +189,27 @@ class Env:
         """Starts over in a new sandbox with the files of a snapshot.
 
         Artefacts in the snapshot do not count for this environment: they are removed, and public
-        files among them come back as they were given. If the whole workspace is the artefact, its
-        files stay, but count only after a change. clear_artefacts=False keeps all as it is.
+        files among them come back as they were given. If the task collects its artefact, the
+        workspace counts only after a change. clear_artefacts=False keeps all as it is.
         """
         box = self.open()
         snapshot.put_back(box, files)
         if not clear_artefacts:
-            return
-        if self.task.artefacts == WHOLE_WORKSPACE:
-            self.note_given()
             return
         listed = box.call("listing", most=ALL_FILES)[0]["files"]
         stale = [path for path, _ in listed if self.task.is_artefact(path)]
         box.remove([*stale, *self.task.artefacts])
         public = self.task.public.items()
         box.put({path: file for path, file in public if self.task.is_artefact(path)})
+        self.note_given()
 
     def fork(self, clear_artefacts: bool = True) -> Env:
         """An independent copy: written files, working directory, exported variables.
 
         See `restore` for clear_artefacts.
         """
-        twin = Env(self.task, self.options, self.seed, **self.limits)
-        twin.episode = self.episode
+        told = self.message, self.ends_at_score
+        twin = Env(self.task, self.options, self.seed, *told, **self.limits)
         try:
             twin.restore(self.snapshot(), clear_artefacts)
         except BaseException:
@@ -300,8 +303,8 @@ def by_hand(
         sys.exit(run_attached(attach))
     tasks, why = open_tasks(TaskOptions((task,)), sandbox, True)
     with Env(tasks[0], sandbox) as env:
-        env.episode = EpisodeOptions(prompts=prompts)
-        print(f"[sandbox: {why}]\n\n{HOW_TO_PLAY}\n{env.reset()}\n")
+        prompt = env.reset(EpisodeOptions(prompts=prompts))
+        print(f"[sandbox: {why}]\n\n{HOW_TO_PLAY}\n{prompt}\n")
         done = False
         while not done:
             try:
@@ -313,7 +316,7 @@ def by_hand(
             print(f"{step.observation}\n[{step.status}, {step.seconds:.3f} s]")
             done = step.done
         for split in env.task.splits:
-            print(f"[{split} part] {score_text(env.score(split), env.task)}")
+            print(f"[{split} part] {score_sentence(env.score(split), env.task)}")
 
 
 if __name__ == "__main__":

@@ -38,17 +38,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import nan
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Literal
 
 import env
-from flatlab import numbers, options, threads
+from flatlab import options
 from flatlab.errors import UserError, finite, finite_list, user_code
-from flatlab.model import memory
-from flatlab.runs import cli, fingerprint, store, trackers
-from flatlab.train import checkpoint, evaluation, imitation, metrics, ppo
+from flatlab.runs import cli, store
+from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import (
     Group,
     Meter,
@@ -59,10 +57,17 @@ from flatlab.train.batch import (
     plan_step,
     sequences_of,
 )
-from flatlab.train.job import Job, Slots, join, run_beside, stop_if_interrupted
-from flatlab.view import console, page
+from flatlab.train.job import (
+    Job,
+    Slots,
+    in_trainer,
+    join,
+    reserve_threads,
+    stop_if_interrupted,
+)
+from flatlab.view import console
 from flatlab.world.episode import play, run_episode
-from policy import Policy, default_model, lora_settings, resolve_model
+from policy import Policy, choose_model, default_name, lora_settings
 
 # ================================== the idea: edit here ==================================
 
@@ -71,6 +76,7 @@ SKIP_GRAD_NORM = 100.0  # an update with a larger gradient norm, or with NaN, is
 ENTROPY_BONUS = 0.0  # weight of the entropy in the loss, which rewards it
 IS_CAP = 2.0  # upper bound on a token's importance weight (truncated importance sampling)
 WARMUP = 4  # steps until the full learning rate
+ADAMW = {"betas": (0.9, 0.99), "weight_decay": 0.0}
 # Passes over the batch of a step, an update after each. With one the ratio is 1 up to rounding, so
 # clips act only with --ahead.
 EPOCHS = 1
@@ -234,10 +240,9 @@ def per_budget(length, tokens, episodes, cfg):
     return 1 / (episodes * cfg.episode.max_turns * cfg.episode.max_reply_tokens)
 
 
-@dataclass(frozen=True)
-class Advantage:
-    function: Callable
-    value_head: bool = False  # the model estimates values, see flatlab/train/ppo.py
+def learning_rate(step, cfg):
+    """--lr after a linear warm-up."""
+    return cfg.lr * min(1.0, (step + 1) / (WARMUP + 1))
 
 
 @dataclass(frozen=True)
@@ -254,12 +259,7 @@ REWARDS = {
     "tiered": tiered,
     "binary": binary,
 }
-ADVANTAGES = {
-    "group": Advantage(group),
-    "group_nostd": Advantage(group_nostd),
-    "rloo": Advantage(rloo),
-    "ppo": Advantage(list, value_head=True),  # the rewards themselves
-}
+ADVANTAGES = {"group": group, "group_nostd": group_nostd, "rloo": rloo}
 CREDITS = {"episode": whole_episode, "runnable": runnable, "complete": complete}
 LOSSES = {
     "grpo": Loss(clipped, per_episode, 0.2, 0.2),
@@ -281,11 +281,6 @@ class Config:
     seed: int = 0  # seed of sampling, initial adapter and choice of tasks
     # training steps; a larger number continues a finished run
     steps: int = 30
-    sft: tuple[str, ...] = ()  # runs (logs/<run>) to imitate before the first step
-    # fraction of their above-baseline episodes to imitate, best first; at most 1024 of a task
-    sft_share: float = 0.25
-    sft_updates: int = 32  # optimizer steps of this imitation, on up to 8 episodes each
-    sft_lr: float | None = None  # learning rate of this imitation; default: 2e-4, stand-in 1e-3
 
     groups: int = 4  # P: groups per step
     # upper bound on the groups per step, when groups with equal rewards are replaced; default: 2 P
@@ -306,8 +301,7 @@ class Config:
     loss: Literal[*LOSSES] = "dapo"  # policy-gradient loss; LOSSES shows what each one consists of
     clip_low: float = field(init=False)  # the bounds of the loss, from LOSSES
     clip_high: float = field(init=False)
-    # weight of the KL to the reference: the policy before the first step, after an imitation
-    kl: float = 0.05
+    kl: float = 0.05  # weight of the KL to the reference: the policy before the first step
 
     lr: float | None = None  # learning rate of AdamW; default: 2e-5, stand-in 1e-3
     # rank of the LoRA matrices; default: 16, or that of --model's adapter. Alpha is twice the rank
@@ -315,8 +309,6 @@ class Config:
 
     # tokens per training pass; default: what fits into the memory, at most 8192
     micro_tokens: int | None = None
-    # recompute activations: less memory, a third more time
-    gradient_checkpointing: bool = False
     gpu_memory: float = 0.45  # share of the GPU for the engine's weights and KV cache
 
     # episodes per evaluation, on seeds never trained on; 0: none, and best/ is the last adapter
@@ -329,13 +321,10 @@ class Config:
     sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
     episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
     # where rows go, too; WANDB_MODE=offline needs no account
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    trackers: options.Trackers = ()
 
-    RESUMABLE = options.RESUMABLE | {"steps", "concurrency"}
-    RESUMABLE |= {"micro_tokens", "gradient_checkpointing"}
+    RESUMABLE = options.RESUMABLE | {"steps", "concurrency", "micro_tokens"}
     BOUNDS = options.BOUNDS | {
-        "sft_share": (1e-6, 1),
-        "sft_updates": options.COUNT,
         "groups": options.COUNT,
         "group_size": (2, 1e9),
         "concurrency": options.COUNT,
@@ -383,13 +372,13 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     job.slots = slots = job.slots or Slots(cfg.concurrency)
     planned = [*plan.tasks, *plan.replacements]
     spare = iter(range(len(plan.tasks), len(planned))[job.ranks.rank :: job.ranks.world])
-    loop = agent_loop(cfg)
+    play_one = agent_loop(cfg)
     groups = []
 
     async def one(task, number):
         seed = plan.seed * 100_003 + number
         async with slots.slot(plan.order), env.Env(task, cfg.sandbox, seed) as world:
-            return await run_episode(world, policy, cfg.episode, seed, plan.test, loop)
+            return await run_episode(world, policy, cfg.episode, seed, plan.test, play_one)
 
     async def fill(number):
         while number is not None:
@@ -415,26 +404,76 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     return sorted(groups, key=lambda group: group.number)
 
 
+async def evaluate(policy, tasks, cfg: Config, job, name: str, seed: int, test=False) -> list:
+    """Plays cfg.eval_episodes episodes, one per group, the same ones for the same seed.
+
+    They are saved as episodes/<name>.jsonl. No update happens meanwhile. Returns the groups.
+    """
+    job.say(f"evaluate {name}")
+    planned = [tasks[i % len(tasks)] for i in range(cfg.eval_episodes)]
+    groups = await play_groups(policy, Plan(planned, 1, seed, test=test), cfg, job)
+    groups = await in_trainer(gather_groups, groups, job)
+    checkpoint.save_groups(job, name, groups)
+    return groups
+
+
+async def judge(policy, tasks, cfg: Config, job, name: str) -> dict:
+    """Evaluates the adapter, and keeps it as best/ if it is better than the best one so far.
+
+    Without evaluations the last adapter is the best, and the result is {}.
+    """
+    result = {}
+    if cfg.eval_episodes:
+        seed = -1 - 2 * cfg.seed  # seeds of training are not negative
+        result = metrics.evaluation(await evaluate(policy, tasks, cfg, job, name, seed), tasks)
+    await in_trainer(checkpoint.keep_best, policy, job, result | {"step": job.step - 1})
+    return result
+
+
+async def compare(policy, tasks, cfg: Config, job) -> dict:
+    """Plays the same fresh seeds with the untrained, the last and the best adapter.
+
+    Adapters with equal weights are played once. The test part is read for the best one alone.
+    """
+    adapters = await in_trainer(checkpoint.final_adapters, job)
+    steps = {"last": job.step - 1, "best": job.best["step"]}
+    seed = -2 - 2 * cfg.seed  # never used for selection
+    played = {}  # by digest of the weights
+    for name in ("best", *adapters):
+        folder, weights = adapters[name]
+        if weights not in played:
+            policy.load_adapter(folder)
+            policy.sync()
+            policy.version = steps.get(name, -1) + 1
+            file = f"final-{name}"
+            groups = await evaluate(policy, tasks, cfg, job, file, seed, test=name == "best")
+            played[weights] = groups, f"episodes/{file}.jsonl"
+    digests = {name: weights for name, (_, weights) in adapters.items()}
+    final = metrics.comparison(digests, played, tasks, steps)
+    return {"n": cfg.eval_episodes, "steps": job.step} | final
+
+
 # ------------------------------------------------------------------------------ learn
 
 
-def make_batch(policy, groups: list[Group], cfg: Config, job) -> list:
+def make_batch(groups: list[Group], cfg: Config, job) -> list:
     """Every trained token of the groups with different rewards, with its advantage and its weight
     in the mean: a list of TrainSequence.
     """
-    rule = ADVANTAGES[cfg.advantage]
     batch = []  # the sequences of each episode
     for g in groups:
-        if g.informative or rule.value_head:  # values also learn from equal rewards
-            name = f"--advantage {cfg.advantage}"
+        if not g.informative:
+            continue
+        name = f"--advantage {cfg.advantage}"
+        with user_code(name):
+            advantages = ADVANTAGES[cfg.advantage](g.rewards)
+            advantages = finite_list(name, advantages, len(g.played))
+        for e, advantage in zip(g.played, advantages):
+            name = f"--credit {cfg.credit}"
             with user_code(name):
-                advantages = finite_list(name, rule.function(g.rewards), len(g.played))
-            for e, advantage in zip(g.played, advantages):
-                name = f"--credit {cfg.credit}"
-                with user_code(name):
-                    credit = CREDITS[cfg.credit](advantage, e.turns)
-                    credit = finite_list(name, credit, len(e.turns), skips=True)
-                batch.append(sequences_of(e, credit))
+                credit = CREDITS[cfg.credit](advantage, e.turns)
+                credit = finite_list(name, credit, len(e.turns), skips=True)
+            batch.append(sequences_of(e, credit))
     # The denominators are those of the whole batch, before it is split into ranks and
     # micro-batches.
     lengths = [sum(len(s.old) for s in sequences) for sequences in batch]
@@ -442,12 +481,10 @@ def make_batch(policy, groups: list[Group], cfg: Config, job) -> list:
     for sequences, length in zip(batch, lengths):
         for s in sequences:
             s.weight = LOSSES[cfg.loss].weight(length, tokens, episodes, cfg)
-    if rule.value_head:
-        ppo.use_values(policy, batch, cfg, job)
     return sum(batch, [])
 
 
-def update(policy, optimizer, batch: list, cfg: Config, job) -> dict:
+def update(policy, optimizer, groups: list[Group], cfg: Config, job) -> dict:
     """Makes EPOCHS passes over the batch, one optimizer step each. Returns numbers for the row.
 
     Every rank takes part, also one without sequences. Raises UserError, before any weight changes,
@@ -455,6 +492,7 @@ def update(policy, optimizer, batch: list, cfg: Config, job) -> dict:
     """
     import torch
 
+    batch = make_batch(groups, cfg, job)
     if not job.ranks.sum(len(batch))[0]:
         return {}
     meter, skipped, grad_norms = Meter(), 0, []
@@ -503,11 +541,7 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, measur
     if measure_kl:
         with torch.no_grad():
             base = policy.logprobs(pairs, base=True)[0]
-    logp, entropy, *values = policy.logprobs(
-        pairs,
-        values=ADVANTAGES[cfg.advantage].value_head,
-        entropy_learns=ENTROPY_BONUS > 0,
-    )
+    logp, entropy = policy.logprobs(pairs, entropy_learns=ENTROPY_BONUS > 0)
 
     # A token whose log-prob is not finite is left out.
     old = column(part, "old", policy.device)
@@ -527,8 +561,6 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, measur
             loss = loss + cfg.kl * kl
     if ENTROPY_BONUS:
         loss = loss - ENTROPY_BONUS * entropy.masked_fill(~is_finite, 0.0)
-    if values:
-        loss = loss + ppo.value_loss(*values, part)
     loss = loss * column(part, "weight", policy.device) * is_finite
     meter.add(loss=loss, entropy=entropy, clip_share=is_clipped & is_finite)
     meter.add(lost_tokens=~is_finite)
@@ -544,81 +576,100 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, measur
 # ------------------------------------------------------------------------------ train
 
 
-def train(policy, tasks: list, cfg: Config, job) -> None:
-    """All steps and evaluations, in the trainer's thread: see run_beside. The event loop samples
-    meanwhile, also for later steps. Only rank 0 has a run to write.
+async def train(policy, tasks: list, cfg: Config, job) -> None:
+    """All steps and evaluations. Episodes of later steps go on while the trainer's thread computes.
+
+    Only rank 0 has a run to write.
     """
-    # With --ahead, a core is left to the engine, which decodes a small model on one.
-    threads.use_all(but=policy.decode_threads if cfg.ahead else 0)
-    job.play = play_groups
-    optimizer = policy.make_optimizer(cfg.lr)
-    rows = checkpoint.resume(policy, optimizer, job)
-    job.ranks.broadcast(policy.parameters())
-    agreement = job.loop.wait(policy.verify)["random adapter"]
-    job.say(f"engine   agrees with the trainer: {agreement}")
+    optimizer = policy.make_optimizer(cfg.lr, **ADAMW)
+    rows = await begin(policy, optimizer, tasks, cfg, job)
+    weights = [TASK_WEIGHTS.get(task.name, 1) for task in tasks]
+    playing = {}  # step -> its groups, as they are being played
+    async with asyncio.TaskGroup() as sampling:
+        while job.step < cfg.steps and not job.stopped:
+            step = job.step
+            times = [time.perf_counter()]
+
+            # sample: P groups of G episodes from the current policy, or from one that is at most
+            # cfg.ahead updates older; faults leave their group
+            for later in range(step, min(step + cfg.ahead + 1, cfg.steps)):
+                if later not in playing:
+                    plan = plan_step(tasks, weights, cfg, later)
+                    playing[later] = sampling.create_task(play_groups(policy, plan, cfg, job))
+            groups = await playing.pop(step)
+            times.append(time.perf_counter())
+            played = await in_trainer(gather_groups, groups, job)
+            row = {"step": step, **metrics.step_metrics(played, tasks)}
+
+            # learn: from the groups whose rewards differ
+            row["lr"] = learning_rate(step, cfg)
+            for setting in optimizer.param_groups:
+                setting["lr"] = row["lr"]
+            row |= await in_trainer(update, policy, optimizer, groups, cfg, job)
+            times.append(time.perf_counter())
+
+            # sync: the trained adapter into the running engine
+            policy.sync()
+            times.append(time.perf_counter())
+
+            # judge: an evaluation now and then, alarms, and the guard
+            job.step = step + 1
+            is_due = job.step % cfg.eval_every == 0 or job.step >= cfg.steps
+            if is_due or not cfg.eval_episodes:
+                result = await judge(policy, tasks, cfg, job, f"eval-{step:06d}")
+                row |= metrics.evaluation_columns(result)
+            row["alarms"] = metrics.alarms(row, rows)
+            rows.append(row)
+            job.stopped = metrics.collapse(rows, job.best)
+            times.append(time.perf_counter())
+
+            # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
+            if job.run:
+                row |= metrics.timing(policy, times, played)
+                await in_trainer(checkpoint.write_step, policy, optimizer, job, row, played)
+                await in_trainer(console.step_made, job.run, rows, cfg.steps)
+
+        for later in playing.values():  # steps that the guard leaves out
+            later.cancel()
+    await finish(policy, tasks, cfg, job)
+
+
+async def begin(policy, optimizer, tasks: list, cfg: Config, job) -> list[dict]:
+    """Resumes the run, or evaluates what training starts from. Returns the rows that are there."""
+    if cfg.ahead:
+        await in_trainer(reserve_threads, policy.decode_threads)
+    rows = await in_trainer(checkpoint.resume, policy, optimizer, job)
+    agreement = await policy.verify()
+    job.say(f"engine   agrees with the trainer: {agreement['random adapter']}")
     policy.version = job.step
     if job.step == 0:
-        evaluation.begin(policy, tasks, cfg, job)
-    if cfg.sft or policy.path.adapter:  # else the reference of the KL term is the base model
-        start = "imitated" if cfg.sft else "untrained"
-        policy.set_reference(Path("logs", cfg.name, start))
+        await in_trainer(checkpoint.save_adapter, policy, job, "untrained")
+        result = await judge(policy, tasks, cfg, job, "before")
+        if result:
+            job.result(before=result)
+            job.track({"step": -1} | metrics.evaluation_columns(result))
+            job.say(metrics.evaluation_line("before training", result, tasks))
+    if policy.path.adapter:  # else the reference of the KL term is the base model
+        policy.set_reference(Path("logs", cfg.name, "untrained"))
+    return rows
 
-    weights = [TASK_WEIGHTS.get(task.name, 1) for task in tasks]
-    playing = {}  # step -> future of its groups
-    while job.step < cfg.steps and not job.stopped:
-        step = job.step
-        times = [time.perf_counter()]
 
-        # sample: P groups of G episodes from the current policy, or from one that is at most
-        # cfg.ahead updates older; faults leave their group
-        for later in range(step, min(step + cfg.ahead + 1, cfg.steps)):
-            if later not in playing:
-                plan = plan_step(tasks, weights, cfg, later)
-                playing[later] = job.loop.start(play_groups, policy, plan, cfg, job)
-        groups = playing.pop(step).result()
-        times.append(time.perf_counter())
-        played = gather_groups(groups, job)
-        row = {"step": step, **metrics.step_metrics(played, tasks)}
-
-        # learn: from the groups whose rewards differ
-        row["lr"] = cfg.lr * min(1.0, (step + 1) / (WARMUP + 1))
-        for setting in optimizer.param_groups:
-            setting["lr"] = row["lr"]
-        row |= update(policy, optimizer, make_batch(policy, groups, cfg, job), cfg, job)
-        times.append(time.perf_counter())
-
-        # sync: the trained adapter into the running engine
-        job.loop.wait(policy.sync)
-        times.append(time.perf_counter())
-
-        # judge: an evaluation now and then, alarms, and the guard
-        job.step = step + 1
-        row |= evaluation.after_step(policy, tasks, cfg, job)
-        row["alarms"] = metrics.alarms(row, rows)
-        rows.append(row)
-        job.stopped = metrics.collapse(rows, job.best)
-        times.append(time.perf_counter())
-
-        # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
-        if job.run:
-            row |= metrics.timing(policy, times, played)
-            checkpoint.save_groups(job, step, played)
-            checkpoint.write_step(policy, optimizer, job, row)
-            spent = [sum(r[phase] for phase in metrics.PHASES) for r in rows[-20:]]
-            eta = fmean(spent) * (cfg.steps - job.step)  # without the comparison at the end
-            print(
-                f"step {step:3}  reward {row['reward_mean']:+.2f}  {metrics.mean_text(row)}  "
-                f"valid {row['valid_share']:4.0%}  same {row['zero_variance_share']:4.0%}  "
-                f"kl {row.get('kl', nan):.1e}  grad {row.get('grad_norm', nan):.2f}  "
-                f"{row['seconds']:.1f} s ({row['seconds_sample']:.1f} sampling)  "
-                f"ETA {numbers.duration(eta)}",
-                *(f"\n      ! {alarm}" for alarm in row["alarms"]),
-                sep="",
-                flush=True,
-            )
-            page.plot_now_and_then(job.run)
-
-    evaluation.finish(policy, tasks, cfg, job)
+async def finish(policy, tasks: list, cfg: Config, job) -> None:
+    """Compares the adapters, and says in result.json how the run ended."""
+    if cfg.eval_episodes:
+        final = await compare(policy, tasks, cfg, job)
+        best = final["best"]
+        job.result(final=final, value=best.get("test_value_mean", best["value_mean"]))
+    elif job.best:
+        job.say(f"best/ of logs/{cfg.name} is the last adapter: nothing was evaluated")
+    status = "finished"
+    if job.stopped:
+        which = "best" if cfg.eval_episodes else "last"
+        status = (
+            f"stopped: {job.stopped}. logs/{cfg.name}/best is the {which} adapter, that of step "
+            f"{job.best['step']}: a new run starts from it with --model"
+        )
+    job.result(status=status)
 
 
 # ------------------------------------------------------------------------------ start
@@ -633,10 +684,6 @@ def check_config(cfg: Config) -> None:
         raise UserError("--eval-episodes must be 0 or at least 2: one has no standard error.")
     if cfg.max_groups is not None and cfg.max_groups < cfg.groups:
         raise UserError(f"--max-groups {cfg.max_groups} is less than --groups {cfg.groups}.")
-    if ADVANTAGES[cfg.advantage].value_head and cfg.credit != "episode":
-        raise UserError(
-            f"--advantage {cfg.advantage} assigns credit to every token itself: leave out --credit."
-        )
     if cfg.ahead and not LOSSES[cfg.loss].supports_off_policy:
         raise UserError(
             f"With --ahead, the bounds of --loss {cfg.loss} would clip most of what is sampled: "
@@ -646,68 +693,43 @@ def check_config(cfg: Config) -> None:
         raise UserError("--thoughts is not for --agent: the program chooses what the model reads.")
 
 
-def default_name(cfg: Config) -> str:
-    tasks = "+".join(Path(name).name for name in cfg.tasks.task)
-    model = numbers.value_text(cfg.model.model or default_model())
-    return f"{SCRIPT}-{tasks}-{model}-{cfg.seed}"
-
-
-def fill_in(cfg: Config, path) -> None:
-    """Replaces None by what the model suggests."""
-    is_tiny = path.is_tiny
-    options.derive(cfg.model, cfg.episode, is_tiny, path.positions)
-    derived = {
-        "lora_rank": lora_settings(path, cfg.lora_rank)["r"],
-        "lr": 1e-3 if is_tiny else 2e-5,
-        "sft_lr": 1e-3 if is_tiny else 2e-4,
-        "max_groups": 2 * cfg.groups,
-        "concurrency": 32 * (1 + cfg.ahead),
-    }
-    options.set_defaults(cfg, derived)
-
-
-def prepare(cfg: Config, job):
+def prepare(cfg: Config, script: str, job):
     """Completes the config and opens the run directory. Returns the tasks, the model's path and why
     this sandbox was chosen. Raises UserError for whatever is wrong, before the model loads.
     """
     check_config(cfg)
-    cfg.name = cfg.name or default_name(cfg)
-    store.keep_choices(cfg)
-    cfg.model.model = cfg.model.model or default_model()
-    path = resolve_model(cfg.model.model)
+    cfg.name = cfg.name or default_name(script, cfg)
+    path = choose_model(cfg)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, path.is_tiny)
-    fill_in(cfg, path)
-    if cfg.sft and not Path("logs", cfg.name, "imitated").exists():
-        imitation.best_episodes(cfg.sft, tasks, cfg.sft_share)
+    derived = {
+        "lora_rank": lora_settings(path, cfg.lora_rank)["r"],
+        "lr": 1e-3 if path.is_tiny else 2e-5,
+        "max_groups": 2 * cfg.groups,
+        "concurrency": 32 * (1 + cfg.ahead),
+    }
+    options.set_defaults(cfg, derived)
     if job.ranks.rank == 0:
-        trackers.check_packages(cfg.trackers)
-        job.run = store.open_run(
-            store.run_directory(cfg.name),
-            options.flat(cfg),
-            fingerprint.fingerprint(env.digests(tasks, cfg.episode), path),
-            cfg.RESUMABLE,
-            lambda run: checkpoint.is_finished(run, cfg),
-        )
+        digests = env.digests(tasks, cfg.episode)
+        job.run = store.begin_run(cfg, digests, path, lambda run: checkpoint.is_finished(run, cfg))
     return tasks, path, why
 
 
-def main() -> None:
-    cfg = cli.parse_config(Config, sys.argv[1:])
-    threads.configure()
+def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -> None:
+    cfg = cli.parse_config(config_class, sys.argv[1:])
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
     job = Job(join(timeout=24 * 3600))
-    tasks, path, why = prepare(cfg, job)
+    tasks, path, why = prepare(cfg, script, job)
     run = job.run
     if job.ranks.first(bool(run and run.finished)):
         job.say(f"logs/{cfg.name} was finished before: nothing was run.")
     else:
         with store.recorded_end([run] if run else [], f"logs/{cfg.name} after its last whole step"):
             if run:
-                run.trackers = trackers.open_trackers(run)
+                run.result(**metrics.first_results(tasks, "training"))
                 console.banner(cfg, tasks, path, why, run)
             job.say("engine   is starting")
-            policy = load_policy(cfg, path, job)
-            asyncio.run(run_beside(job.loop, train, policy, tasks, cfg, job))
+            policy = load_policy(policy_class, cfg, path, job)
+            asyncio.run(train(policy, tasks, cfg, job))
     if run:
         console.farewell(run)
         status = run.results()["status"]
@@ -715,25 +737,14 @@ def main() -> None:
             sys.exit(status)  # not with torchrun, which would restart a job that failed
 
 
-def load_policy(cfg: Config, path, job) -> Policy:
+def load_policy(policy_class, cfg: Config, path, job) -> Policy:
     """The model, and how many tokens a training pass over it can hold: see cfg.micro_tokens."""
-    policy = Policy(
-        path,
-        context=cfg.model.context,
-        temperature=cfg.model.temperature,
-        lora_rank=cfg.lora_rank,
-        seed=cfg.seed,
-        max_batch=cfg.concurrency,
-        gpu_memory=cfg.gpu_memory,
-        value_head=ADVANTAGES[cfg.advantage].value_head,
-        gradient_checkpointing=cfg.gradient_checkpointing,
-        compile=cfg.model.compile,
-    )
+    sizes = cfg.concurrency, cfg.gpu_memory, cfg.lora_rank
+    policy = policy_class(path, cfg.model, cfg.seed, *sizes)
     if policy.adapts_attention_only:
         job.say("adapter  is on the attention layers alone: the experts are not trained")
-    cfg.micro_tokens = cfg.micro_tokens or memory.fit_micro_tokens(
-        policy, cfg.gradient_checkpointing, job.ranks.world, cfg.ahead > 0
-    )
+    world, ahead = job.ranks.world, cfg.ahead > 0
+    cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens, world, beside_engine=ahead)
     job.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
     return policy
 

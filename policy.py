@@ -30,11 +30,15 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from flatlab import options
 from flatlab.errors import UserError
-from flatlab.files import read_mapping, save_tensors
-from flatlab.model import memory
+from flatlab.files import read_mapping
+from flatlab.model import endpoint, memory
 from flatlab.model.chat import ChatTokens, Sample
 from flatlab.model.loading import check_model, count_weights, loading
+from flatlab.numbers import value_text
+from flatlab.options import ModelOptions
+from flatlab.runs import store
 
 # Settings of an adapter_config.json that would change what the adapter computes.
 FOREIGN_LORA = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
@@ -78,6 +82,41 @@ def default_model() -> str:
     import torch
 
     return "Qwen/Qwen3-4B-Instruct-2507" if torch.cuda.is_available() else "tiny"
+
+
+def default_name(script: str, cfg) -> str:
+    """<script>-<tasks>-<model>-<seed>, the name of a run of a script's Config."""
+    tasks = "+".join(Path(name).name for name in cfg.tasks.task)
+    return f"{script}-{tasks}-{model_name(cfg)}-{cfg.seed}"
+
+
+def model_name(cfg) -> str:
+    return value_text(cfg.model.model or default_model())
+
+
+def choose_model(cfg, url: str | None = None) -> ModelPath | None:
+    """The model of a script's Config, whose options that depend on it are filled in; None for an
+    endpoint. A run that exists keeps its --model and --backend.
+    """
+    store.keep_choices(cfg)
+    if url and not cfg.model.model:
+        raise UserError("--url needs --model: the name that the endpoint knows.")
+    if url:
+        options.derive(cfg.model, cfg.episode, False)
+        return None
+    cfg.model.model = cfg.model.model or default_model()
+    path = resolve_model(cfg.model.model)
+    options.derive(cfg.model, cfg.episode, path.is_tiny, path.positions)
+    return path
+
+
+def open_engine(cfg, path: ModelPath | None, seed: int, max_batch: int):
+    """Opens a Policy that is not trained, or for --url an Endpoint, which has its sample()."""
+    if cfg.url:
+        endpoint.check_url(cfg.url)
+        model = cfg.model
+        return endpoint.Endpoint(cfg.url, model.model, model.context, model.temperature)
+    return Policy(path, cfg.model, seed, max_batch, cfg.gpu_memory, trains=False)
 
 
 def resolve_model(name: str) -> ModelPath:
@@ -127,37 +166,24 @@ def lora_settings(path: ModelPath, rank: int | None = None) -> dict:
     return path.lora
 
 
-class Policy(ChatTokens):
-    """One causal LM, twice: sampled by vLLM, trained through LoRA. Do not make one inside of a
-    running event loop.
+class Engine(ChatTokens):
+    """A causal LM in vLLM that samples from this process: it computes only while it is stepped.
 
-    path: from `resolve_model`. context: tokens of prompt and reply together, at most. temperature:
-    of sampling; the trainer's log-probs use the same. lora_rank: see lora_settings.
-    max_batch: requests that the engine works on at once.
-    gpu_memory: share of the GPU that the engine may take. value_head: a linear value estimate on
-    the last hidden states, trained with the adapter (PPO). gradient_checkpointing: recompute the
-    activations in the backward pass: a third slower, memory of one layer only. share_base: on
-    a GPU the trainer uses the engine's copy of the base weights, if it then computes the same
-    log-probs. compile: compile the engine on a CPU, too, with g++; on a GPU it always is.
-    trains: False for search and evaluation: the trainer's copy of the model stays out of the GPU.
-    dtype: of model and engine; default: bfloat16 on a GPU, float32 on a CPU.
+    path: from `resolve_model`. options: context (None: 4096 tokens, or what the model can),
+    temperature and compile. rank: of the adapter. max_batch: requests that it works on at once.
+    gpu_memory: share of the GPU that it may take.
     """
+
+    dtype = None  # of model and engine; None: bfloat16 on a GPU, float32 on a CPU
 
     def __init__(
         self,
         path: ModelPath,
-        context: int = 4096,
-        temperature: float = 1.0,
-        lora_rank: int | None = None,
-        seed: int = 0,
-        max_batch: int = 64,
-        gpu_memory: float = 0.45,
-        value_head: bool = False,
-        gradient_checkpointing: bool = False,
-        share_base: bool = True,
-        compile: bool = False,
-        trains: bool = True,
-        dtype: str | None = None,
+        options: ModelOptions,
+        rank: int,
+        seed: int,
+        max_batch: int,
+        gpu_memory: float,
     ):
         # in this process: the engine runs only when it is stepped
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -170,81 +196,46 @@ class Policy(ChatTokens):
 
         super().__init__(path.base)
         self.path = path
-        self.context = context
-        self.temperature = temperature
+        self.context = options.context or min(4096, path.positions or 4096)
+        self.temperature = options.temperature
         self.version = 0  # updates in the engine's weights: sync() adds one; the scripts correct it
-        self._syncs = 0
-        self._reference = None  # tensors of set_reference
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         default = "bfloat16" if self.device == "cuda" else "float32"
-        self.dtype = getattr(torch, dtype or default)
+        self.dtype = getattr(torch, self.dtype or default)
         if self.device == "cpu":
             # compiling even a helper of vLLM's sampler would take 3 s and a C++ compiler
-            torch._dynamo.config.disable = not compile
-        # Limit of the log-prob difference between engine and trainer, in nats. Rounding alone makes
-        # about 1e-6 (fp32) or 0.1 on a rare token (bf16), a broken sync far more. In bf16 only the
-        # mean is judged: the largest has a long tail.
-        self.diff_limit = 1e-4 if self.dtype == torch.float32 else 0.05
-        lora = lora_settings(path, lora_rank)
-
-        from flatlab.model.lora_sync import own_base  # vLLM reads the environment when imported
-
-        # The engine comes first because it reseeds the global generators.
+            torch._dynamo.config.disable = not options.compile
         with loading("transformers", path.base):
             self.config = AutoConfig.from_pretrained(path.base)
             if getattr(self.config.get_text_config(), "attn_logit_softcapping", None):
                 self.config._attn_implementation = "eager"  # the only one that caps (Gemma 2)
             weights = count_weights(path.base)
         self.decode_threads = 1 if self.device == "cpu" and weights < ONE_THREAD else 0  # 0: all
+        budget = memory.engine_budget(self.device, weights, gpu_memory)
+        cache = memory.kv_cache_bytes(
+            self.config, self.dtype.itemsize, self.context, max_batch, budget
+        )
+        machine = {
+            "gpu_memory_utilization": gpu_memory,
+            "max_num_batched_tokens": 8192,  # vLLM's 2048 would take many steps to prefill
+        }
+        if self.device == "cpu":
+            machine = cpu_engine_options(self.context, options.compile)
         with loading("vLLM", path.base):
-            self._build_engine(lora["r"], seed, max_batch, gpu_memory, weights, compile)
-        torch.manual_seed(seed)
-        with loading("transformers", path.base):
-            self.shares_base = (
-                share_base
-                and trains
-                and self.device == "cuda"
-                and self._build_on_shared_base(lora, gradient_checkpointing)
-            )
-            if not self.shares_base:
-                base = own_base(self.engine, self.config, self.dtype)
-                base.to(self.device if trains else "cpu")
-                self._build_trainer(base, lora, gradient_checkpointing)
-        self.value_head = None
-        if value_head:  # V = 0 everywhere at the start: the first advantages are plain returns
-            self.value_head = torch.nn.Linear(self.model.config.hidden_size, 1, device=self.device)
-            for p in self.value_head.parameters():
-                torch.nn.init.zeros_(p)
-        if path.adapter:
-            self.load_adapter(path.adapter)
-        self.sync()
-        with loading("vLLM", path.base):  # some models are refused by the first step only
-            asyncio.run(self.sample(self._probes()[0], 1, seed=0))
+            self.engine = self.open_vllm(rank, seed, max_batch, cache, machine)
+        self._ids = itertools.count()
+        self._futures = {}
+        self._pump = None
+        self._syncs = 0
+        self._step_threads = 0  # of the engine's next step; 0: all, for one that reads prompts
 
-    # -------------------------------------------------------------------------- sampling
-
-    def _build_engine(
-        self,
-        rank: int,
-        seed: int,
-        max_batch: int,
-        gpu_memory: float,
-        weights: int,
-        compile: bool,
-    ) -> None:
+    def open_vllm(self, rank: int, seed: int, max_batch: int, kv_cache_bytes: int, machine: dict):
+        """Opens vLLM's LLMEngine. machine: fields of EngineArgs for this kind of machine."""
         from vllm import EngineArgs, LLMEngine
 
         from flatlab.model.lora_sync import METHOD, LoraLinear
 
         LoraLinear.rank = rank
-        budget = memory.engine_budget(self.device, weights, gpu_memory)
-        if self.device == "cpu":
-            machine = cpu_engine_options(self.context, compile)
-        else:
-            machine = {
-                "gpu_memory_utilization": gpu_memory,
-                "max_num_batched_tokens": 8192,  # vLLM's 2048 would take many steps to prefill
-            }
         arguments = EngineArgs(
             model=self.path.base,
             dtype=self.dtype,
@@ -259,16 +250,10 @@ class Policy(ChatTokens):
             disable_log_stats=True,
             additional_config={"lora_rank": rank},  # vLLM's cache of compiled models goes by it
             use_tqdm_on_load=False,
-            kv_cache_memory_bytes=memory.kv_cache_bytes(
-                self.config, self.dtype.itemsize, self.context, max_batch, budget
-            ),
+            kv_cache_memory_bytes=kv_cache_bytes,
             **machine,
         )
-        self.engine = LLMEngine.from_engine_args(arguments)
-        self._ids = itertools.count()
-        self._futures = {}
-        self._pump = None
-        self._step_threads = 0  # of the engine's next step; 0: all, for one that reads prompts
+        return LLMEngine.from_engine_args(arguments)
 
     async def sample(self, tokens: list[int], max_tokens: int, seed: int | None = None) -> Sample:
         """Samples one reply to `tokens`. Concurrent calls run in the same engine batch, whenever
@@ -341,62 +326,58 @@ class Policy(ChatTokens):
                 if not future.done():
                     future.set_exception(error)
 
-    # -------------------------------------------------------------------------- training
 
-    def _build_on_shared_base(self, lora: dict, gradient_checkpointing: bool) -> bool:
-        """Builds the trainer on the engine's base weights. Returns whether they agree with the
-        initial adapter, which changes nothing.
-        """
-        from flatlab.model.lora_sync import shared_base
+class Trainer:
+    """A transformers model with a LoRA adapter, which is trained.
 
-        try:
-            base = shared_base(self.engine, self.config, self.dtype, self.device)
-            self._build_trainer(base, lora, gradient_checkpointing)
-            self.adapter_copy.push()
-            agreement = asyncio.run(self.agreement())
-            if agreement.mean <= self.diff_limit:
-                return True
-            reason = agreement
-        except (AttributeError, KeyError, RuntimeError, ValueError) as error:
-            reason = error
-        print(
-            f"base weights cannot be shared ({reason}): engine and trainer have a copy each",
-            file=sys.stderr,
-        )
-        return False
+    base: the model, which gets the adapter. lora: r, lora_alpha and target_modules. The trainable
+    tensors are fp32 whatever the base is. temperature: the log-probs are those of sampling with it.
+    """
 
-    def _build_trainer(self, base, lora: dict, gradient_checkpointing: bool) -> None:
-        """base: a transformers model, which gets an adapter."""
+    def __init__(self, base, lora: dict, temperature: float):
         import torch
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
-        from flatlab.model.lora_sync import AdapterCopy, has_experts, layers_to_adapt
         from flatlab.model.packing import can_pack
 
-        self.adapts_attention_only = has_experts(base)
-        if not lora["target_modules"]:
-            lora["target_modules"] = layers_to_adapt(self.engine, base)
+        self.temperature = temperature
+        self.recomputes = False
+        self._reference = None  # tensors of set_reference
         config = LoraConfig(**lora, lora_dropout=0.0, task_type="CAUSAL_LM")
-        self.model = get_peft_model(base, config)  # adapters stay fp32 whatever the base is
-        self.adapter_copy = AdapterCopy(self.engine, self.model)
+        self.model = get_peft_model(base, config)
         self.model.eval()  # no dropout: trainer and engine compute the same function
         self.adapter_layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
         # Autocast rounds the fp32 adapter to bf16 where it is used, as the engine's copy is.
-        self.autocast = self.dtype == torch.bfloat16
+        self.autocast = base.dtype == torch.bfloat16
         for layer in self.adapter_layers:
             # Enabled, peft would cast the input instead, and q, k and v each keep an fp32 copy.
             layer.cast_input_dtype_enabled = not self.autocast
         self.packs = can_pack(self.model)
         if self.packs:
             base.set_attn_implementation("packed")
-        if gradient_checkpointing:
+
+    def fit_micro_tokens(
+        self, wanted: int | None = None, processes: int = 1, beside_engine: bool = False
+    ) -> int:
+        """Tokens of a training pass: as wanted, or what fits, see memory.fit_micro_tokens.
+
+        If such a pass, or one over a whole context, would not fit, layers are recomputed from now
+        on.
+        """
+        largest = max(self.context, wanted or 0)
+        free = memory.free_for_training(self.device, processes, beside_engine)
+        sizes = self.model.config, self.dtype.itemsize
+        if memory.bytes_needed(largest, *sizes, False) > free:
+            print("memory   layers are recomputed: a third more time, memory of one layer only")
             self.recompute_layers()
+        return wanted or memory.fit_micro_tokens(free, *sizes, self.recomputes)
 
     def recompute_layers(self) -> None:
         """Gradient checkpointing: only the inputs of the layers are kept for the backward pass."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
+        self.recomputes = True
         model = self.model.get_base_model()
         model.gradient_checkpointing_enable({"use_reentrant": False})
         # A layer recomputes only in training mode. Its parts stay in evaluation mode.
@@ -405,48 +386,57 @@ class Policy(ChatTokens):
                 layer.training = True
 
     def parameters(self) -> list:
-        """The trainable tensors: LoRA A and B of every layer, and those of the value head."""
-        head = self.value_head.parameters() if self.value_head else ()
-        return [*(p for p in self.model.parameters() if p.requires_grad), *head]
+        """The trainable tensors: LoRA A and B of every layer."""
+        return [p for p in self.model.parameters() if p.requires_grad]
 
-    def make_optimizer(self, lr: float):
+    def make_optimizer(self, lr: float, betas=(0.9, 0.99), weight_decay: float = 0.0):
         """AdamW on the trainable tensors."""
         import torch
 
-        return torch.optim.AdamW(self.parameters(), lr, betas=(0.9, 0.99), weight_decay=0.0)
+        return torch.optim.AdamW(self.parameters(), lr, betas=betas, weight_decay=weight_decay)
 
     def logprobs(
         self,
         batch: list[tuple[list[int], list[int]]],
         base: bool = False,
-        values: bool = False,
         entropy_learns: bool = False,
     ):
         """Log-probability and entropy (nats) of the tokens whose mask is 1.
 
         batch: B pairs (tokens, mask), each of one length. base: of the reference of the KL, see
         set_reference; without gradient. Returns two (N,) tensors, N = sum of all masks, sequence by
-        sequence; with `values` a third one, the value head's estimates before each token. The
-        entropy has a gradient only with entropy_learns, which costs one more matrix product. The
-        (., V) logits exist for a part of the positions at a time, see memory.MOST_LOGITS, and none
-        are kept for the backward pass.
+        sequence. The entropy has a gradient only with entropy_learns, which costs one more matrix
+        product.
         """
-        import torch
-
-        from flatlab.model.packing import TokenLogProbs, head_of, hidden_states
-
-        causal_lm = self.model.get_base_model()
         adapter = contextlib.nullcontext()
         if base:
             adapter = self._using(self._reference) if self._reference else self._without_adapter()
-        with adapter, torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
-            hidden, targets = hidden_states(causal_lm.base_model, batch, self.device, self.packs)
-        head = head_of(causal_lm, self.temperature)
+        with adapter:
+            hidden, targets = self.hidden_states(batch)
+        return self.logprobs_of(hidden, targets, entropy_learns)
+
+    def hidden_states(self, batch: list[tuple[list[int], list[int]]]):
+        """Last hidden states (N, D) before each token whose mask is 1, and these tokens (N,)."""
+        import torch
+
+        from flatlab.model.packing import hidden_states
+
+        inner = self.model.get_base_model().base_model
+        device = self.model.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self.autocast):
+            return hidden_states(inner, batch, device, self.packs)
+
+    def logprobs_of(self, hidden, targets, entropy_learns: bool = False):
+        """Log-probability and entropy of the targets (N,) after these hidden states (N, D).
+
+        The (., V) logits exist for a part of the positions at a time, see memory.MOST_LOGITS, and
+        none are kept for the backward pass.
+        """
+        from flatlab.model.packing import TokenLogProbs, head_of
+
+        head = head_of(self.model.get_base_model(), self.temperature)
         chunk = max(1, memory.MOST_LOGITS // len(head.weight))
-        logp, entropy = TokenLogProbs.apply(hidden, targets, head, chunk, entropy_learns)
-        if values:
-            return logp, entropy, self.value_head(hidden.float())[:, 0]
-        return logp, entropy
+        return TokenLogProbs.apply(hidden, targets, head, chunk, entropy_learns)
 
     def set_reference(self, folder) -> None:
         """Makes the adapter in `folder` the reference of the KL term; without a call it is the base
@@ -481,6 +471,128 @@ class Policy(ChatTokens):
         finally:
             for layer in self.adapter_layers:
                 layer.enable_adapters(True)
+
+    # -------------------------------------------------------------------------- disk
+
+    def save(self, folder) -> None:
+        """Writes the adapter as plain peft files: adapter_config.json, adapter_model.safetensors.
+
+        Raises OSError if the disk is full.
+        """
+        from safetensors.torch import save
+
+        self.model.peft_config["default"].save_pretrained(folder)
+        weights = save(self._adapter_tensors(), {"format": "pt"})
+        Path(folder, ADAPTER_FILE).write_bytes(weights)
+
+    def load_adapter(self, folder) -> None:
+        """Reads an adapter written by `save`; call `sync()` afterwards. Raises UserError if its
+        tensors are not those of this model's adapter.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            weights = load_file(Path(folder, ADAPTER_FILE))
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"Cannot load the adapter in {folder}: {error}") from None
+        own = self._adapter_tensors()
+        shapes = {name: tensor.shape for name, tensor in own.items()}
+        if {name: tensor.shape for name, tensor in weights.items()} != shapes:
+            raise UserError(
+                f"The adapter in {folder} has other layers or another rank than that of this model."
+            )
+        for name, tensor in own.items():
+            tensor.copy_(weights[name])
+
+    def _adapter_tensors(self) -> dict:
+        """The weights of the adapter themselves, without gradient, by their names in a file."""
+        from peft import get_peft_model_state_dict
+
+        return get_peft_model_state_dict(self.model, save_embedding_layers=False)
+
+
+class Policy(Engine, Trainer):
+    """One causal LM, twice: sampled by vLLM, trained through LoRA. Do not make one inside of a
+    running event loop.
+
+    Arguments: see Engine; lora_rank: see lora_settings. trains: False for search and evaluation:
+    the trainer's copy of the model stays out of the GPU.
+    """
+
+    # On a GPU the trainer uses the engine's copy of the base weights, if it then computes the same
+    # log-probs.
+    share_base = True
+
+    def __init__(
+        self,
+        path: ModelPath,
+        options: ModelOptions | None = None,
+        seed: int = 0,
+        max_batch: int = 64,
+        gpu_memory: float = 0.45,
+        lora_rank: int | None = None,
+        trains: bool = True,
+    ):
+        lora = lora_settings(path, lora_rank)
+        # The engine comes first because it reseeds the global generators.
+        options = options or ModelOptions()
+        Engine.__init__(self, path, options, lora["r"], seed, max_batch, gpu_memory)
+        import torch
+
+        from flatlab.model.lora_sync import own_base
+
+        torch.manual_seed(seed)
+        # Limit of the log-prob difference between engine and trainer, in nats. Rounding alone makes
+        # about 1e-6 (fp32) or 0.1 on a rare token (bf16), a broken sync far more. In bf16 only the
+        # mean is judged: the largest has a long tail.
+        self.diff_limit = 1e-4 if self.dtype == torch.float32 else 0.05
+        with loading("transformers", path.base):
+            self.shares_base = (
+                self.share_base
+                and trains
+                and self.device == "cuda"
+                and self._build_on_shared_base(lora)
+            )
+            if not self.shares_base:
+                base = own_base(self.engine, self.config, self.dtype)
+                self._build_trainer(base.to(self.device if trains else "cpu"), lora)
+        if path.adapter:
+            self.load_adapter(path.adapter)
+        self.sync()
+        with loading("vLLM", path.base):  # some models are refused by the first step only
+            asyncio.run(self.sample(self._probes()[0], 1, seed=0))
+
+    def _build_on_shared_base(self, lora: dict) -> bool:
+        """Builds the trainer on the engine's base weights. Returns whether they agree with the
+        initial adapter, which changes nothing.
+        """
+        from flatlab.model.lora_sync import shared_base
+
+        try:
+            base = shared_base(self.engine, self.config, self.dtype, self.device)
+            self._build_trainer(base, lora)
+            self.adapter_copy.push()
+            agreement = asyncio.run(self.agreement())
+            if agreement.mean <= self.diff_limit:
+                return True
+            reason = agreement
+        except (AttributeError, KeyError, RuntimeError, ValueError) as error:
+            reason = error
+        print(
+            f"base weights cannot be shared ({reason}): engine and trainer have a copy each",
+            file=sys.stderr,
+        )
+        return False
+
+    def _build_trainer(self, base, lora: dict) -> None:
+        from flatlab.model.lora_sync import AdapterCopy, has_experts, layers_to_adapt
+
+        self.adapts_attention_only = has_experts(base)
+        if not lora["target_modules"]:
+            lora["target_modules"] = layers_to_adapt(self.engine, base)
+        Trainer.__init__(self, base, lora, self.temperature)
+        self.adapter_copy = AdapterCopy(self.engine, self.model)
 
     # -------------------------------------------------------------------------- trainer to engine
 
@@ -575,51 +687,6 @@ class Policy(ChatTokens):
                 self.check_samples(difference, f"probe with the {name} adapter")
                 agreements[f"{name} adapter"] = found
         return agreements
-
-    # -------------------------------------------------------------------------- disk
-
-    def save(self, folder) -> None:
-        """Writes the adapter as plain peft files (adapter_config.json, adapter_model.safetensors),
-        and the value head beside them. Raises OSError if the disk is full.
-        """
-        from safetensors.torch import save
-
-        self.model.peft_config["default"].save_pretrained(folder)
-        weights = save(self._adapter_tensors(), {"format": "pt"})
-        Path(folder, ADAPTER_FILE).write_bytes(weights)
-        if self.value_head:
-            save_tensors(self.value_head.state_dict(), Path(folder) / "value_head.pt")
-
-    def load_adapter(self, folder) -> None:
-        """Reads an adapter written by `save`; call `sync()` afterwards. Raises UserError if its
-        tensors are not those of this model's adapter.
-        """
-        import torch
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            weights = load_file(Path(folder, ADAPTER_FILE))
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"Cannot load the adapter in {folder}: {error}") from None
-        own = self._adapter_tensors()
-        shapes = {name: tensor.shape for name, tensor in own.items()}
-        if {name: tensor.shape for name, tensor in weights.items()} != shapes:
-            raise UserError(
-                f"The adapter in {folder} has other layers or another rank than that of this model."
-            )
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
-        head = Path(folder) / "value_head.pt"
-        if self.value_head and head.is_file():
-            state = torch.load(head, map_location=self.device, weights_only=True)
-            self.value_head.load_state_dict(state)
-
-    def _adapter_tensors(self) -> dict:
-        """The weights of the adapter themselves, without gradient, by their names in a file."""
-        from peft import get_peft_model_state_dict
-
-        return get_peft_model_state_dict(self.model, save_embedding_layers=False)
 
 
 def cpu_engine_options(context: int, compile: bool = False) -> dict:

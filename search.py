@@ -3,11 +3,9 @@
     python search.py --task titanic --sampling-mode tail       laptop: the stand-in model, 2 minutes
     python search.py --task titanic --sampling-mode none tail --seed 0 1 2        a grid of 6 trees
     python search.py --task titanic --select mcts --nodes 30 --model logs/grpo-titanic-tiny-0/best
-    python search.py --task titanic --learn   trains the model while it searches (learning.py)
-    python search.py configs/evaluate.yaml --task titanic      no search: the mean of 64 episodes
     python viz.py logs/search-titanic-tail-tiny-0              the tree
 
-The same command again resumes a search.
+The same command again resumes a search. learn.py also trains the model while it searches.
 
 One node:
 1. select: a rule picks the finished node to build on. The root is the measured baseline.
@@ -39,17 +37,15 @@ from pathlib import Path
 from typing import Literal
 
 import env
-from flatlab import options, threads
+from flatlab import options
 from flatlab.errors import SandboxFault, UserError, user_code
-from flatlab.model import endpoint
-from flatlab.numbers import value_text
 from flatlab.runs import cli, store
 from flatlab.task.value import improvement, value_of
 from flatlab.tree import prompts, rules
 from flatlab.tree.nodes import Choice, Node, Tree, open_trees, results, seed_from
 from flatlab.view import console
 from flatlab.world.episode import Episode, in_thread, run_episode
-from policy import Policy, default_model, resolve_model
+from policy import choose_model, model_name, open_engine
 
 # ==================================== the idea: edit here ====================================
 
@@ -164,22 +160,18 @@ class Config:
     episode: options.EpisodeOptions = field(
         default_factory=lambda: options.EpisodeOptions(max_turns=15)
     )
-    # where rows go, too; WANDB_MODE=offline needs no account
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    trackers: options.Trackers = ()  # where rows go, too; WANDB_MODE=offline needs no account
 
     # run directory logs/<name>; default: <script>[-<rule>]-<task>-<mode>-<model>-<seed>, of a grid
     # <script>-grid-<model>
     name: str | None = None
     seed: tuple[int, ...] = (0,)  # seed of choices and samples; several: one tree each
-    # nodes that run at the same time, over all trees; default: 4, with --learn parents x children
-    workers: int | None = None
+    workers: int = 4  # nodes that run at the same time, over all trees
     # OpenAI-compatible endpoint to sample from, as http://localhost:8000/v1; key: $OPENAI_API_KEY
     url: str | None = None
-    # share of the GPU for the engine (weights and KV cache); default: 0.85, with --learn 0.45
-    gpu_memory: float | None = None
+    gpu_memory: float = 0.85  # share of the GPU for the engine (weights and KV cache)
 
-    # executed nodes per tree, failed ones too; default: 12, with --learn 256
-    nodes: int | None = None
+    nodes: int = 12  # executed nodes per tree, failed ones too
     # token budget per tree, strategy requests included; default: no limit. Running requests may
     # exceed it
     tokens: int | None = None
@@ -193,14 +185,8 @@ class Config:
     tau: float = 0.1
     scope: Literal["parent", "global"] = "parent"  # global: prompts summarise the whole tree
 
-    # rule that picks the node to build on; default: bfs, with --learn puct
-    select: Literal[*SELECT] | None = None
+    select: Literal[*SELECT] = "bfs"  # rule that picks the node to build on
     rule_args: tuple[str, ...] = ()  # constants of the rule, as in --rule-args c=0.5 drafts=4
-
-    learn: bool = False  # search in rounds, each followed by one update of the model (LoRA)
-    parents: int | None = None  # learn: nodes that the rule picks in a round; default: 4
-    children: int | None = None  # learn: of each; default: 8
-    lr: float | None = None  # learn: learning rate of AdamW; default: 4e-5, stand-in 1e-3
 
     RESUMABLE = options.RESUMABLE | {"workers", "url", "nodes", "tokens", "minutes"}
     BOUNDS = options.BOUNDS | {
@@ -210,8 +196,6 @@ class Config:
         "minutes": (1e-6, 1e9),
         "k": options.COUNT,
         "tau": (0, 1),
-        "parents": options.COUNT,
-        "children": (2, 1e9),
     }
 
 
@@ -223,9 +207,8 @@ async def machine_of(t: Tree) -> dict:
     if "limits" not in t.texts.uses["about"]:
         return {}
     async with env.Env(t.task, t.cfg.sandbox, t.seed) as world:
-        world.episode = t.cfg.episode
         await in_thread(world.restart)
-        return await in_thread(world.machine)
+        return await in_thread(world.machine, t.cfg.episode)
 
 
 def summary(t: Tree) -> str:
@@ -315,16 +298,15 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
 class NodeEnv(env.Env):
     """The environment of a node: it starts from the files of the first parent, and the prompt also
     tells about the parents, of which a draft has none. It also ends when tokens run out and at the
-    first valid score, unless the rule's episodes end as in training.
+    first valid score.
     """
 
     def __init__(self, t: Tree, node: Node, parents: list[Node]):
-        super().__init__(t.task, t.cfg.sandbox, node.seed)
+        limit = min(6000, t.cfg.model.context * 3 // 4)  # characters: a quarter of the context
+        message = prompts.situation(t.texts, node, parents, limit, summary(t))
+        super().__init__(t.task, t.cfg.sandbox, node.seed, message, ends_at_score=True)
         self.tree = t
         self.parents = parents
-        self.ends_at_score = not t.rule.is_evaluation
-        limit = min(6000, t.cfg.model.context * 3 // 4)  # characters: a quarter of the context
-        self.message = prompts.situation(t.texts, node, parents, limit, summary(t))
 
     def restart(self):
         if self.parents:
@@ -335,7 +317,7 @@ class NodeEnv(env.Env):
     def step(self, reply, *arguments, **settings):
         step = super().step(reply, *arguments, **settings)
         cfg = self.tree.cfg
-        scored = self.ends_at_score and step.score and step.score.valid
+        scored = step.score and step.score.valid
         out_of_tokens = cfg.tokens is not None and self.tree.tokens() >= cfg.tokens
         return replace(step, done=step.done or scored or out_of_tokens)
 
@@ -445,51 +427,26 @@ async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> N
     await close(t)
 
 
-async def grow_in_rounds(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> None:
-    """Grows a tree with --learn: see learning.py."""
-    import learning  # late, because it imports grpo.py
-
-    async def play(node):
-        await slots.acquire()
-        return group.create_task(run_node(t, node, slots))
-
-    t.machine = await machine_of(t)
-    await learning.grow(t, decide, start, play)
-    await close(t)
-
-
 async def search(trees: list[Tree], policy, workers: int) -> None:
     """Grows all trees until each is complete, with at most `workers` nodes at the same time.
 
-    The trees take turns, because a semaphore serves those who wait in order. With --learn one comes
-    after the other, each from the adapter that is there at the start. After Ctrl-C or an error
-    every sandbox is closed before this returns.
+    The trees take turns, because a semaphore serves those who wait in order. After Ctrl-C or an
+    error every sandbox is closed before this returns.
     """
     slots = asyncio.Semaphore(workers)
-    learns = trees[0].cfg.learn
-    adapter = [p.detach().clone() for p in policy.parameters()] if learns else []
-    try:
-        async with asyncio.TaskGroup() as group:
-            for t in trees:
-                t.policy = policy
-                t.run.result(**results(t), status="running")
-                if learns:
-                    for parameter, values in zip(policy.parameters(), adapter):
-                        parameter.data.copy_(values)
-                    await grow_in_rounds(t, slots, group)
-                else:
-                    group.create_task(grow(t, slots, group))
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    async with asyncio.TaskGroup() as group:
+        for t in trees:
+            t.policy = policy
+            t.run.result(**results(t), status="running")
+            group.create_task(grow(t, slots, group))
 
 
 async def close(t: Tree) -> None:
-    """Chooses the best node and scores it on the test part. An evaluation does neither."""
+    """Chooses the best node and scores it on the test part."""
     stopped_by = t.spent() or "tree"
-    if not t.rule.is_evaluation:
-        t.chosen = await choose(t)
-        if t.chosen.kept and len(t.task.splits) > 1:
-            await hidden_value(t, t.chosen, t.task.splits[-1])
+    t.chosen = await choose(t)
+    if t.chosen.kept and len(t.task.splits) > 1:
+        await hidden_value(t, t.chosen, t.task.splits[-1])
     t.run.result(**results(t) | {"stopped_by": stopped_by, "status": "finished"})
     t.closed = True
 
@@ -529,103 +486,48 @@ async def hidden_value(t: Tree, node: Node, split: str) -> float:
 # ------------------------------------------------------------------ start and end
 
 
-def defaults(cfg: Config) -> dict:
-    """The options that depend on --learn."""
-    if cfg.learn:
-        together = cfg.parents * cfg.children
-        return {"select": "puct", "workers": together, "nodes": 256, "gpu_memory": 0.45}
-    return {"select": "bfs", "workers": 4, "nodes": 12, "gpu_memory": 0.85}
+SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
 
 def check_config(cfg: Config) -> None:
-    """Fills in what depends on --learn. Raises UserError for settings that do not fit together."""
+    """Raises UserError for settings that are wrong. A rule may not use strategies."""
     options.check_values(cfg)
-    if cfg.learn:
-        options.set_defaults(cfg, {"parents": 4, "children": 8})
-    elif {cfg.parents, cfg.children, cfg.lr} != {None}:
-        raise UserError("--parents, --children and --lr are for --learn.")
-    options.set_defaults(cfg, defaults(cfg))
     rule = SELECT[cfg.select]
-    if cfg.learn:
-        import learning
-
-        learning.check(cfg, rule)
     rule.constants(cfg.select, cfg.rule_args)
-    if rule.is_evaluation and cfg.scope == "global":
-        raise UserError(
-            f"--select {cfg.select} needs episodes that know nothing of each other: leave out "
-            "--scope global."
-        )
-    if cfg.url and not cfg.model.model:
-        raise UserError("--url needs --model: the name that the endpoint knows.")
+    if not rule.uses_strategies:
+        cfg.sampling_mode = ("none",)
 
 
-def default_name(cfg: Config) -> str:
-    """The name of the run or grid. It begins with that of the script: a copy of this file makes
-    runs of its own.
-    """
-    kind = Path(__file__).stem + ("-learn" if cfg.learn else "")
-    if cfg.select != defaults(cfg)["select"]:
-        kind += f"-{cfg.select}"
-    model = value_text(cfg.model.model or default_model())
+def default_name(script: str, cfg: Config) -> str:
+    """Name of the run or grid: the script, the rule if it is not the default, and what differs."""
+    kind = script if cfg.select == type(cfg).select else f"{script}-{cfg.select}"
     axes = cfg.tasks.task, cfg.sampling_mode, cfg.seed
     if any(len(axis) > 1 for axis in axes):
-        return f"{kind}-grid-{model}"
+        return f"{kind}-grid-{model_name(cfg)}"
     [task], [mode], [seed] = axes
-    return f"{kind}-{Path(task).name}-{mode}-{model}-{seed}"
+    return f"{kind}-{Path(task).name}-{mode}-{model_name(cfg)}-{seed}"
 
 
-def prepare(cfg: Config):
-    """Derives what is left open in the config and checks everything before a model is loaded.
-
-    Returns the trees, the directory of the run or grid, the model's path (None for an endpoint),
-    and a sentence about the choice of the sandbox.
+def prepare(cfg: Config, path):
+    """Opens the run directories. Returns the trees, the directory of the run or grid, and a
+    sentence about the choice of the sandbox. path: of the model; None for an endpoint.
     """
-    check_config(cfg)
-    if not SELECT[cfg.select].uses_strategies:
-        cfg.sampling_mode = ("none",)
-    cfg.name = cfg.name or default_name(cfg)
-    store.keep_choices(cfg)
-    path = None
-    if not cfg.url:
-        cfg.model.model = cfg.model.model or default_model()
-        path = resolve_model(cfg.model.model)
-    is_tiny = path is not None and path.is_tiny
-    options.derive(cfg.model, cfg.episode, is_tiny, path and path.positions)
-    tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny)
-    if cfg.learn:
-        options.set_defaults(cfg, {"lr": 1e-3 if is_tiny else 4e-5})
+    tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, bool(path and path.is_tiny))
     trees, where = open_trees(cfg, tasks, SELECT[cfg.select], path)
-    return trees, where, path, why
-
-
-def open_engine(cfg: Config, path):
-    """Opens a Policy, or an Endpoint, which has its sample() and tokens."""
-    model = cfg.model
-    if cfg.url:
-        endpoint.check_url(cfg.url)
-        return endpoint.Endpoint(cfg.url, model.model, model.context, model.temperature)
-    return Policy(
-        path,
-        context=model.context,
-        temperature=model.temperature,
-        seed=cfg.seed[0],
-        max_batch=max(8, cfg.workers),
-        gpu_memory=cfg.gpu_memory,
-        compile=model.compile,
-        trains=cfg.learn,
-    )
+    return trees, where, why
 
 
 def main() -> None:
     cfg = cli.parse_config(Config, sys.argv[1:])
-    threads.configure()
-    trees, where, path, why = prepare(cfg)
+    check_config(cfg)
+    cfg.name = cfg.name or default_name(SCRIPT, cfg)
+    path = choose_model(cfg, cfg.url)
+    trees, where, why = prepare(cfg, path)
     todo = [t for t in trees if not t.closed]
     if todo:
         console.search_banner(cfg, trees, where, path, why)
         with store.recorded_end([t.run for t in todo], where):
-            policy = open_engine(cfg, path)
+            policy = open_engine(cfg, path, cfg.seed[0], max(8, cfg.workers))
             asyncio.run(search(todo, policy, cfg.workers))
     else:
         print(f"{where} was finished before: nothing was run.")

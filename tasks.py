@@ -17,7 +17,8 @@ from flatlab.options import SandboxOptions
 from flatlab.sandbox.images import install_requirements
 from flatlab.task.builtin import builtin_names, load_builtin, nearest
 from flatlab.task.definition import TASKS_DIR, Task
-from flatlab.task.grading import grade, open_sandbox, resolve_backend
+from flatlab.task.grading import grade
+from flatlab.task.machine import open_sandbox, resolve_backend
 from flatlab.task.mledojo import load_mledojo, mledojo_names
 from flatlab.task.mlgym import load_mlgym, mlgym_names
 from flatlab.task.sanity import check_grader, degenerate, sanity_file, trivial_rules

@@ -52,7 +52,7 @@ async def play(policy, task, seed):
 
 
 async def play_group(policy, task, number):
-    """The episodes of a group, all at once. A fault is nobody's merit or blame: it is left out."""
+    """The episodes of a group, all at once. Episodes whose sandbox broke are dropped."""
     seeds = range(number * GROUP_SIZE, (number + 1) * GROUP_SIZE)
     episodes = await asyncio.gather(*(play(policy, task, seed) for seed in seeds))
     return [episode for episode in episodes if episode.status != "fault"]

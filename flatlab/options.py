@@ -26,6 +26,9 @@ BOUNDS = {
 }
 
 
+Trackers = tuple[Literal["tensorboard", "wandb"], ...]
+
+
 @dataclass
 class TaskOptions:
     # names, see `python tasks.py`, or Harbor task folders; $MLGYM_ROOT and $MLEDOJO_ROOT add names

@@ -45,13 +45,12 @@ def configure() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def use_all(but: int = 0) -> None:
-    """Lets the calling thread compute with as many threads as OMP_NUM_THREADS says, less `but`,
-    and with one at least.
+def use_all(reserve: int = 0) -> None:
+    """Uses OMP_NUM_THREADS - reserve threads, at least one.
 
     PyTorch gives a thread, at its first use, the number that any thread has set last.
     """
     import torch
 
     torch.get_num_threads()
-    torch._C.set_num_threads(max(1, int(os.environ["OMP_NUM_THREADS"]) - but))
+    torch._C.set_num_threads(max(1, int(os.environ["OMP_NUM_THREADS"]) - reserve))

@@ -5,6 +5,7 @@ all; a test with a backend that does not work here is then skipped with the reas
 """
 
 import os
+import time
 from functools import cache
 
 import pytest
@@ -52,3 +53,11 @@ def containers_of(pid):
         return []
     boxes = docker.docker_api().containers(all=True, filters={"label": "flatlab.owner"})
     return [box for box in boxes if box["Labels"]["flatlab.owner"].endswith(f":{pid}")]
+
+
+def wait_for(condition, seconds=10):
+    """Waits until condition() holds. Returns its last value."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()

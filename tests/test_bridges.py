@@ -18,7 +18,6 @@ import pytest
 from backends import containers_of, missing, needs_docker
 from env import Env
 from flatlab.files import read_rows
-from flatlab.sandbox.images import foreign_image
 from flatlab.task.value import improvement, value_of
 from helpers import (
     AGENT_TEXTS,
@@ -32,6 +31,7 @@ from helpers import (
     play_once,
     user_error,
 )
+from integrations.harbor.load import foreign_image
 from tasks import load_task
 
 # ---- Harbor
@@ -70,7 +70,9 @@ def test_an_episode_in_a_folder():
         said(world, "rm words.txt")  # what is removed is missing in the grading, too
         assert world.score().value == 1
         said(world, "ln -s /tests/expected.txt answer")
-        assert world.score().message == "no submission, answer is neither a plain file nor a folder"
+        assert (
+            world.score().message == "No submission: 'answer' is neither a plain file nor a folder"
+        )
 
 
 @needs_docker

@@ -21,10 +21,11 @@ from flatlab.errors import SandboxFault
 from flatlab.options import EpisodeOptions, SandboxOptions
 from flatlab.sandbox.client import Sandbox
 from flatlab.sandbox.images import found_images
-from flatlab.task import grading
+from flatlab.task import grading, machine
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
-from flatlab.world.episode import extract_action, run_episode
+from flatlab.world.blocks import extract_action
+from flatlab.world.episode import run_episode
 from helpers import LOCAL, PROJECT, TINY_TEXTS, FakePolicy, block, do, play_once, python, slow
 from tasks import load_task
 
@@ -209,8 +210,8 @@ def world(task, backend):
 
 def test_prompt_shows_task_format_and_real_files(task, backend):
     with Env(task, backend) as world:
-        world.episode = EpisodeOptions(prompts=TINY_TEXTS)
-        prompt = world.reset()
+        options = EpisodeOptions(prompts=TINY_TEXTS)
+        prompt = world.reset(options)
         assert prompt.startswith(task.prompt)
         assert prompt.endswith("Files:\ndata/hint.txt (8 bytes)")
         assert "answers" not in prompt
@@ -218,8 +219,8 @@ def test_prompt_shows_task_format_and_real_files(task, backend):
         do(world, "touch new")
         assert do(world, "ls -A . data").observation == ".:\ndata\nnew\n\ndata:\nhint.txt"
         do(world, "touch $(seq 99)")
-        assert world.prompt().endswith("\n... and 41 more")
-        assert world.reset() == prompt  # starts over
+        assert world.prompt(options).endswith("\n... and 41 more")
+        assert world.reset(options) == prompt  # starts over
 
 
 def test_names_and_headers_are_shown_in_one_line(task, tmp_path):
@@ -581,7 +582,7 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
             self.close()
             return super().run(*args, **kwargs)
 
-    monkeypatch.setattr(grading, "Sandbox", Breaking)
+    monkeypatch.setattr(machine, "Sandbox", Breaking)
     episode = play(task, FakePolicy(block("ls")))
     assert episode.status == "fault"
     assert episode.score is None
@@ -590,7 +591,7 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
     def no_start(*args, **kwargs):
         raise SandboxFault("no more containers")
 
-    monkeypatch.setattr(grading, "Sandbox", no_start)
+    monkeypatch.setattr(machine, "Sandbox", no_start)
     found_images["asked"] = "an image that somebody has removed"
     assert play(task, FakePolicy(block("ls"))).fault == "no more containers"
     assert not found_images
@@ -671,9 +672,9 @@ def test_what_was_handed_in_cannot_turn_its_grading_into_a_fault(task, backend):
 
 def test_folders_of_hidden_files_are_hidden(monkeypatch):
     made = {}
-    monkeypatch.setattr(grading, "Sandbox", lambda *_, **options: made.update(options))
+    monkeypatch.setattr(machine, "Sandbox", lambda *_, **options: made.update(options))
     task = load_task("titanic")
-    grading.open_sandbox(task, SandboxOptions("namespaces"))
+    machine.open_sandbox(task, SandboxOptions("namespaces"))
     assert str(task.hidden["answers.csv"].parent) in made["hide"]
 
 

@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from backends import ISOLATED, containers_of, needs_docker
+from backends import ISOLATED, containers_of, needs_docker, wait_for
 from bench.sandboxes import EPISODE, FAILING, episodes_in_a_row, play
 from env import Env
 from flatlab.errors import SandboxFault
@@ -25,7 +26,7 @@ from flatlab.sandbox import backend as sandbox_backend
 from flatlab.sandbox import client, docker, local, snapshot
 from flatlab.sandbox.backend import Spec
 from flatlab.sandbox.client import Sandbox
-from flatlab.task import grading
+from flatlab.task import machine
 from helpers import PROJECT, FakePolicy, block, do, play_once, slow, user_error
 from tasks import load_task
 from wire import Wire
@@ -54,13 +55,6 @@ def world(task, backend):
 def ours():
     """Containers of this process."""
     return containers_of(os.getpid())
-
-
-def wait_for(condition, seconds=10):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
 
 
 COMMANDS = [
@@ -158,7 +152,7 @@ def test_a_copy_equals_its_parent(world, last):
 @pytest.mark.parametrize("backend", ISOLATED)
 def test_a_copy_of_a_renamed_folder_with_a_mount(backend, task, monkeypatch):
     """The copy cannot remove the mount, so it keeps the file where it was."""
-    monkeypatch.setattr(grading, "MOUNT_BYTES", 1000)
+    monkeypatch.setattr(machine, "MOUNT_BYTES", 1000)
     with Env(task, backend) as world:
         world.reset()
         do(world, "mv data input; cp input/*.csv . && ls")
@@ -200,12 +194,15 @@ def forget_docker():
 @needs_docker
 @fault(17, "the daemon is restarted in the middle of an episode")
 def test_daemon_restarted_in_an_episode(wire, task):
-    with Env(task, "docker") as world:
-        world.reset()
-        do(world, TITANIC)
+    def cut_after(prompt, seed):
         wire.cut()
-        with pytest.raises(SandboxFault):
-            do(world, "ls")
+        return block("ls")
+
+    policy = FakePolicy(block("ls"), cut_after)
+    with Env(task, "docker") as world:
+        episode = asyncio.run(play_once(world, policy))
+        assert (episode.status, episode.score, len(episode.turns)) == ("fault", None, 1)
+    with Env(task, "docker") as world:
         with pytest.raises(SandboxFault, match="Docker did not start a container"):
             world.reset()
         wire.listen()
@@ -213,29 +210,23 @@ def test_daemon_restarted_in_an_episode(wire, task):
         do(world, TITANIC)
         assert world.score().valid
 
-    def cut_after(prompt, seed):
-        wire.cut()
-        return block("ls")
-
-    policy = FakePolicy(block("ls"), cut_after)
-    episode = asyncio.run(play_once(Env(task, "docker"), policy))
-    assert episode.status == "fault"
-    assert episode.score is None
-    assert len(episode.turns) == 1
-
 
 @needs_docker
 @fault(17, "the connection is cut between making and starting a container")
+@fault(20, "a container that was made but never started by a process that was killed")
 @pytest.mark.parametrize("moment", [b"/start HTTP", slow(b"/attach?")])
 def test_container_that_was_made_but_not_started(wire, moment, monkeypatch):
-    wire.cut_at = moment
-    with pytest.raises(SandboxFault, match="Docker did not start a container"):
-        Sandbox("docker")
-    wire.cut_at = b"\0never\0"
-    monkeypatch.setattr(docker, "LEFTOVER", "0s")  # else a leftover may be five minutes old
-    docker.docker_api.cache_clear()
-    docker.docker_api()
-    assert not [box for box in ours() if box["State"] == "created"]
+    """It is removed at the next start; one that runs is not."""
+    with closing(Sandbox("docker")) as running:
+        wire.cut_at = moment
+        with pytest.raises(SandboxFault, match="Docker did not start a container"):
+            Sandbox("docker")
+        wire.cut_at = b"\0never\0"
+        monkeypatch.setattr(docker, "LEFTOVER", "0s")  # else a leftover may be five minutes old
+        docker.docker_api.cache_clear()
+        docker.docker_api()
+        assert running.run("true", 5).exit_code == 0
+        assert not [box for box in ours() if box["State"] == "created"]
 
 
 @pytest.mark.slow
@@ -300,7 +291,6 @@ def test_many_sandboxes_at_once(task, backend):
     # 64 containers take half a minute on two idle cores, minutes on busy ones
     count = 24 if backend == "docker" else 64
     barrier = threading.Barrier(count)
-    before = threading.active_count()
 
     def episode(number):
         with Env(task, backend) as world:
@@ -313,7 +303,6 @@ def test_many_sandboxes_at_once(task, backend):
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(episode, range(count)))
     assert wait_for(lambda: not ours(), 120)
-    assert wait_for(lambda: threading.active_count() <= before + 2, 60)
 
 
 @pytest.mark.slow
@@ -355,9 +344,7 @@ def test_ctrl_c(backend, moment):
     assert process.stdout.readline() == "started\n"
     time.sleep(moment)
     process.send_signal(signal.SIGINT)
-    begin = time.monotonic()
-    _, err = process.communicate(timeout=30)
-    assert time.monotonic() - begin < 15
+    _, err = process.communicate(timeout=15)
     assert err.splitlines()[-1] == "KeyboardInterrupt", err
     assert wait_for(lambda: not containers_of(process.pid), 15)
     folders = [folder.name for folder in Path("/tmp").glob("flatlab-*")]
@@ -381,23 +368,20 @@ def test_a_slow_start_is_not_the_agents_time(task, monkeypatch):
 @fault(33, "one of several episodes breaks")
 def test_one_broken_episode_leaves_the_others_alone(task, monkeypatch):
     made = []
-    lock = threading.Lock()
 
     class Sometimes(Sandbox):
         def __init__(self, *args, **kwargs):
-            with lock:
-                made.append(self)
-                number = len(made)
-            if number == 2:
+            made.append(self)
+            if len(made) == 2:
                 raise SandboxFault("no more containers")
             super().__init__(*args, **kwargs)
 
         def run(self, *args, **kwargs):
-            if len(made) > 3 and self is made[3]:
+            if self is made[0]:
                 self.close()
             return super().run(*args, **kwargs)
 
-    monkeypatch.setattr(grading, "Sandbox", Sometimes)
+    monkeypatch.setattr(machine, "Sandbox", Sometimes)
 
     async def main():
         replies = (block(TITANIC), block("submit"))

@@ -21,8 +21,16 @@ from pathlib import Path
 
 import pytest
 
-from backends import EVERYWHERE, ISOLATED, backends, containers_of, missing, needs_docker
-from env import Env, resolve_backend
+from backends import (
+    EVERYWHERE,
+    ISOLATED,
+    backends,
+    containers_of,
+    missing,
+    needs_docker,
+    wait_for,
+)
+from env import Env
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.options import SandboxOptions
 from flatlab.sandbox import backend as sandbox_backend
@@ -31,6 +39,7 @@ from flatlab.sandbox.backend import IMAGE, Spec
 from flatlab.sandbox.client import Sandbox
 from flatlab.sandbox.docker import docker_api
 from flatlab.task import grading
+from flatlab.task.machine import resolve_backend
 from helpers import PROJECT, do, slow, user_error
 from tasks import load_task
 
@@ -137,17 +146,8 @@ def test_nothing_of_one_command_runs_or_counts_in_the_next(box):
 
 
 def test_many_bytes_are_put_in_several_requests(box, monkeypatch):
-    sent = []
-    call = box.call
-
-    def counted(name, blob=b"", **fields):
-        sent.append(len(blob))
-        return call(name, blob, **fields)
-
     monkeypatch.setattr(client, "PUT_BYTES", 4)
-    monkeypatch.setattr(box, "call", counted)
     box.put({f"part-{i}": b"12345" for i in range(3)})
-    assert max(sent) == 5
     assert out(box, "cat part-?; rm part-?") == "123451234512345"
 
 
@@ -168,10 +168,8 @@ def test_no_process_is_left_for_a_command(isolated):
 
 
 @pytest.mark.fault(10, "a command of 1 MB")
-@pytest.mark.parametrize("size", [10, 200_000, 1_000_000])
-def test_commands_of_any_length(box, size):
-    lines = "y\n" * (size // 2)
-    assert out(box, f"x='{lines}'; echo ${{#x}}") == str(size)
+def test_commands_of_any_length(box):
+    assert out(box, f"x='{'y' * 1_000_000}'; echo ${{#x}}") == "1000000"
 
 
 @pytest.mark.fault(7, "progress bars, ANSI codes, invalid UTF-8, NUL")
@@ -180,10 +178,7 @@ def test_text_arrives_and_returns_unharmed(box):
     box.run(f"cat > t.txt <<'END'\n{text}END", 10)
     assert box.get("t.txt").decode() == text
     assert box.run("cat t.txt", 10).output == text
-    assert out(box, "printf 'a\\xffb\\0c'") == "a\ufffdbc"
-    assert out(box, "printf '\\033[31mred\\033[0m \\033]0;title\\007end'") == "red end"
-    progress = "for i in 1 2 3; do printf \"\\r$i/3\"; done; printf '\\r\\nwindows\\r\\n'"
-    assert out(box, progress) == "3/3\nwindows"
+    assert out(box, "printf 'a\\xffb\\0c\\033[31mred'") == "a\ufffdbcred"
     assert box.run("printf 'lone \ud800 surrogate'", 10).exit_code == 0
 
 
@@ -196,19 +191,15 @@ LONG = "a" * 80_000
     [
         ("a\033]0;t\nERROR: out of memory\n", "a]0;t\nERROR: out of memory\n"),
         (f"\033]8;;http://{LONG}THE END\n", f"]8;;http://{LONG}THE END\n"),
-        (f"\033]8;;http://\n{LONG}\a", f"]8;;http://\n{LONG}"),
-        (f"\033]0;{LONG}\a", f"]0;{LONG}"),
         (f"\033{' ' * 80_000}x", f"{' ' * 80_000}x"),
         ("\033P1\nb\033\\c \033Xd\r\n\033_e\033^f\033[", "P1\nbc Xd\n_e^f["),
         (
             "\033]8;;http://x\033\\link\033]8;;\a \033Pq\033\\\033_a\033\\\033^a\a\033Xa\aend",
             "link end",
         ),
-        ("\033[1;31mred\033[0m \033(B\0337\033c\033[?25lend", "red end"),
+        ("\033[1;31mred\033[0m \033(B\0337\033c\033[?25l\033]0;title\007end", "red end"),
         ("id,x\r1,2\r3,4\r", "[2 lines overwritten after \\r]\n3,4"),
-        ("ok\nid,x\r1,2\ndone\r\n", "ok\n[1 line overwritten after \\r]\n1,2\ndone\n"),
         ("\r1/3\r2/3\r3/3\r\r\n\n\r\n", "3/3\n\n\n"),
-        ("10%\b\b\b20%\b\b\b30%\b\b\b", "30%"),
         ("\b|\b/\b- N\bNA\bA _\bx", "- NA x"),
     ],
 )
@@ -237,17 +228,12 @@ def test_endless_output_needs_constant_memory(box):
     assert result.output.startswith("first\ny\n")
     assert "bytes left out" in result.output
     assert len(result.output) < 4 * client.KEEP_BYTES
-    assert peak() < before + 4096  # kB
-    tail = box.run("seq 2000000", 20)
-    assert tail.output.endswith("1999999\n2000000\n")
-    assert tail.output.startswith("1\n2\n")
-    assert not tail.stopped
+    assert box.run("seq 2000000", 20).output.endswith("1999999\n2000000\n")
     script = "seq 2000000; seq 2000000 >&2; sleep 9 & exit 3"
     reply, stdout = box.program(["sh", "-c", script], 20, keep=(0, 8))
     assert (stdout, reply["code"], reply["stopped"]) == (b"2000000\n", 3, "")
     assert reply["stderr"].endswith("1999999\n2000000\n")
-    assert len(reply["stderr"]) == 8192
-    assert peak() < before + 4096
+    assert peak() < before + 4096  # kB
 
 
 # ---- time limits
@@ -294,11 +280,9 @@ THREAD = "import threading\nthreading.Thread(target=lambda: exec('while 1: pass'
     "command, limit",
     [
         ("sleep 30", "idle"),
-        ("read x < <(sleep 30)", "idle"),
         ("printf '\\xff (' > /proc/self/comm; sleep 30", "idle"),
         ("python3 -c 'import threading; threading.Event().wait()'", "idle"),
         ("sleep 0.3; sleep 30 & sleep 0.1", ""),
-        ("while :; do echo; sleep 0.3; done", "time"),
         ("while :; do sleep 0.01; done", "time"),
         (f'python3 -c "{THREAD}"', "time"),  # the main thread waits
         (f"python3 -c '{IN_VFORK}'", ""),  # in state D, as one that waits for a disk
@@ -475,10 +459,9 @@ def test_local_sandbox_shows_nothing_of_the_machine(backend, tmp_path):
         assert box.run("pip --version || python -c 'import yaml'", 20).exit_code == 0
 
 
-def test_a_landlock_sandbox_leaves_nothing_behind():
-    if missing("landlock"):
-        pytest.skip(missing("landlock"))
-    with closing(Sandbox("landlock")) as box:
+@pytest.mark.parametrize("backend", backends("landlock"))
+def test_a_landlock_sandbox_leaves_nothing_behind(backend):
+    with closing(Sandbox(backend)) as box:
         home = Path(box.workspace).parents[1]
         assert box.run(f"echo x > /dev/shm/{home.name}", 5).exit_code
         assert box.run("mkdir -p a/b/c; chmod 000 a/b a", 5).exit_code == 0
@@ -554,20 +537,17 @@ def test_put_never_writes_through_links(isolated):
 @pytest.mark.fault(25, "20,000 stale files with long names")
 def test_any_number_of_files_is_removed(box):
     box.call("state", cwd=box.workspace)
-    make = (
-        "import os\nos.makedirs('many/x')\nos.symlink('many', 'pointer')\n"
-        "for n in range(20000): open(f'many/{n:0200}', 'w').close()"
+    box.run(
+        "mkdir -p many/x; ln -s many pointer; cd many; touch {00001..20000}$(printf %0200d)", 60
     )
-    assert box.run(f"python3 - <<'E'\n{make}\nE", 60).exit_code == 0
     listing = box.call("listing", most=10**6)[0]["files"]
     names = [path for path, _ in listing if path.startswith("many/")]
-    assert len(names) == 20_000
-    assert sum(map(len, names)) > 2 << 20  # more than one argv holds
+    assert len(names) == 20_000  # more than one argv holds
     box.remove([*names, "pointer/", "absent", "odd\nname"])
-    assert out(box, "ls -A many; ls -d pointer").split("\n")[0] == "x"
+    assert out(box, "ls -A . ../pointer").split("\n")[0] == ".:"
+    assert out(box, "ls -A") == "x"
     with pytest.raises(SandboxFault, match="cannot be removed"):
         box.remove(["many/."])
-    assert out(box, "echo alive") == "alive"
 
 
 @pytest.mark.attack("a tar, rm or xargs of the agent's own, first in root's PATH")
@@ -622,54 +602,24 @@ def processes(marker):
 @pytest.mark.parametrize("backend", EVERYWHERE)
 def test_killed_owner_leaves_nothing(backend):
     marker = f"7531{os.getpid()}"
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER.format(project=str(PROJECT), backend=backend, marker=marker)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    code = OWNER.format(project=str(PROJECT), backend=backend, marker=marker)
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     workspace = owner.stdout.readline().strip()
-    deadline = time.monotonic() + 10
-    while len(processes(marker)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert len(processes(marker)) == 2
+    assert wait_for(lambda: len(processes(marker)) == 2)
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    while (processes(marker) or containers_of(owner.pid)) and time.monotonic() < deadline + 10:
-        time.sleep(0.05)
-    assert not processes(marker)
-    assert not containers_of(owner.pid)
+    assert wait_for(lambda: not processes(marker) and not containers_of(owner.pid))
     assert backend != "landlock" or not Path(workspace).exists()
-
-
-@pytest.mark.fault(20, "a container that was made but never started by a process that was killed")
-@pytest.mark.slow
-@needs_docker
-def test_containers_that_were_never_started_are_removed_at_the_next_start(monkeypatch):
-    monkeypatch.setattr(docker, "LEFTOVER", "1s")
-    api = docker_api()
-    labels = {"flatlab.owner": "elsewhere:1"}
-    left = api.create_container(IMAGE, ["true"], labels=labels)["Id"]
-    running = Sandbox("docker")
-    time.sleep(2)
-    docker_api.cache_clear()
-    docker_api()
-    ids = {box["Id"] for box in api.containers(all=True, filters={"label": "flatlab.owner"})}
-    assert left not in ids
-    assert running.container in ids
-    running.close()
 
 
 @pytest.mark.fault(15, "the container dies")
 @needs_docker
 def test_container_that_dies_is_a_fault():
-    others = {box["Id"] for box in containers_of(os.getpid())}
     box = Sandbox("docker")
-    mine = ({box["Id"] for box in containers_of(os.getpid())} - others).pop()
-    threading.Timer(0.5, lambda: docker_api().kill(mine)).start()
-    with pytest.raises(SandboxFault):
-        box.run("sleep 20", 20)
-    with pytest.raises(SandboxFault):
-        box.run("true", 5)
+    threading.Timer(0.5, lambda: docker_api().kill(box.container)).start()
+    for seconds in (20, 0):
+        with pytest.raises(SandboxFault):
+            box.run(f"sleep {seconds}", 20)
     box.close()
 
 
@@ -695,13 +645,12 @@ left = box.run("ls -d /proc/[0-9]* | wc -l", 5)
 box.put({{"f": b"x"}}, user="root", mode=0o600)
 box.run("mkdir ~/workspace/d ~/workspace/e; cd ~/workspace; echo 1 | tee d/f e/f > g", 5)
 box.run("echo 2 > h; chmod 444 d; chmod 000 e g", 5)
-names = [path for path, _ in box.call("listing", most=99)[0]["files"]]
 twin = Sandbox("namespaces")
 snapshot.put_back(twin, snapshot.take(box))
 copied = twin.run("stat -c '%n %a' *; cat h", 5).output.split()
 twin.close()
 said = [[r.exit_code, r.output.strip()] for r in results]
-said += [[slow.stopped, left.output.strip()], [0, box.get("f").decode()], [names, copied]]
+said += [[slow.stopped, left.output.strip()], [0, box.get("f").decode()], copied]
 print(json.dumps(said))
 box.close()
 """
@@ -749,8 +698,7 @@ def test_namespaces_of_an_ordinary_user(ordinary):
     assert put == [0, "x"]
     assert slow[0] == "time"
     assert int(slow[1]) < 6
-    assert closed[0] == ["f", "g", "h"]
-    assert " ".join(closed[1]) == "d 444 f 600 h 644 2"  # what it may not read is left out
+    assert " ".join(closed) == "d 444 f 600 h 644 2"  # what it may not read is left out
 
 
 # ---- choosing
@@ -768,13 +716,13 @@ def test_no_daemon(no_daemon):
 
 
 def test_auto_falls_back_only_to_complete_isolation(no_daemon):
-    kind = replace(client.BACKENDS["namespaces"], covers="all covered")
+    kind = replace(client.BACKENDS["namespaces"], covers="half covered")
     no_daemon.setattr(client, "get_backend", lambda name: kind)
     name, line = client.pick_backend("auto", IMAGE, False)
     assert name == "local"
-    assert "all covered" in line
+    assert "half covered" in line
     client.pick_backend.cache_clear()
-    kind = replace(kind, covers="half covered", is_complete=False)
+    kind = replace(kind, is_complete=False)
     with user_error("half covered"):
         client.pick_backend("auto", IMAGE, False)
     assert client.pick_backend("auto", IMAGE, True)[0] == "local"
@@ -796,12 +744,11 @@ def test_local_falls_back_to_landlock_and_says_what_is_missing(monkeypatch):
     def refuse(spec):
         raise SandboxFault("unshare: Operation not permitted")
 
-    refusing = {name: replace(client.BACKENDS[name], start=refuse) for name in client.LOCAL}
-    monkeypatch.setitem(client.BACKENDS, "namespaces", refusing["namespaces"])
-    client.local_kind.cache_clear()
-    assert not client.get_backend("local").is_complete
-    monkeypatch.setitem(client.BACKENDS, "landlock", refusing["landlock"])
-    client.local_kind.cache_clear()
+    for kind in client.LOCAL:
+        monkeypatch.setitem(client.BACKENDS, kind, replace(client.BACKENDS[kind], start=refuse))
+        client.local_kind.cache_clear()
+        if kind == "namespaces":
+            assert not client.get_backend("local").is_complete
     with user_error("cannot isolate"):
         client.get_backend("local")
     client.local_kind.cache_clear()
@@ -857,16 +804,14 @@ CONNECT = (
 
 
 @pytest.mark.parametrize("backend", ISOLATED)
-def test_network_is_there_for_tasks_that_need_it_only(backend):
-    task = load_task("titanic")
-    online = replace(task, needs_network=True)
+@pytest.mark.parametrize("needs_network", [True, False])
+def test_network_is_there_for_tasks_that_need_it_only(backend, needs_network):
+    task = replace(load_task("titanic"), needs_network=needs_network)
     with Env(task, SandboxOptions(backend, network=True)) as world:
-        assert "no network." in world.reset()
-        assert do(world, CONNECT).status == "error"
-    with Env(online, SandboxOptions(backend, network=True)) as world:
-        assert "no network." not in world.reset()
+        assert ("no network." in world.reset()) != needs_network
         links = do(world, "cat /proc/net/dev").observation.count(":")
-        assert links > 3 or do(world, CONNECT).status == "ok"
+        reaches = links > 3 or do(world, CONNECT).status == "ok"
+        assert reaches == needs_network
 
 
 @needs_docker
@@ -891,17 +836,20 @@ def test_hf_cache_is_mounted_read_only_and_found(tmp_path):
 
 def leftovers():
     """Images of this process that have lost their name."""
-    label = f"flatlab.owner={socket.gethostname()}:{os.getpid()}"
+    label = f"flatlab.owner={docker.owner()}"
     return docker_api().images(filters={"dangling": True, "label": label})
 
 
 def remove_leftovers():
     """As a later process does at its first use of Docker, when their containers have ended."""
-    deadline = time.monotonic() + 10
+
+    def are_gone():
+        docker_api.cache_clear()
+        return not leftovers()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(docker, "LEFTOVER", "0s")
-        while leftovers() and time.monotonic() < deadline:
-            docker_api.cache_clear()
+        return wait_for(are_gone)
 
 
 @pytest.fixture
@@ -923,9 +871,9 @@ def big_task(tmp_path):
 def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
     with Env(big_task, "docker") as world:
         assert "data/big.bin (9437184 bytes)" in world.reset()
-        assert world.sandbox.image.startswith("flatlab/flatlab-test:")
-        assert do(world, "echo x >> data/big.bin").status == "ok"
         first = world.sandbox.image
+        assert first.startswith("flatlab/flatlab-test:")
+        assert do(world, "echo x >> data/big.bin").status == "ok"
     images.found_images.clear()  # as a later process
     with monkeypatch.context() as patch:
         patch.setattr(images, "commit", lambda *_: pytest.fail("built again"))
@@ -935,13 +883,9 @@ def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
         with pytest.raises(SandboxFault):
             world.reset()
         assert "data/big.bin" in world.reset()
-    path = big_task.public["data/big.bin"]
-    path.write_bytes(b"8" * (9 << 20))  # another content: another image
+    big_task.public["data/big.bin"].write_bytes(b"8" * (9 << 20))
     images.found_images.clear()
-    with Env(big_task, "docker") as world:
-        world.reset()
-        assert world.sandbox.image != first
-        assert do(world, "head -c 3 data/big.bin").observation == "888"
+    assert images.prepared_image(big_task, IMAGE) != first
 
 
 @needs_docker
@@ -961,8 +905,7 @@ def test_images_without_a_name_are_removed_at_the_next_start(big_task):
         world.reset()
         docker_api().remove_image(world.sandbox.image, force=True)
         assert leftovers()
-    remove_leftovers()
-    assert not leftovers()
+    assert remove_leftovers()
 
 
 def test_missing_requirements_of_a_local_sandbox_are_named(tmp_path):

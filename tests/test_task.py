@@ -25,7 +25,6 @@ import pytest
 
 import env
 import grpo
-import search
 import tasks
 from backends import EVERYWHERE, ISOLATED
 from competition import ROWS, answers, make_competition, write
@@ -33,28 +32,24 @@ from env import Env
 from flatlab import numbers
 from flatlab.errors import UserError
 from flatlab.options import SandboxOptions, TaskOptions
-from flatlab.runs.store import open_run
 from flatlab.task import grading
 from flatlab.task.builtin import builtin_names
 from flatlab.task.definition import TASKS_DIR, Task, last_json_object, parse_grade
-from flatlab.task.grading import open_sandbox
+from flatlab.task.machine import open_sandbox
 from flatlab.task.mlgym import mlgym_names
 from flatlab.task.sanity import check_grader, csv_rules, degenerate
 from flatlab.task.value import improvement, score_at, value_of
-from flatlab.tree.nodes import Tree
 from helpers import (
     LOCAL,
-    MADE_BY,
     PROJECT,
     FakePolicy,
     block,
     do,
+    play_once,
     python,
     run_csv_grader,
     run_grader,
     run_here,
-    search_config,
-    slow,
     user_error,
 )
 from tasks import load_task
@@ -90,11 +85,11 @@ def read_csv(path):
 # ----------------------------------------------------------------------------------------- loading
 
 
-def test_builtin_tasks_are_complete():
-    for name in builtin_names(TASKS_DIR):
-        task = load_task(name)
-        parts = ("exact",) if task.exact else ("validation", "selection", "test")
-        assert (task.name, task.source, task.splits) == (name, "built-in", parts)
+@pytest.mark.parametrize("name", builtin_names(TASKS_DIR))
+def test_builtin_tasks_are_complete(name):
+    task = load_task(name)
+    parts = ("exact",) if task.exact else ("validation", "selection", "test")
+    assert (task.name, task.source, task.splits) == (name, "built-in", parts)
 
 
 def test_unknown_task_lists_the_nearest_names():
@@ -127,14 +122,10 @@ def test_a_wrong_yaml_is_one_clear_sentence(titanic_copy):
         ("artefacts: [submission.csv]", "artefacts: [a/../../x]", "artefacts in the workspace"),
         ("splits: [validation, selection, test]", "splits: []", "titanic needs splits"),
         ("step_timeout: 60", "step_timeout: 0", "needs finite time limits above 0"),
-        ("grade_timeout: 30", "grade_timeout: .nan", "needs finite time limits above 0"),
         ("baseline: 0.678182", "baseline: -.inf", "needs a finite baseline"),
         ("artefacts: [submission.csv]", "artefacts: ['*.csv']", "artefacts that are not hidden"),
         ("artefacts: [submission.csv]", "artefacts: x.csv", "artefacts: .* tuple, not 'x.csv'"),
-        ("metric: accuracy", "metric: [", "is damaged"),
-        ("reference: 0.790909", "reference: .nan", "the reference nan must be better"),
         ("reference: 0.790909", "reference: 0.678182", "must be better than the baseline 0.678"),
-        ("higher_is_better: true", "higher_is_better: false", "and lower is better"),
     ]
     for old, new, message in cases:
         shutil.copy(TASKS_DIR / "titanic" / "task.yaml", titanic_copy)
@@ -152,23 +143,18 @@ def test_a_wrong_yaml_is_one_clear_sentence(titanic_copy):
 def test_parse_grade():
     cases = [
         ('noise\n{"accuracy": 0.1}\n{"accuracy": 0.5}\nmore noise\n', 0.5, ""),
-        ('{"Accuracy": 1}', None, "no finite number called accuracy"),
         ('{"accuracy": 0.9, "error": "no good"}', None, "no good"),
         ('{"accuracy": NaN}', None, "no finite number"),
-        ('{"accuracy": ' + "9" * 400 + "}", None, "no finite number"),  # no float can hold it
         ('{"accuracy": 1e308}', None, "accuracy is no finite number below 1e+100 in size"),
-        ('{"accuracy": -' + "9" * 300 + "}", None, "below 1e+100 in size"),
         ('{"accuracy": ' + "9" * 5000 + "}", None, "no finite number called accuracy"),
-        ('{"accuracy": true}', None, "no finite number called accuracy"),
         ('{"accuracy": [[0.5]]}', None, "no finite number called accuracy"),
         ('{"error": {"why": "size"}}', None, "size"),
         ('{"error": " \\n", "accuracy": null}', None, "no finite number called accuracy"),
         ('{"error": "' + "x" * 10_000 + '"}', None, "xxx"),
-        ('[{"accuracy": 1}]', None, "no result"),
         ("", None, "no result"),
         ('{"a":' * 100_000, None, "no result"),
     ]
-    for empty in ("null", "false", "0", '" "', "{}"):
+    for empty in ("null", "false", '" "'):
         cases.append((f'{{"error": {empty}, "accuracy": 0.5}}', 0.5, ""))
         cases.append((f'{{"error": {empty}}}', None, "no result"))
     for stdout, score, words in cases:
@@ -176,7 +162,7 @@ def test_parse_grade():
         assert value == score
         assert words in message
         assert len(message) <= 500
-    for wrong in (None, True, -math.inf, "0.1", [1], 10**101):
+    for wrong in (True, -math.inf, "0.1"):
         assert numbers.number(wrong) is None
 
 
@@ -205,17 +191,6 @@ def test_data_is_what_make_data_writes(tmp_path, name):
     make_data.main(name, tmp_path)
     for file in ("train.csv", "test.csv", "answers.csv"):
         assert (tmp_path / file).read_bytes() == (TASKS_DIR / name / file).read_bytes()
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_public_files_hold_no_answers(name):
-    task = load_task(name)
-    assert set(task.public) == {"data/train.csv", "data/test.csv"}
-    train, test = (read_csv(task.public[f"data/{part}.csv"]) for part in ("train", "test"))
-    answers = read_csv(task.hidden["answers.csv"])
-    assert set(train[0]) - set(test[0]) == {TARGETS[name]}
-    assert [row["id"] for row in test] == [row["id"] for row in answers]
-    assert not {row["id"] for row in train} & {row["id"] for row in test}
 
 
 def submission(name, value):
@@ -267,24 +242,6 @@ def test_the_bootstrap_gives_the_standard_error_of_r2():
     assert grade_csv.standard_error(grade_csv.accuracy, "aaaab", "aaaaa") == pytest.approx(
         math.sqrt(0.8 * 0.2 / 5)
     )
-
-
-OUTSIDE = ["nan", "", "9" * 400, "-1e160", "1e40", "-inf"]
-
-
-@pytest.mark.parametrize("part", ["validation", "selection", "test"])
-@pytest.mark.parametrize("value", OUTSIDE)
-def test_diabetes_refuses_what_is_not_a_number(tmp_path, value, part):
-    """With one sentence, in a row of any part, whichever part is graded."""
-    task = load_task("diabetes")
-    rows = read_csv(task.hidden["answers.csv"])
-    place = next(row["id"] for row in rows if row["part"] == part)
-    files = submission("diabetes", lambda row: value if row["id"] == place else 150)
-    said = {run_csv_grader(task, tmp_path, files, split) for split in task.splits}
-    error = json.loads(said.pop())["error"]
-    assert not said
-    assert f"must be a finite number below 1e+40 in size, but id {place} has" in error
-    assert len(error) < 200
 
 
 def test_the_largest_numbers_have_a_score_on_every_part(tmp_path):
@@ -444,7 +401,6 @@ def test_mlgym_game(mlgym):
     assert (task.source, task.baseline, task.splits) == ("mlgym", 0.5, ("test",))
     assert set(task.public) == {"strategy.py"}
     assert set(task.hidden) == {"target.py", "evaluate.py"}
-    assert "copies of the history" in task.prompt
     files = task.grading_files({"strategy.py": b"mine"})
     assert files["strategy_agent.py"] == b"mine"
     assert files["strategy.py"] == TASKS_DIR / "proxy.py"
@@ -481,10 +437,8 @@ def test_mlgym_folders_as_artefacts(mlgym, tmp_path):
     files = bare | {"src/config.yaml": b"four"}
     assert "src/train.py" not in task.grading_files(files)  # the agent has removed it
     assert score_of(task, tmp_path / "a", files) == (4, "")
-    assert score_of(task, tmp_path / "b", files | {"config.yaml": b"seven.."}) == (7, "")
-    score, message = score_of(task, tmp_path / "c", bare)
-    assert score is None
-    assert message == "there is no configuration (*.yaml)"
+    message = "there is no configuration (*.yaml)"
+    assert score_of(task, tmp_path / "c", bare) == (None, message)
 
 
 def test_mlgym_task_of_the_user(mlgym):
@@ -569,46 +523,39 @@ def test_dojo_sample_that_cannot_be_graded(dojo):
         load_task("mine", mledojo_root=dojo)
 
 
-@pytest.mark.parametrize(
-    "returned, error",
-    [
-        (f"raise InvalidSubmissionError({SECRET!r})", "InvalidSubmissionError"),
-        ("return None", "TypeError"),
-    ],
-)
-def test_what_a_metric_says_of_the_answers_is_masked(dojo, tmp_path, returned, error):
-    metric = dojo / "../../mledojo/competitions/mine/utils/metric.py"
-    change(metric, "return float(", f"if y_pred['y'].any(): {returned}\n        return float(")
-    task = load_task("mine", mledojo_root=dojo)
-    graded = score_of(task, tmp_path / "a", {"submission.csv": answers(lambda i: i)})
-    assert graded == (None, f"the metric cannot be computed ({error})")
+METRIC = "return float("
+CHECK = 'raise InvalidSubmissionError("other ids")'
 
 
 @pytest.mark.parametrize(
-    "text, shown",
+    "old, new, shown",
     [
-        ("f'one is {ground_truth.y[0]}'", "submission.csv cannot be checked"),
-        ("f'{len(ground_truth)} rows of {list(submission)}'", "200 rows of ['id', 'y']"),
+        (METRIC, f"raise InvalidSubmissionError({SECRET!r})", "computed (InvalidSubmissionError)"),
+        (METRIC, "return None", "computed (TypeError)"),
+        (CHECK, "raise ValueError(f'one is {ground_truth.y[0]}')", "csv cannot be checked"),
+        (
+            CHECK,
+            "raise InvalidSubmissionError(f'{len(ground_truth)} rows of {list(submission)}')",
+            "200 rows of ['id', 'y']",
+        ),
     ],
 )
-def test_what_a_check_says_of_the_answers_is_masked(dojo, tmp_path, text, shown):
+def test_what_a_metric_says_of_the_answers_is_masked(dojo, tmp_path, old, new, shown):
     metric = dojo / "../../mledojo/competitions/mine/utils/metric.py"
-    change(
-        metric, 'raise InvalidSubmissionError("other ids")', f"raise InvalidSubmissionError({text})"
-    )
+    if old == METRIC:  # of the sample submission it says nothing
+        new = f"if y_pred['y'].any(): {new}\n        return float("
+    change(metric, old, new)
     write(dojo / "mine/data", {"private/test_answer.csv": answers(lambda i: i + 1)})
     task = load_task("mine", mledojo_root=dojo)
-    _, message = score_of(
-        task, tmp_path / "a", {"submission.csv": answers(lambda i: i, range(1, 201))}
-    )
-    assert message.endswith(shown)
+    ids = range(1, 201) if old == CHECK else range(ROWS)
+    files = {"submission.csv": answers(lambda i: i, ids)}
+    assert score_of(task, tmp_path / "a", files)[1].endswith(shown)
 
 
-@pytest.mark.parametrize("value", ["1e103", slow("1e300"), slow("inf")])
-def test_dojo_validation_has_no_score_where_test_has_none(dojo, tmp_path, value):
+def test_dojo_validation_has_no_score_where_test_has_none(dojo, tmp_path):
     task = load_task("mine", mledojo_root=dojo)
     place = next(i for i in range(ROWS) if grade_mledojo.part_of(i) == "test")
-    files = {"submission.csv": answers(lambda i: value if i == place else i)}
+    files = {"submission.csv": answers(lambda i: "1e103" if i == place else i)}
     for split in ("validation", "test"):
         said = score_of(task, tmp_path / "a", files, split)
         assert said == (None, "the metric is no number below 1e+100 in size")
@@ -746,13 +693,10 @@ def check_before_a_run(task):
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_broken_grader_is_found_before_a_run(make_task, how):
     code, said = BROKEN[how]
-    with pytest.raises(UserError) as caught:
+    found = "is broken: it gives 'forty' no result on the validation part: "
+    with user_error(f"{found}.*{re.escape(said)}") as caught:
         check_before_a_run(make_task(code))
-    sentence = str(caught.value)
-    assert "is broken: it gives 'forty' no result on the validation part: " in sentence
-    assert said in sentence
-    assert "\n" not in sentence
-    assert len(sentence) < 1500
+    assert len(str(caught.value)) < 1500
 
 
 def test_a_grader_that_is_broken_on_the_test_part_alone_is_found(make_task):
@@ -764,12 +708,8 @@ def test_a_grader_that_is_broken_on_the_test_part_alone_is_found(make_task):
 
 
 def test_a_refusal_of_the_tasks_own_rule_is_found_before_a_run(make_task):
-    task = make_task(trivial={"blank": " ", "forty": "40"})
     with user_error("near refuses the task's own rule 'blank' on the validation part: .* is empty"):
-        check_before_a_run(task)
-    late = "if sys.argv[2] == 'test': sys.exit(print(json.dumps({'error': 'late'})))"
-    with user_error("own rule 'forty' on the test part: late"):
-        check_before_a_run(make_task(late))
+        check_before_a_run(make_task(trivial={"blank": " ", "forty": "40"}))
 
 
 def test_a_starter_that_is_refused_is_no_fault(make_task, tmp_path):
@@ -814,18 +754,12 @@ def test_a_grading_that_waits_has_its_score(make_task):
 
 def test_the_proxy_of_a_strategy_refuses(few_games, tmp_path):
     cases = [
-        (
-            "import os\ndef row_strategy(h):\n    os.write(4, b'!\\n')\n    os._exit(0)",
-            "disturbed",
-        ),
         ("def row_strategy(history): return 2", "returned '2', not 0 or 1"),
-        ("def row_strategy(history): raise ValueError('y' * 10000)", "ValueError: yyy"),
         (b"\xff\xfe", "not a text file"),
         (
             "def row_strategy(history): return 1 / 0",
             "strategy.py line 1: ZeroDivisionError: division by zero",
         ),
-        ("x = 1", "no attribute 'row_strategy'"),
         ("raise SystemExit", "SystemExit"),
         ("def row_strategy(history): return {1}", "returned a set"),
         ("def row_strategy(history): return '0' * 10 ** 6", "disturbed"),
@@ -837,17 +771,6 @@ def test_the_proxy_of_a_strategy_refuses(few_games, tmp_path):
             "import os\ndef row_strategy(h):\n    print('{\"Score\": 9}', flush=True)\n"
             "    os._exit(0)",
             "ended the process",
-        ),
-        (
-            "import os\ndef row_strategy(h):\n    os.kill(os.getppid(), 9)\n"
-            "    raise ValueError('alive')",
-            "",
-        ),  # a user of its own cannot; the same user can, and gains nothing
-        (
-            "import os\ndef row_strategy(h):\n    for fd in range(3, 20):\n"
-            "        try: os.write(fd, b'{\"Score\": 9}\\n')\n"
-            "        except OSError: pass\n    return 0",
-            "disturbed",
         ),
         ("#" * 2_000_000, "larger"),
     ]
@@ -898,6 +821,7 @@ def test_an_artefact_that_crashes_an_honest_grader_is_no_submission(make_task, b
         "crash": "The grader printed no result.",
         "exit": "The grader failed after it had printed a score.",
         "nan": "The grader's result has no finite number called distance.",
+        "1e300": "The distance is no finite number below 1e+100 in size.",  # it works
     }
     with Env(make_task(), backend) as world:
         world.reset()
@@ -906,57 +830,24 @@ def test_an_artefact_that_crashes_an_honest_grader_is_no_submission(make_task, b
             step = do(world, "validate")
             assert step.observation == f"No score: {message}"
             assert not step.score.valid
-            assert step.score.grader_output.startswith("exit code ")
+            assert step.score.grader_output.startswith("exit code ") == (text != "1e300")
             assert (SECRET in step.score.grader_output) == (text == "crash")
         do(world, "echo 41 > answer.txt")
         assert world.score().value == 1
 
 
-@pytest.mark.parametrize(
-    "printed, value, message, is_answer",
-    [
-        ({"distance": 1, "error": None}, 1, "", True),
-        ({"error": ""}, None, "The grader printed no result.", False),
-        ({"distance": 1e300}, None, "The distance is no finite number below 1e+100 in size.", True),
-    ],
-)
-def test_what_counts_as_an_answer_of_a_grader(make_task, printed, value, message, is_answer):
-    score = graded(make_task(f"print(json.dumps({printed})); sys.exit()"), "41")
-    assert (score.value, score.message, not score.grader_output) == (value, message, is_answer)
-
-
-def test_a_negative_standard_error_is_none(make_task):
-    score = graded(make_task('print(\'{"distance": 1, "stderr": -1}\'); sys.exit()'), "41")
-    assert (score.value, score.stderr) == (1, None)
-
-
-def test_a_score_after_300_mb_of_noise_counts(make_task):
-    task = make_task("for _ in range(300): print('x' * 10**6)")
-    assert graded(task, "41").value == 1
-
-
 # ------------------------------------------------------------------ what is kept
 
 
-def test_the_journal_keeps_what_the_grader_said_and_no_prompt_has_it(
-    make_task, tmp_path, quick_provenance
-):
+def test_a_transcript_keeps_what_the_grader_said_and_no_prompt_has_it(make_task):
     crash = block("echo crash > answer.txt")
-    policy = FakePolicy(crash, block("validate"), crash)
-    sizes = {"context": 50_000, "max_reply_tokens": 2000, "max_observation_tokens": 2000}
-    cfg = search_config(backend=LOCAL, nodes=2, rule_args=("branching=1",), **sizes)
-    run = open_run(tmp_path, {"sampling_mode": "none", "task": "near", "seed": 0}, MADE_BY)
-    (run.dir / "nodes").mkdir()
-    tree = Tree(make_task(), "none", 0, cfg, run, search.SELECT[cfg.select])
-    asyncio.run(search.search([tree], policy, 1))
-    rows = run.rows("journal.jsonl")
-    assert [row["op"] for row in rows] == ["draft", "debug"]
-    assert all(SECRET in row["grader_output"] for row in rows)
-    assert SECRET in rows[0]["actions"][1]["grader_output"]
-    assert rows[0]["error"] == "The grader printed no result."
+    policy = FakePolicy(crash, block("validate"), block("submit"))
+    episode = asyncio.run(play_once(Env(make_task(), LOCAL), policy))
+    record = episode.to_dict()
+    assert SECRET in record["turns"][1]["grader_output"]
+    assert SECRET in record["score"]["grader_output"]
     assert "The grader printed no result." in policy.prompts[-1]
     assert not any(SECRET in prompt for prompt in policy.prompts)
-    assert run.results()["ungraded"] == 2
 
 
 # ------------------------------------------------------------------ python tasks.py
@@ -1033,7 +924,7 @@ def test_refused_rules_are_not_called_missing(folder, capsys, monkeypatch):
 def test_a_damaged_task_is_listed(folder, capsys, monkeypatch):
     (folder / "task.yaml").write_text("metric: [")
     _, out, _ = check(capsys, monkeypatch)
-    assert [line.split()[0] for line in out.splitlines()] == ["battleOfSexes", "median"]
+    assert "median " in out
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])

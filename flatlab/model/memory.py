@@ -109,20 +109,22 @@ def left_in_cgroup(group: Path) -> int:
     return limit - used + int(cache[1])
 
 
-def fit_micro_tokens(
-    policy, recompute_layers: bool, processes: int = 1, beside_engine: bool = False
-) -> int:
-    """The number of tokens of a training pass that fits into the memory, MOST_TOKENS at most.
-
-    recompute_layers: see bytes_needed. beside_engine: on a GPU the engine needs ENGINE_OWN at the
-    same time. Raises UserError if not even LEAST_TOKENS fit.
+def free_for_training(device: str, processes: int, beside_engine: bool) -> int:
+    """Memory that training passes may take. beside_engine: on a GPU the engine needs ENGINE_OWN at
+    the same time.
     """
-    free = free_bytes(policy.device, processes)
-    if beside_engine and policy.device != "cpu":
-        free -= ENGINE_OWN
+    free = free_bytes(device, processes)
+    return free - ENGINE_OWN if beside_engine and device != "cpu" else free
+
+
+def fit_micro_tokens(free: int, model_config, element_size: int, recompute_layers: bool) -> int:
+    """The number of tokens of a training pass that fits into the free memory, MOST_TOKENS at most.
+
+    Raises UserError if not even LEAST_TOKENS fit.
+    """
 
     def needed(tokens):
-        return bytes_needed(tokens, policy.model.config, policy.dtype.itemsize, recompute_layers)
+        return bytes_needed(tokens, model_config, element_size, recompute_layers)
 
     tokens = MOST_TOKENS
     while tokens > LEAST_TOKENS and needed(tokens) > SHARE_OF_FREE * free:
@@ -130,15 +132,7 @@ def fit_micro_tokens(
     if needed(tokens) > free:
         raise UserError(
             f"The model does not fit: a training pass over {tokens} tokens needs about "
-            f"{needed(tokens) / 2**30:.1f} GiB, and {free / 2**30:.1f} are free; try "
-            "--gradient-checkpointing or a smaller model."
-        )
-    longest = needed(policy.context)
-    if longest > free:
-        print(
-            f"memory: an episode of {policy.context} tokens, a pass of its own, needs about "
-            f"{longest / 2**30:.1f} GiB, and {free / 2**30:.1f} are free: the run may end there. "
-            "--gradient-checkpointing or a smaller --context avoids it.",
-            file=sys.stderr,
+            f"{needed(tokens) / 2**30:.1f} GiB, and {free / 2**30:.1f} are free; try a smaller "
+            "model."
         )
     return tokens

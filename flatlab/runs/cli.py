@@ -7,15 +7,40 @@ import re
 import signal
 import sys
 import traceback
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Annotated, get_type_hints
 
 import tyro
 from tyro._errors import InstantiationFailure, InvalidChoice, on_parse_error
 from yaml import SafeLoader
 
+from flatlab import threads
 from flatlab.errors import UserCodeError, UserError, first_cause, nearest, sentence_of
 from flatlab.files import TextLoader, read_mapping
 from flatlab.options import flat
+
+# Flags and presets of earlier versions -> what replaces them
+MOVED = {
+    r"--sft\b": "--sft is a script now: python sft.py --runs logs/RUN --task TASK; then start "
+    "grpo.py with --model logs/NAME/best.",
+    r"--learn\b": "--learn is a script now: python learn.py --task TASK.",
+    r"--select[ =]evaluation\b|\bevaluate\.yaml": "An evaluation is a script now: python "
+    "evaluate.py --task TASK.",
+    r"--advantage[ =]ppo\b": "PPO is an example now: python examples/ppo.py --task TASK.",
+}
+
+
+def hide_none(config_class) -> None:
+    """Leaves "(default: None)" out of --help, where the comment names the default."""
+    hints = get_type_hints(config_class)
+    for option in fields(config_class):
+        kind = hints[option.name]
+        if is_dataclass(kind):
+            hide_none(kind)
+        elif option.default is None:
+            no_hint = Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
+            config_class.__annotations__[option.name] = no_hint
 
 
 def parse_config(config_class, argv: list[str]):
@@ -23,16 +48,22 @@ def parse_config(config_class, argv: list[str]):
 
     The preset is turned into flags that stand in front of the others, so that tyro checks both in
     the same way and the command line wins. Fields of nested dataclasses are flags without a prefix.
-    The docstring of the script heads its --help. Raises UserError for an unreadable preset and for
-    arguments that are no text; tyro itself exits with code 2 for a wrong flag.
+    The docstring of the script heads its --help. Threads are configured, too, since torch is not
+    imported yet. Raises UserError for an unreadable preset, for arguments that are no text, and for
+    flags of earlier versions; tyro itself exits with code 2 for a wrong flag.
     """
+    for pattern, sentence in MOVED.items():
+        if re.search(pattern, " ".join(argv)):
+            raise UserError(sentence)
     flags = list(argv)
     if flags and not flags[0].startswith("-"):
         preset = read_mapping(Path(flags.pop(0)), loader=TextLoader)
         flags = preset_flags(preset, flat(config_class())) + flags
+    threads.configure()
     for flag in flags:
         if re.search("[\0\ud800-\udfff]", flag):  # surrogates: bytes that are not UTF-8
             raise UserError(f"This argument is no valid text: {flag[:80]!r}.")
+    hide_none(config_class)
     return tyro.cli(
         config_class,
         args=flags,

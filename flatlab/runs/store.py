@@ -11,8 +11,8 @@ A run directory holds
     episodes/final-best.jsonl ...             and of the adapters that are compared at the end
     episodes/000012.tokens.jsonl.gz ...       the sampled sequences of each of these files
     result.json                               kept current while the run goes on
-    checkpoints/000012/  best/  untrained/    each appears complete or not at all; also imitated/,
-                                              and the nodes/ of a search
+    checkpoints/000012/  best/  untrained/    each appears complete or not at all; also the nodes/
+                                              of a search
     curves.png  tree.png  report.html ...     views, safe to delete
 
 No file is ever half-written: files and folders get a temporary name first and are renamed once they
@@ -41,9 +41,11 @@ from pathlib import Path
 
 import yaml
 
+from flatlab import options
 from flatlab.errors import UserError, first_cause, sentence_of
 from flatlab.files import read_mapping, read_rows, temporary, to_disk, write_whole
-from flatlab.runs.fingerprint import ROOT, code_files
+from flatlab.runs import trackers
+from flatlab.runs.fingerprint import ROOT, code_files, fingerprint
 
 # ------------------------------------------------------------------ complete files or none
 
@@ -195,8 +197,24 @@ def keep_choices(cfg) -> None:
     for file in [where / "config.yaml", *sorted(where.glob("*/config.yaml"))][:2]:
         old = read_mapping(file, default={})
         cfg.model.model = cfg.model.model or old.get("model")
-        if cfg.sandbox.backend == "auto":
-            cfg.sandbox.backend = old.get("backend", "auto")
+        if "backend" in old and cfg.sandbox.backend == "auto":
+            cfg.sandbox.backend = old["backend"]
+
+
+def begin_run(cfg, digests: list[str], model, is_finished, where=None, **cell):
+    """Opens the run directory of a script's Config and its trackers; see open_run.
+
+    digests: see fingerprint(). model: a ModelPath; None for an endpoint. where: the directory,
+    default logs/<cfg.name>. cell: values of a cell of a grid, in place of the grid's own.
+    """
+    config = options.flat(cfg) | cell
+    trackers.check_packages(config["trackers"])
+    made_by = fingerprint(digests, model)
+    where = where or run_directory(cfg.name)
+    run = open_run(where, config, made_by, cfg.RESUMABLE, is_finished)
+    if not run.finished:
+        run.trackers = trackers.open_trackers(run)
+    return run
 
 
 def open_run(
@@ -290,7 +308,6 @@ class Run:
         self.lock = lock
         self.finished = False  # before this start: nothing is left to do
         self.trackers = []
-        self.plot_again = 0.0
 
     def log(self, row: dict, file="metrics.jsonl"):
         """Appends one row, which is on the disk when this returns."""

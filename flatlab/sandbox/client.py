@@ -24,7 +24,7 @@ from flatlab.sandbox.backend import IMAGE, Backend, Spec
 from flatlab.sandbox.docker import DOCKER, docker_problem
 from flatlab.sandbox.local import LANDLOCK, NAMESPACES
 
-KEEP_BYTES = 32_768  # of a command's output: this much of its head and of its tail
+KEEP_BYTES = 32_768  # bytes kept from the head and from the tail of an output
 ARTEFACT_BYTES = 64 << 20
 COPY_BYTES = 512 << 20
 PUT_BYTES = 256 << 20  # a request of more files than that is sent

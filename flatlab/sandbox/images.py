@@ -1,25 +1,18 @@
-"""Docker images for a task: with its requirements, with its public files already in place, or its
-own one.
-"""
+"""Docker images for a task: with its requirements, or with its public files already in place."""
 
 from __future__ import annotations
 
-import io
 import re
-import shlex
 import threading
 from contextlib import closing, suppress
-from pathlib import Path
 
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import content_key
-from flatlab.sandbox.backend import WORKSPACE
 from flatlab.sandbox.client import Sandbox
 from flatlab.sandbox.docker import docker_api, docker_problem, short_text
 
 BAKE_BYTES = 8 << 20  # public files beyond this total are baked into an image once
 MOST_BYTES = 1 << 40  # of memory, and of a file, while an image is made
-BUILD_SECONDS = 600
 PIP_SECONDS = 7200
 PACKAGES = "flatlab-requirements"  # repository of the images that install_requirements makes
 
@@ -141,56 +134,3 @@ def install_requirements(task, image: str) -> str:
             raise UserError(f"{task.requirements} cannot be installed in {image}: {reason}")
         commit(box, tag)
     return tag
-
-
-# The working directory of a foreign image becomes the workspace, and its path a link to that.
-PREPARE = """
-FROM {base}
-USER root
-RUN for name in python3 bash tar; do command -v $name || exit 1; done
-RUN mkdir -p {place} $(dirname {workspace}) && \\
-    if ! [ {place} -ef {workspace} ]; then \\
-    mv -T {place} {workspace} && ln -s {workspace} {place}; fi
-RUN chown -R agent: {workspace} || chown -R 1000:1000 {workspace}
-"""
-
-
-def foreign_image(
-    context: Path, task: str, base: str | None = None, workdir: str | None = None
-) -> tuple[str, str]:
-    """Prepares an image for sandboxes in which commands start in the image's working directory.
-
-    Args:
-        context: Folder with a Dockerfile, which is built unless there is a `base`.
-        task: Name of the task, for the name of the image.
-        base: An image that Docker has.
-        workdir: The working directory, if not the image's own.
-
-    Returns the names of the image and of the working directory in it. Raises UserError if Docker
-    cannot build it, or if it has no working directory, python3, bash or tar.
-    """
-    import docker
-
-    if base and (problem := docker_problem(base)):
-        raise UserError(problem)
-    try:
-        client = docker.from_env(timeout=BUILD_SECONDS)
-        if base:
-            image = client.images.get(base)
-        else:
-            image = client.images.build(path=str(context), forcerm=True)[0]
-        workdir = workdir or image.attrs["Config"]["WorkingDir"]
-        if workdir in ("", "/"):
-            raise UserError(f"The image of task {task} has no working directory (WORKDIR).")
-        text = PREPARE.format(base=image.id, place=shlex.quote(workdir), workspace=WORKSPACE)
-        file = io.BytesIO(text.encode())
-        image = client.images.build(fileobj=file, forcerm=True, network_mode="none")[0]
-        name = f"{repository_name(task)}:{image.id.removeprefix('sha256:')[:16]}"
-        image.tag(name)
-        remove_others(name)
-    except (docker.errors.DockerException, TypeError) as error:  # TypeError: no Dockerfile
-        raise UserError(
-            f"Docker cannot build the image of task {task}, which must have python3, bash and tar: "
-            f"{short_text(error)}"
-        ) from error
-    return name, workdir

@@ -16,7 +16,6 @@ from flatlab.numbers import LARGEST, number
 from flatlab.task.value import improvement
 
 MESSAGE_CHARS = 500  # of a grader's error message, which the agent reads
-WHOLE_WORKSPACE = ("./",)  # artefacts: all that was written, changed or removed in the workspace
 
 # Fields that change neither an episode nor its score, and those that name files
 NOT_SCORED = "name source degenerate trivial needs_gpu needs_network public hidden requirements"
@@ -35,8 +34,10 @@ class Task:
     higher_is_better: bool
     baseline: float  # score of doing nothing clever, on splits[0]
     reference: float | None = None  # a good known score: an improvement of 1
-    # What to write: "a.csv", "folder/" (all in it), "*.yaml" (if any); or WHOLE_WORKSPACE, alone.
-    artefacts: tuple[str, ...]
+    artefacts: tuple[str, ...]  # files to write: "a.csv", "folder/" (all in it), "*.yaml" (if any)
+    # Shell command that makes the artefact of the workspace before each grading, so that the agent
+    # writes none itself. A workspace that is still as it was given is no submission.
+    collect: str = ""
     public: dict[str, Path]  # in the agent's sandbox; one that is an artefact is a starter for it
     hidden: dict[str, Path]  # answers and the pristine grader: only ever in a grading sandbox
     grader: tuple[str, ...]  # argv in the grading workspace; "{split}" is replaced
@@ -52,7 +53,7 @@ class Task:
     exact: bool = False
     needs_gpu: bool = False
     needs_network: bool = False
-    source: str = "built-in"  # or "mlgym", "mledojo", "harbor"
+    source: str = "built-in"  # name of the loader
     image: str = ""  # Docker image that only this task uses; empty: the one of --image
     requirements: Path | None = None  # pip requirements beyond what the image holds
     # Folders of Python packages that the agent's sandbox shows as empty because they hold answers,

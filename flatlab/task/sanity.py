@@ -1,4 +1,4 @@
-"""The sanity check of a task: whether its grader works, and what rules that need no idea score."""
+"""Checks a task: does the grader work, and what do trivial baselines score?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows, transcripts, checkpoints and adapters of a training run, and resuming from them.
+"""Checkpoints, transcripts and adapters of a training run, and resuming from them.
 
 Every rank calls these functions with its job, see job.py, but write_step, final_adapters and
 is_finished are for rank 0: only that has a run to write. All randomness is a function of seed and
@@ -33,7 +33,21 @@ def resume(policy, optimizer, job) -> list[dict]:
         load(policy, optimizer, folder)
         job.say(f"resumed after step {step} from {folder}")
         job.stopped = metrics.collapse(rows, job.best)
+    job.ranks.broadcast(policy.parameters())
     return rows
+
+
+def resume_rows(policy, optimizer, job) -> int:
+    """Loads the newest checkpoint of a run without evaluations, and removes the rows after it.
+
+    Returns how many rows there are.
+    """
+    step, folder = newest(job.run)
+    job.run.truncate_rows(step)
+    if folder:
+        load(policy, optimizer, folder)
+        job.say(f"resumed after step {step} from {folder}")
+    return step + 1
 
 
 def newest(run) -> tuple[int, Path | None]:
@@ -49,8 +63,10 @@ def load(policy, optimizer, folder: Path) -> None:
     optimizer.load_state_dict(saved["optimizer"])
 
 
-def write_step(policy, optimizer, job, row: dict) -> None:
-    """Writes row and checkpoint, after the transcripts. A step counts once it has a checkpoint."""
+def write_step(policy, optimizer, job, row: dict, groups: list[Group] = ()) -> None:
+    """Writes transcripts, row and checkpoint. A step counts once it has a checkpoint."""
+    if groups:
+        save_groups(job, row["step"], groups)
     job.run.log(row)
     with job.run.checkpoint(row["step"]) as folder:
         policy.save(folder)
@@ -59,14 +75,16 @@ def write_step(policy, optimizer, job, row: dict) -> None:
 
 def save_groups(job, name: int | str, groups: list[Group]) -> None:
     """Writes the episodes of these groups and their tokens, see Run.save_episodes. Each has the
-    number of its group, its reward (None for a fault), baseline, and improvements (None unless
-    valid).
+    number of its group, its reward if there is one (None for a fault), baseline, and improvements
+    (None unless valid).
     """
     if not job.run:
         return
     lines = []
     for group in groups:
-        columns = {"reward": group.rewards, "improvement": group.improvements()}
+        columns = {"improvement": group.improvements()}
+        if group.rewards:
+            columns["reward"] = group.rewards
         if all(e.test_score for e in group.played):
             columns["test_improvement"] = group.improvements("test_score")
         made = zip(*columns.values())
@@ -101,15 +119,17 @@ def keep_best(policy, job, result: dict) -> None:
         job.result(best=result)
 
 
-def final_adapters(run) -> dict[str, tuple[Path, str]]:
+def final_adapters(job) -> dict[str, tuple[Path, str]]:
     """The folder of each adapter that is compared at the end of a run, and the digest of its
     weights, by name.
     """
-    names = [name for name in ("untrained", "imitated") if (run.dir / name).is_dir()]
-    folders = {name: run.dir / name for name in names}
-    steps = [folder for _, folder in run.checkpoints()]
-    folders["last"] = [*folders.values(), *steps][-1]
-    folders["best"] = run.dir / "best"
+    return job.ranks.first(adapters_of(job.run) if job.run else None)
+
+
+def adapters_of(run) -> dict[str, tuple[Path, str]]:
+    untrained = run.dir / "untrained"
+    _, last = [(-1, untrained), *run.checkpoints()][-1]
+    folders = {"untrained": untrained, "last": last, "best": run.dir / "best"}
     return {
         name: (folder, content_key(next(folder.glob("*.safetensors"))))
         for name, folder in folders.items()

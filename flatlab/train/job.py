@@ -1,8 +1,8 @@
 """A process of a training run: its two threads, and the other processes of the same job.
 
-The event loop, in the main thread, steps the engine and plays episodes. The trainer's thread does
-everything else: it runs the loop over the steps, with the updates, the exchanges with other ranks,
-rows, checkpoints and plots. So episodes of later steps go on while an update is computed.
+The main thread runs the event loop, which steps the engine and plays episodes. The trainer's thread
+computes updates, exchanges numbers with other ranks and writes checkpoints, see in_trainer: so
+episodes of later steps go on meanwhile.
 
 `torchrun --nproc-per-node 4 grpo.py ...` starts several ranks, also on several machines. Every rank
 has its own engine, trainer and sandboxes and plays its part of the groups. The ranks exchange the
@@ -20,13 +20,11 @@ import asyncio
 import atexit
 import contextlib
 import heapq
-import inspect
 import itertools
 import os
 import pickle
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -52,67 +50,28 @@ def stop_if_interrupted() -> None:
         raise Interrupted
 
 
-class EventLoop:
-    """The event loop as the trainer's thread uses it. Outside of run_beside() there is none."""
+async def in_trainer(function, *args):
+    """Awaits function(*args) in the trainer's thread. One call at a time.
 
-    def __init__(self):
-        self.loop = None
-        self.tasks = set()  # started and not ended
-
-    def start(self, function, *args) -> Future:
-        """Runs a function, async or not, in the event loop, between two steps of the engine. Its
-        result is that of the returned future.
-        """
-        stop_if_interrupted()
-
-        async def tracked():
-            task = asyncio.current_task()
-            self.tasks.add(task)
-            try:
-                result = function(*args)
-                return await result if inspect.isawaitable(result) else result
-            finally:
-                self.tasks.remove(task)
-
-        return asyncio.run_coroutine_threadsafe(tracked(), self.loop)
-
-    def wait(self, function, *args):
-        """Runs a function in the event loop and returns its result."""
-        return self.start(function, *args).result()
-
-    def cancel(self) -> None:
-        """Cancels everything that was started, and returns when it has ended."""
-        asyncio.run_coroutine_threadsafe(self.end_tasks(), self.loop).result()
-
-    async def end_tasks(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        if self.tasks:
-            await asyncio.wait(self.tasks)
-
-
-async def run_beside(loop: EventLoop, train, *args) -> None:
-    """Runs train(*args) in the trainer's thread. Meanwhile `loop` is the event loop of this one.
-
-    After Ctrl-C train ends where it waits for the event loop, or after a micro-batch; episodes in
-    flight are cancelled, and their sandboxes closed.
+    A hop between the threads waits for a step of the engine, so heavy work is one call.
     """
-    loop.loop = asyncio.get_running_loop()
-    training = loop.loop.run_in_executor(TRAINER, invoke, train, *args)
+    call = asyncio.get_running_loop().run_in_executor(TRAINER, invoke, function, *args)
     try:
-        while not training.done():
+        while not call.done():
             # A signal that arrives in another thread is handled when the loop wakes up.
-            await asyncio.wait([training], timeout=1)
-        training.result()
+            await asyncio.wait([call], timeout=1)
     finally:
-        INTERRUPTED.set()
-        while not training.done():
-            await loop.end_tasks()
-            await asyncio.wait([training], timeout=0.1)
-        await loop.end_tasks()
-        training.exception()  # asyncio prints those that nobody looked at
-        INTERRUPTED.clear()
-        loop.loop = None
+        if not call.done():  # cancelled, as by Ctrl-C
+            INTERRUPTED.set()
+            await asyncio.wait([call])
+            INTERRUPTED.clear()
+            call.exception()  # asyncio prints the ones that nobody looked at
+    return call.result()
+
+
+def reserve_threads(count: int) -> None:
+    """Leaves these threads to the engine, which decodes a small model on one."""
+    threads.use_all(count)
 
 
 class Slots:
@@ -219,10 +178,8 @@ class Job:
     """State of a process of a training run, and how far the run has come."""
 
     ranks: Ranks = field(default_factory=Ranks)
-    loop: EventLoop = field(default_factory=EventLoop)
     run: Run | None = None  # the open run directory; None on all ranks but rank 0
     slots: Slots | None = None  # of the sandboxes of this process
-    play: Callable | None = None  # play_groups of the script
     step: int = 0  # the next one; as many steps of training are in the weights
     best: dict | None = None  # evaluation of the adapter in best/
     stopped: str = ""  # why the guard ended the run
@@ -236,6 +193,11 @@ class Job:
         """Merges the fields into result.json."""
         if self.run:
             self.run.result(**fields)
+
+    def track(self, row: dict) -> None:
+        """Hands a row that is not logged to the trackers."""
+        if self.run:
+            self.run.track(row)
 
 
 def mismatch(name: str, other: str) -> UserError:

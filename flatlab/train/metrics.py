@@ -12,12 +12,33 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 
 from flatlab.errors import UserError
-from flatlab.numbers import number, plus_minus, standard_error
+from flatlab.numbers import number, standard_error
 from flatlab.task.definition import Task
+from flatlab.task.sanity import degenerate
 from flatlab.task.value import summary, summary_text, value_of
 from flatlab.train.batch import Group
 
 PHASES = ("seconds_sample", "seconds_train", "seconds_sync", "seconds_judge")
+
+# ------------------------------------------------------------------------------ a run
+
+
+def first_results(tasks: list[Task], kind: str) -> dict:
+    """The first content of result.json. kind: of the run, see flatlab/view/reader.py."""
+    scale = tasks[0].scale
+    if len(tasks) > 1:
+        scale = {"metric": "value", "higher_is_better": True, "baseline": 0.0, "reference": 1.0}
+    return {
+        "kind": kind,
+        "status": "running",
+        "final": None,  # of an earlier end, if the run continues
+        "value": None,
+        "task": " ".join(task.name for task in tasks),
+        **scale,
+        "selected_on_test": any(task.selected_on_test for task in tasks),
+        "degenerate": "; ".join(filter(None, map(degenerate, tasks))) or None,
+    }
+
 
 # ------------------------------------------------------------------------------ the row of a step
 
@@ -117,16 +138,32 @@ def split_of(tasks: list[Task]) -> str:
     return " and ".join(dict.fromkeys(task.splits[0] for task in tasks))
 
 
-def evaluation_line(when: str, result: dict, split: str) -> str:
-    return f"{when}: {summary_text(result)} ({split}, N = {result['n']})"
-
-
-def mean_text(row: dict) -> str:
-    """The mean value: 'value +0.1200 ± 0.0310'."""
-    return f"value {plus_minus(row['value_mean'], row['value_stderr'], '+')}"
+def evaluation_line(when: str, result: dict, tasks: list[Task]) -> str:
+    return f"{when}: {summary_text(result)} ({split_of(tasks)}, N = {result['n']})"
 
 
 # ------------------------------------------------------------------------------ the end of a run
+
+
+def comparison(adapters: dict, played: dict, tasks: list[Task], steps: dict) -> dict:
+    """The comparison of adapters on the same fresh seeds, as in result.json.
+
+    adapters: name -> digest of the weights. played: digest -> (groups, name of the file with their
+    episodes). steps: name -> step of the adapter.
+    """
+    untrained = adapters["untrained"]
+    final = {"split": split_of(tasks), "best_is_untrained": adapters["best"] == untrained}
+    for name, weights in adapters.items():
+        groups, file = played[weights]
+        result = evaluation(groups, tasks) | {"file": file}
+        if name != "untrained":
+            result |= paired_difference(groups, played[untrained][0])
+        if name != "best":  # others with equal weights have read the test part, too
+            result = {key: result[key] for key in result if "test_" not in key}
+        if name in steps:
+            result["step"] = steps[name]
+        final[name] = result
+    return final
 
 
 def paired_difference(groups: list[Group], reference: list[Group]) -> dict:

@@ -11,7 +11,6 @@ through a thousand of them takes less than a millisecond.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import hashlib
 import io
 import itertools
@@ -22,12 +21,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from flatlab import options
 from flatlab.errors import UserError
 from flatlab.files import write_whole
-from flatlab.runs import trackers
-from flatlab.runs.fingerprint import fingerprint
-from flatlab.runs.store import Run, open_run, run_directory
+from flatlab.runs.store import Run, begin_run, run_directory
 from flatlab.sandbox.client import readable
 from flatlab.task.definition import Task
 from flatlab.task.value import improvement, summary, value_of
@@ -47,9 +43,9 @@ CODE_BYTES = 50_000
 
 @dataclass(slots=True)
 class Node:
-    """One attempt. A node with status "" is still running.
+    """One attempt, and its row of journal.jsonl. A node with status "" is still running.
 
-    Its row of journal.jsonl also holds the turns of its episode, as `actions`.
+    The turns of its episode are in episodes/.
     """
 
     id: str  # lineage: "0.2.1" is the second child of the third child of the root "0"
@@ -70,7 +66,6 @@ class Node:
     error: str = ""
     grader_output: str = ""  # see Score; no prompt may hold it
     code: dict = field(default_factory=dict)  # file name -> text
-    diff: str = ""  # of the code, against the parent's
     seconds: float = 0.0
     elapsed: float = 0.0  # seconds of the whole search when this node ended
     tokens: int = 0  # sampled
@@ -212,9 +207,6 @@ class Tree:
 
     def record(self, node: Node, episode: Episode) -> None:
         """Ends a node: copies what came of its episode into it, and writes both to the disk."""
-        parent = self.nearest_kept(node.parent)
-        if parent is not self.root:
-            node.diff = difference(parent.code, node.code)
         node.status = status_of(episode)
         score = episode.score
         if score and score.valid:
@@ -228,7 +220,7 @@ class Tree:
         tokens = b"" if self.cfg.url else episode.packed  # those of an endpoint are not the model's
         self.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id}], tokens)
         node.elapsed = self.elapsed()
-        row = {name: getattr(node, name) for name in COLUMNS} | {"actions": episode.turns}
+        row = {name: getattr(node, name) for name in COLUMNS}
         self.run.log(row, "journal.jsonl")  # from here on it counts
         self.finished.append(node)
         self.run.result(**results(self), status="running")
@@ -330,26 +322,17 @@ def error_of(episode: Episode) -> str:
     return clip("\n".join([*errors[-1:], message]), 2000)
 
 
-def difference(old: dict, new: dict) -> str:
-    """A unified diff of the files in `new` against those of the same name in `old`."""
-    lines = []
-    for name, text in new.items():
-        before = old.get(name, "").splitlines(keepends=True)
-        lines += difflib.unified_diff(before, text.splitlines(keepends=True), name, name)
-    return "".join(lines)
-
-
 def results(t: Tree) -> dict:
     """The content of result.json, at any moment.
 
-    value: of the best node, on the test part once that was scored; of an evaluation, which has no
-    best node, the mean. The keys of summary() are over all nodes but the faults.
+    value: of the best node, on the test part once that was scored. The keys of summary() are over
+    all nodes but the faults.
     """
     best = t.best()
-    has_best = not t.rule.is_evaluation and best is not t.root
+    has_best = best is not t.root
     graded = [node for node in t.finished if node.status != "fault"]
-    nodes = summary([node.improvement for node in graded], t.task)
     facts = {
+        "kind": "search",
         "task": t.task.name,
         **t.task.scale,
         "sampling_modes_used": Counter(node.sampling_mode for node in t.finished),
@@ -366,19 +349,17 @@ def results(t: Tree) -> dict:
         "best_score": best.score if has_best else None,
         "best_stderr": best.stderr if has_best else None,
         "split": t.task.splits[0],
-        "selected_on_test": t.task.selected_on_test and not t.rule.is_evaluation,
-        "evaluation": t.rule.is_evaluation,
-        **nodes,
+        "selected_on_test": t.task.selected_on_test,
+        **summary([node.improvement for node in graded], t.task),
         **hidden_results(t),
     }
     shown = facts["test_improvement"] if facts["tested_id"] else best.improvement
-    value = value_of(shown if has_best else None)
-    return {"value": nodes["value_mean"] if t.rule.is_evaluation else value} | facts
+    return {"value": value_of(shown if has_best else None)} | facts
 
 
 def hidden_results(t: Tree) -> dict:
-    """Facts about the chosen node on the parts that the search does not see: None before the end,
-    without a valid node, and in an evaluation. A score is also None if that part refuses the node.
+    """Facts about the chosen node on the parts that the search does not see: None before the end
+    and without a valid node. A score is also None if that part refuses the node.
     """
     node = t.chosen if t.chosen is not t.root else None
     parts = t.hidden_scores.get(node.id, {}) if node else {}
@@ -406,29 +387,29 @@ def open_trees(cfg, tasks: list, rule, path) -> tuple[list[Tree], Path]:
 
     cfg: the Config of search.py. rule: a Rule. path: a ModelPath, or None for an endpoint.
     """
-    trackers.check_packages(cfg.trackers)
     cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
     is_grid = len(cells) > 1
     where = run_directory(cfg.name)
     if is_grid and (where / "config.yaml").exists():
         raise UserError(f"{where} is a single run, not a grid: choose another --name.")
     prompts = load_prompts(cfg.episode.prompts).digest
-    made_by = {task.name: fingerprint([prompts, task.digest()], path) for task in tasks}
     trees = []
     for task, mode, seed in cells:
+        cell = {"task": task.name, "sampling_mode": mode, "seed": seed}
         directory = where / f"{task.name}-{mode}-{seed}" if is_grid else where
-        cell = {"task": task.name, "sampling_mode": mode, "seed": seed, "name": directory.name}
-        run = open_run(
-            directory,
-            options.flat(cfg) | cell,
-            made_by[task.name],
-            cfg.RESUMABLE,
+        digests = [prompts, task.digest()]
+        run = begin_run(
+            cfg,
+            digests,
+            path,
             lambda run: is_finished(run, cfg),
+            directory,
+            name=directory.name,
+            **cell,
         )
         t = Tree(task, mode, seed, cfg, run, rule)
         if not t.closed:
             (run.dir / "nodes").mkdir(exist_ok=True)
-            run.trackers = trackers.open_trackers(run)
         trees.append(t)
     return trees, where
 

@@ -9,7 +9,7 @@ and all knowledge from the tree, so every decision can be repeated from the jour
 Rules see `improvement`, which is 0 at the baseline and grows with better scores whatever the
 direction of the metric. Q is the improvement, min-max normalised over the root and all scored nodes
 (0.5 if all are equal). Running nodes count as children. A failed node has the lowest Q, but it is
-not a dead end: bfs, mcts and linear may build on it, and the other rules but puct and evaluation
+not a dead end: bfs, mcts and linear may build on it, and the other rules but puct
 debug a failed leaf with probability DEBUG_PROB (see `failed_leaf`).
 
 Letters: N executed nodes, n children of a candidate, q its value.
@@ -36,9 +36,6 @@ class Rule:
     debugs: bool = True  # False: failed leaves are not drawn for debugging, see DEBUG_PROB
     shared_request: bool = False  # one request for strategies serves all children of a node
     uses_strategies: bool = True  # False: none are asked for
-    # The nodes are independent episodes, which end as in training and not at the first valid score:
-    # none is chosen, and their mean is the result.
-    is_evaluation: bool = False
 
     def constants(self, name: str, rule_args: tuple[str, ...]) -> dict:
         """Its keyword arguments: the defaults, or the `name=value` pairs of --rule-args.
@@ -314,11 +311,6 @@ def linear(t, rng):
     return Choice(parent, "exploit", "goes on")
 
 
-def evaluation(t, rng):
-    """No search: every node is an episode of its own, and their mean is the result."""
-    return Choice("0", reason="an episode of its own")
-
-
 RULES = {
     "random": Rule(uniform_choice),
     "open_ended": Rule(open_ended),
@@ -326,12 +318,6 @@ RULES = {
     "evolution": Rule(evolution),
     "puct": Rule(puct, debugs=False),
     "linear": Rule(linear, debugs=False, uses_strategies=False),
-    "evaluation": Rule(
-        evaluation,
-        debugs=False,
-        uses_strategies=False,
-        is_evaluation=True,
-    ),
 }
 
 

@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import shlex
+from math import nan
 from pathlib import Path
+from statistics import fmean
 
-from flatlab.numbers import count
+from flatlab.numbers import count, duration, plus_minus
 from flatlab.task.definition import Task
 from flatlab.task.sanity import degenerate
+from flatlab.task.value import value_of
+from flatlab.train.metrics import PHASES
 from flatlab.view import page, tables
 from flatlab.view.reader import read_run
 
 
-def first_lines(cfg, tasks: list[Task], path, why: str) -> None:
-    """path: of the model, None for an endpoint. why: of the sandbox."""
+def first_lines(cfg, tasks: list[Task], path, why: str = "") -> None:
+    """path: of the model, None for an endpoint. why: of the sandbox, if there are any."""
     for task in tasks:
         if warning := degenerate(task):
             print(f"warning  {task.name}: {warning}")
         measure = f"{task.metric}, {task.direction}"
         print(f"task     {task.name}: {measure}, baseline {task.baseline:.4g}")
     print(f"model    {cfg.model.model}{path.note if path else ''}")
-    print(f"sandbox  {why}")
+    if why:
+        print(f"sandbox  {why}", flush=True)
 
 
 def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
-    """Prints the first lines of the run and writes what its result.json begins with."""
-    scale = tasks[0].scale
-    if len(tasks) > 1:
-        scale = {"metric": "value", "higher_is_better": True, "baseline": 0.0, "reference": 1.0}
-    run.result(
-        status="running",
-        final=None,  # of an earlier end, if the run continues
-        value=None,
-        task=" ".join(task.name for task in tasks),
-        **scale,
-        selected_on_test=any(task.selected_on_test for task in tasks),
-        degenerate="; ".join(filter(None, map(degenerate, tasks))) or None,
-    )
+    """Prints the first lines of a training run."""
     first_lines(cfg, tasks, path, why)
     print(
         f"plan     {count(cfg.steps, 'step')} x {count(cfg.groups, 'group')} x "
@@ -45,6 +38,28 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
         f"run      {run.dir}   (python viz.py {shlex.quote(str(run.dir))})",
         flush=True,
     )
+
+
+def step_made(run, rows: list[dict], steps: int) -> None:
+    """Prints a line about the last step, and refreshes the pictures now and then.
+
+    rows: all so far. steps: of the whole run.
+    """
+    row = rows[-1]
+    spent = [sum(r[phase] for phase in PHASES) for r in rows[-20:]]
+    eta = fmean(spent) * (steps - row["step"] - 1)  # without the comparison at the end
+    print(
+        f"step {row['step']:3}  reward {row['reward_mean']:+.2f}  "
+        f"value {plus_minus(row['value_mean'], row['value_stderr'], '+')}  "
+        f"valid {row['valid_share']:4.0%}  same {row['zero_variance_share']:4.0%}  "
+        f"kl {row.get('kl', nan):.1e}  grad {row.get('grad_norm', nan):.2f}  "
+        f"{row['seconds']:.1f} s ({row['seconds_sample']:.1f} sampling)  "
+        f"ETA {duration(eta)}",
+        *(f"\n      ! {alarm}" for alarm in row["alarms"]),
+        sep="",
+        flush=True,
+    )
+    page.plot_now_and_then(run.dir)
 
 
 def farewell(run) -> None:
@@ -61,6 +76,41 @@ def farewell(run) -> None:
     for sentence in tables.notes([record]):
         print(sentence)
     print(f"pictures, page, transcripts and adapter: {run.dir}")
+
+
+# ------------------------------------------------------------------ imitations, evaluations
+
+
+def update_made(rows: list[dict], updates: int) -> None:
+    """Prints a line about the last update of an imitation. rows: all so far."""
+    row = rows[-1]
+    eta = fmean(r["seconds"] for r in rows[-20:]) * (updates - len(rows))
+    loss = f"{row['loss']:.3f} nats per token"
+    print(f"imitate  {len(rows)} of {updates}: {loss}, ETA {duration(eta)}", flush=True)
+
+
+def episode_made(group, played: int, episodes: int, eta: float) -> None:
+    """Prints a line about an episode of an evaluation. group: of this episode alone."""
+    [episode] = group.episodes
+    outcome = "fault"
+    for improvement in group.improvements():
+        score = "" if improvement is None else f" ({episode.score.value:.4f})"
+        outcome = f"value {value_of(improvement):+.4f}{score}"
+    turns = count(len(episode.turns), "turn")
+    print(
+        f"episode  {played} of {episodes}: {group.task.name} {outcome}, {turns}, "
+        f"{episode.status}, ETA {duration(eta)}",
+        flush=True,
+    )
+
+
+def outcome(directory: Path) -> None:
+    """Prints the outcome of one run in words; writes its pictures and page."""
+    record = read_run(directory)
+    page.write([record], directory)
+    print(f"\n{tables.headline(record)}")
+    print(f"\npictures: {directory}/*.png   page: {directory}/report.html", end="   ")
+    print(f"everything: {directory}   (python viz.py {shlex.quote(str(directory))})")
 
 
 # ------------------------------------------------------------------ searches
@@ -98,7 +148,7 @@ def node_line(t, node) -> str:
     best = "-"
     if node.valid:
         score = f"{node.score:.{digits}f}"
-    if t.scored and not t.rule.is_evaluation:
+    if t.scored:
         best = f"{t.best().score:.{digits}f}"
     note = ""
     if t.task.exact and node.valid and node.improvement > 1:
@@ -128,17 +178,15 @@ def round_line(row: dict) -> str:
 
 
 def report(trees: list, where: Path) -> None:
-    """Prints the outcome: of one search in words, with its pictures and page; of a grid a table.
+    """Prints the outcome: of one search in words, of a grid as a table.
 
     where: directory of the run or grid.
     """
+    if where == trees[0].run.dir:
+        if trees[0].best() is not trees[0].root:
+            print(f"\nstrategy of the best node: {trees[0].best().idea or 'none'}")
+        outcome(where)
+        return
     runs = [read_run(t.run.dir) for t in trees]
-    if where != runs[0].dir:  # viz.py draws the pictures of a grid; they take minutes
-        print(f"\n{tables.table(runs)}\n")
-    else:
-        page.write(runs, where)
-        print(f"\n{tables.headline(runs[0])}")
-        if trees[0].best() is not trees[0].root and not trees[0].rule.is_evaluation:
-            print(f"Its strategy: {trees[0].best().idea or 'none'}")
-        print(f"\npictures: {where}/*.png   page: {where}/report.html", end="   ")
+    print(f"\n{tables.table(runs)}\n")  # viz.py draws the pictures of a grid; they take minutes
     print(f"everything: {where}   (python viz.py {shlex.quote(str(where))})")

@@ -40,13 +40,16 @@ def draw(runs: list[RunData], folder: Path) -> list[Path]:
     return paths
 
 
-def plot_now_and_then(run) -> None:
-    """Refreshes the pictures of an open Run, but spends at most a twentieth of the time on it."""
+again = {}  # directory -> clock of its next refresh
+
+
+def plot_now_and_then(directory: Path) -> None:
+    """Refreshes the pictures of a run, but spends at most a twentieth of the time on it."""
     start = time.monotonic()
-    if start > run.plot_again:
-        draw([read_run(run.dir)], run.dir)
+    if start > again.get(directory, 0.0):
+        draw([read_run(directory)], directory)
         now = time.monotonic()
-        run.plot_again = now + 20 * (now - start)
+        again[directory] = now + 20 * (now - start)
 
 
 # ------------------------------------------------------------------ the page

@@ -16,8 +16,8 @@ from flatlab.errors import UserError
 from flatlab.files import content_key, read_mapping
 from flatlab.numbers import count
 from flatlab.sandbox.backend import Spec
-from flatlab.task.definition import WHOLE_WORKSPACE, Task
-from flatlab.task.grading import software_of
+from flatlab.task.definition import Task
+from flatlab.task.machine import software_of
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = "configs/prompts/agent.yaml"
@@ -106,9 +106,7 @@ def episode_facts(env, options) -> dict:
     facts = {
         "task": task,
         "workspace": env.sandbox.workspace,
-        "artefact": "the workspace"
-        if task.artefacts == WHOLE_WORKSPACE
-        else " and ".join(task.artefacts),
+        "artefact": "the workspace" if task.collect else " and ".join(task.artefacts),
         "ends_at_score": env.ends_at_score,
         "has_network": env.options.network,
         "files": [
@@ -143,7 +141,10 @@ def machine_facts(env, options) -> dict:
 
 
 def first_lines(task: Task, path: str, size: int) -> list[str]:
-    """First lines of a table that is as the task gave it. size: of the file, in bytes."""
+    """First lines of a public table; [] if the agent has changed it.
+
+    size: bytes of the file.
+    """
     source = task.public.get(path)
     if not source or Path(path).suffix not in TABLES or source.stat().st_size != size:
         return []

@@ -1,19 +1,23 @@
 """Harbor task folders as tasks: task.toml, instruction.md, environment/, tests/test.sh.
 
-The agent works in the folder's own Docker image. What it wrote, changed or removed in the working
-directory goes into a fresh container of that image, and only that one gets the tests (grade.py).
+The agent works in the folder's own Docker image. A tar of the working directory is its artefact. A
+grading unpacks it in a fresh container of that image, and only that one gets the tests (grade.py).
 """
 
 from __future__ import annotations
 
+import io
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 from flatlab.errors import UserError
-from flatlab.sandbox.images import foreign_image
+from flatlab.sandbox.backend import WORKSPACE
+from flatlab.sandbox.docker import docker_problem, short_text
+from flatlab.sandbox.images import remove_others, repository_name
 from flatlab.task.builtin import tree_files
-from flatlab.task.definition import WHOLE_WORKSPACE, Task, refuse_overlap
+from flatlab.task.definition import Task, refuse_overlap
 
 # What a sandbox cannot give: keys of task.toml, and files.
 REFUSED_KEYS = """environment.tpu environment.mcp_servers environment.healthcheck
@@ -21,7 +25,14 @@ REFUSED_KEYS = """environment.tpu environment.mcp_servers environment.healthchec
     verifier.environment verifier.collect""".split()
 REFUSED_FILES = "environment/docker-compose.yaml tests/Dockerfile trajectory.json steps".split()
 MEMORY_MB = 4096
+BUILD_SECONDS = 600
 SECONDS = 600.0  # the format's limit for the tests, and here for one action without another limit
+ARCHIVE = ".flatlab.tar"
+# Equal workspaces make equal archives: names are sorted, times and owners are fixed.
+COLLECT = (
+    "tar -c --sort=name --mtime='2000-01-01 UTC' --owner=0 --group=0 --numeric-owner "
+    f"--hard-dereference --exclude=./{ARCHIVE} . > {ARCHIVE}"
+)
 # Lines that mark a file of a benchmark for those who filter training data.
 CANARY = re.compile(r"\A(\s*(<!--.*canary.*-->|#.*canary.*)\n)+", re.IGNORECASE)
 
@@ -62,7 +73,8 @@ def load_harbor(folder: Path) -> Task:
         higher_is_better=True,
         baseline=0.0,
         reference=1.0,
-        artefacts=WHOLE_WORKSPACE,
+        artefacts=(ARCHIVE,),
+        collect=COLLECT,
         public={},
         hidden=hidden,
         grader=("python3", "-I", ".flatlab/grade.py"),
@@ -99,3 +111,56 @@ def number_of(spec: dict, key: str, default: float = 0) -> float:
         return float(value.removesuffix("M").replace("G", "e3"))
     except ValueError:
         raise UserError(f"{key} in task.toml must be a number, not {value}.") from None
+
+
+# The working directory of a foreign image becomes the workspace, and its path a link to that.
+PREPARE = """
+FROM {base}
+USER root
+RUN for name in python3 bash tar; do command -v $name || exit 1; done
+RUN mkdir -p {place} $(dirname {workspace}) && \\
+    if ! [ {place} -ef {workspace} ]; then \\
+    mv -T {place} {workspace} && ln -s {workspace} {place}; fi
+RUN chown -R agent: {workspace} || chown -R 1000:1000 {workspace}
+"""
+
+
+def foreign_image(
+    context: Path, task: str, base: str | None = None, workdir: str | None = None
+) -> tuple[str, str]:
+    """Prepares an image for sandboxes in which commands start in the image's working directory.
+
+    Args:
+        context: Folder with a Dockerfile, which is built unless there is a `base`.
+        task: Name of the task, for the name of the image.
+        base: An image that Docker has.
+        workdir: The working directory, if not the image's own.
+
+    Returns the names of the image and of the working directory in it. Raises UserError if Docker
+    cannot build it, or if it has no working directory, python3, bash or tar.
+    """
+    import docker
+
+    if base and (problem := docker_problem(base)):
+        raise UserError(problem)
+    try:
+        client = docker.from_env(timeout=BUILD_SECONDS)
+        if base:
+            image = client.images.get(base)
+        else:
+            image = client.images.build(path=str(context), forcerm=True)[0]
+        workdir = workdir or image.attrs["Config"]["WorkingDir"]
+        if workdir in ("", "/"):
+            raise UserError(f"The image of task {task} has no working directory (WORKDIR).")
+        text = PREPARE.format(base=image.id, place=shlex.quote(workdir), workspace=WORKSPACE)
+        file = io.BytesIO(text.encode())
+        image = client.images.build(fileobj=file, forcerm=True, network_mode="none")[0]
+        name = f"{repository_name(task)}:{image.id.removeprefix('sha256:')[:16]}"
+        image.tag(name)
+        remove_others(name)
+    except (docker.errors.DockerException, TypeError) as error:  # TypeError: no Dockerfile
+        raise UserError(
+            f"Docker cannot build the image of task {task}, which must have python3, bash and tar: "
+            f"{short_text(error)}"
+        ) from error
+    return name, workdir

@@ -132,9 +132,9 @@ class FlatlabHarness(vf.Harness[FlatlabHarnessConfig]):
         )
         derive(ModelOptions(context=options.context), limits, is_tiny=False)
         try:
-            world = await in_thread(Env, load(data.task), options.sandbox, seed)
+            message = data.system_prompt or ""
+            world = await in_thread(Env, load(data.task), options.sandbox, seed, message)
             trace.state.world = world
-            world.message = data.system_prompt or ""
             episode = Episode(data.task, seed)
             history = await start(world, policy, episode, limits)
             trace.info["status"] = await play(world, policy, episode, limits, history)

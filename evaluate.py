@@ -1,0 +1,174 @@
+"""Evaluation: the mean of N episodes of a model or an endpoint, on one or several tasks.
+
+    python evaluate.py --task titanic                                          the stand-in model
+    python evaluate.py --task titanic --model logs/grpo-titanic-tiny-0/best    a trained adapter
+    python evaluate.py --task titanic --url http://localhost:8000/v1 --model Qwen/Qwen3-8B
+    python viz.py logs/evaluate-*                                              compare them
+
+The same command again resumes an evaluation. Every episode has a sandbox of its own and a seed that
+no training uses; the same --seed means the same episodes for every model, which are compared in
+pairs. Nothing is selected, so both the validation and the test part are scored. A broken sandbox is
+replaced once; after that the episode is a fault, which is left out and counted.
+"""
+
+import asyncio
+import sys
+import time
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from statistics import fmean
+
+import env
+from flatlab import options
+from flatlab.errors import UserError
+from flatlab.files import read_rows
+from flatlab.runs import cli, store
+from flatlab.task.grading import Score
+from flatlab.task.value import value_of
+from flatlab.train import checkpoint, metrics
+from flatlab.train.batch import Group
+from flatlab.train.job import Job
+from flatlab.view import console
+from flatlab.world.episode import Episode, run_episode
+from policy import choose_model, default_name, open_engine
+
+FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are never that low
+
+
+@dataclass
+class Config:
+    """None stands for the default that the comment names; 0 is zero."""
+
+    name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
+    seed: int = 0  # seed of sampling
+    episodes: int = 64  # of all tasks together, which take turns
+    concurrency: int = 32  # episodes in flight at once
+    # OpenAI-compatible endpoint to sample from, as http://localhost:8000/v1; key: $OPENAI_API_KEY
+    url: str | None = None
+    gpu_memory: float = 0.85  # share of the GPU for the engine (weights and KV cache)
+
+    tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
+    model: options.ModelOptions = field(default_factory=options.ModelOptions)
+    sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
+    episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
+    trackers: options.Trackers = ()  # where episodes go, too; WANDB_MODE=offline needs no account
+
+    RESUMABLE = options.RESUMABLE | {"episodes", "concurrency", "url"}
+    BOUNDS = options.BOUNDS | {"episodes": options.COUNT, "concurrency": options.COUNT}
+
+
+async def evaluate(policy, tasks: list, cfg: Config, run) -> None:
+    """Plays the episodes that are not stored yet, and records each as it ends."""
+    slots = asyncio.Semaphore(cfg.concurrency)
+    played = stored_episodes(run, tasks)
+    start = time.monotonic()
+    before = len(played)
+
+    async def one(number: int) -> None:
+        task = tasks[number % len(tasks)]
+        seed = FIRST_SEED * (1 + cfg.seed) + number
+        for _ in range(2):
+            async with slots, env.Env(task, cfg.sandbox, seed) as world:
+                episode = await run_episode(world, policy, cfg.episode, seed, score_test=True)
+            if episode.status != "fault":
+                break
+        group = Group(number, task, [episode], [])
+        played[number] = group
+        record(run, played, group, tasks)
+        spent = time.monotonic() - start
+        left = spent / (len(played) - before) * (cfg.episodes - len(played))
+        console.episode_made(group, len(played), cfg.episodes, left)
+        latest = [*played.values()][-3:]
+        if len(latest) == 3 and not any(group.played for group in latest):
+            raise UserError(
+                "Three sandboxes in a row broke, so the evaluation stops. Run the same command "
+                f"again to continue. The last one: {episode.fault}"
+            )
+
+    async with asyncio.TaskGroup() as together:
+        for number in range(cfg.episodes):
+            if number not in played:
+                together.create_task(one(number))
+
+
+def stored_episodes(run, tasks: list) -> dict[int, Group]:
+    """The groups of one episode that this run has played before, by number."""
+    by_name = {task.name: task for task in tasks}
+    played = {}
+    for file in sorted((run.dir / "episodes").glob("[0-9]*.jsonl")):
+        [row] = read_rows(file)
+        number = int(file.stem)
+        played[number] = Group(number, by_name[row["task"]], [episode_of(row)], [])
+    return played
+
+
+def episode_of(row: dict) -> Episode:
+    """The episode of a transcript, without its tokens."""
+    names = {column.name for column in fields(Episode)} & row.keys()
+    episode = Episode(**{name: row[name] for name in names})
+    for part in ("score", "test_score"):
+        if row[part]:
+            setattr(episode, part, Score(**row[part]))
+    return episode
+
+
+def record(run, played: dict[int, Group], group: Group, tasks: list) -> None:
+    """Writes a transcript, and the results so far."""
+    [episode] = group.episodes
+    if run.config["url"]:
+        episode.packed = b""  # tokens of an endpoint are not the model's
+    checkpoint.save_groups(Job(run=run), group.number, [group])
+    values = [value_of(improvement) for improvement in group.improvements()]
+    run.track({"step": group.number, "value": fmean(values) if values else None})
+    if any(group.played for group in played.values()):
+        run.result(**results(played, tasks))
+
+
+def results(played: dict[int, Group], tasks: list) -> dict:
+    """The numbers of result.json. value: on the test part if there is one."""
+    groups = [*played.values()]
+    found = metrics.evaluation(groups, tasks)
+    episodes = [episode for group in groups for episode in group.episodes]
+    return found | {
+        "value": found.get("test_value_mean", found["value_mean"]),
+        "split": metrics.split_of(tasks),
+        "tokens": sum(episode.reply_tokens for episode in episodes),
+        "seconds": sum(episode.seconds for episode in episodes),
+    }
+
+
+# ------------------------------------------------------------------------------ start
+
+SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
+
+
+def is_finished(run, cfg: Config) -> bool:
+    """Returns whether all episodes are played."""
+    result = run.results()
+    played = result.get("n", 0) + result.get("faults", 0)
+    return result.get("status") == "finished" and played >= cfg.episodes
+
+
+def main() -> None:
+    cfg = cli.parse_config(Config, sys.argv[1:])
+    options.check_values(cfg)
+    cfg.name = cfg.name or default_name(SCRIPT, cfg)
+    path = choose_model(cfg, cfg.url)
+    tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, bool(path and path.is_tiny))
+    digests = env.digests(tasks, cfg.episode)
+    run = store.begin_run(cfg, digests, path, lambda run: is_finished(run, cfg))
+    if run.finished:
+        print(f"{run.dir} was finished before: nothing was run.")
+    else:
+        with store.recorded_end([run], run.dir):
+            first = metrics.first_results(tasks, "evaluation")
+            run.result(**first | {"selected_on_test": False})
+            console.first_lines(cfg, tasks, path, why)
+            policy = open_engine(cfg, path, cfg.seed, cfg.concurrency)
+            asyncio.run(evaluate(policy, tasks, cfg, run))
+            run.result(status="finished")
+    console.outcome(run.dir)
+
+
+if __name__ == "__main__":
+    cli.one_sentence(main)

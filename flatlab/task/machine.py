@@ -1,0 +1,121 @@
+"""The machine of a task: its kind of sandbox, an open sandbox, and the software in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flatlab.errors import SandboxFault, UserError
+from flatlab.options import SandboxOptions
+from flatlab.sandbox.client import KINDS, Sandbox, get_backend, pick_backend
+from flatlab.sandbox.images import check_requirements, found_images, prepared_image
+from flatlab.task.definition import Task
+
+MOUNT_BYTES = 16 << 20  # larger public files are mounted into a local sandbox, not copied
+
+
+def resolve_backend(task: Task, options: SandboxOptions) -> SandboxOptions:
+    """The options as they hold for this task: a concrete kind of sandbox in place of "auto", and a
+    network only if the task needs one.
+
+    Raises UserError if such a sandbox lacks an image, a network, a cache or a GPU for the task.
+    """
+    kind = options.backend
+    if kind not in KINDS:
+        kind = pick_backend(kind, task.image or options.image)[0]
+    is_container = get_backend(kind).is_container
+    if (task.image or task.needs_gpu) and not is_container:
+        raise UserError(
+            f"Task {task.name} needs a GPU or a Docker image of its own: use --backend docker."
+        )
+    hf_cache = options.hf_cache
+    if task.needs_network and not options.network and not (hf_cache and is_container):
+        raise UserError(
+            f"Task {task.name} takes data from the network while it runs: allow it with "
+            "--network, or in Docker mount what it needs with --hf-cache."
+        )
+    if hf_cache and not os.path.isdir(os.path.expanduser(hf_cache)):
+        raise UserError(f"There is no folder {hf_cache} to mount as the Hugging Face cache.")
+    if task.needs_gpu and not (Path("/dev/nvidiactl").exists() or os.environ.get("DOCKER_HOST")):
+        raise UserError(
+            f"Task {task.name} needs a GPU, and this machine has none that works "
+            "(no /dev/nvidiactl)."
+        )
+    return replace(options, backend=kind, network=options.network and task.needs_network)
+
+
+def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -> Sandbox:
+    """Opens a sandbox for an agent or for a grading. options: as resolve_backend returns them.
+
+    It holds none of the task's hidden files. Public files may be in place already (see
+    Sandbox.premounted). limits: memory, disk, cpus, processes. Raises SandboxFault, and UserError
+    if the task's requirements are missing.
+    """
+    is_container = get_backend(options.backend).is_container
+    image = task.image or options.image
+    mounted = {}
+    if is_container:
+        prepared = prepared_image(task, image)
+        if prepared != image:
+            mounted = task.public
+            image = prepared
+    else:
+        for path, file in task.public.items():
+            # A file that is mounted could not be removed, so an artefact is never mounted.
+            if file.stat().st_size > MOUNT_BYTES and not task.is_artefact(path):
+                mounted[path] = file
+    try:
+        box = Sandbox(
+            options.backend,
+            image=image,
+            premounted=mounted,
+            env={"PYTHONHASHSEED": str(seed % 2**32)},
+            network=options.network,
+            gpu=task.needs_gpu,
+            hf_cache=options.hf_cache,
+            hide=tuple({str(path.resolve().parent) for path in task.hidden.values()}),
+            hide_package_data=task.hide_package_data,
+            **limits,
+        )
+    except SandboxFault:
+        found_images.clear()  # somebody may have removed the image: the next call looks again
+        raise
+    if task.requirements and not is_container:
+        check_requirements(box, task)
+    return box
+
+
+@dataclass(frozen=True)
+class Software:
+    """Software that every sandbox of an image has."""
+
+    python: str  # version
+    packages: dict[str, str]  # name in lower case -> version
+    cores: int  # of the machine
+
+
+LOOK = """
+import importlib.metadata, json, os, platform
+names = {}
+for one in importlib.metadata.distributions():
+    if one.metadata and one.metadata["Name"]:
+        names[one.metadata["Name"].lower()] = one.version
+print(json.dumps([platform.python_version(), names, len(os.sched_getaffinity(0))]))
+"""
+looking = threading.Lock()
+looked_up: dict[tuple, Software] = {}  # by backend and image
+
+
+def software_of(box: Sandbox) -> Software:
+    """Python's packages in a sandbox, looked up once per image. Raises SandboxFault."""
+    key = (box.backend, box.image)
+    with looking:
+        if key not in looked_up:
+            result = box.run(["python3", "-I", "-c", LOOK], 60)
+            if result.exit_code:
+                raise SandboxFault(f"python3 cannot list its packages: {result.output[-500:]}")
+            looked_up[key] = Software(*json.loads(result.output))
+    return looked_up[key]

@@ -1,0 +1,215 @@
+"""Search that learns: a tree search in rounds, with an update of the model (LoRA) after each one
+(TTT-Discover, arXiv 2601.16175).
+
+    python learn.py --task erdosOverlap --nodes 256 --parents 4 --children 8
+    python viz.py logs/learn-erdosOverlap-tail-tiny-0
+
+The same command again resumes it. A round: the rule picks --parents nodes, each gets --children
+children, all in flight; they are graded; one update of grpo.py on their episodes; sync; a row of
+metrics.jsonl and a checkpoint.
+
+A group are the children of one parent. They share its files, but each has a strategy of its own in
+its prompt (not with --sampling-mode none). The replies that list strategies are not trained.
+"""
+
+import asyncio
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+import grpo
+import search
+from flatlab import options
+from flatlab.errors import UserError
+from flatlab.numbers import standard_error
+from flatlab.runs import cli, store
+from flatlab.task.value import value_of
+from flatlab.train import batch, checkpoint
+from flatlab.train.job import Job, in_trainer
+from flatlab.tree.nodes import Node, Tree, results
+from flatlab.view import console
+from policy import Policy, choose_model
+
+
+@dataclass
+class Config(search.Config):
+    """The options of search.py, and those of the updates."""
+
+    nodes: int = 256  # executed nodes per tree, failed ones too
+    parents: int = 4  # nodes that the rule picks in a round
+    children: int = 8  # of each parent in a round, compared with each other
+    lr: float | None = None  # learning rate of AdamW; default: 4e-5, stand-in 1e-3
+
+    select: Literal[*search.SELECT] = "puct"  # rule that picks the nodes to build on
+    gpu_memory: float = 0.45  # share of the GPU for the engine (weights and KV cache)
+    # nodes that run at the same time; default: parents x children
+    workers: int | None = None
+
+    BOUNDS = search.Config.BOUNDS | {"parents": options.COUNT, "children": (2, 1e9)}
+
+
+# ------------------------------------------------------------------ rounds
+
+
+async def learn(trees: list[Tree], policy, cfg: Config) -> None:
+    """Grows one tree after the other, each from the adapter that is there at the start."""
+    slots = asyncio.Semaphore(cfg.workers)
+    if policy.path.adapter:  # the row's kl is against it; the loss has no KL term
+        policy.set_reference(policy.path.adapter)
+    adapter = [p.detach().clone() for p in policy.parameters()]
+    for t in trees:
+        t.policy = policy
+        t.run.result(**results(t), status="running")
+        for parameter, values in zip(policy.parameters(), adapter):
+            parameter.data.copy_(values)
+        await grow(t, slots)
+
+
+async def grow(t: Tree, slots: asyncio.Semaphore) -> None:
+    """Grows a tree until its budget is spent or the rule has nothing to start."""
+    policy = t.policy
+    t.machine = await search.machine_of(t)
+    optimizer = policy.make_optimizer(t.cfg.lr)
+    job = Job(run=t.run)
+    rounds = await in_trainer(checkpoint.resume_rows, policy, optimizer, job)
+    policy.sync()
+    policy.version = rounds  # the number of updates
+    # There is no KL term, and replies that were cut at the length limit carry no gradient.
+    cfg = grpo.Config(credit="complete", kl=0.0, episode=t.cfg.episode)
+    cfg.micro_tokens = policy.fit_micro_tokens()
+    while groups := start_round(t):
+        async with asyncio.TaskGroup() as together:
+            playing = {}
+            for node in sum(groups, []):
+                playing[node.id] = together.create_task(play(t, node, slots))
+        episodes = {id: task.result() for id, task in playing.items()}
+        row = row_of(t, sum(groups, []), list(episodes.values()))
+        compared = compared_groups(t, groups, episodes)
+        row |= await in_trainer(grpo.update, policy, optimizer, compared, cfg, job)
+        policy.sync()
+        row["alarms"] = alarms(row, t.run.rows())
+        await in_trainer(checkpoint.write_step, policy, optimizer, job, row)
+        # The last adapter is the best one, because no evaluation compares them.
+        await in_trainer(checkpoint.save_adapter, policy, job, "best")
+        print(console.round_line(row), flush=True)
+    await search.close(t)
+
+
+def start_round(t: Tree) -> list[list[Node]]:
+    """Starts the nodes of a round, a group of children for each parent that the rule picks."""
+    groups = []
+    for _ in range(t.cfg.parents):
+        choice = search.decide(t)
+        if choice is None:
+            break
+        notes = choice.notes | {"round": t.policy.version, "group": t.started}
+        children = []
+        while len(children) < t.cfg.children and not t.spent():
+            children.append(search.start(t, replace(choice, notes=notes)))
+        groups.append(children)
+    return groups
+
+
+async def play(t: Tree, node: Node, slots: asyncio.Semaphore):
+    """Plays the episode of a node once a slot is free."""
+    await slots.acquire()
+    return await search.run_node(t, node, slots)
+
+
+def compared_groups(t: Tree, groups: list[list[Node]], episodes: dict) -> list[batch.Group]:
+    """The children of each parent as a group of grpo.py. episodes: by id of their nodes."""
+    compared = []
+    for number, nodes in enumerate(groups):
+        rewards = [value_of(node.improvement) for node in nodes if node.status != "fault"]
+        own = [episodes[node.id] for node in nodes]
+        compared.append(batch.Group(number, t.task, own, rewards))
+    return compared
+
+
+# ------------------------------------------------------------------ numbers of a round
+
+
+def row_of(t: Tree, nodes: list[Node], episodes: list) -> dict:
+    """The row of a round, without that of the update. Shares are of its nodes without faults."""
+    graded = [node for node in nodes if node.status != "fault"]
+    count = max(1, len(graded))
+    gains = [
+        node.improvement - (t.nearest_kept(node.parent).improvement or 0.0)
+        for node in graded
+        if node.valid
+    ]
+    lineages = [node.id.split(".")[1] for node in nodes]
+    codes = [str(node.code) for node in t.finished if node.code]
+    new = sum(bool(node.code) for node in nodes)
+    turns = [turn for episode in episodes for turn in episode.turns]
+    return {
+        "step": t.policy.version,
+        "nodes": len(t.finished),
+        "tokens": t.tokens(),
+        "elapsed": t.elapsed(),
+        "best_score": t.best().score if t.scored else None,
+        "valid_share": len(gains) / count,
+        "improved_share": sum(gain > 0 for gain in gains) / count,
+        "gain_mean": fmean(gains) if gains else None,  # over the parent, of the valid ones
+        "gain_stderr": standard_error(gains),
+        "largest_lineage_share": max(map(lineages.count, lineages)) / len(nodes),
+        "live_lineages": len(set(lineages)),
+        "depth": max(node.depth for node in t.finished),
+        # share of this round's programs that repeat an earlier one, of this round or before
+        "duplicate_share": (new - len(set(codes) - set(codes[:-new]))) / new if new else 0.0,
+        "cut_share": fmean(turn["stop_reason"] == "length" for turn in turns) if turns else 0.0,
+        "faults": len(nodes) - len(graded),
+    }
+
+
+def alarms(row: dict, rows: list[dict]) -> list[str]:
+    """Sentences about what is wrong with a round. rows: those before it. A policy that decays
+    shows in the share of valid nodes first.
+    """
+    shares = [r["valid_share"] for r in [*rows, row]]
+    if len(shares) > 2 and max(shares[-2:]) < shares[0] / 2:
+        return [
+            f"valid share {shares[-1]:.0%}, below half of the first round's {shares[0]:.0%} for "
+            "two rounds: the policy decays"
+        ]
+    return []
+
+
+# ------------------------------------------------------------------ start
+
+SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
+
+
+def check_config(cfg: Config) -> None:
+    """Raises UserError for an endpoint, which cannot be trained, or a rule that cannot learn."""
+    if cfg.url or search.SELECT[cfg.select].shared_request:
+        raise UserError(
+            "learn.py trains the model in this process and needs a rule that uses scores: leave "
+            "out --url, and choose one such as --select puct."
+        )
+    options.set_defaults(cfg, {"workers": cfg.parents * cfg.children})
+    search.check_config(cfg)
+
+
+def main() -> None:
+    cfg = cli.parse_config(Config, sys.argv[1:])
+    check_config(cfg)
+    cfg.name = cfg.name or search.default_name(SCRIPT, cfg)
+    path = choose_model(cfg)
+    options.set_defaults(cfg, {"lr": 1e-3 if path.is_tiny else 4e-5})
+    trees, where, why = search.prepare(cfg, path)
+    todo = [t for t in trees if not t.closed]
+    if todo:
+        console.search_banner(cfg, trees, where, path, why)
+        with store.recorded_end([t.run for t in todo], where):
+            policy = Policy(path, cfg.model, cfg.seed[0], max(8, cfg.workers), cfg.gpu_memory)
+            asyncio.run(learn(todo, policy, cfg))
+    else:
+        print(f"{where} was finished before: nothing was run.")
+    console.report(trees, where)
+
+
+if __name__ == "__main__":
+    cli.one_sentence(main)

@@ -1,0 +1,216 @@
+"""Imitation (supervised fine-tuning): train a model with LoRA on the best episodes of stored runs.
+
+    python sft.py --runs logs/search-titanic-tail-tiny-0 --task titanic
+    python grpo.py --task titanic --model logs/sft-titanic-tiny-0/best         train from there
+
+The same command again resumes a run. Of each task the best --share of the different episodes that
+beat the baseline is imitated; evaluations of training runs are left out, because their seeds select
+and compare adapters. Replies are tokenised once, here, from their text. The loss is on the tokens
+that the model sampled, as in grpo.py, and only on replies that were complete, not rejected and not
+stopped. This script evaluates nothing: evaluate.py does.
+"""
+
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import env
+from flatlab import options
+from flatlab.errors import UserError
+from flatlab.files import read_rows
+from flatlab.model.chat import Sample
+from flatlab.runs import cli, store
+from flatlab.task.value import improvement
+from flatlab.train import checkpoint, metrics
+from flatlab.train.batch import TrainSequence, column, micro_batches, sequences_of
+from flatlab.train.job import Job
+from flatlab.view import console
+from flatlab.world.episode import Episode, History
+from policy import Policy, choose_model, default_name, lora_settings
+from tasks import load_task
+
+EPISODES_PER_UPDATE = 8
+MOST_EPISODES = 1024  # of a task
+MAX_GRAD_NORM = 1.0  # a larger gradient is scaled down to this norm
+
+
+@dataclass
+class Config:
+    """None stands for the default that the comment names; 0 is zero."""
+
+    runs: tuple[str, ...] = ()  # run directories of grpo.py or search.py, logs/<run>, to imitate
+    name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
+    seed: int = 0  # seed of the initial adapter and of the order of episodes
+    share: float = 0.25  # fraction of the episodes above the baseline, best first
+    updates: int = 32  # optimizer steps, on up to 8 episodes each
+    lr: float | None = None  # learning rate of AdamW; default: 2e-4, stand-in 1e-3
+    # rank of the LoRA matrices; default: 16, or that of --model's adapter. Alpha is twice the rank
+    lora_rank: int | None = None
+    # tokens per training pass; default: what fits into the memory, at most 8192
+    micro_tokens: int | None = None
+    gpu_memory: float = 0.45  # share of the GPU for the engine, which verifies the adapter
+
+    tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
+    model: options.ModelOptions = field(default_factory=options.ModelOptions)
+    episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
+    trackers: options.Trackers = ()  # where rows go, too; WANDB_MODE=offline needs no account
+
+    RESUMABLE = options.RESUMABLE | {"updates", "micro_tokens"}
+    BOUNDS = options.BOUNDS | {
+        "share": (1e-6, 1),
+        "updates": options.COUNT,
+        "lora_rank": options.COUNT,
+    }
+
+
+# ------------------------------------------------------------------------------ episodes
+
+
+def best_episodes(cfg: Config, tasks: list) -> list[dict]:
+    """The best cfg.share of the different episodes of each task that beat the baseline.
+
+    Raises UserError if there is none, or if a run does not exist.
+    """
+    by_name = {task.name: task for task in tasks}
+    found = {name: {} for name in by_name}  # task -> replies -> (improvement, episode)
+    for run in cfg.runs:
+        if not Path(run).is_dir():
+            raise UserError(f"--runs: there is no run directory {run}.")
+        # the names of evaluations begin with a letter
+        for file in sorted(Path(run).rglob("episodes/[0-9]*.jsonl")):
+            for episode in read_rows(file):
+                score, task = episode.get("score"), by_name.get(episode.get("task"))
+                if not task or not score or not score["valid"]:
+                    continue
+                value = improvement(score["value"], task)
+                if value > 0:
+                    replies = "\n".join(turn["reply"] for turn in episode["turns"])
+                    found[task.name][replies] = (value, episode)
+    chosen = []
+    for episodes in found.values():
+        ranked = sorted(episodes.values(), key=lambda pair: -pair[0])
+        count = min(MOST_EPISODES, max(1, round(cfg.share * len(ranked))))
+        chosen += [episode for _, episode in ranked[:count]]
+    if not chosen:
+        names, runs = " ".join(by_name), " ".join(cfg.runs)
+        raise UserError(f"--runs: no episode of {names} in {runs or 'no run'} beats the baseline.")
+    return chosen
+
+
+def sequences_from(transcript: dict, policy, cfg: Config) -> list[TrainSequence]:
+    """The transcript as it would have been sampled, cut where the context ends. Advantage 1:
+    imitated.
+    """
+    history = History(policy, cfg.episode, transcript["prompt"], transcript.get("system", ""))
+    episode = Episode(transcript["task"], 0)
+    wanted = []
+    for turn in transcript["turns"]:
+        has_ended = turn["stop_reason"] == "stop"
+        tokens = policy.encode(turn["reply"])
+        if has_ended:
+            tokens.append(policy.end_of_turn)
+        try:
+            before = history.fit(policy.context - len(tokens))
+        except OverflowError:
+            break
+        sample = Sample(tokens, [0.0] * len(tokens), turn["reply"], turn["stop_reason"], 0)
+        history.add(sample, turn["observation"], turn.get("note", ""))
+        episode.add(before, sample, turn)
+        wanted.append(float(has_ended and turn["status"] not in ("rejected", "timeout")))
+    return sequences_of(episode, wanted)
+
+
+def batches(episodes: list, cfg: Config):
+    """Yields the sequences of each update: the next episodes, in a new order after every pass."""
+    rng = random.Random(cfg.seed)
+    waiting = []
+    for _ in range(cfg.updates):
+        waiting = waiting or rng.sample(episodes, len(episodes))
+        yield sum(waiting[:EPISODES_PER_UPDATE], [])
+        waiting = waiting[EPISODES_PER_UPDATE:]
+
+
+# ------------------------------------------------------------------------------ train
+
+
+def update(policy, optimizer, sequences: list[TrainSequence], cfg: Config) -> float:
+    """One optimizer step on the mean of -log p over the tokens of the replies. Returns this mean,
+    in nats.
+    """
+    import torch
+
+    total = sum(a for s in sequences for a in s.advantage) or 1.0
+    mean = 0.0
+    for part in micro_batches(sequences, cfg.micro_tokens, policy.packs):
+        logp, _ = policy.logprobs([(s.tokens, s.mask) for s in part])
+        loss = -(logp * column(part, "advantage", policy.device)).sum() / total
+        loss.backward()
+        mean += loss.item()
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return mean
+
+
+def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
+    """All updates, with a row and a checkpoint after each; the last adapter is best/."""
+    episodes = [sequences_from(transcript, policy, cfg) for transcript in transcripts]
+    episodes = [sequences for sequences in episodes if sequences]
+    if not episodes:
+        raise UserError(f"--runs: no episode fits into --context {policy.context}.")
+    print(f"imitate  {len(episodes)} episodes, {cfg.updates} updates", flush=True)
+    run.result(episodes=len(episodes))
+    job = Job(run=run)
+    optimizer = policy.make_optimizer(cfg.lr)
+    made = checkpoint.resume_rows(policy, optimizer, job)
+    for step, sequences in enumerate(batches(episodes, cfg)):
+        if step < made:
+            continue
+        start = time.perf_counter()
+        loss = update(policy, optimizer, sequences, cfg)
+        row = {"step": step, "loss": loss, "lr": cfg.lr, "time": time.time()}
+        row["seconds"] = time.perf_counter() - start
+        checkpoint.write_step(policy, optimizer, job, row)
+        console.update_made(run.rows(), cfg.updates)
+    policy.sync()
+    checkpoint.save_adapter(policy, job, "best")
+    run.result(status="finished")
+
+
+# ------------------------------------------------------------------------------ start
+
+SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
+
+
+def is_finished(run, cfg: Config) -> bool:
+    """Returns whether all updates are made, and the adapter saved."""
+    return run.results().get("status") == "finished" and len(run.rows()) >= cfg.updates
+
+
+def main() -> None:
+    cfg = cli.parse_config(Config, sys.argv[1:])
+    options.check_values(cfg)
+    cfg.name = cfg.name or default_name(SCRIPT, cfg)
+    path = choose_model(cfg)
+    tasks = [load_task(name) for name in cfg.tasks.task]
+    transcripts = best_episodes(cfg, tasks)
+    cfg.lora_rank = lora_settings(path, cfg.lora_rank)["r"]
+    options.set_defaults(cfg, {"lr": 1e-3 if path.is_tiny else 2e-4})
+    digests = env.digests(tasks, cfg.episode)
+    run = store.begin_run(cfg, digests, path, lambda run: is_finished(run, cfg))
+    if run.finished:
+        print(f"{run.dir} was finished before: nothing was run.")
+    else:
+        with store.recorded_end([run], f"{run.dir} after its last update"):
+            run.result(**metrics.first_results(tasks, "imitation"))
+            console.first_lines(cfg, tasks, path)
+            policy = Policy(path, cfg.model, cfg.seed, 8, cfg.gpu_memory, cfg.lora_rank)
+            cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens)
+            imitate(policy, transcripts, cfg, run)
+    print(f"{run.dir}/best is the adapter: python grpo.py --model {run.dir}/best")
+
+
+if __name__ == "__main__":
+    cli.one_sentence(main)
