@@ -26,7 +26,7 @@ ANSWERS := import urllib.request; urllib.request.urlopen("$(CPU_WHEELS)/torch/",
 IMPORTS := from transformers import Qwen3ForCausalLM; from vllm import LLM; \
     import ctypes, docker, matplotlib, numpy, openai, pandas, peft, pydantic, pytest, scipy, sklearn, torch, tyro, yaml; \
     $(if $(filter cpu,$(DEVICE)),ctypes.CDLL("libnuma.so.1"); \
-    import policy; policy.Policy(policy.resolve_model("tiny"), context=256))
+    import policy; policy.Policy(policy.resolve_model("tiny")))
 
 # A line every 10 s for steps that are silent for long; it ends with the shell that started it.
 HEARTBEAT := ( while sleep 10 >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do echo "    still working ($$SECONDS s)"; done ) & \
@@ -52,8 +52,10 @@ run: $(READY)
 real: $(READY)
 	@model=$$(.venv/bin/python tools/get_smollm2.py) && \
 	.venv/bin/python tools/demonstrations.py --task battleOfSexes && \
-	.venv/bin/python grpo.py configs/grpo-cpu.yaml --task battleOfSexes --model "$$model" \
-	    --sft logs/demonstrations-battleOfSexes --eval-episodes 24 --name real $(ARGS)
+	.venv/bin/python sft.py configs/sft-cpu.yaml --task battleOfSexes --model "$$model" \
+	    --runs logs/demonstrations-battleOfSexes --name real-imitated && \
+	.venv/bin/python grpo.py configs/grpo-cpu.yaml --task battleOfSexes \
+	    --model logs/real-imitated/best --eval-episodes 24 --name real $(ARGS)
 
 test: $(READY)
 	@.venv/bin/python -m pytest tests $(ARGS)

@@ -116,5 +116,5 @@ async def train(task, policy):
 
 
 if __name__ == "__main__":
-    policy = Policy(resolve_model("tiny"), context=2048)  # before the event loop starts
+    policy = Policy(resolve_model("tiny"))  # before the event loop starts
     asyncio.run(train(load_task("titanic"), policy))

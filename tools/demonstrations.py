@@ -1,7 +1,7 @@
-"""Plays the scripted expert and writes its transcripts as a run, which `grpo.py --sft` imitates.
+"""Plays the scripted expert and writes its transcripts as a run, which sft.py imitates.
 
     python tools/demonstrations.py --task battleOfSexes
-    python grpo.py --task battleOfSexes --model FOLDER --sft logs/demonstrations-battleOfSexes
+    python sft.py --runs logs/demonstrations-battleOfSexes --task battleOfSexes --model FOLDER
 
 A pretrained model of 135 million parameters submits nothing valid by itself, so there is nothing to
 reinforce. Imitating a few of these episodes is its cold start. The expert is deliberately mediocre:

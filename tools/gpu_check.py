@@ -85,10 +85,13 @@ def random_model(folder: Path) -> str:
     return str(folder)
 
 
-def make_policy(model: str, **options):
+def make_policy(model: str, kind=None, **options):
+    from flatlab.options import ModelOptions
     from policy import Policy, resolve_model
 
-    return Policy(resolve_model(model), context=2048, max_batch=REQUESTS, dtype=DTYPE, **options)
+    Policy.dtype = DTYPE
+    path = resolve_model(model)
+    return (kind or Policy)(path, ModelOptions(context=2048), max_batch=REQUESTS, **options)
 
 
 def gib(count: float) -> str:
@@ -353,7 +356,7 @@ def memory_probe(model: str) -> list:
 
     policy = make_policy(model)
     free = memory.free_bytes(policy.device)
-    tokens = memory.fit_micro_tokens(policy, False)
+    tokens = policy.fit_micro_tokens()
     length = min(tokens, policy.context)
     sequence = ([0] * length, [0] + [1] * (length - 1))
     policy.logprobs([sequence] * (tokens // length))[0].mean().backward()
@@ -366,16 +369,17 @@ def budget(model: str) -> list:
     """
     from flatlab.model import memory
     from flatlab.train import metrics
-    from policy import Policy, resolve_model
+    from policy import Policy
 
     class Watched(Policy):
-        def _build_engine(self, *arguments):
-            super()._build_engine(*arguments)
+        def open_vllm(self, *arguments):
+            engine = super().open_vllm(*arguments)
             free["the engine"] = memory.free_bytes(self.device)
+            return engine
 
     device = "cuda" if has_gpu() else "cpu"
     free = {"nothing": memory.free_bytes(device)}
-    policy = Watched(resolve_model(model), context=2048, max_batch=REQUESTS, dtype=DTYPE)
+    policy = make_policy(model, Watched)
     free["the trainer"] = memory.free_bytes(device)
     rows = [(f"free after {what}", gib(left), "") for what, left in free.items()]
     batch = update_batch(policy)
@@ -392,11 +396,10 @@ def budget(model: str) -> list:
 
 def ahead(model: str) -> list:
     """Sampling beside updates in the trainer's thread, as with grpo.py --ahead."""
-    from flatlab.train.job import EventLoop, run_beside
+    from flatlab.train.job import in_trainer
 
     policy = make_policy(model)
     batch = update_batch(policy)
-    loop = EventLoop()
     rates, updates, peaks = [], [], []
 
     async def sampling_rate(number: int) -> float:
@@ -404,18 +407,18 @@ def ahead(model: str) -> list:
         samples = await sample_all(policy, TOKENS, number)
         return sum(len(s.tokens) for s in samples) / (time.perf_counter() - begin)
 
-    def learn():
+    async def learn():
         for number in range(3):
-            rates.append(loop.wait(sampling_rate, number))
+            rates.append(await sampling_rate(number))
         updates.append(timed_update(policy, batch)[2])
-        beside = loop.start(sampling_rate, 3)
+        beside = asyncio.create_task(sampling_rate(3))
         while not beside.done():
-            _, _, seconds, peak = timed_update(policy, batch)
+            _, _, seconds, peak = await in_trainer(timed_update, policy, batch)
             updates.append(seconds)
             peaks.append(peak)
         rates.append(beside.result())
 
-    asyncio.run(run_beside(loop, learn))
+    asyncio.run(learn())
     alone, *during = updates
     found = asyncio.run(policy.verify())["random adapter"]
     return [
@@ -426,14 +429,16 @@ def ahead(model: str) -> list:
 
 
 def training(model: str) -> list:
-    """Three steps of grpo.py, end to end. A random model's episodes all get the same reward, from
-    which only PPO learns.
+    """Three steps of examples/ppo.py, end to end. A random model's episodes all get the same
+    reward, from which only PPO learns.
     """
-    flags = """--task titanic --steps 3 --groups 2 --eval-episodes 8 --eval-every 3 --advantage ppo
+    flags = """--task titanic --steps 3 --groups 2 --eval-episodes 8 --eval-every 3
         --context 2048 --max-turns 3 --max-reply-tokens 128 --backend local""".split()
     with tempfile.TemporaryDirectory() as folder:
-        start = f"import functools, sys; sys.path.insert(0, {str(ROOT)!r}); import grpo; "
-        start += f"grpo.Policy = functools.partial(grpo.Policy, dtype={DTYPE!r}); grpo.main()"
+        start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import grpo; "
+        start += "from examples import ppo; "
+        start += f"ppo.ActorCritic.dtype = {DTYPE!r}; "
+        start += "grpo.main(ppo.Config, 'ppo', ppo.ActorCritic, ppo.train)"
         done = subprocess.run(
             [sys.executable, "-c", start, *flags, "--model", model, "--name", "check"],
             cwd=folder,

@@ -219,9 +219,9 @@ def run_ours(model, rounds, turns, tokens, variant):
     import grpo
     from bench.models import make_endless
     from env import Step
-    from flatlab import threads
+    from flatlab.options import ModelOptions
     from flatlab.task.grading import Score
-    from flatlab.train.job import Job, run_beside
+    from flatlab.train.job import Job, in_trainer, reserve_threads
     from flatlab.world import texts
     from policy import ModelPath, Policy
     from tasks import load_task
@@ -258,9 +258,8 @@ def run_ours(model, rounds, turns, tokens, variant):
 
     policy = Policy(
         ModelPath(model, None, False),
-        context=CONTEXT,
+        ModelOptions(context=CONTEXT, compile=variant == "compiled"),
         lora_rank=RANK,
-        compile=variant == "compiled",
         max_batch=EPISODES * (1 + ahead),
     )
     policy.tokenizer.chat_template = TEMPLATE
@@ -286,24 +285,30 @@ def run_ours(model, rounds, turns, tokens, variant):
     job = Job()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE)
 
-    def learn(groups):
-        batch = grpo.make_batch(policy, groups, cfg, job)
-        row = grpo.update(policy, optimizer, batch, cfg, job)
-        job.loop.wait(policy.sync)
+    def counted_batch(*args):
+        batch = make_batch(*args)
         work.trained = sum(sum(s.mask) for s in batch)
         work.tokens = sum(len(s.tokens) for s in batch)
+        return batch
+
+    make_batch = grpo.make_batch
+    grpo.make_batch = counted_batch
+
+    async def learn(groups):
+        row = await in_trainer(grpo.update, policy, optimizer, groups, cfg, job)
+        policy.sync()
         return row
 
     def start(step):
         steps = grpo.Plan(plan, cfg.group_size, step, order=step)
-        return job.loop.start(grpo.play_groups, policy, steps, cfg, job)
+        return asyncio.create_task(grpo.play_groups(policy, steps, cfg, job))
 
-    def single_steps():
+    async def single_steps():
         for step in range(rounds):
             work.begin()
-            groups = start(step).result()
+            groups = await start(step)
             sampling = time.perf_counter() - work.seconds
-            row = learn(groups)
+            row = await learn(groups)
             work.end(sampling=sampling, difference=row["logprob_diff_max"])
 
     def measured_engine():
@@ -312,8 +317,9 @@ def run_ours(model, rounds, turns, tokens, variant):
         work.busy += time.perf_counter() - begin
         return outputs
 
-    def rows_of_steps():
-        threads.use_all(but=policy.decode_threads if ahead else 0)  # as train() does
+    async def rows_of_steps():
+        if ahead:  # as in grpo.begin
+            await in_trainer(reserve_threads, policy.decode_threads)
         for number in range(rounds):
             work.begin(BLOCK + ahead)
             playing, ends, lags, waits = [], [], [], []
@@ -321,15 +327,17 @@ def run_ours(model, rounds, turns, tokens, variant):
                 while len(playing) <= step + ahead:
                     playing.append(start(number * 1000 + len(playing)))
                 begin = time.perf_counter()
-                groups = playing[step].result()
+                groups = await playing[step]
                 waits.append(time.perf_counter() - begin)
-                lags.append(learn(groups)["lag_mean"])
+                lags.append((await learn(groups))["lag_mean"])
                 ends.append(time.perf_counter())
                 if step == FILLING - 1:
                     work.busy = 0.0
             seconds = ends[-1] - ends[FILLING - 1]
             idle = 1 - work.busy / seconds
-            job.loop.cancel()
+            for later in playing[BLOCK:]:
+                later.cancel()
+            await asyncio.wait(playing)
             work.calls = EPISODES * (turns - 1)  # of a step
             work.end(
                 seconds=seconds / (BLOCK - FILLING),
@@ -341,7 +349,7 @@ def run_ours(model, rounds, turns, tokens, variant):
 
     engine_step = policy.step_engine
     policy.step_engine = measured_engine
-    asyncio.run(run_beside(job.loop, rows_of_steps if is_row else single_steps))
+    asyncio.run(rows_of_steps() if is_row else single_steps())
 
 
 # ---- TRL

@@ -96,10 +96,12 @@ def own_lora(model):
 
 
 def our_engine(model, compiled):
+    from flatlab.options import ModelOptions
     from policy import ModelPath, Policy
 
     path = ModelPath(model, None, False)
-    policy = Policy(path, context=CONTEXT, lora_rank=RANK, compile=compiled, trains=False)
+    options = ModelOptions(context=CONTEXT, compile=compiled)
+    policy = Policy(path, options, lora_rank=RANK, trains=False)
     return policy.engine, policy.step_engine, None
 
 

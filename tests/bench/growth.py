@@ -227,6 +227,7 @@ def fake_groups(task, seed):
 def training(steps):
     """Prints the ms that a step costs beside sampling and learning, and what viz.py makes of it."""
     from flatlab.runs.store import open_run
+    from flatlab.train import metrics
     from flatlab.train.job import Job
     from helpers import MADE_BY
     from tasks import load_task
@@ -237,7 +238,7 @@ def training(steps):
     with tempfile.TemporaryDirectory() as folder:
         config = {"task": ["titanic"], "model": "fake", "seed": 0, "steps": steps}
         job = Job(run=open_run(Path(folder, "run"), config, MADE_BY))
-        job.result(status="running", **task.scale, selected_on_test=False, value=None)
+        job.result(**metrics.first_results([task], "training"))
         with contextlib.redirect_stdout(None):
             made = [fake_groups(task, seed) for seed in range(20)]
             for step in range(steps):
@@ -287,9 +288,8 @@ def books(trainer, job, rows, groups, task, step):
     rows.append(row)
     metrics.collapse(rows, job.best)
     row |= metrics.timing(trainer, [0.0, 10.0, 20.0, 20.1, 20.1], groups)
-    checkpoint.save_groups(job, step, groups)
-    checkpoint.write_step(trainer, trainer, job, row)
-    page.plot_now_and_then(job.run)
+    checkpoint.write_step(trainer, trainer, job, row, groups)
+    page.plot_now_and_then(job.run.dir)
 
 
 if __name__ == "__main__":

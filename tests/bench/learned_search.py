@@ -12,7 +12,10 @@ from flatlab.view import plots
 from flatlab.view.reader import read_run
 
 NODES = 1024
-ARMS = {"learn": "--learn --lr 1e-3", "frozen": "--select puct --workers 32"}
+ARMS = {
+    "learn": "learn.py --lr 1e-3",
+    "frozen": "search.py --select puct --workers 32",
+}
 TASKS = {"erdosOverlap": "", "autocorrelation": "--model logs/tiny-autocorrelation"}
 FIRST = 64  # nodes where the curves begin: earlier differences are large and of chance
 SHOWN = (128, 256, 512, NODES)  # numbers of nodes in the table
@@ -22,8 +25,8 @@ def best_scores(task, arm, seed):
     """The best score after each number of nodes, from 1 on: a pandas.Series."""
     name = f"{task}-{arm}-{seed}"
     flags = f"--task {task} --nodes {NODES} --seed {seed} --name {name} --backend local"
-    command = f"{flags} {ARMS[arm]} {TASKS[task]}".split()
-    subprocess.run([sys.executable, PROJECT / "search.py", *command], check=True)
+    script, *command = f"{ARMS[arm]} {flags} {TASKS[task]}".split()
+    subprocess.run([sys.executable, PROJECT / script, *command], check=True)
     run = read_run(f"logs/{name}")
     return plots.best_so_far(run)[1:].map(lambda value: score_at(value, run))
 

@@ -19,14 +19,15 @@ OBJECTIVES = {
     "gspo": "--loss gspo",
     "cispo": "--loss cispo",
     "rloo": "--advantage rloo",
-    "ppo": "--advantage ppo",
+    "ppo": "",
 }
 PRETRAINED = ("battleOfSexes", "titanic")
 
 
 def trained(name, flags):
-    """Runs grpo.py in this folder; returns the comparison of adapters at its end."""
-    command = [sys.executable, PROJECT / "grpo.py", *flags.split()]
+    """Runs grpo.py, or examples/ppo.py, in this folder; returns the comparison at its end."""
+    script = "examples/ppo.py" if name.startswith("ppo") else "grpo.py"
+    command = [sys.executable, PROJECT / script, *flags.split()]
     command += ["--name", name, "--backend", "local"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -98,6 +99,10 @@ def pretrained(args):
             subprocess.run(
                 [sys.executable, tools / "demonstrations.py", "--task", task], check=True
             )
-        flags = f"{PROJECT}/configs/grpo-cpu.yaml --task {task} --model {model}"
-        variants[f"pretrained-{task}"] = f"{flags} --sft logs/demonstrations-{task}"
+        flags = f"{PROJECT}/configs/grpo-cpu.yaml --task {task}"
+        imitate = [sys.executable, PROJECT / "sft.py", f"{PROJECT}/configs/sft-cpu.yaml"]
+        imitate += f"--task {task} --model {model} --name sft-{task}".split()
+        imitate += ["--runs", f"logs/demonstrations-{task}"]
+        subprocess.run(imitate, check=True)
+        variants[f"pretrained-{task}"] = f"{flags} --model logs/sft-{task}/best"
     return run_all(variants, args)

@@ -8,11 +8,12 @@ from bench.measure import median_seconds, ms, this_machine
 
 def random_policy(folder, context=2048, sizes=None, **options):
     """A Policy on an untrained model, whose replies always reach their limit; and its folder."""
+    from flatlab.options import ModelOptions
     from helpers import make_model
     from policy import ModelPath, Policy
 
     model = make_model(Path(folder) / "model", **(sizes or {}))
-    policy = Policy(ModelPath(model, None, False), context=context, **options)
+    policy = Policy(ModelPath(model, None, False), ModelOptions(context=context), **options)
     make_endless(policy)
     return policy, model
 

@@ -31,20 +31,12 @@ def main(model, tokens, way):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from flatlab.model import lora_sync
     from flatlab.train.metrics import peak_bytes
-    from policy import Policy
+    from policy import Trainer
 
     torch.manual_seed(0)
-    policy = Policy.__new__(Policy)  # the trainer without an engine
-    policy.engine = None
-    lora_sync.AdapterCopy = lambda *_: None
-    policy.device = "cpu"
-    policy.dtype = torch.float32
-    policy.temperature = 1.0
-    policy.value_head = None
     lora = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
-    policy._build_trainer(AutoModelForCausalLM.from_pretrained(model), lora, False)
+    policy = Trainer(AutoModelForCausalLM.from_pretrained(model), lora, temperature=1.0)
     lengths = [1024] * (tokens // 1024)
     shared = 1
     if way != "chunked":
