@@ -16,7 +16,6 @@ import sys
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from statistics import fmean
 
 import env
 from flatlab import options
@@ -24,7 +23,6 @@ from flatlab.errors import UserError
 from flatlab.files import read_rows
 from flatlab.runs import cli, store
 from flatlab.task.grading import Score
-from flatlab.task.value import value_of
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import Group
 from flatlab.train.job import Job
@@ -51,7 +49,6 @@ class Config:
     model: options.ModelOptions = field(default_factory=options.ModelOptions)
     sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
     episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
-    trackers: options.Trackers = ()  # where episodes go, too; WANDB_MODE=offline needs no account
 
     RESUMABLE = options.RESUMABLE | {"episodes", "concurrency", "url"}
     BOUNDS = options.BOUNDS | {"episodes": options.COUNT, "concurrency": options.COUNT}
@@ -118,8 +115,6 @@ def record(run, played: dict[int, Group], group: Group, tasks: list) -> None:
     if run.config["url"]:
         episode.packed = b""  # tokens of an endpoint are not the model's
     checkpoint.save_groups(Job(run=run), group.number, [group])
-    values = [value_of(improvement) for improvement in group.improvements()]
-    run.track({"step": group.number, "value": fmean(values) if values else None})
     if any(group.played for group in played.values()):
         run.result(**results(played, tasks))
 

@@ -55,7 +55,6 @@ class Config:
     tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
     model: options.ModelOptions = field(default_factory=options.ModelOptions)
     episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
-    trackers: options.Trackers = ()  # where rows go, too; WANDB_MODE=offline needs no account
 
     RESUMABLE = options.RESUMABLE | {"updates", "micro_tokens"}
     BOUNDS = options.BOUNDS | {

@@ -6,6 +6,7 @@
     python viz.py logs/<run> --episode 12/3  a transcript: step 12, number 3; also before/3 and
                                              eval-9/3 (evaluations), final-best/3, a node 0.2.1
     python viz.py logs/<run> --best          the transcript with the best score
+    python viz.py logs/* --plot value_mean   plot-value_mean.png: a key of the rows, over the runs
 
 flatlab/runs/store.py describes what is in a run directory.
 """
@@ -25,7 +26,14 @@ from flatlab.errors import UserError
 from flatlab.numbers import count
 from flatlab.runs import cli
 from flatlab.view import page, plots, tables
-from flatlab.view.reader import RunData, find_runs, observed, score_text, transcript_files
+from flatlab.view.reader import (
+    NOUNS,
+    RunData,
+    find_runs,
+    observed,
+    score_text,
+    transcript_files,
+)
 
 
 @dataclass
@@ -35,6 +43,7 @@ class Options:
     list: bool = False  # print one line per episode, or the tree
     episode: str = ""  # print one transcript: its id, as --list shows it
     best: bool = False  # print the transcript with the best score
+    plot: tuple[str, ...] = ()  # draw each of these keys of the rows as plot-KEY.png
 
 
 # ------------------------------------------------------------------ terminal
@@ -79,19 +88,19 @@ def indented(text: str) -> str:
 
 def list_text(run: RunData) -> str:
     """A line for each episode by file, or for each node; stars mark the path to the best one."""
-    items = {item["id"]: item for read in transcript_files(run).values() for item in read()}
+    if run.kind == "search":
+        at = plots.layout(run.rows)
+        items = sorted(run.rows, key=lambda row: -at[row["id"]][1])
+    else:
+        items = all_items(run)
     path = plots.best_path(run)
     rows = []
-    for id in plots.layout(run.rows) if run.has_nodes else items:
-        if id == "0":
-            continue
-        item = items[id]
+    for item in items:
         text = f"{item.get('op', '')} {item.get('idea') or item['status']}"
         row = {
-            "best": "*" if id in path else "",
-            "id": "  " * id.count(".") + id,
+            "best": "*" if item["id"] in path else "",
+            "id": "  " * item["id"].count(".") + item["id"],
             "score": score_text(item),
-            "turns": len(item["turns"]),
             "tokens": item["tokens"],
             "sec": f"{item['seconds']:.1f}",
             "what": " ".join(text.split())[:70],
@@ -114,11 +123,15 @@ def pick(run: RunData, id: str) -> dict:
 def best_of(run: RunData) -> dict:
     """The transcript of training, or the node, with the largest improvement."""
     # the names of evaluations begin with a letter
-    steps = [read for name, read in transcript_files(run).items() if name[0].isdigit()]
-    valid = [item for read in steps for item in read() if item["score"] is not None]
+    steps = [item for item in all_items(run) if item["id"][0].isdigit()]
+    valid = [item for item in steps if item["score"] is not None]
     if not valid:
         raise UserError(f"{run.dir} has no transcript with a score.")
     return max(valid, key=lambda item: item["improvement"])
+
+
+def all_items(run: RunData) -> list[dict]:
+    return [item for read in transcript_files(run).values() for item in read()]
 
 
 # ------------------------------------------------------------------ summaries
@@ -130,7 +143,7 @@ def summary(run: RunData) -> str:
         tables.heading(run),
         tables.headline(run),
         tables.final_table(run.result),
-        node_summary(run) if run.has_nodes else step_summary(run.rows),
+        step_summary(run.rows) if NOUNS[run.kind] == "step" else "",
         tables.rounds(run),
     ]
     return "\n\n".join(filter(None, parts))
@@ -147,17 +160,6 @@ def step_summary(rows: list[dict]) -> str:
     means = {"first": frame.head(window).mean(), "last": frame.tail(window).mean()}
     table = pandas.DataFrame(means).to_string(float_format="{:.4g}".format)
     return f"{table}\nmeans over {count(window, 'step')}"
-
-
-def node_summary(run: RunData) -> str:
-    """Operators and how their nodes ended."""
-    import pandas
-
-    nodes = pandas.DataFrame(run.rows).astype({"value": float}).groupby("op", sort=False)
-    ends = nodes["outcome"].value_counts().unstack(fill_value=0)
-    means = nodes[["value", "seconds", "tokens"]].mean()
-    table = means.join(ends).rename_axis(None).to_string(float_format="{:.4g}".format, na_rep="-")
-    return f"{table}\nvalue, seconds, tokens: means per node"
 
 
 # ------------------------------------------------------------------ start
@@ -179,10 +181,14 @@ def main(options: Options):
             parts.append(show(best_of(run)))
     if parts:
         return say("\n\n".join(parts))
-    say(summary(runs[0]) if len(runs) == 1 else tables.table(runs))
-    # of several runs the folder that they are in
+    # the folder that all of them are in
     folder = Path(os.path.commonpath([run.dir.resolve() for run in runs]))
-    print("", *(f"wrote {path}" for path in page.write(runs, folder)), sep="\n")
+    if options.plot:
+        paths = page.plot(runs, options.plot, folder)
+    else:
+        say(summary(runs[0]) if len(runs) == 1 else tables.table(runs))
+        paths = page.write(runs, folder)
+    print("", *(f"wrote {path}" for path in paths), sep="\n")
 
 
 if __name__ == "__main__":

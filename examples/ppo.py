@@ -46,8 +46,9 @@ HEAD_FILE = "value_head.pt"
 class Config(grpo.Config):
     """The options of grpo.py. Advantages are per token, so there is no other credit."""
 
-    advantage: Literal["gae"] = "gae"  # estimate of how much better a token was than expected
+    advantage: Literal["gae"] = "gae"  # how much better a token was than expected
     credit: Literal["episode"] = "episode"
+    ahead: Literal[0] = 0  # this loop samples a step when the one before is learned
 
 
 def gae(reward, values):
@@ -103,9 +104,9 @@ class ActorCritic(Policy):
 # ------------------------------------------------------------------------------ learn
 
 
-def make_batch(policy, groups: list, cfg: Config, job) -> tuple[list, dict]:
-    """Every trained token with its advantage, whitened over the batch, and its weight: a list of
-    TrainSequence. Beside it the value head's target for each token, by id() of the sequence.
+def make_batch(policy, groups: list, cfg: Config, job) -> list:
+    """Every trained token with its advantage, whitened over the batch, its weight, and the target
+    of its value: a list of TrainSequence.
     """
     import torch
 
@@ -113,40 +114,38 @@ def make_batch(policy, groups: list, cfg: Config, job) -> tuple[list, dict]:
     batch = [sequences_of(e, [r] * len(e.turns)) for e, r in episodes]
     trained = sum(batch, [])
     tokens, count = job.ranks.sum(sum(len(s.old) for s in trained), len(batch))
-    values = {}
     for part in micro_batches(trained, cfg.micro_tokens, policy.packs):
         with torch.no_grad():
             hidden, _ = policy.hidden_states([(s.tokens, s.mask) for s in part])
             found = iter(policy.values(hidden).tolist())
         for s in part:
-            values[id(s)] = [next(found) for _ in s.old]
-    targets = {}
+            s.values = [next(found) for _ in s.old]
     for sequences, (_, reward) in zip(batch, episodes):
         length = sum(len(s.old) for s in sequences)
-        advantages = iter(gae(reward, sum((values[id(s)] for s in sequences), [])))
+        advantages = iter(gae(reward, sum((s.values for s in sequences), [])))
         for s in sequences:
             s.weight = grpo.LOSSES[cfg.loss].weight(length, tokens, count, cfg)
             s.advantage = [next(advantages) for _ in s.old]
-            targets[id(s)] = [a + value for a, value in zip(s.advantage, values[id(s)])]
+            s.target = [a + value for a, value in zip(s.advantage, s.values)]
     everything = [a for s in trained for a in s.advantage]
     total, squares = job.ranks.sum(sum(everything), sum(a * a for a in everything))
     mean = total / max(tokens, 1)
     deviation = max(squares / max(tokens, 1) - mean**2, 0.0) ** 0.5
     for s in trained:
         s.advantage = [(a - mean) / (deviation + 1e-8) for a in s.advantage]
-    return trained, targets
+    return trained
 
 
 def update(policy, optimizer, groups: list, cfg: Config, job) -> dict:
     """One optimizer step. Returns numbers for the row; see grpo.update."""
     import torch
 
-    batch, targets = make_batch(policy, groups, cfg, job)
+    batch = make_batch(policy, groups, cfg, job)
     if not job.ranks.sum(len(batch))[0]:
         return {}
     meter = Meter()
     for part in micro_batches(batch, cfg.micro_tokens, policy.packs):
-        micro_loss(policy, part, targets, cfg, meter).backward()
+        micro_loss(policy, part, cfg, meter).backward()
         stop_if_interrupted()
     for difference in job.ranks.gather(meter.mean("logprob_diff")):
         policy.check_samples(difference)
@@ -155,22 +154,18 @@ def update(policy, optimizer, groups: list, cfg: Config, job) -> dict:
     if norm <= grpo.SKIP_GRAD_NORM:  # False for NaN
         optimizer.step()
     optimizer.zero_grad()
-    total, mean, largest = meter.over_ranks(job)
+    total, mean, _ = meter.over_ranks(job)
     return {
         "loss": total["loss"],
         "value_loss": mean["value_loss"],
-        "lost_tokens": 0.0,
         "grad_norm": norm,
         "skipped": int(not norm <= grpo.SKIP_GRAD_NORM),
-        "lag_mean": mean["lag"],
-        "lag_max": largest["lag"],
-        "logprob_diff_mean": mean.get("logprob_diff"),
-        "logprob_diff_max": largest.get("logprob_diff"),
+        "logprob_diff_mean": mean["logprob_diff"],
         **{name: mean[name] for name in ("kl", "entropy", "clip_share")},
     }
 
 
-def micro_loss(policy, part: list, targets: dict, cfg: Config, meter: Meter):
+def micro_loss(policy, part: list, cfg: Config, meter: Meter):
     """The loss of a micro-batch, a scalar with gradient; its numbers go to the meter."""
     import torch
 
@@ -185,15 +180,12 @@ def micro_loss(policy, part: list, targets: dict, cfg: Config, meter: Meter):
     sequence = torch.tensor(sequence, device=policy.device)
     loss, is_clipped = grpo.LOSSES[cfg.loss].function(logp, old, advantage, sequence, cfg)
 
-    target = torch.tensor(sum((targets[id(s)] for s in part), []), device=policy.device)
-    value_loss = (policy.values(hidden) - target) ** 2 / 2
+    value_loss = (policy.values(hidden) - column(part, "target", policy.device)) ** 2 / 2
     kl = grpo.kl_to_base(logp, base)
     loss = loss + cfg.kl * kl + VALUE_WEIGHT * value_loss
     loss = loss * column(part, "weight", policy.device)
-    lag = policy.version - column(part, "version", policy.device)
-    difference = (logp.detach() - old).abs()[lag == 0]
     meter.add(loss=loss, value_loss=value_loss, kl=kl, entropy=entropy, clip_share=is_clipped)
-    meter.add(lag=lag, logprob_diff=difference)
+    meter.add(logprob_diff=(logp.detach() - old).abs())
     return loss.sum()
 
 

@@ -208,7 +208,7 @@ def begin_run(cfg, digests: list[str], model, is_finished, where=None, **cell):
     default logs/<cfg.name>. cell: values of a cell of a grid, in place of the grid's own.
     """
     config = options.flat(cfg) | cell
-    trackers.check_packages(config["trackers"])
+    trackers.check_packages(config.get("trackers", ()))
     made_by = fingerprint(digests, model)
     where = where or run_directory(cfg.name)
     run = open_run(where, config, made_by, cfg.RESUMABLE, is_finished)

@@ -29,7 +29,7 @@ def check_packages(names: Iterable[str]) -> None:
 
 def open_trackers(run) -> list:
     """The trackers that the config of an open Run asks for; check_packages() comes first."""
-    return [OPEN[name](run.dir, run.config) for name in run.config["trackers"]]
+    return [OPEN[name](run.dir, run.config) for name in run.config.get("trackers", ())]
 
 
 def open_tensorboard(directory: Path, config: dict):

@@ -9,15 +9,17 @@ from __future__ import annotations
 import base64
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from flatlab.errors import UserError
 from flatlab.files import write_whole
 from flatlab.view import plots, reader, tables
 from flatlab.view.reader import RunData, read_run, transcript_files
 
 TEMPLATE = Path(__file__).with_name("page.html")
-MOST_NODES = 300  # of a search: transcripts on the page
-LAST_STEPS, LAST_EVALUATIONS = 3, 6  # of a training run: the files of episodes on the page
+MOST_NODES = 300  # transcripts of a search or an evaluation on the page
+LAST_STEPS, LAST_EVALUATIONS = 3, 6  # files of a training run on the page
 
 # ------------------------------------------------------------------ pictures
 
@@ -26,30 +28,42 @@ def draw(runs: list[RunData], folder: Path) -> list[Path]:
     """Writes the picture of one run, or one per kind and task of several, and the tree of one."""
     figures = {}
     for (kind, task, *_), groups in tables.groups_of(runs).items():
-        name = f"compare-{kind}-{task}".replace("/", "-")  # the task may be a path
+        name = f"compare-{kind}-{task}".replace("/", "-")[:200]  # the task may be a path
         title = f"{task}, {kind}: mean over runs, band: ± standard error"
         if len(runs) == 1:
             name, title = "curves", tables.heading(runs[0])
         figures[name] = plots.draw_panels(kind, groups, title)
     if len(runs) == 1 and runs[0].kind == "search":
         figures["tree"] = plots.draw_tree(runs[0])
+    return save(figures, folder)
+
+
+def plot(runs: list[RunData], keys: Sequence[str], folder: Path) -> list[Path]:
+    """Writes plot-KEY.png for each key. Raises UserError if the runs are not comparable."""
+    [groups, *others] = tables.groups_of(runs).values()
+    if others:
+        raise UserError("--plot draws runs of one kind and one version of a task.")
+    return save({f"plot-{key}": plots.draw_plot(groups, key) for key in keys}, folder, 150)
+
+
+def save(figures: dict, folder: Path, dpi: int = 110) -> list[Path]:
     paths = []
     for name, figure in figures.items():
         paths.append(folder / f"{name}.png")
-        write_whole(paths[-1], plots.encoded(figure, "png"))
+        write_whole(paths[-1], plots.encoded(figure, "png", dpi))
     return paths
 
 
-again = {}  # directory -> clock of its next refresh
+next_plots = {}  # run directory -> time of the next refresh
 
 
 def plot_now_and_then(directory: Path) -> None:
     """Refreshes the pictures of a run, but spends at most a twentieth of the time on it."""
     start = time.monotonic()
-    if start > again.get(directory, 0.0):
+    if start > next_plots.get(directory, 0):
         draw([read_run(directory)], directory)
         now = time.monotonic()
-        again[directory] = now + 20 * (now - start)
+        next_plots[directory] = now + 20 * (now - start)
 
 
 # ------------------------------------------------------------------ the page
@@ -90,23 +104,24 @@ def write(runs: list[RunData], folder: Path) -> list[Path]:
 
 
 def sample(run: RunData) -> dict:
-    """The transcripts that the page shows, in order, and how many files or nodes have theirs on it.
+    """The transcripts on the page, in order, and how many files or nodes have theirs on it.
 
-    Of a search: the path to the best node and the best nodes; the others are listed without a
-    transcript, because the tree leads to them. Of training: the last steps and evaluations.
+    Search: the path to the best node and the best nodes; the others are listed without a
+    transcript, because the tree leads to them. Evaluation: the first episodes. Training: the last
+    steps and evaluations.
     """
     import pandas
 
     files = transcript_files(run)
-    if run.has_nodes:
-        best_first = pandas.DataFrame(run.rows).sort_values("improvement", ascending=False)
-        whole = {*plots.best_path(run), *best_first["id"][:MOST_NODES]}
-    else:
+    whole = {*list(files)[:MOST_NODES]}
+    if run.kind == "training":
         steps = [name for name in files if name.isdigit()]
         evaluations = [name for name in files if not name.isdigit()]
         whole = {*steps[-LAST_STEPS:], *evaluations[-LAST_EVALUATIONS:]}
-    items = []
-    for name, read in files.items():
-        if run.has_nodes or name in whole:
-            items += [item | {"is_whole": name in whole} for item in read()]
-    return {"items": items, "shown": len(whole.intersection(files)), "files": len(files)}
+    if run.kind == "search":
+        best_first = pandas.DataFrame(run.rows).sort_values("improvement", ascending=False)
+        whole = {*plots.best_path(run)[1:], *best_first["id"][:MOST_NODES]}
+        items = [files[row["id"]]()[0] if row["id"] in whole else row for row in run.rows]
+    else:
+        items = [item for name in files if name in whole for item in files[name]()]
+    return {"items": items, "shown": len(whole), "files": len(files)}

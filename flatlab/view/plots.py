@@ -1,4 +1,4 @@
-"""Pictures of runs: curves of training, of searches and of evaluations, and the tree of a search.
+"""Pictures of runs: curves of training, imitation, searches and evaluations, and trees.
 
 Every panel takes groups of runs. Each run is drawn thin; the mean of a group is bold, and of three
 runs or more it has a band of one standard error. matplotlib and pandas are imported inside
@@ -15,24 +15,24 @@ from itertools import accumulate
 
 import numpy as np
 
+from flatlab.errors import UserError
+from flatlab.numbers import count
 from flatlab.task.value import WORST, improvement, score_at
 from flatlab.train.metrics import evaluation_columns
 from flatlab.view.reader import RunData, score_text
 
-# The colours of Okabe and Ito: distinct with any kind of colour vision, and in grey print
+# Okabe and Ito: distinct with any kind of colour vision, and in grey print
 COLOURS = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #000000".split()
-BLUE, RED, GREEN, _, PINK, _, BLACK = COLOURS
+BLUE, RED, _, _, PINK, _, BLACK = COLOURS
 GREY = "#888888"
 STYLE = {
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.grid": True,
     "grid.alpha": 0.25,
-    "legend.fontsize": 8,
+    "legend.fontsize": 9,
     "svg.fonttype": "none",
 }
-
-
 FEW_SEEDS = 3  # a mean over fewer runs has no interval
 
 
@@ -59,7 +59,8 @@ def window_of(rows) -> int:
 
 
 def by_step(group: RunGroup, key: str):
-    """A DataFrame with a column for each run; index: the steps at which one of them has this key.
+    """A DataFrame with a column for each run; index: the steps at which one of them has this key,
+    or the numbers of the rows if they have no step.
 
     The evaluation before training has step -1.
     """
@@ -68,13 +69,13 @@ def by_step(group: RunGroup, key: str):
     curves = []
     for run in group.runs:
         before = evaluation_columns(run.result.get("before") or {})
-        rows = [before | {"step": -1}, *run.rows]
-        curves.append(pandas.DataFrame(rows, columns=["step", key]).set_index("step"))
-    frame = pandas.concat(curves, axis=1).astype(float)
-    return frame.sort_index().dropna(how="all")
+        rows = [before, *(run.rounds or run.rows)]
+        steps = [row.get("step", number) for number, row in enumerate(rows, -1)]
+        curves.append(pandas.Series(series(rows, key), steps))
+    return pandas.concat(curves, axis=1).sort_index().dropna(how="all")
 
 
-# ------------------------------------------------------------------ panels of a training run
+# ------------------------------------------------------------------ curves over steps
 
 
 def draw_key(axis, groups, key, colour, label=None, style="-"):
@@ -84,12 +85,10 @@ def draw_key(axis, groups, key, colour, label=None, style="-"):
     """
     for group in groups:
         frame = by_step(group, key)
-        if frame.empty:
-            continue
-        look = {"color": colour if len(groups) == 1 else group.colour}
-        axis.plot(frame.index, frame, style, alpha=0.3, linewidth=1, **look)
+        look = {"color": colour if len(groups) == 1 else group.colour, "linestyle": style}
+        axis.plot(frame.index, frame, alpha=0.3, linewidth=1, **look)
         windows = frame.dropna().rolling(window_of(frame), center=True, min_periods=1)
-        draw_mean(axis, windows.mean(), label=label, linestyle=style, **look)
+        draw_mean(axis, windows.mean(), label=label, **look)
         label = None  # one entry in the legend
 
 
@@ -100,12 +99,11 @@ def draw_mean(axis, frame, **look):
     frame: a DataFrame with a column for each run.
     """
     middle = frame.mean(axis=1)
-    axis.plot(frame.index, middle, linewidth=2.2, **look)
+    axis.plot(middle, linewidth=2.2, **look)
     if len(frame.columns) >= FEW_SEEDS:
         error = frame.sem(axis=1)
-        axis.fill_between(
-            frame.index, middle - error, middle + error, color=look["color"], alpha=0.15
-        )
+        band = middle - error, middle + error
+        axis.fill_between(frame.index, *band, color=look["color"], alpha=0.15)
 
 
 def draw_value(axis, groups):
@@ -114,23 +112,13 @@ def draw_value(axis, groups):
     label = "evaluations ± s.e."
     for group in groups:
         frame = by_step(group, "eval_value_mean")
-        if frame.empty:
-            continue
-        error = None
+        error = frame.sem(axis=1) if len(group.runs) >= FEW_SEEDS else None
         if len(group.runs) == 1:  # over its episodes
-            error = by_step(group, "eval_value_stderr").mean(axis=1)
-        elif len(group.runs) >= FEW_SEEDS:
-            error = frame.sem(axis=1)
-        axis.errorbar(
-            frame.index + 1,
-            frame.mean(axis=1),
-            error,
-            fmt="s--",
-            label=label,
-            color=PINK if len(groups) == 1 else group.colour,
-            capsize=3,
-        )
-        label = None  # one entry in the legend
+            error = by_step(group, "eval_value_stderr").reindex(frame.index)[0]
+        colour = PINK if len(groups) == 1 else group.colour
+        look = {"fmt": "s--", "capsize": 3, "color": colour, "label": label}
+        axis.errorbar(frame.index + 1, frame.mean(axis=1), error, **look)
+        label = None
     draw_baseline(axis)
 
 
@@ -160,23 +148,47 @@ def best_so_far(run: RunData):
     return pandas.Series([WORST, *series(run.rows, "value")]).cummax().ffill()
 
 
-def draw_values(axis, groups):
-    """A dot for each node or episode but the faults; failures are crosses at the lower edge. The
-    right axis is in the unit of the task.
+def mean_so_far(run: RunData):
+    import pandas
+
+    return pandas.Series([np.nan, *series(run.rows, "value")]).expanding().mean()
+
+
+def nodes(so_far):
+    """A panel of nodes or episodes without the faults: a dot for each valid one, a cross at the
+    lower edge for a failure, and a line. The right axis is in the unit of the task.
+
+    so_far: best_so_far or mean_so_far.
     """
-    run = groups[0].runs[0]
-    for group in groups:
-        for one in group.runs:
-            numbers = np.arange(1, len(one.rows) + 1)
-            values = np.maximum(WORST, series(one.rows, "improvement"))  # NaN: not valid
-            axis.plot(numbers, values, ".", alpha=0.5, color=group.colour)
-            failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
-            edge = {"transform": axis.get_xaxis_transform(), "clip_on": False}
-            axis.plot(failed, np.zeros(len(failed)), "x", alpha=0.5, color=group.colour, **edge)
-    draw_baseline(axis)
-    axis.set_ylim(axis.get_ylim())  # what is drawn later does not change it
-    convert = partial(score_at, task=run), partial(improvement, task=run)
-    axis.secondary_yaxis("right", functions=convert).set_ylabel(score_label(run))
+
+    def draw(axis, groups):
+        import pandas
+
+        edge = {"transform": axis.get_xaxis_transform(), "clip_on": False}
+        for group in groups:
+            look = {"alpha": 0.5, "color": group.colour}
+            for run in group.runs:
+                numbers = np.arange(1, len(run.rows) + 1)
+                axis.plot(numbers, reached(run.rows), ".", **look)
+                failed = numbers[[row["outcome"] == "failed" for row in run.rows]]
+                axis.plot(failed, 0 * failed, "x", **look, **edge)
+        draw_baseline(axis)
+        axis.set_ylim(axis.get_ylim())  # of the valid ones
+        for group in groups:
+            # a run that has ended keeps its value
+            frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
+            draw_mean(axis, frame, color=group.colour, drawstyle="steps-post")
+        axis.set_xlabel(f"{axis.get_xlabel()}; dot: valid, cross: failed (value -1)")
+        task = groups[0].runs[0]
+        convert = partial(score_at, task=task), partial(improvement, task=task)
+        axis.secondary_yaxis("right", functions=convert).set_ylabel(score_label(task))
+
+    return draw
+
+
+def reached(rows: list[dict]) -> np.ndarray:
+    """Values of the valid nodes, shape (rows,); NaN for the others."""
+    return np.maximum(WORST, series(rows, "improvement"))
 
 
 def score_label(run: RunData) -> str:
@@ -184,25 +196,7 @@ def score_label(run: RunData) -> str:
     return f"{shorten(run.result['metric'], 40)}, {run.direction}"
 
 
-def draw_best(axis, groups):
-    import pandas
-
-    draw_values(axis, groups)
-    for group in groups:
-        # a run that has ended keeps its value
-        frame = pandas.concat(map(best_so_far, group.runs), axis=1).ffill()
-        draw_mean(axis, frame, color=group.colour, drawstyle="steps-post")
-
-
-def draw_evaluation(axis, groups):
-    draw_values(axis, groups)
-    for group in groups:
-        values = np.concatenate([series(run.rows, "value") for run in group.runs])
-        axis.axhline(np.nanmean(values), color=group.colour, label="mean value")
-
-
-COUNTED = "; a dot for each valid one, a cross for a failure (value -1)"
-PANELS = {  # of each kind of run: x axis, and for each panel its title and what draws it
+PANELS = {  # of each kind of run: x axis, and for each panel its title and function
     "training": (
         "updates",
         {
@@ -219,8 +213,9 @@ PANELS = {  # of each kind of run: x axis, and for each panel its title and what
             ),
         },
     ),
-    "search": (f"nodes{COUNTED}", {"How good is the best node so far?": draw_best}),
-    "evaluation": (f"episodes{COUNTED}", {"What are the episodes worth?": draw_evaluation}),
+    "imitation": ("updates", {"Does the loss fall?": curves("nats per token", ("loss", BLUE))}),
+    "search": ("nodes", {"How good is the best node so far?": nodes(best_so_far)}),
+    "evaluation": ("episodes", {"What is the mean value so far?": nodes(mean_so_far)}),
 }
 
 # ------------------------------------------------------------------ the tree
@@ -241,42 +236,34 @@ def best_path(run: RunData) -> list[str]:
     return list(accumulate(best.split("."), "{}.{}".format)) if best else []
 
 
-# outcome -> name and mark of nodes without a score; others have those of their operator
-FAILURES = {"failed": ("failed", "X"), "fault": ("fault", "P")}
-
-
 def draw_tree(run: RunData, link: str = "#"):
-    """A Figure: depth to the right, a line for each node; colour: score, shape: operator.
+    """A Figure: depth to the right, a line for each node; colour: value, shape: operator.
 
     link: address of a node before its id; the nodes in an SVG lead there.
     """
     from matplotlib import colormaps
-    from matplotlib.collections import LineCollection
 
     at = layout(run.rows)
     height = np.clip(0.3 * len(at) + 1.5, 4, 40)
     figure = new_figure(12, height)
     axis = figure.subplots()
     edges = [(at[row["parent"]], at[row["id"]]) for row in run.rows]
-    axis.add_collection(LineCollection(edges, color="#bbbbbb", zorder=1))
+    axis.plot(*np.transpose(edges), color="#bbbbbb", zorder=1)
     if path := [at[id] for id in best_path(run)]:
         axis.plot(*zip(*path), color=BLACK, linewidth=2.6, label="path to the best")
-    # the worst tenth of the scores may lie beyond the colours: one wild node hides no others
-    ends = (0.1, 1.0) if run.higher_is_better else (0.0, 0.9)
-    lowest, highest = np.nanquantile([run.baseline, *series(run.rows, "score")], ends)
-    colours = colormaps["viridis" if run.higher_is_better else "viridis_r"]
-    looks = {("baseline", "*"): [{"id": "0", "score": run.baseline}]}
+    looks = {("baseline", "*"): [{"id": "0", "improvement": 0}]}
     for row in run.rows:
-        look = FAILURES.get(row["outcome"], (row["op"], row["mark"]))
+        look = (row["op"], row["mark"]) if row["outcome"] == "valid" else (row["outcome"], "X")
         looks.setdefault(look, []).append(row)
+    colours = [0, *reached(run.rows)]
     for (name, mark), rows in looks.items():
         marks = axis.scatter(
             *zip(*(at[row["id"]] for row in rows)),
-            c=series(rows, "score"),
-            cmap=colours.with_extremes(bad=RED),
-            vmin=lowest,
-            vmax=highest,
-            plotnonfinite=True,  # a node without a score is red
+            c=reached(rows),
+            cmap=colormaps["viridis"].with_extremes(bad=RED),
+            vmin=np.nanmin(colours),
+            vmax=np.nanmax(colours),
+            plotnonfinite=True,  # a node without a value is red
             marker=mark,
             s=min(110, (50 * height / len(at)) ** 2),  # square points
             edgecolors=BLACK,
@@ -287,11 +274,11 @@ def draw_tree(run: RunData, link: str = "#"):
         marks.set_urls([f"{link}{row['id']}" for row in rows])
     for row in run.rows if len(at) < 200 else ():
         name = f"{row['id']}  {score_text(row)}"
-        axis.annotate(name, at[row["id"]], (8, 4), textcoords="offset points", fontsize=8)
+        axis.annotate(name, at[row["id"]], (8, 4), textcoords="offset points", fontsize=9)
     axis.set(title="How did the search get to its best node?", xlabel="depth", yticks=[])
     axis.set_frame_on(False)
     axis.locator_params(axis="x", integer=True)
-    figure.colorbar(marks, ax=axis, label=score_label(run), pad=0.01, aspect=5 * height)
+    figure.colorbar(marks, ax=axis, label="value", pad=0.01, aspect=5 * height)
     figure.legend(loc="outside lower center", ncols=6, markerscale=0.8)
     return figure
 
@@ -318,8 +305,6 @@ def new_figure(width: float, height: float):
 
 def draw_panels(kind: str, groups: list[RunGroup], title: str):
     """A Figure with all panels of a kind of run, in rows of three."""
-    from matplotlib.patches import Patch
-
     x, panels = PANELS[kind]
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
@@ -328,21 +313,66 @@ def draw_panels(kind: str, groups: list[RunGroup], title: str):
         axis = figure.add_subplot(lines, columns, place, title=name, xlabel=x)
         axis.sharex(figure.axes[0])
         draw(axis, groups)
-        axis.locator_params(axis="x", integer=True)
-        if axis.get_legend_handles_labels()[1]:
-            axis.legend()
+        finish(axis)
     if len(groups) > 1:
-        handles = [
-            Patch(color=group.colour, label=f"{shorten(group.label, 80)} (N={len(group.runs)})")
-            for group in groups
-        ]
-        figure.legend(handles=handles, loc="outside lower center", ncols=2)
+        for group in groups:
+            label = f"{shorten(group.label, 80)} (N={len(group.runs)})"
+            axis.plot([], [], linewidth=5, color=group.colour, label=label)
+        figure.legend(handles=axis.lines[-len(groups) :], loc="outside lower center", ncols=2)
     figure.suptitle(shorten(title, 120), fontsize=10)
     return figure
 
 
-def encoded(figure, format: str) -> bytes:
+def finish(axis):
+    axis.locator_params(axis="x", integer=True)
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend()
+
+
+# Units of keys: the first part that a key contains counts; others are named after the key
+UNITS = {
+    "value": "value (0: baseline, 1: reference)",
+    "per_second": "tokens per second",
+    "seconds": "seconds",
+    "share": "share, 0 to 1",
+    "kl": "nats per token",
+    "entropy": "nats per token",
+    "logprob": "nats",
+    "memory": "GB",
+    "lag": "updates",
+}
+
+
+def draw_plot(groups: list[RunGroup], key: str):
+    """A Figure with one key of the rows, legible at a width of six inches."""
+    run = groups[0].runs[0]
+    rows = run.rounds or run.rows
+    keys = {name for row in rows for name in row if isinstance(row[name], (int, float))}
+    if key not in keys:
+        raise UserError(f"{run.dir} has no numbers '{key}'; it has {', '.join(sorted(keys))}.")
+    figure = new_figure(6, 3.2)
+    axis = figure.subplots()
+    for group in groups:
+        label = f"mean of {count(len(group.runs), 'run')}"
+        if len(group.runs) >= FEW_SEEDS:
+            label += " ± standard error"
+        if len(groups) > 1:
+            label = shorten(f"{group.runs[0].name}, {label}", 60)
+        draw_key(axis, [group], key, group.colour, label)
+    if "value" in key:
+        draw_baseline(axis)
+    words = re.sub("(.*)_mean$", r"mean \1", key).replace("_", " ")
+    units = UNITS | {"score": score_label(run)}
+    unit = next((units[part] for part in units if part in key), words)
+    x = "rounds" if run.rounds else PANELS[run.kind][0]
+    title = shorten(f"{words.capitalize()}, {run.task}", 60)
+    axis.set(title=title, xlabel=f"{x} (means over {window_of(rows)})", ylabel=unit)
+    finish(axis)
+    return figure
+
+
+def encoded(figure, format: str, dpi: int = 110) -> bytes:
     """The picture as the content of a file."""
     picture = io.BytesIO()
-    figure.savefig(picture, format=format, dpi=110)
+    figure.savefig(picture, format=format, dpi=dpi)
     return picture.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,69 +13,41 @@ from flatlab.errors import UserError
 from flatlab.files import read_mapping, read_rows
 from flatlab.task.value import value_of
 
-# What result.json holds from the first step or node on
-NEEDED = {"metric", "higher_is_better", "baseline", "reference", "selected_on_test", "value"}
+# Kinds of runs, and the noun for a row of each
+NOUNS = {"training": "step", "search": "node", "evaluation": "episode", "imitation": "step"}
+SCALE = ("baseline", "reference", "higher_is_better")
+# Keys that result.json has from the first row on
+NEEDED = {"kind", "task", "metric", "value", *SCALE}
 
 
 @dataclass(frozen=True)
 class RunData:
-    """A run as it is on the disk.
+    """A run as it is on the disk, finished or not.
 
-    kind: "training", "search" or "evaluation". rows: training steps, or nodes in order of
-    completion; the nodes of an evaluation are independent episodes. rounds: of a search that
-    learns. fingerprint: of the code, the tasks and the model that made the run; {} if it was not
-    recorded.
+    kind: a key of NOUNS. task: its name, or several names with a space between. rows: steps, nodes
+    in order of completion, or episodes. rounds: rows of metrics.jsonl of a search that learns.
+    fingerprint: digests of the code, the task and the model; {} if they were not recorded.
     """
 
     dir: Path
     kind: str
-    has_nodes: bool
+    task: str
     config: dict
     rows: list[dict]
     rounds: list[dict]
     result: dict
     fingerprint: dict
+    baseline: float
+    reference: float | None
+    higher_is_better: bool
 
     @property
     def name(self) -> str:
         return self.dir.resolve().name
 
     @property
-    def status(self) -> str:
-        """The status in result.json; "killed" if it is "running" but the process that holds the
-        lock has ended. Taking the lock could stop a writer.
-        """
-        lock = self.dir / ".lock"
-        pid = lock.read_text().strip() if lock.exists() else "none"
-        status = self.result.get("status", "unknown")
-        return "killed" if status == "running" and not Path("/proc", pid).exists() else status
-
-    @property
-    def tasks(self) -> str:
-        """The name of the task, or several joined by "+"."""
-        task = self.config["task"]
-        return "+".join(task) if isinstance(task, list) else task
-
-    @property
-    def higher_is_better(self) -> bool:
-        return self.result["higher_is_better"]
-
-    @property
     def direction(self) -> str:
         return "higher is better" if self.higher_is_better else "lower is better"
-
-    @property
-    def baseline(self) -> float:
-        return self.result["baseline"]
-
-    @property
-    def reference(self) -> float | None:
-        return self.result["reference"]
-
-    @property
-    def has_one_task(self) -> bool:
-        """True if its scores have one unit."""
-        return isinstance(self.config["task"], str) or len(self.config["task"]) == 1
 
 
 def read_run(directory) -> RunData:
@@ -86,24 +59,23 @@ def read_run(directory) -> RunData:
         raise UserError(f"{path} is not a run directory: it has no config.yaml.")
     config = read_mapping(path / "config.yaml")
     fingerprint = config.pop("fingerprint", {})
-    has_nodes = "sampling_mode" in config
-    rows, rounds = read_rows(path / "metrics.jsonl"), []
-    if has_nodes:
-        rows, rounds = read_rows(path / "journal.jsonl"), rows
-    if not rows:
-        what = "node" if has_nodes else "step"
-        raise UserError(f"{path} has no finished {what} yet: nothing to show.")
     result = read_mapping(path / "result.json")
     if missing := NEEDED - result.keys():
         raise UserError(
             f"{path} was made by another version: its result.json has no {min(missing)}. git.txt "
             "names the commit."
         )
-    kind = "training"
-    if has_nodes:
-        rows = [node_row(row) for row in rows]
-        kind = "evaluation" if result.get("evaluation") else "search"
-    return RunData(path, kind, has_nodes, config, rows, rounds, result, fingerprint)
+    kind = result["kind"]
+    rows, rounds = read_rows(path / "metrics.jsonl"), []
+    if kind == "search":
+        rounds = rows
+        rows = [with_outcome(row) for row in read_rows(path / "journal.jsonl")]
+    if kind == "evaluation":
+        rows = [row for read in episode_files(path).values() for row in read()]
+    if not rows:
+        raise UserError(f"{path} has no finished {NOUNS[kind]} yet: nothing to show.")
+    scale = {key: result[key] for key in SCALE}
+    return RunData(path, kind, result["task"], config, rows, rounds, result, fingerprint, **scale)
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
@@ -124,21 +96,16 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
     return runs, errors
 
 
-def node_row(row: dict) -> dict:
-    """A row of the journal with its outcome and its value, None for a fault."""
-    outcome = outcome_of(row["status"], row["valid"])
-    value = None if outcome == "fault" else value_of(row["improvement"])
-    return row | {"outcome": outcome, "value": value}
-
-
-def outcome_of(status: str, is_valid: bool) -> str:
-    if status == "fault":
-        return "fault"
-    return "valid" if is_valid else "failed"
+def with_outcome(row: dict) -> dict:
+    """Adds the outcome ("valid", "failed" or "fault") and the value, None for a fault."""
+    if row["status"] == "fault":
+        return row | {"outcome": "fault", "value": None}
+    outcome = "failed" if row["improvement"] is None else "valid"
+    return row | {"outcome": outcome, "value": value_of(row["improvement"])}
 
 
 def score_text(item: dict) -> str:
-    """The score of a node or episode, or what it has instead of one."""
+    """The score of a node or episode, or its outcome if it has none."""
     return item["outcome"] if item["score"] is None else f"{item['score']:.4g}"
 
 
@@ -146,49 +113,75 @@ def score_text(item: dict) -> str:
 
 
 def transcript_files(run: RunData) -> dict[str, Callable[[], list[dict]]]:
-    """The name of each file of episodes, as ids show it, or of each node -> reads its transcripts.
+    """Functions that read transcripts: one for each node, or for each file of episodes.
 
-    A name is "12" (a step of training), "before", "eval-9", "final-best" or "0.2.1" (a node).
-    Keys of a transcript: id ("12/3", "eval-9/3" = file and number; "0.2.1" = node), outcome
-    ("valid", "failed", "fault"), status, score (None unless valid), tokens, seconds, error, system
+    Names: "12" (a step of training), "before", "eval-9", "final-best", "0.2.1" (a node).
+    Keys of a transcript: id ("12/3": number 3 of a file; the name alone if the file holds one),
+    outcome, status, score (None unless valid), improvement, value, tokens, seconds, error, system
     and prompt (the first messages), turns.
-    Episodes also have seed, test_score (as score) and reward (None for a fault); nodes also parent,
-    op, sampling_mode, reason (of the selection), idea, code, diff.
+    Episodes also have seed, test_score and reward (None for a fault); nodes also parent, op,
+    sampling_mode, reason (of the selection), idea, code and diff.
     """
-    if run.has_nodes:
-        return {row["id"]: partial(node_items, row, run.dir) for row in run.rows}
+    if run.kind != "search":
+        return episode_files(run.dir)
+    nodes = {row["id"]: row for row in run.rows}
+    return {id: partial(node_items, id, nodes, run.dir) for id in nodes}
+
+
+def episode_files(directory: Path) -> dict[str, Callable[[], list[dict]]]:
     files = {}
-    for path in sorted((run.dir / "episodes").glob("*.jsonl")):
+    for path in sorted((directory / "episodes").glob("*.jsonl")):
         name = re.sub(r"0*(\d+)$", r"\1", path.stem)
         files[name] = partial(episode_items, path, name)
     return files
 
 
-def episode_items(path: Path, name: str) -> list[dict]:
+def episode_items(path: Path, name: str = "") -> list[dict]:
+    """The transcripts in a file. Their improvement, stderr, outcome and value are of the test part
+    if it was scored.
+    """
+    rows = read_rows(path)
     items = []
-    for index, row in enumerate(read_rows(path)):
-        score = row["score"] or {"valid": False, "value": None, "message": row["fault"]}
-        test_score = row.get("test_score") or {"value": None}
+    for index, row in enumerate(rows):
+        score = row["score"] or {"value": None, "stderr": None, "message": row["fault"]}
+        test = row.get("test_score")
         item = {
-            "id": f"{name}/{index}",
-            "outcome": outcome_of(row["status"], score["valid"]),
+            "id": name if len(rows) == 1 else f"{name}/{index}",
             "score": score["value"],
-            "test_score": test_score["value"],
+            "test_score": test["value"] if test else None,
+            "is_tested": bool(test),
+            "improvement": row["test_improvement" if test else "improvement"],
+            "stderr": (test or score)["stderr"],
             "tokens": row["reply_tokens"],
             "error": joined(score["message"], score.get("grader_output")),
         }
-        items.append(row | item)
+        items.append(with_outcome(row | item))
     return items
 
 
-def node_items(row: dict, directory: Path) -> list[dict]:
-    """A list of one. system, prompt: what the model was told; "" if the transcript is missing."""
-    episodes = read_rows(directory / "episodes" / f"{row['order']:06d}.jsonl") or [{}]
-    told = {key: episodes[0].get(key, "") for key in ("system", "prompt")}
-    # with what a grader printed that gave neither score nor reason
-    error = joined(row["error"], row.get("grader_output"))
-    reason = row["decision"]["reason"]
-    return [row | told | {"turns": row["actions"], "error": error, "reason": reason}]
+def node_items(id: str, nodes: dict[str, dict], directory: Path) -> list[dict]:
+    """A list of one. Without a transcript it has no turns."""
+    row = nodes[id]
+    episodes = read_rows(directory / "episodes" / f"{row['order']:06d}.jsonl")
+    above = nodes.get(row["parent"])
+    while above and not above["kept"]:
+        above = nodes.get(above["parent"])
+    item = {
+        "diff": difference(above["code"], row["code"]) if above else "",
+        # a grader may print text but neither score nor reason
+        "error": joined(row["error"], row.get("grader_output")),
+        "reason": row["decision"]["reason"],
+    }
+    return [{"turns": []} | dict(*episodes) | row | item]
+
+
+def difference(old: dict, new: dict) -> str:
+    """A unified diff of the files in `new` against the files of the same name in `old`."""
+    lines = []
+    for name, text in new.items():
+        before = old.get(name, "").splitlines(keepends=True)
+        lines += difflib.unified_diff(before, text.splitlines(keepends=True), name, name)
+    return "".join(lines)
 
 
 def observed(turn: dict) -> str:

@@ -15,13 +15,12 @@ from statistics import fmean
 
 import numpy as np
 
-from flatlab.files import read_rows
 from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error, value_text
-from flatlab.task.value import improvement, summary, summary_text, value_of
+from flatlab.task.value import improvement, summary, summary_text
 from flatlab.train.metrics import fell_by_half
 from flatlab.view import plots
 from flatlab.view.plots import COLOURS, FEW_SEEDS, RunGroup, series
-from flatlab.view.reader import RunData
+from flatlab.view.reader import NOUNS, RunData, episode_items, transcript_files
 
 # ------------------------------------------------------------------ results
 
@@ -30,134 +29,138 @@ from flatlab.view.reader import RunData
 class Result:
     """The value of a run.
 
-    what: whose value it is. part: of the data. values: by seed; one for each episode, or a single
-    one for the best node of a search. facts: of summary(); its valid_share is over all nodes of a
-    search. rows_error: standard error of a score over the rows or games of the part, mean over the
-    episodes; None if it is unknown. seed: of the run.
+    what: the adapter, node or episodes that have it. part: of the data. values: by seed; one for
+    each episode, or a single one for the best node of a search. facts: of summary(), except that
+    valid_share is over all nodes of a search; rows_error is the standard error of a score over the
+    rows or games of the part, mean over the episodes. seed: of the run.
     """
 
     what: str
     part: str
-    values: dict[int, float]
+    values: dict
     facts: dict
-    rows_error: float | None
     seed: int
 
 
 def result_of(run: RunData) -> Result:
-    read = {"training": training_items, "evaluation": evaluation_items, "search": best_item}
-    what, part, items = read[run.kind](run)
-    task = run if run.has_one_task and part != "training" else None
-    facts = summary([reached for _, reached, _ in items], task)
+    """Training: the best adapter on the fresh seeds at the end, or the last steps before that."""
     if run.kind == "search":
-        facts["valid_share"] = run.result["valid_share"]
-    if part == "training":  # items are means over the episodes of a step
-        facts["valid_share"] = fmean(series(run.rows, "valid_share")[-len(items) :])
-    values = {seed: value_of(reached) for seed, reached, _ in items}
-    errors = [error for *_, error in items if error is not None]
-    rows_error = fmean(errors) if errors and task else None
-    return Result(what, part, values, facts, rows_error, run.config["seed"])
-
-
-# Each returns whose value it is, the part of the data, and (seed, improvement, standard error of
-# the score) of each episode, step or node.
-
-
-def training_items(run: RunData) -> tuple[str, str, list]:
-    """The best adapter on the fresh seeds at the end of the run, or the last steps before that."""
+        return best_node(run)
+    if run.kind == "evaluation":
+        return result_of_episodes(run, "all episodes", run.rows, run.result["split"])
     final = run.result.get("final")
     if not final:
         last = run.rows[-plots.window_of(run.rows) :]
-        items = [(row["step"], row["value_mean"], None) for row in last]
-        return f"last {count(len(last), 'step')}", "training", items
+        facts = {key: fmean(series(last, key)) for key in ("value_mean", "valid_share")}
+        facts["value_stderr"] = None
+        return Result(f"last {count(len(last), 'step')}", "training", {}, facts, run.config["seed"])
     best = final["best"]
     what = "untrained adapter"
     if not final["best_is_untrained"]:
         what = f"best adapter (step {best['step']})"
-    prefix = "test_" if "test_value_mean" in best else ""
-    items = [
-        (row["seed"], row[f"{prefix}improvement"], row[f"{prefix}score"]["stderr"])
-        for row in read_rows(run.dir / best["file"])
-        if row["status"] != "fault"
-    ]
-    return what, "test" if prefix else final["split"], items
+    return result_of_episodes(run, what, episode_items(run.dir / best["file"]), final["split"])
 
 
-def evaluation_items(run: RunData) -> tuple[str, str, list]:
-    """All episodes but the faults; none of them was chosen."""
-    rows = [row for row in run.rows if row["outcome"] != "fault"]
-    items = [(row["seed"], row["improvement"], row["stderr"]) for row in rows]
-    return "all episodes", run.result["split"], items
+def result_of_episodes(run: RunData, what: str, items: list[dict], split: str) -> Result:
+    """split: the part that was scored, unless the test part was scored, too."""
+    graded = [item for item in items if item["outcome"] != "fault"]
+    part = "test" if any(item["is_tested"] for item in graded) else split
+    task = None if " " in run.task else run
+    facts = summary([item["improvement"] for item in graded], task)
+    errors = [item["stderr"] for item in graded if item["stderr"] is not None]
+    if errors and task:
+        facts["rows_error"] = fmean(errors)
+    values = {(item["task"], item["seed"]): item["value"] for item in graded}
+    return Result(what, part, values, facts, run.config["seed"])
 
 
-def best_item(run: RunData) -> tuple[str, str, list]:
+def best_node(run: RunData) -> Result:
     """The best node: its test score, or without one the score that it was chosen by."""
     result, seed = run.result, run.config["seed"]
-    if not result["best_id"]:
-        return "no valid node", result["split"], [(seed, None, None)]
-    what = f"best node ({result['best_id']})"
+    what = f"best node ({result['best_id']})" if result["best_id"] else "no valid node"
+    score, error, part = result["best_score"], result["best_stderr"], result["split"]
     if result["tested_id"]:
-        part = result["split"] if result["exact"] else "test"
-        return what, part, [(seed, result["test_improvement"], result["test_stderr"])]
-    reached = improvement(result["best_score"], run)
-    return what, result["split"], [(seed, reached, result["best_stderr"])]
+        score, error = result["test_score"], result["test_stderr"]
+        part = part if result["exact"] else "test"
+    facts = summary([None if score is None else improvement(score, run)], run)
+    facts |= {"valid_share": result["valid_share"], "rows_error": error}
+    return Result(what, part, {seed: facts["value_mean"]}, facts, seed)
 
 
-def failures(run: RunData) -> np.ndarray:
+def failures(run: RunData) -> tuple[int, int, int]:
     """Numbers of episodes or nodes that were played, that failed, and that were faults."""
-    if run.has_nodes:
-        return np.array([run.result[key] for key in ("nodes", "failed", "faults")])
+    if run.kind != "training":
+        outcomes = [row["outcome"] for row in run.rows]
+        return len(outcomes), outcomes.count("failed"), outcomes.count("fault")
     keys = ("episodes", "valid_share", "faults")
     episodes, valid, faults = (series(run.rows, key) for key in keys)
-    counts = [sum(episodes + faults), sum(episodes * (1 - valid)), sum(faults)]
-    return np.rint(counts).astype(int)
+    counts = episodes + faults, episodes * (1 - valid), faults
+    return tuple(round(np.nansum(column)) for column in counts)
 
 
 # ------------------------------------------------------------------ sentences about one run
 
-NOUNS = {"training": "step", "search": "node", "evaluation": "episode"}  # for a row of a run
-
 
 def heading(run: RunData) -> str:
-    """One line about what ran: name, task, mode, rule, seed, model, length."""
+    """One line about the run: name, task, mode, rule, seed, model, length."""
     config = run.config
     keys = ("sampling_mode", "select", "seed", "model")
     facts = [value_text(config[key]) for key in keys if key in config]
-    seconds = run.rows[-1].get("elapsed") or np.nansum(series(run.rows, "seconds"))
+    seconds = run.result.get("seconds") or np.nansum(series(run.rows, "seconds"))
     size = count(len(run.rows), NOUNS[run.kind])
-    return f"{run.name}: {run.tasks}, {', '.join(facts)}, {size} in {duration(seconds)}"
+    return f"{run.name}: {run.task}, {', '.join(facts)}, {size} in {duration(seconds)}"
 
 
 def headline(run: RunData) -> str:
-    """The outcome in words: value, share valid, score, against what, how sure, and failures."""
-    result = result_of(run)
-    played, failed, faults = failures(run)
-    digits = 6 if run.result["exact"] else 4
-    scale = f"{result.part} part; {run.direction}, baseline {run.baseline:.4f}"
-    if result.rows_error is not None:
-        scale += f"; ± {result.rows_error:.4f} over its rows"
-    text = f"{summary_text(result.facts, run.result['metric'], digits)} ({scale})."
-    if result.what == "no valid node":
-        text = why_none(run.rows)
-    text = (
-        f"{result.what}: {text} {failed} of {played} failed (value -1), {count(faults, 'fault')}. "
-        f"Status: {run.status}."
-    )
-    text = " ".join([text, *notes([run])])
+    """The outcome of a run: value, share valid, score, part, uncertainty, and failures."""
+    if run.kind == "imitation":
+        loss = plus_minus(run.rows[-1]["loss"], None)
+        text = f"imitation of {count(run.result['episodes'], 'episode')}: last loss {loss}."
+    else:
+        text = value_sentence(run)
+    text = " ".join([text, f"Status: {run.result.get('status')}.", *notes([run])])
     return text[0].upper() + text[1:]
 
 
-def why_none(rows: list[dict]) -> str:
-    """The reasons why no node is valid: how they ended, and what was most often wrong."""
-    ends = Counter(row["status"].replace("_", " ") for row in rows)
+def value_sentence(run: RunData) -> str:
+    result = result_of(run)
+    number, failed, faults = failures(run)
+    digits = 6 if run.result.get("exact") else 4
+    scale = f"{result.part} part; {run.direction}, baseline {run.baseline:.4f}"
+    if error := result.facts.get("rows_error"):
+        scale += f"; ± {error:.4f} over its rows"
+    text = f"{summary_text(result.facts, run.result['metric'], digits)} ({scale})"
+    if result.what == "no valid node":
+        text = why_none(run)
+    ends = f"{failed} of {number} failed (value -1), {count(faults, 'fault')}."
+    return f"{result.what}: {text}. {ends}"
+
+
+def why_none(run: RunData) -> str:
+    """The reasons why no node is valid: how they ended, and the most frequent error."""
+    ends = Counter(row["status"].replace("_", " ") for row in run.rows)
     parts = [f"{number} x {status}" for status, number in ends.most_common()]
-    turns = [turn for row in rows for turn in row["actions"]]
+    items = [item for read in transcript_files(run).values() for item in read()]
+    turns = [turn for item in items for turn in item["turns"]]
     wrong = [turn for turn in turns if turn["status"] in ("rejected", "invalid")]
     said = Counter(turn["observation"].partition("\n")[0] for turn in wrong)
     for text, number in said.most_common(1):
-        text = text.removeprefix("Nothing was run. ").rstrip(".")
-        parts.append(f"{text}, in {number} of {len(turns)} replies")
-    return "; ".join(parts) + "."
+        parts.append(f"{number} of {len(turns)} replies: {text.rstrip('.')}")
+    return "; ".join(parts)
+
+
+# Keys of result.json -> sentences for runs where they are neither 0, false nor empty
+NOTES = {
+    "selected_on_test": "the task has a test part only, so the best was chosen on it and its score "
+    "is optimistic",
+    "exact": "the score is exact",
+    "ungraded": "the grader gave no result for {ungraded} failed nodes: see grader_output in the "
+    "journal",
+    "without_strategy": "{without_strategy} of {nodes} nodes got no strategy, so their mode is "
+    "none: the replies held too few that could be read",
+    "unread_strategies": "{unread_strategies} strategies in replies could not be read: their JSON "
+    "was damaged or cut off",
+}
 
 
 def notes(runs: list[RunData]) -> list[str]:
@@ -171,33 +174,22 @@ def notes(runs: list[RunData]) -> list[str]:
 
 def notes_of(run: RunData) -> list[str]:
     result = run.result
-    has_one_part = result["selected_on_test"] or result.get("exact")
-    is_chosen = run.kind == "search" and result["best_id"] and not has_one_part
-    tested = result.get("tested_id")
-    reads = result.get("test_reads", 0)
-    ungraded = result.get("ungraded")
-    without_strategy = result.get("without_strategy")
-    unread = result.get("unread_strategies")
-    alarms = [text for row in run.rows + run.rounds for text in row.get("alarms", ())]
-    applies = {
-        "the task has a test part only, so the best was chosen on it and its score is "
-        "optimistic": result["selected_on_test"],
-        "the score is exact": result.get("exact"),
-        "the best node was not scored on the test part": is_chosen and not tested,
-        "the best node is not valid on the test part": tested and result["test_score"] is None,
-        f"a search that went on with more --nodes has read the test part {reads} times": reads > 1,
-        f"the grader gave no result for {ungraded} failed nodes: see grader_output in the "
-        "journal": ungraded,
-        f"{without_strategy} of {result.get('nodes')} nodes got no strategy, so their mode is "
-        "none: the replies held too few that could be read": without_strategy,
-        f"{unread} strategies in replies could not be read: their JSON was damaged or cut "
-        "off": unread,
-        "the selection rule replaced the sampling mode of some nodes: see sampling_modes_used in "
-        "result.json": "local" in result.get("sampling_modes_used", ()),
-        "its code changed while it went on": len(run.fingerprint.get("code", ())) > 1,
-        f"the last alarms: {'; '.join(alarms[-3:])}": alarms,
-    }
-    return [sentence for sentence, does_apply in applies.items() if does_apply]
+    sentences = [text.format(**result) for key, text in NOTES.items() if result.get(key)]
+    has_test = not (result.get("selected_on_test") or result.get("exact"))
+    if result.get("tested_id"):
+        if result["test_score"] is None:
+            sentences.append("the best node is not valid on the test part")
+    elif result.get("best_id") and has_test:
+        sentences.append("the best node was not scored on the test part")
+    if (reads := result.get("test_reads", 0)) > 1:
+        sentences.append(
+            f"a search that went on with more --nodes has read the test part {reads} times"
+        )
+    if len(run.fingerprint.get("code", ())) > 1:
+        sentences.append("its code changed while it went on")
+    if alarms := [text for row in run.rows + run.rounds for text in row.get("alarms", ())]:
+        sentences.append(f"the last alarms: {'; '.join(alarms[-3:])}")
+    return sentences
 
 
 # ------------------------------------------------------------------ rounds
@@ -211,13 +203,12 @@ ON_TERMINAL = 8
 
 
 def rounds(run: RunData, columns: int | None = ON_TERMINAL) -> str:
-    """A line for each round of a search that learns; "" of other runs. columns: None: all."""
+    """A line for each round of a search that learns; "" of other runs. columns: None for all."""
     import pandas
 
-    if not run.rounds:
-        return ""
     frame = pandas.DataFrame(run.rounds, columns=ROUNDS[:columns])
-    return frame.to_string(index=False, float_format="{:.5g}".format, na_rep="-")
+    text = frame.to_string(index=False, float_format="{:.5g}".format, na_rep="-")
+    return text if run.rounds else ""
 
 
 # ------------------------------------------------------------------ groups
@@ -240,7 +231,7 @@ def groups_of(runs: list[RunData]) -> dict[tuple, list[RunGroup]]:
         made_by = repr((settings, run.fingerprint))
         seed = (made_by, run.config.get("seed"))
         seen[seed] += 1
-        version = (run.kind, run.tasks, run.baseline, run.fingerprint.get("task"))
+        version = (run.kind, run.task, run.baseline, run.fingerprint.get("task"))
         comparable = groups.setdefault(version, {})
         group = RunGroup(str(run.dir), COLOURS[len(comparable) % len(COLOURS)], [])
         comparable.setdefault((made_by, seen[seed]), group).runs.append(run)
@@ -260,14 +251,17 @@ score: mean of the valid ones, or the score of the best node, in the unit of the
 best of {BEST_OF}: expected best score of {BEST_OF} episodes
 rows ±: standard error of one score over the rows or games of the part
 of: what has this value, and on which part of the data
-difference: of the value to the best row; paired: over the seeds that both have"""
+difference: of the value to the best row, over the seeds that both have"""
 
 
 def table(runs: list[RunData]) -> str:
     """Text of `python viz.py logs/*`: a table per kind of run and task, then what it means."""
     parts = []
     for (kind, task, *_), groups in groups_of(runs).items():
-        parts.append(f"{task}, {kind}\n{aligned(rows_of(groups))}")
+        text = "An imitation has no value: evaluate its adapter to compare it."
+        if kind != "imitation":
+            text = aligned(rows_of(groups))
+        parts.append(f"{task}, {kind}\n{text}")
     return "\n\n".join([*parts, "\n".join([LEGEND, *notes(runs)])])
 
 
@@ -280,34 +274,42 @@ def rows_of(groups: list[RunGroup]) -> list[dict]:
 
 
 def mean_value(results: list[Result]) -> float:
-    return fmean(values_of(results).values() or [-math.inf])
+    return fmean(found([one.facts for one in results], "value_mean") or [-math.inf])
 
 
 def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
-    first = results[0]
-    what, *_ = first.what.split(" (")  # without its step or its id
-    rows_errors = [one.rows_error for one in results if one.rows_error is not None]
+    what, *_ = results[0].what.split(" (")  # without its step or its id
+    facts = [one.facts for one in results]
     return {
         "run": group.label,
         "N": len(results),
-        "value": cell(results, "value_mean", "value_stderr", "+"),
-        "valid": f"{fmean(one.facts['valid_share'] for one in results):.0%}",
-        "score": cell(results, "score_mean", "score_stderr"),
-        f"best of {BEST_OF}": cell(results, f"score_best_of_{BEST_OF}"),
-        "rows ±": f"{fmean(rows_errors):.4f}" if rows_errors else "-",
-        "of": f"{what}, {first.part}",
+        **columns(facts, "score"),
+        "rows ±": cell(facts, "rows_error"),
+        "of": f"{what}, {results[0].part}",
         "difference": "" if results is best else difference(results, best),
         "faults": sum(failures(run)[2] for run in group.runs),
     }
 
 
-def cell(results: list[Result], key: str, error_key: str = "", sign: str = "") -> str:
-    """A fact about a single run with its own standard error, or its mean over several runs."""
-    if len(results) == 1:
-        facts = results[0].facts
-        return plus_minus(facts.get(key), facts.get(error_key), sign)
-    found = [one.facts.get(key) for one in results]
-    return mean_or_each([value for value in found if value is not None], sign)
+def columns(facts: list[dict], metric: str) -> dict:
+    """facts: of summary() for each run."""
+    return {
+        "value": cell(facts, "value_mean", "value_stderr", "+"),
+        "valid": f"{fmean(one['valid_share'] for one in facts):.0%}",
+        metric: cell(facts, "score_mean", "score_stderr"),
+        f"best of {BEST_OF}": cell(facts, f"score_best_of_{BEST_OF}"),
+    }
+
+
+def cell(facts: list[dict], key: str, error_key: str = "", sign: str = "") -> str:
+    """A number of a single run with its own standard error, or its mean over several runs."""
+    if len(facts) == 1:
+        return plus_minus(facts[0].get(key), facts[0].get(error_key), sign)
+    return mean_or_each(found(facts, key), sign)
+
+
+def found(facts: list[dict], key: str) -> list[float]:
+    return [one[key] for one in facts if one.get(key) is not None]
 
 
 def mean_or_each(values: list[float], sign: str) -> str:
@@ -317,24 +319,18 @@ def mean_or_each(values: list[float], sign: str) -> str:
     return plus_minus(fmean(values), standard_error(values), sign)
 
 
+def difference(results: list[Result], best: list[Result]) -> str:
+    """The difference of the values to the best ones, over the seeds that both have."""
+    values, others = values_of(results), values_of(best)
+    pairs = [values[seed] - others[seed] for seed in values if seed in others]
+    return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)" if pairs else "-"
+
+
 def values_of(results: list[Result]) -> dict:
     """The values by seed of one run, or of several the mean of each."""
     if len(results) == 1:
         return results[0].values
-    return {f"run {one.seed}": one.facts["value_mean"] for one in results if one.values}
-
-
-def difference(results: list[Result], best: list[Result]) -> str:
-    """The difference of the mean values with its standard error."""
-    values, others = values_of(results), values_of(best)
-    pairs = [values[seed] - others[seed] for seed in values if seed in others]
-    if len(pairs) > 1:
-        return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)"
-    if not values:
-        return "-"
-    errors = [standard_error([*side.values()]) for side in (values, others)]
-    error = None if None in errors else math.hypot(*errors)
-    return plus_minus(mean_value(results) - mean_value(best), error, "+")
+    return {one.seed: one.facts["value_mean"] for one in results if one.values}
 
 
 def aligned(rows: list[dict]) -> str:
@@ -344,43 +340,34 @@ def aligned(rows: list[dict]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)) for line in lines)
 
 
-# ------------------------------------------------------------------ adapters
-
-ADAPTERS = ("untrained", "imitated", "last", "best")
+# ------------------------------------------------------------------ at the end
 
 
 def final_table(result: dict) -> str:
-    """The comparison at the end of a training run, for the terminal. result: of result.json.
-
-    "" for searches and for runs that are not finished.
+    """The comparison at the end of a training run, or the tasks of an evaluation of several; "" for
+    other runs. result: of result.json.
     """
     final = result.get("final")
     if not final:
-        return ""
-    metric = result["metric"] if "score_mean" in final["best"] else "score"
+        is_evaluation = result.get("kind") == "evaluation"
+        return "\n".join(by_task(result)) if is_evaluation and " " in result["task"] else ""
+    best, untrained = final["best"], final["untrained"]
+    metric = result["metric"] if "score_mean" in best else "score"
     rows, marks = [], []
-    for name in ADAPTERS:
-        played = final.get(name)
-        if not played:
-            continue
-        step = played.get("step", -1)  # an adapter from before the first step has none
+    for name in ("untrained", "last", "best"):
+        facts = final.get(name, untrained)
+        step = facts.get("step", -1)  # an adapter from before the first step has none
         label = name if step < 0 else f"{name} (step {step})"
-        before = final["untrained"]["valid_share"]
-        if fell_by_half(played["valid_share"], before):
+        if fell_by_half(facts["valid_share"], untrained["valid_share"]):
             label += " !"
-            shares = f"{before:.0%} to {played['valid_share']:.0%}"
-            marks.append(f"! {name}: the share of valid submissions fell from {shares}.")
+            marks.append(f"! {name}: more than half of the valid submissions are lost.")
+        error = facts.get("difference_stderr")
         row = {
             "adapter": label,
-            "value": plus_minus(played["value_mean"], played["value_stderr"], "+"),
-            "valid": f"{played['valid_share']:.0%}",
+            **columns([facts], metric),
+            "difference to the untrained": plus_minus(facts.get("difference"), error, "+"),
+            "pairs": facts.get("difference_n", "-"),
         }
-        if "score_mean" in played:  # not of several tasks
-            row[metric] = plus_minus(played["score_mean"], played["score_stderr"])
-            row[f"best of {BEST_OF}"] = plus_minus(played[f"score_best_of_{BEST_OF}"], None)
-        error = played.get("difference_stderr")
-        row["difference to the untrained"] = plus_minus(played.get("difference"), error, "+")
-        row["pairs"] = played.get("difference_n", "-")
         rows.append(row)
     lines = [
         f"{final['split']} part, {final['n']} fresh seeds that were never used for selection, the "
@@ -388,14 +375,23 @@ def final_table(result: dict) -> str:
         aligned(rows),
         *marks,
     ]
-    best = final["best"]
-    for key in best:
-        task, found, _ = key.partition("test_value_mean")
-        if found:
-            prefix = f"{task}test_"
-            facts = {name.removeprefix(prefix): best[name] for name in best if prefix in name}
-            text = f"{task.replace('.', ' ')}{summary_text(facts, metric)}"
-            lines.append(f"best adapter on the test part: {text}")
+    if "test_value_mean" in best:
+        lines += [f"best adapter on the test part: {text}" for text in by_task(best, metric)]
     if final["best_is_untrained"]:
         lines.append("best is the untrained adapter: no evaluation during training was better.")
     return "\n".join(lines)
+
+
+def by_task(facts: dict, metric: str = "score") -> list[str]:
+    """A line for all episodes, and one for each of several tasks; on the test part if it was
+    scored.
+    """
+    part = "test_" if "test_value_mean" in facts else ""
+    lines = []
+    for key in facts:
+        task, found, _ = key.partition(f"{part}value_mean")
+        if found:
+            prefix = task + part
+            own = {name.removeprefix(prefix): facts[name] for name in facts if prefix in name}
+            lines.append(f"{task.replace('.', ' ')}{summary_text(own, metric)}")
+    return lines
