@@ -20,7 +20,7 @@ def anchors(page):
 def test_every_link_leads_to_a_file_and_a_title():
     wrong = []
     for page in PAGES:
-        for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        for link in re.findall(r'(?:\]\(|src=")([^)"]+)', page.read_text()):
             name, _, anchor = link.partition("#")
             target = page.parent / name if name else page
             if "://" in link:
