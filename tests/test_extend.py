@@ -8,9 +8,11 @@ from helpers import python
 
 ROOT = Path(__file__).parents[1]
 ADDED = """
+import inspect
 import grpo, search, torch
 from pathlib import Path
 from types import SimpleNamespace
+from flatlab.view import plots
 from flatlab.world.texts import load_prompts
 from flatlab.sandbox.client import get_backend, pick_backend
 cfg = grpo.Config(reward="thrifty", loss="tis")
@@ -20,6 +22,12 @@ loss = grpo.LOSSES["tis"]
 value, clipped = loss.function(logp, torch.tensor([0.0, -2.0]), torch.ones(2), None, cfg)
 assert clipped.tolist() == [False, True] and loss.weight(1, 4, 1, cfg) == 0.25
 assert grpo.ENTROPY_BONUS == 0.01
+over_best = grpo.ADVANTAGES["over_best"]
+assert over_best([0.5, 0.25, 1.0]) == [-0.5, -0.75, 0.5] and over_best([1, 1, 0]) == [0, 0, -1]
+assert "torch.optim.RMSprop" in inspect.getsource(grpo.train)
+rates = [grpo.learning_rate(step, SimpleNamespace(lr=1, steps=10)) for step in (0, 5, 10)]
+assert rates == [0.2, 0.5, 0]
+assert "Do episodes get longer?" in plots.PANELS["training"][1]
 said = SimpleNamespace(output="mean 1", stopped="", exit_code=0)
 box = SimpleNamespace(run=lambda command, timeout: said if command[-1] == "a.csv" else None)
 tool = grpo.agent_loop(cfg).keywords["act"]
@@ -37,9 +45,6 @@ choice = search.Choice("0.0", "exploit")
 assert search.OPERATORS["simplify"].applies(choice, parent)
 node = SimpleNamespace(op="simplify", idea="")
 assert "half as long" in texts.fill("node", summary="", parents=[], node=node, phase="exploit")
-wanted = dict(mode="sequence", k=3, tau=0.1)
-facts = dict(about="", summary="", parent=None, tried=[])
-assert "an expert would try" in texts.fill("strategies", **facts, **wanted)
 assert get_backend("gvisor").is_container and pick_backend("gvisor")[0] == "gvisor"
 """
 
@@ -67,18 +72,9 @@ def apply(files: list[Path], diff: str) -> Path:
 
 
 def test_the_diffs_of_the_documentation(tmp_path):
-    for name in (
-        "grpo.py",
-        "search.py",
-        "learning.py",
-        "env.py",
-        "policy.py",
-        "tasks.py",
-        "viz.py",
-        "configs",
-    ):
-        source = ROOT / name
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, tmp_path)
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
     shutil.copytree(ROOT / "flatlab", tmp_path / "flatlab")
     files = [*tmp_path.glob("*.py"), *tmp_path.glob("flatlab/**/*.py")]
     files.append(tmp_path / "configs/prompts/agent.yaml")
@@ -88,6 +84,6 @@ def test_the_diffs_of_the_documentation(tmp_path):
             path = apply(files, diff)
             assert f"`{path.relative_to(tmp_path)}`" in section
             count += 1
-    assert count == 14
+    assert count == 17
     done = python("-c", ADDED, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-1500:]

@@ -12,7 +12,7 @@
     python tests/bench objectives  losses and advantages on the built-in tasks; an hour
     python tests/bench pretrained  SmolLM2 imitates, then GRPO, on two tasks; hours
     python tests/bench learned-search  searches that learn against frozen ones; two hours
-    python tests/bench table       runs the tests of attacks and faults, writes tests/README.md
+    python tests/bench table       runs the tests of attacks and faults, writes tests/ATTACKS.md
 
 A section is a function in SECTIONS that returns (headline, rows); a row is (what, value, note).
 """
