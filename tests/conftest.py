@@ -35,7 +35,7 @@ def pytest_configure(config):
         os.environ["FLATLAB_ALL_BACKENDS"] = "1"  # read by backends.py
     config.addinivalue_line("markers", "slow: runs with --all (make test-all) only")
     config.addinivalue_line(
-        "markers", "attack(name, ...): what the test tries, for the table in tests/README.md"
+        "markers", "attack(name, ...): what the test tries, for the table in tests/ATTACKS.md"
     )
     config.addinivalue_line(
         "markers", "fault(number, name, ...): what the test lets break, for the same table"

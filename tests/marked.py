@@ -1,4 +1,4 @@
-"""Writes the tables of attacks and faults in tests/README.md.
+"""Writes the tables of attacks and faults in tests/ATTACKS.md.
 
 A row is a test that carries the mark `attack` or `fault`, with its result on this machine.
 """
@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 BACKENDS = ("docker", "namespaces", "landlock", "local")
-FIRST_TITLE = "## What the marked tests try"  # the text above it is written by hand
 
 
 class Row(NamedTuple):
@@ -79,7 +78,7 @@ def outcome_text(outcomes: dict[str, list[str]]) -> str:
 
 def table(title: str, rows: list[tuple]) -> list[str]:
     """The lines of a Markdown section."""
-    lines = ["", f"### {title}", "", "| what | result | test |", "|---|---|---|"]
+    lines = ["", f"## {title}", "", "| what | result | test |", "|---|---|---|"]
     for row in rows:
         cells = [cell.replace("|", "/") for cell in row]
         lines.append(f"| {' | '.join(cells)} |")
@@ -87,7 +86,7 @@ def table(title: str, rows: list[tuple]) -> list[str]:
 
 
 def marked(args):
-    """Runs the marked tests and writes tests/README.md; returns (headline, rows)."""
+    """Runs the marked tests and writes tests/ATTACKS.md; returns (headline, rows)."""
     import pytest
 
     marked_tests = Marked()
@@ -103,15 +102,13 @@ def marked(args):
     system = f"Python {platform.python_version()}, {platform.system()} {kernel}"
     checkout = "with" if os.environ.get("MLGYM_ROOT") else "without"
     lines = [
-        FIRST_TITLE,
+        "# Attacks and faults that the tests try",
         "",
         f"Written by `python tests/bench table`, {date.today()}, {system}, {checkout} a",
         "checkout of MLGym. In parentheses: the kinds of sandbox.",
         *table("Attacks: none gains a point", attacks),
         *table("Faults: each is a status, never a score", faults),
     ]
-    path = HERE / "README.md"
-    by_hand, _, _ = path.read_text(encoding="utf-8").partition(FIRST_TITLE)
-    path.write_text(by_hand + "\n".join(lines) + "\n", encoding="utf-8")
+    (HERE / "ATTACKS.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     rows = attacks + faults
-    return f"{len(rows)} rows, written to tests/README.md", rows
+    return f"{len(rows)} rows, written to tests/ATTACKS.md", rows

@@ -2,7 +2,7 @@
 
 They run on our graders and, if $MLGYM_ROOT is a checkout of MLGym, on its graders. An attack that
 is a general property of sandboxes is in test_sandbox.py or test_env.py, with the mark `attack`.
-`python tests/bench table` lists all of them in tests/README.md.
+`python tests/bench table` lists all of them in tests/ATTACKS.md.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Faults of sandboxes: a fault is a status, never a score, and nothing is left behind.
 
 The marker `fault` names what is broken, here and in test_sandbox.py and test_env.py;
-`python tests/bench table` lists all of them in tests/README.md.
+`python tests/bench table` lists all of them in tests/ATTACKS.md.
 """
 
 import asyncio

@@ -265,7 +265,7 @@ def puct(t, rng, c=1.0, siblings=2):
 
 
 def expansions(t: Tree) -> Counter[str]:
-    """id -> how often the node or one below it was expanded. The children of a group (see --learn)
+    """id -> how often the node or one below it was expanded. The children of a group (see learn.py)
     are one expansion.
     """
     groups = {}
