@@ -79,20 +79,6 @@ def test_an_episode_in_a_folder():
 
 
 @needs_docker
-def test_a_child_of_a_search_is_scored_for_its_own_change():
-    with Env(load_task(str(FOLDER)), "docker") as world:
-        world.reset()
-        said(world, SORT)
-        with world.fork() as child:
-            assert "sorted.txt" in child.prompt()
-            assert not child.score().valid
-            said(child, "rm words.txt")
-            assert child.score().value == 1
-        with world.fork(clear_artefacts=False) as same:
-            assert same.score().value == pytest.approx(2 / 3)
-
-
-@needs_docker
 @pytest.mark.attack("a forged archive of a workspace: links to the tests, paths outside of it")
 @pytest.mark.parametrize(
     "name, kind, link",

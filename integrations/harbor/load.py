@@ -26,7 +26,7 @@ REFUSED_KEYS = """environment.tpu environment.mcp_servers environment.healthchec
 REFUSED_FILES = "environment/docker-compose.yaml tests/Dockerfile trajectory.json steps".split()
 MEMORY_MB = 4096
 BUILD_SECONDS = 600
-SECONDS = 600.0  # the format's limit for the tests, and here for one action without another limit
+SECONDS = 600.0  # limit of the tests in the format; here also of one action
 ARCHIVE = ".flatlab.tar"
 # Equal workspaces make equal archives: names are sorted, times and owners are fixed.
 COLLECT = (
@@ -52,7 +52,7 @@ def load_harbor(folder: Path) -> Task:
         raise UserError(f"{folder} cannot be read as a Harbor task: {error}.") from error
     refuse(folder, spec)
     hidden = tree_files(folder / "tests", ".flatlab/tests", "a Harbor task has its tests there")
-    if (folder / "environment").is_dir():  # what a Dockerfile copies into the image
+    if (folder / "environment").is_dir():  # a Dockerfile may copy it into the image
         context = tree_files(folder / "environment", "", "")
         refuse_overlap(folder.name, context.values(), hidden.values())
     hidden[".flatlab/grade.py"] = Path(__file__).with_name("grade.py")
