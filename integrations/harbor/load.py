@@ -7,7 +7,6 @@ grading unpacks it in a fresh container of that image, and only that one gets th
 from __future__ import annotations
 
 import io
-import re
 import shlex
 import tomllib
 from pathlib import Path
@@ -33,8 +32,6 @@ COLLECT = (
     "tar -c --sort=name --mtime='2000-01-01 UTC' --owner=0 --group=0 --numeric-owner "
     f"--hard-dereference --exclude=./{ARCHIVE} . > {ARCHIVE}"
 )
-# Lines that mark a file of a benchmark for those who filter training data.
-CANARY = re.compile(r"\A(\s*(<!--.*canary.*-->|#.*canary.*)\n)+", re.IGNORECASE)
 
 
 def load_harbor(folder: Path) -> Task:
@@ -68,7 +65,7 @@ def load_harbor(folder: Path) -> Task:
     is_offline = value_of(spec, "environment.network_mode") == "no-network"
     return Task(
         name=folder.name,
-        prompt=f"{CANARY.sub('', prompt).strip()}\n\nThe path {workdir} leads to your workspace.",
+        prompt=f"{prompt.strip()}\n\nThe path {workdir} leads to your workspace.",
         metric="reward",
         higher_is_better=True,
         baseline=0.0,
