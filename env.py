@@ -84,7 +84,7 @@ class Env:
         self.ends_at_score = ends_at_score
         self.limits = {"memory": 4 << 30, **limits}
         self.sandbox: Sandbox | None = None
-        self.opened: list[Sandbox] = []  # also those of gradings
+        self.opened: list[Sandbox] = []  # sandboxes of the agent and of gradings
         self.closed = False
         self.given = b""  # digest of the first artefacts of a task with a collect command
 
@@ -105,7 +105,7 @@ class Env:
         if not self.closed:
             box = open_sandbox(self.task, self.options, self.seed, **self.limits)
             self.opened.append(box)
-        if self.closed:  # perhaps by another thread in the meantime
+        if self.closed:  # maybe by another thread in the meantime
             self.close()
             raise SandboxFault("the environment is closed")
         return box

@@ -9,7 +9,7 @@ This file is to be read: it computes rewards, advantages and loss itself. It lea
 3. warm-up, evaluations, alarms, checkpoints, transcripts, several GPUs, --ahead, Policy.verify
 
 The formulas, for episode i of a group with rewards r (GRPO, arXiv 2402.03300; the mean over all
-tokens and the wider upper bound are those of DAPO, arXiv 2503.14476):
+tokens and the wider upper bound come from DAPO, arXiv 2503.14476):
 
     A_i   = (r_i - mean(r)) / std(r)
     ratio = pi(token) / pi_old(token)

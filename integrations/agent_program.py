@@ -36,8 +36,8 @@ from flatlab.world.episode import (
 # Precedes the command in its shell. The input of this shell ends when this process does, however it
 # ends, and then the program is killed. The program itself has no input.
 WATCH = "exec 3<&0 0</dev/null; (read _ <&3; kill -9 0) & exec 3<&-; "
-TOKEN_BYTES = 16  # of a request's body for each token of the context, at most
-# Fields of a request that are read or change no answer; temperature and seed are those of the run
+TOKEN_BYTES = 16  # limit of a request's body for each token of the context
+# Fields of a request that are read or change no answer; the run sets temperature and seed
 FREE = (
     "messages model max_tokens max_completion_tokens temperature seed user metadata store "
     "service_tier safety_identifier prompt_cache_key prompt_cache_retention stream_options "
@@ -46,7 +46,7 @@ FREE = (
 # Values with which a field changes no answer: of these numbers, and of all other fields
 NEUTRAL = {"n": 1, "top_p": 1, "top_k": -1, "repetition_penalty": 1}
 OFF = (None, False, [], {}, "", "auto", "none", ["text"], {"type": "text"})
-STDERR_BYTES = 1000  # of the end of a program's stderr, in the transcript
+STDERR_BYTES = 1000  # end of a program's stderr in the transcript
 POLL_SECONDS = 0.05  # between looks whether a program has ended
 # Reads requests beside the event loop. It has one thread, because a tokenizer serves one.
 READER = ThreadPoolExecutor(1, "agent_program")
@@ -154,7 +154,7 @@ async def play(env, policy, episode, options, history, command: str) -> str:
     over = asyncio.Future()  # status of the episode
     numbers = itertools.count()
     samples = {}
-    turn = {}  # of the latest reply
+    turn = {}  # record of the latest reply
     one_command = asyncio.Lock()
 
     def end(status: str) -> None:
@@ -171,14 +171,14 @@ async def play(env, policy, episode, options, history, command: str) -> str:
             raise web.HTTPInternalServerError from error
 
     async def chat(request):
-        """Settings of sampling in a request have no effect: those of the run hold."""
+        """Answers a request. The run sets the sampling, whatever the request says."""
         nonlocal turn
         data = await request.read()
         run = asyncio.get_running_loop().run_in_executor
         try:
             facts = data, twin_of(policy), samples, options.max_reply_tokens
             tokens, parts, limit = await run(READER, invoke, read, *facts)
-        except Exception as error:  # what the request lacks, or what the chat template says
+        except Exception as error:  # a missing field, or an error of the chat template
             raise web.HTTPBadRequest(text=f"This request cannot be read: {error!r}") from error
         if len(tokens) + limit > policy.context:
             text = f"{len(tokens)} tokens: over the maximum context length."
@@ -209,7 +209,7 @@ async def play(env, policy, episode, options, history, command: str) -> str:
 
     async def act(request):
         command = str((await request.json())["command"])
-        async with one_command:  # those that wait at the end of the episode never start
+        async with one_command:  # commands that wait at the end of the episode never start
             left = max(1.0, deadline - time.monotonic())
             step = await or_end(in_thread(env.step, command, left, act_command))
         turn.update(step_record(step))

@@ -11,7 +11,6 @@ import gzip
 import os
 import pickle
 import random
-import re
 import shutil
 import sys
 from dataclasses import replace
@@ -609,46 +608,32 @@ READ = {  # artefact -> contents that are refused
 }
 
 
-def all_that_is_read(task, backend):
-    """The prompt, the files of the sandbox, and what `validate` says, one after another."""
-    [name] = task.artefacts
-    good = next(trivial_rules(task))[1][name]
-    with Env(task, backend) as world:
-        yield world.reset()
-        # -xdev: without what the sandbox shows of this machine
-        find = ["find", "/home/agent", "/tmp", "-xdev", "-type", "f"]
-        listing = world.sandbox.program(find, 30)[1]
-        for path in sorted(listing.decode().splitlines()):
-            data = world.sandbox.program(["cat", path], 30)[1].decode()
-            yield data
-            for column in zip(*csv.reader(data.splitlines())):
-                yield "\n".join(column)
-        for content in [*READ[name], good]:
-            world.sandbox.put({name: content.encode() if isinstance(content, str) else content})
-            step = world.step(block("validate"))
-            assert step.score.valid == (content == good), step
-            yield re.sub(r": \S+ \(baseline", ": score (baseline", step.observation)
-
-
 @attack("hidden rows in anything that an agent reads, for every built-in task")
 @pytest.mark.parametrize("name", builtin_names(TASKS_DIR))
 def test_nothing_that_is_read_holds_a_hidden_row(backend, name):
+    """The prompt, the files of the sandbox, and what `validate` says, one after another."""
     task = load_task(name)
+    [artefact] = task.artefacts
+    good = next(trivial_rules(task))[1][artefact]
     hidden = secrets(task)
     assert len(hidden) > 30
-    texts = list(all_that_is_read(task, backend))
-    assert len(texts) > len(task.public)
+    with Env(task, backend) as world:
+        texts = [world.reset()]
+        # -xdev: without what the sandbox shows of this machine
+        find = ["find", "/home/agent", "/tmp", "-xdev", "-type", "f"]
+        for path in world.sandbox.program(find, 30)[1].decode().splitlines():
+            data = world.sandbox.program(["cat", path], 30)[1].decode()
+            columns = zip(*csv.reader(data.splitlines()))
+            texts += [data, *map("\n".join, columns)]
+        assert len(texts) > len(task.public)
+        for content in [*READ[artefact], good]:
+            data = content.encode() if isinstance(content, str) else content
+            world.sandbox.put({artefact: data})
+            step = world.step(block("validate"))
+            assert step.score.valid == (content == good), step
+            texts.append(step.observation)
     for text in texts:
         assert not [secret for secret in hidden if secret in text]
-
-
-@attack("observations that differ with the answers")
-@pytest.mark.parametrize("table", ["words", slow("titanic"), slow("diabetes")], indirect=True)
-def test_nothing_that_is_read_depends_on_an_answer(backend, table, tmp_path):
-    """Apart from the number of a valid score."""
-    first = list(all_that_is_read(table, backend))
-    for other in with_other_answers(table, tmp_path):
-        assert list(all_that_is_read(other, backend)) == first
 
 
 # ---- the CSV in a sandbox

@@ -58,7 +58,6 @@ def said(world, text):
 @needs_docker
 def test_an_episode_in_a_folder():
     task = load_task(str(FOLDER))
-    assert "canary" not in task.prompt
     assert (task.splits, task.source, task.needs_network) == (("test",), "harbor", False)
     with Env(task, "docker") as world:
         assert "link.txt" in world.reset()
@@ -76,20 +75,6 @@ def test_an_episode_in_a_folder():
         assert (
             world.score().message == "No submission: 'answer' is neither a plain file nor a folder"
         )
-
-
-@needs_docker
-def test_a_child_of_a_search_is_scored_for_its_own_change():
-    with Env(load_task(str(FOLDER)), "docker") as world:
-        world.reset()
-        said(world, SORT)
-        with world.fork() as child:
-            assert "sorted.txt" in child.prompt()
-            assert not child.score().valid
-            said(child, "rm words.txt")
-            assert child.score().value == 1
-        with world.fork(clear_artefacts=False) as same:
-            assert same.score().value == pytest.approx(2 / 3)
 
 
 @needs_docker

@@ -437,6 +437,22 @@ def test_a_fork_is_independent_and_has_no_artefact(world):
     assert not world.score().valid
 
 
+@pytest.mark.attack("the work of a parent, where the whole workspace is handed in")
+def test_a_collected_artefact_counts_after_a_change(task, backend):
+    with Env(replace(task, collect="cat words/* > guess.txt"), backend) as world:
+        assert "validate scores the workspace" in world.reset()
+        assert "the workspace cannot be copied: cat: " in world.score().message
+        do(world, "mkdir words; echo a > words/1; cd words; export PATH=/nowhere")
+        assert world.score().value == 1.0
+        with world.fork() as child:
+            assert "still as it was given" in child.score().message
+            do(child, "echo b > 2")
+            assert child.score().value == 2.0
+            assert do(child, "echo ../*").observation == "../data ../words"
+        with world.fork(clear_artefacts=False) as same:
+            assert same.score().value == 1.0
+
+
 # ---------------------------------------------------------------------------------------- episodes
 
 

@@ -164,17 +164,19 @@ def test_parse_grade():
         assert numbers.number(wrong) is None
 
 
-def test_improvement_knows_direction_and_unit():
-    cases = (
-        (0.8, 2 / 3, (0.6, True, 0.9)),
-        (8.0, 0.5, (10.0, False, 6.0)),
-        (12.0, -0.5, (10.0, False, 6.0)),
-        (8.0, 0.2, (10.0, False, None)),
-    )
-    for score, expected, (baseline, up, reference) in cases:
-        task = SimpleNamespace(baseline=baseline, higher_is_better=up, reference=reference)
-        assert improvement(score, task) == pytest.approx(expected)
-        assert score_at(expected, task) == pytest.approx(score)
+@pytest.mark.parametrize(
+    "score, expected, baseline, up, reference",
+    [
+        (0.8, 2 / 3, 0.6, True, 0.9),
+        (8.0, 0.5, 10.0, False, 6.0),
+        (12.0, -0.5, 10.0, False, 6.0),
+        (8.0, 0.2, 10.0, False, None),
+    ],
+)
+def test_improvement_knows_direction_and_unit(score, expected, baseline, up, reference):
+    task = SimpleNamespace(baseline=baseline, higher_is_better=up, reference=reference)
+    assert improvement(score, task) == pytest.approx(expected)
+    assert score_at(expected, task) == pytest.approx(score)
 
 
 # ----------------------------------------------------------------------- titanic, diabetes, digits

@@ -43,14 +43,14 @@ class Connection:
 
     stream: object  # has recv, sendall, settimeout, shutdown and close, as a socket
     stop: Callable[[], None]  # closes the stream, which ends the sandbox
-    errors: Callable[[], str]  # what the program inside has written to stderr so far
+    errors: Callable[[], str]  # stderr of the program inside so far
     container: str | None = None  # its id
 
 
 @dataclass(frozen=True)
 class Backend:
     start: Callable[[Spec], Connection]
-    covers: str  # one line: what it isolates, and what it does not
+    covers: str  # one line: isolated parts, and gaps
     is_complete: bool = True  # False: only the stand-in model uses it unless it is asked for
     is_container: bool = False  # has images and GPUs
     can_premount: bool = True  # Spec.premounted works
@@ -97,7 +97,7 @@ for name in ("isolate", "files", "main"):
 def boot_program(isolation: str, spec: Spec, env: dict, limits: dict, **fields) -> tuple:
     """(program for `python3 -c`, what it then reads from stdin as bytes).
 
-    env, limits: added to those of every sandbox. fields: replace those of the config.
+    env, limits: added to the defaults of every sandbox. fields: replace those of the config.
     """
     config = {
         "isolation": isolation,  # "docker", "namespaces" or "landlock", see guest/isolate.py
@@ -109,7 +109,7 @@ def boot_program(isolation: str, spec: Spec, env: dict, limits: dict, **fields) 
         "uid": 1000,  # user of the commands; docker: found in the image
         "gid": 1000,
         "disk": spec.disk,  # bytes of each tmpfs (namespaces)
-        "network": spec.network,  # whether this machine's network is left open (local)
+        "network": spec.network,  # True leaves this machine's network open (local)
         "view": [],  # (path, real path) to show read-only; an empty real path hides (local)
     }
     text = json.dumps([config | fields, MODULES]).encode()

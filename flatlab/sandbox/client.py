@@ -32,7 +32,7 @@ PUT_BYTES = 256 << 20  # a request of more files than that is sent
 # --------------------------------------------------------------------------------------- backends
 
 BACKENDS = {"docker": DOCKER, "namespaces": NAMESPACES, "landlock": LANDLOCK}
-LOCAL = ("namespaces", "landlock")  # the first that works is used
+LOCAL = ("namespaces", "landlock")  # order; the first kind that works is used
 KINDS = ("local", *BACKENDS)
 
 
@@ -93,7 +93,7 @@ def pick_backend(
 class Result:
     exit_code: int
     output: str  # stdout and stderr in order, readable; head and tail of a long one
-    stopped: str  # the limit that it exceeded: "time" or "idle"; "" if none
+    stopped: str  # exceeded limit: "time" or "idle"; "" if none
 
 
 class Sandbox:
@@ -114,7 +114,7 @@ class Sandbox:
         self.premounted = set(spec.premounted) if self.backend.can_premount else set()
         self._lock = threading.Lock()
         self._received = bytearray()
-        self.broken = ""  # why no call can be answered any more
+        self.broken = ""  # reason why no call can be answered any more
         self._connection = self.backend.start(spec)
         self._stream = self._connection.stream
         self.container = self._connection.container

@@ -12,7 +12,7 @@ from contextlib import suppress
 from flatlab.errors import SandboxFault
 from flatlab.sandbox.backend import Backend, Connection, Spec, boot_program, package_patterns
 
-starts = threading.Semaphore(8)  # at once; a daemon that is asked for more only gets slower
+starts = threading.Semaphore(8)  # starts at once; more only make a daemon slower
 LEFTOVER = "5m"  # older containers that do not run, and images without a name, are leftovers
 CACHE = "/opt/flatlab/huggingface"  # where the Hugging Face cache is mounted
 CACHE_LINKS = "/home/agent/.cache/huggingface"  # a writable folder with links into it
@@ -146,7 +146,7 @@ def host_config(api, spec: Spec):
         mem_limit=spec.memory,
         memswap_limit=spec.memory,
         pids_limit=spec.processes,
-        cpu_quota=int(spec.cpus * 100_000),  # of 100,000 microseconds; nano_cpus has a maximum
+        cpu_quota=int(spec.cpus * 100_000),  # microseconds of each 100,000; nano_cpus has a maximum
         shm_size=256 << 20,
         security_opt=["no-new-privileges"],
         network_mode="default" if spec.network else "none",
@@ -174,7 +174,7 @@ def docker_api():
 
 
 def docker_problem(image: str) -> str:
-    """Why Docker cannot be used with this image, as one sentence; empty if it can."""
+    """Returns why Docker cannot be used with this image, as one sentence; empty if it can."""
     import docker
 
     where = os.environ.get("DOCKER_HOST") or "/var/run/docker.sock"

@@ -12,7 +12,7 @@ from flatlab.sandbox.client import Sandbox
 from flatlab.sandbox.docker import docker_api, docker_problem, short_text
 
 BAKE_BYTES = 8 << 20  # public files beyond this total are baked into an image once
-MOST_BYTES = 1 << 40  # of memory, and of a file, while an image is made
+MOST_BYTES = 1 << 40  # limit of memory, and of a file, while an image is made
 PIP_SECONDS = 7200
 PACKAGES = "flatlab-requirements"  # repository of the images that install_requirements makes
 

@@ -25,7 +25,7 @@ from flatlab.sandbox.backend import (
 
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
-USER = 65534 if os.geteuid() == 0 else 1000  # of the commands
+USER = 65534 if os.geteuid() == 0 else 1000  # user of the commands
 PREFIXES = {sys.prefix, sys.base_prefix}  # folders of our Python
 PREFIXES |= set(map(os.path.realpath, PREFIXES))
 ETC = (
@@ -53,7 +53,7 @@ def local_view(spec: Spec) -> list[tuple[str, str]]:
     if spec.network:
         paths.add("/etc/resolv.conf")
     link = sys.executable
-    while os.path.islink(link):  # the python of a virtual environment may be a chain of links
+    while os.path.islink(link):  # python of a virtual environment: maybe a chain of links
         paths.add(link)
         link = os.path.join(os.path.dirname(link), os.readlink(link))
     private = filter(os.path.isdir, (Path(__file__).parents[2], home(), *spec.hide))

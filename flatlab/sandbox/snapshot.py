@@ -14,7 +14,7 @@ import os
 from flatlab.errors import SandboxFault
 from flatlab.sandbox.client import COPY_BYTES, Sandbox
 
-TAR = ("/bin/tar", "--absolute-names")  # which leaves .. as it is
+TAR = ("/bin/tar", "--absolute-names")  # tar leaves .. as it is
 TAR_SECONDS = 120
 PACK_OPTIONS = (
     "-cf",

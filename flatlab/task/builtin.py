@@ -14,7 +14,7 @@ from flatlab.task.definition import Task
 class TaskYaml:
     """The keys of a task.yaml that Task has not, or that name files relative to its folder."""
 
-    description: str  # the prompt
+    description: str  # prompt
     grader: str  # a Python file, called with grader_args and --split <name>
     grader_args: tuple[str | int | float, ...] = ()
     data: tuple[str, ...] = ()  # files that go to data/ in the workspace
@@ -23,8 +23,8 @@ class TaskYaml:
 
 
 # The keys that go to Task as they are
-TASK_KEYS = """metric higher_is_better baseline reference artefacts splits exact step_timeout
-idle_timeout grade_timeout needs_gpu needs_network hide_package_data degenerate trivial
+TASK_KEYS = """metric higher_is_better baseline reference artefacts collect splits exact
+step_timeout idle_timeout grade_timeout needs_gpu needs_network hide_package_data degenerate trivial
 imported""".split()
 
 

@@ -15,7 +15,7 @@ from flatlab.files import content_key
 from flatlab.numbers import LARGEST, number
 from flatlab.task.value import improvement
 
-MESSAGE_CHARS = 500  # of a grader's error message, which the agent reads
+MESSAGE_CHARS = 500  # limit of a grader's error message, which the agent reads
 
 # Fields that change neither an episode nor its score, and those that name files
 NOT_SCORED = "name source degenerate trivial needs_gpu needs_network public hidden requirements"
@@ -29,7 +29,7 @@ class Task:
     """One task. The keys of `public` and `hidden` are paths relative to the sandbox's workspace."""
 
     name: str
-    prompt: str  # what is asked; texts.py adds how to reply, the files and the limits
+    prompt: str  # question; texts.py adds how to reply, the files and the limits
     metric: str  # key of the score in the grader's JSON line
     higher_is_better: bool
     baseline: float  # score of doing nothing clever, on splits[0]
@@ -38,7 +38,7 @@ class Task:
     # Shell command that makes the artefact of the workspace before each grading, so that the agent
     # writes none itself. A workspace that is still as it was given is no submission.
     collect: str = ""
-    public: dict[str, Path]  # in the agent's sandbox; one that is an artefact is a starter for it
+    public: dict[str, Path]  # files of the agent's sandbox; an artefact among them is a starter
     hidden: dict[str, Path]  # answers and the pristine grader: only ever in a grading sandbox
     grader: tuple[str, ...]  # argv in the grading workspace; "{split}" is replaced
     # `validate` shows the first, search.py chooses among the best with "selection" if there is one,

@@ -17,11 +17,11 @@ from flatlab.task.definition import Task, last_json_object, parse_grade, refusal
 from flatlab.task.value import improvement
 
 MODEL_BYTES = 2 << 30  # limit of the artefacts of a task that needs a GPU: weights of a model
-MOST_FILES = 20_000  # in a workspace whose folders are artefacts
+MOST_FILES = 20_000  # limit of a workspace whose folders are artefacts
 WALL_FACTOR = 10  # a grading is stopped after this many timeouts, whatever it does
 IDLE_SECONDS = 10  # or a sixth of its limit: a grading that uses no CPU for so long is stopped
-PRINTED_BYTES = 1 << 20  # of a grader's stdout: its tail
-OUTPUT_CHARS = 4000  # of stdout and of stderr in Score.grader_output
+PRINTED_BYTES = 1 << 20  # bytes kept of a grader's stdout: its tail
+OUTPUT_CHARS = 4000  # characters of stdout and of stderr in Score.grader_output
 CANNOT_START = 127  # exit code of a program that is missing
 
 
@@ -31,11 +31,11 @@ class Score:
     metric: str
     split: str
     valid: bool
-    message: str  # why it is not valid; safe to show the agent
+    message: str  # reason why it is not valid; safe to show the agent
     position: float | None = None  # share of the leaderboards that is not better, if there are any
     stderr: float | None = None  # standard error of the value; None: unknown
-    # How a grader ended and what it printed if it gave neither a score nor a reason. Answers may be
-    # in it, so no agent reads it.
+    # End and output of a grader that gave neither a score nor a reason. It may hold answers, so no
+    # agent reads it.
     grader_output: str = ""
     # The artefact of an exact score that is better than the reference, so that a transcript or a
     # journal keeps it.
@@ -49,7 +49,7 @@ def read_artefacts(task: Task, sandbox) -> dict[str, bytes]:
     that are unchanged count as part of a submission, but not alone.
     """
     if task.collect:
-        # not a command of the agent's shell, which keeps its folder and variables
+        # A program, because the agent's shell keeps its folder and variables.
         command = f"cd {sandbox.workspace} || exit\n{task.collect}"
         made = sandbox.run(["bash", "-c", command], task.grade_timeout)
         if made.exit_code:
@@ -102,7 +102,7 @@ def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> 
         score = run_grader(task, artefacts, split, make_sandbox)
     except SandboxFault:
         score = run_grader(task, artefacts, split, make_sandbox)
-    if not score.valid:  # not kept: a grading that was killed may succeed when it is repeated
+    if not score.valid:  # a grading that was killed may succeed when it is repeated
         return score
     if task.exact and improvement(score.value, task) > 1:
         score = replace(score, record=artefacts[task.artefacts[0]].decode())

@@ -14,7 +14,7 @@ from flatlab.sandbox.client import KINDS, Sandbox, get_backend, pick_backend
 from flatlab.sandbox.images import check_requirements, found_images, prepared_image
 from flatlab.task.definition import Task
 
-MOUNT_BYTES = 16 << 20  # larger public files are mounted into a local sandbox, not copied
+MOUNT_BYTES = 16 << 20  # size above which a local sandbox mounts a public file
 
 
 def resolve_backend(task: Task, options: SandboxOptions) -> SandboxOptions:
@@ -94,7 +94,7 @@ class Software:
 
     python: str  # version
     packages: dict[str, str]  # name in lower case -> version
-    cores: int  # of the machine
+    cores: int  # cores of the machine
 
 
 LOOK = """
@@ -106,7 +106,7 @@ for one in importlib.metadata.distributions():
 print(json.dumps([platform.python_version(), names, len(os.sched_getaffinity(0))]))
 """
 looking = threading.Lock()
-looked_up: dict[tuple, Software] = {}  # by backend and image
+looked_up: dict[tuple, Software] = {}  # (backend, image) -> software
 
 
 def software_of(box: Sandbox) -> Software:

@@ -9,12 +9,11 @@ import tempfile
 from pathlib import Path
 
 from flatlab.errors import UserError
-from flatlab.files import cache_dir, content_key, recall, store
 from flatlab.task.builtin import tree_files
 from flatlab.task.definition import TASKS_DIR, Task, last_json_object
 
-PROMPT_CHARS = 8000  # of a competition's description; the whole text is in the workspace
-ERROR_CHARS = 300  # of what a metric has printed that cannot be run
+PROMPT_CHARS = 8000  # limit of a description; the whole text is in the workspace
+ERROR_CHARS = 300  # end of the output of a metric that cannot be run
 NEEDED = ("public/description.txt", "public/sample_submission.csv", "private/test_answer.csv")
 
 
@@ -83,24 +82,19 @@ def load_mledojo(root: Path, name: str) -> Task:
 def describe(files: dict[str, Path]) -> dict:
     """Reads what `grade_mledojo.py --describe` says about a competition.
 
-    All files are the user's own, so it runs without a sandbox. The result is cached under the
-    content of the files. Raises UserError if the metric cannot be run.
+    All files are the user's own, so it runs without a sandbox. Raises UserError if the metric
+    cannot be run.
     """
-    stored = cache_dir() / "mledojo" / f"{content_key(*files.values())}.json"
-    facts = recall(stored)
-    if not facts:
-        with tempfile.TemporaryDirectory() as folder:
-            for path, source in files.items():
-                link = Path(folder, path)
-                link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(source)
-            argv = [sys.executable, "-I", "grade_mledojo.py", "--describe"]
-            done = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            raise UserError(
-                f"The metric {files['metric.py']} cannot be run by {sys.executable}: "
-                f"{' '.join(done.stderr.split())[-ERROR_CHARS:]}"
-            )
-        facts = last_json_object(done.stdout)
-        store(stored, facts)
-    return facts
+    with tempfile.TemporaryDirectory() as folder:
+        for path, source in files.items():
+            link = Path(folder, path)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(source)
+        argv = [sys.executable, "-I", "grade_mledojo.py", "--describe"]
+        done = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(
+            f"The metric {files['metric.py']} cannot be run by {sys.executable}: "
+            f"{' '.join(done.stderr.split())[-ERROR_CHARS:]}"
+        )
+    return last_json_object(done.stdout)

@@ -14,12 +14,12 @@ from flatlab.task.definition import Task
 from flatlab.task.grading import grade
 
 FEW = 20  # a numeric target with more values is a regression
-SENTENCE_CHARS = 800  # of Score.grader_output in a sentence
-LEAVES = 10  # of the decision tree that sees one column
+SENTENCE_CHARS = 800  # end of Score.grader_output in a sentence
+LEAVES = 10  # leaves of the decision tree that sees one column
 
 
 def degenerate(task: Task) -> str | None:
-    """Why the scores of a task say little: known, or found by its sanity check. None if neither."""
+    """Returns why the scores of a task say little: known, or found by its sanity check; or None."""
     reasons = [task.degenerate, recall(sanity_file(task)).get("degenerate")]
     return "; ".join(filter(None, reasons)) or None
 

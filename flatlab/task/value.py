@@ -15,7 +15,7 @@ from statistics import fmean
 
 from flatlab.numbers import BEST_OF, expected_best, plus_minus, standard_error
 
-WORST = -1.0  # the lowest value
+WORST = -1.0  # lowest value
 
 
 def unit(task) -> float:
@@ -47,7 +47,7 @@ def value_of(improvement: float | None) -> float:
 def summary(improvements: list[float | None], task=None) -> dict:
     """Means and standard errors over episodes or nodes that are not faults.
 
-    improvements: None without a valid submission. Scores are those of the valid ones, in the
+    improvements: None without a valid submission. Scores are means over the valid ones, in the
     task's unit; None without any. The expected best of 8 counts a failure as the score of value -1.
     task: None leaves out the scores.
     """

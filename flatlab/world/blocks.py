@@ -28,14 +28,14 @@ class Block:
 
     def __init__(self, language: str, ticks: int, is_bash: bool):
         self.language = language
-        self.ticks = ticks  # of its fences, at least
+        self.ticks = ticks  # least number of backticks of its fences
         self.is_bash = is_bash
         self.lines = []
         self.is_closed = False
-        self.nesting = []  # the quotes and brackets that are open
-        self.heredocs = []  # those that are open: (dash, delimiter as it is written)
-        self.in_heredoc = False  # whether the next line is in a heredoc, or ends one
-        self.is_joined = False  # whether a backslash joins the next line to the last one
+        self.nesting = []  # open quotes and brackets
+        self.heredocs = []  # open ones: (dash, delimiter as it is written)
+        self.in_heredoc = False  # True if the next line is in a heredoc or ends one
+        self.is_joined = False  # True if a backslash joins the next line to the last one
 
     def add(self, line: str) -> None:
         self.lines.append(line)
@@ -46,7 +46,7 @@ class Block:
             text = line.lstrip("\t") if dash else line
             if text == delimiter and not self.is_joined:
                 self.heredocs.pop(0)
-            self.is_joined = joins and delimiter == word  # not in a quoted one
+            self.is_joined = joins and delimiter == word  # a quoted heredoc joins none
             self.in_heredoc = bool(self.heredocs)
         elif self.is_bash:
             bracket = self.add_code(line)

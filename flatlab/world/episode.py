@@ -56,17 +56,17 @@ class Segment:
 class Episode:
     task: str
     seed: int
-    system: str = ""  # the system message, if there is one
-    prompt: str = ""  # the first message of the user
+    system: str = ""  # system message; empty if there is none
+    prompt: str = ""  # first message of the user
     segments: list[Segment] = field(default_factory=list)  # several if earlier text was cut
     turns: list[dict] = field(default_factory=list)
     # "submit", "turn_limit", "context_limit", "time_limit", "fault"; "exit" of an agent program
     status: str = ""
-    score: Score | None = None  # on the first split; None only for a fault
+    score: Score | None = None  # score on the first split; None only for a fault
     test_score: Score | None = None
     fault: str = ""
     seconds: float = 0.0
-    packed: bytes = b""  # the segments as they go to the disk, see packed_tokens
+    packed: bytes = b""  # segments in the form of the disk, see packed_tokens
 
     @property
     def reply_tokens(self) -> int:
@@ -255,7 +255,7 @@ async def start(
     if not env.sandbox:
         await in_thread(env.restart)
     facts = await in_thread(texts.episode_facts, env, options)
-    # not in a thread, because a tokenizer serves one at a time
+    # A tokenizer serves one thread at a time, so this runs here.
     episode.system, episode.prompt = texts.first_messages(env, options, facts, policy)
     return history(policy, options, episode.prompt, episode.system)
 
@@ -309,7 +309,7 @@ def turn_record(sample: Sample, step) -> dict:
     """A turn as it is in the transcript."""
     return {
         "reply": sample.text,
-        "note": "",  # what the model read after the observation
+        "note": "",  # text after the observation
         "stop_reason": sample.stop_reason,
         "version": sample.version,
         "reply_tokens": len(sample.tokens),

@@ -21,11 +21,11 @@ from flatlab.task.machine import software_of
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = "configs/prompts/agent.yaml"
-LISTED_FILES = 60  # in the first message
-SHARE = 0.5  # of the context: the system message and the first one, at most
+LISTED_FILES = 60  # files that the first message names
+SHARE = 0.5  # largest part of the context for the system message and the first one
 TABLES = (".csv", ".tsv", ".jsonl")
 TABLE_LINES = 3
-LINE_CHARS = 200  # longer lines of a table are not shown
+LINE_CHARS = 200  # limit of a line of a table; longer ones are not shown
 # Packages that are named, in this order; others are counted.
 PACKAGES = """numpy pandas scipy scikit-learn torch xgboost lightgbm catboost tensorflow keras jax
 flax transformers datasets tokenizers accelerate peft timm torchvision torchaudio gymnasium
@@ -90,7 +90,7 @@ class Prompts:
 
 @functools.cache
 def load_prompts(file: str | None) -> Prompts:
-    """The prompts of a file, by default those of AGENT. A path may also begin at the project."""
+    """The prompts of a file, by default AGENT. A path may also begin at the project."""
     path = Path(file or AGENT)
     shipped = ROOT / path
     return Prompts(shipped if shipped.exists() and not path.exists() else path)
@@ -196,7 +196,7 @@ def first_messages(env, options, facts: dict, policy=None) -> tuple[str, str]:
 
 
 def note(options, task: Task, turns: list[dict], turns_left: int, seconds_left: float) -> str:
-    """The last line of an observation, or "". turns: those of the transcript so far.
+    """The last line of an observation, or "". turns: the transcript so far.
 
     The time is rounded to minutes, so episodes of equal actions read the same texts unless one of
     them is slower by about a minute.

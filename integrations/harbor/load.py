@@ -7,7 +7,6 @@ grading unpacks it in a fresh container of that image, and only that one gets th
 from __future__ import annotations
 
 import io
-import re
 import shlex
 import tomllib
 from pathlib import Path
@@ -26,15 +25,13 @@ REFUSED_KEYS = """environment.tpu environment.mcp_servers environment.healthchec
 REFUSED_FILES = "environment/docker-compose.yaml tests/Dockerfile trajectory.json steps".split()
 MEMORY_MB = 4096
 BUILD_SECONDS = 600
-SECONDS = 600.0  # the format's limit for the tests, and here for one action without another limit
+SECONDS = 600.0  # limit of the tests in the format; here also of one action
 ARCHIVE = ".flatlab.tar"
 # Equal workspaces make equal archives: names are sorted, times and owners are fixed.
 COLLECT = (
     "tar -c --sort=name --mtime='2000-01-01 UTC' --owner=0 --group=0 --numeric-owner "
     f"--hard-dereference --exclude=./{ARCHIVE} . > {ARCHIVE}"
 )
-# Lines that mark a file of a benchmark for those who filter training data.
-CANARY = re.compile(r"\A(\s*(<!--.*canary.*-->|#.*canary.*)\n)+", re.IGNORECASE)
 
 
 def load_harbor(folder: Path) -> Task:
@@ -52,7 +49,7 @@ def load_harbor(folder: Path) -> Task:
         raise UserError(f"{folder} cannot be read as a Harbor task: {error}.") from error
     refuse(folder, spec)
     hidden = tree_files(folder / "tests", ".flatlab/tests", "a Harbor task has its tests there")
-    if (folder / "environment").is_dir():  # what a Dockerfile copies into the image
+    if (folder / "environment").is_dir():  # a Dockerfile may copy it into the image
         context = tree_files(folder / "environment", "", "")
         refuse_overlap(folder.name, context.values(), hidden.values())
     hidden[".flatlab/grade.py"] = Path(__file__).with_name("grade.py")
@@ -68,7 +65,7 @@ def load_harbor(folder: Path) -> Task:
     is_offline = value_of(spec, "environment.network_mode") == "no-network"
     return Task(
         name=folder.name,
-        prompt=f"{CANARY.sub('', prompt).strip()}\n\nThe path {workdir} leads to your workspace.",
+        prompt=f"{prompt.strip()}\n\nThe path {workdir} leads to your workspace.",
         metric="reward",
         higher_is_better=True,
         baseline=0.0,

@@ -164,7 +164,7 @@ class FlatlabEnvConfig(vf.SingleAgentEnvConfig):
 
 class FlatlabEnv(vf.SingleAgentEnv, vf.Env[FlatlabEnvConfig]):
     async def finalize(self, task: FlatlabTask, episode: vf.Episode) -> None:
-        """Counts the sandboxes that broke, those of repeated attempts included."""
+        """Counts the sandboxes that broke, also in repeated attempts."""
         for trace in episode.traces:
             faults = sum(error.type == "SandboxError" for error in trace.errors)
             trace.record_metric("faults", faults)
