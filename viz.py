@@ -96,10 +96,11 @@ def list_text(run: RunData) -> str:
     path = plots.best_path(run)
     rows = []
     for item in items:
+        id = item["id"]
         text = f"{item.get('op', '')} {item.get('idea') or item['status']}"
         row = {
-            "best": "*" if item["id"] in path else "",
-            "id": "  " * item["id"].count(".") + item["id"],
+            "best": "*" if id in path else "",
+            "id": "  " * id.count(".") + id,
             "score": score_text(item),
             "tokens": item["tokens"],
             "sec": f"{item['seconds']:.1f}",

@@ -8,15 +8,11 @@ import re
 import shutil
 import subprocess
 import time
-from contextlib import ExitStack
-from itertools import count
+from html import unescape
 from pathlib import Path
 from statistics import stdev
-from subprocess import DEVNULL
-from urllib.request import urlopen
 
 import pytest
-from websockets.sync.client import connect
 
 import viz
 from flatlab.runs import store, trackers
@@ -527,92 +523,23 @@ HOSTILE = (
 )
 
 
-class Browser:
-    """Chromium without a window, driven by its debugging protocol."""
-
-    def __init__(self, folder):
-        flags = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run"
-        flags += " --disable-background-networking --remote-debugging-port=0"
-        command = [CHROMIUM, *flags.split(), f"--user-data-dir={folder}", "about:blank"]
-        self.process = subprocess.Popen(command, stdout=DEVNULL, stderr=DEVNULL)
-        file = Path(folder, "DevToolsActivePort")
-        while not file.exists() or not file.read_text():
-            assert self.process.poll() is None
-            time.sleep(0.05)
-        port = file.read_text().split()[0]
-        with urlopen(f"http://127.0.0.1:{port}/json") as answer:
-            [tab] = (tab for tab in json.load(answer) if tab["type"] == "page")
-        self.stack = ExitStack()
-        self.socket = self.stack.enter_context(connect(tab["webSocketDebuggerUrl"], max_size=None))
-        self.ids = count(1)
-        self.events = []
-        for domain in ("Page", "Runtime", "Network", "Log"):
-            self.call(f"{domain}.enable")
-
-    def call(self, method, **params):
-        number = next(self.ids)
-        self.socket.send(json.dumps({"id": number, "method": method, "params": params}))
-        while True:
-            answer = json.loads(self.socket.recv(timeout=60))
-            if answer.get("id") == number:
-                assert "error" not in answer, answer
-                return answer["result"]
-            self.events.append(answer)
-
-    def js(self, code):
-        """The value of an expression."""
-        answer = self.call("Runtime.evaluate", expression=code, returnByValue=True)
-        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
-        return answer["result"].get("value")
-
-    def set(self, id, text, event):
-        field = f"document.getElementById({json.dumps(id)})"
-        self.js(f"{field}.value = {json.dumps(text)}; {field}.dispatchEvent(new Event('{event}'))")
-
-    def until(self, code, seconds=20):
-        end = time.monotonic() + seconds
-        while not (value := self.js(code)):
-            assert time.monotonic() < end, f"never true: {code}"
-            time.sleep(0.03)
-        return value
-
-    def open(self, path, fragment=""):
-        self.call("Page.navigate", url="about:blank")
-        self.events.clear()
-        self.call("Page.navigate", url=Path(path).resolve().as_uri() + fragment)
-        self.until("document.readyState == 'complete' && !!document.getElementById('list')")
-
-    def shown(self):
-        """The ids of the episodes in the list, in order."""
-        code = "[...document.querySelectorAll('#list > .episode:not([hidden])')].map(e => e.id)"
-        return self.js(code)
-
-    def complaints(self):
-        """Console errors and warnings, exceptions, and requests for anything but the page."""
-        self.js("1")
-        complaints = []
-        for event in self.events:
-            bad = event["method"] == "Runtime.exceptionThrown"
-            if event["method"] == "Log.entryAdded":
-                bad = event["params"]["entry"]["level"] in ("error", "warning")
-            if event["method"] == "Network.requestWillBeSent":
-                url = event["params"]["request"]["url"]
-                bad = not url.startswith(("file:", "data:", "about:"))
-            if bad:
-                complaints.append(event)
-        return complaints
-
-    def close(self):
-        self.stack.close()
-        self.process.kill()
-        self.process.wait()
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    opened = Browser(tmp_path_factory.mktemp("chromium"))
-    yield opened
-    opened.close()
+def browse(path, script, fragment=""):
+    """Opens a page in Chromium, with a script of the test at its end: (what this returns, messages
+    of the console).
+    """
+    html = path.read_text()
+    nonce = re.search('nonce="(.+?)"', html)[1]
+    run = f"<script nonce={nonce}>(async () => {{{script}}})().then(answer => {{"
+    run += "document.body.dataset.answer = JSON.stringify(answer)})</script></body>"
+    path.write_text(html.replace("</body>", run))
+    flags = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --dump-dom"
+    flags += " --virtual-time-budget=2000 --enable-logging=stderr"
+    folder = f"--user-data-dir={path.parent}/chromium"
+    command = [CHROMIUM, *flags.split(), folder, path.resolve().as_uri() + fragment]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    answer = re.search('data-answer="(.*?)"', done.stdout)
+    messages = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return json.loads(unescape(answer[1])) if answer else None, messages
 
 
 def written(tmp_path, *runs):
@@ -643,86 +570,94 @@ def test_the_page_of_a_large_search_lists_all_nodes_and_has_the_best_transcripts
     assert missing == [False, False, True, True, False]  # 0.0 is on the path to the best
 
 
+WAIT = "await new Promise(done => setTimeout(done, 100));"
+OPEN_ALL = "document.querySelectorAll('details').forEach(d => d.open = true);"
+
+
 @needs_browser
-def test_click_search_filter_sort_and_compare_nodes(tmp_path, browser):
+def test_click_search_filter_sort_and_compare_nodes(tmp_path):
     nodes = [
         node("0.0", 0.7, kept=True),
         node("0.1", None),
         node("0.0.0", 0.75, "improve", code={"solve.py": "needle in the code\n"}),
         node("0.0.1", 0.65, "merge", mark="d"),
     ]
-    browser.open(written(tmp_path, search_run(tmp_path / "run", nodes)), "#0.1")
-    body = browser.js("document.body.innerText")
-    assert "Best node (0.0.0): value +0.7500, 75% valid, accuracy 0.7500 (validation part" in body
-    assert "1 of 4 failed (value -1)" in body
-    assert browser.js("document.getElementById('0.1').open")
-    assert "KeyError: 'missing'" in body
-    click = "new MouseEvent('click', {bubbles: true, cancelable: true, view: window})"
-    link = "document.querySelector('svg a[*|href=\"#0.0.0\"]')"
-    browser.js(f"{link}.dispatchEvent({click})")
-    browser.until("document.getElementById('0.0.0').open")
-    browser.js("document.querySelectorAll('details details').forEach(d => d.open = true)")
-    detail = browser.js("document.getElementById('0.0.0').innerText")
+    script = f"""
+    const seen = {{body: document.body.innerText, open: $("0.1").open}};
+    const click = new MouseEvent("click", {{bubbles: true, cancelable: true, view: window}});
+    document.querySelector('svg a[*|href="#0.0.0"]').dispatchEvent(click);
+    {WAIT}
+    seen.clicked = $("0.0.0").open;
+    {OPEN_ALL}
+    seen.detail = $("0.0.0").innerText;
+    for (const id of ["0.0.0", "0.1", "0.0"]) $(id).querySelector("button").click();
+    seen.pair = $("pair").innerText;
+    const list = (id, text, event) => {{
+        $(id).value = text;
+        $(id).dispatchEvent(new Event(event));
+        return [...document.querySelectorAll("#list > .episode:not([hidden])")].map(e => e.id);
+    }};
+    seen.found = list("find", "NEEDLE", "input");
+    list("find", "", "input");
+    seen.failed = list("status", "failed", "change");
+    list("status", "", "change");
+    seen.sorted = list("sort", "score", "change");
+    return seen;
+    """
+    run = search_run(tmp_path / "run", nodes)
+    seen, messages = browse(written(tmp_path, run), script, "#0.1")
+    assert messages == []
+    shown = "Best node (0.0.0): value +0.7500, 75% valid, accuracy 0.7500 (validation part"
+    for text in (shown, "1 of 4 failed (value -1)", "KeyError: 'missing'"):
+        assert text in seen["body"]
+    assert seen["open"]
+    assert seen["clicked"]
     for text in ("Be brief.", "first message of 0.0.0", "output of 0.0.0", "+needle", "bound"):
-        assert text in detail
-
-    for id in ("0.0.0", "0.1", "0.0"):  # two at most
-        browser.js(f"document.getElementById('{id}').querySelector('button').click()")
-    pair = browser.js("document.getElementById('pair').innerText")
-    assert "output of 0.1" in pair
-    assert "output of 0.0\n" in pair
-    assert "output of 0.0.0" not in pair
-
-    browser.set("find", "NEEDLE", "input")
-    assert browser.shown() == ["0.0.0"]
-    browser.set("find", "", "input")
-    browser.set("status", "failed", "change")
-    assert browser.shown() == ["0.1"]
-    browser.set("status", "", "change")
-    browser.set("sort", "score", "change")
-    assert browser.shown() == ["0.0.0", "0.0", "0.0.1", "0.1"]
-    assert browser.complaints() == []
+        assert text in seen["detail"]
+    assert re.findall("output of (.*)", seen["pair"]) == ["0.1", "0.0"]  # two at most
+    assert (seen["found"], seen["failed"]) == (["0.0.0"], ["0.1"])
+    assert seen["sorted"] == ["0.0.0", "0.0", "0.0.1", "0.1"]
 
 
 @pytest.mark.slow
 @needs_browser
-def test_several_runs_on_one_page(tmp_path, browser):
+def test_several_runs_on_one_page(tmp_path):
     nodes = [node("0.0", 0.7, seed=1), node("0.1", None, seed=2)]
     runs = [search_run(tmp_path / name, nodes) for name in ("one", "two")]
     runs.append(evaluated(tmp_path / "episodes", (0.8, None)))
     runs.append(reader.read_run(with_episodes(tmp_path)))
-    browser.open(written(tmp_path, *runs), "#1/0.0")
-    assert browser.js("document.querySelectorAll('svg').length") == 2
-    assert browser.js("document.getElementById('1/0.0').open")
-    assert not browser.js("document.getElementById('0/0.0').open")
-    assert len(browser.shown()) == 17
-    assert browser.complaints() == []
+    script = "return [document.querySelectorAll('svg').length, episodes.length, "
+    script += "$('1/0.0').open, $('0/0.0').open];"
+    assert browse(written(tmp_path, *runs), script, "#1/0.0") == ([2, 17, True, False], [])
 
 
 @needs_browser
-def test_hostile_text_stays_text(tmp_path, browser):
-    texts = ("op", "sampling_mode", "idea", "error", "status")
-    bad = node("0.0", 0.7) | dict.fromkeys(texts, HOSTILE)
+def test_hostile_text_stays_text(tmp_path):
+    """And if there were a hole, the page's policy would run no script but its own, and request
+    nothing.
+    """
+    bad = node("0.0", 0.7) | dict.fromkeys("op sampling_mode idea error status".split(), HOSTILE)
     bad["code"] = {HOSTILE: HOSTILE}
-    turns = [turn(HOSTILE, HOSTILE, HOSTILE, action=HOSTILE)]
     bad["decision"] = {"reason": HOSTILE}
+    turns = [turn(HOSTILE, HOSTILE, HOSTILE, action=HOSTILE)]
     run = search_run(tmp_path / "run", [bad], turns=turns, metric=HOSTILE)
-    browser.open(written(tmp_path, run), "#0.0")
-    browser.js("document.querySelectorAll('details').forEach(d => d.open = true)")
-    assert browser.js("document.getElementById('0.0').innerText.split('owned').length") > 16
-    assert "{{ 7 * 7 }}" in browser.js("document.getElementById('0.0').innerText")
-    assert browser.js("document.title") == "run"
-    assert browser.js("document.querySelectorAll('script').length") == 1
-    assert browser.js("[...document.images].every(i => i.src.startsWith('data:'))")
-    assert browser.complaints() == []
-    # and if a hole were found: the page's policy runs no script but its own, and requests nothing
     hole = '<img src=http://127.0.0.1:9/x onerror="document.title=1">'
     hole += '<svg onload="document.title=1"></svg>'
-    browser.js(f"document.body.insertAdjacentHTML('beforeend', {json.dumps(hole)})")
-    time.sleep(0.2)
-    assert browser.js("document.title") == "run"
-    answers = [e for e in browser.events if e.get("method") == "Network.responseReceived"]
-    assert not [answer for answer in answers if "127.0.0.1" in json.dumps(answer)]
+    script = f"""
+    {OPEN_ALL}
+    const text = $("0.0").innerText;
+    const scripts = document.scripts.length;
+    const inside = [...document.images].every(image => image.src.startsWith("data:"));
+    document.body.insertAdjacentHTML("beforeend", {json.dumps(hole)});
+    {WAIT}
+    return [text, scripts, inside, document.title];
+    """
+    (text, *seen), messages = browse(written(tmp_path, run), script, "#0.0")
+    assert text.count("owned") > 15
+    assert "{{ 7 * 7 }}" in text
+    assert seen == [2, True, "run"]  # the scripts of the page and of this test
+    assert len(messages) == 3  # two handlers and an image of the hole
+    assert all("violates the following Content Security" in message for message in messages)
 
 
 # ------------------------------------------------------------------ pictures of the docs

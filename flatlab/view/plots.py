@@ -10,14 +10,13 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
 import numpy as np
 
 from flatlab.errors import UserError
 from flatlab.numbers import count
-from flatlab.task.value import WORST, improvement, score_at
+from flatlab.task.value import WORST
 from flatlab.train.metrics import evaluation_columns
 from flatlab.view.reader import RunData, score_text
 
@@ -156,7 +155,7 @@ def mean_so_far(run: RunData):
 
 def nodes(so_far):
     """A panel of nodes or episodes without the faults: a dot for each valid one, a cross at the
-    lower edge for a failure, and a line. The right axis is in the unit of the task.
+    lower edge for a failure, and a line.
 
     so_far: best_so_far or mean_so_far.
     """
@@ -179,9 +178,6 @@ def nodes(so_far):
             frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
             draw_mean(axis, frame, color=group.colour, drawstyle="steps-post")
         axis.set_xlabel(f"{axis.get_xlabel()}; dot: valid, cross: failed (value -1)")
-        task = groups[0].runs[0]
-        convert = partial(score_at, task=task), partial(improvement, task=task)
-        axis.secondary_yaxis("right", functions=convert).set_ylabel(score_label(task))
 
     return draw
 
@@ -189,11 +185,6 @@ def nodes(so_far):
 def reached(rows: list[dict]) -> np.ndarray:
     """Values of the valid nodes, shape (rows,); NaN for the others."""
     return np.maximum(WORST, series(rows, "improvement"))
-
-
-def score_label(run: RunData) -> str:
-    """The metric and its direction."""
-    return f"{shorten(run.result['metric'], 40)}, {run.direction}"
 
 
 PANELS = {  # of each kind of run: x axis, and for each panel its title and function
@@ -362,7 +353,7 @@ def draw_plot(groups: list[RunGroup], key: str):
     if "value" in key:
         draw_baseline(axis)
     words = re.sub("(.*)_mean$", r"mean \1", key).replace("_", " ")
-    units = UNITS | {"score": score_label(run)}
+    units = UNITS | {"score": f"{shorten(run.result['metric'], 40)}, {run.direction}"}
     unit = next((units[part] for part in units if part in key), words)
     x = "rounds" if run.rounds else PANELS[run.kind][0]
     title = shorten(f"{words.capitalize()}, {run.task}", 60)
