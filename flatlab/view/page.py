@@ -26,15 +26,17 @@ LAST_STEPS, LAST_EVALUATIONS = 3, 6  # files of a training run on the page
 
 def draw(runs: list[RunData], folder: Path) -> list[Path]:
     """Writes the picture of one run, or one per kind and task of several, and the tree of one."""
+    comparable = tables.groups_of(runs)
     figures = {}
-    for (kind, task, *_), groups in tables.groups_of(runs).items():
-        name = f"compare-{kind}-{task}".replace("/", "-")[:200]  # the task may be a path
+    if len(runs) == 1:
+        [run], [groups] = runs, comparable.values()
+        figures["curves"] = plots.draw_panels(groups, tables.heading(run))
+        if run.kind == "search":
+            figures["tree"] = plots.draw_tree(run)
+        return save(figures, folder)
+    for (kind, task, *_), groups in comparable.items():
         title = f"{task}, {kind}: mean over runs, band: ± standard error"
-        if len(runs) == 1:
-            name, title = "curves", tables.heading(runs[0])
-        figures[name] = plots.draw_panels(kind, groups, title)
-    if len(runs) == 1 and runs[0].kind == "search":
-        figures["tree"] = plots.draw_tree(runs[0])
+        figures[f"compare-{kind}-{task}"[:200]] = plots.draw_panels(groups, title)
     return save(figures, folder)
 
 

@@ -58,10 +58,10 @@ def window_of(rows) -> int:
 
 
 def by_step(group: RunGroup, key: str):
-    """A DataFrame with a column for each run; index: the steps at which one of them has this key,
-    or the numbers of the rows if they have no step.
+    """A DataFrame with a column for each run; index: updates before the rows in which one of them
+    has this key, or the numbers of rows that have no step.
 
-    The evaluation before training has step -1.
+    An evaluation comes after the update of its step; the one before training has step -1.
     """
     import pandas
 
@@ -71,7 +71,9 @@ def by_step(group: RunGroup, key: str):
         rows = [before, *(run.rounds or run.rows)]
         steps = [row.get("step", number) for number, row in enumerate(rows, -1)]
         curves.append(pandas.Series(series(rows, key), steps))
-    return pandas.concat(curves, axis=1).sort_index().dropna(how="all")
+    frame = pandas.concat(curves, axis=1).sort_index().dropna(how="all")
+    frame.index += key.startswith("eval_")
+    return frame
 
 
 # ------------------------------------------------------------------ curves over steps
@@ -106,18 +108,8 @@ def draw_mean(axis, frame, **look):
 
 
 def draw_value(axis, groups):
-    """Training episodes and evaluations over the number of updates before them."""
     draw_key(axis, groups, "value_mean", BLUE, "training episodes")
-    label = "evaluations ± s.e."
-    for group in groups:
-        frame = by_step(group, "eval_value_mean")
-        error = frame.sem(axis=1) if len(group.runs) >= FEW_SEEDS else None
-        if len(group.runs) == 1:  # over its episodes
-            error = by_step(group, "eval_value_stderr").reindex(frame.index)[0]
-        colour = PINK if len(groups) == 1 else group.colour
-        look = {"fmt": "s--", "capsize": 3, "color": colour, "label": label}
-        axis.errorbar(frame.index + 1, frame.mean(axis=1), error, **look)
-        label = None
+    draw_key(axis, groups, "eval_value_mean", PINK, "evaluations", "--")
     draw_baseline(axis)
 
 
@@ -294,9 +286,9 @@ def new_figure(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_panels(kind: str, groups: list[RunGroup], title: str):
+def draw_panels(groups: list[RunGroup], title: str):
     """A Figure with all panels of a kind of run, in rows of three."""
-    x, panels = PANELS[kind]
+    x, panels = PANELS[groups[0].runs[0].kind]
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     figure = new_figure(10 if columns == 1 else 16, 1 + 3.8 * lines)
@@ -353,7 +345,7 @@ def draw_plot(groups: list[RunGroup], key: str):
     if "value" in key:
         draw_baseline(axis)
     words = re.sub("(.*)_mean$", r"mean \1", key).replace("_", " ")
-    units = UNITS | {"score": f"{shorten(run.result['metric'], 40)}, {run.direction}"}
+    units = UNITS | {"score": shorten(run.result["metric"], 40)}
     unit = next((units[part] for part in units if part in key), words)
     x = "rounds" if run.rounds else PANELS[run.kind][0]
     title = shorten(f"{words.capitalize()}, {run.task}", 60)

@@ -13,14 +13,12 @@ from collections import Counter
 from dataclasses import dataclass
 from statistics import fmean
 
-import numpy as np
-
 from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error, value_text
 from flatlab.task.value import improvement, summary, summary_text
 from flatlab.train.metrics import fell_by_half
 from flatlab.view import plots
 from flatlab.view.plots import COLOURS, FEW_SEEDS, RunGroup, series
-from flatlab.view.reader import NOUNS, RunData, episode_items, transcript_files
+from flatlab.view.reader import NOUNS, RunData, episode_items, read_all, transcript_files
 
 # ------------------------------------------------------------------ results
 
@@ -98,7 +96,7 @@ def heading(run: RunData) -> str:
     config = run.config
     keys = ("sampling_mode", "select", "seed", "model")
     facts = [value_text(config[key]) for key in keys if key in config]
-    seconds = run.result.get("seconds") or np.nansum(series(run.rows, "seconds"))
+    seconds = run.result.get("seconds") or sum(row.get("seconds", 0) for row in run.rows)
     size = count(len(run.rows), NOUNS[run.kind])
     return f"{run.name}: {run.task}, {', '.join(facts)}, {size} in {duration(seconds)}"
 
@@ -120,7 +118,8 @@ def value_sentence(run: RunData) -> str:
         return f"{result.what}: {why_none(run)}"
     digits = 6 if run.result.get("exact") else 4
     text = summary_text(result.facts, run.result["metric"], digits)
-    scale = f"{result.part} part; {run.direction}, baseline {run.baseline:.4f}"
+    direction = "higher is better" if run.higher_is_better else "lower is better"
+    scale = f"{result.part} part; {direction}, baseline {run.baseline:.4f}"
     if error := result.facts.get("rows_error"):
         scale += f"; ± {error:.4f} over its rows"
     return f"{result.what}: {text} ({scale})"
@@ -139,10 +138,9 @@ def why_none(run: RunData) -> str:
     """The reasons why no node is valid: how they ended, and the most frequent error."""
     ends = Counter(row["status"].replace("_", " ") for row in run.rows)
     parts = [f"{number} x {status}" for status, number in ends.most_common()]
-    items = [item for read in transcript_files(run).values() for item in read()]
-    turns = [turn for item in items for turn in item["turns"]]
-    wrong = [turn for turn in turns if turn["status"] in ("rejected", "invalid")]
-    said = Counter(turn["observation"].partition("\n")[0] for turn in wrong)
+    turns = [turn for item in read_all(transcript_files(run)) for turn in item["turns"]]
+    wrong = [turn["observation"] for turn in turns if turn["status"] in ("rejected", "invalid")]
+    said = Counter(text.partition("\n")[0] for text in wrong)
     for text, number in said.most_common(1):
         parts.append(f"{number} of {len(turns)} replies: {text.rstrip('.')}")
     return "; ".join(parts)
