@@ -285,7 +285,8 @@ def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, **config):
     best = {"file": "episodes/final-best.jsonl", "value_mean": 0.6, "value_stderr": 0.1, "step": 1}
     best |= {"valid_share": 0.75}
     run.result(**TRAINING, status="finished", before=before)
-    final = {"best": best, "untrained": {"valid_share": 0.8, **before}, "n": 8}
+    untrained = {"valid_share": 0.8, **before}
+    final = {"best": best, "untrained": untrained, "last": untrained, "n": 8}
     run.result(final=final | {"split": "validation", "best_is_untrained": False})
     run.save_episodes("final-best", [episode(s) | {"seed": i} for i, s in enumerate(scores)])
     evaluation = {"eval_value_mean": 0.6, "eval_value_stderr": 0.05}

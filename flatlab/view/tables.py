@@ -352,7 +352,7 @@ def final_table(result: dict) -> str:
     metric = result["metric"] if "score_mean" in best else "score"
     rows, marks = [], []
     for name in ("untrained", "last", "best"):
-        facts = final.get(name, untrained)
+        facts = final[name]
         step = facts.get("step", -1)  # an adapter from before the first step has none
         label = name if step < 0 else f"{name} (step {step})"
         if fell_by_half(facts["valid_share"], untrained["valid_share"]):
