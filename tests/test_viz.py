@@ -57,8 +57,10 @@ def stored(folder, result=TRAINING, rows=ROWS, episodes=(), file="metrics.jsonl"
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_plot_of_rows_with_holes(tmp_path):
-    [path] = page.draw([stored(tmp_path / "run", rows=[{"step": 0}])], tmp_path)
-    assert path.exists()
+    runs = [stored(tmp_path / str(seed), rows=[{"step": 0}], seed=seed) for seed in range(2)]
+    for shown in (runs[:1], runs):
+        [path] = page.draw(shown, tmp_path)
+        assert path.exists()
 
 
 def test_plot_is_not_redrawn_all_the_time(tmp_path, monkeypatch):

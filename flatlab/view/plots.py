@@ -86,6 +86,8 @@ def draw_key(axis, groups, key, colour, label=None, style="-"):
     """
     for group in groups:
         frame = by_step(group, key)
+        if frame.empty:
+            continue
         look = {"color": colour if len(groups) == 1 else group.colour, "linestyle": style}
         axis.plot(frame.index, frame, alpha=0.3, linewidth=1, **look)
         windows = frame.dropna().rolling(window_of(frame), center=True, min_periods=1)
@@ -164,7 +166,8 @@ def nodes(so_far):
                 failed = numbers[[row["outcome"] == "failed" for row in run.rows]]
                 axis.plot(failed, 0 * failed, "x", **look, **edge)
         draw_baseline(axis)
-        axis.set_ylim(axis.get_ylim())  # of the valid ones
+        if so_far is best_so_far:  # its -1 before a valid node would widen the axis
+            axis.set_ylim(axis.get_ylim())
         for group in groups:
             # a run that has ended keeps its value
             frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
@@ -288,6 +291,8 @@ def new_figure(width: float, height: float):
 
 def draw_panels(groups: list[RunGroup], title: str):
     """A Figure with all panels of a kind of run, in rows of three."""
+    from matplotlib.patches import Patch
+
     x, panels = PANELS[groups[0].runs[0].kind]
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
@@ -298,10 +303,11 @@ def draw_panels(groups: list[RunGroup], title: str):
         draw(axis, groups)
         finish(axis)
     if len(groups) > 1:
-        for group in groups:
-            label = f"{shorten(group.label, 80)} (N={len(group.runs)})"
-            axis.plot([], [], linewidth=5, color=group.colour, label=label)
-        figure.legend(handles=axis.lines[-len(groups) :], loc="outside lower center", ncols=2)
+        handles = [
+            Patch(color=group.colour, label=f"{shorten(group.label, 80)} (N={len(group.runs)})")
+            for group in groups
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=2)
     figure.suptitle(shorten(title, 120), fontsize=10)
     return figure
 
