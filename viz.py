@@ -31,6 +31,7 @@ from flatlab.view.reader import (
     RunData,
     find_runs,
     observed,
+    read_all,
     score_text,
     transcript_files,
 )
@@ -92,14 +93,15 @@ def list_text(run: RunData) -> str:
         at = plots.layout(run.rows)
         items = sorted(run.rows, key=lambda row: -at[row["id"]][1])
     else:
-        items = all_items(run)
+        items = read_all(transcript_files(run))
     path = plots.best_path(run)
     rows = []
     for item in items:
+        id = item["id"]
         text = f"{item.get('op', '')} {item.get('idea') or item['status']}"
         row = {
-            "best": "*" if item["id"] in path else "",
-            "id": "  " * item["id"].count(".") + item["id"],
+            "best": "*" if id in path else "",
+            "id": "  " * id.count(".") + id,
             "score": score_text(item),
             "tokens": item["tokens"],
             "sec": f"{item['seconds']:.1f}",
@@ -123,15 +125,11 @@ def pick(run: RunData, id: str) -> dict:
 def best_of(run: RunData) -> dict:
     """The transcript of training, or the node, with the largest improvement."""
     # the names of evaluations begin with a letter
-    steps = [item for item in all_items(run) if item["id"][0].isdigit()]
-    valid = [item for item in steps if item["score"] is not None]
+    steps = [item for item in read_all(transcript_files(run)) if item["id"][0].isdigit()]
+    valid = [item for item in steps if item["improvement"] is not None]
     if not valid:
         raise UserError(f"{run.dir} has no transcript with a score.")
     return max(valid, key=lambda item: item["improvement"])
-
-
-def all_items(run: RunData) -> list[dict]:
-    return [item for read in transcript_files(run).values() for item in read()]
 
 
 # ------------------------------------------------------------------ summaries

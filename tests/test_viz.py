@@ -8,15 +8,11 @@ import re
 import shutil
 import subprocess
 import time
-from contextlib import ExitStack
-from itertools import count
+from html import unescape
 from pathlib import Path
 from statistics import stdev
-from subprocess import DEVNULL
-from urllib.request import urlopen
 
 import pytest
-from websockets.sync.client import connect
 
 import viz
 from flatlab.runs import store, trackers
@@ -43,33 +39,37 @@ pytestmark = pytest.mark.usefixtures("quick_provenance")
 # ------------------------------------------------------------------ views
 
 
-TRAINING = RESULT | {"kind": "training", "task": "titanic"}
+TRAINING = RESULT | {"kind": "training", "task": "titanic", "status": "running"}
+ROWS = [step_row(step, entropy=1.0, kl=0.01, logprob_diff_max=1e-6) for step in range(6)]
 
 
-def filled(tmp_path, steps=6):
-    run = store.open_run(tmp_path / "run", CONFIG, MADE_BY)
-    run.result(**TRAINING)
-    counts = {"episodes": 8, "valid_share": 1.0, "faults": 0}
-    for step in range(steps):
-        run.log(step_row(step, entropy=1.0, kl=0.01, logprob_diff_max=1e-6, **counts))
-    return run
+def stored(folder, result=TRAINING, rows=ROWS, episodes=(), file="metrics.jsonl", **config):
+    """A run with these rows, and with episodes by the names of their files."""
+    run = store.open_run(folder, CONFIG | config, MADE_BY)
+    run.result(**TRAINING | result)
+    for row in rows:
+        run.log(row, file)
+    for name, played in dict(episodes).items():
+        run.save_episodes(name, played)
+    run.lock.close()
+    return reader.read_run(folder)
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_plot_of_rows_with_holes(tmp_path):
-    run = filled(tmp_path, steps=0)
-    run.log({"step": 0})
-    [path] = page.draw([reader.read_run(run.dir)], tmp_path)
-    assert path.exists()
+    runs = [stored(tmp_path / str(seed), rows=[{"step": 0}], seed=seed) for seed in range(2)]
+    for shown in (runs[:1], runs):
+        [path] = page.draw(shown, tmp_path)
+        assert path.exists()
 
 
 def test_plot_is_not_redrawn_all_the_time(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(page, "draw", lambda runs, dir: drawn.append(dir) or time.sleep(0.01))
-    run = filled(tmp_path)
-    page.plot_now_and_then(run.dir)
-    page.plot_now_and_then(run.dir)
-    assert drawn == [run.dir]
+    directory = stored(tmp_path).dir
+    page.plot_now_and_then(directory)
+    page.plot_now_and_then(directory)
+    assert drawn == [directory]
 
 
 STEP = {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\n'}
@@ -80,7 +80,7 @@ def kind(name):
 
 
 BROKEN = (
-    (None, "^There is no "),
+    (None, "no config.yaml"),
     ({}, "no config.yaml"),
     (STEP | {"config.yaml": "a: [1"}, "config.yaml is damaged"),
     (STEP, "Cannot read .*result.json"),
@@ -109,24 +109,22 @@ def test_broken_empty_and_foreign_directories_are_one_sentence(tmp_path, files, 
 def test_nothing_to_show_is_exit_code_2(tmp_path):
     done = python("viz.py", tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    run = filled(tmp_path)
     with user_error("has no transcripts"):
-        viz.list_text(reader.read_run(run.dir))
+        viz.list_text(stored(tmp_path / "run"))
 
 
 # --------------------------------------------- terminal views and other kinds of runs
 
 
 def with_episodes(tmp_path):
-    run = filled(tmp_path, steps=2)
-    run.save_episodes(0, [episode(0.7), episode(None)])
     best = episode(0.9, "\ud800 best reply", observation="\x1b[31m\x07 \u202e")
     best["system"] = "Be brief."
     best["turns"] = [turn | {"note": "2 turns left"} for turn in best["turns"]]
-    run.save_episodes(1, [episode(0.6), best, episode(None, status="fault")])
-    for name in ("final-best", "eval-000009", "before"):
-        run.save_episodes(name, [episode(None), episode(0.95, "a final reply")])
-    return run.dir
+    evaluation = [episode(None), episode(0.95, "a final reply")]
+    files = dict.fromkeys(("final-best", "eval-000009", "before"), evaluation)
+    files[0] = [episode(0.7), episode(None)]
+    files[1] = [episode(0.6), best, episode(None, status="fault")]
+    return stored(tmp_path / "run", episodes=files)
 
 
 LOSSES = [
@@ -139,17 +137,15 @@ LOSSES = [
 
 def search_run(folder, nodes, seed=1, turns=None, **result):
     """turns: of each node; default: one that names the node."""
-    run = store.open_run(folder, CONFIG | {"sampling_mode": "tail", "seed": seed}, MADE_BY)
-    kind = {"kind": "search", "task": "titanic"}
-    run.result(**search_result(nodes, **result) | kind)
+    rows, files = [], {}
     for order, row in enumerate(nodes):
-        row = {key: row[key] for key in COLUMNS if key != "diff"} | {"order": order}
-        run.log(row, "journal.jsonl")
+        rows.append({key: row[key] for key in COLUMNS if key != "diff"} | {"order": order})
         read = {"system": "Be brief.", "prompt": f"first message of {row['id']}"}
         read["turns"] = turns or [turn(observation=f"output of {row['id']}")]
-        run.save_episodes(order, [read])
-    run.lock.close()
-    return reader.read_run(folder)
+        files[order] = [read]
+    result = search_result(nodes, **result) | {"kind": "search"}
+    config = {"sampling_mode": "tail", "seed": seed}
+    return stored(folder, result, rows, files, "journal.jsonl", **config)
 
 
 def searched(folder, seed=1):
@@ -162,7 +158,7 @@ def printed(capsys, *arguments, **options):
 
 
 def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
-    directory = with_episodes(tmp_path)
+    directory = with_episodes(tmp_path).dir
     assert "reward_mean" in printed(capsys, directory)
     assert (directory / "curves.png").read_bytes().startswith(b"\x89PNG")
     text = printed(capsys, directory, episode="1/1")
@@ -235,14 +231,19 @@ def test_trackers_get_the_numbers_of_a_row():
     assert trackers.scalars(row) == pytest.approx(numbers)
 
 
-def test_tensorboard_can_read_it(tmp_path):
-    pytest.importorskip("tensorboard", reason="optional: pip install tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = store.open_run(tmp_path, CONFIG | {"trackers": ["tensorboard"]}, MADE_BY)
+def tracked(tmp_path, name):
+    pytest.importorskip(name, reason=f"optional: pip install {name}")
+    run = store.open_run(tmp_path, CONFIG | {"trackers": [name]}, MADE_BY)
     run.trackers = trackers.open_trackers(run)
     for step in range(2):
         run.log(step_row(step))
+    return run.trackers
+
+
+def test_tensorboard_can_read_it(tmp_path):
+    tracked(tmp_path, "tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("reward_mean")] == [0, 1]
@@ -250,13 +251,8 @@ def test_tensorboard_can_read_it(tmp_path):
 
 @pytest.mark.slow
 def test_wandb_gets_the_rows(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="optional: pip install wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    run = store.open_run(tmp_path, CONFIG | {"trackers": ["wandb"]}, MADE_BY)
-    run.trackers = trackers.open_trackers(run)
-    for step in range(2):
-        run.log(step_row(step))
-    [tracker] = run.trackers
+    [tracker] = tracked(tmp_path, "wandb")
     wandb = tracker.__closure__[0].cell_contents
     summary = dict(wandb.summary)
     wandb.finish()
@@ -272,31 +268,23 @@ def test_two_searches_are_two_runs_at_wandb_and_a_resumed_one_is_not(tmp_path):
 
 
 def test_the_best_episode_of_several_tasks_is_that_of_the_largest_improvement(tmp_path):
-    run = filled(tmp_path, steps=1)
-    easy = episode(0.8) | {"improvement": 0.1}
-    run.save_episodes(0, [episode(0.791) | {"improvement": 1.0}, easy])
-    assert viz.best_of(reader.read_run(run.dir))["improvement"] == 1.0
+    played = [episode(0.791) | {"improvement": 1.0}, episode(0.8) | {"improvement": 0.1}]
+    assert viz.best_of(stored(tmp_path, episodes={0: played}))["improvement"] == 1.0
 
 
 # ------------------------------------------------------------------ tables and curves
 
 
-def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, **config):
+def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, result=(), **config):
     """A finished training run whose best adapter has these scores at the end."""
-    run = store.open_run(folder, CONFIG | {"seed": seed} | config, MADE_BY)
-    counts = {"episodes": 8, "valid_share": 0.75, "faults": 1}
-    before = {"value_mean": 0.4, "value_stderr": 0.1}
+    before = {"value_mean": 0.4, "value_stderr": 0.1, "valid_share": 0.8}
     best = {"file": "episodes/final-best.jsonl", "value_mean": 0.6, "value_stderr": 0.1, "step": 1}
-    best |= {"valid_share": 0.75}
-    run.result(**TRAINING, status="finished", before=before)
-    final = {"best": best, "untrained": {"valid_share": 0.8, **before}, "n": 8}
-    run.result(final=final | {"split": "validation", "best_is_untrained": False})
-    run.save_episodes("final-best", [episode(s) | {"seed": i} for i, s in enumerate(scores)])
-    evaluation = {"eval_value_mean": 0.6, "eval_value_stderr": 0.05}
-    for step in range(2):
-        run.log(step_row(step, **counts, **evaluation))
-    run.lock.close()
-    return reader.read_run(folder)
+    final = {"untrained": before, "last": before, "best": best | {"valid_share": 0.75}, "n": 8}
+    final |= {"split": "validation", "best_is_untrained": False}
+    steps = [step_row(step, faults=1, eval_value_mean=0.6) for step in range(2)]
+    played = [episode(s) | {"seed": i} for i, s in enumerate(scores)]
+    result = {"before": before, "final": final} | dict(result)
+    return stored(folder, result, steps, {"final-best": played}, seed=seed, **config)
 
 
 def rows(*runs):
@@ -319,36 +307,30 @@ def test_two_training_runs_are_compared_in_pairs_with_their_uncertainty(tmp_path
     assert worse["value"] == f"+0.1250 ± {stdev(values) / 2:.4f}"
     assert worse["score"] == f"0.7000 ± {stdev((0.5, 0.7, 0.9)) / 3**0.5:.4f}"
     assert worse["difference"] == f"-0.3750 ± {stdev((0.5, 0.5, 0.5, 0)) / 2:.4f} (4 paired)"
-    assert (better["of"], better["valid"], better["faults"]) == (
-        "best adapter, validation",
-        "75%",
-        2,
-    )
+    assert better["of"] == "best adapter, validation"
+    assert (better["valid"], better["faults"]) == ("75%", 2)
 
 
 def test_runs_that_differ_by_their_seed_are_one_row_whose_error_is_over_the_runs(tmp_path):
     """Fewer than three runs show each value: two are no measure of a spread."""
-    runs = [trained(tmp_path / f"x-{seed}", (0.5 + 0.1 * seed,), seed) for seed in (1, 2)]
-    [row] = rows(*runs)
+    one, two = (trained(tmp_path / f"x-{seed}", (0.5 + 0.1 * seed,), seed) for seed in (1, 2))
+    [row] = rows(one, two)
     assert (row["run"], row["N"]) == ("x-1", 2)
     assert (row["value"], row["score"]) == ("+0.0000, +0.5000", "0.6000, 0.7000")
-    three = [*runs, trained(tmp_path / "x-0", (0.5,), 0)]
+    zero = trained(tmp_path / "x-0", (0.5,))
     others = [trained(tmp_path / f"z-{seed}", (0.4,), seed, lr=2.0) for seed in range(3)]
-    first, second = rows(*three, *others)
+    first, second = rows(zero, one, two, *others)
     assert first["value"] == f"+0.0000 ± {0.5 / 3**0.5:.4f}"
     assert second["difference"] == f"-1.0000 ± {0.5 / 3**0.5:.4f} (3 paired)"
     again = trained(tmp_path / "y-1", (0.9,), 1)  # every seed counts once
-    other = trained(tmp_path / "x-3", (0.9,), 3, lr=1.0)
-    shown = rows(*runs, again, other)
-    assert {(row["run"], row["N"]) for row in shown} == {("x-1", 2), ("y-1", 1), ("x-3", 1)}
-    assert "(" not in shown[-1]["difference"]  # nothing in common
+    assert [(row["run"], row["N"]) for row in rows(one, two, again)] == [("y-1", 1), ("x-1", 2)]
+    assert rows(one, two, others[1])[-1]["difference"] == "-"  # nothing in common
 
 
 def test_a_run_that_is_not_finished_shows_its_last_steps(tmp_path):
-    run = filled(tmp_path)
-    said = tables.headline(reader.read_run(run.dir))
-    assert said.startswith("Last 1 step: value +0.5000, 100% valid (training part; ")
-    assert "Status: " in said
+    said = tables.headline(stored(tmp_path))
+    assert said.startswith("Last 1 step: value +0.5000, 75% valid (training part; ")
+    assert "Status: running" in said
 
 
 def test_why_no_node_is_valid(tmp_path):
@@ -369,29 +351,23 @@ def test_an_adapter_that_lost_half_of_its_valid_submissions_is_marked(tmp_path):
 
 
 def test_several_tasks_have_a_common_value_and_no_score(tmp_path):
-    folder = trained(tmp_path / "a").dir
-    run = store.Run(folder, {}, None)
-    run.result(task="titanic digits", metric="value", baseline=0.0, reference=1.0)
-    played = [episode(0.9) | {"seed": i, "improvement": x} for i, x in enumerate((5.0, None))]
-    run.save_episodes("final-best", played)
-    read = reader.read_run(folder)
-    [row] = rows(read)
+    scale = {"task": "titanic digits", "metric": "value", "baseline": 0.0, "reference": 1.0}
+    run = trained(tmp_path / "a", scores=(1.6, None), result=scale)
+    [row] = rows(run)
     assert (row["value"], row["score"]) == ("+2.0000 ± 3.0000", "-")
-    assert tables.table([read]).startswith("titanic digits, training\n")
+    assert tables.table([run]).startswith("titanic digits, training\n")
 
 
 def evaluated(folder, values, tests=None, **result):
     """A running evaluation; its third episode is a fault. tests: scores on the test part."""
-    run = store.open_run(folder, CONFIG, MADE_BY)
-    run.result(**TRAINING | {"kind": "evaluation", "metric": "loss", "status": "running"} | result)
+    files = {}
     for seed, value in enumerate(values):
         row = episode(value, status="fault" if seed == 2 else "submit") | {"seed": seed}
         if tests:
             test = episode(tests[seed])
             row |= {"test_score": test["score"], "test_improvement": test["improvement"]}
-        run.save_episodes(2 * seed, [row])  # some have not ended yet
-    run.lock.close()
-    return reader.read_run(folder)
+        files[2 * seed] = [row]  # some have not ended yet
+    return stored(folder, {"kind": "evaluation", "metric": "loss"} | result, (), files)
 
 
 def test_an_evaluation_is_the_mean_over_all_episodes_on_the_test_part_if_it_was_scored(tmp_path):
@@ -421,12 +397,9 @@ def test_an_evaluation_of_several_tasks_has_a_line_for_each(tmp_path):
 
 
 def test_an_imitation_has_a_loss_and_no_value(tmp_path):
-    run = store.open_run(tmp_path / "run", CONFIG, MADE_BY)
-    run.result(**TRAINING | {"kind": "imitation", "episodes": 12, "status": "finished"})
-    for step in range(2):
-        run.log({"step": step, "loss": 0.5 - 0.1 * step, "lr": 1e-4, "seconds": 1.0})
-    run = reader.read_run(run.dir)
-    assert tables.headline(run) == "Imitation of 12 episodes: last loss 0.4000. Status: finished."
+    steps = [{"step": step, "loss": 0.5 - 0.1 * step, "seconds": 1.0} for step in range(2)]
+    run = stored(tmp_path, {"kind": "imitation", "episodes": 12}, steps)
+    assert tables.headline(run) == "Imitation of 12 episodes: last loss 0.4000. Status: running."
     assert "An imitation has no value" in tables.table([run])
     assert "loss" in viz.summary(run)
     [path] = page.draw([run], tmp_path)
@@ -453,11 +426,9 @@ def test_a_key_of_the_rows_is_one_picture(tmp_path, capsys):
 
 def test_the_curve_of_evaluations_begins_before_training(tmp_path):
     run = trained(tmp_path / "a")
-    group = plots.RunGroup("a", plots.BLUE, [run])
-    figure = plots.draw_panels("training", [group], "")
-    score, *_ = figure.axes
-    assert len({axis.get_xlim() for axis in figure.axes}) == 1
-    line, *_ = score.containers[0]
+    value, *others = plots.draw_panels([plots.RunGroup("a", plots.BLUE, [run])], "").axes
+    assert {axis.get_xlim() for axis in others} == {value.get_xlim()}
+    line = value.lines[-2]
     assert line.get_xdata().tolist() == [0, 1, 2]
     assert line.get_ydata().tolist() == [0.4, 0.6, 0.6]
 
@@ -482,8 +453,8 @@ def test_best_so_far_is_that_of_values_and_failed_nodes_have_the_lowest(tmp_path
 
 def test_a_tree_names_its_nodes(tmp_path):
     tree, _ = plots.draw_tree(searched(tmp_path / "a")).axes
-    names = {text.get_text() for text in tree.texts}
-    assert names == {"0.0  0.4", "0.1  failed", "0.0.0  0.3", "0.0.1  0.45"}
+    names = [text.get_text() for text in tree.texts]
+    assert names == ["0.0  0.4", "0.1  failed", "0.0.0  0.3", "0.0.1  0.45"]
 
 
 def test_what_the_numbers_do_not_say_is_a_sentence(tmp_path):
@@ -502,14 +473,12 @@ def test_a_search_that_learns_shows_its_rounds_and_their_alarms(tmp_path):
     rows[1]["alarms"] = ["It decays."]
     (folder / "metrics.jsonl").write_text("".join(map(store.json_line, rows)))
     run = reader.read_run(folder)
-    titles, _, line = tables.rounds(run).splitlines()
-    assert len(titles.split()) == tables.ON_TERMINAL
-    shown = dict(zip(titles.split(), line.split(), strict=True))
-    assert (shown["step"], shown["valid_share"], shown["gain_mean"]) == ("7", "0.75", "-")
-    page = written(tmp_path, run).read_text()
-    assert line in viz.summary(run)
-    assert tables.rounds(run, None) in page
-    for text in (viz.summary(run), page):
+    titles, _, line = map(str.split, tables.rounds(run).splitlines())
+    assert titles == tables.ROUNDS[: tables.ON_TERMINAL]
+    assert line == ["7", "-", "-", "0.75", "-", "-", "-", "-"]
+    texts = viz.summary(run), written(tmp_path, run).read_text()
+    for text, columns in zip(texts, (tables.ON_TERMINAL, None)):
+        assert tables.rounds(run, columns) in text
         assert "the last alarms: It decays." in text
 
 
@@ -527,92 +496,23 @@ HOSTILE = (
 )
 
 
-class Browser:
-    """Chromium without a window, driven by its debugging protocol."""
-
-    def __init__(self, folder):
-        flags = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run"
-        flags += " --disable-background-networking --remote-debugging-port=0"
-        command = [CHROMIUM, *flags.split(), f"--user-data-dir={folder}", "about:blank"]
-        self.process = subprocess.Popen(command, stdout=DEVNULL, stderr=DEVNULL)
-        file = Path(folder, "DevToolsActivePort")
-        while not file.exists() or not file.read_text():
-            assert self.process.poll() is None
-            time.sleep(0.05)
-        port = file.read_text().split()[0]
-        with urlopen(f"http://127.0.0.1:{port}/json") as answer:
-            [tab] = (tab for tab in json.load(answer) if tab["type"] == "page")
-        self.stack = ExitStack()
-        self.socket = self.stack.enter_context(connect(tab["webSocketDebuggerUrl"], max_size=None))
-        self.ids = count(1)
-        self.events = []
-        for domain in ("Page", "Runtime", "Network", "Log"):
-            self.call(f"{domain}.enable")
-
-    def call(self, method, **params):
-        number = next(self.ids)
-        self.socket.send(json.dumps({"id": number, "method": method, "params": params}))
-        while True:
-            answer = json.loads(self.socket.recv(timeout=60))
-            if answer.get("id") == number:
-                assert "error" not in answer, answer
-                return answer["result"]
-            self.events.append(answer)
-
-    def js(self, code):
-        """The value of an expression."""
-        answer = self.call("Runtime.evaluate", expression=code, returnByValue=True)
-        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
-        return answer["result"].get("value")
-
-    def set(self, id, text, event):
-        field = f"document.getElementById({json.dumps(id)})"
-        self.js(f"{field}.value = {json.dumps(text)}; {field}.dispatchEvent(new Event('{event}'))")
-
-    def until(self, code, seconds=20):
-        end = time.monotonic() + seconds
-        while not (value := self.js(code)):
-            assert time.monotonic() < end, f"never true: {code}"
-            time.sleep(0.03)
-        return value
-
-    def open(self, path, fragment=""):
-        self.call("Page.navigate", url="about:blank")
-        self.events.clear()
-        self.call("Page.navigate", url=Path(path).resolve().as_uri() + fragment)
-        self.until("document.readyState == 'complete' && !!document.getElementById('list')")
-
-    def shown(self):
-        """The ids of the episodes in the list, in order."""
-        code = "[...document.querySelectorAll('#list > .episode:not([hidden])')].map(e => e.id)"
-        return self.js(code)
-
-    def complaints(self):
-        """Console errors and warnings, exceptions, and requests for anything but the page."""
-        self.js("1")
-        complaints = []
-        for event in self.events:
-            bad = event["method"] == "Runtime.exceptionThrown"
-            if event["method"] == "Log.entryAdded":
-                bad = event["params"]["entry"]["level"] in ("error", "warning")
-            if event["method"] == "Network.requestWillBeSent":
-                url = event["params"]["request"]["url"]
-                bad = not url.startswith(("file:", "data:", "about:"))
-            if bad:
-                complaints.append(event)
-        return complaints
-
-    def close(self):
-        self.stack.close()
-        self.process.kill()
-        self.process.wait()
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    opened = Browser(tmp_path_factory.mktemp("chromium"))
-    yield opened
-    opened.close()
+def browse(path, script, fragment=""):
+    """Opens a page in Chromium, with a script of the test at its end: (what this returns, messages
+    of the console).
+    """
+    html = path.read_text()
+    nonce = re.search('nonce="(.+?)"', html)[1]
+    run = f"<script nonce={nonce}>(async () => {{{script}}})().then(answer => {{"
+    run += "document.body.dataset.answer = JSON.stringify(answer)})</script></body>"
+    path.write_text(html.replace("</body>", run))
+    flags = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --dump-dom"
+    flags += " --virtual-time-budget=2000 --enable-logging=stderr"
+    folder = f"--user-data-dir={path.parent}/chromium"
+    command = [CHROMIUM, *flags.split(), folder, path.resolve().as_uri() + fragment]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    answer = re.search('data-answer="(.*?)"', done.stdout)
+    messages = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return json.loads(unescape(answer[1])) if answer else None, messages
 
 
 def written(tmp_path, *runs):
@@ -622,10 +522,8 @@ def written(tmp_path, *runs):
 
 def test_the_page_of_a_long_training_shows_a_sample_and_says_so(tmp_path):
     """The last steps and the evaluations are always there."""
-    run = filled(tmp_path)
-    for name in [*range(6), "eval-000009"]:
-        run.save_episodes(name, [episode(0.7)])
-    html = written(tmp_path, reader.read_run(run.dir)).read_text()
+    files = dict.fromkeys([*range(6), "eval-000009"], [episode(0.7)])
+    html = written(tmp_path, stored(tmp_path / "run", episodes=files)).read_text()
     assert "transcripts of 4 of 7 files of episodes" in html
     assert re.findall('" id="([^"]+)"', html) == ["3", "4", "5", "eval-9"]
 
@@ -643,86 +541,94 @@ def test_the_page_of_a_large_search_lists_all_nodes_and_has_the_best_transcripts
     assert missing == [False, False, True, True, False]  # 0.0 is on the path to the best
 
 
+WAIT = "await new Promise(done => setTimeout(done, 100));"
+OPEN_ALL = "document.querySelectorAll('details').forEach(d => d.open = true);"
+
+
 @needs_browser
-def test_click_search_filter_sort_and_compare_nodes(tmp_path, browser):
+def test_click_search_filter_sort_and_compare_nodes(tmp_path):
     nodes = [
         node("0.0", 0.7, kept=True),
         node("0.1", None),
         node("0.0.0", 0.75, "improve", code={"solve.py": "needle in the code\n"}),
         node("0.0.1", 0.65, "merge", mark="d"),
     ]
-    browser.open(written(tmp_path, search_run(tmp_path / "run", nodes)), "#0.1")
-    body = browser.js("document.body.innerText")
-    assert "Best node (0.0.0): value +0.7500, 75% valid, accuracy 0.7500 (validation part" in body
-    assert "1 of 4 failed (value -1)" in body
-    assert browser.js("document.getElementById('0.1').open")
-    assert "KeyError: 'missing'" in body
-    click = "new MouseEvent('click', {bubbles: true, cancelable: true, view: window})"
-    link = "document.querySelector('svg a[*|href=\"#0.0.0\"]')"
-    browser.js(f"{link}.dispatchEvent({click})")
-    browser.until("document.getElementById('0.0.0').open")
-    browser.js("document.querySelectorAll('details details').forEach(d => d.open = true)")
-    detail = browser.js("document.getElementById('0.0.0').innerText")
+    script = f"""
+    const seen = {{body: document.body.innerText, open: $("0.1").open}};
+    const click = new MouseEvent("click", {{bubbles: true, cancelable: true, view: window}});
+    document.querySelector('svg a[*|href="#0.0.0"]').dispatchEvent(click);
+    {WAIT}
+    seen.clicked = $("0.0.0").open;
+    {OPEN_ALL}
+    seen.detail = $("0.0.0").innerText;
+    for (const id of ["0.0.0", "0.1", "0.0"]) $(id).querySelector("button").click();
+    seen.pair = $("pair").innerText;
+    const list = (id, text, event) => {{
+        $(id).value = text;
+        $(id).dispatchEvent(new Event(event));
+        return [...document.querySelectorAll("#list > .episode:not([hidden])")].map(e => e.id);
+    }};
+    seen.found = list("find", "NEEDLE", "input");
+    list("find", "", "input");
+    seen.failed = list("status", "failed", "change");
+    list("status", "", "change");
+    seen.sorted = list("sort", "score", "change");
+    return seen;
+    """
+    run = search_run(tmp_path / "run", nodes)
+    seen, messages = browse(written(tmp_path, run), script, "#0.1")
+    assert messages == []
+    shown = "Best node (0.0.0): value +0.7500, 75% valid, accuracy 0.7500 (validation part"
+    for text in (shown, "1 of 4 failed (value -1)", "KeyError: 'missing'"):
+        assert text in seen["body"]
+    assert seen["open"]
+    assert seen["clicked"]
     for text in ("Be brief.", "first message of 0.0.0", "output of 0.0.0", "+needle", "bound"):
-        assert text in detail
-
-    for id in ("0.0.0", "0.1", "0.0"):  # two at most
-        browser.js(f"document.getElementById('{id}').querySelector('button').click()")
-    pair = browser.js("document.getElementById('pair').innerText")
-    assert "output of 0.1" in pair
-    assert "output of 0.0\n" in pair
-    assert "output of 0.0.0" not in pair
-
-    browser.set("find", "NEEDLE", "input")
-    assert browser.shown() == ["0.0.0"]
-    browser.set("find", "", "input")
-    browser.set("status", "failed", "change")
-    assert browser.shown() == ["0.1"]
-    browser.set("status", "", "change")
-    browser.set("sort", "score", "change")
-    assert browser.shown() == ["0.0.0", "0.0", "0.0.1", "0.1"]
-    assert browser.complaints() == []
+        assert text in seen["detail"]
+    assert re.findall("output of (.*)", seen["pair"]) == ["0.1", "0.0"]  # two at most
+    assert (seen["found"], seen["failed"]) == (["0.0.0"], ["0.1"])
+    assert seen["sorted"] == ["0.0.0", "0.0", "0.0.1", "0.1"]
 
 
 @pytest.mark.slow
 @needs_browser
-def test_several_runs_on_one_page(tmp_path, browser):
+def test_several_runs_on_one_page(tmp_path):
     nodes = [node("0.0", 0.7, seed=1), node("0.1", None, seed=2)]
     runs = [search_run(tmp_path / name, nodes) for name in ("one", "two")]
     runs.append(evaluated(tmp_path / "episodes", (0.8, None)))
-    runs.append(reader.read_run(with_episodes(tmp_path)))
-    browser.open(written(tmp_path, *runs), "#1/0.0")
-    assert browser.js("document.querySelectorAll('svg').length") == 2
-    assert browser.js("document.getElementById('1/0.0').open")
-    assert not browser.js("document.getElementById('0/0.0').open")
-    assert len(browser.shown()) == 17
-    assert browser.complaints() == []
+    runs.append(with_episodes(tmp_path))
+    script = "return [document.querySelectorAll('svg').length, episodes.length, "
+    script += "$('1/0.0').open, $('0/0.0').open];"
+    assert browse(written(tmp_path, *runs), script, "#1/0.0") == ([2, 17, True, False], [])
 
 
 @needs_browser
-def test_hostile_text_stays_text(tmp_path, browser):
-    texts = ("op", "sampling_mode", "idea", "error", "status")
-    bad = node("0.0", 0.7) | dict.fromkeys(texts, HOSTILE)
+def test_hostile_text_stays_text(tmp_path):
+    """And if there were a hole, the page's policy would run no script but its own, and request
+    nothing.
+    """
+    bad = node("0.0", 0.7) | dict.fromkeys("op sampling_mode idea error status".split(), HOSTILE)
     bad["code"] = {HOSTILE: HOSTILE}
-    turns = [turn(HOSTILE, HOSTILE, HOSTILE, action=HOSTILE)]
     bad["decision"] = {"reason": HOSTILE}
+    turns = [turn(HOSTILE, HOSTILE, HOSTILE, action=HOSTILE)]
     run = search_run(tmp_path / "run", [bad], turns=turns, metric=HOSTILE)
-    browser.open(written(tmp_path, run), "#0.0")
-    browser.js("document.querySelectorAll('details').forEach(d => d.open = true)")
-    assert browser.js("document.getElementById('0.0').innerText.split('owned').length") > 16
-    assert "{{ 7 * 7 }}" in browser.js("document.getElementById('0.0').innerText")
-    assert browser.js("document.title") == "run"
-    assert browser.js("document.querySelectorAll('script').length") == 1
-    assert browser.js("[...document.images].every(i => i.src.startsWith('data:'))")
-    assert browser.complaints() == []
-    # and if a hole were found: the page's policy runs no script but its own, and requests nothing
     hole = '<img src=http://127.0.0.1:9/x onerror="document.title=1">'
     hole += '<svg onload="document.title=1"></svg>'
-    browser.js(f"document.body.insertAdjacentHTML('beforeend', {json.dumps(hole)})")
-    time.sleep(0.2)
-    assert browser.js("document.title") == "run"
-    answers = [e for e in browser.events if e.get("method") == "Network.responseReceived"]
-    assert not [answer for answer in answers if "127.0.0.1" in json.dumps(answer)]
+    script = f"""
+    {OPEN_ALL}
+    const text = $("0.0").innerText;
+    const scripts = document.scripts.length;
+    const inside = [...document.images].every(image => image.src.startsWith("data:"));
+    document.body.insertAdjacentHTML("beforeend", {json.dumps(hole)});
+    {WAIT}
+    return [text, scripts, inside, document.title];
+    """
+    (text, *seen), messages = browse(written(tmp_path, run), script, "#0.0")
+    assert text.count("owned") > 15
+    assert "{{ 7 * 7 }}" in text
+    assert seen == [2, True, "run"]  # the scripts of the page and of this test
+    assert len(messages) == 3  # two handlers and an image of the hole
+    assert all("violates the following Content Security" in message for message in messages)
 
 
 # ------------------------------------------------------------------ pictures of the docs

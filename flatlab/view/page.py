@@ -26,15 +26,17 @@ LAST_STEPS, LAST_EVALUATIONS = 3, 6  # files of a training run on the page
 
 def draw(runs: list[RunData], folder: Path) -> list[Path]:
     """Writes the picture of one run, or one per kind and task of several, and the tree of one."""
+    comparable = tables.groups_of(runs)
     figures = {}
-    for (kind, task, *_), groups in tables.groups_of(runs).items():
-        name = f"compare-{kind}-{task}".replace("/", "-")[:200]  # the task may be a path
+    if len(runs) == 1:
+        [run], [groups] = runs, comparable.values()
+        figures["curves"] = plots.draw_panels(groups, tables.heading(run))
+        if run.kind == "search":
+            figures["tree"] = plots.draw_tree(run)
+        return save(figures, folder)
+    for (kind, task, *_), groups in comparable.items():
         title = f"{task}, {kind}: mean over runs, band: ± standard error"
-        if len(runs) == 1:
-            name, title = "curves", tables.heading(runs[0])
-        figures[name] = plots.draw_panels(kind, groups, title)
-    if len(runs) == 1 and runs[0].kind == "search":
-        figures["tree"] = plots.draw_tree(runs[0])
+        figures[f"compare-{kind}-{task}"[:200]] = plots.draw_panels(groups, title)
     return save(figures, folder)
 
 
@@ -72,35 +74,32 @@ def plot_now_and_then(directory: Path) -> None:
 def write(runs: list[RunData], folder: Path) -> list[Path]:
     """Writes the pictures and report.html."""
     from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
 
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    views = {"reader": reader, "tables": tables}
+    views = {"reader": reader, "tables": tables, "sample": sample, "tree": tree}
     template = environment.from_string(TEMPLATE.read_text(), views)
-    parts = []
-    for number, run in enumerate(runs):
-        prefix = f"{number}/" if len(runs) > 1 else ""
-        tree = ""
-        if run.kind == "search":
-            svg = plots.encoded(plots.draw_tree(run, f"#{prefix}"), "svg").decode()
-            # matplotlib's links would open another tab
-            tree = Markup(svg[svg.index("<svg") :].replace(' target="_blank"', ""))
-        parts.append({"run": run, "prefix": prefix, "tree": tree, **sample(run)})
     paths = draw(runs, folder)
+    pictures = [path.read_bytes() for path in paths if path.stem != "tree"]
     html = template.render(
-        parts=parts,
+        runs=runs,
         title=folder.resolve().name,
         made=time.strftime("%Y-%m-%d %H:%M"),
         nonce=secrets.token_hex(),
-        pictures=[
-            base64.b64encode(path.read_bytes()).decode() for path in paths if path.stem != "tree"
-        ],
-        runs=runs,
+        pictures=[base64.b64encode(picture).decode() for picture in pictures],
     )
     paths.append(folder / "report.html")
     # a reply may hold lone surrogates
     write_whole(paths[-1], html.encode("utf-8", "replace"))
     return paths
+
+
+def tree(run: RunData, prefix: str):
+    """The tree as SVG. prefix: of the ids of its nodes on the page."""
+    from markupsafe import Markup
+
+    svg = plots.encoded(plots.draw_tree(run, f"#{prefix}"), "svg").decode()
+    # matplotlib's links would open another tab
+    return Markup(svg[svg.index("<svg") :].replace(' target="_blank"', ""))
 
 
 def sample(run: RunData) -> dict:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
 import numpy as np
 
 from flatlab.errors import UserError
 from flatlab.numbers import count
-from flatlab.task.value import WORST, improvement, score_at
+from flatlab.task.value import WORST
 from flatlab.train.metrics import evaluation_columns
 from flatlab.view.reader import RunData, score_text
 
@@ -59,10 +58,10 @@ def window_of(rows) -> int:
 
 
 def by_step(group: RunGroup, key: str):
-    """A DataFrame with a column for each run; index: the steps at which one of them has this key,
-    or the numbers of the rows if they have no step.
+    """A DataFrame with a column for each run; index: updates before the rows in which one of them
+    has this key, or the numbers of rows that have no step.
 
-    The evaluation before training has step -1.
+    An evaluation comes after the update of its step; the one before training has step -1.
     """
     import pandas
 
@@ -72,7 +71,9 @@ def by_step(group: RunGroup, key: str):
         rows = [before, *(run.rounds or run.rows)]
         steps = [row.get("step", number) for number, row in enumerate(rows, -1)]
         curves.append(pandas.Series(series(rows, key), steps))
-    return pandas.concat(curves, axis=1).sort_index().dropna(how="all")
+    frame = pandas.concat(curves, axis=1).sort_index().dropna(how="all")
+    frame.index += key.startswith("eval_")
+    return frame
 
 
 # ------------------------------------------------------------------ curves over steps
@@ -85,6 +86,8 @@ def draw_key(axis, groups, key, colour, label=None, style="-"):
     """
     for group in groups:
         frame = by_step(group, key)
+        if frame.empty:
+            continue
         look = {"color": colour if len(groups) == 1 else group.colour, "linestyle": style}
         axis.plot(frame.index, frame, alpha=0.3, linewidth=1, **look)
         windows = frame.dropna().rolling(window_of(frame), center=True, min_periods=1)
@@ -107,18 +110,8 @@ def draw_mean(axis, frame, **look):
 
 
 def draw_value(axis, groups):
-    """Training episodes and evaluations over the number of updates before them."""
     draw_key(axis, groups, "value_mean", BLUE, "training episodes")
-    label = "evaluations ± s.e."
-    for group in groups:
-        frame = by_step(group, "eval_value_mean")
-        error = frame.sem(axis=1) if len(group.runs) >= FEW_SEEDS else None
-        if len(group.runs) == 1:  # over its episodes
-            error = by_step(group, "eval_value_stderr").reindex(frame.index)[0]
-        colour = PINK if len(groups) == 1 else group.colour
-        look = {"fmt": "s--", "capsize": 3, "color": colour, "label": label}
-        axis.errorbar(frame.index + 1, frame.mean(axis=1), error, **look)
-        label = None
+    draw_key(axis, groups, "eval_value_mean", PINK, "evaluations", "--")
     draw_baseline(axis)
 
 
@@ -156,7 +149,7 @@ def mean_so_far(run: RunData):
 
 def nodes(so_far):
     """A panel of nodes or episodes without the faults: a dot for each valid one, a cross at the
-    lower edge for a failure, and a line. The right axis is in the unit of the task.
+    lower edge for a failure, and a line.
 
     so_far: best_so_far or mean_so_far.
     """
@@ -173,15 +166,13 @@ def nodes(so_far):
                 failed = numbers[[row["outcome"] == "failed" for row in run.rows]]
                 axis.plot(failed, 0 * failed, "x", **look, **edge)
         draw_baseline(axis)
-        axis.set_ylim(axis.get_ylim())  # of the valid ones
+        if so_far is best_so_far:  # its -1 before a valid node would widen the axis
+            axis.set_ylim(axis.get_ylim())
         for group in groups:
             # a run that has ended keeps its value
             frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
             draw_mean(axis, frame, color=group.colour, drawstyle="steps-post")
         axis.set_xlabel(f"{axis.get_xlabel()}; dot: valid, cross: failed (value -1)")
-        task = groups[0].runs[0]
-        convert = partial(score_at, task=task), partial(improvement, task=task)
-        axis.secondary_yaxis("right", functions=convert).set_ylabel(score_label(task))
 
     return draw
 
@@ -189,11 +180,6 @@ def nodes(so_far):
 def reached(rows: list[dict]) -> np.ndarray:
     """Values of the valid nodes, shape (rows,); NaN for the others."""
     return np.maximum(WORST, series(rows, "improvement"))
-
-
-def score_label(run: RunData) -> str:
-    """The metric and its direction."""
-    return f"{shorten(run.result['metric'], 40)}, {run.direction}"
 
 
 PANELS = {  # of each kind of run: x axis, and for each panel its title and function
@@ -303,9 +289,11 @@ def new_figure(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_panels(kind: str, groups: list[RunGroup], title: str):
+def draw_panels(groups: list[RunGroup], title: str):
     """A Figure with all panels of a kind of run, in rows of three."""
-    x, panels = PANELS[kind]
+    from matplotlib.patches import Patch
+
+    x, panels = PANELS[groups[0].runs[0].kind]
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     figure = new_figure(10 if columns == 1 else 16, 1 + 3.8 * lines)
@@ -315,10 +303,11 @@ def draw_panels(kind: str, groups: list[RunGroup], title: str):
         draw(axis, groups)
         finish(axis)
     if len(groups) > 1:
-        for group in groups:
-            label = f"{shorten(group.label, 80)} (N={len(group.runs)})"
-            axis.plot([], [], linewidth=5, color=group.colour, label=label)
-        figure.legend(handles=axis.lines[-len(groups) :], loc="outside lower center", ncols=2)
+        handles = [
+            Patch(color=group.colour, label=f"{shorten(group.label, 80)} (N={len(group.runs)})")
+            for group in groups
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=2)
     figure.suptitle(shorten(title, 120), fontsize=10)
     return figure
 
@@ -362,7 +351,7 @@ def draw_plot(groups: list[RunGroup], key: str):
     if "value" in key:
         draw_baseline(axis)
     words = re.sub("(.*)_mean$", r"mean \1", key).replace("_", " ")
-    units = UNITS | {"score": score_label(run)}
+    units = UNITS | {"score": shorten(run.result["metric"], 40)}
     unit = next((units[part] for part in units if part in key), words)
     x = "rounds" if run.rounds else PANELS[run.kind][0]
     title = shorten(f"{words.capitalize()}, {run.task}", 60)

@@ -45,16 +45,10 @@ class RunData:
     def name(self) -> str:
         return self.dir.resolve().name
 
-    @property
-    def direction(self) -> str:
-        return "higher is better" if self.higher_is_better else "lower is better"
-
 
 def read_run(directory) -> RunData:
     """A finished or running run. Raises UserError if there is nothing to show."""
     path = Path(directory)
-    if not path.exists():
-        raise UserError(f"There is no {path}.")
     if not (path / "config.yaml").is_file():
         raise UserError(f"{path} is not a run directory: it has no config.yaml.")
     config = read_mapping(path / "config.yaml")
@@ -71,7 +65,7 @@ def read_run(directory) -> RunData:
         rounds = rows
         rows = [with_outcome(row) for row in read_rows(path / "journal.jsonl")]
     if kind == "evaluation":
-        rows = [row for read in episode_files(path).values() for row in read()]
+        rows = read_all(episode_files(path))
     if not rows:
         raise UserError(f"{path} has no finished {NOUNS[kind]} yet: nothing to show.")
     scale = {key: result[key] for key in SCALE}
@@ -126,6 +120,10 @@ def transcript_files(run: RunData) -> dict[str, Callable[[], list[dict]]]:
         return episode_files(run.dir)
     nodes = {row["id"]: row for row in run.rows}
     return {id: partial(node_items, id, nodes, run.dir) for id in nodes}
+
+
+def read_all(files: dict[str, Callable[[], list[dict]]]) -> list[dict]:
+    return [item for read in files.values() for item in read()]
 
 
 def episode_files(directory: Path) -> dict[str, Callable[[], list[dict]]]:

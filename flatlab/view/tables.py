@@ -13,14 +13,12 @@ from collections import Counter
 from dataclasses import dataclass
 from statistics import fmean
 
-import numpy as np
-
 from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error, value_text
 from flatlab.task.value import improvement, summary, summary_text
 from flatlab.train.metrics import fell_by_half
 from flatlab.view import plots
 from flatlab.view.plots import COLOURS, FEW_SEEDS, RunGroup, series
-from flatlab.view.reader import NOUNS, RunData, episode_items, transcript_files
+from flatlab.view.reader import NOUNS, RunData, episode_items, read_all, transcript_files
 
 # ------------------------------------------------------------------ results
 
@@ -48,17 +46,16 @@ def result_of(run: RunData) -> Result:
         return best_node(run)
     if run.kind == "evaluation":
         return result_of_episodes(run, "all episodes", run.rows, run.result["split"])
-    final = run.result.get("final")
-    if not final:
-        last = run.rows[-plots.window_of(run.rows) :]
-        facts = {key: fmean(series(last, key)) for key in ("value_mean", "valid_share")}
-        facts["value_stderr"] = None
-        return Result(f"last {count(len(last), 'step')}", "training", {}, facts, run.config["seed"])
-    best = final["best"]
-    what = "untrained adapter"
-    if not final["best_is_untrained"]:
+    if final := run.result.get("final"):
+        best = final["best"]
         what = f"best adapter (step {best['step']})"
-    return result_of_episodes(run, what, episode_items(run.dir / best["file"]), final["split"])
+        if final["best_is_untrained"]:
+            what = "untrained adapter"
+        return result_of_episodes(run, what, episode_items(run.dir / best["file"]), final["split"])
+    last = run.rows[-plots.window_of(run.rows) :]
+    facts = {key: fmean(series(last, key)) for key in ("value_mean", "valid_share")}
+    facts["value_stderr"] = None
+    return Result(f"last {count(len(last), 'step')}", "training", {}, facts, run.config["seed"])
 
 
 def result_of_episodes(run: RunData, what: str, items: list[dict], split: str) -> Result:
@@ -87,15 +84,8 @@ def best_node(run: RunData) -> Result:
     return Result(what, part, {seed: facts["value_mean"]}, facts, seed)
 
 
-def failures(run: RunData) -> tuple[int, int, int]:
-    """Numbers of episodes or nodes that were played, that failed, and that were faults."""
-    if run.kind != "training":
-        outcomes = [row["outcome"] for row in run.rows]
-        return len(outcomes), outcomes.count("failed"), outcomes.count("fault")
-    keys = ("episodes", "valid_share", "faults")
-    episodes, valid, faults = (series(run.rows, key) for key in keys)
-    counts = episodes + faults, episodes * (1 - valid), faults
-    return tuple(round(np.nansum(column)) for column in counts)
+def faults(run: RunData) -> int:
+    return sum(row.get("faults", 0) or row.get("outcome") == "fault" for row in run.rows)
 
 
 # ------------------------------------------------------------------ sentences about one run
@@ -106,7 +96,7 @@ def heading(run: RunData) -> str:
     config = run.config
     keys = ("sampling_mode", "select", "seed", "model")
     facts = [value_text(config[key]) for key in keys if key in config]
-    seconds = run.result.get("seconds") or np.nansum(series(run.rows, "seconds"))
+    seconds = run.result.get("seconds") or sum(row.get("seconds", 0) for row in run.rows)
     size = count(len(run.rows), NOUNS[run.kind])
     return f"{run.name}: {run.task}, {', '.join(facts)}, {size} in {duration(seconds)}"
 
@@ -117,33 +107,40 @@ def headline(run: RunData) -> str:
         loss = plus_minus(run.rows[-1]["loss"], None)
         text = f"imitation of {count(run.result['episodes'], 'episode')}: last loss {loss}."
     else:
-        text = value_sentence(run)
+        text = f"{value_sentence(run)}. {ends(run)}."
     text = " ".join([text, f"Status: {run.result.get('status')}.", *notes([run])])
     return text[0].upper() + text[1:]
 
 
 def value_sentence(run: RunData) -> str:
     result = result_of(run)
-    number, failed, faults = failures(run)
+    if result.what == "no valid node":
+        return f"{result.what}: {why_none(run)}"
     digits = 6 if run.result.get("exact") else 4
-    scale = f"{result.part} part; {run.direction}, baseline {run.baseline:.4f}"
+    text = summary_text(result.facts, run.result["metric"], digits)
+    direction = "higher is better" if run.higher_is_better else "lower is better"
+    scale = f"{result.part} part; {direction}, baseline {run.baseline:.4f}"
     if error := result.facts.get("rows_error"):
         scale += f"; ± {error:.4f} over its rows"
-    text = f"{summary_text(result.facts, run.result['metric'], digits)} ({scale})"
-    if result.what == "no valid node":
-        text = why_none(run)
-    ends = f"{failed} of {number} failed (value -1), {count(faults, 'fault')}."
-    return f"{result.what}: {text}. {ends}"
+    return f"{result.what}: {text} ({scale})"
+
+
+def ends(run: RunData) -> str:
+    """Numbers of failed nodes or episodes, and of faults."""
+    text = count(faults(run), "fault")
+    if NOUNS[run.kind] == "step":
+        return text
+    failed = sum(row["outcome"] == "failed" for row in run.rows)
+    return f"{failed} of {len(run.rows)} failed (value -1), {text}"
 
 
 def why_none(run: RunData) -> str:
     """The reasons why no node is valid: how they ended, and the most frequent error."""
     ends = Counter(row["status"].replace("_", " ") for row in run.rows)
     parts = [f"{number} x {status}" for status, number in ends.most_common()]
-    items = [item for read in transcript_files(run).values() for item in read()]
-    turns = [turn for item in items for turn in item["turns"]]
-    wrong = [turn for turn in turns if turn["status"] in ("rejected", "invalid")]
-    said = Counter(turn["observation"].partition("\n")[0] for turn in wrong)
+    turns = [turn for item in read_all(transcript_files(run)) for turn in item["turns"]]
+    wrong = [turn["observation"] for turn in turns if turn["status"] in ("rejected", "invalid")]
+    said = Counter(text.partition("\n")[0] for text in wrong)
     for text, number in said.most_common(1):
         parts.append(f"{number} of {len(turns)} replies: {text.rstrip('.')}")
     return "; ".join(parts)
@@ -227,11 +224,11 @@ def groups_of(runs: list[RunData]) -> dict[tuple, list[RunGroup]]:
     """
     groups, seen = {}, Counter()
     for run in sorted(runs, key=lambda run: run.name):
-        settings = [pair for pair in run.config.items() if pair[0] not in NOT_OF_THE_GROUP]
+        settings = {key: run.config[key] for key in run.config if key not in NOT_OF_THE_GROUP}
         made_by = repr((settings, run.fingerprint))
-        seed = (made_by, run.config.get("seed"))
+        seed = made_by, run.config.get("seed")
         seen[seed] += 1
-        version = (run.kind, run.task, run.baseline, run.fingerprint.get("task"))
+        version = run.kind, run.task, run.baseline, run.fingerprint.get("task")
         comparable = groups.setdefault(version, {})
         group = RunGroup(str(run.dir), COLOURS[len(comparable) % len(COLOURS)], [])
         comparable.setdefault((made_by, seen[seed]), group).runs.append(run)
@@ -287,7 +284,7 @@ def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
         "rows ±": cell(facts, "rows_error"),
         "of": f"{what}, {results[0].part}",
         "difference": "" if results is best else difference(results, best),
-        "faults": sum(failures(run)[2] for run in group.runs),
+        "faults": sum(map(faults, group.runs)),
     }
 
 
@@ -355,7 +352,7 @@ def final_table(result: dict) -> str:
     metric = result["metric"] if "score_mean" in best else "score"
     rows, marks = [], []
     for name in ("untrained", "last", "best"):
-        facts = final.get(name, untrained)
+        facts = final[name]
         step = facts.get("step", -1)  # an adapter from before the first step has none
         label = name if step < 0 else f"{name} (step {step})"
         if fell_by_half(facts["valid_share"], untrained["valid_share"]):
