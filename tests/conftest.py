@@ -126,6 +126,7 @@ def play(policy, tmp_path, monkeypatch):
     import torch
 
     import grpo
+    from flatlab.errors import first_cause
     from flatlab.runs import store
     from flatlab.train import metrics
     from flatlab.train.job import Job
@@ -171,6 +172,8 @@ def play(policy, tmp_path, monkeypatch):
             job = Job(run=run)
             asyncio.run(train(policy, list(tasks), cfg, job))
             return run.rows()
+        except ExceptionGroup as group:
+            raise first_cause(group) from group
         finally:
             run.lock.close()
 

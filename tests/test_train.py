@@ -17,11 +17,7 @@ from flatlab.files import read_rows
 from flatlab.train import checkpoint, job, metrics
 from flatlab.world.episode import in_thread
 from helpers import slow
-from training import randomise, result_of, waiting_reply
-
-
-def episodes_of(steps, name="a"):
-    return [read_rows(f"logs/{name}/episodes/{step:06d}.jsonl") for step in range(steps)]
+from training import episodes_of, randomise, result_of, waiting_reply
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 3])
@@ -120,7 +116,7 @@ def test_ctrl_c_in_a_phase_and_the_same_command_again(play, monkeypatch, recwarn
         assert next(calls) == 3  # the update ended after the micro-batch
     rows = play(**options, eval_every=2)
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert result_of("a")["status"] == "finished"
+    assert result_of()["status"] == "finished"
     assert not job.INTERRUPTED.is_set()
     gc.collect()
     assert not [w for w in recwarn if "never awaited" in str(w.message)]
@@ -138,7 +134,7 @@ def test_a_failed_later_step_ends_the_run_and_all_episodes(play):
         finally:
             ended.append(seed)
 
-    with pytest.raises(ExceptionGroup):
+    with pytest.raises(ZeroDivisionError):
         play(episode=episode, steps=6, ahead=2)
     steps = [row["step"] for row in read_rows("logs/a/metrics.jsonl")]
     assert steps and steps == list(range(len(steps)))

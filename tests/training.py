@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import grpo
-from flatlab.files import read_mapping
+from flatlab.files import read_mapping, read_rows
 from flatlab.runs.store import packed_tokens
 from flatlab.task.grading import Score
 from flatlab.train.batch import Group
@@ -62,8 +62,12 @@ CFG = configure(
 )
 
 
-def result_of(name):
+def result_of(name="a"):
     return read_mapping(Path("logs", name, "result.json"))
+
+
+def episodes_of(steps, name="a"):
+    return [read_rows(f"logs/{name}/episodes/{step:06d}.jsonl") for step in range(steps)]
 
 
 def valid(value, task=TASK):
