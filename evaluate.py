@@ -64,11 +64,12 @@ async def evaluate(policy, tasks: list, cfg: Config, run) -> None:
     async def one(number: int) -> None:
         task = tasks[number % len(tasks)]
         seed = FIRST_SEED * (1 + cfg.seed) + number
-        for _ in range(2):
-            async with slots, env.Env(task, cfg.sandbox, seed) as world:
-                episode = await run_episode(world, policy, cfg.episode, seed, score_test=True)
-            if episode.status != "fault":
-                break
+        async with slots:
+            for _ in range(2):
+                async with env.Env(task, cfg.sandbox, seed) as world:
+                    episode = await run_episode(world, policy, cfg.episode, seed, score_test=True)
+                if episode.status != "fault":
+                    break
         group = Group(number, task, [episode], [])
         played[number] = group
         record(run, played, group, tasks)

@@ -77,9 +77,10 @@ def random_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def shared_policy(random_model):
+    from flatlab.options import ModelOptions
     from policy import ModelPath, Policy
 
-    return Policy(ModelPath(random_model, None, False), context=2048, lora_rank=8)
+    return Policy(ModelPath(random_model, None, False), ModelOptions(context=2048), lora_rank=8)
 
 
 @pytest.fixture
@@ -119,21 +120,22 @@ def quick_provenance(monkeypatch):
 
 @pytest.fixture
 def play(policy, tmp_path, monkeypatch):
-    """play(steps=4, ...) -> rows: one run of grpo.train in a fresh or known directory, from a fresh
-    adapter.
+    """play(steps=4, ...) -> rows: a run of a script's train() in a fresh or known directory, from a
+    fresh adapter.
     """
     import torch
 
     import grpo
+    from flatlab.errors import first_cause
     from flatlab.runs import store
     from flatlab.train import metrics
-    from flatlab.train.job import Job, run_beside
+    from flatlab.train.job import Job
     from flatlab.view import page
     from helpers import MADE_BY, RESULT, configure
     from training import CFG, TASK, one_reply, weights_of
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(page, "plot_now_and_then", lambda run: None)
+    monkeypatch.setattr(page, "plot_now_and_then", lambda directory: None)
     monkeypatch.setattr(store, "describe_machine", lambda: "")
     start = weights_of(policy)
 
@@ -144,6 +146,7 @@ def play(policy, tmp_path, monkeypatch):
         begin=start,
         trackers=(),
         guarded=True,
+        train=grpo.train,
         **fields,
     ):
         with torch.no_grad():
@@ -167,8 +170,10 @@ def play(policy, tmp_path, monkeypatch):
         run.trackers += trackers
         try:
             job = Job(run=run)
-            asyncio.run(run_beside(job.loop, grpo.train, policy, list(tasks), cfg, job))
+            asyncio.run(train(policy, list(tasks), cfg, job))
             return run.rows()
+        except ExceptionGroup as group:
+            raise first_cause(group) from group
         finally:
             run.lock.close()
 

@@ -3,7 +3,6 @@
 """
 
 import json
-import re
 import shutil
 import signal
 import time
@@ -15,13 +14,14 @@ import psutil
 import pytest
 from pytest import approx
 
+import evaluate
 import grpo
 import search
 from backends import backends, containers_of
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
 from flatlab.files import read_rows as rows
-from flatlab.runs import trackers
+from flatlab.runs import store, trackers
 from helpers import run_here, start
 
 SMALL = "--groups 2 --group-size 4 --eval-episodes 2 --concurrency 8 --steps".split()
@@ -191,7 +191,7 @@ def again(finished, monkeypatch, capsys):
     made_by = read_mapping(Path("logs/a/config.yaml"))["fingerprint"]
     made_by["code"] = made_by["code"][-1]
     # in this process the modules of the tests would count as code
-    monkeypatch.setattr(grpo.fingerprint, "fingerprint", lambda *_: made_by)
+    monkeypatch.setattr(store, "fingerprint", lambda *_: made_by)
     return lambda *flags: run_here(grpo.main, *flags, monkeypatch=monkeypatch, capsys=capsys)
 
 
@@ -224,38 +224,6 @@ def test_a_run_without_its_checkpoints_is_not_erased(again):
     assert "no checkpoint to continue from" in err
     assert (logs / "metrics.jsonl").read_bytes() == before
     assert len(list((logs / "episodes").glob("0*.jsonl"))) == 2
-
-
-@pytest.mark.slow
-def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
-    def done(script, flags):
-        common = "--task titanic --backend local"
-        if script == "search.py":
-            common += " --sampling-mode none"
-        process = start(tmp_path, *f"{common} {flags}".split(), script=script)
-        out, err = process.communicate(timeout=600)
-        assert process.returncode == 0, err
-        return out
-
-    def first_segment(name):
-        return rows(tmp_path / f"logs/{name}/episodes/000000.tokens.jsonl.gz")[0]["segments"][0]
-
-    done("search.py", "--name tree --nodes 8 --rule-args branching=8")
-    imitate = "--sft logs/tree --sft-updates 4 --name learned"
-    out = done("grpo.py", f"{' '.join(SMALL)} 1 {imitate}")
-    assert "after imitation: value" in out
-    result = read_mapping(tmp_path / "logs/learned/result.json")
-    assert result["before"]["n"] == result["final"]["imitated"]["n"] == 2
-    assert result["best"]["step"] in (-1, 0)
-    losses = re.findall(r"of 4: ([0-9.]+) nats per token", out)
-    assert len(losses) == 4
-    assert float(losses[-1]) < float(losses[0])
-    assert rows(tmp_path / "logs/learned/metrics.jsonl")[0]["kl"] < 1e-5
-    adapter = "logs/learned/checkpoints/000000"
-    done("search.py", f"--name again --nodes 1 --model {adapter}")
-    before, after = first_segment("tree"), first_segment("again")
-    assert before["tokens"][:50] == after["tokens"][:50]
-    assert before["logprobs"] != after["logprobs"]  # same prompt, another policy
 
 
 @pytest.mark.slow
@@ -325,7 +293,11 @@ BAD_INPUT = {
     "--max-groups 1": "--max-groups 1 is less than --groups 4",
     "--loss gspo --ahead 1": "the bounds of --loss gspo would clip most of what is sampled",
     "--agent true --thoughts drop": "--thoughts is not for --agent",
-    "--sft logs/typo": "there is no run directory logs/typo",
+    "--sft logs/a": "--sft is a script now: python sft.py --runs",
+    "--learn 3": "--learn is a script now: python learn.py",
+    "--select evaluation": "An evaluation is a script now: python evaluate.py",
+    "configs/evaluate.yaml": "An evaluation is a script now: python evaluate.py",
+    "--advantage ppo": "PPO is an example now: python examples/ppo.py",
 }
 
 
@@ -349,7 +321,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("flags", MISSING)
-@pytest.mark.parametrize("script", [grpo, search])
+@pytest.mark.parametrize("script", [grpo, search, evaluate])
 def test_what_is_missing_leaves_no_run_directory(
     script, flags, random_model, tmp_path, monkeypatch, capsys
 ):

@@ -17,18 +17,18 @@ import grpo
 import helpers
 import training
 from flatlab.numbers import expected_best
-from flatlab.train import ppo
 from flatlab.train.batch import (
     Group,
     Meter,
+    Plan,
     TrainSequence,
     choose_tasks,
     cost,
     micro_batches,
     sequences_of,
 )
-from flatlab.train.job import EventLoop, Job, run_beside, stop_if_interrupted
-from flatlab.world.episode import Episode, Segment, in_thread
+from flatlab.train.job import Job, in_trainer, stop_if_interrupted
+from flatlab.world.episode import Episode, Segment
 from helpers import FakePolicy, block, configure
 from tasks import load_task
 from training import scored_group, valid
@@ -148,19 +148,6 @@ def test_group_advantages_by_hand():
     assert grpo.group(floats("0 4")) == approx("-0.7071068 0.7071068")  # mean 2, std 2 root 2
     assert grpo.group_nostd(scores) == approx("-2 -1 3")
     assert grpo.rloo(scores) == approx("-3 -1.5 4.5")  # 0 - 3, 1 - 2.5, 5 - 0.5
-    assert grpo.ADVANTAGES["ppo"].function(scores) == scores
-
-
-def test_gae_by_hand():
-    values = floats("0.2 0.5 0.4")
-    by_hand = {
-        0.0: "0.3 -0.1 0.6",  # one step: V' - V, at the end r - V
-        1.0: "0.8 0.5 0.6",  # the whole return minus V
-        0.5: "0.4 0.2 0.6",  # 0.3 + 0.5 * 0.2, -0.1 + 0.5 * 0.6, 0.6
-    }
-    for decay, advantages in by_hand.items():
-        assert ppo.gae(1.0, values, decay) == approx(advantages)
-    assert ppo.gae(1.0, [], 0.9) == []
 
 
 def test_credit_by_hand():
@@ -355,26 +342,10 @@ def test_faults_and_equal_rewards_are_not_in_the_batch(task):
     assert different.informative
     assert not played(task, None).informative
     cfg = configure(CFG, loss="dapo", advantage="group_nostd")
-    batch = grpo.make_batch(None, [equal, different], cfg, Job())
+    batch = grpo.make_batch([equal, different], cfg, Job())
     assert [p.advantage for p in batch] == [[0.5] * 3, [-0.5] * 3]  # mean 0.5 of two, not of three
     assert {p.weight for p in batch} == {1 / 6}
-    assert grpo.make_batch(None, [equal], CFG, Job()) == []
-
-
-def test_ppo_whitens_its_advantages_and_sets_targets(task):
-    class Values:
-        packs = True
-
-        def logprobs(self, pairs, values):
-            return None, None, numbers("0.1 0.2 0.3").repeat(len(pairs))
-
-    cfg = configure(CFG, loss="dapo", advantage="ppo", micro_tokens=100)
-    group = played(task, 1.0, 1.0)
-    batch = grpo.make_batch(Values(), [group], cfg, Job())
-    one = 0.1 / (0.02 / 3) ** 0.5  # returns minus values: 0.9 0.8 0.7, mean 0.8
-    for p in batch:
-        assert p.target == approx("1 1 1")
-        assert p.advantage == pytest.approx([one, 0, -one], abs=1e-5)
+    assert grpo.make_batch([equal], CFG, Job()) == []
 
 
 def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
@@ -390,7 +361,7 @@ def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
 
     def play(*more):
         seeds.clear()
-        plan = grpo.Plan([task] * 2, 4, 7, more)
+        plan = Plan([task] * 2, 4, 7, more)
         return asyncio.run(grpo.play_groups(None, plan, cfg, Job()))
 
     monkeypatch.setattr(grpo, "run_episode", run_episode)
@@ -463,15 +434,6 @@ def test_a_meter_sums_and_averages_over_micro_batches():
     assert meter.mean("loss") == 3 and meter.mean("lag") == 0
 
 
-def test_an_iterator_without_a_next_value_in_a_thread_ends_the_run():
-    async def ask():
-        await asyncio.wait_for(in_thread(next, iter(())), 10)
-
-    for run in (ask(), run_beside(EventLoop(), next, iter(()))):
-        with pytest.raises(RuntimeError, match="no next value"):
-            asyncio.run(run)
-
-
 def test_an_interrupted_update_ends_after_the_micro_batch():
     done = []
 
@@ -483,7 +445,7 @@ def test_an_interrupted_update_ends_after_the_micro_batch():
             time.sleep(0.01)
 
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(run_beside(EventLoop(), update))
+        asyncio.run(in_trainer(update))
     assert done == ["first"]
     stop_if_interrupted()  # the next run is not interrupted
 

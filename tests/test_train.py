@@ -1,35 +1,23 @@
-"""flatlab/train: sampling ahead of the update, and imitation. With the real engine; an episode is
-two replies with waits between them.
+"""The loop of grpo.py: sampling ahead of the update, and Ctrl-C. With the real engine; an episode
+is one reply between two waits.
 """
 
 import asyncio
 import gc
-import json
-import shutil
 import signal
-import time
+import threading
 from collections import Counter
-from dataclasses import replace
 from itertools import count
 
 import pytest
-import torch
 
+import env
 import grpo
-import helpers
-import training
 from flatlab.files import read_rows
-from flatlab.model.chat import ChatTokens, Sample
-from flatlab.options import EpisodeOptions
-from flatlab.train import imitation, job, metrics
-from flatlab.train.job import Job
-from flatlab.world.episode import Episode, History
-from helpers import PROJECT, configure, turn, user_error
-from training import TASK, randomise, waiting_reply
-
-
-def episodes_of(steps, name="a"):
-    return [read_rows(f"logs/{name}/episodes/{step:06d}.jsonl") for step in range(steps)]
+from flatlab.train import checkpoint, job, metrics
+from flatlab.world.episode import in_thread
+from helpers import slow
+from training import episodes_of, randomise, result_of, waiting_reply
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 3])
@@ -96,36 +84,40 @@ def test_a_collapse_ends_the_run_and_the_episodes_of_later_steps(play, monkeypat
     assert len(play(episode=waiting_reply, steps=9)) == 4  # also if it was killed before the end
 
 
-def test_ctrl_c_in_an_update_and_the_same_command_again(play, monkeypatch):
-    micro_loss, calls = grpo.micro_loss, count()
+PHASES = {  # function that is interrupted, at its first call 0
+    "evaluate": (env, "Env", 1),
+    "sample": (env, "Env", 12),
+    "learn": (grpo, "micro_loss", 2),
+    "judge": (checkpoint, "keep_best", 1),
+    "record": (checkpoint, "write_step", 1),
+    "compare": (checkpoint, "final_adapters", 0),
+}
+
+
+@pytest.mark.parametrize(
+    "phase", ["sample", "learn", *map(slow, "evaluate judge record compare".split())]
+)
+def test_ctrl_c_in_a_phase_and_the_same_command_again(play, monkeypatch, recwarn, phase):
+    owner, name, last = PHASES[phase]
+    function, calls = getattr(owner, name), count()
 
     def interrupted(*args):
-        if next(calls) == 2:
+        if next(calls) == last:
             signal.raise_signal(signal.SIGINT)
-            time.sleep(0.5)  # the main thread handles the signal
-        return micro_loss(*args)
+            if threading.current_thread() is not threading.main_thread():
+                assert job.INTERRUPTED.wait(30)
+        return function(*args)
 
-    monkeypatch.setattr(grpo, "micro_loss", interrupted)
+    options = {"episode": waiting_reply, "steps": 3, "ahead": 1, "eval_episodes": 2}
+    monkeypatch.setattr(owner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        play(episode=waiting_reply, steps=4, ahead=2)
-    done = len(read_rows("logs/a/metrics.jsonl"))
-    assert done < 4
-    # the update ended after the micro-batch, or after the next one on a busy machine
-    assert next(calls) in (3, 4)
-    rows = play(episode=waiting_reply, steps=4, ahead=2)
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+        play(**options, eval_every=2)
+    if phase == "learn":
+        assert next(calls) == 3  # the update ended after the micro-batch
+    rows = play(**options, eval_every=2)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert result_of()["status"] == "finished"
     assert not job.INTERRUPTED.is_set()
-
-
-def test_ctrl_c_between_two_waits_leaves_no_coroutine_behind(play, monkeypatch, recwarn):
-    def update(*args):
-        signal.raise_signal(signal.SIGINT)
-        assert job.INTERRUPTED.wait(30)
-        return {}
-
-    monkeypatch.setattr(grpo, "update", update)
-    with pytest.raises(KeyboardInterrupt):
-        play(episode=waiting_reply, steps=2)
     gc.collect()
     assert not [w for w in recwarn if "never awaited" in str(w.message)]
 
@@ -136,16 +128,16 @@ def test_a_failed_later_step_ends_the_run_and_all_episodes(play):
     async def episode(world, policy, options, seed, *more):
         begun.append(seed)
         try:
-            if seed // 100_003 == 2:  # a group of step 2
+            if seed // 100_003 == 3:  # its groups begin when step 0 is made
                 raise ZeroDivisionError
             return await waiting_reply(world, policy, options, seed, *more)
         finally:
             ended.append(seed)
 
-    with pytest.raises(ExceptionGroup):
+    with pytest.raises(ZeroDivisionError):
         play(episode=episode, steps=6, ahead=2)
-    assert [row["step"] for row in read_rows("logs/a/metrics.jsonl")] == [0, 1]
-    assert any(seed // 100_003 > 2 for seed in begun)
+    steps = [row["step"] for row in read_rows("logs/a/metrics.jsonl")]
+    assert steps and steps == list(range(len(steps)))
     assert sorted(ended) == sorted(begun), "the episodes in flight were cancelled"
 
 
@@ -198,128 +190,7 @@ def test_free_slots_go_to_the_earliest_step():
     assert slots.free == 1
 
 
-# ------------------------------------------------------------------ imitation
-
-LIMITS = EpisodeOptions(max_observation_tokens=64)
-CFG = configure(training.CFG, micro_tokens=4096, sft_lr=3e-3, sft_updates=6)
-
-
-def episode(value, *turns, **more):
-    return helpers.episode(value) | {"prompt": "Do it.", "turns": turns} | more
-
-
-@pytest.fixture
-def run(tmp_path):
-    def write(*episodes, file="a/episodes/000000.jsonl"):
-        path = tmp_path / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(e) + "\n" for e in episodes))
-        return str(tmp_path / "a")
-
-    return write
-
-
-def chosen_replies(where, share):
-    """The first replies of the episodes that are imitated."""
-    chosen = imitation.best_episodes([where], [TASK], share)
-    return [e["turns"][0]["reply"] for e in chosen]
-
-
-def test_the_best_different_valid_episodes_that_beat_the_baseline(run):
-    where = run(
-        episode(0.70, turn("b")),
-        episode(0.78, turn("a")),
-        episode(0.78, turn("a")),
-        episode(0.5, turn("worse")),
-        episode(None, turn("nothing")),
-        episode(0.79, turn("x"), task="other"),
-        episode(0.75, turn("c")),
-        episode(0.74, turn("d")),
-        episode(None, turn("e"), score=None, status="fault"),
-    )
-    assert chosen_replies(where, 1.0) == ["a", "c", "d", "b"]
-    assert chosen_replies(where, 0.5) == ["a", "c"]
-    assert chosen_replies(where, 0.01) == ["a"]
-    node = episode(0.79, turn("a node of a search"), node="0.1", segments=[])
-    deeper = run(node, file="a/tail-0/episodes/000001.jsonl")
-    assert chosen_replies(deeper, 0.01) == ["a node of a search"]
-    # the seeds of evaluations select and compare adapters
-    run(episode(0.79, turn("judged")), file="a/episodes/eval-000009.jsonl")
-    assert "judged" not in chosen_replies(deeper, 1.0)
-
-
-def test_nothing_to_imitate_is_one_sentence(policy, run, tmp_path, monkeypatch):
-    with user_error("no run directory"):
-        imitation.best_episodes([str(tmp_path / "nowhere")], [TASK], 0.5)
-    with user_error("beats the baseline"):
-        imitation.best_episodes([run(episode(0.5, turn("a")))], [TASK], 0.5)
-    cfg = configure(CFG, sft=(run(episode(0.78, turn("a"))),))
-    monkeypatch.setattr(policy, "context", 8)
-    with user_error("--sft: no episode fits into --context 8"):
-        imitation.warm_start(policy, [TASK], cfg, Job())
-
-
-def test_tokens_and_masks_are_those_of_rl(policy):
-    """The same turns, once as the episode loop records them and once from the transcript."""
-    turns = [
-        turn("first", "one"),
-        turn("cut off", "two", stop_reason="length"),
-        turn("third", "y" * 500),
-        turn("no block", status="rejected"),
-        turn("too slow", status="timeout"),
-        turn("last", "four"),
-    ]
-    history = History(policy, LIMITS, "Do it.")
-    played = Episode("titanic", 0)
-    advantage = []
-    for t in turns:
-        has_ended = t["stop_reason"] == "stop"
-        tokens = policy.encode(t["reply"]) + [policy.tokenizer.eos_token_id] * has_ended
-        sample = Sample(tokens, [0.0] * len(tokens), t["reply"], t["stop_reason"], 0)
-        played.add(history.tokens(), sample, t)
-        history.add(sample, t["observation"])
-        advantage += [float(has_ended and t["status"] == "ok")] * len(tokens)
-    [piece] = imitation.sequences_from(episode(0.78, *turns), policy, LIMITS)
-    [segment] = played.segments
-    assert piece.tokens == segment.tokens
-    assert piece.mask == segment.mask
-    assert piece.advantage == advantage
-
-
-def test_both_end_tokens_end_a_reply(tmp_path):
-    """A fine-tuned model may keep the generation_config.json of its base model."""
-    folder = shutil.copytree(PROJECT / "configs/tiny", tmp_path / "model")
-    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
-    assert ChatTokens(str(folder)).stop_tokens == {0, 2}
-
-
-def test_a_small_limit_of_observations_holds(policy):
-    for limit in (0, 1, 2):
-        history = History(policy, replace(LIMITS, max_observation_tokens=limit), "Do it.")
-        assert history.cap("0123456789" * 3).endswith("left out ...]\n")
-
-
-def test_an_episode_that_does_not_fit_is_cut(policy):
-    turns = [turn(c * 700, "o" * 50) for c in "abcd"]
-    pieces = imitation.sequences_from(episode(0.78, *turns), policy, LIMITS)
-    assert pieces
-    assert all(len(p.tokens) <= policy.context for p in pieces)
-    assert sum(len(p.old) for p in pieces) < 4 * 701
-
-
-def test_imitation_raises_the_probability_of_the_replies(policy, run, capsys):
-    first = turn("```bash\npython3 best.py\n```", "ok")
-    where = run(*(episode(0.78, first, turn(f"submit {i}")) for i in range(8)))
-    cfg = configure(CFG, sft=(where,))
-    [piece] = imitation.sequences_from(episode(0.78, first), policy, LIMITS)
-
-    def mean_logprob():
-        with torch.no_grad():
-            return policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
-
-    before = mean_logprob()
-    imitation.warm_start(policy, [TASK], cfg, Job())
-    assert mean_logprob() > before + 0.1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "imitate  2 episodes, 6 updates"
-    assert len(lines) == 7
+def test_an_iterator_without_a_next_value_in_a_thread_ends_the_run():
+    for waits in (in_thread, job.in_trainer):
+        with pytest.raises(RuntimeError, match="no next value"):
+            asyncio.run(asyncio.wait_for(waits(next, iter(())), 10))

@@ -5,15 +5,17 @@ a function of that reply.
 import asyncio
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 import grpo
+from flatlab.files import read_mapping, read_rows
 from flatlab.runs.store import packed_tokens
 from flatlab.task.grading import Score
 from flatlab.train.batch import Group
 from flatlab.world.episode import Episode, Segment
-from helpers import configure
+from helpers import configure, turn
 from tasks import load_task
 
 TASK = load_task("titanic", "", "")
@@ -60,6 +62,14 @@ CFG = configure(
 )
 
 
+def result_of(name="a"):
+    return read_mapping(Path("logs", name, "result.json"))
+
+
+def episodes_of(steps, name="a"):
+    return [read_rows(f"logs/{name}/episodes/{step:06d}.jsonl") for step in range(steps)]
+
+
 def valid(value, task=TASK):
     return Score(value, task.metric, "validation", True, "")
 
@@ -97,17 +107,9 @@ async def one_reply(
     segment = Segment()
     segment.append(prompt)
     segment.append(sample.tokens, sample.logprobs, 0, sample.version)
-    turn = {
-        "reply": sample.text,
-        "action": None,
-        "observation": "",
-        "status": "ok",
-        "stop_reason": sample.stop_reason,
-        "reply_tokens": len(sample.tokens),
-        "seconds_env": 0.0,
-        "version": sample.version,
-    }
-    return replace(episode, segments=[segment], turns=[turn], packed=packed_tokens([segment]))
+    said = {"reply_tokens": len(sample.tokens), "version": sample.version}
+    made = turn(sample.text, "", stop_reason=sample.stop_reason, **said)
+    return replace(episode, segments=[segment], turns=[made], packed=packed_tokens([segment]))
 
 
 WAITS = (0.0, 0.05, 0.3)  # seconds

@@ -1,0 +1,438 @@
+"""sft.py, evaluate.py and examples/ppo.py. What they share with grpo.py is tested there."""
+
+import json
+import shutil
+import signal
+import time
+from collections import Counter
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import evaluate
+import helpers
+import sft
+from examples import ppo
+from flatlab.files import read_rows
+from flatlab.model.chat import ChatTokens, Sample
+from flatlab.options import EpisodeOptions
+from flatlab.runs import store
+from flatlab.train.batch import Group
+from flatlab.train.job import Job
+from flatlab.world.episode import Episode, History, Segment
+from helpers import (
+    MADE_BY,
+    PROJECT,
+    block,
+    chat_server,
+    completion,
+    configure,
+    run_here,
+    start,
+    turn,
+    user_error,
+)
+from training import CFG, TASK, has_weights, result_of, valid, weights_of
+
+# ------------------------------------------------------------------ sft.py
+
+SFT = configure(sft.Config(), lr=3e-3, updates=6, micro_tokens=4096, max_observation_tokens=64)
+
+
+def transcript(value, *turns, **more):
+    return helpers.episode(value) | {"prompt": "Do it.", "turns": turns} | more
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """stored(*transcripts, file) -> the run directory that holds them."""
+
+    def stored(*episodes, file="a/episodes/000000.jsonl"):
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(e) + "\n" for e in episodes))
+        return str(tmp_path / "a")
+
+    return stored
+
+
+def chosen_replies(where, share):
+    """The first replies of the episodes that are imitated."""
+    chosen = sft.best_episodes(configure(SFT, runs=(where,), share=share), [TASK])
+    return [e["turns"][0]["reply"] for e in chosen]
+
+
+def test_the_best_different_valid_episodes_that_beat_the_baseline(stored):
+    where = stored(
+        transcript(0.70, turn("b")),
+        transcript(0.78, turn("a")),
+        transcript(0.78, turn("a")),
+        transcript(0.5, turn("worse")),
+        transcript(None, turn("nothing")),
+        transcript(0.79, turn("x"), task="other"),
+        transcript(0.75, turn("c")),
+        transcript(0.74, turn("d")),
+        transcript(None, turn("e"), status="fault"),
+    )
+    assert chosen_replies(where, 1.0) == ["a", "c", "d", "b"]
+    assert chosen_replies(where, 0.5) == ["a", "c"]
+    assert chosen_replies(where, 0.01) == ["a"]
+    node = transcript(0.79, turn("a node of a search"), node="0.1")
+    stored(node, file="a/tail-0/episodes/000001.jsonl")
+    assert chosen_replies(where, 0.01) == ["a node of a search"]
+    # the seeds of evaluations select and compare adapters
+    stored(transcript(0.79, turn("judged")), file="a/episodes/eval-000009.jsonl")
+    assert "judged" not in chosen_replies(where, 1.0)
+
+
+@pytest.fixture
+def imitate(policy, tmp_path, quick_provenance):
+    """imitate(name, *transcripts) -> the rows of a run of sft.imitate, from a fresh adapter."""
+    begin = weights_of(policy)
+
+    def imitate(name, *transcripts):
+        for p, values in zip(policy.parameters(), begin):
+            p.data.copy_(values)
+        run = store.open_run(tmp_path / name, {}, MADE_BY)
+        try:
+            sft.imitate(policy, transcripts, SFT, run)
+        finally:
+            run.lock.close()
+        return run.rows()
+
+    return imitate
+
+
+def test_nothing_to_imitate_is_one_sentence(policy, stored, imitate, monkeypatch):
+    with user_error("--runs: there is no run directory nowhere"):
+        chosen_replies("nowhere", 0.5)
+    with user_error("--runs: no episode of titanic in .*a beats the baseline"):
+        chosen_replies(stored(transcript(0.5, turn("a"))), 0.5)
+    monkeypatch.setattr(policy, "context", 8)
+    with user_error("--runs: no episode fits into --context 8"):
+        imitate("b", transcript(0.78, turn("a")))
+
+
+def test_tokens_and_masks_are_those_of_rl(policy):
+    """The same turns, once as the episode loop records them and once from the transcript."""
+    turns = [
+        turn("first", "one"),
+        turn("cut off", "two", stop_reason="length"),
+        turn("third", "y" * 500),
+        turn("no block", status="rejected"),
+        turn("too slow", status="timeout"),
+        turn("last", "four"),
+    ]
+    history = History(policy, SFT.episode, "Do it.")
+    played = Episode("titanic", 0)
+    advantage = []
+    for t in turns:
+        has_ended = t["stop_reason"] == "stop"
+        tokens = policy.encode(t["reply"]) + [policy.tokenizer.eos_token_id] * has_ended
+        sample = Sample(tokens, [0.0] * len(tokens), t["reply"], t["stop_reason"], 0)
+        played.add(history.tokens(), sample, t)
+        history.add(sample, t["observation"])
+        advantage += [float(has_ended and t["status"] == "ok")] * len(tokens)
+    [piece] = sft.sequences_from(transcript(0.78, *turns), policy, SFT)
+    [segment] = played.segments
+    assert piece.tokens == segment.tokens
+    assert piece.mask == segment.mask
+    assert piece.advantage == advantage
+
+
+def test_both_end_tokens_end_a_reply(tmp_path):
+    """A fine-tuned model may keep the generation_config.json of its base model."""
+    folder = shutil.copytree(PROJECT / "configs/tiny", tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    assert ChatTokens(str(folder)).stop_tokens == {0, 2}
+
+
+def test_a_small_limit_of_observations_holds(policy):
+    for limit in (0, 1, 2):
+        history = History(policy, EpisodeOptions(max_observation_tokens=limit), "Do it.")
+        assert history.cap("0123456789" * 3).endswith("left out ...]\n")
+
+
+def test_an_episode_that_does_not_fit_is_cut(policy):
+    turns = [turn(c * 700, "o" * 50) for c in "abcd"]
+    pieces = sft.sequences_from(transcript(0.78, *turns), policy, SFT)
+    assert pieces
+    assert all(len(p.tokens) <= policy.context for p in pieces)
+    assert sum(len(p.old) for p in pieces) < 4 * 701
+
+
+def test_imitation_raises_the_probability_of_the_replies_and_resumes(
+    policy, imitate, tmp_path, monkeypatch
+):
+    """With the same weights and losses as without the interruption."""
+    first = turn("```bash\npython3 best.py\n```", "ok")
+    transcripts = [transcript(0.78, first, turn(f"submit {i}")) for i in range(12)]
+    [piece] = sft.sequences_from(transcript(0.78, first), policy, SFT)
+
+    def mean_logprob():
+        with torch.no_grad():
+            return policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
+
+    before = mean_logprob()
+    whole = imitate("whole", *transcripts)
+    assert mean_logprob() > before + 0.1
+    weights = weights_of(policy)
+    update, calls = sft.update, count()
+
+    def interrupted(*args):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return update(*args)
+
+    monkeypatch.setattr(sft, "update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        imitate("halves", *transcripts)
+    halves = imitate("halves", *transcripts)
+    assert [row["step"] for row in halves] == list(range(6))
+    assert [row["loss"] for row in halves] == [row["loss"] for row in whole]
+    assert has_weights(policy, weights)
+    policy.load_adapter(tmp_path / "halves/best")
+    assert has_weights(policy, weights)
+
+
+def run_until(folder, is_far, script, flags, number):
+    """Runs a script, and sends it a signal once is_far()."""
+    process = start(folder, *flags.split(), script=script)
+    while not is_far():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+
+
+def done(folder, script, flags):
+    """The output of a script that succeeds."""
+    process = start(folder, *flags.split(), script=script)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    return out
+
+
+@pytest.mark.slow
+def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
+    """Although the imitation is killed once."""
+    search = "--task titanic --backend local --sampling-mode none --name"
+    done(tmp_path, "search.py", f"{search} tree --nodes 8 --rule-args branching=8")
+    imitation = "--runs logs/tree --task titanic --updates 12 --name learned"
+    made = tmp_path / "logs/learned/metrics.jsonl"
+    run_until(tmp_path, made.exists, "sft.py", imitation, signal.SIGKILL)
+    out = done(tmp_path, "sft.py", imitation)
+    assert "resumed after step" in out
+    losses = [row["loss"] for row in read_rows(made)]
+    assert len(losses) == 12 and losses[-1] < losses[0]
+    assert "was finished before: nothing was run" in done(tmp_path, "sft.py", imitation)
+    done(tmp_path, "search.py", f"{search} again --nodes 1 --model logs/learned/best")
+    before, after = [
+        read_rows(tmp_path / f"logs/{name}/episodes/000000.tokens.jsonl.gz")[0]["segments"][0]
+        for name in ("tree", "again")
+    ]
+    assert before["tokens"][:50] == after["tokens"][:50]
+    assert before["logprobs"] != after["logprobs"]  # same prompt, another policy
+
+
+# ------------------------------------------------------------------ evaluate.py
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys, quick_provenance):
+    """here(flags) runs evaluate.py in this process: exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    # in this process the modules of the tests would count as code
+    monkeypatch.setattr(store, "fingerprint", lambda *_: MADE_BY)
+
+    def here(flags):
+        command = f"--backend local --concurrency 1 {flags}".split()
+        return run_here(evaluate.main, *command, monkeypatch=monkeypatch, capsys=capsys)
+
+    return here
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Tries of episodes without a model and a sandbox. `broken` holds the seeds of faults, once for
+    each try, and `interrupted` the number of a try in which Ctrl-C arrives.
+    """
+    tries = SimpleNamespace(seeds=[], broken=[], interrupted=None)
+
+    async def run_episode(world, policy, options, seed, score_test):
+        if len(tries.seeds) == tries.interrupted:
+            signal.raise_signal(signal.SIGINT)
+        tries.seeds.append(seed)
+        number = seed - evaluate.FIRST_SEED
+        if number in tries.broken:
+            tries.broken.remove(number)
+            return Episode(world.task.name, seed, status="fault", fault="the container died")
+        validation, test = valid(0.7 + number / 100, world.task), valid(0.6, world.task)
+        return Episode(world.task.name, seed, score=validation, test_score=test)
+
+    monkeypatch.setattr(evaluate, "run_episode", run_episode)
+    monkeypatch.setattr(evaluate, "open_engine", lambda *_: None)
+    return tries
+
+
+def test_an_interrupted_evaluation_goes_on_and_a_longer_one_too(here, played):
+    flags = "--task titanic --name a --episodes"
+    played.interrupted = 3
+    code, _, err = here(f"{flags} 5")
+    assert code == 130
+    assert "the same command continues logs/a" in err
+    assert result_of()["status"] == "interrupted"
+    for episodes, more in ((5, [3, 4]), (5, []), (7, [5, 6])):
+        played.seeds.clear()
+        played.interrupted = None
+        code, _, err = here(f"{flags} {episodes}")
+        assert code == 0, err
+        assert [seed - evaluate.FIRST_SEED for seed in played.seeds] == more
+    result = result_of()
+    assert (result["kind"], result["status"]) == ("evaluation", "finished")
+    assert (result["n"], result["faults"]) == (7, 0)
+    assert result["score_mean"] == pytest.approx(0.73)
+    assert result["value"] == result["test_value_mean"] < 0 < result["value_mean"]
+
+
+def test_a_broken_sandbox_is_replaced_once_and_then_counted(here, played):
+    played.broken = [1, 2, 2]
+    code, out, _ = here("--task titanic --name a --episodes 4")
+    assert code == 0
+    assert [seed - evaluate.FIRST_SEED for seed in played.seeds] == [0, 1, 1, 2, 2, 3]
+    assert "3 of 4: titanic fault" in out
+    assert (result_of()["n"], result_of()["faults"]) == (3, 1)
+    assert result_of()["score_mean"] == pytest.approx((0.70 + 0.71 + 0.73) / 3)
+
+
+def test_three_faults_in_a_row_stop_the_evaluation(here, played):
+    played.broken = [1, 1, 2, 2, 3, 3]
+    flags = "--task titanic --name a --episodes 6"
+    code, _, err = here(flags)
+    assert code == 2
+    assert err.startswith("Three sandboxes in a row broke, so the evaluation stops.")
+    assert err.endswith("The last one: the container died\n")
+    assert result_of()["status"].startswith("failed: Three sandboxes")
+    assert here(flags)[0] == 0
+    assert (result_of()["n"], result_of()["faults"]) == (3, 3)
+
+
+def test_several_tasks_take_turns(here, played):
+    here("--task titanic battleOfSexes --name a --episodes 4 --seed 1")
+    names = [read_rows(f"logs/a/episodes/{i:06d}.jsonl")[0]["task"] for i in range(4)]
+    assert names == ["titanic", "battleOfSexes"] * 2
+    result = result_of()
+    assert (result["titanic.valid_share"], result["battleOfSexes.valid_share"]) == (1, 1)
+    assert "score_mean" not in result  # units differ
+    assert played.seeds == [2 * evaluate.FIRST_SEED + i for i in range(4)]
+
+
+def test_an_endpoint_is_evaluated(here):
+    rule = 'NR == 1 {print "id,survived"} NR > 1 {print $1 "," ($3 == "female")}'
+    replies = [block(f"awk -F, '{rule}' data/test.csv > submission.csv"), block("submit")]
+
+    def answer(body, _):
+        said = sum(message["role"] == "assistant" for message in body["messages"])
+        return 200, completion(replies[said]), {}
+
+    with chat_server(answer) as url:
+        code, _, err = here(f"--task titanic --name a --episodes 2 --model m --url {url}")
+    assert code == 0, err
+    result = result_of()
+    assert (result["n"], result["valid_share"], result["tokens"]) == (2, 1, 2 * 2 * 7)
+    assert result["value"] == result["test_value_mean"] > 0
+    assert not list(Path("logs/a").rglob("*.tokens*"))  # its tokens are not the model's
+    code, _, err = here("--task titanic --url http://localhost:1/v1")
+    assert code == 2
+    assert err == "--url needs --model: the name that the endpoint knows.\n"
+
+
+@pytest.mark.slow
+def test_kill_9_in_an_evaluation_and_the_same_command_again(tmp_path, tiny_model):
+    flags = "--task titanic --backend local --name a --episodes 12 --concurrency 2"
+    folder = tmp_path / "logs/a/episodes"
+    stored = lambda: sorted(folder.glob("*.jsonl"))  # noqa: E731
+    run_until(tmp_path, lambda: len(stored()) > 2, "evaluate.py", flags, signal.SIGKILL)
+    before = {file: file.stat().st_mtime_ns for file in stored()}
+    assert len(before) < 12
+    done(tmp_path, "evaluate.py", flags)
+    assert all(file.stat().st_mtime_ns == changed for file, changed in before.items())
+    seeds = Counter(row["seed"] for file in stored() for row in read_rows(file))
+    assert len(seeds) == 12 and set(seeds.values()) == {1}
+    assert result_of(tmp_path / "logs/a")["n"] == 12
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+# ------------------------------------------------------------------ examples/ppo.py
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 1.0])
+def test_gae_is_its_definition(monkeypatch, decay):
+    monkeypatch.setattr(ppo, "LAMBDA", decay)
+    deltas = [0.3, -0.1, 0.6]  # of the values 0.2, 0.5, 0.4 and the reward 1
+    expected = []
+    for t in range(3):
+        expected.append(sum(decay**k * delta for k, delta in enumerate(deltas[t:])))
+    assert ppo.gae(1.0, [0.2, 0.5, 0.4]) == pytest.approx(expected)
+    assert ppo.gae(1.0, []) == []
+
+
+def test_ppo_whitens_its_advantages_and_sets_targets():
+    """Also in a group with equal rewards."""
+
+    class Critic:
+        packs = True
+
+        def hidden_states(self, pairs):
+            return torch.tensor([0.1, 0.2, 0.3]).repeat(len(pairs)), None
+
+        def values(self, hidden):
+            return hidden
+
+    reply = [-1, 0, 0, -1, 1]
+    segments = [Segment([5, 6, 7, 8, 9], reply, [0.0] * 5, [0] * 5)]
+    episodes = [Episode("titanic", i, segments=segments, turns=[{}, {}]) for i in range(2)]
+    group = Group(0, TASK, episodes, [1.0, 1.0])
+    cfg = configure(CFG, micro_tokens=100)
+    batch, targets = ppo.make_batch(Critic(), [group], cfg, Job())
+    one = 0.1 / (0.02 / 3) ** 0.5  # returns minus values: 0.9 0.8 0.7, mean 0.8
+    for sequence in batch:
+        assert targets[id(sequence)] == pytest.approx([1, 1, 1])
+        assert sequence.advantage == pytest.approx([one, 0, -one], abs=1e-5)
+        assert sequence.weight == 1 / 6
+
+
+@pytest.fixture
+def critic(policy, monkeypatch):
+    """The policy of the session with a fresh value head; ask for it before `play`."""
+    head = torch.nn.Linear(policy.model.config.hidden_size, 1)
+    for p in head.parameters():
+        torch.nn.init.zeros_(p)
+    monkeypatch.setattr(policy, "__class__", ppo.ActorCritic)
+    monkeypatch.setattr(policy, "head", head, raising=False)
+    return policy
+
+
+def test_ppo_learns_its_value_head_and_resumes(critic, play):
+    whole = play("whole", steps=4, train=ppo.train, concurrency=1)
+    weights = weights_of(critic)
+    assert max(p.abs().max() for p in critic.head.parameters()) > 1e-3
+    assert [row["skipped"] for row in whole] == [0] * 4
+    for steps in (2, 4):
+        halves = play("halves", steps=steps, train=ppo.train, concurrency=1)
+    assert [row["value_loss"] for row in halves] == [row["value_loss"] for row in whole]
+    assert has_weights(critic, weights)
+
+
+@pytest.mark.slow
+def test_the_example_is_a_script(tmp_path, tiny_model):
+    flags = "--task titanic --backend local --groups 2 --group-size 4 --eval-episodes 2 --steps"
+    for steps in (1, 2):
+        done(tmp_path, "examples/ppo.py", f"{flags} {steps}")
+    logs = tmp_path / "logs/ppo-titanic-tiny-0"
+    assert [row["step"] for row in read_rows(logs / "metrics.jsonl")] == [0, 1]
+    assert (logs / "best" / ppo.HEAD_FILE).exists()
+    assert result_of(logs)["final"]["n"] == 2
