@@ -77,9 +77,10 @@ def random_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def shared_policy(random_model):
+    from flatlab.options import ModelOptions
     from policy import ModelPath, Policy
 
-    return Policy(ModelPath(random_model, None, False), context=2048, lora_rank=8)
+    return Policy(ModelPath(random_model, None, False), ModelOptions(context=2048), lora_rank=8)
 
 
 @pytest.fixture
