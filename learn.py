@@ -189,8 +189,8 @@ def check_config(cfg: Config) -> None:
             "learn.py trains the model in this process and needs a rule that uses scores: leave "
             "out --url, and choose one such as --select puct."
         )
-    options.set_defaults(cfg, {"workers": cfg.parents * cfg.children})
     search.check_config(cfg)
+    options.set_defaults(cfg, {"workers": cfg.parents * cfg.children})
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ from unittest.mock import patch
 import pytest
 
 from competition import write
-from flatlab import options
 from flatlab.errors import UserError
 from flatlab.files import read_rows
 from flatlab.model.chat import Sample
@@ -210,9 +209,7 @@ def configure(config, **flags):
 def search_config(**flags):
     import search
 
-    cfg = configure(search.Config(), **{"prompts": TINY_TEXTS} | flags)
-    options.set_defaults(cfg, search.defaults(cfg))
-    return cfg
+    return configure(search.Config(), **{"prompts": TINY_TEXTS} | flags)
 
 
 def python(*arguments, cwd=PROJECT, timeout=600, **options):

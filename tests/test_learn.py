@@ -1,62 +1,62 @@
-"""search.py --learn: a real model and its trainer, with episodes of one reply; then the script."""
+"""learn.py: a real model and its trainer, with episodes of one reply; then the script."""
 
 import asyncio
 import os
 import re
 import signal
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import learning
+import learn
 import search
+from flatlab.errors import UserError
 from flatlab.files import read_rows
-from flatlab.options import flat
-from flatlab.runs.store import open_run
-from flatlab.tree.nodes import Tree
-from helpers import MADE_BY, search_config, start
+from flatlab.runs.cli import parse_config
+from flatlab.tree.nodes import open_trees
+from flatlab.tree.prompts import CountingPolicy
+from helpers import TINY_TEXTS, configure, start
 from training import TASK, has_weights, one_reply, weights_of
 
-pytestmark = pytest.mark.usefixtures("quick_provenance")
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch, quick_provenance):
+    monkeypatch.chdir(tmp_path)
 
 
-def grown(policy, *folders, change=None, is_cut=False, **config):
-    """Grows a tree with --learn in each folder, over episodes of one reply.
+def grown(policy, change=lambda node, episode: episode, **config):
+    """Grows a tree for each seed, over episodes of one reply.
 
-    change(node, episode): the episode that counts instead. is_cut: whether the replies were cut.
+    change(node, episode): the episode that counts instead.
     """
-    options = {"learn": True, "parents": 2, "children": 3, "lr": 0.01, "max_reply_tokens": 6}
-    options |= {"sampling_mode": ("none",), "context": 2048, "backend": "local"}
-    cfg = search_config(**options | config)
-    trees = []
-    for folder in folders:
-        run = open_run(folder, flat(cfg) | {"seed": 0}, MADE_BY, cfg.RESUMABLE)
-        (run.dir / "nodes").mkdir(exist_ok=True)
-        task = replace(TASK, splits=("test",))
-        trees.append(Tree(task, "none", 0, cfg, run, search.SELECT[cfg.select]))
+    options = {"name": "a", "parents": 2, "children": 3, "workers": 6, "lr": 0.01}
+    options |= {"max_reply_tokens": 6, "sampling_mode": ("none",), "context": 2048}
+    cfg = configure(learn.Config(), prompts=TINY_TEXTS, backend="local", **options | config)
+    tasks = [replace(TASK, splits=("test",))]
+    trees, _ = open_trees(cfg, tasks, search.SELECT[cfg.select], None)
 
     async def one(t, node, parents):
-        counting = search.prompts.CountingPolicy(t.policy, node)
         world = SimpleNamespace(task=t.task)
+        counting = CountingPolicy(t.policy, node)
         episode = await one_reply(world, counting, t.cfg.episode, node.seed)
-        if not is_cut:
-            episode.turns[0]["stop_reason"] = "stop"
-        return (change(node, episode) if change else episode), b"\0" * 10240
+        episode.turns[0]["stop_reason"] = "stop"
+        return change(node, episode), b"\0" * 10240
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "play", one)
         try:
-            asyncio.run(search.search(trees, policy, cfg.workers))
+            asyncio.run(learn.learn(trees, policy, cfg))
         finally:
             for t in trees:
                 t.run.lock.close()
     return trees
 
 
-def test_a_round_is_picked_played_learned_and_written(tmp_path, policy):
+def test_a_round_is_picked_played_learned_and_written(policy):
     before = weights_of(policy)
-    [t] = grown(policy, tmp_path / "a", nodes=14)
+    [t] = grown(policy, nodes=14)
     rows = t.run.rows()
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert [row["nodes"] for row in rows] == [6, 12, 14]  # the last round has what was left
@@ -73,18 +73,14 @@ def test_a_round_is_picked_played_learned_and_written(tmp_path, policy):
         assert row["best_score"] <= t.best().score
         assert row["valid_share"] == 1
         assert row["grad_norm"] > 0
-    versions = {
-        turn["version"] for row in read_rows(t.run.dir / "journal.jsonl") for turn in row["actions"]
-    }
-    assert versions == {0, 1, 2}
+    episodes = [read_rows(file)[0] for file in t.run.dir.glob("episodes/*.jsonl")]
+    assert {episode["turns"][0]["version"] for episode in episodes} == {0, 1, 2}
     trained = weights_of(policy)
     policy.load_adapter(t.run.dir / "best")
     assert has_weights(policy, trained)
 
 
-def test_a_run_that_was_cut_in_a_round_goes_on_with_the_adapter_of_its_last_whole_round(
-    tmp_path, policy
-):
+def test_a_run_that_was_cut_in_a_round_goes_on_with_the_adapter_of_its_last_whole_round(policy):
     first = weights_of(policy)
 
     def cut(node, episode):
@@ -92,9 +88,9 @@ def test_a_run_that_was_cut_in_a_round_goes_on_with_the_adapter_of_its_last_whol
             raise RuntimeError("cut")
         return episode
 
-    with pytest.raises(RuntimeError, match="cut"):
-        grown(policy, tmp_path / "a", change=cut, nodes=18, workers=1)
-    assert len(read_rows(tmp_path / "a/journal.jsonl")) == 9
+    with pytest.raises(ExceptionGroup):
+        grown(policy, cut, nodes=18, workers=1)
+    assert len(read_rows(Path("logs/a/journal.jsonl"))) == 9
     trained = weights_of(policy)
     assert not has_weights(policy, first)
     for parameter, values in zip(policy.parameters(), first):
@@ -105,7 +101,7 @@ def test_a_run_that_was_cut_in_a_round_goes_on_with_the_adapter_of_its_last_whol
         loaded.append(has_weights(policy, trained))
         return episode
 
-    [t] = grown(policy, tmp_path / "a", change=look, nodes=18, workers=1)
+    [t] = grown(policy, look, nodes=18, workers=1)
     assert loaded[:6] == [True] * 6  # those of the round that came after the cut one
     assert [row["step"] for row in t.run.rows()] == [0, 1, 2]
     assert len(t.finished) == 18
@@ -114,13 +110,7 @@ def test_a_run_that_was_cut_in_a_round_goes_on_with_the_adapter_of_its_last_whol
     assert {node.decision["round"] for node in cut_nodes} == {1}
 
 
-def test_by_default_it_learns_from_eight_rounds():
-    cfg = search.Config(learn=True)
-    search.check_config(cfg)
-    assert (cfg.select, cfg.nodes) == ("puct", 8 * cfg.workers)
-
-
-def test_trees_of_a_grid_begin_with_the_same_adapter(tmp_path, policy):
+def test_trees_of_a_grid_begin_with_the_same_adapter(policy):
     first = weights_of(policy)
     begun = []
 
@@ -128,19 +118,19 @@ def test_trees_of_a_grid_begin_with_the_same_adapter(tmp_path, policy):
         begun.append(has_weights(policy, first))
         return episode
 
-    trees = grown(policy, tmp_path / "a", tmp_path / "b", change=look, parents=1, nodes=3)
+    trees = grown(policy, look, seed=(0, 1), parents=1, nodes=3)
     assert begun == [True] * 6
     assert all((t.run.dir / "best").is_dir() for t in trees)
 
 
-def test_the_row_of_a_round_counts_gains_lineages_and_duplicates(tmp_path, policy):
+def test_the_row_of_a_round_counts_gains_lineages_and_duplicates(policy):
     def scored(node, episode):
         values = {"0.0": 0.8, "0.1": None, "0.2": 0.9}
         value = values.get(node.id, 0.85)
         score = replace(episode.score, valid=value is not None, value=value)
         return replace(episode, score=score)
 
-    [t] = grown(policy, tmp_path / "a", change=scored, nodes=6, parents=1)
+    [t] = grown(policy, scored, nodes=6, parents=1)
     first, second = t.run.rows()
     assert first["valid_share"] == pytest.approx(2 / 3)
     assert first["improved_share"] == pytest.approx(2 / 3)
@@ -152,42 +142,62 @@ def test_the_row_of_a_round_counts_gains_lineages_and_duplicates(tmp_path, polic
     for node in t.finished:
         node.code = {"a.py": "x"}
     t.finished[-1].code = {"a.py": "new"}
-    row = learning.row_of(t, t.finished[3:], [])
+    row = learn.row_of(t, t.finished[3:], [])
     assert row["duplicate_share"] == pytest.approx(2 / 3)
 
 
 def test_a_valid_share_below_half_of_the_first_for_two_rounds_is_an_alarm():
     rows = [{"valid_share": share} for share in (0.8, 0.9, 0.3)]
-    assert learning.alarms({"valid_share": 0.5}, rows) == []
-    assert "below half" in learning.alarms({"valid_share": 0.2}, rows)[0]
-    assert learning.alarms({"valid_share": 0.1}, rows[:1]) == []
+    assert learn.alarms({"valid_share": 0.5}, rows) == []
+    assert "below half" in learn.alarms({"valid_share": 0.2}, rows)[0]
+    assert learn.alarms({"valid_share": 0.1}, rows[:1]) == []
 
 
-def test_replies_that_were_cut_carry_no_gradient(tmp_path, policy):
+def test_replies_that_were_cut_carry_no_gradient(policy):
+    def cut(node, episode):
+        episode.turns[0]["stop_reason"] = "length"
+        return episode
+
     before = weights_of(policy)
-    [t] = grown(policy, tmp_path / "a", is_cut=True, nodes=6)
+    [t] = grown(policy, cut, nodes=6)
     [row] = t.run.rows()
     assert row["cut_share"] == 1
     assert has_weights(policy, before)
 
 
+BAD_INPUT = {
+    "--model x --url http://127.0.0.1:9/v1": "learn.py trains the model in this process",
+    "--select bfs": "choose one such as --select puct",
+    "--children 1": "--children must be from 2",
+    "--parents 0": "--parents must be from 1",
+}
+
+
+def test_bad_input_is_one_sentence_and_all_nodes_of_a_round_run_at_once():
+    for flags, sentence in BAD_INPUT.items():
+        with pytest.raises(UserError) as error:
+            learn.check_config(parse_config(learn.Config, flags.split()))
+        assert sentence in str(error.value)
+    cfg = parse_config(learn.Config, ["--children", "16"])
+    learn.check_config(cfg)
+    assert cfg.workers == 64
+
+
 @pytest.mark.slow
 def test_the_stand_in_learns_while_it_searches_survives_kill_9_and_goes_on(tmp_path):
-    command = "--task titanic --learn --backend local --nodes 12 --parents 2 --children 2 --name x"
+    command = "--task titanic --backend local --nodes 12 --parents 2 --children 2 --name x"
     command = f"{command} --max-turns 3 --sampling-mode none".split()
-    process = start(tmp_path, *command, script="search.py", OMP_NUM_THREADS="1")
-    for line in process.stdout:
-        if " 6/12 " in line:
-            break
+    process = start(tmp_path, *command, script="learn.py", OMP_NUM_THREADS="1")
+    next(line for line in process.stdout if " 6/12 " in line)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     journal = tmp_path / "logs/x/journal.jsonl"
     before = journal.read_bytes()
     whole = before[: before.rfind(b"\n") + 1]
-    process = start(tmp_path, *command, script="search.py", OMP_NUM_THREADS="1")
+    process = start(tmp_path, *command, script="learn.py", OMP_NUM_THREADS="1")
     out, err = process.communicate(timeout=500)
     assert process.returncode == 0, err
-    assert "resumed after round 0" in out
+    assert "resumed after step 0" in out
     assert journal.read_bytes().startswith(whole)
     assert len(read_rows(journal)) == 12
     steps = [row["step"] for row in read_rows(tmp_path / "logs/x/metrics.jsonl")]

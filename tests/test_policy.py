@@ -439,8 +439,9 @@ def test_rank_alpha_and_layers_are_those_of_the_adapter(policy, tmp_path):
 
 COMPILED = """
 import asyncio, sys
+from flatlab.options import ModelOptions
 from policy import Policy, resolve_model
-policy = Policy(resolve_model(sys.argv[1]), context=512, lora_rank=8, compile=True)
+policy = Policy(resolve_model(sys.argv[1]), ModelOptions(context=512, compile=True), lora_rank=8)
 agreement = asyncio.run(policy.verify())["random adapter"]
 assert agreement.largest < 1e-4, agreement
 """

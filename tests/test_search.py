@@ -14,22 +14,20 @@ from pathlib import Path
 
 import pytest
 
+import policy
 import search
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import read_mapping, read_rows
-from flatlab.options import flat
 from flatlab.runs import store
 from flatlab.runs.cli import parse_config
-from flatlab.runs.store import open_run
 from flatlab.sandbox import snapshot
 from flatlab.task.grading import Score
 from flatlab.tree.nodes import Tree, open_trees, results
-from flatlab.view import plots, tables
+from flatlab.view import tables
 from flatlab.view.reader import read_run
 from flatlab.world.episode import Episode
 from helpers import (
     AGENT_TEXTS,
-    MADE_BY,
     PROJECT,
     FakePolicy,
     block,
@@ -37,12 +35,17 @@ from helpers import (
     segments_of,
     slow,
     start,
+    turn,
     user_error,
 )
 from tasks import load_task
 
-pytestmark = pytest.mark.usefixtures("quick_provenance")
 TASK = replace(load_task("titanic", "", ""), baseline=0.5, reference=1.0)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch, quick_provenance):
+    monkeypatch.chdir(tmp_path)
 
 
 def lists(prompt, seed):
@@ -51,16 +54,6 @@ def lists(prompt, seed):
     return "\n".join(
         f"Strategy: plan {rng.randrange(10**6)}\nProbability: 0.0{i + 1}" for i in range(5)
     )
-
-
-SUBMIT = {
-    "reply": "",
-    "action": "submit",
-    "observation": "",
-    "status": "submit",
-    "score": None,
-    "reply_tokens": 0,
-}
 
 
 def fake_play(score_of, delay, log, stderr):
@@ -75,7 +68,8 @@ def fake_play(score_of, delay, log, stderr):
         await asyncio.sleep(delay(node))
         node.tokens += 10
         value = score_of(node)
-        episode = Episode(t.task.name, node.seed, status="submit", turns=[SUBMIT], packed=b"x")
+        turns = [turn(status="submit", reply_tokens=0)]
+        episode = Episode(t.task.name, node.seed, status="submit", turns=turns, packed=b"x")
         if value == "fault":
             return replace(episode, status="fault", fault="broke", turns=[]), b""
         if value is None:
@@ -124,40 +118,40 @@ class FakeEnv(contextlib.AbstractAsyncContextManager):
         return Score(value, "accuracy", split, True, "", stderr=0.03)
 
 
+def opened(tasks=(TASK,), **config):
+    """The trees of a search in logs/a. config: options of search.py."""
+    sizes = {"context": 50_000, "max_reply_tokens": 2000, "max_observation_tokens": 2000}
+    cfg = search_config(**{"name": "a", "backend": "local"} | sizes | config)
+    return open_trees(cfg, tasks, search.SELECT[cfg.select], None)[0]
+
+
+def grow(trees, model):
+    try:
+        todo = [t for t in trees if not t.closed]
+        asyncio.run(search.search(todo, model, trees[0].cfg.workers))
+    finally:
+        for t in trees:
+            t.run.lock.close()
+
+
 def run(
-    folder,
     score_of=by_seed,
     model=None,
     log=None,
     delay=lambda node: 0.0,
-    tasks=(TASK,),
-    modes=("tail",),
-    seeds=(0,),
     stderr=None,
     hidden=None,
     **config,
 ):
-    """One tree, or several, of a search with fake episodes. config: options of search.py."""
-    config = {"context": 50_000, "max_reply_tokens": 1000} | config
-    cfg = search_config(backend="local", **config)
-    trees = []
-    for task, mode, seed in itertools.product(tasks, modes, seeds):
-        cell = {"task": task.name, "sampling_mode": mode, "seed": seed}
-        directory = Path(folder) / f"{task.name}-{mode}-{seed}"
-        opened = open_run(directory, flat(cfg) | cell, MADE_BY, cfg.RESUMABLE)
-        (opened.dir / "nodes").mkdir(exist_ok=True)
-        trees.append(Tree(task, mode, seed, cfg, opened, search.SELECT[cfg.select]))
+    """One tree, or several, of a search with fake episodes. config: see opened()."""
+    trees = opened(**config)
     FakeEnv.hidden = hidden or {}
     FakeEnv.read = []
     log = [] if log is None else log
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "play", fake_play(score_of, delay, log, stderr))
         patch.setattr(search.env, "Env", FakeEnv)
-        try:
-            asyncio.run(search.search(trees, model or FakePolicy(lists), cfg.workers))
-        finally:
-            for t in trees:
-                t.run.lock.close()
+        grow(trees, model or FakePolicy(lists))
     return trees if len(trees) > 1 else trees[0]
 
 
@@ -167,43 +161,54 @@ def shape(t):
 
 
 def rows(t):
-    return read_rows(t.run.dir / "journal.jsonl")
+    return t.run.rows("journal.jsonl")
 
 
 def by_id(t):
     return {row["id"]: row for row in rows(t)}
 
 
+def turns_of(t, number=0):
+    """The turns of the node that was started as this number."""
+    [episode] = read_rows(t.run.dir / f"episodes/{number:06d}.jsonl")
+    return episode["turns"]
+
+
 def result(t):
     return t.run.results()
+
+
+def headline(t):
+    return tables.headline(read_run(t.run.dir))
+
+
+def table(t):
+    return tables.table([read_run(t.run.dir)])
 
 
 # ------------------------------------------------------------------ budgets
 
 
 @pytest.mark.parametrize("select, workers", [("bfs", 4), *((name, 1) for name in search.SELECT)])
-def test_budget_k_executes_k(tmp_path, select, workers):
+def test_budget_k_executes_k(select, workers):
     log = []
-    t = run(tmp_path, log=log, select=select, workers=workers, nodes=11)
+    t = run(log=log, select=select, workers=workers, nodes=11)
     assert len(log) == len(rows(t)) == len(by_id(t)) == 11
     assert result(t)["stopped_by"] == "nodes"
     assert all(row["decision"]["reason"] for row in rows(t))
 
 
-def test_without_a_valid_node_there_is_no_best_one_and_the_reasons_are_named(tmp_path):
-    t = run(tmp_path, score_of=lambda node: None, nodes=12)
+def test_without_a_valid_node_there_is_no_best_one_and_the_reasons_are_named():
+    t = run(score_of=lambda node: None, nodes=12)
     r = result(t)
     assert r["nodes"] == r["failed"] == 12
     assert r["best_id"] is r["best_score"] is r["test_score"] is r["score_mean"] is None
     assert r["value"] == r["value_mean"] == -1
     assert all("no submission" in row["error"] for row in rows(t))
-    [row] = tables.rows_of([plots.RunGroup("", "", [read_run(t.run.dir)])])
-    assert (row["value"], row["valid"], row["score"]) == ("-1.0000", "0%", "-")
-    said = tables.headline(read_run(t.run.dir))
-    assert said.startswith("No valid node: 12 x turn limit. 12 of 12 failed (")
+    assert headline(t).startswith("No valid node: 12 x turn limit. 12 of 12 failed (")
 
 
-def test_the_rules_see_a_node_finish_at_once(tmp_path, monkeypatch):
+def test_the_rules_see_a_node_finish_at_once(monkeypatch):
     """Another thread writes its files, while rules may decide."""
     seen = []
     keep = Tree.keep
@@ -214,61 +219,32 @@ def test_the_rules_see_a_node_finish_at_once(tmp_path, monkeypatch):
         return code
 
     monkeypatch.setattr(Tree, "keep", watched)
-    t = run(tmp_path, nodes=3)
+    t = run(nodes=3)
     assert seen == [(False, {})] * 3
     assert all(node.kept for node in t.finished)
 
 
-def test_the_result_of_an_evaluation_is_the_mean_over_its_episodes(tmp_path):
-    scores = {"0.0": 0.9, "0.1": None, "0.2": 0.3, "0.3": 0.4}  # baseline 0.5, reference 1
-    options = {"select": "evaluation", "modes": ("none",), "nodes": 4}
-    t = run(tmp_path / "a", score_of=lambda node: scores[node.id], **options)
-    r = result(t)
-    assert FakeEnv.read == []  # nothing is chosen: neither the selection nor the test part is read
-    assert {row["parent"] for row in rows(t)} == {"0"}
-    assert r["evaluation"]
-    assert r["best_id"] is r["best_score"] is r["test_score"] is None
-    assert r["value"] == r["value_mean"] == pytest.approx((0.8 - 1 - 0.4 - 0.2) / 4)
-    assert r["score_mean"] == pytest.approx((0.9 + 0.3 + 0.4) / 3)
-    said = tables.headline(read_run(t.run.dir))
-    assert f"value -0.2000 ± {r['value_stderr']:.4f}, 75% valid, " in said
-    assert f" 0.5333 ± {r['score_stderr']:.4f} (validation part; " in said
-    # There is no mean where all sandboxes broke.
-    broken = run(tmp_path / "b", score_of=lambda node: "fault", **options | {"nodes": 2})
-    assert result(broken)["value_mean"] is None
-    [row] = tables.rows_of([plots.RunGroup("", "", [read_run(broken.run.dir)])])
-    assert row["value"] == "-"
-
-
-@pytest.mark.parametrize("select, test_score", [("greedy", 0.6), ("evaluation", None)])
-def test_only_the_best_node_of_a_task_with_a_test_part_only_is_optimistic(
-    tmp_path, select, test_score
-):
-    t = run(
-        tmp_path,
-        tasks=[replace(TASK, splits=("test",))],
-        select=select,
-        nodes=4,
-        workers=1,
-        score_of=equal,
-    )
-    assert result(t)["selected_on_test"] == (select == "greedy")
-    assert result(t)["test_score"] == test_score
-    assert "(test part;" in tables.headline(read_run(t.run.dir))
+def test_the_best_node_of_a_task_with_a_test_part_only_is_optimistic():
+    tasks = [replace(TASK, splits=("test",))]
+    t = run(tasks=tasks, select="greedy", nodes=4, workers=1, score_of=equal)
+    assert result(t)["selected_on_test"]
+    assert result(t)["test_score"] == 0.6
+    assert FakeEnv.read == []  # it is the score that the search sees
+    assert "(test part;" in headline(t)
 
 
 THREE = {"0.0": 0.80, "0.1": 0.79, "0.2": 0.70}  # one standard error, 0.02, is below the third
 
 
-def finished(folder, hidden, **options):
+def finished(hidden, name="a", **options):
     """The tree of a search over the nodes of THREE."""
     options = {"score_of": lambda node: THREE[node.id], "stderr": 0.02} | options
-    return run(folder, nodes=3, workers=1, hidden=hidden, **options)
+    return run(name=name, nodes=3, workers=1, hidden=hidden, **options)
 
 
-def test_the_selection_part_decides_between_nodes_within_one_standard_error(tmp_path):
+def test_the_selection_part_decides_between_nodes_within_one_standard_error():
     hidden = {("selection", "0.0"): 0.70, ("selection", "0.1"): 0.76, ("test", "0.1"): 0.74}
-    t = finished(tmp_path / "a", hidden)
+    t = finished(hidden)
     assert FakeEnv.read == [("selection", "0.0"), ("selection", "0.1"), ("test", "0.1")]
     r = result(t)
     assert r["selected_on_test"] is False
@@ -280,91 +256,86 @@ def test_the_selection_part_decides_between_nodes_within_one_standard_error(tmp_
     assert r["test_stderr"] == 0.03
     assert r["test_minus_validation"] == pytest.approx(0.74 - 0.79)
     # The mean of both parts counts: 0.0 stays ahead if it loses less than it had gained.
-    t = finished(tmp_path / "b", hidden | {("selection", "0.0"): 0.755})
+    t = finished(hidden | {("selection", "0.0"): 0.755}, "b")
     assert result(t)["best_id"] == "0.0"
     assert FakeEnv.read[-1] == ("test", "0.0")
     # Not valid on a hidden part: a failure.
-    t = finished(tmp_path / "d", {("test", "0.0"): None})
+    t = finished({("test", "0.0"): None}, "c")
     assert (result(t)["test_score"], result(t)["value"]) == (None, -1)
-    said = tables.headline(read_run(t.run.dir))
-    assert "Best node (0.0): value -1.0000, 100% valid (test part;" in said
-    assert "the best node is not valid on the test part" in said
-    t = finished(tmp_path / "e", {("selection", "0.0"): None, ("selection", "0.1"): 0.5})
+    assert "the best node is not valid on the test part" in headline(t)
+    t = finished({("selection", "0.0"): None, ("selection", "0.1"): 0.5}, "d")
     assert result(t)["best_id"] == "0.1"
     # Without that part the best by validation is chosen.
-    task = replace(TASK, splits=("validation", "test"))
-    finished(tmp_path / "c", hidden, tasks=[task])
+    finished(hidden, "e", tasks=[replace(TASK, splits=("validation", "test"))])
     assert FakeEnv.read == [("test", "0.0")]
 
 
 @pytest.mark.parametrize("costly, chosen", [("0.0", "0.1"), ("0.2", "0.0")])
-def test_of_equal_nodes_the_cheaper_and_then_the_earlier_is_chosen(tmp_path, costly, chosen):
+def test_of_equal_nodes_the_cheaper_and_then_the_earlier_is_chosen(costly, chosen):
     def score(node):
         node.tokens += 7 * (node.id == costly)
         return 0.8
 
-    t = finished(tmp_path, {}, score_of=score, modes=("none",))
+    t = finished({}, score_of=score, sampling_mode=("none",))
     assert result(t)["best_id"] == chosen
 
 
-def test_a_search_stopped_at_the_end_resumes_without_scoring_twice(tmp_path):
+def test_a_search_stopped_at_the_end_resumes_without_scoring_twice():
     for breaks, read in (("selection", "0.1"), "0.0"), (("test", "0.0"), "0.1"):
-        with pytest.raises(SandboxFault):
-            finished(tmp_path, {breaks: SandboxFault})
+        with pytest.raises(ExceptionGroup) as error:
+            finished({breaks: SandboxFault})
+        assert error.group_contains(SandboxFault)
         assert FakeEnv.read == [("selection", read)]
-    t = finished(tmp_path, {})
+    t = finished({})
     assert FakeEnv.read == [("test", "0.0")]
     assert result(t)["status"] == "finished"
-    t = finished(tmp_path, {})
+    t = finished({})
     assert FakeEnv.read == []
     assert result(t)["test_score"] == 0.75
 
 
-def test_tokens_are_counted_over_all_nodes(tmp_path):
-    t = run(tmp_path, tokens=35, nodes=12, workers=1, modes=("none",), score_of=equal)
+def test_tokens_are_counted_over_all_nodes():
+    t = run(tokens=35, nodes=12, workers=1, sampling_mode=("none",), score_of=equal)
     assert result(t)["stopped_by"] == "tokens"
     assert result(t)["nodes"] == 4  # of ten tokens each
 
 
-def test_a_finished_tree_stays_as_it_is(tmp_path, monkeypatch):
+def test_a_finished_tree_stays_as_it_is():
     """Its time may have run out while it waited for a slot, after its last node."""
-    monkeypatch.chdir(tmp_path)
-    cfg = search_config(name="a", minutes=1.0, model="tiny")
 
-    def opened(**changed):
-        cells = replace(cfg, **changed), [TASK], search.SELECT[cfg.select], None
-        [tree] = open_trees(*cells)[0]
+    def once_more(**changed):
+        [tree] = opened(**{"minutes": 1.0} | changed)
         tree.run.lock.close()
         return tree
 
-    tree = opened()
+    tree = once_more()
     ended = {"tested_id": "0", "seconds": 61.0, "stopped_by": "minutes", "status": "finished"}
     tree.run.result(**results(tree) | ended)
-    assert opened(nodes=3).closed
-    assert read_mapping(tree.run.dir / "config.yaml")["nodes"] == cfg.nodes
-    tree = opened(minutes=2.0)
+    assert once_more(nodes=3).closed
+    assert read_mapping(tree.run.dir / "config.yaml")["nodes"] == tree.cfg.nodes
+    tree = once_more(minutes=2.0)
     assert not tree.closed
     assert not tree.spent()
-    assert opened(minutes=1.01).spent() == "minutes"  # 61 seconds are over
+    assert once_more(minutes=1.01).spent() == "minutes"  # 61 seconds are over
 
 
 @pytest.mark.parametrize("url", [None, "http://127.0.0.1:9/v1"])
-def test_tokens_are_kept_unless_they_are_those_of_an_endpoint(tmp_path, url):
-    t = run(tmp_path, nodes=1, url=url)
+def test_tokens_are_kept_unless_they_are_those_of_an_endpoint(url):
+    t = run(nodes=1, url=url)
     assert (t.run.dir / "episodes/000000.tokens.jsonl.gz").exists() == (url is None)
 
 
 # ------------------------------------------------------------------ faults
 
 
-def test_a_fault_is_tried_once_more_and_is_never_a_score(tmp_path):
+def test_a_fault_is_tried_once_more_and_is_never_a_score():
     log = []
 
     def score(node):
         is_fault = node.id == "0.2" or log.count("0.1") == 1 and node.id == "0.1"
         return "fault" if is_fault else 0.6
 
-    t = run(tmp_path, score_of=score, nodes=12, workers=1, log=log)
+    t = run(score_of=score, nodes=12, workers=1, log=log)
     nodes = by_id(t)
     assert nodes["0.1"]["score"] == 0.6
     assert nodes["0.2"]["score"] is None
@@ -374,73 +345,66 @@ def test_a_fault_is_tried_once_more_and_is_never_a_score(tmp_path):
     assert (r["nodes"], r["faults"], r["failed"]) == (12, 1, 0)
 
 
-def test_three_faults_in_a_row_stop_the_search_with_a_sentence(tmp_path):
-    with user_error("Three sandboxes in a row broke"):
-        run(tmp_path, score_of=lambda node: "fault", nodes=12)
+def test_three_faults_in_a_row_stop_the_search_with_a_sentence():
+    with pytest.raises(ExceptionGroup) as error:
+        run(score_of=lambda node: "fault", nodes=12)
+    assert error.group_contains(UserError, match="Three sandboxes in a row broke")
 
 
 # ------------------------------------------------------------------ the same tree
 
 
-def test_files_of_a_node_that_are_gone_are_one_sentence(tmp_path):
-    t = run(tmp_path / "a", nodes=1)
+def test_files_of_a_node_that_are_gone_are_one_sentence():
+    t = run(nodes=1)
     [node] = t.finished
     t.tar_of(node).unlink(missing_ok=True)
     with user_error(f"builds on these files of node {node.id}"):
         t.files_of(node)
 
 
-def test_bfs_grows_the_same_tree_with_any_number_of_workers_and_another_from_another_seed(tmp_path):
+def test_bfs_grows_the_same_tree_with_any_number_of_workers_and_another_from_another_seed():
     trees = [
-        run(tmp_path / str(workers), workers=workers, delay=lambda node: 0.02 * random.random())
+        run(name=str(workers), workers=workers, delay=lambda node: 0.02 * random.random())
         for workers in (1, 3, 8)
     ]
     assert shape(trees[0]) == shape(trees[1]) == shape(trees[2])
-    assert shape(trees[0]) != shape(run(tmp_path / "another", seeds=(1,)))
+    assert shape(trees[0]) != shape(run(seed=(1,)))
 
 
-def cut_run(whole, folder, kept, torn=b""):
+def cut_run(whole, name, kept, torn=b""):
     """A copy of a run of which only some lines of the journal are there, and a part of one."""
-    copy = folder / whole.run.dir.name
-    shutil.copytree(whole.run.dir / "nodes", copy / "nodes")
-    shutil.copy(whole.run.dir / "config.yaml", copy)
-    lines = (whole.run.dir / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    (copy / "journal.jsonl").write_bytes(b"".join(lines[:kept]) + torn)
-    return folder
+    copy = whole.run.dir.with_name(name)
+    shutil.copytree(whole.run.dir, copy)
+    (copy / "result.json").unlink()
+    journal = copy / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:kept]) + torn)
+    return name
 
 
-@pytest.mark.parametrize(
-    "select",
-    [
-        "open_ended",
-        slow("bfs"),
-        slow("evolution"),
-        slow("ucb"),
-        slow("mcts"),
-    ],
-)
-def test_a_cut_journal_is_continued_to_the_same_tree(tmp_path, select):
+@pytest.mark.parametrize("select", ["open_ended", *map(slow, ("bfs", "evolution", "ucb", "mcts"))])
+def test_a_cut_journal_is_continued_to_the_same_tree(select):
     """After kill -9 nothing in the journal is run again, and the rest comes out the same."""
     options = {"select": select, "workers": 1, "nodes": 9}
-    whole = run(tmp_path / "whole", **options)
+    whole = run(**options)
     torn_lines = {0: b"", 1: b'{"id": "0.', 4: b"{}", 8: b"", 9: b""}
     for kept, torn in torn_lines.items():
         log = []
-        again = run(cut_run(whole, tmp_path / str(kept), kept, torn), log=log, **options)
+        again = run(name=cut_run(whole, str(kept), kept, torn), log=log, **options)
         assert len(log) == 9 - kept
         assert shape(again) == shape(whole)
         assert [r["decision"] for r in rows(again)] == [r["decision"] for r in rows(whole)]
 
 
-def test_resumed_bfs_does_not_ask_again_for_ideas_that_it_has(tmp_path):
-    whole = run(tmp_path / "whole", workers=1)
+def test_resumed_bfs_does_not_ask_again_for_ideas_that_it_has():
+    whole = run(workers=1)
     model = FakePolicy(lists)
-    run(cut_run(whole, tmp_path / "cut", 2), workers=1, model=model)
+    run(name=cut_run(whole, "cut", 2), workers=1, model=model)
     asked = sum("Strategy: <one" in prompt for prompt in model.prompts)
     assert asked == sum(n.valid for n in whole.root.children)  # one per parent, none for the root
 
 
-def test_the_test_score_of_an_earlier_best_node_does_not_stay(tmp_path):
+def test_the_test_score_of_an_earlier_best_node_does_not_stay():
     """Given more nodes, and killed when a better one was found."""
 
     def score(node):
@@ -448,29 +412,28 @@ def test_the_test_score_of_an_earlier_best_node_does_not_stay(tmp_path):
             raise KeyboardInterrupt
         return 0.9 if node.id == "0.2" else 0.6
 
-    t = run(tmp_path, nodes=2, workers=1, score_of=score)
+    t = run(nodes=2, workers=1, score_of=score)
     assert result(t)["test_score"] == 0.75
     with pytest.raises((KeyboardInterrupt, BaseExceptionGroup)):
-        run(tmp_path, nodes=8, workers=1, score_of=score)
+        run(nodes=8, workers=1, score_of=score)
     r = result(t)
     assert r["best_id"] == "0.2"
     assert r["test_score"] is r["test_minus_validation"] is None
     assert r["status"] == "running"
 
 
-def test_a_second_look_at_the_test_part_is_counted_and_said(tmp_path):
+def test_a_second_look_at_the_test_part_is_counted_and_said():
     scores = {"0.0": 0.6, "0.1": 0.7, "0.2": 0.8, "0.0.0": 0.5}
     reads = []
     for nodes in (1, 2, 4):
-        t = run(tmp_path, nodes=nodes, workers=1, score_of=lambda node: scores[node.id])
+        t = run(nodes=nodes, workers=1, score_of=lambda node: scores[node.id])
         reads.append(result(t)["test_reads"])
     assert reads == [1, 2, 3]
     assert result(t)["best_id"] == "0.2"
-    said = tables.table([read_run(t.run.dir)])
-    assert "more --nodes has read the test part 3 times" in said
+    assert "more --nodes has read the test part 3 times" in table(t)
 
 
-def test_time_runs_out_between_two_looks_at_the_clock(tmp_path, monkeypatch):
+def test_time_runs_out_between_two_looks_at_the_clock(monkeypatch):
     """Nothing is running then, and the tree is closed all the same."""
     looks = []
     spent = Tree.spent
@@ -486,7 +449,7 @@ def test_time_runs_out_between_two_looks_at_the_clock(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Tree, "spent", no_time)
     monkeypatch.setattr(search, "search", soon)
-    t = run(tmp_path, nodes=9, workers=1, score_of=equal)
+    t = run(nodes=9, workers=1, score_of=equal)
     assert result(t)["status"] == "finished"
     assert result(t)["stopped_by"] == "minutes"
     assert len(rows(t)) == 2
@@ -495,46 +458,62 @@ def test_time_runs_out_between_two_looks_at_the_clock(tmp_path, monkeypatch):
 # ------------------------------------------------------------------ ideas
 
 
+def requests_for_ideas(model):
+    return [prompt for prompt in model.prompts if "Answer with th" in prompt]
+
+
 @pytest.mark.parametrize("mode", search.MODES)
-def test_modes(tmp_path, mode):
+def test_modes(mode):
     model = FakePolicy(lists)
-    t = run(tmp_path, modes=(mode,), model=model, nodes=4, workers=1, score_of=equal)
-    asked = [p for p in model.prompts if "Answer with th" in p]
+    t = run(sampling_mode=(mode,), model=model, nodes=4, workers=1, score_of=equal)
     row = rows(t)[1]
     assert row["sampling_mode"] == mode
     if mode == "none":
-        assert not asked
+        assert not requests_for_ideas(model)
     else:
-        assert len(asked) == 2
+        assert len(requests_for_ideas(model)) == 2
         assert len(row["ideas"]) == 5
         assert row["probability"] == 0.02
 
 
-def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones(tmp_path):
+def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones():
     """A node without a strategy is counted under the mode none."""
     model = FakePolicy("Strategy: the only one\nProbability: 5%")
-    one = run(tmp_path, model=model, nodes=3, workers=3, score_of=equal)
+    one = run(model=model, nodes=3, workers=3, score_of=equal)
     assert sorted(row["idea"] for row in rows(one)) == ["", "", "the only one"]
     assert len(model.prompts) == 2
     assert "List 4 more" in model.prompts[1]
     assert result(one)["sampling_modes_used"] == {"tail": 1, "none": 2}
     assert result(one)["without_strategy"] == 2
     options = {"select": "greedy", "nodes": 3, "workers": 1, "score_of": equal}
-    prose = run(tmp_path / "prose", model=FakePolicy("I like XGBoost."), **options)
+    prose = run(name="prose", model=FakePolicy("I like XGBoost."), **options)
     assert {row["idea"] for row in rows(prose)} == {""}
     assert {row["decision"]["asked"] for row in rows(prose)} == {"tail"}
-    assert "3 of 3 nodes got no strategy" in tables.table([read_run(prose.run.dir)])
+    assert "3 of 3 nodes got no strategy" in table(prose)
     damaged = '[{"text": "a "b" c"}, {"text": "d", "probability": 0.01}]'
-    t = run(tmp_path / "damaged", model=FakePolicy(damaged), **options)
+    t = run(name="damaged", model=FakePolicy(damaged), **options)
     assert {row["idea"] for row in rows(t)} == {"d"}
     assert result(t)["unread_strategies"] == 6
-    assert "6 strategies in replies could not be read" in tables.table([read_run(t.run.dir)])
+    assert "6 strategies in replies could not be read" in table(t)
 
 
-def test_exploiting_asks_for_variations_and_says_so(tmp_path):
+def test_ideas_above_tau_are_asked_for_again_and_marked():
+    first = "Strategy: usual\nProbability: 0.6\nStrategy: rare\nProbability: 0.05"
+    second = "Strategy: odd\nProbability: 0.02\nStrategy: common\nProbability: 0.4\n"
+    model = FakePolicy(first, f"{second}Strategy: rare\nProbability: 0.7")
+    t = run(model=model, nodes=3, k=3, workers=1, score_of=equal)
+    assert "List 2 more" in model.prompts[1]
+    ideas = {row["idea"]: row["probability"] for row in rows(t)}
+    assert ideas == {"rare": 0.05, "odd": 0.02, "common": 0.4}
+    options = {"sampling_mode": ("uniform",), "nodes": 2, "k": 2, "workers": 1}
+    t = run(name="uniform", model=FakePolicy(first), **options)
+    assert {row["idea"] for row in rows(t)} == {"usual", "rare"}
+
+
+def test_exploiting_asks_for_variations_and_says_so():
     model = FakePolicy(lists)
     options = {"select": "ucb", "rule_args": ("c=0",), "nodes": 6, "workers": 1}
-    t = run(tmp_path, model=model, score_of=equal, **options)
+    t = run(model=model, score_of=equal, **options)
     assert "Tried already" not in model.prompts[0]
     assert model.prompts[2].count("Score: 0.6") == 2
     assert rows(t)[3]["sampling_mode"] == "local"
@@ -542,16 +521,16 @@ def test_exploiting_asks_for_variations_and_says_so(tmp_path):
     assert result(t)["sampling_modes_used"] == {"tail": 3, "local": 3}
 
 
-def test_global_scope_shows_other_branches(tmp_path):
+def test_global_scope_shows_other_branches():
     model = FakePolicy(lists)
-    run(tmp_path, model=model, score_of=equal, scope="global", nodes=4, workers=1)
+    run(model=model, score_of=equal, scope="global", nodes=4, workers=1)
     assert any("experiments so far" in prompt for prompt in model.prompts)
 
 
 # ------------------------------------------------------------------ grids
 
 
-def test_a_grid_shares_the_workers(tmp_path):
+def test_a_grid_shares_the_workers():
     changes = []  # of the number of nodes that run
 
     def starts(node):
@@ -563,8 +542,8 @@ def test_a_grid_shares_the_workers(tmp_path):
         return by_seed(node)
 
     other = replace(TASK, name="other", higher_is_better=False, reference=0.0)
-    grid = {"tasks": (TASK, other), "modes": ("none", "tail")}
-    trees = run(tmp_path, nodes=4, workers=6, delay=starts, score_of=ends, **grid)
+    grid = {"tasks": (TASK, other), "sampling_mode": ("none", "tail")}
+    trees = run(nodes=4, workers=6, delay=starts, score_of=ends, **grid)
     assert len(changes) == 2 * 16
     assert 4 < max(itertools.accumulate(changes)) <= 6  # a tree has four nodes
     for tree in trees[2:]:  # of the task where lower is better
@@ -602,48 +581,43 @@ def scripted(prompt, seed):
     return block("validate" if len(turns) == 2 else "submit")
 
 
-def real_tree(folder, model, workers, **config):
+def real_tree(model, **config):
     """A tree whose nodes ran in real sandboxes."""
-    sizes = {"context": 50_000, "max_reply_tokens": 2000, "max_observation_tokens": 2000}
-    cfg = search_config(backend="local", max_turns=4, **sizes, **config)
-    opened = open_run(folder, {"seed": 0}, MADE_BY)
-    (opened.dir / "nodes").mkdir()
-    t = Tree(load_task("titanic"), "tail", 0, cfg, opened, search.SELECT[cfg.select])
-    asyncio.run(search.search([t], model, workers))
-    return t
+    trees = opened([load_task("titanic")], max_turns=4, **config)
+    grow(trees, model)
+    return trees[0]
 
 
-def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code_and_diff(tmp_path):
+def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code():
     model = FakePolicy(scripted)
-    t = real_tree(tmp_path / "run", model, 3, nodes=6, k=3)
+    t = real_tree(model, workers=3, nodes=6, k=3)
     nodes = by_id(t)
     assert nodes["0.0"]["score"] > 0.75
-    assert len(nodes["0.0"]["actions"]) == 2  # the first valid score ends a node
+    assert len(turns_of(t)) == 2  # the first valid score ends a node
     assert "female" in nodes["0.0"]["code"]["solve.py"]
     assert "KeyError: 'missing'" in nodes["0.2"]["error"]
     child = nodes["0.0.0"]
     assert child["op"] == "improve"
     assert "female" in [p for p in model.prompts if "An earlier attempt" in p][0]
     # files and variables came along, the artefact did not
-    assert child["actions"][0]["observation"] == "seen yes\ndata\nsolve.py"
-    assert nodes["0.0.2"]["diff"].count("missing") == 1
+    assert turns_of(t, child["order"])[0]["observation"] == "seen yes\ndata\nsolve.py"
     r = result(t)
     assert r["best_id"] == "0.0"
     assert r["test_score"] > 0.7
     assert r["selection_score"] > 0.7
     assert 0.02 < r["test_stderr"] < 0.03
-    [episode] = read_rows(t.run.dir / "episodes/000000.jsonl")
     [[segment]] = segments_of(t.run.dir, "000000")
-    assert sum(r >= 0 for r in segment["reply"]) == episode["reply_tokens"] > 0
+    sampled = sum(r >= 0 for r in segment["reply"])
+    assert sampled == sum(turn["reply_tokens"] for turn in turns_of(t)) > 0
 
 
 @pytest.mark.parametrize("select, workers, left", [("ucb", 1, [2, 1]), ("bfs", 3, [])])
-def test_the_full_form_tells_requests_the_limits_and_what_is_left(tmp_path, select, workers, left):
+def test_the_full_form_tells_requests_the_limits_and_what_is_left(select, workers, left):
     """A rule that asks once is told nothing that depends on what runs at the same time."""
     model = FakePolicy(lambda prompt, seed: scripted(prompt.rpartition("it is.")[2], seed))
     options = {"nodes": 3, "prompts": AGENT_TEXTS, "select": select, "k": 3}
-    t = real_tree(tmp_path / "run", model, workers, **options)
-    asked = [prompt for prompt in model.prompts if "Answer with th" in prompt]
+    t = real_tree(model, workers=workers, **options)
+    asked = requests_for_ideas(model)
     assert all("Limits: 4 turns" in prompt and "numpy" in prompt for prompt in asked)
     told = re.findall("After this attempt ([0-9]) of 3 are left.", "".join(asked[:2]))
     assert list(map(int, told)) == left
@@ -659,25 +633,33 @@ def test_the_full_form_tells_requests_the_limits_and_what_is_left(tmp_path, sele
         ({"minutes": 0.03}, "```bash\nsleep 60\n```", "minutes"),
     ],
 )
-def test_a_budget_ends_a_node_that_is_running(tmp_path, budget, reply, stopped):
+def test_a_budget_ends_a_node_that_is_running(budget, reply, stopped):
     begin = time.monotonic()
-    t = real_tree(tmp_path / "run", FakePolicy(reply), 1, nodes=5, **budget)
-    [row] = rows(t)
-    assert len(row["actions"]) == 1
+    t = real_tree(FakePolicy(reply), workers=1, nodes=5, **budget)
+    assert len(rows(t)) == len(turns_of(t)) == 1
     assert result(t)["stopped_by"] == stopped
     assert time.monotonic() - begin < 30
+
+
+def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_it(monkeypatch):
+    monkeypatch.setattr(snapshot, "COPY_BYTES", 1000)
+    t = real_tree(FakePolicy(scripted), workers=3, nodes=4, k=3)
+    nodes = by_id(t)
+    assert nodes["0.0"]["valid"]
+    assert not nodes["0.0"]["kept"]
+    assert nodes["0.0.0"]["op"] == "draft"
+    assert result(t)["test_score"] is None
 
 
 # ------------------------------------------------------------------ the script
 
 
-def script(folder, *flags):
-    return start(folder, *flags, script="search.py", OMP_NUM_THREADS="1")
+def script(*flags):
+    return start(".", *flags, script="search.py", OMP_NUM_THREADS="1")
 
 
 BAD_INPUT = {
     "--task titanik": "Unknown task 'titanik'; did you mean titanic",
-    "--select evaluation --scope global": "know nothing of each other: leave out --scope global",
     "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
     "--seed 0 0": "--seed has a value twice",
     "--tau nan": "--tau must be from 0 to 1, not nan",
@@ -687,62 +669,60 @@ BAD_INPUT = {
     "--select evolution --rule-args unknown=1": "has no 'unknown'; it has drafts, crossover_prob",
     "--model x --url localhost:8000/v1": "localhost:8000/v1 does not answer: Request",
     "--url http://127.0.0.1:9/v1": "--url needs --model",
-    "--learn --url http://127.0.0.1:9/v1": "--learn trains the model in this process",
-    "--learn --select bfs": "choose one such as --select puct",
-    "--learn --children 1": "--children must be from 2",
-    "--parents 8": "--parents, --children and --lr are for --learn",
-    "--lr 0": "--parents, --children and --lr are for --learn",
     "--model /no/such/model": "/no/such/model",
 }
 
 
+def prepared(cfg):
+    """Does what main() does before the engine starts."""
+    search.check_config(cfg)
+    cfg.name = cfg.name or search.default_name("search", cfg)
+    path = policy.choose_model(cfg, cfg.url)
+    return path, search.prepare(cfg, path)
+
+
 @pytest.mark.parametrize("flags", BAD_INPUT)
-def test_bad_input_is_one_sentence_before_a_model_is_loaded(tmp_path, monkeypatch, flags):
-    monkeypatch.chdir(tmp_path)
+def test_bad_input_is_one_sentence_before_a_model_is_loaded(flags):
     with pytest.raises(UserError) as error:
         cfg = parse_config(search.Config, flags.split())
-        _, _, path, _ = search.prepare(cfg)
-        search.open_engine(cfg, path)
+        path, _ = prepared(cfg)
+        policy.open_engine(cfg, path, 0, 8)
     assert BAD_INPUT[flags] in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_bad_input_ends_with_exit_code_2(tmp_path):
-    process = script(tmp_path, "--tau", "7")
+def test_bad_input_ends_with_exit_code_2():
+    process = script("--tau", "7")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert err.splitlines()[-1] == "--tau must be from 0 to 1, not 7.0."  # no traceback
 
 
-def test_a_grid_is_not_written_over_a_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    single = tmp_path / "logs/x"
+def test_a_grid_is_not_written_over_a_run():
+    single = Path("logs/x")
     single.mkdir(parents=True)
     (single / "config.yaml").write_text("seed: 0\n")
-    (single / "result.json").write_text('{"test_score": 0.7}')
-    cfg = search_config(name="x", seed=(0, 1), model="tiny", backend="local")
     with user_error("logs/x is a single run, not a grid"):
-        search.prepare(cfg)
-    assert (single / "result.json").read_text() == '{"test_score": 0.7}'
+        opened(name="x", seed=(0, 1))
+    assert [path.name for path in single.iterdir()] == ["config.yaml"]
 
 
-@pytest.mark.parametrize("preset", ["search-adaptive", "search-greedy", "evaluate"])
-def test_presets_are_flat_and_so_is_config_yaml(tmp_path, monkeypatch, preset):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("preset", ["search-adaptive", "search-greedy"])
+def test_presets_are_flat_and_so_is_config_yaml(preset):
     flags = [f"{PROJECT}/configs/{preset}.yaml", "--model", "tiny", "--backend", "local"]
-    cfg = parse_config(search.Config, [*flags, "--name", "a"])
-    search.prepare(cfg)
-    saved = read_mapping(tmp_path / "logs/a/config.yaml")
+    cfg = parse_config(search.Config, flags)
+    _, (_, where, _) = prepared(cfg)
+    assert where == Path(f"logs/search-{cfg.select}-titanic-tail-tiny-0")
+    saved = read_mapping(where / "config.yaml")
     assert saved["nodes"] == cfg.nodes
     assert [key for key in saved if isinstance(saved[key], dict)] == ["fingerprint"]
 
 
 @pytest.mark.parametrize("names", ["a", "a/cell"])
 @pytest.mark.parametrize("asked", ["auto", "local"])
-def test_what_was_left_open_means_what_the_run_has_used(tmp_path, no_daemon, names, asked):
+def test_what_was_left_open_means_what_the_run_has_used(no_daemon, names, asked):
     """Docker may have started or stopped in between."""
-    no_daemon.chdir(tmp_path)
-    folder = tmp_path / "logs" / names
+    folder = Path("logs", names)
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("backend: docker\nmodel: there\n")
     cfg = search_config(name="a", model=None, backend=asked)
@@ -751,23 +731,26 @@ def test_what_was_left_open_means_what_the_run_has_used(tmp_path, no_daemon, nam
     assert cfg.sandbox.backend == {"auto": "docker", "local": "local"}[asked]
     cfg = search_config(name="a", model="tiny", backend="auto")
     with user_error("No Docker daemon answers at .* for --backend local choose another --name"):
-        search.prepare(cfg)
+        prepared(cfg)
+
+
+def until(process, text):
+    """Waits until the process prints a line with this text."""
+    return next(line for line in process.stdout if text in line)
 
 
 @pytest.mark.slow
-def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
+def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on():
     """Real engine, sandboxes, graders: killed in the middle, resumed, called when finished."""
     command = "--task titanic --sampling-mode none tail --backend local --model tiny --nodes 4"
     command = f"{command} --max-turns 4 --workers 2 --name grid".split()
-    process = script(tmp_path, *command)
-    for line in process.stdout:
-        if "2/4" in line:
-            break
+    process = script(*command)
+    until(process, "2/4")
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    before = {path: path.read_bytes() for path in (tmp_path / "logs/grid").glob("*/journal.jsonl")}
+    before = {path: path.read_bytes() for path in Path("logs/grid").glob("*/journal.jsonl")}
     assert sum(text.count(b"\n") for text in before.values()) >= 2
-    process = script(tmp_path, *command)
+    process = script(*command)
     out, err = process.communicate(timeout=500)
     assert process.returncode == 0, err
     for path, text in before.items():
@@ -778,59 +761,26 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(tmp_path):
     runs = [f"logs/grid/titanic-{mode}-0" for mode in ("none", "tail")]
     assert sorted(table) == [[run, "1"] for run in runs]  # best first
     begin = time.monotonic()
-    out, err = script(tmp_path, *command).communicate(timeout=60)
+    out, err = script(*command).communicate(timeout=60)
     assert "was finished before: nothing was run" in out
     assert time.monotonic() - begin < 20
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_how_to_go_on(tmp_path):
-    flags = "--backend local --model tiny --nodes 12 --max-turns 4 --name x"
-    process = script(tmp_path, *flags.split())
-    for line in process.stdout:
-        if "1/12" in line:
-            break
+def test_ctrl_c_says_how_to_go_on():
+    process = script(*"--backend local --model tiny --nodes 12 --max-turns 4 --name x".split())
+    until(process, "1/12")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "the same command continues" in err
     assert "Traceback" not in err
-    assert read_mapping(tmp_path / "logs/x/result.json")["status"] == "interrupted"
+    assert read_mapping(Path("logs/x/result.json"))["status"] == "interrupted"
 
 
-def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_it(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(snapshot, "COPY_BYTES", 1000)
-    model = FakePolicy(scripted)
-    t = real_tree(tmp_path / "run", model, 3, nodes=4, k=3)
-    nodes = by_id(t)
-    assert nodes["0.0"]["valid"]
-    assert not nodes["0.0"]["kept"]
-    assert nodes["0.0.0"]["op"] == "draft"
-    assert result(t)["test_score"] is None
-
-
-# ------------------------------------------------------------------ what was really done
-
-
-def test_ideas_above_tau_are_asked_for_again_and_marked(tmp_path):
-    first = "Strategy: usual\nProbability: 0.6\nStrategy: rare\nProbability: 0.05"
-    second = "Strategy: odd\nProbability: 0.02\nStrategy: common\nProbability: 0.4\n"
-    model = FakePolicy(first, f"{second}Strategy: rare\nProbability: 0.7")
-    t = run(tmp_path, model=model, nodes=3, k=3, workers=1, score_of=equal)
-    assert "List 2 more" in model.prompts[1]
-    ideas = {row["idea"]: row["probability"] for row in rows(t)}
-    assert ideas == {"rare": 0.05, "odd": 0.02, "common": 0.4}
-    options = {"modes": ("uniform",), "nodes": 2, "k": 2, "workers": 1}
-    t = run(tmp_path / "uniform", model=FakePolicy(first), **options)
-    assert {row["idea"] for row in rows(t)} == {"usual", "rare"}
-
-
-def test_a_journal_of_another_version_is_refused_with_one_sentence(tmp_path):
-    run(tmp_path, nodes=2, workers=1)
-    journal = tmp_path / "titanic-tail-0" / "journal.jsonl"
-    old = journal.read_text().replace('"improvement"', '"gain"')
-    journal.write_text(old.replace('"sampling_mode"', '"mode"'))
+def test_a_journal_of_another_version_is_refused_with_one_sentence():
+    run(nodes=2, workers=1)
+    journal = Path("logs/a/journal.jsonl")
+    journal.write_text(journal.read_text().replace('"sampling_mode"', '"mode"'))
     with user_error("another version of search.py .no 'sampling_mode'"):
-        run(tmp_path, nodes=2, workers=1)
+        opened(nodes=3)

@@ -10,6 +10,7 @@ import tarfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,19 +28,12 @@ TASK = replace(load_task("titanic", "", ""), baseline=0.0, reference=1.0)
 MIRRORED = replace(TASK, reference=-1.0, higher_is_better=False)
 
 
-class NoRun:
-    finished = False
-
-    def rows(self, file):
-        return []
-
-    def results(self):
-        return {}
+NO_RUN = SimpleNamespace(finished=False, rows=lambda file: [], results=dict)
 
 
 def make(select, task=TASK, **config):
     cfg = search_config(select=select, **config)
-    return Tree(task, "tail", 0, cfg, NoRun(), SELECT[select])
+    return Tree(task, "tail", 0, cfg, NO_RUN, SELECT[select])
 
 
 def put(t, parent, score, **more):
@@ -61,15 +55,6 @@ def end(t, node, score, idea="", status="validated", kept=True):
 
 def choose(t, seed=0):
     return t.rule.function(t, random.Random(seed), **t.constants)
-
-
-def decide(t, seed=0):
-    """As search.decide does it."""
-    if t.rule.debugs:
-        leaf = rules.failed_leaf(t, random.Random(seed), search.DEBUG_PROB)
-        if leaf:
-            return leaf
-    return choose(t, seed)
 
 
 def three(select, **config):
@@ -293,15 +278,15 @@ def test_failed_leaves_are_debugged_up_to_a_depth_and_faults_are_not(monkeypatch
     t = make("greedy", rule_args=("drafts=1",))
     put(t, "0", None)
     for id in ("0.0", "0.0.0", "0.0.0.0"):
-        assert decide(t).parent == id
+        assert search.decide(t).parent == id
         assert put(t, id, None).op == "debug"
-    assert decide(t).parent == "0"  # four failures in a row: given up
+    assert search.decide(t).parent == "0"  # four failures in a row: given up
     t = make("greedy", rule_args=("drafts=1",))
     put(t, "0", None, status="fault")
-    assert decide(t).parent == "0"
+    assert search.decide(t).parent == "0"
     monkeypatch.setattr(search, "DEBUG_PROB", 0.0)
     put(t, "0", None)
-    assert decide(t).parent == "0"
+    assert search.decide(t).parent == "0"
     assert search.start(t, Choice("0.0")).op == "draft"  # it starts from the root's files
 
 
@@ -309,8 +294,7 @@ def test_failed_leaves_are_debugged_up_to_a_depth_and_faults_are_not(monkeypatch
 def test_nothing_is_built_on_a_node_whose_files_are_too_large(select):
     """Nor is it chosen again and again."""
     t = make(select, nodes=14)
-    while not t.spent():
-        choice = decide(t, t.started)
+    while choice := search.decide(t):
         assert choice.parent != "0.1"
         node = search.start(t, choice)
         too_large = node.id == "0.1"
@@ -333,8 +317,7 @@ def decisions_of(select, task, fail_share=0.5):
     t = make(select, task, nodes=30, rule_args=special.get(select, ()))
     rng = random.Random(7)
     decisions = []
-    while not t.spent():
-        choice = decide(t, t.started)
+    while choice := search.decide(t):
         decisions.append(replace(choice, reason=""))
         score = None if rng.random() < fail_share else rng.uniform(-1, 2)
         idea = rng.choice(["ridge", "xgboost", "a network"])
