@@ -38,7 +38,7 @@ def expected_best(k: int, values: list[float]) -> float | None:
 
 
 def plus_minus(mean: float | None, error: float | None, sign: str = "", digits: int = 4) -> str:
-    """'0.7512 ± 0.0101'; "-" without a mean."""
+    """A mean with its error: '0.7512 ± 0.0101'; "-" without a mean."""
     if mean is None:
         return "-"
     text = f"{mean:{sign}.{digits}f}"
@@ -46,18 +46,18 @@ def plus_minus(mean: float | None, error: float | None, sign: str = "", digits: 
 
 
 def duration(seconds: float) -> str:
-    """'0m48s', '3m20s', '2h05m'."""
+    """A time as '0m48s', '3m20s' or '2h05m'."""
     minutes, rest = divmod(round(seconds), 60)
     hours, of_hour = divmod(minutes, 60)
     return f"{hours}h{of_hour:02d}m" if hours else f"{minutes}m{rest:02d}s"
 
 
 def count(number: float, noun: str) -> str:
-    """'1 node', '2 nodes', '0.5 nodes'."""
+    """A number with its noun: '1 node', '2 nodes', '0.5 nodes'."""
     ending = "" if number == 1 else "s"
     return f"{number:.9g} {noun}{ending}"
 
 
 def value_text(value) -> str:
-    """A setting in a name: the last part of a path."""
+    """A setting as part of a name: the last part of a path."""
     return str(value).rstrip("/").removesuffix("/best").split("/")[-1]

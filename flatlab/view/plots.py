@@ -182,7 +182,7 @@ def reached(rows: list[dict]) -> np.ndarray:
     return np.maximum(WORST, series(rows, "improvement"))
 
 
-PANELS = {  # of each kind of run: x axis, and for each panel its title and function
+PANELS = {  # kind of run -> x axis, and the functions of its panels by title
     "training": (
         "updates",
         {
@@ -355,7 +355,7 @@ def draw_plot(groups: list[RunGroup], key: str):
     unit = next((units[part] for part in units if part in key), words)
     x = "rounds" if run.rounds else PANELS[run.kind][0]
     title = shorten(f"{words.capitalize()}, {run.task}", 60)
-    axis.set(title=title, xlabel=f"{x} (means over {window_of(rows)})", ylabel=unit)
+    axis.set(title=title, xlabel=f"{x} (means over {window_of(rows)} rows)", ylabel=unit)
     finish(axis)
     return figure
 
