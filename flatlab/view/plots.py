@@ -10,13 +10,14 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
 
 from flatlab.errors import UserError
 from flatlab.numbers import count
-from flatlab.task.value import WORST
+from flatlab.task.value import WORST, improvement, score_at
 from flatlab.train.metrics import evaluation_columns
 from flatlab.view.reader import RunData, score_text
 
@@ -112,6 +113,9 @@ def draw_mean(axis, frame, **look):
 def draw_value(axis, groups):
     draw_key(axis, groups, "value_mean", BLUE, "training episodes")
     draw_key(axis, groups, "eval_value_mean", PINK, "evaluations", "--")
+    if len(groups) == len(groups[0].runs) == 1:  # standard error over the episodes
+        means, errors = [by_step(groups[0], f"eval_value_{key}")[0] for key in ("mean", "stderr")]
+        axis.errorbar(means.index, means, errors, fmt="none", color=PINK, capsize=3)
     draw_baseline(axis)
 
 
@@ -173,6 +177,12 @@ def nodes(so_far):
             frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
             draw_mean(axis, frame, color=group.colour, drawstyle="steps-post")
         axis.set_xlabel(f"{axis.get_xlabel()}; dot: valid, cross: failed (value -1)")
+        run = groups[0].runs[0]
+        if " " not in run.task:
+            axis.set_ylim(axis.get_ylim())
+            convert = partial(score_at, task=run), partial(improvement, task=run)
+            right = axis.secondary_yaxis("right", functions=convert)
+            right.set_ylabel(shorten(run.result["metric"], 40))
 
     return draw
 

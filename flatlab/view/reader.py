@@ -45,6 +45,16 @@ class RunData:
     def name(self) -> str:
         return self.dir.resolve().name
 
+    @property
+    def status(self) -> str:
+        """The status in result.json; "killed" if it is "running" but the process that holds the
+        lock has ended. Taking the lock could stop a writer.
+        """
+        lock = self.dir / ".lock"
+        pid = lock.read_text().strip() if lock.exists() else "none"
+        status = self.result.get("status", "unknown")
+        return "killed" if status == "running" and not Path("/proc", pid).exists() else status
+
 
 def read_run(directory) -> RunData:
     """A finished or running run. Raises UserError if there is nothing to show."""

@@ -108,7 +108,7 @@ def headline(run: RunData) -> str:
         text = f"imitation of {count(run.result['episodes'], 'episode')}: last loss {loss}."
     else:
         text = f"{value_sentence(run)}. {ends(run)}."
-    text = " ".join([text, f"Status: {run.result.get('status')}.", *notes([run])])
+    text = " ".join([text, f"Status: {run.status}.", *notes([run])])
     return text[0].upper() + text[1:]
 
 
@@ -182,6 +182,8 @@ def notes_of(run: RunData) -> list[str]:
         sentences.append(
             f"a search that went on with more --nodes has read the test part {reads} times"
         )
+    if "local" in result.get("sampling_modes_used", ()):
+        sentences.append("the selection rule replaced the sampling mode of some nodes")
     if len(run.fingerprint.get("code", ())) > 1:
         sentences.append("its code changed while it went on")
     if alarms := [text for row in run.rows + run.rounds for text in row.get("alarms", ())]:
@@ -317,10 +319,18 @@ def mean_or_each(values: list[float], sign: str) -> str:
 
 
 def difference(results: list[Result], best: list[Result]) -> str:
-    """The difference of the values to the best ones, over the seeds that both have."""
+    """The difference of the values to the best ones, over the seeds that both have; without such
+    seeds the difference of the means.
+    """
     values, others = values_of(results), values_of(best)
     pairs = [values[seed] - others[seed] for seed in values if seed in others]
-    return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)" if pairs else "-"
+    if pairs:
+        return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)"
+    if not (values and others):
+        return "-"
+    errors = [standard_error([*side.values()]) for side in (values, others)]
+    error = None if None in errors else math.hypot(*errors)
+    return plus_minus(fmean(values.values()) - fmean(others.values()), error, "+")
 
 
 def values_of(results: list[Result]) -> dict:
@@ -357,7 +367,8 @@ def final_table(result: dict) -> str:
         label = name if step < 0 else f"{name} (step {step})"
         if fell_by_half(facts["valid_share"], untrained["valid_share"]):
             label += " !"
-            marks.append(f"! {name}: more than half of the valid submissions are lost.")
+            shares = f"{untrained['valid_share']:.0%} to {facts['valid_share']:.0%}"
+            marks.append(f"! {name}: the share of valid submissions fell from {shares}.")
         error = facts.get("difference_stderr")
         row = {
             "adapter": label,
