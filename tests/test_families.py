@@ -213,7 +213,7 @@ async def share_weights(policy) -> dict:
     except SHARING_ERRORS as error:
         return {"not shared": repr(error)}
     lora = {"r": 16, "lora_alpha": 32, "target_modules": None}
-    policy._build_trainer(base, lora, False)
+    policy._build_trainer(base, lora)
     served = served_model(policy.engine)
     of_the_engine = {p.untyped_storage().data_ptr() for p in served.parameters()}
     copies = []
@@ -234,13 +234,15 @@ def keep_weights(method, layer) -> None:
 def answer(dtype: str, name: str) -> dict:
     from flatlab.errors import UserError
     from flatlab.model.lora_sync import LoraLinear
+    from flatlab.options import ModelOptions
     from policy import Policy, resolve_model
 
     LoraLinear.process_weights_after_loading = keep_weights
     folder = tempfile.mkdtemp()
     try:
         save(name, folder)
-        policy = Policy(resolve_model(folder), context=256, max_batch=8, dtype=dtype)
+        Policy.dtype = dtype
+        policy = Policy(resolve_model(folder), ModelOptions(context=256), max_batch=8)
         result = asyncio.run(train(policy))
         return result | asyncio.run(share_weights(policy))
     except UserError as error:

@@ -12,11 +12,13 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 
 import env
+import sft
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, read_rows
 from flatlab.model import memory
 from flatlab.model.lora_sync import at_most
-from flatlab.train import imitation, metrics
+from flatlab.options import ModelOptions
+from flatlab.train import metrics
 from flatlab.tree import prompts
 from flatlab.world.texts import load_prompts
 from helpers import (
@@ -29,7 +31,7 @@ from helpers import (
     python,
     user_error,
 )
-from policy import ModelPath, Policy
+from policy import ModelPath, Policy, Trainer
 from tasks import load_task
 from tools import get_smollm2, make_tiny
 
@@ -48,20 +50,35 @@ def test_the_estimate_agrees_with_what_was_measured():
     assert memory.bytes_needed(2048, SMOLLM2, 4, True) < 2.5 * GIB
 
 
-def test_the_tokens_of_a_training_pass_follow_from_model_and_memory(monkeypatch, capsys):
-    policy = SimpleNamespace(
-        device="cpu", dtype=torch.float32, model=SimpleNamespace(config=SMOLLM2), context=4096
-    )
-    monkeypatch.setattr(memory, "free_bytes", lambda device, processes: 16 * GIB // processes)
-    assert memory.fit_micro_tokens(policy, False) == 2048
-    assert capsys.readouterr().err == ""
-    policy.context = 16384
-    assert memory.fit_micro_tokens(policy, False) == 2048
-    assert "memory: an episode of 16384 tokens" in capsys.readouterr().err
-    assert memory.fit_micro_tokens(policy, True) == memory.MOST_TOKENS
-    assert memory.fit_micro_tokens(policy, False, processes=4) == 512
+def test_the_tokens_of_a_training_pass_follow_from_model_and_memory():
+    def fit(free):
+        return memory.fit_micro_tokens(free, SMOLLM2, 4, False)
+
+    assert (fit(16 * GIB), fit(4 * GIB)) == (2048, 512)
     with user_error("The model does not fit: a training pass over 256 tokens needs about 0.8 GiB"):
-        memory.fit_micro_tokens(policy, False, processes=64)
+        fit(GIB // 4)
+
+
+@pytest.mark.parametrize(
+    "context, wanted, processes, tokens, recomputes",
+    [
+        (4096, None, 1, 2048, False),
+        (4096, 1024, 1, 1024, False),
+        (4096, 16384, 1, 16384, True),
+        (4096, None, 4, 4096, True),
+        (16384, None, 1, memory.MOST_TOKENS, True),
+    ],
+)
+def test_layers_are_recomputed_if_a_pass_over_a_whole_context_would_not_fit(
+    monkeypatch, context, wanted, processes, tokens, recomputes
+):
+    policy = Trainer.__new__(Trainer)
+    policy.device, policy.dtype, policy.context = "cpu", torch.float32, context
+    policy.model, policy.recomputes = SimpleNamespace(config=SMOLLM2), False
+    policy.recompute_layers = lambda: setattr(policy, "recomputes", True)
+    monkeypatch.setattr(memory, "free_bytes", lambda device, processes: 16 * GIB // processes)
+    assert policy.fit_micro_tokens(wanted, processes) == tokens
+    assert policy.recomputes == recomputes
 
 
 def test_the_limits_of_control_groups_count(tmp_path):
@@ -128,7 +145,7 @@ ADVICE = "If the prompts changed on purpose: run `python tools/make_tiny.py`, co
 @pytest.fixture(scope="session")
 def tiny_policy(tiny_model):
     """One for the session: an engine that ends takes the process groups of all engines with it."""
-    return Policy(tiny_model, context=2048, max_batch=EPISODES)
+    return Policy(tiny_model, ModelOptions(context=2048), max_batch=EPISODES)
 
 
 @pytest.mark.slow
@@ -180,7 +197,8 @@ def smollm2():
         folder = get_smollm2.get_model()
     except UserError as error:
         pytest.skip(str(error))
-    return Policy(ModelPath(str(folder), None, False), context=1024, max_batch=8)
+    path = ModelPath(str(folder), None, False)
+    return Policy(path, ModelOptions(context=1024), max_batch=8)
 
 
 @pytest.mark.slow
@@ -198,7 +216,7 @@ def test_demonstrations_are_scored_can_be_imitated_and_have_the_texts_of_an_epis
     scores = [e["score"]["value"] for e in episodes if e["score"]["valid"]]
     assert min(scores) < 1.0 < max(scores)
     task = load_task("battleOfSexes", "", "")
-    best = imitation.best_episodes([str(folder)], [task], 1.0)
+    best = sft.best_episodes(sft.Config(runs=(str(folder),), share=1.0), [task])
     assert best
     assert all(e["score"]["value"] > task.baseline for e in best)
     turns = read_mapping(PROJECT / "configs/grpo-cpu.yaml")["max_turns"]

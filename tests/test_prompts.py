@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+import sft
 from env import Env
 from flatlab.model.chat import ChatTokens, Sample
 from flatlab.options import EpisodeOptions
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.sandbox.client import Sandbox
-from flatlab.task import grading
-from flatlab.task.grading import Software
-from flatlab.train import imitation
+from flatlab.task import machine
+from flatlab.task.machine import Software
 from flatlab.tree import prompts
 from flatlab.tree.nodes import Node
 from flatlab.view.reader import observed
@@ -72,11 +72,11 @@ def test_the_texts_of_an_episode_are_the_recorded_ones(name, monkeypatch):
         said["system"], said["full"] = first_of(world, OPTIONS)
         world.ends_at_score = True
         said["system, ends"] = first_of(world, OPTIONS)[0]
-        machine = texts.machine_facts(world, OPTIONS)
+        facts = texts.machine_facts(world, OPTIONS)
     agent, tiny = map(texts.load_prompts, (AGENT_TEXTS, TINY_TEXTS))
     said["about short"] = prompts.about(tiny, task, {})
-    said["about full"] = prompts.about(agent, task, machine)
-    said["about full, left"] = prompts.about(agent, task, machine, 3, 12)
+    said["about full"] = prompts.about(agent, task, facts)
+    said["about full, left"] = prompts.about(agent, task, facts, 3, 12)
     scores = [{"score": None}, {"score": 0.25}, {"score": 0.5}]
     said["note, none"] = texts.note(OPTIONS, task, scores[:1], 5, 1790)
     said["note, last"] = texts.note(OPTIONS, task, scores, 1, 20)
@@ -173,21 +173,23 @@ def test_the_stand_in_is_known_by_its_config_and_not_by_the_name_of_its_folder(
 @pytest.mark.parametrize("file", [TINY_TEXTS, AGENT_TEXTS])
 def test_reset_returns_what_the_agent_of_the_file_reads(file):
     """More that an environment tells ends the first message."""
-    played, shown = Env(TITANIC, LOCAL), Env(TITANIC, LOCAL)
-    played.message = shown.message = "Begin with the simplest rule."
+    message = "Begin with the simplest rule."
+    played, shown = [Env(TITANIC, LOCAL, message=message) for _ in range(2)]
     options = FULL | {"prompts": file}
-    shown.episode = EpisodeOptions(**options)
     episode = asyncio.run(play_once(played, FakePolicy(block("submit")), **options))
-    assert episode.prompt.endswith("\n\nBegin with the simplest rule.")
+    assert episode.prompt.endswith(f"\n\n{message}")
     with shown:
-        assert shown.reset() == f"{episode.system}\n\n{episode.prompt}".lstrip()
+        assert (
+            shown.reset(EpisodeOptions(**options))
+            == f"{episode.system}\n\n{episode.prompt}".lstrip()
+        )
 
 
 def test_packages_are_looked_up_once_for_all_episodes(monkeypatch):
     commands = []
     run = Sandbox.run
     monkeypatch.setattr(Sandbox, "run", lambda *call: commands.append(call[1]) or run(*call))
-    monkeypatch.setattr(grading, "looked_up", {})
+    monkeypatch.setattr(machine, "looked_up", {})
 
     async def main():
         policy = FakePolicy(block("submit"))
@@ -370,6 +372,7 @@ def test_an_imitated_transcript_has_the_tokens_of_the_episode(thoughts):
     policy, episode = thinking(thoughts)
     assert len(episode.segments) == (1 if thoughts == "keep" else 3)
     options = replace(OPTIONS, max_observation_tokens=512, thoughts=thoughts)
-    sequences = imitation.sequences_from(episode.to_dict(), policy, options)
+    cfg = sft.Config(episode=options)
+    sequences = sft.sequences_from(episode.to_dict(), policy, cfg)
     assert [s.tokens for s in sequences] == [s.tokens for s in episode.segments]
     assert [s.mask for s in sequences] == [s.mask for s in episode.segments]
