@@ -312,18 +312,22 @@ def test_bad_input_is_one_sentence_and_code_2_before_any_model(tmp_path, monkeyp
         assert "model    " not in out
 
 
-MISSING = {
-    "--model m": "m has no chat template: choose an instruct model.\n",
-    "--model tiny --trackers wandb": (
-        "--trackers wandb needs a missing package: pip install wandb\n"
-    ),
-}
+NO_TEMPLATE = "m has no chat template: choose an instruct model.\n"
+NO_WANDB = "--trackers wandb needs a missing package: pip install wandb\n"
 
 
-@pytest.mark.parametrize("flags", MISSING)
-@pytest.mark.parametrize("script", [grpo, search, evaluate])
+@pytest.mark.parametrize(
+    "script, flags, sentence",
+    [
+        (grpo, "--model m", NO_TEMPLATE),
+        (search, "--model m", NO_TEMPLATE),
+        (evaluate, "--model m", NO_TEMPLATE),
+        (grpo, "--model tiny --trackers wandb", NO_WANDB),
+        (search, "--model tiny --trackers wandb", NO_WANDB),
+    ],
+)
 def test_what_is_missing_leaves_no_run_directory(
-    script, flags, random_model, tmp_path, monkeypatch, capsys
+    script, flags, sentence, random_model, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
@@ -332,5 +336,5 @@ def test_what_is_missing_leaves_no_run_directory(
     command = f"{flags} --task titanic --backend local".split()
     code, _, err = run_here(script.main, *command, monkeypatch=monkeypatch, capsys=capsys)
     assert code == 2
-    assert err == MISSING[flags]
+    assert err == sentence
     assert not Path("logs").exists()

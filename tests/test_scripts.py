@@ -397,10 +397,10 @@ def test_ppo_whitens_its_advantages_and_sets_targets():
     episodes = [Episode("titanic", i, segments=segments, turns=[{}, {}]) for i in range(2)]
     group = Group(0, TASK, episodes, [1.0, 1.0])
     cfg = configure(CFG, micro_tokens=100)
-    batch, targets = ppo.make_batch(Critic(), [group], cfg, Job())
+    batch = ppo.make_batch(Critic(), [group], cfg, Job())
     one = 0.1 / (0.02 / 3) ** 0.5  # returns minus values: 0.9 0.8 0.7, mean 0.8
     for sequence in batch:
-        assert targets[id(sequence)] == pytest.approx([1, 1, 1])
+        assert sequence.target == pytest.approx([1, 1, 1])
         assert sequence.advantage == pytest.approx([one, 0, -one], abs=1e-5)
         assert sequence.weight == 1 / 6
 
