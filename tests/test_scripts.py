@@ -222,11 +222,12 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
     search = "--task titanic --backend local --sampling-mode none --name"
     done(tmp_path, "search.py", f"{search} tree --nodes 8 --rule-args branching=8")
     imitation = "--runs logs/tree --task titanic --updates 12 --name learned"
-    made = tmp_path / "logs/learned/metrics.jsonl"
-    run_until(tmp_path, made.exists, "sft.py", imitation, signal.SIGKILL)
+    run = tmp_path / "logs/learned"
+    is_far = lambda: any(run.glob("checkpoints/0*"))  # noqa: E731
+    run_until(tmp_path, is_far, "sft.py", imitation, signal.SIGKILL)
     out = done(tmp_path, "sft.py", imitation)
     assert "resumed after step" in out
-    losses = [row["loss"] for row in read_rows(made)]
+    losses = [row["loss"] for row in read_rows(run / "metrics.jsonl")]
     assert len(losses) == 12 and losses[-1] < losses[0]
     assert "was finished before: nothing was run" in done(tmp_path, "sft.py", imitation)
     done(tmp_path, "search.py", f"{search} again --nodes 1 --model logs/learned/best")
@@ -397,10 +398,10 @@ def test_ppo_whitens_its_advantages_and_sets_targets():
     episodes = [Episode("titanic", i, segments=segments, turns=[{}, {}]) for i in range(2)]
     group = Group(0, TASK, episodes, [1.0, 1.0])
     cfg = configure(CFG, micro_tokens=100)
-    batch, targets = ppo.make_batch(Critic(), [group], cfg, Job())
+    batch = ppo.make_batch(Critic(), [group], cfg, Job())
     one = 0.1 / (0.02 / 3) ** 0.5  # returns minus values: 0.9 0.8 0.7, mean 0.8
     for sequence in batch:
-        assert targets[id(sequence)] == pytest.approx([1, 1, 1])
+        assert sequence.target == pytest.approx([1, 1, 1])
         assert sequence.advantage == pytest.approx([one, 0, -one], abs=1e-5)
         assert sequence.weight == 1 / 6
 

@@ -312,7 +312,7 @@ def turn_record(sample: Sample, step) -> dict:
         "note": "",  # text after the observation
         "stop_reason": sample.stop_reason,
         "version": sample.version,
-        "reply_tokens": len(sample.tokens),
+        "reply_tokens": getattr(sample, "reply_tokens", len(sample.tokens)),
         **step_record(step),
     }
 
