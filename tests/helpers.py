@@ -354,6 +354,8 @@ def segments_of(directory, name):
 MADE_BY = {"code": "a", "task": "b", "model": "c"}  # see fingerprint()
 CONFIG = {"task": "titanic", "model": "tiny", "seed": 1, "steps": 5, "lr": 1e-5}
 RESULT = {
+    "kind": "training",
+    "task": "titanic",
     "metric": "accuracy",
     "higher_is_better": True,
     "baseline": 0.6,
@@ -401,10 +403,6 @@ def episode(value, reply="hello", status="submit", observation="seen hello"):
 
 def node(id, score, op="draft", **more):
     """A row of journal.jsonl; score None: a node that failed."""
-    turns = [
-        turn(f"I try {id}", f"output of {id}", action="python3 solve.py"),
-        turn("```bash\nvalidate\n```", "validation", "validate", score, action="validate"),
-    ]
     made = Node(
         id,
         parent=id.rpartition(".")[0],
@@ -418,13 +416,12 @@ def node(id, score, op="draft", **more):
         status="turn_limit" if score is None else "validated",
         error="KeyError: 'missing'" if score is None else "",
         code={"solve.py": f"import csv\nprint('{id}')\n"},
-        diff="-old line\n+new line\n",
         tokens=50,
         seconds=1.0,
         elapsed=2.0,
         decision={"rule": "ucb", "reason": "highest bound", "scores": {"0": 1.0}},
     )
-    return {name: getattr(made, name) for name in COLUMNS} | {"actions": turns} | more
+    return {name: getattr(made, name) for name in COLUMNS} | more
 
 
 def search_result(rows, **more):
@@ -444,4 +441,4 @@ def search_result(rows, **more):
         "test_score": None,
         "test_minus_validation": None,
     }
-    return RESULT | result | more
+    return RESULT | {"kind": "search"} | result | more

@@ -272,8 +272,7 @@ class World:
         self.backend = backend
         self.seen: dict[str, tuple[str, env.Step, str]] = {}
         with env.Env(task, backend) as box:
-            box.episode = EpisodeOptions(prompts=PROMPTS)
-            self.prompt = box.reset()
+            self.prompt = box.reset(EpisodeOptions(prompts=PROMPTS))
             self.nothing = box.step(block("validate"))  # the answer without an artefact
 
     def actions(self) -> list[str]:
@@ -293,12 +292,15 @@ class World:
         """
         if reply not in self.seen:
             with env.Env(self.task, self.backend) as box:
-                box.episode = EpisodeOptions(prompts=PROMPTS)
                 box.restart()
                 observation = box.step(reply).observation
                 step = box.step(block("validate"))
                 with box.fork() as child:
-                    self.seen[reply] = observation, step, child.prompt()
+                    self.seen[reply] = (
+                        observation,
+                        step,
+                        child.prompt(EpisodeOptions(prompts=PROMPTS)),
+                    )
         return self.seen[reply]
 
     def node(self, words: str, program: str) -> SimpleNamespace:
