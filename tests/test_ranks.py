@@ -347,8 +347,9 @@ def main(model: str, steps: str, scripts: str, ahead: str = "0") -> None:
     from examples import ppo
     from flatlab.options import ModelOptions
     from flatlab.runs.store import open_run
+    from flatlab.train import metrics
     from flatlab.train.job import Job
-    from helpers import MADE_BY, RESULT, configure
+    from helpers import MADE_BY, configure
     from policy import ModelPath
     from training import CFG, TASK, one_reply, waiting_reply, weights_of
 
@@ -372,7 +373,7 @@ def main(model: str, steps: str, scripts: str, ahead: str = "0") -> None:
         if ranks.rank == 0:
             config = {"task": ["titanic"], "steps": cfg.steps}
             job.run = open_run(f"logs/{name}", config, MADE_BY)
-        job.result(**RESULT)
+        job.result(**metrics.first_results([TASK], "training"))
         asyncio.run(trains[name](policy, [TASK], cfg, job))
 
 
