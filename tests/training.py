@@ -70,6 +70,10 @@ def episodes_of(steps, name="a"):
     return [read_rows(f"logs/{name}/episodes/{step:06d}.jsonl") for step in range(steps)]
 
 
+def versions_of(episodes):
+    return {turn["version"] for e in episodes for turn in e["turns"]}
+
+
 def valid(value, task=TASK):
     return Score(value, task.metric, "validation", True, "")
 
