@@ -131,7 +131,7 @@ def play(policy, tmp_path, monkeypatch):
     from flatlab.train import metrics
     from flatlab.train.job import Job
     from flatlab.view import page
-    from helpers import MADE_BY, RESULT, configure
+    from helpers import MADE_BY, configure
     from training import CFG, TASK, one_reply, weights_of
 
     monkeypatch.chdir(tmp_path)
@@ -166,7 +166,7 @@ def play(policy, tmp_path, monkeypatch):
         )
         config = {"task": list(cfg.tasks.task), "steps": cfg.steps}
         run = store.open_run(f"logs/{name}", config, MADE_BY)
-        run.result(**RESULT)
+        run.result(**metrics.first_results(list(tasks), "training"))
         run.trackers += trackers
         try:
             job = Job(run=run)

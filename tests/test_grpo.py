@@ -2,15 +2,14 @@
 the real engine.
 """
 
-import errno
 import json
 import math
-import os
+import re
 import shutil
 import subprocess
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ import grpo
 from flatlab.files import read_mapping, read_rows
 from flatlab.options import EpisodeOptions, ModelOptions, derive
 from flatlab.runs import store
-from flatlab.task.value import summary_text
 from flatlab.train import metrics
 from flatlab.train.batch import Group, TrainSequence, gather_groups
 from flatlab.train.job import Job, Ranks
@@ -42,23 +40,23 @@ from training import (
     randomise,
     result_of,
     scored_group,
+    versions_of,
     weights_of,
 )
 
 
-def random_pieces(policy, *lengths_and_advantages):
+def random_pieces(policy, **advantages):
+    """A sequence for each of n12=1.0: of 12 tokens, of which 8 are trained with advantage 1."""
     generator = torch.Generator().manual_seed(0)
     pieces = []
-    for length, advantage in lengths_and_advantages:
-        tokens = torch.randint(0, 250, (length,), generator=generator).tolist()
+    for length, advantage in advantages.items():
+        tokens = torch.randint(0, 250, (int(length[1:]),), generator=generator).tolist()
         tokens, mask = pair(tokens[:4], tokens[4:])
         with torch.no_grad():
             old = policy.logprobs([(tokens, mask)])[0].tolist()
         count = len(old)
-        pieces.append(TrainSequence(tokens, mask, old, [advantage] * count, [0] * count))
-    total = sum(len(p.old) for p in pieces)
-    for p in pieces:
-        p.weight = 1 / total
+        piece = TrainSequence(tokens, mask, old, [advantage] * count, [0] * count, weight=0.02)
+        pieces.append(piece)
     return pieces
 
 
@@ -84,7 +82,7 @@ def update(policy, monkeypatch):
 @pytest.mark.parametrize("loss", list(grpo.LOSSES))
 def test_the_gradient_does_not_depend_on_the_micro_batches(policy, update, loss, monkeypatch):
     randomise(policy)
-    batch = random_pieces(policy, (12, 1.0), (30, -0.5), (21, 0.7), (8, -1.2))
+    batch = random_pieces(policy, n12=1.0, n30=-0.5, n21=0.7, n8=-1.2)
     randomise(policy, 2, 0.005)  # now the ratios are not all 1
     monkeypatch.setattr(policy, "diff_limit", 9.0)
     monkeypatch.setattr(grpo, "MAX_GRAD_NORM", 1e9)
@@ -100,19 +98,13 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(policy, update, loss,
 def test_a_token_whose_log_prob_is_no_number_is_left_out(policy, update):
     """NaN from the engine: the update is that of the other tokens, and the row says so."""
     randomise(policy)
-    first, second = random_pieces(policy, (12, 1.0), (20, -0.5))
-    old = first.old[:-1]
-    damaged = replace(first, old=[*old, math.nan])
-    mask = [*first.mask[:-1], 0]
-    shorter = replace(
-        first, mask=mask, old=old, advantage=first.advantage[:-1], version=first.version[:-1]
-    )
-    cfg = configure(CFG, kl=0.05)
-    row, with_damage = update([damaged, second], cfg)
-    _, without = update([shorter, second], cfg)
-    assert row["lost_tokens"] == 1
+    first, second = random_pieces(policy, n12=1.0, n20=-0.5)
+    damaged = replace(first, old=[*first.old[:-1], math.nan])
+    shorter = replace(first, advantage=[*first.advantage[:-1], 0.0])
+    row, with_damage = update([damaged, second])
+    _, without = update([shorter, second])
+    assert (row["lost_tokens"], row["skipped"]) == (1, 0)
     assert math.isfinite(row["grad_norm"])
-    assert row["skipped"] == 0
     assert all_close(with_damage, without, 1e-7)
     assert "not finite" in " ".join(metrics.alarms(row, []))
 
@@ -126,12 +118,12 @@ def test_one_rank_whose_samples_disagree_stops_all_of_them(policy, update, monke
     monkeypatch.setattr(policy, "diff_limit", 8.0)  # the mean over the ranks is below it
     before = weights_of(policy)
     with user_error(f"disagree by {other:g} nats on the samples of this step"):
-        update(random_pieces(policy, (12, 1.0)), optimizer=policy.make_optimizer(1.0))
+        update(random_pieces(policy, n12=1.0), optimizer=policy.make_optimizer(1.0))
     assert has_weights(policy, before)
 
 
 def test_an_update_with_a_wild_gradient_is_skipped(policy, update, monkeypatch):
-    batch = random_pieces(policy, (12, 1.0))
+    batch = random_pieces(policy, n12=1.0)
     before = weights_of(policy)
     optimizer = policy.make_optimizer(1.0)
     with monkeypatch.context() as patch:
@@ -141,9 +133,7 @@ def test_an_update_with_a_wild_gradient_is_skipped(policy, update, monkeypatch):
 
     def broken(*args, **kwargs):
         logp, entropy = real(*args, **kwargs)
-        factor = torch.ones(len(logp))
-        factor[0] = math.nan
-        return logp * factor, entropy
+        return logp * torch.tensor([math.nan, *[1.0] * (len(logp) - 1)]), entropy
 
     monkeypatch.setattr(policy, "logprobs", broken)
     row, _ = update(batch, optimizer=optimizer)
@@ -182,63 +172,53 @@ ALARMS = (
 @pytest.mark.parametrize("values, expected", ALARMS)
 def test_alarms(values, expected):
     alarms = metrics.alarms(row(12, **values), HEALTHY)
-    assert len(alarms) == len(expected)
-    for alarm, words in zip(alarms, expected):
+    for alarm, words in zip(alarms, expected, strict=True):
         assert words in alarm
 
 
 def test_a_row_without_numbers_does_not_spoil_what_is_usual():
-    damaged = row(1, grad_norm=math.nan, entropy=math.nan)
-    before = [row(0), damaged, row(2)]
+    before = [row(0), row(1, grad_norm=math.nan, entropy=math.nan), row(2)]
     assert metrics.alarms(row(3), before) == []
-    [alarm] = metrics.alarms(row(3, entropy=0.01), before)
-    assert alarm.startswith("the entropy collaps")
+    assert len(metrics.alarms(row(3, entropy=0.01), before)) == 1
 
 
 def test_the_row_counts_faults_graders_without_a_result_and_records():
-    group = scored_group(TASK, 0.7, None, 0.8)
-    first, second, third = group.episodes
+    group = scored_group(TASK, 0.7, None, 0.8, 0.0)
+    _, second, third, fourth = group.episodes
     second.score = replace(second.score, grader_output="exit code 1")
     third.score = replace(third.score, record="the file")
-    group.episodes.append(Episode(TASK.name, 3, status="fault"))
+    fourth.status = "fault"
     group.rewards = [0.1, -1.0, 0.2]
     row = metrics.step_metrics([group], [TASK])
-    assert (row["episodes"], row["faults"], row["fault_share"]) == (3, 1, 1 / 4)
-    assert (row["ungraded_share"], row["records"]) == (1 / 3, 1)
-    assert (row["valid_share"], row["zero_variance_share"]) == (2 / 3, 0)
+    expected = {"episodes": 3, "faults": 1, "fault_share": 1 / 4, "ungraded_share": 1 / 3}
+    expected |= {"records": 1, "valid_share": 2 / 3, "zero_variance_share": 0}
+    assert row.items() >= expected.items()
 
 
-def evaluated(gain, stderr=0.05, valid=0.8):
+def evaluated(gain, step=19, valid=0.8):
     """Healthy steps, and an evaluation after the last one."""
-    numbers = {"value_mean": gain, "value_stderr": stderr, "valid_share": valid}
-    return [*HEALTHY, row(19) | metrics.evaluation_columns(numbers)]
+    numbers = {"value_mean": gain, "value_stderr": 0.05, "valid_share": valid}
+    return [*HEALTHY, row(step) | metrics.evaluation_columns(numbers)]
 
 
-def unlearned(step):
-    """A row of a step in which all groups had equal rewards."""
-    made = row(step, zero_variance_share=1.0)
+UNLEARNED = [row(i, zero_variance_share=1.0) for i in range(5)]  # all groups had equal rewards
+for made in UNLEARNED:
     del made["loss"]
-    return made
-
-
 NOTHING_LEFT = [row(i, valid_share=0.02) for i in range(5)]
+FELL = "held-out value fell from 0.500 (step 9) to 0.100, 5.7 standard errors"
 COLLAPSES = (
     (HEALTHY, ""),
     (evaluated(0.35), ""),  # 2.1 standard errors
-    (evaluated(0.1), "held-out value fell from 0.500 (step 9) to 0.100, 5.7 standard errors"),
-    (
-        evaluated(0.1, valid=0.2),
-        "held-out value fell from 0.500 (step 9) to 0.100, 5.7 standard "
-        "errors, and the share of valid submissions from 80% to 20%",
-    ),
+    (evaluated(0.1), FELL),
+    (evaluated(0.1, valid=0.2), f"{FELL}, and the share of valid submissions from 80% to 20%"),
     (evaluated(0.9), ""),
-    (evaluated(0.1)[:-1] + [row(8, eval_value_mean=0.1, eval_value_stderr=0.05)], ""),
+    (evaluated(0.1, step=8), ""),
     ([row(0, kl=2.0), row(1, kl=2.0)], ""),
     ([row(i, kl=2.0) for i in range(3)], "KL to the reference"),
     ([row(i, skipped=1) for i in range(3)], "three updates"),
     ([row(0, skipped=1), row(1), row(2, skipped=1)], ""),
-    ([*HEALTHY, *map(unlearned, range(4))], ""),
-    ([row(0), *map(unlearned, range(5))], "there was nothing to learn in 5 steps in a row"),
+    ([*HEALTHY, *UNLEARNED[1:]], ""),
+    ([row(0), *UNLEARNED], "there was nothing to learn in 5 steps in a row"),
     (NOTHING_LEFT, ""),  # it was never better
     ([row(0), *NOTHING_LEFT], "at most 2.0% of the episodes were valid in 5 steps in a row"),
     ([row(0), *NOTHING_LEFT[:4], row(5)], ""),
@@ -267,9 +247,8 @@ def test_best_is_the_adapter_with_the_largest_mean_value():
     steady = judged(TASK, *[0.742] * 64)
     assert nothing["score_mean"] is nothing["score_best_of_8"] is None
     assert (nothing["value_mean"], nothing["valid_share"]) == (-1, 0)
-    assert metrics.evaluation_line("x", nothing, [TASK]).startswith(
-        "x: value -1.0000 ± 0.0000, 0% valid ("
-    )
+    line = metrics.evaluation_line("x", nothing, [TASK])
+    assert line.startswith("x: value -1.0000 ± 0.0000, 0% valid (")
     assert risky["score_mean"] == pytest.approx(0.79)
     assert metrics.better(nothing, None)
     for worse, better in pairwise([nothing, worst, bad, risky, steady]):
@@ -284,8 +263,6 @@ def test_one_wild_score_does_not_hide_a_good_policy():
     good = judged(task, *[0.40] * 63, -60.0)
     poor = judged(task, *[0.10] * 64)
     assert metrics.better(good, poor)
-    assert not metrics.better(poor, good)
-    assert summary_text(good).startswith("value +0.8")
     assert good["score_mean"] < poor["score_mean"]
 
 
@@ -295,34 +272,26 @@ def test_one_wild_score_does_not_hide_a_good_policy():
 # rounding.
 
 
-def without_times(rows):
-    timed = {"time", "tokens_per_second", "memory_gb"}
-    return [
-        {k: v for k, v in row.items() if k not in timed and not k.startswith("seconds")}
-        for row in rows
-    ]
+def numbers_of(rows):
+    """The rows without times and memory."""
+    timed = re.compile("time|seconds|tokens_per_second|memory_gb")
+    return [{k: v for k, v in row.items() if not timed.match(k)} for row in rows]
 
 
 @pytest.mark.parametrize("options", [{}, slow({"eval_episodes": 4, "eval_every": 2})])
 def test_4_steps_are_2_and_2_steps(play, policy, options):
-    """Bit for bit: adapter, optimiser, rows, transcripts; also if the first try of the second half
-    ends in the middle of a step, and with a history of scores and an evaluation in between.
+    """Bit for bit: adapter, rows, replies; also if the first try of the second half ends in the
+    middle of a step, and with an evaluation in between.
     """
-    calls = iter(range(100))
+    calls = count()
 
     async def dies(*args, **kwargs):
         if next(calls) == 5:
             raise ZeroDivisionError
         return await one_reply(*args, **kwargs)
 
-    def left_by(name):
-        """The optimiser, and the version and reply of each episode."""
-        file = Path("logs", name, "checkpoints/000003/trainer.pt")
-        texts = []
-        for episodes in episodes_of(4, name):
-            turns = [episode["turns"][0] for episode in episodes]
-            texts.append([(turn["version"], turn["reply"]) for turn in turns])
-        return str(torch.load(file, weights_only=True)), texts
+    def replies(name):
+        return [e["turns"][0]["reply"] for episodes in episodes_of(4, name) for e in episodes]
 
     options = {"concurrency": 1, **options}
     whole = play("whole", steps=4, **options)
@@ -335,10 +304,9 @@ def test_4_steps_are_2_and_2_steps(play, policy, options):
     assert [row["lr"] for row in halves] == pytest.approx([0.002, 0.004, 0.006, 0.008])  # warm-up
     assert halves[:2] == first
     assert has_weights(policy, weights)
-    assert without_times(whole) == without_times(halves)
-    assert left_by("whole") == left_by("halves")
-    versions = [{version for version, _ in texts} for texts in left_by("halves")[1]]
-    assert versions == [{0}, {1}, {2}, {3}]
+    assert numbers_of(whole) == numbers_of(halves)
+    assert replies("whole") == replies("halves")
+    assert [*map(versions_of, episodes_of(4, "halves"))] == [{0}, {1}, {2}, {3}]
 
 
 @pytest.mark.slow
@@ -370,94 +338,72 @@ class Watched:
         return await one_reply(world, policy, options, seed, score_test, score=score)
 
 
-def test_the_end_of_a_run_compares_the_adapters_on_the_same_fresh_seeds(play):
+def test_the_end_of_a_run_compares_the_adapters_and_a_longer_run_does_anew(play, policy):
+    """On the same fresh seeds. A run that starts from a trained adapter compares with that one."""
+
+    def files():
+        return " ".join(sorted(path.stem for path in Path("logs/a/episodes").glob("*.jsonl")))
+
+    randomise(policy)
+    start = weights_of(policy)
     episodes = Watched(0.6, 0.8, 0.7)
     tracked = []
-    options = {"eval_episodes": 4, "eval_every": 2, "guarded": False}
-    rows = play(steps=4, episode=episodes, trackers=[tracked.append], **options)
-    assert [("eval_score_mean" in row) for row in rows] == [False, True, False, True]
-    assert [row["step"] for row in tracked] == [-1, 0, 1, 2, 3]
+    options = {"eval_episodes": 4, "eval_every": 1, "guarded": False, "begin": start}
+    play(steps=2, episode=episodes, trackers=[tracked.append], **options)
+    assert [row["step"] for row in tracked] == [-1, 0, 1]
     assert "eval_score_mean" in tracked[0]
     seeds = set(episodes.final)
     assert (len(episodes.final), len(seeds)) == (12, 4)  # best, untrained, last
     assert not seeds & {*episodes.trained, *episodes.selection}
     assert episodes.tested == [True] * 4 + [False] * 8
     final = result_of()["final"]
-    assert result_of()["best"]["step"] == final["best"]["step"] == 1
-    assert final["last"]["step"] == 3
-    assert final["n"] == final["steps"] == 4
+    assert result_of()["best"]["step"] == final["best"]["step"] == 0
+    assert (final["n"], final["steps"], final["last"]["step"]) == (4, 2, 1)
     assert final["split"] == "validation"
-    assert not final["best_is_untrained"]
     assert "test_score_mean" in final["best"]
     assert "test_score_mean" not in final["last"] | final["untrained"]
-    assert "best (step 1)" in tables.final_table(result_of())
+    assert "best (step 0)" in tables.final_table(result_of())
+    judged = "before eval-000000 eval-000001"
+    assert files() == f"000000 000001 {judged} final-best final-last final-untrained"
 
-
-def test_where_best_is_the_untrained_adapter_it_is_played_once(play):
-    episodes = Watched(0.8, 0.6)
-    play(steps=2, episode=episodes, eval_episodes=4, eval_every=2, guarded=False)
-    final = result_of()["final"]
-    assert len(episodes.final) == 8
-    assert final["best_is_untrained"]
-    assert final["best"]["score_mean"] == final["untrained"]["score_mean"]
-    assert final["best"]["difference"] == 0
-    assert "best is the untrained adapter" in tables.final_table(result_of())
-
-
-def test_without_a_step_the_adapter_of_the_start_is_evaluated(play):
-    play(steps=0, eval_episodes=4)
-    assert result_of()["status"] == "finished"
-    assert result_of()["final"]["steps"] == 0
-    assert result_of()["final"]["best_is_untrained"]
-
-
-def test_a_run_that_continues_keeps_its_evaluations_and_compares_anew(play, policy):
-    """And a run that starts from a trained adapter compares with that one, not with B = 0."""
-
-    def names():
-        return sorted(path.stem for path in Path("logs/a/episodes").glob("*.jsonl"))
-
-    randomise(policy)
-    start = weights_of(policy)
-    options = {"eval_episodes": 4, "eval_every": 1, "guarded": False, "begin": start}
-    play(steps=2, episode=Watched(0.6, 0.7, 0.65), **options)
-    two = "000000 000001 before eval-000000 eval-000001 final-best final-last final-untrained"
-    assert names() == two.split()
     before = Path("logs/a/episodes/before.jsonl").read_bytes()
-    play(steps=3, episode=Watched(0.75), **options)  # best is the last adapter now
-    three = "000000 000001 000002 before eval-000000 eval-000001 eval-000002"
-    assert names() == [*three.split(), "final-best", "final-untrained"]
+    play(steps=3, episode=Watched(0.85), **options)  # best is the last adapter now
+    assert files() == f"000000 000001 000002 {judged} eval-000002 final-best final-untrained"
     assert Path("logs/a/episodes/before.jsonl").read_bytes() == before
     final = result_of()["final"]
-    assert final["steps"] == 3
-    assert final["last"]["step"] == 2
+    assert (final["steps"], final["last"]["step"], final["best_is_untrained"]) == (3, 2, False)
     assert final["last"]["file"] == final["best"]["file"] == "episodes/final-best.jsonl"
-    assert final["untrained"]["file"] == "episodes/final-untrained.jsonl"
     policy.load_adapter(Path("logs/a/untrained"))
     assert has_weights(policy, start)
 
 
+def test_where_best_is_the_untrained_adapter_it_is_played_once(play):
+    """Also without a step."""
+    for steps, adapters in ((0, 1), (2, 2)):
+        episodes = Watched(0.8, 0.6)
+        play(
+            str(steps), steps=steps, episode=episodes, eval_episodes=4, eval_every=2, guarded=False
+        )
+        result = result_of(str(steps))
+        final = result["final"]
+        assert (result["status"], final["steps"]) == ("finished", steps)
+        assert len(episodes.final) == 4 * adapters
+        assert final["best_is_untrained"]
+        assert final["best"]["difference"] == 0
+        assert "best is the untrained adapter" in tables.final_table(result)
+
+
 def test_paired_differences_by_hand():
     """Faults leave their pair; a failure has the value -1; pairs take out what the seeds share."""
-
-    def played(task, *scores):
-        """None: a fault."""
-        group = scored_group(task, *scores)
-        for score, e in zip(scores, group.episodes):
-            if score is None:
-                e.status = "fault"
-                e.score = None
-        return [group]
-
     task = replace(TASK, baseline=0.6, reference=1.6)
-    paired = metrics.paired_difference(
-        played(task, 0.7, 0.8, None, 0.9), played(task, 0.6, 0.6, 0.5, 0.9)
-    )
+    group = scored_group(task, 0.7, 0.8, 0.0, 0.9)
+    group.episodes[2].status = "fault"
+    paired = metrics.paired_difference([group], [scored_group(task, 0.6, 0.6, 0.5, 0.9)])
     assert paired["difference"] == pytest.approx(0.1)
     assert paired["difference_n"] == 3
     assert paired["difference_stderr"] == pytest.approx(stdev([0.1, 0.2, 0.0]) / 3**0.5)
-    nothing = [scored_group(task, None)]
-    paired = metrics.paired_difference(nothing, played(task, task.baseline))
+    nothing, baseline = scored_group(task, None), scored_group(task, task.baseline)
+    paired = metrics.paired_difference([nothing], [baseline])
     assert paired == {"difference": -1, "difference_stderr": None, "difference_n": 1}
 
 
@@ -489,9 +435,6 @@ def test_30_percent_of_the_sandboxes_break(play):
         assert row["episodes"] + row["faults"] == 4 * row["groups"]
         assert row["reward_mean"] > -1  # a fault is no reward, not a bad one
     assert "many sandboxes broke" in str([row["alarms"] for row in rows])
-    [episodes] = episodes_of(1)
-    faults = {e["fault"] for e in episodes if e["status"] == "fault"}
-    assert faults == {"the container died"}
 
 
 def test_all_sandboxes_break(play):
@@ -499,32 +442,34 @@ def test_all_sandboxes_break(play):
         play(steps=3, episode=partial(one_reply, faulty=lambda seed: True))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a small disk")
-def test_a_disk_that_is_really_full(play, policy, tmp_path):
-    """torch.save and safetensors have errors of their own for it; here it is one error, nothing is
-    half-written, and the run goes on with room.
-    """
+@pytest.fixture
+def small_disk(tmp_path):
+    """The folder logs, on a file system of its own."""
     logs = tmp_path / "logs"
     logs.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", logs]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting is not permitted")
-    try:
-        play(steps=1)
-        checkpoint = sum(file.stat().st_size for file in logs.glob("a/checkpoints/000000/*"))
-        filler = logs / "filler"
-        filler.write_bytes(bytes(shutil.disk_usage(logs).free - checkpoint // 2))
-        with pytest.raises(OSError) as full:
-            play(steps=9)
-        assert full.value.errno == errno.ENOSPC
-        steps = [row["step"] for row in read_rows("logs/a/metrics.jsonl")]
-        assert steps == list(range(len(steps)))
-        assert not list(logs.rglob(".tmp-*"))
-        filler.unlink()
-        assert [row["step"] for row in play(steps=3)] == [0, 1, 2]
-    finally:
-        subprocess.run(["umount", "-l", logs], check=True)
+    yield logs
+    subprocess.run(["umount", "-l", logs], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_really_full(small_disk, play):
+    """torch.save and safetensors have errors of their own for it; here it is one error, nothing is
+    half-written, and the run goes on with room.
+    """
+    play(steps=1)
+    checkpoint = sum(file.stat().st_size for file in small_disk.glob("a/checkpoints/000000/*"))
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - checkpoint // 2))
+    with pytest.raises(OSError, match="No space left"):
+        play(steps=9)
+    steps = [row["step"] for row in read_rows("logs/a/metrics.jsonl")]
+    assert steps == list(range(len(steps)))
+    assert not list(small_disk.rglob(".tmp-*"))
+    filler.unlink()
+    assert [row["step"] for row in play(steps=3)] == [0, 1, 2]
 
 
 def test_without_evaluation_best_is_the_last_adapter_and_says_so(play, policy, capsys):
@@ -557,12 +502,8 @@ def test_a_sync_that_breaks_in_the_middle_of_a_run_ends_it(play, policy, monkeyp
     """Past the self-test at the start: the samples of step 1 are of the old weights, and nothing is
     trained on them.
     """
-    calls, real = [], policy.adapter_copy.push
-
-    def push():
-        calls.append(1)
-        return real() if len(calls) <= 2 else None  # the self-test's two arrive
-
+    calls, real = count(), policy.adapter_copy.push
+    push = lambda: real() if next(calls) < 2 else None  # noqa: E731  the self-test's two arrive
     monkeypatch.setattr(policy.adapter_copy, "push", push)
     with user_error("Engine and trainer disagree by .* the last sync did not arrive"):
         play(steps=4)
@@ -574,12 +515,12 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
     rows = play(steps=2, tasks=(TASK, other), eval_episodes=4, eval_every=2)
     for episodes in episodes_of(2):
         assert {e["task"] for e in episodes} == {"titanic", "battleOfSexes"}
+    assert "eval_value_mean" not in rows[0]
     assert "eval_score_mean" not in rows[-1]  # units differ
     assert {"eval_titanic.score_mean", "eval_battleOfSexes.value_mean"} <= rows[-1].keys()
-    result = result_of()
     before = read_rows("logs/a/episodes/before.jsonl")
     values = [max(-1, e["improvement"]) for e in before]
-    assert fmean(values) == result["before"]["value_mean"]
+    assert fmean(values) == result_of()["before"]["value_mean"]
     assert [e["baseline"] for e in before] == [TASK.baseline, other.baseline] * 2
 
 
@@ -616,12 +557,12 @@ def test_a_task_that_only_has_a_test_part_is_not_said_to_be_validated():
 def test_groups_travel_without_the_sequences_to_train_on(tmp_path):
     """The bytes were packed when an episode ended; one after the other, they are a file."""
     logprob = -0.1234567890123456789
-    sampled = [Segment([1, 2, 3], [-1, 0, 1], [0.0, logprob, math.nan], [-1, 4, 5])]
-    episode = Episode("t", 0, segments=sampled, packed=store.packed_tokens(sampled))
-    (copy,) = gather_groups([Group(0, TASK, [episode], [0.5])], Job())
-    assert copy.episodes[0].segments == []
-    assert episode.segments == sampled
+    sampled = Segment([1, 2, 3], [-1, 0, 1], [0.0, logprob, math.nan], [-1, 4, 5])
+    episode = Episode("t", 0, segments=[sampled], packed=store.packed_tokens([sampled]))
+    [group] = gather_groups([Group(0, TASK, [episode], [0.5])], Job())
+    [copy] = group.episodes
+    assert (copy.segments, episode.segments) == ([], [sampled])
     (tmp_path / "episodes").mkdir()
-    (tmp_path / "episodes/before.tokens.jsonl.gz").write_bytes(2 * copy.episodes[0].packed)
-    kept = vars(sampled[0]) | {"logprobs": [0.0, logprob, None]}  # JSON has no NaN
+    (tmp_path / "episodes/before.tokens.jsonl.gz").write_bytes(2 * copy.packed)
+    kept = vars(sampled) | {"logprobs": [0.0, logprob, None]}  # JSON has no NaN
     assert segments_of(tmp_path, "before") == [[kept], [kept]]

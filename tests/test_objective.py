@@ -5,8 +5,6 @@ predecessor's agents exploited.
 import asyncio
 import itertools
 import math
-import signal
-import time
 from dataclasses import replace
 
 import pytest
@@ -27,7 +25,7 @@ from flatlab.train.batch import (
     micro_batches,
     sequences_of,
 )
-from flatlab.train.job import Job, in_trainer, stop_if_interrupted
+from flatlab.train.job import Job
 from flatlab.world.episode import Episode, Segment
 from helpers import FakePolicy, block, configure
 from tasks import load_task
@@ -86,22 +84,11 @@ def test_rewards_by_hand(task):
         "binary": "0 0 1 1 1",
     }
     exact = replace(task, baseline=0.0, reference=1.0)
+    lower = replace(task, baseline=0.0, reference=-1.0, higher_is_better=False)
     for name, expected in by_hand.items():
         assert rewards(name, exact, *improvements) == approx(expected), name
-
-
-@pytest.mark.parametrize("name", grpo.REWARDS)
-def test_rewards_rise_with_the_improvement_and_nothing_is_never_better(task, name):
-    """In either direction of the metric."""
-    scores = [s / 50 for s in range(51)]
-    paid = rewards(name, task, *scores)
-    assert paid == sorted(paid)
-    assert rewards(name, task, None)[0] <= min(paid)
-    low, high = rewards(name, task, task.baseline, task.reference)
-    assert low < high
-    mirrored = replace(task, baseline=-0.6, reference=-0.8, higher_is_better=False)
-    turned = [-score for score in scores]
-    assert rewards(name, mirrored, *turned) == pytest.approx(paid)
+        assert rewards(name, lower, *(-x for x in improvements)) == approx(expected), name
+        assert rewards(name, task, None) == [grpo.NO_SUBMISSION]
 
 
 def test_validate_then_submit_is_not_paid():
@@ -110,7 +97,7 @@ def test_validate_then_submit_is_not_paid():
     has written a good file, and is pushed down.
     """
     task = load_task("titanic")
-    rule = 'NR == 1 {{print "id,survived"}} NR > 1 {{print $1 "," ($3 == "{}")}}'
+    rule = 'NR == 1 {print "id,survived"} NR > 1 {print $1 "," ($3 == "SEX")}'
     write = f"awk -F, '{rule}' data/test.csv > submission.csv"
 
     def play(*replies):
@@ -118,8 +105,8 @@ def test_validate_then_submit_is_not_paid():
         world = env.Env(task, "local")
         return asyncio.run(helpers.play_once(world, policy, max_turns=len(replies)))
 
-    good = play(write.format("female"), "validate", "submit")
-    bad = play(write.format("male"), "validate", "submit")
+    good = play(write.replace("SEX", "female"), "validate", "submit")
+    bad = play(write.replace("SEX", "male"), "validate", "submit")
     exploits = [
         play("validate", "submit"),
         play("submit"),
@@ -127,16 +114,14 @@ def test_validate_then_submit_is_not_paid():
         play("echo validation score: 1.0", "submit"),
     ]
     assert good.score.value > task.baseline > bad.score.value
-    assert not any(e.score.valid for e in exploits)
     played = Group(0, task, [good, bad, *exploits], [])
     for name in grpo.REWARDS:
         paid = grpo.rewards_of(played, configure(CFG, reward=name))
         assert set(paid[2:]) == {grpo.NO_SUBMISSION}
         assert min(paid[:2]) >= grpo.NO_SUBMISSION
-        for estimate in (grpo.group, grpo.group_nostd, grpo.rloo):
-            advantages = estimate(paid)
-            assert advantages[0] > 0, (name, estimate)
-            assert max(advantages[2:]) < 0, (name, estimate)
+        for estimate in grpo.ADVANTAGES.values():
+            first, _, *others = estimate(paid)
+            assert max(others) < 0 < first, (name, estimate)
 
 
 # ------------------------------------------------------------------------------ advantages
@@ -219,8 +204,7 @@ def test_a_ratio_is_truncated_but_keeps_its_gradient(function, monkeypatch):
     negative = numbers("-1")  # nothing clips the ratio of 9
     loss, _ = function(new, old, negative, ONE[:1], CFG)
     loss.sum().backward()
-    assert loss.item() == pytest.approx(2.0)
-    assert new.grad.item() == pytest.approx(2.0)
+    assert loss.item() == new.grad.item() == pytest.approx(2.0)
     monkeypatch.setattr(grpo, "IS_CAP", 100.0)
     loss, _ = function(new, old, negative, ONE[:1], CFG)
     assert loss.item() == pytest.approx(9.0)
@@ -234,21 +218,18 @@ def test_gspo_by_hand_and_its_gradient_is_that_of_the_sequence_form():
     advantage = numbers("1 1 1 -2")
     loss, _ = grpo.sequence_clipped(new, old, advantage, sequence, cfg)
     s = 0.5 ** (1 / 3)  # (1 * 1/2 * 1)^(1/3); that of the other sequence is 2
-    assert loss[:3].tolist() == pytest.approx([-s] * 3)
-    assert loss[3].item() == pytest.approx(4)
+    assert loss.tolist() == pytest.approx([-s, -s, -s, 4])
     (loss[:3].mean() + loss[3]).backward()  # per episode
     # eq. 5: - sum_i s_i A_i, differentiated as it stands
     free = new.detach().clone().requires_grad_()
-    first = (free - old)[:3].mean().exp()
-    second = (free - old)[3].exp()
-    (-first + 2 * second).backward()
+    ratio = (free - old).exp()
+    (2 * ratio[3] - ratio[:3].prod() ** (1 / 3)).backward()
     assert torch.allclose(new.grad, free.grad)
     # s below 1 with A > 0, above 1 with A < 0: the pessimistic side counts
     tight = configure(cfg, clip_low=0.1, clip_high=0.1)
-    _, is_clipped = grpo.sequence_clipped(new, old, advantage, sequence, tight)
-    assert not is_clipped.any()
-    _, is_clipped = grpo.sequence_clipped(new, old, -advantage, sequence, tight)
-    assert is_clipped.all()
+    for sign in (1, -1):
+        _, is_clipped = grpo.sequence_clipped(new, old, sign * advantage, sequence, tight)
+        assert set(is_clipped.tolist()) == {sign < 0}
 
 
 def test_cispo_by_hand():
@@ -277,8 +258,6 @@ def test_dppo_by_hand():
     assert loss.tolist() == approx("0 1.5 -0.5 0 -1.5")
     loss.sum().backward()
     assert new.grad.tolist() == approx("0 1.5 -0.5 0 -1.5")
-    _, is_clipped = grpo.clipped(new, old, advantage, sequence, CFG)
-    assert is_clipped.tolist() == bits("10011")  # the rare token, too
     wide = configure(cfg, clip_low=0.3, clip_high=0.2)
     _, is_masked = grpo.masked(new, old, advantage, sequence, wide)
     assert is_masked.tolist() == bits("10000")
@@ -354,60 +333,35 @@ def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
 
     async def run_episode(world, policy, options, seed, score_test, loop):
         seeds.append(seed)
-        await asyncio.sleep(0)
         number = (seed - 7 * 100_003) // 4
         score = valid(0.7 if number < 3 else 0.6 + 0.1 * (seed % 2))
-        return Episode(world.task.name, seed, turns=[], score=score)
+        return Episode(world.task.name, seed, score=score)
 
     def play(*more):
-        seeds.clear()
         plan = Plan([task] * 2, 4, 7, more)
-        return asyncio.run(grpo.play_groups(None, plan, cfg, Job()))
+        return asyncio.run(grpo.play_groups(None, plan, CFG, Job()))
 
     monkeypatch.setattr(grpo, "run_episode", run_episode)
-    cfg = configure(CFG, group_size=4)
     assert [g.number for g in play()] == [0, 1]
-    assert len(seeds) == 8
+    assert [g.number for g in play(task, task)] == [0, 1, 2, 3]
+    seeds.clear()
     other = replace(task, name="other")
     groups = play(other, *[task] * 7)
     assert [g.number for g in groups if g.informative] == [3, 4]
-    assert len(set(seeds)) == 20
     assert [g.number for g in groups if g.task is other] == [2]
-    assert [g.number for g in play(task, task)] == [0, 1, 2, 3]
+    assert len(seeds) == len(set(seeds)) == 20
 
 
-def test_tasks_share_the_groups_by_weight(task):
-    tasks = {name: replace(task, name=name) for name in "abc"}
-
-    def chosen(weights, count, step):
-        some = [tasks[name] for name in weights]
-        return [task.name for task in choose_tasks(some, list(weights.values()), count, str(step))]
+def test_tasks_share_the_groups_by_weight():
+    def chosen(count, step, **weights):
+        return "".join(choose_tasks([*weights], [*weights.values()], count, str(step)))
 
     for step in range(50):
-        plan = chosen({"a": 2, "b": 1, "c": 1}, 4, step)
-        assert len(plan) == 4
-        assert plan.count("a") == 2
-    few = []
-    for step in range(200):
-        few += chosen({"a": 3, "b": 1}, 2, step)
+        plan = chosen(4, step, a=2, b=1, c=1)
+        assert (len(plan), plan.count("a")) == (4, 2)
+    few = "".join(chosen(2, step, a=3, b=1) for step in range(200))
     assert 0.17 < few.count("b") / 400 < 0.33
-    without_b = chosen({"a": 1, "b": 0, "c": 1}, 8, 1)
-    assert set(without_b) == {"a", "c"}
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_micro_batches_keep_everything_and_the_limit(packed):
-    lengths = [5, 7, 10, 40, 41, 90, 100]
-    batch = [sequence([0] * length) for length in lengths]
-    parts = []
-    for part in micro_batches(batch, 100, packed):
-        parts.append([len(s.tokens) for s in part])
-    assert sorted(sum(parts, [])) == lengths
-    assert len(parts) < len(batch)
-    for part in parts:
-        size = sum(part) if packed else len(part) * max(part)
-        assert size <= 100
-    assert list(micro_batches([], 100, packed)) == []
+    assert set(chosen(8, 1, a=1, b=0, c=1)) == {"a", "c"}
 
 
 def sequence(tokens, prompt=0):
@@ -416,14 +370,26 @@ def sequence(tokens, prompt=0):
     return TrainSequence(tokens, mask, [], [], [])
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_micro_batches_keep_everything_and_the_limit(packed):
+    lengths = [5, 7, 10, 40, 41, 90, 100]
+    batch = [sequence([0] * length) for length in lengths]
+    made = []
+    for part in micro_batches(batch, 100, packed):
+        sizes = [len(s.tokens) for s in part]
+        assert (sum(sizes) if packed else len(part) * max(sizes)) <= 100
+        made.append(sizes)
+    assert sorted(sum(made, [])) == lengths
+    assert len(made) < len(batch)
+
+
 def test_micro_batches_count_a_common_prompt_once():
     prompt = list(range(200))
     same = [sequence([*prompt, n, n], 200) for n in range(8)]
     assert cost(same) == 199 + 8 * 3
     assert list(map(len, micro_batches(same, 230))) == [8]
     other = [sequence([9, *prompt], 200)] * 2
-    parts = micro_batches(same + other, 1000)
-    assert sorted(map(len, parts)) == [2, 8]
+    assert sorted(map(len, micro_batches(same + other, 1000))) == [2, 8]
 
 
 def test_a_meter_sums_and_averages_over_micro_batches():
@@ -432,22 +398,6 @@ def test_a_meter_sums_and_averages_over_micro_batches():
     meter.add(loss=torch.tensor([6.0]))
     assert meter.over_ranks(Job()) == ({"loss": 9}, {"loss": 3}, {"loss": 6})
     assert meter.mean("loss") == 3 and meter.mean("lag") == 0
-
-
-def test_an_interrupted_update_ends_after_the_micro_batch():
-    done = []
-
-    def update():
-        done.append("first")
-        signal.raise_signal(signal.SIGINT)  # in this thread: the loop sleeps
-        while True:
-            stop_if_interrupted()
-            time.sleep(0.01)
-
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(in_trainer(update))
-    assert done == ["first"]
-    stop_if_interrupted()  # the next run is not interrupted
 
 
 def test_expected_best_is_the_mean_over_all_draws():

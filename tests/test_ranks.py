@@ -37,8 +37,6 @@ PROGRAM = PROJECT / "tests/test_ranks.py"
 def torchrun(folder, *command, ranks=2):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
     launcher = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split()
-    if ranks == 1:
-        launcher = []
     return subprocess.Popen(
         [sys.executable, *launcher, *map(str, command)],
         cwd=folder,
@@ -89,6 +87,7 @@ def test_the_exchange(tmp_path):
         ("WORLD_SIZE=2 LOCAL_RANK=0 RANK=1", "WORLD_SIZE is 2 but MASTER_ADDR is not set"),
         ("WORLD_SIZE=2 LOCAL_RANK=x RANK=1", "LOCAL_RANK must be a whole number from 0 .*'x'"),
         ("RANK=1", "RANK is 1 but WORLD_SIZE is not set: start it with torchrun, or unset RANK"),
+        ("LOCAL_RANK=abc", "LOCAL_RANK must be a whole number from 0 to 65535, not 'abc'"),
         ("WORLD_SIZE=two", "WORLD_SIZE must be a whole number from 1 to 65535, not 'two'"),
         ("WORLD_SIZE=0", "WORLD_SIZE must .*, not '0'"),
         ("WORLD_SIZE= RANK= LOCAL_RANK=", ""),
@@ -101,38 +100,33 @@ def test_variables_of_torchrun_that_do_not_fit_together(monkeypatch, variables, 
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
     with user_error(sentence) if sentence else contextlib.nullcontext():
+        threads.configure()
         assert join(timeout=1).world == 1
 
 
 @pytest.mark.parametrize(
-    "value, threads_or_sentence",
+    "value, count, sentence",
     [
-        ("4,2", 4),
-        (" 3 ", 3),
-        ("", joblib.cpu_count()),
-        ("abc", "OMP_NUM_THREADS must be a whole number from 1 to 65535, not 'abc'"),
-        ("0", "not '0'"),
-        ("1e3", "not '1e3'"),
-        ("9" * 5_000, "not '9"),
+        ("4,2", 4, ""),
+        (" 3 ", 3, ""),
+        ("", joblib.cpu_count(), ""),
+        ("abc", 0, "OMP_NUM_THREADS must be a whole number from 1 to 65535, not 'abc'"),
+        ("0", 0, "not '0'"),
+        ("1e3", 0, "not '1e3'"),
+        ("9" * 5_000, 0, "not '9"),
     ],
 )
-def test_the_number_of_threads(monkeypatch, value, threads_or_sentence):
+def test_the_number_of_threads(monkeypatch, value, count, sentence):
     monkeypatch.setenv("OMP_NUM_THREADS", value)
-    if isinstance(threads_or_sentence, str):
-        with user_error(threads_or_sentence):
-            threads.configure()
-    else:
+    with user_error(sentence) if sentence else contextlib.nullcontext():
         threads.configure()
-        assert os.environ["OMP_NUM_THREADS"] == str(threads_or_sentence)
+        assert os.environ["OMP_NUM_THREADS"] == str(count)
 
 
 def test_an_empty_local_rank_is_removed_before_the_engine_reads_it(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "")
     threads.configure()
     assert "LOCAL_RANK" not in os.environ
-    monkeypatch.setenv("LOCAL_RANK", "abc")
-    with user_error("LOCAL_RANK must be a whole number from 0 to 65535, not 'abc'"):
-        threads.configure()
 
 
 STEPS = 4  # of the comparison
@@ -140,12 +134,10 @@ STEPS = 4  # of the comparison
 
 def left_by(run):
     """The rows, replies, tokens and the adapter of a run."""
-    replies = []
-    tokens = []
+    replies, tokens = [], []
     for step in range(STEPS):
-        episodes = rows(run / f"episodes/{step:06d}.jsonl")
-        replies.append([e["turns"][0]["reply"] for e in episodes])
-        tokens.append([s["tokens"] for [s] in segments_of(run, f"{step:06d}")])
+        replies += [e["turns"][0]["reply"] for e in rows(run / f"episodes/{step:06d}.jsonl")]
+        tokens += [s["tokens"] for [s] in segments_of(run, f"{step:06d}")]
     adapter = load_file(run / f"checkpoints/{STEPS - 1:06d}/adapter_model.safetensors")
     return rows(run / "metrics.jsonl"), replies, tokens, adapter
 
@@ -155,26 +147,26 @@ def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model):
     """Rows, transcripts, evaluations and adapter; three groups, so that one rank has more than the
     other.
     """
-    folders = [tmp_path / "one", tmp_path / "two"]
-    for ranks, folder in enumerate(folders, 1):
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
         folder.mkdir()
         finish(torchrun(folder, PROGRAM, random_model, STEPS, "ppo,grpo", ranks=ranks))
     for name in ("ppo", "grpo"):
-        one, two = (left_by(folder / "logs" / name) for folder in folders)
+        one, two = (left_by(tmp_path / ranks / "logs" / name) for ranks in "12")
         (one_rows, *sampled, one_adapter), (two_rows, *others, two_adapter) = one, two
-        assert len(one_rows) == len(two_rows) == STEPS
-        for step, (a, b) in enumerate(zip(one_rows, two_rows)):
-            for key in "step reward_mean loss kl entropy grad_norm episodes groups lr".split():
-                assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), (step, key)
+        keys = "step reward_mean loss kl entropy grad_norm episodes groups lr".split()
+        for a, b in zip(one_rows, two_rows, strict=True):
+            close = pytest.approx({key: b[key] for key in keys}, rel=1e-3, abs=1e-5)
+            assert {key: a[key] for key in keys} == close
         last = one_rows[-1]["eval_score_mean"]
         assert last == pytest.approx(two_rows[-1]["eval_score_mean"], abs=1e-4)
         assert sampled == others
-        assert {len(step) for step in sampled[0]} == {12}
-        for name, weight in one_adapter.items():
-            assert (weight - two_adapter[name]).abs().max() < 1e-4
-        learned = [weight.abs().max() for name, weight in one_adapter.items() if "lora_B" in name]
+        assert len(sampled[0]) == 12 * STEPS
+        for key, weight in one_adapter.items():
+            assert (weight - two_adapter[key]).abs().max() < 1e-4
+        learned = [weight.abs().max() for key, weight in one_adapter.items() if "lora_B" in key]
         assert max(learned) > 1e-3
-    assert not list(tmp_path.glob("two/logs/*/.tmp*"))
+    assert not list(tmp_path.glob("2/logs/*/.tmp*"))
 
 
 @pytest.mark.slow
@@ -276,18 +268,13 @@ class Cluster:
         self.start("munged", "--foreground", "--force", *files)
         self.start("slurmctld", "-D", "-i")
         self.start("slurmd", "-D")
-        self.wait_for(lambda: self.call("sinfo", "--noheader", "--format=%T").stdout == "idle\n")
+        self.wait_for(lambda: self.call("sinfo", "--noheader", "--format=%T") == "idle\n")
 
     def start(self, *command):
-        with open(self.folder / "log", "ab") as log:
-            process = subprocess.Popen(
-                [shutil.which(command[0], path=SBIN), *command[1:]],
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        log = open(self.folder / "log", "ab")
+        options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        environment = self.environment
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **options)
         self.running.append(process)
 
     def wait_for(self, answers, seconds=120):
@@ -298,25 +285,20 @@ class Cluster:
             time.sleep(0.2)
 
     def call(self, *command):
-        return subprocess.run(
-            command,
-            cwd=self.project,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-        )
+        """The output of a command in the project."""
+        options = {"cwd": self.project, "env": self.environment, "text": True}
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+        return done.stdout
 
     def submit(self, *arguments):
         """Runs `sbatch ARGUMENTS` and waits for the jobs. Returns what they wrote, sorted."""
-        options = ("--parsable", "--nodes=1", "--cpus-per-task=2")
-        done = self.call("sbatch", *options, *arguments)
-        assert not done.returncode, done.stderr
-        self.wait_for(lambda: not self.call("squeue", "--noheader").stdout, seconds=400)
-        outputs = list((self.project / "logs").glob("slurm-*.out"))
-        texts = [path.read_text() for path in outputs]
-        for path in outputs:
-            path.unlink()
-        return sorted(texts)
+        outputs = self.project / "logs"
+        before = set(outputs.glob("slurm-*.out"))
+        said = self.call("sbatch", "--parsable", "--nodes=1", "--cpus-per-task=2", *arguments)
+        assert said.strip().isdecimal(), said
+        self.wait_for(lambda: not self.call("squeue", "--noheader"), seconds=400)
+        made = set(outputs.glob("slurm-*.out")) - before
+        return sorted(path.read_text() for path in made)
 
     def stop(self):
         self.call("scancel", "--full", "--user", str(os.getuid()))
@@ -345,7 +327,7 @@ def test_job_n_of_a_grid_runs_line_n_of_its_file(cluster):
     texts = cluster.submit(*command)
     assert [text.splitlines()[0] for text in texts] == [f"python {cell}" for cell in cells]
     assert "titanic" in texts[0]
-    assert "There is no logs/no run" in texts[1]
+    assert "logs/no run is not a run directory" in texts[1]
 
 
 @needs_slurm
@@ -365,8 +347,9 @@ def main(model: str, steps: str, scripts: str, ahead: str = "0") -> None:
     from examples import ppo
     from flatlab.options import ModelOptions
     from flatlab.runs.store import open_run
+    from flatlab.train import metrics
     from flatlab.train.job import Job
-    from helpers import MADE_BY, RESULT, configure
+    from helpers import MADE_BY, configure
     from policy import ModelPath
     from training import CFG, TASK, one_reply, waiting_reply, weights_of
 
@@ -380,25 +363,17 @@ def main(model: str, steps: str, scripts: str, ahead: str = "0") -> None:
     policy = ppo.ActorCritic(path, ModelOptions(context=512), seed, lora_rank=8)
     begin = weights_of(policy)
     trains = {"grpo": grpo.train, "ppo": ppo.train}
+    common = {"kl": 0.05, "groups": 3, "group_size": 4, "eval_episodes": 3}
+    common["concurrency"] = 1 if ahead == "0" else 24
     for name in scripts.split(","):
         for p, start in zip(policy.parameters(), begin):
             p.data.copy_(start)
-        cfg = configure(
-            CFG,
-            kl=0.05,
-            name=name,
-            steps=int(steps),
-            groups=3,
-            group_size=4,
-            ahead=int(ahead),
-            concurrency=1 if ahead == "0" else 24,
-            eval_episodes=3,
-        )
+        cfg = configure(CFG, name=name, steps=int(steps), ahead=int(ahead), **common)
         job = Job(ranks)
         if ranks.rank == 0:
             config = {"task": ["titanic"], "steps": cfg.steps}
             job.run = open_run(f"logs/{name}", config, MADE_BY)
-        job.result(**RESULT)
+        job.result(**metrics.first_results([TASK], "training"))
         asyncio.run(trains[name](policy, [TASK], cfg, job))
 
 

@@ -17,7 +17,7 @@ from flatlab.files import read_rows
 from flatlab.train import checkpoint, job, metrics
 from flatlab.world.episode import in_thread
 from helpers import slow
-from training import episodes_of, randomise, result_of, waiting_reply
+from training import episodes_of, randomise, result_of, versions_of, waiting_reply
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 3])
@@ -31,31 +31,24 @@ def test_the_lag_is_bounded_and_every_planned_group_is_trained_once(play, policy
     rows = play(episode=waiting_reply, steps=6, ahead=ahead, lr=0.05, **options)
     assert [row["step"] for row in rows] == list(range(6))
     assert max(row["lag_max"] for row in rows) == ahead
-    versions = []
     for step, episodes in enumerate(episodes_of(6)):
         assert len(episodes) >= 8
         assert [e["seed"] for e in episodes] == [step * 100_003 + i for i in range(len(episodes))]
-        versions.append({turn["version"] for e in episodes for turn in e["turns"]})
-    for step, sampled in enumerate(versions):
-        assert sampled <= set(range(max(0, step - ahead), step + 1))
+        assert versions_of(episodes) <= set(range(max(0, step - ahead), step + 1))
     for name in ("eval-000002", "eval-000005"):
-        episodes = read_rows(f"logs/a/episodes/{name}.jsonl")
-        assert len({turn["version"] for e in episodes for turn in e["turns"]}) == 1
+        assert len(versions_of(read_rows(f"logs/a/episodes/{name}.jsonl"))) == 1
     stale = [row for row in rows if row["judged_tokens"] == 0]
     assert bool(stale) == bool(ahead)
-    assert all("logprob_diff_mean" not in row for row in stale)
-    fresh = [row["logprob_diff_max"] for row in rows if row["judged_tokens"]]
-    assert fresh and max(fresh) < policy.diff_limit
+    assert not any("logprob_diff_mean" in row for row in stale)
+    assert 0 < max(row.get("logprob_diff_max", 0) for row in rows) < policy.diff_limit
 
 
 def test_faults_and_equal_rewards_change_nothing_about_the_plan(play):
     """Replacement groups are played for the step whose groups they replace."""
-    scores = count()
 
     async def episode(world, policy, options, seed, *more):
-        equal = 0.7 if next(scores) % 3 else None
-        faulty = lambda seed: seed % 7 == 0  # noqa: E731
-        return await waiting_reply(world, policy, options, seed, *more, faulty=faulty, score=equal)
+        fixed = {"score": 0.7 if seed % 3 else None, "faulty": lambda seed: seed % 7 == 0}
+        return await waiting_reply(world, policy, options, seed, *more, **fixed)
 
     rows = play(episode=episode, steps=4, ahead=2, concurrency=12)
     seeds = Counter(e["seed"] for episodes in episodes_of(4) for e in episodes)
@@ -162,10 +155,8 @@ def test_a_sync_while_a_reply_is_sampled(policy, monkeypatch):
 
     undisturbed = asyncio.run(sample(False))
     changed = asyncio.run(sample(True))
-    pairs = zip(undisturbed.logprobs, changed.logprobs)
-    same = [a == pytest.approx(b, abs=1e-5) for a, b in pairs]
-    assert all(same[:5])
-    assert not all(same)
+    assert changed.logprobs[:5] == pytest.approx(undisturbed.logprobs[:5], abs=1e-5)
+    assert changed.logprobs != pytest.approx(undisturbed.logprobs, abs=1e-5)
     assert changed.version == undisturbed.version == policy.version - 1
 
 
@@ -178,12 +169,10 @@ def test_free_slots_go_to_the_earliest_step():
             await asyncio.sleep(0.01)
 
     async def main():
-        first = asyncio.create_task(hold(5))
+        holders = [asyncio.create_task(hold(step)) for step in (5, 3, 2, -1, 2)]
         await asyncio.sleep(0)
-        waiting = [asyncio.create_task(hold(step)) for step in (3, 2, -1, 2)]
-        await asyncio.sleep(0)
-        waiting[1].cancel()
-        await asyncio.gather(first, *waiting, return_exceptions=True)
+        holders[2].cancel()
+        await asyncio.wait(holders)
 
     asyncio.run(main())
     assert order == [5, -1, 2, 3]

@@ -14,7 +14,7 @@ from flatlab.files import read_mapping, read_rows
 from flatlab.runs.store import packed_tokens
 from flatlab.task.grading import Score
 from flatlab.train.batch import Group
-from flatlab.world.episode import Episode, Segment
+from flatlab.world.episode import Episode
 from helpers import configure, turn
 from tasks import load_task
 
@@ -70,6 +70,10 @@ def episodes_of(steps, name="a"):
     return [read_rows(f"logs/{name}/episodes/{step:06d}.jsonl") for step in range(steps)]
 
 
+def versions_of(episodes):
+    return {turn["version"] for e in episodes for turn in e["turns"]}
+
+
 def valid(value, task=TASK):
     return Score(value, task.metric, "validation", True, "")
 
@@ -87,29 +91,21 @@ async def one_reply(
     world, policy, options, seed, score_test=False, loop=None, *, faulty=None, score=None
 ):
     """Replaces run_episode: the more letters in the reply, the higher the score."""
-    prompt = policy.render([{"role": "user", "content": "say something"}])
-    sample = await policy.sample(prompt, options.max_reply_tokens, seed=seed % 2**31)
-    text = sample.text.encode()
-    letters = sum(chr(c).isalpha() for c in text) / max(1, len(text))
-    value = valid(score or 0.5 + letters / 2, world.task)
-    episode = Episode(
-        world.task.name,
-        seed,
-        prompt="say something",
-        status="submit",
-        score=value,
-        test_score=value if score_test else None,
-    )
+    episode = Episode(world.task.name, seed, prompt="say something", status="submit")
     if faulty and faulty(seed):
-        return replace(
-            episode, status="fault", score=None, test_score=None, fault="the container died"
-        )
-    segment = Segment()
-    segment.append(prompt)
-    segment.append(sample.tokens, sample.logprobs, 0, sample.version)
+        episode.status = "fault"
+        episode.fault = "the container died"
+        return episode
+    prompt = policy.render([{"role": "user", "content": episode.prompt}])
+    sample = await policy.sample(prompt, options.max_reply_tokens, seed=seed % 2**31)
     said = {"reply_tokens": len(sample.tokens), "version": sample.version}
-    made = turn(sample.text, "", stop_reason=sample.stop_reason, **said)
-    return replace(episode, segments=[segment], turns=[made], packed=packed_tokens([segment]))
+    episode.add(prompt, sample, turn(sample.text, "", stop_reason=sample.stop_reason, **said))
+    episode.packed = packed_tokens(episode.segments)
+    text = sample.text.encode().decode("latin1")
+    letters = sum(map(str.isalpha, text)) / max(1, len(text))
+    episode.score = valid(score or 0.5 + letters / 2, world.task)
+    episode.test_score = episode.score if score_test else None
+    return episode
 
 
 WAITS = (0.0, 0.05, 0.3)  # seconds
