@@ -56,15 +56,17 @@ def lists(prompt, seed):
     )
 
 
-def fake_play(score_of, delay, log, stderr):
+PLAYED = []  # ids of the nodes that the last run has played
+
+
+def fake_play(score_of, delay, stderr):
     """A search.play without a sandbox. score_of(node): a number, None (nothing valid) or "fault".
 
-    The files of a node are its id. stderr: standard error of all scores. log: gets the ids of the
-    nodes that are played.
+    The files of a node are its id. stderr: standard error of all scores.
     """
 
     async def play(t, node, parents):
-        log.append(node.id)
+        PLAYED.append(node.id)
         await asyncio.sleep(delay(node))
         node.tokens += 10
         value = score_of(node)
@@ -74,9 +76,8 @@ def fake_play(score_of, delay, log, stderr):
             return replace(episode, status="fault", fault="broke", turns=[]), b""
         if value is None:
             episode.status = "turn_limit"
-            episode.score = Score(None, "accuracy", "validation", False, "no submission")
-        else:
-            episode.score = Score(value, "accuracy", "validation", True, "", stderr=stderr)
+        scored = "accuracy", "validation", value is not None
+        episode.score = Score(value, *scored, "no submission", stderr=stderr)
         return episode, b"\0" * 10240 + node.id.encode()
 
     return play
@@ -95,8 +96,7 @@ def equal(node):
 class FakeEnv(contextlib.AbstractAsyncContextManager):
     """Scores the files of a node on a hidden part."""
 
-    # (split, node id) -> that score, None (not valid), or the error it raises; 0.75 if not named
-    hidden = {}
+    hidden = {}  # (split, node id) -> score, None (not valid) or SandboxFault; others: 0.75
     read = []  # (split, node id) of each score
 
     def __init__(self, *_):
@@ -110,12 +110,10 @@ class FakeEnv(contextlib.AbstractAsyncContextManager):
 
     def score(self, split):
         value = self.hidden.get((split, self.name), 0.75)
-        if value is None:
-            return Score(None, "accuracy", split, False, "other rows")
-        if not isinstance(value, float):
-            raise value("it broke")
+        if value is SandboxFault:
+            raise SandboxFault("it broke")
         self.read.append((split, self.name))
-        return Score(value, "accuracy", split, True, "", stderr=0.03)
+        return Score(value, "accuracy", split, value is not None, "", stderr=0.03)
 
 
 def opened(tasks=(TASK,), **config):
@@ -128,7 +126,8 @@ def opened(tasks=(TASK,), **config):
 def grow(trees, model):
     try:
         todo = [t for t in trees if not t.closed]
-        asyncio.run(search.search(todo, model, trees[0].cfg.workers))
+        growing = search.search(todo, model, trees[0].cfg.workers)
+        asyncio.run(asyncio.wait_for(growing, 120))
     finally:
         for t in trees:
             t.run.lock.close()
@@ -137,7 +136,6 @@ def grow(trees, model):
 def run(
     score_of=by_seed,
     model=None,
-    log=None,
     delay=lambda node: 0.0,
     stderr=None,
     hidden=None,
@@ -147,9 +145,9 @@ def run(
     trees = opened(**config)
     FakeEnv.hidden = hidden or {}
     FakeEnv.read = []
-    log = [] if log is None else log
+    PLAYED.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "play", fake_play(score_of, delay, log, stderr))
+        patch.setattr(search, "play", fake_play(score_of, delay, stderr))
         patch.setattr(search.env, "Env", FakeEnv)
         grow(trees, model or FakePolicy(lists))
     return trees if len(trees) > 1 else trees[0]
@@ -178,6 +176,12 @@ def result(t):
     return t.run.results()
 
 
+def has(t, **expected):
+    """Asserts that result.json has these values."""
+    found = result(t)
+    assert {key: found[key] for key in expected} == expected
+
+
 def headline(t):
     return tables.headline(read_run(t.run.dir))
 
@@ -191,19 +195,16 @@ def table(t):
 
 @pytest.mark.parametrize("select, workers", [("bfs", 4), *((name, 1) for name in search.SELECT)])
 def test_budget_k_executes_k(select, workers):
-    log = []
-    t = run(log=log, select=select, workers=workers, nodes=11)
-    assert len(log) == len(rows(t)) == len(by_id(t)) == 11
-    assert result(t)["stopped_by"] == "nodes"
+    t = run(select=select, workers=workers, nodes=11)
+    assert len(PLAYED) == len(rows(t)) == len(by_id(t)) == 11
+    has(t, stopped_by="nodes")
     assert all(row["decision"]["reason"] for row in rows(t))
 
 
 def test_without_a_valid_node_there_is_no_best_one_and_the_reasons_are_named():
     t = run(score_of=lambda node: None, nodes=12)
-    r = result(t)
-    assert r["nodes"] == r["failed"] == 12
-    assert r["best_id"] is r["best_score"] is r["test_score"] is r["score_mean"] is None
-    assert r["value"] == r["value_mean"] == -1
+    has(t, nodes=12, failed=12, value=-1, value_mean=-1)
+    has(t, best_id=None, best_score=None, test_score=None, score_mean=None)
     assert all("no submission" in row["error"] for row in rows(t))
     assert headline(t).startswith("No valid node: 12 x turn limit. 12 of 12 failed (")
 
@@ -227,8 +228,7 @@ def test_the_rules_see_a_node_finish_at_once(monkeypatch):
 def test_the_best_node_of_a_task_with_a_test_part_only_is_optimistic():
     tasks = [replace(TASK, splits=("test",))]
     t = run(tasks=tasks, select="greedy", nodes=4, workers=1, score_of=equal)
-    assert result(t)["selected_on_test"]
-    assert result(t)["test_score"] == 0.6
+    has(t, selected_on_test=True, test_score=0.6)
     assert FakeEnv.read == []  # it is the score that the search sees
     assert "(test part;" in headline(t)
 
@@ -246,25 +246,20 @@ def test_the_selection_part_decides_between_nodes_within_one_standard_error():
     hidden = {("selection", "0.0"): 0.70, ("selection", "0.1"): 0.76, ("test", "0.1"): 0.74}
     t = finished(hidden)
     assert FakeEnv.read == [("selection", "0.0"), ("selection", "0.1"), ("test", "0.1")]
-    r = result(t)
-    assert r["selected_on_test"] is False
-    assert r["best_id"] == r["tested_id"] == "0.1"
-    assert r["best_score"] == 0.79
-    assert r["best_stderr"] == rows(t)[1]["stderr"] == 0.02
-    assert r["selection_score"] == 0.76
-    assert r["test_score"] == 0.74
-    assert r["test_stderr"] == 0.03
-    assert r["test_minus_validation"] == pytest.approx(0.74 - 0.79)
+    has(t, selected_on_test=False, best_id="0.1", best_score=0.79, best_stderr=0.02)
+    has(t, tested_id="0.1", selection_score=0.76, test_score=0.74, test_stderr=0.03)
+    has(t, test_minus_validation=pytest.approx(0.74 - 0.79))
+    assert rows(t)[1]["stderr"] == 0.02
     # The mean of both parts counts: 0.0 stays ahead if it loses less than it had gained.
     t = finished(hidden | {("selection", "0.0"): 0.755}, "b")
-    assert result(t)["best_id"] == "0.0"
+    has(t, best_id="0.0")
     assert FakeEnv.read[-1] == ("test", "0.0")
     # Not valid on a hidden part: a failure.
     t = finished({("test", "0.0"): None}, "c")
-    assert (result(t)["test_score"], result(t)["value"]) == (None, -1)
+    has(t, test_score=None, value=-1)
     assert "the best node is not valid on the test part" in headline(t)
     t = finished({("selection", "0.0"): None, ("selection", "0.1"): 0.5}, "d")
-    assert result(t)["best_id"] == "0.1"
+    has(t, best_id="0.1")
     # Without that part the best by validation is chosen.
     finished(hidden, "e", tasks=[replace(TASK, splits=("validation", "test"))])
     assert FakeEnv.read == [("test", "0.0")]
@@ -288,16 +283,15 @@ def test_a_search_stopped_at_the_end_resumes_without_scoring_twice():
         assert FakeEnv.read == [("selection", read)]
     t = finished({})
     assert FakeEnv.read == [("test", "0.0")]
-    assert result(t)["status"] == "finished"
+    has(t, status="finished")
     t = finished({})
     assert FakeEnv.read == []
-    assert result(t)["test_score"] == 0.75
+    has(t, test_score=0.75)
 
 
 def test_tokens_are_counted_over_all_nodes():
     t = run(tokens=35, nodes=12, workers=1, sampling_mode=("none",), score_of=equal)
-    assert result(t)["stopped_by"] == "tokens"
-    assert result(t)["nodes"] == 4  # of ten tokens each
+    has(t, stopped_by="tokens", nodes=4)  # of ten tokens each
 
 
 def test_a_finished_tree_stays_as_it_is():
@@ -329,20 +323,17 @@ def test_tokens_are_kept_unless_they_are_those_of_an_endpoint(url):
 
 
 def test_a_fault_is_tried_once_more_and_is_never_a_score():
-    log = []
-
     def score(node):
-        is_fault = node.id == "0.2" or log.count("0.1") == 1 and node.id == "0.1"
+        is_fault = node.id == "0.2" or PLAYED.count("0.1") == 1 and node.id == "0.1"
         return "fault" if is_fault else 0.6
 
-    t = run(score_of=score, nodes=12, workers=1, log=log)
+    t = run(score_of=score, nodes=12, workers=1)
     nodes = by_id(t)
     assert nodes["0.1"]["score"] == 0.6
     assert nodes["0.2"]["score"] is None
-    assert log.count("0.2") == 2
+    assert PLAYED.count("0.2") == 2
     assert nodes["0.2.0"]["op"] == "draft"  # nothing was left there: it starts from the files above
-    r = result(t)
-    assert (r["nodes"], r["faults"], r["failed"]) == (12, 1, 0)
+    has(t, nodes=12, faults=1, failed=0)
 
 
 def test_three_faults_in_a_row_stop_the_search_with_a_sentence():
@@ -389,9 +380,8 @@ def test_a_cut_journal_is_continued_to_the_same_tree(select):
     whole = run(**options)
     torn_lines = {0: b"", 1: b'{"id": "0.', 4: b"{}", 8: b"", 9: b""}
     for kept, torn in torn_lines.items():
-        log = []
-        again = run(name=cut_run(whole, str(kept), kept, torn), log=log, **options)
-        assert len(log) == 9 - kept
+        again = run(name=cut_run(whole, str(kept), kept, torn), **options)
+        assert len(PLAYED) == 9 - kept
         assert shape(again) == shape(whole)
         assert [r["decision"] for r in rows(again)] == [r["decision"] for r in rows(whole)]
 
@@ -413,13 +403,10 @@ def test_the_test_score_of_an_earlier_best_node_does_not_stay():
         return 0.9 if node.id == "0.2" else 0.6
 
     t = run(nodes=2, workers=1, score_of=score)
-    assert result(t)["test_score"] == 0.75
+    has(t, test_score=0.75)
     with pytest.raises((KeyboardInterrupt, BaseExceptionGroup)):
         run(nodes=8, workers=1, score_of=score)
-    r = result(t)
-    assert r["best_id"] == "0.2"
-    assert r["test_score"] is r["test_minus_validation"] is None
-    assert r["status"] == "running"
+    has(t, best_id="0.2", test_score=None, test_minus_validation=None, status="running")
 
 
 def test_a_second_look_at_the_test_part_is_counted_and_said():
@@ -429,7 +416,7 @@ def test_a_second_look_at_the_test_part_is_counted_and_said():
         t = run(nodes=nodes, workers=1, score_of=lambda node: scores[node.id])
         reads.append(result(t)["test_reads"])
     assert reads == [1, 2, 3]
-    assert result(t)["best_id"] == "0.2"
+    has(t, best_id="0.2")
     assert "more --nodes has read the test part 3 times" in table(t)
 
 
@@ -437,21 +424,15 @@ def test_time_runs_out_between_two_looks_at_the_clock(monkeypatch):
     """Nothing is running then, and the tree is closed all the same."""
     looks = []
     spent = Tree.spent
-    ended = search.search
 
     def no_time(self):
         looks.append(len(self.finished))
         # not yet on the first look after the second node
         return "minutes" if looks.count(2) > 1 else spent(self)
 
-    async def soon(*args):
-        await asyncio.wait_for(ended(*args), 20)
-
     monkeypatch.setattr(Tree, "spent", no_time)
-    monkeypatch.setattr(search, "search", soon)
     t = run(nodes=9, workers=1, score_of=equal)
-    assert result(t)["status"] == "finished"
-    assert result(t)["stopped_by"] == "minutes"
+    has(t, status="finished", stopped_by="minutes")
     assert len(rows(t)) == 2
 
 
@@ -483,8 +464,7 @@ def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones():
     assert sorted(row["idea"] for row in rows(one)) == ["", "", "the only one"]
     assert len(model.prompts) == 2
     assert "List 4 more" in model.prompts[1]
-    assert result(one)["sampling_modes_used"] == {"tail": 1, "none": 2}
-    assert result(one)["without_strategy"] == 2
+    has(one, sampling_modes_used={"tail": 1, "none": 2}, without_strategy=2)
     options = {"select": "greedy", "nodes": 3, "workers": 1, "score_of": equal}
     prose = run(name="prose", model=FakePolicy("I like XGBoost."), **options)
     assert {row["idea"] for row in rows(prose)} == {""}
@@ -493,7 +473,7 @@ def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones():
     damaged = '[{"text": "a "b" c"}, {"text": "d", "probability": 0.01}]'
     t = run(name="damaged", model=FakePolicy(damaged), **options)
     assert {row["idea"] for row in rows(t)} == {"d"}
-    assert result(t)["unread_strategies"] == 6
+    has(t, unread_strategies=6)
     assert "6 strategies in replies could not be read" in table(t)
 
 
@@ -518,7 +498,7 @@ def test_exploiting_asks_for_variations_and_says_so():
     assert model.prompts[2].count("Score: 0.6") == 2
     assert rows(t)[3]["sampling_mode"] == "local"
     assert "variations of the strategy so far" in model.prompts[3]
-    assert result(t)["sampling_modes_used"] == {"tail": 3, "local": 3}
+    has(t, sampling_modes_used={"tail": 3, "local": 3})
 
 
 def test_global_scope_shows_other_branches():
@@ -648,7 +628,7 @@ def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_
     assert nodes["0.0"]["valid"]
     assert not nodes["0.0"]["kept"]
     assert nodes["0.0.0"]["op"] == "draft"
-    assert result(t)["test_score"] is None
+    has(t, test_score=None)
 
 
 # ------------------------------------------------------------------ the script
