@@ -172,13 +172,9 @@ def turns_of(t, number=0):
     return episode["turns"]
 
 
-def result(t):
-    return t.run.results()
-
-
 def has(t, **expected):
     """Asserts that result.json has these values."""
-    found = result(t)
+    found = t.run.results()
     assert {key: found[key] for key in expected} == expected
 
 
@@ -272,7 +268,7 @@ def test_of_equal_nodes_the_cheaper_and_then_the_earlier_is_chosen(costly, chose
         return 0.8
 
     t = finished({}, score_of=score, sampling_mode=("none",))
-    assert result(t)["best_id"] == chosen
+    has(t, best_id=chosen)
 
 
 def test_a_search_stopped_at_the_end_resumes_without_scoring_twice():
@@ -411,12 +407,9 @@ def test_the_test_score_of_an_earlier_best_node_does_not_stay():
 
 def test_a_second_look_at_the_test_part_is_counted_and_said():
     scores = {"0.0": 0.6, "0.1": 0.7, "0.2": 0.8, "0.0.0": 0.5}
-    reads = []
-    for nodes in (1, 2, 4):
+    for nodes, reads, best in ((1, 1, "0.0"), (2, 2, "0.1"), (4, 3, "0.2")):
         t = run(nodes=nodes, workers=1, score_of=lambda node: scores[node.id])
-        reads.append(result(t)["test_reads"])
-    assert reads == [1, 2, 3]
-    has(t, best_id="0.2")
+        has(t, test_reads=reads, best_id=best)
     assert "more --nodes has read the test part 3 times" in table(t)
 
 
@@ -528,7 +521,7 @@ def test_a_grid_shares_the_workers():
     assert 4 < max(itertools.accumulate(changes)) <= 6  # a tree has four nodes
     for tree in trees[2:]:  # of the task where lower is better
         scores = [row["score"] for row in rows(tree) if row["valid"]]
-        assert result(tree)["best_score"] == min(scores)  # also where it is below the baseline
+        has(tree, best_score=min(scores))  # also where it is below the baseline
 
 
 # ------------------------------------------------------------------ real sandboxes
@@ -581,11 +574,10 @@ def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code():
     assert "female" in [p for p in model.prompts if "An earlier attempt" in p][0]
     # files and variables came along, the artefact did not
     assert turns_of(t, child["order"])[0]["observation"] == "seen yes\ndata\nsolve.py"
-    r = result(t)
-    assert r["best_id"] == "0.0"
-    assert r["test_score"] > 0.7
-    assert r["selection_score"] > 0.7
-    assert 0.02 < r["test_stderr"] < 0.03
+    has(t, best_id="0.0")
+    found = t.run.results()
+    assert min(found["test_score"], found["selection_score"]) > 0.7
+    assert 0.02 < found["test_stderr"] < 0.03
     [[segment]] = segments_of(t.run.dir, "000000")
     sampled = sum(r >= 0 for r in segment["reply"])
     assert sampled == sum(turn["reply_tokens"] for turn in turns_of(t)) > 0
@@ -617,7 +609,7 @@ def test_a_budget_ends_a_node_that_is_running(budget, reply, stopped):
     begin = time.monotonic()
     t = real_tree(FakePolicy(reply), workers=1, nodes=5, **budget)
     assert len(rows(t)) == len(turns_of(t)) == 1
-    assert result(t)["stopped_by"] == stopped
+    has(t, stopped_by=stopped)
     assert time.monotonic() - begin < 30
 
 
@@ -705,11 +697,11 @@ def test_what_was_left_open_means_what_the_run_has_used(no_daemon, names, asked)
     folder = Path("logs", names)
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("backend: docker\nmodel: there\n")
-    cfg = search_config(name="a", model=None, backend=asked)
+    cfg = search_config(name="a", backend=asked)
     store.keep_choices(cfg)
-    assert cfg.model.model == "there"
-    assert cfg.sandbox.backend == {"auto": "docker", "local": "local"}[asked]
-    cfg = search_config(name="a", model="tiny", backend="auto")
+    kept = "docker" if asked == "auto" else asked
+    assert (cfg.model.model, cfg.sandbox.backend) == ("there", kept)
+    cfg = search_config(name="a", model="tiny")
     with user_error("No Docker daemon answers at .* for --backend local choose another --name"):
         prepared(cfg)
 
@@ -729,7 +721,6 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on():
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     before = {path: path.read_bytes() for path in Path("logs/grid").glob("*/journal.jsonl")}
-    assert sum(text.count(b"\n") for text in before.values()) >= 2
     process = script(*command)
     out, err = process.communicate(timeout=500)
     assert process.returncode == 0, err
