@@ -16,9 +16,12 @@ from typing import Literal
 import numpy as np
 import pytest
 
+import evaluate
 import grpo
 import helpers
+import learn
 import search
+import sft
 from flatlab import files, options
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import BOUNDS, EpisodeOptions
@@ -161,18 +164,18 @@ def test_the_files_of_a_model_and_of_its_adapter_count(tmp_path):
     base, adapter = tmp_path / "model", tmp_path / "best"
     base.mkdir()
     adapter.mkdir()
-    model = ModelPath(str(base), str(adapter), False)
-    digests = []
-    weights = base / "a.safetensors"
-    for path, text in [(weights, "1"), (weights, "22"), (adapter / "a.safetensors", "1")]:
+
+    def digest_with(path, text, time=1):
         path.write_text(text)
-        os.utime(path, (1, 1))
-        digests.append(fingerprint([], model)["model"])
-    weights.write_text("33")  # at another time
-    digests.append(fingerprint([], model)["model"])
-    (base / "README.md").write_text("does not count")
+        os.utime(path, (time, time))
+        return fingerprint([], ModelPath(str(base), str(adapter), False))["model"]
+
+    weights = base / "a.safetensors"
+    digests = [digest_with(weights, text) for text in ("1", "22")]
+    digests.append(digest_with(adapter / "a.safetensors", "1"))
+    digests.append(digest_with(weights, "33", time=2))
     assert len(set(digests)) == 4
-    assert fingerprint([], model)["model"] == digests[-1]
+    assert digest_with(base / "README.md", "does not count") == digests[-1]
 
 
 def test_a_model_of_the_hub_counts_with_its_revision(monkeypatch):
@@ -479,27 +482,24 @@ class Typed:
     kind: Literal["continuous", "binary"] = "binary"
 
 
+TEXTS = ("no", "on", "1_000", "1.50", "1e3", "0123", "2026-11-26", "1:30")
+
+
 @pytest.mark.parametrize(
     "text, expected",
     [
+        (f"task: [{', '.join(TEXTS)}]", {"task": TEXTS}),
         ("name: 0123\nseed: 010", {"name": "0123", "seed": 10}),
-        ("task: [no, 1_000, 1.50]", {"task": ("no", "1_000", "1.50")}),
-        ("name: no", {"name": "no"}),
         ("name: on\nflag: on", {"name": "on", "flag": True}),
-        ("name: 2026-11-26", {"name": "2026-11-26"}),
-        ("name: 1:30", {"name": "1:30"}),
         ("lr: 1e-5", {"lr": 1e-5}),
-        ("lr: .5", {"lr": 0.5}),
         ("lr: ~\nname: null\nseed: 1", {"seed": 1}),
         ("lr:\nflag: YES", {"flag": True}),
         ("flag: false", {}),
         ("seed: !!int 3", {"seed": 3}),
         ("\ufeffname: 12 # twelve\r\nseed: 3\r\n", {"name": "12", "seed": 3}),
-        ("<<: {seed: 5, name: a}\nname: 1e3", {"seed": 5, "name": "1e3"}),
-        ("task: &a [1.0]\n", {"task": ("1.0",)}),
+        ("<<: {seed: 5, name: a}\ntask: &a [1.0]", {"seed": 5, "name": "a", "task": ("1.0",)}),
         ("seed: 0x10", "--seed needs a whole number, not '0x10'."),
         ("seed: null", "--seed needs a whole number, not 'null'."),
-        ("lr: abc", "--lr needs a number, not 'abc'."),
         ("lr: yes", "--lr needs a number, not 'yes'."),
         ("kind: binnary", "Unknown --kind 'binnary'; did you mean binary?"),
     ],
@@ -555,20 +555,28 @@ def test_a_closed_pipe_is_no_traceback():
     assert done.stderr == b""
 
 
-WRONG = {
-    "--max-turns must be from 1 to 1000000, not 0": {"episode": EpisodeOptions(0)},
-    "--minutes must be from 1e-06 to 1000000000, not inf": {"minutes": math.inf},
-}
-
-
-@pytest.mark.parametrize("script", [grpo, search])
+@pytest.mark.parametrize("script", [evaluate, grpo, learn, search, sft])
 def test_bounds_and_resumable_options_name_options_and_defaults_are_within(script):
     cfg = script.Config()
-    assert {*cfg.BOUNDS, *cfg.RESUMABLE} <= options.flat(cfg).keys()
+    names = {*cfg.BOUNDS, *cfg.RESUMABLE} - {"trackers"}  # not all scripts have them
+    assert names <= options.flat(cfg).keys()
     options.check_values(cfg)
 
 
-@pytest.mark.parametrize("sentence", WRONG)
-def test_the_bounds_beside_an_option_hold(sentence):
-    with user_error(re.escape(sentence)):
-        options.check_values(Nested(**WRONG[sentence]))
+def test_the_bounds_beside_an_option_hold():
+    for wrong, sentence in (
+        (Nested(EpisodeOptions(0)), "--max-turns must be from 1 to 1000000, not 0"),
+        (Nested(minutes=math.inf), "--minutes must be from 1e-06 to 1000000000, not inf"),
+    ):
+        with user_error(re.escape(sentence)):
+            options.check_values(wrong)
+
+
+def test_the_help_names_no_default_that_is_none(capsys):
+    """The comment of such an option tells what holds instead."""
+    with pytest.raises(SystemExit):
+        cli.parse_config(Nested, ["--help"])
+    shown = capsys.readouterr().out
+    assert "--minutes" in shown
+    assert "(default: 0.5)" in shown
+    assert "None)" not in shown
