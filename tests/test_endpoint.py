@@ -24,7 +24,8 @@ def server():
 
     def answer(body, headers):
         seen.append(body | {"auth": headers["authorization"]})
-        return script.pop(0) if script else (200, completion("hello"), {})
+        status, body, *headers = script.pop(0) if script else (200, completion("hello"))
+        return status, body, dict(*headers)
 
     with chat_server(answer) as url:
         yield url, script, seen
@@ -82,7 +83,7 @@ def test_passing_failures_are_repeated_after_the_time_the_endpoint_asks_for(serv
 def test_a_request_that_is_refused_is_not_repeated(server):
     url, script, seen = server
     for status in (400, 401, 404, 422):
-        script.append((status, {"error": {"message": "no such thing"}}, {}))
+        script.append((status, {"error": {"message": "no such thing"}}))
         with user_error(f"refuses.*{status}.*no such thing"):
             ask(url)
     assert len(seen) == 4
@@ -127,7 +128,7 @@ RAW = {"raw": str(error("This model's maximum context length is 4096 tokens"))}
 )
 def test_a_prompt_that_is_too_long_ends_an_episode_in_all_words(server, status, body):
     url, script, seen = server
-    script.append((status, body, {}))
+    script.append((status, body))
     with pytest.raises(OverflowError):  # no user error
         ask(url)
     assert len(seen) == 1
@@ -137,7 +138,7 @@ def test_other_limits_are_no_long_prompt(server):
     url, script, seen = server
     most = "max_tokens is too large: 5000. This model supports at most 4096 completion tokens"
     for body in (error(most), error("temperature is too large"), error("prompt is missing")):
-        script[:] = [(400, body, {})] * 2
+        script[:] = [(400, body)] * 2
         with user_error("refuses"):
             ask(url)
         script.clear()
@@ -164,12 +165,12 @@ def test_an_error_in_a_good_answer_is_repeated_as_its_code_says(server, code):
 
 def test_an_error_that_does_not_pass_and_one_that_is_empty(server):
     url, script, _ = server
-    script += [(200, error("No credit", 402), {}), (200, {"error": "busy"}, {})]
+    script += [(200, error("No credit", 402)), (200, {"error": "busy"})]
     for sentence in ("^No credit: http.* refuses.* 402", "^busy: http.* refuses"):
         with user_error(sentence):
             ask(url, retries=0)
     for nothing in (None, "", {}):
-        script.append((200, completion("hi") | {"error": nothing}, {}))
+        script.append((200, completion("hi") | {"error": nothing}))
         assert ask(url).text == "hi"
 
 
@@ -188,7 +189,7 @@ CONTENTS = (
 def test_the_text_of_a_message(server):
     url, script, _ = server
     for content, text in CONTENTS:
-        script.append((200, completion(content), {}))
+        script.append((200, completion(content)))
         assert ask(url).text == text
 
 
@@ -200,22 +201,24 @@ def test_nonsense_is_no_answer(server):
     url, script, _ = server
     choices = [{"choices": wrong} for wrong in ([], None, {}, [None], [{"message": None}])]
     for nonsense in (b"<html>", [1], None, *choices, *map(completion, NO_TEXT)):
-        script.append((200, nonsense, {}))
+        script.append((200, nonsense))
         with user_error("does not answer like a chat endpoint: "):
             ask(url)
-    script.append((200, completion(IMAGE), {}))
+    script.append((200, completion(IMAGE)))
     with user_error("image_url is no text"):
         ask(url)
 
 
+USAGES = ({"completion_tokens": 20}, {"completion_tokens": "20"})
+WRONG = (None, {}, 7, *({"completion_tokens": count} for count in (None, -1, [], 1.5)))
+
+
 def test_tokens_are_those_of_the_usage_or_counted_here(server):
     url, script, _ = server
-    wrong = [{"completion_tokens": count} for count in (None, -1, [], 1.5)]
-    usages = [({"completion_tokens": count}, 20) for count in (20, "20")]
-    for usage, count in usages + [(usage, 3) for usage in (None, {}, 7, *wrong)]:
-        script.append((200, completion("hello you") | {"usage": usage}, {}))
-        assert ask(url).reply_tokens == count
-    script.append((200, {"choices": [{"message": {"content": "hello you"}}]}, {}))
+    for usage in (*USAGES, *WRONG):
+        script.append((200, completion("hello you") | {"usage": usage}))
+        assert ask(url).reply_tokens == (20 if usage in USAGES else 3)
+    script.append((200, {"choices": [{"message": {"content": "hello you"}}]}))
     assert ask(url).reply_tokens == 3
 
 
@@ -223,7 +226,7 @@ def test_it_adapts_to_other_names_of_the_limit(server):
     url, script, seen = server
     limit = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
     for error in (limit, "unknown field seed"):
-        script.append((400, {"error": error}, {}))
+        script.append((400, {"error": error}))
     assert ask(url, seed=1).text == "hello"
     assert seen[2]["max_completion_tokens"] == 50
     assert "seed" not in seen[2]

@@ -36,8 +36,11 @@ CONFIG = helpers.CONFIG | {"hidden": (8, 16)}
 pytestmark = pytest.mark.usefixtures("quick_provenance")
 
 
-def opened(folder, **changes):
-    return store.open_run(folder, CONFIG | changes, MADE_BY)
+def opened(folder, makers=MADE_BY, **changes):
+    def is_finished(run):
+        return run.results().get("status") == "finished"
+
+    return store.open_run(folder, CONFIG | changes, MADE_BY | makers, is_finished=is_finished)
 
 
 # ------------------------------------------------------------------ resume and refuse
@@ -210,16 +213,9 @@ def test_without_a_place_for_a_cache_everything_goes_on(tmp_path, monkeypatch, c
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
-def again(folder, **changes):
-    def is_finished(run):
-        return run.results().get("status") == "finished"
-
-    return store.open_run(folder, CONFIG, MADE_BY | changes, is_finished=is_finished)
-
-
 def test_an_unfinished_run_goes_on_with_other_code_and_is_marked(begun, capsys):
     for _ in range(2):
-        run = again(begun, code="changed")
+        run = opened(begun, {"code": "changed"})
         assert len(run.rows()) == 1
         run.lock.close()
     assert capsys.readouterr().out.count("was begun by other code") == 1
@@ -227,25 +223,25 @@ def test_an_unfinished_run_goes_on_with_other_code_and_is_marked(begun, capsys):
 
 
 def test_a_finished_run_of_the_same_makers_is_left_alone_and_that_of_others_is_refused(begun):
-    run = again(begun)
+    run = opened(begun)
     run.result(status="finished")
     run.lock.close()
     before = {path: path.read_bytes() for path in begun.glob("*.*") if path.is_file()}
-    run = again(begun)
+    run = opened(begun)
     assert run.finished
     run.lock.close()
     with user_error("another version of the code: choose another --name"):
-        again(begun, code="changed")
+        opened(begun, {"code": "changed"})
     assert before == {path: path.read_bytes() for path in before}
 
 
 def test_another_task_or_model_and_a_run_without_digests_are_refused(begun):
     with user_error("another version of the task and the model: choose"):
-        again(begun, task="x", model="x")
+        opened(begun, {"task": "x", "model": "x"})
     config = begun / "config.yaml"
     config.write_text(config.read_text().partition("fingerprint:")[0])
     with user_error("another version of the task and the model"):
-        again(begun)
+        opened(begun)
 
 
 def test_a_renamed_or_copied_run_goes_on(begun):
