@@ -119,7 +119,7 @@ class FakeEnv(contextlib.AbstractAsyncContextManager):
 def opened(tasks=(TASK,), **config):
     """The trees of a search in logs/a. config: options of search.py."""
     sizes = {"context": 50_000, "max_reply_tokens": 2000, "max_observation_tokens": 2000}
-    cfg = search_config(**{"name": "a", "backend": "local"} | sizes | config)
+    cfg = search_config(**{"name": "a", "backend": "local", "workers": 1} | sizes | config)
     return open_trees(cfg, tasks, search.SELECT[cfg.select], None)[0]
 
 
@@ -223,7 +223,7 @@ def test_the_rules_see_a_node_finish_at_once(monkeypatch):
 
 def test_the_best_node_of_a_task_with_a_test_part_only_is_optimistic():
     tasks = [replace(TASK, splits=("test",))]
-    t = run(tasks=tasks, select="greedy", nodes=4, workers=1, score_of=equal)
+    t = run(tasks=tasks, select="greedy", nodes=4, score_of=equal)
     has(t, selected_on_test=True, test_score=0.6)
     assert FakeEnv.read == []  # it is the score that the search sees
     assert "(test part;" in headline(t)
@@ -235,7 +235,7 @@ THREE = {"0.0": 0.80, "0.1": 0.79, "0.2": 0.70}  # one standard error, 0.02, is 
 def finished(hidden, name="a", **options):
     """The tree of a search over the nodes of THREE."""
     options = {"score_of": lambda node: THREE[node.id], "stderr": 0.02} | options
-    return run(name=name, nodes=3, workers=1, hidden=hidden, **options)
+    return run(name=name, nodes=3, hidden=hidden, **options)
 
 
 def test_the_selection_part_decides_between_nodes_within_one_standard_error():
@@ -286,7 +286,7 @@ def test_a_search_stopped_at_the_end_resumes_without_scoring_twice():
 
 
 def test_tokens_are_counted_over_all_nodes():
-    t = run(tokens=35, nodes=12, workers=1, sampling_mode=("none",), score_of=equal)
+    t = run(tokens=35, nodes=12, sampling_mode=("none",), score_of=equal)
     has(t, stopped_by="tokens", nodes=4)  # of ten tokens each
 
 
@@ -323,7 +323,7 @@ def test_a_fault_is_tried_once_more_and_is_never_a_score():
         is_fault = node.id == "0.2" or PLAYED.count("0.1") == 1 and node.id == "0.1"
         return "fault" if is_fault else 0.6
 
-    t = run(score_of=score, nodes=12, workers=1)
+    t = run(score_of=score, nodes=12)
     nodes = by_id(t)
     assert nodes["0.1"]["score"] == 0.6
     assert nodes["0.2"]["score"] is None
@@ -372,7 +372,7 @@ def cut_run(whole, name, kept, torn=b""):
 @pytest.mark.parametrize("select", ["open_ended", *map(slow, ("bfs", "evolution", "ucb", "mcts"))])
 def test_a_cut_journal_is_continued_to_the_same_tree(select):
     """After kill -9 nothing in the journal is run again, and the rest comes out the same."""
-    options = {"select": select, "workers": 1, "nodes": 9}
+    options = {"select": select, "nodes": 9}
     whole = run(**options)
     torn_lines = {0: b"", 1: b'{"id": "0.', 4: b"{}", 8: b"", 9: b""}
     for kept, torn in torn_lines.items():
@@ -385,7 +385,7 @@ def test_a_cut_journal_is_continued_to_the_same_tree(select):
 def test_resumed_bfs_does_not_ask_again_for_ideas_that_it_has():
     whole = run(workers=1)
     model = FakePolicy(lists)
-    run(name=cut_run(whole, "cut", 2), workers=1, model=model)
+    run(name=cut_run(whole, "cut", 2), model=model)
     asked = sum("Strategy: <one" in prompt for prompt in model.prompts)
     assert asked == sum(n.valid for n in whole.root.children)  # one per parent, none for the root
 
@@ -398,17 +398,17 @@ def test_the_test_score_of_an_earlier_best_node_does_not_stay():
             raise KeyboardInterrupt
         return 0.9 if node.id == "0.2" else 0.6
 
-    t = run(nodes=2, workers=1, score_of=score)
+    t = run(nodes=2, score_of=score)
     has(t, test_score=0.75)
     with pytest.raises((KeyboardInterrupt, BaseExceptionGroup)):
-        run(nodes=8, workers=1, score_of=score)
+        run(nodes=8, score_of=score)
     has(t, best_id="0.2", test_score=None, test_minus_validation=None, status="running")
 
 
 def test_a_second_look_at_the_test_part_is_counted_and_said():
     scores = {"0.0": 0.6, "0.1": 0.7, "0.2": 0.8, "0.0.0": 0.5}
     for nodes, reads, best in ((1, 1, "0.0"), (2, 2, "0.1"), (4, 3, "0.2")):
-        t = run(nodes=nodes, workers=1, score_of=lambda node: scores[node.id])
+        t = run(nodes=nodes, score_of=lambda node: scores[node.id])
         has(t, test_reads=reads, best_id=best)
     assert "more --nodes has read the test part 3 times" in table(t)
 
@@ -424,7 +424,7 @@ def test_time_runs_out_between_two_looks_at_the_clock(monkeypatch):
         return "minutes" if looks.count(2) > 1 else spent(self)
 
     monkeypatch.setattr(Tree, "spent", no_time)
-    t = run(nodes=9, workers=1, score_of=equal)
+    t = run(nodes=9, score_of=equal)
     has(t, status="finished", stopped_by="minutes")
     assert len(rows(t)) == 2
 
@@ -439,15 +439,13 @@ def requests_for_ideas(model):
 @pytest.mark.parametrize("mode", search.MODES)
 def test_modes(mode):
     model = FakePolicy(lists)
-    t = run(sampling_mode=(mode,), model=model, nodes=4, workers=1, score_of=equal)
+    t = run(sampling_mode=(mode,), model=model, nodes=4, score_of=equal)
     row = rows(t)[1]
+    is_asked = mode != "none"
     assert row["sampling_mode"] == mode
-    if mode == "none":
-        assert not requests_for_ideas(model)
-    else:
-        assert len(requests_for_ideas(model)) == 2
-        assert len(row["ideas"]) == 5
-        assert row["probability"] == 0.02
+    assert len(requests_for_ideas(model)) == 2 * is_asked
+    assert len(row["ideas"]) == 5 * is_asked
+    assert row["probability"] == (0.02 if is_asked else None)
 
 
 def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones():
@@ -474,18 +472,18 @@ def test_ideas_above_tau_are_asked_for_again_and_marked():
     first = "Strategy: usual\nProbability: 0.6\nStrategy: rare\nProbability: 0.05"
     second = "Strategy: odd\nProbability: 0.02\nStrategy: common\nProbability: 0.4\n"
     model = FakePolicy(first, f"{second}Strategy: rare\nProbability: 0.7")
-    t = run(model=model, nodes=3, k=3, workers=1, score_of=equal)
+    t = run(model=model, nodes=3, k=3, score_of=equal)
     assert "List 2 more" in model.prompts[1]
     ideas = {row["idea"]: row["probability"] for row in rows(t)}
     assert ideas == {"rare": 0.05, "odd": 0.02, "common": 0.4}
-    options = {"sampling_mode": ("uniform",), "nodes": 2, "k": 2, "workers": 1}
+    options = {"sampling_mode": ("uniform",), "nodes": 2, "k": 2}
     t = run(name="uniform", model=FakePolicy(first), **options)
     assert {row["idea"] for row in rows(t)} == {"usual", "rare"}
 
 
 def test_exploiting_asks_for_variations_and_says_so():
     model = FakePolicy(lists)
-    options = {"select": "ucb", "rule_args": ("c=0",), "nodes": 6, "workers": 1}
+    options = {"select": "ucb", "rule_args": ("c=0",), "nodes": 6}
     t = run(model=model, score_of=equal, **options)
     assert "Tried already" not in model.prompts[0]
     assert model.prompts[2].count("Score: 0.6") == 2
@@ -496,7 +494,7 @@ def test_exploiting_asks_for_variations_and_says_so():
 
 def test_global_scope_shows_other_branches():
     model = FakePolicy(lists)
-    run(model=model, score_of=equal, scope="global", nodes=4, workers=1)
+    run(model=model, score_of=equal, scope="global", nodes=4)
     assert any("experiments so far" in prompt for prompt in model.prompts)
 
 
@@ -607,7 +605,7 @@ def test_the_full_form_tells_requests_the_limits_and_what_is_left(select, worker
 )
 def test_a_budget_ends_a_node_that_is_running(budget, reply, stopped):
     begin = time.monotonic()
-    t = real_tree(FakePolicy(reply), workers=1, nodes=5, **budget)
+    t = real_tree(FakePolicy(reply), nodes=5, **budget)
     assert len(rows(t)) == len(turns_of(t)) == 1
     has(t, stopped_by=stopped)
     assert time.monotonic() - begin < 30
@@ -750,7 +748,7 @@ def test_ctrl_c_says_how_to_go_on():
 
 
 def test_a_journal_of_another_version_is_refused_with_one_sentence():
-    run(nodes=2, workers=1)
+    run(nodes=2)
     journal = Path("logs/a/journal.jsonl")
     journal.write_text(journal.read_text().replace('"sampling_mode"', '"mode"'))
     with user_error("another version of search.py .no 'sampling_mode'"):

@@ -57,6 +57,11 @@ def choose(t, seed=0):
     return t.rule.function(t, random.Random(seed), **t.constants)
 
 
+def step(t):
+    """Starts the node that the rule chooses."""
+    return search.start(t, choose(t))
+
+
 def three(select, **config):
     """Root with children of Q = 1, 0.5 and a failure; the root has Q = 0."""
     t = make(select, **config)
@@ -71,13 +76,13 @@ def three(select, **config):
 def test_bfs_takes_the_first_nodes_in_level_order_whatever_finishes_first():
     """Failed nodes get children, too."""
     t = make("bfs", rule_args=("branching=2",), nodes=5)
-    first, second = [search.start(t, choose(t)) for _ in range(2)]
+    first, second = [step(t) for _ in range(2)]
     assert choose(t) is None  # nothing is finished
     end(t, second, 0.5)
-    later = [search.start(t, choose(t))]
+    later = [step(t)]
     assert choose(t) is None  # 0.1.1 lies outside of the budget, 0.0.0 has to wait
     end(t, first, None)
-    later += [search.start(t, choose(t)) for _ in range(2)]
+    later += [step(t) for _ in range(2)]
     assert [node.id for node in later] == ["0.1.0", "0.0.0", "0.0.1"]
     assert [node.op for node in later] == ["improve", "debug", "debug"]
     assert choose(t) is None
@@ -148,7 +153,7 @@ def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
 def test_open_ended_drops_the_commitment_when_a_child_is_worse_or_fails(score):
     t = make("open_ended", rule_args=("drafts=1", "commitment=3", "c=0"))
     put(t, "0", 0.5)
-    node = search.start(t, choose(t))
+    node = step(t)
     assert choose(t).notes == {}  # while it runs there is no second commitment
     end(t, node, score)
     assert "committed" not in choose(t).reason
@@ -254,7 +259,7 @@ def test_linear_is_a_chain():
     t = make("linear")
     for score, id in ((0.5, "0.0"), (None, "0.0.0"), (0.2, "0.0.0.0")):
         assert put(t, choose(t).parent, score).id == id
-    search.start(t, choose(t))
+    step(t)
     assert choose(t) is None
 
 
