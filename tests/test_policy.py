@@ -205,6 +205,12 @@ def test_a_packed_row_needs_less_memory_than_padded_ones(tmp_path):
     assert packed < 0.9 * padded, (packed, padded)
 
 
+def of_logits(logits, targets):
+    """Log-probs and entropies, by autograd."""
+    full = logits.log_softmax(-1)
+    return full.gather(-1, targets[:, None])[:, 0], -(full.exp() * full).sum(-1)
+
+
 def loss_and_grads(logprobs, policy, batch, bonus=0.0):
     policy.model.zero_grad()
     logp, entropy = logprobs(batch)
@@ -239,15 +245,13 @@ def test_logprobs_are_those_of_a_forward_pass_per_sequence(
     """Entropies and gradients, too; a common prompt is computed once."""
 
     def by_hand(batch):
-        logp, entropy = [], []
+        parts = []
         for tokens, mask in batch:
             trained = torch.tensor(mask[1:], dtype=torch.bool)
             ids = torch.tensor(tokens)
             logits = policy.model(ids[None]).logits[0, :-1]
-            full = logits[trained].log_softmax(-1)
-            logp.append(full.gather(-1, ids[1:][trained, None])[:, 0])
-            entropy.append(-(full.exp() * full).sum(-1))
-        return torch.cat(logp), torch.cat(entropy)
+            parts.append(of_logits(logits[trained], ids[1:][trained]))
+        return map(torch.cat, zip(*parts))
 
     randomise(policy)
     monkeypatch.setattr(policy, "packs", packs)
@@ -278,8 +282,7 @@ def test_log_probs_of_capped_logits_and_their_gradients(dtype, atol, error):
 
     def by_hand(hidden):
         logits = (hidden @ weight.float().T + bias.float()) / head.divisor
-        logp = (head.cap * torch.tanh(logits / head.cap)).log_softmax(-1)
-        return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+        return of_logits(head.cap * torch.tanh(logits / head.cap), targets)
 
     def ours(hidden):
         return TokenLogProbs.apply(hidden, targets, head, 5, True)
