@@ -60,7 +60,11 @@ def test_the_tokens_of_a_training_pass_follow_from_model_and_memory():
 
 
 NO_RECOMPUTING = [(4096, None, 1, 2048), (4096, 1024, 1, 1024)]
-RECOMPUTING = [(4096, 16384, 1, 16384), (4096, None, 4, 4096), (16384, None, 1, 8192)]
+RECOMPUTING = [
+    (4096, 16384, 1, 16384),
+    (4096, None, 4, 4096),
+    (16384, None, 1, 8192),
+]
 
 
 @pytest.mark.parametrize("context, wanted, processes, tokens", [*NO_RECOMPUTING, *RECOMPUTING])

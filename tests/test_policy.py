@@ -208,7 +208,8 @@ def test_a_packed_row_needs_less_memory_than_padded_ones(tmp_path):
 def of_logits(logits, targets):
     """Log-probs and entropies, by autograd."""
     full = logits.log_softmax(-1)
-    return full.gather(-1, targets[:, None])[:, 0], -(full.exp() * full).sum(-1)
+    logp = full.gather(-1, targets[:, None])[:, 0]
+    return logp, -(full.exp() * full).sum(-1)
 
 
 def loss_and_grads(logprobs, policy, batch, bonus=0.0):

@@ -402,9 +402,9 @@ def test_the_test_score_of_an_earlier_best_node_does_not_stay():
 
 def test_a_second_look_at_the_test_part_is_counted_and_said():
     scores = {"0.0": 0.6, "0.1": 0.7, "0.2": 0.8, "0.0.0": 0.5}
-    for nodes, reads, best in ((1, 1, "0.0"), (2, 2, "0.1"), (4, 3, "0.2")):
+    for reads, nodes in enumerate((1, 2, 4), 1):
         t = run(nodes=nodes, score_of=lambda node: scores[node.id])
-        has(t, test_reads=reads, best_id=best)
+        has(t, test_reads=reads, best_id=f"0.{reads - 1}")
     assert "more --nodes has read the test part 3 times" in table(t)
 
 
@@ -619,8 +619,8 @@ def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_
 # ------------------------------------------------------------------ the script
 
 
-def script(*flags):
-    return start(".", *flags, script="search.py", OMP_NUM_THREADS="1")
+def script(*flags, name="search.py"):
+    return start(".", *flags, script=name, OMP_NUM_THREADS="1")
 
 
 BAD_INPUT = {
@@ -704,28 +704,34 @@ def until(process, text):
     return next(line for line in process.stdout if text in line)
 
 
+GRID = "--sampling-mode none tail --nodes 4 --max-turns 4 --workers 2"
+ROUNDS = "--sampling-mode none --nodes 12 --max-turns 3 --parents 2 --children 2"
+
+
 @pytest.mark.slow
-def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on():
+@pytest.mark.parametrize(
+    "name, flags, moment", [("search.py", GRID, "2/4"), ("learn.py", ROUNDS, " 6/12 ")]
+)
+def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(name, flags, moment):
     """Real engine, sandboxes, graders: killed in the middle, resumed, called when finished."""
-    command = "--task titanic --sampling-mode none tail --backend local --model tiny --nodes 4"
-    command = f"{command} --max-turns 4 --workers 2 --name grid".split()
-    process = script(*command)
-    until(process, "2/4")
+    command = f"--task titanic --backend local --model tiny --name x {flags}".split()
+    process = script(*command, name=name)
+    until(process, moment)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    before = {path: path.read_bytes() for path in Path("logs/grid").glob("*/journal.jsonl")}
-    process = script(*command)
+    before = {path: path.read_bytes() for path in Path("logs/x").rglob("journal.jsonl")}
+    assert len(before) == (2 if flags == GRID else 1)
+    process = script(*command, name=name)
     out, err = process.communicate(timeout=500)
     assert process.returncode == 0, err
+    assert "\nresumed " in out
     for path, text in before.items():
         whole = text[: text.rfind(b"\n") + 1]
         assert path.read_bytes().startswith(whole)
-        assert len(read_rows(path)) == 4
-    table = [line.split()[:2] for line in out.splitlines() if line.startswith("logs/grid/")]
-    runs = [f"logs/grid/titanic-{mode}-0" for mode in ("none", "tail")]
-    assert sorted(table) == [[run, "1"] for run in runs]  # best first
+        assert len(read_rows(path)) == (4 if flags == GRID else 12)
+        assert f"\n{path.parent} " in out or flags != GRID  # a row of the table
     begin = time.monotonic()
-    out, err = script(*command).communicate(timeout=60)
+    out, err = script(*command, name=name).communicate(timeout=60)
     assert "was finished before: nothing was run" in out
     assert time.monotonic() - begin < 20
 
