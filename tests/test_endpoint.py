@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from flatlab.errors import UserError
+from flatlab.files import read_rows
 from flatlab.model import endpoint
-from flatlab.view import reader
 from helpers import LOCAL, PROJECT, chat_server, completion, dead_proxy, python, served, user_error
 from policy import TINY
 
@@ -25,7 +24,8 @@ def server():
 
     def answer(body, headers):
         seen.append(body | {"auth": headers["authorization"]})
-        return script.pop(0) if script else (200, completion("hello"), {})
+        status, body, *headers = script.pop(0) if script else (200, completion("hello"))
+        return status, body, dict(*headers)
 
     with chat_server(answer) as url:
         yield url, script, seen
@@ -83,19 +83,31 @@ def test_passing_failures_are_repeated_after_the_time_the_endpoint_asks_for(serv
 def test_a_request_that_is_refused_is_not_repeated(server):
     url, script, seen = server
     for status in (400, 401, 404, 422):
-        script.append((status, {"error": {"message": "no such thing"}}, {}))
+        script.append((status, {"error": {"message": "no such thing"}}))
         with user_error(f"refuses.*{status}.*no such thing"):
             ask(url)
     assert len(seen) == 4
 
 
-def error(message, code=None, kind=None):
-    return {"error": {"message": message, "code": code, "type": kind}}
+def error(message, code=None, kind=None, **more):
+    return {"error": {"message": message, "code": code, "type": kind} | more}
 
 
-SGLANG = "Input length (5000 tokens) exceeds the maximum allowed length (2048 tokens)."
-TGI = "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 2048. Given: 5000"
-ANTHROPIC = "input length and `max_tokens` exceed context limit: 190000 + 20000 > 200000"
+TOO_LONG = (
+    "This model's maximum context length is 8192 tokens",
+    "Your input exceeds the context window of this model.",
+    "The decoder prompt (length 5000) is longer than the maximum model length",
+    "Input length (5000 tokens) exceeds the maximum allowed length (2048 tokens).",
+    "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 2048. Given: 5000",
+    "`inputs` must have less than 1024 tokens. Given: 5000",
+    "input length and `max_tokens` exceed context limit: 190000 + 20000 > 200000",
+    "prompt is too long: 205000 tokens > 200000 maximum",
+    "The input token count (1200000) exceeds the maximum number",
+    "too many tokens: size limit exceeded by 500 tokens.",
+    "Input tokens exceed the configured limit of 272000 tokens.",
+    "Input is too long for requested model.",
+    "This model's maximum prompt length is 131072",
+)
 LLAMA = "request (5000 tokens) exceeds the available context size (4096 tokens)"
 RAW = {"raw": str(error("This model's maximum context length is 4096 tokens"))}
 
@@ -103,31 +115,20 @@ RAW = {"raw": str(error("This model's maximum context length is 4096 tokens"))}
 @pytest.mark.parametrize(
     "status, body",
     [
-        (400, {"error": "This model's maximum context length is 8192 tokens"}),
-        (400, error("Please reduce the length of the messages.", "context_length_exceeded")),
-        (400, error("Your input exceeds the context window of this model.")),
-        (400, error("The decoder prompt (length 5000) is longer than the maximum model length")),
+        *((400, error(text)) for text in TOO_LONG),
+        (400, {"error": TOO_LONG[0]}),
+        (413, {"message": TOO_LONG[7]}),
+        (422, {"error": TOO_LONG[4], "error_type": "validation"}),
+        (400, error("Please reduce the length.", "context_length_exceeded")),
         (400, error("Please shorten it.", 400, "exceed_context_size_error")),
         (500, error("Context size has been exceeded.", 500, "server_error")),
-        (400, {"object": "error", "message": SGLANG, "type": "BadRequestError"}),
-        (422, {"error": TGI, "error_type": "validation"}),
-        (422, {"error": "`inputs` must have less than 1024 tokens. Given: 5000"}),
-        (400, {"error": {"type": "invalid_request_error", "message": ANTHROPIC}}),
-        (413, error("prompt is too long: 205000 tokens > 200000 maximum")),
-        (400, error("The input token count (1200000) exceeds the maximum number", 400)),
-        (400, {"message": "too many tokens: size limit exceeded by 500 tokens."}),
-        (400, error("Input tokens exceed the configured limit of 272000 tokens.")),
-        (400, {"message": "Input is too long for requested model."}),
-        (400, error("This model's maximum prompt length is 131072")),
-        (200, error("Provider returned error", 400) | {"metadata": RAW}),
+        (200, error("Provider returned error", 400, metadata=RAW)),
         (200, error(LLAMA, 502)),
     ],
 )
 def test_a_prompt_that_is_too_long_ends_an_episode_in_all_words(server, status, body):
     url, script, seen = server
-    if "metadata" in body:
-        body["error"]["metadata"] = body.pop("metadata")
-    script.append((status, body, {}))
+    script.append((status, body))
     with pytest.raises(OverflowError):  # no user error
         ask(url)
     assert len(seen) == 1
@@ -137,7 +138,7 @@ def test_other_limits_are_no_long_prompt(server):
     url, script, seen = server
     most = "max_tokens is too large: 5000. This model supports at most 4096 completion tokens"
     for body in (error(most), error("temperature is too large"), error("prompt is missing")):
-        script[:] = [(400, body, {})] * 2
+        script[:] = [(400, body)] * 2
         with user_error("refuses"):
             ask(url)
         script.clear()
@@ -160,71 +161,65 @@ def test_an_error_in_a_good_answer_is_repeated_as_its_code_says(server, code):
     script += [(200, body, soon)] * 2
     with user_error("^Provider returned error: overloaded: http.* refuses"):
         ask(url, retries=1)
-    script += [(200, error("No credit", 402), {}), (200, {"error": "busy"}, soon)]
-    with user_error("^No credit: http.* refuses.* 402"):
-        ask(url)
-    with user_error("^busy: http.* refuses"):
-        ask(url, retries=0)
-    script += [(200, completion("hi") | {"error": nothing}, {}) for nothing in (None, "", {})]
-    assert [ask(url).text for _ in range(3)] == ["hi"] * 3
+
+
+def test_an_error_that_does_not_pass_and_one_that_is_empty(server):
+    url, script, _ = server
+    script += [(200, error("No credit", 402)), (200, {"error": "busy"})]
+    for sentence in ("^No credit: http.* refuses.* 402", "^busy: http.* refuses"):
+        with user_error(sentence):
+            ask(url, retries=0)
+    for nothing in (None, "", {}):
+        script.append((200, completion("hi") | {"error": nothing}))
+        assert ask(url).text == "hi"
 
 
 TEXT = {"type": "text", "text": "hello"}
-THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
-
-
-@pytest.mark.parametrize(
-    "content, text",
-    [
-        ("hello", "hello"),
-        (None, ""),
-        ([], ""),
-        ([TEXT], "hello"),
-        ("half \ud83d", "half ?"),
-        ([THOUGHT, TEXT, {"type": "output_text", "text": " you"}], "hello you"),
-        ([{"type": "image_url", "image_url": {"url": "x"}}], "image_url is no text"),
-        *((content, "") for content in (5, {"text": "a"}, [None], [{}])),
-        ([{"type": "text", "text": None}], ""),
-        ([{"type": ["text"], "text": "a"}], ""),
-    ],
+THOUGHT = {"type": "thinking", "thinking": [TEXT]}
+CONTENTS = (
+    ("hello", "hello"),
+    (None, ""),
+    ([], ""),
+    ([TEXT], "hello"),
+    ("half \ud83d", "half ?"),
+    ([THOUGHT, TEXT, {"type": "output_text", "text": " you"}], "hello you"),
 )
-def test_the_text_of_a_message(server, content, text):
+
+
+def test_the_text_of_a_message(server):
     url, script, _ = server
-    body = completion("")
-    body["choices"][0]["message"]["content"] = content
-    script.append((200, body, {}))
-    try:
+    for content, text in CONTENTS:
+        script.append((200, completion(content)))
         assert ask(url).text == text
-    except UserError as error:
-        assert "does not answer like a chat endpoint: " in str(error)
-        assert text in str(error)
-        with pytest.raises((TypeError, ValueError, KeyError)):
-            endpoint.text_of(content)
 
 
-@pytest.mark.parametrize(
-    "usage, count",
-    [
-        ({"completion_tokens": 20}, 20),
-        ({"completion_tokens": "20"}, 20),
-        *((usage, 3) for usage in (None, {}, 7)),
-        *(({"completion_tokens": wrong}, 3) for wrong in (None, -1, [], 1.5)),
-    ],
-)
-def test_usage_in_any_form(server, usage, count):
+NOT_TEXT = [TEXT | {"text": None}], [TEXT | {"type": ["text"]}]
+NO_TEXT = (5, {"text": "a"}, [None], [{}], *NOT_TEXT)
+IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
+
+
+def test_nonsense_is_no_answer(server):
     url, script, _ = server
-    script.append((200, completion("hello you") | {"usage": usage}, {}))
-    assert ask(url).reply_tokens == count
-
-
-def test_nonsense_is_no_answer_and_one_without_usage_is_counted_here(server):
-    url, script, _ = server
-    ends = [{"choices": wrong} for wrong in ([], None, {}, [None], [{"message": None}])]
-    for nonsense in (b"<html>", [1], None, *ends):
-        script.append((200, nonsense, {}))
+    choices = [{"choices": wrong} for wrong in ([], None, {}, [None], [{"message": None}])]
+    for nonsense in (b"<html>", [1], None, *choices, *map(completion, NO_TEXT)):
+        script.append((200, nonsense))
         with user_error("does not answer like a chat endpoint: "):
             ask(url)
-    script.append((200, {"choices": [{"message": {"content": "hello you"}}]}, {}))
+    script.append((200, completion(IMAGE)))
+    with user_error("image_url is no text"):
+        ask(url)
+
+
+USAGES = ({"completion_tokens": 20}, {"completion_tokens": "20"})
+WRONG = (None, {}, 7, *({"completion_tokens": count} for count in (None, -1, [], 1.5)))
+
+
+def test_tokens_are_those_of_the_usage_or_counted_here(server):
+    url, script, _ = server
+    for usage in (*USAGES, *WRONG):
+        script.append((200, completion("hello you") | {"usage": usage}))
+        assert ask(url).reply_tokens == (20 if usage in USAGES else 3)
+    script.append((200, {"choices": [{"message": {"content": "hello you"}}]}))
     assert ask(url).reply_tokens == 3
 
 
@@ -232,7 +227,7 @@ def test_it_adapts_to_other_names_of_the_limit(server):
     url, script, seen = server
     limit = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
     for error in (limit, "unknown field seed"):
-        script.append((400, {"error": error}, {}))
+        script.append((400, {"error": error}))
     assert ask(url, seed=1).text == "hello"
     assert seen[2]["max_completion_tokens"] == 50
     assert "seed" not in seen[2]
@@ -264,17 +259,21 @@ def test_a_search_asks_an_endpoint(server, tmp_path):
     flags = f"--url {url} --model m --task titanic --nodes 2 --max-turns 1 --name served"
     done = python(PROJECT / "search.py", *flags.split(), "--backend", LOCAL, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    run = reader.read_run(tmp_path / "logs/served")
-    assert [row["actions"][0]["reply"] for row in run.rows] == ["hello"] * 2
+    files = tmp_path.glob("logs/served/episodes/*.jsonl")
+    assert [read_rows(file)[0]["turns"][0]["reply"] for file in files] == ["hello"] * 2
     assert {body["model"] for body in seen} == {"m"}
 
 
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory):
-    """An adapter for the stand-in as policy.py saves it, with random B; and its PyTorch model."""
+HI = [{"role": "user", "content": "hi"}]
+
+
+def save_adapter(folder):
+    """Saves an adapter of the stand-in as policy.py does, with random B. Returns its greedy reply
+    to HI.
+    """
     import torch
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
@@ -285,56 +284,32 @@ def adapter(tmp_path_factory):
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
-    folder = tmp_path_factory.mktemp("adapter") / "best"
     model.save_pretrained(folder)
-    return folder, model
-
-
-@pytest.fixture(scope="module")
-def vllm_server(adapter, tmp_path_factory):
-    """The address of a real server with the stand-in as "m" and the adapter as "trained"."""
-    folder, _ = adapter
-    lora = ["--enable-lora", "--max-lora-rank", 16, "--lora-modules", f"trained={folder}"]
-    lora += ["--max-loras", 2]  # with 1, vLLM on a CPU applies the adapter to "m", too
-    with served(TINY, tmp_path_factory.mktemp("server"), *lora) as url:
-        yield url
-
-
-HI = [{"role": "user", "content": "hi"}]
-
-
-@pytest.mark.slow
-def test_a_real_vllm_server(vllm_server):
-    def reply(temperature, seed, name="m", text="hi"):
-        model = endpoint.Endpoint(vllm_server, name, context=10**6, temperature=temperature)
-        prompt = model.render([{"role": "user", "content": text}])
-        return asyncio.run(model.sample(prompt, 12, seed=seed))
-
-    frozen = reply(0.0, 1)
-    assert frozen.reply_tokens <= 12
-    assert reply(0.0, 2).text == frozen.text
-    assert reply(1.0, 2).text != frozen.text
-    with user_error("refuses"):
-        reply(1.0, 1, name="another")
-    with pytest.raises(OverflowError):
-        reply(1.0, 1, text="x" * 5000)
-
-
-@pytest.mark.slow
-def test_the_server_applies_a_saved_adapter(vllm_server, adapter):
-    """Its greedy reply is that of peft, and another one without the adapter."""
-    from transformers import AutoTokenizer
-
-    _, model = adapter
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     prompt = tokenizer.apply_chat_template(HI, add_generation_prompt=True, return_tensors="pt")
-    length = prompt["input_ids"].shape[1]
     said = model.generate(**prompt, do_sample=False, max_new_tokens=8)[0]
-    trained = tokenizer.decode(said[length:], skip_special_tokens=True)
+    reply = said[prompt["input_ids"].shape[1] :]
+    return tokenizer.decode(reply, skip_special_tokens=True)
 
-    def greedy(name):
-        model = endpoint.Endpoint(vllm_server, name, temperature=0.0)
-        return asyncio.run(model.sample(model.render(HI), 8)).text
 
-    assert greedy("trained") == trained
-    assert greedy("m") != trained
+@pytest.mark.slow
+def test_a_real_vllm_server_and_the_adapter_that_it_serves(tmp_path):
+    trained = save_adapter(tmp_path / "best")
+
+    def reply(temperature, seed, name="m", text="hi"):
+        model = endpoint.Endpoint(url, name, context=10**6, temperature=temperature)
+        prompt = model.render([HI[0] | {"content": text}])
+        return asyncio.run(model.sample(prompt, 8, seed=seed))
+
+    lora = ["--enable-lora", "--max-lora-rank", 16, "--lora-modules", f"trained={tmp_path}/best"]
+    lora += ["--max-loras", 2]  # with 1, vLLM on a CPU applies the adapter to "m", too
+    with served(TINY, tmp_path, *lora) as url:
+        frozen = reply(0.0, 1)
+        assert frozen.reply_tokens <= 8
+        assert reply(0.0, 2).text == frozen.text
+        assert reply(1.0, 2).text != frozen.text
+        assert reply(0.0, 1, name="trained").text == trained != frozen.text
+        with user_error("refuses"):
+            reply(1.0, 1, name="another")
+        with pytest.raises(OverflowError):
+            reply(1.0, 1, text="x" * 5000)

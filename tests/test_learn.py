@@ -1,9 +1,10 @@
-"""learn.py: a real model and its trainer, with episodes of one reply; then the script."""
+"""learn.py: a real model and its trainer, with episodes of one reply.
+
+The script itself runs in test_search.py.
+"""
 
 import asyncio
-import os
-import re
-import signal
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from flatlab.files import read_rows
 from flatlab.runs.cli import parse_config
 from flatlab.tree.nodes import open_trees
 from flatlab.tree.prompts import CountingPolicy
-from helpers import TINY_TEXTS, configure, start
+from helpers import TINY_TEXTS, configure
 from training import TASK, has_weights, one_reply, weights_of
 
 
@@ -60,11 +61,8 @@ def test_a_round_is_picked_played_learned_and_written(policy):
     rows = t.run.rows()
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert [row["nodes"] for row in rows] == [6, 12, 14]  # the last round has what was left
-    groups = {}
-    for node in t.finished:
-        groups.setdefault((node.decision["round"], node.decision["group"]), []).append(node.parent)
-    assert [len(parents) for parents in groups.values()] == [3, 3, 3, 3, 2]
-    assert all(len(set(parents)) == 1 for parents in groups.values())
+    groups = Counter((n.decision["round"], n.decision["group"], n.parent) for n in t.finished)
+    assert sorted(groups.values()) == [2, 3, 3, 3, 3]  # nobody has another parent than its group
     assert not has_weights(policy, before)
     assert rows[0]["logprob_diff_max"] < 1e-3  # the trainer saw what the engine sampled
     assert rows[0]["base_diff"] == 0
@@ -105,7 +103,6 @@ def test_a_run_that_was_cut_in_a_round_goes_on_with_the_adapter_of_its_last_whol
     assert loaded[:6] == [True] * 6  # those of the round that came after the cut one
     assert [row["step"] for row in t.run.rows()] == [0, 1, 2]
     assert len(t.finished) == 18
-    assert sorted(number for number, _ in t.run.checkpoints()) == [1, 2]
     cut_nodes = [node for node in t.finished if node.order in (6, 7, 8)]
     assert {node.decision["round"] for node in cut_nodes} == {1}
 
@@ -132,8 +129,7 @@ def test_the_row_of_a_round_counts_gains_lineages_and_duplicates(policy):
 
     [t] = grown(policy, scored, nodes=6, parents=1)
     first, second = t.run.rows()
-    assert first["valid_share"] == pytest.approx(2 / 3)
-    assert first["improved_share"] == pytest.approx(2 / 3)
+    assert first["valid_share"] == first["improved_share"] == pytest.approx(2 / 3)
     assert first["live_lineages"] == 3
     assert second.get("grad_norm") is None  # nothing to learn from equal scores
     assert second["improved_share"] == 0
@@ -149,8 +145,8 @@ def test_the_row_of_a_round_counts_gains_lineages_and_duplicates(policy):
 def test_a_valid_share_below_half_of_the_first_for_two_rounds_is_an_alarm():
     rows = [{"valid_share": share} for share in (0.8, 0.9, 0.3)]
     assert learn.alarms({"valid_share": 0.5}, rows) == []
-    assert "below half" in learn.alarms({"valid_share": 0.2}, rows)[0]
     assert learn.alarms({"valid_share": 0.1}, rows[:1]) == []
+    assert "below half" in learn.alarms({"valid_share": 0.2}, rows)[0]
 
 
 def test_replies_that_were_cut_carry_no_gradient(policy):
@@ -181,26 +177,3 @@ def test_bad_input_is_one_sentence_and_all_nodes_of_a_round_run_at_once():
     cfg = parse_config(learn.Config, ["--children", "16"])
     learn.check_config(cfg)
     assert cfg.workers == 64
-
-
-@pytest.mark.slow
-def test_the_stand_in_learns_while_it_searches_survives_kill_9_and_goes_on(tmp_path):
-    command = "--task titanic --backend local --nodes 12 --parents 2 --children 2 --name x"
-    command = f"{command} --max-turns 3 --sampling-mode none".split()
-    process = start(tmp_path, *command, script="learn.py", OMP_NUM_THREADS="1")
-    next(line for line in process.stdout if " 6/12 " in line)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    journal = tmp_path / "logs/x/journal.jsonl"
-    before = journal.read_bytes()
-    whole = before[: before.rfind(b"\n") + 1]
-    process = start(tmp_path, *command, script="learn.py", OMP_NUM_THREADS="1")
-    out, err = process.communicate(timeout=500)
-    assert process.returncode == 0, err
-    assert "resumed after step 0" in out
-    assert journal.read_bytes().startswith(whole)
-    assert len(read_rows(journal)) == 12
-    steps = [row["step"] for row in read_rows(tmp_path / "logs/x/metrics.jsonl")]
-    assert steps == list(range(len(steps)))
-    assert len(re.findall(r"^step ", out, re.M)) == len(steps) - 1
-    assert (tmp_path / "logs/x/best/adapter_model.safetensors").exists()

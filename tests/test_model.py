@@ -59,26 +59,25 @@ def test_the_tokens_of_a_training_pass_follow_from_model_and_memory():
         fit(GIB // 4)
 
 
-@pytest.mark.parametrize(
-    "context, wanted, processes, tokens, recomputes",
-    [
-        (4096, None, 1, 2048, False),
-        (4096, 1024, 1, 1024, False),
-        (4096, 16384, 1, 16384, True),
-        (4096, None, 4, 4096, True),
-        (16384, None, 1, memory.MOST_TOKENS, True),
-    ],
-)
+NO_RECOMPUTING = [(4096, None, 1, 2048), (4096, 1024, 1, 1024)]
+RECOMPUTING = [
+    (4096, 16384, 1, 16384),
+    (4096, None, 4, 4096),
+    (16384, None, 1, 8192),
+]
+
+
+@pytest.mark.parametrize("context, wanted, processes, tokens", [*NO_RECOMPUTING, *RECOMPUTING])
 def test_layers_are_recomputed_if_a_pass_over_a_whole_context_would_not_fit(
-    monkeypatch, context, wanted, processes, tokens, recomputes
+    monkeypatch, context, wanted, processes, tokens
 ):
-    policy = Trainer.__new__(Trainer)
-    policy.device, policy.dtype, policy.context = "cpu", torch.float32, context
-    policy.model, policy.recomputes = SimpleNamespace(config=SMOLLM2), False
+    model = SimpleNamespace(config=SMOLLM2)
+    numbers = {"device": "cpu", "dtype": torch.float32, "context": context, "recomputes": False}
+    policy = SimpleNamespace(model=model, **numbers)
     policy.recompute_layers = lambda: setattr(policy, "recomputes", True)
     monkeypatch.setattr(memory, "free_bytes", lambda device, processes: 16 * GIB // processes)
-    assert policy.fit_micro_tokens(wanted, processes) == tokens
-    assert policy.recomputes == recomputes
+    assert Trainer.fit_micro_tokens(policy, wanted, processes) == tokens
+    assert policy.recomputes == ((context, wanted, processes, tokens) in RECOMPUTING)
 
 
 def test_the_limits_of_control_groups_count(tmp_path):
@@ -148,22 +147,27 @@ def tiny_policy(tiny_model):
     return Policy(tiny_model, ModelOptions(context=2048), max_batch=EPISODES)
 
 
+def for_each_seed(function):
+    """The results of an async function for all seeds of EPISODES at once."""
+
+    async def all_of_them():
+        return await asyncio.gather(*map(function, range(EPISODES)))
+
+    return asyncio.run(all_of_them())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", make_tiny.Config.tasks)
 def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
     """vLLM plays episodes in real sandboxes. A changed prompt is what makes this fail."""
     task = load_task(name)
     backend = make_tiny.any_backend()
+    limits = {"max_reply_tokens": 160, "max_observation_tokens": 256}
 
-    async def play(seed):
-        world = env.Env(task, backend, seed=seed)
-        limits = {"max_reply_tokens": 160, "max_observation_tokens": 256}
-        return await play_once(world, tiny_policy, seed, **limits)
+    def play(seed):
+        return play_once(env.Env(task, backend, seed), tiny_policy, seed, **limits)
 
-    async def play_all():
-        return await asyncio.gather(*map(play, range(EPISODES)))
-
-    episodes = asyncio.run(play_all())
+    episodes = for_each_seed(play)
     assert [episode.fault for episode in episodes if episode.status == "fault"] == []
     valid_share = sum(episode.score.valid for episode in episodes) / EPISODES
     assert valid_share >= LOWEST_VALID_SHARE, f"{name}: {valid_share:.0%} are valid. {ADVICE}"
@@ -173,17 +177,11 @@ def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
 @pytest.mark.parametrize("name", make_tiny.Config.tasks)
 @pytest.mark.parametrize("mode", ["uniform", "tail", "sequence"])
 def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode, name):
-    task = load_task(name)
     texts = load_prompts(TINY_TEXTS)
-    about = prompts.about(texts, task, {})
+    about = prompts.about(texts, load_task(name), {})
     question = prompts.ask(texts, about, None, [], mode=mode, k=5, tau=0.1)
     tokens = tiny_policy.render([{"role": "user", "content": question}])
-
-    async def ask_all():
-        replies = (tiny_policy.sample(tokens, 160, seed=seed) for seed in range(EPISODES))
-        return await asyncio.gather(*replies)
-
-    replies = asyncio.run(ask_all())
+    replies = for_each_seed(lambda seed: tiny_policy.sample(tokens, 160, seed))
     usable = sum(len(prompts.parse(reply.text)) >= 3 for reply in replies)
     assert usable >= LOWEST_VALID_SHARE * EPISODES, f"{usable} lists are usable. {ADVICE}"
 

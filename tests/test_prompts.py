@@ -49,13 +49,6 @@ RECORDED = json.loads((PROJECT / "tests/recorded_texts.json").read_text())
 # ------------------------------------------------------------------ byte for byte
 
 
-@pytest.mark.parametrize("name, reason", [("none.yaml", "No such file"), ("", "Is a directory")])
-def test_a_prompts_file_that_cannot_be_read_is_one_sentence(name, reason, tmp_path):
-    file = str(tmp_path / name)
-    with user_error(f"^Cannot read {file}: {reason}"):
-        texts.load_prompts(file)
-
-
 def first_of(world, options):
     return texts.first_messages(world, options, texts.episode_facts(world, options))
 
@@ -234,19 +227,20 @@ WRONG = {
     "system is not a jinja2 template: Expected an expression": {"system": "{% if %}"},
     "system is not a jinja2 template: ": {"system": 3},
     "note uses files, which it cannot; it can use task, turns_left": {"note": "{{ files }}"},
+    "note cannot be filled: .* has no attribute 'no_such'": {"note": "{{ task.no_such }}"},
 }
 
 
 @pytest.mark.parametrize("sentence", WRONG)
 def test_a_file_that_is_wrong_is_one_sentence(tmp_path, sentence):
     with user_error(sentence):
-        texts.load_prompts(a_file(tmp_path, **WRONG[sentence]))
+        texts.load_prompts(a_file(tmp_path, **WRONG[sentence])).fill("note", task=TITANIC)
 
 
-def test_a_name_that_a_fact_does_not_have_is_one_sentence(tmp_path):
-    prompts = texts.load_prompts(a_file(tmp_path, note="{{ task.no_such }}"))
-    with user_error("note cannot be filled: .* has no attribute 'no_such'"):
-        prompts.fill("note", task=TITANIC)
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path):
+    for name, reason in (("none.yaml", "No such file"), ("", "Is a directory")):
+        with user_error(f"^Cannot read {tmp_path / name}: {reason}"):
+            texts.load_prompts(str(tmp_path / name))
 
 
 def test_the_content_of_the_file_belongs_to_what_made_a_run(tmp_path):

@@ -10,15 +10,17 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
 
+import evaluate
 import grpo
 import helpers
+import learn
 import search
+import sft
 from flatlab import files, options
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import BOUNDS, EpisodeOptions
@@ -34,8 +36,11 @@ CONFIG = helpers.CONFIG | {"hidden": (8, 16)}
 pytestmark = pytest.mark.usefixtures("quick_provenance")
 
 
-def opened(folder, **changes):
-    return store.open_run(folder, CONFIG | changes, MADE_BY)
+def opened(folder, makers=MADE_BY, **changes):
+    def is_finished(run):
+        return run.results().get("status") == "finished"
+
+    return store.open_run(folder, CONFIG | changes, MADE_BY | makers, is_finished=is_finished)
 
 
 # ------------------------------------------------------------------ resume and refuse
@@ -161,18 +166,18 @@ def test_the_files_of_a_model_and_of_its_adapter_count(tmp_path):
     base, adapter = tmp_path / "model", tmp_path / "best"
     base.mkdir()
     adapter.mkdir()
-    model = ModelPath(str(base), str(adapter), False)
-    digests = []
-    weights = base / "a.safetensors"
-    for path, text in [(weights, "1"), (weights, "22"), (adapter / "a.safetensors", "1")]:
+
+    def digest_with(path, text, time=1):
         path.write_text(text)
-        os.utime(path, (1, 1))
-        digests.append(fingerprint([], model)["model"])
-    weights.write_text("33")  # at another time
-    digests.append(fingerprint([], model)["model"])
-    (base / "README.md").write_text("does not count")
+        os.utime(path, (time, time))
+        return fingerprint([], ModelPath(str(base), str(adapter), False))["model"]
+
+    weights = base / "a.safetensors"
+    digests = [digest_with(weights, text) for text in ("1", "22")]
+    digests.append(digest_with(adapter / "a.safetensors", "1"))
+    digests.append(digest_with(weights, "33", time=2))
     assert len(set(digests)) == 4
-    assert fingerprint([], model)["model"] == digests[-1]
+    assert digest_with(base / "README.md", "does not count") == digests[-1]
 
 
 def test_a_model_of_the_hub_counts_with_its_revision(monkeypatch):
@@ -208,16 +213,9 @@ def test_without_a_place_for_a_cache_everything_goes_on(tmp_path, monkeypatch, c
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
-def again(folder, **changes):
-    def is_finished(run):
-        return run.results().get("status") == "finished"
-
-    return store.open_run(folder, CONFIG, MADE_BY | changes, is_finished=is_finished)
-
-
 def test_an_unfinished_run_goes_on_with_other_code_and_is_marked(begun, capsys):
     for _ in range(2):
-        run = again(begun, code="changed")
+        run = opened(begun, {"code": "changed"})
         assert len(run.rows()) == 1
         run.lock.close()
     assert capsys.readouterr().out.count("was begun by other code") == 1
@@ -225,25 +223,25 @@ def test_an_unfinished_run_goes_on_with_other_code_and_is_marked(begun, capsys):
 
 
 def test_a_finished_run_of_the_same_makers_is_left_alone_and_that_of_others_is_refused(begun):
-    run = again(begun)
+    run = opened(begun)
     run.result(status="finished")
     run.lock.close()
     before = {path: path.read_bytes() for path in begun.glob("*.*") if path.is_file()}
-    run = again(begun)
+    run = opened(begun)
     assert run.finished
     run.lock.close()
     with user_error("another version of the code: choose another --name"):
-        again(begun, code="changed")
+        opened(begun, {"code": "changed"})
     assert before == {path: path.read_bytes() for path in before}
 
 
 def test_another_task_or_model_and_a_run_without_digests_are_refused(begun):
     with user_error("another version of the task and the model: choose"):
-        again(begun, task="x", model="x")
+        opened(begun, {"task": "x", "model": "x"})
     config = begun / "config.yaml"
     config.write_text(config.read_text().partition("fingerprint:")[0])
     with user_error("another version of the task and the model"):
-        again(begun)
+        opened(begun)
 
 
 def test_a_renamed_or_copied_run_goes_on(begun):
@@ -315,6 +313,7 @@ def in_a_task(error):
         (in_a_task(UserError("Take another name.")), 2, "failed: Take another name."),
         (in_a_task(SandboxFault("gone")), 1, "failed: The sandbox broke: gone"),
         (OSError(errno.ENOSPC, "No space"), 2, "failed: [Errno 28] No space. Everything"),
+        (OSError(errno.ENAMETOOLONG, "Too long", "a" * 99), 2, f"failed: Too long: {'a' * 80}..."),
         (KeyboardInterrupt(), 130, "interrupted"),
         (ZeroDivisionError("a bug"), None, "failed: ZeroDivisionError('a bug')"),
     ],
@@ -434,99 +433,73 @@ class Nested:
     names: tuple[str, ...] = ("x",)
     seeds: tuple[int, ...] = (0,)
     rule: Literal["a", "b"] | None = None
+    name: str | None = None
+    flag: bool = False
 
     BOUNDS = BOUNDS | {"tau": (0, 1), "minutes": (1e-6, 1e9)}
 
 
 @pytest.fixture
-def preset(tmp_path):
-    path = tmp_path / "preset.yaml"
-    path.write_text("tau: 0.1\nmax_turns: 3\nsteps: 4\nnames: [a, b]\n")
-    return path
+def parse(tmp_path):
+    """parse(text of a preset, flags): the config."""
+    preset = tmp_path / "preset.yaml"
+
+    def parse(text, *flags):
+        preset.write_bytes(text.encode())
+        with cli.on_parse_error(cli.explain):
+            return cli.parse_config(Nested, [str(preset), *flags])
+
+    return parse
 
 
-def test_preset_first_and_flags_win_and_nested_options_are_flat(preset):
-    config = cli.parse_config(Nested, [str(preset), "--episode-minutes", "5", "--steps", "2"])
+def test_preset_first_and_flags_win_and_nested_options_are_flat(parse):
+    preset = "tau: 0.1\nmax_turns: 3\nsteps: 4\nnames: [a, b]\n"
+    config = parse(preset, "--episode-minutes", "5", "--steps", "2")
     assert config == Nested(EpisodeOptions(3, episode_minutes=5.0), 0.1, 2, names=("a", "b"))
     assert cli.parse_config(Nested, ["--steps", "2"]) == Nested(steps=2)
 
 
-def test_bad_presets(preset, capsys):
+DAMAGED = {
+    "just words": "'name: value'",
+    "tau: 1\ntau: 2": "damaged: the key tau is given twice",
+    "tau: " + "[" * 5_000: "damaged: maximum recursion",
+    "steps: 0x10": "--steps needs a whole number, not '0x10'.",
+    "steps: null": "--steps needs a whole number, not 'null'.",
+    "minutes: yes": "--minutes needs a number, not 'yes'.",
+}
+
+
+def test_bad_presets(parse, tmp_path, capsys):
     with user_error("Cannot read .*nothing.yaml: No such file"):
-        cli.parse_config(Nested, [str(preset.with_name("nothing.yaml"))])
-    damaged = {
-        "just words": "'name: value'",
-        "tau: 1\ntau: 2": "damaged: the key tau is given twice",
-        "tau: " + "[" * 5_000: "damaged: maximum recursion",
-    }
-    for text, sentence in damaged.items():
-        preset.write_text(text)
+        cli.parse_config(Nested, [str(tmp_path / "nothing.yaml")])
+    for text, sentence in DAMAGED.items():
         with user_error(sentence):
-            cli.parse_config(Nested, [str(preset)])
-    preset.write_text("taw: 1")
+            parse(text)
     with pytest.raises(SystemExit, match="2"):
-        cli.parse_config(Nested, [str(preset)])
+        parse("taw: 1")
     assert "--tau" in capsys.readouterr().err
 
 
-@dataclass
-class Typed:
-    name: str | None = None
-    lr: float | None = None
-    seed: int = 0
-    flag: bool = False
-    task: tuple[str, ...] = ("x",)
-    kind: Literal["continuous", "binary"] = "binary"
+TEXTS = ("no", "on", "1_000", "1.50", "1e3", "0123", "2026-11-26", "1:30")
 
 
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("name: 0123\nseed: 010", {"name": "0123", "seed": 10}),
-        ("task: [no, 1_000, 1.50]", {"task": ("no", "1_000", "1.50")}),
-        ("name: no", {"name": "no"}),
+        (f"names: [{', '.join(TEXTS)}]", {"names": TEXTS}),
+        ("name: 0123\nsteps: 010", {"name": "0123", "steps": 10}),
         ("name: on\nflag: on", {"name": "on", "flag": True}),
-        ("name: 2026-11-26", {"name": "2026-11-26"}),
-        ("name: 1:30", {"name": "1:30"}),
-        ("lr: 1e-5", {"lr": 1e-5}),
-        ("lr: .5", {"lr": 0.5}),
-        ("lr: ~\nname: null\nseed: 1", {"seed": 1}),
-        ("lr:\nflag: YES", {"flag": True}),
+        ("tau: 1e-5", {"tau": 1e-5}),
+        ("minutes: ~\nname: null\nsteps: 3", {"steps": 3}),
+        ("minutes:\nflag: YES", {"flag": True}),
         ("flag: false", {}),
-        ("seed: !!int 3", {"seed": 3}),
-        ("\ufeffname: 12 # twelve\r\nseed: 3\r\n", {"name": "12", "seed": 3}),
-        ("<<: {seed: 5, name: a}\nname: 1e3", {"seed": 5, "name": "1e3"}),
-        ("task: &a [1.0]\n", {"task": ("1.0",)}),
-        ("seed: 0x10", "--seed needs a whole number, not '0x10'."),
-        ("seed: null", "--seed needs a whole number, not 'null'."),
-        ("lr: abc", "--lr needs a number, not 'abc'."),
-        ("lr: yes", "--lr needs a number, not 'yes'."),
-        ("kind: binnary", "Unknown --kind 'binnary'; did you mean binary?"),
+        ("steps: !!int 3", {"steps": 3}),
+        ("\ufeffname: 12 # twelve\r\nsteps: 3\r\n", {"name": "12", "steps": 3}),
+        ("<<: {steps: 5, name: a}\nnames: &a [1.0]", {"steps": 5, "name": "a", "names": ("1.0",)}),
     ],
 )
-def test_a_value_of_a_preset_is_the_text_in_the_file(tmp_path, text, expected):
-    preset = tmp_path / "preset.yaml"
-    preset.write_bytes(text.encode())
-    with cli.on_parse_error(cli.explain):
-        if isinstance(expected, dict):
-            assert cli.parse_config(Typed, [str(preset)]) == Typed(**expected)
-        else:
-            with user_error(re.escape(expected)):
-                cli.parse_config(Typed, [str(preset)])
-
-
-@pytest.mark.parametrize(
-    "main, sentence",
-    [
-        (lambda: Path("a" * 5_000).exists(), f"File name too long: {'a' * 80}..."),
-        (lambda: cli.parse_config(Nested, ["--names", "a\udcff"]), "This argument is no valid"),
-        (lambda: cli.parse_config(Nested, ["--names", "a\0"]), "This argument is no valid"),
-    ],
-)
-def test_long_names_and_arguments_that_are_no_text_are_one_sentence(main, sentence, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        cli.one_sentence(main)
-    assert capsys.readouterr().err.startswith(sentence)
+def test_a_value_of_a_preset_is_the_text_in_the_file(parse, text, expected):
+    assert parse(text) == Nested(**expected)
 
 
 WRONG_VALUES = {
@@ -539,6 +512,8 @@ WRONG_VALUES = {
     "--rule 7": "Unknown --rule '7'; the names are a, b.",
     "--rule None": "--rule needs one of {a,b}, not 'None'.",
     "--minutes None": "--minutes needs a number, not 'None'.",
+    "--names a\udcff": "This argument is no valid text: 'a\\udcff'.",
+    "--names a\0": "This argument is no valid text: 'a\\x00'.",
 }
 
 
@@ -555,20 +530,28 @@ def test_a_closed_pipe_is_no_traceback():
     assert done.stderr == b""
 
 
-WRONG = {
-    "--max-turns must be from 1 to 1000000, not 0": {"episode": EpisodeOptions(0)},
-    "--minutes must be from 1e-06 to 1000000000, not inf": {"minutes": math.inf},
-}
-
-
-@pytest.mark.parametrize("script", [grpo, search])
+@pytest.mark.parametrize("script", [evaluate, grpo, learn, search, sft])
 def test_bounds_and_resumable_options_name_options_and_defaults_are_within(script):
     cfg = script.Config()
-    assert {*cfg.BOUNDS, *cfg.RESUMABLE} <= options.flat(cfg).keys()
+    names = {*cfg.BOUNDS, *cfg.RESUMABLE} - {"trackers"}  # not all scripts have them
+    assert names <= options.flat(cfg).keys()
     options.check_values(cfg)
 
 
-@pytest.mark.parametrize("sentence", WRONG)
-def test_the_bounds_beside_an_option_hold(sentence):
-    with user_error(re.escape(sentence)):
-        options.check_values(Nested(**WRONG[sentence]))
+def test_the_bounds_beside_an_option_hold():
+    for wrong, sentence in (
+        (Nested(EpisodeOptions(0)), "--max-turns must be from 1 to 1000000, not 0"),
+        (Nested(minutes=math.inf), "--minutes must be from 1e-06 to 1000000000, not inf"),
+    ):
+        with user_error(re.escape(sentence)):
+            options.check_values(wrong)
+
+
+def test_the_help_names_no_default_that_is_none(capsys):
+    """The comment of such an option tells what holds instead."""
+    with pytest.raises(SystemExit):
+        cli.parse_config(Nested, ["--help"])
+    shown = capsys.readouterr().out
+    assert "--minutes" in shown
+    assert "(default: 0.5)" in shown
+    assert "None)" not in shown
