@@ -322,7 +322,7 @@ class NodeEnv(env.Env):
         return replace(step, done=step.done or scored or out_of_tokens)
 
 
-async def play(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes]:
+async def play_node(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes]:
     """The node's episode in a sandbox of its own, and a tar of the files that it left.
 
     If the sandbox breaks, the status of the episode is "fault".
@@ -356,7 +356,7 @@ async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> Episode:
     if node.second_parent:
         parents.append(t.nodes[node.second_parent])
     for _ in range(2):
-        episode, files = await play(t, node, parents)
+        episode, files = await play_node(t, node, parents)
         if episode.status != "fault":
             break
     code = await in_thread(t.keep, node, files) if files else {}
@@ -410,14 +410,14 @@ def start(t: Tree, choice: Choice) -> Node:
     raise UserError(f"No operator of OPERATORS applies to a child of node {parent.id}.")
 
 
-async def grow(t: Tree, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> None:
+async def grow(t: Tree, slots: asyncio.Semaphore, together: asyncio.TaskGroup) -> None:
     """Grows a tree until it is complete. Each running node holds one of the slots."""
     t.machine = await machine_of(t)
     while True:
         await slots.acquire()
         choice = decide(t)
         if choice:
-            group.create_task(run_node(t, start(t, choice), slots))
+            together.create_task(run_node(t, start(t, choice), slots))
             continue
         slots.release()
         if not t.running:
@@ -434,11 +434,11 @@ async def search(trees: list[Tree], policy, workers: int) -> None:
     error every sandbox is closed before this returns.
     """
     slots = asyncio.Semaphore(workers)
-    async with asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as together:
         for t in trees:
             t.policy = policy
             t.run.result(**results(t), status="running")
-            group.create_task(grow(t, slots, group))
+            together.create_task(grow(t, slots, together))
 
 
 async def close(t: Tree) -> None:

@@ -46,7 +46,7 @@ def grown(policy, change=lambda node, episode: episode, **config):
         return change(node, episode), b"\0" * 10240
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "play", one)
+        patch.setattr(search, "play_node", one)
         try:
             asyncio.run(learn.learn(trees, policy, cfg))
         finally:

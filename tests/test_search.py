@@ -60,7 +60,7 @@ PLAYED = []  # ids of the nodes that the last run has played
 
 
 def fake_play(score_of, delay, stderr):
-    """A search.play without a sandbox. score_of(node): a number, None (nothing valid) or "fault".
+    """A search.play_node without a sandbox. score_of(node): a number, None (nothing valid) or "fault".
 
     The files of a node are its id. stderr: standard error of all scores.
     """
@@ -147,7 +147,7 @@ def run(
     FakeEnv.read = []
     PLAYED.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "play", fake_play(score_of, delay, stderr))
+        patch.setattr(search, "play_node", fake_play(score_of, delay, stderr))
         patch.setattr(search.env, "Env", FakeEnv)
         grow(trees, model or FakePolicy(lists))
     return trees if len(trees) > 1 else trees[0]

@@ -148,7 +148,7 @@ def search(rule, nodes):
     from helpers import MADE_BY, search_config
     from tasks import load_task
 
-    search.play = fake_play
+    search.play_node = fake_play
     search.env.Env = NoSandbox
     config = {"context": 100_000, "max_reply_tokens": 1000}
     cfg = search_config(backend="local", select=rule, nodes=nodes, workers=4, **config)
