@@ -60,7 +60,7 @@ PLAYED = []  # ids of the nodes that the last run has played
 
 
 def fake_play(score_of, delay, stderr):
-    """A search.play_node without a sandbox. score_of(node): a number, None (nothing valid) or "fault".
+    """A search.play_node without a sandbox. score_of(node): a number, None (not valid) or "fault".
 
     The files of a node are its id. stderr: standard error of all scores.
     """
