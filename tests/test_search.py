@@ -720,12 +720,13 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(name, flags, mome
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     before = {path: path.read_bytes() for path in Path("logs/x").rglob("journal.jsonl")}
-    assert len(before) == (2 if flags == GRID else 1)
+    assert before
     process = script(*command, name=name)
     out, err = process.communicate(timeout=500)
     assert process.returncode == 0, err
     assert "\nresumed " in out
-    for path, text in before.items():
+    for path in Path("logs/x").rglob("journal.jsonl"):
+        text = before.get(path, b"")
         whole = text[: text.rfind(b"\n") + 1]
         assert path.read_bytes().startswith(whole)
         assert len(read_rows(path)) == (4 if flags == GRID else 12)
