@@ -741,6 +741,8 @@ def load_policy(policy_class, cfg: Config, path, job) -> Policy:
     """The model, and how many tokens a training pass over it can hold: see cfg.micro_tokens."""
     sizes = cfg.concurrency, cfg.gpu_memory, cfg.lora_rank
     policy = policy_class(path, cfg.model, cfg.seed, *sizes)
+    if policy.device == "cuda" and not policy.uses_varlen:
+        job.say("attention is computed sequence by sequence: see has_varlen in model/packing.py")
     if policy.adapts_attention_only:
         job.say("adapter  is on the attention layers alone: the experts are not trained")
     world, ahead = job.ranks.world, cfg.ahead > 0

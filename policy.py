@@ -339,7 +339,7 @@ class Trainer:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
-        from flatlab.model.packing import can_pack
+        from flatlab.model.packing import can_pack, has_varlen
 
         self.temperature = temperature
         self.recomputes = False
@@ -354,8 +354,11 @@ class Trainer:
             # Enabled, peft would cast the input instead, and q, k and v each keep an fp32 copy.
             layer.cast_input_dtype_enabled = not self.autocast
         self.packs = can_pack(self.model)
+        self.uses_varlen = self.packs and self.autocast and has_varlen(base)
         if self.packs:
             base.set_attn_implementation("packed")
+        # cuDNN makes a plan for each new shape, which takes longer than the attention.
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
     def fit_micro_tokens(
         self, wanted: int | None = None, processes: int = 1, beside_engine: bool = False
@@ -424,7 +427,7 @@ class Trainer:
         inner = self.model.get_base_model().base_model
         device = self.model.device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.autocast):
-            return hidden_states(inner, batch, device, self.packs)
+            return hidden_states(inner, batch, device, self.packs, self.uses_varlen)
 
     def logprobs_of(self, hidden, targets, entropy_learns: bool = False):
         """Log-probability and entropy of the targets (N,) after these hidden states (N, D).

@@ -12,7 +12,7 @@ import torch
 
 from bench.peak import peak
 from flatlab.errors import UserError
-from flatlab.model import memory
+from flatlab.model import memory, packing
 from flatlab.model.loading import count_weights, loading
 from flatlab.model.packing import Head, TokenLogProbs, can_pack, common_prompt
 from helpers import PROJECT, TINY_TEXTS, make_model, python, user_error
@@ -237,11 +237,25 @@ COMMON = [
 ]
 
 
+def varlen_by_hand(q, k, v, ends_q, ends_k, *_, scale, window_size, enable_gqa):
+    """Stands in for varlen_attn of torch, which needs a GPU: a loop over the segments."""
+    assert window_size == (-1, 0)
+    outputs = []
+    for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:]):
+        mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - b + a)
+        part = [x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])]
+        output = torch.nn.functional.scaled_dot_product_attention(
+            *part, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
 @pytest.mark.parametrize("batch", [BATCH, COMMON], ids=["different", "with a common prompt"])
-@pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("way", ["packed", "padded", "varlen"])
 @pytest.mark.parametrize("bonus", [0.0, 0.7], ids=["", "entropy learns"])
 def test_logprobs_are_those_of_a_forward_pass_per_sequence(
-    policy, monkeypatch, batch, packs, bonus
+    policy, monkeypatch, batch, way, bonus
 ):
     """Entropies and gradients, too; a common prompt is computed once."""
 
@@ -255,7 +269,9 @@ def test_logprobs_are_those_of_a_forward_pass_per_sequence(
         return map(torch.cat, zip(*parts))
 
     randomise(policy)
-    monkeypatch.setattr(policy, "packs", packs)
+    monkeypatch.setattr(policy, "packs", way != "padded")
+    monkeypatch.setattr(policy, "uses_varlen", way == "varlen")
+    monkeypatch.setattr(packing.varlen, "varlen_attn", varlen_by_hand)
     assert common_prompt(COMMON) == 39
     # four positions at a time
     monkeypatch.setattr(memory, "MOST_LOGITS", 4 * policy.model.config.vocab_size)

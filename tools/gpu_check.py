@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -161,39 +162,45 @@ def engine_rate(engine, prompts: list) -> float:
     return median(rates[1:])
 
 
-def update_batch(policy) -> list:
-    """EPISODES sequences with a common prompt, as pairs (tokens, mask)."""
+def update_batch(policy, lengths=None) -> list:
+    """EPISODES sequences with a common prompt, as pairs (tokens, mask). lengths: of their ends;
+    default: TOKENS each.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(0)
     prompt = prompt_of(policy, 0)
     batch = []
-    for _ in range(EPISODES):
-        reply = torch.randint(0, len(policy.tokenizer), (TOKENS,), generator=generator).tolist()
+    for length in lengths or [TOKENS] * EPISODES:
+        reply = torch.randint(0, len(policy.tokenizer), (length,), generator=generator).tolist()
         batch.append((prompt + reply, [0] * len(prompt) + [1] * len(reply)))
     return batch
 
 
-def timed_update(policy, batch) -> tuple:
-    """(log-probs, gradients, seconds, peak bytes) of one forward and backward pass."""
+def one_update(policy, batch) -> tuple:
+    """(log-probs, gradients) of one forward and backward pass."""
     import torch
 
-    def once():
-        policy.model.zero_grad()
-        logp = policy.logprobs(batch)[0]
-        logp.mean().backward()
-        if has_gpu():
-            torch.cuda.synchronize()
-        return logp.detach()
+    policy.model.zero_grad()
+    logp = policy.logprobs(batch)[0]
+    logp.mean().backward()
+    if has_gpu():
+        torch.cuda.synchronize()
+    grads = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+    return logp.detach(), grads
 
-    once()
+
+def timed_update(policy, batch) -> tuple:
+    """(log-probs, gradients, seconds, peak bytes) of the second of two updates."""
+    import torch
+
+    one_update(policy, batch)
     if has_gpu():
         torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
-    logp = once()
+    logp, grads = one_update(policy, batch)
     seconds = time.perf_counter() - begin
     peak = torch.cuda.max_memory_allocated() if has_gpu() else 0
-    grads = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
     return logp, grads, seconds, peak
 
 
@@ -350,6 +357,36 @@ def shared_prompt(model: str) -> list:
     ]
 
 
+def attention(model: str) -> list:
+    """One varlen call a layer against attention sequence by sequence: the same numbers, and seconds
+    for sequences of equal lengths and of unequal ones, which are new in each round.
+    """
+    policy = make_policy(model)
+    if not policy.uses_varlen:
+        return [("varlen attention", "not here", "see has_varlen in flatlab/model/packing.py")]
+    rng = random.Random(0)
+    rows = []
+    for name, low in (("equal", TOKENS), ("unequal", TOKENS // 8)):
+        seconds = {True: [], False: []}
+        for _ in range(4):
+            batch = update_batch(policy, [rng.randint(low, TOKENS) for _ in range(EPISODES)])
+            found = {}
+            for way in seconds:
+                policy.uses_varlen = way
+                begin = time.perf_counter()
+                found[way] = one_update(policy, batch)
+                seconds[way].append(time.perf_counter() - begin)
+        (logp, grads), (other, other_grads) = found.values()
+        apart = (logp - other).abs().max().item()
+        relative = ((grads - other_grads).norm() / other_grads.norm()).item()
+        varlen, apiece = [median(times[1:]) for times in seconds.values()]
+        note = (
+            f"sequence by sequence {apiece:.3f} s; log-probs {apart:.1g}, gradients {relative:.1g}"
+        )
+        rows.append((f"update, {name} lengths", f"{varlen:.3f} s", note))
+    return rows
+
+
 def memory_probe(model: str) -> list:
     """Estimates the tokens of a training pass, and checks that such a pass fits."""
     from flatlab.model import memory
@@ -469,6 +506,7 @@ PARTS = {
     "own-base": (own_base, {}),
     "autocast": (autocast, {}),
     "shared-prompt": (shared_prompt, {}),
+    "attention": (attention, {}),
     "memory": (memory_probe, {}),
     "budget": (budget, {}),
     "ahead": (ahead, {}),

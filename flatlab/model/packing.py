@@ -9,10 +9,13 @@ Letters: B sequences, P tokens of the common prompt, N trained tokens, T tokens 
 K tokens of a head, D hidden size, V vocabulary.
 """
 
+import inspect
 import os
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+from torch.nn.attention import varlen
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -28,19 +31,38 @@ def can_pack(model) -> bool:
     return not has_window and not others and config._attn_implementation == "sdpa"
 
 
-def attend(module, query, key, value, attention_mask, blocks=None, **options):
-    """Attention over a packed row. query, key, value: (1, H, T, K). Returns (1, T, H, K), None.
-
-    blocks: (tokens, mask) of the prompt and of each sequence. A mask has a row for each token of
-    the sequence and a column for each of prompt and sequence; None: SDPA's own causal attention,
-    which computes the prompt's queries once more. Without blocks it is plain attention.
+def has_varlen(model) -> bool:
+    """Returns whether one call of varlen_attn can attend to a packed row: torch 2.13 or later, a
+    GPU, 16-bit numbers, and heads of at most 256 numbers, a multiple of 8.
     """
-    if blocks is None:
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    is_known = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+    return is_known and model.device.type == "cuda" and size <= 256 and size % 8 == 0
+
+
+class Layout(NamedTuple):
+    """The parts of a packed row: the common prompt and the rest of each sequence."""
+
+    lengths: list[int]  # of the prompt and of each rest
+    # One for each length, of a row for each token of the rest and a column for each of prompt and
+    # rest; None: SDPA's own causal attention, which computes the prompt's queries once more.
+    masks: list
+    varlen: tuple | None  # arguments of varlen_attn: ends of queries and of keys, longest of both
+
+
+def attend(module, query, key, value, attention_mask, layout: Layout | None = None, **options):
+    """Attention over a packed row. query: (1, H, T, K); key, value: (1, G, T, K), G heads for H.
+
+    Returns (1, T, H, K), None. Without a layout it is plain attention.
+    """
+    if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    lengths = [length for length, _ in blocks]
-    split = [x.split(lengths, dim=2) for x in (query, key, value)]
+    if layout.varlen:
+        return attend_varlen(query, key, value, layout, options.get("scaling"))
+    split = [x.split(layout.lengths, dim=2) for x in (query, key, value)]
     outputs = []
-    for i, (length, mask) in enumerate(blocks):
+    for i, (length, mask) in enumerate(zip(layout.lengths, layout.masks)):
         if length == 0:
             continue
         q, k, v = [parts[i] for parts in split]
@@ -53,21 +75,53 @@ def attend(module, query, key, value, attention_mask, blocks=None, **options):
     return torch.cat(outputs, dim=1), None
 
 
+def attend_varlen(query, key, value, layout: Layout, scale: float | None):
+    """The same as attend() in one call: each sequence gets a copy of the prompt's keys and values.
+
+    The causal mask is aligned at the bottom right: query i of n sees the first m - n + i + 1 of m
+    keys. One shape serves every batch, and the masked half is never computed.
+    """
+    queries = query[0].transpose(0, 1)
+    copied = []
+    for x in (key, value):
+        prompt, *rests = x[0].transpose(0, 1).split(layout.lengths)
+        parts = [prompt]
+        for rest in rests:
+            parts += [prompt, rest]
+        copied.append(torch.cat(parts))
+    output = varlen.varlen_attn(
+        queries, *copied, *layout.varlen, scale=scale, window_size=(-1, 0), enable_gqa=True
+    )
+    return output[None], None
+
+
 AttentionInterface.register("packed", attend)
 
 
-def hidden_states(trunk, batch, device: str, packed: bool = True):
+def varlen_arguments(lengths: list[int], device: str) -> tuple:
+    """Arguments of varlen_attn after query, key and value, see Layout."""
+    prompt, *rests = lengths
+    queries = [prompt, *rests]
+    keys = [prompt, *(prompt + rest for rest in rests)]
+    ends = []
+    for counts in (queries, keys):
+        ends.append(torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device))
+    return *ends, max(queries), max(keys)
+
+
+def hidden_states(trunk, batch, device: str, packed: bool = True, uses_varlen: bool = False):
     """Returns the hidden state before each trained token, (N, D), and these tokens, (N,).
 
     trunk: a transformers model without its head. batch: B pairs (tokens, mask), each of one length.
     packed: False computes a padded row for each sequence, for models that can_pack() refuses.
+    uses_varlen: attention is one call for the whole row, see has_varlen.
     """
     if not packed:
         return padded_hidden_states(trunk, batch, device)
     prompt = common_prompt(batch) if len(batch) > 1 else 0
     row = batch[0][0][:prompt]
     positions = list(range(prompt))
-    blocks = [(prompt, None)]
+    layout = Layout([prompt], [None], None)
     before = []
     targets = []
     for tokens, mask in batch:
@@ -79,15 +133,18 @@ def hidden_states(trunk, batch, device: str, packed: bool = True):
         positions += range(prompt, len(tokens))
         own = len(tokens) - prompt
         sees = None  # which skips the masked half, so it is faster if the prompt is short
-        if prompt >= own:
+        if prompt >= own and not uses_varlen:
             everything = torch.ones(own, len(tokens), dtype=torch.bool, device=device)
             sees = everything.tril(prompt)[None, None]
-        blocks.append((own, sees))
+        layout.lengths.append(own)
+        layout.masks.append(sees)
+    if uses_varlen:
+        layout = layout._replace(varlen=varlen_arguments(layout.lengths, device))
     output = trunk(
         input_ids=torch.tensor([row], device=device),
         position_ids=torch.tensor([positions], device=device),
         use_cache=False,
-        blocks=blocks,
+        layout=layout,
     )
     return output.last_hidden_state[0, before], torch.tensor(targets, device=device)
 
