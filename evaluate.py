@@ -87,16 +87,18 @@ async def evaluate(policy, tasks: list, cfg: Config, run) -> None:
         for number in range(cfg.episodes):
             if number not in played:
                 together.create_task(one(number))
+    run.result(**results(played, tasks), status="finished")
 
 
 def stored_episodes(run, tasks: list) -> dict[int, Group]:
-    """The groups of one episode that this run has played before, by number."""
+    """Groups of one episode that this run has played before, by number. Faults are played again."""
     by_name = {task.name: task for task in tasks}
     played = {}
     for file in sorted((run.dir / "episodes").glob("[0-9]*.jsonl")):
         [row] = read_rows(file)
-        number = int(file.stem)
-        played[number] = Group(number, by_name[row["task"]], [episode_of(row)], [])
+        group = Group(int(file.stem), by_name[row["task"]], [episode_of(row)], [])
+        if group.played:
+            played[group.number] = group
     return played
 
 
@@ -127,7 +129,6 @@ def results(played: dict[int, Group], tasks: list) -> dict:
     episodes = [episode for group in groups for episode in group.episodes]
     return found | {
         "value": found.get("test_value_mean", found["value_mean"]),
-        "split": metrics.split_of(tasks),
         "tokens": sum(episode.reply_tokens for episode in episodes),
         "seconds": sum(episode.seconds for episode in episodes),
     }
@@ -158,11 +159,11 @@ def main() -> None:
     else:
         with store.recorded_end([run], run.dir):
             first = metrics.first_results(tasks, "evaluation")
-            run.result(**first | {"selected_on_test": False})
+            split = metrics.split_of(tasks)
+            run.result(**first | {"selected_on_test": False, "split": split})
             console.first_lines(cfg, tasks, path, why)
             policy = open_engine(cfg, path, cfg.seed, cfg.concurrency)
             asyncio.run(evaluate(policy, tasks, cfg, run))
-            run.result(status="finished")
     console.outcome(run.dir)
 
 

@@ -644,8 +644,8 @@ async def begin(policy, optimizer, tasks: list, cfg: Config, job) -> list[dict]:
     policy.version = job.step
     if job.step == 0:
         await in_trainer(checkpoint.save_adapter, policy, job, "untrained")
-        result = await judge(policy, tasks, cfg, job, "before")
-        if result:
+        if cfg.eval_episodes:
+            result = await judge(policy, tasks, cfg, job, "before")
             job.result(before=result)
             job.track({"step": -1} | metrics.evaluation_columns(result))
             job.say(metrics.evaluation_line("before training", result, tasks))

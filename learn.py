@@ -58,27 +58,32 @@ async def learn(trees: list[Tree], policy, cfg: Config) -> None:
     slots = asyncio.Semaphore(cfg.workers)
     if policy.path.adapter:  # the row's kl is against it; the loss has no KL term
         policy.set_reference(policy.path.adapter)
+    micro_tokens = policy.fit_micro_tokens()
     adapter = [p.detach().clone() for p in policy.parameters()]
     for t in trees:
         t.policy = policy
         t.run.result(**results(t), status="running")
         for parameter, values in zip(policy.parameters(), adapter):
             parameter.data.copy_(values)
-        await grow(t, slots)
+        await grow(t, slots, micro_tokens)
 
 
-async def grow(t: Tree, slots: asyncio.Semaphore) -> None:
-    """Grows a tree until its budget is spent or the rule has nothing to start."""
+async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
+    """Grows a tree until its budget is spent or the rule has nothing to start.
+
+    micro_tokens: tokens per training pass.
+    """
     policy = t.policy
     t.machine = await search.machine_of(t)
     optimizer = policy.make_optimizer(t.cfg.lr)
     job = Job(run=t.run)
     rounds = await in_trainer(checkpoint.resume_rows, policy, optimizer, job)
+    if rounds:  # it may have been killed before it saved this one
+        await in_trainer(checkpoint.save_adapter, policy, job, "best")
     policy.sync()
     policy.version = rounds  # the number of updates
     # There is no KL term, and replies that were cut at the length limit carry no gradient.
-    cfg = grpo.Config(credit="complete", kl=0.0, episode=t.cfg.episode)
-    cfg.micro_tokens = policy.fit_micro_tokens()
+    cfg = grpo.Config(credit="complete", kl=0.0, episode=t.cfg.episode, micro_tokens=micro_tokens)
     while groups := start_round(t):
         async with asyncio.TaskGroup() as together:
             playing = {}

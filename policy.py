@@ -98,9 +98,9 @@ def choose_model(cfg, url: str | None = None) -> ModelPath | None:
     """The model of a script's Config, whose options that depend on it are filled in; None for an
     endpoint. A run that exists keeps its --model and --backend.
     """
-    store.keep_choices(cfg)
     if url and not cfg.model.model:
         raise UserError("--url needs --model: the name that the endpoint knows.")
+    store.keep_choices(cfg)
     if url:
         options.derive(cfg.model, cfg.episode, False)
         return None
@@ -374,6 +374,12 @@ class Trainer:
         if memory.bytes_needed(largest, *sizes, False) > free:
             print("memory   layers are recomputed: a third more time, memory of one layer only")
             self.recompute_layers()
+            needed = memory.bytes_needed(largest, *sizes, True)
+            if needed > free:
+                print(
+                    f"memory   a pass over {largest} tokens needs about {needed / 2**30:.1f} GiB, "
+                    f"and {free / 2**30:.1f} are free: the run may end there; lower --context"
+                )
         return wanted or memory.fit_micro_tokens(free, *sizes, self.recomputes)
 
     def recompute_layers(self) -> None:

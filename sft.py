@@ -10,16 +10,16 @@ that the model sampled, as in grpo.py, and only on replies that were complete, n
 stopped. This script evaluates nothing: evaluate.py does.
 """
 
+import asyncio
 import random
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import env
 from flatlab import options
 from flatlab.errors import UserError
-from flatlab.files import read_rows
+from flatlab.files import content_key, read_rows
 from flatlab.model.chat import Sample
 from flatlab.runs import cli, store
 from flatlab.task.value import improvement
@@ -85,8 +85,7 @@ def best_episodes(cfg: Config, tasks: list) -> list[dict]:
                     continue
                 value = improvement(score["value"], task)
                 if value > 0:
-                    replies = "\n".join(turn["reply"] for turn in episode["turns"])
-                    found[task.name][replies] = (value, episode)
+                    found[task.name][replies_of(episode)] = (value, episode)
     chosen = []
     for episodes in found.values():
         ranked = sorted(episodes.values(), key=lambda pair: -pair[0])
@@ -96,6 +95,10 @@ def best_episodes(cfg: Config, tasks: list) -> list[dict]:
         names, runs = " ".join(by_name), " ".join(cfg.runs)
         raise UserError(f"--runs: no episode of {names} in {runs or 'no run'} beats the baseline.")
     return chosen
+
+
+def replies_of(transcript: dict) -> str:
+    return "\n".join(turn["reply"] for turn in transcript["turns"])
 
 
 def sequences_from(transcript: dict, policy, cfg: Config) -> list[TrainSequence]:
@@ -173,7 +176,6 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
         row["seconds"] = time.perf_counter() - start
         checkpoint.write_step(policy, optimizer, job, row)
         console.update_made(run.rows(), cfg.updates)
-    policy.sync()
     checkpoint.save_adapter(policy, job, "best")
     run.result(status="finished")
 
@@ -194,19 +196,24 @@ def main() -> None:
     cfg.name = cfg.name or default_name(SCRIPT, cfg)
     path = choose_model(cfg)
     tasks = [load_task(name) for name in cfg.tasks.task]
-    transcripts = best_episodes(cfg, tasks)
     cfg.lora_rank = lora_settings(path, cfg.lora_rank)["r"]
     options.set_defaults(cfg, {"lr": 1e-3 if path.is_tiny else 2e-4})
-    digests = env.digests(tasks, cfg.episode)
+    digests = [task.digest() for task in tasks]
     run = store.begin_run(cfg, digests, path, lambda run: is_finished(run, cfg))
     if run.finished:
         print(f"{run.dir} was finished before: nothing was run.")
     else:
+        transcripts = best_episodes(cfg, tasks)
+        imitated = content_key(*(replies_of(transcript) for transcript in transcripts))
+        if run.rows() and run.results()["imitated"] != imitated:
+            raise UserError(f"The best episodes of --runs are others than {run.dir} imitates.")
         with store.recorded_end([run], f"{run.dir} after its last update"):
-            run.result(**metrics.first_results(tasks, "imitation"))
+            run.result(imitated=imitated, **metrics.first_results(tasks, "imitation"))
             console.first_lines(cfg, tasks, path)
             policy = Policy(path, cfg.model, cfg.seed, 8, cfg.gpu_memory, cfg.lora_rank)
             cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens)
+            agreement = asyncio.run(policy.verify())["trained adapter"]
+            print(f"engine   agrees with the trainer: {agreement}")
             imitate(policy, transcripts, cfg, run)
     print(f"{run.dir}/best is the adapter: python grpo.py --model {run.dir}/best")
 

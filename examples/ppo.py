@@ -8,6 +8,7 @@ advantage of a token is what was better than the estimate. What differs from grp
 1. ActorCritic is a Policy with a value head, which is trained, saved and loaded with the adapter
 2. make_batch: all episodes count, also of groups with equal rewards; advantages are per token
 3. micro_loss: the squared error of the values is a term of the loss
+4. left out: EPOCHS, ENTROPY_BONUS, --ahead, and the mask of tokens whose log-probs are not finite
 
 Everything else is imported from grpo.py, with its options. The same command again resumes a run.
 """
@@ -154,13 +155,14 @@ def update(policy, optimizer, groups: list, cfg: Config, job) -> dict:
     if norm <= grpo.SKIP_GRAD_NORM:  # False for NaN
         optimizer.step()
     optimizer.zero_grad()
-    total, mean, _ = meter.over_ranks(job)
+    total, mean, largest = meter.over_ranks(job)
     return {
         "loss": total["loss"],
         "value_loss": mean["value_loss"],
         "grad_norm": norm,
         "skipped": int(not norm <= grpo.SKIP_GRAD_NORM),
         "logprob_diff_mean": mean["logprob_diff"],
+        "logprob_diff_max": largest["logprob_diff"],
         **{name: mean[name] for name in ("kl", "entropy", "clip_share")},
     }
 

@@ -1,4 +1,4 @@
-"""The options that grpo.py and search.py share. Each class is one box in `--help`; flags stay flat.
+"""The options that scripts share. Each class is one box in `--help`; flags stay flat.
 
 None stands for the default that the comment names; `derive` fills in those that depend on the
 model. 0 is only ever zero. RESUMABLE is for open_run(), BOUNDS for check_values().

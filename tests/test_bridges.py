@@ -118,6 +118,19 @@ def test_what_the_agent_puts_beside_the_tests_is_not_there(folder):
         assert world.score().message == "The tests wrote no reward."
 
 
+@needs_docker
+def test_files_that_the_agent_left_alone_keep_their_times(folder):
+    """Tests that call make build what has changed."""
+    (folder / "tests/test.sh").write_text(
+        "[ sorted.txt -nt words.txt ] && [ $(find . -newer words.txt -type f | wc -l) = 1 ]\n"
+        "echo $((1 - $?)) > /logs/verifier/reward.txt\n"
+    )
+    with Env(load_task(str(folder)), "docker") as world:
+        world.reset()
+        said(world, SORT)
+        assert world.score().value == 1
+
+
 def test_what_cannot_be_given_is_one_sentence(folder):
     settings = (folder / "task.toml").read_text().replace("memory_mb = 2048", "")
     (folder / "environment/docker-compose.yaml").write_text("services: {}")

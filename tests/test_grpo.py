@@ -257,6 +257,19 @@ def test_best_is_the_adapter_with_the_largest_mean_value():
         assert not metrics.better(better, better)  # the earlier one stays
 
 
+def test_an_exact_task_beside_others_counts_on_both_parts():
+    exact = load_task("hadamard29")
+    group = scored_group(TASK, 0.7, 0.8)
+    for episode in group.episodes:
+        episode.test_score = valid(0.6)
+    groups = [group, scored_group(exact, exact.baseline)]
+    result = metrics.evaluation(groups, [TASK, exact])
+    assert result["hadamard29.test_value_mean"] == result["hadamard29.value_mean"] == 0
+    assert result["titanic.test_value_mean"] < 0 < result["titanic.value_mean"]
+    assert result["test_value_mean"] == pytest.approx(2 / 3 * result["titanic.test_value_mean"])
+    assert "test_value_mean" not in metrics.evaluation(groups[1:], [exact])
+
+
 def test_one_wild_score_does_not_hide_a_good_policy():
     """The metric has no lower bound, but no value is below -1."""
     task = load_task("diabetes")

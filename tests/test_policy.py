@@ -254,9 +254,7 @@ def varlen_by_hand(q, k, v, ends_q, ends_k, *_, scale, window_size, enable_gqa):
 @pytest.mark.parametrize("batch", [BATCH, COMMON], ids=["different", "with a common prompt"])
 @pytest.mark.parametrize("way", ["packed", "padded", "varlen"])
 @pytest.mark.parametrize("bonus", [0.0, 0.7], ids=["", "entropy learns"])
-def test_logprobs_are_those_of_a_forward_pass_per_sequence(
-    policy, monkeypatch, batch, way, bonus
-):
+def test_logprobs_are_those_of_a_forward_pass_per_sequence(policy, monkeypatch, batch, way, bonus):
     """Entropies and gradients, too; a common prompt is computed once."""
 
     def by_hand(batch):

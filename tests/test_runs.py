@@ -555,3 +555,13 @@ def test_the_help_names_no_default_that_is_none(capsys):
     assert "--minutes" in shown
     assert "(default: 0.5)" in shown
     assert "None)" not in shown
+
+
+def test_a_pipe_that_is_closed_during_a_search_is_no_traceback():
+    code = (
+        "from flatlab.runs.cli import one_sentence\n"
+        "def main(): raise ExceptionGroup('', [ExceptionGroup('', [BrokenPipeError()])])\n"
+        "one_sentence(main)"
+    )
+    done = python("-c", code)
+    assert (done.returncode, done.stderr) == (1, "")

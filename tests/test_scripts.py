@@ -280,11 +280,15 @@ def test_an_interrupted_evaluation_goes_on_and_a_longer_one_too(here, played):
     code, _, err = here(f"{flags} 5")
     assert (code, result_of()["status"]) == (130, "interrupted")
     assert "the same command continues logs/a" in err
+    code, _, err = here(f"{flags} 5 --temperature 0.5")
+    assert code == 2 and "logs/a was made with another config (temperature: 1.0 there" in err
     for episodes, more in ((5, [3, 4]), (5, []), (7, [5, 6])):
         played.seeds.clear()
         played.interrupted = None
         assert here(f"{flags} {episodes}")[0] == 0
         assert [seed - evaluate.FIRST_SEED for seed in played.seeds] == more
+    Path("logs/a/result.json").unlink()  # killed before it was written
+    assert here(f"{flags} 7")[0] == 0
     result = result_of()
     assert (result["kind"], result["status"]) == ("evaluation", "finished")
     assert (result["n"], result["faults"]) == (7, 0)
@@ -310,8 +314,8 @@ def test_three_faults_in_a_row_stop_the_evaluation(here, played):
     assert err.startswith("Three sandboxes in a row broke, so the evaluation stops.")
     assert err.endswith("The last one: the container died\n")
     assert result_of()["status"].startswith("failed: Three sandboxes")
-    assert here(flags)[0] == 0
-    assert (result_of()["n"], result_of()["faults"]) == (3, 3)
+    assert here(flags)[0] == 0  # with sandboxes that work, no fault is left
+    assert (result_of()["n"], result_of()["faults"]) == (6, 0)
 
 
 def test_several_tasks_take_turns(here, played):

@@ -245,7 +245,7 @@ def token_logprobs(h, target, head: Head, learns: bool, entropy_learns: bool):
 
 def logits_of(h, weight):
     """h W^T in fp32. bf16 would round a logit of 20 to a multiple of 0.125, and vLLM rounds none
-    either, see Policy._build_engine.
+    either, see Engine.open_vllm.
     """
     if weight.dtype == torch.float32:
         return h @ weight.T

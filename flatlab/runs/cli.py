@@ -20,15 +20,30 @@ from flatlab.errors import UserCodeError, UserError, first_cause, nearest, sente
 from flatlab.files import TextLoader, read_mapping
 from flatlab.options import flat
 
-# Flags and presets of earlier versions -> what replaces them
+# Flags, values and presets of earlier versions -> what replaces them
+IMITATION = "An imitation is a script: python sft.py --runs logs/RUN; then grpo.py --model."
+LEARNING = "A search that learns is a script: python learn.py --task TASK."
+EVALUATION = "An evaluation is a script: python evaluate.py --task TASK."
 MOVED = {
-    r"--sft\b": "--sft is a script now: python sft.py --runs logs/RUN --task TASK; then start "
-    "grpo.py with --model logs/NAME/best.",
-    r"--learn\b": "--learn is a script now: python learn.py --task TASK.",
-    r"--select[ =]evaluation\b|\bevaluate\.yaml": "An evaluation is a script now: python "
-    "evaluate.py --task TASK.",
-    r"--advantage[ =]ppo\b": "PPO is an example now: python examples/ppo.py --task TASK.",
+    "--sft": IMITATION,
+    "--sft-share": IMITATION,
+    "--sft-updates": IMITATION,
+    "--sft-lr": IMITATION,
+    "--learn": LEARNING,
+    "--select=evaluation": EVALUATION,
+    "configs/evaluate.yaml": EVALUATION,
+    "--advantage=ppo": "PPO is an example: python examples/ppo.py --task TASK.",
+    "--gradient-checkpointing": "Layers are recomputed by themselves where the memory asks for it.",
 }
+
+
+def refuse_moved(flags: list[str]) -> None:
+    """Raises UserError for flags, values and presets of earlier versions."""
+    for flag, value in zip(flags, [*flags[1:], ""]):
+        flag = flag.replace("_", "-")
+        for words in (flag, f"{flag}={value}"):
+            if words in MOVED:
+                raise UserError(MOVED[words])
 
 
 def hide_none(config_class) -> None:
@@ -52,13 +67,12 @@ def parse_config(config_class, argv: list[str]):
     imported yet. Raises UserError for an unreadable preset, for arguments that are no text, and for
     flags of earlier versions; tyro itself exits with code 2 for a wrong flag.
     """
-    for pattern, sentence in MOVED.items():
-        if re.search(pattern, " ".join(argv)):
-            raise UserError(sentence)
+    refuse_moved(argv)
     flags = list(argv)
     if flags and not flags[0].startswith("-"):
         preset = read_mapping(Path(flags.pop(0)), loader=TextLoader)
         flags = preset_flags(preset, flat(config_class())) + flags
+        refuse_moved(flags)
     threads.configure()
     for flag in flags:
         if re.search("[\0\ud800-\udfff]", flag):  # surrogates: bytes that are not UTF-8
@@ -122,11 +136,11 @@ def one_sentence(main):
             sys.stdout.flush()  # while a closed pipe can still be caught
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader of a pipe ended first, as in `grpo.py --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     except Exception as error:
         cause = first_cause(error)
+        if isinstance(cause, BrokenPipeError):  # its reader ended first, as in `... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
         sentence = sentence_of(cause)
         if not sentence:
             raise

@@ -3,9 +3,11 @@
 A run directory holds
     config.yaml command.txt git.txt env.txt   what ran; a resumed run appends what changed.
                                               config.yaml also holds digests, see fingerprint.py
-    metrics.jsonl                             one row per step of grpo.py
-    journal.jsonl                             one row per node of search.py
-    episodes/000012.jsonl                     all transcripts of step (or node) 12, nothing cut
+    metrics.jsonl                             a row per step of grpo.py, update of sft.py, round of
+                                              learn.py
+    journal.jsonl                             a row per node of search.py and learn.py
+    episodes/000012.jsonl                     all transcripts of step 12, of node 12 or of episode
+                                              12 of evaluate.py, nothing cut
     episodes/before.jsonl                     those of the evaluation before the first step,
     episodes/eval-000012.jsonl                of the evaluation after the update of step 12,
     episodes/final-best.jsonl ...             and of the adapters that are compared at the end
@@ -197,8 +199,9 @@ def keep_choices(cfg) -> None:
     for file in [where / "config.yaml", *sorted(where.glob("*/config.yaml"))][:2]:
         old = read_mapping(file, default={})
         cfg.model.model = cfg.model.model or old.get("model")
-        if "backend" in old and cfg.sandbox.backend == "auto":
-            cfg.sandbox.backend = old["backend"]
+        sandbox = getattr(cfg, "sandbox", None)  # sft.py has none
+        if sandbox and sandbox.backend == "auto":
+            sandbox.backend = old.get("backend", "auto")
 
 
 def begin_run(cfg, digests: list[str], model, is_finished, where=None, **cell):
@@ -246,7 +249,8 @@ def open_run(
             differing.append(f"{key}: {old.get(key)} there, {new.get(key)} now")
     run = Run(path, new, lock)
     run.finished = is_finished(run)
-    has_rows = any(b"\n" in file.read_bytes() for file in path.glob("*.jsonl"))
+    files = [*path.glob("*.jsonl"), *path.glob("episodes/[0-9]*.jsonl")]
+    has_rows = any(b"\n" in file.read_bytes() for file in files)
     codes = [made_by["code"]]
     if run.finished or has_rows or run.checkpoints():
         if differing:

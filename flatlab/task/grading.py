@@ -67,11 +67,13 @@ def read_artefacts(task: Task, sandbox) -> dict[str, bytes]:
     left = MODEL_BYTES if task.needs_gpu else COPY_BYTES
     limit = ARTEFACT_BYTES if not (task.needs_gpu or task.collect) else left
     files = {}
-    for path in paths:
-        files[path] = sandbox.get(path, min(left, limit))
-        left -= len(files[path])
-    if task.collect:
-        sandbox.remove(paths)
+    try:
+        for path in paths:
+            files[path] = sandbox.get(path, min(left, limit))
+            left -= len(files[path])
+    finally:
+        if task.collect:
+            sandbox.remove(paths)
     public = task.public
     if files and all(path in public and public[path].read_bytes() == files[path] for path in files):
         raise ArtefactError(f"{next(iter(files))} is still as it was given")

@@ -35,7 +35,7 @@ class Group:
         """One per episode that is not a fault; None without a valid submission. part: "score", or
         "test_score" where the test part was scored.
         """
-        scores = [getattr(e, part) for e in self.played]
+        scores = [e.score if self.task.exact else getattr(e, part) for e in self.played]
         return [improvement(s.value, self.task) if s.valid else None for s in scores]
 
     @property
@@ -68,7 +68,6 @@ class TrainSequence:
     old: list[float]  # log-probability of the token when it was sampled
     advantage: list[float]
     version: list[int]  # of the policy that sampled the token
-    target: list[float] = field(default_factory=list)  # of the value head; ppo only
     weight: float = 0.0  # of each of its tokens in the mean over the batch
 
 

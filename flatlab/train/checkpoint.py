@@ -1,6 +1,6 @@
 """Checkpoints, transcripts and adapters of a training run, and resuming from them.
 
-Every rank calls these functions with its job, see job.py, but write_step, final_adapters and
+Every rank calls these functions with its job, see job.py, but write_step, adapters_of and
 is_finished are for rank 0: only that has a run to write. All randomness is a function of seed and
 step, so there is no generator to save.
 """

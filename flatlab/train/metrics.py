@@ -99,13 +99,15 @@ def evaluation(groups: list[Group], tasks: list[Task]) -> dict:
     """The summary of all episodes, see task/value.py. With several tasks it has no scores, because
     their units differ, and that of each task follows under `<task>.<key>`.
 
-    If the test part was scored, its keys begin with `test_`. Raises UserError if every episode was
-    a fault.
+    If the test part was scored, its keys begin with `test_`; exact tasks have one part only, which
+    stands for both. Raises UserError if every episode was a fault.
     """
     played = [e for g in groups for e in g.played]
     if not played:
         raise UserError(f"Every sandbox broke: {groups[0].episodes[0].fault}")
     result = {"n": len(played), "faults": sum(len(g.episodes) for g in groups) - len(played)}
+    graded = [e for g in groups if not g.task.exact for e in g.played]
+    is_tested = bool(graded) and all(e.test_score for e in graded)
     scopes = [("", tasks[0] if len(tasks) == 1 else None, groups)]
     if len(tasks) > 1:
         for task in tasks:
@@ -113,7 +115,7 @@ def evaluation(groups: list[Group], tasks: list[Task]) -> dict:
             scopes += [(f"{task.name}.", task, own)] if own else []
     for scope, task, own in scopes:
         for prefix, part in {"": "score", "test_": "test_score"}.items():
-            if all(getattr(e, part) for g in own for e in g.played):
+            if part == "score" or is_tested:
                 numbers = summary([x for g in own for x in g.improvements(part)], task)
                 result |= {f"{scope}{prefix}{key}": value for key, value in numbers.items()}
     return result

@@ -60,7 +60,7 @@ class Node:
     ideas: list = field(default_factory=list)  # all (strategy, probability) of the same request
     score: float | None = None  # on the validation part
     stderr: float | None = None  # its standard error, if the grader gives one
-    improvement: float | None = None  # see flatlab.task.definition.improvement; None: failed
+    improvement: float | None = None  # see flatlab/task/value.py; None: failed
     valid: bool = False
     status: str = ""  # of the episode, or validated, stopped; fault: the sandbox broke twice
     error: str = ""

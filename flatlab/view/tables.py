@@ -213,9 +213,7 @@ def rounds(run: RunData, columns: int | None = ON_TERMINAL) -> str:
 # ------------------------------------------------------------------ groups
 
 # Settings that do not change what is measured
-NOT_OF_THE_GROUP = set(
-    "seed name workers concurrency price url eval_episodes backend trackers".split()
-)
+NOT_OF_THE_GROUP = set("seed name workers concurrency url eval_episodes backend trackers".split())
 
 
 def groups_of(runs: list[RunData]) -> dict[tuple, list[RunGroup]]:
