@@ -40,6 +40,7 @@ from training import (
     randomise,
     result_of,
     scored_group,
+    valid,
     versions_of,
     weights_of,
 )
