@@ -122,7 +122,7 @@ def test_what_the_agent_puts_beside_the_tests_is_not_there(folder):
 def test_files_that_the_agent_left_alone_keep_their_times(folder):
     """Tests that call make build what has changed."""
     (folder / "tests/test.sh").write_text(
-        "[ sorted.txt -nt words.txt ] && [ $(find . -newer words.txt -type f | wc -l) = 1 ]\n"
+        "[ sorted.txt -nt words.txt ] && ! [ link.txt -nt words.txt ]\n"
         "echo $((1 - $?)) > /logs/verifier/reward.txt\n"
     )
     with Env(load_task(str(folder)), "docker") as world:
