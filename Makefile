@@ -34,7 +34,7 @@ HEARTBEAT := ( while sleep 10 >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do ec
 
 help:
 	@echo 'make run    set up what is missing, then train: python grpo.py --task titanic $$(ARGS)'
-	@echo 'make real   a pretrained model (135M) imitates demonstrations of battleOfSexes, then GRPO (12 to 14 minutes)'
+	@echo 'make real   a pretrained model (135M) imitates demonstrations of battleOfSexes, then GRPO (10 to 14 minutes)'
 	@echo 'make test   set up what is missing, then test:  python -m pytest tests $$(ARGS)'
 	@echo 'make test-all  the slow tests too, in every kind of sandbox that works here'
 	@echo 'make lint   ruff: style and format'
