@@ -613,14 +613,7 @@ async def train(policy, tasks: list, cfg: Config, job) -> None:
             times.append(time.perf_counter())
 
             # judge: an evaluation now and then, alarms, and the guard
-            job.step = step + 1
-            is_due = job.step % cfg.eval_every == 0 or job.step >= cfg.steps
-            if is_due or not cfg.eval_episodes:
-                result = await judge(policy, tasks, cfg, job, f"eval-{step:06d}")
-                row |= metrics.evaluation_columns(result)
-            row["alarms"] = metrics.alarms(row, rows)
-            rows.append(row)
-            job.stopped = metrics.collapse(rows, job.best)
+            await judge_step(policy, tasks, cfg, job, row, rows)
             times.append(time.perf_counter())
 
             # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
@@ -632,6 +625,18 @@ async def train(policy, tasks: list, cfg: Config, job) -> None:
         for later in playing.values():  # steps that the guard leaves out
             later.cancel()
     await finish(policy, tasks, cfg, job)
+
+
+async def judge_step(policy, tasks: list, cfg: Config, job, row: dict, rows: list) -> None:
+    """Completes the row of a step whose update is made, and appends it to the rows before it."""
+    job.step = row["step"] + 1
+    is_due = job.step % cfg.eval_every == 0 or job.step >= cfg.steps
+    if is_due or not cfg.eval_episodes:
+        result = await judge(policy, tasks, cfg, job, f"eval-{row['step']:06d}")
+        row |= metrics.evaluation_columns(result)
+    row["alarms"] = metrics.alarms(row, rows)
+    rows.append(row)
+    job.stopped = metrics.collapse(rows, job.best)
 
 
 async def begin(policy, optimizer, tasks: list, cfg: Config, job) -> list[dict]:

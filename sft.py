@@ -167,6 +167,7 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
     job = Job(run=run)
     optimizer = policy.make_optimizer(cfg.lr)
     made = checkpoint.resume_rows(policy, optimizer, job)
+    rows = run.rows()
     for step, sequences in enumerate(batches(episodes, cfg)):
         if step < made:
             continue
@@ -175,7 +176,8 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
         row = {"step": step, "loss": loss, "lr": cfg.lr, "time": time.time()}
         row["seconds"] = time.perf_counter() - start
         checkpoint.write_step(policy, optimizer, job, row)
-        console.update_made(run.rows(), cfg.updates)
+        rows.append(row)
+        console.update_made(rows, cfg.updates)
     checkpoint.save_adapter(policy, job, "best")
     run.result(status="finished")
 

@@ -220,13 +220,7 @@ async def train(policy, tasks: list, cfg: Config, job) -> None:
         times.append(time.perf_counter())
 
         # judge and record
-        job.step = step + 1
-        if job.step % cfg.eval_every == 0 or job.step >= cfg.steps or not cfg.eval_episodes:
-            result = await grpo.judge(policy, tasks, cfg, job, f"eval-{step:06d}")
-            row |= metrics.evaluation_columns(result)
-        row["alarms"] = metrics.alarms(row, rows)
-        rows.append(row)
-        job.stopped = metrics.collapse(rows, job.best)
+        await grpo.judge_step(policy, tasks, cfg, job, row, rows)
         times.append(time.perf_counter())
         if job.run:
             row |= metrics.timing(policy, times, played)

@@ -25,6 +25,11 @@ class Sample:
     stop_reason: str  # "stop" (the model ended its turn) or "length" (cut at max_tokens)
     version: int  # Policy.version when the request was sent
 
+    @property
+    def reply_tokens(self) -> int:
+        """Number of tokens, for counts and budgets."""
+        return len(self.tokens)
+
 
 class ChatTokens:
     """The tokenizer of a Hugging Face model, and the tokens that end a turn.

@@ -31,7 +31,11 @@ PIECE = 3  # characters; see Endpoint
 
 @dataclass(frozen=True)
 class Answer(Sample):
-    reply_tokens: int  # as the endpoint counts them
+    counted: int  # tokens, as the endpoint counts them
+
+    @property
+    def reply_tokens(self) -> int:
+        return self.counted
 
 
 def text_of(content) -> str:
@@ -187,7 +191,7 @@ class Endpoint:
             text=text,
             stop_reason="length" if is_cut else "stop",
             version=0,
-            reply_tokens=int(counted) if counted.isdecimal() else len(reply),
+            counted=int(counted) if counted.isdecimal() else len(reply),
         )
 
     async def request(self, messages: list[dict], max_tokens: int, seed: int | None) -> str:

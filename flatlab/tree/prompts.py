@@ -130,8 +130,7 @@ class CountingPolicy:
 
     async def sample(self, *args, **kwargs):
         sample = await self.policy.sample(*args, **kwargs)
-        # an endpoint counts the tokens of a reply itself
-        self.node.tokens += getattr(sample, "reply_tokens", len(sample.tokens))
+        self.node.tokens += sample.reply_tokens
         return sample
 
 

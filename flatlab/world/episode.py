@@ -312,8 +312,7 @@ def turn_record(sample: Sample, step) -> dict:
         "note": "",  # text after the observation
         "stop_reason": sample.stop_reason,
         "version": sample.version,
-        # an endpoint counts the tokens of a reply itself
-        "reply_tokens": getattr(sample, "reply_tokens", len(sample.tokens)),
+        "reply_tokens": sample.reply_tokens,
         **step_record(step),
     }
 
