@@ -309,7 +309,8 @@ class Config:
 
     # tokens per training pass; default: what fits into the memory, at most 8192
     micro_tokens: int | None = None
-    gpu_memory: float = 0.45  # share of the GPU for the engine's weights and KV cache
+    # the engine's share of the GPU, at most; default: what it needs, see docs/models.md
+    gpu_memory: float | None = None
 
     # episodes per evaluation, on seeds never trained on; 0: none, and best/ is the last adapter
     eval_episodes: int = 64

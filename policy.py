@@ -35,7 +35,7 @@ from flatlab.errors import UserError
 from flatlab.files import read_mapping
 from flatlab.model import endpoint, memory
 from flatlab.model.chat import ChatTokens, Sample
-from flatlab.model.loading import check_model, count_weights, loading
+from flatlab.model.loading import check_model, count_weights, loading, phases
 from flatlab.numbers import value_text
 from flatlab.options import ModelOptions
 from flatlab.runs import store
@@ -171,10 +171,12 @@ class Engine(ChatTokens):
 
     path: from `resolve_model`. options: context (None: 4096 tokens, or what the model can),
     temperature and compile. rank: of the adapter. max_batch: requests that it works on at once.
-    gpu_memory: share of the GPU that it may take.
+    gpu_memory: share of the GPU that it may take, at most, see kv_cache_bytes. trains: a trainer
+    follows.
     """
 
     dtype = None  # of model and engine; None: bfloat16 on a GPU, float32 on a CPU
+    graphs_only = False  # on a GPU: CUDA graphs of decoding steps, but nothing is compiled
 
     def __init__(
         self,
@@ -183,7 +185,8 @@ class Engine(ChatTokens):
         rank: int,
         seed: int,
         max_batch: int,
-        gpu_memory: float,
+        gpu_memory: float | None,
+        trains: bool,
     ):
         # in this process: the engine runs only when it is stepped
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -211,23 +214,49 @@ class Engine(ChatTokens):
                 self.config._attn_implementation = "eager"  # the only one that caps (Gemma 2)
             weights = count_weights(path.base)
         self.decode_threads = 1 if self.device == "cpu" and weights < ONE_THREAD else 0  # 0: all
-        budget = memory.engine_budget(self.device, weights, gpu_memory)
-        cache = memory.kv_cache_bytes(
-            self.config, self.dtype.itemsize, self.context, max_batch, budget
-        )
-        machine = {
-            "gpu_memory_utilization": gpu_memory,
-            "max_num_batched_tokens": 8192,  # vLLM's 2048 would take many steps to prefill
-        }
+        cache = self.kv_cache_bytes(weights, rank if trains else 0, max_batch, gpu_memory)
+        machine = gpu_engine_options(max_batch, self.graphs_only)
         if self.device == "cpu":
             machine = cpu_engine_options(self.context, options.compile)
         with loading("vLLM", path.base):
-            self.engine = self.open_vllm(rank, seed, max_batch, cache, machine)
+            with phases():
+                self.engine = self.open_vllm(rank, seed, max_batch, cache, machine)
         self._ids = itertools.count()
         self._futures = {}
         self._pump = None
         self._syncs = 0
         self._step_threads = 0  # of the engine's next step; 0: all, for one that reads prompts
+
+    def kv_cache_bytes(self, weights: int, rank: int, requests: int, share: float | None) -> int:
+        """Bytes of the KV cache. On a GPU: room for `requests` typical episodes in this share of
+        it (None: in its free memory, beside the trainer of an adapter of this rank; 0: no trainer).
+        On a CPU: for as many whole contexts, in a quarter of the free memory. If these do not fit,
+        for fewer. vLLM would measure instead, which fails if anything else frees memory.
+
+        Raises UserError if not even one context fits.
+        """
+        import torch
+
+        sizes = self.config, self.dtype.itemsize
+        least = memory.cache_bytes(*sizes, self.context)
+        if self.device == "cpu":
+            wanted = memory.cache_bytes(*sizes, self.context, requests)
+            return memory.fit_cache(least, wanted, {}, memory.free_bytes("cpu") // 4)
+        room, total = torch.cuda.mem_get_info()
+        needs = memory.engine_needs(*sizes, weights)
+        if share:
+            room = int(share * total)
+        elif rank:
+            needs |= memory.training_needs(*sizes, rank, self.context)
+        episode = int(memory.TYPICAL_EPISODE * self.context)
+        wanted = memory.cache_bytes(*sizes, episode, requests)
+        cache = memory.fit_cache(least, wanted, needs, room)
+        if cache < wanted:
+            print(
+                f"memory   the KV cache has {cache / 2**30:.1f} GiB, and {requests} typical "
+                f"episodes need {wanted / 2**30:.1f}: some wait for others"
+            )
+        return cache
 
     def open_vllm(self, rank: int, seed: int, max_batch: int, kv_cache_bytes: int, machine: dict):
         """Opens vLLM's LLMEngine. machine: fields of EngineArgs for this kind of machine."""
@@ -369,8 +398,10 @@ class Trainer:
         on.
         """
         largest = max(self.context, wanted or 0)
-        free = memory.free_for_training(self.device, processes, beside_engine)
+        free = memory.free_bytes(self.device, processes)
         sizes = self.model.config, self.dtype.itemsize
+        if beside_engine and self.device == "cuda":
+            free -= memory.prefill_bytes(*sizes)
         if memory.bytes_needed(largest, *sizes, False) > free:
             print("memory   layers are recomputed: a third more time, memory of one layer only")
             self.recompute_layers()
@@ -539,14 +570,14 @@ class Policy(Engine, Trainer):
         options: ModelOptions | None = None,
         seed: int = 0,
         max_batch: int = 64,
-        gpu_memory: float = 0.45,
+        gpu_memory: float | None = None,
         lora_rank: int | None = None,
         trains: bool = True,
     ):
         lora = lora_settings(path, lora_rank)
         # The engine comes first because it reseeds the global generators.
         options = options or ModelOptions()
-        Engine.__init__(self, path, options, lora["r"], seed, max_batch, gpu_memory)
+        Engine.__init__(self, path, options, lora["r"], seed, max_batch, gpu_memory, trains)
         import torch
 
         from flatlab.model.lora_sync import own_base
@@ -696,6 +727,24 @@ class Policy(Engine, Trainer):
                 self.check_samples(difference, f"probe with the {name} adapter")
                 agreements[f"{name} adapter"] = found
         return agreements
+
+
+def gpu_engine_options(max_batch: int, graphs_only: bool = False) -> dict:
+    """Fields of vLLM's EngineArgs for a GPU. graphs_only: without torch.compile.
+
+    CUDA graphs are captured for batches of 1, 2, 4, multiples of 8 and max_batch, at most 512.
+    """
+    most = min(max_batch, 512)
+    sizes = {size for size in (1, 2, 4, *range(8, most, 8), most) if size <= most}
+    compilation = {"cudagraph_capture_sizes": sorted(sizes)}
+    if graphs_only:
+        compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return {
+        "compilation_config": compilation,
+        # vLLM refuses to start if this share is not free; the KV cache has its size in bytes
+        "gpu_memory_utilization": 0.01,
+        "max_num_batched_tokens": memory.PREFILL_TOKENS,
+    }
 
 
 def cpu_engine_options(context: int, compile: bool = False) -> dict:

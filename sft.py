@@ -50,7 +50,8 @@ class Config:
     lora_rank: int | None = None
     # tokens per training pass; default: what fits into the memory, at most 8192
     micro_tokens: int | None = None
-    gpu_memory: float = 0.45  # share of the GPU for the engine, which verifies the adapter
+    # the engine's share of the GPU, at most; default: what it needs, see docs/models.md
+    gpu_memory: float | None = None
 
     tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
     model: options.ModelOptions = field(default_factory=options.ModelOptions)

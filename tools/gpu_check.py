@@ -3,6 +3,7 @@
     python tools/gpu_check.py                        all parts, one after the other
     python tools/gpu_check.py --parts parity sync    some of them
     python tools/gpu_check.py --dtype bfloat16       on a CPU: with the precision of a GPU
+    python tools/gpu_check.py --parts budget --total 24    what runs on a card of 24 GB, by arithmetic
 
 Each part runs in a process of its own, so that it survives the crash of another. The table is
 printed and written to logs/gpu-check/table.md after every part; paste it into tests/BENCHMARKS.md.
@@ -16,6 +17,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -30,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from flatlab import threads
 from flatlab.errors import UserError
-from flatlab.files import write_whole
+from flatlab.files import read_mapping, write_whole
 from flatlab.runs.cli import one_sentence, parse_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +42,14 @@ REQUESTS = 32  # without a GPU 8 of 32 tokens
 TOKENS = 128  # of a request
 PROMPT = 256  # tokens
 EPISODES = 8
+FOLDER = Path("logs/gpu-check")
+# hidden size, layers, heads, intermediate size, one matrix for both embeddings
+SHAPES = {
+    "Qwen/Qwen3-0.6B": (1024, 28, 16, 3072, True),
+    "Qwen/Qwen3-4B-Instruct-2507": (2560, 36, 32, 9728, True),
+    "Qwen/Qwen3-8B": (4096, 36, 32, 12288, False),
+}
+GIB_PER_GB = 22.2 / 24  # what an A10G shows
 
 
 @dataclass
@@ -48,6 +58,7 @@ class Config:
     model: str | None = None  # default: a random model with the shape of Qwen3-0.6B; CPU: tiny
     # of model and engine; default: bfloat16 on a GPU, float32 on a CPU
     dtype: Literal["bfloat16", "float32"] | None = None
+    total: float | None = None  # GB of a card, for which budget prints the sums
     part: str = ""  # runs one part in this process and prints its rows as JSON
 
 
@@ -60,21 +71,36 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def random_model(folder: Path) -> str:
-    """A random model with the shape of Qwen3-0.6B and the tokenizer of the stand-in."""
-    import torch
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+def config_of(name: str, **options):
+    """The config of one of SHAPES."""
+    from transformers import Qwen3Config
 
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "configs" / "tiny")
-    config = Qwen3Config(
+    hidden, layers, heads, inner, tied = SHAPES[name]
+    return Qwen3Config(
         vocab_size=151_936,
-        hidden_size=1024,
-        num_hidden_layers=28,
-        num_attention_heads=16,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
         num_key_value_heads=8,
         head_dim=128,
-        intermediate_size=3072,
-        tie_word_embeddings=True,
+        intermediate_size=inner,
+        tie_word_embeddings=tied,
+        **options,
+    )
+
+
+def random_model(folder: Path) -> str:
+    """A random model with the shape of Qwen3-0.6B and the tokenizer of the stand-in. It stays: the
+    path of a model is a part of the key of vLLM's compile cache.
+    """
+    import torch
+    from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+    if folder.is_dir():
+        return str(folder)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "configs" / "tiny")
+    config = config_of(
+        "Qwen/Qwen3-0.6B",
         max_position_embeddings=8192,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -244,22 +270,19 @@ def without_adapter(model: str) -> list:
     """The engine without LoRA: the bound for the one with it."""
     from vllm import EngineArgs, LLMEngine
 
-    from flatlab.model import memory
-    from policy import cpu_engine_options
+    from policy import cpu_engine_options, gpu_engine_options
 
     policy = make_policy(model, trains=False)
     prompts = prompts_of(policy)
     rate = engine_rate(policy.engine, prompts)
-    options = {"dtype": "bfloat16", "gpu_memory_utilization": 0.45}
+    options = gpu_engine_options(REQUESTS) | {"dtype": "bfloat16"}
     if not has_gpu():
         options = cpu_engine_options(2048)
-        budget = memory.engine_budget("cpu", 0, 0)
-        cache = memory.kv_cache_bytes(policy.config, 4, 2048, REQUESTS, budget)
-        options["kv_cache_memory_bytes"] = cache  # else vLLM asks for 92 % of the memory
     arguments = EngineArgs(
         model=policy.path.base,
         max_model_len=2048,
         max_num_seqs=REQUESTS,
+        kv_cache_memory_bytes=policy.engine.vllm_config.cache_config.kv_cache_memory_bytes,
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         **options,
@@ -431,6 +454,100 @@ def budget(model: str) -> list:
     return [*rows, ("free at the peak of a step", at_peak, note)]
 
 
+# scripts and presets -> what differs from DEFAULTS
+DEFAULTS = {
+    "model": "Qwen/Qwen3-4B-Instruct-2507",
+    "context": 16384,
+    "concurrency": 32,
+    "lora_rank": 16,
+    "micro_tokens": 0,
+}
+CASES = {
+    "grpo.py, learn.py": {},
+    "the same, Qwen3-0.6B": {"model": "Qwen/Qwen3-0.6B"},
+    "the same, Qwen3-8B": {"model": "Qwen/Qwen3-8B"},
+    "sft.py": {"concurrency": 8},
+    "search.py": {"concurrency": 8, "lora_rank": 0},
+    "evaluate.py": {"lora_rank": 0},
+    "configs/grpo-24gb.yaml": read_mapping(ROOT / "configs/grpo-24gb.yaml"),
+    "configs/grpo-80gb.yaml": read_mapping(ROOT / "configs/grpo-80gb.yaml"),
+}
+
+
+def sums(room: int) -> list:
+    """Which of CASES run on a GPU with so many bytes, and what each takes."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    from flatlab.model import memory
+
+    rows = []
+    for name, given in CASES.items():
+        case = DEFAULTS | given
+        config = config_of(case["model"])
+        with torch.device("meta"):
+            weights = Qwen3ForCausalLM(config).num_parameters()
+        context, requests = case["context"], case["concurrency"]
+        needs = memory.engine_needs(config, 2, weights)
+        if case["lora_rank"]:
+            tokens = max(context, case["micro_tokens"])
+            needs |= memory.training_needs(config, 2, case["lora_rank"], tokens)
+        episode = int(memory.TYPICAL_EPISODE * context)
+        least = memory.cache_bytes(config, 2, context)
+        wanted = memory.cache_bytes(config, 2, episode, requests)
+        try:
+            cache = memory.fit_cache(least, wanted, needs, room)
+        except UserError as error:
+            rows.append((name, "does not fit", str(error)))
+            continue
+        fit = min(requests, cache * requests // wanted)
+        needs |= {f"KV cache of {fit} of {requests} episodes": cache}
+        needs |= {"left": room - sum(needs.values())}
+        parts = [f"{what} {size / 2**30:.2f}" for what, size in needs.items()]
+        rows.append((name, "runs", ", ".join(parts)))
+    return rows
+
+
+def start(model: str) -> list:
+    """Seconds of the engine's start, and whether its code came from vLLM's cache."""
+    return engine_start(model, graphs_only=False)
+
+
+def start_without_compiling(model: str) -> list:
+    """The same with CUDA graphs alone."""
+    return engine_start(model, graphs_only=True)
+
+
+def engine_start(model: str, graphs_only: bool) -> list:
+    from vllm.compilation.counter import compilation_counter
+
+    from policy import Policy
+
+    Policy.graphs_only = graphs_only
+    begin = time.perf_counter()
+    policy = make_policy(model, trains=False)
+    seconds = time.perf_counter() - begin
+    loaded = compilation_counter.num_aot_artifacts_loaded
+    rate = engine_rate(policy.engine, prompts_of(policy))
+    note = f"{loaded} compiled artifacts from the cache; {rate:.0f} tokens/s"
+    return [("start", f"{seconds:.0f} s", note)]
+
+
+def start_twice(model: str) -> list:
+    """Two starts with an empty cache, each in a process of its own: compiled, and with graphs alone
+    (Policy.graphs_only).
+    """
+    cache = FOLDER.absolute() / "cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    os.environ["VLLM_CACHE_ROOT"] = str(cache)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "inductor")
+    rows = []
+    for name in STARTS:
+        for which in ("first", "second"):
+            rows += [(f"{name}, {which}", *row[1:]) for row in run_part(name, model, DTYPE)]
+    return rows
+
+
 def ahead(model: str) -> list:
     """Sampling beside updates in the trainer's thread, as with grpo.py --ahead."""
     from flatlab.train.job import in_trainer
@@ -511,6 +628,11 @@ PARTS = {
     "budget": (budget, {}),
     "ahead": (ahead, {}),
     "training": (training, {}),
+    "start-twice": (start_twice, {}),
+}
+STARTS = {
+    "start": (start, {}),
+    "start-without-compiling": (start_without_compiling, {}),
 }
 
 
@@ -524,7 +646,7 @@ def last_line(text: str) -> str:
 
 def run_part(name: str, model: str, dtype: str | None) -> list:
     """The rows of a part, from a process of its own; one row with the reason if it fails."""
-    environment = {**os.environ, **PARTS[name][1]}
+    environment = {**os.environ, **(PARTS | STARTS)[name][1]}
     command = [sys.executable, __file__, "--part", name, "--model", model]
     if dtype:
         command += ["--dtype", dtype]
@@ -561,27 +683,28 @@ def main() -> None:
         DTYPE = cfg.dtype
         if not has_gpu():
             REQUESTS, TOKENS = 8, 32
-        print("\n" + json.dumps(PARTS[cfg.part][0](cfg.model)))
+        print("\n" + json.dumps((PARTS | STARTS)[cfg.part][0](cfg.model)))
         return
     unknown = set(cfg.parts) - set(PARTS)
     if unknown:
         raise UserError(f"Unknown part {sorted(unknown)[0]}; there are {', '.join(PARTS)}.")
-    folder = Path("logs/gpu-check")
-    folder.mkdir(parents=True, exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     heading = describe()
     print(heading, flush=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        model = cfg.model or (random_model(Path(scratch)) if has_gpu() else "tiny")
-        rows = []
-        for name in cfg.parts or PARTS:
-            begin = time.monotonic()
+    model = cfg.model or (random_model(FOLDER / "qwen3-0.6b") if has_gpu() else "tiny")
+    rows = []
+    for name in cfg.parts or PARTS:
+        begin = time.monotonic()
+        if cfg.total and name == "budget":
+            found = sums(int(cfg.total * GIB_PER_GB * 2**30))
+        else:
             found = run_part(name, model, cfg.dtype)
-            rows += [(name, *row) for row in found]
-            write_whole(folder / "table.md", f"{heading}\n\n{table_of(rows)}")
-            for what, value, note in found:
-                print(f"{name:16} {what}: {value}   ({note})")
-            print(f"{name:16} took {time.monotonic() - begin:.0f} s", flush=True)
-    print(f"\nPaste {folder}/table.md into tests/BENCHMARKS.md, with the date and the command.")
+        rows += [(name, *row) for row in found]
+        write_whole(FOLDER / "table.md", f"{heading}\n\n{table_of(rows)}")
+        for what, value, note in found:
+            print(f"{name:16} {what}: {value}   ({note})")
+        print(f"{name:16} took {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"\nPaste {FOLDER}/table.md into tests/BENCHMARKS.md, with the date and the command.")
 
 
 if __name__ == "__main__":

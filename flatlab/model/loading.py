@@ -1,9 +1,22 @@
-"""Requirements of a model, and one sentence for whatever fails while it loads."""
+"""Requirements of a model, one sentence for whatever fails while it loads, and the phases of the
+engine's start.
+"""
 
 import contextlib
+import logging
+import time
 
 from flatlab.errors import UserError
 from flatlab.model.chat import ChatTokens
+
+# Records of vLLM's log at the end of a phase of its start -> the name of the phase
+PHASES = {
+    "Loading weights took %.2f seconds": "weights",
+    "%sDirectly load AOT compilation from path %s": "compiled code from the cache",
+    "%storch.compile took %.2f s in total": "compiling",
+    "%sInitial profiling/warmup run took %.2f s": "warm-up",
+    "Graph capturing finished in %.0f secs, took %.2f GiB": "CUDA graphs",
+}
 
 
 def check_model(base: str):
@@ -63,3 +76,37 @@ def loading(program: str, base: str):
             f"{program} cannot run the model {base}: {type(error).__name__}: {reason} "
             "(docs/models.md says which models work and what they need)."
         ) from error
+
+
+class PhaseLines(logging.Handler):
+    """Prints a line with the seconds of each phase of vLLM's start, if there are any."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = time.monotonic()
+
+    def emit(self, record):
+        if name := PHASES.get(record.msg):
+            seconds = time.monotonic() - self.start
+            self.start += seconds
+            if seconds >= 0.5:
+                print(f"engine   {name} ({seconds:.0f} s)", flush=True)
+
+
+@contextlib.contextmanager
+def phases():
+    """Inside, each phase of vLLM's start is printed when it ends."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    configure_logging_if_needed(LoggingConfig())  # else the engine would, without the handler
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    lines = PhaseLines()
+    logger.addHandler(lines)
+    logger.setLevel(min(level, logging.INFO))
+    try:
+        yield
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(level)
