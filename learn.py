@@ -43,8 +43,6 @@ class Config(search.Config):
     lr: float | None = None  # learning rate of AdamW; default: 4e-5, stand-in 1e-3
 
     select: Literal[*search.SELECT] = "puct"  # rule that picks the nodes to build on
-    # the engine's share of the GPU, at most; default: what it needs, see docs/models.md
-    gpu_memory: float | None = None
     # nodes that run at the same time; default: parents x children
     workers: int | None = None
 

@@ -176,7 +176,6 @@ class Engine(ChatTokens):
     """
 
     dtype = None  # of model and engine; None: bfloat16 on a GPU, float32 on a CPU
-    graphs_only = False  # on a GPU: CUDA graphs of decoding steps, but nothing is compiled
 
     def __init__(
         self,
@@ -215,12 +214,11 @@ class Engine(ChatTokens):
             weights = count_weights(path.base)
         self.decode_threads = 1 if self.device == "cpu" and weights < ONE_THREAD else 0  # 0: all
         cache = self.kv_cache_bytes(weights, rank if trains else 0, max_batch, gpu_memory)
-        machine = gpu_engine_options(max_batch, self.graphs_only)
+        machine = gpu_engine_options(max_batch)
         if self.device == "cpu":
             machine = cpu_engine_options(self.context, options.compile)
-        with loading("vLLM", path.base):
-            with phases():
-                self.engine = self.open_vllm(rank, seed, max_batch, cache, machine)
+        with loading("vLLM", path.base), phases():
+            self.engine = self.open_vllm(rank, seed, max_batch, cache, machine)
         self._ids = itertools.count()
         self._futures = {}
         self._pump = None
@@ -238,23 +236,21 @@ class Engine(ChatTokens):
         import torch
 
         sizes = self.config, self.dtype.itemsize
-        least = memory.cache_bytes(*sizes, self.context)
+        episode, needs, room = self.context, {}, memory.free_bytes(self.device)
         if self.device == "cpu":
-            wanted = memory.cache_bytes(*sizes, self.context, requests)
-            return memory.fit_cache(least, wanted, {}, memory.free_bytes("cpu") // 4)
-        room, total = torch.cuda.mem_get_info()
-        needs = memory.engine_needs(*sizes, weights)
-        if share:
-            room = int(share * total)
-        elif rank:
-            needs |= memory.training_needs(*sizes, rank, self.context)
-        episode = int(memory.TYPICAL_EPISODE * self.context)
+            room //= 4
+        else:
+            episode = int(memory.TYPICAL_EPISODE * self.context)
+            needs = memory.gpu_needs(*sizes, weights, 0 if share else rank, self.context)
+        if share and needs:
+            room = int(share * torch.cuda.mem_get_info()[1])
+        least = memory.cache_bytes(*sizes, self.context)
         wanted = memory.cache_bytes(*sizes, episode, requests)
         cache = memory.fit_cache(least, wanted, needs, room)
         if cache < wanted:
             print(
-                f"memory   the KV cache has {cache / 2**30:.1f} GiB, and {requests} typical "
-                f"episodes need {wanted / 2**30:.1f}: some wait for others"
+                f"memory   the KV cache has {cache / 2**30:.1f} GiB, and {requests} episodes of "
+                f"{episode} tokens need {wanted / 2**30:.1f}: some wait for others"
             )
         return cache
 
@@ -729,18 +725,14 @@ class Policy(Engine, Trainer):
         return agreements
 
 
-def gpu_engine_options(max_batch: int, graphs_only: bool = False) -> dict:
-    """Fields of vLLM's EngineArgs for a GPU. graphs_only: without torch.compile.
+def gpu_engine_options(max_batch: int) -> dict:
+    """Fields of vLLM's EngineArgs for a GPU.
 
     CUDA graphs are captured for batches of 1, 2, 4, multiples of 8 and max_batch, at most 512.
     """
     most = min(max_batch, 512)
-    sizes = {size for size in (1, 2, 4, *range(8, most, 8), most) if size <= most}
-    compilation = {"cudagraph_capture_sizes": sorted(sizes)}
-    if graphs_only:
-        compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return {
-        "compilation_config": compilation,
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, *range(8, most, 8), most]},
         # vLLM refuses to start if this share is not free; the KV cache has its size in bytes
         "gpu_memory_utilization": 0.01,
         "max_num_batched_tokens": memory.PREFILL_TOKENS,

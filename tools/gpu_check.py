@@ -3,7 +3,7 @@
     python tools/gpu_check.py                        all parts, one after the other
     python tools/gpu_check.py --parts parity sync    some of them
     python tools/gpu_check.py --dtype bfloat16       on a CPU: with the precision of a GPU
-    python tools/gpu_check.py --parts budget --total 24    what runs on a card of 24 GB, by arithmetic
+    python tools/gpu_check.py --parts budget --total 24    the sums for a card of 24 GB
 
 Each part runs in a process of its own, so that it survives the crash of another. The table is
 printed and written to logs/gpu-check/table.md after every part; paste it into tests/BENCHMARKS.md.
@@ -488,10 +488,8 @@ def sums(room: int) -> list:
         with torch.device("meta"):
             weights = Qwen3ForCausalLM(config).num_parameters()
         context, requests = case["context"], case["concurrency"]
-        needs = memory.engine_needs(config, 2, weights)
-        if case["lora_rank"]:
-            tokens = max(context, case["micro_tokens"])
-            needs |= memory.training_needs(config, 2, case["lora_rank"], tokens)
+        tokens = max(context, case["micro_tokens"])
+        needs = memory.gpu_needs(config, 2, weights, case["lora_rank"], tokens)
         episode = int(memory.TYPICAL_EPISODE * context)
         least = memory.cache_bytes(config, 2, context)
         wanted = memory.cache_bytes(config, 2, episode, requests)
@@ -509,42 +507,45 @@ def sums(room: int) -> list:
 
 
 def start(model: str) -> list:
-    """Seconds of the engine's start, and whether its code came from vLLM's cache."""
-    return engine_start(model, graphs_only=False)
-
-
-def start_without_compiling(model: str) -> list:
-    """The same with CUDA graphs alone."""
-    return engine_start(model, graphs_only=True)
-
-
-def engine_start(model: str, graphs_only: bool) -> list:
+    """Seconds of the engine's start, and whether its code came from vLLM's cache. With GRAPHS_ONLY
+    in the environment there are CUDA graphs for decoding steps, but nothing is compiled.
+    """
     from vllm.compilation.counter import compilation_counter
 
     from policy import Policy
 
-    Policy.graphs_only = graphs_only
+    class Started(Policy):
+        def open_vllm(self, *arguments):
+            if has_gpu() and "GRAPHS_ONLY" in os.environ:
+                compilation = arguments[-1]["compilation_config"]
+                compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+            return super().open_vllm(*arguments)
+
     begin = time.perf_counter()
-    policy = make_policy(model, trains=False)
+    policy = make_policy(model, Started, trains=False)
     seconds = time.perf_counter() - begin
     loaded = compilation_counter.num_aot_artifacts_loaded
     rate = engine_rate(policy.engine, prompts_of(policy))
     note = f"{loaded} compiled artifacts from the cache; {rate:.0f} tokens/s"
-    return [("start", f"{seconds:.0f} s", note)]
+    return [("start", f"{seconds:.1f} s", note)]
 
 
 def start_twice(model: str) -> list:
-    """Two starts with an empty cache, each in a process of its own: compiled, and with graphs alone
-    (Policy.graphs_only).
+    """Two starts with a cache that is empty before, each in a process of its own: compiled, and on
+    a GPU with graphs alone.
     """
     cache = FOLDER.absolute() / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     os.environ["VLLM_CACHE_ROOT"] = str(cache)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "inductor")
+    names = ["first start", "second start"]
+    if has_gpu():
+        names += ["first start, graphs alone", "second start, graphs alone"]
     rows = []
-    for name in STARTS:
-        for which in ("first", "second"):
-            rows += [(f"{name}, {which}", *row[1:]) for row in run_part(name, model, DTYPE)]
+    for name in names:
+        if "alone" in name:
+            os.environ["GRAPHS_ONLY"] = "1"
+        rows += [(name, *row[1:]) for row in run_part("start", model, DTYPE)]
     return rows
 
 
@@ -628,11 +629,8 @@ PARTS = {
     "budget": (budget, {}),
     "ahead": (ahead, {}),
     "training": (training, {}),
-    "start-twice": (start_twice, {}),
-}
-STARTS = {
     "start": (start, {}),
-    "start-without-compiling": (start_without_compiling, {}),
+    "start-twice": (start_twice, {}),
 }
 
 
@@ -646,7 +644,7 @@ def last_line(text: str) -> str:
 
 def run_part(name: str, model: str, dtype: str | None) -> list:
     """The rows of a part, from a process of its own; one row with the reason if it fails."""
-    environment = {**os.environ, **(PARTS | STARTS)[name][1]}
+    environment = {**os.environ, **PARTS[name][1]}
     command = [sys.executable, __file__, "--part", name, "--model", model]
     if dtype:
         command += ["--dtype", dtype]
@@ -683,7 +681,7 @@ def main() -> None:
         DTYPE = cfg.dtype
         if not has_gpu():
             REQUESTS, TOKENS = 8, 32
-        print("\n" + json.dumps((PARTS | STARTS)[cfg.part][0](cfg.model)))
+        print("\n" + json.dumps(PARTS[cfg.part][0](cfg.model)))
         return
     unknown = set(cfg.parts) - set(PARTS)
     if unknown:

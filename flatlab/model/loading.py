@@ -81,16 +81,14 @@ def loading(program: str, base: str):
 class PhaseLines(logging.Handler):
     """Prints a line with the seconds of each phase of vLLM's start, if there are any."""
 
-    def __init__(self):
-        super().__init__()
-        self.start = time.monotonic()
+    start = 0.0
 
     def emit(self, record):
+        now = time.monotonic()
         if name := PHASES.get(record.msg):
-            seconds = time.monotonic() - self.start
-            self.start += seconds
-            if seconds >= 0.5:
-                print(f"engine   {name} ({seconds:.0f} s)", flush=True)
+            if now - self.start >= 0.5:
+                print(f"engine   {name} ({now - self.start:.0f} s)", flush=True)
+            self.start = now
 
 
 @contextlib.contextmanager
@@ -101,12 +99,11 @@ def phases():
 
     configure_logging_if_needed(LoggingConfig())  # else the engine would, without the handler
     logger = logging.getLogger("vllm")
-    level = logger.level
+    logger.setLevel(min(logger.level, logging.INFO))  # its own handler still drops them
     lines = PhaseLines()
+    lines.start = time.monotonic()
     logger.addHandler(lines)
-    logger.setLevel(min(level, logging.INFO))
     try:
         yield
     finally:
         logger.removeHandler(lines)
-        logger.setLevel(level)

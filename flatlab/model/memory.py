@@ -21,6 +21,8 @@ PREFILL_TOKENS = 8192  # of an engine's step on a GPU; with vLLM's 2048 a prefil
 # Share of the context that a typical episode in flight holds in the KV cache: few episodes use the
 # whole context, and most are in the middle. An assumption; with more, some requests wait.
 TYPICAL_EPISODE = 1 / 4
+# CUDA graphs, bytes for each layer x hidden size: 0.13 GiB with Qwen3-0.6B, 28 layers of size 1024
+GRAPHS = 0.13 * 2**30 / (28 * 1024)
 CUDA_OWN = 3 << 29  # 1.5 GiB: CUDA's context, kernels, workspaces and fragmentation; an estimate
 BLOCK = 64  # tokens of a block of the KV cache, at most
 MOST_LOGITS = 2**26  # at a time, in Policy.logprobs: 256 MiB
@@ -49,78 +51,56 @@ def bytes_needed(tokens: int, model_config, element_size: int, recompute_layers:
     return tokens * kept * element_size + LOGITS_BUFFERS * logits * 4
 
 
-def inner_size(layer) -> int:
+def inner_size(model_config) -> int:
     """Intermediate size of a layer's MLP."""
-    return getattr(layer, "intermediate_size", None) or 4 * layer.hidden_size
-
-
-def attention_sizes(layer) -> tuple[int, int]:
-    """Numbers of a token's queries and of its keys in one layer."""
-    heads = layer.num_attention_heads
-    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-    kv_heads = getattr(layer, "num_key_value_heads", None) or heads
-    return heads * head_dim, kv_heads * head_dim
-
-
-def layers_of(model_config) -> list:
-    """The config of each layer; they differ in Gemma 4."""
-    return model_config.get_text_config().per_layer_config
-
-
-def graph_bytes(model_config) -> int:
-    """CUDA graphs of the engine: 0.13 GiB were measured with Qwen3-0.6B, which has 28 layers of
-    size 1024. Scaled by layers x hidden size, as the buffers of a graph are.
-    """
-    model_config = model_config.get_text_config()
-    size = model_config.num_hidden_layers * model_config.hidden_size
-    return int(0.13 * 2**30 * size / (28 * 1024))
+    return getattr(model_config, "intermediate_size", None) or 4 * model_config.hidden_size
 
 
 def prefill_bytes(model_config, element_size: int) -> int:
-    """Peak of an engine's step over PREFILL_TOKENS tokens: 12 buffers of the hidden size, 5 of the
-    intermediate size, and the logits of its requests. An estimate.
+    """Estimated peak of an engine's step over PREFILL_TOKENS tokens: 12 buffers of the hidden size,
+    5 of the intermediate size, and the logits of its requests.
     """
     model_config = model_config.get_text_config()
     token = 12 * model_config.hidden_size + 5 * inner_size(model_config)
     return PREFILL_TOKENS * token * element_size + 4 * MOST_LOGITS
 
 
-def adapter_bytes(model_config, rank: int) -> int:
-    """LoRA on all linear layers: rank x (inputs + outputs) numbers each, of 16 bytes: weight,
-    gradient and the two moments of AdamW in fp32.
+def gpu_needs(
+    model_config, element_size: int, weights: int, rank: int = 0, tokens: int = 0
+) -> dict[str, int]:
+    """Estimated bytes that a run takes on a GPU beside the KV cache.
+
+    weights: number of parameters; trainer and engine share them. rank: of the adapter that is
+    trained; 0: none. tokens: of a training pass that recomputes layers.
+    LoRA on all linear layers of a model has rank x (11 hidden + 3 intermediate) numbers a layer
+    (4 hidden for the outputs of q and o and of k and v), of 16 bytes: weight, gradient and the two
+    moments of AdamW in fp32.
     """
-    numbers = 0
-    for layer in layers_of(model_config):
-        queries, keys = attention_sizes(layer)
-        hidden = layer.hidden_size
-        attention = 2 * (hidden + queries) + 2 * (hidden + keys)
-        numbers += attention + 3 * (hidden + inner_size(layer))
-    return 16 * rank * numbers
-
-
-def engine_needs(model_config, element_size: int, weights: int) -> dict[str, int]:
-    """Bytes that the engine takes on a GPU beside its KV cache. weights: number of parameters."""
-    return {
+    config = model_config.get_text_config()
+    layers, hidden = config.num_hidden_layers, config.hidden_size
+    needs = {
         "base weights": element_size * weights,
-        "CUDA graphs": graph_bytes(model_config),
-        "prefill": prefill_bytes(model_config, element_size),
+        "CUDA graphs": int(GRAPHS * layers * hidden),
+        "prefill": prefill_bytes(config, element_size),
         "CUDA's own": CUDA_OWN,
     }
-
-
-def training_needs(model_config, element_size: int, rank: int, tokens: int) -> dict[str, int]:
-    """Bytes that the trainer takes beside a shared base. tokens: of a pass that recomputes."""
-    return {
-        "LoRA with AdamW": adapter_bytes(model_config, rank),
-        "training pass": bytes_needed(tokens, model_config, element_size, True),
-    }
+    if rank:
+        numbers = rank * layers * (11 * hidden + 3 * inner_size(config))
+        needs["LoRA with AdamW"] = 16 * numbers
+        needs["training pass"] = bytes_needed(tokens, config, element_size, True)
+    return needs
 
 
 def cache_bytes(model_config, element_size: int, tokens: int, requests: int = 1) -> int:
     """Bytes of a KV cache for `requests` sequences of so many tokens: 2 x KV heads x head size
     numbers for each token and layer. vLLM keeps one block for itself.
     """
-    numbers = sum(2 * attention_sizes(layer)[1] for layer in layers_of(model_config))
+    numbers = 0
+    for layer in model_config.get_text_config().per_layer_config:  # they differ in Gemma 4
+        heads = layer.num_attention_heads
+        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+        numbers += 2 * kv_heads * head_dim
     blocks = requests * math.ceil(tokens / BLOCK) + 1
     return blocks * BLOCK * numbers * element_size
 
@@ -130,15 +110,16 @@ def fit_cache(least: int, wanted: int, needs: dict[str, int], room: int) -> int:
 
     Raises UserError if that is less than `least`, the cache of one context.
     """
-    needs = needs | {"KV cache of one context": least}
-    if sum(needs.values()) > room:
+    left = room - sum(needs.values())
+    if least > left:
+        needs = needs | {"KV cache of one context": least}
         parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needs.items())
         raise UserError(
             f"The model does not fit: it needs {sum(needs.values()) / 2**30:.1f} GiB ({parts}), "
             f"and there are {room / 2**30:.1f}: lower --context, choose a smaller model, or set "
             "--gpu-memory."
         )
-    return min(max(least, wanted), room - sum(needs.values()) + least)
+    return min(max(least, wanted), left)
 
 
 def free_bytes(device: str, processes: int = 1) -> int:
