@@ -43,8 +43,6 @@ class Config:
     concurrency: int = 32  # episodes in flight at once
     # OpenAI-compatible endpoint to sample from, as http://localhost:8000/v1; key: $OPENAI_API_KEY
     url: str | None = None
-    # the engine's share of the GPU, at most; default: what it needs, see docs/models.md
-    gpu_memory: float | None = None
 
     tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
     model: options.ModelOptions = field(default_factory=options.ModelOptions)

@@ -309,8 +309,6 @@ class Config:
 
     # tokens per training pass; default: what fits into the memory, at most 8192
     micro_tokens: int | None = None
-    # the engine's share of the GPU, at most; default: what it needs, see docs/models.md
-    gpu_memory: float | None = None
 
     # episodes per evaluation, on seeds never trained on; 0: none, and best/ is the last adapter
     eval_episodes: int = 64
@@ -745,14 +743,12 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
 
 def load_policy(policy_class, cfg: Config, path, job) -> Policy:
     """The model, and how many tokens a training pass over it can hold: see cfg.micro_tokens."""
-    sizes = cfg.concurrency, cfg.gpu_memory, cfg.lora_rank
-    policy = policy_class(path, cfg.model, cfg.seed, *sizes)
+    policy = policy_class(path, cfg.model, cfg.seed, cfg.concurrency, cfg.lora_rank)
     if policy.device == "cuda" and not policy.uses_varlen:
         job.say("attention is computed sequence by sequence: see has_varlen in model/packing.py")
     if policy.adapts_attention_only:
         job.say("adapter  is on the attention layers alone: the experts are not trained")
-    world, ahead = job.ranks.world, cfg.ahead > 0
-    cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens, world, beside_engine=ahead)
+    cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens, job.ranks.world)
     job.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
     return policy
 

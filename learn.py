@@ -208,7 +208,7 @@ def main() -> None:
     if todo:
         console.search_banner(cfg, trees, where, path, why)
         with store.recorded_end([t.run for t in todo], where):
-            policy = Policy(path, cfg.model, cfg.seed[0], max(8, cfg.workers), cfg.gpu_memory)
+            policy = Policy(path, cfg.model, cfg.seed[0], max(8, cfg.workers))
             asyncio.run(learn(todo, policy, cfg))
     else:
         print(f"{where} was finished before: nothing was run.")

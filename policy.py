@@ -116,7 +116,7 @@ def open_engine(cfg, path: ModelPath | None, seed: int, max_batch: int):
         endpoint.check_url(cfg.url)
         model = cfg.model
         return endpoint.Endpoint(cfg.url, model.model, model.context, model.temperature)
-    return Policy(path, cfg.model, seed, max_batch, cfg.gpu_memory, trains=False)
+    return Policy(path, cfg.model, seed, max_batch, trains=False)
 
 
 def resolve_model(name: str) -> ModelPath:
@@ -170,9 +170,8 @@ class Engine(ChatTokens):
     """A causal LM in vLLM that samples from this process: it computes only while it is stepped.
 
     path: from `resolve_model`. options: context (None: 4096 tokens, or what the model can),
-    temperature and compile. rank: of the adapter. max_batch: requests that it works on at once.
-    gpu_memory: share of the GPU that it may take, at most, see kv_cache_bytes. trains: a trainer
-    follows.
+    temperature, compile and gpu_memory. rank: of the adapter. max_batch: requests that it works on
+    at once. trains: a trainer needs memory, too.
     """
 
     dtype = None  # of model and engine; None: bfloat16 on a GPU, float32 on a CPU
@@ -184,7 +183,6 @@ class Engine(ChatTokens):
         rank: int,
         seed: int,
         max_batch: int,
-        gpu_memory: float | None,
         trains: bool,
     ):
         # in this process: the engine runs only when it is stepped
@@ -213,7 +211,7 @@ class Engine(ChatTokens):
                 self.config._attn_implementation = "eager"  # the only one that caps (Gemma 2)
             weights = count_weights(path.base)
         self.decode_threads = 1 if self.device == "cpu" and weights < ONE_THREAD else 0  # 0: all
-        cache = self.kv_cache_bytes(weights, rank if trains else 0, max_batch, gpu_memory)
+        cache = self.kv_cache_bytes(weights, rank if trains else 0, max_batch, options.gpu_memory)
         machine = gpu_engine_options(max_batch)
         if self.device == "cpu":
             machine = cpu_engine_options(self.context, options.compile)
@@ -243,7 +241,7 @@ class Engine(ChatTokens):
             episode = int(memory.TYPICAL_EPISODE * self.context)
             needs = memory.gpu_needs(*sizes, weights, 0 if share else rank, self.context)
         if share and needs:
-            room = int(share * torch.cuda.mem_get_info()[1])
+            room = min(room, int(share * torch.cuda.mem_get_info()[1]))
         least = memory.cache_bytes(*sizes, self.context)
         wanted = memory.cache_bytes(*sizes, episode, requests)
         cache = memory.fit_cache(least, wanted, needs, room)
@@ -385,9 +383,7 @@ class Trainer:
         # cuDNN makes a plan for each new shape, which takes longer than the attention.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def fit_micro_tokens(
-        self, wanted: int | None = None, processes: int = 1, beside_engine: bool = False
-    ) -> int:
+    def fit_micro_tokens(self, wanted: int | None = None, processes: int = 1) -> int:
         """Tokens of a training pass: as wanted, or what fits, see memory.fit_micro_tokens.
 
         If such a pass, or one over a whole context, would not fit, layers are recomputed from now
@@ -396,8 +392,8 @@ class Trainer:
         largest = max(self.context, wanted or 0)
         free = memory.free_bytes(self.device, processes)
         sizes = self.model.config, self.dtype.itemsize
-        if beside_engine and self.device == "cuda":
-            free -= memory.prefill_bytes(*sizes)
+        if self.device == "cuda":
+            free -= memory.prefill_bytes(*sizes)  # of the engine, which may work meanwhile
         if memory.bytes_needed(largest, *sizes, False) > free:
             print("memory   layers are recomputed: a third more time, memory of one layer only")
             self.recompute_layers()
@@ -566,14 +562,13 @@ class Policy(Engine, Trainer):
         options: ModelOptions | None = None,
         seed: int = 0,
         max_batch: int = 64,
-        gpu_memory: float | None = None,
         lora_rank: int | None = None,
         trains: bool = True,
     ):
         lora = lora_settings(path, lora_rank)
         # The engine comes first because it reseeds the global generators.
         options = options or ModelOptions()
-        Engine.__init__(self, path, options, lora["r"], seed, max_batch, gpu_memory, trains)
+        Engine.__init__(self, path, options, lora["r"], seed, max_batch, trains)
         import torch
 
         from flatlab.model.lora_sync import own_base
@@ -728,11 +723,13 @@ class Policy(Engine, Trainer):
 def gpu_engine_options(max_batch: int) -> dict:
     """Fields of vLLM's EngineArgs for a GPU.
 
-    CUDA graphs are captured for batches of 1, 2, 4, multiples of 8 and max_batch, at most 512.
+    CUDA graphs are captured for batches of 1, 2, 4, multiples of 8, and max_batch. vLLM would go on
+    to twice as many.
     """
-    most = min(max_batch, 512)
     return {
-        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, *range(8, most, 8), most]},
+        "compilation_config": {
+            "cudagraph_capture_sizes": [1, 2, 4, *range(8, max_batch, 8), max_batch]
+        },
         # vLLM refuses to start if this share is not free; the KV cache has its size in bytes
         "gpu_memory_utilization": 0.01,
         "max_num_batched_tokens": memory.PREFILL_TOKENS,

@@ -169,8 +169,6 @@ class Config:
     workers: int = 4  # nodes that run at the same time, over all trees
     # OpenAI-compatible endpoint to sample from, as http://localhost:8000/v1; key: $OPENAI_API_KEY
     url: str | None = None
-    # the engine's share of the GPU, at most; default: what it needs, see docs/models.md
-    gpu_memory: float | None = None
 
     nodes: int = 12  # executed nodes per tree, failed ones too
     # token budget per tree, strategy requests included; default: no limit. Running requests may

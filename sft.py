@@ -50,8 +50,6 @@ class Config:
     lora_rank: int | None = None
     # tokens per training pass; default: what fits into the memory, at most 8192
     micro_tokens: int | None = None
-    # the engine's share of the GPU, at most; default: what it needs, see docs/models.md
-    gpu_memory: float | None = None
 
     tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
     model: options.ModelOptions = field(default_factory=options.ModelOptions)
@@ -213,7 +211,7 @@ def main() -> None:
         with store.recorded_end([run], f"{run.dir} after its last update"):
             run.result(imitated=imitated, **metrics.first_results(tasks, "imitation"))
             console.first_lines(cfg, tasks, path)
-            policy = Policy(path, cfg.model, cfg.seed, 8, cfg.gpu_memory, cfg.lora_rank)
+            policy = Policy(path, cfg.model, cfg.seed, 8, cfg.lora_rank)
             cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens)
             agreement = asyncio.run(policy.verify())["trained adapter"]
             print(f"engine   agrees with the trainer: {agreement}")

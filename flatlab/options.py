@@ -45,6 +45,8 @@ class ModelOptions:
     temperature: float = 1.0  # sampling temperature
     # compile the engine on a CPU, too: needs g++ and up to a minute at the start
     compile: bool = False
+    # upper bound on the engine's share of a GPU; default: what it needs, see docs/models.md
+    gpu_memory: float | None = None
 
 
 @dataclass

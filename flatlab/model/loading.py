@@ -79,9 +79,7 @@ def loading(program: str, base: str):
 
 
 class PhaseLines(logging.Handler):
-    """Prints a line with the seconds of each phase of vLLM's start, if there are any."""
-
-    start = 0.0
+    """Prints a line with the seconds of each phase of vLLM's start. start: of the first one."""
 
     def emit(self, record):
         now = time.monotonic()

@@ -66,7 +66,7 @@ def prefill_bytes(model_config, element_size: int) -> int:
 
 
 def gpu_needs(
-    model_config, element_size: int, weights: int, rank: int = 0, tokens: int = 0
+    model_config, element_size: int, weights: int, rank: int, tokens: int
 ) -> dict[str, int]:
     """Estimated bytes that a run takes on a GPU beside the KV cache.
 
@@ -85,8 +85,7 @@ def gpu_needs(
         "CUDA's own": CUDA_OWN,
     }
     if rank:
-        numbers = rank * layers * (11 * hidden + 3 * inner_size(config))
-        needs["LoRA with AdamW"] = 16 * numbers
+        needs["LoRA with AdamW"] = 16 * rank * layers * (11 * hidden + 3 * inner_size(config))
         needs["training pass"] = bytes_needed(tokens, config, element_size, True)
     return needs
 
@@ -110,16 +109,15 @@ def fit_cache(least: int, wanted: int, needs: dict[str, int], room: int) -> int:
 
     Raises UserError if that is less than `least`, the cache of one context.
     """
-    left = room - sum(needs.values())
-    if least > left:
-        needs = needs | {"KV cache of one context": least}
+    needs = needs | {"KV cache of one context": least}
+    total = sum(needs.values())
+    if total > room:
         parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needs.items())
         raise UserError(
-            f"The model does not fit: it needs {sum(needs.values()) / 2**30:.1f} GiB ({parts}), "
-            f"and there are {room / 2**30:.1f}: lower --context, choose a smaller model, or set "
-            "--gpu-memory."
+            f"The model does not fit: it needs {total / 2**30:.1f} GiB ({parts}), and there are "
+            f"{room / 2**30:.1f}: lower --context, choose a smaller model, or set --gpu-memory."
         )
-    return min(max(least, wanted), left)
+    return min(max(least, wanted), room - total + least)
 
 
 def free_bytes(device: str, processes: int = 1) -> int:
