@@ -4,7 +4,10 @@ and of what tools/ offers: a pretrained model, demonstrations and the check of a
 
 import asyncio
 import os
+import re
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +19,7 @@ import sft
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, read_rows
 from flatlab.model import memory
+from flatlab.model.loading import PHASES
 from flatlab.model.lora_sync import at_most
 from flatlab.options import ModelOptions
 from flatlab.train import metrics
@@ -31,9 +35,9 @@ from helpers import (
     python,
     user_error,
 )
-from policy import ModelPath, Policy, Trainer
+from policy import Engine, ModelPath, Policy, Trainer, gpu_engine_options
 from tasks import load_task
-from tools import get_smollm2, make_tiny
+from tools import get_smollm2, gpu_check, make_tiny
 
 # ---------------------------------------------------------------------------- memory
 
@@ -69,7 +73,7 @@ RECOMPUTING = [
 
 @pytest.mark.parametrize("context, wanted, processes, tokens", [*NO_RECOMPUTING, *RECOMPUTING])
 def test_layers_are_recomputed_if_a_pass_over_a_whole_context_would_not_fit(
-    monkeypatch, context, wanted, processes, tokens
+    monkeypatch, capsys, context, wanted, processes, tokens
 ):
     model = SimpleNamespace(config=SMOLLM2)
     numbers = {"device": "cpu", "dtype": torch.float32, "context": context, "recomputes": False}
@@ -78,6 +82,7 @@ def test_layers_are_recomputed_if_a_pass_over_a_whole_context_would_not_fit(
     monkeypatch.setattr(memory, "free_bytes", lambda device, processes: 16 * GIB // processes)
     assert Trainer.fit_micro_tokens(policy, wanted, processes) == tokens
     assert policy.recomputes == ((context, wanted, processes, tokens) in RECOMPUTING)
+    assert capsys.readouterr().out.count("layers are recomputed") == policy.recomputes
 
 
 def test_the_limits_of_control_groups_count(tmp_path):
@@ -91,15 +96,76 @@ def test_the_limits_of_control_groups_count(tmp_path):
     assert 0 < memory.free_bytes("cpu", processes=4) < memory.free_bytes("cpu") < 2**50
 
 
-def test_the_kv_cache_holds_all_requests_if_they_fit(random_model):
+def cache_of(monkeypatch, device, free, config, context, *, rank=16, requests=32, share=None):
+    """Bytes of an engine's KV cache, and what it prints; a GPU has 2 GiB that others use."""
+    sizes = {"config": config, "context": context, "dtype": torch.bfloat16}
+    engine = SimpleNamespace(device=device, **sizes)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: int(free))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free), int(free) + 2 * GIB))
+    return Engine.kv_cache_bytes(engine, 4_022_468_096, rank, requests, share)
+
+
+def test_the_kv_cache_of_a_cpu_holds_whole_contexts_if_they_fit(monkeypatch, random_model):
     """Two numbers (k, v) of 2 bytes for 4 layers of 2 heads of 32: 1 KiB a token."""
     config = AutoConfig.from_pretrained(random_model)
     block = memory.BLOCK * 1024  # vLLM's own
-    assert memory.kv_cache_bytes(config, 2, 1024, 64, GIB) == 64 * 2**20 + block
-    assert memory.kv_cache_bytes(config, 2, 1024, 10**6, GIB) == GIB
-    assert memory.kv_cache_bytes(config, 2, 1024, 64, 2**20 + block) == 2**20 + block
-    with user_error("One context of 1048576 tokens needs 1.0 GiB of KV cache, and 1.0 are left"):
-        memory.kv_cache_bytes(config, 2, 2**20, 64, GIB)
+
+    def cache(room, context, requests):
+        return cache_of(monkeypatch, "cpu", 4 * room, config, context, requests=requests)
+
+    assert cache(GIB, 1024, 64) == 64 * 2**20 + block
+    assert cache(GIB, 1024, 10**6) == GIB
+    assert cache(2**20 + block, 1024, 64) == 2**20 + block
+    with user_error("it needs 1.0 GiB .KV cache of one context 1.0., and there are 1.0: lower --c"):
+        cache(GIB, 2**20, 64)
+
+
+def test_the_kv_cache_of_a_gpu_holds_typical_episodes_and_no_more(monkeypatch, capsys):
+    """Qwen3-4B: 144 KiB a token, and 10.9 GiB that the engine needs beside the cache."""
+    config = gpu_check.config_of("Qwen/Qwen3-4B-Instruct-2507")
+    token = 144 * 1024
+
+    def cache(free, **options):
+        return cache_of(monkeypatch, "cuda", free * GIB, config, 16384, **options)
+
+    typical = (32 * 4096 + memory.BLOCK) * token
+    assert cache(74) == cache(140) == cache(74, share=0.45) == typical
+    assert cache(74, requests=64, rank=0) == (64 * 4096 + memory.BLOCK) * token
+    assert cache(74, requests=1) == (16384 + memory.BLOCK) * token  # one whole context, at least
+    assert capsys.readouterr().out == ""
+    whole = {free: cache(free) / GIB for free in (22.2, 30)}
+    assert whole[22.2] == pytest.approx(3.3, abs=0.1)
+    assert whole[30] - whole[22.2] == pytest.approx(7.8)  # all that the trainer leaves
+    assert "3.3 GiB, and 32 episodes of 4096 tokens need 18.0: some wait" in capsys.readouterr().out
+    assert cache(74, share=0.25) / GIB == pytest.approx(0.25 * 76 - 10.87, abs=0.01)
+    with user_error("it needs 21.2 GiB .base weights 7.5, .* and there are 11.1: lower --context"):
+        cache(11.1)
+    with user_error("it needs 13.1 GiB .* and there are 12.0"):  # a share is of what is free
+        cache(12, share=1.0)
+
+
+@pytest.mark.parametrize("size, room", [(24, 22.2), (80, 74)])
+def test_default_flags_and_the_preset_fit_a_card_and_its_head_has_these_sums(size, room):
+    rows = {name: rest for name, *rest in gpu_check.sums(int(room * GIB))}
+    preset = f"configs/grpo-{size}gb.yaml"
+    for name in ("grpo.py, learn.py", "sft.py", "search.py", "evaluate.py", preset):
+        assert rows[name][0] == "runs", rows[name]
+    head = (PROJECT / preset).read_text()
+    parts = re.findall(r"([^,]+?)(?: of \d+ of \d+ episodes)? (\d+\.\d\d)", rows[preset][1])
+    assert len(parts) == 8
+    for name, gib in parts[:-1]:
+        assert re.search(rf"^# +{name.strip()} +{float(gib):.1f} ", head, re.MULTILINE), name
+    total = room - float(parts[-1][1])
+    assert re.search(rf"^# +sum +{total:.1f} ", head, re.MULTILINE)
+
+
+def test_graphs_are_captured_up_to_max_batch_and_phases_are_those_of_this_vllm():
+    compilation = gpu_engine_options(30)["compilation_config"]
+    assert compilation == {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 30]}
+    package = Path(find_spec("vllm").origin).parent
+    files = ("compilation/*.py", "v1/worker/gpu/*.py", "model_executor/model_loader/*.py")
+    source = "".join(file.read_text() for name in files for file in package.glob(name))
+    assert [text for text in PHASES if f'"{text}"' not in source] == []
 
 
 def test_the_peak_is_of_this_process_and_not_of_the_one_that_started_it():
@@ -230,7 +296,7 @@ def test_the_check_of_a_gpu_runs_here(tmp_path):
     """In the precision of a GPU. Without the parts that need one, and those that are others with
     another setting.
     """
-    parts = "parity without-adapter sync shared-prompt memory budget ahead training".split()
+    parts = "parity without-adapter sync shared-prompt memory budget ahead training start".split()
     check = PROJECT / "tools/gpu_check.py"
     done = python(check, "--dtype", "bfloat16", "--parts", *parts, "autocast", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

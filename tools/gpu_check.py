@@ -475,7 +475,7 @@ CASES = {
 
 
 def sums(room: int) -> list:
-    """Which of CASES run on a GPU with so many bytes, and what each takes."""
+    """Sums of each of CASES on a GPU with so many bytes, and whether it runs there."""
     import torch
     from transformers import Qwen3ForCausalLM
 
