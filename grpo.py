@@ -281,7 +281,8 @@ class Config:
     """None stands for the default that the comment names; 0 is zero."""
 
     name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
-    seed: int = 0  # seed of sampling, initial adapter and choice of tasks
+    # seeds of sampling, initial adapter and choice of tasks: a run each, one after the other
+    seed: tuple[int, ...] = (0,)
     # training steps; a larger number continues a finished run
     steps: int = 30
 
@@ -716,10 +717,10 @@ def check_config(cfg: Config) -> None:
 
 
 def prepare(cfg: Config, script: str, job):
-    """Completes the config and opens the run directory. Returns the tasks, the model's path and why
-    this sandbox was chosen. Raises UserError for whatever is wrong, before the model loads.
+    """Completes the config of a seed and opens the run directory. Returns the tasks, the model's
+    path and why this sandbox was chosen. Raises UserError for whatever is wrong, before the model
+    loads.
     """
-    check_config(cfg)
     cfg.name = cfg.name or default_name(script, cfg)
     path = choose_model(cfg)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, path.is_tiny)
@@ -738,39 +739,54 @@ def prepare(cfg: Config, script: str, job):
 
 def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -> None:
     cfg = cli.parse_config(config_class, sys.argv[1:])
+    check_config(cfg)
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
-    job = Job(join(timeout=24 * 3600))
-    tasks, path, why = prepare(cfg, script, job)
-    run = job.run
-    if job.ranks.first(bool(run and run.finished)):
-        job.say(f"logs/{cfg.name} was finished before: nothing was run.")
-    else:
-        with store.recorded_end([run] if run else [], f"logs/{cfg.name} after its last whole step"):
-            if run:
-                run.result(**metrics.first_results(tasks, "training"))
-                console.banner(cfg, tasks, path, why, run)
-            job.say("engine   is starting")
-            policy = load_policy(policy_class, cfg, path, job)
-            asyncio.run(train(policy, tasks, cfg, job))
-    if run:
-        console.farewell(run)
-        status = run.results()["status"]
-        if status.startswith("stopped: ") and job.ranks.world == 1:
-            sys.exit(status)  # not with torchrun, which would restart a job that failed
+    ranks = join(timeout=24 * 3600)
+    seeds = [(own, Job(ranks)) for own in options.each_seed(cfg)]
+    prepared = [(own, job, *prepare(own, script, job)) for own, job in seeds]
+    if len({own.model.model for own, *_ in prepared}) > 1:
+        raise UserError("The runs of these seeds have different models: choose one with --model.")
+    policy = None  # one engine for all of them
+    for own, job, tasks, path, why in prepared:
+        run = job.run
+        if ranks.first(bool(run and run.finished)):
+            job.say(f"logs/{own.name} was finished before: nothing was run.")
+        else:
+            where = f"logs/{own.name} after its last whole step"
+            with store.recorded_end([run] if run else [], where):
+                if run:
+                    run.result(**metrics.first_results(tasks, "training"))
+                    console.banner(own, tasks, path, why, run)
+                policy = policy or load_policy(policy_class, own, path, job)
+                policy.reset(own.seed)
+                fit_micro_tokens(policy, own, job)
+                asyncio.run(train(policy, tasks, own, job))
+        if run:
+            console.farewell(run)
+    if len(prepared) > 1 and ranks.rank == 0:
+        console.compare([job.run.dir for _, job in seeds])
+    stopped = [job.stopped for _, job in seeds if job.stopped]
+    if stopped and ranks.world == 1:
+        sys.exit(f"stopped: {stopped[0]}")  # not with torchrun, which would restart the job
 
 
 def load_policy(policy_class, cfg: Config, path, job) -> Policy:
-    """The model, and how many tokens a training pass over it can hold: see cfg.micro_tokens."""
+    """Starts the engine and loads the model."""
+    job.say("engine   is starting")
     sizes = cfg.concurrency, cfg.gpu_memory, cfg.lora_rank
     policy = policy_class(path, cfg.model, cfg.seed, *sizes)
     if policy.device == "cuda" and not policy.uses_varlen:
         job.say("attention is computed sequence by sequence: see has_varlen in model/packing.py")
     if policy.adapts_attention_only:
         job.say("adapter  is on the attention layers alone: the experts are not trained")
+    return policy
+
+
+def fit_micro_tokens(policy, cfg: Config, job) -> None:
+    """Completes cfg.micro_tokens, the tokens that a training pass can hold."""
     world, ahead = job.ranks.world, cfg.ahead > 0
     cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens, world, beside_engine=ahead)
     job.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
-    return policy
 
 
 if __name__ == "__main__":

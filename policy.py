@@ -553,7 +553,6 @@ class Policy(Engine, Trainer):
 
         from flatlab.model.lora_sync import own_base
 
-        torch.manual_seed(seed)
         # Limit of the mean log-prob difference between engine and trainer, in nats. Rounding alone
         # makes about 1e-6 (fp32) or 0.01 (bf16), a broken sync far more. verify() measures what
         # a bf16 model rounds.
@@ -569,9 +568,7 @@ class Policy(Engine, Trainer):
             if not self.shares_base:
                 base = own_base(self.engine, self.config, self.dtype)
                 self._build_trainer(base.to(self.device if trains else "cpu"), lora)
-        if path.adapter:
-            self.load_adapter(path.adapter)
-        self.sync()
+        self.reset(seed)
         with loading("vLLM", path.base):  # some models are refused by the first step only
             asyncio.run(self.sample(self._probes()[0], 1, seed=0))
 
@@ -605,6 +602,20 @@ class Policy(Engine, Trainer):
             lora["target_modules"] = layers_to_adapt(self.engine, base)
         Trainer.__init__(self, base, lora, self.temperature)
         self.adapter_copy = AdapterCopy(self.engine, self.model)
+
+    def reset(self, seed: int) -> None:
+        """Starts from the adapter of the model's path, or from the one of this seed; the reference
+        of the KL is the base model.
+        """
+        import torch
+
+        torch.manual_seed(seed)
+        for layer in self.adapter_layers:
+            layer.reset_lora_parameters("default", True)
+        if self.path.adapter:
+            self.load_adapter(self.path.adapter)
+        self._reference = None
+        self.sync()
 
     # -------------------------------------------------------------------------- trainer to engine
 

@@ -71,15 +71,17 @@ class ActorCritic(Policy):
 
     head = None
 
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
+    def __init__(self, path, options, seed, *sizes):
+        super().__init__(path, options, seed, *sizes)
         import torch
 
         self.head = torch.nn.Linear(self.model.config.hidden_size, 1, device=self.device)
-        for p in self.head.parameters():
-            torch.nn.init.zeros_(p)
-        if self.path.adapter:
-            self.load_adapter(self.path.adapter)
+        self.reset(seed)
+
+    def reset(self, seed: int) -> None:
+        for p in self.head.parameters() if self.head else ():
+            p.data.zero_()
+        super().reset(seed)
 
     def parameters(self) -> list:
         return [*super().parameters(), *(self.head.parameters() if self.head else ())]
