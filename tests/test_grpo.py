@@ -556,7 +556,7 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
 
 def test_none_is_derived_and_zero_is_zero(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cfg = configure(grpo.Config(loss="gspo"), model="tiny", lr=0.0, backend="local")
+    cfg = configure(grpo.Config(seed=0, loss="gspo"), model="tiny", lr=0.0, backend="local")
     grpo.prepare(cfg, "copy", Job(Ranks(1, 2)))
     assert cfg.lr == 0
     assert (cfg.clip_low, cfg.clip_high) == (3e-4, 4e-4)

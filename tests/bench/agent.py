@@ -266,7 +266,9 @@ def run_ours(model, rounds, turns, tokens, variant):
     make_endless(policy)
     work = Work(turns)
     grpo.env.Env = World
+    grpo.KL_SHARE = 1.0  # the work of the other variants
     cfg = grpo.Config(
+        seed=0,
         group_size=EPISODES // PROMPTS,
         kl=KL,
         micro_tokens=8192,
