@@ -34,6 +34,8 @@ Letters: P groups, G episodes each, N trained tokens of a micro-batch.
 
 import asyncio
 import functools
+import math
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -81,6 +83,7 @@ ADAMW = {"betas": (0.9, 0.99), "weight_decay": 0.0}
 # clips act only with --ahead.
 EPOCHS = 1
 MAX_GRAD_NORM = 1.0  # a larger gradient is scaled down to this norm
+KL_SHARE = 0.25  # of the micro-batches, drawn, have a KL term, with the inverse weight
 TASK_WEIGHTS = {}  # share of the groups by name of the task, {"titanic": 2}; others have 1
 
 
@@ -278,7 +281,8 @@ class Config:
     """None stands for the default that the comment names; 0 is zero."""
 
     name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
-    seed: int = 0  # seed of sampling, initial adapter and choice of tasks
+    # seeds of sampling, initial adapter and choice of tasks: a run each, one after the other
+    seed: tuple[int, ...] = (0,)
     # training steps; a larger number continues a finished run
     steps: int = 30
 
@@ -486,26 +490,26 @@ def make_batch(groups: list[Group], cfg: Config, job) -> list:
 def update(policy, optimizer, groups: list[Group], cfg: Config, job) -> dict:
     """Makes EPOCHS passes over the batch, one optimizer step each. Returns numbers for the row.
 
-    Every rank takes part, also one without sequences. Raises UserError, before any weight changes,
-    if engine and trainer disagree about the sampled tokens.
+    Every rank takes part, also one without sequences. Samples about which engine and trainer
+    disagree are not trained on: the update is skipped, on every rank.
     """
     import torch
 
     batch = make_batch(groups, cfg, job)
     if not job.ranks.sum(len(batch))[0]:
         return {}
+    parts = list(micro_batches(batch, cfg.micro_tokens, policy.packs))
+    kl_weights = draw_kl_weights(len(parts), cfg, f"{cfg.seed} {job.step} kl")
     meter, skipped, grad_norms = Meter(), 0, []
     for epoch in range(EPOCHS):
-        for number, part in enumerate(micro_batches(batch, cfg.micro_tokens, policy.packs)):
-            # With --kl 0 the guard still wants to know the KL, so one micro-batch measures it.
-            measure_kl = cfg.kl > 0 or number == epoch == 0
-            micro_loss(policy, part, cfg, meter, epoch, measure_kl).backward()
+        for part, kl_weight in zip(parts, kl_weights):
+            micro_loss(policy, part, cfg, meter, epoch, kl_weight).backward()
             stop_if_interrupted()
-        for difference in job.ranks.gather(meter.mean("logprob_diff")):
-            policy.check_samples(difference)
+        differences = job.ranks.gather(meter.mean("logprob_diff"))
+        agrees = all(difference <= policy.diff_limit for difference in differences)
         job.ranks.sum_gradients(policy.parameters())
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM).item()
-        if grad_norm <= SKIP_GRAD_NORM:  # False for NaN
+        if agrees and grad_norm <= SKIP_GRAD_NORM:  # False for NaN
             optimizer.step()
         else:
             skipped += 1
@@ -528,7 +532,20 @@ def update(policy, optimizer, groups: list[Group], cfg: Config, job) -> dict:
     return row
 
 
-def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, measure_kl: bool):
+def draw_kl_weights(count: int, cfg: Config, seed: str) -> list[float | None]:
+    """Weight of the KL term of each micro-batch: --kl * n / k for k of the n, and None for the
+    others, which need no pass of the reference.
+
+    With --kl 0 one has the weight 0, because the guard wants to know the KL.
+    """
+    drawn = math.ceil(KL_SHARE * count) if cfg.kl else min(1, count)
+    weights = [None] * count
+    for number in random.Random(seed).sample(range(count), drawn):
+        weights[number] = cfg.kl * count / drawn
+    return weights
+
+
+def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_weight: float | None):
     """The loss of a micro-batch, a scalar with gradient; its numbers go to the meter."""
     import torch
 
@@ -537,7 +554,7 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, measur
     sequence = [number for number, s in enumerate(part) for _ in s.old]
     sequence = torch.tensor(sequence, device=policy.device)
     base = None
-    if measure_kl:
+    if kl_weight is not None:
         with torch.no_grad():
             base = policy.logprobs(pairs, base=True)[0]
     logp, entropy = policy.logprobs(pairs, entropy_learns=ENTROPY_BONUS > 0)
@@ -556,8 +573,7 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, measur
     if base is not None:
         kl = kl_to_base(logp, base)
         meter.add(kl=kl, base_diff=(logp - base).abs())
-        if cfg.kl:
-            loss = loss + cfg.kl * kl
+        loss = loss + kl_weight * kl
     if ENTROPY_BONUS:
         loss = loss - ENTROPY_BONUS * entropy.masked_fill(~is_finite, 0.0)
     loss = loss * column(part, "weight", policy.device) * is_finite
@@ -609,6 +625,8 @@ async def train(policy, tasks: list, cfg: Config, job) -> None:
 
             # sync: the trained adapter into the running engine
             policy.sync()
+            if row.get("skipped"):
+                await policy.check_sync()
             times.append(time.perf_counter())
 
             # judge: an evaluation now and then, alarms, and the guard
@@ -698,10 +716,10 @@ def check_config(cfg: Config) -> None:
 
 
 def prepare(cfg: Config, script: str, job):
-    """Completes the config and opens the run directory. Returns the tasks, the model's path and why
-    this sandbox was chosen. Raises UserError for whatever is wrong, before the model loads.
+    """Completes the config of a seed and opens the run directory. Returns the tasks, the model's
+    path and why this sandbox was chosen. Raises UserError for whatever is wrong, before the model
+    loads.
     """
-    check_config(cfg)
     cfg.name = cfg.name or default_name(script, cfg)
     path = choose_model(cfg)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, path.is_tiny)
@@ -720,37 +738,52 @@ def prepare(cfg: Config, script: str, job):
 
 def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -> None:
     cfg = cli.parse_config(config_class, sys.argv[1:])
+    check_config(cfg)
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
-    job = Job(join(timeout=24 * 3600))
-    tasks, path, why = prepare(cfg, script, job)
-    run = job.run
-    if job.ranks.first(bool(run and run.finished)):
-        job.say(f"logs/{cfg.name} was finished before: nothing was run.")
-    else:
-        with store.recorded_end([run] if run else [], f"logs/{cfg.name} after its last whole step"):
-            if run:
-                run.result(**metrics.first_results(tasks, "training"))
-                console.banner(cfg, tasks, path, why, run)
-            job.say("engine   is starting")
-            policy = load_policy(policy_class, cfg, path, job)
-            asyncio.run(train(policy, tasks, cfg, job))
-    if run:
-        console.farewell(run)
-        status = run.results()["status"]
-        if status.startswith("stopped: ") and job.ranks.world == 1:
-            sys.exit(status)  # not with torchrun, which would restart a job that failed
+    ranks = join(timeout=24 * 3600)
+    seeds = [(own, Job(ranks)) for own in options.each_seed(cfg)]
+    prepared = [(own, job, *prepare(own, script, job)) for own, job in seeds]
+    if len({own.model.model for own, *_ in prepared}) > 1:
+        raise UserError("The runs of these seeds have different models: choose one with --model.")
+    policy = None  # one engine for all of them
+    for own, job, tasks, path, why in prepared:
+        run = job.run
+        if ranks.first(bool(run and run.finished)):
+            job.say(f"logs/{own.name} was finished before: nothing was run.")
+        else:
+            where = f"logs/{own.name} after its last whole step"
+            with store.recorded_end([run] if run else [], where):
+                if run:
+                    run.result(**metrics.first_results(tasks, "training"))
+                    console.banner(own, tasks, path, why, run)
+                policy = policy or load_policy(policy_class, own, path, job)
+                policy.reset(own.seed)
+                fit_micro_tokens(policy, own, job)
+                asyncio.run(train(policy, tasks, own, job))
+        if run:
+            console.farewell(run)
+    if len(prepared) > 1 and ranks.rank == 0:
+        console.compare([job.run.dir for _, job in seeds])
+    stopped = [job.stopped for _, job in seeds if job.stopped]
+    if stopped and ranks.world == 1:
+        sys.exit(f"stopped: {stopped[0]}")  # not with torchrun, which would restart the job
 
 
 def load_policy(policy_class, cfg: Config, path, job) -> Policy:
-    """The model, and how many tokens a training pass over it can hold: see cfg.micro_tokens."""
+    """Starts the engine and loads the model."""
+    job.say("engine   is starting")
     policy = policy_class(path, cfg.model, cfg.seed, cfg.concurrency, cfg.lora_rank)
     if policy.device == "cuda" and not policy.uses_varlen:
         job.say("attention is computed sequence by sequence: see has_varlen in model/packing.py")
     if policy.adapts_attention_only:
         job.say("adapter  is on the attention layers alone: the experts are not trained")
+    return policy
+
+
+def fit_micro_tokens(policy, cfg: Config, job) -> None:
+    """Completes cfg.micro_tokens, the tokens that a training pass can hold."""
     cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens, job.ranks.world)
     job.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
-    return policy
 
 
 if __name__ == "__main__":

@@ -93,6 +93,8 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
         compared = compared_groups(t, groups, episodes)
         row |= await in_trainer(grpo.update, policy, optimizer, compared, cfg, job)
         policy.sync()
+        if row.get("skipped"):
+            await policy.check_sync()
         row["alarms"] = alarms(row, t.run.rows())
         await in_trainer(checkpoint.write_step, policy, optimizer, job, row)
         # The last adapter is the best one, because no evaluation compares them.

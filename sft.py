@@ -42,7 +42,8 @@ class Config:
 
     runs: tuple[str, ...] = ()  # run directories of grpo.py or search.py, logs/<run>, to imitate
     name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
-    seed: int = 0  # seed of the initial adapter and of the order of episodes
+    # seeds of the initial adapter and of the order of episodes: a run each, one after the other
+    seed: tuple[int, ...] = (0,)
     share: float = 0.25  # fraction of the episodes above the baseline, best first
     updates: int = 32  # optimizer steps, on up to 8 episodes each
     lr: float | None = None  # learning rate of AdamW; default: 2e-4, stand-in 1e-3
@@ -191,9 +192,10 @@ def is_finished(run, cfg: Config) -> bool:
     return run.results().get("status") == "finished" and len(run.rows()) >= cfg.updates
 
 
-def main() -> None:
-    cfg = cli.parse_config(Config, sys.argv[1:])
-    options.check_values(cfg)
+def prepare(cfg: Config):
+    """Completes the config of a seed and opens the run directory. Returns the run, the tasks, the
+    model's path and the episodes to imitate: none if the run is finished.
+    """
     cfg.name = cfg.name or default_name(SCRIPT, cfg)
     path = choose_model(cfg)
     tasks = [load_task(name) for name in cfg.tasks.task]
@@ -202,21 +204,33 @@ def main() -> None:
     digests = [task.digest() for task in tasks]
     run = store.begin_run(cfg, digests, path, lambda run: is_finished(run, cfg))
     if run.finished:
-        print(f"{run.dir} was finished before: nothing was run.")
-    else:
-        transcripts = best_episodes(cfg, tasks)
-        imitated = content_key(*(replies_of(transcript) for transcript in transcripts))
-        if run.rows() and run.results()["imitated"] != imitated:
-            raise UserError(f"The best episodes of --runs are others than {run.dir} imitates.")
-        with store.recorded_end([run], f"{run.dir} after its last update"):
-            run.result(imitated=imitated, **metrics.first_results(tasks, "imitation"))
-            console.first_lines(cfg, tasks, path)
-            policy = Policy(path, cfg.model, cfg.seed, 8, cfg.lora_rank)
-            cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens)
-            agreement = asyncio.run(policy.verify())["trained adapter"]
-            print(f"engine   agrees with the trainer: {agreement}")
-            imitate(policy, transcripts, cfg, run)
-    print(f"{run.dir}/best is the adapter: python grpo.py --model {run.dir}/best")
+        return run, tasks, path, []
+    transcripts = best_episodes(cfg, tasks)
+    imitated = content_key(*(replies_of(transcript) for transcript in transcripts))
+    if run.rows() and run.results()["imitated"] != imitated:
+        raise UserError(f"The best episodes of --runs are others than {run.dir} imitates.")
+    run.result(imitated=imitated, **metrics.first_results(tasks, "imitation"))
+    return run, tasks, path, transcripts
+
+
+def main() -> None:
+    cfg = cli.parse_config(Config, sys.argv[1:])
+    options.check_values(cfg)
+    policy = None  # one engine for all seeds
+    prepared = [(own, *prepare(own)) for own in options.each_seed(cfg)]
+    for own, run, tasks, path, transcripts in prepared:
+        if run.finished:
+            print(f"{run.dir} was finished before: nothing was run.")
+        else:
+            with store.recorded_end([run], f"{run.dir} after its last update"):
+                console.first_lines(own, tasks, path)
+                policy = policy or Policy(path, own.model, 0, 8, own.lora_rank)
+                policy.reset(own.seed)
+                own.micro_tokens = policy.fit_micro_tokens(own.micro_tokens)
+                agreement = asyncio.run(policy.verify())["trained adapter"]
+                print(f"engine   agrees with the trainer: {agreement}")
+                imitate(policy, transcripts, own, run)
+        print(f"{run.dir}/best is the adapter: python grpo.py --model {run.dir}/best")
 
 
 if __name__ == "__main__":

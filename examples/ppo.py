@@ -71,15 +71,17 @@ class ActorCritic(Policy):
 
     head = None
 
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
+    def __init__(self, path, options, seed, *sizes):
+        super().__init__(path, options, seed, *sizes)
         import torch
 
         self.head = torch.nn.Linear(self.model.config.hidden_size, 1, device=self.device)
-        for p in self.head.parameters():
-            torch.nn.init.zeros_(p)
-        if self.path.adapter:
-            self.load_adapter(self.path.adapter)
+        self.reset(seed)
+
+    def reset(self, seed: int) -> None:
+        for p in self.head.parameters() if self.head else ():
+            p.data.zero_()
+        super().reset(seed)
 
     def parameters(self) -> list:
         return [*super().parameters(), *(self.head.parameters() if self.head else ())]
@@ -148,11 +150,12 @@ def update(policy, optimizer, groups: list, cfg: Config, job) -> dict:
     for part in micro_batches(batch, cfg.micro_tokens, policy.packs):
         micro_loss(policy, part, cfg, meter).backward()
         stop_if_interrupted()
-    for difference in job.ranks.gather(meter.mean("logprob_diff")):
-        policy.check_samples(difference)
+    differences = job.ranks.gather(meter.mean("logprob_diff"))
+    agrees = all(difference <= policy.diff_limit for difference in differences)
     job.ranks.sum_gradients(policy.parameters())
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grpo.MAX_GRAD_NORM).item()
-    if norm <= grpo.SKIP_GRAD_NORM:  # False for NaN
+    is_sound = agrees and norm <= grpo.SKIP_GRAD_NORM  # False for NaN
+    if is_sound:
         optimizer.step()
     optimizer.zero_grad()
     total, mean, largest = meter.over_ranks(job)
@@ -160,7 +163,7 @@ def update(policy, optimizer, groups: list, cfg: Config, job) -> dict:
         "loss": total["loss"],
         "value_loss": mean["value_loss"],
         "grad_norm": norm,
-        "skipped": int(not norm <= grpo.SKIP_GRAD_NORM),
+        "skipped": int(not is_sound),
         "logprob_diff_mean": mean["logprob_diff"],
         "logprob_diff_max": largest["logprob_diff"],
         **{name: mean[name] for name in ("kl", "entropy", "clip_share")},
@@ -217,6 +220,8 @@ async def train(policy, tasks: list, cfg: Config, job) -> None:
         row |= await in_trainer(update, policy, optimizer, groups, cfg, job)
         times.append(time.perf_counter())
         policy.sync()
+        if row.get("skipped"):
+            await policy.check_sync()
         times.append(time.perf_counter())
 
         # judge and record

@@ -6,6 +6,7 @@ model. 0 is only ever zero. RESUMABLE is for open_run(), BOUNDS for check_values
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -85,6 +86,20 @@ def flat(config) -> dict:
     for name, value in asdict(config).items():
         values |= value if isinstance(value, dict) else {name: value}
     return values
+
+
+def each_seed(config) -> list:
+    """A config for each --seed, which is a number there. With several seeds --name, if there is
+    one, ends with the seed.
+    """
+    configs = []
+    for seed in config.seed:
+        own = copy.deepcopy(config)
+        own.seed = seed
+        if config.name and len(config.seed) > 1:
+            own.name = f"{config.name}-{seed}"
+        configs.append(own)
+    return configs
 
 
 def check_values(config) -> None:

@@ -62,6 +62,34 @@ def test_a_run_leaves_everything_behind(finished):
         assert f"\n{line}" in out
 
 
+@pytest.mark.slow
+def test_seeds_share_an_engine_and_equal_runs_alone(finished):
+    folder, _ = finished
+    command = [*A_RUN, "--name", "s", "--seed", "0", "1"]
+    code, out, err = run(folder, *command)
+    assert code == 0, err
+    assert out.count("engine   is starting") == 1
+    alone, first, second = [rows(folder / "logs" / name / "metrics.jsonl") for name in NAMES]
+    for row, other in zip(alone, first, strict=True):
+        assert row["reward_mean"] == other["reward_mean"]
+        assert row.get("loss") == approx(other.get("loss"), abs=1e-6)
+    assert second[0]["reward_mean"] != first[0]["reward_mean"]
+    shutil.rmtree(folder / "logs" / "s-1" / "checkpoints")
+    code, out, err = run(folder, *command)
+    assert code == 2  # before anything is run
+    assert "s-1 has steps but no checkpoint" in err
+    shutil.rmtree(folder / "logs" / "s-1")
+    code, out, err = run(folder, *command)
+    assert code == 0, err
+    assert out.count("was finished before") == 1
+    assert (
+        rows(folder / "logs" / "s-1" / "metrics.jsonl")[0]["reward_mean"]
+        == (second[0]["reward_mean"])
+    )
+
+
+NAMES = ("a", "s-0", "s-1")
+
 # ------------------------------------------------------------------ numbers from the files alone
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import math
 import re
 import shutil
 from functools import partial
@@ -16,7 +17,7 @@ from flatlab.model import memory, packing
 from flatlab.model.loading import count_weights, loading
 from flatlab.model.packing import Head, TokenLogProbs, can_pack, common_prompt
 from helpers import PROJECT, TINY_TEXTS, make_model, python, user_error
-from policy import TINY, Policy, lora_settings, resolve_model
+from policy import TINY, Agreement, Policy, lora_settings, resolve_model
 from training import all_close, has_weights, pair, randomise, weights_of
 
 CHAT = [
@@ -132,8 +133,17 @@ def test_verify_passes_and_leaves_the_adapter_alone(policy):
     assert largest_gap(policy, [policy.render(CHAT)]) < 1e-4
 
 
+def swapped(views: list) -> list:
+    """A and B of two layers of equal shape change places."""
+    first, second = slice(0, 2), slice(14, 16)  # the first q of two of the stand-in's blocks
+    views = list(views)
+    views[first], views[second] = views[second], views[first]
+    return views
+
+
 BROKEN = {
     "a layer less": lambda copy: {name: getattr(copy, name)[:-2] for name in LAYERS},
+    "layers swapped": lambda copy: {"engine": swapped(copy.engine)},
     "no scaling": lambda copy: {"scalings": [1.0] * len(copy.scalings)},
     "nothing": lambda copy: {"push": lambda: None},
 }
@@ -141,16 +151,38 @@ LAYERS = ("engine", "trainer", "scalings")
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_verify_refuses_a_broken_sync(policy, monkeypatch, what):
-    for name, value in BROKEN[what](policy.adapter_copy).items():
-        monkeypatch.setattr(policy.adapter_copy, name, value)
-    with user_error("disagree by .* on the probe with the random adapter"):
+def test_verify_refuses_a_broken_sync(policy, what):
+    with pytest.MonkeyPatch.context() as patch, user_error("disagree by .* on the probe with"):
+        for name, value in BROKEN[what](policy.adapter_copy).items():
+            patch.setattr(policy.adapter_copy, name, value)
         asyncio.run(policy.verify())
 
 
 def test_log_probs_that_are_no_numbers_are_refused(policy):
     with user_error("Engine and trainer disagree"):
-        policy.check_samples(float("nan"))
+        policy.check(Agreement(math.nan, math.nan, 1.0), "probe", 1.0)
+
+
+BF16 = """
+import asyncio
+from policy import Policy, resolve_model
+from test_policy import BROKEN, test_verify_refuses_a_broken_sync
+
+Policy.dtype = "bfloat16"
+policy = Policy(resolve_model("tiny"))
+rounding = asyncio.run(policy.verify())["no adapter"].mean
+assert 1e-3 < rounding < policy.diff_limit / 2
+for what in set(BROKEN) - {"a layer less"}:  # the last layer moves less than rounding
+    test_verify_refuses_a_broken_sync(policy, what)
+asyncio.run(policy.verify())
+"""
+
+
+@pytest.mark.slow
+def test_verify_refuses_a_broken_sync_in_bf16(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT / "tests"))
+    done = python("-c", BF16)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_verify_refuses_a_stale_prefix_cache(policy, monkeypatch):
@@ -164,7 +196,7 @@ def test_verify_refuses_a_stale_prefix_cache(policy, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(policy.engine, "add_request", without_salt)
         patch.setattr(policy.engine, "reset_prefix_cache", lambda: True)
-        with user_error("disagree by .* on the probe with the trained adapter"):
+        with user_error("disagree by .* on the probe with the random adapter"):
             asyncio.run(policy.verify())
     policy.engine.reset_prefix_cache()
 

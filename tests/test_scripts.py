@@ -39,7 +39,9 @@ from training import CFG, TASK, has_weights, result_of, valid, weights_of
 
 # ------------------------------------------------------------------ sft.py
 
-SFT = configure(sft.Config(), lr=3e-3, updates=6, micro_tokens=4096, max_observation_tokens=64)
+SFT = configure(
+    sft.Config(seed=0), lr=3e-3, updates=6, micro_tokens=4096, max_observation_tokens=64
+)
 
 
 def transcript(value, *turns, **more):

@@ -47,7 +47,7 @@ def has_weights(policy, weights):
 
 
 CFG = configure(
-    grpo.Config(),
+    grpo.Config(seed=0),
     kl=0.0,
     lr=0.01,
     clip_low=0.2,

@@ -191,18 +191,19 @@ class TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, targets, head, chunk, entropy_learns):
-        """hidden: (N, D). targets: (N,). head: a Head. Returns two (N,) tensors in nats.
+        """hidden: (N, D). targets: (N,). head: a Head. Returns two (N,) tensors in nats; without
+        gradient the entropy is None.
 
         Logits exist for `chunk` tokens at a time. entropy_learns: the entropy has a gradient, too.
         """
         learns = ctx.needs_input_grad[0]
-        entropy_learns = learns and entropy_learns
         chunks = zip(hidden.split(chunk), targets.split(chunk))
         scored = [token_logprobs(h, y, head, learns, entropy_learns) for h, y in chunks]
         logps, entropies, slopes, entropy_slopes = zip(*scored)
-        if learns:
-            parts = [slopes, entropy_slopes] if entropy_learns else [slopes]
-            ctx.save_for_backward(*map(torch.cat, parts))
+        if not learns:
+            return torch.cat(logps), None
+        parts = [slopes, entropy_slopes] if entropy_learns else [slopes]
+        ctx.save_for_backward(*map(torch.cat, parts))
         entropy = torch.cat(entropies)
         if not entropy_learns:
             ctx.mark_non_differentiable(entropy)
@@ -218,9 +219,8 @@ class TokenLogProbs(torch.autograd.Function):
 
 
 def token_logprobs(h, target, head: Head, learns: bool, entropy_learns: bool):
-    """log p = z_y - log sum exp z of tokens y with the logits z of `head`, and the entropy H.
-
-    If they learn, also the slopes from d log p / d z_v = 1[v = y] - p_v and
+    """log p = z_y - log sum exp z of tokens y with the logits z of `head`. If they learn, also the
+    entropy H and the slopes from d log p / d z_v = 1[v = y] - p_v and
     d H / d z_v = -p_v (z_v - sum_u p_u z_u), while the probabilities are there; else None.
     """
     logits = logits_of(h, head.weight)
@@ -231,16 +231,16 @@ def token_logprobs(h, target, head: Head, learns: bool, entropy_learns: bool):
         logits.div_(head.cap).tanh_().mul_(head.cap)
     log_z = logits.logsumexp(-1)
     logp = logits.gather(-1, target[:, None])[:, 0] - log_z
+    if not learns:
+        return logp, None, None, None
     p = (logits - log_z[:, None]).exp_()
     mean = torch.einsum("nv,nv->n", p, logits)
     entropy = log_z - mean
-    slope = entropy_slope = None
+    entropy_slope = None
     if entropy_learns:
         entropy_slope = -slope_of(p * (logits - mean[:, None]), logits, head)
-    if learns:
-        p[range(len(target)), target] -= 1
-        slope = -slope_of(p, logits, head)
-    return logp, entropy, slope, entropy_slope
+    p[range(len(target)), target] -= 1
+    return logp, entropy, -slope_of(p, logits, head), entropy_slope
 
 
 def logits_of(h, weight):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from math import nan
 from pathlib import Path
@@ -111,6 +112,14 @@ def outcome(directory: Path) -> None:
     print(f"\n{tables.headline(record)}")
     print(f"\npictures: {directory}/*.png   page: {directory}/report.html", end="   ")
     print(f"everything: {directory}   (python viz.py {shlex.quote(str(directory))})")
+
+
+def compare(directories: list[Path]) -> None:
+    """Prints the table of several runs; writes its pictures and page."""
+    runs = [read_run(directory) for directory in directories]
+    print(f"\n{tables.table(runs)}")
+    folder = Path(os.path.commonpath(directories))
+    print("", *(f"wrote {path}" for path in page.write(runs, folder)), sep="\n")
 
 
 # ------------------------------------------------------------------ searches

@@ -18,6 +18,7 @@ A section is a function in SECTIONS that returns (headline, rows); a row is (wha
 """
 
 import argparse
+import os
 import platform
 import sys
 from datetime import date
@@ -74,8 +75,12 @@ def main():
     also = "also for train, agent, engine and growth"
     add("--only", default="", help=f"{runs} comma-separated variants; {also}")
     add("--waits", default="", help="for agent and ahead: comma-separated kinds of waits")
+    add("--gpu", action="store_true", help="for agent: the size of a step on a GPU")
     add("--flags", default="", help=f"{runs} more flags of grpo.py")
     args = parser.parse_args()
+
+    if args.gpu:
+        os.environ["BENCH_GPU"] = "1"
 
     from flatlab import threads
 

@@ -9,6 +9,9 @@ does not compute, by tables that are the same for every variant: after the line 
 "uneven" 0.02, 0.05 or 0.4 s, after "heavy" a log-normal time with a median of 0.1 s and a 99th
 percentile of 1 s, after "slow" ten times that.
 
+With --gpu the model has the shape of Qwen3-0.6B and random weights, and there are 64 rollouts
+(8 prompts of 8) of 256 tokens a reply. Not run on a GPU yet.
+
 VARIANT: "ours" (the functions of grpo.py), "compiled" (the same with a compiled engine), "ahead0",
 "ahead1", ... (BLOCK steps in a row with --ahead 0, 1, ...; the mean of all but the first two, in
 which the pipeline fills), or of TRL
@@ -40,9 +43,11 @@ from bench.measure import (
 
 BEGIN = time.perf_counter()
 
-PROMPTS = 2
-EPISODES = 16
-CONTEXT = 1024
+GPU = "BENCH_GPU" in os.environ  # --gpu: the size of a step on a GPU
+PROMPTS, EPISODES, CONTEXT = (8, 64, 4096) if GPU else (2, 16, 1024)
+TOKENS = 256 if GPU else 24  # of a reply of an agent
+GPU_SHARE = 0.15  # all contestants are there at the same time
+PASS = 8 if GPU else EPISODES  # sequences of a training pass of TRL
 KL = 0.05
 RATE = 1e-4
 RANK = 16
@@ -88,7 +93,7 @@ GOALS = {"factory": 5.0, "rollout": 1.5, "generate": 1.3}
 def agent(args):
     """A training step of agents with several turns whose commands wait: ours and TRL's."""
     variants = ("ours", "compiled", "ahead1", "ahead2", "factory", "rollout")
-    return race(args, variants, turns=4, tokens=24, waits=("even", "uneven"))
+    return race(args, variants, turns=4, tokens=TOKENS, waits=("even", "uneven"))
 
 
 def ahead(args):
@@ -110,9 +115,7 @@ def race(args, variants, turns, tokens, waits):
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         model = args.model
         if model == "tiny":
-            from helpers import make_model
-
-            model = make_model(Path(folder) / "model")
+            model = random_model(Path(folder) / "model")
         rounds = [waits[0], *(kind for kind in waits for _ in range(args.steps))]
         chosen = args.only.split(",") if args.only else variants
         commands = {name: ("agent", model, len(rounds), turns, tokens, name) for name in chosen}
@@ -123,9 +126,20 @@ def race(args, variants, turns, tokens, waits):
         part = slice(number * args.steps, (number + 1) * args.steps)
         results = {name: steps[part] for name, (_, steps) in done.items()}
         rows += rows_of(kind if turns > 1 else "no", results)
-    shown = "random Qwen3 of 0.8 M parameters" if args.model == "tiny" else Path(model).name
+    size = "0.6 B" if GPU else "0.8 M"
+    shown = f"random Qwen3 of {size} parameters" if args.model == "tiny" else Path(model).name
     work = f"{EPISODES} rollouts of {turns} turns of {tokens} tokens, then a step"
     return f"{this_machine()}; {shown}, {work}; median (range) of {args.steps} rounds in turn", rows
+
+
+def random_model(folder):
+    if GPU:
+        from tools.gpu_check import random_model
+
+        return random_model(folder)
+    from helpers import make_model
+
+    return make_model(folder)
 
 
 def rows_of(waits, done):
@@ -261,12 +275,15 @@ def run_ours(model, rounds, turns, tokens, variant):
         ModelOptions(context=CONTEXT, compile=variant == "compiled"),
         lora_rank=RANK,
         max_batch=EPISODES * (1 + ahead),
+        gpu_memory=GPU_SHARE,
     )
     policy.tokenizer.chat_template = TEMPLATE
     make_endless(policy)
     work = Work(turns)
     grpo.env.Env = World
+    grpo.KL_SHARE = 1.0  # the work of the other variants
     cfg = grpo.Config(
+        seed=0,
         group_size=EPISODES // PROMPTS,
         kl=KL,
         micro_tokens=8192,
@@ -446,7 +463,7 @@ def variant_options(variant, world, turns, tokens):
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_max_model_length": CONTEXT,
-        "vllm_gpu_memory_utilization": 0.3,
+        "vllm_gpu_memory_utilization": GPU_SHARE,
     }
     if variant == "factory":
         return {"environment_factory": world}, fields
@@ -489,15 +506,16 @@ def run_trl(model, steps, turns, tokens, variant):
         grpo_trainer.parse_response = call_the_tool
     config = trl.GRPOConfig(
         output_dir="trl",
-        per_device_train_batch_size=EPISODES,
+        per_device_train_batch_size=PASS,
+        gradient_accumulation_steps=EPISODES // PASS,
         num_generations=EPISODES // PROMPTS,
         max_steps=steps,
         max_tool_calling_iterations=turns - 1 or None,
         learning_rate=RATE,
         beta=KL,
         temperature=1.0,
-        bf16=False,
-        use_cpu=True,
+        bf16=GPU,
+        use_cpu=not GPU,
         report_to=[],
         save_strategy="no",
         logging_steps=1,
