@@ -366,7 +366,6 @@ class Trainer:
         from flatlab.model.packing import can_pack, has_varlen
 
         self.temperature = temperature
-        self.recomputes = False
         self._reference = None  # tensors of set_reference
         config = LoraConfig(**lora, lora_dropout=0.0, task_type="CAUSAL_LM")
         self.model = get_peft_model(base, config)
@@ -385,38 +384,43 @@ class Trainer:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def fit_micro_tokens(self, wanted: int | None = None, processes: int = 1) -> int:
-        """Tokens of a training pass: as wanted, or what fits, see memory.fit_micro_tokens.
+        """Tokens of a training pass: as wanted, or what fits, see memory.fit_pass.
 
-        If such a pass, or one over a whole context, would not fit, layers are recomputed from now
-        on.
+        If such a pass, or one over a whole context, would not fit, as few layers as necessary are
+        recomputed from now on.
         """
         largest = max(self.context, wanted or 0)
         free = memory.free_bytes(self.device, processes)
         sizes = self.model.config, self.dtype.itemsize
         if self.device == "cuda":
             free -= memory.prefill_bytes(*sizes)  # of the engine, which may work meanwhile
-        if memory.bytes_needed(largest, *sizes, False) > free:
-            print("memory   layers are recomputed: a third more time, memory of one layer only")
-            self.recompute_layers()
-            needed = memory.bytes_needed(largest, *sizes, True)
-            if needed > free:
-                print(
-                    f"memory   a pass over {largest} tokens needs about {needed / 2**30:.1f} GiB, "
-                    f"and {free / 2**30:.1f} are free: the run may end there; lower --context"
-                )
-        return wanted or memory.fit_micro_tokens(free, *sizes, self.recomputes)
+        count, tokens = memory.fit_pass(largest, wanted, sizes, free)
+        if count:
+            layers = self.model.config.get_text_config().num_hidden_layers
+            print(
+                f"memory   {count} of {layers} layers are recomputed: with all, a third more time"
+            )
+            self.recompute_layers(count)
+        needed = memory.bytes_needed(largest, *sizes, count)
+        if needed > free:
+            print(
+                f"memory   a pass over {largest} tokens needs about {needed / 2**30:.1f} GiB, and "
+                f"{free / 2**30:.1f} are free: the run may end there; lower --context"
+            )
+        return tokens
 
-    def recompute_layers(self) -> None:
-        """Gradient checkpointing: only the inputs of the layers are kept for the backward pass."""
+    def recompute_layers(self, count: int) -> None:
+        """Gradient checkpointing: only the inputs of the first `count` layers are kept for the
+        backward pass.
+        """
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        self.recomputes = True
         model = self.model.get_base_model()
         model.gradient_checkpointing_enable({"use_reentrant": False})
         # A layer recomputes only in training mode. Its parts stay in evaluation mode.
-        for layer in model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer.training = True
+        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        for number, layer in enumerate(layers):
+            layer.training = number < count
 
     def parameters(self) -> list:
         """The trainable tensors: LoRA A and B of every layer."""

@@ -448,7 +448,7 @@ def budget(model: str) -> list:
     _, _, _, peak = timed_update(policy, batch)
     used = (peak or metrics.peak_bytes()) - before
     config = policy.model.config
-    estimate = memory.bytes_needed(tokens, config, policy.dtype.itemsize, recompute_layers=False)
+    estimate = memory.bytes_needed(tokens, config, policy.dtype.itemsize, 0)
     at_peak = gib(free["the trainer"] - used)
     note = f"a step of {tokens} tokens took {gib(used)}, estimated {gib(estimate)}"
     return [*rows, ("free at the peak of a step", at_peak, note)]

@@ -35,18 +35,17 @@ HIDDEN_BUFFERS = 18
 MLP_BUFFERS = 7
 
 
-def bytes_needed(tokens: int, model_config, element_size: int, recompute_layers: bool) -> int:
+def bytes_needed(tokens: int, model_config, element_size: int, recomputed: int) -> int:
     """Estimated peak memory of one forward and backward pass over `tokens` tokens.
 
-    recompute_layers: gradient checkpointing, which keeps the input of each layer and one layer's
-    activations. LoRA's own activations are in fp32 and small.
+    recomputed: number of layers of which only the input is kept (gradient checkpointing); one of
+    them has its activations at a time. LoRA's own activations are in fp32 and small.
     """
     model_config = model_config.get_text_config()
     hidden = model_config.hidden_size
-    layers = model_config.num_hidden_layers
-    inner = inner_size(model_config)
-    layer = HIDDEN_BUFFERS * hidden + MLP_BUFFERS * inner
-    kept = layers * hidden + layer if recompute_layers else layers * layer
+    layer = HIDDEN_BUFFERS * hidden + MLP_BUFFERS * inner_size(model_config)
+    whole = model_config.num_hidden_layers - recomputed + min(recomputed, 1)
+    kept = whole * layer + recomputed * hidden
     logits = min(tokens * model_config.vocab_size, MOST_LOGITS)
     return tokens * kept * element_size + LOGITS_BUFFERS * logits * 4
 
@@ -71,7 +70,7 @@ def gpu_needs(
     """Estimated bytes that a run takes on a GPU beside the KV cache.
 
     weights: number of parameters; trainer and engine share them. rank: of the adapter that is
-    trained; 0: none. tokens: of a training pass that recomputes layers.
+    trained; 0: none. tokens: of a training pass that recomputes all layers.
     LoRA on all linear layers of a model has rank x (11 hidden + 3 intermediate) numbers a layer
     (4 hidden for the outputs of q and o and of k and v), of 16 bytes: weight, gradient and the two
     moments of AdamW in fp32.
@@ -86,7 +85,8 @@ def gpu_needs(
     }
     if rank:
         needs["LoRA with AdamW"] = 16 * rank * layers * (11 * hidden + 3 * inner_size(config))
-        needs["training pass"] = bytes_needed(tokens, config, element_size, True)
+        layers = config.get_text_config().num_hidden_layers
+        needs["training pass"] = bytes_needed(tokens, config, element_size, layers)
     return needs
 
 
@@ -148,14 +148,14 @@ def left_in_cgroup(group: Path) -> int:
     return limit - used + int(cache[1])
 
 
-def fit_micro_tokens(free: int, model_config, element_size: int, recompute_layers: bool) -> int:
+def fit_micro_tokens(free: int, model_config, element_size: int, recomputed: int) -> int:
     """The number of tokens of a training pass that fits into the free memory, MOST_TOKENS at most.
 
     Raises UserError if not even LEAST_TOKENS fit.
     """
 
     def needed(tokens):
-        return bytes_needed(tokens, model_config, element_size, recompute_layers)
+        return bytes_needed(tokens, model_config, element_size, recomputed)
 
     tokens = MOST_TOKENS
     while tokens > LEAST_TOKENS and needed(tokens) > SHARE_OF_FREE * free:
@@ -167,3 +167,29 @@ def fit_micro_tokens(free: int, model_config, element_size: int, recompute_layer
             "model."
         )
     return tokens
+
+
+def fit_pass(largest: int, wanted: int | None, sizes: tuple, free: int) -> tuple[int, int]:
+    """How many layers are recomputed, and the tokens of a training pass: as wanted, or what fits.
+
+    A pass over `largest` tokens has to fit, too. sizes: config of the model and bytes of a number.
+    """
+    count = layers_to_recompute(largest, *sizes, free)
+    if wanted:
+        return count, wanted
+    layers = sizes[0].get_text_config().num_hidden_layers
+    tokens = fit_micro_tokens(free, *sizes, layers if count else 0)
+    if count:
+        count = max(count, layers_to_recompute(tokens, *sizes, SHARE_OF_FREE * free))
+    return count, tokens
+
+
+def layers_to_recompute(tokens: int, model_config, element_size: int, free: float) -> int:
+    """The fewest layers whose recomputation makes a pass over `tokens` tokens fit; all if none
+    does.
+    """
+    layers = model_config.get_text_config().num_hidden_layers
+    for count in range(layers):
+        if bytes_needed(tokens, model_config, element_size, count) <= free:
+            return count
+    return layers
