@@ -1,34 +1,43 @@
-"""Evaluation: the mean of N episodes of a model or an endpoint, on one or several tasks.
+"""Evaluation: N episodes of a model or an endpoint, on one task, several tasks or a suite.
 
     python evaluate.py --task titanic                                          the stand-in model
     python evaluate.py --task titanic --model logs/grpo-titanic-tiny-0/best    a trained adapter
     python evaluate.py --task titanic --url http://localhost:8000/v1 --model Qwen/Qwen3-8B
+    python evaluate.py --suite builtin --model tiny --model logs/my-run/best   a suite, two models
     python viz.py logs/evaluate-*                                              compare them
 
 The same command again resumes an evaluation. Every episode has a sandbox of its own and a seed that
 no training uses; the same --seed means the same episodes for every model, which are compared in
 pairs. Nothing is selected, so both the validation and the test part are scored. A broken sandbox is
 replaced once; after that the episode is a fault, which is left out and counted.
+
+A suite is a preset in configs/suites: tasks, attempts, limits. Tasks that this machine cannot play
+are left out. Several models are evaluated one after the other, each in a run of its own.
 """
 
 import asyncio
+import os
 import sys
 import time
-from dataclasses import dataclass, field, fields
+from argparse import ArgumentParser
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import env
 from flatlab import options
-from flatlab.errors import UserError
+from flatlab.errors import UnknownTask, UserError
 from flatlab.files import read_rows
 from flatlab.runs import cli, store
-from flatlab.task.grading import Score
+from flatlab.task.builtin import validated
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import Group
 from flatlab.train.job import Job
-from flatlab.view import console
+from flatlab.view import console, suite
+from flatlab.view.reader import read_run
 from flatlab.world.episode import Episode, run_episode
-from policy import choose_model, default_name, open_engine
+from policy import choose_model, default_name, model_name, open_engine
+from tasks import find_tasks
 
 FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are never that low
 
@@ -39,6 +48,8 @@ class Config:
 
     name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
     seed: int = 0  # seed of sampling
+    suite: str | None = None  # name in configs/suites or a file: its values replace the defaults
+    attempts: int | None = None  # episodes of each task, in place of --episodes
     episodes: int = 64  # of all tasks together, which take turns
     concurrency: int = 32  # episodes in flight at once
     # OpenAI-compatible endpoint to sample from, as http://localhost:8000/v1; key: $OPENAI_API_KEY
@@ -50,8 +61,8 @@ class Config:
     sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
     episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
 
-    RESUMABLE = options.RESUMABLE | {"episodes", "concurrency", "url"}
-    BOUNDS = options.BOUNDS | {"episodes": options.COUNT, "concurrency": options.COUNT}
+    RESUMABLE = options.RESUMABLE | {"attempts", "episodes", "concurrency", "url"}
+    BOUNDS = options.BOUNDS | dict.fromkeys(("attempts", "episodes", "concurrency"), options.COUNT)
 
 
 async def evaluate(policy, tasks: list, cfg: Config, run) -> None:
@@ -96,20 +107,11 @@ def stored_episodes(run, tasks: list) -> dict[int, Group]:
     played = {}
     for file in sorted((run.dir / "episodes").glob("[0-9]*.jsonl")):
         [row] = read_rows(file)
-        group = Group(int(file.stem), by_name[row["task"]], [episode_of(row)], [])
+        episode = validated(Episode, row, file)
+        group = Group(int(file.stem), by_name[episode.task], [episode], [])
         if group.played:
             played[group.number] = group
     return played
-
-
-def episode_of(row: dict) -> Episode:
-    """The episode of a transcript, without its tokens."""
-    names = {column.name for column in fields(Episode)} & row.keys()
-    episode = Episode(**{name: row[name] for name in names})
-    for part in ("score", "test_score"):
-        if row[part]:
-            setattr(episode, part, Score(**row[part]))
-    return episode
 
 
 def record(run, played: dict[int, Group], group: Group, tasks: list) -> None:
@@ -146,12 +148,33 @@ def is_finished(run, cfg: Config) -> bool:
     return result.get("status") == "finished" and played >= cfg.episodes
 
 
-def main() -> None:
-    cfg = cli.parse_config(Config, sys.argv[1:])
-    options.check_values(cfg)
-    cfg.name = cfg.name or default_name(SCRIPT, cfg)
-    path = choose_model(cfg, cfg.url)
-    tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, bool(path and path.is_tiny))
+def playable(cfg: Config, is_tiny: bool) -> tuple[list, str, dict]:
+    """Tasks to play, a sentence about their sandboxes, and why other tasks of the suite cannot be
+    played here, by name.
+    """
+    if not cfg.suite:
+        return *env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny), {}
+    tasks, why, left_out = [], "", {}
+    for name in cfg.tasks.task:
+        try:
+            found, why = env.open_tasks(options.TaskOptions((name,)), cfg.sandbox, is_tiny)
+            tasks += found
+        except UnknownTask:
+            raise
+        except UserError as error:
+            left_out[name] = str(error)
+            print(f"left out {name}: {error}", flush=True)
+    if not tasks:
+        raise UserError(f"No task of the suite {cfg.suite} can be played here.")
+    cfg.tasks.task = tuple(task.name for task in tasks)
+    return tasks, why, left_out
+
+
+def evaluate_model(cfg: Config, path) -> Path:
+    """Makes or resumes the run of one model, None for an endpoint. Returns its directory."""
+    tasks, why, left_out = playable(cfg, bool(path and path.is_tiny))
+    if cfg.attempts:
+        cfg.episodes = cfg.attempts * len(tasks)
     digests = env.digests(tasks, cfg.episode)
     run = store.begin_run(cfg, digests, path, lambda run: is_finished(run, cfg))
     if run.finished:
@@ -159,12 +182,64 @@ def main() -> None:
     else:
         with store.recorded_end([run], run.dir):
             first = metrics.first_results(tasks, "evaluation")
-            split = metrics.split_of(tasks)
-            run.result(**first | {"selected_on_test": False, "split": split})
+            run.result(
+                **first | {"selected_on_test": False, "split": metrics.split_of(tasks)},
+                larger_is_better={task.name: task.higher_is_better for task in tasks},
+                left_out=left_out,
+            )
             console.first_lines(cfg, tasks, path, why)
+            replies = cfg.episodes * cfg.episode.max_turns
+            tokens = replies * cfg.episode.max_reply_tokens
+            print(
+                f"plan     {cfg.episodes} episodes, at most {replies} replies, {tokens:.1e} tokens"
+            )
             policy = open_engine(cfg, path, cfg.seed, cfg.concurrency)
             asyncio.run(evaluate(policy, tasks, cfg, run))
+            if path:
+                policy.close()
     console.outcome(run.dir)
+    return run.dir
+
+
+def models_of(argv: list[str]) -> list[str]:
+    """The value of each --model."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", action="append", default=[])
+    return parser.parse_known_args(argv)[0].model
+
+
+def settings_of(given: dict) -> dict:
+    """The settings in a suite. Without tasks it has all those in the folder that it needs."""
+    needs = given.get("needs", "")
+    for variable in {"MLGYM_ROOT", "MLEDOJO_ROOT"} - {needs}:
+        os.environ.pop(variable, None)  # it may have other tasks of the same names
+    if "published" in given:
+        suite.published(given)  # raises UserError before anything is played
+    settings = {key: given[key] for key in given if key not in ("needs", "published")}
+    if "task" not in given:
+        root = Path(os.environ[needs]).expanduser().resolve()
+        settings["task"] = [name for name, (_, place) in find_tasks().items() if place == root]
+    return settings
+
+
+def main() -> None:
+    argv = sys.argv[1:]
+    cfg = cli.parse_config(Config, argv)
+    if cfg.suite:
+        cfg = cli.parse_config(Config, argv, settings_of(suite.read_suite(cfg.suite)))
+    options.check_values(cfg)
+    models = models_of(argv) or [cfg.model.model]
+    jobs = []
+    for model in models:
+        own = deepcopy(cfg)
+        own.model.model = model
+        if len(models) > 1 and cfg.name:
+            own.name = f"{cfg.name}/{model_name(own)}"
+        own.name = own.name or default_name(SCRIPT, own, cfg.suite)
+        jobs.append((own, choose_model(own, own.url)))
+    runs = [read_run(evaluate_model(*job)) for job in jobs]
+    if cfg.suite:
+        print(suite.report(cfg.suite, runs))
 
 
 if __name__ == "__main__":

@@ -84,9 +84,11 @@ def default_model() -> str:
     return "Qwen/Qwen3-4B-Instruct-2507" if torch.cuda.is_available() else "tiny"
 
 
-def default_name(script: str, cfg) -> str:
-    """<script>-<tasks>-<model>-<seed>, the name of a run of a script's Config."""
+def default_name(script: str, cfg, suite: str | None = None) -> str:
+    """<script>-<tasks or suite>-<model>-<seed>, the name of a run of a script's Config."""
     tasks = "+".join(Path(name).name for name in cfg.tasks.task)
+    if suite:
+        tasks = Path(suite).stem
     return f"{script}-{tasks}-{model_name(cfg)}-{cfg.seed}"
 
 
@@ -325,6 +327,14 @@ class Engine(ChatTokens):
             for future in self._futures.values():
                 if not future.done():
                     future.set_exception(error)
+
+    def close(self) -> None:
+        """Ends the engine and frees its memory, so that another one can start in this process."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.engine.engine_core.shutdown()
+        del self.engine
+        cleanup_dist_env_and_memory()
 
 
 class Trainer:
