@@ -16,7 +16,6 @@ are left out. Several models are evaluated one after the other, each in a run of
 """
 
 import asyncio
-import os
 import sys
 import time
 from argparse import ArgumentParser
@@ -30,6 +29,7 @@ from flatlab.errors import UnknownTask, UserError
 from flatlab.files import read_rows
 from flatlab.runs import cli, store
 from flatlab.task.builtin import validated
+from flatlab.task.mledojo import mledojo_names
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import Group
 from flatlab.train.job import Job
@@ -37,7 +37,6 @@ from flatlab.view import console, suite
 from flatlab.view.reader import read_run
 from flatlab.world.episode import Episode, run_episode
 from policy import choose_model, default_name, model_name, open_engine
-from tasks import find_tasks
 
 FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are never that low
 
@@ -149,30 +148,28 @@ def is_finished(run, cfg: Config) -> bool:
 
 
 def playable(cfg: Config, is_tiny: bool) -> tuple[list, str, dict]:
-    """Tasks to play, a sentence about their sandboxes, and why other tasks of the suite cannot be
-    played here, by name.
+    """The tasks, a sentence about their sandboxes, and by name why others of the suite cannot be
+    played here.
     """
-    if not cfg.suite:
-        return *env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny), {}
     tasks, why, left_out = [], "", {}
     for name in cfg.tasks.task:
         try:
             found, why = env.open_tasks(options.TaskOptions((name,)), cfg.sandbox, is_tiny)
             tasks += found
-        except UnknownTask:
-            raise
         except UserError as error:
+            if not cfg.suite or isinstance(error, UnknownTask):
+                raise
             left_out[name] = str(error)
             print(f"left out {name}: {error}", flush=True)
     if not tasks:
         raise UserError(f"No task of the suite {cfg.suite} can be played here.")
-    cfg.tasks.task = tuple(task.name for task in tasks)
     return tasks, why, left_out
 
 
 def evaluate_model(cfg: Config, path) -> Path:
     """Makes or resumes the run of one model, None for an endpoint. Returns its directory."""
     tasks, why, left_out = playable(cfg, bool(path and path.is_tiny))
+    cfg.tasks.task = tuple(task.name for task in tasks)
     if cfg.attempts:
         cfg.episodes = cfg.attempts * len(tasks)
     digests = env.digests(tasks, cfg.episode)
@@ -188,11 +185,8 @@ def evaluate_model(cfg: Config, path) -> Path:
                 left_out=left_out,
             )
             console.first_lines(cfg, tasks, path, why)
-            replies = cfg.episodes * cfg.episode.max_turns
-            tokens = replies * cfg.episode.max_reply_tokens
-            print(
-                f"plan     {cfg.episodes} episodes, at most {replies} replies, {tokens:.1e} tokens"
-            )
+            tokens = cfg.episodes * cfg.episode.max_turns * cfg.episode.max_reply_tokens
+            print(f"plan     {cfg.episodes} episodes, at most {tokens:,} tokens of replies")
             policy = open_engine(cfg, path, cfg.seed, cfg.concurrency)
             asyncio.run(evaluate(policy, tasks, cfg, run))
             if path:
@@ -208,38 +202,28 @@ def models_of(argv: list[str]) -> list[str]:
     return parser.parse_known_args(argv)[0].model
 
 
-def settings_of(given: dict) -> dict:
-    """The settings in a suite. Without tasks it has all those in the folder that it needs."""
-    needs = given.get("needs", "")
-    for variable in {"MLGYM_ROOT", "MLEDOJO_ROOT"} - {needs}:
-        os.environ.pop(variable, None)  # it may have other tasks of the same names
-    if "published" in given:
-        suite.published(given)  # raises UserError before anything is played
-    settings = {key: given[key] for key in given if key not in ("needs", "published")}
-    if "task" not in given:
-        root = Path(os.environ[needs]).expanduser().resolve()
-        settings["task"] = [name for name, (_, place) in find_tasks().items() if place == root]
-    return settings
-
-
 def main() -> None:
     argv = sys.argv[1:]
     cfg = cli.parse_config(Config, argv)
     if cfg.suite:
-        cfg = cli.parse_config(Config, argv, settings_of(suite.read_suite(cfg.suite)))
+        given = suite.read_suite(cfg.suite)
+        preset = given["settings"]
+        if "task" not in preset:
+            preset["task"] = mledojo_names(Path(given["root"]))
+        cfg = cli.parse_config(Config, argv, preset)
     options.check_values(cfg)
-    models = models_of(argv) or [cfg.model.model]
     jobs = []
-    for model in models:
+    for model in models_of(argv) or [cfg.model.model]:
         own = deepcopy(cfg)
         own.model.model = model
-        if len(models) > 1 and cfg.name:
-            own.name = f"{cfg.name}/{model_name(own)}"
-        own.name = own.name or default_name(SCRIPT, own, cfg.suite)
+        own.name = own.name or default_name(SCRIPT, own)
+        if cfg.suite:
+            where = cfg.name or f"{SCRIPT}-{Path(cfg.suite).stem}-{cfg.seed}"
+            own.name = f"{where}/{model_name(own)}"
         jobs.append((own, choose_model(own, own.url)))
     runs = [read_run(evaluate_model(*job)) for job in jobs]
     if cfg.suite:
-        print(suite.report(cfg.suite, runs))
+        print(suite.report(given, runs, runs[0].dir.parent))
 
 
 if __name__ == "__main__":

@@ -84,11 +84,9 @@ def default_model() -> str:
     return "Qwen/Qwen3-4B-Instruct-2507" if torch.cuda.is_available() else "tiny"
 
 
-def default_name(script: str, cfg, suite: str | None = None) -> str:
-    """<script>-<tasks or suite>-<model>-<seed>, the name of a run of a script's Config."""
+def default_name(script: str, cfg) -> str:
+    """<script>-<tasks>-<model>-<seed>, the name of a run of a script's Config."""
     tasks = "+".join(Path(name).name for name in cfg.tasks.task)
-    if suite:
-        tasks = Path(suite).stem
     return f"{script}-{tasks}-{model_name(cfg)}-{cfg.seed}"
 
 

@@ -171,8 +171,6 @@ def main(options: Options):
         raise UserError("\n".join(errors) or "Name run directories: python viz.py logs/<run>")
     for sentence in errors:
         print(sentence, file=sys.stderr)
-    if options.suite:
-        return say(suite.report(options.suite, runs))
     parts = []
     for run in runs:
         if options.list:
@@ -184,7 +182,9 @@ def main(options: Options):
     if parts:
         return say("\n\n".join(parts))
     # the folder that all of them are in
-    folder = Path(os.path.commonpath([run.dir.resolve() for run in runs]))
+    folder = Path(os.path.commonpath([run.dir.resolve() for run in runs] or ["."]))
+    if options.suite:
+        return say(suite.report(suite.read_suite(options.suite), runs, folder))
     if options.plot:
         paths = page.plot(runs, options.plot, folder)
     else:
