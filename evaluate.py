@@ -25,7 +25,7 @@ from pathlib import Path
 
 import env
 from flatlab import options
-from flatlab.errors import UnknownTask, UserError
+from flatlab.errors import UserError
 from flatlab.files import read_rows
 from flatlab.runs import cli, store
 from flatlab.task.builtin import validated
@@ -143,33 +143,17 @@ SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 def is_finished(run, cfg: Config) -> bool:
     """Returns whether all episodes are played."""
     result = run.results()
-    played = result.get("n", 0) + result.get("faults", 0)
-    return result.get("status") == "finished" and played >= cfg.episodes
-
-
-def playable(cfg: Config, is_tiny: bool) -> tuple[list, str, dict]:
-    """The tasks, a sentence about their sandboxes, and by name why others of the suite cannot be
-    played here.
-    """
-    tasks, why, left_out = [], "", {}
-    for name in cfg.tasks.task:
-        try:
-            found, why = env.open_tasks(options.TaskOptions((name,)), cfg.sandbox, is_tiny)
-            tasks += found
-        except UserError as error:
-            if not cfg.suite or isinstance(error, UnknownTask):
-                raise
-            left_out[name] = str(error)
-            print(f"left out {name}: {error}", flush=True)
-    if not tasks:
-        raise UserError(f"No task of the suite {cfg.suite} can be played here.")
-    return tasks, why, left_out
+    return result.get("status") == "finished" and result["n"] + result["faults"] >= cfg.episodes
 
 
 def evaluate_model(cfg: Config, path) -> Path:
     """Makes or resumes the run of one model, None for an endpoint. Returns its directory."""
-    tasks, why, left_out = playable(cfg, bool(path and path.is_tiny))
-    cfg.tasks.task = tuple(task.name for task in tasks)
+    is_tiny = bool(path and path.is_tiny)
+    left_out = {}
+    tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny, left_out if cfg.suite else None)
+    for name, reason in left_out.items():
+        print(f"left out {name}: {reason}")
+    cfg.tasks.task = tuple(name for name in cfg.tasks.task if name not in left_out)
     if cfg.attempts:
         cfg.episodes = cfg.attempts * len(tasks)
     digests = env.digests(tasks, cfg.episode)
@@ -195,13 +179,6 @@ def evaluate_model(cfg: Config, path) -> Path:
     return run.dir
 
 
-def models_of(argv: list[str]) -> list[str]:
-    """The value of each --model."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model", action="append", default=[])
-    return parser.parse_known_args(argv)[0].model
-
-
 def main() -> None:
     argv = sys.argv[1:]
     cfg = cli.parse_config(Config, argv)
@@ -212,8 +189,11 @@ def main() -> None:
             preset["task"] = mledojo_names(Path(given["root"]))
         cfg = cli.parse_config(Config, argv, preset)
     options.check_values(cfg)
+    parser = ArgumentParser(add_help=False)  # tyro keeps the last --model only
+    parser.add_argument("--model", action="append")
+    named, _ = parser.parse_known_args(argv)
     jobs = []
-    for model in models_of(argv) or [cfg.model.model]:
+    for model in named.model or [cfg.model.model]:
         own = deepcopy(cfg)
         own.model.model = model
         own.name = own.name or default_name(SCRIPT, own)

@@ -19,11 +19,12 @@ from flatlab.view import page, plots
 from flatlab.view.reader import RunData
 
 KINDS = ["best attempt", "best submission"]
-COSTS = ["tokens", "seconds_env", "seconds"]
-MEANS = ["value", "valid", "position", *COSTS]  # of our attempts
+MEANS = ["value", "valid", "position", "tokens", "seconds_env", "seconds"]  # of our attempts
 BASELINE = "baseline"  # name of its row
 RESAMPLES = 1000  # of a bootstrap
-LINES = ["-", "--", "-.", ":"]
+# lines of the published models: twelve pairs
+GREYS = ["0.1", "0.45", "0.75"] * 4
+LINES = ["-", "--", "-.", ":"] * 3
 
 
 def read_suite(name: str) -> dict:
@@ -48,25 +49,28 @@ def read_suite(name: str) -> dict:
 
 
 def attempt(model: str, task: str, larger: bool, scores: list) -> dict:
-    """An attempt with its best and its last score. scores: in order, None if not valid; they get
-    the sign -1 where smaller ones are better, so that the largest is the best.
+    """An attempt with its scores in order, None if not valid. larger: whether larger ones are
+    better; if not, their sign is -1, so that the largest is the best.
     """
     sign = 1 if larger else -1
-    scores = sign * np.array(scores, float)
-    best = np.fmax.reduce(scores)
-    return {"model": model, "task": task, "sign": sign} | dict(zip(KINDS, (best, scores[-1])))
+    gains = sign * np.array(scores, float)
+    best = dict(zip(KINDS, (np.fmax.reduce(gains), gains[-1])))
+    return best | {"model": model, "task": task, "sign": sign}
 
 
 def played(run: RunData) -> list[dict]:
-    """The attempts of a run, with MEANS. A fault is none."""
+    """The attempts of an evaluation, with MEANS. A fault is none. Raises UserError for another run."""
+    if "larger_is_better" not in run.result:
+        raise UserError(f"{run.dir} is no evaluation, or one of an earlier version.")
     found = []
     for item in run.rows:
+        task, turns = item["task"], item["turns"]
         if item["outcome"] != "fault":
+            scores = [*(turn["score"] for turn in turns), item["score"]]
             item["valid"] = item["outcome"] == "valid"
-            item["seconds_env"] = sum(turn["seconds_env"] for turn in item["turns"])
-            scores = [*(turn["score"] for turn in item["turns"]), item["score"]]
-            larger = run.result["larger_is_better"][item["task"]]
-            found.append(item | attempt(run.name, item["task"], larger, scores))
+            item["seconds_env"] = sum(turn["seconds_env"] for turn in turns)
+            larger = run.result["larger_is_better"][task]
+            found.append(item | attempt(str(run.dir), task, larger, scores))
     return found
 
 
@@ -88,16 +92,16 @@ def published(root: Path, facts: dict) -> list[dict]:
 # ------------------------------------------------------------------ numbers
 
 
-def performance_profiles(scores: np.ndarray, baseline: np.ndarray, sign: np.ndarray) -> tuple:
+def performance_profiles(scores: np.ndarray, baseline: int, sign: np.ndarray) -> tuple:
     """rho(tau) = share of tasks with log10 r <= tau, at 500 tau (Dolan and More 2002, sec. 2).
 
     r = cost / least cost, where cost is 1 / score if larger is better. A score that is not above 0
     or worse than the baseline has 1.05 times the largest r of the others (MLGym, arXiv 2502.14499,
     whose AUP is the area of all steps, see AutoML Decathlon).
-    scores: (kinds, models, tasks), NaN if missing. baseline: (kinds, 1, tasks). sign: (tasks,), -1
-    if smaller is better, else 1. Returns tau, rho (kinds, models, 500) and AUP (kinds, models).
+    scores: (kinds, models, tasks), NaN if missing. baseline: number of its model. sign: (tasks,),
+    -1 if smaller is better, else 1. Returns tau, rho (kinds, models, 500) and AUP (kinds, models).
     """
-    is_feasible = (scores > 0) & ((scores - baseline) * sign >= 0)
+    is_feasible = (scores > 0) & ((scores - scores[:, [baseline]]) * sign >= 0)
     costs = np.where(is_feasible, scores, np.nan) ** -sign
     ratios = costs / np.nanmin(costs, axis=1, keepdims=True)
     worst = 1.05 * np.nanmax(ratios, axis=1, keepdims=True)
@@ -147,66 +151,55 @@ def report(suite: dict, runs: list[RunData], folder: Path) -> str:
     if frame.empty:
         raise UserError("Name evaluations that have a task in common with the suite.")
     groups = frame.groupby(["task", "model"])
-    best, means = groups[KINDS].max(), groups[MEANS].mean()
+    gains, means = groups[KINDS].max(), groups[MEANS].mean()
     sign = frame.groupby("task").sign.first()
-    cells = best.mul(sign, axis=0, level=0).join(means[["value", "valid"]])
-    ranked = best[KINDS[0]].drop(BASELINE, level=1, errors="ignore").groupby("task")
-    cells["place"] = ranked.rank(ascending=False, method="min")
+    cells = gains.mul(sign, axis=0, level=0).join(means[["value", "valid"]])
+    models = gains.drop(BASELINE, level=1, errors="ignore")
+    cells["place"] = models[KINDS[0]].groupby("task").rank(ascending=False, method="min")
     totals = means.groupby("model").mean()
     ours = {}
-    for model, own in frame.dropna(subset="value").groupby("model"):
-        ours[model] = [part.to_numpy() for _, part in own.groupby("task").value]
-        totals.loc[model, "value [95 %]"] = interval(mean_value, ours[model])
+    for name in map(str, (run.dir for run in runs)):
+        own = frame[frame.model == name].groupby("task").value
+        ours[name] = [values.to_numpy() for _, values in own]
+        totals.loc[name, "value [95 %]"] = interval(mean_value, ours[name])
     if suite["attempts"]:
-        scores = [cells[kind].unstack(0) for kind in KINDS]
-        baseline = [table.loc[[BASELINE]] for table in scores]
-        tau, rho, areas = performance_profiles(*map(np.array, (scores, baseline, sign)))
+        names = [*totals.index]
+        scores = np.array([cells[kind].unstack(0) for kind in KINDS])
+        tau, rho, areas = performance_profiles(scores, names.index(BASELINE), sign.to_numpy())
         totals[[f"AUP, {kind}" for kind in KINDS]] = areas.T
-        page.save({"profile": draw(tau, rho, totals, [*ours])}, folder, 150)
-    totals = totals.iloc[:, ::-1].sort_values(totals.columns[-1], ascending=False)
-    parts = [text_of(cells[cells.value.notna()]), text_of(totals)]
+        totals = totals.sort_values([*totals], ascending=False)
+        page.save({"profile": draw(tau, rho, names, [*ours])}, folder, 150)
+    parts = []
+    for table in (cells[cells.index.isin(ours, level=1)], totals.dropna(axis=1, how="all")):
+        if len(table):
+            parts.append(table.to_string(float_format="{:.4g}".format, na_rep="-"))
     for (name, values), (other, others) in itertools.combinations(ours.items(), 2):
         chance = interval(probability_of_improvement, values, others)
         parts.append(f"probability that {name} is better than {other}: {chance}")
-    return "\n\n".join(filter(None, [*parts, notes(suite, runs)]))
+    parts.append(f"over the tasks that all models have: {', '.join(sign.index)}")
+    return "\n\n".join(parts + notes(suite, runs))
 
 
-def text_of(table) -> str:
-    """A DataFrame as text, without its empty columns; "" without rows."""
-    known = table.dropna(axis=1, how="all")
-    return known.to_string(float_format="{:.4g}".format, na_rep="-") if len(table) else ""
-
-
-def notes(suite: dict, runs: list[RunData]) -> str:
-    """Lines about what differs from the published runs, and the tasks that were left out."""
-    facts = suite.get("published", {"settings": {}, "notes": []})
+def notes(suite: dict, runs: list[RunData]) -> list[str]:
+    """Lines about the settings, the tasks that were left out and the published attempts."""
     lines = []
     for run in runs:
-        for key, there in facts["settings"].items():
-            if run.config[key] != there:
-                lines.append(f"{run.name}: {key} {run.config[key]}, not {there}")
-        lines += [
-            f"{run.name}: without {task}. {why}" for task, why in run.result["left_out"].items()
-        ]
-    return "\n".join([*lines, *facts["notes"]] if runs else ())
+        turns, heat = run.config["max_turns"], run.config["temperature"]
+        lines.append(f"{run.dir}: {len(run.rows)} episodes of {turns} turns at temperature {heat}")
+        for task, why in run.result["left_out"].items():
+            lines.append(f"{run.dir}: without {task}. {why}")
+    return ["\n".join([*lines, suite.get("notes", "")])] if runs else []
 
 
-def draw(tau, rho, totals, ours: list[str]):
-    """A Figure with a panel for each kind: our runs in colour, the others grey, the best darkest.
-
-    totals: a table with the models as its index and their AUP.
-    """
-    order = np.argsort(-totals[f"AUP, {KINDS[0]}"].to_numpy())
+def draw(tau, rho, models: list[str], ours: list[str]):
+    """A Figure with a panel for each kind: our runs in colour, the others grey."""
     figure = plots.new_figure(7, 4.4)
     axes = figure.subplots(1, len(KINDS), sharey=True)
-    for place, number in enumerate(order):
-        name = totals.index[number]
-        look = {"color": str(place / 16), "linestyle": LINES[place % 4], "label": name}
-        if name in ours:
-            look |= {"color": plots.COLOURS[ours.index(name) % 7], "linewidth": 3}
-        for axis, lines in zip(axes, rho):
-            axis.step(tau, lines[number], where="post", **look)
-    for axis, kind in zip(axes, KINDS):
+    for axis, kind, lines in zip(axes, KINDS, rho):
         axis.set(title=kind, xlabel="log10(best score / score)", ylabel="share of the tasks")
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        axis.set_prop_cycle(color=GREYS, linestyle=LINES)
+        curves = axis.step(tau, lines.T, where="post")
+        for name, colour in zip(ours, plots.COLOURS):
+            curves[models.index(name)].set(color=colour, linewidth=3)
+    figure.legend(curves, models, loc="outside lower center", ncols=3)
     return figure
