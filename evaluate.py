@@ -185,8 +185,8 @@ def main() -> None:
     if cfg.suite:
         given = suite.read_suite(cfg.suite)
         preset = given["settings"]
-        if "task" not in preset:
-            preset["task"] = mledojo_names(Path(given["root"]))
+        if given["needs"] == "MLEDOJO_ROOT":
+            preset.setdefault("task", mledojo_names(given["root"]))
         cfg = cli.parse_config(Config, argv, preset)
     options.check_values(cfg)
     parser = ArgumentParser(add_help=False)  # tyro keeps the last --model only

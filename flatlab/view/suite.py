@@ -29,20 +29,19 @@ LINES = ["-", "--", "-.", ":"] * 3
 
 def read_suite(name: str) -> dict:
     """The file configs/suites/<name>.yaml, or the one at this path; mlgym.yaml explains its keys.
+    Adds its name, the root of its tasks, and the published attempts.
 
-    "published" are the attempts of published(). Raises UserError if there is no such file, or if it
-    needs a folder that is not named or has no results.
+    Raises UserError if there is no such file, or if it needs a root that is not set or is empty.
     """
     path = Path(name) if name.endswith(".yaml") else ROOT / f"configs/suites/{name}.yaml"
-    suite = read_mapping(path)
-    variable = suite.get("needs", "")
-    for other in {"MLGYM_ROOT", "MLEDOJO_ROOT"} - {variable}:
-        os.environ.pop(other, None)  # it may hold other tasks of the same names
-    root = os.environ.get(variable)
-    if variable and not root:
-        raise UserError(f"The suite {name} needs ${variable}, the folder that holds its tasks.")
-    facts = suite.get("published")
-    return suite | {"root": root, "attempts": published(Path(root), facts) if facts else []}
+    suite = {"name": name, "needs": "", "settings": {}, "notes": ""} | read_mapping(path)
+    for variable in {"MLGYM_ROOT", "MLEDOJO_ROOT"} - {suite["needs"]}:
+        os.environ.pop(variable, None)  # it may hold other tasks of the same names
+    suite["root"] = Path(os.environ.get(suite["needs"]) or "")
+    if suite["needs"] and suite["root"] == Path():
+        raise UserError(f"The suite {name} needs ${suite['needs']}, the folder of its tasks.")
+    suite["attempts"] = published(suite["root"], suite["published"]) if "published" in suite else []
+    return suite
 
 
 # ------------------------------------------------------------------ attempts
@@ -59,9 +58,7 @@ def attempt(model: str, task: str, larger: bool, scores: list) -> dict:
 
 
 def played(run: RunData) -> list[dict]:
-    """The attempts of an evaluation, with MEANS. A fault is none. Raises UserError for another run."""
-    if "larger_is_better" not in run.result:
-        raise UserError(f"{run.dir} is no evaluation, or one of an earlier version.")
+    """The attempts of a run, with MEANS. A fault is none."""
     found = []
     for item in run.rows:
         task, turns = item["task"], item["turns"]
@@ -140,10 +137,13 @@ def interval(statistic, *models: list[np.ndarray]) -> str:
 def report(suite: dict, runs: list[RunData], folder: Path) -> str:
     """Text of the tables. Writes <folder>/profile.png if there are published results.
 
-    Raises UserError if there is no task that all models have.
+    Raises UserError if there is no task that all models have, or for a run of something else.
     """
     import pandas
 
+    for run in runs:
+        if run.config.get("suite") != suite["name"]:
+            raise UserError(f"{run.dir} is no evaluation of the suite {suite['name']}.")
     attempts = sum(map(played, runs), suite["attempts"])
     frame = pandas.DataFrame(attempts, columns=["model", "task", "sign", *KINDS, *MEANS])
     models = frame.groupby("task").model.transform("nunique")
@@ -168,7 +168,7 @@ def report(suite: dict, runs: list[RunData], folder: Path) -> str:
         tau, rho, areas = performance_profiles(scores, names.index(BASELINE), sign.to_numpy())
         totals[[f"AUP, {kind}" for kind in KINDS]] = areas.T
         totals = totals.sort_values([*totals], ascending=False)
-        page.save({"profile": draw(tau, rho, names, [*ours])}, folder, 150)
+        [picture] = page.save({"profile": draw(tau, rho, names, [*ours])}, folder, 150)
     parts = []
     for table in (cells[cells.index.isin(ours, level=1)], totals.dropna(axis=1, how="all")):
         if len(table):
@@ -188,7 +188,7 @@ def notes(suite: dict, runs: list[RunData]) -> list[str]:
         lines.append(f"{run.dir}: {len(run.rows)} episodes of {turns} turns at temperature {heat}")
         for task, why in run.result["left_out"].items():
             lines.append(f"{run.dir}: without {task}. {why}")
-    return ["\n".join([*lines, suite.get("notes", "")])] if runs else []
+    return ["\n".join([*lines, suite["notes"]])] if runs else []
 
 
 def draw(tau, rho, models: list[str], ours: list[str]):
