@@ -22,9 +22,9 @@ KINDS = ["best attempt", "best submission"]
 MEANS = ["value", "valid", "position", "tokens", "seconds_env", "seconds"]  # of our attempts
 BASELINE = "baseline"  # name of its row
 RESAMPLES = 1000  # of a bootstrap
-# lines of the published models: twelve pairs
-GREYS = ["0.1", "0.45", "0.75"] * 4
-LINES = ["-", "--", "-.", ":"] * 3
+# looks of the published models: twenty different ones
+GREYS = ["0", "0.6", "0.3", "0.8", "0.45"] * 4
+LINES = ["-", "--", "-.", ":"] * 5
 
 
 def read_suite(name: str) -> dict:
@@ -106,7 +106,8 @@ def performance_profiles(scores: np.ndarray, baseline: int, sign: np.ndarray) ->
     end = np.ceil(10 * np.log10(np.ceil(worst.max()))) / 10
     tau = np.linspace(0, end, 500)
     rho = (distance[..., None] <= tau).mean(axis=2)
-    return tau, rho, np.round(rho[..., :-1].sum(axis=-1) * tau[1], 3)
+    areas = rho[..., :-1].sum(axis=-1) * tau[1]
+    return tau, rho, areas.round(3)
 
 
 def mean_value(tasks: list[np.ndarray]) -> float:
@@ -116,8 +117,11 @@ def mean_value(tasks: list[np.ndarray]) -> float:
 
 def probability_of_improvement(tasks: list[np.ndarray], others: list[np.ndarray]) -> float:
     """Mean over the tasks of P(X > Y), an equal pair counts half (arXiv 2108.13264, sec. 4.3)."""
-    signs = [np.sign(np.subtract.outer(x, y)).mean() for x, y in zip(tasks, others)]
-    return (np.mean(signs) + 1) / 2
+    shares = []
+    for x, y in zip(tasks, others):
+        differences = np.subtract.outer(x, y)
+        shares.append(np.sign(differences).mean() / 2 + 0.5)
+    return np.mean(shares)
 
 
 def interval(statistic, *models: list[np.ndarray]) -> str:
@@ -154,8 +158,8 @@ def report(suite: dict, runs: list[RunData], folder: Path) -> str:
     gains, means = groups[KINDS].max(), groups[MEANS].mean()
     sign = frame.groupby("task").sign.first()
     cells = gains.mul(sign, axis=0, level=0).join(means[["value", "valid"]])
-    models = gains.drop(BASELINE, level=1, errors="ignore")
-    cells["place"] = models[KINDS[0]].groupby("task").rank(ascending=False, method="min")
+    ranked = gains.drop(BASELINE, level=1, errors="ignore").groupby("task")
+    cells["place"] = ranked[KINDS[0]].rank(ascending=False, method="min")
     totals = means.groupby("model").mean()
     ours = {}
     for name in map(str, (run.dir for run in runs)):
@@ -166,13 +170,14 @@ def report(suite: dict, runs: list[RunData], folder: Path) -> str:
         names = [*totals.index]
         scores = np.array([cells[kind].unstack(0) for kind in KINDS])
         tau, rho, areas = performance_profiles(scores, names.index(BASELINE), sign.to_numpy())
+        page.save({"profile": draw(tau, rho, names, ours)}, folder, 150)
         totals[[f"AUP, {kind}" for kind in KINDS]] = areas.T
         totals = totals.sort_values([*totals], ascending=False)
-        [picture] = page.save({"profile": draw(tau, rho, names, [*ours])}, folder, 150)
+    cells = cells[cells.index.isin(ours, level=1)]
+    totals = totals.dropna(axis=1, how="all")
     parts = []
-    for table in (cells[cells.index.isin(ours, level=1)], totals.dropna(axis=1, how="all")):
-        if len(table):
-            parts.append(table.to_string(float_format="{:.4g}".format, na_rep="-"))
+    for table in filter(len, (cells, totals)):
+        parts.append(table.to_string(float_format="{:.4g}".format, na_rep="-"))
     for (name, values), (other, others) in itertools.combinations(ours.items(), 2):
         chance = interval(probability_of_improvement, values, others)
         parts.append(f"probability that {name} is better than {other}: {chance}")
@@ -197,6 +202,7 @@ def draw(tau, rho, models: list[str], ours: list[str]):
     axes = figure.subplots(1, len(KINDS), sharey=True)
     for axis, kind, lines in zip(axes, KINDS, rho):
         axis.set(title=kind, xlabel="log10(best score / score)", ylabel="share of the tasks")
+        axis.set_xscale("symlog", linthresh=0.01)
         axis.set_prop_cycle(color=GREYS, linestyle=LINES)
         curves = axis.step(tau, lines.T, where="post")
         for name, colour in zip(ours, plots.COLOURS):
