@@ -150,6 +150,8 @@ def report(suite: dict, runs: list[RunData], folder: Path) -> str:
             raise UserError(f"{run.dir} is no evaluation of the suite {suite['name']}.")
     attempts = sum(map(played, runs), suite["attempts"])
     frame = pandas.DataFrame(attempts, columns=["model", "task", "sign", *KINDS, *MEANS])
+    if frame.position.any():  # there are leaderboards
+        frame.loc[frame.valid.eq(False), "position"] = 0
     models = frame.groupby("task").model.transform("nunique")
     frame = frame[models == frame.model.nunique()]
     if frame.empty:
