@@ -29,7 +29,6 @@ from flatlab.errors import UserError
 from flatlab.files import read_rows
 from flatlab.runs import cli, store
 from flatlab.task.builtin import validated
-from flatlab.task.mledojo import mledojo_names
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import Group
 from flatlab.train.job import Job
@@ -169,8 +168,9 @@ def evaluate_model(cfg: Config, path) -> Path:
                 left_out=left_out,
             )
             console.first_lines(cfg, tasks, path, why)
-            tokens = cfg.episodes * cfg.episode.max_turns * cfg.episode.max_reply_tokens
-            print(f"plan     {cfg.episodes} episodes, at most {tokens:,} tokens of replies")
+            most = cfg.episodes * cfg.episode.max_turns
+            tokens = most * cfg.episode.max_reply_tokens
+            print(f"plan     {cfg.episodes} episodes, at most {most} replies and {tokens} tokens")
             policy = open_engine(cfg, path, cfg.seed, cfg.concurrency)
             asyncio.run(evaluate(policy, tasks, cfg, run))
             if path:
@@ -184,10 +184,7 @@ def main() -> None:
     cfg = cli.parse_config(Config, argv)
     if cfg.suite:
         given = suite.read_suite(cfg.suite)
-        preset = given["settings"]
-        if given["needs"] == "MLEDOJO_ROOT":
-            preset.setdefault("task", mledojo_names(given["root"]))
-        cfg = cli.parse_config(Config, argv, preset)
+        cfg = cli.parse_config(Config, argv, given["settings"])
     options.check_values(cfg)
     parser = ArgumentParser(add_help=False)  # tyro keeps the last --model only
     parser.add_argument("--model", action="append")

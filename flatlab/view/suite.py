@@ -15,6 +15,7 @@ import numpy as np
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
 from flatlab.runs.fingerprint import ROOT
+from flatlab.task.mledojo import mledojo_names
 from flatlab.view import page, plots
 from flatlab.view.reader import RunData
 
@@ -40,6 +41,8 @@ def read_suite(name: str) -> dict:
     suite["root"] = Path(os.environ.get(suite["needs"]) or "")
     if suite["needs"] and suite["root"] == Path():
         raise UserError(f"The suite {name} needs ${suite['needs']}, the folder of its tasks.")
+    if suite["needs"] == "MLEDOJO_ROOT":
+        suite["settings"].setdefault("task", mledojo_names(suite["root"]))
     suite["attempts"] = published(suite["root"], suite["published"]) if "published" in suite else []
     return suite
 
@@ -125,14 +128,19 @@ def probability_of_improvement(tasks: list[np.ndarray], others: list[np.ndarray]
 
 
 def interval(statistic, *models: list[np.ndarray]) -> str:
-    """A 95 % interval: attempts are resampled within their task (arXiv 2108.13264, sec. 4.1)."""
+    """A 95 % interval: attempts are resampled within their task (arXiv 2108.13264, sec. 4.1). There
+    is none if a task has a single attempt.
+    """
+    middle = f"{statistic(*models):.3f}"
+    if min(map(len, sum(models, []))) < 2:
+        return middle
     draw = np.random.default_rng(0).choice
     found = []
     for _ in range(RESAMPLES):
         drawn = [[draw(values, len(values)) for values in tasks] for tasks in models]
         found.append(statistic(*drawn))
     low, high = np.quantile(found, [0.025, 0.975])
-    return f"{statistic(*models):.3f} [{low:.3f}, {high:.3f}]"
+    return f"{middle} [{low:.3f}, {high:.3f}]"
 
 
 # ------------------------------------------------------------------ tables and picture
@@ -164,7 +172,8 @@ def report(suite: dict, runs: list[RunData], folder: Path) -> str:
     cells["place"] = ranked[KINDS[0]].rank(ascending=False, method="min")
     totals = means.groupby("model").mean()
     ours = {}
-    for name in map(str, (run.dir for run in runs)):
+    for run in runs:
+        name = str(run.dir)
         own = frame[frame.model == name].groupby("task").value
         ours[name] = [values.to_numpy() for _, values in own]
         totals.loc[name, "value [95 %]"] = interval(mean_value, ours[name])
@@ -191,8 +200,10 @@ def notes(suite: dict, runs: list[RunData]) -> list[str]:
     """Lines about the settings, the tasks that were left out and the published attempts."""
     lines = []
     for run in runs:
-        turns, heat = run.config["max_turns"], run.config["temperature"]
-        lines.append(f"{run.dir}: {len(run.rows)} episodes of {turns} turns at temperature {heat}")
+        lines.append(
+            f"{run.dir}: {len(run.rows)} episodes of at most {run.config['max_turns']} turns at "
+            f"temperature {run.config['temperature']}"
+        )
         for task, why in run.result["left_out"].items():
             lines.append(f"{run.dir}: without {task}. {why}")
     return ["\n".join([*lines, suite["notes"]])] if runs else []
