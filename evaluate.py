@@ -188,17 +188,21 @@ def main() -> None:
     options.check_values(cfg)
     parser = ArgumentParser(add_help=False)  # tyro keeps the last --model only
     parser.add_argument("--model", action="append")
-    named, _ = parser.parse_known_args(argv)
-    jobs = []
-    for model in named.model or [cfg.model.model]:
+    models = parser.parse_known_args(argv)[0].model or [cfg.model.model]
+    where = cfg.name
+    if cfg.suite:
+        where = where or f"{SCRIPT}-{Path(cfg.suite).stem}-{cfg.seed}"
+    jobs = {}
+    for model in models:
         own = deepcopy(cfg)
         own.model.model = model
-        own.name = own.name or default_name(SCRIPT, own)
-        if cfg.suite:
-            where = cfg.name or f"{SCRIPT}-{Path(cfg.suite).stem}-{cfg.seed}"
-            own.name = f"{where}/{model_name(own)}"
-        jobs.append((own, choose_model(own, own.url)))
-    runs = [read_run(evaluate_model(*job)) for job in jobs]
+        own.name = where or default_name(SCRIPT, own)
+        if cfg.suite or where and len(models) > 1:
+            own.name += f"/{model_name(own)}"
+        jobs[own.name] = own, choose_model(own, own.url)
+    if len(jobs) < len(models):
+        raise UserError("Two models have the same name: give each a command and a --name.")
+    runs = [read_run(evaluate_model(*job)) for job in jobs.values()]
     if cfg.suite:
         print(suite.report(given, runs, runs[0].dir.parent))
 

@@ -331,7 +331,7 @@ class Engine(ChatTokens):
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self.engine.engine_core.shutdown()
-        del self.engine
+        vars(self).clear()  # all that refers to its weights
         cleanup_dist_env_and_memory()
 
 
