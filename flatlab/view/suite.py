@@ -106,7 +106,7 @@ def performance_profiles(scores: np.ndarray, baseline: int, sign: np.ndarray) ->
     ratios = costs / np.nanmin(costs, axis=1, keepdims=True)
     worst = 1.05 * np.nanmax(ratios, axis=1, keepdims=True)
     distance = np.log10(np.where(is_feasible, ratios, worst))
-    end = np.ceil(10 * np.log10(np.ceil(worst.max()))) / 10
+    end = np.ceil(10 * np.log10(np.ceil(np.nanmax(worst)))) / 10
     tau = np.linspace(0, end, 500)
     rho = (distance[..., None] <= tau).mean(axis=2)
     areas = rho[..., :-1].sum(axis=-1) * tau[1]
