@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from flatlab.errors import ArtefactError, SandboxFault, UserError, user_code
+from flatlab.errors import ArtefactError, SandboxFault, UnknownTask, UserError, user_code
 from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.client import Sandbox, pick_backend, readable
@@ -225,18 +225,32 @@ class Env:
 
 
 def open_tasks(
-    options: TaskOptions, sandbox: SandboxOptions, model_is_tiny: bool = False
+    options: TaskOptions,
+    sandbox: SandboxOptions,
+    model_is_tiny: bool = False,
+    left_out: dict | None = None,
 ) -> tuple[list[Task], str]:
     """Loads the tasks and decides on the kind of their sandboxes, which `sandbox` then names.
 
     Returns the tasks and a sentence about that choice. Raises UserError if a task does not exist,
-    needs something that its sandbox lacks, or has a broken grader.
+    needs something that its sandbox lacks, or has a broken grader. With `left_out`, such tasks are
+    left out if they exist, and their reasons stand there by name.
     """
-    tasks = [load_task(name) for name in options.task]
-    image = tasks[0].image or sandbox.image
-    sandbox.backend, why = pick_backend(sandbox.backend, image, model_is_tiny)
-    for task in tasks:
-        check_grader(task, partial(open_sandbox, task, resolve_backend(task, sandbox)))
+    tasks, why = [], ""
+    for name in options.task:
+        try:
+            task = load_task(name)
+            image = task.image or sandbox.image
+            sandbox.backend, reason = pick_backend(sandbox.backend, image, model_is_tiny)
+            why = why or reason
+            check_grader(task, partial(open_sandbox, task, resolve_backend(task, sandbox)))
+            tasks.append(task)
+        except UserError as error:
+            if left_out is None or isinstance(error, UnknownTask):
+                raise
+            left_out[name] = str(error)
+    if not tasks:
+        raise UserError(f"None of these tasks can be played here. {' '.join(left_out.values())}")
     return tasks, why
 
 

@@ -1,20 +1,26 @@
-"""Evaluation: the mean of N episodes of a model or an endpoint, on one or several tasks.
+"""Evaluation: N episodes of a model or an endpoint, on one task, several tasks or a suite.
 
     python evaluate.py --task titanic                                          the stand-in model
     python evaluate.py --task titanic --model logs/grpo-titanic-tiny-0/best    a trained adapter
     python evaluate.py --task titanic --url http://localhost:8000/v1 --model Qwen/Qwen3-8B
+    python evaluate.py --suite builtin --model tiny --model logs/my-run/best   a suite, two models
     python viz.py logs/evaluate-*                                              compare them
 
 The same command again resumes an evaluation. Every episode has a sandbox of its own and a seed that
 no training uses; the same --seed means the same episodes for every model, which are compared in
 pairs. Nothing is selected, so both the validation and the test part are scored. A broken sandbox is
 replaced once; after that the episode is a fault, which is left out and counted.
+
+A suite is a preset in configs/suites: tasks, attempts, limits. Tasks that this machine cannot play
+are left out. Several models are evaluated one after the other, each in a run of its own.
 """
 
 import asyncio
 import sys
 import time
-from dataclasses import dataclass, field, fields
+from argparse import ArgumentParser
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import env
@@ -22,13 +28,14 @@ from flatlab import options
 from flatlab.errors import UserError
 from flatlab.files import read_rows
 from flatlab.runs import cli, store
-from flatlab.task.grading import Score
+from flatlab.task.builtin import validated
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import Group
 from flatlab.train.job import Job
-from flatlab.view import console
+from flatlab.view import console, suite
+from flatlab.view.reader import read_run
 from flatlab.world.episode import Episode, run_episode
-from policy import choose_model, default_name, open_engine
+from policy import choose_model, default_name, model_name, open_engine
 
 FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are never that low
 
@@ -39,6 +46,8 @@ class Config:
 
     name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
     seed: int = 0  # seed of sampling
+    suite: str | None = None  # name in configs/suites or a file: its values replace the defaults
+    attempts: int | None = None  # episodes of each task, in place of --episodes
     episodes: int = 64  # of all tasks together, which take turns
     concurrency: int = 32  # episodes in flight at once
     # OpenAI-compatible endpoint to sample from, as http://localhost:8000/v1; key: $OPENAI_API_KEY
@@ -49,8 +58,8 @@ class Config:
     sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
     episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
 
-    RESUMABLE = options.RESUMABLE | {"episodes", "concurrency", "url"}
-    BOUNDS = options.BOUNDS | {"episodes": options.COUNT, "concurrency": options.COUNT}
+    RESUMABLE = options.RESUMABLE | {"attempts", "episodes", "concurrency", "url"}
+    BOUNDS = options.BOUNDS | dict.fromkeys(("attempts", "episodes", "concurrency"), options.COUNT)
 
 
 async def evaluate(policy, tasks: list, cfg: Config, run) -> None:
@@ -95,20 +104,11 @@ def stored_episodes(run, tasks: list) -> dict[int, Group]:
     played = {}
     for file in sorted((run.dir / "episodes").glob("[0-9]*.jsonl")):
         [row] = read_rows(file)
-        group = Group(int(file.stem), by_name[row["task"]], [episode_of(row)], [])
+        episode = validated(Episode, row, file)
+        group = Group(int(file.stem), by_name[episode.task], [episode], [])
         if group.played:
             played[group.number] = group
     return played
-
-
-def episode_of(row: dict) -> Episode:
-    """The episode of a transcript, without its tokens."""
-    names = {column.name for column in fields(Episode)} & row.keys()
-    episode = Episode(**{name: row[name] for name in names})
-    for part in ("score", "test_score"):
-        if row[part]:
-            setattr(episode, part, Score(**row[part]))
-    return episode
 
 
 def record(run, played: dict[int, Group], group: Group, tasks: list) -> None:
@@ -141,16 +141,19 @@ SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 def is_finished(run, cfg: Config) -> bool:
     """Returns whether all episodes are played."""
     result = run.results()
-    played = result.get("n", 0) + result.get("faults", 0)
-    return result.get("status") == "finished" and played >= cfg.episodes
+    return result.get("status") == "finished" and result["n"] + result["faults"] >= cfg.episodes
 
 
-def main() -> None:
-    cfg = cli.parse_config(Config, sys.argv[1:])
-    options.check_values(cfg)
-    cfg.name = cfg.name or default_name(SCRIPT, cfg)
-    path = choose_model(cfg, cfg.url)
-    tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, bool(path and path.is_tiny))
+def evaluate_model(cfg: Config, path) -> Path:
+    """Makes or resumes the run of one model, None for an endpoint. Returns its directory."""
+    is_tiny = bool(path and path.is_tiny)
+    left_out = {}
+    tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny, left_out if cfg.suite else None)
+    for name, reason in left_out.items():
+        print(f"left out {name}: {reason}")
+    cfg.tasks.task = tuple(name for name in cfg.tasks.task if name not in left_out)
+    if cfg.attempts:
+        cfg.episodes = cfg.attempts * len(tasks)
     digests = env.digests(tasks, cfg.episode)
     run = store.begin_run(cfg, digests, path, lambda run: is_finished(run, cfg))
     if run.finished:
@@ -158,12 +161,49 @@ def main() -> None:
     else:
         with store.recorded_end([run], run.dir):
             first = metrics.first_results(tasks, "evaluation")
-            split = metrics.split_of(tasks)
-            run.result(**first | {"selected_on_test": False, "split": split})
+            run.result(
+                **first | {"selected_on_test": False, "split": metrics.split_of(tasks)},
+                larger_is_better={task.name: task.higher_is_better for task in tasks},
+                left_out=left_out,
+            )
             console.first_lines(cfg, tasks, path, why)
+            most = cfg.episodes * cfg.episode.max_turns
+            tokens = most * cfg.episode.max_reply_tokens
+            print(f"plan     {cfg.episodes} episodes, at most {most} replies and {tokens} tokens")
             policy = open_engine(cfg, path, cfg.seed, cfg.concurrency)
             asyncio.run(evaluate(policy, tasks, cfg, run))
+            if path:
+                policy.close()
     console.outcome(run.dir)
+    return run.dir
+
+
+def main() -> None:
+    argv = sys.argv[1:]
+    cfg = cli.parse_config(Config, argv)
+    if cfg.suite:
+        given = suite.read_suite(cfg.suite)
+        cfg = cli.parse_config(Config, argv, given["settings"])
+    options.check_values(cfg)
+    parser = ArgumentParser(add_help=False)  # tyro keeps the last --model only
+    parser.add_argument("--model", action="append")
+    models = parser.parse_known_args(argv)[0].model or [cfg.model.model]
+    where = cfg.name
+    if cfg.suite:
+        where = where or f"{SCRIPT}-{Path(cfg.suite).stem}-{cfg.seed}"
+    jobs = {}
+    for model in models:
+        own = deepcopy(cfg)
+        own.model.model = model
+        own.name = where or default_name(SCRIPT, own)
+        if cfg.suite or where and len(models) > 1:
+            own.name += f"/{model_name(own)}"
+        jobs[own.name] = own, choose_model(own, own.url)
+    if len(jobs) < len(models):
+        raise UserError("Two models have the same name: give each a command and a --name.")
+    runs = [read_run(evaluate_model(*job)) for job in jobs.values()]
+    if cfg.suite:
+        print(suite.report(given, runs, runs[0].dir.parent))
 
 
 if __name__ == "__main__":

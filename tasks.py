@@ -11,7 +11,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-from flatlab.errors import UserError
+from flatlab.errors import UnknownTask, UserError
 from flatlab.files import content_key, store
 from flatlab.options import SandboxOptions
 from flatlab.sandbox.images import install_requirements
@@ -42,7 +42,7 @@ def load_task(
         return load_harbor(Path(name))
     found = find_tasks(mlgym_root, mledojo_root)
     if name not in found:
-        raise UserError(f"Unknown task {name!r}; {nearest(name, sorted(found))}.")
+        raise UnknownTask(f"Unknown task {name!r}; {nearest(name, sorted(found))}.")
     load, root = found[name]
     return load(root, name)
 

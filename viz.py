@@ -7,6 +7,7 @@
                                              eval-9/3 (evaluations), final-best/3, a node 0.2.1
     python viz.py logs/<run> --best          the transcript with the best score
     python viz.py logs/* --plot value_mean   plot-value_mean.png: a key of the rows, over the runs
+    python viz.py --suite mlgym logs/<run>   the tables of a suite, beside published models
 
 flatlab/runs/store.py describes what is in a run directory.
 """
@@ -25,7 +26,7 @@ import tyro
 from flatlab.errors import UserError
 from flatlab.numbers import count
 from flatlab.runs import cli
-from flatlab.view import page, plots, tables
+from flatlab.view import page, plots, suite, tables
 from flatlab.view.reader import (
     NOUNS,
     RunData,
@@ -45,6 +46,7 @@ class Options:
     episode: str = ""  # print one transcript: its id, as --list shows it
     best: bool = False  # print the transcript with the best score
     plot: tuple[str, ...] = ()  # draw each of these keys of the rows as plot-KEY.png
+    suite: str = ""  # compare on this suite, see evaluate.py; without runs, published models alone
 
 
 # ------------------------------------------------------------------ terminal
@@ -165,7 +167,7 @@ def step_summary(rows: list[dict]) -> str:
 
 def main(options: Options):
     runs, errors = find_runs(options.runs)
-    if not runs:
+    if not (runs or options.suite):
         raise UserError("\n".join(errors) or "Name run directories: python viz.py logs/<run>")
     for sentence in errors:
         print(sentence, file=sys.stderr)
@@ -180,7 +182,9 @@ def main(options: Options):
     if parts:
         return say("\n\n".join(parts))
     # the folder that all of them are in
-    folder = Path(os.path.commonpath([run.dir.resolve() for run in runs]))
+    folder = Path(os.path.commonpath([run.dir.resolve() for run in runs] or ["."]))
+    if options.suite:
+        return say(suite.report(suite.read_suite(options.suite), runs, folder))
     if options.plot:
         paths = page.plot(runs, options.plot, folder)
     else:

@@ -16,6 +16,10 @@ class UserError(Exception):
     """One clear sentence for the user. A script prints it and exits with code 2."""
 
 
+class UnknownTask(UserError):
+    """There is no task of this name."""
+
+
 class SandboxFault(Exception):
     """The sandbox broke. The agent is not to blame: the episode is dropped and counted."""
 

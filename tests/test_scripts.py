@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import time
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ from flatlab.options import EpisodeOptions
 from flatlab.runs import store
 from flatlab.train.batch import Group, sequences_of
 from flatlab.train.job import Job
+from flatlab.view.reader import read_run
+from flatlab.view.suite import read_suite, report
 from flatlab.world.episode import Episode, History, Segment
 from helpers import (
     MADE_BY,
@@ -35,6 +38,7 @@ from helpers import (
     turn,
     user_error,
 )
+from test_suite import make_root
 from training import CFG, TASK, has_weights, result_of, valid, weights_of
 
 # ------------------------------------------------------------------ sft.py
@@ -269,10 +273,12 @@ def played(monkeypatch):
             tries.broken.remove(number)
             return Episode(world.task.name, seed, status="fault", fault="the container died")
         validation, test = valid(0.7 + number / 100, world.task), valid(0.6, world.task)
+        test = replace(test, position=0.25)
         return Episode(world.task.name, seed, score=validation, test_score=test)
 
     monkeypatch.setattr(evaluate, "run_episode", run_episode)
-    monkeypatch.setattr(evaluate, "open_engine", lambda *_: None)
+    engine = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(evaluate, "open_engine", lambda *_: engine)
     return tries
 
 
@@ -328,6 +334,37 @@ def test_several_tasks_take_turns(here, played):
     assert (result["titanic.valid_share"], result["battleOfSexes.valid_share"]) == (1, 1)
     assert "score_mean" not in result  # units differ
     assert played.seeds == [2 * evaluate.FIRST_SEED + i for i in range(4)]
+
+
+def test_a_suite_of_two_models_goes_on_and_stands_beside_published_ones(
+    here, played, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MLGYM_ROOT", str(make_root(tmp_path)))
+    shutil.copytree(PROJECT / "configs/tiny", "other")
+    flags = "--suite suite.yaml --name a --model tiny --model other --max-turns 3"
+    played.interrupted = 3
+    assert here(flags)[0] == 130
+    assert result_of("a/tiny")["status"] == "finished"
+    played.seeds.clear()
+    played.interrupted = None
+    code, out, _ = here(flags)
+    assert code == 0
+    assert played.seeds == [evaluate.FIRST_SEED + 1]
+    assert "logs/a/tiny was finished before" in out
+    assert "left out gone: The file or folder" in out
+    lines = [line.split() for line in out.splitlines()]
+    # 0.71 is below both published models; the value is that of 0.6, on the test part
+    assert ["titanic", "logs/a/other", "0.71", "0.71", "-0.6936", "1", "3"] in lines
+    rows = {line[0]: line[1:] for line in lines if len(line) > 9}
+    assert rows["logs/a/tiny"][:3] == ["-0.6936", "1", "0.25"]  # value, valid, position
+    # log10(1 / 0.71) is reached at the tau 149 of 500, so 499 - 149 steps of 0.5 / 499 are left
+    assert rows["logs/a/other"][-2:] == ["0.351", "0.351"]
+    assert "logs/a/tiny is better than logs/a/other: 0.500 [0.500, 0.500]" in out
+    assert "over the tasks that all models have: titanic\n" in out
+    assert "logs/a/other: without gone. The file" in out
+    monkeypatch.delenv("MLGYM_ROOT")
+    with user_error("logs/a/tiny is no evaluation of the suite builtin"):
+        report(read_suite("builtin"), [read_run("logs/a/tiny")], tmp_path)
 
 
 def test_an_endpoint_is_evaluated(here):

@@ -58,8 +58,9 @@ def hide_none(config_class) -> None:
             config_class.__annotations__[option.name] = no_hint
 
 
-def parse_config(config_class, argv: list[str]):
-    """Parses `script.py [preset.yaml] [--flag value ...]` into config_class.
+def parse_config(config_class, argv: list[str], preset: dict | None = None):
+    """Parses `script.py [preset.yaml] [--flag value ...]` into config_class. The file replaces
+    values of `preset`.
 
     The preset is turned into flags that stand in front of the others, so that tyro checks both in
     the same way and the command line wins. Fields of nested dataclasses are flags without a prefix.
@@ -69,10 +70,11 @@ def parse_config(config_class, argv: list[str]):
     """
     refuse_moved(argv)
     flags = list(argv)
+    preset = dict(preset or {})
     if flags and not flags[0].startswith("-"):
-        preset = read_mapping(Path(flags.pop(0)), loader=TextLoader)
-        flags = preset_flags(preset, flat(config_class())) + flags
-        refuse_moved(flags)
+        preset |= read_mapping(Path(flags.pop(0)), loader=TextLoader)
+    flags = preset_flags(preset, flat(config_class())) + flags
+    refuse_moved(flags)
     threads.configure()
     for flag in flags:
         if re.search("[\0\ud800-\udfff]", flag):  # surrogates: bytes that are not UTF-8

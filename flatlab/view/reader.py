@@ -145,8 +145,8 @@ def episode_files(directory: Path) -> dict[str, Callable[[], list[dict]]]:
 
 
 def episode_items(path: Path, name: str = "") -> list[dict]:
-    """The transcripts in a file. Their improvement, stderr, outcome and value are of the test part
-    if it was scored.
+    """The transcripts in a file. Their improvement, stderr, position, outcome and value are of
+    the test part if it was scored.
     """
     rows = read_rows(path)
     items = []
@@ -160,6 +160,7 @@ def episode_items(path: Path, name: str = "") -> list[dict]:
             "is_tested": bool(test),
             "improvement": row["test_improvement" if test else "improvement"],
             "stderr": (test or score)["stderr"],
+            "position": (test or score).get("position"),
             "tokens": row["reply_tokens"],
             "error": joined(score["message"], score.get("grader_output")),
         }

@@ -1,0 +1,130 @@
+"""flatlab/view/suite.py: the area under the performance profile, intervals, and what is refused.
+
+The published results are a small folder made here, or those of a checkout: MLGYM_ROOT.
+"""
+
+import csv
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import evaluate
+import viz
+from flatlab.view import suite
+from helpers import run_here
+from test_task import write
+
+MLGYM = os.environ.get("MLGYM_ROOT")  # before conftest.py hides it
+
+SUITE = """
+needs: MLGYM_ROOT
+settings: {task: [titanic, gone], attempts: 2}
+published:
+  files: runs/m-{model}__{id}__*/results.json
+  models: [x, y]
+  tasks:
+    - {task: titanic, id: ship, metric: accuracy, higher_is_better: true}
+    - {task: gone, id: gone, metric: loss, higher_is_better: false}
+"""
+ATTEMPTS = {  # (model, id): the scores of each attempt
+    ("x", "ship"): [[0.8, 0.4]],
+    ("y", "ship"): [[], [1.0]],
+    ("x", "gone"): [[1.0]],
+    ("y", "gone"): [[]],
+    ("z", "ship"): [[9.0]],  # no model of the suite
+}
+METRICS = {"ship": ("accuracy", 0.5), "gone": ("loss", 2.0)}  # and the baseline's score
+
+
+def make_root(root):
+    """A checkout with published results, and with a task that lacks its files."""
+    gone = "task_entrypoint: CSVSubmissionTasks\nmetric: loss\nhigher_is_better: false\n"
+    gone += "description: d\nbaseline_scores: [{loss: 2}]\nstarter_code: [data/gone]\n"
+    write(root, {"configs/tasks/gone.yaml": gone, "suite.yaml": SUITE})
+    for (model, id), attempts in ATTEMPTS.items():
+        metric, baseline = METRICS[id]
+        for number, scores in enumerate(attempts):
+            results = {"agent": [{metric: score} for score in scores]}
+            results["baseline"] = {metric: baseline}
+            file = f"runs/m-{model}__{id}__t-0.00__{number}/results.json"
+            write(root, {file: json.dumps(results)})
+    return root
+
+
+def test_the_area_by_hand(tmp_path, monkeypatch):
+    """On the ship, r is 1.25, 1 and 2 for x, y and the baseline, and 1.05 * 2 for x whose last
+    score is below the baseline. On the other task it is 1, 1.05 * 2 (missing) and 2. So tau ends at
+    ceil(10 log10(ceil(2.1))) / 10 = 0.5, and a step is h = 0.5 / 499. The first tau of 500 with
+    log10 r <= tau are 97 (1.25), 301 (2) and 322 (2.1): each leaves 499 - tau steps.
+    """
+    monkeypatch.setenv("MLGYM_ROOT", str(make_root(tmp_path)))
+    text = suite.report(suite.read_suite(f"{tmp_path}/suite.yaml"), [], tmp_path)
+    rows = [line.split() for line in text.split("\n\n")[0].splitlines()[2:]]
+    h = 0.5 / 499
+    x, y, baseline = (402 + 499) * h / 2, (499 + 177) * h / 2, 198 * h
+    x_last = (177 + 499) * h / 2
+    expected = {"x": (x, x_last), "y": (y, y), "baseline": (baseline, baseline)}
+    found = {name: (float(best), float(last)) for name, best, last in rows}
+    assert [*found] == ["x", "y", "baseline"]
+    for name, areas in expected.items():
+        assert found[name] == tuple(np.round(areas, 3))
+    assert (tmp_path / "profile.png").read_bytes()[1:4] == b"PNG"
+
+
+@pytest.mark.skipif(not MLGYM, reason="set MLGYM_ROOT to a checkout of MLGym")
+def test_all_published_areas_of_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLGYM_ROOT", MLGYM)
+    table = Path(MLGYM, "results/tables/aup_scores_aggregate_results.csv").read_text()
+    published = {
+        name: (float(best), float(last)) for name, best, last in csv.reader(table.splitlines()[1:])
+    }
+    text = suite.report(suite.read_suite("mlgym"), [], tmp_path)
+    rows = [line.split() for line in text.split("\n\n")[0].splitlines()[2:]]
+    assert {name: (float(best), float(last)) for name, best, last in rows} == published
+    assert len(published) == 13
+
+
+def test_intervals_resample_within_a_task():
+    tasks = [np.zeros(3), np.ones(5)]
+    assert suite.interval(suite.mean_value, tasks) == "0.500 [0.500, 0.500]"
+    assert suite.interval(suite.mean_value, [*tasks, np.ones(1)]) == "0.667"
+    better = suite.probability_of_improvement
+    # of four pairs three are larger and one is equal; of the other task all are smaller
+    assert better([np.array([1, 2]), np.zeros(1)], [np.array([1, 0]), np.ones(1)]) == 0.875 / 2
+    low, high = (
+        suite.interval(better, [np.arange(8)], [np.arange(8)]).split("[")[1][:-1].split(", ")
+    )
+    assert 0.1 < float(low) < 0.35 and 0.65 < float(high) < 0.9  # +- 2 sqrt(2 * 8 / (12 * 64))
+
+
+ERRORS = [
+    ("viz --suite nope", "Cannot read .*configs/suites/nope.yaml: No such file"),
+    ("viz --suite builtin", "Name evaluations that have a task in common"),
+    ("viz --suite mledojo", "The suite mledojo needs .MLEDOJO_ROOT"),
+    ("evaluate --suite nope", "Cannot read .*configs/suites/nope.yaml: No such file"),
+    ("evaluate --suite typo.yaml", "Unknown task 'titanicc'; did you mean titanic"),
+    ("evaluate --suite builtin --model tiny --model tiny", "Two models have the same name"),
+    ("evaluate --suite gone.yaml", "None of these tasks can be played here. The file .*gone"),
+    ("evaluate --suite mlgym", "holds no published results"),
+    ("viz --suite mlgym", "holds no published results"),
+]
+
+
+@pytest.mark.parametrize("command, message", ERRORS)
+def test_errors_are_one_sentence(command, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(make_root(tmp_path))
+    monkeypatch.setenv("MLGYM_ROOT", str(tmp_path))
+    monkeypatch.setattr("sys.stdout.reconfigure", lambda **_: None, raising=False)
+    files = {"typo.yaml": "settings: {task: [titanic, titanicc]}"}
+    files["gone.yaml"] = "needs: MLGYM_ROOT\nsettings: {task: [gone]}"
+    write(tmp_path, files)
+    script, *flags = command.split()
+    main = {"viz": lambda: viz.main(viz.tyro.cli(viz.Options)), "evaluate": evaluate.main}[script]
+    code, _, err = run_here(main, *flags, monkeypatch=monkeypatch, capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert re.search(message, err)
+    assert not list(tmp_path.glob("logs/*/*/episodes"))
