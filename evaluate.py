@@ -19,7 +19,6 @@ import asyncio
 import sys
 import time
 from argparse import ArgumentParser
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,7 +44,7 @@ class Config:
     """None stands for the default that the comment names; 0 is zero."""
 
     name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
-    seed: int = 0  # seed of sampling
+    seed: tuple[int, ...] = (0,)  # seeds of sampling: a run each, one after the other
     suite: str | None = None  # name in configs/suites or a file: its values replace the defaults
     attempts: int | None = None  # episodes of each task, in place of --episodes
     episodes: int = 64  # of all tasks together, which take turns
@@ -144,8 +143,27 @@ def is_finished(run, cfg: Config) -> bool:
     return result.get("status") == "finished" and result["n"] + result["faults"] >= cfg.episodes
 
 
-def evaluate_model(cfg: Config, path) -> Path:
-    """Makes or resumes the run of one model, None for an endpoint. Returns its directory."""
+def seeds_of(cfg: Config, model: str | None, models: int) -> list[tuple]:
+    """The config of each seed, with the name of its run, and the path of the model. models: their
+    number.
+    """
+    plan = []
+    for own in options.each_seed(cfg):
+        own.model.model = model
+        if cfg.suite:
+            own.name = own.name or f"{SCRIPT}-{Path(cfg.suite).stem}-{own.seed}"
+        needs_folder = cfg.suite or own.name and models > 1
+        own.name = own.name or default_name(SCRIPT, own)
+        if needs_folder:
+            own.name += f"/{model_name(own)}"
+        plan.append((own, choose_model(own, own.url)))
+    return plan
+
+
+def evaluate_model(cfg: Config, path, policy):
+    """Makes or resumes the run of a seed. path: of the model; None for an endpoint. policy: the
+    engine of an earlier seed, or None. Returns the directory and the engine.
+    """
     is_tiny = bool(path and path.is_tiny)
     left_out = {}
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny, left_out if cfg.suite else None)
@@ -170,12 +188,10 @@ def evaluate_model(cfg: Config, path) -> Path:
             most = cfg.episodes * cfg.episode.max_turns
             tokens = most * cfg.episode.max_reply_tokens
             print(f"plan     {cfg.episodes} episodes, at most {most} replies and {tokens} tokens")
-            policy = open_engine(cfg, path, cfg.seed, cfg.concurrency)
+            policy = policy or open_engine(cfg, path, cfg.seed, cfg.concurrency)
             asyncio.run(evaluate(policy, tasks, cfg, run))
-            if path:
-                policy.close()
     console.outcome(run.dir)
-    return run.dir
+    return run.dir, policy
 
 
 def main() -> None:
@@ -188,20 +204,20 @@ def main() -> None:
     parser = ArgumentParser(add_help=False)  # tyro keeps the last --model only
     parser.add_argument("--model", action="append")
     models = parser.parse_known_args(argv)[0].model or [cfg.model.model]
-    where = cfg.name
-    if cfg.suite:
-        where = where or f"{SCRIPT}-{Path(cfg.suite).stem}-{cfg.seed}"
-    jobs = {}
-    for model in models:
-        own = deepcopy(cfg)
-        own.model.model = model
-        own.name = where or default_name(SCRIPT, own)
-        if cfg.suite or where and len(models) > 1:
-            own.name += f"/{model_name(own)}"
-        jobs[own.name] = own, choose_model(own, own.url)
-    if len(jobs) < len(models):
+    plans = [seeds_of(cfg, model, len(models)) for model in models]
+    names = {own.name for plan in plans for own, _ in plan}
+    if len(names) < len(models) * len(cfg.seed):
         raise UserError("Two models have the same name: give each a command and a --name.")
-    runs = [read_run(evaluate_model(*job)) for job in jobs.values()]
+    runs = []
+    for plan in plans:
+        policy = None  # one engine for all seeds of a model
+        for own, path in plan:
+            where, policy = evaluate_model(own, path, policy)
+            runs.append(read_run(where))
+        if policy and path:
+            policy.close()
+    if len(runs) > 1 and not cfg.suite:
+        console.compare([run.dir for run in runs])
     if cfg.suite:
         print(suite.report(given, runs, runs[0].dir.parent))
 
