@@ -16,7 +16,7 @@ import evaluate
 import helpers
 import sft
 from examples import ppo
-from flatlab.files import read_rows
+from flatlab.files import read_mapping, read_rows
 from flatlab.model.chat import ChatTokens, Sample
 from flatlab.options import EpisodeOptions
 from flatlab.runs import store
@@ -262,7 +262,7 @@ def played(monkeypatch):
     """Tries of episodes without a model and a sandbox. `broken` holds the seeds of faults, once for
     each try, and `interrupted` the number of a try in which Ctrl-C arrives.
     """
-    tries = SimpleNamespace(seeds=[], broken=[], interrupted=None)
+    tries = SimpleNamespace(seeds=[], engines=[], broken=[], interrupted=None)
 
     async def run_episode(world, policy, options, seed, score_test):
         if len(tries.seeds) == tries.interrupted:
@@ -278,7 +278,7 @@ def played(monkeypatch):
 
     monkeypatch.setattr(evaluate, "run_episode", run_episode)
     engine = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(evaluate, "open_engine", lambda *_: engine)
+    monkeypatch.setattr(evaluate, "open_engine", lambda *_: tries.engines.append(1) or engine)
     return tries
 
 
@@ -334,6 +334,15 @@ def test_several_tasks_take_turns(here, played):
     assert (result["titanic.valid_share"], result["battleOfSexes.valid_share"]) == (1, 1)
     assert "score_mean" not in result  # units differ
     assert played.seeds == [2 * evaluate.FIRST_SEED + i for i in range(4)]
+
+
+def test_seeds_are_runs_on_one_engine_and_are_compared(here, played):
+    code, out, _ = here("--task titanic --name a --episodes 2 --seed 1 2")
+    assert code == 0
+    assert played.seeds == [n * evaluate.FIRST_SEED + i for n in (2, 3) for i in range(2)]
+    assert len(played.engines) == 1
+    assert [read_mapping(f"logs/a-{n}/config.yaml")["seed"] for n in (1, 2)] == [1, 2]
+    assert "\ntitanic, evaluation\n" in out
 
 
 def test_a_suite_of_two_models_goes_on_and_stands_beside_published_ones(
