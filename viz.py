@@ -5,6 +5,8 @@
     python viz.py logs/<run> --list          episodes, or the tree of a search
     python viz.py logs/<run> --episode 12/3  a transcript: step 12, number 3; also before/3 and
                                              eval-9/3 (evaluations), final-best/3, a node 0.2.1
+    python viz.py logs/<run> --step 12       the groups of step 12 (round 12 of learn.py): rewards,
+                                             advantages, and what was trained
     python viz.py logs/<run> --best          the transcript with the best score
     python viz.py logs/* --plot value_mean   plot-value_mean.png: a key of the rows, over the runs
 
@@ -19,6 +21,7 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -44,7 +47,9 @@ class Options:
     list: bool = False  # print one line per episode, or the tree
     episode: str = ""  # print one transcript: its id, as --list shows it
     best: bool = False  # print the transcript with the best score
+    step: int | None = None  # print the groups of one step, and what was learned from them
     plot: tuple[str, ...] = ()  # draw each of these keys of the rows as plot-KEY.png
+    format: Literal["png", "pdf"] = "png"  # pdf: each picture as a PDF, too
 
 
 # ------------------------------------------------------------------ terminal
@@ -54,6 +59,7 @@ FACTS = (
     "outcome score test_score status task seed op sampling_mode parent second_parent reason "
     "probability idea tokens seconds error"
 ).split()
+STEP_FACTS = "reward_mean value_mean valid_share loss grad_norm skipped kl entropy".split()
 
 
 def say(text: str) -> None:
@@ -90,8 +96,7 @@ def indented(text: str) -> str:
 def list_text(run: RunData) -> str:
     """A line for each episode by file, or for each node; stars mark the path to the best one."""
     if run.kind == "search":
-        at = plots.layout(run.rows)
-        items = sorted(run.rows, key=lambda row: -at[row["id"]][1])
+        items = plots.depth_first(run.rows)
     else:
         items = read_all(transcript_files(run))
     path = plots.best_path(run)
@@ -99,18 +104,27 @@ def list_text(run: RunData) -> str:
     for item in items:
         id = item["id"]
         text = f"{item.get('op', '')} {item.get('idea') or item['status']}"
-        row = {
-            "best": "*" if id in path else "",
-            "id": "  " * id.count(".") + id,
-            "score": score_text(item),
-            "tokens": item["tokens"],
-            "sec": f"{item['seconds']:.1f}",
-            "what": " ".join(text.split())[:70],
-        }
-        rows.append(row)
+        row = {"best": "*" if id in path else "", **tables.facts_of(item)}
+        row["id"] = "  " * id.count(".") + id
+        rows.append(row | {"what": " ".join(text.split())[:70]})
     if not rows:
         raise UserError(f"{run.dir} has no transcripts.")
     return tables.aligned(rows)
+
+
+def step_text(run: RunData, step: int) -> str:
+    """What a step, or a round of a search that learns, was learned from, group by group."""
+    rows = [row for row in run.rounds or run.rows if row.get("step") == step]
+    files = transcript_files(run)
+    names = [row["id"] for row in run.rows if row.get("when") == step] or [str(step)]
+    items = [item for name in names for item in files.get(name, list)()]
+    if not (rows and items):
+        raise UserError(f"{run.dir} has no transcripts of a step {step}; --list shows them all.")
+    numbers = [f"{key} {rows[0][key]:.4g}" for key in rows[0] if key in STEP_FACTS]
+    parts = [f"step {step}: {', '.join(numbers)}", *rows[0]["alarms"]]
+    for heading, group in tables.sections(run, items).items():
+        parts.append(f"{heading}\n{tables.aligned([tables.facts_of(item) for item in group])}")
+    return "\n\n".join(parts)
 
 
 def pick(run: RunData, id: str) -> dict:
@@ -173,6 +187,8 @@ def main(options: Options):
     for run in runs:
         if options.list:
             parts.append(f"{tables.heading(run)}\n{list_text(run)}")
+        if options.step is not None:
+            parts.append(step_text(run, options.step))
         if options.episode:
             parts.append(show(pick(run, options.episode)))
         if options.best:
@@ -181,11 +197,12 @@ def main(options: Options):
         return say("\n\n".join(parts))
     # the folder that all of them are in
     folder = Path(os.path.commonpath([run.dir.resolve() for run in runs]))
+    formats = dict.fromkeys(("png", options.format))
     if options.plot:
-        paths = page.plot(runs, options.plot, folder)
+        paths = page.plot(runs, options.plot, folder, formats)
     else:
         say(summary(runs[0]) if len(runs) == 1 else tables.table(runs))
-        paths = page.write(runs, folder)
+        paths = page.write(runs, folder, formats)
     print("", *(f"wrote {path}" for path in paths), sep="\n")
 
 

@@ -19,40 +19,52 @@ from flatlab.view.reader import RunData, read_run, transcript_files
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_NODES = 300  # transcripts of a search or an evaluation on the page
-LAST_STEPS, LAST_EVALUATIONS = 3, 6  # files of a training run on the page
+LAST_STEPS, LAST_EVALUATIONS = 3, 6  # files of a training run with transcripts on the page
+LISTED_STEPS = 30  # steps whose groups are on the page
 
 # ------------------------------------------------------------------ pictures
 
 
-def draw(runs: list[RunData], folder: Path) -> list[Path]:
-    """Writes the picture of one run, or one per kind and task of several, and the tree of one."""
-    comparable = tables.groups_of(runs)
+def draw(runs: list[RunData], folder: Path, formats=("png",)) -> list[Path]:
+    """Writes the picture of one run, or one for each table of several, and the tree of one."""
+    tables_of = tables.groups_of(runs)
     figures = {}
-    if len(runs) == 1:
-        [run], [groups] = runs, comparable.values()
-        figures["curves"] = plots.draw_panels(groups, tables.heading(run))
-        if run.kind == "search":
-            figures["tree"] = plots.draw_tree(run)
-        return save(figures, folder)
-    for (kind, task, *_), groups in comparable.items():
-        title = f"{task}, {kind}: mean over runs, band: ± standard error"
-        figures[f"compare-{kind}-{task}"[:200]] = plots.draw_panels(groups, title)
-    return save(figures, folder)
+    for key, groups in tables_of.items():
+        name = "curves" if len(runs) == 1 else name_of("compare", *key)
+        figures[name] = plots.draw_panels(groups)
+    if len(runs) == 1 and runs[0].kind == "search":
+        figures["tree"] = plots.draw_tree(runs[0])
+    return save(figures, folder, formats)
 
 
-def plot(runs: list[RunData], keys: Sequence[str], folder: Path) -> list[Path]:
-    """Writes plot-KEY.png for each key. Raises UserError if the runs are not comparable."""
-    [groups, *others] = tables.groups_of(runs).values()
-    if others:
-        raise UserError("--plot draws runs of one kind and one version of a task.")
-    return save({f"plot-{key}": plots.draw_plot(groups, key) for key in keys}, folder, 150)
+def name_of(*parts: str) -> str:
+    return "-".join(parts)[:200]
 
 
-def save(figures: dict, folder: Path, dpi: int = 110) -> list[Path]:
+def plot(runs: list[RunData], keys: Sequence[str], folder: Path, formats=("png",)) -> list[Path]:
+    """Writes plot-KEY.png for each key, one for each table that has it. Raises UserError if no run
+    has it.
+    """
+    figures = {}
+    tables_of = tables.groups_of(runs)
+    for key in keys:
+        drawn = {table: plots.draw_plot(tables_of[table], key) for table in tables_of}
+        drawn = {table: figure for table, figure in drawn.items() if figure}
+        if not drawn:
+            has = ", ".join(plots.numbers_of(runs[0]))
+            raise UserError(f"{runs[0].dir} has no numbers '{key}'; it has {has}.")
+        for table, figure in drawn.items():
+            more = table if len(drawn) > 1 else ()
+            figures[name_of(f"plot-{key}", *more)] = figure
+    return save(figures, folder, formats)
+
+
+def save(figures: dict, folder: Path, formats: Sequence[str]) -> list[Path]:
     paths = []
     for name, figure in figures.items():
-        paths.append(folder / f"{name}.png")
-        write_whole(paths[-1], plots.encoded(figure, "png", dpi))
+        for format in formats:
+            paths.append(folder / f"{name}.{format}")
+            write_whole(paths[-1], plots.encoded(figure, format))
     return paths
 
 
@@ -71,21 +83,21 @@ def plot_now_and_then(directory: Path) -> None:
 # ------------------------------------------------------------------ the page
 
 
-def write(runs: list[RunData], folder: Path) -> list[Path]:
-    """Writes the pictures and report.html."""
+def write(runs: list[RunData], folder: Path, formats=("png",)) -> list[Path]:
+    """Writes the pictures and report.html. formats: png, and maybe pdf."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     views = {"reader": reader, "tables": tables, "sample": sample, "tree": tree}
     template = environment.from_string(TEMPLATE.read_text(), views)
-    paths = draw(runs, folder)
-    pictures = [path.read_bytes() for path in paths if path.stem != "tree"]
+    paths = draw(runs, folder, formats)
+    shown = [path for path in paths if path.suffix == ".png" and path.stem != "tree"]
     html = template.render(
         runs=runs,
         title=folder.resolve().name,
         made=time.strftime("%Y-%m-%d %H:%M"),
         nonce=secrets.token_hex(),
-        pictures=[base64.b64encode(picture).decode() for picture in pictures],
+        pictures=[base64.b64encode(path.read_bytes()).decode() for path in shown],
     )
     paths.append(folder / "report.html")
     # a reply may hold lone surrogates
@@ -103,24 +115,35 @@ def tree(run: RunData, prefix: str):
 
 
 def sample(run: RunData) -> dict:
-    """The transcripts on the page, in order, and how many files or nodes have theirs on it.
+    """The groups of transcripts on the page, newest first, and how many files or nodes have theirs
+    on it, how many are listed, and how many there are.
 
-    Search: the path to the best node and the best nodes; the others are listed without a
-    transcript, because the tree leads to them. Evaluation: the first episodes. Training: the last
-    steps and evaluations.
+    Search: the path to the best node and the best nodes have transcripts; all are listed, because
+    the tree leads to them. Evaluation: the first episodes. Training: the last steps and
+    evaluations; more steps are listed.
     """
-    import pandas
-
     files = transcript_files(run)
-    whole = {*list(files)[:MOST_NODES]}
+    whole = listed = [*files][:MOST_NODES]
     if run.kind == "training":
         steps = [name for name in files if name.isdigit()]
-        evaluations = [name for name in files if not name.isdigit()]
-        whole = {*steps[-LAST_STEPS:], *evaluations[-LAST_EVALUATIONS:]}
+        evaluations = [name for name in files if not name.isdigit()][-LAST_EVALUATIONS:]
+        whole = [*steps[-LAST_STEPS:], *evaluations]
+        listed = [*steps[: -LISTED_STEPS - 1 : -1], *evaluations]
     if run.kind == "search":
-        best_first = pandas.DataFrame(run.rows).sort_values("improvement", ascending=False)
-        whole = {*plots.best_path(run)[1:], *best_first["id"][:MOST_NODES]}
-        items = [files[row["id"]]()[0] if row["id"] in whole else row for row in run.rows]
-    else:
-        items = [item for name in files if name in whole for item in files[name]()]
-    return {"items": items, "shown": len(whole), "files": len(files)}
+        ids = [row["id"] for row in reader.best_first(run.rows)]
+        whole = {*plots.best_path(run)[1:], *ids[:MOST_NODES]}
+        newest = sorted(run.rows, key=lambda row: row.get("when", 0), reverse=True)
+        listed = [row["id"] for row in newest]
+    rows = {row["id"]: row for row in run.rows if run.kind == "search"}
+    items = []
+    for name in listed:
+        found = [rows[name]] if name in rows and name not in whole else files[name]()
+        for item in found:
+            is_whole = name in whole
+            items.append(item | {"facts": tables.facts_of(item), "is_whole": is_whole})
+    return {
+        "groups": tables.sections(run, items),
+        "shown": len(whole),
+        "listed": len(listed),
+        "files": len(files),
+    }

@@ -1,8 +1,8 @@
 """Pictures of runs: curves of training, imitation, searches and evaluations, and trees.
 
 Every panel takes groups of runs. Each run is drawn thin; the mean of a group is bold, and of three
-runs or more it has a band of one standard error. matplotlib and pandas are imported inside
-functions, because they are slow.
+runs or more it has a band of one standard error. Sizes are those of a paper: a page is 7 inches
+wide, a column 3.4. matplotlib and pandas are imported inside functions, because they are slow.
 """
 
 from __future__ import annotations
@@ -15,34 +15,54 @@ from itertools import accumulate
 
 import numpy as np
 
-from flatlab.errors import UserError
-from flatlab.numbers import count
 from flatlab.task.value import WORST, improvement, score_at
 from flatlab.train.metrics import evaluation_columns
-from flatlab.view.reader import RunData, score_text
+from flatlab.view.reader import NOUNS, RunData, best_first, score_text
 
-# Okabe and Ito: distinct with any kind of colour vision, and in grey print
+# Okabe and Ito: distinct with any kind of colour vision; the marks are for grey print
 COLOURS = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #000000".split()
+MARKS = "os^Dv"  # five marks and seven colours: 35 groups look different
 BLUE, RED, _, _, PINK, _, BLACK = COLOURS
 GREY = "#888888"
 STYLE = {
+    "font.size": 8,
+    "axes.titlesize": 8,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.grid": True,
     "grid.alpha": 0.25,
-    "legend.fontsize": 9,
+    "legend.fontsize": 7,
+    "lines.markersize": 4,
     "svg.fonttype": "none",
+    "pdf.fonttype": 42,
 }
+PAGE, COLUMN = 7.0, 3.4  # inches
 FEW_SEEDS = 3  # a mean over fewer runs has no interval
 
 
 @dataclass
 class RunGroup:
-    """Runs that differ by their seeds only."""
+    """Runs that differ by their seeds only. number: of the group in its table, from 0."""
 
-    label: str
-    colour: str
+    number: int
     runs: list[RunData]
+    differs: str = ""  # settings that the other groups of the table do not have
+
+    @property
+    def colour(self) -> str:
+        return COLOURS[self.number % len(COLOURS)]
+
+    @property
+    def mark(self) -> str:
+        return MARKS[self.number % len(MARKS)]
+
+    @property
+    def label(self) -> str:
+        """The name of its run; of several 'titanic-none (seeds 0, 1)'."""
+        run, seeds = self.runs[0], [one.config.get("seed") for one in self.runs]
+        if len(seeds) == 1:
+            return run.name
+        return f"{run.name.removesuffix(f'-{seeds[0]}')} (seeds {', '.join(map(str, seeds))})"
 
 
 # ------------------------------------------------------------------ numbers
@@ -89,8 +109,10 @@ def draw_key(axis, groups, key, colour, label=None, style="-"):
         frame = by_step(group, key)
         if frame.empty:
             continue
-        look = {"color": colour if len(groups) == 1 else group.colour, "linestyle": style}
-        axis.plot(frame.index, frame, alpha=0.3, linewidth=1, **look)
+        look = {"color": colour, "linestyle": style}
+        if len(groups) > 1:
+            look |= {"color": group.colour, "marker": group.mark}
+        axis.plot(frame.index, frame, alpha=0.3, linewidth=0.7, **look | {"marker": ""})
         windows = frame.dropna().rolling(window_of(frame), center=True, min_periods=1)
         draw_mean(axis, windows.mean(), label=label, **look)
         label = None  # one entry in the legend
@@ -103,7 +125,7 @@ def draw_mean(axis, frame, **look):
     frame: a DataFrame with a column for each run.
     """
     middle = frame.mean(axis=1)
-    axis.plot(middle, linewidth=2.2, **look)
+    axis.plot(middle, linewidth=1.5, markevery=0.2, **look)
     if len(frame.columns) >= FEW_SEEDS:
         error = frame.sem(axis=1)
         band = middle - error, middle + error
@@ -118,19 +140,21 @@ def draw_value(axis, groups):
         axis.errorbar(means.index, means, errors, fmt="none", color=PINK, capsize=3)
     draw_baseline(axis)
 
+    axis.set_xlabel("steps")
+
 
 def draw_baseline(axis):
     axis.set_ylabel("value")
     axis.axhline(0, color=GREY, linestyle=":", label="baseline")
 
 
-def curves(ylabel, *lines, yscale="linear"):
+def curves(ylabel, *lines, yscale="linear", x="steps"):
     """A panel of quantities per step. lines: (key, colour, label, style) of each."""
 
     def draw(axis, groups):
         for line in lines:
             draw_key(axis, groups, *line)
-        axis.set(ylabel=ylabel, yscale=yscale)
+        axis.set(xlabel=x, ylabel=ylabel, yscale=yscale)
 
     return draw
 
@@ -151,8 +175,8 @@ def mean_so_far(run: RunData):
     return pandas.Series([np.nan, *series(run.rows, "value")]).expanding().mean()
 
 
-def nodes(so_far):
-    """A panel of nodes or episodes without the faults: a dot for each valid one, a cross at the
+def nodes(so_far, noun):
+    """A panel of nodes or episodes without the faults: a mark for each valid one, a cross at the
     lower edge for a failure, and a line.
 
     so_far: best_so_far or mean_so_far.
@@ -166,7 +190,7 @@ def nodes(so_far):
             look = {"alpha": 0.5, "color": group.colour}
             for run in group.runs:
                 numbers = np.arange(1, len(run.rows) + 1)
-                axis.plot(numbers, reached(run.rows), ".", **look)
+                axis.plot(numbers, reached(run.rows), group.mark, markersize=2, **look)
                 failed = numbers[[row["outcome"] == "failed" for row in run.rows]]
                 axis.plot(failed, 0 * failed, "x", **look, **edge)
         draw_baseline(axis)
@@ -175,8 +199,9 @@ def nodes(so_far):
         for group in groups:
             # a run that has ended keeps its value
             frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
-            draw_mean(axis, frame, color=group.colour, drawstyle="steps-post")
-        axis.set_xlabel(f"{axis.get_xlabel()}; dot: valid, cross: failed (value -1)")
+            look = {"color": group.colour, "marker": group.mark, "drawstyle": "steps-post"}
+            draw_mean(axis, frame, **look)
+        axis.set_xlabel(f"{noun} (cross: failed, value -1)")
         run = groups[0].runs[0]
         if " " not in run.task:
             axis.set_ylim(axis.get_ylim())
@@ -192,36 +217,52 @@ def reached(rows: list[dict]) -> np.ndarray:
     return np.maximum(WORST, series(rows, "improvement"))
 
 
-PANELS = {  # kind of run -> x axis, and the functions of its panels by title
-    "training": (
-        "updates",
-        {
-            "Does the value rise?": draw_value,
-            "Do the episodes carry a signal?": curves(
-                "share, 0 to 1",
-                ("valid_share", BLUE, "valid episodes"),
-                ("zero_variance_share", RED, "groups of equal rewards", "--"),
-            ),
-            "How far has the policy moved?": curves("KL, nats per token", ("kl", RED)),
-            "Does it still explore?": curves("entropy, nats per token", ("entropy", BLUE)),
-            "Do engine and trainer agree?": curves(
-                "largest log-prob difference, nats", ("logprob_diff_max", PINK), yscale="log"
-            ),
-        },
-    ),
-    "imitation": ("updates", {"Does the loss fall?": curves("nats per token", ("loss", BLUE))}),
-    "search": ("nodes", {"How good is the best node so far?": nodes(best_so_far)}),
-    "evaluation": ("episodes", {"What is the mean value so far?": nodes(mean_so_far)}),
+ROUNDS = {"x": "rounds"}
+PANELS = {  # kind of run -> functions of its panels by title; "learning": a search that learns
+    "training": {
+        "Value": draw_value,
+        "Reward": curves("reward", ("reward_mean", BLUE)),
+        "Signal": curves(
+            "share, 0 to 1",
+            ("valid_share", BLUE, "valid episodes"),
+            ("zero_variance_share", RED, "equal rewards", "--"),
+        ),
+        "Episode length": curves("tokens", ("reply_tokens", BLUE)),
+        "Replies of an episode": curves("replies", ("turns", BLUE)),
+        "Time of a step": curves(
+            "seconds", ("seconds", BLUE, "all"), ("seconds_sample", RED, "sampling", "--")
+        ),
+        "Distance of the policy": curves("KL, nats per token", ("kl", BLUE)),
+        "Exploration": curves("entropy, nats per token", ("entropy", BLUE)),
+        "Engine and trainer": curves(
+            "log-prob difference, nats",
+            ("logprob_diff_max", BLUE, "largest"),
+            ("logprob_diff_mean", RED, "mean", "--"),
+            yscale="log",
+        ),
+    },
+    "imitation": {"Loss": curves("nats per token", ("loss", BLUE))},
+    "search": {"Best node so far": nodes(best_so_far, "nodes")},
+    "learning": {
+        "Best node so far": nodes(best_so_far, "nodes"),
+        "Signal": curves("valid share", ("valid_share", BLUE), **ROUNDS),
+        "Gain over the parent": curves("gain in value", ("gain_mean", BLUE), **ROUNDS),
+        "Distance of the policy": curves("KL, nats per token", ("kl", BLUE), **ROUNDS),
+        "Exploration": curves("entropy, nats per token", ("entropy", BLUE), **ROUNDS),
+        "Live lineages": curves("lineages", ("live_lineages", BLUE), **ROUNDS),
+    },
+    "evaluation": {"Mean value so far": nodes(mean_so_far, "episodes")},
 }
 
 # ------------------------------------------------------------------ the tree
 
+LINES = 40  # nodes of a panel
+MOST_NODES = 3 * LINES  # with the root
 
-def layout(rows: list[dict]) -> dict[str, tuple[int, int]]:
-    """id -> (depth, -line): every node has a line of its own, as in a printed tree."""
-    ids = ["0", *(row["id"] for row in rows)]
-    ids.sort(key=lambda id: [int(part) for part in id.split(".")])  # 0.2 before 0.10
-    return {id: (id.count("."), -line) for line, id in enumerate(ids)}
+
+def depth_first(rows: list[dict]) -> list[dict]:
+    """The nodes in the order of a printed tree: 0.2 before 0.10."""
+    return sorted(rows, key=lambda row: [int(part) for part in row["id"].split(".")])
 
 
 def best_path(run: RunData) -> list[str]:
@@ -229,54 +270,103 @@ def best_path(run: RunData) -> list[str]:
     run that is no search.
     """
     best = run.result.get("best_id")
-    return list(accumulate(best.split("."), "{}.{}".format)) if best else []
+    return path_to(best) if best else []
+
+
+def path_to(id: str) -> list[str]:
+    """The ids from the root to this node."""
+    return [*accumulate(id.split("."), "{}.{}".format)]
+
+
+def shown_nodes(run: RunData) -> list[dict]:
+    """The root and the nodes of the picture, depth first: all, or the path to the best one and the
+    nodes with the largest values, each with its path.
+    """
+    root = {"id": "0", "op": "baseline", "mark": "*", "outcome": "valid", "improvement": 0}
+    shown = {*best_path(run)[-MOST_NODES + 1 :]}
+    for row in best_first(run.rows):
+        larger = shown.union(path_to(row["id"]))
+        shown = larger if len(larger) <= MOST_NODES else shown
+    return depth_first([root, *(row for row in run.rows if row["id"] in shown)])
 
 
 def draw_tree(run: RunData, link: str = "#"):
-    """A Figure: depth to the right, a line for each node; colour: value, shape: operator.
+    """A Figure of at most three panels: depth to the right, a line for each node; colour: value,
+    shape: operator.
 
     link: address of a node before its id; the nodes in an SVG lead there.
     """
+    rows = shown_nodes(run)
+    parts = [rows[start : start + LINES] for start in range(0, len(rows), LINES)]
+    figure = new_figure(PAGE, 1.2 + 0.18 * max(6, len(parts[0])))
+    axes = figure.subplots(1, len(parts), squeeze=False)[0]
+    values = reached(rows)
+    handles = {}
+    for axis, part in zip(axes, parts):
+        draw_edges(axis, part, best_path(run))
+        marks = draw_nodes(axis, part, link, (np.nanmin(values), np.nanmax(values)))
+        handles |= {mark.get_label(): mark for mark in marks}
+        depths = [row["id"].count(".") for row in part]
+        room = 0.5 * len(parts) / (PAGE - len(parts))  # for the names, about an inch
+        axis.set_xlim(min(depths) - 1, max(depths) + 1 + room * (max(depths) - min(depths) + 2))
+    if len(rows) <= len(run.rows):
+        left_out = "the path to the best one, and the best of the others"
+        figure.suptitle(f"{len(rows) - 1} of {len(run.rows)} nodes: {left_out}", fontsize=8)
+    figure.colorbar(marks[0], ax=axes, label="value", pad=0.01, aspect=40)
+    figure.legend(handles=[*handles.values()], loc="outside lower center", ncols=6)
+    return figure
+
+
+def draw_edges(axis, rows: list[dict], path: list[str]) -> None:
+    """Lines from the parents, bold on the path; dotted if the parent is in an earlier panel."""
+    at = places(rows)
+    for row in rows:
+        x, y = at[row["id"]]
+        parent = row.get("parent", "0")
+        look = {"color": GREY, "linewidth": 0.7, "zorder": 1}
+        if row["id"] in path:
+            look = {"color": BLACK, "linewidth": 2, "zorder": 2}
+        look["linestyle"] = "-" if parent in at else ":"
+        axis.plot(*zip(at.get(parent, (x - 0.7, y)), (x, y)), **look)
+
+
+def places(rows: list[dict]) -> dict[str, tuple[int, int]]:
+    """id -> (depth, -line)."""
+    return {row["id"]: (row["id"].count("."), -line) for line, row in enumerate(rows)}
+
+
+def draw_nodes(axis, rows: list[dict], link: str, values: tuple) -> list:
+    """A mark and a name for each node. values: the smallest and the largest of the tree."""
     from matplotlib import colormaps
 
-    at = layout(run.rows)
-    height = np.clip(0.3 * len(at) + 1.5, 4, 40)
-    figure = new_figure(12, height)
-    axis = figure.subplots()
-    edges = [(at[row["parent"]], at[row["id"]]) for row in run.rows]
-    axis.plot(*np.transpose(edges), color="#bbbbbb", zorder=1)
-    if path := [at[id] for id in best_path(run)]:
-        axis.plot(*zip(*path), color=BLACK, linewidth=2.6, label="path to the best")
-    looks = {("baseline", "*"): [{"id": "0", "improvement": 0}]}
-    for row in run.rows:
+    at, looks, drawn = places(rows), {}, []
+    for row in rows:
         look = (row["op"], row["mark"]) if row["outcome"] == "valid" else (row["outcome"], "X")
         looks.setdefault(look, []).append(row)
-    colours = [0, *reached(run.rows)]
-    for (name, mark), rows in looks.items():
+        if row["id"] != "0":
+            name = f"{row['id'][-10:]}  {score_text(row)}"
+            axis.annotate(name, at[row["id"]], (5, -2.5), textcoords="offset points", fontsize=7)
+    for (name, mark), same in looks.items():
         marks = axis.scatter(
-            *zip(*(at[row["id"]] for row in rows)),
-            c=reached(rows),
+            *zip(*(at[row["id"]] for row in same)),
+            c=reached(same),
             cmap=colormaps["viridis"].with_extremes(bad=RED),
-            vmin=np.nanmin(colours),
-            vmax=np.nanmax(colours),
+            vmin=values[0],
+            vmax=values[1],
             plotnonfinite=True,  # a node without a value is red
             marker=mark,
-            s=min(110, (50 * height / len(at)) ** 2),  # square points
+            s=28,
             edgecolors=BLACK,
             linewidths=0.5,
-            label=f"{shorten(name, 20)}: {len(rows)}",
+            label=shorten(name, 20),
             zorder=3,
         )
-        marks.set_urls([f"{link}{row['id']}" for row in rows])
-    for row in run.rows if len(at) < 200 else ():
-        name = f"{row['id']}  {score_text(row)}"
-        axis.annotate(name, at[row["id"]], (8, 4), textcoords="offset points", fontsize=9)
-    axis.set(title="How did the search get to its best node?", xlabel="depth", yticks=[])
+        marks.set_urls([f"{link}{row['id']}" for row in same])
+        drawn.append(marks)
+    axis.set(xlabel="depth", yticks=[])
     axis.set_frame_on(False)
     axis.locator_params(axis="x", integer=True)
-    figure.colorbar(marks, ax=axis, label="value", pad=0.01, aspect=5 * height)
-    figure.legend(loc="outside lower center", ncols=6, markerscale=0.8)
-    return figure
+    return drawn
 
 
 # ------------------------------------------------------------------ figures
@@ -299,38 +389,52 @@ def new_figure(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_panels(groups: list[RunGroup], title: str):
-    """A Figure with all panels of a kind of run, in rows of three."""
-    from matplotlib.patches import Patch
+def draw_panels(groups: list[RunGroup], panels: dict | None = None):
+    """A Figure with all panels of a kind of run in rows of three; the last one is as wide as the
+    rest of its row. panels: others than those of PANELS.
+    """
+    from matplotlib.lines import Line2D
 
-    x, panels = PANELS[groups[0].runs[0].kind]
+    runs = [run for group in groups for run in group.runs]
+    learns = any(run.kind == "search" and run.rounds for run in runs)
+    panels = panels or PANELS["learning" if learns else runs[0].kind]
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
-    figure = new_figure(10 if columns == 1 else 16, 1 + 3.8 * lines)
+    figure = new_figure(PAGE if columns > 1 else COLUMN, 0.6 + 1.8 * lines)
+    grid = figure.add_gridspec(lines, columns)
+    axes = {}  # label of the x axis -> the first panel that has it
     for place, (name, draw) in enumerate(panels.items(), 1):
-        axis = figure.add_subplot(lines, columns, place, title=name, xlabel=x)
-        axis.sharex(figure.axes[0])
+        line, column = divmod(place - 1, columns)
+        end = columns if place == len(panels) else column + 1
+        axis = figure.add_subplot(grid[line, column:end], title=name)
         draw(axis, groups)
-        finish(axis)
-    if len(groups) > 1:
-        handles = [
-            Patch(color=group.colour, label=f"{shorten(group.label, 80)} (N={len(group.runs)})")
-            for group in groups
-        ]
-        figure.legend(handles=handles, loc="outside lower center", ncols=2)
-    figure.suptitle(shorten(title, 120), fontsize=10)
+        if axes.setdefault(axis.get_xlabel(), axis) is not axis:
+            axis.sharex(axes[axis.get_xlabel()])
+        axis.locator_params(axis="x", integer=True)
+        if axis.get_legend_handles_labels()[1]:
+            axis.legend()
+    for axis in axes.values():
+        axis.autoscale(axis="x")
+    if len(runs) > 1:
+        handles = []
+        for group in groups:
+            look = {"color": group.colour, "marker": group.mark if len(groups) > 1 else ""}
+            handles.append(Line2D([], [], label=legend_text(group), **look))
+        figure.legend(handles=handles, loc="outside lower center")
     return figure
 
 
-def finish(axis):
-    axis.locator_params(axis="x", integer=True)
-    if axis.get_legend_handles_labels()[1]:
-        axis.legend()
+def legend_text(group: RunGroup) -> str:
+    """Name of a group, what sets it apart, and what its line and band are."""
+    text = shorten(f"{group.label} {group.differs}".strip(), 64)
+    if len(group.runs) > 1:
+        text += f": mean of {len(group.runs)}"
+    return text + (" ± standard error" if len(group.runs) >= FEW_SEEDS else "")
 
 
-# Units of keys: the first part that a key contains counts; others are named after the key
+# Units of keys: the first part that a key contains counts
 UNITS = {
-    "value": "value (0: baseline, 1: reference)",
+    "value": "0: baseline, 1: reference",
     "per_second": "tokens per second",
     "seconds": "seconds",
     "share": "share, 0 to 1",
@@ -343,34 +447,34 @@ UNITS = {
 
 
 def draw_plot(groups: list[RunGroup], key: str):
-    """A Figure with one key of the rows, legible at a width of six inches."""
+    """A Figure with one key of the rows, as wide as a column; None if no row has this key."""
     run = groups[0].runs[0]
-    rows = run.rounds or run.rows
-    keys = {name for row in rows for name in row if isinstance(row[name], (int, float))}
-    if key not in keys:
-        raise UserError(f"{run.dir} has no numbers '{key}'; it has {', '.join(sorted(keys))}.")
-    figure = new_figure(6, 3.2)
-    axis = figure.subplots()
-    for group in groups:
-        label = f"mean of {count(len(group.runs), 'run')}"
-        if len(group.runs) >= FEW_SEEDS:
-            label += " ± standard error"
-        if len(groups) > 1:
-            label = shorten(f"{group.runs[0].name}, {label}", 60)
-        draw_key(axis, [group], key, group.colour, label)
-    if "value" in key:
-        draw_baseline(axis)
+    if key not in {key for group in groups for run in group.runs for key in numbers_of(run)}:
+        return None
     words = re.sub("(.*)_mean$", r"mean \1", key).replace("_", " ")
-    units = UNITS | {"score": shorten(run.result["metric"], 40)}
-    unit = next((units[part] for part in units if part in key), words)
-    x = "rounds" if run.rounds else PANELS[run.kind][0]
-    title = shorten(f"{words.capitalize()}, {run.task}", 60)
-    axis.set(title=title, xlabel=f"{x} (means over {window_of(rows)} rows)", ylabel=unit)
-    finish(axis)
-    return figure
+    unit = next((UNITS[part] for part in UNITS if part in key), "")
+    if "score" in key:
+        unit = shorten(run.result["metric"], 30)
+
+    def draw(axis, groups):
+        x = "round" if run.rounds else NOUNS[run.kind]
+        window = window_of(run.rounds or run.rows)
+        x += "s" if window == 1 else f"s (means over {window})"
+        curves("", (key, BLUE), x=x)(axis, groups)
+        if "value" in key:
+            draw_baseline(axis)
+        axis.set_ylabel(f"{words} ({unit})" if unit else words)
+
+    return draw_panels(groups, {"": draw})
 
 
-def encoded(figure, format: str, dpi: int = 110) -> bytes:
+def numbers_of(run: RunData) -> list[str]:
+    """The keys of the rows that have numbers."""
+    rows = run.rounds or run.rows
+    return sorted({key for row in rows for key in row if isinstance(row[key], (int, float))})
+
+
+def encoded(figure, format: str, dpi: int = 200) -> bytes:
     """The picture as the content of a file."""
     picture = io.BytesIO()
     figure.savefig(picture, format=format, dpi=dpi)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, read_rows
-from flatlab.task.value import value_of
+from flatlab.task.value import WORST, value_of
 
 # Kinds of runs, and the noun for a row of each
 NOUNS = {"training": "step", "search": "node", "evaluation": "episode", "imitation": "step"}
@@ -26,7 +26,7 @@ class RunData:
 
     kind: a key of NOUNS. task: its name, or several names with a space between. rows: steps, nodes
     in order of completion, or episodes. rounds: rows of metrics.jsonl of a search that learns.
-    fingerprint: digests of the code, the task and the model; {} if they were not recorded.
+    fingerprint: digests of code, prompts, task and model; {} if they were not recorded.
     """
 
     dir: Path
@@ -74,6 +74,10 @@ def read_run(directory) -> RunData:
     if kind == "search":
         rounds = rows
         rows = [with_outcome(row) for row in read_rows(path / "journal.jsonl")]
+        learned = dict(pair for row in rounds for pair in row.get("advantages", {}).items())
+        for row in rows if rounds else ():
+            row["when"], row["group"] = row["decision"]["round"], row["decision"]["group"]
+            row |= {"reward": row["value"], "advantages": learned.get(row["id"])}
     if kind == "evaluation":
         rows = read_all(episode_files(path))
     if not rows:
@@ -108,6 +112,11 @@ def with_outcome(row: dict) -> dict:
     return row | {"outcome": outcome, "value": value_of(row["improvement"])}
 
 
+def best_first(rows: list[dict]) -> list[dict]:
+    """Nodes by their value; faults come last."""
+    return sorted(rows, key=lambda row: WORST - 1 if row["value"] is None else row["value"])[::-1]
+
+
 def score_text(item: dict) -> str:
     """The score of a node or episode, or its outcome if it has none."""
     return item["outcome"] if item["score"] is None else f"{item['score']:.4g}"
@@ -124,7 +133,10 @@ def transcript_files(run: RunData) -> dict[str, Callable[[], list[dict]]]:
     outcome, status, score (None unless valid), improvement, value, tokens, seconds, error, system
     and prompt (the first messages), turns.
     Episodes also have seed, test_score and reward (None for a fault); nodes also parent, op,
-    sampling_mode, reason (of the selection), idea, code and diff.
+    sampling_mode, reason (of the selection), idea, code and diff. Episodes, and nodes of a search
+    that learns, have when (name of the file, number of the round), group, and advantages: one per
+    reply, None for a reply that was not trained; None if the group was not trained, or they were
+    not stored.
     """
     if run.kind != "search":
         return episode_files(run.dir)
@@ -151,6 +163,7 @@ def episode_items(path: Path, name: str = "") -> list[dict]:
     rows = read_rows(path)
     items = []
     for index, row in enumerate(rows):
+        advantages = [turn["advantage"] for turn in row["turns"] if "advantage" in turn]
         score = row["score"] or {"value": None, "stderr": None, "message": row["fault"]}
         test = row.get("test_score")
         item = {
@@ -162,6 +175,8 @@ def episode_items(path: Path, name: str = "") -> list[dict]:
             "stderr": (test or score)["stderr"],
             "tokens": row["reply_tokens"],
             "error": joined(score["message"], score.get("grader_output")),
+            "when": name,
+            "advantages": advantages or None,
         }
         items.append(with_outcome(row | item))
     return items

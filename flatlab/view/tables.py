@@ -17,8 +17,15 @@ from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error
 from flatlab.task.value import improvement, summary, summary_text
 from flatlab.train.metrics import fell_by_half
 from flatlab.view import plots
-from flatlab.view.plots import COLOURS, FEW_SEEDS, RunGroup, series
-from flatlab.view.reader import NOUNS, RunData, episode_items, read_all, transcript_files
+from flatlab.view.plots import FEW_SEEDS, RunGroup, series
+from flatlab.view.reader import (
+    NOUNS,
+    RunData,
+    episode_items,
+    read_all,
+    score_text,
+    transcript_files,
+)
 
 # ------------------------------------------------------------------ results
 
@@ -51,7 +58,10 @@ def result_of(run: RunData) -> Result:
         what = f"best adapter (step {best['step']})"
         if final["best_is_untrained"]:
             what = "untrained adapter"
-        return result_of_episodes(run, what, episode_items(run.dir / best["file"]), final["split"])
+        items = episode_items(run.dir / best["file"])
+        result = result_of_episodes(run, what, items, final["split"])
+        result.facts.update({key: best[key] for key in best if key.startswith("difference")})
+        return result
     last = run.rows[-plots.window_of(run.rows) :]
     facts = {key: fmean(series(last, key)) for key in ("value_mean", "valid_share")}
     facts["value_stderr"] = None
@@ -210,42 +220,129 @@ def rounds(run: RunData, columns: int | None = ON_TERMINAL) -> str:
     return text if run.rounds else ""
 
 
-# ------------------------------------------------------------------ groups
+# ------------------------------------------------------------------ episodes and their groups
+
+
+def facts_of(item: dict) -> dict[str, str]:
+    """The columns about an episode or a node: what was learned from it, and how it went."""
+    facts = {"id": item["id"], "seed": str(item["seed"])}
+    if "reward" in item:
+        replies = item["advantages"] or []
+        trained = [advantage for advantage in replies if advantage is not None]
+        facts["reward"] = plus_minus(item["reward"], None, "+", 3)
+        facts["advantage"] = plus_minus(fmean(trained) if trained else None, None, "+", 3)
+        facts["loss on"] = f"{len(trained)} of {len(replies)}" if replies else "-"
+    facts |= {"score": score_text(item), "status": item["status"]}
+    if "turns" in item:
+        facts["turns"] = str(len(item["turns"]))
+    return facts | {"tokens": str(item["tokens"]), "seconds": f"{item['seconds']:.1f}"}
+
+
+def learned_text(advantage: float | None) -> str:
+    """About one reply."""
+    return "no loss" if advantage is None else f"advantage {advantage:+.3f}"
+
+
+def sections(run: RunData, items: list[dict]) -> dict[str, list[dict]]:
+    """Heading -> the episodes or nodes of a group that were compared with each other, or of an
+    evaluation, or of the whole run.
+    """
+    groups = {}
+    for item in items:
+        name, when = run.name, str(item.get("when", ""))
+        if run.kind == "training" or run.rounds:
+            name = f"evaluation {when}"
+            if when.isdigit():
+                name = f"{'round' if run.rounds else 'step'} {when}, group {item['group']}"
+        groups.setdefault(name, []).append(item)
+    return {f"{name}: {about(run, own)}": own for name, own in groups.items()}
+
+
+def about(run: RunData, items: list[dict]) -> str:
+    """What these episodes or nodes have in common, and how many of them were trained."""
+    task = items[0].get("task", run.task)
+    rewards = [item["reward"] for item in items if item.get("reward") is not None]
+    if not (rewards and str(items[0]["when"]).isdigit()):
+        return f"{task}, {count(len(items), NOUNS[run.kind])}"
+    trained = sum(bool(item["advantages"]) for item in items)
+    text = f"{trained} of {len(items)} trained"
+    if min(rewards) == max(rewards):
+        text = "equal rewards, none trained"
+    elif not trained:
+        text = "advantages not stored"
+    return f"{task}, rewards {min(rewards):+.3f} to {max(rewards):+.3f}, {text}"
+
+
+# ------------------------------------------------------------------ groups of runs
 
 # Settings that do not change what is measured
 NOT_OF_THE_GROUP = set("seed name workers concurrency url eval_episodes backend trackers".split())
 
 
-def groups_of(runs: list[RunData]) -> dict[tuple, list[RunGroup]]:
-    """(kind, task, baseline, digest of the task) -> groups of runs that differ by their seed only.
+def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
+    """(kind, task) -> groups of runs that differ by their seed only, for each table.
 
-    A group is named after its first run. It has one run of each seed; further ones are another
-    group. Scores on different versions of a task cannot be compared.
+    A group has one run of each seed; further ones are another group.
     """
     groups, seen = {}, Counter()
     for run in sorted(runs, key=lambda run: run.name):
-        settings = {key: run.config[key] for key in run.config if key not in NOT_OF_THE_GROUP}
-        made_by = repr((settings, run.fingerprint))
+        made_by = repr(settings_of(run))
         seed = made_by, run.config.get("seed")
         seen[seed] += 1
-        version = run.kind, run.task, run.baseline, run.fingerprint.get("task")
-        comparable = groups.setdefault(version, {})
-        group = RunGroup(str(run.dir), COLOURS[len(comparable) % len(COLOURS)], [])
-        comparable.setdefault((made_by, seen[seed]), group).runs.append(run)
-    return {version: [*comparable.values()] for version, comparable in groups.items()}
+        table = groups.setdefault((run.kind, run.task), {})
+        group = table.setdefault((made_by, seen[seed]), RunGroup(len(table), []))
+        group.runs.append(run)
+    for table in groups.values():
+        name_differences([*table.values()])
+    return {key: [*table.values()] for key, table in groups.items()}
+
+
+def settings_of(run: RunData) -> dict[str, str]:
+    """All that makes a run besides its seed: setting -> text; the digests as "code version" ..."""
+    settings = {}
+    for key, value in run.config.items():
+        if key not in NOT_OF_THE_GROUP:
+            values = value if isinstance(value, list) else [value]
+            settings[key] = " ".join(map(value_text, values))
+    for part, digest in run.fingerprint.items():
+        digests = [digest] if isinstance(digest, str) else digest
+        settings[f"{part} version"] = "+".join(one[:6] for one in digests)
+    return settings
+
+
+def name_differences(groups: list[RunGroup]) -> None:
+    """Sets `differs` to the settings that more than half of the groups do not share. A version is
+    left out if the setting of that name tells as much.
+    """
+    settings = [settings_of(group.runs[0]) for group in groups]
+    columns = {key: [one.get(key) for one in settings] for one in settings for key in one}
+    parts = [[] for _ in groups]
+    for key, values in columns.items():
+        [(usual, frequency)] = Counter(values).most_common(1)
+        named = columns.get(key.removesuffix(" version"), values)
+        is_told = named is not values and len({*named}) == len({*values})
+        for part, value in zip(parts, values):
+            is_other = value != usual or frequency <= len(groups) / 2
+            if is_other and not is_told and frequency < len(groups):
+                part.append(f"{key}={value}")
+    for group, part in zip(groups, parts):
+        group.differs = ", ".join(part)
 
 
 # ------------------------------------------------------------------ the table
 
 LEGEND = f"""\
-run: its directory; runs that differ by their seed only are one row, named after the first; a second
-    run of a seed is in another row
+run: its name; runs that differ by their seed only are one row; a second run of a seed is in another
+    row
+differs in: settings and versions (digests) that most rows do not have; values of two versions of a
+    task cannot be compared
 N: runs in the row; a mean over fewer than {FEW_SEEDS} runs has no interval, each value is shown
 value: mean improvement, 0 at the baseline and 1 at the reference; without a valid submission -1.
     Every ± is a standard error: over the runs, or over the episodes of a single run
 valid: share of the episodes, or of the nodes, with a valid submission
 score: mean of the valid ones, or the score of the best node, in the unit of the task
 best of {BEST_OF}: expected best score of {BEST_OF} episodes
+gain over untrained: of the value of the best adapter, in pairs on the same fresh seeds
 rows ±: standard error of one score over the rows or games of the part
 of: what has this value, and on which part of the data
 difference: of the value to the best row, over the seeds that both have"""
@@ -254,7 +351,7 @@ difference: of the value to the best row, over the seeds that both have"""
 def table(runs: list[RunData]) -> str:
     """Text of `python viz.py logs/*`: a table per kind of run and task, then what it means."""
     parts = []
-    for (kind, task, *_), groups in groups_of(runs).items():
+    for (kind, task), groups in groups_of(runs).items():
         text = "An imitation has no value: evaluate its adapter to compare it."
         if kind != "imitation":
             text = aligned(rows_of(groups))
@@ -279,8 +376,10 @@ def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
     facts = [one.facts for one in results]
     return {
         "run": group.label,
+        "differs in": group.differs,
         "N": len(results),
         **columns(facts, "score"),
+        "gain over untrained": cell(facts, "difference", "difference_stderr", "+"),
         "rows ±": cell(facts, "rows_error"),
         "of": f"{what}, {results[0].part}",
         "difference": "" if results is best else difference(results, best),
@@ -339,8 +438,11 @@ def values_of(results: list[Result]) -> dict:
 
 
 def aligned(rows: list[dict]) -> str:
-    """Rows of texts and numbers as lines of equal width, all columns aligned to the left."""
-    lines = [[*rows[0]], *([str(value) for value in row.values()] for row in rows)]
+    """Rows of texts and numbers as lines of equal width, all columns aligned to the left; without
+    columns in which nothing is said.
+    """
+    shown = [key for key in rows[0] if any(row[key] not in ("", "-") for row in rows)]
+    lines = [shown, *([str(row[key]) for key in shown] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(map(str.ljust, line, widths)) for line in lines)
 
