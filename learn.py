@@ -93,7 +93,8 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
         row = row_of(t, sum(groups, []), list(episodes.values()))
         compared = compared_groups(t, groups, episodes)
         row |= await in_trainer(grpo.update, policy, optimizer, compared, cfg, job)
-        row["advantages"] = {id: advantages_of(episodes[id]) for id in episodes}
+        turns = {id: episode.turns for id, episode in episodes.items()}
+        row["advantages"] = {id: [t.get("advantage") for t in turns[id]] for id in turns}
         policy.sync()
         row["alarms"] = alarms(row, t.run.rows())
         await in_trainer(checkpoint.write_step, policy, optimizer, job, row)
@@ -135,11 +136,6 @@ def compared_groups(t: Tree, groups: list[list[Node]], episodes: dict) -> list[b
 
 
 # ------------------------------------------------------------------ numbers of a round
-
-
-def advantages_of(episode) -> list[float | None]:
-    """One per reply; None: it was not trained."""
-    return [turn.get("advantage") for turn in episode.turns]
 
 
 def row_of(t: Tree, nodes: list[Node], episodes: list) -> dict:

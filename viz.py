@@ -59,7 +59,6 @@ FACTS = (
     "outcome score test_score status task seed op sampling_mode parent second_parent reason "
     "probability idea tokens seconds error"
 ).split()
-STEP_FACTS = "reward_mean value_mean valid_share loss grad_norm skipped kl entropy".split()
 
 
 def say(text: str) -> None:
@@ -114,16 +113,14 @@ def list_text(run: RunData) -> str:
 
 def step_text(run: RunData, step: int) -> str:
     """What a step, or a round of a search that learns, was learned from, group by group."""
-    rows = [row for row in run.rounds or run.rows if row.get("step") == step]
     files = transcript_files(run)
     names = [row["id"] for row in run.rows if row.get("when") == step] or [str(step)]
     items = [item for name in names for item in files.get(name, list)()]
-    if not (rows and items):
-        raise UserError(f"{run.dir} has no transcripts of a step {step}; --list shows them all.")
-    numbers = [f"{key} {rows[0][key]:.4g}" for key in rows[0] if key in STEP_FACTS]
-    parts = [f"step {step}: {', '.join(numbers)}", *rows[0]["alarms"]]
+    parts = [tables.heading(run)]
     for heading, group in tables.sections(run, items).items():
-        parts.append(f"{heading}\n{tables.aligned([tables.facts_of(item) for item in group])}")
+        parts.append(f"{heading}\n{tables.aligned([*map(tables.facts_of, group)])}")
+    if not items:
+        raise UserError(f"{run.dir} has no transcripts of a step {step}; --list shows them all.")
     return "\n\n".join(parts)
 
 
@@ -199,7 +196,7 @@ def main(options: Options):
     folder = Path(os.path.commonpath([run.dir.resolve() for run in runs]))
     formats = dict.fromkeys(("png", options.format))
     if options.plot:
-        paths = page.plot(runs, options.plot, folder, formats)
+        paths = page.draw(runs, folder, formats, options.plot)
     else:
         say(summary(runs[0]) if len(runs) == 1 else tables.table(runs))
         paths = page.write(runs, folder, formats)

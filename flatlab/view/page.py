@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import secrets
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from flatlab.errors import UserError
@@ -25,41 +25,26 @@ LISTED_STEPS = 30  # steps whose groups are on the page
 # ------------------------------------------------------------------ pictures
 
 
-def draw(runs: list[RunData], folder: Path, formats=("png",)) -> list[Path]:
-    """Writes the picture of one run, or one for each table of several, and the tree of one."""
-    tables_of = tables.groups_of(runs)
-    figures = {}
-    for key, groups in tables_of.items():
-        name = "curves" if len(runs) == 1 else name_of("compare", *key)
-        figures[name] = plots.draw_panels(groups)
-    if len(runs) == 1 and runs[0].kind == "search":
-        figures["tree"] = plots.draw_tree(runs[0])
-    return save(figures, folder, formats)
-
-
-def name_of(*parts: str) -> str:
-    return "-".join(parts)[:200]
-
-
-def plot(runs: list[RunData], keys: Sequence[str], folder: Path, formats=("png",)) -> list[Path]:
-    """Writes plot-KEY.png for each key, one for each table that has it. Raises UserError if no run
-    has it.
+def draw(runs: list[RunData], folder: Path, formats=("png",), keys=()) -> list[Path]:
+    """Writes the picture of one run and its tree, or a picture for each table of several; with keys
+    plot-KEY for each. Raises UserError if the rows have no such key.
     """
+    compared = tables.groups_of(runs)
     figures = {}
-    tables_of = tables.groups_of(runs)
-    for key in keys:
-        drawn = {table: plots.draw_plot(tables_of[table], key) for table in tables_of}
-        drawn = {table: figure for table, figure in drawn.items() if figure}
-        if not drawn:
-            has = ", ".join(plots.numbers_of(runs[0]))
-            raise UserError(f"{runs[0].dir} has no numbers '{key}'; it has {has}.")
-        for table, figure in drawn.items():
-            more = table if len(drawn) > 1 else ()
-            figures[name_of(f"plot-{key}", *more)] = figure
-    return save(figures, folder, formats)
-
-
-def save(figures: dict, folder: Path, formats: Sequence[str]) -> list[Path]:
+    for (kind, task), groups in compared.items():
+        of = f"-{kind}-{task}"[:150]
+        for key in keys:
+            run = groups[0].runs[0]
+            if key not in plots.numbers_of(run):
+                has = ", ".join(plots.numbers_of(run))
+                raise UserError(f"{run.dir} has no numbers '{key}'; it has {has}.")
+            name = f"plot-{key}{of if len(compared) > 1 else ''}"
+            figures[name] = plots.draw_panels(groups, [key])
+        if not keys:
+            name = "curves" if len(runs) == 1 else f"compare{of}"
+            figures[name] = plots.draw_panels(groups)
+    if len(runs) == 1 and runs[0].kind == "search" and not keys:
+        figures["tree"] = plots.draw_tree(runs[0])
     paths = []
     for name, figure in figures.items():
         for format in formats:
@@ -123,27 +108,18 @@ def sample(run: RunData) -> dict:
     evaluations; more steps are listed.
     """
     files = transcript_files(run)
-    whole = listed = [*files][:MOST_NODES]
+    names = [*files]
+    whole = names[:MOST_NODES]
     if run.kind == "training":
-        steps = [name for name in files if name.isdigit()]
-        evaluations = [name for name in files if not name.isdigit()][-LAST_EVALUATIONS:]
-        whole = [*steps[-LAST_STEPS:], *evaluations]
-        listed = [*steps[: -LISTED_STEPS - 1 : -1], *evaluations]
+        steps = [name for name in names if name.isdigit()]
+        whole = [name for name in names if name not in steps][-LAST_EVALUATIONS:]
+        names = [*steps[: -LISTED_STEPS - 1 : -1], *whole]
+        whole += steps[-LAST_STEPS:]
     if run.kind == "search":
-        ids = [row["id"] for row in reader.best_first(run.rows)]
-        whole = {*plots.best_path(run)[1:], *ids[:MOST_NODES]}
+        whole = plots.best_nodes(run, MOST_NODES)
         newest = sorted(run.rows, key=lambda row: row.get("when", 0), reverse=True)
-        listed = [row["id"] for row in newest]
-    rows = {row["id"]: row for row in run.rows if run.kind == "search"}
-    items = []
-    for name in listed:
-        found = [rows[name]] if name in rows and name not in whole else files[name]()
-        for item in found:
-            is_whole = name in whole
-            items.append(item | {"facts": tables.facts_of(item), "is_whole": is_whole})
-    return {
-        "groups": tables.sections(run, items),
-        "shown": len(whole),
-        "listed": len(listed),
-        "files": len(files),
-    }
+        names = [row["id"] for row in newest]
+        files |= {row["id"]: partial(list, [row]) for row in newest if row["id"] not in whole}
+    items = [item | {"is_whole": name in whole} for name in names for item in files[name]()]
+    counts = {"whole": len(whole), "listed": len(names), "files": len(files)}
+    return counts | {"groups": tables.sections(run, items)}

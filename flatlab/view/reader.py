@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, read_rows
-from flatlab.task.value import WORST, value_of
+from flatlab.task.value import value_of
 
 # Kinds of runs, and the noun for a row of each
 NOUNS = {"training": "step", "search": "node", "evaluation": "episode", "imitation": "step"}
@@ -74,9 +74,11 @@ def read_run(directory) -> RunData:
     if kind == "search":
         rounds = rows
         rows = [with_outcome(row) for row in read_rows(path / "journal.jsonl")]
-        learned = dict(pair for row in rounds for pair in row.get("advantages", {}).items())
+        learned = {}
+        for row in rounds:
+            learned |= row.get("advantages", {})
         for row in rows if rounds else ():
-            row["when"], row["group"] = row["decision"]["round"], row["decision"]["group"]
+            row |= {"when": row["decision"]["round"], "group": row["decision"]["group"]}
             row |= {"reward": row["value"], "advantages": learned.get(row["id"])}
     if kind == "evaluation":
         rows = read_all(episode_files(path))
@@ -110,11 +112,6 @@ def with_outcome(row: dict) -> dict:
         return row | {"outcome": "fault", "value": None}
     outcome = "failed" if row["improvement"] is None else "valid"
     return row | {"outcome": outcome, "value": value_of(row["improvement"])}
-
-
-def best_first(rows: list[dict]) -> list[dict]:
-    """Nodes by their value; faults come last."""
-    return sorted(rows, key=lambda row: WORST - 1 if row["value"] is None else row["value"])[::-1]
 
 
 def score_text(item: dict) -> str:

@@ -238,39 +238,33 @@ def facts_of(item: dict) -> dict[str, str]:
     return facts | {"tokens": str(item["tokens"]), "seconds": f"{item['seconds']:.1f}"}
 
 
-def learned_text(advantage: float | None) -> str:
-    """About one reply."""
-    return "no loss" if advantage is None else f"advantage {advantage:+.3f}"
-
-
 def sections(run: RunData, items: list[dict]) -> dict[str, list[dict]]:
     """Heading -> the episodes or nodes of a group that were compared with each other, or of an
     evaluation, or of the whole run.
     """
+    noun = "round" if run.rounds else "step"
     groups = {}
     for item in items:
-        name, when = run.name, str(item.get("when", ""))
-        if run.kind == "training" or run.rounds:
-            name = f"evaluation {when}"
-            if when.isdigit():
-                name = f"{'round' if run.rounds else 'step'} {when}, group {item['group']}"
+        name = when = str(item.get("when", ""))
+        if run.kind != "training" and not run.rounds:
+            name = run.name
+        elif when.isdigit():
+            name = f"{noun} {when}, group {item['group']}"
         groups.setdefault(name, []).append(item)
-    return {f"{name}: {about(run, own)}": own for name, own in groups.items()}
+    return {f"{name}: {learned(run, own)}": own for name, own in groups.items()}
 
 
-def about(run: RunData, items: list[dict]) -> str:
-    """What these episodes or nodes have in common, and how many of them were trained."""
-    task = items[0].get("task", run.task)
+def learned(run: RunData, items: list[dict]) -> str:
+    """The task and the rewards of a group, and how many of its episodes were trained."""
+    text = items[0].get("task", run.task)
     rewards = [item["reward"] for item in items if item.get("reward") is not None]
-    if not (rewards and str(items[0]["when"]).isdigit()):
-        return f"{task}, {count(len(items), NOUNS[run.kind])}"
+    if not rewards:
+        return text
     trained = sum(bool(item["advantages"]) for item in items)
-    text = f"{trained} of {len(items)} trained"
-    if min(rewards) == max(rewards):
-        text = "equal rewards, none trained"
-    elif not trained:
-        text = "advantages not stored"
-    return f"{task}, rewards {min(rewards):+.3f} to {max(rewards):+.3f}, {text}"
+    text += f", rewards {min(rewards):+.3f} to {max(rewards):+.3f}"
+    if trained:
+        return f"{text}, {trained} of {len(items)} trained"
+    return f"{text}, {'equal: none trained' if len({*rewards}) == 1 else 'no advantages stored'}"
 
 
 # ------------------------------------------------------------------ groups of runs
@@ -284,49 +278,37 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
 
     A group has one run of each seed; further ones are another group.
     """
-    groups, seen = {}, Counter()
+    compared = {}
     for run in sorted(runs, key=lambda run: run.name):
-        made_by = repr(settings_of(run))
-        seed = made_by, run.config.get("seed")
-        seen[seed] += 1
-        table = groups.setdefault((run.kind, run.task), {})
-        group = table.setdefault((made_by, seen[seed]), RunGroup(len(table), []))
-        group.runs.append(run)
-    for table in groups.values():
-        name_differences([*table.values()])
-    return {key: [*table.values()] for key, table in groups.items()}
+        table = compared.setdefault((run.kind, run.task), [])
+        settings, seed = settings_of(run), run.config.get("seed")
+        own = [group for group in table if group.settings == settings and seed not in group.seeds]
+        if not own:
+            own = [RunGroup(len(table), settings)]
+            table += own
+        own[0].runs.append(run)
+    for table in compared.values():
+        name_differences(table)
+    return compared
 
 
 def settings_of(run: RunData) -> dict[str, str]:
-    """All that makes a run besides its seed: setting -> text; the digests as "code version" ..."""
-    settings = {}
-    for key, value in run.config.items():
-        if key not in NOT_OF_THE_GROUP:
-            values = value if isinstance(value, list) else [value]
-            settings[key] = " ".join(map(value_text, values))
+    """All that makes a run besides its seed: setting -> text; 'my.yaml@1a2b3c' with a digest."""
+    settings = {key: run.config[key] for key in run.config if key not in NOT_OF_THE_GROUP}
+    texts = {key: value_text(value) for key, value in settings.items()}
     for part, digest in run.fingerprint.items():
-        digests = [digest] if isinstance(digest, str) else digest
-        settings[f"{part} version"] = "+".join(one[:6] for one in digests)
-    return settings
+        texts[part] = f"{texts.get(part, '')}@{digest[-1] if part == 'code' else digest:.6}"
+    return texts
 
 
 def name_differences(groups: list[RunGroup]) -> None:
-    """Sets `differs` to the settings that more than half of the groups do not share. A version is
-    left out if the setting of that name tells as much.
-    """
-    settings = [settings_of(group.runs[0]) for group in groups]
-    columns = {key: [one.get(key) for one in settings] for one in settings for key in one}
-    parts = [[] for _ in groups]
-    for key, values in columns.items():
-        [(usual, frequency)] = Counter(values).most_common(1)
-        named = columns.get(key.removesuffix(" version"), values)
-        is_told = named is not values and len({*named}) == len({*values})
-        for part, value in zip(parts, values):
-            is_other = value != usual or frequency <= len(groups) / 2
-            if is_other and not is_told and frequency < len(groups):
-                part.append(f"{key}={value}")
-    for group, part in zip(groups, parts):
-        group.differs = ", ".join(part)
+    """Sets `differs` to the settings that at most half of the groups share."""
+    for key in dict.fromkeys(key for group in groups for key in group.settings):
+        frequency = Counter(group.settings.get(key) for group in groups)
+        for group in groups:
+            value = group.settings.get(key)
+            if frequency[value] <= len(groups) / 2:
+                group.differs += f"{', ' * bool(group.differs)}{key}={value}"
 
 
 # ------------------------------------------------------------------ the table
@@ -334,8 +316,6 @@ def name_differences(groups: list[RunGroup]) -> None:
 LEGEND = f"""\
 run: its name; runs that differ by their seed only are one row; a second run of a seed is in another
     row
-differs in: settings and versions (digests) that most rows do not have; values of two versions of a
-    task cannot be compared
 N: runs in the row; a mean over fewer than {FEW_SEEDS} runs has no interval, each value is shown
 value: mean improvement, 0 at the baseline and 1 at the reference; without a valid submission -1.
     Every ± is a standard error: over the runs, or over the episodes of a single run
@@ -345,7 +325,9 @@ best of {BEST_OF}: expected best score of {BEST_OF} episodes
 gain over untrained: of the value of the best adapter, in pairs on the same fresh seeds
 rows ±: standard error of one score over the rows or games of the part
 of: what has this value, and on which part of the data
-difference: of the value to the best row, over the seeds that both have"""
+difference: of the value to the best row, over the seeds that both have
+differs in: settings that at most half of the rows have, @ digests of prompts, task, model and code;
+    values on two versions of a task cannot be compared"""
 
 
 def table(runs: list[RunData]) -> str:
@@ -376,7 +358,6 @@ def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
     facts = [one.facts for one in results]
     return {
         "run": group.label,
-        "differs in": group.differs,
         "N": len(results),
         **columns(facts, "score"),
         "gain over untrained": cell(facts, "difference", "difference_stderr", "+"),
@@ -384,6 +365,7 @@ def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
         "of": f"{what}, {results[0].part}",
         "difference": "" if results is best else difference(results, best),
         "faults": sum(map(faults, group.runs)),
+        "differs in": group.differs,
     }
 
 
@@ -441,10 +423,10 @@ def aligned(rows: list[dict]) -> str:
     """Rows of texts and numbers as lines of equal width, all columns aligned to the left; without
     columns in which nothing is said.
     """
-    shown = [key for key in rows[0] if any(row[key] not in ("", "-") for row in rows)]
-    lines = [shown, *([str(row[key]) for key in shown] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)) for line in lines)
+    columns = [[key, *(str(row[key]) for row in rows)] for key in rows[0]]
+    columns = [column for column in columns if {*column[1:]} - {"", "-"}]
+    widths = [max(map(len, column)) for column in columns]
+    return "\n".join("  ".join(map(str.ljust, line, widths)) for line in zip(*columns))
 
 
 # ------------------------------------------------------------------ at the end
