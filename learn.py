@@ -93,8 +93,6 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
         row = row_of(t, sum(groups, []), list(episodes.values()))
         compared = compared_groups(t, groups, episodes)
         row |= await in_trainer(grpo.update, policy, optimizer, compared, cfg, job)
-        turns = {id: episode.turns for id, episode in episodes.items()}
-        row["advantages"] = {id: [t.get("advantage") for t in turns[id]] for id in turns}
         policy.sync()
         row["alarms"] = alarms(row, t.run.rows())
         await in_trainer(checkpoint.write_step, policy, optimizer, job, row)

@@ -5,8 +5,8 @@
     python viz.py logs/<run> --list          episodes, or the tree of a search
     python viz.py logs/<run> --episode 12/3  a transcript: step 12, number 3; also before/3 and
                                              eval-9/3 (evaluations), final-best/3, a node 0.2.1
-    python viz.py logs/<run> --step 12       the groups of step 12 (round 12 of learn.py): rewards,
-                                             advantages, and what was trained
+    python viz.py logs/<run> --step 12       the groups of step 12: rewards, advantages, and what
+                                             was trained
     python viz.py logs/<run> --best          the transcript with the best score
     python viz.py logs/* --plot value_mean   plot-value_mean.png: a key of the rows, over the runs
 
@@ -101,26 +101,22 @@ def list_text(run: RunData) -> str:
     path = plots.best_path(run)
     rows = []
     for item in items:
-        id = item["id"]
-        text = f"{item.get('op', '')} {item.get('idea') or item['status']}"
-        row = {"best": "*" if id in path else "", **tables.facts_of(item)}
-        row["id"] = "  " * id.count(".") + id
-        rows.append(row | {"what": " ".join(text.split())[:70]})
+        row = {"best": "*" if item["id"] in path else "", **tables.facts_of(item)}
+        row["id"] = "  " * item["id"].count(".") + item["id"]
+        rows.append(row)
     if not rows:
         raise UserError(f"{run.dir} has no transcripts.")
     return tables.aligned(rows)
 
 
 def step_text(run: RunData, step: int) -> str:
-    """What a step, or a round of a search that learns, was learned from, group by group."""
-    files = transcript_files(run)
-    names = [row["id"] for row in run.rows if row.get("when") == step] or [str(step)]
-    items = [item for name in names for item in files.get(name, list)()]
+    """What a step was learned from, group by group. Raises UserError if it is not stored."""
+    items = transcript_files(run).get(str(step), list)()
+    if run.kind != "training" or not items:
+        raise UserError(f"{run.dir} has no transcripts of a step {step}; --list shows them all.")
     parts = [tables.heading(run)]
     for heading, group in tables.sections(run, items).items():
         parts.append(f"{heading}\n{tables.aligned([*map(tables.facts_of, group)])}")
-    if not items:
-        raise UserError(f"{run.dir} has no transcripts of a step {step}; --list shows them all.")
     return "\n\n".join(parts)
 
 

@@ -32,16 +32,16 @@ def draw(runs: list[RunData], folder: Path, formats=("png",), keys=()) -> list[P
     compared = tables.groups_of(runs)
     figures = {}
     for (kind, task), groups in compared.items():
-        of = f"-{kind}-{task}"[:150]
+        ending = f"-{kind}-{task}"[:150]
         for key in keys:
             run = groups[0].runs[0]
-            if key not in plots.numbers_of(run):
-                has = ", ".join(plots.numbers_of(run))
-                raise UserError(f"{run.dir} has no numbers '{key}'; it has {has}.")
-            name = f"plot-{key}{of if len(compared) > 1 else ''}"
+            has = plots.numbers_of(run)
+            if key not in has:
+                raise UserError(f"{run.dir} has no numbers '{key}'; it has {', '.join(has)}.")
+            name = f"plot-{key}" + ending * (len(compared) > 1)
             figures[name] = plots.draw_panels(groups, [key])
         if not keys:
-            name = "curves" if len(runs) == 1 else f"compare{of}"
+            name = "curves" if len(runs) == 1 else f"compare{ending}"
             figures[name] = plots.draw_panels(groups)
     if len(runs) == 1 and runs[0].kind == "search" and not keys:
         figures["tree"] = plots.draw_tree(runs[0])
@@ -117,9 +117,7 @@ def sample(run: RunData) -> dict:
         whole += steps[-LAST_STEPS:]
     if run.kind == "search":
         whole = plots.best_nodes(run, MOST_NODES)
-        newest = sorted(run.rows, key=lambda row: row.get("when", 0), reverse=True)
-        names = [row["id"] for row in newest]
-        files |= {row["id"]: partial(list, [row]) for row in newest if row["id"] not in whole}
+        files |= {row["id"]: partial(list, [row]) for row in run.rows if row["id"] not in whole}
     items = [item | {"is_whole": name in whole} for name in names for item in files[name]()]
     counts = {"whole": len(whole), "listed": len(names), "files": len(files)}
     return counts | {"groups": tables.sections(run, items)}

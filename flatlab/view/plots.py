@@ -59,15 +59,12 @@ PANELS = {  # kind of run -> keys of each panel; "nodes": see draw_nodes; rounds
 }
 UNITS = {  # the first part that a key contains counts
     "value": "0: baseline, 1: reference",
-    "per_second": "tokens per second",
     "seconds": "seconds",
     "share": "share, 0 to 1",
     "kl": "nats per token",
     "entropy": "nats per token",
     "loss": "nats per token",
     "logprob": "nats",
-    "memory": "GB",
-    "lag": "updates",
     "gain": "value",
 }
 
@@ -145,12 +142,11 @@ def draw_keys(axis, groups: list[RunGroup], keys: list[str]) -> None:
     for key, colour, dash in zip(keys, COLOURS, DASHES):
         for group in groups:
             frame = by_step(group, key)
-            look = group.look if several else {"color": colour, "marker": ""}
-            thin = {"color": look["color"], "alpha": 0.3, "linewidth": 0.7}
-            axis.plot(frame.index, frame, linestyle=dash, **thin)
+            look = group.look if several else group.look | {"color": colour}
+            axis.plot(frame.index, frame, dash, color=look["color"], alpha=0.3, linewidth=0.7)
             windows = frame.dropna().rolling(window_of(frame), center=True, min_periods=1)
             draw_mean(axis, windows.mean(), linestyle=dash, **look)
-            if key.startswith("eval_") and not several and len(group.runs) == 1:
+            if key.startswith("eval_") and len(groups) == len(group.runs) == 1:
                 errors = by_step(group, key.replace("_mean", "_stderr"))
                 axis.errorbar(frame.index, frame[0], errors[0], color=colour, capsize=3, fmt="none")
         if len(keys) > 1:
@@ -215,18 +211,16 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
             failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
             axis.plot(failed, 0 * failed, **look | {"marker": "x"}, **edge)
     axis.axhline(0, color=GREY, linestyle=":")
-    if run.kind == "search":  # its -1 before a valid node would widen the axis
-        axis.set_ylim(axis.get_ylim())
+    axis.set_ylim(axis.get_ylim())  # the best one before a valid node, -1, would widen it
     for group in groups:
         # a run that has ended keeps its value
         frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
         draw_mean(axis, frame, drawstyle="steps-post", **group.look)
     axis.set(title=words_of(so_far.__name__), ylabel=UNITS["value"])
-    if " " not in run.task:
-        axis.set_ylim(axis.get_ylim())
-        convert = partial(score_at, task=run), partial(improvement, task=run)
-        right = axis.secondary_yaxis("right", functions=convert)
-        right.set_ylabel(shorten(run.result["metric"], 40))
+    axis.set_xlabel(f"{NOUNS[run.kind]}s (cross: failed)")
+    convert = partial(score_at, task=run), partial(improvement, task=run)
+    right = axis.secondary_yaxis("right", functions=convert)
+    right.set_ylabel(shorten(run.result["metric"], 40))
 
 
 def reached(rows: list[dict]) -> np.ndarray:
@@ -269,42 +263,39 @@ def draw_tree(run: RunData, link: str = "#"):
     """
     from matplotlib import colormaps
 
-    shown, path = best_nodes(run, 3 * LINES - 1), best_path(run)
-    root = {"id": "0", "op": "baseline", "mark": "*", "outcome": "valid", "improvement": 0}
-    rows = depth_first([root, *(row for row in run.rows if row["id"] in shown)])
+    shown, path = best_nodes(run, 3 * LINES), best_path(run)
+    rows = depth_first([row for row in run.rows if row["id"] in shown])
     panels = -(-len(rows) // LINES)
     figure = new_figure(PAGE, 1.2 + 0.18 * max(6, min(LINES, len(rows))))
     axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
-    scale = {"vmin": np.nanmin(reached(rows)), "vmax": np.nanmax(reached(rows))}
+    values = reached(rows)
+    look = {
+        "cmap": colormaps["viridis"].with_extremes(bad=RED),
+        "plotnonfinite": True,  # a node without a value is red
+        "vmin": np.nanmin([0, *values]),
+        "vmax": np.nanmax([0, *values]),
+        "edgecolors": BLACK,
+        "linewidths": 0.5,
+        "zorder": 3,
+        "s": 28,
+    }
     marks = {}
     for number, row in enumerate(rows):
         axis, line = axes[number // LINES], number % LINES
         if line == 0:
-            at = {}  # of the nodes of this panel
+            at = {"0": (0, 1)}  # the root and the nodes of this panel
         x, y = at[row["id"]] = row["id"].count("."), -line
-        if row is not root:
-            dash = "-" if row["parent"] in at else ":"
-            colour, width = (BLACK, 2) if row["id"] in path else (GREY, 0.7)
-            start = at.get(row["parent"], (x - 0.7, y))
-            axis.plot(*zip(start, (x, y)), dash, color=colour, linewidth=width)
-            name = f"{row['id'][-10:]}  {score_text(row)}"
-            axis.annotate(name, (x, y), (5, -2.5), textcoords="offset points", fontsize=7)
-        is_valid = row["outcome"] == "valid"
-        kind = shorten(row["op"] if is_valid else row["outcome"], 20)
-        marks[kind] = axis.scatter(
-            x,
-            y,
-            c=reached([row]),
-            cmap=colormaps["viridis"].with_extremes(bad=RED),
-            plotnonfinite=True,  # a node without a value is red
-            marker=row["mark"] if is_valid else "X",
-            s=28,
-            edgecolors=BLACK,
-            linewidths=0.5,
-            label=kind,
-            zorder=3,
-            **scale,
-        )
+        start = at.get(row["parent"], (x - 0.7, y))
+        dash = "-" if row["parent"] in at else ":"
+        colour, width = (BLACK, 2) if row["id"] in path else (GREY, 0.7)
+        axis.plot(*zip(start, (x, y)), dash, color=colour, linewidth=width)
+        name = f"{row['id'][-10:]}  {score_text(row)}"
+        axis.annotate(name, (x, y), (5, -2.5), textcoords="offset points", fontsize=7)
+        kind, mark = row["outcome"], "X"
+        if kind == "valid":
+            kind, mark = row["op"], row["mark"]
+        label = shorten(kind, 20)
+        marks[kind] = axis.scatter(x, y, c=values[number], marker=mark, label=label, **look)
         marks[kind].set_urls([link + row["id"]])
     for axis in axes:
         axis.set_axis_off()
@@ -312,7 +303,7 @@ def draw_tree(run: RunData, link: str = "#"):
         axis.set_xlim(left, right + 0.22 * panels * (right - left))  # room for the names
     if len(shown) < len(run.rows):
         figure.suptitle(f"the best {len(shown)} of {len(run.rows)} nodes", fontsize=8)
-    figure.colorbar(marks["baseline"], ax=axes, label="value", pad=0.01, aspect=40)
+    figure.colorbar(marks[kind], ax=axes, label="value", pad=0.01, aspect=40)
     figure.legend(handles=[*marks.values()], loc="outside lower center", ncols=6)
     return figure
 
@@ -356,29 +347,26 @@ def draw_panels(groups: list[RunGroup], panels: Sequence[str] = ()):
     width = PAGE if columns > 1 else COLUMN
     figure = new_figure(width, 0.6 + 1.8 * lines + 0.15 * len(runs))
     grid = figure.add_gridspec(lines, columns)
-    axes = {}  # label of the x axis -> the first panel that has it
+    first = {}  # panel of nodes, and of anything else: they share their x axes
     for place, keys in enumerate(panels):
         line, column = divmod(place, columns)
         end = columns if place + 1 == len(panels) else column + 1
-        label = f"{NOUNS[runs[0].kind]}s (cross: failed)" if keys == "nodes" else x
-        axis = figure.add_subplot(grid[line, column:end], sharex=axes.get(label), xlabel=label)
-        axes.setdefault(label, axis)
+        shared = first.get(keys == "nodes")
+        axis = figure.add_subplot(grid[line, column:end], sharex=shared, xlabel=x)
+        first.setdefault(keys == "nodes", axis)
         if keys == "nodes":
             draw_nodes(axis, groups)
         else:
             draw_keys(axis, groups, keys.split())
         axis.locator_params(axis="x", integer=True)
-    handles = []
-    for group in groups:
-        text = shorten(f"{group.label} {group.differs}", 200)
-        if len(group.runs) > 1:
-            text += f": mean of {len(group.runs)}"
-        if len(group.runs) >= FEW_SEEDS:
-            text += " ± standard error"
-        look = group.look if len(groups) > 1 else {"color": COLOURS[0]}
-        handles.append(Line2D([], [], label=textwrap.fill(text, int(15 * width)), **look))
     if len(runs) > 1:
-        figure.legend(handles=handles, loc="outside lower center")
+        handles = []
+        for group in groups:
+            text = shorten(f"{group.label} {group.differs}", 200)
+            text = textwrap.fill(text, int(15 * width))
+            handles.append(Line2D([], [], label=text, **group.look))
+        title = "mean over runs, band: ± standard error"
+        figure.legend(handles=handles, title=title, loc="outside lower center")
     return figure
 
 

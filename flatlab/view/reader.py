@@ -74,12 +74,6 @@ def read_run(directory) -> RunData:
     if kind == "search":
         rounds = rows
         rows = [with_outcome(row) for row in read_rows(path / "journal.jsonl")]
-        learned = {}
-        for row in rounds:
-            learned |= row.get("advantages", {})
-        for row in rows if rounds else ():
-            row |= {"when": row["decision"]["round"], "group": row["decision"]["group"]}
-            row |= {"reward": row["value"], "advantages": learned.get(row["id"])}
     if kind == "evaluation":
         rows = read_all(episode_files(path))
     if not rows:
@@ -129,11 +123,10 @@ def transcript_files(run: RunData) -> dict[str, Callable[[], list[dict]]]:
     Keys of a transcript: id ("12/3": number 3 of a file; the name alone if the file holds one),
     outcome, status, score (None unless valid), improvement, value, tokens, seconds, error, system
     and prompt (the first messages), turns.
-    Episodes also have seed, test_score and reward (None for a fault); nodes also parent, op,
-    sampling_mode, reason (of the selection), idea, code and diff. Episodes, and nodes of a search
-    that learns, have when (name of the file, number of the round), group, and advantages: one per
-    reply, None for a reply that was not trained; None if the group was not trained, or they were
-    not stored.
+    Episodes also have seed, test_score, reward (None for a fault), when (the name of the file), and
+    advantages: one per reply, None for one that was not trained; [] if the group was not trained or
+    they were not stored. Nodes also have parent, op, sampling_mode, reason (of the selection),
+    idea, code and diff.
     """
     if run.kind != "search":
         return episode_files(run.dir)
@@ -160,7 +153,6 @@ def episode_items(path: Path, name: str = "") -> list[dict]:
     rows = read_rows(path)
     items = []
     for index, row in enumerate(rows):
-        advantages = [turn["advantage"] for turn in row["turns"] if "advantage" in turn]
         score = row["score"] or {"value": None, "stderr": None, "message": row["fault"]}
         test = row.get("test_score")
         item = {
@@ -173,7 +165,7 @@ def episode_items(path: Path, name: str = "") -> list[dict]:
             "tokens": row["reply_tokens"],
             "error": joined(score["message"], score.get("grader_output")),
             "when": name,
-            "advantages": advantages or None,
+            "advantages": [t["advantage"] for t in row["turns"] if "advantage" in t],
         }
         items.append(with_outcome(row | item))
     return items

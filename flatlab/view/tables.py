@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from math import nan
 from statistics import fmean
 
 from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error, value_text
@@ -225,46 +226,47 @@ def rounds(run: RunData, columns: int | None = ON_TERMINAL) -> str:
 
 def facts_of(item: dict) -> dict[str, str]:
     """The columns about an episode or a node: what was learned from it, and how it went."""
-    facts = {"id": item["id"], "seed": str(item["seed"])}
-    if "reward" in item:
-        replies = item["advantages"] or []
+    facts = {"id": item["id"], "seed": item["seed"]}
+    if replies := item.get("advantages"):
         trained = [advantage for advantage in replies if advantage is not None]
-        facts["reward"] = plus_minus(item["reward"], None, "+", 3)
         facts["advantage"] = plus_minus(fmean(trained) if trained else None, None, "+", 3)
-        facts["loss on"] = f"{len(trained)} of {len(replies)}" if replies else "-"
-    facts |= {"score": score_text(item), "status": item["status"]}
-    if "turns" in item:
-        facts["turns"] = str(len(item["turns"]))
-    return facts | {"tokens": str(item["tokens"]), "seconds": f"{item['seconds']:.1f}"}
+        facts["loss on"] = f"{len(trained)} of {len(replies)}"
+    if "reward" in item:
+        facts["reward"] = plus_minus(item["reward"], None, "+", 3)
+        facts["turns"] = len(item["turns"])
+    facts |= {"score": score_text(item), "status": item["status"], "tokens": item["tokens"]}
+    text = f"{item.get('op') or item.get('task')} {item.get('idea', '')}"
+    facts |= {"seconds": f"{item['seconds']:.1f}", "what": " ".join(text.split())[:70]}
+    return facts
 
 
 def sections(run: RunData, items: list[dict]) -> dict[str, list[dict]]:
-    """Heading -> the episodes or nodes of a group that were compared with each other, or of an
-    evaluation, or of the whole run.
+    """Heading -> the episodes of a group that were compared with each other, or of an evaluation;
+    one for other runs.
     """
-    noun = "round" if run.rounds else "step"
+    if run.kind != "training":
+        return {run.name: items}
     groups = {}
     for item in items:
-        name = when = str(item.get("when", ""))
-        if run.kind != "training" and not run.rounds:
-            name = run.name
-        elif when.isdigit():
-            name = f"{noun} {when}, group {item['group']}"
+        name = f"evaluation {item['when']}"
+        if item["when"].isdigit():
+            name = f"step {item['when']}, group {item['group']}"
         groups.setdefault(name, []).append(item)
-    return {f"{name}: {learned(run, own)}": own for name, own in groups.items()}
+    return {
+        f"{name}: {learned(own)}" if "group" in name else name: own for name, own in groups.items()
+    }
 
 
-def learned(run: RunData, items: list[dict]) -> str:
+def learned(items: list[dict]) -> str:
     """The task and the rewards of a group, and how many of its episodes were trained."""
-    text = items[0].get("task", run.task)
-    rewards = [item["reward"] for item in items if item.get("reward") is not None]
-    if not rewards:
-        return text
-    trained = sum(bool(item["advantages"]) for item in items)
-    text += f", rewards {min(rewards):+.3f} to {max(rewards):+.3f}"
-    if trained:
-        return f"{text}, {trained} of {len(items)} trained"
-    return f"{text}, {'equal: none trained' if len({*rewards}) == 1 else 'no advantages stored'}"
+    rewards = [item["reward"] for item in items if item["reward"] is not None] or [nan]
+    low, high = min(rewards), max(rewards)
+    how = f"{sum(bool(item['advantages']) for item in items)} of {len(items)} trained"
+    if low == high:
+        how = "equal rewards, none trained"
+    elif how[0] == "0":
+        how = "advantages not stored"
+    return f"{items[0]['task']}, rewards {low:+.3f} to {high:+.3f}, {how}"
 
 
 # ------------------------------------------------------------------ groups of runs
@@ -294,8 +296,8 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
 
 def settings_of(run: RunData) -> dict[str, str]:
     """All that makes a run besides its seed: setting -> text; 'my.yaml@1a2b3c' with a digest."""
-    settings = {key: run.config[key] for key in run.config if key not in NOT_OF_THE_GROUP}
-    texts = {key: value_text(value) for key, value in settings.items()}
+    keys = [key for key in run.config if key not in NOT_OF_THE_GROUP]
+    texts = {key: value_text(run.config[key]) for key in keys}
     for part, digest in run.fingerprint.items():
         texts[part] = f"{texts.get(part, '')}@{digest[-1] if part == 'code' else digest:.6}"
     return texts
