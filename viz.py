@@ -92,31 +92,26 @@ def indented(text: str) -> str:
 # ------------------------------------------------------------------ lists and single transcripts
 
 
-def list_text(run: RunData) -> str:
-    """A line for each episode by file, or for each node; stars mark the path to the best one."""
-    if run.kind == "search":
+def list_text(run: RunData, step: int | None = None) -> str:
+    """A line for each episode, group by group, or for each node; stars mark the path to the best
+    one. step: that of training to list; None: everything. Raises UserError if there is nothing.
+    """
+    files, path = transcript_files(run), plots.best_path(run)
+    if step is not None:
+        files = {str(step): files.get(str(step), list)}
+    if run.kind == "search" and step is None:
         items = plots.depth_first(run.rows)
     else:
-        items = read_all(transcript_files(run))
-    path = plots.best_path(run)
-    rows = []
-    for item in items:
-        row = {"best": "*" if item["id"] in path else "", **tables.facts_of(item)}
-        row["id"] = "  " * item["id"].count(".") + item["id"]
-        rows.append(row)
-    if not rows:
-        raise UserError(f"{run.dir} has no transcripts.")
-    return tables.aligned(rows)
-
-
-def step_text(run: RunData, step: int) -> str:
-    """What a step was learned from, group by group. Raises UserError if it is not stored."""
-    items = transcript_files(run).get(str(step), list)()
-    if run.kind != "training" or not items:
-        raise UserError(f"{run.dir} has no transcripts of a step {step}; --list shows them all.")
-    parts = [tables.heading(run)]
-    for heading, group in tables.sections(run, items).items():
-        parts.append(f"{heading}\n{tables.aligned([*map(tables.facts_of, group)])}")
+        items = read_all(files)
+    if not items:
+        raise UserError(f"{run.dir} has no such transcripts.")
+    parts = []
+    for heading, own in tables.sections(run, items).items():
+        rows = []
+        for item in own:
+            id = f"{'*' * (item['id'] in path):2}{'  ' * item['id'].count('.')}{item['id']}"
+            rows.append(tables.facts_of(item) | {"id": id})
+        parts.append(f"{heading}\n{tables.aligned(rows)}")
     return "\n\n".join(parts)
 
 
@@ -132,8 +127,8 @@ def pick(run: RunData, id: str) -> dict:
 def best_of(run: RunData) -> dict:
     """The transcript of training, or the node, with the largest improvement."""
     # the names of evaluations begin with a letter
-    steps = [item for item in read_all(transcript_files(run)) if item["id"][0].isdigit()]
-    valid = [item for item in steps if item["improvement"] is not None]
+    items = read_all(transcript_files(run))
+    valid = [x for x in items if x["id"][0].isdigit() and x["improvement"] is not None]
     if not valid:
         raise UserError(f"{run.dir} has no transcript with a score.")
     return max(valid, key=lambda item: item["improvement"])
@@ -178,10 +173,8 @@ def main(options: Options):
         print(sentence, file=sys.stderr)
     parts = []
     for run in runs:
-        if options.list:
-            parts.append(f"{tables.heading(run)}\n{list_text(run)}")
-        if options.step is not None:
-            parts.append(step_text(run, options.step))
+        if options.list or options.step is not None:
+            parts.append(f"{tables.heading(run)}\n\n{list_text(run, options.step)}")
         if options.episode:
             parts.append(show(pick(run, options.episode)))
         if options.best:

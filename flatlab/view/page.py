@@ -32,19 +32,19 @@ def draw(runs: list[RunData], folder: Path, formats=("png",), keys=()) -> list[P
     compared = tables.groups_of(runs)
     figures = {}
     for (kind, task), groups in compared.items():
+        run = groups[0].runs[0]
+        has = plots.numbers_of(run)
+        for key in {*keys} - {*has}:
+            raise UserError(f"{run.dir} has no numbers '{key}'; it has {', '.join(has)}.")
         ending = f"-{kind}-{task}"[:150]
         for key in keys:
-            run = groups[0].runs[0]
-            has = plots.numbers_of(run)
-            if key not in has:
-                raise UserError(f"{run.dir} has no numbers '{key}'; it has {', '.join(has)}.")
             name = f"plot-{key}" + ending * (len(compared) > 1)
             figures[name] = plots.draw_panels(groups, [key])
         if not keys:
-            name = "curves" if len(runs) == 1 else f"compare{ending}"
+            name = "curves" if len(runs) == 1 else "compare" + ending
             figures[name] = plots.draw_panels(groups)
-    if len(runs) == 1 and runs[0].kind == "search" and not keys:
-        figures["tree"] = plots.draw_tree(runs[0])
+        if name == "curves" and kind == "search":
+            figures["tree"] = plots.draw_tree(run)
     paths = []
     for name, figure in figures.items():
         for format in formats:
@@ -111,13 +111,13 @@ def sample(run: RunData) -> dict:
     names = [*files]
     whole = names[:MOST_NODES]
     if run.kind == "training":
-        steps = [name for name in names if name.isdigit()]
-        whole = [name for name in names if name not in steps][-LAST_EVALUATIONS:]
-        names = [*steps[: -LISTED_STEPS - 1 : -1], *whole]
-        whole += steps[-LAST_STEPS:]
+        steps = [name for name in names if name.isdigit()][::-1]
+        evaluations = [name for name in names if not name.isdigit()][-LAST_EVALUATIONS:]
+        whole = steps[:LAST_STEPS] + evaluations
+        names = steps[:LISTED_STEPS] + evaluations
     if run.kind == "search":
         whole = plots.best_nodes(run, MOST_NODES)
         files |= {row["id"]: partial(list, [row]) for row in run.rows if row["id"] not in whole}
     items = [item | {"is_whole": name in whole} for name in names for item in files[name]()]
-    counts = {"whole": len(whole), "listed": len(names), "files": len(files)}
-    return counts | {"groups": tables.sections(run, items)}
+    groups = tables.sections(run, items)
+    return {"groups": groups, "whole": whole, "names": names, "files": files}

@@ -23,14 +23,12 @@ from flatlab.view.reader import NOUNS, RunData, score_text
 
 # Okabe and Ito: distinct with any kind of colour vision; marks and dashes are for grey print
 COLOURS = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #000000".split()
-MARKS = "os^Dv"
+LOOKS = [{"color": colour, "marker": mark} for colour, mark in zip(COLOURS, "os^DvPX")]
 DASHES = ("-", "--", ":")
-RED, GREY, BLACK = COLOURS[1], "#888888", COLOURS[-1]
+GREY, BLACK = "#888888", COLOURS[-1]
 STYLE = {
     "font.size": 8,
     "axes.titlesize": 8,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
     "axes.grid": True,
     "grid.alpha": 0.25,
     "legend.fontsize": 7,
@@ -65,25 +63,18 @@ UNITS = {  # the first part that a key contains counts
     "entropy": "nats per token",
     "loss": "nats per token",
     "logprob": "nats",
-    "gain": "value",
+    "gain": "value, over the parent",
 }
 
 
 @dataclass
 class RunGroup:
-    """Runs that differ by their seeds only. number: of the group in its table, from 0."""
+    """Runs that differ by their seeds only."""
 
-    number: int
+    look: dict[str, str]  # of LOOKS
     settings: dict[str, str]  # see settings_of()
     runs: list[RunData] = field(default_factory=list)
     differs: str = ""  # settings that most groups of the table do not have
-
-    @property
-    def look(self) -> dict[str, str]:
-        return {
-            "color": COLOURS[self.number % len(COLOURS)],
-            "marker": MARKS[self.number % len(MARKS)],
-        }
 
     @property
     def seeds(self) -> list:
@@ -181,17 +172,16 @@ def draw_mean(axis, frame, **look):
 # ------------------------------------------------------------------ nodes and episodes
 
 
-def best_so_far(run: RunData):
-    """The largest value after each number of nodes, as pandas.Series; -1 before a valid one."""
+def so_far(run: RunData):
+    """The largest value of a search after each number of nodes, -1 before a valid one; the mean
+    value of an evaluation: pandas.Series.
+    """
     import pandas
 
-    return pandas.Series([WORST, *series(run.rows, "value")]).cummax().ffill()
-
-
-def mean_so_far(run: RunData):
-    import pandas
-
-    return pandas.Series([np.nan, *series(run.rows, "value")]).expanding().mean()
+    values = pandas.Series([WORST, *series(run.rows, "value")])
+    if run.kind == "search":
+        return values.cummax().ffill()
+    return values[1:].expanding().mean()
 
 
 def draw_nodes(axis, groups: list[RunGroup]) -> None:
@@ -201,13 +191,13 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
     import pandas
 
     run = groups[0].runs[0]
-    so_far = best_so_far if run.kind == "search" else mean_so_far
     edge = {"transform": axis.get_xaxis_transform(), "clip_on": False}
     for group in groups:
         look = group.look | {"alpha": 0.5, "linestyle": ""}
         for one in group.runs:
             numbers = np.arange(1, len(one.rows) + 1)
-            axis.plot(numbers, reached(one.rows), markersize=2, **look)
+            values = np.maximum(WORST, series(one.rows, "improvement"))  # of the valid ones
+            axis.plot(numbers, values, markersize=2, **look)
             failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
             axis.plot(failed, 0 * failed, **look | {"marker": "x"}, **edge)
     axis.axhline(0, color=GREY, linestyle=":")
@@ -216,16 +206,11 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
         # a run that has ended keeps its value
         frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
         draw_mean(axis, frame, drawstyle="steps-post", **group.look)
-    axis.set(title=words_of(so_far.__name__), ylabel=UNITS["value"])
+    axis.set(title=f"{'best' if run.kind == 'search' else 'mean'} so far", ylabel=UNITS["value"])
     axis.set_xlabel(f"{NOUNS[run.kind]}s (cross: failed)")
     convert = partial(score_at, task=run), partial(improvement, task=run)
     right = axis.secondary_yaxis("right", functions=convert)
     right.set_ylabel(shorten(run.result["metric"], 40))
-
-
-def reached(rows: list[dict]) -> np.ndarray:
-    """Values of the valid nodes, shape (rows,); NaN for the others."""
-    return np.maximum(WORST, series(rows, "improvement"))
 
 
 # ------------------------------------------------------------------ the tree
@@ -261,49 +246,32 @@ def draw_tree(run: RunData, link: str = "#"):
 
     link: address of a node before its id; the nodes in an SVG lead there.
     """
-    from matplotlib import colormaps
-
     shown, path = best_nodes(run, 3 * LINES), best_path(run)
     rows = depth_first([row for row in run.rows if row["id"] in shown])
-    panels = -(-len(rows) // LINES)
     figure = new_figure(PAGE, 1.2 + 0.18 * max(6, min(LINES, len(rows))))
-    axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
-    values = reached(rows)
-    look = {
-        "cmap": colormaps["viridis"].with_extremes(bad=RED),
-        "plotnonfinite": True,  # a node without a value is red
-        "vmin": np.nanmin([0, *values]),
-        "vmax": np.nanmax([0, *values]),
-        "edgecolors": BLACK,
-        "linewidths": 0.5,
-        "zorder": 3,
-        "s": 28,
-    }
-    marks = {}
+    axis = figure.subplots()
+    width = 1.6 * max(id.count(".") for id in shown) + 1  # of a panel, with room for the names
+    values = np.nan_to_num(series(rows, "value"), nan=WORST)
+    look = {"vmin": WORST, "vmax": values.max(), "edgecolors": BLACK, "zorder": 3, "s": 28}
+    at, marks = {"0": (0, 1)}, {}
     for number, row in enumerate(rows):
-        axis, line = axes[number // LINES], number % LINES
-        if line == 0:
-            at = {"0": (0, 1)}  # the root and the nodes of this panel
-        x, y = at[row["id"]] = row["id"].count("."), -line
-        start = at.get(row["parent"], (x - 0.7, y))
-        dash = "-" if row["parent"] in at else ":"
-        colour, width = (BLACK, 2) if row["id"] in path else (GREY, 0.7)
-        axis.plot(*zip(start, (x, y)), dash, color=colour, linewidth=width)
-        name = f"{row['id'][-10:]}  {score_text(row)}"
-        axis.annotate(name, (x, y), (5, -2.5), textcoords="offset points", fontsize=7)
+        panel, line = divmod(number, LINES)
+        x, y = at[row["id"]] = panel * width + row["id"].count("."), -line
+        start, dash = at.get(row["parent"], (-1, 0)), "-"
+        if start[0] < panel * width:
+            start, dash = (x - 0.7, y), ":"
+        colour, thickness = (BLACK, 2) if row["id"] in path else (GREY, 0.7)
+        axis.plot(*zip(start, (x, y)), dash, color=colour, linewidth=thickness)
+        axis.text(x, y, f"   {row['id'][-10:]}  {score_text(row)}", va="center", fontsize=7)
         kind, mark = row["outcome"], "X"
         if kind == "valid":
             kind, mark = row["op"], row["mark"]
         label = shorten(kind, 20)
         marks[kind] = axis.scatter(x, y, c=values[number], marker=mark, label=label, **look)
         marks[kind].set_urls([link + row["id"]])
-    for axis in axes:
-        axis.set_axis_off()
-        left, right = axis.get_xlim()
-        axis.set_xlim(left, right + 0.22 * panels * (right - left))  # room for the names
-    if len(shown) < len(run.rows):
-        figure.suptitle(f"the best {len(shown)} of {len(run.rows)} nodes", fontsize=8)
-    figure.colorbar(marks[kind], ax=axes, label="value", pad=0.01, aspect=40)
+    axis.set_axis_off()
+    axis.set(xlim=(-0.3, (panel + 1) * width), title=f"{len(rows)} of {len(run.rows)} nodes")
+    figure.colorbar(marks[kind], label="value", pad=0.01, aspect=40)
     figure.legend(handles=[*marks.values()], loc="outside lower center", ncols=6)
     return figure
 
@@ -339,7 +307,7 @@ def draw_panels(groups: list[RunGroup], panels: Sequence[str] = ()):
     x = NOUNS[kind]
     if any(run.rounds for run in runs):
         kind, x = "rounds", "round"
-    window = max(window_of(run.rounds or run.rows) for run in runs)
+    window = window_of(runs[0].rounds or runs[0].rows)
     x += "s" if window == 1 else f"s (means over {window})"
     panels = panels or PANELS[kind]
     columns = min(3, len(panels))
@@ -347,13 +315,11 @@ def draw_panels(groups: list[RunGroup], panels: Sequence[str] = ()):
     width = PAGE if columns > 1 else COLUMN
     figure = new_figure(width, 0.6 + 1.8 * lines + 0.15 * len(runs))
     grid = figure.add_gridspec(lines, columns)
-    first = {}  # panel of nodes, and of anything else: they share their x axes
     for place, keys in enumerate(panels):
         line, column = divmod(place, columns)
         end = columns if place + 1 == len(panels) else column + 1
-        shared = first.get(keys == "nodes")
+        shared = figure.axes[-1] if place > ("nodes" in panels) else None
         axis = figure.add_subplot(grid[line, column:end], sharex=shared, xlabel=x)
-        first.setdefault(keys == "nodes", axis)
         if keys == "nodes":
             draw_nodes(axis, groups)
         else:

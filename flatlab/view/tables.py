@@ -18,7 +18,7 @@ from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error
 from flatlab.task.value import improvement, summary, summary_text
 from flatlab.train.metrics import fell_by_half
 from flatlab.view import plots
-from flatlab.view.plots import FEW_SEEDS, RunGroup, series
+from flatlab.view.plots import FEW_SEEDS, LOOKS, RunGroup, series
 from flatlab.view.reader import (
     NOUNS,
     RunData,
@@ -226,18 +226,21 @@ def rounds(run: RunData, columns: int | None = ON_TERMINAL) -> str:
 
 def facts_of(item: dict) -> dict[str, str]:
     """The columns about an episode or a node: what was learned from it, and how it went."""
-    facts = {"id": item["id"], "seed": item["seed"]}
-    if replies := item.get("advantages"):
-        trained = [advantage for advantage in replies if advantage is not None]
-        facts["advantage"] = plus_minus(fmean(trained) if trained else None, None, "+", 3)
-        facts["loss on"] = f"{len(trained)} of {len(replies)}"
-    if "reward" in item:
-        facts["reward"] = plus_minus(item["reward"], None, "+", 3)
-        facts["turns"] = len(item["turns"])
-    facts |= {"score": score_text(item), "status": item["status"], "tokens": item["tokens"]}
+    trained = [advantage for advantage in item.get("advantages", ()) if advantage is not None]
     text = f"{item.get('op') or item.get('task')} {item.get('idea', '')}"
-    facts |= {"seconds": f"{item['seconds']:.1f}", "what": " ".join(text.split())[:70]}
-    return facts
+    return {
+        "id": item["id"],
+        "seed": item["seed"],
+        "reward": plus_minus(item.get("reward"), None, "+", 3),
+        "advantage": plus_minus(fmean(trained) if trained else None, None, "+", 3),
+        "loss on": f"{len(trained)} of {len(item['turns'])}" if item.get("advantages") else "-",
+        "turns": len(item["turns"]) if "turns" in item else "-",
+        "score": score_text(item),
+        "status": item["status"],
+        "tokens": item["tokens"],
+        "seconds": f"{item['seconds']:.1f}",
+        "what": " ".join(text.split())[:70],
+    }
 
 
 def sections(run: RunData, items: list[dict]) -> dict[str, list[dict]]:
@@ -261,10 +264,11 @@ def learned(items: list[dict]) -> str:
     """The task and the rewards of a group, and how many of its episodes were trained."""
     rewards = [item["reward"] for item in items if item["reward"] is not None] or [nan]
     low, high = min(rewards), max(rewards)
-    how = f"{sum(bool(item['advantages']) for item in items)} of {len(items)} trained"
+    trained = sum(bool(item["advantages"]) for item in items)
+    how = f"{trained} of {len(items)} trained"
     if low == high:
         how = "equal rewards, none trained"
-    elif how[0] == "0":
+    elif not trained:
         how = "advantages not stored"
     return f"{items[0]['task']}, rewards {low:+.3f} to {high:+.3f}, {how}"
 
@@ -272,7 +276,9 @@ def learned(items: list[dict]) -> str:
 # ------------------------------------------------------------------ groups of runs
 
 # Settings that do not change what is measured
-NOT_OF_THE_GROUP = set("seed name workers concurrency url eval_episodes backend trackers".split())
+NOT_OF_THE_GROUP = set(
+    "seed name workers concurrency url eval_episodes backend trackers gpu_memory micro_tokens".split()
+)
 
 
 def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
@@ -284,11 +290,13 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
     for run in sorted(runs, key=lambda run: run.name):
         table = compared.setdefault((run.kind, run.task), [])
         settings, seed = settings_of(run), run.config.get("seed")
-        own = [group for group in table if group.settings == settings and seed not in group.seeds]
-        if not own:
-            own = [RunGroup(len(table), settings)]
-            table += own
-        own[0].runs.append(run)
+        for group in table:
+            if group.settings == settings and seed not in group.seeds:
+                break
+        else:
+            group = RunGroup(LOOKS[len(table) % len(LOOKS)], settings)
+            table.append(group)
+        group.runs.append(run)
     for table in compared.values():
         name_differences(table)
     return compared
@@ -309,7 +317,7 @@ def name_differences(groups: list[RunGroup]) -> None:
         frequency = Counter(group.settings.get(key) for group in groups)
         for group in groups:
             value = group.settings.get(key)
-            if frequency[value] <= len(groups) / 2:
+            if value and frequency[value] <= len(groups) / 2:
                 group.differs += f"{', ' * bool(group.differs)}{key}={value}"
 
 
@@ -409,9 +417,7 @@ def difference(results: list[Result], best: list[Result]) -> str:
         return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)"
     if not (values and others):
         return "-"
-    errors = [standard_error([*side.values()]) for side in (values, others)]
-    error = None if None in errors else math.hypot(*errors)
-    return plus_minus(fmean(values.values()) - fmean(others.values()), error, "+")
+    return plus_minus(fmean(values.values()) - fmean(others.values()), None, "+")
 
 
 def values_of(results: list[Result]) -> dict:
@@ -426,9 +432,9 @@ def aligned(rows: list[dict]) -> str:
     columns in which nothing is said.
     """
     columns = [[key, *(str(row[key]) for row in rows)] for key in rows[0]]
-    columns = [column for column in columns if {*column[1:]} - {"", "-"}]
-    widths = [max(map(len, column)) for column in columns]
-    return "\n".join("  ".join(map(str.ljust, line, widths)) for line in zip(*columns))
+    said = [column for column in columns if {*column[1:]} - {"", "-"}]
+    padded = [[text.ljust(max(map(len, column))) for text in column] for column in said]
+    return "\n".join(map("  ".join, zip(*padded)))
 
 
 # ------------------------------------------------------------------ at the end
