@@ -183,12 +183,11 @@ def main(options: Options):
         return say("\n\n".join(parts))
     # the folder that all of them are in
     folder = Path(os.path.commonpath([run.dir.resolve() for run in runs]))
-    formats = dict.fromkeys(("png", options.format))
     if options.plot:
-        paths = page.draw(runs, folder, formats, options.plot)
+        paths = page.draw(runs, folder, options.format, options.plot)
     else:
         say(summary(runs[0]) if len(runs) == 1 else tables.table(runs))
-        paths = page.write(runs, folder, formats)
+        paths = page.write(runs, folder, options.format)
     print("", *(f"wrote {path}" for path in paths), sep="\n")
 
 

@@ -24,7 +24,7 @@ def fingerprint(digests: list[str], model=None) -> dict[str, str]:
     """
     return {
         "code": code_digest(),
-        "prompts": content_key(*digests[:1]),
+        "prompts": digests[0],
         "task": content_key(*digests[1:]),
         "model": content_key(*model_parts(model)) if model else "",
     }

@@ -25,7 +25,7 @@ LISTED_STEPS = 30  # steps whose groups are on the page
 # ------------------------------------------------------------------ pictures
 
 
-def draw(runs: list[RunData], folder: Path, formats=("png",), keys=()) -> list[Path]:
+def draw(runs: list[RunData], folder: Path, format="png", keys=()) -> list[Path]:
     """Writes the picture of one run and its tree, or a picture for each table of several; with keys
     plot-KEY for each. Raises UserError if the rows have no such key.
     """
@@ -47,9 +47,9 @@ def draw(runs: list[RunData], folder: Path, formats=("png",), keys=()) -> list[P
             figures["tree"] = plots.draw_tree(run)
     paths = []
     for name, figure in figures.items():
-        for format in formats:
-            paths.append(folder / f"{name}.{format}")
-            write_whole(paths[-1], plots.encoded(figure, format))
+        for kind in dict.fromkeys(("png", format)):
+            paths.append(folder / f"{name}.{kind}")
+            write_whole(paths[-1], plots.encoded(figure, kind))
     return paths
 
 
@@ -68,14 +68,14 @@ def plot_now_and_then(directory: Path) -> None:
 # ------------------------------------------------------------------ the page
 
 
-def write(runs: list[RunData], folder: Path, formats=("png",)) -> list[Path]:
-    """Writes the pictures and report.html. formats: png, and maybe pdf."""
+def write(runs: list[RunData], folder: Path, format="png") -> list[Path]:
+    """Writes the pictures and report.html. format: pdf for pictures as PDF, too."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     views = {"reader": reader, "tables": tables, "sample": sample, "tree": tree}
     template = environment.from_string(TEMPLATE.read_text(), views)
-    paths = draw(runs, folder, formats)
+    paths = draw(runs, folder, format)
     shown = [path for path in paths if path.suffix == ".png" and path.stem != "tree"]
     html = template.render(
         runs=runs,
@@ -112,7 +112,7 @@ def sample(run: RunData) -> dict:
     whole = names[:MOST_NODES]
     if run.kind == "training":
         steps = [name for name in names if name.isdigit()][::-1]
-        evaluations = [name for name in names if not name.isdigit()][-LAST_EVALUATIONS:]
+        evaluations = [name for name in names if name not in steps][-LAST_EVALUATIONS:]
         whole = steps[:LAST_STEPS] + evaluations
         names = steps[:LISTED_STEPS] + evaluations
     if run.kind == "search":

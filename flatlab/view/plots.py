@@ -28,7 +28,6 @@ DASHES = ("-", "--", ":")
 GREY, BLACK = "#888888", COLOURS[-1]
 STYLE = {
     "font.size": 8,
-    "axes.titlesize": 8,
     "axes.grid": True,
     "grid.alpha": 0.25,
     "legend.fontsize": 7,
@@ -252,7 +251,7 @@ def draw_tree(run: RunData, link: str = "#"):
     axis = figure.subplots()
     width = 1.6 * max(id.count(".") for id in shown) + 1  # of a panel, with room for the names
     values = np.nan_to_num(series(rows, "value"), nan=WORST)
-    look = {"vmin": WORST, "vmax": values.max(), "edgecolors": BLACK, "zorder": 3, "s": 28}
+    look = {"vmin": WORST, "vmax": values.max(), "edgecolors": BLACK, "zorder": 3}
     at, marks = {"0": (0, 1)}, {}
     for number, row in enumerate(rows):
         panel, line = divmod(number, LINES)
@@ -262,16 +261,16 @@ def draw_tree(run: RunData, link: str = "#"):
             start, dash = (x - 0.7, y), ":"
         colour, thickness = (BLACK, 2) if row["id"] in path else (GREY, 0.7)
         axis.plot(*zip(start, (x, y)), dash, color=colour, linewidth=thickness)
-        axis.text(x, y, f"   {row['id'][-10:]}  {score_text(row)}", va="center", fontsize=7)
+        axis.text(x, y, f"   {row['id'][-10:]}  {score_text(row)}", va="center")
         kind, mark = row["outcome"], "X"
         if kind == "valid":
             kind, mark = row["op"], row["mark"]
-        label = shorten(kind, 20)
-        marks[kind] = axis.scatter(x, y, c=values[number], marker=mark, label=label, **look)
+        name = shorten(kind, 20)
+        marks[kind] = axis.scatter(x, y, 28, values[number], mark, label=name, **look)
         marks[kind].set_urls([link + row["id"]])
     axis.set_axis_off()
     axis.set(xlim=(-0.3, (panel + 1) * width), title=f"{len(rows)} of {len(run.rows)} nodes")
-    figure.colorbar(marks[kind], label="value", pad=0.01, aspect=40)
+    figure.colorbar(marks[kind], label="value", aspect=40)
     figure.legend(handles=[*marks.values()], loc="outside lower center", ncols=6)
     return figure
 
@@ -342,8 +341,8 @@ def numbers_of(run: RunData) -> list[str]:
     return sorted({key for row in rows for key in row if isinstance(row[key], (int, float))})
 
 
-def encoded(figure, format: str, dpi: int = 200) -> bytes:
+def encoded(figure, format: str) -> bytes:
     """The picture as the content of a file."""
     picture = io.BytesIO()
-    figure.savefig(picture, format=format, dpi=dpi)
+    figure.savefig(picture, format=format, dpi=200)
     return picture.getvalue()

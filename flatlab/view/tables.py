@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from math import nan
 from statistics import fmean
 
 from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error, value_text
@@ -226,15 +225,16 @@ def rounds(run: RunData, columns: int | None = ON_TERMINAL) -> str:
 
 def facts_of(item: dict) -> dict[str, str]:
     """The columns about an episode or a node: what was learned from it, and how it went."""
-    trained = [advantage for advantage in item.get("advantages", ()) if advantage is not None]
+    replies = item.get("advantages", ())
+    trained = [advantage for advantage in replies if advantage is not None]
     text = f"{item.get('op') or item.get('task')} {item.get('idea', '')}"
     return {
         "id": item["id"],
         "seed": item["seed"],
         "reward": plus_minus(item.get("reward"), None, "+", 3),
         "advantage": plus_minus(fmean(trained) if trained else None, None, "+", 3),
-        "loss on": f"{len(trained)} of {len(item['turns'])}" if item.get("advantages") else "-",
-        "turns": len(item["turns"]) if "turns" in item else "-",
+        "loss on": f"{len(trained)} of {len(replies)}" if replies else "-",
+        "turns": len(item.get("turns", ())) or "-",
         "score": score_text(item),
         "status": item["status"],
         "tokens": item["tokens"],
@@ -262,7 +262,7 @@ def sections(run: RunData, items: list[dict]) -> dict[str, list[dict]]:
 
 def learned(items: list[dict]) -> str:
     """The task and the rewards of a group, and how many of its episodes were trained."""
-    rewards = [item["reward"] for item in items if item["reward"] is not None] or [nan]
+    rewards = [item["reward"] for item in items if item["reward"] is not None] or [math.nan]
     low, high = min(rewards), max(rewards)
     trained = sum(bool(item["advantages"]) for item in items)
     how = f"{trained} of {len(items)} trained"
@@ -277,7 +277,7 @@ def learned(items: list[dict]) -> str:
 
 # Settings that do not change what is measured
 NOT_OF_THE_GROUP = set(
-    "seed name workers concurrency url eval_episodes backend trackers gpu_memory micro_tokens".split()
+    "seed name workers concurrency url eval_episodes backend trackers gpu_memory".split()
 )
 
 
@@ -298,7 +298,12 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
             table.append(group)
         group.runs.append(run)
     for table in compared.values():
-        name_differences(table)
+        for key in dict.fromkeys(key for group in table for key in group.settings):
+            frequency = Counter(group.settings.get(key) for group in table)
+            for group in table:
+                value = group.settings.get(key)
+                if value and frequency[value] <= len(table) / 2:
+                    group.differs += f"{', ' * bool(group.differs)}{key}={value}"
     return compared
 
 
@@ -309,16 +314,6 @@ def settings_of(run: RunData) -> dict[str, str]:
     for part, digest in run.fingerprint.items():
         texts[part] = f"{texts.get(part, '')}@{digest[-1] if part == 'code' else digest:.6}"
     return texts
-
-
-def name_differences(groups: list[RunGroup]) -> None:
-    """Sets `differs` to the settings that at most half of the groups share."""
-    for key in dict.fromkeys(key for group in groups for key in group.settings):
-        frequency = Counter(group.settings.get(key) for group in groups)
-        for group in groups:
-            value = group.settings.get(key)
-            if value and frequency[value] <= len(groups) / 2:
-                group.differs += f"{', ' * bool(group.differs)}{key}={value}"
 
 
 # ------------------------------------------------------------------ the table
