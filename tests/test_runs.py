@@ -129,7 +129,7 @@ def test_code_is_the_script_what_it_imports_and_the_package_without_views(tmp_pa
     (tmp_path / "my_rewards.py").write_text("BONUS = 1\n")
     (tmp_path / "mine.py").write_text(
         "import my_rewards\nfrom flatlab.runs.fingerprint import fingerprint\n"
-        "print(fingerprint([])['code'])\n"
+        "print(fingerprint([''])['code'])\n"
     )
 
     def digest_after(name, text):
@@ -170,7 +170,7 @@ def test_the_files_of_a_model_and_of_its_adapter_count(tmp_path):
     def digest_with(path, text, time=1):
         path.write_text(text)
         os.utime(path, (time, time))
-        return fingerprint([], ModelPath(str(base), str(adapter), False))["model"]
+        return fingerprint([""], ModelPath(str(base), str(adapter), False))["model"]
 
     weights = base / "a.safetensors"
     digests = [digest_with(weights, text) for text in ("1", "22")]

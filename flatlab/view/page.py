@@ -12,7 +12,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-from flatlab.errors import UserError
 from flatlab.files import write_whole
 from flatlab.view import plots, reader, tables
 from flatlab.view.reader import RunData, read_run, transcript_files
@@ -32,10 +31,6 @@ def draw(runs: list[RunData], folder: Path, format="png", keys=()) -> list[Path]
     compared = tables.groups_of(runs)
     figures = {}
     for (kind, task), groups in compared.items():
-        run = groups[0].runs[0]
-        has = plots.numbers_of(run)
-        for key in {*keys} - {*has}:
-            raise UserError(f"{run.dir} has no numbers '{key}'; it has {', '.join(has)}.")
         ending = f"-{kind}-{task}"[:150]
         for key in keys:
             name = f"plot-{key}" + ending * (len(compared) > 1)
@@ -44,7 +39,7 @@ def draw(runs: list[RunData], folder: Path, format="png", keys=()) -> list[Path]
             name = "curves" if len(runs) == 1 else "compare" + ending
             figures[name] = plots.draw_panels(groups)
         if name == "curves" and kind == "search":
-            figures["tree"] = plots.draw_tree(run)
+            figures["tree"] = plots.draw_tree(*runs)
     paths = []
     for name, figure in figures.items():
         for kind in dict.fromkeys(("png", format)):
@@ -117,7 +112,12 @@ def sample(run: RunData) -> dict:
         names = steps[:LISTED_STEPS] + evaluations
     if run.kind == "search":
         whole = plots.best_nodes(run, MOST_NODES)
-        files |= {row["id"]: partial(list, [row]) for row in run.rows if row["id"] not in whole}
+        others = [row for row in run.rows if row["id"] not in whole]
+        files |= {row["id"]: partial(list, [row]) for row in others}
     items = [item | {"is_whole": name in whole} for name in names for item in files[name]()]
-    groups = tables.sections(run, items)
-    return {"groups": groups, "whole": whole, "names": names, "files": files}
+    return {
+        "groups": tables.sections(run, items),
+        "whole": whole,
+        "names": names,
+        "files": files,
+    }

@@ -17,6 +17,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from flatlab.errors import UserError
 from flatlab.task.value import WORST, improvement, score_at
 from flatlab.train.metrics import evaluation_columns
 from flatlab.view.reader import NOUNS, RunData, score_text
@@ -138,7 +139,7 @@ def draw_keys(axis, groups: list[RunGroup], keys: list[str]) -> None:
             draw_mean(axis, windows.mean(), linestyle=dash, **look)
             if key.startswith("eval_") and len(groups) == len(group.runs) == 1:
                 errors = by_step(group, key.replace("_mean", "_stderr"))
-                axis.errorbar(frame.index, frame[0], errors[0], color=colour, capsize=3, fmt="none")
+                axis.errorbar(frame.index, frame[0], errors[0], color=colour, fmt="none")
         if len(keys) > 1:
             axis.plot([], [], label=words_of(key), color=GREY if several else colour, ls=dash)
             axis.legend()
@@ -235,13 +236,14 @@ def best_nodes(run: RunData, most: int) -> list[str]:
     import pandas
 
     by_value = pandas.DataFrame(run.rows).sort_values("value", ascending=False)
-    return [*dict.fromkeys([*best_path(run)[1:], *by_value["id"]])][:most]
+    ids = dict.fromkeys([*best_path(run)[1:], *by_value["id"]])
+    return [*ids][:most]
 
 
 def draw_tree(run: RunData, link: str = "#"):
     """A Figure of the best nodes, depth first, in panels of LINES: depth to the right, a line for
-    each node; colour: value, shape: operator. The path to the best is bold; a line is dotted if it
-    comes from another panel.
+    each node; colour: value, shape: operator. The path to the best is bold; a short line comes from
+    another panel, or from a node that is left out.
 
     link: address of a node before its id; the nodes in an SVG lead there.
     """
@@ -249,24 +251,25 @@ def draw_tree(run: RunData, link: str = "#"):
     rows = depth_first([row for row in run.rows if row["id"] in shown])
     figure = new_figure(PAGE, 1.2 + 0.18 * max(6, min(LINES, len(rows))))
     axis = figure.subplots()
-    width = 1.6 * max(id.count(".") for id in shown) + 1  # of a panel, with room for the names
+    room = 1 - 0.2 * -(-len(rows) // LINES)  # share of a panel beside the names
+    width = (max(id.count(".") for id in shown) + 0.5) / room
     values = np.nan_to_num(series(rows, "value"), nan=WORST)
-    look = {"vmin": WORST, "vmax": values.max(), "edgecolors": BLACK, "zorder": 3}
+    look = {"vmin": WORST, "vmax": values.max(), "edgecolors": BLACK, "zorder": 3, "s": 28}
     at, marks = {"0": (0, 1)}, {}
     for number, row in enumerate(rows):
         panel, line = divmod(number, LINES)
         x, y = at[row["id"]] = panel * width + row["id"].count("."), -line
-        start, dash = at.get(row["parent"], (-1, 0)), "-"
+        start = at.get(row["parent"], (-1, 0))
         if start[0] < panel * width:
-            start, dash = (x - 0.7, y), ":"
+            start = (x - 0.7, y)
         colour, thickness = (BLACK, 2) if row["id"] in path else (GREY, 0.7)
-        axis.plot(*zip(start, (x, y)), dash, color=colour, linewidth=thickness)
+        axis.plot(*zip(start, (x, y)), color=colour, linewidth=thickness)
         axis.text(x, y, f"   {row['id'][-10:]}  {score_text(row)}", va="center")
         kind, mark = row["outcome"], "X"
         if kind == "valid":
             kind, mark = row["op"], row["mark"]
-        name = shorten(kind, 20)
-        marks[kind] = axis.scatter(x, y, 28, values[number], mark, label=name, **look)
+        look |= {"marker": mark, "label": shorten(kind, 20)}
+        marks[kind] = axis.scatter(x, y, c=values[number], **look)
         marks[kind].set_urls([link + row["id"]])
     axis.set_axis_off()
     axis.set(xlim=(-0.3, (panel + 1) * width), title=f"{len(rows)} of {len(run.rows)} nodes")
@@ -297,8 +300,9 @@ def new_figure(width: float, height: float):
 
 def draw_panels(groups: list[RunGroup], panels: Sequence[str] = ()):
     """A Figure with all panels of a kind of run, in rows of three; the last one takes what is left
-    of its row. panels: others than those of PANELS.
+    of its row. panels: others than those of PANELS. Raises UserError if no row has their keys.
     """
+    import pandas
     from matplotlib.lines import Line2D
 
     runs = [run for group in groups for run in group.runs]
@@ -308,7 +312,12 @@ def draw_panels(groups: list[RunGroup], panels: Sequence[str] = ()):
         kind, x = "rounds", "round"
     window = window_of(runs[0].rounds or runs[0].rows)
     x += "s" if window == 1 else f"s (means over {window})"
-    panels = panels or PANELS[kind]
+    rows = [row for run in runs for row in run.rounds or run.rows]
+    has = sorted(pandas.DataFrame(rows).select_dtypes("number"))
+    shown = [keys for keys in panels or PANELS[kind] if {*has, "nodes"} & {*keys.split()}]
+    if panels and not shown:
+        raise UserError(f"{runs[0].dir} has no numbers '{panels[0]}'; it has {', '.join(has)}.")
+    panels = shown or PANELS[kind][:1]
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     width = PAGE if columns > 1 else COLUMN
@@ -327,18 +336,12 @@ def draw_panels(groups: list[RunGroup], panels: Sequence[str] = ()):
     if len(runs) > 1:
         handles = []
         for group in groups:
-            text = shorten(f"{group.label} {group.differs}", 200)
-            text = textwrap.fill(text, int(15 * width))
+            text = f"{group.label} {group.differs}"
+            text = textwrap.fill(shorten(text, 200), int(15 * width))
             handles.append(Line2D([], [], label=text, **group.look))
-        title = "mean over runs, band: ± standard error"
-        figure.legend(handles=handles, title=title, loc="outside lower center")
+        band = "mean over runs, band: ± standard error"
+        figure.legend(handles=handles, title=band, loc="outside lower center")
     return figure
-
-
-def numbers_of(run: RunData) -> list[str]:
-    """The keys of the rows that have numbers."""
-    rows = run.rounds or run.rows
-    return sorted({key for row in rows for key in row if isinstance(row[key], (int, float))})
 
 
 def encoded(figure, format: str) -> bytes:

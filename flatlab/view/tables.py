@@ -230,7 +230,7 @@ def facts_of(item: dict) -> dict[str, str]:
     text = f"{item.get('op') or item.get('task')} {item.get('idea', '')}"
     return {
         "id": item["id"],
-        "seed": item["seed"],
+        "seed": item.get("seed", "-"),
         "reward": plus_minus(item.get("reward"), None, "+", 3),
         "advantage": plus_minus(fmean(trained) if trained else None, None, "+", 3),
         "loss on": f"{len(trained)} of {len(replies)}" if replies else "-",
