@@ -174,7 +174,7 @@ def test_what_a_step_was_learned_from_in_the_terminal(tmp_path, capsys):
     assert re.findall("^step.*", text, re.M) == [
         "step 1, group 0: titanic, rewards -1.000 to +0.900, 3 of 3 trained",
         "step 1, group 1: titanic, rewards +0.700 to +0.700, equal rewards, none trained",
-        "step 1, group 2: titanic, rewards +0.600 to +0.800, advantages not stored",
+        "step 1, group 2: titanic, rewards +0.600 to +0.800, no advantages stored",
     ]
     first, second = re.findall("^ *1/[01] .*", text, re.M)
     assert first.split() == "1/0 0 +0.900 +1.200 1 of 2 2 0.9 submit 9 1.5 titanic".split()
@@ -478,7 +478,7 @@ def test_each_picture_has_one_size_for_a_paper_and_no_empty_cell(tmp_path):
     """Groups differ by more than their colour, which a grey print loses."""
     runs = [trained(tmp_path / name, lr=lr) for name, lr in (("a", 1.0), ("b", 2.0))]
     [groups] = tables.groups_of(runs).values()
-    for panels in ((), ["kl"], ["value_mean", "reward_mean", "seconds", "valid_share"]):
+    for panels in ((), ["seconds"], ["value_mean", "reward_mean", "seconds", "valid_share"]):
         figure = plots.draw_panels(groups, panels)
         figure.draw_without_rendering()
         assert figure.get_figwidth() == (plots.COLUMN if len(panels) == 1 else plots.PAGE)

@@ -255,9 +255,7 @@ def sections(run: RunData, items: list[dict]) -> dict[str, list[dict]]:
         if item["when"].isdigit():
             name = f"step {item['when']}, group {item['group']}"
         groups.setdefault(name, []).append(item)
-    return {
-        f"{name}: {learned(own)}" if "group" in name else name: own for name, own in groups.items()
-    }
+    return {f"{name}: {learned(own)}": own for name, own in groups.items()}
 
 
 def learned(items: list[dict]) -> str:
@@ -269,7 +267,7 @@ def learned(items: list[dict]) -> str:
     if low == high:
         how = "equal rewards, none trained"
     elif not trained:
-        how = "advantages not stored"
+        how = "no advantages stored"
     return f"{items[0]['task']}, rewards {low:+.3f} to {high:+.3f}, {how}"
 
 
