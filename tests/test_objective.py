@@ -327,9 +327,7 @@ def test_faults_and_equal_rewards_are_not_in_the_batch(task):
     assert {p.weight for p in batch} == {1 / 6}
     assert grpo.make_batch([equal], CFG, Job()) == []
     # what the transcripts keep
-    stored = [
-        turn.get("advantage") for g in (equal, different) for e in g.played for turn in e.turns
-    ]
+    stored = [e.turns[0].get("advantage") for e in equal.played + different.played]
     assert stored == [None, None, 0.5, -0.5]
 
 

@@ -236,11 +236,11 @@ def test_a_finished_run_of_the_same_makers_is_left_alone_and_that_of_others_is_r
 
 
 def test_another_task_or_model_and_a_run_without_digests_are_refused(begun):
-    with user_error("another version of the task and the model: choose"):
-        opened(begun, {"task": "x", "model": "x"})
+    with user_error("another version of the prompts and the model: choose"):
+        opened(begun, {"prompts": "x", "model": "x"})
     config = begun / "config.yaml"
     config.write_text(config.read_text().partition("fingerprint:")[0])
-    with user_error("another version of the task and the model"):
+    with user_error("another version of the prompts and the task and the model"):
         opened(begun)
 
 
