@@ -272,7 +272,7 @@ def draw_tree(run: RunData, link: str = "#"):
         marks[kind] = axis.scatter(x, y, c=values[number], **look)
         marks[kind].set_urls([link + row["id"]])
     axis.set_axis_off()
-    axis.set(xlim=(-0.3, (panel + 1) * width), title=f"{len(rows)} of {len(run.rows)} nodes")
+    axis.set(xlim=(None, (panel + 1) * width), title=f"{len(rows)} of {len(run.rows)} nodes")
     figure.colorbar(marks[kind], label="value", aspect=40)
     figure.legend(handles=[*marks.values()], loc="outside lower center", ncols=6)
     return figure
