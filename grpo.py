@@ -476,6 +476,8 @@ def make_batch(groups: list[Group], cfg: Config, job) -> list:
             with user_code(name):
                 credit = CREDITS[cfg.credit](advantage, e.turns)
                 credit = finite_list(name, credit, len(e.turns), skips=True)
+            for turn, own in zip(e.turns, credit):
+                turn["advantage"] = own  # for the transcripts
             batch.append(sequences_of(e, credit))
     # The denominators are those of the whole batch, before it is split into ranks and
     # micro-batches.
@@ -613,14 +615,15 @@ async def train(policy, tasks: list, cfg: Config, job) -> None:
                     playing[later] = sampling.create_task(play_groups(policy, plan, cfg, job))
             groups = await playing.pop(step)
             times.append(time.perf_counter())
-            played = await in_trainer(gather_groups, groups, job)
-            row = {"step": step, **metrics.step_metrics(played, tasks)}
 
             # learn: from the groups whose rewards differ
-            row["lr"] = learning_rate(step, cfg)
+            lr = learning_rate(step, cfg)
             for setting in optimizer.param_groups:
-                setting["lr"] = row["lr"]
-            row |= await in_trainer(update, policy, optimizer, groups, cfg, job)
+                setting["lr"] = lr
+            learned = await in_trainer(update, policy, optimizer, groups, cfg, job)
+            played = await in_trainer(gather_groups, groups, job)
+            row = {"step": step, **metrics.step_metrics(played, tasks)}
+            row |= {"lr": lr, **learned}
             times.append(time.perf_counter())
 
             # sync: the trained adapter into the running engine

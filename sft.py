@@ -201,7 +201,7 @@ def prepare(cfg: Config):
     tasks = [load_task(name) for name in cfg.tasks.task]
     cfg.lora_rank = lora_settings(path, cfg.lora_rank)["r"]
     options.set_defaults(cfg, {"lr": 1e-3 if path.is_tiny else 2e-4})
-    digests = [task.digest() for task in tasks]
+    digests = ["", *(task.digest() for task in tasks)]
     run = store.begin_run(cfg, digests, path, lambda run: is_finished(run, cfg))
     if run.finished:
         return run, tasks, path, []

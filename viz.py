@@ -5,6 +5,8 @@
     python viz.py logs/<run> --list          episodes, or the tree of a search
     python viz.py logs/<run> --episode 12/3  a transcript: step 12, number 3; also before/3 and
                                              eval-9/3 (evaluations), final-best/3, a node 0.2.1
+    python viz.py logs/<run> --step 12       the groups of step 12: rewards, advantages, and what
+                                             was trained
     python viz.py logs/<run> --best          the transcript with the best score
     python viz.py logs/* --plot value_mean   plot-value_mean.png: a key of the rows, over the runs
     python viz.py --suite mlgym logs/<run>   the tables of a suite, beside published models
@@ -20,6 +22,7 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -45,8 +48,10 @@ class Options:
     list: bool = False  # print one line per episode, or the tree
     episode: str = ""  # print one transcript: its id, as --list shows it
     best: bool = False  # print the transcript with the best score
+    step: int | None = None  # print the groups of one step, and what was learned from them
     plot: tuple[str, ...] = ()  # draw each of these keys of the rows as plot-KEY.png
     suite: str = ""  # compare on this suite, see evaluate.py; without runs, published models alone
+    format: Literal["png", "pdf"] = "png"  # pdf: each picture as a PDF, too
 
 
 # ------------------------------------------------------------------ terminal
@@ -89,30 +94,27 @@ def indented(text: str) -> str:
 # ------------------------------------------------------------------ lists and single transcripts
 
 
-def list_text(run: RunData) -> str:
-    """A line for each episode by file, or for each node; stars mark the path to the best one."""
-    if run.kind == "search":
-        at = plots.layout(run.rows)
-        items = sorted(run.rows, key=lambda row: -at[row["id"]][1])
+def list_text(run: RunData, step: int | None = None) -> str:
+    """A line for each episode, group by group, or for each node; stars mark the path to the best
+    one. step: that of training to list; None: everything. Raises UserError if there is nothing.
+    """
+    files, path = transcript_files(run), plots.best_path(run)
+    if step is not None:
+        files = {str(step): files.get(str(step), list)}
+    if run.kind == "search" and step is None:
+        items = plots.depth_first(run.rows)
     else:
-        items = read_all(transcript_files(run))
-    path = plots.best_path(run)
-    rows = []
-    for item in items:
-        id = item["id"]
-        text = f"{item.get('op', '')} {item.get('idea') or item['status']}"
-        row = {
-            "best": "*" if id in path else "",
-            "id": "  " * id.count(".") + id,
-            "score": score_text(item),
-            "tokens": item["tokens"],
-            "sec": f"{item['seconds']:.1f}",
-            "what": " ".join(text.split())[:70],
-        }
-        rows.append(row)
-    if not rows:
-        raise UserError(f"{run.dir} has no transcripts.")
-    return tables.aligned(rows)
+        items = read_all(files)
+    if not items:
+        raise UserError(f"{run.dir} has no such transcripts.")
+    parts = []
+    for heading, own in tables.sections(run, items).items():
+        rows = []
+        for item in own:
+            id = f"{'*' * (item['id'] in path):2}{'  ' * item['id'].count('.')}{item['id']}"
+            rows.append(tables.facts_of(item) | {"id": id})
+        parts.append(f"{heading}\n{tables.aligned(rows)}")
+    return "\n\n".join(parts)
 
 
 def pick(run: RunData, id: str) -> dict:
@@ -127,8 +129,8 @@ def pick(run: RunData, id: str) -> dict:
 def best_of(run: RunData) -> dict:
     """The transcript of training, or the node, with the largest improvement."""
     # the names of evaluations begin with a letter
-    steps = [item for item in read_all(transcript_files(run)) if item["id"][0].isdigit()]
-    valid = [item for item in steps if item["improvement"] is not None]
+    items = read_all(transcript_files(run))
+    valid = [x for x in items if x["id"][0].isdigit() and x["improvement"] is not None]
     if not valid:
         raise UserError(f"{run.dir} has no transcript with a score.")
     return max(valid, key=lambda item: item["improvement"])
@@ -173,8 +175,8 @@ def main(options: Options):
         print(sentence, file=sys.stderr)
     parts = []
     for run in runs:
-        if options.list:
-            parts.append(f"{tables.heading(run)}\n{list_text(run)}")
+        if options.list or options.step is not None:
+            parts.append(f"{tables.heading(run)}\n\n{list_text(run, options.step)}")
         if options.episode:
             parts.append(show(pick(run, options.episode)))
         if options.best:
@@ -186,10 +188,10 @@ def main(options: Options):
     if options.suite:
         return say(suite.report(suite.read_suite(options.suite), runs, folder))
     if options.plot:
-        paths = page.plot(runs, options.plot, folder)
+        paths = page.draw(runs, folder, options.format, options.plot)
     else:
         say(summary(runs[0]) if len(runs) == 1 else tables.table(runs))
-        paths = page.write(runs, folder)
+        paths = page.write(runs, folder, options.format)
     print("", *(f"wrote {path}" for path in paths), sep="\n")
 
 

@@ -351,7 +351,7 @@ def segments_of(directory, name):
     return [row["segments"] for row in rows]
 
 
-MADE_BY = {"code": "a", "task": "b", "model": "c"}  # see fingerprint()
+MADE_BY = {"code": "a", "prompts": "d", "task": "b", "model": "c"}  # see fingerprint()
 CONFIG = {"task": "titanic", "model": "tiny", "seed": 1, "steps": 5, "lr": 1e-5}
 RESULT = {
     "kind": "training",
@@ -390,6 +390,9 @@ def episode(value, reply="hello", status="submit", observation="seen hello"):
         score["message"] = "no file"
     return {
         "task": "titanic",
+        "seed": 0,
+        "group": 0,
+        "reward": None if status == "fault" else value or -1.0,
         "prompt": "Predict who survived.",
         "turns": [turn(reply, observation)] * 2,
         "status": status,

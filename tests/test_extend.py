@@ -27,7 +27,7 @@ assert over_best([0.5, 0.25, 1.0]) == [-0.5, -0.75, 0.5] and over_best([1, 1, 0]
 assert "torch.optim.RMSprop" in inspect.getsource(grpo.train)
 rates = [grpo.learning_rate(step, SimpleNamespace(lr=1, steps=10)) for step in (0, 5, 10)]
 assert rates == [0.2, 0.5, 0]
-assert "Do episodes get longer?" in plots.PANELS["training"][1]
+assert "turns longest" in plots.PANELS["training"]
 said = SimpleNamespace(output="mean 1", stopped="", exit_code=0)
 box = SimpleNamespace(run=lambda command, timeout: said if command[-1] == "a.csv" else None)
 tool = grpo.agent_loop(cfg).keywords["act"]

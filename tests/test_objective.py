@@ -3,6 +3,7 @@ predecessor's agents exploited.
 """
 
 import asyncio
+import copy
 import itertools
 import math
 from dataclasses import replace
@@ -310,7 +311,7 @@ def played(task, *rewards):
     """A group of equal episodes with these rewards; a reward of None: a fault."""
     episode = finished(".00.1")
     fault = replace(episode, status="fault")
-    episodes = [fault if reward is None else episode for reward in rewards]
+    episodes = [copy.deepcopy(fault if reward is None else episode) for reward in rewards]
     return Group(0, task, episodes, [reward for reward in rewards if reward is not None])
 
 
@@ -325,6 +326,9 @@ def test_faults_and_equal_rewards_are_not_in_the_batch(task):
     assert [p.advantage for p in batch] == [[0.5] * 3, [-0.5] * 3]  # mean 0.5 of two, not of three
     assert {p.weight for p in batch} == {1 / 6}
     assert grpo.make_batch([equal], CFG, Job()) == []
+    # what the transcripts keep
+    stored = [e.turns[0].get("advantage") for e in equal.played + different.played]
+    assert stored == [None, None, 0.5, -0.5]
 
 
 def test_groups_are_filled_up_to_the_bound(monkeypatch, task):

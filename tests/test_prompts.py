@@ -247,7 +247,7 @@ def test_the_content_of_the_file_belongs_to_what_made_a_run(tmp_path):
     made = []
     for changes in ({}, {}, {"system": "Be brief."}):
         prompts = texts.Prompts(Path(a_file(tmp_path, **changes)))
-        made.append(fingerprint([prompts.digest, "a task"])["task"])
+        made.append(fingerprint([prompts.digest, "a task"])["prompts"])
     assert made[0] == made[1] != made[2]
 
 

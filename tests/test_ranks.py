@@ -192,6 +192,12 @@ def test_two_ranks_sample_ahead_and_a_lost_one_ends_the_job_which_resumes(tmp_pa
     for step in range(done + 1):
         episodes = rows(run / f"episodes/{step:06d}.jsonl")
         assert [e["seed"] - 100_003 * step for e in episodes] == list(range(12))
+        rewards = {}
+        for e in episodes:
+            rewards.setdefault(e["group"], set()).add(e["reward"])
+        # also of the groups that the other rank has played
+        trained = {e["group"] for e in episodes if "advantage" in e["turns"][0]}
+        assert trained == {group for group in rewards if len(rewards[group]) > 1}
 
 
 # ------------------------------------------------------------------ configs/slurm.sbatch

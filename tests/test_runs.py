@@ -129,7 +129,7 @@ def test_code_is_the_script_what_it_imports_and_the_package_without_views(tmp_pa
     (tmp_path / "my_rewards.py").write_text("BONUS = 1\n")
     (tmp_path / "mine.py").write_text(
         "import my_rewards\nfrom flatlab.runs.fingerprint import fingerprint\n"
-        "print(fingerprint([])['code'])\n"
+        "print(fingerprint([''])['code'])\n"
     )
 
     def digest_after(name, text):
@@ -170,7 +170,7 @@ def test_the_files_of_a_model_and_of_its_adapter_count(tmp_path):
     def digest_with(path, text, time=1):
         path.write_text(text)
         os.utime(path, (time, time))
-        return fingerprint([], ModelPath(str(base), str(adapter), False))["model"]
+        return fingerprint([""], ModelPath(str(base), str(adapter), False))["model"]
 
     weights = base / "a.safetensors"
     digests = [digest_with(weights, text) for text in ("1", "22")]
@@ -236,11 +236,11 @@ def test_a_finished_run_of_the_same_makers_is_left_alone_and_that_of_others_is_r
 
 
 def test_another_task_or_model_and_a_run_without_digests_are_refused(begun):
-    with user_error("another version of the task and the model: choose"):
-        opened(begun, {"task": "x", "model": "x"})
+    with user_error("another version of the prompts and the model: choose"):
+        opened(begun, {"prompts": "x", "model": "x"})
     config = begun / "config.yaml"
     config.write_text(config.read_text().partition("fingerprint:")[0])
-    with user_error("another version of the task and the model"):
+    with user_error("another version of the prompts and the task and the model"):
         opened(begun)
 
 

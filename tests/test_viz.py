@@ -109,8 +109,9 @@ def test_broken_empty_and_foreign_directories_are_one_sentence(tmp_path, files, 
 def test_nothing_to_show_is_exit_code_2(tmp_path):
     done = python("viz.py", tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    with user_error("has no transcripts"):
-        viz.list_text(stored(tmp_path / "run"))
+    for step in (None, 3):
+        with user_error("has no such transcripts"):
+            viz.list_text(stored(tmp_path / "run"), step)
 
 
 # --------------------------------------------- terminal views and other kinds of runs
@@ -157,6 +158,29 @@ def printed(capsys, *arguments, **options):
     return capsys.readouterr().out
 
 
+def learned(tmp_path):
+    """A run with three groups in step 1: trained, of equal rewards, and without stored advantages;
+    of the first the last reply of an episode carried no loss.
+    """
+    scores = {0: (0.9, 0.5, None), 1: (0.7, 0.7), 2: (0.6, 0.8)}
+    played = [episode(x) | {"group": group} for group in scores for x in scores[group]]
+    for made, own in zip(played, ((1.2, None), (-0.4, -0.4), (-0.8, -0.8))):
+        made["turns"] = [turn | {"advantage": a} for turn, a in zip(made["turns"], own)]
+    return stored(tmp_path / "run", episodes={0: [episode(0.7)], 1: played})
+
+
+def test_what_a_step_was_learned_from_in_the_terminal(tmp_path, capsys):
+    text = printed(capsys, learned(tmp_path).dir, step=1)
+    assert re.findall("^step.*", text, re.M) == [
+        "step 1, group 0: titanic, rewards -1.000 to +0.900, 3 of 3 trained",
+        "step 1, group 1: titanic, rewards +0.700 to +0.700, equal rewards, none trained",
+        "step 1, group 2: titanic, rewards +0.600 to +0.800, no advantages stored",
+    ]
+    first, second = re.findall("^ *1/[01] .*", text, re.M)
+    assert first.split() == "1/0 0 +0.900 +1.200 1 of 2 2 0.9 submit 9 1.5 titanic".split()
+    assert "-0.400     2 of 2" in second
+
+
 def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
     directory = with_episodes(tmp_path).dir
     assert "reward_mean" in printed(capsys, directory)
@@ -166,10 +190,9 @@ def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
     assert "── system message\n  │ Be brief.\n" in text
     assert "\n  │ 2 turns left\n" in text
     assert not set("\x1b\x07\u202e") & set(text)
-    _, _, *lines = printed(capsys, directory, list=True).splitlines()
+    listed = re.findall(r"^ *(\S+/\d) ", printed(capsys, directory, list=True), re.M)
     evaluated = "before/0 before/1 eval-9/0 eval-9/1 final-best/0 final-best/1"
-    ids = ["0/0", "0/1", "1/0", "1/1", "1/2", *evaluated.split()]
-    assert [line.split()[0] for line in lines] == ids
+    assert listed == ["0/0", "0/1", "1/0", "1/1", "1/2", *evaluated.split()]
     assert "a final reply" in printed(capsys, directory, episode="final-best/1")
     assert printed(capsys, directory, best=True).startswith("1/1  0.9")  # of training alone
     for id in ("7/0", "1/9", "eval-9/5"):
@@ -179,10 +202,12 @@ def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
 
 def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     directory = searched(tmp_path / "run").dir
-    _, _, *tree = printed(capsys, directory, list=True).splitlines()
-    starts = ("* 0.0 0.4", "* 0.0.0 0.3", "0.0.1 0.45", "0.1 failed")
-    for line, start in zip(tree, starts, strict=True):
-        assert " ".join(line.split()).startswith(start)
+    _, _, _, _, *tree = printed(capsys, directory, list=True).splitlines()
+    rows = ("* 0.0 0 0.4", "* 0.0.0 0 0.3", "0.0.1 0 0.45", "0.1 0 failed")
+    for line, row in zip(tree, rows, strict=True):
+        assert " ".join(line.split()).startswith(row)
+    with user_error("no such transcripts"):
+        printed(capsys, directory, step=0)
     text = printed(capsys, directory, episode="0.0.0")
     assert "output of 0.0.0" in text
     assert "\n old\n+new\n" in text
@@ -204,7 +229,8 @@ def test_several_runs_and_strangers_among_them(tmp_path, capsys):
     assert "notes is not a run directory" in error
     assert (tmp_path / "compare-search-titanic.png").exists()
     # a directory of runs stands for them, as a grid does
-    assert re.search(r"/a +2 +[-+]\d", printed(capsys, tmp_path))  # N and the first value
+    text = printed(capsys, tmp_path)
+    assert re.search(r"^a \(seeds 1, 2\) +2 +[-+]\d", text, re.M)  # N and the first value
 
 
 def test_the_recipe_of_the_docs_makes_conversations_of_episodes():
@@ -288,11 +314,8 @@ def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, result=(), **config):
 
 
 def rows(*runs):
-    """The rows of the tables, as dictionaries; "run" is the name of the directory."""
-    shown = []
-    for groups in tables.groups_of(list(runs)).values():
-        shown += tables.rows_of(groups)
-    return [row | {"run": Path(row["run"]).name} for row in shown]
+    """The rows of the tables, as dictionaries."""
+    return [row for table in tables.groups_of(runs).values() for row in tables.rows_of(table)]
 
 
 def test_two_training_runs_are_compared_in_pairs_with_their_uncertainty(tmp_path):
@@ -315,7 +338,7 @@ def test_runs_that_differ_by_their_seed_are_one_row_whose_error_is_over_the_runs
     """Fewer than three runs show each value: two are no measure of a spread."""
     one, two = (trained(tmp_path / f"x-{seed}", (0.5 + 0.1 * seed,), seed) for seed in (1, 2))
     [row] = rows(one, two)
-    assert (row["run"], row["N"]) == ("x-1", 2)
+    assert (row["run"], row["N"]) == ("x (seeds 1, 2)", 2)
     assert (row["value"], row["score"]) == ("+0.0000, +0.5000", "0.6000, 0.7000")
     zero = trained(tmp_path / "x-0", (0.5,))
     others = [trained(tmp_path / f"z-{seed}", (0.4,), seed, lr=2.0) for seed in range(3)]
@@ -323,8 +346,33 @@ def test_runs_that_differ_by_their_seed_are_one_row_whose_error_is_over_the_runs
     assert first["value"] == f"+0.0000 ± {0.5 / 3**0.5:.4f}"
     assert second["difference"] == f"-1.0000 ± {0.5 / 3**0.5:.4f} (3 paired)"
     again = trained(tmp_path / "y-1", (0.9,), 1)  # every seed counts once
-    assert [(row["run"], row["N"]) for row in rows(one, two, again)] == [("y-1", 1), ("x-1", 2)]
+    both = [("y-1", 1), ("x (seeds 1, 2)", 2)]
+    assert [(row["run"], row["N"]) for row in rows(one, two, again)] == both
     assert rows(one, two, others[1])[-1]["difference"] == "-1.2500"  # no common seed
+
+
+def test_one_table_for_a_task_whatever_differs(tmp_path):
+    """An ablation of the prompts is a row like any other, also if the file has kept its name."""
+    runs = [trained(tmp_path / "base-0"), trained(tmp_path / "base-1", seed=1)]
+    runs.append(trained(tmp_path / "more", steps=6, reward="tiered"))
+    for name, prompts in (("other", "p/my.yaml"), ("edited", "agent.yaml")):
+        one = trained(tmp_path / name, result={"baseline": 0.5}, prompts=prompts)
+        one.fingerprint["prompts"] = name
+        runs.append(one)
+    for one in runs[:3]:
+        one.config["prompts"] = "agent.yaml"
+    shown = {row["run"]: row["differs in"] for row in rows(*runs)}
+    assert shown == {
+        "base (seeds 0, 1)": "prompts=agent.yaml@d",
+        "more": "steps=6, prompts=agent.yaml@d, reward=tiered",
+        "other": "prompts=my.yaml@other",
+        "edited": "prompts=agent.yaml@edited",
+    }
+    gain = {"difference": 0.25, "difference_stderr": 0.05}
+    runs[2].result["final"]["best"] |= gain
+    assert [row["gain over untrained"] for row in rows(runs[2])] == ["+0.2500 ± 0.0500"]
+    assert "gain over" not in tables.aligned(rows(runs[0]))
+    assert [path.name for path in page.draw(runs, tmp_path)] == ["compare-training-titanic.png"]
 
 
 def test_a_run_that_is_not_finished_shows_its_last_steps(tmp_path):
@@ -376,13 +424,13 @@ def test_an_evaluation_is_the_mean_over_all_episodes_on_the_test_part_if_it_was_
     assert "(validation part; " in tables.headline(run)
     assert "1 of 3 failed (value -1), 1 fault. Status: running." in tables.headline(run)
     assert [row["outcome"] for row in run.rows] == ["valid", "failed", "fault"]
-    assert [line.split()[0] for line in viz.list_text(run).splitlines()[1:]] == ["0", "2", "4"]
+    assert [line.split()[0] for line in viz.list_text(run).splitlines()[2:]] == ["0", "2", "4"]
     tested = evaluated(tmp_path / "b", (0.8, None), (0.7, 0.7))
     assert "value +0.5000 ± 0.0000, 100% valid, loss 0.7000" in tables.headline(tested)
     assert "(test part; " in tables.headline(tested)
     [row] = rows(tested)
     assert (row["of"], row["score"]) == ("all episodes, test", "0.7000 ± 0.0000")
-    assert plots.mean_so_far(run).to_list()[1:] == pytest.approx([1, 0, 0])
+    assert plots.so_far(run).to_list() == pytest.approx([1, 0, 0])
     [path, _] = page.write([run], run.dir)
     assert path.name == "curves.png"
 
@@ -411,24 +459,44 @@ def test_an_imitation_has_a_loss_and_no_value(tmp_path):
 
 def test_a_key_of_the_rows_is_one_picture(tmp_path, capsys):
     folders = [trained(tmp_path / f"x-{seed}", seed=seed).dir for seed in range(3)]
-    assert "plot-value_mean.png" in printed(capsys, *folders, plot=("value_mean", "reward_std"))
+    keys = ("value_mean", "reward_std")
+    assert "plot-value_mean.pdf" in printed(capsys, *folders, plot=keys, format="pdf")
     assert (tmp_path / "plot-reward_std.png").exists()
+    assert (tmp_path / "plot-reward_std.pdf").read_bytes().startswith(b"%PDF")
     [groups] = tables.groups_of([reader.read_run(folder) for folder in folders]).values()
-    [axis] = plots.draw_plot(groups, "value_mean").axes
-    assert axis.get_title(loc="left") == "Mean value, titanic"
-    assert "mean of 3 runs ± standard error" in axis.get_legend_handles_labels()[1]
+    figure = plots.draw_panels(groups, ["value_mean"])
+    [axis], [legend] = figure.axes, figure.legends
+    assert (axis.get_title(), axis.get_xlabel()) == ("mean value", "steps")
     assert "0: baseline" in axis.get_ylabel()
+    assert "± standard error" in legend.get_title().get_text()
+    assert [text.get_text() for text in legend.get_texts()] == ["x (seeds 0, 1, 2)"]
     with user_error("has no numbers 'x'; it has .*value_mean"):
         printed(capsys, *folders, plot=("x",))
-    with user_error("one kind"):
-        printed(capsys, folders[0], searched(tmp_path / "b").dir, plot=("seconds",))
+
+
+def test_each_picture_has_one_size_for_a_paper_and_no_empty_cell(tmp_path):
+    """Groups differ by more than their colour, which a grey print loses."""
+    runs = [trained(tmp_path / name, lr=lr) for name, lr in (("a", 1.0), ("b", 2.0))]
+    [groups] = tables.groups_of(runs).values()
+    for panels in ((), ["seconds"], ["value_mean", "reward_mean", "seconds", "valid_share"]):
+        figure = plots.draw_panels(groups, panels)
+        figure.draw_without_rendering()
+        assert figure.get_figwidth() == (plots.COLUMN if len(panels) == 1 else plots.PAGE)
+        right = [axis.get_position().x1 for axis in figure.axes]
+        assert right[-1] == pytest.approx(max(right), abs=0.01)
+    lines = figure.legends[0].get_lines()
+    assert len({line.get_marker() for line in lines}) == 2
+
+
+def group_of(*runs):
+    return plots.RunGroup(plots.LOOKS[0], {}, [*runs])
 
 
 def test_the_curve_of_evaluations_begins_before_training(tmp_path):
     run = trained(tmp_path / "a")
-    value, *others = plots.draw_panels([plots.RunGroup("a", plots.BLUE, [run])], "").axes
+    value, *others = plots.draw_panels([group_of(run)]).axes
     assert {axis.get_xlim() for axis in others} == {value.get_xlim()}
-    [line] = [line for line in value.lines if line.get_label() == "evaluations"]
+    _, line, _ = [line for line in value.lines if line.get_linestyle() == "--"]
     assert line.get_xdata().tolist() == [0, 1, 2]
     assert line.get_ydata().tolist() == [0.4, 0.6, 0.6]
 
@@ -438,23 +506,39 @@ def test_each_run_is_drawn_whole_and_the_mean_where_all_are(tmp_path):
     runs = [trained(tmp_path / "a"), trained(tmp_path / "b", seed=1)]
     runs[1].rows.append(step_row(3, value_mean=0.9))
     axis = plots.new_figure(6, 4).subplots()
-    plots.draw_key(axis, [plots.RunGroup("", plots.BLUE, runs)], "value_mean", plots.BLUE)
-    *thin, bold = axis.lines
+    plots.draw_keys(axis, [group_of(*runs)], ["value_mean"])
+    *thin, bold, baseline = axis.lines
     assert [line.get_ydata()[-1] for line in thin[1:]] == [0.9]
     assert bold.get_xdata().tolist() == [0, 1]
 
 
 def test_best_so_far_is_that_of_values_and_failed_nodes_have_the_lowest(tmp_path):
     run = searched(tmp_path / "a")
-    assert plots.best_so_far(run).to_list() == [-1, -0.4, -0.4, -0.3, -0.3]
+    assert plots.so_far(run).to_list() == [-1, -0.4, -0.4, -0.3, -0.3]
     run.rows[0] = reader.with_outcome(run.rows[0] | {"status": "fault"})
     assert [row["value"] for row in run.rows] == [None, -1, -0.3, -0.45]
 
 
 def test_a_tree_names_its_nodes(tmp_path):
     tree, _ = plots.draw_tree(searched(tmp_path / "a")).axes
-    names = [text.get_text() for text in tree.texts]
-    assert names == ["0.0  0.4", "0.1  failed", "0.0.0  0.3", "0.0.1  0.45"]
+    names = [text.get_text().strip() for text in tree.texts]
+    assert names == ["0.0  0.4", "0.0.0  0.3", "0.0.1  0.45", "0.1  failed"]
+    bold = [line.get_xydata().tolist() for line in tree.lines if line.get_linewidth() > 1]
+    assert bold == [[[0, 1], [1, 0]], [[1, 0], [2, -1]]]
+
+
+def test_a_large_tree_fits_a_page_with_the_path_to_the_best(tmp_path):
+    """Three panels of forty lines, the best nodes of 200."""
+    nodes = [node(f"0.{i}", 0.5 + i / 1000) for i in range(199)] + [node("0.0.0", 0.9)]
+    figure = plots.draw_tree(search_run(tmp_path, nodes, best_id="0.0.0"))
+    tree, _ = figure.axes
+    names = [text.get_text().split()[0] for text in tree.texts]
+    assert names == ["0.0", "0.0.0", *(f"0.{i}" for i in range(81, 199))]
+    assert tree.get_title() == "120 of 200 nodes"
+    assert {text.get_position()[1] for text in tree.texts} == {-line for line in range(40)}
+    assert figure.get_figheight() < 9
+    stubs = [line for line in tree.lines if len({*line.get_ydata()}) == 1]
+    assert len(stubs) == 80  # the parent is in another panel
 
 
 def test_what_the_numbers_do_not_say_is_a_sentence(tmp_path):
@@ -470,12 +554,15 @@ def test_what_the_numbers_do_not_say_is_a_sentence(tmp_path):
 def test_a_search_that_learns_shows_its_rounds_and_their_alarms(tmp_path):
     folder = searched(tmp_path / "a").dir
     rows = [{"step": 6, "gain_mean": 0.2}, {"step": 7, "valid_share": 0.75, "gain_mean": None}]
+    rows[0] |= {"kl": 0.1, "entropy": 1.0, "live_lineages": 2}
     rows[1]["alarms"] = ["It decays."]
     (folder / "metrics.jsonl").write_text("".join(map(store.json_line, rows)))
     run = reader.read_run(folder)
     titles, _, line = map(str.split, tables.rounds(run).splitlines())
     assert titles == tables.ROUNDS[: tables.ON_TERMINAL]
     assert line == ["7", "-", "-", "0.75", "-", "-", "-", "-"]
+    titles = [axis.get_title() for axis in plots.draw_panels([group_of(run)]).axes]
+    assert titles[1:] == ["valid share", "mean gain", "kl", "entropy", "live lineages"]
     texts = viz.summary(run), written(tmp_path, run).read_text()
     for text, columns in zip(texts, (tables.ON_TERMINAL, None)):
         assert tables.rounds(run, columns) in text
@@ -521,17 +608,19 @@ def written(tmp_path, *runs):
 
 
 def test_the_page_of_a_long_training_shows_a_sample_and_says_so(tmp_path):
-    """The last steps and the evaluations are always there."""
-    files = dict.fromkeys([*range(6), "eval-000009"], [episode(0.7)])
+    """The last steps and the evaluations are always there; earlier steps are listed."""
+    files = dict.fromkeys([*range(40), "eval-000009"], [episode(0.7)])
     html = written(tmp_path, stored(tmp_path / "run", episodes=files)).read_text()
-    assert "transcripts of 4 of 7 files of episodes" in html
-    assert re.findall('" id="([^"]+)"', html) == ["3", "4", "5", "eval-9"]
+    assert "transcripts of 4 of 41 files of episodes\nand lists 31" in html
+    listed = re.findall('" id="([^"]+)"', html)
+    assert listed == [*(str(step) for step in range(39, 9, -1)), "eval-9"]
+    assert html.count("transcript is not on the page") == 27
 
 
 def test_the_page_of_a_large_search_lists_all_nodes_and_has_the_best_transcripts(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(page, "MOST_NODES", 2)
+    monkeypatch.setattr(page, "MOST_NODES", 3)
     scores = {"0.0": 0.6, "0.1": 0.7, "0.2": None, "0.3": 0.65, "0.0.4": 0.9}
     nodes = [node(id, score) for id, score in scores.items()]
     html = written(tmp_path, search_run(tmp_path / "run", nodes)).read_text()
@@ -566,7 +655,7 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path):
     const list = (id, text, event) => {{
         $(id).value = text;
         $(id).dispatchEvent(new Event(event));
-        return [...document.querySelectorAll("#list > .episode:not([hidden])")].map(e => e.id);
+        return [...document.querySelectorAll("#list .episode:not([hidden])")].map(e => e.id);
     }};
     seen.found = list("find", "NEEDLE", "input");
     list("find", "", "input");
@@ -588,6 +677,33 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path):
     assert re.findall("output of (.*)", seen["pair"]) == ["0.1", "0.0"]  # two at most
     assert (seen["found"], seen["failed"]) == (["0.0.0"], ["0.1"])
     assert seen["sorted"] == ["0.0.0", "0.0", "0.0.1", "0.1"]
+
+
+@needs_browser
+def test_groups_on_the_page_are_sorted_and_their_best_is_beside_their_worst(tmp_path):
+    script = f"""
+    const order = key => {{
+        $("sort").value = key;
+        sort();
+        return all("#list .episode").map(e => e.id);
+    }};
+    const seen = {{first: order("order"), reward: order("reward"), advantage: order("advantage")}};
+    seen.quiet = all(".group.quiet").length;
+    const group = groups.find(g => g.innerText.includes("step 1, group 0"));
+    group.querySelector("button").click();
+    {OPEN_ALL}
+    seen.pair = [...$("pair").children].map(e => e.innerText);
+    return seen;
+    """
+    seen, messages = browse(written(tmp_path, learned(tmp_path)), script)
+    assert messages == []
+    assert seen["first"] == ["1/0", "1/1", "1/2", "1/3", "1/4", "1/5", "1/6", "0"]
+    assert seen["reward"] == ["1/0", "1/1", "1/2", "1/6", "1/5", "1/3", "1/4", "0"]
+    assert seen["advantage"][:3] == ["1/0", "1/1", "1/2"]
+    assert seen["quiet"] == 2
+    best, worst = seen["pair"]
+    assert "reward +0.900" in best and "advantage +1.200" in best and "no loss" in best
+    assert "reward -1.000" in worst and "no loss" not in worst
 
 
 @pytest.mark.slow
@@ -642,8 +758,8 @@ def test_a_picture_of_the_docs_is_what_the_viewer_draws_of_the_runs_beside_it(pi
     runs, errors = reader.find_runs([picture.parent])
     assert not errors
     key = picture.stem.removeprefix("plot-")
-    draw = page.draw(runs, tmp_path) if key == picture.stem else page.plot(runs, [key], tmp_path)
-    drawn = {path.name: path for path in draw}
+    keys = [key] * (key != picture.stem)
+    drawn = {path.name: path for path in page.draw(runs, tmp_path, keys=keys)}
     old, new = imread(picture), imread(drawn[picture.name])
     assert old.shape == new.shape
     assert abs(old - new).mean() < 1e-3

@@ -208,7 +208,7 @@ def main() -> None:
     run = open_run(
         run_directory(cfg.name),
         asdict(cfg),
-        fingerprint([task.digest() for task in tasks]),
+        fingerprint(["", *(task.digest() for task in tasks)]),
         is_finished=lambda run: run.results().get("status") == "finished",
     )
     if not run.finished:

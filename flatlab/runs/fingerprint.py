@@ -15,14 +15,17 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "flatlab"
 
 
-def fingerprint(task_digests: list[str], model=None) -> dict[str, str]:
-    """The digests of everything that makes a run besides its settings: "code", "task", "model".
+def fingerprint(digests: list[str], model=None) -> dict[str, str]:
+    """The digests of everything that makes a run besides its settings: "code", "prompts", "task",
+    "model".
 
-    task_digests: Task.digest() of each task. model: a ModelPath, or None for an endpoint.
+    digests: of the prompts ("" without any), and Task.digest() of each task. model: a ModelPath, or
+    None for an endpoint.
     """
     return {
         "code": code_digest(),
-        "task": content_key(*task_digests),
+        "prompts": digests[0],
+        "task": content_key(*digests[1:]),
         "model": content_key(*model_parts(model)) if model else "",
     }
 

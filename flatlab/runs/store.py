@@ -282,12 +282,12 @@ def open_run(
 def continued_by(run: Run, before: dict, now: dict) -> list[str]:
     """The digests of each code that has worked on the run, today's last.
 
-    before: the fingerprint in config.yaml. Raises UserError if the task or the model is another
-    one, and if the run is finished and the code is another one.
+    before: the fingerprint in config.yaml. Raises UserError if the prompts, the task or the model
+    are others, and if the run is finished and the code is another one.
     """
     codes = before.get("code", [""])
     last = before | {"code": codes[-1]}
-    parts = ("task", "model", "code") if run.finished else ("task", "model")
+    parts = ["prompts", "task", "model", *["code"] * run.finished]
     changed = [part for part in parts if last.get(part) != now[part]]
     if changed:
         raise UserError(

@@ -9,50 +9,42 @@ from __future__ import annotations
 import base64
 import secrets
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from flatlab.errors import UserError
 from flatlab.files import write_whole
 from flatlab.view import plots, reader, tables
 from flatlab.view.reader import RunData, read_run, transcript_files
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_NODES = 300  # transcripts of a search or an evaluation on the page
-LAST_STEPS, LAST_EVALUATIONS = 3, 6  # files of a training run on the page
+LAST_STEPS, LAST_EVALUATIONS = 3, 6  # files of a training run with transcripts on the page
+LISTED_STEPS = 30  # steps whose groups are on the page
 
 # ------------------------------------------------------------------ pictures
 
 
-def draw(runs: list[RunData], folder: Path) -> list[Path]:
-    """Writes the picture of one run, or one per kind and task of several, and the tree of one."""
-    comparable = tables.groups_of(runs)
+def draw(runs: list[RunData], folder: Path, format="png", keys=()) -> list[Path]:
+    """Writes the picture of one run and its tree, or a picture for each table of several; with keys
+    plot-KEY for each. Raises UserError if the rows have no such key.
+    """
+    compared = tables.groups_of(runs)
     figures = {}
-    if len(runs) == 1:
-        [run], [groups] = runs, comparable.values()
-        figures["curves"] = plots.draw_panels(groups, tables.heading(run))
-        if run.kind == "search":
-            figures["tree"] = plots.draw_tree(run)
-        return save(figures, folder)
-    for (kind, task, *_), groups in comparable.items():
-        title = f"{task}, {kind}: mean over runs, band: ± standard error"
-        figures[f"compare-{kind}-{task}"[:200]] = plots.draw_panels(groups, title)
-    return save(figures, folder)
-
-
-def plot(runs: list[RunData], keys: Sequence[str], folder: Path) -> list[Path]:
-    """Writes plot-KEY.png for each key. Raises UserError if the runs are not comparable."""
-    [groups, *others] = tables.groups_of(runs).values()
-    if others:
-        raise UserError("--plot draws runs of one kind and one version of a task.")
-    return save({f"plot-{key}": plots.draw_plot(groups, key) for key in keys}, folder, 150)
-
-
-def save(figures: dict, folder: Path, dpi: int = 110) -> list[Path]:
+    for (kind, task), groups in compared.items():
+        ending = f"-{kind}-{task}"[:150]
+        for key in keys:
+            name = f"plot-{key}" + ending * (len(compared) > 1)
+            figures[name] = plots.draw_panels(groups, [key])
+        if not keys:
+            name = "curves" if len(runs) == 1 else "compare" + ending
+            figures[name] = plots.draw_panels(groups)
+        if name == "curves" and kind == "search":
+            figures["tree"] = plots.draw_tree(*runs)
     paths = []
     for name, figure in figures.items():
-        paths.append(folder / f"{name}.png")
-        write_whole(paths[-1], plots.encoded(figure, "png", dpi))
+        for kind in dict.fromkeys(("png", format)):
+            paths.append(folder / f"{name}.{kind}")
+            write_whole(paths[-1], plots.encoded(figure, kind))
     return paths
 
 
@@ -71,21 +63,21 @@ def plot_now_and_then(directory: Path) -> None:
 # ------------------------------------------------------------------ the page
 
 
-def write(runs: list[RunData], folder: Path) -> list[Path]:
-    """Writes the pictures and report.html."""
+def write(runs: list[RunData], folder: Path, format="png") -> list[Path]:
+    """Writes the pictures and report.html. format: pdf for pictures as PDF, too."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     views = {"reader": reader, "tables": tables, "sample": sample, "tree": tree}
     template = environment.from_string(TEMPLATE.read_text(), views)
-    paths = draw(runs, folder)
-    pictures = [path.read_bytes() for path in paths if path.stem != "tree"]
+    paths = draw(runs, folder, format)
+    shown = [path for path in paths if path.suffix == ".png" and path.stem != "tree"]
     html = template.render(
         runs=runs,
         title=folder.resolve().name,
         made=time.strftime("%Y-%m-%d %H:%M"),
         nonce=secrets.token_hex(),
-        pictures=[base64.b64encode(picture).decode() for picture in pictures],
+        pictures=[base64.b64encode(path.read_bytes()).decode() for path in shown],
     )
     paths.append(folder / "report.html")
     # a reply may hold lone surrogates
@@ -103,24 +95,29 @@ def tree(run: RunData, prefix: str):
 
 
 def sample(run: RunData) -> dict:
-    """The transcripts on the page, in order, and how many files or nodes have theirs on it.
+    """The groups of transcripts on the page, newest first, and how many files or nodes have theirs
+    on it, how many are listed, and how many there are.
 
-    Search: the path to the best node and the best nodes; the others are listed without a
-    transcript, because the tree leads to them. Evaluation: the first episodes. Training: the last
-    steps and evaluations.
+    Search: the path to the best node and the best nodes have transcripts; all are listed, because
+    the tree leads to them. Evaluation: the first episodes. Training: the last steps and
+    evaluations; more steps are listed.
     """
-    import pandas
-
     files = transcript_files(run)
-    whole = {*list(files)[:MOST_NODES]}
+    names = [*files]
+    whole = names[:MOST_NODES]
     if run.kind == "training":
-        steps = [name for name in files if name.isdigit()]
-        evaluations = [name for name in files if not name.isdigit()]
-        whole = {*steps[-LAST_STEPS:], *evaluations[-LAST_EVALUATIONS:]}
+        steps = [name for name in names if name.isdigit()][::-1]
+        evaluations = [name for name in names if name not in steps][-LAST_EVALUATIONS:]
+        whole = steps[:LAST_STEPS] + evaluations
+        names = steps[:LISTED_STEPS] + evaluations
     if run.kind == "search":
-        best_first = pandas.DataFrame(run.rows).sort_values("improvement", ascending=False)
-        whole = {*plots.best_path(run)[1:], *best_first["id"][:MOST_NODES]}
-        items = [files[row["id"]]()[0] if row["id"] in whole else row for row in run.rows]
-    else:
-        items = [item for name in files if name in whole for item in files[name]()]
-    return {"items": items, "shown": len(whole), "files": len(files)}
+        whole = plots.best_nodes(run, MOST_NODES)
+        others = [row for row in run.rows if row["id"] not in whole]
+        files |= {row["id"]: partial(list, [row]) for row in others}
+    items = [item | {"is_whole": name in whole} for name in names for item in files[name]()]
+    return {
+        "groups": tables.sections(run, items),
+        "whole": whole,
+        "names": names,
+        "files": files,
+    }

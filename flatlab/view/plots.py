@@ -1,48 +1,92 @@
 """Pictures of runs: curves of training, imitation, searches and evaluations, and trees.
 
 Every panel takes groups of runs. Each run is drawn thin; the mean of a group is bold, and of three
-runs or more it has a band of one standard error. matplotlib and pandas are imported inside
-functions, because they are slow.
+runs or more it has a band of one standard error. Sizes are those of a paper: a page is 7 inches
+wide, a column 3.4. matplotlib and pandas are imported inside functions, because they are slow.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
 import numpy as np
 
 from flatlab.errors import UserError
-from flatlab.numbers import count
 from flatlab.task.value import WORST, improvement, score_at
 from flatlab.train.metrics import evaluation_columns
-from flatlab.view.reader import RunData, score_text
+from flatlab.view.reader import NOUNS, RunData, score_text
 
-# Okabe and Ito: distinct with any kind of colour vision, and in grey print
+# Okabe and Ito: distinct with any kind of colour vision; marks and dashes are for grey print
 COLOURS = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #000000".split()
-BLUE, RED, _, _, PINK, _, BLACK = COLOURS
-GREY = "#888888"
+LOOKS = [{"color": colour, "marker": mark} for colour, mark in zip(COLOURS, "os^DvPX")]
+DASHES = ("-", "--", ":")
+GREY, BLACK = "#888888", COLOURS[-1]
 STYLE = {
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
+    "font.size": 8,
     "axes.grid": True,
     "grid.alpha": 0.25,
-    "legend.fontsize": 9,
+    "legend.fontsize": 7,
+    "lines.markersize": 4,
     "svg.fonttype": "none",
+    "pdf.fonttype": 42,
 }
+PAGE, COLUMN = 7.0, 3.4  # inches
 FEW_SEEDS = 3  # a mean over fewer runs has no interval
+PANELS = {  # kind of run -> keys of each panel; "nodes": see draw_nodes; rounds: of learn.py
+    "training": (
+        "value_mean eval_value_mean",
+        "reward_mean",
+        "valid_share zero_variance_share",
+        "reply_tokens",
+        "turns",
+        "seconds seconds_sample",
+        "kl",
+        "entropy",
+        "logprob_diff_max logprob_diff_mean",
+    ),
+    "imitation": ("loss",),
+    "search": ("nodes",),
+    "rounds": ("nodes", "valid_share", "gain_mean", "kl", "entropy", "live_lineages"),
+    "evaluation": ("nodes",),
+}
+UNITS = {  # the first part that a key contains counts
+    "value": "0: baseline, 1: reference",
+    "seconds": "seconds",
+    "share": "share, 0 to 1",
+    "kl": "nats per token",
+    "entropy": "nats per token",
+    "loss": "nats per token",
+    "logprob": "nats",
+    "gain": "value, over the parent",
+}
 
 
 @dataclass
 class RunGroup:
     """Runs that differ by their seeds only."""
 
-    label: str
-    colour: str
-    runs: list[RunData]
+    look: dict[str, str]  # of LOOKS
+    settings: dict[str, str]  # see settings_of()
+    runs: list[RunData] = field(default_factory=list)
+    differs: str = ""  # settings that most groups of the table do not have
+
+    @property
+    def seeds(self) -> list:
+        return [run.config.get("seed") for run in self.runs]
+
+    @property
+    def label(self) -> str:
+        """The name of its run; of several 'titanic-none (seeds 0, 1)'."""
+        name = self.runs[0].name
+        if len(self.runs) == 1:
+            return name
+        return f"{name.removesuffix(f'-{self.seeds[0]}')} (seeds {str(self.seeds)[1:-1]})"
 
 
 # ------------------------------------------------------------------ numbers
@@ -80,20 +124,35 @@ def by_step(group: RunGroup, key: str):
 # ------------------------------------------------------------------ curves over steps
 
 
-def draw_key(axis, groups, key, colour, label=None, style="-"):
-    """One quantity per step, averaged over the steps that all runs of a group have.
+def draw_keys(axis, groups: list[RunGroup], keys: list[str]) -> None:
+    """Quantities per step, averaged over the steps that all runs of a group have.
 
-    colour: of a single group; several have their own.
+    The dashes tell keys apart; colours and marks tell groups apart, or the keys of a single one.
     """
-    for group in groups:
-        frame = by_step(group, key)
-        if frame.empty:
-            continue
-        look = {"color": colour if len(groups) == 1 else group.colour, "linestyle": style}
-        axis.plot(frame.index, frame, alpha=0.3, linewidth=1, **look)
-        windows = frame.dropna().rolling(window_of(frame), center=True, min_periods=1)
-        draw_mean(axis, windows.mean(), label=label, **look)
-        label = None  # one entry in the legend
+    several = len(groups) > 1
+    for key, colour, dash in zip(keys, COLOURS, DASHES):
+        for group in groups:
+            frame = by_step(group, key)
+            look = group.look if several else group.look | {"color": colour}
+            axis.plot(frame.index, frame, dash, color=look["color"], alpha=0.3, linewidth=0.7)
+            windows = frame.dropna().rolling(window_of(frame), center=True, min_periods=1)
+            draw_mean(axis, windows.mean(), linestyle=dash, **look)
+            if key.startswith("eval_") and len(groups) == len(group.runs) == 1:
+                errors = by_step(group, key.replace("_mean", "_stderr"))
+                axis.errorbar(frame.index, frame[0], errors[0], color=colour, fmt="none")
+        if len(keys) > 1:
+            axis.plot([], [], label=words_of(key), color=GREY if several else colour, ls=dash)
+            axis.legend()
+    if "logprob" in key:
+        axis.set_yscale("log")
+    if "value" in key:
+        axis.axhline(0, color=GREY, linestyle=":")
+    unit = next((UNITS[part] for part in UNITS if part in key), "")
+    axis.set(title=words_of(keys[0]), ylabel=unit)
+
+
+def words_of(key: str) -> str:
+    return re.sub("(.*)_mean$", r"mean \1", key).replace("_", " ")
 
 
 def draw_mean(axis, frame, **look):
@@ -103,125 +162,65 @@ def draw_mean(axis, frame, **look):
     frame: a DataFrame with a column for each run.
     """
     middle = frame.mean(axis=1)
-    axis.plot(middle, linewidth=2.2, **look)
+    axis.plot(middle, linewidth=1.5, markevery=0.2, **look)
     if len(frame.columns) >= FEW_SEEDS:
         error = frame.sem(axis=1)
         band = middle - error, middle + error
         axis.fill_between(frame.index, *band, color=look["color"], alpha=0.15)
 
 
-def draw_value(axis, groups):
-    draw_key(axis, groups, "value_mean", BLUE, "training episodes")
-    draw_key(axis, groups, "eval_value_mean", PINK, "evaluations", "--")
-    if len(groups) == len(groups[0].runs) == 1:  # standard error over the episodes
-        means, errors = [by_step(groups[0], f"eval_value_{key}")[0] for key in ("mean", "stderr")]
-        axis.errorbar(means.index, means, errors, fmt="none", color=PINK, capsize=3)
-    draw_baseline(axis)
+# ------------------------------------------------------------------ nodes and episodes
 
 
-def draw_baseline(axis):
-    axis.set_ylabel("value")
-    axis.axhline(0, color=GREY, linestyle=":", label="baseline")
-
-
-def curves(ylabel, *lines, yscale="linear"):
-    """A panel of quantities per step. lines: (key, colour, label, style) of each."""
-
-    def draw(axis, groups):
-        for line in lines:
-            draw_key(axis, groups, *line)
-        axis.set(ylabel=ylabel, yscale=yscale)
-
-    return draw
-
-
-# ------------------------------------------------------------------ panels of a search
-
-
-def best_so_far(run: RunData):
-    """The largest value after each number of nodes, as pandas.Series; -1 before a valid one."""
-    import pandas
-
-    return pandas.Series([WORST, *series(run.rows, "value")]).cummax().ffill()
-
-
-def mean_so_far(run: RunData):
-    import pandas
-
-    return pandas.Series([np.nan, *series(run.rows, "value")]).expanding().mean()
-
-
-def nodes(so_far):
-    """A panel of nodes or episodes without the faults: a dot for each valid one, a cross at the
-    lower edge for a failure, and a line.
-
-    so_far: best_so_far or mean_so_far.
+def so_far(run: RunData):
+    """The largest value of a search after each number of nodes, -1 before a valid one; the mean
+    value of an evaluation: pandas.Series.
     """
+    import pandas
 
-    def draw(axis, groups):
-        import pandas
-
-        edge = {"transform": axis.get_xaxis_transform(), "clip_on": False}
-        for group in groups:
-            look = {"alpha": 0.5, "color": group.colour}
-            for run in group.runs:
-                numbers = np.arange(1, len(run.rows) + 1)
-                axis.plot(numbers, reached(run.rows), ".", **look)
-                failed = numbers[[row["outcome"] == "failed" for row in run.rows]]
-                axis.plot(failed, 0 * failed, "x", **look, **edge)
-        draw_baseline(axis)
-        if so_far is best_so_far:  # its -1 before a valid node would widen the axis
-            axis.set_ylim(axis.get_ylim())
-        for group in groups:
-            # a run that has ended keeps its value
-            frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
-            draw_mean(axis, frame, color=group.colour, drawstyle="steps-post")
-        axis.set_xlabel(f"{axis.get_xlabel()}; dot: valid, cross: failed (value -1)")
-        run = groups[0].runs[0]
-        if " " not in run.task:
-            axis.set_ylim(axis.get_ylim())
-            convert = partial(score_at, task=run), partial(improvement, task=run)
-            right = axis.secondary_yaxis("right", functions=convert)
-            right.set_ylabel(shorten(run.result["metric"], 40))
-
-    return draw
+    values = pandas.Series([WORST, *series(run.rows, "value")])
+    if run.kind == "search":
+        return values.cummax().ffill()
+    return values[1:].expanding().mean()
 
 
-def reached(rows: list[dict]) -> np.ndarray:
-    """Values of the valid nodes, shape (rows,); NaN for the others."""
-    return np.maximum(WORST, series(rows, "improvement"))
+def draw_nodes(axis, groups: list[RunGroup]) -> None:
+    """Nodes or episodes without the faults: a mark for each valid one, a cross at the lower edge
+    for a failure, and a line for the best one so far, of an evaluation for the mean so far.
+    """
+    import pandas
 
+    run = groups[0].runs[0]
+    edge = {"transform": axis.get_xaxis_transform(), "clip_on": False}
+    for group in groups:
+        look = group.look | {"alpha": 0.5, "linestyle": ""}
+        for one in group.runs:
+            numbers = np.arange(1, len(one.rows) + 1)
+            values = np.maximum(WORST, series(one.rows, "improvement"))  # of the valid ones
+            axis.plot(numbers, values, markersize=2, **look)
+            failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
+            axis.plot(failed, 0 * failed, **look | {"marker": "x"}, **edge)
+    axis.axhline(0, color=GREY, linestyle=":")
+    axis.set_ylim(axis.get_ylim())  # the best one before a valid node, -1, would widen it
+    for group in groups:
+        # a run that has ended keeps its value
+        frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
+        draw_mean(axis, frame, drawstyle="steps-post", **group.look)
+    axis.set(title=f"{'best' if run.kind == 'search' else 'mean'} so far", ylabel=UNITS["value"])
+    axis.set_xlabel(f"{NOUNS[run.kind]}s (cross: failed)")
+    convert = partial(score_at, task=run), partial(improvement, task=run)
+    right = axis.secondary_yaxis("right", functions=convert)
+    right.set_ylabel(shorten(run.result["metric"], 40))
 
-PANELS = {  # kind of run -> x axis, and the functions of its panels by title
-    "training": (
-        "updates",
-        {
-            "Does the value rise?": draw_value,
-            "Do the episodes carry a signal?": curves(
-                "share, 0 to 1",
-                ("valid_share", BLUE, "valid episodes"),
-                ("zero_variance_share", RED, "groups of equal rewards", "--"),
-            ),
-            "How far has the policy moved?": curves("KL, nats per token", ("kl", RED)),
-            "Does it still explore?": curves("entropy, nats per token", ("entropy", BLUE)),
-            "Do engine and trainer agree?": curves(
-                "largest log-prob difference, nats", ("logprob_diff_max", PINK), yscale="log"
-            ),
-        },
-    ),
-    "imitation": ("updates", {"Does the loss fall?": curves("nats per token", ("loss", BLUE))}),
-    "search": ("nodes", {"How good is the best node so far?": nodes(best_so_far)}),
-    "evaluation": ("episodes", {"What is the mean value so far?": nodes(mean_so_far)}),
-}
 
 # ------------------------------------------------------------------ the tree
 
+LINES = 40  # nodes of a panel
 
-def layout(rows: list[dict]) -> dict[str, tuple[int, int]]:
-    """id -> (depth, -line): every node has a line of its own, as in a printed tree."""
-    ids = ["0", *(row["id"] for row in rows)]
-    ids.sort(key=lambda id: [int(part) for part in id.split(".")])  # 0.2 before 0.10
-    return {id: (id.count("."), -line) for line, id in enumerate(ids)}
+
+def depth_first(rows: list[dict]) -> list[dict]:
+    """The nodes in the order of a printed tree: 0.2 before 0.10."""
+    return sorted(rows, key=lambda row: [int(part) for part in row["id"].split(".")])
 
 
 def best_path(run: RunData) -> list[str]:
@@ -232,50 +231,50 @@ def best_path(run: RunData) -> list[str]:
     return list(accumulate(best.split("."), "{}.{}".format)) if best else []
 
 
+def best_nodes(run: RunData, most: int) -> list[str]:
+    """The path to the best node without the root, then the nodes with the largest values."""
+    import pandas
+
+    by_value = pandas.DataFrame(run.rows).sort_values("value", ascending=False)
+    ids = dict.fromkeys([*best_path(run)[1:], *by_value["id"]])
+    return [*ids][:most]
+
+
 def draw_tree(run: RunData, link: str = "#"):
-    """A Figure: depth to the right, a line for each node; colour: value, shape: operator.
+    """A Figure of the best nodes, depth first, in panels of LINES: depth to the right, a line for
+    each node; colour: value, shape: operator. The path to the best is bold; a short line comes from
+    another panel, or from a node that is left out.
 
     link: address of a node before its id; the nodes in an SVG lead there.
     """
-    from matplotlib import colormaps
-
-    at = layout(run.rows)
-    height = np.clip(0.3 * len(at) + 1.5, 4, 40)
-    figure = new_figure(12, height)
+    shown, path = best_nodes(run, 3 * LINES), best_path(run)
+    rows = depth_first([row for row in run.rows if row["id"] in shown])
+    figure = new_figure(PAGE, 1.2 + 0.18 * max(6, min(LINES, len(rows))))
     axis = figure.subplots()
-    edges = [(at[row["parent"]], at[row["id"]]) for row in run.rows]
-    axis.plot(*np.transpose(edges), color="#bbbbbb", zorder=1)
-    if path := [at[id] for id in best_path(run)]:
-        axis.plot(*zip(*path), color=BLACK, linewidth=2.6, label="path to the best")
-    looks = {("baseline", "*"): [{"id": "0", "improvement": 0}]}
-    for row in run.rows:
-        look = (row["op"], row["mark"]) if row["outcome"] == "valid" else (row["outcome"], "X")
-        looks.setdefault(look, []).append(row)
-    colours = [0, *reached(run.rows)]
-    for (name, mark), rows in looks.items():
-        marks = axis.scatter(
-            *zip(*(at[row["id"]] for row in rows)),
-            c=reached(rows),
-            cmap=colormaps["viridis"].with_extremes(bad=RED),
-            vmin=np.nanmin(colours),
-            vmax=np.nanmax(colours),
-            plotnonfinite=True,  # a node without a value is red
-            marker=mark,
-            s=min(110, (50 * height / len(at)) ** 2),  # square points
-            edgecolors=BLACK,
-            linewidths=0.5,
-            label=f"{shorten(name, 20)}: {len(rows)}",
-            zorder=3,
-        )
-        marks.set_urls([f"{link}{row['id']}" for row in rows])
-    for row in run.rows if len(at) < 200 else ():
-        name = f"{row['id']}  {score_text(row)}"
-        axis.annotate(name, at[row["id"]], (8, 4), textcoords="offset points", fontsize=9)
-    axis.set(title="How did the search get to its best node?", xlabel="depth", yticks=[])
-    axis.set_frame_on(False)
-    axis.locator_params(axis="x", integer=True)
-    figure.colorbar(marks, ax=axis, label="value", pad=0.01, aspect=5 * height)
-    figure.legend(loc="outside lower center", ncols=6, markerscale=0.8)
+    room = 1 - 0.2 * -(-len(rows) // LINES)  # share of a panel beside the names
+    width = (max(id.count(".") for id in shown) + 0.5) / room
+    values = np.nan_to_num(series(rows, "value"), nan=WORST)
+    look = {"vmin": WORST, "vmax": values.max(), "edgecolors": BLACK, "zorder": 3, "s": 28}
+    at, marks = {"0": (0, 1)}, {}
+    for number, row in enumerate(rows):
+        panel, line = divmod(number, LINES)
+        x, y = at[row["id"]] = panel * width + row["id"].count("."), -line
+        start = at.get(row["parent"], (-1, 0))
+        if start[0] < panel * width:
+            start = (x - 0.7, y)
+        colour, thickness = (BLACK, 2) if row["id"] in path else (GREY, 0.7)
+        axis.plot(*zip(start, (x, y)), color=colour, linewidth=thickness)
+        axis.text(x, y, f"   {row['id'][-10:]}  {score_text(row)}", va="center")
+        kind, mark = row["outcome"], "X"
+        if kind == "valid":
+            kind, mark = row["op"], row["mark"]
+        look |= {"marker": mark, "label": shorten(kind, 20)}
+        marks[kind] = axis.scatter(x, y, c=values[number], **look)
+        marks[kind].set_urls([link + row["id"]])
+    axis.set_axis_off()
+    axis.set(xlim=(None, (panel + 1) * width), title=f"{len(rows)} of {len(run.rows)} nodes")
+    figure.colorbar(marks[kind], label="value", aspect=40)
+    figure.legend(handles=[*marks.values()], loc="outside lower center", ncols=6)
     return figure
 
 
@@ -299,79 +298,54 @@ def new_figure(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_panels(groups: list[RunGroup], title: str):
-    """A Figure with all panels of a kind of run, in rows of three."""
-    from matplotlib.patches import Patch
+def draw_panels(groups: list[RunGroup], panels: Sequence[str] = ()):
+    """A Figure with all panels of a kind of run, in rows of three; the last one takes what is left
+    of its row. panels: others than those of PANELS. Raises UserError if no row has their keys.
+    """
+    import pandas
+    from matplotlib.lines import Line2D
 
-    x, panels = PANELS[groups[0].runs[0].kind]
+    runs = [run for group in groups for run in group.runs]
+    kind = runs[0].kind
+    x = NOUNS[kind]
+    if any(run.rounds for run in runs):
+        kind, x = "rounds", "round"
+    window = window_of(runs[0].rounds or runs[0].rows)
+    x += "s" if window == 1 else f"s (means over {window})"
+    rows = [row for run in runs for row in run.rounds or run.rows]
+    has = sorted(pandas.DataFrame(rows).select_dtypes("number"))
+    shown = [keys for keys in panels or PANELS[kind] if {*has, "nodes"} & {*keys.split()}]
+    if panels and not shown:
+        raise UserError(f"{runs[0].dir} has no numbers '{panels[0]}'; it has {', '.join(has)}.")
+    panels = shown or PANELS[kind][:1]
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
-    figure = new_figure(10 if columns == 1 else 16, 1 + 3.8 * lines)
-    for place, (name, draw) in enumerate(panels.items(), 1):
-        axis = figure.add_subplot(lines, columns, place, title=name, xlabel=x)
-        axis.sharex(figure.axes[0])
-        draw(axis, groups)
-        finish(axis)
-    if len(groups) > 1:
-        handles = [
-            Patch(color=group.colour, label=f"{shorten(group.label, 80)} (N={len(group.runs)})")
-            for group in groups
-        ]
-        figure.legend(handles=handles, loc="outside lower center", ncols=2)
-    figure.suptitle(shorten(title, 120), fontsize=10)
+    width = PAGE if columns > 1 else COLUMN
+    figure = new_figure(width, 0.6 + 1.8 * lines + 0.15 * len(runs))
+    grid = figure.add_gridspec(lines, columns)
+    for place, keys in enumerate(panels):
+        line, column = divmod(place, columns)
+        end = columns if place + 1 == len(panels) else column + 1
+        shared = figure.axes[-1] if place > ("nodes" in panels) else None
+        axis = figure.add_subplot(grid[line, column:end], sharex=shared, xlabel=x)
+        if keys == "nodes":
+            draw_nodes(axis, groups)
+        else:
+            draw_keys(axis, groups, keys.split())
+        axis.locator_params(axis="x", integer=True)
+    if len(runs) > 1:
+        handles = []
+        for group in groups:
+            text = f"{group.label} {group.differs}"
+            text = textwrap.fill(shorten(text, 200), int(15 * width))
+            handles.append(Line2D([], [], label=text, **group.look))
+        band = "mean over runs, band: ± standard error"
+        figure.legend(handles=handles, title=band, loc="outside lower center")
     return figure
 
 
-def finish(axis):
-    axis.locator_params(axis="x", integer=True)
-    if axis.get_legend_handles_labels()[1]:
-        axis.legend()
-
-
-# Units of keys: the first part that a key contains counts; others are named after the key
-UNITS = {
-    "value": "value (0: baseline, 1: reference)",
-    "per_second": "tokens per second",
-    "seconds": "seconds",
-    "share": "share, 0 to 1",
-    "kl": "nats per token",
-    "entropy": "nats per token",
-    "logprob": "nats",
-    "memory": "GB",
-    "lag": "updates",
-}
-
-
-def draw_plot(groups: list[RunGroup], key: str):
-    """A Figure with one key of the rows, legible at a width of six inches."""
-    run = groups[0].runs[0]
-    rows = run.rounds or run.rows
-    keys = {name for row in rows for name in row if isinstance(row[name], (int, float))}
-    if key not in keys:
-        raise UserError(f"{run.dir} has no numbers '{key}'; it has {', '.join(sorted(keys))}.")
-    figure = new_figure(6, 3.2)
-    axis = figure.subplots()
-    for group in groups:
-        label = f"mean of {count(len(group.runs), 'run')}"
-        if len(group.runs) >= FEW_SEEDS:
-            label += " ± standard error"
-        if len(groups) > 1:
-            label = shorten(f"{group.runs[0].name}, {label}", 60)
-        draw_key(axis, [group], key, group.colour, label)
-    if "value" in key:
-        draw_baseline(axis)
-    words = re.sub("(.*)_mean$", r"mean \1", key).replace("_", " ")
-    units = UNITS | {"score": shorten(run.result["metric"], 40)}
-    unit = next((units[part] for part in units if part in key), words)
-    x = "rounds" if run.rounds else PANELS[run.kind][0]
-    title = shorten(f"{words.capitalize()}, {run.task}", 60)
-    axis.set(title=title, xlabel=f"{x} (means over {window_of(rows)} rows)", ylabel=unit)
-    finish(axis)
-    return figure
-
-
-def encoded(figure, format: str, dpi: int = 110) -> bytes:
+def encoded(figure, format: str) -> bytes:
     """The picture as the content of a file."""
     picture = io.BytesIO()
-    figure.savefig(picture, format=format, dpi=dpi)
+    figure.savefig(picture, format=format, dpi=200)
     return picture.getvalue()

@@ -26,7 +26,7 @@ class RunData:
 
     kind: a key of NOUNS. task: its name, or several names with a space between. rows: steps, nodes
     in order of completion, or episodes. rounds: rows of metrics.jsonl of a search that learns.
-    fingerprint: digests of the code, the task and the model; {} if they were not recorded.
+    fingerprint: digests of code, prompts, task and model; {} if they were not recorded.
     """
 
     dir: Path
@@ -123,8 +123,10 @@ def transcript_files(run: RunData) -> dict[str, Callable[[], list[dict]]]:
     Keys of a transcript: id ("12/3": number 3 of a file; the name alone if the file holds one),
     outcome, status, score (None unless valid), improvement, value, tokens, seconds, error, system
     and prompt (the first messages), turns.
-    Episodes also have seed, test_score and reward (None for a fault); nodes also parent, op,
-    sampling_mode, reason (of the selection), idea, code and diff.
+    Episodes also have seed, test_score, reward (None for a fault), when (the name of the file), and
+    advantages: one per reply, None for one that was not trained; [] if the group was not trained or
+    they were not stored. Nodes also have parent, op, sampling_mode, reason (of the selection),
+    idea, code and diff.
     """
     if run.kind != "search":
         return episode_files(run.dir)
@@ -163,6 +165,8 @@ def episode_items(path: Path, name: str = "") -> list[dict]:
             "position": (test or score).get("position"),
             "tokens": row["reply_tokens"],
             "error": joined(score["message"], score.get("grader_output")),
+            "when": name,
+            "advantages": [t["advantage"] for t in row["turns"] if "advantage" in t],
         }
         items.append(with_outcome(row | item))
     return items

@@ -17,8 +17,15 @@ from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error
 from flatlab.task.value import improvement, summary, summary_text
 from flatlab.train.metrics import fell_by_half
 from flatlab.view import plots
-from flatlab.view.plots import COLOURS, FEW_SEEDS, RunGroup, series
-from flatlab.view.reader import NOUNS, RunData, episode_items, read_all, transcript_files
+from flatlab.view.plots import FEW_SEEDS, LOOKS, RunGroup, series
+from flatlab.view.reader import (
+    NOUNS,
+    RunData,
+    episode_items,
+    read_all,
+    score_text,
+    transcript_files,
+)
 
 # ------------------------------------------------------------------ results
 
@@ -51,7 +58,10 @@ def result_of(run: RunData) -> Result:
         what = f"best adapter (step {best['step']})"
         if final["best_is_untrained"]:
             what = "untrained adapter"
-        return result_of_episodes(run, what, episode_items(run.dir / best["file"]), final["split"])
+        items = episode_items(run.dir / best["file"])
+        result = result_of_episodes(run, what, items, final["split"])
+        result.facts.update({key: best[key] for key in best if key.startswith("difference")})
+        return result
     last = run.rows[-plots.window_of(run.rows) :]
     facts = {key: fmean(series(last, key)) for key in ("value_mean", "valid_share")}
     facts["value_stderr"] = None
@@ -210,51 +220,123 @@ def rounds(run: RunData, columns: int | None = ON_TERMINAL) -> str:
     return text if run.rounds else ""
 
 
-# ------------------------------------------------------------------ groups
+# ------------------------------------------------------------------ episodes and their groups
+
+
+def facts_of(item: dict) -> dict[str, str]:
+    """The columns about an episode or a node: what was learned from it, and how it went."""
+    replies = item.get("advantages", ())
+    trained = [advantage for advantage in replies if advantage is not None]
+    text = f"{item.get('op') or item.get('task')} {item.get('idea', '')}"
+    return {
+        "id": item["id"],
+        "seed": item.get("seed", "-"),
+        "reward": plus_minus(item.get("reward"), None, "+", 3),
+        "advantage": plus_minus(fmean(trained) if trained else None, None, "+", 3),
+        "loss on": f"{len(trained)} of {len(replies)}" if replies else "-",
+        "turns": len(item.get("turns", ())) or "-",
+        "score": score_text(item),
+        "status": item["status"],
+        "tokens": item["tokens"],
+        "seconds": f"{item['seconds']:.1f}",
+        "what": " ".join(text.split())[:70],
+    }
+
+
+def sections(run: RunData, items: list[dict]) -> dict[str, list[dict]]:
+    """Heading -> the episodes of a group that were compared with each other, or of an evaluation;
+    one for other runs.
+    """
+    if run.kind != "training":
+        return {run.name: items}
+    groups = {}
+    for item in items:
+        name = f"evaluation {item['when']}"
+        if item["when"].isdigit():
+            name = f"step {item['when']}, group {item['group']}"
+        groups.setdefault(name, []).append(item)
+    return {f"{name}: {learned(own)}": own for name, own in groups.items()}
+
+
+def learned(items: list[dict]) -> str:
+    """The task and the rewards of a group, and how many of its episodes were trained."""
+    rewards = [item["reward"] for item in items if item["reward"] is not None] or [math.nan]
+    low, high = min(rewards), max(rewards)
+    trained = sum(bool(item["advantages"]) for item in items)
+    how = f"{trained} of {len(items)} trained"
+    if low == high:
+        how = "equal rewards, none trained"
+    elif not trained:
+        how = "no advantages stored"
+    return f"{items[0]['task']}, rewards {low:+.3f} to {high:+.3f}, {how}"
+
+
+# ------------------------------------------------------------------ groups of runs
 
 # Settings that do not change what is measured
-NOT_OF_THE_GROUP = set("seed name workers concurrency url eval_episodes backend trackers".split())
+NOT_OF_THE_GROUP = set(
+    "seed name workers concurrency url eval_episodes backend trackers gpu_memory".split()
+)
 
 
-def groups_of(runs: list[RunData]) -> dict[tuple, list[RunGroup]]:
-    """(kind, task, baseline, digest of the task) -> groups of runs that differ by their seed only.
+def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
+    """(kind, task) -> groups of runs that differ by their seed only, for each table.
 
-    A group is named after its first run. It has one run of each seed; further ones are another
-    group. Scores on different versions of a task cannot be compared.
+    A group has one run of each seed; further ones are another group.
     """
-    groups, seen = {}, Counter()
+    compared = {}
     for run in sorted(runs, key=lambda run: run.name):
-        settings = {key: run.config[key] for key in run.config if key not in NOT_OF_THE_GROUP}
-        made_by = repr((settings, run.fingerprint))
-        seed = made_by, run.config.get("seed")
-        seen[seed] += 1
-        version = run.kind, run.task, run.baseline, run.fingerprint.get("task")
-        comparable = groups.setdefault(version, {})
-        group = RunGroup(str(run.dir), COLOURS[len(comparable) % len(COLOURS)], [])
-        comparable.setdefault((made_by, seen[seed]), group).runs.append(run)
-    return {version: [*comparable.values()] for version, comparable in groups.items()}
+        table = compared.setdefault((run.kind, run.task), [])
+        settings, seed = settings_of(run), run.config.get("seed")
+        for group in table:
+            if group.settings == settings and seed not in group.seeds:
+                break
+        else:
+            group = RunGroup(LOOKS[len(table) % len(LOOKS)], settings)
+            table.append(group)
+        group.runs.append(run)
+    for table in compared.values():
+        for key in dict.fromkeys(key for group in table for key in group.settings):
+            frequency = Counter(group.settings.get(key) for group in table)
+            for group in table:
+                value = group.settings.get(key)
+                if value and frequency[value] <= len(table) / 2:
+                    group.differs += f"{', ' * bool(group.differs)}{key}={value}"
+    return compared
+
+
+def settings_of(run: RunData) -> dict[str, str]:
+    """All that makes a run besides its seed: setting -> text; 'my.yaml@1a2b3c' with a digest."""
+    keys = [key for key in run.config if key not in NOT_OF_THE_GROUP]
+    texts = {key: value_text(run.config[key]) for key in keys}
+    for part, digest in run.fingerprint.items():
+        texts[part] = f"{texts.get(part, '')}@{digest[-1] if part == 'code' else digest:.6}"
+    return texts
 
 
 # ------------------------------------------------------------------ the table
 
 LEGEND = f"""\
-run: its directory; runs that differ by their seed only are one row, named after the first; a second
-    run of a seed is in another row
+run: its name; runs that differ by their seed only are one row; a second run of a seed is in another
+    row
 N: runs in the row; a mean over fewer than {FEW_SEEDS} runs has no interval, each value is shown
 value: mean improvement, 0 at the baseline and 1 at the reference; without a valid submission -1.
     Every ± is a standard error: over the runs, or over the episodes of a single run
 valid: share of the episodes, or of the nodes, with a valid submission
 score: mean of the valid ones, or the score of the best node, in the unit of the task
 best of {BEST_OF}: expected best score of {BEST_OF} episodes
+gain over untrained: of the value of the best adapter, in pairs on the same fresh seeds
 rows ±: standard error of one score over the rows or games of the part
 of: what has this value, and on which part of the data
-difference: of the value to the best row, over the seeds that both have"""
+difference: of the value to the best row, over the seeds that both have
+differs in: settings that at most half of the rows have, @ digests of prompts, task, model and code;
+    values on two versions of a task cannot be compared"""
 
 
 def table(runs: list[RunData]) -> str:
     """Text of `python viz.py logs/*`: a table per kind of run and task, then what it means."""
     parts = []
-    for (kind, task, *_), groups in groups_of(runs).items():
+    for (kind, task), groups in groups_of(runs).items():
         text = "An imitation has no value: evaluate its adapter to compare it."
         if kind != "imitation":
             text = aligned(rows_of(groups))
@@ -281,10 +363,12 @@ def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
         "run": group.label,
         "N": len(results),
         **columns(facts, "score"),
+        "gain over untrained": cell(facts, "difference", "difference_stderr", "+"),
         "rows ±": cell(facts, "rows_error"),
         "of": f"{what}, {results[0].part}",
         "difference": "" if results is best else difference(results, best),
         "faults": sum(map(faults, group.runs)),
+        "differs in": group.differs,
     }
 
 
@@ -326,9 +410,7 @@ def difference(results: list[Result], best: list[Result]) -> str:
         return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)"
     if not (values and others):
         return "-"
-    errors = [standard_error([*side.values()]) for side in (values, others)]
-    error = None if None in errors else math.hypot(*errors)
-    return plus_minus(fmean(values.values()) - fmean(others.values()), error, "+")
+    return plus_minus(fmean(values.values()) - fmean(others.values()), None, "+")
 
 
 def values_of(results: list[Result]) -> dict:
@@ -339,10 +421,13 @@ def values_of(results: list[Result]) -> dict:
 
 
 def aligned(rows: list[dict]) -> str:
-    """Rows of texts and numbers as lines of equal width, all columns aligned to the left."""
-    lines = [[*rows[0]], *([str(value) for value in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)) for line in lines)
+    """Rows of texts and numbers as lines of equal width, all columns aligned to the left; without
+    columns in which nothing is said.
+    """
+    columns = [[key, *(str(row[key]) for row in rows)] for key in rows[0]]
+    said = [column for column in columns if {*column[1:]} - {"", "-"}]
+    padded = [[text.ljust(max(map(len, column))) for text in column] for column in said]
+    return "\n".join(map("  ".join, zip(*padded)))
 
 
 # ------------------------------------------------------------------ at the end
