@@ -184,7 +184,7 @@ def main(options: Options):
     if parts:
         return say("\n\n".join(parts))
     # the folder that all of them are in
-    folder = Path(os.path.commonpath([run.dir.resolve() for run in runs] or ["."]))
+    folder = Path(os.path.commonpath([run.dir.resolve() for run in runs] or ["logs"]))
     if options.suite:
         return say(suite.report(suite.read_suite(options.suite), runs, folder))
     if options.plot:

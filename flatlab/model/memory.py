@@ -170,7 +170,7 @@ def fit_micro_tokens(free: int, model_config, element_size: int, recomputed: int
 
 
 def fit_pass(largest: int, wanted: int | None, sizes: tuple, free: int) -> tuple[int, int]:
-    """How many layers are recomputed, and the tokens of a training pass: as wanted, or what fits.
+    """Number of layers to recompute, and tokens of a training pass: as wanted, or what fits.
 
     A pass over `largest` tokens has to fit, too. sizes: config of the model and bytes of a number.
     """

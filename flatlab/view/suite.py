@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from flatlab.errors import UserError
-from flatlab.files import read_mapping
+from flatlab.files import read_mapping, write_whole
 from flatlab.runs.fingerprint import ROOT
 from flatlab.task.mledojo import mledojo_names
-from flatlab.view import page, plots
+from flatlab.view import plots
 from flatlab.view.reader import RunData
 
 KINDS = ["best attempt", "best submission"]
@@ -181,9 +181,12 @@ def report(suite: dict, runs: list[RunData], folder: Path) -> str:
         names = [*totals.index]
         scores = np.array([cells[kind].unstack(0) for kind in KINDS])
         tau, rho, areas = performance_profiles(scores, names.index(BASELINE), sign.to_numpy())
-        page.save({"profile": draw(tau, rho, names, ours)}, folder, 150)
+        picture = draw(tau, rho, names, ours)
+        folder.mkdir(exist_ok=True)
+        write_whole(folder / "profile.png", plots.encoded(picture, "png"))
         totals[[f"AUP, {kind}" for kind in KINDS]] = areas.T
         totals = totals.sort_values([*totals], ascending=False)
+        print(f"wrote {folder / 'profile.png'}\n")
     cells = cells[cells.index.isin(ours, level=1)]
     totals = totals.dropna(axis=1, how="all")
     parts = []
